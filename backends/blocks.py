@@ -36,9 +36,11 @@ Float32Array = npt.NDArray[np.float32]
 
 
 class BlockParts(NamedTuple):
-    """Rows of a weight taken apart: `codes` [rows, G, 32] (G groups), or the words of these codes
-    [rows, G, words] where they lie so that this is sooner done; `d` [rows, S], `s`
-    [rows, G · halves]; with a minimum `e` [rows, S] and `t` [rows, G], else None.
+    """Rows of a weight in their parts.
+
+    `codes` [rows, G, 32] (G groups), or the words of these codes [rows, G, words] where they are
+    stored so that this is faster; `d` [rows, S], `s` [rows, G · halves]; with a minimum `e` [rows,
+    S] and `t` [rows, G], else None.
     """
 
     codes: Bytes | Words
@@ -59,7 +61,7 @@ def interleaved(blocks: Blocks, parts: BlockParts) -> tuple[npt.NDArray[np.uint3
     return _interleaved_codes(blocks, codes), _interleaved_scales(blocks, parts)
 
 
-def taken_apart(blocks: Blocks, data: npt.NDArray[Any], scales: npt.NDArray[Any]) -> BlockParts:
+def unpacked_parts(blocks: Blocks, data: npt.NDArray[Any], scales: npt.NDArray[Any]) -> BlockParts:
     """Return the reverse of `interleaved`."""
     count, groups = data.shape[:2]
     rows = count * ROWS_OF_BLOCK
@@ -82,10 +84,10 @@ def values_of(blocks: Blocks, parts: BlockParts) -> Float32Array:
         len(parts.s), groups, blocks.halves
     )
     codes = parts.codes.astype(np.float32) - np.float32(blocks.zero)
-    found = codes * np.repeat(scale, GROUP_SIZE // blocks.halves, axis=-1)
+    values = codes * np.repeat(scale, GROUP_SIZE // blocks.halves, axis=-1)
     if parts.e is not None and parts.t is not None:
-        found -= (_of_groups(blocks, parts.e, groups) * parts.t.astype(np.float32))[..., None]
-    return np.asarray(found, np.float32)
+        values -= (_of_groups(blocks, parts.e, groups) * parts.t.astype(np.float32))[..., None]
+    return np.asarray(values, np.float32)
 
 
 def group_scales(blocks: Blocks, parts: BlockParts) -> tuple[Float32Array, Float32Array | None]:
@@ -165,12 +167,14 @@ def by_lane(words: Words) -> Words:
 
 
 def words_of_halves(blocks: Bytes, start: int, stop: int, width: int, words: int = 4) -> Words:
-    """Blocks [rows, x, bytes], in whose bytes [start, stop) codes of 4 bits lie in ggml's order: of
-    each run of `width` bytes (16, 32 or 64) first the low halves, then the high ones. The words of
-    these codes, [rows, G, words], of which others than the first four are still to be filled.
+    """Return the words of 4-bit codes, [rows, G, words], from ggml's order of halves.
 
-    Without taking codes apart: a pair of bytes has the halves of two neighbours, which are brought
-    together where they lie.
+    Blocks [rows, x, bytes], in whose bytes [start, stop) the codes are: of each run of `width`
+    bytes (16, 32 or 64) first the low halves, then the high ones. Words after the first four are
+    still to be filled.
+
+    Codes are not unpacked: a pair of bytes has the halves of two neighbours, which are joined in
+    place.
     """
     rows, count, size = blocks.shape
     pairs = blocks.view("<u2")
@@ -179,9 +183,9 @@ def words_of_halves(blocks: Bytes, start: int, stop: int, width: int, words: int
     high = pairs & 0xF0F0
     high = high >> 4 | high >> 8
     half, runs, group = width // 2, (stop - start) // width, 4 * words  # bytes, number, bytes
-    unit = min(half, 16)  # bytes that lie together before and after
+    unit = min(half, 16)  # bytes that are adjacent before and after
     shape = (rows, count, runs, half // unit)
-    found = np.empty((rows, count * runs * width // 16, words), "<u4")
+    packed = np.empty((rows, count * runs * width // 16, words), "<u4")
     in_run = width // 16 * group
     for i, bits in enumerate((low, high)):
         source = np.ndarray(
@@ -194,17 +198,19 @@ def words_of_halves(blocks: Bytes, start: int, stop: int, width: int, words: int
         target = np.ndarray(
             shape,
             f"V{unit}",
-            found,
+            packed,
             unit * i if half < 16 else half // 16 * i * group,
             (count * runs * in_run, runs * in_run, in_run, group),
         )
         target[...] = source
-    return found
+    return packed
 
 
 def set_uppers(words: Words, values: Bytes, shifts: Sequence[int], mask: int) -> None:
-    """Fill words 4 and 5 of groups [rows, G, 6] from bytes [rows, x, 32], of which bits `mask` from
-    each of `shifts` on are the upper bits of the codes of a group.
+    """Fill words 4 and 5 of groups [rows, G, 6] with the upper bits of codes.
+
+    From bytes [rows, x, 32], of which bits `mask` from each of `shifts` on are the upper bits of
+    the codes of a group.
     """
     rows, count, _ = values.shape
     pairs = np.ascontiguousarray(values).view("<u2")
@@ -227,16 +233,16 @@ def nibble_words(codes: Bytes) -> npt.NDArray[np.uint32]:
 
 def _interleaved_scales(blocks: Blocks, parts: BlockParts) -> Bytes:
     rows, count = parts.d.shape
-    found = np.zeros((rows // ROWS_OF_BLOCK, count, blocks.scale_bytes), np.uint8)
-    floats = found[..., : blocks.float_bytes].view(np.float16)
+    interleaved = np.zeros((rows // ROWS_OF_BLOCK, count, blocks.scale_bytes), np.uint8)
+    floats = interleaved[..., : blocks.float_bytes].view(np.float16)
     floats[..., :ROWS_OF_BLOCK] = _by_block(parts.d)
-    small = found[..., blocks.float_bytes :].view(np.int8)
+    small = interleaved[..., blocks.float_bytes :].view(np.int8)
     inside = blocks.groups * blocks.halves
     _set_small(small[..., : inside * ROWS_OF_BLOCK], parts.s, inside)
     if parts.e is not None and parts.t is not None:
         floats[..., ROWS_OF_BLOCK:] = _by_block(parts.e)
         _set_small(small[..., inside * ROWS_OF_BLOCK :], parts.t, blocks.groups)
-    return found
+    return interleaved
 
 
 def _by_block(values: npt.NDArray[Any]) -> npt.NDArray[Any]:

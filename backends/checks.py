@@ -48,19 +48,20 @@ def vector(weights: Mapping[str, WeightValue], name: str) -> npt.NDArray[np.floa
     value: Any = weights[name]
     assert not isinstance(value, PackedWeight)
     assert value.dtype == np.float32
-    found: npt.NDArray[np.float32] = value
-    return found
+    values: npt.NDArray[np.float32] = value
+    return values
 
 
 def slab(weights: Mapping[str, WeightValue]) -> tuple[npt.NDArray[np.int32], PackedWeight]:
-    """Return the hot features of an `Outliers` that passed `check_weights`, and their weights [n,
-    hot].
+    """Return the hot features of an `Outliers` and their weights [n, hot].
+
+    The record has passed `check_weights`.
     """
     hot: Any = weights["hot"]
     kept = weights["hot_weight"]
     assert isinstance(kept, PackedWeight)
-    found: npt.NDArray[np.int32] = hot
-    return found, kept
+    features: npt.NDArray[np.int32] = hot
+    return features, kept
 
 
 def check_token_count(
@@ -105,7 +106,7 @@ def first_position(
 
 
 class Health:
-    """Whether a device takes calls. Lost once, lost for good, with the first reason.
+    """State of a device: whether it takes calls. Lost once, lost for good, with the first reason.
 
     `threads`: its driver has threads of its own, so that it is lost in a forked child.
     """

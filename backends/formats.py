@@ -1,7 +1,7 @@
-"""Formats of matmuls: each is one record here, and everything else asks it.
+"""Formats of matmuls: each is one record here, and all other code reads it.
 
 A format is how weights are stored (`StorageFormat`), how activations are rounded (`Activations`),
-and how far its results may lie from exact ones. A new one is a member of `WeightFormat` with its
+and how far its results may be from exact ones. A new one is a member of `WeightFormat` with its
 record below (and one of `StorageFormat`, with its layout in `hetero.backends.weights`, if weights
 are stored in a new way); `reference` computes it at once, other backends name the formats that they
 have kernels for.
@@ -23,7 +23,7 @@ WeightScales: TypeAlias = Literal["none", "group", "row", "block", "parts"]
 
 
 class CacheFormat(StrEnum):
-    """How cached keys and values are stored (`hetero.backends.kv_rows`).
+    """Format of cached keys and values (`hetero.backends.kv_rows`).
 
     Floats, or `q8`, codes of 8 bits with a scale for each token of a head, and one for each channel
     of a head.
@@ -46,15 +46,20 @@ class CacheFormat(StrEnum):
         return self is CacheFormat.Q8
 
     def row(self, head_dim: int) -> int:
-        """Elements of a token of a head: its values, or codes with a float32 scale behind them."""
+        """Return the elements of a token of a head: values, or codes followed by a float32
+        scale.
+        """
         return -(-head_dim // 4) * 4 + 4 if self.coded else head_dim
 
     def shape(self, kv_heads: int, capacity: int, head_dim: int) -> tuple[int, int, int]:
-        """Of a tensor. Behind the tokens of a head are the scales of its channels, if coded."""
+        """Return the shape of a tensor.
+
+        After the tokens of a head are the scales of its channels, if coded.
+        """
         return kv_heads, capacity + CHANNEL_ROWS * self.coded, self.row(head_dim)
 
     def bytes_per_token(self, head_dim: int) -> int:
-        """Of a head's keys, or values."""
+        """Return the bytes of a head's keys, or values, a token."""
         return self.row(head_dim) * self.dtype.itemsize
 
 
@@ -64,7 +69,7 @@ _CACHE_TYPES: Final = {CacheFormat.F32: "f4", CacheFormat.F16: "f2", CacheFormat
 
 
 class StorageFormat(StrEnum):
-    """How weights are stored (see `hetero.backends.weights.PackedWeight`).
+    """Format of stored weights (see `hetero.backends.weights.PackedWeight`).
 
     `q4_1` to `q6_k` hold what GGUF calls so, exactly (`hetero.backends.blocks`). `mixed`: rows in
     parts, each of another storage, as the tensors of a file are.
@@ -85,7 +90,7 @@ class StorageFormat(StrEnum):
 
     @property
     def bits(self) -> int:
-        """Of a weight, scales not counted."""
+        """Return the bits of a weight, without scales."""
         return _STORAGE[self].bits
 
     @property
@@ -100,10 +105,10 @@ class StorageFormat(StrEnum):
     @property
     def blocks(self) -> Blocks:
         """Return how blocks are made up. Raises `ValueError` for a storage without them."""
-        found = _STORAGE[self].blocks
-        if found is None:
+        blocks = _STORAGE[self].blocks
+        if blocks is None:
             raise ValueError(f"{self} weights are not stored in blocks")
-        return found
+        return blocks
 
     @property
     def quantised(self) -> bool:
@@ -144,7 +149,7 @@ class Blocks(NamedTuple):
 
     @property
     def features(self) -> int:
-        """That share d."""
+        """Return the number of features that share d."""
         return GROUP_SIZE * self.groups
 
     @property
@@ -192,7 +197,7 @@ _STORAGE: Final = {
 
 @dataclass(frozen=True)
 class Activations:
-    """What a matmul makes of its float32 input before it multiplies.
+    """Rounding of a matmul's float32 input before it multiplies.
 
     bits            of a code, symmetric; 0: floating point (fp32, or fp16 where a GPU has it)
     granularity     of the codes' scales: a `group` of 32 features of a token, a `token`, the tensor
@@ -243,12 +248,12 @@ class WeightFormat(StrEnum):
 
     @property
     def storage(self) -> StorageFormat:
-        """Return how the weights lie in memory, whatever the activations are."""
+        """Return how the weights are stored, whatever the activations are."""
         return _FORMATS[self].storage
 
     @property
     def of_file(self) -> bool:
-        """Return whether its weights are those of a GGUF file and cannot be made of others."""
+        """Return whether its weights come from a GGUF file and cannot be made of others."""
         return self.storage is StorageFormat.MIXED
 
     @property
@@ -258,8 +263,9 @@ class WeightFormat(StrEnum):
 
     @property
     def tolerance(self) -> float:
-        """Largest ‖y - exact‖ / ‖exact‖ of a right kernel, exact being float64 on unrounded
-        activations: what the format costs, with a margin.
+        """Return the largest ‖y - exact‖ / ‖exact‖ of a right kernel.
+
+        exact is float64 on unrounded activations: the cost of the format, with a margin.
         """
         return _FORMATS[self].tolerance
 

@@ -71,7 +71,7 @@ class HostBuffer:
 
 
 class Arena:
-    """Zero-filled parts of huge buffers, page-aligned, one behind the other.
+    """Zero-filled parts of huge buffers, page-aligned, one after the other.
 
     What has no room for pages of 2 MiB of its own shares them with its neighbours.
 
@@ -137,7 +137,7 @@ class Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Panels:
-    """A [tokens, features] tensor whose columns lie in panels: how the parts of a cut matmul lie.
+    """A [tokens, features] tensor whose columns are in panels, like the parts of a cut matmul.
 
     Each part is a contiguous `Tensor` [at least m tokens, its columns] and all are float32; side by
     side they are the whole. A device writes its own part, and the next operation reads all of them

@@ -56,7 +56,7 @@ class Acceptance(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """What a device can do, as data that is asked before planning.
+    """Capabilities of a device, as data that is read before planning.
 
     kind                 which of the two roles it plays
     unified_memory       kernels work on `HostBuffer` memory in place; else copies are real work
@@ -73,11 +73,11 @@ class Capabilities:
     memory_limit_bytes   memory the device can hold, None when it is the host's
     max_allocation_bytes largest single buffer, None when it is not limited
     weight_bytes         what each weight of a prepared matmul takes in the device's own layout, by
-                         format; formats that are not listed are held as they are stored
+                         format; formats that are not listed are kept as stored
     per_graph_size       what each graph size of a matmul has for itself: nothing (one graph serves
                          all), a graph that shares its weights, or a graph with weights of its own
-    every_core           it computes on the control thread's core as well: who polls slows it down
-    attention_heads      it computes some heads of an attention beside a device that has the others
+    every_core           it computes on the control thread's core as well: polling slows it down
+    attention_heads      it computes some heads of an attention while a device has the others
                          (`ops.AttentionHeads`)
     reads_panels         operations that follow a matmul take its output as `Panels`
                          (`takes_panels`); elsewhere the caller gathers them into one tensor
@@ -104,7 +104,7 @@ class Capabilities:
 
 
 class Graphs(Protocol):
-    """What `prepared_sizes` asks: capabilities of an open device, or of one in a profile."""
+    """Arguments of `prepared_sizes`: capabilities of an open device, or of one in a profile."""
 
     @property
     def static_shapes(self) -> bool:
@@ -154,7 +154,7 @@ class Completion(ABC):
         """
 
     def block(self) -> None:
-        """The driver's own blocking wait, which has no deadline either; for comparisons."""
+        """Wait as the driver does, which has no deadline either; for comparisons."""
         self.wait()
 
     def span(self) -> tuple[float, float] | None:
@@ -189,7 +189,7 @@ class BoundCall(ABC):
         raise TypeError(f"{self.name}: a blocking device has no submit(), use run()")
 
     def enqueue(self) -> Completion:
-        """As `submit`, but the driver may keep it back until something else is submitted."""
+        """Do the same as `submit`, but the driver may wait until something else is submitted."""
         return self.submit()
 
 
@@ -282,8 +282,10 @@ class Device(ABC):
         """Compile `op` on `weights` (`ops.weight_names`). Raises `DeviceError` or `ValueError`."""
 
     def prepare_graph(self, op: Op, weights: Mapping[str, WeightValue], m: int) -> Kernel:
-        """As `prepare`, a kernel that also takes calls of exactly m tokens, whatever the graph
-        sizes: what a prompt of an unforeseen length waits for (the paper's online-prepare).
+        """Do the same as `prepare`, for a kernel that also takes calls of exactly m tokens.
+
+        Whatever the graph sizes: a prompt of an unexpected length waits for it (the paper's
+        online-prepare).
         """
         kernel = self.prepare(op, weights)
         kernel.graph = m
@@ -301,9 +303,11 @@ class Device(ABC):
         )
 
     def prewarm(self, _what: str) -> AbstractContextManager[bool]:
-        """Record the kernels prepared inside as those that `what` needs, and compile those recorded
-        last time on a thread from now on. An error of one is raised where that kernel is prepared.
-        Yield True where there was a record, so that they are compiled already.
+        """Record the kernels prepared inside as those that `what` needs.
+
+        Kernels recorded last time are compiled on a thread from now on. An error of one is raised
+        where that kernel is prepared. Yield True where there was a record, so that they are
+        compiled already.
         """
         return nullcontext(False)
 
@@ -317,13 +321,16 @@ class Device(ABC):
         """Block until everything submitted is complete, as the driver does it; for comparisons."""
 
     def drain(self, deadline_s: float) -> None:  # noqa: B027
-        """Return when everything submitted is complete, also what an interrupted caller has no
-        completion of. Raises `WaitTimeoutError` after `deadline_s`.
+        """Return when everything submitted is complete.
+
+        Also launches of which an interrupted caller has no completion. Raises `WaitTimeoutError`
+        after `deadline_s`.
         """
 
     def flag(self) -> BoundCall | None:
-        """Return a call that, submitted after another, shows its completion in shared memory
-        without the driver; None where the host does not see such a flag and the data before it in
+        """Return a call that, submitted after another, shows its completion in shared memory.
+
+        Without the driver; None where the host does not see such a flag and the data before it in
         time.
         """
         return None
@@ -336,16 +343,18 @@ class Device(ABC):
         return None
 
     def fuse(self, runs: Sequence[Stages]) -> Sequence[BoundCall] | None:  # noqa: ARG002
-        """Return one launch for each run of this device's calls that computes the same, in their
-        order but for the calls of one stage, which are independent. None where nothing is gained by
-        it.
+        """Return one launch for each run of this device's calls that computes the same.
+
+        In their order but for the calls of one stage, which are independent. None where nothing is
+        gained by it.
         """
         return None
 
     def transfer(self, host: Tensor, own: Tensor, *, to_device: bool) -> BoundCall | None:  # noqa: ARG002
-        """Return a call that copies between host memory and an equal tensor in memory of this
-        device's own, in the order of its calls; None where the device has no such command. For
-        comparisons: nothing is copied on unified memory otherwise.
+        """Return a call that copies between host memory and an equal tensor of this device's own.
+
+        In the order of its calls; None where the device has no such command. For comparisons:
+        nothing is copied on unified memory otherwise.
         """
         return None
 
@@ -358,7 +367,7 @@ class Device(ABC):
         return None
 
     def set_timing(self, on: bool) -> None:  # noqa: B027
-        """Let completions know when they ran (`Completion.span`), where the device can tell."""
+        """Let completions know when they ran (`Completion.span`), where the device can."""
 
     def state(self) -> str:
         """One word or sentence on whether the device takes calls, for error messages."""

@@ -36,7 +36,7 @@ class Backend:
         return f"{package}.{self.submodule}" if self.submodule else package
 
     def missing_packages(self) -> tuple[str, ...]:
-        """Vendor packages that are not installed, found without importing them."""
+        """Return the vendor packages that are not installed, without importing them."""
         return tuple(p for p in self.requires if importlib.util.find_spec(p) is None)
 
 

@@ -1,4 +1,4 @@
-"""What people are told: one sentence on one line, and nothing in it that commands a terminal."""
+"""Sentences for people: each on one line, and nothing in it that commands a terminal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ _DECEIVING: Final = re.compile(f"[{CONTROLS}\u202a-\u202e\u2066-\u2069]")
 
 
 def printable(text: str) -> str:
-    """Text with control characters, and those that turn its direction, as escapes such as \\x1b."""
+    """Return text with control characters, and those that turn its direction, escaped.
+
+    As `\\x1b`.
+    """
     return _DECEIVING.sub(escaped, text)
 
 

@@ -36,7 +36,7 @@ class Chip:
 
     @property
     def label(self) -> str:
-        """For people: `Snapdragon 8 Gen 3 (sm8650, Hexagon v75)`."""
+        """Return the name for people: `Snapdragon 8 Gen 3 (sm8650, Hexagon v75)`."""
         return f"{self.title} ({self.name}, Hexagon v{self.htp_arch})"
 
 

@@ -25,13 +25,13 @@ _held: dict[int, int] = {}  # the core of each
 
 
 def allowed_cores() -> list[int]:
-    """Cores of the calling thread, ascending.
+    """Return the cores of the calling thread, ascending.
 
-    All of the process where that is held to one, and of the machine where the system has no
+    All of the process where that is pinned to one, and of the machine where the system has no
     affinity.
 
     Two devices need a core each: a GPU's worker on the core of the thread that happened to open it
-    would share it with what that thread drives. A process that is held to one core has one.
+    would share it with what that thread drives. A process that is pinned to one core has one.
     """
     if not hasattr(os, "sched_getaffinity"):
         return list(range(os.cpu_count() or 1))
@@ -102,7 +102,7 @@ def unpinned() -> None:
 
 
 def run_on(cores: Iterable[int]) -> None:
-    """Let the calling thread, and those that it starts, run on these cores.
+    """Let the calling thread, and the threads that it starts, run on these cores.
 
     Nothing where the system has no affinity. A process inherits the affinity of the thread that
     started it, which may be pinned.

@@ -40,7 +40,7 @@ def die_with(parent: int) -> None:
         watch.start()
         return
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the system was told
+    if os.getppid() != parent:  # it ended before the system knew
         os.kill(os.getpid(), signal.SIGKILL)
 
 

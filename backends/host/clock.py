@@ -18,7 +18,7 @@ class Clock(Protocol):
 
 
 class SystemClock:
-    """Real time: `now` is `time.perf_counter` itself, for who looks at it all the time."""
+    """Real time: `now` is `time.perf_counter` itself, for callers that poll it."""
 
     now = staticmethod(time.perf_counter)
 

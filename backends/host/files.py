@@ -1,9 +1,10 @@
 """Files that people name: replaced whole or not at all, read once and no further than a bound.
 
-What is written waits beside its target as `.NAME.XXXXXXXX.partial`, locked by its writer; whoever
-writes the same target next removes what a killed writer left. A symbolic link stays: what it points
-to is replaced. Devices, pipes and descriptors (`/dev/null`, `/dev/stdout`) are never replaced but
+New contents are written next to the target as `.NAME.XXXXXXXX.partial`, locked by the writer; the
+next writer of the same target removes what a killed writer left. A symbolic link stays: its target
+is replaced. Devices, pipes and descriptors (`/dev/null`, `/dev/stdout`) are never replaced but
 written to. Everything raises `OSError`, whose `strerror` is for people.
+
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _DESCRIPTORS: Final = re.compile(r"/dev/fd|/proc/(self|thread-self|\d+)(/task/\d
 
 
 def atomic_write(path: AnyPath, data: str | bytes, *, durable: bool = True) -> None:
-    """Make `data` (text as UTF-8) the whole contents of a file, or leave it as it was.
+    """Make `data` (text as UTF-8) the whole contents of a file, or leave it unchanged.
 
     `durable`: it is on the disk when this returns. An existing file keeps its permissions.
     """
@@ -51,8 +52,9 @@ def atomic_write(path: AnyPath, data: str | bytes, *, durable: bool = True) -> N
 
 @contextmanager
 def atomic_writer(path: AnyPath, *, durable: bool = True) -> Iterator[BinaryIO]:
-    """Yield a file whose contents become those of `path` when the block ends without an
-    exception.
+    """Yield a file whose contents become those of `path` at the end of the block.
+
+    Not after an exception.
     """
     target, special = _destination(path)
     if special:
@@ -82,9 +84,9 @@ def atomic_writer(path: AnyPath, *, durable: bool = True) -> Iterator[BinaryIO]:
 
 @contextmanager
 def scratch_directory(target: Path) -> Iterator[Path]:
-    """Yield a new directory beside `target`, for `replace_directory`.
+    """Yield a new directory next to `target`, for `replace_directory`.
 
-    Gone, or moved, at the end.
+    Deleted, or moved, at the end.
     """
     remove_partials(target)
     partial = _partial_name(target)
@@ -216,7 +218,7 @@ def sync_directory(path: Path) -> None:
 def is_replaceable(path: AnyPath) -> bool:
     """Return whether `path` is, or would become, a regular file.
 
-    Raises `OSError` where it cannot tell.
+    Raises `OSError` where that is unknown.
     """
     return not _destination(path)[1]
 
@@ -265,7 +267,7 @@ def _open_special(target: Path) -> int:
     """Return a descriptor to write to; waits for the reader of a pipe."""
     own = str(target.parent) in ("/dev/fd", f"/proc/{os.getpid()}/fd")
     if own and target.name.isdecimal():
-        return os.dup(int(target.name))  # opened anew, a file would be written from its start
+        return os.dup(int(target.name))  # opened again, a file would be written from its start
     give_up_s = time.monotonic() + PIPE_WAIT_S
     while True:
         try:
@@ -274,7 +276,7 @@ def _open_special(target: Path) -> int:
             if error.errno != errno.ENXIO or not stat.S_ISFIFO(target.stat().st_mode):
                 raise
         if time.monotonic() > give_up_s:
-            raise OSError(errno.ETIMEDOUT, f"nobody reads this pipe for {PIPE_WAIT_S:g} s")
+            raise OSError(errno.ETIMEDOUT, f"no process reads this pipe for {PIPE_WAIT_S:g} s")
         time.sleep(0.01)
 
 
@@ -285,12 +287,12 @@ def _await(descriptor: int, limited: bool, *, writing: bool = False) -> None:
     asked = select.poll()
     asked.register(descriptor, select.POLLOUT if writing else select.POLLIN)
     if not asked.poll(1000 * PIPE_WAIT_S if limited else None):
-        what = "nobody reads this pipe" if writing else "nothing comes from this pipe"
+        what = "no process reads this pipe" if writing else "nothing comes from this pipe"
         raise OSError(errno.ETIMEDOUT, f"{what} for {PIPE_WAIT_S:g} s")
 
 
 def _new_partial(target: Path) -> tuple[Path, BinaryIO]:
-    """Return a new, locked file beside `target`."""
+    """Return a new, locked file next to `target`."""
     while True:
         partial = _partial_name(target)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _OPEN
@@ -315,13 +317,13 @@ def _short_name(target: Path) -> str:
 def _keep_permissions(partial: Path, target: Path) -> None:
     """Give the new file the mode, and as far as allowed the owner, of the one it replaces."""
     try:
-        found = target.stat()
+        status = target.stat()
     except OSError:
         return
     if hasattr(os, "chown"):
         with contextlib.suppress(OSError):
-            os.chown(partial, found.st_uid, found.st_gid)
-    partial.chmod(stat.S_IMODE(found.st_mode))
+            os.chown(partial, status.st_uid, status.st_gid)
+    partial.chmod(stat.S_IMODE(status.st_mode))
 
 
 def _remove_unlocked(path: Path, target: Path) -> None:
@@ -358,14 +360,15 @@ def _locked(directory: Path) -> Iterator[None]:
 
 
 def hold(descriptor: int) -> None:
-    """Let others see that a file is in use, together with whoever else uses it, until all copies of
-    the descriptor are closed: a mapping that Python makes of it has one.
+    """Mark a file as in use, together with other users, until all copies of its descriptor close.
+
+    A mapping that Python makes of it has one.
     """
     _lock(descriptor, shared=True)
 
 
 def is_held(path: Path) -> bool:
-    """Return whether somebody writes a file, or `hold`s it.
+    """Return whether a process writes a file, or `hold`s it.
 
     On Windows nothing shows, but what is open cannot be removed either.
     """
@@ -382,7 +385,7 @@ def is_held(path: Path) -> bool:
 def remove_unheld(path: Path) -> bool:
     """Remove a file, a link or a directory unless `is_held`.
 
-    Whether it is gone. Raises `OSError`, on Windows also for what is open.
+    Returns whether it was removed. Raises `OSError`, on Windows also for open files.
     """
     if path.is_symlink():
         path.unlink()
@@ -401,7 +404,7 @@ def remove_unheld(path: Path) -> bool:
 
 
 def _lock(descriptor: int, *, shared: bool = False) -> bool:
-    """Lock a file until it is closed; whether that could be done and nobody else had it."""
+    """Lock a file until it is closed; return whether no other process had it."""
     try:
         import fcntl
     except ImportError:  # Windows

@@ -1,4 +1,4 @@
-"""Huge pages for weights and activations (Linux): streams of gigabytes are held up by small ones.
+"""Huge pages for weights and activations (Linux): small ones slow streams of gigabytes.
 
 Prefetchers stop at the end of a page, so a core reads weights 10 to 30 % faster from pages of 2 MiB
 than of 4 KiB (`bench/RESULTS.md`). Most distributions give them to memory for which they are asked

@@ -1,4 +1,4 @@
-"""A child process that is asked and answers in lines of JSON, with a limit on every wait."""
+"""A child process that answers questions in lines of JSON, with a limit on every wait."""
 
 from __future__ import annotations
 

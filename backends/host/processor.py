@@ -1,4 +1,4 @@
-"""The host's processor and memory, as the system tells them."""
+"""The host's processor and memory, as the system reports them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def is_arm64() -> bool:
 
 
 def memory_bytes() -> int | None:
-    """Memory of this machine, None where the system does not tell."""
+    """Return the memory of this machine, None where the system does not report it."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):

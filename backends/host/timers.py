@@ -38,8 +38,8 @@ def _prctl() -> Callable[..., int]:
 
     That takes 0.15 ms in the middle of decoding, when all caches are cold.
     """
-    found: Callable[..., int] = ctypes.CDLL(None, use_errno=True).prctl
-    return found
+    function: Callable[..., int] = ctypes.CDLL(None, use_errno=True).prctl
+    return function
 
 
 def lateness(clock: Clock, wanted_s: float, repeats: int) -> list[float]:
@@ -53,8 +53,9 @@ def lateness(clock: Clock, wanted_s: float, repeats: int) -> list[float]:
 
 
 def waited_for_core_s() -> float | None:
-    """Seconds that this thread has waited for a core because other programs of this system had it
-    (Linux; None elsewhere). What a hypervisor takes is not in it.
+    """Return the seconds that this thread has waited for a core that other programs had.
+
+    Linux; None elsewhere. What a hypervisor takes is not in it.
     """
     try:
         return run_delay_s(THREAD)

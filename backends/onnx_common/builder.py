@@ -13,7 +13,7 @@ CONTRIB = "com.microsoft"
 OPSET = 21
 IR_VERSION = 10
 # Initializers whose bytes are given to the session in memory still need a file that exists.
-STAND_IN_FILE = Path(__file__)
+PLACEHOLDER_FILE = Path(__file__)
 
 Dim: TypeAlias = int | str
 
@@ -62,7 +62,7 @@ class GraphBuilder:
         return self.constant(np.array(values, dtype=np.int64))
 
     def scalar(self, value: float, dtype: npt.DTypeLike = np.float32) -> str:
-        """Return a constant scalar, float32 unless told."""
+        """Return a constant scalar, float32 by default."""
         return self.constant(np.array(value, dtype=dtype))
 
     def cast(self, value: str, dtype: npt.DTypeLike, out: str = "") -> str:
@@ -74,12 +74,13 @@ class GraphBuilder:
         return self.node("Slice", value, self.ints(start), self.ints(stop), self.ints(axis))
 
     def weight(self, name: str, dtype: npt.DTypeLike, shape: tuple[int, ...]) -> str:
-        """Return a tensor that the session is given in memory
-        (`SessionOptions.add_initializer`).
+        """Return a tensor that the session reads from memory.
+
+        By `SessionOptions.add_initializer`.
         """
         proto = TensorProto(name=name, data_type=_element_type(dtype), dims=shape)
         proto.data_location = TensorProto.EXTERNAL
-        proto.external_data.add(key="location", value=STAND_IN_FILE.name)
+        proto.external_data.add(key="location", value=PLACEHOLDER_FILE.name)
         self._initializers.append(proto)
         return name
 

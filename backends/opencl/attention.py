@@ -94,11 +94,11 @@ def _attend_few(
         partial = device.shared_scratch(4 * parts * m * op.heads * (op.head_dim + 2))
     behind = (heads.first, partial, parts, *lengths(op))
     args = (m, qkv, position, k_cache, v_cache, out, *behind)
-    found = [Launch(program, "attend_few", (heads.count, parts), (1, 1), args)]
+    launches = [Launch(program, "attend_few", (heads.count, parts), (1, 1), args)]
     if parts > 1:
         combined = (m, partial, out, heads.first, parts)
-        found.append(Launch(program, "combine_few", (heads.count,), (1,), combined))
-    return found
+        launches.append(Launch(program, "combine_few", (heads.count,), (1,), combined))
+    return launches
 
 
 def head_vector(head_dim: int, widest: int) -> int:

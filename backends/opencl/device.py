@@ -40,7 +40,7 @@ Accepts: TypeAlias = Callable[[Any], Acceptance]
 
 
 class Entry(NamedTuple):
-    """How one class of operation is prepared, and which records of it are taken."""
+    """Functions that prepare one class of operation, and accept its records."""
 
     prepare: Prepare
     accepts: Accepts = lambda _op: Acceptance(True)
@@ -158,7 +158,9 @@ class OpenCLDevice(Resources):
             self.clock_offset_s = self._clock_offset_s()
 
     def _clock_offset_s(self) -> float:
-        """From commands that take no time: the host saw the end at the earliest when it was.
+        """Return the offset of the host's clock from the device's.
+
+        From commands that take no time: the host saw the end at the earliest when it was.
 
         Their status is polled, because a blocking wait returns tens of microseconds late.
         """

@@ -91,15 +91,15 @@ def _all_launches(
     operands: Mapping[str, Operand],
     m: int,
 ) -> list[Launch]:
-    """Return those of every part, which write to columns of their own."""
+    """Return the launches of every part, which write to columns of their own."""
     tensors = tensors_of(operands)
-    found = []
+    launches = []
     for plan in plans:
         if isinstance(tuning, CpuTuning):
-            found += cpu_launches(plan, tuning, tensors, m)
+            launches += cpu_launches(plan, tuning, tensors, m)
         else:
-            found += simt_launches(plan, tuning, tensors, m)
-    return found
+            launches += simt_launches(plan, tuning, tensors, m)
+    return launches
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class _Plan:
         return padded(self.op.k, GROUP_SIZE) if self.kind.storage.quantised else self.op.k
 
     def columns(self, y: Tensor) -> Tensor:
-        """Return where its columns of the first token lie; the other tokens are `op.n` apart."""
+        """Return where its columns of the first token are; the other tokens are `op.n` apart."""
         return Tensor(
             y.buffer, (1, self.n), y.dtype, y.offset_bytes + y.dtype.itemsize * self.first
         )
@@ -204,7 +204,7 @@ def _cpu_program(plan: _Plan, tuning: CpuTuning, tile: Tile) -> cl.Program:
 
 
 def kind_defines(kind: Kind) -> dict[str, int]:
-    """Return what tells kernels how weights lie."""
+    """Return the macros by which kernels know the layout of weights."""
     return block_defines(kind.storage) if isinstance(kind, BlockFormat) else {kind.name: 1}
 
 
@@ -229,7 +229,7 @@ def work_items(device: Resources, each: int = 4) -> int:
 def simt_launches(
     plan: _Plan, tuning: SimtTuning, tensors: Mapping[str, Tensor], m: int
 ) -> list[Launch]:
-    """Round x if that is asked for, then reduce (few tokens) or compute tiles."""
+    """Round x if the format says so, then reduce (few tokens) or compute tiles."""
     op, splits = plan.op, tuning.splits
     tokens = next((t for t in (1, 2, 4, 8) if m <= t), 1)
     program = _simt_program(plan, tokens=tokens, splits=splits)
@@ -310,8 +310,9 @@ def _operands(
 def _mapped(
     device: Resources, array: npt.NDArray[Any], *, itemsize: int | None = None
 ) -> tuple[cl.Buffer, int]:
-    """Return a buffer over the array and the offset of its first element, in the kernel's item
-    size.
+    """Return a buffer over the array and the offset of its first element.
+
+    In the kernel's item size.
 
     A view of a mapped file is aligned to 64 bytes; a driver that wants more gets the memory from
     the aligned address before it (of the same page, so that it exists).

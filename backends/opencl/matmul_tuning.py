@@ -16,14 +16,14 @@ from hetero.backends.formats import (
 
 
 class BlockFormat(NamedTuple):
-    """How a part in blocks is multiplied; the other parts of a mixed weight have a format."""
+    """Format of multiplying a part in blocks; other parts of a mixed weight have their own."""
 
     storage: StorageFormat
     activations: Activations
 
     @property
     def half_is_enough(self) -> bool:
-        """As of formats: no integers to be exact in."""
+        """Do the same as formats: there are no integers to be exact in."""
         return self.activations.are_floats
 
 
@@ -37,8 +37,8 @@ def kind_of(weight_format: WeightFormat, storage: StorageFormat) -> Kind:
     activations = activations_of(weight_format.activations, storage)
     if storage.scales == "block":
         return BlockFormat(storage, activations)
-    found = (x for x in WeightFormat if (x.storage, x.activations) == (storage, activations))
-    return next(found)
+    formats = (x for x in WeightFormat if (x.storage, x.activations) == (storage, activations))
+    return next(formats)
 
 
 class Tile(NamedTuple):

@@ -183,8 +183,9 @@ def _ask(device: Resources, program: cl.Program, unknown: Sequence[Memory]) -> N
 
 @lru_cache(maxsize=16)
 def _fused_source(called: tuple[Called, ...], width: int, patience: int) -> ProgramSource:
-    """Return the functions of all kernels, `run_group` that calls one by its number, and the
-    kernel.
+    """Return the program of all kernels' functions, and the kernel that calls them.
+
+    `run_group` calls one by its number.
     """
     prefixes: dict[str, str] = {}
     texts: list[str] = []

@@ -1,4 +1,4 @@
-"""Choosing an OpenCL driver, device and level that were proven, and loading it."""
+"""Chooses a self-tested OpenCL driver, device and level, and loads it."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def find_device(
     every_core: bool = False,
     cache_dir: Path | None = None,
 ) -> Selected:
-    """Pick a proven device, load its driver and hold its threads to their cores.
+    """Pick a self-tested device, load its driver and pin its threads to their cores.
 
     `wanted` is a driver's name (`pocl`, `intel`) or a part of a platform's or device's name. Raises
     `DeviceOptionError` for what was named and is not there, `DeviceUnavailableError` where nothing
@@ -131,9 +131,9 @@ def choose_driver(wanted: str | None) -> str | None:
 
 
 def place_workers(selected: Selected, device: OpenCLDevice, before: set[int]) -> None:
-    """Hold a CPU driver's threads to their cores, as far as they are known.
+    """Pin a CPU driver's threads to their cores, as far as they are known.
 
-    `before` are those that this process had before the device was made. All open devices of a
+    `before` are the threads that this process had before the device was made. All open devices of a
     driver share its threads: they run on the cores of each, and `Device.note` says so.
     """
     state, driver = loader.loaded(), selected.driver.name
@@ -253,7 +253,7 @@ def _nothing(
     reasons: Sequence[str],
     names: Sequence[str],
 ) -> TestedDevice:
-    """Raise for what was asked for."""
+    """Raise an error that no driver fits the request."""
     why = "; ".join(dict.fromkeys(reasons))
     if wanted is not None:
         there = "; ".join(dict.fromkeys([*(c.driver.name for c in candidates()), *names]))
@@ -276,11 +276,11 @@ def _nothing(
 
 
 def _worth_loading(self_tests: SelfTests, chosen: TestedDevice) -> list[Wanted]:
-    """Return the chosen driver, and those that are proven already.
+    """Return the chosen driver, and drivers that passed their self-tests already.
 
     What is not loaded at first cannot be later.
     """
-    found = [_wanted(self_tests, chosen.candidate, chosen.level)]
+    wanted = [_wanted(self_tests, chosen.candidate, chosen.level)]
     for candidate in candidates():
         result = self_tests.known(candidate)
         if candidate.library == chosen.candidate.library or result is None:
@@ -288,8 +288,8 @@ def _worth_loading(self_tests: SelfTests, chosen: TestedDevice) -> list[Wanted]:
         levels = candidate.driver.levels()
         passed = [passed_level(device, levels) for device in result.devices]
         if passed and all(passed) and passed[0] is not None:
-            found.append(_wanted(self_tests, candidate, passed[0]))
-    return found
+            wanted.append(_wanted(self_tests, candidate, passed[0]))
+    return wanted
 
 
 def _wanted(self_tests: SelfTests, candidate: Candidate, level: Level) -> Wanted:

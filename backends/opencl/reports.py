@@ -1,4 +1,4 @@
-"""What people are told of OpenCL drivers; no OpenCL is imported here."""
+"""Reports on OpenCL drivers for people; no OpenCL is imported here."""
 
 from __future__ import annotations
 

@@ -23,7 +23,10 @@ SHARED_SCRATCH_BYTES = 1 << 20
 
 
 class Memory(cl.Buffer):
-    """Of this device. `address` is where its kernels find it, once one has told; 0 before."""
+    """Memory of this device.
+
+    `address` is its address in kernels, once one has reported it; 0 before.
+    """
 
     address = 0
 
@@ -33,7 +36,7 @@ class Scratch(Memory):
 
 
 def new_context(native: cl.Device) -> cl.Context:
-    """Of one device."""
+    """Return a context of one device."""
     return cl.Context([native])
 
 
@@ -63,8 +66,8 @@ class Resources(Device):
             self.context = new_context(self.native)
             self.queue = cl.CommandQueue(self.context)
         self.programs = ProgramCache(self.context, self.native, selected.compiler)
-        found = bool(self.native.host_unified_memory)
-        self.unified_memory = found if unified_memory is None else unified_memory
+        unified = bool(self.native.host_unified_memory)
+        self.unified_memory = unified if unified_memory is None else unified_memory
         is_cpu = bool(self.native.type & cl.device_type.CPU)
         self.coherent = is_cpu if coherent is None else coherent
         self.half = int("cl_khr_fp16" in self.native.extensions.split() and not is_cpu)

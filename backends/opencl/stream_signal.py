@@ -60,8 +60,9 @@ class WaitValueCall(BoundCall):
         raise TypeError("a wait is submitted, then passed by StreamSignal.signal")
 
     def be_patient(self, patience_s: float, repeats: int = 3, tried: int = 20_000) -> None:
-        """Give up only after `patience_s`, by how long `tried` polls take here, the shortest of
-        `repeats` (or after 2^31 polls).
+        """Give up only after `patience_s`, by how long `tried` polls take here.
+
+        By the shortest of `repeats`; or after 2^31 polls.
         """
         times = []
         self._call = self._bound(tried)

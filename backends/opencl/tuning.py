@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """How kernels are cut on one family of devices.
+    """Tuning of kernels for one family of devices.
 
     lanes             work-items that share one row in norms and one (head, token tile) in attention
     vector            floats per vector operation of one work-item (1, 4, 8 or 16)

@@ -162,7 +162,7 @@ def padded_features(graph: GraphBuilder, op: ops.MatMul, x: str) -> str:
 
 
 def embed(op: ops.Embed, storage: StorageFormat) -> bytes:
-    """Rows gathered from the packed layout where it lies: the table is an input, never copied.
+    """Rows gathered in place from the packed layout: the table is an input, never copied.
 
     Inputs `tokens` [m], `data` and `scales` (flat views of the `PackedWeight`), output `y` [m, d].
     """
@@ -235,8 +235,8 @@ def _nibbles(graph: GraphBuilder, words: str) -> str:
 def _scaled(graph: GraphBuilder, tokens: str, values: str, width: int) -> str:
     """Values times the scale of their group, [m, width]."""
     groups = width // GROUP_SIZE
-    found = rows_of(graph, tokens, "scales", F16, np.arange(groups) * ROW_BLOCK)
-    scales = graph.node("Unsqueeze", graph.cast(found, F32), graph.ints(2))
+    gathered = rows_of(graph, tokens, "scales", F16, np.arange(groups) * ROW_BLOCK)
+    scales = graph.node("Unsqueeze", graph.cast(gathered, F32), graph.ints(2))
     grouped = graph.node("Reshape", values, graph.ints(-1, groups, GROUP_SIZE))
     return graph.node("Reshape", graph.node("Mul", grouped, scales), graph.ints(-1, width))
 
@@ -394,7 +394,7 @@ def _cached(graph: GraphBuilder, op: ops.Attention, kind: str, end: str) -> str:
 
 
 def _channels(graph: GraphBuilder, op: ops.Attention) -> str:
-    """Scales of the keys' channels, [G, 1, 1, D], from behind their codes."""
+    """Return scales of the keys' channels, [G, 1, 1, D], which are stored after their codes."""
     tail = graph.slice("k_words", op.capacity, op.capacity + CHANNEL_ROWS, axis=1)
     flat = graph.node("Reshape", tail, graph.ints(op.kv_heads, 1, 1, -1))
     return graph.slice(flat, 0, op.head_dim, axis=3)
@@ -504,7 +504,7 @@ def _excess_product(graph: GraphBuilder, op: ops.Outliers, x: str) -> str:
     held = graph.node("Clip", whole, graph.scalar(-128.0), graph.scalar(127.0))
     beyond = graph.node("Sub", whole, held)
     most = graph.node("ReduceMax", graph.node("Abs", beyond), graph.ints(0), keepdims=0)
-    found = graph.node("Squeeze", graph.node("NonZero", most), graph.ints(0))
-    some = graph.node("Mul", graph.node("Gather", beyond, found, axis=1), x_scale)
-    rows = graph.cast(graph.node("Gather", codes, found, axis=0), F32)
+    features = graph.node("Squeeze", graph.node("NonZero", most), graph.ints(0))
+    some = graph.node("Mul", graph.node("Gather", beyond, features, axis=1), x_scale)
+    rows = graph.cast(graph.node("Gather", codes, features, axis=0), F32)
     return graph.node("Mul", graph.node("MatMul", some, rows), scales)

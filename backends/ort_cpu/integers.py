@@ -34,10 +34,10 @@ def acceptance() -> Acceptance:
 
 def exact_codes() -> npt.DTypeLike:
     """int8, the faster one, where it is exact; else uint8. Raises `ValueError` where neither is."""
-    found = _first_exact()
-    if found is None:
+    codes = _first_exact()
+    if codes is None:
         raise ValueError(acceptance().reason)
-    return found
+    return codes
 
 
 @cache

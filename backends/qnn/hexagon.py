@@ -43,8 +43,8 @@ def needed() -> bool:
     return not snapdragon.is_snapdragon() or npu_driver.names_qualcomm()
 
 
-def surroundings() -> list[tuple[str, Callable[[], State]]]:
-    """Return the checks apart from the backend's by name.
+def other_checks() -> list[tuple[str, Callable[[], State]]]:
+    """Return the checks besides the backend's by name.
 
     Off the device, one that there is nothing to check.
     """
@@ -64,7 +64,7 @@ def surroundings() -> list[tuple[str, Callable[[], State]]]:
 
 def elsewhere_state(missing: bool) -> State:
     """Return why nothing of a Hexagon is checked on another machine."""
-    found = (
+    memory = (
         "the package onnxruntime-qnn, which compiles for one and emulates it, is not installed "
         "(pip install 'hetero[qnn]')"
         if missing
@@ -73,7 +73,7 @@ def elsewhere_state(missing: bool) -> State:
     return State(
         True,
         f"none on this machine ({platform.machine()}), so no driver, FastRPC library, skeleton or "
-        f"shared memory to check; {found}",
+        f"shared memory to check; {memory}",
     )
 
 
@@ -81,7 +81,7 @@ def chip_state(chip: Chip | None) -> State:
     """Return which chip this is: without its name, the skeleton's version cannot be compared."""
     if chip is not None:
         return State(True, chip.label)
-    return State(True, f"not named by the system; graphs are made for {DEFAULT_CHIP} unless told")
+    return State(True, f"not named by the system; graphs are made for {DEFAULT_CHIP} by default")
 
 
 def fastrpc_state() -> State:
@@ -109,25 +109,26 @@ def installed_skeleton_state() -> State:
 
 
 def skeleton_state(folders: list[Path], arch: int | None = None, sdk: str = "") -> State:
-    """Return whether the code that runs on the Hexagon is there, for its architecture if it is
-    known.
+    """Return whether the code that runs on the Hexagon is there.
+
+    For its architecture if it is known.
 
     FastRPC takes the first that it finds, which must be of the library's version `sdk`.
     """
     wanted = f"libQnnHtpV{arch}Skel.so" if arch is not None else "libQnnHtpV*Skel.so"
-    found = [path for folder in folders for path in sorted(folder.glob(wanted))]
-    if not found:
+    files = [path for folder in folders for path in sorted(folder.glob(wanted))]
+    if not files:
         return State(
             False,
             f"no {wanted} in {', '.join(map(str, folders)) or 'ADSP_LIBRARY_PATH'}",
             "install onnxruntime-qnn for this processor, or name its folder in ADSP_LIBRARY_PATH",
         )
-    names = ", ".join(sorted({path.name for path in found}))
-    version = npu_driver.qairt_version(found[0])
+    names = ", ".join(sorted({path.name for path in files}))
+    version = npu_driver.qairt_version(files[0])
     if sdk and version and version != sdk:
         return State(
             False,
-            f"{found[0]} is of QAIRT {version}, the library of {sdk}",
+            f"{files[0]} is of QAIRT {version}, the library of {sdk}",
             "take its folder out of ADSP_LIBRARY_PATH: both must be of one version",
         )
     return State(True, f"{names} (QAIRT {version})" if version else names)
@@ -144,11 +145,11 @@ def shared_memory_state() -> State:
     try:
         with open_qnn(cache=None) as device:
             assert isinstance(device, QnnDevice)
-            found = device.shared_memory
+            memory = device.shared_memory
     except DeviceError as error:
         return State(True, f"not tried: {error.code}")
-    if isinstance(found, str):
-        return State(True, f"none, tensors are copied to the Hexagon: {found}")
+    if isinstance(memory, str):
+        return State(True, f"none, tensors are copied to the Hexagon: {memory}")
     return State(True, "tensors of the pool are the Hexagon's own")
 
 

@@ -115,7 +115,7 @@ def emit_static(
     """Nodes of a matmul inside a larger graph: floats `x` [m, k] in, floats [m, n] out.
 
     The same numbers as by the host (`rounding`), whose codes may differ where fp16 rounds x
-    across a half. A result beyond REACH gets the last code, which nobody computes again: `peak`
+    across a half. A result beyond REACH gets the last code, which is not computed again: `peak`
     [1, 1] is the largest code, over the last one.
     """
     coder = _Coder(graph, CODINGS["int8"], x_scale * CODINGS["int8"].steps)
@@ -197,7 +197,9 @@ def _convolution(coder: _Coder, weight: PackedWeight, x: str, m: int, out: str =
 
 
 def _weight(graph: GraphBuilder, weight: PackedWeight, *, convolution: bool = False) -> str:
-    """[K, n], or [n, K, 1, 1] for a convolution, behind a DequantizeLinear; rows of norm below 1.
+    """Return [K, n], or [n, K, 1, 1] for a convolution, after a DequantizeLinear.
+
+    Rows of norm below 1.
 
     The zero points are given: without them 4-bit weights per row come out wrong (2.7.0).
     """
@@ -207,12 +209,12 @@ def _weight(graph: GraphBuilder, weight: PackedWeight, *, convolution: bool = Fa
     stored = store(codes[:, :, None, None] if convolution else np.ascontiguousarray(codes.T))
     options: dict[str, Any] = {}
     if np.ptp(scales) == 0:
-        found = scales[:1, 0].reshape(())
+        scale = scales[:1, 0].reshape(())
     elif (np.ptp(scales, axis=1) == 0).all():
-        found, options = scales[:, 0], {"axis": 0 if convolution else 1}
+        scale, options = scales[:, 0], {"axis": 0 if convolution else 1}
     else:
-        found, options = scales.T, {"axis": 0, "block_size": GROUP_SIZE}
+        scale, options = scales.T, {"axis": 0, "block_size": GROUP_SIZE}
         if convolution:
-            found, options["axis"] = scales[:, :, None, None], 1
-    zeros = store(np.zeros(found.shape, np.int8))
-    return graph.node("DequantizeLinear", stored, graph.constant(np.array(found)), zeros, **options)
+            scale, options["axis"] = scales[:, :, None, None], 1
+    zeros = store(np.zeros(scale.shape, np.int8))
+    return graph.node("DequantizeLinear", stored, graph.constant(np.array(scale)), zeros, **options)

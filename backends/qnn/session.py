@@ -31,7 +31,7 @@ REMEDIES: tuple[tuple[str, str, str], ...] = (
         r"Code: 1002|MEM_ALLOC|\b1002\b",
         "QNN_COMMON_ERROR_MEM_ALLOC (1002)",
         "the graph is too large: use a smaller graph size or fewer rows; on a device also: its "
-        "process is full, or the skeleton library is not found (`hetero doctor`)",
+        "process is full, or the skeleton library is missing (`hetero doctor`)",
     ),
     (
         r"\b1007\b|SYSTEM_COMMUNICATION|SSR detected",
@@ -91,7 +91,7 @@ REPORT = "report it with this line"
 
 @dataclass(frozen=True)
 class Target:
-    """What sessions are made for: the libraries and, off the device, the chip."""
+    """Target of sessions: the libraries and, off the device, the chip."""
 
     library: Library
     chip: Chip
@@ -191,6 +191,6 @@ def device_error(error: Exception, what: str) -> DeviceError:
 
 def _short(text: str) -> str:
     """Return the message without ONNX Runtime's preamble and source locations."""
-    found = re.search(r"\[ONNXRuntimeError\] : \d+ : \w+ : (.*)", text)
-    plain = re.sub(r"/\S+\.(cc|h):\d+ \S+( \[[^]]*\])?", "", found.group(1) if found else text)
+    match = re.search(r"\[ONNXRuntimeError\] : \d+ : \w+ : (.*)", text)
+    plain = re.sub(r"/\S+\.(cc|h):\d+ \S+( \[[^]]*\])?", "", match.group(1) if match else text)
     return plain.strip()[:240]

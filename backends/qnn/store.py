@@ -1,4 +1,4 @@
-"""Compiled graphs on disk: found by what they depend on, verified before the provider sees them.
+"""Compiled graphs on disk: keyed by what they depend on, verified before the provider sees them.
 
 The provider loads a graph that was compiled for another chip, by another SDK, or whose weights are
 damaged, and computes wrong numbers with it (measured, `docs/qnn.md`). Everything is therefore
@@ -51,7 +51,7 @@ COMPATIBILITY = "ep_compatibility_info.QNNExecutionProvider"
 
 @dataclass(frozen=True)
 class Identity:
-    """What a compiled graph depends on, besides the target.
+    """Properties that a compiled graph depends on, besides the target.
 
     `operation` is the record of the operation, `tokens` and `context` the static sizes, `weights`
     the digest of the weights ("" without).
@@ -77,7 +77,7 @@ class Entry:
 
 @dataclass
 class StoreCounts:
-    """What a store did since it was opened; `rebuilt` says why entries were not used."""
+    """Counts of a store since it was opened; `rebuilt` says why entries were not used."""
 
     compiled: int = 0
     loaded: int = 0
@@ -300,10 +300,10 @@ def check_files(path: Path, entry: Entry) -> None:
     """Raise `DamagedEntryError` unless every file has the bytes that were written."""
     for name, digest in entry.files.items():
         try:
-            found = file_digest(path / name)
+            actual = file_digest(path / name)
         except OSError as error:
             raise DamagedEntryError(f"{name} is missing") from error
-        if found != digest:
+        if actual != digest:
             raise DamagedEntryError(f"{name} is damaged")
 
 
@@ -320,7 +320,7 @@ def _check_compiled_for(model: Path, target: Target, what: str) -> None:
         raise DeviceError(
             BACKEND,
             what,
-            f"WRONG_TARGET: the compiler made {stamp!r}, asked for architecture and chip {wanted}",
+            f"WRONG_TARGET: the compiler made {stamp!r}, expected architecture and chip {wanted}",
             "the installed onnxruntime-qnn does not know this chip; update it",
         )
 

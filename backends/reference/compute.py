@@ -117,8 +117,8 @@ def _static_matmul(
 def static_codes(x: Array, scale: float | np.float32) -> npt.NDArray[np.int8]:
     """Activations as int8 codes of one scale: rint(x / scale) in float32, -128 to 127."""
     codes = np.rint(x.astype(np.float32) / np.float32(scale))
-    found: npt.NDArray[np.int8] = codes.clip(-128, 127).astype(np.int8)
-    return found
+    rounded: npt.NDArray[np.int8] = codes.clip(-128, 127).astype(np.int8)
+    return rounded
 
 
 def softcapped(x: Float64Array, cap: float) -> Float64Array:
@@ -276,7 +276,9 @@ def decode_chunks(op: ops.DecodeChunks, channels: Array) -> tuple[Program, int]:
             part = arrays["codes"][start : start + op.chunk_bytes(bits)]
             caches = [Rows(arrays[port], op.kv, op.head_dim) for port in CACHE_PORTS]
             if bits == 16:
-                found = np.frombuffer(part.tobytes(), np.float16).astype(np.float32).reshape(shape)
+                values_of = (
+                    np.frombuffer(part.tobytes(), np.float16).astype(np.float32).reshape(shape)
+                )
             else:
                 codes, scale = _codes(op, part, bits)
                 own = by_channel[:, 0]
@@ -286,17 +288,17 @@ def decode_chunks(op: ops.DecodeChunks, channels: Array) -> tuple[Program, int]:
                         rows.steps[:, first : first + op.tokens] = steps[..., :1]
                     continue
                 scale[0] *= by_channel
-                found = (codes + np.float32(0.5 - 2.0 ** (bits - 1))) * scale
-            for rows, values in zip(caches, found, strict=True):
+                values_of = (codes + np.float32(0.5 - 2.0 ** (bits - 1))) * scale
+            for rows, values in zip(caches, values_of, strict=True):
                 rows.write(first, values)
 
     return run, channels.nbytes
 
 
 def _codes(op: ops.DecodeChunks, part: Array, bits: int) -> tuple[Array, Array]:
-    """Codes and their scales, float32 [2, G, T, D], of a chunk's bytes.
+    """Return codes and their scales, float32 [2, G, T, D], of a chunk's bytes.
 
-    Of keys without those of channels.
+    Scales of keys are without the channels'.
     """
     split, quarter = 2 * op.amplitudes, op.values // 4
     at = np.arange(op.values)

@@ -114,7 +114,7 @@ def test_a_finished_profile_is_not_measured_again_by_resume(
     assert (done.returncode, done.stdout.strip()) == (1, str(out))
     assert "this profile is bad" in done.stderr
     found = json.loads(command("profile", "--resume", "--out", str(out), "--json").stdout)
-    assert (found["good"], found["quality"][-1][:4]) == (False, "Bad:")
+    assert (found["good"], found["verdict"][-1][:4]) == (False, "Bad:")
 
 
 class Texts(HTMLParser):

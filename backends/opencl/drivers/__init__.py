@@ -12,7 +12,7 @@ DRIVERS: tuple[Driver, ...] = (Pocl(), IntelCpu(), VENDOR)
 
 
 def driver_of_library(library: str) -> Driver:
-    """Return whose library a file name is; the vendors' common driver where nobody knows it."""
+    """Return the driver of a library's file name; unknown ones are the vendors'."""
     return next((d for d in DRIVERS if d.owns_library(library)), VENDOR)
 
 

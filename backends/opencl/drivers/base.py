@@ -12,7 +12,7 @@ from hetero.backends.opencl.self_test.store import KernelStore
 
 
 class Driver(ABC):
-    """One implementation. Stateless; everything here is asked in the process that loads it.
+    """One implementation. Stateless; everything here is called in the process that loads it.
 
     name            what `--gpu opencl:NAME` takes
     computes_on_cpu its devices are this host's cores: levels, pinning and worker counts apply
@@ -55,8 +55,10 @@ class Driver(ABC):
         return path
 
     def revision(self) -> str:
-        """Another one where what `library` makes lets programs compile to something else, or be
-        found under another name: then nothing that was kept is of use.
+        """Return the revision of what `library` makes.
+
+        Another one where programs compile to something else, or are under another name: then no
+        cached kernel is valid.
         """
         return ""
 

@@ -43,14 +43,14 @@ def target_triple(device_version: str) -> str:
 
     Empty if none.
     """
-    found = REPORTED.search(device_version)
-    return found["triple"] if found else ""
+    match = REPORTED.search(device_version)
+    return match["triple"] if match else ""
 
 
 def repair(device_struct: int, triple: str, cpu_name: str) -> str | None:
     """Point the struct's `llvm_cpu` at `cpu_name`.
 
-    The name that was there, None if the field was not found.
+    Returns the name that was there, None if the field is not there.
     """
     offset = find_field(device_struct, triple.encode() + b"\0")
     if offset is None:
@@ -65,7 +65,7 @@ def repair(device_struct: int, triple: str, cpu_name: str) -> str | None:
 
 
 def find_field(device_struct: int, triple: bytes) -> int | None:
-    """Offset of the pointer to a CPU name right behind the first pointer to `triple`."""
+    """Return the offset of the pointer to a CPU name right after the first pointer to `triple`."""
     try:
         memory = open("/proc/self/mem", "rb", buffering=0)  # noqa: SIM115
     except OSError:  # hardened containers

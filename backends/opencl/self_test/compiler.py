@@ -1,4 +1,4 @@
-"""How programs and kernels get compiled: in this process, or in a child that may die of it.
+"""Compiles programs and kernels: in this process, or in a child that may die of it.
 
 A driver's compiler is the most complex native code there is here, and the least proven: it has
 crashed, hung, and killed its process over a full disk. So the user's process never runs it.
@@ -36,7 +36,7 @@ NOT_KEPT: Final = ("last_accessed", "tempfile")
 
 @dataclass(frozen=True)
 class Variant:
-    """A kernel at a work-group size, as it is launched.
+    """A kernel at a work-group size, as launched.
 
     `kinds` has a letter for each argument: `b` buffer, `i` int32, `u` uint32, `f` float32.
     """
@@ -78,7 +78,7 @@ class Compiler(ABC):
         return None
 
     def note(self, entry: str, content: bytes) -> None:  # noqa: B027
-        """Keep something beside the programs, as `recall` finds it."""
+        """Store something next to the programs, as `recall` finds it."""
 
     def close(self) -> None:  # noqa: B027
         """Stop whatever compiles."""
@@ -117,7 +117,7 @@ class Local(Compiler):
 
     @contextmanager
     def _kept(self, entry: str) -> Iterator[None]:
-        """Bring an entry's files, else keep those that appear inside."""
+        """Restore an entry's files, else store the files that appear inside."""
         if self._folder is None or self._store.unpack(entry, self._folder):
             yield
             return
@@ -133,7 +133,7 @@ class Builder(Protocol):
     """Compiles elsewhere, into the store and the folder; see `supervisor.Supervisor`."""
 
     def build(self, source: ProgramSource, variant: Variant | None) -> None:
-        """Raises `DeviceError` if the program is wrong or the compiler dies or hangs."""
+        """Build a program. Raises `DeviceError` if it is wrong or the compiler dies or hangs."""
 
     def close(self) -> None:
         """Stop it."""
@@ -225,7 +225,7 @@ def _build(context: cl.Context, device: cl.Device, source: ProgramSource) -> cl.
 
 
 class _Here(threading.local):
-    """Of a thread: whether it builds. Filters of warnings are those of all threads."""
+    """State of a thread: whether it builds. Filters of warnings are those of all threads."""
 
     builds = False
 

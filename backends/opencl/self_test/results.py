@@ -1,4 +1,4 @@
-"""What self-tests found: a small JSON file for each driver on this processor, checked when read."""
+"""Results of self-tests: a small JSON file for each driver on this processor, checked when read."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Attempt(_Record):
 
     @property
     def sentence(self) -> str:
-        """For people."""
+        """Return the outcome in words."""
         verb = {"wrong": "computed wrongly", "failed": "failed"}.get(self.outcome, self.outcome)
         return f"level {self.level} {verb}{f' ({self.detail})' if self.detail else ''}"
 
@@ -149,14 +149,14 @@ def read_result(path: Path, key: str) -> SelfTestResult | None:
     None where there is none that is whole, or where a driver had no device in other circumstances.
     """
     try:
-        found = SelfTestResult.model_validate_json(path.read_bytes())
+        result = SelfTestResult.model_validate_json(path.read_bytes())
     except (OSError, ValueError):
         return None
-    if found.key != key or (found.problem and found.circumstances != circumstances()):
+    if result.key != key or (result.problem and result.circumstances != circumstances()):
         return None
     with contextlib.suppress(OSError):
         os.utime(path)  # when it was last used
-    return found
+    return result
 
 
 def write_result(path: Path, result: SelfTestResult) -> None:

@@ -1,8 +1,8 @@
 """Self-tests: a driver and a level are used in this process only after a child has used them.
 
 For each driver the best level of this machine is tried first; a child that crashes, hangs or
-computes something else than the numpy twin costs a sentence, and the next level down is tried. What
-was found is kept with everything it depends on (`results`), and the kernels that a self-test
+computes something else than the numpy twin costs a sentence, and the next level down is tried. The
+result is kept with everything it depends on (`results`), and the kernels that a self-test
 compiled are those that the first model loads (`store`).
 """
 
@@ -48,7 +48,7 @@ Tell: TypeAlias = Callable[[str], None]
 
 
 def tell_on_stderr(sentence: str) -> None:
-    """For people, as the command line's notices."""
+    """Print a sentence on standard error, like the command line's notices."""
     print(f"hetero: {sentence}", file=sys.stderr, flush=True)
 
 
@@ -85,18 +85,18 @@ class SelfTests:
         key = result_key(candidate)
         path = result_path(self.root, key)
         levels = (forced,) if forced is not None else candidate.driver.levels()
-        found = self._read(path, key, retry)
-        if found is not None and _is_complete(found, levels):
-            return found
+        result = self._read(path, key, retry)
+        if result is not None and _is_complete(result, levels):
+            return result
         with self._one_at_a_time(path):
-            found = self._read(path, key, retry) or SelfTestResult(
+            result = self._read(path, key, retry) or SelfTestResult(
                 key=key, library=candidate.library, origin=candidate.origin,
                 driver=candidate.driver.name, circumstances=circumstances(),
             )  # fmt: skip
-            if not _is_complete(found, levels):
-                found = self._try_levels(candidate, found, levels)
-                self._keep(path, found)
-        return found
+            if not _is_complete(result, levels):
+                result = self._try_levels(candidate, result, levels)
+                self._keep(path, result)
+        return result
 
     def store(self, candidate: Candidate, level: Level) -> KernelStore:
         """Compiled kernels of a driver at a level.
@@ -107,7 +107,7 @@ class SelfTests:
         return KernelStore(self.root / "kernels" / name, self.run.path / "kernels" / name)
 
     def job(self, candidate: Candidate, level: Level, folder: Path) -> Job:
-        """Return what a child is told."""
+        """Return the job of a child."""
         stores = tuple(map(str, self.store(candidate, level).folders))
         return Job(candidate.library, candidate.origin, level.name, str(folder), stores)
 
@@ -165,7 +165,7 @@ class SelfTests:
         return result.model_copy(update={"devices": tuple(tried)})
 
     def _one_at_a_time(self, path: Path) -> AbstractContextManager[object]:
-        """Two first starts at once: the second takes what the first has found."""
+        """Return a lock, so that the second of two first starts takes the first's results."""
         lock = FileLock(path.with_suffix(".lock"))
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -175,8 +175,8 @@ class SelfTests:
         return _Held(lock)
 
     def _read(self, path: Path, key: str, retry: bool = False) -> SelfTestResult | None:
-        found = read_result(path, key) or _UNKEPT.get(path)
-        return None if found is not None and retry and found.problem else found
+        result = read_result(path, key) or _UNKEPT.get(path)
+        return None if result is not None and retry and result.problem else result
 
     def _keep(self, path: Path, result: SelfTestResult) -> None:
         if not result.lasting:
@@ -291,7 +291,7 @@ class _Meter:
         self._done: dict[int, tuple[int, int]] = {}
 
     def show(self, part: int, number: int, of: int) -> None:
-        """So many cases of a part are done."""
+        """Show that so many cases of a part are done."""
         with self._lock:
             self._done[part] = (number, of)
             if self._counts:
@@ -303,7 +303,7 @@ class _Meter:
             self._begun = True
 
     def end(self) -> None:
-        """Nothing more comes."""
+        """End the line of progress."""
         if self._counts and self._begun:
             print(file=sys.stderr)
 

@@ -61,7 +61,7 @@ class WorkerGoneError(Exception):
 
 @dataclass(frozen=True)
 class Job:
-    """What a child is for: a library to load, its level, the folder and stores to compile into."""
+    """A child's job: a library to load, its level, the folder and stores to compile into."""
 
     library: str
     origin: str
@@ -117,10 +117,10 @@ class Worker:
         if line is None:
             raise self._gone()
         try:
-            found: dict[str, Any] = json.loads(line)
+            answer: dict[str, Any] = json.loads(line)
         except ValueError:
             raise self._gone() from None
-        return found
+        return answer
 
     def _next_line(self, patience: Patience) -> bytes | None:
         while True:
@@ -178,7 +178,7 @@ class Worker:
         return WorkerGoneError("crashed", f"{_ended(code)}{words}", lasting=lasting)
 
     def _read_words(self) -> None:
-        """Standard error: compilers' chatter for `--debug`, and the last lines for `_gone`."""
+        """Read standard error: compilers' chatter for `--debug`, and the last lines for `_gone`."""
         stream = self._child.stderr
         assert stream is not None
         with contextlib.suppress(OSError, ValueError):
@@ -190,8 +190,8 @@ class Worker:
     def _last_words(self) -> str:
         """Return the last thing that it wrote to standard error but warnings, on one line."""
         self._readers[1].join(ENDING_S)
-        told = [line for line in self._words if line and "warning" not in line.lower()]
-        return f": {told[-1][:WORDS]}" if told else ""
+        lines = [line for line in self._words if line and "warning" not in line.lower()]
+        return f": {lines[-1][:WORDS]}" if lines else ""
 
 
 def _ended(code: int) -> str:
@@ -255,7 +255,7 @@ class Supervisor:
         worker = self._worker
         assert worker is not None
         self._asked_s = time.monotonic()
-        self._worker = None  # interrupted, it is not asked again: its answer comes late
+        self._worker = None  # interrupted, it is not used again: its answer comes late
         try:
             worker.say(question)
             answer = worker.hear()

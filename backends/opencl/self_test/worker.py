@@ -97,7 +97,7 @@ class Session:
             yield {"failed": str(error), "lasting": False}
 
     def build(self, asked: Mapping[str, Any]) -> dict[str, Any]:
-        """Build a program and, if a variant is asked for, launch it with no work."""
+        """Build a program and, with a variant, launch it with no work."""
         try:
             device, compiler = self._open(asked["device"])
             given = asked["source"]
