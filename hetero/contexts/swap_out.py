@@ -173,7 +173,7 @@ class SwapOut:
     def _encoded(self, chunk: Chunk, job: SwapJob, batch: list[Chunk]) -> Codes | None:
         """Return codes whose bytes are claimed; None without room, or if they are not needed."""
         with self._memory.lock:
-            if not chunk.refs or chunk.kept:
+            if not chunk.refs or chunk.stored:
                 return None
             bits = chunk.bits if chunk.full else RAW
         room = self._codec.nbytes(len(chunk.tokens), max(bits, 8))

@@ -247,7 +247,7 @@ class WorkingSet:
         """
         lossy = self._lossy
         with self._memory.lock:
-            fresh = [c for c in text.chunks if not c.kept and not lossy[c.start : c.stop].any()]
+            fresh = [c for c in text.chunks if not c.stored and not lossy[c.start : c.stop].any()]
         if fresh:
             self._swap.submit(SwapJob(fresh, self._active.cache, durable))
 
