@@ -32,7 +32,7 @@ from hetero.models import LoadedModel
 from hetero.placement.device_set import open_devices
 from hetero.runtime.engine import Engine
 from hetero.runtime.kv.context import Context
-from hetero.runtime.program import AHEAD, RUN, SUBMIT, WAIT
+from hetero.runtime.program import PREQUEUE, RUN, SUBMIT, WAIT
 from hetero.solver.execution_plan import ExecutionPlan
 
 MIB = 2**20
@@ -189,20 +189,20 @@ class Span(NamedTuple):
 @contextmanager
 def timing(engine: Engine) -> Iterator[None]:
     """The devices of an engine keep their calls' times, each call for itself."""
-    engine.start_trace()
+    engine.runner.start_trace()
     yield
-    engine.stop_trace()
+    engine.runner.stop_trace()
 
 
 def timeline(engine: Engine) -> list[Span]:
     """The last step: what the control thread and blocking devices did by the host's clock, and,
     with `Device.set_timing` on, launches by their device's.
     """
-    step, stamps = engine.last_step, engine.last_run.stamps
+    step, stamps = engine.runner.last_step, engine.runner.last_run.stamps
     spans = []
     for at, action in enumerate(step.program):
         launch = step.launches[action.launch]
-        what = {RUN: launch.kind, WAIT: "waits", SUBMIT: "submits", AHEAD: "submits"}
+        what = {RUN: launch.kind, WAIT: "waits", SUBMIT: "submits", PREQUEUE: "submits"}
         if (name := what.get(action.code)) is not None:
             matmul = launch.rows is not None
             spans.append(Span(launch.node, name, stamps[at], stamps[at + 1], matmul))

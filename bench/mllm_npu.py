@@ -54,8 +54,8 @@ from hetero.profiler.cost import CostModel
 from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.records import DeviceProfile
 from hetero.runtime.engine import Engine
-from hetero.runtime.forms import WINDOW, Forms
 from hetero.runtime.launch_costs import LaunchCosts
+from hetero.runtime.prefill_mode import WINDOW, PrefillModes
 from hetero.runtime.schedule import Order, windows
 from hetero.solver.calls import split
 from hetero.solver.handmade import single_device
@@ -100,9 +100,9 @@ class Variant:
         *_, last = windows(engine.plan.steps(tokens), engine.window)
         context.truncate(tokens - sum(last))
         if len(last) > 1:
-            self.planned_s.append(timed(lambda: engine.window_step(context, last)))
+            self.planned_s.append(timed(lambda: engine.steps.window(context, last)))
         else:
-            self.planned_s.append(timed(lambda: engine.step(context, "prefill", *last)))
+            self.planned_s.append(timed(lambda: engine.steps.step(context, "prefill", *last)))
 
 
 class Shadowed(RandomWeights):
@@ -208,9 +208,9 @@ class Formed(Variant):
         engine.forms.take = self.form
         *_, last = windows(engine.forms.of(tokens).calls, engine.window)
         context.truncate(tokens - sum(last))
-        step = partial(engine.window_step, context, last, form=self.form)
+        step = partial(engine.steps.window, context, last, form=self.form)
         if len(last) == 1:
-            step = partial(engine.step, context, "prefill", *last)
+            step = partial(engine.steps.step, context, "prefill", *last)
         self.planned_s.append(timed(step))
 
 
@@ -405,7 +405,7 @@ def _makespan(
     placement = Placement(plan, spec, able)
     costs, window = LaunchCosts(CostModel(profile), placement), 1 if order == "fifo" else WINDOW
     calls = split(tokens, (), size)
-    return Forms(placement, costs, order, able, window=window).seconds("cut", calls)
+    return PrefillModes(placement, costs, order, able, window=window).seconds("cut", calls)
 
 
 if __name__ == "__main__":

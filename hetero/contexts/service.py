@@ -55,7 +55,7 @@ from hetero.generation.conversation import Conversation
 from hetero.generation.llm import LLM
 from hetero.generation.loop import GenerationResult, Pending, Piece, decode_together
 from hetero.placement.planning import parse_size
-from hetero.runtime.kv.attention_stats import AttentionMass
+from hetero.runtime.kv.attention_stats import ScoreStats
 from hetero.runtime.kv.context import Context
 from hetero.runtime.usage import Work, total
 
@@ -134,7 +134,7 @@ class Service:
 
             def slot(active: Context) -> Slot:
                 if kv_bits == "mixed":
-                    active.mass = AttentionMass(self.llm.max_seq_len)
+                    active.mass = ScoreStats(self.llm.max_seq_len)
                 working = WorkingSet(
                     active,
                     self.memory,
@@ -283,7 +283,7 @@ class Service:
         )
         engine = self.llm.engine
         engine.contexts.scale_by(codec.channels)
-        able = {} if engine.gpu_share is not None else engine.devices
+        able = {} if engine.runner.gpu_share is not None else engine.devices
         known = {decoder.name: decoder for decoder in decoders(able, codec, layout)}
         names = ", ".join(device.info.name for device in engine.devices.values())
         priced = engine.forms.priced

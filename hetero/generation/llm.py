@@ -159,7 +159,7 @@ class LLM:
         )
         try:
             try:
-                with self.devices.foreseen(self._purpose) as compiled:
+                with self.devices.prewarm(self._purpose) as compiled:
                     self._engine, self._own = make(warm=not compiled)
             except KernelBuildError as error:
                 self.devices.without_gpu(str(error), npu)
@@ -171,7 +171,7 @@ class LLM:
     @property
     def _purpose(self) -> str:
         """What kernels are prepared for, at every start that asks for the same: all that decides
-        which ones, and how they are chained, for what is foreseen is not tried again. No length
+        which ones, and how they are fused, for what is foreseen is not tried again. No length
         of context, and nothing that `auto` compared.
         """
         names = [self.devices.name(kind) for kind in KINDS]
@@ -420,14 +420,14 @@ class LLM:
                 f"cannot write the trace {path} ({error.strerror}): choose another path"
             ) from error
         with engine.lock:
-            engine.start_trace()
+            engine.runner.start_trace()
         try:
             yield
         finally:
             about = {"model": self._loaded.name, "plan": self.plan.plan_id}
             about |= {kind: d.info.name for kind, d in self.devices.devices.items()}
             with engine.lock:
-                trace = engine.stop_trace()
+                trace = engine.runner.stop_trace()
             trace.save(path, about=about)
 
     def close(self) -> None:

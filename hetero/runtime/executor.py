@@ -11,17 +11,17 @@ from typing import Any, TypeAlias, cast
 
 from hetero.backends.errors import DeviceError
 from hetero.backends.protocol import Completion, Device
-from hetero.runtime.program import AHEAD, LOADED, RING, RUN, SUBMIT
+from hetero.runtime.program import PREQUEUE, RUN, SIGNAL, SUBMIT, WAIT_LAYER
 from hetero.runtime.step import Step
 from hetero.runtime.usage import StepRun
 from hetero.runtime.watchdog import WATCHDOG
 
 DRAIN_DEADLINE_S = 5.0
-Beside: TypeAlias = Callable[[], object]
+OnDeviceBusy: TypeAlias = Callable[[], object]
 
 
 def nothing() -> None:
-    """Is done beside most steps."""
+    """Do nothing: the default of `on_device_busy`."""
 
 
 class Executor:
@@ -35,17 +35,19 @@ class Executor:
         self.running: tuple[Step, list[float], int] | None = None
         WATCHDOG.watch(self)
 
-    def run(self, step: Step, beside: Beside = nothing, devices: Iterable[Device] = ()) -> StepRun:
-        """Execute; when it returns, all outputs are visible to the host. `beside` is called before
-        the last wait, if there is one: nothing else is left to do. The queues of `devices` are
-        drained if a signal handler raises.
+    def run(
+        self, step: Step, on_device_busy: OnDeviceBusy = nothing, devices: Iterable[Device] = ()
+    ) -> StepRun:
+        """Execute; when it returns, all outputs are visible to the host. `on_device_busy` is called
+        before the last wait, if there is one: nothing else is left to do. The queues of `devices`
+        are drained if a signal handler raises.
         """
         collecting = gc.isenabled()
         try:  # around `disable` too: a signal handler may raise right after it
             gc.disable()  # a collection in the middle of a step costs milliseconds
             if step.bell is not None:
-                step.bell.settle()
-            walked = self._walk(step, beside)
+                step.bell.reset()
+            walked = self._walk(step, on_device_busy)
             if step.bell is not None:
                 step.bell.check()
             return StepRun(step.counts, *walked, step.kinds)
@@ -59,7 +61,9 @@ class Executor:
             if collecting:
                 gc.enable()
 
-    def _walk(self, step: Step, beside: Beside) -> tuple[list[float], list[float], list[float]]:
+    def _walk(
+        self, step: Step, on_device_busy: OnDeviceBusy
+    ) -> tuple[list[float], list[float], list[float]]:
         """Run every action; busy seconds of each of the step's kinds, stamps and sleeps of
         `StepRun`.
 
@@ -89,22 +93,22 @@ class Executor:
                 call()
                 before_s, at_s = at_s, now()
                 busy[kind] += at_s - before_s
-            elif code == AHEAD:  # behind a closed gate: not at work yet
+            elif code == PREQUEUE:  # behind a closed gate: not at work yet
                 completions[index] = call()
                 before[index] = None
                 at_s = now()
-            elif code == RING:
+            elif code == SIGNAL:
                 call()
                 if last[kind] < 0:
                     since[kind] = at_s
                 last[kind] = index
                 at_s = now()
-            elif code == LOADED:
+            elif code == WAIT_LAYER:
                 slept(call())
                 at_s = now()
             else:
                 if index == last_wait:
-                    beside()
+                    on_device_busy()
                 slept(call(completions[index]))
                 at_s = now()
                 if last[kind] == index:  # the queue is empty
@@ -121,7 +125,7 @@ def drain(step: Step) -> None:
     last = {
         a.kind: a.launch
         for a in step.program
-        if a.code in (SUBMIT, AHEAD) and step.completions[a.launch]
+        if a.code in (SUBMIT, PREQUEUE) and step.completions[a.launch]
     }
     for index in last.values():
         completion = step.completions[index]

@@ -235,7 +235,7 @@ def test_memory_comes_back(llm: LLM, drop: str) -> None:
 
 def test_more_contexts_than_fit_are_refused_with_the_remedy(folder: Path) -> None:
     with open_llm(folder, "npu") as free:
-        needs = free.engine.needs
+        needs = free.engine.memory
     budget = needs.total_bytes + 2 * needs.context_bytes + 5000
     with open_llm(folder, "npu", memory_budget=budget) as llm:
         more = [llm.new_context(), llm.new_context()]
@@ -253,7 +253,7 @@ def test_more_contexts_than_fit_are_refused_with_the_remedy(folder: Path) -> Non
 
 
 def test_the_machines_memory_is_a_limit_too(one: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "memory_bytes", lambda: one.engine.needs.total_bytes)
+    monkeypatch.setattr(memory, "memory_bytes", lambda: one.engine.memory.total_bytes)
     with pytest.raises(UserError, match=r"2 contexts of .* this machine's memory is"):
         one.new_context()
 
@@ -434,14 +434,14 @@ def test_several_answers_read_their_prompt_once(one: LLM, own: bool) -> None:
     wanted = [numbers(one.generate(prompt, seed=7 + i, logprobs=0, **options)) for i in range(4)]
     context = one.new_context() if own else None
     computed = [0]
-    attempt = one.engine._attempt
+    attempt = one.engine.runner.run
 
     def counted(context: Context, phase: Any, tokens: Any, *others: Any) -> Any:
         computed[0] += len(tokens)
         return attempt(context, phase, tokens, *others)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(one.engine, "_attempt", counted)
+        patch.setattr(one.engine.runner, "run", counted)
         (answers,) = one.generate_many([prompt], n=4, seed=7, context=context, **options)
     assert sorted(map(numbers, answers)) == sorted(wanted)
     assert computed[0] == 30 + sum(len(answer.tokens) - 1 for answer in answers)

@@ -29,7 +29,7 @@ from hetero.models import open_model
 from hetero.runtime.engine import Engine
 from hetero.runtime.kv.context import Context
 from hetero.runtime.pool import ActivationPool
-from hetero.runtime.program import AHEAD, RUN, SUBMIT
+from hetero.runtime.program import PREQUEUE, RUN, SUBMIT
 from hetero.runtime.step import Step
 from hetero.runtime.waits import SyncMethod
 from tests.runtime.models import context_of, emptied, tiny_model
@@ -60,13 +60,13 @@ def open_engine(folder: Path, seed: int, sync: SyncMethod = "fast") -> Engine:
 @contextmanager
 def late(engine: Engine, rng: random.Random, contexts: Sequence[Context] = ()) -> Iterator[None]:
     """The engine's steps on `contexts` (default: `context_of`) as `delay` makes them."""
-    engine._lower()
+    engine.lower()
     steps = {
         id(step): step
         for context in contexts or (context_of(engine),)
         for step in (
-            engine.step(context, "prefill", PROMPT),
-            *(engine.step(context, "decode", 1, gates=gates) for gates in (False, True)),
+            engine.steps.step(context, "prefill", PROMPT),
+            *(engine.steps.step(context, "decode", 1, gates=gates) for gates in (False, True)),
         )
     }
     for step in steps.values():
@@ -74,7 +74,7 @@ def late(engine: Engine, rng: random.Random, contexts: Sequence[Context] = ()) -
     try:
         yield
     finally:
-        engine._lower()
+        engine.lower()
 
 
 def delay(step: Step, gpu: Any, rng: random.Random) -> None:
@@ -104,7 +104,7 @@ def delay(step: Step, gpu: Any, rng: random.Random) -> None:
 
     program = []
     for action in step.program:
-        wrapped = {SUBMIT: submit_late, AHEAD: submit_late, RUN: run_late}.get(action.code)
+        wrapped = {SUBMIT: submit_late, PREQUEUE: submit_late, RUN: run_late}.get(action.code)
         program.append(action._replace(target=wrapped(action.target)) if wrapped else action)
     step.program = tuple(program)
 

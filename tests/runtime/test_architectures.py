@@ -19,8 +19,8 @@ from hetero.profiler.files import shipped_names
 from hetero.profiler.records import DeviceProfile
 from hetero.runtime.engine import Engine
 from hetero.solver.handmade import single_device
-from tests.helpers import assert_close
 from tests.runtime.plans import random_plan
+from tests.support.helpers import assert_close
 
 pytestmark = pytest.mark.usefixtures("no_chains")
 
@@ -83,7 +83,7 @@ def test_a_cut_model_gives_the_same_logits(name: str, strategy: str, rest: str) 
             assert_close(got, want, tolerance=5e-5)
         nodes = [node.name for node in engine.nodes]
         launched = dict.fromkeys(
-            x.node for x in engine.step(engine.new_context(), "prefill", prompt).launches
+            x.node for x in engine.steps.step(engine.new_context(), "prefill", prompt).launches
         )
         assert [x for x in launched if not x.endswith(" flag")] == nodes
 

@@ -22,15 +22,15 @@ from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.handmade import single_device
 from hetero.solver.request import PlanRequest
 from hetero.solver.strategy_plans import strategy_plan
-from tests.checkpoints import (
+from tests.runtime.models import context_of, emptied, tiny_model
+from tests.runtime.plans import random_plan
+from tests.support.checkpoints import (
     Case,
     load_dequantized,
     make_checkpoint,
     reference_logits,
     relative_error,
 )
-from tests.runtime.models import context_of, emptied, tiny_model
-from tests.runtime.plans import random_plan
 
 pytestmark = pytest.mark.usefixtures("no_chains")
 
@@ -71,9 +71,9 @@ def prompt_of(tokens: int) -> list[int]:
 def traced(engine: Engine, path: Path, tokens: int) -> tuple[int, ...]:
     """Token counts of the calls that an engine really makes of a prompt, by its trace."""
     context = emptied(engine)
-    engine.start_trace()
+    engine.runner.start_trace()
     engine.prefill(context, prompt_of(tokens))
-    engine.stop_trace().save(path, about={})
+    engine.runner.stop_trace().save(path, about={})
     events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
     steps = [e for e in events if e["name"].startswith("prefill ")]
     ordered = sorted(steps, key=lambda e: e["ts"])
