@@ -12,7 +12,7 @@ from filelock import FileLock
 
 from hetero import cache
 from hetero.backends.host.files import atomic_writer
-from hetero.backends.opencl.proving.run_folder import RunFolder
+from hetero.backends.opencl.self_test.run_folder import RunFolder
 from hetero.cache.kinds import KINDS, OTHER_CODE, OTHER_HERE
 from hetero.cli.cache import NAMES
 from hetero.cli.work.cache import ago, parse_age
@@ -57,7 +57,7 @@ def test_decisions_of_other_code_are_stale(home: Path, monkeypatch: pytest.Monke
     folder = home / "cache" / "hetero" / "decisions"
     monkeypatch.setattr(decisions, "folder", lambda: folder)
     decisions.keep("a" * 64, decisions.Decision("gpu", "opencl", "why", (), {"gpu": 1.0}))
-    assert decisions.kept("a" * 64) is not None
+    assert decisions.load_cached("a" * 64) is not None
     before = json.loads((folder / f"{'a' * 40}.json").read_text())
     made(folder / "old.json").write_text(json.dumps(before | {"code": "another"}))
     made(folder / ".x.json.0123abcd.partial")
@@ -80,7 +80,7 @@ def test_first_starts_of_another_version_are_stale(home: Path) -> None:
 
 
 def test_kernels_are_of_drivers_that_are_here(home: Path) -> None:
-    reachable = pytest.importorskip("hetero.backends.opencl.proving.reachable").reachable
+    reachable = pytest.importorskip("hetero.backends.opencl.self_test.reachable").reachable
     root = home / "cache" / "hetero" / "opencl"
     mine = made(root / "kernels" / f"{min(reachable(root).kernels)}-avx2" / "a.kernels")
     other = made(root / "kernels" / "0123456789abcdef-avx2" / "b.kernels")

@@ -147,7 +147,7 @@ def test_any_order_of_steps_gives_the_logits_of_whole_caches(
         open_llm(folder, way, max_seq_len=LENGTH, kv=kv, whole_caches=True) as whole,
     ):
         assert sliding.context.cache.layout.slides > whole.context.cache.layout.slides
-        assert sliding.engine.needs.context_bytes < whole.engine.needs.context_bytes
+        assert sliding.engine.memory.context_bytes < whole.engine.memory.context_bytes
 
         @FEW
         @given(steps=STEPS, seed=st.integers(0, 999))

@@ -137,7 +137,7 @@ def test_any_order_of_operations(tmp_path: Path) -> None:
     global engine, twin  # noqa: PLW0603, a machine takes no arguments
     folder = tiny_model(tmp_path)
     with make_engine(folder) as free:
-        needs = free.needs
+        needs = free.memory
     budget = needs.total_bytes + (ROOM - 1) * needs.context_bytes
     with make_engine(folder, memory_budget_bytes=budget) as engine:
         twin = engine.new_context()

@@ -24,8 +24,8 @@ from hetero.placement.planning import load_either
 from hetero.profiler import journal
 from hetero.profiler.files import shipped_path
 from hetero.profiler.model_graph import ModelGraph
+from hetero.profiler.non_matmul_ops import Block
 from hetero.profiler.options import Event
-from hetero.profiler.other_ops import Block
 from hetero.profiler.records import DeviceProfile
 from hetero.profiler.report import to_html
 from hetero.profiler.session import profile_devices

@@ -8,8 +8,8 @@ from hetero.backends.formats import WeightFormat
 from hetero.measuring.profiling import model_options
 from hetero.measuring.step_cost import measure_step_s
 from hetero.models import model_spec
+from hetero.profiler.non_matmul_ops import BLOCKS, wanted_ops
 from hetero.profiler.options import Options
-from hetero.profiler.other_ops import BLOCKS, wanted_ops
 from hetero.profiler.records import DeviceProfile
 from hetero.profiler.timing import cold_bytes
 from hetero.solver.planner import Planner

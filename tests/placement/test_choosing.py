@@ -14,7 +14,7 @@ from hetero import LLM, UserError
 from hetero.backends.opencl import driver_of
 from hetero.backends.opencl.drivers.levels import LEVELS
 from hetero.models import model_spec
-from hetero.placement.choosing import Choice, Wishes, choose, plan_on
+from hetero.placement.choosing import Choice, PlacementRequest, choose, plan_on
 from hetero.placement.comparing import TENSOR_LEVEL
 from hetero.profiler.errors import ProfileError, ProfileWarning
 from hetero.profiler.files import shipped_host
@@ -79,14 +79,16 @@ def named(chip: DeviceProfile, *, npu_scale: float = 1.0, **backends: str) -> De
 
 @pytest.mark.parametrize("mode", ["gpu", "npu"])
 def test_one_device_needs_no_profile(spec: ModelGraph, mode: Any) -> None:
-    assert choose(spec, Wishes(mode=mode)) == Choice(mode, reason=f"{mode} alone, as asked for")
+    assert choose(spec, PlacementRequest(mode=mode)) == Choice(
+        mode, reason=f"{mode} alone, as asked for"
+    )
     with pytest.raises(UserError, match="profile 'nowhere': there is no such file"):
-        choose(spec, Wishes(mode=mode, profile="nowhere"))
+        choose(spec, PlacementRequest(mode=mode, profile="nowhere"))
 
 
 @pytest.mark.parametrize("mode", ["hetero", "auto"])
 def test_without_any_profile_it_is_layer_level_and_says_why(spec: ModelGraph, mode: Any) -> None:
-    found = choose(spec, Wishes(mode=mode))
+    found = choose(spec, PlacementRequest(mode=mode))
     assert (found.mode, found.plan) == ("hetero", None)
     assert found.reason.startswith(f"{mode}: layer level, because this machine has no profile")
     assert found.notes == (found.reason,)
@@ -97,7 +99,7 @@ def test_this_machines_profile_is_found_in_the_cache(
 ) -> None:
     empty_cache.parent.mkdir()
     named(chip).save(empty_cache)
-    found = choose(spec, Wishes(mode="auto"))
+    found = choose(spec, PlacementRequest(mode="auto"))
     assert found.mode == "hetero"
     assert found.plan is not None
     assert found.plan.profile == "here"
@@ -107,7 +109,9 @@ def test_this_machines_profile_is_found_in_the_cache(
 def test_a_broken_cached_profile_is_no_reason_to_stop(spec: ModelGraph, empty_cache: Path) -> None:
     empty_cache.parent.mkdir()
     empty_cache.write_text("{", encoding="utf-8")
-    assert choose(spec, Wishes(mode="auto")).reason.startswith("auto: layer level, because")
+    assert choose(spec, PlacementRequest(mode="auto")).reason.startswith(
+        "auto: layer level, because"
+    )
 
 
 def test_a_cached_profile_of_other_backends_is_not_used(
@@ -115,7 +119,7 @@ def test_a_cached_profile_of_other_backends_is_not_used(
 ) -> None:
     empty_cache.parent.mkdir()
     named(chip).save(empty_cache)
-    found = choose(spec, Wishes(mode="auto", gpu="reference", npu="null"))
+    found = choose(spec, PlacementRequest(mode="auto", gpu="reference", npu="null"))
     assert found.reason.startswith(
         "auto: layer level, because profile here says nothing of reference as GPU: take one with"
     )
@@ -126,7 +130,7 @@ def test_the_shipped_host_profile_comes_with_a_notice(
 ) -> None:
     monkeypatch.setattr("hetero.placement.planning.files.shipped_names", lambda: ("host",))
     monkeypatch.setattr("hetero.placement.planning.DeviceProfile.load", lambda _: named(chip))
-    found = choose(spec, Wishes(mode="auto"))
+    found = choose(spec, PlacementRequest(mode="auto"))
     assert found.notes == (
         "this machine has no profile yet (`hetero profile` takes one), so the shipped profile "
         "`host` is used, its times not scaled to this machine because profile here has no times of "
@@ -160,12 +164,12 @@ def test_the_shipped_profile_of_a_pc_like_this(
 
 
 def test_auto_takes_what_is_predicted_fastest(spec: ModelGraph, chip: DeviceProfile) -> None:
-    both = choose(spec, Wishes(mode="auto", profile=named(chip)))
+    both = choose(spec, PlacementRequest(mode="auto", profile=named(chip)))
     assert both.mode == "hetero"
     assert both.reason.startswith(
         "auto: tensor level, predicted for prompts of 64, 256 and 1024 tokens and 64 more each: gpu"
     )
-    slow = choose(spec, Wishes(mode="auto", profile=named(chip, npu_scale=100.0)))
+    slow = choose(spec, PlacementRequest(mode="auto", profile=named(chip, npu_scale=100.0)))
     assert (slow.mode, slow.plan) == ("gpu", None)
     assert slow.reason.startswith("auto: gpu alone, predicted for")
 
@@ -186,8 +190,8 @@ def test_derived_times_must_be_better_by_more(
     """The profile has no times of files."""
     seconds = {"gpu": 1.0, "npu": 2.0, TENSOR_LEVEL: share}
     monkeypatch.setattr("hetero.placement.choosing.compare", lambda *_, **__: seconds)
-    wishes = Wishes(mode="auto", profile=host, seq_lens=(64,))
-    assert choose(model_spec("qwen2.5-0.5b", weights), wishes).mode == mode
+    request = PlacementRequest(mode="auto", profile=host, seq_lens=(64,))
+    assert choose(model_spec("qwen2.5-0.5b", weights), request).mode == mode
 
 
 @pytest.fixture
@@ -199,15 +203,15 @@ def one_core(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("one_core")
 def test_auto_never_takes_two_devices_on_one_core(spec: ModelGraph, chip: DeviceProfile) -> None:
-    found = choose(spec, Wishes(mode="auto", profile=named(chip)))
+    found = choose(spec, PlacementRequest(mode="auto", profile=named(chip)))
     assert (found.mode, found.plan) == ("gpu", None)
     assert found.reason.startswith("auto: gpu alone, predicted for")
     assert found.reason.endswith("; two devices need two cores")
-    without = choose(spec, Wishes(mode="auto"))
+    without = choose(spec, PlacementRequest(mode="auto"))
     assert without.mode == "gpu"
     assert without.reason.startswith("auto: gpu alone, because two devices need two cores, and ")
     assert without.notes == (without.reason,)
-    asked = choose(spec, Wishes(mode="hetero", profile=named(chip)))
+    asked = choose(spec, PlacementRequest(mode="hetero", profile=named(chip)))
     assert asked.mode == "hetero"
 
 
@@ -216,7 +220,7 @@ def test_devices_of_their_own_share_no_core(
     spec: ModelGraph, chip: DeviceProfile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hetero.placement.choosing.computes_on_processor", lambda _: False)
-    assert choose(spec, Wishes(mode="auto", profile=named(chip))).mode == "hetero"
+    assert choose(spec, PlacementRequest(mode="auto", profile=named(chip))).mode == "hetero"
 
 
 def with_every_core(profile: DeviceProfile, cores: int = 4) -> DeviceProfile:
@@ -230,7 +234,7 @@ def with_every_core(profile: DeviceProfile, cores: int = 4) -> DeviceProfile:
 
 
 @pytest.mark.parametrize(
-    ("here", "wishes", "chosen"),
+    ("here", "options", "chosen"),
     [
         (4, {}, True),
         (8, {}, True),
@@ -246,16 +250,16 @@ def test_auto_takes_every_core_of_a_pc_where_that_is_fastest(
     chip: DeviceProfile,
     monkeypatch: pytest.MonkeyPatch,
     here: int,
-    wishes: dict[str, Any],
+    options: dict[str, Any],
     chosen: bool,
 ) -> None:
     monkeypatch.setattr("hetero.placement.choosing.every_core_count", lambda: here)
     slow = named(chip, npu_scale=100.0)
-    wished = Wishes(**({"mode": "auto", "expected": (600,)} | wishes), profile=None)
+    asked = PlacementRequest(**({"mode": "auto", "expected": (600,)} | options), profile=None)
     monkeypatch.setattr(
         "hetero.placement.choosing.locate_profile", lambda _: (with_every_core(slow), "")
     )
-    found = choose(spec, wished)
+    found = choose(spec, asked)
     assert (found.gpu == "opencl-cores") == chosen
     assert ("does not run yet" in found.reason) == (here == 0)
     if chosen:
@@ -273,7 +277,7 @@ def test_auto_takes_every_core_of_a_pc_where_that_is_fastest(
 
 
 def test_auto_with_every_core_named_needs_no_profile(spec: ModelGraph) -> None:
-    found = choose(spec, Wishes(mode="auto", gpu="opencl-cores"))
+    found = choose(spec, PlacementRequest(mode="auto", gpu="opencl-cores"))
     assert (found.mode, found.gpu, found.plan) == ("gpu", None, None)
     assert found.reason == "auto: gpu alone, because opencl-cores leaves no other core"
 
@@ -281,8 +285,8 @@ def test_auto_with_every_core_named_needs_no_profile(spec: ModelGraph) -> None:
 def test_hetero_is_at_least_layer_level(spec: ModelGraph, chip: DeviceProfile) -> None:
     no_npu = named(chip).model_copy(update={"predictors": named(chip).predictors[:1]})
     assert {p.device for p in no_npu.predictors} == {"gpu"}
-    assert choose(spec, Wishes(profile=no_npu)).plan is None  # layer level, made by rule
-    plan = choose(spec, Wishes(profile=named(chip))).plan
+    assert choose(spec, PlacementRequest(profile=no_npu)).plan is None  # layer level, made by rule
+    plan = choose(spec, PlacementRequest(profile=named(chip))).plan
     assert plan is not None
     assert plan.devices() == {"gpu", "npu"}
 
@@ -291,7 +295,7 @@ def test_hetero_is_at_least_layer_level(spec: ModelGraph, chip: DeviceProfile) -
 def test_hetero_shares_every_prompt_and_leaves_the_others_as_they_are(
     spec: ModelGraph, chip: DeviceProfile, npu_scale: float
 ) -> None:
-    found = choose(spec, Wishes(profile=named(chip, npu_scale=npu_scale))).solver
+    found = choose(spec, PlacementRequest(profile=named(chip, npu_scale=npu_scale))).solver
     free = prepare_solver(spec, named(chip, npu_scale=npu_scale), PlanRequest(explain=False))
     assert found is not None
     alone = 0
@@ -306,7 +310,7 @@ def test_hetero_shares_every_prompt_and_leaves_the_others_as_they_are(
 
 
 def test_plans_are_tensor_level_for_any_length(spec: ModelGraph, chip: DeviceProfile) -> None:
-    found = choose(spec, Wishes(mode="auto", profile=named(chip), step_tokens=512))
+    found = choose(spec, PlacementRequest(mode="auto", profile=named(chip), step_tokens=512))
     assert found.reason.startswith("auto: tensor level, predicted for")
     assert found.plan is not None
     assert max(len(op.tiles) for op in found.plan.ops) > 1
@@ -315,22 +319,22 @@ def test_plans_are_tensor_level_for_any_length(spec: ModelGraph, chip: DevicePro
 
 
 def test_a_strategy_is_forced(spec: ModelGraph, chip: DeviceProfile) -> None:
-    wishes = Wishes(profile=named(chip), strategy="padding", seq_lens=(300,))
-    plan = choose(spec, wishes).plan
+    request = PlacementRequest(profile=named(chip), strategy="padding", seq_lens=(300,))
+    plan = choose(spec, request).plan
     assert plan is not None
     assert plan.strategy == "padding"
     assert [t.graph_size for t in plan.partition("prefill", 300, "down")] == [512]
     with pytest.raises(UserError, match="this machine has no profile"):
-        choose(spec, Wishes(strategy="padding"))
+        choose(spec, PlacementRequest(strategy="padding"))
 
 
 def test_what_is_asked_for_by_name_must_work(chip: DeviceProfile) -> None:
     odd = model_spec("llama-3-8b", "f32")
     with pytest.raises(PlanError, match="has no times of f32"):
-        choose(odd, Wishes(profile=named(chip)))
+        choose(odd, PlacementRequest(profile=named(chip)))
     no_rest = named(chip).model_copy(update={"other_predictors": ()})
     with pytest.raises(ProfileError, match="lacks operators"):
-        choose(model_spec("llama-3-8b"), Wishes(profile=no_rest))
+        choose(model_spec("llama-3-8b"), PlacementRequest(profile=no_rest))
 
 
 class _Device:
@@ -354,8 +358,8 @@ def test_plans_follow_the_devices_that_could_be_opened(spec: ModelGraph) -> None
 def test_graphs_that_the_device_does_not_have_are_refused(
     spec: ModelGraph, chip: DeviceProfile
 ) -> None:
-    wishes = Wishes(profile=named(chip), strategy="padding", seq_lens=(300,))
-    choice = choose(spec, wishes)
+    request = PlacementRequest(profile=named(chip), strategy="padding", seq_lens=(300,))
+    choice = choose(spec, request)
     npu: Any = _Device((1, 32))
     with pytest.raises(PlanError, match="a graph of 512 tokens, and the npu has graphs of 1, 32"):
         plan_on(Choice("hetero", choice.plan), spec, {"gpu": npu, "npu": npu})
@@ -398,9 +402,9 @@ def test_a_profile_of_another_opencl_driver_is_not_used(
     monkeypatch.setattr("hetero.placement.planning.files.shipped_names", lambda: ("host",))
     monkeypatch.setattr("hetero.placement.choosing.driver_here", lambda _wanted: here)
     spec = model_spec("llama-3.2-1b")
-    choice = choose(spec, Wishes(mode="auto"))
+    choice = choose(spec, PlacementRequest(mode="auto"))
     assert ("the OpenCL driver pocl, here it is" in choice.reason) != fits
-    named = choose(spec, Wishes(mode="auto", profile="host"))
+    named = choose(spec, PlacementRequest(mode="auto", profile="host"))
     assert "OpenCL driver" not in named.reason
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from hetero import LLM
 from hetero.models import model_spec
-from hetero.placement.choosing import Choice, Wishes, choose
+from hetero.placement.choosing import Choice, PlacementRequest, choose
 from hetero.placement.comparing import (
     ANSWER_TOKENS,
     TENSOR_LEVEL,
@@ -65,7 +65,7 @@ class Case:
     def choice(self, mode: Any, tokens: int) -> Choice:
         return choose(
             self.spec,
-            Wishes(mode=mode, profile=self.profile, seq_lens=(tokens,), context=CONTEXT),
+            PlacementRequest(mode=mode, profile=self.profile, seq_lens=(tokens,), context=CONTEXT),
         )
 
     def of(self, tokens: int, cores: int = 2) -> dict[str, float]:
@@ -233,7 +233,7 @@ def test_a_model_that_cannot_be_planned_says_so_whatever_was_asked_for(
     monkeypatch.setattr(
         "hetero.placement.choosing.locate_profile", lambda _: (unplannable(case), "")
     )
-    found = choose(case.spec, Wishes(mode=mode, strategy=strategy))
+    found = choose(case.spec, PlacementRequest(mode=mode, strategy=strategy))
     assert (found.mode, found.plan) == ("hetero", None)
     assert found.reason.startswith(
         f"{mode}: layer level, because profile host lacks operators of llama-3.2-1b ("
@@ -248,7 +248,7 @@ def test_what_cannot_be_shared_is_told_beside_what_is_known_of_the_profile(
     gpu = tuple(p for p in case.profile.predictors if p.device == "gpu")
     alone = case.profile.model_copy(update={"predictors": gpu})
     monkeypatch.setattr("hetero.placement.choosing.locate_profile", lambda _: (alone, "a notice"))
-    found = choose(case.spec, Wishes())
+    found = choose(case.spec, PlacementRequest())
     assert found.plan is None
     assert found.reason == (
         "hetero: layer level, because by profile host no plan has both devices in every prompt"
@@ -257,28 +257,30 @@ def test_what_cannot_be_shared_is_told_beside_what_is_known_of_the_profile(
 
 
 @pytest.mark.parametrize(
-    ("wishes", "reason"),
+    ("options", "reason"),
     [
         ({"mode": "gpu"}, "gpu alone, as asked for"),
         ({"mode": "hetero"}, "hetero: tensor level (profile host)"),
         ({"strategy": "padding", "seq_lens": (3500,)}, "strategy padding, as asked for (profile"),
     ],
 )
-def test_a_reason_is_never_empty(wishes: dict[str, Any], reason: str) -> None:
+def test_a_reason_is_never_empty(options: dict[str, Any], reason: str) -> None:
     case = Case("host", "w4a16")
-    assert choose(case.spec, Wishes(profile=case.profile, **wishes)).reason.startswith(reason)
+    assert choose(case.spec, PlacementRequest(profile=case.profile, **options)).reason.startswith(
+        reason
+    )
     plan = case.solver.plan
-    given = choose(case.spec, Wishes(plan=plan))
+    given = choose(case.spec, PlacementRequest(plan=plan))
     assert given.reason == f"plan {plan.plan_id}, as given"
 
 
 def test_a_memory_budget_bounds_the_calls_of_strategies_too() -> None:
     case = Case("host", "w4a16")
-    wishes = Wishes(profile=case.profile, strategy="gpu-only", seq_lens=(3500,))
-    plan = choose(case.spec, wishes).plan
+    request = PlacementRequest(profile=case.profile, strategy="gpu-only", seq_lens=(3500,))
+    plan = choose(case.spec, request).plan
     assert plan is not None
     assert plan.steps(3500) == (2048, 1452)
-    tight = choose(case.spec, replace(wishes, weight_budget_bytes=4 << 30)).plan
+    tight = choose(case.spec, replace(request, weight_budget_bytes=4 << 30)).plan
     assert tight is not None
     assert max(tight.steps(3500)) == 512
 

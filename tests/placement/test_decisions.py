@@ -13,13 +13,13 @@ import pytest
 
 from hetero.models import model_spec
 from hetero.placement import choosing, decisions, first_start
-from hetero.placement.choosing import Choice, Wishes, choose
+from hetero.placement.choosing import Choice, PlacementRequest, choose
 from hetero.placement.first_start import FirstStart, Machine
 from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.records import DeviceProfile
 from tests.placement.test_choosing import named
 
-AUTO = Wishes(mode="auto", context=512)
+AUTO = PlacementRequest(mode="auto", context=512)
 
 
 @pytest.fixture(scope="module")
@@ -41,13 +41,13 @@ def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def solved(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Grows by an item for each choice that is solved."""
     found: list[object] = []
-    solve = choosing._choose_by
+    solve = choosing._by_profile
 
     def counted(*args: Any) -> Choice:
         found.append(args)
         return solve(*args)
 
-    monkeypatch.setattr(choosing, "_choose_by", counted)
+    monkeypatch.setattr(choosing, "_by_profile", counted)
     return found
 
 
@@ -55,15 +55,15 @@ def test_a_kept_choice_is_that_of_a_fresh_solver(
     profile: Path, spec: ModelGraph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     times = solved(monkeypatch)
-    wishes = [AUTO, replace(AUTO, expected=(40,)), replace(AUTO, seq_lens=(64, 256))]
-    fresh = [choose(spec, x) for x in wishes]
+    request = [AUTO, replace(AUTO, expected=(40,)), replace(AUTO, seq_lens=(64, 256))]
+    fresh = [choose(spec, x) for x in request]
     assert [x.mode for x in fresh] == ["gpu"] * 3
-    again = [choose(spec, x) for x in wishes]
+    again = [choose(spec, x) for x in request]
     assert len(times) == 3
     assert again == [replace(x, cost=None) for x in fresh]  # only plans have costs
     with monkeypatch.context() as patched:
-        patched.setattr(decisions, "kept", lambda _: None)
-        assert [replace(choose(spec, x), cost=None) for x in wishes] == again
+        patched.setattr(decisions, "load_cached", lambda _: None)
+        assert [replace(choose(spec, x), cost=None) for x in request] == again
 
 
 @pytest.mark.parametrize(
@@ -88,16 +88,16 @@ def test_another_question_is_decided_anew(
 ) -> None:
     times = solved(monkeypatch)
     choose(spec, AUTO)
-    wishes = AUTO
+    request = AUTO
     match what:
         case "model":
             spec = model_spec("qwen2.5-1.5b")
         case "format":
             spec = model_spec("llama-3.2-1b", "w8a16")
         case "wish":
-            wishes = replace(AUTO, context=4096)
+            request = replace(AUTO, context=4096)
         case "backend":
-            wishes = replace(AUTO, npu="ort-cpu")
+            request = replace(AUTO, npu="ort-cpu")
         case "profile":
             profile.write_text(profile.read_text("utf-8") + "\n", encoding="utf-8")
         case "variable":
@@ -114,7 +114,7 @@ def test_another_question_is_decided_anew(
             monkeypatch.setattr(decisions, "hetero_version", lambda: "99")
         case "code":
             monkeypatch.setattr(decisions, "code_stamp", lambda: "another")
-    choose(spec, wishes)
+    choose(spec, request)
     assert len(times) == 2
 
 

@@ -18,7 +18,7 @@ from hetero.backends.registry import open_device
 from hetero.errors import UserError
 from hetero.models import model_spec
 from hetero.placement import first_start, planning
-from hetero.placement.choosing import Wishes, choose, plan_on
+from hetero.placement.choosing import PlacementRequest, choose, plan_on
 from hetero.placement.comparing import Work, compare
 from hetero.placement.device_set import open_devices
 from hetero.placement.first_start import FirstStart, Machine, forget_if_other, scaled_here
@@ -116,9 +116,9 @@ def test_a_profile_of_this_machine_or_asked_for_is_as_it_is(
 ) -> None:
     assert scaled_here(host, "") == (host, "")
     assert planning.find_profile("host") == host
-    assert "(profile host)" in choose(spec, Wishes(mode="auto", profile="host")).reason
+    assert "(profile host)" in choose(spec, PlacementRequest(mode="auto", profile="host")).reason
     for mode in ("gpu", "npu"):
-        choose(spec, Wishes(mode=mode))  # type: ignore[arg-type]
+        choose(spec, PlacementRequest(mode=mode))  # type: ignore[arg-type]
     assert machines.starts == 0
     folder.mkdir()
     host.save(folder / "host.json")
@@ -129,7 +129,7 @@ def test_a_profile_of_this_machine_or_asked_for_is_as_it_is(
 def test_auto_compares_the_scaled_times(
     host: DeviceProfile, spec: ModelGraph, machines: Machines
 ) -> None:
-    found = choose(spec, Wishes(mode="auto", expected=(256,)))
+    found = choose(spec, PlacementRequest(mode="auto", expected=(256,)))
     assert found.notes[0].endswith("(prefill/decode), measured here in 1.2 s")
     assert "(profile host, scaled here)" in found.reason
     assert found.solver is not None
@@ -144,7 +144,7 @@ def test_auto_compares_the_scaled_times(
         assert found.seconds[device] != times["host"][device]
         assert f"{device} {duration(found.seconds[device])}" in found.reason
     assert machines.starts == 1
-    hetero_mode = choose(spec, Wishes(mode="hetero"))
+    hetero_mode = choose(spec, PlacementRequest(mode="hetero"))
     assert hetero_mode.plan is not None
     assert hetero_mode.plan.profile == "host, scaled here"
 
@@ -308,13 +308,13 @@ def test_factors_of_other_devices_are_forgotten(
         forget_if_other([gpu, npu])  # nothing to forget
         scaled_here(host, NOTICE)
         forget_if_other([gpu, npu])
-        plan_on(choose(spec, Wishes(mode="gpu")), spec, {"gpu": gpu})
+        plan_on(choose(spec, PlacementRequest(mode="gpu")), spec, {"gpu": gpu})
         with open_device("null", kind="gpu") as other:
             forget_if_other([other])  # of another backend, of which the file says nothing
         assert the_file(folder)
         updated = open_device("reference", kind="npu")
         updated.info = type(npu.info)(backend="reference", name=npu.info.name, driver="newer")
-        plan_on(choose(spec, Wishes(mode="npu")), spec, {"npu": updated})
+        plan_on(choose(spec, PlacementRequest(mode="npu")), spec, {"npu": updated})
         assert not list(folder.iterdir())
         forget_if_other([updated])
         scaled_here(host, NOTICE)

@@ -18,9 +18,9 @@ import pytest
 
 from hetero.backends.opencl import platform, resources
 from hetero.backends.opencl.program_source import ProgramSource
-from hetero.backends.opencl.proving import compiler, supervisor
-from hetero.backends.opencl.proving.compiler import Variant
-from hetero.backends.opencl.proving.supervisor import Job, Supervisor
+from hetero.backends.opencl.self_test import compiler, supervisor
+from hetero.backends.opencl.self_test.compiler import Variant
+from hetero.backends.opencl.self_test.supervisor import Job, Supervisor
 
 PROGRAMS = 256  # kept at most
 

@@ -462,7 +462,7 @@ def test_a_process_loads_what_children_compiled() -> None:
         """
         from hetero import LLM
         from hetero.backends.opencl.drivers import loader
-        from hetero.backends.opencl.proving import compiler, supervisor
+        from hetero.backends.opencl.self_test import compiler, supervisor
         files = lambda: compiler.kernel_files(loader.loaded().folder / "pocl")
         made, brought = set(), set()
         unpack, build = compiler.KernelStore.unpack, supervisor.Supervisor.build
