@@ -20,11 +20,6 @@ from hetero.profiler.quality import MOST_ERROR, grade
 from hetero.profiler.records import DeviceProfile
 from hetero.profiler.report import to_html
 from hetero.profiler.session import profile_devices
-<<<<<<< HEAD:tests/profiler/test_quality.py
-from tests.helpers import Command
-=======
-from hetero.profiler.verdict import MOST_ERROR, judge
->>>>>>> refs/heads/tests:tests/profiler/test_verdict.py
 from tests.profiler.fakes import devices, options
 from tests.support.helpers import Command
 

@@ -25,7 +25,7 @@ from hetero.runtime.prefill_mode import SAME, PrefillModes
 from hetero.runtime.schedule import in_order, seconds_of
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.in_flight import in_flight
-from hetero.solver.memory import Held, Limits
+from hetero.solver.memory import Limits, ResidentRows
 from hetero.solver.placement import Placement
 from hetero.solver.plan import Form, InFlight, OpPlan, Tile
 from hetero.solver.planner import Planner
@@ -121,7 +121,7 @@ def test_a_form_balances_both_devices_over_all_operations() -> None:
 def test_rows_that_do_not_fit_are_not_used() -> None:
     spec, profile = model_spec("llama-3.2-1b", "w4a8"), DeviceProfile.load("host")
     planner = Planner(spec, profile).with_rows({x.name: (x.n // 2,) for x in spec.matmuls})
-    held = {x.name: Held(x.n // 2, x.n // 2) for x in spec.matmuls}
+    held = {x.name: ResidentRows(x.n // 2, x.n // 2) for x in spec.matmuls}
     found = in_flight(planner, "gpu", 256, 512, held, Limits(together=1.0))
     assert found == ()  # whole matmuls need rows that neither device holds
     assert in_flight(planner, "gpu", 256, 512, held, Limits())

@@ -17,16 +17,12 @@ from hetero.backends.opencl.drivers import levels
 from hetero.backends.opencl.drivers.icd import Candidate
 from hetero.backends.opencl.program_source import ProgramSource
 from hetero.backends.opencl.reports import CHECKING, PREPARING
-<<<<<<< HEAD:tests/backends/opencl/test_self_test.py
 from hetero.backends.opencl.self_test import results, runner, supervisor
 from hetero.backends.opencl.self_test.compiler import Variant
 from hetero.backends.opencl.self_test.results import SelfTestResult
 from hetero.backends.opencl.self_test.runner import SelfTests, passed_level
 from hetero.backends.opencl.self_test.store import SUFFIX
-from tests.thinning import ALL
-=======
 from tests.support.selection import exhaustive
->>>>>>> refs/heads/tests:tests/backends/opencl/test_opencl_trial.py
 
 PLANTED = (sys.executable, "-P", str(Path(__file__).parent / "planted_worker.py"))
 OWN = levels.processor_levels()
@@ -133,13 +129,8 @@ def test_every_processor_computes_right(
     has_flags(monkeypatch, flags)
     monkeypatch.setattr(runner, "MOST_PARTS", 1)  # children whose start takes as long as the rest
     first = next(p[0] for p in PROCESSORS if p[2] == level)
-<<<<<<< HEAD:tests/backends/opencl/test_self_test.py
-    plant(monkeypatch, first=None if ALL or name == first else FEW, cpu_name=llvm)
-    assert outcomes(self_tests.examine(pocl)) == [(level, "passed")]
-=======
     plant(monkeypatch, first=None if exhaustive() or name == first else FEW, cpu_name=llvm)
-    assert outcomes(trials.examine(pocl)) == [(level, "passed")]
->>>>>>> refs/heads/tests:tests/backends/opencl/test_opencl_trial.py
+    assert outcomes(self_tests.examine(pocl)) == [(level, "passed")]
 
 
 @pytest.mark.skipif(
