@@ -44,7 +44,7 @@ COARSE_BREAKS: Final = (1, 8, 64)
 @dataclass(frozen=True, kw_only=True)
 class Fitting:
     """How predictors are fitted to rows. Each correction of plain least squares can be taken out;
-    `python -m tests.profiler.ablation` says what it is worth (docs/corrections.md).
+    `python -m tests.profiler.ablation` says what it is worth (docs: cost-corrections.md).
 
     Rows (`Table.of`):
 

@@ -32,7 +32,7 @@ def strategy_plan(
     token_counts: Sequence[int],
     request: PlanRequest | None = None,
 ) -> ExecutionPlan:
-    """The plan of one strategy for prompts of these lengths, and for decoding (docs/solver.md).
+    """The plan of one strategy for prompts of these lengths, and for decoding (docs: solver.md).
 
     Raises `PlanError` where the strategy is unknown or the profile cannot run it.
     """
