@@ -189,16 +189,16 @@ class Span(NamedTuple):
 @contextmanager
 def timing(engine: Engine) -> Iterator[None]:
     """The devices of an engine keep their calls' times, each call for itself."""
-    engine.start_trace()
+    engine.runner.start_trace()
     yield
-    engine.stop_trace()
+    engine.runner.stop_trace()
 
 
 def timeline(engine: Engine) -> list[Span]:
     """The last step: what the control thread and blocking devices did by the host's clock, and,
     with `Device.set_timing` on, launches by their device's.
     """
-    step, stamps = engine.last_step, engine.last_run.stamps
+    step, stamps = engine.runner.last_step, engine.runner.last_run.stamps
     spans = []
     for at, action in enumerate(step.program):
         launch = step.launches[action.launch]

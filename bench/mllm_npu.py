@@ -100,9 +100,9 @@ class Variant:
         *_, last = windows(engine.plan.steps(tokens), engine.window)
         context.truncate(tokens - sum(last))
         if len(last) > 1:
-            self.planned_s.append(timed(lambda: engine.window_step(context, last)))
+            self.planned_s.append(timed(lambda: engine.steps.window(context, last)))
         else:
-            self.planned_s.append(timed(lambda: engine.step(context, "prefill", *last)))
+            self.planned_s.append(timed(lambda: engine.steps.step(context, "prefill", *last)))
 
 
 class Shadowed(RandomWeights):
@@ -208,9 +208,9 @@ class Formed(Variant):
         engine.forms.take = self.form
         *_, last = windows(engine.forms.of(tokens).calls, engine.window)
         context.truncate(tokens - sum(last))
-        step = partial(engine.window_step, context, last, form=self.form)
+        step = partial(engine.steps.window, context, last, form=self.form)
         if len(last) == 1:
-            step = partial(engine.step, context, "prefill", *last)
+            step = partial(engine.steps.step, context, "prefill", *last)
         self.planned_s.append(timed(step))
 
 

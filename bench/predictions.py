@@ -69,7 +69,7 @@ def kernels(
     others = open_devices("gpu")
     workload = Workload(others.devices, clock=SystemClock())
     engine.prefill(context_of(engine), [5] * CONTEXT)
-    engine.start_trace()
+    engine.runner.start_trace()
     shapes = {shape.name: shape for shape in model_shapes(loaded.spec())}
     steps: dict[str, list[float]] = {name: [] for name in shapes}
     profiled: dict[str, list[float]] = {name: [] for name in shapes}

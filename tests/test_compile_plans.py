@@ -169,9 +169,9 @@ def test_a_bundle_has_the_graphs_that_any_prompt_runs(
         assert (store.counts.compiled, store.counts.rebuilt) == (0, [])
         engine, context = llm.engine, llm.context
         for m in range(1, engine.placement.longest + 1):
-            engine.step(context, "prefill", m)
+            engine.steps.step(context, "prefill", m)
         engine.score(context, [3] * 32)
         for m in range(1, 9):
-            engine.step(context, "decode", m, m)
+            engine.steps.step(context, "decode", m, m)
         assert (store.counts.compiled, store.counts.rebuilt) == (0, [])
     assert opened == {graph.entry for graph in manifest.graphs}

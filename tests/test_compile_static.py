@@ -73,7 +73,7 @@ def test_a_bundle_with_shadows_beside_it(shadowed: Path, tmp_path: Path) -> None
     with LLM(str(tmp_path / "bundle")) as llm:
         assert llm.model.weights.weight_format == "w8a8"
         found = llm.generate("Once upon", max_tokens=3)
-        launches = llm.engine.step(llm.context, "prefill", 9).launches
+        launches = llm.engine.steps.step(llm.context, "prefill", 9).launches
     assert set(found.stats.placement) == {"gpu", "npu"}
     assert {x.kind for x in launches if x.node.endswith("_shadow")} == {"gpu"}
     assert {x.kind for x in launches if x.node.endswith(("qkv", "down"))} == {"npu"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -145,3 +146,11 @@ def test_functions_and_files_keep_the_house_sizes() -> None:
             if isinstance(node, ast.FunctionDef):
                 length = (node.end_lineno or node.lineno) - node.lineno + 1
                 assert length <= 80, f"{name}.{node.name} has {length} lines"
+
+
+def test_every_package_is_in_the_wheel() -> None:
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        listed = set(tomllib.load(file)["tool"]["setuptools"]["packages"])
+    assert {
+        name.rpartition(".")[0] for _, name, path in modules() if path.name != "__init__.py"
+    } - {""} <= listed

@@ -102,7 +102,7 @@ def test_architectures_and_fused_groups(name: str, fused: Any, tmp_path: Path) -
             logits += [engine.decode(context, token).copy() for token in (5, 6)]
             context.truncate(len(TOKEN_IDS) - 1)
             found[npu] = [*logits, engine.decode(context, 8).copy()]
-            launches = {launch.node for launch in engine.step(context, "decode", 1).launches}
+            launches = {launch.node for launch in engine.steps.step(context, "decode", 1).launches}
     whole = "block" in fused
     assert ("layer1.block" in launches) == whole
     assert ("layer1.feed_forward" in launches) == (fused == ("feed_forward",))

@@ -24,7 +24,7 @@ def chains(
         engine = llm.engine
 
         def decode(chained: bool) -> float:
-            engine._chains = chained
+            engine.runner.fuses = chained
             return statistics.median(run_steps(engine, n, p))
 
         ways = {"call by call": lambda: decode(False), "chains": lambda: decode(True)}

@@ -283,7 +283,7 @@ class Service:
         )
         engine = self.llm.engine
         engine.contexts.scale_by(codec.channels)
-        able = {} if engine.gpu_share is not None else engine.devices
+        able = {} if engine.runner.gpu_share is not None else engine.devices
         known = {decoder.name: decoder for decoder in decoders(able, codec, layout)}
         names = ", ".join(device.info.name for device in engine.devices.values())
         priced = engine.forms.priced

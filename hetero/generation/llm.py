@@ -420,14 +420,14 @@ class LLM:
                 f"cannot write the trace {path} ({error.strerror}): choose another path"
             ) from error
         with engine.lock:
-            engine.start_trace()
+            engine.runner.start_trace()
         try:
             yield
         finally:
             about = {"model": self._loaded.name, "plan": self.plan.plan_id}
             about |= {kind: d.info.name for kind, d in self.devices.devices.items()}
             with engine.lock:
-                trace = engine.stop_trace()
+                trace = engine.runner.stop_trace()
             trace.save(path, about=about)
 
     def close(self) -> None:

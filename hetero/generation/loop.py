@@ -501,7 +501,7 @@ class Generation(Iterator[Piece]):
         if fallback:
             placement["fallback"] = fallback
         ttft = max(first - start, 0.0)
-        shared = self._engine.gpu_share is not None and work.wall_s > 0
+        shared = self._engine.runner.gpu_share is not None and work.wall_s > 0
         return Stats(
             prompt_tokens=len(self._prompt),
             completion_tokens=len(self._tokens),

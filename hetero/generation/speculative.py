@@ -60,7 +60,7 @@ class LookupDecoder:
         self._history = list(tokens)
         self._longest = draft_tokens
         for count in range(1, draft_tokens + 2):
-            engine.step(context, "decode", count, count)
+            engine.steps.step(context, "decode", count, count)
         self._start = 0  # context before the last call
         self._draft: list[int] = []
         self._rows: Logits | None = None

@@ -253,12 +253,12 @@ def time_round(llm: LLM, prompt: Sequence[int], decode_tokens: int) -> tuple[Sam
     for _ in range(WARM_STEPS):
         engine.decode(context, 0)
     context.truncate(0)
-    before, start = engine.copied_bytes, time.perf_counter()
+    before, start = engine.runner.copied_bytes, time.perf_counter()
     logits = engine.prefill(context, prompt if prompt else [0])
-    between, middle = engine.copied_bytes, time.perf_counter()
+    between, middle = engine.runner.copied_bytes, time.perf_counter()
     for _ in range(decode_tokens):
         logits = engine.decode(context, int(np.argmax(logits)))
-    after, end = engine.copied_bytes, time.perf_counter()
+    after, end = engine.runner.copied_bytes, time.perf_counter()
     return (
         Sample(len(prompt) / (middle - start), (between - before) // max(len(prompt), 1)),
         Sample(decode_tokens / (end - middle), (after - between) // max(decode_tokens, 1)),

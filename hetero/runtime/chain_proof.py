@@ -12,7 +12,6 @@ from typing import Final
 from hetero.backends.errors import DeviceError, KernelBuildError
 from hetero.backends.protocol import parts_of
 from hetero.errors import FallbackWarning
-from hetero.models.config import ModelConfig
 from hetero.runtime.executor import Executor
 from hetero.runtime.kernels import Devices
 from hetero.runtime.kv.context import Context
@@ -28,7 +27,7 @@ def chains_are_right(
     pool: ActivationPool,
     devices: Devices,
     executor: Executor,
-    config: ModelConfig,
+    vocab_size: int,
     max_seq_len: int,
 ) -> bool:
     """Run those steps of a context, or of as many as they have rows, that have chains both ways on
@@ -49,7 +48,7 @@ def chains_are_right(
         return True
     if any(x.gate is not None or x.cached >= max_seq_len for x in contexts):
         return False
-    token = config.vocab_size // 2  # the first ones may stand for nothing: zeros are always right
+    token = vocab_size // 2  # the first ones may stand for nothing: zeros are always right
     positions, bases = [x.cached for x in contexts], [x.cache.base for x in contexts]
     pool.feed_rows([token] * len(contexts), positions, bases)
     with suppress(DeviceError):

@@ -3,70 +3,52 @@
 from __future__ import annotations
 
 import warnings
-import weakref
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from itertools import accumulate, pairwise
 from types import TracebackType
-from typing import Self, TypeAlias
+from typing import Self
 
 import numpy as np
-import numpy.typing as npt
 
 from hetero.backends.errors import DeviceError, DeviceLostError, WaitTimeoutError
 from hetero.backends.formats import CacheFormat
-from hetero.backends.memory import Tensor
 from hetero.backends.protocol import DEFAULT_DEADLINE_S, DeviceKind
-from hetero.errors import FallbackWarning, UserError, memory_for
+from hetero.errors import FallbackWarning, UserError
 from hetero.models.graph import model_graph, rope_of
 from hetero.models.weights import ModelWeights
 from hetero.profiler.cost import CostModel
 from hetero.profiler.model_graph import Node
 from hetero.runtime.adaptive import Adaptation, Adapter, Solver
-from hetero.runtime.attention_tap import rows_of
-from hetero.runtime.chain_proof import chained, chains_are_right
 from hetero.runtime.control import ControlThread
-from hetero.runtime.executor import Beside, Executor, nothing
-from hetero.runtime.finite import all_finite, first_not_finite, norms_finite, not_finite
-from hetero.runtime.forms import WHOLE_QUEUES, Forms, most_in_flight, padded_chunks, rounded
-from hetero.runtime.gpu_share import GpuShare, gpu_busy_s
-from hetero.runtime.kernels import Devices, OnlineCall, Progress, prepare_kernels
+from hetero.runtime.executor import OnDeviceBusy, nothing
+from hetero.runtime.forms import WHOLE_QUEUES, Forms, most_in_flight
+from hetero.runtime.gpu_share import GpuShare
+from hetero.runtime.kernels import Devices, Progress, prepare_kernels
 from hetero.runtime.kv.context import Context
 from hetero.runtime.kv.context_store import ContextStore
 from hetero.runtime.kv.kv_cache import CacheLayout
 from hetero.runtime.kv.session_file import Identity
 from hetero.runtime.launch_costs import LaunchCosts
-from hetero.runtime.lowering import Lowering, StepKey
+from hetero.runtime.logits import Logits, LogitsReader
+from hetero.runtime.lowering import Lowering
 from hetero.runtime.memory import Needs, check_contexts, fitting_window
 from hetero.runtime.pool import ActivationPool, Shape
 from hetero.runtime.schedule import Order, Orders, windows
 from hetero.runtime.sizes import LONGEST_VERIFIED, SCORING_PIECE, Caches, place, planned_layout
-from hetero.runtime.slots import SlotRef, slot_of
+from hetero.runtime.slots import SlotRef
 from hetero.runtime.step import Step
+from hetero.runtime.step_cache import StepCache
 from hetero.runtime.step_lock import StepLock, lost_error
-from hetero.runtime.trace import Trace
-from hetero.runtime.usage import StepRun, Usage
+from hetero.runtime.step_runner import StepRunner
 from hetero.runtime.waits import Synchroniser, SyncMethod
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.handmade import single_device
 from hetero.solver.placement import Placement
 from hetero.solver.plan import Form, Phase
 
-Logits: TypeAlias = npt.NDArray[np.float32]
-STEPS_KEPT = 40
 SLOWEST_FLOPS = 2e10  # of a device that still works: bounds how long a step is waited for
 # Lowered when a model is opened at first, so that no kernel is compiled while a prompt waits.
 WARM_STEPS: tuple[tuple[Phase, int], ...] = (("prefill", 8), ("prefill", 32), ("decode", 1))
-
-
-def _bound(step: Step, context: Context) -> Step:
-    """The step on a context."""
-    cache = context.cache
-    if (bound := step.bound.get(cache)) is not None:
-        return bound
-    with memory_for(f"the {step.phase} step of {step.tokens} tokens"):
-        return step.on(cache)
 
 
 class _ShorterCallsError(Exception):
@@ -136,34 +118,25 @@ class Engine:
         rope = None if config.positions else rope_of(config)
         self.contexts = ContextStore(self.lock, identity, max_seq_len, rope)
         self.fallback = ""
-        self.copied_bytes = 0
-        self.trace: Trace | None = None
-        self.executor = Executor()
         self._weights = weights
-        self.control = ControlThread(control_core)
         self._sync: SyncMethod = sync
         self._deadline_s = deadline_s
         self._memory_budget_bytes = memory_budget_bytes
         self.adaptations: list[str] = []
         self._adapts = adapt
-        self.gpu_share = GpuShare(max_gpu_share) if max_gpu_share < 1 else None
         self.order: Order = "fifo" if cost is None else order
-        self._orders = Orders(self.order)
         self._cost = cost
         self._whole_caches = whole_caches
-        self._timed = self._closed = False
-        self._steps: OrderedDict[StepKey, Step] = OrderedDict()
-        self._last: weakref.ref[Step] | None = None
-        self._last_run: StepRun | None = None
-        self._loading_step: Step | None = None
-        self._warmed, self._chains = not warm, True
-        self._online: list[OnlineCall] = []  # whose graphs the last prompt prepared
+        self._closed = False
+        self._warmed = not warm
+        self.steps = StepCache(Orders(self.order), max_seq_len, pads_chunks=sync != "copy")
+        share = GpuShare(max_gpu_share) if max_gpu_share < 1 else None
+        self.runner = StepRunner(self.steps, ControlThread(control_core), share)
         self._build(plan, solver, progress)
 
     def _build(self, plan: ExecutionPlan, source: Solver | None, progress: Progress | None) -> None:
         """Everything that depends on the plan and the devices."""
-        self._steps.clear()
-        self._online = []
+        self.steps.clear()
         self.placement, layout = self._place(plan, source)
         self._adapter = None
         if source is not None and self._adapts and len(self.devices) == 2:
@@ -177,24 +150,27 @@ class Engine:
         self.pool = ActivationPool(slots, owner)
         self.pool.map_to(self.devices.values())
         self.contexts.provide(layout, owner.allocate, self._admit)
-        self._set_timing(False)
         with self.control.held():
             self.synchroniser = Synchroniser(
                 self.devices,
                 self._sync,
                 deadline_s=self._deadline_s,
                 token_s=2 * sum(x.n * x.k * x.count for x in self.config.matmuls()) / SLOWEST_FLOPS,
-                gates=self.gpu_share is None,  # waiting at a gate keeps the GPU from others
+                gates=self.runner.gpu_share is None,  # waiting at a gate keeps the GPU from others
             )
-        self._lower()
+        self.runner.use(self.devices, self.pool, self.synchroniser, self._adapter)
+        self.runner.set_timing(False)
+        self.lower()
         for phase, m in () if self._warmed else self._warm_steps():
-            self._lowered(phase, m, 1)
+            self.steps.lowered(phase, m, 1)
         for context in self.contexts.open_contexts():
             self._warm(context)
 
     def _sized(self, layout: CacheLayout) -> tuple[int, dict[SlotRef, Shape], Needs]:
         """See `fitting_window`."""
-        apart = len(self.devices) < 2 or self.gpu_share is not None or self._sync in WHOLE_QUEUES
+        apart = (
+            len(self.devices) < 2 or self.runner.gpu_share is not None or self._sync in WHOLE_QUEUES
+        )
         most = 1 if apart else most_in_flight(self.plan, self.max_seq_len, self.order)
         return fitting_window(
             self.placement,
@@ -230,19 +206,15 @@ class Engine:
         return [(phase, min(m, self.placement.longest)) for phase, m in phases]
 
     def _warm(self, context: Context) -> None:
-        """The first time: launch what no context has launched yet, which may compile it."""
+        """Launch the usual steps once, which may compile what was never launched."""
         if not self._warmed:
             self._warmed = True
-            self._chains = True
-            self._prove(
-                [self.step(context, phase, m) for phase, m in self._warm_steps()], [context]
-            )
+            self.runner.fuses = True
+            steps = [self.steps.step(context, phase, m) for phase, m in self._warm_steps()]
+            self._validate(steps, [context])
 
-    def _prove(self, steps: Sequence[Step], contexts: Sequence[Context]) -> None:
-        """Make the steps' chains, and see that they are right, or do without any."""
-        given = (self.pool, self.devices, self.executor, self.config, self.max_seq_len)
-        with self.control.held():
-            self._chains = self._chains and chains_are_right(steps, contexts, *given)
+    def _validate(self, steps: Sequence[Step], contexts: Sequence[Context]) -> None:
+        self.runner.validate(steps, contexts, self.config.vocab_size, self.max_seq_len)
 
     def new_context(self, *, waits: bool = False) -> Context:
         """An empty context. Raises `UserError` where there is no memory for another one."""
@@ -256,15 +228,25 @@ class Engine:
         self._check_open()
         check_contexts(self.needs, count, self._memory_budget_bytes)
 
-    def _lower(self) -> None:
-        """Lower steps anew, by the placement as it is now."""
-        self._steps.clear()
-        self._lowering = Lowering(
+    def lower(self) -> None:
+        """Lower all steps again, by the placement as it is now."""
+        lowering = Lowering(
             self.placement, self.kernels, self.pool, self.devices, self.synchroniser
         )
-        self._launch_costs = None if self._cost is None else LaunchCosts(self._cost, self.placement)
+        costs = None if self._cost is None else LaunchCosts(self._cost, self.placement)
+        self.steps.reset(lowering, costs)
+        self.runner.lower_with(lowering)
+        self._logits = LogitsReader(
+            self.pool,
+            self.steps,
+            self.devices,
+            self.control,
+            head_input=self.nodes[-1].slots["x"],
+            static=self._weights.weight_format.activations.static,
+            copies=self._sync == "copy",
+        )
         able = {kind: device.capabilities for kind, device in self.devices.items()}
-        self.forms = Forms(self.placement, self._launch_costs, self.order, able, window=self.window)
+        self.forms = Forms(self.placement, costs, self.order, able, window=self.window)
 
     def prefill(self, context: Context, tokens: Sequence[int]) -> Logits:
         """Append a prompt to a context, in the plan's calls; logits [vocab] after its last."""
@@ -279,13 +261,17 @@ class Engine:
         """
         self.check(context, tokens)
         for step, is_last in self._prompt_calls(context, tokens):
-            yield self._last_logits(context, step) if is_last else None
+            yield self._logits.last(context, step) if is_last else None
 
-    def decode(self, context: Context, token: int, beside: Beside = nothing) -> Logits:
-        """Append one token to a context; logits [vocab] after it. `beside`: see `Executor.run`."""
+    def decode(
+        self, context: Context, token: int, on_device_busy: OnDeviceBusy = nothing
+    ) -> Logits:
+        """Append one token to a context; logits [vocab] after it. `on_device_busy`: see
+        `Executor.run`.
+        """
         self.check(context, (token,))
-        step = self._run(context, "decode", (token,), 1, beside=beside)
-        return self._last_logits(context, step)
+        step = self._run(context, "decode", (token,), 1, on_device_busy=on_device_busy)
+        return self._logits.last(context, step)
 
     @property
     def most_rows(self) -> int:
@@ -293,7 +279,7 @@ class Engine:
         return min(LONGEST_VERIFIED, self.placement.longest) if self.placement.joins else 1
 
     def decode_rows(
-        self, rows: Sequence[tuple[Context, int]], beside: Beside = nothing
+        self, rows: Sequence[tuple[Context, int]], on_device_busy: OnDeviceBusy = nothing
     ) -> list[Logits | None]:
         """Append a token to each of 2 to `most_rows` contexts in one step; copies of the logits
         [vocab] after each. None, and the context as it was, where the values are not finite or a
@@ -308,33 +294,22 @@ class Engine:
         if any(context.gate is not None and not context.gate.done for context in contexts):
             return [None] * len(rows)
         try:
-            step = self._attempt_rows(contexts, tokens, beside)
+            step = self.runner.run_contexts(contexts, tokens, on_device_busy)
         except DeviceError as error:
             self._drop(error)
             if len(rows) > self.most_rows:
                 return [None] * len(rows)
-            step = self._attempt_rows(contexts, tokens, beside)
-        logits = self._logits(step, len(rows)).copy()
-        made_of = self.pool[self.nodes[-1].slots["x"]].array
-        told = self._static and self._sync != "copy"  # as `_sound`
-        whole = all_finite(logits) and not told  # one look for all rows, mostly
-        found: list[Logits | None] = []
-        for row, (context, token) in enumerate(rows):
-            sound = whole or (
-                all_finite(logits[row]) and not (told and not all_finite(made_of[row]))
-            )
-            found.append(logits[row] if sound else None)
-            if sound:
+            step = self.runner.run_contexts(contexts, tokens, on_device_busy)
+        logits = self._logits.of_contexts(step, len(rows))
+        for (context, token), row in zip(rows, logits, strict=True):
+            if row is not None:
                 context.advance((token,))
-        return found
+        return logits
 
     def warm_rows(self, contexts: Sequence[Context]) -> None:
         """Lower and compile what decodes up to so many contexts, so that no answer waits for it."""
         for m in range(2, min(len(contexts), self.most_rows) + 1):
-            step = self._lowered("decode", m, m, rows=True)
-            with memory_for(f"the step of {m} contexts"):
-                step = step.on_rows([context.cache for context in contexts[:m]])
-            self._prove([step], contexts[:m])
+            self._validate([self.steps.of_contexts(contexts[:m])], contexts[:m])
 
     def verify(self, context: Context, tokens: Sequence[int]) -> Logits:
         """Append up to `LONGEST_VERIFIED` tokens in one decode step; logits [tokens, vocab]."""
@@ -376,93 +351,7 @@ class Engine:
         shorter.
         """
         step = self._run(context, phase, tokens, len(tokens))
-        return self._sound(context, step, self._logits(step, len(tokens)).copy())
-
-    def step(
-        self,
-        context: Context,
-        phase: Phase,
-        m: int,
-        logit_rows: int = 1,
-        *,
-        gates: bool = True,
-        taps: bool = False,
-    ) -> Step:
-        """The step of m tokens on a context whose last `logit_rows` rows get logits, lowered and
-        bound where it has not been.
-
-        Steps that decode have gates where they gain; `gates` false: the same step without. Prompts
-        of an `online-prepare` plan prepare their graphs every time: that is what it compares.
-        """
-        return _bound(self._lowered(phase, m, logit_rows, gates=gates, taps=taps), context)
-
-    def window_step(
-        self,
-        context: Context,
-        chunks: Sequence[int],
-        logit_rows: int = 1,
-        *,
-        taps: bool = False,
-        form: Form = "cut",
-    ) -> Step:
-        """As `step`, for chunks of a prompt (tokens of each) that are in flight together."""
-        at = rounded(context.cached)
-        if logit_rows == 1 and not taps and self._sync != "copy":
-            chunks = padded_chunks(chunks, self.max_seq_len - context.cached)
-        key = StepKey("prefill", tuple(chunks), logit_rows, False, at, taps, form=form)
-        return _bound(self._kept(key), context)
-
-    def _lowered(
-        self,
-        phase: Phase,
-        m: int,
-        logit_rows: int,
-        *,
-        gates: bool = True,
-        taps: bool = False,
-        rows: bool = False,
-    ) -> Step:
-        """As `step`, for any context."""
-        gates = gates and not taps and phase == "decode" and bool(self.synchroniser.bells)
-        step = self._kept(StepKey(phase, (m,), logit_rows, gates, taps=taps, rows=rows))
-        if self.placement.online and phase == "prefill":
-            self._prepare_online(step)
-        return step
-
-    def _kept(self, key: StepKey) -> Step:
-        if key not in self._steps:
-            with memory_for(f"the {key.phase} step of {sum(key.chunks)} tokens"):
-                self._steps[key] = self._lower_step(key)
-            if len(self._steps) > STEPS_KEPT:
-                self._steps.popitem(last=False)
-        self._steps.move_to_end(key)
-        return self._steps[key]
-
-    def _prepare_online(self, step: Step) -> None:
-        """Prepare the graphs of a prompt, after those of the prompt before are freed."""
-        for call in self._online:
-            call.drop()
-        self._online = [c for c in (x.call for x in step.launches) if isinstance(c, OnlineCall)]
-        with memory_for(f"the graphs of {step.tokens} tokens"):
-            for call in self._online:
-                call.prepare()
-
-    def _lower_step(self, key: StepKey) -> Step:
-        if len(key.chunks) == 1:
-            (m,) = key.chunks
-            return self._lowering.lower(
-                key.phase, m, key.logit_rows, gates=key.gates, taps=key.taps, rows=key.rows
-            )
-        assert self._launch_costs is not None
-        return self._lowering.lower_chunks(
-            key.chunks,
-            key.logit_rows,
-            cost=self._launch_costs.at(key.position, key.chunks, key.form),
-            submit_s=self._launch_costs.submit_s(self.devices),
-            orders=self._orders,
-            taps=key.taps,
-            form=key.form,
-        )
+        return self._logits.rows(context, step)
 
     @property
     def plan(self) -> ExecutionPlan:
@@ -475,45 +364,14 @@ class Engine:
         return self.placement.graph.nodes
 
     @property
-    def last_step(self) -> Step:
-        """The step that ran last, with its completions, while its context is open and the cuts are
-        the same; for benchmarks and tests.
-        """
-        step = None if self._last is None else self._last()
-        assert step is not None
-        return step
-
-    @property
-    def last_run(self) -> StepRun:
-        """What it took."""
-        assert self._last_run is not None
-        return self._last_run
-
-    def start_trace(self) -> None:
-        """Record every step from here on, with the devices' own clocks where they have one."""
-        self.trace = Trace()
-        self._set_timing(False)
-
-    def stop_trace(self) -> Trace:
-        """The trace so far; recording ends. Raises `UserError` if none was started."""
-        if self.trace is None:
-            raise UserError("no trace was started")
-        found, self.trace = self.trace, None
-        self._set_timing(False)
-        return found
-
-    def _set_timing(self, on: bool) -> None:
-        """Let the devices keep the times of their calls, where anything needs them."""
-        on = on or self.trace is not None or self.gpu_share is not None
-        if on != self._timed:
-            self._timed = on
-            for device in self.devices.values():
-                device.set_timing(on)
+    def control(self) -> ControlThread:
+        """Return the thread that runs steps."""
+        return self.runner.control
 
     def close(self) -> None:
         """Release the devices; idempotent."""
         self._closed = True
-        self._steps.clear()
+        self.steps.clear()
         self.synchroniser.close()
         for device in self.devices.values():
             device.close()
@@ -548,7 +406,7 @@ class Engine:
             start += len(part)
             step = self._run(context, "prefill", part, int(start == len(tokens)), chunks, form)
             if start < len(tokens):
-                self._check_stream(context, step)
+                self._logits.check_stream(context, step)
             yield step, start == len(tokens)
 
     def _run(
@@ -559,13 +417,13 @@ class Engine:
         logit_rows: int,
         chunks: Sequence[int] = (),
         form: Form = "cut",
-        beside: Beside = nothing,
+        on_device_busy: OnDeviceBusy = nothing,
     ) -> Step:
         """A step of these tokens, in one call or several."""
         chunks = tuple(chunks) or (len(tokens),)
         context.slide()
         try:
-            step = self._attempt(context, phase, tokens, logit_rows, chunks, form, beside)
+            step = self.runner.run(context, phase, tokens, logit_rows, chunks, form, on_device_busy)
         except DeviceError as error:
             self._drop(error)
             # The other device has no windows, and may have shorter calls.
@@ -574,7 +432,9 @@ class Engine:
                     raise _ShorterCallsError from error
                 *_, (step, _) = self._prompt_calls(context, tokens)
                 return step
-            step = self._attempt(context, phase, tokens, logit_rows, chunks, beside=beside)
+            step = self.runner.run(
+                context, phase, tokens, logit_rows, chunks, on_device_busy=on_device_busy
+            )
         context.advance(tokens)
         if self._adapter is not None and (change := self._adapter.proposal()) is not None:
             self._change_cuts(change)
@@ -584,103 +444,7 @@ class Engine:
         """Go on with other cuts of the same kernels."""
         self.adaptations.append(change.reason)
         self.placement = change.placement
-        self._lower()
-
-    def _attempt(
-        self,
-        context: Context,
-        phase: Phase,
-        tokens: Sequence[int],
-        logit_rows: int,
-        chunks: Sequence[int],
-        form: Form = "cut",
-        beside: Beside = nothing,
-    ) -> Step:
-        rows: list[int] = []
-        if context.mass is not None:
-            first = context.cached
-            rows = [first + row for row in rows_of(phase, first, len(tokens))]
-        taps = bool(rows)
-        if len(chunks) > 1:
-            step = self.window_step(context, chunks, logit_rows, taps=taps, form=form)
-        else:
-            # Behind a closed gate the GPU would not decode the layers that the host waits for.
-            gates = self.synchroniser.gates_now() and context.gate is None
-            step = self.step(context, phase, len(tokens), logit_rows, gates=gates, taps=taps)
-        step = self._loading(context, step)
-        stops = list(accumulate(chunks, initial=0))
-        for chunk, (start, stop) in enumerate(pairwise(stops)):
-            at = context.cached + start
-            self.pool.feed(tokens[start:stop], at, chunk=chunk, base=context.cache.base)
-        adapter = self._adapter if len(chunks) == 1 and not taps else None
-        timed = adapter is not None and adapter.due(phase, len(tokens))
-        self._set_timing(timed)
-        run = self._execute(step, beside)
-        if timed and adapter is not None:
-            adapter.observe(step, run.stamps)
-        if rows and context.mass is not None:
-            sums = self._lowering.masses.of(0).end(len(chunks))
-            if sums is not None:
-                context.mass.add(sums, rows)
-        context.work.add(run, len(tokens), phase)
-        if self.gpu_share is not None:
-            self._share((context,), step, run)
-        return step
-
-    def _attempt_rows(
-        self, contexts: Sequence[Context], tokens: Sequence[int], beside: Beside
-    ) -> Step:
-        sampled = [
-            context.mass is not None and bool(rows_of("decode", context.cached, 1))
-            for context in contexts
-        ]
-        count, gates = len(contexts), self.synchroniser.gates_now()
-        step = self._lowered("decode", count, count, gates=gates, taps=any(sampled), rows=True)
-        with memory_for(f"the step of {count} contexts"):
-            step = step.on_rows([context.cache for context in contexts])
-        positions = [context.cached for context in contexts]
-        self.pool.feed_rows(tokens, positions, [context.cache.base for context in contexts])
-        self._set_timing(False)
-        run = self._execute(step, beside)
-        for row, context in enumerate(contexts):
-            context.work.add(run.of_row(row, count), 1, "decode")
-            sums = self._lowering.masses.of(row).end(1) if sampled[row] else None
-            if sums is not None and context.mass is not None:
-                context.mass.add(sums, [context.cached])
-        if self.gpu_share is not None:
-            self._share(contexts, step, run)
-        return step
-
-    def _execute(self, step: Step, beside: Beside = nothing) -> StepRun:
-        """Run a step that is fed."""
-        with self.control.held():
-            self._lowering.masses.begin()
-            alone = self._timed or not self._chains or step is self._loading_step
-            ran, self._chains = (step, self._chains) if alone else chained(step, self.devices)
-            self._last_run = run = self.executor.run(ran, beside, self.devices.values())
-        self._last = weakref.ref(ran)
-        self.copied_bytes += step.copied_bytes
-        if self.trace is not None:
-            self.trace.add(step, run)
-        return run
-
-    def _loading(self, context: Context, step: Step) -> Step:
-        """The step on a context that another thread still fills, layer by layer."""
-        gate, self._loading_step = context.gate, None
-        if gate is None or gate.done:
-            context.gate = None
-            return step
-        self._loading_step = step = step.behind(gate)  # alive while it is the last
-        return step
-
-    def _share(self, contexts: Sequence[Context], step: Step, run: StepRun) -> None:
-        """Pause where the GPU was busy for more than its share."""
-        assert self.gpu_share is not None
-        busy_s = gpu_busy_s(step, run.usage.get("gpu", Usage()).busy_s)
-        wall_s = self.gpu_share.after(busy_s, run.wall_s)
-        for context in contexts:
-            context.work.gpu_busy_s += busy_s / len(contexts)
-            context.work.wall_s += wall_s / len(contexts)
+        self.lower()
 
     def _drop(self, error: DeviceError) -> None:
         """Go on without the device that failed, from the same state, with one warning.
@@ -720,57 +484,6 @@ class Engine:
         lost = [k for k in named if self.devices[k].state() != "open"]
         found = lost or named
         return found[0] if len(found) == 1 else None
-
-    def _last_logits(self, context: Context, step: Step) -> Logits:
-        return self._sound(context, step, self._logits(step, 1)[0])
-
-    def _sound(self, context: Context, step: Step, logits: Logits) -> Logits:
-        """As `_finite`, and what they were made of: codes are finite whatever they stand for."""
-        if self._static:
-            self._check_stream(context, step)
-        return self._finite(context, step, logits)
-
-    @property
-    def _static(self) -> bool:
-        return self._weights.weight_format.activations.static
-
-    def _check_stream(self, context: Context, step: Step) -> None:
-        """As `_finite`, on what the output head reads: of the last token, which has seen all
-        others; of all tokens where matmuls round what attention gives to codes.
-        """
-        if self._sync == "copy":  # where it would lie in the GPU's memory alone
-            return
-        name, last = self.nodes[-1].slots["x"], len(step.chunks) - 1
-        for chunk, count in enumerate(step.chunks):
-            rows = self.pool[slot_of(name, chunk)].array[:count]
-            if self._static and not norms_finite(rows):
-                self._finite(context, step, rows)
-            elif chunk == last:
-                self._finite(context, step, rows[-1])
-
-    def _finite(self, context: Context, step: Step, values: Logits) -> Logits:
-        """The values. Raises `DeviceError`, and forgets the step's tokens, if any is not finite:
-        names the operation and the device that wrote the first such value.
-        """
-        if all_finite(values):
-            return values
-        context.rewind(int(self.pool["position"].array[0]))
-        if step.bell is not None:
-            rows = len(np.atleast_2d(values))
-            step = self.step(context, step.phase, step.tokens, rows, gates=False)
-        with self.control.held():
-            launch = first_not_finite(step)
-        raise not_finite(launch, self.devices)
-
-    def _logits(self, step: Step, rows: int) -> Logits:
-        """Logits [rows, vocab] of the step that ran last: a view where they lie in one piece."""
-        logits = step.logits
-        if isinstance(logits, Tensor):
-            return logits.array[:rows]
-        assert logits is not None
-        if rows == 1 and logits.shape[0] == 1:  # one token's panels lie side by side
-            return self.pool["logits"].array[:1]
-        return logits.gather(rows)
 
     def check(self, context: Context, tokens: Sequence[int]) -> None:
         """Raise what `prefill` would raise, without running anything."""

@@ -17,11 +17,11 @@ from hetero.runtime.usage import StepRun
 from hetero.runtime.watchdog import WATCHDOG
 
 DRAIN_DEADLINE_S = 5.0
-Beside: TypeAlias = Callable[[], object]
+OnDeviceBusy: TypeAlias = Callable[[], object]
 
 
 def nothing() -> None:
-    """Is done beside most steps."""
+    """Do nothing: the default of `on_device_busy`."""
 
 
 class Executor:
@@ -35,17 +35,19 @@ class Executor:
         self.running: tuple[Step, list[float], int] | None = None
         WATCHDOG.watch(self)
 
-    def run(self, step: Step, beside: Beside = nothing, devices: Iterable[Device] = ()) -> StepRun:
-        """Execute; when it returns, all outputs are visible to the host. `beside` is called before
-        the last wait, if there is one: nothing else is left to do. The queues of `devices` are
-        drained if a signal handler raises.
+    def run(
+        self, step: Step, on_device_busy: OnDeviceBusy = nothing, devices: Iterable[Device] = ()
+    ) -> StepRun:
+        """Execute; when it returns, all outputs are visible to the host. `on_device_busy` is called
+        before the last wait, if there is one: nothing else is left to do. The queues of `devices`
+        are drained if a signal handler raises.
         """
         collecting = gc.isenabled()
         try:  # around `disable` too: a signal handler may raise right after it
             gc.disable()  # a collection in the middle of a step costs milliseconds
             if step.bell is not None:
                 step.bell.settle()
-            walked = self._walk(step, beside)
+            walked = self._walk(step, on_device_busy)
             if step.bell is not None:
                 step.bell.check()
             return StepRun(step.counts, *walked, step.kinds)
@@ -59,7 +61,9 @@ class Executor:
             if collecting:
                 gc.enable()
 
-    def _walk(self, step: Step, beside: Beside) -> tuple[list[float], list[float], list[float]]:
+    def _walk(
+        self, step: Step, on_device_busy: OnDeviceBusy
+    ) -> tuple[list[float], list[float], list[float]]:
         """Run every action; busy seconds of each of the step's kinds, stamps and sleeps of
         `StepRun`.
 
@@ -104,7 +108,7 @@ class Executor:
                 at_s = now()
             else:
                 if index == last_wait:
-                    beside()
+                    on_device_busy()
                 slept(call(completions[index]))
                 at_s = now()
                 if last[kind] == index:  # the queue is empty

@@ -434,14 +434,14 @@ def test_several_answers_read_their_prompt_once(one: LLM, own: bool) -> None:
     wanted = [numbers(one.generate(prompt, seed=7 + i, logprobs=0, **options)) for i in range(4)]
     context = one.new_context() if own else None
     computed = [0]
-    attempt = one.engine._attempt
+    attempt = one.engine.runner.run
 
     def counted(context: Context, phase: Any, tokens: Any, *others: Any) -> Any:
         computed[0] += len(tokens)
         return attempt(context, phase, tokens, *others)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(one.engine, "_attempt", counted)
+        patch.setattr(one.engine.runner, "run", counted)
         (answers,) = one.generate_many([prompt], n=4, seed=7, context=context, **options)
     assert sorted(map(numbers, answers)) == sorted(wanted)
     assert computed[0] == 30 + sum(len(answer.tokens) - 1 for answer in answers)

@@ -116,7 +116,7 @@ def test_taps_tell_what_the_devices_computed_on(
         assert bool(seen) != able, "whose host call did not run"
         sums[:], seen[:] = 0, []
         monkeypatch.setattr(attention_tap.RowMasses, "kernel", lambda *_: None)
-        llm.engine._lower()
+        llm.engine.lower()
         context = llm.new_context()
         context.mass = AttentionMass(120)
         tapped = llm.generate(prompt, context=context, max_tokens=30)

@@ -60,13 +60,13 @@ def open_engine(folder: Path, seed: int, sync: SyncMethod = "fast") -> Engine:
 @contextmanager
 def late(engine: Engine, rng: random.Random, contexts: Sequence[Context] = ()) -> Iterator[None]:
     """The engine's steps on `contexts` (default: `context_of`) as `delay` makes them."""
-    engine._lower()
+    engine.lower()
     steps = {
         id(step): step
         for context in contexts or (context_of(engine),)
         for step in (
-            engine.step(context, "prefill", PROMPT),
-            *(engine.step(context, "decode", 1, gates=gates) for gates in (False, True)),
+            engine.steps.step(context, "prefill", PROMPT),
+            *(engine.steps.step(context, "decode", 1, gates=gates) for gates in (False, True)),
         )
     }
     for step in steps.values():
@@ -74,7 +74,7 @@ def late(engine: Engine, rng: random.Random, contexts: Sequence[Context] = ()) -
     try:
         yield
     finally:
-        engine._lower()
+        engine.lower()
 
 
 def delay(step: Step, gpu: Any, rng: random.Random) -> None:

@@ -146,7 +146,7 @@ def gpu_part(engine: Engine) -> int:
     """Rows of a decode step's blocks that the GPU computes."""
     return sum(
         launch.rows[1] - launch.rows[0]
-        for launch in engine.step(context_of(engine), "decode", 1).launches
+        for launch in engine.steps.step(context_of(engine), "decode", 1).launches
         if launch.kind == "gpu" and launch.rows is not None and launch.node != "lm_head"
     )
 

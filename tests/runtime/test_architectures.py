@@ -83,7 +83,7 @@ def test_a_cut_model_gives_the_same_logits(name: str, strategy: str, rest: str) 
             assert_close(got, want, tolerance=5e-5)
         nodes = [node.name for node in engine.nodes]
         launched = dict.fromkeys(
-            x.node for x in engine.step(engine.new_context(), "prefill", prompt).launches
+            x.node for x in engine.steps.step(engine.new_context(), "prefill", prompt).launches
         )
         assert [x for x in launched if not x.endswith(" flag")] == nodes
 

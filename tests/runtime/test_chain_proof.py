@@ -44,7 +44,7 @@ def folder(tmp_path_factory: Any) -> Path:
 
 
 def submissions(llm: LLM) -> int:
-    return sum(action.code == SUBMIT for action in llm.engine.last_step.program)
+    return sum(action.code == SUBMIT for action in llm.engine.runner.last_step.program)
 
 
 def logits(llm: LLM) -> tuple[list[bytes], int]:
@@ -62,9 +62,9 @@ def logits(llm: LLM) -> tuple[list[bytes], int]:
 def test_a_step_in_chains_has_the_logits_of_its_calls(folder: Path, kv: str) -> None:
     with LLM(str(folder), device="gpu", gpu="opencl", max_seq_len=64, kv=kv) as llm:
         chained, few = logits(llm)
-        llm.engine.start_trace()  # each call for itself
+        llm.engine.runner.start_trace()  # each call for itself
         plain, many = logits(llm)
-        llm.engine.stop_trace()
+        llm.engine.runner.stop_trace()
         assert chained == plain
         assert few < 3 < many
         assert logits(llm)[0] == plain
@@ -149,9 +149,9 @@ def test_rows_of_several_contexts_in_a_chain(folder: Path) -> None:
             found = engine.decode_rows([(context, 7 + i) for i, context in enumerate(contexts)])
             return [x.tobytes() for x in found if x is not None]
 
-        engine.start_trace()
+        engine.runner.start_trace()
         plain, many = rows(), submissions(llm)
-        engine.stop_trace()
+        engine.runner.stop_trace()
         engine.warm_rows(contexts)
         device = engine.devices["gpu"]
         assert isinstance(device, OpenCLDevice)

@@ -93,7 +93,7 @@ def run(
     cache = context_of(engine).cache
     for slot in cache.layout.slots:
         cache[slot].array[:, start:] = POISON
-    engine.executor.run(step.on(cache))
+    engine.runner.executor.run(step.on(cache))
     found = [cache[slot].array[:, :at].copy() for slot in cache.layout.slots]
     if step.logits is not None:
         whole = isinstance(step.logits, Tensor)

@@ -163,7 +163,7 @@ def test_a_plan_file_decides_the_placement(folder: str, tmp_path: Path, as_path:
     with LLM(folder, plan=as_path(tmp_path / "plan.json")) as llm:
         assert isinstance(llm.plan, ExecutionPlan)
         assert llm.plan.plan_id == plan.plan_id
-        kinds = {launch.kind for launch in llm.engine.step(llm.context, "decode", 1).launches}
+        kinds = {launch.kind for launch in llm.engine.steps.step(llm.context, "decode", 1).launches}
     assert kinds == {"npu"}
 
 

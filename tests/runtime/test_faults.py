@@ -186,21 +186,21 @@ def test_ctrl_c_at_any_action_leaves_a_usable_model(
     }
     with Engine(loaded.weights, plan, devices, max_seq_len=80) as engine:
         assert answer(engine) == wanted
-        step = engine.step(context_of(engine), "prefill", 40)
+        step = engine.steps.step(context_of(engine), "prefill", 40)
         for at in random.Random(1).sample(range(len(step.program)), 12):
             context_of(engine).truncate(0)
             with pytest.raises(KeyboardInterrupt):
-                engine.executor.run(Interrupt(step, at).broken())
+                engine.runner.executor.run(Interrupt(step, at).broken())
             assert answer(engine, 4) == wanted[:4]
 
 
 def test_interrupted_steps_are_drained(folder: Path) -> None:
     with make_engine(folder) as engine:
         answer(engine, 1)
-        step = engine.step(context_of(engine), "prefill", 40)
+        step = engine.steps.step(context_of(engine), "prefill", 40)
         at = next(i for i, a in enumerate(step.program) if a.code != SUBMIT and i > 20)
         with pytest.raises(KeyboardInterrupt):
-            engine.executor.run(Interrupt(step, at).broken())
+            engine.runner.executor.run(Interrupt(step, at).broken())
         assert not engine.devices["gpu"]._queue  # type: ignore[attr-defined]
 
 
@@ -248,7 +248,7 @@ def gated_engine(folder: Path, monkeypatch: pytest.MonkeyPatch, rest: str) -> En
     )
     devices = {"gpu": open_device("opencl"), "npu": open_device("ort-cpu", graph_sizes=GRAPHS)}
     engine = Engine(loaded.weights, plan, devices, max_seq_len=80)  # type: ignore[arg-type]
-    if engine.step(context_of(engine), "decode", 1).bell is None:
+    if engine.steps.step(context_of(engine), "decode", 1).bell is None:
         engine.close()
         pytest.skip("no doorbell works on this device")
     monkeypatch.setattr(
@@ -262,10 +262,10 @@ def test_a_core_that_others_use_gets_steps_without_gates(
 ) -> None:
     with gated_engine(folder, monkeypatch, "gpu") as engine:
         assert answer(engine, 2) == wanted[:2]
-        assert engine.last_step.bell is not None
+        assert engine.runner.last_step.bell is not None
         engine.synchroniser.contention.crowd()
         assert answer(engine) == wanted
-        assert engine.last_step.bell is None
+        assert engine.runner.last_step.bell is None
         for _ in range(WaitPolicy().gateless_steps):
             engine.synchroniser.gates_now()
         assert engine.synchroniser.gates_now()
@@ -291,11 +291,11 @@ def test_gates_change_no_token_whatever_is_late(
 
     with gated_engine(folder, monkeypatch, rest) as engine:
         assert answer(engine) == wanted
-        step = engine.step(context_of(engine), "decode", 1)
+        step = engine.steps.step(context_of(engine), "decode", 1)
         assert RING in {action.code for action in step.program}
         program = tuple(a._replace(target=late(a.target)) for a in step.program)
         late_step = dataclasses.replace(step, program=program)
-        engine._lowered("decode", 1, 1).bound[context_of(engine).cache] = late_step
+        engine.steps.lowered("decode", 1, 1).bound[context_of(engine).cache] = late_step
         for _ in range(4):
             assert answer(engine) == wanted
 
@@ -305,10 +305,10 @@ def test_a_broken_off_step_leaves_no_gate_closed(
 ) -> None:
     with gated_engine(folder, monkeypatch, "npu") as engine:
         assert answer(engine, 4) == wanted[:4]
-        step = engine.step(context_of(engine), "decode", 1)
+        step = engine.steps.step(context_of(engine), "decode", 1)
         for at in random.Random(1).sample(range(len(step.program)), 12):
             with pytest.raises(KeyboardInterrupt):
-                engine.executor.run(Interrupt(step, at).broken())
+                engine.runner.executor.run(Interrupt(step, at).broken())
             engine.devices["gpu"].finish()  # would hang
             assert answer(engine, 4) == wanted[:4]
 
@@ -317,7 +317,7 @@ def test_a_gate_that_gave_up_drops_the_gpu(
     folder: Path, wanted: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with gated_engine(folder, monkeypatch, "npu") as engine:
-        bell = engine.step(context_of(engine), "decode", 1).bell
+        bell = engine.steps.step(context_of(engine), "decode", 1).bell
         bell.gate._call = bell.gate._bound(1)  # type: ignore[union-attr]
         with pytest.warns(FallbackWarning, match="waiting at a gate"):
             assert answer(engine) == wanted

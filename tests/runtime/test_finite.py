@@ -90,7 +90,7 @@ def test_a_piece_without_logits_is_looked_at(broken: Path) -> None:
     with LLM(str(broken), plan=plan, weights="f32") as llm:
         with pytest.raises(DeviceError, match=r"layer1\.down"):
             llm.generate([*PROMPT, *PROMPT], max_tokens=1)
-        assert llm.engine.last_step.logits is None
+        assert llm.engine.runner.last_step.logits is None
         assert len(llm.context) == 0
 
 

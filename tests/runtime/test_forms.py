@@ -201,7 +201,7 @@ def test_every_form_gives_the_same_answer(engine: Engine) -> None:
         engine.pool["logits"].array[:] = np.nan
         engine._run(context, "prefill", prompt[:600], 0, (256, 256, 88), form)
         step = engine._run(context, "prefill", prompt[600:], 1, (60, 40), form)
-        found[form] = engine._last_logits(context, step).copy()
+        found[form] = engine._logits.last(context, step).copy()
         devices = {launch.kind for launch in step.launches if launch.rows is not None}
         assert devices == set(KINDS) if form != "whole" else devices
     scale = np.abs(found["cut"]).max()
@@ -219,10 +219,10 @@ def test_a_prompt_runs_in_the_form_that_is_decided(
         context = emptied(engine)
         engine.prefill(context, prompt)
         calls = forms_module.padded_chunks(decided.calls, engine.max_seq_len)
-        assert engine.last_step.chunks == calls
+        assert engine.runner.last_step.chunks == calls
         assert context.work.form == str(decided)
         node = next(node for node in engine.nodes if node.name.endswith(".down"))
-        found = {(x.kind, x.rows) for x in engine.last_step.launches if x.node == node.name}
+        found = {(x.kind, x.rows) for x in engine.runner.last_step.launches if x.node == node.name}
         parts = engine.placement.parts(node, "prefill", decided.calls[0], form)
         assert found == {(part.kind, part.rows) for part in parts}
     assert context_of(engine).cached == 600

@@ -71,9 +71,9 @@ def prompt_of(tokens: int) -> list[int]:
 def traced(engine: Engine, path: Path, tokens: int) -> tuple[int, ...]:
     """Token counts of the calls that an engine really makes of a prompt, by its trace."""
     context = emptied(engine)
-    engine.start_trace()
+    engine.runner.start_trace()
     engine.prefill(context, prompt_of(tokens))
-    engine.stop_trace().save(path, about={})
+    engine.runner.stop_trace().save(path, about={})
     events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
     steps = [e for e in events if e["name"].startswith("prefill ")]
     ordered = sorted(steps, key=lambda e: e["ts"])

@@ -20,10 +20,10 @@ from hetero.backends.host.hugepages import HUGE_BYTES
 from hetero.backends.memory import HostBuffer
 from hetero.backends.protocol import DeviceKind
 from hetero.models import open_model
-from hetero.runtime.engine import STEPS_KEPT
 from hetero.runtime.kv.kv_cache import CacheLayout, KvCache
 from hetero.runtime.pool import FLOAT32, ActivationPool, nbytes_of
 from hetero.runtime.slots import SlotRef
+from hetero.runtime.step_cache import MAX_STEPS
 from hetero.solver.handmade import layer_level
 from tests.runtime.models import tiny_model
 
@@ -66,30 +66,30 @@ def test_a_generation_copies_nothing(llm: LLM, monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_step_is_lowered_once_per_phase_and_length(llm: LLM) -> None:
     engine = llm.engine
-    first = engine.step(llm.context, "prefill", 7)
-    assert engine.step(llm.context, "prefill", 7) is first
-    assert engine.step(llm.context, "prefill", 8) is not first
-    for m in range(9, 9 + STEPS_KEPT):
-        engine.step(llm.context, "prefill", m)
-    assert engine.step(llm.context, "prefill", 7) is not first, "old steps are let go"
+    first = engine.steps.step(llm.context, "prefill", 7)
+    assert engine.steps.step(llm.context, "prefill", 7) is first
+    assert engine.steps.step(llm.context, "prefill", 8) is not first
+    for m in range(9, 9 + MAX_STEPS):
+        engine.steps.step(llm.context, "prefill", m)
+    assert engine.steps.step(llm.context, "prefill", 7) is not first, "old steps are let go"
 
 
 def test_kernels_of_cuts_that_no_step_has_are_let_go(llm: LLM) -> None:
     engine = llm.engine
     mapped = engine.kernels._mapped
-    engine.step(llm.context, "decode", 1)
+    engine.steps.step(llm.context, "decode", 1)
     assert {key[1] for key in mapped} == {"gpu"}
     held = len(mapped)
     llm.generate([5, 6, 7], max_tokens=3)
     assert len(mapped) == held, "steps share the kernels of equal cuts"
-    engine._lower()
+    engine.lower()
     gc.collect()
     assert not [key for key in mapped if key[0] != "lm_head"]
 
 
 def test_layer_level_puts_matmuls_of_a_prompt_on_the_npu_and_the_rest_on_the_gpu(llm: LLM) -> None:
     kinds: dict[DeviceKind, set[str]] = {"gpu": set(), "npu": set()}
-    for launch in llm.engine.step(llm.context, "prefill", 32).launches:
+    for launch in llm.engine.steps.step(llm.context, "prefill", 32).launches:
         kinds[launch.kind].add(launch.call.name.split("(")[0])
     assert kinds["npu"] == {"MatMul"}
     assert kinds["gpu"] >= {"Embed", "RMSNorm", "Rope", "Attention", "GatedAct"}

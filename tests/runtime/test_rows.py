@@ -158,7 +158,7 @@ def test_work_of_a_step_is_shared_by_its_rows(folder: Path) -> None:
         contexts = filled(engine, 3, random.Random(1))
         before = [context.work.copy() for context in contexts]
         engine.decode_rows([(context, 7) for context in contexts])
-        run = engine.last_run
+        run = engine.runner.last_run
         parts = [c.work.since(was) for c, was in zip(contexts, before, strict=True)]
         for kind, ops in run.counts.items():
             assert sum(part.devices[kind].ops for part in parts) == ops

@@ -95,7 +95,7 @@ def test_the_gpu_computes_them_beside_the_npu(case: Case, strategy: str, pair: s
             if slot.name not in ("tokens", "position"):
                 engine.pool[slot].array[:] = 7e7  # whatever is not written shows
         assert off(engine.prefill(context, case.tokens), case.wanted) < TOLERANCE
-        launches = engine.step(context, "prefill", COUNT).launches
+        launches = engine.steps.step(context, "prefill", COUNT).launches
         shadows = [x for x in launches if x.node.endswith("_shadow")]
         assert len(shadows) == len(case.weights.outliers()) > 0
         assert {x.kind for x in shadows} == {"gpu"}

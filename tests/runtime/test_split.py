@@ -109,7 +109,7 @@ def test_every_strategy(folder: Path, expected: Any, strategy: str, pair: str, s
     with make_engine(folder, plan, pair, "f32", sync=sync) as engine:
         check(engine, tokens, expected("f32", tokens), TOLERANCE["f32"])
         assert (
-            engine.step(context_of(engine), "prefill", 45).copied_bytes == 0
+            engine.steps.step(context_of(engine), "prefill", 45).copied_bytes == 0
         )  # merging moves nothing
 
 
@@ -123,11 +123,11 @@ def test_hand_overs_by_copying_change_no_result_and_are_counted(
     alone = single_device(spec, "gpu")
     with make_engine(folder, plan, pair, "f32", sync="copy") as engine:
         check(engine, tokens, expected("f32", tokens), TOLERANCE["f32"])
-        copied = engine.step(context_of(engine), "prefill", 45).copied_bytes
+        copied = engine.steps.step(context_of(engine), "prefill", 45).copied_bytes
         assert copied > 45 * 64 * 4 * spec.layers  # every layer's hidden states, at the least
         copies = [
             x
-            for x in engine.step(context_of(engine), "decode", 1).launches
+            for x in engine.steps.step(context_of(engine), "decode", 1).launches
             if "copy of" in x.call.name
         ]
         assert len(copies) > spec.layers
@@ -136,7 +136,7 @@ def test_hand_overs_by_copying_change_no_result_and_are_counted(
     with make_engine(folder, alone, pair, "f32", sync="copy") as engine:
         check(engine, tokens, expected("f32", tokens), TOLERANCE["f32"])
         assert (
-            engine.step(context_of(engine), "decode", 1).copied_bytes == 4 * 263
+            engine.steps.step(context_of(engine), "decode", 1).copied_bytes == 4 * 263
         )  # the logits, for the host
 
 
@@ -171,7 +171,7 @@ def test_the_rest_on_the_npu_reads_split_results(folder: Path, expected: Any, pa
     plan = random_plan(spec, 45, GRAPHS, random.Random(3), strategies=["row-cut"], rest="npu")
     with make_engine(folder, plan, pair, "f32") as engine:
         check(engine, tokens, expected("f32", tokens), TOLERANCE["f32"])
-        gathers = engine.step(context_of(engine), "prefill", 45).copied_bytes
+        gathers = engine.steps.step(context_of(engine), "prefill", 45).copied_bytes
         assert (gathers > 0) == (pair == "real")  # ONNX Runtime takes whole tensors
 
 
@@ -187,7 +187,7 @@ def test_attention_without_rope_gets_a_cut_qkv_gathered(tmp_path: Path, pair: st
     with make_engine(tmp_path, plan, pair, "f32") as engine:
         check(engine, tokens, wanted, TOLERANCE["f32"])
         assert (
-            engine.step(context_of(engine), "prefill", 45).copied_bytes
+            engine.steps.step(context_of(engine), "prefill", 45).copied_bytes
             == 4 * 45 * 3 * 64 * spec.layers
         )
 
@@ -202,7 +202,7 @@ def test_panels_reach_as_far_as_the_padded_graph_that_reads_them(
     plan = random_plan(spec, 45, GRAPHS, random.Random(seed), rest="npu")
     with make_engine(folder, plan, "reference", "f32") as engine:
         check(engine, tokens, expected("f32", tokens), TOLERANCE["f32"])
-        assert engine.step(context_of(engine), "prefill", 45).copied_bytes == 0
+        assert engine.steps.step(context_of(engine), "prefill", 45).copied_bytes == 0
 
 
 def test_scoring_and_longer_prompts_than_planned(folder: Path, expected: Any) -> None:
@@ -294,7 +294,7 @@ def test_online_preparation_makes_the_graphs_of_every_prompt_anew(
             emptied(engine), tokens[:30]
         )  # a length that is not listed has exact graphs as well
         assert made == [30] * matmuls
-        calls = [launch.call for launch in engine.last_step.launches]
+        calls = [launch.call for launch in engine.runner.last_step.launches]
         late = [call for call in calls if isinstance(call, OnlineCall)]
         assert len(late) == matmuls
         engine.prefill(emptied(engine), tokens[:45])  # which frees those of the prompt before

@@ -55,16 +55,16 @@ def test_a_call_that_does_not_return_is_named(
 ) -> None:
     work, let_go, name = hang(engine, monkeypatch)
     now_s = time.perf_counter()
-    assert hung_call(engine.executor, now_s) == ""
-    sentence = hung_call(engine.executor, now_s + 61)
+    assert hung_call(engine.runner.executor, now_s) == ""
+    sentence = hung_call(engine.runner.executor, now_s + 61)
     assert sentence.startswith(f"the npu has not ended {name} (layer")
     assert "for 60 s" in sentence
     monkeypatch.setenv("HETERO_TIMEOUT_SCALE", "4")
-    assert hung_call(engine.executor, now_s + 61) == ""
-    assert "for 240 s" in hung_call(engine.executor, now_s + 241)
+    assert hung_call(engine.runner.executor, now_s + 61) == ""
+    assert "for 240 s" in hung_call(engine.runner.executor, now_s + 241)
     let_go.set()
     work.join(DEADLINE_S)
-    assert hung_call(engine.executor, now_s + 10_000) == ""
+    assert hung_call(engine.runner.executor, now_s + 10_000) == ""
 
 
 def test_a_call_that_computes_is_waited_for_ten_times_as_long(
@@ -73,8 +73,8 @@ def test_a_call_that_computes_is_waited_for_ten_times_as_long(
     work, let_go, name = hang(engine, monkeypatch)
     monkeypatch.setattr(watchdog, "_sleeps", lambda thread: False)
     now_s = time.perf_counter()
-    assert hung_call(engine.executor, now_s + 599) == ""
-    assert name in hung_call(engine.executor, now_s + 601)
+    assert hung_call(engine.runner.executor, now_s + 599) == ""
+    assert name in hung_call(engine.runner.executor, now_s + 601)
     let_go.set()
     work.join(DEADLINE_S)
 
@@ -90,7 +90,7 @@ def test_the_thread_says_it_once(engine: Engine, monkeypatch: pytest.MonkeyPatch
     found = threading.Event()
     watch = Watchdog()
     watch.on_hang = lambda sentence: (told.append(sentence), found.set())
-    watch.watch(engine.executor)
+    watch.watch(engine.runner.executor)
     assert found.wait(DEADLINE_S)
     time.sleep(0.1)
     assert told == ["hung"]

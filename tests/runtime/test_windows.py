@@ -61,7 +61,7 @@ def test_the_order_changes_no_bit(fifo: LLM, order: str, tokens: int, last: int)
         assert llm.engine.window == 2
         for _ in range(3):  # in one step, after it another one
             found = logits(llm, PROMPT[:tokens])
-            assert llm.engine.last_step.chunks == (256, last)
+            assert llm.engine.runner.last_step.chunks == (256, last)
             assert np.array_equal(found, logits(fifo, PROMPT[:tokens]))
         more = llm.generate(PROMPT[:tokens], max_tokens=12, temperature=0.0)
         assert more.tokens == fifo.generate(PROMPT[:tokens], max_tokens=12, temperature=0.0).tokens
@@ -73,7 +73,7 @@ def test_a_new_length_finds_its_launches_bound(fifo: LLM) -> None:
         steps = set()
         for tokens in (470, 450, 480, 449):
             found = logits(llm, LONGER[:tokens])
-            steps.add(llm.engine.last_step)
+            steps.add(llm.engine.runner.last_step)
             assert np.array_equal(found, logits(fifo, LONGER[:tokens])), tokens
         assert len(steps) == 1
     assert padded_chunks((256, 200), 456) == (256, 200)
@@ -104,7 +104,7 @@ def test_a_device_that_fails_in_a_window_costs_no_token(
 
     with opened("best") as llm:
         monkeypatch.setattr(OpenCLCall, "submit", fail)
-        llm.engine._lower()  # bound methods
+        llm.engine.lower()  # bound methods
         with pytest.warns(FallbackWarning, match="OUT_OF_RESOURCES"):
             found = llm.generate(PROMPT, max_tokens=6, temperature=0.0)
         assert made[0] > 30
@@ -128,7 +128,7 @@ def test_what_is_not_finite_costs_the_whole_window(tmp_path: Path) -> None:
         context = engine.new_context(waits=True)
         with pytest.raises(DeviceError, match=r"layer1\..* NOT_FINITE"):
             engine.prefill(context, list(range(5, 125)))
-        assert len(engine.last_step.chunks) > 1
+        assert len(engine.runner.last_step.chunks) > 1
         assert context.cached == 0
 
 

@@ -1,0 +1,111 @@
+"""Reads a step's logits, and checks that they are finite."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from hetero.backends.memory import Tensor
+from hetero.backends.protocol import Device, DeviceKind
+from hetero.runtime.control import ControlThread
+from hetero.runtime.finite import all_finite, first_not_finite, norms_finite, not_finite
+from hetero.runtime.kv.context import Context
+from hetero.runtime.pool import ActivationPool
+from hetero.runtime.slots import slot_of
+from hetero.runtime.step import Step
+from hetero.runtime.step_cache import StepCache
+
+Logits: TypeAlias = npt.NDArray[np.float32]
+
+
+class LogitsReader:
+    """Reads the logits of the step that ran last. Owned by the control thread.
+
+    `head_input` is the slot that the output head reads. With `static` scales codes are finite
+    whatever they were made of, so that slot is checked as well; with `copies` (`--sync copy`) it
+    would be in the GPU's memory alone, and is not.
+    """
+
+    def __init__(
+        self,
+        pool: ActivationPool,
+        steps: StepCache,
+        devices: Mapping[DeviceKind, Device],
+        control: ControlThread,
+        *,
+        head_input: str,
+        static: bool,
+        copies: bool,
+    ) -> None:
+        self._pool, self._steps, self._devices, self._control = pool, steps, devices, control
+        self._head_input, self._static, self._copies = head_input, static, copies
+
+    def last(self, context: Context, step: Step) -> Logits:
+        """Return the logits [vocab] of the last token, a view. Raises as `rows` does."""
+        return self._checked(context, step, self._view(step, 1)[0])
+
+    def rows(self, context: Context, step: Step) -> Logits:
+        """Return a copy of the logits [tokens, vocab] of every token. Raises `DeviceError`, and
+        discards the step's tokens, where a value is not finite.
+        """
+        return self._checked(context, step, self._view(step, step.tokens).copy())
+
+    def of_contexts(self, step: Step, count: int) -> list[Logits | None]:
+        """Return copies of the logits [vocab] of so many contexts; None where not finite."""
+        logits = self._view(step, count).copy()
+        head_input = self._pool[self._head_input].array
+        checks_input = self._static and not self._copies
+        if all_finite(logits) and not checks_input:  # one look for all rows, mostly
+            return list(logits)
+        return [
+            row
+            if all_finite(row) and not (checks_input and not all_finite(head_input[i]))
+            else None
+            for i, row in enumerate(logits)
+        ]
+
+    def check_stream(self, context: Context, step: Step) -> None:
+        """Check what the output head reads: of the last token, which has seen all others; of all
+        tokens where matmuls round activations to codes. Raises as `rows` does.
+        """
+        if self._copies:
+            return
+        last = len(step.chunks) - 1
+        for chunk, count in enumerate(step.chunks):
+            rows = self._pool[slot_of(self._head_input, chunk)].array[:count]
+            if self._static and not norms_finite(rows):
+                self._finite(context, step, rows)
+            elif chunk == last:
+                self._finite(context, step, rows[-1])
+
+    def _checked(self, context: Context, step: Step, logits: Logits) -> Logits:
+        if self._static:
+            self.check_stream(context, step)
+        return self._finite(context, step, logits)
+
+    def _finite(self, context: Context, step: Step, values: Logits) -> Logits:
+        """Return the values, all finite; the error names the operation and the device that wrote
+        the first value that is not.
+        """
+        if all_finite(values):
+            return values
+        context.rewind(int(self._pool["position"].array[0]))
+        if step.bell is not None:
+            rows = len(np.atleast_2d(values))
+            step = self._steps.step(context, step.phase, step.tokens, rows, gates=False)
+        with self._control.held():
+            launch = first_not_finite(step)
+        raise not_finite(launch, self._devices)
+
+    def _view(self, step: Step, rows: int) -> Logits:
+        """Return logits [rows, vocab]: a view where they are contiguous."""
+        logits = step.logits
+        if isinstance(logits, Tensor):
+            return logits.array[:rows]
+        assert logits is not None
+        if rows == 1 and logits.shape[0] == 1:  # one token's panels are contiguous
+            return self._pool["logits"].array[:1]
+        return logits.gather(rows)

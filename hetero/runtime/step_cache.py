@@ -1,0 +1,146 @@
+"""Lowered steps by phase and token count, kept for the next call of the same shape."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Final
+
+from hetero.errors import memory_for
+from hetero.runtime.forms import padded_chunks, rounded
+from hetero.runtime.kernels import OnlineCall
+from hetero.runtime.kv.context import Context
+from hetero.runtime.launch_costs import LaunchCosts
+from hetero.runtime.lowering import Lowering, StepKey
+from hetero.runtime.schedule import Orders
+from hetero.runtime.step import Step
+from hetero.solver.plan import Form, Phase
+
+MAX_STEPS: Final = 40
+
+
+class StepCache:
+    """The last `MAX_STEPS` lowered steps. Owned by the control thread.
+
+    `pads_chunks`: chunks of a prompt may compute rows after their last token, so that prompts of
+    several lengths share a step.
+    """
+
+    def __init__(self, orders: Orders, max_seq_len: int, *, pads_chunks: bool) -> None:
+        self._orders, self._max_seq_len, self._pads_chunks = orders, max_seq_len, pads_chunks
+        self._steps: OrderedDict[StepKey, Step] = OrderedDict()
+        self._online: list[OnlineCall] = []  # whose graphs the last prompt prepared
+        self._costs: LaunchCosts | None = None
+
+    def clear(self) -> None:
+        """Discard all steps and what they prepared."""
+        self._steps.clear()
+        self._online = []
+
+    def reset(self, lowering: Lowering, costs: LaunchCosts | None) -> None:
+        """Discard all steps; lower new ones with `lowering`, ordered by `costs`."""
+        self._steps.clear()
+        self._lowering, self._costs = lowering, costs
+
+    def step(
+        self,
+        context: Context,
+        phase: Phase,
+        m: int,
+        logit_rows: int = 1,
+        *,
+        gates: bool = True,
+        taps: bool = False,
+    ) -> Step:
+        """Return the step of m tokens on a context whose last `logit_rows` rows get logits, lowered
+        and bound where it has not been.
+
+        Steps that decode have gates where they gain; `gates` false: the same step without. Prompts
+        of an `online-prepare` plan prepare their graphs every time: that is what it compares.
+        """
+        return self._bound(self.lowered(phase, m, logit_rows, gates=gates, taps=taps), context)
+
+    def window(
+        self,
+        context: Context,
+        chunks: Sequence[int],
+        logit_rows: int = 1,
+        *,
+        taps: bool = False,
+        form: Form = "cut",
+    ) -> Step:
+        """Return the step of prompt chunks (tokens of each) that are in flight together."""
+        at = rounded(context.cached)
+        if logit_rows == 1 and not taps and self._pads_chunks:
+            chunks = padded_chunks(chunks, self._max_seq_len - context.cached)
+        key = StepKey("prefill", tuple(chunks), logit_rows, False, at, taps, form=form)
+        return self._bound(self._cached(key), context)
+
+    def of_contexts(
+        self, contexts: Sequence[Context], *, gates: bool = True, taps: bool = False
+    ) -> Step:
+        """Return the step that decodes one token of each context."""
+        count = len(contexts)
+        step = self.lowered("decode", count, count, gates=gates, taps=taps, rows=True)
+        with memory_for(f"the step of {count} contexts"):
+            return step.on_rows([context.cache for context in contexts])
+
+    def lowered(
+        self,
+        phase: Phase,
+        m: int,
+        logit_rows: int,
+        *,
+        gates: bool = True,
+        taps: bool = False,
+        rows: bool = False,
+    ) -> Step:
+        """Return a step that is not bound to any context; see `step`, and `StepKey` for `rows`."""
+        bells = self._lowering.synchroniser.bells
+        gates = gates and not taps and phase == "decode" and bool(bells)
+        step = self._cached(StepKey(phase, (m,), logit_rows, gates, taps=taps, rows=rows))
+        if self._lowering.placement.online and phase == "prefill":
+            self._prepare_online(step)
+        return step
+
+    def _cached(self, key: StepKey) -> Step:
+        if key not in self._steps:
+            with memory_for(f"the {key.phase} step of {sum(key.chunks)} tokens"):
+                self._steps[key] = self._lower(key)
+            if len(self._steps) > MAX_STEPS:
+                self._steps.popitem(last=False)
+        self._steps.move_to_end(key)
+        return self._steps[key]
+
+    def _lower(self, key: StepKey) -> Step:
+        if len(key.chunks) == 1:
+            (m,) = key.chunks
+            return self._lowering.lower(
+                key.phase, m, key.logit_rows, gates=key.gates, taps=key.taps, rows=key.rows
+            )
+        assert self._costs is not None
+        return self._lowering.lower_chunks(
+            key.chunks,
+            key.logit_rows,
+            cost=self._costs.at(key.position, key.chunks, key.form),
+            submit_s=self._costs.submit_s(self._lowering.devices),
+            orders=self._orders,
+            taps=key.taps,
+            form=key.form,
+        )
+
+    def _prepare_online(self, step: Step) -> None:
+        """Prepare the graphs of a prompt, after those of the previous prompt are freed."""
+        for call in self._online:
+            call.drop()
+        self._online = [c for c in (x.call for x in step.launches) if isinstance(c, OnlineCall)]
+        with memory_for(f"the graphs of {step.tokens} tokens"):
+            for call in self._online:
+                call.prepare()
+
+    @staticmethod
+    def _bound(step: Step, context: Context) -> Step:
+        if (bound := step.bound.get(context.cache)) is not None:
+            return bound
+        with memory_for(f"the {step.phase} step of {step.tokens} tokens"):
+            return step.on(context.cache)

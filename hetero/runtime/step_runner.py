@@ -1,0 +1,206 @@
+"""Feeds and runs one step of one or several contexts, and accounts for what it took."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+from hetero.errors import UserError
+from hetero.runtime.adaptive import Adapter
+from hetero.runtime.attention_tap import rows_of
+from hetero.runtime.chain_proof import chained, chains_are_right
+from hetero.runtime.control import ControlThread
+from hetero.runtime.executor import Executor, OnDeviceBusy, nothing
+from hetero.runtime.gpu_share import GpuShare, gpu_busy_s
+from hetero.runtime.kernels import Devices
+from hetero.runtime.kv.context import Context
+from hetero.runtime.lowering import Lowering
+from hetero.runtime.pool import ActivationPool
+from hetero.runtime.step import Step
+from hetero.runtime.step_cache import StepCache
+from hetero.runtime.trace import Trace
+from hetero.runtime.usage import StepRun, Usage
+from hetero.runtime.waits import Synchroniser
+from hetero.solver.plan import Form, Phase
+
+
+class StepRunner:
+    """Runs steps on the devices that `use` and `lower_with` name. Owned by the control thread.
+
+    `trace` records steps where one was started; `gpu_share` pauses after steps where the GPU may
+    only be busy for part of the time. `fuses`: decode steps run in fused launches, which `validate`
+    switches off where the driver miscompiles them. `copied_bytes` were copied between the devices'
+    memories so far.
+    """
+
+    def __init__(
+        self, steps: StepCache, control: ControlThread, gpu_share: GpuShare | None
+    ) -> None:
+        self.steps, self.control, self.gpu_share = steps, control, gpu_share
+        self.executor = Executor()
+        self.trace: Trace | None = None
+        self.copied_bytes = 0
+        self.fuses = True
+        self._timed = False
+        self._last: weakref.ref[Step] | None = None
+        self._last_run: StepRun | None = None
+        self._loading_step: Step | None = None
+
+    def use(
+        self,
+        devices: Devices,
+        pool: ActivationPool,
+        synchroniser: Synchroniser,
+        adapter: Adapter | None,
+    ) -> None:
+        """Run the next steps on these devices. `adapter` observes steps that are due."""
+        self._devices, self._pool = devices, pool
+        self._synchroniser, self._adapter = synchroniser, adapter
+
+    def lower_with(self, lowering: Lowering) -> None:
+        """Sum the attention of sampled rows as the steps of `lowering` do."""
+        self._masses = lowering.masses
+
+    def run(
+        self,
+        context: Context,
+        phase: Phase,
+        tokens: Sequence[int],
+        logit_rows: int,
+        chunks: Sequence[int],
+        form: Form = "cut",
+        on_device_busy: OnDeviceBusy = nothing,
+    ) -> Step:
+        """Run a step of these tokens, in one call or several chunks. Raises `DeviceError`."""
+        rows: list[int] = []
+        if context.mass is not None:
+            first = context.cached
+            rows = [first + row for row in rows_of(phase, first, len(tokens))]
+        taps = bool(rows)
+        if len(chunks) > 1:
+            step = self.steps.window(context, chunks, logit_rows, taps=taps, form=form)
+        else:
+            # Behind a closed gate the GPU would not decode the layers that the host waits for.
+            gates = self._synchroniser.gates_now() and context.gate is None
+            step = self.steps.step(context, phase, len(tokens), logit_rows, gates=gates, taps=taps)
+        step = self._loading(context, step)
+        stops = list(accumulate(chunks, initial=0))
+        for chunk, (start, stop) in enumerate(pairwise(stops)):
+            at = context.cached + start
+            self._pool.feed(tokens[start:stop], at, chunk=chunk, base=context.cache.base)
+        adapter = self._adapter if len(chunks) == 1 and not taps else None
+        timed = adapter is not None and adapter.due(phase, len(tokens))
+        self.set_timing(timed)
+        run = self._execute(step, on_device_busy)
+        if timed and adapter is not None:
+            adapter.observe(step, run.stamps)
+        if rows and context.mass is not None:
+            sums = self._masses.of(0).end(len(chunks))
+            if sums is not None:
+                context.mass.add(sums, rows)
+        context.work.add(run, len(tokens), phase)
+        self._share((context,), step, run)
+        return step
+
+    def run_contexts(
+        self, contexts: Sequence[Context], tokens: Sequence[int], on_device_busy: OnDeviceBusy
+    ) -> Step:
+        """Decode one token of each context in one step. Raises `DeviceError`."""
+        sampled = [
+            context.mass is not None and bool(rows_of("decode", context.cached, 1))
+            for context in contexts
+        ]
+        gates = self._synchroniser.gates_now()
+        step = self.steps.of_contexts(contexts, gates=gates, taps=any(sampled))
+        positions = [context.cached for context in contexts]
+        self._pool.feed_rows(tokens, positions, [context.cache.base for context in contexts])
+        self.set_timing(False)
+        run = self._execute(step, on_device_busy)
+        for row, context in enumerate(contexts):
+            context.work.add(run.of_row(row, len(contexts)), 1, "decode")
+            sums = self._masses.of(row).end(1) if sampled[row] else None
+            if sums is not None and context.mass is not None:
+                context.mass.add(sums, [context.cached])
+        self._share(contexts, step, run)
+        return step
+
+    def validate(
+        self, steps: Sequence[Step], contexts: Sequence[Context], vocab_size: int, max_seq_len: int
+    ) -> None:
+        """Fuse launches of the steps and check their results; run unfused where they differ."""
+        with self.control.held():
+            self.fuses = self.fuses and chains_are_right(
+                steps, contexts, self._pool, self._devices, self.executor, vocab_size, max_seq_len
+            )
+
+    @property
+    def last_step(self) -> Step:
+        """Return the step that ran last, with its completions, while its context is open and the
+        cuts are the same; for benchmarks and tests.
+        """
+        step = None if self._last is None else self._last()
+        assert step is not None
+        return step
+
+    @property
+    def last_run(self) -> StepRun:
+        """Return what the last step took."""
+        assert self._last_run is not None
+        return self._last_run
+
+    def start_trace(self) -> None:
+        """Record every step from here on, with the devices' own clocks where they have one."""
+        self.trace = Trace()
+        self.set_timing(False)
+
+    def stop_trace(self) -> Trace:
+        """Stop recording; return the trace. Raises `UserError` if none was started."""
+        if self.trace is None:
+            raise UserError("no trace was started")
+        trace, self.trace = self.trace, None
+        self.set_timing(False)
+        return trace
+
+    def set_timing(self, on: bool) -> None:
+        """Let the devices record the times of their calls: `on`, or where a trace or a limited GPU
+        share needs them.
+        """
+        on = on or self.trace is not None or self.gpu_share is not None
+        if on != self._timed:
+            self._timed = on
+            for device in self._devices.values():
+                device.set_timing(on)
+
+    def _execute(self, step: Step, on_device_busy: OnDeviceBusy) -> StepRun:
+        """Run a step whose inputs are in the pool."""
+        with self.control.held():
+            self._masses.begin()
+            unfused = self._timed or not self.fuses or step is self._loading_step
+            ran, self.fuses = (step, self.fuses) if unfused else chained(step, self._devices)
+            run = self.executor.run(ran, on_device_busy, self._devices.values())
+            self._last_run = run
+        self._last = weakref.ref(ran)
+        self.copied_bytes += step.copied_bytes
+        if self.trace is not None:
+            self.trace.add(step, run)
+        return run
+
+    def _loading(self, context: Context, step: Step) -> Step:
+        """Return the step on a context that another thread still fills, layer by layer."""
+        gate, self._loading_step = context.gate, None
+        if gate is None or gate.done:
+            context.gate = None
+            return step
+        self._loading_step = step = step.behind(gate)  # alive while it is the last
+        return step
+
+    def _share(self, contexts: Sequence[Context], step: Step, run: StepRun) -> None:
+        """Pause where the GPU was busy for more than its share."""
+        if self.gpu_share is None:
+            return
+        busy_s = gpu_busy_s(step, run.usage.get("gpu", Usage()).busy_s)
+        wall_s = self.gpu_share.after(busy_s, run.wall_s)
+        for context in contexts:
+            context.work.gpu_busy_s += busy_s / len(contexts)
+            context.work.wall_s += wall_s / len(contexts)
