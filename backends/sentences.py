@@ -28,6 +28,6 @@ def one_sentence(message: str) -> str:
     return f"{line[: LONGEST_SENTENCE - 300]} … {line[-300:]}"
 
 
-def escaped(found: re.Match[str]) -> str:
+def escaped(match: re.Match[str]) -> str:
     """Return a character as its escape."""
-    return found.group().encode("unicode_escape").decode("ascii")
+    return match.group().encode("unicode_escape").decode("ascii")

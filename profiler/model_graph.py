@@ -439,9 +439,9 @@ def _check_slots(nodes: Sequence[Node]) -> None:
         written |= node.writes
 
 
-def _shares(found: Iterable[Op], count: int) -> tuple[Share, ...]:
+def _shares(operations: Iterable[Op], count: int) -> tuple[Share, ...]:
     """Distinct operations by their kinds' order; of one kind (windows) by their sizes."""
-    ops = Counter(found)
+    ops = Counter(operations)
     kinds = list(dict.fromkeys(type(op) for op in ops))
     ordered = sorted(ops, key=lambda op: (kinds.index(type(op)), repr(op)))
     return tuple(Share(op, ops[op] / count) for op in ordered)

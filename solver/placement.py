@@ -602,15 +602,15 @@ class Placement:
                 self._join(joined, dataclasses.replace(part, rows=span))
         return tuple(joined)
 
-    def _join(self, found: list[Part], part: Part) -> None:
+    def _join(self, joined: list[Part], part: Part) -> None:
         """Append a part, or lengthen the one that ends where it begins."""
-        for i, other in enumerate(found):
+        for i, other in enumerate(joined):
             same = (other.kind, other.segment) == (part.kind, part.segment)
             if same and not self._is_static(part.kind) and other.tokens[1] == part.tokens[0]:
                 tokens = (other.tokens[0], part.tokens[1])
-                found[i] = dataclasses.replace(other, tokens=tokens, graph=tokens[1] - tokens[0])
+                joined[i] = dataclasses.replace(other, tokens=tokens, graph=tokens[1] - tokens[0])
                 return
-        found.append(part)
+        joined.append(part)
 
     def _is_static(self, kind: DeviceKind) -> bool:
         return self._capabilities[kind].static_shapes

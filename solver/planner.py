@@ -371,13 +371,13 @@ class Planner:
                 best = solution
         return best
 
-    def _beats(self, found: Solution, best: Solution, objective: Objective) -> bool:
+    def _beats(self, solution: Solution, best: Solution, objective: Objective) -> bool:
         """Return whether a path with groups unfused is better by the margin where they differ."""
-        differ = set(best.options) - set(found.options)
+        differ = set(best.options) - set(solution.options)
         weight = sum(
             self.spec.layers * objective.cost(best.options[x].unrestricted(), 0) for x in differ
         )
-        return found.path.cost < best.path.cost - self.settings.rules.margin * weight
+        return solution.path.cost < best.path.cost - self.settings.rules.margin * weight
 
     def _solve_layers(
         self,
