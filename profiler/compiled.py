@@ -8,7 +8,7 @@ Qualcomm's compiler runs on a PC and writes for each graph what the NPU will do 
 `dram` is the bandwidth that one processor reaches (measured by the paper, not fitted); `launch_s`
 and `hvx` are fitted to published timings of the Snapdragon 8 Gen 3 (`fit_model`). The vector units
 unpack 4-bit weights and arrange activations: their traffic explains the timings better than the
-matrix unit's or the memory's (docs/qnn.md has the errors, which are large).
+matrix unit's or the memory's (docs/explanation/qnn.md has the errors, which are large).
 """
 
 from __future__ import annotations

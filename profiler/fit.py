@@ -46,7 +46,7 @@ class Fitting:
     """Policy of fitting predictors to rows.
 
     Each correction of plain least squares can be taken out; `python -m tests.profiler.ablation`
-    says what it is worth (docs/corrections.md).
+    says what it is worth (docs: cost-corrections.md).
 
     Rows (`Table.of`):
 

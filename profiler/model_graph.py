@@ -1,4 +1,4 @@
-"""`ModelGraph`: what a model computes, operation by operation (docs/model-graph.md); no weights.
+"""`ModelGraph`: what a model computes, operation by operation (docs: model-graph.md); no weights.
 
 Written from model files by `hetero.models.graph`. The profiler times its operations, the solver
 prices its layers, the runtime and the compiler lower its nodes: nobody else says what a block is.

@@ -517,7 +517,7 @@ class Coverage(Record):
 
 
 class DeviceProfile(Record):
-    """See the module's docstring and docs/profiler.md."""
+    """See the module's docstring and docs/explanation/profiler.md."""
 
     schema_version: Literal[1] = SCHEMA_VERSION
     name: str

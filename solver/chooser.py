@@ -284,7 +284,7 @@ class Chooser:
 
 
 def strategy_name(m: int, n: int, rows: int, pieces: Pieces) -> Strategy:
-    """Return the paper's name of a tiling (docs/solver.md)."""
+    """Return the paper's name of a tiling (docs/explanation/solver.md)."""
     one, whole = len(pieces.spans) == 1, pieces.tokens == m
     exact = pieces.sizes[-1] in (None, pieces.spans[-1][1] - pieces.spans[-1][0])
     if rows == n:

@@ -2,7 +2,7 @@
 
 That is a PC: OpenCL on one core plays the GPU, ONNX Runtime on another the NPU, and the control
 thread's own microseconds are a part of every step. Each correction can be taken out (`CORRECTIONS`,
-docs/corrections.md); with none of them the answers are those of `Overheads`.
+docs/explanation/cost-corrections.md); with none of them the answers are those of `Overheads`.
 """
 
 from __future__ import annotations

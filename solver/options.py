@@ -1,7 +1,7 @@
 """The options of an operator on a path through the layers, and what each costs.
 
 States between operators: `GPU` - the operand is the last kernel of a busy queue; `HOST` - the host
-knows that it is complete, the GPU's queue has run dry (docs/solver.md).
+knows that it is complete, the GPU's queue has run dry (docs/explanation/solver.md).
 """
 
 from __future__ import annotations

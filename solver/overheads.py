@@ -4,7 +4,7 @@ T_sync, T_copy, and both devices' times added up by their maximum.
 
 The search asks an `Overheads`, and for the tilings of a matmul the `CutTimes` that it makes. Those
 here are the paper's. `hetero.solver.host_queue` answers the same questions for a GPU that is fed by
-a thread which also drives the NPU, as on a PC; docs/corrections.md lists what it adds.
+a thread which also drives the NPU, as on a PC; docs: cost-corrections.md lists what it adds.
 """
 
 from __future__ import annotations

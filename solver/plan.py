@@ -277,7 +277,7 @@ class Residency(_Record):
 
 
 class Plan(_Record):
-    """The decisions of the solver, which the runtime executes (docs/json.md).
+    """The decisions of the solver, which the runtime executes (docs/reference/json.md).
 
     `strategy` is what was asked for: `auto` is the solver's choice, the others are for comparison.
     `graph_sizes` are the token counts whose NPU graphs are prepared ahead; a tile with another

@@ -1,4 +1,4 @@
-"""`PreparedSolver`: plans for prompt lengths never seen, within what is prepared (docs/solver.md).
+"""`PreparedSolver`: plans for prompt lengths never seen, within what is prepared (docs: solver.md).
 
 What takes time to prepare is fixed first: the row cuts of every matmul and the rows that live on
 each device. Within them the best plan of one length takes a millisecond or two.

@@ -1,4 +1,4 @@
-"""Prefill and decode under one memory budget: which rows live where (docs/solver.md)."""
+"""Prefill and decode under one memory budget: which rows live where (docs: solver.md)."""
 
 from __future__ import annotations
 

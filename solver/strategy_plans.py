@@ -34,7 +34,7 @@ def strategy_plan(
 ) -> ExecutionPlan:
     """Return the plan of one strategy for prompts of these lengths, and for decoding.
 
-    See docs/solver.md.
+    See docs/explanation/solver.md.
 
     Raises `PlanError` where the strategy is unknown or the profile cannot run it.
     """

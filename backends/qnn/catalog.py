@@ -20,7 +20,7 @@ class GraphSizes:
     """Token counts and context lengths that graphs are made for.
 
     Longer calls run in pieces, because activations that leave VTCM are written to DRAM and read
-    again (docs/qnn.md has the compiler's figures):
+    again (docs/explanation/qnn.md has the compiler's figures):
 
     rows          most tokens of a graph
     large_k       input features from which half as many spill less. A large n does not spill

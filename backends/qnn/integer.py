@@ -9,7 +9,7 @@ or features changes no bit. Weights keep their scales, one for each group of 32,
 alike, one for each row (QNN's per-channel form) or for the whole weight (per tensor); groups do
 not go with 8-bit activations.
 
-The schedule decides the node (docs/qnn.md): with 16-bit activations a MatMul and a 1×1 convolution
+The schedule decides the node (docs: qnn.md): with 16-bit activations a MatMul and a 1×1 convolution
 are the same to it, with 8-bit ones the convolution moves less data, for 256 tokens of 2048×8192 a
 sixth.
 """
@@ -175,7 +175,7 @@ def _product(coder: _Coder, weight: PackedWeight, x: str, m: int, out: str = "")
 def height(m: int, k: int) -> int:
     """Rows of the image whose m pixels a convolution computes; the numbers are the same.
 
-    What the compiler's schedules say (docs/qnn.md, `python bench/paper.py layouts`): one row, or 8,
+    What the compiler's schedules say (qnn.md, `python bench/paper.py layouts`): one row, or 8,
     moves least, but where x takes a third of VTCM 16 rows move up to half less.
     """
     return TALL if m % TALL == 0 and m * padded(k, GROUP_SIZE) >= TALL_CODES else 1

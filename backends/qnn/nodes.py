@@ -18,7 +18,7 @@ from hetero.backends.protocol import WeightValue
 from hetero.backends.qnn import integer
 from hetero.backends.weights import PackedWeight, padded
 
-# Up to here a 1×1 convolution reads a third of what a MatMul reads from VTCM (docs/qnn.md).
+# Up to here a 1×1 convolution reads a third of what a MatMul reads from VTCM (docs: qnn.md).
 CONVOLUTION_ROWS = 32
 LOWEST = -65504.0
 

@@ -4,7 +4,7 @@ Pages that FastRPC allocates are ordinary memory for this process, so OpenCL map
 and the NPU reads and writes them without a copy. The provider knows memory of its own allocator
 only, by any address inside, and only if the tensor names its kind: CPU memory, host accessible, of
 Qualcomm. ONNX Runtime's Python functions cannot name that kind; its compiled module can, and a
-session hands out such memory (1.31, onnxruntime-qnn 2.7.0; both by trial, docs/qnn.md). A probe
+session hands out such memory (1.31, onnxruntime-qnn 2.7.0; both by trial, docs: qnn.md). A probe
 decides: a sum on such memory, at addresses inside it.
 """
 

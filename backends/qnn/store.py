@@ -1,7 +1,7 @@
 """Compiled graphs on disk: keyed by what they depend on, verified before the provider sees them.
 
 The provider loads a graph that was compiled for another chip, by another SDK, or whose weights are
-damaged, and computes wrong numbers with it (measured, `docs/qnn.md`). Everything is therefore
+damaged, and computes wrong numbers with it (measured, `docs: qnn.md`). Everything is therefore
 checked here against metadata of our own. An entry is a directory that appears all at once:
 
     KEY/graph.onnx   the node that refers to the binary      KEY/entry.json   `Entry`

@@ -84,7 +84,7 @@ class SafetensorsFile:
         """The raw header, the eight length bytes excluded."""
         return bytes(self._map[8 : 8 + self.header_bytes])
 
-    def bring(self) -> None:
+    def prefetch(self) -> None:
         """Let a thread map all pages, which are used soon."""
         prefetch(self._bytes)
 

@@ -72,8 +72,8 @@ def _gains(totals: Iterable[Total]) -> Iterator[str]:
 def _certainty(plan: Plan) -> str:
     if plan.numbers == "simulated":
         return (
-            "the chip is simulated from published timings of its parts (docs/snapdragon.md); "
-            "differences of a few percent say nothing"
+            "the chip is simulated from published timings of its parts "
+            "(docs/reference/simulated-snapdragon.md); differences of a few percent say nothing"
         )
     if not plan.errors:
         return "predicted; the profile does not say how well it predicts"

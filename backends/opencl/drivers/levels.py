@@ -3,7 +3,7 @@
 A level names three things that must agree: the instructions that the compiler targets, the built-in
 library that it links, and the kernels that are built. A driver that decides one of them by the
 processor's name and another by its flags crashes on the processors where the two differ, so all
-three follow from the level (docs/opencl.md has the table).
+three follow from the level (docs/explanation/opencl.md has the table).
 """
 
 from __future__ import annotations

@@ -133,6 +133,7 @@ def test_every_processor_computes_right(
     assert outcomes(self_tests.examine(pocl)) == [(level, "passed")]
 
 
+@pytest.mark.full
 @pytest.mark.skipif(
     not OWN[0].name.startswith("avx512"), reason="znver3, as which it is planted, has all of it"
 )
