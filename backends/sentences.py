@@ -13,7 +13,7 @@ _DECEIVING: Final = re.compile(f"[{CONTROLS}\u202a-\u202e\u2066-\u2069]")
 
 
 def printable(text: str) -> str:
-    """Return text with control characters, and those that turn its direction, escaped.
+    """Return text with control and direction characters escaped.
 
     As `\\x1b`.
     """
