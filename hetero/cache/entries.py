@@ -15,7 +15,7 @@ from typing import Final
 
 from filelock import FileLock, Timeout
 
-from hetero.backends.host.files import is_held, remove_unheld
+from hetero.backends.host.files import is_in_use, remove_unused
 
 KILLED: Final = "left by a process that was killed"
 WRITING_S: Final = 3600.0  # what nobody locks while it is written is left after this long
@@ -89,7 +89,7 @@ def leftovers(paths: list[Path]) -> tuple[list[Path], list[Entry]]:
     whole, others = [], []
     for path in paths:
         if _PARTIAL.fullmatch(path.name):
-            held = is_held(path)
+            held = is_in_use(path)
             others.append(entry_of(path, held=held, stale="" if held else KILLED))
         elif path.name.startswith(_WRITING):
             held = time.time() - used_at(path) < WRITING_S
@@ -161,7 +161,7 @@ def removed(entry: Entry) -> bool:
 
 def _gone(path: Path) -> bool:
     try:
-        return remove_unheld(path)
+        return remove_unused(path)
     except FileNotFoundError:  # somebody else was faster
         return True
 

@@ -113,7 +113,7 @@ def _packed(folder: Path) -> Iterator[Entry]:
     yield from others
     if not whole:
         return
-    from hetero.backends.host.files import is_held
+    from hetero.backends.host.files import is_in_use
     from hetero.models.gguf.store import origin_of
 
     for path in whole:
@@ -127,7 +127,7 @@ def _packed(folder: Path) -> Iterator[Entry]:
         if file is not None and not file.exists():
             stale = "its GGUF file is gone"
         of = "" if file is None else str(file)
-        yield entry_of(path, note, of=of, stale=stale, held=is_held(path))
+        yield entry_of(path, note, of=of, stale=stale, held=is_in_use(path))
 
 
 def _graphs(folder: Path) -> Iterator[Entry]:
