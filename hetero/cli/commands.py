@@ -86,8 +86,8 @@ COMMANDS: Final = {
         Command("devices", "doctor", HERE, "List what can compute here.", ("cli.work.doctor",)),
         Command("doctor", "doctor", HERE, "Run a small operation on every device: PASS or FAIL.",
                 ("cli.work.doctor",)),
-        Command("cache", "cache", HERE, "Show what hetero keeps on this machine, or clear it.",
-                ("cli.work.cache",)),
+        Command("cache", "cache", HERE, "Show the files that hetero caches here, or clear them.",
+                ("cache",)),
     )
 }  # fmt: skip
 
