@@ -23,7 +23,7 @@ def reproduce_command(
 ) -> None:
     """HeteroLLM's claims beside a simulated chip; exit code 1 if a stated target is missed.
 
-    The chip is fitted to timings of single kernels alone (docs/snapdragon.md), nothing to these
+    The chip is fitted to timings of single kernels alone (docs/reference), nothing to these
     claims; every number is simulated.
     """
     from hetero.measuring.reproduction import reproduce

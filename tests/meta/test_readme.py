@@ -20,7 +20,7 @@ from hetero.cli import app as cli
 from hetero.models.architectures import ARCHITECTURES
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(
     r"^(?:<!-- not run: (?P<reason>[^>]+) -->\n)?```(?P<language>\w*)\n(?P<code>.*?)^```$",
     flags=re.DOTALL | re.MULTILINE,
@@ -49,7 +49,11 @@ def blocks(page: Path) -> Iterator[Block]:
 def commands() -> list[Any]:
     shown = [b for page in PAGES for b in blocks(page) if b.language in SHELL and not b.reason]
     return [
-        pytest.param(part, id=f"{block.page.name}:{block.line + i}")
+        pytest.param(
+            part,
+            id=f"{block.page.name}:{block.line + i}",
+            marks=() if block.page.name == "README.md" else pytest.mark.full,
+        )
         for block in shown
         for i, line in enumerate(block.code.splitlines())
         for part in (x.split("#")[0].strip() for x in line.split("&&"))
@@ -66,7 +70,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_block_runs_or_says_why_not(page: Path) -> None:
     assert page.read_text(encoding="utf-8").count("\n```") == 2 * len(list(blocks(page)))
     for block in blocks(page):
@@ -78,7 +82,7 @@ def test_every_block_runs_or_says_why_not(page: Path) -> None:
 @pytest.mark.parametrize(
     "page",
     [p for p in PAGES if any(b.language == "python" and not b.reason for b in blocks(p))],
-    ids=lambda page: page.name,
+    ids=lambda page: str(page.relative_to(ROOT)),
 )
 def test_python_runs(page: Path, folder: Path) -> None:
     known, names = dict(ARCHITECTURES), {"__name__": "docs"}
