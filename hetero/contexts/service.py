@@ -73,7 +73,7 @@ class Service:
     What is in the folder is encrypted by `encryption_key`: 32 bytes, or a file that has them
     (default: HETERO_ENCRYPTION_KEY of the environment, if it is there), which it then always needs.
 
-    `eviction`, `swap` and `recompute` are for comparisons (`hetero.contexts.managers`).
+    `eviction`, `swap` and `recompute` are for comparisons (`bench/lab/managers.py`).
 
     One call runs at a time; calls of other threads wait for their turn, for `wait_s` seconds. With
     `parallel` above 1 one thread may have so many streams at work, each in a cache of its own where
