@@ -73,7 +73,7 @@ class SafetensorsFile:
         self._bytes = np.frombuffer(self._map, dtype=np.uint8)
 
     def array(self, name: str) -> npt.NDArray[Any]:
-        """A read-only view of a tensor in the mapped file."""
+        """Return a read-only view of a tensor in the mapped file."""
         entry = self.entries[name]
         raw = self._bytes[entry.start : entry.stop]
         if entry.start % _DTYPES[entry.dtype].itemsize:
@@ -81,7 +81,7 @@ class SafetensorsFile:
         return raw.view(_DTYPES[entry.dtype]).reshape(entry.shape)
 
     def header(self) -> bytes:
-        """The raw header, the eight length bytes excluded."""
+        """Return the raw header, the eight length bytes excluded."""
         return bytes(self._map[8 : 8 + self.header_bytes])
 
     def prefetch(self) -> None:
