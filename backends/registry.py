@@ -6,19 +6,29 @@ import difflib
 import importlib
 import importlib.util
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from hetero.backends.errors import DeviceUnavailableError
 from hetero.backends.host.processor import is_arm64
-from hetero.backends.protocol import Device, DeviceKind
+
+if TYPE_CHECKING:
+    from hetero.backends.protocol import Device, DeviceKind
 
 EVERY_CORE: Final = "opencl-cores"
 
 
 @dataclass(frozen=True)
 class Backend:
-    """One entry of the table: kind, vendor packages, the submodule (default: the package itself)
-    that has `open(**options) -> Device`.
+    """One entry of the table, from which all that lists backends is derived.
+
+    kind          which device of a plan it plays
+    requires      vendor packages, and
+    install_hint  how to install them
+    submodule     what has `open(**options) -> Device`; the package itself if empty
+    real          computes on hardware: `hetero devices` and `hetero doctor` list it
+    automatic     what `auto` opens for its kind
+    drivers       `NAME:DRIVER` opens one of its drivers
+    note          what the help of `--gpu` or `--npu` says of it
     """
 
     name: str
@@ -26,6 +36,10 @@ class Backend:
     requires: tuple[str, ...] = ()
     install_hint: str = ""
     submodule: str = ""
+    real: bool = False
+    automatic: bool = False
+    drivers: bool = False
+    note: str = ""
 
     @property
     def module(self) -> str:
@@ -34,7 +48,7 @@ class Backend:
         return f"{package}.{self.submodule}" if self.submodule else package
 
     def missing_packages(self) -> tuple[str, ...]:
-        """Vendor packages that are not installed, found without importing them."""
+        """Return the vendor packages that are not installed, without importing them."""
         return tuple(p for p in self.requires if importlib.util.find_spec(p) is None)
 
 
@@ -43,19 +57,45 @@ PYOPENCL: Final = "pip install pyopencl" if is_arm64() else "pip install 'pyopen
 BACKENDS: dict[str, Backend] = {
     backend.name: backend
     for backend in (
-        Backend("opencl", "gpu", ("pyopencl",), PYOPENCL),
-        Backend(EVERY_CORE, "gpu", ("pyopencl",), PYOPENCL),
-        Backend("ort-cpu", "npu", ("onnxruntime", "onnx"), "pip install onnxruntime onnx"),
-        Backend("qnn", "npu", ("onnxruntime_qnn", "onnx"), "pip install 'hetero[qnn]'", "opening"),
+        Backend("opencl", "gpu", ("pyopencl",), PYOPENCL,
+                real=True, automatic=True, drivers=True),
+        Backend(EVERY_CORE, "gpu", ("pyopencl",), PYOPENCL, drivers=True,
+                note="every core; with --device gpu"),
+        Backend("ort-cpu", "npu", ("onnxruntime", "onnx"), "pip install onnxruntime onnx",
+                real=True, automatic=True),
+        Backend("qnn", "npu", ("onnxruntime_qnn", "onnx"), "pip install 'hetero[qnn]'", "opening",
+                real=True, note="Hexagon, or its emulator"),
         Backend("reference", "npu"),
         Backend("null", "npu"),
         Backend("simulated", "npu"),
     )
-}
+}  # fmt: skip
+
+
+def real_backends() -> tuple[str, ...]:
+    """Return the names of the backends that compute on hardware."""
+    return tuple(backend.name for backend in BACKENDS.values() if backend.real)
+
+
+def automatic_backend(kind: DeviceKind) -> str:
+    """Return the name of the backend that `auto` opens for a kind of device."""
+    return next(b.name for b in BACKENDS.values() if b.kind == kind and b.automatic)
+
+
+def choices_text(kind: DeviceKind) -> str:
+    """Return the values of `--gpu` or `--npu` for its help."""
+    names = ["auto"]
+    for backend in BACKENDS.values():
+        if backend.kind == kind:
+            names.append(f"{backend.name} ({backend.note})" if backend.note else backend.name)
+            if backend.drivers and not backend.note:
+                names.append(f"{backend.name}:DRIVER")
+    last = " or " if "(" not in names[-1] else ", or "
+    return ", ".join(names[:-1]) + last + names[-1]
 
 
 def find(name: str) -> Backend:
-    """The backend of that name. Raises `ValueError` with the nearest known name."""
+    """Return the backend of that name. Raises `ValueError` with the nearest known name."""
     if name in BACKENDS:
         return BACKENDS[name]
     near = difflib.get_close_matches(name, BACKENDS, n=1)
@@ -70,8 +110,10 @@ def split_driver(name: str) -> tuple[str, str | None]:
 
 
 def open_device(name: str, **options: Any) -> Device:
-    """Open a device by backend name, or `opencl:DRIVER`. Raises `DeviceUnavailableError` with the
-    remedy, `DeviceOptionError` for a driver that is not there.
+    """Open a device by backend name, or `opencl:DRIVER`.
+
+    Raises `DeviceUnavailableError` with the remedy, `DeviceOptionError` for a driver that is not
+    there.
     """
     name, driver = split_driver(name)
     if driver is not None:

@@ -217,6 +217,7 @@ def written(data: dict[str, Any], range_weight: float) -> tuple[list[list[str]],
     """Residuals, and the contents of every file that a fit gives by its path in the repository."""
     rows, bandwidth = read_rows(data, range_weight), data["bandwidth_GB_per_s"]
     fit = fit_models(rows, bandwidth["gpu_only"] * 1e9)
+    # The page's earlier path: a shipped profile is identified by its bytes.
     about = "fitted to component timings; see docs/snapdragon.md"
     chip = Chip(fit.npu, fit.gpu, bandwidth["gpu_and_npu"] * 1e9, about)
     power = fit_power(build_profile(NAME, chip, data, None), data)
@@ -234,7 +235,8 @@ def written(data: dict[str, Any], range_weight: float) -> tuple[list[list[str]],
     told, fixed = residuals(fit, rows), preparation(data)
     cells = "\n".join(f"| {' | '.join(row)} |" for row in told)
     assert fit.npu.resident_k is not None
-    files["docs/snapdragon.md"] = (DATA / "snapdragon.md.in").read_text(encoding="utf-8").format(
+    template = (DATA / "snapdragon.md.in").read_text(encoding="utf-8")
+    files["docs/reference/simulated-snapdragon.md"] = template.format(
         setup=fit.npu.setup_s / US, npu_bw=fit.npu.bandwidth_bytes_per_s / 1e9,
         npu_tf=fit.npu.flops_per_s / 1e12, resident=fit.npu.resident_k,
         gpu_bw=fit.gpu.bandwidth_bytes_per_s / 1e9, direct=fit.gpu.direct_flops_per_s / 1e12,
@@ -257,7 +259,8 @@ def fit(
     """Fit the simulated Snapdragon 8 Gen 3 to component timings, and write the shipped profiles.
 
     Reads `bench/data/snapdragon_8_gen_3_calibration.json` and nothing else of the paper; writes the
-    profile, the variant with stronger NPU kernels, and the residuals (docs/snapdragon.md).
+    profile, the variant with stronger NPU kernels, and the residuals
+    (docs/reference/simulated-snapdragon.md).
     """
     if range_weight != RANGE_WEIGHT and out is None:
         raise typer.BadParameter("another reading of the ranges needs --out")

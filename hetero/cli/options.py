@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from hetero.backends.formats import CacheFormat, WeightFormat
+from hetero.backends.registry import choices_text
 from hetero.errors import UserError
 from hetero.solver.names import NamedStrategy
 from hetero.terminal import printable
@@ -86,7 +87,7 @@ GpuOption = Annotated[
     typer.Option(
         "--gpu",
         metavar="BACKEND",
-        help="auto, opencl, opencl:DRIVER, or opencl-cores (every core; with --device gpu).",
+        help=f"{choices_text('gpu')}.",
         rich_help_panel=DEVICES,
     ),
 ]
@@ -95,7 +96,7 @@ NpuOption = Annotated[
     typer.Option(
         "--npu",
         metavar="BACKEND",
-        help="auto, ort-cpu, qnn (Hexagon, or its emulator), reference, null or simulated.",
+        help=f"{choices_text('npu')}.",
         rich_help_panel=DEVICES,
     ),
 ]
@@ -342,7 +343,7 @@ def open_llm(
 ) -> LLM:
     """The model, with a progress bar while it loads."""
     from hetero.generation.llm import LLM
-    from hetero.terminal.notices import tell
+    from hetero.terminal.notices import notify
 
     with progress_bar("loading") as advance:
         llm = LLM(
@@ -357,7 +358,7 @@ def open_llm(
             **options,
         )
     for said in llm.choice.notes:
-        tell(said)
+        notify(said)
     return llm
 
 

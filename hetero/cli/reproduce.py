@@ -23,17 +23,17 @@ def reproduce_command(
 ) -> None:
     """HeteroLLM's claims beside a simulated chip; exit code 1 if a stated target is missed.
 
-    The chip is fitted to timings of single kernels alone (docs/snapdragon.md), nothing to these
+    The chip is fitted to timings of single kernels alone (docs/reference), nothing to these
     claims; every number is simulated.
     """
     from hetero.measuring.reproduction import reproduce
-    from hetero.terminal.notices import tell
+    from hetero.terminal.notices import notify
 
     with stderr.status("solving"):
         found = reproduce(profile)
     if report is not None:
         found.report(report)
-        tell(f"{report} is written: open it in a browser")
+        notify(f"{report} is written: open it in a browser")
     if as_json:
         print(json.dumps(found.document()))
     else:

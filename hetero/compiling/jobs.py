@@ -21,7 +21,7 @@ from hetero.solver.plan import Phase
 if TYPE_CHECKING:
     from hetero.backends.qnn.catalog import Shape
 
-# Measured on this project's two-core x86-64 machine (docs/qnn.md): a compiled graph's file over the
+# Measured on this project's two-core x86-64 machine (qnn.md): a compiled graph's file over the
 # packed weight's bytes.
 FILE_OVERHEAD, FILE_BYTES = 1.06, 48 << 10
 

@@ -12,7 +12,7 @@ from hetero.errors import UserError
 # Largest constant of one graph; an ONNX file holds 2 GiB.
 LARGEST_GRAPH_BYTES = 1536 << 20
 
-# Measured on this project's two-core x86-64 machine (docs/qnn.md): seconds for each graph and byte,
+# Measured on this project's two-core x86-64 machine (qnn.md): seconds for each graph and byte,
 # and memory of the compiling child.
 COMPILE_S, COMPILE_S_PER_BYTE = 0.2, 1.05e-7
 CHILD_BYTES, CHILD_BYTES_PER_BYTE = 180 << 20, 12.0

@@ -74,7 +74,7 @@ class BenchReport:
     )  # fmt: skip
 
     def to_json(self) -> str:
-        """One line of JSON (docs/json.md)."""
+        """One line of JSON (docs/reference/json.md)."""
         return json.dumps(asdict(self))
 
     def to_csv(self) -> str:

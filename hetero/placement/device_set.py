@@ -12,12 +12,18 @@ from hetero.backends.errors import DeviceError, DeviceUnavailableError
 from hetero.backends.host.affinity import assign_cores
 from hetero.backends.protocol import KINDS, Device, DeviceKind, other_kind
 from hetero.backends.qnn import hexagon
-from hetero.backends.registry import BACKENDS, EVERY_CORE, find, open_device, split_driver
+from hetero.backends.registry import (
+    BACKENDS,
+    EVERY_CORE,
+    automatic_backend,
+    find,
+    open_device,
+    split_driver,
+)
 from hetero.errors import FallbackWarning, ModelError
 
 DeviceMode: TypeAlias = Literal["gpu", "npu", "hetero", "auto"]
-DRIVEN = ("opencl", EVERY_CORE)  # backends whose driver can be named
-AUTO_BACKEND: dict[DeviceKind, str] = {"gpu": "opencl", "npu": "ort-cpu"}
+DRIVEN = tuple(backend.name for backend in BACKENDS.values() if backend.drivers)
 
 
 @dataclass
@@ -102,8 +108,9 @@ def open_devices(
     if not opened and len(wanted) == 1:
         other = other_kind(wanted[0])
         _try_open(other, names[other], options(other), opened, failures)
-    if not opened and npu == "auto" and names["npu"] != AUTO_BACKEND["npu"]:
-        _try_open("npu", AUTO_BACKEND["npu"], {}, opened, failures)  # for a dead Hexagon, the host
+    host = automatic_backend("npu")
+    if not opened and npu == "auto" and names["npu"] != host:
+        _try_open("npu", host, {}, opened, failures)  # for a dead Hexagon
     if not opened:
         raise DeviceUnavailableError(
             "hetero",
@@ -162,7 +169,7 @@ def backend_name(kind: DeviceKind, name: str) -> str:
     used only by name.
     """
     if name == "auto":
-        return "qnn" if kind == "npu" and hexagon.present() else AUTO_BACKEND[kind]
+        return "qnn" if kind == "npu" and hexagon.present() else automatic_backend(kind)
     base, driver = split_driver(name)
     if driver is not None and base not in DRIVEN:
         raise ModelError(f"{name}: only {' and '.join(DRIVEN)} take a driver, as opencl:pocl")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +13,9 @@ from hetero.backends import registry
 from hetero.backends.checks import Health
 from hetero.backends.errors import DeviceError, DeviceLostError, DeviceUnavailableError
 from hetero.backends.memory import PAGE_BYTES, HostBuffer, Tensor, new_tensor
+from hetero.backends.protocol import KINDS
+from hetero.backends.registry import BACKENDS, Backend
+from hetero.cli.work.doctor import list_devices
 from tests.backends import conftest
 
 
@@ -97,3 +101,23 @@ def test_a_contract_suite_that_is_required_fails_where_it_cannot_run(
     monkeypatch.delenv("HETERO_REQUIRE")
     with pytest.raises(pytest.skip.Exception, match=r"needs ort-cpu: .*no_such_package"):
         conftest.open_for_tests("ort-cpu")
+
+
+def test_a_record_is_the_only_place_of_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = Backend("numpy-demo", "npu", real=True, automatic=True, note="an example")
+    others = {name: replace(b, automatic=False) for name, b in BACKENDS.items()}
+    monkeypatch.setattr(registry, "BACKENDS", {record.name: record, **others})
+    assert registry.real_backends()[0] == registry.automatic_backend("npu") == record.name
+    assert registry.choices_text("npu").startswith("auto, numpy-demo (an example), ort-cpu, ")
+    assert "numpy-demo" in {finding.name for finding in list_devices()}
+
+
+def test_every_kind_has_one_automatic_backend() -> None:
+    for kind in KINDS:
+        assert [b.kind for b in BACKENDS.values() if b.automatic].count(kind) == 1
+
+
+def test_the_help_names_the_backends_of_each_kind() -> None:
+    gpu = "auto, opencl, opencl:DRIVER, or opencl-cores (every core; with --device gpu)"
+    npu = "auto, ort-cpu, qnn (Hexagon, or its emulator), reference, null or simulated"
+    assert (registry.choices_text("gpu"), registry.choices_text("npu")) == (gpu, npu)

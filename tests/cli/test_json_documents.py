@@ -1,4 +1,4 @@
-"""The documents that docs/json.md describes are those that are written."""
+"""The documents that docs/reference/json.md describes are those that are written."""
 
 from __future__ import annotations
 

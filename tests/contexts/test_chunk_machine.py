@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from hetero.contexts.chunks import spans
 from hetero.contexts.codec import CHUNK_TOKENS
-from hetero.contexts.working_set import Held
+from hetero.contexts.working_set import CachedText
 from tests.contexts.fake_service import LONGEST, FakeService
 from tests.support.selection import examples
 
@@ -41,12 +41,12 @@ class Machine(RuleBasedStateMachine):
         chunk = 3 * 2 * 2 * CHUNK_TOKENS * 4 * 4  # a raw one
         self.options |= {"memory": memory * chunk, "disk": disk * chunk}
         self.open()
-        self.texts: dict[Held, list[int]] = {}
+        self.texts: dict[CachedText, list[int]] = {}
 
     def open(self) -> None:
         self.service = FakeService(Path(self.folder.name), **self.options)
 
-    def pick(self, number: int) -> Held:
+    def pick(self, number: int) -> CachedText:
         return list(self.texts)[number % len(self.texts)]
 
     @rule(app=APPS)

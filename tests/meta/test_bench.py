@@ -89,7 +89,7 @@ def test_a_bench_runs(command: str, rows: Path) -> None:
 def commands() -> list[list[str]]:
     """Module and arguments of every command of the documents that starts a bench."""
     found = []
-    for page in (BENCH / "RESULTS.md", *(ROOT / "docs").glob("*.md")):
+    for page in (BENCH / "RESULTS.md", *(ROOT / "docs").rglob("*.md")):
         text = page.read_text(encoding="utf-8")
         for line in re.findall(r"python bench/([^`\n]+)", text):
             name, *arguments = shlex.split(line)

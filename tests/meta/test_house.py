@@ -47,7 +47,7 @@ LAYERS = (
     ("profiler",),
     ("solver",),
     ("errors",),
-    ("arguments", "collecting", "terminal"),
+    ("arguments", "gc_pause", "sigint", "terminal"),
     ("models",),
     ("runtime",),
     ("placement", "compiling"),

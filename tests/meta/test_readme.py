@@ -20,7 +20,7 @@ from hetero.cli import app as cli
 from hetero.models.architectures import ARCHITECTURES
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(
     r"^(?:<!-- not run: (?P<reason>[^>]+) -->\n)?```(?P<language>\w*)\n(?P<code>.*?)^```$",
     flags=re.DOTALL | re.MULTILINE,
@@ -70,7 +70,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_block_runs_or_says_why_not(page: Path) -> None:
     assert page.read_text(encoding="utf-8").count("\n```") == 2 * len(list(blocks(page)))
     for block in blocks(page):
@@ -82,7 +82,7 @@ def test_every_block_runs_or_says_why_not(page: Path) -> None:
 @pytest.mark.parametrize(
     "page",
     [p for p in PAGES if any(b.language == "python" and not b.reason for b in blocks(p))],
-    ids=lambda page: page.name,
+    ids=lambda page: str(page.relative_to(ROOT)),
 )
 def test_python_runs(page: Path, folder: Path) -> None:
     known, names = dict(ARCHITECTURES), {"__name__": "docs"}

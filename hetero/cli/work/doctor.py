@@ -21,12 +21,11 @@ from hetero.backends.ops import Add, MatMul
 from hetero.backends.protocol import Device
 from hetero.backends.qnn import hexagon
 from hetero.backends.qnn.npu_driver import State
-from hetero.backends.registry import BACKENDS, Backend, open_device
+from hetero.backends.registry import Backend, find, open_device, real_backends
 from hetero.backends.weights import pack
 from hetero.errors import one_sentence
 from hetero.terminal import printable
 
-REAL_BACKENDS = ("opencl", "ort-cpu", "qnn")
 TOLERANCE = 1e-3
 DRIVERS = "opencl:drivers"  # the line in place of the drivers' lines where listing them failed
 UNTRUSTED = "update the driver; results from this device cannot be trusted"
@@ -54,8 +53,8 @@ def list_devices() -> Iterator[Finding]:
 
     What a check raises is its finding: the others are still made.
     """
-    for name in REAL_BACKENDS:
-        yield from _checked(name, BACKENDS[name].kind, partial(_look, BACKENDS[name]))
+    for name in real_backends():
+        yield from _checked(name, find(name).kind, partial(_look, find(name)))
         if name == "opencl":
             yield from _checked(DRIVERS, "gpu", opencl_drivers, needed=False)
 
@@ -67,16 +66,16 @@ def diagnose() -> Iterator[Finding]:
     yielded as they are made, and what a check raises is its finding: the others are still made.
     """
     working: set[str] = set()
-    names = [name for name in REAL_BACKENDS if name != "qnn" or hexagon.expected()]
+    names = [name for name in real_backends() if name != "qnn" or hexagon.expected()]
     for name in names:
-        check = partial(_diagnose, BACKENDS[name])
+        check = partial(_diagnose, find(name))
         needed = name != "qnn" or hexagon.needed()
-        for finding in _checked(name, BACKENDS[name].kind, check, needed=needed):
+        for finding in _checked(name, find(name).kind, check, needed=needed):
             working |= {name} if finding.ok else set()
             yield finding
         if name == "opencl":
             yield from _checked(DRIVERS, "gpu", opencl_drivers, needed=False)
-    for name, state in hexagon.surroundings():
+    for name, state in hexagon.other_checks():
         check = partial(_surrounding, name, state)
         yield from _checked(name, "npu", check, needed=hexagon.needed())
     if {"opencl", names[-1]} <= working:

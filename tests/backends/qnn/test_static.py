@@ -21,7 +21,7 @@ catalog = pytest.importorskip("hetero.backends.qnn.catalog", exc_type=ImportErro
 N, K, M = 96, 172, 64
 SIZES = (1, 32, M)
 X_SCALE = np.full(1, 0.03, np.float32)
-MOST_OFF = 0.56  # of a step of the result's code: docs/qnn.md
+MOST_OFF = 0.56  # of a step of the result's code: docs/explanation/qnn.md
 REACH = 2.0
 
 

@@ -1,0 +1,136 @@
+"""The documentation: sizes of pages, links, names that exist, the drawing, the site."""
+
+from __future__ import annotations
+
+import functools
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("hetero", "backends", "profiler", "solver")
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+RECORDS = [ROOT / "CHANGELOG.md", *sorted((ROOT / "bench").rglob("*.md"))]
+GENERATED = ROOT / "docs" / "demo-model" / "samples.md"  # stories as the model wrote them
+MOST_LINES = {"README.md": 150}
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+SPAN = re.compile(r"`([^`\n]+)`")
+FILE = re.compile(r"[\w.-]+(/[\w.-]+)*\.(py|cl|toml|yaml|md)")
+CLASS = re.compile(r"([A-Z][a-z]+[A-Za-z]*)(\.\w+)*")
+# Classes and operators of other programs.
+FOREIGN = {"Field", "OrtDevice", "OrtValue"}
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def prose(page: Path) -> str:
+    """The text of a page without its fenced blocks."""
+    return re.sub(r"^```.*?^```$", "", page.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
+
+
+def anchor(heading: str) -> str:
+    """The anchor of a heading, as GitHub and mkdocs make it."""
+    plain = re.sub(r"[^\w\s-]", "", heading.replace("`", "").lower())
+    return re.sub(r"[\s-]+", "-", plain.strip())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_a_page_is_short(page: Path) -> None:
+    lines, most = page.read_text("utf-8").count("\n"), MOST_LINES.get(name_of(page), 200)
+    assert lines <= most, f"{name_of(page)} has {lines} lines, of at most {most}: split it"
+
+
+@pytest.mark.parametrize("page", [*PAGES, *RECORDS], ids=name_of)
+def test_a_page_is_narrow(page: Path) -> None:
+    if page == GENERATED:
+        return
+    for number, line in enumerate(page.read_text("utf-8").splitlines(), 1):
+        assert len(line) <= 100, f"{name_of(page)}:{number} has {len(line)} columns, of at most 100"
+
+
+@pytest.mark.parametrize("page", [*PAGES, *RECORDS], ids=name_of)
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in LINK.findall(prose(page)):
+        path, _, fragment = link.partition("#")
+        if path.startswith(("http:", "https:")):
+            continue
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{name_of(page)} links to {link}"
+        if fragment:
+            headings = re.findall(r"^#+ (.+)$", prose(target), flags=re.MULTILINE)
+            assert fragment in {anchor(x) for x in headings}, f"{name_of(page)} links to {link}"
+
+
+def test_every_page_is_reached_from_the_index() -> None:
+    index = ROOT / "docs" / "README.md"
+    linked = {
+        (index.parent / link.partition("#")[0]).resolve() for link in LINK.findall(prose(index))
+    }
+    kinds = ("tutorial", "howto", "reference", "explanation")
+    pages = {page for kind in kinds for page in (ROOT / "docs" / kind).rglob("*.md")}
+    assert {name_of(page) for page in pages - linked} == set()
+
+
+@functools.cache
+def words() -> frozenset[str]:
+    """Every word of the code."""
+    files = [
+        path for folder in (*PACKAGES, "tests", "bench") for path in (ROOT / folder).rglob("*.py")
+    ]
+    return frozenset(w for path in files for w in re.findall(r"\w+", path.read_text("utf-8")))
+
+
+@functools.cache
+def files() -> frozenset[str]:
+    """Every file of the repository by each end of its path: `a/b.py`, `b.py`."""
+    tracked = [
+        path.relative_to(ROOT).parts
+        for folder in (*PACKAGES, "tests", "bench", "docs")
+        for path in (ROOT / folder).rglob("*.*")
+    ]
+    tops = [(path.name,) for path in ROOT.iterdir()]
+    return frozenset("/".join(p[i:]) for p in [*tracked, *tops] for i in range(len(p)))
+
+
+def spans(page: Path) -> Iterator[str]:
+    for span in SPAN.findall(prose(page)):
+        yield span.removeprefix("python ").split(" ")[0].split("::")[0]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_names_in_a_page_exist(page: Path) -> None:
+    """A file or a class that was renamed or removed is named by no page."""
+    for span in spans(page):
+        if FILE.fullmatch(span) and "/" in span and "NAME" not in span:
+            assert span in files(), f"{name_of(page)} names {span}"
+        elif match := CLASS.fullmatch(span):
+            own = match[1] not in FOREIGN and not span.isupper() and "." in span
+            assert not own or set(span.split(".")) <= words(), f"{name_of(page)} names {span}"
+
+
+def test_the_drawing_of_the_packages_is_current() -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "docs" / "draw_packages.py"), "--check"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocstrings_handlers.python", reason="needs the extra docs")
+    pytest.importorskip("material", reason="needs the extra docs")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    api = (tmp_path / "site" / "reference" / "api" / "index.html").read_text("utf-8")
+    assert "generate_many" in api
+    shutil.rmtree(tmp_path / "site")
