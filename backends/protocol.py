@@ -1,8 +1,8 @@
-"""The four nouns that every processor is behind.
+"""The four interfaces of every backend.
 
 A `Device` owns one processor. `prepare` compiles one operation on one set of weights into a
 `Kernel`; `Kernel.bind` fixes addresses and token count into a `BoundCall`, the only thing that the
-hot loop touches; launching one on an asynchronous device gives a `Completion`.
+hot loop touches; launching one on an asynchronous device returns a `Completion`.
 
 Threads: a device, its kernels and calls are used from one thread at a time (the model's control
 thread). `close` may be called from any thread once no call is running.
@@ -36,13 +36,13 @@ DEFAULT_DEADLINE_S = 60.0
 
 
 def other_kind(kind: DeviceKind) -> DeviceKind:
-    """The other of the two processors."""
+    """Return the other of the two processors."""
     return "npu" if kind == "gpu" else "gpu"
 
 
 class Acceptance(NamedTuple):
-    """Answer of `Device.accepts`; `reason` is empty when accepted, `remedy` where there is none but
-    another device or weight format.
+    """Answer of `Device.accepts`; `reason` is empty when accepted, `remedy` where only another
+    device or weight format would help.
     """
 
     ok: bool
@@ -167,12 +167,12 @@ class BoundCall(ABC):
     """A pre-bound launch. Holds references to everything that it uses.
 
     `name` is for traces and errors; `m` the token count it computes (the graph size on a device
-    with static shapes); `chains`: whether its device may take it into a chain.
+    with static shapes); `fusible`: whether its device may fuse it with others.
     """
 
     name: str
     m: int
-    chains: bool = False
+    fusible: bool = False
 
     @abstractmethod
     def run(self) -> None:
@@ -192,31 +192,35 @@ class BoundCall(ABC):
 Stages: TypeAlias = Sequence[Sequence[BoundCall]]
 
 
-class Doorbell(ABC):
-    """Starts queued calls by a store to shared memory (`Device.doorbell`).
+class StreamSignal(ABC):
+    """Starts queued calls by a store to shared memory (`Device.stream_signal`).
 
-    `gate` is submitted in front of calls whose inputs are not there yet; its completion is that of
-    everything before it. Calls behind it wait for the device to see `ring`. A gate that is never
-    opened gives up after `DEFAULT_DEADLINE_S` or so, which `check` tells.
+    Like a stream wait on a value (cuStreamWaitValue32): `wait_value` is submitted before calls
+    whose inputs are not ready yet; its completion is that of everything before it. Calls after it
+    start when the device sees `signal`. A wait that is never signalled gives up after about
+    `DEFAULT_DEADLINE_S`, which `check` reports.
+
     """
 
-    gate: BoundCall
+    wait_value: BoundCall
 
     @abstractmethod
-    def ring(self) -> None:
-        """Open the oldest gate that is closed, submitted or not. All that was stored is seen."""
+    def signal(self) -> None:
+        """Pass the oldest wait that is not signalled, submitted or not. Earlier stores are
+        visible.
+        """
 
     @abstractmethod
     def release(self) -> None:
-        """Open every gate that was submitted, so that what is queued comes to its end."""
+        """Pass every submitted wait, so that the queue runs to its end."""
 
     @abstractmethod
-    def settle(self) -> None:
-        """Before a step: no gate is left of an earlier one, whatever became of it."""
+    def reset(self) -> None:
+        """Reset the signal before a step, whatever became of the waits of an earlier one."""
 
     @abstractmethod
     def check(self) -> None:
-        """Raise `DeviceError` if a gate gave up since `settle`: calls behind it came too early."""
+        """Raise `DeviceError` if a wait gave up since `reset`: the calls after it ran too early."""
 
 
 class Kernel(ABC):
@@ -290,18 +294,18 @@ class Device(ABC):
             "leave it out of the plan's `fused`"
         )
 
-    def foreseen(self, _what: str) -> AbstractContextManager[bool]:
-        """Kernels are prepared inside, all of them for `what`: those of the last time may be made
-        beside other work from now on. An error of one is raised where it is asked for. True where
-        there was a last time, since which they are compiled.
+    def prewarm(self, _what: str) -> AbstractContextManager[bool]:
+        """Record the kernels prepared inside as those that `what` needs, and compile those recorded
+        last time on a thread from now on. An error of one is raised where that kernel is prepared.
+        Yield True where there was a record, so that they are compiled already.
         """
         return nullcontext(False)
 
-    def doubt(self) -> None:  # noqa: B027
-        """What is being prepared is not to be relied on: it is not foreseen the next time."""
+    def discard_prewarm(self) -> None:  # noqa: B027
+        """Discard the prewarm list after a failed build: it is not noted for the next time."""
 
-    def settle(self) -> None:  # noqa: B027
-        """Many kernels were prepared and will run often: tidy what they hold, in half a second."""
+    def compact_weights(self) -> None:  # noqa: B027
+        """Compact the weights of prepared kernels that will run often; takes half a second."""
 
     def finish(self) -> None:  # noqa: B027
         """Block until everything submitted is complete, as the driver does it; for comparisons."""
@@ -312,20 +316,22 @@ class Device(ABC):
         """
 
     def flag(self) -> BoundCall | None:
-        """A call that, submitted behind another, shows its completion in shared memory without the
-        driver; None where the host does not see such a flag and the data before it in time.
+        """Return a call that, submitted after another, shows its completion in shared memory
+        without the driver; None where the host does not see such a flag and the data before it in
+        time.
         """
         return None
 
-    def doorbell(self) -> Doorbell | None:
-        """Starts queued calls without the driver; None where a running kernel does not see the
-        host's stores in time.
+    def stream_signal(self) -> StreamSignal | None:
+        """Return a signal that starts queued calls without the driver; None where a running kernel
+        does not see the host's stores in time.
         """
         return None
 
-    def chain(self, runs: Sequence[Stages]) -> Sequence[BoundCall] | None:  # noqa: ARG002
-        """For each run of this device's calls one call that computes the same, in their order but
-        for those of one stage, which do not need each other. None where nothing is gained by it.
+    def fuse(self, runs: Sequence[Stages]) -> Sequence[BoundCall] | None:  # noqa: ARG002
+        """Return one launch for each run of this device's calls that computes the same, in their
+        order but for the calls of one stage, which are independent. None where nothing is gained by
+        it.
         """
         return None
 
@@ -336,9 +342,9 @@ class Device(ABC):
         """
         return None
 
-    def beside(self) -> Device | None:
-        """This device for another thread, which prepares kernels of its own there: their calls come
-        in no order with those of this one. None where calls run on the calling thread.
+    def clone_for_thread(self) -> Device | None:
+        """Return this device for another thread, which prepares kernels of its own there: their
+        calls are not ordered with those of this one. None where calls run on the calling thread.
         """
         return None
 

@@ -32,7 +32,7 @@ from hetero.models import LoadedModel
 from hetero.placement.device_set import open_devices
 from hetero.runtime.engine import Engine
 from hetero.runtime.kv.context import Context
-from hetero.runtime.program import AHEAD, RUN, SUBMIT, WAIT
+from hetero.runtime.program import PREQUEUE, RUN, SUBMIT, WAIT
 from hetero.solver.execution_plan import ExecutionPlan
 
 MIB = 2**20
@@ -202,7 +202,7 @@ def timeline(engine: Engine) -> list[Span]:
     spans = []
     for at, action in enumerate(step.program):
         launch = step.launches[action.launch]
-        what = {RUN: launch.kind, WAIT: "waits", SUBMIT: "submits", AHEAD: "submits"}
+        what = {RUN: launch.kind, WAIT: "waits", SUBMIT: "submits", PREQUEUE: "submits"}
         if (name := what.get(action.code)) is not None:
             matmul = launch.rows is not None
             spans.append(Span(launch.node, name, stamps[at], stamps[at + 1], matmul))

@@ -94,7 +94,7 @@ def split_row(
     n, k = SHAPES[name]
     weight = random_weight(fmt.storage, n, k)
     waits = Synchroniser(devices)
-    site = waits.site(("bench", (m,), name, name), "gpu", name)
+    site = waits.wait_point(("bench", (m,), name, name), "gpu", name)
     if share is None:
         probe = Split(devices, weight, fmt, m, n // 64 * 32)
         gpu_s = min(timed(lambda: probe.gpu.submit().wait()) for _ in range(4))

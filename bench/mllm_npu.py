@@ -54,8 +54,8 @@ from hetero.profiler.cost import CostModel
 from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.records import DeviceProfile
 from hetero.runtime.engine import Engine
-from hetero.runtime.forms import WINDOW, Forms
 from hetero.runtime.launch_costs import LaunchCosts
+from hetero.runtime.prefill_mode import WINDOW, PrefillModes
 from hetero.runtime.schedule import Order, windows
 from hetero.solver.calls import split
 from hetero.solver.handmade import single_device
@@ -405,7 +405,7 @@ def _makespan(
     placement = Placement(plan, spec, able)
     costs, window = LaunchCosts(CostModel(profile), placement), 1 if order == "fifo" else WINDOW
     calls = split(tokens, (), size)
-    return Forms(placement, costs, order, able, window=window).seconds("cut", calls)
+    return PrefillModes(placement, costs, order, able, window=window).seconds("cut", calls)
 
 
 if __name__ == "__main__":

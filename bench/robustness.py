@@ -3,7 +3,7 @@
 python bench/robustness.py starts
 python bench/robustness.py killed-starts --starts 200
 
-What must hold for long is in the tests: `python -m tests.robustness --help`.
+What must hold for long is in the tests: `python -m tests.support.robustness --help`.
 """
 
 from __future__ import annotations

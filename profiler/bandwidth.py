@@ -27,7 +27,7 @@ SIZES: Final[dict[Phase, tuple[int, int, int]]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class TogetherPolicy:
+class ConcurrentPolicy:
     """How the devices are timed side by side.
 
     window_s         the GPU's queue in one round,
@@ -46,11 +46,11 @@ class TogetherPolicy:
     submissions: int = 3
 
 
-DEFAULT: Final = TogetherPolicy()
+DEFAULT: Final = ConcurrentPolicy()
 
 
 @dataclass(frozen=True)
-class Together:
+class ConcurrentTimes:
     """Times of one experiment: each device's launches alone, and side by side."""
 
     gpu_alone_s: float
@@ -59,13 +59,13 @@ class Together:
     npu_factor: float
 
 
-def measure_together(
+def measure_concurrent(
     workload: Workload,
     weight_formats: Sequence[WeightFormat],
     *,
     shapes: Sequence[Shape] = (),
     rounds: int = 7,
-    policy: TogetherPolicy = DEFAULT,
+    policy: ConcurrentPolicy = DEFAULT,
 ) -> tuple[Bandwidth, tuple[Contention, ...]]:
     """Bandwidth of each device alone and together, and contention by phase and weight format;
     needs both devices. With one device, only its bandwidth alone. The bandwidth is that of the
@@ -117,7 +117,7 @@ def measure_restart(
     weight_format: WeightFormat,
     *,
     rounds: int,
-    policy: TogetherPolicy = DEFAULT,
+    policy: ConcurrentPolicy = DEFAULT,
 ) -> float:
     """How much longer an NPU call takes after its thread has submitted to the GPU and polled it
     than after another NPU call, as in a model whose matmuls are all on the NPU: seconds, by medians
@@ -193,8 +193,8 @@ def _runner(
 
 
 def _experiment(
-    workload: Workload, gpu: Runner, npu: Runner, rounds: int, policy: TogetherPolicy
-) -> Together:
+    workload: Workload, gpu: Runner, npu: Runner, rounds: int, policy: ConcurrentPolicy
+) -> ConcurrentTimes:
     """Rounds of the GPU's queue alone, the NPU's calls alone, both, and each alone again.
 
     Alone is the mean of before and after, and a round's factors are ratios within it, so that drift
@@ -203,7 +203,7 @@ def _experiment(
     count = int(min(max(policy.window_s / _queue(workload, gpu, 2), 2), policy.longest_queue))
     beside_s = policy.npu_share * _queue(workload, gpu, count)
     launches = max(1, round(beside_s / _calls(workload, npu, 1)[0]))
-    kept: list[Together] = []
+    kept: list[ConcurrentTimes] = []
     for _ in range(2 * rounds):
         found, outlasted = _round(workload, gpu, npu, count, launches, policy.outlasted)
         if outlasted and launches > 1:
@@ -213,14 +213,14 @@ def _experiment(
         if len(kept) == rounds:
             break
     used = kept or [found]  # the NPU outlasts the GPU even with one call
-    return Together(
+    return ConcurrentTimes(
         *(statistics.median(values) for values in zip(*map(astuple, used), strict=True))
     )
 
 
 def _round(
     workload: Workload, gpu: Runner, npu: Runner, count: int, launches: int, share: float
-) -> tuple[Together, bool]:
+) -> tuple[ConcurrentTimes, bool]:
     """One round; whether the NPU worked for more than that share of it: where it is still at work
     when the GPU is done, it hides the GPU's end.
 
@@ -244,7 +244,7 @@ def _round(
     left_s = gpu_s - together_s + beside_s
     outlasted = npu_end_s - start_s > share * together_s
     gpu_factor = beside_s / left_s if queued and left_s > 0 else 1.0
-    found = Together(
+    found = ConcurrentTimes(
         gpu_alone_s=gpu_s / count,
         npu_alone_s=npu_s,
         gpu_factor=max(1.0, gpu_factor),

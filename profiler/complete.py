@@ -15,19 +15,19 @@ from typing import Any, Final, NamedTuple
 from hetero.backends.host.clock import Clock, ManualClock, SystemClock
 from hetero.backends.ops import Op
 from hetero.backends.protocol import Device, DeviceKind
+from hetero.profiler.device_overheads import DeviceOverheads
 from hetero.profiler.errors import ProfileError
+from hetero.profiler.non_matmul_ops import fit_non_matmul, reference_ops
 from hetero.profiler.options import Options
-from hetero.profiler.other_ops import fit_others, reference_ops
 from hetero.profiler.predict import op_name, other_s
 from hetero.profiler.records import (
     DECODE_TOKENS,
     DeviceProfile,
-    OtherPredictor,
-    OtherRow,
+    NonMatmulPredictor,
+    NonMatmulRow,
     Quarantine,
 )
 from hetero.profiler.substitutes import SUBSTITUTES
-from hetero.profiler.surroundings import Surroundings
 from hetero.profiler.workload import Workload
 
 ROUNDS: Final = 3
@@ -74,7 +74,7 @@ def completed(
     virtual = isinstance(clock, ManualClock)
     cold = 0 if virtual else options.cold_bytes
     workload = Workload(devices, clock=clock, cold=cold, seed=options.seed)
-    around = Surroundings(devices, workload, options, options.weight_formats[0], virtual)
+    around = DeviceOverheads(devices, workload, options, options.weight_formats[0], virtual)
     rounds = [
         around.timed_others(profile.devices, lambda kind, op: (kind, op_name(op)) in names)
         for _ in range(ROUNDS)
@@ -82,7 +82,7 @@ def completed(
     timed = _medians([timed for timed, _ in rounds])
     quarantined = _wrong(profile, wanted, rounds[0][1])
     known = {(x.device, x.op): x for x in profile.other_predictors}
-    new: list[tuple[OtherRow, Op]] = []
+    new: list[tuple[NonMatmulRow, Op]] = []
     notes = [f"{x.op} of the {x.device} computes wrongly here: {x.detail}" for x in quarantined]
     for lack in wanted:
         own = [(row, op) for row, op in timed if (row.device, row.op) == lack[:2]]
@@ -102,7 +102,7 @@ def completed(
     rows = tuple(row for row, _ in new) if profile.others else ()
     return profile.model_copy(
         update={
-            "other_predictors": (*profile.other_predictors, *fit_others(new)),
+            "other_predictors": (*profile.other_predictors, *fit_non_matmul(new)),
             "others": (*profile.others, *rows),
             "quarantined": (*profile.quarantined, *quarantined),
             "notes": (*profile.notes, *notes),
@@ -141,9 +141,9 @@ def _check(profile: DeviceProfile, devices: Mapping[DeviceKind, Device]) -> None
         )
 
 
-def _medians(rounds: Sequence[Sequence[tuple[OtherRow, Op]]]) -> list[tuple[OtherRow, Op]]:
+def _medians(rounds: Sequence[Sequence[tuple[NonMatmulRow, Op]]]) -> list[tuple[NonMatmulRow, Op]]:
     """Each case's time: of the calls of few microseconds one round may have nothing but noise."""
-    cases: dict[tuple[Any, ...], list[tuple[OtherRow, Op]]] = {}
+    cases: dict[tuple[Any, ...], list[tuple[NonMatmulRow, Op]]] = {}
     for row, op in (x for timed in rounds for x in timed):
         cases.setdefault((row.device, op, row.m, row.context), []).append((row, op))
     found = []
@@ -153,7 +153,9 @@ def _medians(rounds: Sequence[Sequence[tuple[OtherRow, Op]]]) -> list[tuple[Othe
     return found
 
 
-def _factor(source: OtherPredictor, timed: list[tuple[OtherRow, Op]], *, few: bool) -> float:
+def _factor(
+    source: NonMatmulPredictor, timed: list[tuple[NonMatmulRow, Op]], *, few: bool
+) -> float:
     """What times of just now, of few tokens or of many, are multiplied by to be the profile's."""
     ratios = [
         other_s(source, op, row.m, row.context) / row.seconds

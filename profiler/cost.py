@@ -25,12 +25,12 @@ from hetero.profiler.records import (
     Kind,
     MatMulPredictor,
     MatMulRow,
-    OtherPredictor,
+    NonMatmulPredictor,
     Phase,
     PreparationPredictor,
     typical,
 )
-from hetero.profiler.substitutes import SUBSTITUTES, stand_in, with_file_formats
+from hetero.profiler.substitutes import SUBSTITUTES, proxy_predictor, with_file_formats
 
 Sizes: TypeAlias = int | npt.ArrayLike
 Kernel: TypeAlias = tuple[DeviceKind, WeightFormat, OperandOrder]
@@ -64,7 +64,7 @@ class CostModel:
         self._matmuls: dict[Kernel, MatMulPredictor] = {
             (p.device, p.weight_format, p.order): p for p in profile.predictors
         }
-        self._others: dict[tuple[DeviceKind, str], OtherPredictor] = {
+        self._others: dict[tuple[DeviceKind, str], NonMatmulPredictor] = {
             (p.device, p.op): p for p in profile.other_predictors
         }
         self._rows: dict[tuple[str, str, str, int, int, int], MatMulRow] = {
@@ -163,7 +163,7 @@ class CostModel:
             )
         return seconds
 
-    def other(self, device: DeviceKind, op: Op) -> OtherPredictor:
+    def other(self, device: DeviceKind, op: Op) -> NonMatmulPredictor:
         """What predicts an operation that is not a matmul: its own times, or those of a similar one
         by its bytes. Raises `ProfileError` without either.
         """
@@ -174,7 +174,7 @@ class CostModel:
                 f"profile {self.profile.name} has no times of {name} on {device}: "
                 "measure them with `hetero profile`"
             )
-        return source if source.op == name else stand_in(source, name)
+        return source if source.op == name else proxy_predictor(source, name)
 
     def measured_as(self, device: DeviceKind, name: str) -> str | None:
         """The operation whose times predict one by that name (`predict.op_name`): itself, or what

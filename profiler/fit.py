@@ -69,7 +69,7 @@ class Fitting:
     smallest_forest  rows below which trees only learn noise
     folds           groups of pairs that are left out in turn
 
-    Operations that are not matmuls (`other_ops.fit_others`):
+    Operations that are not matmuls (`non_matmul_ops.fit_non_matmul`):
 
     few_apart       those of few tokens have coefficients of their own
     own_weight      of rows of the one model that is measured for; 1: as any other

@@ -14,7 +14,7 @@ from hetero.profiler.fit import Fitting
 from hetero.profiler.grid import Shape
 from hetero.profiler.measure import Settings
 from hetero.profiler.model_graph import ModelGraph
-from hetero.profiler.other_ops import BLOCKS, Block, graph_ops, sizes_of
+from hetero.profiler.non_matmul_ops import BLOCKS, Block, graph_ops, sizes_of
 from hetero.profiler.predict import op_name
 
 DEFAULT_BUDGET_S: Final = 600.0

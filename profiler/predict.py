@@ -20,7 +20,7 @@ from hetero.profiler.records import (
     DeviceRecord,
     Knots,
     MatMulPredictor,
-    OtherPredictor,
+    NonMatmulPredictor,
     ShapeRange,
     Tree,
 )
@@ -235,7 +235,7 @@ def outside(measured: ShapeRange, device: DeviceRecord, m: Floats, n: Floats, k:
     return np.asarray(~(inside & (k >= measured.k[0]) & (k <= measured.k[1])))
 
 
-def other_s(predictor: OtherPredictor, op: Op, tokens: int, context: int) -> float:
+def other_s(predictor: NonMatmulPredictor, op: Op, tokens: int, context: int) -> float:
     """Seconds of an operation that is not a matmul, for `tokens` with padding."""
     weights = predictor.coefficients
     if predictor.decode is not None and tokens <= DECODE_TOKENS:
@@ -245,7 +245,8 @@ def other_s(predictor: OtherPredictor, op: Op, tokens: int, context: int) -> flo
 
 
 def work(op: Op, m: int, context: int = 0) -> dict[str, float]:
-    """Work terms of an operation that is not a matmul, by name; an `OtherPredictor` weighs them.
+    """Work terms of an operation that is not a matmul, by name; an `NonMatmulPredictor` weighs
+    them.
 
     calls 1; tokens m; elements of the widest tensor; for attention also pairs (query, key, head
     feature) and the cached elements that are read, counted as float32 by their bytes; for outliers

@@ -192,7 +192,7 @@ def typical(rows: Iterable[MatMulRow], of: Callable[[MatMulRow], float]) -> dict
     return {kind: float(np.median(values)) for kind, values in found.items()}
 
 
-class OtherRow(Stats):
+class NonMatmulRow(Stats):
     """Time of an operation that is not a matmul. `op` is the record's class name, `sizes` its sizes
     by name, `context` the tokens that the KV cache held before the call.
     """
@@ -322,7 +322,7 @@ class MatMulPredictor(Record):
         return self
 
 
-class OtherPredictor(Record):
+class NonMatmulPredictor(Record):
     """seconds = Σ coefficient · work, with the work terms of `hetero.profiler.predict.work`.
 
     Up to `DECODE_TOKENS` tokens the coefficients are those of `decode` where there are some: what
@@ -395,8 +395,8 @@ class DeviceSync(Record):
 
     submit_busy_s, submit_empty_s    host time of `submit` behind another launch; and how much more
                                      a launch takes from submission to end in an empty queue
-    ring_s     from opening a gate (`Device.doorbell`) until what is behind it starts; None: none
-    chain_s    how much less a launch takes in a chain (`Device.chain`) than in a full queue
+    ring_s     from a signal (`Device.stream_signal`) until the call after its wait starts
+    chain_s    how much less a launch takes in a fused launch (`Device.fuse`) than in a full queue
     wait_s     method -> time from the kernel's end to the caller knowing; methods are `finish`
                (blocking call), `event` (its status polled), `flag` (a completion flag polled),
                `fast` (the best usable)
@@ -521,10 +521,10 @@ class DeviceProfile(Record):
     every_core: tuple[EveryCore, ...] = ()
     power: Power | None = None
     predictors: tuple[MatMulPredictor, ...] = ()
-    other_predictors: tuple[OtherPredictor, ...] = ()
+    other_predictors: tuple[NonMatmulPredictor, ...] = ()
     preparation_predictors: tuple[PreparationPredictor, ...] = ()
     matmuls: tuple[MatMulRow, ...] = ()
-    others: tuple[OtherRow, ...] = ()
+    others: tuple[NonMatmulRow, ...] = ()
     preparation: tuple[PreparationRow, ...] = ()
     references: tuple[ReferencePoint, ...] = ()
     stage_checks: tuple[StageCheck, ...] = ()

@@ -9,9 +9,9 @@ from typing import Any
 from hetero.profiler import files
 from hetero.profiler.errors import ProfileError
 from hetero.profiler.pages import render
+from hetero.profiler.quality import grade
 from hetero.profiler.records import DeviceProfile, MatMulPredictor
 from hetero.profiler.tables import TableData
-from hetero.profiler.verdict import judge
 
 
 def write_report(profile: DeviceProfile, path: str | Path) -> None:
@@ -26,7 +26,7 @@ def to_html(profile: DeviceProfile) -> str:
     from hetero.profiler.charts import all_charts  # matplotlib takes a second
 
     kinds = sorted({record.numbers for record in profile.devices.values()})
-    verdict = judge(profile)
+    quality = grade(profile)
     return render(
         "profile.html",
         title=f"Profile {profile.name}",
@@ -37,8 +37,8 @@ def to_html(profile: DeviceProfile) -> str:
             f"{kind.upper()}: {record.name} ({record.backend}, {record.driver}), {record.numbers}"
             for kind, record in profile.devices.items()
         ],
-        conclusion=verdict.sentences,
-        good=verdict.good,
+        conclusion=quality.sentences,
+        good=quality.good,
         numbers=_numbers(profile),
         wrong=list(
             dict.fromkeys(

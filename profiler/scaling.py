@@ -27,7 +27,7 @@ from hetero.profiler.records import (
     EveryCore,
     Kind,
     MatMulPredictor,
-    OtherPredictor,
+    NonMatmulPredictor,
     Phase,
     Regimes,
     phase_of,
@@ -138,7 +138,7 @@ def _predictor(predictor: MatMulPredictor, own: _Own) -> MatMulPredictor:
     )
 
 
-def _other(predictor: OtherPredictor, own: _Own) -> OtherPredictor:
+def _other(predictor: NonMatmulPredictor, own: _Own) -> NonMatmulPredictor:
     prefill, decode = (own.rest(predictor.device, phase) for phase in PHASES)
     if prefill == decode == 1.0:
         return predictor

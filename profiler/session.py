@@ -17,6 +17,13 @@ from hetero.backends.formats import WeightFormat
 from hetero.backends.host.clock import Clock, ManualClock, SystemClock
 from hetero.backends.protocol import Device, DeviceKind
 from hetero.profiler import active, canary, fit, grid, preparation
+from hetero.profiler.device_overheads import (
+    BANDWIDTH_REPEATS,
+    ConcurrentBandwidth,
+    DeviceOverheads,
+    MaybePower,
+    NonMatmulRows,
+)
 from hetero.profiler.environment import hetero_version
 from hetero.profiler.errors import ProfileError
 from hetero.profiler.grid import Task, shape_class
@@ -38,7 +45,6 @@ from hetero.profiler.records import (
     ReferencePoint,
     StageCheck,
 )
-from hetero.profiler.surroundings import STRETCHES, MaybePower, Others, Surroundings, Together
 from hetero.profiler.workload import Workload
 
 R = TypeVar("R", bound=BaseModel)
@@ -156,7 +162,7 @@ class Session:
             cold=cold,
             seed=self.options.seed,
         )
-        self._around = Surroundings(
+        self._around = DeviceOverheads(
             self.devices,
             self.workload,
             self.options,
@@ -236,7 +242,7 @@ class Session:
         self._part("preparation", PreparationRow, around.preparation, several=True)
         self._together(1)
         self._part("power", MaybePower, around.power)
-        self._part("other kernels", Others, partial(around.others, self.records))
+        self._part("other kernels", NonMatmulRows, partial(around.others, self.records))
 
     def _checkpoint(self) -> None:
         """Raise `ProfileError` where the budget is used up before the matmuls; called between the
@@ -270,10 +276,10 @@ class Session:
 
     def _together(self, count: int) -> None:
         """Both devices at once, until so many of the stretches are measured."""
-        for name in STRETCHES[:count]:
+        for name in BANDWIDTH_REPEATS[:count]:
             if name not in self.parts:
                 start_s = self.clock.now()
-                self._part(name, Together, self._around.together)
+                self._part(name, ConcurrentBandwidth, self._around.together)
                 self._stretch_s = max(self._stretch_s, self.clock.now() - start_s)
 
     def _matmuls(self) -> None:
@@ -296,13 +302,13 @@ class Session:
             passed = (len(self.rows) - done) / max(wanted - done, 1)
             if math.isfinite(until_s) and until_s > start_s:
                 passed = max(passed, (self.clock.now() - start_s) / (until_s - start_s))
-            self._together(1 + int(passed * (len(STRETCHES) - 1)))
+            self._together(1 + int(passed * (len(BANDWIDTH_REPEATS) - 1)))
             block = self._choose(open_tasks, left, turn)
             gone = set(block)
             self._measure(block, end_s)
             open_tasks = [task for task in open_tasks if task not in gone and self._usable(task)]
             self._snapshot()
-        self._together(len(STRETCHES))
+        self._together(len(BANDWIDTH_REPEATS))
 
     def _tasks(self) -> list[Task]:
         tasks: list[Task] = []
@@ -322,7 +328,7 @@ class Session:
     def _until_s(self) -> float:
         """Clock time at which the grid must end."""
         left_s = self.options.budget_s * (1 - self.options.reserved) - self.spent_s
-        left_s -= self._stretch_s * sum(name not in self.parts for name in STRETCHES)
+        left_s -= self._stretch_s * sum(name not in self.parts for name in BANDWIDTH_REPEATS)
         return self.clock.now() + max(left_s, 0.0)
 
     def _choose(self, open_tasks: Sequence[Task], count: int, turn: int) -> list[Task]:
@@ -466,8 +472,10 @@ class Session:
                 f"nothing was measured in {self.options.budget_s:g} s: give a longer --budget"
             )
         self._report("fitting")
-        others: list[Others] = self.parts["other kernels"]
-        together = Together.median([self.parts[x][0] for x in STRETCHES if x in self.parts])
+        others: list[NonMatmulRows] = self.parts["other kernels"]
+        together = ConcurrentBandwidth.median(
+            [self.parts[x][0] for x in BANDWIDTH_REPEATS if x in self.parts]
+        )
         power: MaybePower = self.parts["power"][0]
         spent_s = self.spent_s
         return DeviceProfile(

@@ -19,7 +19,7 @@ from hetero.profiler.records import (
     DeviceRecord,
     EveryCore,
     MatMulPredictor,
-    OtherPredictor,
+    NonMatmulPredictor,
     Phase,
     PreparationPredictor,
 )
@@ -75,7 +75,7 @@ class Substitution(NamedTuple):
         return f"{self.op} was not measured: predicted from {self.source} by its bytes"
 
 
-def stand_in(source: OtherPredictor, op: str) -> OtherPredictor:
+def proxy_predictor(source: NonMatmulPredictor, op: str) -> NonMatmulPredictor:
     """What predicts `op` by the work of another operation."""
     ratio = TENSORS.get(op, 1) / TENSORS.get(source.op, 1)
 

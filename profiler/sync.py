@@ -78,7 +78,7 @@ def measure_device(
         submit_busy_s=busy_s,
         submit_empty_s=max(idle_call_s - each_s - waits.get("finish", 0.0), 0.0),
         ring_s=ring_s,
-        chain_s=_chain(device, clock, repeats, policy),
+        chain_s=_fused(device, clock, repeats, policy),
         wait_s=waits,
         notes=notes,
     )
@@ -139,21 +139,21 @@ def _queue(clock: Clock, call: BoundCall, repeats: int, policy: SyncPolicy) -> t
     return statistics.median(submits), statistics.median(eaches)
 
 
-def _chain(device: Device, clock: Clock, repeats: int, policy: SyncPolicy) -> float | None:
+def _fused(device: Device, clock: Clock, repeats: int, policy: SyncPolicy) -> float | None:
     """A launch in a full queue less one in a chain, both in turns and behind longer ones, during
     which they are submitted; None where calls are not chained, or a chain does not compile.
     """
     call, lead = _call(device, policy.small), _call(device, policy.medium)
     try:
-        chains = device.chain([[[call]] * policy.queue]) if call.chains else None
+        fused = device.fuse([[[call]] * policy.queue]) if call.fusible else None
     except KernelBuildError:  # as for a model, which then decodes call by call
         return None
-    if not chains:
+    if not fused:
         return None
     saved = []
     for _ in range(max(3, repeats // 6)):
         times = []
-        for calls in ([call] * policy.queue, chains):
+        for calls in ([call] * policy.queue, fused):
             before = [lead.submit() for _ in range(policy.queue)]
             behind = [each.submit() for each in calls]
             before[-1].wait(policy.deadline_s)
@@ -169,17 +169,17 @@ def _ring(device: Device, clock: Clock, repeats: int, policy: SyncPolicy) -> flo
     has none; None where there are no gates.
     """
     flag = device.flag()
-    bell = device.doorbell() if flag is not None else None
+    bell = device.stream_signal() if flag is not None else None
     if flag is None or bell is None:
         return None
-    bell.settle()
+    bell.reset()
     times = []
     for _ in range(repeats):
-        bell.gate.submit()
+        bell.wait_value.submit()
         end = flag.submit()
         clock.sleep(policy.idle_s)
         start_s = clock.now()
-        bell.ring()
+        bell.signal()
         _poll(end, clock, policy.deadline_s)
         seen_s, span = clock.now(), end.span()
         times.append((span[0] if span is not None else seen_s) - start_s)

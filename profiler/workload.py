@@ -397,7 +397,7 @@ class Workload:
         weights = [self.pool.weights(task.op) for _ in range(copies)]
         device = self.devices[task.device]
         kernels = [device.prepare(task.op, w) for w in weights]
-        device.settle()
+        device.compact_weights()
         return _Prepared(kernels, [checks.packed(w) for w in weights])
 
     def _drop_old(self) -> None:

@@ -165,7 +165,7 @@ def longest_step(planner: Planner, strategy: str) -> int | None:
     one graph holds where the NPU runs everything in graphs. None where nothing limits it.
     """
     chunk = chunk_tokens(planner, CHUNKED_AT) if strategy == "chunked" else None
-    in_graphs = strategy == "npu-only" and "npu" in planner.rest_devices(1)
+    in_graphs = strategy == "npu-only" and "npu" in planner.non_matmul_devices(1)
     return shortest(planner.step_tokens, chunk, planner.longest_with("npu") if in_graphs else None)
 
 

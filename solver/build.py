@@ -15,16 +15,18 @@ from hetero.solver.candidates import Reasons
 from hetero.solver.curves import front, strategy_curves
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.in_flight import in_flight_of
-from hetero.solver.memory import held_by_op, weight_memory
+from hetero.solver.joint_plan import cuts_of, memory_of, solve_jointly
+from hetero.solver.memory import resident_by_op, weight_memory
 from hetero.solver.names import NamedStrategy
+from hetero.solver.non_matmul import seconds_by_kind
 from hetero.solver.options import Option
 from hetero.solver.place import tiles_of
 from hetero.solver.plan import (
     AttentionShare,
     HeadCounts,
+    NonMatmulDevices,
     OpPlan,
     Residency,
-    Rest,
     Total,
 )
 from hetero.solver.planner import Planner
@@ -32,8 +34,6 @@ from hetero.solver.prompts import Prompt, call_scenarios, prompt_alone, prompt_o
 from hetero.solver.request import DEFAULT_REQUEST, PlanRequest, scenarios_of
 from hetero.solver.sizing import planner_for
 from hetero.solver.solution import Scenario, Solution
-from hetero.solver.steps import seconds_by_kind
-from hetero.solver.together import cuts_of, memory_of, solve_together
 
 Numbers: TypeAlias = Literal["predicted", "simulated"]
 Clock = Callable[[], float]
@@ -52,7 +52,7 @@ def make_plan(
     planner, notes = planner_for(spec, profile, request)
     calls = request.in_calls(planner.step_tokens)
     objective = planner.objective(*request.weights)
-    planner, solutions = solve_together(
+    planner, solutions = solve_jointly(
         planner, scenarios_of(calls.seq_lens), objective, calls, notes
     )
     notes += _share_notes(request, solutions)
@@ -76,13 +76,13 @@ def assemble(
     tokens (None: of the planner's). A `decoder` of its own decodes, and has the output head.
     """
     spec, profile = planner.spec, planner.profile
-    apart = decoder is not None and decoder is not planner
-    decoder = decoder if decoder is not None and apart else planner
+    separate = decoder is not None and decoder is not planner
+    decoder = decoder if decoder is not None and separate else planner
     prompts = [s for s in solutions if s.scenario.phase == "prefill"]
     others = [s for s in solutions if s.scenario.phase == "decode"]
     memory = (
         memory_of([(planner, prompts), (decoder, others)])
-        if apart
+        if separate
         else weight_memory(planner, solutions)
     )
     reasons = (
@@ -99,7 +99,7 @@ def assemble(
         ops=tuple(
             entries(planner, solutions, reasons=reasons, pipe=strategy == "pipe", decoder=decoder)
         ),
-        rest=rest_of(solutions),
+        rest=non_matmul_devices_of(solutions),
         totals=totals_of(
             planner, solutions, request.seq_lens, longest or planner.step_tokens, decoder
         ),
@@ -132,12 +132,12 @@ def attention_of(planner: Planner, solutions: Iterable[Solution]) -> tuple[Atten
 def share_of(planner: Planner, call: Solution) -> AttentionShare:
     """The heads of one call's attention."""
     every, chosen = planner.spec.kv_heads, call.attention
-    gpu = every - call.heads if call.rests.device == "gpu" else 0
+    gpu = every - call.heads if call.non_matmul.device == "gpu" else 0
     return AttentionShare(
         phase="prefill",
         m=call.scenario.m,
         heads=HeadCounts(gpu=gpu, npu=every - gpu),
-        predicted_s=chosen.together_s if chosen is not None else None,
+        predicted_s=chosen.elapsed_s if chosen is not None else None,
         gpu_s=chosen.gpu_s if chosen is not None else None,
         npu_s=chosen.npu_s if chosen is not None else None,
     )
@@ -174,7 +174,7 @@ def residency_of(planner: Planner, solutions: Iterable[Solution]) -> dict[OpName
             npu_rows=held.npu,
             gpu_from=held.gpu,
         )
-        for name, held in held_by_op(planner, solutions).items()
+        for name, held in resident_by_op(planner, solutions).items()
     }
 
 
@@ -258,19 +258,19 @@ def _prompt_total(
 ) -> Total:
     """A prompt in calls that are solved as if each came first."""
     done = prompt_of(
-        planner.evaluate(scenario, known.options, known.rests.device, heads=known.heads)
+        planner.evaluate(scenario, known.options, known.non_matmul.device, heads=known.heads)
         for scenario in call_scenarios(steps)
         for known in [solved[scenario.m]]
     )
     singles = {
-        kind: prompt_alone(planner.uncut, steps_alone(planner, tokens, kind), kind)
+        kind: prompt_alone(planner.whole_rows, steps_alone(planner, tokens, kind), kind)
         for kind in KINDS
     }
     return _total(planner, done, singles).model_copy(update={"steps": done.steps})
 
 
 def _decode_total(planner: Planner, solution: Solution) -> Total:
-    alone = {kind: planner.uncut.single(solution.scenario, kind) for kind in KINDS}
+    alone = {kind: planner.whole_rows.single(solution.scenario, kind) for kind in KINDS}
     singles = {kind: s and Prompt((s,)) for kind, s in alone.items()}
     found = _total(planner, Prompt((solution,)), singles)
     return found.model_copy(update={"context": planner.settings.context})
@@ -290,7 +290,7 @@ def _total(planner: Planner, done: Prompt, singles: Mapping[DeviceKind, Prompt |
         single_devices={kind: found.seconds for kind, found in alone.items()},
         energy_j=done.joules,
         best_single_device_j=best.joules,
-        rest_s=seconds_by_kind(planner.spec, first.rests),
+        rest_s=seconds_by_kind(planner.spec, first.non_matmul),
     )
 
 
@@ -300,10 +300,10 @@ def numbers_of(profile: DeviceProfile) -> Numbers:
     return "simulated" if simulated else "predicted"
 
 
-def rest_of(solutions: Sequence[Solution]) -> Rest:
+def non_matmul_devices_of(solutions: Sequence[Solution]) -> NonMatmulDevices:
     """The device of each phase; its scenarios agree."""
-    found = {s.scenario.phase: s.rests.device for s in solutions}
-    return Rest(prefill=found["prefill"], decode=found["decode"])
+    found = {s.scenario.phase: s.non_matmul.device for s in solutions}
+    return NonMatmulDevices(prefill=found["prefill"], decode=found["decode"])
 
 
 def _share_notes(request: PlanRequest, solutions: Sequence[Solution]) -> list[str]:
@@ -314,7 +314,7 @@ def _share_notes(request: PlanRequest, solutions: Sequence[Solution]) -> list[st
             f"{name} in {s.scenario.phase} at {s.scenario.m}"
             for s in solutions
             for name, option in s.options.items()
-            if option.gpu_s > request.max_gpu_share * option.together_s * (1 + 1e-9)
+            if option.gpu_s > request.max_gpu_share * option.elapsed_s * (1 + 1e-9)
         }
     )
     return (

@@ -31,7 +31,7 @@ class Reasons:
         space = planner.whole.space(name)
         rules = planner.settings.rules
         chooser = Chooser(planner.overheads, rules, planner.objective())
-        best = {o.strategy: o for o in chooser.named(space, m) if o.together_s < INF}
+        best = {o.strategy: o for o in chooser.named(space, m) if o.elapsed_s < INF}
         if (
             chosen.strategy not in best
             or chosen.seconds_alone() < best[chosen.strategy].seconds_alone()
@@ -68,7 +68,7 @@ class Reasons:
             return f"{100 * slower:.1f} % slower; {_limit(option)}"
         if option.is_cut and option.seconds_alone() > (1 - rules.margin) * single:
             return f"gains less than the margin of {100 * rules.margin:.0f} % over one device"
-        if option.gpu_s > rules.max_gpu_share * option.together_s:
+        if option.gpu_s > rules.max_gpu_share * option.elapsed_s:
             return "over the GPU's share"
         return self._in_the_step(planner, option, solution, name)
 
@@ -79,7 +79,7 @@ class Reasons:
         with the row cuts that are prepared.
         """
         before, after = (
-            planner.whole.evaluate(solution.scenario, options, solution.rests.device).seconds
+            planner.whole.evaluate(solution.scenario, options, solution.non_matmul.device).seconds
             for options in (solution.options, {**solution.options, name: option})
         )
         if after > before:
@@ -91,7 +91,7 @@ class Reasons:
         prepared = [
             o.seconds_alone()
             for o in chooser.named(planner.space(name), m)
-            if o.strategy == option.strategy and o.together_s < INF
+            if o.strategy == option.strategy and o.elapsed_s < INF
         ]
         if not prepared:
             return "faster alone, but its row cut is not one that all lengths share"
@@ -107,7 +107,7 @@ class Reasons:
 
 def _limit(option: Option) -> str:
     if not option.is_cut:
-        return f"the {option.mode.upper()} alone takes {units.duration(option.together_s)}"
+        return f"the {option.mode.upper()} alone takes {units.duration(option.elapsed_s)}"
     if option.gpu_s > option.npu_s:
         return f"waits for the GPU ({units.duration(option.gpu_s)})"
     return f"waits for the NPU ({units.duration(option.npu_s)})"

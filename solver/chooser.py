@@ -12,7 +12,7 @@ from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 
-from hetero.solver.kernels import Bools, Floats, Ints
+from hetero.solver.kernel_times import Bools, Floats, Ints
 from hetero.solver.options import GPU, HOST, INF, Objective, Option
 from hetero.solver.overheads import Overheads
 from hetero.solver.pieces import Pieces
@@ -39,7 +39,7 @@ class Rules:
     shared: bool = False
 
 
-class Picked(NamedTuple):
+class SelectedCuts(NamedTuple):
     """What of a grid can be part of a best chain: the GPU's seconds alone (None where it lacks
     rows), and the places of the NPU alone and of cuts, with their mode.
     """
@@ -49,7 +49,7 @@ class Picked(NamedTuple):
     cuts: list[tuple[int, int, bool]]
 
 
-class Cheapest:
+class CheapestCuts:
     """The cheapest cut of each of some matmuls, in each mode and from each state: `costs`
     [S, 2, T, C] by state (one where it makes no difference) and by `MODES`, with as many columns
     for each matmul.
@@ -102,14 +102,14 @@ class Chooser:
         gpu_s = grid.gpu_only_s if gpu_alone else None
         return self.made(space, m, grid, self._pick(space, m, grid, mask, gpu_s))
 
-    def made(self, space: MatMulSpace, m: int, grid: Grid, picked: Picked) -> list[Option]:
+    def made(self, space: MatMulSpace, m: int, grid: Grid, picked: SelectedCuts) -> list[Option]:
         """The options of these places, the margin applied (`options`)."""
         overheads = self.overheads.at(m)
         gpu = [] if picked.gpu_s is None else [self._gpu_only(space, m, overheads, picked.gpu_s)]
         npu = [] if picked.npu is None else [self._npu_only(space, m, grid, picked.npu)]
         cuts = [self._cut(space, m, overheads, grid, *place) for place in picked.cuts]
         if not npu and not cuts:
-            return [option.open() for option in gpu]  # nothing else can compute it
+            return [option.unrestricted() for option in gpu]  # nothing else can compute it
         singles = gpu + npu
         return [*singles, *self._with_margin(singles, cuts)]
 
@@ -129,7 +129,7 @@ class Chooser:
         yield self._gpu_only(space, m, overheads, grid.gpu_only_s)
         codes = _strategy_codes(grid, m)
         for code in np.unique(codes):
-            mask = (codes == code) & np.isfinite(grid.together_s)
+            mask = (codes == code) & np.isfinite(grid.elapsed_s)
             picked = self._pick(space, m, grid, mask, None)
             if picked.npu is not None:
                 yield self._npu_only(space, m, grid, picked.npu)
@@ -138,62 +138,62 @@ class Chooser:
 
     def _pick(
         self, space: MatMulSpace, m: int, grid: Grid, mask: Bools | None, gpu_s: float | None
-    ) -> Picked:
+    ) -> SelectedCuts:
         alone = np.where(grid.cuts == m, grid.npu_s[:, -1], INF)
         if mask is not None:
             alone = np.where(mask[:, -1], alone, INF)
         i = int(alone.argmin())
         npu = (i, -1) if alone[i] < INF else None
-        cheapest = self.cheapest([space], m, grid, self.price(grid, m, mask))
-        return Picked(gpu_s, npu, cheapest.of(0))
+        cheapest = self.cheapest([space], m, grid, self.cost(grid, m, mask))
+        return SelectedCuts(gpu_s, npu, cheapest.of(0))
 
     def cheapest(
-        self, spaces: Sequence[MatMulSpace], m: int, grid: Grid, price: Floats
-    ) -> Cheapest:
+        self, spaces: Sequence[MatMulSpace], m: int, grid: Grid, cost: Floats
+    ) -> CheapestCuts:
         """The cheapest cuts of a grid of these matmuls, each with as many columns."""
-        costs = np.where(grid.npu_dominant == _BY_MODE, price, INF)[None]
+        costs = np.where(grid.npu_dominant == _BY_MODE, cost, INF)[None]
         if self.overheads.copies:
             rows = grid.rows.reshape(len(spaces), -1)
             copies = [self._copies(x, m, grid.cuts, r) for x, r in zip(spaces, rows, strict=True)]
             costs = costs + np.concatenate(copies, axis=-1)
-        return Cheapest(costs, len(spaces))
+        return CheapestCuts(costs, len(spaces))
 
-    def price(self, grid: Grid, m: int, mask: Bools | None = None) -> Floats:
+    def cost(self, grid: Grid, m: int, mask: Bools | None = None) -> Floats:
         """[T, R] objective of every cut of a matmul, without synchronisation that is the same for
         all of a mode; infinite where it is not allowed. The NPU alone (all tokens, all rows) is no
         cut.
         """
         allowed = np.ones(grid.gpu_s.shape, dtype=np.bool_) if mask is None else mask.copy()
         allowed[grid.cuts == m, -1] = False
-        return self.price_of(grid, allowed)
+        return self.cost_of(grid, allowed)
 
-    def price_of(self, grid: Grid, allowed: Bools) -> Floats:
-        """`price` of those [T, R] that are allowed, of several matmuls."""
-        objective, power, total = self.objective, self.objective.power, grid.together_s
+    def cost_of(self, grid: Grid, allowed: Bools) -> Floats:
+        """`cost` of those [T, R] that are allowed, of several matmuls."""
+        objective, power, total = self.objective, self.objective.power, grid.elapsed_s
         possible = np.isfinite(total) & allowed
         if self.rules.max_gpu_share < 1:
             share = self.rules.max_gpu_share * (1 + 1e-12)
             possible &= grid.gpu_s <= share * np.where(possible, total, 0.0)
-        price = objective.seconds * np.where(possible, total, 0.0)
+        cost = objective.seconds * np.where(possible, total, 0.0)
         if objective.joules and power is not None:
             gpu, npu = (np.where(possible, x, 0.0) for x in (grid.gpu_s, grid.npu_s))
             both = np.minimum(gpu, npu)
             joules = power.gpu_w * (gpu - both) + power.npu_w * (npu - both) + power.both_w * both
-            price = price + objective.joules * joules
-        price = price + objective.idle * grid.times.restarts_s
-        return np.where(possible, price, INF)
+            cost = cost + objective.joules * joules
+        cost = cost + objective.idle * grid.times.restarts_s
+        return np.where(possible, cost, INF)
 
     def _gpu_only(self, space: MatMulSpace, m: int, overheads: Overheads, seconds: float) -> Option:
         into = overheads.copy(ACTIVATION_BYTES * m * space.k)
         option = Option(
             "gpu-only",
             "gpu",
-            together_s=seconds,
+            elapsed_s=seconds,
             gpu_s=seconds,
             enter_s=(0.0, overheads.submit_s + into),
             leaves=GPU,
         )
-        return option if self.rules.max_gpu_share >= 1 else option.bar(GPU, HOST)
+        return option if self.rules.max_gpu_share >= 1 else option.forbid(GPU, HOST)
 
     def _npu_only(self, space: MatMulSpace, m: int, grid: Grid, place: Cell) -> Option:
         pieces, overheads = grid.pieces(*place), self.overheads
@@ -202,7 +202,7 @@ class Chooser:
         return Option(
             "npu-only" if len(pieces.spans) == 1 else "multi-sequence-cut",
             "npu",
-            together_s=float(grid.npu_s[place]),
+            elapsed_s=float(grid.npu_s[place]),
             npu_s=float(grid.npu_s[place]),
             enter_s=(enter + leave + grid.times.behind_gpu_s, leave),
             leaves=HOST,
@@ -250,7 +250,7 @@ class Chooser:
         return Option(
             strategy_name(m, space.n, r, pieces),
             "npu-dominant" if dominant else "gpu-dominant",
-            together_s=float(grid.together_s[i, j]),
+            elapsed_s=float(grid.elapsed_s[i, j]),
             gpu_s=float(grid.gpu_s[i, j]),
             npu_s=float(grid.npu_s[i, j]),
             enter_s=(from_gpu, from_host),
@@ -269,7 +269,7 @@ class Chooser:
         for cut in cuts:
             closed = [state for state in states if cost(cut, state) > limits[state]]
             if len(closed) < 2 or self.rules.shared:  # a prompt may need a cut that loses
-                yield cut.bar(*closed) if closed else cut
+                yield cut.forbid(*closed) if closed else cut
 
 
 def strategy_name(m: int, n: int, rows: int, pieces: Pieces) -> Strategy:
@@ -285,7 +285,7 @@ def strategy_name(m: int, n: int, rows: int, pieces: Pieces) -> Strategy:
 
 def _strategy_codes(grid: Grid, m: int) -> Ints:
     """[T, R] numbers that differ between strategies; for grids with one choice for each row."""
-    codes = np.empty(grid.together_s.shape, dtype=np.intp)
+    codes = np.empty(grid.elapsed_s.shape, dtype=np.intp)
     known: dict[str, int] = {}
     n = int(grid.rows[-1])
     for i in range(len(grid.cuts)):

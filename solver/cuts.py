@@ -17,7 +17,7 @@ import numpy as np
 
 from hetero.profiler.model_graph import OpName
 from hetero.solver.chooser import Chooser
-from hetero.solver.kernels import Floats, Ints
+from hetero.solver.kernel_times import Floats, Ints
 from hetero.solver.options import GPU, INF, Objective, Option
 from hetero.solver.planner import Planner
 from hetero.solver.solution import Scenario
@@ -70,7 +70,7 @@ class _Call(NamedTuple):
 
     share: float
     grid: Grid
-    price: Floats
+    cost: Floats
     alone: float
 
 
@@ -90,19 +90,19 @@ class _Wanted:
         space = planner.space(name)
         chooser = Chooser(planner.overheads, planner.settings.rules, objective)
         made = [_call(chooser, space, m, share) for m, share in _shares(name, scenarios).items()]
-        calls = [call for call in made if min(call.alone, float(call.price.min())) < INF]
+        calls = [call for call in made if min(call.alone, float(call.cost.min())) < INF]
         columns = sorted({c for call in calls if (c := _column(call)) < len(space.rows) - 1})
         self.rows: list[int] = space.rows[columns].tolist()
         self._shares = np.asarray([call.share for call in calls])
         self._alone = np.asarray([call.alone for call in calls])
         self._weight = objective.seconds or 1.0
         shape = (len(calls), len(columns))
-        self._price = np.full(shape, INF)
+        self._costs = np.full(shape, INF)
         self._graphs = np.zeros((2, *shape), dtype=np.intp)
         for i, call in enumerate(calls):
             for j, column in enumerate(columns):
-                self._price[i, j], self._graphs[:, i, j] = _best(call, column)
-        self._least = np.minimum(self._price.min(axis=1, initial=INF), self._alone)
+                self._costs[i, j], self._graphs[:, i, j] = _best(call, column)
+        self._least = np.minimum(self._costs.min(axis=1, initial=INF), self._alone)
         self._tables(space)
 
     def _tables(self, space: MatMulSpace) -> None:
@@ -114,13 +114,13 @@ class _Wanted:
     def slowdown(self, kept: Subset) -> float:
         """With these of `rows` as cuts: the shares times the cost over the best cut's alone."""
         columns = np.asarray(kept, dtype=np.intp)
-        price = self._price[:, columns]
+        cost = self._costs[:, columns]
         if self._runs is not None and len(kept):
             more = self._more([self.rows[i] for i in kept], self._runs)
             first, second = self._graphs[:, :, columns]
             places = np.arange(len(kept))[None, :]
-            price = price + self._weight * (more[first, places] + more[second, places])
-        cost = np.minimum(price.min(axis=1, initial=INF), self._alone)
+            cost = cost + self._weight * (more[first, places] + more[second, places])
+        cost = np.minimum(cost.min(axis=1, initial=INF), self._alone)
         return float(self._shares @ (cost / self._least))
 
     def _more(self, rows: list[int], runs: Floats) -> Floats:
@@ -138,23 +138,23 @@ def _call(chooser: Chooser, space: MatMulSpace, m: int, share: float) -> _Call:
         Option("npu-only", "npu", npu_s, npu_s=npu_s),
     )
     cost = min(chooser.objective.cost(option, GPU) for option in alone)
-    return _Call(share, grid, chooser.price(grid, m), cost)
+    return _Call(share, grid, chooser.cost(grid, m), cost)
 
 
 def _column(call: _Call) -> int:
     """The row cut that a call wants; the last where one device alone is as fast."""
-    cost = call.price.min(axis=0)
+    cost = call.cost.min(axis=0)
     return int(cost.argmin()) if cost.min() < call.alone else len(cost) - 1
 
 
 def _best(call: _Call, column: int) -> tuple[float, Ints]:
     """Cost of a row cut's best tiling, and its two graphs (their places among the sizes)."""
-    cut = int(call.price[:, column].argmin())
+    cut = int(call.cost[:, column].argmin())
     choices = call.grid.choices
     group = choices.group(cut)
     place = group.start + int(call.grid.every_npu_s[group, column].argmin())
     graphs = np.asarray((choices.first[place], choices.second[place]))
-    return float(call.price[cut, column]), graphs
+    return float(call.cost[cut, column]), graphs
 
 
 def _shares(name: OpName, scenarios: Sequence[Scenario]) -> dict[int, float]:

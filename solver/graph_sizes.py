@@ -54,13 +54,13 @@ def choose(
     budgets: Budgets,
     *,
     budget_bytes: float | None,
-    price: Callable[[Planner], float],
+    cost: Callable[[Planner], float],
 ) -> GraphChoice:
     """The best sizes for prompts of these lengths and weights. Raises `PlanError` if nothing fits.
 
     Where each size has weights of its own and memory is limited (`budget_bytes` for weights on
     both devices, or the NPU's own limit), fewer sizes leave the NPU more rows: then every number
-    of sizes is tried, and `price` says what a whole plan with them costs.
+    of sizes is tried, and `cost` says what a whole plan with them costs.
     """
     program = SizeProgram(planner, lengths)
     limits = limits_of(planner.profile, budget_bytes)
@@ -70,7 +70,7 @@ def choose(
     for count in range(1, budgets.graphs + 1):
         choice = program.best(budgets._replace(graphs=count))
         found.setdefault(choice.sizes, choice)
-    return min(found.values(), key=lambda choice: price(program.with_sizes(choice.sizes)))
+    return min(found.values(), key=lambda choice: cost(program.with_sizes(choice.sizes)))
 
 
 class SizeProgram:
@@ -177,9 +177,9 @@ class SizeProgram:
             scale = max(abs(limit), float(abs(values).max()), 1e-30)  # seconds and bytes near 1
             matrix[row, : len(self.sizes)], high[row] = values / scale, limit / scale
             row += 1
-        price = np.asarray([self.weights[i] * self._costs[i, j] for i, j in pairs])
+        cost = np.asarray([self.weights[i] * self._costs[i, j] for i, j in pairs])
         result = milp(
-            np.concatenate((np.zeros(len(self.sizes)), price / price.max(initial=1e-30))),
+            np.concatenate((np.zeros(len(self.sizes)), cost / cost.max(initial=1e-30))),
             constraints=LinearConstraint(matrix.tocsr(), low, high),
             integrality=np.concatenate((np.ones(len(self.sizes)), np.zeros(len(pairs)))),
             bounds=Bounds(0, np.concatenate((allowed, np.ones(len(pairs))))),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hetero.backends.protocol import DeviceKind
 from hetero.profiler.model_graph import ModelGraph
 from hetero.solver.execution_plan import ExecutionPlan
-from hetero.solver.plan import PHASES, OpPlan, Phase, Rest, Tile
+from hetero.solver.plan import PHASES, NonMatmulDevices, OpPlan, Phase, Tile
 
 
 def single_device(
@@ -44,7 +44,7 @@ def layer_level(
     return ExecutionPlan(
         model=spec.name,
         ops=tuple(entries),
-        rest=Rest(prefill=rest, decode=rest),
+        rest=NonMatmulDevices(prefill=rest, decode=rest),
         graph_sizes=graph_sizes,
     )
 

@@ -21,10 +21,10 @@ from hetero.profiler.cost import CostModel
 from hetero.profiler.model_graph import ModelGraph, OpName, Share, Stage
 from hetero.profiler.predict import padded_count
 from hetero.profiler.records import phase_of
-from hetero.solver.kernels import Floats, Kernels
+from hetero.solver.kernel_times import Floats, KernelTimes
+from hetero.solver.non_matmul import Timer, timer_of
 from hetero.solver.options import GPU, HOST, Objective, Option
 from hetero.solver.overheads import CutTimes, Overheads
-from hetero.solver.steps import Timer, timer_of
 
 KEPT: Final = 1024  # calls whose options are remembered
 # How many heads the NPU has: exactly so many (0: attention is whole), one of these, or any number.
@@ -42,10 +42,12 @@ class _Attending(NamedTuple):
 
 
 class HeadShares:
-    """Options of attention shared by both devices, beside those of one device (`RestCosts`)."""
+    """Options of attention shared by both devices, beside those of one device
+    (`NonMatmulCosts`).
+    """
 
     def __init__(
-        self, cost: CostModel, graph: ModelGraph, kernels: Kernels, overheads: Overheads
+        self, cost: CostModel, graph: ModelGraph, kernels: KernelTimes, overheads: Overheads
     ) -> None:
         self._cost, self._kernels, self._overheads = cost, kernels, overheads
         self._known: dict[tuple[int, int], Mapping[OpName, tuple[Option, ...]]] = {}
@@ -133,7 +135,7 @@ def _option(
     return Option(
         "row-cut",
         "npu-dominant" if dominant else "gpu-dominant",
-        together_s=around_s + float(times.together_s[i]),
+        elapsed_s=around_s + float(times.elapsed_s[i]),
         gpu_s=around_s + float(gpu_s[i]),
         npu_s=float(npu_s[i]),
         enter_s=(both, overheads.submit_s + both),
@@ -162,5 +164,5 @@ def allowed(
             > (1 - margin) * objective.cost_alone(whole, state)
         ]
         if len(closed) < 2:
-            found.append(option.bar(*closed) if closed else option)
+            found.append(option.forbid(*closed) if closed else option)
     return found

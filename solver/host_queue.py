@@ -16,7 +16,7 @@ import numpy as np
 from hetero.backends.protocol import DeviceKind
 from hetero.profiler.cost import CostModel, WaitMethod
 from hetero.profiler.records import phase_of
-from hetero.solver.kernels import Floats, Kernels
+from hetero.solver.kernel_times import Floats, KernelTimes
 from hetero.solver.overheads import CutTimes, Overheads
 
 Correction: TypeAlias = Literal["chains", "gates", "restart", "spread", "step"]
@@ -46,7 +46,7 @@ class HostCutTimes(CutTimes):
         return np.asarray(self.npu_s + self.restart_s)
 
     @cached_property
-    def together_s(self) -> Floats:
+    def elapsed_s(self) -> Floats:
         """See `CutTimes`; the expected value."""
         return longer(self.gpu_s, self.npu_thread_s, self.spread)
 
@@ -74,7 +74,7 @@ class HostQueue(Overheads):
     busy_s      one submission behind others, made by the thread on which the NPU's calls block
     step_s      the thread's time before the first and after the last launch of a step; None:
                 not measured
-    chain_s     what a launch saves in a chain (`Device.chain`)
+    chain_s     what a launch saves in a chain (`Device.fuse`)
     varies      whether times vary (`CostModel.spread`)
     """
 
@@ -125,7 +125,7 @@ class HostQueue(Overheads):
         """Whether launches are queued ahead behind gates in a step of m tokens."""
         return self.ring_s is not None and phase_of(m) == "decode"
 
-    def cut(self, kernels: Kernels, m: int, gpu_s: Floats, npu_s: Floats) -> CutTimes:
+    def cut(self, kernels: KernelTimes, m: int, gpu_s: Floats, npu_s: Floats) -> CutTimes:
         """See `Overheads.cut`."""
         start_s, behind_s = (self.ring_s or 0.0, 0.0) if self.gates(m) else (
             self.submit_s, self.busy_s
@@ -152,7 +152,7 @@ class HostQueue(Overheads):
         return launches * self.chain_s
 
 
-def spread_of(kernels: Kernels, m: int) -> Spread:
+def spread_of(kernels: KernelTimes, m: int) -> Spread:
     """How much the GPU's and the NPU's kernels of m tokens vary (`CostModel.spread`)."""
     cost, key = kernels.cost, (phase_of(m), kernels.weight_format)
     return cost.spread("gpu", *key), cost.spread("npu", *key)

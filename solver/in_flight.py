@@ -22,8 +22,8 @@ from hetero.backends.protocol import DeviceKind
 from hetero.profiler.model_graph import OpName
 from hetero.profiler.records import phase_of
 from hetero.solver.baselines import CHUNKED_AT, chunk_tokens
-from hetero.solver.kernels import Bools, Floats
-from hetero.solver.memory import Held, Limits, held_by_op, held_bytes, limits_of, union
+from hetero.solver.kernel_times import Bools, Floats
+from hetero.solver.memory import Limits, ResidentRows, held_bytes, limits_of, resident_by_op, union
 from hetero.solver.plan import InFlight, OpPlan, Strategy, Tile
 from hetero.solver.planner import Planner
 from hetero.solver.request import PlanRequest
@@ -54,7 +54,7 @@ def in_flight(
     rest: DeviceKind,
     m: int,
     context: int,
-    held: Mapping[OpName, Held],
+    held: Mapping[OpName, ResidentRows],
     limits: Limits,
 ) -> tuple[InFlight, ...]:
     """The forms that balance calls of m tokens behind `context` others best, `whole` and, where
@@ -67,10 +67,10 @@ def in_flight(
     names = [stage.name for stage in planner.spec.block]
     every = [_ways(planner, name, m) for name in names]
     if not _fits(planner, every, held, limits):
-        every = [_within(x, held.get(x.name, Held(0, x.space.n))) for x in every]
-    rests = planner.rests(Scenario("prefill", m, context), rest)[rest]
+        every = [_within(x, held.get(x.name, ResidentRows(0, x.space.n))) for x in every]
+    non_matmul = planner.non_matmul_times(Scenario("prefill", m, context), rest)[rest]
     factor = planner.cost.contention("gpu", phase_of(m), planner.kernels.weight_format)
-    rest_s = factor * sum(x.gpu_s for name, x in rests.behind.items() if name in names)
+    rest_s = factor * sum(x.gpu_s for name, x in non_matmul.behind.items() if name in names)
     call_s = planner.overheads.wait_s + planner.overheads.submit_s
     whole = _best([_only(ways, ways.whole) for ways in every], rest_s, call_s)
     both = _best(every, rest_s, call_s)
@@ -92,9 +92,9 @@ def in_flight_of(
     chunk = min(chunk_tokens(planner, CHUNKED_AT), longest)
     if request.max_gpu_share < 1 or request.objective == "energy":
         return ()
-    held = held_by_op(planner, solutions)
+    held = resident_by_op(planner, solutions)
     limits = limits_of(planner.profile, request.memory_budget_bytes)
-    rest = next(x.rests.device for x in solutions if x.scenario.phase == "prefill")
+    rest = next(x.non_matmul.device for x in solutions if x.scenario.phase == "prefill")
     return in_flight(planner, rest, chunk, 2 * chunk, held, limits)
 
 
@@ -124,7 +124,7 @@ def _only(ways: _Ways, allowed: Bools) -> _Ways:
     return ways._replace(gpu_s=gpu_s, npu_s=npu_s)
 
 
-def _within(ways: _Ways, held: Held) -> _Ways:
+def _within(ways: _Ways, held: ResidentRows) -> _Ways:
     """Those of rows that the devices hold."""
     rows = np.asarray(ways.rows)
     gpu_from = np.where(rows < ways.space.n, rows, ways.space.n)
@@ -132,13 +132,15 @@ def _within(ways: _Ways, held: Held) -> _Ways:
 
 
 def _fits(
-    planner: Planner, every: Sequence[_Ways], held: Mapping[OpName, Held], limits: Limits
+    planner: Planner, every: Sequence[_Ways], held: Mapping[OpName, ResidentRows], limits: Limits
 ) -> bool:
     """Whether both devices may hold all rows of these matmuls beside what they hold of others."""
     wanted = dict(held)
     for ways in every:
         n = ways.space.n
-        wanted[ways.name] = union([wanted.get(ways.name, Held(0, n)), Held(n, 0)], n)
+        wanted[ways.name] = union(
+            [wanted.get(ways.name, ResidentRows(0, n)), ResidentRows(n, 0)], n
+        )
     sums = np.sum([held_bytes(planner, name, rows) for name, rows in wanted.items()], axis=0)
     gpu, npu = sums.tolist()
     return bool(gpu + npu <= limits.together and gpu <= limits.gpu and npu <= limits.npu)

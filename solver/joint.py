@@ -15,9 +15,9 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from hetero.profiler.model_graph import OpName
-from hetero.solver.chooser import Chooser, Picked
-from hetero.solver.kernels import Bools, Floats, Ints
-from hetero.solver.memory import Held
+from hetero.solver.chooser import Chooser, SelectedCuts
+from hetero.solver.kernel_times import Bools, Floats, Ints
+from hetero.solver.memory import ResidentRows
 from hetero.solver.options import INF, Option
 from hetero.solver.pieces import Choices, npu_choices
 from hetero.solver.tilings import Grid, MatMulSpace, complement, contend
@@ -30,14 +30,17 @@ class Column(NamedTuple):
 
     space: MatMulSpace
     whole: int
-    held: Held
+    held: ResidentRows
 
 
 class JointSpace:
     """Tables of matmuls with an NPU, up to `longest` tokens; `options` is then quick."""
 
     def __init__(
-        self, spaces: Mapping[OpName, MatMulSpace], held: Mapping[OpName, Held], longest: int
+        self,
+        spaces: Mapping[OpName, MatMulSpace],
+        held: Mapping[OpName, ResidentRows],
+        longest: int,
     ) -> None:
         self.longest = longest
         members = self._members = list(spaces.values())
@@ -62,13 +65,13 @@ class JointSpace:
         """What every matmul may choose from at m tokens (`Chooser.options` with a mask)."""
         grid = self._grid(m)
         last = len(grid.cuts) - 1
-        price = chooser.price_of(grid, self._allowed[-last - 1 :])
-        cheapest = chooser.cheapest(self._members, m, grid, price)
+        cost = chooser.cost_of(grid, self._allowed[-last - 1 :])
+        cheapest = chooser.cheapest(self._members, m, grid, cost)
         found: dict[OpName, list[Option]] = {}
         for i, (name, (space, whole, held)) in enumerate(self.columns.items()):
             gpu_s = float(self._margin[m, whole]) if held.gpu == 0 else None
             on_npu = held.npu == space.n and grid.npu_s[last, whole] < INF
-            picked = Picked(gpu_s, (last, whole) if on_npu else None, cheapest.of(i))
+            picked = SelectedCuts(gpu_s, (last, whole) if on_npu else None, cheapest.of(i))
             found[name] = chooser.made(space, m, grid, picked)
         return found
 

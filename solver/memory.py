@@ -45,33 +45,33 @@ def limits_of(profile: DeviceProfile, budget_bytes: float | None = None) -> Limi
     return Limits(INF if budget_bytes is None else budget_bytes, gpu, npu)
 
 
-class Held(NamedTuple):
+class ResidentRows(NamedTuple):
     """Rows that live on each device: [0, npu) and [gpu, n)."""
 
     npu: int
     gpu: int
 
 
-def rows_needed(option: Option, m: int, n: int) -> Held:
+def rows_needed(option: Option, m: int, n: int) -> ResidentRows:
     """What one tiling needs."""
     if option.pieces is None or option.rows == 0:
-        return Held(0, 0)
+        return ResidentRows(0, 0)
     if option.pieces.tokens < m:
-        return Held(option.rows, 0)
-    return Held(option.rows, option.rows if option.rows < n else n)
+        return ResidentRows(option.rows, 0)
+    return ResidentRows(option.rows, option.rows if option.rows < n else n)
 
 
-def union(held: Iterable[Held], n: int) -> Held:
+def union(held: Iterable[ResidentRows], n: int) -> ResidentRows:
     """Rows for all of several tilings."""
     npu, gpu = 0, n
     for rows in held:
         npu, gpu = max(npu, rows.npu), min(gpu, rows.gpu)
-    return Held(npu, gpu)
+    return ResidentRows(npu, gpu)
 
 
-def held_by_op(planner: Tables, solutions: Iterable[Solution]) -> dict[OpName, Held]:
+def resident_by_op(planner: Tables, solutions: Iterable[Solution]) -> dict[OpName, ResidentRows]:
     """Rows of every matmul; parts of a group that is apart somewhere count as themselves."""
-    found: dict[OpName, list[Held]] = {}
+    found: dict[OpName, list[ResidentRows]] = {}
     for solution in solutions:
         for name, option in solution.options.items():
             n, _ = planner.shape(name)
@@ -85,7 +85,7 @@ def weight_memory(planner: Tables, solutions: Iterable[Solution]) -> Memory:
     NPU whose graphs own their weights once for each graph size.
     """
     gpu = npu = twice = graphs = 0.0
-    for name, held in held_by_op(planner, solutions).items():
+    for name, held in resident_by_op(planner, solutions).items():
         on_gpu, on_npu = held_bytes(planner, name, held)
         once = row_bytes(planner, "npu", name)
         gpu, npu = gpu + on_gpu, npu + on_npu
@@ -99,7 +99,7 @@ def weight_memory(planner: Tables, solutions: Iterable[Solution]) -> Memory:
     )
 
 
-def held_bytes(planner: Tables, name: OpName, held: Held) -> tuple[float, float]:
+def held_bytes(planner: Tables, name: OpName, held: ResidentRows) -> tuple[float, float]:
     """Bytes of a matmul in all layers: on the GPU, and on the NPU."""
     n, _ = planner.shape(name)
     gpu, npu = row_bytes(planner, "gpu", name), row_bytes(planner, "npu", name)

@@ -55,9 +55,9 @@ class Objective:
 
     def cost(self, option: Option, state: int) -> float:
         """Cost of an option entered from a state."""
-        if state in option.barred:
+        if state in option.forbidden:
             return INF
-        total = option.together_s + option.enter_s[state]  # `seconds`, without a call
+        total = option.elapsed_s + option.enter_s[state]  # `seconds`, without a call
         if total == INF:
             return INF  # 0 * INF is NaN where seconds weigh nothing
         value = self.seconds * total
@@ -80,7 +80,7 @@ class Option(NamedTuple):
     """One tiling of one operator, with its times.
 
     gpu_s, npu_s    how long each device is busy (contention included)
-    together_s      from the start until both are done and (with gates) what follows is queued,
+    elapsed_s      from the start until both are done and (with gates) what follows is queued,
                     other synchronisation apart
     enter_s         T_sync + T_copy when entered from `GPU` and from `HOST`
     leaves          state after it
@@ -90,7 +90,7 @@ class Option(NamedTuple):
 
     strategy: Strategy
     mode: Mode
-    together_s: float
+    elapsed_s: float
     gpu_s: float = 0.0
     npu_s: float = 0.0
     enter_s: tuple[float, float] = (0.0, 0.0)
@@ -99,7 +99,7 @@ class Option(NamedTuple):
     rows: int = 0
     pieces: Pieces | None = None
     tokens_first: bool = False
-    barred: frozenset[int] = frozenset()
+    forbidden: frozenset[int] = frozenset()
 
     @property
     def is_cut(self) -> bool:
@@ -113,7 +113,7 @@ class Option(NamedTuple):
 
     def seconds(self, state: int = GPU) -> float:
         """Time in a chain when entered from a state."""
-        return self.together_s + self.enter_s[state]
+        return self.elapsed_s + self.enter_s[state]
 
     def seconds_alone(self, state: int = GPU) -> float:
         """Section 4.3's time of this matmul by itself, a GPU kernel behind it."""
@@ -121,14 +121,14 @@ class Option(NamedTuple):
 
     def joules(self, power: Power, state: int = GPU) -> float:
         """Energy when entered from a state."""
-        both = max(self.gpu_s + self.npu_s - self.together_s, 0.0)
+        both = max(self.gpu_s + self.npu_s - self.elapsed_s, 0.0)
         alone = (self.gpu_s - both, self.npu_s - both)
         return power.joules(*alone, both, self.seconds(state))
 
-    def bar(self, *states: int) -> Option:
+    def forbid(self, *states: int) -> Option:
         """The same, closed to these states as well."""
-        return self._replace(barred=self.barred | frozenset(states))
+        return self._replace(forbidden=self.forbidden | frozenset(states))
 
-    def open(self) -> Option:
+    def unrestricted(self) -> Option:
         """The same, open to both states."""
-        return self._replace(barred=frozenset())
+        return self._replace(forbidden=frozenset())

@@ -16,7 +16,7 @@ import numpy as np
 
 from hetero.backends.protocol import DeviceKind
 from hetero.profiler.cost import CostModel, WaitMethod
-from hetero.solver.kernels import Bools, Floats, Ints, Kernels
+from hetero.solver.kernel_times import Bools, Floats, Ints, KernelTimes
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class CutTimes:
         return self.npu_s
 
     @cached_property
-    def together_s(self) -> Floats:
+    def elapsed_s(self) -> Floats:
         """[T, R] until both are done: max(T_gpu, T_npu)."""
         return np.maximum(self.gpu_s, self.npu_thread_s)
 
@@ -110,7 +110,7 @@ class Overheads:
 
     def cut(
         self,
-        kernels: Kernels,  # noqa: ARG002
+        kernels: KernelTimes,  # noqa: ARG002
         m: int,  # noqa: ARG002
         gpu_s: Floats,
         npu_s: Floats,

@@ -37,7 +37,7 @@ from hetero.solver.plan import (
 )
 
 Span: TypeAlias = tuple[int, int]
-Able: TypeAlias = Mapping[DeviceKind, Capabilities]
+CapabilitiesByDevice: TypeAlias = Mapping[DeviceKind, Capabilities]
 _Call: TypeAlias = tuple[OpName, Phase, int, Form]
 KEPT: Final = 64  # matmuls of calls that are remembered, since layers are alike
 
@@ -146,7 +146,7 @@ class Placement:
         self,
         plan: ExecutionPlan,
         graph: ModelGraph,
-        capabilities: Able,
+        capabilities: CapabilitiesByDevice,
         *,
         source: PlanSource | None = None,
     ) -> None:
@@ -481,8 +481,10 @@ class Placement:
         """The plan's names for a node's rows, with the first row of each."""
         assert node.plan_op is not None
         whole = any((phase, node.plan_op) in self._entries for phase in PHASES)
-        apart = any((phase, name) in self._entries for phase in PHASES for name, _ in node.members)
-        return [*([(node.plan_op, 0)] if whole else []), *(node.members if apart else [])]
+        unfused = any(
+            (phase, name) in self._entries for phase in PHASES for name, _ in node.members
+        )
+        return [*([(node.plan_op, 0)] if whole else []), *(node.members if unfused else [])]
 
     def _later_cuts(self, node: Node) -> Iterator[int]:
         """Rows where plans of the source may cut a weight."""
@@ -497,8 +499,8 @@ class Placement:
         assert node.plan_op is not None
         if (flight := self._flights.get(form, {}).get((phase, node.plan_op))) is not None:
             return [(flight[None].clipped(m), 0)]
-        apart = self._is_apart(node, phase, m)
-        if not apart and (found := self._entry(node.plan_op, phase, m)) is not None:
+        unfused = self._is_apart(node, phase, m)
+        if not unfused and (found := self._entry(node.plan_op, phase, m)) is not None:
             return [(found, 0)]
         parts = [(self._entry(name, phase, m), name, shift) for name, shift in node.members]
         for entry, name, _ in parts or [(None, node.plan_op, 0)]:
@@ -611,14 +613,16 @@ class Placement:
             raise PlanError(f"{node.name}: {error}") from None
 
 
-def fitted(plan: ExecutionPlan, capabilities: Able, *, solved: bool = False) -> ExecutionPlan:
+def fitted(
+    plan: ExecutionPlan, capabilities: CapabilitiesByDevice, *, solved: bool = False
+) -> ExecutionPlan:
     """The plan in calls that devices can run; `solved` as in `ExecutionPlan.for_graphs`."""
     return plan.for_graphs(
         {kind: prepared_sizes(x) for kind, x in capabilities.items()}, solved=solved
     )
 
 
-def reach(plan: ExecutionPlan, capabilities: Able) -> int:
+def reach(plan: ExecutionPlan, capabilities: CapabilitiesByDevice) -> int:
     """Tokens that the longest call of a fitted plan writes on any device, padding included."""
     assert plan.step_tokens is not None
     longest = plan.step_tokens

@@ -206,7 +206,7 @@ class Total(_Record):
         return self
 
 
-class Rest(_Record):
+class NonMatmulDevices(_Record):
     """Device of everything that is not a matmul (embedding, norms, RoPE, attention, …)."""
 
     prefill: DeviceKind
@@ -293,7 +293,7 @@ class Plan(_Record):
     objective: Literal["latency", "energy"] = "latency"
     solve_s: Quantity | None = None
     ops: tuple[OpPlan, ...]
-    rest: Rest
+    rest: NonMatmulDevices
     totals: tuple[Total, ...] = ()
     graph_sizes: tuple[Stop, ...] = ()
     memory_bytes: Bytes | None = None

@@ -14,18 +14,18 @@ from hetero.backends.protocol import DeviceKind, prepared_sizes
 from hetero.profiler.cost import CostModel
 from hetero.profiler.model_graph import ModelGraph, OpName, Stage
 from hetero.profiler.records import DeviceProfile
-from hetero.solver.chain import solve_chain
 from hetero.solver.chooser import Chooser, Rules
 from hetero.solver.drift import DriftedCost, Factors
 from hetero.solver.errors import PlanError
 from hetero.solver.heads import Heads, HeadShares, allowed
 from hetero.solver.host_queue import HostQueue
-from hetero.solver.kernels import Kernels, Precision
+from hetero.solver.kernel_times import KernelTimes, Precision
+from hetero.solver.layer_dp import solve_layers
 from hetero.solver.memory import holds_alone
+from hetero.solver.non_matmul import NonMatmulCosts, NonMatmulTimes
 from hetero.solver.options import INF, Objective, Option, Power
 from hetero.solver.overheads import Overheads
 from hetero.solver.solution import Scenario, Solution
-from hetero.solver.steps import RestCosts, Rests
 from hetero.solver.tilings import MatMulSpace
 
 Extra = Mapping[OpName, list[Option]]
@@ -45,7 +45,7 @@ class Settings:
     precision: Precision = "auto"
     rules: Rules = field(default_factory=Rules)
     context: int = 256
-    apart: bool = True
+    unfused: bool = True
     row_steps: int | None = None
     step_tokens: int | None = None
 
@@ -71,14 +71,14 @@ class Planner:
         self.rows, self.heads = dict(rows or {}), heads
         self.spec, self.profile, self.settings = spec, profile, settings
         self.cost = cost or CostModel(profile)
-        self.kernels = Kernels(self.cost, spec.weight_format, settings.precision, spec.base)
+        self.kernels = KernelTimes(self.cost, spec.weight_format, settings.precision, spec.base)
         self.overheads = overheads or HostQueue.of(self.cost)
         self.power = Power.of(self.cost)
         record = profile.devices.get("npu")
         self.sizes = prepared_sizes(record.capabilities) if record is not None else ()
         self.whole = self  # the same with all row cuts
         self._spaces: dict[OpName, MatMulSpace] = {}
-        self._menus: dict[tuple[OpName, int, Objective], list[Option]] = {}
+        self._candidates: dict[tuple[OpName, int, Objective], list[Option]] = {}
         self._refuse_foreign_formats()
 
     def objective(self, seconds: float = 1.0, joules: float = 0.0) -> Objective:
@@ -106,10 +106,10 @@ class Planner:
         objective = objective or self.objective()
         self._check_length(scenario)
         found = dict(options or {})
-        for name in self.names(apart=self.settings.apart and options is None):
+        for name in self.names(unfused=self.settings.unfused and options is None):
             if name not in found:
                 m = 1 if name == "lm_head" else scenario.m
-                found[name] = self.menu(name, m, objective)
+                found[name] = self.candidates(name, m, objective)
         best = self._best(scenario, objective, found, rest)
         if self.settings.rules.shared and best is not None and len(best.devices) == 1:
             best = self._shared(best, objective, found) or best
@@ -138,7 +138,7 @@ class Planner:
         """The same with one of these numbers of attention's heads on the NPU, or none."""
         planner = copy.copy(self)  # the tables are shared, what depends on heads is not
         planner.heads = heads
-        planner.__dict__.pop("uncut", None)
+        planner.__dict__.pop("whole_rows", None)
         planner.whole = planner if self.whole is self else self.whole.with_heads(heads)
         return planner
 
@@ -169,13 +169,13 @@ class Planner:
             heads=self.heads,
         )
 
-    def menu(self, name: OpName, m: int, objective: Objective) -> list[Option]:
+    def candidates(self, name: OpName, m: int, objective: Objective) -> list[Option]:
         """What a matmul may choose from (`Chooser.options`), worked out once."""
         key = (name, m, objective)
-        if key not in self._menus:
+        if key not in self._candidates:
             chooser = Chooser(self.overheads, self.settings.rules, objective)
-            self._menus[key] = chooser.options(self.space(name), m)
-        return self._menus[key]
+            self._candidates[key] = chooser.options(self.space(name), m)
+        return self._candidates[key]
 
     def space(self, name: OpName) -> MatMulSpace:
         """Tables of a matmul, made on first use."""
@@ -204,7 +204,7 @@ class Planner:
 
     @property
     def _holds(self) -> int | None:
-        return self.longest_with("gpu" if "gpu" in self._rest_costs.devices else "npu")
+        return self.longest_with("gpu" if "gpu" in self._non_matmul_costs.devices else "npu")
 
     def longest_with(self, rest: DeviceKind) -> int | None:
         """Most tokens of a call whose other operators run on a device: what two graphs hold, what
@@ -212,22 +212,24 @@ class Planner:
         """
         return self.sizes[-1] * (1 if rest == "npu" else 2) if self.sizes else None
 
-    def rest_devices(self, m: int) -> tuple[DeviceKind, ...]:
+    def non_matmul_devices(self, m: int) -> tuple[DeviceKind, ...]:
         """Devices that can run all other operators of a call of m tokens."""
         return tuple(
             kind
-            for kind in self._rest_costs.devices
+            for kind in self._non_matmul_costs.devices
             if kind == "gpu" or not self.sizes or m <= self.sizes[-1]
         )
 
-    def rests(self, scenario: Scenario, only: DeviceKind | None = None) -> dict[DeviceKind, Rests]:
+    def non_matmul_times(
+        self, scenario: Scenario, only: DeviceKind | None = None
+    ) -> dict[DeviceKind, NonMatmulTimes]:
         """Times of all other operators by device; of one device alone if it can run them."""
         context = 0 if scenario.phase == "prefill" else self.settings.context
         if scenario.context is not None:
             context = scenario.context
-        able = self.rest_devices(scenario.m)
+        able = self.non_matmul_devices(scenario.m)
         kinds = (only,) if only is not None and only in able else able
-        found = {kind: self._rest_costs.on(kind, scenario.m, context) for kind in kinds}
+        found = {kind: self._non_matmul_costs.on(kind, scenario.m, context) for kind in kinds}
         if "gpu" in found and scenario.phase == "prefill" and self.heads != ():
             shared = self._head_shares.at(scenario.m, context)
             found["gpu"] = replace(found["gpu"], shared=shared) if shared else found["gpu"]
@@ -245,11 +247,11 @@ class Planner:
         """The step with these options and no choice left but the rest's device; so many `heads` of
         attention are the NPU's.
         """
-        single: Extra = {name: [o.open()] for name, o in options.items()}
-        wanted = self.rests(scenario, rest).values()
+        single: Extra = {name: [o.unrestricted()] for name, o in options.items()}
+        wanted = self.non_matmul_times(scenario, rest).values()
         objective = objective or Objective()
         solved = [self._solve_groups(scenario, objective, r, single, heads) for r in wanted]
-        return min((s for s in solved if s is not None), key=lambda s: s.chain.cost)
+        return min((s for s in solved if s is not None), key=lambda s: s.path.cost)
 
     def single(self, scenario: Scenario, device: DeviceKind) -> Solution | None:
         """All matmuls on one device, and the rest too if it can; None if it cannot compute or hold
@@ -258,10 +260,12 @@ class Planner:
         if not holds_alone(self, device):
             return None
         options: dict[OpName, Option] = {}
-        for name in self.names(apart=False):
+        for name in self.names(unfused=False):
             m = 1 if name == "lm_head" else scenario.m
-            menu = self.menu(name, m, Objective(power=self.power))
-            fitting = [o.open() for o in menu if o.mode == device and o.together_s < INF]
+            candidates = self.candidates(name, m, Objective(power=self.power))
+            fitting = [
+                o.unrestricted() for o in candidates if o.mode == device and o.elapsed_s < INF
+            ]
             if not fitting:
                 return None
             options[name] = fitting[0]
@@ -278,13 +282,13 @@ class Planner:
         return one if shared else self.spec.layers * one
 
     @cached_property
-    def uncut(self) -> Planner:
+    def whole_rows(self) -> Planner:
         """The same without row cuts, as a device alone has it."""
-        return self.with_rows(dict.fromkeys(self.names(apart=True), ()))
+        return self.with_rows(dict.fromkeys(self.names(unfused=True), ()))
 
     @cached_property
-    def _rest_costs(self) -> RestCosts:
-        return RestCosts(self.cost, self.spec, self.overheads)
+    def _non_matmul_costs(self) -> NonMatmulCosts:
+        return NonMatmulCosts(self.cost, self.spec, self.overheads)
 
     @cached_property
     def _head_shares(self) -> HeadShares:
@@ -293,7 +297,7 @@ class Planner:
     @property
     def notes(self) -> tuple[str, ...]:
         """What to say of the operators' times."""
-        return self._rest_costs.notes
+        return self._non_matmul_costs.notes
 
     @cached_property
     def model_fingerprint(self) -> str:
@@ -301,23 +305,23 @@ class Planner:
         text = self.spec.model_dump_json(exclude=None if self.spec.also else {"also", "base"})
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
-    def names(self, *, apart: bool | None = None) -> Iterable[OpName]:
-        """Matmuls that may be part of a plan: with `apart` also the members of fused groups (by
+    def names(self, *, unfused: bool | None = None) -> Iterable[OpName]:
+        """Matmuls that may be part of a plan: with `unfused` also the members of fused groups (by
         default as the settings say).
         """
-        apart = self.settings.apart if apart is None else apart
+        unfused = self.settings.unfused if unfused is None else unfused
         for stage in (*self.spec.block, *self.spec.tail):
             yield stage.name
-            if apart:
+            if unfused:
                 yield from stage.members
 
     def _best(
         self, scenario: Scenario, objective: Objective, options: Extra, rest: DeviceKind | None
     ) -> Solution | None:
         best: Solution | None = None
-        for rests in self.rests(scenario, rest).values():
-            candidate = self._solve_groups(scenario, objective, rests, options, self.heads)
-            if candidate is not None and (best is None or candidate.chain.cost < best.chain.cost):
+        for non_matmul in self.non_matmul_times(scenario, rest).values():
+            candidate = self._solve_groups(scenario, objective, non_matmul, options, self.heads)
+            if candidate is not None and (best is None or candidate.path.cost < best.path.cost):
                 best = candidate
         return best
 
@@ -329,18 +333,18 @@ class Planner:
             return None
         tried: list[Solution | None] = []
         for name in options:
-            away = [o.open() for o in options[name] if o.devices != alone.devices]
+            away = [o.unrestricted() for o in options[name] if o.devices != alone.devices]
             if away and name != "lm_head":
                 choice = {**options, name: away}
-                tried.append(self._best(alone.scenario, objective, choice, alone.rests.device))
+                tried.append(self._best(alone.scenario, objective, choice, alone.non_matmul.device))
         shared = [s for s in tried if s is not None and len(s.devices) == 2]
-        return min(shared, key=lambda s: s.chain.cost, default=None)
+        return min(shared, key=lambda s: s.path.cost, default=None)
 
     def _solve_groups(
         self,
         scenario: Scenario,
         objective: Objective,
-        rests: Rests,
+        non_matmul: NonMatmulTimes,
         options: Extra,
         heads: Heads,
     ) -> Solution | None:
@@ -351,7 +355,7 @@ class Planner:
         ]
         best: Solution | None = None
         for groups in itertools.product(*choices):
-            found = self._solve_chain(scenario, objective, rests, options, groups, heads)
+            found = self._solve_layers(scenario, objective, non_matmul, options, groups, heads)
             if found is None:
                 continue
             if best is None or self._beats(found, best, objective):
@@ -361,34 +365,38 @@ class Planner:
     def _beats(self, found: Solution, best: Solution, objective: Objective) -> bool:
         """Whether a chain with groups apart is better by the margin on the groups that differ."""
         differ = set(best.options) - set(found.options)
-        weight = sum(self.spec.layers * objective.cost(best.options[x].open(), 0) for x in differ)
-        return found.chain.cost < best.chain.cost - self.settings.rules.margin * weight
+        weight = sum(
+            self.spec.layers * objective.cost(best.options[x].unrestricted(), 0) for x in differ
+        )
+        return found.path.cost < best.path.cost - self.settings.rules.margin * weight
 
-    def _solve_chain(
+    def _solve_layers(
         self,
         scenario: Scenario,
         objective: Objective,
-        rests: Rests,
+        non_matmul: NonMatmulTimes,
         options: Extra,
         groups: tuple[tuple[OpName, ...], ...],
         heads: Heads,
     ) -> Solution | None:
         margin = self.settings.rules.margin
         behind = {
-            name: allowed(whole, rests.shared.get(name, ()), heads, margin, objective)
-            for name, whole in rests.behind.items()
+            name: allowed(whole, non_matmul.shared.get(name, ()), heads, margin, objective)
+            for name, whole in non_matmul.behind.items()
         }
         tail = [(stage, (stage.name,)) for stage in self.spec.tail if stage.name in options]
         block = _Run(options, behind, zip(self.spec.block, groups, strict=True))
         ending = _Run(options, behind, tail)
         layers = self.spec.layers
-        chain = solve_chain([[rests.head]], block.stages, ending.stages, layers, objective)
-        if chain is None:
+        path = solve_layers([[non_matmul.head]], block.stages, ending.stages, layers, objective)
+        if path is None:
             return None
-        chosen = block.chosen(chain.block) | ending.chosen(chain.tail)
-        around_s = self.overheads.around_s(rests.device)
-        attention = next((o for o in block.others(chain.block) if o.rows), None)
-        found = Solution(scenario, chosen, rests, chain, layers, self.power, around_s, attention)
+        chosen = block.chosen(path.block) | ending.chosen(path.tail)
+        around_s = self.overheads.around_s(non_matmul.device)
+        attention = next((o for o in block.others(path.block) if o.rows), None)
+        found = Solution(
+            scenario, chosen, non_matmul, path, layers, self.power, around_s, attention
+        )
         if scenario.phase == "prefill" or not found.alone_on("gpu"):
             return found
         saved_s = min(self.overheads.chained_s(len(self.spec.nodes)), MOST_SAVED * found.seconds)

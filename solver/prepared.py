@@ -24,7 +24,8 @@ from hetero.solver.errors import PlanError
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.in_flight import in_flight_of
 from hetero.solver.joint import JointSpace
-from hetero.solver.memory import Held, held_by_op
+from hetero.solver.joint_plan import solve_apart, solve_within
+from hetero.solver.memory import ResidentRows, resident_by_op
 from hetero.solver.options import Option
 from hetero.solver.plan import PHASES, Phase
 from hetero.solver.planner import Planner, shortest
@@ -33,7 +34,6 @@ from hetero.solver.request import DECODE, MOST_LENGTHS, PlanRequest, scenarios_o
 from hetero.solver.residency import mask_of
 from hetero.solver.sizing import planner_for
 from hetero.solver.solution import Scenario, Solution
-from hetero.solver.together import solve_apart, solve_within
 
 CUTS: Final = 4  # row cuts of one matmul that are prepared
 LONGEST: Final = 2048  # tokens whose GPU times are looked up ahead on devices without graphs
@@ -62,7 +62,7 @@ def prepare_solver(
     request.check()
     if spec.also:
         return _fastest_formats(spec, profile, request, cuts)
-    planner, notes = planner_for(spec, profile, request, apart=False)
+    planner, notes = planner_for(spec, profile, request, unfused=False)
     return PreparedSolver(planner, request, cuts=cuts, notes=notes)
 
 
@@ -79,7 +79,7 @@ def _fastest_formats(
     for weight_format in (spec.weight_format, *spec.also):
         try:
             own = spec.in_format(weight_format)
-            planner, notes = planner_for(own, profile, request, apart=False)
+            planner, notes = planner_for(own, profile, request, unfused=False)
             planners.append(planner)
             found.append(PreparedSolver(planner, request, cuts=cuts, notes=notes))
         except (PlanError, ProfileError) as error:
@@ -136,36 +136,36 @@ class PreparedSolver:
         self._decoder = self._planner
         if decoder is None:
             solutions = solve_within(self._planner, scenarios, self._objective, calls, said)
-            self.held = held_by_op(self._planner, solutions)
+            self.held = resident_by_op(self._planner, solutions)
         else:
             few = {x: row_cuts(decoder, x, [DECODE], self._objective, cuts) for x in names}
             self._decoder = decoder.with_rows(few)
             parts = [(self._planner, prompts), (self._decoder, [DECODE])]
             before, (decoding,) = solve_apart(parts, self._objective, calls, said)
-            head = decoding.options["lm_head"].open()
+            head = decoding.options["lm_head"].unrestricted()
             before = [
                 self._planner.evaluate(
                     s.scenario,
                     {**s.options, "lm_head": head},
-                    s.rests.device,
+                    s.non_matmul.device,
                     self._objective,
                     heads=s.heads,
                 )
                 for s in before
             ]
             solutions = [*before, decoding]
-            self.held = held_by_op(self._planner, [s.without_head() for s in before])
+            self.held = resident_by_op(self._planner, [s.without_head() for s in before])
         self.heads = tuple(sorted({s.heads for s in solutions if s.heads}))
         self._planner = self._planner.with_heads(self.heads)
         if decoder is None:
             self._decoder = self._planner
         self._decoding = solutions[-1]
         self._chooser = Chooser(planner.overheads, planner.settings.rules, self._objective)
-        self._rest = {s.scenario.phase: s.rests.device for s in solutions}
+        self._rest = {s.scenario.phase: s.non_matmul.device for s in solutions}
         self._block: list[OpName] = [name for name in names if name != "lm_head"]
         self._joint = self._join()
         heads = {s.scenario.phase: s.options.get("lm_head") for s in solutions}
-        self._heads = {phase: x and x.open() for phase, x in heads.items()}
+        self._heads = {phase: x and x.unrestricted() for phase, x in heads.items()}
         self._plans: dict[tuple[Phase, int], ExecutionPlan] = {}
         longest = shortest(planner.step_tokens, planner.longest_with(self._rest["prefill"]))
         found = assemble(self._planner, solutions, request, said, decoder=self._decoder)
@@ -214,18 +214,18 @@ class PreparedSolver:
         """
         found = copy.copy(self)
         found.held = {
-            name: Held(held.npu, 0 if held.gpu < self._planner.shape(name)[0] else held.gpu)
+            name: ResidentRows(held.npu, 0 if held.gpu < self._planner.shape(name)[0] else held.gpu)
             for name, held in self.held.items()
         }
         found._planner = self._planner.drifted(factors)
-        apart = self._decoder is not self._planner
-        found._decoder = self._decoder.drifted(factors) if apart else found._planner
+        separate = self._decoder is not self._planner
+        found._decoder = self._decoder.drifted(factors) if separate else found._planner
         found._joint = found._join()
         found._plans = {}
-        found._heads = dict(self._heads) if apart else {}
+        found._heads = dict(self._heads) if separate else {}
         options = found.solution_for(DECODE).options
         if (head := options.get("lm_head")) is not None:
-            found._heads = dict.fromkeys(self._heads, head.open())
+            found._heads = dict.fromkeys(self._heads, head.unrestricted())
             found._head_entries = tuple(
                 entry(found._decoder, Scenario(op.phase, 1), "lm_head", head)
                 for op in self._head_entries
@@ -261,7 +261,7 @@ class PreparedSolver:
         if scenario.phase == "decode" and self._decoder is not self._planner:
             known = self._decoding
             return self._decoder.evaluate(
-                scenario, known.options, known.rests.device, self._objective
+                scenario, known.options, known.non_matmul.device, self._objective
             )
         if self._joint is not None and scenario.m <= self._joint.longest:
             options = self._joint.options(scenario.m, self._chooser)

@@ -38,7 +38,7 @@ def repredict(
     asked = list(steps) or [Scenario(total.phase, total.m) for total in plan.totals]
     calls = {step: _calls(plan, step) for step in asked}
     request = PlanRequest(precision=plan.precision)
-    planner, _ = planner_for(spec, profile, request, apart=False)
+    planner, _ = planner_for(spec, profile, request, unfused=False)
     if plan.graph_sizes:
         planner = planner.with_graph_sizes(plan.graph_sizes)
     placement = Placement(plan, spec, {})
@@ -98,7 +98,7 @@ def _option(planner: Planner, name: OpName, m: int, tiles: Sequence[Tile]) -> Op
     npu = [tile for tile in tiles if tile.device == "npu"]
     grid = space.grid(m, every=True)
     chooser = Chooser(planner.overheads, Rules(margin=-INF), Objective())
-    mask = np.zeros(grid.together_s.shape, dtype=bool)
+    mask = np.zeros(grid.elapsed_s.shape, dtype=bool)
     wanted: Pieces | None = None
     if npu:
         spans = tuple((tile.tokens[0], tile.tokens[1] or m) for tile in npu)

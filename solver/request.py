@@ -10,7 +10,7 @@ import numpy as np
 
 from hetero.solver.calls import split
 from hetero.solver.errors import PlanError
-from hetero.solver.kernels import Precision
+from hetero.solver.kernel_times import Precision
 from hetero.solver.names import MOST_TOKENS
 from hetero.solver.options import INF
 from hetero.solver.solution import Scenario

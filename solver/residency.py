@@ -11,11 +11,11 @@ import numpy.typing as npt
 from hetero.profiler.model_graph import OpName, Stage
 from hetero.solver.chooser import Chooser
 from hetero.solver.errors import PlanError
-from hetero.solver.memory import Held, Limits, held_bytes
+from hetero.solver.memory import Limits, ResidentRows, held_bytes
+from hetero.solver.non_matmul import NonMatmulTimes
 from hetero.solver.options import GPU, HOST, INF, Objective, Option
 from hetero.solver.planner import Planner
 from hetero.solver.solution import Scenario, Solution
-from hetero.solver.steps import Rests
 from hetero.solver.tilings import Grid
 
 GRID_ROWS = 12  # places for each of the two row limits on large matmuls
@@ -68,7 +68,7 @@ def solve_parts(
     return solved
 
 
-def _minimise(programs: Sequence[_Program], limits: Limits) -> list[dict[OpName, Held]]:
+def _minimise(programs: Sequence[_Program], limits: Limits) -> list[dict[OpName, ResidentRows]]:
     """Solve the programs as one; the rows of every matmul."""
     builder = _Builder(programs)
     builder.add_all()
@@ -112,9 +112,9 @@ class _Program:
         self.chooser = Chooser(planner.overheads, planner.settings.rules, objective)
         self._grids: dict[tuple[OpName, int], Grid] = {}
         self.choices = {name: self._residencies(name) for name in names}
-        self._options: dict[tuple[Scenario, OpName, Held], list[Option]] = {}
+        self._options: dict[tuple[Scenario, OpName, ResidentRows], list[Option]] = {}
 
-    def options(self, scenario: Scenario, name: OpName, held: Held) -> list[Option]:
+    def options(self, scenario: Scenario, name: OpName, held: ResidentRows) -> list[Option]:
         """What a matmul may choose from when these rows live on each device."""
         key = (scenario, name, held)
         if key not in self._options:
@@ -138,7 +138,7 @@ class _Program:
             self._grids[name, m] = self.planner.space(name).grid(m)
         return self._grids[name, m]
 
-    def _residencies(self, name: OpName) -> list[Held]:
+    def _residencies(self, name: OpName) -> list[ResidentRows]:
         """All [0, npu) and [gpu, n) that hold every row; a row limit is one of the row cuts."""
         rows = [int(r) for r in self.planner.space(name).rows]
         n = rows[-1]
@@ -146,17 +146,17 @@ class _Program:
             wanted = {self._best_rows(name, s) for s in self.scenarios}
             spread = [rows[i] for i in np.linspace(0, len(rows) - 1, self.places).astype(int)]
             rows = sorted({*spread, *wanted})
-        return [Held(r, s) for r in (0, *rows) for s in (0, *rows) if s <= r or r == n == s]
+        return [ResidentRows(r, s) for r in (0, *rows) for s in (0, *rows) if s <= r or r == n == s]
 
     def _best_rows(self, name: OpName, scenario: Scenario) -> int:
         """The row cut that this scenario alone would like."""
         m = 1 if name == "lm_head" else scenario.m
         grid = self._grid(name, m)
-        j = int(np.argmin(np.min(grid.together_s, axis=0)))
+        j = int(np.argmin(np.min(grid.elapsed_s, axis=0)))
         return int(grid.rows[j])
 
 
-def mask_of(grid: Grid, held: Held, m: int, n: int) -> npt.NDArray[np.bool_]:
+def mask_of(grid: Grid, held: ResidentRows, m: int, n: int) -> npt.NDArray[np.bool_]:
     """[T, R] tilings that these rows allow."""
     rows = np.asarray(grid.rows)[None, :]
     whole = grid.cuts[:, None] == m
@@ -174,8 +174,8 @@ class _Builder:
         self.entries: list[tuple[int, int, float]] = []
         self.low: list[float] = []
         self.high: list[float] = []
-        self.y: dict[tuple[OpName, Held], int] = {}
-        self.each: list[dict[tuple[OpName, Held], int]] = []
+        self.y: dict[tuple[OpName, ResidentRows], int] = {}
+        self.each: list[dict[tuple[OpName, ResidentRows], int]] = []
 
     def add_all(self) -> None:
         """Of each program y with one residency for each matmul, then each scenario's flow."""
@@ -193,7 +193,7 @@ class _Builder:
         for scenario, weight in zip(self.program.scenarios, self.program.weights, strict=True):
             self._add_scenario(scenario, weight)
 
-    def solve(self, limits: Limits) -> list[dict[OpName, Held]] | None:
+    def solve(self, limits: Limits) -> list[dict[OpName, ResidentRows]] | None:
         """Run `milp`; None if infeasible."""
         from scipy.optimize import Bounds, LinearConstraint, milp  # heavy: every command would wait
         from scipy.sparse import coo_matrix
@@ -201,11 +201,11 @@ class _Builder:
         self._add_limits(limits)
         i, j, v = zip(*self.entries, strict=True)
         matrix = coo_matrix((v, (i, j)), shape=(len(self.low), len(self.cost))).tocsr()
-        price = np.asarray(self.cost)
-        whole = np.zeros(len(price))
+        cost = np.asarray(self.cost)
+        whole = np.zeros(len(cost))
         whole[[column for y in self.each for column in y.values()]] = 1
         result = milp(
-            price / max(price.max(initial=0.0), 1e-30),
+            cost / max(cost.max(initial=0.0), 1e-30),
             constraints=LinearConstraint(matrix, self.low, self.high),
             integrality=whole,
             bounds=Bounds(0, 1),
@@ -239,10 +239,10 @@ class _Builder:
     def _add_scenario(self, scenario: Scenario, weight: float) -> None:
         """One unit of flow through (rest's device, wrap-around state) and the operators."""
         start = self._row(1, 1)
-        used: dict[tuple[OpName, Held], list[int]] = {}
-        for rests in self.program.planner.rests(scenario).values():
+        used: dict[tuple[OpName, ResidentRows], list[int]] = {}
+        for non_matmul in self.program.planner.non_matmul_times(scenario).values():
             for wrap in STATES:
-                self._add_flow(scenario, weight, rests, wrap, start, used)
+                self._add_flow(scenario, weight, non_matmul, wrap, start, used)
         for key, columns in used.items():
             row = self._row(-np.inf, 0.0)
             self.entries += [(row, c, 1.0) for c in columns] + [(row, self.y[key], -1.0)]
@@ -251,15 +251,15 @@ class _Builder:
         self,
         scenario: Scenario,
         weight: float,
-        rests: Rests,
+        non_matmul: NonMatmulTimes,
         wrap: int,
         start: int,
-        used: dict[tuple[OpName, Held], list[int]],
+        used: dict[tuple[OpName, ResidentRows], list[int]],
     ) -> None:
         program, graph = self.program, self.program.planner.spec
         named = [stage for stage in graph.tail if stage.name in program.names]
-        block, tail = _stages(graph.block, rests), _stages(named, rests)
-        head = rests.head
+        block, tail = _stages(graph.block, non_matmul), _stages(named, non_matmul)
+        head = non_matmul.head
         entered = {state: self._row(0, 0) for state in STATES}
         begin = self._column(weight * program.objective.cost(head, GPU))
         self.entries += [(start, begin, 1.0), (entered[head.leaves], begin, -1.0)]
@@ -297,7 +297,7 @@ class _Builder:
 
     def _stage_options(
         self, scenario: Scenario, stage: OpName | Option
-    ) -> list[tuple[OpName | None, Held | None, Option]]:
+    ) -> list[tuple[OpName | None, ResidentRows | None, Option]]:
         if isinstance(stage, Option):
             return [(None, None, stage)]
         return [
@@ -318,11 +318,11 @@ class _Builder:
         self.entries.append((entered[wrap], column, 1.0))
 
 
-def _stages(stages: Iterable[Stage], rests: Rests) -> list[OpName | Option]:
+def _stages(stages: Iterable[Stage], non_matmul: NonMatmulTimes) -> list[OpName | Option]:
     """Names of matmuls and options of what is behind them, in the order in which they run."""
     found: list[OpName | Option] = []
     for stage in stages:
         found.append(stage.name)
-        if stage.name in rests.behind:
-            found.append(rests.behind[stage.name])
+        if stage.name in non_matmul.behind:
+            found.append(non_matmul.behind[stage.name])
     return found

@@ -11,19 +11,19 @@ from hetero.profiler.substitutes import file_substitution
 from hetero.solver import graph_sizes as sizes_module
 from hetero.solver.chooser import Rules
 from hetero.solver.errors import PlanError
+from hetero.solver.joint_plan import solve_jointly
 from hetero.solver.options import INF
 from hetero.solver.planner import Planner, Settings, with_graph_sizes
 from hetero.solver.request import PlanRequest, scenarios_of
-from hetero.solver.together import solve_together
 
 
 def planner_for(
-    spec: ModelGraph, profile: DeviceProfile, request: PlanRequest, *, apart: bool = True
+    spec: ModelGraph, profile: DeviceProfile, request: PlanRequest, *, unfused: bool = True
 ) -> tuple[Planner, list[str]]:
     """A planner with the graph sizes that were asked for, and what to say about it."""
     rules = Rules(request.margin, request.max_gpu_share, request.shared)
     step = request.step_tokens
-    settings = Settings(request.precision, rules, request.context, apart, step_tokens=step)
+    settings = Settings(request.precision, rules, request.context, unfused, step_tokens=step)
     substitution = file_substitution(profile, spec.weight_format)
     notes = [] if substitution is None else [substitution.note]
     if request.graph_sizes == "auto":
@@ -46,13 +46,13 @@ def _choose_sizes(planner: Planner, request: PlanRequest) -> sizes_module.GraphC
     objective = planner.objective(*request.weights)
     scenarios = scenarios_of(request.seq_lens)
 
-    def price(sized: Planner) -> float:
+    def cost(sized: Planner) -> float:
         """Expected cost of the whole plan within its memory limits; infinite if there is none."""
         try:
-            _, solutions = solve_together(sized, scenarios, objective, request, [])
+            _, solutions = solve_jointly(sized, scenarios, objective, request, [])
         except PlanError:
             return INF
-        return sum(request.weight(s.scenario) * s.chain.cost for s in solutions)
+        return sum(request.weight(s.scenario) * s.path.cost for s in solutions)
 
     preparation_s, memory_bytes = request.preparation_budget_s, request.graph_memory_bytes
     budgets = sizes_module.Budgets(
@@ -64,7 +64,7 @@ def _choose_sizes(planner: Planner, request: PlanRequest) -> sizes_module.GraphC
         request.distribution,
         budgets,
         budget_bytes=request.memory_budget_bytes,
-        price=price,
+        cost=cost,
     )
 
 

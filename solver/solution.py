@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 from hetero.backends.protocol import DeviceKind
 from hetero.profiler.model_graph import OpName
-from hetero.solver.chain import Chain, walk
+from hetero.solver.layer_dp import LayerPath, walk
+from hetero.solver.non_matmul import NonMatmulTimes
 from hetero.solver.options import Option, Power
 from hetero.solver.plan import Phase
-from hetero.solver.steps import Rests
 
 
 class Scenario(NamedTuple):
@@ -32,8 +32,8 @@ class Solution(NamedTuple):
 
     scenario: Scenario
     options: dict[OpName, Option]
-    rests: Rests
-    chain: Chain
+    non_matmul: NonMatmulTimes
+    path: LayerPath
     layers: int
     power: Power | None
     around_s: float = 0.0
@@ -44,7 +44,7 @@ class Solution(NamedTuple):
         """Devices that work in the step; the output head of a prompt, one token, does not count."""
         block = [option.devices for name, option in self.options.items() if name != "lm_head"]
         block += [self.attention.devices] if self.attention is not None else []
-        return frozenset({self.rests.device}).union(*block)
+        return frozenset({self.non_matmul.device}).union(*block)
 
     def alone_on(self, device: DeviceKind) -> bool:
         """Whether one device computes everything."""
@@ -60,17 +60,17 @@ class Solution(NamedTuple):
         """The same step without logits: a call that is not the last one of its prompt."""
         options = dict(self.options)
         options.pop("lm_head", None)
-        return self._replace(options=options, chain=self.chain._replace(tail=()))
+        return self._replace(options=options, path=self.path._replace(tail=()))
 
     @property
     def seconds(self) -> float:
         """Predicted time of the step."""
-        return walk(self.chain, self.layers).seconds + self.around_s
+        return walk(self.path, self.layers).seconds + self.around_s
 
     @property
     def joules(self) -> float | None:
         """Predicted energy of the step; None if the profile does not say."""
         if self.power is None:
             return None
-        steps = walk(self.chain, self.layers).steps
+        steps = walk(self.path, self.layers).steps
         return sum(count * o.joules(self.power, state) for o, state, count in steps)

@@ -12,13 +12,13 @@ from hetero.solver.baselines import force, longest_step, online_s
 from hetero.solver.build import assemble
 from hetero.solver.errors import PlanError
 from hetero.solver.execution_plan import ExecutionPlan
+from hetero.solver.joint_plan import agree, cuts_of, solve_jointly, with_used_cuts
 from hetero.solver.names import NamedStrategy
 from hetero.solver.plan import Total
 from hetero.solver.planner import Planner
 from hetero.solver.request import PlanRequest, scenarios_of
 from hetero.solver.sizing import planner_for
 from hetero.solver.solution import Scenario, Solution
-from hetero.solver.together import agree, cuts_of, solve_together, with_used_cuts
 
 # Strategies that say something about one token; the others decode at layer level.
 _DECODES = {"auto": "auto", "gpu-only": "gpu-only", "npu-only": "npu-only", "row-cut": "row-cut",
@@ -42,12 +42,12 @@ def strategy_plan(
     if not token_counts or min(token_counts) < 1:
         raise PlanError(f"prompt lengths are token counts from 1 on, got {list(token_counts)}")
     request = replace(request or PlanRequest(), seq_lens=tuple(token_counts), length_weights=())
-    planner, notes = planner_for(spec, profile, request, apart=False)
+    planner, notes = planner_for(spec, profile, request, unfused=False)
     longest = longest_step(planner, strategy)
     calls = request.in_calls(longest)
     if strategy == "auto":
         wanted, objective = scenarios_of(calls.seq_lens), planner.objective(*request.weights)
-        planner, solutions = solve_together(planner, wanted, objective, calls, notes)
+        planner, solutions = solve_jointly(planner, wanted, objective, calls, notes)
     else:
         planner = planner.with_heads(())  # which cuts no attention
         planner, solutions = solve_strategy(planner, strategy, sorted(set(calls.seq_lens)))
@@ -63,7 +63,7 @@ def solve_strategy(
     """Prefill of these lengths and decoding, and the planner with the row cuts that they have.
 
     All cuts are prepared, so each costs the tiles across it a call: a length takes another's cut
-    where that is cheaper (`build.solve_together`).
+    where that is cheaper (`build.solve_jointly`).
     """
     solutions = _solve_alone(planner, strategy, lengths)
     cuts = cuts_of(planner, solutions)

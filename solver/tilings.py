@@ -14,7 +14,7 @@ import numpy as np
 
 from hetero.backends.protocol import prepared_sizes
 from hetero.profiler.records import phase_of
-from hetero.solver.kernels import Bools, Floats, Ints, Kernels
+from hetero.solver.kernel_times import Bools, Floats, Ints, KernelTimes
 from hetero.solver.overheads import CutTimes, Overheads
 from hetero.solver.pieces import Choices, Pieces, npu_choices
 
@@ -46,9 +46,9 @@ class Grid:
         return self.times.npu_s
 
     @property
-    def together_s(self) -> Floats:
+    def elapsed_s(self) -> Floats:
         """[T, R] until both are done."""
-        return self.times.together_s
+        return self.times.elapsed_s
 
     @property
     def npu_dominant(self) -> Bools:
@@ -78,7 +78,7 @@ class MatMulSpace:
 
     def __init__(
         self,
-        kernels: Kernels,
+        kernels: KernelTimes,
         n: int,
         k: int,
         *,
@@ -187,7 +187,7 @@ def complement(
     return np.minimum(tokens_first, rows_first), tokens_first < rows_first
 
 
-def contend(kernels: Kernels, m: int, gpu_s: Floats, npu_s: Floats) -> tuple[Floats, Floats]:
+def contend(kernels: KernelTimes, m: int, gpu_s: Floats, npu_s: Floats) -> tuple[Floats, Floats]:
     """Seconds of both devices, slowed down while both work; infinite where one is."""
     cost, key = kernels.cost, (phase_of(m), kernels.weight_format)
     a, b = cost.contention("gpu", *key), cost.contention("npu", *key)

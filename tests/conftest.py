@@ -21,22 +21,29 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 from hetero.backends.opencl import driver_reports
 from hetero.cli import app as cli
-from tests.helpers import Command
-from tests.thinning import ALL, thinned
+from tests.support import gate, selection
+from tests.support.helpers import Command
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """See `tests.support.selection` and `tests.support.gate`."""
+    selection.add_options(parser)
+    gate.add_options(parser)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """See `tests.thinning`."""
-    config.addinivalue_line("markers", "pairwise: the gate runs every pair of values, not all sets")
-    config.addinivalue_line("markers", "sampled(n): the gate runs one in n of the parameter sets")
-    config.addinivalue_line("markers", "thorough: not run by the gate")
+    """See `tests.support.selection` and `tests.support.gate`."""
+    selection.configure(config)
+    config.pluginmanager.register(gate.Recorder(config))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what only `HETERO_TEST_ALL=1` runs; a test that is named by its id runs."""
-    if ALL or any("::" in name for name in config.args):
+    """Leave out what the level does not run; a test that is named by its id runs."""
+    if any("::" in name for name in config.args):
         return
-    items[:], left = thinned(items)
+    kept = gate.remaining(config, selection.selected(items))
+    left = [item for item in items if item not in set(kept)]
+    items[:] = kept
     if left:
         config.hook.pytest_deselected(items=left)
 
@@ -50,11 +57,11 @@ def pytest_sessionstart() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def devices_share_programs() -> Iterator[None]:
-    """See `tests.sharing`."""
-    if ALL or importlib.util.find_spec("pyopencl") is None:
+    """See `tests.support.sharing`."""
+    if selection.exhaustive() or importlib.util.find_spec("pyopencl") is None:
         yield
         return
-    from tests.sharing import shared
+    from tests.support.sharing import shared
 
     with shared():
         yield
@@ -65,8 +72,8 @@ def no_chains(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps as they are lowered: the program of a chain compiles for seconds for each model, which
     tests of many models leave to those of one.
     """
-    if not ALL:
-        monkeypatch.setattr("hetero.runtime.step.chain_program", lambda program, *_: program)
+    if not selection.exhaustive():
+        monkeypatch.setattr("hetero.runtime.step.fuse_program", lambda program, *_: program)
 
 
 @pytest.fixture(autouse=True)

@@ -30,7 +30,7 @@ def open(
     `cpu` is the core that a CPU driver's worker runs on (default: the first one allowed to this
     process); with `every_core` it has a worker for each of them (the backend `opencl-cores`).
     `platform` is a driver's name (`pocl`, `intel`, `vendor`) or a part of the wanted platform's or
-    device's name. `cache_dir` holds verdicts and compiled kernels (default: the user's cache
+    device's name. `cache_dir` holds results and compiled kernels (default: the user's cache
     directory). The first time on a machine, a driver's kernels are tried in a child process.
 
     For tests, `family` forces a tuning record, `unified_memory=False` makes every call copy its

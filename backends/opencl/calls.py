@@ -27,8 +27,8 @@ from hetero.backends.host.limits import time_limit
 from hetero.backends.memory import Tensor
 from hetero.backends.opencl.failures import BACKEND, decoded
 from hetero.backends.opencl.invokers import share_invokers
-from hetero.backends.opencl.proving.compiler import Variant, argument_kinds
 from hetero.backends.opencl.resources import Resources
+from hetero.backends.opencl.self_test.compiler import Variant, argument_kinds
 from hetero.backends.ops import Op, describe
 from hetero.backends.protocol import (
     DEFAULT_DEADLINE_S,
@@ -138,7 +138,7 @@ class OpenCLCall(BoundCall):
     set.
     """
 
-    chains = True
+    fusible = True
 
     def __init__(
         self,

@@ -17,12 +17,12 @@ from hetero.backends.errors import WaitTimeoutError
 from hetero.backends.formats import WeightFormat
 from hetero.backends.memory import Tensor
 from hetero.backends.opencl.calls import Launch, OpenCLCall
-from hetero.backends.opencl.chain import chain
-from hetero.backends.opencl.doorbell import OpenCLDoorbell, find_doorbell
 from hetero.backends.opencl.failures import BACKEND, decoded
 from hetero.backends.opencl.flag import Flag, flag_program, probe
+from hetero.backends.opencl.fused_launch import fuse
 from hetero.backends.opencl.resources import Resources
 from hetero.backends.opencl.selected import Selected
+from hetero.backends.opencl.stream_signal import OpenCLStreamSignal, find_stream_signal
 from hetero.backends.opencl.transfer import TransferCall
 from hetero.backends.ops import Op, describe
 from hetero.backends.protocol import (
@@ -83,8 +83,8 @@ class OpenCLDevice(Resources):
         )
         self._table = table
         self._flag: Flag | None = None
-        self._doorbell: OpenCLDoorbell | None = None
-        self._doorbell_tried = False
+        self._stream_signal: OpenCLStreamSignal | None = None
+        self._stream_signal_tried = False
         self.at_close: Callable[[], None] = lambda: None
         self.worker_cpu = selected.cores[0] if len(selected.cores) == 1 else None
 
@@ -105,9 +105,9 @@ class OpenCLDevice(Resources):
         with decoded(f"preparing {describe(op)}"):
             return self._table[type(op)].prepare(self, op, weights)
 
-    def foreseen(self, what: str) -> AbstractContextManager[bool]:
-        """See `Device.foreseen`."""
-        return self.programs.foreseen(f"{what} on {self.threads} threads")
+    def prewarm(self, what: str) -> AbstractContextManager[bool]:
+        """See `Device.prewarm`."""
+        return self.programs.prewarm(f"{what} on {self.threads} threads")
 
     def flag(self) -> Flag | None:
         """See `Device.flag`; probed at the first call, which takes a few milliseconds."""
@@ -117,27 +117,27 @@ class OpenCLDevice(Resources):
             self.capabilities = replace(self.capabilities, early_visibility=visible)
         return self._flag if self.capabilities.early_visibility else None
 
-    def doorbell(self) -> OpenCLDoorbell | None:
-        """See `Device.doorbell`; probed at the first call, which takes a few milliseconds."""
-        if not self._doorbell_tried:
-            self._doorbell_tried = True
-            self._doorbell = find_doorbell(self, self.flag())
-        return self._doorbell
+    def stream_signal(self) -> OpenCLStreamSignal | None:
+        """See `Device.stream_signal`; probed at the first call, which takes a few milliseconds."""
+        if not self._stream_signal_tried:
+            self._stream_signal_tried = True
+            self._stream_signal = find_stream_signal(self, self.flag())
+        return self._stream_signal
 
-    def doubt(self) -> None:
-        """See `Device.doubt`."""
-        self.programs.doubt()
+    def discard_prewarm(self) -> None:
+        """See `Device.discard_prewarm`."""
+        self.programs.discard_prewarm()
 
-    def chain(self, runs: Sequence[Stages]) -> Sequence[OpenCLCall] | None:
-        """See `Device.chain`."""
-        return chain(self, runs)
+    def fuse(self, runs: Sequence[Stages]) -> Sequence[OpenCLCall] | None:
+        """See `Device.fuse`."""
+        return fuse(self, runs)
 
     def transfer(self, host: Tensor, own: Tensor, *, to_device: bool) -> TransferCall:
         """See `Device.transfer`."""
         return TransferCall(self, host, own, to_device)
 
-    def beside(self) -> OpenCLDevice:
-        """See `Device.beside`: a queue of its own, everything else shared."""
+    def clone_for_thread(self) -> OpenCLDevice:
+        """See `Device.clone_for_thread`: a queue of its own, everything else shared."""
         self.check()
         other = copy.copy(self)
         with decoded("making a queue"):

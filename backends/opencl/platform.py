@@ -25,12 +25,12 @@ from hetero.backends.opencl.drivers.levels import LEVEL_VARIABLE, Level, chosen_
 from hetero.backends.opencl.drivers.loader import Loaded, Wanted, load, wanted_workers
 from hetero.backends.opencl.drivers.pocl import CACHE, WORKERS
 from hetero.backends.opencl.failures import BACKEND
-from hetero.backends.opencl.proving.compiler import Remote
-from hetero.backends.opencl.proving.supervisor import Supervisor
-from hetero.backends.opencl.proving.trial import Trials, passed_level
-from hetero.backends.opencl.proving.verdicts import DeviceVerdict
 from hetero.backends.opencl.reports import DriverReport
 from hetero.backends.opencl.selected import Selected
+from hetero.backends.opencl.self_test.compiler import Remote
+from hetero.backends.opencl.self_test.results import DeviceResult
+from hetero.backends.opencl.self_test.runner import SelfTests, passed_level
+from hetero.backends.opencl.self_test.supervisor import Supervisor
 from hetero.backends.registry import EVERY_CORE
 
 if TYPE_CHECKING:
@@ -49,20 +49,20 @@ def no_driver() -> str:
 
 
 @dataclass(frozen=True)
-class Proven:
-    """A device that passed its trial: its driver's candidate, its place there, its level; `note`
-    names drivers that come before it and that this process cannot load any more.
+class TestedDevice:
+    """A device that passed its self-test: its driver's candidate, its place there, its level;
+    `note` names drivers that come before it and that this process cannot load any more.
     """
 
     candidate: Candidate
     index: int
-    device: DeviceVerdict
+    device: DeviceResult
     level: Level
     note: str = ""
 
 
 def cache_root(cache_dir: Path | None = None) -> Path:
-    """Where verdicts and kernels lie: the folder that is asked for, else POCL_CACHE_DIR, else the
+    """Where results and kernels lie: the folder that is asked for, else POCL_CACHE_DIR, else the
     user's cache. Raises `DeviceOptionError` for a POCL_CACHE_DIR that cannot be written.
     """
     if cache_dir is not None:
@@ -96,19 +96,21 @@ def find_device(
     `DeviceOptionError` for what was named and is not there, `DeviceUnavailableError` where nothing
     computes right here.
     """
-    trials = Trials(cache_root(cache_dir))
+    self_tests = SelfTests(cache_root(cache_dir))
     forced, here = chosen_level(), loader.loaded()
-    chosen = _choose(trials, wanted, forced, every_core, here)
+    chosen = _choose(self_tests, wanted, forced, every_core, here)
     count = wanted_workers(every_core=every_core)
-    loaded = here or load(_worth_loading(trials, chosen), workers=count, folder=trials.run.path)
+    loaded = here or load(
+        _worth_loading(self_tests, chosen), workers=count, folder=self_tests.run.path
+    )
     driver = chosen.candidate.driver
     native = _native(loaded, chosen)
     shared = _check_workers(native, loaded, count) if driver.computes_on_cpu else ""
     driver.prepare(native, chosen.level)
-    trials.run.use(trials.path(chosen.candidate))
+    self_tests.run.use(self_tests.path(chosen.candidate))
     return Selected(
         native, driver, chosen.level,
-        _compiler(trials, chosen, loaded),
+        _compiler(self_tests, chosen, loaded),
         cores=_cores(driver.computes_on_cpu, cpu, every_core),
         threads=loaded.asked if driver.computes_on_cpu else int(native.max_compute_units),
         note="; ".join(filter(None, (chosen.note, shared))),
@@ -117,9 +119,9 @@ def find_device(
 
 def choose_driver(wanted: str | None) -> str | None:
     """Name of the driver that `find_device` would take, None where nothing computes right here."""
-    trials = Trials(cache_root())
+    self_tests = SelfTests(cache_root())
     try:
-        chosen = _choose(trials, wanted, chosen_level(), False, loader.loaded())
+        chosen = _choose(self_tests, wanted, chosen_level(), False, loader.loaded())
     except DeviceUnavailableError:
         return None
     return chosen.candidate.driver.name
@@ -161,18 +163,18 @@ def started_workers() -> int | None:
 
 
 def survey(cache_dir: Path | None = None) -> Iterator[DriverReport]:
-    """Every installed driver's verdict, tried now where there is none yet or no device was."""
-    trials = Trials(cache_root(cache_dir))
+    """Every installed driver's result, tried now where there is none yet or no device was."""
+    self_tests = SelfTests(cache_root(cache_dir))
     forced = chosen_level()
     for candidate in candidates():
         own = candidate.driver.levels()
         levels = own if forced is None or forced not in own else (forced,)
-        verdict = trials.examine(candidate, None if levels is own else forced, retry=True)
-        driver, origin, path = candidate.driver.name, candidate.origin, trials.path(candidate)
-        if verdict.problem:
+        result = self_tests.examine(candidate, None if levels is own else forced, retry=True)
+        driver, origin, path = candidate.driver.name, candidate.origin, self_tests.path(candidate)
+        if result.problem:
             library = Path(candidate.library).name or "the system's loader"
-            yield DriverReport(driver, origin, library, None, verdict.problem, path)
-        for device in verdict.devices:
+            yield DriverReport(driver, origin, library, None, result.problem, path)
+        for device in result.devices:
             level = passed_level(device, levels)
             said = "; ".join(attempt.sentence for attempt in device.attempts)
             name = None if level is None else level.name
@@ -180,12 +182,12 @@ def survey(cache_dir: Path | None = None) -> Iterator[DriverReport]:
 
 
 def _choose(
-    trials: Trials,
+    self_tests: SelfTests,
     wanted: str | None,
     forced: Level | None,
     every_core: bool,
     here: Loaded | None,
-) -> Proven:
+) -> TestedDevice:
     """The first device in order of preference. Raises as `find_device`."""
     reasons: list[str] = []
     names: list[str] = []
@@ -196,25 +198,25 @@ def _choose(
             continue
         if here is not None and candidate.library not in {w.candidate.library for w in here.wanted}:
             reasons.append(f"OpenCL runs in this process without {candidate.origin}")
-            known = trials.known(candidate)
+            known = self_tests.known(candidate)
             if known is None or any(
                 passed_level(device, candidate.driver.levels()) for device in known.devices
             ):
                 missed.append(reasons[-1])
             continue
-        verdict = trials.examine(candidate, forced)
-        names += [d.title for d in verdict.devices]
-        if verdict.problem:
-            reasons.append(f"{candidate.origin}: {verdict.problem}")
+        result = self_tests.examine(candidate, forced)
+        names += [d.title for d in result.devices]
+        if result.problem:
+            reasons.append(f"{candidate.origin}: {result.problem}")
         levels = (forced,) if forced is not None else candidate.driver.levels()
-        for i, device in enumerate(verdict.devices):
+        for i, device in enumerate(result.devices):
             if device.kind not in kinds or (every_core and device.kind != "cpu"):
                 continue
             if not _is_wanted(wanted, candidate, device):
                 continue
             level = passed_level(device, levels)
             if level is not None:
-                return Proven(candidate, i, device, level, "; ".join(dict.fromkeys(missed)))
+                return TestedDevice(candidate, i, device, level, "; ".join(dict.fromkeys(missed)))
             reasons += [f"{device.title}: {a.sentence}" for a in device.attempts]
     return _nothing(wanted, forced, every_core, reasons, names)
 
@@ -233,7 +235,7 @@ def _order(wanted: str | None) -> Iterator[tuple[Candidate, tuple[str, ...]]]:
     yield from ((c, ("cpu",)) for c in vendors)
 
 
-def _is_wanted(wanted: str | None, candidate: Candidate, device: DeviceVerdict) -> bool:
+def _is_wanted(wanted: str | None, candidate: Candidate, device: DeviceResult) -> bool:
     return (
         wanted is None or wanted == candidate.driver.name or wanted.lower() in device.title.lower()
     )
@@ -245,7 +247,7 @@ def _nothing(
     every_core: bool,
     reasons: Sequence[str],
     names: Sequence[str],
-) -> Proven:
+) -> TestedDevice:
     """Raise for what was asked for."""
     why = "; ".join(dict.fromkeys(reasons))
     if wanted is not None:
@@ -268,30 +270,30 @@ def _nothing(
     )
 
 
-def _worth_loading(trials: Trials, chosen: Proven) -> list[Wanted]:
+def _worth_loading(self_tests: SelfTests, chosen: TestedDevice) -> list[Wanted]:
     """The chosen driver, and those that are proven already: what is not loaded at first cannot be
     later.
     """
-    found = [_wanted(trials, chosen.candidate, chosen.level)]
+    found = [_wanted(self_tests, chosen.candidate, chosen.level)]
     for candidate in candidates():
-        verdict = trials.known(candidate)
-        if candidate.library == chosen.candidate.library or verdict is None:
+        result = self_tests.known(candidate)
+        if candidate.library == chosen.candidate.library or result is None:
             continue
         levels = candidate.driver.levels()
-        passed = [passed_level(device, levels) for device in verdict.devices]
+        passed = [passed_level(device, levels) for device in result.devices]
         if passed and all(passed) and passed[0] is not None:
-            found.append(_wanted(trials, candidate, passed[0]))
+            found.append(_wanted(self_tests, candidate, passed[0]))
     return found
 
 
-def _wanted(trials: Trials, candidate: Candidate, level: Level) -> Wanted:
-    store = trials.store(candidate, level)
+def _wanted(self_tests: SelfTests, candidate: Candidate, level: Level) -> Wanted:
+    store = self_tests.store(candidate, level)
     store.use()
     return Wanted(candidate, level, store)
 
 
-def _native(loaded: Loaded, chosen: Proven) -> cl.Device:
-    """The device of this process that the verdict is about."""
+def _native(loaded: Loaded, chosen: TestedDevice) -> cl.Device:
+    """The device of this process that the result is about."""
     known = chosen.device
     for device in loaded.devices(chosen.candidate):
         facts = (device.platform.version, device.name, device.driver_version)
@@ -342,8 +344,8 @@ def _cores(on_cpu: bool, cpu: int | None, every_core: bool) -> tuple[int, ...]:
     return tuple(allowed) if every_core else (allowed[0] if cpu is None else cpu,)
 
 
-def _compiler(trials: Trials, chosen: Proven, loaded: Loaded) -> Remote:
+def _compiler(self_tests: SelfTests, chosen: TestedDevice, loaded: Loaded) -> Remote:
     candidate, level = chosen.candidate, chosen.level
-    supervisor = Supervisor(trials.job(candidate, level, loaded.folder), chosen.index)
+    supervisor = Supervisor(self_tests.job(candidate, level, loaded.folder), chosen.index)
     folder = loaded.folder / "pocl" if candidate.driver.caches_kernels else None
-    return Remote(trials.store(candidate, level), folder, supervisor)
+    return Remote(self_tests.store(candidate, level), folder, supervisor)

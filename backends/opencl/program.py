@@ -19,14 +19,14 @@ from hetero.backends.opencl.program_source import (
     program_source,
     source_of,
 )
-from hetero.backends.opencl.proving.compiler import Compiler, Variant
+from hetero.backends.opencl.self_test.compiler import Compiler, Variant
 
-MOST_NOTED: Final = 64
+MAX_NOTED: Final = 64
 
 
 class ProgramCache:
     """Built programs by their source; `compiler` makes those that are missing. Control thread only,
-    but for the thread of `foreseen`, which hands over what it built.
+    but for the thread of `prewarm`, which hands over what it built.
     """
 
     def __init__(self, context: cl.Context, device: cl.Device, compiler: Compiler) -> None:
@@ -37,7 +37,7 @@ class ProgramCache:
         self._sources: dict[int, ProgramSource] = {}  # by id of a program that is kept above
         self._coming: dict[str, Background[cl.Program | None]] = {}
         self._entry = ""
-        self._noted: list[ProgramSource] | None = None  # of `foreseen`: under which name, and what
+        self._noted: list[ProgramSource] | None = None  # of `prewarm`: under which name, and what
 
     def get(
         self,
@@ -47,14 +47,15 @@ class ProgramCache:
         before: tuple[str, ...] = (),
         options: tuple[str, ...] = (),
     ) -> cl.Program:
-        """The program of `kernels/<name>` after `common.cl` and `before`, `defines` as macros.
+        """Return the program of `kernels/<name>` after `common.cl` and `before`, `defines` as
+        macros.
 
         Raises `DeviceError` with the first lines of the build log.
         """
         return self.take(program_source(name, defines, before=before, options=options))
 
     def take(self, source: ProgramSource) -> cl.Program:
-        """The program of a source; see `get`."""
+        """Return the program of a source; see `get`."""
         if source.digest not in self._programs:
             coming = self._coming.get(source.digest)
             program = None if coming is None else coming.result()
@@ -66,13 +67,13 @@ class ProgramCache:
         return self._programs[source.digest]
 
     def source_of(self, program: cl.Program) -> ProgramSource:
-        """What one of these programs was built from."""
+        """Return the source that one of these programs was built from."""
         return self._sources[id(program)]
 
     @contextmanager
-    def foreseen(self, what: str) -> Iterator[bool]:
-        """Programs that were used inside, or until `close`, when this version entered it for the
-        same purpose before, and are compiled, are built by a thread from now on. Whether it was.
+    def prewarm(self, what: str) -> Iterator[bool]:
+        """Record the programs used inside, or until `close`, under `what`, and build those recorded
+        by this version on a thread from now on. Yield whether there was a record.
         """
         name = f"programs of {what} by hetero {installed_version('hetero')}"
         self._entry = hashlib.sha256(name.encode()).hexdigest()
@@ -84,21 +85,23 @@ class ProgramCache:
         try:
             yield self._noted is not None
         except BaseException:
-            self.doubt()
+            self.discard_prewarm()
             self._forget_coming()
             raise
         self._note()
 
-    def doubt(self) -> None:
-        """Note nothing of this time."""
+    def discard_prewarm(self) -> None:
+        """Record no prewarm list this time."""
         self._entry = ""
 
     def _note(self) -> None:
-        """Keep which programs are used, where that is for a purpose, and those of other times."""
+        """Record the programs that are used, where that has a purpose, with those of earlier
+        times.
+        """
         known = self._noted or []
         used = [x for x in self._sources.values() if x.files]
         if self._entry and (self._noted is None or not set(used) <= set(known)):
-            self._noted = list(dict.fromkeys([*used, *known]))[:MOST_NOTED]
+            self._noted = list(dict.fromkeys([*used, *known]))[:MAX_NOTED]
             text = json.dumps([(x.files, x.options) for x in self._noted])
             self._compiler.note(self._entry, text.encode())
 
@@ -110,7 +113,9 @@ class ProgramCache:
         self._coming.clear()
 
     def first_launch(self, program: cl.Program, variant: Variant) -> AbstractContextManager[None]:
-        """The first launch of a kernel of one of these programs at some sizes goes inside."""
+        """Return a context for the first launch of a kernel of one of these programs at some
+        sizes.
+        """
         return self._compiler.variant(self._sources[id(program)], variant)
 
     def close(self) -> None:
@@ -124,13 +129,13 @@ class ProgramCache:
 
 
 def _sources(noted: bytes | None) -> list[ProgramSource] | None:
-    """Programs that were noted, as far as their files are there; None where none can be read."""
-    found = []
+    """Return the recorded programs whose files exist; None where the record cannot be read."""
+    sources = []
     try:
         for files, options in json.loads(noted or b""):
             with suppress(OSError):
-                found.append(source_of(files, options))
-                found[-1].digest  # noqa: B018, which options that are no text do not have
+                sources.append(source_of(files, options))
+                sources[-1].digest  # noqa: B018, which options that are no text do not have
     except (ValueError, TypeError, IndexError, RecursionError):  # of another version
         return None
-    return found
+    return sources

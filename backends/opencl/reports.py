@@ -10,15 +10,15 @@ from hetero.backends.host.limits import VARIABLE
 
 NO_DEVICE: Final = "CL_DEVICE_NOT_FOUND"
 HUNG: Final = "hung"
-# Progress of a trial.
+# Progress of a self-test.
 PREPARING: Final = "preparing OpenCL kernels for this processor, once"
 CHECKING: Final = "checking OpenCL kernels again: a run that used them did not end by itself"
 
 
 @dataclass(frozen=True)
 class DriverReport:
-    """An installed driver's device and the verdict of its trial. `level` is the best that passed;
-    `said` what each level did; `kept_in` the file that remembers it.
+    """An installed driver's device and the result of its self-test. `level` is the best that
+    passed; `said` what each level did; `kept_in` the file that remembers it.
     """
 
     driver: str

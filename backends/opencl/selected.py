@@ -8,7 +8,7 @@ import pyopencl as cl
 
 from hetero.backends.opencl.drivers.base import Driver
 from hetero.backends.opencl.drivers.levels import Level
-from hetero.backends.opencl.proving.compiler import Compiler
+from hetero.backends.opencl.self_test.compiler import Compiler
 
 
 @dataclass(frozen=True)

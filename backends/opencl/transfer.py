@@ -12,7 +12,7 @@ from hetero.backends.opencl.resources import Resources
 class TransferCall(OpenCLCall):
     """`clEnqueueWriteBuffer` or `clEnqueueReadBuffer` of one tensor."""
 
-    chains = False
+    fusible = False
 
     def __init__(self, device: Resources, host: Tensor, own: Tensor, to_device: bool) -> None:
         name = f"copy of {host.nbytes} bytes {'to' if to_device else 'from'} the GPU"

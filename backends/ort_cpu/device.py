@@ -35,7 +35,7 @@ from hetero.backends.weights import PackedWeight, pack, stacked
 DEFAULT_GRAPH_SIZES = (1, 2, 4, 8, 32, 64, 128, 256, 512, 1024)
 REVISION = "2"  # of the graphs: another one where their times change, for profiles taken before
 ROW_ALIGNMENT = 32
-SETTLE_S = 1.5  # the packs of a 1B model, nearly all: 0.7 s of loading for 2 to 3 % of each token
+COMPACT_S = 1.5  # the packs of a 1B model, nearly all: 0.7 s of loading for 2 to 3 % of each token
 SPLIT_PAYS_UP_TO = 16  # tokens; measured, see `open`
 SPLIT_PIECE = 64  # tokens; longer pieces are no faster and their planes take more memory
 
@@ -107,10 +107,10 @@ class OrtCpuDevice(Device):
         self._kernels.add(kernel)
         return kernel
 
-    def settle(self) -> None:
-        """See `Device.settle`. ONNX Runtime's packs of the weights go into huge pages."""
+    def compact_weights(self) -> None:
+        """See `Device.compact_weights`. ONNX Runtime's packs of the weights go into huge pages."""
         if sum(kernel.nbytes for kernel in self._kernels) >= hugepages.SMALLEST_BYTES:
-            hugepages.collapse(SETTLE_S)
+            hugepages.collapse(COMPACT_S)
 
     def state(self) -> str:
         """See `Device.state`."""

@@ -23,8 +23,8 @@ def chains(
     with LLM(model, weights=weights, device="gpu", gpu=gpu, max_seq_len=p + n + 8) as llm:
         engine = llm.engine
 
-        def decode(chained: bool) -> float:
-            engine.runner.fuses = chained
+        def decode(fused: bool) -> float:
+            engine.runner.fuses = fused
             return statistics.median(run_steps(engine, n, p))
 
         ways = {"call by call": lambda: decode(False), "chains": lambda: decode(True)}

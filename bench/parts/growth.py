@@ -30,7 +30,7 @@ def growth(
     longest = max(lengths) + n + 8
     with LLM(model, weights=weights, device="gpu", gpu=gpu, kv=kv, max_seq_len=longest) as llm:
         engine = llm.engine
-        row_bytes = engine.needs.context_bytes / longest
+        row_bytes = engine.memory.context_bytes / longest
         run_prompt(engine, min(lengths))
         run_steps(engine, 4, min(lengths))
         for _ in range(r):

@@ -17,7 +17,7 @@ from hetero.models import model_spec
 from hetero.profiler.device_model import GpuShader, NpuArray
 from hetero.profiler.records import DeviceProfile
 from hetero.solver.baselines import layer_level
-from hetero.solver.chain import walk
+from hetero.solver.layer_dp import walk
 from hetero.solver.planner import Planner
 from hetero.solver.solution import Scenario, Solution
 
@@ -194,8 +194,8 @@ def fit_power(profile: DeviceProfile, data: dict[str, Any]) -> dict[str, Any]:
 def shares(solution: Solution) -> tuple[float, float, float]:
     """Fractions of a step in which the GPU alone, the NPU alone, both work."""
     gpu = npu = both = 0.0
-    for option, _, count in walk(solution.chain, solution.layers).steps:
-        together = max(option.gpu_s + option.npu_s - option.together_s, 0.0)
+    for option, _, count in walk(solution.path, solution.layers).steps:
+        together = max(option.gpu_s + option.npu_s - option.elapsed_s, 0.0)
         both += count * together
         gpu += count * (option.gpu_s - together)
         npu += count * (option.npu_s - together)

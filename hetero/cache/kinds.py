@@ -76,14 +76,14 @@ def _opencl(folder: Path) -> Iterator[Entry]:
     known: frozenset[Path] = frozenset()
     prefixes: frozenset[str] = frozenset()
     if is_here("pyopencl"):
-        from hetero.backends.opencl.proving.reachable import reachable
+        from hetero.backends.opencl.self_test.reachable import reachable
 
         known, prefixes = reachable(folder)
     for path in verdicts:
         lock = path.with_suffix(".lock")
         if path.suffix == ".json":
             stale = "" if path in known else OTHER_HERE
-            yield entry_of(path, lock, of="a driver's trial", stale=stale, lock=lock)
+            yield entry_of(path, lock, of="a driver's self-test", stale=stale, lock=lock)
         elif not path.with_suffix(".json").exists():
             yield entry_of(path, stale=KEPT_BY_NOBODY, lock=path)
     for level in programs:

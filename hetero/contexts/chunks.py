@@ -75,7 +75,7 @@ def spans(tokens: Sequence[int]) -> Iterator[tuple[int, tuple[int, ...]]]:
         yield start, tuple(tokens[start : start + CHUNK_TOKENS])
 
 
-def chained(parent: bytes, tokens: Sequence[int]) -> bytes:
+def chained_key(parent: bytes, tokens: Sequence[int]) -> bytes:
     """The key of a chunk behind another (or behind an app's root)."""
     digest = hashlib.blake2b(parent, digest_size=32)
     digest.update(b"".join(token.to_bytes(4, "little") for token in tokens))
@@ -99,7 +99,7 @@ class ChunkTable:
         """The chunks of a text, each with one reference more; those that are new are text alone."""
         known, parent, chunks = self._chunks.setdefault(app, {}), root, []
         for start, part in spans(tokens):
-            parent = chained(parent, part)
+            parent = chained_key(parent, part)
             chunk = known.get(parent)
             if chunk is None:
                 chunk = known[parent] = Chunk(app, parent, start, part, bits)
@@ -112,7 +112,7 @@ class ChunkTable:
         """Tokens at the beginning of a text whose chunks have keys and values somewhere."""
         chunks, parent, stop = self._chunks.get(app, {}), root, 0
         for _, part in spans(tokens):
-            parent = chained(parent, part)
+            parent = chained_key(parent, part)
             chunk = chunks.get(parent)
             if chunk is None or not chunk.kept:
                 break

@@ -160,6 +160,6 @@ def decoders(
         return
     op = decode_operation(codec, layout)
     for kind, device in devices.items():
-        beside = device.beside() if device.accepts(op) else None
+        beside = device.clone_for_thread() if device.accepts(op) else None
         if beside is not None:
             yield DeviceDecoder(kind, beside, codec, op)

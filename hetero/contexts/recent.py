@@ -18,11 +18,11 @@ from hetero.backends.host.files import sync_directory
 from hetero.backends.host.signals import WholeSteps, whole
 from hetero.contexts.codec import RAW
 from hetero.contexts.compaction import compact
-from hetero.contexts.lanes import Lane
 from hetero.contexts.service import App, AppContext
+from hetero.contexts.slot_pool import Slot
 from hetero.contexts.working_set import Held, Switch
 from hetero.errors import UserError
-from hetero.generation.loop import GenerationResult, Later, Piece
+from hetero.generation.loop import GenerationResult, Pending, Piece
 
 
 @dataclass(eq=False)
@@ -66,7 +66,7 @@ class RecentTexts:
         results: list[GenerationResult],
         salt: str = "",
         **options: Any,
-    ) -> WholeSteps[Piece | Later | None]:
+    ) -> WholeSteps[Piece | Pending | None]:
         """Pieces of the answer to a whole text, which text `at` becomes; None for a step that gave
         none. Texts of another `salt` are not used. With `echo` and `logprobs` nothing is: every
         token is computed.
@@ -80,10 +80,10 @@ class RecentTexts:
         results: list[GenerationResult],
         salt: str,
         options: dict[str, Any],
-    ) -> Iterator[Piece | Later | None]:
+    ) -> Iterator[Piece | Pending | None]:
         service, text, tokens = self.app.service, self.texts[at], list(tokens)
         whole = options.get("echo") and options.get("logprobs") is not None
-        with service._turn.taken(), self._working(at):
+        with service._lock.taken(), self._working(at):
             self._calls += 1
             root, text.used = self._root(salt), self._calls
             with service.memory.lock:
@@ -93,12 +93,12 @@ class RecentTexts:
             before, text.held = text.held, Held(self.app.name, root, tokens, chunks)
             service._working.release(before.chunks)
             ended: list[GenerationResult] = []
-            with service._lanes.taken(root, tokens) as lane:
-                run = partial(self._run, lane, text, tokens, options, ended)
-                yield from lane.working.answering(text.held, tokens, run)
-                lane.working.tick()
-                lane.working.leave(text.held, RAW)
-                lane.working.swap_out(text.held, durable=False)  # gone with the process
+            with service._slots.taken(root, tokens) as slot:
+                run = partial(self._run, slot, text, tokens, options, ended)
+                yield from slot.working.answering(text.held, tokens, run)
+                slot.working.tick()
+                slot.working.leave(text.held, RAW)
+                slot.working.swap_out(text.held, durable=False)  # gone with the process
             results += ended
 
     @contextmanager
@@ -119,10 +119,10 @@ class RecentTexts:
     def erase(self, at: int) -> int:
         """Forget a text; how many tokens it had."""
         service = self.app.service
-        with service._turn.taken():
+        with service._lock.taken():
             self._check(at)
             text = self.texts[at]
-            service._lanes.forget(text.held.root)
+            service._slots.forget(text.held.root)
             service.swap.drain()
             service._working.release(text.held.chunks)
             compact(self.app.files, service.memory, self.app.name, everything=True)
@@ -166,15 +166,15 @@ class RecentTexts:
 
     def _run(
         self,
-        lane: Lane,
+        slot: Slot,
         text: RecentText,
         tokens: list[int],
         options: dict[str, Any],
         ended: list[GenerationResult],
         switch: Switch,
-    ) -> Iterator[Piece | Later | None]:
+    ) -> Iterator[Piece | Pending | None]:
         text.switch = switch
-        yield from self.app.service._steps(lane, tokens, options, ended)
+        yield from self.app.service._steps(slot, tokens, options, ended)
 
     def _root(self, salt: str) -> bytes:
         data = salt.encode("utf-8", "surrogatepass")

@@ -33,7 +33,6 @@ from hetero.contexts.decoding import Decoder, SharedDecoder, decoders
 from hetero.contexts.directory import ServiceDirectory
 from hetero.contexts.encryption import vault_of
 from hetero.contexts.eviction import Policy
-from hetero.contexts.lanes import Lane, Lanes
 from hetero.contexts.measured import (
     MEASURES,
     errors_of,
@@ -45,17 +44,18 @@ from hetero.contexts.measured import (
 )
 from hetero.contexts.prompt_times import price_prompts
 from hetero.contexts.ratios import Rule
+from hetero.contexts.service_lock import WAIT_S, ServiceLock
+from hetero.contexts.slot_pool import Slot, SlotPool
 from hetero.contexts.swap_out import SwapOut, When
 from hetero.contexts.text_log import Text, TextLog
-from hetero.contexts.turn import WAIT_S, Turn
 from hetero.contexts.unbound import UnboundApps
 from hetero.contexts.working_set import CallTimes, Held, Switch, WorkingSet
 from hetero.errors import QuotaError, UserError
 from hetero.generation.conversation import Conversation
 from hetero.generation.llm import LLM
-from hetero.generation.loop import GenerationResult, Later, Piece, decode_together
+from hetero.generation.loop import GenerationResult, Pending, Piece, decode_together
 from hetero.placement.planning import parse_size
-from hetero.runtime.kv.attention_stats import AttentionMass
+from hetero.runtime.kv.attention_stats import ScoreStats
 from hetero.runtime.kv.context import Context
 from hetero.runtime.usage import Work, total
 
@@ -109,7 +109,7 @@ class Service:
         self._vault = vault_of(encryption_key)
         self._owns = not isinstance(model, LLM)
         self.llm = _model(model, options)
-        self._turn = Turn(wait_s, joins=parallel > 1)
+        self._lock = ServiceLock(wait_s, joins=parallel > 1)
         self._closers = ExitStack()
         if self._owns:
             self._closers.callback(self.llm.close)
@@ -132,9 +132,9 @@ class Service:
             self._closers.callback(self.swap.close)
             self._codec, times, shared = codec, CallTimes(), SharedDecoder(decoder)
 
-            def lane(active: Context) -> Lane:
+            def slot(active: Context) -> Slot:
                 if kv_bits == "mixed":
-                    active.mass = AttentionMass(self.llm.max_seq_len)
+                    active.mass = ScoreStats(self.llm.max_seq_len)
                 working = WorkingSet(
                     active,
                     self.memory,
@@ -147,13 +147,13 @@ class Service:
                     decoder=shared,
                     times=times,
                 )
-                return Lane(active, working)
+                return Slot(active, working)
 
-            first = lane(self._active)
+            first = slot(self._active)
             self._working = first.working
             self._closers.callback(self._working.close)
-            self._lanes = Lanes(first, lambda: lane(self.llm.new_context()), parallel)
-            self._closers.callback(self._lanes.close)
+            self._slots = SlotPool(first, lambda: slot(self.llm.new_context()), parallel)
+            self._closers.callback(self._slots.close)
             self._apps: dict[str, App] = {}
         except BaseException:
             self.close()
@@ -164,7 +164,7 @@ class Service:
         """An application, by a name of its choice; its contexts from before are there."""
         if not isinstance(app, str) or not app:
             raise UserError(f"an app's name must be a text that is not empty, got {app!r}")
-        with self._turn.taken():
+        with self._lock.taken():
             if app not in self._apps:
                 folder, root = self._directory.app(app), self._directory.root(app)
                 files = ChunkFiles(folder, self._codec, self.disk, self._vault)
@@ -189,27 +189,27 @@ class Service:
     @property
     def work(self) -> Work:
         """What the devices have done for all calls."""
-        return total(lane.active.work for lane in self._lanes)
+        return total(slot.active.work for slot in self._slots)
 
     def room(self) -> bool:
         """Whether another stream of this thread can begin."""
-        return self._lanes.room()
+        return self._slots.room()
 
-    def decode_together(self, beside: Callable[[], object] = lambda: None) -> None:
+    def decode_together(self, on_device_busy: Callable[[], object] = lambda: None) -> None:
         """Compute the next token of all streams at work, in as few steps of the devices as can be;
-        reading on gives what came of it. `beside` is called once meanwhile: it may read on where
-        the last thing that a stream gave is `LATER`.
+        reading on gives the result. `on_device_busy` is called once while the devices compute: it
+        may read on where the last item of a stream is `PENDING`.
         """
-        decode_together(self.llm.engine, self._lanes.answers(), beside)
+        decode_together(self.llm.engine, self._slots.answers(), on_device_busy)
 
     @whole
     def warm(self) -> None:
         """Make what streams that are at work together need, so that none of them waits for it."""
-        with ExitStack() as held, self._turn.taken(), suppress(UserError):
+        with ExitStack() as held, self._lock.taken(), suppress(UserError):
             engine = self.llm.engine
             contexts = [
                 held.enter_context(engine.new_context())
-                for _ in range(min(self._lanes.most, engine.most_rows))
+                for _ in range(min(self._slots.most, engine.most_rows))
             ]
             with engine.lock:
                 engine.warm_rows(contexts)
@@ -219,8 +219,8 @@ class Service:
         """Write what is to be written, free model and folder; idempotent. Waits for another
         thread's call, and raises `UserError` where that does not end.
         """
-        self._turn.end()
-        if not self._turn.lost:
+        self._lock.end()
+        if not self._lock.lost:
             self._closers.close()
 
     def __enter__(self) -> Self:
@@ -248,23 +248,23 @@ class Service:
 
     def _steps(
         self,
-        lane: Lane,
+        slot: Slot,
         tokens: Sequence[int],
         options: dict[str, Any],
         results: list[GenerationResult],
-    ) -> Iterator[Piece | Later | None]:
+    ) -> Iterator[Piece | Pending | None]:
         """Pieces of the answer to a whole text on a lane, step by step. With the option `ahead`
-        there may be a `LATER` before a piece, but not before the first.
+        there may be a `PENDING` before a piece, but not before the first.
         """
-        options = options | {"context": lane.active, "reuse": True}
+        options = options | {"context": slot.active, "reuse": True}
         ahead, begun = options.pop("ahead", False), False
         with self.llm.stream(tokens, **options) as answer:
-            lane.answer = answer
+            slot.answer = answer
             while not answer.finished:
                 piece = answer.advance() if ahead and begun else answer.step()
                 begun = begun or piece is not None
                 yield piece
-                self._turn.check()
+                self._lock.check()
         results.append(answer.result())
 
     def _opened(self, path: Path) -> ServiceDirectory:
@@ -359,7 +359,7 @@ class App:
             text.messages = [{"role": "system", "content": system}]
         elif system:
             text.tokens = self.service.llm.encode(system)
-        with self.service._turn.taken():
+        with self.service._lock.taken():
             return self._added(text, name)
 
     def _added(self, text: Text, name: str | None = None) -> AppContext:
@@ -431,7 +431,7 @@ class AppContext:
         """Its text is this one, and on the disk, when this returns; what it has of its keys and
         values stays.
         """
-        with self.app.service._turn.taken():
+        with self.app.service._lock.taken():
             self._check()
             self._log.append(tokens, ())
 
@@ -444,12 +444,12 @@ class AppContext:
 
     def stream(self, prompt: str, **options: Any) -> Iterator[Piece]:
         """Pieces of the answer. One that is not read to its end is not part of the context."""
-        steps = WholeSteps[Piece | Later | None](self._answer(prompt, options, []))
+        steps = WholeSteps[Piece | Pending | None](self._answer(prompt, options, []))
         return (piece for piece in steps if isinstance(piece, Piece))
 
     def stream_text(
         self, tokens: Sequence[int], results: list[GenerationResult], **options: Any
-    ) -> WholeSteps[Piece | Later | None]:
+    ) -> WholeSteps[Piece | Pending | None]:
         """Pieces of the answer to a whole text, which takes the place of the context's own; what
         they share at the beginning is kept. None for a step of the devices that gave none. The
         result is added to `results` when all is on the disk. Options are those of `LLM.stream`.
@@ -458,22 +458,22 @@ class AppContext:
 
     def _become_answered(
         self, tokens: Sequence[int], results: list[GenerationResult], options: dict[str, Any]
-    ) -> Iterator[Piece | Later | None]:
-        with self.app.service._turn.taken(), self._at_work():
+    ) -> Iterator[Piece | Pending | None]:
+        with self.app.service._lock.taken(), self._at_work():
             ended: list[GenerationResult] = []
-            with self.app.service._lanes.taken(self._held.root, tokens) as lane:
-                run = partial(self._run, lane, list(tokens), options, ended)
-                yield from lane.working.answering(self._held, list(tokens), run)
-                used = lane.working.tick()
-                self._log.append(lane.active.tokens, self._log.text.messages, used=used)
-                self._leave(lane)
+            with self.app.service._slots.taken(self._held.root, tokens) as slot:
+                run = partial(self._run, slot, list(tokens), options, ended)
+                yield from slot.working.answering(self._held, list(tokens), run)
+                used = slot.working.tick()
+                self._log.append(slot.active.tokens, self._log.text.messages, used=used)
+                self._leave(slot)
             results += ended
 
     @whole
     def fork(self) -> AppContext:
         """An equal context, which goes its own way; chunks are shared."""
         service, text = self.app.service, self._log.text
-        with service._turn.taken():
+        with service._lock.taken():
             self._check()
             other = self.app._added(
                 replace(
@@ -494,11 +494,11 @@ class AppContext:
     def delete(self) -> None:
         """Text, keys and values are gone from the disk when this returns; idempotent."""
         service = self.app.service
-        with service._turn.taken():
+        with service._lock.taken():
             if self._deleted:
                 return
             self._check()
-            service._lanes.forget(self._held.root)
+            service._slots.forget(self._held.root)
             service.swap.drain()
             self._log.delete()
             service._working.release(self._held.chunks)
@@ -511,20 +511,20 @@ class AppContext:
 
     def _answer(
         self, prompt: str, options: dict[str, Any], results: list[GenerationResult]
-    ) -> Iterator[Piece | Later | None]:
+    ) -> Iterator[Piece | Pending | None]:
         for name in ("context", "reuse", "chat", "echo", "context_shift", "keep"):
             if name in options:
                 raise UserError(f"{name!r} is not an option of a persistent context's call")
         service, text = self.app.service, self._log.text
-        with service._turn.taken(), self._at_work():
+        with service._lock.taken(), self._at_work():
             whole, messages = self._whole(prompt, options)
-            with service._lanes.taken(self._held.root, whole) as lane:
-                run = partial(self._run, lane, whole, options, results)
-                yield from lane.working.answering(self._held, whole, run)
+            with service._slots.taken(self._held.root, whole) as slot:
+                run = partial(self._run, slot, whole, options, results)
+                yield from slot.working.answering(self._held, whole, run)
                 said = [*messages, {"role": "assistant", "content": results[0].text}]
-                used = lane.working.tick()
-                self._log.append(lane.active.tokens, said if text.chat else (), used=used)
-                self._leave(lane)
+                used = slot.working.tick()
+                self._log.append(slot.active.tokens, said if text.chat else (), used=used)
+                self._leave(slot)
 
     @contextmanager
     def _at_work(self) -> Iterator[None]:
@@ -538,21 +538,21 @@ class AppContext:
 
     def _run(
         self,
-        lane: Lane,
+        slot: Slot,
         whole: list[int],
         options: dict[str, Any],
         results: list[GenerationResult],
         switch: Switch,
-    ) -> Iterator[Piece | Later | None]:
+    ) -> Iterator[Piece | Pending | None]:
         self.last_switch = switch
         options = {"chat": self._log.text.chat} | options
-        yield from self.app.service._steps(lane, whole, options, results)
+        yield from self.app.service._steps(slot, whole, options, results)
 
-    def _leave(self, lane: Lane) -> None:
+    def _leave(self, slot: Slot) -> None:
         service = self.app.service
-        chunks = lane.working.leave(self._held, service.compression.first)
+        chunks = slot.working.leave(self._held, service.compression.first)
         service.compression.apply(service.memory, chunks)
-        lane.working.swap_out(self._held)
+        slot.working.swap_out(self._held)
 
     def _whole(self, prompt: str, options: dict[str, Any]) -> tuple[list[int], list[Any]]:
         """Tokens of the text with the prompt; the messages, of a chat."""

@@ -29,7 +29,7 @@ from hetero.contexts.decoding import Decoder, HostDecoder
 from hetero.contexts.load_plan import LoadPlan, Piece, Rates, plan_load
 from hetero.contexts.swap_out import STALLED_S, Job, SwapOut, stalled
 from hetero.errors import UserError
-from hetero.runtime.kv.attention_stats import AttentionMass
+from hetero.runtime.kv.attention_stats import ScoreStats
 from hetero.runtime.kv.kv_cache import KvCache
 from hetero.runtime.kv.layer_gate import LayerGate, LoadError
 
@@ -41,7 +41,7 @@ class Active(Protocol):
     """What the devices compute on (`hetero.runtime.kv.context.Context`)."""
 
     gate: LayerGate | None
-    mass: AttentionMass | None
+    mass: ScoreStats | None
 
     @property
     def cache(self) -> KvCache:

@@ -59,14 +59,14 @@ class Conversation:
 
     def stream(self, text: str, **options: Unpack[GenerateOptions]) -> Iterator[Piece]:
         """Pieces of the answer; an answer that is not read to its end is not remembered."""
-        asked = {"role": "user", "content": text}
-        tokens = self.fitting([*self.messages, asked], int(options.get("max_tokens", 1)))
+        config = {"role": "user", "content": text}
+        tokens = self.fitting([*self.messages, config], int(options.get("max_tokens", 1)))
         options["chat"] = options["reuse"] = True
         options["context"] = self._context
         with self._llm.stream(tokens, **options) as answer:
             yield from answer
         self.last = answer.result()
-        self.messages += [asked, {"role": "assistant", "content": self.last.text}]
+        self.messages += [config, {"role": "assistant", "content": self.last.text}]
 
     def save(self, path: str | Path) -> None:
         """Write history and context to a file (see `Context.save`)."""

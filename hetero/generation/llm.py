@@ -31,12 +31,12 @@ from hetero.collecting import collecting_later
 from hetero.errors import ModelError, UserError
 from hetero.generation.conversation import Conversation
 from hetero.generation.loop import Generation, GenerationResult
-from hetero.generation.options import Asked, GenerateOptions, read_options
+from hetero.generation.options import GenerateOptions, GenerationConfig, read_options
 from hetero.generation.own_contexts import OwnContexts
 from hetero.models import LoadedModel, open_model
 from hetero.models.bundle import find_bundle
 from hetero.models.tokenizer import Tokenizer
-from hetero.placement.choosing import Choice, Wishes, choose, plan_on
+from hetero.placement.choosing import Choice, PlacementRequest, choose, plan_on
 from hetero.placement.device_set import DeviceMode, DeviceSet, open_devices
 from hetero.placement.planning import ProfileLike, parse_size
 from hetero.profiler.model_graph import ModelGraph
@@ -129,7 +129,7 @@ class LLM:
             given.check_fits(spec)
             device = _device_of(given, device)
         budget = None if memory_budget is None else parse_size(memory_budget)
-        wishes = Wishes(
+        request = PlacementRequest(
             mode=device,
             gpu=gpu,
             npu=npu,
@@ -142,7 +142,7 @@ class LLM:
             max_gpu_share=max_gpu_share,
             weight_budget_bytes=self._weight_budget(budget),
         )
-        self.choice: Choice = choose(spec, wishes)
+        self.choice: Choice = choose(spec, request)
         options = {} if bundle is None else bundle.npu_options(model)
         self.devices: DeviceSet = open_devices(
             self.choice.mode, gpu=self.choice.gpu or gpu, npu=npu, compiled=options
@@ -159,7 +159,7 @@ class LLM:
         )
         try:
             try:
-                with self.devices.foreseen(self._purpose) as compiled:
+                with self.devices.prewarm(self._purpose) as compiled:
                     self._engine, self._own = make(warm=not compiled)
             except KernelBuildError as error:
                 self.devices.without_gpu(str(error), npu)
@@ -171,7 +171,7 @@ class LLM:
     @property
     def _purpose(self) -> str:
         """What kernels are prepared for, at every start that asks for the same: all that decides
-        which ones, and how they are chained, for what is foreseen is not tried again. No length
+        which ones, and how they are fused, for what is foreseen is not tried again. No length
         of context, and nothing that `auto` compared.
         """
         names = [self.devices.name(kind) for kind in KINDS]
@@ -335,23 +335,23 @@ class LLM:
         return found
 
     def _answers(
-        self, prompt: str | Sequence[int], n: int, asked: Asked
+        self, prompt: str | Sequence[int], n: int, config: GenerationConfig
     ) -> Iterator[GenerationResult]:
         """Answers to one prompt; answer i is drawn with seed + i."""
-        given = asked.context
+        given = config.context
         if given is not None:
-            asked = replace(asked, context=self._engine.contexts.own(given).fork())
-        seed = asked.sampling.seed
+            config = replace(config, context=self._engine.contexts.own(given).fork())
+        seed = config.sampling.seed
         try:
-            with self._begin(prompt, asked, keep_prompt=n > 1) as first:
+            with self._begin(prompt, config, keep_prompt=n > 1) as first:
                 yield _finish(first)
                 for i in range(1, n):
-                    sampling = replace(asked.sampling, seed=None if seed is None else seed + i)
+                    sampling = replace(config.sampling, seed=None if seed is None else seed + i)
                     with first.fork(sampling) as other, other.context:
                         yield _finish(other)
         finally:
-            if given is not None and asked.context is not None:
-                asked.context.close()
+            if given is not None and config.context is not None:
+                config.context.close()
 
     def __repr__(self) -> str:
         """Model, devices and formats."""
@@ -450,33 +450,33 @@ class LLM:
         self.close()
 
     def _begin(
-        self, prompt: str | Sequence[int], asked: Asked, *, keep_prompt: bool = False
+        self, prompt: str | Sequence[int], config: GenerationConfig, *, keep_prompt: bool = False
     ) -> Generation:
         """Check everything and take the context for an answer."""
-        asked.sampling.check_vocabulary(self._loaded.config.vocab_size)
+        config.sampling.check_vocabulary(self._loaded.config.vocab_size)
         given = check_prompt(prompt)
-        tokens = self.encode(given, chat=asked.chat) if isinstance(given, str) else given
-        if asked.context is None:
-            context, hold = self._own.take(tokens[:-1], reuse=asked.reuse)
+        tokens = self.encode(given, chat=config.chat) if isinstance(given, str) else given
+        if config.context is None:
+            context, hold = self._own.take(tokens[:-1], reuse=config.reuse)
         else:
-            context = self._engine.contexts.own(asked.context)
+            context = self._engine.contexts.own(config.context)
             hold = context.hold()
         try:
-            goes_on = asked.context is not None and not asked.reuse
+            goes_on = config.context is not None and not config.reuse
             if goes_on and isinstance(given, str):
                 tokens = self._without_start(context, tokens)
             self._check_room(len(context) if goes_on else 0, tokens)
-            if asked.context_shift:
-                self._check_shift(context, asked.keep, many=keep_prompt)
+            if config.context_shift:
+                self._check_shift(context, config.keep, many=keep_prompt)
             self._engine.check_tokens(tokens)
-            reused = 0 if goes_on else self._rewind(context, tokens, asked)
+            reused = 0 if goes_on else self._rewind(context, tokens, config)
             return Generation(
                 self._engine,
                 context,
                 hold,
                 self._loaded,
                 tokens,
-                asked,
+                config,
                 ended=self._own.end,
                 reused=reused,
                 keep_prompt=keep_prompt,
@@ -488,11 +488,11 @@ class LLM:
             self._own.end()
             raise
 
-    def _rewind(self, context: Context, tokens: Sequence[int], asked: Asked) -> int:
+    def _rewind(self, context: Context, tokens: Sequence[int], config: GenerationConfig) -> int:
         """Keep what the context shares with the beginning of a whole text, if that is asked for;
         how many tokens that are.
         """
-        whole = not asked.reuse or (asked.echo and asked.logprobs is not None)
+        whole = not config.reuse or (config.echo and config.logprobs is not None)
         kept = 0 if whole else context.shared(tokens[:-1])
         context.rewind(kept)
         if context.cached < kept:  # windows have lost what it would go on from
@@ -551,21 +551,21 @@ class LLM:
         )
         return max(budget - taken, 1)
 
-    def _in_context(self, asked: int | None) -> tuple[int, LoadedModel]:
+    def _in_context(self, max_seq_len: int | None) -> tuple[int, LoadedModel]:
         """The length of contexts, and the model in one."""
-        length = self._context_length(asked)
+        length = self._context_length(max_seq_len)
         return length, self._loaded.for_context(length)
 
-    def _context_length(self, asked: int | None) -> int:
+    def _context_length(self, max_seq_len: int | None) -> int:
         limit = self._loaded.config.max_position
-        if asked is None:
+        if max_seq_len is None:
             return min(limit, DEFAULT_CONTEXT)
-        check_count("max_seq_len", asked)
-        if not 1 <= asked <= limit:
+        check_count("max_seq_len", max_seq_len)
+        if not 1 <= max_seq_len <= limit:
             raise ModelError(
-                f"max_seq_len must be in [1, {limit}] for {self._loaded.name}, got {asked}"
+                f"max_seq_len must be in [1, {limit}] for {self._loaded.name}, got {max_seq_len}"
             )
-        return asked
+        return max_seq_len
 
 
 def _finish(generation: Generation) -> GenerationResult:
@@ -575,13 +575,13 @@ def _finish(generation: Generation) -> GenerationResult:
     return generation.result()
 
 
-def _device_of(plan: ExecutionPlan, asked: DeviceMode) -> DeviceMode:
+def _device_of(plan: ExecutionPlan, device: DeviceMode) -> DeviceMode:
     """Devices that a plan needs. Raises `UserError` if others were asked for."""
     kinds: frozenset[DeviceKind] = plan.devices()
     needed: DeviceMode = "hetero" if len(kinds) == 2 else next(iter(kinds))
-    if asked not in ("auto", needed):
+    if device not in ("auto", needed):
         raise UserError(
-            f"plan {plan.plan_id} runs on {needed}, not on {asked}: leave out the device, or make "
+            f"plan {plan.plan_id} runs on {needed}, not on {device}: leave out the device, or make "
             "another plan"
         )
     return needed

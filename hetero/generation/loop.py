@@ -15,7 +15,7 @@ import numpy as np
 
 from hetero.backends.errors import DeviceError
 from hetero.errors import UserError
-from hetero.generation.options import Asked
+from hetero.generation.options import GenerationConfig
 from hetero.generation.sampling import Logits, Sampler, SamplingParams, TokenLogprob, token_logprob
 from hetero.generation.speculative import Acceptance, LookupDecoder
 from hetero.models import LoadedModel
@@ -80,11 +80,11 @@ class Piece:
     logprob: TokenLogprob | None = None
 
 
-class Later:
-    """Stands for a piece that the next step gives: see `Generation.advance`."""
+class Pending:
+    """Stands for a piece that the next call returns: see `Generation.advance`."""
 
 
-LATER: Final = Later()
+PENDING: Final = Pending()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +182,7 @@ class Generation(Iterator[Piece]):
         hold: Hold,
         model: LoadedModel,
         prompt: Sequence[int],
-        asked: Asked,
+        config: GenerationConfig,
         *,
         ended: Callable[[], object] = lambda: None,
         reused: int = 0,
@@ -192,25 +192,25 @@ class Generation(Iterator[Piece]):
         clock: Clock = time.perf_counter,
     ) -> None:
         self.context, self._hold, self._ended = context, hold, ended
-        self._engine, self._model, self._asked = engine, model, asked
+        self._engine, self._model, self._config = engine, model, config
         self._prompt, self._reused = list(prompt), reused
         self._keeps, self._kept = keep_prompt, _Kept()
         self._fallback, self._choice, self._clock = fallback, choice, clock
         self._todo = [*context.pending, *self._prompt[reused:]]
         self._seen = [*context.tokens, *self._prompt[reused:]]
-        self._sampler = Sampler(asked.sampling)
-        continues = not asked.chat
+        self._sampler = Sampler(config.sampling)
+        continues = not config.chat
         self._decoder: StreamDecoder = model.tokenizer.decoder(self._prompt if continues else ())
         self._end = frozenset(model.eos_ids)
-        self._filter = StopFilter(asked.stop)
+        self._filter = StopFilter(config.stop)
         self._logprobs: list[TokenLogprob] = []
         self._tokens: list[int] = []
-        self._texts: list[str] = [model.tokenizer.decode(prompt)] if asked.echo else []
+        self._texts: list[str] = [model.tokenizer.decode(prompt)] if config.echo else []
         self._reason: FinishReason | None = None
         self._lookup: LookupDecoder | None = None
         self._calls: Iterator[Logits | None] | None = None  # of the prompt, while it is read
         self._next: int | None = None  # the token that was chosen last
-        self._untold: int | None = None  # the same, while no piece was made of it
+        self._pending_token: int | None = None  # the same, while no piece was made of it
         self._given: Logits | None = None  # those behind it
         self._decode_steps = 0
         self._shifted = 0  # tokens that the context forgot
@@ -248,21 +248,21 @@ class Generation(Iterator[Piece]):
         """Run the devices once: a call of the prompt, or for the next token. None while the prompt
         is read. Raises `ValueError` if it is finished, else what the engine does.
         """
-        found = self.advance()
-        return self.step() if isinstance(found, Later) else found
+        piece = self.advance()
+        return self.step() if isinstance(piece, Pending) else piece
 
-    def advance(self) -> Piece | Later | None:
-        """As `step`, but `LATER` where the answer goes on whatever the piece says: the next call
-        gives it, and runs no device. So another step can begin before it is made and told.
+    def advance(self) -> Piece | Pending | None:
+        """As `step`, but `PENDING` where the answer continues whatever the piece says: the next
+        call returns it, and runs no device, so another step can begin before its text is decoded.
         """
         if self.finished:
             raise ValueError("this answer is finished: ask for its result")
         try:
-            if self._untold is None:
+            if self._pending_token is None:
                 if not self._run():
                     return None
-                if self._reason is None and not self._asked.stop:
-                    return LATER
+                if self._reason is None and not self._config.stop:
+                    return PENDING
             piece = self._piece()
         except BaseException as error:
             self.close()
@@ -285,15 +285,15 @@ class Generation(Iterator[Piece]):
             token = self._prompt_step() if self._next is None else self._decode_step()
         if token is None:
             return False
-        self._next = self._untold = token
+        self._next = self._pending_token = token
         if token in self._end:
             self._reason = "stop"
             return True
         self._tokens.append(token)
         self._seen.append(token)
-        if len(self._tokens) >= self._asked.max_tokens:
+        if len(self._tokens) >= self._config.max_tokens:
             self._reason = "length"
-        elif len(self._seen) >= self._engine.max_seq_len and not self._asked.context_shift:
+        elif len(self._seen) >= self._engine.max_seq_len and not self._config.context_shift:
             self._reason = "context"
         return True
 
@@ -350,7 +350,7 @@ class Generation(Iterator[Piece]):
             context.hold(),
             self._model,
             self._prompt,
-            replace(self._asked, sampling=sampling),
+            replace(self._config, sampling=sampling),
             reused=len(self._prompt),
             fallback=self._fallback,
             choice=self._choice,
@@ -374,9 +374,9 @@ class Generation(Iterator[Piece]):
     def _prompt_step(self) -> int | None:
         """A call of the prompt; the first token behind the last one."""
         if self._calls is None:
-            if self._asked.speculative:
+            if self._config.speculative:
                 self._lookup = LookupDecoder(
-                    self._engine, self.context, self._seen, self._asked.speculative
+                    self._engine, self.context, self._seen, self._config.speculative
                 )
             self._times = (self._clock(), 0.0, 0.0)
             self._calls = self._prompt_calls()
@@ -395,7 +395,7 @@ class Generation(Iterator[Piece]):
         """Reads the prompt; the last item is the logits behind it."""
         if self._kept.logits is not None:
             yield self._kept.logits
-        elif not (self._asked.echo and self._asked.logprobs is not None):
+        elif not (self._config.echo and self._config.logprobs is not None):
             yield from self._engine.prefill_calls(self.context, self._todo)
         else:
             yield from self._score()
@@ -410,7 +410,7 @@ class Generation(Iterator[Piece]):
             for logits in part:
                 if first <= at < len(self._todo) - 1:
                     token = rest[at - first + 1]
-                    found.append(token_logprob(logits, token, self._asked.logprobs or 0))
+                    found.append(token_logprob(logits, token, self._config.logprobs or 0))
                 at += 1
             last = part[-1]
             yield None
@@ -444,25 +444,25 @@ class Generation(Iterator[Piece]):
 
     def _shift(self) -> None:
         """Make room in the context: half of what is behind the first tokens goes."""
-        keep = self._asked.keep
+        keep = self._config.keep
         drop = max(1, (self.context.cached - keep) // 2)
         self.context.forget(keep, drop)
         del self._seen[keep : keep + drop]
         self._shifted += drop
 
     def _choose(self, logits: Logits) -> int:
-        constraint = self._asked.constraint
+        constraint = self._config.constraint
         allowed = None if constraint is None else constraint.allowed()
         token = self._sampler.choose(logits, self._seen, self._tokens, allowed)
         if constraint is not None and token not in self._end:
             constraint.accept(token)
-        if self._asked.logprobs is not None:
-            self._logprobs.append(token_logprob(logits, token, self._asked.logprobs))
+        if self._config.logprobs is not None:
+            self._logprobs.append(token_logprob(logits, token, self._config.logprobs))
         return token
 
     def _piece(self) -> Piece:
         """What the token that was chosen last says."""
-        token, self._untold = self._untold, None
+        token, self._pending_token = self._pending_token, None
         assert token is not None
         text = "" if token in self._end else self._decoder.push(token)
         if self._reason is not None:
@@ -482,7 +482,7 @@ class Generation(Iterator[Piece]):
         """
         if self._work is not None:
             return
-        if self._untold is not None:
+        if self._pending_token is not None:
             self._piece()
         work = self.context.work.since(self._before)
         if self._lookup is not None:
@@ -533,15 +533,17 @@ class _Once:
 
 
 def decode_together(
-    engine: Engine, answers: Sequence[Generation], beside: Callable[[], object] = lambda: None
+    engine: Engine,
+    answers: Sequence[Generation],
+    on_device_busy: Callable[[], object] = lambda: None,
 ) -> None:
     """Compute what the next step of each answer wants, several in one step of the devices. Answers
     that are left out (their prompt is being read, they are one too many, or it failed) compute it
     themselves, and raise what there is to be raised.
 
-    `beside` is called once: while the devices are at work, where they are. It runs no step.
+    `on_device_busy` is called once, while the devices compute if they do. It runs no step.
     """
-    once = _Once(beside)
+    once = _Once(on_device_busy)
     wanted = ((answer, answer.wanted) for answer in answers)
     waiting = [(answer, token) for answer, token in wanted if token is not None]
     count = -(-len(waiting) // engine.most_rows)

@@ -66,7 +66,7 @@ class GenerateOptions(SamplingOptions, total=False):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class GenerationConfig:
     """Checked options, with their defaults."""
 
     context: Context | None
@@ -83,7 +83,7 @@ class Asked:
     keep: int
 
 
-def read_options(options: GenerateOptions) -> Asked:
+def read_options(options: GenerateOptions) -> GenerationConfig:
     """Check everything that needs no model. Raises `UserError`."""
     given: dict[str, Any] = {**options}
     logprobs = given.pop("logprobs", None)
@@ -93,7 +93,7 @@ def read_options(options: GenerateOptions) -> Asked:
     shift = bool(given.pop("context_shift", False))
     if shift and given.get("speculative"):
         raise UserError("speculative tokens cannot be guessed with context_shift: ask for 0")
-    return Asked(
+    return GenerationConfig(
         context=given.pop("context", None),
         max_tokens=check_count("max_tokens", given.pop("max_tokens", DEFAULT_MAX_TOKENS)),
         stop=check_stop(given.pop("stop", ())),

@@ -22,7 +22,7 @@ from hetero.contexts.ratios import least_error, paper
 from hetero.errors import UserError
 from hetero.generation.llm import LLM
 from hetero.generation.sampling import log_softmax
-from hetero.runtime.kv.attention_stats import AttentionMass
+from hetero.runtime.kv.attention_stats import ScoreStats
 from hetero.runtime.kv.context import Context
 
 RANDOM: Final = "random"  # mixed bits, by densities in another order
@@ -145,7 +145,7 @@ def _window(
 ) -> None:
     """Score a window's second half on each way's first."""
     context.adopt(())
-    context.mass = AttentionMass(llm.max_seq_len)
+    context.mass = ScoreStats(llm.max_seq_len)
     _prefill(llm, context)(part[:half])
     chunks = [Chunk("", b"", at, tokens, 8) for at, tokens in spans(part[:half])]
     context.mass.give(chunks)

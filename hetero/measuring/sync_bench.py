@@ -32,7 +32,7 @@ from hetero.measuring.constants import MOST_ROUNDS
 from hetero.placement.device_set import open_devices
 from hetero.profiler.sync import measure_sleep
 from hetero.profiler.tables import TableData
-from hetero.runtime.waits import Site, Synchroniser, SyncMethod
+from hetero.runtime.waits import Synchroniser, SyncMethod, WaitPoint
 
 WAITS_S: Final = (50e-6, 200e-6, 500e-6, 1e-3, 3e-3)
 ROWS, FEATURES = 64, 1024
@@ -214,11 +214,11 @@ def _methods(
     """What is submitted behind the kernel, and how its end is waited for."""
     flag = fast.flags.get("gpu")
 
-    def site(name: str, method: SyncMethod) -> Site:
+    def site(name: str, method: SyncMethod) -> WaitPoint:
         owner = (
             fast if method == "fast" else Synchroniser({"gpu": device}, method, sleep=fast.sleep)
         )
-        return owner.site((name, (round(1e9 * wait_s),), name, name), "gpu", name)
+        return owner.wait_point((name, (round(1e9 * wait_s),), name, name), "gpu", name)
 
     def same(completion: Completion) -> Completion:
         return completion

@@ -87,13 +87,13 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Wishes:
-    """What the user asked for; see `LLM`.
+class PlacementRequest:
+    """What a caller of `choose` asks for; see `LLM`.
 
     `seq_lens` are prompt lengths to plan for, and to compare devices by; without them plans are for
     any length, and devices are compared by the `expected` lengths, else by those that a `context`
-    of so many tokens holds. `step_tokens` is the longest call; `weight_budget_bytes` what the
-    weights may take, None for no limit.
+    of so many tokens holds. `step_tokens` is the longest call; `weight_budget_bytes` bounds the
+    weights, None for no limit.
     """
 
     mode: DeviceMode = "hetero"
@@ -109,46 +109,159 @@ class Wishes:
     max_gpu_share: float = 1.0
     weight_budget_bytes: int | None = None
 
+    @property
+    def needs_plan(self) -> bool:
+        """Return whether layer level by rule would break what was asked for by name."""
+        named = self.profile is not None or self.strategy not in ("auto", "layer")
+        return named or self.max_gpu_share < 1 or self.weight_budget_bytes is not None
 
-def choose(spec: ModelGraph, wishes: Wishes) -> Choice:
-    """Decide before any device is opened. Raises `UserError`, `PlanError` or `ProfileError` for
-    what was asked for by name and cannot be.
+    @property
+    def promises_both(self) -> bool:
+        """Return whether both devices must work in every prompt."""
+        return self.mode == "hetero" and self.max_gpu_share >= 1
+
+    def backend(self, kind: DeviceKind) -> str:
+        """Return the name of the backend that is opened for a kind of device."""
+        return backend_name(kind, self.gpu if kind == "gpu" else self.npu)
+
+
+def choose(spec: ModelGraph, request: PlacementRequest) -> Choice:
+    """Return the devices to open and the plan for them, before any device is opened.
+
+    A plan that was given, and a device that was named, need no profile. Else the times of a profile
+    decide: by a named strategy, or by the solver's plan for both devices, which `auto` compares
+    with one device alone. Raises `UserError`, `PlanError` or `ProfileError` for what was asked for
+    by name and is impossible; anything else that goes wrong means layer level, by rule.
     """
-    _check_share(wishes)
-    if wishes.plan is not None:
-        wishes.plan.check_fits(spec)
-        reason = f"plan {wishes.plan.plan_id}, as given"
-        return Choice(_mode_of(wishes.plan), wishes.plan, reason=reason)
-    if wishes.mode == "auto" and wishes.gpu == EVERY_CORE:
-        return Choice("gpu", reason=f"auto: gpu alone, because {EVERY_CORE} leaves no other core")
-    if wishes.mode not in ("hetero", "auto"):
-        if wishes.profile is not None:
-            locate_profile(wishes.profile)  # a name that is wrong is said, needed or not
-        return Choice(wishes.mode, reason=f"{wishes.mode} alone, as asked for")
+    _check_share(request)
+    choice = _as_named(spec, request)
+    if choice is not None:
+        return choice
     try:
-        key = _key(spec, wishes)
-        if key is not None and (kept := decisions.kept(key)) is not None:
-            return Choice(**vars(kept))
-        profile, notice = _find_profile(wishes)
-        found = _choose_by(spec, profile, wishes, (notice,) if notice else ())
-        if key is not None and found.plan is None and found.mode in KINDS:
-            decisions.keep(
-                key, Decision(found.mode, found.gpu, found.reason, found.notes, found.seconds)
-            )
-        found = replace(found, cost=CostModel(profile))
-        return replace(found, profile=profile) if wishes.profile is not None else found
+        key = _decision_key(spec, request)
+        decision = None if key is None else decisions.load_cached(key)
+        if decision is not None:
+            return Choice(**vars(decision))
+        profile, notice = _find_profile(request)
+        choice = _by_profile(spec, profile, request)
+        choice = replace(choice, notes=(*([notice] if notice else []), *choice.notes))
+        if key is not None and choice.plan is None and choice.mode in KINDS:
+            names = Decision.__dataclass_fields__
+            decisions.keep(key, Decision(**{name: getattr(choice, name) for name in names}))
+        asked = None if request.profile is None else profile
+        return replace(choice, cost=CostModel(profile), profile=asked)
     except UserError as error:
-        named = wishes.profile is not None or wishes.strategy not in ("auto", "layer")
-        if named or wishes.max_gpu_share < 1 or wishes.weight_budget_bytes is not None:
+        if request.needs_plan:
             raise
-        return _by_rule(wishes, str(error))
+        return _by_rule(request, str(error))
+
+
+def _as_named(spec: ModelGraph, request: PlacementRequest) -> Choice | None:
+    """Return the plan or the device that was named; None where a profile must decide."""
+    if request.plan is not None:
+        request.plan.check_fits(spec)
+        reason = f"plan {request.plan.plan_id}, as given"
+        return Choice(_mode_of(request.plan), request.plan, reason=reason)
+    if request.mode == "auto" and request.gpu == EVERY_CORE:
+        return Choice("gpu", reason=f"auto: gpu alone, because {EVERY_CORE} leaves no other core")
+    if request.mode in ("hetero", "auto"):
+        return None
+    if request.profile is not None:
+        locate_profile(request.profile)  # a wrong name is an error, even if it is not used
+    return Choice(request.mode, reason=f"{request.mode} alone, as asked for")
+
+
+def _by_profile(spec: ModelGraph, profile: DeviceProfile, request: PlacementRequest) -> Choice:
+    """Return the choice that the times of a profile lead to."""
+    npu = profile.devices.get("npu")
+    sizes = npu.capabilities.graph_sizes if npu is not None else ()
+    plan_request = PlanRequest(
+        seq_lens=tuple(request.seq_lens) or spread_lengths(sizes, request.step_tokens),
+        step_tokens=request.step_tokens,
+        explain=False,
+        max_gpu_share=request.max_gpu_share,
+        memory_budget_bytes=request.weight_budget_bytes,
+        shared=request.strategy == "auto" and request.promises_both,
+    )
+    if request.strategy != "auto":
+        if request.weight_budget_bytes is None:  # compared in the calls that the graphs hold
+            plan_request = replace(plan_request, step_tokens=None)
+        plan = strategy_plan(spec, profile, request.strategy, plan_request.seq_lens, plan_request)
+        reason = f"strategy {request.strategy}, as asked for (profile {profile.name})"
+        return Choice(_mode_of(plan), plan, reason=reason)
+    solver = prepare_solver(spec, profile, plan_request)
+    fallback = (min(LONG, request.context or LONG),)
+    lengths = tuple(request.seq_lens) or tuple(request.expected) or fallback
+    solver.plan = with_forms(solver.plan, spec, CostModel(profile), solver, lengths=lengths)
+    if request.mode == "auto":
+        return _fastest(Planner(spec, profile), solver, request)
+    if request.promises_both and not _shares_every_prompt(solver, spec, profile):
+        why = f"by profile {profile.name} no plan has both devices in every prompt"
+        return _by_rule(request, why)  # at least layer level, as `hetero` promises
+    prompts, answers = solver.formats
+    formats = f", prompts in {prompts}, answers in {answers}" if spec.also else ""
+    reason = f"hetero: {TENSOR_LEVEL}{formats} (profile {profile.name})"
+    return Choice("hetero", solver.plan, solver=solver, reason=reason)
+
+
+def _fastest(planner: Planner, solver: PreparedSolver, request: PlacementRequest) -> Choice:
+    """Return the plan for both devices, or one device alone where that is predicted to be as fast:
+    the GPU, the NPU, or on a PC the GPU with the NPU's core and all others.
+    """
+    kinds = KINDS if request.max_gpu_share >= 1 else ("npu",)
+    every_core = request.gpu == "auto" and "gpu" in kinds
+    cores = every_core_count() if every_core else 0
+    work = Work.of(request.seq_lens or request.expected, request.context)
+    seconds = compare(planner, solver, work, kinds=(*kinds, EVERY_CORE), cores=cores)
+    alone = {name: s for name, s in seconds.items() if name != TENSOR_LEVEL}
+    one_core = bool(alone) and _shares_one_core(request)
+    seconds = alone if one_core else seconds
+    derived = file_substitution(planner.profile, planner.spec.weight_format) is not None
+    best = fastest(seconds, derived=derived)
+    times = ", ".join(f"{name} {duration(s)}" for name, s in seconds.items())
+    reason = (
+        f"auto: {best if best == TENSOR_LEVEL else best + ' alone'}, predicted for {work}: {times} "
+        f"(profile {planner.profile.name})"
+    )
+    if one_core:
+        reason += f"; {ONE_CORE}"
+    notes: tuple[str, ...] = ()
+    if every_core and cores == 0 and planner.profile.every_core:
+        reason += f"; {EVERY_CORE} needs a process in which OpenCL does not run yet"
+        possible = compare(planner, solver, work, kinds=(EVERY_CORE,), cores=core_count())
+        if possible.get(EVERY_CORE, math.inf) < seconds[best]:
+            notes = (
+                f"{EVERY_CORE} would be faster ({duration(possible[EVERY_CORE])}), but OpenCL runs "
+                "in this process already: open this model first, or in a process of its own",
+            )
+    both = best == TENSOR_LEVEL
+    return Choice(
+        "hetero" if both else "npu" if best == "npu" else "gpu",
+        solver.plan if both else None,
+        gpu=EVERY_CORE if best == EVERY_CORE else None,
+        reason=reason,
+        notes=notes,
+        solver=solver if both else None,
+        seconds=seconds,
+    )
+
+
+def _by_rule(request: PlacementRequest, why: str) -> Choice:
+    """Return layer level with the reason why there is no plan, which is a notice too; for `auto`
+    the GPU alone where both devices would share one core.
+    """
+    if request.mode == "auto" and _shares_one_core(request):
+        reason = f"auto: gpu alone, because {ONE_CORE}, and {why}"
+        return Choice("gpu", reason=reason, notes=(reason,))
+    reason = f"{request.mode}: layer level, because {why}"
+    return Choice("hetero", reason=reason, notes=(reason,))
 
 
 def plan_on(
     choice: Choice, spec: ModelGraph, devices: Mapping[DeviceKind, Device]
 ) -> ExecutionPlan:
-    """The choice's plan on the devices that could be opened, in calls that they can run; by rule
-    where it needs another.
+    """Return the choice's plan on the devices that could be opened, in calls that they can run; a
+    plan by rule where it needs another device.
 
     Warns (`ProfileWarning`) if the profile that was asked for was taken elsewhere. Raises
     `PlanError` for a plan with graphs that the NPU does not have.
@@ -165,144 +278,58 @@ def plan_on(
     return Placement(plan, spec, able).plan
 
 
-def _by_rule(wishes: Wishes, why: str, notes: tuple[str, ...] = ()) -> Choice:
-    """Return layer level, and why there is no plan, in a notice too; for `auto` the GPU alone where
-    both devices would share one core.
-    """
-    if wishes.mode == "auto" and _shares_one_core(wishes):
-        reason = f"auto: gpu alone, because {ONE_CORE}, and {why}"
-        return Choice("gpu", reason=reason, notes=(*notes, reason))
-    reason = f"{wishes.mode}: layer level, because {why}"
-    return Choice("hetero", reason=reason, notes=(*notes, reason))
-
-
-def _choose_by(
-    spec: ModelGraph, profile: DeviceProfile, wishes: Wishes, notes: tuple[str, ...]
-) -> Choice:
-    npu = profile.devices.get("npu")
-    sizes = npu.capabilities.graph_sizes if npu is not None else ()
-    lengths = tuple(wishes.seq_lens) or spread_lengths(sizes, wishes.step_tokens)
-    request = PlanRequest(
-        seq_lens=lengths,
-        step_tokens=wishes.step_tokens,
-        explain=False,
-        max_gpu_share=wishes.max_gpu_share,
-        memory_budget_bytes=wishes.weight_budget_bytes,
-    )
-    if wishes.strategy != "auto":
-        if wishes.weight_budget_bytes is None:  # compared in the calls that the graphs hold
-            request = replace(request, step_tokens=None)
-        plan = strategy_plan(spec, profile, wishes.strategy, lengths, request)
-        reason = f"strategy {wishes.strategy}, as asked for (profile {profile.name})"
-        return Choice(_mode_of(plan), plan, notes=notes, reason=reason)
-    promised = wishes.mode == "hetero" and wishes.max_gpu_share >= 1
-    solver = prepare_solver(spec, profile, replace(request, shared=promised))
-    asked = tuple(wishes.seq_lens) or tuple(wishes.expected) or (min(LONG, wishes.context or LONG),)
-    solver.plan = plan = with_forms(solver.plan, spec, CostModel(profile), solver, lengths=asked)
-    prompts, answers = solver.formats
-    formats = f", prompts in {prompts}, answers in {answers}" if spec.also else ""
-    reason = f"hetero: {TENSOR_LEVEL}{formats} (profile {profile.name})"
-    both = Choice("hetero", plan, notes=notes, solver=solver, reason=reason)
-    if wishes.mode == "auto":
-        return _fastest(Planner(spec, profile), both, wishes)
-    able = {kind: device.capabilities.on(kind) for kind, device in profile.devices.items()}
-    if promised and not _shares_every_prompt(Placement(solver.plan, spec, able, source=solver)):
-        why = f"by profile {profile.name} no plan has both devices in every prompt"
-        return _by_rule(wishes, why, notes)  # at least layer level, as `hetero` promises
-    return both
-
-
-def _check_share(wishes: Wishes) -> None:
-    """Raise `UserError` where the GPU could not be left the time that was asked for."""
-    share = wishes.max_gpu_share
+def _check_share(request: PlacementRequest) -> None:
+    """Raise `UserError` where the GPU cannot be left the time that was asked for."""
+    share = request.max_gpu_share
     if not 0 <= share <= 1:
         raise UserError(f"--max-gpu-share is between 0 and 1, got {share:g}")
     if share == 1:
         return
-    if wishes.mode == "gpu" and wishes.plan is None:
+    if request.mode == "gpu" and request.plan is None:
         raise UserError(
             f"the GPU alone cannot leave {1 - share:.0%} of its time to others: choose --device "
             "hetero or npu with --max-gpu-share"
         )
-    if wishes.plan is not None and wishes.plan.max_gpu_share > share:
+    if request.plan is not None and request.plan.max_gpu_share > share:
         raise UserError(
-            f"the plan {wishes.plan.plan_id} was made for a GPU share of up to "
-            f"{wishes.plan.max_gpu_share:g}: make one with `hetero plan --max-gpu-share {share:g}`"
+            f"the plan {request.plan.plan_id} was made for a GPU share of up to "
+            f"{request.plan.max_gpu_share:g}: make one with `hetero plan --max-gpu-share {share:g}`"
         )
 
 
-def _shares_every_prompt(placement: Placement) -> bool:
-    """Whether both devices work in prompts of every length, as `hetero` promises: in one call of
-    each at least, for a rest of a token or two is no matter for two devices.
+def _shares_every_prompt(solver: PreparedSolver, spec: ModelGraph, profile: DeviceProfile) -> bool:
+    """Return whether both devices work in prompts of every length, as `hetero` promises: in one
+    call of each at least, for a last call of a token or two is not worth two devices.
     """
+    able = {kind: device.capabilities.on(kind) for kind, device in profile.devices.items()}
+    placement = Placement(solver.plan, spec, able, source=solver)
     prompts = [total.steps for total in placement.plan.totals if total.phase == "prefill"]
     prompts += [(m,) for m in SHORT_PROMPTS]
     return all(len(frozenset().union(*map(placement.working, steps))) == 2 for steps in prompts)
 
 
-def _fastest(planner: Planner, both: Choice, wishes: Wishes) -> Choice:
-    """The plan for both devices, or one device alone where that is predicted to be as fast: the
-    GPU, the NPU, or on a PC the GPU with the NPU's core and all others.
-    """
-    assert both.solver is not None
-    kinds = KINDS if wishes.max_gpu_share >= 1 else ("npu",)
-    every_core = wishes.gpu == "auto" and "gpu" in kinds
-    cores = every_core_count() if every_core else 0
-    work = Work.of(wishes.seq_lens or wishes.expected, wishes.context)
-    seconds = compare(planner, both.solver, work, kinds=(*kinds, EVERY_CORE), cores=cores)
-    alone = {name: s for name, s in seconds.items() if name != TENSOR_LEVEL}
-    one_core = bool(alone) and _shares_one_core(wishes)
-    seconds = alone if one_core else seconds
-    derived = file_substitution(planner.profile, planner.spec.weight_format) is not None
-    best = fastest(seconds, derived=derived)
-    times = ", ".join(f"{name} {duration(s)}" for name, s in seconds.items())
-    reason = (
-        f"auto: {best if best == TENSOR_LEVEL else best + ' alone'}, predicted for {work}: {times} "
-        f"(profile {planner.profile.name})"
-    )
-    if one_core:
-        reason += f"; {ONE_CORE}"
-    notes = both.notes
-    if every_core and cores == 0 and planner.profile.every_core:
-        reason += f"; {EVERY_CORE} needs a process in which OpenCL does not run yet"
-        could = compare(planner, both.solver, work, kinds=(EVERY_CORE,), cores=core_count())
-        if could.get(EVERY_CORE, math.inf) < seconds[best]:
-            notes += (
-                f"{EVERY_CORE} would be faster ({duration(could[EVERY_CORE])}), but OpenCL runs in "
-                "this process already: open this model first, or in a process of its own",
-            )
-    if best == TENSOR_LEVEL:
-        return replace(both, reason=reason, notes=notes, seconds=seconds)
-    return Choice(
-        "npu" if best == "npu" else "gpu",
-        gpu=EVERY_CORE if best == EVERY_CORE else None,
-        reason=reason,
-        notes=notes,
-        seconds=seconds,
-    )
-
-
-def _shares_one_core(wishes: Wishes) -> bool:
+def _shares_one_core(request: PlacementRequest) -> bool:
     """Return whether both devices would compute on the only core that this process has."""
     if core_count() > 1:
         return False
-    backend, driver = split_driver(backend_name("gpu", wishes.gpu))
-    npu = backend_name("npu", wishes.npu)
+    backend, driver = split_driver(request.backend("gpu"))
     on_core = backend not in DRIVEN or computes_on_processor(driver)
-    return on_core and (npu != "qnn" or not hexagon.present())
+    return on_core and (request.backend("npu") != "qnn" or not hexagon.present())
 
 
-def _key(spec: ModelGraph, wishes: Wishes) -> str | None:
-    """Of what `auto` is asked; None where the answer is not kept, or its profile is not known."""
-    asked = (wishes.mode, wishes.strategy, wishes.profile)
+def _decision_key(spec: ModelGraph, request: PlacementRequest) -> str | None:
+    """Return the key of `auto`'s decision in the cache; None where it is not cached, or its profile
+    is not known.
+    """
+    asked = (request.mode, request.strategy, request.profile)
     if asked != ("auto", "auto", None) or (profile := profile_facts()) is None:
         return None
-    gpu, npu = backend_name("gpu", wishes.gpu), backend_name("npu", wishes.npu)
+    gpu, npu = request.backend("gpu"), request.backend("npu")
     backend, driver = split_driver(gpu)
     return decisions.key_of(
         {
             "model": spec.model_dump_json(),
-            "wishes": [str(x) for x in astuple(wishes)],
+            "request": [str(x) for x in astuple(request)],
             "devices": [gpu, npu, driver_here(driver) if backend in DRIVEN else None],
             "cores": [every_core_count(), core_count()],
             "profile": profile,
@@ -310,43 +337,37 @@ def _key(spec: ModelGraph, wishes: Wishes) -> str | None:
     )
 
 
-def _find_profile(wishes: Wishes) -> tuple[DeviceProfile, str]:
-    """The profile and what to say about it; unless asked for, it must be of these backends."""
-    profile, notice = locate_profile(wishes.profile)
-    if wishes.profile is None:
-        wanted: dict[DeviceKind, str] = {
-            "gpu": backend_name("gpu", wishes.gpu),
-            "npu": backend_name("npu", wishes.npu),
-        }
-        for kind, name in wanted.items():
-            record = profile.devices.get(kind)
-            if record is None or record.backend != split_driver(name)[0]:
-                raise ProfileError(
-                    f"profile {profile.name} says nothing of {name} as {kind.upper()}: take one "
-                    "with `hetero profile`, or name another with --profile"
-                )
-        _check_driver(profile, split_driver(wanted["gpu"]))
+def _find_profile(request: PlacementRequest) -> tuple[DeviceProfile, str]:
+    """Return the profile and the notice that goes with it. Raises `ProfileError` where one that was
+    not asked for is of other backends, or of another OpenCL driver: PoCL's times say nothing of a
+    graphics card, nor of Intel's runtime.
+    """
+    profile, notice = locate_profile(request.profile)
+    if request.profile is not None:
+        return scaled_here(profile, notice)
+    for kind in KINDS:
+        name, record = request.backend(kind), profile.devices.get(kind)
+        if record is None or record.backend != split_driver(name)[0]:
+            raise ProfileError(
+                f"profile {profile.name} says nothing of {name} as {kind.upper()}: take one "
+                "with `hetero profile`, or name another with --profile"
+            )
+    (backend, driver), details = (
+        split_driver(request.backend("gpu")),
+        profile.devices["gpu"].details,
+    )
+    if backend in DRIVEN and "platform" in details:
+        profiled, here = driver_of(details["platform"]), driver_here(driver)
+        if here is not None and profiled != here:
+            raise ProfileError(
+                f"profile {profile.name} is of the OpenCL driver {profiled}, here it is {here}: "
+                "take one with `hetero profile`, or name another with --profile"
+            )
     return scaled_here(profile, notice)
 
 
-def _check_driver(profile: DeviceProfile, gpu: tuple[str, str | None]) -> None:
-    """Raise `ProfileError` where OpenCL here is another driver than the profile's: PoCL's times say
-    nothing of a graphics card, nor of Intel's runtime.
-    """
-    backend, named = gpu
-    record = profile.devices.get("gpu")
-    if backend not in DRIVEN or record is None or "platform" not in record.details:
-        return
-    taken, here = driver_of(record.details["platform"]), driver_here(named)
-    if here is not None and taken != here:
-        raise ProfileError(
-            f"profile {profile.name} is of the OpenCL driver {taken}, here it is {here}: take one "
-            "with `hetero profile`, or name another with --profile"
-        )
-
-
 def _mode_of(plan: ExecutionPlan) -> DeviceMode:
-    """Devices that a plan needs."""
+    """Return the devices that a plan needs."""
     kinds = plan.devices()
     if len(kinds) == 2:
         return "hetero"

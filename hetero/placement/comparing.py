@@ -108,7 +108,7 @@ def _alone(planner: Planner, kind: DeviceKind, tokens: int) -> Seconds | None:
     decode = planner.single(answering(tokens), kind)
     if prompt is None or decode is None:
         return None
-    if {call.rests.device for call in (*prompt.calls, decode)} != {kind}:
+    if {call.non_matmul.device for call in (*prompt.calls, decode)} != {kind}:
         return None
     return Seconds(prompt.seconds, len(steps), decode.seconds)
 

@@ -57,7 +57,7 @@ def key_of(question: Mapping[str, object]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def kept(key: str) -> Decision | None:
+def load_cached(key: str) -> Decision | None:
     """The decision of a key, None where there is none that is whole."""
     path = folder() / f"{key[:40]}.json"
     try:

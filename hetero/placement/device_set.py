@@ -48,10 +48,10 @@ class DeviceSet:
             device.close()
 
     @contextmanager
-    def foreseen(self, what: str) -> Iterator[bool]:
-        """See `Device.foreseen`; true where that holds of every device."""
+    def prewarm(self, what: str) -> Iterator[bool]:
+        """See `Device.prewarm`; true where that holds of every device."""
         with ExitStack() as stack:
-            known = [stack.enter_context(x.foreseen(what)) for x in self.devices.values()]
+            known = [stack.enter_context(x.prewarm(what)) for x in self.devices.values()]
             yield all(known)
 
     def without_gpu(self, why: str, npu: str = "auto") -> None:

@@ -9,8 +9,8 @@ from hetero.profiler.cost import CostModel
 from hetero.profiler.errors import ProfileError
 from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.records import DeviceProfile
-from hetero.runtime.forms import WINDOW, Forms
 from hetero.runtime.launch_costs import LaunchCosts
+from hetero.runtime.prefill_mode import WINDOW, PrefillModes
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.placement import Placement, PlanSource
 
@@ -31,7 +31,7 @@ def with_forms(
         return plan
     able = capabilities_of(plan, cost.profile)
     placement = Placement(plan, spec, able, source=source)
-    forms = Forms(placement, LaunchCosts(cost, placement), "best", able, window=WINDOW)
+    forms = PrefillModes(placement, LaunchCosts(cost, placement), "best", able, window=WINDOW)
     prompts = [total.m for total in plan.totals if total.phase == "prefill"]
     try:
         taken = {m: forms.of(m) for m in lengths or prompts}

@@ -25,7 +25,7 @@ from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.records import DeviceProfile
 from hetero.solver.build import make_plan
 from hetero.solver.execution_plan import ExecutionPlan
-from hetero.solver.kernels import Precision
+from hetero.solver.kernel_times import Precision
 from hetero.solver.prepared import prepare_solver
 from hetero.solver.request import GraphSizes, PlanRequest
 from hetero.terminal.notices import NO_PROFILE, tell

@@ -40,7 +40,7 @@ class Solver(PlanSource, Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Habits:
+class AdaptPolicy:
     """When to think about new cuts.
 
     decode   decode steps for each that is timed, at least
@@ -78,7 +78,7 @@ class Adapter:
 
     solver: Solver
     placement: Placement
-    habits: Habits = field(default_factory=Habits)
+    policy: AdaptPolicy = field(default_factory=AdaptPolicy)
     clock: Callable[[], float] = time.perf_counter
 
     def __post_init__(self) -> None:
@@ -101,7 +101,7 @@ class Adapter:
         before_s, self._asked_s = self._asked_s, self.clock()
         if phase == "decode":
             self._step_s = min(self._step_s, self._asked_s - before_s)
-        every = self.habits.prefill if phase == "prefill" else self.habits.decode
+        every = self.policy.prefill if phase == "prefill" else self.policy.decode
         if self._calls[phase] - self._timed_at[phase] < max(every, self._apart[phase]):
             return False
         self._timed_at[phase] = self._calls[phase]
@@ -112,7 +112,7 @@ class Adapter:
         spent_s = self.clock() - self._asked_s
         usual_s = self._step_s if phase == "decode" else run_s
         if 0 < usual_s < math.inf:
-            self._apart[phase] = (spent_s - usual_s) / (self.habits.price * usual_s)
+            self._apart[phase] = (spent_s - usual_s) / (self.policy.price * usual_s)
         self._asked_s = -math.inf  # what comes now is no usual step
 
     def observe(self, step: Step, stamps: Sequence[float]) -> None:
@@ -124,22 +124,22 @@ class Adapter:
             if seconds > 0 and predicted[kind] > 0:
                 key = (kind, step.phase)
                 ratio = self._applied.get(key, 1.0) * seconds / predicted[kind]
-                self._ratios.setdefault(key, deque(maxlen=self.habits.samples)).append(ratio)
+                self._ratios.setdefault(key, deque(maxlen=self.policy.samples)).append(ratio)
 
     def factors(self) -> dict[Key, float]:
         """Measured over first predicted seconds of each device and phase with enough samples."""
         known = {
             key: statistics.median(ratios)
             for key, ratios in self._ratios.items()
-            if len(ratios) == self.habits.samples
+            if len(ratios) == self.policy.samples
         }
-        if self._steps - self._changed > self.habits.forget:
+        if self._steps - self._changed > self.policy.forget:
             return known
         return self._applied | known
 
     def proposal(self) -> Adaptation | None:
         """New cuts, if it is time and they are worth it."""
-        if self._steps - self._changed < self.habits.every:
+        if self._steps - self._changed < self.policy.every:
             return None
         factors = self.factors()
         if not _moved(self._asked, factors):
@@ -149,7 +149,7 @@ class Adapter:
         placement = self._first.with_plan(solver.plan, solver)
         gains = {phase: self._gain(placement, phase, factors) for phase in PHASES}
         phase = max(PHASES, key=lambda p: gains[p])
-        if gains[phase] < self.habits.gain:
+        if gains[phase] < self.policy.gain:
             return None
         self.placement, self._applied = placement, factors
         self._ratios.clear()

@@ -15,9 +15,9 @@ from typing import Final
 from hetero.backends.protocol import BoundCall, Completion, Kernel, Operand
 from hetero.runtime.kv.kv_cache import KvCache
 from hetero.runtime.kv.layer_gate import LayerGate
-from hetero.runtime.program import AHEAD, LOADED, RUN, SUBMIT, Action, Launch
+from hetero.runtime.program import PREQUEUE, RUN, SUBMIT, WAIT_LAYER, Action, Launch
 
-LAUNCHING: Final = (SUBMIT, RUN, AHEAD)
+LAUNCHING: Final = (SUBMIT, RUN, PREQUEUE)
 
 
 class CacheCall(BoundCall):
@@ -103,6 +103,6 @@ def behind_gate(
     for action in program:
         if action.code in LAUNCHING and action.launch in layers:
             wait = partial(gate.wait, layers[action.launch])
-            found.append(Action(LOADED, action.launch, action.kind, wait))
+            found.append(Action(WAIT_LAYER, action.launch, action.kind, wait))
         found.append(action)
     return tuple(found)

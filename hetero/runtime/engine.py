@@ -21,7 +21,6 @@ from hetero.profiler.model_graph import Node
 from hetero.runtime.adaptive import Adaptation, Adapter, Solver
 from hetero.runtime.control import ControlThread
 from hetero.runtime.executor import OnDeviceBusy, nothing
-from hetero.runtime.forms import WHOLE_QUEUES, Forms, most_in_flight
 from hetero.runtime.gpu_share import GpuShare
 from hetero.runtime.kernels import Devices, Progress, prepare_kernels
 from hetero.runtime.kv.context import Context
@@ -31,8 +30,9 @@ from hetero.runtime.kv.session_file import Identity
 from hetero.runtime.launch_costs import LaunchCosts
 from hetero.runtime.logits import Logits, LogitsReader
 from hetero.runtime.lowering import Lowering
-from hetero.runtime.memory import Needs, check_contexts, fitting_window
+from hetero.runtime.memory import MemoryEstimate, check_contexts, fitting_window
 from hetero.runtime.pool import ActivationPool, Shape
+from hetero.runtime.prefill_mode import WHOLE_QUEUES, PrefillModes, most_in_flight
 from hetero.runtime.schedule import Order, Orders, windows
 from hetero.runtime.sizes import LONGEST_VERIFIED, SCORING_PIECE, Caches, place, planned_layout
 from hetero.runtime.slots import SlotRef
@@ -141,11 +141,11 @@ class Engine:
         self._adapter = None
         if source is not None and self._adapts and len(self.devices) == 2:
             self._adapter = Adapter(source, self.placement)
-        self.window, slots, self.needs = self._sized(layout)
+        self.window, slots, self.memory = self._sized(layout)
         self._admit(len(self.contexts.open_contexts()))
         self.kernels = prepare_kernels(self._weights, self.placement, self.devices, progress)
         for device in self.devices.values():
-            device.settle()
+            device.compact_weights()
         owner = self.devices.get("npu") or self.devices["gpu"]
         self.pool = ActivationPool(slots, owner)
         self.pool.map_to(self.devices.values())
@@ -166,7 +166,7 @@ class Engine:
         for context in self.contexts.open_contexts():
             self._warm(context)
 
-    def _sized(self, layout: CacheLayout) -> tuple[int, dict[SlotRef, Shape], Needs]:
+    def _sized(self, layout: CacheLayout) -> tuple[int, dict[SlotRef, Shape], MemoryEstimate]:
         """See `fitting_window`."""
         apart = (
             len(self.devices) < 2 or self.runner.gpu_share is not None or self._sync in WHOLE_QUEUES
@@ -226,7 +226,7 @@ class Engine:
     def _admit(self, count: int) -> None:
         """Raise an error unless there is room for so many contexts."""
         self._check_open()
-        check_contexts(self.needs, count, self._memory_budget_bytes)
+        check_contexts(self.memory, count, self._memory_budget_bytes)
 
     def lower(self) -> None:
         """Lower all steps again, by the placement as it is now."""
@@ -246,7 +246,7 @@ class Engine:
             copies=self._sync == "copy",
         )
         able = {kind: device.capabilities for kind, device in self.devices.items()}
-        self.forms = Forms(self.placement, costs, self.order, able, window=self.window)
+        self.forms = PrefillModes(self.placement, costs, self.order, able, window=self.window)
 
     def prefill(self, context: Context, tokens: Sequence[int]) -> Logits:
         """Append a prompt to a context, in the plan's calls; logits [vocab] after its last."""

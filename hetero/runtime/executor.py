@@ -11,7 +11,7 @@ from typing import Any, TypeAlias, cast
 
 from hetero.backends.errors import DeviceError
 from hetero.backends.protocol import Completion, Device
-from hetero.runtime.program import AHEAD, LOADED, RING, RUN, SUBMIT
+from hetero.runtime.program import PREQUEUE, RUN, SIGNAL, SUBMIT, WAIT_LAYER
 from hetero.runtime.step import Step
 from hetero.runtime.usage import StepRun
 from hetero.runtime.watchdog import WATCHDOG
@@ -46,7 +46,7 @@ class Executor:
         try:  # around `disable` too: a signal handler may raise right after it
             gc.disable()  # a collection in the middle of a step costs milliseconds
             if step.bell is not None:
-                step.bell.settle()
+                step.bell.reset()
             walked = self._walk(step, on_device_busy)
             if step.bell is not None:
                 step.bell.check()
@@ -93,17 +93,17 @@ class Executor:
                 call()
                 before_s, at_s = at_s, now()
                 busy[kind] += at_s - before_s
-            elif code == AHEAD:  # behind a closed gate: not at work yet
+            elif code == PREQUEUE:  # behind a closed gate: not at work yet
                 completions[index] = call()
                 before[index] = None
                 at_s = now()
-            elif code == RING:
+            elif code == SIGNAL:
                 call()
                 if last[kind] < 0:
                     since[kind] = at_s
                 last[kind] = index
                 at_s = now()
-            elif code == LOADED:
+            elif code == WAIT_LAYER:
                 slept(call())
                 at_s = now()
             else:
@@ -125,7 +125,7 @@ def drain(step: Step) -> None:
     last = {
         a.kind: a.launch
         for a in step.program
-        if a.code in (SUBMIT, AHEAD) and step.completions[a.launch]
+        if a.code in (SUBMIT, PREQUEUE) and step.completions[a.launch]
     }
     for index in last.values():
         completion = step.completions[index]

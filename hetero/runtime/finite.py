@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from hetero.backends.errors import DeviceError
 from hetero.backends.protocol import Completion, Device, DeviceKind, Operand, parts_of
-from hetero.runtime.program import AHEAD, RUN, SUBMIT, Launch
+from hetero.runtime.program import PREQUEUE, RUN, SUBMIT, Launch
 from hetero.runtime.step import Step
 
 
@@ -35,7 +35,7 @@ def first_not_finite(step: Step) -> Launch | None:
     Tokens and position must be those of the step's last run. A step with gates cannot be run so.
     """
     for action in step.program:
-        if action.code not in (SUBMIT, AHEAD, RUN):
+        if action.code not in (SUBMIT, PREQUEUE, RUN):
             continue
         completion: Completion | None = cast("Any", action.target)()
         if completion is not None:

@@ -1,7 +1,7 @@
 """From a phase and token count to a `Step`: a flat list of bound launches and the waits between.
 
 First the launches of all nodes and their edges (`hetero.runtime.launch_graph`), then an order and
-its waits (`hetero.runtime.schedule`), then the program: both bound to kernels and waiting sites.
+its waits (`hetero.runtime.schedule`), then the program: both bound to kernels and wait points.
 The GPU's queue is never drained: its tile of a matmul is submitted before the NPU's tile is waited
 for, and the next GPU kernel as soon as the NPU's call is back (paper section 4.2).
 
@@ -36,14 +36,14 @@ from hetero.backends.protocol import (
     takes_panels,
 )
 from hetero.profiler.model_graph import Node
-from hetero.runtime.attention_tap import EVERY, AttentionTap, MassReader, RowMasses
+from hetero.runtime.attention_scores import EVERY, HostScores, RowScores, ScoreReader
 from hetero.runtime.cache_calls import CacheCall
 from hetero.runtime.handover import SHARED_PORTS, Handover
 from hetero.runtime.kernels import Devices, KernelSet
 from hetero.runtime.pool import ActivationPool
 from hetero.runtime.schedule import Cost, Orders, in_order
 from hetero.runtime.slots import SlotRef, position_of, slot_of
-from hetero.runtime.step import Item, Placed, Step
+from hetero.runtime.step import BoundLaunches, PendingLaunch, Step
 from hetero.runtime.waits import Synchroniser
 from hetero.solver.errors import PlanError
 from hetero.solver.groups import NodeGroup
@@ -85,15 +85,16 @@ class _LastRow(BoundCall):
 
 
 class StepKey(NamedTuple):
-    """The key of a lowered step. `position` of a window: about where its context is.
-    `taps`: it sums the attention of its sampled rows. `rows`: each of a context of its own."""
+    """The key of a lowered step. `position` of a window: about where its context is. `sums_scores`:
+    it sums the attention of its sampled rows. `rows`: each belongs to a context of its own.
+    """
 
     phase: Phase
     chunks: tuple[int, ...]
     logit_rows: int
     gates: bool
     position: int = 0
-    taps: bool = False
+    sums_scores: bool = False
     rows: bool = False
     form: Form = "cut"
 
@@ -116,7 +117,7 @@ class Lowering:
         self.synchroniser = synchroniser
         attentions = [x.op for x in placement.graph.nodes if isinstance(x.op, Attention)]
         columns = max((op.capacity for op in attentions), default=0)
-        self.masses = RowMasses(columns, len(attentions), devices)
+        self.row_scores = RowScores(columns, len(attentions), devices)
         self._mirrors: dict[HostBuffer, HostBuffer] = {}
         self._chunks: OrderedDict[_ChunkKey, _Chunk] = OrderedDict()
 
@@ -134,13 +135,13 @@ class Lowering:
         logit_rows: int,
         *,
         gates: bool,
-        taps: bool = False,
+        sums_scores: bool = False,
         rows: bool = False,
     ) -> Step:
         """The step of m tokens whose last `logit_rows` rows get logits, `gates` where they gain;
         with `rows` each token is of a context of its own.
         """
-        placed = self.place(phase, (m,), logit_rows, taps=taps, rows=rows)
+        placed = self.place(phase, (m,), logit_rows, sums_scores=sums_scores, rows=rows)
         schedule = in_order(placed.graph(), eager=self.synchroniser.eager)
         return placed.bound(schedule, self.synchroniser.bells if gates else {})
 
@@ -152,7 +153,7 @@ class Lowering:
         cost: Cost | None = None,
         submit_s: float = 0.0,
         orders: Orders | None = None,
-        taps: bool = False,
+        sums_scores: bool = False,
         form: Form = "cut",
     ) -> Step:
         """One program for chunks of a prompt (tokens of each) that follow each other in the
@@ -167,7 +168,9 @@ class Lowering:
             raise ValueError(
                 f"{len(chunks)} chunks do not fit a pool with slots for {self.pool.chunks}"
             )
-        placed = self.place("prefill", tuple(chunks), logit_rows, taps=taps, form=form)
+        placed = self.place(
+            "prefill", tuple(chunks), logit_rows, sums_scores=sums_scores, form=form
+        )
         eager = self.synchroniser.eager
         if cost is None or not eager:
             return placed.bound(in_order(placed.graph(), eager=eager), {})
@@ -180,17 +183,19 @@ class Lowering:
         chunks: tuple[int, ...],
         logit_rows: int,
         *,
-        taps: bool = False,
+        sums_scores: bool = False,
         rows: bool = False,
         form: Form = "cut",
-    ) -> Placed:
-        """The launches of a step's chunks; `taps`: and what adds up `mass` behind attention."""
-        placed = Placed(
+    ) -> BoundLaunches:
+        """Return the launches of a step's chunks, with `sums_scores` those that add up attention
+        scores as well.
+        """
+        placed = BoundLaunches(
             phase, chunks, self.pool, self.devices, self.synchroniser, self.handover(), rows=rows
         )
         for i, m in enumerate(chunks):
             ends = logit_rows if i == len(chunks) - 1 else 0
-            key = _ChunkKey(phase, m, ends, i, taps, rows, form)
+            key = _ChunkKey(phase, m, ends, i, sums_scores, rows, form)
             self._chunk(key, placed.handover).place(placed)
         return placed
 
@@ -217,7 +222,7 @@ class _ChunkKey(NamedTuple):
     m: int
     logit_rows: int
     chunk: int
-    taps: bool
+    sums_scores: bool
     rows: bool
     form: Form
 
@@ -229,21 +234,23 @@ class _Chunk:
 
     def __init__(self, lowering: Lowering, key: _ChunkKey, handover: Handover | None) -> None:
         # Not `lowering` itself, which keeps chunks: a circle would outlive the model's end.
-        self.placement, self.kernels, self.masses = (
+        self.placement, self.kernels, self.row_scores = (
             lowering.placement,
             lowering.kernels,
-            lowering.masses,
+            lowering.row_scores,
         )
         self.handover = handover
-        self.phase, self.m, self.logit_rows, self.chunk, self.taps, self.rows, self.form = key
+        self.phase, self.m, self.logit_rows, self.chunk, self.sums_scores, self.rows, self.form = (
+            key
+        )
         self.devices, self.pool = lowering.devices, lowering.pool
         self.layout: dict[str, Operand] = {}
-        self.stages: list[tuple[str, Sequence[Item]]] = []
+        self.stages: list[tuple[str, Sequence[PendingLaunch]]] = []
         self._added: dict[Tensor, int] = {}  # where devices add up columns: of how many layers
         self.gathered_bytes = 0
         self._bind()
 
-    def place(self, placed: Placed) -> None:
+    def place(self, placed: BoundLaunches) -> None:
         """Append all launches to a step, then what the host reads."""
         for node, items in self.stages:
             placed.stage(node, self.chunk, self.m, items)
@@ -265,21 +272,23 @@ class _Chunk:
                 else:
                     items = self._row_items if apart else self._other_items
                     self._place(node.name, items(node, kind, graph))
-                if self.taps and isinstance(node.op, Attention):
+                if self.sums_scores and isinstance(node.op, Attention):
                     self._place_tap(node, node.op, kind)
             else:
                 if node.name == "lm_head" and self.chunk and self.handover is None:
                     slot = self._ref(node.slots["x"])
                     last = _LastRow(self.pool, self.chunk, self._operand(node.slots["x"]), self.m)
                     both = frozenset({slot})
-                    self._place("last row", [Item(None, last, both, both, (0, self.m), None)])
+                    self._place(
+                        "last row", [PendingLaunch(None, last, both, both, (0, self.m), None)]
+                    )
                 self._place(node.name, self._matmul_items(node, parts))
         for tensor, layers in self._added.items():
-            reader = MassReader(self.masses.of(0), tensor, layers, self.m)
+            reader = ScoreReader(self.row_scores.of(0), tensor, layers, self.m)
             slots = frozenset({SlotRef("mass")})
-            self._place("mass", [Item(None, reader, slots, slots, (0, self.m), None)])
+            self._place("mass", [PendingLaunch(None, reader, slots, slots, (0, self.m), None)])
 
-    def _place(self, node: str, items: Sequence[Item]) -> None:
+    def _place(self, node: str, items: Sequence[PendingLaunch]) -> None:
         self.stages.append((node, items))
 
     # --- operands ---------------------------------------------------------------------------
@@ -294,12 +303,14 @@ class _Chunk:
     def _operand(self, slot: str) -> Operand:
         return self.layout.get(slot, self._tensor(slot))
 
-    def _other_items(self, node: Node, kind: DeviceKind, graph: int) -> list[Item]:
+    def _other_items(self, node: Node, kind: DeviceKind, graph: int) -> list[PendingLaunch]:
         operands, reads, writes = self._operands(node, kind)
         call = self._other_call(node, kind, operands, graph)
-        return [Item(kind, call, reads, writes, (0, self.m), None, operands)]
+        return [PendingLaunch(kind, call, reads, writes, (0, self.m), None, operands)]
 
-    def _head_items(self, node: Node, kind: DeviceKind, heads: Sequence[Heads]) -> list[Item]:
+    def _head_items(
+        self, node: Node, kind: DeviceKind, heads: Sequence[Heads]
+    ) -> list[PendingLaunch]:
         """A launch for the heads of each device. They are in different places of the caches and of
         the output, as the parts of a matmul are. (Not where a device works on a copy of its own,
         which it would copy back as a whole.)
@@ -311,10 +322,12 @@ class _Chunk:
             kernel = self.kernels.heads(node, part)
             call = CacheCall(describe(kernel.op), kernel, operands, caches, part.graph)
             run = (part.first, part.stop)
-            items.append(Item(part.kind, call, reads, writes, (0, self.m), None, operands, run))
+            items.append(
+                PendingLaunch(part.kind, call, reads, writes, (0, self.m), None, operands, run)
+            )
         return items
 
-    def _row_items(self, node: Node, kind: DeviceKind, _graph: int) -> list[Item]:
+    def _row_items(self, node: Node, kind: DeviceKind, _graph: int) -> list[PendingLaunch]:
         """A launch for each row. On a device with static shapes one writes rows behind its own,
         which those after it write again.
         """
@@ -328,7 +341,7 @@ class _Chunk:
             }
             own["position"] = self.pool[position_of(row, node.slots["position"])]
             call = self._other_call(node, kind, own, graph, row)
-            items.append(Item(kind, call, reads, writes, (row, row + 1), None, own))
+            items.append(PendingLaunch(kind, call, reads, writes, (row, row + 1), None, own))
         return items
 
     def _other_call(
@@ -376,28 +389,28 @@ class _Chunk:
         reads = frozenset(map(self._ref, (node.slots["qkv"], at, node.slots["k_cache"])))
         writes = frozenset({SlotRef("mass")})
         added = ColumnMass(attention=op, every=EVERY[self.phase])
-        own = None if self.rows else self.masses.kernel(kind, added)
+        own = None if self.rows else self.row_scores.kernel(kind, added)
         if own is not None:
-            device, mass = self.devices[kind], self.masses.of(0)
+            device, mass = self.devices[kind], self.row_scores.of(0)
             tensor = mass.on(kind, device, op.kv_heads)
             self._added[tensor] = self._added.get(tensor, 0) + 1
             given: dict[str, Operand] = {"qkv": qkv, "position": position, "mass": tensor}
             call = CacheCall(f"{node.name} mass", own, given, caches, self.m)
-            item = Item(kind, call, reads | writes, writes, (0, self.m), None)
+            item = PendingLaunch(kind, call, reads | writes, writes, (0, self.m), None)
             self._place(f"{node.name} mass", [item])
             return
         count = self.m if self.rows else 1
         name, m, items = f"{node.name} mass", self.m // count, []
         for row in range(count):
-            kernel = AttentionTap(op, self.masses.of(row), EVERY[self.phase])
+            kernel = HostScores(op, self.row_scores.of(row), EVERY[self.phase])
             operands: dict[str, Operand] = {"qkv": qkv.rows(row, row + m), "position": position}
             if self.rows:
                 operands["position"] = self.pool[position_of(row, at)]
             call = CacheCall(name, kernel, operands, caches, m, row)
-            items.append(Item(None, call, reads, writes, (row, row + m), None))
+            items.append(PendingLaunch(None, call, reads, writes, (row, row + m), None))
         self._place(name, items)
 
-    def _group_item(self, group: NodeGroup, graph: int) -> Item:
+    def _group_item(self, group: NodeGroup, graph: int) -> PendingLaunch:
         operands: dict[str, Operand] = {}
         reads = frozenset(map(self._ref, (*group.group.inputs, *group.fixed.values())))
         for slot in group.group.inputs:
@@ -416,7 +429,7 @@ class _Chunk:
         name, bind = group.name, kernel.bind
         call = CacheCall(name, kernel, operands, caches, graph) if caches else bind(operands, graph)
         writes = frozenset(map(self._ref, (*caches.values(), *group.group.outputs)))
-        return Item("npu", call, reads, writes, (0, self.m), None, handed)
+        return PendingLaunch("npu", call, reads, writes, (0, self.m), None, handed)
 
     def _gathered(self, node: Node, slot: str, panels: Panels) -> Tensor:
         source = self._ref(slot)
@@ -426,10 +439,10 @@ class _Chunk:
         self.gathered_bytes += 4 * call.m * panels.shape[1]
         operands: dict[str, Operand] = {"x": panels, "y": target}
         slots = frozenset({source}), frozenset({room})
-        self._place(node.name, [Item(None, call, *slots, (0, self.m), None, operands)])
+        self._place(node.name, [PendingLaunch(None, call, *slots, (0, self.m), None, operands)])
         return target
 
-    def _matmul_items(self, node: Node, parts: Sequence[Part]) -> list[Item]:
+    def _matmul_items(self, node: Node, parts: Sequence[Part]) -> list[PendingLaunch]:
         first = self.m - self.logit_rows if node.name == "lm_head" else 0
         panels = self._panels(node, parts)
         source, gathered = self._operand(node.slots["x"]), False
@@ -446,7 +459,9 @@ class _Chunk:
             reads, writes = self._slots(node, part.kind)
             if gathered:
                 reads = self._instead(reads, part.kind, "x", node.slots["x"])
-            items.append(Item(part.kind, call, reads, writes, part.tokens, part.rows, operands))
+            items.append(
+                PendingLaunch(part.kind, call, reads, writes, part.tokens, part.rows, operands)
+            )
         return items
 
     def _panels(self, node: Node, parts: Sequence[Part]) -> dict[Span, Tensor]:

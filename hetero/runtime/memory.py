@@ -20,7 +20,7 @@ from hetero.solver.plan import PHASES
 
 
 @dataclass(frozen=True, kw_only=True)
-class Needs:
+class MemoryEstimate:
     """Bytes: the pool's slots and lists of outliers, the rows of the weights on each device (of
     these `copied_bytes` beside one copy as stored), the keys and values of each of so many
     `contexts`, the largest single buffer.
@@ -39,16 +39,16 @@ class Needs:
         return self.pool_bytes + self.weight_bytes + self.contexts * self.context_bytes
 
 
-def needs_of(
+def estimate_memory(
     slots: Mapping[SlotRef, Shape],
     layout: CacheLayout,
     placement: Placement,
-) -> Needs:
+) -> MemoryEstimate:
     """What the slots, a context and the plan's weights take."""
     sizes = [nbytes_of(shape) for shape in slots.values()]
     sizes.append(listed_bytes(placement))
     weight_bytes = sum(placement.weight_bytes.values())
-    return Needs(
+    return MemoryEstimate(
         pool_bytes=sum(sizes),
         weight_bytes=weight_bytes,
         copied_bytes=max(weight_bytes - placement.stored_bytes, 0),
@@ -66,7 +66,7 @@ def fitting_window(
     most: int,
     shadows: Shadows | None,
     budget_bytes: int | None,
-) -> tuple[int, dict[SlotRef, Shape], Needs]:
+) -> tuple[int, dict[SlotRef, Shape], MemoryEstimate]:
     """How many calls of a prompt may be in flight, up to `most`, with slots that fit the memory;
     those slots, and what all needs. Raises `UserError` where not even one does.
     """
@@ -83,7 +83,7 @@ def fitting_window(
             rows=LONGEST_VERIFIED,
             slides=layout.slides,
         )
-        needs = needs_of(slots, layout, placement)
+        needs = estimate_memory(slots, layout, placement)
         try:
             check_memory(needs, devices, budget_bytes)
         except UserError:
@@ -104,7 +104,7 @@ def listed_bytes(placement: Placement) -> int:
 
 
 def check_memory(
-    needs: Needs, devices: Mapping[DeviceKind, Device], budget_bytes: int | None
+    needs: MemoryEstimate, devices: Mapping[DeviceKind, Device], budget_bytes: int | None
 ) -> None:
     """Raise `UserError` with the numbers where the budget, the machine or a device has too little.
 
@@ -127,7 +127,7 @@ def check_memory(
             )
 
 
-def check_contexts(needs: Needs, count: int, budget_bytes: int | None) -> None:
+def check_contexts(needs: MemoryEstimate, count: int, budget_bytes: int | None) -> None:
     """Raise `UserError` with the numbers where the budget or the machine has too little for so many
     contexts beside the model.
     """
@@ -140,7 +140,7 @@ def check_contexts(needs: Needs, count: int, budget_bytes: int | None) -> None:
         )
 
 
-def _lacking(needs: Needs, budget_bytes: int | None) -> str | None:
+def _lacking(needs: MemoryEstimate, budget_bytes: int | None) -> str | None:
     """The limit that is exceeded, as a clause."""
     limits = {"the memory budget": budget_bytes, "this machine's memory": memory_bytes()}
     for what, limit in limits.items():

@@ -7,7 +7,7 @@ thread, the GPU would run dry before each, and its worker fall asleep. With a do
 submitted while the one before it runs, behind a gate, and starting it is a store:
 
     SUBMIT a; RUN x; WAIT a; RUN y; SUBMIT b; RUN z; WAIT b        becomes
-    SUBMIT a gate1; RUN x; AHEAD b; WAIT gate1; RUN y; RING b; RUN z; WAIT b
+    SUBMIT a gate1; RUN x; PREQUEUE b; WAIT gate1; RUN y; SIGNAL b; RUN z; WAIT b
 
 A gate's completion is that of everything before it, so it is the flag of the group before.
 
@@ -29,14 +29,14 @@ from hetero.backends.protocol import (
     BoundCall,
     Completion,
     DeviceKind,
-    Doorbell,
     Operand,
+    StreamSignal,
 )
 
 Span: TypeAlias = tuple[int, int]
 Place: TypeAlias = tuple[int, int]  # the group at work, and before which other action
 
-SUBMIT, RUN, WAIT, RING, AHEAD, LOADED = range(6)
+SUBMIT, RUN, WAIT, SIGNAL, PREQUEUE, WAIT_LAYER = range(6)
 SHORT_ROOM = 2  # launches that are submitted while a norm or an activation runs
 LONG: Final = "attention"  # the last part of the name of a node that takes long
 FAR: Final = 8  # groups that one is submitted ahead of its start, at most
@@ -57,11 +57,11 @@ class Launch(NamedTuple):
 
 
 class Action(NamedTuple):
-    """What the executor does next with a launch (its place in the step).
+    """The executor's next operation on a launch (its index in the step).
 
-    SUBMIT, RUN, WAIT for its completion; AHEAD: submit it behind a closed gate; RING: open the gate
-    of a group whose completion is the launch's; LOADED: wait until the layer of the cache that the
-    launch works on is there. `kind` is the device's place in `KINDS`.
+    SUBMIT, RUN, WAIT for its completion; PREQUEUE: submit it behind a closed gate; SIGNAL: open the
+    gate of the group that completes with the launch; WAIT_LAYER: wait until the cache layer that
+    the launch works on is loaded. `kind` is the device's index in `KINDS`.
     """
 
     code: int
@@ -74,7 +74,7 @@ def raise_flags(
     program: list[Action],
     launches: list[Launch],
     flags: Mapping[DeviceKind, BoundCall],
-    bell: Doorbell | None,
+    bell: StreamSignal | None,
 ) -> list[Action]:
     """Put a flag behind every launch that is waited for, but gates; wait for the flag instead."""
     flagged: dict[int, int] = {}
@@ -82,26 +82,26 @@ def raise_flags(
         flag = flags.get(KINDS[action.kind]) if action.code == WAIT else None
         if flag is not None and action.launch not in flagged:
             launch = launches[action.launch]
-            if bell is not None and launch.call is bell.gate:
+            if bell is not None and launch.call is bell.wait_value:
                 continue
             flagged[action.launch] = len(launches)
             launches.append(launch._replace(node=f"{launch.node} flag", call=flag, outputs=()))
     found: list[Action] = []
     for action in program:
         known = flagged.get(action.launch)
-        if known is not None and action.code in (WAIT, RING):
+        if known is not None and action.code in (WAIT, SIGNAL):
             found.append(action._replace(launch=known))
             continue
         found.append(action)
-        if known is not None and action.code in (SUBMIT, AHEAD):
+        if known is not None and action.code in (SUBMIT, PREQUEUE):
             flag = launches[known].call
             found.append(action._replace(launch=known, target=flag.submit))
     return found
 
 
-def queue_ahead(
-    program: list[Action], launches: list[Launch], bells: Mapping[DeviceKind, Doorbell]
-) -> tuple[list[Action], Doorbell | None]:
+def prequeue(
+    program: list[Action], launches: list[Launch], bells: Mapping[DeviceKind, StreamSignal]
+) -> tuple[list[Action], StreamSignal | None]:
     """The program with gates, and its doorbell; as it is where gates would gain nothing."""
     kinds = {action.kind for action in program if action.code == SUBMIT}
     bell = bells.get(KINDS[min(kinds)]) if len(kinds) == 1 else None
@@ -115,7 +115,7 @@ class _Ahead:
     """Groups are runs of submissions between which the control thread runs nothing."""
 
     def __init__(
-        self, program: list[Action], launches: list[Launch], bell: Doorbell, kind: int
+        self, program: list[Action], launches: list[Launch], bell: StreamSignal, kind: int
     ) -> None:
         self.launches, self.bell, self.kind = launches, bell, kind
         self.before: list[Action] = []  # up to the first group
@@ -138,7 +138,7 @@ class _Ahead:
     def _gate(self, group: int) -> int:
         """The place of a group's gate among the launches."""
         launch = self.launches[self.groups[group][0].launch]
-        gate = Launch(f"{launch.node} gate", launch.kind, self.bell.gate, launch.tokens, None)
+        gate = Launch(f"{launch.node} gate", launch.kind, self.bell.wait_value, launch.tokens, None)
         self.launches.append(gate)
         return len(self.launches) - 1
 
@@ -147,7 +147,7 @@ class _Ahead:
         ended = {self.groups[i - 1][-1].launch: gate for i, gate in self.gates.items() if i > 0}
         found: list[Action] = []
         if 0 in self.gates:
-            found += [self._submission(AHEAD, self.gates[0]), *self._block(0, AHEAD)]
+            found += [self._submission(PREQUEUE, self.gates[0]), *self._block(0, PREQUEUE)]
         else:
             found += self._block(0, SUBMIT)
         found += self.before
@@ -155,7 +155,7 @@ class _Ahead:
         for i, others in enumerate(self.others):
             if i in self.gates:
                 end = self.gates.get(i + 1, self.groups[i][-1].launch)
-                found.append(Action(RING, end, self.kind, self.bell.ring))
+                found.append(Action(SIGNAL, end, self.kind, self.bell.signal))
             for at in range(len(others) + 1):
                 found += places.get((i, at), [])
                 found += others[at : at + 1]
@@ -174,7 +174,7 @@ class _Ahead:
         place: Place = (len(self.groups), 0)
         for group in reversed(range(1, len(self.groups))):
             last = (group - 1, _behind_run(self.others[group - 1]))
-            for action in reversed(self._block(group, AHEAD)):
+            for action in reversed(self._block(group, PREQUEUE)):
                 while waits and (waits[-1][0] >= group or not room[waits[-1]]):
                     waits.pop()
                 if waits and waits[-1][0] >= group - FAR:
@@ -205,13 +205,13 @@ class _Ahead:
         block = [action._replace(code=code) for action in self.groups[group]]
         if group + 1 in self.gates:
             block.append(self._submission(code, self.gates[group + 1]))
-        if code != AHEAD:
+        if code != PREQUEUE:
             return block
         held = [a._replace(target=self.launches[a.launch].call.enqueue) for a in block[:-1]]
         return [*held, block[-1]]
 
     def _submission(self, code: int, gate: int) -> Action:
-        return Action(code, gate, self.kind, self.bell.gate.submit)
+        return Action(code, gate, self.kind, self.bell.wait_value.submit)
 
 
 def _behind_run(others: Sequence[Action]) -> int:

@@ -8,11 +8,11 @@ from hetero.backends.formats import CacheFormat, WeightFormat
 from hetero.models.config import ModelConfig
 from hetero.models.graph import Shadows, model_graph
 from hetero.models.sliding import Sliding
-from hetero.runtime.forms import WINDOW, most_in_flight
 from hetero.runtime.kv.kv_cache import CacheLayout
 from hetero.runtime.pool import nbytes_of, slot_shapes
+from hetero.runtime.prefill_mode import WINDOW, most_in_flight
 from hetero.solver.execution_plan import ExecutionPlan
-from hetero.solver.placement import Able, Placement, PlanSource, fitted, reach
+from hetero.solver.placement import CapabilitiesByDevice, Placement, PlanSource, fitted, reach
 
 SCORING_PIECE: Final = 32  # tokens of a call whose logits are all wanted
 LONGEST_VERIFIED: Final = 8  # tokens of a step that decodes: of one context, or of as many
@@ -67,7 +67,7 @@ def cache_layout(
 def planned_layout(
     plan: ExecutionPlan,
     config: ModelConfig,
-    capabilities: Able,
+    capabilities: CapabilitiesByDevice,
     *,
     max_seq_len: int,
     kv: CacheFormat,
@@ -86,7 +86,7 @@ def place(
     plan: ExecutionPlan,
     config: ModelConfig,
     weight_format: WeightFormat,
-    capabilities: Able,
+    capabilities: CapabilitiesByDevice,
     *,
     max_seq_len: int,
     source: PlanSource | None = None,

@@ -11,9 +11,9 @@ from functools import cached_property, partial
 from typing import Final, NamedTuple, TypeAlias
 
 from hetero.backends.ops import OUTPUT_PORTS
-from hetero.backends.protocol import KINDS, BoundCall, Completion, DeviceKind, Doorbell, Operand
+from hetero.backends.protocol import KINDS, BoundCall, Completion, DeviceKind, Operand, StreamSignal
 from hetero.runtime.cache_calls import CacheCall, behind_gate, bind_program
-from hetero.runtime.chains import chain_program
+from hetero.runtime.fused_launch import fuse_program
 from hetero.runtime.handover import Handover
 from hetero.runtime.kernels import Devices
 from hetero.runtime.kv.kv_cache import KvCache
@@ -26,12 +26,12 @@ from hetero.runtime.program import (
     WAIT,
     Action,
     Launch,
-    queue_ahead,
+    prequeue,
     raise_flags,
 )
 from hetero.runtime.schedule import Schedule, Start
 from hetero.runtime.slots import SlotRef
-from hetero.runtime.waits import Site, Synchroniser
+from hetero.runtime.waits import Synchroniser, WaitPoint
 from hetero.solver.plan import Phase
 
 ROWS_KEPT: Final = 8  # sets of contexts that a step's rows were
@@ -58,12 +58,12 @@ class Step:
     tokens: int
     program: tuple[Action, ...]
     launches: tuple[Launch, ...]
-    sites: tuple[Site, ...]
+    wait_points: tuple[WaitPoint, ...]
     logits: Operand | None
     copied_bytes: int = 0
     counts: Mapping[DeviceKind, int] = field(default_factory=dict)
     completions: list[Completion | None] = field(default_factory=list)
-    bell: Doorbell | None = None
+    bell: StreamSignal | None = None
     chunks: tuple[int, ...] = ()
     kinds: tuple[DeviceKind, ...] = KINDS
     layers: Mapping[int, int] = field(default_factory=dict)
@@ -73,7 +73,7 @@ class Step:
     _on_rows: OrderedDict[_Caches, Step] = field(
         default_factory=OrderedDict, init=False, repr=False
     )
-    _chained: Step | None = field(default=None, init=False, repr=False)
+    _fused: Step | None = field(default=None, init=False, repr=False)
     _tried: bool = field(default=False, init=False, repr=False)
 
     def on(self, cache: KvCache) -> Step:
@@ -118,16 +118,16 @@ class Step:
         waits = (action.launch for action in reversed(self.program) if action.code == WAIT)
         return next(waits, -1)
 
-    def chained(self, devices: Devices) -> Step:
+    def fused(self, devices: Devices) -> Step:
         """A bound step that decodes, whose submissions in a row are one, where the device can do
         that: the step for runs that nobody times call by call. Made when it is first asked for.
         """
         if self.phase == "decode" and not self._tried:
             self._tried = True
-            program = chain_program(self.program, self.launches, devices)
+            program = fuse_program(self.program, self.launches, devices)
             if program is not self.program:
-                self._chained = replace(self, program=program)
-        return self._chained or self
+                self._fused = replace(self, program=program)
+        return self._fused or self
 
     def behind(self, gate: LayerGate) -> Step:
         """A bound step that waits for the layers of its cache, for one run."""
@@ -144,7 +144,7 @@ def _forget(step: weakref.ref[Step], gone: weakref.ref[KvCache]) -> None:
             del kept[key]
 
 
-class Item(NamedTuple):
+class PendingLaunch(NamedTuple):
     """A launch that is still to be placed: its slots, and how it is bound."""
 
     kind: DeviceKind | None  # None: on the host
@@ -157,7 +157,7 @@ class Item(NamedTuple):
     heads: Span | None = None
 
 
-class Placed:
+class BoundLaunches:
     """The launches of one step, bound to kernels, in an order that is right."""
 
     def __init__(
@@ -180,7 +180,7 @@ class Placed:
         self._host: DeviceKind = "npu" if "npu" in devices else "gpu"
         self._pool, self._synchroniser = pool, synchroniser
         self._specs: list[LaunchSpec] = []
-        self._items: list[Item] = []
+        self._items: list[PendingLaunch] = []
         self._stages = itertools.count()
 
     def graph(self) -> LaunchGraph:
@@ -192,7 +192,7 @@ class Placed:
         """What was placed."""
         return self._specs
 
-    def stage(self, node: str, chunk: int, m: int, items: Sequence[Item]) -> None:
+    def stage(self, node: str, chunk: int, m: int, items: Sequence[PendingLaunch]) -> None:
         """Append a node's launches, and in front of them the copies of what they read."""
         for item in items:
             self.hand_over(node, chunk, m, item.kind, item.operands)
@@ -213,11 +213,11 @@ class Placed:
             slot = self._pool.slot_of(copy.buffer)
             host, own = frozenset({slot}), frozenset({slot._replace(owner="gpu")})
             reads, writes = (host, own) if copy.to_gpu else (own, host)
-            item = Item("gpu", copy.call, reads, writes, (0, m), None)
+            item = PendingLaunch("gpu", copy.call, reads, writes, (0, m), None)
             self._append(f"{node} {copy.call.name}", node, chunk, [item])
             self.copied_bytes += copy.nbytes
 
-    def _append(self, name: str, node: str, chunk: int, items: Sequence[Item]) -> None:
+    def _append(self, name: str, node: str, chunk: int, items: Sequence[PendingLaunch]) -> None:
         stage = next(self._stages)
         for item in items:
             self._items.append(item)
@@ -239,29 +239,29 @@ class Placed:
 
     # --- binding ----------------------------------------------------------------------------
 
-    def bound(self, schedule: Schedule, bells: Mapping[DeviceKind, Doorbell]) -> Step:
+    def bound(self, schedule: Schedule, bells: Mapping[DeviceKind, StreamSignal]) -> Step:
         """The step that runs a schedule of the graph, with gates where `bells` can open them."""
         order = [step.launch for step in schedule if isinstance(step, Start)]
         launches = [self._launch(i) for i in order]
         places = {launch: place for place, launch in enumerate(order)}
-        sites: list[Site] = []
+        wait_points: list[WaitPoint] = []
         actions: list[Action] = []
         for step in schedule:
             if isinstance(step, Start):
                 actions.append(self._start(step.launch, places[step.launch]))
             else:
-                site = self._site(step.launch, step.before)
-                sites.append(site)
+                site = self._wait_point(step.launch, step.before)
+                wait_points.append(site)
                 kind = KINDS.index(site.kind)
                 actions.append(Action(WAIT, places[step.launch], kind, site.wait))
-        program, bell = queue_ahead(actions, launches, bells)
+        program, bell = prequeue(actions, launches, bells)
         program = raise_flags(program, launches, self._synchroniser.flags, bell)
         return Step(
             self.phase,
             sum(self.chunks),
             tuple(program),
             tuple(launches),
-            tuple(sites),
+            tuple(wait_points),
             self.logits,
             self.copied_bytes,
             Counter(launch.kind for launch in launches),  # flags count as the GPU's work
@@ -287,12 +287,12 @@ class Placed:
         """Whose work a launch counts as; the control thread's own is the NPU's, if there is one."""
         return spec.kind or self._host
 
-    def _site(self, awaited: int, before: int | None) -> Site:
+    def _wait_point(self, awaited: int, before: int | None) -> WaitPoint:
         where = "end" if before is None else self._specs[before].node
         spec, call = self._specs[awaited], self._items[awaited].call
         chunks = (1,) * sum(self.chunks) if self.rows else self.chunks
         key = (self.phase, chunks, _role(where), _role(spec.name))
-        return self._synchroniser.site(key, self._account(spec), call.name)
+        return self._synchroniser.wait_point(key, self._account(spec), call.name)
 
 
 def _role(name: str) -> str:

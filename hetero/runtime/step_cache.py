@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import Final
 
 from hetero.errors import memory_for
-from hetero.runtime.forms import padded_chunks, rounded
 from hetero.runtime.kernels import OnlineCall
 from hetero.runtime.kv.context import Context
 from hetero.runtime.launch_costs import LaunchCosts
 from hetero.runtime.lowering import Lowering, StepKey
+from hetero.runtime.prefill_mode import padded_chunks, rounded
 from hetero.runtime.schedule import Orders
 from hetero.runtime.step import Step
 from hetero.solver.plan import Form, Phase
@@ -50,7 +50,7 @@ class StepCache:
         logit_rows: int = 1,
         *,
         gates: bool = True,
-        taps: bool = False,
+        sums_scores: bool = False,
     ) -> Step:
         """Return the step of m tokens on a context whose last `logit_rows` rows get logits, lowered
         and bound where it has not been.
@@ -58,7 +58,9 @@ class StepCache:
         Steps that decode have gates where they gain; `gates` false: the same step without. Prompts
         of an `online-prepare` plan prepare their graphs every time: that is what it compares.
         """
-        return self._bound(self.lowered(phase, m, logit_rows, gates=gates, taps=taps), context)
+        return self._bound(
+            self.lowered(phase, m, logit_rows, gates=gates, sums_scores=sums_scores), context
+        )
 
     def window(
         self,
@@ -66,22 +68,22 @@ class StepCache:
         chunks: Sequence[int],
         logit_rows: int = 1,
         *,
-        taps: bool = False,
+        sums_scores: bool = False,
         form: Form = "cut",
     ) -> Step:
         """Return the step of prompt chunks (tokens of each) that are in flight together."""
         at = rounded(context.cached)
-        if logit_rows == 1 and not taps and self._pads_chunks:
+        if logit_rows == 1 and not sums_scores and self._pads_chunks:
             chunks = padded_chunks(chunks, self._max_seq_len - context.cached)
-        key = StepKey("prefill", tuple(chunks), logit_rows, False, at, taps, form=form)
+        key = StepKey("prefill", tuple(chunks), logit_rows, False, at, sums_scores, form=form)
         return self._bound(self._cached(key), context)
 
     def of_contexts(
-        self, contexts: Sequence[Context], *, gates: bool = True, taps: bool = False
+        self, contexts: Sequence[Context], *, gates: bool = True, sums_scores: bool = False
     ) -> Step:
         """Return the step that decodes one token of each context."""
         count = len(contexts)
-        step = self.lowered("decode", count, count, gates=gates, taps=taps, rows=True)
+        step = self.lowered("decode", count, count, gates=gates, sums_scores=sums_scores, rows=True)
         with memory_for(f"the step of {count} contexts"):
             return step.on_rows([context.cache for context in contexts])
 
@@ -92,13 +94,15 @@ class StepCache:
         logit_rows: int,
         *,
         gates: bool = True,
-        taps: bool = False,
+        sums_scores: bool = False,
         rows: bool = False,
     ) -> Step:
         """Return a step that is not bound to any context; see `step`, and `StepKey` for `rows`."""
         bells = self._lowering.synchroniser.bells
-        gates = gates and not taps and phase == "decode" and bool(bells)
-        step = self._cached(StepKey(phase, (m,), logit_rows, gates, taps=taps, rows=rows))
+        gates = gates and not sums_scores and phase == "decode" and bool(bells)
+        step = self._cached(
+            StepKey(phase, (m,), logit_rows, gates, sums_scores=sums_scores, rows=rows)
+        )
         if self._lowering.placement.online and phase == "prefill":
             self._prepare_online(step)
         return step
@@ -116,7 +120,12 @@ class StepCache:
         if len(key.chunks) == 1:
             (m,) = key.chunks
             return self._lowering.lower(
-                key.phase, m, key.logit_rows, gates=key.gates, taps=key.taps, rows=key.rows
+                key.phase,
+                m,
+                key.logit_rows,
+                gates=key.gates,
+                sums_scores=key.sums_scores,
+                rows=key.rows,
             )
         assert self._costs is not None
         return self._lowering.lower_chunks(
@@ -125,7 +134,7 @@ class StepCache:
             cost=self._costs.at(key.position, key.chunks, key.form),
             submit_s=self._costs.submit_s(self._lowering.devices),
             orders=self._orders,
-            taps=key.taps,
+            sums_scores=key.sums_scores,
             form=key.form,
         )
 

@@ -8,10 +8,10 @@ from itertools import accumulate, pairwise
 
 from hetero.errors import UserError
 from hetero.runtime.adaptive import Adapter
-from hetero.runtime.attention_tap import rows_of
-from hetero.runtime.chain_proof import chained, chains_are_right
+from hetero.runtime.attention_scores import rows_of
 from hetero.runtime.control import ControlThread
 from hetero.runtime.executor import Executor, OnDeviceBusy, nothing
+from hetero.runtime.fused_check import fused, fused_results_match
 from hetero.runtime.gpu_share import GpuShare, gpu_busy_s
 from hetero.runtime.kernels import Devices
 from hetero.runtime.kv.context import Context
@@ -60,7 +60,7 @@ class StepRunner:
 
     def lower_with(self, lowering: Lowering) -> None:
         """Sum the attention of sampled rows as the steps of `lowering` do."""
-        self._masses = lowering.masses
+        self._row_scores = lowering.row_scores
 
     def run(
         self,
@@ -77,26 +77,30 @@ class StepRunner:
         if context.mass is not None:
             first = context.cached
             rows = [first + row for row in rows_of(phase, first, len(tokens))]
-        taps = bool(rows)
+        sums_scores = bool(rows)
         if len(chunks) > 1:
-            step = self.steps.window(context, chunks, logit_rows, taps=taps, form=form)
+            step = self.steps.window(
+                context, chunks, logit_rows, sums_scores=sums_scores, form=form
+            )
         else:
             # Behind a closed gate the GPU would not decode the layers that the host waits for.
             gates = self._synchroniser.gates_now() and context.gate is None
-            step = self.steps.step(context, phase, len(tokens), logit_rows, gates=gates, taps=taps)
+            step = self.steps.step(
+                context, phase, len(tokens), logit_rows, gates=gates, sums_scores=sums_scores
+            )
         step = self._loading(context, step)
         stops = list(accumulate(chunks, initial=0))
         for chunk, (start, stop) in enumerate(pairwise(stops)):
             at = context.cached + start
             self._pool.feed(tokens[start:stop], at, chunk=chunk, base=context.cache.base)
-        adapter = self._adapter if len(chunks) == 1 and not taps else None
+        adapter = self._adapter if len(chunks) == 1 and not sums_scores else None
         timed = adapter is not None and adapter.due(phase, len(tokens))
         self.set_timing(timed)
         run = self._execute(step, on_device_busy)
         if timed and adapter is not None:
             adapter.observe(step, run.stamps)
         if rows and context.mass is not None:
-            sums = self._masses.of(0).end(len(chunks))
+            sums = self._row_scores.of(0).end(len(chunks))
             if sums is not None:
                 context.mass.add(sums, rows)
         context.work.add(run, len(tokens), phase)
@@ -112,14 +116,14 @@ class StepRunner:
             for context in contexts
         ]
         gates = self._synchroniser.gates_now()
-        step = self.steps.of_contexts(contexts, gates=gates, taps=any(sampled))
+        step = self.steps.of_contexts(contexts, gates=gates, sums_scores=any(sampled))
         positions = [context.cached for context in contexts]
         self._pool.feed_rows(tokens, positions, [context.cache.base for context in contexts])
         self.set_timing(False)
         run = self._execute(step, on_device_busy)
         for row, context in enumerate(contexts):
             context.work.add(run.of_row(row, len(contexts)), 1, "decode")
-            sums = self._masses.of(row).end(1) if sampled[row] else None
+            sums = self._row_scores.of(row).end(1) if sampled[row] else None
             if sums is not None and context.mass is not None:
                 context.mass.add(sums, [context.cached])
         self._share(contexts, step, run)
@@ -130,7 +134,7 @@ class StepRunner:
     ) -> None:
         """Fuse launches of the steps and check their results; run unfused where they differ."""
         with self.control.held():
-            self.fuses = self.fuses and chains_are_right(
+            self.fuses = self.fuses and fused_results_match(
                 steps, contexts, self._pool, self._devices, self.executor, vocab_size, max_seq_len
             )
 
@@ -175,9 +179,9 @@ class StepRunner:
     def _execute(self, step: Step, on_device_busy: OnDeviceBusy) -> StepRun:
         """Run a step whose inputs are in the pool."""
         with self.control.held():
-            self._masses.begin()
+            self._row_scores.begin()
             unfused = self._timed or not self.fuses or step is self._loading_step
-            ran, self.fuses = (step, self.fuses) if unfused else chained(step, self._devices)
+            ran, self.fuses = (step, self.fuses) if unfused else fused(step, self._devices)
             run = self.executor.run(ran, on_device_busy, self._devices.values())
             self._last_run = run
         self._last = weakref.ref(ran)

@@ -14,7 +14,7 @@ from typing import Any, Final
 from hetero.backends.host.files import atomic_write
 from hetero.backends.protocol import KINDS
 from hetero.errors import UserError
-from hetero.runtime.program import AHEAD, LOADED, RING, RUN, SUBMIT, Launch
+from hetero.runtime.program import PREQUEUE, RUN, SIGNAL, SUBMIT, WAIT_LAYER, Launch
 from hetero.runtime.step import Step
 from hetero.runtime.usage import StepRun
 
@@ -59,12 +59,12 @@ class Trace:
             if action.code == RUN:
                 lane = KINDS.index(launch.kind) + 1
                 self._add(launch.node, lane, start_s, end_s, _arguments(launch))
-            elif action.code == RING:
+            elif action.code == SIGNAL:
                 self._add(f"ring for {launch.node}", CONTROL, start_s, end_s, {})
-            elif action.code in (SUBMIT, AHEAD):
+            elif action.code in (SUBMIT, PREQUEUE):
                 submitted[action.launch] = start_s
                 self._add(f"submit {launch.node}", CONTROL, start_s, end_s, {})
-            elif action.code == LOADED:
+            elif action.code == WAIT_LAYER:
                 next(slept)
                 self._add(f"keys and values for {launch.node}", CONTROL, start_s, end_s, {})
             else:

@@ -17,9 +17,9 @@ from typing import Final, Protocol
 
 from hetero.backends.host.limits import time_limit
 from hetero.backends.protocol import DEFAULT_DEADLINE_S
-from hetero.runtime.program import LOADED, RING, WAIT, Action
+from hetero.runtime.program import SIGNAL, WAIT, WAIT_LAYER, Action
 from hetero.runtime.step import Step
-from hetero.runtime.waits import Site
+from hetero.runtime.waits import WaitPoint
 
 LOOK_S: Final = 5.0
 AT_WORK: Final = 10.0  # times as long a call may take whose thread computes
@@ -58,8 +58,8 @@ def hung_call(executor: Runner, now_s: float, limit_s: float = DEFAULT_DEADLINE_
 def _ends(action: Action) -> bool:
     """Return whether an action has a deadline of its own."""
     site = getattr(action.target, "__self__", None)
-    polls = isinstance(site, Site) and site.owner.method == "fast"
-    return action.code in (LOADED, RING) or (action.code == WAIT and polls)
+    polls = isinstance(site, WaitPoint) and site.owner.method == "fast"
+    return action.code in (WAIT_LAYER, SIGNAL) or (action.code == WAIT and polls)
 
 
 def _sleeps(thread: int) -> bool:

@@ -1,4 +1,4 @@
-"""Answers as the endpoints need them: asked for, gathered or streamed, given up with the client."""
+"""Answers for the endpoints: submit, gather or stream, and cancel with the client."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from json.encoder import encode_basestring_ascii as quoted
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from hetero.serving.engine_client import Question
+from hetero.serving.engine_client import AnswerStream
 from hetero.serving.errors import ApiError
-from hetero.serving.messages import Finished, Run, Said
+from hetero.serving.messages import Done, Run, TokenEvent
 from hetero.serving.state import State
+from hetero.serving.tools import ToolUse
 
 T = TypeVar("T")
 DONE: Final = b"data: [DONE]\n\n"  # what OpenAI's streams end with
@@ -25,8 +26,8 @@ _json: Final = json.JSONEncoder(separators=(",", ":")).encode  # one for all eve
 
 
 @dataclass(kw_only=True)
-class Wanted:
-    """An `Ask` before it has a number; fields as there."""
+class AnswerOptions:
+    """The fields of a `GenerateRequest` that an endpoint decides."""
 
     tokens: list[int]
     options: dict[str, Any]
@@ -41,7 +42,7 @@ class Wanted:
 class Choice:
     """One of an answer's texts. `logprobs` are (id, [log-probability, alternatives])."""
 
-    texts: list[str] = field(default_factory=list)  # piece by piece
+    texts: list[str] = field(default_factory=list)  # deltas, in order
     tokens: list[int] = field(default_factory=list)
     logprobs: list[tuple[int, list[Any]]] = field(default_factory=list)
     finish: str = ""
@@ -49,117 +50,153 @@ class Choice:
 
     @property
     def text(self) -> str:
-        """The whole of it."""
+        """Return the whole text so far."""
         return "".join(self.texts)
+
+    def add(self, event: TokenEvent | Run) -> None:
+        """Append one delta, or several."""
+        if isinstance(event, Run):
+            self.texts += event.texts
+            self.tokens += event.tokens
+            return
+        self.texts.append(event.text)
+        if not event.end:
+            self.tokens.append(event.token)
+            if event.logprob is not None:
+                self.logprobs.append((event.token, event.logprob))
+        if event.finish:
+            self.finish = "stop" if event.finish == "stop" else "length"
+            self.ended = event.end
 
 
 @dataclass
 class Answer:
-    """All of them, with what the engine said at the end."""
+    """All texts of an answer, and the engine's last message about it."""
 
     choices: list[Choice]
-    end: Finished
+    end: Done
 
 
-class GoneError(Exception):
-    """The client went away: nobody reads an answer."""
+class ClientDisconnectedError(Exception):
+    """The client closed the connection before its answer was complete."""
 
 
-async def gather(state: State, request: Request, wanted: Wanted) -> Answer:
-    """The whole answer. Raises `ApiError`, and `GoneError` where the client has gone."""
-    question = await _ask(state, request, wanted)
+async def gather(state: State, request: Request, wanted: AnswerOptions) -> Answer:
+    """Return the whole answer. Raises `ApiError`, and `ClientDisconnectedError` where the client
+    went away.
+    """
+    stream = await _submit(state, request, wanted)
     try:
-        return await unless_gone(request, _whole(state, question, wanted.choices))
+        return await unless_disconnected(request, _whole(state, stream, wanted.choices))
     finally:
-        question.close()
+        stream.close()
 
 
-async def _whole(state: State, question: Question, choices: int) -> Answer:
-    found = [Choice() for _ in range(choices)]
+async def _whole(state: State, stream: AnswerStream, count: int) -> Answer:
+    choices = [Choice() for _ in range(count)]
     while True:
-        for event in await question.told():
-            if isinstance(event, Finished):
+        for event in await stream.events():
+            if isinstance(event, Done):
                 state.metrics.answered(event)
-                return Answer(found, event)
-            add(found[event.choice], event)
+                return Answer(choices, event)
+            choices[event.choice].add(event)
 
 
-def add(choice: Choice, said: Said | Run) -> None:
-    """A piece more, or several."""
-    if isinstance(said, Run):
-        choice.texts += said.texts
-        choice.tokens += said.tokens
-        return
-    choice.texts.append(said.text)
-    if not said.end:
-        choice.tokens.append(said.token)
-        if said.logprob is not None:
-            choice.logprobs.append((said.token, said.logprob))
-    if said.finish:
-        choice.finish = "stop" if said.finish == "stop" else "length"
-        choice.ended = said.end
+class StreamWriter:
+    """Encodes one answer's events as server-sent events; each protocol has a subclass.
 
+    `buffers` holds text back until the choice is complete, because it may be a tool call.
+    """
 
-class Writer(Protocol):
-    """Makes server-sent events of what the engine says to one question."""
+    path = ""  # of the endpoint, for the form of its errors
+    error_event = ""  # name of the event that an error is sent as
+
+    def __init__(self, choices: int = 1, use: ToolUse | None = None) -> None:
+        self._choices = [Choice() for _ in range(choices)]
+        self._use = use or ToolUse()
+        self._buffers = bool(self._use.functions) and not self._use.silent
 
     def begin(self) -> list[bytes]:
-        """What is sent before anything was said."""
+        """Return the events before the first token."""
+        return []
 
-    def said(self, said: Said) -> list[bytes]:
-        """Of one piece."""
+    def token(self, event: TokenEvent) -> list[bytes]:
+        """Return the events of one token."""
+        self._choices[event.choice].add(event)
+        if self._buffers:
+            return self._buffered(event)
+        shown = event.text or (event.logprob is not None and not event.end)
+        return self._delta(event) if shown else []
 
     def run(self, run: Run) -> list[bytes]:
-        """Of several, an event each: what `said` would make of them."""
+        """Return the events of several tokens: the same bytes as `token` of each in turn."""
+        self._choices[run.choice].add(run)
+        return [] if self._buffers else self._deltas(run)
 
-    async def end(self, end: Finished) -> list[bytes]:
-        """The last ones."""
+    async def end(self, end: Done) -> list[bytes]:
+        """Return the last events."""
+        raise NotImplementedError
 
     def failed(self, error: ApiError) -> bytes:
-        """Of what went wrong in the middle."""
+        """Return the event of an error after the first token."""
+        return sse(error.body(self.path), self.error_event)
+
+    def _buffered(self, event: TokenEvent) -> list[bytes]:  # noqa: ARG002
+        """Return the events of a token whose text is held back."""
+        return []
+
+    def _delta(self, event: TokenEvent) -> list[bytes]:
+        """Return the events of one token's text."""
+        raise NotImplementedError
+
+    def _deltas(self, run: Run) -> list[bytes]:
+        """Return the events of several tokens' texts."""
+        raise NotImplementedError
 
 
-async def streamed(state: State, request: Request, wanted: Wanted, writer: Writer) -> Response:
-    """The answer as server-sent events. What is refused before its first token has a status of its
-    own; what fails later is an event.
+async def streamed(
+    state: State, request: Request, wanted: AnswerOptions, writer: StreamWriter
+) -> Response:
+    """Return the answer as server-sent events. An error before the first token has a status of its
+    own; a later one is an event.
     """
-    question = await _ask(state, request, wanted)
+    stream = await _submit(state, request, wanted)
     try:
-        first = await unless_gone(request, question.told())
+        first = await unless_disconnected(request, stream.events())
     except BaseException:
-        question.close()
+        stream.close()
         raise
 
     async def bodies() -> AsyncIterator[bytes]:
-        """Events that came together, in one piece."""
-        lines, told = writer.begin(), first
+        """Yield events that arrived together as one body."""
+        lines, events = writer.begin(), first
         try:
-            while told:
-                for event in told:
+            while events:
+                for event in events:
                     if isinstance(event, Run):
                         lines += writer.run(event)
-                    elif isinstance(event, Said):
-                        lines += writer.said(event)
+                    elif isinstance(event, TokenEvent):
+                        lines += writer.token(event)
                     else:
                         state.metrics.answered(event)
                         lines += await writer.end(event)
                 if lines:
                     yield b"".join(lines)
                 lines = []
-                told = await question.told()
+                events = await stream.events()
         except ApiError as error:
             yield b"".join([*lines, writer.failed(error)])
 
-    return _EventStream(bodies(), question)
+    return _EventStream(bodies(), stream)
 
 
 class _EventStream(StreamingResponse):
-    """Gives the question up with the client, whether or not a byte was ever sent."""
+    """Cancels the answer when the client disconnects, whether or not a byte was sent."""
 
-    def __init__(self, bodies: AsyncIterator[bytes], question: Question) -> None:
+    def __init__(self, bodies: AsyncIterator[bytes], stream: AnswerStream) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(bodies, media_type="text/event-stream", headers=headers)
-        self._question = question
+        self._question = stream
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -168,9 +205,9 @@ class _EventStream(StreamingResponse):
             self._question.close()
 
 
-def around(make: Callable[..., bytes], values: int = 1) -> list[bytes]:
-    """What `make` puts around so many values of its record, whatever they are: events that differ
-    in those need not be made one by one.
+def split_template(make: Callable[..., bytes], values: int = 1) -> list[bytes]:
+    """Return the bytes that `make` puts around `values` values of its record, so that events which
+    differ only in those are not encoded one by one.
     """
     marks = [secrets.token_hex(16) for _ in range(values)]
     rest, parts = make(*marks), list[bytes]()
@@ -180,51 +217,53 @@ def around(make: Callable[..., bytes], values: int = 1) -> list[bytes]:
     return [*parts, rest]
 
 
-def between(parts: Sequence[bytes], texts: Sequence[str]) -> list[bytes]:
-    """What that `make` would make of each text that is not empty, in one piece."""
-    told = [quoted(text).encode() for text in texts if text]
+def fill_template(parts: Sequence[bytes], texts: Sequence[str]) -> list[bytes]:
+    """Return what `make` would make of each non-empty text, concatenated."""
+    encoded = [quoted(text).encode() for text in texts if text]
     before, behind = parts
-    return [before + (behind + before).join(told) + behind] if told else []
+    return [before + (behind + before).join(encoded) + behind] if encoded else []
 
 
-def event(record: Any, name: str = "") -> bytes:
-    """A server-sent event."""
+def sse(record: Any, name: str = "") -> bytes:
+    """Return a server-sent event."""
     head = f"event: {name}\n" if name else ""
     return f"{head}data: {_json(record)}\n\n".encode()
 
 
 def answer_json(record: dict[str, Any]) -> JSONResponse:
-    """A response."""
+    """Return a JSON response."""
     return JSONResponse(record)
 
 
-async def unless_gone(request: Request, work: Awaitable[T]) -> T:
-    """What `work` gives; it is cancelled, and `GoneError` raised, when the client goes before."""
+async def unless_disconnected(request: Request, work: Awaitable[T]) -> T:
+    """Return the result of `work`; cancel it and raise `ClientDisconnectedError` when the client
+    disconnects first.
+    """
     task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_gone(request))
+    disconnected = asyncio.ensure_future(_disconnected(request))
     try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({task, disconnected}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise GoneError
+            raise ClientDisconnectedError
         return await task
     finally:
-        for each in (task, gone):
+        for each in (task, disconnected):
             each.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
+        await asyncio.gather(task, disconnected, return_exceptions=True)
 
 
-async def _gone(request: Request) -> None:
+async def _disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
-async def _ask(state: State, request: Request, wanted: Wanted) -> Question:
+async def _submit(state: State, request: Request, wanted: AnswerOptions) -> AnswerStream:
     check_room(state, wanted.tokens)
-    return await state.engine.ask(request.state.app, **vars(wanted))
+    return await state.engine.submit(request.state.app, **vars(wanted))
 
 
 def check_room(state: State, tokens: Sequence[int], param: str = "prompt") -> None:
-    """Raise `ApiError` for a prompt that no answer fits behind, or that is none."""
+    """Raise `ApiError` for an empty prompt, or one that leaves no room for an answer."""
     most = state.max_seq_len
     if not tokens:
         raise ApiError(400, "the prompt is empty: give some text to go on from", param=param)
@@ -244,8 +283,8 @@ def check_room(state: State, tokens: Sequence[int], param: str = "prompt") -> No
         )
 
 
-def usage(end: Finished) -> dict[str, Any]:
-    """As OpenAI's completions count."""
+def usage(end: Done) -> dict[str, Any]:
+    """Return token counts as OpenAI's completions have them."""
     prompt, completion = end.usage["prompt_tokens"], end.usage["completion_tokens"]
     return {
         "prompt_tokens": prompt,

@@ -12,9 +12,16 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from hetero.serving import answers
-from hetero.serving.answers import Choice, Wanted, add, around, between, event
+from hetero.serving.answers import (
+    AnswerOptions,
+    Choice,
+    StreamWriter,
+    fill_template,
+    split_template,
+    sse,
+)
 from hetero.serving.errors import ApiError
-from hetero.serving.messages import Finished, Run, Said
+from hetero.serving.messages import Done, Run, TokenEvent
 from hetero.serving.requests import Request, checked_grammar, stop_texts
 from hetero.serving.state import State
 from hetero.serving.tools import ToolUse, rendered, tool_use
@@ -87,7 +94,7 @@ async def messages(body: MessagesRequest, request: HttpRequest) -> Response:
     model, use = state.check_model(body.model), body.use()
     tokens = await state.texts(rendered, state, body.plain(), use)
     answers.check_room(state, tokens, "messages")
-    wanted = Wanted(
+    wanted = AnswerOptions(
         tokens=tokens,
         options={
             "chat": True,
@@ -146,9 +153,9 @@ def _plain(message: Message) -> list[dict[str, Any]]:
     for block in message.content:
         kind = block.get("type")
         if kind == "tool_result":
-            said = _text(block.get("content") or "")
+            content = _text(block.get("content") or "")
             name = str(block.get("tool_use_id", ""))
-            found.append({"role": "tool", "content": said, "tool_call_id": name})
+            found.append({"role": "tool", "content": content, "tool_call_id": name})
         elif kind == "tool_use" and isinstance(block.get("name"), str):
             function = {"name": block["name"], "arguments": block.get("input") or {}}
             call = {"id": str(block.get("id", "")), "type": "function", "function": function}
@@ -174,7 +181,7 @@ def _blocks(choice: Choice, use: ToolUse) -> list[dict[str, Any]]:
     return found
 
 
-def _reason(choice: Choice, end: Finished, content: list[dict[str, Any]]) -> tuple[str, str | None]:
+def _reason(choice: Choice, end: Done, content: list[dict[str, Any]]) -> tuple[str, str | None]:
     if content[-1]["type"] == "tool_use":
         return "tool_use", None
     if end.stops and end.stops[0]:
@@ -182,7 +189,7 @@ def _reason(choice: Choice, end: Finished, content: list[dict[str, Any]]) -> tup
     return ("max_tokens" if choice.finish == "length" else "end_turn"), None
 
 
-def _usage(end: Finished) -> dict[str, int]:
+def _usage(end: Done) -> dict[str, int]:
     """Tokens that were read from the cache are not among `input_tokens`."""
     cached = end.usage["cached_tokens"]
     return {
@@ -193,43 +200,35 @@ def _usage(end: Finished) -> dict[str, int]:
     }
 
 
-class _Writer:
-    """Events of a stream."""
+class _Writer(StreamWriter):
+    path, error_event = "/v1/messages", "error"
 
     def __init__(self, use: ToolUse, head: dict[str, Any], prompt: int) -> None:
-        self._use, self._head, self._prompt = use, head, prompt
-        self._buffers = bool(use.functions) and not use.silent
-        self._choice = Choice()
+        super().__init__(use=use)
+        self._head, self._prompt = head, prompt
 
     def begin(self) -> list[bytes]:
-        """See `answers.Writer`, as of all others."""
+        """Return the start of the message and of its text."""
         usage = {"input_tokens": self._prompt, "output_tokens": 0}
         usage |= {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
-        begun = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None}
-        found = [_event("message_start", message={**begun, "usage": usage}), _event("ping")]
-        return found if self._buffers else [*found, _start(0, {"type": "text", "text": ""})]
+        message = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None}
+        lines = [_event("message_start", message={**message, "usage": usage}), _event("ping")]
+        return lines if self._buffers else [*lines, _start(0, {"type": "text", "text": ""})]
 
-    def said(self, said: Said) -> list[bytes]:
-        """A delta, unless there is nothing to tell."""
-        add(self._choice, said)
-        return [_text_delta(said.text)] if said.text and not self._buffers else []
-
-    def run(self, run: Run) -> list[bytes]:
-        """Deltas that differ in their texts."""
-        add(self._choice, run)
-        return [] if self._buffers else between(_TEXT_DELTA, run.texts)
-
-    async def end(self, end: Finished) -> list[bytes]:
-        """The rest of the content, why it ended."""
-        content = _blocks(self._choice, self._use)
-        reason, stop = _reason(self._choice, end, content)
+    async def end(self, end: Done) -> list[bytes]:
+        """Return the rest of the content, and why the answer ended."""
+        choice = self._choices[0]
+        content = _blocks(choice, self._use)
+        reason, stop = _reason(choice, end, content)
         delta = {"stop_reason": reason, "stop_sequence": stop}
         last = _event("message_delta", delta=delta, usage=_usage(end), hetero=end.about)
         return [*self._rest(content), last, _event("message_stop")]
 
-    def failed(self, error: ApiError) -> bytes:
-        """The error as it is elsewhere."""
-        return event(error.body("/v1/messages"), "error")
+    def _delta(self, event: TokenEvent) -> list[bytes]:
+        return [_text_delta(event.text)]
+
+    def _deltas(self, run: Run) -> list[bytes]:
+        return fill_template(_TEXT_DELTA, run.texts)
 
     def _rest(self, content: list[dict[str, Any]]) -> list[bytes]:
         if not self._buffers:
@@ -241,14 +240,15 @@ class _Writer:
                 lines.append(_delta(i, {"type": "text_delta", "text": block["text"]}))
             else:
                 lines.append(_start(i, {**block, "input": {}}))
-                said = json.dumps(block["input"])
-                lines.append(_delta(i, {"type": "input_json_delta", "partial_json": said}))
+                arguments = json.dumps(block["input"])
+                delta = {"type": "input_json_delta", "partial_json": arguments}
+                lines.append(_delta(i, delta))
             lines.append(_event("content_block_stop", index=i))
         return lines
 
 
 def _event(kind: str, **fields: Any) -> bytes:
-    return event({"type": kind, **fields}, kind)
+    return sse({"type": kind, **fields}, kind)
 
 
 def _start(index: int, block: dict[str, Any]) -> bytes:
@@ -263,4 +263,4 @@ def _text_delta(text: str) -> bytes:
     return _delta(0, {"type": "text_delta", "text": text})
 
 
-_TEXT_DELTA: Final = around(_text_delta)
+_TEXT_DELTA: Final = split_template(_text_delta)

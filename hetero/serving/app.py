@@ -17,7 +17,7 @@ from starlette.responses import FileResponse, JSONResponse, Response
 
 from hetero.errors import UserError
 from hetero.serving import anthropic, chat, completions, conversations, responses, slots, text
-from hetero.serving.answers import GoneError
+from hetero.serving.answers import ClientDisconnectedError
 from hetero.serving.errors import ApiError
 from hetero.serving.guard import AsgiApp, Guard, Message, Receive, Scope, Send
 from hetero.serving.keys import Keys
@@ -65,7 +65,7 @@ def make_app(
     app.add_exception_handler(ApiError, _failed)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _no_route)
-    app.add_exception_handler(GoneError, _gone)
+    app.add_exception_handler(ClientDisconnectedError, _gone)
     app.add_exception_handler(Exception, _broken)
     return _Counted(Guard(app, keys, hosts), state)
 
@@ -120,8 +120,8 @@ async def _invalid(request: Request, error: Exception) -> Response:
 
 async def _no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    said = {404: "there is no such endpoint", 405: "this endpoint has another method"}
-    wrong = ApiError(error.status_code, said.get(error.status_code, str(error.detail)))
+    event = {404: "there is no such endpoint", 405: "this endpoint has another method"}
+    wrong = ApiError(error.status_code, event.get(error.status_code, str(error.detail)))
     response = await _failed(request, wrong)
     for name, value in (error.headers or {}).items():
         response.headers[name] = value

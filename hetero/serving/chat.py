@@ -13,9 +13,18 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from hetero.serving import answers
-from hetero.serving.answers import DONE, Choice, Wanted, add, around, between, event, usage
+from hetero.serving.answers import (
+    DONE,
+    AnswerOptions,
+    Choice,
+    StreamWriter,
+    fill_template,
+    split_template,
+    sse,
+    usage,
+)
 from hetero.serving.errors import ApiError
-from hetero.serving.messages import Finished, Run, Said
+from hetero.serving.messages import Done, Run, TokenEvent
 from hetero.serving.requests import (
     MOST_CHOICES,
     MOST_LOGPROBS,
@@ -96,7 +105,7 @@ async def chat_completions(body: ChatRequest, request: HttpRequest) -> Response:
     )
 
 
-async def _wanted(state: State, body: ChatRequest, use: ToolUse) -> Wanted:
+async def _wanted(state: State, body: ChatRequest, use: ToolUse) -> AnswerOptions:
     tokens = await state.texts(rendered, state, plain_messages(body.messages), use)
     answers.check_room(state, tokens, "messages")
     options = body.options() | {
@@ -110,7 +119,7 @@ async def _wanted(state: State, body: ChatRequest, use: ToolUse) -> Wanted:
         if grammar:
             raise ApiError(400, "a call of a tool has a schema of its own: give no other")
         grammar = await state.texts(use.grammar)
-    return Wanted(
+    return AnswerOptions(
         tokens=tokens,
         options=options,
         choices=body.n or 1,
@@ -159,84 +168,107 @@ def _scored(state: State, token: int, logprob: float) -> dict[str, Any]:
     }
 
 
-class _Writer:
-    """Chunks of a stream. The last choice ends when everything is where it is to be kept."""
+class ChunkWriter(StreamWriter):
+    """Writes the chunks of OpenAI's two completions protocols. The last choice ends once its text
+    is stored.
+    """
 
-    def __init__(self, state: State, body: ChatRequest, use: ToolUse, head: dict[str, Any]) -> None:
-        self._state, self._body, self._use = state, body, use
-        self._head = {**head, "object": "chat.completion.chunk"}
-        options = body.stream_options
-        self._usage = bool(options is not None and options.include_usage)
-        self._buffers = bool(use.functions) and not use.silent
-        self._choices = [Choice() for _ in range(body.n or 1)]
-        self._places = {i: around(partial(self._content, i)) for i, _ in enumerate(self._choices)}
+    content = ""  # key of a choice's text
 
-    def begin(self) -> list[bytes]:
-        """See `answers.Writer`, as of all others."""
-        return [self._chunk(i, {"role": "assistant", "content": ""}) for i in self._places]
+    def __init__(
+        self,
+        head: dict[str, Any],
+        choices: int,
+        options: StreamOptions | None,
+        use: ToolUse | None = None,
+    ) -> None:
+        super().__init__(choices, use)
+        self._head, self._usage = head, bool(options is not None and options.include_usage)
+        count = len(self._choices)
+        self._templates = [split_template(partial(self._text, i)) for i in range(count)]
 
-    def said(self, said: Said) -> list[bytes]:
-        """A chunk, unless there is nothing to tell."""
-        choice, found = self._choices[said.choice], list[bytes]()
-        add(choice, said)
-        if self._buffers:
-            if said.finish:
-                found += self._told(said.choice, choice)
-        elif said.text or (said.logprob is not None and not said.end):
-            found.append(self._content(said.choice, said.text, said))
-        if said.finish and said.choice < len(self._choices) - 1:
-            found.append(self._last(said.choice, choice))
-        return found
+    def token(self, event: TokenEvent) -> list[bytes]:
+        """Return the token's chunk, and the one that ends a choice before the last."""
+        lines = super().token(event)
+        if event.finish and event.choice < len(self._choices) - 1:
+            lines.append(self._last(event.choice))
+        return lines
 
-    def run(self, run: Run) -> list[bytes]:
-        """Chunks that differ in their texts."""
-        add(self._choices[run.choice], run)
-        return [] if self._buffers else between(self._places[run.choice], run.texts)
-
-    async def end(self, end: Finished) -> list[bytes]:
-        """The last choice's end; usage, if asked for."""
-        found = [self._last(len(self._choices) - 1, self._choices[-1], end.about)]
+    async def end(self, end: Done) -> list[bytes]:
+        """Return the last choice's end, and usage if it was asked for."""
+        lines = [self._last(len(self._choices) - 1, end.about)]
         if self._usage:
-            record = self._head | {"choices": [], "usage": usage(end)}
-            found.append(event(record | {"hetero": end.about}))
-        return [*found, DONE]
+            record = self._head | {"choices": [], "usage": usage(end), "hetero": end.about}
+            lines.append(sse(record))
+        return [*lines, DONE]
 
-    def failed(self, error: ApiError) -> bytes:
-        """The error as it is elsewhere."""
-        return event(error.body(""))
+    def _delta(self, event: TokenEvent) -> list[bytes]:
+        return [self._text(event.choice, event.text, event)]
 
-    def _content(self, index: int, text: str, said: Said | None = None) -> bytes:
-        return self._chunk(index, {"content": text}, said)
+    def _deltas(self, run: Run) -> list[bytes]:
+        return fill_template(self._templates[run.choice], run.texts)
 
-    def _told(self, index: int, choice: Choice) -> list[bytes]:
-        """A choice that may be a call, known when it is whole."""
-        text, calls = self._use.read(choice.text)
-        found = [self._chunk(index, {"content": text})] if text else []
-        if calls:
-            choice.finish = "tool_calls"
-            deltas = [{"index": i, **call_json(call)} for i, call in enumerate(calls)]
-            found.append(self._chunk(index, {"tool_calls": deltas}))
-        return found
+    def _text(self, index: int, text: str, event: TokenEvent | None = None) -> bytes:
+        raise NotImplementedError
 
-    def _last(self, index: int, choice: Choice, about: dict[str, Any] | None = None) -> bytes:
-        return self._chunk(index, {}, finish=choice.finish, about=about)
+    def _last(self, index: int, about: dict[str, Any] | None = None) -> bytes:
+        raise NotImplementedError
+
+    def _scores(self, token: int, logprob: list[Any]) -> dict[str, Any]:
+        raise NotImplementedError
 
     def _chunk(
         self,
         index: int,
-        delta: dict[str, Any],
-        said: Said | None = None,
+        content: Any,
+        event: TokenEvent | None = None,
         *,
         finish: str | None = None,
         about: dict[str, Any] | None = None,
     ) -> bytes:
         scores = None
-        if said is not None and said.logprob is not None:
-            scores = {"content": [score(self._state, said.token, said.logprob)], "refusal": None}
-        choice = {"index": index, "delta": delta, "logprobs": scores, "finish_reason": finish}
-        record = self._head | {"choices": [choice]}
+        if event is not None and event.logprob is not None:
+            scores = self._scores(event.token, event.logprob)
+        choice = {"index": index, self.content: content, "logprobs": scores}
+        record: dict[str, Any] = self._head | {"choices": [choice | {"finish_reason": finish}]}
         if self._usage:
             record["usage"] = None
         if about is not None:
             record["hetero"] = about
-        return event(record)
+        return sse(record)
+
+
+class _Writer(ChunkWriter):
+    content = "delta"
+
+    def __init__(self, state: State, body: ChatRequest, use: ToolUse, head: dict[str, Any]) -> None:
+        self._state = state
+        head = {**head, "object": "chat.completion.chunk"}
+        super().__init__(head, body.n or 1, body.stream_options, use)
+
+    def begin(self) -> list[bytes]:
+        """Return a chunk with the role of each choice."""
+        role = {"role": "assistant", "content": ""}
+        return [self._chunk(i, role) for i in range(len(self._choices))]
+
+    def _text(self, index: int, text: str, event: TokenEvent | None = None) -> bytes:
+        return self._chunk(index, {"content": text}, event)
+
+    def _last(self, index: int, about: dict[str, Any] | None = None) -> bytes:
+        return self._chunk(index, {}, finish=self._choices[index].finish, about=about)
+
+    def _scores(self, token: int, logprob: list[Any]) -> dict[str, Any]:
+        return {"content": [score(self._state, token, logprob)], "refusal": None}
+
+    def _buffered(self, event: TokenEvent) -> list[bytes]:
+        """Return a whole choice, once it is known whether it is a call."""
+        if not event.finish:
+            return []
+        index, choice = event.choice, self._choices[event.choice]
+        text, calls = self._use.read(choice.text)
+        lines = [self._chunk(index, {"content": text})] if text else []
+        if calls:
+            choice.finish = "tool_calls"
+            deltas = [{"index": i, **call_json(call)} for i, call in enumerate(calls)]
+            lines.append(self._chunk(index, {"tool_calls": deltas}))
+        return lines

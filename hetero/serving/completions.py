@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from fastapi import APIRouter
@@ -13,20 +12,10 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from hetero.serving import answers
-from hetero.serving.answers import (
-    DONE,
-    Answer,
-    Choice,
-    Wanted,
-    add,
-    around,
-    between,
-    event,
-    usage,
-)
-from hetero.serving.chat import StreamOptions
+from hetero.serving.answers import Answer, AnswerOptions, Choice, usage
+from hetero.serving.chat import ChunkWriter, StreamOptions
 from hetero.serving.errors import ApiError
-from hetero.serving.messages import Finished, Run, Said
+from hetero.serving.messages import Done, Run, TokenEvent
 from hetero.serving.requests import (
     MOST_CHOICES,
     MOST_LOGPROBS,
@@ -114,12 +103,12 @@ async def completions(body: CompletionRequest, request: HttpRequest) -> Response
     )
 
 
-def _sum(ends: Sequence[Finished]) -> dict[str, Any]:
+def _sum(ends: Sequence[Done]) -> dict[str, Any]:
     total = {key: sum(end.usage[key] for end in ends) for key in ends[0].usage}
-    return usage(Finished(id=0, usage=total, about={}))
+    return usage(Done(id=0, usage=total, about={}))
 
 
-async def _wanted(state: State, body: CompletionRequest, prompt: str | list[int]) -> Wanted:
+async def _wanted(state: State, body: CompletionRequest, prompt: str | list[int]) -> AnswerOptions:
     tokens = prompt
     if isinstance(tokens, str):
         tokens = await state.encoded(tokens) if tokens else []
@@ -131,7 +120,7 @@ async def _wanted(state: State, body: CompletionRequest, prompt: str | list[int]
         options["logprobs"] = body.logprobs
         options["echo"] = bool(body.echo)
     grammar = await state.texts(body.wanted_grammar) if body.guided else ""
-    return Wanted(
+    return AnswerOptions(
         tokens=list(tokens),
         options=options,
         choices=body.n or 1,
@@ -142,7 +131,7 @@ async def _wanted(state: State, body: CompletionRequest, prompt: str | list[int]
 
 
 def _choice(
-    state: State, body: CompletionRequest, wanted: Wanted, answer: Answer, choice: Choice
+    state: State, body: CompletionRequest, wanted: AnswerOptions, answer: Answer, choice: Choice
 ) -> dict[str, Any]:
     scored_only = body.max_tokens == 0
     text = "" if scored_only else choice.text
@@ -158,7 +147,7 @@ def _choice(
     }
 
 
-def _echoed(state: State, wanted: Wanted) -> str:
+def _echoed(state: State, wanted: AnswerOptions) -> str:
     return state.model.tokenizer.decode(wanted.tokens)
 
 
@@ -189,75 +178,37 @@ def _logprobs(state: State, scores: Sequence[tuple[int, Any]], most: int) -> dic
     }
 
 
-class _Writer:
-    """Chunks of a stream."""
+class _Writer(ChunkWriter):
+    content = "text"
 
     def __init__(
-        self, state: State, body: CompletionRequest, wanted: Wanted, head: dict[str, Any]
+        self, state: State, body: CompletionRequest, wanted: AnswerOptions, head: dict[str, Any]
     ) -> None:
-        self._state, self._body, self._wanted, self._head = state, body, wanted, head
-        options = body.stream_options
-        self._usage = bool(options is not None and options.include_usage)
-        self._choices = [Choice() for _ in range(body.n or 1)]
-        self._places = {i: around(partial(self._chunk, i)) for i, _ in enumerate(self._choices)}
+        self._state, self._body, self._wanted = state, body, wanted
+        self._scored_only = body.max_tokens == 0
+        super().__init__(head, body.n or 1, body.stream_options)
 
     def begin(self) -> list[bytes]:
-        """See `answers.Writer`, as of all others."""
+        """Return the prompt for each choice, if it is to be echoed."""
         if not self._body.echo:
             return []
-        return [self._chunk(i, _echoed(self._state, self._wanted)) for i in self._places]
+        text = _echoed(self._state, self._wanted)
+        return [self._text(i, text) for i in range(len(self._choices))]
 
-    def said(self, said: Said) -> list[bytes]:
-        """A chunk, unless there is nothing to tell."""
-        choice = self._choices[said.choice]
-        add(choice, said)
-        found = list[bytes]()
-        if self._body.max_tokens == 0:
-            return found
-        if said.text or (said.logprob is not None and not said.end):
-            found.append(self._chunk(said.choice, said.text, said))
-        if said.finish and said.choice < len(self._choices) - 1:
-            found.append(self._chunk(said.choice, "", finish=choice.finish))
-        return found
+    def token(self, event: TokenEvent) -> list[bytes]:
+        """Return nothing where the prompt is scored alone."""
+        lines = super().token(event)
+        return [] if self._scored_only else lines
 
-    def run(self, run: Run) -> list[bytes]:
-        """Chunks that differ in their texts."""
-        add(self._choices[run.choice], run)
-        if self._body.max_tokens == 0:
-            return []
-        return between(self._places[run.choice], run.texts)
+    def _deltas(self, run: Run) -> list[bytes]:
+        return [] if self._scored_only else super()._deltas(run)
 
-    async def end(self, end: Finished) -> list[bytes]:
-        """The last choice's end; usage, if asked for."""
-        last = len(self._choices) - 1
-        finish = "length" if self._body.max_tokens == 0 else self._choices[last].finish
-        found = [self._chunk(last, "", finish=finish, about=end.about)]
-        if self._usage:
-            record = self._head | {"choices": [], "usage": usage(end), "hetero": end.about}
-            found.append(event(record))
-        return [*found, DONE]
+    def _text(self, index: int, text: str, event: TokenEvent | None = None) -> bytes:
+        return self._chunk(index, text, event)
 
-    def failed(self, error: ApiError) -> bytes:
-        """The error as it is elsewhere."""
-        return event(error.body(""))
+    def _last(self, index: int, about: dict[str, Any] | None = None) -> bytes:
+        finish = "length" if self._scored_only else self._choices[index].finish
+        return self._chunk(index, "", finish=finish, about=about)
 
-    def _chunk(
-        self,
-        index: int,
-        text: str,
-        said: Said | None = None,
-        *,
-        finish: str | None = None,
-        about: dict[str, Any] | None = None,
-    ) -> bytes:
-        scores = None
-        if said is not None and said.logprob is not None:
-            most = self._body.logprobs or 0
-            scores = _logprobs(self._state, [(said.token, said.logprob)], most)
-        choice = {"index": index, "text": text, "logprobs": scores, "finish_reason": finish}
-        record: dict[str, Any] = self._head | {"choices": [choice]}
-        if self._usage:
-            record["usage"] = None
-        if about is not None:
-            record["hetero"] = about
-        return event(record)
+    def _scores(self, token: int, logprob: list[Any]) -> dict[str, Any]:
+        return _logprobs(self._state, [(token, logprob)], self._body.logprobs or 0)

@@ -1,4 +1,4 @@
-"""What can be asked of the engine beside answers: who is where, and contexts that are to go."""
+"""Actions of the engine besides answers: status, and deleting, saving and restoring contexts."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from typing import Any, Final, Protocol
 from hetero.contexts.recent import RecentTexts
 from hetero.contexts.service import App, Service
 from hetero.errors import UserError
-from hetero.serving.messages import Ask, Control
+from hetero.serving.messages import Control, GenerateRequest
 
 
 class MissingError(UserError):
-    """There is no such thing, or it is somebody else's."""
+    """There is no such thing, or it belongs to another app."""
 
 
-class Owner(Protocol):
-    """What actions work on (`hetero.serving.engine.Engine`)."""
+class ControlTarget(Protocol):
+    """What an action works on (`hetero.serving.engine.Engine`)."""
 
     service: Service
     slots: int
 
     @property
-    def asks(self) -> list[Ask]:
-        """What answers are made to now."""
+    def requests(self) -> list[GenerateRequest]:
+        """Return the requests that are being answered."""
 
     def recent_of(self, app: App) -> RecentTexts:
-        """An app's recent texts."""
+        """Return an app's recent texts."""
 
 
-def about(engine: Owner) -> dict[str, Any]:
-    """The model and the devices, for `Ready`."""
+def about(engine: ControlTarget) -> dict[str, Any]:
+    """Return the facts about model and devices for `Ready`."""
     llm = engine.service.llm
     return {
         "max_seq_len": llm.max_seq_len,
@@ -48,11 +48,11 @@ def about(engine: Owner) -> dict[str, Any]:
     }
 
 
-def status(engine: Owner, control: Control) -> dict[str, Any]:
-    """An app's contexts and recent texts."""
+def status(engine: ControlTarget, control: Control) -> dict[str, Any]:
+    """Return an app's contexts and recent texts."""
     service = engine.service
     app = service.bound(control.app)
-    mine = {ask.context for ask in engine.asks if ask.app == control.app}
+    mine = {request.context for request in engine.requests if request.app == control.app}
     contexts: list[dict[str, Any]] = []
     slots: list[dict[str, Any]] = []
     if app is not None:
@@ -88,8 +88,8 @@ def status(engine: Owner, control: Control) -> dict[str, Any]:
     }
 
 
-def totals(engine: Owner, control: Control) -> dict[str, Any]:  # noqa: ARG001
-    """Of all apps together, none of them told apart."""
+def totals(engine: ControlTarget, control: Control) -> dict[str, Any]:  # noqa: ARG001
+    """Return the totals of all apps."""
     service, chunks = engine.service, Counter[tuple[str, str]]()
     with service.memory.lock:
         for chunk in service.memory.table:
@@ -104,8 +104,8 @@ def totals(engine: Owner, control: Control) -> dict[str, Any]:  # noqa: ARG001
     }
 
 
-def delete_context(engine: Owner, control: Control) -> dict[str, Any]:
-    """A context's text, keys and values are gone from the disk when this returns."""
+def delete_context(engine: ControlTarget, control: Control) -> dict[str, Any]:
+    """Delete a context's text, keys and values from the disk."""
     app = engine.service.bind(control.app)
     context = app.context(control.arguments["context"])
     if context is not None:
@@ -114,14 +114,14 @@ def delete_context(engine: Owner, control: Control) -> dict[str, Any]:
     return {"deleted": context is not None}
 
 
-def erase_slot(engine: Owner, control: Control) -> dict[str, Any]:
-    """A recent text is forgotten."""
+def erase_slot(engine: ControlTarget, control: Control) -> dict[str, Any]:
+    """Forget a recent text."""
     recent = engine.recent_of(engine.service.bind(control.app))
     return {"tokens": recent.erase(control.arguments["slot"])}
 
 
-def save_slot(engine: Owner, control: Control) -> dict[str, Any]:
-    """A recent text becomes that of a context that persists."""
+def save_slot(engine: ControlTarget, control: Control) -> dict[str, Any]:
+    """Save a recent text as a context that persists."""
     app = engine.service.bind(control.app)
     held = engine.recent_of(app).texts[control.arguments["slot"]].held
     if not held.tokens:
@@ -132,8 +132,8 @@ def save_slot(engine: Owner, control: Control) -> dict[str, Any]:
     return {"tokens": len(context), "bytes": engine.service.memory.nbytes(held.chunks)}
 
 
-def restore_slot(engine: Owner, control: Control) -> dict[str, Any]:
-    """The text of a context that persists becomes a recent one."""
+def restore_slot(engine: ControlTarget, control: Control) -> dict[str, Any]:
+    """Restore the text of a context that persists as a recent one."""
     app = engine.service.bind(control.app)
     context = app.context(control.arguments["context"])
     if context is None:
@@ -145,7 +145,7 @@ def restore_slot(engine: Owner, control: Control) -> dict[str, Any]:
     return {"tokens": len(context), "bytes": nbytes}
 
 
-Action = Callable[[Owner, Control], dict[str, Any]]
+Action = Callable[[ControlTarget, Control], dict[str, Any]]
 ACTIONS: Final[dict[str, Action]] = {
     "status": status,
     "totals": totals,

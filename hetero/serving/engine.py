@@ -1,19 +1,19 @@
 """The engine process: owns model, contexts and the thread that the devices are driven from.
 
 Lines come in on standard input and go out on standard output (`hetero.serving.messages`). It ends
-with `Stop`, or with the end of its input: whoever started it is gone. A reader thread waits for
-lines; everything else is this one thread, which goes round:
+with `Stop`, or with the end of its input, when its parent has died. A reader thread waits for
+lines; everything else is this one thread, which loops over:
 
-    read      what has come: questions into the queues, cancelled ones out of them
+    read      messages: requests into the queue, cancelled ones out of it
     controls  of apps none of whose answers is being made
-    begin     questions whose turn it is, as long as there is a cache for them
-    decode    the next token of all answers, in one step of the devices; meanwhile the last one's
-              become texts and are told
+    begin     the next requests, as long as there is a cache for them
+    decode    the next token of all answers, in one step of the devices; meanwhile the last tokens
+              become texts and are sent
     step      every answer: choose the token, or read the next call of a prompt
 
-so that an answer joins and leaves between two tokens of the others. What came is told at once,
-before anything that takes long; where tokens come quicker than `TOLD_EVERY_S` several are told
-together, since each time wakes another process, which on two cores is at the devices' expense.
+so that an answer joins and leaves between two tokens of the others. Messages are flushed before
+anything that takes long; where tokens come faster than `FLUSH_INTERVAL_S` several are sent at once,
+since each flush wakes another process, which on two cores is at the devices' expense.
 """
 
 from __future__ import annotations
@@ -37,27 +37,27 @@ from hetero.contexts.recent import RecentTexts
 from hetero.contexts.service import App, Service
 from hetero.contexts.working_set import Switch
 from hetero.errors import DiskFullError, QuotaError, UserError
-from hetero.generation.loop import DeviceShare, GenerationResult, Later, Piece
+from hetero.generation.loop import DeviceShare, GenerationResult, Pending, Piece
 from hetero.generation.sampling import TokenLogprob
 from hetero.runtime.watchdog import WATCHDOG
 from hetero.serving import controls
+from hetero.serving.fair_queue import FairQueue
 from hetero.serving.grammars import GrammarConstraint, TokenBytes
 from hetero.serving.messages import (
-    Ask,
     Cancel,
     Control,
-    Finished,
+    ControlResult,
+    Done,
+    ErrorReply,
     FromEngine,
+    GenerateRequest,
     Outbox,
     Ready,
-    Refused,
-    Replied,
-    Said,
+    TokenEvent,
     decode,
 )
-from hetero.serving.turns import Turns
 
-TOLD_EVERY_S: Final = 0.01
+FLUSH_INTERVAL_S: Final = 0.01
 ORPHAN_S: Final = 30.0
 log = logging.getLogger("hetero.serving")
 Send = Callable[[FromEngine], None]
@@ -69,20 +69,20 @@ class Stopped(Exception):  # noqa: N818  (no error: what runs is given up)
 
 @dataclass(eq=False)
 class Answer:
-    """One in the making: what is to be told of it, None for a step that gave nothing to tell.
-    `reading`: its prompt is being read. `later`: what it says next runs no device.
+    """A running answer: its `messages`, None for a step without one. `reading`: its prompt is being
+    read. `pending`: its next message needs no device.
     """
 
-    ask: Ask
-    messages: Generator[FromEngine | Later | None]
+    request: GenerateRequest
+    messages: Generator[FromEngine | Pending | None]
     reading: bool = True
-    later: bool = False
+    pending: bool = False
 
 
 @dataclass
 class Engine:
     """Takes messages from `incoming` until `Stop` or None, and answers by `send`; `flush` follows
-    when there is nothing more to be told for now.
+    when there is nothing more to send for now.
     """
 
     service: Service
@@ -90,7 +90,7 @@ class Engine:
     send: Send
     flush: Callable[[], None] = lambda: None
     slots: int = 8
-    turns: Turns[Ask] = field(default_factory=Turns)
+    waiting: FairQueue[GenerateRequest] = field(default_factory=FairQueue)
     recent: dict[str, RecentTexts] = field(default_factory=dict)
     running: list[Answer] = field(default_factory=list)
 
@@ -99,22 +99,22 @@ class Engine:
         model = self.service.llm.model
         self._eos = frozenset(model.eos_ids)
         self._bytes: TokenBytes | None = None
-        self._urgent, self._told_s = False, 0.0
+        self._urgent, self._flushed_s = False, 0.0
 
     def run(self) -> None:
-        """The loop: see the module."""
+        """Run the loop of the module's docstring."""
         try:
             while True:
-                self._tell()
-                self._read(wait=not (self.turns or self._controls or self.running))
+                self._flush_due()
+                self._read(wait=not (self.waiting or self._controls or self.running))
                 self._control()
-                while (ask := self.turns.next(self._can_begin)) is not None:
-                    self._tell(now=True)
-                    answer = Answer(ask, self._messages(ask))
+                while (request := self.waiting.next(self._can_begin)) is not None:
+                    self._flush_due(now=True)
+                    answer = Answer(request, self._messages(request))
                     self.running.append(answer)
                     self._step(answer)
-                self._tell()
-                self.service.decode_together(self._beside)
+                self._flush_due()
+                self.service.decode_together(self._on_device_busy)
                 for answer in list(self.running):
                     self._step(answer)
         except Stopped:
@@ -123,35 +123,35 @@ class Engine:
         finally:
             self.flush()
 
-    def _beside(self) -> None:
-        """While the devices are at work."""
+    def _on_device_busy(self) -> None:
+        """Send pending messages while the devices compute."""
         for answer in list(self.running):
-            if answer.later:
+            if answer.pending:
                 self._step(answer)
-        self._tell(now=time.monotonic() >= self._told_s + TOLD_EVERY_S)
+        self._flush_due(now=time.monotonic() >= self._flushed_s + FLUSH_INTERVAL_S)
 
-    def _tell(self, *, now: bool = False) -> None:
-        """Flush what is not to wait for the next token; with `now` all there is."""
+    def _flush_due(self, *, now: bool = False) -> None:
+        """Flush what cannot wait for the next token; with `now` everything."""
         reading = any(answer.reading for answer in self.running)
         if now or self._urgent or reading or not self.running:
             self.flush()
-            self._urgent, self._told_s = False, time.monotonic()
+            self._urgent, self._flushed_s = False, time.monotonic()
 
     @property
-    def asks(self) -> list[Ask]:
-        """What answers are made to now."""
-        return [answer.ask for answer in self.running]
+    def requests(self) -> list[GenerateRequest]:
+        """Return the requests that are being answered."""
+        return [answer.request for answer in self.running]
 
     def _read(self, *, wait: bool) -> None:
-        """Take what has come; with `wait` at least one message."""
+        """Take the messages that have arrived; with `wait` at least one."""
         while True:
             try:
                 message = self.incoming.get(block=wait)
             except queue.Empty:
                 return
             wait = False
-            if isinstance(message, Ask):
-                self.turns.add(message.app, message)
+            if isinstance(message, GenerateRequest):
+                self.waiting.add(message.app, message)
             elif isinstance(message, Cancel):
                 self._cancel(message.id)
             elif isinstance(message, Control) and message.action in controls.AT_ONCE:
@@ -163,56 +163,56 @@ class Engine:
 
     def _cancel(self, number: int) -> None:
         for answer in self.running:
-            if answer.ask.id == number:
+            if answer.request.id == number:
                 answer.messages.close()
-        self.running = [answer for answer in self.running if answer.ask.id != number]
-        self.turns.remove(lambda ask: ask.id == number)
+        self.running = [answer for answer in self.running if answer.request.id != number]
+        self.waiting.remove(lambda request: request.id == number)
 
     def _control(self) -> None:
-        """What can be done: where an answer of the app is made, it waits, and the app's next
-        questions with it.
+        """Run the actions of apps without a running answer. Others wait, and the app's next
+        requests with them.
         """
-        busy = {ask.app for ask in self.asks}
+        busy = {request.app for request in self.requests}
         ready = [control for control in self._controls if control.app not in busy]
         self._controls = deque(control for control in self._controls if control.app in busy)
         for control in ready:
             self._reply(control)
 
-    def _can_begin(self, ask: Ask) -> bool:
-        """Whether nothing is at work on the same text, and there is a cache for it."""
-        if any(control.app == ask.app for control in self._controls):
+    def _can_begin(self, request: GenerateRequest) -> bool:
+        """Return whether no answer runs on the same text, and there is a cache for it."""
+        if any(control.app == request.app for control in self._controls):
             return False
-        app = self.service.bound(ask.app)
-        if ask.context:
-            free = all((x.app, x.context) != (ask.app, ask.context) for x in self.asks)
+        app = self.service.bound(request.app)
+        if request.context:
+            free = all((x.app, x.context) != (request.app, request.context) for x in self.requests)
         elif app is None:
             free = True
         else:
             busy = self.recent_of(app).busy
-            free = ask.slot not in busy if ask.slot >= 0 else len(busy) < self.slots
+            free = request.slot not in busy if request.slot >= 0 else len(busy) < self.slots
         return free and self.service.room()
 
     # --- an answer --------------------------------------------------------------------------
 
     def _step(self, answer: Answer) -> None:
-        """A step further; what came of it is told."""
-        number = answer.ask.id
-        message: FromEngine | Later | None
+        """Advance an answer by a step and send its message."""
+        number = answer.request.id
+        message: FromEngine | Pending | None
         try:
             message = next(answer.messages)
         except StopIteration:
             message = None
         except UserError as error:
-            message = _refused(number, error)
+            message = _error_reply(number, error)
         except DeviceLostError:
             raise
         except (DeviceError, ValueError, MemoryError) as error:
             log.exception("an answer failed")
-            message = Refused(id=number, kind="engine", message=str(error))
+            message = ErrorReply(id=number, kind="engine", message=str(error))
         else:
-            answer.later = isinstance(message, Later)
-            if not isinstance(message, Later | None):
-                first_or_last = answer.reading or not isinstance(message, Said)
+            answer.pending = isinstance(message, Pending)
+            if not isinstance(message, Pending | None):
+                first_or_last = answer.reading or not isinstance(message, TokenEvent)
                 self._urgent = self._urgent or first_or_last
                 answer.reading = False
                 self.send(message)
@@ -222,20 +222,20 @@ class Engine:
         if message is not None:
             self.send(message)
 
-    def _messages(self, ask: Ask) -> Generator[FromEngine | Later | None]:
-        app = self.service.bind(ask.app)
+    def _messages(self, request: GenerateRequest) -> Generator[FromEngine | Pending | None]:
+        app = self.service.bind(request.app)
         results: list[GenerationResult] = []
-        first, said = Switch(), list[str]()
-        for choice in range(ask.choices):
-            pieces, switch, where = self._begun(ask, app, choice, results)
+        first, chunks = Switch(), list[str]()
+        for choice in range(request.choices):
+            pieces, switch, where = self._pieces_of(request, app, choice, results)
             with closing(pieces):
                 for piece in pieces:
                     if not isinstance(piece, Piece):
                         yield piece
                         continue
                     end = piece.token in self._eos and piece.finish_reason is not None
-                    yield Said(
-                        id=ask.id,
+                    yield TokenEvent(
+                        id=request.id,
                         choice=choice,
                         text=piece.text,
                         token=piece.token,
@@ -244,46 +244,48 @@ class Engine:
                         finish=piece.finish_reason or "",
                     )
             if choice == 0:
-                first, said = switch(), where()
-        yield self._finished(ask, results, first, said)
+                first, chunks = switch(), where()
+        yield self._done(request, results, first, chunks)
 
-    def _begun(
-        self, ask: Ask, app: App, choice: int, results: list[GenerationResult]
+    def _pieces_of(
+        self, request: GenerateRequest, app: App, choice: int, results: list[GenerationResult]
     ) -> tuple[Any, Callable[[], Switch], Callable[[], Any]]:
-        """Pieces of a choice; how to learn what its switch took, and where its chunks are."""
-        options = self._options(ask, choice)
+        """Return the pieces of a choice, and how to learn what its switch took and where its chunks
+        are.
+        """
+        options = self._options(request, choice)
         histogram = self.service.memory.histogram
-        if ask.context:
-            name = ask.context
+        if request.context:
+            name = request.context
             context = app.context(name) or app.new_context(chat=False, name=name)
-            pieces = context.stream_text(ask.tokens, results, **options)
+            pieces = context.stream_text(request.tokens, results, **options)
             return pieces, lambda: context.last_switch or Switch(), context.where
         recent = self.recent_of(app)
-        at = ask.slot if ask.slot >= 0 else recent.choose(ask.tokens, ask.salt)
+        at = request.slot if request.slot >= 0 else recent.choose(request.tokens, request.salt)
         text = recent.texts[at]
-        pieces = recent.stream(at, ask.tokens, results, ask.salt, **options)
+        pieces = recent.stream(at, request.tokens, results, request.salt, **options)
         return pieces, lambda: text.switch, lambda: histogram(text.held.chunks)
 
-    def _options(self, ask: Ask, choice: int) -> dict[str, Any]:
-        options = {**ask.options, "ahead": True}
+    def _options(self, request: GenerateRequest, choice: int) -> dict[str, Any]:
+        options = {**request.options, "ahead": True}
         if (seed := options.get("seed")) is not None:
             options["seed"] = seed + choice
         if bias := options.pop("logit_bias", None):
             options["logit_bias"] = {int(token): value for token, value in bias.items()}
-        if ask.grammar:
+        if request.grammar:
             if self._bytes is None:
                 self._bytes = TokenBytes(self.service.llm.model)
             vocabulary = self.service.llm.model.config.vocab_size
-            options["constraint"] = GrammarConstraint(self._bytes, ask.grammar, vocabulary)
+            options["constraint"] = GrammarConstraint(self._bytes, request.grammar, vocabulary)
         return options
 
-    def _finished(
-        self, ask: Ask, results: list[GenerationResult], switch: Switch, where: Any
-    ) -> Finished:
+    def _done(
+        self, request: GenerateRequest, results: list[GenerationResult], switch: Switch, where: Any
+    ) -> Done:
         stats = results[0].stats
         apart = switch.recomputed_tokens - switch.riding_tokens
         usage = {
-            "prompt_tokens": len(ask.tokens),
+            "prompt_tokens": len(request.tokens),
             "completion_tokens": sum(len(result.tokens) for result in results),
             "cached_tokens": max(stats.reused_tokens - apart, 0),
         }
@@ -303,8 +305,8 @@ class Engine:
             "decode_tokens_per_s": stats.decode_tokens_per_s,
         }
         scores = [[x.token, *(_logprob(x) or ())] for x in results[0].prompt_logprobs]
-        return Finished(
-            id=ask.id,
+        return Done(
+            id=request.id,
             usage=usage,
             about=about,
             prompt_logprobs=scores,
@@ -313,7 +315,7 @@ class Engine:
         )
 
     def recent_of(self, app: App) -> RecentTexts:
-        """An app's recent texts."""
+        """Return an app's recent texts."""
         if app.name not in self.recent:
             self.recent[app.name] = RecentTexts(app, self.slots)
         return self.recent[app.name]
@@ -323,16 +325,16 @@ class Engine:
         try:
             value = controls.ACTIONS[control.action](self, control)
         except controls.MissingError as error:
-            self.send(Refused(id=control.id, kind="missing", message=str(error)))
+            self.send(ErrorReply(id=control.id, kind="missing", message=str(error)))
         except UserError as error:
-            self.send(_refused(control.id, error))
+            self.send(_error_reply(control.id, error))
         else:
-            self.send(Replied(id=control.id, value=value))
+            self.send(ControlResult(id=control.id, value=value))
 
 
-def _refused(number: int, error: UserError) -> Refused:
+def _error_reply(number: int, error: UserError) -> ErrorReply:
     kinds = {QuotaError: "quota", DiskFullError: "disk"}
-    return Refused(id=number, kind=kinds.get(type(error), "user"), message=str(error))
+    return ErrorReply(id=number, kind=kinds.get(type(error), "user"), message=str(error))
 
 
 def _logprob(found: TokenLogprob | None) -> list[Any] | None:
@@ -340,8 +342,8 @@ def _logprob(found: TokenLogprob | None) -> list[Any] | None:
 
 
 def _lines(source: int, incoming: queue.SimpleQueue[Any]) -> None:
-    """The reader thread: messages until the input ends, because the server is gone. Ends the
-    process if the other thread has not done so `ORPHAN_S` later: it hangs in a driver, for one.
+    """Read messages until the input ends, because the server has died. Ends the process if the main
+    thread, which may hang in a driver, has not done so `ORPHAN_S` later.
 
     Reads the descriptor itself: a buffered file that a thread waits in cannot be closed when the
     process ends.
@@ -353,23 +355,23 @@ def _lines(source: int, incoming: queue.SimpleQueue[Any]) -> None:
             incoming.put(decode(line))
     incoming.put(None)
     time.sleep(ORPHAN_S)
-    log.error("the server is gone and this process has not ended: ending it")
+    log.error("the server has died and this process has not ended: ending it")
     os._exit(1)
 
 
 def _end_hung(sentence: str) -> None:
-    """End the process, whose questions would wait for ever; the server then says so and ends."""
+    """End the process, whose requests would wait for ever; the server then reports it and ends."""
     log.error("%s: ending the engine", sentence)
     os._exit(1)
 
 
 def main() -> None:
-    """`python -P -m hetero.serving.engine OPTIONS`, by `hetero serve` alone. Ctrl-C of the terminal
-    is for that one, which then says `Stop`.
+    """Run `python -P -m hetero.serving.engine OPTIONS`, as `hetero serve` does. Ctrl-C is for the
+    server, which then sends `Stop`.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a library prints is no message
+    os.dup2(2, 1)  # output of libraries is no message
     logging.basicConfig(level=logging.WARNING, format="hetero: engine: %(message)s")
 
     def write(data: bytes) -> None:
@@ -393,7 +395,7 @@ def main() -> None:
             with service.llm.engine.control.held():
                 engine.run()
     except (UserError, DeviceError, OSError, MemoryError) as error:
-        outbox.send(Refused(id=-1, kind="engine", message=str(error)))
+        outbox.send(ErrorReply(id=-1, kind="engine", message=str(error)))
         outbox.flush()
         raise SystemExit(1) from None
     except BrokenPipeError:

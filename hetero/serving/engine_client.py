@@ -1,4 +1,4 @@
-"""The HTTP process's side of the engine: starts it, asks it, hears from it."""
+"""The HTTP process's side of the engine: start it, submit requests, receive events."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from typing import Any, Final
 from hetero.errors import UserError
 from hetero.serving.errors import ApiError
 from hetero.serving.messages import (
-    Ask,
     Cancel,
     Control,
-    Finished,
+    ControlResult,
+    Done,
+    ErrorReply,
+    GenerateRequest,
     Ready,
-    Refused,
-    Replied,
     Run,
-    Said,
     Stop,
     ToEngine,
+    TokenEvent,
     decode,
     encode,
 )
@@ -36,24 +36,24 @@ READ_BYTES: Final = 1 << 20  # at a time
 STOP_S: Final = 30.0  # for the engine to write what is to be written, and end
 TERMINATE_S: Final = 5.0
 _STATUS: Final = {"user": 400, "quota": 429, "disk": 507, "missing": 404, "engine": 500}
-Event = Said | Run | Finished | Replied | Refused
+Event = TokenEvent | Run | Done | ControlResult | ErrorReply
 
 
 class Inbox:
-    """What came for one number and was not taken yet. Used in one event loop, by one task."""
+    """Events of one number that were not taken yet. Used in one event loop, by one task."""
 
     def __init__(self) -> None:
         self._events: list[Event] = []
         self._waiting: asyncio.Future[None] | None = None
 
     def put(self, event: Event) -> None:
-        """It came."""
+        """Add an event."""
         self._events.append(event)
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_result(None)
 
     async def take(self) -> list[Event]:
-        """All there is, at least one."""
+        """Return all events so far, at least one."""
         while not self._events:
             self._waiting = asyncio.get_running_loop().create_future()
             try:
@@ -64,36 +64,36 @@ class Inbox:
         return taken
 
 
-class Question:
-    """What the engine says to an `Ask`, up to `Finished`. Closing it before that cancels it."""
+class AnswerStream:
+    """The engine's events for a `GenerateRequest`, up to `Done`. Closing it earlier cancels it."""
 
     def __init__(self, client: EngineClient, number: int, app: str) -> None:
         self.number, self.app = number, app
         self._client, self._over, self._closed = client, False, False
-        self._refused: Refused | None = None
+        self._error: ErrorReply | None = None
         self._inbox = client.listen(number, app)
 
-    async def told(self) -> list[Said | Run | Finished]:
-        """What came, at least one; empty after `Finished`. Raises `ApiError` where the question is
-        refused, which follows what came before.
+    async def events(self) -> list[TokenEvent | Run | Done]:
+        """Return the events so far, at least one; none after `Done`. Raises `ApiError` for an
+        `ErrorReply`, after the events before it.
         """
-        found = list[Said | Run | Finished]()
-        while not (found or self._over):
+        events = list[TokenEvent | Run | Done]()
+        while not (events or self._over):
             for event in await self._inbox.take():
-                if isinstance(event, Refused):
-                    self._refused = event
+                if isinstance(event, ErrorReply):
+                    self._error = event
                 else:
-                    assert not isinstance(event, Replied)
-                    found.append(event)
-                self._over = isinstance(event, Finished | Refused)
+                    assert not isinstance(event, ControlResult)
+                    events.append(event)
+                self._over = isinstance(event, Done | ErrorReply)
                 if self._over:
                     break
-        if self._refused is not None and not found:
-            raise _error(self._refused)
-        return found
+        if self._error is not None and not events:
+            raise _error(self._error)
+        return events
 
     def close(self) -> None:
-        """Nobody listens any more; idempotent."""
+        """Stop listening; idempotent."""
         if not self._closed:
             self._closed = True
             self._client.leave(self.number, self.app, cancel=not self._over)
@@ -102,7 +102,7 @@ class Question:
 class EngineClient:
     """Used in one event loop. `longest_queue` bounds answers that are made or waited for, of all
     apps; an app may have half of them, but at least 8. `on_end` is called once, if the engine ends
-    without being told to.
+    without `stop`.
     """
 
     def __init__(self, options: dict[str, Any], longest_queue: int) -> None:
@@ -118,16 +118,16 @@ class EngineClient:
 
     @property
     def alive(self) -> bool:
-        """Whether it can be asked."""
+        """Return whether the engine takes requests."""
         return self._reader is not None and not self._reader.done()
 
     @property
-    def told_to_stop(self) -> bool:
-        """Whether it ends because this process does."""
+    def is_stopping(self) -> bool:
+        """Return whether the engine ends because this process does."""
         return self._stopping and not self._broken
 
     async def start(self) -> None:
-        """Return when it takes questions. Raises `UserError` if it cannot."""
+        """Start the engine and wait until it takes requests. Raises `UserError` if it cannot."""
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-P",
@@ -144,7 +144,7 @@ class EngineClient:
         first = decode(line) if line else None
         if not isinstance(first, Ready):
             await self._end()
-            why = first.message if isinstance(first, Refused) else "it ended without a word"
+            why = first.message if isinstance(first, ErrorReply) else "it ended without a word"
             raise UserError(f"the engine did not start: {why}")
         self.about = first.about
         self._reader = asyncio.create_task(self._read())
@@ -157,7 +157,7 @@ class EngineClient:
         if self._process is None:
             return
         with suppress(OSError, TimeoutError):  # a full pipe without a reader
-            await asyncio.wait_for(self._tell(Stop()), TERMINATE_S)
+            await asyncio.wait_for(self._send(Stop()), TERMINATE_S)
         await self._end()
         if self._reader is not None:
             await self._reader
@@ -198,25 +198,27 @@ class EngineClient:
                 retry_s=2,
             )
 
-    async def ask(self, app: str, **fields: Any) -> Question:
-        """Put an `Ask`; close what this gives. Raises `ApiError` where there is no room."""
+    async def submit(self, app: str, **fields: Any) -> AnswerStream:
+        """Submit a request; the caller closes the stream. Raises `ApiError` if the queue
+        is full.
+        """
         self.admit(app)
-        question = Question(self, next(self._numbers), app)
+        stream = AnswerStream(self, next(self._numbers), app)
         try:
-            await self._tell(Ask(id=question.number, app=app, **fields))
+            await self._send(GenerateRequest(id=stream.number, app=app, **fields))
         except BaseException:
-            question.close()
+            stream.close()
             raise
-        return question
+        return stream
 
     def listen(self, number: int, app: str) -> Inbox:
-        """What comes for a number, which counts as an app's from here on."""
+        """Return the inbox of a number, which counts as an app's from here on."""
         self.waiting[app] += 1
         inbox = self._inboxes[number] = Inbox()
         return inbox
 
     def leave(self, number: int, app: str, *, cancel: bool) -> None:
-        """The end of that."""
+        """Stop listening to a number."""
         del self._inboxes[number]
         self.waiting[app] -= 1
         if not self.waiting[app]:
@@ -225,29 +227,29 @@ class EngineClient:
             self._process.stdin.write(encode(Cancel(id=number)))
 
     async def control(self, app: str, action: str, **arguments: Any) -> dict[str, Any]:
-        """What a `Control` gives. Raises `ApiError`."""
+        """Return the value of a `Control`. Raises `ApiError`."""
         if self._stopping or not self.alive:
             raise ApiError(503, "the server is ending: ask another one, or later", retry_s=5)
         number = next(self._numbers)
         inbox = self._inboxes[number] = Inbox()
         try:
-            await self._tell(Control(id=number, app=app, action=action, arguments=arguments))
+            await self._send(Control(id=number, app=app, action=action, arguments=arguments))
             event = (await inbox.take())[0]  # the engine's end may follow
         finally:
             del self._inboxes[number]
-        if isinstance(event, Refused):
+        if isinstance(event, ErrorReply):
             raise _error(event)
-        assert isinstance(event, Replied)
+        assert isinstance(event, ControlResult)
         return event.value
 
-    async def _tell(self, message: ToEngine) -> None:
+    async def _send(self, message: ToEngine) -> None:
         assert self._process is not None
         assert self._process.stdin is not None
         self._process.stdin.write(encode(message))
         await self._process.stdin.drain()
 
     async def _read(self) -> None:
-        """Every event to who waits for it; at the end everybody is told."""
+        """Pass every event to its inbox; at the end an `ErrorReply` to all."""
         assert self._process is not None
         assert self._process.stdout is not None
         parts: list[bytes] = []  # of a line that has not ended
@@ -264,16 +266,16 @@ class EngineClient:
                         inbox.put(event)
         finally:
             for number, inbox in self._inboxes.items():
-                inbox.put(Refused(id=number, kind="engine", message="the engine has ended"))
+                inbox.put(ErrorReply(id=number, kind="engine", message="the engine has ended"))
             if not self._stopping:
                 self._broken = True
                 log.error("the engine has ended")
                 self.on_end()
 
 
-def _error(refused: Refused) -> ApiError:
-    status = _STATUS[refused.kind]
-    message = refused.message
+def _error(reply: ErrorReply) -> ApiError:
+    status = _STATUS[reply.kind]
+    message = reply.message
     if status == 500:
         message = "the engine could not make this answer: see the server's own messages"
     return ApiError(status, message)

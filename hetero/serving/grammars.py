@@ -44,9 +44,9 @@ class TokenBytes:
             raise UserError(
                 f"a grammar or schema has at most {LONGEST_GRAMMAR} characters, got {len(grammar)}"
             )
-        failed, said = llguidance.LLMatcher.validate_grammar_with_warnings(grammar, self.tokenizer)
+        failed, event = llguidance.LLMatcher.validate_grammar_with_warnings(grammar, self.tokenizer)
         if failed:
-            raise UserError(f"the grammar or schema cannot be used: {said[0] if said else ''}")
+            raise UserError(f"the grammar or schema cannot be used: {event[0] if event else ''}")
 
 
 def json_grammar(schema: Any) -> str:

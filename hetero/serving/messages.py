@@ -1,16 +1,16 @@
-"""What the HTTP process and the engine process tell each other: records, one JSON line each."""
+"""Messages between the HTTP process and the engine process: records, one JSON line each."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, get_args
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ask:
-    """An answer is wanted to a whole text, `tokens`; `choices` of them, drawn with seed, seed + 1 …
+class GenerateRequest:
+    """Generate `choices` answers to a whole text, `tokens`, drawn with seed, seed + 1 …
 
     `context` is the id of a context that persists, whose text this becomes; without one the text is
     among the app's recent ones, in slot `slot` (-1: any), apart from those of another `salt`.
@@ -30,14 +30,14 @@ class Ask:
 
 @dataclass(frozen=True, kw_only=True)
 class Cancel:
-    """Nobody waits for an answer any more."""
+    """Cancel an answer."""
 
     id: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Control:
-    """Something else is wanted of an app's contexts (`hetero.serving.controls`)."""
+    """Run another action on an app's contexts (`hetero.serving.controls`)."""
 
     id: int
     app: str
@@ -47,20 +47,20 @@ class Control:
 
 @dataclass(frozen=True, kw_only=True)
 class Stop:
-    """No more of this: give up what runs, write what is to be written, end."""
+    """Give up the running answers, write what is pending, and end."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ready:
-    """The engine takes questions. `about` says what it is."""
+    """The engine takes requests. `about` describes model and devices."""
 
     about: dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Said:
-    """A piece of one choice. `logprob` is [log-probability, [[id, log-probability] …]]; `end` says
-    that the token ended the text and is no part of it.
+class TokenEvent:
+    """One token of a choice, and its text. `logprob` is [log-probability, [[id, log-probability]
+    …]]; `end`: the token ended the text and is no part of it.
     """
 
     id: int
@@ -74,8 +74,8 @@ class Said:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Pieces of one choice that are told together: texts and tokens, none of which ended it, or has
-    anything else to tell.
+    """Several tokens of one choice that are sent together: none ended it or has a
+    log-probability.
     """
 
     id: int
@@ -85,10 +85,10 @@ class Run:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finished:
-    """All choices are there, and on the disk if they were to be. `usage` counts tokens, `about` is
-    the object `hetero` of a response; `prompt_logprobs` as `Said.logprob`, with the id in front;
-    `tokens` are the first choice's, `stops` the stop texts that ended the choices.
+class Done:
+    """All choices are complete, and on the disk if they are to be stored. `usage` counts tokens,
+    `about` is the object `hetero` of a response; `prompt_logprobs` as `TokenEvent.logprob`, after
+    the id; `tokens` are the first choice's, `stops` the stop texts that ended the choices.
     """
 
     id: int
@@ -100,18 +100,18 @@ class Finished:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Replied:
-    """What a `Control` asked for."""
+class ControlResult:
+    """The result of a `Control`."""
 
     id: int
     value: dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Refused:
-    """It cannot be done. `kind` is `user` (the message says what to mend), `quota` (the app has all
-    that it may have), `disk` (no room to keep it), `missing` (no such thing) or `engine` (not the
-    user's fault).
+class ErrorReply:
+    """The request failed. `kind` is `user` (the message says what to mend), `quota` (the app has
+    all that it may have), `disk` (no room to keep it), `missing` (no such thing) or `engine` (not
+    the user's fault).
     """
 
     id: int
@@ -119,23 +119,20 @@ class Refused:
     message: str
 
 
-ToEngine: TypeAlias = Ask | Cancel | Control | Stop
-FromEngine: TypeAlias = Ready | Said | Run | Finished | Replied | Refused
-_KINDS: Final = {
-    kind.__name__: kind
-    for kind in (Ask, Cancel, Control, Stop, Ready, Said, Run, Finished, Replied, Refused)
-}
+ToEngine: TypeAlias = GenerateRequest | Cancel | Control | Stop
+FromEngine: TypeAlias = Ready | TokenEvent | Run | Done | ControlResult | ErrorReply
+_KINDS: Final = {kind.__name__: kind for kind in (*get_args(ToEngine), *get_args(FromEngine))}
 
 _json: Final = json.JSONEncoder(separators=(",", ":")).encode  # one for all
 
 
 def encode(message: ToEngine | FromEngine) -> bytes:
-    """The line. Raises `ValueError` for what is no JSON."""
+    """Return a message's line. Raises `ValueError` for what JSON cannot hold."""
     return _json({"is": type(message).__name__, **vars(message)}).encode() + b"\n"
 
 
 def decode(line: bytes) -> Any:
-    """The record of a line. Raises `ValueError` if it is none."""
+    """Return the message of a line. Raises `ValueError` if it is none."""
     try:
         record = json.loads(line)
         return _KINDS[record.pop("is")](**record)
@@ -143,37 +140,37 @@ def decode(line: bytes) -> Any:
         raise ValueError(f"not a message of this version: {line[:80]!r}") from error
 
 
-def _more_than_text(said: Said) -> bool:
-    return said.end or bool(said.finish) or said.logprob is not None
+def _has_more_than_text(event: TokenEvent) -> bool:
+    return event.end or bool(event.finish) or event.logprob is not None
 
 
 class Outbox:
-    """What the engine tells, up to the next `flush`, which writes it: what an answer says piece by
-    piece is a `Run`. What is told of one answer stays in order.
+    """Buffers the engine's messages until `flush` writes them. Consecutive `TokenEvent`s of a
+    choice become a `Run`; the messages about one answer stay in order.
     """
 
     def __init__(self, write: Callable[[bytes], object]) -> None:
         self._write = write
-        self._told: list[FromEngine] = []
-        self._runs: dict[int, Run] = {}  # by answer, while nothing else was told of it
+        self._messages: list[FromEngine] = []
+        self._runs: dict[int, Run] = {}  # by answer, while no other message follows
 
     def send(self, message: FromEngine) -> None:
-        """Tell this with the next `flush`."""
-        if not isinstance(message, Said) or _more_than_text(message):
+        """Send a message with the next `flush`."""
+        if not isinstance(message, TokenEvent) or _has_more_than_text(message):
             self._runs.pop(-1 if isinstance(message, Ready) else message.id, None)
-            self._told.append(message)
+            self._messages.append(message)
             return
         run = self._runs.get(message.id)
         if run is None or run.choice != message.choice:
             run = Run(id=message.id, choice=message.choice, texts=[], tokens=[])
             self._runs[message.id] = run
-            self._told.append(run)
+            self._messages.append(run)
         run.texts.append(message.text)
         run.tokens.append(message.token)
 
     def flush(self) -> None:
-        """Write what there is."""
-        if self._told:
-            self._write(b"".join(map(encode, self._told)))
-            self._told.clear()
+        """Write all messages so far."""
+        if self._messages:
+            self._write(b"".join(map(encode, self._messages)))
+            self._messages.clear()
             self._runs.clear()

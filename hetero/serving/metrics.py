@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
-from hetero.serving.messages import Finished
+from hetero.serving.messages import Done
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
@@ -50,7 +50,7 @@ class Metrics:
         for kind in ("prompt", "cached", "completion"):
             self.tokens.labels(kind)
 
-    def answered(self, end: Finished) -> None:
+    def answered(self, end: Done) -> None:
         """An answer is complete."""
         for kind in ("prompt", "cached", "completion"):
             self.tokens.labels(kind).inc(end.usage[f"{kind}_tokens"])

@@ -15,12 +15,12 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from hetero.serving import answers
-from hetero.serving.answers import Choice, Wanted, add, around, event
+from hetero.serving.answers import AnswerOptions, Choice, StreamWriter, split_template, sse
 from hetero.serving.chat import score
 from hetero.serving.errors import ApiError, missing
 from hetero.serving.grammars import json_grammar
 from hetero.serving.history import Item, read_items, tokens_of
-from hetero.serving.messages import Finished, Run, Said
+from hetero.serving.messages import Done, Run, TokenEvent
 from hetero.serving.records import StoredResponse
 from hetero.serving.requests import (
     MOST_LOGPROBS,
@@ -111,7 +111,7 @@ class _Turn:
     use: ToolUse
     given: list[Item]  # of this request
     before: list[Item]  # everything that was said before
-    wanted: Wanted
+    wanted: AnswerOptions
     logprobs: bool
     conversation: str | None = None
     output: list[Item] = field(default_factory=list)
@@ -207,7 +207,7 @@ async def _turn(state: State, app: str, body: ResponseRequest) -> _Turn:
         answer=body.max_output_tokens or 1,
     )
     answers.check_room(state, whole, "input")
-    wanted = Wanted(
+    wanted = AnswerOptions(
         tokens=whole,
         options=options,
         context="" if conversation is None else conversation.removeprefix("conv_"),
@@ -282,7 +282,7 @@ def _begun(body: ResponseRequest, model: str) -> dict[str, Any]:
     }
 
 
-def _complete(state: State, turn: _Turn, choice: Choice, end: Finished, name: str = "") -> None:
+def _complete(state: State, turn: _Turn, choice: Choice, end: Done, name: str = "") -> None:
     """The response as it is in the end. `name` is the message's id if it has one already."""
     text, calls = turn.use.read(choice.text)
     whole = choice.finish != "length"
@@ -327,7 +327,7 @@ def _complete(state: State, turn: _Turn, choice: Choice, end: Finished, name: st
 
 
 async def _keep(
-    state: State, app: str, body: ResponseRequest, turn: _Turn, choice: Choice, end: Finished
+    state: State, app: str, body: ResponseRequest, turn: _Turn, choice: Choice, end: Done
 ) -> None:
     """On the disk when this returns. The tokens are those of the text, unless a stop text cut it or
     a call was read out of it.
@@ -347,70 +347,64 @@ async def _keep(
         )
 
 
-class _Writer:
-    """Events of a stream. `response.completed` is the last, when everything is on the disk."""
+class _Writer(StreamWriter):
+    """Writes numbered events. `response.completed` is the last, once everything is on the disk."""
 
     def __init__(self, state: State, app: str, body: ResponseRequest, turn: _Turn) -> None:
+        super().__init__(use=turn.use)
         self._state, self._app, self._body, self._turn = state, app, body, turn
         self._number = 0
-        self._buffers = bool(turn.use.functions) and not turn.use.silent
-        self._choice = Choice()
         name = f"msg_{secrets.token_hex(16)}"
         self._at: dict[str, Any] = {"item_id": name, "output_index": 0, "content_index": 0}
-        self._places = around(partial(_delta, self._at), 2)
+        self._template = split_template(partial(_delta, self._at), 2)
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         self._number += 1
         return _event(kind, self._number - 1, **fields)
 
     def failed(self, error: ApiError) -> bytes:
-        """What is told of an error in the middle."""
-        said = {"code": error.code or "server_error", "message": error.message}
-        self._turn.body |= {"status": "failed", "error": said}
+        """Return the response with its error."""
+        record = {"code": error.code or "server_error", "message": error.message}
+        self._turn.body |= {"status": "failed", "error": record}
         return self._event("response.failed", response=self._turn.body)
 
     def begin(self) -> list[bytes]:
-        """See `answers.Writer`, as of all others."""
+        """Return the start of the response and of its message."""
         turn, name = self._turn, self._at["item_id"]
-        found = [self._event(f"response.{x}", response=turn.body) for x in _BEGINNING]
+        lines = [self._event(f"response.{x}", response=turn.body) for x in _BEGINNING]
         if not self._buffers:
             empty = {"id": name, "type": "message", "status": "in_progress", "role": "assistant"}
-            found.append(self._added({**empty, "content": []}, 0))
-            found.append(self._part(self._at, "added", ""))
-        return found
+            lines.append(self._added({**empty, "content": []}, 0))
+            lines.append(self._part(self._at, "added", ""))
+        return lines
 
-    def said(self, said: Said) -> list[bytes]:
-        """A delta, unless there is nothing to tell."""
-        add(self._choice, said)
-        if not said.text or self._buffers:
-            return []
-        scores = []
-        if self._turn.logprobs and said.logprob is not None:
-            scores = [score(self._state, said.token, said.logprob)]
-        self._number += 1
-        return [_delta(self._at, self._number - 1, said.text, scores)]
-
-    def run(self, run: Run) -> list[bytes]:
-        """Deltas that differ in their texts and numbers."""
-        add(self._choice, run)
-        if self._buffers:
-            return []
-        before, middle, behind = self._places
-        found = list[bytes]()
-        for text in filter(None, run.texts):
-            told = quoted(text).encode()
-            found.append(b"%b%d%b%b%b" % (before, self._number, middle, told, behind))
-            self._number += 1
-        return found
-
-    async def end(self, end: Finished) -> list[bytes]:
-        """Everything is on the disk when this returns."""
-        turn, choice = self._turn, self._choice
+    async def end(self, end: Done) -> list[bytes]:
+        """Return the complete items and the response, when everything is on the disk."""
+        turn, choice = self._turn, self._choices[0]
         _complete(self._state, turn, choice, end, self._at["item_id"])
         await _keep(self._state, self._app, self._body, turn, choice, end)
-        found = [line for i, item in enumerate(turn.output) for line in self._done(i, item)]
+        lines = [line for i, item in enumerate(turn.output) for line in self._done(i, item)]
         kind = "completed" if turn.body["status"] == "completed" else "incomplete"
-        return [*found, self._event(f"response.{kind}", response=turn.body)]
+        return [*lines, self._event(f"response.{kind}", response=turn.body)]
+
+    def _delta(self, event: TokenEvent) -> list[bytes]:
+        if not event.text:
+            return []
+        scores = []
+        if self._turn.logprobs and event.logprob is not None:
+            scores = [score(self._state, event.token, event.logprob)]
+        self._number += 1
+        return [_delta(self._at, self._number - 1, event.text, scores)]
+
+    def _deltas(self, run: Run) -> list[bytes]:
+        before, middle, after = self._template
+        lines = list[bytes]()
+        for text in filter(None, run.texts):
+            lines.append(
+                b"%b%d%b%b%b" % (before, self._number, middle, quoted(text).encode(), after)
+            )
+            self._number += 1
+        return lines
 
     def _added(self, item: Item, index: int) -> bytes:
         return self._event("response.output_item.added", output_index=index, item=item)
@@ -432,16 +426,16 @@ class _Writer:
             lines.append(self._event("response.output_text.done", **inner, text=text, logprobs=[]))
             lines.append(self._part(inner, "done", text))
         else:
-            said = item["arguments"]
+            arguments = item["arguments"]
             lines.append(self._added({**item, "status": "in_progress", "arguments": ""}, index))
             kind = "response.function_call_arguments"
-            lines.append(self._event(f"{kind}.delta", **at, delta=said))
-            lines.append(self._event(f"{kind}.done", **at, arguments=said, name=item["name"]))
+            lines.append(self._event(f"{kind}.delta", **at, delta=arguments))
+            lines.append(self._event(f"{kind}.done", **at, arguments=arguments, name=item["name"]))
         return [*lines, self._event("response.output_item.done", output_index=index, item=item)]
 
 
 def _event(kind: str, number: int | str, **fields: Any) -> bytes:
-    return event({"type": kind, "sequence_number": number, **fields}, kind)
+    return sse({"type": kind, "sequence_number": number, **fields}, kind)
 
 
 def _delta(

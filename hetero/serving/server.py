@@ -106,7 +106,7 @@ def serve(
         raise state.failed
     if not server.started:
         raise UserError(f"nothing is served at {host}:{port}: see the message above")
-    if client.about and not client.told_to_stop:
+    if client.about and not client.is_stopping:
         raise UserError("the engine ended by itself: see its message above")
 
 

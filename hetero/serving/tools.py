@@ -126,7 +126,7 @@ def rendered(state: State, messages: Sequence[Message], use: ToolUse) -> list[in
     in words. Raises `UserError`.
     """
     model, (knows, calls) = state.model, state.template_kinds
-    said = [message if calls else _in_words(message) for message in messages]
+    event = [message if calls else _in_words(message) for message in messages]
     options: dict[str, Any] = {}
     if use.functions and not use.silent:
         tools = [{"type": "function", "function": f} for f in use.functions]
@@ -134,9 +134,9 @@ def rendered(state: State, messages: Sequence[Message], use: ToolUse) -> list[in
             options["tools"] = tools
         else:
             told = _TOLD.format(tools="\n".join(map(json.dumps, use.functions)))
-            said = [{"role": "system", "content": told}, *said]
+            event = [{"role": "system", "content": told}, *event]
     try:
-        return model.tokenizer.encode_chat(said, **options)
+        return model.tokenizer.encode_chat(event, **options)
     except ModelError as error:
         raise ModelError(str(error).replace(*_REMEDY)) from error
 

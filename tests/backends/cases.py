@@ -29,8 +29,8 @@ from hetero.backends.protocol import (
 )
 from hetero.backends.reference.compute import program
 from hetero.backends.weights import PART_STORAGES, pack, stacked
-from tests.helpers import assert_close
-from tests.thinning import ALL
+from tests.support.helpers import assert_close
+from tests.support.selection import exhaustive
 
 CACHES = ("k_cache", "v_cache")
 
@@ -139,7 +139,7 @@ def require(device: Device, op: Op) -> None:
     On emulated fp16 the storages of files compile for up to a minute: the gate runs them with a
     bias only.
     """
-    emulated = getattr(device, "half", 0) == 2 and not ALL
+    emulated = getattr(device, "half", 0) == 2 and not exhaustive()
     if emulated and isinstance(op, ops.MatMul) and op.weight_format.of_file and not op.bias:
         pytest.skip("compiles for a minute: with a bias only")
     accepted = device.accepts(op)
@@ -304,7 +304,7 @@ def _affordable(device: Device, op: Op, ms: tuple[int, ...]) -> tuple[int, ...]:
     """Token counts without those that an emulator takes seconds for; matmuls keep all. Of emulated
     fp16, whose kernels compile for seconds, the gate takes the least and the largest.
     """
-    if getattr(device, "half", 0) == 2 and not ALL:
+    if getattr(device, "half", 0) == 2 and not exhaustive():
         ms = tuple(dict.fromkeys((ms[0], ms[-1])))
     if "emulated" not in device.info.details or isinstance(op, ops.MatMul):
         return ms

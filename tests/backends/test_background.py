@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 
 from hetero.backends.host.background import Background, Latch, in_background
-from tests.interrupts import deadline, handler, in_thread, interrupted, places
+from tests.support.interrupts import deadline, handler, in_thread, interrupted, places
 
 LIMIT_S = 20
 

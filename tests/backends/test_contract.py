@@ -33,7 +33,7 @@ from tests.backends.cases import (
     tolerance,
 )
 from tests.backends.conftest import GRAPH_SIZES
-from tests.helpers import assert_close
+from tests.support.helpers import assert_close
 
 EDGE_TOKENS = (1, 2, 31, 32, 33)
 SHAPES = ((1, 32), (33, 96), (37, 172), (96, 32), (64, 320), (130, 64))
@@ -373,7 +373,7 @@ def test_chunks_are_decoded_to_the_bit(
 
 def test_chunks_are_decoded_beside_the_other_calls(device: Device) -> None:
     """From another thread, in a queue of its own, into the same caches."""
-    other = device.beside()
+    other = device.clone_for_thread()
     if other is None:
         pytest.skip(f"{device.info.backend} computes on whatever thread calls it")
     op = ops.DecodeChunks(kv_heads=2, head_dim=16, capacity=130, room=1 << 15)

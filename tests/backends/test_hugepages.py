@@ -86,7 +86,7 @@ def test_only_a_device_with_much_to_move_looks_for_it(monkeypatch: pytest.Monkey
         weight = pack(np.zeros((n, 2048), dtype=np.float32), StorageFormat.F32)
         op = MatMul(n=n, k=2048, weight_format=WeightFormat.F32)
         kernel = device.prepare(op, {"weight": weight})
-        device.settle()
+        device.compact_weights()
         assert len(asked) == (n == 4096)
         assert kernel.nbytes > 0
     device.close()

@@ -30,7 +30,7 @@ from hetero.backends.ort_cpu.kernels import GraphKernel
 from hetero.backends.ort_cpu.session import OrtCall, device_error
 from hetero.backends.weights import pack, stacked
 from tests.backends.cases import check_call, expected, make_tensors, make_weights, snapshot
-from tests.helpers import relative_difference
+from tests.support.helpers import relative_difference
 
 
 @pytest.fixture(scope="module")

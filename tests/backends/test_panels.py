@@ -20,7 +20,7 @@ from tests.backends.cases import (
     make_weights,
     snapshot,
 )
-from tests.helpers import assert_close
+from tests.support.helpers import assert_close
 
 ROPE = ops.Rope(heads=4, kv_heads=2, head_dim=16, theta=10000.0, max_position=64)
 OPERATIONS: list[Op] = [

@@ -16,7 +16,7 @@ from hetero.backends.protocol import BoundCall, Device
 from hetero.backends.reference.compute import quantized_activations, static_codes
 from hetero.backends.weights import PackedWeight
 from tests.backends.cases import execute, make_tensors, make_weights
-from tests.helpers import assert_close
+from tests.support.helpers import assert_close
 
 torch = pytest.importorskip("torch")
 ADD = ops.Add(d=8)

@@ -6,7 +6,6 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from tests import tiny_files
 from tests.bad_inputs.case import (
     OPEN_GGUF,
     BadInput,
@@ -20,6 +19,7 @@ from tests.bad_inputs.case import (
     tensor_info,
     text,
 )
+from tests.support import tiny_files
 
 FILE = "model.gguf"
 U8, U32, F32, STRING, ARRAY = 0, 4, 6, 8, 9

@@ -18,7 +18,7 @@ import pytest
 
 from hetero import LLM, Service, UserError
 from hetero.contexts import measured, text_log
-from tests import tiny_files
+from tests.support import tiny_files
 
 
 @pytest.fixture(scope="module")

@@ -18,9 +18,9 @@ from hetero import LLM
 from hetero.cli import app as cli
 from hetero.models import open_model
 from hetero.models.quantized import save
-from tests import tiny_files
 from tests.bad_inputs import configs, documents, ggufs, options, texts, weights
 from tests.bad_inputs.case import BadInput
+from tests.support import tiny_files
 
 MODULES = (configs, weights, ggufs, texts, options, documents)
 CASES = [case for module in MODULES for case in module.CASES]

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests import tiny_files
 from tests.bad_inputs.case import CHAT, BadInput, Change, json_set, replaced
+from tests.support import tiny_files
 
 FILE, SETTINGS = "model/tokenizer.json", "model/tokenizer_config.json"
 

@@ -188,7 +188,7 @@ def first_token(
             exact = values
             if not turn:
                 service._working.tick()
-                context._leave(next(iter(service._lanes)))
+                context._leave(next(iter(service._slots)))
                 service.swap.drain()
         again, restored = (statistics.median(x) for x in found.values())
     table("tokens|prefilled again, s|restored, s|ratio",
@@ -217,7 +217,7 @@ def speed(model: str = "demo", device: str = "npu", rounds: int = 7, kv_bits: st
             context = bound.new_context(chat=False)
             second = context.call(prompt, max_tokens=100).stats
             start_s = time.perf_counter()
-            context._leave(next(iter(service._lanes)))
+            context._leave(next(iter(service._slots)))
             returns.append(time.perf_counter() - start_s)
             context.delete()
             if turn:

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from hetero import LLM, Context
-from tests.checkpoints import CASES, make_checkpoint, relative_error
 from tests.contexts.models import open_llm
 from tests.contexts.test_contexts import ids
 from tests.contexts.test_sliding import run
-from tests.interrupts import deadline, handler, interrupted, places
 from tests.runtime.models import tiny_model
-from tests.thinning import ALL
+from tests.support.checkpoints import CASES, make_checkpoint, relative_error
+from tests.support.interrupts import deadline, handler, interrupted, places
+from tests.support.selection import exhaustive
 
 pytestmark = [
     pytest.mark.skipif(os.name != "posix", reason="signals of POSIX"),
@@ -71,7 +71,7 @@ def test_keys_and_values_are_those_of_the_tokens(llm: LLM, name: str, tmp_path: 
                 for x in places(lambda: change(context))
                 if os.path.basename(x[0].co_filename) in FILES
             ]
-        few = ALL or len(found) <= TRIED
+        few = exhaustive() or len(found) <= TRIED
         with handler():
             for place in found if few else random.Random(3).sample(found, TRIED):
                 with deadline(LIMIT_S), base.fork() as context, llm.new_context() as fresh:

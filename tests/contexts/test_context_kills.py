@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from hetero import LLM, Service
-from tests import tiny_files
+from tests.support import tiny_files
 
 KILLS = int(os.environ.get("HETERO_KILLS", "4"))
 LONGEST_S = 0.25  # a few rounds of the child's loop: calls, swap-out, compaction, delete, fork

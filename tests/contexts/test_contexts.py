@@ -235,7 +235,7 @@ def test_memory_comes_back(llm: LLM, drop: str) -> None:
 
 def test_more_contexts_than_fit_are_refused_with_the_remedy(folder: Path) -> None:
     with open_llm(folder, "npu") as free:
-        needs = free.engine.needs
+        needs = free.engine.memory
     budget = needs.total_bytes + 2 * needs.context_bytes + 5000
     with open_llm(folder, "npu", memory_budget=budget) as llm:
         more = [llm.new_context(), llm.new_context()]
@@ -253,7 +253,7 @@ def test_more_contexts_than_fit_are_refused_with_the_remedy(folder: Path) -> Non
 
 
 def test_the_machines_memory_is_a_limit_too(one: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "memory_bytes", lambda: one.engine.needs.total_bytes)
+    monkeypatch.setattr(memory, "memory_bytes", lambda: one.engine.memory.total_bytes)
     with pytest.raises(UserError, match=r"2 contexts of .* this machine's memory is"):
         one.new_context()
 

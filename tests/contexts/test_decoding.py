@@ -68,7 +68,7 @@ def test_a_device_decodes_what_the_host_does(
     random = np.random.default_rng(size)
     codec = ChunkCodec(layout, random.uniform(0.1, 3, (2, heads, size)))
     channels = codec.channels if own else None
-    beside, op = device.beside(), decode_operation(codec, layout)
+    beside, op = device.clone_for_thread(), decode_operation(codec, layout)
     assert beside is not None
     little = ops.DecodeChunks(**{**vars(op), "room": op.chunk_bytes(16) + op.chunk_bytes(8)})
     chunks = chunks_of(codec, 20, size)

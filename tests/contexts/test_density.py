@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from hetero import LLM
 from hetero.backends.ops import Attention
 from hetero.contexts.chunks import Chunk
-from hetero.runtime import attention_tap
-from hetero.runtime.kv.attention_stats import AttentionMass, column_mass, sampled
+from hetero.runtime import attention_scores as attention_tap
+from hetero.runtime.kv.attention_stats import ScoreStats, sampled, sum_scores
 from tests.contexts.models import WAYS, open_llm
 from tests.runtime.models import tiny_model
 
@@ -58,14 +58,14 @@ def test_the_mass_of_columns(
     queries = random.standard_normal((rows, heads[0], 8)).astype(np.float32)
     keys = random.standard_normal((heads[1], 40, 8)).astype(np.float32)
     wanted = probabilities(op, queries, keys, positions).sum(axis=1).mean(axis=0)
-    found = column_mass(op, queries, keys, positions)
+    found = sum_scores(op, queries, keys, positions)
     assert np.allclose(found, wanted, rtol=1e-4, atol=1e-6)
     assert found.sum() == pytest.approx(rows, rel=1e-5), "each row gives one"
 
 
 def test_the_papers_example() -> None:
     """Figure 6: column a gets 0.3, 0.5 and 0.1 of the three rows that see it."""
-    mass, chunk = AttentionMass(8), Chunk("", b"", 0, (7,), 8)
+    mass, chunk = ScoreStats(8), Chunk("", b"", 0, (7,), 8)
     for position, share in enumerate((0.3, 0.5, 0.1)):
         mass.add(np.array([share]), [position])
     mass.give([chunk])
@@ -87,7 +87,7 @@ def test_sampled_rows(first: int, count: int, every: int) -> None:
 def test_taps_tell_what_the_devices_computed_on(
     way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sums of a prompt and of decoding steps; the answer is the one without taps."""
+    """Sums of a prompt and of decoding steps; the answer is the one without sums_scores."""
     if "opencl" in WAYS[way].values():
         pytest.importorskip("pyopencl")
     prompt = np.random.default_rng(2).integers(0, 263, 70).tolist()
@@ -109,19 +109,19 @@ def test_taps_tell_what_the_devices_computed_on(
     with open_llm(tiny_model(tmp_path), way) as llm:
         plain = llm.generate(prompt, context=llm.new_context(), max_tokens=30)
         assert not seen
-        added, other = AttentionMass(120), llm.new_context()
+        added, other = ScoreStats(120), llm.new_context()
         other.mass = added
         assert llm.generate(prompt, context=other, max_tokens=30).tokens == plain.tokens
         able = way not in ("npu", "tensor level, rest on the npu")  # a device with the operation
         assert bool(seen) != able, "whose host call did not run"
         sums[:], seen[:] = 0, []
-        monkeypatch.setattr(attention_tap.RowMasses, "kernel", lambda *_: None)
+        monkeypatch.setattr(attention_tap.RowScores, "kernel", lambda *_: None)
         llm.engine.lower()
         context = llm.new_context()
-        context.mass = AttentionMass(120)
+        context.mass = ScoreStats(120)
         tapped = llm.generate(prompt, context=context, max_tokens=30)
         assert tapped.tokens == plain.tokens
-        assert seen, "taps ran"
+        assert seen, "sums_scores ran"
         assert np.allclose(added.sums, sums, rtol=1e-4, atol=1e-6)
         assert np.array_equal(added.rows, context.mass.rows)
         assert np.allclose(context.mass.sums, sums, rtol=1e-4, atol=1e-6)
@@ -156,7 +156,7 @@ def test_sampled_rows_rank_chunks_as_all_rows_do(monkeypatch: pytest.MonkeyPatch
         text = text[:400]
         monkeypatch.setattr(attention_tap._TapCall, "run", spied)
         context = llm.new_context()
-        context.mass = AttentionMass(llm.max_seq_len)
+        context.mass = ScoreStats(llm.max_seq_len)
         llm.generate(text, context=context, max_tokens=1)
         mass = np.zeros(400)
         for op, queries, first, keys in records:

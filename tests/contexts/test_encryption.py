@@ -21,8 +21,8 @@ from hetero.contexts.encryption import SealError, Vault, vault_of
 from hetero.contexts.text_log import Text, TextLog
 from hetero.serving.errors import ApiError
 from hetero.serving.records import Records, StoredResponse
-from tests import tiny_files
 from tests.contexts.fake_service import LAYOUT
+from tests.support import tiny_files
 
 pytest.importorskip("cryptography")
 KEY, OTHER = bytes(range(32)), bytes(32)

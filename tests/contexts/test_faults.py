@@ -19,7 +19,7 @@ from hetero import LLM, Service, UserError
 from hetero.contexts.budget import ByteBudget
 from hetero.contexts.compaction import compact
 from hetero.contexts.eviction import victims
-from hetero.contexts.turn import Turn
+from hetero.contexts.service_lock import ServiceLock
 from hetero.contexts.unbound import UnboundApps
 from tests.contexts.fake_service import FakeService
 
@@ -82,10 +82,10 @@ def test_closing_waits_for_another_threads_call(llm: LLM, tmp_path: Path) -> Non
     thread = threading.Thread(target=answer)
     thread.start()
     begun.wait(30)
-    service._turn.wait_s = 0.01
+    service._lock.wait_s = 0.01
     with pytest.raises(UserError, match=r"has not ended within 0\.01 s"):
         service.close()
-    service._turn.wait_s = 30
+    service._lock.wait_s = 30
     over.set()
     service.close()
     thread.join(30)
@@ -96,7 +96,7 @@ def test_closing_waits_for_another_threads_call(llm: LLM, tmp_path: Path) -> Non
 
 
 def test_a_turn_that_does_not_come_is_a_sentence() -> None:
-    turn = Turn(wait_s=0.05)
+    turn = ServiceLock(wait_s=0.05)
     begun, over = threading.Event(), threading.Event()
 
     def hold() -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hetero import LLM, UserError
 from tests.contexts.models import open_llm
 from tests.contexts.test_contexts import ids, numbers, run_in_threads
-from tests.thinning import examples
+from tests.support.selection import examples
 
 PROMPTS = [ids(1, 40), ids(2, 3), ids(3, 23)]
 OPTIONS: dict[str, Any] = {"max_tokens": 7, "logprobs": 1, "temperature": 1.1}
@@ -91,7 +91,7 @@ def test_logits_are_computed_beside_a_stream(one: LLM) -> None:
 
 def test_without_room_for_another_context_threads_take_turns(folder: Path) -> None:
     with open_llm(folder, "npu") as free:
-        needs, wanted = free.engine.needs, free.generate(PROMPTS[0], max_tokens=4).tokens
+        needs, wanted = free.engine.memory, free.generate(PROMPTS[0], max_tokens=4).tokens
     with open_llm(folder, "npu", memory_budget=needs.total_bytes + 5000) as llm:
         stream = llm.stream(PROMPTS[1], max_tokens=5)
         next(stream)

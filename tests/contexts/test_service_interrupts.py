@@ -16,8 +16,8 @@ from hetero import LLM, Service
 from hetero.backends.host.signals import whole
 from hetero.contexts.service import App, AppContext
 from tests.contexts.test_service import evicted, opened
-from tests.interrupts import Interrupt, deadline, handler, in_thread, interrupted, places
-from tests.thinning import ALL
+from tests.support.interrupts import Interrupt, deadline, handler, in_thread, interrupted, places
+from tests.support.selection import exhaustive
 
 pytestmark = [
     pytest.mark.skipif(os.name != "posix", reason="signals of POSIX"),
@@ -70,7 +70,7 @@ def test_a_signal_at_any_instruction(service: Service) -> None:
     ask = asks(service, app, base)
     wanted, found = ask(), places(ask)
     raised = 0
-    tried = found if ALL else random.Random(2).sample(found, TRIED)
+    tried = found if exhaustive() else random.Random(2).sample(found, TRIED)
     with handler():
         for number, place in enumerate(tried):
             with deadline(LIMIT_S):

@@ -16,10 +16,10 @@ from hetero.backends.ops import Rope, RopeScaling
 from hetero.backends.rope import tables
 from hetero.runtime.kv.kv_cache import CacheLayout, KvCache
 from hetero.runtime.kv.shift import forget, turned_back
-from tests.checkpoints import CASES, make_checkpoint
 from tests.contexts.models import open_llm
 from tests.contexts.test_contexts import ids
 from tests.runtime.models import tiny_model
+from tests.support.checkpoints import CASES, make_checkpoint
 
 FULL = 32
 

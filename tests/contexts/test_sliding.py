@@ -5,7 +5,6 @@ that keep everything, whatever is appended, cut off, forked, kept on disk or shi
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,15 +25,16 @@ from hetero.models.safetensors_file import SafetensorsFile
 from hetero.models.sliding import KEPT, Sliding, stride_of
 from hetero.runtime.kv.kv_cache import CacheLayout, KvCache
 from hetero.runtime.sizes import cache_layout
-from tests.checkpoints import CASES, make_checkpoint, relative_error
 from tests.contexts.models import open_llm
 from tests.contexts.test_contexts import ids
+from tests.support.checkpoints import CASES, make_checkpoint, relative_error
+from tests.support.selection import examples
 
 LENGTH = 448
 WINDOW = 24  # of the checkpoints
 OFF = {"f32": 2e-5, "f16": 2e-3, "q8": 0.03}  # a key that was computed in another order rounds so
 FEW = settings(
-    max_examples=10 if os.environ.get("HETERO_TEST_ALL") else 3,
+    max_examples=examples(3, 10),
     deadline=None,
     suppress_health_check=list(HealthCheck),
 )
@@ -147,7 +147,7 @@ def test_any_order_of_steps_gives_the_logits_of_whole_caches(
         open_llm(folder, way, max_seq_len=LENGTH, kv=kv, whole_caches=True) as whole,
     ):
         assert sliding.context.cache.layout.slides > whole.context.cache.layout.slides
-        assert sliding.engine.needs.context_bytes < whole.engine.needs.context_bytes
+        assert sliding.engine.memory.context_bytes < whole.engine.memory.context_bytes
 
         @FEW
         @given(steps=STEPS, seed=st.integers(0, 999))

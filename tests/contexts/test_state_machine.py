@@ -16,9 +16,9 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from hetero import Context, UserError
 from hetero.runtime.engine import ContextFullError, Engine
-from tests.checkpoints import relative_error
 from tests.runtime.models import tiny_model
 from tests.runtime.test_faults import make_engine
+from tests.support.checkpoints import relative_error
 
 ROOM = 5  # contexts within the budget, with the twin's
 LONGEST = 80  # of `make_engine`
@@ -137,7 +137,7 @@ def test_any_order_of_operations(tmp_path: Path) -> None:
     global engine, twin  # noqa: PLW0603, a machine takes no arguments
     folder = tiny_model(tmp_path)
     with make_engine(folder) as free:
-        needs = free.needs
+        needs = free.memory
     budget = needs.total_bytes + (ROOM - 1) * needs.context_bytes
     with make_engine(folder, memory_budget_bytes=budget) as engine:
         twin = engine.new_context()

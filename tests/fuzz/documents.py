@@ -24,8 +24,8 @@ from hetero.placement.planning import load_either
 from hetero.profiler import journal
 from hetero.profiler.files import shipped_path
 from hetero.profiler.model_graph import ModelGraph
+from hetero.profiler.non_matmul_ops import Block
 from hetero.profiler.options import Event
-from hetero.profiler.other_ops import Block
 from hetero.profiler.records import DeviceProfile
 from hetero.profiler.report import to_html
 from hetero.profiler.session import profile_devices
@@ -34,9 +34,9 @@ from hetero.solver.build import make_plan
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.prepared import prepare_solver
 from hetero.solver.request import PlanRequest
-from tests import tiny_files
 from tests.fuzz.target import SEPARATOR, Target
 from tests.profiler.fakes import devices, options
+from tests.support import tiny_files
 
 try:
     from hetero.backends.qnn import store

@@ -12,9 +12,9 @@ from pathlib import Path
 from hetero import LLM, Service
 from hetero.models import LoadedModel, model_spec, open_model
 from hetero.models.tokenizer import HfTokenizer
-from tests import tiny_files
 from tests.fuzz.documents import Bundle, Journal, Manifest, Plan, Profile
 from tests.fuzz.target import SEPARATOR, Target
+from tests.support import tiny_files
 
 TEXT = "the café: 多 😀\t\n <s> </s>"
 

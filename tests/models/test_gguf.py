@@ -26,8 +26,8 @@ from hetero.models.graph import rope_of
 from hetero.models.layout import block_matrices, end_vectors
 from hetero.models.packing import pack_rows
 from hetero.models.quantized import save
-from tests.checkpoints import CASES, make_checkpoint
 from tests.models.gguf_files import convert, tensor_file, write, write_large
+from tests.support.checkpoints import CASES, make_checkpoint
 
 TEXTS = (
     "Once upon a time, there was a little café.",

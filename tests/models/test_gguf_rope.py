@@ -15,8 +15,8 @@ from hetero.errors import ModelError
 from hetero.models import open_model
 from hetero.models.gguf import GgufFile, read_config
 from hetero.models.graph import rope_of
-from tests.checkpoints import CASES, make_checkpoint
 from tests.models.gguf_files import convert, write_tiny
+from tests.support.checkpoints import CASES, make_checkpoint
 
 MAX_POSITION = 64
 LINEAR = {"rope_type": "linear", "factor": 4.0}

@@ -18,8 +18,8 @@ import pytest
 from hetero.errors import ModelError
 from hetero.models import hub, open_model
 from hetero.models.hub import HubName, hub_name, models_here
-from tests import tiny_files
-from tests.helpers import Command
+from tests.support import tiny_files
+from tests.support.helpers import Command
 
 pytest.importorskip("huggingface_hub")
 REVISION = "0123456789abcdef0123456789abcdef01234567"

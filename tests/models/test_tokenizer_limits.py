@@ -14,7 +14,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from hetero.errors import ModelError
 from hetero.models.tokenizer_limits import Growth, check_tokenizer, check_tokens
-from tests import tiny_files
+from tests.support import tiny_files
 
 SPACES = normalizers.Replace(" ", "▁")
 LLAMA = normalizers.Sequence([normalizers.Prepend("▁"), SPACES])

@@ -23,9 +23,9 @@ from hetero.profiler import active, fit
 from hetero.profiler.cost import CostModel
 from hetero.profiler.fit import DEFAULT, Fitting
 from hetero.profiler.grid import Task
-from hetero.profiler.other_ops import BLOCKS, fit_others, reference_ops, sizes_of
+from hetero.profiler.non_matmul_ops import BLOCKS, fit_non_matmul, reference_ops, sizes_of
 from hetero.profiler.predict import op_name, other_s
-from hetero.profiler.records import DeviceProfile, MatMulRow, OtherRow, Phase, phase_of, typical
+from hetero.profiler.records import DeviceProfile, MatMulRow, NonMatmulRow, Phase, phase_of, typical
 from hetero.profiler.stats import relative_errors
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
@@ -33,7 +33,7 @@ from common import finish, one_command, table
 from parts.accuracy import GROUPS, predicted, quarter_of
 
 Errors: TypeAlias = dict[tuple[DeviceKind, Phase], float]
-Timed: TypeAlias = tuple[OtherRow, Op]
+Timed: TypeAlias = tuple[NonMatmulRow, Op]
 Key: TypeAlias = tuple[str, str, str, int, int, int]
 
 
@@ -124,7 +124,7 @@ def each_predicted(cost: CostModel, rows: Sequence[MatMulRow]) -> list[float]:
     return [seconds[row.key] for row in rows]
 
 
-def by_group(judged: Sequence[tuple[MatMulRow | OtherRow, float]]) -> Errors:
+def by_group(judged: Sequence[tuple[MatMulRow | NonMatmulRow, float]]) -> Errors:
     """Mean relative error of rows and their predictions, by device and phase."""
     found: Errors = {}
     for group in GROUPS:
@@ -186,12 +186,12 @@ def timed_ops(profile: DeviceProfile) -> list[Timed]:
 
 def other_errors(rows: Sequence[Timed], fitting: Fitting, own: Sequence[Op]) -> Errors:
     """As `errors` of operators in `own`, each row left out of its own operator's fit in turn."""
-    judged: list[tuple[OtherRow, float]] = []
+    judged: list[tuple[NonMatmulRow, float]] = []
     for i, (row, op) in enumerate(rows):
         if op in own:
             alike = [x for j, x in enumerate(rows) if j != i and x[0].op == row.op]
             kept = [x for x in alike if x[0].device == row.device]
-            (predictor,) = fit_others(kept, own, fitting)
+            (predictor,) = fit_non_matmul(kept, own, fitting)
             judged.append((row, other_s(predictor, op, row.m, row.context)))
     return by_group(judged)
 

@@ -14,8 +14,8 @@ from hetero.backends.null import NullDevice
 from hetero.backends.ops import MatMul, Op
 from hetero.backends.protocol import DeviceKind
 from hetero.profiler.measure import Settings
+from hetero.profiler.non_matmul_ops import BLOCKS
 from hetero.profiler.options import Options
-from hetero.profiler.other_ops import BLOCKS
 from hetero.profiler.predict import weight_bytes
 from hetero.profiler.records import (
     CapabilityRecord,

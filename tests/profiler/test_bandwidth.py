@@ -9,7 +9,7 @@ from hetero.backends.formats import WeightFormat
 from hetero.backends.protocol import Capabilities, Device, DeviceKind
 from hetero.backends.simulated import Chip, ChipTimes
 from hetero.backends.simulated.chip import Job
-from hetero.profiler.bandwidth import SIZES, decode_size, measure_restart, measure_together
+from hetero.profiler.bandwidth import SIZES, decode_size, measure_concurrent, measure_restart
 from hetero.profiler.grid import Shape, Task
 from hetero.profiler.workload import Runner, Workload
 from tests.profiler.fakes import GRAPHS, W4, gpu_cost, npu_cost
@@ -71,7 +71,7 @@ def test_what_an_npu_call_costs_more_after_other_work() -> None:
 def test_contention_is_found_for_every_shared_format(factors: tuple[float, float]) -> None:
     chip = Chip(ChipTimes(gpu_slowdown=factors[0], npu_slowdown=factors[1]))
     workload = Workload(on(chip), clock=chip.clock, cold=0)
-    _, found = measure_together(workload, FORMATS, rounds=2)
+    _, found = measure_concurrent(workload, FORMATS, rounds=2)
     wanted = [(x, phase) for x in FORMATS[:2] for phase in ("decode", "prefill")]
     assert [(entry.weight_format, entry.phase) for entry in found] == wanted
     for entry in found:
@@ -92,7 +92,7 @@ def test_the_largest_matmul_of_a_models_blocks_stands_for_its_decoding(
     monkeypatch.setattr(Workload, "make_runner", make_runner)
     chip = Chip(ChipTimes(gpu_slowdown=1.3))
     workload = Workload(on(chip), clock=chip.clock, cold=0)
-    _, found = measure_together(workload, FORMATS[:1], shapes=shapes, rounds=2)
+    _, found = measure_concurrent(workload, FORMATS[:1], shapes=shapes, rounds=2)
     assert made[:2] == [(1, 64, 256)] * 2
     assert found[0].gpu == pytest.approx(1.3)
     assert decode_size(()) == SIZES["decode"]

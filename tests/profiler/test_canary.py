@@ -21,8 +21,8 @@ from hetero.profiler import canary
 from hetero.profiler.cost import CostModel
 from hetero.profiler.grid import Task
 from hetero.profiler.measure import Settings
+from hetero.profiler.non_matmul_ops import NonMatmulMeter
 from hetero.profiler.options import Options
-from hetero.profiler.other_ops import OtherMeter
 from hetero.profiler.session import profile_devices
 from hetero.profiler.workload import Workload
 
@@ -138,11 +138,11 @@ def test_other_kernels_are_checked_against_the_reference() -> None:
         if isinstance(op, RMSNorm):
             y += 0.1
 
-    meter = OtherMeter("npu", Tampered(spoil), SystemClock())  # type: ignore[arg-type]
+    meter = NonMatmulMeter("npu", Tampered(spoil), SystemClock())  # type: ignore[arg-type]
     found = meter.check(RMSNorm(d=64, eps=1e-5))
     assert found is not None
     assert found.op == "RMSNorm"
-    clean = OtherMeter("npu", reference.open(), SystemClock())
+    clean = NonMatmulMeter("npu", reference.open(), SystemClock())
     assert clean.check(RMSNorm(d=64, eps=1e-5, add=True)) is None
 
 

@@ -10,12 +10,12 @@ from hetero.backends.host.clock import ManualClock
 from hetero.backends.ops import MatMul, Op
 from hetero.backends.protocol import DeviceKind
 from hetero.profiler.complete import completed, lacking
+from hetero.profiler.device_overheads import DeviceOverheads
 from hetero.profiler.errors import ProfileError
-from hetero.profiler.other_ops import BLOCKS, reference_ops
+from hetero.profiler.non_matmul_ops import BLOCKS, reference_ops
 from hetero.profiler.predict import op_name, other_s
 from hetero.profiler.records import DECODE_TOKENS, DeviceProfile, Quarantine
 from hetero.profiler.session import profile_devices
-from hetero.profiler.surroundings import Surroundings
 from tests.profiler.fakes import W4, devices, gpu_cost, options
 
 NARROW = {"Attention+f16", "Attention+q8"}
@@ -102,7 +102,7 @@ def test_a_kernel_that_computes_wrongly_is_not_added(
             quarantined.append(wrong("gpu", name))
         return right
 
-    monkeypatch.setattr(Surroundings, "_good", good)
+    monkeypatch.setattr(DeviceOverheads, "_good", good)
     clock = ManualClock()
     old, here = without(whole, {"Attention+q8"}), devices(clock, gpu=by_cache)
     if name == "Attention":

@@ -24,7 +24,7 @@ from hetero.profiler.records import (
     Knots,
     MatMulPredictor,
     MatMulRow,
-    OtherPredictor,
+    NonMatmulPredictor,
     Power,
     PreparationPredictor,
     PreparationRow,
@@ -205,9 +205,9 @@ def profile() -> DeviceProfile:
         sync={"gpu": DeviceSync(submit_busy_s=1e-6, submit_empty_s=9e-6, wait_s={
             "finish": 6e-5, "event": 5e-5, "fast": 5e-5}, copy_fixed_s=1e-6,
             copy_s_per_byte=1e-10)},
-        other_predictors=(OtherPredictor(device="gpu", op="RMSNorm", coefficients={
+        other_predictors=(NonMatmulPredictor(device="gpu", op="RMSNorm", coefficients={
             "calls": 1e-6, "elements": 1e-9}, max_m=256),
-            OtherPredictor(device="npu", op="Attention", coefficients={"cached": 1e-9},
+            NonMatmulPredictor(device="npu", op="Attention", coefficients={"cached": 1e-9},
                            max_m=256, max_context=512)),
         preparation_predictors=(PreparationPredictor(
             device="npu", weight_format=W4, fixed_s=1e-3, s_per_byte=1e-9, cached_fixed_s=1e-4,

@@ -18,7 +18,7 @@ from hetero.profiler import predict
 from hetero.profiler.cost import CostModel
 from hetero.profiler.errors import ProfileError
 from hetero.profiler.measure import REFERENCE_SIZES
-from hetero.profiler.other_ops import BLOCKS, cases
+from hetero.profiler.non_matmul_ops import BLOCKS, cases
 from hetero.profiler.records import (
     DeviceProfile,
     Kind,

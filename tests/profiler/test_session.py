@@ -15,16 +15,16 @@ from hetero.backends.formats import WeightFormat
 from hetero.backends.host.clock import ManualClock
 from hetero.backends.ops import MatMul
 from hetero.measuring.every_core import measure_every_core
-from hetero.profiler import bandwidth, energy, other_ops, preparation, sync
+from hetero.profiler import bandwidth, energy, non_matmul_ops, preparation, sync
 from hetero.profiler.cost import CostModel
+from hetero.profiler.device_overheads import BANDWIDTH_REPEATS
 from hetero.profiler.errors import ProfileError
 from hetero.profiler.grid import Shape
 from hetero.profiler.journal import Journal, journal_path, read_entries, to_line
+from hetero.profiler.non_matmul_ops import BLOCKS
 from hetero.profiler.options import Event, Options
-from hetero.profiler.other_ops import BLOCKS
 from hetero.profiler.records import DeviceProfile, EveryCore
 from hetero.profiler.session import MeasureEveryCore, profile_devices
-from hetero.profiler.surroundings import STRETCHES
 from tests.profiler.fakes import GRAPHS, TOKENS, W4, devices, gpu_cost, npu_cost, options
 
 
@@ -115,7 +115,7 @@ def test_devices_that_do_not_share_anything_do_not_contend(whole: DeviceProfile)
 def test_bursts_in_some_stretches_of_both_devices_are_outvoted(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, bursts: set[int]
 ) -> None:
-    real = bandwidth.measure_together
+    real = bandwidth.measure_concurrent
     kinds: list[str] = []  # of what was written to the journal before each stretch
     stretches: list[list[str]] = []
 
@@ -131,7 +131,7 @@ def test_bursts_in_some_stretches_of_both_devices_are_outvoted(
         kinds.append(entry["kind"])
         add(journal, entry)
 
-    monkeypatch.setattr(bandwidth, "measure_together", measure)
+    monkeypatch.setattr(bandwidth, "measure_concurrent", measure)
     monkeypatch.setattr(Journal, "add", note)
     found = take(out=tmp_path / "p.json")
     assert [(x.gpu, x.npu) for x in found.contention] == [(1.1, pytest.approx(1))] * 2
@@ -140,7 +140,7 @@ def test_bursts_in_some_stretches_of_both_devices_are_outvoted(
     assert len(found.matmuls) * 0.4 < rows[2] < len(found.matmuls) * 0.8
     assert rows[-1] == len(found.matmuls)
     assert rows == sorted(rows)
-    assert len(rows) == len(STRETCHES) == 5
+    assert len(rows) == len(BANDWIDTH_REPEATS) == 5
 
 
 def test_synchronisation_of_devices_without_overhead_is_free(whole: DeviceProfile) -> None:
@@ -406,8 +406,8 @@ SLOW = {
     "gpu synchronisation": (sync, "measure_device"),
     "sleep": (sync, "measure_host"),
     "preparation": (preparation, "_once"),
-    "bandwidth 1": (bandwidth, "measure_together"),
-    "other kernels": (other_ops.OtherMeter, "time"),
+    "bandwidth 1": (bandwidth, "measure_concurrent"),
+    "other kernels": (non_matmul_ops.NonMatmulMeter, "time"),
 }
 
 

@@ -23,12 +23,12 @@ from hetero.backends.ops import (
 from hetero.backends.protocol import port_shape
 from hetero.profiler.cost import CostModel
 from hetero.profiler.predict import op_name
-from hetero.profiler.records import DeviceProfile, OtherPredictor, Quarantine
+from hetero.profiler.records import DeviceProfile, NonMatmulPredictor, Quarantine
 from hetero.profiler.substitutes import (
     SUBSTITUTES,
     TENSORS,
     Substitution,
-    stand_in,
+    proxy_predictor,
     with_file_formats,
 )
 
@@ -45,13 +45,13 @@ RECORDS: dict[str, Op] = {
 }
 
 
-def predictor(op: str, calls: float, elements: float) -> OtherPredictor:
+def predictor(op: str, calls: float, elements: float) -> NonMatmulPredictor:
     terms = {"calls": calls, "tokens": elements, "elements": elements}
     few = {"calls": calls / 2, "elements": elements / 2}
-    return OtherPredictor(device="gpu", op=op, coefficients=terms, decode=few, max_m=256)
+    return NonMatmulPredictor(device="gpu", op=op, coefficients=terms, decode=few, max_m=256)
 
 
-def cost_of(*known: OtherPredictor, quarantined: str = "") -> CostModel:
+def cost_of(*known: NonMatmulPredictor, quarantined: str = "") -> CostModel:
     host = DeviceProfile.load("host")
     wrong = Quarantine(device="gpu", op=quarantined, tolerance=1e-4, detail="is off")
     return CostModel(
@@ -86,7 +86,7 @@ def test_a_launch_costs_the_same_and_the_rest_goes_by_bytes(op: str, source: str
     assert found - launch_s == pytest.approx((known - launch_s) * TENSORS[op] / TENSORS[source])
     assert cost.allowed_op("gpu", RECORDS[op], m)
     assert cost.measured_as("gpu", op) == source
-    assert stand_in(measured, op).max_m == measured.max_m
+    assert proxy_predictor(measured, op).max_m == measured.max_m
 
 
 @pytest.mark.parametrize("source", CacheFormat)
@@ -97,7 +97,7 @@ def test_attention_on_other_caches_goes_by_their_bytes(
     """Of a decoding step, what is read for more context; a row of 64 codes has a step besides."""
     attention = Attention(heads=4, kv_heads=2, head_dim=64, capacity=4096)
     terms = {"calls": 3e-6, "cached": 1e-9}
-    measured = OtherPredictor(
+    measured = NonMatmulPredictor(
         device="gpu", op=op_name(replace(attention, kv=source)), coefficients=terms, max_m=256,
         max_context=4096,
     )  # fmt: skip

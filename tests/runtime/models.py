@@ -8,7 +8,7 @@ from typing import Any
 
 from hetero.runtime.engine import Engine
 from hetero.runtime.kv.context import Context
-from tests.checkpoints import Case, make_checkpoint
+from tests.support.checkpoints import Case, make_checkpoint
 
 
 def tiny_model(folder: Path, **changes: Any) -> Path:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from hetero.profiler.model_graph import ModelGraph
 from hetero.runtime.launch_graph import LaunchGraph
 from hetero.solver.execution_plan import ExecutionPlan
-from hetero.solver.plan import AttentionShare, HeadCounts, OpPlan, Rest, Tile
+from hetero.solver.plan import AttentionShare, HeadCounts, NonMatmulDevices, OpPlan, Tile
 
 STRATEGIES = (
     "gpu-only", "npu-only", "row-cut", "sequence-cut", "multi-sequence-cut", "hybrid-cut",
@@ -53,7 +53,7 @@ def random_plan(
     return ExecutionPlan(
         model=spec.name,
         ops=tuple(entries),
-        rest=Rest.model_validate({"prefill": rest, "decode": rest}),
+        rest=NonMatmulDevices.model_validate({"prefill": rest, "decode": rest}),
         attention=(share_of(spec, rng),) if shares and rest == "gpu" and spec.kv_heads > 1 else (),
     )
 

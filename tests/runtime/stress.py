@@ -29,7 +29,7 @@ from hetero.models import open_model
 from hetero.runtime.engine import Engine
 from hetero.runtime.kv.context import Context
 from hetero.runtime.pool import ActivationPool
-from hetero.runtime.program import AHEAD, RUN, SUBMIT
+from hetero.runtime.program import PREQUEUE, RUN, SUBMIT
 from hetero.runtime.step import Step
 from hetero.runtime.waits import SyncMethod
 from tests.runtime.models import context_of, emptied, tiny_model
@@ -104,7 +104,7 @@ def delay(step: Step, gpu: Any, rng: random.Random) -> None:
 
     program = []
     for action in step.program:
-        wrapped = {SUBMIT: submit_late, AHEAD: submit_late, RUN: run_late}.get(action.code)
+        wrapped = {SUBMIT: submit_late, PREQUEUE: submit_late, RUN: run_late}.get(action.code)
         program.append(action._replace(target=wrapped(action.target)) if wrapped else action)
     step.program = tuple(program)
 

@@ -14,7 +14,7 @@ from hetero.backends.registry import open_device
 from hetero.models import LoadedModel, open_model
 from hetero.profiler.cost import CostModel
 from hetero.profiler.records import DeviceProfile
-from hetero.runtime.adaptive import Adapter, Habits
+from hetero.runtime.adaptive import Adapter, AdaptPolicy
 from hetero.runtime.engine import Engine
 from hetero.runtime.kv.context import Context
 from hetero.solver.overheads import Overheads
@@ -27,7 +27,7 @@ from tests.runtime.test_faults import slow_down
 from tests.solver.instances import profile_of, random_instance
 
 GRAPHS = (1, 2, 4, 8, 32, 64)
-QUICK = Habits(decode=2, prefill=1, price=1e9, samples=3, every=12, forget=10_000)
+QUICK = AdaptPolicy(decode=2, prefill=1, price=1e9, samples=3, every=12, forget=10_000)
 TOKENS = np.random.default_rng(6).integers(0, 263, 40).tolist()
 
 
@@ -83,7 +83,7 @@ def make_engine(loaded: LoadedModel, **options: Any) -> Engine:
     }
     engine = Engine(loaded.weights, solver.plan, devices, max_seq_len=200, solver=solver, **options)
     if engine._adapter is not None:
-        engine._adapter.habits = QUICK
+        engine._adapter.policy = QUICK
     return engine
 
 
@@ -154,14 +154,14 @@ def gpu_part(engine: Engine) -> int:
 class Watched:
     """An adapter fed with made-up measurements."""
 
-    def __init__(self, loaded: LoadedModel, habits: Habits) -> None:
+    def __init__(self, loaded: LoadedModel, policy: AdaptPolicy) -> None:
         solver = solver_of(loaded)
         able: Any = {
             "gpu": Capabilities(kind="gpu"),
             "npu": Capabilities(kind="npu", static_shapes=True, graph_sizes=GRAPHS),
         }
         self.placement = Placement(solver.plan, loaded.spec(), able, source=solver)
-        self.adapter = Adapter(solver, self.placement, habits)
+        self.adapter = Adapter(solver, self.placement, policy)
 
     def steps(self, monkeypatch: pytest.MonkeyPatch, count: int, **slower: float) -> list[Any]:
         """Changes in so many decode steps with devices so much slower than predicted at first."""
@@ -184,7 +184,7 @@ class Watched:
 def test_steps_are_timed_as_seldom_as_what_it_costs_asks_for(loaded: LoadedModel) -> None:
     """A timed step that takes six usual ones is five too many: at 1/128, one in 640 steps."""
     now_s = 0.0
-    watched = Watched(loaded, Habits(price=1 / 128))
+    watched = Watched(loaded, AdaptPolicy(price=1 / 128))
     watched.adapter.clock = lambda: now_s
     due = []
     for i in range(1400):
@@ -213,8 +213,8 @@ def test_small_and_equal_drifts_change_nothing(
 def test_a_change_waits_for_its_time_and_a_device_without_work_is_tried_again(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    habits = Habits(decode=2, prefill=1, price=1e9, samples=3, every=20, forget=200)
-    watched = Watched(loaded, habits)
+    policy = AdaptPolicy(decode=2, prefill=1, price=1e9, samples=3, every=20, forget=200)
+    watched = Watched(loaded, policy)
     before = npu_rows(watched.placement, "decode", 1)
     assert watched.steps(monkeypatch, 19, npu=50.0) == []
     (change,) = watched.steps(monkeypatch, 60, npu=50.0)

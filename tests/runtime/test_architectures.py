@@ -14,13 +14,13 @@ from hetero.backends.registry import open_device
 from hetero.models import open_model, random_models
 from hetero.models.config import ModelConfig
 from hetero.models.random_models import KNOWN_MODELS
-from hetero.placement.choosing import Wishes, choose
+from hetero.placement.choosing import PlacementRequest, choose
 from hetero.profiler.files import shipped_names
 from hetero.profiler.records import DeviceProfile
 from hetero.runtime.engine import Engine
 from hetero.solver.handmade import single_device
-from tests.helpers import assert_close
 from tests.runtime.plans import random_plan
+from tests.support.helpers import assert_close
 
 pytestmark = pytest.mark.usefixtures("no_chains")
 
@@ -100,5 +100,5 @@ def test_the_command_lines_way_needs_nothing_else(name: str) -> None:
 def test_a_plan_is_found_on_every_shipped_profile(name: str, profile: str) -> None:
     """Both devices work in every prompt, were it in attention's heads alone."""
     spec = open_model(name, weights="w4a16").spec()
-    found = choose(spec, Wishes(profile=DeviceProfile.load(profile), context=LENGTH))
+    found = choose(spec, PlacementRequest(profile=DeviceProfile.load(profile), context=LENGTH))
     assert found.plan is not None, found.reason

@@ -47,7 +47,10 @@ def test_devices_agree_with_the_reference(mode: str, kv: str) -> None:
 @pytest.mark.parametrize(("kv", "part"), [("f16", 1 / 2), ("q8", 36 / 128)])
 def test_a_context_takes_a_part_of_the_memory(kv: str, part: float) -> None:
     with opened("gpu", "f32", "reference") as floats, opened("gpu", kv, "reference") as halves:
-        wide, narrow = floats.engine.needs.context_bytes, halves.engine.needs.context_bytes
+        wide, narrow = (
+            floats.engine.memory.context_bytes,
+            halves.engine.memory.context_bytes,
+        )
         assert narrow == pytest.approx(wide * part, rel=0.05)
         assert halves.context.cache.nbytes == narrow
 

@@ -24,8 +24,8 @@ from hetero.runtime.engine import Engine
 from hetero.runtime.program import SUBMIT
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.handmade import layer_level, single_device
-from tests.checkpoints import relative_error
 from tests.runtime.models import tiny_model
+from tests.support.checkpoints import relative_error
 
 PROMPT = [1, 2, 3, 5, 8]
 
@@ -61,11 +61,11 @@ def logits(llm: LLM) -> tuple[list[bytes], int]:
 @pytest.mark.parametrize("kv", ["f32", "q8"])
 def test_a_step_in_chains_has_the_logits_of_its_calls(folder: Path, kv: str) -> None:
     with LLM(str(folder), device="gpu", gpu="opencl", max_seq_len=64, kv=kv) as llm:
-        chained, few = logits(llm)
+        fused, few = logits(llm)
         llm.engine.runner.start_trace()  # each call for itself
         plain, many = logits(llm)
         llm.engine.runner.stop_trace()
-        assert chained == plain
+        assert fused == plain
         assert few < 3 < many
         assert logits(llm)[0] == plain
 
@@ -75,7 +75,7 @@ def test_a_driver_that_makes_other_values_of_a_chain_runs_call_by_call(
 ) -> None:
     folder, answers = tiny_model(tmp_path), []
     with monkeypatch.context() as patch:
-        patch.setattr(OpenCLDevice, "chain", lambda _self, runs: [run[0][0] for run in runs])
+        patch.setattr(OpenCLDevice, "fuse", lambda _self, runs: [run[0][0] for run in runs])
         for length in (61, 61, 64):  # it is not taken for known at the next start
             with pytest.warns(FallbackWarning, match="decoding runs call by call") as caught:
                 llm = LLM(str(folder), device="gpu", gpu="opencl", max_seq_len=length)
@@ -94,11 +94,11 @@ def test_what_is_not_tried_again_is_the_same_to_the_kernel(
 ) -> None:
     asked: list[str] = []
 
-    def foreseen(_self: DeviceSet, what: str) -> Any:
+    def prewarm(_self: DeviceSet, what: str) -> Any:
         asked.append(what)
         return nullcontext(False)
 
-    monkeypatch.setattr(DeviceSet, "foreseen", foreseen)
+    monkeypatch.setattr(DeviceSet, "prewarm", prewarm)
     usual: dict[str, Any] = {"device": "gpu", "gpu": "reference", "max_seq_len": 64}
     every = [{}, {"weights": "w4a16"}, {"weights": "w4a8"}, {"whole_caches": True}, {"kv": "q8"}]
     for changes in [*every, {"max_seq_len": 63}]:
@@ -116,15 +116,17 @@ def test_a_compiler_that_fails_on_a_chain_costs_no_device(
     """Which it has compiled the chain's kernels for: decoding goes on call by call."""
 
     def crash(*_: Any) -> None:
-        raise KernelBuildError("opencl", "building chain.cl", "the driver's compiler crashed")
+        raise KernelBuildError(
+            "opencl", "building fused_launch.cl", "the driver's compiler crashed"
+        )
 
     early = when == "at the start"
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if early:
-            monkeypatch.setattr(OpenCLDevice, "chain", crash)
+            monkeypatch.setattr(OpenCLDevice, "fuse", crash)
         with LLM(str(folder), device="gpu", gpu="opencl", max_seq_len=60 + early) as llm:
-            monkeypatch.setattr(OpenCLDevice, "chain", crash)
+            monkeypatch.setattr(OpenCLDevice, "fuse", crash)
             for context in (llm.context, llm.new_context()):
                 llm.engine.prefill(context, PROMPT)
                 llm.engine.decode(context, 7)
@@ -156,9 +158,9 @@ def test_rows_of_several_contexts_in_a_chain(folder: Path) -> None:
         device = engine.devices["gpu"]
         assert isinstance(device, OpenCLDevice)
         prepared = len(device.programs._programs)
-        chained, few = rows(), submissions(llm)
+        fused, few = rows(), submissions(llm)
         assert len(device.programs._programs) == prepared, "no answer waits for a compiler"
-        assert (chained, len(chained)) == (plain, 3)
+        assert (fused, len(fused)) == (plain, 3)
         assert few < 3 < many
 
 

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from hetero.backends.protocol import KINDS, BoundCall, DeviceKind
-from hetero.runtime.chains import LONGEST, SHORTEST, chain_program
-from hetero.runtime.program import AHEAD, RING, RUN, SUBMIT, WAIT, Action, Launch
+from hetero.runtime.fused_launch import LONGEST, SHORTEST, fuse_program
+from hetero.runtime.program import PREQUEUE, RUN, SIGNAL, SUBMIT, WAIT, Action, Launch
 
 
 class Call(BoundCall):
     """That its device may chain, or not."""
 
     def __init__(self, number: int, chains: bool) -> None:
-        self.name, self.m, self.chains = f"{number}", 1, chains
+        self.name, self.m, self.fusible = f"{number}", 1, chains
         self.number = number
 
     def run(self) -> None: ...
@@ -38,7 +38,7 @@ class Device:
     def __init__(self, refuses: bool) -> None:
         self.refuses = refuses
 
-    def chain(self, runs: Any) -> list[Chained] | None:
+    def fuse(self, runs: Any) -> list[Chained] | None:
         return None if self.refuses else [Chained(run) for run in runs]
 
 
@@ -57,13 +57,13 @@ def random_program(rng: random.Random) -> tuple[list[Action], list[Launch]]:
             call = Call(number, rng.random() > rarely / 4)
             device: DeviceKind = KINDS[kind]
             launches.append(Launch(f"node {node}", device, call, (0, 1), None))
-            code = AHEAD if rng.random() < rarely / 4 else RUN if kind and number % 2 else SUBMIT
+            code = PREQUEUE if rng.random() < rarely / 4 else RUN if kind and number % 2 else SUBMIT
             program.append(Action(code, number, kind, call.run))
             if rng.random() < rarely:
                 waiting.append(number)
         while waiting and rng.random() < 0.5:
             number = waiting.pop(rng.randrange(len(waiting)))
-            code = rng.choice([WAIT, RING])
+            code = rng.choice([WAIT, SIGNAL])
             program.append(Action(code, number, KINDS.index(launches[number].kind), min))
     return program, launches
 
@@ -73,10 +73,10 @@ def check(seed: int) -> int:
     rng = random.Random(seed)
     program, launches = random_program(rng)
     devices: Any = {kind: Device(refuses=kind == "npu" and seed % 2 == 0) for kind in KINDS}
-    found = chain_program(tuple(program), tuple(launches), devices)
+    found = fuse_program(tuple(program), tuple(launches), devices)
     chains = 0
     expected = iter(program)
-    awaited = {action.launch for action in program if action.code in (WAIT, RING)}
+    awaited = {action.launch for action in program if action.code in (WAIT, SIGNAL)}
     for action in found:
         whole = getattr(getattr(action.target, "__self__", None), "stages", None)
         if whole is None:
@@ -89,7 +89,7 @@ def check(seed: int) -> int:
         assert {(x.code, x.kind) for x in replaced} == {(SUBMIT, action.kind)}
         assert (action.code, action.launch) == (SUBMIT, members[-1])
         assert not awaited & set(members[:-1]), "a wait would find nothing"
-        assert all(launches[number].call.chains for number in members)
+        assert all(launches[number].call.fusible for number in members)
         assert SHORTEST <= len(members) <= LONGEST
         for stage in whole:
             assert len({launches[number].node for number in stage}) == 1

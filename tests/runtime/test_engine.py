@@ -21,8 +21,8 @@ from hetero.runtime.engine import ContextFullError, Engine
 from hetero.solver.errors import PlanError
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.handmade import layer_level, single_device
-from tests.checkpoints import relative_error
 from tests.runtime.models import context_of, tiny_model
+from tests.support.checkpoints import relative_error
 
 VOCABULARY = 263
 

@@ -21,14 +21,14 @@ from hetero.errors import FallbackWarning
 from hetero.models import open_model
 from hetero.runtime import executor
 from hetero.runtime.engine import Engine
-from hetero.runtime.program import RING, SUBMIT
+from hetero.runtime.program import SIGNAL, SUBMIT
 from hetero.runtime.step import Step
 from hetero.runtime.waits import WaitPolicy
 from hetero.runtime.waits.trials import Trials
 from hetero.solver.handmade import single_device
-from tests.checkpoints import relative_error
 from tests.runtime.models import context_of, emptied, tiny_model
 from tests.runtime.plans import random_plan
+from tests.support.checkpoints import relative_error
 
 GRAPHS = (1, 2, 4, 8, 32, 64)
 TOKENS = np.random.default_rng(6).integers(0, 263, 40).tolist()
@@ -250,7 +250,7 @@ def gated_engine(folder: Path, monkeypatch: pytest.MonkeyPatch, rest: str) -> En
     engine = Engine(loaded.weights, plan, devices, max_seq_len=80)  # type: ignore[arg-type]
     if engine.steps.step(context_of(engine), "decode", 1).bell is None:
         engine.close()
-        pytest.skip("no doorbell works on this device")
+        pytest.skip("no stream signal works on this device")
     monkeypatch.setattr(
         engine.synchroniser.contention, "preempted", lambda *_: None
     )  # keeps its gates
@@ -263,7 +263,7 @@ def test_a_core_that_others_use_gets_steps_without_gates(
     with gated_engine(folder, monkeypatch, "gpu") as engine:
         assert answer(engine, 2) == wanted[:2]
         assert engine.runner.last_step.bell is not None
-        engine.synchroniser.contention.crowd()
+        engine.synchroniser.contention.mark_contended()
         assert answer(engine) == wanted
         assert engine.runner.last_step.bell is None
         for _ in range(WaitPolicy().gateless_steps):
@@ -292,7 +292,7 @@ def test_gates_change_no_token_whatever_is_late(
     with gated_engine(folder, monkeypatch, rest) as engine:
         assert answer(engine) == wanted
         step = engine.steps.step(context_of(engine), "decode", 1)
-        assert RING in {action.code for action in step.program}
+        assert SIGNAL in {action.code for action in step.program}
         program = tuple(a._replace(target=late(a.target)) for a in step.program)
         late_step = dataclasses.replace(step, program=program)
         engine.steps.lowered("decode", 1, 1).bound[context_of(engine).cache] = late_step
@@ -318,8 +318,8 @@ def test_a_gate_that_gave_up_drops_the_gpu(
 ) -> None:
     with gated_engine(folder, monkeypatch, "npu") as engine:
         bell = engine.steps.step(context_of(engine), "decode", 1).bell
-        bell.gate._call = bell.gate._bound(1)  # type: ignore[union-attr]
-        with pytest.warns(FallbackWarning, match="waiting at a gate"):
+        bell.wait_value._call = bell.wait_value._bound(1)  # type: ignore[union-attr]
+        with pytest.warns(FallbackWarning, match="waiting for the control thread"):
             assert answer(engine) == wanted
         assert set(engine.devices) == {"npu"}
 

@@ -19,9 +19,9 @@ from hetero.placement.device_set import open_devices
 from hetero.runtime.engine import Engine
 from hetero.runtime.finite import all_finite, norms_finite
 from hetero.solver.handmade import layer_level, single_device
-from tests.helpers import Command
 from tests.runtime.models import tiny_model
 from tests.runtime.plans import random_plan
+from tests.support.helpers import Command
 
 PROMPT = list(range(5, 45))
 HUGE = 3e38  # what a sum of products cannot hold

@@ -1,4 +1,4 @@
-"""Forms of a prompt's calls: cut in order, whole out of order, or both."""
+"""Prefill modes of a prompt's calls: cut in order, whole out of order, or both."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from hetero.placement.planning import planned
 from hetero.profiler.cost import CostModel
 from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.records import DeviceProfile
-from hetero.runtime import forms as forms_module
+from hetero.runtime import prefill_mode as forms_module
 from hetero.runtime.engine import Engine
-from hetero.runtime.forms import SAME, Forms
 from hetero.runtime.launch_costs import LaunchCosts
 from hetero.runtime.launch_graph import LaunchGraph
+from hetero.runtime.prefill_mode import SAME, PrefillModes
 from hetero.runtime.schedule import in_order, seconds_of
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.in_flight import in_flight
-from hetero.solver.memory import Held, Limits
+from hetero.solver.memory import Limits, ResidentRows
 from hetero.solver.placement import Placement
 from hetero.solver.plan import Form, InFlight, OpPlan, Tile
 from hetero.solver.planner import Planner
@@ -44,10 +44,10 @@ def solved(request: pytest.FixtureRequest) -> tuple[ModelGraph, CostModel, Prepa
     return spec, CostModel(profile), prepare_solver(spec, profile, asked)
 
 
-def forms_of(spec: ModelGraph, cost: CostModel, solver: PreparedSolver, order: Any) -> Forms:
+def forms_of(spec: ModelGraph, cost: CostModel, solver: PreparedSolver, order: Any) -> PrefillModes:
     able: Any = {kind: device.capabilities for kind, device in cost.profile.devices.items()}
     placement = Placement(solver.plan, spec, able, source=solver)
-    return Forms(placement, LaunchCosts(cost, placement), order, able, window=4)
+    return PrefillModes(placement, LaunchCosts(cost, placement), order, able, window=4)
 
 
 def test_never_slower_than_the_better_of_cuts_and_of_whole_matmuls_out_of_order(
@@ -121,7 +121,7 @@ def test_a_form_balances_both_devices_over_all_operations() -> None:
 def test_rows_that_do_not_fit_are_not_used() -> None:
     spec, profile = model_spec("llama-3.2-1b", "w4a8"), DeviceProfile.load("host")
     planner = Planner(spec, profile).with_rows({x.name: (x.n // 2,) for x in spec.matmuls})
-    held = {x.name: Held(x.n // 2, x.n // 2) for x in spec.matmuls}
+    held = {x.name: ResidentRows(x.n // 2, x.n // 2) for x in spec.matmuls}
     found = in_flight(planner, "gpu", 256, 512, held, Limits(together=1.0))
     assert found == ()  # whole matmuls need rows that neither device holds
     assert in_flight(planner, "gpu", 256, 512, held, Limits())
@@ -214,7 +214,7 @@ def test_a_prompt_runs_in_the_form_that_is_decided(
 ) -> None:
     prompt = np.random.default_rng().integers(3, 1000, 600).tolist()
     for form in get_args(Form):
-        decided = forms_module.FormOf(form, engine.forms.calls(form, 600), {form: 1.0})
+        decided = forms_module.PrefillChoice(form, engine.forms.calls(form, 600), {form: 1.0})
         monkeypatch.setattr(engine.forms, "of", lambda *_, x=decided: x)
         context = emptied(engine)
         engine.prefill(context, prompt)

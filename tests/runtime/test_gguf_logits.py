@@ -16,8 +16,8 @@ from hetero.models.gguf import GgufFile
 from hetero.profiler.cost import CostModel
 from hetero.profiler.records import DeviceProfile
 from hetero.profiler.substitutes import file_substitution
-from tests.checkpoints import relative_error
 from tests.models.gguf_files import write_mixed
+from tests.support.checkpoints import relative_error
 
 Array = npt.NDArray[np.float64]
 # Types of the Q4_K_M mix, and all that are stored, in turn.

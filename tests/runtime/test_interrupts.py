@@ -14,8 +14,16 @@ from typing import Any
 import pytest
 
 from hetero import LLM, UserError
-from tests.interrupts import Interrupt, Place, deadline, handler, in_thread, interrupted, places
-from tests.thinning import ALL, examples
+from tests.support.interrupts import (
+    Interrupt,
+    Place,
+    deadline,
+    handler,
+    in_thread,
+    interrupted,
+    places,
+)
+from tests.support.selection import exhaustive
 
 pytestmark = [
     pytest.mark.skipif(os.name != "posix", reason="signals of POSIX"),
@@ -35,6 +43,7 @@ CRITICAL = (
 )
 OTHERS = 60  # instructions of other files that the gate tries
 LIMIT_S = 30
+EXHAUSTIVE = pytest.mark.exhaustive
 
 
 @pytest.fixture(scope="module", params=["gpu", "npu", "hetero"])
@@ -55,7 +64,7 @@ def chosen(found: list[Place]) -> list[Place]:
     """Those of the critical files, and some of the others; or all."""
     first = [x for x in found if os.path.basename(x[0].co_filename) in CRITICAL]
     others = [x for x in found if x not in set(first)]
-    return found if ALL else first + random.Random(1).sample(others, OTHERS)
+    return found if exhaustive() else first + random.Random(1).sample(others, OTHERS)
 
 
 def asks(llm: LLM) -> dict[str, Any]:
@@ -83,7 +92,10 @@ def check_state(llm: LLM, cores: set[int]) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["own", *(pytest.param(x, marks=pytest.mark.thorough) for x in ("guesses", "context", "fork"))],
+    [
+        "own",
+        *(pytest.param(x, marks=pytest.mark.exhaustive) for x in ("guesses", "context", "fork")),
+    ],
 )
 def test_a_signal_at_any_instruction(llm: LLM, name: str) -> None:
     ask = asks(llm)[name]
@@ -102,7 +114,7 @@ def test_a_signal_at_any_instruction(llm: LLM, name: str) -> None:
 
 
 def test_signals_at_any_moment(llm: LLM) -> None:
-    """`HETERO_TEST_ALL=1`: 2000 of them."""
+    """With `--exhaustive` there are 2000.."""
     ask = partial(llm.generate, "Once upon a time", max_tokens=12)
     wanted, cores, moments = ask().tokens, os.sched_getaffinity(0), random.Random(7)
     took_s = ask().stats.ttft_s + 12 / ask().stats.decode_tokens_per_s
@@ -112,7 +124,7 @@ def test_signals_at_any_moment(llm: LLM) -> None:
 
     before, raised = signal.signal(signal.SIGALRM, late), 0
     try:
-        for number in range(examples(40, 2000)):
+        for number in range(2000 if exhaustive() else 40):
             try:
                 signal.setitimer(signal.ITIMER_REAL, moments.uniform(1e-5, took_s))
                 ask()

@@ -12,8 +12,8 @@ import pytest
 pytest.importorskip("pyopencl")
 
 from hetero import LLM
-from hetero.backends.opencl.proving.compiler import Remote, Variant
-from tests.checkpoints import CASES, make_checkpoint
+from hetero.backends.opencl.self_test.compiler import Remote, Variant
+from tests.support.checkpoints import CASES, make_checkpoint
 
 PROMPT = list(range(1, 50))  # longer than the windows
 
@@ -77,7 +77,7 @@ def test_programs_of_another_length_are_foreseen(
     make_checkpoint(next(x for x in CASES if x.name == "llama-tied"), tmp_path)
     tried = []
     monkeypatch.setattr(
-        "hetero.runtime.step_runner.chains_are_right", lambda *_: tried.append(1) is None
+        "hetero.runtime.step_runner.fused_results_match", lambda *_: tried.append(1) is None
     )
     for length in (64, 57, 120):
         with LLM(str(tmp_path), device="gpu", gpu="opencl", max_seq_len=length) as llm:

@@ -22,15 +22,15 @@ from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.handmade import single_device
 from hetero.solver.request import PlanRequest
 from hetero.solver.strategy_plans import strategy_plan
-from tests.checkpoints import (
+from tests.runtime.models import context_of, emptied, tiny_model
+from tests.runtime.plans import random_plan
+from tests.support.checkpoints import (
     Case,
     load_dequantized,
     make_checkpoint,
     reference_logits,
     relative_error,
 )
-from tests.runtime.models import context_of, emptied, tiny_model
-from tests.runtime.plans import random_plan
 
 pytestmark = pytest.mark.usefixtures("no_chains")
 

@@ -12,8 +12,8 @@ from hetero import LLM
 from hetero.errors import UserError
 from hetero.models import open_model
 from hetero.models.gguf import GgufFile
-from tests.checkpoints import Case, make_checkpoint, reference_logits, relative_error
 from tests.models.gguf_files import convert, write
+from tests.support.checkpoints import Case, make_checkpoint, reference_logits, relative_error
 
 ORIGINAL = 64
 SHORT, LONG = [1.0, 1.5, 2.0, 1.25], [2.0, 3.0, 8.0, 16.0]

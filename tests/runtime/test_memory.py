@@ -63,23 +63,23 @@ def plan_of(folder: str, name: str) -> ExecutionPlan:
 def test_the_pool_has_the_size_that_was_computed(folder: str, name: str, panels: bool) -> None:
     plan = plan_of(folder, name)
     with make_engine(folder, plan, panels=panels) as engine:
-        assert engine.pool.nbytes == engine.needs.pool_bytes
+        assert engine.pool.nbytes == engine.memory.pool_bytes
         engine.prefill(context_of(engine), list(range(40)))
-        assert engine.pool.nbytes == engine.needs.pool_bytes, "a step allocated"
-        assert engine.needs.largest_bytes < engine.needs.pool_bytes
+        assert engine.pool.nbytes == engine.memory.pool_bytes, "a step allocated"
+        assert engine.memory.largest_bytes < engine.memory.pool_bytes
         room = SlotRef("qkv", gathered=True)
         assert (room in engine.pool.slots()) == (not panels)
         alone = sum(4 * m.n * m.k * m.count for m in model_graph(engine.config, "f32").matmuls)
-        assert engine.needs.weight_bytes >= alone - 16 * 4 * 64  # the last block of rows is padded
+        assert engine.memory.weight_bytes >= alone - 16 * 4 * 64  # the last block of rows is padded
         bound = pool_bytes(engine.config, engine.max_seq_len, 512)
-        assert bound >= engine.needs.pool_bytes + engine.needs.context_bytes or not panels
+        assert bound >= engine.memory.pool_bytes + engine.memory.context_bytes or not panels
 
 
 def test_rows_on_both_devices_count_twice(folder: str) -> None:
     plans = plan_of(folder, "layer"), plan_of(folder, "gpu")
     with make_engine(folder, plans[0]) as both, make_engine(folder, plans[1]) as one:
-        blocks = one.needs.weight_bytes - 4 * 64 * 272  # all but the head, its rows padded
-        assert both.needs.weight_bytes == one.needs.weight_bytes + blocks
+        blocks = one.memory.weight_bytes - 4 * 64 * 272  # all but the head, its rows padded
+        assert both.memory.weight_bytes == one.memory.weight_bytes + blocks
 
 
 def test_graphs_with_weights_of_their_own_count_once_for_each_size(folder: str) -> None:
@@ -88,9 +88,9 @@ def test_graphs_with_weights_of_their_own_count_once_for_each_size(folder: str) 
     found = {}
     for kind in kinds:
         with make_engine(folder, plan, per_graph_size=kind) as engine:
-            found[kind] = engine.needs.weight_bytes
+            found[kind] = engine.memory.weight_bytes
     with make_engine(folder, plan_of(folder, "gpu")) as one:
-        blocks = one.needs.weight_bytes - 4 * 64 * 272
+        blocks = one.memory.weight_bytes - 4 * 64 * 272
     assert found["graph"] == found["nothing"]
     assert found["weights"] == found["nothing"] + (len(GRAPHS) - 1) * blocks
 
@@ -98,7 +98,7 @@ def test_graphs_with_weights_of_their_own_count_once_for_each_size(folder: str) 
 def test_a_devices_own_layout_counts_as_it_says(folder: str) -> None:
     plan = plan_of(folder, "cut")
     with make_engine(folder, plan, npu_bytes={WeightFormat.F32: 4.0}) as engine:
-        stored = engine.needs.weight_bytes
+        stored = engine.memory.weight_bytes
         mine = sum(
             4 * (rows[1] - rows[0]) * node.op.k
             for node in engine.nodes
@@ -106,7 +106,7 @@ def test_a_devices_own_layout_counts_as_it_says(folder: str) -> None:
             for rows, *_ in engine.placement.segments(node, "npu")
         )
     with make_engine(folder, plan, npu_bytes={WeightFormat.F32: 10.0}) as engine:
-        assert engine.needs.weight_bytes == stored + mine // 4 * 6
+        assert engine.memory.weight_bytes == stored + mine // 4 * 6
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_a_budget_is_said_in_units_and_bounds_plan_and_pool(folder: str) -> None
     with pytest.raises(UserError, match=r"the memory budget is 1\.00 MiB: open it with a smaller"):
         LLM(folder, plan=plan, max_seq_len=64, memory_budget="1MiB")
     with LLM(folder, plan=plan, max_seq_len=64, memory_budget="1GiB") as llm:
-        assert llm.engine.needs.total_bytes < 1 << 30
+        assert llm.engine.memory.total_bytes < 1 << 30
 
 
 def test_lists_of_what_codes_cut_off_count_as_memory(folder: str) -> None:
@@ -153,7 +153,7 @@ def test_lists_of_what_codes_cut_off_count_as_memory(folder: str) -> None:
         placement = Placement(single_device(graph, "gpu"), graph, able)  # type: ignore[arg-type]
         layout = cache_layout(config, 64)
         slots = {SlotRef("x"): ((4, 4), np.dtype(np.float32))}
-        found.append(memory.needs_of(slots, layout, placement))
+        found.append(memory.estimate_memory(slots, layout, placement))
     lists = 4 * placement.written * (1 + 2 * config.intermediate_size)
     assert found[1].pool_bytes - found[0].pool_bytes == lists
     assert found[1].largest_bytes == max(lists, found[0].largest_bytes)
@@ -162,7 +162,7 @@ def test_lists_of_what_codes_cut_off_count_as_memory(folder: str) -> None:
 @pytest.mark.parametrize("device", ["gpu", "npu", "hetero"])
 def test_what_lies_there_twice_is_counted(device: str) -> None:
     with LLM("demo", device=device) as llm:  # type: ignore[arg-type]
-        needs, placement = llm.engine.needs, llm.engine.placement
+        needs, placement = llm.engine.memory, llm.engine.placement
         assert needs.weight_bytes == sum(placement.weight_bytes.values())
         assert needs.copied_bytes == max(needs.weight_bytes - placement.stored_bytes, 0)
         if device == "gpu":  # reads them where they are stored

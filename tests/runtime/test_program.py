@@ -7,22 +7,22 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero.backends.protocol import BoundCall, Completion, Doorbell
+from hetero.backends.protocol import BoundCall, Completion, StreamSignal
 from hetero.runtime.program import (
-    AHEAD,
     FAR,
     LONG,
-    RING,
+    PREQUEUE,
     RUN,
+    SIGNAL,
     SUBMIT,
     WAIT,
     Action,
     Launch,
-    queue_ahead,
+    prequeue,
     raise_flags,
 )
 
-CODES = {SUBMIT: "SUBMIT", RUN: "RUN", WAIT: "WAIT", RING: "RING", AHEAD: "AHEAD"}
+CODES = {SUBMIT: "SUBMIT", RUN: "RUN", WAIT: "WAIT", SIGNAL: "SIGNAL", PREQUEUE: "PREQUEUE"}
 
 
 class Call(BoundCall):
@@ -38,15 +38,15 @@ class Call(BoundCall):
         raise AssertionError
 
 
-class Bell(Doorbell):
-    """A doorbell that nobody hears."""
+class Bell(StreamSignal):
+    """A signal that no device waits for."""
 
-    gate = Call("gate")
+    wait_value = Call("gate")
 
-    def ring(self) -> None:
+    def signal(self) -> None:
         """Nothing."""
 
-    release = settle = check = ring
+    release = reset = check = signal
 
 
 def written(program: str) -> tuple[list[Action], list[Launch]]:
@@ -76,19 +76,19 @@ def shown(program: list[Action], launches: list[Launch]) -> list[str]:
 
 def test_the_example_of_the_docstring() -> None:
     actions, launches = written("S R W R S R W")
-    found, bell = queue_ahead(actions, launches, {"gpu": Bell()})
+    found, bell = prequeue(actions, launches, {"gpu": Bell()})
     found = raise_flags(found, launches, {"gpu": Call("flag")}, bell)
     assert shown(found, launches) == [
-        "SUBMIT a0", "SUBMIT a3 gate", "RUN b1", "AHEAD a3", "AHEAD a3 flag", "WAIT a3 gate",
-        "RUN b2", "RING a3 flag", "RUN b4", "WAIT a3 flag",
+        "SUBMIT a0", "SUBMIT a3 gate", "RUN b1", "PREQUEUE a3", "PREQUEUE a3 flag", "WAIT a3 gate",
+        "RUN b2", "SIGNAL a3 flag", "RUN b4", "WAIT a3 flag",
     ]  # fmt: skip
 
 
 def test_what_comes_next_is_submitted_while_attention_runs_and_a_little_in_short_waits() -> None:
     cut = "S W S R"  # a norm or an activation, and the GPU's part of a matmul beside the NPU's
     actions, launches = written(" ".join([f"{cut} S L W S R {cut} {cut}"] * 3 + ["S W"]))
-    found, _ = queue_ahead(actions, launches, {"gpu": Bell()})
-    letters = {SUBMIT: "s", AHEAD: "a", RUN: "R", RING: "|"}
+    found, _ = prequeue(actions, launches, {"gpu": Bell()})
+    letters = {SUBMIT: "s", PREQUEUE: "a", RUN: "R", SIGNAL: "|"}
     told = ""
     for action in found:
         long = LONG in launches[action.launch].node
@@ -99,9 +99,9 @@ def test_what_comes_next_is_submitted_while_attention_runs_and_a_little_in_short
 
 def test_a_program_of_one_group_stays() -> None:
     actions, launches = written("S S W")
-    assert queue_ahead(actions, launches, {"gpu": Bell()}) == (actions, None)
+    assert prequeue(actions, launches, {"gpu": Bell()}) == (actions, None)
     actions, launches = written("S R W S W")
-    assert queue_ahead(actions, launches, {}) == (actions, None)
+    assert prequeue(actions, launches, {}) == (actions, None)
 
 
 @dataclass
@@ -148,16 +148,16 @@ def test_gates_change_no_order(letters: str, greedy: bool, flagged: bool) -> Non
         elif action.code == SUBMIT:
             before[name] = ran
     awaited = [launches[a.launch].node for a in actions if a.code == WAIT]
-    found, bell = queue_ahead(actions, launches, {"gpu": Bell()})
+    found, bell = prequeue(actions, launches, {"gpu": Bell()})
     found = raise_flags(found, launches, {"gpu": Call("flag")} if flagged else {}, bell)
 
     device = Queue(launches, greedy)
     for action in found:
         if action.code == RUN:
             device.done.append(launches[action.launch].node)
-        elif action.code in (SUBMIT, AHEAD):
+        elif action.code in (SUBMIT, PREQUEUE):
             device.queue.append(action.launch)
-        elif action.code == RING:
+        elif action.code == SIGNAL:
             device.opened += 1
         else:
             assert device.go(action.launch), "a wait that does not end"

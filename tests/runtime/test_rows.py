@@ -19,14 +19,14 @@ from hetero.backends.registry import open_device
 from hetero.errors import FallbackWarning
 from hetero.models import open_model
 from hetero.runtime.engine import ContextFullError, Engine
-from hetero.runtime.kv.attention_stats import AttentionMass
+from hetero.runtime.kv.attention_stats import ScoreStats
 from hetero.runtime.kv.context import Context
 from hetero.solver.handmade import layer_level, single_device
 from hetero.solver.placement import Placement
-from tests.checkpoints import CASES, make_checkpoint, relative_error
 from tests.contexts.models import WAYS, open_llm, plan_of
 from tests.runtime.models import tiny_model
 from tests.runtime.plans import random_plan
+from tests.support.checkpoints import CASES, make_checkpoint, relative_error
 
 pytestmark = pytest.mark.usefixtures("no_chains")
 
@@ -141,11 +141,11 @@ def test_each_row_tells_what_it_attends_to(folder: Path) -> None:
         for context, length in zip(contexts, (15, 20, 31), strict=True):
             context.truncate(0)
             llm.engine.prefill(context, tokens_of(rng, length))
-            context.mass = AttentionMass(120)
+            context.mass = ScoreStats(120)
         twins = [context.fork() for context in contexts]
         llm.engine.decode_rows([(context, 7) for context in contexts])
         for context, twin in zip(contexts, twins, strict=True):
-            twin.mass = AttentionMass(120)
+            twin.mass = ScoreStats(120)
             llm.engine.decode(twin, 7)
             assert context.mass is not None
             assert np.array_equal(context.mass.rows, twin.mass.rows)

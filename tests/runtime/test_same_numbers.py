@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 
 from hetero import LLM
-from tests.checkpoints import (
+from tests.support.checkpoints import (
     CASES,
     DEFAULT,
     HARD,
@@ -22,6 +21,7 @@ from tests.checkpoints import (
     reference_logits,
     relative_error,
 )
+from tests.support.selection import exhaustive
 
 LENGTHS = (1, 2, 31, 32, 33, 300)
 FEWER = (1, 31, 300)  # of architectures that are not checked in every format
@@ -31,7 +31,7 @@ TOLERANCE = {"f32": 2e-5, "f16": 3e-3, "w4a16": 3e-3, "w4a8": 2e-2, "w8a16": 3e-
 QUANTISED = ("w4a16", "w4a8", "w8a16")
 # Formats are a matter of the matmuls, which all architectures share: two of them are checked in
 # every format and length on every device, the others in these and at fewer lengths (all of them
-# with HETERO_TEST_ALL_FORMATS=1).
+# with `--exhaustive`).
 EVERY_FORMAT = ("llama3-rope", "qwen2-biases")
 OTHERS = {("gpu", "f32"), ("npu", "f32"), ("hetero", "f32"), ("hetero", "w4a16")}
 
@@ -128,7 +128,7 @@ def exact_logits(model: Any, llm: LLM) -> tuple[list[int], Any]:
 
 
 def checked_whole(name: str) -> bool:
-    return name in EVERY_FORMAT or "HETERO_TEST_ALL_FORMATS" in os.environ
+    return name in EVERY_FORMAT or exhaustive()
 
 
 def skip_unless_checked(name: str, device: str, weights: str) -> None:

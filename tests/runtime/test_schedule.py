@@ -36,7 +36,7 @@ from hetero.runtime.slots import SlotRef
 from hetero.runtime.step import Step
 from tests.runtime.models import tiny_model
 from tests.runtime.plans import random_order, random_plan
-from tests.thinning import examples
+from tests.support.selection import examples
 
 GRAPHS = (1, 2, 4, 8, 32, 64)
 PROMPT = 45
@@ -406,16 +406,16 @@ def worded(launches: Sequence[LaunchSpec], schedule: Schedule) -> Iterator[tuple
 def told(step: Step) -> list[tuple[str, ...]]:
     """A program in words, waits with the place that they are for."""
     words: list[tuple[str, ...]] = []
-    sites = iter(step.sites)
+    wait_points = iter(step.wait_points)
     for action in step.program:
         launch = step.launches[action.launch]
         code = {SUBMIT: "submit", RUN: "run", WAIT: "wait"}[action.code]
         where: tuple[str, ...] = ()
         if action.code == WAIT:
-            site = next(sites)
+            site = next(wait_points)
             assert action.target == site.wait
             assert (site.key[3], site.kind) == (launch.node.rpartition(".")[2], launch.kind)
             where = (site.key[2],)
         words.append((code, step.kinds[action.kind], launch.node, *where))
-    assert next(sites, None) is None
+    assert next(wait_points, None) is None
     return words

@@ -21,9 +21,9 @@ from hetero.runtime.kernels import OnlineCall
 from hetero.solver.errors import PlanError
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.handmade import single_device
-from tests.checkpoints import Case, make_checkpoint, relative_error
 from tests.runtime.models import context_of, emptied, tiny_model
 from tests.runtime.plans import STRATEGIES, random_plan
+from tests.support.checkpoints import Case, make_checkpoint, relative_error
 
 pytestmark = pytest.mark.usefixtures("no_chains")
 

@@ -23,9 +23,9 @@ from hetero.solver.handmade import layer_level
 from hetero.solver.plan import Phase
 from hetero.solver.prepared import prepare_solver
 from hetero.solver.request import PlanRequest
-from tests.helpers import Command
 from tests.runtime.models import context_of
 from tests.runtime.test_split import devices_of
+from tests.support.helpers import Command
 
 TEXT = "Once upon a time, there was a young fox named Jasmund. He lived in the village. " * 6
 TOKENS = 37

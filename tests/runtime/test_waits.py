@@ -1,4 +1,4 @@
-"""Waiting sites on a fake clock: what they predict, sleep, poll and give up."""
+"""Wait points on a fake clock: what they predict, sleep, poll and give up."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hetero.backends.host.clock import ManualClock
 from hetero.backends.host.timers import waited_for_core_s
 from hetero.backends.protocol import Completion
 from hetero.backends.registry import open_device
-from hetero.runtime.waits import Site, SleepTimes, Synchroniser, WaitPolicy
+from hetero.runtime.waits import SleepTimes, Synchroniser, WaitPoint, WaitPolicy
 
 LOOK_S = 1e-6
 LATE_S = 60e-6
@@ -75,10 +75,10 @@ def clock() -> BusyClock:
     return BusyClock()
 
 
-def site_of(clock: BusyClock, **options: Any) -> Site:
+def site_of(clock: BusyClock, **options: Any) -> WaitPoint:
     device = open_device("reference", kind="gpu", asynchronous=True)
     owner = Synchroniser({"gpu": device}, "fast", sleep=SleepTimes(LATE_S), clock=clock, **options)
-    return owner.site(("decode", (1,), "o", "qkv"), "gpu", "a kernel")
+    return owner.wait_point(("decode", (1,), "o", "qkv"), "gpu", "a kernel")
 
 
 def owner_of(clock: BusyClock, **options: Any) -> Synchroniser:
@@ -87,7 +87,7 @@ def owner_of(clock: BusyClock, **options: Any) -> Synchroniser:
     return owner
 
 
-def wait(site: Site, clock: BusyClock, in_s: float) -> float:
+def wait(site: WaitPoint, clock: BusyClock, in_s: float) -> float:
     """Seconds that the end was noticed late."""
     completion = At(clock, in_s)
     site.wait(completion)
@@ -160,9 +160,9 @@ def test_a_slow_first_wait_delays_none_of_the_next(clock: BusyClock, first_s: fl
     site = site_of(clock)
     wait(site, clock, first_s)
     late = [wait(site, clock, 20e-3) for _ in range(12)]
-    assert max(late) < max(POLICY.longest_nap_s, POLICY.nap * first_s) + 2 * LATE_S
+    assert max(late) < max(POLICY.max_sleep_s, POLICY.sleep_slice * first_s) + 2 * LATE_S
     assert site.prediction.expected_s == pytest.approx(20e-3, rel=0.1)
-    assert max(late[10:]) < POLICY.longest_nap_s
+    assert max(late[10:]) < POLICY.max_sleep_s
 
 
 def test_a_piece_of_a_sleep_may_end_long_after_the_whole(clock: BusyClock) -> None:
@@ -185,15 +185,15 @@ def test_a_long_wait_is_looked_at_a_few_dozen_times(clock: BusyClock, length_s: 
         wait(site, clock, length_s)
     clock.slept.clear()
     wait(site, clock, length_s)
-    assert 1 <= len(clock.slept) <= 1 + 1 / POLICY.nap
+    assert 1 <= len(clock.slept) <= 1 + 1 / POLICY.sleep_slice
     assert sum(clock.slept) > 0.9 * (length_s - len(clock.slept) * LATE_S)
 
 
 def test_each_phase_and_length_predicts_for_itself(clock: BusyClock) -> None:
     site = site_of(clock)
     assert isinstance(site.owner, Synchroniser)
-    other = site.owner.site(("prefill", (64,), "o", "qkv"), "gpu", "a kernel")
-    assert site.owner.site(("decode", (1,), "o", "qkv"), "gpu", "again") is site
+    other = site.owner.wait_point(("prefill", (64,), "o", "qkv"), "gpu", "a kernel")
+    assert site.owner.wait_point(("decode", (1,), "o", "qkv"), "gpu", "again") is site
     for _ in range(20):
         wait(site, clock, 1e-3)
         wait(other, clock, 20e-3)
@@ -215,7 +215,7 @@ class Preempted(At):
 
 
 @pytest.mark.parametrize("told", [True, False])
-@pytest.mark.parametrize(("lost_s", "times"), [(4e-3, 1), (1e-3, POLICY.crowded_gaps)])
+@pytest.mark.parametrize(("lost_s", "times"), [(4e-3, 1), (1e-3, POLICY.contended_gaps)])
 def test_a_core_that_others_use_is_not_polled_on(
     clock: BusyClock, lost_s: float, times: int, told: bool
 ) -> None:
@@ -225,15 +225,15 @@ def test_a_core_that_others_use_is_not_polled_on(
         wait(site, clock, 0.1e-3)
     before = len(clock.slept)
     for _ in range(times):
-        assert site.owner.contention.crowded == 0
+        assert site.owner.contention.contended_left == 0
         site.prediction.expected_s = 0.0
         site.wait(Preempted(clock, 8e-3, lost_s))
-    assert site.owner.contention.crowded == POLICY.crowded_waits
+    assert site.owner.contention.contended_left == POLICY.contended_waits
     assert not site.owner.contention.gates_now()
-    for _ in range(POLICY.crowded_waits):
+    for _ in range(POLICY.contended_waits):
         wait(site, clock, 0.1e-3)
-    assert site.owner.contention.crowded == 0
-    assert len(clock.slept) >= before + POLICY.crowded_waits
+    assert site.owner.contention.contended_left == 0
+    assert len(clock.slept) >= before + POLICY.contended_waits
 
 
 def test_a_device_on_every_core_is_not_polled(clock: BusyClock) -> None:
@@ -254,7 +254,7 @@ def test_a_core_that_a_hypervisor_takes_is_polled_on(clock: BusyClock, lost_s: f
     owner = owner_of(clock, queued_s=lambda: next(waits))
     for i in range(20):
         owner.contention.preempted(1e-3 * i, lost_s)
-        assert owner.contention.crowded == 0
+        assert owner.contention.contended_left == 0
         assert owner.gates_now()
 
 
@@ -263,8 +263,8 @@ def test_gaps_now_and_then_mean_nothing_where_the_scheduler_does_not_tell(
 ) -> None:
     owner = owner_of(clock, queued_s=lambda: None)
     for i in range(20):
-        owner.contention.preempted(i * POLICY.crowded_s, 1e-3)
-        assert owner.contention.crowded == 0
+        owner.contention.preempted(i * POLICY.contended_s, 1e-3)
+        assert owner.contention.contended_left == 0
         assert owner.gates_now()
 
 
@@ -289,10 +289,10 @@ def test_the_scheduler_tells_what_this_thread_waited_for_others() -> None:
             process.wait()
 
 
-@pytest.mark.parametrize("crowded", [0, 5])
-def test_a_wait_past_its_deadline_is_an_error(clock: BusyClock, crowded: int) -> None:
+@pytest.mark.parametrize("contended_left", [0, 5])
+def test_a_wait_past_its_deadline_is_an_error(clock: BusyClock, contended_left: int) -> None:
     site = site_of(clock, deadline_s=0.05)
-    site.owner.contention.crowded = crowded
+    site.owner.contention.contended_left = contended_left
     start_s = clock.now_s
     with pytest.raises(WaitTimeoutError, match=r"a kernel \(gpu: reference open\)"):
         wait(site, clock, float("inf"))
@@ -301,7 +301,7 @@ def test_a_wait_past_its_deadline_is_an_error(clock: BusyClock, crowded: int) ->
 
 def test_a_step_of_many_tokens_is_waited_for_longer(clock: BusyClock) -> None:
     owner = owner_of(clock, deadline_s=0.05, token_s=0.01)
-    long = owner.site(("prefill", (60, 40), "o", "qkv"), "gpu", "a kernel")
+    long = owner.wait_point(("prefill", (60, 40), "o", "qkv"), "gpu", "a kernel")
     assert wait(long, clock, 0.9) < 0.01
     start_s = clock.now_s
     with pytest.raises(WaitTimeoutError, match=r"not complete after 1\.05 s"):
@@ -309,10 +309,12 @@ def test_a_step_of_many_tokens_is_waited_for_longer(clock: BusyClock) -> None:
     assert 1.05 <= clock.now_s - start_s < 1.1
 
 
-@pytest.mark.parametrize("crowded", [0, 5])
-def test_a_process_that_was_stopped_has_its_deadline_left(clock: BusyClock, crowded: int) -> None:
+@pytest.mark.parametrize("contended_left", [0, 5])
+def test_a_process_that_was_stopped_has_its_deadline_left(
+    clock: BusyClock, contended_left: int
+) -> None:
     site = site_of(clock, deadline_s=0.05)
-    site.owner.contention.crowded = crowded
+    site.owner.contention.contended_left = contended_left
     end_s = clock.now_s + 70.0
 
     class Stopped(At):

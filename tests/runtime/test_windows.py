@@ -25,7 +25,7 @@ from hetero.models import open_model
 from hetero.profiler.cost import CostModel
 from hetero.profiler.records import DeviceProfile
 from hetero.runtime.engine import Engine
-from hetero.runtime.forms import padded_chunks
+from hetero.runtime.prefill_mode import padded_chunks
 from tests.runtime.models import tiny_model
 from tests.runtime.plans import random_plan
 
@@ -134,11 +134,11 @@ def test_what_is_not_finite_costs_the_whole_window(tmp_path: Path) -> None:
 
 def test_a_window_counts_as_memory_and_shrinks_to_the_budget() -> None:
     with opened("best") as wide, opened("fifo") as narrow:
-        assert wide.engine.needs.pool_bytes > 1.8 * narrow.engine.needs.pool_bytes
-        between = (wide.engine.needs.total_bytes + narrow.engine.needs.total_bytes) // 2
+        assert wide.engine.memory.pool_bytes > 1.8 * narrow.engine.memory.pool_bytes
+        between = (wide.engine.memory.total_bytes + narrow.engine.memory.total_bytes) // 2
     with opened("best", memory_budget=between) as llm:
         assert llm.engine.window == 1
-        assert llm.engine.needs.total_bytes <= between
+        assert llm.engine.memory.total_bytes <= between
 
 
 @pytest.mark.parametrize("options", [{"sync": "finish"}, {"sync": "copy"}, {"max_gpu_share": 0.9}])

@@ -19,7 +19,7 @@ import pytest
 
 from hetero.serving import engine_client
 from hetero.serving.engine_client import EngineClient
-from hetero.serving.messages import Refused, Replied
+from hetero.serving.messages import ControlResult, ErrorReply
 from tests.serving.servers import Server, serving, start
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
@@ -217,10 +217,10 @@ def test_an_engine_that_ends_behind_its_answer_has_answered(
 
         async def both(message: Any) -> None:
             inbox = client._inboxes[message.id]
-            inbox.put(Replied(id=message.id, value={"a": 1}))
-            inbox.put(Refused(id=message.id, kind="engine", message="the engine has ended"))
+            inbox.put(ControlResult(id=message.id, value={"a": 1}))
+            inbox.put(ErrorReply(id=message.id, kind="engine", message="the engine has ended"))
 
-        monkeypatch.setattr(client, "_tell", both)
+        monkeypatch.setattr(client, "_send", both)
         try:
             return await client.control("app", "status")
         finally:

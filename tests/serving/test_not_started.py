@@ -9,7 +9,7 @@ import pytest
 
 from hetero.errors import UserError
 from hetero.serving.engine_client import EngineClient
-from tests.helpers import Command
+from tests.support.helpers import Command
 
 
 def free_port() -> int:

@@ -13,17 +13,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero.serving.errors import ApiError
-from hetero.serving.messages import Ask, Cancel, Control, Finished, Said, decode, encode
+from hetero.serving.fair_queue import FairQueue
+from hetero.serving.messages import (
+    Cancel,
+    Control,
+    Done,
+    GenerateRequest,
+    TokenEvent,
+    decode,
+    encode,
+)
 from hetero.serving.records import Records, StoredResponse
 from hetero.serving.tools import ToolUse
-from hetero.serving.turns import Turns
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=60))
 def test_turns_are_fifo_inside_an_app_and_round_robin_between_them(
     steps: list[tuple[str, bool]],
 ) -> None:
-    turns, waiting, order = Turns[int](), dict[str, list[int]](), list[str]()
+    turns, waiting, order = FairQueue[int](), dict[str, list[int]](), list[str]()
     for number, (app, takes) in enumerate(steps):
         turns.add(app, number)
         if app not in order:
@@ -38,7 +46,7 @@ def test_turns_are_fifo_inside_an_app_and_round_robin_between_them(
 
 
 def test_what_was_cancelled_is_no_longer_waited_for() -> None:
-    turns = Turns[int]()
+    turns = FairQueue[int]()
     for app, item in (("a", 1), ("b", 2), ("a", 3)):
         turns.add(app, item)
     assert turns.remove(lambda item: item == 2) == [2]
@@ -49,18 +57,18 @@ def test_what_was_cancelled_is_no_longer_waited_for() -> None:
 def test_messages_are_one_line_each(
     text: str, number: int, end: bool, logprob: list[Any] | None
 ) -> None:
-    said = Said(
+    said = TokenEvent(
         id=number, choice=number, text=text, token=number, end=end, logprob=logprob, finish=text
     )
     line = encode(said)
     assert line.count(b"\n") == 1
     assert decode(line) == said
-    assert json.loads(line) == {"is": "Said", **vars(said)}
+    assert json.loads(line) == {"is": "TokenEvent", **vars(said)}
     for message in (
-        Ask(id=1, app=text, tokens=[1], options={"stop": [text]}),
+        GenerateRequest(id=1, app=text, tokens=[1], options={"stop": [text]}),
         Cancel(id=number),
         Control(id=2, app="a", action="status"),
-        Finished(id=3, usage={"prompt_tokens": 1}, about={"bits": {text: 1}}),
+        Done(id=3, usage={"prompt_tokens": 1}, about={"bits": {text: 1}}),
     ):
         assert decode(encode(message)) == message
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero.serving import anthropic, chat, completions, responses
-from hetero.serving.answers import Choice, Wanted, Writer, add
-from hetero.serving.messages import Finished, FromEngine, Outbox, Run, Said, decode
+from hetero.serving.answers import AnswerOptions, Choice, StreamWriter
+from hetero.serving.messages import Done, FromEngine, Outbox, Run, TokenEvent, decode
 from hetero.serving.tools import ToolUse
 
 STATE: Any = SimpleNamespace(model=SimpleNamespace(tokenizer=None))
@@ -20,7 +20,7 @@ TEXTS = st.lists(st.text(max_size=5), min_size=1, max_size=8)
 TOOL = {"name": "go"}
 
 
-def writer_of(kind: str, *, usage: bool, tools: bool) -> Writer:
+def writer_of(kind: str, *, usage: bool, tools: bool) -> StreamWriter:
     use = ToolUse((TOOL,)) if tools else ToolUse()
     options: dict[str, Any] = {"stream": True}
     if usage:
@@ -30,11 +30,11 @@ def writer_of(kind: str, *, usage: bool, tools: bool) -> Writer:
         return chat._Writer(STATE, asked, use, HEAD)
     if kind == "completions":
         body = completions.CompletionRequest(n=2, **options)
-        return completions._Writer(STATE, body, Wanted(tokens=[1], options={}), HEAD)
+        return completions._Writer(STATE, body, AnswerOptions(tokens=[1], options={}), HEAD)
     if kind == "anthropic":
         return anthropic._Writer(use, HEAD, 3)
     wanted = responses.ResponseRequest(input="x")
-    begun, given_ = responses._begun(wanted, "m"), Wanted(tokens=[1], options={})
+    begun, given_ = responses._begun(wanted, "m"), AnswerOptions(tokens=[1], options={})
     turn = responses._Turn(begun, use, [], [], given_, logprobs=False)
     return responses._Writer(STATE, "app", wanted, turn)
 
@@ -51,12 +51,12 @@ def test_events_of_a_run_are_those_of_its_pieces(
     for choice, texts in ((0, first), (second_choice, second)):
         tokens = list(range(len(texts)))
         run = b"".join(one.run(Run(id=1, choice=choice, texts=texts, tokens=tokens)))
-        pieces = [Said(id=1, choice=choice, text=x, token=i) for i, x in enumerate(texts)]
+        pieces = [TokenEvent(id=1, choice=choice, text=x, token=i) for i, x in enumerate(texts)]
         assert run.count(b"data: ") == (0 if tools and kind != "completions" else _told(texts))
         if kind == "responses":
             name = one._at["item_id"].encode()  # type: ignore[attr-defined]
             assert run.count(name) == run.count(b"data: ")
-        assert run == b"".join(line for piece in pieces for line in other.said(piece))
+        assert run == b"".join(line for piece in pieces for line in other.token(piece))
 
 
 def _told(texts: list[str]) -> int:
@@ -73,10 +73,12 @@ def test_what_is_told_of_an_answer_stays_in_order(
         if kind == "f":
             outbox.flush()
             continue
-        message: FromEngine = Finished(id=number, usage={}, about={"at": token})
+        message: FromEngine = Done(id=number, usage={}, about={"at": token})
         if kind != "e":
             logprob = [-0.5, []] if kind == "l" else None
-            message = Said(id=number, choice=choice, text=f"{token} ", token=token, logprob=logprob)
+            message = TokenEvent(
+                id=number, choice=choice, text=f"{token} ", token=token, logprob=logprob
+            )
         outbox.send(message)
         sent.append(message)
     outbox.flush()
@@ -86,15 +88,15 @@ def test_what_is_told_of_an_answer_stays_in_order(
             found.append(event)
             continue
         for text, token in zip(event.texts, event.tokens, strict=True):
-            found.append(Said(id=event.id, choice=event.choice, text=text, token=token))
+            found.append(TokenEvent(id=event.id, choice=event.choice, text=text, token=token))
     for number in range(3):
         assert [x for x in found if x.id == number] == [x for x in sent if x.id == number]  # type: ignore[union-attr]
 
 
 def test_a_choice_is_the_same_however_it_was_told() -> None:
     one, other = Choice(), Choice()
-    add(one, Run(id=1, choice=0, texts=["a", "", "b"], tokens=[1, 2, 3]))
+    one.add(Run(id=1, choice=0, texts=["a", "", "b"], tokens=[1, 2, 3]))
     for token, text in enumerate(["a", "", "b"], 1):
-        add(other, Said(id=1, choice=0, text=text, token=token))
+        other.add(TokenEvent(id=1, choice=0, text=text, token=token))
     assert one == other
     assert one.text == "ab"

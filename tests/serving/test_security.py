@@ -15,8 +15,8 @@ import pytest
 
 from hetero import UserError
 from hetero.serving.keys import Keys, add_key
-from tests.helpers import Command
 from tests.serving.servers import Server, serving
+from tests.support.helpers import Command
 
 ASKED: dict[str, Any] = {"model": "demo", "input": "Tell me a story", "max_output_tokens": 4}
 UNKNOWN = "0" * 32

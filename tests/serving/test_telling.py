@@ -9,23 +9,23 @@ from typing import Any
 
 import pytest
 
-from hetero.generation.loop import LATER
+from hetero.generation.loop import PENDING
 from hetero.serving import engine as module
 from hetero.serving.engine import Engine
-from hetero.serving.messages import Ask, Finished, Said
+from hetero.serving.messages import Done, GenerateRequest, TokenEvent
 
 
 class Scripted(Engine):
     """Reads a prompt in two calls, then says five tokens."""
 
-    def _messages(self, ask: Ask) -> Generator[Any]:
+    def _messages(self, ask: GenerateRequest) -> Generator[Any]:
         self.service.log.append(f"prompt of {ask.id}")  # type: ignore[attr-defined]
         yield None
         for token in range(5):
-            yield Said(id=ask.id, choice=0, text="x", token=token)
-        yield Finished(id=ask.id, usage={}, about={})
+            yield TokenEvent(id=ask.id, choice=0, text="x", token=token)
+        yield Done(id=ask.id, usage={}, about={})
 
-    def _can_begin(self, ask: Ask) -> bool:
+    def _can_begin(self, ask: GenerateRequest) -> bool:
         return True
 
 
@@ -47,10 +47,10 @@ def run(
         log.append("step")
         beside()
         if log.count("step") == second:
-            incoming.put(Ask(id=1, app="a", tokens=[1], options={}))
+            incoming.put(GenerateRequest(id=1, app="a", tokens=[1], options={}))
 
     def send(message: Any) -> None:
-        pending.append(str(message.token) if isinstance(message, Said) else "end")
+        pending.append(str(message.token) if isinstance(message, TokenEvent) else "end")
 
     def flush() -> None:
         if pending:
@@ -58,13 +58,13 @@ def run(
             pending.clear()
 
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(module, "TOLD_EVERY_S", 0.003)
+    monkeypatch.setattr(module, "FLUSH_INTERVAL_S", 0.003)
     model = SimpleNamespace(eos_ids=())
     service: Any = SimpleNamespace(
         llm=SimpleNamespace(model=model), decode_together=decode, log=log, bound=lambda _: None
     )
     incoming: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    incoming.put(Ask(id=0, app="a", tokens=[1], options={}))
+    incoming.put(GenerateRequest(id=0, app="a", tokens=[1], options={}))
     engine = kind(service, incoming, send, flush)
     read = engine._read
 
@@ -99,10 +99,10 @@ def test_quick_tokens_are_told_together_and_the_first_at_once(
 class Ahead(Scripted):
     """Says a token after it was chosen, all but the first."""
 
-    def _messages(self, ask: Ask) -> Generator[Any]:
+    def _messages(self, ask: GenerateRequest) -> Generator[Any]:
         for message in super()._messages(ask):
-            if isinstance(message, Said) and message.token:
-                yield LATER
+            if isinstance(message, TokenEvent) and message.token:
+                yield PENDING
             yield message
 
 

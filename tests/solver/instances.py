@@ -19,7 +19,7 @@ from hetero.profiler.records import (
     DeviceRecord,
     Knots,
     MatMulPredictor,
-    OtherPredictor,
+    NonMatmulPredictor,
     Power,
     ShapeRange,
 )
@@ -139,7 +139,7 @@ def profile_of(
         for kind in kinds
     }
     others = [
-        OtherPredictor(
+        NonMatmulPredictor(
             device=d, op=op, coefficients={"calls": instance.rest_s[d]}, max_m=99, max_context=999
         )
         for d in (("gpu", "npu") if rest_npu else ("gpu",))
@@ -199,13 +199,13 @@ def _node(name: str, op: Op, **own: Any) -> Node:
     return Node(name=name, op=op, slots=dict.fromkeys(op.ports, "any"), **own)
 
 
-def planner_of(instance: Instance, *, apart: bool = False, **changes: Any) -> Planner:
+def planner_of(instance: Instance, *, unfused: bool = False, **changes: Any) -> Planner:
     """A planner whose shapes are the instance's."""
     known = ("rest_npu", "npu_bytes", "per_graph_size")
     own = {key: changes.pop(key) for key in known if key in changes}
     profile = profile_of(instance, **own)
     rules = Rules(margin=changes.pop("margin", instance.margin), **changes)
-    settings = Settings(rules=rules, apart=apart)
+    settings = Settings(rules=rules, unfused=unfused)
     cost = TableCost(profile, instance)
     return Planner(spec_of(instance), profile, settings, cost=cost, overheads=instance.sync)
 

@@ -14,12 +14,12 @@ from hetero.profiler.model_graph import OpName
 from hetero.profiler.records import DeviceProfile
 from hetero.solver.chooser import Chooser
 from hetero.solver.cuts import EXACT, row_cuts
+from hetero.solver.joint_plan import solve_jointly
 from hetero.solver.options import GPU, Option
 from hetero.solver.planner import Planner
 from hetero.solver.request import DECODE, PlanRequest
 from hetero.solver.solution import Scenario
 from hetero.solver.tilings import Grid
-from hetero.solver.together import solve_together
 from tests.solver.instances import NAMES, planner_of, random_instance
 
 
@@ -34,7 +34,7 @@ def cost(planner: Planner, grid: Grid, m: int) -> float:
     chooser = Chooser(planner.overheads, planner.settings.rules, objective)
     whole_s = min([float(grid.npu_s[i, -1]) for i, t in enumerate(grid.cuts) if t == m])
     alone = Option("npu-only", "npu", whole_s), Option("gpu-only", "gpu", grid.gpu_only_s)
-    return min(float(chooser.price(grid, m).min()), *(objective.cost(o, GPU) for o in alone))
+    return min(float(chooser.cost(grid, m).min()), *(objective.cost(o, GPU) for o in alone))
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -111,9 +111,9 @@ def test_row_cuts_on_a_measured_profile_are_the_best_subset(weights: WeightForma
 def best_row(planner: Planner, grid: Grid, m: int) -> int:
     """The row cut that is fastest for one length; all rows where one device alone is faster."""
     chooser = Chooser(planner.overheads, planner.settings.rules, planner.objective())
-    price = chooser.price(grid, m).min(axis=0)
-    alone = cost(planner, grid, m) < price.min()
-    return int(grid.rows[-1 if alone else int(price.argmin())])
+    costs = chooser.cost(grid, m).min(axis=0)
+    alone = cost(planner, grid, m) < costs.min()
+    return int(grid.rows[-1 if alone else int(costs.argmin())])
 
 
 @pytest.mark.parametrize("count", [1, 3, EXACT + 3])
@@ -132,7 +132,7 @@ def test_never_more_cuts_than_asked_for(count: int) -> None:
 def test_a_plan_of_several_lengths_costs_what_its_own_cuts_cost(seed: int) -> None:
     planner = planner_of(random_instance(seed, tiny=False), margin=-99.0)  # no cut is barred
     objective, scenarios = planner.objective(), scenarios_of(planner)
-    limited, solutions = solve_together(planner, scenarios, objective, PlanRequest(), [])
+    limited, solutions = solve_jointly(planner, scenarios, objective, PlanRequest(), [])
     used: dict[OpName, set[int]] = {name: set() for name in NAMES}
     for solution in solutions:
         for name, option in solution.options.items():

@@ -21,7 +21,7 @@ from hetero.solver.planner import Planner
 from hetero.solver.request import PlanRequest
 from hetero.solver.solution import Scenario
 from tests.solver.instances import F32, planner_of, random_instance
-from tests.thinning import examples
+from tests.support.selection import examples
 
 CANDIDATES = (2, 3, 4, 5, 8)
 LENGTHS = {2: 1.0, 5: 3.0, 7: 0.5, 11: 2.0}

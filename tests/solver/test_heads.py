@@ -79,19 +79,19 @@ def test_the_number_of_heads_is_the_best_one(speed: float) -> None:
 
 def test_a_planner_with_other_heads_keeps_no_derived_planner_of_the_old_ones() -> None:
     first = planner(profile())
-    assert (first.uncut.heads, first.whole.heads) == (None, None)
+    assert (first.whole_rows.heads, first.whole.heads) == (None, None)
     for heads in ((3,), ()):
         other = first.with_heads(heads)
-        assert (other.heads, other.uncut.heads, other.whole.heads) == (heads, heads, heads)
+        assert (other.heads, other.whole_rows.heads, other.whole.heads) == (heads, heads, heads)
         limited = other.with_rows({}).with_heads((5,))
-        assert (limited.uncut.heads, limited.whole.heads) == ((5,), (5,))
-    assert first.uncut.heads is None
+        assert (limited.whole_rows.heads, limited.whole.heads) == ((5,), (5,))
+    assert first.whole_rows.heads is None
 
 
 def test_what_shared_attention_takes_is_what_the_longer_part_does() -> None:
     found, cost = profile(), CostModel(profile())
     solver, m, context = planner(found), 512, 512
-    shared = solver.rests(Scenario("prefill", m, context))["gpu"].shared["qkv"]
+    shared = solver.non_matmul_times(Scenario("prefill", m, context))["gpu"].shared["qkv"]
     of = [share.op for share in model_spec(MODEL).block[0].behind]
     rope = next(op for op in of if isinstance(op, Rope))
     whole = next(op for op in of if isinstance(op, Attention))
@@ -107,9 +107,9 @@ def test_what_shared_attention_takes_is_what_the_longer_part_does() -> None:
             * float(cost.other_s(kind, op, m, context).seconds)  # type: ignore[arg-type]
             for kind, op in parts.items()
         )
-        together_s = max(gpu_s, npu_s + solver.overheads.wait_s)
+        elapsed_s = max(gpu_s, npu_s + solver.overheads.wait_s)
         before_s = float(cost.other_s("gpu", rope, m).seconds)
-        assert option.together_s == pytest.approx(before_s + together_s)
+        assert option.elapsed_s == pytest.approx(before_s + elapsed_s)
         assert option.is_cut
 
 

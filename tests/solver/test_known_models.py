@@ -12,7 +12,7 @@ from hetero.models import model_spec
 from hetero.models.random_models import KNOWN_MODELS
 from hetero.profiler.cost import CostModel
 from hetero.profiler.model_graph import Node
-from hetero.profiler.other_ops import BLOCKS, graph_ops, reference_ops
+from hetero.profiler.non_matmul_ops import BLOCKS, graph_ops, reference_ops
 from hetero.profiler.predict import op_name
 from hetero.profiler.records import DeviceProfile
 from hetero.profiler.substitutes import SUBSTITUTES
@@ -26,7 +26,7 @@ from hetero.solver.report.drawings import block_bars
 from hetero.solver.request import PlanRequest
 from hetero.solver.solution import Scenario
 from hetero.solver.strategy_plans import strategy_plan
-from tests.helpers import Command
+from tests.support.helpers import Command
 
 PROFILES = ("host", "host-amx", "host-avx2", "snapdragon-8-gen-3", "snapdragon-8-gen-3-strong-npu")
 LENGTHS = (64, 135, 256, 1024)
@@ -107,18 +107,18 @@ def test_a_chain_has_the_nodes_of_a_layer_and_no_others(name: str, m: int) -> No
     context = planner.settings.context if m == 1 else 0
     nodes = [x for x in graph.nodes if x.plan_op is None]
     wanted = sum(float(planner.cost.other_s("gpu", x.op, m, context).seconds) for x in nodes)
-    chain = solution.chain
+    chain = solution.path
     matmuls = {id(option) for option in solution.options.values()}
     others = [option.gpu_s for option in chain.block if id(option) not in matmuls]
     head = sum(option.gpu_s for option in chain.head)
     assert head + graph.layers * sum(others) == pytest.approx(wanted, rel=1e-9)
-    assert len(chain.block) == 4 + len(solution.rests.behind)
+    assert len(chain.block) == 4 + len(solution.non_matmul.behind)
 
 
 def test_a_parallel_block_has_nothing_between_o_and_gate_up() -> None:
     planner = Planner(model_spec("phi-2"), DeviceProfile.load("host"))
     solution = planner.solve(Scenario("prefill", 256))
-    assert list(solution.rests.behind) == ["qkv", "gate_up", "down"]
+    assert list(solution.non_matmul.behind) == ["qkv", "gate_up", "down"]
     behind = {stage.name: [op_name(x.op) for x in stage.behind] for stage in planner.spec.block}
     assert behind["o"] == []
     assert behind["down"] == ["Add", "LayerNorm+add"]
@@ -167,14 +167,14 @@ def test_a_report_draws_a_parallel_block_as_it_runs() -> None:
 @pytest.mark.parametrize("name", ["phi-2", "opt-1.3b", "llama-3.2-1b"])
 def test_a_memory_limit_walks_the_same_stages(name: str) -> None:
     """The integer program's chain, where nothing limits it, is that of the dynamic one."""
-    profile, settings = DeviceProfile.load("snapdragon-8-gen-3"), Settings(apart=False)
+    profile, settings = DeviceProfile.load("snapdragon-8-gen-3"), Settings(unfused=False)
     planner = Planner(model_spec(name), profile, settings)
     scenario, objective = Scenario("prefill", 256), Objective()
     best = planner.solve(scenario, objective)
     assert any(option.is_cut for option in best.options.values())
     used = planner.with_rows({x: (o.rows,) if o.rows else () for x, o in best.options.items()})
     (found,) = residency.solve(used, [scenario], objective, Limits(), lambda _: 1.0)
-    assert found.chain.cost == pytest.approx(used.solve(scenario, objective).chain.cost)
+    assert found.path.cost == pytest.approx(used.solve(scenario, objective).path.cost)
 
 
 def test_the_command_line_says_what_was_not_measured(command: Command) -> None:

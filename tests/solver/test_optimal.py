@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from hetero.backends.protocol import PerGraphSize
-from hetero.solver.chain import solve_chain, walk
 from hetero.solver.chooser import Chooser, Rules
 from hetero.solver.errors import PlanError
+from hetero.solver.layer_dp import solve_layers, walk
 from hetero.solver.memory import Limits, weight_memory
 from hetero.solver.options import GPU, HOST, INF, Objective, Option, Power
 from hetero.solver.place import tiles_of
@@ -29,7 +29,7 @@ from tests.solver.instances import (
     planner_of,
     random_instance,
 )
-from tests.thinning import examples
+from tests.support.selection import examples
 
 
 @pytest.mark.parametrize("block", range(examples(4, 10)))
@@ -54,7 +54,7 @@ def test_every_chain_is_as_good_as_trying_all_combinations(block: int) -> None:
         m = 1 + seed % (2 * instance.sizes[-1])
         found = planner_of(instance).solve(Scenario("prefill", m))
         assert found.seconds == pytest.approx(brute_force_step(instance, m), rel=1e-9), seed
-        assert found.chain.cost == pytest.approx(found.seconds, rel=1e-9)
+        assert found.path.cost == pytest.approx(found.seconds, rel=1e-9)
 
 
 @pytest.mark.parametrize("block", range(examples(2, 4)))
@@ -87,7 +87,7 @@ def test_chains_without_gpu_operators_between_are_solved_exactly(seed: int) -> N
     stages = [[_random_option(rng) for _ in range(rng.integers(1, 4))] for _ in range(5)]
     head, block, tail = stages[:1], stages[1:4], stages[4:]
     layers = int(rng.integers(1, 5))
-    found = solve_chain(head, block, tail, layers, Objective())
+    found = solve_layers(head, block, tail, layers, Objective())
     best = min(_walk_all(combo, layers) for combo in itertools.product(*stages))
     if best == np.inf:
         assert found is None
@@ -98,7 +98,7 @@ def test_chains_without_gpu_operators_between_are_solved_exactly(seed: int) -> N
 
 
 def _random_option(rng: np.random.Generator) -> Option:
-    barred = frozenset({int(rng.integers(2))}) if rng.random() < 0.1 else frozenset()
+    forbidden = frozenset({int(rng.integers(2))}) if rng.random() < 0.1 else frozenset()
     enter = (float(rng.random()), float(rng.random()))
     return Option(
         "gpu-only",
@@ -106,7 +106,7 @@ def _random_option(rng: np.random.Generator) -> Option:
         float(rng.random()),
         enter_s=enter,
         leaves=int(rng.integers(2)),
-        barred=barred,
+        forbidden=forbidden,
     )
 
 
@@ -176,8 +176,8 @@ def test_energy_and_latency_each_win_at_their_own(seed: int) -> None:
 def test_an_unreachable_option_costs_infinity_under_every_objective() -> None:
     """Also where seconds weigh nothing, as energy alone has it: 0 * inf is no number."""
     power = Power(1.0, 2.0, 3.0)
-    never = Option("gpu-only", "gpu", together_s=INF)
-    late = Option("gpu-only", "gpu", together_s=1.0, enter_s=(0.0, INF))
+    never = Option("gpu-only", "gpu", elapsed_s=INF)
+    late = Option("gpu-only", "gpu", elapsed_s=1.0, enter_s=(0.0, INF))
     for objective in (Objective(), Objective(0.0, 1.0, power), Objective(1.0, 1.0, power)):
         assert objective.cost(never, GPU) == objective.cost_alone(never, HOST) == INF
         assert objective.cost(late, HOST) == INF

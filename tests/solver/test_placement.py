@@ -16,7 +16,7 @@ from hetero.profiler.model_graph import ModelGraph, Node
 from hetero.solver.errors import PlanError
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.placement import Placement
-from hetero.solver.plan import OpPlan, Phase, Rest
+from hetero.solver.plan import NonMatmulDevices, OpPlan, Phase
 from tests.runtime.models import tiny_model
 from tests.runtime.plans import random_plan, tiles_of
 
@@ -47,7 +47,9 @@ def placed(
         {"phase": phase, "m": m, "op": "down", "n": n, "k": k, "strategy": "npu-only",
          "tiles": [tile]}
     )  # fmt: skip
-    plan = ExecutionPlan(model="m", ops=(entry,), rest=Rest(prefill="npu", decode="npu"))
+    plan = ExecutionPlan(
+        model="m", ops=(entry,), rest=NonMatmulDevices(prefill="npu", decode="npu")
+    )
     return Placement(plan, model, {"npu": NPU})
 
 
@@ -101,7 +103,7 @@ def random_placement(model: ModelGraph, seed: int, tokens: int) -> Placement:
         )
         for entry in entries.values()
     ]
-    rest = Rest.model_validate({"prefill": rng.choice(("gpu", "npu")), "decode": "gpu"})
+    rest = NonMatmulDevices.model_validate({"prefill": rng.choice(("gpu", "npu")), "decode": "gpu"})
     plan = ExecutionPlan(model="m", ops=tuple(turned), rest=rest)
     return Placement(plan, model, {"npu": NPU, "gpu": Capabilities(kind="gpu")})
 
@@ -157,7 +159,9 @@ def test_an_edge_of_the_other_device_cuts_a_kernel(model: ModelGraph) -> None:
         {"phase": "prefill", "m": 40, "op": "down", "n": n, "k": k, "strategy": "row-cut",
          "tiles": tiles}
     )  # fmt: skip
-    plan = ExecutionPlan(model="m", ops=(entry,), rest=Rest(prefill="gpu", decode="gpu"))
+    plan = ExecutionPlan(
+        model="m", ops=(entry,), rest=NonMatmulDevices(prefill="gpu", decode="gpu")
+    )
     placement = Placement(plan, model, {"npu": NPU, "gpu": Capabilities(kind="gpu")})
     assert [s.rows for s in placement.segments(node, "npu")] == [(0, 16), (16, n)]
     found = [(x.kind, x.tokens, x.rows) for x in placement.parts(node, "prefill", 40)]

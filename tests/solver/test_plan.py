@@ -18,8 +18,8 @@ from hetero.solver.errors import PlanError
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.plan import (
     Candidate,
+    NonMatmulDevices,
     OpPlan,
-    Rest,
     Tile,
     check_cover,
 )
@@ -40,7 +40,7 @@ def op(**changes: Any) -> OpPlan:
 
 
 def plan(*ops: OpPlan) -> ExecutionPlan:
-    return ExecutionPlan(model="m", ops=ops, rest=Rest(prefill="gpu", decode="gpu"))
+    return ExecutionPlan(model="m", ops=ops, rest=NonMatmulDevices(prefill="gpu", decode="gpu"))
 
 
 def test_open_token_ranges_end_at_the_call() -> None:

@@ -17,7 +17,7 @@ from hetero.solver.request import PlanRequest
 from hetero.solver.residency import mask_of
 from hetero.solver.solution import Scenario
 from tests.solver.instances import NAMES, TableCost, planner_of, random_instance
-from tests.thinning import examples
+from tests.support.selection import examples
 
 
 def small(seed: int) -> tuple[Planner, PreparedSolver]:

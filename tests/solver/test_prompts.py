@@ -163,8 +163,8 @@ def test_other_operators_run_on_an_npu_in_one_graph(spec: ModelGraph) -> None:
     host = DeviceProfile.load("host")
     planner = Planner(spec, host)
     largest = planner.sizes[-1]
-    assert planner.rest_devices(largest) == ("gpu", "npu")
-    assert planner.rest_devices(largest + 1) == ("gpu",)
+    assert planner.non_matmul_devices(largest) == ("gpu", "npu")
+    assert planner.non_matmul_devices(largest + 1) == ("gpu",)
     assert planner.step_tokens == 2 * largest
     assert Planner(spec, host, Settings(step_tokens=512)).step_tokens == 512
     assert longest_step(planner, "npu-only") == largest

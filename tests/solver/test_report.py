@@ -17,7 +17,7 @@ from hetero.profiler.report import write_report
 from hetero.solver.build import make_plan
 from hetero.solver.errors import PlanError
 from hetero.solver.execution_plan import ExecutionPlan
-from hetero.solver.plan import OpPlan, Rest, Tile
+from hetero.solver.plan import NonMatmulDevices, OpPlan, Tile
 from hetero.solver.report import content, units
 from hetero.solver.report.conclusion import sentences
 from hetero.solver.report.drawings import block_bars
@@ -164,7 +164,7 @@ def test_names_from_outside_are_text(tmp_path: Path) -> None:
             OpPlan(phase=phase, m=None, op="qkv", n=64, k=64, strategy="gpu-only", tiles=(tile,))
             for phase in ("prefill", "decode")
         ),
-        rest=Rest(prefill="gpu", decode="gpu"),
+        rest=NonMatmulDevices(prefill="gpu", decode="gpu"),
     )
     page = Page(written(made, tmp_path / "r.html"))
     assert not {"script", "b"} & {tag for tag, attrs in page.tags if not attrs} - {"b"}

@@ -84,10 +84,10 @@ def test_groups_may_be_apart_at_some_lengths(spec: ModelGraph) -> None:
             n = count * spec.head_dim
             tiles = tuple(t.model_copy(update={"rows": (0, n)}) for t in entry.tiles)
             ops.append(entry.model_copy(update={"op": name, "n": n, "tiles": tiles}))
-    apart = repredict(plan.model_copy(update={"ops": tuple(ops)}), spec, profile)
+    unfused = repredict(plan.model_copy(update={"ops": tuple(ops)}), spec, profile)
     step = Scenario("prefill", 300)
-    assert {s for s in fused if apart[s] != fused[s]} == {step}
-    assert apart[step] == pytest.approx(fused[step], rel=0.05)
+    assert {s for s in fused if unfused[s] != fused[s]} == {step}
+    assert unfused[step] == pytest.approx(fused[step], rel=0.05)
 
 
 def slower(profile: DeviceProfile, device: str, factor: float) -> DeviceProfile:

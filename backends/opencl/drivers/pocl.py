@@ -18,7 +18,7 @@ from hetero.backends.opencl.drivers.base import Driver
 from hetero.backends.opencl.drivers.levels import GENERIC, Level
 from hetero.backends.opencl.drivers.pocl_repair import applies, repair, target_triple
 from hetero.backends.opencl.kernel_files import sources_digest
-from hetero.backends.opencl.proving.store import KernelStore
+from hetero.backends.opencl.self_test.store import KernelStore
 
 WORKERS: Final = "POCL_MAX_PTHREAD_COUNT"
 CACHE: Final = "POCL_CACHE_DIR"

@@ -4,8 +4,8 @@ here names.
 PoCL looks a program up in its cache by its preprocessed text, and that has all of Clang's
 `opencl-c.h` in it: 18 552 lines, 25 of the 30 ms that a program takes at every start though its
 kernels are compiled, and most of what compiling one takes at first. What is declared makes no code.
-A kernel that names a function which is left out does not compile: its trial says so. Programs of
-others in the same process, which do not define `OURS`, find all functions.
+A kernel that names a function which is left out does not compile: its self-test says so. Programs
+of others in the same process, which do not define `OURS`, find all functions.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from hetero.backends.opencl.kernel_files import OURS, all_sources, sources_digest
-from hetero.backends.opencl.proving.store import KernelStore
+from hetero.backends.opencl.self_test.store import KernelStore
 
 HEADER: Final = "opencl-c.h"
 REVISION: Final = "declarations of named functions 3"  # another one for another text

@@ -14,7 +14,7 @@ points it to the level's name, whatever it says.
 Guards: only versions whose struct is known to be so (3.x); pointers are followed by reading
 /proc/self/mem, which answers an error instead of crashing; the pointer before must be the target
 triple that the device reports, and the field itself a plausible name. Where a guard fails nothing
-is written. All of this happens first in the process of a trial (`trial`).
+is written. All of this happens first in the process of a self-test (`self_test`).
 """
 
 from __future__ import annotations

@@ -8,21 +8,21 @@ __kernel void raise_flag(const int count, ARRAY(volatile int, flag)) {
   }
 }
 
-// The queue's gate: tells the host that everything before it is complete, then lets nothing pass
-// until the host has opened so many gates, or gives up after `patience` looks. `words`, a cache line
-// each: gates that were opened, gates that were reached, the last gate that gave up.
-__kernel void gate(const int count, ARRAY(volatile uint, words), const int patience) {
+// A stream wait: tells the host that everything before it is complete, then blocks the queue until
+// the host has signalled so many waits, or gives up after `patience` polls. `words`, a cache line
+// each: waits that were signalled, waits that were reached, the last wait that gave up.
+__kernel void wait_value(const int count, ARRAY(volatile uint, words), const int patience) {
   AT(words);
   if (count > 0) {
     const uint number = words[16] + 1;
     RELEASE();
     words[16] = number;
-    int looks = 0;
-    while ((int)(words[0] - number) < 0 && looks < patience) {
-      looks++;
+    int polls = 0;
+    while ((int)(words[0] - number) < 0 && polls < patience) {
+      polls++;
       PAUSE;
     }
-    if (looks == patience) words[32] = number;
+    if (polls == patience) words[32] = number;
     ACQUIRE();
   }
 }

@@ -102,7 +102,7 @@ def _checked(
 
 
 def opencl_drivers() -> list[Finding]:
-    """Each OpenCL driver that is installed, with the verdict of its trial."""
+    """Each OpenCL driver that is installed, with the result of its self-test."""
     return [
         Finding(
             f"opencl:{report.driver}",

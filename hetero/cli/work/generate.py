@@ -19,7 +19,7 @@ from hetero.generation.llm import LLM
 from hetero.generation.loop import DeviceShare, GenerationResult, Stats
 from hetero.generation.options import GenerateOptions, SamplingOptions, read_options
 from hetero.measuring.contender import peak_rss_bytes
-from hetero.runtime.memory import Needs
+from hetero.runtime.memory import MemoryEstimate
 from hetero.solver.report.units import size
 from hetero.terminal import answer_text
 
@@ -171,9 +171,9 @@ def document(llm: LLM, result: GenerationResult, options: GenerateOptions) -> di
         "weights": ",".join((llm.model.weights.weight_format, *llm.model.weights.also)),
         "plan_id": llm.plan.plan_id,
         "numbers": llm.devices.numbers,
-        "weight_bytes": llm.engine.needs.weight_bytes,
-        "copied_weight_bytes": llm.engine.needs.copied_bytes,
-        "context_bytes": llm.engine.needs.context_bytes,
+        "weight_bytes": llm.engine.memory.weight_bytes,
+        "copied_weight_bytes": llm.engine.memory.copied_bytes,
+        "context_bytes": llm.engine.memory.context_bytes,
         "peak_rss_bytes": peak_rss_bytes(),
     }
     if result.logprobs:
@@ -215,16 +215,16 @@ def print_stats(llm: LLM, result: GenerationResult) -> None:
         )
     for kind, error in llm.model.weights.requantised().items():
         table.add_row(shown(f"{kind} quantised again"), f"relative error {error:.3f}")
-    table.add_row("weights", _weights(llm.engine.needs))
-    table.add_row("keys and values", f"up to {size(llm.engine.needs.context_bytes)} a context")
+    table.add_row("weights", _weights(llm.engine.memory))
+    table.add_row("keys and values", f"up to {size(llm.engine.memory.context_bytes)} a context")
     table.add_row("peak memory", f"{peak_rss_bytes() / 2**20:.0f} MiB")
     stderr.print(table)
 
 
-def _weights(needs: Needs) -> str:
+def _weights(memory: MemoryEstimate) -> str:
     """Their bytes on all devices, and what of these lies there twice."""
-    copied = f", {size(needs.copied_bytes)} of these a second time" if needs.copied_bytes else ""
-    return f"{size(needs.weight_bytes)}{copied}"
+    copied = f", {size(memory.copied_bytes)} of these a second time" if memory.copied_bytes else ""
+    return f"{size(memory.weight_bytes)}{copied}"
 
 
 def _heads(llm: LLM, tokens: int) -> str:

@@ -16,25 +16,25 @@ from rich.text import Text
 
 from hetero.cli.options import shown, stderr
 from hetero.cli.tables import show
+from hetero.profiler.device_overheads import BANDWIDTH_REPEATS
 from hetero.profiler.files import cached_profile_path, own_profile_path
 from hetero.profiler.options import Event
+from hetero.profiler.quality import grade
 from hetero.profiler.records import DeviceProfile
-from hetero.profiler.surroundings import STRETCHES
 from hetero.profiler.tables import TableData
-from hetero.profiler.verdict import judge
 
 
 def report(taken: DeviceProfile, path: Path, as_json: bool) -> None:
     """What was measured and what it comes to; exit code 1 for a profile that is no good."""
-    verdict = judge(taken)
+    quality = grade(taken)
     if as_json:
         print(json.dumps({"out": str(path), **summary(taken)}), flush=True)
     else:
         print_summary(taken)
-        for said in verdict.sentences:
+        for said in quality.sentences:
             stderr.print(shown(said), style="bold" if said.startswith("Bad") else "")
         print(path)
-    if not verdict.good:
+    if not quality.good:
         print(
             "hetero: this profile is bad: take it again with a longer --budget, on a machine that "
             "does nothing else",
@@ -54,8 +54,8 @@ def summary(profile: DeviceProfile) -> dict[str, Any]:
         "measured": profile.coverage.measured_tasks,
         "grid": profile.coverage.grid_tasks,
         "spent_s": profile.coverage.spent_s,
-        "good": judge(profile).good,
-        "verdict": list(judge(profile).sentences),
+        "good": grade(profile).good,
+        "verdict": list(grade(profile).sentences),
         "quarantined": [entry.detail for entry in profile.quarantined],
         "validation": [
             {
@@ -107,7 +107,7 @@ LABELS: Final = {
     "matmuls": "matrix multiplications",
     "stage checks": "checking the sizes that are padded to",
     "fitting": "fitting predictions",
-    **dict.fromkeys(STRETCHES, "both devices at once"),
+    **dict.fromkeys(BANDWIDTH_REPEATS, "both devices at once"),
 }
 
 

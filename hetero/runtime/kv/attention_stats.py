@@ -34,7 +34,7 @@ def sampled(first: int, count: int, every: int) -> list[int]:
     return list(range(-(first + 1) % every, count, every))
 
 
-def column_mass(op: Attention, queries: Array, keys: Array, positions: Sequence[int]) -> Array:
+def sum_scores(op: Attention, queries: Array, keys: Array, positions: Sequence[int]) -> Array:
     """Sums over rows, means over heads of A: float64 [columns], of one layer.
 
     `queries` [rows, H, D] at `positions` (rising), `keys` [G, columns, D], after the rotary
@@ -81,7 +81,7 @@ class Span(Protocol):
         """Return the token after the last."""
 
 
-class AttentionMass:
+class ScoreStats:
     """What sampled rows of one call gave to the columns of a context. Control thread.
 
     `sums` are means over layers and heads, summed over rows; `rows` how many saw each column.

@@ -14,7 +14,7 @@ from typing import Any, Final, Protocol, Self, TypeVar
 
 from hetero.backends.ops import Rope
 from hetero.errors import UserError
-from hetero.runtime.kv.attention_stats import AttentionMass
+from hetero.runtime.kv.attention_stats import ScoreStats
 from hetero.runtime.kv.kv_cache import KvCache
 from hetero.runtime.kv.layer_gate import LayerGate, LoadError
 from hetero.runtime.kv.session_file import Identity, read_session, save_session
@@ -69,7 +69,7 @@ class Context:
     def __init__(self, home: Home, cache: KvCache, *, waits: bool = False) -> None:
         self.work = Work()
         self.gate: LayerGate | None = None  # layers that another thread is still filling
-        self.mass: AttentionMass | None = None  # adds up who attends to what, if asked for
+        self.mass: ScoreStats | None = None  # adds up who attends to what, if asked for
         self._home = home
         self._cache: KvCache | None = cache
         self._tokens: list[int] = []

@@ -8,17 +8,17 @@
 """
 
 from hetero.runtime.waits.policy import WaitPolicy
-from hetero.runtime.waits.poll import Site, SiteKey
-from hetero.runtime.waits.predictor import SleepTimes
+from hetero.runtime.waits.prediction import SleepTimes
 from hetero.runtime.waits.shared import SyncMethod, WaitTotals
 from hetero.runtime.waits.synchroniser import Synchroniser
+from hetero.runtime.waits.wait_point import WaitKey, WaitPoint
 
 __all__ = [
-    "Site",
-    "SiteKey",
     "SleepTimes",
     "SyncMethod",
     "Synchroniser",
+    "WaitKey",
+    "WaitPoint",
     "WaitPolicy",
     "WaitTotals",
 ]

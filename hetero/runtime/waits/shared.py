@@ -1,4 +1,4 @@
-"""What all waits of one model share."""
+"""State that all waits of one model share."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from hetero.backends.host.limits import time_limit
 from hetero.backends.protocol import Device, DeviceKind
 from hetero.runtime.waits.contention import Contention
 from hetero.runtime.waits.policy import WaitPolicy
-from hetero.runtime.waits.predictor import SleepTimes
+from hetero.runtime.waits.prediction import SleepTimes
 
 SyncMethod: TypeAlias = Literal["fast", "event", "finish", "copy"]
 
 
 @dataclass(slots=True)
 class WaitTotals:
-    """What waiting cost: seconds asleep, seconds polling or blocked, and how many waits."""
+    """Cost of waiting: seconds asleep, seconds polling or blocked, number of waits."""
 
     waits: int = 0
     asleep_s: float = 0.0
     polling_s: float = 0.0
 
     def add(self, asleep_s: float, polling_s: float) -> None:
-        """One more wait."""
+        """Add one wait."""
         self.waits += 1
         self.asleep_s += asleep_s
         self.polling_s += polling_s
 
 
 class SharedWaits:
-    """Devices, method, deadline and time of a model's waits, and what they learn together.
+    """Devices, method, deadlines and clock of a model's waits, and their shared estimates.
 
-    A wait in a step of m tokens ends after `deadline_s` + m · `token_s`: a long prompt on a slow or
-    busy machine is no driver that hangs. HETERO_TIMEOUT_SCALE multiplies both.
+    The deadline of a wait in a step of m tokens is `deadline_s` + m · `token_s`: a long prompt on a
+    slow or busy machine is not a hung driver. HETERO_TIMEOUT_SCALE multiplies both.
     `unpolled` are devices that compute on the control thread's core as well.
     """
 
@@ -64,11 +64,11 @@ class SharedWaits:
         self.unpolled = {k for k, device in devices.items() if device.capabilities.every_core}
 
     def polls(self, kind: DeviceKind) -> bool:
-        """Whether the wait that begins now may keep the core busy; counts those that may not."""
+        """Return whether the wait that begins now may poll; count those that may not."""
         return self.contention.polls() and kind not in self.unpolled
 
     def timeout(self, kernel: str, kind: DeviceKind, deadline_s: float) -> WaitTimeoutError:
-        """A wait past its deadline, with what each device says of itself."""
+        """Return the error of a wait past its deadline, with the state of each device."""
         states = "; ".join(f"{k}: {_state(d)}" for k, d in sorted(self.devices.items()))
         backend = self.devices[kind].info.backend
         return WaitTimeoutError(backend, f"{kernel} ({states})", deadline_s, kind)

@@ -11,17 +11,17 @@ from hetero.backends.protocol import (
     BoundCall,
     Device,
     DeviceKind,
-    Doorbell,
+    StreamSignal,
 )
 from hetero.runtime.waits.policy import DEFAULT, WaitPolicy
-from hetero.runtime.waits.poll import Site, SiteKey
-from hetero.runtime.waits.predictor import SleepTimes
+from hetero.runtime.waits.prediction import SleepTimes
 from hetero.runtime.waits.shared import SharedWaits, SyncMethod
 from hetero.runtime.waits.trials import Trials
+from hetero.runtime.waits.wait_point import WaitKey, WaitPoint
 
 
 class Synchroniser(SharedWaits):
-    """The method of one model's waits, their sites and what they learned. Control thread only.
+    """How one model waits: the method, its wait points and their predictions. Control thread only.
 
     `eager`: a GPU tile is submitted before the control thread waits for earlier work, so that the
     queue never runs dry; with `finish` and `copy` that would wait for the tile as well. `bells` are
@@ -48,25 +48,25 @@ class Synchroniser(SharedWaits):
             clock=clock, queued_s=queued_s,
         )  # fmt: skip
         fast, trials = method == "fast", Trials(devices, policy, clock)
-        self.bells: dict[DeviceKind, Doorbell] = trials.bells() if fast and gates else {}
+        self.bells: dict[DeviceKind, StreamSignal] = trials.bells() if fast and gates else {}
         self.flags: dict[DeviceKind, BoundCall] = trials.flags(self.bells) if fast else {}
-        self._sites: dict[tuple[SiteKey, DeviceKind], Site] = {}
+        self._wait_points: dict[tuple[WaitKey, DeviceKind], WaitPoint] = {}
 
     @property
     def eager(self) -> bool:
-        """See the class."""
+        """Return whether submissions may precede the wait for earlier work (see the class)."""
         return self.method not in ("finish", "copy")
 
     def gates_now(self) -> bool:
-        """Whether the step that begins now is to have gates; counts the steps."""
+        """Return whether the step that begins now should have gates; count the steps."""
         return self.contention.gates_now()
 
-    def site(self, key: SiteKey, kind: DeviceKind, name: str) -> Site:
-        """The site of a phase, its chunks' tokens, the waiting node and the awaited node."""
-        if (key, kind) not in self._sites:
-            self._sites[key, kind] = Site(self, key, kind, name)
-        return self._sites[key, kind]
+    def wait_point(self, key: WaitKey, kind: DeviceKind, name: str) -> WaitPoint:
+        """Return the wait point of a phase, its chunks' tokens, the waiting and awaited node."""
+        if (key, kind) not in self._wait_points:
+            self._wait_points[key, kind] = WaitPoint(self, key, kind, name)
+        return self._wait_points[key, kind]
 
     def close(self) -> None:
-        """Let go of the sites, which know this object; idempotent."""
-        self._sites.clear()
+        """Drop the wait points, which refer to this object; idempotent."""
+        self._wait_points.clear()

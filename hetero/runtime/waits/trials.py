@@ -1,4 +1,4 @@
-"""Which ways of starting a launch and of seeing its end are faster here: tried, never assumed."""
+"""Measures which way of starting a launch and of observing its end is faster on this machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hetero.backends.protocol import (
     Completion,
     Device,
     DeviceKind,
-    Doorbell,
+    StreamSignal,
 )
 from hetero.runtime.waits.policy import WaitPolicy
 
@@ -23,7 +23,7 @@ PORTS: Final = ("x", "residual", "y")
 
 
 class Trials:
-    """Trials of the devices of one model, on the control thread."""
+    """Times launches on the devices of one model, on the control thread."""
 
     def __init__(
         self, devices: Mapping[DeviceKind, Device], policy: WaitPolicy, clock: Clock
@@ -31,17 +31,17 @@ class Trials:
         self._policy, self._clock = policy, clock
         self._polled = {kind: device for kind, device in devices.items() if _is_polled(device)}
 
-    def bells(self) -> dict[DeviceKind, Doorbell]:
+    def bells(self) -> dict[DeviceKind, StreamSignal]:
         """Doorbells of the devices on which ringing is faster than submitting."""
-        found: dict[DeviceKind, Doorbell] = {}
+        found: dict[DeviceKind, StreamSignal] = {}
         for kind, device in self._polled.items():
             flag = device.flag()
-            bell = device.doorbell() if flag is not None else None
+            bell = device.stream_signal() if flag is not None else None
             if flag is not None and bell is not None and self.bell_is_faster(device, flag, bell):
                 found[kind] = bell
         return found
 
-    def flags(self, bells: Mapping[DeviceKind, Doorbell]) -> dict[DeviceKind, BoundCall]:
+    def flags(self, bells: Mapping[DeviceKind, StreamSignal]) -> dict[DeviceKind, BoundCall]:
         """Flags of the devices on which watching one is faster than asking the driver."""
         found: dict[DeviceKind, BoundCall] = {}
         for kind, device in self._polled.items():
@@ -50,22 +50,22 @@ class Trials:
                 found[kind] = flag
         return found
 
-    def bell_is_faster(self, device: Device, flag: BoundCall, bell: Doorbell) -> bool:
+    def bell_is_faster(self, device: Device, flag: BoundCall, bell: StreamSignal) -> bool:
         """A small kernel's end after submitting it to an idle queue and after a ring, in turns."""
         call = self._trial(device)
         by_submission, by_ring = [], []
-        bell.settle()
+        bell.reset()
         for _ in range(self._policy.trials):
             self._clock.sleep(self._policy.calibration_s)  # the queue falls asleep
             by_submission.append(self._end_s([call, flag], None))
             by_ring.append(self._end_s([call, flag], bell))
         return statistics.median(by_ring) < statistics.median(by_submission)
 
-    def flag_is_faster(self, device: Device, flag: BoundCall, bell: Doorbell | None) -> bool:
+    def flag_is_faster(self, device: Device, flag: BoundCall, bell: StreamSignal | None) -> bool:
         """A small kernel's end by its event and by a flag behind it, in turns.
 
-        Where launches wait behind gates so does this one: who asks a driver for a launch that is
-        just being started may hold it up (PoCL: 38 us by event and 26 by flag, behind a gate 3 and
+        Where launches wait behind gates, so does this one: querying the driver for a launch that is
+        just being started may delay it (PoCL: 38 us by event and 26 by flag; behind a gate 3 and
         4).
         """
         call = self._trial(device)
@@ -75,19 +75,19 @@ class Trials:
             by_flag.append(self._end_s([call, flag], bell))
         return statistics.median(by_flag) < self._policy.flag_gain * statistics.median(by_event)
 
-    def _end_s(self, calls: Sequence[BoundCall], bell: Doorbell | None) -> float:
-        """From submitting some calls, or ringing the bell that they wait for, until the last one's
-        end is seen.
+    def _end_s(self, calls: Sequence[BoundCall], bell: StreamSignal | None) -> float:
+        """Return seconds from submitting some calls, or ringing the bell that they wait for, until
+        the last one's end is seen.
         """
         if bell is not None:
-            bell.gate.submit()
+            bell.wait_value.submit()
         else:
             start_s = self._clock.now()
         *_, last = [call.submit() for call in calls]
         if bell is not None:
             self._clock.sleep(self._policy.calibration_s)
             start_s = self._clock.now()
-            bell.ring()
+            bell.signal()
         self._spin(last)
         return self._clock.now() - start_s
 
@@ -98,7 +98,7 @@ class Trials:
                 completion.wait(0.0)  # raises
 
     def _trial(self, device: Device) -> BoundCall:
-        """A small kernel."""
+        """Return a small kernel, bound."""
         width = self._policy.trial_width
         tensors = {port: Tensor(device.allocate(4 * width), (1, width)) for port in PORTS}
         return device.prepare(Add(d=width), {}).bind(tensors, 1)

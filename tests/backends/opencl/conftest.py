@@ -17,7 +17,7 @@ from hetero.backends.opencl.device import OpenCLDevice
 from hetero.backends.opencl.drivers import icd, levels
 from hetero.backends.opencl.drivers.icd import Candidate
 from hetero.backends.opencl.platform import cache_root
-from hetero.backends.opencl.proving.trial import Trials, passed_level
+from hetero.backends.opencl.self_test.runner import SelfTests, passed_level
 
 VARIANTS = {
     "default": {},
@@ -81,8 +81,8 @@ def pocl() -> Candidate:
 def kernels(pocl: Candidate) -> Path:
     """Kernels of every level of this machine, proven; in the cache that all tests share."""
     root, own = cache_root(), levels.processor_levels()
-    trials = Trials(root)
+    self_tests = SelfTests(root)
     for level in own:
-        verdict = trials.examine(pocl, level)
-        assert passed_level(verdict.devices[0], (level,)) is level, verdict
+        result = self_tests.examine(pocl, level)
+        assert passed_level(result.devices[0], (level,)) is level, result
     return root / "kernels"

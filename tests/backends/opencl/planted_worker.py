@@ -1,4 +1,4 @@
-"""The trial's child with faults in its kernels or in the device's record.
+"""The self-test's child with faults in its kernels or in the device's record.
 
 PLANTED is JSON: `faults` by level (`crash`, `hang`, `wrong`), `cpu_name` for the device's record
 before it is repaired, `unrepaired` to leave it so, `first` to try so many families of kernels only.
@@ -14,7 +14,7 @@ from typing import Any
 from hetero.backends.opencl import program_source
 from hetero.backends.opencl.drivers import pocl_repair
 from hetero.backends.opencl.drivers.pocl import Pocl
-from hetero.backends.opencl.proving import cases, worker
+from hetero.backends.opencl.self_test import cases, worker
 
 # Instead of the sum in the kernel `add`, which is called with work and without.
 SUM = "y[j] = from_a[j] + from_b[j]"
@@ -40,7 +40,7 @@ def plant_fault(fault: str) -> None:
 
 
 def keep_first(count: int) -> None:
-    """Leave the other families out of a trial."""
+    """Leave the other families out of a self-test."""
     every = cases.cases
     cases.cases = lambda: itertools.islice(every(), count)
 

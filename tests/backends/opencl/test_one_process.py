@@ -100,11 +100,11 @@ def test_auto_says_what_it_would_have_taken_in_a_process_of_its_own(tmp_path: Pa
     run(
         """
         from hetero.models import model_spec
-        from hetero.placement.choosing import Wishes, choose
-        spec, wishes = model_spec("qwen2.5-0.5b"), Wishes(mode="auto", seq_lens=(12,))
-        alone = choose(spec, wishes)
+        from hetero.placement.choosing import PlacementRequest, choose
+        spec, request = model_spec("qwen2.5-0.5b"), PlacementRequest(mode="auto", seq_lens=(12,))
+        alone = choose(spec, request)
         LLM("demo", device="gpu").close()
-        later = choose(spec, wishes)
+        later = choose(spec, request)
         assert later.gpu is None and "does not run yet" in later.reason
         would = [x for x in later.notes if x.startswith("opencl-cores would be faster")]
         assert len(would) == (alone.gpu == "opencl-cores"), (alone, later)

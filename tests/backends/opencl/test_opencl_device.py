@@ -28,7 +28,7 @@ from hetero.backends.opencl.drivers import loader
 from hetero.backends.opencl.table import TABLE
 from hetero.backends.registry import open_device
 from tests.backends.opencl.oracles import tensors_for
-from tests.thinning import ALL
+from tests.support.selection import exhaustive
 
 ADD = ops.Add(d=24)
 
@@ -401,7 +401,7 @@ class TestEveryCore:
 
     def test_the_same_numbers_as_on_one_core(self) -> None:
         """To the last bit: cores share work-groups out, no group adds up what another does."""
-        formats = ("w4a16", "w4a8", "f16", *(("w8a16", "f32") if ALL else ()))
+        formats = ("w4a16", "w4a8", "f16", *(("w8a16", "f32") if exhaustive() else ()))
         code = """
             import hashlib, sys
             import numpy as np
@@ -462,7 +462,7 @@ def test_a_process_loads_what_children_compiled() -> None:
         """
         from hetero import LLM
         from hetero.backends.opencl.drivers import loader
-        from hetero.backends.opencl.proving import compiler, supervisor
+        from hetero.backends.opencl.self_test import compiler, supervisor
         files = lambda: compiler.kernel_files(loader.loaded().folder / "pocl")
         made, brought = set(), set()
         unpack, build = compiler.KernelStore.unpack, supervisor.Supervisor.build

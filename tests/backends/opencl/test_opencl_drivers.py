@@ -28,9 +28,9 @@ from hetero.backends.opencl.drivers.pocl_repair import (
     target_triple,
 )
 from hetero.backends.opencl.kernel_files import OURS
-from hetero.backends.opencl.proving import run_folder
-from hetero.backends.opencl.proving.run_folder import RunFolder, sweep
-from hetero.backends.opencl.proving.store import KernelStore
+from hetero.backends.opencl.self_test import run_folder
+from hetero.backends.opencl.self_test.run_folder import RunFolder, sweep
+from hetero.backends.opencl.self_test.store import KernelStore
 
 TRIPLE = b"x86_64-unknown-linux-gnu\0"
 V3 = levels._AVX2
@@ -242,7 +242,7 @@ class TestRunFolder:
     def test_is_removed_after_its_process_was_killed(self, tmp_path: Path) -> None:
         code = (
             "import sys, time; from pathlib import Path; "
-            "from hetero.backends.opencl.proving.run_folder import RunFolder; "
+            "from hetero.backends.opencl.self_test.run_folder import RunFolder; "
             "f = RunFolder(Path(sys.argv[1])); f.use(Path('/v/x.json')); "
             "print(f.path, flush=True); time.sleep(60)"
         )
@@ -432,7 +432,7 @@ def test_files_that_cannot_be_written_cost_the_gpu_alone(monkeypatch: pytest.Mon
 
 IDLE = """
 import sys
-from hetero.backends.opencl.proving import worker
+from hetero.backends.opencl.self_test import worker
 worker.IDLE_S = 0.5
 for line in worker._lines():
     print(line.strip(), flush=True)

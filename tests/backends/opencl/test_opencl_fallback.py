@@ -16,10 +16,10 @@ pytest.importorskip("pyopencl")
 from hetero import LLM
 from hetero.backends.errors import DeviceUnavailableError, KernelBuildError
 from hetero.backends.opencl.platform import cache_root
-from hetero.backends.opencl.proving import supervisor
-from hetero.backends.opencl.proving.compiler import Remote
-from hetero.backends.opencl.proving.store import KernelStore
 from hetero.backends.opencl.reports import PREPARING
+from hetero.backends.opencl.self_test import supervisor
+from hetero.backends.opencl.self_test.compiler import Remote
+from hetero.backends.opencl.self_test.store import KernelStore
 from hetero.errors import FallbackWarning
 
 START = (sys.executable, "-P", "-m", "hetero.start")

@@ -15,7 +15,7 @@ from hetero.backends.reference.compute import program
 from hetero.backends.registry import open_device
 from hetero.backends.weights import pack
 from tests.backends.cases import make_weights
-from tests.helpers import assert_close
+from tests.support.helpers import assert_close
 
 FORMATS = (WeightFormat.W4A16, WeightFormat.W8A16, WeightFormat.F16)
 
@@ -58,7 +58,7 @@ OUTLIERS = (500.0, 1000.0, 4000.0, 1e4, 6e4, 7e4, 1e6, 1e30)
 @pytest.mark.parametrize(
     "weight_format",
     # Storages of files compile for minutes; the contract has them, with a bias.
-    [pytest.param(x, marks=[pytest.mark.thorough] * x.of_file, id=x.value) for x in WeightFormat],
+    [pytest.param(x, marks=[pytest.mark.exhaustive] * x.of_file, id=x.value) for x in WeightFormat],
 )
 @pytest.mark.parametrize("m", [1, 2, 8, 40])
 def test_outliers_overflow_nothing(gpu: OpenCLDevice, weight_format: WeightFormat, m: int) -> None:

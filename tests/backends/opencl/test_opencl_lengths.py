@@ -128,7 +128,7 @@ def test_one_program_does_for_every_window(opened_variant: Any, name: str) -> No
     assert programs(device) == known
 
 
-def test_chains_share_a_program(device: OpenCLDevice) -> None:
+def test_fused_launches_share_a_program(device: OpenCLDevice) -> None:
     """Layers that slide, layers that do not, and those of another start."""
     used = set()
     for capacity, window in ((97, 0), (333, 0), (200, 24)):
@@ -137,14 +137,14 @@ def test_chains_share_a_program(device: OpenCLDevice) -> None:
         for _ in range(2):
             tensors = make_tensors(op, 1, rng, position=POSITION, device=device)
             calls.append(device.prepare(op, {}).bind(tensors, 1))
-        chained = device.chain([[[call] for call in calls]])
-        if chained is None:
-            pytest.skip("this device has no chains")
-        used.add(id(chained[0].launches[0][0].program))
+        fused = device.fuse([[[call] for call in calls]])
+        if fused is None:
+            pytest.skip("this device has no fused launches")
+        used.add(id(fused[0].launches[0][0].program))
     assert len(used) == 1
 
 
-@pytest.mark.thorough  # 10 GiB of addresses
+@pytest.mark.exhaustive  # 10 GiB of addresses
 @pytest.mark.parametrize("name", ["default", "lanes"])
 def test_heads_beyond_two_to_the_31_bytes_from_the_first(opened_variant: Any, name: str) -> None:
     """Offsets of heads do not fit 32 bits; the keys are those of a short cache."""

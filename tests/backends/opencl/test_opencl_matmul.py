@@ -26,7 +26,7 @@ from hetero.backends.ops import MatMul
 from hetero.backends.protocol import Kernel, WeightValue
 from hetero.backends.reference.compute import quantized_activations, static_codes
 from hetero.backends.weights import PackedWeight, pack
-from tests.thinning import ALL, examples
+from tests.support.selection import examples, exhaustive
 
 CPU_FAMILIES = ("pocl-avx512-vnni", "pocl-avx512", "pocl")
 _OWN = f"pocl-{levels.processor_levels()[0].name}"
@@ -81,7 +81,7 @@ def any_family(
     return opened_family(request.param)
 
 
-@pytest.fixture(params=(*HERE, "other") if ALL else ("own", "other"))
+@pytest.fixture(params=(*HERE, "other") if exhaustive() else ("own", "other"))
 def family_device(
     request: pytest.FixtureRequest, device: OpenCLDevice, opened_family: Any
 ) -> OpenCLDevice:
@@ -198,7 +198,7 @@ def check(
 
 
 # A file has several storages, each of which compiles kernels of its own: the gate runs some shapes.
-OF_FILES = SHAPES if ALL else SHAPES[1::3]
+OF_FILES = SHAPES if exhaustive() else SHAPES[1::3]
 CASES = [
     pytest.param((x, shape), id=f"{x.value}-{shape}")
     for x in WeightFormat

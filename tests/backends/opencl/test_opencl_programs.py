@@ -19,8 +19,8 @@ from hetero.backends.opencl.device import OpenCLDevice
 from hetero.backends.opencl.kernel_files import all_sources
 from hetero.backends.opencl.program import ProgramCache
 from hetero.backends.opencl.program_source import ProgramSource
-from hetero.backends.opencl.proving import compiler as compiling
-from hetero.backends.opencl.proving.compiler import Compiler
+from hetero.backends.opencl.self_test import compiler as compiling
+from hetero.backends.opencl.self_test.compiler import Compiler
 
 
 class Notes(Compiler):
@@ -55,7 +55,7 @@ class Notes(Compiler):
 def use(compiler: Notes, what: str, *names: str) -> bool:
     """Programs that a model needs; one more behind it. Whether they were noted."""
     programs = ProgramCache(None, None, compiler)  # type: ignore[arg-type]
-    with programs.foreseen(what) as known:
+    with programs.prewarm(what) as known:
         for name in names:
             assert programs.get(name, {}) is programs.get(name, {})
     programs.get("rope.cl", {"N": len(names)})
@@ -89,9 +89,9 @@ def test_an_error_of_a_program_is_raised_where_it_is_used_and_nowhere_else() -> 
     use(compiler, "a", "flag.cl")
     compiler.fails = True
     programs = ProgramCache(None, None, compiler)  # type: ignore[arg-type]
-    with programs.foreseen("a"):
+    with programs.prewarm("a"):
         programs.get("norm.cl", {})
-    with pytest.raises(DeviceError, match="CL_BUILD_PROGRAM_FAILURE"), programs.foreseen("a"):
+    with pytest.raises(DeviceError, match="CL_BUILD_PROGRAM_FAILURE"), programs.prewarm("a"):
         programs.get("flag.cl", {})
     programs.close()
 

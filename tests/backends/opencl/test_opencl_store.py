@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 pytest.importorskip("pyopencl")
 
-from hetero.backends.opencl.proving import store as store_module
-from hetero.backends.opencl.proving.store import (
+from hetero.backends.opencl.self_test import store as store_module
+from hetero.backends.opencl.self_test.store import (
     MAGIC,
     SUFFIX,
     KernelStore,

@@ -17,7 +17,7 @@ from hetero.backends.groups import Group, GroupStep
 from hetero.backends.memory import new_tensor
 from hetero.backends.reference.compute import program
 from tests.backends.cases import make_weights
-from tests.helpers import assert_close
+from tests.support.helpers import assert_close
 
 qnn = pytest.importorskip("hetero.backends.qnn.opening", exc_type=ImportError)
 

@@ -11,7 +11,7 @@ from hetero.backends import ops
 from hetero.backends.formats import StorageFormat, WeightFormat
 from hetero.backends.weights import pack
 from tests.backends.cases import make_tensors
-from tests.helpers import relative_difference
+from tests.support.helpers import relative_difference
 
 qnn = pytest.importorskip("hetero.backends.qnn.opening", exc_type=ImportError)
 

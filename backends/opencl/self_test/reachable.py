@@ -1,0 +1,26 @@
+"""What of the cache the drivers that are installed here would still find."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from hetero.backends.opencl.drivers.icd import candidates
+from hetero.backends.opencl.self_test.results import result_key, result_path
+from hetero.backends.opencl.self_test.runner import folder_prefix
+
+
+class Reachable(NamedTuple):
+    """Files of results, and how the names of folders with kernels begin, before the level."""
+
+    results: frozenset[Path]
+    kernels: frozenset[str]
+
+
+def reachable(root: Path) -> Reachable:
+    """Of this machine, this hetero and this environment; another's are under other names."""
+    found = candidates()
+    return Reachable(
+        frozenset(result_path(root, result_key(x)) for x in found),
+        frozenset(folder_prefix(x) for x in found),
+    )

@@ -1,0 +1,147 @@
+"""Attention that a step's sampled rows give to each column.
+
+A step that is to tell it has a launch behind each attention, on the same device where that has the
+operation (`ops.ColumnMass`), whose sums the host reads once a step. Elsewhere a host call reads the
+queries of the sampled rows and the context's keys (`HostScores`, numpy). Steps whose attention is
+inside an NPU graph, or reads its queries from panels, have none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from hetero.backends.memory import Tensor
+from hetero.backends.ops import Attention, ColumnMass
+from hetero.backends.protocol import BoundCall, Device, DeviceKind, Kernel, Operand
+from hetero.runtime.kv.attention_stats import DECODE_EVERY, PROMPT_EVERY, sampled, sum_scores
+from hetero.solver.plan import Phase
+
+EVERY: Final[Mapping[Phase, int]] = {"prefill": PROMPT_EVERY, "decode": DECODE_EVERY}
+
+
+def rows_of(phase: Phase, first: int, count: int) -> list[int]:
+    """The sampled rows of a step."""
+    return sampled(first, count, EVERY[phase])
+
+
+class StepScores:
+    """Sums of the step that runs: over its sampled rows and the layers that told any."""
+
+    def __init__(self, columns: int, layers: int) -> None:
+        self._sums, self._layers, self._told = np.zeros(columns), layers, 0
+        self._added: dict[DeviceKind, Tensor] = {}
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._sums[:], self._told = 0, 0
+        for tensor in self._added.values():
+            tensor.array[:] = 0
+
+    def add(self, sums: npt.NDArray[Any], layers: int = 1) -> None:
+        """Of some layers, and one chunk of a prompt."""
+        self._sums[: len(sums)] += sums
+        self._told += layers
+
+    def on(self, kind: DeviceKind, device: Device, heads: int) -> Tensor:
+        """Where a device adds up, float32 [heads, columns]."""
+        if kind not in self._added:
+            shape = heads, len(self._sums)
+            self._added[kind] = Tensor(device.allocate(4 * heads * len(self._sums)), shape)
+        return self._added[kind]
+
+    def end(self, chunks: int) -> npt.NDArray[Any] | None:
+        """Means over layers of a step of so many chunks; None where not all layers told."""
+        return self._sums / self._layers if self._told == self._layers * chunks else None
+
+
+class ScoreReader(BoundCall):
+    """Takes what a device has added up of a chunk of a prompt, or of a step that decodes."""
+
+    name = "reading column row_scores"
+
+    def __init__(self, mass: StepScores, tensor: Tensor, layers: int, m: int) -> None:
+        self.m = m
+        self._mass, self._tensor, self._layers = mass, tensor, layers
+
+    def run(self) -> None:
+        """Add the layers' mass, and begin anew."""
+        self._mass.add(self._tensor.array.sum(axis=0), self._layers)
+        self._tensor.array[:] = 0
+
+
+class RowScores:
+    """Those of a step's rows, of several contexts; a step on one context has the first alone. And
+    the devices' kernels that add some up.
+    """
+
+    def __init__(self, columns: int, layers: int, devices: Mapping[DeviceKind, Device]) -> None:
+        self._columns, self._layers, self._devices = columns, layers, devices
+        self._row_scores: list[StepScores] = []
+        self._kernels: dict[tuple[DeviceKind, ColumnMass], Kernel | None] = {}
+
+    def kernel(self, kind: DeviceKind, op: ColumnMass) -> Kernel | None:
+        """What adds up columns on a device, where it can."""
+        key = kind, op
+        if key not in self._kernels:
+            device = self._devices[kind]
+            self._kernels[key] = device.prepare(op, {}) if device.accepts(op) else None
+        return self._kernels[key]
+
+    def of(self, row: int) -> StepScores:
+        """Of one row."""
+        while row >= len(self._row_scores):
+            self._row_scores.append(StepScores(self._columns, self._layers))
+        return self._row_scores[row]
+
+    def begin(self) -> None:
+        """A step begins."""
+        for mass in self._row_scores:
+            mass.begin()
+
+
+class HostScores(Kernel):
+    """Bound like the attention that it follows, without its output and its values."""
+
+    def __init__(self, op: Attention, mass: StepScores, every: int) -> None:
+        self.op, self._mass, self._every = op, mass, every
+
+    def bind(self, tensors: Mapping[str, Operand], m: int) -> BoundCall:
+        """See `Kernel.bind`."""
+        qkv, position, keys = (tensors[port] for port in ("qkv", "position", "k_cache"))
+        assert isinstance(qkv, Tensor)
+        assert isinstance(position, Tensor)
+        assert isinstance(keys, Tensor)
+        assert isinstance(self.op, Attention)
+        return _TapCall(self.op, self._mass, self._every, qkv, position, keys, m)
+
+
+class _TapCall(BoundCall):
+    name = "attention mass"
+
+    def __init__(
+        self,
+        op: Attention,
+        mass: StepScores,
+        every: int,
+        qkv: Tensor,
+        position: Tensor,
+        keys: Tensor,
+        m: int,
+    ) -> None:
+        self.m = m
+        self._op, self._mass, self.every = op, mass, every
+        self._qkv, self._position, self._keys = qkv, position, keys
+
+    def run(self) -> None:
+        """Add the layer's mass."""
+        first = int(self._position.array[0])
+        rows = sampled(first, self.m, self.every)
+        op, positions = self._op, [first + row for row in rows]
+        queries = self._qkv.array[rows, : op.heads * op.head_dim]
+        queries = queries.reshape(len(rows), op.heads, op.head_dim)
+        keys = self._keys.array[:, : positions[-1] + 1 if rows else 0]
+        self._mass.add(sum_scores(op, queries, keys, positions))

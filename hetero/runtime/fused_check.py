@@ -1,0 +1,93 @@
+"""Whether steps compute in chains what they compute call by call: seen once, when a model is first
+opened, because a program of many kernels is compiled as no trial of a driver has compiled it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Final
+
+from hetero.backends.errors import DeviceError, KernelBuildError
+from hetero.backends.protocol import parts_of
+from hetero.errors import FallbackWarning
+from hetero.runtime.executor import Executor
+from hetero.runtime.kernels import Devices
+from hetero.runtime.kv.context import Context
+from hetero.runtime.pool import ActivationPool
+from hetero.runtime.step import Step
+
+POISON: Final = -1e30
+
+
+def fused_results_match(
+    steps: Sequence[Step],
+    contexts: Sequence[Context],
+    pool: ActivationPool,
+    devices: Devices,
+    executor: Executor,
+    vocab_size: int,
+    max_seq_len: int,
+) -> bool:
+    """Run those steps of a context, or of as many as they have rows, that have chains both ways on
+    a token behind its text, and compare their logits bit by bit; where they differ, the next start
+    does so again. A failure is that of the next step, too, which tells it.
+
+    What they write lies behind the text, where the next step writes again. False where a full
+    context has no room for it, or another thread still writes.
+    """
+    pairs = []
+    for step in steps:
+        ran, compiled = fused(step, devices)
+        if not compiled:
+            return False
+        if ran is not step:
+            pairs.append((step, ran))
+    if not pairs:
+        return True
+    if any(x.gate is not None or x.cached >= max_seq_len for x in contexts):
+        return False
+    token = vocab_size // 2  # the first ones may stand for nothing: zeros are always right
+    positions, bases = [x.cached for x in contexts], [x.cache.base for x in contexts]
+    pool.feed_rows([token] * len(contexts), positions, bases)
+    with suppress(DeviceError):
+        if all(_logits(a, executor) == _logits(b, executor) for a, b in pairs):
+            return True
+        _tell(
+            devices,
+            "give other values with this driver: please report it with `hetero doctor --json`",
+        )
+    return False
+
+
+def fused(step: Step, devices: Devices) -> tuple[Step, bool]:
+    """The step for runs that nobody times call by call (`Step.fused`); itself and False, which is
+    told, where the driver's compiler fails on the program of many kernels, as it did on none.
+    """
+    try:
+        return step.fused(devices), True
+    except KernelBuildError as error:
+        _tell(devices, f"are not compiled by this driver: {error}")
+        return step, False
+
+
+def _tell(devices: Devices, why: str) -> None:
+    """And let the next start try again."""
+    for device in devices.values():
+        device.discard_prewarm()
+    warnings.warn(
+        f"decoding runs call by call because the same kernels in one launch (a chain) {why}",
+        FallbackWarning,
+        stacklevel=3,
+    )
+
+
+def _logits(step: Step, executor: Executor) -> list[bytes]:
+    """The bits of a run's logits, written over poison."""
+    assert step.logits is not None
+    parts = parts_of(step.logits)
+    for part in parts:
+        part.array[:] = POISON
+    executor.run(step)
+    return [part.array.tobytes() for part in parts]

@@ -1,0 +1,73 @@
+"""Submissions in a row as one, for runs of a step that nobody times call by call.
+
+A device that can chain calls (`Device.fuse`) hands over between them without its driver. A chain
+counts as the last of its launches, so it ends where a launch is waited for. It is short enough that
+a thread which has left it (another process has the core) is back in the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Final, TypeAlias
+
+from hetero.backends.protocol import KINDS, BoundCall, Device, DeviceKind
+from hetero.runtime.program import SIGNAL, SUBMIT, WAIT, Action, Launch
+
+LONGEST: Final = 64  # launches
+SHORTEST: Final = 8  # fewer gain less than it costs to compile a program for them
+Run: TypeAlias = Sequence[Action]
+
+
+def fuse_program(
+    program: tuple[Action, ...], launches: tuple[Launch, ...], devices: Mapping[DeviceKind, Device]
+) -> tuple[Action, ...]:
+    """The program with chains in place of the submissions that can be; itself if none can."""
+    runs = list(_runs(program, launches))
+    instead: dict[int, Action] = {}  # by place in `runs`
+    for kind in {run[0].kind for run in runs}:
+        own = [at for at, run in enumerate(runs) if run[0].kind == kind and len(run) >= SHORTEST]
+        stages = [_stages(runs[at], launches) for at in own]
+        calls = devices[KINDS[kind]].fuse(stages) if stages else None
+        for at, call in zip(own, calls or (), strict=bool(calls)):
+            instead[at] = runs[at][-1]._replace(target=call.submit)
+    if not instead:
+        return program
+    return tuple(
+        action
+        for at, run in enumerate(runs)
+        for action in ([instead[at]] if at in instead else run)
+    )
+
+
+def _runs(program: Sequence[Action], launches: Sequence[Launch]) -> Iterator[Run]:
+    """The program in pieces: what may be a chain, and everything else action by action."""
+    awaited = {action.launch for action in program if action.code in (WAIT, SIGNAL)}
+    run: list[Action] = []
+    for action in program:
+        fits = action.code == SUBMIT and launches[action.launch].call.fusible
+        if run and not (fits and action.kind == run[0].kind):
+            yield from _parts(run)
+            run = []
+        if not fits:
+            yield [action]
+            continue
+        run.append(action)
+        if action.launch in awaited:
+            yield from _parts(run)
+            run = []
+    yield from _parts(run)
+
+
+def _parts(run: Run) -> Iterator[Run]:
+    """In as few parts as are not too long, of about the same length."""
+    count = -(-len(run) // LONGEST)
+    length = -(-len(run) // count) if count else 1
+    for start in range(0, len(run), length):
+        yield run[start : start + length]
+
+
+def _stages(run: Run, launches: Sequence[Launch]) -> list[list[BoundCall]]:
+    """The calls of each node, which do not need each other."""
+    of_nodes = groupby((launches[action.launch] for action in run), lambda launch: launch.node)
+    return [[launch.call for launch in of_node] for _, of_node in of_nodes]

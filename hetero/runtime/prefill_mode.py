@@ -1,0 +1,236 @@
+"""In which form a prompt's calls run: cut in order, whole out of order, or both (`InFlight`).
+
+Each is priced by the makespan of its launches: the graph of a window of calls, scheduled as the
+runtime schedules it (`hetero.runtime.schedule`), with what the profile says of every launch. Layers
+are alike, so two and three of them are scheduled, and their difference stands for all others.
+
+Pure: no kernels and no devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import Final, NamedTuple
+
+from hetero.backends.ops import OUTPUT_PORTS
+from hetero.backends.protocol import CACHE_PORTS, DeviceKind
+from hetero.profiler.model_graph import Node
+from hetero.runtime.launch_costs import LaunchCosts
+from hetero.runtime.launch_graph import LaunchSpec, Span
+from hetero.runtime.schedule import Order, Orders, windows
+from hetero.runtime.slots import SlotRef, slot_of
+from hetero.solver.baselines import CHUNK_TOKENS
+from hetero.solver.calls import split
+from hetero.solver.execution_plan import ExecutionPlan
+from hetero.solver.placement import CapabilitiesByDevice, Placement
+from hetero.solver.plan import Form
+from hetero.solver.report.content import FORMS
+from hetero.solver.report.units import duration
+
+WINDOW: Final = 4  # calls of a prompt that are in flight together, at most
+WHOLE_QUEUES: Final = ("copy", "finish")  # ways to wait that are for whole queues
+SAME: Final = 64  # tokens: what is decided for a length holds for those so little shorter
+PADDED: Final = 32  # tokens: of a last chunk that is longer, to a multiple of it
+SAMPLED: Final = (2, 3)  # layers that are scheduled
+
+
+def most_in_flight(plan: ExecutionPlan, max_seq_len: int, order: Order) -> int:
+    """Calls of a prompt that may be in flight together in a context of so many tokens."""
+    if order == "fifo" or plan.strategy == "online-prepare":
+        return 1
+    longest = plan.step_tokens
+    assert longest is not None
+    chunk = min(longest, CHUNK_TOKENS) if plan.in_flight else longest
+    return min(WINDOW, -(-max_seq_len // chunk))
+
+
+def rounded(position: int) -> int:
+    """The power of two below: orders hardly depend on it, and each is another step."""
+    return 1 << (position.bit_length() - 1) if position else 0
+
+
+def padded_chunks(chunks: Sequence[int], room: int) -> tuple[int, ...]:
+    """The calls of a window whose last one computes some tokens more, so that prompts of other
+    lengths find its launches bound; the calls as they are where `room` tokens do not hold them.
+    """
+    *first, last = chunks
+    padded = -(-last // PADDED) * PADDED
+    fits = last > PADDED and padded <= max(chunks) and sum(first) + padded <= room
+    return (*first, padded if fits else last)
+
+
+class PrefillChoice(NamedTuple):
+    """A prompt's form, its calls, and predicted seconds of every form that it could have."""
+
+    form: Form
+    calls: tuple[int, ...]
+    seconds: Mapping[Form, float]
+
+    def __str__(self) -> str:
+        """For people."""
+        calls = "one call" if len(self.calls) == 1 else f"{len(self.calls)} calls"
+        text = f"{FORMS[self.form]}, in {calls} of up to {max(self.calls)} tokens"
+        every = ", ".join(f"{FORMS[form]} {duration(s)}" for form, s in self.seconds.items())
+        return f"{text} (predicted: {every})" if every else text
+
+
+class PrefillModes:
+    """Decides for prompts of one placement, `window` calls of which may be in flight together.
+
+    `able` are the capabilities of the devices. The form of prompts that need no decision is `cut`,
+    as it is of all where a plan has no other, or nothing is known of `costs`. `take` is a form to
+    take whatever is predicted, for comparisons. Control thread only.
+    """
+
+    take: Form | None = None
+
+    def __init__(
+        self,
+        placement: Placement,
+        costs: LaunchCosts | None,
+        order: Order,
+        able: CapabilitiesByDevice,
+        *,
+        window: int,
+    ) -> None:
+        self._placement, self._costs, self._orders = placement, costs, Orders(order)
+        self._window = window
+        self._asynchronous = {kind for kind, x in able.items() if x.asynchronous}
+        self._forms: list[Form] = []
+        if placement.plan.in_flight and costs is not None and order != "fifo" and window > 1:
+            self._forms = ["cut", *(flight.form for flight in placement.plan.in_flight)]
+        self._submit_s = 0.0 if costs is None else costs.submit_s(able)
+        self._specs_known: dict[tuple[Form, int, int, int], Sequence[LaunchSpec]] = {}
+        self._chunk = min(CHUNK_TOKENS, placement.longest)
+        self._known: dict[tuple[int, int], tuple[Form, Mapping[Form, float]]] = {}
+
+    def of(self, tokens: int, position: int = 0) -> PrefillChoice:
+        """The form of a prompt behind `position` tokens that is predicted to be fastest."""
+        form: Form = "cut"
+        seconds: Mapping[Form, float] = {}
+        if self._forms and tokens > self._chunk:
+            form, seconds = self._decided(tokens, position)
+            form = self.take or form
+        return PrefillChoice(form, self.calls(form, tokens), seconds)
+
+    def calls(self, form: Form, tokens: int) -> tuple[int, ...]:
+        """Token counts of a prompt's calls: the plan's, or chunks that are alike but for the last
+        one, as mllm-NPU has them.
+        """
+        return (
+            self._placement.plan.steps(tokens) if form == "cut" else split(tokens, (), self._chunk)
+        )
+
+    def seconds(self, form: Form, calls: Sequence[int], position: int = 0) -> float:
+        """Predicted seconds of a prompt in these calls, as many in flight as may be."""
+        total_s, start = 0.0, position
+        parts = windows(calls, self._window)
+        for i, chunks in enumerate(parts):
+            total_s += self._window_s(form, chunks, start, int(i == len(parts) - 1))
+            start += sum(chunks)
+        return total_s
+
+    @property
+    def priced(self) -> bool:
+        """Whether there are costs to predict by."""
+        return self._costs is not None
+
+    def prompt_s(self, tokens: int, position: int = 0) -> float:
+        """Predicted seconds of a prompt behind so many tokens, as it would be run."""
+        found = self.of(tokens, position)
+        return self.seconds(found.form, found.calls, position)
+
+    def _decided(self, tokens: int, position: int) -> tuple[Form, Mapping[Form, float]]:
+        key = (-(-tokens // SAME), -(-position // SAME))
+        if key not in self._known:
+            at, behind = key[0] * SAME, key[1] * SAME
+            seconds = {x: self.seconds(x, self.calls(x, at), behind) for x in self._forms}
+            self._known[key] = (min(self._forms, key=seconds.__getitem__), seconds)
+        return self._known[key]
+
+    def _window_s(self, form: Form, chunks: Sequence[int], position: int, logit_rows: int) -> float:
+        layers = self._placement.graph.layers
+        if layers <= max(SAMPLED):
+            return self._scheduled_s(form, chunks, position, logit_rows, layers)
+        fewer_s, more_s = (
+            self._scheduled_s(form, chunks, position, logit_rows, count) for count in SAMPLED
+        )
+        return more_s + (layers - max(SAMPLED)) * (more_s - fewer_s)
+
+    def _scheduled_s(
+        self, form: Form, chunks: Sequence[int], position: int, logit_rows: int, layers: int
+    ) -> float:
+        launches = self._specs(form, chunks, logit_rows, layers)
+        assert self._costs is not None
+        behind, costs_s = tuple(accumulate(chunks, initial=position)), []
+        for launch in launches:
+            m = chunks[launch.chunk]
+            if form == "cut" or launch.node == "lm_head":
+                m = launch.tokens[1] - launch.tokens[0]
+            costs_s.append(self._costs.seconds(launch, m, behind[launch.chunk], form))
+        return self._orders.shortest(launches, costs_s, self._submit_s)[0]
+
+    def _specs(
+        self, form: Form, chunks: Sequence[int], logit_rows: int, layers: int
+    ) -> Sequence[LaunchSpec]:
+        """The launches of calls of a window; those in flight have the same for all token counts."""
+        shape = (form, len(chunks), logit_rows, layers)
+        if form != "cut" and shape in self._specs_known:
+            return self._specs_known[shape]
+        found = list(self._launches(form, chunks, logit_rows, layers))
+        if form != "cut":
+            self._specs_known[shape] = found
+        return found
+
+    def _launches(
+        self, form: Form, chunks: Sequence[int], logit_rows: int, layers: int
+    ) -> Iterator[LaunchSpec]:
+        stage = 0
+        for chunk, m in enumerate(chunks):
+            rows = logit_rows if chunk == len(chunks) - 1 else 0
+            for node, kind, _, parts, _, heads in self._placement.at("prefill", m, rows, form=form):
+                if node.layer is not None and node.layer >= layers:
+                    continue
+                stage += 1
+                found: list[tuple[DeviceKind, Span, Span | None, Span | None]]
+                if heads:
+                    found = [(x.kind, (0, m), None, (x.first, x.stop)) for x in heads]
+                elif kind is not None:
+                    found = [(kind, (0, m), None, None)]
+                else:
+                    found = [(part.kind, part.tokens, part.rows, None) for part in parts]
+                for kind_of, tokens, span, of in found:
+                    yield replace(self._spec(node, kind_of, tokens, span, stage, chunk), heads=of)
+
+    def _spec(
+        self,
+        node: Node,
+        kind: DeviceKind,
+        tokens: Span,
+        rows: Span | None,
+        stage: int,
+        chunk: int,
+    ) -> LaunchSpec:
+        reads, writes = _slots(node, chunk)
+        return LaunchSpec(
+            name=node.name,
+            node=node.name,
+            kind=kind,
+            asynchronous=kind in self._asynchronous,
+            reads=reads,
+            writes=writes,
+            tokens=tokens,
+            rows=rows,
+            stage=stage,
+            chunk=chunk,
+        )
+
+
+def _slots(node: Node, chunk: int) -> tuple[frozenset[SlotRef], frozenset[SlotRef]]:
+    """Slots that a node reads and writes: caches both."""
+    slots = {port: slot_of(slot, chunk) for port, slot in node.slots.items()}
+    reads = {slot for port, slot in slots.items() if port not in OUTPUT_PORTS}
+    writes = {x for port, x in slots.items() if port in OUTPUT_PORTS or port in CACHE_PORTS}
+    return frozenset(reads), frozenset(writes)

@@ -1,0 +1,564 @@
+"""The kernels of models that are not matmuls: checked, timed, and fitted to their work."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from hetero.backends import ops
+from hetero.backends.errors import DeviceError
+from hetero.backends.formats import INT8_STATIC, CacheFormat, StorageFormat, WeightFormat
+from hetero.backends.host.clock import Clock
+from hetero.backends.kv_rows import cache_rows, random_rows
+from hetero.backends.memory import HostBuffer, Tensor
+from hetero.backends.ops import OUTPUT_PORTS, Op, weight_names
+from hetero.backends.protocol import (
+    CACHE_PORTS,
+    BoundCall,
+    Device,
+    DeviceKind,
+    WeightValue,
+    port_dtype,
+    port_shape,
+    prepared_sizes,
+)
+from hetero.backends.reference.compute import program
+from hetero.backends.weights import ROW_BLOCK
+from hetero.profiler import canary
+from hetero.profiler.fit import DEFAULT as DEFAULT_FITTING
+from hetero.profiler.fit import Fitting, fit_nonnegative
+from hetero.profiler.model_graph import ModelGraph
+from hetero.profiler.predict import op_name, padded_tokens, weight_bytes, work
+from hetero.profiler.records import (
+    DECODE_TOKENS,
+    DeviceRecord,
+    NonMatmulPredictor,
+    NonMatmulRow,
+    Quarantine,
+)
+from hetero.profiler.stats import relative_errors, summarize
+from hetero.profiler.timing import TimingPolicy, time_behind, time_calls
+from hetero.profiler.workload import WeightPool
+
+TOKENS: Final = (1, 8, 64, 256, 1024)
+QUICK_TOKENS: Final = (1, 256)
+CONTEXTS: Final = (0, 256, 1000)
+CACHES: Final = (CacheFormat.F16, CacheFormat.Q8, CacheFormat.F32)  # the default first
+CAPACITY: Final = 2048  # tokens of the caches that attention is timed with
+
+
+@dataclass(frozen=True, kw_only=True)
+class NonMatmulPolicy:
+    """How operations that are not matmuls are timed. Seconds where a name ends in `_s`.
+
+    samples          of a case,
+    batched_s        and how long the launches of one take, where they are batched
+    least_s          no launch takes less
+    checked_tokens   the larger token count that a kernel is checked at
+    own_caches       pairs of key and value caches that attention of few tokens takes turns with
+
+    Calls of a blocking device, and those of many tokens, are timed behind another one:
+
+    lead_width       its width,
+    leads            and how many of it keep a queue at work before them
+
+    Calls of few tokens of a queue are timed by what they lengthen a row of matmuls by:
+
+    matmul_bytes     of the weight of such a matmul, at most
+    matmul_features  k of it
+    turns            calls in a row
+    lead_s           how long matmuls run before it, while it is submitted
+    pairs            of rows with the calls and without
+    attention_pairs  of attention, before which all is read each time
+    """
+
+    samples: int = 9
+    batched_s: float = 2e-3
+    least_s: float = 3e-7
+    checked_tokens: int = 32
+    own_caches: int = 8
+
+    lead_width: int = 64
+    leads: int = 64
+
+    matmul_bytes: int = 200_000
+    matmul_features: int = 512
+    turns: int = 32
+    lead_s: float = 1e-3
+    pairs: int = 15
+    attention_pairs: int = 5
+
+
+DEFAULT: Final = NonMatmulPolicy()
+
+
+class Block(NamedTuple):
+    """Sizes of a decoder block, as in `hetero.backends.ops`."""
+
+    d: int
+    f: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
+BLOCKS: Final = (Block(2048, 8192, 32, 8, 64), Block(896, 4864, 14, 2, 64))
+
+
+class Case(NamedTuple):
+    """One operation at one size; `layer_bytes` are read from one such call to the next layer's."""
+
+    op: Op
+    m: int
+    context: int
+    layer_bytes: int
+
+
+class Matmuls(NamedTuple):
+    """Matmuls one after the other until the first is out of cache or all of a small model are read,
+    each with a quarter of a layer's weights or less. `leads` of them take the policy's `lead_s`.
+    """
+
+    calls: Iterator[BoundCall]
+    leads: int
+
+
+def reference_ops(block: Block, weight_format: WeightFormat, *, outliers: bool = False) -> list[Op]:
+    """Every kind of operation that some architecture has between its matmuls, at these sizes;
+    with `outliers` their shadows, as with a format of static activations.
+    """
+    h, g, d, eps = block.heads, block.kv_heads, block.head_dim, 1e-5
+    shadows = [ops.Outliers(n=block.d, k=block.f, hot=block.f // x, excess=True) for x in (64, 256)]
+    return [
+        *(shadows if outliers or weight_format.activations.static else ()),
+        ops.RMSNorm(d=block.d, eps=eps),
+        ops.RMSNorm(d=block.d, eps=eps, add=True),
+        ops.LayerNorm(d=block.d, eps=eps),
+        ops.LayerNorm(d=block.d, eps=eps, add=True),
+        ops.Rope(heads=h, kv_heads=g, head_dim=d, theta=1e4, max_position=CAPACITY),
+        *(ops.Attention(heads=h, kv_heads=g, head_dim=d, capacity=CAPACITY, kv=x) for x in CACHES),
+        ops.GatedAct(f=block.f),
+        ops.Act(f=block.f, activation="gelu_tanh"),
+        ops.Add(d=block.d),
+        ops.AddPositions(d=block.d, rows=CAPACITY),
+        ops.Embed(vocab=4096, d=block.d, weight_format=weight_format),
+    ]
+
+
+def graph_ops(graph: ModelGraph) -> list[Op]:
+    """A model's operations between its matmuls, as they are timed: with caches of `CAPACITY` tokens
+    (whose windows are none where they are as long) and a vocabulary of 4096 tokens at most.
+    """
+    found: dict[Op, None] = {}
+    for op in graph.with_capacity(CAPACITY).others:
+        match op:
+            case ops.Attention() if op.window >= CAPACITY:
+                found[replace(op, window=0)] = None
+            case ops.MatMul():  # timed with the others of its kind
+                pass
+            case ops.Embed():
+                found[replace(op, vocab=min(op.vocab, 4096))] = None
+            case _:
+                found[op] = None
+    return list(found)
+
+
+def wanted_ops(
+    weight_format: WeightFormat,
+    *,
+    quick: bool,
+    blocks: Sequence[Block],
+    graph: ModelGraph | None,
+    outliers: bool = False,
+) -> list[tuple[Op, int]]:
+    """Operations to time, each with the bytes of a layer: those of `graph` first, then those of the
+    reference blocks that have other sizes; of a quick profile every kind at one size.
+    """
+    found: dict[tuple[str, frozenset[tuple[str, int]]], tuple[Op, int]] = {}
+
+    def add(op: Op, nbytes: int) -> None:
+        found.setdefault((op_name(op), frozenset(sizes_of(op).items())), (op, nbytes))
+
+    if graph is not None:
+        matmuls = [(x.n, x.k) for x in graph.matmuls if x.count == graph.layers]
+        nbytes = _rounded(weight_bytes(weight_format, n, k) for n, k in matmuls)
+        for op in graph_ops(graph.with_weight_format(weight_format)):
+            add(op, nbytes)
+    for block in blocks[:1] if quick else blocks:
+        known = {name for name, _ in found} if quick else set()
+        for op in reference_ops(block, weight_format, outliers=outliers):
+            if op_name(op) not in known:
+                add(op, layer_bytes(block, weight_format))
+    return list(found.values())
+
+
+def layer_bytes(block: Block, weight_format: WeightFormat) -> int:
+    """Weights of a decoder block: a multiple of 8 bytes."""
+    heads = block.heads * block.head_dim
+    kv_heads = block.kv_heads * block.head_dim
+    outputs = 2 * heads + 2 * kv_heads + 3 * block.f  # q and o, k and v, gate, up and down
+    return _rounded([weight_bytes(weight_format, outputs, block.d)])
+
+
+def _rounded(sizes: Iterable[float]) -> int:
+    return int(sum(sizes)) // 8 * 8
+
+
+def cases(
+    device: DeviceRecord,
+    weight_format: WeightFormat,
+    *,
+    quick: bool,
+    blocks: Sequence[Block],
+    graph: ModelGraph | None = None,
+    outliers: bool = False,
+) -> list[Case]:
+    """What to time on a device; `graph` is the one model that the profile is for."""
+    wanted = np.asarray(QUICK_TOKENS if quick else TOKENS, dtype=np.float64)
+    graphs = prepared_sizes(device.capabilities)
+    padded = dict.fromkeys(int(m) for m in padded_tokens(device, wanted))
+    tokens = [m for m in padded if not graphs or m in graphs]
+    found = []
+    ops_wanted = wanted_ops(
+        weight_format, quick=quick, blocks=blocks, graph=graph, outliers=outliers
+    )
+    for op, nbytes in ops_wanted:
+        contexts = CONTEXTS if isinstance(op, ops.Attention) else (0,)
+        found += [
+            Case(op, m, context, nbytes)
+            for m in tokens
+            for context in contexts
+            if context + m <= CAPACITY and not (m > 256 and context)
+        ]
+    return found
+
+
+class NonMatmulMeter:
+    """Times cases on one device; wrong kernels are returned for quarantine instead.
+
+    They are timed as in a step, behind other reading of up to `cold` bytes (0: in a loop).
+    Attention of a few tokens finds its caches in memory, as far as a model of `model_bytes` pushes
+    them there. Other calls come one by one: of a blocking device and few tokens, or in a model that
+    fits into the caches, behind the reading of a layer's weights, else behind all. A queue's calls
+    of few tokens take turns with matmuls of other weights (of `weight_format`), which push code out
+    of the caches: what they lengthen those by is theirs, because in a loop they would take what it
+    takes to submit them. A queue's of more tokens, in a model that fits into the caches, find all
+    there.
+    """
+
+    def __init__(
+        self,
+        kind: DeviceKind,
+        device: Device,
+        clock: Clock,
+        seed: int = 0,
+        *,
+        cold: int = 0,
+        model_bytes: int | None = None,
+        weight_format: WeightFormat = WeightFormat.F32,
+        pool: WeightPool | None = None,
+        policy: NonMatmulPolicy = DEFAULT,
+    ) -> None:
+        self.kind, self.device, self.clock = kind, device, clock
+        self.policy = policy
+        self._rng = np.random.default_rng(seed)
+        # Repeated through the tensors; so many, a prime, that rows differ.
+        self._noise = self._rng.standard_normal(1048573, dtype=np.float32)
+        self._pool = pool or WeightPool(1 << 24, seed)
+        self._format = weight_format
+        self._matmuls: dict[tuple[int, int], Matmuls] = {}
+        self._weights: dict[Op, dict[str, WeightValue]] = {}
+        self._buffers: dict[tuple[str, tuple[int, ...], np.dtype[Any]], Tensor] = {}
+        self._cold = HostBuffer(cold) if cold else None
+        self._model_bytes = model_bytes
+        self._next_cold = 0
+
+    def check(self, op: Op) -> Quarantine | None:
+        """Compare with the float64 reference at the smallest and a larger token count."""
+        most = self.policy.checked_tokens
+        sizes = self.device.capabilities.graph_sizes or (1, most)
+        for m in {min(sizes), max([s for s in sizes if s <= most] or [min(sizes)])}:
+            try:
+                found = self._compare(op, m)
+            except DeviceError as error:
+                return Quarantine(
+                    device=self.kind,
+                    op=op_name(op),
+                    tolerance=canary.OTHER_TOLERANCE,
+                    detail=str(error),
+                )
+            if found is not None:
+                return found
+        return None
+
+    def time(self, case: Case) -> NonMatmulRow:
+        """Median of a few batches of launches, or of calls where a step has one at a time."""
+        call, tensors = self._bind(case.op, case.m, case.context)
+        call.run()
+        summary = summarize(self._samples(case, call, tensors))
+        return NonMatmulRow(
+            device=self.kind,
+            op=op_name(case.op),
+            sizes=sizes_of(case.op),
+            m=case.m,
+            context=case.context,
+            seconds=summary.median,
+            ci=summary.ci,
+            spread=summary.spread,
+            samples=summary.samples,
+        )
+
+    def _samples(self, case: Case, call: BoundCall, tensors: Mapping[str, Tensor]) -> list[float]:
+        """Seconds of a launch, several times."""
+        policy, samples = self.policy, range(self.policy.samples)
+        count = int(min(max(policy.batched_s / max(self._batch([call]), 1e-9), 1), 64))
+        few, attends = case.m <= DECODE_TOKENS, isinstance(case.op, ops.Attention)
+        queues = self.device.capabilities.asynchronous
+        cheap = queues and not self.device.capabilities.static_shapes  # matmuls by the hundred
+        if self._cold is not None and few and (attends or cheap):
+            calls = self._with_own_caches(case, tensors) if attends else [call] * policy.turns
+            if cheap:
+                pairs = range(policy.attention_pairs if attends else policy.pairs)
+                return [self._lengthened_by(calls, case, read=attends) for _ in pairs]
+            return [self._cold_batch(call, count, calls) for _ in samples]
+        if self._cold is not None and not attends:
+            if not queues:
+                nbytes = None if self._leaves_caches(case) else case.layer_bytes
+                return [self._call_among_others(call, nbytes) for _ in samples]
+            if self._leaves_caches(case) and self._other is not None:
+                return [self._cold_batch(self._other, policy.leads, [call]) for _ in samples]
+        return [self._batch([call] * count) for _ in samples]
+
+    def _leaves_caches(self, case: Case) -> bool:
+        """Whether tensors are gone from the caches by the next layer: of many tokens, but in a
+        model that fits into them.
+        """
+        return case.m > DECODE_TOKENS and not self._small
+
+    @property
+    def _small(self) -> bool:
+        """Whether the whole model fits into the caches."""
+        cold_bytes = 0 if self._cold is None else self._cold.nbytes
+        return self._model_bytes is not None and self._model_bytes < cold_bytes
+
+    def _call_among_others(self, call: BoundCall, nbytes: int | None) -> float:
+        """Seconds of one call as a step has it: since the last one so much else was read (None:
+        all), and its own code may be gone from the caches; what all calls share is not.
+        """
+        self._read(nbytes)
+        if self._other is not None:
+            self._other.run()
+        return self._batch([call])
+
+    def _read(self, nbytes: int | None = None) -> None:
+        """Read so many bytes of `cold` (all), each time those that were read longest ago."""
+        assert self._cold is not None
+        whole = self._cold.nbytes
+        nbytes = min(nbytes or whole, whole)
+        start = self._next_cold if self._next_cold + nbytes <= whole else 0
+        self._next_cold = start + nbytes
+        self._cold.bytes[start : self._next_cold].view(np.uint64).max()
+
+    @cached_property
+    def _other(self) -> BoundCall | None:
+        """Something else that the device computes."""
+        op = ops.Add(d=self.policy.lead_width)
+        m = min(self.device.capabilities.graph_sizes, default=1)
+        return self._bind(op, m, 0)[0] if self.device.accepts(op) else None
+
+    def _batch(self, calls: Sequence[BoundCall]) -> float:
+        return time_calls(calls, self.device, self.clock) / len(calls)
+
+    def _with_own_caches(self, case: Case, tensors: Mapping[str, Tensor]) -> list[BoundCall]:
+        """The same call on several caches."""
+        kernel = self.device.prepare(case.op, self._weights_of(case.op))
+        found = []
+        for _ in range(self.policy.own_caches):
+            own = dict(tensors)
+            for port in CACHE_PORTS:
+                shape = tensors[port].shape
+                own[port] = Tensor(
+                    self.device.allocate(tensors[port].nbytes), shape, tensors[port].dtype
+                )
+                own[port].array[...] = tensors[port].array
+            found.append(kernel.bind(own, case.m))
+        return found
+
+    def _lengthened_by(self, calls: Sequence[BoundCall], case: Case, *, read: bool) -> float:
+        """By how much each call lengthens a queue of matmuls when it goes between two of them. With
+        `read` the calls' tensors were last used long ago.
+        """
+        matmuls = self._matmuls_of(case)
+        seconds = {True: 0.0, False: 0.0}
+        for whole in (True, False, False, True):  # so that what drifts cancels
+            between = [[call] if whole else [] for call in calls]
+            if read:
+                self._read(self._model_bytes)
+            lead = [next(matmuls.calls) for _ in range(matmuls.leads)]
+            queue = [x for each in between for x in (*each, next(matmuls.calls))]
+            seconds[whole] += time_behind(lead, queue, self.clock)[0] / 2
+        return max((seconds[True] - seconds[False]) / len(calls), self.policy.least_s)
+
+    def _matmuls_of(self, case: Case) -> Matmuls:
+        """Those that calls of the case's token count go between."""
+        policy = self.policy
+        size = min(case.layer_bytes / 4, policy.matmul_bytes)
+        key = (case.m, int(size))
+        if key not in self._matmuls:
+            assert self._cold is not None
+            k = policy.matmul_features
+            n = max(int(size / weight_bytes(self._format, 1, k)) // ROW_BLOCK, 1) * ROW_BLOCK
+            op = ops.MatMul(n=n, k=k, weight_format=self._format)
+            whole = min(self._model_bytes or self._cold.nbytes, self._cold.nbytes)
+            count = max(int(whole / weight_bytes(self._format, n, k)), 1)
+            tensors = {port: self._tensor(op, port, case.m) for port in op.ports}
+            found = []
+            for _ in range(count):
+                kernel = self.device.prepare(op, self._pool.weights(op))
+                found.append(kernel.bind(tensors, case.m))
+            self.device.compact_weights()
+            found[0].run()
+            each_s = max(self._batch(found[: policy.turns]), policy.least_s)
+            leads = TimingPolicy().leads(policy.lead_s, each_s)
+            self._matmuls[key] = Matmuls(itertools.cycle(found), leads)
+        return self._matmuls[key]
+
+    def _cold_batch(self, lead: BoundCall, count: int, calls: Sequence[BoundCall]) -> float:
+        """As `_batch`, each call on tensors that were last used long ago; behind `count` leads, so
+        that the device is awake (and has the code, if they are the same).
+        """
+        self._read(self._model_bytes)
+        if not self.device.capabilities.asynchronous:
+            lead.run()
+            return self._batch(calls)
+        return time_behind([lead] * count, calls, self.clock)[0] / len(calls)
+
+    def _bind(self, op: Op, m: int, context: int) -> tuple[BoundCall, dict[str, Tensor]]:
+        tensors = {port: self._tensor(op, port, m) for port in op.ports}
+        if "position" in tensors:
+            tensors["position"].array[0] = context
+        if isinstance(op, ops.Embed):  # tables of several models share the tokens
+            tensors["tokens"].array[...] %= op.vocab
+        kernel = self.device.prepare(op, self._weights_of(op))
+        return kernel.bind(tensors, m), tensors
+
+    def _compare(self, op: Op, m: int) -> Quarantine | None:
+        call, tensors = self._bind(op, m, 0)
+        reference = {port: tensor.array.copy() for port, tensor in tensors.items()}
+        program(op, self._weights_of(op))[0](reference)
+        outputs = [port for port in op.ports if port in OUTPUT_PORTS]
+        for port in outputs:
+            tensors[port].array[...] = np.nan
+        call.run()
+        wanted = {port: reference[port].astype(np.float64) for port in outputs}
+        return canary.check_other(self.kind, op, tensors, wanted)
+
+    def _tensor(self, op: Op, port: str, m: int) -> Tensor:
+        shape, dtype = port_shape(op, port, m), port_dtype(op, port)
+        if (port, shape, dtype) not in self._buffers:
+            nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+            buffer = self.device.allocate(nbytes, huge=port not in CACHE_PORTS)  # as the runtime
+            tensor = Tensor(buffer, shape, dtype)
+            if port in CACHE_PORTS:
+                rows = cache_rows(op, tensor.array)
+                random_rows(rows, rows.tokens, self._rng, keys=port == "k_cache")
+            else:
+                tensor.array[...] = self._values(port, shape)
+            self._buffers[port, shape, dtype] = tensor
+        return self._buffers[port, shape, dtype]
+
+    def _values(self, port: str, shape: tuple[int, ...]) -> npt.NDArray[Any]:
+        if port == "tokens":
+            return self._rng.integers(0, 4096, shape)
+        if port == "position":
+            return np.zeros(shape)
+        return np.resize(self._noise, shape)
+
+    def _weights_of(self, op: Op) -> Mapping[str, WeightValue]:
+        if op not in self._weights:
+            self._weights[op] = {name: self._weight(op, name) for name in weight_names(op)}
+        return self._weights[op]
+
+    def _weight(self, op: Op, name: str) -> WeightValue:
+        match op, name:
+            case ops.Embed(), _:
+                return self._pool.table(op.weight_format.storage, op.vocab, op.d)
+            case ops.Outliers(), "hot":
+                return np.linspace(0, op.k - 1, op.hot).astype(np.int32)
+            case ops.Outliers(), "hot_weight":
+                return self._pool.weight(StorageFormat.F16, op.n, op.hot)
+            case ops.Outliers(), "weight":
+                return self._pool.weight(StorageFormat.Q8R, op.n, op.k)
+            case ops.Outliers(), _:  # of which the noise has a few in a million in excess
+                return np.full(1, 5 / INT8_STATIC.largest, np.float32)
+        width = op.head_dim if isinstance(op, ops.Rope) else getattr(op, "d", 1)
+        if isinstance(op, ops.AddPositions):
+            width *= op.rows
+        return self._rng.uniform(0.5, 1.5, width).astype(np.float32)
+
+
+def sizes_of(op: Op) -> dict[str, int]:
+    """Integer fields of a record by name."""
+    return {
+        name: value
+        for name, value in vars(op).items()
+        if isinstance(value, int) and not isinstance(value, bool)
+    }
+
+
+def fit_non_matmul(
+    rows: Iterable[tuple[NonMatmulRow, Op]],
+    own: Iterable[Op] = (),
+    fitting: Fitting = DEFAULT_FITTING,
+) -> tuple[NonMatmulPredictor, ...]:
+    """One predictor for each device and kind of operation: non-negative weights of its work.
+
+    `own` are the operations of the one model that the profile is for: others, whose tensors may lie
+    in other caches (attention of eight times as many heads), say little about its times.
+    """
+    groups: dict[tuple[DeviceKind, str], list[tuple[NonMatmulRow, Op]]] = {}
+    for row, op in rows:
+        groups.setdefault((row.device, row.op), []).append((row, op))
+    known = [sizes_of(op) for op in own]
+    return tuple(
+        _fit_one(kind, name, found, known, fitting)
+        for (kind, name), found in sorted(groups.items())
+    )
+
+
+def _fit_one(
+    kind: DeviceKind,
+    name: str,
+    rows: list[tuple[NonMatmulRow, Op]],
+    own: Sequence[dict[str, int]],
+    fitting: Fitting,
+) -> NonMatmulPredictor:
+    terms = [work(op, row.m, row.context) for row, op in rows]
+    columns = np.asarray([list(term.values()) for term in terms])
+    seconds = np.asarray([row.seconds for row, _ in rows])
+    few = np.asarray([row.m <= DECODE_TOKENS for row, _ in rows])
+    sides = [few, ~few]
+    enough = min(side.sum() for side in sides) >= columns.shape[1]  # rows for two fits
+    if not (fitting.few_apart and enough):
+        sides = [np.ones_like(few)]
+    weight = np.asarray([fitting.own_weight if row.sizes in own else 1.0 for row, _ in rows])
+    fits = [fit_nonnegative(columns[side], seconds[side], weight[side]) for side in sides]
+    named = [dict(zip(terms[0], found.tolist(), strict=True)) for found in fits]
+    predicted = np.empty_like(seconds)
+    for side, found in zip(sides, fits, strict=True):
+        predicted[side] = columns[side] @ found
+    return NonMatmulPredictor(
+        device=kind,
+        op=name,
+        coefficients=named[-1],
+        decode=named[0] if len(named) > 1 else None,
+        max_m=max(row.m for row, _ in rows),
+        max_context=max(row.context for row, _ in rows),
+        mape=relative_errors(list(predicted), list(seconds))[0],
+    )

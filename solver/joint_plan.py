@@ -1,0 +1,191 @@
+"""Solutions of several steps that one plan can have: their cuts, devices and memory agree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from hetero.backends.protocol import DeviceKind
+from hetero.profiler.model_graph import OpName
+from hetero.solver import residency
+from hetero.solver.cuts import row_cuts
+from hetero.solver.memory import Limits, limits_of, weight_memory
+from hetero.solver.options import Objective
+from hetero.solver.plan import PHASES, Memory
+from hetero.solver.planner import Planner
+from hetero.solver.request import PlanRequest
+from hetero.solver.solution import Scenario, Solution
+
+
+def solve_jointly(
+    planner: Planner,
+    scenarios: Sequence[Scenario],
+    objective: Objective,
+    request: PlanRequest,
+    notes: list[str],
+) -> tuple[Planner, list[Solution]]:
+    """`solve_within`, with the row cuts that serve all scenarios best where each has a price.
+
+    The planner returned has the cuts that are used, so that its costs are those of the plan. Under
+    a memory limit that binds all rows are free again: which of them fit comes first.
+    """
+    if planner.sizes:
+        limited, solutions = _with_own_cuts(planner, scenarios, objective)
+        limits = limits_of(planner.profile, request.memory_budget_bytes)
+        if limits.hold(weight_memory(limited, solutions)):
+            return limited, solutions
+    return planner, solve_within(planner, scenarios, objective, request, notes)
+
+
+def _with_own_cuts(
+    planner: Planner,
+    scenarios: Sequence[Scenario],
+    objective: Objective,
+) -> tuple[Planner, list[Solution]]:
+    """With few row cuts for all scenarios (`cuts.py`), and of these only those that are used."""
+    count = len(scenarios)
+    cuts = {x: row_cuts(planner, x, scenarios, objective, count) for x in planner.names()}
+    return with_used_cuts(
+        planner,
+        cuts,
+        lambda limited: solve_free(limited, scenarios, objective),
+    )
+
+
+def with_used_cuts(
+    planner: Planner,
+    cuts: dict[OpName, tuple[int, ...]],
+    solve: Callable[[Planner], list[Solution]],
+) -> tuple[Planner, list[Solution]]:
+    """Fewer and fewer row cuts until the solutions use all that are left: the planner that has
+    those, and its solutions.
+    """
+    while True:
+        limited = planner.with_rows(cuts)
+        solutions = solve(limited)
+        found = cuts_of(planner, solutions)
+        used = {name: found.get(name, ()) for name in cuts}
+        if used == cuts:
+            return limited, solutions
+        cuts = used
+
+
+def solve_within(
+    planner: Planner,
+    scenarios: Sequence[Scenario],
+    objective: Objective,
+    request: PlanRequest,
+    notes: list[str],
+) -> list[Solution]:
+    """The best solutions that one plan can have: one device for the other operators of a phase,
+    weights within the memory budget and within what each device can hold.
+    """
+    solutions = solve_free(planner, scenarios, objective)
+    limits = limits_of(planner.profile, request.memory_budget_bytes)
+    memory = weight_memory(planner, solutions)
+    if limits.hold(memory):
+        return solutions
+    notes += _limit_notes(planner, memory, limits)
+    within = residency.solve(planner, scenarios, objective, limits, request.weight)
+    return agree(planner, within, objective)
+
+
+def solve_apart(
+    parts: Sequence[residency.Part],
+    objective: Objective,
+    request: PlanRequest,
+    notes: list[str],
+) -> list[list[Solution]]:
+    """As `solve_within`, of planners whose weights are stored apart: within one budget."""
+    found = [solve_free(planner, scenarios, objective) for planner, scenarios in parts]
+    (planner, _), *_ = parts
+    limits = limits_of(planner.profile, request.memory_budget_bytes)
+    memory = memory_of([(x, s) for (x, _), s in zip(parts, found, strict=True)])
+    if limits.hold(memory):
+        return found
+    notes += _limit_notes(planner, memory, limits)
+    within = residency.solve_parts(parts, objective, limits, request.weight)
+    return [agree(x, s, objective) for (x, _), s in zip(parts, within, strict=True)]
+
+
+def memory_of(parts: Iterable[tuple[Planner, Sequence[Solution]]]) -> Memory:
+    """Bytes of weights of planners whose weights are stored apart; the output head is the last
+    one's alone.
+    """
+    *others, (last, solutions) = parts
+    each = [weight_memory(x, [s.without_head() for s in found]) for x, found in others]
+    each.append(weight_memory(last, solutions))
+    fields = ("gpu_bytes", "npu_bytes", "twice_bytes", "graphs_bytes")
+    return Memory(**{name: sum(getattr(x, name) for x in each) for name in fields})
+
+
+def solve_free(
+    planner: Planner, scenarios: Sequence[Scenario], objective: Objective
+) -> list[Solution]:
+    """As `solve_within`, with all the memory that they want."""
+    return _one_rest(planner, objective, [planner.solve(s, objective) for s in scenarios])
+
+
+def _limit_notes(planner: Planner, memory: Memory, limits: Limits) -> Iterable[str]:
+    """Which limits the best plans exceed."""
+    if memory.total_bytes > limits.together:
+        yield "the memory budget limits the cuts"
+    for kind, nbytes, limit in (
+        ("GPU", memory.gpu_bytes, limits.gpu),
+        ("NPU", memory.npu_bytes, limits.npu),
+    ):
+        if nbytes > limit:
+            fewer = "; fewer --graph-sizes, or auto, may be faster" if memory.graphs_bytes else ""
+            graphs = f" in graphs of {len(planner.sizes)} sizes" if fewer and kind == "NPU" else ""
+            yield (
+                f"the {kind} holds {limit / 2**30:.2f} GiB of weights at most, the best cuts want "
+                f"{nbytes / 2**30:.2f} GiB{graphs}: that limits the cuts{fewer if graphs else ''}"
+            )
+
+
+def _one_rest(planner: Planner, objective: Objective, solutions: list[Solution]) -> list[Solution]:
+    """All lengths of a phase with one device for the rest, as a plan has it: the best together."""
+    prefill = [s for s in solutions if s.scenario.phase == "prefill"]
+    kinds = _able(planner, prefill)
+    if len({s.non_matmul.device for s in prefill}) < 2:
+        return solutions
+    tried = [[planner.solve(s.scenario, objective, rest=k) for s in prefill] for k in kinds]
+    best = min(tried, key=lambda found: sum(s.path.cost for s in found))
+    return [*best, *(s for s in solutions if s.scenario.phase == "decode")]
+
+
+def _able(planner: Planner, solutions: Sequence[Solution]) -> list[DeviceKind]:
+    """Devices that some of the solutions have for the other operators, and all could have."""
+    return [
+        kind
+        for kind in sorted({s.non_matmul.device for s in solutions})
+        if all(kind in planner.non_matmul_devices(s.scenario.m) for s in solutions)
+    ]
+
+
+def agree(planner: Planner, solutions: Sequence[Solution], objective: Objective) -> list[Solution]:
+    """The same options with one device for the other operators of each phase, the better one."""
+    found: list[Solution] = []
+    for phase in PHASES:
+        members = [s for s in solutions if s.scenario.phase == phase]
+        kinds = _able(planner, members)
+        tried = [
+            [
+                planner.evaluate(s.scenario, s.options, k, objective, heads=planner.heads)
+                for s in members
+            ]
+            for k in kinds
+        ]
+        found += min(tried, key=lambda group: sum(s.path.cost for s in group)) if kinds else []
+    return found
+
+
+def cuts_of(planner: Planner, solutions: Iterable[Solution]) -> dict[OpName, tuple[int, ...]]:
+    """Where the rows of each matmul are cut in some solution."""
+    found: dict[OpName, set[int]] = {}
+    for solution in solutions:
+        for name, option in solution.options.items():
+            found.setdefault(name, set()).add(option.rows)
+    return {
+        name: tuple(sorted(r for r in rows if 0 < r < planner.shape(name)[0]))
+        for name, rows in found.items()
+    }

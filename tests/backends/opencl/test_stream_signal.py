@@ -1,0 +1,113 @@
+"""Gates hold until they are opened, and what is behind them sees what was stored before."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+from hetero.backends.errors import DeviceError
+from hetero.backends.memory import Tensor
+from hetero.backends.opencl.device import OpenCLDevice
+from hetero.backends.opencl.stream_signal import OpenCLStreamSignal
+from hetero.backends.ops import Add
+from hetero.backends.protocol import BoundCall, Completion
+
+WIDTH = 1000
+
+
+@pytest.fixture
+def bell(device: OpenCLDevice) -> OpenCLStreamSignal:
+    found = device.stream_signal()
+    if found is None:
+        pytest.skip("no stream signal works on this device")
+    found.settle()
+    return found
+
+
+def adder(device: OpenCLDevice) -> tuple[BoundCall, Tensor, Tensor]:
+    """A call, its input x and its output y = x + x."""
+    buffer = device.allocate(8 * WIDTH)
+    x = Tensor(buffer, (1, WIDTH))
+    y = Tensor(buffer, (1, WIDTH), offset_bytes=4 * WIDTH)
+    kernel = device.prepare(Add(d=WIDTH), {})
+    return kernel.bind({"x": x, "residual": x, "y": y}, 1), x, y
+
+
+def until(completion: Completion) -> None:
+    give_up_s = time.perf_counter() + 20
+    while not completion.done():
+        assert time.perf_counter() < give_up_s
+
+
+def test_nothing_passes_a_closed_gate_and_nothing_is_stale(
+    device: OpenCLDevice, bell: OpenCLStreamSignal
+) -> None:
+    """Always one group ahead, as a decode step has them."""
+    call, x, y = adder(device)
+    y.array[:] = np.nan
+    bell.wait_value.submit()
+    for i in range(300):
+        call.submit()
+        following = bell.wait_value.submit()
+        assert np.isnan(y.array).all()
+        x.array[:] = i
+        bell.signal()
+        until(following)
+        assert (y.array == 2 * i).all()
+        y.array[:] = np.nan
+    bell.signal()
+    device.finish()
+    bell.check()
+
+
+def test_release_lets_everything_go_and_numbers_start_anew(
+    device: OpenCLDevice, bell: OpenCLStreamSignal
+) -> None:
+    call, x, y = adder(device)
+    for rung in range(3):
+        for _ in range(3):
+            bell.wait_value.submit()
+            end = call.submit()
+        for _ in range(rung):
+            bell.signal()
+        bell.release()
+        end.wait(20)
+        bell.signal()  # one too many, as an interruption may leave it
+        bell.reset()
+        y.array[:] = np.nan
+        reached, end = bell.wait_value.submit(), call.submit()
+        until(reached)
+        assert np.isnan(y.array).all()
+        x.array[:] = rung
+        bell.signal()
+        end.wait(20)
+        assert (y.array == 2 * rung).all()
+
+
+def test_a_gate_gives_up_and_says_so(device: OpenCLDevice, bell: OpenCLStreamSignal) -> None:
+    patient, bell.wait_value._call = bell.wait_value._call, bell.wait_value._bound(1000)  # type: ignore[attr-defined]
+    bell.wait_value.submit().wait(20)
+    bell.wait_value._call = patient  # type: ignore[attr-defined]
+    with pytest.raises(DeviceError, match="opencl: waiting for the control thread's signal"):
+        bell.check()
+    bell.reset()
+    bell.check()
+
+
+def test_numbers_go_round(device: OpenCLDevice, bell: OpenCLStreamSignal) -> None:
+    call, x, y = adder(device)
+    start = 2**32 - 2
+    bell._words[:] = 0
+    bell._words[[0, 16]] = start
+    bell._opened = bell._wait_value.submissions = start
+    for i in range(4):
+        bell.wait_value.submit()
+        end = call.submit()
+        x.array[:] = i
+        bell.signal()
+        end.wait(20)
+        assert (y.array == 2 * i).all()
+    bell.reset()
+    bell.check()

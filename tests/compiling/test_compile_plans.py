@@ -1,0 +1,177 @@
+"""`hetero compile` makes the graphs that the runtime asks for, whatever the plan: all, and no more.
+
+A bundle that lacks one works all the same: it is compiled while a prompt waits.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetero import LLM
+from hetero.compiling.graphs import CompileRequest, compile_model, prepare
+from hetero.models import open_model
+from hetero.profiler.model_graph import ModelGraph
+from hetero.solver.execution_plan import ExecutionPlan
+from hetero.solver.handmade import layer_level, single_device
+from hetero.solver.plan import OpPlan, Tile
+from tests.runtime.plans import random_plan
+from tests.support.checkpoints import Case, make_checkpoint
+from tests.support.helpers import own_cache
+
+pytest.importorskip("hetero.backends.qnn.opening", exc_type=ImportError)
+
+GRAPHS = (8, 32)
+TOKENS = 45
+CONTEXT = 80
+CUT = 16  # rows: also where no other tile has an edge
+KINDS = (
+    "layer level", "npu only", "row-cut", "sequence-cut", "multi-sequence-cut", "hybrid-cut",
+    "chunked", "cuts of two lengths", "q, k and v apart", "precision", "orders",
+    "cut on the other device", "feed-forward", "block, cut where it is decoded", "random",
+)  # fmt: skip
+
+# What a hybrid cut, or another kind, has in it as well.
+MILD = ("npu only", "row-cut", "sequence-cut", "multi-sequence-cut", "chunked", "orders")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_graphs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(own_cache(tmp_path_factory.mktemp("cache"))))
+        yield
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    make_checkpoint(Case("tiny", "Llama", {"num_hidden_layers": 1, "vocab_size": 96}), folder)
+    return str(folder)
+
+
+def replaced(plan: ExecutionPlan, *entries: OpPlan) -> ExecutionPlan:
+    """The plan with these entries instead of its own of the same matmul, phase and length."""
+    keys = {(entry.phase, entry.op, entry.m) for entry in entries}
+    kept = (entry for entry in plan.ops if (entry.phase, entry.op, entry.m) not in keys)
+    return plan.model_copy(update={"ops": (*kept, *entries)})
+
+
+def entry(
+    spec: ModelGraph, op: str, *tiles: Tile, m: int | None = None, phase: str = "prefill"
+) -> OpPlan:
+    n, k = spec.shapes[op]  # type: ignore[index]
+    return OpPlan.model_validate(
+        {"phase": phase, "m": m, "op": op, "n": n, "k": k, "strategy": "row-cut", "tiles": tiles}
+    )
+
+
+def rows(device: str, start: int, stop: int, **more: Any) -> Tile:
+    """A tile of all tokens."""
+    found = {"device": device, "tokens": (0, None), "rows": (start, stop), **more}
+    return Tile.model_validate(found)
+
+
+def plan_of(kind: str, spec: ModelGraph, seed: int = 0) -> ExecutionPlan:
+    rng, n = random.Random(seed), spec.shapes["gate_up"][0]
+    whole = layer_level(spec, graph_sizes=GRAPHS)
+    npu = single_device(spec, "npu", graph_sizes=GRAPHS)
+    match kind:
+        case "layer level":
+            return whole
+        case "npu only":
+            return npu
+        case "row-cut" | "sequence-cut" | "multi-sequence-cut" | "hybrid-cut":
+            return sized(random_plan(spec, TOKENS, GRAPHS, rng, strategies=[kind]))
+        case "chunked":
+            return whole.model_copy(update={"step_tokens": 32, "strategy": "chunked"})
+        case "cuts of two lengths":
+            cuts = {None: n // 2 // CUT * CUT, 32: CUT, 20: 3 * CUT}
+            parts = {m: (rows("npu", 0, cut), rows("gpu", cut, n)) for m, cut in cuts.items()}
+            return replaced(whole, *(entry(spec, "gate_up", *t, m=m) for m, t in parts.items()))
+        case "q, k and v apart":
+            apart = [
+                entry(spec, name, rows("gpu" if name == "k" else "npu", 0, spec.shapes[name][0]),
+                      phase=phase)
+                for phase in ("prefill", "decode") for name in ("q", "k", "v")
+            ]  # fmt: skip
+            kept = tuple(op for op in whole.ops if op.op != "qkv")
+            return whole.model_copy(update={"ops": (*kept, *apart)})
+        case "precision":
+            tiles = (rows("npu", 0, 64, precision="w4a16"), rows("gpu", 64, n))
+            return replaced(whole_gpu(spec), entry(spec, "gate_up", *tiles))
+        case "orders":
+            one = rows("npu", 0, n, order="transposed")
+            two = rows("npu", 0, 64, order="transposed"), rows("npu", 64, n)
+            return replaced(
+                whole, entry(spec, "gate_up", one, m=20), entry(spec, "gate_up", *two, m=32)
+            )
+        case "cut on the other device":
+            tiles = (
+                Tile(device="npu", tokens=(0, 32), rows=(0, n), graph_size=32),
+                Tile(device="gpu", tokens=(32, TOKENS), rows=(0, CUT)),
+                Tile(device="gpu", tokens=(32, TOKENS), rows=(CUT, n)),
+            )
+            gpu = whole_gpu(spec)
+            kept = tuple(e for e in gpu.ops if (e.phase, e.op) != ("prefill", "gate_up"))
+            kept = (*kept, entry(spec, "gate_up", *tiles, m=TOKENS))
+            return gpu.model_copy(update={"ops": kept})
+        case "feed-forward":
+            return npu.model_copy(update={"fused": ("feed_forward",)})
+        case "block, cut where it is decoded":
+            cut = entry(spec, "down", rows("npu", 0, CUT), rows("gpu", CUT, 64), phase="decode")
+            return replaced(npu.model_copy(update={"fused": ("block",)}), cut)
+        case _:
+            rest = rng.choice(("gpu", "npu"))
+            return sized(random_plan(spec, TOKENS, GRAPHS, rng, rest=rest))
+
+
+def sized(plan: ExecutionPlan) -> ExecutionPlan:
+    return plan.model_copy(update={"graph_sizes": GRAPHS})
+
+
+def whole_gpu(spec: ModelGraph) -> ExecutionPlan:
+    return single_device(spec, "gpu", graph_sizes=GRAPHS)
+
+
+@pytest.mark.parametrize(
+    ("kind", "seed"),
+    [
+        *(pytest.param(k, 0, marks=[pytest.mark.exhaustive] if k in MILD else []) for k in KINDS),
+        *(pytest.param("random", seed, marks=pytest.mark.exhaustive) for seed in (1, 2, 3)),
+    ],
+)
+def test_a_bundle_has_the_graphs_that_any_prompt_runs(
+    model: str, kind: str, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hetero.backends.qnn.store import GraphStore
+
+    weights = "w4a8" if kind == "precision" else "w4a16"
+    spec = open_model(model, weights=weights).spec()
+    request = CompileRequest(
+        model, "sm8650", plan_of(kind, spec, seed), weights=weights, max_seq_len=CONTEXT
+    )
+    manifest = compile_model(prepare(request), tmp_path / "bundle")
+    opened: set[str] = set()
+    compile_one = GraphStore.compile
+
+    def noted(store: GraphStore, *graph: Any) -> Path:
+        path = compile_one(store, *graph)
+        opened.add(path.name)
+        return path
+
+    monkeypatch.setattr(GraphStore, "compile", noted)
+    with LLM(str(tmp_path / "bundle"), weights=weights) as llm:
+        store = llm.devices.devices["npu"].store  # type: ignore[attr-defined]
+        assert (store.counts.compiled, store.counts.rebuilt) == (0, [])
+        engine, context = llm.engine, llm.context
+        for m in range(1, engine.placement.longest + 1):
+            engine.steps.step(context, "prefill", m)
+        engine.score(context, [3] * 32)
+        for m in range(1, 9):
+            engine.steps.step(context, "decode", m, m)
+        assert (store.counts.compiled, store.counts.rebuilt) == (0, [])
+    assert opened == {graph.entry for graph in manifest.graphs}

@@ -1,0 +1,159 @@
+"""Select the tests that run.
+
+- `pytest` runs each behaviour once: every value of every parameter of a test, in as few of its
+  parameter sets as have them all, and fewer random examples. It ends within five minutes.
+- `pytest --full` also runs the other parameter sets and the tests marked `full`.
+- `pytest --exhaustive` also runs what takes hours: the rest of the products marked `pairwise` and
+  `sampled(n)`, the tests marked `exhaustive`, and thousands of random examples.
+
+`--full` keeps of a test marked `pairwise` a few parameter sets such that any two values of two
+parameters meet in one of them, and of one marked `sampled(n)` one set in n and every value. Which
+sets are kept is the same in every run. A test that is named by its id always runs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable
+from enum import IntEnum
+from typing import Any, Final, TypeAlias
+
+import pytest
+
+Values: TypeAlias = set[Hashable]
+DEFAULT_SHARE: Final = 4  # one random example in so many of those of `--full`
+
+
+class Level(IntEnum):
+    """How much runs."""
+
+    DEFAULT = 0
+    FULL = 1
+    EXHAUSTIVE = 2
+
+
+_levels = [Level.DEFAULT]
+
+
+def add_options(parser: pytest.Parser) -> None:
+    """Add the switches to the command line of pytest."""
+    group = parser.getgroup("selection")
+    group.addoption("--full", action="store_true", help="run all that the gate runs")
+    group.addoption("--exhaustive", action="store_true", help="run what takes hours, too")
+
+
+def configure(config: pytest.Config) -> None:
+    """Take the level from the command line, and register the marks."""
+    full, exhaustive = config.getoption("full"), config.getoption("exhaustive")
+    _levels[0] = Level.EXHAUSTIVE if exhaustive else Level.FULL if full else Level.DEFAULT
+    for line in (
+        "full: runs with `--full` only",
+        "exhaustive: runs with `--exhaustive` only",
+        "pairwise: `--full` runs every pair of values, `--exhaustive` all sets",
+        "sampled(n): `--full` runs one in n of the parameter sets, `--exhaustive` all",
+    ):
+        config.addinivalue_line("markers", line)
+
+
+def exhaustive() -> bool:
+    """Return whether everything runs, however long it takes."""
+    return _levels[0] is Level.EXHAUSTIVE
+
+
+def examples(full: int, exhaustive: int | None = None) -> int:
+    """Return the number of random examples of a property, given those of `--full` and more."""
+    by_level = -(-full // DEFAULT_SHARE), full, exhaustive or full
+    return by_level[_levels[0]]
+
+
+def selected(items: list[pytest.Item], level: Level | None = None) -> list[pytest.Item]:
+    """Return the tests that run, in their order."""
+    level = _levels[0] if level is None else level
+    groups: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        groups[item.nodeid.partition("[")[0]].append(item)
+    kept: set[str] = set()
+    for group in groups.values():
+        kept |= _kept([item for item in group if _least_level(item) <= level], level)
+    return [x for x in items if x.nodeid in kept]
+
+
+def _least_level(item: pytest.Item) -> Level:
+    for level in (Level.EXHAUSTIVE, Level.FULL):
+        if item.get_closest_marker(level.name.lower()) is not None:
+            return level
+    return Level.DEFAULT
+
+
+def _kept(items: list[pytest.Item], level: Level) -> set[str]:
+    """Return the ids of those items of one test that run."""
+    if level is Level.EXHAUSTIVE or not items:
+        return {item.nodeid for item in items}
+    mark = items[0].get_closest_marker("sampled")
+    if items[0].get_closest_marker("pairwise") is not None:
+        kept = _pairs(items)
+    else:
+        kept = _sample(items, 1 if mark is None else mark.args[0], _values)
+    if level is Level.DEFAULT:
+        kept = _sample([item for item in items if item.nodeid in kept], len(kept), _rows)
+    return kept
+
+
+def _sample(
+    items: list[pytest.Item], every: int, values_of: Callable[[pytest.Item], Iterable[Hashable]]
+) -> set[str]:
+    """Return the ids of one in `every` items, and of as many more as bring a value of their own."""
+    order = sorted(items, key=_mixed)
+    seen: Values = set()
+    kept: set[str] = set()
+    for item in order:
+        values = set(values_of(item))
+        if values - seen:
+            seen |= values
+            kept.add(item.nodeid)
+    for item in order:
+        if len(kept) * every >= len(items):
+            break
+        kept.add(item.nodeid)
+    return kept
+
+
+def _pairs(items: list[pytest.Item]) -> set[str]:
+    """Return the ids of items that have every pair of values: each adds the most new pairs."""
+    left: dict[str, Values] = {}
+    for item in sorted(items, key=_mixed):
+        values = _values(item)
+        left[item.nodeid] = {*values, *itertools.combinations(values, 2)}
+    kept: set[str] = set()
+    while left:
+        best = max(left, key=lambda name: len(left[name]))
+        new = left[best]
+        kept.add(best)
+        left = {name: rest for name, pairs in left.items() if (rest := pairs - new)}
+    return kept
+
+
+def _mixed(item: pytest.Item) -> int:
+    return zlib.crc32(item.nodeid.encode())
+
+
+def _values(item: pytest.Item) -> list[tuple[str, str]]:
+    spec: Any = getattr(item, "callspec", None)
+    return [] if spec is None else [(name, repr(at)) for name, at in sorted(spec.params.items())]
+
+
+def _rows(item: pytest.Item) -> list[tuple[str, ...]]:
+    """Return the row of each table of parameters: equal values in two rows are two behaviours."""
+    spec: Any = getattr(item, "callspec", None)
+    if spec is None:
+        return []
+    tables = [_names(mark) for mark in item.iter_markers("parametrize")]
+    single = [[name] for name in sorted(set(spec.params).difference(*tables))]
+    return [(*names, *(repr(spec.params[name]) for name in names)) for names in [*tables, *single]]
+
+
+def _names(mark: pytest.Mark) -> list[str]:
+    names = mark.args[0] if mark.args else mark.kwargs["argnames"]
+    return [x.strip() for x in names.split(",")] if isinstance(names, str) else list(names)

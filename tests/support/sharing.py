@@ -1,0 +1,63 @@
+"""What all devices share in a process that runs tests: a context, the programs that are built in
+it, and the child that compiles.
+
+A driver reads a source again to find what was compiled of it, which is most of what opening a model
+takes, and a child takes half a second to start. Processes that tests start have these for each
+device, as has a run with `--exhaustive`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache, lru_cache
+from typing import Any
+
+import pytest
+
+from hetero.backends.opencl import platform, resources
+from hetero.backends.opencl.program_source import ProgramSource
+from hetero.backends.opencl.self_test import compiler, supervisor
+from hetero.backends.opencl.self_test.compiler import Variant
+from hetero.backends.opencl.self_test.supervisor import Job, Supervisor
+
+PROGRAMS = 256  # kept at most
+
+
+@contextmanager
+def shared() -> Iterator[None]:
+    """Until the end all devices of this process share these."""
+    children: dict[tuple[Any, ...], _Child] = {}
+
+    def child(job: Job, device: int) -> _Child:
+        key = (job, device, supervisor.worker_command)  # some tests have a command of their own
+        return children.setdefault(key, _Child(job, device))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(resources, "new_context", cache(resources.new_context))
+        patch.setattr(compiler, "_build", lru_cache(PROGRAMS)(compiler._build))
+        patch.setattr(platform, "Supervisor", child)
+        yield
+    for one in children.values():
+        one.end()
+
+
+class _Child:
+    """A `Supervisor` of several devices, which outlives them; one thread at a time is answered."""
+
+    def __init__(self, job: Job, device: int) -> None:
+        self._supervisor = Supervisor(job, device)
+        self._turn = threading.Lock()
+
+    def build(self, source: ProgramSource, variant: Variant | None) -> None:
+        """See `Supervisor.build`."""
+        with self._turn:
+            self._supervisor.build(source, variant)
+
+    def close(self) -> None:
+        """Another device may ask."""
+
+    def end(self) -> None:
+        """End the child."""
+        self._supervisor.close()
