@@ -1,10 +1,9 @@
-"""The documentation: sizes of pages, links, names that exist, the drawing, the site."""
+"""The documentation: sizes of pages, links, names that exist, the drawing."""
 
 from __future__ import annotations
 
 import functools
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -127,16 +126,3 @@ def test_the_drawing_of_the_packages_is_current() -> None:
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-
-
-def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
-    pytest.importorskip("mkdocstrings_handlers.python", reason="needs the extra docs")
-    pytest.importorskip("material", reason="needs the extra docs")
-    done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")],
-        cwd=ROOT, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    api = (tmp_path / "site" / "reference" / "api" / "index.html").read_text("utf-8")
-    assert "generate_many" in api
-    shutil.rmtree(tmp_path / "site")
