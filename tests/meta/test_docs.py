@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+import hetero
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("hetero", "backends", "profiler", "solver")
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -80,6 +82,12 @@ def test_every_page_is_reached_from_the_index() -> None:
     kinds = ("tutorial", "howto", "reference", "explanation")
     pages = {page for kind in kinds for page in (ROOT / "docs" / kind).rglob("*.md")}
     assert {name_of(page) for page in pages - linked} == set()
+
+
+def test_the_api_reference_has_every_public_name() -> None:
+    text = (ROOT / "docs" / "reference" / "api.md").read_text("utf-8")
+    documented = re.findall(r"^::: hetero\.(\w+)$", text, flags=re.MULTILINE)
+    assert sorted(documented) == sorted(set(hetero.__all__) - {"__version__"})
 
 
 @functools.cache
