@@ -36,7 +36,7 @@ class Solver(PlanSource, Protocol):
     plan: ExecutionPlan
 
     def drifted(self, factors: Factors) -> Self:
-        """Return the same solver on devices that take so many times as long as predicted at first."""
+        """Return the same solver for devices that take these factors longer than predicted."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -54,7 +54,9 @@ class StepScores:
         return self._added[kind]
 
     def end(self, chunks: int) -> npt.NDArray[Any] | None:
-        """Return the means over layers of a step of so many chunks; None where not all layers told."""
+        """Return the means over layers of a step of so many chunks; None where not all layers
+        told.
+        """
         return self._sums / self._layers if self._told == self._layers * chunks else None
 
 

@@ -58,7 +58,7 @@ class Handover:
         }
 
     def before(self, kind: DeviceKind | None, operands: Mapping[str, Operand]) -> list[Transfer]:
-        """Return the copies that must precede a launch that reads `operands` (those of the pool)."""
+        """Return the copies that must precede a launch that reads `operands` of the pool."""
         side: Side = "gpu" if kind == "gpu" else "host"
         found = []
         for port, operand in operands.items():

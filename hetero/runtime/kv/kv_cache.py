@@ -81,7 +81,7 @@ class CacheLayout:
 
     @property
     def nbytes(self) -> int:
-        """Return the address space of one context's cache; what is resident depends on its length."""
+        """Return the address space of a context's cache; what is resident depends on its length."""
         return len(CACHE_PORTS) * sum(self.slot_bytes(layer) for layer in range(self.layers))
 
     def base(self, position: int) -> int:
