@@ -36,9 +36,11 @@ Float32Array = npt.NDArray[np.float32]
 
 
 class BlockParts(NamedTuple):
-    """Rows of a weight taken apart: `codes` [rows, G, 32] (G groups), or the words of these codes
-    [rows, G, words] where they lie so that this is sooner done; `d` [rows, S], `s`
-    [rows, G · halves]; with a minimum `e` [rows, S] and `t` [rows, G], else None.
+    """Rows of a weight in their parts.
+
+    `codes` [rows, G, 32] (G groups), or the words of these codes [rows, G, words] where they are
+    stored so that this is faster; `d` [rows, S], `s` [rows, G · halves]; with a minimum `e` [rows,
+    S] and `t` [rows, G], else None.
     """
 
     codes: Bytes | Words
@@ -54,13 +56,13 @@ def block_count(blocks: Blocks, groups: int) -> int:
 
 
 def interleaved(blocks: Blocks, parts: BlockParts) -> tuple[npt.NDArray[np.uint32], Bytes]:
-    """`data` and `scales` of rows whose number is a multiple of 16."""
+    """Return `data` and `scales` of rows whose number is a multiple of 16."""
     codes = np.ascontiguousarray(parts.codes)
     return _interleaved_codes(blocks, codes), _interleaved_scales(blocks, parts)
 
 
-def taken_apart(blocks: Blocks, data: npt.NDArray[Any], scales: npt.NDArray[Any]) -> BlockParts:
-    """The reverse of `interleaved`."""
+def unpacked_parts(blocks: Blocks, data: npt.NDArray[Any], scales: npt.NDArray[Any]) -> BlockParts:
+    """Return the reverse of `interleaved`."""
     count, groups = data.shape[:2]
     rows = count * ROWS_OF_BLOCK
     words = np.ascontiguousarray(data[:, :, :4].transpose(0, 3, 1, 2)).view(np.uint8)
@@ -76,16 +78,16 @@ def taken_apart(blocks: Blocks, data: npt.NDArray[Any], scales: npt.NDArray[Any]
 
 
 def values_of(blocks: Blocks, parts: BlockParts) -> Float32Array:
-    """The weights as float32 [rows, G, 32]; d · s and e · t are exact in it."""
+    """Return the weights as float32 [rows, G, 32]; d · s and e · t are exact in it."""
     groups = parts.codes.shape[1]
     scale = _of_groups(blocks, parts.d, groups)[..., None] * parts.s.astype(np.float32).reshape(
         len(parts.s), groups, blocks.halves
     )
     codes = parts.codes.astype(np.float32) - np.float32(blocks.zero)
-    found = codes * np.repeat(scale, GROUP_SIZE // blocks.halves, axis=-1)
+    values = codes * np.repeat(scale, GROUP_SIZE // blocks.halves, axis=-1)
     if parts.e is not None and parts.t is not None:
-        found -= (_of_groups(blocks, parts.e, groups) * parts.t.astype(np.float32))[..., None]
-    return np.asarray(found, np.float32)
+        values -= (_of_groups(blocks, parts.e, groups) * parts.t.astype(np.float32))[..., None]
+    return np.asarray(values, np.float32)
 
 
 def group_scales(blocks: Blocks, parts: BlockParts) -> tuple[Float32Array, Float32Array | None]:
@@ -99,8 +101,9 @@ def group_scales(blocks: Blocks, parts: BlockParts) -> tuple[Float32Array, Float
 
 
 def rounded(blocks: Blocks, values: Float32Array) -> BlockParts:
-    """Quantise [rows, G, 32] values, each group (or half) by its range: what random weights and
-    tests need; files bring better codes.
+    """Quantise [rows, G, 32] values, each group (or half) by its range.
+
+    What random weights and tests need; files bring better codes.
     """
     rows, groups = values.shape[:2]
     count, span = block_count(blocks, groups), GROUP_SIZE // blocks.halves
@@ -125,8 +128,9 @@ def rounded(blocks: Blocks, values: Float32Array) -> BlockParts:
 
 
 def _two_levels(wanted: Float32Array, count: int, inside: int) -> tuple[Halves, Small]:
-    """fp16 [rows, S] and int8 0…63 [rows, S · inside cut], whose products are near `wanted`; one
-    factor of a block of one group is 1.
+    """fp16 [rows, S] and int8 0…63 [rows, S · inside cut], whose products are near `wanted`.
+
+    One factor of a block of one group is 1.
     """
     rows, width = wanted.shape
     full = np.zeros((rows, count * inside), np.float32)
@@ -163,12 +167,14 @@ def by_lane(words: Words) -> Words:
 
 
 def words_of_halves(blocks: Bytes, start: int, stop: int, width: int, words: int = 4) -> Words:
-    """Blocks [rows, x, bytes], in whose bytes [start, stop) codes of 4 bits lie in ggml's order: of
-    each run of `width` bytes (16, 32 or 64) first the low halves, then the high ones. The words of
-    these codes, [rows, G, words], of which others than the first four are still to be filled.
+    """Return the words of 4-bit codes, [rows, G, words], from ggml's order of halves.
 
-    Without taking codes apart: a pair of bytes has the halves of two neighbours, which are brought
-    together where they lie.
+    Blocks [rows, x, bytes], in whose bytes [start, stop) the codes are: of each run of `width`
+    bytes (16, 32 or 64) first the low halves, then the high ones. Words after the first four are
+    still to be filled.
+
+    Codes are not unpacked: a pair of bytes has the halves of two neighbours, which are joined in
+    place.
     """
     rows, count, size = blocks.shape
     pairs = blocks.view("<u2")
@@ -177,9 +183,9 @@ def words_of_halves(blocks: Bytes, start: int, stop: int, width: int, words: int
     high = pairs & 0xF0F0
     high = high >> 4 | high >> 8
     half, runs, group = width // 2, (stop - start) // width, 4 * words  # bytes, number, bytes
-    unit = min(half, 16)  # bytes that lie together before and after
+    unit = min(half, 16)  # bytes that are adjacent before and after
     shape = (rows, count, runs, half // unit)
-    found = np.empty((rows, count * runs * width // 16, words), "<u4")
+    packed = np.empty((rows, count * runs * width // 16, words), "<u4")
     in_run = width // 16 * group
     for i, bits in enumerate((low, high)):
         source = np.ndarray(
@@ -192,17 +198,19 @@ def words_of_halves(blocks: Bytes, start: int, stop: int, width: int, words: int
         target = np.ndarray(
             shape,
             f"V{unit}",
-            found,
+            packed,
             unit * i if half < 16 else half // 16 * i * group,
             (count * runs * in_run, runs * in_run, in_run, group),
         )
         target[...] = source
-    return found
+    return packed
 
 
 def set_uppers(words: Words, values: Bytes, shifts: Sequence[int], mask: int) -> None:
-    """Fill words 4 and 5 of groups [rows, G, 6] from bytes [rows, x, 32], of which bits `mask` from
-    each of `shifts` on are the upper bits of the codes of a group.
+    """Fill words 4 and 5 of groups [rows, G, 6] with the upper bits of codes.
+
+    From bytes [rows, x, 32], of which bits `mask` from each of `shifts` on are the upper bits of
+    the codes of a group.
     """
     rows, count, _ = values.shape
     pairs = np.ascontiguousarray(values).view("<u2")
@@ -215,8 +223,9 @@ def set_uppers(words: Words, values: Bytes, shifts: Sequence[int], mask: int) ->
 
 
 def nibble_words(codes: Bytes) -> npt.NDArray[np.uint32]:
-    """The low halves of codes [rows, G, 32] as words [rows, G, 4] of eight. By pairs: neighbours in
-    strided arrays take several times as long.
+    """Return the low halves of codes [rows, G, 32] as words [rows, G, 4] of eight.
+
+    By pairs: neighbours in strided arrays take several times as long.
     """
     pairs = np.ascontiguousarray(codes).view("<u2")
     return (pairs & 15 | pairs >> 4 & 240).astype(np.uint8).view("<u4")
@@ -224,16 +233,16 @@ def nibble_words(codes: Bytes) -> npt.NDArray[np.uint32]:
 
 def _interleaved_scales(blocks: Blocks, parts: BlockParts) -> Bytes:
     rows, count = parts.d.shape
-    found = np.zeros((rows // ROWS_OF_BLOCK, count, blocks.scale_bytes), np.uint8)
-    floats = found[..., : blocks.float_bytes].view(np.float16)
+    interleaved = np.zeros((rows // ROWS_OF_BLOCK, count, blocks.scale_bytes), np.uint8)
+    floats = interleaved[..., : blocks.float_bytes].view(np.float16)
     floats[..., :ROWS_OF_BLOCK] = _by_block(parts.d)
-    small = found[..., blocks.float_bytes :].view(np.int8)
+    small = interleaved[..., blocks.float_bytes :].view(np.int8)
     inside = blocks.groups * blocks.halves
     _set_small(small[..., : inside * ROWS_OF_BLOCK], parts.s, inside)
     if parts.e is not None and parts.t is not None:
         floats[..., ROWS_OF_BLOCK:] = _by_block(parts.e)
         _set_small(small[..., inside * ROWS_OF_BLOCK :], parts.t, blocks.groups)
-    return found
+    return interleaved
 
 
 def _by_block(values: npt.NDArray[Any]) -> npt.NDArray[Any]:

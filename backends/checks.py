@@ -44,27 +44,31 @@ def packed(weights: Mapping[str, WeightValue]) -> PackedWeight:
 
 
 def vector(weights: Mapping[str, WeightValue], name: str) -> npt.NDArray[np.float32]:
-    """A one-dimensional float32 weight of an operation that passed `check_weights`."""
+    """Return a one-dimensional float32 weight of an operation that passed `check_weights`."""
     value: Any = weights[name]
     assert not isinstance(value, PackedWeight)
     assert value.dtype == np.float32
-    found: npt.NDArray[np.float32] = value
-    return found
+    values: npt.NDArray[np.float32] = value
+    return values
 
 
 def slab(weights: Mapping[str, WeightValue]) -> tuple[npt.NDArray[np.int32], PackedWeight]:
-    """The hot features of an `Outliers` that passed `check_weights`, and their weights [n, hot]."""
+    """Return the hot features of an `Outliers` and their weights [n, hot].
+
+    The record has passed `check_weights`.
+    """
     hot: Any = weights["hot"]
     kept = weights["hot_weight"]
     assert isinstance(kept, PackedWeight)
-    found: npt.NDArray[np.int32] = hot
-    return found, kept
+    features: npt.NDArray[np.int32] = hot
+    return features, kept
 
 
 def check_token_count(
     capabilities: Capabilities, op: Op, m: int, *, own: int | None = None
 ) -> None:
-    """Raise `ValueError` for a token count that a device with static shapes has no graph for;
+    """Raise `ValueError` for a token count that a device with static shapes has no graph for.
+
     `own` is the kernel's `graph`.
     """
     if capabilities.static_shapes and m not in (own, *capabilities.graph_sizes):
@@ -74,7 +78,7 @@ def check_token_count(
 
 
 def accept_format(capabilities: Capabilities, op: Op) -> Acceptance:
-    """Whether the weight format of a MatMul or Embed is among the device's."""
+    """Return whether the weight format of a MatMul or Embed is among the device's."""
     if isinstance(op, ops.MatMul | ops.Embed):
         formats = capabilities.weight_formats
         if op.weight_format not in formats:
@@ -85,7 +89,7 @@ def accept_format(capabilities: Capabilities, op: Op) -> Acceptance:
 def first_position(
     backend: str, call: str, position: npt.NDArray[np.int32], m: int, limit: int
 ) -> int:
-    """The position of a call's first token, for devices whose host side reads it.
+    """Return the position of a call's first token, for devices whose host side reads it.
 
     Raises `DeviceError` when m tokens from there pass `limit` (a cache's capacity, a table's end).
     """
@@ -102,7 +106,7 @@ def first_position(
 
 
 class Health:
-    """Whether a device takes calls. Lost once, lost for good, with the first reason.
+    """State of a device: whether it takes calls. Lost once, lost for good, with the first reason.
 
     `threads`: its driver has threads of its own, so that it is lost in a forked child.
     """

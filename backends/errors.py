@@ -1,4 +1,4 @@
-"""Errors that users can mend, and those of devices: the code's name, the operation, the remedy."""
+"""Errors that users can fix, and errors of devices: the code's name, the operation, the remedy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class UserError(ValueError):
 
 
 class DeviceError(RuntimeError):
-    """A device could not do what it was asked.
+    """A device could not do an operation.
 
     `device` is the backend's name, `operation` what was tried, `code` the native status code by
     name (for example `CL_OUT_OF_RESOURCES`) and `remedy` what the user can do about it.
@@ -42,14 +42,16 @@ class DeviceUnavailableError(DeviceError):
 
 
 class KernelBuildError(DeviceError):
-    """A driver's compiler refused a program, crashed or hung: the device is of no use to the model
-    that needs it, another one may be.
+    """A driver's compiler refused a program, crashed or hung.
+
+    The device is of no use to the model that needs it, another one may be.
     """
 
 
 class DeviceOptionError(DeviceError, UserError):
-    """Something that the user asked for by name does not exist or cannot be used here: no other
-    device stands in for it.
+    """Something that the user named does not exist or cannot be used here.
+
+    No other device stands in for it.
     """
 
 
@@ -73,5 +75,5 @@ class WaitTimeoutError(DeviceError):
         self.deadline_s = deadline_s
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """As of `DeviceError`."""
+        """Do the same as `DeviceError.__reduce__`."""
         return type(self), (self.device, self.kernel, self.deadline_s, self.kind)

@@ -1,7 +1,7 @@
-"""Formats of matmuls: each is one record here, and everything else asks it.
+"""Formats of matmuls: each is one record here, and all other code reads it.
 
 A format is how weights are stored (`StorageFormat`), how activations are rounded (`Activations`),
-and how far its results may lie from exact ones. A new one is a member of `WeightFormat` with its
+and how far its results may be from exact ones. A new one is a member of `WeightFormat` with its
 record below (and one of `StorageFormat`, with its layout in `hetero.backends.weights`, if weights
 are stored in a new way); `reference` computes it at once, other backends name the formats that they
 have kernels for.
@@ -23,8 +23,10 @@ WeightScales: TypeAlias = Literal["none", "group", "row", "block", "parts"]
 
 
 class CacheFormat(StrEnum):
-    """How cached keys and values are stored (`hetero.backends.kv_rows`): floats, or `q8`, codes of
-    8 bits with a scale for each token of a head, and one for each channel of a head.
+    """Format of cached keys and values (`hetero.backends.kv_rows`).
+
+    Floats, or `q8`, codes of 8 bits with a scale for each token of a head, and one for each channel
+    of a head.
     """
 
     F32 = "f32"
@@ -40,19 +42,24 @@ class CacheFormat(StrEnum):
 
     @property
     def coded(self) -> bool:
-        """Whether values are integer codes with scales."""
+        """Return whether values are integer codes with scales."""
         return self is CacheFormat.Q8
 
     def row(self, head_dim: int) -> int:
-        """Elements of a token of a head: its values, or codes with a float32 scale behind them."""
+        """Return the elements of a token of a head: values, or codes followed by a float32
+        scale.
+        """
         return -(-head_dim // 4) * 4 + 4 if self.coded else head_dim
 
     def shape(self, kv_heads: int, capacity: int, head_dim: int) -> tuple[int, int, int]:
-        """Of a tensor. Behind the tokens of a head are the scales of its channels, if coded."""
+        """Return the shape of a tensor.
+
+        After the tokens of a head are the scales of its channels, if coded.
+        """
         return kv_heads, capacity + CHANNEL_ROWS * self.coded, self.row(head_dim)
 
     def bytes_per_token(self, head_dim: int) -> int:
-        """Of a head's keys, or values."""
+        """Return the bytes of a head's keys, or values, a token."""
         return self.row(head_dim) * self.dtype.itemsize
 
 
@@ -62,7 +69,7 @@ _CACHE_TYPES: Final = {CacheFormat.F32: "f4", CacheFormat.F16: "f2", CacheFormat
 
 
 class StorageFormat(StrEnum):
-    """How weights are stored (see `hetero.backends.weights.PackedWeight`).
+    """Format of stored weights (see `hetero.backends.weights.PackedWeight`).
 
     `q4_1` to `q6_k` hold what GGUF calls so, exactly (`hetero.backends.blocks`). `mixed`: rows in
     parts, each of another storage, as the tensors of a file are.
@@ -83,33 +90,37 @@ class StorageFormat(StrEnum):
 
     @property
     def bits(self) -> int:
-        """Of a weight, scales not counted."""
+        """Return the bits of a weight, without scales."""
         return _STORAGE[self].bits
 
     @property
     def scales(self) -> WeightScales:
-        """What shares a scale: a `group` of `GROUP_SIZE` weights along k (fp16), a whole `row`
-        (fp32), as its `blocks` say, as the `parts` have it; `none`: floating point.
+        """Return what shares a scale.
+
+        A `group` of `GROUP_SIZE` weights along k (fp16), a whole `row` (fp32), as its `blocks` say,
+        as the `parts` have it; `none`: floating point.
         """
         return _STORAGE[self].scales
 
     @property
     def blocks(self) -> Blocks:
-        """How blocks are made up. Raises `ValueError` for a storage without them."""
-        found = _STORAGE[self].blocks
-        if found is None:
+        """Return how blocks are made up. Raises `ValueError` for a storage without them."""
+        blocks = _STORAGE[self].blocks
+        if blocks is None:
             raise ValueError(f"{self} weights are not stored in blocks")
-        return found
+        return blocks
 
     @property
     def quantised(self) -> bool:
-        """Whether weights are integer codes, padded along k to whole groups, with scales."""
+        """Return whether weights are integer codes, padded along k to whole groups, with scales."""
         return self.scales != "none"
 
     @property
     def bytes_per_weight(self) -> float:
-        """Bytes of a weight, its part of a group's scale included; padding and scales of rows,
-        which are 4 bytes for k weights, not. Of parts: what they come to in a usual file (Q4_K_M).
+        """Bytes of a weight, its part of a group's scale included.
+
+        Padding and scales of rows, which are 4 bytes for k weights, not. Of parts: what they come
+        to in a usual file (Q4_K_M).
         """
         if self is StorageFormat.MIXED:
             return 21 / 32
@@ -138,7 +149,7 @@ class Blocks(NamedTuple):
 
     @property
     def features(self) -> int:
-        """That share d."""
+        """Return the number of features that share d."""
         return GROUP_SIZE * self.groups
 
     @property
@@ -186,7 +197,7 @@ _STORAGE: Final = {
 
 @dataclass(frozen=True)
 class Activations:
-    """What a matmul makes of its float32 input before it multiplies.
+    """Rounding of a matmul's float32 input before it multiplies.
 
     bits            of a code, symmetric; 0: floating point (fp32, or fp16 where a GPU has it)
     granularity     of the codes' scales: a `group` of 32 features of a token, a `token`, the tensor
@@ -200,7 +211,7 @@ class Activations:
 
     @property
     def are_floats(self) -> bool:
-        """Whether nothing is quantised."""
+        """Return whether nothing is quantised."""
         return self.bits == 0
 
     @property
@@ -237,35 +248,40 @@ class WeightFormat(StrEnum):
 
     @property
     def storage(self) -> StorageFormat:
-        """How the weights lie in memory, whatever the activations are."""
+        """Return how the weights are stored, whatever the activations are."""
         return _FORMATS[self].storage
 
     @property
     def of_file(self) -> bool:
-        """Whether its weights are those of a GGUF file and cannot be made of others."""
+        """Return whether its weights come from a GGUF file and cannot be made of others."""
         return self.storage is StorageFormat.MIXED
 
     @property
     def activations(self) -> Activations:
-        """How its input is rounded."""
+        """Return how its input is rounded."""
         return _FORMATS[self].activations
 
     @property
     def tolerance(self) -> float:
-        """Largest ‖y - exact‖ / ‖exact‖ of a right kernel, exact being float64 on unrounded
-        activations: what the format costs, with a margin.
+        """Return the largest ‖y - exact‖ / ‖exact‖ of a right kernel.
+
+        exact is float64 on unrounded activations: the cost of the format, with a margin.
         """
         return _FORMATS[self].tolerance
 
     @property
     def half_is_enough(self) -> bool:
-        """Whether fp16 arithmetic keeps to it: no integers to be exact in, no 32-bit weights."""
+        """Return whether fp16 arithmetic keeps to it.
+
+        No integers to be exact in, no 32-bit weights.
+        """
         return self.activations.are_floats and self.storage is not StorageFormat.F32
 
 
 def activations_of(activations: Activations, storage: StorageFormat) -> Activations:
-    """How the input of a part is rounded: not for codes of 8 bits and floats, of which sums of
-    integers have no kernels.
+    """Return how the input of a part is rounded.
+
+    Not for codes of 8 bits and floats, of which sums of integers have no kernels.
     """
     rounded = storage is StorageFormat.Q4 or storage.scales == "block"
     return activations if rounded else FLOATS

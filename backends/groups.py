@@ -45,11 +45,11 @@ class Group:
     def inputs(self) -> tuple[str, ...]:
         """Slots that are read before the group writes them, in order."""
         written: set[str] = set()
-        found: dict[str, None] = {}
+        slots: dict[str, None] = {}
         for step in self.steps:
-            found.update((slot, None) for slot in step.read.values() if slot not in written)
+            slots.update((slot, None) for slot in step.read.values() if slot not in written)
             written.update(step.written)
-        return tuple(found)
+        return tuple(slots)
 
     @property
     def attention(self) -> ops.Attention | None:
@@ -67,13 +67,13 @@ class Group:
     @property
     def fixed(self) -> dict[str, tuple[str, str]]:
         """Its tensors of `FIXED_PORTS`, rising: the slot of each, and the port that it is for."""
-        found: dict[str, tuple[str, str]] = {}
+        fixed: dict[str, tuple[str, str]] = {}
         for step in self.steps:
             for port, slot in step.slots:
                 if port in FIXED_PORTS:
-                    apart = found.get(port, (slot, port))[0] != slot
-                    found["cache_row" if apart else port] = (slot, port)
-        return dict(sorted(found.items()))
+                    differs = fixed.get(port, (slot, port))[0] != slot
+                    fixed["cache_row" if differs else port] = (slot, port)
+        return dict(sorted(fixed.items()))
 
     def shapes(self, slots: Sequence[str]) -> Iterator[tuple[str, tuple[int, ...]]]:
         """(slot, its shape without the tokens)."""

@@ -56,17 +56,19 @@ def unpacked(bits: int, planes: Sequence[Array], count: int) -> tuple[Array, Arr
 
 
 def spread(amplitudes: Array, heads: int, rows: tuple[int, int]) -> Array:
-    """[n, 2, G, most of `rows`, 1] of amplitudes [n, those of keys, then of values], of which a
-    head has as many as `rows` says of keys and of values: one, or one for each token.
+    """Spread amplitudes over tokens: [n, 2, G, most of `rows`, 1].
+
+    From amplitudes [n, those of keys, then of values], of which a head has as many as `rows` says
+    of keys and of values: one, or one for each token.
     """
     count, split = len(amplitudes), heads * rows[0]
     if rows == (1, 1):
-        found: Array = amplitudes.reshape(count, 2, heads, 1, 1)
-        return found
-    found = np.empty((count, 2, heads, max(rows), 1), np.float32)
-    found[:, 0] = amplitudes[:, :split].reshape(count, heads, rows[0], 1)
-    found[:, 1] = amplitudes[:, split:].reshape(count, heads, rows[1], 1)
-    return found
+        amplitudes_by_token: Array = amplitudes.reshape(count, 2, heads, 1, 1)
+        return amplitudes_by_token
+    amplitudes_by_token = np.empty((count, 2, heads, max(rows), 1), np.float32)
+    amplitudes_by_token[:, 0] = amplitudes[:, :split].reshape(count, heads, rows[0], 1)
+    amplitudes_by_token[:, 1] = amplitudes[:, split:].reshape(count, heads, rows[1], 1)
+    return amplitudes_by_token
 
 
 def unpacked2(packed: Array) -> Array:
@@ -80,7 +82,7 @@ def unpacked2(packed: Array) -> Array:
 
 
 def unpacked4(packed: Array) -> Array:
-    """As `unpacked2`, [n, bytes / 2]: a word is two bytes of two codes of four bits."""
+    """Do the same as `unpacked2`, [n, bytes / 2]: a word is two bytes of two codes of four bits."""
     pairs = packed.astype(np.uint16)
     pairs |= pairs << 4
     pairs &= 0x0F0F
@@ -89,7 +91,7 @@ def unpacked4(packed: Array) -> Array:
 
 
 def decode_chunks(op: DecodeChunks, channels: Array, arrays: dict[str, Array]) -> None:
-    """A call of the operation; chunks of equal bits together."""
+    """Compute a call of the operation; chunks of equal bits together."""
     table, codes = arrays["table"], arrays["codes"]
     shape = op.kv_heads, op.tokens, op.head_dim
     quarter, by_channel = op.values // 4, channels.reshape(op.kv_heads, op.head_dim)
@@ -102,14 +104,14 @@ def decode_chunks(op: DecodeChunks, channels: Array, arrays: dict[str, Array]) -
         size = op.chunk_bytes(bits)
         parts = np.stack([codes[start : start + size] for start in rows[:, 2]])
         if bits == 16:
-            found = parts.view(np.float16).astype(np.float32).reshape(len(rows), 2, *shape)
+            values_of = parts.view(np.float16).astype(np.float32).reshape(len(rows), 2, *shape)
         else:
             first = 2 * op.amplitudes + quarter
             planes = np.split(parts, [first, first + quarter], axis=1)
             if bits == 8 and moves:
                 _move(op, rows[:, 0].tolist(), planes, caches)
                 continue
-            found = decoded(
+            values_of = decoded(
                 bits,
                 planes,
                 shape,
@@ -117,7 +119,7 @@ def decode_chunks(op: DecodeChunks, channels: Array, arrays: dict[str, Array]) -
                 by_token=op.by_token,
                 keys_by_token=op.keys_by_token,
             )
-        for first, values in zip(rows[:, 0].tolist(), found, strict=True):
+        for first, values in zip(rows[:, 0].tolist(), values_of, strict=True):
             for into, part in zip(caches, values, strict=True):
                 into.write(first, part)
 
@@ -137,16 +139,19 @@ def _move(
 
 
 def random_channels(op: DecodeChunks, random: np.random.Generator) -> npt.NDArray[np.float32]:
-    """Scales of the keys' channels, for trials and tests."""
-    found: npt.NDArray[np.float32] = 0.5 + random.random(op.kv_heads * op.head_dim, np.float32)
-    return found
+    """Return scales of the keys' channels, for self-tests and tests."""
+    scales: npt.NDArray[np.float32] = 0.5 + random.random(op.kv_heads * op.head_dim, np.float32)
+    return scales
 
 
 def random_chunks(
     op: DecodeChunks, m: int, random: np.random.Generator
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int32]]:
-    """Codes and table of m chunks of every kind, at any positions and bytes, for trials and tests;
-    every fifth row is none.
+    """Return codes and table of m chunks of every kind, at any positions and bytes.
+
+    For self-tests and tests.
+
+    Every fifth row is none.
     """
     codes = random.integers(0, 256, op.room, np.uint8)
     slots = random.permutation(op.capacity // op.tokens)[:m]

@@ -1,4 +1,4 @@
-"""Keys or values of a layer as a cache holds them, on the host: floats, or codes of 8 bits.
+"""Keys or values of a layer as a cache stores them, on the host: floats, or codes of 8 bits.
 
 Notation: G heads, C tokens that fit, D head size. Floats are [G, C, D]. With codes a token of a
 head is a row of bytes: D codes, padded to whole words, and a float32 step behind them; rows C and
@@ -51,7 +51,9 @@ class Rows:
         return self.array[:, : self.tokens, -4:].view(np.float32)
 
     def read(self, start: int, stop: int) -> Array:
-        """Tokens [start, stop) as they lie, where they are floats (a view); else as float32."""
+        """Return tokens [start, stop) as stored, where they are floats (a view); else as
+        float32.
+        """
         if not self.kv.coded:
             return self.array[:, start:stop]
         values = self.codes[:, start:stop].astype(np.float32)
@@ -75,8 +77,9 @@ class Rows:
         self.steps[:, start:stop] = amplitudes / STEPS
 
     def copy(self, start: int, other: Rows, first: int, last: int) -> None:
-        """Tokens [first, last) of another cache of the same heads, or of this one, from `start` on:
-        as they lie where both have the same format and channels.
+        """Copy tokens [first, last) of a cache of the same heads, maybe this one, to `start`.
+
+        As stored where both have the same format and channels.
         """
         stop = start + last - first
         alike = self.kv is other.kv
@@ -87,7 +90,7 @@ class Rows:
 
 
 def cache_rows(op: Op, array: Array) -> Rows:
-    """A cache of an operation that has some."""
+    """Return a cache of an operation that has some."""
     of = op.attention if isinstance(op, ColumnMass | AttentionHeads) else op
     assert isinstance(of, Attention | DecodeChunks)
     return Rows(array, of.kv, of.head_dim)
@@ -96,16 +99,17 @@ def cache_rows(op: Op, array: Array) -> Rows:
 def rounded_up(values: Array) -> Array:
     """Float32 magnitudes to the next that float16 has; as they are beyond its range."""
     with np.errstate(over="ignore"):
-        found = values.astype(np.float16)
-    short = found.astype(np.float32) < values
-    found[short] = np.nextafter(found[short], np.float16(np.inf))
-    wide = found.astype(np.float32)
+        rounded = values.astype(np.float16)
+    short = rounded.astype(np.float32) < values
+    rounded[short] = np.nextafter(rounded[short], np.float16(np.inf))
+    wide = rounded.astype(np.float32)
     return np.where(np.isinf(wide), values, wide)
 
 
 def random_rows(rows: Rows, known: int, random: np.random.Generator, *, keys: bool) -> None:
-    """Tokens and, of `keys`, scales of channels, for trials and tests: behind the first `known`
-    tokens is what poisons a result (NaN, steps that are NaN).
+    """Return tokens and, of `keys`, scales of channels, for self-tests and tests.
+
+    After the first `known` tokens is what poisons a result (NaN, steps that are NaN).
     """
     rows.array[...] = LARGEST if rows.kv.coded else np.nan
     if rows.kv.coded:

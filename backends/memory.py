@@ -28,8 +28,9 @@ CHUNK_BYTES = 1 << 25
 
 
 def private_pages(nbytes: int) -> mmap.mmap:
-    """Anonymous memory of this process alone: a forked child has its own copy. On Linux only
-    private pages can be huge or be given back in place.
+    """Anonymous memory of this process alone: a forked child has its own copy.
+
+    On Linux only private pages can be huge or be given back in place.
     """
     private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if POSIX else {}
     return mmap.mmap(-1, nbytes, **private)
@@ -60,7 +61,7 @@ class HostBuffer:
     def array(
         self, dtype: npt.DTypeLike, shape: tuple[int, ...], offset_bytes: int = 0
     ) -> npt.NDArray[Any]:
-        """A view of `shape` that starts `offset_bytes` into the buffer."""
+        """Return a view of `shape` that starts `offset_bytes` into the buffer."""
         count = math.prod(shape) * np.dtype(dtype).itemsize
         if offset_bytes < 0 or offset_bytes + count > self.nbytes:
             raise ValueError(
@@ -70,8 +71,9 @@ class HostBuffer:
 
 
 class Arena:
-    """Zero-filled parts of huge buffers, page-aligned, one behind the other: what has no room for
-    pages of 2 MiB of its own shares them with its neighbours.
+    """Zero-filled parts of huge buffers, page-aligned, one after the other.
+
+    What has no room for pages of 2 MiB of its own shares them with its neighbours.
 
     A buffer lives as long as any part of it, so what is taken together should die together; a part
     of more than half a buffer gets its own. Any thread may take.
@@ -118,8 +120,9 @@ class Tensor:
 
     @cached_property
     def array(self) -> npt.NDArray[Any]:
-        """The elements as a numpy view (no copy). Made once: every step reads some, and numpy's
-        code is out of all caches by then.
+        """The elements as a numpy view (no copy).
+
+        Made once: every step reads some, and numpy's code is out of all caches by then.
         """
         return self.buffer.array(self.dtype, self.shape, self.offset_bytes)
 
@@ -134,7 +137,7 @@ class Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Panels:
-    """A [tokens, features] tensor whose columns lie in panels: how the parts of a cut matmul lie.
+    """A [tokens, features] tensor whose columns are in panels, like the parts of a cut matmul.
 
     Each part is a contiguous `Tensor` [at least m tokens, its columns] and all are float32; side by
     side they are the whole. A device writes its own part, and the next operation reads all of them
@@ -169,7 +172,7 @@ class Panels:
         return sum(part.nbytes for part in self.parts)
 
     def gather(self, m: int) -> npt.NDArray[Any]:
-        """The first m tokens in one array [m, features]: a copy."""
+        """Return the first m tokens in one array [m, features]: a copy."""
         return np.concatenate([part.array[:m] for part in self.parts], axis=1)
 
     def rows(self, start: int, stop: int) -> Panels:
@@ -178,7 +181,7 @@ class Panels:
 
 
 def new_tensor(shape: tuple[int, ...], dtype: npt.DTypeLike = np.float32) -> Tensor:
-    """A tensor in a buffer of its own."""
+    """Return a tensor in a buffer of its own."""
     kind = np.dtype(dtype)
     count = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
     return Tensor(HostBuffer(count), shape, kind)

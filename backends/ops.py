@@ -26,8 +26,9 @@ OperandOrder: TypeAlias = Literal["plain", "transposed"]
 
 @dataclass(frozen=True, kw_only=True)
 class MatMul:
-    """`y[m, n] = x[m, k] · W[n, k]ᵀ (+ bias[n])`, then, with `softcap` > 0, the soft cap
-    softcap · tanh(y / softcap).
+    """`y[m, n] = x[m, k] · W[n, k]ᵀ (+ bias[n])`.
+
+    Then, with `softcap` > 0, the soft cap softcap · tanh(y / softcap).
 
     Ports: `x` [m, k], `y` [m, n]. Weights: `weight` (PackedWeight of n × k), `bias` [n] float32 if
     `bias`, `x_scale` [1] float32 if the format's activations are static: their codes are then
@@ -170,8 +171,10 @@ class Rope:
 
 @dataclass(frozen=True, kw_only=True)
 class Attention:
-    """Append this call's keys and values to the caches, then attend causally. Positions are rows
-    of the caches: a caller who leaves out tokens that no window reaches counts from the first row.
+    """Append this call's keys and values to the caches, then attend causally.
+
+    Positions are rows of the caches: a caller that omits tokens that no window reaches counts
+    from the first row.
 
     Ports: `qkv` [m, (H + 2G)·D] (after `Rope`), `position` int32 [1], `k_cache` and `v_cache` of
     the shape `kv.shape(G, C, D)` (updated in place at positions position … position + m - 1), `out`
@@ -212,8 +215,9 @@ class Attention:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionHeads:
-    """Key/value heads first … first + count - 1 of `attention`, with the query heads that read
-    them: two devices share an attention when each has some of its heads.
+    """Key/value heads first … first + count - 1 of `attention`, with their query heads.
+
+    Two devices share an attention when each has some of its heads.
 
     Ports: those of `attention`, whole. Of `qkv` its heads' columns are read; of the caches and of
     `out` its heads are all that is touched, so that others may be computed at the same time.
@@ -239,7 +243,7 @@ class AttentionHeads:
 
     @property
     def columns(self) -> tuple[int, int]:
-        """Of `out`, which are those of the queries in `qkv`, too."""
+        """Return the columns of `out`, which are those of the queries in `qkv`, too."""
         of = self.attention
         width = of.heads // of.kv_heads * of.head_dim
         return self.first * width, (self.first + self.count) * width
@@ -247,7 +251,7 @@ class AttentionHeads:
 
 @dataclass(frozen=True, kw_only=True)
 class ColumnMass:
-    """What attention's sampled rows give to each column, added up (LLMS, equation 1).
+    """Sums of the weights that attention's sampled rows give to each column (LLMS, equation 1).
 
     Rows are the tokens t of the call for which position + t + 1 is a multiple of `every`:
     `mass[g, c] += sum over them and over the H/G query heads of g of A[row, c] / H`, A being the
@@ -264,10 +268,11 @@ class ColumnMass:
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeChunks:
-    """Codes of m chunks of keys and values of one layer, written into the caches (LLMS, arXiv
-    2403.11805, section 3.2).
+    """Codes of m chunks of keys and values of one layer, written into the caches.
 
-    A chunk is `tokens` tokens T, and lies in `codes` as n = 2·G·T·D codes, keys before values, each
+    See LLMS, arXiv 2403.11805, section 3.2.
+
+    A chunk is `tokens` tokens T, stored in `codes` as n = 2·G·T·D codes, keys before values, each
     [G, T, D]. With 16 bits they are float16. With 8, 4 or 2 bits fp16 amplitudes come first: one
     for each head of the keys (`keys_by_token`: for each of its tokens), then one for each head of
     the values (`by_token`: likewise). Then come the upper two bits of all codes, four in a byte,
@@ -304,21 +309,21 @@ class DecodeChunks:
 
     @property
     def values(self) -> int:
-        """Of a chunk: keys and values."""
+        """Return the values of a chunk: keys and values."""
         return 2 * self.kv_heads * self.tokens * self.head_dim
 
     @property
     def amplitudes(self) -> int:
-        """Of a chunk."""
+        """Return the amplitudes of a chunk."""
         return self.kv_heads * sum(self.amplitude_rows)
 
     @property
     def amplitude_rows(self) -> tuple[int, int]:
-        """Of a head's keys and of its values."""
+        """Return the amplitudes of a head's keys and of its values."""
         return self.tokens if self.keys_by_token else 1, self.tokens if self.by_token else 1
 
     def chunk_bytes(self, bits: int) -> int:
-        """That a chunk takes in `codes`."""
+        """Return that a chunk takes in `codes`."""
         return bits * self.values // 8 + (0 if bits > 8 else 2 * self.amplitudes)
 
 
@@ -364,8 +369,10 @@ class Add:
 
 @dataclass(frozen=True, kw_only=True)
 class Outliers:
-    """What a matmul of 8-bit codes leaves out, added to the residual stream while it runs
-    (mllm-NPU, section 3.3): `y = residual + x[:, hot] · W_hotᵀ + excess(x) · Wᵀ`.
+    """Outlying activations of a matmul of 8-bit codes, added to the residual stream.
+
+    The mllm-NPU paper, section 3.3, while the matmul runs: `y = residual + x[:, hot] · W_hotᵀ +
+    excess(x) · Wᵀ`.
 
     `hot` features, 0 or more, have zero codes in the matmul's weight and are multiplied in floating
     point here. With `excess`, what the codes of the other features cannot hold is added:

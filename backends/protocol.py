@@ -41,8 +41,9 @@ def other_kind(kind: DeviceKind) -> DeviceKind:
 
 
 class Acceptance(NamedTuple):
-    """Answer of `Device.accepts`; `reason` is empty when accepted, `remedy` where only another
-    device or weight format would help.
+    """Answer of `Device.accepts`.
+
+    `reason` is empty when accepted, `remedy` where only another device or weight format would help.
     """
 
     ok: bool
@@ -55,7 +56,7 @@ class Acceptance(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """What a device can do, as data that is asked before planning.
+    """Capabilities of a device, as data that is read before planning.
 
     kind                 which of the two roles it plays
     unified_memory       kernels work on `HostBuffer` memory in place; else copies are real work
@@ -72,11 +73,11 @@ class Capabilities:
     memory_limit_bytes   memory the device can hold, None when it is the host's
     max_allocation_bytes largest single buffer, None when it is not limited
     weight_bytes         what each weight of a prepared matmul takes in the device's own layout, by
-                         format; formats that are not listed are held as they are stored
+                         format; formats that are not listed are kept as stored
     per_graph_size       what each graph size of a matmul has for itself: nothing (one graph serves
                          all), a graph that shares its weights, or a graph with weights of its own
-    every_core           it computes on the control thread's core as well: who polls slows it down
-    attention_heads      it computes some heads of an attention beside a device that has the others
+    every_core           it computes on the control thread's core as well: polling slows it down
+    attention_heads      it computes some heads of an attention while a device has the others
                          (`ops.AttentionHeads`)
     reads_panels         operations that follow a matmul take its output as `Panels`
                          (`takes_panels`); elsewhere the caller gathers them into one tensor
@@ -103,7 +104,7 @@ class Capabilities:
 
 
 class Graphs(Protocol):
-    """What `prepared_sizes` asks: capabilities of an open device, or of one in a profile."""
+    """Arguments of `prepared_sizes`: capabilities of an open device, or of one in a profile."""
 
     @property
     def static_shapes(self) -> bool:
@@ -140,7 +141,7 @@ class Completion(ABC):
 
     @abstractmethod
     def done(self) -> bool:
-        """Whether the launch and everything before it has completed; never blocks.
+        """Return whether the launch and everything before it has completed; never blocks.
 
         Raises `DeviceError` when the launch failed.
         """
@@ -153,12 +154,13 @@ class Completion(ABC):
         """
 
     def block(self) -> None:
-        """The driver's own blocking wait, which has no deadline either; for comparisons."""
+        """Wait as the driver does, which has no deadline either; for comparisons."""
         self.wait()
 
     def span(self) -> tuple[float, float] | None:
-        """When a completed launch ran, in seconds of `time.perf_counter`; None if not known
-        (`Device.set_timing`).
+        """Return when a completed launch ran, in seconds of `time.perf_counter`.
+
+        None if not known (`Device.set_timing`).
         """
         return None
 
@@ -176,8 +178,10 @@ class BoundCall(ABC):
 
     @abstractmethod
     def run(self) -> None:
-        """Execute and return when the result is visible to the host. Releases the GIL meanwhile.
-        Has no deadline: where it hangs `hetero.runtime.watchdog` says so.
+        """Execute and return when the result is visible to the host.
+
+        Releases the GIL meanwhile. Has no deadline: where it hangs `hetero.runtime.watchdog` says
+        so.
         """
 
     def submit(self) -> Completion:
@@ -185,7 +189,7 @@ class BoundCall(ABC):
         raise TypeError(f"{self.name}: a blocking device has no submit(), use run()")
 
     def enqueue(self) -> Completion:
-        """As `submit`, but the driver may keep it back until something else is submitted."""
+        """Do the same as `submit`, but the driver may wait until something else is submitted."""
         return self.submit()
 
 
@@ -206,8 +210,9 @@ class StreamSignal(ABC):
 
     @abstractmethod
     def signal(self) -> None:
-        """Pass the oldest wait that is not signalled, submitted or not. Earlier stores are
-        visible.
+        """Pass the oldest wait that is not signalled, submitted or not.
+
+        Earlier stores are visible.
         """
 
     @abstractmethod
@@ -258,8 +263,9 @@ class Device(ABC):
     note: str = ""  # what it would have in a process of its own, and lacks in this one
 
     def allocate(self, nbytes: int, *, huge: bool = False) -> HostBuffer:
-        """Pool memory that this device and every mapping device can use in place; `huge` as in
-        `HostBuffer`, where the memory is the host's own.
+        """Pool memory that this device and every mapping device can use in place.
+
+        `huge` as in `HostBuffer`, where the memory is the host's own.
         """
         return HostBuffer(nbytes, huge=huge)
 
@@ -269,15 +275,17 @@ class Device(ABC):
 
     @abstractmethod
     def accepts(self, op: Op) -> Acceptance:
-        """Whether `prepare` would succeed, decided from data alone."""
+        """Return whether `prepare` would succeed, decided from data alone."""
 
     @abstractmethod
     def prepare(self, op: Op, weights: Mapping[str, WeightValue]) -> Kernel:
         """Compile `op` on `weights` (`ops.weight_names`). Raises `DeviceError` or `ValueError`."""
 
     def prepare_graph(self, op: Op, weights: Mapping[str, WeightValue], m: int) -> Kernel:
-        """As `prepare`, a kernel that also takes calls of exactly m tokens, whatever the graph
-        sizes: what a prompt of an unforeseen length waits for (the paper's online-prepare).
+        """Do the same as `prepare`, for a kernel that also takes calls of exactly m tokens.
+
+        Whatever the graph sizes: a prompt of an unexpected length waits for it (the paper's
+        online-prepare).
         """
         kernel = self.prepare(op, weights)
         kernel.graph = m
@@ -295,9 +303,11 @@ class Device(ABC):
         )
 
     def prewarm(self, _what: str) -> AbstractContextManager[bool]:
-        """Record the kernels prepared inside as those that `what` needs, and compile those recorded
-        last time on a thread from now on. An error of one is raised where that kernel is prepared.
-        Yield True where there was a record, so that they are compiled already.
+        """Record the kernels prepared inside as those that `what` needs.
+
+        Kernels recorded last time are compiled on a thread from now on. An error of one is raised
+        where that kernel is prepared. Yield True where there was a record, so that they are
+        compiled already.
         """
         return nullcontext(False)
 
@@ -311,45 +321,53 @@ class Device(ABC):
         """Block until everything submitted is complete, as the driver does it; for comparisons."""
 
     def drain(self, deadline_s: float) -> None:  # noqa: B027
-        """Return when everything submitted is complete, also what an interrupted caller has no
-        completion of. Raises `WaitTimeoutError` after `deadline_s`.
+        """Return when everything submitted is complete.
+
+        Also launches of which an interrupted caller has no completion. Raises `WaitTimeoutError`
+        after `deadline_s`.
         """
 
     def flag(self) -> BoundCall | None:
-        """Return a call that, submitted after another, shows its completion in shared memory
-        without the driver; None where the host does not see such a flag and the data before it in
+        """Return a call that, submitted after another, shows its completion in shared memory.
+
+        Without the driver; None where the host does not see such a flag and the data before it in
         time.
         """
         return None
 
     def stream_signal(self) -> StreamSignal | None:
-        """Return a signal that starts queued calls without the driver; None where a running kernel
-        does not see the host's stores in time.
+        """Return a signal that starts queued calls without the driver.
+
+        None where a running kernel does not see the host's stores in time.
         """
         return None
 
     def fuse(self, runs: Sequence[Stages]) -> Sequence[BoundCall] | None:  # noqa: ARG002
-        """Return one launch for each run of this device's calls that computes the same, in their
-        order but for the calls of one stage, which are independent. None where nothing is gained by
-        it.
+        """Return one launch for each run of this device's calls that computes the same.
+
+        In their order but for the calls of one stage, which are independent. None where nothing is
+        gained by it.
         """
         return None
 
     def transfer(self, host: Tensor, own: Tensor, *, to_device: bool) -> BoundCall | None:  # noqa: ARG002
-        """A call that copies between host memory and an equal tensor in memory of this device's
-        own, in the order of its calls; None where the device has no such command. For comparisons:
+        """Return a call that copies between host memory and an equal tensor of this device's own.
+
+        In the order of its calls; None where the device has no such command. For comparisons:
         nothing is copied on unified memory otherwise.
         """
         return None
 
     def clone_for_thread(self) -> Device | None:
-        """Return this device for another thread, which prepares kernels of its own there: their
-        calls are not ordered with those of this one. None where calls run on the calling thread.
+        """Return this device for another thread, which prepares kernels of its own there.
+
+        Their calls are not ordered with those of this one. None where calls run on the calling
+        thread.
         """
         return None
 
     def set_timing(self, on: bool) -> None:  # noqa: B027
-        """Let completions know when they ran (`Completion.span`), where the device can tell."""
+        """Let completions know when they ran (`Completion.span`), where the device can."""
 
     def state(self) -> str:
         """One word or sentence on whether the device takes calls, for error messages."""
@@ -415,7 +433,7 @@ _INT32_PORTS = frozenset({"tokens", "position", "table"})
 
 
 def takes_panels(op: Op, port: str) -> bool:
-    """Whether a port may be the output of a cut matmul, where the device reads `Panels`."""
+    """Return whether a port may be the output of a cut matmul, where the device reads `Panels`."""
     match op:
         case ops.RMSNorm() | ops.LayerNorm():
             return port == ("residual" if op.add else "x")
@@ -432,13 +450,13 @@ def takes_panels(op: Op, port: str) -> bool:
 
 
 def whole(operand: Operand) -> Tensor:
-    """An operand that is one tensor, as `check_tensors` has made sure."""
+    """Return an operand that is one tensor, as `check_tensors` has made sure."""
     assert isinstance(operand, Tensor)
     return operand
 
 
 def parts_of(operand: Operand) -> tuple[Tensor, ...]:
-    """The tensors that make an operand: its panels, or itself."""
+    """Return the tensors that make an operand: its panels, or itself."""
     return operand.parts if isinstance(operand, Panels) else (operand,)
 
 

@@ -48,7 +48,7 @@ class Backend:
         return f"{package}.{self.submodule}" if self.submodule else package
 
     def missing_packages(self) -> tuple[str, ...]:
-        """Vendor packages that are not installed, found without importing them."""
+        """Return the vendor packages that are not installed, without importing them."""
         return tuple(p for p in self.requires if importlib.util.find_spec(p) is None)
 
 
@@ -95,7 +95,7 @@ def choices_text(kind: DeviceKind) -> str:
 
 
 def find(name: str) -> Backend:
-    """The backend of that name. Raises `ValueError` with the nearest known name."""
+    """Return the backend of that name. Raises `ValueError` with the nearest known name."""
     if name in BACKENDS:
         return BACKENDS[name]
     near = difflib.get_close_matches(name, BACKENDS, n=1)
@@ -110,8 +110,10 @@ def split_driver(name: str) -> tuple[str, str | None]:
 
 
 def open_device(name: str, **options: Any) -> Device:
-    """Open a device by backend name, or `opencl:DRIVER`. Raises `DeviceUnavailableError` with the
-    remedy, `DeviceOptionError` for a driver that is not there.
+    """Open a device by backend name, or `opencl:DRIVER`.
+
+    Raises `DeviceUnavailableError` with the remedy, `DeviceOptionError` for a driver that is not
+    there.
     """
     name, driver = split_driver(name)
     if driver is not None:

@@ -1,4 +1,4 @@
-"""What people are told: one sentence on one line, and nothing in it that commands a terminal."""
+"""Sentences for people: each on one line, and nothing in it that commands a terminal."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ _DECEIVING: Final = re.compile(f"[{CONTROLS}\u202a-\u202e\u2066-\u2069]")
 
 
 def printable(text: str) -> str:
-    """Text with control characters, and those that turn its direction, as escapes such as \\x1b."""
+    """Return text with control characters, and those that turn its direction, escaped.
+
+    As `\\x1b`.
+    """
     return _DECEIVING.sub(escaped, text)
 
 
 def one_sentence(message: str) -> str:
-    """A message on one line of at most about 1000 characters, control characters escaped."""
+    """Return a message on one line of at most about 1000 characters, control characters escaped."""
     line = printable(re.sub(r"\s*\n\s*", " ", message))
     if len(line) <= LONGEST_SENTENCE:
         return line
@@ -26,5 +29,5 @@ def one_sentence(message: str) -> str:
 
 
 def escaped(found: re.Match[str]) -> str:
-    """A character as its escape."""
+    """Return a character as its escape."""
     return found.group().encode("unicode_escape").decode("ascii")

@@ -36,7 +36,7 @@ class Chip:
 
     @property
     def label(self) -> str:
-        """For people: `Snapdragon 8 Gen 3 (sm8650, Hexagon v75)`."""
+        """Return the name for people: `Snapdragon 8 Gen 3 (sm8650, Hexagon v75)`."""
         return f"{self.title} ({self.name}, Hexagon v{self.htp_arch})"
 
 
@@ -81,7 +81,7 @@ def may_open(node: Path) -> bool:
 
 
 def chip_here() -> Chip | None:
-    """The chip of this machine, where Linux names it and it is one of `CHIPS`."""
+    """Return the chip of this machine, where Linux names it and it is one of `CHIPS`."""
     try:
         name = MACHINE_FILE.read_text(encoding="utf-8").strip().lower()
     except (OSError, UnicodeDecodeError):
@@ -90,7 +90,7 @@ def chip_here() -> Chip | None:
 
 
 def find_chip(name: str) -> Chip:
-    """The chip of that name. Raises `ValueError` with the nearest known name."""
+    """Return the chip of that name. Raises `ValueError` with the nearest known name."""
     key = name.lower()
     if key in CHIPS:
         return CHIPS[key]

@@ -1,4 +1,4 @@
-"""Weights as they lie in memory: packed for the GPU, sliced into segments of rows.
+"""Weights as stored in memory: packed for the GPU, sliced into segments of rows.
 
 The packed layout is the GPU's (BACKENDS: the raw bytes in the model file have the GPU's layout, so
 that the GPU maps them); the NPU's backend makes its own packed copy of the rows it computes.
@@ -97,7 +97,7 @@ class PackedWeight:
         return PackedWeight(self.storage, stop - start, self.k, self.data[first:last], scales)
 
     def dequantize(self) -> Float32Array:
-        """The weight as float32 [n, k]: the numbers that every kernel must compute with."""
+        """Return the weight as float32 [n, k]: the numbers that every kernel must compute with."""
         if self.parts:
             return np.concatenate([part.dequantize() for part in self.parts])
         count = self.data.shape[0]
@@ -106,18 +106,18 @@ class PackedWeight:
             return np.ascontiguousarray(full[: self.n], dtype=np.float32)
         assert self.scales is not None
         if self.storage.scales == "block":
-            found = blocks.values_of(self.storage.blocks, self.taken_apart())
-            return np.ascontiguousarray(found.reshape(len(found), -1)[: self.n, : self.k])
+            values = blocks.values_of(self.storage.blocks, self.unpacked_parts())
+            return np.ascontiguousarray(values.reshape(len(values), -1)[: self.n, : self.k])
         scales = self.scales.astype(np.float32)
         by_group = scales[:, None] if self.storage.scales == "row" else scales
         scaled = self._values() * by_group.transpose(0, 2, 1)[..., None]
         full = scaled.reshape(count * ROW_BLOCK, -1)
         return np.ascontiguousarray(full[: self.n, : self.k])
 
-    def taken_apart(self) -> blocks.BlockParts:
+    def unpacked_parts(self) -> blocks.BlockParts:
         """Codes and scales of a weight in blocks, rows and features padded."""
         assert self.scales is not None
-        return blocks.taken_apart(self.storage.blocks, self.data, self.scales)
+        return blocks.unpacked_parts(self.storage.blocks, self.data, self.scales)
 
     def spans(self) -> Iterator[tuple[int, PackedWeight]]:
         """(first row, weight) of the parts; a weight that is not mixed is its only one."""
@@ -133,7 +133,7 @@ class PackedWeight:
                 yield part.rows(low, high)
 
     def codes(self) -> npt.NDArray[np.int8]:
-        """The codes of a q4, q8 or q8r weight as int8 [n, k]; q4: -8…7."""
+        """Return the codes of a q4, q8 or q8r weight as int8 [n, k]; q4: -8…7."""
         full = self._values().reshape(self.data.shape[0] * ROW_BLOCK, -1)
         return np.ascontiguousarray(full[: self.n, : self.k], dtype=np.int8)
 
@@ -231,8 +231,9 @@ def pack_q4(
     n: int,
     k: int,
 ) -> PackedWeight:
-    """Lay out 4-bit codes [N, K/32, 32] (0…15, value code - 8) or their words [N, K/32, 4], and
-    scales [N, K/32].
+    """Lay out 4-bit codes [N, K/32, 32] or their words [N, K/32, 4], and scales [N, K/32].
+
+    A code is 0…15, its value code - 8.
     """
     words = codes if codes.dtype == np.uint32 else blocks.nibble_words(codes)
     return PackedWeight(StorageFormat.Q4, n, k, blocks.by_lane(words), _interleave_scales(scales))
@@ -262,7 +263,7 @@ def pack_blocks(parts: blocks.BlockParts, storage: StorageFormat, n: int, k: int
 
 
 def stacked(parts: Sequence[PackedWeight]) -> PackedWeight:
-    """A mixed weight of the rows of `parts`; all but the last have a multiple of 16 rows."""
+    """Return a mixed weight of the rows of `parts`; all but the last have a multiple of 16 rows."""
     n = sum(part.n for part in parts)
     return PackedWeight(
         StorageFormat.MIXED, n, parts[0].k, np.empty(0, np.uint8), None, tuple(parts)

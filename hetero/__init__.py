@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from hetero.collecting import collecting_later
+from hetero.gc_pause import gc_paused
 
 if TYPE_CHECKING:
     from hetero.backends.errors import DeviceError
@@ -69,7 +69,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module 'hetero' has no attribute {name!r}")
-    with collecting_later():
+    with gc_paused():
         return getattr(importlib.import_module(_LAZY[name]), name)
 
 

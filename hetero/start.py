@@ -6,32 +6,32 @@ import atexit
 import os
 import signal
 import sys
-from types import FrameType
 
-INTERRUPTED = 130
+from hetero.sigint import exit_quietly_on_sigint
+
 UNWRITTEN = 120  # Python's own code for output that could not be written
 
 
 def main() -> None:
-    """The `hetero` command."""
+    """Run the `hetero` command."""
     _run("main")
 
 
 def profile_main() -> None:
-    """The `hetero-profile` command, short for `hetero profile`."""
+    """Run the `hetero-profile` command, short for `hetero profile`."""
     _run("profile_main")
 
 
 def _run(entry: str) -> None:
-    """An entry point of the command line, then the end of the process without taking the
-    interpreter apart: that costs 0.1 s, and unloads drivers whose own ends have crashed.
+    """Run an entry point of the command line, then end the process without finalising the
+    interpreter: that costs 0.1 s, and unloads drivers, some of which crash then.
 
-    What was registered to run at the end still does: the first to register is the last to run.
+    Functions registered with `atexit` still run: the first to register is the last to run.
     """
     ended = _Ended()
     atexit.register(ended.leave)
-    _load_quietly()
-    from hetero.cli import app as cli
+    with exit_quietly_on_sigint():
+        from hetero.cli import app as cli
 
     try:
         getattr(cli, entry)()
@@ -43,12 +43,12 @@ def _run(entry: str) -> None:
 
 
 class _Ended:
-    """How the command ended: an error, until it says otherwise."""
+    """The exit code of the command: an error until it returns."""
 
     code = 1
 
     def leave(self) -> None:
-        """End the process now, with all that was said written out."""
+        """Flush the output streams and end the process."""
         try:
             for stream in (sys.stdout, sys.stderr):
                 if stream is not None:
@@ -58,30 +58,10 @@ class _Ended:
         os._exit(self.code)
 
 
-def _load_quietly() -> None:
-    """Import the command line with a Ctrl-C that ends the process instead of one import.
-
-    An import that is interrupted by an exception may turn it into another (an `ImportError` of an
-    extension module), so nothing is raised.
-    """
-    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        return  # ignored, as under nohup: leave it so
-    signal.signal(signal.SIGINT, _leave)
-    try:
-        import hetero.cli.app  # noqa: F401
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
 def _end_quietly() -> None:
-    """All is done and said: a Ctrl-C while the interpreter ends changes nothing any more."""
+    """Ignore a Ctrl-C from here on: the command has ended."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-def _leave(_number: int, _frame: FrameType | None) -> None:
-    print("\ninterrupted", file=sys.stderr, flush=True)
-    os._exit(INTERRUPTED)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from hetero.profiler.records import DeviceRecord, MatMulRow
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingPolicy:
-    """Which tasks are measured first.
+    """Policy of the order in which tasks are measured.
 
     start_share   of a kernel's tasks that are measured before anything is predicted,
     start_least   and at least so many
@@ -38,9 +38,10 @@ DEFAULT: Final = SamplingPolicy()
 
 
 def first_tasks(tasks: Sequence[Task], policy: SamplingPolicy = DEFAULT) -> list[Task]:
-    """A start for every kernel in `tasks`: a typical weight at each token count, whose kernels
-    may be different ones; then the smallest and largest, and the farthest from all chosen ones in
-    (log m, log n, log k).
+    """Return a start for every kernel in `tasks`.
+
+    A typical weight at each token count, whose kernels may be different ones; then the smallest and
+    largest, and the farthest from all chosen ones in (log m, log n, log k).
     """
     chosen: list[Task] = []
     for group in by_kernel(tasks):
@@ -60,7 +61,7 @@ def first_tasks(tasks: Sequence[Task], policy: SamplingPolicy = DEFAULT) -> list
 
 
 def _levels(group: Sequence[Task], elements: int) -> list[int]:
-    """For each token count the place of the weight that is nearest to so many elements."""
+    """Return for each token count the place of the weight that is nearest to so many elements."""
 
     def off(task: Task) -> float:
         return abs(math.log2(task.n * task.k / elements))
@@ -82,7 +83,7 @@ def next_tasks(
     seed: int = 0,
     policy: SamplingPolicy = DEFAULT,
 ) -> list[Task]:
-    """The `count` open tasks that would teach most for their time."""
+    """Return the `count` open tasks that would teach most for their time."""
     interest: list[tuple[float, Task]] = []
     for group in by_kernel(open_tasks):
         first = group[0]
@@ -134,7 +135,7 @@ def by_kernel(tasks: Sequence[Task]) -> list[list[Task]]:
 
 
 def _diverse(interest: list[tuple[float, Task]], count: int, repeated: float) -> list[Task]:
-    """The best ones, each choice taking interest from those like it."""
+    """Return the best ones, each choice taking interest from those like it."""
     worth = np.asarray([value for value, _ in interest])
     tasks = [task for _, task in interest]
     chosen: list[Task] = []

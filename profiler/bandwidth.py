@@ -1,5 +1,7 @@
-"""Both processors at once: memory bandwidth and slowdown (paper section 3.3, figure 6), and what
-it costs a thread to turn from one to the other.
+"""Both processors at once.
+
+Memory bandwidth and slowdown (paper section 3.3, figure 6), and what it costs a thread to turn from
+one to the other.
 """
 
 from __future__ import annotations
@@ -28,11 +30,11 @@ SIZES: Final[dict[Phase, tuple[int, int, int]]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ConcurrentPolicy:
-    """How the devices are timed side by side.
+    """Policy of timing both devices concurrently.
 
     window_s         the GPU's queue in one round,
     longest_queue    and at most so many launches
-    npu_share        share of the GPU's time that the NPU works beside it
+    npu_share        share of the GPU's time that the NPU works concurrently
     outlasted        the NPU must be done before this share of the time together
     restart_size     n, k of the weight of an NPU call after other work,
     submissions      and launches of the GPU before it
@@ -67,8 +69,9 @@ def measure_concurrent(
     rounds: int = 7,
     policy: ConcurrentPolicy = DEFAULT,
 ) -> tuple[Bandwidth, tuple[Contention, ...]]:
-    """Bandwidth of each device alone and together, and contention by phase and weight format;
-    needs both devices. With one device, only its bandwidth alone. The bandwidth is that of the
+    """Bandwidth of each device alone and together, and contention by phase and weight format.
+
+    Needs both devices. With one device, only its bandwidth alone. The bandwidth is that of the
     first format. In decoding, `shapes` of a model are stood for by the largest matmul of a block. A
     round takes some four of the policy's windows.
     """
@@ -80,30 +83,31 @@ def measure_concurrent(
     phases: tuple[Phase, ...] = ("decode", "prefill")
     for weight_format, phase in itertools.product(_shared(workload, weight_formats), phases):
         runners = {k: _runner(workload, k, weight_format, sizes[phase]) for k in KINDS}
-        found = _experiment(workload, runners["gpu"], runners["npu"], rounds, policy)
+        times = _experiment(workload, runners["gpu"], runners["npu"], rounds, policy)
         contention.append(
             Contention(
                 phase=phase,
                 weight_format=weight_format,
-                gpu=found.gpu_factor,
-                npu=found.npu_factor,
+                gpu=times.gpu_factor,
+                npu=times.npu_factor,
             )
         )
         if phase == "decode" and weight_format == weight_formats[0]:
             size = {kind: runner.weights[0].nbytes for kind, runner in runners.items()}
             bandwidth = Bandwidth(
-                gpu_alone_bytes_per_s=size["gpu"] / found.gpu_alone_s,
-                npu_alone_bytes_per_s=size["npu"] / found.npu_alone_s,
-                gpu_together_bytes_per_s=size["gpu"] / found.gpu_alone_s / found.gpu_factor,
-                npu_together_bytes_per_s=size["npu"] / found.npu_alone_s / found.npu_factor,
+                gpu_alone_bytes_per_s=size["gpu"] / times.gpu_alone_s,
+                npu_alone_bytes_per_s=size["npu"] / times.npu_alone_s,
+                gpu_together_bytes_per_s=size["gpu"] / times.gpu_alone_s / times.gpu_factor,
+                npu_together_bytes_per_s=size["npu"] / times.npu_alone_s / times.npu_factor,
             )
     return bandwidth, tuple(contention)
 
 
 def decode_size(shapes: Sequence[Shape]) -> tuple[int, int, int]:
-    """(m, n, k) at which decoding is measured: of a model's the largest matmul of a block, because
-    how much the devices slow each other depends on k, and the largest is cut most. At most 2^24
-    weights, because every copy of it is read cold.
+    """Return (m, n, k) at which decoding is measured.
+
+    Of a model's the largest matmul of a block, because how much the devices slow each other depends
+    on k, and the largest is cut most. At most 2^24 weights, because every copy of it is read cold.
     """
     block = [shape for shape in shapes if shape.name != "lm_head"]
     if not block:
@@ -119,9 +123,11 @@ def measure_restart(
     rounds: int,
     policy: ConcurrentPolicy = DEFAULT,
 ) -> float:
-    """How much longer an NPU call takes after its thread has submitted to the GPU and polled it
-    than after another NPU call, as in a model whose matmuls are all on the NPU: seconds, by medians
-    of so many turns. 0 where the NPU's calls do not block a thread, or the GPU's do.
+    """Return how much longer an NPU call takes after its thread has used the GPU, in seconds.
+
+    It has submitted to the GPU and polled it; compared with a call after another NPU call, as in a
+    model whose matmuls are all on the NPU, by medians of so many turns. 0 where the NPU's calls do
+    not block a thread, or the GPU's do.
     """
     devices = workload.devices
     if len(devices) < 2 or not devices["gpu"].capabilities.asynchronous:
@@ -136,21 +142,21 @@ def measure_restart(
     gpu, npu, clock = runners["gpu"], runners["npu"], workload.clock
     times: dict[bool, list[float]] = {False: [], True: []}
     for _ in range(rounds):
-        for restarted, found in times.items():
+        for restarted, seconds in times.items():
             (copy,) = npu.next_copies(1)
             workload.evict(npu, [copy])
-            for call in npu.lead:
+            for call in npu.warm_ups:
                 call.run()
             if restarted:
                 poll_until_done(_submit(gpu, policy.submissions)[-1], clock)
             start_s = clock.now()
             npu.calls[copy].run()
-            found.append(clock.now() - start_s)
+            seconds.append(clock.now() - start_s)
     return max(0.0, statistics.median(times[True]) - statistics.median(times[False]))
 
 
 def _shared(workload: Workload, weight_formats: Sequence[WeightFormat]) -> list[WeightFormat]:
-    """Formats that every device computes."""
+    """Return formats that every device computes."""
     known = [device.capabilities.weight_formats for device in workload.devices.values()]
     return [x for x in weight_formats if all(x in formats for formats in known)]
 
@@ -195,24 +201,24 @@ def _runner(
 def _experiment(
     workload: Workload, gpu: Runner, npu: Runner, rounds: int, policy: ConcurrentPolicy
 ) -> ConcurrentTimes:
-    """Rounds of the GPU's queue alone, the NPU's calls alone, both, and each alone again.
+    """Return rounds of the GPU's queue alone, the NPU's calls alone, both, and each alone again.
 
     Alone is the mean of before and after, and a round's factors are ratios within it, so that drift
     from round to round cancels. What the factors are is the medians over the rounds.
     """
     count = int(min(max(policy.window_s / _queue(workload, gpu, 2), 2), policy.longest_queue))
-    beside_s = policy.npu_share * _queue(workload, gpu, count)
-    launches = max(1, round(beside_s / _calls(workload, npu, 1)[0]))
-    kept: list[ConcurrentTimes] = []
+    concurrent_s = policy.npu_share * _queue(workload, gpu, count)
+    launches = max(1, round(concurrent_s / _calls(workload, npu, 1)[0]))
+    used: list[ConcurrentTimes] = []
     for _ in range(2 * rounds):
-        found, outlasted = _round(workload, gpu, npu, count, launches, policy.outlasted)
+        times, outlasted = _round(workload, gpu, npu, count, launches, policy.outlasted)
         if outlasted and launches > 1:
             launches -= max(1, launches // 8)
             continue
-        kept.append(found)
-        if len(kept) == rounds:
+        used.append(times)
+        if len(used) == rounds:
             break
-    used = kept or [found]  # the NPU outlasts the GPU even with one call
+    used = used or [times]  # the NPU outlasts the GPU even with one call
     return ConcurrentTimes(
         *(statistics.median(values) for values in zip(*map(astuple, used), strict=True))
     )
@@ -221,10 +227,12 @@ def _experiment(
 def _round(
     workload: Workload, gpu: Runner, npu: Runner, count: int, launches: int, share: float
 ) -> tuple[ConcurrentTimes, bool]:
-    """One round; whether the NPU worked for more than that share of it: where it is still at work
-    when the GPU is done, it hides the GPU's end.
+    """One round.
 
-    The GPU's queue takes T0 alone. Beside an NPU that works for W it takes T: in W it does what
+    Whether the NPU worked for more than that share of it: where it is still at work when the GPU is
+    done, it hides the GPU's end.
+
+    The GPU's queue takes T0 alone. With an NPU that works for W it takes T: in W it does what
     alone takes W / f, then the rest at full speed, so f = W / (T0 - T + W). Of the NPU's calls the
     medians count, as in rows of a profile: the first ones after the wait for the GPU find their
     code gone from all caches.
@@ -240,21 +248,21 @@ def _round(
     together_s = workload.clock.now() - start_s
     gpu_s = (gpu_before_s + _queue(workload, gpu, count)) / 2
     npu_s = statistics.median([*alone_s, *_calls(workload, npu, launches)])
-    beside_s = npu_end_s - submitted_s
-    left_s = gpu_s - together_s + beside_s
+    concurrent_s = npu_end_s - submitted_s
+    left_s = gpu_s - together_s + concurrent_s
     outlasted = npu_end_s - start_s > share * together_s
-    gpu_factor = beside_s / left_s if queued and left_s > 0 else 1.0
-    found = ConcurrentTimes(
+    gpu_factor = concurrent_s / left_s if queued and left_s > 0 else 1.0
+    times = ConcurrentTimes(
         gpu_alone_s=gpu_s / count,
         npu_alone_s=npu_s,
         gpu_factor=max(1.0, gpu_factor),
         npu_factor=max(1.0, statistics.median(together_calls_s) / npu_s),
     )
-    return found, outlasted
+    return times, outlasted
 
 
 def _submit(runner: Runner, count: int) -> list[Completion]:
-    """Launches in the queue of an asynchronous device; none where calls block."""
+    """Return launches in the queue of an asynchronous device; none where calls block."""
     if not runner.device.capabilities.asynchronous:
         return []
     return [runner.calls[copy].submit() for copy in runner.next_copies(count)]
@@ -269,20 +277,20 @@ def _queue(workload: Workload, runner: Runner, count: int) -> float:
 
 def _calls(workload: Workload, runner: Runner, count: int) -> list[float]:
     """Seconds of each of `count` blocking calls."""
-    found, end_s = [], workload.clock.now()
+    seconds, end_s = [], workload.clock.now()
     for copy in runner.next_copies(count):
         runner.calls[copy].run()
         start_s, end_s = end_s, workload.clock.now()
-        found.append(end_s - start_s)
-    return found
+        seconds.append(end_s - start_s)
+    return seconds
 
 
 def _alone(
     workload: Workload, weight_format: WeightFormat, size: tuple[int, int, int], rounds: int
 ) -> Bandwidth:
-    found = {}
+    speeds = {}
     for kind in workload.devices:
         runner = _runner(workload, kind, weight_format, size)
         seconds = statistics.median(_calls(workload, runner, 4 * rounds))
-        found[f"{kind}_alone_bytes_per_s"] = runner.weights[0].nbytes / seconds
-    return Bandwidth(**found)
+        speeds[f"{kind}_alone_bytes_per_s"] = runner.weights[0].nbytes / seconds
+    return Bandwidth(**speeds)

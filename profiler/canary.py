@@ -1,4 +1,6 @@
-"""The numeric canary: a kernel that computes wrongly on this driver is found before it is timed."""
+"""The numeric canary: a kernel that computes wrongly on this driver is detected before it is
+timed.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ def check_matmul(task: Task, runner: Runner) -> Quarantine | None:
 
 
 def failed_matmul(task: Task, reason: str) -> Quarantine:
-    """The entry of a kernel that could not be prepared or launched."""
+    """Return the entry of a kernel that could not be prepared or launched."""
     return _entry(task, None, reason)
 
 
@@ -108,5 +110,5 @@ def _entry(task: Task, error: float | None, failure: str) -> Quarantine:
 
 
 def _detail(name: str, error: float | None, tolerance: float) -> str:
-    found = "gives values that are not finite" if error is None else f"is off by {error:.2g}"
-    return f"{name} {found} of its size (tolerance {tolerance:.2g})"
+    problem = "gives values that are not finite" if error is None else f"is off by {error:.2g}"
+    return f"{name} {problem} of its size (tolerance {tolerance:.2g})"

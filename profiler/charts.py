@@ -60,8 +60,8 @@ def _time_by_tokens(
     for color, (n, k) in zip((COLORS[kind], *LINES), _some_pairs(rows), strict=False):
         predicted = model.matmul_s(kind, rows[0].weight_format, tokens, n, k, rows[0].order)
         axes.plot(tokens, predicted.seconds * 1e3, color=color, lw=1.3, label=f"{n} × {k}")
-        found = [row for row in rows if (row.n, row.k) == (n, k)]
-        axes.plot([r.m for r in found], [r.seconds * 1e3 for r in found], "o", color=color, ms=4)
+        shown = [row for row in rows if (row.n, row.k) == (n, k)]
+        axes.plot([r.m for r in shown], [r.seconds * 1e3 for r in shown], "o", color=color, ms=4)
     log_log(axes, "tokens m", "ms")
     axes.legend(title="rows × features", loc="upper left")
     return Chart(title, note, svg_of(axes, title))
@@ -118,16 +118,16 @@ def phase_speeds(profile: DeviceProfile) -> Chart | None:
         rows = _main_rows(profile, kind)
         if rows:
             n, k = max(((row.n, row.k) for row in rows), key=lambda pair: pair[0] * pair[1])
-            found = sorted((r for r in rows if (r.n, r.k) == (n, k)), key=lambda r: r.m)
-            speed = [2e-9 * r.m * r.n * r.k / r.seconds for r in found]
+            shown = sorted((r for r in rows if (r.n, r.k) == (n, k)), key=lambda r: r.m)
+            speed = [2e-9 * r.m * r.n * r.k / r.seconds for r in shown]
             axes.plot(
-                [r.m for r in found], speed, "o-", color=COLORS[kind], label=f"{kind} {n}×{k}"
+                [r.m for r in shown], speed, "o-", color=COLORS[kind], label=f"{kind} {n}×{k}"
             )
     if not axes.lines:
         return None
     log_log(axes, "tokens m", "GFLOP/s")
     axes.legend()
-    title = "Who is faster where"
+    title = "The faster device by size"
     return Chart(
         title,
         "The largest weight; where curves cross, the faster one changes.",
@@ -137,13 +137,13 @@ def phase_speeds(profile: DeviceProfile) -> Chart | None:
 
 def bandwidth(profile: DeviceProfile) -> Chart | None:
     """Weight bytes per second alone and together (paper figure 6)."""
-    found = profile.bandwidth
+    speeds = profile.bandwidth
     bars = [
-        ("GPU alone", found.gpu_alone_bytes_per_s, None, "gpu"),
-        ("NPU alone", found.npu_alone_bytes_per_s, None, "npu"),
-        ("together", found.gpu_together_bytes_per_s, found.npu_together_bytes_per_s, "gpu"),
+        ("GPU alone", speeds.gpu_alone_bytes_per_s, None, "gpu"),
+        ("NPU alone", speeds.npu_alone_bytes_per_s, None, "npu"),
+        ("together", speeds.gpu_together_bytes_per_s, speeds.npu_together_bytes_per_s, "gpu"),
     ]
-    if found.gpu_alone_bytes_per_s is None and found.npu_alone_bytes_per_s is None:
+    if speeds.gpu_alone_bytes_per_s is None and speeds.npu_alone_bytes_per_s is None:
         return None
     axes = new_axes()
     for label, first, second, color in bars:
@@ -186,11 +186,11 @@ def synchronisation(profile: DeviceProfile) -> Chart | None:
         return None
     axes = new_axes(height=0.8 + 0.25 * len(costs))
     labels = [label for label, _, _ in costs]
-    least_us = 0.05  # shorter bars cannot be seen on a logarithmic axis
-    values = [max(seconds * 1e6, least_us) for _, seconds, _ in costs]
+    min_us = 0.05  # shorter bars cannot be seen on a logarithmic axis
+    values = [max(seconds * 1e6, min_us) for _, seconds, _ in costs]
     axes.barh(labels, values, color=[COLORS[color] for _, _, color in costs], height=0.6)
     for label, value in zip(labels, values, strict=True):
-        said = f" {value:.3g}" if value > least_us else f" below {least_us}"
+        said = f" {value:.3g}" if value > min_us else f" below {min_us}"
         axes.annotate(said, (value, label), va="center", fontsize=8)
     axes.set_xscale("log")
     axes.set_xlim(right=max(values) * 4)
@@ -229,7 +229,7 @@ def accuracy(profile: DeviceProfile) -> Chart | None:
 
 
 def drift(profile: DeviceProfile) -> Chart | None:
-    """Reference kernels over the run."""
+    """Return reference kernels over the run."""
     if not profile.references:
         return None
     axes = new_axes()
@@ -270,7 +270,7 @@ def _main_rows(profile: DeviceProfile, kind: DeviceKind) -> list[MatMulRow]:
 
 
 def _some_pairs(rows: Sequence[MatMulRow]) -> list[tuple[int, int]]:
-    """Up to four (n, k) from the smallest weight to the largest."""
+    """Return up to four (n, k) from the smallest weight to the largest."""
     pairs = sorted({(row.n, row.k) for row in rows}, key=lambda pair: pair[0] * pair[1])
     at = np.unique(np.linspace(0, len(pairs) - 1, 4).round().astype(int))
     return [pairs[i] for i in at]

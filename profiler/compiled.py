@@ -1,4 +1,4 @@
-"""Compiler mode: a profile of a chip that nobody here holds, from what its compiler schedules.
+"""Compiler mode: a profile of a chip that is not at hand, from its compiler's schedules.
 
 Qualcomm's compiler runs on a PC and writes for each graph what the NPU will do with it
 (`hetero.backends.qnn.schedule`). A small physical model turns that into seconds:
@@ -83,7 +83,7 @@ SNAPDRAGON_8_GEN_3 = ChipModel(launch_s=0.0, dram_bytes_per_s=43.3e9, hvx_bytes_
 def fit_model(
     works: Sequence[Work], seconds: Sequence[float], dram_bytes_per_s: float
 ) -> ChipModel:
-    """The launch time and vector rate with the least squared relative error, by search.
+    """Return the launch time and vector rate with the least squared relative error, by search.
 
     Two parameters and a maximum: a grid of both, refined twice, is exact enough and cannot fail.
     """
@@ -141,7 +141,7 @@ class Scheduler:
         self.store: ScheduleStore = ScheduleStore(Target(load(), chip), directory or _cache())
 
     def schedule(self, n: int, k: int, rows: int) -> Schedule:
-        """What one graph of `rows` tokens does."""
+        """Return what one graph of `rows` tokens does."""
         from hetero.backends.qnn import catalog
 
         op = MatMul(n=n, k=k, weight_format=WEIGHTS)
@@ -153,12 +153,12 @@ class Scheduler:
         return sum(self.schedule(n, k, rows).prepare_s for rows in counts)
 
     def work(self, n: int, k: int, m: int) -> Work:
-        """What a call of m tokens does in all its launches."""
-        found = [self.schedule(n, k, rows) for rows in _launches(n, k, m)]
+        """Return what a call of m tokens does in all its launches."""
+        schedules = [self.schedule(n, k, rows) for rows in _launches(n, k, m)]
         return Work(
-            len(found),
-            sum(schedule.dram_bytes for schedule in found),
-            sum(schedule.hvx.vtcm_bytes for schedule in found),
+            len(schedules),
+            sum(schedule.dram_bytes for schedule in schedules),
+            sum(schedule.hvx.vtcm_bytes for schedule in schedules),
         )
 
     def close(self) -> None:
@@ -192,7 +192,9 @@ def compiler_profile(
     directory: Path | None = None,
     progress: Callable[[Event], None] | None = None,
 ) -> DeviceProfile:
-    """The profile of a chip by its compiler: `compiler-predicted` NPU matmuls, the rest simulated.
+    """Return the profile of a chip by its compiler.
+
+    NPU matmuls are `compiler-predicted`, the rest is simulated.
 
     Raises `ProfileError`, `DeviceError`.
     """

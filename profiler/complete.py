@@ -1,4 +1,4 @@
-"""Kernels that a profile lacks, measured later on its devices and held against what it has.
+"""Kernels that a profile lacks, measured later on its devices and compared with its own.
 
 A profile of before a kernel was timed predicts it from one that does similar work (`substitutes`).
 Both are timed here, in one go, and times are scaled so that the known one takes what the profile
@@ -46,7 +46,7 @@ def lacking(profile: DeviceProfile, devices: Mapping[DeviceKind, Device]) -> lis
     _check(profile, devices)
     measured = {(x.device, x.op) for x in profile.other_predictors}
     known = measured | {(x.device, x.op) for x in profile.quarantined}
-    found: dict[Lack, None] = {}
+    lacks: dict[Lack, None] = {}
     for kind, device in devices.items():
         for block in Options().blocks:
             for op in reference_ops(block, device.capabilities.weight_formats[0]):
@@ -54,8 +54,8 @@ def lacking(profile: DeviceProfile, devices: Mapping[DeviceKind, Device]) -> lis
                 sources = (x for x in SUBSTITUTES.get(name, ()) if (kind, x) in measured)
                 source = next(sources, None)
                 if (kind, name) not in known and source is not None and device.accepts(op):
-                    found[Lack(kind, name, source)] = None
-    return list(found)
+                    lacks[Lack(kind, name, source)] = None
+    return list(lacks)
 
 
 def completed(
@@ -65,7 +65,10 @@ def completed(
     *,
     clock: Clock | None = None,
 ) -> DeviceProfile:
-    """The profile with what it was `lacking`; the caller pins the thread. Raises `ProfileError`."""
+    """Return the profile with what it was `lacking`.
+
+    The caller pins the thread. Raises `ProfileError`.
+    """
     wanted = lacking(profile, devices)
     if not wanted:
         return profile
@@ -76,7 +79,7 @@ def completed(
     workload = Workload(devices, clock=clock, cold=cold, seed=options.seed)
     around = DeviceOverheads(devices, workload, options, options.weight_formats[0], virtual)
     rounds = [
-        around.timed_others(profile.devices, lambda kind, op: (kind, op_name(op)) in names)
+        around.timed_non_matmul(profile.devices, lambda kind, op: (kind, op_name(op)) in names)
         for _ in range(ROUNDS)
     ]
     timed = _medians([timed for timed, _ in rounds])
@@ -113,7 +116,7 @@ def completed(
 def _wrong(
     profile: DeviceProfile, wanted: Sequence[Lack], found: Sequence[Quarantine]
 ) -> list[Quarantine]:
-    """The wanted kernels that compute wrongly. Raises `ProfileError` if a known one does."""
+    """Return the wanted kernels that compute wrongly. Raises `ProfileError` if a known one does."""
     new = {lack[:2] for lack in wanted}
     known = next((x for x in found if (x.device, x.op) not in new), None)
     if known is not None:
@@ -146,17 +149,17 @@ def _medians(rounds: Sequence[Sequence[tuple[NonMatmulRow, Op]]]) -> list[tuple[
     cases: dict[tuple[Any, ...], list[tuple[NonMatmulRow, Op]]] = {}
     for row, op in (x for timed in rounds for x in timed):
         cases.setdefault((row.device, op, row.m, row.context), []).append((row, op))
-    found = []
+    medians = []
     for same in cases.values():
         (row, op), seconds = same[0], median(other.seconds for other, _ in same)
-        found.append((row.model_copy(update={"seconds": seconds}), op))
-    return found
+        medians.append((row.model_copy(update={"seconds": seconds}), op))
+    return medians
 
 
 def _factor(
     source: NonMatmulPredictor, timed: list[tuple[NonMatmulRow, Op]], *, few: bool
 ) -> float:
-    """What times of just now, of few tokens or of many, are multiplied by to be the profile's."""
+    """Return the factor from times of now, of few tokens or of many, to the profile's."""
     ratios = [
         other_s(source, op, row.m, row.context) / row.seconds
         for row, op in timed

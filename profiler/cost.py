@@ -34,19 +34,19 @@ from hetero.profiler.substitutes import SUBSTITUTES, proxy_predictor, with_file_
 
 Sizes: TypeAlias = int | npt.ArrayLike
 Kernel: TypeAlias = tuple[DeviceKind, WeightFormat, OperandOrder]
-LONGEST_S: Final = 1e9  # of a kernel: nobody has waited for one
+LONGEST_S: Final = 1e9  # of a kernel: longer than any
 WaitMethod: TypeAlias = Literal["fast", "flag", "event", "finish"]
 
 
 class Cost(NamedTuple):
-    """Seconds, and whether the shape lies outside the measured range. Arrays of one shape."""
+    """Seconds, and whether the shape is outside the measured range. Arrays of one shape."""
 
     seconds: Floats
     extrapolated: npt.NDArray[np.bool_]
 
 
 class Allowed(NamedTuple):
-    """Whether the solver may use a kernel; `reason` is empty when it may."""
+    """Answer to whether the solver may use a kernel; `reason` is empty when it may."""
 
     ok: bool
     reason: str = ""
@@ -77,11 +77,14 @@ class CostModel:
         }
 
     def with_profile(self, profile: DeviceProfile) -> CostModel:
-        """The same for another profile, such as one with other graphs."""
+        """Return the same for another profile, such as one with other graphs."""
         return CostModel(profile)
 
     def device(self, device: DeviceKind) -> DeviceRecord:
-        """The device's record. Raises `ProfileError` if the profile has none of that kind."""
+        """Return the device's record.
+
+        Raises `ProfileError` if the profile has none of that kind.
+        """
         try:
             return self.profile.devices[device]
         except KeyError:
@@ -98,8 +101,10 @@ class CostModel:
         k: Sizes,
         order: OperandOrder = "plain",
     ) -> Cost:
-        """Predicted seconds of matmul kernels; m, n, k broadcast. Raises `ProfileError` if the
-        profile has no predictor for the format and order.
+        """Predicted seconds of matmul kernels.
+
+        M, n, k broadcast. Raises `ProfileError` if the profile has no predictor for the format and
+        order.
         """
         predictor = self._predictor(device, weight_format, order)
         record = self.device(device)
@@ -119,8 +124,9 @@ class CostModel:
         k: int,
         order: OperandOrder = "plain",
     ) -> Floats:
-        """[M, N] seconds of all pairs of token counts ms [M] and rows ns [N], as `matmul_s` has
-        them. Raises `ProfileError` as it does.
+        """Return the [M, N] seconds of all pairs of token counts ms [M] and rows ns [N].
+
+        As `matmul_s` has them. Raises `ProfileError` as it does.
         """
         predictor, record = self._predictor(device, weight_format, order), self.device(device)
         return self._sound(predict.predict_table(predictor, record, ms, ns, float(k)))
@@ -153,8 +159,10 @@ class CostModel:
         return Cost(self._sound(seconds), np.asarray(outside))
 
     def _sound(self, seconds: Floats) -> Floats:
-        """The seconds. Raises `ProfileError` where a damaged profile predicts what no kernel takes,
-        which no sum could hold.
+        """Return the seconds.
+
+        Raises `ProfileError` where a damaged profile predicts what no kernel takes, which no sum
+        could hold.
         """
         if seconds.size and not seconds.max() <= LONGEST_S:
             raise ProfileError(
@@ -164,8 +172,9 @@ class CostModel:
         return seconds
 
     def other(self, device: DeviceKind, op: Op) -> NonMatmulPredictor:
-        """What predicts an operation that is not a matmul: its own times, or those of a similar one
-        by its bytes. Raises `ProfileError` without either.
+        """Return the predictor of an operation that is not a matmul.
+
+        Its own times, or those of a similar one by its bytes. Raises `ProfileError` without either.
         """
         name = predict.op_name(op)
         source = self._others.get((device, self.measured_as(device, name) or name))
@@ -177,11 +186,12 @@ class CostModel:
         return source if source.op == name else proxy_predictor(source, name)
 
     def measured_as(self, device: DeviceKind, name: str) -> str | None:
-        """The operation whose times predict one by that name (`predict.op_name`): itself, or what
-        stands in for it (`substitutes`); None if the profile has neither.
+        """Return the operation whose times predict one by that name (`predict.op_name`).
+
+        Itself, or its proxy (`substitutes`); None if the profile has neither.
         """
         names = (name, *SUBSTITUTES.get(name, ()))
-        return next((found for found in names if (device, found) in self._others), None)
+        return next((source for source in names if (device, source) in self._others), None)
 
     def allowed(
         self,
@@ -192,7 +202,7 @@ class CostModel:
         k: int,
         order: OperandOrder = "plain",
     ) -> Allowed:
-        """Whether a matmul kernel exists here and computes correctly."""
+        """Return whether a matmul kernel exists here and computes correctly."""
         if device not in self.profile.devices:
             return Allowed(False, f"the profile has no {device}")
         if (device, weight_format, order) not in self._matmuls:
@@ -206,8 +216,9 @@ class CostModel:
         return Allowed(True)
 
     def allowed_op(self, device: DeviceKind, op: Op, m: int) -> Allowed:  # noqa: ARG002
-        """Whether an operation that is not a matmul (or what stands in for it) was measured and
-        computes correctly.
+        """Return whether an operation that is not a matmul was measured and is correct.
+
+        Or its proxy was.
         """
         name = predict.op_name(op)
         source = self.measured_as(device, name)
@@ -219,34 +230,43 @@ class CostModel:
         return Allowed(True)
 
     def submit_s(self, device: DeviceKind, queue: Literal["busy", "empty"] = "busy") -> float:
-        """Cost of submitting a kernel behind others, or to an empty queue; 0 if calls block."""
+        """Return the cost of submitting a kernel after others, or to an empty queue.
+
+        0 if calls block.
+        """
         sync = self._sync(device)
         return sync.submit_busy_s if queue == "busy" else sync.submit_empty_s
 
     def ring_s(self, device: DeviceKind) -> float | None:
-        """Cost of starting what was queued behind a gate; None if the device has no gates."""
+        """Return the cost of a stream signal, which starts queued calls; None without signals."""
         return self._sync(device).ring_s
 
     def chain_s(self, device: DeviceKind) -> float:
-        """What a launch saves in a chain; 0 if the device has none."""
+        """Return what a launch saves in a fused launch; 0 if the device has none."""
         return self._sync(device).chain_s or 0.0
 
     def wait_s(self, device: DeviceKind, method: WaitMethod = "fast") -> float:
-        """From the kernel's end until the host knows; 0 where calls block or it is unknown."""
+        """Return the seconds from the kernel's end until the host knows.
+
+        0 where calls block or it is unknown.
+        """
         waits = self._sync(device).wait_s
         return waits.get(method, min(waits.values(), default=0.0))
 
     def restart_s(self) -> float:
-        """How much longer an NPU call takes after other work of its thread than after a call."""
+        """Return how much longer an NPU call takes after other work than after a call.
+
+        The work is its thread's.
+        """
         sync = self.profile.sync.get("npu")
         return 0.0 if sync is None else sync.restart_s
 
     def call_s(self, device: DeviceKind) -> float:
-        """Fixed cost of a blocking call (contained in its kernels' times)."""
+        """Return fixed cost of a blocking call (contained in its kernels' times)."""
         return self._sync(device).call_s
 
     def copy_s(self, device: DeviceKind, nbytes: int) -> float:
-        """Moving activations to or from the device; 0 where memory is unified."""
+        """Return moving activations to or from the device; 0 where memory is unified."""
         if self.device(device).capabilities.unified_memory:
             return 0.0
         sync = self._sync(device)
@@ -255,7 +275,8 @@ class CostModel:
     def contention(
         self, device: DeviceKind, phase: Phase, weight_format: WeightFormat | None = None
     ) -> float:
-        """Factor (>= 1) by which kernels of a format take longer while the other device works too;
+        """Factor (>= 1) by which kernels of a format take longer while the other device works too.
+
         1 where it was not measured. Profiles may have one factor for all formats.
         """
         known = self._contention
@@ -263,9 +284,11 @@ class CostModel:
         return 1.0 if entry is None else max(1.0, entry.gpu if device == "gpu" else entry.npu)
 
     def spread(self, device: DeviceKind, phase: Phase, weight_format: WeightFormat) -> float:
-        """Relative standard deviation of a matmul kernel's time: from run to run (the median over
-        the sizes that were measured) and as its device drifts, which the rows do not show because
-        they are held against reference kernels of their moment. 0 where nothing is known.
+        """Relative standard deviation of a matmul kernel's time.
+
+        From run to run (the median over the sizes that were measured) and as its device drifts,
+        which the rows do not show because they are compared with reference kernels of their moment.
+        0 where nothing is known.
         """
         if self._spreads is None:
             drifts = self._drifts()
@@ -284,14 +307,14 @@ class CostModel:
 
     def bandwidth(self, who: Literal["gpu", "npu", "both"]) -> float | None:
         """Weight bytes per second in decode; None if it was not measured."""
-        found = self.profile.bandwidth
+        speeds = self.profile.bandwidth
         match who:
             case "gpu":
-                return found.gpu_alone_bytes_per_s
+                return speeds.gpu_alone_bytes_per_s
             case "npu":
-                return found.npu_alone_bytes_per_s
+                return speeds.npu_alone_bytes_per_s
             case "both":
-                return found.together_bytes_per_s
+                return speeds.together_bytes_per_s
 
     def prepare_s(
         self,
@@ -303,8 +326,9 @@ class CostModel:
         cached: bool = False,
         m: int = 0,
     ) -> float:
-        """Time to prepare one matmul graph (of m tokens) or kernel: as measured where this one was,
-        else as fitted; 0 if nothing was measured.
+        """Time to prepare one matmul graph (of m tokens) or kernel.
+
+        As measured where this one was, else as fitted; 0 if nothing was measured.
         """
         entry = self._preparation(device, weight_format)
         if entry is None:
@@ -318,7 +342,7 @@ class CostModel:
         return entry.fixed_s + entry.s_per_byte * nbytes + entry.s_per_token * m
 
     def layers_share(self, device: DeviceKind, weight_format: WeightFormat) -> bool:
-        """Whether one graph serves a matmul of all layers."""
+        """Return whether one graph serves a matmul of all layers."""
         entry = self._preparation(device, weight_format)
         return entry is not None and entry.layers_share
 
@@ -326,11 +350,11 @@ class CostModel:
         self, device: DeviceKind, weight_format: WeightFormat
     ) -> PreparationPredictor | None:
         wanted = (device, weight_format)
-        found = self.profile.preparation_predictors
-        return next((e for e in found if (e.device, e.weight_format) == wanted), None)
+        predictors = self.profile.preparation_predictors
+        return next((e for e in predictors if (e.device, e.weight_format) == wanted), None)
 
     def power_w(self, who: DeviceKind | Literal["both", "idle"]) -> float | None:
-        """Mean power while these devices work; None if the platform does not tell."""
+        """Return the mean power while these devices work; None if the platform has no meter."""
         power = self.profile.power
         if power is None:
             return None

@@ -65,7 +65,7 @@ class GpuShader(_Model):
     unpack_s_per_weight: Annotated[float, Field(ge=0, le=1e9)]
 
     def seconds(self, m: Floats, n: Floats, k: Floats) -> Floats:
-        """[S] time of a kernel behind another."""
+        """Return the [S] time of a kernel after another."""
         weights = n * k
         stream = weights * (self.bytes_per_weight / self.bandwidth_bytes_per_s)
         flops = 2.0 * m * weights

@@ -33,10 +33,10 @@ from hetero.profiler.records import (
 from hetero.profiler.stages import ROW_STAGES, TOKEN_STAGES, find_stage
 from hetero.profiler.workload import Workload
 
-STAGE_TASK = (128, 2048)  # m and k of the matmuls whose rows tell a stage
-STAGE_WEIGHT = (1024, 1024)  # n and k of those whose tokens do
+STAGE_TASK = (128, 2048)  # m and k of the matmuls whose rows show a stage
+STAGE_WEIGHT = (1024, 1024)  # n and k of the matmuls whose tokens do
 # When both devices are measured at once: a shared machine has bursts of seconds in which its memory
-# is slow, or its two cores are threads of one, and a stretch of rounds may lie within one.
+# is slow, or its two cores are threads of one, and a stretch of rounds may fall within one.
 BANDWIDTH_REPEATS: Final = tuple(f"bandwidth {turn}" for turn in range(1, 6))
 R = TypeVar("R", bound=Record)
 
@@ -48,23 +48,23 @@ class ConcurrentBandwidth(Record):
     contention: tuple[Contention, ...]
 
     @classmethod
-    def median(cls, found: Sequence[ConcurrentBandwidth]) -> ConcurrentBandwidth:
-        """The median of every value of measurements of the same devices and formats."""
-        first = found[0]
+    def median(cls, measured: Sequence[ConcurrentBandwidth]) -> ConcurrentBandwidth:
+        """Return the median of every value of measurements of the same devices and formats."""
+        first = measured[0]
         return cls(
-            bandwidth=_median(first.bandwidth, [x.bandwidth for x in found]),
+            bandwidth=_median(first.bandwidth, [x.bandwidth for x in measured]),
             contention=tuple(
-                _median(entry, [x.contention[i] for x in found])
+                _median(entry, [x.contention[i] for x in measured])
                 for i, entry in enumerate(first.contention)
             ),
         )
 
 
-def _median(record: R, found: Sequence[R]) -> R:
-    """The record with the median of each of its numbers."""
+def _median(record: R, records: Sequence[R]) -> R:
+    """Return the record with the median of each of its numbers."""
     names = [name for name, value in record if isinstance(value, float)]
     return record.model_copy(
-        update={name: statistics.median(getattr(x, name) for x in found) for name in names}
+        update={name: statistics.median(getattr(x, name) for x in records) for name in names}
     )
 
 
@@ -85,9 +85,10 @@ class NonMatmulRows(Record):
 
 @dataclass(frozen=True)
 class DeviceOverheads:
-    """Measures the parts, each when it is asked for. `virtual`: null devices, whose results are not
-    checked, on a clock that threads know nothing of. `checkpoint` is called between measurements
-    and may end them by an exception.
+    """Measures the parts of a profile besides the matmuls, each on demand.
+
+    `virtual`: null devices, whose results are not checked, on a clock that threads know nothing of.
+    `checkpoint` is called between measurements and may end them by an exception.
     """
 
     devices: Mapping[DeviceKind, Device]
@@ -108,12 +109,12 @@ class DeviceOverheads:
         return 20 if self.options.quick else 60
 
     def environment(self) -> list[Environment]:
-        """The machine."""
+        """Return the machine."""
         options = self.options
         return [read_environment(gpu_core=options.gpu_core, control_core=options.control_core)]
 
     def device(self, kind: DeviceKind) -> list[DeviceRecord]:
-        """A device with the stages that were found; a quick profile looks for none."""
+        """Return a device with its stages; a quick profile looks for none."""
         device = self.devices[kind]
         device.flag()  # so that the capabilities say whether one is seen in time
         if self.options.quick:
@@ -137,20 +138,20 @@ class DeviceOverheads:
 
     def synchronisation(self, kind: DeviceKind) -> list[DeviceSync]:
         """Costs around one device's kernels."""
-        found = sync_costs.measure_device(self.devices[kind], self.clock, repeats=self.repeats)
+        costs = sync_costs.measure_device(self.devices[kind], self.clock, repeats=self.repeats)
         if kind == "npu":
             restart_s = bandwidth.measure_restart(
                 self.workload, self.weight_format, rounds=self.repeats
             )
-            found = found.model_copy(update={"restart_s": restart_s})
-        return [found]
+            costs = costs.model_copy(update={"restart_s": restart_s})
+        return [costs]
 
     def sleep(self) -> list[HostSync]:
-        """What the host's threads pay."""
+        """Return what the host's threads pay."""
         return [sync_costs.measure_host(self.clock, repeats=self.repeats, wake=not self.virtual)]
 
     def preparation(self) -> list[PreparationRow]:
-        """Preparing graphs and kernels."""
+        """Return preparing graphs and kernels."""
         return preparation.measure_preparation(
             self.devices,
             self.workload.pool,
@@ -180,8 +181,8 @@ class DeviceOverheads:
         return [MaybePower(power=energy.measure_power(self.clock, loads), note="")]
 
     def others(self, records: Mapping[DeviceKind, DeviceRecord]) -> list[NonMatmulRows]:
-        """The kernels that are not matmuls: checked, timed, fitted."""
-        timed, quarantined = self.timed_others(records)
+        """Return the kernels that are not matmuls: checked, timed, fitted."""
+        timed, quarantined = self.timed_non_matmul(records)
         return [
             NonMatmulRows(
                 rows=tuple(row for row, _ in timed),
@@ -192,12 +193,12 @@ class DeviceOverheads:
             )
         ]
 
-    def timed_others(
+    def timed_non_matmul(
         self,
         records: Mapping[DeviceKind, DeviceRecord],
         wanted: Callable[[DeviceKind, Op], bool] = lambda *_: True,
     ) -> tuple[list[tuple[NonMatmulRow, Op]], list[Quarantine]]:
-        """Those that are wanted, checked and timed; and those that are wrong."""
+        """Return the wanted kernels, checked and timed, and the wrong ones."""
         timed: list[tuple[NonMatmulRow, Op]] = []
         quarantined: list[Quarantine] = []
         for kind in self.devices:
@@ -238,9 +239,9 @@ class DeviceOverheads:
             self.checkpoint()
             if not meter.device.accepts(op):
                 continue
-            found = None if self.virtual else meter.check(op)
-            if found is None:
+            problem = None if self.virtual else meter.check(op)
+            if problem is None:
                 good.add(op)
             else:
-                quarantined.append(found)
+                quarantined.append(problem)
         return good

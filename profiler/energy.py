@@ -1,4 +1,7 @@
-"""Power, where the platform tells: RAPL, hwmon or the battery in sysfs. Else absent, with why."""
+"""Power, where the platform has a meter: RAPL, hwmon or the battery in sysfs.
+
+Else absent, with the reason.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ class Meter:
 
 
 def find_meter(root: Path = SYS) -> Meter | None:
-    """The best source there is, or None."""
+    """Return the best source there is, or None."""
     for path in sorted(root.glob("class/powercap/*rapl:0/energy_uj")):
         if _number(path) is not None:
             wraps = _number(path.with_name("max_energy_range_uj")) or 0.0

@@ -36,8 +36,8 @@ def read_environment(*, gpu_core: int | None, control_core: int | None) -> Envir
 
 def package_versions() -> dict[str, str]:
     """Installed versions of what runs the kernels."""
-    found = {name: installed_version(name) for name in PACKAGES}
-    known = {name: version for name, version in found.items() if version is not None}
+    versions = {name: installed_version(name) for name in PACKAGES}
+    known = {name: version for name, version in versions.items() if version is not None}
     return {"python": platform.python_version(), **known}
 
 
@@ -47,8 +47,10 @@ def hetero_version() -> str:
 
 
 def clock_hz(core: int | None = None) -> float | None:
-    """Current clock of a core; by default of the one with the highest clock, since the first is a
-    little one on many of Arm's processors.
+    """Return current clock of a core.
+
+    By default of the one with the highest clock, since the first is a little one on many of Arm's
+    processors.
     """
     text = _text(_frequencies(core) / "scaling_cur_freq")
     if text is not None and text.isdigit():

@@ -27,12 +27,15 @@ INLINE_BELOW = 120  # characters: shorter lists and objects stay on one line
 
 
 def read_document(path: str | Path, current_version: int) -> Document:
-    """The JSON object of a profile file, migrated. Raises `ProfileError` for anything else."""
+    """Return the JSON object of a profile file, migrated.
+
+    Raises `ProfileError` for anything else.
+    """
     return parse_document(read_profile(path), path, current_version)
 
 
 def read_profile(path: str | Path) -> str:
-    """The text of a profile file. Raises `ProfileError`."""
+    """Return the text of a profile file. Raises `ProfileError`."""
     try:
         return read_text(path, LONGEST_DOCUMENT_BYTES)
     except OSError as error:
@@ -44,7 +47,7 @@ def read_profile(path: str | Path) -> str:
 
 
 def parse_document(text: str, path: str | Path, current_version: int) -> Document:
-    """As `read_document`, of the text that was read from `path`."""
+    """Do the same as `read_document` for the text that was read from `path`."""
     try:
         document = json.loads(text)
         if "\\u" in text:  # half of a pair is no text, and would only fail where it is written
@@ -106,7 +109,7 @@ def _format(value: Any, indent: str) -> str:
 
 
 def _row(item: Any, indent: str) -> str:
-    """An item of a list: measured rows (an object without lists of objects) on one line."""
+    """Return an item of a list: measured rows (an object without lists of objects) on one line."""
     if isinstance(item, dict) and not any(_is_large(part) for part in item.values()):
         return json.dumps(item, allow_nan=False)
     return _format(item, indent)
@@ -134,19 +137,23 @@ def refuse_folder(path: str | Path) -> None:
 
 
 def own_profile_path() -> Path:
-    """Where `hetero profile` puts this machine's profile unless told otherwise: among the user's
-    data, because ten minutes of measuring are no cache.
+    """Return where `hetero profile` puts this machine's profile by default.
+
+    Among the user's data, because ten minutes of measuring are no cache.
     """
     return data_folder() / "profiles" / "host.json"
 
 
 def cached_profile_path() -> Path:
-    """Where earlier versions put it; it is still read there, and first starts are kept beside."""
+    """Return where earlier versions put it.
+
+    It is still read there, and records of first starts are stored next to it.
+    """
     return cache_folder() / "profiles" / "host.json"
 
 
 def taken_profile_path() -> Path:
-    """Where this machine's profile is, if there is one."""
+    """Return where this machine's profile is, if there is one."""
     own, cached = own_profile_path(), cached_profile_path()
     return cached if os.path.exists(cached) and not os.path.exists(own) else own
 
@@ -161,9 +168,10 @@ def shipped_names() -> tuple[str, ...]:
 
 
 def shipped_host() -> str | None:
-    """Name of the shipped profile of a PC whose processor computes like this one's, None if there
-    is none: 8-bit dot products (AVX-512 VNNI) make the OpenCL kernels 1.5 to 2.5 times as fast,
-    tiles of them (AMX) ONNX Runtime's w8a8 some 8 times as fast as its w4a8.
+    """Return the name of the shipped profile of a PC whose processor computes like this one's.
+
+    None if there is none: 8-bit dot products (AVX-512 VNNI) make the OpenCL kernels 1.5 to 2.5
+    times as fast, tiles of them (AMX) ONNX Runtime's w8a8 some 8 times as fast as its w4a8.
     """
     names = shipped_names()
     best = chosen_level() or processor_levels()[0]

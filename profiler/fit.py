@@ -43,8 +43,10 @@ COARSE_BREAKS: Final = (1, 8, 64)
 
 @dataclass(frozen=True, kw_only=True)
 class Fitting:
-    """How predictors are fitted to rows. Each correction of plain least squares can be taken out;
-    `python -m tests.profiler.ablation` says what it is worth (docs: cost-corrections.md).
+    """Policy of fitting predictors to rows.
+
+    Each correction of plain least squares can be taken out; `python -m tests.profiler.ablation`
+    says what it is worth (docs: cost-corrections.md).
 
     Rows (`Table.of`):
 
@@ -58,7 +60,7 @@ class Fitting:
     Coefficients at one m (`fit_knots`):
 
     ridge           of the pull towards the coarse fit over all m; 0: none
-    level_shrink    rows that hold an m's level at that of the coarse fit; infinity: there it is
+    level_shrink    rows that keep an m's level at that of the coarse fit; infinity: there it is
     shy             pull of terms other than n·k towards 0 in the coarse fit; 0: none
 
     Trees (the NPU's):
@@ -71,7 +73,7 @@ class Fitting:
 
     Operations that are not matmuls (`non_matmul_ops.fit_non_matmul`):
 
-    few_apart       those of few tokens have coefficients of their own
+    few_separate    those of few tokens have coefficients of their own
     own_weight      of rows of the one model that is measured for; 1: as any other
     """
 
@@ -91,7 +93,7 @@ class Fitting:
     smallest_forest: int = 24
     folds: int = 6
 
-    few_apart: bool = True
+    few_separate: bool = True
     own_weight: float = 8.0
 
 
@@ -112,7 +114,7 @@ class Table:
     def of(
         cls, device: DeviceRecord, rows: Sequence[MatMulRow], fitting: Fitting = DEFAULT
     ) -> Table:
-        """Padded sizes; rows that are less certain weigh less."""
+        """Return padded sizes; rows that are less certain weigh less."""
         m, n, k, seconds = (
             np.asarray([getattr(row, name) for row in rows], dtype=np.float64)
             for name in ("m", "n", "k", "seconds")
@@ -137,8 +139,10 @@ def _weights(rows: Sequence[MatMulRow], fitting: Fitting) -> Floats:
 
 
 def _uncertainty(row: MatMulRow, spread: float, fitting: Fitting) -> float:
-    """Relative half-width of a row's 95 % interval. One sample has none, and that of two or three
-    is small by chance: no row is surer than its number of samples makes others of this spread.
+    """Relative half-width of a row's 95 % interval.
+
+    One sample has none, and that of two or three is small by chance: no row is surer than its
+    number of samples makes others of this spread.
     """
     if not fitting.borrow_spread:
         return fitting.unknown_spread if row.ci is None else row.ci
@@ -220,10 +224,10 @@ def fit_knots(table: Table, fitting: Fitting = DEFAULT) -> Knots:
 
 
 def _level(table: Table, at: npt.NDArray[np.bool_], prior: Floats, shrink: float) -> float:
-    """How far the rows of one m lie above the prior, as one factor.
+    """Return how far the rows of one m are above the prior, as one factor.
 
     Kernels work in tiles of tokens (six cost what eight do), which no fit that is smooth in m sees;
-    one row or two tell it: those of large shapes, whose time is n·k's. Shrunk towards 1.
+    one row or two show it: those of large shapes, whose time is n·k's. Shrunk towards 1.
     """
     expected = np.maximum(table.terms[at] @ prior, predict.TINY_S)
     logs = np.log(table.seconds[at] / expected)
@@ -240,14 +244,14 @@ def _coarse(table: Table, tokens: Floats, shy: float) -> Floats:
     )
     scaled = columns * (table.weight / table.seconds)[:, None]
     typical = np.abs(columns / table.seconds[:, None]).mean(axis=0)
-    # Where sizes cannot tell the terms apart, time goes to n·k.
+    # Where sizes cannot separate the terms, time goes to n·k.
     pull = math.sqrt(shy * len(table.m)) * np.diag(typical * (np.arange(len(typical)) % 4 != 3))
     left = np.concatenate((scaled, pull))
     size = np.linalg.norm(left, axis=0)
     size[size == 0] = 1.0
     right = np.concatenate((table.weight, np.zeros(len(pull))))
-    found = _nnls(left / size, right) / size
-    return np.asarray(_hats(breaks, tokens) @ found.reshape(len(breaks), -1))
+    coefficients = _nnls(left / size, right) / size
+    return np.asarray(_hats(breaks, tokens) @ coefficients.reshape(len(breaks), -1))
 
 
 def _hats(breaks: Floats, m: Floats) -> Floats:
@@ -315,7 +319,7 @@ def export_tree(tree: object) -> Tree:
 
 
 def _groups(rows: Sequence[MatMulRow]) -> npt.NDArray[np.intp]:
-    """Number of each row's (n, k) pair."""
+    """Return number of each row's (n, k) pair."""
     pairs = sorted({(row.n, row.k) for row in rows})
     return np.asarray([pairs.index((row.n, row.k)) for row in rows])
 
@@ -363,14 +367,16 @@ def _validation(
     if np.isnan(predicted).any():
         return ()
     folds = min(fitting.folds, int(_groups(rows).max()) + 1)
-    found = []
+    validations = []
     phases: tuple[Phase, ...] = ("decode", "prefill")
     for phase in phases:
         at = [i for i, row in enumerate(rows) if row.phase == phase]
         if at:
             mape, p95 = relative_errors([predicted[i] for i in at], [rows[i].seconds for i in at])
-            found.append(Validation(phase=phase, mape=mape, p95=p95, folds=folds, rows=len(at)))
-    return tuple(found)
+            validations.append(
+                Validation(phase=phase, mape=mape, p95=p95, folds=folds, rows=len(at))
+            )
+    return tuple(validations)
 
 
 def _range(table: Table, rows: Sequence[MatMulRow]) -> ShapeRange:
@@ -406,8 +412,9 @@ def _nnls(columns: Floats, target: Floats) -> Floats:
 
 
 def fit_nonnegative(columns: Floats, seconds: Floats, weight: Floats | None = None) -> Floats:
-    """Non-negative coefficients that minimise the relative error of columns · coefficients, each
-    row's times its `weight` (1).
+    """Return non-negative coefficients that minimise the relative error.
+
+    Of columns · coefficients, each row's times its `weight` (1).
     """
     weight = np.ones(len(seconds)) if weight is None else weight
     scaled = columns * (weight / seconds)[:, None]

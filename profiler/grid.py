@@ -44,7 +44,7 @@ class Task(NamedTuple):
 
     @property
     def key(self) -> tuple[str, str, str, int, int, int]:
-        """As `MatMulRow.key`."""
+        """Return the same key as `MatMulRow.key`."""
         return (self.device, self.weight_format.value, self.order, self.m, self.n, self.k)
 
     @property
@@ -55,7 +55,7 @@ class Task(NamedTuple):
 
 @dataclass(frozen=True)
 class Grid:
-    """Tasks to measure, and those that a measured one stands for: pruned task -> its stage's."""
+    """Tasks to measure, and the pruned ones: pruned task -> the measured one of its stage."""
 
     tasks: tuple[Task, ...]
     pruned: dict[Task, Task]
@@ -82,7 +82,7 @@ def pad(value: int, multiple: int) -> int:
 
 
 def stage_key(device: DeviceRecord, task: Task) -> Task:
-    """The task of the largest size in the same stage."""
+    """Return the task of the largest size in the same stage."""
     sizes = [size for size in sorted(device.capabilities.graph_sizes) if size >= task.m]
     if device.capabilities.static_shapes and sizes:
         tokens = sizes[0]
@@ -120,7 +120,7 @@ def make_grid(
 
 
 def prune(device: DeviceRecord, wanted: Iterable[Task]) -> Grid:
-    """Keep the last size of each stage that was asked for; static devices get the graph's size."""
+    """Keep the last requested size of each stage; static devices get the graph's size."""
     static = device.capabilities.static_shapes and device.capabilities.graph_sizes
     kept: dict[Task, Task] = {}
     members: list[Task] = []

@@ -1,4 +1,4 @@
-"""Whether other programs took our cores while we measured (Linux tells; elsewhere unknown)."""
+"""Detects whether other programs took our cores while we measured (Linux; unknown elsewhere)."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Interference(Protocol):
 
 
 class NoInterference:
-    """Where the system does not tell, or time is virtual."""
+    """Used where the system cannot say, or time is virtual."""
 
     def waits_s(self) -> Mapping[int, float]:
-        """Nobody waited."""
+        """Return no waits."""
         return {}
 
 
@@ -31,13 +31,13 @@ class SchedulerWaits:
 
     def waits_s(self) -> Mapping[int, float]:
         """Seconds by thread id."""
-        found = {}
+        delays = {}
         for task in TASKS.iterdir():
             try:
-                found[int(task.name)] = run_delay_s(task)
+                delays[int(task.name)] = run_delay_s(task)
             except OSError:  # the thread ended between listing and reading
                 continue
-        return found
+        return delays
 
 
 def longest_wait_s(before: Mapping[int, float], after: Mapping[int, float]) -> float:
@@ -49,5 +49,5 @@ def longest_wait_s(before: Mapping[int, float], after: Mapping[int, float]) -> f
 
 
 def find_interference() -> Interference:
-    """The scheduler's counters where they exist."""
+    """Return the scheduler's counters where they exist."""
     return SchedulerWaits() if (TASKS.parent / "schedstat").exists() else NoInterference()

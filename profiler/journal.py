@@ -1,7 +1,8 @@
-"""The journal beside a profile: a JSON line for everything that is finished.
+"""The journal next to a profile: a JSON line for everything that is finished.
 
 Each line has the checksum of the rest of it (`crc32`), so that a damaged one is noticed, and is one
-of the kinds below; the first line that is not ends what a run goes on from.
+of the kinds below; the first damaged line ends what a run continues from.
+
 """
 
 from __future__ import annotations
@@ -80,8 +81,9 @@ _KINDS: TypeAdapter[Any] = TypeAdapter(
 
 
 def journal_path(out: Path) -> Path | None:
-    """Journal of the profile `out`; a device or a pipe has none. Raises `ProfileError` for a path
-    that cannot be written.
+    """Journal of the profile `out`.
+
+    A device or a pipe has none. Raises `ProfileError` for a path that cannot be written.
     """
     try:
         if not is_replaceable(out):
@@ -162,25 +164,25 @@ def read_entries(path: Path) -> list[Entry]:
 
 
 def to_line(entry: Entry) -> str:
-    """A line of a journal."""
+    """Return a line of a journal."""
     crc32 = zlib.crc32(json.dumps(entry, allow_nan=False).encode())
     return json.dumps({"crc32": crc32, **entry}) + "\n"
 
 
 def _entry(line: bytes) -> Entry | None:
-    """The entry of a whole, undamaged line of a known kind."""
+    """Return the entry of a whole, undamaged line of a known kind."""
     try:
-        found = json.loads(line.decode("utf-8"))
-        if not line.endswith(b"\n") or not isinstance(found, dict):
+        entry = json.loads(line.decode("utf-8"))
+        if not line.endswith(b"\n") or not isinstance(entry, dict):
             return None
-        told = found.pop("crc32", None)
-        if told != zlib.crc32(json.dumps(found, allow_nan=False).encode()):
+        checksum = entry.pop("crc32", None)
+        if checksum != zlib.crc32(json.dumps(entry, allow_nan=False).encode()):
             return None
-        json.dumps(found, ensure_ascii=False).encode("utf-8")  # half of a pair is no text
-        _KINDS.validate_python(found)
+        json.dumps(entry, ensure_ascii=False).encode("utf-8")  # half of a pair is no text
+        _KINDS.validate_python(entry)
     except (ValueError, RecursionError):
         return None
-    return found
+    return entry
 
 
 def _cannot_write(path: Path, error: OSError) -> ProfileError:
@@ -188,8 +190,9 @@ def _cannot_write(path: Path, error: OSError) -> ProfileError:
 
 
 def _continue(path: Path, header: Entry) -> list[Entry]:
-    """Entries to go on from, after cutting a torn tail. Raises `ProfileError` if they are not of
-    the same devices and settings.
+    """Entries to go on from, after cutting a torn tail.
+
+    Raises `ProfileError` if they are not of the same devices and settings.
     """
     entries = read_entries(path)
     if not entries:

@@ -36,12 +36,12 @@ REFERENCE_SIZES: Final[dict[Phase, tuple[int, int, int]]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How carefully to measure.
+    """Settings of how carefully to measure.
 
     ci          stop when the relative half-width of the median's 95 % interval is below this
     least, most samples of a task
     task_s      time after which a task stops although it has not converged
-    scaled      whether samples are held against the reference kernels (else: as they were timed)
+    scaled      whether samples are compared with the reference kernels (else: as they were timed)
     drift       change of the reference within a task from which it is measured again
     disturbed   share of a sample during which our threads may wait for a core
 
@@ -49,7 +49,7 @@ class Settings:
 
     reference_samples        each time,
     first_reference_samples  at the start of the run,
-    fresh_s                  and how long they hold
+    fresh_s                  and how long they are valid
     """
 
     ci: float = 0.03
@@ -86,9 +86,11 @@ class Progress:
 
 
 class Meter:
-    """Measures blocks of tasks. `base` holds the reference kernels' times at the start of the run;
-    give it back to continue a run in the same units. `between` is called before reference kernels
-    are timed, some times a second: something else may run then.
+    """Measures blocks of tasks.
+
+    `base` holds the reference kernels' times at the start of the run; give it back to continue a
+    run in the same units. `between` is called before reference kernels are timed, some times a
+    second: something else may run then.
     """
 
     def __init__(
@@ -120,7 +122,8 @@ class Meter:
         until_s: float = math.inf,
         on_row: Callable[[MatMulRow], None] | None = None,
     ) -> list[MatMulRow]:
-        """Rows of a block of tasks; those that drifted are measured once more, then marked.
+        """Return rows of a block of tasks; the ones that drifted are measured once more, then
+        marked.
 
         After the moment `until_s` of the clock no further sample is taken beyond one for each task.
         """
@@ -201,7 +204,7 @@ class Meter:
         return float(np.mean(seconds)) / self.base[key]
 
     def _slowness(self, task: Task) -> float:
-        """How slow the device is now for a task (1: as at the start of the run)."""
+        """Return how slow the device is now for a task (1: as at the start of the run)."""
         ratios = {phase: self._ratio_now((task.device, phase)) for phase in REFERENCE_SIZES}
         sizes = (task.m, task.n, task.k)
         share = memory_share(sizes, self.reference_s(task.device))
@@ -213,14 +216,14 @@ class Meter:
         return {phase: self.base[device, phase] for phase in REFERENCE_SIZES}
 
     def _ratio_now(self, key: Reference) -> float:
-        """As `reference_ratio`, timing the reference again only if the last time is long ago."""
+        """Do the same as `reference_ratio`, timing the reference again only if that is long ago."""
         recent = self._recent[key]
         if self.clock.now() - recent[-1][0] > self.settings.fresh_s:
             return self.reference_ratio(key)
         return float(np.median([ratio for _, ratio in recent]))
 
     def reference_runner(self, key: Reference) -> Runner:
-        """The reference kernel of a device and phase, warmed up when first asked for."""
+        """Return the reference kernel of a device and phase, warmed up at first use."""
         device, phase = key
         m, n, k = REFERENCE_SIZES[phase]
         sizes = self.workload.devices[device].capabilities.graph_sizes
@@ -249,7 +252,7 @@ class Meter:
         return Sample(seconds, 1.0, waited_s)
 
     def _clean_time(self, runner: Runner, attempts: int = 3) -> Sample:
-        """The first undisturbed sample, else the least disturbed, its waiting taken off."""
+        """Return the first undisturbed sample, else the least disturbed, its waiting taken off."""
         samples: list[Sample] = []
         for _ in range(attempts):
             samples.append(self._timed(runner))
@@ -308,8 +311,10 @@ class Meter:
 
 
 def to_means(rows: Sequence[MatMulRow]) -> list[MatMulRow]:
-    """Rows whose seconds are means instead of medians, by the skew that is typical of the rows of
-    their device, phase and format: those of few samples say little of it.
+    """Return rows whose seconds are means instead of medians.
+
+    By the skew that is typical of the rows of their device, phase and format: rows of few samples
+    say little of it.
 
     A step is a sum of a hundred kernels, so it takes the sum of their means, and almost never that
     of their medians: where now and then a neighbour takes the memory for a millisecond, that is in
@@ -327,7 +332,9 @@ def _without_wait(sample: Sample) -> float:
 
 
 def memory_share(sizes: tuple[int, int, int], reference_s: Mapping[Phase, float]) -> float:
-    """How much streaming weights binds a matmul (m, n, k): 1 memory alone, 0 arithmetic alone.
+    """Return how much streaming weights binds a matmul (m, n, k).
+
+    1 memory alone, 0 arithmetic alone.
 
     From what its bytes would take at the decode reference's speed and its arithmetic at the prefill
     reference's; squares, because the two overlap.
@@ -346,8 +353,9 @@ def _blend(share: float, ratios: Mapping[Phase, float]) -> float:
 def rescale(
     rows: Iterable[MatMulRow], points: Sequence[ReferencePoint], *, small: bool = False
 ) -> list[MatMulRow]:
-    """Rows in units of the run's median speed rather than of the speed at its start; `small` as in
-    `Workload`.
+    """Rows in units of the run's median speed rather than of the speed at its start.
+
+    `small` as in `Workload`.
     """
     series: dict[Reference, list[float]] = {}
     for point in points:

@@ -31,8 +31,8 @@ from hetero.backends.protocol import CACHE_PORTS, port_shape
 from hetero.backends.weights import packed_bytes
 
 SCHEMA_VERSION: Final = 1
-MOST_NODES: Final = 1 << 17
-MOST_LAYERS: Final = 4096
+MAX_NODES: Final = 1 << 17
+MAX_LAYERS: Final = 4096
 LARGEST: Final = 2**31 - 1  # sizes are int32 on devices
 MAY_BE_ZERO: Final = frozenset({"hot", "window", "rotary_dim", "offset", "original_max_position"})
 
@@ -42,7 +42,7 @@ Name = Annotated[str, Field(min_length=1, max_length=64)]
 
 
 def _read_op(value: Any) -> Op:
-    """An operation from its record or its document. Raises `ValueError`."""
+    """Return an operation from its record or its document. Raises `ValueError`."""
     if isinstance(value, _OPS):
         given: Op = value
         return given
@@ -104,7 +104,7 @@ class Node:
     op: AnyOp
     slots: dict[Name, Name]
     plan_op: OpName | None = None
-    layer: Annotated[int, Field(ge=0, lt=MOST_LAYERS)] | None = None
+    layer: Annotated[int, Field(ge=0, lt=MAX_LAYERS)] | None = None
     members: tuple[tuple[OpName, Annotated[int, Field(ge=0, le=LARGEST)]], ...] = ()
 
     def __post_init__(self) -> None:
@@ -121,7 +121,7 @@ class Node:
 
     @property
     def writes(self) -> set[str]:
-        """Slots that it writes, its caches left out."""
+        """Return the slots that it writes, without its caches."""
         return {slot for port, slot in self.slots.items() if port in OUTPUT_PORTS}
 
 
@@ -144,8 +144,9 @@ class Share(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """A matmul of a plan, the members that it may be cut into, and what runs behind it before the
-    next one.
+    """A matmul of a plan, the members that it may be cut into, and the operators after it.
+
+    They run before the next matmul.
     """
 
     name: OpName
@@ -154,7 +155,7 @@ class Stage(NamedTuple):
 
     @property
     def attends(self) -> bool:
-        """Whether attention is behind it."""
+        """Return whether attention follows it."""
         return any(isinstance(share.op, Attention) for share in self.behind)
 
 
@@ -174,7 +175,7 @@ class ModelGraph(BaseModel):
     architecture: str
     max_position: int = Field(ge=1, le=LARGEST)
     weight_format: WeightFormat
-    nodes: tuple[Node, ...] = Field(min_length=1, max_length=MOST_NODES)
+    nodes: tuple[Node, ...] = Field(min_length=1, max_length=MAX_NODES)
     also: tuple[WeightFormat, ...] = ()
     base: WeightFormat | None = None
 
@@ -194,12 +195,12 @@ class ModelGraph(BaseModel):
         update: Mapping[str, Any] | None = None,
         deep: bool = False,  # noqa: ARG002  (nothing in it can be changed)
     ) -> Self:
-        """A copy that is validated, and derives all anew that it derives."""
+        """Return a copy that is validated, and derives everything again."""
         fields = {name: getattr(self, name) for name in type(self).model_fields}
         return type(self)(**fields | dict(update or {}))
 
     def with_capacity(self, capacity: int) -> Self:
-        """The same with KV caches of `capacity` tokens."""
+        """Return the same with KV caches of `capacity` tokens."""
 
         def fit(op: Op) -> Op:
             match op:
@@ -212,7 +213,7 @@ class ModelGraph(BaseModel):
         return self.model_copy(update={"nodes": tuple(_with_op(x, fit(x.op)) for x in self.nodes)})
 
     def with_caches(self, kv: CacheFormat) -> Self:
-        """The same with KV caches of a format."""
+        """Return the same with KV caches of a format."""
         if self._attention.kv is kv:
             return self
 
@@ -222,7 +223,7 @@ class ModelGraph(BaseModel):
         return self.model_copy(update={"nodes": tuple(_with_op(x, fit(x.op)) for x in self.nodes)})
 
     def with_weight_format(self, weight_format: WeightFormat) -> Self:
-        """The same with weights of another format."""
+        """Return the same with weights of another format."""
 
         def fit(op: Op) -> Op:
             if isinstance(op, MatMul | Embed):
@@ -233,14 +234,15 @@ class ModelGraph(BaseModel):
         return self.model_copy(update={"nodes": nodes, "weight_format": weight_format})
 
     def in_format(self, weight_format: WeightFormat) -> Self:
-        """The same on matrices that are stored in another of its formats: what is planned for it
-        says so of every tile.
+        """Return the same on matrices that are stored in another of its formats.
+
+        What is planned for it says so of every tile.
         """
         if weight_format is self.weight_format:
             return self
         others = tuple(x for x in (self.weight_format, *self.also) if x is not weight_format)
-        found = self.with_weight_format(weight_format)
-        return found.model_copy(update={"also": others, "base": self.base or self.weight_format})
+        graph = self.with_weight_format(weight_format)
+        return graph.model_copy(update={"also": others, "base": self.base or self.weight_format})
 
     @cached_property
     def layers(self) -> int:
@@ -249,14 +251,14 @@ class ModelGraph(BaseModel):
 
     @cached_property
     def matmuls(self) -> tuple[MatMulSpec, ...]:
-        """What a plan may cut, in the order in which it runs."""
+        """Return what a plan may cut, in the order in which it runs."""
         return tuple(
             MatMulSpec(name=name, n=op.n, k=op.k, count=count, bias=op.bias)  # type: ignore[arg-type]
             for name, (op, count) in self._plan_ops.items()
         )
 
     def matmul(self, name: MatMulName) -> MatMulSpec:
-        """The matmul of that name. Raises `KeyError` if the model has none."""
+        """Return the matmul of that name. Raises `KeyError` if the model has none."""
         return next((x for x in self.matmuls if x.name == name), None) or _raise(name)
 
     def matmul_op(self, name: MatMulName) -> MatMul:
@@ -266,30 +268,30 @@ class ModelGraph(BaseModel):
     @cached_property
     def shapes(self) -> dict[OpName, tuple[int, int]]:
         """(n, k) of every matmul and of the members of fused ones."""
-        found: dict[OpName, tuple[int, int]] = {}
+        shapes: dict[OpName, tuple[int, int]] = {}
         for node in self.nodes:
-            if node.plan_op is None or node.plan_op in found:
+            if node.plan_op is None or node.plan_op in shapes:
                 continue
             assert isinstance(node.op, MatMul)
-            found[node.plan_op] = (node.op.n, node.op.k)
+            shapes[node.plan_op] = (node.op.n, node.op.k)
             stops = [*(start for _, start in node.members[1:]), node.op.n]
             for (name, start), stop in zip(node.members, stops, strict=False):
-                found[name] = (stop - start, node.op.k)
-        return found
+                shapes[name] = (stop - start, node.op.k)
+        return shapes
 
     @cached_property
     def head(self) -> tuple[Share, ...]:
-        """What runs once, before the first matmul."""
+        """Return what runs once, before the first matmul."""
         return _shares(self._behind[None], 1)
 
     @cached_property
     def block(self) -> tuple[Stage, ...]:
-        """The matmuls of a layer, each with what runs behind it."""
+        """Return the matmuls of a layer, each with the operators after it."""
         return tuple(self._stage(name, self.layers) for name in self._in_layers)
 
     @cached_property
     def tail(self) -> tuple[Stage, ...]:
-        """The matmuls behind the layers."""
+        """Return the matmuls after the layers."""
         return tuple(self._stage(x, 1) for x in self._plan_ops if x not in self._in_layers)
 
     @cached_property
@@ -311,13 +313,13 @@ class ModelGraph(BaseModel):
     @cached_property
     def _plan_ops(self) -> dict[OpName, tuple[MatMul, int]]:
         """Every matmul of plans by name, and how often it occurs."""
-        found: dict[OpName, tuple[MatMul, int]] = {}
+        counted: dict[OpName, tuple[MatMul, int]] = {}
         for node in self.nodes:
             if node.plan_op is not None:
                 assert isinstance(node.op, MatMul)
-                count = found[node.plan_op][1] if node.plan_op in found else 0
-                found[node.plan_op] = (node.op, count + 1)
-        return found
+                count = counted[node.plan_op][1] if node.plan_op in counted else 0
+                counted[node.plan_op] = (node.op, count + 1)
+        return counted
 
     @cached_property
     def _in_layers(self) -> tuple[OpName, ...]:
@@ -326,15 +328,15 @@ class ModelGraph(BaseModel):
     @cached_property
     def _behind(self) -> dict[OpName | None, list[Op]]:
         """Operations by the matmul that they follow; None: before all of them."""
-        found: dict[OpName | None, list[Op]] = {None: []}
+        followers: dict[OpName | None, list[Op]] = {None: []}
         last: OpName | None = None
         for node in self.nodes:
             if node.plan_op is None:
-                found[last].append(node.op)
+                followers[last].append(node.op)
             else:
                 last = node.plan_op
-                found.setdefault(last, [])
-        return found
+                followers.setdefault(last, [])
+        return followers
 
     # What is read off the sizes of single operations, for files of other programs.
 
@@ -379,16 +381,16 @@ class ModelGraph(BaseModel):
 
 def slot_shapes(nodes: Iterable[Node], m: int = 1) -> dict[str, tuple[int, ...]]:
     """Shape of every slot's tensor for m tokens. Raises `ValueError` where nodes disagree."""
-    found: dict[str, tuple[int, ...]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for node in nodes:
         for port, slot in node.slots.items():
             shape = port_shape(node.op, port, m)
-            if found.setdefault(slot, shape) != shape:
+            if shapes.setdefault(slot, shape) != shape:
                 raise ValueError(
                     f"{node.name}: {port} has the shape {shape} for {m} tokens, slot {slot} has "
-                    f"{found[slot]}"
+                    f"{shapes[slot]}"
                 )
-    return found
+    return shapes
 
 
 def _check_layers(layers: Sequence[int | None]) -> None:
@@ -413,7 +415,7 @@ def _check_matmuls(nodes: Sequence[Node]) -> None:
         if known.setdefault(node.plan_op, (node.op, node.members)) != (node.op, node.members):
             raise ValueError(f"{node.name}: {node.plan_op} differs from layer to layer")
         if not layered:
-            raise ValueError(f"{node.name}: a matmul of plans is part of a layer or behind them")
+            raise ValueError(f"{node.name}: a matmul of plans is part of a layer or after them")
         order.setdefault(node.layer, []).append(node.plan_op)
     last = 1 + max(node.layer for node in nodes if node.layer is not None)
     first, tail = order.get(0, []), order.get(None, [])
@@ -423,7 +425,10 @@ def _check_matmuls(nodes: Sequence[Node]) -> None:
 
 
 def _check_slots(nodes: Sequence[Node]) -> None:
-    """What is read was written before and has one shape; tokens, position and caches come along."""
+    """Check that what is read was written before and has one shape.
+
+    Tokens, position and caches are inputs of the graph.
+    """
     slot_shapes(nodes)
     written: set[str] = set()
     for node in nodes:

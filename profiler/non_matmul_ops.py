@@ -43,7 +43,7 @@ from hetero.profiler.records import (
     Quarantine,
 )
 from hetero.profiler.stats import relative_errors, summarize
-from hetero.profiler.timing import TimingPolicy, time_behind, time_calls
+from hetero.profiler.timing import TimingPolicy, time_after, time_calls
 from hetero.profiler.workload import WeightPool
 
 TOKENS: Final = (1, 8, 64, 256, 1024)
@@ -55,17 +55,17 @@ CAPACITY: Final = 2048  # tokens of the caches that attention is timed with
 
 @dataclass(frozen=True, kw_only=True)
 class NonMatmulPolicy:
-    """How operations that are not matmuls are timed. Seconds where a name ends in `_s`.
+    """Policy of timing operations that are not matmuls. Seconds where a name ends in `_s`.
 
     samples          of a case,
     batched_s        and how long the launches of one take, where they are batched
-    least_s          no launch takes less
+    min_s          no launch takes less
     checked_tokens   the larger token count that a kernel is checked at
     own_caches       pairs of key and value caches that attention of few tokens takes turns with
 
-    Calls of a blocking device, and those of many tokens, are timed behind another one:
+    Calls of a blocking device, and calls of many tokens, are timed after another one:
 
-    lead_width       its width,
+    warm_up_width       its width,
     leads            and how many of it keep a queue at work before them
 
     Calls of few tokens of a queue are timed by what they lengthen a row of matmuls by:
@@ -73,24 +73,24 @@ class NonMatmulPolicy:
     matmul_bytes     of the weight of such a matmul, at most
     matmul_features  k of it
     turns            calls in a row
-    lead_s           how long matmuls run before it, while it is submitted
+    warm_up_s           how long matmuls run before it, while it is submitted
     pairs            of rows with the calls and without
     attention_pairs  of attention, before which all is read each time
     """
 
     samples: int = 9
     batched_s: float = 2e-3
-    least_s: float = 3e-7
+    min_s: float = 3e-7
     checked_tokens: int = 32
     own_caches: int = 8
 
-    lead_width: int = 64
-    leads: int = 64
+    warm_up_width: int = 64
+    warm_ups: int = 64
 
     matmul_bytes: int = 200_000
     matmul_features: int = 512
     turns: int = 32
-    lead_s: float = 1e-3
+    warm_up_s: float = 1e-3
     pairs: int = 15
     attention_pairs: int = 5
 
@@ -121,17 +121,20 @@ class Case(NamedTuple):
 
 
 class Matmuls(NamedTuple):
-    """Matmuls one after the other until the first is out of cache or all of a small model are read,
-    each with a quarter of a layer's weights or less. `leads` of them take the policy's `lead_s`.
+    """Matmuls one after the other until the first is out of cache.
+
+    Or all of a small model are read, each with a quarter of a layer's weights or less. `warm_ups`
+    of them take the policy's `warm_up_s`.
     """
 
     calls: Iterator[BoundCall]
-    leads: int
+    warm_ups: int
 
 
 def reference_ops(block: Block, weight_format: WeightFormat, *, outliers: bool = False) -> list[Op]:
-    """Every kind of operation that some architecture has between its matmuls, at these sizes;
-    with `outliers` their shadows, as with a format of static activations.
+    """Every kind of operation that some architecture has between its matmuls, at these sizes.
+
+    With `outliers` their shadows, as with a format of static activations.
     """
     h, g, d, eps = block.heads, block.kv_heads, block.head_dim, 1e-5
     shadows = [ops.Outliers(n=block.d, k=block.f, hot=block.f // x, excess=True) for x in (64, 256)]
@@ -152,21 +155,23 @@ def reference_ops(block: Block, weight_format: WeightFormat, *, outliers: bool =
 
 
 def graph_ops(graph: ModelGraph) -> list[Op]:
-    """A model's operations between its matmuls, as they are timed: with caches of `CAPACITY` tokens
-    (whose windows are none where they are as long) and a vocabulary of 4096 tokens at most.
+    """Return a model's operations between its matmuls, as they are timed.
+
+    With caches of `CAPACITY` tokens (whose windows are none where they are as long) and a
+    vocabulary of 4096 tokens at most.
     """
-    found: dict[Op, None] = {}
+    timed: dict[Op, None] = {}
     for op in graph.with_capacity(CAPACITY).others:
         match op:
             case ops.Attention() if op.window >= CAPACITY:
-                found[replace(op, window=0)] = None
+                timed[replace(op, window=0)] = None
             case ops.MatMul():  # timed with the others of its kind
                 pass
             case ops.Embed():
-                found[replace(op, vocab=min(op.vocab, 4096))] = None
+                timed[replace(op, vocab=min(op.vocab, 4096))] = None
             case _:
-                found[op] = None
-    return list(found)
+                timed[op] = None
+    return list(timed)
 
 
 def wanted_ops(
@@ -177,13 +182,15 @@ def wanted_ops(
     graph: ModelGraph | None,
     outliers: bool = False,
 ) -> list[tuple[Op, int]]:
-    """Operations to time, each with the bytes of a layer: those of `graph` first, then those of the
-    reference blocks that have other sizes; of a quick profile every kind at one size.
+    """Return the operations to time, each with the bytes of a layer.
+
+    Those of `graph` first, then those of the reference blocks that have other sizes; of a quick
+    profile every kind at one size.
     """
-    found: dict[tuple[str, frozenset[tuple[str, int]]], tuple[Op, int]] = {}
+    wanted: dict[tuple[str, frozenset[tuple[str, int]]], tuple[Op, int]] = {}
 
     def add(op: Op, nbytes: int) -> None:
-        found.setdefault((op_name(op), frozenset(sizes_of(op).items())), (op, nbytes))
+        wanted.setdefault((op_name(op), frozenset(sizes_of(op).items())), (op, nbytes))
 
     if graph is not None:
         matmuls = [(x.n, x.k) for x in graph.matmuls if x.count == graph.layers]
@@ -191,11 +198,11 @@ def wanted_ops(
         for op in graph_ops(graph.with_weight_format(weight_format)):
             add(op, nbytes)
     for block in blocks[:1] if quick else blocks:
-        known = {name for name, _ in found} if quick else set()
+        known = {name for name, _ in wanted} if quick else set()
         for op in reference_ops(block, weight_format, outliers=outliers):
             if op_name(op) not in known:
                 add(op, layer_bytes(block, weight_format))
-    return list(found.values())
+    return list(wanted.values())
 
 
 def layer_bytes(block: Block, weight_format: WeightFormat) -> int:
@@ -219,33 +226,33 @@ def cases(
     graph: ModelGraph | None = None,
     outliers: bool = False,
 ) -> list[Case]:
-    """What to time on a device; `graph` is the one model that the profile is for."""
+    """Return what to time on a device; `graph` is the one model that the profile is for."""
     wanted = np.asarray(QUICK_TOKENS if quick else TOKENS, dtype=np.float64)
     graphs = prepared_sizes(device.capabilities)
     padded = dict.fromkeys(int(m) for m in padded_tokens(device, wanted))
     tokens = [m for m in padded if not graphs or m in graphs]
-    found = []
+    cases = []
     ops_wanted = wanted_ops(
         weight_format, quick=quick, blocks=blocks, graph=graph, outliers=outliers
     )
     for op, nbytes in ops_wanted:
         contexts = CONTEXTS if isinstance(op, ops.Attention) else (0,)
-        found += [
+        cases += [
             Case(op, m, context, nbytes)
             for m in tokens
             for context in contexts
             if context + m <= CAPACITY and not (m > 256 and context)
         ]
-    return found
+    return cases
 
 
 class NonMatmulMeter:
     """Times cases on one device; wrong kernels are returned for quarantine instead.
 
-    They are timed as in a step, behind other reading of up to `cold` bytes (0: in a loop).
+    They are timed as in a step, after other reading of up to `cold` bytes (0: in a loop).
     Attention of a few tokens finds its caches in memory, as far as a model of `model_bytes` pushes
     them there. Other calls come one by one: of a blocking device and few tokens, or in a model that
-    fits into the caches, behind the reading of a layer's weights, else behind all. A queue's calls
+    fits into the caches, after the reading of a layer's weights, else after all. A queue's calls
     of few tokens take turns with matmuls of other weights (of `weight_format`), which push code out
     of the caches: what they lengthen those by is theirs, because in a loop they would take what it
     takes to submit them. A queue's of more tokens, in a model that fits into the caches, find all
@@ -285,7 +292,7 @@ class NonMatmulMeter:
         sizes = self.device.capabilities.graph_sizes or (1, most)
         for m in {min(sizes), max([s for s in sizes if s <= most] or [min(sizes)])}:
             try:
-                found = self._compare(op, m)
+                problem = self._compare(op, m)
             except DeviceError as error:
                 return Quarantine(
                     device=self.kind,
@@ -293,8 +300,8 @@ class NonMatmulMeter:
                     tolerance=canary.OTHER_TOLERANCE,
                     detail=str(error),
                 )
-            if found is not None:
-                return found
+            if problem is not None:
+                return problem
         return None
 
     def time(self, case: Case) -> NonMatmulRow:
@@ -332,24 +339,27 @@ class NonMatmulMeter:
                 nbytes = None if self._leaves_caches(case) else case.layer_bytes
                 return [self._call_among_others(call, nbytes) for _ in samples]
             if self._leaves_caches(case) and self._other is not None:
-                return [self._cold_batch(self._other, policy.leads, [call]) for _ in samples]
+                return [self._cold_batch(self._other, policy.warm_ups, [call]) for _ in samples]
         return [self._batch([call] * count) for _ in samples]
 
     def _leaves_caches(self, case: Case) -> bool:
-        """Whether tensors are gone from the caches by the next layer: of many tokens, but in a
-        model that fits into them.
+        """Return whether tensors have left the caches by the next layer.
+
+        Of many tokens, but in a model that fits into them.
         """
         return case.m > DECODE_TOKENS and not self._small
 
     @property
     def _small(self) -> bool:
-        """Whether the whole model fits into the caches."""
+        """Return whether the whole model fits into the caches."""
         cold_bytes = 0 if self._cold is None else self._cold.nbytes
         return self._model_bytes is not None and self._model_bytes < cold_bytes
 
     def _call_among_others(self, call: BoundCall, nbytes: int | None) -> float:
-        """Seconds of one call as a step has it: since the last one so much else was read (None:
-        all), and its own code may be gone from the caches; what all calls share is not.
+        """Return the seconds of one call as a step has it.
+
+        Since the last one so much else was read (None: all), and its own code may be gone from the
+        caches; what all calls share is not.
         """
         self._read(nbytes)
         if self._other is not None:
@@ -357,7 +367,7 @@ class NonMatmulMeter:
         return self._batch([call])
 
     def _read(self, nbytes: int | None = None) -> None:
-        """Read so many bytes of `cold` (all), each time those that were read longest ago."""
+        """Read so many bytes of `cold` (all), each time the ones that were read longest ago."""
         assert self._cold is not None
         whole = self._cold.nbytes
         nbytes = min(nbytes or whole, whole)
@@ -368,7 +378,7 @@ class NonMatmulMeter:
     @cached_property
     def _other(self) -> BoundCall | None:
         """Something else that the device computes."""
-        op = ops.Add(d=self.policy.lead_width)
+        op = ops.Add(d=self.policy.warm_up_width)
         m = min(self.device.capabilities.graph_sizes, default=1)
         return self._bind(op, m, 0)[0] if self.device.accepts(op) else None
 
@@ -376,9 +386,9 @@ class NonMatmulMeter:
         return time_calls(calls, self.device, self.clock) / len(calls)
 
     def _with_own_caches(self, case: Case, tensors: Mapping[str, Tensor]) -> list[BoundCall]:
-        """The same call on several caches."""
+        """Return the same call on several caches."""
         kernel = self.device.prepare(case.op, self._weights_of(case.op))
-        found = []
+        calls = []
         for _ in range(self.policy.own_caches):
             own = dict(tensors)
             for port in CACHE_PORTS:
@@ -387,12 +397,13 @@ class NonMatmulMeter:
                     self.device.allocate(tensors[port].nbytes), shape, tensors[port].dtype
                 )
                 own[port].array[...] = tensors[port].array
-            found.append(kernel.bind(own, case.m))
-        return found
+            calls.append(kernel.bind(own, case.m))
+        return calls
 
     def _lengthened_by(self, calls: Sequence[BoundCall], case: Case, *, read: bool) -> float:
-        """By how much each call lengthens a queue of matmuls when it goes between two of them. With
-        `read` the calls' tensors were last used long ago.
+        """Return by how much each call lengthens a queue of matmuls between two of which it goes.
+
+        With `read` the calls' tensors were last used long ago.
         """
         matmuls = self._matmuls_of(case)
         seconds = {True: 0.0, False: 0.0}
@@ -400,13 +411,13 @@ class NonMatmulMeter:
             between = [[call] if whole else [] for call in calls]
             if read:
                 self._read(self._model_bytes)
-            lead = [next(matmuls.calls) for _ in range(matmuls.leads)]
+            warm_up = [next(matmuls.calls) for _ in range(matmuls.warm_ups)]
             queue = [x for each in between for x in (*each, next(matmuls.calls))]
-            seconds[whole] += time_behind(lead, queue, self.clock)[0] / 2
-        return max((seconds[True] - seconds[False]) / len(calls), self.policy.least_s)
+            seconds[whole] += time_after(warm_up, queue, self.clock)[0] / 2
+        return max((seconds[True] - seconds[False]) / len(calls), self.policy.min_s)
 
     def _matmuls_of(self, case: Case) -> Matmuls:
-        """Those that calls of the case's token count go between."""
+        """Return the matmuls that calls of the case's token count go between."""
         policy = self.policy
         size = min(case.layer_bytes / 4, policy.matmul_bytes)
         key = (case.m, int(size))
@@ -418,26 +429,28 @@ class NonMatmulMeter:
             whole = min(self._model_bytes or self._cold.nbytes, self._cold.nbytes)
             count = max(int(whole / weight_bytes(self._format, n, k)), 1)
             tensors = {port: self._tensor(op, port, case.m) for port in op.ports}
-            found = []
+            calls = []
             for _ in range(count):
                 kernel = self.device.prepare(op, self._pool.weights(op))
-                found.append(kernel.bind(tensors, case.m))
+                calls.append(kernel.bind(tensors, case.m))
             self.device.compact_weights()
-            found[0].run()
-            each_s = max(self._batch(found[: policy.turns]), policy.least_s)
-            leads = TimingPolicy().leads(policy.lead_s, each_s)
-            self._matmuls[key] = Matmuls(itertools.cycle(found), leads)
+            calls[0].run()
+            each_s = max(self._batch(calls[: policy.turns]), policy.min_s)
+            warm_ups = TimingPolicy().warm_ups(policy.warm_up_s, each_s)
+            self._matmuls[key] = Matmuls(itertools.cycle(calls), warm_ups)
         return self._matmuls[key]
 
-    def _cold_batch(self, lead: BoundCall, count: int, calls: Sequence[BoundCall]) -> float:
-        """As `_batch`, each call on tensors that were last used long ago; behind `count` leads, so
-        that the device is awake (and has the code, if they are the same).
+    def _cold_batch(self, warm_up: BoundCall, count: int, calls: Sequence[BoundCall]) -> float:
+        """Do the same as `_batch`, each call on tensors that were last used long ago.
+
+        After `count` warm-up launches, so that the device is awake (and has the code, if they are
+        the same).
         """
         self._read(self._model_bytes)
         if not self.device.capabilities.asynchronous:
-            lead.run()
+            warm_up.run()
             return self._batch(calls)
-        return time_behind([lead] * count, calls, self.clock)[0] / len(calls)
+        return time_after([warm_up] * count, calls, self.clock)[0] / len(calls)
 
     def _bind(self, op: Op, m: int, context: int) -> tuple[BoundCall, dict[str, Tensor]]:
         tensors = {port: self._tensor(op, port, m) for port in op.ports}
@@ -517,7 +530,7 @@ def fit_non_matmul(
     own: Iterable[Op] = (),
     fitting: Fitting = DEFAULT_FITTING,
 ) -> tuple[NonMatmulPredictor, ...]:
-    """One predictor for each device and kind of operation: non-negative weights of its work.
+    """Fit one predictor for each device and kind of operation: non-negative weights of its work.
 
     `own` are the operations of the one model that the profile is for: others, whose tensors may lie
     in other caches (attention of eight times as many heads), say little about its times.
@@ -527,8 +540,8 @@ def fit_non_matmul(
         groups.setdefault((row.device, row.op), []).append((row, op))
     known = [sizes_of(op) for op in own]
     return tuple(
-        _fit_one(kind, name, found, known, fitting)
-        for (kind, name), found in sorted(groups.items())
+        _fit_one(kind, name, group, known, fitting)
+        for (kind, name), group in sorted(groups.items())
     )
 
 
@@ -545,14 +558,14 @@ def _fit_one(
     few = np.asarray([row.m <= DECODE_TOKENS for row, _ in rows])
     sides = [few, ~few]
     enough = min(side.sum() for side in sides) >= columns.shape[1]  # rows for two fits
-    if not (fitting.few_apart and enough):
+    if not (fitting.few_separate and enough):
         sides = [np.ones_like(few)]
     weight = np.asarray([fitting.own_weight if row.sizes in own else 1.0 for row, _ in rows])
     fits = [fit_nonnegative(columns[side], seconds[side], weight[side]) for side in sides]
-    named = [dict(zip(terms[0], found.tolist(), strict=True)) for found in fits]
+    named = [dict(zip(terms[0], coefficients.tolist(), strict=True)) for coefficients in fits]
     predicted = np.empty_like(seconds)
-    for side, found in zip(sides, fits, strict=True):
-        predicted[side] = columns[side] @ found
+    for side, coefficients in zip(sides, fits, strict=True):
+        predicted[side] = columns[side] @ coefficients
     return NonMatmulPredictor(
         device=kind,
         op=name,

@@ -1,4 +1,4 @@
-"""What to measure, how long, and how progress is told."""
+"""Options of a profiling run, and the events that report its progress."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What to measure and how long.
+    """Options of what to measure and how long.
 
     shapes         a model's matmuls; empty: the default grid
     weight_formats formats; the first is also that of the reference kernels
@@ -40,7 +40,7 @@ class Options:
     blocks         sizes at which kernels besides matmuls are timed, of a quick profile the first
     graph          the one model that the profile is for, with `shapes`: its own kernels come first
     cold_bytes     read between two uses of a weight: a small model's other weights, which leave it
-                   in the caches; None: more than all caches hold
+                   in the caches; None: more than fits in all caches
     share          largest part of the grid that is measured (active sampling chooses which)
     power          whether to look for a power meter
     reserved       share of the budget that is kept for fitting and writing
@@ -104,7 +104,7 @@ class Options:
         return self.tokens or default
 
     def header(self) -> dict[str, Any]:
-        """What must be the same for a run to go on from another's journal."""
+        """Return what must be the same for a run to go on from another's journal."""
         return {
             "quick": self.quick,
             "pairs": [list(pair) for pair in self.grid_pairs()],

@@ -41,7 +41,9 @@ def weight_bytes(weight_format: WeightFormat, n: Any, k: Any) -> Any:
 
 
 def padded_tokens(device: DeviceRecord, m: Floats) -> Floats:
-    """Token counts as the device computes them: the next graph size, or (prefill) its next stage.
+    """Return token counts as the device computes them.
+
+    The next graph size, or (prefill) its next stage.
 
     Above the largest graph size m stays as it is (several calls; an extrapolation).
     """
@@ -109,8 +111,9 @@ def evaluate_knots(knots: Knots, m: Floats, n: Floats, k: Floats) -> Floats:
 
 
 def knots_table(knots: Knots, m: Floats, n: Floats, k: float) -> Floats:
-    """[M, N] seconds of all pairs of m [M] and n [N]: `evaluate_knots` at a fraction of its cost,
-    because time is linear in n at fixed m and k.
+    """Return [M, N] seconds of all pairs of m [M] and n [N].
+
+    `evaluate_knots` at a fraction of its cost, because time is linear in n at fixed m and k.
     """
     tokens, coefficients = _knot_arrays(knots)
     fixed = coefficients[:, 0] + coefficients[:, 2] * k
@@ -228,7 +231,7 @@ def _scale(predictor: MatMulPredictor, tokens: Floats) -> Floats:
 
 
 def outside(measured: ShapeRange, device: DeviceRecord, m: Floats, n: Floats, k: Floats) -> Bools:
-    """[S] whether a shape lies outside the measured range; padding counts for m."""
+    """Return [S] whether a shape is outside the measured range; padding counts for m."""
     tokens = padded_tokens(device, m)
     inside = (tokens >= measured.m[0]) & (tokens <= measured.m[1])
     inside &= (n >= measured.n[0]) & (n <= measured.n[1])
@@ -245,8 +248,9 @@ def other_s(predictor: NonMatmulPredictor, op: Op, tokens: int, context: int) ->
 
 
 def work(op: Op, m: int, context: int = 0) -> dict[str, float]:
-    """Work terms of an operation that is not a matmul, by name; an `NonMatmulPredictor` weighs
-    them.
+    """Work terms of an operation that is not a matmul, by name.
+
+    An `NonMatmulPredictor` weighs them.
 
     calls 1; tokens m; elements of the widest tensor; for attention also pairs (query, key, head
     feature) and the cached elements that are read, counted as float32 by their bytes; for outliers
@@ -284,8 +288,10 @@ def work(op: Op, m: int, context: int = 0) -> dict[str, float]:
 
 
 def op_name(op: Op) -> str:
-    """Name under which an operation's kernel is measured: its class, `+add` if it is fused, `+f16`
-    or `+q8` by the caches that attention reads. Some heads of an attention are an attention.
+    """Name under which an operation's kernel is measured.
+
+    Its class, `+add` if it is fused, `+f16` or `+q8` by the caches that attention reads. Some heads
+    of an attention are an attention.
     """
     if isinstance(op, ops.AttentionHeads):
         return op_name(op.alone)

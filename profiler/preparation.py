@@ -29,8 +29,10 @@ def measure_preparation(
     weights_each: int = 3,
     checkpoint: Callable[[], None] = lambda: None,
 ) -> list[PreparationRow]:
-    """Prepare `sizes` of the pairs from the smallest to the largest: what the first run of a new
-    kernel takes with its preparation and the end of it, less what the next run takes.
+    """Prepare `sizes` of the pairs from the smallest to the largest.
+
+    What the first run of a new kernel takes with its preparation and the end of it, less what the
+    next run takes.
 
     Each is prepared for `weights_each` weights, then again for the last of them. A graph of static
     shapes holds its weight, so that all are new and their median is the cold time (one alone may be
@@ -68,11 +70,11 @@ def measure_preparation(
 
 
 def fit_preparation(rows: Iterable[PreparationRow]) -> tuple[PreparationPredictor, ...]:
-    """Fixed time and time per byte of the weight, for each device and format."""
+    """Return fixed time and time per byte of the weight, for each device and format."""
     groups: dict[tuple[DeviceKind, WeightFormat], list[PreparationRow]] = {}
     for row in rows:
         groups.setdefault((row.device, row.weight_format), []).append(row)
-    return tuple(_fit(kind, f, found) for (kind, f), found in sorted(groups.items()))
+    return tuple(_fit(kind, f, rows) for (kind, f), rows in sorted(groups.items()))
 
 
 def _once(device: Device, op: MatMul, weights: Mapping[str, WeightValue], clock: Clock) -> float:

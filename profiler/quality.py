@@ -1,7 +1,8 @@
-"""What a profile comes to: who is faster at what, how well it predicts, and whether it is any good.
+"""The quality of a profile: the faster device by phase, prediction errors, and whether it is
+usable.
 
 A profile is bad where predictions of one of its devices cannot be relied on: nothing was measured
-or left out to check them by, or they are off by more than `MOST_ERROR` on the mean.
+or left out to check them by, or they are off by more than `MAX_ERROR` on the mean.
 """
 
 from __future__ import annotations
@@ -14,24 +15,24 @@ from hetero.profiler.cost import CostModel
 from hetero.profiler.errors import ProfileError
 from hetero.profiler.records import DeviceProfile, Phase
 
-MOST_ERROR: Final = 0.3
+MAX_ERROR: Final = 0.3
 PREFILL_TOKENS: Final = 256
 
 
 class QualityGrade(NamedTuple):
-    """Sentences, each with what it is about before a colon; what is wrong, empty if nothing."""
+    """Sentences, each with its subject before a colon, and problems, empty if there are none."""
 
     sentences: tuple[str, ...]
     problems: tuple[str, ...]
 
     @property
     def good(self) -> bool:
-        """Whether plans can be made from the profile."""
+        """Return whether plans can be made from the profile."""
         return not self.problems
 
 
 def grade(profile: DeviceProfile) -> QualityGrade:
-    """The verdict on a profile."""
+    """Return the grade of a profile."""
     problems = tuple(_problems(profile))
     said = list(_speeds(profile))
     if checked := _errors(profile):
@@ -49,7 +50,7 @@ def grade(profile: DeviceProfile) -> QualityGrade:
 
 
 def _left(profile: DeviceProfile) -> str:
-    """Which token counts have fewer rows than others."""
+    """Return which token counts have fewer rows than others."""
     counts: dict[int, int] = {}
     for row in profile.matmuls:
         counts[row.m] = counts.get(row.m, 0) + 1
@@ -58,19 +59,19 @@ def _left(profile: DeviceProfile) -> str:
 
 
 def _speeds(profile: DeviceProfile) -> Iterator[str]:
-    """Who is faster in each phase, at the largest weight that both were measured at."""
+    """Yield the faster device in each phase, at the largest weight that both were measured at."""
     if set(profile.devices) != {"gpu", "npu"}:
         return
-    found: dict[str, str] = {}
+    faster: dict[str, str] = {}
     phases: tuple[tuple[Phase, int], ...] = (("prefill", PREFILL_TOKENS), ("decode", 1))
     for phase, m in phases:
         if (speeds := _seconds(profile, m)) is not None:
             gpu_s, npu_s = speeds
             fast, ratio = ("NPU", gpu_s / npu_s) if npu_s < gpu_s else ("GPU", npu_s / gpu_s)
             slow = "GPU" if fast == "NPU" else "NPU"
-            found[phase] = f"{fast} {ratio:.1f} × the {slow} in {phase}"
-    if found:
-        yield f"Faster: {', '.join(found.values())}"
+            faster[phase] = f"{fast} {ratio:.1f} × the {slow} in {phase}"
+    if faster:
+        yield f"Faster: {', '.join(faster.values())}"
 
 
 def _seconds(profile: DeviceProfile, m: int) -> tuple[float, float] | None:
@@ -93,12 +94,12 @@ def _seconds(profile: DeviceProfile, m: int) -> tuple[float, float] | None:
 
 def _errors(profile: DeviceProfile) -> dict[str, float]:
     """Mean errors by device and phase, the worst of its formats."""
-    found: dict[str, float] = {}
+    errors: dict[str, float] = {}
     for predictor in profile.predictors:
         for entry in predictor.validation:
             what = f"{predictor.device.upper()} {entry.phase}"
-            found[what] = max(found.get(what, 0.0), entry.mape)
-    return found
+            errors[what] = max(errors.get(what, 0.0), entry.mape)
+    return errors
 
 
 def _problems(profile: DeviceProfile) -> Iterator[str]:
@@ -114,7 +115,7 @@ def _problems(profile: DeviceProfile) -> Iterator[str]:
             what = f"{kind.upper()} {phase}"
             if what not in errors:
                 yield f"too little of {what} was measured to check its predictions"
-            elif errors[what] > MOST_ERROR:
+            elif errors[what] > MAX_ERROR:
                 yield f"{what} is predicted with a mean error of {errors[what]:.0%}"
 
 

@@ -25,13 +25,13 @@ from hetero.profiler.errors import ProfileError, ProfileWarning
 
 SCHEMA_VERSION: Final = 1
 DECODE_TOKENS: Final = 8  # largest token count of the decode phase (speculative verification)
-LEAST_SAMPLES: Final = 5  # of a row that says how its kind varies
+MIN_SAMPLES: Final = 5  # of a row that says how its kind varies
 
 Phase: TypeAlias = Literal["prefill", "decode"]
 Numbers: TypeAlias = Literal["measured", "compiler-predicted", "simulated"]
 Flag: TypeAlias = Literal["unconverged", "drifted", "disturbed"]
 Kind: TypeAlias = tuple[DeviceKind, Phase, WeightFormat]  # of matmul kernels
-# What lies beyond these is no time, speed or size of anything, and would overflow somewhere.
+# Values beyond these are no time, speed or size of anything, and would overflow somewhere.
 Seconds = Annotated[float, Field(ge=0, le=1e9)]
 Positive = Annotated[float, Field(ge=1e-30, le=1e30)]
 Quantity = Annotated[float, Field(ge=0, le=1e30)]
@@ -83,7 +83,7 @@ class CapabilityRecord(Record):
         )
 
     def on(self, kind: DeviceKind) -> Capabilities:
-        """As an open device declares them, which plays this role."""
+        """Return the capabilities as an open device declares them, which plays this role."""
         return Capabilities(kind=kind, **dict(self))
 
 
@@ -123,7 +123,7 @@ class DeviceRecord(Record):
 
 
 class Environment(Record):
-    """The machine at measuring time; what the platform does not tell is None."""
+    """The machine at measuring time; what the platform does not report is None."""
 
     system: str = ""
     processor: str = ""
@@ -140,8 +140,10 @@ class Environment(Record):
 
 
 class Stats(Record):
-    """Summary of raw samples: median, relative half-width of its 95 % confidence interval, samples,
-    relative spread (1.4826 · median absolute deviation / median).
+    """Summary of raw samples.
+
+    Median, relative half-width of its 95 % confidence interval, samples, relative spread (1.4826 ·
+    median absolute deviation / median).
     """
 
     seconds: Positive
@@ -151,9 +153,11 @@ class Stats(Record):
 
 
 class MatMulRow(Stats):
-    """Time of one matmul kernel. `seconds` is normalised by the reference kernel: `reference` is
-    reference time during the row / its median over the run (1: no drift). `skew` is mean / median
-    of the samples; `seconds` contains that of all kernels of its kind (`measure.to_means`).
+    """Time of one matmul kernel.
+
+    `seconds` is normalised by the reference kernel: `reference` is reference time during the row /
+    its median over the run (1: no drift). `skew` is mean / median of the samples; `seconds`
+    contains that of all kernels of its kind (`measure.to_means`).
     """
 
     device: DeviceKind
@@ -174,7 +178,7 @@ class MatMulRow(Stats):
 
     @property
     def key(self) -> tuple[str, str, str, int, int, int]:
-        """What identifies the kernel and size."""
+        """Return what identifies the kernel and size."""
         return (self.device, self.weight_format.value, self.order, self.m, self.n, self.k)
 
     @property
@@ -185,16 +189,18 @@ class MatMulRow(Stats):
 
 def typical(rows: Iterable[MatMulRow], of: Callable[[MatMulRow], float]) -> dict[Kind, float]:
     """Median over a kind of what says how samples vary, without rows that have few of them."""
-    found: dict[Kind, list[float]] = {}
+    values_of: dict[Kind, list[float]] = {}
     for row in rows:
-        if row.samples >= LEAST_SAMPLES:
-            found.setdefault(row.kind, []).append(of(row))
-    return {kind: float(np.median(values)) for kind, values in found.items()}
+        if row.samples >= MIN_SAMPLES:
+            values_of.setdefault(row.kind, []).append(of(row))
+    return {kind: float(np.median(values)) for kind, values in values_of.items()}
 
 
 class NonMatmulRow(Stats):
-    """Time of an operation that is not a matmul. `op` is the record's class name, `sizes` its sizes
-    by name, `context` the tokens that the KV cache held before the call.
+    """Time of an operation that is not a matmul.
+
+    `op` is the record's class name, `sizes` its sizes by name, `context` the tokens that the KV
+    cache held before the call.
     """
 
     device: DeviceKind
@@ -243,7 +249,7 @@ class Knots(Record):
     """seconds(m, n, k): for each m in `tokens` linear in (1, n, k, n·k), linear in m between them.
 
     `coefficients[i]` are seconds per feature at `tokens[i]`, all of them non-negative. Before the
-    first and after the last knot the outer segment goes on.
+    first and after the last knot the outer segment continues.
     """
 
     tokens: tuple[Count, ...]
@@ -259,8 +265,10 @@ class Knots(Record):
 
 
 class Tree(Record):
-    """A regression tree as arrays over its nodes. Node i goes to `left[i]` if feature `feature[i]`
-    is ≤ `threshold[i]`, else to `right[i]`; a leaf has `feature[i] = -1` and answers `value[i]`.
+    """A regression tree as arrays over its nodes.
+
+    Node i goes to `left[i]` if feature `feature[i]` is ≤ `threshold[i]`, else to `right[i]`; a leaf
+    has `feature[i] = -1` and answers `value[i]`.
     """
 
     feature: tuple[int, ...]
@@ -283,8 +291,9 @@ class Tree(Record):
 
 
 class Regimes(Record):
-    """How a person reads a device's times: memory-bound up to `knee_m` tokens at
-    `bytes_per_s`, then compute-bound at `flops_per_s`.
+    """A device's times as a person reads them.
+
+    Memory-bound up to `knee_m` tokens at `bytes_per_s`, then compute-bound at `flops_per_s`.
     """
 
     bytes_per_s: Positive | None = None
@@ -371,8 +380,9 @@ class Bandwidth(Record):
 
 
 class Contention(Record):
-    """By which factor each device is slower while the other runs a kernel of the same phase and
-    weight format (None: of any format).
+    """Factor by which each device is slower while the other runs a kernel.
+
+    Of the same phase and weight format (None: of any format).
     """
 
     phase: Phase
@@ -382,7 +392,7 @@ class Contention(Record):
 
 
 class Sleep(Record):
-    """How late `time.sleep(requested_s)` returns, with the system's or a 1 ns timer slack."""
+    """Lateness of `time.sleep(requested_s)`, with the system's or a 1 ns timer slack."""
 
     requested_s: Seconds
     timer_slack_ns: Whole | None = None
@@ -393,7 +403,7 @@ class Sleep(Record):
 class DeviceSync(Record):
     """Costs around a kernel on one device.
 
-    submit_busy_s, submit_empty_s    host time of `submit` behind another launch; and how much more
+    submit_busy_s, submit_empty_s    host time of `submit` after another launch; and how much more
                                      a launch takes from submission to end in an empty queue
     ring_s     from a signal (`Device.stream_signal`) until the call after its wait starts
     chain_s    how much less a launch takes in a fused launch (`Device.fuse`) than in a full queue
@@ -419,8 +429,10 @@ class DeviceSync(Record):
 
 
 class HostSync(Record):
-    """What a thread of the host pays for sleeping and waking, and for a step besides its launches:
-    `step_s` before the first and after the last (None: not measured).
+    """Costs of a thread of the host for sleeping and waking, and for a step.
+
+    `step_s` is a step's besides its launches, before the first and after the last (None: not
+    measured).
     """
 
     sleep: tuple[Sleep, ...] = ()
@@ -429,8 +441,9 @@ class HostSync(Record):
 
 
 class EveryCore(Record):
-    """What steps take where the GPU that is played by one core of a processor has all `cores`:
-    those of one core / speedup + layers · layer_s (`hetero.measuring.every_core`).
+    """Times of steps where the GPU that is played by one core of a processor has all `cores`.
+
+    Those of one core / speedup + layers · layer_s (`hetero.measuring.every_core`).
     """
 
     weight_format: WeightFormat
@@ -440,7 +453,7 @@ class EveryCore(Record):
     layer_s: Seconds
 
     def seconds(self, one_s: float, layers: int) -> float:
-        """Of a step that takes `one_s` on one core."""
+        """Return the time of a step that takes `one_s` on one core."""
         return one_s / self.speedup + layers * self.layer_s
 
 
@@ -480,7 +493,7 @@ class ReferencePoint(Record):
 
 
 class StageCheck(Record):
-    """A pruned size that was measured after all, beside the size that stands for it."""
+    """A pruned size that was measured after all, with the size that stands for it."""
 
     device: DeviceKind
     m: Count
@@ -491,7 +504,7 @@ class StageCheck(Record):
 
 
 class Coverage(Record):
-    """How much of the grid was measured, and with which settings."""
+    """Coverage of the grid, and the settings of measuring."""
 
     quick: bool = False
     budget_s: Seconds = 0.0
@@ -531,7 +544,7 @@ class DeviceProfile(Record):
     notes: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
-        """Which profile it is; its document is `model_dump_json()`."""
+        """Return which profile it is; its document is `model_dump_json()`."""
         devices = ", ".join(f"{kind}={r.name!r}" for kind, r in self.devices.items())
         return f"DeviceProfile({self.name!r}, {devices}, {len(self.matmuls)} matmuls)"
 
@@ -543,33 +556,33 @@ class DeviceProfile(Record):
         return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:12]
 
     def differences(self, devices: Iterable[Device]) -> list[str]:
-        """How open devices differ from those measured; empty if the profile is theirs."""
-        found = []
+        """Return how open devices differ from those measured; empty if the profile is theirs."""
+        differences = []
         for device in devices:
             kind = device.capabilities.kind
             measured = self.devices.get(kind)
             if measured is None:
-                found.append(f"it has no {kind}")
+                differences.append(f"it has no {kind}")
             elif measured.fingerprint != device.info.fingerprint:
-                found.append(
+                differences.append(
                     f"its {kind} is {measured.name} ({measured.backend}, {measured.driver}), "
                     f"here is {device.info.name} ({device.info.backend}, {device.info.driver})"
                 )
-        return found
+        return differences
 
     def warn_if_foreign(self, devices: Iterable[Device]) -> None:
         """One `ProfileWarning` if the profile was not taken on these devices."""
-        found = self.differences(devices)
-        if found:
+        differences = self.differences(devices)
+        if differences:
             warnings.warn(
-                f"profile {self.name} was taken elsewhere ({'; '.join(found)}): predictions may be "
-                "off, take one here with `hetero profile`",
+                f"profile {self.name} was taken elsewhere ({'; '.join(differences)}): "
+                "predictions may be off, take one here with `hetero profile`",
                 ProfileWarning,
                 stacklevel=2,
             )
 
     def to_json(self) -> str:
-        """The document that `save` writes."""
+        """Return the document that `save` writes."""
         return files.to_text(self.model_dump(mode="json"))
 
     def save(self, path: str | Path) -> None:
@@ -585,7 +598,7 @@ class DeviceProfile(Record):
 
     @classmethod
     def parse(cls, text: str, path: str | Path) -> Self:
-        """The profile that was read from `path`. Raises `ProfileError`."""
+        """Return the profile that was read from `path`. Raises `ProfileError`."""
         document = files.parse_document(text, path, SCHEMA_VERSION)
         try:
             return cls.model_validate(document)

@@ -22,7 +22,7 @@ def write_report(profile: DeviceProfile, path: str | Path) -> None:
 
 
 def to_html(profile: DeviceProfile) -> str:
-    """The page as text; the same profile always gives the same page."""
+    """Return the page as text; the same profile always gives the same page."""
     from hetero.profiler.charts import all_charts  # matplotlib takes a second
 
     kinds = sorted({record.numbers for record in profile.devices.values()})
@@ -54,31 +54,31 @@ def to_html(profile: DeviceProfile) -> str:
 
 def _numbers(profile: DeviceProfile) -> list[tuple[str, str]]:
     coverage = profile.coverage
-    found = []
+    numbers = []
     if coverage.grid_tasks:  # a chip that is not here was not measured
-        found.append((f"{coverage.measured_tasks} / {coverage.grid_tasks}", "matmuls measured"))
-        found.append((f"{coverage.spent_s:.0f} s", "of measuring"))
+        numbers.append((f"{coverage.measured_tasks} / {coverage.grid_tasks}", "matmuls measured"))
+        numbers.append((f"{coverage.spent_s:.0f} s", "of measuring"))
     for kind, predictor in _main_predictors(profile).items():
         if predictor.regimes.bytes_per_s:
             speed = f"{predictor.regimes.bytes_per_s / 1e9:.1f} GB/s"
-            found.append((speed, f"{kind.upper()} decode"))
+            numbers.append((speed, f"{kind.upper()} decode"))
         if predictor.regimes.flops_per_s:
             flops = f"{predictor.regimes.flops_per_s / 1e9:.0f} GFLOP/s"
-            found.append((flops, f"{kind.upper()} prefill"))
+            numbers.append((flops, f"{kind.upper()} prefill"))
     for entry in profile.contention:
         times = f"{entry.gpu:.2f}× / {entry.npu:.2f}×"
         form = f" {entry.weight_format.value}" if entry.weight_format else ""
-        found.append(
+        numbers.append(
             (times, f"time of GPU / NPU while the other computes too, {entry.phase}{form}")
         )
-    return found
+    return numbers
 
 
 def _main_predictors(profile: DeviceProfile) -> dict[str, MatMulPredictor]:
-    found: dict[str, MatMulPredictor] = {}
+    predictors: dict[str, MatMulPredictor] = {}
     for predictor in profile.predictors:
-        found.setdefault(predictor.device, predictor)
-    return found
+        predictors.setdefault(predictor.device, predictor)
+    return predictors
 
 
 def _validation(predictors: Iterable[MatMulPredictor]) -> TableData:

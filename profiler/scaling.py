@@ -44,16 +44,16 @@ PHASES: Final[tuple[Phase, ...]] = ("prefill", "decode")
 
 @dataclass(frozen=True, kw_only=True)
 class ReferencePolicy:
-    """How a profile's reference kernels are timed on another machine, within seconds.
+    """Policy of timing a profile's reference kernels on another machine, within seconds.
 
-    least_samples  undisturbed ones of a kernel
+    min_samples  undisturbed ones of a kernel
     warm_s         launches of a kernel before it is timed take so long at most
     repeats        timings that a batch's length is chosen by, so that one that is held up does not
     batch_s        a batch in a queue: the shorter, the fewer are disturbed
     shorter        part of a batch where time is up and samples are missing
     """
 
-    least_samples: int = 3
+    min_samples: int = 3
     warm_s: float = 0.2
     repeats: int = 4
     batch_s: float = 2e-3
@@ -64,7 +64,7 @@ DEFAULT: Final = ReferencePolicy()
 
 
 def scaled(profile: DeviceProfile, factors: Factors) -> DeviceProfile:
-    """The profile with the times of every device and phase multiplied.
+    """Return the profile with the times of every device and phase multiplied.
 
     A matmul's factor is that of its format. What has no format (the other operators, bandwidths,
     the reference kernels) has that of the format in which the profile's reference kernels ran,
@@ -108,14 +108,14 @@ class _Own:
         self._measured = {row.kind for row in profile.matmuls}
 
     def matmul(self, device: DeviceKind, phase: Phase, weight_format: WeightFormat) -> float:
-        """Of a format; one that the profile has derived from others has that of the first."""
+        """Return the factor of a format; one derived from others has that of the first."""
         factor = self._factors.get((device, phase, weight_format))
         if factor is None and (device, phase, weight_format) not in self._measured:
             factor = self._factors.get((device, phase, self._first.get(device, weight_format)))
         return 1.0 if factor is None else factor
 
     def rest(self, device: DeviceKind, phase: Phase) -> float:
-        """Of what has no format."""
+        """Return the factor of what has no format."""
         first = self._first.get(device)
         return 1.0 if first is None else self.matmul(device, phase, first)
 
@@ -173,18 +173,18 @@ def _times(value: float | None, factor: float) -> float | None:
 
 
 def reference_tasks(profile: DeviceProfile) -> tuple[Task, ...]:
-    """The reference kernels of every device and phase, in every format that the profile has of it.
+    """Return the reference kernels of every device and phase, in every format of the profile.
 
     Raises `ProfileError` for a profile that measured no kernels (of a simulated chip).
     """
     formats = dict.fromkeys(row.kind for row in profile.matmuls if row.order == "plain")
-    found = [
+    tasks = [
         _reference(profile, device, phase, weight_format)
         for device, phase, weight_format in formats
     ]
-    if not found:
+    if not tasks:
         raise ProfileError(f"profile {profile.name} has no times of kernels that ran")
-    return tuple(found)
+    return tuple(tasks)
 
 
 def _reference(
@@ -212,7 +212,7 @@ def time_references(
     workload: Workload,
     runners: Sequence[Runner],
     for_s: float,
-    most_s: float,
+    max_s: float,
     policy: ReferencePolicy = DEFAULT,
 ) -> list[float]:
     """Median seconds of each kernel, out of cache, from samples in turns for `for_s`.
@@ -220,18 +220,18 @@ def time_references(
     As in a profile, samples during which a thread of ours waited for a core do not count. The next
     sample is of a kernel that has the fewest which do, so that other programs, which take one core
     more than the other, leave some of each. A kernel that has too few by then is timed on until
-    `most_s`, in shorter batches, which are seldom disturbed but a few per cent too long. Raises
+    `max_s`, in shorter batches, which are seldom disturbed but a few per cent too long. Raises
     `ProfileError` if that is not enough.
     """
     now, order = workload.clock.now, np.random.default_rng(0)
     clean: list[list[float]] = [[] for _ in runners]
     full = [runner.batch for runner in runners]
     start_s, taken = now(), 0
-    while now() < start_s + for_s or min(map(len, clean)) < policy.least_samples:
-        if now() >= start_s + most_s:
+    while now() < start_s + for_s or min(map(len, clean)) < policy.min_samples:
+        if now() >= start_s + max_s:
             busy = taken > 2 * sum(map(len, clean))
             why = "other programs keep the cores busy" if busy else "its reference kernels are slow"
-            raise ProfileError(f"{why} (too few timings in {most_s:g} s)")
+            raise ProfileError(f"{why} (too few timings in {max_s:g} s)")
         index = min(range(len(runners)), key=lambda i: (len(clean[i]), order.random()))
         if now() >= start_s + for_s:
             shorter = max(full[index] // policy.shorter, 1)
@@ -240,13 +240,13 @@ def time_references(
         taken += 1
         if waited_s <= Settings().disturbed * seconds:
             clean[index].append(seconds)
-    return [statistics.median(found) for found in clean]
+    return [statistics.median(seconds) for seconds in clean]
 
 
 def factors_of(
     profile: DeviceProfile, tasks: Sequence[Task], seconds: Sequence[float]
 ) -> dict[Kind, float]:
-    """Factors from the medians of the reference kernels.
+    """Return factors from the medians of the reference kernels.
 
     A profile's seconds are means, so medians are first multiplied by what is typical of their kind;
     and they are those of its predictors, which plans are made from and which no single row spoils.
@@ -254,12 +254,12 @@ def factors_of(
     """
     cost = CostModel(profile)
     skews = typical(profile.matmuls, lambda row: row.skew)
-    found: dict[Kind, float] = {}
+    factors: dict[Kind, float] = {}
     for task, median_s in zip(tasks, seconds, strict=True):
         kind = (task.device, phase_of(task.m), task.weight_format)
         predicted = cost.matmul_s(task.device, task.weight_format, task.m, task.n, task.k)
         factor = median_s * skews.get(kind, 1.0) / float(predicted.seconds)
         if not 1 / MOST <= factor <= MOST:  # NaN is not either
             raise ProfileError(f"a reference kernel of the {task.device} took {median_s:g} s")
-        found[kind] = factor
-    return found
+        factors[kind] = factor
+    return factors

@@ -63,9 +63,11 @@ def profile_devices(
     step_s: float | None = None,
     every_core: MeasureEveryCore | None = None,
 ) -> DeviceProfile:
-    """Measure open devices; the caller pins the thread. Writes `out` and its journal as it goes.
-    `step_s` is what a step of the runtime costs besides its launches, which is above this room, and
-    so is what `every_core` measures while the devices are idle.
+    """Measure open devices.
+
+    The caller pins the thread. Writes `out` and its journal as it goes. `step_s` is what a step of
+    the runtime costs besides its launches, which is above this room, and so is what `every_core`
+    measures while the devices are idle.
 
     Raises `ProfileError` for options that cannot be, or a journal of another run.
     """
@@ -146,7 +148,7 @@ class Session:
             if all(wanted in d.capabilities.weight_formats for d in self.devices.values()):
                 return wanted
         raise ProfileError(
-            "no weight format that was asked for runs on every device: choose one of "
+            "no requested weight format runs on every device: choose one of "
             + ", ".join(
                 f"{kind}: {' '.join(d.capabilities.weight_formats)}"
                 for kind, d in self.devices.items()
@@ -172,7 +174,7 @@ class Session:
         )
         if self.workload.small:
             size = f"{self.workload.cold / 1e6:.1f} MB"
-            self.notes.append(f"weights lie in the caches as those of a model of {size} do")
+            self.notes.append(f"weights are in the caches as in a model of {size}")
         base = {
             (entry["device"], entry["phase"]): entry["seconds"]
             for entry in self.journal.of_kind("base")
@@ -206,16 +208,17 @@ class Session:
         several: bool = False,
         fits: Callable[[R], bool] = lambda _: True,
     ) -> list[R]:
-        """Records of one part of the profile, one unless `several`: from the journal, where all of
-        them fit what is here, or measured and written to it.
+        """Return records of one part of the profile, one unless `several`.
+
+        From the journal, where all of them fit what is here, or measured and written to it.
         """
         for entry in self.journal.of_kind("part"):
             if entry["name"] == name and (several or len(entry["values"]) == 1):
                 with suppress(ValidationError):  # then it is measured again
-                    found = [kind.model_validate(value) for value in entry["values"]]
-                    if all(map(fits, found)):
-                        self.parts[name] = found
-                        return found
+                    records = [kind.model_validate(value) for value in entry["values"]]
+                    if all(map(fits, records)):
+                        self.parts[name] = records
+                        return records
         self._report(name)
         self._checkpoint()
         made = make()
@@ -245,8 +248,9 @@ class Session:
         self._part("other kernels", NonMatmulRows, partial(around.others, self.records))
 
     def _checkpoint(self) -> None:
-        """Raise `ProfileError` where the budget is used up before the matmuls; called between the
-        measurements of every part.
+        """Raise `ProfileError` where the budget is used up before the matmuls.
+
+        Called between the measurements of every part.
         """
         self._check_budget(self.clock.now() + self.options.budget_s - self.spent_s)
 
@@ -255,22 +259,22 @@ class Session:
         if not self.options.keep_budget or self.rows or until_s > self.clock.now():
             return
         self.journal.add({"kind": "spent", "spent_s": self.spent_s})
-        least_s = 10 * math.ceil(1.5 * self.spent_s / 10)
+        min_s = 10 * math.ceil(1.5 * self.spent_s / 10)
         raise ProfileError(
             f"a budget of {self.options.budget_s:.0f} s is too short here: what is no matmul took "
-            f"{self.spent_s:.0f} s; go on with --resume --budget {least_s}s"
+            f"{self.spent_s:.0f} s; go on with --resume --budget {min_s}s"
         )
 
     def _host_sync(self) -> list[HostSync]:
-        (found,) = self._around.sleep()
-        return [found.model_copy(update={"step_s": self._step_s})]
+        (costs,) = self._around.sleep()
+        return [costs.model_copy(update={"step_s": self._step_s})]
 
     def _every_core(self) -> list[EveryCore]:
         if self._measure_every_core is None:
             return []
         try:
             return self._measure_every_core(self._checkpoint)
-        except DeviceError as error:  # the profile is of the devices, this is beside them
+        except DeviceError as error:  # the profile is of the devices; this is an extra
             self.notes.append(str(error))
             return []
 
@@ -283,8 +287,9 @@ class Session:
                 self._stretch_s = max(self._stretch_s, self.clock.now() - start_s)
 
     def _matmuls(self) -> None:
-        """The grid, in the order of what teaches most, until it or the budget is used up; now and
-        then and at its end the devices together.
+        """Measure the grid, in the order of what teaches most, until it or the budget is used up.
+
+        Now and then and at its end the devices together.
         """
         tasks = self._tasks()
         self.total = len(tasks)
@@ -385,14 +390,14 @@ class Session:
             return True
         self._canaries.add(key)
         try:
-            found = None
+            problem = None
             if not self.virtual:
-                found = canary.check_matmul(task, self.workload.runner(task))
+                problem = canary.check_matmul(task, self.workload.runner(task))
         except (DeviceError, ValueError) as error:
-            found = canary.failed_matmul(task, str(error))
-        if found is not None:
-            self._quarantine(found)
-        return found is None
+            problem = canary.failed_matmul(task, str(error))
+        if problem is not None:
+            self._quarantine(problem)
+        return problem is None
 
     def _quarantine(self, entry: Quarantine, *, write: bool = True) -> None:
         self.quarantined.append(entry)
@@ -446,18 +451,18 @@ class Session:
         return checks
 
     def _gains(self) -> list[str]:
-        found: list[EveryCore] = self.parts["every core"]
-        if not found:
+        gains_of: list[EveryCore] = self.parts["every core"]
+        if not gains_of:
             return []
-        gains = ", ".join(f"{x.weight_format} {x.phase} {x.speedup:.2f} x" for x in found)
-        return [f"OpenCL alone on {found[0].cores} cores instead of one: {gains}"]
+        gains = ", ".join(f"{x.weight_format} {x.phase} {x.speedup:.2f} x" for x in gains_of)
+        return [f"OpenCL alone on {gains_of[0].cores} cores instead of one: {gains}"]
 
     def _report(self, what: str) -> None:
         left_s = max(self.options.budget_s - self.spent_s, 0.0)
         self.progress(Event(what, len(self.rows), self.total, left_s))
 
     def _snapshot(self) -> None:
-        """What there is, as a valid profile, in case the process is killed."""
+        """Write the records so far as a valid profile, in case the process is killed."""
         if self.out is not None:
             self._profile(finished=False).save(self.out)
 
@@ -516,7 +521,7 @@ class Session:
 
 
 def _is_of(device: Device, record: DeviceRecord) -> bool:
-    """Whether a record is of this device, with the graphs that it has now."""
+    """Return whether a record is of this device, with the graphs that it has now."""
     known = record.capabilities.model_copy(update={"early_visibility": None})
     here = DeviceRecord.of(device).capabilities.model_copy(update={"early_visibility": None})
     return (record.fingerprint, known) == (device.info.fingerprint, here)

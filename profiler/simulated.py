@@ -15,29 +15,31 @@ from hetero.profiler.records import DeviceProfile, Phase
 def open_chip(
     profile: DeviceProfile, *, phase: Phase = "prefill", compute: bool = True, context: int = 0
 ) -> dict[DeviceKind, SimulatedDevice]:
-    """Both devices on one virtual clock. Contention is that of `phase` (and of the profile's first
-    weight format), attention's cache holds `context` tokens before the call.
+    """Open both devices on one virtual clock.
+
+    Contention is that of `phase` (and of the profile's first weight format), attention's cache
+    holds `context` tokens before the call.
     """
     cost = CostModel(profile)
     measured = [entry.weight_format for entry in profile.contention if entry.phase == phase]
     chip = Chip(chip_times(cost, phase, measured[0] if measured else None))
-    found: dict[DeviceKind, SimulatedDevice] = {}
+    devices: dict[DeviceKind, SimulatedDevice] = {}
     for kind, record in profile.devices.items():
         declared = record.capabilities.model_dump()
-        found[kind] = simulated.open(
+        devices[kind] = simulated.open(
             capabilities=Capabilities(kind=kind, **declared),
             cost=_Times(cost, kind, context),
             chip=chip,
             compute=compute,
             name=record.name,
         )
-    return found
+    return devices
 
 
 def chip_times(
     cost: CostModel, phase: Phase, weight_format: WeightFormat | None = None
 ) -> ChipTimes:
-    """Costs between the devices; their contention is that of a weight format."""
+    """Return the costs between the devices; their contention is that of a weight format."""
     return ChipTimes(
         submit_busy_s=cost.submit_s("gpu", "busy"),
         submit_empty_s=cost.submit_s("gpu", "empty"),
@@ -64,11 +66,11 @@ class _Times:
         return float(self.cost.other_s(self.kind, op, m, self.context).seconds)
 
     def _matmul(self, op: MatMul, m: int) -> float:
-        """The operation's own format and order, else the fastest that is known."""
+        """Return the operation's own format and order, else the fastest that is known."""
         wanted: WeightFormat = op.weight_format
         if (self.kind, wanted, op.order) in self.known:
-            found = self.cost.matmul_s(self.kind, wanted, m, op.n, op.k, op.order)
-            return float(found.seconds)
+            cost = self.cost.matmul_s(self.kind, wanted, m, op.n, op.k, op.order)
+            return float(cost.seconds)
         times = [
             float(self.cost.matmul_s(self.kind, f, m, op.n, op.k, order).seconds)
             for kind, f, order in self.known

@@ -17,22 +17,24 @@ def find_stage(
     same: float = 0.03,
     step: float = 1.15,
 ) -> int:
-    """Largest candidate A for which sizes j·A + 1 and (j + 1)·A take the same time, j = 1 and 2,
-    while the next stage takes visibly longer; 1 if there is none. Times are the same that differ by
-    a share of `same`; from one stage to the next they rise by `step`.
+    """Return the largest candidate A whose sizes form a stage; 1 if there is none.
+
+    Sizes j·A + 1 and (j + 1)·A take the same time, j = 1 and 2, while the next stage takes visibly
+    longer. Times are the same that differ by a share of `same`; from one stage to the next they
+    rise by `step`.
 
     `time_s(size)` measures. A candidate below the true stage passes too where the stage is a
     multiple of it, a candidate above it fails, so candidates are tried from the smallest.
     """
-    found = 1
+    stage_size = 1
     for stage in sorted(candidates):
         if not all(_is_stage(time_s, stage, block, same) for block in BLOCKS):
-            if found > 1:
+            if stage_size > 1:
                 break
             continue
         if time_s(2 * max(BLOCKS) * stage) > step * time_s(stage):
-            found = stage
-    return found
+            stage_size = stage
+    return stage_size
 
 
 def _is_stage(time_s: Callable[[int], float], stage: int, block: int, same: float) -> bool:

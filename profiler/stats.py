@@ -16,9 +16,11 @@ FEW = 6  # below this many samples order statistics give no 95 % interval
 
 
 class Summary(NamedTuple):
-    """Median, relative half-width of its 95 % confidence interval (infinite for one sample),
-    relative spread (1.4826 · median absolute deviation / median), number of samples, and mean /
-    median, where a sample of more than twice the median counts as twice.
+    """Median, relative half-width of its 95 % confidence interval, spread, count and skew.
+
+    The half-width is infinite for one sample; the spread is relative (1.4826 · median absolute
+    deviation / median); skew is mean / median, where a sample of more than twice the median counts
+    as twice.
     """
 
     median: float
@@ -50,9 +52,10 @@ def summarize(samples: Sequence[float]) -> Summary:
 
 
 def drift(at_s: Sequence[float], seconds: Sequence[float]) -> float:
-    """Relative standard deviation of a kernel that was timed now and then, by its medians over
-    `SMOOTHED_S`, which single timings scatter about. It is half of what lies between the 16th and
-    the 84th percentile, because the tails are other programs' work.
+    """Return the relative standard deviation of a kernel that was timed now and then.
+
+    By its medians over `SMOOTHED_S`, which single timings scatter about. It is half of the distance
+    between the 16th and the 84th percentile, because the tails are other programs' work.
     """
     points = sorted(zip(at_s, seconds, strict=True))
     medians, first = [], 0

@@ -1,10 +1,10 @@
 """Operations and formats that a profile lacks, predicted from measured ones that do similar work.
 
-Profiles of before an operation was measured have no times of it. What these kernels take besides
-their launch is moving their tensors, so each is predicted from one that it resembles: a launch
-costs the same, the rest as many times as much as it moves bytes. Matmuls on a GGUF file's weights
-are predicted from those of 4-bit weights: in decoding by their bytes, in prefill as long, on cores
-of a processor as many times as long as was measured.
+Older profiles have no times of operations that were not measured then. What these kernels take
+besides their launch is moving their tensors, so each is predicted from one that it resembles: a
+launch costs the same, the rest as many times as much as it moves bytes. Matmuls on a GGUF file's
+weights are predicted from those of 4-bit weights: in decoding by their bytes, in prefill as long,
+on cores of a processor as many times as long as was measured.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TENSORS: Final = {
     "RMSNorm": 2, "RMSNorm+add": 4, "LayerNorm": 2, "LayerNorm+add": 4,
     "GatedAct": 3, "Act": 2, "Add": 3, "AddPositions": 3,
 }  # fmt: skip
-# and what stands in for which, the likest first.
+# and the proxies of each, the most similar first.
 SUBSTITUTES: Final = {
     "LayerNorm": ("RMSNorm",),
     "LayerNorm+add": ("RMSNorm+add",),
@@ -44,7 +44,7 @@ SUBSTITUTES: Final = {
 }
 
 
-# Formats that stand in for a file's, the likest first.
+# Proxies of a file's formats, the most similar first.
 FILE_SUBSTITUTES: Final = {
     WeightFormat.GGUF_A16: (WeightFormat.W4A16, WeightFormat.W4A8),
     WeightFormat.GGUF_A8: (WeightFormat.W4A8, WeightFormat.W4A16),
@@ -71,12 +71,12 @@ class Substitution(NamedTuple):
 
     @property
     def note(self) -> str:
-        """For people."""
+        """Return the substitution in words."""
         return f"{self.op} was not measured: predicted from {self.source} by its bytes"
 
 
 def proxy_predictor(source: NonMatmulPredictor, op: str) -> NonMatmulPredictor:
-    """What predicts `op` by the work of another operation."""
+    """Return a predictor of `op` by the work of another operation."""
     ratio = TENSORS.get(op, 1) / TENSORS.get(source.op, 1)
 
     def scaled(terms: dict[str, float]) -> dict[str, float]:
@@ -92,17 +92,22 @@ def proxy_predictor(source: NonMatmulPredictor, op: str) -> NonMatmulPredictor:
 
 
 def file_substitution(profile: DeviceProfile, wanted: WeightFormat) -> Substitution | None:
-    """What a file's format is predicted from, None where it was measured or nothing is like it."""
+    """Return what a file's format is predicted from.
+
+    None where it was measured or nothing is like it.
+    """
     known = {p.weight_format for p in profile.predictors}
     if wanted in known:
         return None
-    found = next((x for x in FILE_SUBSTITUTES.get(wanted, ()) if x in known), None)
-    return None if found is None else Substitution(wanted.value, found.value)
+    source = next((x for x in FILE_SUBSTITUTES.get(wanted, ()) if x in known), None)
+    return None if source is None else Substitution(wanted.value, source.value)
 
 
 def with_file_formats(profile: DeviceProfile) -> DeviceProfile:
-    """Return the profile with records of files' formats: those that it lacks are made of their
-    substitutes', kind by kind, for a profile may have matmuls of a format and nothing else.
+    """Return the profile with records of files' formats.
+
+    Those that it lacks are made of their substitutes', kind by kind, for a profile may have matmuls
+    of a format and nothing else.
     """
     predictors: tuple[MatMulPredictor, ...] = profile.predictors
     preparation: tuple[PreparationPredictor, ...] = profile.preparation_predictors
@@ -130,7 +135,7 @@ OfFormat = TypeVar("OfFormat", MatMulPredictor, PreparationPredictor, Contention
 
 
 def _sources(records: Sequence[OfFormat], wanted: WeightFormat) -> list[OfFormat]:
-    """Return the records that stand in for a file's format; none where it has its own."""
+    """Return the records that are proxies of a file's format; none where it has its own."""
     known = {record.weight_format for record in records}
     if wanted in known:
         return []

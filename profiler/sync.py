@@ -26,7 +26,7 @@ SLEEPS_S: Final = (50e-6, 200e-6, 1e-3)
 
 @dataclass(frozen=True, kw_only=True)
 class SyncPolicy:
-    """How synchronisation is timed.
+    """Policy of timing synchronisation.
 
     small       elements of the operation that stands for an empty kernel
     medium      elements of one that takes some tens of microseconds
@@ -70,7 +70,7 @@ def measure_device(
     device.set_timing(True)
     try:
         waits, notes = _waits(device, clock, policy.more_waits * repeats, policy)
-        ring_s = _ring(device, clock, repeats, policy)
+        ring_s = _signal(device, clock, repeats, policy)
     finally:
         device.set_timing(False)
     return DeviceSync(
@@ -116,7 +116,10 @@ def _median(clock: Clock, action: Callable[[], object], repeats: int) -> float:
 def _median_after_idle(
     clock: Clock, action: Callable[[], object], repeats: int, idle_s: float
 ) -> float:
-    """As `_median`, but the device has been idle before: its worker or clock has gone to sleep."""
+    """Do the same as `_median` after the device was idle.
+
+    Its worker or clock has gone to sleep.
+    """
     times = []
     for _ in range(repeats):
         clock.sleep(idle_s)
@@ -127,7 +130,7 @@ def _median_after_idle(
 
 
 def _queue(clock: Clock, call: BoundCall, repeats: int, policy: SyncPolicy) -> tuple[float, float]:
-    """(host time of one submit behind others, time of one launch in a full queue)."""
+    """Return (host time of one submit after others, time of one launch in a full queue)."""
     submits, eaches = [], []
     for _ in range(max(3, repeats // 6)):
         start_s = clock.now()
@@ -140,10 +143,12 @@ def _queue(clock: Clock, call: BoundCall, repeats: int, policy: SyncPolicy) -> t
 
 
 def _fused(device: Device, clock: Clock, repeats: int, policy: SyncPolicy) -> float | None:
-    """A launch in a full queue less one in a chain, both in turns and behind longer ones, during
-    which they are submitted; None where calls are not chained, or a chain does not compile.
+    """Return the time of a launch in a full queue less that of one in a fused launch.
+
+    Both in turns and after longer ones, during which they are submitted; None where calls are not
+    fused, or a fused launch does not compile.
     """
-    call, lead = _call(device, policy.small), _call(device, policy.medium)
+    call, warm_up = _call(device, policy.small), _call(device, policy.medium)
     try:
         fused = device.fuse([[[call]] * policy.queue]) if call.fusible else None
     except KernelBuildError:  # as for a model, which then decodes call by call
@@ -154,7 +159,7 @@ def _fused(device: Device, clock: Clock, repeats: int, policy: SyncPolicy) -> fl
     for _ in range(max(3, repeats // 6)):
         times = []
         for calls in ([call] * policy.queue, fused):
-            before = [lead.submit() for _ in range(policy.queue)]
+            before = [warm_up.submit() for _ in range(policy.queue)]
             behind = [each.submit() for each in calls]
             before[-1].wait(policy.deadline_s)
             start_s = clock.now()
@@ -164,22 +169,23 @@ def _fused(device: Device, clock: Clock, repeats: int, policy: SyncPolicy) -> fl
     return max(statistics.median(saved), 0.0)
 
 
-def _ring(device: Device, clock: Clock, repeats: int, policy: SyncPolicy) -> float | None:
-    """From opening a gate until a flag behind it starts by the device's clock, or is seen where it
-    has none; None where there are no gates.
+def _signal(device: Device, clock: Clock, repeats: int, policy: SyncPolicy) -> float | None:
+    """Return the seconds from a signal until a flag after the wait starts.
+
+    By the device's clock, or until it is seen where it has none; None where there are no signals.
     """
     flag = device.flag()
-    bell = device.stream_signal() if flag is not None else None
-    if flag is None or bell is None:
+    signal = device.stream_signal() if flag is not None else None
+    if flag is None or signal is None:
         return None
-    bell.reset()
+    signal.reset()
     times = []
     for _ in range(repeats):
-        bell.wait_value.submit()
+        signal.wait_value.submit()
         end = flag.submit()
         clock.sleep(policy.idle_s)
         start_s = clock.now()
-        bell.signal()
+        signal.signal()
         _poll(end, clock, policy.deadline_s)
         seen_s, span = clock.now(), end.span()
         times.append((span[0] if span is not None else seen_s) - start_s)
@@ -189,9 +195,10 @@ def _ring(device: Device, clock: Clock, repeats: int, policy: SyncPolicy) -> flo
 def _waits(
     device: Device, clock: Clock, repeats: int, policy: SyncPolicy = DEFAULT
 ) -> tuple[dict[str, float], dict[str, str]]:
-    """Added latency of each way to learn of a kernel's end: from its end by the device's clock, all
-    ways in turns. Without such a clock what a launch takes over its time in a full queue; that
-    contains the start in an empty one.
+    """Return added latency of each way to learn of a kernel's end.
+
+    From its end by the device's clock, all ways in turns. Without such a clock what a launch takes
+    over its time in a full queue; that contains the start in an empty one.
     """
     call = _call(device, policy.medium)
     call.run()
@@ -234,7 +241,9 @@ def _pass(clock: Clock) -> None:
 
 
 def _copy(device: Device, clock: Clock) -> tuple[float, float]:
-    """(fixed seconds, seconds per byte) of copying between a pool buffer and other memory."""
+    """Return (fixed seconds, seconds per byte) of copying between a pool buffer and other
+    memory.
+    """
     points = []
     for nbytes in COPIED_BYTES:
         source, target = HostBuffer(nbytes), device.allocate(nbytes)
@@ -248,14 +257,14 @@ def _copy(device: Device, clock: Clock) -> tuple[float, float]:
 
 
 def _mapping(device: Device, clock: Clock, repeats: int, width: int) -> float:
-    """Mapping a buffer that the device knows: what zero copies cost instead of a copy."""
+    """Return mapping a buffer that the device knows: what zero copies cost instead of a copy."""
     tensor = new_tensor((1, width))
     device.map(tensor.buffer)
     return _median(clock, lambda: device.map(tensor.buffer), repeats)
 
 
 def measure_sleep(clock: Clock, wanted_s: float, slack_ns: int | None, repeats: int) -> Sleep:
-    """How late sleeps of so many seconds return, with the timer slack that the caller has set."""
+    """Return how late sleeps of so many seconds return, with the caller's timer slack."""
     late = lateness(clock, wanted_s, repeats)
     return Sleep(
         requested_s=wanted_s,
@@ -266,7 +275,7 @@ def measure_sleep(clock: Clock, wanted_s: float, slack_ns: int | None, repeats: 
 
 
 def _thread_wake(repeats: int) -> float:
-    """From setting an event to the waiting thread running, by the wall clock."""
+    """Return the seconds from setting an event to the waiting thread running, by the wall clock."""
     wake, ready = threading.Event(), threading.Event()
     woken: list[float] = []
     running = True

@@ -7,8 +7,10 @@ from typing import NamedTuple
 
 
 class TableData(NamedTuple):
-    """A titled table; `note` stands under the title. The first `lead` cells of a row name it;
-    `numbers` are columns that line up at the right.
+    """A titled table.
+
+    `note` stands under the title. The first `lead` cells of a row name it; `numbers` are columns
+    that line up at the right.
     """
 
     title: str
@@ -20,7 +22,7 @@ class TableData(NamedTuple):
 
 
 def markdown_table(table: TableData) -> str:
-    """The rows alone."""
+    """Return the rows alone."""
     rule = ("---:" if name in table.numbers else "---" for name in table.head)
     return "\n".join([_row(table.head), f"|{'|'.join(rule)}|", *map(_row, table.rows)])
 

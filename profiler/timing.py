@@ -14,37 +14,38 @@ from hetero.profiler.interference import Interference, NoInterference, longest_w
 
 @dataclass(frozen=True, kw_only=True)
 class TimingPolicy:
-    """How launches are batched and led, and what counts as out of cache. Seconds where a name ends
-    in `_s`, bytes where it ends in `_bytes`.
+    """Policy of batching launches, of warm-up launches, and of what counts as out of cache.
+
+    Seconds where a name ends in `_s`, bytes where it ends in `_bytes`.
 
     Caches:
 
-    cache_bytes       size of the last-level cache where the system does not tell it
+    cache_bytes       size of the last-level cache where the system does not report it
     colder            so many times that cache is read to push everything out of it,
-    most_cold_bytes   and at most so much
+    max_cold_bytes    and at most so much
     uses              of a blocking call of a small model before it is timed, if they read no more
                       than the caches hold
 
     Copies of a weight, that launches of one batch take turns with:
 
     copied_bytes      in all, as far as the number of copies allows
-    least_copies
-    most_copies
+    min_copies
+    max_copies
     kept_bytes        kernels beyond this are dropped, least recently used first
 
-    Leads, the calls before a timed one:
+    Warm-up launches, the calls before a timed one:
 
-    lead_size         n, k of their weight
-    lead_s            how long they run in an asynchronous device's queue: a core that was idle
+    warm_up_size      n, k of their weight
+    warm_up_s         how long they run in an asynchronous device's queue: a core that was idle
                       takes some time to full speed
-    most_leads        and at most so many
-    lead_calls        where calls block
-    late              share of a batch's time that the leads' end may be seen late by
+    max_warm_ups      and at most so many
+    warm_up_calls     where calls block
+    late              share of a batch's time that the warm-ups' end may be seen late by
 
     Batches:
 
     batch_s           launches are batched up to this long, so that submission is hidden
-    longest_batch     launches of a small model's batch: so many are submitted while the leads run
+    longest_batch     launches of a small model's batch, which are submitted while the warm-ups run
     held_up_s         a launch that is longer makes no batch, whatever held it up
     repeats           further launches that are timed before the length of a batch is chosen
     small_repeats     of a small model, where they cost little
@@ -53,18 +54,18 @@ class TimingPolicy:
 
     cache_bytes: int = 1 << 25
     colder: int = 4
-    most_cold_bytes: int = 1 << 29
+    max_cold_bytes: int = 1 << 29
     uses: int = 4
 
     copied_bytes: int = 1 << 25
-    least_copies: int = 4
-    most_copies: int = 64
+    min_copies: int = 4
+    max_copies: int = 64
     kept_bytes: int = 1 << 31
 
-    lead_size: tuple[int, int] = (512, 512)
-    lead_s: float = 3e-3
-    most_leads: int = 256
-    lead_calls: int = 2
+    warm_up_size: tuple[int, int] = (512, 512)
+    warm_up_s: float = 3e-3
+    max_warm_ups: int = 256
+    warm_up_calls: int = 2
     late: float = 0.02
 
     batch_s: float = 4e-3
@@ -74,12 +75,15 @@ class TimingPolicy:
     small_repeats: int = 2
     polled_s: float = 0.1
 
-    def leads(self, seconds: float, each_s: float) -> int:
-        """How many leads keep a queue at work for so long."""
-        return int(min(max(seconds / each_s, 1), self.most_leads))
+    def warm_ups(self, seconds: float, each_s: float) -> int:
+        """Return how many leads keep a queue at work for so long."""
+        return int(min(max(seconds / each_s, 1), self.max_warm_ups))
 
     def batch(self, each_s: float, most: int) -> int:
-        """Launches that take `batch_s` together, if each takes so many seconds; at most `most`."""
+        """Return launches that take `batch_s` together, if each takes so many seconds.
+
+        At most `most`.
+        """
         return int(min(max(self.batch_s / each_s, 1), most))
 
 
@@ -103,26 +107,27 @@ def last_level_cache_bytes() -> int | None:
 
 
 def cold_bytes(policy: TimingPolicy = DEFAULT) -> int:
-    """Reading that pushes everything out of the caches."""
+    """Return reading that pushes everything out of the caches."""
     cache = last_level_cache_bytes() or policy.cache_bytes
-    return min(policy.colder * cache, policy.most_cold_bytes)
+    return min(policy.colder * cache, policy.max_cold_bytes)
 
 
-def time_behind(
-    leads: Sequence[BoundCall],
+def time_after(
+    warm_ups: Sequence[BoundCall],
     calls: Sequence[BoundCall],
     clock: Clock,
     interference: Interference | None = None,
     policy: TimingPolicy = DEFAULT,
 ) -> tuple[float, float]:
-    """Seconds of calls in a queue, from the end of those that lead; of which that end may have been
-    seen late, because a thread of ours waited for a core.
+    """Return the seconds of calls in a queue, from the end of their warm-up launches.
+
+    Of which that end may have been seen late, because a thread of ours waited for a core.
     """
     interference = interference or NoInterference()
     before = interference.waits_s()
-    lead = [call.submit() for call in leads][-1]
+    warm_up = [call.submit() for call in warm_ups][-1]
     batch = [call.submit() for call in calls]
-    poll_until_done(lead, clock, policy)
+    poll_until_done(warm_up, clock, policy)
     start_s = clock.now()
     late_s = longest_wait_s(before, interference.waits_s())
     poll_until_done(batch[-1], clock, policy)
@@ -147,8 +152,10 @@ def time_calls(calls: Sequence[BoundCall], device: Device, clock: Clock) -> floa
 
 
 def poll_until_done(completion: Completion, clock: Clock, policy: TimingPolicy = DEFAULT) -> None:
-    """Return as soon as a launch is complete. A thread that sleeps wakes 0.1 ms late or, now and
-    then, milliseconds: seen so late, the leads' end makes a batch look short, and its own end long.
+    """Return as soon as a launch is complete.
+
+    A thread that sleeps wakes 0.1 ms late or, now and then, milliseconds: seen so late, the leads'
+    end makes a batch look short, and its own end long.
     """
     give_up_s = clock.now() + policy.polled_s
     while not isinstance(clock, ManualClock) and clock.now() < give_up_s:

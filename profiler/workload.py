@@ -8,8 +8,8 @@ model that a profile is taken for: a small one's stay in the caches.
 Only the weight shall be cold. In a step the same code ran a moment ago and the GPU's worker is
 awake; after so much reading the first call would also pay for its instructions, page tables and a
 sleeping core (70 to 150 µs on a PC: more than a small matmul of one token, a tenth of one of 64).
-So a launch follows a *lead*, the same kernel on a small weight: on an asynchronous device right
-before it in the queue.
+So a launch follows a *warm-up launch*, the same kernel on a small weight: on an asynchronous device
+right before it in the queue.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from hetero.backends.weights import (
 from hetero.profiler.grid import Task
 from hetero.profiler.interference import Interference, NoInterference, longest_wait_s
 from hetero.profiler.predict import weight_bytes
-from hetero.profiler.timing import DEFAULT, TimingPolicy, cold_bytes, time_behind, time_calls
+from hetero.profiler.timing import DEFAULT, TimingPolicy, cold_bytes, time_after, time_calls
 
 # Storages of a usual GGUF file (Q4_K_M), and how many of its weights each has.
 USUAL_PARTS: Final = ((StorageFormat.Q4_K, 0.8), (StorageFormat.Q6_K, 0.2))
@@ -56,8 +56,9 @@ def usual_rows(n: int) -> list[tuple[StorageFormat, int]]:
 
 
 class WeightPool:
-    """Random weights of any shape as views of one block of memory per storage format, and of one
-    with their scales. Weights of `nbytes` in all lie in places of their own.
+    """Random weights of any shape as views of one block of memory per storage format.
+
+    And of one with their scales. Weights of `nbytes` in all are in places of their own.
     """
 
     def __init__(self, nbytes: int, seed: int = 0) -> None:
@@ -68,8 +69,9 @@ class WeightPool:
         self._scales: dict[tuple[StorageFormat, int], Any] = {}
 
     def weight(self, storage: StorageFormat, n: int, k: int) -> PackedWeight:
-        """The next weight: another place in memory each time, until the block is used up. A mixed
-        one has the parts of a usual file.
+        """Return the next weight: another place in memory each time, until the block is used up.
+
+        A mixed one has the parts of a usual file.
         """
         if storage is StorageFormat.MIXED:
             rows = usual_rows(n)
@@ -91,19 +93,21 @@ class WeightPool:
         return stacked([self.weight(USUAL_PARTS[0][0], n, k)])
 
     def weights(self, op: MatMul) -> dict[str, WeightValue]:
-        """What a matmul without a bias takes: the next weight, and the scale of its input, which is
-        standard normal here.
+        """Return what a matmul without a bias takes.
+
+        The next weight, and the scale of its input, which is standard normal here.
         """
-        found: dict[str, WeightValue] = {
+        values: dict[str, WeightValue] = {
             "weight": self.weight(op.weight_format.storage, op.n, op.k)
         }
         if op.weight_format.activations.static:
-            found["x_scale"] = np.full(1, 4 / op.weight_format.activations.largest, np.float32)
-        return found
+            values["x_scale"] = np.full(1, 4 / op.weight_format.activations.largest, np.float32)
+        return values
 
     def _block_scales(self, storage: StorageFormat, n: int, k: int) -> npt.NDArray[Any]:
-        """Return scales of blocks, those of 16 rows again and again: they are numbers of several
-        types, and not every byte will do.
+        """Return scales of blocks, repeating the scales of 16 rows.
+
+        They are numbers of several types, and not every byte will do.
         """
         if (storage, k) not in self._scales:
             rows = self._rng.standard_normal((ROWS_OF_BLOCK, k), dtype=np.float32)
@@ -148,8 +152,9 @@ class WeightPool:
 
 @dataclass
 class Runner:
-    """One task's calls, one for each copy of its weight. `cycle` counts launches; `lead` has the
-    calls that go before a timed one.
+    """One task's calls, one for each copy of its weight.
+
+    `cycle` counts launches; `warm_ups` has the calls that go before a timed one.
     """
 
     device: Device
@@ -160,10 +165,10 @@ class Runner:
     batch: int = 1
     cycle: int = 0
     last_read: list[int] = field(default_factory=list)
-    lead: list[BoundCall] = field(default_factory=list)
+    warm_ups: list[BoundCall] = field(default_factory=list)
 
     def next_copies(self, count: int | None = None) -> list[int]:
-        """Indices of the copies that the next `count` launches use (default: a batch)."""
+        """Return indices of the copies that the next `count` launches use (default: a batch)."""
         first, count = self.cycle, count or self.batch
         self.cycle += count
         return [(first + i) % len(self.calls) for i in range(count)]
@@ -183,7 +188,7 @@ class Workload:
 
     caches    bytes of reading that leave nothing in them; 0: never read
     cold      bytes that are read between two uses of a weight
-    small     whether weights may so lie in the caches
+    small     whether weights may so stay in the caches
     policy    the numbers that all timing depends on
     """
 
@@ -217,7 +222,7 @@ class Workload:
         self._leads: dict[Task, list[BoundCall]] = {}
 
     def runner(self, task: Task) -> Runner:
-        """Bound calls of a task, made when first asked for."""
+        """Return the bound calls of a task, made at first use."""
         if task not in self._runners:
             self._runners[task] = self._bind(task, self._prepare(task))
         key = (task.device, task.op)
@@ -238,9 +243,10 @@ class Workload:
             runner.last_read[copy] = self.read_bytes
 
     def _use(self, runner: Runner, copies: list[int]) -> None:
-        """Launch these copies, not timed, as a step before would. In a small model a call's last
-        use is no longer ago than reading all its weights, and its weight, code and session are
-        still in the caches; here other tasks came between.
+        """Launch these copies, not timed, as a step before would.
+
+        In a small model a call's last use is no longer ago than reading all its weights, and its
+        weight, code and session are still in the caches; here other tasks came between.
 
         A blocking call is used as several steps would: what the other tasks have pushed out comes
         to lie where it is pushed out first, and stays only when it has been used again.
@@ -261,7 +267,7 @@ class Workload:
             self._use(runner, copies)
         self.evict(runner, copies)
         before = self.interference.waits_s()
-        seconds = self._behind_lead(runner, copies)
+        seconds = self._after_warm_ups(runner, copies)
         if seconds is None:
             # A batch that was seen late is forgotten. To read the counters pushes a blocking
             # call's code out of the caches, as the large weight of a call before it does.
@@ -272,31 +278,30 @@ class Workload:
         waited_s = longest_wait_s(before, self.interference.waits_s())
         return seconds / len(copies), waited_s / len(copies)
 
-    def _behind_lead(self, runner: Runner, copies: list[int]) -> float | None:
-        """Seconds of a batch in a queue, from the end of its leads on.
+    def _after_warm_ups(self, runner: Runner, copies: list[int]) -> float | None:
+        """Return the seconds of a batch in a queue, from the end of its warm-up launches.
 
-        None where the batch is still to be launched: where there is no queue (the leads have run
+        None where the batch is still to be launched: where there is no queue (the warm-ups have run
         then), or if a thread of ours had to wait for a core meanwhile, because who sees the leads'
         end late finds the batch too short.
         """
-        if not runner.lead or not runner.device.capabilities.asynchronous:
-            for call in runner.lead:
+        if not runner.warm_ups or not runner.device.capabilities.asynchronous:
+            for call in runner.warm_ups:
                 call.run()
             return None
         calls = [runner.calls[copy] for copy in copies]
-        seconds, late_s = time_behind(
-            runner.lead, calls, self.clock, self.interference, self.policy
+        seconds, late_s = time_after(
+            runner.warm_ups, calls, self.clock, self.interference, self.policy
         )
         if late_s <= self.policy.late * seconds:
             return seconds
         self.evict(runner, copies)
         return None
 
-    def warm_up(
-        self, runner: Runner, repeats: int | None = None, most_s: float = math.inf
-    ) -> float:
-        """Launch every copy once, as far as `most_s` reaches, then choose how many launches make a
-        batch. Returns seconds.
+    def warm_up(self, runner: Runner, repeats: int | None = None, max_s: float = math.inf) -> float:
+        """Launch every copy once within `max_s`, then choose how many launches make a batch.
+
+        Returns seconds.
 
         The length of a batch follows from the shortest of several timings (`repeats`, or the
         policy's): one that was held up would make batches of one launch, and each sample the time
@@ -307,7 +312,7 @@ class Workload:
         start_s = self.clock.now()
         for copy in range(len(runner.calls)):
             runner.launch([copy])
-            if self.clock.now() - start_s > most_s:
+            if self.clock.now() - start_s > max_s:
                 break
         seconds = self.time(runner)
         if runner.device.capabilities.asynchronous and 0 < seconds < policy.held_up_s:
@@ -322,7 +327,7 @@ class Workload:
         return seconds
 
     def activation(self, name: str, rows: int, width: int) -> Tensor:
-        """A [rows, width] float32 tensor in memory that all tasks share, filled once."""
+        """Return a [rows, width] float32 tensor in memory that all tasks share, filled once."""
         nbytes = 4 * rows * width
         if name not in self._activations or self._activations[name].nbytes < nbytes:
             buffer = self._allocate(nbytes)
@@ -338,7 +343,7 @@ class Workload:
         self._leads.clear()
 
     def make_runner(self, task: Task, *, copies: int) -> Runner:
-        """A runner of its own, with so many copies of the weight; the caller keeps it."""
+        """Return a runner of its own, with so many copies of the weight; the caller keeps it."""
         return self._bind(task, self._kernels_of(task, copies))
 
     def _bind(self, task: Task, prepared: _Prepared) -> Runner:
@@ -348,12 +353,12 @@ class Workload:
         calls = [kernel.bind(tensors, task.m) for kernel in prepared.kernels]
         long_ago = [-self.cold] * len(calls)
         device = self.devices[task.device]
-        lead = self._lead(task)
-        return Runner(device, calls, prepared.weights, x, y, last_read=long_ago, lead=lead)
+        warm_ups = self._warm_ups(task)
+        return Runner(device, calls, prepared.weights, x, y, last_read=long_ago, warm_ups=warm_ups)
 
-    def _lead(self, task: Task) -> list[BoundCall]:
-        """Calls of a small weight to go before those of a task."""
-        n, k = self.policy.lead_size
+    def _warm_ups(self, task: Task) -> list[BoundCall]:
+        """Return calls of a small weight to go before those of a task."""
+        n, k = self.policy.warm_up_size
         small = task._replace(n=n, k=k)
         if small not in self._leads:
             tensors = {
@@ -365,19 +370,19 @@ class Workload:
         return self._leads[small]
 
     def _long_enough(self, call: BoundCall, device: DeviceKind) -> list[BoundCall]:
-        """So many of a call that they keep a queue busy for `lead_s`."""
+        """Return so many of a call that they keep a queue busy for `warm_up_s`."""
         policy = self.policy
         if not self.devices[device].capabilities.asynchronous:
-            return [call] * policy.lead_calls
+            return [call] * policy.warm_up_calls
         call.run()
         start_s = self.clock.now()
         call.run()
         if self.clock.now() - start_s >= policy.held_up_s:  # as many more would take seconds
             return [call]
         start_s = self.clock.now()
-        [call.submit() for _ in range(policy.most_copies)][-1].wait()
-        each_s = max((self.clock.now() - start_s) / policy.most_copies, 1e-6)
-        return [call] * policy.leads(policy.lead_s, each_s)
+        [call.submit() for _ in range(policy.max_copies)][-1].wait()
+        each_s = max((self.clock.now() - start_s) / policy.max_copies, 1e-6)
+        return [call] * policy.warm_ups(policy.warm_up_s, each_s)
 
     def _prepare(self, task: Task) -> _Prepared:
         key = (task.device, task.op)
@@ -385,7 +390,7 @@ class Workload:
             device = self.devices[task.device]
             copies = 1
             if device.capabilities.asynchronous:
-                least, most = self.policy.least_copies, self.policy.most_copies
+                least, most = self.policy.min_copies, self.policy.max_copies
                 size = int(weight_bytes(task.weight_format, task.n, task.k))
                 places = max(self.pool.nbytes // size, 1)  # where copies share none
                 copies = min(max(self._copied // size, least), most, places)

@@ -27,7 +27,10 @@ CHUNKED_AT: Final = 1 << 20  # a prompt longer than any chunk
 
 
 def force(planner: Planner, scenario: Scenario, strategy: str) -> Solution:
-    """The step under a named strategy. Raises `PlanError` where it is unknown or cannot run."""
+    """Return the step under a named strategy.
+
+    Raises `PlanError` where it is unknown or cannot run.
+    """
     if strategy == "auto":
         return planner.solve(scenario)
     planner = planner.with_heads(())  # which cuts no attention
@@ -43,14 +46,14 @@ def force(planner: Planner, scenario: Scenario, strategy: str) -> Solution:
 
 
 def _single(planner: Planner, scenario: Scenario, kind: DeviceKind) -> Solution:
-    found = planner.single(scenario, kind)
-    if found is None:
+    solution = planner.single(scenario, kind)
+    if solution is None:
         raise PlanError(
             f"{kind}-only: profile {planner.profile.name} has no {kind.upper()} kernels for "
             f"{planner.spec.name} in {scenario.phase} at {scenario.m} tokens: choose another "
             "strategy"
         )
-    return found
+    return solution
 
 
 def layer_level(planner: Planner, scenario: Scenario) -> Solution:
@@ -59,10 +62,10 @@ def layer_level(planner: Planner, scenario: Scenario) -> Solution:
     options: dict[OpName, list[Option]] = {}
     for name in _matmuls(planner):
         m = 1 if name == "lm_head" else scenario.m
-        found = chooser.options(planner.space(name), m)
-        options[name] = [o for o in found if not o.is_cut and o.strategy != "multi-sequence-cut"]
+        choices = chooser.options(planner.space(name), m)
+        options[name] = [o for o in choices if not o.is_cut and o.strategy != "multi-sequence-cut"]
         if len(options[name]) < 2:
-            options[name] = [o for o in found if not o.is_cut]
+            options[name] = [o for o in choices if not o.is_cut]
     return planner.solve(scenario, options=options)
 
 
@@ -100,7 +103,7 @@ def _npu(planner: Planner, scenario: Scenario, strategy: str) -> Solution:
 
 
 def online_s(planner: Planner, m: int, strategy: str) -> float:
-    """Seconds that a prompt of m tokens waits for its graphs: those that no one has prepared."""
+    """Return the seconds that a prompt of m tokens waits for its graphs that are not prepared."""
     online = strategy == "online-prepare" and m not in planner.sizes
     return planner.preparation_s(m) if online else 0.0
 
@@ -121,7 +124,7 @@ def _whole(planner: Planner, name: OpName) -> list[Option]:
 
 
 def _padding(m: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """The next graph; several of the largest for more."""
+    """Return the next graph; several of the largest for more."""
     largest = sizes[-1] if sizes else m
     whole, left = divmod(m, largest)
     fitting = [g for g in sizes if g >= left]
@@ -161,8 +164,9 @@ def chunk_tokens(planner: Planner, m: int) -> int:
 
 
 def longest_step(planner: Planner, strategy: str) -> int | None:
-    """Tokens of the longest call under a strategy: a chunk, or what the planner's calls hold; what
-    one graph holds where the NPU runs everything in graphs. None where nothing limits it.
+    """Tokens of the longest call under a strategy: a chunk, or what the planner's calls hold.
+
+    What one graph holds where the NPU runs everything in graphs. None where nothing limits it.
     """
     chunk = chunk_tokens(planner, CHUNKED_AT) if strategy == "chunked" else None
     in_graphs = strategy == "npu-only" and "npu" in planner.non_matmul_devices(1)

@@ -56,10 +56,10 @@ def make_plan(
         planner, scenarios_of(calls.seq_lens), objective, calls, notes
     )
     notes += _share_notes(request, solutions)
-    found = assemble(planner, solutions, request, notes)
+    plan = assemble(planner, solutions, request, notes)
     flights = in_flight_of(planner, solutions, request)
     more = {"in_flight": flights} | _drawn(planner.whole, request)
-    return found.model_copy(update={"solve_s": clock() - start_s} | more)
+    return plan.model_copy(update={"solve_s": clock() - start_s} | more)
 
 
 def assemble(
@@ -72,8 +72,10 @@ def assemble(
     longest: int | None = None,
     decoder: Planner | None = None,
 ) -> ExecutionPlan:
-    """The document of solutions for the request's prompts, which run in calls of at most `longest`
-    tokens (None: of the planner's). A `decoder` of its own decodes, and has the output head.
+    """Return the document of solutions for the request's prompts.
+
+    They run in calls of at most `longest` tokens (None: of the planner's). A `decoder` of its own
+    decodes, and has the output head.
     """
     spec, profile = planner.spec, planner.profile
     separate = decoder is not None and decoder is not planner
@@ -122,7 +124,10 @@ def assemble(
 
 
 def attention_of(planner: Planner, solutions: Iterable[Solution]) -> tuple[AttentionShare, ...]:
-    """Who has which heads of attention in each prompt's call; nothing where no call shares them."""
+    """Return which device has which heads of attention in each prompt's call.
+
+    Nothing where no call shares them.
+    """
     calls = [s for s in solutions if s.scenario.phase == "prefill"]
     if not any(s.heads for s in calls):
         return ()
@@ -130,7 +135,7 @@ def attention_of(planner: Planner, solutions: Iterable[Solution]) -> tuple[Atten
 
 
 def share_of(planner: Planner, call: Solution) -> AttentionShare:
-    """The heads of one call's attention."""
+    """Return the heads of one call's attention."""
     every, chosen = planner.spec.kv_heads, call.attention
     gpu = every - call.heads if call.non_matmul.device == "gpu" else 0
     return AttentionShare(
@@ -144,24 +149,24 @@ def share_of(planner: Planner, call: Solution) -> AttentionShare:
 
 
 def errors_of(profile: DeviceProfile, weight_format: WeightFormat) -> dict[Phase, float]:
-    """By phase, the mean relative error of the device that is predicted worse."""
-    found: dict[Phase, float] = {}
+    """Return by phase the mean relative error of the device that is predicted worse."""
+    errors: dict[Phase, float] = {}
     for predictor in profile.predictors:
         if predictor.weight_format is weight_format:
             for entry in predictor.validation:
-                found[entry.phase] = max(found.get(entry.phase, 0.0), entry.mape)
-    return found
+                errors[entry.phase] = max(errors.get(entry.phase, 0.0), entry.mape)
+    return errors
 
 
 def _drawn(planner: Planner, request: PlanRequest) -> dict[str, object]:
-    """What only a report needs."""
+    """Return what only a report needs."""
     if not request.curves:
         return {}
     scenarios = scenarios_of(request.in_calls(planner.step_tokens).seq_lens)
-    found: dict[str, object] = {"curves": strategy_curves(planner, request.seq_lens)}
+    report: dict[str, object] = {"curves": strategy_curves(planner, request.seq_lens)}
     if planner.power is not None:
-        found["front"] = front(planner, scenarios)
-    return found
+        report["front"] = front(planner, scenarios)
+    return report
 
 
 def residency_of(planner: Planner, solutions: Iterable[Solution]) -> dict[OpName, Residency]:
@@ -186,7 +191,10 @@ def entries(
     pipe: bool = False,
     decoder: Planner | None = None,
 ) -> Iterable[OpPlan]:
-    """The plan's entries: one for each matmul and scenario; the output head once per phase."""
+    """Return the plan's entries: one for each matmul and scenario.
+
+    The output head once per phase.
+    """
     heads: set[str] = set()
     decoder = decoder or planner
     for solution in solutions:
@@ -196,11 +204,11 @@ def entries(
                 continue
             heads.update([scenario.phase] if name == "lm_head" else [])
             own = decoder if name == "lm_head" or scenario.phase == "decode" else planner
-            found = entry(own, scenario, name, option, pipe=pipe)
+            planned = entry(own, scenario, name, option, pipe=pipe)
             if reasons is not None:
-                others = reasons.explain(own, solution, name, found.m or 1)
-                found = found.model_copy(update={"candidates": others})
-            yield found
+                others = reasons.explain(own, solution, name, planned.m or 1)
+                planned = planned.model_copy(update={"candidates": others})
+            yield planned
 
 
 def entry(
@@ -211,8 +219,9 @@ def entry(
     *,
     pipe: bool = False,
 ) -> OpPlan:
-    """One matmul, without what lost. The output head sees one token in either phase and holds for
-    every length.
+    """One matmul, without what lost.
+
+    The output head sees one token in either phase and holds for every length.
     """
     space = planner.space(name)
     head = name == "lm_head"
@@ -245,18 +254,18 @@ def totals_of(
     """Prompts of these lengths, rising, in calls that are solved; then decoding."""
     solved = {s.scenario: s for s in solutions}
     calls = {s.scenario.m: s for s in solved.values() if s.scenario.phase == "prefill"}
-    found = [
+    totals = [
         _prompt_total(planner, tokens, split(tokens, (), longest or tokens), calls)
         for tokens in sorted(set(prompts))
     ]
     decode = [s for s in solved.values() if s.scenario.phase == "decode"]
-    return (*found, *(_decode_total(decoder or planner, s) for s in decode))
+    return (*totals, *(_decode_total(decoder or planner, s) for s in decode))
 
 
 def _prompt_total(
     planner: Planner, tokens: int, steps: Sequence[int], solved: Mapping[int, Solution]
 ) -> Total:
-    """A prompt in calls that are solved as if each came first."""
+    """Return a prompt in calls that are solved as if each came first."""
     done = prompt_of(
         planner.evaluate(scenario, known.options, known.non_matmul.device, heads=known.heads)
         for scenario in call_scenarios(steps)
@@ -272,14 +281,14 @@ def _prompt_total(
 def _decode_total(planner: Planner, solution: Solution) -> Total:
     alone = {kind: planner.whole_rows.single(solution.scenario, kind) for kind in KINDS}
     singles = {kind: s and Prompt((s,)) for kind, s in alone.items()}
-    found = _total(planner, Prompt((solution,)), singles)
-    return found.model_copy(update={"context": planner.settings.context})
+    total = _total(planner, Prompt((solution,)), singles)
+    return total.model_copy(update={"context": planner.settings.context})
 
 
 def _total(planner: Planner, done: Prompt, singles: Mapping[DeviceKind, Prompt | None]) -> Total:
-    """Time of a prompt or of a decode step beside the best single device's."""
-    alone = {kind: found for kind, found in singles.items() if found is not None}
-    best = min(alone.values(), key=lambda found: found.seconds, default=done)
+    """Return the time of a prompt or of a decode step, with the best single device's."""
+    alone = {kind: single for kind, single in singles.items() if single is not None}
+    best = min(alone.values(), key=lambda single: single.seconds, default=done)
     first, tokens = done.calls[0], sum(done.steps)
     return Total(
         phase=first.scenario.phase,
@@ -287,7 +296,7 @@ def _total(planner: Planner, done: Prompt, singles: Mapping[DeviceKind, Prompt |
         predicted_s=done.seconds,
         tokens_per_s=tokens / done.seconds,
         best_single_device_s=best.seconds,
-        single_devices={kind: found.seconds for kind, found in alone.items()},
+        single_devices={kind: single.seconds for kind, single in alone.items()},
         energy_j=done.joules,
         best_single_device_j=best.joules,
         rest_s=seconds_by_kind(planner.spec, first.non_matmul),
@@ -295,15 +304,15 @@ def _total(planner: Planner, done: Prompt, singles: Mapping[DeviceKind, Prompt |
 
 
 def numbers_of(profile: DeviceProfile) -> Numbers:
-    """What kind of numbers a plan of this profile has."""
+    """Return what kind of numbers a plan of this profile has."""
     simulated = any(d.numbers == "simulated" for d in profile.devices.values())
     return "simulated" if simulated else "predicted"
 
 
 def non_matmul_devices_of(solutions: Sequence[Solution]) -> NonMatmulDevices:
-    """The device of each phase; its scenarios agree."""
-    found = {s.scenario.phase: s.non_matmul.device for s in solutions}
-    return NonMatmulDevices(prefill=found["prefill"], decode=found["decode"])
+    """Return the device of each phase; its scenarios agree."""
+    devices = {s.scenario.phase: s.non_matmul.device for s in solutions}
+    return NonMatmulDevices(prefill=devices["prefill"], decode=devices["decode"])
 
 
 def _share_notes(request: PlanRequest, solutions: Sequence[Solution]) -> list[str]:

@@ -24,8 +24,9 @@ class Reasons:
     def explain(
         self, planner: Planner, solution: Solution, name: OpName, m: int
     ) -> tuple[Candidate, ...]:
-        """Candidates for a matmul by time, the best tiling of each strategy, entered after a GPU
-        kernel.
+        """Return a matmul's candidates by time: the best tiling of each strategy.
+
+        Each is entered after a GPU kernel.
         """
         chosen = solution.options[name]
         space = planner.whole.space(name)
@@ -38,7 +39,7 @@ class Reasons:
         ):
             best[chosen.strategy] = chosen
         single = min((o.seconds_alone() for o in best.values() if not o.is_cut), default=INF)
-        found = []
+        candidates = []
         for strategy in ALL:
             option = chosen if strategy == chosen.strategy else best.get(strategy)
             if option is None:
@@ -47,7 +48,7 @@ class Reasons:
                 reason = "chosen"
             else:
                 reason = self._why(planner, option, solution, name, single)
-            found.append(
+            candidates.append(
                 Candidate(
                     strategy=strategy,
                     predicted_s=None if option is None else option.seconds_alone(),
@@ -55,7 +56,9 @@ class Reasons:
                     detail="" if option is None else describe(option, m, space.n),
                 )
             )
-        return tuple(sorted(found, key=lambda c: INF if c.predicted_s is None else c.predicted_s))
+        return tuple(
+            sorted(candidates, key=lambda c: INF if c.predicted_s is None else c.predicted_s)
+        )
 
     def _why(
         self, planner: Planner, option: Option, solution: Solution, name: OpName, single: float
@@ -75,8 +78,9 @@ class Reasons:
     def _in_the_step(
         self, planner: Planner, option: Option, solution: Solution, name: OpName
     ) -> str:
-        """Why a tiling that is faster alone is not there, tried with the step's other matmuls and
-        with the row cuts that are prepared.
+        """Return why a tiling that is faster alone was not chosen.
+
+        It is tried with the step's other matmuls and with the row cuts that are prepared.
         """
         before, after = (
             planner.whole.evaluate(solution.scenario, options, solution.non_matmul.device).seconds
@@ -134,7 +138,7 @@ def _no_cut(planner: Planner, strategy: Strategy, m: int) -> str:
 
 
 def describe(option: Option, m: int, n: int) -> str:
-    """The tiling in words."""
+    """Return the tiling in words."""
     if option.pieces is None:
         return f"GPU {m} × {n}"
     graphs = "+".join(str(g) if g else str(m) for g in option.pieces.sizes)

@@ -1,4 +1,4 @@
-"""Which tilings of a matmul can be part of a best chain.
+"""Select the tilings of a matmul that can be part of a best path.
 
 Notation: T token cuts t, R row cuts r (the last one is n), C columns (a matmul and a row cut), S
 states. Times are seconds.
@@ -27,7 +27,7 @@ Cell: TypeAlias = tuple[int, int]  # a place [T, R] in a grid
 
 @dataclass(frozen=True)
 class Rules:
-    """What a tiling must keep to.
+    """Rules that a tiling must obey.
 
     margin          a cut must be this much (a fraction) faster than the best single device
     max_gpu_share   the GPU is busy for at most this share of a matmul's time
@@ -40,8 +40,13 @@ class Rules:
 
 
 class SelectedCuts(NamedTuple):
-    """What of a grid can be part of a best chain: the GPU's seconds alone (None where it lacks
-    rows), and the places of the NPU alone and of cuts, with their mode.
+    """The tilings of a grid that can be part of a best path.
+
+    The GPU's seconds alone (None where it lacks rows), and the places of the NPU alone and of cuts,
+    with their mode.
+
+    The GPU's seconds alone (None where it lacks rows), and the places of the NPU alone and of cuts,
+    with their mode.
     """
 
     gpu_s: float | None
@@ -50,21 +55,25 @@ class SelectedCuts(NamedTuple):
 
 
 class CheapestCuts:
-    """The cheapest cut of each of some matmuls, in each mode and from each state: `costs`
-    [S, 2, T, C] by state (one where it makes no difference) and by `MODES`, with as many columns
-    for each matmul.
+    """The cheapest cut of each of some matmuls, in each mode and from each state.
+
+    `costs` [S, 2, T, C] by state (one where it makes no difference) and by `MODES`, with as many
+    columns for each matmul.
     """
 
     def __init__(self, costs: Floats, matmuls: int) -> None:
         states, modes, cuts, columns = costs.shape
         self._width = columns // matmuls
-        apart = costs.reshape(states, modes, cuts, matmuls, self._width).swapaxes(2, 3)
-        apart = apart.reshape(states, modes, matmuls, -1)
-        self._least, self._places = apart.min(axis=-1).tolist(), apart.argmin(axis=-1).tolist()
+        by_matmul = costs.reshape(states, modes, cuts, matmuls, self._width).swapaxes(2, 3)
+        by_matmul = by_matmul.reshape(states, modes, matmuls, -1)
+        self._least, self._places = (
+            by_matmul.min(axis=-1).tolist(),
+            by_matmul.argmin(axis=-1).tolist(),
+        )
 
     def of(self, matmul: int) -> list[tuple[int, int, bool]]:
         """Places in the grid, the first of equal ones, with the mode."""
-        found: list[tuple[int, int, bool]] = []
+        places_and_modes: list[tuple[int, int, bool]] = []
         for mode, dominant in enumerate(MODES):
             best = {
                 places[mode][matmul]
@@ -73,12 +82,12 @@ class CheapestCuts:
             }
             for place in sorted(best):
                 i, j = divmod(place, self._width)
-                found.append((i, matmul * self._width + j, dominant))
-        return found
+                places_and_modes.append((i, matmul * self._width + j, dominant))
+        return places_and_modes
 
 
 class Chooser:
-    """Reduces the tilings of a matmul to the few that can be part of a best chain."""
+    """Reduces the tilings of a matmul to the few that can be part of a best path."""
 
     def __init__(self, overheads: Overheads, rules: Rules, objective: Objective) -> None:
         self.overheads, self.rules, self.objective = overheads, rules, objective
@@ -103,7 +112,7 @@ class Chooser:
         return self.made(space, m, grid, self._pick(space, m, grid, mask, gpu_s))
 
     def made(self, space: MatMulSpace, m: int, grid: Grid, picked: SelectedCuts) -> list[Option]:
-        """The options of these places, the margin applied (`options`)."""
+        """Return the options of these places, the margin applied (`options`)."""
         overheads = self.overheads.at(m)
         gpu = [] if picked.gpu_s is None else [self._gpu_only(space, m, overheads, picked.gpu_s)]
         npu = [] if picked.npu is None else [self._npu_only(space, m, grid, picked.npu)]
@@ -114,7 +123,7 @@ class Chooser:
         return [*singles, *self._with_margin(singles, cuts)]
 
     def named(self, space: MatMulSpace, m: int) -> list[Option]:
-        """The best option of every strategy, entered from `GPU`; for explanations."""
+        """Return the best option of every strategy, entered from `GPU`; for explanations."""
         grid = space.grid(m, every=True)
         best: dict[str, Option] = {}
         for state_only in self._every_strategy(space, grid, m):
@@ -150,7 +159,7 @@ class Chooser:
     def cheapest(
         self, spaces: Sequence[MatMulSpace], m: int, grid: Grid, cost: Floats
     ) -> CheapestCuts:
-        """The cheapest cuts of a grid of these matmuls, each with as many columns."""
+        """Return the cheapest cuts of a grid of these matmuls, each with as many columns."""
         costs = np.where(grid.npu_dominant == _BY_MODE, cost, INF)[None]
         if self.overheads.copies:
             rows = grid.rows.reshape(len(spaces), -1)
@@ -159,9 +168,10 @@ class Chooser:
         return CheapestCuts(costs, len(spaces))
 
     def cost(self, grid: Grid, m: int, mask: Bools | None = None) -> Floats:
-        """[T, R] objective of every cut of a matmul, without synchronisation that is the same for
-        all of a mode; infinite where it is not allowed. The NPU alone (all tokens, all rows) is no
-        cut.
+        """Return the [T, R] objective of every cut of a matmul, infinite where it is not allowed.
+
+        Synchronisation that is the same for all cuts of a mode is not in it. The NPU alone (all
+        tokens, all rows) is no cut.
         """
         allowed = np.ones(grid.gpu_s.shape, dtype=np.bool_) if mask is None else mask.copy()
         allowed[grid.cuts == m, -1] = False
@@ -216,8 +226,9 @@ class Chooser:
         return self.objective.idle * self._copied_s(space, m, cuts, rows)
 
     def _copied_s(self, space: MatMulSpace, m: int, cuts: Ints, rows: Ints) -> Floats:
-        """[2, 2, T, R] seconds of the copies of a cut, by state and by `MODES`: the operand to the
-        device that lacks it, a piece of the result to where it goes on.
+        """[2, 2, T, R] seconds of the copies of a cut, by state and by `MODES`.
+
+        The operand to the device that lacks it, a piece of the result to the device that continues.
         """
         tokens = cuts[:, None]
         operand = np.stack((tokens, np.full_like(tokens, m)))[:, None] * space.k
@@ -273,7 +284,7 @@ class Chooser:
 
 
 def strategy_name(m: int, n: int, rows: int, pieces: Pieces) -> Strategy:
-    """The paper's name of a tiling (docs/explanation/solver.md)."""
+    """Return the paper's name of a tiling (docs/explanation/solver.md)."""
     one, whole = len(pieces.spans) == 1, pieces.tokens == m
     exact = pieces.sizes[-1] in (None, pieces.spans[-1][1] - pieces.spans[-1][0])
     if rows == n:

@@ -21,7 +21,7 @@ WEIGHTS: Final = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 
 
 def curve_lengths(planner: Planner, seq_lens: Iterable[int]) -> tuple[int, ...]:
-    """The asked lengths, graph sizes, and lengths between and just above those."""
+    """Return the requested lengths, graph sizes, and lengths between and just above those."""
     wanted = set(seq_lens)
     longest = max(*wanted, 64) if planner.sizes else max(wanted)
     for g in planner.sizes:
@@ -43,16 +43,16 @@ def strategy_curves(planner: Planner, seq_lens: Iterable[int]) -> tuple[Curve, .
 def _point(planner: Planner, strategy: str, m: int) -> CurvePoint:
     try:
         steps = split(m, (), longest_step(planner, strategy) or m)
-        found = solve_prompt(steps, lambda scenario: force(planner, scenario, strategy))
+        prompt = solve_prompt(steps, lambda scenario: force(planner, scenario, strategy))
     except PlanError:
         return CurvePoint(m=m, seconds=None)
-    seconds = found.seconds + sum(online_s(planner, step, strategy) for step in steps)
-    return CurvePoint(m=m, seconds=seconds, energy_j=found.joules)
+    seconds = prompt.seconds + sum(online_s(planner, step, strategy) for step in steps)
+    return CurvePoint(m=m, seconds=seconds, energy_j=prompt.joules)
 
 
 def front(planner: Planner, scenarios: Sequence[Scenario]) -> tuple[FrontPoint, ...]:
     """Plans between the fastest and the thriftiest: a sweep of weights without dominated points."""
-    found: list[FrontPoint] = []
+    points: list[FrontPoint] = []
     for scenario in scenarios:
         fastest = planner.solve(scenario, planner.objective(1.0, 0.0))
         assert fastest.joules is not None
@@ -63,7 +63,7 @@ def front(planner: Planner, scenarios: Sequence[Scenario]) -> tuple[FrontPoint, 
             joules = solution.joules or 0.0
             if joules < best * (1 - 1e-6):
                 best = joules
-                found.append(
+                points.append(
                     FrontPoint(
                         phase=scenario.phase,
                         m=scenario.m,
@@ -72,4 +72,4 @@ def front(planner: Planner, scenarios: Sequence[Scenario]) -> tuple[FrontPoint, 
                         energy_j=joules,
                     )
                 )
-    return tuple(found)
+    return tuple(points)

@@ -34,8 +34,9 @@ def row_cuts(
     objective: Objective,
     count: int,
 ) -> tuple[int, ...]:
-    """At most `count` row cuts of a matmul that together serve these scenarios best: by the mean
-    slowdown of this matmul, decoding counting as much as all prompts.
+    """Return at most `count` row cuts of a matmul that together serve these scenarios best.
+
+    By the mean slowdown of this matmul, decoding counting as much as all prompts.
 
     They are chosen among the rows that are best for one scenario: all subsets are tried where these
     are few, else cuts are taken away one by one.
@@ -55,13 +56,13 @@ def row_cuts(
 
 
 def _fewer(cost: Callable[[Subset], float], kept: Subset, count: int) -> Subset:
-    """What is left when the least useful is taken away again and again, at its cheapest."""
+    """Return the cuts that are left when the least useful is removed repeatedly."""
     best = (cost(kept), kept)
     while kept:
-        found = min((cost(fewer), fewer) for fewer in combinations(kept, len(kept) - 1))
-        kept = found[1]
-        if found[0] < best[0] or len(best[1]) > count:
-            best = found
+        cheapest = min((cost(fewer), fewer) for fewer in combinations(kept, len(kept) - 1))
+        kept = cheapest[1]
+        if cheapest[0] < best[0] or len(best[1]) > count:
+            best = cheapest
     return best[1]
 
 
@@ -75,7 +76,7 @@ class _Call(NamedTuple):
 
 
 class _Wanted:
-    """Costs of one matmul when some of the wanted cuts, `rows`, are there and others are not.
+    """Costs of one matmul when some of the wanted cuts, `rows`, exist and others do not.
 
     A cut's cost is that of its best tiling plus what its graphs take longer in several runs.
     """
@@ -112,7 +113,9 @@ class _Wanted:
         self._runs = space.graph_table(np.asarray(runs, dtype=np.intp)) if space.sizes else None
 
     def slowdown(self, kept: Subset) -> float:
-        """With these of `rows` as cuts: the shares times the cost over the best cut's alone."""
+        """Return the weighted slowdown with these of `rows` as cuts, over the best cut's cost
+        alone.
+        """
         columns = np.asarray(kept, dtype=np.intp)
         cost = self._costs[:, columns]
         if self._runs is not None and len(kept):
@@ -142,7 +145,7 @@ def _call(chooser: Chooser, space: MatMulSpace, m: int, share: float) -> _Call:
 
 
 def _column(call: _Call) -> int:
-    """The row cut that a call wants; the last where one device alone is as fast."""
+    """Return the row cut that a call wants; the last where one device alone is as fast."""
     cost = call.cost.min(axis=0)
     return int(cost.argmin()) if cost.min() < call.alone else len(cost) - 1
 

@@ -50,9 +50,9 @@ class DriftedCost(CostModel):
         order: OperandOrder = "plain",
     ) -> Cost:
         """See `CostModel.matmul_s`."""
-        found = self._base.matmul_s(device, weight_format, m, n, k, order)
-        tokens = np.broadcast_to(np.asarray(m, dtype=np.float64), found.seconds.shape)
-        return found._replace(seconds=found.seconds * self._of(device, tokens))
+        cost = self._base.matmul_s(device, weight_format, m, n, k, order)
+        tokens = np.broadcast_to(np.asarray(m, dtype=np.float64), cost.seconds.shape)
+        return cost._replace(seconds=cost.seconds * self._of(device, tokens))
 
     def table_s(
         self,
@@ -64,8 +64,8 @@ class DriftedCost(CostModel):
         order: OperandOrder = "plain",
     ) -> Floats:
         """See `CostModel.table_s`."""
-        found = self._base.table_s(device, weight_format, ms, ns, k, order)
-        return found * self._of(device, ms)[:, None]
+        seconds = self._base.table_s(device, weight_format, ms, ns, k, order)
+        return seconds * self._of(device, ms)[:, None]
 
     def measured_s(
         self,
@@ -77,8 +77,8 @@ class DriftedCost(CostModel):
         order: OperandOrder = "plain",
     ) -> float | None:
         """See `CostModel.measured_s`."""
-        found = self._base.measured_s(device, weight_format, m, n, k, order)
-        return None if found is None else found * self.factors.get((device, phase_of(m)), 1.0)
+        seconds = self._base.measured_s(device, weight_format, m, n, k, order)
+        return None if seconds is None else seconds * self.factors.get((device, phase_of(m)), 1.0)
 
     def _of(self, device: DeviceKind, tokens: npt.NDArray[np.float64]) -> Floats:
         decode = self.factors.get((device, "decode"), 1.0)

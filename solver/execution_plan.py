@@ -16,7 +16,7 @@ class ExecutionPlan(Plan):
     """The document that a solver makes and the runtime executes (`hetero.solver.plan`)."""
 
     def __repr__(self) -> str:
-        """Which plan it is; its document is `model_dump_json()`."""
+        """Return which plan it is; its document is `model_dump_json()`."""
         cuts = sum(op.strategy not in ("gpu-only", "npu-only") for op in self.ops)
         return (
             f"ExecutionPlan({self.model!r} on {self.profile!r}, plan_id={self.plan_id!r}, "
@@ -26,15 +26,16 @@ class ExecutionPlan(Plan):
     __str__ = __repr__
 
     def _repr_html_(self) -> str:
-        """The report, for notebooks, in a frame of its own: its style is not theirs."""
+        """Return the report, for notebooks, in a frame of its own: its style is not theirs."""
         return (
             f'<iframe srcdoc="{escape(page.to_html(self), quote=True)}" '
             'style="width:100%;height:600px;border:0"></iframe>'
         )
 
     def report(self, path: str | os.PathLike[str], *, compare: Sequence[Plan] = ()) -> None:
-        """Write a report, atomically: HTML, Markdown or JSON by the ending of `path`. One in
-        JSON can be loaded as the plan. Raises `PlanError`.
+        """Write a report, atomically: HTML, Markdown or JSON by the ending of `path`.
+
+        One in JSON can be loaded as the plan. Raises `PlanError`.
         """
         match report_ending(path):
             case ".md":
@@ -47,8 +48,9 @@ class ExecutionPlan(Plan):
 
 
 def report_ending(path: str | os.PathLike[str]) -> str:
-    """In which form a report of this name is written: `.md`, `.json` or `.html` (also without an
-    ending). Raises `PlanError` for another.
+    """Return the form in which a report of this name is written.
+
+    `.md`, `.json` or `.html` (also without an ending). Raises `PlanError` for another.
     """
     ending = Path(path).suffix.lower()
     if ending not in ("", ".html", ".htm", ".md", ".json"):

@@ -19,8 +19,13 @@ DEFAULT_COUNT = 6  # as many as the paper's standard sizes
 
 
 class Budgets(NamedTuple):
-    """Of the chosen sizes together: their number without decoding's graph, the seconds that
-    preparing them takes, and the bytes that they have for themselves if the NPU computes all rows.
+    """Budgets of the chosen sizes together.
+
+    Their number without decoding's graph, the seconds that preparing them takes, and the bytes that
+    they have for themselves if the NPU computes all rows.
+
+    Their number without decoding's graph, the seconds that preparing them takes, and the bytes that
+    they have for themselves if the NPU computes all rows.
     """
 
     graphs: int = DEFAULT_COUNT
@@ -30,8 +35,9 @@ class Budgets(NamedTuple):
 
 @dataclass(frozen=True)
 class GraphChoice:
-    """Chosen sizes, the expected prefill time with them, what preparing them takes, and the bytes
-    that they have for themselves at most.
+    """Chosen sizes, the expected prefill time with them, and what preparing them takes.
+
+    `own_bytes` is what they have for themselves at most.
     """
 
     sizes: tuple[int, ...]
@@ -40,7 +46,7 @@ class GraphChoice:
     memory_bytes: float
 
     def describe(self) -> str:
-        """For notes."""
+        """Return the choice in words, for notes."""
         said = f"preparation {self.preparation_s:.2f} s" if self.preparation_s else ""
         if self.memory_bytes:
             said += f", at most {self.memory_bytes / 2**30:.2f} GiB of graphs"
@@ -56,7 +62,9 @@ def choose(
     budget_bytes: float | None,
     cost: Callable[[Planner], float],
 ) -> GraphChoice:
-    """The best sizes for prompts of these lengths and weights. Raises `PlanError` if nothing fits.
+    """Return the best sizes for prompts of these lengths and weights.
+
+    Raises `PlanError` if nothing fits.
 
     Where each size has weights of its own and memory is limited (`budget_bytes` for weights on
     both devices, or the NPU's own limit), fewer sizes leave the NPU more rows: then every number
@@ -66,11 +74,11 @@ def choose(
     limits = limits_of(planner.profile, budget_bytes)
     if graph_bytes(planner) == 0 or min(limits) == INF:
         return program.best(budgets)
-    found: dict[tuple[int, ...], GraphChoice] = {}
+    choices: dict[tuple[int, ...], GraphChoice] = {}
     for count in range(1, budgets.graphs + 1):
         choice = program.best(budgets._replace(graphs=count))
-        found.setdefault(choice.sizes, choice)
-    return min(found.values(), key=lambda choice: cost(program.with_sizes(choice.sizes)))
+        choices.setdefault(choice.sizes, choice)
+    return min(choices.values(), key=lambda choice: cost(program.with_sizes(choice.sizes)))
 
 
 class SizeProgram:
@@ -103,11 +111,11 @@ class SizeProgram:
         self._prepare = np.asarray([planner.preparation_s(g) for g in self.sizes])
 
     def with_sizes(self, sizes: Sequence[int]) -> Planner:
-        """The planner with these graphs and decoding's."""
+        """Return the planner with these graphs and decoding's."""
         return self.planner.with_graph_sizes({*sizes, *self._decode})
 
     def best(self, budgets: Budgets) -> GraphChoice:
-        """The sizes that minimise expected prefill seconds within the budgets."""
+        """Return the sizes that minimise expected prefill seconds within the budgets."""
         rows = [(np.ones(len(self.sizes)), float(budgets.graphs))]
         allowed = np.ones(len(self.sizes))
         if self._one_graph:  # it is prepared once, whatever its sizes
@@ -127,8 +135,10 @@ class SizeProgram:
         )
 
     def _expected_s(self, chosen: set[int]) -> float:
-        """With all of them at hand each matmul may use others: the program's time or less (but for
-        the rule that a cut must beat the best single device, which more graphs can make faster).
+        """Return the expected seconds where each matmul may use all of the chosen sizes.
+
+        The program's time or less (but for the rule that a cut must beat the best single device,
+        which more graphs can make faster).
         """
         planner = self.with_sizes(sorted(chosen))
         solved = [planner.solve(Scenario("prefill", m)).seconds for m in self.lengths]
@@ -136,22 +146,24 @@ class SizeProgram:
 
     def _solved(self) -> np.ndarray:
         """[lengths, sets] seconds; column after the last: the GPU alone."""
-        found = np.full((len(self.lengths), len(self.sets) + 1), INF)
+        seconds = np.full((len(self.lengths), len(self.sets) + 1), INF)
         for j, graphs in enumerate(self.sets):
             with_sizes = self.with_sizes(graphs)
             for i, m in enumerate(self.lengths):
                 if m <= 2 * max(graphs):
-                    found[i, j] = with_sizes.solve(Scenario("prefill", m)).seconds
+                    seconds[i, j] = with_sizes.solve(Scenario("prefill", m)).seconds
         for i, m in enumerate(self.lengths):
             alone = self.planner.single(Scenario("prefill", m), "gpu")
-            found[i, -1] = alone.seconds if alone is not None else INF
-        return found
+            seconds[i, -1] = alone.seconds if alone is not None else INF
+        return seconds
 
     def _minimise(
         self, budget_rows: Sequence[tuple[np.ndarray, float]], allowed: np.ndarray
     ) -> set[int]:
-        """y_g and x_{l,set}: Σ_set x = 1, x ≤ y_g for every g of the set, budgets on y, and two of
-        the largest graph hold the longest prompt (beyond them it would run in several calls).
+        """Solve the integer program y_g and x_{l,set}.
+
+        Σ_set x = 1, x ≤ y_g for every g of the set, budgets on y, and two of the largest graph hold
+        the longest prompt (beyond them it would run in several calls).
         """
         from scipy.optimize import Bounds, LinearConstraint, milp  # heavy: every command would wait
         from scipy.sparse import lil_matrix
@@ -199,7 +211,7 @@ class SizeProgram:
 
 
 def _candidates(planner: Planner, lengths: Mapping[int, float]) -> list[int]:
-    """Standard sizes, and each length rounded up and down to the token alignment."""
+    """Return standard sizes, and each length rounded up and down to the token alignment."""
     npu = planner.profile.devices.get("npu")
     if npu is None:
         raise PlanError(f"profile {planner.profile.name} has no NPU, so there are no graphs")

@@ -30,23 +30,25 @@ class NodeGroup:
 
 
 def node_groups(nodes: Sequence[Node], fused: Sequence[FusedGroup]) -> dict[str, NodeGroup]:
-    """Groups by the name of their first node; a larger one goes before what is inside it. None has
-    outliers in it, which are computed elsewhere meanwhile.
+    """Return groups by the name of their first node.
+
+    A larger one goes before what is inside it. None has outliers in it, which are computed
+    elsewhere meanwhile.
     """
-    found: dict[str, NodeGroup] = {}
+    groups: dict[str, NodeGroup] = {}
     i = 0
     while i < len(nodes):
         kind, count = _longest(nodes, i, fused)
         if count:
-            found[nodes[i].name] = _group(nodes, i, count, kind)
+            groups[nodes[i].name] = _group(nodes, i, count, kind)
         i += max(count, 1)
-    return found
+    return groups
 
 
 def _longest(
     nodes: Sequence[Node], start: int, fused: Sequence[FusedGroup]
 ) -> tuple[FusedGroup, int]:
-    """The group that begins here and the number of its nodes; 0 if none does."""
+    """Return the group that begins here and the number of its nodes; 0 if none does."""
     layer = nodes[start].layer
     members = [x for x in nodes[start:] if x.layer == layer] if layer is not None else []
     kinds: tuple[FusedGroup, ...] = ("block", "static", "feed_forward")
@@ -58,8 +60,9 @@ def _longest(
 
 
 def _length(before: Sequence[Node], members: Sequence[Node], kind: FusedGroup) -> int:
-    """Number of the nodes of a layer from one on that are a group; `before` is what that follows,
-    if anything.
+    """Return number of the nodes of a layer from one on that are a group.
+
+    `before` is what that follows, if anything.
     """
     if not members:
         return 0
@@ -92,7 +95,7 @@ def _group(nodes: Sequence[Node], start: int, count: int, kind: FusedGroup) -> N
 
 
 def _is_read(slot: str, after: Sequence[Node]) -> bool:
-    """Whether a later node reads a slot before one writes it."""
+    """Return whether a later node reads a slot before one writes it."""
     for node in after:
         read = {s for port, s in node.slots.items() if port not in OUTPUT_PORTS}
         if slot in node.slots.values():

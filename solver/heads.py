@@ -32,8 +32,9 @@ Heads: TypeAlias = int | tuple[int, ...] | None
 
 
 class _Attending(NamedTuple):
-    """A matmul's name, and how often a layer has each operator behind it, the GPU's and those of
-    attention.
+    """A matmul's name, and how often a layer has each operator after it.
+
+    These are the GPU's, and attention.
     """
 
     name: OpName
@@ -42,9 +43,7 @@ class _Attending(NamedTuple):
 
 
 class HeadShares:
-    """Options of attention shared by both devices, beside those of one device
-    (`NonMatmulCosts`).
-    """
+    """Options of attention shared by both devices, besides those of one (`NonMatmulCosts`)."""
 
     def __init__(
         self, cost: CostModel, graph: ModelGraph, kernels: KernelTimes, overheads: Overheads
@@ -53,8 +52,8 @@ class HeadShares:
         self._known: dict[tuple[int, int], Mapping[OpName, tuple[Option, ...]]] = {}
         self._heads, self._longest = 0, None
         self._stages: list[_Attending] = []
-        found = {share.op for stage in graph.block for share in stage.behind}
-        attentions = [op for op in found if isinstance(op, Attention)]
+        operations = {share.op for stage in graph.block for share in stage.behind}
+        attentions = [op for op in operations if isinstance(op, Attention)]
         counts = {op.kv_heads for op in attentions}
         if len(counts) == 1 and all(self._able(kind, attentions) for kind in KINDS):
             self._heads = counts.pop()
@@ -63,7 +62,7 @@ class HeadShares:
             self._longest = max(sizes, default=None)
 
     def _able(self, kind: DeviceKind, attentions: Iterable[Attention]) -> bool:
-        """Whether a device computes some heads of these, in memory that both work on in place."""
+        """Return whether a device computes some of these heads, in memory shared in place."""
         record = self._cost.profile.devices.get(kind)
         if record is None or not record.capabilities.attention_heads:
             return False
@@ -82,9 +81,11 @@ class HeadShares:
         )
 
     def at(self, m: int, context: int) -> Mapping[OpName, tuple[Option, ...]]:
-        """Options [K] of what is behind a matmul in a prompt's call of m tokens behind `context`
-        others, where the GPU has the other operators; none where attention cannot be shared.
-        `Option.rows` is the number of the NPU's heads.
+        """Return the options [K] of the operators after a matmul, with attention shared.
+
+        For a prompt's call of m tokens after `context` others, where the GPU has the other
+        operators; none where attention cannot be shared. `Option.rows` is the number of the NPU's
+        heads.
         """
         if self._heads < 2 or phase_of(m) == "decode":
             return {}
@@ -102,7 +103,7 @@ class HeadShares:
         overheads = self._overheads.at(m)
         around_s = sum(times * timer(m, context) for times, timer in stage.whole)
         gpu_s, npu_s = (self._seconds(kind, stage, m, context) for kind in KINDS)
-        # The NPU waits for what is before attention; the GPU's heads are queued behind that.
+        # The NPU waits for what is before attention; the GPU's heads are queued after that.
         times = overheads.cut(self._kernels, m, gpu_s, npu_s + overheads.wait_s)
         for i in range(self._heads - 1):
             yield _option(i, around_s, gpu_s, npu_s, times, overheads)
@@ -112,14 +113,14 @@ class HeadShares:
         tokens = padded_count(self._cost.device(kind), m)
         key = (phase_of(m), self._kernels.weight_format)
         factor = self._cost.contention(kind, *key)
-        found = np.zeros(self._heads - 1)
+        totals = np.zeros(self._heads - 1)
         for i in range(self._heads - 1):
             count = i + 1 if kind == "npu" else self._heads - 1 - i
             for times, op in stage.attentions:
                 part = AttentionHeads(attention=op, first=0, count=count)
                 seconds = float(self._cost.other_s(kind, part, tokens, context).seconds)
-                found[i] += factor * times * seconds
-        return found
+                totals[i] += factor * times * seconds
+        return totals
 
 
 def _option(
@@ -148,12 +149,13 @@ def _option(
 def allowed(
     whole: Option, shared: Iterable[Option], heads: Heads, margin: float, objective: Objective
 ) -> list[Option]:
-    """What a chain may choose from: attention whole, and shared as `heads` says. A free choice is
-    closed from each state where it is not faster than the whole by a margin.
+    """Return the options of attention on a path: whole, and shared as `heads` says.
+
+    A free choice is closed from each state where it is not faster than the whole by a margin.
     """
     if isinstance(heads, int):
         return [o for o in shared if o.rows == heads] or [whole]
-    found = [whole]
+    options = [whole]
     for option in shared:
         if heads is not None and option.rows not in heads:
             continue
@@ -164,5 +166,5 @@ def allowed(
             > (1 - margin) * objective.cost_alone(whole, state)
         ]
         if len(closed) < 2:
-            found.append(option.forbid(*closed) if closed else option)
-    return found
+            options.append(option.forbid(*closed) if closed else option)
+    return options

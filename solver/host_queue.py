@@ -27,7 +27,7 @@ Spread: TypeAlias = tuple[float, float]  # relative standard deviations, GPU and
 
 @dataclass(frozen=True)
 class HostCutTimes(CutTimes):
-    """What halves make together where times vary and a thread has work of its own.
+    """Time that both parts of a cut take where times vary and a thread has work of its own.
 
     restart_s   how much longer the NPU's part takes because the thread did something else before
     spread      how much the GPU's and the NPU's times vary, as fractions of them
@@ -52,8 +52,9 @@ class HostCutTimes(CutTimes):
 
     @cached_property
     def restarts_s(self) -> Floats | float:
-        """See `CutTimes`: all of a start where the NPU's thread is done last, else nothing. Times
-        that vary make that a chance.
+        """See `CutTimes`: all of a start where the NPU's thread is done last, else nothing.
+
+        Times that vary make that a chance.
         """
         if not self.start_s or self.spread == (0.0, 0.0):
             return 0.0
@@ -70,11 +71,11 @@ class HostCutTimes(CutTimes):
 class HostQueue(Overheads):
     """The paper's costs with the corrections that a profile has measurements for.
 
-    ring_s      starting what was queued ahead behind a gate (decode only); None: nothing is
+    ring_s      signalling launches that were queued ahead (decode only); None: none are
     busy_s      one submission behind others, made by the thread on which the NPU's calls block
     step_s      the thread's time before the first and after the last launch of a step; None:
                 not measured
-    chain_s     what a launch saves in a chain (`Device.fuse`)
+    chain_s     what a launch saves in a fused launch (`Device.fuse`)
     varies      whether times vary (`CostModel.spread`)
     """
 
@@ -118,11 +119,13 @@ class HostQueue(Overheads):
         )
 
     def at(self, m: int) -> Self:
-        """See `Overheads.at`: with gates, starting the GPU costs a ring, not a submission."""
+        """See `Overheads.at`: with stream signals, starting the GPU costs a signal, no
+        submission.
+        """
         return replace(self, submit_s=self.ring_s or 0.0) if self.gates(m) else self
 
     def gates(self, m: int) -> bool:
-        """Whether launches are queued ahead behind gates in a step of m tokens."""
+        """Return whether launches are queued ahead of a signal in a step of m tokens."""
         return self.ring_s is not None and phase_of(m) == "decode"
 
     def cut(self, kernels: KernelTimes, m: int, gpu_s: Floats, npu_s: Floats) -> CutTimes:
@@ -140,8 +143,10 @@ class HostQueue(Overheads):
         )
 
     def around_s(self, rest: DeviceKind) -> float:
-        """See `Overheads.around_s`: the control thread's time before the first and after the last
-        launch, and the first submission, whose queue is empty. 0 if it was not measured.
+        """See `Overheads.around_s`: the control thread's time around the launches of a step.
+
+        Before the first and after the last launch, and the first submission, whose queue is empty.
+        0 if it was not measured.
         """
         if self.step_s is None:
             return 0.0
@@ -153,13 +158,13 @@ class HostQueue(Overheads):
 
 
 def spread_of(kernels: KernelTimes, m: int) -> Spread:
-    """How much the GPU's and the NPU's kernels of m tokens vary (`CostModel.spread`)."""
+    """Return how much the GPU's and the NPU's kernels of m tokens vary (`CostModel.spread`)."""
     cost, key = kernels.cost, (phase_of(m), kernels.weight_format)
     return cost.spread("gpu", *key), cost.spread("npu", *key)
 
 
 def longer(a: Floats, b: Floats, spread: Spread) -> Floats:
-    """Expected value of the longer of two times with these relative standard deviations.
+    """Return expected value of the longer of two times with these relative standard deviations.
 
     Two times that vary are never both at their mean: what takes 10 ms on either device, give or
     take 1 ms, takes 10.6 ms on both (C. E. Clark, "The greatest of a finite set of random
@@ -170,9 +175,9 @@ def longer(a: Floats, b: Floats, spread: Spread) -> Floats:
         return top
     deviation = _deviation(a, b, spread)
     with np.errstate(invalid="ignore", divide="ignore"):  # impossible ones, and those of no time
-        apart = np.abs(a - b) / -deviation
-    near = np.flatnonzero(apart > -FAR)  # elsewhere nothing is added that a float64 could hold
-    x, deviation = apart.ravel()[near], deviation.ravel()[near]
+        distance = np.abs(a - b) / -deviation
+    near = np.flatnonzero(distance > -FAR)  # elsewhere nothing is added that a float64 could hold
+    x, deviation = distance.ravel()[near], deviation.ravel()[near]
     more = deviation * (0.3989423 * np.exp(-0.5 * x * x) + x * _below(x))
     total = top.ravel()
     total[near] += np.maximum(more, 0.0)
@@ -180,20 +185,21 @@ def longer(a: Floats, b: Floats, spread: Spread) -> Floats:
 
 
 def later(a: Floats, b: Floats, spread: Spread) -> Floats:
-    """The chance that the first of two times is the longer one, as in `longer`; 0 where either is
-    infinite.
+    """Return the chance that the first of two times is the longer one, as in `longer`.
+
+    0 where either is infinite.
     """
     with np.errstate(invalid="ignore", divide="ignore"):
-        apart = (a - b) / _deviation(a, b, spread)
-    return np.where(np.isfinite(a + b), _below(np.clip(apart, -FAR, FAR)), 0.0)
+        distance = (a - b) / _deviation(a, b, spread)
+    return np.where(np.isfinite(a + b), _below(np.clip(distance, -FAR, FAR)), 0.0)
 
 
 def _deviation(a: Floats, b: Floats, spread: Spread) -> Floats:
-    """Standard deviation of the difference of two times with these relative ones."""
+    """Return standard deviation of the difference of two times with these relative ones."""
     with np.errstate(invalid="ignore"):  # no spread, and a time that is infinite
         return np.sqrt((spread[0] * a) ** 2 + (spread[1] * b) ** 2)
 
 
 def _below(x: Floats) -> Floats:
-    """The normal distribution function to 5e-4 (numpy has none)."""
+    """Return the normal distribution function to 5e-4 (numpy has none)."""
     return np.asarray(0.5 + 0.5 * np.tanh(0.7978846 * x + 0.0356774 * x**3))

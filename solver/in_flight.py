@@ -30,7 +30,7 @@ from hetero.solver.request import PlanRequest
 from hetero.solver.solution import Scenario, Solution
 from hetero.solver.tilings import MatMulSpace
 
-MOST_WAYS: Final = 8  # of one matmul
+MAX_WAYS: Final = 8  # of one matmul
 
 
 class _Ways(NamedTuple):
@@ -57,8 +57,10 @@ def in_flight(
     held: Mapping[OpName, ResidentRows],
     limits: Limits,
 ) -> tuple[InFlight, ...]:
-    """The forms that balance calls of m tokens behind `context` others best, `whole` and, where
-    that differs, `both`; none where one device has everything, or the NPU the other operators.
+    """Return the forms that balance calls of m tokens after `context` others best.
+
+    `whole` and, where that differs, `both`; none where one device has everything, or the NPU the
+    other operators.
 
     Rows that a device does not hold yet (`held`) may be used where all fit the `limits`.
     """
@@ -76,17 +78,19 @@ def in_flight(
     both = _best(every, rest_s, call_s)
     if whole is None or both is None:
         return ()
-    found = [InFlight(form="whole", ops=_entries(every, whole, m))]
+    forms = [InFlight(form="whole", ops=_entries(every, whole, m))]
     if both != whole:
-        found.append(InFlight(form="both", ops=_entries(every, both, m)))
-    return tuple(x for x in found if any(t.device == "npu" for op in x.ops for t in op.tiles))
+        forms.append(InFlight(form="both", ops=_entries(every, both, m)))
+    return tuple(x for x in forms if any(t.device == "npu" for op in x.ops for t in op.tiles))
 
 
 def in_flight_of(
     planner: Planner, solutions: Sequence[Solution], request: PlanRequest
 ) -> tuple[InFlight, ...]:
-    """As `in_flight`, beside what a plan's solutions hold; none where energy is what counts, or the
-    GPU's share is bounded: those forms are for latency alone.
+    """Do the same as `in_flight`, given the rows that a plan's solutions keep resident.
+
+    None where energy is what counts, or the GPU's share is bounded: those forms are for latency
+    alone.
     """
     longest = max(x.scenario.m for x in solutions if x.scenario.phase == "prefill")
     chunk = min(chunk_tokens(planner, CHUNKED_AT), longest)
@@ -99,11 +103,11 @@ def in_flight_of(
 
 
 def _ways(planner: Planner, name: OpName, m: int) -> _Ways:
-    """The NPU's rows end at a cut that the plan prepares, or nowhere, or at the last row."""
+    """Return the NPU's rows end at a cut that the plan prepares, or nowhere, or at the last row."""
     space = planner.space(name)
     rows = [int(x) for x in space.rows]
-    if len(rows) > MOST_WAYS:
-        places = np.linspace(0, len(rows) - 1, MOST_WAYS).round().astype(int)
+    if len(rows) > MAX_WAYS:
+        places = np.linspace(0, len(rows) - 1, MAX_WAYS).round().astype(int)
         rows = [rows[i] for i in dict.fromkeys(places.tolist())]
     columns = [int(np.searchsorted(space.rows, x)) for x in rows]
     if space.sizes:
@@ -125,7 +129,7 @@ def _only(ways: _Ways, allowed: Bools) -> _Ways:
 
 
 def _within(ways: _Ways, held: ResidentRows) -> _Ways:
-    """Those of rows that the devices hold."""
+    """Return the rows that the devices hold."""
     rows = np.asarray(ways.rows)
     gpu_from = np.where(rows < ways.space.n, rows, ways.space.n)
     return _only(ways, (rows <= held.npu) & (gpu_from >= held.gpu))
@@ -134,7 +138,7 @@ def _within(ways: _Ways, held: ResidentRows) -> _Ways:
 def _fits(
     planner: Planner, every: Sequence[_Ways], held: Mapping[OpName, ResidentRows], limits: Limits
 ) -> bool:
-    """Whether both devices may hold all rows of these matmuls beside what they hold of others."""
+    """Return whether both devices may hold all rows of these matmuls with those of others."""
     wanted = dict(held)
     for ways in every:
         n = ways.space.n
@@ -147,8 +151,9 @@ def _fits(
 
 
 def _best(every: Sequence[_Ways], rest_s: float, call_s: float) -> tuple[int, ...] | None:
-    """The way of each matmul (places in C) that minimises max(Σ gpu, Σ npu), with what each call on
-    the NPU costs the thread that drives it; None where none is possible.
+    """Return the way of each matmul (places in C) that minimises max(Σ gpu, Σ npu).
+
+    With what each call on the NPU costs the thread that drives it; None where none is possible.
     """
     counts = [len(ways.rows) for ways in every]
     gpu_s, npu_s = np.full((1,) * len(every), rest_s), np.zeros((1,) * len(every))
@@ -158,7 +163,9 @@ def _best(every: Sequence[_Ways], rest_s: float, call_s: float) -> tuple[int, ..
         calls = call_s * (np.asarray(ways.rows) > 0)
         gpu_s = gpu_s + ways.gpu_s.reshape(shape)
         npu_s = npu_s + (ways.npu_s + calls).reshape(shape)
-    longest = np.maximum(gpu_s, npu_s) + 1e-3 * (gpu_s + npu_s)  # of equal ones that of least work
+    longest = np.maximum(gpu_s, npu_s) + 1e-3 * (
+        gpu_s + npu_s
+    )  # of equal ones the one with least work
     place = int(longest.argmin())
     if not np.isfinite(longest.flat[place]):
         return None

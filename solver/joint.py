@@ -62,18 +62,18 @@ class JointSpace:
         self._allowed[-1] = fits[1]  # the last cut takes all tokens
 
     def options(self, m: int, chooser: Chooser) -> dict[OpName, list[Option]]:
-        """What every matmul may choose from at m tokens (`Chooser.options` with a mask)."""
+        """Return what every matmul may choose from at m tokens (`Chooser.options` with a mask)."""
         grid = self._grid(m)
         last = len(grid.cuts) - 1
         cost = chooser.cost_of(grid, self._allowed[-last - 1 :])
         cheapest = chooser.cheapest(self._members, m, grid, cost)
-        found: dict[OpName, list[Option]] = {}
+        options: dict[OpName, list[Option]] = {}
         for i, (name, (space, whole, held)) in enumerate(self.columns.items()):
             gpu_s = float(self._margin[m, whole]) if held.gpu == 0 else None
             on_npu = held.npu == space.n and grid.npu_s[last, whole] < INF
             picked = SelectedCuts(gpu_s, (last, whole) if on_npu else None, cheapest.of(i))
-            found[name] = chooser.made(space, m, grid, picked)
-        return found
+            options[name] = chooser.made(space, m, grid, picked)
+        return options
 
     def _grid(self, m: int) -> Grid:
         """All columns as if they were one matmul."""
@@ -112,7 +112,7 @@ class JointSpace:
 
 
 def _wide(tables: Sequence[Cells]) -> Cells:
-    """The columns of all tables, a table's first one repeated where others have more."""
+    """Return the columns of all tables, a table's first one repeated where others have more."""
     width = max(x.shape[1] for x in tables)
     return np.concatenate(
         [np.pad(x, ((0, 0), (width - x.shape[1], 0)), mode="edge") for x in tables], axis=1
@@ -120,8 +120,9 @@ def _wide(tables: Sequence[Cells]) -> Cells:
 
 
 def _fitting(column: Column) -> Bools:
-    """[2, R] whether a cut fits the rows that live where: of part of the tokens, of all (where all
-    rows are no cut).
+    """Return [2, R] whether a cut fits the resident rows: of some tokens, and of all.
+
+    Of part of the tokens, of all (where all rows are no cut).
     """
     space, held = column.space, column.held
     rows, on_npu = space.rows, space.rows <= held.npu

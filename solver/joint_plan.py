@@ -23,7 +23,7 @@ def solve_jointly(
     request: PlanRequest,
     notes: list[str],
 ) -> tuple[Planner, list[Solution]]:
-    """`solve_within`, with the row cuts that serve all scenarios best where each has a price.
+    """Do `solve_within`, with the row cuts that serve all scenarios best, each at a cost.
 
     The planner returned has the cuts that are used, so that its costs are those of the plan. Under
     a memory limit that binds all rows are free again: which of them fit comes first.
@@ -41,7 +41,7 @@ def _with_own_cuts(
     scenarios: Sequence[Scenario],
     objective: Objective,
 ) -> tuple[Planner, list[Solution]]:
-    """With few row cuts for all scenarios (`cuts.py`), and of these only those that are used."""
+    """Solve with few row cuts for all scenarios (`cuts.py`), keeping only those in use."""
     count = len(scenarios)
     cuts = {x: row_cuts(planner, x, scenarios, objective, count) for x in planner.names()}
     return with_used_cuts(
@@ -56,14 +56,17 @@ def with_used_cuts(
     cuts: dict[OpName, tuple[int, ...]],
     solve: Callable[[Planner], list[Solution]],
 ) -> tuple[Planner, list[Solution]]:
-    """Fewer and fewer row cuts until the solutions use all that are left: the planner that has
-    those, and its solutions.
+    """Reduce the row cuts until the solutions use all that are left.
+
+    Return the planner that has those, and its solutions.
+
+    The planner that has those, and its solutions.
     """
     while True:
         limited = planner.with_rows(cuts)
         solutions = solve(limited)
-        found = cuts_of(planner, solutions)
-        used = {name: found.get(name, ()) for name in cuts}
+        cuts_in_use = cuts_of(planner, solutions)
+        used = {name: cuts_in_use.get(name, ()) for name in cuts}
         if used == cuts:
             return limited, solutions
         cuts = used
@@ -76,8 +79,10 @@ def solve_within(
     request: PlanRequest,
     notes: list[str],
 ) -> list[Solution]:
-    """The best solutions that one plan can have: one device for the other operators of a phase,
-    weights within the memory budget and within what each device can hold.
+    """Return the best solutions that one plan can have.
+
+    One device for the other operators of a phase, weights within the memory budget and within what
+    each device can hold.
     """
     solutions = solve_free(planner, scenarios, objective)
     limits = limits_of(planner.profile, request.memory_budget_bytes)
@@ -89,30 +94,31 @@ def solve_within(
     return agree(planner, within, objective)
 
 
-def solve_apart(
+def solve_separately(
     parts: Sequence[residency.Part],
     objective: Objective,
     request: PlanRequest,
     notes: list[str],
 ) -> list[list[Solution]]:
-    """As `solve_within`, of planners whose weights are stored apart: within one budget."""
-    found = [solve_free(planner, scenarios, objective) for planner, scenarios in parts]
+    """Do the same as `solve_within` for planners whose weights are stored separately."""
+    free = [solve_free(planner, scenarios, objective) for planner, scenarios in parts]
     (planner, _), *_ = parts
     limits = limits_of(planner.profile, request.memory_budget_bytes)
-    memory = memory_of([(x, s) for (x, _), s in zip(parts, found, strict=True)])
+    memory = memory_of([(x, s) for (x, _), s in zip(parts, free, strict=True)])
     if limits.hold(memory):
-        return found
+        return free
     notes += _limit_notes(planner, memory, limits)
     within = residency.solve_parts(parts, objective, limits, request.weight)
     return [agree(x, s, objective) for (x, _), s in zip(parts, within, strict=True)]
 
 
 def memory_of(parts: Iterable[tuple[Planner, Sequence[Solution]]]) -> Memory:
-    """Bytes of weights of planners whose weights are stored apart; the output head is the last
-    one's alone.
+    """Return the bytes of weights of planners whose weights are stored separately.
+
+    The output head is the last one's alone.
     """
     *others, (last, solutions) = parts
-    each = [weight_memory(x, [s.without_head() for s in found]) for x, found in others]
+    each = [weight_memory(x, [s.without_head() for s in solved]) for x, solved in others]
     each.append(weight_memory(last, solutions))
     fields = ("gpu_bytes", "npu_bytes", "twice_bytes", "graphs_bytes")
     return Memory(**{name: sum(getattr(x, name) for x in each) for name in fields})
@@ -121,12 +127,12 @@ def memory_of(parts: Iterable[tuple[Planner, Sequence[Solution]]]) -> Memory:
 def solve_free(
     planner: Planner, scenarios: Sequence[Scenario], objective: Objective
 ) -> list[Solution]:
-    """As `solve_within`, with all the memory that they want."""
+    """Do the same as `solve_within`, without a limit of memory."""
     return _one_rest(planner, objective, [planner.solve(s, objective) for s in scenarios])
 
 
 def _limit_notes(planner: Planner, memory: Memory, limits: Limits) -> Iterable[str]:
-    """Which limits the best plans exceed."""
+    """Return which limits the best plans exceed."""
     if memory.total_bytes > limits.together:
         yield "the memory budget limits the cuts"
     for kind, nbytes, limit in (
@@ -149,7 +155,7 @@ def _one_rest(planner: Planner, objective: Objective, solutions: list[Solution])
     if len({s.non_matmul.device for s in prefill}) < 2:
         return solutions
     tried = [[planner.solve(s.scenario, objective, rest=k) for s in prefill] for k in kinds]
-    best = min(tried, key=lambda found: sum(s.path.cost for s in found))
+    best = min(tried, key=lambda group: sum(s.path.cost for s in group))
     return [*best, *(s for s in solutions if s.scenario.phase == "decode")]
 
 
@@ -163,8 +169,8 @@ def _able(planner: Planner, solutions: Sequence[Solution]) -> list[DeviceKind]:
 
 
 def agree(planner: Planner, solutions: Sequence[Solution], objective: Objective) -> list[Solution]:
-    """The same options with one device for the other operators of each phase, the better one."""
-    found: list[Solution] = []
+    """Return the same options with one, the better, device for the other operators of a phase."""
+    agreed: list[Solution] = []
     for phase in PHASES:
         members = [s for s in solutions if s.scenario.phase == phase]
         kinds = _able(planner, members)
@@ -175,17 +181,17 @@ def agree(planner: Planner, solutions: Sequence[Solution], objective: Objective)
             ]
             for k in kinds
         ]
-        found += min(tried, key=lambda group: sum(s.path.cost for s in group)) if kinds else []
-    return found
+        agreed += min(tried, key=lambda group: sum(s.path.cost for s in group)) if kinds else []
+    return agreed
 
 
 def cuts_of(planner: Planner, solutions: Iterable[Solution]) -> dict[OpName, tuple[int, ...]]:
-    """Where the rows of each matmul are cut in some solution."""
-    found: dict[OpName, set[int]] = {}
+    """Return where the rows of each matmul are cut in some solution."""
+    cuts: dict[OpName, set[int]] = {}
     for solution in solutions:
         for name, option in solution.options.items():
-            found.setdefault(name, set()).add(option.rows)
+            cuts.setdefault(name, set()).add(option.rows)
     return {
         name: tuple(sorted(r for r in rows if 0 < r < planner.shape(name)[0]))
-        for name, rows in found.items()
+        for name, rows in cuts.items()
     }

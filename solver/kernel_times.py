@@ -26,14 +26,14 @@ Precision: TypeAlias = Literal["auto", "a16", "a8", "any"]
 
 
 class KernelOption(NamedTuple):
-    """How a device may compute a matmul."""
+    """A format and an operand order in which a device may compute a matmul."""
 
     weight_format: WeightFormat
     order: OperandOrder
 
     @property
     def label(self) -> str:
-        """For tables."""
+        """Return the option in words, for tables."""
         return f"{self.weight_format.value}" + ("" if self.order == "plain" else " transposed")
 
 
@@ -45,8 +45,9 @@ class Table(NamedTuple):
 
 
 class KernelTimes:
-    """Times of both devices under one rule of precision. Immutable. `base` is the format of tiles
-    that name none.
+    """Times of both devices under one rule of precision.
+
+    Immutable. `base` is the format of tiles that name none.
     """
 
     def __init__(
@@ -66,11 +67,11 @@ class KernelTimes:
         self._allowed: dict[tuple[DeviceKind, KernelOption, str, str], bool] = {}
 
     def has(self, device: DeviceKind) -> bool:
-        """Whether the device has any kernel for this model."""
+        """Return whether the device has any kernel for this model."""
         return bool(self.options[device])
 
     def table(self, device: DeviceKind, ms: npt.ArrayLike, ns: npt.ArrayLike, k: int) -> Table:
-        """Times of all pairs of token counts [M] and rows [N]; nothing (0) costs nothing."""
+        """Return times of all pairs of token counts [M] and rows [N]; nothing (0) costs nothing."""
         tokens, rows = np.asarray(ms, np.float64), np.asarray(ns, np.float64)
         parts = [self._seconds(device, option, tokens, rows, k) for option in self.options[device]]
         if not parts:
@@ -87,7 +88,7 @@ class KernelTimes:
         return Table(chosen, index)
 
     def choice(self, device: DeviceKind, m: int, n: int, k: int) -> KernelOption:
-        """The kernel that gives the time of one pair of sizes."""
+        """Return the kernel that gives the time of one pair of sizes."""
         options = self.options[device]
         if len(options) == 1:
             return options[0]
@@ -100,10 +101,10 @@ class KernelTimes:
         """Look `choice` up for all pairs of token counts and rows at once."""
         options, tokens, rows = self.options[device], list(ms), list(ns)
         if len(options) > 1 and tokens:
-            found = self.table(device, tokens, rows, k).option
+            indices = self.table(device, tokens, rows, k).option
             for i, m in enumerate(tokens):
                 for j, n in enumerate(rows):
-                    self._choices[device, m, n, k] = options[int(found[i, j])]
+                    self._choices[device, m, n, k] = options[int(indices[i, j])]
 
     def _is_base(self, device: DeviceKind, i: int) -> bool:
         return self.options[device][i].weight_format is self.weight_format
@@ -115,17 +116,17 @@ class KernelTimes:
     def _options(self, device: DeviceKind) -> tuple[KernelOption, ...]:
         """Own format first; other activations of the same stored weights after it."""
         storage = self.weight_format.storage
-        found = [
+        options = [
             KernelOption(p.weight_format, p.order)
             for p in self.cost.profile.predictors
             if p.device == device
             and p.weight_format.storage is storage
             and self._fits(p.weight_format)
         ]
-        base = [option for option in found if option.weight_format is self.weight_format]
+        base = [option for option in options if option.weight_format is self.weight_format]
         if self.precision == "auto" and base and device not in self._quarantined:
-            found = base  # nothing else would ever be chosen
-        return tuple(sorted(found, key=lambda o: (o.weight_format is not self.weight_format, o)))
+            options = base  # nothing else would ever be chosen
+        return tuple(sorted(options, key=lambda o: (o.weight_format is not self.weight_format, o)))
 
     def _fits(self, weight_format: WeightFormat) -> bool:
         eight = weight_format.activations.bits == 8
@@ -134,7 +135,7 @@ class KernelTimes:
     def _seconds(
         self, device: DeviceKind, option: KernelOption, ms: Floats, ns: Floats, k: int
     ) -> Floats:
-        found = self.cost.table_s(
+        seconds = self.cost.table_s(
             device,
             option.weight_format,
             np.maximum(ms, 1),
@@ -143,14 +144,14 @@ class KernelTimes:
             option.order,
         )
         if device not in self._quarantined:
-            return found
+            return seconds
         decode = np.asarray([phase_of(int(m)) == "decode" for m in ms])[:, None]
         aspects = np.where(ns >= WIDE * k, 2, np.where(k >= WIDE * ns, 0, 1))
         for phase, chosen in (("decode", decode), ("prefill", ~decode)):
             for code in np.unique(aspects):
                 if not self._is_allowed(device, option, phase, int(code), k):
-                    found = np.where(chosen & (aspects == code)[None, :], np.inf, found)
-        return found
+                    seconds = np.where(chosen & (aspects == code)[None, :], np.inf, seconds)
+        return seconds
 
     def _is_allowed(
         self, device: DeviceKind, option: KernelOption, phase: str, aspect: int, k: int

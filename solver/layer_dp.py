@@ -13,7 +13,7 @@ Priced = list[list[tuple[Option, Costs]]]
 
 
 class LayerPath(NamedTuple):
-    """The best chain: its cost, and the chosen option of every operator."""
+    """The best path: its cost, and the chosen option of every operator."""
 
     cost: float
     head: tuple[Option, ...]
@@ -24,7 +24,7 @@ class LayerPath(NamedTuple):
 def solve_layers(
     head: Stages, block: Stages, tail: Stages, layers: int, objective: Objective
 ) -> LayerPath | None:
-    """Minimise head + layers × block + tail, all layers alike. None if no chain is possible.
+    """Minimise head + layers × block + tail, all layers alike. None if no path is possible.
 
     How an option leaves does not depend on how it was entered. So layers 2 … L enter the block as
     its last option leaves, and for each value of that state the cost is additive over operators.
@@ -55,8 +55,9 @@ def _priced(stages: Stages, objective: Objective) -> Priced:
 
 
 def _block_from(block: Priced, start: int, wrap: int, layers: int) -> Paths:
-    """Cheapest ways through all layers when the first is entered from `start`, the others from
-    `wrap`.
+    """Return the cheapest ways through all layers.
+
+    The first is entered from `start`, the others from `wrap`.
     """
     first: Paths = {}
     for option, costs in block[0]:
@@ -81,28 +82,28 @@ def _forward(stages: Priced, paths: Paths, repeat: int = 1) -> Paths:
 
 
 class Walk(NamedTuple):
-    """A chain walked step by step: seconds, joules-relevant busy times, options with states."""
+    """A path step by step: seconds, joules-relevant busy times, options with states."""
 
     seconds: float
     steps: tuple[tuple[Option, int, int], ...]
 
 
-def walk(chain: LayerPath, layers: int) -> Walk:
+def walk(path: LayerPath, layers: int) -> Walk:
     """Every (option, state it is entered from, how often), and the seconds of it all."""
     steps: list[tuple[Option, int, int]] = []
     state = GPU
-    for option in chain.head:
+    for option in path.head:
         steps.append((option, state, 1))
         state = option.leaves
-    wrap = chain.block[-1].leaves
-    for i, option in enumerate(chain.block):
+    wrap = path.block[-1].leaves
+    for i, option in enumerate(path.block):
         if i == 0 and state != wrap:
             steps.append((option, state, 1))
             steps.append((option, wrap, layers - 1))
         else:
             steps.append((option, state, layers))
         state = option.leaves
-    for option in chain.tail:
+    for option in path.tail:
         steps.append((option, state, 1))
         state = option.leaves
     return Walk(sum(count * o.seconds(s) for o, s, count in steps), tuple(steps))

@@ -33,13 +33,13 @@ class Limits(NamedTuple):
     npu: float = INF
 
     def hold(self, memory: Memory) -> bool:
-        """Whether a plan with this memory fits."""
+        """Return whether a plan with this memory fits."""
         parts = (memory.total_bytes, memory.gpu_bytes, memory.npu_bytes)
         return all(nbytes <= limit for nbytes, limit in zip(parts, self, strict=True))
 
 
 def limits_of(profile: DeviceProfile, budget_bytes: float | None = None) -> Limits:
-    """A budget for both devices together, and what each can hold (`memory_limit_bytes`)."""
+    """Return a budget for both devices together, and what each can hold (`memory_limit_bytes`)."""
     held = {kind: x.capabilities.memory_limit_bytes for kind, x in profile.devices.items()}
     gpu, npu = (held.get(kind) or INF for kind in KINDS)
     return Limits(INF if budget_bytes is None else budget_bytes, gpu, npu)
@@ -53,7 +53,7 @@ class ResidentRows(NamedTuple):
 
 
 def rows_needed(option: Option, m: int, n: int) -> ResidentRows:
-    """What one tiling needs."""
+    """Return what one tiling needs."""
     if option.pieces is None or option.rows == 0:
         return ResidentRows(0, 0)
     if option.pieces.tokens < m:
@@ -70,19 +70,24 @@ def union(held: Iterable[ResidentRows], n: int) -> ResidentRows:
 
 
 def resident_by_op(planner: Tables, solutions: Iterable[Solution]) -> dict[OpName, ResidentRows]:
-    """Rows of every matmul; parts of a group that is apart somewhere count as themselves."""
-    found: dict[OpName, list[ResidentRows]] = {}
+    """Return the resident rows of every matmul.
+
+    Parts of a group that is unfused somewhere count as themselves.
+    """
+    needed: dict[OpName, list[ResidentRows]] = {}
     for solution in solutions:
         for name, option in solution.options.items():
             n, _ = planner.shape(name)
             m = 1 if name == "lm_head" else solution.scenario.m
-            found.setdefault(name, []).append(rows_needed(option, m, n))
-    return {name: union(held, planner.shape(name)[0]) for name, held in found.items()}
+            needed.setdefault(name, []).append(rows_needed(option, m, n))
+    return {name: union(rows, planner.shape(name)[0]) for name, rows in needed.items()}
 
 
 def weight_memory(planner: Tables, solutions: Iterable[Solution]) -> Memory:
-    """Bytes by device; a row on both counts twice, on each as the device holds it, and one of an
-    NPU whose graphs own their weights once for each graph size.
+    """Bytes by device.
+
+    A row on both counts twice, on each as the device holds it, and one of an NPU whose graphs own
+    their weights once for each graph size.
     """
     gpu = npu = twice = graphs = 0.0
     for name, held in resident_by_op(planner, solutions).items():
@@ -107,20 +112,23 @@ def held_bytes(planner: Tables, name: OpName, held: ResidentRows) -> tuple[float
 
 
 def copies(planner: Tables, name: OpName) -> int:
-    """How often the NPU holds the rows that it has of a matmul."""
+    """Return how often the NPU holds the rows that it has of a matmul."""
     if name == "lm_head" or not _graphs_own_weights(planner):  # the head always sees one token
         return 1
     return max(len(planner.sizes), 1)
 
 
 def holds_alone(planner: Tables, device: DeviceKind) -> bool:
-    """Whether a device can hold all weights, each once."""
+    """Return whether a device can hold all weights, each once."""
     _, *limits = limits_of(planner.profile)
     return _all_rows_bytes(planner, device) <= limits[device == "npu"]
 
 
 def graph_bytes(planner: Tables) -> float:
-    """What one more graph size takes if the NPU has all rows of a block: 0 where graphs share."""
+    """Return what one more graph size takes if the NPU has all rows of a block.
+
+    0 where graphs share.
+    """
     return _all_rows_bytes(planner, "npu", head=False) if _graphs_own_weights(planner) else 0.0
 
 
@@ -136,7 +144,9 @@ def _all_rows_bytes(planner: Tables, device: DeviceKind, *, head: bool = True) -
 
 
 def row_bytes(planner: Tables, device: DeviceKind, name: OpName) -> float:
-    """Bytes of one row in all layers, held once, in the device's own layout if it has one."""
+    """Return the bytes of one row in all layers, stored once, in the device's layout if it has
+    one.
+    """
     layers = 1 if name == "lm_head" else planner.spec.layers
     _, k = planner.shape(name)
     weight_format, record = planner.spec.weight_format, planner.profile.devices.get(device)

@@ -8,4 +8,4 @@ NamedStrategy: TypeAlias = Literal[
     "auto", "gpu-only", "npu-only", "layer", "row-cut", "sequence-cut", "multi-sequence-cut",
     "hybrid-cut", "padding", "pipe", "chunked", "online-prepare",
 ]  # fmt: skip
-MOST_TOKENS: Final = 1 << 20  # of a prompt, a graph or a context
+MAX_TOKENS: Final = 1 << 20  # of a prompt, a graph or a context

@@ -1,4 +1,4 @@
-"""The operators of a step that are not matmuls of plans, as stages of the chain."""
+"""The operators of a step that are not matmuls of plans, as stages of the layer DP."""
 
 from __future__ import annotations
 
@@ -43,9 +43,14 @@ Timer: TypeAlias = Callable[[int, int], float]  # of tokens (padded), and of tho
 
 @dataclass(frozen=True)
 class NonMatmulTimes:
-    """One device's time of everything that is no matmul of a plan: before the layers, and behind
-    each matmul (those with nothing behind them are left out). `shared`: behind a matmul, the same
-    with attention's heads shared by both devices (`hetero.solver.heads`).
+    """One device's time of everything that is no matmul of a plan.
+
+    Before the layers, and after each matmul (those with nothing after them are left out). `shared`:
+    after a matmul, the same with attention's heads shared by both devices (`hetero.solver.heads`).
+
+    Before the layers, and behind each matmul (those with nothing behind them are left out).
+    `shared`: behind a matmul, the same with attention's heads shared by both devices
+    (`hetero.solver.heads`).
     """
 
     head: Option
@@ -54,13 +59,14 @@ class NonMatmulTimes:
 
     @property
     def device(self) -> DeviceKind:
-        """Which device that is."""
+        """Return the device."""
         return "gpu" if self.head.mode == "gpu" else "npu"
 
 
 class NonMatmulCosts:
-    """Times of a model's other operators on one profile. Raises `ProfileError` if no device has
-    all of them.
+    """Times of a model's other operators on one profile.
+
+    Raises `ProfileError` if no device has all of them.
     """
 
     def __init__(self, cost: CostModel, graph: ModelGraph, overheads: Overheads) -> None:
@@ -75,7 +81,7 @@ class NonMatmulCosts:
         reasons = {kind: self._reasons(kind) for kind in KINDS}
         self.devices = tuple(kind for kind in KINDS if not reasons[kind])
         if not self.devices:
-            missing = sorted({reason for found in reasons.values() for reason in found})
+            missing = sorted({reason for of_kind in reasons.values() for reason in of_kind})
             raise ProfileError(
                 f"profile {cost.profile.name} lacks operators of {graph.name} "
                 f"({', '.join(missing)}): take it again with `hetero profile`"
@@ -88,7 +94,7 @@ class NonMatmulCosts:
         return [check.reason for check in checks if not check]
 
     def _where(self, kind: DeviceKind, op: Op) -> DeviceKind:
-        """Where it runs if `kind` runs the rest."""
+        """Return where it runs if `kind` runs the non-matmul ops."""
         return device_of_other(op, kind, self.cost.profile.devices)
 
     def _allowed(self, kind: DeviceKind, op: Op) -> Allowed:
@@ -98,18 +104,18 @@ class NonMatmulCosts:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What is predicted from something else, for people."""
-        found: dict[str, None] = {}
+        """Return what is predicted from something else, for people."""
+        notes: dict[str, None] = {}
         for kind in self.devices:
             for _, share in self._shares:
                 name = op_name(share.op)
                 source = self.cost.measured_as(kind, name)
                 if source is not None and source != name:
-                    found[Substitution(name, source).note] = None
-        return tuple(found)
+                    notes[Substitution(name, source).note] = None
+        return tuple(notes)
 
     def on(self, kind: DeviceKind, m: int, context: int) -> NonMatmulTimes:
-        """Times of m tokens after `context` others on one of `devices`."""
+        """Return times of m tokens after `context` others on one of `devices`."""
         key = (kind, m, context)
         if key not in self._known:
             if len(self._known) >= KEPT:
@@ -143,20 +149,21 @@ def timer_of(cost: CostModel, kind: DeviceKind, op: Op) -> Timer:
 
 
 def seconds_by_kind(graph: ModelGraph, non_matmul: NonMatmulTimes) -> dict[str, float]:
-    """Seconds of the other operators of a layer, each time, by what they do: `head` (before the
-    layers), then `attention`, `norm`, `activation`; by the matmul that they are behind where they
-    do several of these things.
+    """Return the seconds of a layer's other operators, each time, by what they do.
+
+    `head` (before the layers), then `attention`, `norm`, `activation`; by the matmul that they
+    follow where they do several of these things.
     """
-    found: dict[str, list[float]] = {"head": [non_matmul.head.elapsed_s]}
+    seconds_of: dict[str, list[float]] = {"head": [non_matmul.head.elapsed_s]}
     for stage in graph.block:
         if stage.name in non_matmul.behind:
             name = _kind(stage.behind) or stage.name
-            found.setdefault(name, []).append(non_matmul.behind[stage.name].elapsed_s)
-    return {name: statistics.fmean(seconds) for name, seconds in found.items()}
+            seconds_of.setdefault(name, []).append(non_matmul.behind[stage.name].elapsed_s)
+    return {name: statistics.fmean(seconds) for name, seconds in seconds_of.items()}
 
 
 def _kind(shares: Iterable[Share]) -> str | None:
-    """What operators do, if they all do the same."""
+    """Return what operators do, if they all do the same."""
     kinds = {WORK.get(type(share.op)) for share in shares}
     return kinds.pop() if len(kinds) == 1 else None
 

@@ -1,4 +1,4 @@
-"""What an operator of the chain can choose from, and what each choice costs.
+"""The options of an operator on a path through the layers, and what each costs.
 
 States between operators: `GPU` - the operand is the last kernel of a busy queue; `HOST` - the host
 knows that it is complete, the GPU's queue has run dry (docs/explanation/solver.md).
@@ -32,7 +32,7 @@ class Power:
 
     @classmethod
     def of(cls, cost: CostModel) -> Power | None:
-        """None if the profile does not say."""
+        """Return the power of a profile's devices, None if it does not say."""
         gpu, npu = cost.power_w("gpu"), cost.power_w("npu")
         if gpu is None or npu is None:
             return None
@@ -66,7 +66,9 @@ class Objective:
         return value
 
     def cost_alone(self, option: Option, state: int) -> float:
-        """`cost` with what a GPU kernel behind it pays for the state that the option leaves."""
+        """Return `cost` with what a GPU kernel after it pays for the state that the option
+        leaves.
+        """
         return self.cost(option, state) + self.idle * option.back_s
 
     @property
@@ -80,12 +82,12 @@ class Option(NamedTuple):
     """One tiling of one operator, with its times.
 
     gpu_s, npu_s    how long each device is busy (contention included)
-    elapsed_s      from the start until both are done and (with gates) what follows is queued,
-                    other synchronisation apart
+    elapsed_s       from the start until both are done and (with stream signals) the next launches
+                    are queued, without other synchronisation
     enter_s         T_sync + T_copy when entered from `GPU` and from `HOST`
     leaves          state after it
-    back_s          what that costs a GPU kernel behind it: a submission to an empty queue, or 0
-    barred          states from which it may not be entered (the margin)
+    back_s          what that costs a GPU kernel after it: a submission to an empty queue, or 0
+    forbidden       states from which it may not be entered (the margin)
     """
 
     strategy: Strategy
@@ -103,20 +105,20 @@ class Option(NamedTuple):
 
     @property
     def is_cut(self) -> bool:
-        """Whether both devices compute."""
+        """Return whether both devices compute."""
         return self.mode.endswith("dominant")
 
     @property
     def devices(self) -> frozenset[DeviceKind]:
-        """Those that compute."""
+        """Return the devices that compute."""
         return BOTH if self.is_cut else frozenset({"gpu" if self.mode == "gpu" else "npu"})
 
     def seconds(self, state: int = GPU) -> float:
-        """Time in a chain when entered from a state."""
+        """Return the time on a path when entered from a state."""
         return self.elapsed_s + self.enter_s[state]
 
     def seconds_alone(self, state: int = GPU) -> float:
-        """Section 4.3's time of this matmul by itself, a GPU kernel behind it."""
+        """Return section 4.3's time of this matmul by itself, with a GPU kernel after it."""
         return self.seconds(state) + self.back_s
 
     def joules(self, power: Power, state: int = GPU) -> float:
@@ -126,9 +128,9 @@ class Option(NamedTuple):
         return power.joules(*alone, both, self.seconds(state))
 
     def forbid(self, *states: int) -> Option:
-        """The same, closed to these states as well."""
+        """Return the same, closed to these states as well."""
         return self._replace(forbidden=self.forbidden | frozenset(states))
 
     def unrestricted(self) -> Option:
-        """The same, open to both states."""
+        """Return the same, open to both states."""
         return self._replace(forbidden=frozenset())

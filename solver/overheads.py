@@ -1,5 +1,6 @@
-"""What a step costs beyond its kernels, as the paper has it (sections 3.1, 4.2 and 4.3): T_sync,
-T_copy, and both devices' times added up by their maximum.
+"""What a step costs beyond its kernels, as the paper has it (sections 3.1, 4.2 and 4.3).
+
+T_sync, T_copy, and both devices' times added up by their maximum.
 
 The search asks an `Overheads`, and for the tilings of a matmul the `CutTimes` that it makes. Those
 here are the paper's. `hetero.solver.host_queue` answers the same questions for a GPU that is fed by
@@ -21,7 +22,9 @@ from hetero.solver.kernel_times import Bools, Floats, Ints, KernelTimes
 
 @dataclass(frozen=True)
 class CutTimes:
-    """What the halves of tilings make together; of several matmuls, each has a run of columns.
+    """Time that both parts of tilings take together.
+
+    Of several matmuls, each has a run of columns.
 
     gpu_s, npu_s    [T, R] seconds of each device's part, contention included
     """
@@ -51,7 +54,7 @@ class CutTimes:
 
     @property
     def behind_gpu_s(self) -> float:
-        """How much longer a tiling without the GPU takes behind the GPU than behind other calls."""
+        """Return how much longer a tiling without the GPU takes after the GPU than after others."""
         return 0.0
 
 
@@ -63,7 +66,7 @@ class Overheads:
     submit_s    submission to an empty queue
     join_s      learning that the GPU's part of a cut is done, where that is not seen on the way
     copy_s, copy_s_per_byte    a copy of activations to or from the NPU, fixed and per byte
-    eager       the GPU's tile is queued behind its operand before the host waits for that
+    eager       the GPU's tile is queued after its operand before the host waits for that
     npu_restart_s   how much longer an NPU call takes when its thread did something else before
     """
 
@@ -91,8 +94,10 @@ class Overheads:
 
     @classmethod
     def slow(cls, cost: CostModel) -> Self:
-        """Without the paper's fast synchronisation: every wait is a `finish`, and activations are
-        copied on the way to the NPU and back (sections 3.1 and 4.2).
+        """Without the paper's fast synchronisation.
+
+        Every wait is a `finish`, and activations are copied on the way to the NPU and back
+        (sections 3.1 and 4.2).
         """
         sync = cost.profile.sync["gpu"]
         finish = cost.wait_s("gpu", "finish")
@@ -105,7 +110,7 @@ class Overheads:
         )
 
     def at(self, m: int) -> Self:  # noqa: ARG002
-        """In a step of m tokens."""
+        """Return the costs in a step of m tokens."""
         return self
 
     def cut(
@@ -115,20 +120,20 @@ class Overheads:
         gpu_s: Floats,
         npu_s: Floats,
     ) -> CutTimes:
-        """What halves of m tokens make together."""
+        """Return what halves of m tokens make together."""
         return CutTimes(gpu_s, npu_s)
 
     def around_s(self, rest: DeviceKind) -> float:  # noqa: ARG002
-        """What a step takes besides its operators, the first of which `rest` computes."""
+        """Return what a step takes besides its operators, the first of which `rest` computes."""
         return 0.0
 
     def chained_s(self, launches: int) -> float:  # noqa: ARG002
-        """What a decoding step on the GPU alone takes less than its launches one by one."""
+        """Return what a decoding step on the GPU alone takes less than its launches one by one."""
         return 0.0
 
     @property
     def copies(self) -> bool:
-        """Whether activations are copied at all."""
+        """Return whether activations are copied at all."""
         return self.copy_s != 0 or self.copy_s_per_byte != 0
 
     def copy(self, nbytes: float) -> float:

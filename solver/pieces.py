@@ -87,8 +87,10 @@ def npu_choices(
 
 
 class _Pairs(NamedTuple):
-    """[P] first and second graphs of one or two pieces (the first not smaller) and their sum, by
-    which they are sorted; the different sums, and the first pair of each; the token counts.
+    """Pairs [P] of a first and a second graph of one or two pieces.
+
+    The first is not smaller; sorted by their sum; with the different sums, and the first pair of
+    each, and the token counts.
     """
 
     first: Ints
@@ -101,14 +103,14 @@ class _Pairs(NamedTuple):
 
 @lru_cache(maxsize=256)
 def _pairs(sizes: tuple[int, ...], smaller: int) -> _Pairs:
-    """Where only so many graphs may come before another one."""
+    """Return where only so many graphs may come before another one."""
     one, places = len(sizes), range(len(sizes))
     pairs = [(i, one) for i in places] + [(i, j) for i in range(smaller) for j in range(i + 1)]
     tokens = (*sizes, 0)
     pairs.sort(key=lambda pair: tokens[pair[0]] + tokens[pair[1]])
     first, second = (np.asarray(x, dtype=np.intp) for x in zip(*pairs, strict=True))
     graphs = [tuple(sizes[i] for i in pair if i < one) for pair in pairs]
-    sums = np.asarray([sum(found) for found in graphs])
+    sums = np.asarray([sum(graph) for graph in graphs])
     return _Pairs(first, second, sums, *np.unique(sums, return_index=True), graphs)
 
 

@@ -15,7 +15,7 @@ Span = tuple[int, int]
 def tiles_of(
     space: MatMulSpace, option: Option, m: int, *, open_ended: bool = False
 ) -> tuple[Tile, ...]:
-    """The rectangles of a tiling at m tokens; with `open_ended`, for any token count."""
+    """Return the rectangles of a tiling at m tokens; with `open_ended`, for any token count."""
     placed = [*_npu(space, option), *_gpu(space, option, m)]
     if open_ended:
         placed = [t.model_copy(update={"tokens": (0, None)}) for t in placed]
@@ -30,7 +30,7 @@ def _npu(space: MatMulSpace, option: Option) -> Iterator[Tile]:
 
 
 def _gpu(space: MatMulSpace, option: Option, m: int) -> Iterator[Tile]:
-    """The complement of the NPU's rows × tokens, cut the way that was costed."""
+    """Yield the complement of the NPU's rows × tokens, cut the way that was costed."""
     n, r = space.n, option.rows
     t = option.pieces.tokens if option.pieces is not None else 0
     if option.pieces is None or r == 0:

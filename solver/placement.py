@@ -67,7 +67,7 @@ class Segment(NamedTuple):
     precision: WeightFormat | None = None
 
     def op(self, whole: MatMul) -> MatMul:
-        """The operation on these rows."""
+        """Return the operation on these rows."""
         start, stop = self.rows
         weight_format = self.precision or whole.weight_format
         return dataclasses.replace(
@@ -104,8 +104,9 @@ class Part:
 
 
 class Heads(NamedTuple):
-    """One launch of an attention that both devices share: key/value heads first … stop - 1, bound
-    with `graph` tokens, padding included.
+    """One launch of an attention that both devices share.
+
+    Key/value heads first … stop - 1, bound with `graph` tokens, padding included.
     """
 
     kind: DeviceKind
@@ -114,7 +115,7 @@ class Heads(NamedTuple):
     graph: int
 
     def op(self, whole: Attention) -> AttentionHeads:
-        """The operation on these heads."""
+        """Return the operation on these heads."""
         return AttentionHeads(attention=whole, first=self.first, count=self.stop - self.first)
 
 
@@ -166,10 +167,10 @@ class Placement:
         self._check_heads()
 
     def with_plan(self, plan: ExecutionPlan, source: PlanSource) -> Placement:
-        """The same devices and kernels with another plan within the same cuts."""
-        found = Placement(plan, self.graph, self._capabilities, source=source)
-        found._prepared = self._prepared
-        return found
+        """Return the same devices and kernels with another plan within the same cuts."""
+        changed = Placement(plan, self.graph, self._capabilities, source=source)
+        changed._prepared = self._prepared
+        return changed
 
     def _check_graphs(self) -> None:
         """Every graph that the plan prepares ahead must be one that the device has."""
@@ -196,7 +197,7 @@ class Placement:
 
     @property
     def online(self) -> bool:
-        """Whether graphs are prepared while a prompt waits."""
+        """Return whether graphs are prepared while a prompt waits."""
         return self.plan.strategy == "online-prepare"
 
     @property
@@ -210,7 +211,7 @@ class Placement:
         """Tokens that the longest call writes, padding included."""
         return reach(self.plan, self._capabilities)
 
-    # --- who computes what ------------------------------------------------------------------
+    # --- assignments ------------------------------------------------------------------------
 
     def rest(self, phase: Phase) -> DeviceKind:
         """Device of everything that is not a matmul."""
@@ -219,10 +220,11 @@ class Placement:
     def at(
         self, phase: Phase, m: int, logit_rows: int = 1, *, form: Form = "cut"
     ) -> Iterator[Assignment]:
-        """What computes a call of m tokens, in the model's order; the output head sees the last
-        `logit_rows` tokens, and is left out where that is none. Rows of several contexts decode so,
-        too; but what knows a position runs for each of them, on the same device (`row_graph`).
-        `form`: of calls in flight.
+        """Yield what computes a call of m tokens, in the model's order.
+
+        The output head sees the last `logit_rows` tokens, and is left out where that is none. Rows
+        of several contexts decode so, too; but what knows a position runs for each of them, on the
+        same device (`row_graph`). `form`: of calls in flight.
         """
         inside: set[str] = set()  # nodes of groups that were yielded
         for node in self.graph.nodes:
@@ -241,24 +243,26 @@ class Placement:
                 yield Assignment(node, *self._other(node, phase, m), heads=heads)
 
     def heads(self, phase: Phase, m: int, form: Form = "cut") -> tuple[Heads, ...]:
-        """The launches of an attention of m tokens that both devices share: the NPU has the first
-        key/value heads. None where the device of the other operators has all; it has in decoding,
-        of calls that are cut for being in flight together, and where no graph holds m tokens.
+        """Return the launches of an attention of m tokens that both devices share.
+
+        The NPU has the first key/value heads. None where the device of the other operators has all;
+        it has in decoding, of calls that are cut for being in flight together, and where no graph
+        holds m tokens.
         """
         if phase != "prefill" or form != "cut" or len(self._capabilities) < len(KINDS):
             return ()
-        found = self._head_counts(m)
-        if found is None or not found.shared:
+        counts = self._head_counts(m)
+        if counts is None or not counts.shared:
             return ()
-        able, count = self._capabilities["npu"], found.npu
+        able, count = self._capabilities["npu"], counts.npu
         sizes = prepared_sizes(able)
         if sizes and m > sizes[-1]:
             return ()
         graph = padded_size(m, sizes)
-        return (Heads("gpu", count, count + found.gpu, m), Heads("npu", 0, count, graph))
+        return (Heads("gpu", count, count + counts.gpu, m), Heads("npu", 0, count, graph))
 
     def _head_counts(self, m: int) -> HeadCounts | None:
-        """What holds for the attention of a call of m tokens."""
+        """Return what holds for the attention of a call of m tokens."""
         known = {x.m for x in self.plan.attention}
         if self._source is not None and not known & {m, None}:
             return self._source.plan_for(m).heads(m) if self._source.heads else None
@@ -266,7 +270,7 @@ class Placement:
 
     @cached_property
     def head_cuts(self) -> tuple[int, ...]:
-        """How many heads the NPU may have of an attention beside the GPU, rising."""
+        """Return how many heads the NPU may have of an attention beside the GPU, rising."""
         if self._prepared is not self:
             return self._prepared.head_cuts
         later = self._source.heads if self._source is not None else ()
@@ -275,7 +279,7 @@ class Placement:
         )
 
     def shared_heads(self, kind: DeviceKind) -> tuple[tuple[int, int], ...]:
-        """The runs of key/value heads that a device computes of some attention."""
+        """Return the runs of key/value heads that a device computes of some attention."""
         if len(self._capabilities) < len(KINDS):
             return ()
         last = self.graph.kv_heads
@@ -303,8 +307,9 @@ class Placement:
 
     @cached_property
     def joins(self) -> bool:
-        """Whether rows of several contexts can decode in one step: not where attention is inside
-        the graph of a whole block, which knows one position.
+        """Return whether rows of several contexts can decode in one step.
+
+        Not where attention is inside the graph of a whole block, which knows one position.
         """
         return not any(
             group.fixed and self.fused(group, "decode", 1) is not None
@@ -312,33 +317,38 @@ class Placement:
         )
 
     def parts(self, node: Node, phase: Phase, m: int, form: Form = "cut") -> tuple[Part, ...]:
-        """Launches of a matmul node at m tokens, in the plan's order. They cover its output, with
-        the same rows wherever they share one. On a device with static shapes the rows of each are
-        one of its `segments`, unless it is prepared while a prompt waits.
+        """Return launches of a matmul node at m tokens, in the plan's order.
+
+        They cover its output, with the same rows wherever they share one. On a device with static
+        shapes the rows of each are one of its `segments`, unless it is prepared while a prompt
+        waits.
         """
         assert node.plan_op is not None
         key = (node.plan_op, phase, m, form)
         if key not in self._parts:
-            found = self._split(node, self._tiles(node, phase, m, form))
-            _check_spill(node, found, m)
-            _keep(self._parts, key, found)
+            parts = self._split(node, self._tiles(node, phase, m, form))
+            _check_spill(node, parts, m)
+            _keep(self._parts, key, parts)
         return self._parts[key]
 
     def _tiles(self, node: Node, phase: Phase, m: int, form: Form = "cut") -> tuple[Part, ...]:
-        """A part for each tile of the plan."""
+        """Return a part for each tile of the plan."""
         assert node.plan_op is not None
         key = (node.plan_op, phase, m, form)
         if key not in self._tiled:
-            found = [
+            tiled = [
                 self._part(node, tile, shift)
                 for entry, shift in self._at(node, phase, m, form)
                 for tile in entry.tiles
             ]
-            _keep(self._tiled, key, tuple(found))
+            _keep(self._tiled, key, tuple(tiled))
         return self._tiled[key]
 
     def entries(self, phase: Phase, m: int) -> tuple[OpPlan, ...]:
-        """What computes the matmuls of a call of m tokens, in order; the output head sees one."""
+        """Return what computes the matmuls of a call of m tokens, in order.
+
+        The output head sees one.
+        """
         first = {node.plan_op: node for node in reversed(self.graph.nodes) if node.plan_op}
         return tuple(
             entry
@@ -347,7 +357,7 @@ class Placement:
         )
 
     def block_entries(self, phase: Phase, m: int) -> tuple[OpPlan, ...]:
-        """As `entries`, without the output head."""
+        """Do the same as `entries`, without the output head."""
         return tuple(entry for entry in self.entries(phase, m) if entry.op != "lm_head")
 
     def working(self, m: int) -> frozenset[DeviceKind]:
@@ -372,14 +382,14 @@ class Placement:
         if self.rest(phase) != "npu":
             return None
         parts = [self._tiles(node, phase, m) for node in group.matmuls]
-        graphs = {part.graph for found in parts for part in found}
+        graphs = {part.graph for launches in parts for part in launches}
         whole = all(map(_is_whole_on_npu, group.matmuls, parts))
         return graphs.pop() if whole and len(graphs) == 1 else None
 
     # --- which kernels exist ----------------------------------------------------------------
 
     def segments(self, node: Node, kind: DeviceKind) -> tuple[Segment, ...]:
-        """What a device holds of a matmul's weight."""
+        """Return what a device holds of a matmul's weight."""
         if self._prepared is not self:
             return self._prepared.segments(node, kind)
         spans: dict[tuple[OperandOrder, WeightFormat | None], set[Span]] = {}
@@ -388,42 +398,46 @@ class Placement:
                 spans.setdefault((tile.order, tile.precision), set()).add(_rows(tile, shift))
         return tuple(
             Segment(rows, *how)
-            for how, found in spans.items()
-            for rows in _runs(found, self._edges_of(node, kind, _storage(node, how[1])))
+            for how, covered in spans.items()
+            for rows in _runs(covered, self._edges_of(node, kind, _storage(node, how[1])))
         )
 
     def _edges_of(self, node: Node, kind: DeviceKind, storage: StorageFormat) -> frozenset[int]:
-        """Rows where a device's kernels of a matmul end: at the edges of every tile that it ever
-        computes beside (its own, the other device's), so that all parts of a call meet in rows.
-        Kernels of another storage, where phases have different ones, are not cut for these.
+        """Rows where a device's kernels of a matmul end.
+
+        At the edges of every tile that it ever computes beside (its own, the other device's), so
+        that all parts of a call meet in rows. Kernels of another storage, where phases have
+        different ones, are not cut for these.
         """
         if self._prepared is not self:
             return self._prepared._edges_of(node, kind, storage)
         assert node.plan_op is not None
         key = (node.plan_op, kind, storage)
         if key not in self._edges:
-            found: set[int] = set()
+            edges: set[int] = set()
             for entry, _, shift in self._listed(node):
                 tiles = [x for x in entry.tiles if _storage(node, x.precision) is storage]
                 if tiles and entry.phase == "prefill":
-                    found.update(self._later_cuts(node))
+                    edges.update(self._later_cuts(node))
                 if any(tile.device == kind for tile in tiles):
-                    found.update(edge + shift for tile in entry.tiles for edge in tile.rows)
-            self._edges[key] = frozenset(found)
+                    edges.update(edge + shift for tile in entry.tiles for edge in tile.rows)
+            self._edges[key] = frozenset(edges)
         return self._edges[key]
 
     def cuts_rows(self, node: Node) -> bool:
-        """Whether a matmul's output is ever made of several runs of rows."""
+        """Return whether a matmul's output is ever made of several runs of rows."""
         assert isinstance(node.op, MatMul)
         spans = {_rows(tile, shift) for _, tile, shift in self._listed(node)}
         return len(spans) > 1 or any(row < node.op.n for row in self._later_cuts(node))
 
     @property
     def weight_bytes(self) -> dict[DeviceKind, int]:
-        """Bytes of weights on each device. A row that two devices compute counts on both, and one
-        of a device whose graphs own their weights once for each graph size.
+        """Bytes of weights on each device.
+
+        A row that two devices compute counts on both, and one of a device whose graphs own their
+        weights once for each graph size.
         """
-        found = {
+        nbytes = {
             kind: sum(
                 self.rows_bytes(node, segment, kind) * self._copies(node, kind)
                 for node in self.graph.nodes
@@ -434,8 +448,8 @@ class Placement:
         }
         for node in self.graph.nodes:
             for kind in self.devices(node) if isinstance(node.op, Outliers) else ():
-                found[kind] += outlier_bytes(node.op)
-        return found
+                nbytes[kind] += outlier_bytes(node.op)
+        return nbytes
 
     @property
     def stored_bytes(self) -> int:
@@ -455,8 +469,10 @@ class Placement:
         return packed_bytes(op.weight_format.storage, op.n, op.k)
 
     def _copies(self, node: Node, kind: DeviceKind) -> int:
-        """How often a device may come to hold the weights of a matmul: prompts of other lengths
-        than the plan lists use any graph that it has, the output head always sees one token.
+        """Return how often a device may come to hold the weights of a matmul.
+
+        Prompts of other lengths than the plan lists use any graph that it has, the output head
+        always sees one token.
         """
         capabilities = self._capabilities[kind]
         if capabilities.per_graph_size != "weights" or node.name == "lm_head":
@@ -478,7 +494,7 @@ class Placement:
                     yield entry, tile, 0
 
     def _names(self, node: Node) -> Sequence[tuple[OpName, int]]:
-        """The plan's names for a node's rows, with the first row of each."""
+        """Return the plan's names for a node's rows, with the first row of each."""
         assert node.plan_op is not None
         whole = any((phase, node.plan_op) in self._entries for phase in PHASES)
         unfused = any(
@@ -499,18 +515,19 @@ class Placement:
         assert node.plan_op is not None
         if (flight := self._flights.get(form, {}).get((phase, node.plan_op))) is not None:
             return [(flight[None].clipped(m), 0)]
-        unfused = self._is_apart(node, phase, m)
-        if not unfused and (found := self._entry(node.plan_op, phase, m)) is not None:
-            return [(found, 0)]
+        unfused = self._is_unfused(node, phase, m)
+        if not unfused and (whole := self._entry(node.plan_op, phase, m)) is not None:
+            return [(whole, 0)]
         parts = [(self._entry(name, phase, m), name, shift) for name, shift in node.members]
         for entry, name, _ in parts or [(None, node.plan_op, 0)]:
             if entry is None:
                 raise no_entry(name, phase, m, self._entries.get((phase, name), ()))
         return [(entry, shift) for entry, _, shift in parts if entry is not None]
 
-    def _is_apart(self, node: Node, phase: Phase, m: int) -> bool:
-        """Whether the members of a matmul have entries for exactly m tokens, and it has none: they
-        go before what the plan says of it at other token counts.
+    def _is_unfused(self, node: Node, phase: Phase, m: int) -> bool:
+        """Return whether a matmul's members have entries for exactly m tokens, and it has none.
+
+        They go before what the plan says of it at other token counts.
         """
         assert node.plan_op is not None
         whole, *members = (
@@ -520,7 +537,7 @@ class Placement:
         return not whole and bool(members) and all(members)
 
     def _entry(self, name: OpName, phase: Phase, m: int) -> OpPlan | None:
-        """What holds for a matmul in a call of m tokens."""
+        """Return what holds for a matmul in a call of m tokens."""
         known = self._entries.get((phase, name))
         if known is None:
             return None
@@ -530,12 +547,13 @@ class Placement:
             return self._in_smallest_graphs(_open(known[1]).clipped(m))
         if phase == "prefill" and self._source is not None and None not in known:
             return self._source.plan_for(m).entry(phase, m, name).clipped(m)
-        found = entry_at(known, m)
-        return None if found is None else self._in_smallest_graphs(found.clipped(m))
+        planned = entry_at(known, m)
+        return None if planned is None else self._in_smallest_graphs(planned.clipped(m))
 
     def _in_smallest_graphs(self, entry: OpPlan) -> OpPlan:
-        """An entry for other tokens than the plan listed: `_graph_of` chooses among the graphs that
-        are prepared.
+        """Return an entry for other tokens than the plan listed.
+
+        `_graph_of` chooses among the graphs that are prepared.
         """
         tiles = [
             tile.model_copy(update={"graph_size": None})
@@ -546,8 +564,8 @@ class Placement:
         return entry.model_copy(update={"tiles": tuple(tiles)})
 
     def _sizes(self, kind: DeviceKind) -> tuple[int, ...]:
-        found = self._capabilities.get(kind)
-        return found.graph_sizes if found is not None else ()
+        capabilities = self._capabilities.get(kind)
+        return capabilities.graph_sizes if capabilities is not None else ()
 
     def _part(self, node: Node, tile: Tile, shift: int) -> Part:
         start, stop = tile.tokens
@@ -577,12 +595,12 @@ class Placement:
                 start, stop = part.rows
                 known = self._edges_of(node, part.kind, _storage(node, part.precision))
                 edges.update(e for e in known if start < e < stop)
-        found: list[Part] = []
+        joined: list[Part] = []
         for part in parts:
             inside = sorted(e for e in edges if part.rows[0] <= e <= part.rows[1])
             for span in itertools.pairwise(inside):
-                self._join(found, dataclasses.replace(part, rows=span))
-        return tuple(found)
+                self._join(joined, dataclasses.replace(part, rows=span))
+        return tuple(joined)
 
     def _join(self, found: list[Part], part: Part) -> None:
         """Append a part, or lengthen the one that ends where it begins."""
@@ -616,7 +634,7 @@ class Placement:
 def fitted(
     plan: ExecutionPlan, capabilities: CapabilitiesByDevice, *, solved: bool = False
 ) -> ExecutionPlan:
-    """The plan in calls that devices can run; `solved` as in `ExecutionPlan.for_graphs`."""
+    """Return the plan in calls that devices can run; `solved` as in `ExecutionPlan.for_graphs`."""
     return plan.for_graphs(
         {kind: prepared_sizes(x) for kind, x in capabilities.items()}, solved=solved
     )
@@ -632,20 +650,20 @@ def reach(plan: ExecutionPlan, capabilities: CapabilitiesByDevice) -> int:
 
 def _by_name(ops: Iterable[OpPlan]) -> dict[tuple[Phase, str], dict[int | None, OpPlan]]:
     """Entries of each matmul by their token counts."""
-    found: dict[tuple[Phase, str], dict[int | None, OpPlan]] = {}
+    entries: dict[tuple[Phase, str], dict[int | None, OpPlan]] = {}
     for entry in ops:
-        known = found.setdefault((entry.phase, entry.op), {})
+        known = entries.setdefault((entry.phase, entry.op), {})
         if entry.m in known:
             raise PlanError(
                 f"the plan has two entries for {entry.op} in {entry.phase} at "
                 f"{entry.m or 'any'} tokens: keep one"
             )
         known[entry.m] = entry
-    return found
+    return entries
 
 
 def _open(entry: OpPlan) -> OpPlan:
-    """An entry whose tiles have all tokens of a call."""
+    """Return an entry whose tiles have all tokens of a call."""
     tiles = tuple(tile.model_copy(update={"tokens": (0, None)}) for tile in entry.tiles)
     return entry.model_copy(update={"tiles": tiles})
 
@@ -656,7 +674,7 @@ def _rows(tile: Tile, shift: int) -> Span:
 
 
 def _is_whole_on_npu(node: Node, parts: Sequence[Part]) -> bool:
-    """Whether these are one graph of all rows, as groups are prepared."""
+    """Return whether these are one graph of all rows, as groups are prepared."""
     assert isinstance(node.op, MatMul)
     first = parts[0]
     plain = first.order == "plain" and first.precision is None
@@ -670,7 +688,10 @@ def _keep(known: dict[_Call, tuple[Part, ...]], key: _Call, parts: tuple[Part, .
 
 
 def _check_spill(node: Node, parts: Iterable[Part], m: int) -> None:
-    """A padded graph may write behind the call's last token, never over another part's tokens."""
+    """Check that a padded graph writes after the call's last token alone.
+
+    Never over another part's tokens.
+    """
     for part in parts:
         if part.stop > part.tokens[1] < m:
             raise PlanError(
@@ -689,13 +710,13 @@ def _no_graph(name: str, size: int, kind: DeviceKind, able: Capabilities) -> Pla
 
 
 def _storage(node: Node, precision: WeightFormat | None) -> StorageFormat:
-    """How the weights are stored that a tile or part computes with."""
+    """Return how the weights are stored that a tile or part computes with."""
     assert isinstance(node.op, MatMul)
     return (precision or node.op.weight_format).storage
 
 
 def _runs(spans: Iterable[Span], edges: Iterable[int]) -> list[Span]:
-    """The pieces between edges that lie inside some span."""
+    """Return the pieces between edges that lie inside some span."""
     spans = list(spans)
     return [
         (a, b)
@@ -705,8 +726,9 @@ def _runs(spans: Iterable[Span], edges: Iterable[int]) -> list[Span]:
 
 
 def outlier_bytes(op: Op) -> int:
-    """Bytes of the hot features' weights, and where there is excess of the whole weight: at most,
-    for a GPU may have it mapped for the matmul.
+    """Bytes of the hot features' weights, and where there is excess of the whole weight.
+
+    At most, for a GPU may have it mapped for the matmul.
     """
     assert isinstance(op, Outliers)
     slab = packed_bytes(StorageFormat.F16, op.n, op.hot) + 4 * op.hot if op.hot else 0

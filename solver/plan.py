@@ -70,12 +70,12 @@ class Tile(_Record):
         return self
 
     def resolved(self, m: int) -> Tile:
-        """The same tile with an open token range ended at m."""
+        """Return the same tile with an open token range ended at m."""
         start, stop = self.tokens
         return self.model_copy(update={"tokens": (start, m if stop is None else stop)})
 
     def clipped(self, m: int) -> Tile:
-        """The same tile without the tokens from m on; its graph is padded."""
+        """Return the same tile without the tokens from m on; its graph is padded."""
         start, stop = self.tokens
         return self.model_copy(update={"tokens": (start, m if stop is None else min(stop, m))})
 
@@ -121,7 +121,9 @@ class OpPlan(_Record):
         return self
 
     def clipped(self, m: int) -> OpPlan:
-        """The same partition with the outputs of the first m tokens only (m at most the entry's).
+        """Return the same partition with the outputs of the first m tokens only.
+
+        m is at most the entry's.
 
         Its times are those of the longer call.
         """
@@ -140,13 +142,17 @@ class HeadCounts(_Record):
 
     @property
     def shared(self) -> bool:
-        """Whether both have some."""
+        """Return whether both have some."""
         return self.gpu > 0 and self.npu > 0
 
 
 class AttentionShare(_Record):
-    """Who computes which heads of the attention of a prompt's calls of m tokens, or of any number;
-    all heads on one device mean that of the other operators. Predicted seconds are of a layer.
+    """The heads of attention that each device has in a prompt's calls of m tokens.
+
+    None of m: of any number; all heads on one device mean that of the other operators. Predicted
+    seconds are of a layer.
+
+    All heads on one device mean that of the other operators. Predicted seconds are of a layer.
     """
 
     phase: Literal["prefill"]
@@ -158,7 +164,8 @@ class AttentionShare(_Record):
 
 
 class InFlight(_Record):
-    """What computes a prompt's matmuls in calls that are in flight together, for any token count:
+    """The matmuls of calls of a prompt that are in flight together, for any token count.
+
     `whole` has none cut ("Fast On-device LLM Inference with NPUs", section 3.4), `both` some, so
     that both devices have as much to do in all, whatever each matmul takes. The form `cut` is that
     of the plan's own entries.
@@ -175,8 +182,9 @@ class InFlight(_Record):
 
 
 class Total(_Record):
-    """Predicted time of a prompt, or of a decode step: every layer, attention, norms and the output
-    head.
+    """Predicted time of a prompt, or of a decode step.
+
+    Every layer, attention, norms and the output head.
 
     `steps` are the token counts of the calls that a prompt of m tokens runs in, each behind the
     tokens of those before it. `single_devices` are the times of the plans with all matmuls on one
@@ -239,9 +247,10 @@ class FrontPoint(_Record):
 
 
 class Memory(_Record):
-    """Weight bytes: what each device holds in its own layout, and rows that both hold (a part of
-    both numbers). `graphs_bytes` is the part of `npu_bytes` that the same rows take again in
-    graphs of other sizes, where each has its own copy.
+    """Weight bytes: of each device in its own layout, and of rows that both have (in both).
+
+    `graphs_bytes` is the part of `npu_bytes` that the same rows take again in graphs of other
+    sizes, where each has its own copy.
     """
 
     gpu_bytes: Bytes
@@ -257,7 +266,7 @@ class Memory(_Record):
 
 
 class Residency(_Record):
-    """Where the rows of one matmul live: [0, npu_rows) on the NPU, [gpu_from, n) on the GPU.
+    """Rows of one matmul by device: [0, npu_rows) on the NPU, [gpu_from, n) on the GPU.
 
     `cuts` are the row cuts of the plan's tilings: the ends of segments to prepare.
     """
@@ -268,7 +277,7 @@ class Residency(_Record):
 
 
 class Plan(_Record):
-    """What the solver decides and the runtime executes (docs/reference/json.md).
+    """The decisions of the solver, which the runtime executes (docs/reference/json.md).
 
     `strategy` is what was asked for: `auto` is the solver's choice, the others are for comparison.
     `graph_sizes` are the token counts whose NPU graphs are prepared ahead; a tile with another
@@ -329,8 +338,9 @@ class Plan(_Record):
 
     @property
     def plan_id(self) -> str:
-        """Short name of the placement: equal tiles have an equal one, whatever was predicted of
-        them, and other tiles another.
+        """Short name of the placement.
+
+        Equal tiles have an equal one, whatever was predicted of them, and other tiles another.
         """
         what = {"phase", "m", "op", "n", "k", "tiles"}
         ops = sorted(op.model_dump_json(include=what) for op in self.all_ops)
@@ -343,20 +353,23 @@ class Plan(_Record):
         return tuple(tile.resolved(m) for tile in self.entry(phase, m, op).tiles)
 
     def entry(self, phase: Phase, m: int, op: str) -> OpPlan:
-        """The entry for one matmul at m tokens: that for exactly m, else that for any m, else the
-        next longer one without the tokens that are not there. Raises `PlanError` if there is none.
+        """Return the entry for one matmul at m tokens.
+
+        That for exactly m, else that for any m, else the next longer one without the tokens that
+        are not there. Raises `PlanError` if there is none.
         """
         known: dict[int | None, OpPlan] = {}
-        for found in self.ops:
-            if (found.phase, found.op) == (phase, op):
-                known.setdefault(found.m, found)
+        for planned in self.ops:
+            if (planned.phase, planned.op) == (phase, op):
+                known.setdefault(planned.m, planned)
         if (entry := entry_at(known, m)) is None:
             raise no_entry(op, phase, m, known)
         return entry
 
     def steps(self, tokens: int, longest: int | None = None) -> tuple[int, ...]:
-        """Token counts of the calls that a prompt of `tokens` runs in, at most `longest` each: as
-        `totals` name them, else as many of the longest as fit and a rest (`calls.split`).
+        """Token counts of the calls that a prompt of `tokens` runs in, at most `longest` each.
+
+        As `totals` name them, else as many of the longest as fit and a rest (`calls.split`).
         """
         limit = min([x for x in (self.step_tokens, longest) if x is not None], default=tokens)
         named = [t.steps or (t.m,) for t in self.totals if (t.phase, t.m) == ("prefill", tokens)]
@@ -373,7 +386,9 @@ class Plan(_Record):
     def for_graphs(
         self, graphs: Mapping[DeviceKind, Sequence[int]], *, solved: bool = False
     ) -> Self:
-        """The same with `steps` that devices with these NPU graphs can run (none: any token count).
+        """Return the same with `steps` that devices with these NPU graphs can run.
+
+        None of them: any token count.
 
         `solved`: a solver answers for token counts that the plan does not list. Where the plan says
         nothing itself, calls are of up to `STEP_TOKENS` (of the longest entry, where all entries
@@ -400,12 +415,14 @@ class Plan(_Record):
 
     @property
     def shares_attention(self) -> bool:
-        """Whether both devices have heads of some attention."""
+        """Return whether both devices have heads of some attention."""
         return any(x.heads.shared for x in self.attention)
 
     def heads(self, m: int) -> HeadCounts | None:
-        """Who has which heads of attention in a prompt's call of m tokens: as said for exactly m,
-        else for any, else for the next longer call; None where nothing is said.
+        """Return which device has which heads of attention in a prompt's call of m tokens.
+
+        As said for exactly m, else for any, else for the next longer call; None where nothing is
+        said.
         """
         known = {x.m: x.heads for x in self.attention}
         longer = [count for count in known if count is not None and count > m]
@@ -432,8 +449,9 @@ class Plan(_Record):
             )
 
     def check_fits(self, spec: ModelGraph) -> None:
-        """Raise `PlanError` unless every matmul of the plan has the model's shape, and every tile
-        computes with weights as the model stores them.
+        """Raise `PlanError` unless every matmul of the plan has the model's shape.
+
+        Every tile must compute with weights as the model stores them.
 
         Names are not compared: a quantised copy of a model may be called otherwise.
         """
@@ -451,7 +469,7 @@ class Plan(_Record):
                 if tile.precision is not None and tile.precision.storage not in stored:
                     raise PlanError(
                         f"the plan computes {op.op} in {tile.precision}, which takes "
-                        f"{tile.precision.storage} weights; those of {spec.name} are "
+                        f"{tile.precision.storage} weights; {spec.name} has "
                         f"{' and '.join(sorted(stored))} ({spec.weight_format}): make a plan for "
                         "these --weights"
                     )
@@ -482,16 +500,22 @@ class Plan(_Record):
 
 
 def device_of_other(op: Op, rest: DeviceKind, devices: Container[DeviceKind]) -> DeviceKind:
-    """Device of an operation that is no matmul of the plan, where `rest` has the others. Outliers
-    are there to be computed while the NPU computes their matmul, so the GPU has them if there is
-    one.
+    """Device of an operation that is no matmul of the plan, where `rest` has the others.
+
+    Outliers are there to be computed while the NPU computes their matmul, so the GPU has them if
+    there is one.
     """
     return "gpu" if isinstance(op, Outliers) and "gpu" in devices else rest
 
 
 def entry_at(known: Mapping[int | None, OpPlan], m: int) -> OpPlan | None:
-    """Of the entries of one matmul, by their token counts: that for exactly m, else that for any,
-    else the next longer one cut off at m; None if there is none.
+    """Return the entry for m tokens among one matmul's entries by token count.
+
+    The one for exactly m, else for any, else the next longer one cut off at m; None if there is
+    none.
+
+    That for exactly m, else that for any, else the next longer one cut off at m; None if there is
+    none.
     """
     exact = known.get(m) or known.get(None)
     longer = [count for count in known if count is not None and count > m]
@@ -499,7 +523,7 @@ def entry_at(known: Mapping[int | None, OpPlan], m: int) -> OpPlan | None:
 
 
 def no_entry(op: str, phase: Phase, m: int, known: Iterable[int | None]) -> PlanError:
-    """What is raised where a plan has entries of a matmul for these token counts alone."""
+    """Return what is raised where a plan has entries of a matmul for these token counts alone."""
     longest = max((count for count in known if count is not None), default=None)
     hint = "" if longest is None else f", only for up to {longest}"
     return PlanError(f"the plan has no entry for {op} in {phase} at {m} tokens{hint}")
@@ -516,20 +540,23 @@ def write(path: str | os.PathLike[str], text: str, what: str) -> None:
 
 
 def _without_report(text: str) -> str:
-    """A plan's document, without the tables that a report adds."""
+    """Return a plan's document, without the tables that a report adds."""
     if f'"{REPORT_KEY}"' not in text:
         return text
     try:
-        found = json.loads(text)
+        document = json.loads(text)
     except (ValueError, RecursionError):
         return text  # the model says what is wrong
-    if not isinstance(found, dict):
+    if not isinstance(document, dict):
         return text
-    return json.dumps({key: value for key, value in found.items() if key != REPORT_KEY})
+    return json.dumps({key: value for key, value in document.items() if key != REPORT_KEY})
 
 
 def check_cover(tiles: tuple[Tile, ...], *, m: int, n: int, what: str) -> None:
-    """Every output of [0, m) × [0, n) lies in exactly one tile (invariant 2). Raises ValueError."""
+    """Check that every output of [0, m) × [0, n) is in exactly one tile (invariant 2).
+
+    Raises ValueError.
+    """
     spans: list[tuple[int, int, int, int]] = []
     area = 0
     for tile in tiles:
@@ -549,7 +576,10 @@ def check_cover(tiles: tuple[Tile, ...], *, m: int, n: int, what: str) -> None:
 
 
 def check_pieces(tiles: tuple[Tile, ...], *, what: str) -> None:
-    """The NPU computes at most two pieces along tokens per row range. Raises ValueError."""
+    """Check that the NPU computes at most two pieces along tokens per row range.
+
+    Raises ValueError.
+    """
     pieces: dict[tuple[int, int], int] = {}
     for tile in tiles:
         if tile.device == "npu":

@@ -29,16 +29,18 @@ from hetero.solver.solution import Scenario, Solution
 from hetero.solver.tilings import MatMulSpace
 
 Extra = Mapping[OpName, list[Option]]
-MOST_SAVED: Final = 0.8  # of a step, by chains: what is measured of short launches has limits
+MAX_SAVED: Final = (
+    0.8  # of a step, by fused launches: what is measured of short launches has limits
+)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the user decides.
+    """Settings of the user.
 
     context         tokens in the KV cache before a decode step
     row_steps       at most this many row cuts for each matmul; None: every alignment step
-    apart           try q, k, v and gate, up apart
+    apart           try q, k, v and gate, up unfused
     step_tokens     tokens of the longest call; None: what two graphs hold
     """
 
@@ -98,21 +100,21 @@ class Planner:
         options: Extra | None = None,
         rest: DeviceKind | None = None,
     ) -> Solution:
-        """The best plan of one scenario.
+        """Return the best plan of one scenario.
 
         `options` replaces what a matmul may choose from, by name; `rest` fixes the device of the
         other operators. `PlanError` if nothing is possible.
         """
         objective = objective or self.objective()
         self._check_length(scenario)
-        found = dict(options or {})
+        candidates = dict(options or {})
         for name in self.names(unfused=self.settings.unfused and options is None):
-            if name not in found:
+            if name not in candidates:
                 m = 1 if name == "lm_head" else scenario.m
-                found[name] = self.candidates(name, m, objective)
-        best = self._best(scenario, objective, found, rest)
+                candidates[name] = self.candidates(name, m, objective)
+        best = self._best(scenario, objective, candidates, rest)
         if self.settings.rules.shared and best is not None and len(best.devices) == 1:
-            best = self._shared(best, objective, found) or best
+            best = self._shared(best, objective, candidates) or best
         if best is None:
             raise PlanError(
                 f"no device can run {self.spec.name} in {scenario.phase} at {scenario.m} tokens "
@@ -122,7 +124,7 @@ class Planner:
         return best
 
     def with_graph_sizes(self, sizes: Iterable[int]) -> Planner:
-        """The same with other NPU graphs."""
+        """Return the same with other NPU graphs."""
         profile = with_graph_sizes(self.profile, sizes)
         return Planner(
             self.spec,
@@ -135,7 +137,7 @@ class Planner:
         )
 
     def with_heads(self, heads: tuple[int, ...]) -> Planner:
-        """The same with one of these numbers of attention's heads on the NPU, or none."""
+        """Return the same with one of these numbers of attention's heads on the NPU, or none."""
         planner = copy.copy(self)  # the tables are shared, what depends on heads is not
         planner.heads = heads
         planner.__dict__.pop("whole_rows", None)
@@ -143,7 +145,7 @@ class Planner:
         return planner
 
     def with_rows(self, rows: Mapping[OpName, Sequence[int]]) -> Planner:
-        """The same with these row cuts alone, which are prepared (`MatMulSpace`)."""
+        """Return the same with these row cuts alone, which are prepared (`MatMulSpace`)."""
         limited = Planner(
             self.spec,
             self.profile,
@@ -157,7 +159,7 @@ class Planner:
         return limited
 
     def drifted(self, factors: Factors) -> Planner:
-        """The same with devices that take so many times as long as the profile says."""
+        """Return the same with devices that take so many times as long as the profile says."""
         cost = DriftedCost(self.cost, factors)
         return Planner(
             self.spec,
@@ -170,7 +172,7 @@ class Planner:
         )
 
     def candidates(self, name: OpName, m: int, objective: Objective) -> list[Option]:
-        """What a matmul may choose from (`Chooser.options`), worked out once."""
+        """Return what a matmul may choose from (`Chooser.options`), worked out once."""
         key = (name, m, objective)
         if key not in self._candidates:
             chooser = Chooser(self.overheads, self.settings.rules, objective)
@@ -197,8 +199,9 @@ class Planner:
 
     @property
     def step_tokens(self) -> int | None:
-        """Tokens of the longest call: what the graphs hold, or less where the settings say so; None
-        where the NPU takes any number.
+        """Tokens of the longest call: what the graphs hold, or less where the settings say so.
+
+        None where the NPU takes any number.
         """
         return shortest(self._holds, self.settings.step_tokens)
 
@@ -207,8 +210,9 @@ class Planner:
         return self.longest_with("gpu" if "gpu" in self._non_matmul_costs.devices else "npu")
 
     def longest_with(self, rest: DeviceKind) -> int | None:
-        """Most tokens of a call whose other operators run on a device: what two graphs hold, what
-        one does where they run in graphs as well; None without graphs.
+        """Most tokens of a call whose other operators run on a device.
+
+        What two graphs hold, what one does where they run in graphs as well; None without graphs.
         """
         return self.sizes[-1] * (1 if rest == "npu" else 2) if self.sizes else None
 
@@ -223,17 +227,17 @@ class Planner:
     def non_matmul_times(
         self, scenario: Scenario, only: DeviceKind | None = None
     ) -> dict[DeviceKind, NonMatmulTimes]:
-        """Times of all other operators by device; of one device alone if it can run them."""
+        """Return times of all other operators by device; of one device alone if it can run them."""
         context = 0 if scenario.phase == "prefill" else self.settings.context
         if scenario.context is not None:
             context = scenario.context
         able = self.non_matmul_devices(scenario.m)
         kinds = (only,) if only is not None and only in able else able
-        found = {kind: self._non_matmul_costs.on(kind, scenario.m, context) for kind in kinds}
-        if "gpu" in found and scenario.phase == "prefill" and self.heads != ():
+        times = {kind: self._non_matmul_costs.on(kind, scenario.m, context) for kind in kinds}
+        if "gpu" in times and scenario.phase == "prefill" and self.heads != ():
             shared = self._head_shares.at(scenario.m, context)
-            found["gpu"] = replace(found["gpu"], shared=shared) if shared else found["gpu"]
-        return found
+            times["gpu"] = replace(times["gpu"], shared=shared) if shared else times["gpu"]
+        return times
 
     def evaluate(
         self,
@@ -244,8 +248,9 @@ class Planner:
         *,
         heads: Heads = 0,
     ) -> Solution:
-        """The step with these options and no choice left but the rest's device; so many `heads` of
-        attention are the NPU's.
+        """Return the step with these options and no choice left but the rest's device.
+
+        So many `heads` of attention are the NPU's.
         """
         single: Extra = {name: [o.unrestricted()] for name, o in options.items()}
         wanted = self.non_matmul_times(scenario, rest).values()
@@ -254,8 +259,9 @@ class Planner:
         return min((s for s in solved if s is not None), key=lambda s: s.path.cost)
 
     def single(self, scenario: Scenario, device: DeviceKind) -> Solution | None:
-        """All matmuls on one device, and the rest too if it can; None if it cannot compute or hold
-        them all.
+        """All matmuls on one device, and the rest too if it can.
+
+        None if it cannot compute or hold them all.
         """
         if not holds_alone(self, device):
             return None
@@ -272,8 +278,9 @@ class Planner:
         return self.evaluate(scenario, options, device)
 
     def preparation_s(self, m: int) -> float:
-        """Seconds to prepare the NPU's graphs of m tokens for every matmul: of each layer, or of
-        one where layers share them. 0 if it was not measured.
+        """Seconds to prepare the NPU's graphs of m tokens for every matmul.
+
+        Of each layer, or of one where layers share them. 0 if it was not measured.
         """
         weight_format = self.spec.weight_format
         block = [self.shape(x.name) for x in self.spec.matmuls if x.name != "lm_head"]
@@ -296,7 +303,7 @@ class Planner:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What to say of the operators' times."""
+        """Return what to say of the operators' times."""
         return self._non_matmul_costs.notes
 
     @cached_property
@@ -306,8 +313,9 @@ class Planner:
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def names(self, *, unfused: bool | None = None) -> Iterable[OpName]:
-        """Matmuls that may be part of a plan: with `unfused` also the members of fused groups (by
-        default as the settings say).
+        """Matmuls that may be part of a plan.
+
+        With `unfused` also the members of fused groups (by default as the settings say).
         """
         unfused = self.settings.unfused if unfused is None else unfused
         for stage in (*self.spec.block, *self.spec.tail):
@@ -326,8 +334,9 @@ class Planner:
         return best
 
     def _shared(self, alone: Solution, objective: Objective, options: Extra) -> Solution | None:
-        """The best step of a prompt in which a matmul leaves the one device of the step `alone`,
-        margin or not, and the rest stays; None where no matmul can, and in decoding.
+        """Return the best step of a prompt in which a matmul leaves the one device of `alone`.
+
+        Margin or not, and the rest stays; None where no matmul can, and in decoding.
         """
         if alone.scenario.phase != "prefill":
             return None
@@ -348,22 +357,22 @@ class Planner:
         options: Extra,
         heads: Heads,
     ) -> Solution | None:
-        """Try fused groups and their parts; fused unless apart wins by the margin."""
+        """Try fused groups and their parts; fused unless unfused wins by the margin."""
         choices = [
             [g for g in ((stage.name,), stage.members) if g and all(p in options for p in g)]
             for stage in self.spec.block
         ]
         best: Solution | None = None
         for groups in itertools.product(*choices):
-            found = self._solve_layers(scenario, objective, non_matmul, options, groups, heads)
-            if found is None:
+            solution = self._solve_layers(scenario, objective, non_matmul, options, groups, heads)
+            if solution is None:
                 continue
-            if best is None or self._beats(found, best, objective):
-                best = found
+            if best is None or self._beats(solution, best, objective):
+                best = solution
         return best
 
     def _beats(self, found: Solution, best: Solution, objective: Objective) -> bool:
-        """Whether a chain with groups apart is better by the margin on the groups that differ."""
+        """Return whether a path with groups unfused is better by the margin where they differ."""
         differ = set(best.options) - set(found.options)
         weight = sum(
             self.spec.layers * objective.cost(best.options[x].unrestricted(), 0) for x in differ
@@ -394,13 +403,13 @@ class Planner:
         chosen = block.chosen(path.block) | ending.chosen(path.tail)
         around_s = self.overheads.around_s(non_matmul.device)
         attention = next((o for o in block.others(path.block) if o.rows), None)
-        found = Solution(
+        solution = Solution(
             scenario, chosen, non_matmul, path, layers, self.power, around_s, attention
         )
-        if scenario.phase == "prefill" or not found.alone_on("gpu"):
-            return found
-        saved_s = min(self.overheads.chained_s(len(self.spec.nodes)), MOST_SAVED * found.seconds)
-        return found._replace(around_s=around_s - saved_s)
+        if scenario.phase == "prefill" or not solution.alone_on("gpu"):
+            return solution
+        saved_s = min(self.overheads.chained_s(len(self.spec.nodes)), MAX_SAVED * solution.seconds)
+        return solution._replace(around_s=around_s - saved_s)
 
     def _check_length(self, scenario: Scenario) -> None:
         if scenario.m < 1:
@@ -422,7 +431,7 @@ class Planner:
 
 
 class _Run:
-    """Stages of a chain: matmuls of plans, each with what runs behind it, if anything does."""
+    """Stages of a path: matmuls of plans, each with the operators after it."""
 
     def __init__(
         self,
@@ -445,17 +454,17 @@ class _Run:
         return {name: option for name, option in named if name is not None}
 
     def others(self, options: Sequence[Option]) -> list[Option]:
-        """Options of what is behind matmuls."""
+        """Return the options of the operators after matmuls."""
         return [o for name, o in zip(self._names, options, strict=True) if name is None]
 
 
 def shortest(*limits: int | None) -> int | None:
-    """The least of some limits, of which None is no limit."""
+    """Return the least of some limits, of which None is no limit."""
     return min([x for x in limits if x is not None], default=None)
 
 
 def with_graph_sizes(profile: DeviceProfile, sizes: Iterable[int]) -> DeviceProfile:
-    """The profile of a device with these graphs prepared. Raises `PlanError`."""
+    """Return the profile of a device with these graphs prepared. Raises `PlanError`."""
     wanted = tuple(sorted(set(sizes)))
     npu = profile.devices.get("npu")
     if npu is None or not npu.capabilities.static_shapes:

@@ -24,13 +24,13 @@ from hetero.solver.errors import PlanError
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.in_flight import in_flight_of
 from hetero.solver.joint import JointSpace
-from hetero.solver.joint_plan import solve_apart, solve_within
+from hetero.solver.joint_plan import solve_separately, solve_within
 from hetero.solver.memory import ResidentRows, resident_by_op
 from hetero.solver.options import Option
 from hetero.solver.plan import PHASES, Phase
 from hetero.solver.planner import Planner, shortest
 from hetero.solver.prompts import Prompt, solve_prompt
-from hetero.solver.request import DECODE, MOST_LENGTHS, PlanRequest, scenarios_of
+from hetero.solver.request import DECODE, MAX_LENGTHS, PlanRequest, scenarios_of
 from hetero.solver.residency import mask_of
 from hetero.solver.sizing import planner_for
 from hetero.solver.solution import Scenario, Solution
@@ -41,20 +41,22 @@ KEPT: Final = 256  # plans of single lengths that are remembered
 
 
 def spread_lengths(graph_sizes: Sequence[int], longest: int) -> tuple[int, ...]:
-    """Lengths that stand for all prompts of up to `longest` tokens: the graphs, a little more than
-    each, and between them.
+    """Lengths that stand for all prompts of up to `longest` tokens.
+
+    The graphs, a little more than each, and between them.
     """
     sizes = [g for g in graph_sizes if g > DECODE_TOKENS] or [32, 64, 128, 256, 512, 1024]
     wanted = {m for g in sizes for m in (g, g + max(g // 16, 1), g + g // 4, g + g // 2)}
-    found = sorted(m for m in wanted if m <= longest) or [longest]
-    return tuple(found[:: -(-len(found) // MOST_LENGTHS)])
+    lengths = sorted(m for m in wanted if m <= longest) or [longest]
+    return tuple(lengths[:: -(-len(lengths) // MAX_LENGTHS)])
 
 
 def prepare_solver(
     spec: ModelGraph, profile: DeviceProfile, request: PlanRequest, *, cuts: int = CUTS
 ) -> PreparedSolver:
-    """A solver for any prompt length, with at most `cuts` row cuts of each matmul, chosen for the
-    lengths of the request. Raises `PlanError` or `ProfileError`.
+    """Return a solver for any prompt length, with at most `cuts` row cuts of each matmul.
+
+    They are chosen for the lengths of the request. Raises `PlanError` or `ProfileError`.
 
     Of a model that is stored in several formats prompts and decoding take the fastest each, within
     one memory budget; formats that the profile does not know are left out.
@@ -72,8 +74,8 @@ def _fastest_formats(
     request: PlanRequest,
     cuts: int,
 ) -> PreparedSolver:
-    """The best of each format alone and of the fastest ones of prompts and of decoding."""
-    found: list[PreparedSolver] = []
+    """Return the best of each format alone and of the fastest ones of prompts and of decoding."""
+    solvers: list[PreparedSolver] = []
     planners: list[Planner] = []
     failed: list[PlanError | ProfileError] = []
     for weight_format in (spec.weight_format, *spec.also):
@@ -81,13 +83,13 @@ def _fastest_formats(
             own = spec.in_format(weight_format)
             planner, notes = planner_for(own, profile, request, unfused=False)
             planners.append(planner)
-            found.append(PreparedSolver(planner, request, cuts=cuts, notes=notes))
+            solvers.append(PreparedSolver(planner, request, cuts=cuts, notes=notes))
         except (PlanError, ProfileError) as error:
             failed.append(error)
     if len(planners) > 1:
         free = replace(request, memory_budget_bytes=None)
         if request.memory_budget_bytes is None:
-            each = found
+            each = solvers
         else:
             each = [PreparedSolver(planner, free, cuts=cuts) for planner in planners]
         prompts, answers = (
@@ -97,14 +99,14 @@ def _fastest_formats(
         if prompts != answers:
             first, decoder = planners[prompts], planners[answers]
             try:
-                found.append(
+                solvers.append(
                     PreparedSolver(first, request, cuts=cuts, notes=notes, decoder=decoder)
                 )
             except PlanError as error:
                 failed.append(error)
-    if not found:
+    if not solvers:
         raise failed[0]
-    return min(found, key=lambda x: sum(x.expected_s(request, phase) for phase in PHASES))
+    return min(solvers, key=lambda x: sum(x.expected_s(request, phase) for phase in PHASES))
 
 
 class PreparedSolver:
@@ -141,7 +143,7 @@ class PreparedSolver:
             few = {x: row_cuts(decoder, x, [DECODE], self._objective, cuts) for x in names}
             self._decoder = decoder.with_rows(few)
             parts = [(self._planner, prompts), (self._decoder, [DECODE])]
-            before, (decoding,) = solve_apart(parts, self._objective, calls, said)
+            before, (decoding,) = solve_separately(parts, self._objective, calls, said)
             head = decoding.options["lm_head"].unrestricted()
             before = [
                 self._planner.evaluate(
@@ -168,20 +170,21 @@ class PreparedSolver:
         self._heads = {phase: x and x.unrestricted() for phase, x in heads.items()}
         self._plans: dict[tuple[Phase, int], ExecutionPlan] = {}
         longest = shortest(planner.step_tokens, planner.longest_with(self._rest["prefill"]))
-        found = assemble(self._planner, solutions, request, said, decoder=self._decoder)
+        plan = assemble(self._planner, solutions, request, said, decoder=self._decoder)
         fixed = {"step_tokens": longest, "step_sizes": ()}
         flights = in_flight_of(self._planner, solutions, request)
-        self.plan = found.model_copy(update={**fixed, "in_flight": flights})
+        self.plan = plan.model_copy(update={**fixed, "in_flight": flights})
         self._head_entries = tuple(op for op in self.plan.ops if op.op == "lm_head")
 
     @property
     def formats(self) -> tuple[WeightFormat, WeightFormat]:
-        """Of prompts, and of decoding."""
+        """Return the formats of prompts, and of decoding."""
         return self._planner.spec.weight_format, self._decoder.spec.weight_format
 
     def expected_s(self, request: PlanRequest, phase: Phase) -> float:
-        """Seconds of the request's prompts, as often as each comes, or of the tokens decoded for
-        one of each.
+        """Return the seconds of the request's prompts, as often as each comes.
+
+        Or of the tokens decoded for one of each.
         """
         totals = [x for x in self.plan.totals if x.phase == phase]
         if phase == "decode":
@@ -189,7 +192,7 @@ class PreparedSolver:
         return sum(request.distribution[x.m] * x.predicted_s for x in totals)
 
     def plan_for(self, m: int, phase: Phase = "prefill") -> ExecutionPlan:
-        """The plan of one call of m tokens, in at most 2 ms (Llama-3-8B, one core of a PC).
+        """Return the plan of one call of m tokens, in at most 2 ms (Llama-3-8B, one core of a PC).
 
         Raises `PlanError` for more tokens than two graphs hold: `plan.steps` cuts such prompts.
         """
@@ -206,58 +209,58 @@ class PreparedSolver:
         return self._plans[phase, m]
 
     def drifted(self, factors: Factors) -> PreparedSolver:
-        """The same row cuts on devices that take so many times as long as the profile says.
+        """Return the same row cuts on devices that take so many times as long as the profile says.
 
         The GPU may compute any row of a matmul that it has rows of (it maps the packed weights),
         the NPU only rows that it holds. `plan` has decoding and the first length of this one's;
         `plan_for` the others.
         """
-        found = copy.copy(self)
-        found.held = {
+        changed = copy.copy(self)
+        changed.held = {
             name: ResidentRows(held.npu, 0 if held.gpu < self._planner.shape(name)[0] else held.gpu)
             for name, held in self.held.items()
         }
-        found._planner = self._planner.drifted(factors)
+        changed._planner = self._planner.drifted(factors)
         separate = self._decoder is not self._planner
-        found._decoder = self._decoder.drifted(factors) if separate else found._planner
-        found._joint = found._join()
-        found._plans = {}
-        found._heads = dict(self._heads) if separate else {}
-        options = found.solution_for(DECODE).options
+        changed._decoder = self._decoder.drifted(factors) if separate else changed._planner
+        changed._joint = changed._join()
+        changed._plans = {}
+        changed._heads = dict(self._heads) if separate else {}
+        options = changed.solution_for(DECODE).options
         if (head := options.get("lm_head")) is not None:
-            found._heads = dict.fromkeys(self._heads, head.unrestricted())
-            found._head_entries = tuple(
-                entry(found._decoder, Scenario(op.phase, 1), "lm_head", head)
+            changed._heads = dict.fromkeys(self._heads, head.unrestricted())
+            changed._head_entries = tuple(
+                entry(changed._decoder, Scenario(op.phase, 1), "lm_head", head)
                 for op in self._head_entries
             )
         first = min(op.m for op in self.plan.ops if op.phase == "prefill" and op.m is not None)
-        parts = (found.plan_for(1, "decode"), found.plan_for(first))
+        parts = (changed.plan_for(1, "decode"), changed.plan_for(first))
         ops = [op for part in parts for op in part.ops if op.op != "lm_head"]
-        found.plan = self.plan.model_copy(
+        changed.plan = self.plan.model_copy(
             update={
-                "ops": (*ops, *found._head_entries),
+                "ops": (*ops, *changed._head_entries),
                 "totals": (),
                 "residency": {},
                 "attention": parts[1].attention,
             }
         )
-        return found
+        return changed
 
     def _solve(self, scenario: Scenario) -> ExecutionPlan:
         solution = self.solution_for(scenario)
         planner = self._decoder if scenario.phase == "decode" else self._planner
         ops = [entry(planner, scenario, name, solution.options[name]) for name in self._block]
-        found: dict[str, object] = {"ops": (*ops, *self._head_entries), "totals": ()}
+        update: dict[str, object] = {"ops": (*ops, *self._head_entries), "totals": ()}
         if self.heads and scenario.phase == "prefill":
-            found["attention"] = (share_of(planner, solution),)
-        return self.plan.model_copy(update=found)
+            update["attention"] = (share_of(planner, solution),)
+        return self.plan.model_copy(update=update)
 
     def prompt(self, tokens: int, context: int = 0) -> Prompt:
-        """A prompt of any length behind `context` tokens, in the plan's calls."""
+        """Return a prompt of any length behind `context` tokens, in the plan's calls."""
         return solve_prompt(self.plan.steps(tokens), self.solution_for, context)
 
     def solution_for(self, scenario: Scenario) -> Solution:
-        """The best options of one call and its predicted seconds."""
+        """Return the best options of one call and its predicted seconds."""
         if scenario.phase == "decode" and self._decoder is not self._planner:
             known = self._decoding
             return self._decoder.evaluate(

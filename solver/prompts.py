@@ -1,4 +1,4 @@
-"""What a prompt takes in all: call after call, each behind the tokens of those before it."""
+"""Times of whole prompts: call after call, each after the tokens of those before it."""
 
 from __future__ import annotations
 
@@ -31,18 +31,21 @@ class Prompt(NamedTuple):
     @property
     def joules(self) -> float | None:
         """Predicted energy; None if the profile does not say."""
-        found = [call.joules for call in self.calls]
-        return None if None in found else sum(x for x in found if x is not None)
+        energies = [call.joules for call in self.calls]
+        return None if None in energies else sum(x for x in energies if x is not None)
 
 
 def call_scenarios(steps: Sequence[int], context: int = 0) -> list[Scenario]:
-    """The calls of a prompt behind `context` tokens: attention of each sees those before it."""
+    """Return the calls of a prompt behind `context` tokens.
+
+    Attention of each sees those before it.
+    """
     starts = accumulate(steps[:-1], initial=context)
     return [Scenario("prefill", m, start) for m, start in zip(steps, starts, strict=True)]
 
 
 def prompt_of(calls: Iterable[Solution]) -> Prompt:
-    """A prompt of solved calls."""
+    """Return a prompt of solved calls."""
     *before, last = calls
     return Prompt((*(call.without_head() for call in before), last))
 
@@ -50,21 +53,23 @@ def prompt_of(calls: Iterable[Solution]) -> Prompt:
 def solve_prompt(
     steps: Sequence[int], solve: Callable[[Scenario], Solution], context: int = 0
 ) -> Prompt:
-    """A prompt in these calls, each solved."""
+    """Return a prompt in these calls, each solved."""
     return prompt_of(map(solve, call_scenarios(steps, context)))
 
 
 def prompt_alone(planner: Planner, steps: Sequence[int], kind: DeviceKind) -> Prompt | None:
-    """A prompt in these calls with all matmuls on one device, and the rest too if it can; None if
-    the device cannot compute or hold them all.
+    """Return a prompt in these calls with all matmuls on one device, and the rest too if it can.
+
+    None if the device cannot compute or hold them all.
     """
     calls = [planner.single(scenario, kind) for scenario in call_scenarios(steps)]
-    found = [call for call in calls if call is not None]
-    return prompt_of(found) if len(found) == len(calls) else None
+    solved = [call for call in calls if call is not None]
+    return prompt_of(solved) if len(solved) == len(calls) else None
 
 
 def steps_alone(planner: Planner, tokens: int, kind: DeviceKind) -> tuple[int, ...]:
-    """The calls of a prompt on one device alone: one that runs the rest as well runs it in its
-    graphs.
+    """Return the calls of a prompt on one device alone.
+
+    One that runs the rest as well runs it in its graphs.
     """
     return split(tokens, (), longest_step(planner, f"{kind}-only") or tokens)

@@ -1,4 +1,4 @@
-"""What a plan takes by another profile: the same tiles, that profile's times.
+"""Times of a plan by another profile: the same tiles, that profile's times.
 
 For a plan that was written by hand, and for one that is compared with measurements: a profile taken
 beside them knows how fast the devices were just then.
@@ -30,8 +30,10 @@ from hetero.solver.solution import Scenario, Solution
 def repredict(
     plan: ExecutionPlan, spec: ModelGraph, profile: DeviceProfile, steps: Iterable[Scenario] = ()
 ) -> dict[Scenario, float]:
-    """Seconds of prompts and steps by this profile; of the plan's own by default. Prompts run in
-    the plan's calls; those of `online-prepare` contain preparing their graphs.
+    """Seconds of prompts and steps by this profile.
+
+    Of the plan's own by default. Prompts run in the plan's calls; those of `online-prepare` contain
+    preparing their graphs.
 
     Raises `PlanError` where the plan says nothing of a step or the devices cannot run a tile.
     """
@@ -44,8 +46,8 @@ def repredict(
     placement = Placement(plan, spec, {})
     tiles = {
         (step, entry.op): entry.tiles
-        for found in calls.values()
-        for step in found
+        for scenarios in calls.values()
+        for step in scenarios
         for entry in placement.entries(step.phase, step.m)
     }
     rows: dict[OpName, set[int]] = {}
@@ -69,20 +71,20 @@ def repredict(
         return online_s(prepared, step.m, plan.strategy) if step.phase == "prefill" else 0.0
 
     return {
-        step: prompt_of(map(solve, found)).seconds + sum(map(preparation_s, found))
-        for step, found in calls.items()
+        step: prompt_of(map(solve, scenarios)).seconds + sum(map(preparation_s, scenarios))
+        for step, scenarios in calls.items()
     }
 
 
 def _calls(plan: ExecutionPlan, step: Scenario) -> list[Scenario]:
-    """The calls of a step: several of a prompt that is longer than one."""
+    """Return the calls of a step: several of a prompt that is longer than one."""
     if step.phase == "decode":
         return [step]
     return call_scenarios(plan.steps(step.m), step.context or 0)
 
 
 def _with_graphs_of(planner: Planner, partitions: Iterable[Sequence[Tile]]) -> Planner:
-    """With the graphs that are prepared while a prompt waits."""
+    """Return the planner with the graphs that are prepared while a prompt waits."""
     used = {t.graph_size for tiles in partitions for t in tiles if t.device == "npu"}
     late = {size for size in used if size is not None} - set(planner.sizes)
     return planner.with_graph_sizes((*planner.sizes, *late)) if late else planner
@@ -93,7 +95,7 @@ def _tokens(step: Scenario, name: OpName) -> int:
 
 
 def _option(planner: Planner, name: OpName, m: int, tiles: Sequence[Tile]) -> Option:
-    """This tiling with the times of the planner's profile."""
+    """Return this tiling with the times of the planner's profile."""
     space = planner.space(name)
     npu = [tile for tile in tiles if tile.device == "npu"]
     grid = space.grid(m, every=True)
@@ -119,7 +121,8 @@ def _option(planner: Planner, name: OpName, m: int, tiles: Sequence[Tile]) -> Op
 
 
 def _graph(planner: Planner, start: int, stop: int | None) -> int | None:
-    """The graph of a tile that leaves it open: the smallest that holds it; None where the NPU
-    takes any token count.
+    """Return the graph of a tile that leaves it open: the smallest that holds it.
+
+    None where the NPU takes any token count.
     """
     return next((size for size in planner.sizes if start + size >= (stop or start)), None)

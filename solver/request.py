@@ -11,21 +11,21 @@ import numpy as np
 from hetero.solver.calls import split
 from hetero.solver.errors import PlanError
 from hetero.solver.kernel_times import Precision
-from hetero.solver.names import MOST_TOKENS
+from hetero.solver.names import MAX_TOKENS
 from hetero.solver.options import INF
 from hetero.solver.solution import Scenario
 
 GraphSizes: TypeAlias = Sequence[int] | Literal["auto"] | None
 DEFAULT_LENGTHS = (64, 256, 1024)
 DECODE = Scenario("decode", 1)
-MOST_LENGTHS = 128  # solved in ten seconds
-MOST_LENGTHS_AUTO = 12  # for which graph sizes are chosen in half a minute
-MOST_SIZES = 64
+MAX_LENGTHS = 128  # solved in ten seconds
+MAX_LENGTHS_AUTO = 12  # for which graph sizes are chosen in half a minute
+MAX_SIZES = 64
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What `hetero plan` asks for; its help has the meaning of each.
+    """The request of `hetero plan`; its help has the meaning of each option.
 
     `step_tokens`: the longest call, which longer prompts run in several of (None: as many tokens
     as two NPU graphs hold).
@@ -55,21 +55,22 @@ class PlanRequest:
 
     @property
     def weights(self) -> tuple[float, float]:
-        """Of seconds and of joules in the objective."""
+        """Return the weights of seconds and of joules in the objective."""
         return (0.0, 1.0) if self.objective == "energy" else (1.0, 0.0)
 
     @property
     def distribution(self) -> dict[int, float]:
-        """How often a prompt of each length comes; 1 on average."""
+        """Return how often a prompt of each length comes; 1 on average."""
         weights = self.length_weights or (1.0,) * len(self.seq_lens)
-        found = dict.fromkeys(sorted(self.seq_lens), 0.0)
+        weight_of = dict.fromkeys(sorted(self.seq_lens), 0.0)
         for m, weight in zip(self.seq_lens, weights, strict=True):
-            found[m] += weight
-        return {m: weight * len(found) / sum(weights) for m, weight in found.items()}
+            weight_of[m] += weight
+        return {m: weight * len(weight_of) / sum(weights) for m, weight in weight_of.items()}
 
     def in_calls(self, longest: int | None) -> PlanRequest:
-        """The same for the calls of at most `longest` tokens that the prompts run in: `seq_lens`
-        are their lengths, and each comes as often as the prompts have it.
+        """Return the same for the calls of at most `longest` tokens that the prompts run in.
+
+        `seq_lens` are their lengths, and each comes as often as the prompts have it.
         """
         if longest is None or max(self.seq_lens) <= longest:
             return self
@@ -82,19 +83,19 @@ class PlanRequest:
         return replace(self, seq_lens=lengths, length_weights=tuple(counts[m] for m in lengths))
 
     def weight(self, scenario: Scenario) -> float:
-        """How much a step counts where several share something."""
+        """Return how much a step counts where several share something."""
         if scenario.phase == "decode":
             return float(self.decode_tokens_per_prompt)
         return self.distribution[scenario.m]
 
     def check(self) -> None:
-        """Raises `PlanError` for a value that means nothing, or takes too long."""
+        """Raise `PlanError` for a value that means nothing, or takes too long."""
         auto = self.graph_sizes == "auto"
-        most = MOST_LENGTHS_AUTO if auto else MOST_LENGTHS
+        most = MAX_LENGTHS_AUTO if auto else MAX_LENGTHS
         where = " with --graph-sizes auto" if auto else ""
         _check_tokens(self.seq_lens, "prompt lengths", "--seq-lens", most, where)
         if self.graph_sizes is not None and not auto:
-            _check_tokens(self.graph_sizes, "graph sizes", "--graph-sizes", MOST_SIZES)
+            _check_tokens(self.graph_sizes, "graph sizes", "--graph-sizes", MAX_SIZES)
         if self.step_tokens is not None and self.step_tokens < 1:
             raise PlanError(f"a call has at least one token, got step_tokens={self.step_tokens}")
         if self.length_weights and (
@@ -117,8 +118,8 @@ class PlanRequest:
             raise PlanError(f"--max-gpu-share is between 0 and 1, got {self.max_gpu_share:g}")
         if not 0 <= self.margin < 1:
             raise PlanError(f"the margin is a fraction from 0 to 1, got {self.margin:g}")
-        if not 0 <= self.context <= MOST_TOKENS:
-            raise PlanError(f"--context is from 0 to {MOST_TOKENS} tokens, got {self.context}")
+        if not 0 <= self.context <= MAX_TOKENS:
+            raise PlanError(f"--context is from 0 to {MAX_TOKENS} tokens, got {self.context}")
         if self.memory_budget_bytes is not None and self.memory_budget_bytes < 1:
             raise PlanError(
                 f"--memory-budget is at least a byte, got {self.memory_budget_bytes}: give one "
@@ -133,9 +134,9 @@ def _check_tokens(
     if len(set(values)) > most:
         raise PlanError(f"at most {most} {what} are solved{where}, got {len(set(values))}")
     whole = (isinstance(x, int | np.integer) and not isinstance(x, bool) for x in values)
-    if not values or not all(whole) or not all(1 <= x <= MOST_TOKENS for x in values):  # type: ignore[operator]
+    if not values or not all(whole) or not all(1 <= x <= MAX_TOKENS for x in values):  # type: ignore[operator]
         raise PlanError(
-            f"{what} are token counts from 1 to {MOST_TOKENS}, got {list(values)}: give {option} "
+            f"{what} are token counts from 1 to {MAX_TOKENS}, got {list(values)}: give {option} "
             "such as 64,256,1024"
         )
 

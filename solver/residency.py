@@ -32,11 +32,12 @@ def solve(
     *,
     places: int = GRID_ROWS,
 ) -> list[Solution]:
-    """Best plans of all scenarios together within the limits; `weight` is how much a step counts.
-    Raises `PlanError` if none fits.
+    """Best plans of all scenarios together within the limits.
+
+    `weight` is how much a step counts. Raises `PlanError` if none fits.
     """
-    (found,) = solve_parts([(planner, scenarios)], objective, limits, weight, places=places)
-    return found
+    (solutions,) = solve_parts([(planner, scenarios)], objective, limits, weight, places=places)
+    return solutions
 
 
 def solve_parts(
@@ -47,8 +48,9 @@ def solve_parts(
     *,
     places: int = GRID_ROWS,
 ) -> list[list[Solution]]:
-    """As `solve`, of planners whose weights are stored apart but lie in the same memory; the output
-    head is the last one's alone.
+    """Do the same as `solve` for planners whose weights are stored separately in one memory.
+
+    The output head is the last one's alone.
     """
     programs = []
     for planner, scenarios in parts:
@@ -58,13 +60,13 @@ def solve_parts(
         programs.append(_Program(planner, scenarios, weights, objective, wanted, places))
     solved = []
     for program, held in zip(programs, _minimise(programs, limits), strict=True):
-        found = []
+        solutions = []
         for scenario in program.scenarios:
             options: dict[OpName, list[Option]] = {
                 name: program.options(scenario, name, held[name]) for name in program.names
             }
-            found.append(program.planner.solve(scenario, objective, options=options))
-        solved.append(found)
+            solutions.append(program.planner.solve(scenario, objective, options=options))
+        solved.append(solutions)
     return solved
 
 
@@ -76,7 +78,7 @@ def _minimise(programs: Sequence[_Program], limits: Limits) -> list[dict[OpName,
     if result is not None:
         return result
     name = programs[-1].planner.spec.name
-    least = sum(program.least_bytes() for program in programs)
+    least = sum(program.min_bytes() for program in programs)
     if least > limits.together:
         raise PlanError(
             f"no plan of {name} fits {limits.together / 2**30:.2f} GiB of weights: they take "
@@ -90,7 +92,7 @@ def _minimise(programs: Sequence[_Program], limits: Limits) -> list[dict[OpName,
     )
     raise PlanError(
         f"no plan of {name} fits its devices: its weights take {least / 2**30:.2f} GiB, and "
-        f"{devices} can be held at most; choose fewer --graph-sizes or a smaller format with "
+        f"{devices} fit at most; choose fewer --graph-sizes or a smaller format with "
         "--weights"
     )
 
@@ -115,7 +117,7 @@ class _Program:
         self._options: dict[tuple[Scenario, OpName, ResidentRows], list[Option]] = {}
 
     def options(self, scenario: Scenario, name: OpName, held: ResidentRows) -> list[Option]:
-        """What a matmul may choose from when these rows live on each device."""
+        """Return what a matmul may choose from when these rows live on each device."""
         key = (scenario, name, held)
         if key not in self._options:
             m = 1 if name == "lm_head" else scenario.m
@@ -126,8 +128,8 @@ class _Program:
             )
         return self._options[key]
 
-    def least_bytes(self) -> float:
-        """Of all weights, each row where it takes least."""
+    def min_bytes(self) -> float:
+        """Return the bytes of all weights, each row where it takes least."""
         return sum(
             min(sum(held_bytes(self.planner, name, held)) for held in self.choices[name])
             for name in self.names
@@ -149,7 +151,7 @@ class _Program:
         return [ResidentRows(r, s) for r in (0, *rows) for s in (0, *rows) if s <= r or r == n == s]
 
     def _best_rows(self, name: OpName, scenario: Scenario) -> int:
-        """The row cut that this scenario alone would like."""
+        """Return the row cut that this scenario alone would like."""
         m = 1 if name == "lm_head" else scenario.m
         grid = self._grid(name, m)
         j = int(np.argmin(np.min(grid.elapsed_s, axis=0)))
@@ -178,7 +180,7 @@ class _Builder:
         self.each: list[dict[tuple[OpName, ResidentRows], int]] = []
 
     def add_all(self) -> None:
-        """Of each program y with one residency for each matmul, then each scenario's flow."""
+        """Add for each program y with one residency for each matmul, then each scenario's flow."""
         for program in self.programs:
             self.program, self.y = program, {}
             self.each.append(self.y)
@@ -218,7 +220,7 @@ class _Builder:
         ]
 
     def _add_limits(self, limits: Limits) -> None:
-        """A row for each limit that there is, in parts of it."""
+        """Add a row for each limit, in parts of it."""
         rows = [self._row(-np.inf, 1.0) if limit < np.inf else None for limit in limits]
         for program, y in zip(self.programs, self.each, strict=True):
             for (name, held), column in y.items():
@@ -267,7 +269,7 @@ class _Builder:
             last = bool(tail) and i == len(block) + len(tail) - 1
             leaving = {state: self._row(0, 0) for state in STATES} if not last else None
             if i == len(block):
-                self._bar_other(entered, wrap)
+                self._forbid_other(entered, wrap)
             for name, held, option in self._stage_options(scenario, stage):
                 for state in STATES:
                     cost = self._cost(option, state, wrap, i == 0, i >= len(block), graph.layers)
@@ -306,8 +308,8 @@ class _Builder:
             for option in self.program.options(scenario, stage, held)
         ]
 
-    def _bar_other(self, entered: dict[int, int], wrap: int) -> None:
-        """The block must end in the wrap-around state: nothing may flow into the other."""
+    def _forbid_other(self, entered: dict[int, int], wrap: int) -> None:
+        """Require the block to end in the wrap-around state: nothing may flow into the other."""
         other = entered[HOST if wrap == GPU else GPU]
         # An empty equality row: inflow - outflow = 0 with no outflow allowed from it.
         entered[HOST if wrap == GPU else GPU] = self._row(0, 0)
@@ -319,10 +321,10 @@ class _Builder:
 
 
 def _stages(stages: Iterable[Stage], non_matmul: NonMatmulTimes) -> list[OpName | Option]:
-    """Names of matmuls and options of what is behind them, in the order in which they run."""
-    found: list[OpName | Option] = []
+    """Names of matmuls and options of the operators after them, in the order in which they run."""
+    ordered: list[OpName | Option] = []
     for stage in stages:
-        found.append(stage.name)
+        ordered.append(stage.name)
         if stage.name in non_matmul.behind:
-            found.append(non_matmul.behind[stage.name])
-    return found
+            ordered.append(non_matmul.behind[stage.name])
+    return ordered

@@ -20,7 +20,7 @@ from hetero.solver.request import PlanRequest, scenarios_of
 def planner_for(
     spec: ModelGraph, profile: DeviceProfile, request: PlanRequest, *, unfused: bool = True
 ) -> tuple[Planner, list[str]]:
-    """A planner with the graph sizes that were asked for, and what to say about it."""
+    """Return a planner with the requested graph sizes, and notes on them."""
     rules = Rules(request.margin, request.max_gpu_share, request.shared)
     step = request.step_tokens
     settings = Settings(request.precision, rules, request.context, unfused, step_tokens=step)
@@ -42,12 +42,15 @@ def planner_for(
 
 
 def _choose_sizes(planner: Planner, request: PlanRequest) -> sizes_module.GraphChoice:
-    """What `graph_sizes="auto"` chooses."""
+    """Return what `graph_sizes="auto"` chooses."""
     objective = planner.objective(*request.weights)
     scenarios = scenarios_of(request.seq_lens)
 
     def cost(sized: Planner) -> float:
-        """Expected cost of the whole plan within its memory limits; infinite if there is none."""
+        """Return expected cost of the whole plan within its memory limits.
+
+        Infinite if there is none.
+        """
         try:
             _, solutions = solve_jointly(sized, scenarios, objective, request, [])
         except PlanError:

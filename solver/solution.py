@@ -26,6 +26,7 @@ class Scenario(NamedTuple):
 
 class Solution(NamedTuple):
     """A solved scenario: option of every matmul by name, the rest's device, and the whole step.
+
     `around_s` is what the step takes besides its operators (`Overheads.around_s`). `attention` is
     what was chosen of attention (and what else is behind that matmul), None where it has no choice.
     """
@@ -47,17 +48,20 @@ class Solution(NamedTuple):
         return frozenset({self.non_matmul.device}).union(*block)
 
     def alone_on(self, device: DeviceKind) -> bool:
-        """Whether one device computes everything."""
+        """Return whether one device computes everything."""
         others = [option.devices for option in self.options.values()]
         return self.devices.union(*others) == {device}
 
     @property
     def heads(self) -> int:
-        """Key/value heads of attention on the NPU beside the GPU; 0 where one device has all."""
+        """Return the key/value heads of attention on the NPU besides the GPU's.
+
+        0 where one device has all.
+        """
         return self.attention.rows if self.attention is not None else 0
 
     def without_head(self) -> Solution:
-        """The same step without logits: a call that is not the last one of its prompt."""
+        """Return the same step without logits: a call that is not the last one of its prompt."""
         options = dict(self.options)
         options.pop("lm_head", None)
         return self._replace(options=options, path=self.path._replace(tail=()))

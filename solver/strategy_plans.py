@@ -32,7 +32,9 @@ def strategy_plan(
     token_counts: Sequence[int],
     request: PlanRequest | None = None,
 ) -> ExecutionPlan:
-    """The plan of one strategy for prompts of these lengths, and for decoding (docs: solver.md).
+    """Return the plan of one strategy for prompts of these lengths, and for decoding.
+
+    See docs/explanation/solver.md.
 
     Raises `PlanError` where the strategy is unknown or the profile cannot run it.
     """

@@ -61,7 +61,10 @@ class Grid:
         return self.choices.cuts
 
     def pieces(self, cut: int, row: int) -> Pieces:
-        """The fastest pieces for a cut and a number of rows (places in `cuts` and `rows`)."""
+        """Return the fastest pieces for a cut and a number of rows.
+
+        Both are places in `cuts` and `rows`.
+        """
         group = self.choices.group(cut)
         choice = group.start
         if group.stop > choice + 1:
@@ -102,8 +105,10 @@ class MatMulSpace:
             self._graphs = self.npu_table(np.zeros(0, np.intp))
 
     def grid(self, m: int, *, every: bool = False) -> Grid:
-        """Cost every tiling of m tokens. Pieces that end at the same token share a row of the grid
-        (the fastest counts) unless `every` is set.
+        """Cost every tiling of m tokens.
+
+        Pieces that end at the same token share a row of the grid (the fastest counts) unless
+        `every` is set.
         """
         if not self.has_npu:
             return self._gpu_grid(m)
@@ -127,8 +132,9 @@ class MatMulSpace:
         return Grid(alone, CutTimes(none, none), self.rows[-1:], choices, none, none < 0)
 
     def npu_table(self, counts: Ints) -> Floats:
-        """[G + 1, R] NPU seconds of every graph, the last row nothing; [L, R] of these token counts
-        where the NPU takes any.
+        """[G + 1, R] NPU seconds of every graph, the last row nothing.
+
+        [L, R] of these token counts where the NPU takes any.
         """
         if not self.sizes:
             return self.kernels.table("npu", counts, self.rows, self.k).seconds
@@ -148,8 +154,9 @@ class MatMulSpace:
         return self.kernels.table("gpu", counts, rows, self.k).seconds
 
     def fastest(self, choices: Choices, table: Floats) -> tuple[Floats, Floats]:
-        """[T, R] times of the fastest pieces for each cut, and [P, R] of every choice, from a table
-        of graphs (or, where the NPU takes any token count, of all token counts).
+        """Return [T, R] times of the fastest pieces for each cut, and [P, R] of every choice.
+
+        From a table of graphs (or, where the NPU takes any token count, of all token counts).
         """
         if not self.sizes:
             free = table[choices.cuts]

@@ -25,11 +25,13 @@ _held: dict[int, int] = {}  # the core of each
 
 
 def allowed_cores() -> list[int]:
-    """Cores of the calling thread, ascending; all of the process where that is held to one, and of
-    the machine where the system has no affinity.
+    """Return the cores of the calling thread, ascending.
+
+    All of the process where that is pinned to one, and of the machine where the system has no
+    affinity.
 
     Two devices need a core each: a GPU's worker on the core of the thread that happened to open it
-    would share it with what that thread drives. A process that is held to one core has one.
+    would share it with what that thread drives. A process that is pinned to one core has one.
     """
     if not hasattr(os, "sched_getaffinity"):
         return list(range(os.cpu_count() or 1))
@@ -38,9 +40,11 @@ def allowed_cores() -> list[int]:
 
 
 def core_count() -> int:
-    """Return how many threads of this process can compute at once: one on each allowed core, fewer
-    under a CPU quota. Quotas are rounded to the nearest, halves down: of two threads under a quota
-    of 1.5 each would stand still for a quarter of the time, and what waits for the other with it.
+    """Return how many threads of this process can compute at once.
+
+    One on each allowed core, fewer under a CPU quota. Quotas are rounded to the nearest, halves
+    down: of two threads under a quota of 1.5 each would stand still for a quarter of the time, and
+    what waits for the other with it.
     """
     cores, quota = len(allowed_cores()), cpu_quota()
     return cores if quota is None else max(1, min(cores, math.ceil(quota - 0.5)))
@@ -51,7 +55,7 @@ def _cores_of(thread: int) -> set[int]:
 
 
 def assign_cores() -> CoreAssignment:
-    """The GPU's worker on the first allowed core, the control thread (the NPU) on the last.
+    """Return the GPU's worker on the first allowed core, the control thread (the NPU) on the last.
 
     With one core, or where the system has no affinity, nothing is pinned.
     """
@@ -63,8 +67,9 @@ def assign_cores() -> CoreAssignment:
 
 @contextmanager
 def pinned(core: int | None) -> Iterator[None]:
-    """Hold the calling thread to one core, and give its old set back. Inside of such a hold another
-    one of the same core asks the system nothing.
+    """Hold the calling thread to one core, and give its old set back.
+
+    Inside of such a hold another one of the same core asks the system nothing.
     """
     thread = threading.get_native_id()
     outer = _held.get(thread)
@@ -88,17 +93,19 @@ def pinned(core: int | None) -> Iterator[None]:
 
 
 def unpinned() -> None:
-    """Let the calling thread run on every core of the process: one that a thread inside `pinned`
-    began would stay on its core.
+    """Let the calling thread run on every core of the process.
+
+    One that a thread inside `pinned` began would stay on its core.
     """
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(threading.get_native_id(), allowed_cores())
 
 
 def run_on(cores: Iterable[int]) -> None:
-    """Let the calling thread, and those that it starts, run on these cores; nothing where the
-    system has no affinity. A process inherits the affinity of the thread that started it, which may
-    be pinned.
+    """Let the calling thread, and the threads that it starts, run on these cores.
+
+    Nothing where the system has no affinity. A process inherits the affinity of the thread that
+    started it, which may be pinned.
     """
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)

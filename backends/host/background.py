@@ -1,4 +1,4 @@
-"""Calls that another thread makes, and a wait for their results that a signal cannot break.
+"""Calls on another thread, and a wait for their results that a signal cannot break.
 
 `concurrent.futures` and `threading.Event` wait on a `Condition`, whose lock is taken in Python: an
 exception that a signal handler raises in between leaves it taken, and the next wait hangs. Here all

@@ -22,8 +22,9 @@ def cpu_quota(groups: Path = GROUPS, root: Path = ROOT) -> float | None:
 
 
 def _folders(groups: Path, root: Path) -> Iterator[Path]:
-    """Yield the folders of the process's CPU groups, and of the groups around them. In a container
-    a path may be the host's, of which only the mount's root exists.
+    """Yield the folders of the process's CPU groups, and of the groups around them.
+
+    In a container a path may be the host's, of which only the mount's root exists.
     """
     try:
         lines = groups.read_text(encoding="utf-8").splitlines()

@@ -23,7 +23,7 @@ FOR_EVER: Final = 0xFFFFFFFF
 
 
 def child_command(module: str, *arguments: str) -> list[str]:
-    """The command that runs a module as a script in a child of the calling process.
+    """Return the command that runs a module as a script in a child of the calling process.
 
     The child ends with the *thread* that starts it: that must wait for the child, or outlive it.
     """
@@ -31,15 +31,16 @@ def child_command(module: str, *arguments: str) -> list[str]:
 
 
 def die_with(parent: int) -> None:
-    """End this process when process `parent`, which started it, ends or has ended: by the system on
-    Linux, elsewhere by a thread that waits for it.
+    """End this process when process `parent`, which started it, ends or has ended.
+
+    By the system on Linux, elsewhere by a thread that waits for it.
     """
     if sys.platform != "linux":
         watch = threading.Thread(target=_end_after, args=(parent,), daemon=True)
         watch.start()
         return
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the system was told
+    if os.getppid() != parent:  # it ended before the system knew
         os.kill(os.getpid(), signal.SIGKILL)
 
 

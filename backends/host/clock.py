@@ -18,7 +18,7 @@ class Clock(Protocol):
 
 
 class SystemClock:
-    """Real time: `now` is `time.perf_counter` itself, for who looks at it all the time."""
+    """Real time: `now` is `time.perf_counter` itself, for callers that poll it."""
 
     now = staticmethod(time.perf_counter)
 
@@ -35,7 +35,7 @@ class ManualClock:
         self._now_s = start_s
 
     def now(self) -> float:
-        """Current virtual time."""
+        """Return current virtual time."""
         return self._now_s
 
     def sleep(self, duration_s: float) -> None:

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 
 def is_here(package: str) -> bool:
-    """Whether a package can be imported."""
+    """Return whether a package can be imported."""
     try:
         return find_spec(package) is not None
     except ValueError:  # taken out of `sys.modules`

@@ -1,9 +1,10 @@
 """Files that people name: replaced whole or not at all, read once and no further than a bound.
 
-What is written waits beside its target as `.NAME.XXXXXXXX.partial`, locked by its writer; whoever
-writes the same target next removes what a killed writer left. A symbolic link stays: what it points
-to is replaced. Devices, pipes and descriptors (`/dev/null`, `/dev/stdout`) are never replaced but
+New contents are written next to the target as `.NAME.XXXXXXXX.partial`, locked by the writer; the
+next writer of the same target removes what a killed writer left. A symbolic link stays: its target
+is replaced. Devices, pipes and descriptors (`/dev/null`, `/dev/stdout`) are never replaced but
 written to. Everything raises `OSError`, whose `strerror` is for people.
+
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ LONGEST_TEXT_BYTES: Final = 256 << 20
 PIPE_WAIT_S: float = 10.0  # silence of the other end of a pipe
 _LONGEST_NAME_BYTES: Final = 200  # of 255 that file systems take
 _PIECE_BYTES: Final = 4096  # a pipe that is ready takes so much without blocking (PIPE_BUF)
-_MOST_LINKS: Final = 40
+_MAX_LINKS: Final = 40
 ROOM_BYTES: Final = 1 << 20  # compiled kernels take more, but only a full disk has less
 OPEN_FILES_HOLD_FOLDERS = os.name == "nt"  # a folder cannot be renamed while a file in it is open
 _OPEN: Final = sum(getattr(os, name, 0) for name in ("O_NONBLOCK", "O_NOCTTY", "O_BINARY"))
@@ -41,7 +42,7 @@ _DESCRIPTORS: Final = re.compile(r"/dev/fd|/proc/(self|thread-self|\d+)(/task/\d
 
 
 def atomic_write(path: AnyPath, data: str | bytes, *, durable: bool = True) -> None:
-    """Make `data` (text as UTF-8) the whole contents of a file, or leave it as it was.
+    """Make `data` (text as UTF-8) the whole contents of a file, or leave it unchanged.
 
     `durable`: it is on the disk when this returns. An existing file keeps its permissions.
     """
@@ -51,7 +52,10 @@ def atomic_write(path: AnyPath, data: str | bytes, *, durable: bool = True) -> N
 
 @contextmanager
 def atomic_writer(path: AnyPath, *, durable: bool = True) -> Iterator[BinaryIO]:
-    """A file whose contents become those of `path` when the block ends without an exception."""
+    """Yield a file whose contents become those of `path` at the end of the block.
+
+    Not after an exception.
+    """
     target, special = _destination(path)
     if special:
         gathered = io.BytesIO()
@@ -80,7 +84,10 @@ def atomic_writer(path: AnyPath, *, durable: bool = True) -> Iterator[BinaryIO]:
 
 @contextmanager
 def scratch_directory(target: Path) -> Iterator[Path]:
-    """A new directory beside `target`, for `replace_directory`; gone, or moved, at the end."""
+    """Yield a new directory next to `target`, for `replace_directory`.
+
+    Deleted, or moved, at the end.
+    """
     remove_partials(target)
     partial = _partial_name(target)
     partial.mkdir()
@@ -122,8 +129,10 @@ def _move_away(target: Path, previous: Path) -> None:
 
 
 def try_room(folder: Path, nbytes: int = ROOM_BYTES) -> None:
-    """Raise `OSError` unless a file of so many bytes can be written in a folder: for want of room,
-    a quota or a limit of sizes (`ulimit -f`) a driver's compiler fails without saying so.
+    """Raise `OSError` unless a file of so many bytes can be written in a folder.
+
+    For want of room, a quota or a limit of sizes (`ulimit -f`) a driver's compiler fails without
+    saying so.
     """
     with tempfile.TemporaryFile(dir=folder) as file:
         file.write(bytes(nbytes))
@@ -151,9 +160,11 @@ def remove_partials(target: Path) -> None:
                 _remove_unlocked(Path(entry.path), target)
 
 
-def read_file(path: AnyPath, most_bytes: int) -> bytes:
-    """The contents of a file or a pipe, read once. Raises `OSError` for more than `most_bytes`, and
-    for a pipe of which nothing comes within `PIPE_WAIT_S`.
+def read_file(path: AnyPath, max_bytes: int) -> bytes:
+    """Return the contents of a file or a pipe, read once.
+
+    Raises `OSError` for more than `max_bytes`, and for a pipe of which nothing comes within
+    `PIPE_WAIT_S`.
     """
     if "\0" in os.fspath(path):
         raise _error(errno.EINVAL, path)
@@ -163,7 +174,7 @@ def read_file(path: AnyPath, most_bytes: int) -> bytes:
         if stat.S_ISDIR(kind):
             raise _error(errno.EISDIR, path)
         pieces: list[bytes] = []
-        left = most_bytes + 1
+        left = max_bytes + 1
         while left:
             if not stat.S_ISREG(kind):
                 _await(descriptor, stat.S_ISFIFO(kind))
@@ -177,19 +188,20 @@ def read_file(path: AnyPath, most_bytes: int) -> bytes:
             left -= len(piece)
     finally:
         os.close(descriptor)
-    raise OSError(errno.EFBIG, f"it is larger than {most_bytes >> 20} MiB")
+    raise OSError(errno.EFBIG, f"it is larger than {max_bytes >> 20} MiB")
 
 
-def read_text(path: AnyPath, most_bytes: int) -> str:
-    """Return UTF-8 text without a byte order mark, read as by `read_file`. Raises `OSError`,
-    `UnicodeDecodeError`.
+def read_text(path: AnyPath, max_bytes: int) -> str:
+    """Return UTF-8 text without a byte order mark, read as by `read_file`.
+
+    Raises `OSError`, `UnicodeDecodeError`.
     """
-    return io.TextIOWrapper(io.BytesIO(read_file(path, most_bytes)), encoding="utf-8-sig").read()
+    return io.TextIOWrapper(io.BytesIO(read_file(path, max_bytes)), encoding="utf-8-sig").read()
 
 
-def read_document(path: AnyPath, most_bytes: int = LONGEST_DOCUMENT_BYTES) -> bytes:
+def read_document(path: AnyPath, max_bytes: int = LONGEST_DOCUMENT_BYTES) -> bytes:
     """Return the bytes of `read_file` without a byte order mark, which Windows editors write."""
-    return read_file(path, most_bytes).removeprefix(codecs.BOM_UTF8)
+    return read_file(path, max_bytes).removeprefix(codecs.BOM_UTF8)
 
 
 def sync_directory(path: Path) -> None:
@@ -204,16 +216,19 @@ def sync_directory(path: Path) -> None:
 
 
 def is_replaceable(path: AnyPath) -> bool:
-    """Whether `path` is, or would become, a regular file. Raises `OSError` where it cannot tell."""
+    """Return whether `path` is, or would become, a regular file.
+
+    Raises `OSError` where that is unknown.
+    """
     return not _destination(path)[1]
 
 
 def _destination(path: AnyPath) -> tuple[Path, bool]:
-    """Where the links of `path` end, and whether that is written to instead of replaced."""
+    """Return where the links of `path` end, and whether that is written to instead of replaced."""
     if "\0" in os.fspath(path):
         raise _error(errno.EINVAL, path)
     target = Path(path).absolute()
-    for _ in range(_MOST_LINKS):
+    for _ in range(_MAX_LINKS):
         folder = Path(os.path.realpath(target.parent))
         target = folder / target.name
         if folder.is_relative_to("/proc") or _DESCRIPTORS.fullmatch(str(folder)):
@@ -249,10 +264,10 @@ def _write_through(target: Path, data: memoryview) -> None:
 
 
 def _open_special(target: Path) -> int:
-    """A descriptor to write to; waits for the reader of a pipe."""
+    """Return a descriptor to write to; waits for the reader of a pipe."""
     own = str(target.parent) in ("/dev/fd", f"/proc/{os.getpid()}/fd")
     if own and target.name.isdecimal():
-        return os.dup(int(target.name))  # opened anew, a file would be written from its start
+        return os.dup(int(target.name))  # opened again, a file would be written from its start
     give_up_s = time.monotonic() + PIPE_WAIT_S
     while True:
         try:
@@ -261,7 +276,7 @@ def _open_special(target: Path) -> int:
             if error.errno != errno.ENXIO or not stat.S_ISFIFO(target.stat().st_mode):
                 raise
         if time.monotonic() > give_up_s:
-            raise OSError(errno.ETIMEDOUT, f"nobody reads this pipe for {PIPE_WAIT_S:g} s")
+            raise OSError(errno.ETIMEDOUT, f"no process reads this pipe for {PIPE_WAIT_S:g} s")
         time.sleep(0.01)
 
 
@@ -272,12 +287,12 @@ def _await(descriptor: int, limited: bool, *, writing: bool = False) -> None:
     asked = select.poll()
     asked.register(descriptor, select.POLLOUT if writing else select.POLLIN)
     if not asked.poll(1000 * PIPE_WAIT_S if limited else None):
-        what = "nobody reads this pipe" if writing else "nothing comes from this pipe"
+        what = "no process reads this pipe" if writing else "nothing comes from this pipe"
         raise OSError(errno.ETIMEDOUT, f"{what} for {PIPE_WAIT_S:g} s")
 
 
 def _new_partial(target: Path) -> tuple[Path, BinaryIO]:
-    """A new, locked file beside `target`."""
+    """Return a new, locked file next to `target`."""
     while True:
         partial = _partial_name(target)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _OPEN
@@ -302,13 +317,13 @@ def _short_name(target: Path) -> str:
 def _keep_permissions(partial: Path, target: Path) -> None:
     """Give the new file the mode, and as far as allowed the owner, of the one it replaces."""
     try:
-        found = target.stat()
+        status = target.stat()
     except OSError:
         return
     if hasattr(os, "chown"):
         with contextlib.suppress(OSError):
-            os.chown(partial, found.st_uid, found.st_gid)
-    partial.chmod(stat.S_IMODE(found.st_mode))
+            os.chown(partial, status.st_uid, status.st_gid)
+    partial.chmod(stat.S_IMODE(status.st_mode))
 
 
 def _remove_unlocked(path: Path, target: Path) -> None:
@@ -345,15 +360,17 @@ def _locked(directory: Path) -> Iterator[None]:
 
 
 def hold(descriptor: int) -> None:
-    """Let others see that a file is in use, together with whoever else uses it, until all copies of
-    the descriptor are closed: a mapping that Python makes of it has one.
+    """Mark a file as in use, together with other users, until all copies of its descriptor close.
+
+    A mapping that Python makes of it has one.
     """
     _lock(descriptor, shared=True)
 
 
 def is_held(path: Path) -> bool:
-    """Whether somebody writes a file, or `hold`s it. On Windows nothing shows, but what is open
-    cannot be removed either.
+    """Return whether a process writes a file, or `hold`s it.
+
+    On Windows nothing shows, but what is open cannot be removed either.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | _OPEN)
@@ -366,8 +383,9 @@ def is_held(path: Path) -> bool:
 
 
 def remove_unheld(path: Path) -> bool:
-    """Remove a file, a link or a directory unless `is_held`; whether it is gone. Raises `OSError`,
-    on Windows also for what is open.
+    """Remove a file, a link or a directory unless `is_held`.
+
+    Returns whether it was removed. Raises `OSError`, on Windows also for open files.
     """
     if path.is_symlink():
         path.unlink()
@@ -386,7 +404,7 @@ def remove_unheld(path: Path) -> bool:
 
 
 def _lock(descriptor: int, *, shared: bool = False) -> bool:
-    """Lock a file until it is closed; whether that could be done and nobody else had it."""
+    """Lock a file until it is closed; return whether no other process had it."""
     try:
         import fcntl
     except ImportError:  # Windows

@@ -15,8 +15,9 @@ from hetero.backends.errors import UserError
 
 
 def cache_folder() -> Path:
-    """Return the folder of what can be made again (`XDG_CACHE_HOME`), a temporary one for a user
-    without a home.
+    """Return the folder of what can be made again (`XDG_CACHE_HOME`).
+
+    A temporary one for a user without a home.
     """
     return _folder(platformdirs.user_cache_dir, "cache")
 
@@ -32,7 +33,7 @@ def data_is_temporary() -> bool:
 
 
 def expand_user(path: str | os.PathLike[str]) -> Path:
-    """Return a path with `~` expanded, or as it is where that has no home folder."""
+    """Return a path with `~` expanded, or unchanged where that has no home folder."""
     try:
         return Path(path).expanduser()
     except RuntimeError:

@@ -23,8 +23,9 @@ _watching: dict[int, weakref.WeakMethod[Callable[[], None]]] = {}
 
 
 def start(backend: str) -> None:
-    """Say that a driver is used, which may start threads. Raises `DeviceUnavailableError` in the
-    child of a process that did so.
+    """Say that a driver is used, which may start threads.
+
+    Raises `DeviceUnavailableError` in the child of a process that did so.
     """
     if backend in _lost:
         raise DeviceUnavailableError(backend, "opening it", REASON, REMEDY)
@@ -32,7 +33,7 @@ def start(backend: str) -> None:
 
 
 def is_lost(backend: str) -> bool:
-    """Whether `start` would raise."""
+    """Return whether `start` would raise."""
     return backend in _lost
 
 

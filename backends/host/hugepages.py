@@ -1,4 +1,4 @@
-"""Huge pages for weights and activations (Linux): streams of gigabytes are held up by small ones.
+"""Huge pages for weights and activations (Linux): small ones slow streams of gigabytes.
 
 Prefetchers stop at the end of a page, so a core reads weights 10 to 30 % faster from pages of 2 MiB
 than of 4 KiB (`bench/RESULTS.md`). Most distributions give them to memory for which they are asked
@@ -84,7 +84,7 @@ def private_mappings() -> Iterator[tuple[int, int]]:
 
 
 def _resident(library: Any, start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Runs of huge pages whose small pages are all in memory, up to `STEP_BYTES` long."""
+    """Yield runs of huge pages whose small pages are all in memory, up to `STEP_BYTES` long."""
     seen: npt.NDArray[np.uint8] = np.zeros((stop - start) // mmap.PAGESIZE, dtype=np.uint8)
     if library.mincore(start, stop - start, seen.ctypes.data) != 0:
         return

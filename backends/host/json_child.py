@@ -1,4 +1,4 @@
-"""A child process that is asked and answers in lines of JSON, with a limit on every wait."""
+"""A child process that answers questions in lines of JSON, with a limit on every wait."""
 
 from __future__ import annotations
 
@@ -111,7 +111,9 @@ class JsonChild:
 
 @contextlib.contextmanager
 def serving() -> Iterator[tuple[Iterator[Message], Callable[[Message], None]]]:
-    """The child's side: the messages that come, until the parent closes them, and how to answer.
+    """Yield the child's side.
+
+    The messages that come, until the parent closes them, and how to answer.
 
     What libraries print goes to standard error. SIGTERM unwinds the stack, so that what was opened
     is closed, and ends the process without a traceback.

@@ -1,4 +1,4 @@
-"""Time limits: those of a slow machine are longer, and a process at work is not one that hangs."""
+"""Time limits: longer on a slow machine; a process that works is not one that hangs."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from hetero.backends.errors import UserError
 
 VARIABLE: Final = "HETERO_TIMEOUT_SCALE"
 PROC: Final = Path("/proc")
-LEAST_WORK: Final = 0.01  # of a core, of a process that is at work
-MOST_WORK: Final = 0.9  # of the limit, in seconds of a core, of one that works for ever
-_CPU_FIELDS: Final = slice(11, 15)  # of /proc/PID/stat behind the name: own and children's time
+MIN_WORK: Final = 0.01  # of a core, of a process that is at work
+MAX_WORK: Final = 0.9  # of the limit, in seconds of a core, of one that works for ever
+_CPU_FIELDS: Final = slice(11, 15)  # of /proc/PID/stat after the name: own and children's time
 
 
 def time_limit(seconds: float) -> float:
@@ -44,7 +44,7 @@ def cpu_seconds(pid: int) -> float | None:
 
 
 class Patience:
-    """How long to wait for a process that says nothing.
+    """Patience with a process that says nothing.
 
     On a busy machine it may have had little of a core: it hangs if it did next to nothing for
     `limit_s`, or worked for about as many seconds of a core.
@@ -61,5 +61,5 @@ class Patience:
         if now_s is None or self._begun_s is None or self._seen_s is None:
             return True
         worked_s, self._seen_s = now_s - self._seen_s, now_s
-        idle = worked_s < LEAST_WORK * self.limit_s
-        return idle or now_s - self._begun_s >= MOST_WORK * self.limit_s
+        idle = worked_s < MIN_WORK * self.limit_s
+        return idle or now_s - self._begun_s >= MAX_WORK * self.limit_s

@@ -1,4 +1,4 @@
-"""The host's processor and memory, as the system tells them."""
+"""The host's processor and memory, as the system reports them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ def cpu_flags(cpuinfo: Path = CPUINFO) -> frozenset[str]:
 
 
 def cpu_name(cpuinfo: Path = CPUINFO) -> str:
-    """Processor name for people; of Arm's, its architecture with the makers and parts of its cores,
-    by which the processors of two machines differ.
+    """Processor name for people.
+
+    Of Arm's, its architecture with the makers and parts of its cores, by which the processors of
+    two machines differ.
     """
     named = _first("model name", cpuinfo)
     if named is not None:
@@ -33,7 +35,7 @@ def is_arm64() -> bool:
 
 
 def memory_bytes() -> int | None:
-    """Memory of this machine, None where the system does not tell."""
+    """Return the memory of this machine, None where the system does not report it."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):

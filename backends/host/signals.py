@@ -61,8 +61,10 @@ def _handlers() -> dict[int, Any]:
 
 
 def uninterrupted(call: Callable[[], T]) -> T:
-    """Return what a call returns. Signal handlers wait until it has ended: those of Python, which
-    the main thread alone runs. They then run before this returns, and what they raise is raised.
+    """Return what a call returns.
+
+    Signal handlers wait until it has ended: those of Python, which the main thread alone runs. They
+    then run before this returns, and what they raise is raised.
     """
     if threading.current_thread() is not threading.main_thread():
         return call()
@@ -87,7 +89,7 @@ def let_handlers_run() -> None:
 
 
 def whole(function: Callable[P, T]) -> Callable[P, T]:
-    """A function that runs `uninterrupted`."""
+    """Return a function that runs `uninterrupted`."""
 
     @functools.wraps(function)
     def run(*arguments: P.args, **options: P.kwargs) -> T:

@@ -34,9 +34,12 @@ def timer_slack(nanoseconds: int) -> Iterator[bool]:
 
 @cache
 def _prctl() -> Callable[..., int]:
-    """Looked up once: that takes 0.15 ms in the middle of decoding, when all caches are cold."""
-    found: Callable[..., int] = ctypes.CDLL(None, use_errno=True).prctl
-    return found
+    """Return looked up once.
+
+    That takes 0.15 ms in the middle of decoding, when all caches are cold.
+    """
+    function: Callable[..., int] = ctypes.CDLL(None, use_errno=True).prctl
+    return function
 
 
 def lateness(clock: Clock, wanted_s: float, repeats: int) -> list[float]:
@@ -50,8 +53,9 @@ def lateness(clock: Clock, wanted_s: float, repeats: int) -> list[float]:
 
 
 def waited_for_core_s() -> float | None:
-    """Seconds that this thread has waited for a core because other programs of this system had it
-    (Linux; None elsewhere). What a hypervisor takes is not in it.
+    """Return the seconds that this thread has waited for a core that other programs had.
+
+    Linux; None elsewhere. What a hypervisor takes is not in it.
     """
     try:
         return run_delay_s(THREAD)
@@ -60,8 +64,9 @@ def waited_for_core_s() -> float | None:
 
 
 def run_delay_s(task: Path) -> float:
-    """Seconds that a thread has waited for a core: `run_delay` of a folder of `/proc`. Raises
-    `OSError` where the thread or the file is not there.
+    """Seconds that a thread has waited for a core: `run_delay` of a folder of `/proc`.
+
+    Raises `OSError` where the thread or the file is not there.
     """
     fields = (task / "schedstat").read_text(encoding="ascii").split()
     return int(fields[1]) * 1e-9

@@ -12,12 +12,13 @@ _LINE: Final = re.compile(r"^Version:\s*(\S+)", re.MULTILINE | re.IGNORECASE)
 
 @cache
 def installed_version(name: str) -> str | None:
-    """Of a package, None where it is not installed. As `importlib.metadata.version`, which parses
-    the whole description as an e-mail.
+    """Return the version of a package, None where it is not installed.
+
+    As `importlib.metadata.version`, which parses the whole description as an e-mail.
     """
     try:
         text = importlib.metadata.distribution(name).read_text("METADATA")
     except importlib.metadata.PackageNotFoundError:
         return None
-    found = _LINE.search((text or "").partition("\n\n")[0])
-    return found.group(1) if found else importlib.metadata.version(name)
+    match = _LINE.search((text or "").partition("\n\n")[0])
+    return match.group(1) if match else importlib.metadata.version(name)

@@ -24,7 +24,7 @@ from hetero.backends.protocol import DeviceKind
 
 
 def one_millisecond(op: Op, m: int) -> float:  # noqa: ARG001
-    """The default cost."""
+    """Return the default cost."""
     return 1e-3
 
 

@@ -80,7 +80,7 @@ class NullDevice(Device):
         self._cost = cost
 
     def map(self, buffer: HostBuffer) -> None:  # noqa: ARG002
-        """Nothing to do."""
+        """Do nothing."""
         self.health.check("map")
 
     def accepts(self, op: Op) -> Acceptance:
@@ -102,7 +102,7 @@ class NullDevice(Device):
         self.health.lose("closed")
 
     def launch(self, call: _Call) -> LaunchRecord:
-        """Put a call on the timeline, behind the one before it."""
+        """Put a call on the timeline, after the one before it."""
         self.health.check(call.name)
         now_s = self.clock.now()
         start_s = max(now_s, self.launches[-1].end_s if self.launches else now_s)

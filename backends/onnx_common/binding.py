@@ -31,12 +31,12 @@ class Argument(NamedTuple):
 
 
 def argument(array: Array) -> Argument:
-    """The argument that an array is; the caller keeps the array alive."""
+    """Return the argument that an array is; the caller keeps the array alive."""
     return Argument(array.ctypes.data, array.dtype, array.shape)
 
 
 def rows_argument(tensor: Tensor, m: int) -> Argument:
-    """The first m rows of a tensor."""
+    """Return the first m rows of a tensor."""
     return Argument(tensor.address, tensor.dtype, (m, *tensor.shape[1:]))
 
 
@@ -62,7 +62,7 @@ class Launch(NamedTuple):
 
     @property
     def bound(self) -> tuple[Callable[..., object], tuple[object, ...]]:
-        """What to call, and with what."""
+        """Return what to call, and with what."""
         return self.session.run_with_iobinding, (self.binding,)
 
 
@@ -74,5 +74,5 @@ class Copied(NamedTuple):
 
     @property
     def bound(self) -> tuple[Callable[..., object], tuple[object, ...]]:
-        """What to call, and with what."""
+        """Return what to call, and with what."""
         return np.copyto, (self.target, self.source)

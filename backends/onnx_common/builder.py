@@ -13,7 +13,7 @@ CONTRIB = "com.microsoft"
 OPSET = 21
 IR_VERSION = 10
 # Initializers whose bytes are given to the session in memory still need a file that exists.
-STAND_IN_FILE = Path(__file__)
+PLACEHOLDER_FILE = Path(__file__)
 
 Dim: TypeAlias = int | str
 
@@ -43,13 +43,13 @@ class GraphBuilder:
         return frozenset(value.name for value in self._inputs)
 
     def constant(self, value: npt.NDArray[Any]) -> str:
-        """A small tensor stored in the graph."""
+        """Return a small tensor stored in the graph."""
         name = f"constant_{len(self._initializers)}"
         self._initializers.append(numpy_helper.from_array(np.asarray(value), name))
         return name
 
     def int4(self, values: npt.NDArray[np.int8]) -> str:
-        """A constant of 4-bit integers in [-8, 7]."""
+        """Return a constant of 4-bit integers in [-8, 7]."""
         flat = np.append(values.reshape(-1), np.zeros(values.size % 2, np.int8)) & 15
         packed = (flat[0::2] | (flat[1::2] << 4)).astype(np.uint8)
         name = f"constant_{len(self._initializers)}"
@@ -58,11 +58,11 @@ class GraphBuilder:
         return name
 
     def ints(self, *values: int) -> str:
-        """A constant int64 vector, as shapes, axes and bounds are given."""
+        """Return a constant int64 vector, as shapes, axes and bounds are given."""
         return self.constant(np.array(values, dtype=np.int64))
 
     def scalar(self, value: float, dtype: npt.DTypeLike = np.float32) -> str:
-        """A constant scalar, float32 unless told."""
+        """Return a constant scalar, float32 by default."""
         return self.constant(np.array(value, dtype=dtype))
 
     def cast(self, value: str, dtype: npt.DTypeLike, out: str = "") -> str:
@@ -74,10 +74,13 @@ class GraphBuilder:
         return self.node("Slice", value, self.ints(start), self.ints(stop), self.ints(axis))
 
     def weight(self, name: str, dtype: npt.DTypeLike, shape: tuple[int, ...]) -> str:
-        """A tensor that the session is given in memory (`SessionOptions.add_initializer`)."""
+        """Return a tensor that the session reads from memory.
+
+        By `SessionOptions.add_initializer`.
+        """
         proto = TensorProto(name=name, data_type=_element_type(dtype), dims=shape)
         proto.data_location = TensorProto.EXTERNAL
-        proto.external_data.add(key="location", value=STAND_IN_FILE.name)
+        proto.external_data.add(key="location", value=PLACEHOLDER_FILE.name)
         self._initializers.append(proto)
         return name
 
@@ -95,7 +98,7 @@ class GraphBuilder:
         return outputs[0]
 
     def model(self, opset: int = OPSET) -> bytes:
-        """The serialised model."""
+        """Return the serialised model."""
         graph = helper.make_graph(
             self._nodes, "hetero", self._inputs, self._outputs, self._initializers
         )

@@ -86,10 +86,10 @@ def stage_by_feature(weight: PackedWeight, codes: npt.DTypeLike) -> dict[str, St
     columns = staging.array.view(np.uint8)
     for part in slabs(weight):
         by_feature = weight.data[part].transpose(1, 2, 4, 0, 3).view(np.uint8)
-        found = by_feature.reshape(-1, by_feature.shape[3] * ROW_BLOCK)
+        flat = by_feature.reshape(-1, by_feature.shape[3] * ROW_BLOCK)
         start = part.start * ROW_BLOCK
-        count = min(found.shape[1], weight.n - start)
-        np.bitwise_xor(found[: weight.k, :count], zero, out=columns[:, start : start + count])
+        count = min(flat.shape[1], weight.n - start)
+        np.bitwise_xor(flat[: weight.k, :count], zero, out=columns[:, start : start + count])
     return {"weight": staging, "scales": scales}
 
 

@@ -111,8 +111,9 @@ def driver_of(platform_version: str) -> str:
 
 
 def every_core_count() -> int:
-    """Workers that a device opened with `every_core` would have; 0 if it cannot be opened, because
-    OpenCL runs in this process with another number.
+    """Workers that a device opened with `every_core` would have.
+
+    0 if it cannot be opened, because OpenCL runs in this process with another number.
     """
     if forks.is_lost("opencl"):
         return 0
@@ -127,8 +128,10 @@ def every_core_count() -> int:
 
 
 def _spare_pyopencl_cache() -> None:
-    """Keep pyopencl from a cache of its own. It fails on one that cannot be written, or in which a
-    byte is damaged, and what it keeps (launchers in Python) is made as fast as it is read.
+    """Keep pyopencl from a cache of its own.
+
+    It fails on one that cannot be written, or in which a byte is damaged, and what it keeps
+    (launchers in Python) is made as fast as it is read.
 
     pyopencl reads the variable when it is imported; the user's own value wins.
     """

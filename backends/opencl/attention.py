@@ -25,7 +25,7 @@ CACHE_DEFINES: Final[dict[CacheFormat, dict[str, int]]] = {
     CacheFormat.Q8: {"CACHE_CODES": 1},
 }
 BUSY_AT_LEAST = 0.8  # of the workers' time, or contexts are split
-MOST_SPLITS = 16
+MAX_SPLITS = 16
 GROUP_ROWS = 4  # rows of a work-group of the GPU kernel: private sums of HEAD_DIM / lanes each
 
 
@@ -44,14 +44,17 @@ def prepare_attention_heads(
     _weights: Mapping[str, WeightValue],
     whole: Attention | None = None,
 ) -> OpenCLKernel:
-    """The program of all heads, launched for some; of all of them as the operation `whole`."""
+    """Return the program of all heads, launched for some.
+
+    Of all of them as the operation `whole`.
+    """
     op = heads.attention
     if device.tuning.lanes > 1:
         return _prepare_group(device, heads, whole)
     parts = splits(heads.count, device.threads)
     program = device.programs.get(
         "attention_cpu.cl",
-        attention_defines(device.tuning, op) | {"MOST_PARTS": MOST_SPLITS},
+        attention_defines(device.tuning, op) | {"MAX_PARTS": MAX_SPLITS},
         before=("caches.cl", *caps(op), "scores_cpu.cl"),
     )
 
@@ -65,13 +68,15 @@ def prepare_attention_heads(
 
 
 def splits(heads: int, workers: int) -> int:
-    """Parts of the context in decode: as many as give each worker the same number of parts of
-    heads, where whole heads would leave some idle for a fifth of the time or more.
+    """Parts of the context in decode.
+
+    As many as give each worker the same number of parts of heads, where whole heads would leave
+    some idle for a fifth of the time or more.
     """
     rounds = -(-heads // workers)
     if heads >= BUSY_AT_LEAST * rounds * workers:
         return 1
-    return min(workers // math.gcd(heads, workers), MOST_SPLITS)
+    return min(workers // math.gcd(heads, workers), MAX_SPLITS)
 
 
 def _attend_few(
@@ -89,11 +94,11 @@ def _attend_few(
         partial = device.shared_scratch(4 * parts * m * op.heads * (op.head_dim + 2))
     behind = (heads.first, partial, parts, *lengths(op))
     args = (m, qkv, position, k_cache, v_cache, out, *behind)
-    found = [Launch(program, "attend_few", (heads.count, parts), (1, 1), args)]
+    launches = [Launch(program, "attend_few", (heads.count, parts), (1, 1), args)]
     if parts > 1:
         combined = (m, partial, out, heads.first, parts)
-        found.append(Launch(program, "combine_few", (heads.count,), (1,), combined))
-    return found
+        launches.append(Launch(program, "combine_few", (heads.count,), (1,), combined))
+    return launches
 
 
 def head_vector(head_dim: int, widest: int) -> int:
@@ -102,19 +107,21 @@ def head_vector(head_dim: int, widest: int) -> int:
 
 
 def lengths(op: Attention) -> tuple[int, int]:
-    """The last arguments of most kernels: how many tokens a head of the caches has room for, and
-    the window. They are no part of programs, which take seconds to compile.
+    """Return the last arguments of most kernels.
+
+    How many tokens a head of the caches has room for, and the window. They are no part of programs,
+    which take seconds to compile.
     """
     return op.capacity, op.window
 
 
 def caps(op: Attention) -> tuple[str, ...]:
-    """What scores that have a soft cap need."""
+    """Return what scores that have a soft cap need."""
     return ("activations.cl",) if op.softcap else ()
 
 
 def attention_defines(tuning: Tuning, op: Attention) -> dict[str, Define]:
-    """What the kernels of attention want to know."""
+    """Return what the kernels of attention want to know."""
     shape: dict[str, Define] = {
         **tuning.defines,
         "HV": head_vector(op.head_dim, tuning.vector),

@@ -48,17 +48,17 @@ share_invokers()
 class InPanels:
     """An operand that a kernel reads panel by panel (PANELS in common.cl); one tensor is one panel.
 
-    Becomes three kernel arguments: the buffer that all panels lie in, a table, their count.
+    Becomes three kernel arguments: the buffer of all panels, a table, their count.
     """
 
     operand: Operand
 
     @property
     def parts(self) -> tuple[Tensor, ...]:
-        """The panels. Raises `ValueError` unless they lie in one buffer."""
+        """Return the panels. Raises `ValueError` unless they are in one buffer."""
         parts = parts_of(self.operand)
         if any(part.buffer is not parts[0].buffer for part in parts):
-            raise ValueError("the panels of an operand lie in one buffer")
+            raise ValueError("the panels of an operand must be in one buffer")
         return parts
 
     def table(self) -> npt.NDArray[np.int32]:
@@ -133,9 +133,10 @@ class OpenCLKernel(Kernel):
 
 
 class OpenCLCall(BoundCall):
-    """A flat list of launches with every argument set. `clSetKernelArg` retains nothing, so the
-    call keeps what its launches point to. `launches` are those, each with its arguments as they are
-    set.
+    """A flat list of launches with every argument set.
+
+    `clSetKernelArg` retains nothing, so the call keeps what its launches point to. `launches` are
+    those, each with its arguments as they are set.
     """
 
     fusible = True
@@ -195,7 +196,10 @@ class OpenCLCall(BoundCall):
         return [value for argument in launch.args for value in self._native(argument)]
 
     def _bind(self, launch: Launch, values: Sequence[Native]) -> tuple[cl.Kernel, Size, Size]:
-        """A kernel object of its own with its arguments set, specialised by an empty launch."""
+        """Return a kernel object of its own with its arguments set.
+
+        Specialised by an empty launch.
+        """
         kernel = cl.Kernel(launch.program, launch.name)
         for at, value in enumerate(values):
             kernel.set_arg(at, value)
@@ -336,7 +340,7 @@ class _Region:
 def _regions(
     device: Resources, tensors: Mapping[str, Operand], ports: frozenset[str], m: int
 ) -> list[_Region]:
-    """The rows of each port that a call touches; caches and positions whole."""
+    """Return the rows of each port that a call touches; caches and positions whole."""
     regions = []
     for port, operand in tensors.items():
         for tensor in parts_of(operand) if port in ports else ():

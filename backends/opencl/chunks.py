@@ -26,7 +26,10 @@ def accepts_decode_chunks(op: DecodeChunks) -> Acceptance:
 def prepare_decode_chunks(
     device: Resources, op: DecodeChunks, weights: Mapping[str, WeightValue]
 ) -> OpenCLKernel:
-    """A work-item for each head of the keys and of the values on a CPU, work-groups on a GPU."""
+    """Prepare a kernel with a work-item for each head of the keys and of the values.
+
+    On a CPU; work-groups on a GPU.
+    """
     tuning = device.tuning
     lanes = tuning.lanes
     defines: dict[str, Define] = {

@@ -14,7 +14,7 @@ LONGEST = 1 << 14  # tokens whose scores of several rows are on a worker's stack
 
 
 def accepts_column_mass(op: ColumnMass) -> Acceptance:
-    """Caches whose scores fit a stack."""
+    """Return caches whose scores fit a stack."""
     if op.attention.capacity > LONGEST:
         return Acceptance(False, f"columns are added up of at most {LONGEST} tokens")
     return Acceptance(True)
@@ -23,7 +23,7 @@ def accepts_column_mass(op: ColumnMass) -> Acceptance:
 def prepare_column_mass(
     device: Resources, op: ColumnMass, _weights: Mapping[str, WeightValue]
 ) -> OpenCLKernel:
-    """A work-item for each key/value head on a CPU, a work-group on a GPU."""
+    """Return a work-item for each key/value head on a CPU, a work-group on a GPU."""
     tuning, attention = device.tuning, op.attention
     if tuning.lanes > 1:
         return _prepare_group(device, op)

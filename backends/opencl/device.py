@@ -19,7 +19,7 @@ from hetero.backends.memory import Tensor
 from hetero.backends.opencl.calls import Launch, OpenCLCall
 from hetero.backends.opencl.failures import BACKEND, decoded
 from hetero.backends.opencl.flag import Flag, flag_program, probe
-from hetero.backends.opencl.fused_launch import fuse
+from hetero.backends.opencl.megakernel import fuse
 from hetero.backends.opencl.resources import Resources
 from hetero.backends.opencl.selected import Selected
 from hetero.backends.opencl.stream_signal import OpenCLStreamSignal, find_stream_signal
@@ -40,16 +40,17 @@ Accepts: TypeAlias = Callable[[Any], Acceptance]
 
 
 class Entry(NamedTuple):
-    """How one class of operation is prepared, and which records of it are taken."""
+    """Functions that prepare one class of operation, and accept its records."""
 
     prepare: Prepare
     accepts: Accepts = lambda _op: Acceptance(True)
 
 
 class OpenCLDevice(Resources):
-    """One OpenCL device, `selected` before. `family`, `unified_memory` and `coherent` are those of
-    `hetero.backends.opencl.open`; `table` holds the kernels and `weight_formats` what its matmul
-    takes.
+    """One OpenCL device, `selected` before.
+
+    `family`, `unified_memory` and `coherent` are those of `hetero.backends.opencl.open`; `table`
+    holds the kernels and `weight_formats` what its matmul takes.
 
     `worker_cpu` is the core that a CPU driver's one worker is pinned to, None if it is not pinned;
     the workers are the process's, so the device that was opened last decides.
@@ -157,7 +158,9 @@ class OpenCLDevice(Resources):
             self.clock_offset_s = self._clock_offset_s()
 
     def _clock_offset_s(self) -> float:
-        """From commands that take no time: the host saw the end at the earliest when it was.
+        """Return the offset of the host's clock from the device's.
+
+        From commands that take no time: the host saw the end at the earliest when it was.
 
         Their status is polled, because a blocking wait returns tens of microseconds late.
         """

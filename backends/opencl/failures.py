@@ -35,7 +35,7 @@ def code_name(code: int) -> str:
 
 
 def device_error(operation: str, code: int, detail: str = "") -> DeviceError:
-    """The error for a status code."""
+    """Return the error for a status code."""
     name = code_name(code)
     shown = f"{name}: {detail}" if detail else name
     return DeviceError(BACKEND, operation, shown, REMEDIES.get(name, ""))

@@ -1,4 +1,4 @@
-"""A completion flag in shared memory: a one-item kernel behind the others counts up a word.
+"""A completion flag in shared memory: a one-item kernel after the others counts up a word.
 
 The host learns of the end by reading memory instead of asking the driver (paper section 4.2). That
 is only sound where the flag and the data written before it are seen by the host while the queue is
@@ -23,7 +23,7 @@ from hetero.backends.protocol import DEFAULT_DEADLINE_S, BoundCall, Completion
 
 @dataclass(frozen=True, kw_only=True)
 class ProbePolicy:
-    """How it is tried whether the host and running kernels see each other's stores.
+    """Policy of probing whether the host and running kernels see each other's stores.
 
     probes      launches; each has to be seen
     floats      values that each writes
@@ -44,7 +44,7 @@ def flag_program(device: Resources) -> cl.Program:
 
 
 class Flag(BoundCall):
-    """Submitted behind a launch; its completion is seen in memory. Counts its submissions."""
+    """Submitted after a launch; its completion is seen in memory. Counts its submissions."""
 
     def __init__(self, device: Resources) -> None:
         self.name, self.m = "completion flag", 1
@@ -74,8 +74,9 @@ class Counted(Protocol):
 
 
 class FlagCompletion(Completion):
-    """Done when the word has reached this submission's number, or when the driver says so, who is
-    asked after so many looks at the word, for its errors.
+    """Done when the word has reached this submission's number, or when the driver says so.
+
+    The driver is asked after so many polls of the word, for its errors.
     """
 
     def __init__(self, flag: Counted, event: Completion, ask_every: int = 64) -> None:
@@ -95,7 +96,7 @@ class FlagCompletion(Completion):
         self._event.wait(deadline_s)
 
     def block(self) -> None:
-        """The driver's wait."""
+        """Wait as the driver does."""
         self._event.block()
 
     def span(self) -> tuple[float, float] | None:
@@ -105,7 +106,10 @@ class FlagCompletion(Completion):
 
 
 def probe(device: Resources, flag: Flag, policy: ProbePolicy = DEFAULT) -> bool:
-    """Whether the flag is seen before the driver reports the end, with all data before it."""
+    """Return whether the flag is seen before the driver reports the end.
+
+    With all data before it.
+    """
     from hetero.backends.ops import Add
 
     width = policy.floats

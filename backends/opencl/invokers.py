@@ -33,7 +33,10 @@ class _Shared:
         self._known: dict[str, Any] = {}
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        """The two functions; `devs` only decide on a warning, which the first kernel gives."""
+        """Return the two functions.
+
+        `devs` only decide on a warning, which the first kernel gives.
+        """
         key = repr((args[:6], {name: x for name, x in options.items() if name != "devs"}))
         if key not in self._known:
             self._known[key] = self._made(*args, **options)

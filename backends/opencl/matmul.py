@@ -54,15 +54,16 @@ IN_PLACE, PACK_HERE, PACKED = 0, 1, 2  # as in matmul_cpu.cl
 
 
 def accepts_matmul(op: MatMul) -> Acceptance:
-    """Whether `prepare_matmul` takes the record: every format, shape and operand order."""
+    """Return whether `prepare_matmul` takes the record: every format, shape and operand order."""
     return Acceptance(op.weight_format in WEIGHT_FORMATS)
 
 
 def prepare_matmul(
     device: Resources, op: MatMul, weights: Mapping[str, WeightValue]
 ) -> OpenCLKernel:
-    """Compile a matmul on its packed weight, which is mapped where memory is unified. A mixed
-    weight takes launches for each of its parts.
+    """Compile a matmul on its packed weight, which is mapped where memory is unified.
+
+    A mixed weight takes launches for each of its parts.
     """
     weight = packed(weights)
     plans = [
@@ -90,15 +91,15 @@ def _all_launches(
     operands: Mapping[str, Operand],
     m: int,
 ) -> list[Launch]:
-    """Those of every part, which write to columns of their own."""
+    """Return the launches of every part, which write to columns of their own."""
     tensors = tensors_of(operands)
-    found = []
+    launches = []
     for plan in plans:
         if isinstance(tuning, CpuTuning):
-            found += cpu_launches(plan, tuning, tensors, m)
+            launches += cpu_launches(plan, tuning, tensors, m)
         else:
-            found += simt_launches(plan, tuning, tensors, m)
-    return found
+            launches += simt_launches(plan, tuning, tensors, m)
+    return launches
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ class _Plan:
         return padded(self.op.k, GROUP_SIZE) if self.kind.storage.quantised else self.op.k
 
     def columns(self, y: Tensor) -> Tensor:
-        """Where its columns of the first token lie; the other tokens are `op.n` apart."""
+        """Return where its columns of the first token are; the other tokens are `op.n` apart."""
         return Tensor(
             y.buffer, (1, self.n), y.dtype, y.offset_bytes + y.dtype.itemsize * self.first
         )
@@ -139,7 +140,7 @@ class _Plan:
 def _capped(
     device: Resources, op: MatMul, launches: Launches, operands: Mapping[str, Operand], m: int
 ) -> list[Launch]:
-    """The matmul, then the soft cap on its output in place."""
+    """Return the matmul, then the soft cap on its output in place."""
     cap = softcap_launch(device, op.softcap, whole(operands["y"]), m)
     return [*launches(operands, m), cap]
 
@@ -147,8 +148,10 @@ def _capped(
 def cpu_launches(
     plan: _Plan, tuning: CpuTuning, tensors: Mapping[str, Tensor], m: int
 ) -> list[Launch]:
-    """One launch; where several threads share the rows of many tokens, one before it packs x for
-    all of them. Of few tokens each packs its own: that is sooner done than threads are woken.
+    """One launch.
+
+    Where several threads share the rows of many tokens, one before it packs x for all of them. Of
+    few tokens each packs its own: that is sooner done than threads are woken.
     """
     op, device, x = plan.op, plan.device, tensors["x"]
     tile = tuning.tile(plan.kind, m)
@@ -201,12 +204,12 @@ def _cpu_program(plan: _Plan, tuning: CpuTuning, tile: Tile) -> cl.Program:
 
 
 def kind_defines(kind: Kind) -> dict[str, int]:
-    """What tells kernels how weights lie."""
+    """Return the macros by which kernels know the layout of weights."""
     return block_defines(kind.storage) if isinstance(kind, BlockFormat) else {kind.name: 1}
 
 
 def block_defines(storage: StorageFormat) -> dict[str, int]:
-    """The same of a storage in blocks."""
+    """Return the same of a storage in blocks."""
     blocks = storage.blocks
     return {
         "BLOCKS": 1,
@@ -226,7 +229,7 @@ def work_items(device: Resources, each: int = 4) -> int:
 def simt_launches(
     plan: _Plan, tuning: SimtTuning, tensors: Mapping[str, Tensor], m: int
 ) -> list[Launch]:
-    """Round x if that is asked for, then reduce (few tokens) or compute tiles."""
+    """Round x if the format says so, then reduce (few tokens) or compute tiles."""
     op, splits = plan.op, tuning.splits
     tokens = next((t for t in (1, 2, 4, 8) if m <= t), 1)
     program = _simt_program(plan, tokens=tokens, splits=splits)
@@ -270,7 +273,7 @@ def _simt_program(plan: _Plan, *, tokens: int, splits: int) -> cl.Program:
 def _simt_rounding(
     plan: _Plan, program: cl.Program, x: Tensor, m: int
 ) -> tuple[Launch, tuple[Argument, ...]]:
-    """The launch that rounds x, and the arguments that stand for x then."""
+    """Return the launch that rounds x, and the arguments that stand for x then."""
     op, device = plan.op, plan.device
     args: tuple[Argument, ...]
     x_args: tuple[Argument, ...]
@@ -291,8 +294,9 @@ def _simt_rounding(
 def _operands(
     device: Resources, weight: PackedWeight, weights: Mapping[str, WeightValue], first: int
 ) -> _Operands:
-    """Map weights, scales and bias of rows from `first` on; what is absent is stood in for by the
-    weights.
+    """Map weights, scales and bias of rows from `first` on.
+
+    What is absent is stood in for by the weights.
     """
     data = _mapped(device, weight.data, itemsize=4 if weight.storage.bits == 8 else None)
     scales = data if weight.scales is None else _mapped(device, weight.scales)
@@ -306,7 +310,9 @@ def _operands(
 def _mapped(
     device: Resources, array: npt.NDArray[Any], *, itemsize: int | None = None
 ) -> tuple[cl.Buffer, int]:
-    """A buffer over the array and the offset of its first element, in the kernel's item size.
+    """Return a buffer over the array and the offset of its first element.
+
+    In the kernel's item size.
 
     A view of a mapped file is aligned to 64 bytes; a driver that wants more gets the memory from
     the aligned address before it (of the same page, so that it exists).

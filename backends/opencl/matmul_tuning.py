@@ -16,14 +16,14 @@ from hetero.backends.formats import (
 
 
 class BlockFormat(NamedTuple):
-    """How a part in blocks is multiplied; the other parts of a mixed weight have a format."""
+    """Format of multiplying a part in blocks; other parts of a mixed weight have their own."""
 
     storage: StorageFormat
     activations: Activations
 
     @property
     def half_is_enough(self) -> bool:
-        """As of formats: no integers to be exact in."""
+        """Do the same as formats: there are no integers to be exact in."""
         return self.activations.are_floats
 
 
@@ -31,14 +31,14 @@ Kind: TypeAlias = WeightFormat | BlockFormat
 
 
 def kind_of(weight_format: WeightFormat, storage: StorageFormat) -> Kind:
-    """How rows in `storage` are multiplied in a format."""
+    """Return how rows in `storage` are multiplied in a format."""
     if not weight_format.of_file:
         return weight_format
     activations = activations_of(weight_format.activations, storage)
     if storage.scales == "block":
         return BlockFormat(storage, activations)
-    found = (x for x in WeightFormat if (x.storage, x.activations) == (storage, activations))
-    return next(found)
+    formats = (x for x in WeightFormat if (x.storage, x.activations) == (storage, activations))
+    return next(formats)
 
 
 class Tile(NamedTuple):
@@ -83,7 +83,7 @@ class CpuTuning:
     x_panel_bytes: int = 4 << 20
 
     def tile(self, weight_format: Kind, m: int) -> Tile:
-        """The smallest tile for m tokens."""
+        """Return the smallest tile for m tokens."""
         if isinstance(weight_format, BlockFormat):
             planes = 2 if weight_format.activations.are_floats else 1
             return next(tile for tile in self.block_tiles[planes] if m <= tile.max_m)
@@ -91,8 +91,9 @@ class CpuTuning:
         return next(tile for tile in tiles if m <= tile.max_m)
 
     def nibbles_stay(self, weight_format: Kind, tile: Tile) -> bool:
-        """Whether floats meet 4-bit weights without a shift: AVX2 has no permutation of 16 values,
-        so that widening is most of the work.
+        """Return whether floats meet 4-bit weights without a shift.
+
+        AVX2 has no permutation of 16 values, so that widening is most of the work.
         """
         floats = weight_format is WeightFormat.W4A16 and not tile.planes
         return floats and self.rows == 8 and not tile.widen
@@ -226,5 +227,5 @@ _SIMT: dict[str, SimtTuning] = {"pocl-x86-64": SimtTuning(splits=16)}
 
 
 def matmul_tuning(family: str) -> CpuTuning | SimtTuning:
-    """The record of a family: a CPU's or, for every other, a GPU's."""
+    """Return the record of a family: a CPU's or, for every other, a GPU's."""
     return _CPU.get(family) or _SIMT.get(family, SimtTuning())

@@ -39,18 +39,18 @@ def prepare_outliers(
         copied += packed.nbytes
 
     def launches(operands: Mapping[str, Operand], m: int) -> list[Launch]:
-        found = []
+        made = []
         listed = absent
         if op.excess:
             listed = device.shared_scratch(4 * m * (1 + 2 * op.k))
             args = (m, whole(operands["x"]), listed, x_scale)
-            found.append(Launch(program, "list_excess", (lanes, m), (lanes, 1), args))
+            made.append(Launch(program, "list_excess", (lanes, m), (lanes, 1), args))
         rows = 1 if lanes == 1 else -(-op.n // lanes) * lanes
         ports = (whole(operands["x"]), InPanels(operands["residual"]), whole(operands["y"]))
         operand_args = (m, *ports, hot, slab, listed, codes, scales)
         size = (rows, -(-m // tokens))
-        found.append(Launch(program, "add_outliers", size, (lanes, 1), operand_args))
-        return found
+        made.append(Launch(program, "add_outliers", size, (lanes, 1), operand_args))
+        return made
 
     return OpenCLKernel(
         device, op, launches, nbytes=0 if device.capabilities.unified_memory else copied

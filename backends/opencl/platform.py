@@ -1,4 +1,4 @@
-"""Choosing an OpenCL driver, device and level that were proven, and loading it."""
+"""Chooses a self-tested OpenCL driver, device and level, and loads it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ def no_driver() -> str:
 
 @dataclass(frozen=True)
 class TestedDevice:
-    """A device that passed its self-test: its driver's candidate, its place there, its level;
+    """A device that passed its self-test: its driver's candidate, its place there, its level.
+
     `note` names drivers that come before it and that this process cannot load any more.
     """
 
@@ -62,8 +63,10 @@ class TestedDevice:
 
 
 def cache_root(cache_dir: Path | None = None) -> Path:
-    """Where results and kernels lie: the folder that is asked for, else POCL_CACHE_DIR, else the
-    user's cache. Raises `DeviceOptionError` for a POCL_CACHE_DIR that cannot be written.
+    """Return where results and kernels lie.
+
+    The folder that is asked for, else POCL_CACHE_DIR, else the user's cache. Raises
+    `DeviceOptionError` for a POCL_CACHE_DIR that cannot be written.
     """
     if cache_dir is not None:
         return cache_dir
@@ -90,7 +93,7 @@ def find_device(
     every_core: bool = False,
     cache_dir: Path | None = None,
 ) -> Selected:
-    """Pick a proven device, load its driver and hold its threads to their cores.
+    """Pick a self-tested device, load its driver and pin its threads to their cores.
 
     `wanted` is a driver's name (`pocl`, `intel`) or a part of a platform's or device's name. Raises
     `DeviceOptionError` for what was named and is not there, `DeviceUnavailableError` where nothing
@@ -128,9 +131,10 @@ def choose_driver(wanted: str | None) -> str | None:
 
 
 def place_workers(selected: Selected, device: OpenCLDevice, before: set[int]) -> None:
-    """Hold a CPU driver's threads to their cores, as far as they are known; `before` are those that
-    this process had before the device was made. All open devices of a driver share its threads:
-    they run on the cores of each, and `Device.note` says so.
+    """Pin a CPU driver's threads to their cores, as far as they are known.
+
+    `before` are the threads that this process had before the device was made. All open devices of a
+    driver share its threads: they run on the cores of each, and `Device.note` says so.
     """
     state, driver = loader.loaded(), selected.driver.name
     device.note = selected.note
@@ -188,7 +192,7 @@ def _choose(
     every_core: bool,
     here: Loaded | None,
 ) -> TestedDevice:
-    """The first device in order of preference. Raises as `find_device`."""
+    """Return the first device in order of preference. Raises as `find_device`."""
     reasons: list[str] = []
     names: list[str] = []
     missed: list[str] = []
@@ -222,8 +226,9 @@ def _choose(
 
 
 def _order(wanted: str | None) -> Iterator[tuple[Candidate, tuple[str, ...]]]:
-    """Drivers with the kinds of device that are taken of each: GPUs first, then PoCL, then other
-    drivers of processors.
+    """Drivers with the kinds of device that are taken of each.
+
+    GPUs first, then PoCL, then other drivers of processors.
     """
     listed = candidates()
     named = [d.name for d in DRIVERS]
@@ -248,7 +253,7 @@ def _nothing(
     reasons: Sequence[str],
     names: Sequence[str],
 ) -> TestedDevice:
-    """Raise for what was asked for."""
+    """Raise an error that no driver fits the request."""
     why = "; ".join(dict.fromkeys(reasons))
     if wanted is not None:
         there = "; ".join(dict.fromkeys([*(c.driver.name for c in candidates()), *names]))
@@ -271,10 +276,11 @@ def _nothing(
 
 
 def _worth_loading(self_tests: SelfTests, chosen: TestedDevice) -> list[Wanted]:
-    """The chosen driver, and those that are proven already: what is not loaded at first cannot be
-    later.
+    """Return the chosen driver, and drivers that passed their self-tests already.
+
+    What is not loaded at first cannot be later.
     """
-    found = [_wanted(self_tests, chosen.candidate, chosen.level)]
+    wanted = [_wanted(self_tests, chosen.candidate, chosen.level)]
     for candidate in candidates():
         result = self_tests.known(candidate)
         if candidate.library == chosen.candidate.library or result is None:
@@ -282,8 +288,8 @@ def _worth_loading(self_tests: SelfTests, chosen: TestedDevice) -> list[Wanted]:
         levels = candidate.driver.levels()
         passed = [passed_level(device, levels) for device in result.devices]
         if passed and all(passed) and passed[0] is not None:
-            found.append(_wanted(self_tests, candidate, passed[0]))
-    return found
+            wanted.append(_wanted(self_tests, candidate, passed[0]))
+    return wanted
 
 
 def _wanted(self_tests: SelfTests, candidate: Candidate, level: Level) -> Wanted:
@@ -293,7 +299,7 @@ def _wanted(self_tests: SelfTests, candidate: Candidate, level: Level) -> Wanted
 
 
 def _native(loaded: Loaded, chosen: TestedDevice) -> cl.Device:
-    """The device of this process that the result is about."""
+    """Return the device of this process that the result is about."""
     known = chosen.device
     for device in loaded.devices(chosen.candidate):
         facts = (device.platform.version, device.name, device.driver_version)
@@ -312,9 +318,10 @@ def _native(loaded: Loaded, chosen: TestedDevice) -> cl.Device:
 
 
 def _check_workers(device: cl.Device, loaded: Loaded, count: int) -> str:
-    """Check the number of threads, which is fixed when a driver is loaded. More threads than one
-    core needs do no harm if they are known: they are pinned to that core. Return, and warn, what
-    that costs; empty where it is as asked.
+    """Check the number of threads, which is fixed when a driver is loaded.
+
+    More threads than one core needs do no harm if they are known: they are pinned to that core.
+    Return, and warn, what that costs; empty where it is as asked.
     """
     is_pocl = WORKERS if device.platform.name == "Portable Computing Language" else None
     units = int(device.max_compute_units) if is_pocl else loaded.asked
@@ -337,7 +344,7 @@ def _check_workers(device: cl.Device, loaded: Loaded, count: int) -> str:
 
 
 def _cores(on_cpu: bool, cpu: int | None, every_core: bool) -> tuple[int, ...]:
-    """Where a CPU driver's threads belong; empty for a device that has cores of its own."""
+    """Return where a CPU driver's threads belong; empty for a device that has cores of its own."""
     if not on_cpu:
         return ()
     allowed = allowed_cores()

@@ -25,8 +25,10 @@ MAX_NOTED: Final = 64
 
 
 class ProgramCache:
-    """Built programs by their source; `compiler` makes those that are missing. Control thread only,
-    but for the thread of `prewarm`, which hands over what it built.
+    """Built programs by their source.
+
+    `compiler` makes missing ones. Control thread only, but for the thread of `prewarm`,
+    which hands over what it built.
     """
 
     def __init__(self, context: cl.Context, device: cl.Device, compiler: Compiler) -> None:
@@ -47,8 +49,9 @@ class ProgramCache:
         before: tuple[str, ...] = (),
         options: tuple[str, ...] = (),
     ) -> cl.Program:
-        """Return the program of `kernels/<name>` after `common.cl` and `before`, `defines` as
-        macros.
+        """Return the program of `kernels/<name>`, with `defines` as macros.
+
+        It is compiled after `common.cl` and `before`.
 
         Raises `DeviceError` with the first lines of the build log.
         """
@@ -72,8 +75,10 @@ class ProgramCache:
 
     @contextmanager
     def prewarm(self, what: str) -> Iterator[bool]:
-        """Record the programs used inside, or until `close`, under `what`, and build those recorded
-        by this version on a thread from now on. Yield whether there was a record.
+        """Record the programs used inside, or until `close`, under `what`.
+
+        Those recorded by this version are built on a thread from now on. Yield whether there was a
+        record.
         """
         name = f"programs of {what} by hetero {installed_version('hetero')}"
         self._entry = hashlib.sha256(name.encode()).hexdigest()
@@ -95,8 +100,9 @@ class ProgramCache:
         self._entry = ""
 
     def _note(self) -> None:
-        """Record the programs that are used, where that has a purpose, with those of earlier
-        times.
+        """Record the programs that are used, where that has a purpose.
+
+        With the ones of earlier times.
         """
         known = self._noted or []
         used = [x for x in self._sources.values() if x.files]
@@ -113,8 +119,9 @@ class ProgramCache:
         self._coming.clear()
 
     def first_launch(self, program: cl.Program, variant: Variant) -> AbstractContextManager[None]:
-        """Return a context for the first launch of a kernel of one of these programs at some
-        sizes.
+        """Return a context for the first launch of a kernel at some sizes.
+
+        The kernel is of one of these programs.
         """
         return self._compiler.variant(self._sources[id(program)], variant)
 

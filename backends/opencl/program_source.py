@@ -19,8 +19,9 @@ OPTIONS: Final = ("-cl-std=CL1.2", "-cl-mad-enable")
 
 @dataclass(frozen=True)
 class ProgramSource:
-    """One program to build: its name for messages, its text, the compiler's options; `files` of
-    `kernels/` that the text is, where it is some.
+    """One program to build: its name for messages, its text, the compiler's options.
+
+    `files` of `kernels/` that the text is, where it is some.
     """
 
     name: str
@@ -47,13 +48,13 @@ def program_source(
 
 
 def source_of(files: Sequence[str], options: Sequence[str]) -> ProgramSource:
-    """The program of files of `kernels/`, whose name is the last one's."""
+    """Return the program of files of `kernels/`, whose name is the last one's."""
     text = "".join(source(part) for part in files)
     return ProgramSource(files[-1], text, tuple(options), tuple(files))
 
 
 def uncached(context: cl.Context, text: str) -> cl.Program:
-    """A program that pyopencl does not keep in its own cache."""
+    """Return a program that pyopencl does not keep in its own cache."""
     return cl.Program(cl._cl._Program(context, text))
 
 

@@ -1,4 +1,4 @@
-"""What people are told of OpenCL drivers; no OpenCL is imported here."""
+"""Reports on OpenCL drivers for people; no OpenCL is imported here."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ CHECKING: Final = "checking OpenCL kernels again: a run that used them did not e
 
 @dataclass(frozen=True)
 class DriverReport:
-    """An installed driver's device and the result of its self-test. `level` is the best that
-    passed; `said` what each level did; `kept_in` the file that remembers it.
+    """An installed driver's device and the result of its self-test.
+
+    `level` is the best that passed; `said` what each level did; `kept_in` the file that remembers
+    it.
     """
 
     driver: str

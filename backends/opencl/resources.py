@@ -23,7 +23,10 @@ SHARED_SCRATCH_BYTES = 1 << 20
 
 
 class Memory(cl.Buffer):
-    """Of this device. `address` is where its kernels find it, once one has told; 0 before."""
+    """Memory of this device.
+
+    `address` is its address in kernels, once one has reported it; 0 before.
+    """
 
     address = 0
 
@@ -33,7 +36,7 @@ class Scratch(Memory):
 
 
 def new_context(native: cl.Device) -> cl.Context:
-    """Of one device."""
+    """Return a context of one device."""
     return cl.Context([native])
 
 
@@ -63,8 +66,8 @@ class Resources(Device):
             self.context = new_context(self.native)
             self.queue = cl.CommandQueue(self.context)
         self.programs = ProgramCache(self.context, self.native, selected.compiler)
-        found = bool(self.native.host_unified_memory)
-        self.unified_memory = found if unified_memory is None else unified_memory
+        unified = bool(self.native.host_unified_memory)
+        self.unified_memory = unified if unified_memory is None else unified_memory
         is_cpu = bool(self.native.type & cl.device_type.CPU)
         self.coherent = is_cpu if coherent is None else coherent
         self.half = int("cl_khr_fp16" in self.native.extensions.split() and not is_cpu)
@@ -79,7 +82,7 @@ class Resources(Device):
         self._health = Health(BACKEND, threads=True)
 
     def map(self, buffer: HostBuffer) -> Memory:
-        """The buffer's pages on unified memory, else device memory of the same size."""
+        """Return the buffer's pages on unified memory, else device memory of the same size."""
         self.check()
         if buffer not in self._mapped:
             with decoded(f"mapping {buffer.nbytes} bytes"):
@@ -87,8 +90,9 @@ class Resources(Device):
         return self._mapped[buffer]
 
     def constant(self, array: npt.NDArray[Any], *, written: bool = False) -> Memory:
-        """Memory with the array's contents: the array itself on unified memory. Kernels write into
-        it only if they are said to.
+        """Memory with the array's contents: the array itself on unified memory.
+
+        Kernels write into it only if they are said to.
         """
         self.check()
         contiguous = np.ascontiguousarray(array)
@@ -99,8 +103,9 @@ class Resources(Device):
             return Memory(self.context, access | cl.mem_flags.COPY_HOST_PTR, hostbuf=contiguous)
 
     def shared_scratch(self, nbytes: int) -> Scratch:
-        """Device memory that holds data between two launches of one call only: every call uses the
-        same memory, since the queue is in order.
+        """Device memory that holds data between two launches of one call only.
+
+        Every call uses the same memory, since the queue is in order.
         """
         held = 0 if self._scratch is None else int(self._scratch.size)
         if self._scratch is None or held < nbytes:
@@ -114,7 +119,10 @@ class Resources(Device):
         self._health.check("using the device")
 
     def failed(self, operation: str, code: int) -> DeviceError:
-        """The error of a failed command; a device that cannot recover is lost from here on."""
+        """Return the error of a failed command.
+
+        A device that cannot recover is lost from here on.
+        """
         error = device_error(operation, code)
         if code_name(code) in FATAL or code < cl.status_code.INVALID_VALUE:
             self._health.lose(str(error))

@@ -19,7 +19,7 @@ from hetero.backends.protocol import Operand, WeightValue, whole
 
 
 def prepare_rope(device: Resources, op: Rope, weights: Mapping[str, WeightValue]) -> OpenCLKernel:
-    """A work-item per token on a CPU, per token and head on a GPU."""
+    """Return a work-item per token on a CPU, per token and head on a GPU."""
     tuning = device.tuning
     total = op.heads + 2 * op.kv_heads
     item_heads = total if tuning.lanes == 1 else 1

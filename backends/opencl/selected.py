@@ -1,4 +1,4 @@
-"""A device that was found, with everything that follows from its driver and level."""
+"""A selected device, with everything that follows from its driver and level."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from hetero.backends.opencl.self_test.compiler import Compiler
 
 @dataclass(frozen=True)
 class Selected:
-    """What `OpenCLDevice` is made of. `cores` are where its driver's threads are held to (empty:
-    it has cores of its own), `threads` how many compute. `note` says what a process has that uses
-    OpenCL for the first time, and this one lacks.
+    """Arguments of `OpenCLDevice`.
+
+    `cores` are what its driver's threads are pinned to (empty: it has cores of its own), `threads`
+    how many compute. `note` says what a process has that uses OpenCL for the first time, and this
+    one lacks.
     """
 
     device: cl.Device

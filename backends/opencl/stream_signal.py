@@ -36,8 +36,9 @@ PROBE: Final = ProbePolicy(floats=1 << 14)
 
 
 class WaitValueCall(BoundCall):
-    """The kernel that waits; its completion is that of everything before it. Counts its
-    submissions.
+    """The kernel that waits.
+
+    Its completion is that of everything before it. Counts its submissions.
     """
 
     def __init__(self, device: Resources) -> None:
@@ -59,8 +60,9 @@ class WaitValueCall(BoundCall):
         raise TypeError("a wait is submitted, then passed by StreamSignal.signal")
 
     def be_patient(self, patience_s: float, repeats: int = 3, tried: int = 20_000) -> None:
-        """Give up only after `patience_s`, by how long `tried` polls take here, the shortest of
-        `repeats` (or after 2^31 polls).
+        """Give up only after `patience_s`, by how long `tried` polls take here.
+
+        By the shortest of `repeats`; or after 2^31 polls.
         """
         times = []
         self._call = self._bound(tried)
@@ -121,8 +123,9 @@ class OpenCLStreamSignal(StreamSignal):
 
 
 def find_stream_signal(device: Resources, flag: Flag | None) -> OpenCLStreamSignal | None:
-    """Return a signal that works on this device, which has this flag; probing takes
-    milliseconds.
+    """Return a signal that works on this device, which has this flag.
+
+    Probing takes milliseconds.
     """
     if flag is None or platform.machine() not in ORDERED_STORES:
         return None

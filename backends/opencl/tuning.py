@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """How kernels are cut on one family of devices.
+    """Tuning of kernels for one family of devices.
 
     lanes             work-items that share one row in norms and one (head, token tile) in attention
     vector            floats per vector operation of one work-item (1, 4, 8 or 16)
@@ -26,7 +26,7 @@ class Tuning:
 
     @property
     def defines(self) -> dict[str, int]:
-        """What common.cl wants to know."""
+        """Return what common.cl wants to know."""
         return {"VEC": self.vector, "LANES": self.lanes}
 
 
@@ -45,7 +45,7 @@ FAMILIES: dict[str, Tuning] = {
 
 
 def find_tuning(family: str) -> Tuning:
-    """The record of a family. Raises `ValueError` with the nearest known name."""
+    """Return the record of a family. Raises `ValueError` with the nearest known name."""
     if family in FAMILIES:
         return FAMILIES[family]
     near = difflib.get_close_matches(family, FAMILIES, n=1)

@@ -1,5 +1,6 @@
-"""OpenCL on every core of a processor, which leaves none for an NPU: for PCs, whose cores are all
-that there is. A GPU beside them is not used.
+"""OpenCL on every core of a processor, which leaves none for an NPU.
+
+For PCs, whose cores are all that there is. A GPU is not used.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@
                            to 3.6 times with AVX2, for 256 tokens 0.5 to 0.6 times; 0.75 bytes a
                            weight
                   "both"   split for up to 16 tokens, fp32 above: fast decode and fast
-                           prefill, but the weights are held twice, 1.38 bytes a weight
+                           prefill, but the weights are stored twice, 1.38 bytes a weight
                   (packs for int8 are 0.125 bytes a weight larger on Arm)
                   "auto"   (default) "both" on x86 without AVX-512, where fp32 would leave decoding
                            five times slower than int8 activations; else "fp32"
@@ -45,7 +45,10 @@ def open(
 
 
 def default_path(flags: frozenset[str]) -> ActivationPath:
-    """What `auto` means on a processor with these instruction sets (measured, bench/RESULTS.md)."""
+    """Return what `auto` means on a processor with these instruction sets.
+
+    Measured: bench/RESULTS.md.
+    """
     return "both" if "avx2" in flags and "avx512f" not in flags else "fp32"
 
 

@@ -84,7 +84,7 @@ class OrtCpuDevice(Device):
         self._packed_inputs: dict[tuple[Any, ...], frozenset[str]] = {}
 
     def map(self, buffer: HostBuffer) -> int:
-        """Nothing to do: sessions work on the pages in place. Returns the address."""
+        """Return the address: sessions work on the pages in place."""
         self._health.check("map")
         return buffer.address
 
@@ -117,7 +117,7 @@ class OrtCpuDevice(Device):
         return self._health.state
 
     def close(self) -> None:
-        """Release every session, also those that kernels and calls still refer to."""
+        """Release every session, also of kernels and calls that are still referred to."""
         self._health.lose("closed")
         for kernel in list(self._kernels):
             kernel.release()
@@ -222,7 +222,7 @@ class OrtCpuDevice(Device):
         for name in frozenset.intersection(*(self._packed(op, split, parts) for split in splits)):
             staged[name].release()
         held = sum(staging.nbytes for staging in staged.values())
-        held += round(sum(_held_bytes(op, parts, split) for split in splits))
+        held += round(sum(_kept_bytes(op, parts, split) for split in splits))
         extra = _vectors(weights)
         return kernels.MatMulKernel(self._host, op, paths, extra, nbytes=held, keep=staged)
 
@@ -246,7 +246,10 @@ class OrtCpuDevice(Device):
                 return [(most, False)]
 
     def _packed(self, op: ops.MatMul, split: bool, parts: tuple[mixed.Part, ...]) -> frozenset[str]:
-        """Initializers that ONNX Runtime has packed and reads no more, tried on a small weight."""
+        """Return initializers that ONNX Runtime has packed and reads no more.
+
+        Tried on a small weight.
+        """
         key = (op.weight_format.value, split, *(part.storage for part in parts))
         if key not in self._packed_inputs:
             storages = tuple(part.storage for part in parts)
@@ -257,7 +260,10 @@ class OrtCpuDevice(Device):
 def _probe_packed(
     weight_format: WeightFormat, split: bool, storages: tuple[StorageFormat, ...]
 ) -> frozenset[str]:
-    """Which initializers may be erased after the session is made without changing a result."""
+    """Return the initializers that may be erased once the session is made.
+
+    Without changing a result.
+    """
     op = ops.MatMul(n=96 * len(storages), k=172, weight_format=weight_format)
     rng = np.random.default_rng(0)
     parts = [pack(rng.standard_normal((96, op.k), dtype=np.float32), x) for x in storages]
@@ -274,18 +280,18 @@ def _probe_packed(
     def results() -> list[npt.NDArray[Any]]:
         return [session.run(None, feed)[0] for feed in feeds]
 
-    before, found = results(), set()
+    before, erasable = results(), set()
     for name, staging in staged.items():
         original = staging.padded.copy()
         staging.padded[...] = 0
         if all(np.array_equal(a, b) for a, b in zip(before, results(), strict=True)):
-            found.add(name)
+            erasable.add(name)
         staging.padded[...] = original
-    return frozenset(found)
+    return frozenset(erasable)
 
 
 def _staged(weight: PackedWeight) -> dict[str, packing.Staging]:
-    """The weight as the initializers of `_matmul_graph`."""
+    """Return the weight as the initializers of `_matmul_graph`."""
     if weight.parts:
         return mixed.staged(weight)
     if weight.storage.scales == "row":
@@ -307,7 +313,7 @@ def int8_pack_bytes() -> float:
 
 
 def _pack_bytes(weight_format: WeightFormat, *, split: bool) -> float:
-    """What ONNX Runtime's own pack holds of each weight, measured for large ones."""
+    """Return what ONNX Runtime's own pack holds of each weight, measured for large ones."""
     match weight_format.storage:
         case StorageFormat.Q4 if split or weight_format is WeightFormat.W4A8:
             return int8_pack_bytes()
@@ -323,7 +329,7 @@ def _pack_bytes(weight_format: WeightFormat, *, split: bool) -> float:
             return 4.0
 
 
-def _held_bytes(op: ops.MatMul, parts: tuple[mixed.Part, ...], split: bool) -> float:
+def _kept_bytes(op: ops.MatMul, parts: tuple[mixed.Part, ...], split: bool) -> float:
     """Bytes of ONNX Runtime's packs of a whole weight."""
     if not op.weight_format.of_file:
         return op.n * op.k * _pack_bytes(op.weight_format, split=split)
@@ -333,7 +339,10 @@ def _held_bytes(op: ops.MatMul, parts: tuple[mixed.Part, ...], split: bool) -> f
 
 
 def _own_bytes(weight_format: WeightFormat, *, split: bool) -> float:
-    """The same with what it goes on reading of ours: the scales of 4-bit weights (fp32 kernel)."""
+    """Return the same with the part of ours that it continues to read.
+
+    The scales of 4-bit weights (fp32 kernel).
+    """
     scales = weight_format is WeightFormat.W4A16 and not split
     return _pack_bytes(weight_format, split=split) + 4 / GROUP_SIZE * scales
 
@@ -348,22 +357,22 @@ def _flat(weight: PackedWeight) -> dict[str, npt.NDArray[Any]]:
 def _outlier_inputs(
     op: ops.Outliers, weights: Mapping[str, WeightValue]
 ) -> dict[str, npt.NDArray[Any]]:
-    """Copies: the packed layouts are the GPU's."""
-    found: dict[str, npt.NDArray[Any]] = {}
+    """Return copies: the packed layouts are the GPU's."""
+    inputs: dict[str, npt.NDArray[Any]] = {}
     if op.hot:
         hot, kept = checks.slab(weights)
-        found |= {"hot": hot, "slab": np.ascontiguousarray(kept.dequantize().T)}
+        inputs |= {"hot": hot, "slab": np.ascontiguousarray(kept.dequantize().T)}
     if op.excess:
         whole = checks.packed(weights)
         assert whole.scales is not None
         scale = checks.vector(weights, "x_scale")
         scales = whole.scales.reshape(-1)[: op.n]
-        found |= {
+        inputs |= {
             "codes": np.ascontiguousarray(whole.codes().T),
             "scales": scales,
             "x_scale": scale,
         }
-    return found
+    return inputs
 
 
 def _vectors(weights: Mapping[str, WeightValue]) -> dict[str, npt.NDArray[Any]]:

@@ -88,7 +88,7 @@ def static_matmul(op: ops.MatMul, codes: npt.DTypeLike) -> bytes:
 
 
 def weight_is_unsigned(codes: npt.DTypeLike) -> bool:
-    """Whether codes are uint8, with zero at 128."""
+    """Return whether codes are uint8, with zero at 128."""
     return np.dtype(codes) == np.uint8
 
 
@@ -135,9 +135,10 @@ def _split_matmul(graph: GraphBuilder, op: ops.MatMul, x: str, bias: str, out: s
 
 
 def rounded(graph: GraphBuilder, blocks: str, size: int = GROUP_SIZE) -> str:
-    """Blocks [count, size] rounded to int8 steps, by the int8 kernel itself: the product of a block
-    and 1. (One node for seven of written-out arithmetic.) 1 is 7 · 1/7: codes count from 8, and
-    what they are offset by cancels out with a smaller part of the result.
+    """Blocks [count, size] rounded to int8 steps, by the int8 kernel itself.
+
+    The product of a block and 1. (One node for seven of written-out arithmetic.) 1 is 7 · 1/7:
+    codes count from 8, and what they are offset by cancels out with a smaller part of the result.
     """
     codes = np.full((size, 1, size), 8, np.uint8)
     codes[np.arange(size), 0, np.arange(size)] = 8 + 7
@@ -161,7 +162,7 @@ def padded_features(graph: GraphBuilder, op: ops.MatMul, x: str) -> str:
 
 
 def embed(op: ops.Embed, storage: StorageFormat) -> bytes:
-    """Rows gathered from the packed layout where it lies: the table is an input, never copied.
+    """Rows gathered in place from the packed layout: the table is an input, never copied.
 
     Inputs `tokens` [m], `data` and `scales` (flat views of the `PackedWeight`), output `y` [m, d].
     """
@@ -234,14 +235,14 @@ def _nibbles(graph: GraphBuilder, words: str) -> str:
 def _scaled(graph: GraphBuilder, tokens: str, values: str, width: int) -> str:
     """Values times the scale of their group, [m, width]."""
     groups = width // GROUP_SIZE
-    found = rows_of(graph, tokens, "scales", F16, np.arange(groups) * ROW_BLOCK)
-    scales = graph.node("Unsqueeze", graph.cast(found, F32), graph.ints(2))
+    gathered = rows_of(graph, tokens, "scales", F16, np.arange(groups) * ROW_BLOCK)
+    scales = graph.node("Unsqueeze", graph.cast(gathered, F32), graph.ints(2))
     grouped = graph.node("Reshape", values, graph.ints(-1, groups, GROUP_SIZE))
     return graph.node("Reshape", graph.node("Mul", grouped, scales), graph.ints(-1, width))
 
 
 def norm(op: ops.RMSNorm | ops.LayerNorm) -> bytes:
-    """The normalisations, with ONNX Runtime's fused residual addition if `add`."""
+    """Return the normalisations, with ONNX Runtime's fused residual addition if `add`."""
     graph = GraphBuilder()
     x = graph.input("x", F32, ("m", op.d))
     graph.output("y", F32, ("m", op.d))
@@ -393,14 +394,14 @@ def _cached(graph: GraphBuilder, op: ops.Attention, kind: str, end: str) -> str:
 
 
 def _channels(graph: GraphBuilder, op: ops.Attention) -> str:
-    """Scales of the keys' channels, [G, 1, 1, D], from behind their codes."""
+    """Return scales of the keys' channels, [G, 1, 1, D], which are stored after their codes."""
     tail = graph.slice("k_words", op.capacity, op.capacity + CHANNEL_ROWS, axis=1)
     flat = graph.node("Reshape", tail, graph.ints(op.kv_heads, 1, 1, -1))
     return graph.slice(flat, 0, op.head_dim, axis=3)
 
 
 def _visible(graph: GraphBuilder, end: str, window: int) -> str:
-    """Which keys each query attends to, bool [m, end]."""
+    """Return which keys each query attends to, bool [m, end]."""
     zero, one = graph.constant(np.array(0, np.int64)), graph.constant(np.array(1, np.int64))
     stop = graph.node("Squeeze", end)
     start = graph.node("Squeeze", "first")
@@ -503,7 +504,7 @@ def _excess_product(graph: GraphBuilder, op: ops.Outliers, x: str) -> str:
     held = graph.node("Clip", whole, graph.scalar(-128.0), graph.scalar(127.0))
     beyond = graph.node("Sub", whole, held)
     most = graph.node("ReduceMax", graph.node("Abs", beyond), graph.ints(0), keepdims=0)
-    found = graph.node("Squeeze", graph.node("NonZero", most), graph.ints(0))
-    some = graph.node("Mul", graph.node("Gather", beyond, found, axis=1), x_scale)
-    rows = graph.cast(graph.node("Gather", codes, found, axis=0), F32)
+    features = graph.node("Squeeze", graph.node("NonZero", most), graph.ints(0))
+    some = graph.node("Mul", graph.node("Gather", beyond, features, axis=1), x_scale)
+    rows = graph.cast(graph.node("Gather", codes, features, axis=0), F32)
     return graph.node("Mul", graph.node("MatMul", some, rows), scales)

@@ -24,7 +24,7 @@ _TOKENS: Final = (1, 2, 64)
 
 
 def acceptance() -> Acceptance:
-    """Whether some kernel is exact."""
+    """Return whether some kernel is exact."""
     if _first_exact() is not None:
         return Acceptance(True)
     return Acceptance(
@@ -34,10 +34,10 @@ def acceptance() -> Acceptance:
 
 def exact_codes() -> npt.DTypeLike:
     """int8, the faster one, where it is exact; else uint8. Raises `ValueError` where neither is."""
-    found = _first_exact()
-    if found is None:
+    codes = _first_exact()
+    if codes is None:
         raise ValueError(acceptance().reason)
-    return found
+    return codes
 
 
 @cache
@@ -46,7 +46,7 @@ def _first_exact() -> type[np.generic] | None:
 
 
 def _is_exact(kind: type[np.generic]) -> bool:
-    """Sums of products of extreme codes, in runs of equal signs, against int64."""
+    """Return sums of products of extreme codes, in runs of equal signs, against int64."""
     op = ops.MatMul(n=48, k=272, weight_format=WeightFormat.W8A8)
     random = np.random.default_rng(0)
     weight = random.choice(np.array([-127, 127], np.int8), (op.k // 8, op.n)).repeat(8, axis=0)

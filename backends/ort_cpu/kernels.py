@@ -47,7 +47,7 @@ WIDEN_FROM = 16  # tokens of a call from which caches are widened first
 
 
 class Host(NamedTuple):
-    """What a kernel needs of its device."""
+    """Services of the device to its kernels."""
 
     health: checks.Health
     capabilities: Capabilities
@@ -76,7 +76,7 @@ class OrtKernel(Kernel):
         return call
 
     def call_name(self, m: int) -> str:
-        """For traces and errors."""
+        """Return the name of calls in traces and errors."""
         return f"{describe(self.op)} m={m}"
 
     @abstractmethod
@@ -337,15 +337,17 @@ class AttentionHeadsKernel(OrtKernel):
         return steps, prepare, (keep, own)
 
     def _room(self, m: int, width: int) -> Tensor:
-        found = self._rooms.get((m, width))
-        if found is None:
-            found = self._rooms[m, width] = new_tensor((m, width))
-        return found
+        room = self._rooms.get((m, width))
+        if room is None:
+            room = self._rooms[m, width] = new_tensor((m, width))
+        return room
 
 
 class WidenedAttentionKernel(OrtKernel):
-    """Caches that the fused operator does not read: from `WIDEN_FROM` tokens on they are widened
-    into `scratch`, one pair for all layers, and it works on that; few tokens are composed.
+    """Caches that the fused operator does not read.
+
+    From `WIDEN_FROM` tokens on they are widened into `scratch`, one pair for all layers, and it
+    works on that; few tokens are composed.
     """
 
     def __init__(
@@ -427,7 +429,7 @@ def _pieces(
     step: int,
     extra: Mapping[str, Array],
 ) -> list[Launch]:
-    """Launches of up to `step` tokens each."""
+    """Return launches of up to `step` tokens each."""
     return [
         _launch(session, _rows(tensors, start, m), min(step, m - start), extra)
         for start in range(0, m, step)

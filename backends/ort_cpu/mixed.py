@@ -32,7 +32,7 @@ class Part(NamedTuple):
 
     @property
     def bits(self) -> int:
-        """Of the operator's codes, 0 for floats."""
+        """Return the bits of the operator's codes, 0 for floats."""
         if not self.storage.quantised:
             return 0
         return 4 if self.storage.bits == 4 else 8
@@ -45,24 +45,25 @@ class Part(NamedTuple):
 
     @property
     def shifted(self) -> bool:
-        """Whether it has a minimum."""
+        """Return whether it has a minimum."""
         return self.storage.scales == "block" and self.storage.blocks.minimum
 
 
 def parts_of(weight: PackedWeight) -> tuple[Part, ...]:
-    """What `graph` and the probe of packed initializers have to know of a weight."""
+    """Return what `graph` and the probe of packed initializers have to know of a weight."""
     return tuple(Part(part.storage, part.n) for _, part in weight.spans())
 
 
 def graph(op: ops.MatMul, parts: tuple[Part, ...], *, split: bool) -> bytes:
-    """`split` as in `graphs.matmul`: for parts of 4 bits; 8 bits are always split, but where x is
-    rounded in groups of the same size.
+    """`split` as in `graphs.matmul`: for parts of 4 bits.
+
+    8 bits are always split, but where x is rounded in groups of the same size.
     """
     made = _Graph(op)
-    found = [made.product(i, part, split=split) for i, part in enumerate(parts)]
+    products = [made.product(i, part, split=split) for i, part in enumerate(parts)]
     bias = made.builder.input("bias", F32, (op.n,)) if op.bias else ""
     made.builder.output("y", F32, ("m", op.n))
-    y = made.builder.node("Concat", *found, axis=1) if len(found) > 1 else found[0]
+    y = made.builder.node("Concat", *products, axis=1) if len(products) > 1 else products[0]
     if bias:
         y = made.builder.node("Add", y, bias)
     if op.softcap:
@@ -72,7 +73,7 @@ def graph(op: ops.MatMul, parts: tuple[Part, ...], *, split: bool) -> bytes:
 
 
 class _Graph:
-    """What parts share of x is made once."""
+    """Nodes of x that parts share are made once."""
 
     def __init__(self, op: ops.MatMul) -> None:
         self.op, self.builder = op, GraphBuilder()
@@ -119,11 +120,11 @@ class _Graph:
         )
 
     def _blocks(self, rounds: bool) -> str:
-        """x as [m · K/32, 32], rounded to codes or as it is."""
+        """Return x as [m · K/32, 32], rounded to codes or not."""
         if "blocks" not in self.names:
-            found = graphs.padded_features(self.builder, self.op, self.x)
+            padded = graphs.padded_features(self.builder, self.op, self.x)
             self.names["blocks"] = self.builder.node(
-                "Reshape", found, self.builder.ints(-1, GROUP_SIZE)
+                "Reshape", padded, self.builder.ints(-1, GROUP_SIZE)
             )
         if not rounds:
             return self.names["blocks"]
@@ -163,8 +164,9 @@ class _Graph:
 
 
 def embed(op: ops.Embed, storage: StorageFormat) -> bytes:
-    """`graphs.embed` of a table in blocks. Inputs `tokens`, `data` and, views of the same bytes,
-    `floats` (d and e) and `small` (s and t).
+    """`graphs.embed` of a table in blocks.
+
+    Inputs `tokens`, `data` and, views of the same bytes, `floats` (d and e) and `small` (s and t).
     """
     builder, of = GraphBuilder(), storage.blocks
     builder.output("y", F32, ("m", op.d))
@@ -176,13 +178,13 @@ def embed(op: ops.Embed, storage: StorageFormat) -> bytes:
 
     def floats(at: npt.NDArray[np.int64], first: int) -> str:
         places = at // of.groups * (of.scale_bytes // 2) + first
-        found = graphs.rows_of(builder, tokens, "floats", np.float16, places, block=stride // 2)
-        return builder.cast(found, F32)
+        rows = graphs.rows_of(builder, tokens, "floats", np.float16, places, block=stride // 2)
+        return builder.cast(rows, F32)
 
     def small(at: npt.NDArray[np.int64], first: int, inside: int) -> str:
         places = at // inside * of.scale_bytes + first + at % inside * ROW_BLOCK
-        found = graphs.rows_of(builder, tokens, "small", np.int8, places, block=stride)
-        return builder.cast(found, F32)
+        rows = graphs.rows_of(builder, tokens, "small", np.int8, places, block=stride)
+        return builder.cast(rows, F32)
 
     inside = of.groups * of.halves
     scale = builder.node("Mul", floats(parts // of.halves, 0), small(parts, of.float_bytes, inside))
@@ -205,8 +207,8 @@ def _codes(builder: GraphBuilder, tokens: str, of: Blocks, groups: int) -> str:
     block = groups * of.words * ROW_BLOCK
 
     def words(first: int, count: int) -> npt.NDArray[np.int64]:
-        found = np.arange(groups)[:, None] * of.words + first + np.arange(count)
-        return found.reshape(-1) * ROW_BLOCK
+        places = np.arange(groups)[:, None] * of.words + first + np.arange(count)
+        return places.reshape(-1) * ROW_BLOCK
 
     def shifted(names: str, shifts: npt.NDArray[np.uint32], mask: int) -> str:
         wide = builder.node("Unsqueeze", names, builder.ints(2))
@@ -215,20 +217,20 @@ def _codes(builder: GraphBuilder, tokens: str, of: Blocks, groups: int) -> str:
         return builder.node("Reshape", builder.cast(kept, F32), builder.ints(0, -1))
 
     every = np.concatenate([words(0, 4), words(4, of.words - 4)])
-    found = graphs.rows_of(builder, tokens, "data", np.uint32, every, block=block)
-    low = builder.slice(found, 0, 4 * groups, axis=1)
+    gathered = graphs.rows_of(builder, tokens, "data", np.uint32, every, block=block)
+    low = builder.slice(gathered, 0, 4 * groups, axis=1)
     codes = shifted(low, np.arange(0, 32, 4, dtype=np.uint32), 15)
     if of.bits == 4:
         return codes
     i = np.arange(16, dtype=np.uint32)
-    upper = builder.slice(found, 4 * groups, len(every), axis=1)
+    upper = builder.slice(gathered, 4 * groups, len(every), axis=1)
     shifts = (8 * (i % 8 // 2) + 4 * (i // 8) + 2 * (i % 2)).astype(np.uint32)
     more = builder.node("Mul", shifted(upper, shifts, 3), builder.scalar(16.0))
     return builder.node("Add", codes, more)
 
 
 def embed_inputs(weight: PackedWeight) -> dict[str, npt.NDArray[Any]]:
-    """What `embed` reads, where it lies."""
+    """Return the arrays that `embed` reads in place."""
     assert weight.scales is not None
     flat = weight.scales.reshape(-1)
     return {
@@ -240,11 +242,11 @@ def embed_inputs(weight: PackedWeight) -> dict[str, npt.NDArray[Any]]:
 
 def staged(weight: PackedWeight) -> dict[str, Staging]:
     """Arrays for the initializers of `graph`."""
-    found: dict[str, Staging] = {}
+    inputs: dict[str, Staging] = {}
     for i, (_, part) in enumerate(weight.spans()):
         arrays = _stage_blocks(part) if part.storage.scales == "block" else stage(part)
-        found |= {f"{name}{i}": value for name, value in arrays.items()}
-    return found
+        inputs |= {f"{name}{i}": value for name, value in arrays.items()}
+    return inputs
 
 
 def _stage_blocks(weight: PackedWeight) -> dict[str, Staging]:
@@ -256,7 +258,7 @@ def _stage_blocks(weight: PackedWeight) -> dict[str, Staging]:
     zero = 8 if bits == 4 else 16 if of.minimum else of.zero
     assert weight.scales is not None
     for part in slabs(weight):
-        apart = blocks.taken_apart(of, weight.data[part], weight.scales[part])
+        apart = blocks.unpacked_parts(of, weight.data[part], weight.scales[part])
         rows = slice(part.start * ROW_BLOCK, part.stop * ROW_BLOCK)
         if bits == 4:
             pairs = apart.codes.reshape(len(apart.codes), groups, GROUP_SIZE // 2, 2)
@@ -270,5 +272,5 @@ def _stage_blocks(weight: PackedWeight) -> dict[str, Staging]:
             count = min(rows.stop, weight.n) - rows.start
             left: npt.NDArray[np.float32] = zero * scale - least
             shift.array[:, rows.start : rows.start + count] = left[:count].T
-    found = {"weight": codes, "scales": scales}
-    return found if shift is None else {**found, "shift": shift}
+    arrays = {"weight": codes, "scales": scales}
+    return arrays if shift is None else {**arrays, "shift": shift}

@@ -12,7 +12,7 @@ import onnxruntime as ort
 from hetero.backends.checks import Health
 from hetero.backends.errors import DeviceError
 from hetero.backends.onnx_common.binding import NATIVE_ERRORS, Copied, Launch
-from hetero.backends.onnx_common.builder import STAND_IN_FILE
+from hetero.backends.onnx_common.builder import PLACEHOLDER_FILE
 from hetero.backends.protocol import BoundCall
 
 BACKEND = "ort-cpu"
@@ -23,7 +23,9 @@ Array: TypeAlias = npt.NDArray[Any]
 
 
 def new_session(model: bytes, weights: Mapping[str, Array] | None = None) -> ort.InferenceSession:
-    """A session on the calling thread. `weights` are used where they lie, or packed, never copied.
+    """Return a session on the calling thread.
+
+    `weights` are used in place, or packed, never copied.
 
     Memory: no arena, which would keep the largest intermediate result of every session for good.
     """
@@ -36,7 +38,7 @@ def new_session(model: bytes, weights: Mapping[str, Array] | None = None) -> ort
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.add_session_config_entry(DISABLE_KLEIDIAI, "1")
     options.add_session_config_entry(
-        "session.model_external_initializers_file_folder_path", str(STAND_IN_FILE.parent)
+        "session.model_external_initializers_file_folder_path", str(PLACEHOLDER_FILE.parent)
     )
     # The options only point at these values; they must live until the session is made.
     values = {name: ort.OrtValue.ortvalue_from_numpy(a) for name, a in (weights or {}).items()}
@@ -48,8 +50,8 @@ def new_session(model: bytes, weights: Mapping[str, Array] | None = None) -> ort
 def device_error(error: Exception, operation: str) -> DeviceError:
     """ONNX Runtime's message with its code's name first."""
     text = " ".join(str(error).split())
-    found = re.search(r"\[ONNXRuntimeError\] : \d+ : (\w+) : (.*)", text)
-    code, message = found.groups() if found else (type(error).__name__, text)
+    match = re.search(r"\[ONNXRuntimeError\] : \d+ : (\w+) : (.*)", text)
+    code, message = match.groups() if match else (type(error).__name__, text)
     return DeviceError(
         BACKEND,
         operation,

@@ -17,7 +17,7 @@ from hetero.backends.qnn.store import Identity, weight_digest
 
 @dataclass(frozen=True, kw_only=True)
 class GraphSizes:
-    """Which token counts and context lengths graphs are made for.
+    """Token counts and context lengths that graphs are made for.
 
     Longer calls run in pieces, because activations that leave VTCM are written to DRAM and read
     again (docs/explanation/qnn.md has the compiler's figures):
@@ -79,16 +79,16 @@ def integer_piece_rows(op: ops.MatMul, activations: integer.Activations, *, grou
 
 def contexts(capacity: int, m: int) -> list[int]:
     """Context lengths that attention graphs of m tokens are made for, ascending."""
-    found, context = [], SIZES.context
+    lengths, context = [], SIZES.context
     while context < capacity:
         if context >= m:
-            found.append(context)
+            lengths.append(context)
         context *= SIZES.context_step
-    return [*found, capacity]
+    return [*lengths, capacity]
 
 
 def graph(op: Op, m: int, weights: Mapping[str, WeightValue], digest: str) -> Graph:
-    """The graph of m tokens of an operation other than attention.
+    """Return the graph of m tokens of an operation other than attention.
 
     `digest` names the weights that are constants of the graph (`constants_digest`).
     """
@@ -105,7 +105,7 @@ def integer_graph(
     digest: str,
     activations: integer.Activations,
 ) -> Graph:
-    """The graph of m tokens of a matmul with integer activations."""
+    """Return the graph of m tokens of a matmul with integer activations."""
     plain = replace(op, order="plain")
     return Graph(
         Identity(f"{plain!r} {activations}", m, weights=digest),
@@ -114,7 +114,7 @@ def integer_graph(
 
 
 def attention_graph(op: ops.Attention, m: int, context: int) -> Graph:
-    """The graph of m tokens over `context` positions.
+    """Return the graph of m tokens over `context` positions.
 
     The capacity and the window are in the caller's buffers and masks, not in the graph.
     """
@@ -126,7 +126,7 @@ def attention_graph(op: ops.Attention, m: int, context: int) -> Graph:
 def group_graph(
     found: Group, m: int, weights: Sequence[Mapping[str, WeightValue]], digest: str, context: int
 ) -> Graph:
-    """The graph of m tokens of a group; `context` is 0 without attention."""
+    """Return the graph of m tokens of a group; `context` is 0 without attention."""
     return Graph(
         Identity(repr(found), m, context, digest),
         lambda: graphs.group(found, m, weights, context),
@@ -151,7 +151,10 @@ def group_piece_rows(found: Group) -> int:
 
 
 def has_constants(op: Op) -> bool:
-    """Whether weights are part of the graph, so that each set of weights has graphs of its own."""
+    """Return whether weights are part of the graph.
+
+    Each set of weights has graphs of its own then.
+    """
     return isinstance(op, ops.MatMul | ops.Embed)
 
 
@@ -166,14 +169,14 @@ def all_graphs(
     op: Op, sizes: Sequence[int], weights: Mapping[str, WeightValue], digest: str
 ) -> list[Graph]:
     """Every graph that calls of these token counts run."""
-    found = shapes(op, sizes)
+    sizes_of = shapes(op, sizes)
     if isinstance(op, ops.Attention):
-        return [attention_graph(op, *shape) for shape in found]
-    return [graph(op, m, weights, digest) for m, _ in found]
+        return [attention_graph(op, *shape) for shape in sizes_of]
+    return [graph(op, m, weights, digest) for m, _ in sizes_of]
 
 
 def shapes(found: Op | Group, sizes: Sequence[int]) -> list[Shape]:
-    """Of every graph that calls of these token counts run."""
+    """Return the shapes of every graph that calls of these token counts run."""
     attention = _attention_of(found)
     return [
         Shape(m, context)
@@ -183,7 +186,9 @@ def shapes(found: Op | Group, sizes: Sequence[int]) -> list[Shape]:
 
 
 def shapes_at(found: Op | Group, m: int, position: int) -> list[Shape]:
-    """Of the graphs that one call of m tokens runs, `position` tokens into the context."""
+    """Return the shapes of the graphs of one call of m tokens, `position` tokens into the
+    context.
+    """
     attention, made = _attention_of(found), []
     for rows in pieces(found, m):
         position += rows

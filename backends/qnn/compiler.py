@@ -67,7 +67,7 @@ class Compiler:
     def _compile(
         self, models: Mapping[Path, bytes], what: str, options: Mapping[str, str]
     ) -> float:
-        # Beside the outputs: what a killed process leaves is removed with them.
+        # Next to the outputs: what a killed process leaves is removed with them.
         place = next(iter(models)).parent
         with tempfile.TemporaryDirectory(prefix=".sources-", dir=place) as folder:
             sources = {}
@@ -107,7 +107,7 @@ class Compiler:
         self.close()
 
     def _ask(self, job: dict[str, Any], what: str) -> dict[str, Any]:
-        for _ in range(2):  # the child may leave, idle, while it is being asked
+        for _ in range(2):  # the child may end, idle, while a job is sent
             line, code, words = self._exchange(json.dumps(job) + "\n")
             if line:
                 answer: dict[str, Any] = json.loads(line)
@@ -124,7 +124,10 @@ class Compiler:
         )
 
     def _exchange(self, job: str) -> tuple[str, int, str]:
-        """The answer to a job; else "", the code that the child ended with and its last words."""
+        """Return the answer to a job.
+
+        Else "", the code that the child ended with and its last words.
+        """
         if self._child is None or self._child.poll() is not None:
             self.close_quietly()
             # Closed with the child. Unbuffered: both processes have one offset in it.
@@ -166,7 +169,7 @@ class Compiler:
 
 
 def _last_line(said: IO[bytes] | None) -> str:
-    """The end of what a child said: the last line of a traceback, for one."""
+    """Return the end of what a child said: the last line of a traceback, for one."""
     if said is None:
         return ""
     said.seek(max(0, said.seek(0, os.SEEK_END) - 1000))
@@ -187,7 +190,7 @@ def _start(target: Target, said: IO[bytes]) -> subprocess.Popen[str]:
 
 
 def serve() -> None:
-    """The child: jobs in, answers out, until the input ends or nothing has come for a while."""
+    """Serve as the child: jobs in, answers out, until the input ends or is silent for a while."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     fields = json.loads(sys.argv[1])

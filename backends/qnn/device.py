@@ -41,7 +41,7 @@ ROW_ALIGNMENT = 256
 TOKEN_ALIGNMENT = 32
 # A MatMul of fused rows is QKV already.
 FUSED_GROUPS = ("feed_forward", "static", "block")
-UNBOUNDED = 1 << 30  # positions of a table whose last row stands for all behind it
+UNBOUNDED = 1 << 30  # positions of a table whose last row stands for all after it
 # W4A8 with groups of 32 is not among them: QNN has no integer kernel for it, and F32 has no
 # arithmetic on the Hexagon at all.
 BLOCK_FORMATS = (WeightFormat.W4A16, WeightFormat.W8A16)
@@ -100,13 +100,14 @@ class QnnDevice(Device):
             return str(error)
 
     def map(self, buffer: HostBuffer) -> int:
-        """Nothing to do: graphs work on the pages in place. Returns the address."""
+        """Return the address: graphs work on the pages in place."""
         self._health.check("map")
         return buffer.address
 
     def accepts(self, op: Op) -> Acceptance:
-        """Every operation but outliers, which are there to be computed elsewhere meanwhile,
-        attention on caches in f32, and matmuls of the declared formats.
+        """Accept every operation but outliers, and matmuls of the declared formats.
+
+        Outliers are there to be computed elsewhere meanwhile; attention on caches in f32.
         """
         if isinstance(op, ops.Outliers):
             return Acceptance(
@@ -158,7 +159,7 @@ class QnnDevice(Device):
         return kernel
 
     def close(self) -> None:
-        """Release every graph, also those that kernels and calls still refer to."""
+        """Release every graph, also of kernels and calls that are still referred to."""
         self._health.lose("closed")
         for kernel in list(self._kernels):
             kernel.release()
@@ -222,7 +223,7 @@ class QnnDevice(Device):
         return kernels.IntegerKernel(self._host, op, session, weights, kind)
 
     def _sessions(self, op: Op, weights: Mapping[str, WeightValue]) -> kernels.Sessions:
-        """Sessions by token count: those with constant weights belong to the kernel."""
+        """Return sessions by token count: graphs with constant weights belong to the kernel."""
         if not catalog.has_constants(op):
             return lambda m: self.store.shared(*catalog.graph(op, m, {}, ""))
         digest = catalog.constants_digest(op, weights) if self.store.directory else ""
@@ -246,7 +247,7 @@ def capabilities_of(
     *,
     shared_weights: bool = False,
 ) -> Capabilities:
-    """What a chip can do with graphs of these token counts."""
+    """Return what a chip can do with graphs of these token counts."""
     return Capabilities(
         kind="npu",
         static_shapes=True,
@@ -262,7 +263,7 @@ def capabilities_of(
 
 
 def weight_formats(chip: Chip, activations: Activations = "float16") -> tuple[WeightFormat, ...]:
-    """Formats of matmuls that a chip takes."""
+    """Return formats of matmuls that a chip takes."""
     if activations != "float16":
         own = (WeightFormat.W8A16,) if activations == "int8" else BLOCK_FORMATS
         return (*own, WeightFormat.W8A8)

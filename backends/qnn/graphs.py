@@ -23,14 +23,16 @@ from hetero.backends.onnx_common.builder import GraphBuilder
 from hetero.backends.ops import OUTPUT_PORTS, Op, weight_names
 from hetero.backends.protocol import FIXED_PORTS, WeightValue, port_dtype, port_shape
 from hetero.backends.qnn import nodes
-from hetero.backends.qnn.nodes import Site
+from hetero.backends.qnn.nodes import NodeRef
 
 OPSET = 23  # the first with RMSNormalization
 F32 = np.float32
 
 
 def single(op: Op, m: int, weights: Mapping[str, WeightValue], context: int = 0) -> bytes:
-    """One operation. Inputs and outputs have the ports' names, and those that `nodes` declares.
+    """Return the graph of one operation.
+
+    Inputs and outputs have the ports' names, and the ones that `nodes` declares.
 
     `context` is the number of cache positions that attention reads.
     """
@@ -49,7 +51,7 @@ def single(op: Op, m: int, weights: Mapping[str, WeightValue], context: int = 0)
     return graph.model(OPSET)
 
 
-class Inputs(Site):
+class Inputs(NodeRef):
     """A place of its own: what the caller gives for each call is a graph input by its own name."""
 
     def feed(self, name: str, dtype: npt.DTypeLike, shape: tuple[int, ...]) -> str:
@@ -59,7 +61,7 @@ class Inputs(Site):
         return self.graph.input(name, F32, (width,))
 
 
-class Inside(Site):
+class Inside(NodeRef):
     """A place in a group: vectors are constants, and what the caller gives is shared by name."""
 
     def feed(self, name: str, dtype: npt.DTypeLike, shape: tuple[int, ...]) -> str:
@@ -110,7 +112,7 @@ def results(found: Group) -> tuple[str, ...]:
 
 
 def peaks(found: Group) -> tuple[str, ...]:
-    """Outputs of the graph of a group that hold the largest codes of its matmuls of codes."""
+    """Return the outputs of a group's graph that have the largest codes of its matmuls of codes."""
     return tuple(peak(i) for i, step in enumerate(found.steps) if is_static(step.op))
 
 
@@ -120,9 +122,10 @@ def peak(step: int) -> str:
 
 
 def is_static(op: Op) -> bool:
-    """Whether the operation is a matmul of 8-bit codes whatever the device's own activations are:
-    its format says so. Alone it has the scale of x from the host (`integer`), in a group it is a
-    constant of the graph.
+    """Return whether the operation is a matmul of 8-bit codes on any device.
+
+    Whatever the device's own activations are: its format says so. Alone it has the scale of x from
+    the host (`integer`), in a group it is a constant of the graph.
     """
     return isinstance(op, ops.MatMul) and op.weight_format.activations.static
 
@@ -133,7 +136,7 @@ def result(slot: str) -> str:
 
 
 def vectors_of(op: Op, weights: Mapping[str, WeightValue]) -> dict[str, npt.NDArray[np.float32]]:
-    """The vectors that `single` takes as inputs."""
+    """Return the vectors that `single` takes as inputs."""
     if isinstance(op, ops.MatMul | ops.Embed | ops.AddPositions):
         return {}
     return {name: np.ascontiguousarray(checks.vector(weights, name)) for name in weight_names(op)}

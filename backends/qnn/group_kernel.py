@@ -43,8 +43,10 @@ GroupSessions = Callable[[int, int], ort.InferenceSession]
 
 
 class GroupLaunch(NamedTuple):
-    """The graph for one context length, bound; `mask` is None without attention. `peaks` [steps, 1]
-    are the largest codes of its matmuls of codes, over the last one.
+    """The graph for one context length, bound.
+
+    `mask` is None without attention. `peaks` [steps, 1] are the largest codes of its matmuls of
+    codes, over the last one.
     """
 
     context: int
@@ -141,7 +143,7 @@ class GroupKernel(QnnKernel):
         return [0] if self._attention is None else contexts(self._attention.capacity, m)
 
     def _own(self, m: int) -> Array | None:
-        """Where the queries, keys and values that attention reads are given out."""
+        """Return where the queries, keys and values that attention reads are given out."""
         op = self._attention
         return None if op is None else np.zeros((m, op.width), np.float32)
 

@@ -23,7 +23,7 @@ FASTRPC_REMEDY = (
 
 
 def present() -> bool:
-    """Whether a real Hexagon can be driven here; on other machines nothing is imported."""
+    """Return whether a real Hexagon can be driven here; on other machines nothing is imported."""
     if not snapdragon.is_snapdragon() or find("qnn").missing_packages():
         return False
     try:
@@ -34,7 +34,7 @@ def present() -> bool:
 
 
 def expected() -> bool:
-    """Whether a check of the NPU makes sense: a Snapdragon, or the emulator is installed."""
+    """Return whether a check of the NPU makes sense: a Snapdragon, or the emulator is installed."""
     return snapdragon.is_snapdragon() or not find("qnn").missing_packages()
 
 
@@ -43,9 +43,10 @@ def needed() -> bool:
     return not snapdragon.is_snapdragon() or npu_driver.names_qualcomm()
 
 
-def surroundings() -> list[tuple[str, Callable[[], State]]]:
-    """Return the checks apart from the backend's by name; off the device, one that there is nothing
-    to check.
+def other_checks() -> list[tuple[str, Callable[[], State]]]:
+    """Return the checks besides the backend's by name.
+
+    Off the device, one that there is nothing to check.
     """
     missing = bool(find("qnn").missing_packages())
     if not snapdragon.is_snapdragon():
@@ -62,8 +63,8 @@ def surroundings() -> list[tuple[str, Callable[[], State]]]:
 
 
 def elsewhere_state(missing: bool) -> State:
-    """Why nothing of a Hexagon is checked on another machine."""
-    found = (
+    """Return why nothing of a Hexagon is checked on another machine."""
+    memory = (
         "the package onnxruntime-qnn, which compiles for one and emulates it, is not installed "
         "(pip install 'hetero[qnn]')"
         if missing
@@ -72,19 +73,19 @@ def elsewhere_state(missing: bool) -> State:
     return State(
         True,
         f"none on this machine ({platform.machine()}), so no driver, FastRPC library, skeleton or "
-        f"shared memory to check; {found}",
+        f"shared memory to check; {memory}",
     )
 
 
 def chip_state(chip: Chip | None) -> State:
-    """Which chip this is: without its name, the skeleton's version cannot be compared."""
+    """Return which chip this is: without its name, the skeleton's version cannot be compared."""
     if chip is not None:
         return State(True, chip.label)
-    return State(True, f"not named by the system; graphs are made for {DEFAULT_CHIP} unless told")
+    return State(True, f"not named by the system; graphs are made for {DEFAULT_CHIP} by default")
 
 
 def fastrpc_state() -> State:
-    """Whether the library that calls into the Hexagon loads."""
+    """Return whether the library that calls into the Hexagon loads."""
     from hetero.backends.qnn.library import FASTRPC, fastrpc
 
     library = fastrpc()
@@ -108,42 +109,47 @@ def installed_skeleton_state() -> State:
 
 
 def skeleton_state(folders: list[Path], arch: int | None = None, sdk: str = "") -> State:
-    """Whether the code that runs on the Hexagon is there, for its architecture if it is known.
+    """Return whether the code that runs on the Hexagon is there.
+
+    For its architecture if it is known.
 
     FastRPC takes the first that it finds, which must be of the library's version `sdk`.
     """
     wanted = f"libQnnHtpV{arch}Skel.so" if arch is not None else "libQnnHtpV*Skel.so"
-    found = [path for folder in folders for path in sorted(folder.glob(wanted))]
-    if not found:
+    files = [path for folder in folders for path in sorted(folder.glob(wanted))]
+    if not files:
         return State(
             False,
             f"no {wanted} in {', '.join(map(str, folders)) or 'ADSP_LIBRARY_PATH'}",
             "install onnxruntime-qnn for this processor, or name its folder in ADSP_LIBRARY_PATH",
         )
-    names = ", ".join(sorted({path.name for path in found}))
-    version = npu_driver.qairt_version(found[0])
+    names = ", ".join(sorted({path.name for path in files}))
+    version = npu_driver.qairt_version(files[0])
     if sdk and version and version != sdk:
         return State(
             False,
-            f"{found[0]} is of QAIRT {version}, the library of {sdk}",
+            f"{files[0]} is of QAIRT {version}, the library of {sdk}",
             "take its folder out of ADSP_LIBRARY_PATH: both must be of one version",
         )
     return State(True, f"{names} (QAIRT {version})" if version else names)
 
 
 def shared_memory_state() -> State:
-    """Whether OpenCL and the Hexagon can work on the same bytes. Without, tensors are copied."""
+    """Return whether OpenCL and the Hexagon can work on the same bytes.
+
+    Without, tensors are copied.
+    """
     from hetero.backends.qnn.device import QnnDevice
     from hetero.backends.qnn.opening import open as open_qnn
 
     try:
         with open_qnn(cache=None) as device:
             assert isinstance(device, QnnDevice)
-            found = device.shared_memory
+            memory = device.shared_memory
     except DeviceError as error:
         return State(True, f"not tried: {error.code}")
-    if isinstance(found, str):
-        return State(True, f"none, tensors are copied to the Hexagon: {found}")
+    if isinstance(memory, str):
+        return State(True, f"none, tensors are copied to the Hexagon: {memory}")
     return State(True, "tensors of the pool are the Hexagon's own")
 
 

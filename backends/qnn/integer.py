@@ -65,12 +65,14 @@ def codes_of(weight: PackedWeight) -> tuple[npt.NDArray[np.int8], npt.NDArray[np
 
 
 def has_row_scales(weight: PackedWeight) -> bool:
-    """Whether all groups of a row have the same scale, in every row."""
+    """Return whether all groups of a row have the same scale, in every row."""
     return bool((np.ptp(codes_of(weight)[1], axis=1) == 0).all())
 
 
 def row_units(weight: PackedWeight) -> npt.NDArray[np.float32]:
-    """What rows are divided by, [n]: the power of two that brings the norm of each to [0.5, 1).
+    """Return what rows are divided by, [n].
+
+    The power of two that brings the norm of each to [0.5, 1).
 
     Negative where the one scale of a row is, since QNN takes positive scales only.
     """
@@ -113,7 +115,7 @@ def emit_static(
     """Nodes of a matmul inside a larger graph: floats `x` [m, k] in, floats [m, n] out.
 
     The same numbers as by the host (`rounding`), whose codes may differ where fp16 rounds x
-    across a half. A result beyond REACH gets the last code, which nobody computes again: `peak`
+    across a half. A result beyond REACH gets the last code, which is not computed again: `peak`
     [1, 1] is the largest code, over the last one.
     """
     coder = _Coder(graph, CODINGS["int8"], x_scale * CODINGS["int8"].steps)
@@ -145,8 +147,9 @@ class _Coder:
         return self.graph.node("QuantizeLinear", values, step, self._zero, out=out)
 
     def lifts(self, x: str) -> tuple[str, str]:
-        """Powers of two by which rows of codes fit too, [m, 1], and what undoes them: comparisons,
-        since the Hexagon's own powers and quotients are not exact.
+        """Powers of two by which rows of codes fit too, [m, 1], and what undoes them.
+
+        Comparisons, since the Hexagon's own powers and quotients are not exact.
         """
         graph = self.graph
         largest = graph.node("ReduceMax", graph.node("Abs", x), graph.ints(1), keepdims=1)
@@ -179,7 +182,7 @@ def height(m: int, k: int) -> int:
 
 
 def _convolution(coder: _Coder, weight: PackedWeight, x: str, m: int, out: str = "") -> str:
-    """The same numbers as `_product`, by a 1×1 convolution over m pixels."""
+    """Return the same numbers as `_product`, by a 1×1 convolution over m pixels."""
     graph, step = coder.graph, coder.x_step
     width = padded(weight.k, GROUP_SIZE)
     tall = height(m, weight.k)
@@ -194,7 +197,9 @@ def _convolution(coder: _Coder, weight: PackedWeight, x: str, m: int, out: str =
 
 
 def _weight(graph: GraphBuilder, weight: PackedWeight, *, convolution: bool = False) -> str:
-    """[K, n], or [n, K, 1, 1] for a convolution, behind a DequantizeLinear; rows of norm below 1.
+    """Return [K, n], or [n, K, 1, 1] for a convolution, after a DequantizeLinear.
+
+    Rows of norm below 1.
 
     The zero points are given: without them 4-bit weights per row come out wrong (2.7.0).
     """
@@ -204,12 +209,12 @@ def _weight(graph: GraphBuilder, weight: PackedWeight, *, convolution: bool = Fa
     stored = store(codes[:, :, None, None] if convolution else np.ascontiguousarray(codes.T))
     options: dict[str, Any] = {}
     if np.ptp(scales) == 0:
-        found = scales[:1, 0].reshape(())
+        scale = scales[:1, 0].reshape(())
     elif (np.ptp(scales, axis=1) == 0).all():
-        found, options = scales[:, 0], {"axis": 0 if convolution else 1}
+        scale, options = scales[:, 0], {"axis": 0 if convolution else 1}
     else:
-        found, options = scales.T, {"axis": 0, "block_size": GROUP_SIZE}
+        scale, options = scales.T, {"axis": 0, "block_size": GROUP_SIZE}
         if convolution:
-            found, options["axis"] = scales[:, :, None, None], 1
-    zeros = store(np.zeros(found.shape, np.int8))
-    return graph.node("DequantizeLinear", stored, graph.constant(np.array(found)), zeros, **options)
+            scale, options["axis"] = scales[:, :, None, None], 1
+    zeros = store(np.zeros(scale.shape, np.int8))
+    return graph.node("DequantizeLinear", stored, graph.constant(np.array(scale)), zeros, **options)

@@ -44,7 +44,7 @@ Sessions: TypeAlias = Callable[[int], ort.InferenceSession]
 
 
 class Host(NamedTuple):
-    """What a kernel needs of its device."""
+    """Services of the device to its kernels."""
 
     health: checks.Health
     capabilities: Capabilities
@@ -98,7 +98,7 @@ class QnnKernel(Kernel):
         return call
 
     def call_name(self, m: int) -> str:
-        """For traces and errors."""
+        """Return the name of calls in traces and errors."""
         return f"{describe(self.op)} m={m}"
 
     @abstractmethod
@@ -212,15 +212,15 @@ class Rows:
         }
 
     def at(self, first: int) -> None:
-        """Set for a call whose first token is at position `first`; behind the end is the last."""
+        """Set for a call whose first token is at position `first`; after the end is the last."""
         for name, table in self._tables.items():
             np.take(table, first + self._places, axis=0, mode="clip", out=self.arrays[name])
 
 
 def rope_tables(op: ops.Rope) -> dict[str, Array]:
     """`cos` and `sin`, each [max_position, R / 2]."""
-    found = (table.astype(np.float32) for table in rope.tables(op))
-    return dict(zip(("cos", "sin"), found, strict=True))
+    tables_of = (table.astype(np.float32) for table in rope.tables(op))
+    return dict(zip(("cos", "sin"), tables_of, strict=True))
 
 
 class PositionKernel(QnnKernel):
@@ -300,7 +300,7 @@ class AttentionKernel(QnnKernel):
             guard.before()
             k_cache[:, first : first + m] = keys
             v_cache[:, first : first + m] = values
-            launch = next(found for found in launches if first + m <= found.context)
+            launch = next(candidate for candidate in launches if first + m <= candidate.context)
             launch.mask.at(first)
             launch.session.run_with_iobinding(launch.binding)
             guard.after()
@@ -324,7 +324,7 @@ class AttentionKernel(QnnKernel):
 
 
 class Mask:
-    """Which positions a call may see; shared by all layers, renewed when the position moves."""
+    """Positions that a call may see; shared by all layers, renewed when the position moves."""
 
     def __init__(self, m: int, context: int, window: int, *, appends: bool = False) -> None:
         self.visible = np.zeros((m, context + m if appends else context), np.bool_)
@@ -341,7 +341,7 @@ class Mask:
         self._first = first
         keys = np.arange(context)
         self.written[:, 0] = keys < (first if self._appends else first + m)
-        if self._appends:  # behind the cached keys come the call's own
+        if self._appends:  # after the cached keys come the call's own
             keys = np.append(np.where(keys < first, keys, NEVER), first + np.arange(m))
         queries = np.arange(first, first + m)[:, None]
         np.less_equal(keys, queries, out=self.visible)
@@ -356,7 +356,10 @@ class Masks:
         self._masks: dict[tuple[int, int, int, bool], Mask] = {}
 
     def find(self, m: int, context: int, window: int, *, appends: bool = False) -> Mask:
-        """The mask of these sizes; with `appends` for graphs that add the call's own keys."""
+        """Return the mask of these sizes.
+
+        With `appends` for graphs that add the call's own keys.
+        """
         key = (m, context, window, appends)
         if key not in self._masks:
             self._masks[key] = Mask(m, context, window, appends=appends)

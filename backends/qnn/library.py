@@ -1,4 +1,4 @@
-"""Qualcomm's libraries: found, loaded once, their versions, and what processor they drive.
+"""Qualcomm's libraries: located, loaded once, their versions, and the processor they drive.
 
 On Linux on x86-64 the library compiles for a named chip and runs the compiled graph in functional
 emulation. On a Snapdragon it drives the Hexagon through FastRPC.
@@ -28,7 +28,7 @@ from hetero.backends.snapdragon import NODE_REMEDY, fastrpc_nodes, is_snapdragon
 BACKEND = "qnn"
 PROVIDER = "QNNExecutionProvider"
 FASTRPC = {"linux": ("libcdsprpc.so", "libcdsprpc.so.1"), "win32": ("libcdsprpc.dll",)}
-# Windows' name of the NPU's driver, in whose folder its FastRPC library lies.
+# Windows' name of the NPU's driver, whose folder has its FastRPC library.
 DRIVER_SERVICE = r"SYSTEM\CurrentControlSet\Services\qcnspmcdm"
 REINSTALL = "install it again: pip install --force-reinstall onnxruntime-qnn"
 ERRORS = 3  # the severity of ONNX Runtime's log
@@ -47,12 +47,15 @@ class Library:
 
     @property
     def version(self) -> str:
-        """For people and cache keys."""
+        """Return the version, for people and cache keys."""
         return f"onnxruntime-qnn {self.wheel} (QAIRT {self.sdk}), onnxruntime {ort.__version__}"
 
 
 def fastrpc() -> ctypes.CDLL | None:
-    """The library that calls into the Hexagon and shares memory with it; None where absent."""
+    """Return the library that calls into the Hexagon and shares memory with it.
+
+    None where absent.
+    """
     names = FASTRPC.get(sys.platform, ())
     folder = driver_folder()
     for name in (*names, *(str(folder / name) for name in names if folder)):
@@ -64,7 +67,7 @@ def fastrpc() -> ctypes.CDLL | None:
 
 
 def driver_folder() -> PurePath | None:
-    """Where Windows keeps the NPU's driver; None elsewhere or without one."""
+    """Return where Windows keeps the NPU's driver; None elsewhere or without one."""
     if sys.platform == "win32":
         import winreg
 
@@ -76,7 +79,10 @@ def driver_folder() -> PurePath | None:
 
 
 def image_folder(image: str, system_root: str) -> PureWindowsPath:
-    """The folder of a driver's `ImagePath`, in which the system's folder has another name."""
+    """Return the folder of a driver's `ImagePath`.
+
+    The system's folder has another name in it.
+    """
     plain = image.removeprefix("\\??\\")
     prefix = "\\systemroot\\"
     if plain.lower().startswith(prefix):
@@ -86,8 +92,9 @@ def image_folder(image: str, system_root: str) -> PureWindowsPath:
 
 
 def hexagon_present() -> bool:
-    """Return whether a real Hexagon can be driven here, without loading Qualcomm's compiler:
-    on Linux this user may open its device node, and everywhere the FastRPC library loads.
+    """Return whether a real Hexagon can be driven here, without loading Qualcomm's compiler.
+
+    On Linux this user may open its device node, and everywhere the FastRPC library loads.
     """
     reachable = not sys.platform.startswith("linux") or any(map(may_open, fastrpc_nodes()))
     return is_snapdragon() and reachable and fastrpc() is not None
@@ -124,8 +131,8 @@ def _load(path: Path) -> Library:
 def show_skeletons(folder: Path) -> None:
     """Put the folder of the code that runs on the Hexagon on FastRPC's search path.
 
-    FastRPC does not look beside the library that asks; without this the wheel for Windows fails
-    with 1002 or 3110 (onnxruntime-qnn pull request 593).
+    FastRPC does not look next to the library that calls it; without this the wheel for Windows
+    fails with 1002 or 3110 (onnxruntime-qnn pull request 593).
     """
     known = os.environ.get("ADSP_LIBRARY_PATH", "")
     if str(folder) not in re.split("[;:]" if os.name != "nt" else ";", known):
@@ -146,13 +153,13 @@ def _register() -> None:
 
 
 def _npu(devices: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The NPU's handle; on x86-64 the emulator calls itself a CPU."""
+    """Return the NPU's handle; on x86-64 the emulator calls itself a CPU."""
     kinds = {str(device.device.type).rsplit(".", maxsplit=1)[-1]: device for device in devices}
-    found = kinds.get("NPU") or (None if is_snapdragon() else kinds.get("CPU"))
-    if found is None:
+    npu = kinds.get("NPU") or (None if is_snapdragon() else kinds.get("CPU"))
+    if npu is None:
         code, remedy = _no_npu(sorted(kinds))
         raise DeviceUnavailableError(BACKEND, "finding the Hexagon", code, remedy)
-    return (found,)
+    return (npu,)
 
 
 def _no_npu(kinds: list[str]) -> tuple[str, str]:
@@ -167,8 +174,9 @@ def _no_npu(kinds: list[str]) -> tuple[str, str]:
 
 @contextlib.contextmanager
 def quiet_stdout() -> Iterator[None]:
-    """Keep what a native library prints off standard output, where results go; that may be closed,
-    as of a service.
+    """Keep what a native library prints off standard output, where results go.
+
+    That may be closed, as of a service.
     """
     if sys.stdout is not None:
         sys.stdout.flush()

@@ -27,8 +27,8 @@ Weights = Mapping[str, WeightValue]
 
 
 @dataclass(frozen=True)
-class Site(ABC):
-    """Where an operation is put: the tensors of its ports, and how it gets anything else.
+class NodeRef(ABC):
+    """Place of an operation in a graph: the tensors of its ports, and its other inputs.
 
     `inputs` name the tensors of the ports that it reads, `outputs` those that it writes ("" for a
     fresh name). `context` is the number of cache positions that attention reads. `scaled` lets the
@@ -47,14 +47,14 @@ class Site(ABC):
 
     @abstractmethod
     def feed(self, name: str, dtype: npt.DTypeLike, shape: tuple[int, ...]) -> str:
-        """A tensor that the caller fills before each call."""
+        """Return a tensor that the caller fills before each call."""
 
     @abstractmethod
     def vector(self, name: str, value: WeightValue | None, width: int) -> str:
-        """A vector of weights."""
+        """Return a vector of weights."""
 
 
-def emit(op: Op, weights: Weights, site: Site) -> dict[str, str]:
+def emit(op: Op, weights: Weights, site: NodeRef) -> dict[str, str]:
     """Append the nodes of an operation; returns the tensors of the ports that it writes."""
     match op:
         case ops.RMSNorm() | ops.LayerNorm():
@@ -67,29 +67,29 @@ def emit(op: Op, weights: Weights, site: Site) -> dict[str, str]:
             return {"y": _simple(op, weights, site)}
 
 
-def _simple(op: Op, weights: Weights, site: Site) -> str:
-    """The operations whose result is `y` alone."""
+def _simple(op: Op, weights: Weights, site: NodeRef) -> str:
+    """Return the operations whose result is `y` alone."""
     graph, out = site.graph, site.outputs["y"]
     match op:
         case ops.MatMul():
-            found = _matmul(op, weights, site)
+            result = _matmul(op, weights, site)
         case ops.Embed():
-            found = _embed(op, checks.packed(weights), site)
+            result = _embed(op, checks.packed(weights), site)
         case ops.GatedAct():
-            found = _gated_act(op, site)
+            result = _gated_act(op, site)
         case ops.Act():
-            found = _active(graph, op.activation, site.inputs["x"], out)
+            result = _active(graph, op.activation, site.inputs["x"], out)
         case ops.Add():
-            found = graph.node("Add", site.inputs["x"], site.inputs["residual"], out=out)
+            result = graph.node("Add", site.inputs["x"], site.inputs["residual"], out=out)
         case ops.AddPositions():
             rows = site.feed("rows", F32, (site.m, op.d))
-            found = graph.node("Add", site.inputs["x"], rows, out=out)
+            result = graph.node("Add", site.inputs["x"], rows, out=out)
         case _:
             raise TypeError(f"{type(op).__name__} has no result named y")
-    return found
+    return result
 
 
-def _matmul(op: ops.MatMul, weights: Weights, site: Site) -> str:
+def _matmul(op: ops.MatMul, weights: Weights, site: NodeRef) -> str:
     """`y = x · Wᵀ + unit · bias`, then the soft cap of `lift · y`.
 
     `unit` and `lift` [m, 1], fed if there is a bias or a cap, undo the scaling of x (`ranges`).
@@ -115,18 +115,23 @@ def _matmul(op: ops.MatMul, weights: Weights, site: Site) -> str:
     return _capped(graph, whole, op.softcap, site.outputs["y"])
 
 
-def _static_matmul(op: ops.MatMul, weights: Weights, site: Site) -> str:
-    """A matmul of 8-bit codes inside a group: x is rounded by the graph, with its static scale."""
+def _static_matmul(op: ops.MatMul, weights: Weights, site: NodeRef) -> str:
+    """Return a matmul of 8-bit codes inside a group.
+
+    X is rounded by the graph, with its static scale.
+    """
     graph, scale = site.graph, float(checks.vector(weights, "x_scale")[0])
     graph.output(site.peak, F32, (1, 1))
-    found = integer.emit_static(
+    product = integer.emit_static(
         graph, site.inputs["x"], scale, checks.packed(weights), site.m, peak=site.peak
     )
     if op.bias:
-        found = graph.node("Add", found, graph.constant(checks.vector(weights, "bias")[None, :]))
+        product = graph.node(
+            "Add", product, graph.constant(checks.vector(weights, "bias")[None, :])
+        )
     if op.softcap:
-        found = _capped(graph, found, op.softcap)
-    return graph.node("Identity", found, out=site.outputs["y"])
+        product = _capped(graph, product, op.softcap)
+    return graph.node("Identity", product, out=site.outputs["y"])
 
 
 def _capped(graph: GraphBuilder, values: str, cap: float, out: str = "") -> str:
@@ -140,7 +145,7 @@ def _quantized_product(
 ) -> str:
     """MatMulNBits on [1, m, K]: the provider takes no other rank. K is padded with zeros.
 
-    A single row gives zeros (2.7.0), so it is computed with the row of padding behind it.
+    A single row gives zeros (2.7.0), so it is computed with the row of padding after it.
     """
     staged = packing.stage(weight)
     width, rows = padded(op.k, GROUP_SIZE), max(op.n, 2)
@@ -175,7 +180,7 @@ def _float_product(
     return graph.node("Reshape", rows, graph.ints(m, op.n))
 
 
-def _embed(op: ops.Embed, weight: PackedWeight, site: Site) -> str:
+def _embed(op: ops.Embed, weight: PackedWeight, site: NodeRef) -> str:
     """Rows gathered from the table in fp16, scaled before it is rounded."""
     graph = site.graph
     table = graph.constant((weight.dequantize() * F32(op.scale)).astype(F16))
@@ -184,20 +189,20 @@ def _embed(op: ops.Embed, weight: PackedWeight, site: Site) -> str:
     )
 
 
-def _norm(op: ops.RMSNorm | ops.LayerNorm, weights: Weights, site: Site) -> dict[str, str]:
-    """The normalisations; with `add` the sum of the residual stream is an output too."""
-    graph, x, found = site.graph, site.inputs["x"], {}
+def _norm(op: ops.RMSNorm | ops.LayerNorm, weights: Weights, site: NodeRef) -> dict[str, str]:
+    """Return the normalisations; with `add` the sum of the residual stream is an output too."""
+    graph, x, results = site.graph, site.inputs["x"], {}
     names = ("weight", "bias") if isinstance(op, ops.LayerNorm) else ("weight",)
     vectors = [site.vector(name, weights.get(name), op.d) for name in names]
     if op.add:
         x = graph.node("Add", x, site.inputs["residual"], out=site.outputs["sum"])
-        found["sum"] = x
+        results["sum"] = x
     kind = "RMSNormalization" if isinstance(op, ops.RMSNorm) else "LayerNormalization"
     normed = graph.node(kind, x, *vectors, out=site.outputs["y"], axis=-1, epsilon=op.eps)
-    return {**found, "y": normed}
+    return {**results, "y": normed}
 
 
-def _rotate(op: ops.Rope, weights: Weights, site: Site) -> str:
+def _rotate(op: ops.Rope, weights: Weights, site: NodeRef) -> str:
     """Rotation of queries and keys; values are copied.
 
     Fed: `cos` and `sin` [m, R / 2] of this call's positions; vectors `q_norm` and `k_norm` [D] with
@@ -228,7 +233,10 @@ def _rotate(op: ops.Rope, weights: Weights, site: Site) -> str:
 
 
 def _rotated(graph: GraphBuilder, op: ops.Rope, heads: str, tables: list[str]) -> str:
-    """(a, b) to (a·cos - b·sin, b·cos + a·sin) on the halves of the first R of D dimensions."""
+    """Map (a, b) to (a·cos - b·sin, b·cos + a·sin) on the first R of D dimensions.
+
+    In halves.
+    """
     cos, sin = tables
     half = op.rotated // 2
     first = graph.slice(heads, 0, half, axis=2)
@@ -252,7 +260,7 @@ def _normed(
     return graph.node("Reshape", normed, graph.ints(-1, stop - start, op.head_dim))
 
 
-def _attention(op: ops.Attention, site: Site) -> str:
+def _attention(op: ops.Attention, site: NodeRef) -> str:
     """Attention of m queries over the first `context` positions of the caches.
 
     Fed: `k0` … and `v0` … [context, D], the caches head by head, so that a part of a cache is an
@@ -290,8 +298,8 @@ def _attention(op: ops.Attention, site: Site) -> str:
     return graph.node("Concat", *mixed, axis=1, out=site.outputs["out"])
 
 
-def _own(op: ops.Attention, site: Site, head: int) -> str:
-    """A head of this call's keys or values, [m, D]."""
+def _own(op: ops.Attention, site: NodeRef, head: int) -> str:
+    """Return a head of this call's keys or values, [m, D]."""
     first = head * op.head_dim
     return site.graph.slice(site.inputs["qkv"], first, first + op.head_dim, axis=1)
 
@@ -309,7 +317,7 @@ def _weighted(
     return graph.node("MatMul", graph.node("Softmax", masked, axis=-1), values)
 
 
-def _gated_act(op: ops.GatedAct, site: Site) -> str:
+def _gated_act(op: ops.GatedAct, site: NodeRef) -> str:
     """act(gate) · up."""
     graph, x = site.graph, site.inputs["x"]
     active = _active(graph, op.activation, graph.slice(x, 0, op.f, axis=1))

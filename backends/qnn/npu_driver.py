@@ -23,7 +23,7 @@ QAIRT_VERSION = re.compile(rb"AISW_VERSION: (\d+\.\d+\.\d+)")
 
 
 class State(NamedTuple):
-    """One thing that the NPU needs: there or not, what was found, what to do."""
+    """One thing that the NPU needs: whether it is there, what was detected, what to do."""
 
     ok: bool
     detail: str
@@ -31,7 +31,7 @@ class State(NamedTuple):
 
 
 def state() -> State:
-    """The driver of the Hexagon on this system."""
+    """Return the driver of the Hexagon on this system."""
     return windows_state() if sys.platform == "win32" else linux_state()
 
 
@@ -68,14 +68,14 @@ def names_qualcomm() -> bool:
 def _compute_dsp() -> dict[str, str] | None:
     """Name, state and firmware of the processor that holds the Hexagon NPU."""
     for folder in sorted((ROOT / "sys/class/remoteproc").glob("remoteproc*")):
-        found = {}
+        properties = {}
         for key in ("name", "state", "firmware"):
             try:
-                found[key] = (folder / key).read_text(encoding="utf-8").strip()
+                properties[key] = (folder / key).read_text(encoding="utf-8").strip()
             except OSError:
-                found[key] = "unknown"
-        if "cdsp" in found["name"]:
-            return found
+                properties[key] = "unknown"
+        if "cdsp" in properties["name"]:
+            return properties
     return None
 
 
@@ -89,8 +89,8 @@ def windows_state() -> State:
 
 
 def _accelerators() -> list[dict[str, object]]:
-    """The registry's values of each driver; none on other systems."""
-    found: list[dict[str, object]] = []
+    """Return the registry's values of each driver; none on other systems."""
+    devices: list[dict[str, object]] = []
     if sys.platform == "win32":
         import winreg
 
@@ -103,12 +103,15 @@ def _accelerators() -> list[dict[str, object]]:
                 with winreg.OpenKey(drivers, winreg.EnumKey(drivers, i)) as driver:
                     count = winreg.QueryInfoKey(driver)[1]
                     values = (winreg.EnumValue(driver, j) for j in range(count))
-                    found.append({name: value for name, value, _ in values})
-    return found
+                    devices.append({name: value for name, value, _ in values})
+    return devices
 
 
 def loaded_file(library: ctypes.CDLL) -> str:
-    """The file of a loaded library, links followed: on Linux its name ends in the version."""
+    """Return the file of a loaded library, links followed.
+
+    On Linux its name ends in the version.
+    """
     name = Path(library._name).name
     try:
         maps = (ROOT / "proc/self/maps").read_text(encoding="utf-8")
@@ -116,8 +119,8 @@ def loaded_file(library: ctypes.CDLL) -> str:
         return library._name
     paths = {line.split(maxsplit=5)[-1] for line in maps.splitlines() if "/" in line}
     stem = name.partition(".so")[0]
-    found = sorted(path for path in paths if Path(path).name.startswith(f"{stem}.so"))
-    return os.path.realpath(found[0]) if found else library._name
+    mapped = sorted(path for path in paths if Path(path).name.startswith(f"{stem}.so"))
+    return os.path.realpath(mapped[0]) if mapped else library._name
 
 
 def qairt_version(path: Path) -> str:
@@ -127,7 +130,7 @@ def qairt_version(path: Path) -> str:
             path.open("rb") as file,
             mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
         ):
-            found = QAIRT_VERSION.search(content)
-            return found.group(1).decode() if found else ""
+            match = QAIRT_VERSION.search(content)
+            return match.group(1).decode() if match else ""
     except (OSError, ValueError):
         return ""

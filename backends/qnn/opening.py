@@ -6,7 +6,7 @@ are not. `open(**options)` takes
 
     soc           chip by name (`snapdragon.CHIPS`), such as "sm8650"; None for this machine's
     graph_sizes   token counts that graphs are made for; others are refused when bound
-    cache         directory for compiled graphs, True for this user's cache, None to compile anew in
+    cache         directory for compiled graphs, True for this user's cache, None to compile in
                   this process every time
     ahead         graphs are only compiled, for a chip that need not be here
     activations   of matmuls: "float16"; "int16", codes of 16 bits (W4A16 and W8A16 as QNN has
@@ -14,7 +14,7 @@ are not. `open(**options)` takes
     shared_weights the cache has one file for all sizes of a weight, which a device opens
     htp_library   path of libQnnHtp.so, to use another than the wheel's
 
-Arithmetic is fp16 unless told, with weights of 4 bits (groups of 32), 8 bits or fp16. Nothing ever
+Arithmetic is fp16 by default, with weights of 4 bits (groups of 32), 8 bits or fp16. Nothing ever
 runs on the CPU instead: what the Hexagon does not take is an error.
 """
 
@@ -34,7 +34,7 @@ from hetero.backends.snapdragon import CHIPS, DEFAULT_CHIP, Chip, chip_here, fin
 
 
 def cache_directory() -> Path:
-    """Where compiled graphs are kept; may be deleted at any time."""
+    """Return where compiled graphs are kept; may be deleted at any time."""
     return cache_folder() / "qnn"
 
 
@@ -69,7 +69,7 @@ def open(
 
 
 def _chosen(soc: str | None, here: Chip | None) -> Chip:
-    """The chip asked for, which must be this machine's if that is known."""
+    """Return the named chip, which must be this machine's if that is known."""
     wanted = find_chip(soc) if soc is not None else here or find_chip(DEFAULT_CHIP)
     if here is not None and here != wanted:
         raise DeviceUnavailableError(

@@ -18,12 +18,12 @@ from hetero.backends.qnn.library import BACKEND
 from hetero.backends.qnn.shared_memory import io_binding
 
 LARGEST = 65504.0
-# Rows whose largest magnitude lies between these go through as they are.
+# Rows whose largest magnitude is between these go through unchanged.
 COMFORTABLE = (2.0**-8, 2.0**12)
 
 
 def saturated(values: Array) -> bool:
-    """Whether any value is at or beyond the end of fp16's range."""
+    """Return whether any value is at or beyond the end of fp16's range."""
     return bool(values.max() >= LARGEST or values.min() <= -LARGEST)
 
 
@@ -51,7 +51,7 @@ class Guard:
 
 
 def overflow(name: str) -> DeviceError:
-    """A value beyond fp16."""
+    """Return a value beyond fp16."""
     return DeviceError(
         BACKEND,
         name,
@@ -111,7 +111,7 @@ class ScaledProduct:
             self._mend(largest, clamped)
 
     def _mend(self, largest: Array, clamped: Array) -> None:
-        """Compute again, scaled, what was clamped; everything else stays as it is."""
+        """Compute again, scaled, what was clamped; everything else is unchanged."""
         first = self._y.copy()
         self._run_scaled(largest, np.any(clamped, axis=1))
         np.copyto(self._y, first, where=~clamped)

@@ -56,7 +56,7 @@ class IntegerProduct:
             self._y[:] = self._op.softcap * np.tanh(self._y / self._op.softcap)
 
     def _sizes(self) -> Array:
-        """What codes of the largest size stand for, [m, 1]."""
+        """Return what codes of the largest size stand for, [m, 1]."""
         if self._x_scale is not None:
             # Codes of a small row are multiplied by a power of two: the steps of y get as fine.
             steps = self._coding.steps

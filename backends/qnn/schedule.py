@@ -34,7 +34,7 @@ _LONGEST_TEXT = 1 << 30
 
 @dataclass(frozen=True)
 class UnitWork:
-    """What the operations of one unit do: how many there are, bytes moved to and from VTCM."""
+    """Work of one unit's operations: how many there are, bytes moved to and from VTCM."""
 
     ops: int = 0
     vtcm_bytes: int = 0
@@ -69,7 +69,7 @@ def read_schedule(text: str) -> Schedule:
     """Parse the schematic of a compiled graph. Raises `ValueError` for anything else."""
     if len(text) > _LONGEST_TEXT:
         raise ValueError("a schematic of more than 1 GiB is none")
-    flags = {int(op, 16): found for op, found in _FLAGS.findall(_section(text, "graph_flag0"))}
+    flags = {int(op, 16): text_of for op, text_of in _FLAGS.findall(_section(text, "graph_flag0"))}
     if not flags:
         raise ValueError("the schematic lists no operations")
     traffic = [(int(row[0], 16), *map(int, row[1:])) for row in _traffic(text)]
@@ -78,7 +78,7 @@ def read_schedule(text: str) -> Schedule:
     bytes_of = dict.fromkeys(UNITS, 0)
     for op, _, _, read, write in traffic:
         bytes_of[_unit(flags.get(op, ""))] += read + write
-    counts = [_unit(found) for found in flags.values() if "uses_" in found]
+    counts = [_unit(text_of) for text_of in flags.values() if "uses_" in text_of]
     hmx, hvx, dma = (UnitWork(counts.count(unit), bytes_of[unit]) for unit in UNITS)
     return Schedule(sum(row[1] for row in traffic), sum(row[2] for row in traffic), hmx, hvx, dma)
 
@@ -106,7 +106,7 @@ def _section(text: str, name: str) -> str:
 
 
 def _unit(flags: str) -> str:
-    """An operation without a unit of its own only moves data."""
+    """Return an operation without a unit of its own only moves data."""
     return next((unit for unit in UNITS if f"uses_{unit}" in flags), "dma")
 
 
@@ -120,15 +120,18 @@ class ScheduleStore:
         self._compiler = Compiler(target)
 
     def find(self, identity: Identity, build: Callable[[], bytes]) -> Schedule:
-        """The schedule of a graph, from the file or from the compiler. Raises `DeviceError`."""
+        """Return the schedule of a graph, from the file or from the compiler.
+
+        Raises `DeviceError`.
+        """
         path = self.directory / f"{entry_key(identity, self._about)}.json"
         known = _load(path)
         if known is not None:
             return known
-        found = self._compile(identity, build())
+        schedule = self._compile(identity, build())
         self.directory.mkdir(parents=True, exist_ok=True)
-        atomic_write(path, json.dumps(asdict(found)), durable=False)
-        return found
+        atomic_write(path, json.dumps(asdict(schedule)), durable=False)
+        return schedule
 
     def close(self) -> None:
         """End the child process; idempotent."""
@@ -149,14 +152,14 @@ class ScheduleStore:
                     BACKEND, what, f"NO_SCHEMATIC: the compiler wrote {len(texts)} schematics"
                 )
             try:
-                found = read_schedule(texts[0].read_text(encoding="utf-8", errors="replace"))
+                schedule = read_schedule(texts[0].read_text(encoding="utf-8", errors="replace"))
             except ValueError as error:
                 raise DeviceError(BACKEND, what, f"BAD_SCHEMATIC: {error}") from error
-        return Schedule(**{**found.__dict__, "prepare_s": seconds})
+        return Schedule(**{**schedule.__dict__, "prepare_s": seconds})
 
 
 def _load(path: Path) -> Schedule | None:
-    """A stored schedule; None if there is none or it cannot be read."""
+    """Return a stored schedule; None if there is none or it cannot be read."""
     try:
         fields = json.loads(read_file(path, LONGEST_DOCUMENT_BYTES))
         for unit in UNITS:

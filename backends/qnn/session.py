@@ -31,7 +31,7 @@ REMEDIES: tuple[tuple[str, str, str], ...] = (
         r"Code: 1002|MEM_ALLOC|\b1002\b",
         "QNN_COMMON_ERROR_MEM_ALLOC (1002)",
         "the graph is too large: use a smaller graph size or fewer rows; on a device also: its "
-        "process is full, or the skeleton library is not found (`hetero doctor`)",
+        "process is full, or the skeleton library is missing (`hetero doctor`)",
     ),
     (
         r"\b1007\b|SYSTEM_COMMUNICATION|SSR detected",
@@ -91,14 +91,17 @@ REPORT = "report it with this line"
 
 @dataclass(frozen=True)
 class Target:
-    """What sessions are made for: the libraries and, off the device, the chip."""
+    """Target of sessions: the libraries and, off the device, the chip."""
 
     library: Library
     chip: Chip
     shared_memory: bool = False
 
     def options(self) -> dict[str, str]:
-        """Provider options. Misspelt ones are ignored without a word, so they are written once."""
+        """Return provider options.
+
+        Misspelt ones are ignored without a word, so they are written once.
+        """
         options = {
             "backend_path": str(self.library.path),
             "soc_model": str(self.chip.soc_model),
@@ -178,7 +181,7 @@ def logged_cause(log: str, what: str) -> DeviceError | None:
 
 
 def device_error(error: Exception, what: str) -> DeviceError:
-    """The provider's message with the native code by name, its cause and the remedy."""
+    """Return the provider's message with the native code by name, its cause and the remedy."""
     text = " ".join(str(error).split())
     for pattern, code, remedy in REMEDIES:
         if re.search(pattern, text):
@@ -187,7 +190,7 @@ def device_error(error: Exception, what: str) -> DeviceError:
 
 
 def _short(text: str) -> str:
-    """The message without ONNX Runtime's preamble and source locations."""
-    found = re.search(r"\[ONNXRuntimeError\] : \d+ : \w+ : (.*)", text)
-    plain = re.sub(r"/\S+\.(cc|h):\d+ \S+( \[[^]]*\])?", "", found.group(1) if found else text)
+    """Return the message without ONNX Runtime's preamble and source locations."""
+    match = re.search(r"\[ONNXRuntimeError\] : \d+ : \w+ : (.*)", text)
+    plain = re.sub(r"/\S+\.(cc|h):\d+ \S+( \[[^]]*\])?", "", match.group(1) if match else text)
     return plain.strip()[:240]

@@ -33,7 +33,7 @@ UNNAMED: tuple[type[Exception], ...] = (*NATIVE_ERRORS, AttributeError, TypeErro
 
 
 class SharedMemoryError(Exception):
-    """Why there is no shared memory here, in one line."""
+    """The reason why there is no shared memory here, in one line."""
 
 
 class SharedBuffer(HostBuffer):
@@ -114,10 +114,10 @@ def device_kind() -> Any:
     return native.OrtDevice(CPU, HOST_ACCESSIBLE, QUALCOMM, 0)
 
 
-def is_shared(found: Argument) -> bool:
-    """Whether an argument lies in one of the buffers."""
+def is_shared(value: Argument) -> bool:
+    """Return whether an argument is in one of the buffers."""
     return any(
-        buffer.address <= found.address < buffer.address + buffer.nbytes for buffer in _buffers
+        buffer.address <= value.address < buffer.address + buffer.nbytes for buffer in _buffers
     )
 
 
@@ -126,11 +126,11 @@ def io_binding(
     inputs: Mapping[str, Argument],
     outputs: Mapping[str, Argument],
 ) -> ort.IOBinding:
-    """As `binding.io_binding`; what lies in shared memory is bound again, as that."""
+    """Do the same as `binding.io_binding`, and bind what is in shared memory again as that."""
     made = binding.io_binding(session, inputs, outputs)
     direct = made._iobinding
     for bind, arguments in ((direct.bind_input, inputs), (direct.bind_output, outputs)):
-        for name, found in arguments.items():
-            if is_shared(found):
-                bind(name, device_kind(), found.dtype.type, list(found.shape), found.address)
+        for name, value in arguments.items():
+            if is_shared(value):
+                bind(name, device_kind(), value.dtype.type, list(value.shape), value.address)
     return made

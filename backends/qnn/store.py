@@ -1,4 +1,4 @@
-"""Compiled graphs on disk: found by what they depend on, verified before the provider sees them.
+"""Compiled graphs on disk: keyed by what they depend on, verified before the provider sees them.
 
 The provider loads a graph that was compiled for another chip, by another SDK, or whose weights are
 damaged, and computes wrong numbers with it (measured, `docs: qnn.md`). Everything is therefore
@@ -51,7 +51,7 @@ COMPATIBILITY = "ep_compatibility_info.QNNExecutionProvider"
 
 @dataclass(frozen=True)
 class Identity:
-    """What a compiled graph depends on, besides the target.
+    """Properties that a compiled graph depends on, besides the target.
 
     `operation` is the record of the operation, `tokens` and `context` the static sizes, `weights`
     the digest of the weights ("" without).
@@ -77,7 +77,7 @@ class Entry:
 
 @dataclass
 class StoreCounts:
-    """What a store did since it was opened; `rebuilt` says why entries were not used."""
+    """Counts of a store since it was opened; `rebuilt` says why entries were not used."""
 
     compiled: int = 0
     loaded: int = 0
@@ -101,7 +101,7 @@ class GraphStore:
         self._is_full = False  # the directory takes no further graphs
 
     def session(self, identity: Identity, build: Callable[[], bytes]) -> ort.InferenceSession:
-        """A new session of a graph, from disk or compiled now.
+        """Return a new session of a graph, from disk or compiled now.
 
         `build` gives the ONNX model. Raises `DeviceError`.
         """
@@ -117,7 +117,7 @@ class GraphStore:
         )
 
     def shared(self, identity: Identity, build: Callable[[], bytes]) -> ort.InferenceSession:
-        """The one session of a graph that has no weights, kept until the store is closed."""
+        """Return the one session of a graph that has no weights, kept until the store is closed."""
         if identity not in self._sessions:
             self._sessions[identity] = self.session(identity, build)
         return self._sessions[identity]
@@ -157,7 +157,7 @@ class GraphStore:
         return path
 
     def _find_shared(self, identity: Identity) -> Path | None:
-        """The graph's file in a sound shared entry, where the device can open one."""
+        """Return the graph's file in a sound shared entry, where the device can open one."""
         if self.target.library.emulated or not identity.weights or self.directory is None:
             return None
         group = group_of(identity)
@@ -173,8 +173,10 @@ class GraphStore:
         return path / name if name in files else None
 
     def _compiled(self, identity: Identity, build: Callable[[], bytes]) -> Path | None:
-        """Return the compiled graph's file; None without a directory that takes one: a cache may be
-        full, or not be writable, and is then done without.
+        """Return the compiled graph's file.
+
+        None without a directory that takes one: a cache may be full, or not be writable, and is
+        then done without.
         """
         if self.directory is None or self._is_full:
             return None
@@ -239,7 +241,7 @@ def shared_name(tokens: int) -> str:
 
 
 def describe_target(target: Target) -> dict[str, str]:
-    """What of the target a compiled graph depends on."""
+    """Return what of the target a compiled graph depends on."""
     chip = target.chip
     options = {k: v for k, v in target.options().items() if k != "backend_path"}
     return {
@@ -278,7 +280,7 @@ def file_digest(path: Path) -> str:
 
 
 def read_entry(path: Path) -> Entry:
-    """The metadata of an entry. Raises `DamagedEntryError`."""
+    """Return the metadata of an entry. Raises `DamagedEntryError`."""
     try:
         fields = json.loads(read_file(path / ENTRY, LONGEST_DOCUMENT_BYTES))
         entry = Entry(**fields)
@@ -298,10 +300,10 @@ def check_files(path: Path, entry: Entry) -> None:
     """Raise `DamagedEntryError` unless every file has the bytes that were written."""
     for name, digest in entry.files.items():
         try:
-            found = file_digest(path / name)
+            actual = file_digest(path / name)
         except OSError as error:
             raise DamagedEntryError(f"{name} is missing") from error
-        if found != digest:
+        if actual != digest:
             raise DamagedEntryError(f"{name} is damaged")
 
 
@@ -318,7 +320,7 @@ def _check_compiled_for(model: Path, target: Target, what: str) -> None:
         raise DeviceError(
             BACKEND,
             what,
-            f"WRONG_TARGET: the compiler made {stamp!r}, asked for architecture and chip {wanted}",
+            f"WRONG_TARGET: the compiler made {stamp!r}, expected architecture and chip {wanted}",
             "the installed onnxruntime-qnn does not know this chip; update it",
         )
 

@@ -33,7 +33,7 @@ Program: TypeAlias = Callable[[Arrays], None]
 
 
 def program(op: Op, weights: Weights) -> tuple[Program, int]:  # noqa: PLR0911, PLR0912
-    """The function that computes `op`, and the bytes of weights that it holds."""
+    """Return the function that computes `op`, and the bytes of weights that it holds."""
     match op:
         case ops.MatMul():
             return matmul(op, packed(weights), weights)
@@ -87,7 +87,7 @@ def matmul(op: ops.MatMul, weight: PackedWeight, weights: Weights) -> tuple[Prog
 
 
 def _rounds(op: ops.MatMul, part: PackedWeight) -> bool:
-    """Whether a part meets rounded activations."""
+    """Return whether a part meets rounded activations."""
     activations = op.weight_format.activations
     if op.weight_format.of_file:
         activations = activations_of(activations, part.storage)
@@ -117,8 +117,8 @@ def _static_matmul(
 def static_codes(x: Array, scale: float | np.float32) -> npt.NDArray[np.int8]:
     """Activations as int8 codes of one scale: rint(x / scale) in float32, -128 to 127."""
     codes = np.rint(x.astype(np.float32) / np.float32(scale))
-    found: npt.NDArray[np.int8] = codes.clip(-128, 127).astype(np.int8)
-    return found
+    rounded: npt.NDArray[np.int8] = codes.clip(-128, 127).astype(np.int8)
+    return rounded
 
 
 def softcapped(x: Float64Array, cap: float) -> Float64Array:
@@ -262,8 +262,9 @@ def column_mass(op: ops.ColumnMass, arrays: Arrays) -> None:
 
 
 def decode_chunks(op: ops.DecodeChunks, channels: Array) -> tuple[Program, int]:
-    """Value by value as the record says, in float32: codes, scales and products have one rounding,
-    so that every kernel gives the same bits.
+    """Value by value as the record says, in float32.
+
+    Codes, scales and products have one rounding, so that every kernel gives the same bits.
     """
     shape = 2, op.kv_heads, op.tokens, op.head_dim
     by_channel = channels.reshape(op.kv_heads, 1, op.head_dim)
@@ -275,7 +276,9 @@ def decode_chunks(op: ops.DecodeChunks, channels: Array) -> tuple[Program, int]:
             part = arrays["codes"][start : start + op.chunk_bytes(bits)]
             caches = [Rows(arrays[port], op.kv, op.head_dim) for port in CACHE_PORTS]
             if bits == 16:
-                found = np.frombuffer(part.tobytes(), np.float16).astype(np.float32).reshape(shape)
+                values_of = (
+                    np.frombuffer(part.tobytes(), np.float16).astype(np.float32).reshape(shape)
+                )
             else:
                 codes, scale = _codes(op, part, bits)
                 own = by_channel[:, 0]
@@ -285,16 +288,17 @@ def decode_chunks(op: ops.DecodeChunks, channels: Array) -> tuple[Program, int]:
                         rows.steps[:, first : first + op.tokens] = steps[..., :1]
                     continue
                 scale[0] *= by_channel
-                found = (codes + np.float32(0.5 - 2.0 ** (bits - 1))) * scale
-            for rows, values in zip(caches, found, strict=True):
+                values_of = (codes + np.float32(0.5 - 2.0 ** (bits - 1))) * scale
+            for rows, values in zip(caches, values_of, strict=True):
                 rows.write(first, values)
 
     return run, channels.nbytes
 
 
 def _codes(op: ops.DecodeChunks, part: Array, bits: int) -> tuple[Array, Array]:
-    """Codes and their scales, float32 [2, G, T, D], of a chunk's bytes; of keys without those of
-    channels.
+    """Return codes and their scales, float32 [2, G, T, D], of a chunk's bytes.
+
+    Scales of keys are without the channels'.
     """
     split, quarter = 2 * op.amplitudes, op.values // 4
     at = np.arange(op.values)
@@ -336,8 +340,9 @@ def add_positions(op: ops.AddPositions, table: Float64Array) -> tuple[Program, i
 
 
 def activate(activation: Activation, x: Float64Array) -> Float64Array:
-    """silu: x·σ(x). gelu: x·Φ(x). gelu_tanh: its tanh approximation (Hendrycks and Gimpel 2016).
-    relu: max(x, 0).
+    """silu: x·σ(x). gelu: x·Φ(x). gelu_tanh.
+
+    Its tanh approximation (Hendrycks and Gimpel 2016). relu: max(x, 0).
     """
     match activation:
         case "silu":
@@ -373,7 +378,7 @@ def outliers(op: ops.Outliers, weights: Weights) -> tuple[Program, int]:
 
 
 def excess(x: Array, scale: float | np.float32) -> Float64Array:
-    """What of the activations is beyond the codes of `static_codes`."""
+    """Return what of the activations is beyond the codes of `static_codes`."""
     whole = np.rint(x.astype(np.float32) / np.float32(scale)).astype(np.float64)
     beyond: Float64Array = (whole - whole.clip(-128, 127)) * np.float64(scale)
     return beyond
@@ -388,7 +393,7 @@ _erf: Callable[[Float64Array], Float64Array] = np.vectorize(math.erf, otypes=[np
 
 
 def _wide(weights: Weights) -> dict[str, Float64Array]:
-    """The one-dimensional weights as float64."""
+    """Return the one-dimensional weights as float64."""
     names = [name for name, value in weights.items() if not isinstance(value, PackedWeight)]
     return {name: vector(weights, name).astype(np.float64) for name in names}
 

@@ -75,7 +75,7 @@ class ReferenceDevice(Device):
         self._queue: deque[_Launch] = deque()
 
     def map(self, buffer: HostBuffer) -> None:  # noqa: ARG002
-        """Nothing to do: numpy works on the pages in place."""
+        """Do nothing: numpy works on the pages in place."""
         self.health.check("map")
 
     def accepts(self, op: Op) -> Acceptance:

@@ -24,7 +24,7 @@ from hetero.backends.simulated.device import Cost, SimulatedDevice
 
 
 def one_millisecond(op: Op, m: int) -> float:  # noqa: ARG001
-    """The default cost."""
+    """Return the default cost."""
     return 1e-3
 
 

@@ -30,7 +30,7 @@ class Job:
 class ChipTimes:
     """Costs between the processors, seconds.
 
-    submit_busy_s     host time of a submission behind another launch
+    submit_busy_s     host time of a submission after another launch
     submit_empty_s    how much later a launch starts in a queue that has run dry
     wait_s            from the end of a launch until the host knows
     gpu_slowdown, npu_slowdown    factors (>= 1) while the other works too
@@ -69,7 +69,7 @@ class Chip:
         return job
 
     def run(self, kind: DeviceKind, name: str, work_s: float) -> Job:
-        """A blocking launch: time goes on until it is done."""
+        """Return a blocking launch: time passes until it is done."""
         job = self.submit(kind, name, work_s)
         self.finish(job)
         return job

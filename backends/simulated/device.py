@@ -43,7 +43,7 @@ class SimulatedDevice(Device):
         self._cost = cost
 
     def map(self, buffer: HostBuffer) -> None:  # noqa: ARG002
-        """Nothing to do: the memory is the host's."""
+        """Do nothing: the memory is the host's."""
         self.health.check("map")
 
     def accepts(self, op: Op) -> Acceptance:
@@ -111,7 +111,7 @@ class _Call(BoundCall):
         return _Completion(self._device, self.name, job)
 
     def compute(self) -> None:
-        """The numbers; outside virtual time."""
+        """Compute the numbers, outside virtual time."""
         if self._inner is not None:
             self._inner.run()
 

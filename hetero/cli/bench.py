@@ -32,7 +32,7 @@ from hetero.cli.options import (
 )
 from hetero.cli.tables import show_or_print
 from hetero.measuring.constants import MOST_ROUNDS
-from hetero.solver.names import MOST_TOKENS, NamedStrategy
+from hetero.solver.names import MAX_TOKENS, NamedStrategy
 from hetero.terminal import printable
 
 if TYPE_CHECKING:
@@ -79,10 +79,10 @@ SyncsOption = Annotated[
 def bench_command(
     model: ModelArgument,
     prompt_tokens: Annotated[
-        int, typer.Option("-p", min=1, max=MOST_TOKENS, help="Prompt tokens.")
+        int, typer.Option("-p", min=1, max=MAX_TOKENS, help="Prompt tokens.")
     ] = 256,
     decode_tokens: Annotated[
-        int, typer.Option("-n", min=0, max=MOST_TOKENS, help="Decoded tokens.")
+        int, typer.Option("-n", min=0, max=MAX_TOKENS, help="Decoded tokens.")
     ] = 64,
     rounds: Annotated[int, typer.Option("-r", min=1, max=1000, help="Rounds.")] = 5,
     device: DevicesOption = None,

@@ -7,14 +7,8 @@ command, whose module has what may be typed. What commands do and show is in `he
 from __future__ import annotations
 
 import importlib
-import os
-import signal
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
-from types import FrameType
 from typing import Any, Final
 
 import typer
@@ -23,9 +17,8 @@ from typer.core import TyperCommand
 from hetero.cli import examples
 from hetero.cli.examples import DECIDE, HERE, PREPARE, USE
 from hetero.cli.help import HelpCommand, HelpGroup
-from hetero.collecting import collecting_later
-
-INTERRUPTED: Final = 130
+from hetero.gc_pause import gc_paused
+from hetero.sigint import exit_quietly_on_sigint
 
 
 @dataclass(frozen=True)
@@ -42,7 +35,7 @@ class Command:
 
     def load(self) -> Any:
         """The command as the group wants it, made by Typer from the function."""
-        with importing_quietly(), collecting_later():
+        with exit_quietly_on_sigint(), gc_paused():
             module = importlib.import_module(f"hetero.cli.{self.module}")
         alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
         options: Any = {"cls": HelpCommand, "epilog": examples.COMMANDS.get(self.name)}
@@ -52,7 +45,7 @@ class Command:
 
         @wraps(function)
         def run(*arguments: Any, **options: Any) -> Any:
-            with importing_quietly(), collecting_later():
+            with exit_quietly_on_sigint(), gc_paused():
                 for needed in self.runs:
                     importlib.import_module(f"hetero.{needed}")
             return function(*arguments, **options)
@@ -126,26 +119,3 @@ class Commands(HelpGroup):
             super().format_help(ctx, formatter)
         finally:
             self._describing = False
-
-
-@contextmanager
-def importing_quietly() -> Iterator[None]:
-    """A Ctrl-C while modules load ends the process instead of one import.
-
-    An import that is interrupted by an exception may turn it into another (an `ImportError` of an
-    extension module), so nothing is raised.
-    """
-    before = signal.getsignal(signal.SIGINT)
-    if before is not signal.default_int_handler:
-        yield  # ignored, as under nohup, or the caller's: leave it so
-        return
-    signal.signal(signal.SIGINT, _leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def _leave(_number: int, _frame: FrameType | None) -> None:
-    print("\ninterrupted", file=sys.stderr, flush=True)
-    os._exit(INTERRUPTED)

@@ -15,12 +15,12 @@ def models_command(as_json: JsonOption = False) -> None:
     from hetero.models.hub import models_here
     from hetero.profiler.tables import TableData
     from hetero.solver.report import units
-    from hetero.terminal.notices import tell
+    from hetero.terminal.notices import notify
 
     try:
         found = models_here(Path.cwd(), DEMO_DIRECTORY)
     except OSError as error:
-        tell(f"the models of the current folder are not listed ({error.strerror})")
+        notify(f"the models of the current folder are not listed ({error.strerror})")
         found = models_here(None, DEMO_DIRECTORY)
     if as_json:
         print(json.dumps([model._asdict() for model in found]))

@@ -343,7 +343,7 @@ def open_llm(
 ) -> LLM:
     """The model, with a progress bar while it loads."""
     from hetero.generation.llm import LLM
-    from hetero.terminal.notices import tell
+    from hetero.terminal.notices import notify
 
     with progress_bar("loading") as advance:
         llm = LLM(
@@ -358,7 +358,7 @@ def open_llm(
             **options,
         )
     for said in llm.choice.notes:
-        tell(said)
+        notify(said)
     return llm
 
 

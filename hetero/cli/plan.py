@@ -172,7 +172,7 @@ def plan_command(
     from hetero.cli.work.plan import other, parse_sizes, show_plan
     from hetero.placement.planning import parse_lengths, parse_size, planned, spec_on
     from hetero.solver.request import PlanRequest
-    from hetero.terminal.notices import tell
+    from hetero.terminal.notices import notify
 
     lengths, length_weights = parse_lengths(seq_lens, "--seq-lens")
     request = PlanRequest(
@@ -198,5 +198,5 @@ def plan_command(
         found.save(out)
     if report is not None:
         found.report(report, compare=others)
-        tell(f"{report} is written: open it in a browser")
+        notify(f"{report} is written: open it in a browser")
     show_plan(found, others, explain, as_json=as_json)

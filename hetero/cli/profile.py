@@ -65,7 +65,7 @@ def profile_command(
     from hetero.profiler.journal import journal_path
     from hetero.profiler.options import DEFAULT_BUDGET_S, QUICK_BUDGET_S
     from hetero.profiler.records import DeviceProfile
-    from hetero.terminal.notices import tell
+    from hetero.terminal.notices import notify
 
     path = out or own_profile_path()
     if add:
@@ -80,18 +80,18 @@ def profile_command(
         with stderr.status("measuring"):
             taken, notes = complete_profile(path, gpu=gpu, npu=npu)
         for said in notes or ["it has all kernels that these devices have"]:
-            tell(f"{path}: {said}")
+            notify(f"{path}: {said}")
         report(taken, path, as_json)
         return
     budget_s = parse_budget(budget) if budget is not None else None
     journal = journal_path(path)
     begun = journal is not None and journal.exists()
     if resume and not begun and path.is_file():
-        tell(f"{path} is finished, nothing is measured (without --resume it is taken again)")
+        notify(f"{path} is finished, nothing is measured (without --resume it is taken again)")
         report(DeviceProfile.load(path), path, as_json)
         return
     if begun and not resume:
-        tell(f"the run that was interrupted is started over: with --resume {path} goes on")
+        notify(f"the run that was interrupted is started over: with --resume {path} goes on")
     limit_s = budget_s or (QUICK_BUDGET_S if quick else DEFAULT_BUDGET_S)
     try:
         with progress(limit_s) as show:
@@ -109,7 +109,7 @@ def profile_command(
             )
     except KeyboardInterrupt:
         if journal is not None and journal.exists():
-            tell("what was measured is kept: the same command with --resume goes on")
+            notify("what was measured is kept: the same command with --resume goes on")
         raise
     report(taken, path, as_json)
 

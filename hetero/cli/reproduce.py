@@ -27,13 +27,13 @@ def reproduce_command(
     claims; every number is simulated.
     """
     from hetero.measuring.reproduction import reproduce
-    from hetero.terminal.notices import tell
+    from hetero.terminal.notices import notify
 
     with stderr.status("solving"):
         found = reproduce(profile)
     if report is not None:
         found.report(report)
-        tell(f"{report} is written: open it in a browser")
+        notify(f"{report} is written: open it in a browser")
     if as_json:
         print(json.dumps(found.document()))
     else:

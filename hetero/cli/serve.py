@@ -168,9 +168,9 @@ def serve_key_command(
 def _default_directory(model: str) -> Path:
     from hetero.backends.host.folders import data_is_temporary
     from hetero.serving.server import default_directory
-    from hetero.terminal.notices import tell
+    from hetero.terminal.notices import notify
 
     kept_in = default_directory(model)
     if data_is_temporary():
-        tell(f"contexts are kept in {kept_in}, which the system may empty: name a --directory")
+        notify(f"contexts are kept in {kept_in}, which the system may empty: name a --directory")
     return kept_in

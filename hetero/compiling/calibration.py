@@ -24,7 +24,7 @@ from hetero.backends.protocol import WeightValue
 from hetero.backends.weights import ROW_BLOCK, Float32Array, PackedWeight, pack, pack_q4, padded
 from hetero.compiling.constants import DEFAULT_OUTLIERS
 from hetero.compiling.static_scales import NO_CHANNELS, Channels, StaticWeights, static_weights
-from hetero.compiling.walk import Progress, Site, walk
+from hetero.compiling.walk import CalibrationPoint, Progress, walk
 from hetero.errors import UserError
 from hetero.models import LoadedModel, open_model
 from hetero.models.fields import read_text
@@ -127,7 +127,7 @@ class CalibratedWeights(ModelWeights):
         """Run the decoder node by node on all sequences; every matmul is quantised on the way."""
         chosen: dict[str, PackedWeight] = {}
 
-        def quantise(site: Site) -> Mapping[str, WeightValue]:
+        def quantise(site: CalibrationPoint) -> Mapping[str, WeightValue]:
             if site.role == "lm_head" and self.config.tie_word_embeddings:
                 return site.values
             hot = self._hot.get(f"blocks.{site.node.layer}.{site.role}", NO_CHANNELS)

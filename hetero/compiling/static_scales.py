@@ -35,7 +35,7 @@ from hetero.backends.reference.compute import static_codes
 from hetero.backends.weights import Float32Array, PackedWeight
 from hetero.compiling.constants import DEFAULT_OUTLIERS
 from hetero.compiling.sketch import Sketch
-from hetero.compiling.walk import Progress, Site, walk
+from hetero.compiling.walk import CalibrationPoint, Progress, walk
 from hetero.errors import UserError
 from hetero.models.calibration_record import (
     Calibration,
@@ -392,7 +392,7 @@ def collect_scales(
     """Scales of every matmul by name, in the order of `matmul_names`."""
     found: dict[str, Scales] = {}
 
-    def visit(site: Site) -> Mapping[str, WeightValue]:
+    def visit(site: CalibrationPoint) -> Mapping[str, WeightValue]:
         prefix = "" if site.node.layer is None else f"blocks.{site.node.layer}."
         if not all(np.isfinite(x).all() for x in site.inputs):
             raise UserError(

@@ -25,7 +25,7 @@ Slots: TypeAlias = dict[str, npt.NDArray[Any]]
 Progress: TypeAlias = Callable[[int, int], None]
 
 
-class Site(NamedTuple):
+class CalibrationPoint(NamedTuple):
     """A matmul that the walk has come to: its weights, and its input [m, k] of every sequence."""
 
     node: Node
@@ -44,7 +44,7 @@ class Site(NamedTuple):
         return weight.dequantize()
 
 
-AtMatMul: TypeAlias = Callable[[Site], Mapping[str, WeightValue]]
+AtMatMul: TypeAlias = Callable[[CalibrationPoint], Mapping[str, WeightValue]]
 AfterBlock: TypeAlias = Callable[[BlockWeights], None]
 
 
@@ -69,7 +69,7 @@ def walk(
         block = None if node.layer is None else weights.block(node.layer)
         values: Mapping[str, WeightValue] = node_weights(node, block, weights)
         if isinstance(node.op, MatMul):
-            values = at_matmul(Site(node, values, [x[node.slots["x"]] for x in states]))
+            values = at_matmul(CalibrationPoint(node, values, [x[node.slots["x"]] for x in states]))
         if role_of(node) != "lm_head":
             run, _ = program(node.op, values)
             for state in states:

@@ -59,8 +59,8 @@ class Chunk:
         return len(self.tokens) == CHUNK_TOKENS
 
     @property
-    def kept(self) -> bool:
-        """Whether its keys and values are anywhere."""
+    def stored(self) -> bool:
+        """Return whether its keys and values are in memory or on the disk."""
         return self.codes is not None or self.place is not None
 
     @property
@@ -114,7 +114,7 @@ class ChunkTable:
         for _, part in spans(tokens):
             parent = chained_key(parent, part)
             chunk = chunks.get(parent)
-            if chunk is None or not chunk.kept:
+            if chunk is None or not chunk.stored:
                 break
             stop = chunk.stop
         return stop

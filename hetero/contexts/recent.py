@@ -1,6 +1,6 @@
-"""Texts of an app that nobody asked to keep: the next call that begins like one goes on from it.
+"""Recent texts of an app: a call that shares a prefix with one continues from it.
 
-They are in no log and gone with the process; their keys and values are exact, and under the same
+They are in no log and end with the process; their keys and values are exact, and under the same
 budgets as all others. Their chunks have a root of their own: no context's, which may be kept with
 fewer bits, is ever taken for one of theirs.
 """
@@ -20,16 +20,16 @@ from hetero.contexts.codec import RAW
 from hetero.contexts.compaction import compact
 from hetero.contexts.service import App, AppContext
 from hetero.contexts.slot_pool import Slot
-from hetero.contexts.working_set import Held, Switch
+from hetero.contexts.working_set import CachedText, Switch
 from hetero.errors import UserError
 from hetero.generation.loop import GenerationResult, Pending, Piece
 
 
 @dataclass(eq=False)
 class RecentText:
-    """One of them. `used` is the number of its last call; `switch` what that took."""
+    """One of them. `used` is the number of its last call; `switch` its cost."""
 
-    held: Held
+    cached: CachedText
     used: int = 0
     switch: Switch = field(default_factory=Switch)
 
@@ -39,23 +39,23 @@ class RecentTexts:
 
     def __init__(self, app: App, count: int) -> None:
         self.app = app
-        self.texts = [RecentText(Held(app.name, self._root(""))) for _ in range(count)]
+        self.texts = [RecentText(CachedText(app.name, self._root(""))) for _ in range(count)]
         self.busy: set[int] = set()
-        self._saved: dict[str, Held] = {}
+        self._saved: dict[str, CachedText] = {}
         self._calls = 0
 
     def choose(self, tokens: Sequence[int], salt: str = "") -> int:
-        """Which text an answer to `tokens` takes the place of: of those that no answer is made on
-        the one that is continued most, if most of it is; else the one that was used longest ago.
+        """Return the idle text that an answer to `tokens` replaces: the one that shares the longest
+        prefix, if that is most of it, else the least recently used.
         """
         root, texts = self._root(salt), self.texts
         shares = {
-            i: _shared(x.held.tokens, tokens) if x.held.root == root else 0
+            i: _shared(x.cached.tokens, tokens) if x.cached.root == root else 0
             for i, x in enumerate(texts)
             if i not in self.busy
         }
         best = max(shares, key=lambda i: shares[i])
-        if 2 * shares[best] > len(texts[best].held.tokens):
+        if 2 * shares[best] > len(texts[best].cached.tokens):
             return best
         return min(shares, key=lambda i: texts[i].used)
 
@@ -67,9 +67,9 @@ class RecentTexts:
         salt: str = "",
         **options: Any,
     ) -> WholeSteps[Piece | Pending | None]:
-        """Pieces of the answer to a whole text, which text `at` becomes; None for a step that gave
-        none. Texts of another `salt` are not used. With `echo` and `logprobs` nothing is: every
-        token is computed.
+        """Stream the answer to a whole text, which replaces text `at`; None for a step without a
+        piece. Texts of another `salt` are not reused. With `echo` and `logprobs` every token is
+        computed.
         """
         return WholeSteps(self._steps(at, tokens, results, salt, options))
 
@@ -90,20 +90,20 @@ class RecentTexts:
                 table = service.memory.table
                 known = 0 if whole else table.known(self.app.name, root, tokens)
                 chunks = table.refer(self.app.name, root, tokens[:known], RAW)
-            before, text.held = text.held, Held(self.app.name, root, tokens, chunks)
+            before, text.cached = text.cached, CachedText(self.app.name, root, tokens, chunks)
             service._working.release(before.chunks)
             ended: list[GenerationResult] = []
             with service._slots.taken(root, tokens) as slot:
                 run = partial(self._run, slot, text, tokens, options, ended)
-                yield from slot.working.answering(text.held, tokens, run)
+                yield from slot.working.answering(text.cached, tokens, run)
                 slot.working.tick()
-                slot.working.leave(text.held, RAW)
-                slot.working.swap_out(text.held, durable=False)  # gone with the process
+                slot.working.leave(text.cached, RAW)
+                slot.working.swap_out(text.cached, durable=False)  # ends with the process
             results += ended
 
     @contextmanager
     def _working(self, at: int) -> Iterator[None]:
-        """An answer is made on a text inside the block."""
+        """Mark a text as busy inside the block."""
         self._check(at)
         self.busy.add(at)
         try:
@@ -117,52 +117,54 @@ class RecentTexts:
 
     @whole
     def erase(self, at: int) -> int:
-        """Forget a text; how many tokens it had."""
+        """Forget a text, and return how many tokens it had."""
         service = self.app.service
         with service._lock.taken():
             self._check(at)
             text = self.texts[at]
-            service._slots.forget(text.held.root)
+            service._slots.forget(text.cached.root)
             service.swap.drain()
-            service._working.release(text.held.chunks)
+            service._working.release(text.cached.chunks)
             compact(self.app.files, service.memory, self.app.name, everything=True)
             sync_directory(self.app.folder)
-            count = len(text.held.tokens)
-            text.held, text.used = Held(self.app.name, self._root("")), 0
+            count = len(text.cached.tokens)
+            text.cached, text.used = CachedText(self.app.name, self._root("")), 0
             return count
 
     @whole
     def save(self, at: int, context: AppContext) -> None:
-        """A text becomes that of a context; its keys and values stay as long as this process."""
+        """Save a text as a context; its keys and values stay as long as this process."""
         self._check(at)
-        held = self.texts[at].held
-        context.become(held.tokens)
+        cached = self.texts[at].cached
+        context.become(cached.tokens)
         self.forget(context.id)
-        self._saved[context.id] = self._again(held)
+        self._saved[context.id] = self._again(cached)
 
     @whole
     def restore(self, at: int, context: AppContext) -> None:
-        """The text of a context that `save` wrote, now or in a process before, is a recent one."""
+        """Restore a context that `save` wrote, in this process or an earlier one, as a
+        recent text.
+        """
         saved = self._saved.get(context.id)
         if saved is None or tuple(saved.tokens) != context.tokens:
-            saved = Held(self.app.name, self._root(""), list(context.tokens))
+            saved = CachedText(self.app.name, self._root(""), list(context.tokens))
         again = self._again(saved)
         self.erase(at)
         self._calls += 1
-        self.texts[at].held, self.texts[at].used = again, self._calls
+        self.texts[at].cached, self.texts[at].used = again, self._calls
 
     @whole
     def forget(self, name: str) -> None:
-        """Keys and values of a saved text are not kept any longer."""
-        if (held := self._saved.pop(name, None)) is not None:
-            self.app.service._working.release(held.chunks)
+        """Drop the keys and values of a saved text."""
+        if (cached := self._saved.pop(name, None)) is not None:
+            self.app.service._working.release(cached.chunks)
 
-    def _again(self, held: Held) -> Held:
+    def _again(self, cached: CachedText) -> CachedText:
         memory = self.app.service.memory
         with memory.lock:
-            known = held.chunks[-1].stop if held.chunks else 0
-            chunks = memory.table.refer(held.app, held.root, held.tokens[:known], RAW)
-        return Held(held.app, held.root, list(held.tokens), chunks)
+            known = cached.chunks[-1].stop if cached.chunks else 0
+            chunks = memory.table.refer(cached.app, cached.root, cached.tokens[:known], RAW)
+        return CachedText(cached.app, cached.root, list(cached.tokens), chunks)
 
     def _run(
         self,

@@ -49,7 +49,7 @@ from hetero.contexts.slot_pool import Slot, SlotPool
 from hetero.contexts.swap_out import SwapOut, When
 from hetero.contexts.text_log import Text, TextLog
 from hetero.contexts.unbound import UnboundApps
-from hetero.contexts.working_set import CallTimes, Held, Switch, WorkingSet
+from hetero.contexts.working_set import CachedText, CallTimes, Switch, WorkingSet
 from hetero.errors import QuotaError, UserError
 from hetero.generation.conversation import Conversation
 from hetero.generation.llm import LLM
@@ -399,7 +399,7 @@ class AppContext:
         self.app, self.id = app, name
         self.last_switch: Switch | None = None
         self._log = log
-        self._held = Held(app.name, app.root, list(log.text.tokens))
+        self._cached = CachedText(app.name, app.root, list(log.text.tokens))
         self._deleted = self._busy = False
 
     @property
@@ -420,11 +420,11 @@ class AppContext:
 
     def where(self) -> dict[str, int]:
         """How many of its chunks are where: by bits in memory, on the disk alone, text alone."""
-        return self.app.service.memory.histogram(self._held.chunks)
+        return self.app.service.memory.histogram(self._cached.chunks)
 
     def nbytes(self) -> int:
         """Of its chunks in memory."""
-        return self.app.service.memory.nbytes(self._held.chunks)
+        return self.app.service.memory.nbytes(self._cached.chunks)
 
     @whole
     def become(self, tokens: Sequence[int]) -> None:
@@ -461,9 +461,9 @@ class AppContext:
     ) -> Iterator[Piece | Pending | None]:
         with self.app.service._lock.taken(), self._at_work():
             ended: list[GenerationResult] = []
-            with self.app.service._slots.taken(self._held.root, tokens) as slot:
+            with self.app.service._slots.taken(self._cached.root, tokens) as slot:
                 run = partial(self._run, slot, list(tokens), options, ended)
-                yield from slot.working.answering(self._held, list(tokens), run)
+                yield from slot.working.answering(self._cached, list(tokens), run)
                 used = slot.working.tick()
                 self._log.append(slot.active.tokens, self._log.text.messages, used=used)
                 self._leave(slot)
@@ -484,8 +484,8 @@ class AppContext:
                 )
             )
             with service.memory.lock:
-                cached = self._held.chunks[-1].stop if self._held.chunks else 0
-                other._held.chunks = service.memory.table.refer(
+                cached = self._cached.chunks[-1].stop if self._cached.chunks else 0
+                other._cached.chunks = service.memory.table.refer(
                     self.app.name, self.app.root, text.tokens[:cached], service.compression.first
                 )
             return other
@@ -498,13 +498,13 @@ class AppContext:
             if self._deleted:
                 return
             self._check()
-            service._slots.forget(self._held.root)
+            service._slots.forget(self._cached.root)
             service.swap.drain()
             self._log.delete()
-            service._working.release(self._held.chunks)
+            service._working.release(self._cached.chunks)
             compact(self.app.files, service.memory, self.app.name, everything=True)
             sync_directory(self.app.folder)
-            self._held.chunks, self._deleted = [], True
+            self._cached.chunks, self._deleted = [], True
             del self.app._contexts[self.id]
 
     # --- a call -----------------------------------------------------------------------------
@@ -518,9 +518,9 @@ class AppContext:
         service, text = self.app.service, self._log.text
         with service._lock.taken(), self._at_work():
             whole, messages = self._whole(prompt, options)
-            with service._slots.taken(self._held.root, whole) as slot:
+            with service._slots.taken(self._cached.root, whole) as slot:
                 run = partial(self._run, slot, whole, options, results)
-                yield from slot.working.answering(self._held, whole, run)
+                yield from slot.working.answering(self._cached, whole, run)
                 said = [*messages, {"role": "assistant", "content": results[0].text}]
                 used = slot.working.tick()
                 self._log.append(slot.active.tokens, said if text.chat else (), used=used)
@@ -550,9 +550,9 @@ class AppContext:
 
     def _leave(self, slot: Slot) -> None:
         service = self.app.service
-        chunks = slot.working.leave(self._held, service.compression.first)
+        chunks = slot.working.leave(self._cached, service.compression.first)
         service.compression.apply(service.memory, chunks)
-        slot.working.swap_out(self._held)
+        slot.working.swap_out(self._cached)
 
     def _whole(self, prompt: str, options: dict[str, Any]) -> tuple[list[int], list[Any]]:
         """Tokens of the text with the prompt; the messages, of a chat."""
@@ -606,7 +606,7 @@ class AppContext:
                     chunk.place, chunk.density = places[chunk.key]
                     chunk.bits = chunk.place.bits if chunk.full else chunk.bits
                     self.app.files.adopt(chunk.place)
-            self._held.chunks = chunks if self.tokens else []
+            self._cached.chunks = chunks if self.tokens else []
 
     def _check(self) -> None:
         if self._deleted:

@@ -142,7 +142,7 @@ class SimulatedService:
                 chunk.density = chunk.density or float(np.exp(self._random.standard_normal()))
             self.memory.release(before)
         self.compression.apply(self.memory, context.chunks)
-        fresh = [chunk for chunk in context.chunks if not chunk.kept]
+        fresh = [chunk for chunk in context.chunks if not chunk.stored]
         nbytes = 0
         with self.memory.pinned(context.chunks):
             self.memory.free(sum(self._codes(chunk).nbytes for chunk in fresh))

@@ -2,7 +2,7 @@
 
 One thread, which works between and beside calls. Until it has encoded a job, keys and values lie in
 the cache that the devices computed them in; whoever wants to put another context there waits with
-`settle`. Written chunks can leave the memory at no cost (LLMS, section 3.4).
+`wait_encoded`. Written chunks can leave the memory at no cost (LLMS, section 3.4).
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from hetero.errors import UserError
 from hetero.runtime.kv.kv_cache import KvCache
 
 When: TypeAlias = Literal["ahead", "pressure", "never"]
-_LOOK_S: Final = 0.1  # how often signals are looked for in a wait
+_POLL_S: Final = 0.1  # how often signals are looked for in a wait
 STALLED_S: Final = 60.0  # nothing is encoded, written or read: nobody waits longer
 
 
 def stalled(what: str, wait_s: float) -> UserError:
-    """The disk hangs, or the processor is not to be had."""
+    """Return the error of a disk that hangs, or a processor that is never free."""
     return UserError(
         f"no keys and values of a context have been {what} for {wait_s:g} s: see whether the disk "
         "of the contexts' directory answers, and try again"
@@ -39,9 +39,9 @@ def stalled(what: str, wait_s: float) -> UserError:
 
 
 @dataclass
-class Job:
-    """Chunks of one text that lie in a cache and nowhere else, in order. What is to outlive a crash
-    of the system is `durable`: that takes most of the time.
+class SwapJob:
+    """Chunks of one text that only a cache holds, in order. `durable` chunks survive a crash of the
+    system, which takes most of the time.
     """
 
     chunks: Sequence[Chunk]
@@ -51,7 +51,7 @@ class Job:
 
 
 class SwapOut:
-    """The thread. `files` gives an app's; `faults` are writes that failed, by their errors.
+    """The thread. `files` returns an app's files; `faults` are the errors of failed writes.
 
     `when` is `ahead` (of need); to compare with, chunks are written as they leave the memory
     (`pressure`), or `never`.
@@ -74,22 +74,22 @@ class SwapOut:
         self.wait_s = wait_s
         self._unbound, self._steps = unbound, 0
         self._memory, self._codec, self._files, self._disk = memory, codec, files, disk
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._open: list[Job] = []
+        self._jobs: queue.SimpleQueue[SwapJob | None] = queue.SimpleQueue()
+        self._open: list[SwapJob] = []
         self._idle = threading.Condition()
         self._broken: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="hetero swap-out", daemon=True)
         self._thread.start()
 
-    def submit(self, job: Job) -> None:
-        """Encode and write, when there is time."""
+    def submit(self, job: SwapJob) -> None:
+        """Queue a job."""
         with self._idle:
             self._open.append(job)
         self._jobs.put(job)
 
-    def settle(self, cache: KvCache) -> None:
-        """Return when no job needs this cache, in which it was computed. Raises `UserError` where
-        nothing goes on.
+    def wait_encoded(self, cache: KvCache) -> None:
+        """Wait until every job of this cache is encoded. Raises `UserError` if the thread
+        stalls.
         """
         with self._idle:
             jobs = [job for job in self._open if job.cache is cache]
@@ -98,13 +98,13 @@ class SwapOut:
         self._check()
 
     def drain(self) -> None:
-        """Return when every job is over. Raises `UserError` where nothing goes on."""
+        """Wait for all jobs. Raises `UserError` if the thread stalls."""
         with self._idle:
             self._wait(lambda limit_s: self._idle.wait_for(lambda: not self._open, limit_s))
         self._check()
 
     def close(self) -> None:
-        """Finish what was submitted; idempotent. Raises `UserError` where nothing goes on."""
+        """Finish all jobs and end the thread; idempotent. Raises `UserError` if it stalls."""
         self._jobs.put(None)
 
         def ended(limit_s: float) -> bool:
@@ -114,9 +114,9 @@ class SwapOut:
         self._wait(ended)
 
     def _wait(self, ended: Callable[[float], bool]) -> None:
-        """Until something has ended, for as long as chunks are encoded or written."""
+        """Wait until `ended`, as long as chunks are still being encoded or written."""
         steps, give_up_s = self._steps, time.monotonic() + self.wait_s
-        while not ended(min(_LOOK_S, self.wait_s)):
+        while not ended(min(_POLL_S, self.wait_s)):
             let_handlers_run()
             if steps != self._steps:
                 steps, give_up_s = self._steps, time.monotonic() + self.wait_s
@@ -140,7 +140,7 @@ class SwapOut:
                     self._open.remove(job)
                     self._idle.notify_all()
 
-    def _work(self, job: Job) -> None:
+    def _work(self, job: SwapJob) -> None:
         batch: list[Chunk] = []
         try:
             sizes = (self._codec.nbytes(len(x.tokens), max(x.bits, 8)) for x in job.chunks)
@@ -160,7 +160,7 @@ class SwapOut:
             self._unpin(batch)
 
     def _write_back(self, chunks: Sequence[Chunk]) -> None:
-        """Chunks that are about to leave the memory, under its lock."""
+        """Write chunks that are about to leave the memory, under its lock."""
         for app in {chunk.app for chunk in chunks}:
             self._put([chunk for chunk in chunks if chunk.app == app], durable=False)
 
@@ -170,10 +170,10 @@ class SwapOut:
                 chunk.pins -= 1
         batch.clear()
 
-    def _encoded(self, chunk: Chunk, job: Job, batch: list[Chunk]) -> Codes | None:
-        """Codes whose bytes are claimed; None where there is no room, or they are not needed."""
+    def _encoded(self, chunk: Chunk, job: SwapJob, batch: list[Chunk]) -> Codes | None:
+        """Return codes whose bytes are claimed; None without room, or if they are not needed."""
         with self._memory.lock:
-            if not chunk.refs or chunk.kept:
+            if not chunk.refs or chunk.stored:
                 return None
             bits = chunk.bits if chunk.full else RAW
         room = self._codec.nbytes(len(chunk.tokens), max(bits, 8))
@@ -197,7 +197,7 @@ class SwapOut:
         return self._disk.free
 
     def _write(self, batch: list[Chunk], *, durable: bool) -> None:
-        """To the disk, where that can be done; what cannot is in memory alone, and goes on so."""
+        """Write a batch to the disk; chunks that cannot be written stay in memory alone."""
         if batch:
             app = batch[0].app
             self._put(batch, durable=durable)

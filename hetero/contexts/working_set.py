@@ -1,9 +1,9 @@
-"""The one cache that the devices compute in, and how contexts get into it and out again.
+"""The cache that the devices compute in, and how contexts are loaded into it and leave it.
 
     enter   Load: what the text has in the cache already stays; chunks in memory are decoded, chunks
-            on the disk read, layer by layer by a thread while the prompt's call runs; what is
-            nowhere, or slower to read than to compute, is computed in the prompt's own call.
-    leave   the text is what the cache holds now; what is new is swapped out ahead of time.
+            on the disk read, layer by layer by a thread while the prompt's call runs; missing
+            chunks, and those slower to read than to compute, join the prompt's own call.
+    leave   the text is what the cache holds now; new chunks are swapped out ahead of time.
 
 Only chunks of the text itself, or of another text of the same app that begins the same, are used.
 """
@@ -27,7 +27,7 @@ from hetero.contexts.chunks import Chunk
 from hetero.contexts.codec import CHUNK_TOKENS, ChunkCodec, Codes
 from hetero.contexts.decoding import Decoder, HostDecoder
 from hetero.contexts.load_plan import LoadPlan, Piece, Rates, plan_load
-from hetero.contexts.swap_out import STALLED_S, Job, SwapOut, stalled
+from hetero.contexts.swap_out import STALLED_S, SwapJob, SwapOut, stalled
 from hetero.errors import UserError
 from hetero.runtime.kv.attention_stats import ScoreStats
 from hetero.runtime.kv.kv_cache import KvCache
@@ -37,8 +37,8 @@ T = TypeVar("T")
 TRIES: Final = 4  # of a call whose chunks cannot be read
 
 
-class Active(Protocol):
-    """What the devices compute on (`hetero.runtime.kv.context.Context`)."""
+class LiveContext(Protocol):
+    """The context that the devices compute on (`hetero.runtime.kv.context.Context`)."""
 
     gate: LayerGate | None
     mass: ScoreStats | None
@@ -56,12 +56,12 @@ class Active(Protocol):
         """The text."""
 
     def adopt(self, tokens: Sequence[int]) -> None:
-        """It holds these from here on."""
+        """Set the text: the cache holds these tokens from here on."""
 
 
 @dataclass(eq=False)
-class Held:
-    """A context of an app: its text, and the chunks of it that are known."""
+class CachedText:
+    """A text of an app, and its known chunks."""
 
     app: str
     root: bytes
@@ -71,7 +71,7 @@ class Held:
 
 @dataclass
 class Switch:
-    """What it took to get a context in place.
+    """The cost of loading a context.
 
     `ready_s` until the prompt's call could begin, `waited_s` what that call then waited for layers;
     `recomputed_tokens` were computed for want of keys and values, `riding_tokens` of them in the
@@ -101,14 +101,14 @@ class Switch:
 
 
 class CallTimes:
-    """When calls were, for all lanes of a service. `last`: of the one that returned last."""
+    """Logical times of calls, for all slots of a service. `last`: of the one that returned last."""
 
     def __init__(self) -> None:
         self.last = 0
 
     def tick(self, after: int = 0) -> int:
-        """The time of a call that has returned: later than any before, those of other processes
-        too (`after`, of one that was kept).
+        """Return the time of a call that has returned: later than any before, those of other
+        processes too (`after`, of one that was stored).
         """
         self.last = max(self.last + 1, after, time.time_ns() // 1_000_000)
         return self.last
@@ -125,14 +125,14 @@ class _Load:
 
 
 class WorkingSet:
-    """Owned by the thread whose turn it is. `prefill` computes tokens on the active context;
-    `files` gives an app's chunks on the disk; `decoder` (default: the host's) works on the thread
-    that loads.
+    """Used by the thread that holds the `ServiceLock`. `prefill` computes tokens on the active
+    context; `files` gives an app's chunks on the disk; `decoder` (default: the host's) works on the
+    thread that loads.
     """
 
     def __init__(
         self,
-        active: Active,
+        active: LiveContext,
         memory: ChunkMemory,
         codec: ChunkCodec,
         swap: SwapOut,
@@ -161,34 +161,34 @@ class WorkingSet:
         """End the thread."""
         try:
             with suppress(LoadError):
-                self._settle_reading()
+                self._join_reader()
         except UserError:  # it hangs
             self._thread.shutdown(wait=False)
             raise
         self._thread.shutdown()
 
     def answering(
-        self, held: Held, tokens: Sequence[int], run: Callable[[Switch], Iterator[T]]
+        self, text: CachedText, tokens: Sequence[int], run: Callable[[Switch], Iterator[T]]
     ) -> Iterator[T]:
-        """What `run` yields where the active context holds the beginning of a whole text, to go on
+        """Yield from `run` while the active context holds the prefix of a whole text to continue
         from; the text's chunks stay in memory meanwhile.
 
-        Where a chunk cannot be read `run` is begun again without it; its first step meets that
+        Where a chunk cannot be read `run` starts again without it; its first step fails
         before anything is yielded. Raises what `run` and `prefill` do.
         """
         for attempt in range(TRIES):
             last = attempt == TRIES - 1  # a disk that keeps failing: the text alone
-            same = takewhile(lambda c: tuple(tokens[c.start : c.stop]) == c.tokens, held.chunks)
+            same = takewhile(lambda c: tuple(tokens[c.start : c.stop]) == c.tokens, text.chunks)
             known = list(same)  # what lies behind another beginning has other keys and values
             chunks = [] if last else known
             try:
                 with self._memory.pinned(chunks):
-                    switch = self._enter(held, tokens, chunks)
+                    switch = self._enter(text, tokens, chunks)
                     switch.faults = attempt
                     gate = self._active.gate
                     yield from run(switch)
                     switch.waited_s = 0.0 if gate is None else gate.waited_s
-                    self._settle_reading()
+                    self._join_reader()
                 return
             except LoadError:
                 self._fault()
@@ -196,19 +196,19 @@ class WorkingSet:
                     raise
 
     def holds(self, root: bytes) -> bool:
-        """Whether the cache holds a text of this root."""
+        """Return whether the cache holds a text of this root."""
         return self._root == root
 
     def forget(self) -> None:
-        """The cache holds nobody's text."""
+        """Empty the cache."""
         with suppress(LoadError):
-            self._settle_reading()
+            self._join_reader()
         self._root = b""
         self._active.adopt(())
-        self._swap.settle(self._active.cache)
+        self._swap.wait_encoded(self._active.cache)
 
     def _fault(self) -> None:
-        """What could not be had is text alone."""
+        """Recompute everything after a failed read."""
         self.forget()
 
     def tick(self, after: int = 0) -> int:
@@ -216,7 +216,7 @@ class WorkingSet:
         return self._times.tick(after)
 
     def shared(self, root: bytes, tokens: Sequence[int]) -> int:
-        """Tokens at the beginning of a text of this root that the cache holds."""
+        """Return how many leading tokens of a text of this root the cache holds."""
         if self._root != root:
             return 0
         active = self._active
@@ -224,53 +224,53 @@ class WorkingSet:
         differing = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
         return min(active.cached, len(tokens) - 1) if differing is None else differing
 
-    def leave(self, held: Held, bits: int) -> list[Chunk]:
-        """The context's text is that of the active one now, as of the last `tick`; its chunks.
+    def leave(self, text: CachedText, bits: int) -> list[Chunk]:
+        """Take over the active context's text as of the last `tick`, and return its chunks.
         `swap_out` follows.
         """
         active = self._active
         with self._memory.lock:
-            before, cached = held.chunks, active.tokens[: active.cached]
-            held.chunks = self._memory.table.refer(held.app, held.root, cached, bits)
-            for chunk in held.chunks:
+            before, cached = text.chunks, active.tokens[: active.cached]
+            text.chunks = self._memory.table.refer(text.app, text.root, cached, bits)
+            for chunk in text.chunks:
                 chunk.used = self._times.last
             if active.mass is not None:
-                active.mass.give(held.chunks)
-        held.tokens = list(active.tokens)
+                active.mass.give(text.chunks)
+        text.tokens = list(active.tokens)
         self.release(before)
-        return held.chunks
+        return text.chunks
 
-    def swap_out(self, held: Held, *, durable: bool = True) -> None:
-        """Encode and write, behind the caller's back, what lies in the active cache alone. Chunks
-        of which a part came from codes, whose own are gone, stay text: they are computed again.
-        `durable`: they are wanted after a crash, too.
+    def swap_out(self, text: CachedText, *, durable: bool = True) -> None:
+        """Encode and write, in the background, the chunks that only the active cache holds. Chunks
+        decoded in part from codes that were dropped are left out: they are computed again.
+        `durable`: they must survive a crash.
         """
         lossy = self._lossy
         with self._memory.lock:
-            fresh = [c for c in held.chunks if not c.kept and not lossy[c.start : c.stop].any()]
+            fresh = [c for c in text.chunks if not c.stored and not lossy[c.start : c.stop].any()]
         if fresh:
-            self._swap.submit(Job(fresh, self._active.cache, durable))
+            self._swap.submit(SwapJob(fresh, self._active.cache, durable))
 
     def release(self, chunks: Sequence[Chunk]) -> None:
-        """Give references up, and what nobody else refers to: in memory and on the disk."""
+        """Drop references, and free unreferenced chunks in memory and on the disk."""
         for chunk in self._memory.release(chunks):
             if chunk.place is not None:
                 self._files(chunk.app).drop(chunk.place)
 
     # --- Load -------------------------------------------------------------------------------
 
-    def _enter(self, held: Held, tokens: Sequence[int], chunks: Sequence[Chunk]) -> Switch:
+    def _enter(self, text: CachedText, tokens: Sequence[int], chunks: Sequence[Chunk]) -> Switch:
         start_s = time.perf_counter()
-        self._settle_reading()
+        self._join_reader()
         if self._active.mass is not None:
             self._active.mass.reset()
         switch = Switch(bits=self._memory.histogram(chunks))
-        kept = self.shared(held.root, tokens)
+        kept = self.shared(text.root, tokens)
         if kept < self._active.cached:
-            self._swap.settle(self._active.cache)
+            self._swap.wait_encoded(self._active.cache)
         self._active.adopt(tokens[:kept])
         self._lossy[kept:] = False
-        self._root, switch.reused_tokens = held.root, kept
+        self._root, switch.reused_tokens = text.root, kept
         wanted = [c for c in chunks if c.stop > kept and c.stop < len(tokens)]
         if wanted:
             self._fill(wanted, tokens, switch)
@@ -278,7 +278,7 @@ class WorkingSet:
         return switch
 
     def _fill(self, wanted: Sequence[Chunk], tokens: Sequence[int], switch: Switch) -> None:
-        """Put chunks that follow each other into the cache, or plan to compute them."""
+        """Load consecutive chunks into the cache, or plan to compute them."""
         active, claimed = self._active, self._claimed(wanted)
         plan = self._planned(wanted, claimed, len(tokens), switch)
         for chunk in wanted[plan.stop :]:
@@ -286,7 +286,7 @@ class WorkingSet:
         gate: LayerGate | None = None
         try:
             had = wanted[: plan.stop]
-            for missing, run in groupby(had, lambda c: not self._at_hand(c, claimed)):
+            for missing, run in groupby(had, lambda c: not self._in_memory(c, claimed)):
                 part = list(run)
                 start, stop = part[0].start, part[-1].stop
                 active.adopt(tokens[: max(start, active.cached) if missing else start])
@@ -295,7 +295,7 @@ class WorkingSet:
                     self._prefill(tokens[active.cached : stop])
                     switch.recomputed_tokens += stop - start
                 else:
-                    self._settle_reading()
+                    self._join_reader()
                     gate = self._start(part, claimed, switch)
                     active.adopt(tokens[:stop])
         except BaseException:
@@ -308,7 +308,7 @@ class WorkingSet:
             switch.recomputed_tokens += switch.riding_tokens
 
     def _claimed(self, chunks: Sequence[Chunk]) -> dict[Chunk, Codes]:
-        """Room for the chunks that are on the disk alone, where there is any."""
+        """Claim memory for the chunks that are only on the disk, as far as it goes."""
         found = {}
         self._memory.free(
             sum(
@@ -330,7 +330,7 @@ class WorkingSet:
         if codes is not None:
             self._memory.budget.give(codes.nbytes)
 
-    def _at_hand(self, chunk: Chunk, claimed: dict[Chunk, Codes]) -> bool:
+    def _in_memory(self, chunk: Chunk, claimed: dict[Chunk, Codes]) -> bool:
         return chunk.codes is not None or chunk in claimed
 
     def _planned(
@@ -363,7 +363,7 @@ class WorkingSet:
     def _start(
         self, chunks: Sequence[Chunk], claimed: dict[Chunk, Codes], switch: Switch
     ) -> LayerGate:
-        """Let the thread fill the cache with these, layer by layer."""
+        """Start the thread that loads these chunks layer by layer."""
         items = [(c, c.codes or claimed[c], c in claimed) for c in chunks]
         switch.loaded_tokens += sum(len(c.tokens) for c in chunks)
         for chunk, codes, _ in items:
@@ -376,7 +376,7 @@ class WorkingSet:
         return self._load.gate
 
     def _read(self, load: _Load, cache: KvCache) -> None:
-        """The thread: layer by layer; what was read whole stays in memory."""
+        """Load layer by layer (the thread); chunks that were read completely stay in memory."""
         from_disk = [(chunk, codes) for chunk, codes, read in load.chunks if read]
         parts = [(chunk.start, codes) for chunk, codes, _ in load.chunks]
         reader: Reader | None = None
@@ -402,8 +402,8 @@ class WorkingSet:
             for chunk, codes in from_disk:
                 self._memory.keep(chunk, codes)
 
-    def _settle_reading(self) -> None:
-        """Return when the thread is done with the cache."""
+    def _join_reader(self) -> None:
+        """Wait until the thread no longer uses the cache."""
         reading, load = self._reading, self._load
         if reading is None or load is None:
             return
@@ -412,7 +412,7 @@ class WorkingSet:
         except TimeoutError:
             raise stalled("read", self.wait_s) from None
         self._reading, self._load = None, None  # or what is evicted would stay in memory
-        if not load.gate.done:  # who asked for it may have ended before a step met that
+        if not load.gate.done:  # the caller may have ended before a step failed on it
             self._root = b""
             self._active.adopt(())
             if load.failed is not None:
@@ -420,7 +420,7 @@ class WorkingSet:
             raise LoadError("keys and values could not be read")
 
     def _lose(self, chunk: Chunk) -> None:
-        """Its place on the disk is not to be used again."""
+        """Forget a chunk's place on the disk."""
         with self._memory.lock:
             place, chunk.place = chunk.place, None
         if place is not None:

@@ -15,20 +15,20 @@ if TYPE_CHECKING:
     from hetero.generation.options import GenerateOptions
 
 
-class Speaker(Protocol):
-    """A model that answers: `hetero.LLM`."""
+class ChatModel(Protocol):
+    """A model that answers chats: `hetero.LLM`."""
 
     max_seq_len: int
 
     @property
     def context(self) -> Context:
-        """The one where no other is given."""
+        """Return the model's own context."""
 
     def encode_chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
-        """Token ids of messages."""
+        """Return the token ids of messages."""
 
     def stream(self, prompt: str | Sequence[int], **options: Unpack[GenerateOptions]) -> Generation:
-        """The answer as it comes."""
+        """Stream the answer."""
 
 
 class Conversation:
@@ -40,7 +40,7 @@ class Conversation:
     """
 
     def __init__(
-        self, llm: Speaker, *, system: str | None = None, context: Context | None = None
+        self, llm: ChatModel, *, system: str | None = None, context: Context | None = None
     ) -> None:
         self._llm = llm
         self._context = llm.context if context is None else context

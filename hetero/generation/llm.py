@@ -27,8 +27,8 @@ from hetero.backends.formats import DEFAULT_CACHE, CacheFormat
 from hetero.backends.host.files import is_replaceable
 from hetero.backends.ops import Attention
 from hetero.backends.protocol import KINDS, DeviceKind
-from hetero.collecting import collecting_later
 from hetero.errors import ModelError, UserError
+from hetero.gc_pause import gc_paused
 from hetero.generation.conversation import Conversation
 from hetero.generation.loop import Generation, GenerationResult
 from hetero.generation.options import GenerateOptions, GenerationConfig, read_options
@@ -86,7 +86,7 @@ class LLM:
     (`ModelError`) for what the user can mend, `DeviceError` for what a device could not do.
     """
 
-    @collecting_later()
+    @gc_paused()
     def __init__(
         self,
         model: str,

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from hetero.models.architectures.base import Decoder, kinds_of
 from hetero.models.fields import Fields
-from hetero.terminal.notices import tell_once
+from hetero.terminal.notices import notify_once
 
 # Values that change nothing; so do null, false, 0 and what is empty.
 NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
@@ -100,7 +100,7 @@ def notice_unread(generation: Mapping[str, Any], where: str) -> None:
         if generation.get(name) and generation[name] not in neutral
     ]
     if names:
-        tell_once(
+        notify_once(
             f"{where}: {', '.join(names)} {'is' if len(names) == 1 else 'are'} not read: answers "
             "may differ from those of transformers"
         )

@@ -116,9 +116,9 @@ class QuantizedWeights(ModelWeights):
         for one in self.besides.values():
             one.release(None)
 
-    def bring(self) -> None:
-        """See `ModelWeights.bring`."""
-        self.file.bring()
+    def prefetch(self) -> None:
+        """See `ModelWeights.prefetch`."""
+        self.file.prefetch()
 
     def head_in(self, storage: StorageFormat) -> PackedWeight:
         """The output head as it is stored besides."""

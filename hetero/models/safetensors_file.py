@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hetero.backends.host.files import hold
-from hetero.backends.host.mapped import bring
+from hetero.backends.host.mapped import prefetch
 from hetero.errors import ModelError
 
 MAX_HEADER_BYTES = 100_000_000
@@ -84,9 +84,9 @@ class SafetensorsFile:
         """The raw header, the eight length bytes excluded."""
         return bytes(self._map[8 : 8 + self.header_bytes])
 
-    def bring(self) -> None:
+    def prefetch(self) -> None:
         """Let a thread map all pages, which are used soon."""
-        bring(self._bytes)
+        prefetch(self._bytes)
 
     def forget(self, names: list[str]) -> None:
         """Let the pages of these tensors leave memory; they are read again when touched."""

@@ -179,8 +179,8 @@ class ModelWeights(ABC):
         """Forget embeddings and output head, as `release` does for a block."""
         self._embed = self._lm_head = None
 
-    def bring(self) -> None:  # noqa: B027
-        """All weights are used where they lie, soon: bring what lies in a mapped file."""
+    def prefetch(self) -> None:  # noqa: B027
+        """Read mapped files ahead: all weights are about to be used in place."""
 
     def close(self) -> None:  # noqa: B027
         """Wait for what is still being kept for the next start."""

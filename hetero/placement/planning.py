@@ -28,7 +28,7 @@ from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.kernel_times import Precision
 from hetero.solver.prepared import prepare_solver
 from hetero.solver.request import GraphSizes, PlanRequest
-from hetero.terminal.notices import NO_PROFILE, tell
+from hetero.terminal.notices import NO_PROFILE, notify
 
 ProfileLike: TypeAlias = DeviceProfile | str | os.PathLike[str] | None
 
@@ -139,7 +139,7 @@ def find_profile(profile: ProfileLike) -> DeviceProfile:
     """
     found, notice = scaled_here(*locate_profile(profile))
     if notice:
-        tell(notice)
+        notify(notice)
     return found
 
 

@@ -270,7 +270,7 @@ def prepare_kernels(
             progress(done, len(by_layer))
     weights.release_ends()
     if all(kernels.maps(kind) for kind in devices):
-        weights.bring()
+        weights.prefetch()
     return kernels
 
 

@@ -73,9 +73,9 @@ def status(engine: ControlTarget, control: Control) -> dict[str, Any]:
             slots.append(
                 {
                     "id": i,
-                    "tokens": len(text.held.tokens),
-                    "chunks": service.memory.histogram(text.held.chunks),
-                    "bytes": service.memory.nbytes(text.held.chunks),
+                    "tokens": len(text.cached.tokens),
+                    "chunks": service.memory.histogram(text.cached.chunks),
+                    "bytes": service.memory.nbytes(text.cached.chunks),
                     "used": text.used,
                     "running": i in recent.busy,
                 }
@@ -123,13 +123,13 @@ def erase_slot(engine: ControlTarget, control: Control) -> dict[str, Any]:
 def save_slot(engine: ControlTarget, control: Control) -> dict[str, Any]:
     """Save a recent text as a context that persists."""
     app = engine.service.bind(control.app)
-    held = engine.recent_of(app).texts[control.arguments["slot"]].held
-    if not held.tokens:
+    cached = engine.recent_of(app).texts[control.arguments["slot"]].cached
+    if not cached.tokens:
         raise UserError("this slot is empty: there is nothing to save")
     name = control.arguments["context"]
     context = app.context(name) or app.new_context(chat=False, name=name)
     engine.recent_of(app).save(control.arguments["slot"], context)
-    return {"tokens": len(context), "bytes": engine.service.memory.nbytes(held.chunks)}
+    return {"tokens": len(context), "bytes": engine.service.memory.nbytes(cached.chunks)}
 
 
 def restore_slot(engine: ControlTarget, control: Control) -> dict[str, Any]:
@@ -141,7 +141,7 @@ def restore_slot(engine: ControlTarget, control: Control) -> dict[str, Any]:
     recent = engine.recent_of(app)
     at = control.arguments["slot"]
     recent.restore(at, context)
-    nbytes = engine.service.memory.nbytes(recent.texts[at].held.chunks)
+    nbytes = engine.service.memory.nbytes(recent.texts[at].cached.chunks)
     return {"tokens": len(context), "bytes": nbytes}
 
 

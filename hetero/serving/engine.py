@@ -264,7 +264,7 @@ class Engine:
         at = request.slot if request.slot >= 0 else recent.choose(request.tokens, request.salt)
         text = recent.texts[at]
         pieces = recent.stream(at, request.tokens, results, request.salt, **options)
-        return pieces, lambda: text.switch, lambda: histogram(text.held.chunks)
+        return pieces, lambda: text.switch, lambda: histogram(text.cached.chunks)
 
     def _options(self, request: GenerateRequest, choice: int) -> dict[str, Any]:
         options = {**request.options, "ahead": True}

@@ -1,7 +1,7 @@
-"""Notices: what is worth a line on standard error and is no error.
+"""Notices: lines on standard error that are no errors.
 
-That a machine has no profile is said once a day; `hetero --quiet`, or `HETERO_NOTICES=off`, says
-nothing, `HETERO_NOTICES=always` says it every time.
+That a machine has no profile is printed once a day; `hetero --quiet`, or `HETERO_NOTICES=off`,
+prints no notices, `HETERO_NOTICES=always` prints that one every time.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ DAY_S: Final = 86400.0
 NO_PROFILE: Final = "this machine has no profile yet"
 
 
-def tell(notice: str) -> None:
-    """Print a notice, unless it was said today or none are wanted. Raises `UserError` for a value
-    of the variable that is not one.
+def notify(notice: str) -> None:
+    """Print a notice, unless it was printed today or notices are off. Raises `UserError` for an
+    unknown value of the variable.
     """
     choice = os.environ.get(VARIABLE, "").strip().lower() or CHOICES[0]
     if choice not in CHOICES:
@@ -38,24 +38,24 @@ def tell(notice: str) -> None:
 
 
 @cache
-def tell_once(notice: str) -> None:
-    """Print a notice that this process has not printed yet, as `tell` does."""
-    tell(notice)
+def notify_once(notice: str) -> None:
+    """Print a notice that this process has not printed yet, as `notify` does."""
+    notify(notice)
 
 
 def quiet() -> None:
-    """No notices in this process, nor in those that it starts."""
+    """Turn notices off in this process and its children."""
     os.environ[VARIABLE] = "off"
 
 
 def stamp_path() -> Path:
-    """Its time is when the notice was last said."""
+    """Return the file whose time is when the notice was last printed."""
     return cache_folder() / "said-no-profile"
 
 
 def _first_today() -> bool:
-    """Whether a day has passed; the clock may have been put back. Where nothing can be kept, it is
-    said every time.
+    """Return whether a day has passed; the clock may have been set back. Without a cache folder the
+    notice is printed every time.
     """
     path = stamp_path()
     with suppress(OSError):

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import jinja2
     from markupsafe import Markup
 
-# Okabe and Ito's palette, told apart by the colour-blind; a device has its colour everywhere.
+# Okabe and Ito's palette, safe for the colour-blind; a device has its colour everywhere.
 COLORS: Final[dict[str, str]] = {
     "gpu": "#0072B2", "npu": "#D55E00", "both": "#009E73", "rest": "#9AA1A9",
 }  # fmt: skip
@@ -25,12 +25,12 @@ LINES: Final = (
 
 
 def render(template: str, **values: Any) -> str:
-    """A page of the folder `profiler/pages`; `values` are text, unless they are `Markup`."""
+    """Return a page of the folder `profiler/pages`; `values` are text, unless they are `Markup`."""
     return _environment().get_template(template).render(colors=COLORS, **values)
 
 
 def markup(svg: str) -> Markup:
-    """A drawing of ours, as it is."""
+    """Return a drawing of ours unescaped."""
     from markupsafe import Markup  # as Jinja, of which it is a part
 
     return Markup(svg)

@@ -41,7 +41,10 @@ class Chart(NamedTuple):
 
 @contextmanager
 def own_style() -> Iterator[None]:
-    """A matplotlibrc of the current directory or of the user has no say, least of all LaTeX."""
+    """Yield with a style in which neither the directory's nor the user's matplotlibrc counts.
+
+    Least of all LaTeX.
+    """
     own: Any = {key: value for key, value in mpl.rcParamsDefault.items() if key != "backend"}
     with mpl.rc_context(own):
         yield

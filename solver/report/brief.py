@@ -12,7 +12,7 @@ BAR_CELLS: Final = 10
 
 
 def gains(plan: Plan) -> TableData:
-    """As `content.gains`, without the energy of the other device."""
+    """Do the same as `content.gains`, without the energy of the other device."""
     head: tuple[str, ...] = ("step", "plan", "tokens/s", "best device alone", "gain", "energy")
     rows = tuple(map(_gain, plan.totals))
     if not any(row[-1] for row in rows):
@@ -36,7 +36,7 @@ def _gain(total: Total) -> tuple[str, ...]:
 
 
 def operators(plan: Plan) -> TableData:
-    """As `content.operators`: a bar of who computes what."""
+    """Do the same as `content.operators`, with a bar of each device's share."""
     rows = [
         (content.where(op), op.op, op.strategy, _bar(op), units.duration(op.predicted_s))
         for op in plan.ops

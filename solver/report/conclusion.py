@@ -1,4 +1,4 @@
-"""What a plan comes to, in four sentences: who computes, why, what it gains, how sure that is."""
+"""A plan's conclusion in four sentences: the devices, the reason, the gain, the certainty."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hetero.solver.report.content import drawn_tokens, npu_share
 
 
 def sentences(plan: Plan) -> tuple[str, ...]:
-    """The conclusion; empty for a plan without predictions."""
+    """Return the conclusion; empty for a plan without predictions."""
     if not plan.totals:
         return ()
     return (
@@ -22,7 +22,7 @@ def sentences(plan: Plan) -> tuple[str, ...]:
 
 
 def _who(plan: Plan) -> Sequence[str]:
-    """The NPU's share of all matmuls' outputs, weighted by the work of each."""
+    """Return the NPU's share of all matmuls' outputs, weighted by the work of each."""
     said = []
     for total in plan.totals:
         m = drawn_tokens(total)
@@ -39,14 +39,17 @@ def _who(plan: Plan) -> Sequence[str]:
 
 
 def _times(op: OpPlan, total: Total, layers: int) -> float:
-    """How often, for each token: the output head comes once, of a prompt for its last token."""
+    """Return how often, for each token.
+
+    The output head comes once, of a prompt for its last token.
+    """
     if op.op != "lm_head":
         return float(layers)
     return 1 / drawn_tokens(total) if total.phase == "prefill" else 1.0
 
 
 def _why(totals: Iterable[Total]) -> Iterator[str]:
-    """The speeds that lead there."""
+    """Yield the speeds that lead there."""
     for total in totals:
         alone = total.single_devices
         if len(alone) == 2:
@@ -85,7 +88,7 @@ def _certainty(plan: Plan) -> str:
 
 
 def short(total: Total) -> str:
-    """`a prompt of 256` or `a token`."""
+    """Return `a prompt of 256` or `a token`."""
     if total.phase == "prefill":
         return f"a prompt of {total.m} tokens"
     return "a decoded token" if total.m == 1 else f"{total.m} decoded tokens"

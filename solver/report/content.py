@@ -18,7 +18,7 @@ FORMS: Final[dict[Form, str]] = {
 
 
 def kind(plan: Plan) -> str:
-    """What the plan's numbers are."""
+    """Return what the plan's numbers are."""
     return plan.numbers or "predicted"
 
 
@@ -36,12 +36,12 @@ def label(total: Total) -> str:
 
 
 def drawn_tokens(total: Total) -> int:
-    """Of the call that a drawing of a step shows: of a prompt its first one."""
+    """Return the tokens of the call that a drawing of a step shows: a prompt's first one."""
     return total.steps[0] if total.steps else total.m
 
 
 def gains(plan: Plan) -> TableData:
-    """The plan beside the best single device."""
+    """Return the plan beside the best single device."""
     rows = []
     for t in plan.totals:
         best = min(t.single_devices, key=lambda k: t.single_devices[k], default=None)
@@ -69,7 +69,7 @@ def gains(plan: Plan) -> TableData:
 
 
 def operators(plan: Plan) -> TableData:
-    """The chosen strategy of every matmul."""
+    """Return the chosen strategy of every matmul."""
     rows = []
     for op in plan.ops:
         busy = f"{units.duration(op.gpu_s)} / {units.duration(op.npu_s)}"
@@ -98,7 +98,7 @@ def operators(plan: Plan) -> TableData:
 
 
 def forms(plan: Plan) -> TableData | None:
-    """The form of every prompt that has several."""
+    """Return the form of every prompt that has several."""
     rows = tuple(
         (
             str(total.m),
@@ -118,7 +118,7 @@ def forms(plan: Plan) -> TableData | None:
 
 
 def attention(plan: Plan) -> TableData | None:
-    """Who has which heads of attention, where both devices share them."""
+    """Return which device has which heads of attention, where both devices share them."""
     if not plan.shares_attention:
         return None
     rows = tuple(
@@ -166,34 +166,34 @@ def _area(tile: object, m: int) -> int:
 
 def memory(plan: Plan) -> TableData | None:
     """Weights on each device."""
-    found = plan.memory
-    if found is None:
+    needed = plan.memory
+    if needed is None:
         return None
     graphs = []
-    if found.graphs_bytes:
-        graphs = [("of these again in graphs of other sizes", units.size(found.graphs_bytes))]
+    if needed.graphs_bytes:
+        graphs = [("of these again in graphs of other sizes", units.size(needed.graphs_bytes))]
     rows = [
-        ("on the GPU", units.size(found.gpu_bytes)),
-        ("on the NPU", units.size(found.npu_bytes)),
-        ("of these on both", units.size(found.twice_bytes)),
+        ("on the GPU", units.size(needed.gpu_bytes)),
+        ("on the NPU", units.size(needed.npu_bytes)),
+        ("of these on both", units.size(needed.twice_bytes)),
         *graphs,
-        ("together", units.size(found.total_bytes)),
+        ("together", units.size(needed.total_bytes)),
     ]
-    if found.budget_bytes is not None:
-        rows.append(("budget", units.size(found.budget_bytes)))
-    note = "Weights as stored. A row that both devices compute somewhere is held twice."
+    if needed.budget_bytes is not None:
+        rows.append(("budget", units.size(needed.budget_bytes)))
+    note = "Weights as stored. A row that both devices compute somewhere is stored twice."
     return TableData("Memory", ("weights", "size"), tuple(rows), note)
 
 
 def alternatives(plan: Plan) -> Iterator[TableData]:
-    """Why the others lost, for each matmul."""
+    """Yield why the others lost, for each matmul."""
     for op in plan.ops:
         if op.candidates:
             yield candidates_of(op)
 
 
 def candidates_of(op: OpPlan) -> TableData:
-    """Why the others lost, for one."""
+    """Return why the others lost, for one matmul."""
     rows = tuple(
         (c.strategy, units.duration(c.predicted_s), c.detail, c.reason) for c in op.candidates
     )
@@ -201,7 +201,7 @@ def candidates_of(op: OpPlan) -> TableData:
 
 
 def reason(op: OpPlan) -> str:
-    """Why a matmul is cut as it is: the times of the devices alone, and what came next."""
+    """Return why a matmul is cut as it is: the times of the devices alone, and what came next."""
     if not op.candidates:
         return ""
     times: dict[str, float | None] = {c.strategy: c.predicted_s for c in op.candidates}
@@ -242,8 +242,10 @@ def curves(plan: Plan) -> TableData | None:
 
 
 def shared(plan: Plan) -> str:
-    """What it costs that one set of weights serves all lengths, where a curve without that is
-    drawn: the reason why the plan's time is not that of its length alone.
+    """Return what it costs that one set of weights serves all lengths.
+
+    Where a curve without that is drawn: the reason why the plan's time is not that of its length
+    alone.
     """
     alone = next((c for c in plan.curves if c.strategy == "auto"), None)
     if alone is None:
@@ -295,7 +297,7 @@ def front(plan: Plan) -> TableData | None:
 
 
 def what_if(plan: Plan, others: Sequence[Plan]) -> TableData | None:
-    """This plan beside others, step by step."""
+    """Return this plan beside others, step by step."""
     if not others:
         return None
     rows = []
@@ -319,7 +321,7 @@ def name(plan: Plan) -> str:
 
 def tables(plan: Plan, others: Sequence[Plan]) -> Iterator[TableData]:
     """All tables but the alternatives, in the order of the report."""
-    found = (gains(plan), what_if(plan, others), forms(plan), operators(plan), attention(plan))
-    for table in (*found, curves(plan), memory(plan), front(plan)):
+    first = (gains(plan), what_if(plan, others), forms(plan), operators(plan), attention(plan))
+    for table in (*first, curves(plan), memory(plan), front(plan)):
         if table is not None:
             yield table

@@ -12,7 +12,10 @@ from hetero.solver.report import content
 
 
 def to_json(plan: Plan, others: Sequence[Plan] = ()) -> str:
-    """The plan with `report`: what its numbers are, the tables, and why the alternatives lost."""
+    """Return the plan with `report`.
+
+    What its numbers are, the tables, and why the alternatives lost.
+    """
     document = plan.model_dump(mode="json")
     document[REPORT_KEY] = {
         "title": content.name(plan),

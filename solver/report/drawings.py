@@ -1,5 +1,7 @@
-"""Drawings of a plan. Lanes and tiles are rectangles to scale, which are stretched to the page's
-width while their labels are text of the page and stay readable; lines are charts of matplotlib.
+"""Drawings of a plan.
+
+Lanes and tiles are rectangles to scale, which are stretched to the page's width while their labels
+are text of the page and stay readable; lines are charts of matplotlib.
 
 Rectangles are by hand because no library draws a matmul's tiles, and a chart's text would shrink
 with it on a phone.
@@ -30,7 +32,7 @@ from hetero.solver.report.content import (
 )
 
 WIDTH: Final = 960.0
-LEAST_LABEL: Final = 4.0  # percent of the width, below which a bar has no name in it
+MIN_LABEL: Final = 4.0  # percent of the width, below which a bar has no name in it
 LEGEND: Final = (("gpu", "GPU"), ("npu", "NPU"), ("rest", "other operators (norms, attention, …)"))
 
 
@@ -53,7 +55,7 @@ class Label(NamedTuple):
 
 
 class Lane(NamedTuple):
-    """What one device does in a block."""
+    """Work of one device in a block."""
 
     name: str
     busy: str
@@ -71,7 +73,7 @@ class Block(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """One matmul: its tiles, who computes what, why, and what else there was."""
+    """One matmul: its tiles, the devices, the reason, and the alternatives."""
 
     op: str
     svg: Markup
@@ -127,7 +129,7 @@ def block_bars(plan: Plan, total: Total) -> list[Bar]:
         part = op.op if op.op in total.rest_s else between.get(op.op, "")
         seconds = total.rest_s.get(part, 0.0)
         if seconds:
-            name = f"behind {part}" if part == op.op else part
+            name = f"after {part}" if part == op.op else part
             bars.append(Bar(rest, now, now + seconds, name, True))
             now += seconds
     return bars
@@ -167,7 +169,7 @@ def _lane(kind: str, bars: Sequence[Bar], end_s: float) -> Lane:
     labels = tuple(
         Label(f"{percent(b.start_s):.2f}", f"{percent(b.end_s - b.start_s):.2f}", b.name)
         for b in bars
-        if percent(b.end_s - b.start_s) > max(LEAST_LABEL, 0.9 * len(b.name))
+        if percent(b.end_s - b.start_s) > max(MIN_LABEL, 0.9 * len(b.name))
     )
     busy = sum(b.end_s - b.start_s for b in bars) / end_s
     svg = _svg(WIDTH, 40, drawn, f"{kind} in one block")
@@ -175,7 +177,7 @@ def _lane(kind: str, bars: Sequence[Bar], end_s: float) -> Lane:
 
 
 def step(plan: Plan, total: Total) -> Step | None:
-    """The tiles of every matmul of a step: rows to the right, tokens down, to one scale."""
+    """Return the tiles of every matmul of a step: rows to the right, tokens down, to one scale."""
     m = drawn_tokens(total)
     ops = [o for o in plan.ops if o.phase == total.phase and o.m == m]
     if not ops:

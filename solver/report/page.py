@@ -15,8 +15,9 @@ NUMERIC = (
 
 
 def to_html(plan: Plan, others: Sequence[Plan] = ()) -> str:
-    """Everything on one page; no scripts, nothing from elsewhere. Raises `UserError` where
-    matplotlib is missing.
+    """Everything on one page.
+
+    No scripts, nothing from elsewhere. Raises `UserError` where matplotlib is missing.
     """
     pictured = _pictured(plan)
     steps = [drawn for t in pictured if (drawn := drawings.step(plan, t)) is not None]
@@ -79,13 +80,13 @@ def _pictured(plan: Plan) -> list[Total]:
 
 def _charts(plan: Plan) -> list[tuple[object, TableData]]:
     """Charts, each with its table."""
-    found = []
+    charts = []
     for table, draw in ((content.curves(plan), drawings.curves),
                         (content.front(plan), drawings.front)):  # fmt: skip
         if table is not None and (drawn := draw(plan)) is not None:
             chart = drawn._replace(note=f"{table.note} {drawn.note}")
-            found.append((chart, _numeric(table)))
-    return found
+            charts.append((chart, _numeric(table)))
+    return charts
 
 
 def _tables(*tables: TableData | None) -> list[TableData]:

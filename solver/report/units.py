@@ -32,14 +32,14 @@ def energy(joules: float | None) -> str:
 
 
 def gain(new_s: float, old_s: float) -> str:
-    """How much faster, as the paper says it (+24 %)."""
+    """Return how much faster something is, as the paper says it (+24 %)."""
     if not new_s:
         return "n/a"
     return f"{100 * (old_s / new_s - 1):+.0f} %"
 
 
 def rate(per_s: float) -> str:
-    """Of so many a second: three or four digits that count, thousands apart, no exponents."""
+    """Return a rate a second with three or four digits, thousands separated, no exponents."""
     if per_s >= 100:
         return f"{per_s:,.0f}"
     return f"{per_s:.1f}" if per_s >= 10 else f"{per_s:.2f}"

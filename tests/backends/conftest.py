@@ -7,7 +7,7 @@ a suite that does not run is a failure.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias
 
 import pytest
@@ -39,6 +39,14 @@ COMPUTING_NOTHING: dict[str, tuple[str, dict[str, Any]]] = {
     "null-asynchronous": ("null", {"asynchronous": True, "kind": "gpu"}),
 }
 
+# The formats of emulated fp16 compile for six seconds each; `test_opencl_half` runs some of them.
+LONG = ("opencl-half",)
+
+
+def _params(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(x, marks=pytest.mark.full) if x in LONG else x for x in names]
+
+
 Opener: TypeAlias = Callable[[], Device]
 
 
@@ -57,27 +65,27 @@ def open_for_tests(name: str) -> Device:
     return device
 
 
-@pytest.fixture(scope="session", params=COMPUTING)
+@pytest.fixture(scope="session", params=_params(COMPUTING))
 def device(request: pytest.FixtureRequest) -> Iterator[Device]:
     """A device that computes, shared by all tests; never closed or broken by them."""
     with open_for_tests(request.param) as opened:
         yield opened
 
 
-@pytest.fixture(params=COMPUTING)
+@pytest.fixture(params=_params(COMPUTING))
 def computing_opener(request: pytest.FixtureRequest) -> Opener:
     """Opens a device that computes, for tests that close it."""
     return lambda: open_for_tests(request.param)
 
 
-@pytest.fixture(scope="session", params=COMPUTING | COMPUTING_NOTHING)
+@pytest.fixture(scope="session", params=_params(COMPUTING | COMPUTING_NOTHING))
 def any_device(request: pytest.FixtureRequest) -> Iterator[Device]:
     """As `device`; it may compute nothing."""
     with open_for_tests(request.param) as opened:
         yield opened
 
 
-@pytest.fixture(params=COMPUTING | COMPUTING_NOTHING)
+@pytest.fixture(params=_params(COMPUTING | COMPUTING_NOTHING))
 def own_device(request: pytest.FixtureRequest) -> Iterator[Device]:
     """A device of one's own; it may compute nothing."""
     with open_for_tests(request.param) as opened:

@@ -34,6 +34,7 @@ def test_fp16_is_enough_for_floats_of_16_bits_and_for_codes_times_floats() -> No
     assert WeightFormat.W4A8.activations.largest == 127
 
 
+@pytest.mark.full
 def test_a_new_format_is_a_change_of_one_file(tmp_path: Path) -> None:
     """Eight-bit weights and activations, added to a copy: the contract holds on the reference."""
     rooms = ("hetero", "backends", "profiler", "solver")

@@ -13,7 +13,7 @@ import pytest
 
 from hetero.backends.host.affinity import pinned
 from hetero.backends.host.timers import PR_GET_TIMERSLACK, _prctl, timer_slack
-from hetero.collecting import collecting_later
+from hetero.gc_pause import gc_paused
 from hetero.models.tokenizer import quiet_panics
 from tests.support.interrupts import handler, interrupted, places
 
@@ -50,7 +50,7 @@ def quiet_stdout() -> AbstractContextManager[None]:
     [
         quiet_stdout,
         quiet_panics,
-        collecting_later,
+        gc_paused,
         lambda: timer_slack(1),
         lambda: pinned(min(os.sched_getaffinity(0))),
     ],

@@ -22,7 +22,7 @@ def test_pages_are_mapped_by_a_thread(tmp_path: Path, monkeypatch: pytest.Monkey
     with (tmp_path / "file").open("rb") as file:
         memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     array = np.frombuffer(memory, np.uint8)[100:]
-    thread = mapped.bring(array)
+    thread = mapped.prefetch(array)
     assert thread is not None
     thread.join()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -38,6 +38,6 @@ def test_nothing_is_brought_where_memory_is_short(
     (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable:   16 kB\n", encoding="ascii")
     monkeypatch.setattr(mapped, "MEMINFO", tmp_path / "meminfo")
     assert mapped.available_bytes() == 16 << 10
-    assert mapped.bring(np.zeros(9 << 10, np.uint8)) is None
+    assert mapped.prefetch(np.zeros(9 << 10, np.uint8)) is None
     monkeypatch.setattr(mapped, "MEMINFO", tmp_path / "none")
     assert mapped.available_bytes() == 0

@@ -13,7 +13,7 @@ from hetero.errors import UserError
 from hetero.placement.planning import locate_profile
 from hetero.profiler import files
 from hetero.terminal import notices
-from hetero.terminal.notices import DAY_S, NO_PROFILE, tell
+from hetero.terminal.notices import DAY_S, NO_PROFILE, notify
 from tests.support.helpers import Command
 
 
@@ -29,15 +29,15 @@ def test_that_there_is_no_profile_is_said_once_a_day(
     stamp: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for _ in range(3):
-        tell(f"{NO_PROFILE}, so …")
-        tell("another")
+        notify(f"{NO_PROFILE}, so …")
+        notify("another")
     assert capsys.readouterr().err.splitlines().count("hetero: another") == 3
-    tell(NO_PROFILE)
+    notify(NO_PROFILE)
     assert capsys.readouterr().err == ""
     now = time.time()
     for at in (now - DAY_S - 60, now + DAY_S):  # long ago, and by a clock that was put back
         os.utime(stamp, (at, at))
-        tell(NO_PROFILE)
+        notify(NO_PROFILE)
         assert capsys.readouterr().err == f"hetero: {NO_PROFILE}\n"
 
 
@@ -46,23 +46,23 @@ def test_where_nothing_can_be_kept_it_is_said_every_time(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(notices, "stamp_path", lambda: tmp_path / "file" / "said")
-    tell(NO_PROFILE)
-    tell(NO_PROFILE)
+    notify(NO_PROFILE)
+    notify(NO_PROFILE)
     assert capsys.readouterr().err.count(NO_PROFILE) == 2
 
 
 def test_notices_can_be_turned_off(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tell(NO_PROFILE)
+    notify(NO_PROFILE)
     assert capsys.readouterr().err
     monkeypatch.setenv(notices.VARIABLE, "off")
-    tell(NO_PROFILE)
-    tell("another")
+    notify(NO_PROFILE)
+    notify("another")
     assert capsys.readouterr().err == ""
     monkeypatch.setenv(notices.VARIABLE, "never")
     with pytest.raises(UserError, match="HETERO_NOTICES is one of daily, always, off, got 'never'"):
-        tell("x")
+        notify("x")
 
 
 def test_quiet_is_an_option(command: Command, own_folders: tuple[Path, Path]) -> None:

@@ -233,6 +233,7 @@ def test_fused_groups_are_compiled_as_the_runtime_asks_for_them(tmp_path: Path) 
     assert (store.counts.compiled, store.counts.rebuilt) == (0, [])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("fused", [(), ("block",)])
 def test_windows_have_graphs_for_the_rows_that_they_keep(tmp_path: Path, fused: Any) -> None:
     """Beside those of layers without one, whose caches are longer."""
@@ -256,6 +257,7 @@ def test_windows_have_graphs_for_the_rows_that_they_keep(tmp_path: Path, fused: 
     assert len(shared.calls) == 14
 
 
+@pytest.mark.full
 def test_a_service_has_graphs_for_caches_that_keep_all(tmp_path: Path) -> None:
     """Of a model whose layers all have windows: no other layer's graphs would do."""
     changes = {"sliding_window": 24, "num_hidden_layers": 1}

@@ -168,7 +168,7 @@ def first_token(
     ):
         context = service.bind("a").new_context(chat=False)
         text = np.random.default_rng(0).integers(10, 1000, tokens - 1).tolist()
-        context._held.tokens = context._log.text.tokens = text
+        context._cached.tokens = context._log.text.tokens = text
         found: dict[str, list[float]] = {"again": [], "restored": []}
         exact: Any = None
         whole = [*text, *range(20, 28)]
@@ -181,7 +181,7 @@ def first_token(
             def run(_: Any) -> Any:
                 yield service._prefill(whole[service._active.cached :])
 
-            for _ in service._working.answering(context._held, whole, run):
+            for _ in service._working.answering(context._cached, whole, run):
                 found["restored" if turn else "again"].append(time.perf_counter() - start_s)
             values = service._active.cache.read(0, tokens - 1)
             assert exact is None or np.array_equal(values, exact), "restored to the bit"

@@ -21,7 +21,7 @@ from hetero.contexts.codec import RAW, ChunkCodec
 from hetero.contexts.eviction import Policy
 from hetero.contexts.load_plan import Rates
 from hetero.contexts.swap_out import SwapOut
-from hetero.contexts.working_set import Held, Switch, WorkingSet
+from hetero.contexts.working_set import CachedText, Switch, WorkingSet
 from hetero.runtime.kv.kv_cache import CacheLayout, KvCache
 from hetero.runtime.kv.layer_gate import LayerGate
 
@@ -119,10 +119,10 @@ class FakeService:
             self.apps[app] = ChunkFiles(self.folder / app, self.codec, self.disk)
         return self.apps[app]
 
-    def held(self, app: str) -> Held:
-        return Held(app, app.encode())
+    def held(self, app: str) -> CachedText:
+        return CachedText(app, app.encode())
 
-    def call(self, held: Held, tokens: Sequence[int], answer: Sequence[int] = ()) -> Switch:
+    def call(self, held: CachedText, tokens: Sequence[int], answer: Sequence[int] = ()) -> Switch:
         """A prompt (the whole text with it) and an answer."""
         switches: list[Switch] = []
 

@@ -9,14 +9,16 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hetero.contexts.chunks import spans
 from hetero.contexts.codec import CHUNK_TOKENS
-from hetero.contexts.working_set import Held
+from hetero.contexts.working_set import CachedText
 from tests.contexts.fake_service import LONGEST, FakeService
+from tests.support.selection import examples
 
 APPS = st.sampled_from(["a", "b"])
 TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=40)  # few ids: beginnings are often equal
@@ -39,12 +41,12 @@ class Machine(RuleBasedStateMachine):
         chunk = 3 * 2 * 2 * CHUNK_TOKENS * 4 * 4  # a raw one
         self.options |= {"memory": memory * chunk, "disk": disk * chunk}
         self.open()
-        self.texts: dict[Held, list[int]] = {}
+        self.texts: dict[CachedText, list[int]] = {}
 
     def open(self) -> None:
         self.service = FakeService(Path(self.folder.name), **self.options)
 
-    def pick(self, number: int) -> Held:
+    def pick(self, number: int) -> CachedText:
         return list(self.texts)[number % len(self.texts)]
 
     @rule(app=APPS)
@@ -174,10 +176,11 @@ class Machine(RuleBasedStateMachine):
         self.folder.cleanup()
 
 
+@pytest.mark.hypothesis
 def test_any_order_of_operations() -> None:
     machine: Any = Machine
     machine.TestCase.settings = settings(
-        max_examples=60,
+        max_examples=examples(60),
         stateful_step_count=30,
         deadline=None,
         suppress_health_check=list(HealthCheck),

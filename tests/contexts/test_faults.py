@@ -126,7 +126,7 @@ def test_a_disk_that_hangs_is_a_sentence(tmp_path: Path, monkeypatch: pytest.Mon
         for wait in (service.swap.drain, service.swap.close):
             with pytest.raises(UserError, match=r"encoded or written for 0\.05 s"):
                 wait()
-        service.swap.settle(service.active.cache)  # it is encoded
+        service.swap.wait_encoded(service.active.cache)  # it is encoded
         over.set()
         service.swap.wait_s = 30
         with pytest.raises(ValueError, match="zip"):  # of the patch
@@ -349,4 +349,4 @@ def test_the_order_of_ages_survives(llm: LLM, tmp_path: Path) -> None:
         for chunk in service.memory.table:
             chunk.codes = None
         context.call(" And", max_tokens=1)
-        assert min(chunk.used for chunk in context._held.chunks) > last
+        assert min(chunk.used for chunk in context._cached.chunks) > last

@@ -117,7 +117,7 @@ def test_lossy_codes_cost_what_they_are_said_to(llm: LLM, tmp_path: Path, bits: 
     with opened(llm, tmp_path, kv_bits=bits, recompute=False) as service:
         context = service.bind("a").new_context(chat=False)
         context.call(" ".join([*PROMPTS, *PROMPTS]), max_tokens=1)
-        held, active = context._held, service._active
+        held, active = context._cached, service._active
         exact = active.cache.read(0, len(text) // 16 * 16).astype(np.float64)
         evicted(service, disk=True)
         whole = [*context.tokens, 5]
@@ -141,8 +141,8 @@ def test_it_survives_the_process_and_another_app_shares_nothing(llm: LLM, tmp_pa
         assert same.tokens == text
         assert same.last_switch is not None
         assert same.last_switch.reused_tokens == same.last_switch.loaded_tokens == 0
-        roots = {chunk.key for chunk in context._held.chunks}
-        assert not roots & {chunk.key for chunk in same._held.chunks}
+        roots = {chunk.key for chunk in context._cached.chunks}
+        assert not roots & {chunk.key for chunk in same._cached.chunks}
     with opened(llm, tmp_path, recompute=False) as service:
         (again,) = service.bind("notes").contexts()
         assert (again.tokens, again.messages, again.id) == (text, messages, name)
@@ -163,13 +163,13 @@ def test_equal_beginnings_of_an_app_are_one(llm: LLM, tmp_path: Path) -> None:
         assert other.tokens == first.tokens
         assert service.memory.budget.used == used, "nothing is copied"
         other.call(PROMPTS[1], max_tokens=2)
-        shared = set(first._held.chunks) & set(other._held.chunks)
+        shared = set(first._cached.chunks) & set(other._cached.chunks)
         assert shared
         assert all(chunk.refs == 2 for chunk in shared)
         assert len(first.tokens) < len(other.tokens)
         first.delete()
         service.swap.drain()
-        assert all(chunk.refs == 1 for chunk in other._held.chunks)
+        assert all(chunk.refs == 1 for chunk in other._cached.chunks)
         evicted(service, disk=True)
         other.call(PROMPTS[2], max_tokens=2)
 

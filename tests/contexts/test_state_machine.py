@@ -19,6 +19,7 @@ from hetero.runtime.engine import ContextFullError, Engine
 from tests.runtime.models import tiny_model
 from tests.runtime.test_faults import make_engine
 from tests.support.checkpoints import relative_error
+from tests.support.selection import examples
 
 ROOM = 5  # contexts within the budget, with the twin's
 LONGEST = 80  # of `make_engine`
@@ -133,6 +134,7 @@ class Contexts(RuleBasedStateMachine):
         gc.collect()
 
 
+@pytest.mark.hypothesis
 def test_any_order_of_operations(tmp_path: Path) -> None:
     global engine, twin  # noqa: PLW0603, a machine takes no arguments
     folder = tiny_model(tmp_path)
@@ -143,7 +145,7 @@ def test_any_order_of_operations(tmp_path: Path) -> None:
         twin = engine.new_context()
         machine: Any = Contexts
         machine.TestCase.settings = settings(
-            max_examples=20,
+            max_examples=examples(20),
             stateful_step_count=20,
             deadline=None,
             suppress_health_check=list(HealthCheck),

@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.fuzz.targets import TARGETS, Target
+from tests.support.selection import examples
 
 EXAMPLES = 60
 
@@ -32,7 +33,7 @@ def test_the_seeds_are_valid(target: tuple[Target, list[bytes]]) -> None:
 
 
 @settings(
-    max_examples=EXAMPLES,
+    max_examples=examples(EXAMPLES),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
@@ -76,6 +77,7 @@ def test_what_the_fuzzer_found(edit: str, tmp_path: Path) -> None:
     loader(with_tokenizer(edit, loader))
 
 
+@pytest.mark.full
 @pytest.mark.skipif(importlib.util.find_spec("atheris") is None, reason="no atheris wheel here")
 def test_a_short_turn_guided_by_coverage(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.fuzz.worker", "gguf", str(tmp_path), "-runs=100"]

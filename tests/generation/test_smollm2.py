@@ -81,7 +81,14 @@ def assert_greedy(llm: LLM, number: int, atol: float) -> None:
     np.testing.assert_allclose([x.logprob for x in answer], wanted.max(-1), rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize("number", range(len(CHATS) + len(TEXTS)))
+@pytest.mark.sampled
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(x, marks=() if x in (0, *COMPARED) else pytest.mark.full)
+        for x in range(len(CHATS) + len(TEXTS))
+    ],
+)
 def test_greedy_answers_equal_float32(llm: LLM, number: int) -> None:
     """With caches of 16 bits, whose rounding on both devices is worth 0.012 on one prompt."""
     assert_greedy(llm, number, 0.01 if len(llm.plan.devices()) == 1 else 0.02)

@@ -62,7 +62,9 @@ def test_what_a_step_costs_besides_its_launches_is_part_of_every_prediction() ->
             )
             assert without is not None
             assert with_it is not None
-            first_s = profile.sync["gpu"].submit_empty_s if with_it.rests.device == "gpu" else 0.0
+            first_s = (
+                profile.sync["gpu"].submit_empty_s if with_it.non_matmul.device == "gpu" else 0.0
+            )
             assert with_it.seconds - without.seconds == pytest.approx(seconds + first_s)
             assert with_it.options == without.options
 

@@ -77,6 +77,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("command", BRIEFLY)
 def test_a_bench_runs(command: str, rows: Path) -> None:
     name, *options = command.replace("ROWS", str(rows)).split()

@@ -82,6 +82,7 @@ def test_a_model_of_the_childs_own(mode: str) -> None:
     assert done.stderr.count(LOST) == (mode != "npu")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("mode", ["gpu", "hetero", "npu"])
 @pytest.mark.parametrize("child", ["llm.close()", "del llm; import gc; gc.collect()", "pass"])
 def test_a_child_closes_and_ends(mode: str, child: str) -> None:

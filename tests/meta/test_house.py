@@ -47,7 +47,7 @@ LAYERS = (
     ("profiler",),
     ("solver",),
     ("errors",),
-    ("arguments", "collecting", "terminal"),
+    ("arguments", "gc_pause", "sigint", "terminal"),
     ("models",),
     ("runtime",),
     ("placement", "compiling"),
@@ -124,6 +124,7 @@ def test_child_processes_run_no_code_of_the_current_directory() -> None:
                 assert words[0] != "sys.executable" or "'-P'" in words, f"{name}: {words}"
 
 
+@pytest.mark.full
 def test_tests_are_collected_where_packages_of_some_systems_are_missing() -> None:
     """Those that need one are skipped; the others run."""
     missing = ("onnxruntime_qnn", "torch", "transformers", "atheris", "pyopencl")

@@ -49,7 +49,11 @@ def blocks(page: Path) -> Iterator[Block]:
 def commands() -> list[Any]:
     shown = [b for page in PAGES for b in blocks(page) if b.language in SHELL and not b.reason]
     return [
-        pytest.param(part, id=f"{block.page.name}:{block.line + i}")
+        pytest.param(
+            part,
+            id=f"{block.page.name}:{block.line + i}",
+            marks=() if block.page.name == "README.md" else pytest.mark.full,
+        )
         for block in shown
         for i, line in enumerate(block.code.splitlines())
         for part in (x.split("#")[0].strip() for x in line.split("&&"))

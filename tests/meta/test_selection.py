@@ -14,13 +14,11 @@ from tests.support.selection import Level, selected
 def items(name: str, sizes: dict[str, int], *marks: Any) -> list[Any]:
     """Return the tests of a product of parameters."""
     marks_by_name = {mark.name: mark.mark for mark in marks}
-    tables = [pytest.mark.parametrize(key, range(size)).mark for key, size in sizes.items()]
     return [
         SimpleNamespace(
             nodeid=f"tests/a.py::{name}[{at}]",
             callspec=SimpleNamespace(params=dict(zip(sizes, at, strict=True))),
             get_closest_marker=marks_by_name.get,
-            iter_markers=lambda _: iter(tables),
         )
         for at in itertools.product(*map(range, sizes.values()))
     ]
@@ -35,37 +33,27 @@ def values(of: list[Any], together: int) -> set[Any]:
     return set(itertools.chain.from_iterable(each))
 
 
-@pytest.mark.parametrize(
-    "mark", [(), (pytest.mark.sampled(2),), (pytest.mark.sampled(100),), (pytest.mark.pairwise,)]
-)
+@pytest.mark.parametrize("every", [(), (2,), (100,)])
 @pytest.mark.parametrize("sizes", SIZES)
-def test_every_value_is_run(sizes: dict[str, int], mark: tuple[Any, ...]) -> None:
-    given = items("test_x", sizes, *mark)
+def test_every_value_is_run(sizes: dict[str, int], every: tuple[int, ...]) -> None:
+    given = items("test_x", sizes, pytest.mark.sampled(*every))
     default, full = (selected(given, x) for x in (Level.DEFAULT, Level.FULL))
     assert full == [x for x in given if x in full]
     assert default == [x for x in full if x in default]  # in their order
     assert values(default, 1) == values(full, 1) == values(given, 1)
     assert len(default) <= sum(sizes.values())
+    assert len(full) >= len(given) / (*every, 1)[0]
     assert selected(given, Level.EXHAUSTIVE) == given
-    if mark == (pytest.mark.pairwise,):
-        assert values(full, 2) == values(given, 2)
-    if not mark:
-        assert full == given
 
 
-def test_a_table_keeps_its_rows() -> None:
-    rows = [(1, True), (1, False), (2, True)]
-    table = pytest.mark.parametrize(("a", "b"), rows).mark
-    given: list[Any] = [
-        SimpleNamespace(
-            nodeid=f"test_x[{at}]",
-            callspec=SimpleNamespace(params={"a": at[0], "b": at[1]}),
-            get_closest_marker={}.get,
-            iter_markers=lambda _: iter([table]),
-        )
-        for at in rows
-    ]
-    assert selected(given, Level.DEFAULT) == given
+@pytest.mark.parametrize("sizes", SIZES)
+def test_every_pair_of_values_is_run(sizes: dict[str, int]) -> None:
+    given = items("test_x", sizes, pytest.mark.pairwise)
+    kept = selected(given, Level.DEFAULT)
+    assert kept == selected(given, Level.FULL) == [x for x in given if x in kept]
+    assert values(kept, 2) == values(given, 2)
+    if len(sizes) > 2:
+        assert 2 * len(kept) <= len(given) + 1
 
 
 @pytest.mark.parametrize("level", [Level.FULL, Level.EXHAUSTIVE])

@@ -75,6 +75,7 @@ def test_a_process_that_fails_is_an_error(
         measure_every_core((WeightFormat.W4A8,))
 
 
+@pytest.mark.full
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 def test_measured_here() -> None:
     with open_device("opencl") as device:

@@ -78,7 +78,7 @@ MATMULS: Final[Mapping[str, Variant]] = {
     "means": Variant(means=False),
 }
 OTHERS: Final[Mapping[str, Fitting]] = {
-    "few tokens apart": Fitting(few_apart=False),
+    "few tokens apart": Fitting(few_separate=False),
     "own weight": Fitting(own_weight=1.0),
 }
 

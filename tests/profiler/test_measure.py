@@ -470,7 +470,7 @@ def test_a_mixed_weight_has_the_parts_of_a_usual_file(n: int, k: int) -> None:
 
 def test_a_weight_larger_than_the_pool_is_not_timed_behind_itself() -> None:
     clock = ManualClock()
-    policy = TimingPolicy(most_cold_bytes=1 << 24)
+    policy = TimingPolicy(max_cold_bytes=1 << 24)
     workload = Workload(devices(clock), clock=clock, policy=policy)
     small, large = (workload.runner(Task("gpu", W4, "plain", 1, n, 2048)) for n in (1024, 32768))
     for runner in (small, large):

@@ -16,7 +16,7 @@ from hetero.measuring.profiling import LEAST_BUDGET_S, lock_path
 from hetero.profiler.cost import CostModel
 from hetero.profiler.errors import ProfileError
 from hetero.profiler.pages import COLORS
-from hetero.profiler.quality import MOST_ERROR, grade
+from hetero.profiler.quality import MAX_ERROR, grade
 from hetero.profiler.records import DeviceProfile
 from hetero.profiler.report import to_html
 from hetero.profiler.session import profile_devices
@@ -59,8 +59,8 @@ def test_who_is_faster_is_what_the_profile_measured(host: DeviceProfile) -> None
 
 
 def test_a_profile_that_predicts_badly_is_bad(host: DeviceProfile) -> None:
-    assert grade(with_error(host, 0.9 * MOST_ERROR)).good
-    assert grade(with_error(host, 1.1 * MOST_ERROR)).problems == (
+    assert grade(with_error(host, 0.9 * MAX_ERROR)).good
+    assert grade(with_error(host, 1.1 * MAX_ERROR)).problems == (
         "NPU prefill is predicted with a mean error of 33%",
     )
     gpu = tuple(p for p in host.predictors if p.device == "gpu")
@@ -114,7 +114,7 @@ def test_a_finished_profile_is_not_measured_again_by_resume(
     assert (done.returncode, done.stdout.strip()) == (1, str(out))
     assert "this profile is bad" in done.stderr
     found = json.loads(command("profile", "--resume", "--out", str(out), "--json").stdout)
-    assert (found["good"], found["quality"][-1][:4]) == (False, "Bad:")
+    assert (found["good"], found["verdict"][-1][:4]) == (False, "Bad:")
 
 
 class Texts(HTMLParser):

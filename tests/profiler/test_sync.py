@@ -89,12 +89,12 @@ def test_what_a_launch_saves_in_a_chain(monkeypatch: pytest.MonkeyPatch, how: st
     call.fusible = True
     monkeypatch.setattr(sync, "_call", lambda device, width: call)
 
-    def chain(runs: Any) -> list[InChain] | None:
+    def fuse(runs: Any) -> list[InChain] | None:
         if how == "fails":
             raise KernelBuildError(
                 "opencl", "building fused_launch.cl", "the driver's compiler hung"
             )
         return [InChain(call, len(run)) for run in runs] if how == "chains" else None
 
-    found = sync._fused(SimpleNamespace(chain=chain), clock, 18, sync.DEFAULT)  # type: ignore[arg-type]
+    found = sync._fused(SimpleNamespace(fuse=fuse), clock, 18, sync.DEFAULT)  # type: ignore[arg-type]
     assert found == (pytest.approx(SAVED_S, rel=1e-6) if how == "chains" else None)

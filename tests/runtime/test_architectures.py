@@ -64,6 +64,7 @@ def run(engine: Engine) -> list[Any]:
     return found + [engine.decode(context, token).copy() for token in TOKENS[-3:]]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("strategy", "rest"), [("hybrid-cut", "gpu"), ("row-cut", "npu")])
 def test_a_cut_model_gives_the_same_logits(name: str, strategy: str, rest: str) -> None:
     """And launches every node of its graph in order."""
@@ -88,6 +89,7 @@ def test_a_cut_model_gives_the_same_logits(name: str, strategy: str, rest: str) 
         assert [x for x in launched if not x.endswith(" flag")] == nodes
 
 
+@pytest.mark.full
 def test_the_command_lines_way_needs_nothing_else(name: str) -> None:
     """`hetero generate random:NAME --device hetero`, on the profile that there is."""
     with LLM(name, device="hetero", max_seq_len=LENGTH) as llm:
@@ -96,6 +98,7 @@ def test_the_command_lines_way_needs_nothing_else(name: str) -> None:
         assert llm.choice.plan is not None, llm.choice.reason
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("profile", shipped_names())
 def test_a_plan_is_found_on_every_shipped_profile(name: str, profile: str) -> None:
     """Both devices work in every prompt, were it in attention's heads alone."""

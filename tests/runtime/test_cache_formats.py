@@ -23,6 +23,7 @@ def opened(mode: str, kv: str, gpu: str = "opencl") -> LLM:
     return LLM("demo", device=mode, gpu=gpu, kv=kv)  # type: ignore[arg-type]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kv", NARROW)
 @pytest.mark.parametrize("mode", MODES)
 def test_logits_are_those_of_floats_but_for_the_rounding(mode: str, kv: str) -> None:
@@ -36,6 +37,7 @@ def test_logits_are_those_of_floats_but_for_the_rounding(mode: str, kv: str) -> 
         ).text  # fmt: skip
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kv", NARROW)
 @pytest.mark.parametrize("mode", MODES)
 def test_devices_agree_with_the_reference(mode: str, kv: str) -> None:

@@ -43,10 +43,12 @@ CRITICAL = (
 )
 OTHERS = 60  # instructions of other files that the gate tries
 LIMIT_S = 30
-EXHAUSTIVE = pytest.mark.exhaustive
+FULL, EXHAUSTIVE = pytest.mark.full, pytest.mark.exhaustive
 
 
-@pytest.fixture(scope="module", params=["gpu", "npu", "hetero"])
+@pytest.fixture(
+    scope="module", params=[pytest.param(x, marks=FULL) for x in ("gpu", "npu")] + ["hetero"]
+)
 def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
     if request.param != "npu" and importlib.util.find_spec("pyopencl") is None:
         pytest.skip("no OpenCL here")

@@ -80,6 +80,7 @@ def traced(engine: Engine, path: Path, tokens: int) -> tuple[int, ...]:
     return tuple(tokens for e in ordered for tokens in e["args"]["chunks"])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("tokens", [1, 40, 511, 512, 513, 1300, 4500, CONTEXT - 1])
 def test_the_engine_runs_exactly_the_calls_that_the_plan_names(
     llm: LLM, tmp_path: Path, tokens: int
@@ -103,6 +104,7 @@ def test_a_long_prompt_on_both_devices_is_planned(checkpoint: tuple[str, Any]) -
         assert set(llm.context.work.devices) == {"gpu", "npu"}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("tokens", [600, 1300])
 def test_numbers_of_long_prompts_match_transformers(
     checkpoint: tuple[str, Any], llm: LLM, tokens: int
@@ -120,6 +122,7 @@ def test_numbers_of_long_prompts_match_transformers(
     assert relative_error(np.stack(found), expected[tokens - 1 :]) <= 3e-3
 
 
+@pytest.mark.full
 def test_numbers_at_the_end_of_a_long_context_are_those_of_one_device(
     checkpoint: tuple[str, Any], llm: LLM
 ) -> None:

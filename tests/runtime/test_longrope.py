@@ -51,6 +51,7 @@ def as_gguf(folder: Path, target: Path) -> Path:
     return target / "m.gguf"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("device", ["gpu", "npu"])
 @pytest.mark.parametrize("gguf", [False, True], ids=["directory", "gguf"])
 @pytest.mark.parametrize(("context", "length"), [(ORIGINAL, ORIGINAL), (512, 200), (65, 65)])
@@ -75,6 +76,7 @@ def test_a_long_context_is_long_from_its_first_token_on(reference: Any) -> None:
     assert relative_error(whole, reference_logits(model, TOKENS[:100])) < 2e-5
 
 
+@pytest.mark.full
 def test_what_is_kept_of_a_short_context_is_not_taken_for_a_long_one(
     reference: Any, tmp_path: Path
 ) -> None:

@@ -36,7 +36,23 @@ EVERY_FORMAT = ("llama3-rope", "qwen2-biases")
 OTHERS = {("gpu", "f32"), ("npu", "f32"), ("hetero", "f32"), ("hetero", "w4a16")}
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: case.name)
+def product(*formats: str) -> list[Any]:
+    """Return the parameter sets (checkpoint, (device, format)), those of OTHERS for most cases."""
+    return [
+        pytest.param(
+            case,
+            (device, weights),
+            id=f"{case.name}-{device}-{weights}",
+            marks=() if checked else pytest.mark.exhaustive,
+        )
+        for case in CASES
+        for device in ("gpu", "npu", "hetero")
+        for weights in formats
+        for checked in [case.name in EVERY_FORMAT or (device, weights) in OTHERS]
+    ]
+
+
+@pytest.fixture(scope="module")
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Any:
     case: Case = request.param
     found: dict[Any, Any] = {"name": case.name}
@@ -46,15 +62,15 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Any:
     return found
 
 
-@pytest.mark.parametrize("weights", TOLERANCE)
-@pytest.mark.parametrize("device", ["gpu", "npu", "hetero"])
+@pytest.mark.sampled
+@pytest.mark.parametrize(("checkpoint", "way"), product(*TOLERANCE), indirect=["checkpoint"])
 def test_logits_match_transformers(
-    checkpoint: Any, device: Any, weights: str, request: pytest.FixtureRequest
+    checkpoint: Any, way: Any, request: pytest.FixtureRequest
 ) -> None:
+    device, weights = way
     # int8 activations lose 0.7 % per matmul in any implementation, which three blocks that outweigh
     # the embeddings make 2 to 5 %: they are held to floats at the default spread, and below to
     # exact integers.
-    skip_unless_checked(checkpoint["name"], device, weights)
     if weights != "f32":
         request.getfixturevalue("no_chains")
     folder, model = checkpoint[DEFAULT if weights == "w4a8" else HARD]
@@ -74,12 +90,12 @@ def test_logits_match_transformers(
             model.load_state_dict(original)
 
 
-@pytest.mark.parametrize("device", ["gpu", "npu", "hetero"])
-def test_int8_activations_are_exact(checkpoint: Any, device: Any) -> None:
+@pytest.mark.sampled
+@pytest.mark.parametrize(("checkpoint", "way"), product("w4a8"), indirect=["checkpoint"])
+def test_int8_activations_are_exact(checkpoint: Any, way: Any) -> None:
     # As near to the definition of w4a8 as float32 is to floats, where no rounding hangs by a bit.
-    skip_unless_checked(checkpoint["name"], device, "w4a8")
     folder, model = checkpoint[HARD]
-    with LLM(str(folder), device=device, weights="w4a8", kv="f32") as llm:
+    with LLM(str(folder), device=way[0], weights="w4a8", kv="f32") as llm:
         if "calm" not in checkpoint:
             checkpoint["calm"] = exact_logits(model, llm)
         tokens, expected = checkpoint["calm"]
@@ -129,11 +145,6 @@ def exact_logits(model: Any, llm: LLM) -> tuple[list[int], Any]:
 
 def checked_whole(name: str) -> bool:
     return name in EVERY_FORMAT or exhaustive()
-
-
-def skip_unless_checked(name: str, device: str, weights: str) -> None:
-    if not checked_whole(name) and (device, weights) not in OTHERS:
-        pytest.skip("this format is checked with other architectures")
 
 
 def check_both_phases(

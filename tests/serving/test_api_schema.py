@@ -9,11 +9,12 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.serving.servers import KEYS, Server
+from tests.support.selection import examples
 
 schemathesis = pytest.importorskip("schemathesis")
 HEADERS = {"Authorization": f"Bearer {KEYS['mail']}"}
 EXAMPLES = settings(
-    max_examples=12,
+    max_examples=examples(12),
     deadline=None,
     database=None,
     derandomize=True,
@@ -21,6 +22,7 @@ EXAMPLES = settings(
 )
 
 
+@pytest.mark.hypothesis
 def test_random_requests_are_answered_or_refused_in_shape(server: Server) -> None:
     document = httpx.get(f"{server.url}/openapi.json", headers=HEADERS).json()
     schema = schemathesis.openapi.from_dict(document)

@@ -123,7 +123,7 @@ def test_a_parallel_block_has_nothing_between_o_and_gate_up() -> None:
     assert behind["o"] == []
     assert behind["down"] == ["Add", "LayerNorm+add"]
     serial = Planner(model_spec("llama-3.2-1b"), DeviceProfile.load("host"))
-    assert list(serial.solve(Scenario("prefill", 256)).rests.behind) == [
+    assert list(serial.solve(Scenario("prefill", 256)).non_matmul.behind) == [
         "qkv", "o", "gate_up", "down",
     ]  # fmt: skip
 

@@ -14,7 +14,7 @@ from hetero.backends.formats import WeightFormat
 from hetero.backends.protocol import DeviceKind
 from hetero.models import model_spec
 from hetero.profiler.cost import CostModel
-from hetero.profiler.records import LEAST_SAMPLES, DeviceProfile, Phase, ReferencePoint
+from hetero.profiler.records import MIN_SAMPLES, DeviceProfile, Phase, ReferencePoint
 from hetero.profiler.stats import SMOOTHED_S, drift
 from hetero.solver.chooser import Chooser, Rules
 from hetero.solver.host_queue import HostCutTimes, later, longer
@@ -120,7 +120,7 @@ def test_a_measured_profile_says_how_much_its_kernels_vary() -> None:
         row.spread
         for row in profile.matmuls
         if (row.device, row.phase, row.weight_format) == ("npu", "prefill", W4A8)
-        and row.samples >= LEAST_SAMPLES
+        and row.samples >= MIN_SAMPLES
     ]
     assert cost.spread("npu", "prefill", W4A8) > np.median(rows) > 0
     for spread, drifts in ((0.0, 0.0), (0.05, 0.0), (0.0, 0.08), (0.06, 0.08)):

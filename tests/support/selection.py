@@ -1,14 +1,15 @@
 """Select the tests that run.
 
-- `pytest` runs each behaviour once: every value of every parameter of a test, in as few of its
-  parameter sets as have them all, and fewer random examples. It ends within five minutes.
-- `pytest --full` also runs the other parameter sets and the tests marked `full`.
-- `pytest --exhaustive` also runs what takes hours: the rest of the products marked `pairwise` and
-  `sampled(n)`, the tests marked `exhaustive`, and thousands of random examples.
+- `pytest` runs each behaviour once and ends within five minutes.
+- `pytest --full` runs all that the gate runs: the tests marked `full`, more parameter sets of those
+  marked `sampled`, more random examples.
+- `pytest --exhaustive` also runs what takes hours: the tests marked `exhaustive`, every parameter
+  set, thousands of random examples.
 
-`--full` keeps of a test marked `pairwise` a few parameter sets such that any two values of two
-parameters meet in one of them, and of one marked `sampled(n)` one set in n and every value. Which
-sets are kept is the same in every run. A test that is named by its id always runs.
+Of the parameter sets of a test marked `sampled(n)`, the default runs as few as have every value of
+every parameter, and `--full` one in n (all, without n). Of one marked `pairwise`, both run a few
+such that any two values of two parameters meet in one of them. Which sets run is the same each
+time. A test that is named by its id always runs.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import itertools
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Hashable
 from enum import IntEnum
 from typing import Any, Final, TypeAlias
 
@@ -51,8 +52,8 @@ def configure(config: pytest.Config) -> None:
     for line in (
         "full: runs with `--full` only",
         "exhaustive: runs with `--exhaustive` only",
-        "pairwise: `--full` runs every pair of values, `--exhaustive` all sets",
-        "sampled(n): `--full` runs one in n of the parameter sets, `--exhaustive` all",
+        "pairwise: runs every pair of values, `--exhaustive` all sets",
+        "sampled(n): runs every value, `--full` one in n of the parameter sets, `--exhaustive` all",
     ):
         config.addinivalue_line("markers", line)
 
@@ -91,25 +92,21 @@ def _kept(items: list[pytest.Item], level: Level) -> set[str]:
     """Return the ids of those items of one test that run."""
     if level is Level.EXHAUSTIVE or not items:
         return {item.nodeid for item in items}
-    mark = items[0].get_closest_marker("sampled")
     if items[0].get_closest_marker("pairwise") is not None:
-        kept = _pairs(items)
-    else:
-        kept = _sample(items, 1 if mark is None else mark.args[0], _values)
-    if level is Level.DEFAULT:
-        kept = _sample([item for item in items if item.nodeid in kept], len(kept), _rows)
-    return kept
+        return _pairs(items)
+    mark = items[0].get_closest_marker("sampled")
+    if mark is None:
+        return {item.nodeid for item in items}
+    return _sample(items, len(items) if level is Level.DEFAULT else (*mark.args, 1)[0])
 
 
-def _sample(
-    items: list[pytest.Item], every: int, values_of: Callable[[pytest.Item], Iterable[Hashable]]
-) -> set[str]:
+def _sample(items: list[pytest.Item], every: int) -> set[str]:
     """Return the ids of one in `every` items, and of as many more as bring a value of their own."""
     order = sorted(items, key=_mixed)
     seen: Values = set()
     kept: set[str] = set()
     for item in order:
-        values = set(values_of(item))
+        values = set(_values(item))
         if values - seen:
             seen |= values
             kept.add(item.nodeid)
@@ -142,18 +139,3 @@ def _mixed(item: pytest.Item) -> int:
 def _values(item: pytest.Item) -> list[tuple[str, str]]:
     spec: Any = getattr(item, "callspec", None)
     return [] if spec is None else [(name, repr(at)) for name, at in sorted(spec.params.items())]
-
-
-def _rows(item: pytest.Item) -> list[tuple[str, ...]]:
-    """Return the row of each table of parameters: equal values in two rows are two behaviours."""
-    spec: Any = getattr(item, "callspec", None)
-    if spec is None:
-        return []
-    tables = [_names(mark) for mark in item.iter_markers("parametrize")]
-    single = [[name] for name in sorted(set(spec.params).difference(*tables))]
-    return [(*names, *(repr(spec.params[name]) for name in names)) for names in [*tables, *single]]
-
-
-def _names(mark: pytest.Mark) -> list[str]:
-    names = mark.args[0] if mark.args else mark.kwargs["argnames"]
-    return [x.strip() for x in names.split(",")] if isinstance(names, str) else list(names)

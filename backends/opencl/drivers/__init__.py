@@ -12,10 +12,10 @@ DRIVERS: tuple[Driver, ...] = (Pocl(), IntelCpu(), VENDOR)
 
 
 def driver_of_library(library: str) -> Driver:
-    """Whose library a file name is; the vendors' common driver where nobody knows it."""
+    """Return the driver of a library's file name; unknown ones are the vendors'."""
     return next((d for d in DRIVERS if d.owns_library(library)), VENDOR)
 
 
 def driver_of_platform(platform_name: str) -> Driver:
-    """Whose platform a name is."""
+    """Return whose platform a name is."""
     return next((d for d in DRIVERS if d.owns_platform(platform_name)), VENDOR)

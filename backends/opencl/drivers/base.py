@@ -12,7 +12,7 @@ from hetero.backends.opencl.self_test.store import KernelStore
 
 
 class Driver(ABC):
-    """One implementation. Stateless; everything here is asked in the process that loads it.
+    """One implementation. Stateless; everything here is called in the process that loads it.
 
     name            what `--gpu opencl:NAME` takes
     computes_on_cpu its devices are this host's cores: levels, pinning and worker counts apply
@@ -28,33 +28,37 @@ class Driver(ABC):
 
     @abstractmethod
     def owns_library(self, library: str) -> bool:
-        """Whether a library's path or name is this implementation's."""
+        """Return whether a library's path or name is this implementation's."""
 
     @abstractmethod
     def owns_platform(self, platform_name: str) -> bool:
-        """Whether `CL_PLATFORM_NAME` is this implementation's."""
+        """Return whether `CL_PLATFORM_NAME` is this implementation's."""
 
     def levels(self) -> tuple[Level, ...]:
         """Levels to try on this machine, the best first."""
         return processor_levels() if self.computes_on_cpu else (GENERIC,)
 
     def environment(self, *, workers: int, level: Level, folder: Path) -> Mapping[str, str]:
-        """Variables that it reads when it is loaded or its device is first asked for; the user's
-        own values win. `workers` threads compute; `folder` is this process's own.
+        """Variables that it reads when it is loaded or its device is first asked for.
+
+        The user's own values win. `workers` threads compute; `folder` is this process's own.
         """
         del workers, level, folder
         return {}
 
     def library(self, path: str, level: Level, folder: Path, store: KernelStore) -> str:
-        """What to load so that `path` works at a level; may make links in `folder`, and keep in the
-        level's store what takes time to make.
+        """Return what to load so that `path` works at a level.
+
+        May make links in `folder`, and keep in the level's store what takes time to make.
         """
         del level, folder, store
         return path
 
     def revision(self) -> str:
-        """Another one where what `library` makes lets programs compile to something else, or be
-        found under another name: then nothing that was kept is of use.
+        """Return the revision of what `library` makes.
+
+        Another one where programs compile to something else, or are under another name: then no
+        cached kernel is valid.
         """
         return ""
 
@@ -63,4 +67,4 @@ class Driver(ABC):
 
     @abstractmethod
     def family(self, level: Level, device_name: str) -> str:
-        """The tuning record (`tuning.FAMILIES`) of its kernels at a level."""
+        """Return the tuning record (`tuning.FAMILIES`) of its kernels at a level."""

@@ -1,10 +1,10 @@
-"""Which OpenCL drivers are installed: their libraries, found without loading any.
+"""The OpenCL drivers that are installed: their libraries, listed without loading any.
 
-pyopencl's loader (ocl-icd) loads the drivers of one vendor folder, and the PoCL that pip put beside
-pyopencl. pip's packages cannot write to the system's folder, and what Intel's package brings has a
-placeholder for a path; so hetero lists all of them itself, tries each in a child process, and gives
-the loader a folder of its own with those that passed (`loader`). Where the loader is another one
-(Windows, macOS) all drivers are one candidate: whatever the system's loader brings.
+pyopencl's loader (ocl-icd) loads the drivers of one vendor folder, and the PoCL that pip put next
+to pyopencl. pip's packages cannot write to the system's folder, and what Intel's package brings has
+a placeholder for a path; so hetero lists all of them itself, tries each in a child process, and
+gives the loader a folder of its own with those that passed (`loader`). Where the loader is another
+one (Windows, macOS) all drivers are one candidate: whatever the system's loader brings.
 """
 
 from __future__ import annotations
@@ -37,8 +37,10 @@ HASHED_BYTES: Final = 1 << 20
 
 @dataclass(frozen=True)
 class Candidate:
-    """A driver's library. `library` is empty where the system's loader decides what is loaded;
-    `origin` says where it was found.
+    """A driver's library.
+
+    `library` is empty where the system's loader decides what is loaded; `origin` says where it was
+    found.
     """
 
     library: str
@@ -57,7 +59,7 @@ class Candidate:
         return next((p for p in (Path(f) / name for f in folders if f) if os.path.exists(p)), None)
 
     def fingerprint(self) -> str:
-        """Changes whenever the library does, or the devices that a GPU's driver could find."""
+        """Return a string that changes with the library, or with a GPU driver's devices."""
         path = self.path
         facts = [self.library, str(path), self.driver.revision()]
         if path is not None:
@@ -74,13 +76,13 @@ def candidates() -> list[Candidate]:
     """Every installed driver: the vendors' first (GPUs), then PoCL, then other CPU drivers."""
     if not sys.platform.startswith("linux"):
         return [Candidate("", VENDOR, "the system's OpenCL loader")]
-    found: dict[str, Candidate] = {}
+    by_file: dict[str, Candidate] = {}
     for library, origin in _libraries():
         candidate = Candidate(library, driver_of_library(library), origin)
         real = str(candidate.path.resolve()) if candidate.path is not None else library
-        found.setdefault(real, candidate)
+        by_file.setdefault(real, candidate)
     order = ("vendor", "pocl", "intel")
-    return sorted(found.values(), key=lambda c: order.index(c.driver.name))
+    return sorted(by_file.values(), key=lambda c: order.index(c.driver.name))
 
 
 def missing_folder() -> str:
@@ -94,7 +96,7 @@ def _named_vendors() -> tuple[str, str] | None:
 
 
 def _libraries() -> Iterator[tuple[str, str]]:
-    """(library, origin): the wheels' first, so that a system's link to one is left out."""
+    """Yield (library, origin): the wheels' first, so that a system's link to one is skipped."""
     named = _named_vendors()
     vendors = SYSTEM_VENDORS if named is None else Path(named[1])
     if missing_folder():
@@ -123,7 +125,7 @@ def _bundled() -> Iterator[tuple[str, str]]:
 
 
 def _first_line(icd: Path) -> str:
-    """The library that an .icd file names; empty for one that cannot be read."""
+    """Return the library that an .icd file names; empty for one that cannot be read."""
     try:
         with icd.open(encoding="utf-8", errors="replace") as file:
             return file.readline(4096).strip()
@@ -133,8 +135,10 @@ def _first_line(icd: Path) -> str:
 
 @cache
 def _sampled(path: Path, size: int, *_times: int) -> str:
-    """Hash of a library's first and last megabyte and of one in the middle: hashing all of a
-    driver's hundred megabytes would take longer than loading it. Once for each state of a file.
+    """Hash of a library's first and last megabyte and of one in the middle.
+
+    Hashing all of a driver's hundred megabytes would take longer than loading it. Once for each
+    state of a file.
     """
     digest = hashlib.sha256()
     with path.open("rb") as file:

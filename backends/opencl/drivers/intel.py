@@ -1,7 +1,7 @@
 """Intel's OpenCL runtime for CPUs (`pip install 'hetero[intel-opencl]'`), on any maker's.
 
 It computes in TBB's threads and, while a thread of ours blocks in a wait, in that one too. Waits
-here poll (`calls`), so one more worker than cores is asked for: the one that never computes.
+here poll (`calls`), so one more worker than cores is requested: the one that never computes.
 It has no macros or intrinsics of the processor in OpenCL C: kernels of a level are compiled without
 them, at the level's vector width.
 """

@@ -23,9 +23,11 @@ X86: Final = frozenset({"x86_64", "AMD64"})
 
 @dataclass(frozen=True)
 class Level:
-    """One level. `flags` are the names of /proc/cpuinfo that it needs: every instruction that
-    LLVM's code generator may emit for `llvm_cpu`, so that a masked flag means the next level down.
-    `library` is the suffix of PoCL's built-in library for it.
+    """One level.
+
+    `flags` are the names of /proc/cpuinfo that it needs: every instruction that LLVM's code
+    generator may emit for `llvm_cpu`, so that a masked flag means the next level down. `library` is
+    the suffix of PoCL's built-in library for it.
     """
 
     name: str
@@ -49,7 +51,7 @@ LEVELS: Final = {level.name: level for level in (*X86_LEVELS, GENERIC)}
 
 
 def find_level(name: str) -> Level:
-    """The level of that name. Raises `DeviceOptionError` with the known ones."""
+    """Return the level of that name. Raises `DeviceOptionError` with the known ones."""
     if name in LEVELS:
         return LEVELS[name]
     near = difflib.get_close_matches(name, LEVELS, n=1)
@@ -69,8 +71,9 @@ def processor_levels(flags: frozenset[str] | None = None) -> tuple[Level, ...]:
 
 
 def chosen_level() -> Level | None:
-    """What HETERO_OPENCL_LEVEL asks for, None where it is not set. Raises `DeviceOptionError` for
-    an unknown level and one above the machine's own.
+    """Return what HETERO_OPENCL_LEVEL asks for, None where it is not set.
+
+    Raises `DeviceOptionError` for an unknown level and one above the machine's own.
     """
     name = os.environ.get(LEVEL_VARIABLE, "").strip()
     if not name:

@@ -1,4 +1,4 @@
-"""Loading OpenCL drivers into this process, once: which, at which level, with how many threads.
+"""Loads OpenCL drivers into this process, once, with a level and a number of threads.
 
 The loader reads its vendor folder and the drivers their environment when platforms are first asked
 for, and never again. So everything is decided before: a vendor folder with the absolute paths of
@@ -45,9 +45,10 @@ class Wanted:
 
 @dataclass
 class Loaded:
-    """What this process has loaded. `workers` are threads by driver, as far as they are known;
-    `asked` is how many were asked for. `users` are open devices with the cores that each wants the
-    threads of its driver on.
+    """The drivers that this process has loaded.
+
+    `workers` are threads by driver, as far as they are known; `asked` is how many were asked for.
+    `users` are open devices with the cores that each wants the threads of its driver on.
     """
 
     platforms: list[cl.Platform]
@@ -68,15 +69,15 @@ class Loaded:
 
     def devices(self, candidate: Candidate) -> list[cl.Device]:
         """Devices of a candidate's driver; of all where the system's loader decides."""
-        found = []
+        devices = []
         for platform in self.platforms:
             if candidate.library and driver_of_platform(platform.name) is not candidate.driver:
                 continue
             try:
-                found += platform.get_devices()
+                devices += platform.get_devices()
             except cl.Error:  # a platform without devices answers with an error
                 continue
-        return found
+        return devices
 
 
 _process: list[Loaded] = []  # at most one: drivers are loaded for as long as the process lives
@@ -84,7 +85,7 @@ _lock = threading.Lock()
 
 
 def loaded() -> Loaded | None:
-    """What was loaded into this process, None if nothing was yet."""
+    """Return what was loaded into this process, None if nothing was yet."""
     return _process[0] if _process else None
 
 
@@ -98,13 +99,15 @@ def load(wanted: Sequence[Wanted], *, workers: int, folder: Path) -> Loaded:
         if not _process:
             with environment(_variables(wanted, workers, folder)):
                 before = tasks()
-                found = Loaded(_platforms(), tuple(wanted), folder, workers)
+                loaded_now = Loaded(_platforms(), tuple(wanted), folder, workers)
                 for one in wanted:
-                    found.devices(one.candidate)
+                    loaded_now.devices(one.candidate)
                     started = tasks() - before
-                    found.workers.setdefault(one.candidate.driver.name, []).extend(sorted(started))
+                    loaded_now.workers.setdefault(one.candidate.driver.name, []).extend(
+                        sorted(started)
+                    )
                     before |= started
-            _process.append(found)
+            _process.append(loaded_now)
         return _process[0]
 
 
@@ -118,12 +121,12 @@ def wanted_workers(*, every_core: bool) -> int:
 
 def _variables(wanted: Sequence[Wanted], workers: int, folder: Path) -> dict[str, str]:
     """Every variable that the loader and the drivers are to find."""
-    found: dict[str, str] = {}
+    variables: dict[str, str] = {}
     vendors = folder / "vendors"
     libraries = []
     for i, one in enumerate(wanted):
         driver = one.candidate.driver
-        found |= driver.environment(workers=workers, level=one.level, folder=folder)
+        variables |= driver.environment(workers=workers, level=one.level, folder=folder)
         if one.candidate.library:
             path = one.candidate.path or one.candidate.library
             libraries.append((i, driver.library(str(path), one.level, folder, one.store)))
@@ -131,14 +134,16 @@ def _variables(wanted: Sequence[Wanted], workers: int, folder: Path) -> dict[str
         vendors.mkdir(exist_ok=True)
         for i, library in libraries:
             (vendors / f"{i}.icd").write_text(library + "\n", encoding="utf-8")
-        found |= {VENDORS: str(vendors), BUNDLED_HOME: str(vendors)}
-    return found
+        variables |= {VENDORS: str(vendors), BUNDLED_HOME: str(vendors)}
+    return variables
 
 
 @contextmanager
 def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set variables inside. The user's own values win, but for what is this process's own: the
-    kernel cache (its files are verified by `store`) and which drivers are loaded.
+    """Set variables inside.
+
+    The user's own values win, but for what is this process's own: the kernel cache (its files are
+    verified by `store`) and which drivers are loaded.
     """
     ours = {k: v for k, v in variables.items() if k not in os.environ or k in OURS}
     before = {name: os.environ.get(name) for name in ours}
@@ -156,9 +161,9 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
 def _platforms() -> list[cl.Platform]:
     """Every platform once: a driver that two vendor files name appears twice."""
     try:
-        found = {platform.int_ptr: platform for platform in cl.get_platforms()}
+        by_pointer = {platform.int_ptr: platform for platform in cl.get_platforms()}
     except cl.Error as error:
         raise DeviceUnavailableError(
             BACKEND, "looking for OpenCL platforms", code_name(error.code)
         ) from error
-    return list(found.values())
+    return list(by_pointer.values())

@@ -1,7 +1,7 @@
 """PoCL: OpenCL on this host's cores. The one of the package index is 3.0 with LLVM 14.
 
 Its compiler's target is a name in the device's record (`pocl_repair`); its built-in library is the
-file that its own look at the processor picks from the folder beside it, so the library is loaded
+file that its own look at the processor picks from the folder next to it, so the library is loaded
 through a folder of links in which every pick is the level's file.
 """
 
@@ -56,8 +56,10 @@ class Pocl(Driver):
         return {WORKERS: str(workers), CACHE: str(folder / "pocl"), **target}
 
     def library(self, path: str, level: Level, folder: Path, store: KernelStore) -> str:
-        """See `Driver.library`: of a wheel's PoCL a folder of links (a driver of a system finds its
-        files where it was installed), in which the compiler's headers are shorter.
+        """See `Driver.library`.
+
+        Of a wheel's PoCL a folder of links (a driver of a system finds its files where it was
+        installed), in which the compiler's headers are shorter.
         """
         real = Path(path)
         data = real.parent / DATA
@@ -81,8 +83,9 @@ class Pocl(Driver):
         return str(linked)
 
     def revision(self) -> str:
-        """See `Driver.revision`: the short header is part of every program, and follows from the
-        kernels.
+        """See `Driver.revision`.
+
+        The short header is part of every program, and follows from the kernels.
         """
         return f"{pocl_headers.REVISION} {sources_digest()}"
 

@@ -1,10 +1,9 @@
-"""The declarations of OpenCL's functions that PoCL's compiler reads, without those that no kernel
-here names.
+"""The declarations of OpenCL's functions for PoCL's compiler, as few as kernels here name.
 
 PoCL looks a program up in its cache by its preprocessed text, and that has all of Clang's
 `opencl-c.h` in it: 18 552 lines, 25 of the 30 ms that a program takes at every start though its
 kernels are compiled, and most of what compiling one takes at first. What is declared makes no code.
-A kernel that names a function which is left out does not compile: its self-test says so. Programs
+A kernel that names an omitted function does not compile: its self-test says so. Programs
 of others in the same process, which do not define `OURS`, find all functions.
 """
 
@@ -29,8 +28,9 @@ _NOTHING: Final = re.compile(r"^#if[^\n]*\n(?:#el[^\n]*\n)*#endif[^\n]*\n", re.M
 
 
 def make_headers(folder: Path, target: Path, store: KernelStore) -> None:
-    """Make `target` what PoCL's folder of headers is, with the short header, which is kept in a
-    store. Nothing is done where that is there: children use their parent's.
+    """Make `target` a copy of PoCL's folder of headers, with the short header.
+
+    The header is kept in a store. Nothing is done where it is there: children use their parent's.
     """
     if (target / HEADER).exists():
         return
@@ -42,24 +42,26 @@ def make_headers(folder: Path, target: Path, store: KernelStore) -> None:
     states = [(path.name, (x := path.stat()).st_size, x.st_mtime_ns) for path in paths]
     facts = "\0".join([REVISION, str(folder.resolve()), str(states), sources_digest()])
     entry = hashlib.sha256(facts.encode()).hexdigest()
-    found = (store.get(entry) or {}).get(HEADER)
-    if found is None:
+    header = (store.get(entry) or {}).get(HEADER)
+    if header is None:
         others = (x.read_text("utf-8") for x in paths if x.name not in (HEADER, _RENAMES))
         code = _COMMENT.sub("", "\n".join([*others, *all_sources().values()]))
         words = frozenset(re.findall(r"\w+", code))
         named, rest = short((folder / HEADER).read_text("utf-8"), words), folder.resolve() / HEADER
-        found = f'#ifdef {OURS}\n{named}#else\n#include "{rest}"\n#endif\n'.encode()
-        store.put(entry, {HEADER: found})
+        header = f'#ifdef {OURS}\n{named}#else\n#include "{rest}"\n#endif\n'.encode()
+        store.put(entry, {HEADER: header})
     try:
-        (target / HEADER).write_bytes(found)
+        (target / HEADER).write_bytes(header)
     except OSError:  # no room, or a limit of sizes: the whole header takes longer to read
         (target / HEADER).unlink(missing_ok=True)
         (target / HEADER).symlink_to(folder.resolve() / HEADER)
 
 
 def short(text: str, words: frozenset[str]) -> str:
-    """A header without the declarations of functions that are not among the words, whole or on both
-    sides of a number, which macros of kernels put there (`convert_float16`, `vstore_half4_rte`).
+    """Return a header without the declarations of functions that are not among the words.
+
+    Whole or on both sides of a number, which macros of kernels put there (`convert_float16`,
+    `vstore_half4_rte`).
     """
     kept = "".join(
         f"{statement}\n" for statement in _statements(_COMMENT.sub("", text))

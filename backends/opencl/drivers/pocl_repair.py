@@ -34,19 +34,23 @@ _strings: list[ctypes.Array[ctypes.c_char]] = []  # PoCL keeps the pointers as l
 
 
 def applies(platform_version: str) -> bool:
-    """Whether a PoCL takes its compiler's target from the struct alone (before 5.0)."""
+    """Return whether a PoCL takes its compiler's target from the struct alone (before 5.0)."""
     return re.search(r"PoCL 3\.", platform_version) is not None
 
 
 def target_triple(device_version: str) -> str:
-    """The compiler's target that a device reports, `x86_64-unknown-linux-gnu`; empty if none."""
-    found = REPORTED.search(device_version)
-    return found["triple"] if found else ""
+    """Return the compiler's target that a device reports, `x86_64-unknown-linux-gnu`.
+
+    Empty if none.
+    """
+    match = REPORTED.search(device_version)
+    return match["triple"] if match else ""
 
 
 def repair(device_struct: int, triple: str, cpu_name: str) -> str | None:
-    """Point the struct's `llvm_cpu` at `cpu_name`; the name that was there, None if the field was
-    not found.
+    """Point the struct's `llvm_cpu` at `cpu_name`.
+
+    Returns the name that was there, None if the field is not there.
     """
     offset = find_field(device_struct, triple.encode() + b"\0")
     if offset is None:
@@ -61,7 +65,7 @@ def repair(device_struct: int, triple: str, cpu_name: str) -> str | None:
 
 
 def find_field(device_struct: int, triple: bytes) -> int | None:
-    """Offset of the pointer to a CPU name right behind the first pointer to `triple`."""
+    """Return the offset of the pointer to a CPU name right after the first pointer to `triple`."""
     try:
         memory = open("/proc/self/mem", "rb", buffering=0)  # noqa: SIM115
     except OSError:  # hardened containers

@@ -1,4 +1,4 @@
-"""The threads that a driver computes in on this host's cores: counted, and held to cores."""
+"""The threads that a driver computes in on this host's cores: counted, and pinned to cores."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ TASKS = Path("/proc/self/task")
 
 
 def tasks() -> set[int]:
-    """Threads of this process; empty where the system does not tell."""
+    """Return threads of this process; empty where the system does not list them."""
     return {int(task.name) for task in TASKS.iterdir()} if TASKS.exists() else set()
 
 
 def native_tasks() -> set[int]:
-    """Those that Python did not start."""
+    """Return the threads that Python did not start."""
     return tasks() - {thread.native_id for thread in threading.enumerate() if thread.native_id}
 
 

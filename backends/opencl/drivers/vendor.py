@@ -14,7 +14,7 @@ class Vendor(Driver):
     name = "vendor"
 
     def owns_library(self, library: str) -> bool:
-        """See `Driver.owns_library`: what nobody else owns."""
+        """See `Driver.owns_library`: any library that no other driver owns."""
         del library
         return True
 

@@ -5,7 +5,7 @@
 //
 // `entries` [count][ENTRY]: which kernel, its groups in dimension 0 and in all, whether it waits, its
 // arguments, as 64-bit words. `state`, a line of words each: work-groups that left, then for each entry
-// its claimed and done groups; zero before and after. `run_group` and the macros are from fused_launch.py,
+// its claimed and done groups; zero before and after. `run_group` and the macros are from megakernel.py,
 // RELEASE and ACQUIRE from fences.cl: what a group wrote is visible to all that saw it counted as done.
 
 // A thread that claimed a group may have lost the core to another process. One that waits for longer

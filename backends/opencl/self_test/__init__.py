@@ -1,4 +1,4 @@
-"""Proof before use: native code of a driver runs in a child process first, and compiles only there.
+"""Self-tests: a driver's native code runs in a child process first, and compiles only there.
 
 `runner` tries drivers and levels, `cases` is what it runs, `results` what it found; `supervisor` is
 the parent's side and `worker` the child's; `compiler` brings programs from the `store` or from a

@@ -1,4 +1,4 @@
-"""What a self-test runs: every family of kernels once, on random data, against the numpy twin.
+"""The cases of a self-test: every family of kernels once, on random data, against numpy.
 
 A family is one kernel source with one set of features: matmuls of each weight format for one token,
 a few and many; attention by rows and by tiles; norms, rotations, activations, sums, look-ups, and
@@ -37,8 +37,10 @@ class WrongResultError(Exception):
 
 @dataclass(frozen=True)
 class Case:
-    """An operation at some token counts. `tolerance` is the largest difference from the twin, as a
-    part of the twin's largest value: a kernel that is right differs by a hundredth of it.
+    """An operation at some token counts.
+
+    `tolerance` is the largest difference from the twin, as a part of the twin's largest value: a
+    kernel that is right differs by a hundredth of it.
     """
 
     op: Op
@@ -47,7 +49,7 @@ class Case:
 
 
 def cases() -> Iterator[Case]:
-    """Every family; those that compile fast come first, so that a fault shows soon."""
+    """Return every family; fast compiling ones come first, so that a fault shows soon."""
     # Programs that name a shape take the demo model's, which then loads what is compiled here.
     attention = ops.Attention(heads=8, kv_heads=4, head_dim=32, capacity=1024, kv=CacheFormat.F16)
     yield Case(ops.Add(d=101), (9,))
@@ -77,8 +79,9 @@ def cases() -> Iterator[Case]:
 
 
 def try_cases(device: OpenCLDevice, part: int = 0, of: int = 1) -> Iterator[tuple[int, int]]:
-    """Run every `of`-th case from `part` on; (done, of how many) after each. The last part also
-    tries the flag and the gate. Raises `WrongResultError` or `DeviceError`.
+    """Run every `of`-th case from `part` on; yield (done, of how many) after each.
+
+    The last part also tries the flag and the signal. Raises `WrongResultError` or `DeviceError`.
     """
     listed = list(cases())[part::of]
     random = np.random.default_rng(SEED)
@@ -110,32 +113,32 @@ def _try(device: OpenCLDevice, case: Case, random: np.random.Generator) -> None:
 
 def random_weights(op: Op, random: np.random.Generator) -> dict[str, WeightValue]:
     """Weights of an operation."""
-    found: dict[str, WeightValue] = {}
+    weights_of: dict[str, WeightValue] = {}
     for name in weight_names(op):
         match op:
             case ops.MatMul() | ops.Embed() if name == "weight":
                 n, k = (op.n, op.k) if isinstance(op, ops.MatMul) else (op.vocab, op.d)
                 values = random.standard_normal((n, k), dtype=np.float32)
-                found[name] = pack(values, op.weight_format.storage)
+                weights_of[name] = pack(values, op.weight_format.storage)
             case ops.Outliers():
-                found[name] = outlier_weight(op, name, random)
+                weights_of[name] = outlier_weight(op, name, random)
             case ops.MatMul() if name == "x_scale":
-                found[name] = np.full(1, random.uniform(0.02, 0.04), dtype=np.float32)
+                weights_of[name] = np.full(1, random.uniform(0.02, 0.04), dtype=np.float32)
             case ops.MatMul():
-                found[name] = random.standard_normal(op.n, dtype=np.float32)
+                weights_of[name] = random.standard_normal(op.n, dtype=np.float32)
             case ops.AddPositions():
-                found[name] = random.standard_normal(op.rows * op.d, dtype=np.float32)
+                weights_of[name] = random.standard_normal(op.rows * op.d, dtype=np.float32)
             case ops.Rope():
-                found[name] = random.standard_normal(op.head_dim, dtype=np.float32)
+                weights_of[name] = random.standard_normal(op.head_dim, dtype=np.float32)
             case ops.DecodeChunks():
-                found[name] = random_channels(op, random)
+                weights_of[name] = random_channels(op, random)
             case ops.RMSNorm() | ops.LayerNorm():
-                found[name] = random.standard_normal(op.d, dtype=np.float32)
-    return found
+                weights_of[name] = random.standard_normal(op.d, dtype=np.float32)
+    return weights_of
 
 
 def outlier_weight(op: ops.Outliers, name: str, random: np.random.Generator) -> WeightValue:
-    """A weight of an `Outliers`; a tenth of standard normal activations is in excess."""
+    """Return a weight of an `Outliers`; a tenth of standard normal activations is in excess."""
     match name:
         case "hot":
             return np.sort(random.choice(op.k, op.hot, replace=False)).astype(np.int32)
@@ -148,8 +151,8 @@ def outlier_weight(op: ops.Outliers, name: str, random: np.random.Generator) -> 
 
 
 def random_tensors(op: Op, m: int, random: np.random.Generator) -> dict[str, Tensor]:
-    """Inputs; outputs and cache rows that are not written yet are NaN."""
-    found = {}
+    """Return inputs; outputs and cache rows that are not written yet are NaN."""
+    tensors = {}
     for port in op.ports:
         tensor = new_tensor(port_shape(op, port, m), port_dtype(op, port))
         array = tensor.array
@@ -165,10 +168,10 @@ def random_tensors(op: Op, m: int, random: np.random.Generator) -> dict[str, Ten
             array[:] = np.nan
         else:
             array[:] = random.standard_normal(array.shape)
-        found[port] = tensor
+        tensors[port] = tensor
     if isinstance(op, ops.DecodeChunks):
-        found["codes"].array[:], found["table"].array[:] = random_chunks(op, m, random)
-    return found
+        tensors["codes"].array[:], tensors["table"].array[:] = random_chunks(op, m, random)
+    return tensors
 
 
 def _expected(

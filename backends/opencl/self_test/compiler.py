@@ -1,4 +1,4 @@
-"""How programs and kernels get compiled: in this process, or in a child that may die of it.
+"""Compiles programs and kernels: in this process, or in a child that may die of it.
 
 A driver's compiler is the most complex native code there is here, and the least proven: it has
 crashed, hung, and killed its process over a full disk. So the user's process never runs it.
@@ -36,8 +36,9 @@ NOT_KEPT: Final = ("last_accessed", "tempfile")
 
 @dataclass(frozen=True)
 class Variant:
-    """A kernel at a work-group size, as it is launched. `kinds` has a letter for each argument:
-    `b` buffer, `i` int32, `u` uint32, `f` float32.
+    """A kernel at a work-group size, as launched.
+
+    `kinds` has a letter for each argument: `b` buffer, `i` int32, `u` uint32, `f` float32.
     """
 
     kernel: str
@@ -58,34 +59,36 @@ class Compiler(ABC):
 
     @abstractmethod
     def program(self, context: cl.Context, device: cl.Device, source: ProgramSource) -> cl.Program:
-        """A built program. Raises `DeviceError` with the first lines of the build log."""
+        """Return a built program. Raises `DeviceError` with the first lines of the build log."""
 
     @abstractmethod
     def variant(
         self, source: ProgramSource, variant: Variant
     ) -> contextlib.AbstractContextManager[None]:
-        """The first launch of a kernel at these sizes goes inside."""
+        """Return the first launch of a kernel at these sizes goes inside."""
 
     def known(
         self, _context: cl.Context, _device: cl.Device, _source: ProgramSource
     ) -> cl.Program | None:
-        """A program that is compiled already, None where it is not."""
+        """Return a program that is compiled already, None where it is not."""
         return None
 
     def recall(self, _entry: str) -> bytes | None:
-        """What was noted under a name, None where nothing was or can be."""
+        """Return what was noted under a name, None where nothing was or can be."""
         return None
 
     def note(self, entry: str, content: bytes) -> None:  # noqa: B027
-        """Keep something beside the programs, as `recall` finds it."""
+        """Store something next to the programs, as `recall` finds it."""
 
     def close(self) -> None:  # noqa: B027
         """Stop whatever compiles."""
 
 
 class Local(Compiler):
-    """Compiles in this process, from and into the store. `folder` is where a driver that keeps
-    compiled kernels itself does so; None for one that does not.
+    """Compiles in this process, from and into the store.
+
+    `folder` is where a driver that keeps compiled kernels itself does so; None for one that does
+    not.
     """
 
     def __init__(self, store: KernelStore, folder: Path | None) -> None:
@@ -114,7 +117,7 @@ class Local(Compiler):
 
     @contextmanager
     def _kept(self, entry: str) -> Iterator[None]:
-        """Bring an entry's files, else keep those that appear inside."""
+        """Restore an entry's files, else store the files that appear inside."""
         if self._folder is None or self._store.unpack(entry, self._folder):
             yield
             return
@@ -130,7 +133,7 @@ class Builder(Protocol):
     """Compiles elsewhere, into the store and the folder; see `supervisor.Supervisor`."""
 
     def build(self, source: ProgramSource, variant: Variant | None) -> None:
-        """Raises `DeviceError` if the program is wrong or the compiler dies or hangs."""
+        """Build a program. Raises `DeviceError` if it is wrong or the compiler dies or hangs."""
 
     def close(self) -> None:
         """Stop it."""
@@ -197,7 +200,7 @@ class Remote(Compiler):
                 self._here.add(entry)
 
     def _unpacked(self, entry: str, folder: Path) -> bool:
-        """Whether an entry's files are in the folder, from the store if need be."""
+        """Return whether an entry's files are in the folder, from the store if need be."""
         if entry not in self._here:
             with contextlib.suppress(OSError):
                 if self._store.unpack(entry, folder):
@@ -222,7 +225,7 @@ def _build(context: cl.Context, device: cl.Device, source: ProgramSource) -> cl.
 
 
 class _Here(threading.local):
-    """Of a thread: whether it builds. Filters of warnings are those of all threads."""
+    """State of a thread: whether it builds. Filters of warnings are those of all threads."""
 
     builds = False
 
@@ -252,7 +255,7 @@ def _quiet() -> Iterator[None]:
 def _from_binary(
     context: cl.Context, device: cl.Device, store: KernelStore, source: ProgramSource
 ) -> cl.Program | None:
-    """A program from its binary, None where there is none or the driver refuses it."""
+    """Return a program from its binary, None where there is none or the driver refuses it."""
     files: dict[str, bytes] | None = store.get(source.digest)
     if not files or not files.get(BINARY):
         return None

@@ -11,16 +11,19 @@ from hetero.backends.opencl.self_test.runner import folder_prefix
 
 
 class Reachable(NamedTuple):
-    """Files of results, and how the names of folders with kernels begin, before the level."""
+    """Files of results, and prefixes of the names of folders with kernels, before the level."""
 
     results: frozenset[Path]
     kernels: frozenset[str]
 
 
 def reachable(root: Path) -> Reachable:
-    """Of this machine, this hetero and this environment; another's are under other names."""
-    found = candidates()
+    """Return what this machine, this hetero and this environment can use.
+
+    Others have other names.
+    """
+    listed = candidates()
     return Reachable(
-        frozenset(result_path(root, result_key(x)) for x in found),
-        frozenset(folder_prefix(x) for x in found),
+        frozenset(result_path(root, result_key(x)) for x in listed),
+        frozenset(folder_prefix(x) for x in listed),
     )

@@ -1,4 +1,4 @@
-"""What self-tests found: a small JSON file for each driver on this processor, checked when read."""
+"""Results of self-tests: a small JSON file for each driver on this processor, checked when read."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Attempt(_Record):
 
     @property
     def sentence(self) -> str:
-        """For people."""
+        """Return the outcome in words."""
         verb = {"wrong": "computed wrongly", "failed": "failed"}.get(self.outcome, self.outcome)
         return f"level {self.level} {verb}{f' ({self.detail})' if self.detail else ''}"
 
@@ -71,7 +71,7 @@ class DeviceResult(_Record):
     attempts: tuple[Attempt, ...] = ()
 
     def attempt(self, level: Level) -> Attempt | None:
-        """The self-test of a level, None if it was not tried."""
+        """Return the self-test of a level, None if it was not tried."""
         return next((a for a in self.attempts if a.level == level.name), None)
 
     @property
@@ -81,8 +81,10 @@ class DeviceResult(_Record):
 
 
 class SelfTestResult(_Record):
-    """A driver's devices. `problem` says why there is none, `lasting` that it will be so again as
-    long as `circumstances` are the same.
+    """A driver's devices.
+
+    `problem` says why there is none, `lasting` that it will be so again as long as `circumstances`
+    are the same.
     """
 
     schema_version: Literal[1] = 1
@@ -97,8 +99,10 @@ class SelfTestResult(_Record):
 
 
 def circumstances() -> str:
-    """Return a digest of what may keep any driver from its devices: nodes and the right to open
-    them, the system's folders, where libraries are looked for, and the boot (kernel modules).
+    """Return a digest of what may keep any driver from its devices.
+
+    Nodes and the right to open them, the system's folders, where libraries are looked for, and the
+    boot (kernel modules).
     """
     nodes = sorted({path for glob in NODES for path in ROOT.glob(glob)})
     system = sorted({path for glob in SYSTEM for path in ROOT.glob(glob)})
@@ -135,23 +139,24 @@ def result_key(candidate: Candidate) -> str:
 
 
 def result_path(root: Path, key: str) -> Path:
-    """Where a result is kept."""
+    """Return where a result is kept."""
     return root / FOLDER / f"{key[:32]}.json"
 
 
 def read_result(path: Path, key: str) -> SelfTestResult | None:
-    """The result of this key, None where there is none that is whole, or where a driver had no
-    device in other circumstances.
+    """Return the result of this key.
+
+    None where there is none that is whole, or where a driver had no device in other circumstances.
     """
     try:
-        found = SelfTestResult.model_validate_json(path.read_bytes())
+        result = SelfTestResult.model_validate_json(path.read_bytes())
     except (OSError, ValueError):
         return None
-    if found.key != key or (found.problem and found.circumstances != circumstances()):
+    if result.key != key or (result.problem and result.circumstances != circumstances()):
         return None
     with contextlib.suppress(OSError):
         os.utime(path)  # when it was last used
-    return found
+    return result
 
 
 def write_result(path: Path, result: SelfTestResult) -> None:

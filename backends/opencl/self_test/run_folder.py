@@ -30,8 +30,9 @@ PREFIX: Final = "hetero-opencl-"
 
 
 class RunFolder:
-    """`path` exists and is locked as long as this process lives. `suspects` are files that
-    processes relied on which ended without removing their folders.
+    """`path` exists and is locked as long as this process lives.
+
+    `suspects` are files that processes relied on which ended without removing their folders.
     """
 
     def __init__(self, root: Path) -> None:
@@ -60,7 +61,7 @@ class RunFolder:
         self.suspects += sweep(parent)
         path = parent / f"{PREFIX}{self.pid}-{time.monotonic_ns():x}"
         self._lock = path.with_suffix(".lock")
-        # Locked under another name first: a lock that a sweep sees is held.
+        # Locked under another name first: a lock that a sweep sees is locked.
         born = path.with_suffix(".born") if os.name == "posix" else self._lock
         self._held = FileLock(born)
         self._held.acquire(timeout=0)
@@ -75,7 +76,7 @@ class RunFolder:
         return path
 
     def use(self, path: Path) -> None:
-        """This process relies on a file from here on."""
+        """Record that this process relies on a file from here on."""
         with contextlib.suppress(OSError), (self.path / USED).open("a", encoding="utf-8") as file:
             file.write(f"{path}\n")
 
@@ -86,8 +87,9 @@ class RunFolder:
 
 
 def _try_out(folder: Path) -> None:
-    """Raise `OSError` unless a folder has room for kernels and, on Linux, takes links, of which the
-    folder of a wheel's PoCL is made: file systems of Windows (vfat, exFAT) have none.
+    """Raise `OSError` unless a folder has room for kernels and, on Linux, takes links.
+
+    The folder of a wheel's PoCL is made of links: file systems of Windows (vfat, exFAT) have none.
     """
     try_room(folder)
     if sys.platform.startswith("linux"):
@@ -100,7 +102,7 @@ _folders: dict[Path, RunFolder] = {}  # by root, of this process
 
 
 def run_folder(root: Path) -> RunFolder:
-    """This process's folder; a process that was forked from another has one of its own."""
+    """Return this process's folder; a process that was forked from another has one of its own."""
     known = _folders.get(root)
     if known is None or known.pid != os.getpid() or not known.path.exists():
         known = _folders[root] = RunFolder(root)
@@ -108,12 +110,12 @@ def run_folder(root: Path) -> RunFolder:
 
 
 def sweep(parent: Path) -> list[Path]:
-    """Remove folders of processes that are gone; what they relied on."""
+    """Remove folders of processes that ended; return the files that they relied on."""
     suspects: list[Path] = []
     for lock_path in parent.glob(f"{PREFIX}*.lock"):
         lock = FileLock(lock_path)
         try:
-            if not _is_own(lock_path):  # somebody else's, in a folder for temporary files
+            if not _is_own(lock_path):  # another user's, in a folder for temporary files
                 continue
             lock.acquire(timeout=0)
         except (OSError, Timeout):
@@ -127,7 +129,7 @@ def sweep(parent: Path) -> list[Path]:
 
 
 def _is_own(path: Path) -> bool:
-    """Whether it is a file of this user, and no link. Raises `OSError`."""
+    """Return whether it is a file of this user, and no link. Raises `OSError`."""
     state = path.lstat()
     mine = not hasattr(os, "getuid") or state.st_uid == os.getuid()
     return mine and stat.S_ISREG(state.st_mode)

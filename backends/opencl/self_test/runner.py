@@ -1,8 +1,8 @@
 """Self-tests: a driver and a level are used in this process only after a child has used them.
 
 For each driver the best level of this machine is tried first; a child that crashes, hangs or
-computes something else than the numpy twin costs a sentence, and the next level down is tried. What
-was found is kept with everything it depends on (`results`), and the kernels that a self-test
+computes something else than the numpy twin costs a sentence, and the next level down is tried. The
+result is kept with everything it depends on (`results`), and the kernels that a self-test
 compiled are those that the first model loads (`store`).
 """
 
@@ -41,14 +41,14 @@ from hetero.backends.opencl.self_test.run_folder import run_folder
 from hetero.backends.opencl.self_test.store import KernelStore, keep_newest
 from hetero.backends.opencl.self_test.supervisor import Job, Worker, WorkerGoneError, hello
 
-MOST_PARTS: Final = 4
+MAX_PARTS: Final = 4
 LOCK_S: Final = 300.0  # how long another process's self-test of the same is waited for
 
 Tell: TypeAlias = Callable[[str], None]
 
 
 def tell_on_stderr(sentence: str) -> None:
-    """For people, as the command line's notices."""
+    """Print a sentence on standard error, like the command line's notices."""
     print(f"hetero: {sentence}", file=sys.stderr, flush=True)
 
 
@@ -66,45 +66,48 @@ class SelfTests:
         self.run.suspects.clear()
 
     def known(self, candidate: Candidate) -> SelfTestResult | None:
-        """The kept result, None where there is none."""
+        """Return the kept result, None where there is none."""
         key = result_key(candidate)
         return self._read(result_path(self.root, key), key)
 
     def path(self, candidate: Candidate) -> Path:
-        """Where a driver's result is kept."""
+        """Return where a driver's result is kept."""
         return result_path(self.root, result_key(candidate))
 
     def examine(
         self, candidate: Candidate, forced: Level | None = None, *, retry: bool = False
     ) -> SelfTestResult:
-        """The result on a driver: of its best level that holds, or of the one that is forced. With
-        `retry`, one that had no device is loaded again.
+        """Return the result on a driver.
+
+        Of its best level that holds, or of the one that is forced. With `retry`, one that had no
+        device is loaded again.
         """
         key = result_key(candidate)
         path = result_path(self.root, key)
         levels = (forced,) if forced is not None else candidate.driver.levels()
-        found = self._read(path, key, retry)
-        if found is not None and _is_complete(found, levels):
-            return found
+        result = self._read(path, key, retry)
+        if result is not None and _is_complete(result, levels):
+            return result
         with self._one_at_a_time(path):
-            found = self._read(path, key, retry) or SelfTestResult(
+            result = self._read(path, key, retry) or SelfTestResult(
                 key=key, library=candidate.library, origin=candidate.origin,
                 driver=candidate.driver.name, circumstances=circumstances(),
             )  # fmt: skip
-            if not _is_complete(found, levels):
-                found = self._try_levels(candidate, found, levels)
-                self._keep(path, found)
-        return found
+            if not _is_complete(result, levels):
+                result = self._try_levels(candidate, result, levels)
+                self._keep(path, result)
+        return result
 
     def store(self, candidate: Candidate, level: Level) -> KernelStore:
-        """Compiled kernels of a driver at a level; in this process's folder where the cache cannot
-        be written.
+        """Compiled kernels of a driver at a level.
+
+        In this process's folder where the cache cannot be written.
         """
         name = f"{folder_prefix(candidate)}-{level.name}"
         return KernelStore(self.root / "kernels" / name, self.run.path / "kernels" / name)
 
     def job(self, candidate: Candidate, level: Level, folder: Path) -> Job:
-        """What a child is told."""
+        """Return the job of a child."""
         stores = tuple(map(str, self.store(candidate, level).folders))
         return Job(candidate.library, candidate.origin, level.name, str(folder), stores)
 
@@ -132,7 +135,7 @@ class SelfTests:
         levels: tuple[Level, ...],
         meter: _Meter,
     ) -> SelfTestResult:
-        """The result with an attempt of this level for each device of which none passed."""
+        """Return the result with an attempt of this level for each device of which none passed."""
         store = self.store(candidate, level)
         used = store.is_used()
         child = _Child(self, candidate, level, 0)
@@ -162,7 +165,7 @@ class SelfTests:
         return result.model_copy(update={"devices": tuple(tried)})
 
     def _one_at_a_time(self, path: Path) -> AbstractContextManager[object]:
-        """Two first starts at once: the second takes what the first has found."""
+        """Return a lock, so that the second of two first starts takes the first's results."""
         lock = FileLock(path.with_suffix(".lock"))
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -172,8 +175,8 @@ class SelfTests:
         return _Held(lock)
 
     def _read(self, path: Path, key: str, retry: bool = False) -> SelfTestResult | None:
-        found = read_result(path, key) or _UNKEPT.get(path)
-        return None if found is not None and retry and found.problem else found
+        result = read_result(path, key) or _UNKEPT.get(path)
+        return None if result is not None and retry and result.problem else result
 
     def _keep(self, path: Path, result: SelfTestResult) -> None:
         if not result.lasting:
@@ -218,7 +221,7 @@ class _Child:
         self._worker: Worker | None = None
 
     def rows(self) -> tuple[dict[str, str], ...]:
-        """The driver's devices. Raises `WorkerGoneError`.
+        """Return the driver's devices. Raises `WorkerGoneError`.
 
         Each process has a folder of its own: what killed one is not there for the next.
         """
@@ -265,7 +268,7 @@ class _Child:
 
 def _parts(candidate: Candidate) -> int:
     """Children that share a self-test's cases: compilers take one core each."""
-    return min(MOST_PARTS, core_count()) if candidate.driver.computes_on_cpu else 1
+    return min(MAX_PARTS, core_count()) if candidate.driver.computes_on_cpu else 1
 
 
 def _attempt(children: Sequence[_Child], device: int, meter: _Meter) -> Attempt:
@@ -288,7 +291,7 @@ class _Meter:
         self._done: dict[int, tuple[int, int]] = {}
 
     def show(self, part: int, number: int, of: int) -> None:
-        """So many cases of a part are done."""
+        """Show that so many cases of a part are done."""
         with self._lock:
             self._done[part] = (number, of)
             if self._counts:
@@ -300,13 +303,13 @@ class _Meter:
             self._begun = True
 
     def end(self) -> None:
-        """Nothing more comes."""
+        """End the line of progress."""
         if self._counts and self._begun:
             print(file=sys.stderr)
 
 
 def _is_complete(result: SelfTestResult, levels: tuple[Level, ...]) -> bool:
-    """Whether there is nothing left to try of these levels."""
+    """Return whether there is nothing left to try of these levels."""
     if result.problem:
         return True
     return bool(result.devices) and all(
@@ -316,7 +319,7 @@ def _is_complete(result: SelfTestResult, levels: tuple[Level, ...]) -> bool:
 
 
 def passed_level(device: DeviceResult, levels: tuple[Level, ...]) -> Level | None:
-    """The best of these levels that passed."""
+    """Return the best of these levels that passed."""
     for level in levels:
         attempt = device.attempt(level)
         if attempt is not None and attempt.outcome == "passed":
@@ -325,7 +328,7 @@ def passed_level(device: DeviceResult, levels: tuple[Level, ...]) -> Level | Non
 
 
 def folder_prefix(candidate: Candidate) -> str:
-    """How the names of a driver's folders with kernels begin."""
+    """Return how the names of a driver's folders with kernels begin."""
     return _short(candidate.fingerprint())
 
 

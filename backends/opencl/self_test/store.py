@@ -1,7 +1,7 @@
 """Compiled kernels on disk: checksummed entries that are written whole and verified when read.
 
 An entry is one file: a magic line, the SHA-256 of what follows, a JSON list of [path, bytes], the
-contents. It is written beside its place and renamed, so that a killed writer leaves nothing that
+contents. It is written next to its place and renamed, so that a killed writer leaves nothing that
 is read, and whatever a disk or another program did to it afterwards shows in the checksum: such an
 entry is removed and its kernels are compiled again. Nothing in here is ever mapped or loaded in
 place; `unpack` copies into a folder of this process.
@@ -21,7 +21,7 @@ from typing import Final
 
 MAGIC: Final = b"hetero-kernels-1\n"
 SUFFIX: Final = ".kernels"
-MOST_STORES: Final = 32  # of a machine: a driver's have about 10 MB for each level
+MAX_STORES: Final = 32  # of a machine: a driver's have about 10 MB for each level
 _HASH: Final = 32
 
 
@@ -70,7 +70,7 @@ class KernelStore:
         return files is not None
 
     def use(self) -> None:
-        """It is one of those that were used last (`keep_newest`)."""
+        """Mark it as one of the stores that were used last (`keep_newest`)."""
         for folder in self.folders:
             with contextlib.suppress(OSError):
                 os.utime(folder)
@@ -88,18 +88,20 @@ class KernelStore:
                     path.unlink(missing_ok=True)
 
 
-def keep_newest(root: Path, most: int = MOST_STORES) -> None:
-    """Remove stores of a folder but those that were used last: another version's kernels, or
-    another driver's, have one of their own. Who still uses one that went compiles again.
+def keep_newest(root: Path, most: int = MAX_STORES) -> None:
+    """Remove stores of a folder except the ones that were used last.
+
+    Another version's kernels, or another driver's, have one of their own. Who still uses one that
+    went compiles again.
     """
     with contextlib.suppress(OSError):
-        found = sorted(root.iterdir(), key=lambda path: path.stat().st_mtime_ns)
-        for old in found[:-most]:
+        stores = sorted(root.iterdir(), key=lambda path: path.stat().st_mtime_ns)
+        for old in stores[:-most]:
             shutil.rmtree(old, ignore_errors=True)
 
 
 def encode(files: Mapping[str, bytes]) -> bytes:
-    """The bytes of an entry."""
+    """Return the bytes of an entry."""
     index = json.dumps([[name, len(content)] for name, content in files.items()]).encode() + b"\n"
     body = b"".join([index, *files.values()])
     return MAGIC + hashlib.sha256(body).digest() + body
@@ -132,7 +134,7 @@ def _inside(name: object) -> bool:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write beside `path` and rename. Raises `OSError` and leaves nothing behind.
+    """Write next to `path` and rename. Raises `OSError` and leaves no partial file.
 
     Not synced: a file that a power cut leaves half-written has a wrong checksum.
     """

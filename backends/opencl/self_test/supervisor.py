@@ -61,7 +61,7 @@ class WorkerGoneError(Exception):
 
 @dataclass(frozen=True)
 class Job:
-    """What a child is for: a library to load, its level, the folder and stores to compile into."""
+    """A child's job: a library to load, its level, the folder and stores to compile into."""
 
     library: str
     origin: str
@@ -71,7 +71,7 @@ class Job:
 
 
 def worker_command() -> Sequence[str]:
-    """The command of a child."""
+    """Return the command of a child."""
     return child_command(MODULE)
 
 
@@ -99,7 +99,7 @@ class Worker:
 
     @property
     def alive(self) -> bool:
-        """Whether it has not ended: the system ends it with the thread that started it."""
+        """Return whether it has not ended: the system ends it with the thread that started it."""
         return self._child.poll() is None
 
     def say(self, message: dict[str, Any]) -> None:
@@ -112,15 +112,15 @@ class Worker:
             raise self._gone() from None
 
     def hear(self) -> dict[str, Any]:
-        """The next message. Raises `WorkerGoneError`."""
+        """Return the next message. Raises `WorkerGoneError`."""
         line = self._next_line(Patience(self._child.pid, time_limit(SILENCE_S)))
         if line is None:
             raise self._gone()
         try:
-            found: dict[str, Any] = json.loads(line)
+            answer: dict[str, Any] = json.loads(line)
         except ValueError:
             raise self._gone() from None
-        return found
+        return answer
 
     def _next_line(self, patience: Patience) -> bytes | None:
         while True:
@@ -165,7 +165,7 @@ class Worker:
         self._lines.put(None)
 
     def _gone(self) -> WorkerGoneError:
-        """Why there is no answer."""
+        """Return why there is no answer."""
         try:
             code = self._child.wait(timeout=2.0)
         except subprocess.TimeoutExpired:
@@ -178,7 +178,7 @@ class Worker:
         return WorkerGoneError("crashed", f"{_ended(code)}{words}", lasting=lasting)
 
     def _read_words(self) -> None:
-        """Standard error: compilers' chatter for `--debug`, and the last lines for `_gone`."""
+        """Read standard error: compilers' chatter for `--debug`, and the last lines for `_gone`."""
         stream = self._child.stderr
         assert stream is not None
         with contextlib.suppress(OSError, ValueError):
@@ -188,10 +188,10 @@ class Worker:
                 log.debug("worker: %s", text)
 
     def _last_words(self) -> str:
-        """The last thing that it wrote to standard error but warnings, on one line."""
+        """Return the last thing that it wrote to standard error but warnings, on one line."""
         self._readers[1].join(ENDING_S)
-        told = [line for line in self._words if line and "warning" not in line.lower()]
-        return f": {told[-1][:WORDS]}" if told else ""
+        lines = [line for line in self._words if line and "warning" not in line.lower()]
+        return f": {lines[-1][:WORDS]}" if lines else ""
 
 
 def _ended(code: int) -> str:
@@ -255,7 +255,7 @@ class Supervisor:
         worker = self._worker
         assert worker is not None
         self._asked_s = time.monotonic()
-        self._worker = None  # interrupted, it is not asked again: its answer comes late
+        self._worker = None  # interrupted, it is not used again: its answer comes late
         try:
             worker.say(question)
             answer = worker.hear()
@@ -282,7 +282,7 @@ def _remedy(gone: WorkerGoneError) -> str:
 
 
 def hello(job: Job) -> tuple[Worker, Sequence[dict[str, Any]]]:
-    """A child with its driver loaded, and its devices. Raises `WorkerGoneError`."""
+    """Return a child with its driver loaded, and its devices. Raises `WorkerGoneError`."""
     worker = Worker(job)
     answer = worker.hear()
     if "error" in answer:

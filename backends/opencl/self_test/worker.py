@@ -68,7 +68,7 @@ class Session:
         self._programs: dict[str, cl.Program] = {}
 
     def hello(self) -> dict[str, Any]:
-        """The driver's devices, or why there are none."""
+        """Return the driver's devices, or why there are none."""
         try:
             wanted = [Wanted(self.candidate, self.level, self.store)]
             self._loaded = load(wanted, workers=1, folder=self.folder)
@@ -97,7 +97,7 @@ class Session:
             yield {"failed": str(error), "lasting": False}
 
     def build(self, asked: Mapping[str, Any]) -> dict[str, Any]:
-        """Build a program and, if a variant is asked for, launch it with no work."""
+        """Build a program and, with a variant, launch it with no work."""
         try:
             device, compiler = self._open(asked["device"])
             given = asked["source"]
@@ -158,15 +158,17 @@ def _row(device: cl.Device) -> dict[str, str]:
 
 
 def _own_output() -> IO[bytes]:
-    """The pipe to the parent; whatever else writes to standard output writes to the log."""
+    """Return the pipe to the parent; whatever else writes to standard output writes to the log."""
     pipe = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     return pipe
 
 
 def _lines() -> Iterator[str]:
-    """Yield the lines of standard input until it ends. This process ends when it is silent for
-    `IDLE_S`: by a thread, since Windows can wait for sockets alone.
+    """Yield the lines of standard input until it ends.
+
+    This process ends when it is silent for `IDLE_S`: by a thread, since Windows can wait for
+    sockets alone.
     """
     timer: threading.Timer | None = None
     while line := sys.stdin.readline():

@@ -75,7 +75,7 @@ def diagnose() -> Iterator[Finding]:
             yield finding
         if name == "opencl":
             yield from _checked(DRIVERS, "gpu", opencl_drivers, needed=False)
-    for name, state in hexagon.surroundings():
+    for name, state in hexagon.other_checks():
         check = partial(_surrounding, name, state)
         yield from _checked(name, "npu", check, needed=hexagon.needed())
     if {"opencl", names[-1]} <= working:

@@ -27,7 +27,7 @@ from hetero.measuring.evaluation import (
 from hetero.measuring.kv_quality import RANDOM, KvQuality, kv_quality
 from hetero.models.original import find_original, without_floats
 from hetero.profiler.tables import TableData
-from hetero.terminal.notices import tell
+from hetero.terminal.notices import notify
 
 REFERENCE = WeightFormat.F32
 
@@ -51,9 +51,9 @@ def reference_of(model: str, named: str | None) -> str | None:
         raise UserError(f"--reference {holds}: give the float model that it was made from")
     original = find_original(model, manifest)
     if original is None:
-        tell(f"{holds}: it is scored alone; for agreement give its float model with --reference")
+        notify(f"{holds}: it is scored alone; for agreement give its float model with --reference")
     else:
-        tell(f"{holds}: it is compared with {original}, which it was made from")
+        notify(f"{holds}: it is compared with {original}, which it was made from")
     return original
 
 

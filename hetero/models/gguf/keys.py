@@ -23,7 +23,7 @@ from hetero.errors import ModelError
 from hetero.models.config import ACTIVATIONS, ModelConfig
 from hetero.models.fields import is_number
 from hetero.models.gguf.file import GgufFile
-from hetero.terminal.notices import tell_once
+from hetero.terminal.notices import notify_once
 
 _ALL: Final = ("llama", "qwen2", "qwen3", "internlm2", "gemma", "gemma2", "phi2", "phi3")
 _RMS: Final = tuple(x for x in _ALL if x != "phi2")
@@ -144,7 +144,7 @@ def check_metadata(file: GgufFile, architecture: str, config: ModelConfig) -> No
         elif prefix == "tokenizer":
             unread += _check_tokenizer(file, key, name, value)
     if unread:
-        tell_once(
+        notify_once(
             f"{file.path}: metadata that is not read: {_listed(unread)}; if the answers are wrong, "
             "use the model's Hugging Face directory"
         )

@@ -31,7 +31,7 @@ from hetero.models.gguf.special_tokens import (
 )
 from hetero.models.tokenizer import REPLACEMENT, HfTokenizer
 from hetero.models.tokenizer_limits import check_tokens
-from hetero.terminal.notices import tell_once
+from hetero.terminal.notices import notify_once
 
 _LLAMA3: Final = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -199,7 +199,7 @@ def _pre_tokenizer(file: GgufFile, pre: object) -> Any:
 
 
 def _default_pre_tokenizer(file: GgufFile) -> Any:
-    tell_once(
+    notify_once(
         f"{file.path}: tokenizer.ggml.pre does not say how this model splits text, so llama.cpp's "
         "default pattern does, which is wrong for Llama 3, Qwen 2 and others: convert the model "
         "again with a current convert_hf_to_gguf.py"

@@ -152,10 +152,10 @@ class GgufWeights(ModelWeights):
         elif isinstance(self._store, StoreWriter):
             self._store.finish()
 
-    def bring(self) -> None:
-        """See `ModelWeights.bring`."""
+    def prefetch(self) -> None:
+        """See `ModelWeights.prefetch`."""
         if isinstance(self._store, StoreReader):
-            self._store.file.bring()
+            self._store.file.prefetch()
 
     def close(self) -> None:
         """Wait for the store that is being written; release the file."""

@@ -71,6 +71,7 @@ def _only_opencl(missing: Any) -> Any:
     return opened
 
 
+@pytest.mark.full
 def test_a_cache_with_every_file_damaged_gives_the_same_text(tmp_path: Path) -> None:
     """Cut, emptied, flipped, zeroed: nothing of it is read; the next start is like the first, which
     finds what all tests share.

@@ -127,12 +127,13 @@ def test_every_processor_computes_right(
     if not flags <= OWN[0].flags:
         pytest.skip(f"this processor has no {level}")
     has_flags(monkeypatch, flags)
-    monkeypatch.setattr(runner, "MOST_PARTS", 1)  # children whose start takes as long as the rest
+    monkeypatch.setattr(runner, "MAX_PARTS", 1)  # children whose start takes as long as the rest
     first = next(p[0] for p in PROCESSORS if p[2] == level)
     plant(monkeypatch, first=None if exhaustive() or name == first else FEW, cpu_name=llvm)
     assert outcomes(self_tests.examine(pocl)) == [(level, "passed")]
 
 
+@pytest.mark.full
 @pytest.mark.skipif(
     not OWN[0].name.startswith("avx512"), reason="znver3, as which it is planted, has all of it"
 )

@@ -22,7 +22,7 @@ def bell(device: OpenCLDevice) -> OpenCLStreamSignal:
     found = device.stream_signal()
     if found is None:
         pytest.skip("no stream signal works on this device")
-    found.settle()
+    found.reset()
     return found
 
 

@@ -175,7 +175,7 @@ def test_loaded_libraries_are_named_by_their_file() -> None:
 
 def test_another_machine_says_that_it_has_no_hexagon(monkeypatch: Any) -> None:
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
-    ((name, check),) = hexagon.surroundings()
+    ((name, check),) = hexagon.other_checks()
     found = check()
     assert (name, found.ok) == ("Hexagon", True)
     assert "none on this machine (x86_64), so no driver, FastRPC" in found.detail

@@ -72,8 +72,9 @@ class _Entry(NamedTuple):
 
 
 def fuse(device: Resources, runs: Sequence[Stages]) -> list[OpenCLCall] | None:
-    """Return each run of calls as one, or None for devices and calls that cannot be fused. Calls of
-    one stage do not wait for each other, where they can do without.
+    """Return each run of calls as one, or None for devices and calls that cannot be fused.
+
+    Calls of one stage do not wait for each other, where they can do without.
     """
     if device.tuning.lanes > 1 or not (device.coherent and device.unified_memory):
         return None
@@ -182,8 +183,9 @@ def _ask(device: Resources, program: cl.Program, unknown: Sequence[Memory]) -> N
 
 @lru_cache(maxsize=16)
 def _fused_source(called: tuple[Called, ...], width: int, patience: int) -> ProgramSource:
-    """Return the functions of all kernels, `run_group` that calls one by its number, and the
-    kernel.
+    """Return the program of all kernels' functions, and the kernel that calls them.
+
+    `run_group` calls one by its number.
     """
     prefixes: dict[str, str] = {}
     texts: list[str] = []
@@ -206,8 +208,9 @@ def _fused_source(called: tuple[Called, ...], width: int, patience: int) -> Prog
 
 
 def _functions(program: ProgramSource, prefix: str) -> str:
-    """Return a program's text with its kernels as functions of a group, after its macros. All its
-    declarations get the prefix, since other programs declare the same names.
+    """Return a program's text with its kernels as functions of a group, after its macros.
+
+    All its declarations get the prefix, since other programs declare the same names.
     """
     given = (option[2:].partition("=") for option in program.options if option[:2] == "-D")
     text = "".join(f"#define {name} {value}\n" for name, _, value in given) + program.text

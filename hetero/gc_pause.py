@@ -1,5 +1,5 @@
-"""Garbage collections that would only look at what stays: imports and models make some hundred
-thousand objects at once, and Python looks through all of them every time there are a quarter more.
+"""Pausing garbage collection: imports and models create some hundred thousand objects at once that
+stay, and Python scans all of them every time there are a quarter more.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def collecting_later() -> Iterator[None]:
-    """Nothing is collected inside. What was made inside counts as old afterwards."""
+def gc_paused() -> Iterator[None]:
+    """Collect nothing inside the block; objects created inside are of the oldest
+    generation after.
+    """
     if not gc.isenabled():
         yield
         return

@@ -15,7 +15,7 @@ import pytest
 from hetero.backends import ops
 from hetero.backends.formats import CacheFormat, WeightFormat
 from hetero.backends.memory import Tensor
-from hetero.backends.opencl import fused_launch
+from hetero.backends.opencl import megakernel
 from hetero.backends.opencl.calls import OpenCLCall
 from hetero.backends.opencl.device import OpenCLDevice
 from hetero.backends.opencl.kernel_files import source
@@ -124,12 +124,12 @@ def test_calls_of_a_stage_wait_where_they_may_share_memory(
 ) -> None:
     """Scratch, or the launches of one call: no race would show on one thread."""
     calls = Calls(device, (OPS[op],) * 3, 1, seed=3).calls
-    waits = [entry.waits for entry in fused_launch._entries([calls, calls[:1]])]
+    waits = [entry.waits for entry in megakernel._entries([calls, calls[:1]])]
     assert (waits[0], waits[-1]) == (True, True)
     assert not any(waits[1:3]) if apart else all(waits)
 
 
-@pytest.mark.parametrize("patience", [-(1 << 60), fused_launch.PATIENCE])
+@pytest.mark.parametrize("patience", [-(1 << 60), megakernel.PATIENCE])
 def test_any_number_of_work_groups(
     device: OpenCLDevice, monkeypatch: pytest.MonkeyPatch, patience: int
 ) -> None:
@@ -137,7 +137,7 @@ def test_any_number_of_work_groups(
     made = Calls(device, OPS[:4], 1, seed=6)
     wanted = made.after(made.calls)
     monkeypatch.setattr(device, "threads", 5)
-    monkeypatch.setattr(fused_launch, "PATIENCE", patience)
+    monkeypatch.setattr(megakernel, "PATIENCE", patience)
     whole = fused(device, [[call] for call in made.calls])
     for _ in range(3):
         assert made.after([whole]) == wanted
@@ -160,10 +160,10 @@ def test_calls_of_another_device_are_not_fused(
 THREADS = """
 import sys
 import numpy as np
-from hetero.backends.opencl import fused_launch
+from hetero.backends.opencl import megakernel
 from hetero.backends.registry import open_device
-from tests.backends.opencl.test_fused_launch import OPS, Calls
-fused_launch.PATIENCE = int(sys.argv[1])
+from tests.backends.opencl.test_megakernel import OPS, Calls
+megakernel.PATIENCE = int(sys.argv[1])
 with open_device("opencl-cores") as device:
     assert device.threads > 1
     made = Calls(device, [op for op in OPS for _ in range(3)], 1, seed=10)
@@ -176,7 +176,7 @@ with open_device("opencl-cores") as device:
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
-@pytest.mark.parametrize("patience", [-(1 << 60), 1000, fused_launch.PATIENCE])
+@pytest.mark.parametrize("patience", [-(1 << 60), 1000, megakernel.PATIENCE])
 @pytest.mark.usefixtures("device")
 def test_threads_hand_over(patience: int) -> None:
     """On every core, whoever leaves: three hundred runs in a process of their own."""
