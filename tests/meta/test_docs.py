@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import hetero
+from hetero.cli.commands import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("hetero", "backends", "profiler", "solver")
@@ -88,6 +89,24 @@ def test_the_api_reference_has_every_public_name() -> None:
     text = (ROOT / "docs" / "reference" / "api.md").read_text("utf-8")
     documented = re.findall(r"^::: hetero\.(\w+)$", text, flags=re.MULTILINE)
     assert sorted(documented) == sorted(set(hetero.__all__) - {"__version__"})
+
+
+def test_the_reference_has_every_command() -> None:
+    text = (ROOT / "docs" / "reference" / "commands.md").read_text("utf-8")
+    missing = [name for name in COMMANDS if not re.search(rf"`{name}[ `]", text)]
+    assert missing == []
+
+
+def test_the_reference_has_every_variable_of_the_environment() -> None:
+    text = (ROOT / "docs" / "reference" / "environment.md").read_text("utf-8")
+    read = {
+        name
+        for folder in PACKAGES
+        for path in (ROOT / folder).rglob("*.py")
+        for name in re.findall(r"\"(HETERO_[A-Z_]+)\"", path.read_text("utf-8"))
+    }
+    macro = "HETERO_KERNELS"  # of OpenCL programs
+    assert {name for name in read - {macro} if name not in text} == set()
 
 
 @functools.cache
