@@ -24,6 +24,10 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 SPAN = re.compile(r"`([^`\n]+)`")
 FILE = re.compile(r"[\w.-]+(/[\w.-]+)*\.(py|cl|toml|yaml|md)")
 CLASS = re.compile(r"([A-Z][a-z]+[A-Za-z]*)(\.\w+)*")
+DIALECT = re.compile(
+    r"\b(anew|asunder|beside|doubted|foreseen|nobody|told|untold|whoever|goes on|no more use)\b",
+    flags=re.IGNORECASE,
+)
 # Classes and operators of other programs.
 FOREIGN = {"Field", "OrtDevice", "OrtValue"}
 
@@ -60,6 +64,13 @@ def test_a_page_is_narrow(page: Path) -> None:
     for number, line in enumerate(page.read_text("utf-8").splitlines(), 1):
         if not may_be_wide(page, line):
             assert len(line) <= 100, f"{name_of(page)}:{number} has {len(line)} columns, not 100"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_a_page_uses_the_words_of_the_field(page: Path) -> None:
+    quoted = re.compile(r"`[^`]*`|^>.*$|#.*$", flags=re.MULTILINE)
+    words = [] if page == GENERATED else DIALECT.findall(quoted.sub("", prose(page)))
+    assert words == [], f"{name_of(page)}: say it as llama.cpp, vLLM or CUDA would"
 
 
 @pytest.mark.parametrize("page", [*PAGES, *RECORDS], ids=name_of)
