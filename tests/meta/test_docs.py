@@ -158,6 +158,14 @@ def test_names_in_a_page_exist(page: Path) -> None:
     assert unknown == [], f"{name_of(page)} names what does not exist"
 
 
+def test_the_way_names_what_the_code_has() -> None:
+    page = ROOT / "docs" / "howto" / "find-your-way.md"
+    own = (span for span in spans(page) if "NAME" not in span)
+    names = {x for x in own if re.fullmatch(r"@?[A-Za-z_.]*[A-Z_][A-Za-z_]*", x)}
+    assert len(names) > 15
+    assert {x for name in names for x in re.findall(r"\w+", name)} - words() == set()
+
+
 def test_the_drawing_of_the_packages_is_current() -> None:
     done = subprocess.run(
         [sys.executable, str(ROOT / "docs" / "draw_packages.py"), "--check"],
