@@ -46,9 +46,7 @@ class CacheFormat(StrEnum):
         return self is CacheFormat.Q8
 
     def row(self, head_dim: int) -> int:
-        """Return the elements of a token of a head: values, or codes followed by a float32
-        scale.
-        """
+        """Return the elements of a token of a head: values, or codes and a float32 scale."""
         return -(-head_dim // 4) * 4 + 4 if self.coded else head_dim
 
     def shape(self, kv_heads: int, capacity: int, head_dim: int) -> tuple[int, int, int]:

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from hetero.backends.kv_rows import Rows
+from hetero.backends.kv_rows import CacheRows
 from hetero.backends.ops import DecodeChunks
 
 Array: TypeAlias = npt.NDArray[Any]
@@ -95,7 +95,7 @@ def decode_chunks(op: DecodeChunks, channels: Array, arrays: dict[str, Array]) -
     table, codes = arrays["table"], arrays["codes"]
     shape = op.kv_heads, op.tokens, op.head_dim
     quarter, by_channel = op.values // 4, channels.reshape(op.kv_heads, op.head_dim)
-    caches = [Rows(arrays[port], op.kv, op.head_dim) for port in ("k_cache", "v_cache")]
+    caches = [CacheRows(arrays[port], op.kv, op.head_dim) for port in ("k_cache", "v_cache")]
     moves = op.kv.coded and np.array_equal(caches[0].channels, by_channel)
     for bits in (16, 8, 4, 2):
         rows = table[table[:, 1] == bits]
@@ -125,7 +125,7 @@ def decode_chunks(op: DecodeChunks, channels: Array, arrays: dict[str, Array]) -
 
 
 def _move(
-    op: DecodeChunks, firsts: Sequence[int], planes: Sequence[Array], caches: Sequence[Rows]
+    op: DecodeChunks, firsts: Sequence[int], planes: Sequence[Array], caches: Sequence[CacheRows]
 ) -> None:
     """Codes of 8 bits into caches of codes, as they are."""
     codes, amplitudes = unpacked(8, planes, op.amplitudes)

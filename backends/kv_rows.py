@@ -27,7 +27,7 @@ LARGEST: Final = 127
 STEPS: Final = np.float32(128)
 
 
-class Rows:
+class CacheRows:
     """A cache's tensor `array` of the shape `kv.shape(G, C, head_dim)`. Reads and writes tokens."""
 
     def __init__(self, array: Array, kv: CacheFormat, head_dim: int) -> None:
@@ -51,9 +51,7 @@ class Rows:
         return self.array[:, : self.tokens, -4:].view(np.float32)
 
     def read(self, start: int, stop: int) -> Array:
-        """Return tokens [start, stop) as stored, where they are floats (a view); else as
-        float32.
-        """
+        """Return tokens [start, stop): a view where they are floats, else a float32 copy."""
         if not self.kv.coded:
             return self.array[:, start:stop]
         values = self.codes[:, start:stop].astype(np.float32)
@@ -76,7 +74,7 @@ class Rows:
             self.codes[:, start:stop] = np.minimum(np.floor(scaled) - STEPS, LARGEST)
         self.steps[:, start:stop] = amplitudes / STEPS
 
-    def copy(self, start: int, other: Rows, first: int, last: int) -> None:
+    def copy(self, start: int, other: CacheRows, first: int, last: int) -> None:
         """Copy tokens [first, last) of a cache of the same heads, maybe this one, to `start`.
 
         As stored where both have the same format and channels.
@@ -89,11 +87,11 @@ class Rows:
             self.write(start, other.read(first, last))
 
 
-def cache_rows(op: Op, array: Array) -> Rows:
+def cache_rows(op: Op, array: Array) -> CacheRows:
     """Return a cache of an operation that has some."""
     of = op.attention if isinstance(op, ColumnMass | AttentionHeads) else op
     assert isinstance(of, Attention | DecodeChunks)
-    return Rows(array, of.kv, of.head_dim)
+    return CacheRows(array, of.kv, of.head_dim)
 
 
 def rounded_up(values: Array) -> Array:
@@ -106,7 +104,7 @@ def rounded_up(values: Array) -> Array:
     return np.where(np.isinf(wide), values, wide)
 
 
-def random_rows(rows: Rows, known: int, random: np.random.Generator, *, keys: bool) -> None:
+def random_rows(rows: CacheRows, known: int, random: np.random.Generator, *, keys: bool) -> None:
     """Return tokens and, of `keys`, scales of channels, for self-tests and tests.
 
     After the first `known` tokens is what poisons a result (NaN, steps that are NaN).

@@ -1,6 +1,4 @@
-"""The numeric canary: a kernel that computes wrongly on this driver is detected before it is
-timed.
-"""
+"""The numeric canary: finds kernels that compute wrongly before they are timed."""
 
 from __future__ import annotations
 
@@ -18,14 +16,14 @@ from hetero.backends.weights import PackedWeight
 from hetero.profiler.grid import Task, shape_class
 from hetero.profiler.predict import Floats, op_name
 from hetero.profiler.records import Quarantine
-from hetero.profiler.workload import Runner
+from hetero.profiler.workload import TaskRunner
 
 OTHER_TOLERANCE: Final = 1e-4
 CHECKED_ROWS: Final = 48  # at each end and in the middle of the weight
 CHECKED_TOKENS: Final = 16  # at each end of the sequence
 
 
-def check_matmul(task: Task, runner: Runner) -> Quarantine | None:
+def check_matmul(task: Task, runner: TaskRunner) -> Quarantine | None:
     """Run every copy of a task's kernel once; the entry to make if it is wrong, or fails."""
     try:
         errors = [_error(runner, copy) for copy in range(len(runner.calls))]
@@ -75,7 +73,7 @@ def checked(size: int, ends: int) -> list[slice]:
     return [slice(0, ends), slice(middle, middle + ends), slice(last, size)]
 
 
-def _error(runner: Runner, copy: int) -> float:
+def _error(runner: TaskRunner, copy: int) -> float:
     y = runner.y.array
     y[...] = np.nan  # what the kernel does not write stays wrong
     runner.launch([copy])

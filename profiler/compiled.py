@@ -45,7 +45,7 @@ TOKENS = (1, 32, 64, 128, 256, 512, 1024)
 SHAPES = ((2048, 2048), (3072, 2048), (2048, 8192), (16384, 2048), (4096, 4096), (6144, 4096))
 
 
-class Work(NamedTuple):
+class CallWork(NamedTuple):
     """What decides the time of a call: graphs it launches, bytes from DRAM and through HVX."""
 
     launches: float
@@ -70,7 +70,7 @@ class ChipModel:
     dram_bytes_per_s: float
     hvx_bytes_per_s: float
 
-    def seconds(self, work: Work) -> float:
+    def seconds(self, work: CallWork) -> float:
         """Predicted time of a call."""
         memory = work.dram_bytes / self.dram_bytes_per_s
         return work.launches * self.launch_s + max(memory, work.hvx_bytes / self.hvx_bytes_per_s)
@@ -81,7 +81,7 @@ SNAPDRAGON_8_GEN_3 = ChipModel(launch_s=0.0, dram_bytes_per_s=43.3e9, hvx_bytes_
 
 
 def fit_model(
-    works: Sequence[Work], seconds: Sequence[float], dram_bytes_per_s: float
+    works: Sequence[CallWork], seconds: Sequence[float], dram_bytes_per_s: float
 ) -> ChipModel:
     """Return the launch time and vector rate with the least squared relative error, by search.
 
@@ -104,7 +104,7 @@ def fit_model(
     return best
 
 
-def _loss(model: ChipModel, works: Sequence[Work], seconds: Sequence[float]) -> float:
+def _loss(model: ChipModel, works: Sequence[CallWork], seconds: Sequence[float]) -> float:
     errors = [
         np.log(model.seconds(work) / wanted) ** 2
         for work, wanted in zip(works, seconds, strict=True)
@@ -113,7 +113,7 @@ def _loss(model: ChipModel, works: Sequence[Work], seconds: Sequence[float]) -> 
 
 
 def leave_one_out(
-    works: Sequence[Work], seconds: Sequence[float], dram_bytes_per_s: float
+    works: Sequence[CallWork], seconds: Sequence[float], dram_bytes_per_s: float
 ) -> list[float]:
     """Signed relative error of each point under the model that is fitted to the others."""
     errors = []
@@ -152,10 +152,10 @@ class Scheduler:
         counts = {rows for m in tokens for rows in _launches(n, k, m)}
         return sum(self.schedule(n, k, rows).prepare_s for rows in counts)
 
-    def work(self, n: int, k: int, m: int) -> Work:
+    def work(self, n: int, k: int, m: int) -> CallWork:
         """Return what a call of m tokens does in all its launches."""
         schedules = [self.schedule(n, k, rows) for rows in _launches(n, k, m)]
-        return Work(
+        return CallWork(
             len(schedules),
             sum(schedule.dram_bytes for schedule in schedules),
             sum(schedule.hvx.vtcm_bytes for schedule in schedules),

@@ -48,7 +48,7 @@ class Fitting:
     Each correction of plain least squares can be taken out; `python -m tests.profiler.ablation`
     says what it is worth (docs: cost-corrections.md).
 
-    Rows (`Table.of`):
+    Rows (`RowTable.of`):
 
     weigh_rows      a row that is less certain weighs less (else: all weigh alike)
     surest          relative error that the surest row is credited with
@@ -101,7 +101,7 @@ DEFAULT: Final = Fitting()
 
 
 @dataclass(frozen=True)
-class Table:
+class RowTable:
     """Rows of one kernel as arrays [S]: sizes as computed (padded), time, weight of the row."""
 
     m: Floats
@@ -113,7 +113,7 @@ class Table:
     @classmethod
     def of(
         cls, device: DeviceRecord, rows: Sequence[MatMulRow], fitting: Fitting = DEFAULT
-    ) -> Table:
+    ) -> RowTable:
         """Return padded sizes; rows that are less certain weigh less."""
         m, n, k, seconds = (
             np.asarray([getattr(row, name) for row in rows], dtype=np.float64)
@@ -189,7 +189,7 @@ def fit_unchecked(
     fitting: Fitting = DEFAULT,
 ) -> MatMulPredictor:
     """Fit with trees of a given depth (0: none)."""
-    table = Table.of(device, rows, fitting)
+    table = RowTable.of(device, rows, fitting)
     knots = fit_knots(table, fitting)
     trees: tuple[Tree, ...] = ()
     if depth and len(rows) >= fitting.smallest_forest:
@@ -208,7 +208,7 @@ def fit_unchecked(
     )
 
 
-def fit_knots(table: Table, fitting: Fitting = DEFAULT) -> Knots:
+def fit_knots(table: RowTable, fitting: Fitting = DEFAULT) -> Knots:
     """See the module's docstring."""
     tokens = np.unique(table.m)
     coarse = _coarse(table, tokens, fitting.shy)
@@ -223,7 +223,7 @@ def fit_knots(table: Table, fitting: Fitting = DEFAULT) -> Knots:
     )
 
 
-def _level(table: Table, at: npt.NDArray[np.bool_], prior: Floats, shrink: float) -> float:
+def _level(table: RowTable, at: npt.NDArray[np.bool_], prior: Floats, shrink: float) -> float:
     """Return how far the rows of one m are above the prior, as one factor.
 
     Kernels work in tiles of tokens (six cost what eight do), which no fit that is smooth in m sees;
@@ -235,7 +235,7 @@ def _level(table: Table, at: npt.NDArray[np.bool_], prior: Floats, shrink: float
     return float(np.exp(np.sum(weight * logs) / (np.sum(weight) + shrink)))
 
 
-def _coarse(table: Table, tokens: Floats, shy: float) -> Floats:
+def _coarse(table: RowTable, tokens: Floats, shy: float) -> Floats:
     """[T, 4] coefficients at each m of one fit in which they are piecewise linear in m."""
     low, high = float(tokens[0]), float(tokens[-1])
     breaks = np.unique([low, *(b for b in COARSE_BREAKS if low < b < high), high])
@@ -260,7 +260,9 @@ def _hats(breaks: Floats, m: Floats) -> Floats:
     return np.stack([np.interp(m, breaks, column) for column in identity], axis=1)
 
 
-def _ridge_nnls(table: Table, at: npt.NDArray[np.bool_], prior: Floats, strength: float) -> Floats:
+def _ridge_nnls(
+    table: RowTable, at: npt.NDArray[np.bool_], prior: Floats, strength: float
+) -> Floats:
     """Coefficients at one m; the ridge works in units of relative time."""
     relative = table.terms[at] / table.seconds[at][:, None] * table.weight[at][:, None]
     typical = np.abs(table.terms[at] / table.seconds[at][:, None]).mean(axis=0)
@@ -379,7 +381,7 @@ def _validation(
     return tuple(validations)
 
 
-def _range(table: Table, rows: Sequence[MatMulRow]) -> ShapeRange:
+def _range(table: RowTable, rows: Sequence[MatMulRow]) -> ShapeRange:
     def bounds(values: Iterable[float]) -> tuple[int, int]:
         listed = [int(value) for value in values]
         return min(listed), max(listed)

@@ -54,7 +54,7 @@ class Task(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Grid:
+class TaskGrid:
     """Tasks to measure, and the pruned ones: pruned task -> the measured one of its stage."""
 
     tasks: tuple[Task, ...]
@@ -99,7 +99,7 @@ def make_grid(
     formats: Iterable[WeightFormat],
     *,
     heads: Iterable[tuple[int, int]] = (),
-) -> Grid:
+) -> TaskGrid:
     """All sizes of one device in every format and order it has, one task for each stage.
 
     `heads` are pairs of output heads, which only ever see the few tokens that are predicted from.
@@ -119,7 +119,7 @@ def make_grid(
     return prune(device, wanted)
 
 
-def prune(device: DeviceRecord, wanted: Iterable[Task]) -> Grid:
+def prune(device: DeviceRecord, wanted: Iterable[Task]) -> TaskGrid:
     """Keep the last requested size of each stage; static devices get the graph's size."""
     static = device.capabilities.static_shapes and device.capabilities.graph_sizes
     kept: dict[Task, Task] = {}
@@ -136,7 +136,7 @@ def prune(device: DeviceRecord, wanted: Iterable[Task]) -> Grid:
     tasks = tuple(dict.fromkeys(kept.values()))
     chosen = set(tasks)
     pruned = {t: kept[stage_key(device, t)] for t in members if t not in chosen}
-    return Grid(tasks, pruned)
+    return TaskGrid(tasks, pruned)
 
 
 def model_pairs(shapes: Iterable[Shape]) -> tuple[tuple[int, int], ...]:

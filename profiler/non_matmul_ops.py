@@ -98,7 +98,7 @@ class NonMatmulPolicy:
 DEFAULT: Final = NonMatmulPolicy()
 
 
-class Block(NamedTuple):
+class ReferenceBlock(NamedTuple):
     """Sizes of a decoder block, as in `hetero.backends.ops`."""
 
     d: int
@@ -108,10 +108,10 @@ class Block(NamedTuple):
     head_dim: int
 
 
-BLOCKS: Final = (Block(2048, 8192, 32, 8, 64), Block(896, 4864, 14, 2, 64))
+BLOCKS: Final = (ReferenceBlock(2048, 8192, 32, 8, 64), ReferenceBlock(896, 4864, 14, 2, 64))
 
 
-class Case(NamedTuple):
+class OpCase(NamedTuple):
     """One operation at one size; `layer_bytes` are read from one such call to the next layer's."""
 
     op: Op
@@ -131,7 +131,9 @@ class Matmuls(NamedTuple):
     warm_ups: int
 
 
-def reference_ops(block: Block, weight_format: WeightFormat, *, outliers: bool = False) -> list[Op]:
+def reference_ops(
+    block: ReferenceBlock, weight_format: WeightFormat, *, outliers: bool = False
+) -> list[Op]:
     """Every kind of operation that some architecture has between its matmuls, at these sizes.
 
     With `outliers` their shadows, as with a format of static activations.
@@ -178,7 +180,7 @@ def wanted_ops(
     weight_format: WeightFormat,
     *,
     quick: bool,
-    blocks: Sequence[Block],
+    blocks: Sequence[ReferenceBlock],
     graph: ModelGraph | None,
     outliers: bool = False,
 ) -> list[tuple[Op, int]]:
@@ -205,7 +207,7 @@ def wanted_ops(
     return list(wanted.values())
 
 
-def layer_bytes(block: Block, weight_format: WeightFormat) -> int:
+def layer_bytes(block: ReferenceBlock, weight_format: WeightFormat) -> int:
     """Weights of a decoder block: a multiple of 8 bytes."""
     heads = block.heads * block.head_dim
     kv_heads = block.kv_heads * block.head_dim
@@ -222,10 +224,10 @@ def cases(
     weight_format: WeightFormat,
     *,
     quick: bool,
-    blocks: Sequence[Block],
+    blocks: Sequence[ReferenceBlock],
     graph: ModelGraph | None = None,
     outliers: bool = False,
-) -> list[Case]:
+) -> list[OpCase]:
     """Return what to time on a device; `graph` is the one model that the profile is for."""
     wanted = np.asarray(QUICK_TOKENS if quick else TOKENS, dtype=np.float64)
     graphs = prepared_sizes(device.capabilities)
@@ -238,7 +240,7 @@ def cases(
     for op, nbytes in ops_wanted:
         contexts = CONTEXTS if isinstance(op, ops.Attention) else (0,)
         cases += [
-            Case(op, m, context, nbytes)
+            OpCase(op, m, context, nbytes)
             for m in tokens
             for context in contexts
             if context + m <= CAPACITY and not (m > 256 and context)
@@ -304,7 +306,7 @@ class NonMatmulMeter:
                 return problem
         return None
 
-    def time(self, case: Case) -> NonMatmulRow:
+    def time(self, case: OpCase) -> NonMatmulRow:
         """Median of a few batches of launches, or of calls where a step has one at a time."""
         call, tensors = self._bind(case.op, case.m, case.context)
         call.run()
@@ -321,7 +323,7 @@ class NonMatmulMeter:
             samples=summary.samples,
         )
 
-    def _samples(self, case: Case, call: BoundCall, tensors: Mapping[str, Tensor]) -> list[float]:
+    def _samples(self, case: OpCase, call: BoundCall, tensors: Mapping[str, Tensor]) -> list[float]:
         """Seconds of a launch, several times."""
         policy, samples = self.policy, range(self.policy.samples)
         count = int(min(max(policy.batched_s / max(self._batch([call]), 1e-9), 1), 64))
@@ -342,7 +344,7 @@ class NonMatmulMeter:
                 return [self._cold_batch(self._other, policy.warm_ups, [call]) for _ in samples]
         return [self._batch([call] * count) for _ in samples]
 
-    def _leaves_caches(self, case: Case) -> bool:
+    def _leaves_caches(self, case: OpCase) -> bool:
         """Return whether tensors have left the caches by the next layer.
 
         Of many tokens, but in a model that fits into them.
@@ -385,7 +387,7 @@ class NonMatmulMeter:
     def _batch(self, calls: Sequence[BoundCall]) -> float:
         return time_calls(calls, self.device, self.clock) / len(calls)
 
-    def _with_own_caches(self, case: Case, tensors: Mapping[str, Tensor]) -> list[BoundCall]:
+    def _with_own_caches(self, case: OpCase, tensors: Mapping[str, Tensor]) -> list[BoundCall]:
         """Return the same call on several caches."""
         kernel = self.device.prepare(case.op, self._weights_of(case.op))
         calls = []
@@ -400,7 +402,7 @@ class NonMatmulMeter:
             calls.append(kernel.bind(own, case.m))
         return calls
 
-    def _lengthened_by(self, calls: Sequence[BoundCall], case: Case, *, read: bool) -> float:
+    def _lengthened_by(self, calls: Sequence[BoundCall], case: OpCase, *, read: bool) -> float:
         """Return by how much each call lengthens a queue of matmuls between two of which it goes.
 
         With `read` the calls' tensors were last used long ago.
@@ -416,7 +418,7 @@ class NonMatmulMeter:
             seconds[whole] += time_after(warm_up, queue, self.clock)[0] / 2
         return max((seconds[True] - seconds[False]) / len(calls), self.policy.min_s)
 
-    def _matmuls_of(self, case: Case) -> Matmuls:
+    def _matmuls_of(self, case: OpCase) -> Matmuls:
         """Return the matmuls that calls of the case's token count go between."""
         policy = self.policy
         size = min(case.layer_bytes / 4, policy.matmul_bytes)

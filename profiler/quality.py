@@ -1,5 +1,4 @@
-"""The quality of a profile: the faster device by phase, prediction errors, and whether it is
-usable.
+"""The quality of a profile: the faster device by phase, errors, and whether it is usable.
 
 A profile is bad where predictions of one of its devices cannot be relied on: nothing was measured
 or left out to check them by, or they are off by more than `MAX_ERROR` on the mean.

@@ -29,7 +29,7 @@ from hetero.profiler.errors import ProfileError
 from hetero.profiler.grid import Task, shape_class
 from hetero.profiler.interference import find_interference
 from hetero.profiler.journal import Journal, journal_path
-from hetero.profiler.measure import Meter, Reference, rescale, to_means
+from hetero.profiler.measure import Reference, TaskMeter, rescale, to_means
 from hetero.profiler.options import Event, Options
 from hetero.profiler.records import (
     Coverage,
@@ -48,7 +48,7 @@ from hetero.profiler.records import (
 from hetero.profiler.workload import Workload
 
 R = TypeVar("R", bound=BaseModel)
-# Takes a checkpoint to call between processes; see `Session._checkpoint`.
+# Takes a checkpoint to call between processes; see `ProfilingSession._checkpoint`.
 MeasureEveryCore: TypeAlias = Callable[[Callable[[], None]], list[EveryCore]]
 
 
@@ -73,7 +73,7 @@ def profile_devices(
     """
     if not devices:
         raise ProfileError("there is no device to measure: see `hetero doctor`")
-    session = Session(
+    session = ProfilingSession(
         devices,
         options or Options(),
         out=out,
@@ -85,7 +85,7 @@ def profile_devices(
     return session.run(resume=resume)
 
 
-class Session:
+class ProfilingSession:
     """One run. Everything that is finished goes through the journal, and comes back from it."""
 
     def __init__(
@@ -179,7 +179,7 @@ class Session:
             (entry["device"], entry["phase"]): entry["seconds"]
             for entry in self.journal.of_kind("base")
         }
-        self.meter = Meter(
+        self.meter = TaskMeter(
             self.workload,
             settings=self.options.settings,
             reference_format=self.format,

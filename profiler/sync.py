@@ -241,9 +241,7 @@ def _pass(clock: Clock) -> None:
 
 
 def _copy(device: Device, clock: Clock) -> tuple[float, float]:
-    """Return (fixed seconds, seconds per byte) of copying between a pool buffer and other
-    memory.
-    """
+    """Return (fixed seconds, seconds per byte) of copies from and to a pool buffer."""
     points = []
     for nbytes in COPIED_BYTES:
         source, target = HostBuffer(nbytes), device.allocate(nbytes)

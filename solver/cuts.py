@@ -113,9 +113,7 @@ class _Wanted:
         self._runs = space.graph_table(np.asarray(runs, dtype=np.intp)) if space.sizes else None
 
     def slowdown(self, kept: Subset) -> float:
-        """Return the weighted slowdown with these of `rows` as cuts, over the best cut's cost
-        alone.
-        """
+        """Return the weighted slowdown with these of `rows` as cuts, over the best cut's."""
         columns = np.asarray(kept, dtype=np.intp)
         cost = self._costs[:, columns]
         if self._runs is not None and len(kept):

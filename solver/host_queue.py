@@ -119,9 +119,7 @@ class HostQueue(Overheads):
         )
 
     def at(self, m: int) -> Self:
-        """See `Overheads.at`: with stream signals, starting the GPU costs a signal, no
-        submission.
-        """
+        """See `Overheads.at`: with stream signals, starting the GPU costs a signal."""
         return replace(self, submit_s=self.ring_s or 0.0) if self.gates(m) else self
 
     def gates(self, m: int) -> bool:

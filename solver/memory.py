@@ -144,9 +144,7 @@ def _all_rows_bytes(planner: Tables, device: DeviceKind, *, head: bool = True) -
 
 
 def row_bytes(planner: Tables, device: DeviceKind, name: OpName) -> float:
-    """Return the bytes of one row in all layers, stored once, in the device's layout if it has
-    one.
-    """
+    """Return the bytes of one row in all layers, stored once, in the device's layout."""
     layers = 1 if name == "lm_head" else planner.spec.layers
     _, k = planner.shape(name)
     weight_format, record = planner.spec.weight_format, planner.profile.devices.get(device)

@@ -22,7 +22,7 @@ Mode: TypeAlias = Literal["gpu", "npu", "gpu-dominant", "npu-dominant"]
 
 
 @dataclass(frozen=True)
-class Power:
+class PowerModel:
     """Watts while both devices work, only one, or neither."""
 
     gpu_w: float
@@ -31,7 +31,7 @@ class Power:
     idle_w: float = 0.0
 
     @classmethod
-    def of(cls, cost: CostModel) -> Power | None:
+    def of(cls, cost: CostModel) -> PowerModel | None:
         """Return the power of a profile's devices, None if it does not say."""
         gpu, npu = cost.power_w("gpu"), cost.power_w("npu")
         if gpu is None or npu is None:
@@ -51,7 +51,7 @@ class Objective:
 
     seconds: float = 1.0
     joules: float = 0.0
-    power: Power | None = None
+    power: PowerModel | None = None
 
     def cost(self, option: Option, state: int) -> float:
         """Cost of an option entered from a state."""
@@ -66,9 +66,7 @@ class Objective:
         return value
 
     def cost_alone(self, option: Option, state: int) -> float:
-        """Return `cost` with what a GPU kernel after it pays for the state that the option
-        leaves.
-        """
+        """Return `cost` with what a GPU kernel after the option pays for the state."""
         return self.cost(option, state) + self.idle * option.back_s
 
     @property
@@ -121,7 +119,7 @@ class Option(NamedTuple):
         """Return section 4.3's time of this matmul by itself, with a GPU kernel after it."""
         return self.seconds(state) + self.back_s
 
-    def joules(self, power: Power, state: int = GPU) -> float:
+    def joules(self, power: PowerModel, state: int = GPU) -> float:
         """Energy when entered from a state."""
         both = max(self.gpu_s + self.npu_s - self.elapsed_s, 0.0)
         alone = (self.gpu_s - both, self.npu_s - both)

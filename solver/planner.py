@@ -23,7 +23,7 @@ from hetero.solver.kernel_times import KernelTimes, Precision
 from hetero.solver.layer_dp import solve_layers
 from hetero.solver.memory import holds_alone
 from hetero.solver.non_matmul import NonMatmulCosts, NonMatmulTimes
-from hetero.solver.options import INF, Objective, Option, Power
+from hetero.solver.options import INF, Objective, Option, PowerModel
 from hetero.solver.overheads import Overheads
 from hetero.solver.solution import Scenario, Solution
 from hetero.solver.tilings import MatMulSpace
@@ -35,7 +35,7 @@ MAX_SAVED: Final = (
 
 
 @dataclass(frozen=True)
-class Settings:
+class PlannerSettings:
     """Settings of the user.
 
     context         tokens in the KV cache before a decode step
@@ -63,7 +63,7 @@ class Planner:
         self,
         spec: ModelGraph,
         profile: DeviceProfile,
-        settings: Settings = Settings(),
+        settings: PlannerSettings = PlannerSettings(),
         *,
         cost: CostModel | None = None,
         overheads: Overheads | None = None,
@@ -75,7 +75,7 @@ class Planner:
         self.cost = cost or CostModel(profile)
         self.kernels = KernelTimes(self.cost, spec.weight_format, settings.precision, spec.base)
         self.overheads = overheads or HostQueue.of(self.cost)
-        self.power = Power.of(self.cost)
+        self.power = PowerModel.of(self.cost)
         record = profile.devices.get("npu")
         self.sizes = prepared_sizes(record.capabilities) if record is not None else ()
         self.whole = self  # the same with all row cuts

@@ -13,7 +13,7 @@ from hetero.solver.chooser import Rules
 from hetero.solver.errors import PlanError
 from hetero.solver.joint_plan import solve_jointly
 from hetero.solver.options import INF
-from hetero.solver.planner import Planner, Settings, with_graph_sizes
+from hetero.solver.planner import Planner, PlannerSettings, with_graph_sizes
 from hetero.solver.request import PlanRequest, scenarios_of
 
 
@@ -23,7 +23,7 @@ def planner_for(
     """Return a planner with the requested graph sizes, and notes on them."""
     rules = Rules(request.margin, request.max_gpu_share, request.shared)
     step = request.step_tokens
-    settings = Settings(request.precision, rules, request.context, unfused, step_tokens=step)
+    settings = PlannerSettings(request.precision, rules, request.context, unfused, step_tokens=step)
     substitution = file_substitution(profile, spec.weight_format)
     notes = [] if substitution is None else [substitution.note]
     if request.graph_sizes == "auto":

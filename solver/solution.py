@@ -8,7 +8,7 @@ from hetero.backends.protocol import DeviceKind
 from hetero.profiler.model_graph import OpName
 from hetero.solver.layer_dp import LayerPath, walk
 from hetero.solver.non_matmul import NonMatmulTimes
-from hetero.solver.options import Option, Power
+from hetero.solver.options import Option, PowerModel
 from hetero.solver.plan import Phase
 
 
@@ -36,7 +36,7 @@ class Solution(NamedTuple):
     non_matmul: NonMatmulTimes
     path: LayerPath
     layers: int
-    power: Power | None
+    power: PowerModel | None
     around_s: float = 0.0
     attention: Option | None = None
 

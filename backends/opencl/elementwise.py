@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hetero.backends.opencl.calls import InPanels, Launch, OpenCLKernel
+from hetero.backends.opencl.calls import InPanels, KernelLaunch, OpenCLKernel
 from hetero.backends.opencl.resources import Resources
 from hetero.backends.opencl.tuning import Tuning
 from hetero.backends.ops import Act, Add, GatedAct
@@ -18,7 +18,7 @@ def prepare_add(device: Resources, op: Add, _weights: Mapping[str, WeightValue])
     tuning = device.tuning
     program = device.programs.get("elementwise.cl", tuning.defines)
 
-    def launches(tensors: Mapping[str, Operand], m: int) -> list[Launch]:
+    def launches(tensors: Mapping[str, Operand], m: int) -> list[KernelLaunch]:
         chunk, items = split_floats(tuning, op.d)
         args = (
             m,
@@ -28,7 +28,7 @@ def prepare_add(device: Resources, op: Add, _weights: Mapping[str, WeightValue])
             op.d,
             chunk,
         )
-        return [Launch(program, "add", (items, m), (tuning.lanes, 1), args)]
+        return [KernelLaunch(program, "add", (items, m), (tuning.lanes, 1), args)]
 
     return OpenCLKernel(device, op, launches)
 
@@ -53,10 +53,10 @@ def _activation(device: Resources, op: GatedAct | Act, kernel: str) -> OpenCLKer
         before=("activations.cl",),
     )
 
-    def launches(tensors: Mapping[str, Operand], m: int) -> list[Launch]:
+    def launches(tensors: Mapping[str, Operand], m: int) -> list[KernelLaunch]:
         chunk, items = split_floats(tuning, op.f)
         args = (m, InPanels(tensors["x"]), whole(tensors["y"]), op.f, chunk)
-        return [Launch(program, kernel, (items, m), (tuning.lanes, 1), args)]
+        return [KernelLaunch(program, kernel, (items, m), (tuning.lanes, 1), args)]
 
     return OpenCLKernel(device, op, launches)
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from hetero.backends.checks import packed
 from hetero.backends.formats import GROUP_SIZE
-from hetero.backends.opencl.calls import Launch, OpenCLKernel
+from hetero.backends.opencl.calls import KernelLaunch, OpenCLKernel
 from hetero.backends.opencl.matmul import block_defines
 from hetero.backends.opencl.resources import Resources
 from hetero.backends.ops import Embed
@@ -34,10 +34,10 @@ def prepare_embed(device: Resources, op: Embed, weights: Mapping[str, WeightValu
     groups = total if lanes == 1 else 1
     items = 1 if lanes == 1 else -(-total // lanes) * lanes
 
-    def launches(operands: Mapping[str, Operand], m: int) -> list[Launch]:
+    def launches(operands: Mapping[str, Operand], m: int) -> list[KernelLaunch]:
         tensors = tensors_of(operands)
         args = (m, tensors["tokens"], tensors["y"], data, scales, groups)
-        return [Launch(program, "embed", (items, m), (lanes, 1), args)]
+        return [KernelLaunch(program, "embed", (items, m), (lanes, 1), args)]
 
     copied = 0 if device.capabilities.unified_memory else weight.nbytes
     return OpenCLKernel(device, op, launches, nbytes=copied)

@@ -11,7 +11,7 @@ import pyopencl as cl
 from hetero.backends import rope as tables
 from hetero.backends.checks import vector
 from hetero.backends.opencl.attention import head_vector
-from hetero.backends.opencl.calls import Argument, InPanels, Launch, OpenCLKernel
+from hetero.backends.opencl.calls import Argument, InPanels, KernelLaunch, OpenCLKernel
 from hetero.backends.opencl.program_source import Define
 from hetero.backends.opencl.resources import Resources
 from hetero.backends.ops import Rope
@@ -31,7 +31,7 @@ def prepare_rope(device: Resources, op: Rope, weights: Mapping[str, WeightValue]
         else tuple(device.constant(vector(weights, name)) for name in ("q_norm", "k_norm"))
     )
 
-    def launches(tensors: Mapping[str, Operand], m: int) -> list[Launch]:
+    def launches(tensors: Mapping[str, Operand], m: int) -> list[KernelLaunch]:
         items = m * (total // item_heads)
         args: tuple[Argument, ...] = (
             items,
@@ -43,7 +43,7 @@ def prepare_rope(device: Resources, op: Rope, weights: Mapping[str, WeightValue]
             *norms,
         )
         size = -(-items // tuning.lanes) * tuning.lanes
-        return [Launch(program, "rope", (size,), (tuning.lanes,), args)]
+        return [KernelLaunch(program, "rope", (size,), (tuning.lanes,), args)]
 
     return OpenCLKernel(device, op, launches)
 

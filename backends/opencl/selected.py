@@ -8,7 +8,7 @@ import pyopencl as cl
 
 from hetero.backends.opencl.drivers.base import Driver
 from hetero.backends.opencl.drivers.levels import Level
-from hetero.backends.opencl.self_test.compiler import Compiler
+from hetero.backends.opencl.self_test.compiler import ProgramCompiler
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Selected:
     device: cl.Device
     driver: Driver
     level: Level
-    compiler: Compiler
+    compiler: ProgramCompiler
     cores: tuple[int, ...] = ()
     threads: int = 1
     note: str = ""

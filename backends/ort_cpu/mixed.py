@@ -24,7 +24,7 @@ from hetero.backends.weights import ROW_BLOCK, PackedWeight, padded
 F32 = np.float32
 
 
-class Part(NamedTuple):
+class WeightPart(NamedTuple):
     """Rows of one storage."""
 
     storage: StorageFormat
@@ -49,12 +49,12 @@ class Part(NamedTuple):
         return self.storage.scales == "block" and self.storage.blocks.minimum
 
 
-def parts_of(weight: PackedWeight) -> tuple[Part, ...]:
+def parts_of(weight: PackedWeight) -> tuple[WeightPart, ...]:
     """Return what `graph` and the probe of packed initializers have to know of a weight."""
-    return tuple(Part(part.storage, part.n) for _, part in weight.spans())
+    return tuple(WeightPart(part.storage, part.n) for _, part in weight.spans())
 
 
-def graph(op: ops.MatMul, parts: tuple[Part, ...], *, split: bool) -> bytes:
+def graph(op: ops.MatMul, parts: tuple[WeightPart, ...], *, split: bool) -> bytes:
     """`split` as in `graphs.matmul`: for parts of 4 bits.
 
     8 bits are always split, but where x is rounded in groups of the same size.
@@ -81,7 +81,7 @@ class _Graph:
         self.width = padded(op.k, GROUP_SIZE)
         self.names: dict[str, str] = {}
 
-    def product(self, i: int, part: Part, *, split: bool) -> str:
+    def product(self, i: int, part: WeightPart, *, split: bool) -> str:
         """x times a part's rows, [m, part.n]."""
         if not part.bits:
             weight = self.builder.weight(f"weight{i}", F32, (part.n, self.op.k))
@@ -102,7 +102,7 @@ class _Graph:
         shift = self.builder.weight(f"shift{i}", F32, (self.width // GROUP_SIZE, part.n))
         return self.builder.node("Add", y, self.builder.node("MatMul", self._sums(rounds), shift))
 
-    def _nbits(self, i: int, part: Part, x: str, level: int) -> str:
+    def _nbits(self, i: int, part: WeightPart, x: str, level: int) -> str:
         count = self.width // part.block
         weight = self.builder.weight(
             f"weight{i}", np.uint8, (part.n, count, part.block * part.bits // 8)

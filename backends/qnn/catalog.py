@@ -12,7 +12,7 @@ from hetero.backends.ops import Op
 from hetero.backends.protocol import WeightValue
 from hetero.backends.qnn import graphs, integer
 from hetero.backends.qnn.graphs import is_static
-from hetero.backends.qnn.store import Identity, weight_digest
+from hetero.backends.qnn.store import GraphIdentity, weight_digest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,11 +48,11 @@ SIZES: Final = GraphSizes()
 class Graph(NamedTuple):
     """A static graph: what it is, and how its ONNX model is built."""
 
-    identity: Identity
+    identity: GraphIdentity
     build: Callable[[], bytes]
 
 
-class Shape(NamedTuple):
+class GraphShape(NamedTuple):
     """Static sizes of a graph; `context` is 0 without attention."""
 
     tokens: int
@@ -95,7 +95,9 @@ def graph(op: Op, m: int, weights: Mapping[str, WeightValue], digest: str) -> Gr
     if isinstance(op, ops.MatMul) and is_static(op):
         return integer_graph(op, m, weights, digest, "int8")
     plain = replace(op, order="plain") if isinstance(op, ops.MatMul) else op
-    return Graph(Identity(repr(plain), m, weights=digest), lambda: graphs.single(plain, m, weights))
+    return Graph(
+        GraphIdentity(repr(plain), m, weights=digest), lambda: graphs.single(plain, m, weights)
+    )
 
 
 def integer_graph(
@@ -108,7 +110,7 @@ def integer_graph(
     """Return the graph of m tokens of a matmul with integer activations."""
     plain = replace(op, order="plain")
     return Graph(
-        Identity(f"{plain!r} {activations}", m, weights=digest),
+        GraphIdentity(f"{plain!r} {activations}", m, weights=digest),
         lambda: integer.matmul(plain, m, checks.packed(weights), activations),
     )
 
@@ -119,7 +121,7 @@ def attention_graph(op: ops.Attention, m: int, context: int) -> Graph:
     The capacity and the window are in the caller's buffers and masks, not in the graph.
     """
     same = replace(op, capacity=0, window=0)
-    identity = Identity(repr(same), m, context)
+    identity = GraphIdentity(repr(same), m, context)
     return Graph(identity, lambda: graphs.single(same, m, {}, context))
 
 
@@ -128,7 +130,7 @@ def group_graph(
 ) -> Graph:
     """Return the graph of m tokens of a group; `context` is 0 without attention."""
     return Graph(
-        Identity(repr(fused), m, context, digest),
+        GraphIdentity(repr(fused), m, context, digest),
         lambda: graphs.group(fused, m, weights, context),
     )
 
@@ -175,25 +177,23 @@ def all_graphs(
     return [graph(op, m, weights, digest) for m, _ in sizes_of]
 
 
-def shapes(operation: Op | Group, sizes: Sequence[int]) -> list[Shape]:
+def shapes(operation: Op | Group, sizes: Sequence[int]) -> list[GraphShape]:
     """Return the shapes of every graph that calls of these token counts run."""
     attention = _attention_of(operation)
     return [
-        Shape(m, context)
+        GraphShape(m, context)
         for m in sorted({rows for size in sizes for rows in pieces(operation, size)})
         for context in (contexts(attention.capacity, m) if attention else [0])
     ]
 
 
-def shapes_at(operation: Op | Group, m: int, position: int) -> list[Shape]:
-    """Return the shapes of the graphs of one call of m tokens, `position` tokens into the
-    context.
-    """
+def shapes_at(operation: Op | Group, m: int, position: int) -> list[GraphShape]:
+    """Return the shapes of the graphs of one call of m tokens from `position` on."""
     attention, made = _attention_of(operation), []
     for rows in pieces(operation, m):
         position += rows
         held = contexts(attention.capacity, rows) if attention else [0]
-        made.append(Shape(rows, next(c for c in held if not c or c >= position)))
+        made.append(GraphShape(rows, next(c for c in held if not c or c >= position)))
     return made
 
 

@@ -40,7 +40,7 @@ LAST_SHARE_CONFIG = {"ep.stop_share_ep_contexts": "1"}
 CONTEXT_CONFIG = {CONTEXT_ENABLE: "1", "ep.context_embed_mode": "0"}
 
 
-class Compiler:
+class GraphCompiler:
     """Compiles models into context binaries, one at a time. Raises `DeviceError`."""
 
     def __init__(self, target: Target) -> None:

@@ -80,7 +80,7 @@ class QnnDevice(Device):
         self._activations = activations
         self.store = GraphStore(Target(library, chip), directory)
         self._health = checks.Health(BACKEND)
-        self._host = kernels.Host(self._health, self.capabilities, self.store)
+        self._host = kernels.QnnHost(self._health, self.capabilities, self.store)
         self._masks = kernels.Masks()
         self._kernels: weakref.WeakSet[kernels.QnnKernel] = weakref.WeakSet()
 
@@ -171,7 +171,7 @@ class QnnDevice(Device):
                 return self._prepare_integer(op, weights)
             case ops.MatMul():
                 nbytes = checks.packed(weights).nbytes
-                return kernels.MatMulKernel(
+                return kernels.QnnMatMulKernel(
                     self._host, op, self._sessions(op, weights), nbytes=nbytes
                 )
             case ops.Rope():
@@ -200,7 +200,7 @@ class QnnDevice(Device):
                 )
             case _:
                 vectors = graphs.vectors_of(op, weights)
-                return kernels.GraphKernel(self._host, op, self._sessions(op, weights), vectors)
+                return kernels.QnnGraphKernel(self._host, op, self._sessions(op, weights), vectors)
 
     def _prepare_integer(
         self, op: ops.MatMul, weights: Mapping[str, WeightValue]

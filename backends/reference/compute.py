@@ -20,7 +20,7 @@ import numpy.typing as npt
 from hetero.backends import checks, ops, rope
 from hetero.backends.checks import packed, vector
 from hetero.backends.formats import GROUP_SIZE, INT8_STATIC, activations_of
-from hetero.backends.kv_rows import Rows
+from hetero.backends.kv_rows import CacheRows
 from hetero.backends.ops import Activation, Op, describe
 from hetero.backends.protocol import CACHE_PORTS, WeightValue
 from hetero.backends.weights import PackedWeight, padded
@@ -210,7 +210,7 @@ def attention(op: ops.Attention, arrays: Arrays) -> None:
     heads = arrays["qkv"].reshape(m, -1, op.head_dim).transpose(1, 0, 2)  # [H + 2G, m, D]
     first = _first_position(arrays, op, m, op.capacity)
     end = first + m
-    k_rows, v_rows = (Rows(arrays[port], op.kv, op.head_dim) for port in CACHE_PORTS)
+    k_rows, v_rows = (CacheRows(arrays[port], op.kv, op.head_dim) for port in CACHE_PORTS)
     k_rows.write(first, heads[op.heads : op.heads + op.kv_heads])
     v_rows.write(first, heads[op.heads + op.kv_heads :])
     keys, values = (rows.read(0, end).astype(np.float64) for rows in (k_rows, v_rows))
@@ -247,7 +247,7 @@ def column_mass(op: ops.ColumnMass, arrays: Arrays) -> None:
     of, m = op.attention, len(arrays["qkv"])
     first = _first_position(arrays, op, m, of.capacity)
     group = of.heads // of.kv_heads
-    rows = Rows(arrays["k_cache"], of.kv, of.head_dim)
+    rows = CacheRows(arrays["k_cache"], of.kv, of.head_dim)
     for t in (t for t in range(m) if (first + t + 1) % op.every == 0):
         stop = first + t + 1
         low = max(0, stop - of.window) if of.window > 0 else 0
@@ -274,7 +274,7 @@ def decode_chunks(op: ops.DecodeChunks, channels: Array) -> tuple[Program, int]:
             if not bits:
                 continue
             part = arrays["codes"][start : start + op.chunk_bytes(bits)]
-            caches = [Rows(arrays[port], op.kv, op.head_dim) for port in CACHE_PORTS]
+            caches = [CacheRows(arrays[port], op.kv, op.head_dim) for port in CACHE_PORTS]
             if bits == 16:
                 values_of = (
                     np.frombuffer(part.tobytes(), np.float16).astype(np.float32).reshape(shape)

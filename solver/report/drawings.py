@@ -84,7 +84,7 @@ class Cut(NamedTuple):
     others: TableData
 
 
-class Step(NamedTuple):
+class DrawnStep(NamedTuple):
     """The cuts of a step; a single row of tokens is drawn flat."""
 
     title: str
@@ -176,7 +176,7 @@ def _lane(kind: str, bars: Sequence[Bar], end_s: float) -> Lane:
     return Lane(kind.upper(), f"{100 * busy:.0f} %", svg, labels)
 
 
-def step(plan: Plan, total: Total) -> Step | None:
+def step(plan: Plan, total: Total) -> DrawnStep | None:
     """Return the tiles of every matmul of a step: rows to the right, tokens down, to one scale."""
     m = drawn_tokens(total)
     ops = [o for o in plan.ops if o.phase == total.phase and o.m == m]
@@ -186,7 +186,7 @@ def step(plan: Plan, total: Total) -> Step | None:
     widest = max(op.n for op in ops)
     flat = total.phase != "prefill"
     cuts = tuple(_cut(op, m, scale, 28.0 if flat else 110.0, widest) for op in ops)
-    return Step(label(total), flat, cuts)
+    return DrawnStep(label(total), flat, cuts)
 
 
 def _cut(op: OpPlan, m: int, scale: float, height: float, widest: int) -> Cut:

@@ -245,7 +245,7 @@ CASES = [
     BadInput("profile: onto a folder", "cannot write", ("profile", "--out", "{work}")),
     BadInput("plan: onto a folder", "cannot write", ("plan", "llama-3-8b", *HOST, "--out",
                                                      "{work}")),
-    BadInput("plan: onto a pipe", "nobody reads this pipe", ("plan", "llama-3-8b", *HOST, "--out",
+    BadInput("plan: onto a pipe", "no process reads this pipe", ("plan", "llama-3-8b", *HOST, "--out",
                                                              "{work}/pipe"), pipe),
     BadInput("trace: onto a folder", "cannot write the trace", (*GENERATE, "--trace", "{work}")),
     *(BadInput(f"option {' '.join(x)[:40]}", s, (*GENERATE, *x)) for x, s in OPTIONS),

@@ -13,7 +13,7 @@ from hetero.backends.host.clock import ManualClock
 from hetero.backends.null import NullDevice
 from hetero.backends.ops import MatMul, Op
 from hetero.backends.protocol import DeviceKind
-from hetero.profiler.measure import Settings
+from hetero.profiler.measure import MeasureSettings
 from hetero.profiler.non_matmul_ops import BLOCKS
 from hetero.profiler.options import Options
 from hetero.profiler.predict import weight_bytes
@@ -63,8 +63,8 @@ def options(**changes: object) -> Options:
     converges at once on a virtual clock.
     """
     base = Options(
-        pairs=PAIRS, tokens=TOKENS, power=False, settings=Settings(task_s=60.0), budget_s=600.0,
-        blocks=BLOCKS[-1:],
+        pairs=PAIRS, tokens=TOKENS, power=False, settings=MeasureSettings(task_s=60.0),
+        budget_s=600.0, blocks=BLOCKS[-1:],
     )  # fmt: skip
     return replace(base, **changes)  # type: ignore[arg-type]
 

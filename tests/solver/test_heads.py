@@ -20,7 +20,7 @@ from hetero.solver.errors import PlanError
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.overheads import Overheads
 from hetero.solver.placement import Placement
-from hetero.solver.planner import Planner, Settings
+from hetero.solver.planner import Planner, PlannerSettings
 from hetero.solver.prepared import prepare_solver
 from hetero.solver.repredict import repredict
 from hetero.solver.request import PlanRequest
@@ -50,7 +50,7 @@ def without_heads(found: DeviceProfile, kind: str) -> DeviceProfile:
 def planner(found: DeviceProfile, **rules: Any) -> Planner:
     """By the paper's costs, which are sums and maxima."""
     cost = CostModel(found)
-    settings = Settings(rules=Rules(**rules))
+    settings = PlannerSettings(rules=Rules(**rules))
     return Planner(model_spec(MODEL), found, settings, cost=cost, overheads=Overheads.of(cost))
 
 

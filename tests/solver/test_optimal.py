@@ -13,7 +13,7 @@ from hetero.solver.chooser import Chooser, Rules
 from hetero.solver.errors import PlanError
 from hetero.solver.layer_dp import solve_layers, walk
 from hetero.solver.memory import Limits, weight_memory
-from hetero.solver.options import GPU, HOST, INF, Objective, Option, Power
+from hetero.solver.options import GPU, HOST, INF, Objective, Option, PowerModel
 from hetero.solver.place import tiles_of
 from hetero.solver.plan import OpPlan
 from hetero.solver.residency import solve as solve_residency
@@ -175,7 +175,7 @@ def test_energy_and_latency_each_win_at_their_own(seed: int) -> None:
 
 def test_an_unreachable_option_costs_infinity_under_every_objective() -> None:
     """Also where seconds weigh nothing, as energy alone has it: 0 * inf is no number."""
-    power = Power(1.0, 2.0, 3.0)
+    power = PowerModel(1.0, 2.0, 3.0)
     never = Option("gpu-only", "gpu", elapsed_s=INF)
     late = Option("gpu-only", "gpu", elapsed_s=1.0, enter_s=(0.0, INF))
     for objective in (Objective(), Objective(0.0, 1.0, power), Objective(1.0, 1.0, power)):

@@ -36,7 +36,7 @@ HASHED_BYTES: Final = 1 << 20
 
 
 @dataclass(frozen=True)
-class Candidate:
+class DriverCandidate:
     """A driver's library.
 
     `library` is empty where the system's loader decides what is loaded; `origin` says where it was
@@ -72,13 +72,13 @@ class Candidate:
         return hashlib.sha256("\0".join(facts).encode()).hexdigest()
 
 
-def candidates() -> list[Candidate]:
+def candidates() -> list[DriverCandidate]:
     """Every installed driver: the vendors' first (GPUs), then PoCL, then other CPU drivers."""
     if not sys.platform.startswith("linux"):
-        return [Candidate("", VENDOR, "the system's OpenCL loader")]
-    by_file: dict[str, Candidate] = {}
+        return [DriverCandidate("", VENDOR, "the system's OpenCL loader")]
+    by_file: dict[str, DriverCandidate] = {}
     for library, origin in _libraries():
-        candidate = Candidate(library, driver_of_library(library), origin)
+        candidate = DriverCandidate(library, driver_of_library(library), origin)
         real = str(candidate.path.resolve()) if candidate.path is not None else library
         by_file.setdefault(real, candidate)
     order = ("vendor", "pocl", "intel")

@@ -22,7 +22,7 @@ import pyopencl as cl
 from hetero.backends.errors import DeviceUnavailableError
 from hetero.backends.host.affinity import core_count
 from hetero.backends.opencl.drivers import driver_of_platform
-from hetero.backends.opencl.drivers.icd import Candidate
+from hetero.backends.opencl.drivers.icd import DriverCandidate
 from hetero.backends.opencl.drivers.levels import Level
 from hetero.backends.opencl.drivers.pocl import CACHE, WORKERS
 from hetero.backends.opencl.drivers.threads import hold, tasks
@@ -38,7 +38,7 @@ OURS: Final = frozenset({BUNDLED_HOME, VENDORS, CACHE})
 class Wanted:
     """A driver to load, the level that its kernels will have, and where these are kept."""
 
-    candidate: Candidate
+    candidate: DriverCandidate
     level: Level
     store: KernelStore
 
@@ -67,7 +67,7 @@ class Loaded:
             hold(self.workers[driver], cores)
         return cores
 
-    def devices(self, candidate: Candidate) -> list[cl.Device]:
+    def devices(self, candidate: DriverCandidate) -> list[cl.Device]:
         """Devices of a candidate's driver; of all where the system's loader decides."""
         devices = []
         for platform in self.platforms:

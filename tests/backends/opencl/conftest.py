@@ -15,7 +15,7 @@ from hetero.backends.errors import DeviceUnavailableError
 from hetero.backends.opencl import open as open_opencl
 from hetero.backends.opencl.device import OpenCLDevice
 from hetero.backends.opencl.drivers import icd, levels
-from hetero.backends.opencl.drivers.icd import Candidate
+from hetero.backends.opencl.drivers.icd import DriverCandidate
 from hetero.backends.opencl.platform import cache_root
 from hetero.backends.opencl.self_test.runner import SelfTests, passed_level
 
@@ -69,7 +69,7 @@ def fresh_device() -> Iterator[OpenCLDevice]:
 
 
 @pytest.fixture(scope="session")
-def pocl() -> Candidate:
+def pocl() -> DriverCandidate:
     """The bundled PoCL."""
     found = [c for c in icd.candidates() if c.driver.name == "pocl"]
     if not found:
@@ -78,7 +78,7 @@ def pocl() -> Candidate:
 
 
 @pytest.fixture(scope="session")
-def kernels(pocl: Candidate) -> Path:
+def kernels(pocl: DriverCandidate) -> Path:
     """Kernels of every level of this machine, proven; in the cache that all tests share."""
     root, own = cache_root(), levels.processor_levels()
     self_tests = SelfTests(root)

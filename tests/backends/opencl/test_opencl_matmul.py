@@ -21,7 +21,14 @@ from hetero.backends.opencl import matmul
 from hetero.backends.opencl import open as open_opencl
 from hetero.backends.opencl.device import OpenCLDevice
 from hetero.backends.opencl.drivers import levels
-from hetero.backends.opencl.matmul_tuning import _CPU, INF, CpuTuning, Tile, kind_of, matmul_tuning
+from hetero.backends.opencl.matmul_tuning import (
+    _CPU,
+    INF,
+    CpuTuning,
+    WorkTile,
+    kind_of,
+    matmul_tuning,
+)
 from hetero.backends.ops import MatMul
 from hetero.backends.protocol import Kernel, WeightValue
 from hetero.backends.reference.compute import quantized_activations, static_codes
@@ -397,7 +404,7 @@ def planes_device(
     tuning = matmul_tuning(family)
     if not isinstance(tuning, CpuTuning):
         pytest.skip("a kernel of processors")
-    tiles = (Tile(1, 1, 1, 1024, planes=2), Tile(INF, 2, 2, planes=2))
+    tiles = (WorkTile(1, 1, 1, 1024, planes=2), WorkTile(INF, 2, 2, planes=2))
     tuning = dataclasses.replace(tuning, special_tiles={WeightFormat.W4A16: tiles})
     if request.param == "plain":
         tuning = dataclasses.replace(tuning, rows=16, dot=0)

@@ -20,10 +20,10 @@ from hetero.backends.opencl.kernel_files import all_sources
 from hetero.backends.opencl.program import ProgramCache
 from hetero.backends.opencl.program_source import ProgramSource
 from hetero.backends.opencl.self_test import compiler as compiling
-from hetero.backends.opencl.self_test.compiler import Compiler
+from hetero.backends.opencl.self_test.compiler import ProgramCompiler
 
 
-class Notes(Compiler):
+class Notes(ProgramCompiler):
     """Makes an object for each program; says by which thread."""
 
     def __init__(self, notes: dict[str, bytes]) -> None:
