@@ -199,8 +199,8 @@ def typical(rows: Iterable[MatMulRow], of: Callable[[MatMulRow], float]) -> dict
 class NonMatmulRow(Stats):
     """Time of an operation that is not a matmul.
 
-    `op` is the record's class name, `sizes` its sizes by name, `context` the tokens that the KV
-    cache held before the call.
+    `op` is the record's class name, `sizes` its sizes by name, `context` the tokens in the KV
+    cache before the call.
     """
 
     device: DeviceKind

@@ -192,8 +192,8 @@ def shapes_at(operation: Op | Group, m: int, position: int) -> list[GraphShape]:
     attention, made = _attention_of(operation), []
     for rows in pieces(operation, m):
         position += rows
-        held = contexts(attention.capacity, rows) if attention else [0]
-        made.append(GraphShape(rows, next(c for c in held if not c or c >= position)))
+        lengths = contexts(attention.capacity, rows) if attention else [0]
+        made.append(GraphShape(rows, next(c for c in lengths if not c or c >= position)))
     return made
 
 

@@ -145,13 +145,13 @@ class QnnDevice(Device):
             if not accepted:
                 raise ValueError(f"{describe(step.op)} cannot run here: {accepted.reason}")
         digest = catalog.group_digest(weights) if self.store.directory else ""
-        held: dict[tuple[int, int], ort.InferenceSession] = {}
+        sessions: dict[tuple[int, int], ort.InferenceSession] = {}
 
         def session(m: int, context: int) -> ort.InferenceSession:
-            if (m, context) not in held:
+            if (m, context) not in sessions:
                 made = catalog.group_graph(group, m, weights, digest, context)
-                held[m, context] = self.store.session(*made)
-            return held[m, context]
+                sessions[m, context] = self.store.session(*made)
+            return sessions[m, context]
 
         nbytes = sum(value.nbytes for values in weights for value in values.values())
         kernel = GroupKernel(self._host, group, session, self._masks, nbytes=nbytes)
@@ -212,13 +212,13 @@ class QnnDevice(Device):
                 f"{describe(op)}: 8-bit activations take a weight with one scale for each row"
             )
         digest = catalog.constants_digest(op, weights) if self.store.directory else ""
-        held: dict[int, ort.InferenceSession] = {}
+        sessions: dict[int, ort.InferenceSession] = {}
 
         def session(m: int) -> ort.InferenceSession:
-            if m not in held:
+            if m not in sessions:
                 made = catalog.integer_graph(op, m, weights, digest, kind)
-                held[m] = self.store.session(*made)
-            return held[m]
+                sessions[m] = self.store.session(*made)
+            return sessions[m]
 
         return kernels.IntegerKernel(self._host, op, session, weights, kind)
 
@@ -227,12 +227,12 @@ class QnnDevice(Device):
         if not catalog.has_constants(op):
             return lambda m: self.store.shared(*catalog.graph(op, m, {}, ""))
         digest = catalog.constants_digest(op, weights) if self.store.directory else ""
-        held: dict[int, ort.InferenceSession] = {}
+        sessions: dict[int, ort.InferenceSession] = {}
 
         def session(m: int) -> ort.InferenceSession:
-            if m not in held:
-                held[m] = self.store.session(*catalog.graph(op, m, weights, digest))
-            return held[m]
+            if m not in sessions:
+                sessions[m] = self.store.session(*catalog.graph(op, m, weights, digest))
+            return sessions[m]
 
         return session
 

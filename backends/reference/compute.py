@@ -358,23 +358,23 @@ def activate(activation: Activation, x: Float64Array) -> Float64Array:
 def outliers(op: ops.Outliers, weights: Weights) -> tuple[Program, int]:
     """residual + x[:, hot] · W_hotᵀ + excess(x) · Wᵀ."""
     parts: list[Callable[[Array], Float64Array]] = []
-    held = 0
+    nbytes = 0
     if op.hot:
         hot, kept = checks.slab(weights)
         slab = kept.dequantize().astype(np.float64).T
-        held += slab.nbytes
+        nbytes += slab.nbytes
         parts.append(lambda x: x[:, hot].astype(np.float64) @ slab)
     if op.excess:
         dense = packed(weights).dequantize().astype(np.float64).T
         scale = vector(weights, "x_scale")[0]
-        held += dense.nbytes
+        nbytes += dense.nbytes
         parts.append(lambda x: excess(x, scale) @ dense)
 
     def run(arrays: Arrays) -> None:
         x = arrays["x"]
         arrays["y"][:] = arrays["residual"] + sum(part(x) for part in parts)
 
-    return run, held
+    return run, nbytes
 
 
 def excess(x: Array, scale: float | np.float32) -> Float64Array:
