@@ -140,7 +140,7 @@ class HostQueue(Overheads):
             after_s=after_s,
         )
 
-    def around_s(self, rest: DeviceKind) -> float:
+    def around_s(self, non_matmul_device: DeviceKind) -> float:
         """See `Overheads.around_s`: the control thread's time around the launches of a step.
 
         Before the first and after the last launch, and the first submission, whose queue is empty.
@@ -148,7 +148,7 @@ class HostQueue(Overheads):
         """
         if self.step_s is None:
             return 0.0
-        return self.step_s + (self.submit_s if rest == "gpu" else 0.0)
+        return self.step_s + (self.submit_s if non_matmul_device == "gpu" else 0.0)
 
     def chained_s(self, launches: int) -> float:
         """See `Overheads.chained_s`."""

@@ -123,8 +123,8 @@ class Overheads:
         """Return what halves of m tokens make together."""
         return CutTimes(gpu_s, npu_s)
 
-    def around_s(self, rest: DeviceKind) -> float:  # noqa: ARG002
-        """Return what a step takes besides its operators, the first of which `rest` computes."""
+    def around_s(self, non_matmul_device: DeviceKind) -> float:  # noqa: ARG002
+        """Return what a step takes besides its operators, the first on `non_matmul_device`."""
         return 0.0
 
     def chained_s(self, launches: int) -> float:  # noqa: ARG002

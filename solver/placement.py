@@ -45,12 +45,12 @@ MAX_CACHED: Final = 64  # matmuls of calls that are remembered, since layers are
 class PlanSource(Protocol):
     """Plans for token counts that a plan does not list (`hetero.solver.prepared`).
 
-    `rows` are the row cuts of each matmul that those plans may have, `heads` how many key/value
-    heads of attention the NPU may have in them.
+    `rows` are the row cuts of each matmul that those plans may have, `npu_head_counts` how many
+    key/value heads of attention the NPU may have in them.
     """
 
     rows: dict[OpName, tuple[int, ...]]
-    heads: tuple[int, ...]
+    npu_head_counts: tuple[int, ...]
 
     def plan_for(self, m: int) -> ExecutionPlan:
         """Entries for prompts of m tokens, within the cuts."""
@@ -265,7 +265,7 @@ class Placement:
         """Return what holds for the attention of a call of m tokens."""
         known = {x.m for x in self.plan.attention}
         if self._source is not None and not known & {m, None}:
-            return self._source.plan_for(m).heads(m) if self._source.heads else None
+            return self._source.plan_for(m).heads(m) if self._source.npu_head_counts else None
         return self.plan.heads(m)
 
     @cached_property
@@ -273,7 +273,7 @@ class Placement:
         """Return how many heads the NPU may have of an attention, rising."""
         if self._prepared is not self:
             return self._prepared.head_cuts
-        later = self._source.heads if self._source is not None else ()
+        later = self._source.npu_head_counts if self._source is not None else ()
         return tuple(
             sorted({x.heads.npu for x in self.plan.attention if x.heads.shared} | {*later})
         )

@@ -98,12 +98,12 @@ class Planner:
         objective: Objective | None = None,
         *,
         options: Extra | None = None,
-        rest: DeviceKind | None = None,
+        non_matmul_device: DeviceKind | None = None,
     ) -> Solution:
         """Return the best plan of one scenario.
 
-        `options` replaces what a matmul may choose from, by name; `rest` fixes the device of the
-        other operators. `PlanError` if nothing is possible.
+        `options` replaces what a matmul may choose from, by name; `non_matmul_device` fixes the
+        device of the other operators. `PlanError` if nothing is possible.
         """
         objective = objective or self.objective()
         self._check_length(scenario)
@@ -112,7 +112,7 @@ class Planner:
             if name not in candidates:
                 m = 1 if name == "lm_head" else scenario.m
                 candidates[name] = self.candidates(name, m, objective)
-        best = self._best(scenario, objective, candidates, rest)
+        best = self._best(scenario, objective, candidates, non_matmul_device)
         if self.settings.rules.shared and best is not None and len(best.devices) == 1:
             best = self._shared(best, objective, candidates) or best
         if best is None:
@@ -209,12 +209,12 @@ class Planner:
     def _holds(self) -> int | None:
         return self.longest_with("gpu" if "gpu" in self._non_matmul_costs.devices else "npu")
 
-    def longest_with(self, rest: DeviceKind) -> int | None:
+    def longest_with(self, non_matmul_device: DeviceKind) -> int | None:
         """Most tokens of a call whose other operators run on a device.
 
         What two graphs hold, what one does where they run in graphs as well; None without graphs.
         """
-        return self.sizes[-1] * (1 if rest == "npu" else 2) if self.sizes else None
+        return self.sizes[-1] * (1 if non_matmul_device == "npu" else 2) if self.sizes else None
 
     def non_matmul_devices(self, m: int) -> tuple[DeviceKind, ...]:
         """Devices that can run all other operators of a call of m tokens."""
@@ -243,23 +243,23 @@ class Planner:
         self,
         scenario: Scenario,
         options: Mapping[OpName, Option],
-        rest: DeviceKind | None = None,
+        non_matmul_device: DeviceKind | None = None,
         objective: Objective | None = None,
         *,
         heads: Heads = 0,
     ) -> Solution:
-        """Return the step with these options and no choice left but the rest's device.
+        """Return the step with these options; only the non-matmul ops' device is free.
 
         So many `heads` of attention are the NPU's.
         """
         single: Extra = {name: [o.unrestricted()] for name, o in options.items()}
-        wanted = self.non_matmul_times(scenario, rest).values()
+        wanted = self.non_matmul_times(scenario, non_matmul_device).values()
         objective = objective or Objective()
         solved = [self._solve_groups(scenario, objective, r, single, heads) for r in wanted]
         return min((s for s in solved if s is not None), key=lambda s: s.path.cost)
 
     def single(self, scenario: Scenario, device: DeviceKind) -> Solution | None:
-        """All matmuls on one device, and the rest too if it can.
+        """Return a step with all matmuls on one device, and the non-matmul ops too if it can.
 
         None if it cannot compute or hold them all.
         """
@@ -324,10 +324,14 @@ class Planner:
                 yield from stage.members
 
     def _best(
-        self, scenario: Scenario, objective: Objective, options: Extra, rest: DeviceKind | None
+        self,
+        scenario: Scenario,
+        objective: Objective,
+        options: Extra,
+        non_matmul_device: DeviceKind | None,
     ) -> Solution | None:
         best: Solution | None = None
-        for non_matmul in self.non_matmul_times(scenario, rest).values():
+        for non_matmul in self.non_matmul_times(scenario, non_matmul_device).values():
             candidate = self._solve_groups(scenario, objective, non_matmul, options, self.heads)
             if candidate is not None and (best is None or candidate.path.cost < best.path.cost):
                 best = candidate
@@ -336,7 +340,7 @@ class Planner:
     def _shared(self, alone: Solution, objective: Objective, options: Extra) -> Solution | None:
         """Return the best step of a prompt in which a matmul leaves the one device of `alone`.
 
-        Margin or not, and the rest stays; None where no matmul can, and in decoding.
+        Margin or not, and the others stay; None where no matmul can, and in decoding.
         """
         if alone.scenario.phase != "prefill":
             return None
