@@ -161,7 +161,7 @@ class DeviceOverheads:
             checkpoint=self.checkpoint,
         )
 
-    def together(self) -> list[ConcurrentBandwidth]:
+    def concurrent(self) -> list[ConcurrentBandwidth]:
         """Bandwidth and contention, one of the `BANDWIDTH_REPEATS`."""
         formats = dict.fromkeys((self.weight_format, *self.options.weight_formats))
         alone, contention = bandwidth.measure_concurrent(

@@ -283,7 +283,7 @@ class ProfilingSession:
         for name in BANDWIDTH_REPEATS[:count]:
             if name not in self.parts:
                 start_s = self.clock.now()
-                self._part(name, ConcurrentBandwidth, self._around.together)
+                self._part(name, ConcurrentBandwidth, self._around.concurrent)
                 self._stretch_s = max(self._stretch_s, self.clock.now() - start_s)
 
     def _matmuls(self) -> None:
@@ -478,7 +478,7 @@ class ProfilingSession:
             )
         self._report("fitting")
         others: list[NonMatmulRows] = self.parts["other kernels"]
-        together = ConcurrentBandwidth.median(
+        concurrent = ConcurrentBandwidth.median(
             [self.parts[x][0] for x in BANDWIDTH_REPEATS if x in self.parts]
         )
         power: MaybePower = self.parts["power"][0]
@@ -500,8 +500,8 @@ class ProfilingSession:
             ),
             devices=self.records,
             quarantined=(*self.quarantined, *others[0].quarantined),
-            bandwidth=together.bandwidth,
-            contention=together.contention,
+            bandwidth=concurrent.bandwidth,
+            contention=concurrent.contention,
             sync={kind: self.parts[f"{kind} synchronisation"][0] for kind in self.devices},
             host_sync=self.parts["sleep"][0],
             every_core=tuple(self.parts["every core"]),

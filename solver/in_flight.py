@@ -163,7 +163,7 @@ def _fits(
         )
     sums = np.sum([resident_bytes(planner, name, rows) for name, rows in wanted.items()], axis=0)
     gpu, npu = sums.tolist()
-    return bool(gpu + npu <= limits.together and gpu <= limits.gpu and npu <= limits.npu)
+    return bool(gpu + npu <= limits.both and gpu <= limits.gpu and npu <= limits.npu)
 
 
 def _best(every: Sequence[_Ways], rest_s: float, call_s: float) -> tuple[int, ...] | None:

@@ -135,7 +135,7 @@ def solve_free(
 
 def _limit_notes(planner: Planner, memory: Memory, limits: Limits) -> Iterable[str]:
     """Return which limits the best plans exceed."""
-    if memory.total_bytes > limits.together:
+    if memory.total_bytes > limits.both:
         yield "the memory budget limits the cuts"
     for kind, nbytes, limit in (
         ("GPU", memory.gpu_bytes, limits.gpu),

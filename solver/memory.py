@@ -28,7 +28,7 @@ class Tables(Protocol):
 class Limits(NamedTuple):
     """Most bytes of weights: of both devices together, and of each; infinite without a limit."""
 
-    together: float = INF
+    both: float = INF
     gpu: float = INF
     npu: float = INF
 

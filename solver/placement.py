@@ -26,10 +26,10 @@ from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.groups import NodeGroup, node_groups
 from hetero.solver.plan import (
     PHASES,
-    Form,
     HeadCounts,
     OpPlan,
     Phase,
+    PrefillMode,
     Tile,
     device_of_other,
     entry_at,
@@ -38,7 +38,7 @@ from hetero.solver.plan import (
 
 Span: TypeAlias = tuple[int, int]
 CapabilitiesByDevice: TypeAlias = Mapping[DeviceKind, Capabilities]
-_Call: TypeAlias = tuple[OpName, Phase, int, Form]
+_Call: TypeAlias = tuple[OpName, Phase, int, PrefillMode]
 MAX_CACHED: Final = 64  # matmuls of calls that are remembered, since layers are alike
 
 
@@ -156,7 +156,7 @@ class Placement:
         self._capabilities = dict(capabilities)
         self._source = source
         self._entries = _by_name(plan.ops)
-        self._flights: dict[Form, dict[tuple[Phase, str], dict[int | None, OpPlan]]] = {
+        self._flights: dict[PrefillMode, dict[tuple[Phase, str], dict[int | None, OpPlan]]] = {
             flight.form: _by_name(flight.ops) for flight in plan.in_flight
         }
         self._prepared = self  # whose kernels there are
@@ -218,7 +218,7 @@ class Placement:
         return self.plan.rest.prefill if phase == "prefill" else self.plan.rest.decode
 
     def at(
-        self, phase: Phase, m: int, logit_rows: int = 1, *, form: Form = "cut"
+        self, phase: Phase, m: int, logit_rows: int = 1, *, form: PrefillMode = "cut"
     ) -> Iterator[Assignment]:
         """Yield what computes a call of m tokens, in the model's order.
 
@@ -242,7 +242,7 @@ class Placement:
                 heads = self.heads(phase, m, form) if isinstance(node.op, Attention) else ()
                 yield Assignment(node, *self._other(node, phase, m), heads=heads)
 
-    def heads(self, phase: Phase, m: int, form: Form = "cut") -> tuple[Heads, ...]:
+    def heads(self, phase: Phase, m: int, form: PrefillMode = "cut") -> tuple[Heads, ...]:
         """Return the launches of an attention of m tokens that both devices share.
 
         The NPU has the first key/value heads. None where the device of the other operators has all;
@@ -316,7 +316,9 @@ class Placement:
             for group in self.groups.values()
         )
 
-    def parts(self, node: Node, phase: Phase, m: int, form: Form = "cut") -> tuple[Part, ...]:
+    def parts(
+        self, node: Node, phase: Phase, m: int, form: PrefillMode = "cut"
+    ) -> tuple[Part, ...]:
         """Return launches of a matmul node at m tokens, in the plan's order.
 
         They cover its output, with the same rows wherever they share one. On a device with static
@@ -331,7 +333,9 @@ class Placement:
             _keep(self._parts, key, parts)
         return self._parts[key]
 
-    def _tiles(self, node: Node, phase: Phase, m: int, form: Form = "cut") -> tuple[Part, ...]:
+    def _tiles(
+        self, node: Node, phase: Phase, m: int, form: PrefillMode = "cut"
+    ) -> tuple[Part, ...]:
         """Return a part for each tile of the plan."""
         assert node.plan_op is not None
         key = (node.plan_op, phase, m, form)
@@ -510,7 +514,9 @@ class Placement:
 
     # --- a call -----------------------------------------------------------------------------
 
-    def _at(self, node: Node, phase: Phase, m: int, form: Form = "cut") -> list[tuple[OpPlan, int]]:
+    def _at(
+        self, node: Node, phase: Phase, m: int, form: PrefillMode = "cut"
+    ) -> list[tuple[OpPlan, int]]:
         """Entries of a matmul in a call of m tokens, with the first row of each."""
         assert node.plan_op is not None
         if (flight := self._flights.get(form, {}).get((phase, node.plan_op))) is not None:

@@ -29,7 +29,7 @@ Strategy: TypeAlias = Literal[
     "gpu-only", "npu-only", "row-cut", "sequence-cut", "multi-sequence-cut", "hybrid-cut"
 ]
 FusedGroup: TypeAlias = Literal["feed_forward", "static", "block"]
-Form: TypeAlias = Literal["cut", "whole", "both"]  # of a prompt's calls (`InFlight`)
+PrefillMode: TypeAlias = Literal["cut", "whole", "both"]  # of a prompt's calls (`InFlight`)
 REPORT_KEY = "report"  # of a report's tables in JSON, next to the plan's own keys
 PHASES: tuple[Phase, ...] = ("prefill", "decode")
 STEP_TOKENS = 512  # of a call, where a plan holds for any token count
@@ -204,8 +204,8 @@ class Total(_Record):
     energy_j: Quantity | None = None
     best_single_device_j: Quantity | None = None
     rest_s: dict[str, Quantity] = {}
-    form: Form = "cut"
-    forms: dict[Form, Positive] = {}
+    form: PrefillMode = "cut"
+    forms: dict[PrefillMode, Positive] = {}
 
     @model_validator(mode="after")
     def _steps_are_the_prompt(self) -> Self:

@@ -79,9 +79,9 @@ def _minimise(programs: Sequence[_Program], limits: Limits) -> list[dict[OpName,
         return result
     name = programs[-1].planner.spec.name
     least = sum(program.min_bytes() for program in programs)
-    if least > limits.together:
+    if least > limits.both:
         raise PlanError(
-            f"no plan of {name} fits {limits.together / 2**30:.2f} GiB of weights: they take "
+            f"no plan of {name} fits {limits.both / 2**30:.2f} GiB of weights: they take "
             f"{least / 2**30:.2f} GiB at least; raise --memory-budget or choose a smaller "
             "format with --weights"
         )

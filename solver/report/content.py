@@ -7,10 +7,10 @@ from typing import Final
 
 from hetero.backends.protocol import KINDS
 from hetero.profiler.tables import TableData
-from hetero.solver.plan import Form, OpPlan, Plan, Total
+from hetero.solver.plan import OpPlan, Plan, PrefillMode, Total
 from hetero.solver.report import units
 
-FORMS: Final[dict[Form, str]] = {
+FORMS: Final[dict[PrefillMode, str]] = {
     "cut": "cut in order",
     "whole": "whole out of order",
     "both": "cut and out of order",
@@ -114,7 +114,9 @@ def forms(plan: Plan) -> TableData | None:
         "Makespans by the profile, calls in flight together: the plan's own cuts, or whole "
         "matmuls, or cuts that balance both devices over all operations of a call."
     )
-    return TableData("Form of long prompts", ("tokens", *FORMS.values(), "taken"), rows, note)
+    return TableData(
+        "PrefillMode of long prompts", ("tokens", *FORMS.values(), "taken"), rows, note
+    )
 
 
 def attention(plan: Plan) -> TableData | None:

@@ -214,7 +214,7 @@ def test_memory_is_spent_as_well_as_possible(seed: int) -> None:
     found = solve()
     assert sum(s.seconds for s in found) == pytest.approx(expected, rel=1e-5), seed
     memory = weight_memory(planner, found)
-    assert memory.total_bytes <= limits.together * (1 + 1e-6)
+    assert memory.total_bytes <= limits.both * (1 + 1e-6)
     assert memory.gpu_bytes <= limits.gpu * (1 + 1e-6)
     assert memory.npu_bytes <= limits.npu * (1 + 1e-6)
     assert memory.graphs_bytes == pytest.approx(memory.npu_bytes * (1 - 1 / copies), abs=2)
