@@ -18,24 +18,23 @@ BANNED = frozenset({
 })  # fmt: skip
 # Occurrences in packages that still have some. A number may only fall: lower it with the code.
 BANNED_LEFT: dict[str, int] = {
-    "cache": 12,
-    "cli": 8,
+    "cache": 3,
+    "cli": 6,
     "compiling": 7,
-    "contexts": 53,
+    "contexts": 51,
     "generation": 9,
     "measuring": 7,
     "models": 22,
     "placement": 8,
-    "runtime": 44,
+    "runtime": 40,
     "serving": 14,
 }
 # Functions that assign a variable `found` instead of naming what it holds. May only fall.
 FOUND_LEFT: dict[str, int] = {
     "arguments": 1,
-    "cache": 10,
-    "cli": 19,
+    "cli": 17,
     "compiling": 19,
-    "contexts": 24,
+    "contexts": 22,
     "generation": 7,
     "measuring": 13,
     "models": 56,
@@ -46,7 +45,7 @@ FOUND_LEFT: dict[str, int] = {
 # Names in use by several public classes. May only lose members.
 SHARED_CLASS_NAMES = frozenset({
     "Acceptance", "Answer", "Chip", "Choice", "Clock", "Command", "Contention", "Decoder", "Engine",
-    "Entry", "Kept", "Kind", "Machine", "Piece", "Stats", "Work",
+    "Entry", "Kind", "Piece", "Stats", "Work",
 })  # fmt: skip
 # Identifiers and docstrings that keep a banned word, and why.
 ALLOWED = {
