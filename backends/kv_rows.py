@@ -36,18 +36,18 @@ class CacheRows:
 
     @property
     def channels(self) -> Array:
-        """Scales of the channels, float32 [G, D]: a view."""
+        """Return the scales of the channels, float32 [G, D]: a view."""
         tail = self.array[:, self.tokens :].reshape(len(self.array), -1)
         return tail[:, : 4 * self.head_dim].view(np.float32)
 
     @property
     def codes(self) -> Array:
-        """Int8 [G, C, D]: a view."""
+        """Return int8 [G, C, D]: a view."""
         return self.array[:, : self.tokens, : self.head_dim]
 
     @property
     def steps(self) -> Array:
-        """Float32 [G, C, 1]: a view."""
+        """Return float32 [G, C, 1]: a view."""
         return self.array[:, : self.tokens, -4:].view(np.float32)
 
     def read(self, start: int, stop: int) -> Array:
@@ -60,7 +60,7 @@ class CacheRows:
         return values
 
     def write(self, start: int, values: Array) -> None:
-        """Tokens from `start` on, [G, tokens, D]."""
+        """Write tokens from `start` on, [G, tokens, D]."""
         stop = start + values.shape[1]
         if not self.kv.coded:
             self.array[:, start:stop] = values
@@ -95,7 +95,7 @@ def cache_rows(op: Op, array: Array) -> CacheRows:
 
 
 def rounded_up(values: Array) -> Array:
-    """Float32 magnitudes to the next that float16 has; as they are beyond its range."""
+    """Return float32 magnitudes to the next that float16 has; as they are beyond its range."""
     with np.errstate(over="ignore"):
         rounded = values.astype(np.float16)
     short = rounded.astype(np.float32) < values

@@ -69,7 +69,9 @@ def measure_concurrent(
     rounds: int = 7,
     policy: ConcurrentPolicy = DEFAULT,
 ) -> tuple[Bandwidth, tuple[Contention, ...]]:
-    """Bandwidth of each device alone and together, and contention by phase and weight format.
+    """Return the bandwidth of each device alone and together, and contention.
+
+    Contention is by phase and weight format.
 
     Needs both devices. With one device, only its bandwidth alone. The bandwidth is that of the
     first format. In decoding, `shapes` of a model are stood for by the largest matmul of a block. A
@@ -162,7 +164,7 @@ def _shared(workload: Workload, weight_formats: Sequence[WeightFormat]) -> list[
 
 
 def load(workload: Workload, weight_format: WeightFormat, who: str) -> Callable[[], None]:
-    """Work of some tens of milliseconds for `gpu`, `npu` or `both`, to measure power under."""
+    """Return some tens of milliseconds of work for `gpu`, `npu` or `both`, to measure power."""
     size = SIZES["prefill"]
     runners = {kind: _runner(workload, kind, weight_format, size) for kind in workload.devices}
 
@@ -227,7 +229,7 @@ def _experiment(
 def _round(
     workload: Workload, gpu: TaskRunner, npu: TaskRunner, count: int, launches: int, share: float
 ) -> tuple[ConcurrentTimes, bool]:
-    """One round.
+    """Return one round.
 
     Whether the NPU worked for more than that share of it: where it is still at work when the GPU is
     done, it hides the GPU's end.
@@ -269,14 +271,14 @@ def _submit(runner: TaskRunner, count: int) -> list[Completion]:
 
 
 def _queue(workload: Workload, runner: TaskRunner, count: int) -> float:
-    """Seconds of `count` launches in one queue."""
+    """Return the seconds of `count` launches in one queue."""
     start_s = workload.clock.now()
     runner.launch(runner.next_copies(count))
     return workload.clock.now() - start_s
 
 
 def _calls(workload: Workload, runner: TaskRunner, count: int) -> list[float]:
-    """Seconds of each of `count` blocking calls."""
+    """Return the seconds of each of `count` blocking calls."""
     seconds, end_s = [], workload.clock.now()
     for copy in runner.next_copies(count):
         runner.calls[copy].run()

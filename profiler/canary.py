@@ -59,13 +59,16 @@ def check_other(
 
 
 def relative_error(actual: Floats, wanted: Floats) -> float:
-    """‖actual - wanted‖ / ‖wanted‖ in float64; NaN where anything is not finite."""
+    """Return ‖actual - wanted‖ / ‖wanted‖ in float64; NaN where anything is not finite."""
     difference = np.linalg.norm(np.asarray(actual, dtype=np.float64) - wanted)
     return float(difference / max(float(np.linalg.norm(wanted)), 1e-30))
 
 
 def checked(size: int, ends: int) -> list[slice]:
-    """Parts of a dimension that are compared: both ends and the middle, on multiples of 16."""
+    """Return the parts of a dimension that are compared.
+
+    Both ends and the middle, on multiples of 16.
+    """
     if size <= 3 * ends:
         return [slice(0, size)]
     middle = size // 2 // 16 * 16

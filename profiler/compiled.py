@@ -71,7 +71,7 @@ class ChipModel:
     hvx_bytes_per_s: float
 
     def seconds(self, work: CallWork) -> float:
-        """Predicted time of a call."""
+        """Return the predicted time of a call."""
         memory = work.dram_bytes / self.dram_bytes_per_s
         return work.launches * self.launch_s + max(memory, work.hvx_bytes / self.hvx_bytes_per_s)
 
@@ -115,7 +115,7 @@ def _loss(model: ChipModel, works: Sequence[CallWork], seconds: Sequence[float])
 def leave_one_out(
     works: Sequence[CallWork], seconds: Sequence[float], dram_bytes_per_s: float
 ) -> list[float]:
-    """Signed relative error of each point under the model that is fitted to the others."""
+    """Return signed relative error of each point under the model that is fitted to the others."""
     errors = []
     for i, wanted in enumerate(seconds):
         others = [j for j in range(len(seconds)) if j != i]
@@ -148,7 +148,7 @@ class Scheduler:
         return self.store.find(*catalog.graph(op, rows, {"weight": _random_weight(n, k)}, "random"))
 
     def preparation_s(self, n: int, k: int, tokens: Sequence[int]) -> float:
-        """Seconds to compile the graphs of all these token counts."""
+        """Return seconds to compile the graphs of all these token counts."""
         counts = {rows for m in tokens for rows in _launches(n, k, m)}
         return sum(self.schedule(n, k, rows).prepare_s for rows in counts)
 
@@ -177,7 +177,10 @@ def _cache() -> Path:
 
 
 def _random_weight(n: int, k: int) -> PackedWeight:
-    """Values that cannot be stored shorter: the compiler folds scales that are all alike."""
+    """Return the values that cannot be stored shorter.
+
+    The compiler folds scales that are all alike.
+    """
     random = np.random.default_rng(0)
     codes = random.integers(0, 2**32, data_shape(StorageFormat.Q4, n, k), dtype=np.uint32)
     scales = (0.01 * (1 + random.random(scales_shape(StorageFormat.Q4, n, k)))).astype(np.float16)
@@ -220,7 +223,10 @@ def _row(scheduler: Scheduler, n: int, k: int, m: int) -> MatMulRow:
 
 
 def _preparation(scheduler: Scheduler, n: int, k: int, tokens: Sequence[int]) -> PreparationRow:
-    """Compilation of all graphs of a weight on this machine, and loading at its measured bound."""
+    """Return the times of compiling all graphs of a weight here, and of loading them.
+
+    Loading is at its measured bound.
+    """
     seconds = scheduler.preparation_s(n, k, tokens)
     return PreparationRow(
         device="npu", weight_format=WEIGHTS, n=n, k=k, cold_s=seconds, cached_s=LOADING_S

@@ -72,7 +72,7 @@ def measure_power(
     duration_s: float = 1.0,
     meter: PowerMeter | None = None,
 ) -> Power | None:
-    """Power idle and under each load (`gpu`, `npu`, `both`); None where no source exists."""
+    """Return power idle and under each load (`gpu`, `npu`, `both`); None where no source exists."""
     meter = meter or find_meter()
     if meter is None:
         return None

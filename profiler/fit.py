@@ -124,12 +124,12 @@ class RowTable:
 
     @property
     def terms(self) -> Floats:
-        """[S, 4] columns 1, n, k, n·k."""
+        """Return [S, 4] columns 1, n, k, n·k."""
         return np.stack((np.ones_like(self.n), self.n, self.k, self.n * self.k), axis=1)
 
 
 def _weights(rows: Sequence[MatMulRow], fitting: Fitting) -> Floats:
-    """[S] weight of each row: about 1 where it is known to 3 %."""
+    """Return [S] weight of each row: about 1 where it is known to 3 %."""
     if not fitting.weigh_rows:
         return np.ones(len(rows))
     spreads = [row.spread for row in rows if row.samples >= FEW]
@@ -139,7 +139,7 @@ def _weights(rows: Sequence[MatMulRow], fitting: Fitting) -> Floats:
 
 
 def _uncertainty(row: MatMulRow, spread: float, fitting: Fitting) -> float:
-    """Relative half-width of a row's 95 % interval.
+    """Return the relative half-width of a row's 95 % interval.
 
     One sample has none, and that of two or three is small by chance: no row is surer than its
     number of samples makes others of this spread.
@@ -156,7 +156,10 @@ def fit_all(
     validate: bool = True,
     fitting: Fitting = DEFAULT,
 ) -> tuple[MatMulPredictor, ...]:
-    """One predictor for every kernel that has rows; quick, without trees, unless `validate`."""
+    """Return one predictor for every kernel that has rows.
+
+    Quick, without trees, unless `validate`.
+    """
     kernels: dict[Kernel, list[MatMulRow]] = {}
     for row in rows:
         kernels.setdefault((row.device, row.weight_format, row.order), []).append(row)
@@ -236,7 +239,7 @@ def _level(table: RowTable, at: npt.NDArray[np.bool_], prior: Floats, shrink: fl
 
 
 def _coarse(table: RowTable, tokens: Floats, shy: float) -> Floats:
-    """[T, 4] coefficients at each m of one fit in which they are piecewise linear in m."""
+    """Return [T, 4] coefficients at each m of one fit in which they are piecewise linear in m."""
     low, high = float(tokens[0]), float(tokens[-1])
     breaks = np.unique([low, *(b for b in COARSE_BREAKS if low < b < high), high])
     columns = (_hats(breaks, table.m)[:, :, None] * table.terms[:, None, :]).reshape(
@@ -255,7 +258,7 @@ def _coarse(table: RowTable, tokens: Floats, shy: float) -> Floats:
 
 
 def _hats(breaks: Floats, m: Floats) -> Floats:
-    """[S, B] weights of the breaks in linear interpolation at m."""
+    """Return [S, B] weights of the breaks in linear interpolation at m."""
     identity = np.eye(len(breaks))
     return np.stack([np.interp(m, breaks, column) for column in identity], axis=1)
 
@@ -263,7 +266,7 @@ def _hats(breaks: Floats, m: Floats) -> Floats:
 def _ridge_nnls(
     table: RowTable, at: npt.NDArray[np.bool_], prior: Floats, strength: float
 ) -> Floats:
-    """Coefficients at one m; the ridge works in units of relative time."""
+    """Return coefficients at one m; the ridge works in units of relative time."""
     relative = table.terms[at] / table.seconds[at][:, None] * table.weight[at][:, None]
     typical = np.abs(table.terms[at] / table.seconds[at][:, None]).mean(axis=0)
     ridge = math.sqrt(strength) * np.diag(typical)
@@ -282,7 +285,7 @@ def fit_trees(
     seed: int,
     fitting: Fitting = DEFAULT,
 ) -> tuple[Tree, ...]:
-    """Decision trees for [S] targets, each on a bootstrap sample of the (n, k) pairs."""
+    """Return decision trees for [S] targets, each on a bootstrap sample of the (n, k) pairs."""
     from sklearn.tree import DecisionTreeRegressor
 
     columns = feature_table(device, rows)
@@ -302,13 +305,13 @@ def fit_trees(
 
 
 def feature_table(device: DeviceRecord, rows: Sequence[MatMulRow]) -> Floats:
-    """[S, F] features of rows."""
+    """Return [S, F] features of rows."""
     m, n, k = (np.asarray([getattr(row, name) for row in rows], dtype=np.float64) for name in "mnk")
     return predict.features(device, rows[0].weight_format, m, n, k)
 
 
 def export_tree(tree: object) -> Tree:
-    """Arrays of a scikit-learn tree; leaves get feature -1 and children 0."""
+    """Return the arrays of a scikit-learn tree; leaves get feature -1 and children 0."""
     feature = np.asarray(tree.feature)  # type: ignore[attr-defined]
     leaf = feature < 0
     return Tree(
@@ -334,7 +337,9 @@ def left_out(
     *,
     fitting: Fitting = DEFAULT,
 ) -> Floats:
-    """[S] prediction of each row by a fit without the rows of its fold of pairs; NaN if impossible.
+    """Return [S] prediction of each row by a fit without the rows of its fold of pairs.
+
+    NaN if impossible.
 
     Pairs go to folds at random; with few pairs each is a fold of its own.
     """
@@ -392,7 +397,7 @@ def _range(table: RowTable, rows: Sequence[MatMulRow]) -> ShapeRange:
 
 
 def _regimes(knots: Knots, weight_format: WeightFormat) -> Regimes:
-    """Bandwidth from the first m, arithmetic from the last two, and where the two lines meet."""
+    """Return bandwidth from the first m, arithmetic from the last two, and their crossing."""
     per_weight = [row[3] for row in knots.coefficients]
     if len(per_weight) < 2 or not per_weight[0] or per_weight[-1] <= per_weight[-2]:
         return Regimes()

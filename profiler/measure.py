@@ -191,7 +191,7 @@ class TaskMeter:
         return float(np.median([ratio for _, ratio in recent]))
 
     def mean_ratio(self, key: Reference, for_s: float) -> float:
-        """Mean time of a reference kernel, timed over and over for so long, over its `base`.
+        """Return the mean time of a reference kernel, timed for so long, over its `base`.
 
         Where a machine is slow in bursts, what takes longer than a burst slows down as the mean
         does; the median of a few timings is in a burst or not.
@@ -211,7 +211,7 @@ class TaskMeter:
         return _blend(0.0 if self.workload.small else share, ratios)
 
     def reference_s(self, device: DeviceKind) -> dict[Phase, float]:
-        """Seconds of a device's reference kernels at the start of the run."""
+        """Return the seconds of a device's reference kernels at the start of the run."""
         return {phase: self.base[device, phase] for phase in REFERENCE_SIZES}
 
     def _ratio_now(self, key: Reference) -> float:
@@ -326,7 +326,7 @@ def to_means(rows: Sequence[MatMulRow]) -> list[MatMulRow]:
 
 
 def _without_wait(sample: TaskSample) -> float:
-    """Seconds less the time that our threads waited for a core, at least a tenth of them."""
+    """Return seconds less the time that our threads waited for a core, at least a tenth of them."""
     return max(sample.seconds - sample.waited_s, 0.1 * sample.seconds)
 
 
@@ -352,7 +352,7 @@ def _blend(share: float, ratios: Mapping[Phase, float]) -> float:
 def rescale(
     rows: Iterable[MatMulRow], points: Sequence[ReferencePoint], *, small: bool = False
 ) -> list[MatMulRow]:
-    """Rows in units of the run's median speed rather than of the speed at its start.
+    """Return the rows in units of the run's median speed rather than of the speed at its start.
 
     `small` as in `Workload`.
     """

@@ -134,7 +134,9 @@ class Matmuls(NamedTuple):
 def reference_ops(
     block: ReferenceBlock, weight_format: WeightFormat, *, outliers: bool = False
 ) -> list[Op]:
-    """Every kind of operation that some architecture has between its matmuls, at these sizes.
+    """Return every kind of operation that some architecture has between matmuls.
+
+    At these sizes.
 
     With `outliers` their shadows, as with a format of static activations.
     """
@@ -208,7 +210,7 @@ def wanted_ops(
 
 
 def layer_bytes(block: ReferenceBlock, weight_format: WeightFormat) -> int:
-    """Weights of a decoder block: a multiple of 8 bytes."""
+    """Return the weights of a decoder block: a multiple of 8 bytes."""
     heads = block.heads * block.head_dim
     kv_heads = block.kv_heads * block.head_dim
     outputs = 2 * heads + 2 * kv_heads + 3 * block.f  # q and o, k and v, gate, up and down
@@ -307,7 +309,10 @@ class NonMatmulMeter:
         return None
 
     def time(self, case: OpCase) -> NonMatmulRow:
-        """Median of a few batches of launches, or of calls where a step has one at a time."""
+        """Return the median of a few batches of launches.
+
+        Or of calls where a step has one at a time.
+        """
         call, tensors = self._bind(case.op, case.m, case.context)
         call.run()
         summary = summarize(self._samples(case, call, tensors))
@@ -324,7 +329,7 @@ class NonMatmulMeter:
         )
 
     def _samples(self, case: OpCase, call: BoundCall, tensors: Mapping[str, Tensor]) -> list[float]:
-        """Seconds of a launch, several times."""
+        """Return the seconds of a launch, several times."""
         policy, samples = self.policy, range(self.policy.samples)
         count = int(min(max(policy.batched_s / max(self._batch([call]), 1e-9), 1), 64))
         few, attends = case.m <= DECODE_TOKENS, isinstance(case.op, ops.Attention)
@@ -379,7 +384,7 @@ class NonMatmulMeter:
 
     @cached_property
     def _other(self) -> BoundCall | None:
-        """Something else that the device computes."""
+        """Return something else that the device computes."""
         op = ops.Add(d=self.policy.warm_up_width)
         m = min(self.device.capabilities.graph_sizes, default=1)
         return self._bind(op, m, 0)[0] if self.device.accepts(op) else None
@@ -519,7 +524,7 @@ class NonMatmulMeter:
 
 
 def sizes_of(op: Op) -> dict[str, int]:
-    """Integer fields of a record by name."""
+    """Return the integer fields of a record by name."""
     return {
         name: value
         for name, value in vars(op).items()

@@ -89,17 +89,17 @@ class Options:
 
     @property
     def own_ops(self) -> list[Op]:
-        """Operations of the one model that is measured for, besides its matmuls."""
+        """Return the operations of the one model that is measured for, besides its matmuls."""
         return [] if self.graph is None else graph_ops(self.graph)
 
     def grid_pairs(self) -> tuple[tuple[int, int], ...]:
-        """(n, k) to measure."""
+        """Return (n, k) to measure."""
         if self.shapes:
             return grid.model_pairs(self.shapes)
         return self.pairs or (grid.QUICK_PAIRS if self.quick else grid.DEFAULT_PAIRS)
 
     def grid_tokens(self) -> tuple[int, ...]:
-        """m to measure."""
+        """Return m to measure."""
         default = grid.QUICK_SIZES if self.quick else grid.DECODE_SIZES + grid.PREFILL_SIZES
         return self.tokens or default
 

@@ -200,7 +200,7 @@ def _reference(
 def prepare_references(
     workload: Workload, tasks: Sequence[Task], policy: ReferencePolicy = DEFAULT
 ) -> list[TaskRunner]:
-    """Each kernel with cold weights, warmed up. Raises what the devices raise."""
+    """Return each kernel with cold weights, warmed up. Raises what the devices raise."""
     runners = [workload.runner(task) for task in tasks]
     for runner in runners:
         seconds = workload.warm_up(runner, policy.repeats, policy.warm_s)
@@ -215,7 +215,7 @@ def time_references(
     max_s: float,
     policy: ReferencePolicy = DEFAULT,
 ) -> list[float]:
-    """Median seconds of each kernel, out of cache, from samples in turns for `for_s`.
+    """Return the median seconds of each kernel, out of cache, from samples in turns for `for_s`.
 
     As in a profile, samples during which a thread of ours waited for a core do not count. The next
     sample is of a kernel that has the fewest which do, so that other programs, which take one core

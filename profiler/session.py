@@ -127,7 +127,7 @@ class ProfilingSession:
         path = None if self.out is None else journal_path(self.out)
         with Journal(path, header, resume=resume) as self.journal:
             self._open_workload()
-            self._surroundings()
+            self._device_overheads()
             self._check_budget(self._until_s())
             self._matmuls()
             self._check_stages()
@@ -228,8 +228,8 @@ class ProfilingSession:
         self.parts[name] = made
         return made
 
-    def _surroundings(self) -> None:
-        """Everything that is not a matmul's time."""
+    def _device_overheads(self) -> None:
+        """Measure everything that is not a matmul's time."""
         around = self._around
         self._part("environment", Environment, around.environment)
         for kind in self.devices:
@@ -243,7 +243,7 @@ class ProfilingSession:
         self._part("sleep", HostSync, self._host_sync)
         self._part("every core", EveryCore, self._every_core, several=True)
         self._part("preparation", PreparationRow, around.preparation, several=True)
-        self._together(1)
+        self._concurrent(1)
         self._part("power", MaybePower, around.power)
         self._part("other kernels", NonMatmulRows, partial(around.others, self.records))
 
@@ -278,8 +278,8 @@ class ProfilingSession:
             self.notes.append(str(error))
             return []
 
-    def _together(self, count: int) -> None:
-        """Both devices at once, until so many of the stretches are measured."""
+    def _concurrent(self, count: int) -> None:
+        """Measure both devices concurrently, until so many repeats are done."""
         for name in BANDWIDTH_REPEATS[:count]:
             if name not in self.parts:
                 start_s = self.clock.now()
@@ -307,13 +307,13 @@ class ProfilingSession:
             passed = (len(self.rows) - done) / max(wanted - done, 1)
             if math.isfinite(until_s) and until_s > start_s:
                 passed = max(passed, (self.clock.now() - start_s) / (until_s - start_s))
-            self._together(1 + int(passed * (len(BANDWIDTH_REPEATS) - 1)))
+            self._concurrent(1 + int(passed * (len(BANDWIDTH_REPEATS) - 1)))
             block = self._choose(open_tasks, left, turn)
             gone = set(block)
             self._measure(block, end_s)
             open_tasks = [task for task in open_tasks if task not in gone and self._usable(task)]
             self._snapshot()
-        self._together(len(BANDWIDTH_REPEATS))
+        self._concurrent(len(BANDWIDTH_REPEATS))
 
     def _tasks(self) -> list[Task]:
         tasks: list[Task] = []
@@ -331,7 +331,7 @@ class ProfilingSession:
         return tasks
 
     def _until_s(self) -> float:
-        """Clock time at which the grid must end."""
+        """Return clock time at which the grid must end."""
         left_s = self.options.budget_s * (1 - self.options.reserved) - self.spent_s
         left_s -= self._stretch_s * sum(name not in self.parts for name in BANDWIDTH_REPEATS)
         return self.clock.now() + max(left_s, 0.0)

@@ -51,7 +51,7 @@ DEFAULT: Final = SyncPolicy()
 def measure_device(
     device: Device, clock: Clock, *, repeats: int = 60, policy: SyncPolicy = DEFAULT
 ) -> DeviceSync:
-    """Every synchronisation cost of one device; what it does not offer is in `notes`."""
+    """Return every synchronisation cost of one device; what it does not offer is in `notes`."""
     small = _call(device, policy.small)
     small.run()
     call_s = _median(clock, small.run, repeats)

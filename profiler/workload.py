@@ -257,11 +257,11 @@ class Workload:
             runner.launch(copies)
 
     def time(self, runner: TaskRunner) -> float:
-        """Seconds of one launch, out of cache, by the clock."""
+        """Return the seconds of one launch, out of cache, by the clock."""
         return self.timed(runner)[0]
 
     def timed(self, runner: TaskRunner) -> tuple[float, float]:
-        """(seconds of one launch out of cache, of which threads of ours waited for a core)."""
+        """Return the seconds of one launch out of cache, and of our threads' waits for a core."""
         copies = runner.next_copies()
         if self.small:
             self._use(runner, copies)

@@ -51,7 +51,7 @@ class _Ways(NamedTuple):
 
     @property
     def whole(self) -> Bools:
-        """[C] where one device computes all rows."""
+        """Return [C] where one device computes all rows."""
         rows = np.asarray(self.rows)
         return np.asarray((rows == 0) | (rows == self.space.n))
 

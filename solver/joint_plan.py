@@ -166,7 +166,7 @@ def _with_one_non_matmul_device(
 
 
 def _able(planner: Planner, solutions: Sequence[Solution]) -> list[DeviceKind]:
-    """Devices that some of the solutions have for the other operators, and all could have."""
+    """Return the devices of non-matmul ops that some solutions have, and all could have."""
     return [
         kind
         for kind in sorted({s.non_matmul.device for s in solutions})

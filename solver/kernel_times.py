@@ -114,7 +114,7 @@ class KernelTimes:
         return np.any(base, axis=0) if base else np.zeros(parts[0].shape, dtype=np.bool_)
 
     def _options(self, device: DeviceKind) -> tuple[KernelOption, ...]:
-        """Own format first; other activations of the same stored weights after it."""
+        """Return own format first; other activations of the same stored weights after it."""
         storage = self.weight_format.storage
         options = [
             KernelOption(p.weight_format, p.order)

@@ -40,7 +40,7 @@ class PowerModel:
         return cls(gpu, npu, gpu + npu if both is None else both, cost.power_w("idle") or 0.0)
 
     def joules(self, gpu_s: float, npu_s: float, both_s: float, total_s: float) -> float:
-        """Energy of busy times (`both_s` is part of neither of the first two)."""
+        """Return the energy of busy times (`both_s` is part of neither of the first two)."""
         idle_s = max(total_s - gpu_s - npu_s - both_s, 0.0)
         return self.gpu_w * gpu_s + self.npu_w * npu_s + self.both_w * both_s + self.idle_w * idle_s
 
@@ -54,7 +54,7 @@ class Objective:
     power: PowerModel | None = None
 
     def cost(self, option: Option, state: int) -> float:
-        """Cost of an option entered from a state."""
+        """Return the cost of an option entered from a state."""
         if state in option.forbidden:
             return INF
         total = option.elapsed_s + option.enter_s[state]  # `seconds`, without a call
@@ -71,7 +71,7 @@ class Objective:
 
     @property
     def idle(self) -> float:
-        """Cost of a second in which no device computes."""
+        """Return the cost of a second in which no device computes."""
         watts = 0.0 if self.power is None else self.power.idle_w
         return self.seconds + self.joules * watts
 
@@ -120,7 +120,7 @@ class Option(NamedTuple):
         return self.seconds(state) + self.back_s
 
     def joules(self, power: PowerModel, state: int = GPU) -> float:
-        """Energy when entered from a state."""
+        """Return energy when entered from a state."""
         both = max(self.gpu_s + self.npu_s - self.elapsed_s, 0.0)
         alone = (self.gpu_s - both, self.npu_s - both)
         return power.joules(*alone, both, self.seconds(state))

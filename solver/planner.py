@@ -84,7 +84,10 @@ class Planner:
         self._refuse_foreign_formats()
 
     def objective(self, seconds: float = 1.0, joules: float = 0.0) -> Objective:
-        """Weights of seconds and joules. Raises `PlanError` where the profile has no power."""
+        """Return the weights of seconds and joules.
+
+        Raises `PlanError` where the profile has no power.
+        """
         if joules and self.power is None:
             raise PlanError(
                 f"profile {self.profile.name} has no power figures, so energy cannot be planned: "
@@ -180,7 +183,7 @@ class Planner:
         return self._candidates[key]
 
     def space(self, name: OpName) -> MatMulSpace:
-        """Tables of a matmul, made on first use."""
+        """Return the tables of a matmul, made on first use."""
         if name not in self._spaces:
             n, k = self.shape(name)
             self._spaces[name] = MatMulSpace(
@@ -194,12 +197,14 @@ class Planner:
         return self._spaces[name]
 
     def shape(self, name: OpName) -> tuple[int, int]:
-        """(n, k) of a fused or separate matmul."""
+        """Return (n, k) of a fused or separate matmul."""
         return self.spec.shapes[name]
 
     @property
     def step_tokens(self) -> int | None:
-        """Tokens of the longest call: what the graphs hold, or less where the settings say so.
+        """Return the tokens of the longest call.
+
+        What the graphs hold, or less where the settings say so.
 
         None where the NPU takes any number.
         """
@@ -210,14 +215,14 @@ class Planner:
         return self.longest_with("gpu" if "gpu" in self._non_matmul_costs.devices else "npu")
 
     def longest_with(self, non_matmul_device: DeviceKind) -> int | None:
-        """Most tokens of a call whose other operators run on a device.
+        """Return most tokens of a call whose other operators run on a device.
 
         What two graphs hold, what one does where they run in graphs as well; None without graphs.
         """
         return self.sizes[-1] * (1 if non_matmul_device == "npu" else 2) if self.sizes else None
 
     def non_matmul_devices(self, m: int) -> tuple[DeviceKind, ...]:
-        """Devices that can run all other operators of a call of m tokens."""
+        """Return the devices that can run all other operators of a call of m tokens."""
         return tuple(
             kind
             for kind in self._non_matmul_costs.devices
@@ -278,7 +283,7 @@ class Planner:
         return self.evaluate(scenario, options, device)
 
     def preparation_s(self, m: int) -> float:
-        """Seconds to prepare the NPU's graphs of m tokens for every matmul.
+        """Return seconds to prepare the NPU's graphs of m tokens for every matmul.
 
         Of each layer, or of one where layers share them. 0 if it was not measured.
         """
@@ -290,7 +295,7 @@ class Planner:
 
     @cached_property
     def whole_rows(self) -> Planner:
-        """The same without row cuts, as a device alone has it."""
+        """Return the same without row cuts, as a device alone has it."""
         return self.with_rows(dict.fromkeys(self.names(unfused=True), ()))
 
     @cached_property
@@ -308,12 +313,12 @@ class Planner:
 
     @cached_property
     def model_fingerprint(self) -> str:
-        """Twelve hexadecimal digits of the shapes."""
+        """Return twelve hexadecimal digits of the shapes."""
         text = self.spec.model_dump_json(exclude=None if self.spec.also else {"also", "base"})
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def names(self, *, unfused: bool | None = None) -> Iterable[OpName]:
-        """Matmuls that may be part of a plan.
+        """Return the matmuls that may be part of a plan.
 
         With `unfused` also the members of fused groups (by default as the settings say).
         """
@@ -453,7 +458,7 @@ class _Run:
                 self._names.append(None)
 
     def chosen(self, options: Sequence[Option]) -> dict[OpName, Option]:
-        """Options of the matmuls, of one option for each stage."""
+        """Return the options of the matmuls, of one option for each stage."""
         named = zip(self._names, options, strict=True)
         return {name: option for name, option in named if name is not None}
 

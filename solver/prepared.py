@@ -41,7 +41,7 @@ MAX_CACHED: Final = 256  # plans of single lengths that are remembered
 
 
 def spread_lengths(graph_sizes: Sequence[int], longest: int) -> tuple[int, ...]:
-    """Lengths that stand for all prompts of up to `longest` tokens.
+    """Return the lengths that stand for all prompts of up to `longest` tokens.
 
     The graphs, a little more than each, and between them.
     """

@@ -72,7 +72,7 @@ def _choose_sizes(planner: Planner, request: PlanRequest) -> sizes_module.GraphC
 
 
 def _budget_notes(profile: DeviceProfile, request: PlanRequest) -> Iterable[str]:
-    """Budgets that could not bind, and why."""
+    """Return the budgets that could not bind, and why."""
     npu = profile.devices["npu"].capabilities
     if request.graph_memory_bytes is not None and npu.per_graph_size != "weights":
         yield "graphs of all sizes share their weights on this NPU: their memory limits no size"

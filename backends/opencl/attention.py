@@ -44,7 +44,7 @@ def prepare_attention_heads(
     _weights: Mapping[str, WeightValue],
     whole: Attention | None = None,
 ) -> OpenCLKernel:
-    """Return the program of all heads, launched for some.
+    """Prepare the program of all heads, launched for some.
 
     Of all of them as the operation `whole`.
     """
@@ -68,7 +68,7 @@ def prepare_attention_heads(
 
 
 def splits(heads: int, workers: int) -> int:
-    """Parts of the context in decode.
+    """Return the parts of the context in decode.
 
     As many as give each worker the same number of parts of heads, where whole heads would leave
     some idle for a fifth of the time or more.
@@ -102,7 +102,7 @@ def _attend_few(
 
 
 def head_vector(head_dim: int, widest: int) -> int:
-    """Widest vector that divides a head."""
+    """Return the widest vector that divides a head."""
     return next(width for width in (16, 8, 4, 2, 1) if width <= widest and head_dim % width == 0)
 
 
@@ -167,7 +167,10 @@ def _attend_tiles(
 def _prepare_group(
     device: Resources, heads: AttentionHeads, whole: Attention | None
 ) -> OpenCLKernel:
-    """Work-groups over rows; decode also splits the context, where all heads are computed."""
+    """Return work-groups over rows.
+
+    Decode also splits the context, where all heads are computed.
+    """
     op, lanes = heads.attention, device.tuning.lanes
     program = device.programs.get(
         "attention_group.cl",

@@ -62,7 +62,7 @@ class InPanels:
         return parts
 
     def table(self) -> npt.NDArray[np.int32]:
-        """[panels, 4]: first column, end, element of column 0 of token 0, elements of a token."""
+        """Return [panels, 4]: first column, end, element of its token 0, elements of a token."""
         rows, start = [], 0
         for part in self.parts:
             width = part.shape[1]
@@ -95,7 +95,7 @@ class KernelLaunch:
 
     @property
     def count(self) -> int:
-        """Work of this launch, the kernel's argument 0."""
+        """Return the work of this launch, the kernel's argument 0."""
         assert isinstance(self.args[0], int)
         return self.args[0]
 
@@ -257,7 +257,7 @@ class OpenCLCompletion(Completion):
         return start_ns * 1e-9 + offset_s, end_ns * 1e-9 + offset_s
 
     def block(self) -> None:
-        """`clWaitForEvents`."""
+        """Wait by `clWaitForEvents`."""
         with decoded(f"waiting for {self._call.name}"):
             self._last.wait()
 

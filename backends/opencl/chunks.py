@@ -17,7 +17,7 @@ GROUPS = 32  # of a GPU, for each head's keys or values: fixed, so that one laun
 
 
 def accepts_decode_chunks(op: DecodeChunks) -> Acceptance:
-    """Heads whose rows are whole vectors."""
+    """Return heads whose rows are whole vectors."""
     if op.head_dim % LEAST:
         return Acceptance(False, f"heads of {op.head_dim} values do not fill bytes of four codes")
     return Acceptance(True)

@@ -23,7 +23,7 @@ def accepts_column_mass(op: ColumnMass) -> Acceptance:
 def prepare_column_mass(
     device: Resources, op: ColumnMass, _weights: Mapping[str, WeightValue]
 ) -> OpenCLKernel:
-    """Return a work-item for each key/value head on a CPU, a work-group on a GPU."""
+    """Prepare a work-item for each key/value head on a CPU, a work-group on a GPU."""
     tuning, attention = device.tuning, op.attention
     if tuning.lanes > 1:
         return _prepare_group(device, op)

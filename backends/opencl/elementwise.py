@@ -14,7 +14,7 @@ MACROS = {"silu": "SILU", "gelu": "GELU", "gelu_tanh": "GELU_TANH", "relu": "REL
 
 
 def prepare_add(device: Resources, op: Add, _weights: Mapping[str, WeightValue]) -> OpenCLKernel:
-    """`y = x + residual`: one row of items per token."""
+    """Prepare `y = x + residual`: one row of items per token."""
     tuning = device.tuning
     program = device.programs.get("elementwise.cl", tuning.defines)
 
@@ -36,12 +36,12 @@ def prepare_add(device: Resources, op: Add, _weights: Mapping[str, WeightValue])
 def prepare_gated_act(
     device: Resources, op: GatedAct, _weights: Mapping[str, WeightValue]
 ) -> OpenCLKernel:
-    """`y = act(gate) · up`: one row of items per token."""
+    """Prepare `y = act(gate) · up`: one row of items per token."""
     return _activation(device, op, "gated_act")
 
 
 def prepare_act(device: Resources, op: Act, _weights: Mapping[str, WeightValue]) -> OpenCLKernel:
-    """`y = act(x)`: one row of items per token."""
+    """Prepare `y = act(x)`: one row of items per token."""
     return _activation(device, op, "act")
 
 
@@ -62,7 +62,7 @@ def _activation(device: Resources, op: GatedAct | Act, kernel: str) -> OpenCLKer
 
 
 def split_floats(tuning: Tuning, count: int) -> tuple[int, int]:
-    """Floats per work-item and number of work-items, a multiple of the lanes."""
+    """Return floats per work-item and number of work-items, a multiple of the lanes."""
     if tuning.lanes == 1:
         return count, 1
     items = -(-count // tuning.vector)

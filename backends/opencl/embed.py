@@ -14,7 +14,7 @@ from hetero.backends.protocol import Operand, WeightValue, tensors_of
 
 
 def prepare_embed(device: Resources, op: Embed, weights: Mapping[str, WeightValue]) -> OpenCLKernel:
-    """Return a work-item per token on a CPU, per token and group of 32 features on a GPU."""
+    """Prepare a work-item per token on a CPU, per token and group of 32 features on a GPU."""
     _, weight = next(packed(weights).spans())  # a table is one tensor
     lanes, blocks = device.tuning.lanes, weight.storage.scales == "block"
     storage = "IN_BLOCKS" if blocks else weight.storage.value.upper()

@@ -127,7 +127,7 @@ class _Plan:
 
     @property
     def k(self) -> int:
-        """Features as the weights store them."""
+        """Return features as the weights store them."""
         return padded(self.op.k, GROUP_SIZE) if self.kind.storage.quantised else self.op.k
 
     def columns(self, y: Tensor) -> Tensor:
@@ -148,7 +148,7 @@ def _capped(
 def cpu_launches(
     plan: _Plan, tuning: CpuTuning, tensors: Mapping[str, Tensor], m: int
 ) -> list[KernelLaunch]:
-    """One launch.
+    """Return one launch.
 
     Where several threads share the rows of many tokens, one before it packs x for all of them. Of
     few tokens each packs its own: that is sooner done than threads are woken.
@@ -222,7 +222,10 @@ def block_defines(storage: StorageFormat) -> dict[str, int]:
 
 
 def work_items(device: Resources, each: int = 4) -> int:
-    """Work-items that share a matmul's rows: several per thread, which even out their delays."""
+    """Return the work-items that share a matmul's rows.
+
+    Several per thread, which even out their delays.
+    """
     return 1 if device.threads == 1 else each * device.threads
 
 

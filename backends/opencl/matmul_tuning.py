@@ -99,13 +99,16 @@ class CpuTuning:
         return floats and self.rows == 8 and not tile.widen
 
     def planes(self, weight_format: Kind, tile: WorkTile) -> int:
-        """Planes of int8 codes that activations are given as, 0 for floats."""
+        """Return the planes of int8 codes that activations are given as, 0 for floats."""
         if isinstance(weight_format, BlockFormat):
             return 2 if weight_format.activations.are_floats else 1
         return 1 if weight_format is WeightFormat.W4A8 else tile.planes
 
     def group_words(self, weight_format: Kind, tile: WorkTile) -> int:
-        """32-bit words of a token's group of 32 features in packed x: X_WORDS of matmul_pack.cl."""
+        """Return 32-bit words of a token's group of 32 features in packed x.
+
+        X_WORDS of matmul_pack.cl.
+        """
         planes = self.planes(weight_format, tile)
         if planes:
             blocks = isinstance(weight_format, BlockFormat)
@@ -116,7 +119,7 @@ class CpuTuning:
         return 33 if self.nibbles_stay(weight_format, tile) else 32
 
     def panels(self, weight_format: Kind, m: int, k: int, tile: WorkTile) -> tuple[int, int]:
-        """(tokens, features) of the panels that the kernel keeps in the L2 cache.
+        """Return (tokens, features) of the panels that the kernel keeps in the L2 cache.
 
         Features are limited by the weights of one row tile (where sums are integers, by nothing),
         tokens by what x takes then.

@@ -14,7 +14,7 @@ from hetero.backends.protocol import Operand, WeightValue, takes_panels, whole
 def prepare_norm(
     device: Resources, op: RMSNorm | LayerNorm, weights: Mapping[str, WeightValue]
 ) -> OpenCLKernel:
-    """One work-group per token."""
+    """Prepare one work-group per token."""
     tuning = device.tuning
     program = device.programs.get(
         "norm.cl",

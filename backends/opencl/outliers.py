@@ -18,7 +18,7 @@ TOKENS = 4  # of a work-item on a processor: halves of a weight are converted on
 def prepare_outliers(
     device: Resources, op: Outliers, weights: Mapping[str, WeightValue]
 ) -> OpenCLKernel:
-    """One launch; with excess, one before it that lists what of each token is beyond the codes."""
+    """Prepare one launch; with excess, one before it that lists what codes cannot hold."""
     lanes = device.tuning.lanes
     tokens = TOKENS if lanes == 1 else 1
     sizes = {"N": op.n, "K": op.k, "HOT": op.hot, "EXCESS": int(op.excess)}

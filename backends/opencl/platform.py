@@ -161,13 +161,16 @@ def _leave_workers(state: Loaded, driver: str, device: weakref.ref[OpenCLDevice]
 
 
 def started_workers() -> int | None:
-    """Threads that OpenCL has in this process, whose number is fixed; None before it is loaded."""
+    """Return the threads that OpenCL has in this process, whose number is fixed.
+
+    None before it is loaded.
+    """
     state = loader.loaded()
     return None if state is None else state.asked
 
 
 def survey(cache_dir: Path | None = None) -> Iterator[DriverReport]:
-    """Every installed driver's result, tried now where there is none yet or no device was."""
+    """Yield every installed driver's result, testing it now where there is none or no device."""
     self_tests = SelfTests(cache_root(cache_dir))
     forced = chosen_level()
     for candidate in candidates():
@@ -226,7 +229,7 @@ def _choose(
 
 
 def _order(wanted: str | None) -> Iterator[tuple[DriverCandidate, tuple[str, ...]]]:
-    """Drivers with the kinds of device that are taken of each.
+    """Yield drivers with the kinds of device that are taken of each.
 
     GPUs first, then PoCL, then other drivers of processors.
     """

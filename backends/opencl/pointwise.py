@@ -19,7 +19,7 @@ ACTIVATIONS = "activations.cl"
 def prepare_add_positions(
     device: Resources, op: AddPositions, weights: Mapping[str, WeightValue]
 ) -> OpenCLKernel:
-    """`y = x + rows of the table`: one row of items per token."""
+    """Prepare `y = x + rows of the table`: one row of items per token."""
     tuning = device.tuning
     program = device.programs.get("positions.cl", {**tuning.defines, "D": op.d})
     table = device.constant(vector(weights, "table"))
@@ -35,7 +35,7 @@ def prepare_add_positions(
 
 
 def softcap_launch(device: Resources, cap: float, y: Tensor, m: int) -> KernelLaunch:
-    """`y = cap · tanh(y / cap)` in place, on the first m tokens."""
+    """Return `y = cap · tanh(y / cap)` in place, on the first m tokens."""
     tuning = device.tuning
     defines: dict[str, Define] = {
         **tuning.defines, "ACTIVATION": "SOFTCAP", "CAP": float(cap)

@@ -92,7 +92,7 @@ class Resources(Device):
         return self._mapped[buffer]
 
     def constant(self, array: npt.NDArray[Any], *, written: bool = False) -> DeviceMemory:
-        """Memory with the array's contents: the array itself on unified memory.
+        """Return memory with the array's contents: the array itself on unified memory.
 
         Kernels write into it only if they are said to.
         """
@@ -107,7 +107,7 @@ class Resources(Device):
             )
 
     def shared_scratch(self, nbytes: int) -> Scratch:
-        """Device memory that holds data between two launches of one call only.
+        """Return the device memory that holds data between two launches of one call only.
 
         Every call uses the same memory, since the queue is in order.
         """
@@ -133,7 +133,7 @@ class Resources(Device):
         return error
 
     def finish(self) -> None:
-        """`clFinish`."""
+        """Wait by `clFinish`."""
         self.check()
         with decoded("finishing"):
             self.queue.finish()

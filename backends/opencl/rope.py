@@ -19,7 +19,7 @@ from hetero.backends.protocol import Operand, WeightValue, whole
 
 
 def prepare_rope(device: Resources, op: Rope, weights: Mapping[str, WeightValue]) -> OpenCLKernel:
-    """Return a work-item per token on a CPU, per token and head on a GPU."""
+    """Prepare a work-item per token on a CPU, per token and head on a GPU."""
     tuning = device.tuning
     total = op.heads + 2 * op.kv_heads
     item_heads = total if tuning.lanes == 1 else 1
@@ -66,7 +66,7 @@ def _defines(device: Resources, op: Rope, item_heads: int) -> dict[str, Define]:
 
 
 def _tables(device: Resources, op: Rope) -> tuple[cl.Buffer, cl.Buffer]:
-    """cos and sin in float32, one pair for all layers that rotate alike."""
+    """Return cos and sin in float32, one pair for all layers that rotate alike."""
     key = dataclasses.replace(op, heads=1, kv_heads=1, qk_norm_eps=None)
     if key not in device.rope_tables:
         cosines, sines = tables.tables(op)

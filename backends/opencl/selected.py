@@ -30,6 +30,6 @@ class Selected:
 
     @property
     def family(self) -> str:
-        """Tuning record of its kernels."""
+        """Return the tuning record of its kernels."""
         names = f"{self.device.platform.name} {self.device.name}"
         return self.driver.family(self.level, names)

@@ -89,7 +89,7 @@ class OrtCpuDevice(Device):
         return buffer.address
 
     def accepts(self, op: Op) -> Acceptance:
-        """Everything that is in `graphs`; integer sums only where they are exact."""
+        """Return everything that is in `graphs`; integer sums only where they are exact."""
         if isinstance(op, ops.MatMul | ops.Embed) and op.weight_format.activations.static:
             return integers.acceptance()
         if isinstance(op, ops.ColumnMass):
@@ -198,7 +198,10 @@ class OrtCpuDevice(Device):
         return kernels.OrtGraphKernel(self._host, op, self._sessions[op, storage], inputs)
 
     def _session(self, op: Any, build: Callable[[Any], bytes]) -> ort.InferenceSession:
-        """One session for each operation without a packed weight, whatever its other weights."""
+        """Return one session for each operation without a packed weight.
+
+        Whatever its other weights are.
+        """
         if op not in self._sessions:
             self._sessions[op] = new_session(build(op))
         return self._sessions[op]
@@ -334,7 +337,7 @@ def _pack_bytes(weight_format: WeightFormat, *, split: bool) -> float:
 
 
 def _kept_bytes(op: ops.MatMul, parts: tuple[mixed.WeightPart, ...], split: bool) -> float:
-    """Bytes of ONNX Runtime's packs of a whole weight."""
+    """Return the bytes of ONNX Runtime's packs of a whole weight."""
     if not op.weight_format.of_file:
         return op.n * op.k * _pack_bytes(op.weight_format, split=split)
     rounds = not op.weight_format.activations.are_floats

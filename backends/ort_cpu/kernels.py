@@ -403,7 +403,7 @@ class DecodeChunksKernel(OrtKernel):
 
 
 def rope_inputs(op: ops.Rope) -> dict[str, Array]:
-    """Tables of cos and sin, rounded once from float64."""
+    """Return the tables of cos and sin, rounded once from float64."""
     cos, sin = rope.tables(op)
     return {"cos": cos.astype(np.float32), "sin": sin.astype(np.float32)}
 
@@ -414,7 +414,7 @@ def _launch(
     m: int,
     extra: Mapping[str, Array],
 ) -> SessionLaunch:
-    """Every port bound under its own name, m tokens of each."""
+    """Return every port bound under its own name, m tokens of each."""
     inputs = {key: argument(array) for key, array in extra.items()}
     outputs: dict[str, Argument] = {}
     for port in tensors:
@@ -437,7 +437,7 @@ def _pieces(
 
 
 def _rows(tensors: Mapping[str, Tensor], start: int, stop: int) -> dict[str, Tensor]:
-    """Tokens [start, stop) of every tensor that has tokens."""
+    """Return tokens [start, stop) of every tensor that has tokens."""
     return {
         port: tensor if port in FIXED_PORTS else tensor.rows(start, stop)
         for port, tensor in tensors.items()
@@ -445,7 +445,7 @@ def _rows(tensors: Mapping[str, Tensor], start: int, stop: int) -> dict[str, Ten
 
 
 def _heads_of(cache: Tensor, first: int, count: int) -> Tensor:
-    """Heads of a cache [G, C, D]."""
+    """Return the heads of a cache [G, C, D]."""
     return cache.rows(first, first + count)
 
 

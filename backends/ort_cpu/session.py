@@ -48,7 +48,7 @@ def new_session(model: bytes, weights: Mapping[str, Array] | None = None) -> ort
 
 
 def device_error(error: Exception, operation: str) -> DeviceError:
-    """ONNX Runtime's message with its code's name first."""
+    """Return ONNX Runtime's message with its code's name first."""
     text = " ".join(str(error).split())
     match = re.search(r"\[ONNXRuntimeError\] : \d+ : (\w+) : (.*)", text)
     code, message = match.groups() if match else (type(error).__name__, text)

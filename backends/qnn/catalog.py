@@ -60,7 +60,7 @@ class GraphShape(NamedTuple):
 
 
 def piece_rows(op: Op) -> int:
-    """Most tokens of one graph."""
+    """Return most tokens of one graph."""
     if is_static(op):
         return SIZES.scaled_rows
     if isinstance(op, ops.MatMul) and op.k >= SIZES.large_k:
@@ -69,7 +69,7 @@ def piece_rows(op: Op) -> int:
 
 
 def integer_piece_rows(op: ops.MatMul, activations: integer.Activations, *, groups: bool) -> int:
-    """Most tokens of one graph with integer activations.
+    """Return most tokens of one graph with integer activations.
 
     `groups` have scales of their own: QNN computes with those in fp16.
     """
@@ -78,7 +78,7 @@ def integer_piece_rows(op: ops.MatMul, activations: integer.Activations, *, grou
 
 
 def contexts(capacity: int, m: int) -> list[int]:
-    """Context lengths that attention graphs of m tokens are made for, ascending."""
+    """Return the context lengths that attention graphs of m tokens are made for, ascending."""
     lengths, context = [], SIZES.context
     while context < capacity:
         if context >= m:
@@ -138,17 +138,17 @@ def group_graph(
 def all_group_graphs(
     fused: Group, sizes: Sequence[int], weights: Sequence[Mapping[str, WeightValue]], digest: str
 ) -> list[Graph]:
-    """Every graph of a group that calls of these token counts run."""
+    """Return every graph of a group that calls of these token counts run."""
     return [group_graph(fused, m, weights, digest, context) for m, context in shapes(fused, sizes)]
 
 
 def group_digest(weights: Sequence[Mapping[str, WeightValue]]) -> str:
-    """Digest of all weights of a group, which are constants of its graph."""
+    """Return the digest of all weights of a group, which are constants of its graph."""
     return weight_digest(*(values[name] for values in weights for name in sorted(values)))
 
 
 def group_piece_rows(fused: Group) -> int:
-    """Most tokens of one graph of a group."""
+    """Return most tokens of one graph of a group."""
     return min(piece_rows(step.op) for step in fused.steps)
 
 
@@ -161,7 +161,7 @@ def has_constants(op: Op) -> bool:
 
 
 def constants_digest(op: Op, weights: Mapping[str, WeightValue]) -> str:
-    """Digest of the weights that are constants of the graph; "" if none are."""
+    """Return the digest of the weights that are constants of the graph; "" if none are."""
     if not has_constants(op):
         return ""
     return weight_digest(*(weights.get(name) for name in ("weight", "bias")))
@@ -170,7 +170,7 @@ def constants_digest(op: Op, weights: Mapping[str, WeightValue]) -> str:
 def all_graphs(
     op: Op, sizes: Sequence[int], weights: Mapping[str, WeightValue], digest: str
 ) -> list[Graph]:
-    """Every graph that calls of these token counts run."""
+    """Return every graph that calls of these token counts run."""
     sizes_of = shapes(op, sizes)
     if isinstance(op, ops.Attention):
         return [attention_graph(op, *shape) for shape in sizes_of]
@@ -204,6 +204,6 @@ def _attention_of(operation: Op | Group) -> ops.Attention | None:
 
 
 def pieces(operation: Op | Group, m: int) -> list[int]:
-    """Token counts of the graphs that a call of m tokens runs."""
+    """Return the token counts of the graphs that a call of m tokens runs."""
     step = group_piece_rows(operation) if isinstance(operation, Group) else piece_rows(operation)
     return [min(step, m - start) for start in range(0, m, step)]

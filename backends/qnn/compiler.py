@@ -240,7 +240,7 @@ def _answer(target: Target, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def resident_bytes() -> int:
-    """Memory of this process; 0 where the system does not say."""
+    """Return the memory of this process; 0 where the system does not say."""
     try:
         pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
     except OSError:

@@ -85,7 +85,10 @@ class QnnDevice(Device):
         self._kernels: weakref.WeakSet[kernels.QnnKernel] = weakref.WeakSet()
 
     def allocate(self, nbytes: int, *, huge: bool = False) -> HostBuffer:
-        """Memory that the Hexagon works on in place, where there is some; else ordinary pages."""
+        """Return the memory that the Hexagon works on in place, where there is some.
+
+        Else ordinary pages.
+        """
         shared = self.shared_memory
         if isinstance(shared, str):
             return super().allocate(nbytes, huge=huge)
@@ -93,7 +96,7 @@ class QnnDevice(Device):
 
     @functools.cached_property
     def shared_memory(self) -> SharedMemory | str:
-        """The memory shared with the Hexagon, or why there is none."""
+        """Return the memory shared with the Hexagon, or why there is none."""
         try:
             return SharedMemory(self.store.target)
         except SharedMemoryError as error:
@@ -137,7 +140,10 @@ class QnnDevice(Device):
         return kernel
 
     def prepare_group(self, group: Group, weights: Sequence[Mapping[str, WeightValue]]) -> Kernel:
-        """One graph for each token count and context, compiled or opened when first bound."""
+        """Prepare one graph for each token count and context, when first bound.
+
+        Compiled or opened then.
+        """
         self._health.check(f"preparing {group.name}")
         for step, values in zip(group.steps, weights, strict=True):
             checks.check_weights(step.op, values)

@@ -218,7 +218,7 @@ class Rows:
 
 
 def rope_tables(op: ops.Rope) -> dict[str, Array]:
-    """`cos` and `sin`, each [max_position, R / 2]."""
+    """Return `cos` and `sin`, each [max_position, R / 2]."""
     tables_of = (table.astype(np.float32) for table in rope.tables(op))
     return dict(zip(("cos", "sin"), tables_of, strict=True))
 
@@ -376,7 +376,7 @@ class AttentionLaunch(NamedTuple):
 
 
 def _rows(tensors: Mapping[str, Tensor], start: int, stop: int) -> dict[str, Tensor]:
-    """Tokens [start, stop) of every tensor that has tokens."""
+    """Return tokens [start, stop) of every tensor that has tokens."""
     return {
         port: tensor if port in FIXED_PORTS else tensor.rows(start, stop)
         for port, tensor in tensors.items()

@@ -36,7 +36,10 @@ def state() -> CheckResult:
 
 
 def linux_state() -> CheckResult:
-    """FastRPC of the kernel: its device nodes, and the state and firmware of the compute DSP."""
+    """Return FastRPC of the kernel.
+
+    Its device nodes, and the state and firmware of the compute DSP.
+    """
     release = f"fastrpc of Linux {platform.release()}"
     nodes = fastrpc_nodes(ROOT)
     if not nodes:
@@ -80,7 +83,7 @@ def _compute_dsp() -> dict[str, str] | None:
 
 
 def windows_state() -> CheckResult:
-    """Qualcomm's driver among the compute accelerators of the registry."""
+    """Return qualcomm's driver among the compute accelerators of the registry."""
     for values in _accelerators():
         if "qualcomm" in f"{values.get('ProviderName')} {values.get('DriverDesc')}".lower():
             names = [str(values.get(key)) for key in ("DriverDesc", "DriverVersion", "DriverDate")]
@@ -126,7 +129,7 @@ def loaded_file(library: ctypes.CDLL) -> str:
 
 
 def qairt_version(path: Path) -> str:
-    """Version of the SDK that a library of Qualcomm is of; "" if it does not say."""
+    """Return the version of the SDK that a library of Qualcomm is of; "" if it does not say."""
     try:
         with (
             path.open("rb") as file,

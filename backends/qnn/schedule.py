@@ -61,7 +61,7 @@ class Schedule:
 
     @property
     def vtcm_bytes(self) -> int:
-        """Moved by the computing units."""
+        """Return the bytes that the computing units move."""
         return self.hmx.vtcm_bytes + self.hvx.vtcm_bytes
 
 

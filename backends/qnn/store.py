@@ -123,7 +123,7 @@ class GraphStore:
         return self._sessions[identity]
 
     def compile(self, identity: GraphIdentity, build: Callable[[], bytes]) -> Path:
-        """Directory of the compiled graph, made now unless a sound one is there."""
+        """Return the directory of the compiled graph, made now unless a sound one is there."""
         assert self.directory is not None, "compiling ahead needs a directory"
         path = self.directory / entry_key(identity, self._about)
         if path.exists():
@@ -136,7 +136,9 @@ class GraphStore:
         return path
 
     def compile_shared(self, graphs: Sequence[tuple[GraphIdentity, Callable[[], bytes]]]) -> Path:
-        """Directory of graphs that differ in their token counts only, around one copy of weights.
+        """Return the directory of graphs around one copy of weights.
+
+        They differ in their token counts only.
 
         For a device: the emulator crashes when it opens such a file, so it is never given one.
         """
@@ -231,12 +233,12 @@ class GraphStore:
 
 
 def group_of(identity: GraphIdentity) -> GraphIdentity:
-    """Identity of the graphs of all token counts of the same weights."""
+    """Return the identity of the graphs of all token counts of the same weights."""
     return replace(identity, tokens=0)
 
 
 def shared_name(tokens: int) -> str:
-    """ONNX file of one token count in a shared entry."""
+    """Return ONNX file of one token count in a shared entry."""
     return f"graph{tokens}.onnx"
 
 
@@ -262,7 +264,7 @@ def entry_key(identity: GraphIdentity, target: Mapping[str, str]) -> str:
 
 
 def weight_digest(*weights: Any) -> str:
-    """SHA-256 of packed weights and vectors, dtypes and shapes included."""
+    """Return SHA-256 of packed weights and vectors, dtypes and shapes included."""
     digest = hashlib.sha256()
     for value in weights:
         parts = (value.data, value.scales) if isinstance(value, PackedWeight) else (value,)
@@ -274,7 +276,7 @@ def weight_digest(*weights: Any) -> str:
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of a file."""
+    """Return SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -92,7 +92,7 @@ class SimulatedChip:
             self._step(now_s)
 
     def _step(self, until_s: float) -> None:
-        """To the next start, end or `until_s`, whichever comes first."""
+        """Advance to the next start, end or `until_s`, whichever comes first."""
         jobs = {kind: queue[0] for kind, queue in self._queues.items() if queue}
         active = {k: j for k, j in jobs.items() if j.ready_s <= self._now_s}
         slow = self._slowdowns(active)

@@ -53,7 +53,7 @@ class SimulatedDevice(Device):
         self.health.check("map")
 
     def accepts(self, op: Op) -> Acceptance:
-        """Every operation in the declared formats."""
+        """Return every operation in the declared formats."""
         return checks.accept_format(self.capabilities, op)
 
     def prepare(self, op: Op, weights: Mapping[str, WeightValue]) -> Kernel:
@@ -77,7 +77,7 @@ class SimulatedDevice(Device):
         self.health.lose("closed")
 
     def seconds(self, op: Op, m: int) -> float:
-        """Virtual time of one launch alone."""
+        """Return the virtual time of one launch alone."""
         return self._cost(op, m)
 
 

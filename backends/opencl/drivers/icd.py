@@ -49,7 +49,7 @@ class DriverCandidate:
 
     @property
     def path(self) -> Path | None:
-        """The library's file, None if it is not known."""
+        """Return the library's file, None if it is not known."""
         if not self.library:
             return None
         name = Path(self.library)
@@ -73,7 +73,10 @@ class DriverCandidate:
 
 
 def candidates() -> list[DriverCandidate]:
-    """Every installed driver: the vendors' first (GPUs), then PoCL, then other CPU drivers."""
+    """Return every installed driver.
+
+    The vendors' first (GPUs), then PoCL, then other CPU drivers.
+    """
     if not sys.platform.startswith("linux"):
         return [DriverCandidate("", VENDOR, "the system's OpenCL loader")]
     by_file: dict[str, DriverCandidate] = {}
@@ -135,7 +138,7 @@ def _first_line(icd: Path) -> str:
 
 @cache
 def _sampled(path: Path, size: int, *_times: int) -> str:
-    """Hash of a library's first and last megabyte and of one in the middle.
+    """Return the hash of a library's first and last megabyte and of one in the middle.
 
     Hashing all of a driver's hundred megabytes would take longer than loading it. Once for each
     state of a file.

@@ -212,7 +212,7 @@ class Remote(ProgramCompiler):
 
 
 def kernel_files(folder: Path) -> set[str]:
-    """Relative paths of what a driver keeps in its folder."""
+    """Return the relative paths of what a driver keeps in its folder."""
     return {
         path.relative_to(folder).as_posix()
         for path in folder.rglob("*")
@@ -247,7 +247,7 @@ cl.compiler_output = _filtered_output
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without pyopencl's warning that a compiler said something."""
+    """Suppress pyopencl's warning that a compiler printed something."""
     _HERE.builds = True
     try:
         yield
@@ -272,6 +272,6 @@ def _from_binary(
 
 
 def argument_kinds(values: Sequence[object]) -> str:
-    """Letters of a kernel's arguments; see `Variant`."""
+    """Return the letters of a kernel's arguments; see `Variant`."""
     names = {"int32": "i", "uint32": "u", "float32": "f"}
     return "".join("b" if isinstance(v, cl.Buffer) else names[type(v).__name__] for v in values)

@@ -76,7 +76,7 @@ class DeviceResult(_Record):
 
     @property
     def title(self) -> str:
-        """Platform and device, as `--gpu opencl:PART` finds them."""
+        """Return platform and device, as `--gpu opencl:PART` finds them."""
         return f"{self.platform} / {self.name}"
 
 
@@ -119,7 +119,7 @@ def circumstances() -> str:
 
 
 def result_key(candidate: DriverCandidate) -> str:
-    """Everything that a result depends on."""
+    """Return everything that a result depends on."""
     environment = sorted(
         f"{name}={value}"
         for name, value in os.environ.items()

@@ -99,7 +99,7 @@ class SelfTests:
         return result
 
     def store(self, candidate: DriverCandidate, level: Level) -> KernelStore:
-        """Compiled kernels of a driver at a level.
+        """Return the compiled kernels of a driver at a level.
 
         In this process's folder where the cache cannot be written.
         """
@@ -267,12 +267,12 @@ class _Child:
 
 
 def _parts(candidate: DriverCandidate) -> int:
-    """Children that share a self-test's cases: compilers take one core each."""
+    """Return the children that share a self-test's cases: compilers take one core each."""
     return min(MAX_PARTS, core_count()) if candidate.driver.computes_on_cpu else 1
 
 
 def _attempt(children: Sequence[_Child], device: int, meter: _Meter) -> Attempt:
-    """All parts of a self-test at once; the first that did not pass speaks for all."""
+    """Return all parts of a self-test at once; the first that did not pass speaks for all."""
     with ThreadPoolExecutor(len(children)) as pool:
         ends = list(pool.map(lambda c: c.attempt(device, len(children), meter), children))
     said: Attempt = min(ends, key=lambda end: end.outcome == "passed")

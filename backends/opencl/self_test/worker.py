@@ -79,7 +79,7 @@ class WorkerSession:
         return {"devices": [_row(device) for device in self._devices()]}
 
     def run_cases(self, index: int, part: int, of: int) -> Iterator[dict[str, Any]]:
-        """Progress, then the outcome of one part of the cases with a word on it."""
+        """Yield progress, then the outcome of one part of the cases with a word on it."""
         try:
             device, _ = self._open(index)
             for done, count in try_cases(device, part, of):
@@ -135,7 +135,7 @@ class WorkerSession:
 
 
 def _launch_nothing(device: OpenCLDevice, program: cl.Program, variant: Variant) -> None:
-    """Argument 0 of every kernel is a count of work (`calls`)."""
+    """Launch with no work: argument 0 of every kernel is a count of work (`calls`)."""
     kernel = cl.Kernel(program, variant.kernel)
     buffer = cl.Buffer(device.context, cl.mem_flags.READ_WRITE, BUFFER_BYTES)
     values: dict[str, Any] = {"b": buffer, "i": np.int32(0), "u": np.uint32(0), "f": np.float32(0)}
