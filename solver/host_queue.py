@@ -120,15 +120,15 @@ class HostQueue(Overheads):
 
     def at(self, m: int) -> Self:
         """See `Overheads.at`: with stream signals, starting the GPU costs a signal."""
-        return replace(self, submit_s=self.ring_s or 0.0) if self.gates(m) else self
+        return replace(self, submit_s=self.ring_s or 0.0) if self.queues_ahead(m) else self
 
-    def gates(self, m: int) -> bool:
+    def queues_ahead(self, m: int) -> bool:
         """Return whether launches are queued ahead of a signal in a step of m tokens."""
         return self.ring_s is not None and phase_of(m) == "decode"
 
     def cut(self, kernels: KernelTimes, m: int, gpu_s: Floats, npu_s: Floats) -> CutTimes:
         """See `Overheads.cut`."""
-        start_s, after_s = (self.ring_s or 0.0, 0.0) if self.gates(m) else (
+        start_s, after_s = (self.ring_s or 0.0, 0.0) if self.queues_ahead(m) else (
             self.submit_s, self.busy_s
         )  # fmt: skip
         return HostCutTimes(

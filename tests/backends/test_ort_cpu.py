@@ -275,7 +275,7 @@ def test_run_releases_the_interpreter_lock(ort_cpu: OrtCpuDevice) -> None:
 
     counter = threading.Thread(target=count)
     interval = sys.getswitchinterval()
-    sys.setswitchinterval(5.0)  # far longer than the test: nobody is asked to give the lock away
+    sys.setswitchinterval(5.0)  # far longer than the test: no thread is asked to give the lock away
     try:
         counter.start()
         before = steps

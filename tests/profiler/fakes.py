@@ -59,7 +59,7 @@ def devices(
 
 
 def options(**changes: object) -> Options:
-    """A small grid, and a single block's operations beside it, which take longest; every task
+    """A small grid, and a single block's operations with it, which take longest; every task
     converges at once on a virtual clock.
     """
     base = Options(

@@ -140,7 +140,7 @@ def test_a_slow_ramp_cancels_within_a_task() -> None:
     assert row.seconds == pytest.approx(at_first, rel=0.02)
 
 
-def test_memory_and_arithmetic_drift_apart() -> None:
+def test_memory_and_arithmetic_drift_separately() -> None:
     """Memory becomes 1.4 times slower between two blocks: neither kind of task notices."""
     clock = ManualClock()
 
@@ -387,7 +387,7 @@ def test_reading_counters_cools_what_a_large_weight_would(of_model: str) -> None
 @pytest.mark.parametrize(
     ("of_model", "timings", "batches"),
     [
-        ("small", (4.1e-3, 70e-6, 30e-6), (1, 1, 57, 64)),  # the first was held up
+        ("small", (4.1e-3, 70e-6, 30e-6), (1, 1, 57, 64)),  # the first was interrupted
         ("small", (80e-6, 4e-3, 3e-3), (1, 50, 50, 50)),
         ("small", (400e-6, 350e-6, 500e-6), (1, 10, 11, 11)),
         ("small", (50e-3,), (1, 1)),  # too long for a batch: not timed again
@@ -395,7 +395,7 @@ def test_reading_counters_cools_what_a_large_weight_would(of_model: str) -> None
         ("large", (2e-3, 8e-3), (1, 1, 2)),
     ],
 )
-def test_a_launch_that_was_held_up_does_not_choose_the_batch(
+def test_an_interrupted_launch_does_not_choose_the_batch(
     monkeypatch: pytest.MonkeyPatch,
     of_model: str,
     timings: tuple[float, ...],

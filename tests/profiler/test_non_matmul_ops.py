@@ -92,7 +92,7 @@ def test_bytes_of_a_layer() -> None:
 
 
 @pytest.mark.parametrize("blocks", [1, 2])
-def test_many_tokens_whose_tensors_leave_the_caches_are_fitted_apart(blocks: int) -> None:
+def test_many_tokens_whose_tensors_leave_the_caches_are_fitted_separately(blocks: int) -> None:
     """With too few rows of either kind there is one fit."""
 
     def true_s(m: int, f: int) -> float:

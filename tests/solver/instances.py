@@ -323,7 +323,7 @@ def brute_force_step(instance: Instance, m: int, ways: dict[str, list[Way]] | No
     for i, x in enumerate(names):
         shape = [1] * 4
         shape[i] = len(ways[x])
-        # A GPU operator lies before every matmul, so it is always entered from the GPU.
+        # A GPU operator is before every matmul, so it is always entered from the GPU.
         total = total + layers * costs[x][:, 0].reshape(shape)
         back = np.asarray([w.back for w in ways[x]])
         between = 2 * rest if x == "qkv" else rest

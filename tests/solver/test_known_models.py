@@ -97,7 +97,7 @@ def test_profiles_have_what_graphs_need(name: str) -> None:
 
 @pytest.mark.parametrize("m", [1, 256])
 @pytest.mark.parametrize("name", ["llama-3.2-1b", "gemma-2-2b", "phi-2", "opt-1.3b"])
-def test_a_chain_has_the_nodes_of_a_layer_and_no_others(name: str, m: int) -> None:
+def test_a_path_has_the_nodes_of_a_layer_and_no_others(name: str, m: int) -> None:
     """Between the matmuls each device is as long at work as the nodes that are launched there."""
     graph = model_spec(name)
     planner = Planner(graph, DeviceProfile.load("host"))

@@ -48,7 +48,7 @@ def test_every_matmul_is_as_good_as_trying_all_tilings(block: int) -> None:
 
 
 @pytest.mark.parametrize("block", range(examples(4, 10)))
-def test_every_chain_is_as_good_as_trying_all_combinations(block: int) -> None:
+def test_every_path_is_as_good_as_trying_all_combinations(block: int) -> None:
     for seed in range(200 * block, 200 * block + 200):
         instance = random_instance(seed)
         m = 1 + seed % (2 * instance.sizes[-1])
@@ -82,7 +82,7 @@ def test_a_prompt_that_must_be_shared_is_shared_at_the_least_cost(block: int) ->
 
 
 @pytest.mark.parametrize("seed", range(examples(300, 1000)))
-def test_chains_without_gpu_operators_between_are_solved_exactly(seed: int) -> None:
+def test_paths_without_gpu_operators_between_are_solved_exactly(seed: int) -> None:
     rng = np.random.default_rng(seed)
     stages = [[_random_option(rng) for _ in range(rng.integers(1, 4))] for _ in range(5)]
     head, block, tail = stages[:1], stages[1:4], stages[4:]
@@ -120,7 +120,7 @@ def _walk_all(combo: tuple[Option, ...], layers: int) -> float:
 
 
 @pytest.mark.parametrize("seed", range(examples(100, 300)))
-def test_the_chain_never_loses_to_a_greedy_solver(seed: int) -> None:
+def test_the_path_never_loses_to_a_greedy_solver(seed: int) -> None:
     """The slow twin takes the best option of each matmul for itself."""
     instance = random_instance(seed)
     planner = planner_of(instance, margin=0.0, rest_npu=True)

@@ -45,7 +45,7 @@ def device() -> Iterator[OpenCLDevice]:
 
 @pytest.fixture(scope="session")
 def opened_variant() -> Iterator[Opened]:
-    """Opens each variant once: a device that is opened anew starts a compiler of its own."""
+    """Opens each variant once: a device that is opened again starts a compiler of its own."""
     opened: dict[str, OpenCLDevice] = {}
     with ExitStack() as stack:
 
@@ -79,7 +79,7 @@ def pocl() -> DriverCandidate:
 
 @pytest.fixture(scope="session")
 def kernels(pocl: DriverCandidate) -> Path:
-    """Kernels of every level of this machine, proven; in the cache that all tests share."""
+    """Kernels of every level of this machine, self-tested; in the cache that all tests share."""
     root, own = cache_root(), levels.processor_levels()
     self_tests = SelfTests(root)
     for level in own:

@@ -113,7 +113,7 @@ def inputs_of(weight: PackedWeight) -> dict[str, WeightValue]:
 
 
 def tensor_of(rows: Array) -> Tensor:
-    """The rows in shared memory, between two rows of NaN that nobody may read or write."""
+    """The rows in shared memory, between two rows of NaN that must not be read or written."""
     whole = new_tensor((rows.shape[0] + 2, rows.shape[1]))
     whole.array[:] = np.nan
     tensor = whole.rows(1, 1 + rows.shape[0])
@@ -344,7 +344,7 @@ def _mapped(path: Path, array: Array, offset: int) -> Array:
 
 
 def test_weights_are_not_copied(device: OpenCLDevice) -> None:
-    """On unified memory a kernel sees a change of the packed array (which nobody else makes)."""
+    """On unified memory a kernel sees a change of the packed array (which only this test makes)."""
     if not device.capabilities.unified_memory:
         pytest.skip("needs unified memory")
     weight = random_weight(np.random.default_rng(6), StorageFormat.F32, 16, 32)

@@ -192,7 +192,7 @@ def test_after_a_run_that_was_killed_it_says_so(
 
 
 @pytest.mark.parametrize("damage", ["", "{}", "[1", '{"key": 3}'])
-def test_a_broken_verdict_is_made_anew(
+def test_a_broken_result_is_made_again(
     self_tests: SelfTests, pocl: DriverCandidate, monkeypatch: pytest.MonkeyPatch, damage: str
 ) -> None:
     path = self_tests.path(pocl)
@@ -330,7 +330,7 @@ CHANGES = (open_node, mount_sys, boot, enable, show_gpu, find_libraries, give_ti
 
 @pytest.mark.parametrize("code", [NOTHING, CRASH], ids=["no device", "crash"])
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_no_device_is_looked_for_again_when_its_cause_may_be_gone(
+def test_a_missing_device_is_looked_for_again_when_the_cause_may_have_ended(
     self_tests: SelfTests,
     pocl: DriverCandidate,
     tmp_path: Path,

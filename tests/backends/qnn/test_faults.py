@@ -98,7 +98,7 @@ def test_an_unknown_chip_name_is_refused() -> None:
 
 
 def test_a_misspelt_option_is_noticed(tmp_path: Path, monkeypatch: Any) -> None:
-    """The provider ignores unknown options; the stamp on what it made tells."""
+    """The provider ignores unknown options; the stamp on what it made shows it."""
     spelt = session.Target.options
 
     def misspelt(self: Any) -> dict[str, str]:

@@ -132,7 +132,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 @pytest.mark.parametrize("what", DAMAGES)
-def test_a_damaged_entry_is_found_before_it_is_opened(what: str, cache: Path) -> None:
+def test_a_damaged_entry_is_detected_before_it_is_opened(what: str, cache: Path) -> None:
     damage, reason = DAMAGES[what]
     damage(entry(cache))
     with qnn.open(graph_sizes=(M,), cache=cache) as device:
