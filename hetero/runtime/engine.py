@@ -44,7 +44,7 @@ from hetero.runtime.waits import Synchroniser, SyncMethod
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.handmade import single_device
 from hetero.solver.placement import Placement
-from hetero.solver.plan import Form, Phase
+from hetero.solver.plan import Phase, PrefillMode
 
 SLOWEST_FLOPS = 2e10  # of a device that still works: bounds how long a step is waited for
 # Lowered when a model is opened at first, so that no kernel is compiled while a prompt waits.
@@ -394,7 +394,7 @@ class Engine:
         """
         plan: ExecutionPlan | None = None
         steps: list[tuple[int, ...]] = []
-        form: Form = "cut"
+        form: PrefillMode = "cut"
         start = 0
         while start < len(tokens):
             if self.plan is not plan:
@@ -417,7 +417,7 @@ class Engine:
         tokens: Sequence[int],
         logit_rows: int,
         chunks: Sequence[int] = (),
-        form: Form = "cut",
+        form: PrefillMode = "cut",
         on_device_busy: OnDeviceBusy = nothing,
     ) -> Step:
         """Run a step of these tokens, in one call or several."""

@@ -49,7 +49,7 @@ from hetero.runtime.waits import Synchroniser
 from hetero.solver.errors import PlanError
 from hetero.solver.groups import NodeGroup
 from hetero.solver.placement import Heads, Part, Placement, Span
-from hetero.solver.plan import Form, Phase
+from hetero.solver.plan import Phase, PrefillMode
 
 CHUNKS_KEPT: Final = 32
 
@@ -97,7 +97,7 @@ class StepKey(NamedTuple):
     position: int = 0
     sums_scores: bool = False
     rows: bool = False
-    form: Form = "cut"
+    form: PrefillMode = "cut"
 
 
 class Lowering:
@@ -155,7 +155,7 @@ class Lowering:
         submit_s: float = 0.0,
         orders: Orders | None = None,
         sums_scores: bool = False,
-        form: Form = "cut",
+        form: PrefillMode = "cut",
     ) -> Step:
         """Return one program for chunks of a prompt (tokens of each) that follow each other in the
         context; logits for the last `logit_rows` tokens of the last one. Chunk i works in the
@@ -186,7 +186,7 @@ class Lowering:
         *,
         sums_scores: bool = False,
         rows: bool = False,
-        form: Form = "cut",
+        form: PrefillMode = "cut",
     ) -> BoundLaunches:
         """Return the launches of a step's chunks, with `sums_scores` those that add up attention
         scores as well.
@@ -225,7 +225,7 @@ class _ChunkKey(NamedTuple):
     chunk: int
     sums_scores: bool
     rows: bool
-    form: Form
+    form: PrefillMode
 
 
 class _Chunk:

@@ -14,7 +14,7 @@ from hetero.runtime.lowering import Lowering, StepKey
 from hetero.runtime.prefill_mode import padded_chunks, rounded
 from hetero.runtime.schedule import Orders
 from hetero.runtime.step import Step
-from hetero.solver.plan import Form, Phase
+from hetero.solver.plan import Phase, PrefillMode
 
 MAX_STEPS: Final = 40
 
@@ -71,7 +71,7 @@ class StepCache:
         logit_rows: int = 1,
         *,
         sums_scores: bool = False,
-        form: Form = "cut",
+        form: PrefillMode = "cut",
     ) -> Step:
         """Return the step of prompt chunks (tokens of each) that are in flight together."""
         at = rounded(context.cached)

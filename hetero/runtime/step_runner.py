@@ -22,7 +22,7 @@ from hetero.runtime.step_cache import StepCache
 from hetero.runtime.trace import Trace
 from hetero.runtime.usage import StepRun, Usage
 from hetero.runtime.waits import Synchroniser
-from hetero.solver.plan import Form, Phase
+from hetero.solver.plan import Phase, PrefillMode
 
 
 class StepRunner:
@@ -69,7 +69,7 @@ class StepRunner:
         tokens: Sequence[int],
         logit_rows: int,
         chunks: Sequence[int],
-        form: Form = "cut",
+        form: PrefillMode = "cut",
         on_device_busy: OnDeviceBusy = nothing,
     ) -> Step:
         """Run a step of these tokens, in one call or several chunks. Raises `DeviceError`."""

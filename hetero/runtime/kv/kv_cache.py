@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hetero.backends.formats import CacheFormat
-from hetero.backends.kv_rows import Rows
+from hetero.backends.kv_rows import CacheRows
 from hetero.backends.memory import PAGE_BYTES, HostBuffer, Tensor
 from hetero.backends.protocol import CACHE_PORTS
 from hetero.errors import memory_for
@@ -128,9 +128,11 @@ class KvCache:
         keys, values = (self._slots[f"{port}.{index}"].array for port in CACHE_PORTS)
         return keys, values
 
-    def rows(self, index: int) -> tuple[Rows, Rows]:
-        """Return the keys and values of a layer as `Rows`."""
-        keys, values = (Rows(x, self.layout.kv, self.layout.head_dim) for x in self.layer(index))
+    def rows(self, index: int) -> tuple[CacheRows, CacheRows]:
+        """Return the keys and values of a layer as `CacheRows`."""
+        keys, values = (
+            CacheRows(x, self.layout.kv, self.layout.head_dim) for x in self.layer(index)
+        )
         return keys, values
 
     def held(self, index: int) -> tuple[int, int]:

@@ -27,7 +27,7 @@ import numpy.typing as npt
 from hetero.arguments import check_messages
 from hetero.backends.formats import CacheFormat
 from hetero.backends.host.files import atomic_writer
-from hetero.backends.kv_rows import Rows
+from hetero.backends.kv_rows import CacheRows
 from hetero.errors import ModelError, UserError
 from hetero.models.safetensors_file import SafetensorsFile
 from hetero.runtime.kv.kv_cache import KvCache
@@ -84,7 +84,7 @@ class Session:
             low, base = cache.held(layer)
             start = self.first if cache.layout.windowed(layer) else 0
             for kind, into in zip("kv", cache.rows(layer), strict=True):
-                source = Rows(self.file.array(f"{kind}.{layer}"), kv, size)
+                source = CacheRows(self.file.array(f"{kind}.{layer}"), kv, size)
                 if kv.coded and cache.layout.kv.coded:
                     into.channels[:] = source.channels
                 into.copy(low - base, source, low - start, self.cached - start)
@@ -151,7 +151,7 @@ def read_session(path: Path, identity: Identity, cache: KvCache, limit: int) -> 
     return Session(tokens, cached, first, messages, file)
 
 
-def _caches(cache: KvCache, cached: int) -> Iterator[tuple[str, Rows, tuple[int, int]]]:
+def _caches(cache: KvCache, cached: int) -> Iterator[tuple[str, CacheRows, tuple[int, int]]]:
     """Yield every cache with its name in the file, and the rows of the tokens that are there."""
     for layer in range(cache.layout.layers):
         low, base = cache.held(layer)
@@ -159,7 +159,7 @@ def _caches(cache: KvCache, cached: int) -> Iterator[tuple[str, Rows, tuple[int,
             yield f"{kind}.{layer}", rows, (low - base, cached - base)
 
 
-def _saved(rows: Rows, start: int, stop: int) -> Array:
+def _saved(rows: CacheRows, start: int, stop: int) -> Array:
     """Return rows of a cache, with the scales of the channels of codes."""
     if not rows.kv.coded:
         return np.ascontiguousarray(rows.array[:, start:stop], np.float32)
