@@ -39,7 +39,7 @@ ALIASES: Final = {"/bye": "/exit", "/quit": "/exit", "/?": "/help"}
 
 
 class Command(NamedTuple):
-    """What a line that begins with a slash does; `run` returns whether the talk goes on."""
+    """A command that begins with a slash; `run` returns whether the chat continues."""
 
     arguments: str
     help: str
@@ -86,7 +86,7 @@ class Talk:
         _note("Type a message; /help lists commands, Ctrl-D or /exit ends.")
 
     def take(self, line: str) -> bool:
-        """Return a message or a command; whether the talk goes on."""
+        """Handle a message or a command; return whether the chat continues."""
         name, _, rest = line.partition(" ")
         name = ALIASES.get(name, name)
         if name in self._commands:
@@ -202,7 +202,7 @@ def _complain(error: Exception) -> None:
 
 
 def lines() -> Iterator[str]:
-    """What is typed, without empty lines: edited and remembered in a terminal, else as it comes."""
+    """Yield typed lines that are not empty: edited and remembered in a terminal, else as read."""
     read = _typed() if sys.stdin is not None and sys.stdin.isatty() else _piped()
     return (line for line in read if line)
 

@@ -232,7 +232,9 @@ def _weights(memory: MemoryEstimate) -> str:
 
 
 def _heads(llm: LLM, tokens: int) -> str:
-    """Who has which heads of attention in a prompt's first call, where the plan shares them."""
+    """Return which device has which attention heads in a prompt's first call, if they are
+    shared.
+    """
     placement = llm.engine.placement
     m = placement.plan.steps(tokens)[0]
     runs = {x.kind: x for x in placement.heads("prefill", m)}

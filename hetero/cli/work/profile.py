@@ -25,7 +25,7 @@ from hetero.profiler.tables import TableData
 
 
 def report(taken: DeviceProfile, path: Path, as_json: bool) -> None:
-    """What was measured and what it comes to; exit code 1 for a profile that is no good."""
+    """Print what was measured, and exit with code 1 for an unusable profile."""
     quality = grade(taken)
     if as_json:
         print(json.dumps({"out": str(path), **summary(taken)}), flush=True)
@@ -46,7 +46,7 @@ def report(taken: DeviceProfile, path: Path, as_json: bool) -> None:
 
 
 def summary(profile: DeviceProfile) -> dict[str, Any]:
-    """What a script wants to know of a fresh profile."""
+    """Return the JSON document of a fresh profile."""
     return {
         "name": profile.name,
         "fingerprint": profile.fingerprint,
@@ -70,7 +70,7 @@ def summary(profile: DeviceProfile) -> dict[str, Any]:
 
 
 def print_summary(profile: DeviceProfile) -> None:
-    """What was measured, on stderr."""
+    """Print what was measured on stderr."""
     coverage = profile.coverage
     head = ("device", "weights", "phase", "mean error", "95 %", "memory", "arithmetic")
     rows = []
@@ -127,7 +127,7 @@ class TimeLeft(ProgressColumn):
     """Minutes and seconds that are left of the budget."""
 
     def render(self, task: Task) -> Text:
-        """As text."""
+        """Return the bar as text."""
         if not task.total:
             return Text("")
         left_s = task.total - (task.elapsed or 0.0)
