@@ -29,7 +29,7 @@ from filelock import FileLock, Timeout
 from pydantic import BaseModel, ConfigDict
 
 from hetero.backends.host.extras import is_here
-from hetero.backends.host.files import is_held, remove_unheld
+from hetero.backends.host.files import is_in_use, remove_unused
 from hetero.backends.host.folders import cache_folder, data_folder
 from hetero.backends.host.versions import installed_version
 from hetero.errors import UserError
@@ -279,7 +279,7 @@ def _split_partial(paths: list[Path]) -> tuple[list[Path], list[Entry]]:
     complete, entries = [], []
     for path in paths:
         if _PARTIAL.fullmatch(path.name):
-            entries.append(_entry(path, held=is_held(path), stale=KILLED))
+            entries.append(_entry(path, held=is_in_use(path), stale=KILLED))
         elif path.name.startswith(_WRITING):
             recent = time.time() - _modified_s(path) < WRITING_S
             entries.append(_entry(path, held=recent, stale=KILLED))
@@ -323,7 +323,7 @@ def _is_locked(lock: Path) -> bool:
 def _remove(entry: Entry) -> bool:
     """Remove an entry unless a process uses it; return whether it is gone. Raises `OSError`."""
     if entry.lock is None:
-        return all(map(_remove_unheld, entry.paths))  # the first one is what is held
+        return all(map(_remove_unused, entry.paths))  # the first one is what is held
     new, lock = not entry.lock.exists(), FileLock(entry.lock, timeout=0)
     try:
         lock.acquire()
@@ -345,9 +345,9 @@ def _remove(entry: Entry) -> bool:
     return True
 
 
-def _remove_unheld(path: Path) -> bool:
+def _remove_unused(path: Path) -> bool:
     try:
-        return remove_unheld(path)
+        return remove_unused(path)
     except FileNotFoundError:  # another process removed it
         return True
 
@@ -465,7 +465,7 @@ def _packed(paths: list[Path]) -> Iterator[Entry]:
         if file is not None and not file.exists():
             stale = "its GGUF file is gone"
         of, note = "" if file is None else str(file), path.with_suffix(".seen")
-        yield _entry(path, note, of=of, stale=stale, held=is_held(path))
+        yield _entry(path, note, of=of, stale=stale, held=is_in_use(path))
 
 
 def _graphs(paths: list[Path]) -> Iterator[Entry]:

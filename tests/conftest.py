@@ -37,6 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(gate.Recorder(config))
 
 
+@pytest.hookimpl(trylast=True)  # the plugin of hypothesis marks its tests first
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what the level does not run; a test that is named by its id runs."""
     if any("::" in name for name in config.args):

@@ -51,7 +51,7 @@ class SafetensorsFile:
     """A checked and memory-mapped safetensors file. Raises `ModelError` for a malformed one.
 
     The mapping lives as long as an array of it does; there is nothing to close. While it does, a
-    file that is `held` shows as one that is in use (`hetero.backends.host.files.is_held`).
+    file that is `held` shows as one that is in use (`hetero.backends.host.files.is_in_use`).
     """
 
     def __init__(self, path: Path, *, held: bool = False) -> None:

@@ -108,6 +108,7 @@ def without_cache(place: str, tmp_path: Path) -> dict[str, str]:
     return {"HOME": place, "XDG_CACHE_HOME": place, "TMPDIR": str(tmp_path)}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("place", "why"),
     [

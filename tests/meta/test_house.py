@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -25,21 +26,25 @@ def modules() -> Iterator[tuple[str, str, Path]]:
             yield room, ".".join(parts if room == "hetero" else ["hetero", *parts]), path
 
 
+@cache
 def is_module(name: str) -> bool:
     parts = name.split(".")
     base = ROOT.joinpath(*(parts[1:] if len(parts) > 1 and parts[1] in ROOMS[:3] else parts))
     return base.with_suffix(".py").exists() or (base / "__init__.py").exists()
 
 
-def imports(path: Path) -> Iterator[str]:
-    """Imported names, those for type checking only and those inside functions too."""
+@cache
+def imports(path: Path) -> list[str]:
+    """Return the imported names, those for type checking only and those inside functions too."""
+    names: list[str] = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path} uses a relative import"
             inner = [f"{node.module}.{alias.name}" for alias in node.names]
-            yield from (name if is_module(name) else node.module or "" for name in inner)
+            names += [name if is_module(name) else node.module or "" for name in inner]
+    return names
 
 
 LAYERS = (

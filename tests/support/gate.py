@@ -65,5 +65,6 @@ class Recorder:
         """Write the tests without a failure."""
         cache = getattr(self._config, "cache", None)  # absent without its plugin
         if not hasattr(self._config, "workerinput") and cache is not None:
+            before = cache.get(PASSED, []) if self._config.getoption("remaining") else []
             passed = [name for name, found in self._outcomes.items() if "failed" not in found]
-            cache.set(PASSED, passed)
+            cache.set(PASSED, before + passed)

@@ -55,6 +55,7 @@ def test_add(variant: OpenCLDevice, rng: np.random.Generator, d: int, m: int) ->
     run_and_compare(variant, op, {}, tensors_for(op, m, rng, extra_rows=2), m)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu"])
 @pytest.mark.parametrize(("f", "m"), [(129, 1), (512, 4)])
 def test_gated_act(
@@ -77,6 +78,7 @@ def test_activation_survives_extremes(
     np.testing.assert_allclose(tensors["y"].array[0], np.tile([0, 0, 100, 1e4], 4), atol=1e-30)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("add", [False, True])
 @pytest.mark.parametrize(("d", "m"), [(5, 2), (64, 1), (100, 7), (1000, 3)])
 def test_rms_norm(
@@ -87,6 +89,7 @@ def test_rms_norm(
     run_and_compare(variant, op, weights, tensors_for(op, m, rng, extra_rows=2), m)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("add", [False, True])
 @pytest.mark.parametrize(("d", "m"), [(5, 2), (1000, 3)])
 def test_layer_norm(
@@ -114,6 +117,7 @@ ROPES = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ROPES)
 @pytest.mark.parametrize(("position", "m"), [(0, 1), (200, 9)])
 def test_rope(
@@ -138,6 +142,7 @@ def test_rope_tables_are_shared_between_layers(
 FORMATS = [WeightFormat.W4A16, WeightFormat.W8A16, WeightFormat.F16, WeightFormat.F32]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("weight_format", FORMATS)
 @pytest.mark.parametrize(("d", "m"), [(64, 5), (45, 3)])
 def test_embed(
