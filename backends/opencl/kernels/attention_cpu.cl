@@ -13,7 +13,7 @@
 // A launch is for the key/value heads from `first` on: work-item 0 has that one. Caches' `capacity`
 // and the `window` (0: none) are arguments, so that one program does for all lengths of context.
 // TOKENS (per tile) and KEYS (per block) come from tuning. With `parts` > 1 decode cuts the context of
-// a head into as many, MOST_PARTS at most, whose sums `combine_few` adds up: heads alone would leave
+// a head into as many, MAX_PARTS at most, whose sums `combine_few` adds up: heads alone would leave
 // cores idle.
 
 #if GROUP == 1
@@ -518,7 +518,7 @@ __kernel void combine_few(const int count, __global const float *restrict partia
   AT(out);
   for (int row = 0; row < count * GROUP; row++) {
     const int t = row / GROUP, head = g * GROUP + row % GROUP;
-    float top = LOWEST, total = 0, factors[MOST_PARTS];
+    float top = LOWEST, total = 0, factors[MAX_PARTS];
     for (int s = 0; s < parts; s++) top = larger(top, PARTIAL(s, t, head)[HEAD_DIM]);
     for (int s = 0; s < parts; s++) {
       factors[s] = exp2_scalar(PARTIAL(s, t, head)[HEAD_DIM] - top);
