@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -68,7 +68,7 @@ class OrtCpuDevice(Device):
             early_visibility=False,
             attention_heads=True,
             weight_bytes={
-                known: sum(_own_bytes(known, split=split) for _, split in self._paths(known))
+                known: _own_bytes(known, [split for _, split in self._paths(known)])
                 for known in formats
             },
         )
@@ -315,8 +315,18 @@ def _matmul_graph(op: ops.MatMul, split: bool, parts: tuple[mixed.WeightPart, ..
 
 
 def int8_pack_bytes() -> float:
-    """Return the bytes of a 4-bit weight in the int8 kernels' pack: codes, scales, block sums."""
-    return 0.875 if is_arm64() else 0.75
+    """Return the bytes of a 4-bit weight in the int8 kernels' pack: codes, scales, block sums; on
+    Arm (without KleidiAI) the codes alone.
+    """
+    return 0.5 if is_arm64() else 0.75
+
+
+def scale_bytes(weight_format: WeightFormat, *, split: bool) -> float:
+    """Return the bytes of a weight's scales in our memory, where the kernel reads those."""
+    if weight_format.storage is not StorageFormat.Q4:
+        return 0.0
+    int8 = split or weight_format is WeightFormat.W4A8
+    return 4 / GROUP_SIZE if is_arm64() or not int8 else 0.0
 
 
 def _pack_bytes(weight_format: WeightFormat, *, split: bool) -> float:
@@ -345,13 +355,10 @@ def _kept_bytes(op: ops.MatMul, parts: tuple[mixed.WeightPart, ...], split: bool
     return op.k * sum(part.n * each[part.bits] for part in parts)
 
 
-def _own_bytes(weight_format: WeightFormat, *, split: bool) -> float:
-    """Return the same with the part of ours that it continues to read.
-
-    The scales of 4-bit weights (fp32 kernel).
-    """
-    scales = weight_format is WeightFormat.W4A16 and not split
-    return _pack_bytes(weight_format, split=split) + 4 / GROUP_SIZE * scales
+def _own_bytes(weight_format: WeightFormat, splits: Sequence[bool]) -> float:
+    """Return the bytes of a weight in all packs, with the scales that some kernel reads."""
+    packs = sum(_pack_bytes(weight_format, split=split) for split in splits)
+    return packs + max(scale_bytes(weight_format, split=split) for split in splits)
 
 
 def _flat(weight: PackedWeight) -> dict[str, npt.NDArray[Any]]:
