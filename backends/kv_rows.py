@@ -1,7 +1,7 @@
 """Keys or values of a layer as a cache stores them, on the host: floats, or codes of 8 bits.
 
 Notation: G heads, C tokens that fit, D head size. Floats are [G, C, D]. With codes a token of a
-head is a row of bytes: D codes, padded to whole words, and a float32 step behind them; rows C and
+head is a row of bytes: D codes, padded to whole words, and a float32 step after them; rows C and
 on of a head hold the scales of its D channels, float32. A code i from -128 to 127 stands for
 
     (i + 1/2) · (step · channel),  step = amplitude / 128

@@ -350,7 +350,7 @@ class AddPositions:
     """`y[t] = x[t] + table[min(position + t + offset, rows - 1)]`: learned positions.
 
     Ports: `x` [m, d], `position` int32 [1], `y` [m, d]. Weights: `table` [rows · d] float32, row
-    after row. (Rows behind the table's end are only met by padded tokens, which nobody reads.)
+    after row. (Rows after the table's end are only met by padded tokens, which are not read.)
     """
 
     d: int

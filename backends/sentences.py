@@ -13,7 +13,7 @@ _DECEIVING: Final = re.compile(f"[{CONTROLS}\u202a-\u202e\u2066-\u2069]")
 
 
 def printable(text: str) -> str:
-    """Return text with control characters, and those that turn its direction, escaped.
+    """Return text with control and direction characters escaped.
 
     As `\\x1b`.
     """
@@ -28,6 +28,6 @@ def one_sentence(message: str) -> str:
     return f"{line[: LONGEST_SENTENCE - 300]} … {line[-300:]}"
 
 
-def escaped(found: re.Match[str]) -> str:
+def escaped(match: re.Match[str]) -> str:
     """Return a character as its escape."""
-    return found.group().encode("unicode_escape").decode("ascii")
+    return match.group().encode("unicode_escape").decode("ascii")

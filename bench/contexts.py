@@ -23,13 +23,13 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 from common import finish, integers, new_app, table
+from lab.managers import Manager, contenders
+from lab.simulated import Call, Machine, SimulatedService, most_tokens
 
 from hetero.contexts.codec import CHUNK_TOKENS, HALF, RAW, ChunkCodec
 from hetero.contexts.load_plan import Rates
-from hetero.contexts.managers import Manager, contenders
 from hetero.contexts.measured import measure_encoding
 from hetero.contexts.service import AppContext, Service
-from hetero.contexts.simulated import Call, Machine, SimulatedService, most_tokens
 from hetero.generation.llm import LLM
 from hetero.runtime.kv.kv_cache import CacheLayout
 

@@ -18,7 +18,7 @@ from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
-OUTSIDE = ("CHANGELOG.md", "CONTRIBUTING.md", "bench/*.md", "bench/notes/*.md")
+OUTSIDE = ("CHANGELOG.md", "CONTRIBUTING.md", "bench/*.md", "bench/notes/*.md", "bench/results/*")
 LINK = re.compile(r"(\]\()([^)#\s:]+)((?:#[^)]*)?\))")
 
 
@@ -45,7 +45,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         target = posixpath.normpath(posixpath.join(posixpath.dirname(source), link[2]))
         if not (ROOT / target).exists():
             return link[0]  # mkdocs reports it
-        if (ROOT / target).suffix != ".md" and not target.startswith("docs/"):
+        if (ROOT / target).suffix not in (".md", ".csv") and not target.startswith("docs/"):
             return link[0]
         return f"{link[1]}{posixpath.relpath(site_path(target), folder or '.')}{link[3]}"
 

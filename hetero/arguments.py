@@ -14,7 +14,7 @@ Message: TypeAlias = Mapping[str, Any]
 
 
 def check_prompt(prompt: object) -> str | list[int]:
-    """A text, or token ids. Raises `UserError`."""
+    """Return a text, or token ids. Raises `UserError`."""
     if isinstance(prompt, str):
         return prompt
     if isinstance(prompt, Sequence | np.ndarray) and not isinstance(prompt, bytes | bytearray):
@@ -23,14 +23,14 @@ def check_prompt(prompt: object) -> str | list[int]:
 
 
 def check_ids(tokens: object) -> list[int]:
-    """Token ids. Raises `UserError`."""
+    """Return token ids. Raises `UserError`."""
     if not isinstance(tokens, Sequence | np.ndarray) or isinstance(tokens, str | bytes):
         raise UserError(f"token ids must be a list of whole numbers, got {_kind(tokens)}")
     return [_id(value) for value in tokens]
 
 
 def check_count(name: str, value: object, least: int = 1) -> int:
-    """A whole number of at least `least`. Raises `UserError`."""
+    """Return a whole number of at least `least`. Raises `UserError`."""
     if not isinstance(value, int | np.integer) or isinstance(value, bool):
         raise UserError(f"{name} must be a whole number, got {_kind(value)}")
     if value < least:
@@ -56,7 +56,7 @@ def check_stop(stop: object) -> tuple[str, ...]:
 
 
 def check_messages(messages: object) -> list[dict[str, Any]]:
-    """A conversation: objects with a known role and a text. Raises `UserError`."""
+    """Return a conversation: objects with a known role and a text. Raises `UserError`."""
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         raise UserError(
             "a conversation must be a list of messages such as "

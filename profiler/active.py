@@ -89,8 +89,8 @@ def next_tasks(
         first = group[0]
         known = [row for row in rows if row.key[:3] == first.key[:3]]
         device = devices[first.device]
-        doubt, seconds = uncertainty(device, known, group, seed=seed, members=policy.committee)
-        worth = doubt / np.sqrt(np.maximum(seconds, 1e-3))
+        uncertain, seconds = uncertainty(device, known, group, seed=seed, members=policy.committee)
+        worth = uncertain / np.sqrt(np.maximum(seconds, 1e-3))
         share = worth / max(float(worth.max()), 1e-12)
         interest += list(zip(share.tolist(), group, strict=True))
     return _diverse(interest, count, policy.repeated)
@@ -122,8 +122,8 @@ def uncertainty(
         answers.append(np.log(predict.predict(model, device, *sizes.T)))
     known = np.log2(np.asarray([(row.m, row.n, row.k) for row in rows], dtype=np.float64))
     gap = np.linalg.norm(np.log2(sizes)[:, None] - known[None], axis=2).min(axis=1)
-    doubt = np.std(answers, axis=0) + 0.005 * gap
-    return doubt, np.exp(np.mean(answers, axis=0))
+    uncertain = np.std(answers, axis=0) + 0.005 * gap
+    return uncertain, np.exp(np.mean(answers, axis=0))
 
 
 def by_kernel(tasks: Sequence[Task]) -> list[list[Task]]:

@@ -235,7 +235,7 @@ def _round(
     The GPU's queue takes T0 alone. With an NPU that works for W it takes T: in W it does what
     alone takes W / f, then the rest at full speed, so f = W / (T0 - T + W). Of the NPU's calls the
     medians count, as in rows of a profile: the first ones after the wait for the GPU find their
-    code gone from all caches.
+    code evicted from all caches.
     """
     gpu_before_s, alone_s = _queue(workload, gpu, count), _calls(workload, npu, launches)
     start_s = workload.clock.now()

@@ -222,7 +222,7 @@ def accuracy(profile: DeviceProfile) -> Chart | None:
     axes.legend()
     title = "Predicted against measured"
     note = (
-        "Rows that the predictors were fitted to, which is why they lie on the line; how well it "
+        "Rows that the predictors were fitted to, which is why they are on the line; how well it "
         "predicts others is in the table below."
     )
     return Chart(title, note, svg_of(axes, title))

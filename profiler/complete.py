@@ -114,17 +114,17 @@ def completed(
 
 
 def _wrong(
-    profile: DeviceProfile, wanted: Sequence[Lack], found: Sequence[Quarantine]
+    profile: DeviceProfile, wanted: Sequence[Lack], quarantined: Sequence[Quarantine]
 ) -> list[Quarantine]:
     """Return the wanted kernels that compute wrongly. Raises `ProfileError` if a known one does."""
     new = {lack[:2] for lack in wanted}
-    known = next((x for x in found if (x.device, x.op) not in new), None)
+    known = next((x for x in quarantined if (x.device, x.op) not in new), None)
     if known is not None:
         raise ProfileError(
             f"profile {profile.name} has times of {known.op} of the {known.device}, which computes "
             f"wrongly here now ({known.detail}): take it again, without --add"
         )
-    return list(found)
+    return list(quarantined)
 
 
 def _check(profile: DeviceProfile, devices: Mapping[DeviceKind, Device]) -> None:

@@ -37,7 +37,7 @@ STAGE_TASK = (128, 2048)  # m and k of the matmuls whose rows show a stage
 STAGE_WEIGHT = (1024, 1024)  # n and k of the matmuls whose tokens do
 # When both devices are measured at once: a shared machine has bursts of seconds in which its memory
 # is slow, or its two cores are threads of one, and a stretch of rounds may fall within one.
-BANDWIDTH_REPEATS: Final = tuple(f"bandwidth {turn}" for turn in range(1, 6))
+BANDWIDTH_REPEATS: Final = tuple(f"bandwidth {repeat}" for repeat in range(1, 6))
 R = TypeVar("R", bound=Record)
 
 

@@ -2,7 +2,7 @@
 
 Knots: at each measured m the time is a + b·n + c·k + d·n·k with non-negative coefficients (reading
 inputs, writing outputs, streaming weights or multiplying), least squares of the relative error. A
-ridge pulls each m towards one coarse fit over all m (times how far that m lies above it), so that
+ridge pulls each m towards one coarse fit over all m (times how far that m is above it), so that
 an m with few rows is not left alone with its noise. The NPU's trees then learn what is left:
 log(time / knots).
 """
@@ -54,7 +54,7 @@ class Fitting:
     surest          relative error that the surest row is credited with
     borrow_spread   no row is surer than its number of samples makes others of its kernel (else: its
                     own interval counts, or `unknown_spread` for one sample)
-    unknown_spread  relative spread of samples where no row has enough of them to tell
+    unknown_spread  relative spread of samples where no row has enough of them
     means           rows are means of their samples, by what is typical of their kind (else medians)
 
     Coefficients at one m (`fit_knots`):
@@ -344,14 +344,14 @@ def left_out(
     folds = min(fitting.folds, count)
     fold_of = np.random.default_rng(seed).permutation(count) % folds
     for fold in range(folds):
-        held = fold_of[groups] == fold
-        kept = [row for row, out in zip(rows, held, strict=True) if not out]
+        left_out_rows = fold_of[groups] == fold
+        kept = [row for row, out in zip(rows, left_out_rows, strict=True) if not out]
         model = fit_unchecked(device, kept, depth=depth, seed=seed, fitting=fitting)
         sizes = [
-            np.asarray([getattr(row, name) for row in rows], dtype=np.float64)[held]
+            np.asarray([getattr(row, name) for row in rows], dtype=np.float64)[left_out_rows]
             for name in "mnk"
         ]
-        predicted[held] = predict.predict(model, device, *sizes)
+        predicted[left_out_rows] = predict.predict(model, device, *sizes)
     return predicted
 
 

@@ -4,7 +4,7 @@ A round takes one sample of each unfinished task. The reference kernels of the d
 are timed before each round and a few times a second within it. Each sample is divided by how slow
 its device was just then (1: as at the start of the run), so drift cancels. Memory and arithmetic
 drift apart (other users of the machine take bandwidth, clocks go up and down): the decode reference
-stands for one, the prefill reference for the other, and a task is held against both, each as much
+stands for one, the prefill reference for the other, and a task is compared with both, each as much
 as it binds the task.
 """
 

@@ -1,7 +1,7 @@
 """`ModelGraph`: what a model computes, operation by operation (docs: model-graph.md); no weights.
 
 Written from model files by `hetero.models.graph`. The profiler times its operations, the solver
-prices its layers, the runtime and the compiler lower its nodes: nobody else says what a block is.
+prices its layers, the runtime and the compiler lower its nodes: no other code defines a block.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ AnyOp = Annotated[Op, PlainValidator(_read_op), PlainSerializer(_write_op)]
 class Node:
     """One operation of the model.
 
-    `name` is unique and for people (`layer3.qkv`); its last part is also what the weights are found
+    `name` is unique and for people (`layer3.qkv`); its last part is also the key of the weights
     by. `slots` maps the operation's ports to slots of the activation pool. `plan_op` is the plan's
     name of a matmul that may be cut, None for everything else. `layer` is None before and after the
     layers. `members` are the plan's names for runs of the weight's rows (q, k and v of qkv), with
@@ -151,12 +151,12 @@ class Stage(NamedTuple):
 
     name: OpName
     members: tuple[OpName, ...]
-    behind: tuple[Share, ...]
+    after: tuple[Share, ...]
 
     @property
     def attends(self) -> bool:
         """Return whether attention follows it."""
-        return any(isinstance(share.op, Attention) for share in self.behind)
+        return any(isinstance(share.op, Attention) for share in self.after)
 
 
 class ModelGraph(BaseModel):
@@ -282,7 +282,7 @@ class ModelGraph(BaseModel):
     @cached_property
     def head(self) -> tuple[Share, ...]:
         """Return what runs once, before the first matmul."""
-        return _shares(self._behind[None], 1)
+        return _shares(self._ops_after[None], 1)
 
     @cached_property
     def block(self) -> tuple[Stage, ...]:
@@ -308,7 +308,7 @@ class ModelGraph(BaseModel):
 
     def _stage(self, name: OpName, count: int) -> Stage:
         members = next(x.members for x in self.nodes if x.plan_op == name)
-        return Stage(name, tuple(x for x, _ in members), _shares(self._behind[name], count))
+        return Stage(name, tuple(x for x, _ in members), _shares(self._ops_after[name], count))
 
     @cached_property
     def _plan_ops(self) -> dict[OpName, tuple[MatMul, int]]:
@@ -326,7 +326,7 @@ class ModelGraph(BaseModel):
         return tuple(x.plan_op for x in self.nodes if x.layer == 0 and x.plan_op is not None)
 
     @cached_property
-    def _behind(self) -> dict[OpName | None, list[Op]]:
+    def _ops_after(self) -> dict[OpName | None, list[Op]]:
         """Operations by the matmul that they follow; None: before all of them."""
         followers: dict[OpName | None, list[Op]] = {None: []}
         last: OpName | None = None
@@ -439,9 +439,9 @@ def _check_slots(nodes: Sequence[Node]) -> None:
         written |= node.writes
 
 
-def _shares(found: Iterable[Op], count: int) -> tuple[Share, ...]:
+def _shares(operations: Iterable[Op], count: int) -> tuple[Share, ...]:
     """Distinct operations by their kinds' order; of one kind (windows) by their sizes."""
-    ops = Counter(found)
+    ops = Counter(operations)
     kinds = list(dict.fromkeys(type(op) for op in ops))
     ordered = sorted(ops, key=lambda op: (kinds.index(type(op)), repr(op)))
     return tuple(Share(op, ops[op] / count) for op in ordered)

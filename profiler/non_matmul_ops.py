@@ -358,7 +358,7 @@ class NonMatmulMeter:
     def _call_among_others(self, call: BoundCall, nbytes: int | None) -> float:
         """Return the seconds of one call as a step has it.
 
-        Since the last one so much else was read (None: all), and its own code may be gone from the
+        Since the last one so much else was read (None: all), and its own code may have left the
         caches; what all calls share is not.
         """
         self._read(nbytes)
@@ -532,7 +532,7 @@ def fit_non_matmul(
 ) -> tuple[NonMatmulPredictor, ...]:
     """Fit one predictor for each device and kind of operation: non-negative weights of its work.
 
-    `own` are the operations of the one model that the profile is for: others, whose tensors may lie
+    `own` are the operations of the one model that the profile is for: others, whose tensors may be
     in other caches (attention of eight times as many heads), say little about its times.
     """
     groups: dict[tuple[DeviceKind, str], list[tuple[NonMatmulRow, Op]]] = {}

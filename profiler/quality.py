@@ -43,7 +43,7 @@ def grade(profile: DeviceProfile) -> QualityGrade:
     coverage = profile.coverage
     if coverage.measured_tasks < coverage.grid_tasks:
         said.append(
-            f"Measured: {coverage.measured_tasks} of {coverage.grid_tasks} matmuls, those that "
+            f"Measured: {coverage.measured_tasks} of {coverage.grid_tasks} matmuls, the ones that "
             f"teach most first; the others are predicted from them{_left(profile)}"
         )
     return QualityGrade((*said, *(f"Bad: {problem}" for problem in problems)), problems)

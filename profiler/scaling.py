@@ -48,7 +48,7 @@ class ReferencePolicy:
 
     min_samples  undisturbed ones of a kernel
     warm_s         launches of a kernel before it is timed take so long at most
-    repeats        timings that a batch's length is chosen by, so that one that is held up does not
+    repeats        timings that a batch's length is chosen by; an interrupted one does not
     batch_s        a batch in a queue: the shorter, the fewer are disturbed
     shorter        part of a batch where time is up and samples are missing
     """

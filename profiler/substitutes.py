@@ -106,7 +106,7 @@ def file_substitution(profile: DeviceProfile, wanted: WeightFormat) -> Substitut
 def with_file_formats(profile: DeviceProfile) -> DeviceProfile:
     """Return the profile with records of files' formats.
 
-    Those that it lacks are made of their substitutes', kind by kind, for a profile may have matmuls
+    Missing ones are made of their substitutes', kind by kind, for a profile may have matmuls
     of a format and nothing else.
     """
     predictors: tuple[MatMulPredictor, ...] = profile.predictors

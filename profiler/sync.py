@@ -118,7 +118,7 @@ def _median_after_idle(
 ) -> float:
     """Do the same as `_median` after the device was idle.
 
-    Its worker or clock has gone to sleep.
+    Its worker or clock sleeps then.
     """
     times = []
     for _ in range(repeats):
@@ -160,10 +160,10 @@ def _fused(device: Device, clock: Clock, repeats: int, policy: SyncPolicy) -> fl
         times = []
         for calls in ([call] * policy.queue, fused):
             before = [warm_up.submit() for _ in range(policy.queue)]
-            behind = [each.submit() for each in calls]
+            last = [each.submit() for each in calls]
             before[-1].wait(policy.deadline_s)
             start_s = clock.now()
-            behind[-1].wait(policy.deadline_s)
+            last[-1].wait(policy.deadline_s)
             times.append(clock.now() - start_s)
         saved.append((times[0] - times[1]) / policy.queue)
     return max(statistics.median(saved), 0.0)

@@ -46,7 +46,7 @@ class TimingPolicy:
 
     batch_s           launches are batched up to this long, so that submission is hidden
     longest_batch     launches of a small model's batch, which are submitted while the warm-ups run
-    held_up_s         a launch that is longer makes no batch, whatever held it up
+    interrupted_s     a launch that is longer makes no batch, whatever interrupted it
     repeats           further launches that are timed before the length of a batch is chosen
     small_repeats     of a small model, where they cost little
     polled_s          a wait polls for so long, then it sleeps
@@ -70,7 +70,7 @@ class TimingPolicy:
 
     batch_s: float = 4e-3
     longest_batch: int = 64
-    held_up_s: float = 40e-3
+    interrupted_s: float = 40e-3
     repeats: int = 1
     small_repeats: int = 2
     polled_s: float = 0.1

@@ -249,7 +249,7 @@ class Workload:
         weight, code and session are still in the caches; here other tasks came between.
 
         A blocking call is used as several steps would: what the other tasks have pushed out comes
-        to lie where it is pushed out first, and stays only when it has been used again.
+        to a place where it is pushed out first, and stays only when it has been used again.
         """
         steps = 1 if runner.device.capabilities.asynchronous else self._steps
         for _ in range(steps):
@@ -304,9 +304,9 @@ class Workload:
         Returns seconds.
 
         The length of a batch follows from the shortest of several timings (`repeats`, or the
-        policy's): one that was held up would make batches of one launch, and each sample the time
-        to see it end. Of a small model a batch chooses the next one's length, because one launch is
-        mostly the time to see it end.
+        policy's): one that was interrupted would make batches of one launch, and each sample the
+        time to see it end. Of a small model a batch chooses the next one's length, because one
+        launch is mostly the time to see it end.
         """
         policy = self.policy
         start_s = self.clock.now()
@@ -315,7 +315,7 @@ class Workload:
             if self.clock.now() - start_s > max_s:
                 break
         seconds = self.time(runner)
-        if runner.device.capabilities.asynchronous and 0 < seconds < policy.held_up_s:
+        if runner.device.capabilities.asynchronous and 0 < seconds < policy.interrupted_s:
             # Of a small model copies come again.
             most = policy.longest_batch if self.small else len(runner.calls)
             repeats = policy.repeats if repeats is None else repeats
@@ -377,7 +377,7 @@ class Workload:
         call.run()
         start_s = self.clock.now()
         call.run()
-        if self.clock.now() - start_s >= policy.held_up_s:  # as many more would take seconds
+        if self.clock.now() - start_s >= policy.interrupted_s:  # as many more would take seconds
             return [call]
         start_s = self.clock.now()
         [call.submit() for _ in range(policy.max_copies)][-1].wait()
@@ -406,13 +406,13 @@ class Workload:
         return _Prepared(kernels, [checks.packed(w) for w in weights])
 
     def _drop_old(self) -> None:
-        while len(self._kernels) > 1 and self._held() > self.policy.kept_bytes:
+        while len(self._kernels) > 1 and self._cached() > self.policy.kept_bytes:
             (device, op), _ = self._kernels.popitem(last=False)
             gone = [t for t in self._runners if (t.device, t.op) == (device, op)]
             for task in gone:
                 del self._runners[task]
 
-    def _held(self) -> int:
+    def _cached(self) -> int:
         return sum(kernel.nbytes for p in self._kernels.values() for kernel in p.kernels)
 
     def _allocate(self, nbytes: int) -> HostBuffer:

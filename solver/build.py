@@ -176,10 +176,10 @@ def residency_of(planner: Planner, solutions: Iterable[Solution]) -> dict[OpName
     return {
         name: Residency(
             cuts=cuts[name],
-            npu_rows=held.npu,
-            gpu_from=held.gpu,
+            npu_rows=resident.npu,
+            gpu_from=resident.gpu,
         )
-        for name, held in resident_by_op(planner, solutions).items()
+        for name, resident in resident_by_op(planner, solutions).items()
     }
 
 

@@ -214,7 +214,7 @@ class Chooser:
             "npu",
             elapsed_s=float(grid.npu_s[place]),
             npu_s=float(grid.npu_s[place]),
-            enter_s=(enter + leave + grid.times.behind_gpu_s, leave),
+            enter_s=(enter + leave + grid.times.after_gpu_s, leave),
             leaves=HOST,
             back_s=overheads.at(m).submit_s,
             rows=space.n,

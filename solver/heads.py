@@ -2,8 +2,8 @@
 
 As the rows of a matmul, the heads of an attention are independent: each device appends its own keys
 and values to the caches, which are one memory, and computes its own columns of the output. The NPU
-has the first heads. The operators before attention (the rotary embedding) and those behind it stay
-whole on the GPU, which has all others.
+has the first heads. The operators before attention (the rotary embedding) and the ones after it
+stay whole on the GPU, which has all others.
 
 K: numbers of the NPU's heads, from 1 to all but one.
 """
@@ -26,7 +26,7 @@ from hetero.solver.non_matmul import Timer, timer_of
 from hetero.solver.options import GPU, HOST, Objective, Option
 from hetero.solver.overheads import CutTimes, Overheads
 
-KEPT: Final = 1024  # calls whose options are remembered
+MAX_CACHED: Final = 1024  # calls whose options are remembered
 # How many heads the NPU has: exactly so many (0: attention is whole), one of these, or any number.
 Heads: TypeAlias = int | tuple[int, ...] | None
 
@@ -52,7 +52,7 @@ class HeadShares:
         self._known: dict[tuple[int, int], Mapping[OpName, tuple[Option, ...]]] = {}
         self._heads, self._longest = 0, None
         self._stages: list[_Attending] = []
-        operations = {share.op for stage in graph.block for share in stage.behind}
+        operations = {share.op for stage in graph.block for share in stage.after}
         attentions = [op for op in operations if isinstance(op, Attention)]
         counts = {op.kv_heads for op in attentions}
         if len(counts) == 1 and all(self._able(kind, attentions) for kind in KINDS):
@@ -73,11 +73,11 @@ class HeadShares:
         def timed(share: Share) -> tuple[float, Timer]:
             return share.times, timer_of(self._cost, "gpu", share.op)
 
-        behind = [(share, isinstance(share.op, Attention)) for share in stage.behind]
+        after = [(share, isinstance(share.op, Attention)) for share in stage.after]
         return _Attending(
             stage.name,
-            tuple(timed(share) for share, attends in behind if not attends),
-            tuple((x.times, x.op) for x, _ in behind if isinstance(x.op, Attention)),
+            tuple(timed(share) for share, attends in after if not attends),
+            tuple((x.times, x.op) for x, _ in after if isinstance(x.op, Attention)),
         )
 
     def at(self, m: int, context: int) -> Mapping[OpName, tuple[Option, ...]]:
@@ -92,7 +92,7 @@ class HeadShares:
         if self._longest is not None and m > self._longest:
             return {}
         if (m, context) not in self._known:
-            if len(self._known) >= KEPT:
+            if len(self._known) >= MAX_CACHED:
                 self._known.clear()
             self._known[m, context] = {
                 stage.name: tuple(self._options(stage, m, context)) for stage in self._stages

@@ -32,13 +32,13 @@ class HostCutTimes(CutTimes):
     restart_s   how much longer the NPU's part takes because the thread did something else before
     spread      how much the GPU's and the NPU's times vary, as fractions of them
     start_s     starting the GPU on what follows, if its queue has run dry,
-    behind_s    and from the end of the NPU's tile until the queue has that
+    after_s    and from the end of the NPU's tile until the queue has that
     """
 
     restart_s: float = 0.0
     spread: Spread = (0.0, 0.0)
     start_s: float = 0.0
-    behind_s: float = 0.0
+    after_s: float = 0.0
 
     @cached_property
     def npu_thread_s(self) -> Floats:
@@ -58,11 +58,11 @@ class HostCutTimes(CutTimes):
         """
         if not self.start_s or self.spread == (0.0, 0.0):
             return 0.0
-        chance = later(self.npu_thread_s + self.behind_s, self.gpu_s, self.spread[::-1])
+        chance = later(self.npu_thread_s + self.after_s, self.gpu_s, self.spread[::-1])
         return np.asarray(self.start_s * (chance - self.npu_dominant))
 
     @property
-    def behind_gpu_s(self) -> float:
+    def after_gpu_s(self) -> float:
         """See `CutTimes`."""
         return self.restart_s
 
@@ -72,7 +72,7 @@ class HostQueue(Overheads):
     """The paper's costs with the corrections that a profile has measurements for.
 
     ring_s      signalling launches that were queued ahead (decode only); None: none are
-    busy_s      one submission behind others, made by the thread on which the NPU's calls block
+    busy_s      one submission after others, made by the thread on which the NPU's calls block
     step_s      the thread's time before the first and after the last launch of a step; None:
                 not measured
     chain_s     what a launch saves in a fused launch (`Device.fuse`)
@@ -130,7 +130,7 @@ class HostQueue(Overheads):
 
     def cut(self, kernels: KernelTimes, m: int, gpu_s: Floats, npu_s: Floats) -> CutTimes:
         """See `Overheads.cut`."""
-        start_s, behind_s = (self.ring_s or 0.0, 0.0) if self.gates(m) else (
+        start_s, after_s = (self.ring_s or 0.0, 0.0) if self.gates(m) else (
             self.submit_s, self.busy_s
         )  # fmt: skip
         return HostCutTimes(
@@ -139,7 +139,7 @@ class HostQueue(Overheads):
             restart_s=self.npu_restart_s,
             spread=spread_of(kernels, m) if self.varies else (0.0, 0.0),
             start_s=start_s,
-            behind_s=behind_s,
+            after_s=after_s,
         )
 
     def around_s(self, rest: DeviceKind) -> float:

@@ -23,7 +23,14 @@ from hetero.profiler.model_graph import OpName
 from hetero.profiler.records import phase_of
 from hetero.solver.baselines import CHUNKED_AT, chunk_tokens
 from hetero.solver.kernel_times import Bools, Floats
-from hetero.solver.memory import Limits, ResidentRows, held_bytes, limits_of, resident_by_op, union
+from hetero.solver.memory import (
+    Limits,
+    ResidentRows,
+    limits_of,
+    resident_by_op,
+    resident_bytes,
+    union,
+)
 from hetero.solver.plan import InFlight, OpPlan, Strategy, Tile
 from hetero.solver.planner import Planner
 from hetero.solver.request import PlanRequest
@@ -54,7 +61,7 @@ def in_flight(
     rest: DeviceKind,
     m: int,
     context: int,
-    held: Mapping[OpName, ResidentRows],
+    resident: Mapping[OpName, ResidentRows],
     limits: Limits,
 ) -> tuple[InFlight, ...]:
     """Return the forms that balance calls of m tokens after `context` others best.
@@ -62,17 +69,17 @@ def in_flight(
     `whole` and, where that differs, `both`; none where one device has everything, or the NPU the
     other operators.
 
-    Rows that a device does not hold yet (`held`) may be used where all fit the `limits`.
+    Rows that a device does not hold yet (`resident`) may be used where all fit the `limits`.
     """
     if rest != "gpu" or any(kind not in planner.profile.devices for kind in ("gpu", "npu")):
         return ()
     names = [stage.name for stage in planner.spec.block]
     every = [_ways(planner, name, m) for name in names]
-    if not _fits(planner, every, held, limits):
-        every = [_within(x, held.get(x.name, ResidentRows(0, x.space.n))) for x in every]
+    if not _fits(planner, every, resident, limits):
+        every = [_within(x, resident.get(x.name, ResidentRows(0, x.space.n))) for x in every]
     non_matmul = planner.non_matmul_times(Scenario("prefill", m, context), rest)[rest]
     factor = planner.cost.contention("gpu", phase_of(m), planner.kernels.weight_format)
-    rest_s = factor * sum(x.gpu_s for name, x in non_matmul.behind.items() if name in names)
+    rest_s = factor * sum(x.gpu_s for name, x in non_matmul.after.items() if name in names)
     call_s = planner.overheads.wait_s + planner.overheads.submit_s
     whole = _best([_only(ways, ways.whole) for ways in every], rest_s, call_s)
     both = _best(every, rest_s, call_s)
@@ -96,10 +103,10 @@ def in_flight_of(
     chunk = min(chunk_tokens(planner, CHUNKED_AT), longest)
     if request.max_gpu_share < 1 or request.objective == "energy":
         return ()
-    held = resident_by_op(planner, solutions)
+    resident = resident_by_op(planner, solutions)
     limits = limits_of(planner.profile, request.memory_budget_bytes)
     rest = next(x.non_matmul.device for x in solutions if x.scenario.phase == "prefill")
-    return in_flight(planner, rest, chunk, 2 * chunk, held, limits)
+    return in_flight(planner, rest, chunk, 2 * chunk, resident, limits)
 
 
 def _ways(planner: Planner, name: OpName, m: int) -> _Ways:
@@ -128,24 +135,27 @@ def _only(ways: _Ways, allowed: Bools) -> _Ways:
     return ways._replace(gpu_s=gpu_s, npu_s=npu_s)
 
 
-def _within(ways: _Ways, held: ResidentRows) -> _Ways:
+def _within(ways: _Ways, resident: ResidentRows) -> _Ways:
     """Return the rows that the devices hold."""
     rows = np.asarray(ways.rows)
     gpu_from = np.where(rows < ways.space.n, rows, ways.space.n)
-    return _only(ways, (rows <= held.npu) & (gpu_from >= held.gpu))
+    return _only(ways, (rows <= resident.npu) & (gpu_from >= resident.gpu))
 
 
 def _fits(
-    planner: Planner, every: Sequence[_Ways], held: Mapping[OpName, ResidentRows], limits: Limits
+    planner: Planner,
+    every: Sequence[_Ways],
+    resident: Mapping[OpName, ResidentRows],
+    limits: Limits,
 ) -> bool:
-    """Return whether both devices may hold all rows of these matmuls with those of others."""
-    wanted = dict(held)
+    """Return whether both devices may hold all rows of these matmuls with the rows of others."""
+    wanted = dict(resident)
     for ways in every:
         n = ways.space.n
         wanted[ways.name] = union(
             [wanted.get(ways.name, ResidentRows(0, n)), ResidentRows(n, 0)], n
         )
-    sums = np.sum([held_bytes(planner, name, rows) for name, rows in wanted.items()], axis=0)
+    sums = np.sum([resident_bytes(planner, name, rows) for name, rows in wanted.items()], axis=0)
     gpu, npu = sums.tolist()
     return bool(gpu + npu <= limits.together and gpu <= limits.gpu and npu <= limits.npu)
 

@@ -30,7 +30,7 @@ class Column(NamedTuple):
 
     space: MatMulSpace
     whole: int
-    held: ResidentRows
+    resident: ResidentRows
 
 
 class JointSpace:
@@ -39,14 +39,14 @@ class JointSpace:
     def __init__(
         self,
         spaces: Mapping[OpName, MatMulSpace],
-        held: Mapping[OpName, ResidentRows],
+        resident: Mapping[OpName, ResidentRows],
         longest: int,
     ) -> None:
         self.longest = longest
         members = self._members = list(spaces.values())
         width = max(len(x.rows) for x in members)
         self.columns: dict[OpName, Column] = {
-            name: Column(space, (i + 1) * width - 1, held[name])
+            name: Column(space, (i + 1) * width - 1, resident[name])
             for i, (name, space) in enumerate(spaces.items())
         }
         counts = np.arange(longest + 1)
@@ -68,9 +68,9 @@ class JointSpace:
         cost = chooser.cost_of(grid, self._allowed[-last - 1 :])
         cheapest = chooser.cheapest(self._members, m, grid, cost)
         options: dict[OpName, list[Option]] = {}
-        for i, (name, (space, whole, held)) in enumerate(self.columns.items()):
-            gpu_s = float(self._margin[m, whole]) if held.gpu == 0 else None
-            on_npu = held.npu == space.n and grid.npu_s[last, whole] < INF
+        for i, (name, (space, whole, resident)) in enumerate(self.columns.items()):
+            gpu_s = float(self._margin[m, whole]) if resident.gpu == 0 else None
+            on_npu = resident.npu == space.n and grid.npu_s[last, whole] < INF
             picked = SelectedCuts(gpu_s, (last, whole) if on_npu else None, cheapest.of(i))
             options[name] = chooser.made(space, m, grid, picked)
         return options
@@ -124,6 +124,8 @@ def _fitting(column: Column) -> Bools:
 
     Of part of the tokens, of all (where all rows are no cut).
     """
-    space, held = column.space, column.held
-    rows, on_npu = space.rows, space.rows <= held.npu
-    return np.stack((on_npu & (held.gpu == 0), on_npu & (rows >= held.gpu) & (rows < space.n)))
+    space, resident = column.space, column.resident
+    rows, on_npu = space.rows, space.rows <= resident.npu
+    return np.stack(
+        (on_npu & (resident.gpu == 0), on_npu & (rows >= resident.gpu) & (rows < space.n))
+    )

@@ -40,8 +40,8 @@ class Limits(NamedTuple):
 
 def limits_of(profile: DeviceProfile, budget_bytes: float | None = None) -> Limits:
     """Return a budget for both devices together, and what each can hold (`memory_limit_bytes`)."""
-    held = {kind: x.capabilities.memory_limit_bytes for kind, x in profile.devices.items()}
-    gpu, npu = (held.get(kind) or INF for kind in KINDS)
+    resident = {kind: x.capabilities.memory_limit_bytes for kind, x in profile.devices.items()}
+    gpu, npu = (resident.get(kind) or INF for kind in KINDS)
     return Limits(INF if budget_bytes is None else budget_bytes, gpu, npu)
 
 
@@ -61,10 +61,10 @@ def rows_needed(option: Option, m: int, n: int) -> ResidentRows:
     return ResidentRows(option.rows, option.rows if option.rows < n else n)
 
 
-def union(held: Iterable[ResidentRows], n: int) -> ResidentRows:
+def union(resident: Iterable[ResidentRows], n: int) -> ResidentRows:
     """Rows for all of several tilings."""
     npu, gpu = 0, n
-    for rows in held:
+    for rows in resident:
         npu, gpu = max(npu, rows.npu), min(gpu, rows.gpu)
     return ResidentRows(npu, gpu)
 
@@ -90,12 +90,12 @@ def weight_memory(planner: Tables, solutions: Iterable[Solution]) -> Memory:
     their weights once for each graph size.
     """
     gpu = npu = twice = graphs = 0.0
-    for name, held in resident_by_op(planner, solutions).items():
-        on_gpu, on_npu = held_bytes(planner, name, held)
+    for name, resident in resident_by_op(planner, solutions).items():
+        on_gpu, on_npu = resident_bytes(planner, name, resident)
         once = row_bytes(planner, "npu", name)
         gpu, npu = gpu + on_gpu, npu + on_npu
-        twice += once * max(held.npu - held.gpu, 0)
-        graphs += on_npu - once * held.npu
+        twice += once * max(resident.npu - resident.gpu, 0)
+        graphs += on_npu - once * resident.npu
     return Memory(
         gpu_bytes=round(gpu),
         npu_bytes=round(npu),
@@ -104,11 +104,11 @@ def weight_memory(planner: Tables, solutions: Iterable[Solution]) -> Memory:
     )
 
 
-def held_bytes(planner: Tables, name: OpName, held: ResidentRows) -> tuple[float, float]:
+def resident_bytes(planner: Tables, name: OpName, resident: ResidentRows) -> tuple[float, float]:
     """Bytes of a matmul in all layers: on the GPU, and on the NPU."""
     n, _ = planner.shape(name)
     gpu, npu = row_bytes(planner, "gpu", name), row_bytes(planner, "npu", name)
-    return gpu * (n - held.gpu), npu * held.npu * copies(planner, name)
+    return gpu * (n - resident.gpu), npu * resident.npu * copies(planner, name)
 
 
 def copies(planner: Tables, name: OpName) -> int:

@@ -37,7 +37,7 @@ WORK: Final[dict[type, str]] = {
     GatedAct: "activation",
     Act: "activation",
 }
-KEPT: Final = 1024  # times that are remembered
+MAX_CACHED: Final = 1024  # times that are remembered
 Timer: TypeAlias = Callable[[int, int], float]  # of tokens (padded), and of those before them
 
 
@@ -48,13 +48,13 @@ class NonMatmulTimes:
     Before the layers, and after each matmul (those with nothing after them are left out). `shared`:
     after a matmul, the same with attention's heads shared by both devices (`hetero.solver.heads`).
 
-    Before the layers, and behind each matmul (those with nothing behind them are left out).
-    `shared`: behind a matmul, the same with attention's heads shared by both devices
+    Before the layers, and after each matmul (matmuls with nothing after them are left out).
+    `shared`: after a matmul, the same with attention's heads shared by both devices
     (`hetero.solver.heads`).
     """
 
     head: Option
-    behind: Mapping[OpName, Option]
+    after: Mapping[OpName, Option]
     shared: Mapping[OpName, tuple[Option, ...]] = field(default_factory=dict)
 
     @property
@@ -75,7 +75,7 @@ class NonMatmulCosts:
         stages = (*graph.block, *graph.tail)
         self._shares: list[tuple[OpName | None, Share]] = [
             *((None, share) for share in graph.head),
-            *((stage.name, share) for stage in stages for share in stage.behind),
+            *((stage.name, share) for stage in stages for share in stage.after),
         ]
         self._timers: dict[DeviceKind, list[Timer]] = {}
         reasons = {kind: self._reasons(kind) for kind in KINDS}
@@ -118,7 +118,7 @@ class NonMatmulCosts:
         """Return times of m tokens after `context` others on one of `devices`."""
         key = (kind, m, context)
         if key not in self._known:
-            if len(self._known) >= KEPT:
+            if len(self._known) >= MAX_CACHED:
                 self._known.clear()
             self._known[key] = self._rests(kind, m, context)
         return self._known[key]
@@ -156,9 +156,9 @@ def seconds_by_kind(graph: ModelGraph, non_matmul: NonMatmulTimes) -> dict[str, 
     """
     seconds_of: dict[str, list[float]] = {"head": [non_matmul.head.elapsed_s]}
     for stage in graph.block:
-        if stage.name in non_matmul.behind:
-            name = _kind(stage.behind) or stage.name
-            seconds_of.setdefault(name, []).append(non_matmul.behind[stage.name].elapsed_s)
+        if stage.name in non_matmul.after:
+            name = _kind(stage.after) or stage.name
+            seconds_of.setdefault(name, []).append(non_matmul.after[stage.name].elapsed_s)
     return {name: statistics.fmean(seconds) for name, seconds in seconds_of.items()}
 
 

@@ -53,7 +53,7 @@ class CutTimes:
         return 0.0
 
     @property
-    def behind_gpu_s(self) -> float:
+    def after_gpu_s(self) -> float:
         """Return how much longer a tiling without the GPU takes after the GPU than after others."""
         return 0.0
 

@@ -2,7 +2,7 @@
 
 Who computes which tokens and rows of which node, in which calls, with which kernels, and what bytes
 those hold. The engine, the compiler, the adapter, predictions and the choice of devices ask it;
-nobody else reads a plan's tiles but the report, which draws them.
+only the report reads a plan's tiles besides, to draw them.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from hetero.solver.plan import (
 Span: TypeAlias = tuple[int, int]
 CapabilitiesByDevice: TypeAlias = Mapping[DeviceKind, Capabilities]
 _Call: TypeAlias = tuple[OpName, Phase, int, Form]
-KEPT: Final = 64  # matmuls of calls that are remembered, since layers are alike
+MAX_CACHED: Final = 64  # matmuls of calls that are remembered, since layers are alike
 
 
 class PlanSource(Protocol):
     """Plans for token counts that a plan does not list (`hetero.solver.prepared`).
 
     `rows` are the row cuts of each matmul that those plans may have, `heads` how many key/value
-    heads of attention the NPU may have in them beside the GPU.
+    heads of attention the NPU may have in them.
     """
 
     rows: dict[OpName, tuple[int, ...]]
@@ -270,7 +270,7 @@ class Placement:
 
     @cached_property
     def head_cuts(self) -> tuple[int, ...]:
-        """Return how many heads the NPU may have of an attention beside the GPU, rising."""
+        """Return how many heads the NPU may have of an attention, rising."""
         if self._prepared is not self:
             return self._prepared.head_cuts
         later = self._source.heads if self._source is not None else ()
@@ -405,7 +405,7 @@ class Placement:
     def _edges_of(self, node: Node, kind: DeviceKind, storage: StorageFormat) -> frozenset[int]:
         """Rows where a device's kernels of a matmul end.
 
-        At the edges of every tile that it ever computes beside (its own, the other device's), so
+        At the edges of every tile that meets its own (its own, the other device's), so
         that all parts of a call meet in rows. Kernels of another storage, where phases have
         different ones, are not cut for these.
         """
@@ -602,15 +602,15 @@ class Placement:
                 self._join(joined, dataclasses.replace(part, rows=span))
         return tuple(joined)
 
-    def _join(self, found: list[Part], part: Part) -> None:
+    def _join(self, joined: list[Part], part: Part) -> None:
         """Append a part, or lengthen the one that ends where it begins."""
-        for i, other in enumerate(found):
+        for i, other in enumerate(joined):
             same = (other.kind, other.segment) == (part.kind, part.segment)
             if same and not self._is_static(part.kind) and other.tokens[1] == part.tokens[0]:
                 tokens = (other.tokens[0], part.tokens[1])
-                found[i] = dataclasses.replace(other, tokens=tokens, graph=tokens[1] - tokens[0])
+                joined[i] = dataclasses.replace(other, tokens=tokens, graph=tokens[1] - tokens[0])
                 return
-        found.append(part)
+        joined.append(part)
 
     def _is_static(self, kind: DeviceKind) -> bool:
         return self._capabilities[kind].static_shapes
@@ -644,8 +644,10 @@ def reach(plan: ExecutionPlan, capabilities: CapabilitiesByDevice) -> int:
     """Tokens that the longest call of a fitted plan writes on any device, padding included."""
     assert plan.step_tokens is not None
     longest = plan.step_tokens
-    held = [[size for size in prepared_sizes(x) if size >= longest] for x in capabilities.values()]
-    return max([longest, *(min(sizes) for sizes in held if sizes)])
+    resident = [
+        [size for size in prepared_sizes(x) if size >= longest] for x in capabilities.values()
+    ]
+    return max([longest, *(min(sizes) for sizes in resident if sizes)])
 
 
 def _by_name(ops: Iterable[OpPlan]) -> dict[tuple[Phase, str], dict[int | None, OpPlan]]:
@@ -682,7 +684,7 @@ def _is_whole_on_npu(node: Node, parts: Sequence[Part]) -> bool:
 
 
 def _keep(known: dict[_Call, tuple[Part, ...]], key: _Call, parts: tuple[Part, ...]) -> None:
-    if len(known) >= KEPT:
+    if len(known) >= MAX_CACHED:
         known.clear()
     known[key] = parts
 
@@ -716,7 +718,7 @@ def _storage(node: Node, precision: WeightFormat | None) -> StorageFormat:
 
 
 def _runs(spans: Iterable[Span], edges: Iterable[int]) -> list[Span]:
-    """Return the pieces between edges that lie inside some span."""
+    """Return the pieces between edges that are inside some span."""
     spans = list(spans)
     return [
         (a, b)

@@ -30,7 +30,7 @@ Strategy: TypeAlias = Literal[
 ]
 FusedGroup: TypeAlias = Literal["feed_forward", "static", "block"]
 Form: TypeAlias = Literal["cut", "whole", "both"]  # of a prompt's calls (`InFlight`)
-REPORT_KEY = "report"  # of a report's tables in JSON, beside the plan's own keys
+REPORT_KEY = "report"  # of a report's tables in JSON, next to the plan's own keys
 PHASES: tuple[Phase, ...] = ("prefill", "decode")
 STEP_TOKENS = 512  # of a call, where a plan holds for any token count
 # Sizes are int32 on devices; what is beyond these is no time and no size of anything.
@@ -186,7 +186,7 @@ class Total(_Record):
 
     Every layer, attention, norms and the output head.
 
-    `steps` are the token counts of the calls that a prompt of m tokens runs in, each behind the
+    `steps` are the token counts of the calls that a prompt of m tokens runs in, each after the
     tokens of those before it. `single_devices` are the times of the plans with all matmuls on one
     device, by its kind; `rest_s` those of the other operators in the first call, each time: `head`
     before the layers, then by what they do (`steps.seconds_by_kind`). `forms` are predicted seconds
@@ -285,7 +285,7 @@ class Plan(_Record):
     call that the plan is meant for; longer prompts run in several (`steps`). `step_sizes` are token
     counts that calls should have because others are padded to them (None: those of the entries).
     `fused` are groups of operations that run as one graph where the plan has all of them, whole, on
-    an NPU that can: gate, up, activation and product (`feed_forward`), all of a layer that lies
+    an NPU that can: gate, up, activation and product (`feed_forward`), all of a layer
     between attentions (`static`), or a whole block.
     `attention` says who computes which heads; none means the device of the other operators, all.
     `in_flight` are other forms of a prompt's calls, for lengths at which they are faster.

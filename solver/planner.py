@@ -40,7 +40,7 @@ class Settings:
 
     context         tokens in the KV cache before a decode step
     row_steps       at most this many row cuts for each matmul; None: every alignment step
-    apart           try q, k, v and gate, up unfused
+    unfused         try q, k, v and gate, up unfused
     step_tokens     tokens of the longest call; None: what two graphs hold
     """
 
@@ -56,7 +56,7 @@ class Planner:
     """Tables of one model on one profile; `solve` is then quick for any length.
 
     `rows` limits the row cuts of a matmul, by name; `heads` how many heads of attention the NPU may
-    have beside the GPU (None: any number).
+    have (None: any number).
     """
 
     def __init__(
@@ -342,9 +342,9 @@ class Planner:
             return None
         tried: list[Solution | None] = []
         for name in options:
-            away = [o.unrestricted() for o in options[name] if o.devices != alone.devices]
-            if away and name != "lm_head":
-                choice = {**options, name: away}
+            moved = [o.unrestricted() for o in options[name] if o.devices != alone.devices]
+            if moved and name != "lm_head":
+                choice = {**options, name: moved}
                 tried.append(self._best(alone.scenario, objective, choice, alone.non_matmul.device))
         shared = [s for s in tried if s is not None and len(s.devices) == 2]
         return min(shared, key=lambda s: s.path.cost, default=None)
@@ -371,13 +371,13 @@ class Planner:
                 best = solution
         return best
 
-    def _beats(self, found: Solution, best: Solution, objective: Objective) -> bool:
+    def _beats(self, solution: Solution, best: Solution, objective: Objective) -> bool:
         """Return whether a path with groups unfused is better by the margin where they differ."""
-        differ = set(best.options) - set(found.options)
+        differ = set(best.options) - set(solution.options)
         weight = sum(
             self.spec.layers * objective.cost(best.options[x].unrestricted(), 0) for x in differ
         )
-        return found.path.cost < best.path.cost - self.settings.rules.margin * weight
+        return solution.path.cost < best.path.cost - self.settings.rules.margin * weight
 
     def _solve_layers(
         self,
@@ -389,13 +389,13 @@ class Planner:
         heads: Heads,
     ) -> Solution | None:
         margin = self.settings.rules.margin
-        behind = {
+        after = {
             name: allowed(whole, non_matmul.shared.get(name, ()), heads, margin, objective)
-            for name, whole in non_matmul.behind.items()
+            for name, whole in non_matmul.after.items()
         }
         tail = [(stage, (stage.name,)) for stage in self.spec.tail if stage.name in options]
-        block = _Run(options, behind, zip(self.spec.block, groups, strict=True))
-        ending = _Run(options, behind, tail)
+        block = _Run(options, after, zip(self.spec.block, groups, strict=True))
+        ending = _Run(options, after, tail)
         layers = self.spec.layers
         path = solve_layers([[non_matmul.head]], block.stages, ending.stages, layers, objective)
         if path is None:
@@ -436,7 +436,7 @@ class _Run:
     def __init__(
         self,
         options: Extra,
-        behind: Mapping[OpName, list[Option]],
+        after: Mapping[OpName, list[Option]],
         groups: Iterable[tuple[Stage, tuple[OpName, ...]]],
     ) -> None:
         self.stages: list[list[Option]] = []
@@ -444,8 +444,8 @@ class _Run:
         for stage, members in groups:
             self.stages += [options[name] for name in members]
             self._names += members
-            if stage.name in behind:
-                self.stages.append(behind[stage.name])
+            if stage.name in after:
+                self.stages.append(after[stage.name])
                 self._names.append(None)
 
     def chosen(self, options: Sequence[Option]) -> dict[OpName, Option]:

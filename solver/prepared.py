@@ -37,7 +37,7 @@ from hetero.solver.solution import Scenario, Solution
 
 CUTS: Final = 4  # row cuts of one matmul that are prepared
 LONGEST: Final = 2048  # tokens whose GPU times are looked up ahead on devices without graphs
-KEPT: Final = 256  # plans of single lengths that are remembered
+MAX_CACHED: Final = 256  # plans of single lengths that are remembered
 
 
 def spread_lengths(graph_sizes: Sequence[int], longest: int) -> tuple[int, ...]:
@@ -114,7 +114,7 @@ class PreparedSolver:
 
     `plan` is the plan that it was prepared with; `plan_for` has entries of the same kind for any
     token count. `rows` are the row cuts that may be used, `heads` the numbers of attention's heads
-    on the NPU, `held` the rows on each device. Not for several threads at once.
+    on the NPU, `resident` the rows on each device. Not for several threads at once.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class PreparedSolver:
         self._decoder = self._planner
         if decoder is None:
             solutions = solve_within(self._planner, scenarios, self._objective, calls, said)
-            self.held = resident_by_op(self._planner, solutions)
+            self.resident = resident_by_op(self._planner, solutions)
         else:
             few = {x: row_cuts(decoder, x, [DECODE], self._objective, cuts) for x in names}
             self._decoder = decoder.with_rows(few)
@@ -156,7 +156,7 @@ class PreparedSolver:
                 for s in before
             ]
             solutions = [*before, decoding]
-            self.held = resident_by_op(self._planner, [s.without_head() for s in before])
+            self.resident = resident_by_op(self._planner, [s.without_head() for s in before])
         self.heads = tuple(sorted({s.heads for s in solutions if s.heads}))
         self._planner = self._planner.with_heads(self.heads)
         if decoder is None:
@@ -197,7 +197,7 @@ class PreparedSolver:
         Raises `PlanError` for more tokens than two graphs hold: `plan.steps` cuts such prompts.
         """
         if (phase, m) not in self._plans:
-            if len(self._plans) >= KEPT:
+            if len(self._plans) >= MAX_CACHED:
                 self._plans.pop(next(iter(self._plans)))
             collecting = gc.isenabled()
             try:  # around `disable` too: a signal handler may raise right after it
@@ -216,9 +216,11 @@ class PreparedSolver:
         `plan_for` the others.
         """
         changed = copy.copy(self)
-        changed.held = {
-            name: ResidentRows(held.npu, 0 if held.gpu < self._planner.shape(name)[0] else held.gpu)
-            for name, held in self.held.items()
+        changed.resident = {
+            name: ResidentRows(
+                resident.npu, 0 if resident.gpu < self._planner.shape(name)[0] else resident.gpu
+            )
+            for name, resident in self.resident.items()
         }
         changed._planner = self._planner.drifted(factors)
         separate = self._decoder is not self._planner
@@ -256,7 +258,7 @@ class PreparedSolver:
         return self.plan.model_copy(update=update)
 
     def prompt(self, tokens: int, context: int = 0) -> Prompt:
-        """Return a prompt of any length behind `context` tokens, in the plan's calls."""
+        """Return a prompt of any length after `context` tokens, in the plan's calls."""
         return solve_prompt(self.plan.steps(tokens), self.solution_for, context)
 
     def solution_for(self, scenario: Scenario) -> Solution:
@@ -272,7 +274,7 @@ class PreparedSolver:
             options = {name: self._options(name, scenario.m) for name in self._block}
         if (head := self._heads.get(scenario.phase)) is not None:
             options["lm_head"] = [head]
-        elif "lm_head" in self.held:
+        elif "lm_head" in self.resident:
             options["lm_head"] = self._options("lm_head", 1)
         rest = self._rest[scenario.phase]
         return self._planner.solve(scenario, self._objective, options=options, rest=rest)
@@ -284,11 +286,11 @@ class PreparedSolver:
         for space in spaces.values():
             space.kernels.remember("npu", space.sizes, space.rows.tolist(), space.k)
         longest = self._planner.longest_with("gpu")
-        return JointSpace(spaces, self.held, longest or LONGEST)
+        return JointSpace(spaces, self.resident, longest or LONGEST)
 
     def _options(self, name: OpName, m: int) -> list[Option]:
-        held = self.held[name]
+        resident = self.resident[name]
         space = self._planner.space(name)
         grid = space.grid(m)
-        mask = mask_of(grid, held, m, space.n)
-        return self._chooser.options(space, m, grid=grid, mask=mask, gpu_alone=held.gpu == 0)
+        mask = mask_of(grid, resident, m, space.n)
+        return self._chooser.options(space, m, grid=grid, mask=mask, gpu_alone=resident.gpu == 0)

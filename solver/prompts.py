@@ -36,7 +36,7 @@ class Prompt(NamedTuple):
 
 
 def call_scenarios(steps: Sequence[int], context: int = 0) -> list[Scenario]:
-    """Return the calls of a prompt behind `context` tokens.
+    """Return the calls of a prompt after `context` tokens.
 
     Attention of each sees those before it.
     """

@@ -1,7 +1,7 @@
 """Times of a plan by another profile: the same tiles, that profile's times.
 
 For a plan that was written by hand, and for one that is compared with measurements: a profile taken
-beside them knows how fast the devices were just then.
+with them knows how fast the devices were just then.
 """
 
 from __future__ import annotations

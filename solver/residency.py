@@ -11,7 +11,7 @@ import numpy.typing as npt
 from hetero.profiler.model_graph import OpName, Stage
 from hetero.solver.chooser import Chooser
 from hetero.solver.errors import PlanError
-from hetero.solver.memory import Limits, ResidentRows, held_bytes
+from hetero.solver.memory import Limits, ResidentRows, resident_bytes
 from hetero.solver.non_matmul import NonMatmulTimes
 from hetero.solver.options import GPU, HOST, INF, Objective, Option
 from hetero.solver.planner import Planner
@@ -59,11 +59,11 @@ def solve_parts(
         weights = [weight(scenario) for scenario in scenarios]
         programs.append(_Program(planner, scenarios, weights, objective, wanted, places))
     solved = []
-    for program, held in zip(programs, _minimise(programs, limits), strict=True):
+    for program, resident in zip(programs, _minimise(programs, limits), strict=True):
         solutions = []
         for scenario in program.scenarios:
             options: dict[OpName, list[Option]] = {
-                name: program.options(scenario, name, held[name]) for name in program.names
+                name: program.options(scenario, name, resident[name]) for name in program.names
             }
             solutions.append(program.planner.solve(scenario, objective, options=options))
         solved.append(solutions)
@@ -116,22 +116,24 @@ class _Program:
         self.choices = {name: self._residencies(name) for name in names}
         self._options: dict[tuple[Scenario, OpName, ResidentRows], list[Option]] = {}
 
-    def options(self, scenario: Scenario, name: OpName, held: ResidentRows) -> list[Option]:
+    def options(self, scenario: Scenario, name: OpName, resident: ResidentRows) -> list[Option]:
         """Return what a matmul may choose from when these rows live on each device."""
-        key = (scenario, name, held)
+        key = (scenario, name, resident)
         if key not in self._options:
             m = 1 if name == "lm_head" else scenario.m
             grid = self._grid(name, m)
-            mask = mask_of(grid, held, m, self.planner.shape(name)[0])
+            mask = mask_of(grid, resident, m, self.planner.shape(name)[0])
             self._options[key] = self.chooser.options(
-                self.planner.space(name), m, grid=grid, mask=mask, gpu_alone=held.gpu == 0
+                self.planner.space(name), m, grid=grid, mask=mask, gpu_alone=resident.gpu == 0
             )
         return self._options[key]
 
     def min_bytes(self) -> float:
         """Return the bytes of all weights, each row where it takes least."""
         return sum(
-            min(sum(held_bytes(self.planner, name, held)) for held in self.choices[name])
+            min(
+                sum(resident_bytes(self.planner, name, resident)) for resident in self.choices[name]
+            )
             for name in self.names
         )
 
@@ -158,12 +160,12 @@ class _Program:
         return int(grid.rows[j])
 
 
-def mask_of(grid: Grid, held: ResidentRows, m: int, n: int) -> npt.NDArray[np.bool_]:
+def mask_of(grid: Grid, resident: ResidentRows, m: int, n: int) -> npt.NDArray[np.bool_]:
     """[T, R] tilings that these rows allow."""
     rows = np.asarray(grid.rows)[None, :]
     whole = grid.cuts[:, None] == m
     gpu_from = np.where(whole, np.where(rows < n, rows, n), 0)
-    return np.asarray((rows <= held.npu) & (gpu_from >= held.gpu))
+    return np.asarray((rows <= resident.npu) & (gpu_from >= resident.gpu))
 
 
 class _Builder:
@@ -189,9 +191,9 @@ class _Builder:
     def _add_program(self) -> None:
         for name in self.program.names:
             row = self._row(1, 1)
-            for held in self.program.choices[name]:
-                self.y[name, held] = self._column(0.0)
-                self.entries.append((row, self.y[name, held], 1.0))
+            for resident in self.program.choices[name]:
+                self.y[name, resident] = self._column(0.0)
+                self.entries.append((row, self.y[name, resident], 1.0))
         for scenario, weight in zip(self.program.scenarios, self.program.weights, strict=True):
             self._add_scenario(scenario, weight)
 
@@ -216,15 +218,16 @@ class _Builder:
         if result.x is None:
             return None
         return [
-            {name: held for (name, held), c in y.items() if result.x[c] > 0.5} for y in self.each
+            {name: resident for (name, resident), c in y.items() if result.x[c] > 0.5}
+            for y in self.each
         ]
 
     def _add_limits(self, limits: Limits) -> None:
         """Add a row for each limit, in parts of it."""
         rows = [self._row(-np.inf, 1.0) if limit < np.inf else None for limit in limits]
         for program, y in zip(self.programs, self.each, strict=True):
-            for (name, held), column in y.items():
-                gpu, npu = held_bytes(program.planner, name, held)
+            for (name, resident), column in y.items():
+                gpu, npu = resident_bytes(program.planner, name, resident)
                 for row, nbytes, limit in zip(rows, (gpu + npu, gpu, npu), limits, strict=True):
                     if row is not None:
                         self.entries.append((row, column, nbytes / limit))
@@ -270,7 +273,7 @@ class _Builder:
             leaving = {state: self._row(0, 0) for state in STATES} if not last else None
             if i == len(block):
                 self._forbid_other(entered, wrap)
-            for name, held, option in self._stage_options(scenario, stage):
+            for name, resident, option in self._stage_options(scenario, stage):
                 for state in STATES:
                     cost = self._cost(option, state, wrap, i == 0, i >= len(block), graph.layers)
                     if cost >= INF:
@@ -279,8 +282,8 @@ class _Builder:
                     self.entries.append((entered[state], column, 1.0))
                     if leaving is not None:
                         self.entries.append((leaving[option.leaves], column, -1.0))
-                    if name is not None and held is not None:
-                        used.setdefault((name, held), []).append(column)
+                    if name is not None and resident is not None:
+                        used.setdefault((name, resident), []).append(column)
             if leaving is not None:
                 entered = leaving
         if not tail:
@@ -303,9 +306,9 @@ class _Builder:
         if isinstance(stage, Option):
             return [(None, None, stage)]
         return [
-            (stage, held, option)
-            for held in self.program.choices[stage]
-            for option in self.program.options(scenario, stage, held)
+            (stage, resident, option)
+            for resident in self.program.choices[stage]
+            for option in self.program.options(scenario, stage, resident)
         ]
 
     def _forbid_other(self, entered: dict[int, int], wrap: int) -> None:
@@ -325,6 +328,6 @@ def _stages(stages: Iterable[Stage], non_matmul: NonMatmulTimes) -> list[OpName 
     ordered: list[OpName | Option] = []
     for stage in stages:
         ordered.append(stage.name)
-        if stage.name in non_matmul.behind:
-            ordered.append(non_matmul.behind[stage.name])
+        if stage.name in non_matmul.after:
+            ordered.append(non_matmul.after[stage.name])
     return ordered

@@ -28,7 +28,7 @@ class Solution(NamedTuple):
     """A solved scenario: option of every matmul by name, the rest's device, and the whole step.
 
     `around_s` is what the step takes besides its operators (`Overheads.around_s`). `attention` is
-    what was chosen of attention (and what else is behind that matmul), None where it has no choice.
+    what was chosen of attention (and what else is after that matmul), None where it has no choice.
     """
 
     scenario: Scenario

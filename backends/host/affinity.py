@@ -21,7 +21,7 @@ class CoreAssignment:
 
 
 _before: dict[int, set[int]] = {}  # of threads that `pinned` holds: their cores without it
-_held: dict[int, int] = {}  # the core of each
+_pinned: dict[int, int] = {}  # the core of each
 
 
 def allowed_cores() -> list[int]:
@@ -72,7 +72,7 @@ def pinned(core: int | None) -> Iterator[None]:
     Inside of such a hold another one of the same core asks the system nothing.
     """
     thread = threading.get_native_id()
-    outer = _held.get(thread)
+    outer = _pinned.get(thread)
     if core is None or outer == core:
         yield
         return
@@ -80,14 +80,14 @@ def pinned(core: int | None) -> Iterator[None]:
     try:  # around the calls too: Ctrl-C may come right after one
         _before.setdefault(thread, before)
         os.sched_setaffinity(thread, {core})
-        _held[thread] = core
+        _pinned[thread] = core
         yield
     finally:  # the system's call first: Ctrl-C may come right after any
         os.sched_setaffinity(thread, before)
         if outer is None:
-            _held.pop(thread, None)
+            _pinned.pop(thread, None)
         else:
-            _held[thread] = outer
+            _pinned[thread] = outer
         if outermost:
             _before.pop(thread, None)
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Final, Generic, TypeVar
 
 T = TypeVar("T")
-_LOOK_S: Final = 0.1
+_POLL_S: Final = 0.1
 
 
 class Latch:
@@ -39,7 +39,7 @@ class Latch:
             if left_s <= 0:
                 break
             # For a while only: one that was interrupted in between has not let the others through.
-            if self._closed.acquire(timeout=min(left_s, _LOOK_S)):
+            if self._closed.acquire(timeout=min(left_s, _POLL_S)):
                 self._closed.release()
         return self._open
 

@@ -1,7 +1,7 @@
 """Child processes of ours that end with the process that started them, however that ends.
 
 `python -P -m hetero.backends.host.child PARENT MODULE …` runs a module as a script. The system is
-told of the parent before anything large is imported: a parent that is killed leaves nothing at
+informed of the parent before anything large is imported: a parent that is killed leaves nothing at
 work.
 """
 
@@ -17,7 +17,7 @@ import time
 from typing import Final
 
 PR_SET_PDEATHSIG: Final = 1
-LOOK_S: Final = 0.5  # between two looks at the parent
+POLL_S: Final = 0.5  # between two checks of the parent
 SYNCHRONIZE: Final = 0x00100000  # of Windows' API, and INFINITE
 FOR_EVER: Final = 0xFFFFFFFF
 
@@ -58,7 +58,7 @@ def wait_for_process(parent: int) -> None:
             kernel.WaitForSingleObject(process, FOR_EVER)
         return
     while os.getppid() == parent:  # an orphan gets another
-        time.sleep(LOOK_S)
+        time.sleep(POLL_S)
 
 
 def main() -> None:

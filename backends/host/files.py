@@ -367,7 +367,7 @@ def hold(descriptor: int) -> None:
     _lock(descriptor, shared=True)
 
 
-def is_held(path: Path) -> bool:
+def is_in_use(path: Path) -> bool:
     """Return whether a process writes a file, or `hold`s it.
 
     On Windows nothing shows, but what is open cannot be removed either.
@@ -382,8 +382,8 @@ def is_held(path: Path) -> bool:
         os.close(descriptor)
 
 
-def remove_unheld(path: Path) -> bool:
-    """Remove a file, a link or a directory unless `is_held`.
+def remove_unused(path: Path) -> bool:
+    """Remove a file, a link or a directory unless `is_in_use`.
 
     Returns whether it was removed. Raises `OSError`, on Windows also for open files.
     """

@@ -39,7 +39,7 @@ def is_lost(backend: str) -> bool:
 
 def in_child(method: Callable[[], None]) -> None:
     """Call a bound method in every child that is forked, as long as its object lives."""
-    reference = weakref.WeakMethod(method, lambda gone: _watching.pop(id(gone), None))
+    reference = weakref.WeakMethod(method, lambda died: _watching.pop(id(died), None))
     _watching[id(reference)] = reference
 
 

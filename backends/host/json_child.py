@@ -21,7 +21,7 @@ AGAIN_S: Final = 0.01  # until a finaliser has ended
 Message = dict[str, Any]
 
 
-class ChildGoneError(Exception):
+class ChildDiedError(Exception):
     """The child ended, or did not answer in time; the message says which."""
 
 
@@ -48,22 +48,22 @@ class JsonChild:
         return self._process.pid
 
     def say(self, message: Message) -> None:
-        """Send a message. Raises `ChildGoneError`."""
+        """Send a message. Raises `ChildDiedError`."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
             self._process.stdin.flush()
         except OSError:
-            raise self._gone() from None
+            raise self._died() from None
 
     def hear(self, limit_s: float) -> Message:
-        """Return the next message. Raises `ChildGoneError`."""
+        """Return the next message. Raises `ChildDiedError`."""
         try:
             line = self._lines.get(timeout=limit_s)
         except queue.Empty:
-            raise ChildGoneError(f"gave no sign of life for {limit_s:g} s") from None
+            raise ChildDiedError(f"gave no sign of life for {limit_s:g} s") from None
         if not line:
-            raise self._gone()
+            raise self._died()
         message: Message = json.loads(line)
         return message
 
@@ -99,14 +99,14 @@ class JsonChild:
                 self._lines.put(line)
         self._lines.put(b"")
 
-    def _gone(self) -> ChildGoneError:
+    def _died(self) -> ChildDiedError:
         try:
             code = self._process.wait(EXIT_S)
         except subprocess.TimeoutExpired:
-            return ChildGoneError("closed its output")
+            return ChildDiedError("closed its output")
         if code < 0:
-            return ChildGoneError(f"was ended by {signal.Signals(-code).name}")
-        return ChildGoneError(f"ended with exit code {code}")
+            return ChildDiedError(f"was ended by {signal.Signals(-code).name}")
+        return ChildDiedError(f"ended with exit code {code}")
 
 
 @contextlib.contextmanager

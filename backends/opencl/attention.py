@@ -92,8 +92,8 @@ def _attend_few(
     partial = device.map(out.buffer)  # not touched where there is one part
     if parts > 1:
         partial = device.shared_scratch(4 * parts * m * op.heads * (op.head_dim + 2))
-    behind = (heads.first, partial, parts, *lengths(op))
-    args = (m, qkv, position, k_cache, v_cache, out, *behind)
+    rest = (heads.first, partial, parts, *lengths(op))
+    args = (m, qkv, position, k_cache, v_cache, out, *rest)
     launches = [Launch(program, "attend_few", (heads.count, parts), (1, 1), args)]
     if parts > 1:
         combined = (m, partial, out, heads.first, parts)
@@ -187,8 +187,8 @@ def _prepare_group(
         partial = device.shared_scratch(4 * splits * m * op.heads * (op.head_dim + 2))
         blocks = -(-m * (op.heads // op.kv_heads) // GROUP_ROWS)
         appended = m * heads.count * (1 if op.kv.coded else op.head_dim)
-        behind = (partial, splits, heads.first, *lengths(op))
-        args = (m, qkv, position, k_cache, v_cache, out, *behind)
+        rest = (partial, splits, heads.first, *lengths(op))
+        args = (m, qkv, position, k_cache, v_cache, out, *rest)
         some = (heads.first, heads.count, op.capacity)
         steps = [
             flat("append", appended, (qkv, position, k_cache, v_cache, *some)),

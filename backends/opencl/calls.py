@@ -80,7 +80,7 @@ INPUT_PORTS = frozenset(
 )
 OUTPUT_PORTS = frozenset({"y", "sum", "out", "k_cache", "v_cache", "mass"})
 SPIN_S = 200e-6
-LONGEST_NAP_S = 200e-6  # bounds how late the end of a long launch is noticed
+LONGEST_SLEEP_S = 200e-6  # bounds how late the end of a long launch is noticed
 
 
 @dataclass(frozen=True)
@@ -269,7 +269,7 @@ class OpenCLCompletion(Completion):
             if waited_s > deadline_s and waited_s > (limit_s := time_limit(deadline_s)):
                 raise WaitTimeoutError(BACKEND, self._call.name, limit_s)
             if waited_s > SPIN_S:
-                time.sleep(min(waited_s / 20, LONGEST_NAP_S))
+                time.sleep(min(waited_s / 20, LONGEST_SLEEP_S))
 
 
 def _specialise(device: Resources, launch: Launch, kernel: cl.Kernel, kinds: str) -> None:

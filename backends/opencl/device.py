@@ -169,7 +169,7 @@ class OpenCLDevice(Resources):
         for _ in range(CLOCK_SAMPLES):
             event = cl.enqueue_marker(self.queue)
             self.queue.flush()
-            if not any(event.command_execution_status == complete for _ in range(CLOCK_LOOKS)):
+            if not any(event.command_execution_status == complete for _ in range(CLOCK_POLLS)):
                 event.wait()
             offsets.append(time.perf_counter() - event.profile.end * 1e-9)
         return min(offsets)
@@ -184,7 +184,7 @@ class OpenCLDevice(Resources):
             while event.command_execution_status > cl.command_execution_status.COMPLETE:
                 if time.perf_counter() > give_up_s:
                     raise WaitTimeoutError(BACKEND, "draining the queue", deadline_s)
-                time.sleep(DRAIN_NAP_S)
+                time.sleep(DRAIN_SLEEP_S)
         if self._flag is not None:
             self._flag.submissions = int(self._flag.word[0])
 
@@ -219,8 +219,8 @@ class OpenCLDevice(Resources):
 STARTING_GROUPS = 1 << 12
 REVISION = "3"  # of the kernels: another one where their times change, for profiles taken before
 CLOCK_SAMPLES = 20
-DRAIN_NAP_S = 1e-4
-CLOCK_LOOKS = 10_000
+DRAIN_SLEEP_S = 1e-4
+CLOCK_POLLS = 10_000
 
 
 def _info(selected: Selected, family: str, *, every_core: bool) -> DeviceInfo:

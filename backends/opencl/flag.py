@@ -82,14 +82,14 @@ class FlagCompletion(Completion):
     def __init__(self, flag: Counted, event: Completion, ask_every: int = 64) -> None:
         self._word, self._event = flag.word, event
         self._number = flag.submissions
-        self._looks, self._ask_every = 0, ask_every
+        self._polls, self._ask_every = 0, ask_every
 
     def done(self) -> bool:
         """See `Completion.done`."""
         if (int(self._word[0]) - self._number) & 0x80000000 == 0:  # a 32-bit counter goes round
             return True
-        self._looks += 1
-        return self._looks % self._ask_every == 0 and self._event.done()
+        self._polls += 1
+        return self._polls % self._ask_every == 0 and self._event.done()
 
     def wait(self, deadline_s: float = DEFAULT_DEADLINE_S) -> None:
         """See `Completion.wait`."""
@@ -122,15 +122,15 @@ def probe(device: Resources, flag: Flag, policy: ProbePolicy = DEFAULT) -> bool:
         x.array[:], residual.array[:], y.array[:] = i, 1.0, np.nan
         call.submit()
         flag.submit()
-        behind = call.submit()  # keeps the queue at work, so that its end shows nothing
+        later = call.submit()  # keeps the queue at work, so that its end shows nothing
         give_up_s = time.perf_counter() + policy.deadline_s
         while int(flag.word[0]) != flag.submissions:
             if time.perf_counter() > give_up_s:
-                behind.wait()
+                later.wait()
                 return False
-        early = early or not behind.done()  # else a flag may just come with the queue's end
+        early = early or not later.done()  # else a flag may just come with the queue's end
         seen = bool((y.array == i + 1).all())
-        behind.wait()
+        later.wait()
         if not seen:
             return False
     return early

@@ -107,9 +107,9 @@ class Resources(Device):
 
         Every call uses the same memory, since the queue is in order.
         """
-        held = 0 if self._scratch is None else int(self._scratch.size)
-        if self._scratch is None or held < nbytes:
-            size = max(nbytes, SHARED_SCRATCH_BYTES, 2 * held)
+        scratch_bytes = 0 if self._scratch is None else int(self._scratch.size)
+        if self._scratch is None or scratch_bytes < nbytes:
+            size = max(nbytes, SHARED_SCRATCH_BYTES, 2 * scratch_bytes)
             with decoded(f"allocating {size} bytes"):
                 self._scratch = Scratch(self.context, cl.mem_flags.READ_WRITE, size)
         return self._scratch

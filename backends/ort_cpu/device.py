@@ -221,10 +221,10 @@ class OrtCpuDevice(Device):
         splits = [split for _, split in wanted]
         for name in frozenset.intersection(*(self._packed(op, split, parts) for split in splits)):
             staged[name].release()
-        held = sum(staging.nbytes for staging in staged.values())
-        held += round(sum(_kept_bytes(op, parts, split) for split in splits))
+        kernel_bytes = sum(staging.nbytes for staging in staged.values())
+        kernel_bytes += round(sum(_kept_bytes(op, parts, split) for split in splits))
         extra = _vectors(weights)
-        return kernels.MatMulKernel(self._host, op, paths, extra, nbytes=held, keep=staged)
+        return kernels.MatMulKernel(self._host, op, paths, extra, nbytes=kernel_bytes, keep=staged)
 
     def _paths(
         self, weight_format: WeightFormat, parts: tuple[mixed.Part, ...] = ()

@@ -3,7 +3,7 @@
 MatMulNBits has one scale a group and codes around one zero. Blocks with a minimum, weights
 d · s · q - e · t, are taken as d · s · (q - zero) with the operator's own zero, and what is left of
 each group, a `shift`, is multiplied with the group's sum of x: a matmul of k / 32 features. Codes
-of 4 bits stay 4 bits; those of 6 become 8, always split (with float activations ONNX Runtime 1.32
+of 4 bits stay 4 bits; codes of 6 become 8, always split (with float activations ONNX Runtime 1.32
 unpacks 8 bits in every call, which takes 100 times as long).
 """
 

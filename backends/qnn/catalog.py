@@ -124,20 +124,20 @@ def attention_graph(op: ops.Attention, m: int, context: int) -> Graph:
 
 
 def group_graph(
-    found: Group, m: int, weights: Sequence[Mapping[str, WeightValue]], digest: str, context: int
+    fused: Group, m: int, weights: Sequence[Mapping[str, WeightValue]], digest: str, context: int
 ) -> Graph:
     """Return the graph of m tokens of a group; `context` is 0 without attention."""
     return Graph(
-        Identity(repr(found), m, context, digest),
-        lambda: graphs.group(found, m, weights, context),
+        Identity(repr(fused), m, context, digest),
+        lambda: graphs.group(fused, m, weights, context),
     )
 
 
 def all_group_graphs(
-    found: Group, sizes: Sequence[int], weights: Sequence[Mapping[str, WeightValue]], digest: str
+    fused: Group, sizes: Sequence[int], weights: Sequence[Mapping[str, WeightValue]], digest: str
 ) -> list[Graph]:
     """Every graph of a group that calls of these token counts run."""
-    return [group_graph(found, m, weights, digest, context) for m, context in shapes(found, sizes)]
+    return [group_graph(fused, m, weights, digest, context) for m, context in shapes(fused, sizes)]
 
 
 def group_digest(weights: Sequence[Mapping[str, WeightValue]]) -> str:
@@ -145,9 +145,9 @@ def group_digest(weights: Sequence[Mapping[str, WeightValue]]) -> str:
     return weight_digest(*(values[name] for values in weights for name in sorted(values)))
 
 
-def group_piece_rows(found: Group) -> int:
+def group_piece_rows(fused: Group) -> int:
     """Most tokens of one graph of a group."""
-    return min(piece_rows(step.op) for step in found.steps)
+    return min(piece_rows(step.op) for step in fused.steps)
 
 
 def has_constants(op: Op) -> bool:
@@ -175,35 +175,35 @@ def all_graphs(
     return [graph(op, m, weights, digest) for m, _ in sizes_of]
 
 
-def shapes(found: Op | Group, sizes: Sequence[int]) -> list[Shape]:
+def shapes(operation: Op | Group, sizes: Sequence[int]) -> list[Shape]:
     """Return the shapes of every graph that calls of these token counts run."""
-    attention = _attention_of(found)
+    attention = _attention_of(operation)
     return [
         Shape(m, context)
-        for m in sorted({rows for size in sizes for rows in pieces(found, size)})
+        for m in sorted({rows for size in sizes for rows in pieces(operation, size)})
         for context in (contexts(attention.capacity, m) if attention else [0])
     ]
 
 
-def shapes_at(found: Op | Group, m: int, position: int) -> list[Shape]:
+def shapes_at(operation: Op | Group, m: int, position: int) -> list[Shape]:
     """Return the shapes of the graphs of one call of m tokens, `position` tokens into the
     context.
     """
-    attention, made = _attention_of(found), []
-    for rows in pieces(found, m):
+    attention, made = _attention_of(operation), []
+    for rows in pieces(operation, m):
         position += rows
         held = contexts(attention.capacity, rows) if attention else [0]
         made.append(Shape(rows, next(c for c in held if not c or c >= position)))
     return made
 
 
-def _attention_of(found: Op | Group) -> ops.Attention | None:
-    if isinstance(found, Group):
-        return found.attention
-    return found if isinstance(found, ops.Attention) else None
+def _attention_of(operation: Op | Group) -> ops.Attention | None:
+    if isinstance(operation, Group):
+        return operation.attention
+    return operation if isinstance(operation, ops.Attention) else None
 
 
-def pieces(found: Op | Group, m: int) -> list[int]:
+def pieces(operation: Op | Group, m: int) -> list[int]:
     """Token counts of the graphs that a call of m tokens runs."""
-    step = group_piece_rows(found) if isinstance(found, Group) else piece_rows(found)
+    step = group_piece_rows(operation) if isinstance(operation, Group) else piece_rows(operation)
     return [min(step, m - start) for start in range(0, m, step)]

@@ -75,7 +75,7 @@ class Inside(NodeRef):
 
 
 def group(
-    found: Group, m: int, weights: Sequence[Mapping[str, WeightValue]], context: int = 0
+    fused: Group, m: int, weights: Sequence[Mapping[str, WeightValue]], context: int = 0
 ) -> bytes:
     """Several operations as one graph: inputs and outputs are the group's slots.
 
@@ -84,14 +84,14 @@ def group(
     graph; its slot of them is an output, for the caller to append to the caches.
     """
     graph = GraphBuilder()
-    kept = results(found)
+    kept = results(fused)
     slots = {
-        slot: graph.input(slot, F32, (m, *shape)) for slot, shape in found.shapes(found.inputs)
+        slot: graph.input(slot, F32, (m, *shape)) for slot, shape in fused.shapes(fused.inputs)
     }
-    for slot, shape in found.shapes(kept):
+    for slot, shape in fused.shapes(kept):
         graph.output(result(slot), F32, (m, *shape))
-    last = {slot: i for i, step in enumerate(found.steps) for slot in step.written}
-    for i, (step, values) in enumerate(zip(found.steps, weights, strict=True)):
+    last = {slot: i for i, step in enumerate(fused.steps) for slot in step.written}
+    for i, (step, values) in enumerate(zip(fused.steps, weights, strict=True)):
         inputs = {port: slots[slot] for port, slot in step.read.items()}
         outputs = {
             port: result(slot) if slot in kept and last[slot] == i else ""
@@ -105,15 +105,15 @@ def group(
     return graph.model(OPSET)
 
 
-def results(found: Group) -> tuple[str, ...]:
+def results(fused: Group) -> tuple[str, ...]:
     """Slots that the graph of a group gives."""
-    own = found.own_keys
-    return found.outputs if own in ("", *found.outputs) else (*found.outputs, own)
+    own = fused.own_keys
+    return fused.outputs if own in ("", *fused.outputs) else (*fused.outputs, own)
 
 
-def peaks(found: Group) -> tuple[str, ...]:
+def peaks(fused: Group) -> tuple[str, ...]:
     """Return the outputs of a group's graph that have the largest codes of its matmuls of codes."""
-    return tuple(peak(i) for i, step in enumerate(found.steps) if is_static(step.op))
+    return tuple(peak(i) for i, step in enumerate(fused.steps) if is_static(step.op))
 
 
 def peak(step: int) -> str:

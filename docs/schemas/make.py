@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 from hetero import DeviceProfile, ExecutionPlan
-from hetero.cache import Kept
+from hetero.cache import CacheUsage
 
-SCHEMAS = {"plan.json": ExecutionPlan, "profile.json": DeviceProfile, "cache.json": Kept}
+SCHEMAS = {"plan.json": ExecutionPlan, "profile.json": DeviceProfile, "cache.json": CacheUsage}
 
 
 def text(name: str) -> str:

@@ -1,16 +1,26 @@
-"""`hetero cache`: what hetero keeps here, and how to be rid of it."""
+"""`hetero cache`: list the files that hetero caches, and clear them."""
 
 from __future__ import annotations
 
-from typing import Annotated, Final
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
 from hetero.cli.options import JsonOption
+from hetero.errors import UserError
 from hetero.terminal import json_line
 
+if TYPE_CHECKING:
+    from hetero.cache import CacheUsage, Entry, KindUsage
+
+UNITS: Final = {"m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
+LONGEST_S: Final = 100 * 366 * UNITS["d"]
 CLEAR: Final = "clear"
-NAMES: Final = (  # as `hetero.cache.kinds` has them
+NAMES: Final = (  # the names of `hetero.cache.KINDS`
     "decisions", "first-starts", "opencl", "packed", "qnn", "qnn-schedules", "locks", "notices",
     "profiles", "contexts", "history", "other",
 )  # fmt: skip
@@ -27,51 +37,175 @@ def cache_command(
     ] = None,
     stale: Annotated[
         bool,
-        typer.Option("--stale", help="Clear what is of no more use: of files, versions, processes "
-                     "that are gone."),
+        typer.Option("--stale", help="Clear leftovers of deleted files, other versions, "
+                     "ended processes."),
     ] = False,
     older_than: Annotated[
         str | None,
-        typer.Option("--older-than", metavar="TIME", help="Clear what was not used for this long, "
+        typer.Option("--older-than", metavar="TIME", help="Clear entries not used for this long, "
                      "such as 30d, 12h."),
     ] = None,
     everything: Annotated[
         bool, typer.Option("--all", help="Clear every kind but profiles, contexts and history.")
     ] = False,
     yes: Annotated[
-        bool, typer.Option("--yes", "-y", help="Do not ask about what took hours to make.")
+        bool, typer.Option("--yes", "-y", help="Do not ask before deleting what took hours.")
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Clear nothing, only print.")] = False,
     as_json: JsonOption = False,
 ) -> None:  # fmt: skip
-    """Show what hetero keeps on this machine, with sizes; `clear` removes it.
+    """Show the files that hetero caches on this machine, with sizes; `clear` removes them.
 
-    What is cleared is made again where it is needed, but for profiles, contexts and history, which
-    go by their names alone. Nothing goes that a running process has.
+    Cleared files are made again when they are needed, except profiles, contexts and history, which
+    are only cleared by name. Nothing is cleared that a running process uses.
     """
     from hetero import cache
-    from hetero.cli.work import cache as work
 
     kinds = list(words or ())
     if kinds[:1] != [CLEAR]:
         given = {"--stale": stale, "--older-than": older_than, "--all": everything}
-        work.refuse_options(kinds, {**given, "--yes": yes, "--dry-run": dry_run})
-        document = cache.kept(kinds)
-        if as_json:
-            print(json_line(document.model_dump_json()))
-        else:
-            work.show_kept(document)
+        _refuse_options(kinds, {**given, "--yes": yes, "--dry-run": dry_run})
+        document = cache.usage(kinds)
+        _print(document, _show, as_json=as_json)
         return
-    found = cache.chosen(
-        kinds[1:],
-        everything=everything,
-        stale=stale,
-        older_than_s=None if older_than is None else work.parse_age(older_than),
-    )
+    age_s = None if older_than is None else parse_age(older_than)
+    entries = cache.select(kinds[1:], everything=everything, stale=stale, older_than_s=age_s)
     if not dry_run and not yes:
-        work.ask(found)
-    document = cache.remove(found, dry_run=dry_run)
+        _confirm(entries)
+    document = cache.remove(entries, dry_run=dry_run)
+    _print(document, _show_cleared, as_json=as_json)
+
+
+def _print(document: CacheUsage, show: Callable[[CacheUsage], None], *, as_json: bool) -> None:
     if as_json:
         print(json_line(document.model_dump_json()))
     else:
-        work.tell_cleared(document)
+        show(document)
+
+
+def parse_age(text: str) -> float:
+    """Return the seconds of `90m`, `12h`, `30d` or `4w`. Raises `UserError`."""
+    try:
+        seconds = float(text[:-1]) * UNITS[text[-1:].lower()]
+    except (ValueError, KeyError):
+        seconds = -1.0
+    if not 0 <= seconds <= LONGEST_S:
+        raise UserError(f"--older-than is a time such as 90m, 12h, 30d or 4w, got {text!r}")
+    return seconds
+
+
+def _refuse_options(kinds: list[str], given: dict[str, object]) -> None:
+    """Raise `UserError` for options of `clear` without it."""
+    for name, value in given.items():
+        if value:
+            line = " ".join(["hetero cache clear", *kinds, name])
+            raise UserError(f"{name} is for clearing: `{line}`")
+
+
+def _confirm(entries: dict[str, list[Entry]]) -> None:
+    """Ask before removing guarded kinds; what is declined leaves the lists. Raises `UserError`
+    without a terminal.
+    """
+    from hetero.cache import KINDS
+    from hetero.solver.report import units
+
+    for name, listed in entries.items():
+        going = [entry for entry in listed if not entry.held and not entry.stale]
+        if not going or not KINDS[name].guarded:
+            continue
+        size = units.size(sum(entry.nbytes for entry in going))
+        what = f"{KINDS[name].what} ({_count(len(going))}, {size}; again: {KINDS[name].again})"
+        if sys.stdin is None or not sys.stdin.isatty():
+            raise UserError(f"refusing to delete {what} without a terminal: pass --yes")
+        if not typer.confirm(f"Remove {what}?", err=True):
+            listed[:] = [entry for entry in listed if entry not in going]
+
+
+def _show_entries(kind: KindUsage) -> None:
+    from hetero.cli.tables import show_or_print
+    from hetero.profiler.tables import TableData
+    from hetero.solver.report import units
+
+    head = ("name", "of", "size", "used", "state")
+    rows = tuple(
+        (x.name, x.of, units.size(x.nbytes), ago(x.used_at_s), "in use" if x.held else x.stale)
+        for x in kind.listed or ()
+    )
+    table = TableData("", head, rows, numbers=("size", "used"))
+    show_or_print(table, [f"{kind.kind}: {kind.what}, in {_short(kind.path)}"])
+
+
+def _show(document: CacheUsage) -> None:
+    """Print all kinds, or the entries of those that were named."""
+    from rich.console import Console
+
+    from hetero.cli.tables import fits, show_or_print
+    from hetero.profiler.tables import TableData
+    from hetero.solver.report import units
+
+    if named := [kind for kind in document.kinds if kind.listed is not None]:
+        for kind in named:
+            _show_entries(kind)
+        return
+    used = [kind for kind in document.kinds if kind.entries]
+    if not used:
+        print("hetero keeps nothing on this machine")
+        return
+    head = ("kind", "what", "entries", "size", "used", "path")
+    rows = tuple(
+        (kind.kind, kind.what, str(kind.entries), units.size(kind.nbytes), ago(kind.used_at_s),
+         _short(kind.path))
+        for kind in used
+    )  # fmt: skip
+    table = TableData("", head, rows, numbers=("entries", "size", "used"))
+    places, console = [], Console()
+    narrow = table._replace(head=head[:-1], rows=tuple(row[:-1] for row in rows))
+    if console.is_terminal and not fits(table, console) and fits(narrow, console):
+        table = narrow
+        folders = dict.fromkeys(_short(str(Path(kind.path).parent)) for kind in used)
+        places = [f"in {', '.join(folders)}"]
+    lines = [*places, f"{units.size(document.nbytes)} in all"]
+    if old := [kind for kind in used if kind.stale]:
+        size = units.size(sum(kind.stale_nbytes for kind in old))
+        parts = ", ".join(f"{kind.kind} {kind.stale}" for kind in old)
+        lines.append(f"{size} unused ({parts}): hetero cache clear --stale")
+    if busy := [f"{kind.kind} {kind.held}" for kind in used if kind.held]:
+        lines.append(f"in use: {', '.join(busy)}")
+    show_or_print(table, after=lines)
+
+
+def _show_cleared(document: CacheUsage) -> None:
+    """Print what was removed, and what was in use."""
+    from hetero.solver.report import units
+
+    cleared = [kind for kind in document.cleared or () if kind.entries]
+    parts = ", ".join(f"{x.kind} {x.entries} ({units.size(x.nbytes)})" for x in cleared)
+    verb = "would free" if document.dry_run else "freed"
+    freed = f"{verb} {units.size(document.freed_nbytes)}: {parts}"
+    print(freed if cleared else "nothing to clear")
+    for kind in document.cleared or ():
+        if kind.held:
+            print(f"{kind.kind}: {_count(kind.held)} in use by a running process, left")
+
+
+def _count(number: int) -> str:
+    return f"{number} {'entry' if number == 1 else 'entries'}"
+
+
+def ago(at_s: float | None) -> str:
+    """Return `3 h ago`."""
+    if at_s is None:
+        return ""
+    passed_s = max(0.0, time.time() - at_s)
+    for unit, seconds in (("d", UNITS["d"]), ("h", UNITS["h"]), ("min", UNITS["m"])):
+        if passed_s >= seconds:
+            return f"{passed_s // seconds:.0f} {unit} ago"
+    return "just now"
+
+
+def _short(path: str) -> str:
+    """Return a path with `~` for the home."""
+    try:
+        return f"~/{Path(path).relative_to(Path.home())}"
+    except (ValueError, RuntimeError):
+        return path

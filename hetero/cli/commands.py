@@ -34,7 +34,7 @@ class Command:
     runs: tuple[str, ...] = ()
 
     def load(self) -> Any:
-        """The command as the group wants it, made by Typer from the function."""
+        """Return the command as the group wants it, made by Typer from the function."""
         with exit_quietly_on_sigint(), gc_paused():
             module = importlib.import_module(f"hetero.cli.{self.module}")
         alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -86,8 +86,8 @@ COMMANDS: Final = {
         Command("devices", "doctor", HERE, "List what can compute here.", ("cli.work.doctor",)),
         Command("doctor", "doctor", HERE, "Run a small operation on every device: PASS or FAIL.",
                 ("cli.work.doctor",)),
-        Command("cache", "cache", HERE, "Show what hetero keeps on this machine, or clear it.",
-                ("cli.work.cache",)),
+        Command("cache", "cache", HERE, "Show the files that hetero caches here, or clear them.",
+                ("cache",)),
     )
 }  # fmt: skip
 
@@ -102,7 +102,7 @@ class Commands(HelpGroup):
         return [*COMMANDS, *(name for name in self.commands if name not in COMMANDS)]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """A command; without its options while the list of all is printed."""
+        """Return a command; without its options while the list of all is printed."""
         if cmd_name not in COMMANDS:
             return super().get_command(ctx, cmd_name)
         if self._describing:

@@ -53,7 +53,7 @@ hetero quantize ./my-model --out small --calibrate text.txt    # 4 bits, chosen 
     "cache": """
 hetero cache    # kinds, sizes, and when they were last used
 hetero cache packed    # the packed copies of GGUF files, and of which
-hetero cache clear --stale    # what is of no more use
+hetero cache clear --stale    # unused leftovers
 hetero cache clear packed --older-than 30d
 """,
     "bench": """

@@ -139,7 +139,9 @@ def _usage(ctx: Any, words: str, text: str | None, width: int) -> Iterator[str]:
 
 
 def _panel(title: str, rows: Iterable[tuple[str, str]], width: int) -> Iterator[str]:
-    """A titled list in two columns; a name that is too long for its column has a line to itself."""
+    """Yield a titled list in two columns; a name that is too long for its column has a line to
+    itself.
+    """
     rows = list(rows)
     if not rows:
         return
@@ -157,7 +159,7 @@ def _panel(title: str, rows: Iterable[tuple[str, str]], width: int) -> Iterator[
 
 
 def _examples(command: Any, width: int) -> Iterator[str]:
-    """The lines of the epilog, each a command line, perhaps with `#` and what it is for."""
+    """Yield the lines of the epilog, each a command line, perhaps with `#` and what it is for."""
     if not command.epilog:
         return
     yield ""
@@ -191,7 +193,9 @@ def _name(parameter: Any, hint: Any) -> str:
 
 
 def _kind(hint: Any) -> Any:
-    """The type of one value: of `Annotated[list[Path] | None, …]` it is `Path`; None if unknown."""
+    """Return the type of one value: of `Annotated[list[Path] | None, …]` it is `Path`; None if
+    unknown.
+    """
     if get_origin(hint) is Annotated:
         hint = get_args(hint)[0]
     if get_origin(hint) in (Union, UnionType):

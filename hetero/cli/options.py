@@ -341,7 +341,7 @@ def open_llm(
     max_seq_len: int | None,
     **options: Any,
 ) -> LLM:
-    """The model, with a progress bar while it loads."""
+    """Return the model, with a progress bar while it loads."""
     from hetero.generation.llm import LLM
     from hetero.terminal.notices import notify
 
@@ -386,7 +386,7 @@ def shown(text: str) -> Text:
 
 
 def parse_strategy(name: str) -> NamedStrategy:
-    """A known strategy. Raises `UserError` with the nearest name."""
+    """Return a known strategy. Raises `UserError` with the nearest name."""
     known = get_args(NamedStrategy)
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1)

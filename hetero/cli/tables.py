@@ -63,7 +63,7 @@ def show_or_print(data: TableData, before: Iterable[str] = (), after: Iterable[s
 
 
 def fits(data: TableData, console: Console) -> bool:
-    """Whether a table is as wide as the console at most."""
+    """Return whether a table is as wide as the console at most."""
     return _width(data) <= console.width
 
 

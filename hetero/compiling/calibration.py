@@ -50,7 +50,7 @@ class RoundedWeights(ModelWeights):
         self.source, self._exact, self._hot = exact.source, exact, dict(hot)
 
     def end_vector(self, name: str) -> Float32Array:
-        """A vector outside of the blocks, as it was."""
+        """Return a vector outside of the blocks, as it was."""
         return self._exact.end_vector(name)
 
     def release(self, index: int) -> None:
@@ -76,7 +76,7 @@ class RoundedWeights(ModelWeights):
 
 
 def split_hot(weight: Float32Array, hot: Channels) -> tuple[Float32Array, Float32Array]:
-    """A weight [n, k] with zeros in hot columns, and these as a slab [n, h] holds them."""
+    """Return a weight [n, k] with zeros in hot columns, and these as a slab [n, h] holds them."""
     slab: Float32Array = weight[:, hot].astype(np.float16).astype(np.float32)
     if not len(hot):
         return weight, slab
@@ -112,7 +112,7 @@ class CalibratedWeights(ModelWeights):
         self._calibrate(progress)
 
     def end_vector(self, name: str) -> Float32Array:
-        """A vector outside of the blocks, as it was."""
+        """Return a vector outside of the blocks, as it was."""
         return self._exact.end_vector(name)
 
     def _load_block(self, index: int) -> BlockWeights:
@@ -220,8 +220,8 @@ def calibrated(
     *,
     outliers: str = DEFAULT_OUTLIERS,
 ) -> CalibratedWeights | StaticWeights:
-    """Weights of a MODEL, chosen on at most `limit` tokens of a text file: of 4 bits by GPTQ, of
-    w8a8 with static scales of activations and what `outliers` says.
+    """Return weights of a MODEL, chosen on at most `limit` tokens of a text file: of 4 bits by
+    GPTQ, of w8a8 with static scales of activations and what `outliers` says.
 
     Raises `UserError` for a text that cannot be read or says nothing.
     """
@@ -245,8 +245,8 @@ def calibrated_together(
     *,
     outliers: str = DEFAULT_OUTLIERS,
 ) -> tuple[ModelWeights, list[ModelWeights]]:
-    """Weights of a MODEL in the first of some formats (`calibrated`), and in the others, which are
-    stored beside them. Raises `UserError`, also where a format has nothing to choose.
+    """Return weights of a MODEL in the first of some formats (`calibrated`), and in the others,
+    which are stored beside them. Raises `UserError`, also where a format has nothing to choose.
     """
     first, *others = formats
     source = calibrated(model, first.value, text, limit, progress, outliers=outliers)
@@ -263,8 +263,8 @@ def besides(
     limit: int,
     progress: Progress | None = None,
 ) -> ModelWeights:
-    """The matrices of a MODEL in another format, to be stored beside those of w8a8 that the same
-    text gave: their shadows are its as well, so hot columns are in neither. 4 bits by GPTQ.
+    """Return the matrices of a MODEL in another format, to be stored beside those of w8a8 that the
+    same text gave: their shadows are its as well, so hot columns are in neither. 4 bits by GPTQ.
 
     Raises `UserError` where the shadow is what w8a8's codes cut off, which other formats do not.
     """
@@ -283,7 +283,8 @@ def besides(
 def calibration_sequences(
     model: str, text: Path, limit: int
 ) -> tuple[LoadedModel, str, list[list[int]]]:
-    """A MODEL as f32, a text, and at most `limit` tokens of it as sequences that fit the context.
+    """Return a MODEL as f32, a text, and at most `limit` tokens of it as sequences that fit the
+    context.
 
     Raises `UserError` for a text that cannot be read or says nothing.
     """

@@ -44,7 +44,7 @@ class Job:
 
     @property
     def node(self) -> Node:
-        """The first of its nodes."""
+        """Return the first of its nodes."""
         return self.nodes[0]
 
     @property
@@ -69,7 +69,7 @@ class Job:
         return int(self.weight_bytes * FILE_OVERHEAD) + FILE_BYTES
 
     def for_sizes(self, sizes: Sequence[int]) -> Job:
-        """The same for the calls of these token counts alone."""
+        """Return the same for the calls of these token counts alone."""
         return _with_shapes(replace(self, sizes=tuple(s for s in self.sizes if s in sizes)))
 
 
@@ -83,7 +83,7 @@ class _Use(NamedTuple):
 
     @property
     def key(self) -> tuple[str, Segment | None, bool]:
-        """The same graphs, whatever the token count."""
+        """Return the same graphs, whatever the token count."""
         return self.node.name, self.segment, self.group is not None
 
     @property
@@ -96,7 +96,7 @@ class _Use(NamedTuple):
 
 
 def _uses(assignment: Assignment) -> Iterator[_Use]:
-    """The graphs of an assignment that are prepared ahead."""
+    """Yield the graphs of an assignment that are prepared ahead."""
     node, kind, graph, parts, group, _ = assignment
     if kind == "npu":
         yield _Use(node, None, group, graph)
@@ -106,7 +106,7 @@ def _uses(assignment: Assignment) -> Iterator[_Use]:
 
 
 def all_jobs(placement: Placement, max_seq_len: int) -> list[Job]:
-    """Every graph that a prompt of any length in the context, scoring and verification run.
+    """Return every graph that a prompt of any length in the context, scoring and verification run.
 
     Raises `PlanError` where the plan lacks what a prompt or a decode step needs.
     """
@@ -146,7 +146,7 @@ def _with_shapes(job: Job) -> Job:
 
 
 def _merged(jobs: Iterator[Job]) -> list[Job]:
-    """One job for all nodes whose graphs are the same, and for as many tokens of context."""
+    """Return one job for all nodes whose graphs are the same, and for as many tokens of context."""
     found: dict[object, Job] = {}
     for job in jobs:
         key = _file(job), _attention(job.node, job.group)
@@ -170,13 +170,15 @@ def _file(job: Job) -> object:
 
 
 def _attention(node: Node, group: NodeGroup | None) -> Attention | None:
-    """The attention among what a job computes."""
+    """Return the attention among what a job computes."""
     ops = (x.op for x in (group.nodes if group is not None else (node,)))
     return next((op for op in ops if isinstance(op, Attention)), None)
 
 
 def _row(use: _Use, start: int) -> int:
-    """Where in its caches a call behind `start` tokens begins: those of a window may have slid."""
+    """Return where in its caches a call behind `start` tokens begins: those of a window may have
+    slid.
+    """
     nodes = use.group.nodes if use.group is not None else (use.node,)
     found = _attention(use.node, use.group)
     if found is None or not any("cache_row" in node.slots.values() for node in nodes):
@@ -190,7 +192,7 @@ def _subject(job: Job) -> Op | Group:
 
 
 def _weight_bytes(use: _Use) -> int:
-    """Bytes of the weights that are constants of a graph."""
+    """Return bytes of the weights that are constants of a graph."""
     ops = [node.op for node in use.group.nodes] if use.group is not None else [use.op]
     return sum(map(_constant_bytes, ops))
 
@@ -235,7 +237,7 @@ class Sharing:
     apart_bytes: int
 
     def describe(self) -> str:
-        """One paragraph for people."""
+        """Return one paragraph for people."""
         return (
             f"A prompt of {sum(self.calls)} tokens runs in {len(self.calls)} calls of up to "
             f"{max(self.calls)}. {self.shared} of the {self.graphs} graphs of a call "
@@ -284,7 +286,7 @@ class _Graph(NamedTuple):
 def _graphs_of_call(
     placement: Placement, m: int, start: int, *, last: bool
 ) -> Mapping[_Graph, int]:
-    """The graphs that a call runs behind `start` tokens, and the bytes of their files."""
+    """Return the graphs that a call runs behind `start` tokens, and the bytes of their files."""
     from hetero.backends.qnn import catalog
 
     found: dict[_Graph, int] = {}

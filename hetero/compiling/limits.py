@@ -29,7 +29,7 @@ class Estimate:
     peak_bytes: int
 
     def describe(self) -> str:
-        """One paragraph for people."""
+        """Return one paragraph for people."""
         return (
             f"{self.graphs} graphs, about {mib(self.graphs_bytes)} of compiled graphs and "
             f"{mib(self.weights_bytes)} of weights, {self.seconds / 60:.1f} minutes and "

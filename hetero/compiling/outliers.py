@@ -61,7 +61,7 @@ class OutlyingWeights(ModelWeights):
         return factors
 
     def end_vector(self, name: str) -> Float32Array:
-        """A vector outside of the blocks."""
+        """Return a vector outside of the blocks."""
         found = self._exact.end_vector(name)
         if name in ("final_norm", "final_norm_bias") and not self.config.tie_word_embeddings:
             return found * self._factors(self.config.hidden_size, 0)

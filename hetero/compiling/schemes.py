@@ -73,7 +73,7 @@ class SimulatedModel:
             weights.release(index)
 
     def logits(self, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
-        """Logits float32 [tokens, vocab] after every token."""
+        """Return logits float32 [tokens, vocab] after every token."""
         slots = fresh_slots(tokens)
         for node, run in self._programs:
             run_node(node, run, slots)
@@ -104,7 +104,7 @@ class Schemes:
         return self._scales[excess]
 
     def model_of(self, scheme: str) -> SimulatedModel:
-        """A scheme by name. Raises `UserError` for an unknown one."""
+        """Return a scheme by name. Raises `UserError` for an unknown one."""
         match scheme:
             case "naive":
                 return self.chosen({name: x.widest for name, x in self.scales().items()})

@@ -44,8 +44,8 @@ class Sketch:
         return left
 
     def percentile(self, percent: float) -> float:
-        """The upper end of the bucket below or in which `percent` % of the values lie, 0 without
-        values and where that many are zero.
+        """Return the upper end of the bucket below or in which `percent` % of the values lie, 0
+        without values and where that many are zero.
         """
         rising = np.cumsum(self.counts)
         if not rising[-1]:

@@ -111,14 +111,14 @@ class InputStatistics:
         return float(self.channel_max.max())
 
     def outliers(self, threshold: float) -> npt.NDArray[np.int64]:
-        """How many elements of each channel [k] are beyond a threshold."""
+        """Return how many elements of each channel [k] are beyond a threshold."""
         counts = [np.count_nonzero(np.abs(x) > threshold, axis=0) for x in self.inputs]
         found: npt.NDArray[np.int64] = np.sum(counts, axis=0, dtype=np.int64)
         return found
 
     def hot(self, threshold: float, known: Channels = NO_CHANNELS) -> Channels:
-        """The fewest channels that hold `HOT_COVERAGE` of the outliers beside `known` ones, and
-        these, `MOST_HOT` of all at most, rising. Of two with as many outliers the one with the
+        """Return the fewest channels that hold `HOT_COVERAGE` of the outliers beside `known` ones,
+        and these, `MOST_HOT` of all at most, rising. Of two with as many outliers the one with the
         larger maximum comes first.
         """
         counts = self.outliers(threshold)
@@ -155,7 +155,7 @@ class InputStatistics:
 
 
 def step_of(threshold: float) -> float:
-    """The float32 step of which `LARGEST_CODE` make a threshold; 1 where all is zero."""
+    """Return the float32 step of which `LARGEST_CODE` make a threshold; 1 where all is zero."""
     return float(np.float32(threshold / LARGEST_CODE)) or 1.0
 
 
@@ -192,7 +192,7 @@ def _spread(count: int, most: int) -> npt.NDArray[np.intp]:
 
 
 def pack_without(weight: Float32Array, hot: Channels) -> PackedWeight:
-    """A weight [n, k] with one scale a row, its hot columns zero."""
+    """Return a weight [n, k] with one scale a row, its hot columns zero."""
     if len(hot):
         weight = weight.copy()
         weight[:, hot] = 0
@@ -233,7 +233,9 @@ def choose_scales(
 
 
 def _paper_scale(statistics: InputStatistics, trial: Trial, widest: Scale) -> Scale:
-    """The scale of the paper's public code, and the channels that hold most of the excess."""
+    """Return the scale of the paper's public code, and the channels that hold most of the
+    excess.
+    """
     threshold = statistics.sketch.percentile(PAPER_PERCENTILE)
     if threshold <= 0 or statistics.largest <= PAPER_RATIO * threshold:
         return Scale(widest.step, 100.0, trial.error(widest.step, excess=True), excess=True)
@@ -274,7 +276,7 @@ class StaticWeights(ModelWeights):
         self.calibration = calibration
 
     def end_vector(self, name: str) -> Float32Array:
-        """A vector outside of the blocks."""
+        """Return a vector outside of the blocks."""
         if name == "lm_head_x_scale":
             return np.array([self.chosen["lm_head"].step], dtype=np.float32)
         return self._exact.end_vector(name)
@@ -356,7 +358,7 @@ def check_shadows(weights: ModelWeights) -> None:
 
 
 def most_important(scales: Mapping[str, Scales], part: float) -> set[str]:
-    """Names of this part of the matmuls, those with the farthest outliers; one at least.
+    """Return names of this part of the matmuls, those with the farthest outliers; one at least.
 
     The output head is never among them: nothing runs beside it, and where it is tied its columns
     are the embeddings' too.
@@ -366,7 +368,7 @@ def most_important(scales: Mapping[str, Scales], part: float) -> set[str]:
 
 
 def choose(scales: Mapping[str, Scales], kept: Collection[str]) -> dict[str, Scale]:
-    """The shadowed form of `kept` matmuls, the pruned one of the others."""
+    """Return the shadowed form of `kept` matmuls, the pruned one of the others."""
     return {name: x.shadowed if name in kept else x.pruned for name, x in scales.items()}
 
 

@@ -34,11 +34,11 @@ class CalibrationPoint(NamedTuple):
 
     @property
     def role(self) -> str:
-        """Its name within the layer."""
+        """Return its name within the layer."""
         return role_of(self.node)
 
     def dense(self) -> Float32Array:
-        """The weight [n, k]."""
+        """Return the weight [n, k]."""
         weight = self.values["weight"]
         assert isinstance(weight, PackedWeight)
         return weight.dequantize()
@@ -82,12 +82,12 @@ def walk(
 
 
 def role_of(node: Node) -> str:
-    """The last part of a node's name, by which its weights are found."""
+    """Return the last part of a node's name, by which its weights are found."""
     return node.name.rsplit(".", maxsplit=1)[-1]
 
 
 def fresh_slots(tokens: Sequence[int]) -> Slots:
-    """The slots before the first node."""
+    """Return the slots before the first node."""
     return {"tokens": np.asarray(tokens, np.int32), "position": np.zeros(1, np.int32)}
 
 

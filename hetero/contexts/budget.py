@@ -24,17 +24,17 @@ class ByteBudget:
 
     @property
     def used(self) -> int:
-        """Bytes in use."""
+        """Return bytes in use."""
         return self._used
 
     @property
     def free(self) -> int:
-        """Bytes that nobody uses."""
+        """Return bytes that nobody uses."""
         return self.limit - self._used
 
     @property
     def peak(self) -> int:
-        """The most that was ever in use."""
+        """Return the most that was ever in use."""
         return self._peak
 
     def take(self, nbytes: int) -> bool:

@@ -130,8 +130,8 @@ class ChunkFiles:
         return _HEAD.size + sum(220 + self._size(e.tokens, e.bits) for e in entries)
 
     def write(self, chunks: Sequence[tuple[Chunk, Codes]], *, durable: bool = True) -> list[Place]:
-        """A new file of these chunks, on the disk (`durable`) when this returns. Raises `OSError`,
-        and leaves nothing, where that cannot be.
+        """Return a new file of these chunks, on the disk (`durable`) when this returns. Raises
+        `OSError`, and leaves nothing, where that cannot be.
         """
         entries = [Entry(c.key, x.tokens, x.bits, c.density) for c, x in chunks]
         return self._write(entries, _planes(chunks, self.codec.layers), durable=durable)
@@ -176,7 +176,7 @@ class ChunkFiles:
         return salt + box.seal(text, SEALED_MAGIC), box
 
     def _order(self, entries: Sequence[Entry]) -> Iterator[tuple[Entry, int, int, int]]:
-        """Pieces as they lie: chunk, its number in the file, layer, plane."""
+        """Yield pieces as they lie: chunk, its number in the file, layer, plane."""
         counts = [len(self.codec.plane_bytes(entry.tokens, entry.bits)) for entry in entries]
         for layer in range(self.codec.layers):
             for index, entry in enumerate(entries):
@@ -188,9 +188,9 @@ class ChunkFiles:
         return Reader(self, [(chunk, self._place(chunk)) for chunk in chunks])
 
     def copy(self, number: int, chunks: Sequence[Chunk]) -> dict[Chunk, Place]:
-        """Chunks of a file in a new one, checked, piece by piece: no more than one of them is in
-        memory. Those that are damaged, or that nobody refers to any more, are left out. Raises
-        `OSError` or `ChunkError` where that cannot be, and leaves nothing.
+        """Return chunks of a file in a new one, checked, piece by piece: no more than one of them
+        is in memory. Those that are damaged, or that nobody refers to any more, are left out.
+        Raises `OSError` or `ChunkError` where that cannot be, and leaves nothing.
         """
         about = self._files.get(number)  # whose last chunk another thread may drop meanwhile
         if about is None or not chunks:
@@ -224,7 +224,7 @@ class ChunkFiles:
         return self._files[place.file].entries[place.index]
 
     def garbage(self, *, everything: bool = False) -> Iterator[int]:
-        """Files of which less than half is referred to; with `everything` less than all."""
+        """Yield files of which less than half is referred to; with `everything` less than all."""
         for number, file in list(self._files.items()):
             if len(file.live) < len(file.entries) / (1 if everything else 2):
                 yield number
@@ -359,7 +359,7 @@ class ChunkFiles:
         return self.codec.layers * self._layer(tokens, bits)
 
     def _opened(self, path: Path) -> _File | None:
-        """A file by its header, if that is whole and the file as long as it says."""
+        """Return a file by its header, if that is whole and the file as long as it says."""
         try:
             with path.open("rb") as file:
                 head = file.read(_HEAD.size)
@@ -422,7 +422,7 @@ class Reader:
         self._stack.close()
 
     def _runs(self, codes: Sequence[Codes]) -> Iterator[tuple[int, int]]:
-        """Chunks that lie behind one another, all planes of all but the last wanted."""
+        """Yield chunks that lie behind one another, all planes of all but the last wanted."""
         start, room = 0, self._most
         for i, (place, each) in enumerate(zip(self._places, codes, strict=True)):
             size = self._files.run_bytes(each.tokens, each.bits)
@@ -450,12 +450,12 @@ def _belongs(key: bytes, layer: int, plane: int) -> bytes:
 
 
 def _nth(index: int, layer: int, plane: int) -> int:
-    """A number of its own for each piece of a file."""
+    """Return a number of its own for each piece of a file."""
     return index << 32 | layer << 8 | plane
 
 
 def _piece(box: Box | None, data: bytes, entry: Entry, index: int, layer: int, plane: int) -> bytes:
-    """A plane as it lies in a file."""
+    """Return a plane as it lies in a file."""
     belongs = _belongs(entry.key, layer, plane)
     if box is not None:
         return box.seal_nth(_nth(index, layer, plane), data, belongs)
@@ -465,7 +465,7 @@ def _piece(box: Box | None, data: bytes, entry: Entry, index: int, layer: int, p
 def _plane(
     box: Box | None, data: memoryview, entry: Entry, index: int, layer: int, plane: int
 ) -> bytes | memoryview | None:
-    """A piece's plane; None where it is damaged."""
+    """Return a piece's plane; None where it is damaged."""
     belongs = _belongs(entry.key, layer, plane)
     if box is not None:
         try:

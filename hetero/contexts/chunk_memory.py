@@ -84,7 +84,7 @@ class ChunkMemory:
                 self.budget.give(codes.nbytes)
 
     def evict(self, chunk: Chunk) -> int:
-        """A chunk's codes leave the memory; bytes that came back."""
+        """Drop a chunk's codes from the memory, and return the bytes freed."""
         with self.lock:
             if chunk.codes is None:
                 return 0
@@ -130,7 +130,7 @@ class ChunkMemory:
                     chunk.pins -= 1
 
     def histogram(self, chunks: Iterable[Chunk]) -> dict[str, int]:
-        """How many chunks are where: by bits in memory, "disk" alone, or "text" alone."""
+        """Return how many chunks are where: by bits in memory, "disk" alone, or "text" alone."""
         found: Counter[str] = Counter()
         with self.lock:
             for chunk in chunks:

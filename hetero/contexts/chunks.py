@@ -55,7 +55,7 @@ class Chunk:
 
     @property
     def full(self) -> bool:
-        """Whether it will not grow: all but a text's last chunk."""
+        """Return whether it will not grow: all but a text's last chunk."""
         return len(self.tokens) == CHUNK_TOKENS
 
     @property
@@ -65,7 +65,7 @@ class Chunk:
 
     @property
     def dirty(self) -> bool:
-        """Whether they are in memory alone."""
+        """Return whether they are in memory alone."""
         return self.codes is not None and self.place is None
 
 
@@ -76,7 +76,7 @@ def spans(tokens: Sequence[int]) -> Iterator[tuple[int, tuple[int, ...]]]:
 
 
 def chained_key(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """The key of a chunk behind another (or behind an app's root)."""
+    """Return the key of a chunk behind another (or behind an app's root)."""
     digest = hashlib.blake2b(parent, digest_size=32)
     digest.update(b"".join(token.to_bytes(4, "little") for token in tokens))
     return digest.digest()
@@ -96,7 +96,9 @@ class ChunkTable:
         return sum(map(len, self._chunks.values()))
 
     def refer(self, app: str, root: bytes, tokens: Sequence[int], bits: int) -> list[Chunk]:
-        """The chunks of a text, each with one reference more; those that are new are text alone."""
+        """Return the chunks of a text, each with one reference more; those that are new are text
+        alone.
+        """
         known, parent, chunks = self._chunks.setdefault(app, {}), root, []
         for start, part in spans(tokens):
             parent = chained_key(parent, part)
@@ -109,7 +111,7 @@ class ChunkTable:
         return chunks
 
     def known(self, app: str, root: bytes, tokens: Sequence[int]) -> int:
-        """Tokens at the beginning of a text whose chunks have keys and values somewhere."""
+        """Return tokens at the beginning of a text whose chunks have keys and values somewhere."""
         chunks, parent, stop = self._chunks.get(app, {}), root, 0
         for _, part in spans(tokens):
             parent = chained_key(parent, part)

@@ -63,11 +63,11 @@ class Codes:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in memory."""
+        """Return bytes in memory."""
         return sum(plane.nbytes for plane in self.planes)
 
     def lowered(self, bits: int) -> Codes:
-        """The same in fewer bits: planes are left out, nothing is computed."""
+        """Return the same in fewer bits: planes are left out, nothing is computed."""
         if bits > self.bits or (bits < self.bits and (bits > 8 or self.bits > 8)):
             raise ValueError(f"codes of {self.bits} bits do not hold any of {bits}")
         return Codes(bits, self.tokens, self.planes[: _PLANES[bits]])
@@ -98,7 +98,7 @@ class ChunkCodec:
         return (RAW, 8) if self.kv.coded else (RAW,)
 
     def plane_bytes(self, tokens: int, bits: int) -> tuple[int, ...]:
-        """Bytes of a layer in each plane."""
+        """Return bytes of a layer in each plane."""
         values = 2 * self.heads * tokens * self.size
         if bits == RAW and self.kv.coded:
             return (2 * self.heads * tokens * self.kv.row(self.size),)
@@ -108,7 +108,7 @@ class ChunkCodec:
         return each[: _PLANES[bits]]
 
     def nbytes(self, tokens: int, bits: int) -> int:
-        """Bytes of a chunk, amplitudes included."""
+        """Return bytes of a chunk, amplitudes included."""
         return self.layers * sum(self.plane_bytes(tokens, bits))
 
     @property
@@ -186,7 +186,7 @@ class ChunkCodec:
         return Codes(8, tokens, planes)
 
     def decode(self, codes: Codes) -> Array:
-        """Values float32 [L, 2, G, T, D] of codes."""
+        """Return values float32 [L, 2, G, T, D] of codes."""
         return self._decoded(codes.bits, codes.tokens, codes.planes, slice(None))
 
     def decode_layer(self, codes: Codes, layer: int) -> Array:
@@ -217,7 +217,7 @@ class ChunkCodec:
                     values.write(start, v)
 
     def _moved(self, start: int, codes: Codes, layer: int, into: tuple[Rows, Rows]) -> bool:
-        """Whether a chunk went into caches of codes with the same channels as it is."""
+        """Return whether a chunk went into caches of codes with the same channels as it is."""
         stop, shape = start + codes.tokens, (2, self.heads, codes.tokens, -1)
         planes = [plane[layer : layer + 1] for plane in codes.planes]
         if codes.bits == RAW:

@@ -154,7 +154,7 @@ def decode_operation(codec: ChunkCodec, layout: CacheLayout) -> DecodeChunks:
 def decoders(
     devices: Mapping[DeviceKind, Device], codec: ChunkCodec, layout: CacheLayout
 ) -> Iterator[Decoder]:
-    """All there are: the host, and devices that can beside their other calls."""
+    """Yield all there are: the host, and devices that can beside their other calls."""
     yield HostDecoder(codec)
     if layout.head_dim * CHUNK_TOKENS % 4:
         return

@@ -89,7 +89,7 @@ class ServiceDirectory:
             ) from error
 
     def app(self, name: str) -> Path:
-        """An app's folder, made if there is none."""
+        """Return an app's folder, made if there is none."""
         folder = self.path / "apps" / self._keyed(b"name", name).hex()[:32]
         folder.mkdir(mode=0o700, exist_ok=True)
         return folder
@@ -116,7 +116,7 @@ class ServiceDirectory:
             ) from error
 
     def _made(self) -> bytes:
-        """A secret as it is kept."""
+        """Return a secret as it is kept."""
         secret = secrets.token_bytes(32)
         if self._vault is None:
             return secret
@@ -159,7 +159,7 @@ class ServiceDirectory:
 
 
 def _described(identity: Identity, layout: CacheLayout) -> dict[str, Any]:
-    """Everything that keys and values of equal texts depend on."""
+    """Return everything that keys and values of equal texts depend on."""
     return identity.metadata | {
         "codec": CODEC_VERSION,
         "cache": [layout.layers, layout.kv_heads, layout.head_dim, *[layout.kv] * layout.kv.coded],

@@ -72,7 +72,7 @@ class Box:
         return self._opened(bytes(data[:_NONCE_BYTES]), data[_NONCE_BYTES:], about)
 
     def seal_nth(self, nth: int, data: bytes, about: bytes) -> bytes:
-        """The nth thing in a file, which is written once: `TAG_BYTES` longer than it was."""
+        """Return the nth thing in a file, which is written once: `TAG_BYTES` longer than it was."""
         return bytes(self._aead.encrypt(nth.to_bytes(_NONCE_BYTES, "little"), data, about))
 
     def open_nth(self, nth: int, data: bytes | memoryview, about: bytes) -> bytes:

@@ -31,7 +31,7 @@ def lctru(chunk: Chunk) -> tuple[Any, ...]:
 
 
 def lctru_paper(chunk: Chunk) -> tuple[Any, ...]:
-    """A queue for each number of bits."""
+    """Return a queue for each number of bits."""
     return not chunk.full, chunk.dirty, -_bits(chunk), chunk.used, -chunk.start
 
 
@@ -58,5 +58,5 @@ ORDERS: dict[Policy, Callable[[Chunk], tuple[Any, ...]]] = {
 
 
 def victims(chunks: Iterable[Chunk], policy: Policy) -> Iterator[Chunk]:
-    """Chunks that may leave the memory, in order."""
+    """Yield chunks that may leave the memory, in order."""
     yield from sorted((c for c in chunks if c.codes is not None and not c.pins), key=ORDERS[policy])

@@ -45,13 +45,13 @@ class Rates:
     decodes_beside: bool = True
 
     def break_even_bytes_per_s(self, bytes_per_token: float, tokens: int = 256) -> float:
-        """The speed of a disk from which on reading keys and values is faster than computing them:
-        bytes of a token times tokens a second.
+        """Return the speed of a disk from which on reading keys and values is faster than computing
+        them: bytes of a token times tokens a second.
         """
         return float(bytes_per_token * tokens / max(self.prefill_s(tokens, 0), 1e-9))
 
     def piece(self, tokens: int, bits: int, disk_bytes: int) -> Piece:
-        """A chunk of so many bits, in memory or (with `disk_bytes`) to be read."""
+        """Return a chunk of so many bits, in memory or (with `disk_bytes`) to be read."""
         work_s = self.chunk_s.get(bits, 0.0) * tokens / CHUNK_TOKENS
         read_s = self.read_chunk_s + disk_bytes / self.read_bytes_per_s if disk_bytes else 0.0
         return Piece(tokens, work_s, disk_bytes, read_s=read_s)
@@ -87,8 +87,9 @@ def plan_load(
     before: int = 0,
     recompute: bool = True,
 ) -> LoadPlan:
-    """The stop with the least predicted time, of all behind the last chunk that is in memory; of
-    equal ones the last. `before`: tokens in place; `recompute` false: all that can be is read.
+    """Return the stop with the least predicted time, of all behind the last chunk that is in
+    memory; of equal ones the last. `before`: tokens in place; `recompute` false: all that can be is
+    read.
     """
     last = _behind_last(pieces, lambda piece: not piece.missing)
     first = _behind_last(pieces, lambda piece: not piece.missing and not piece.disk_bytes)

@@ -42,12 +42,12 @@ Prefill = Callable[[Sequence[int]], Any]
 
 
 def sample(vocabulary: int, tokens: int) -> list[int]:
-    """A text of any model, always the same: no user's."""
+    """Return a text of any model, always the same: no user's."""
     return [int(x) for x in np.random.default_rng(0).integers(0, vocabulary, tokens)]
 
 
 def measure_channels(context: Context, vocabulary: int, prefill: Prefill) -> dict[str, Any]:
-    """The scales of the model's key channels, and its errors by bits, of `sample`."""
+    """Return the scales of the model's key channels, and its errors by bits, of `sample`."""
     tokens = min(SAMPLE_TOKENS, context.home.max_tokens - 1)
     context.adopt(())
     prefill(sample(vocabulary, tokens))
@@ -86,9 +86,9 @@ def measure_prompts(context: Context, vocabulary: int, prefill: Prefill) -> list
 
 
 def measure_disk(folder: Path) -> dict[str, float]:
-    """Bytes a second of reading from a file there that is not in the system's memory, as far as the
-    system lets go of it, and seconds of a first small piece of it. Raises `UserError` where nothing
-    can be written.
+    """Return bytes a second of reading from a file there that is not in the system's memory, as far
+    as the system lets go of it, and seconds of a first small piece of it. Raises `UserError` where
+    nothing can be written.
     """
     path = folder / "speed"
     try:
@@ -129,8 +129,8 @@ def _forgotten(file: io.FileIO) -> None:
 def measure_chunks(
     context: Context, codec: ChunkCodec, folder: Path, decoders: Iterable[Decoder]
 ) -> dict[str, Any]:
-    """Seconds of a chunk: to be decoded into the cache, by bits; to be read, less its bytes. Taken
-    as a load does it, of several chunks layer by layer, from files that are in memory; of the
+    """Return seconds of a chunk: to be decoded into the cache, by bits; to be read, less its bytes.
+    Taken as a load does it, of several chunks layer by layer, from files that are in memory; of the
     decoder that is the fastest at 8 bits, which is named.
     """
     shape = context.cache.layout
@@ -160,7 +160,7 @@ def measure_chunks(
 
 
 def _read_s(folder: Path, codec: ChunkCodec, codes: Codes, count: int) -> float:
-    """Seconds of reading so many chunks, layer by layer."""
+    """Return seconds of reading so many chunks, layer by layer."""
     files = ChunkFiles(folder, codec, ByteBudget(1 << 62))
     chunks = [Chunk("", bytes([i]), 0, (0,) * CHUNK_TOKENS, 8) for i in range(count)]
     for chunk, place in zip(chunks, files.write([(c, codes) for c in chunks]), strict=True):
@@ -192,7 +192,7 @@ def _least_s(run: Callable[[], object]) -> float:
 
 
 def measure_encoding(codec: ChunkCodec) -> float:
-    """Bytes of codes a second that are encoded."""
+    """Return bytes of codes a second that are encoded."""
     shape = codec.layers, 2, codec.heads, 16, codec.size
     values = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
     start_s = time.perf_counter()

@@ -63,8 +63,8 @@ def paper(densities: Sequence[float], ratio: float = 0.5) -> list[int]:
 
 
 def _splits(count: int, budget: float, nbytes: Mapping[int, int]) -> list[tuple[int, int]]:
-    """Every number of chunks with 8 bits, with the number of those with at least 4 that uses the
-    bytes up.
+    """Return every number of chunks with 8 bits, with the number of those with at least 4 that uses
+    the bytes up.
     """
     heavy, middle, light = (nbytes[bits] for bits in NESTED)
     found = []

@@ -73,7 +73,7 @@ class Service:
     What is in the folder is encrypted by `encryption_key`: 32 bytes, or a file that has them
     (default: HETERO_ENCRYPTION_KEY of the environment, if it is there), which it then always needs.
 
-    `eviction`, `swap` and `recompute` are for comparisons (`hetero.contexts.managers`).
+    `eviction`, `swap` and `recompute` are for comparisons (`bench/lab/managers.py`).
 
     One call runs at a time; calls of other threads wait for their turn, for `wait_s` seconds. With
     `parallel` above 1 one thread may have so many streams at work, each in a cache of its own where
@@ -161,7 +161,7 @@ class Service:
 
     @whole
     def bind(self, app: str) -> App:
-        """An application, by a name of its choice; its contexts from before are there."""
+        """Return an application, by a name of its choice; its contexts from before are there."""
         if not isinstance(app, str) or not app:
             raise UserError(f"an app's name must be a text that is not empty, got {app!r}")
         with self._lock.taken():
@@ -183,7 +183,7 @@ class Service:
             return self._apps[app]
 
     def bound(self, app: str) -> App | None:
-        """An application that `bind` has opened."""
+        """Return an application that `bind` has opened."""
         return self._apps.get(app)
 
     @property
@@ -192,7 +192,7 @@ class Service:
         return total(slot.active.work for slot in self._slots)
 
     def room(self) -> bool:
-        """Whether another stream of this thread can begin."""
+        """Return whether another stream of this thread can begin."""
         return self._slots.room()
 
     def decode_together(self, on_device_busy: Callable[[], object] = lambda: None) -> None:
@@ -253,8 +253,8 @@ class Service:
         options: dict[str, Any],
         results: list[GenerationResult],
     ) -> Iterator[Piece | Pending | None]:
-        """Pieces of the answer to a whole text on a lane, step by step. With the option `ahead`
-        there may be a `PENDING` before a piece, but not before the first.
+        """Yield pieces of the answer to a whole text on a lane, step by step. With the option
+        `ahead` there may be a `PENDING` before a piece, but not before the first.
         """
         options = options | {"context": slot.active, "reuse": True}
         ahead, begun = options.pop("ahead", False), False
@@ -272,7 +272,9 @@ class Service:
         return ServiceDirectory(path, identity, layout, self._vault)
 
     def _measured(self) -> tuple[ChunkCodec, Decoder]:
-        """The model's codec and who decodes; what is measured beside is kept in the folder."""
+        """Return the model's codec and who decodes; what is measured beside is kept in
+        the folder.
+        """
         directory, about = self._directory, self._directory.about
         vocabulary, layout = self.llm.model.config.vocab_size, self._active.cache.layout
         if not {"channels", "errors"} <= about.keys():
@@ -302,7 +304,9 @@ class Service:
 
 
 def _model(model: str | LLM, options: dict[str, Any]) -> LLM:
-    """A service's model, whose caches keep all of a text: it may be cut anywhere, and goes on."""
+    """Return a service's model, whose caches keep all of a text: it may be cut anywhere, and goes
+    on.
+    """
     if not isinstance(model, LLM):
         return LLM(model, **options | {"whole_caches": True})
     if options:
@@ -333,19 +337,19 @@ class App:
         self._contexts: dict[str, AppContext] = {}
 
     def contexts(self) -> list[AppContext]:
-        """Its contexts, the oldest first."""
+        """Return its contexts, the oldest first."""
         return list(self._contexts.values())
 
     def context(self, name: str) -> AppContext | None:
-        """Its context of this id, if there is one."""
+        """Return its context of this id, if there is one."""
         return self._contexts.get(name)
 
     @whole
     def new_context(
         self, *, system: str = "", chat: bool = True, name: str | None = None
     ) -> AppContext:
-        """Another context. With `chat` prompts are messages in the model's template, after the
-        system message; without, each goes on from the text so far, which begins with `system`.
+        """Return another context. With `chat` prompts are messages in the model's template, after
+        the system message; without, each goes on from the text so far, which begins with `system`.
         `name` is its id: 32 hexadecimal digits that no other has (default: drawn).
 
         Raises `UserError` where the app has as many as it may.
@@ -404,7 +408,7 @@ class AppContext:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """Ids of the text that is on the disk."""
+        """Return ids of the text that is on the disk."""
         return tuple(self._log.text.tokens)
 
     @property
@@ -419,7 +423,9 @@ class AppContext:
         return True
 
     def where(self) -> dict[str, int]:
-        """How many of its chunks are where: by bits in memory, on the disk alone, text alone."""
+        """Return how many of its chunks are where: by bits in memory, on the disk alone, text
+        alone.
+        """
         return self.app.service.memory.histogram(self._cached.chunks)
 
     def nbytes(self) -> int:
@@ -436,22 +442,24 @@ class AppContext:
             self._log.append(tokens, ())
 
     def call(self, prompt: str, **options: Any) -> GenerationResult:
-        """The answer to a prompt, when prompt and answer are on the disk."""
+        """Return the answer to a prompt, when prompt and answer are on the disk."""
         results: list[GenerationResult] = []
         for _ in WholeSteps(self._answer(prompt, options, results)):
             pass
         return results[0]
 
     def stream(self, prompt: str, **options: Any) -> Iterator[Piece]:
-        """Pieces of the answer. One that is not read to its end is not part of the context."""
+        """Yield pieces of the answer. One that is not read to its end is not part of the
+        context.
+        """
         steps = WholeSteps[Piece | Pending | None](self._answer(prompt, options, []))
         return (piece for piece in steps if isinstance(piece, Piece))
 
     def stream_text(
         self, tokens: Sequence[int], results: list[GenerationResult], **options: Any
     ) -> WholeSteps[Piece | Pending | None]:
-        """Pieces of the answer to a whole text, which takes the place of the context's own; what
-        they share at the beginning is kept. None for a step of the devices that gave none. The
+        """Return pieces of the answer to a whole text, which takes the place of the context's own;
+        what they share at the beginning is kept. None for a step of the devices that gave none. The
         result is added to `results` when all is on the disk. Options are those of `LLM.stream`.
         """
         return WholeSteps(self._become_answered(tokens, results, options))
@@ -471,7 +479,7 @@ class AppContext:
 
     @whole
     def fork(self) -> AppContext:
-        """An equal context, which goes its own way; chunks are shared."""
+        """Return an equal context, which goes its own way; chunks are shared."""
         service, text = self.app.service, self._log.text
         with service._lock.taken():
             self._check()
@@ -555,7 +563,7 @@ class AppContext:
         slot.working.swap_out(self._cached)
 
     def _whole(self, prompt: str, options: dict[str, Any]) -> tuple[list[int], list[Any]]:
-        """Tokens of the text with the prompt; the messages, of a chat."""
+        """Return tokens of the text with the prompt; the messages, of a chat."""
         service, text = self.app.service, self._log.text
         if text.chat:
             asked = [*text.messages, {"role": "user", "content": prompt}]
@@ -571,8 +579,8 @@ class AppContext:
         return [*text.tokens, *tokens], []
 
     def _going_on(self, asked: list[Any]) -> list[int]:
-        """The text so far, with its answers as the model made them, then what the template puts
-        behind an answer: a text that is told anew from its messages often has other tokens.
+        """Return the text so far, with its answers as the model made them, then what the template
+        puts behind an answer: a text that is told anew from its messages often has other tokens.
 
         That is where two conversations that differ in the last answer alone are equal again.
         """

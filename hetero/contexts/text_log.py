@@ -82,7 +82,7 @@ class TextLog:
         make_room: MakeRoom = no_room,
         vault: Vault | None = None,
     ) -> TextLog:
-        """A new log, on the disk."""
+        """Return a new log, on the disk."""
         log = cls(path, budget, text, make_room, _Records(vault, path.name))
         log._rewrite()
         return log
@@ -95,8 +95,8 @@ class TextLog:
         make_room: MakeRoom = no_room,
         vault: Vault | None = None,
     ) -> TextLog:
-        """A log as it is on the disk, up to its last whole record. Raises `UserError` if it is
-        damaged before its end, or of another version.
+        """Return a log as it is on the disk, up to its last whole record. Raises `UserError` if it
+        is damaged before its end, or of another version.
         """
         try:
             data = path.read_bytes()
@@ -213,12 +213,12 @@ class _Records:
         return _framed(salt)
 
     def packed(self, value: dict[str, Any]) -> bytes:
-        """A record, which is the next one."""
+        """Return a record, which is the next one."""
         payload = json.dumps(value, separators=(",", ":")).encode()
         return _framed(payload if self._box is None else self._box.seal(payload, self._place))
 
     def read(self, data: bytes) -> tuple[Text | None, int]:
-        """The text of a log, and where its last whole record ends."""
+        """Return the text of a log, and where its last whole record ends."""
         text: Text | None = None
         at = 0
         while at + 8 <= len(data):
@@ -259,8 +259,8 @@ def _framed(payload: bytes) -> bytes:
 
 
 def _goes_on(data: bytes, at: int) -> bool:
-    """Whether something was written behind the record at `at`, which is not sound. (A file that was
-    made longer before its bytes were written, when power was lost, has zeros there.)
+    """Return whether something was written behind the record at `at`, which is not sound. (A file
+    that was made longer before its bytes were written, when power was lost, has zeros there.)
     """
     if at + 8 > len(data) or not any(data[at:]):
         return False

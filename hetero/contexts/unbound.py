@@ -70,7 +70,7 @@ class UnboundApps:
         self._budget.give(sum(file.nbytes for file in self._chunks.pop(folder, [])))
 
     def files(self) -> Iterator[UnboundFile]:
-        """Files of chunks."""
+        """Yield files of chunks."""
         for files in list(self._chunks.values()):
             yield from list(files)
 

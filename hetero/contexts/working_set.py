@@ -45,15 +45,15 @@ class LiveContext(Protocol):
 
     @property
     def cache(self) -> KvCache:
-        """Keys and values."""
+        """Return keys and values."""
 
     @property
     def cached(self) -> int:
-        """Tokens that have some."""
+        """Return tokens that have some."""
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """The text."""
+        """Return the text."""
 
     def adopt(self, tokens: Sequence[int]) -> None:
         """Set the text: the cache holds these tokens from here on."""
@@ -94,8 +94,8 @@ class Switch:
 
     @property
     def switch_s(self) -> float:
-        """Seconds of the first token's time that the switch took, at most: a device with a queue
-        may have computed while its layers were waited for. Tokens that rode are not counted.
+        """Return seconds of the first token's time that the switch took, at most: a device with a
+        queue may have computed while its layers were waited for. Tokens that rode are not counted.
         """
         return self.ready_s + self.waited_s
 

@@ -51,14 +51,14 @@ class Conversation:
             self.messages.append({"role": "system", "content": system})
 
     def say(self, text: str, **options: Unpack[GenerateOptions]) -> GenerationResult:
-        """The model's answer to a message."""
+        """Return the model's answer to a message."""
         for _ in self.stream(text, **options):
             pass
         assert self.last is not None
         return self.last
 
     def stream(self, text: str, **options: Unpack[GenerateOptions]) -> Iterator[Piece]:
-        """Pieces of the answer; an answer that is not read to its end is not remembered."""
+        """Yield pieces of the answer; an answer that is not read to its end is not remembered."""
         config = {"role": "user", "content": text}
         tokens = self.fitting([*self.messages, config], int(options.get("max_tokens", 1)))
         options["chat"] = options["reuse"] = True
@@ -79,7 +79,7 @@ class Conversation:
         self.messages = self._context.load(path)
 
     def fitting(self, messages: Sequence[dict[str, Any]], answer: int) -> list[int]:
-        """Token ids of as much of the conversation as leaves room for an answer.
+        """Return token ids of as much of the conversation as leaves room for an answer.
 
         The answer gets what it asks for, but never more than half of the context: a short memory is
         worse than a short answer. Raises `UserError` if the last message alone does not fit.

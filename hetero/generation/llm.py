@@ -183,8 +183,9 @@ class LLM:
     def _make_engine(
         self, spec: ModelGraph, *, adapt: bool, **options: Any
     ) -> tuple[Engine, OwnContexts]:
-        """The engine of the plan on the devices that are open, and the model's own contexts. The
-        tokenizer is read beside it: what comes before is Python, of which one thread runs at once.
+        """Return the engine of the plan on the devices that are open, and the model's own contexts.
+        The tokenizer is read beside it: what comes before is Python, of which one thread runs at
+        once.
         """
         self._loaded.reading_tokenizer()
         devices = self.devices.devices
@@ -229,26 +230,26 @@ class LLM:
 
     @property
     def engine(self) -> Engine:
-        """The engine, for benchmarks and tests."""
+        """Return the engine, for benchmarks and tests."""
         return self._engine
 
     @property
     def context(self) -> Context:
-        """The model's own context, which a call without a context uses unless a stream has it: it
-        holds the last answer on it.
+        """Return the model's own context, which a call without a context uses unless a stream has
+        it: it holds the last answer on it.
         """
         return self._own.first
 
     def new_context(self) -> Context:
-        """An empty context, for `generate`, `stream` and the others to go on from.
+        """Return an empty context, for `generate`, `stream` and the others to go on from.
 
         Raises `UserError` where there is no memory for another one.
         """
         return self._engine.new_context()
 
     def load_context(self, path: str | os.PathLike[str]) -> Context:
-        """A context that `Context.save` or `save_session` wrote. Raises `ModelError` if the file is
-        broken or of another model.
+        """Return a context that `Context.save` or `save_session` wrote. Raises `ModelError` if the
+        file is broken or of another model.
         """
         context = self.new_context()
         try:
@@ -264,7 +265,7 @@ class LLM:
         return self._loaded
 
     def encode(self, prompt: str, *, chat: bool = False) -> list[int]:
-        """Token ids of a prompt; with `chat` as one user message in the model's template."""
+        """Return token ids of a prompt; with `chat` as one user message in the model's template."""
         if chat:
             return self.encode_chat([{"role": "user", "content": prompt}])
         if not prompt:
@@ -272,12 +273,12 @@ class LLM:
         return self._loaded.encode(prompt)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of token ids, which may end in the middle of a character."""
+        """Return the text of token ids, which may end in the middle of a character."""
         return self.tokenizer.decode(check_ids(tokens))
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Text to token ids and back."""
+        """Return text to token ids and back."""
         return self._loaded.tokenizer
 
     @overload
@@ -293,8 +294,8 @@ class LLM:
     def generate(
         self, prompt: str | Sequence[int] | list[str], **options: Unpack[GenerateOptions]
     ) -> GenerationResult | list[GenerationResult]:
-        """The answer to a prompt (text or token ids), greedy unless a temperature is given; to a
-        list of texts a list of answers, each as if it had been asked alone.
+        """Return the answer to a prompt (text or token ids), greedy unless a temperature is given;
+        to a list of texts a list of answers, each as if it had been asked alone.
 
         With `chat` a text goes through the chat template first; ids are taken as they are, and the
         answer is a text of its own instead of going on from the prompt. Equal seeds give equal
@@ -362,22 +363,22 @@ class LLM:
         )
 
     def stream(self, prompt: str | Sequence[int], **options: Unpack[GenerateOptions]) -> Generation:
-        """The answer as it comes: an iterator of pieces, whose `result()` is the whole answer once
-        it is exhausted. Its context is in use until then, or until `close()`.
+        """Return the answer as it comes: an iterator of pieces, whose `result()` is the whole
+        answer once it is exhausted. Its context is in use until then, or until `close()`.
         """
         return self._begin(prompt, read_options(options))
 
     def chat(
         self, messages: Sequence[Message], **options: Unpack[GenerateOptions]
     ) -> GenerationResult:
-        """The next message of a conversation, by the model's chat template."""
+        """Return the next message of a conversation, by the model's chat template."""
         options["chat"] = True
         return self.generate(self.encode_chat(messages), **options)
 
     def conversation(
         self, *, system: str | None = None, context: Context | None = None
     ) -> Conversation:
-        """A conversation with history, of which each turn prefills only what is new.
+        """Return a conversation with history, of which each turn prefills only what is new.
 
         On the model's own context, which others use as well, or on one that it has for itself.
         """
@@ -395,7 +396,7 @@ class LLM:
         return self.context.load(path)
 
     def logits(self, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
-        """Logits float32 [tokens, vocab] after every token of a fresh context."""
+        """Return logits float32 [tokens, vocab] after every token of a fresh context."""
         ids = check_ids(tokens)
         context, hold = self._own.take((), reuse=False)
         try:
@@ -500,7 +501,9 @@ class LLM:
         return context.cached
 
     def _without_start(self, context: Context, tokens: list[int]) -> list[int]:
-        """A text's tokens; without the one that a text begins with if it goes on from another."""
+        """Return a text's tokens; without the one that a text begins with if it goes on from
+        another.
+        """
         start = self._loaded.tokenizer.bos_id
         goes_on = len(context) > 0 and len(tokens) > 1 and tokens[0] == start
         return tokens[1:] if goes_on else tokens
@@ -527,11 +530,11 @@ class LLM:
             )
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of a conversation, by the model's chat template."""
+        """Return token ids of a conversation, by the model's chat template."""
         return self._loaded.encode_chat(check_messages(messages))
 
     def _count(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
-        """The length of a prompt that will be asked, as far as the context holds it."""
+        """Return the length of a prompt that will be asked, as far as the context holds it."""
         tokens = self._loaded.encode(prompt) if isinstance(prompt, str) else prompt
         return (max(min(len(tokens), self.max_seq_len), 1),)
 
@@ -552,7 +555,7 @@ class LLM:
         return max(budget - taken, 1)
 
     def _in_context(self, max_seq_len: int | None) -> tuple[int, LoadedModel]:
-        """The length of contexts, and the model in one."""
+        """Return the length of contexts, and the model in one."""
         length = self._context_length(max_seq_len)
         return length, self._loaded.for_context(length)
 
@@ -569,14 +572,14 @@ class LLM:
 
 
 def _finish(generation: Generation) -> GenerationResult:
-    """Its whole answer."""
+    """Return its whole answer."""
     for _ in generation:
         pass
     return generation.result()
 
 
 def _device_of(plan: ExecutionPlan, device: DeviceMode) -> DeviceMode:
-    """Devices that a plan needs. Raises `UserError` if others were asked for."""
+    """Return devices that a plan needs. Raises `UserError` if others were asked for."""
     kinds: frozenset[DeviceKind] = plan.devices()
     needed: DeviceMode = "hetero" if len(kinds) == 2 else next(iter(kinds))
     if device not in ("auto", needed):

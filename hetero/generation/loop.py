@@ -134,7 +134,7 @@ class StopFilter:
         self.found = ""  # the stop text that ended it
 
     def push(self, text: str) -> str:
-        """Text that is safe to show now."""
+        """Return text that is safe to show now."""
         self._held += text
         found = [(at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if found:
@@ -220,7 +220,7 @@ class Generation(Iterator[Piece]):
 
     @property
     def finished(self) -> bool:
-        """Whether there is nothing more to come."""
+        """Return whether there is nothing more to come."""
         return self._reason is not None or not self._hold.active
 
     def __iter__(self) -> Self:
@@ -230,7 +230,7 @@ class Generation(Iterator[Piece]):
         return self
 
     async def __anext__(self) -> Piece:
-        """The next piece, computed in a thread: the event loop goes on meanwhile."""
+        """Return the next piece, computed in a thread: the event loop goes on meanwhile."""
         import asyncio  # heavy (it brings sockets and TLS), and its callers have it
 
         piece = await asyncio.to_thread(next, self, None)
@@ -299,8 +299,8 @@ class Generation(Iterator[Piece]):
 
     @property
     def wanted(self) -> int | None:
-        """The token whose logits the next `step` computes, if `give` may give them: not while the
-        prompt is read, nor where tokens are guessed, or some must be forgotten first.
+        """Return the token whose logits the next `step` computes, if `give` may give them: not
+        while the prompt is read, nor where tokens are guessed, or some must be forgotten first.
         """
         free = not (self.finished or self._lookup or self._given is not None or self._is_full())
         return self._next if free and not self.context.pending else None
@@ -335,7 +335,8 @@ class Generation(Iterator[Piece]):
         self.close()
 
     def fork(self, sampling: SamplingParams) -> Generation:
-        """Another answer to the same prompt, which is not read again, on a fork of the context.
+        """Return another answer to the same prompt, which is not read again, on a fork of the
+        context.
 
         Close that context when it is done. Raises `UserError` where there is no memory for it.
         """
@@ -360,7 +361,7 @@ class Generation(Iterator[Piece]):
         return other
 
     def result(self) -> GenerationResult:
-        """The answer so far; complete once it is finished."""
+        """Return the answer so far; complete once it is finished."""
         return GenerationResult(
             text="".join(self._texts),
             tokens=tuple(self._tokens),
@@ -372,7 +373,7 @@ class Generation(Iterator[Piece]):
         )
 
     def _prompt_step(self) -> int | None:
-        """A call of the prompt; the first token behind the last one."""
+        """Return a call of the prompt; the first token behind the last one."""
         if self._calls is None:
             if self._config.speculative:
                 self._lookup = LookupDecoder(

@@ -218,8 +218,8 @@ class Sampler:
     def _distribution(
         self, scores: npt.NDArray[np.floating[Any]], most: float
     ) -> tuple[npt.NDArray[np.int64] | None, npt.NDArray[np.float64]]:
-        """Token ids that are left after all filters, most likely first, and their weights, in
-        proportion to their probabilities. Without filters that is all of them as they are, and
+        """Return token ids that are left after all filters, most likely first, and their weights,
+        in proportion to their probabilities. Without filters that is all of them as they are, and
         None for their ids: nobody sorts a vocabulary to draw one token.
         """
         params = self.params
@@ -247,7 +247,9 @@ class Sampler:
         return ids, weights
 
     def _least(self, weights: npt.NDArray[np.float64], total: float) -> float:
-        """A weight below which no token is left by the filters, the likeliest one's being 1."""
+        """Return a weight below which no token is left by the filters, the likeliest
+        one's being 1.
+        """
         least, wanted = self.params.min_p, self.params.top_p * total
         if self.params.top_p < 1:
             share = 1 / 16

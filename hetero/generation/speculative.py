@@ -67,7 +67,7 @@ class LookupDecoder:
         self._taken = 0  # tokens of the last call that are part of the text
 
     def decode(self, token: int) -> Logits:
-        """Logits [vocab] after `token`."""
+        """Return logits [vocab] after `token`."""
         self._history.append(token)
         guessed = self._draft[self._taken - 1 : self._taken] if self._rows is not None else []
         if guessed == [token]:
@@ -95,7 +95,7 @@ class LookupDecoder:
         return row
 
     def _guess(self) -> list[int]:
-        """Tokens that followed the last occurrence of the end of the text."""
+        """Return tokens that followed the last occurrence of the end of the text."""
         room = self._engine.max_seq_len - self._context.cached - 1
         longest = min(self._longest, room)
         history = np.asarray(self._history)

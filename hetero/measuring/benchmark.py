@@ -74,11 +74,11 @@ class BenchReport:
     )  # fmt: skip
 
     def to_json(self) -> str:
-        """One line of JSON (docs/reference/json.md)."""
+        """Return one line of JSON (docs/reference/json.md)."""
         return json.dumps(asdict(self))
 
     def to_csv(self) -> str:
-        """A header and one line per row."""
+        """Return a header and one line per row."""
         out = io.StringIO()
         writer = csv.DictWriter(out, list(BenchRow.__dataclass_fields__), lineterminator="\n")
         writer.writeheader()
@@ -86,7 +86,7 @@ class BenchReport:
         return out.getvalue().rstrip("\n")
 
     def table(self) -> TableData:
-        """A line for each row."""
+        """Return a line for each row."""
         numbers = ("cores", "tokens/s", "min", "max", "copied B/token")
         return TableData("", self.HEAD, tuple(map(_cells, self.rows)), lead=4, numbers=numbers)
 
@@ -96,7 +96,9 @@ class BenchReport:
         return f"model {self.model}, {self.environment['numbers']} on {self.environment['cpu']}"
 
     def remarks(self) -> list[str]:
-        """Lines under the table: the winners, loading and memory, what each contender was."""
+        """Return lines under the table: the winners, loading and memory, what each
+        contender was.
+        """
         peaks = ((who, process.peak_rss_bytes / 2**20) for who, process in self.processes.items())
         loads = ((who, process.load_s) for who, process in self.processes.items())
         best = ", ".join(f"{row.test}: {_who(row)}" for row in self.rows if row.fastest)
@@ -165,7 +167,9 @@ class Contender(NamedTuple):
 
 
 def contenders(options: BenchOptions) -> list[Contender]:
-    """All combinations that mean something. Raises `UserError` for a strategy without `hetero`."""
+    """Return all combinations that mean something. Raises `UserError` for a strategy without
+    `hetero`.
+    """
     if options.strategies and "hetero" not in options.devices:
         if options.devices == ("auto",):  # nobody asked for another
             return contenders(replace(options, devices=("hetero",)))
@@ -224,7 +228,7 @@ def _process(entry: Contestant) -> BenchProcess:
 
 
 def environment() -> dict[str, Any]:
-    """The machine and the versions that a measurement depends on."""
+    """Return the machine and the versions that a measurement depends on."""
     found: dict[str, Any] = {
         "cpu": cpu_name(),
         "cores": os.cpu_count(),

@@ -16,7 +16,7 @@ from hetero.profiler.records import DeviceProfile
 
 
 def is_compiled_for(soc: str) -> bool:
-    """Whether `--soc` names a chip that the compiler knows, and not just the profile.
+    """Return whether `--soc` names a chip that the compiler knows, and not just the profile.
 
     Raises `UserError` for a chip whose compiler is not installed.
     """
@@ -37,7 +37,7 @@ def compiled_profile(
     model: str | None = None,
     progress: Callable[[Event], None] | None = None,
 ) -> DeviceProfile:
-    """The profile of a chip, `compiler-predicted`, written to `out` or `SOC.json`.
+    """Return the profile of a chip, `compiler-predicted`, written to `out` or `SOC.json`.
 
     `model` takes exactly that model's matmuls instead of common sizes.
     """

@@ -20,7 +20,7 @@ import numpy as np
 
 from hetero.backends.errors import DeviceError
 from hetero.backends.host.affinity import allowed_cores, run_on
-from hetero.backends.host.json_child import ChildGoneError, JsonChild, serving
+from hetero.backends.host.json_child import ChildDiedError, JsonChild, serving
 from hetero.errors import FallbackWarning, UserError
 from hetero.generation.llm import LLM
 from hetero.profiler.errors import ProfileWarning
@@ -186,7 +186,7 @@ class Contestant:
                         warnings.warn(f"{self.name}: {message}", FallbackWarning, stacklevel=3)
                     case Refused(message=message):
                         raise UserError(message)
-        except ChildGoneError as error:
+        except ChildDiedError as error:
             raise UserError(
                 f"the process of {self.name} {error}: close other programs if memory ran out, or "
                 "bench that device alone"

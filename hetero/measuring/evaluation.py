@@ -75,7 +75,7 @@ class Evaluation:
 
 
 def read_tokens(llm: Encoder, path: Path, limit: int | None = None) -> list[int]:
-    """Token ids of a text file. Raises `UserError` if there is not enough text to score."""
+    """Return token ids of a text file. Raises `UserError` if there is not enough text to score."""
     try:
         text = read_text(path, LONGEST_TEXT_BYTES)
     except (OSError, UnicodeDecodeError) as error:

@@ -49,7 +49,7 @@ Times: TypeAlias = dict[str, list[float]]  # "small prefill", "large decode", â€
 
 
 def can_use_every_core(device: Device) -> bool:
-    """Whether an open OpenCL device is one core of a processor that has more."""
+    """Return whether an open OpenCL device is one core of a processor that has more."""
     plain = device.info.backend == ONE_CORE and "cpu" in device.info.details
     return plain and core_count() > 1
 
@@ -92,7 +92,7 @@ def measure_every_core(
 
 
 def _fit(name: WeightFormat, phase: Phase, cores: int, one: Times, every: Times) -> EveryCore:
-    """The two numbers of `EveryCore` from the steps of both models."""
+    """Return the two numbers of `EveryCore` from the steps of both models."""
     layers = {"small": _small_layers(), "large": LAYERS}
     one_s, every_s = (
         {size: statistics.median(times[f"{size} {phase}"]) for size in layers}
@@ -136,7 +136,7 @@ def _reason(error: Exception) -> str:
 
 
 def _small(weight_format: WeightFormat) -> ModelWeights:
-    """The demo; with random weights where its own have no static scales."""
+    """Return the demo; with random weights where its own have no static scales."""
     if weight_format.activations.static:
         return RandomWeights(open_model(SMALL).config, weight_format)
     return open_model(SMALL, weights=weight_format).weights
@@ -169,8 +169,8 @@ def time_steps(backend: str, weight_format: WeightFormat) -> dict[str, float]:
 def _time_model(
     backend: str, weights: ModelWeights, tokens: int, steps: int = 48, warm: int = 4
 ) -> tuple[list[float], list[float]]:
-    """Seconds of each prompt of so many tokens, and of each of `steps` decoding steps behind `warm`
-    others.
+    """Return seconds of each prompt of so many tokens, and of each of `steps` decoding steps behind
+    `warm` others.
     """
     opened = open_devices("gpu", gpu=backend)
     engine = Engine(

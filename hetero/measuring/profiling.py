@@ -183,7 +183,7 @@ def _alone(out: str | Path | None) -> Iterator[None]:
 
 
 def lock_path(out: Path) -> Path:
-    """The lock of a profile: not beside it, where it would be left lying."""
+    """Return the lock of a profile: not beside it, where it would be left lying."""
     name = hashlib.sha256(str(out.absolute()).encode()).hexdigest()[:16]
     folder = cache_folder() / "locks"
     try:
@@ -194,7 +194,7 @@ def lock_path(out: Path) -> Path:
 
 
 def model_shapes(spec: ModelGraph) -> tuple[Shape, ...]:
-    """The matmuls of a model as the profiler takes them."""
+    """Return the matmuls of a model as the profiler takes them."""
     return tuple(Shape(matmul.name, matmul.n, matmul.k) for matmul in spec.matmuls)
 
 
@@ -209,7 +209,7 @@ def model_options(spec: ModelGraph, formats: Iterable[WeightFormat]) -> dict[str
 
 
 def parse_budget(text: str) -> float:
-    """Seconds of `90s`, `10m`, `1h` or a plain number. Raises `UserError`."""
+    """Return seconds of `90s`, `10m`, `1h` or a plain number. Raises `UserError`."""
     # By hand: libraries of durations read far more than these three units, `1 month` among them.
     units = {"s": 1.0, "m": 60.0, "h": 3600.0}
     factor = units.get(text[-1:].lower())

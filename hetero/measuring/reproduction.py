@@ -35,7 +35,7 @@ STRATEGIES = {"auto": "Hetero-tensor", "pipe": "pipe", "padding": "padding",
 
 
 def scenario(m: int) -> Scenario:
-    """A prompt of m tokens, or decoding (0)."""
+    """Return a prompt of m tokens, or decoding (0)."""
     return Scenario("prefill", m) if m else Scenario("decode", 1)
 
 
@@ -57,11 +57,12 @@ class Chip:
         return float(eval(str(formula), {"__builtins__": {}, **known}))  # of our own data file
 
     def speed(self, model: str, system: str, m: int) -> float:
-        """Tokens per second."""
+        """Return tokens per second."""
         return scenario(m).m / force(self.fast[model], scenario(m), system).seconds
 
     def slow(self, model: str, system: str, m: int) -> float:
-        """Tokens per second of the same plan when each wait is a `finish` and operands are copied.
+        """Return tokens per second of the same plan when each wait is a `finish` and operands are
+        copied.
 
         Its tilings stay, under another planner's synchronisation.
         """
@@ -112,7 +113,7 @@ class Claim(NamedTuple):
 
     @classmethod
     def of(cls, known: dict[str, Any], chip: Chip) -> Claim:
-        """An entry of the data file with what the chip says."""
+        """Return an entry of the data file with what the chip says."""
         found = chip.value(known["formula"])
         low, high = known.get("quiet", (math.inf, -math.inf))
         reason = "" if low <= found <= high else known.get("reason", "")
@@ -126,13 +127,13 @@ class Claim(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """Whether the target is met."""
+        """Return whether the target is met."""
         if self.within is None:
             return "differs" if self.reason else ""
         return "met" if abs(self.ratio - 1) <= self.within else "MISSED"
 
     def cells(self) -> list[str]:
-        """A row of the table."""
+        """Return a row of the table."""
         numbers = [f"{x:.4g} {self.unit}" for x in (self.paper, self.simulated)]
         target = "" if self.within is None else f"±{100 * self.within:.0f} %"
         verdict = f"{self.verdict}{': ' + self.reason if self.reason else ''}"
@@ -164,7 +165,7 @@ class Reproduction(NamedTuple):
 
     @property
     def met(self) -> bool:
-        """Whether every stated target is."""
+        """Return whether every stated target is."""
         missed = any("MISSED" in line for line in self.orders)
         return not missed and all(claim.verdict != "MISSED" for claim in self.claims)
 
@@ -181,7 +182,7 @@ class Reproduction(NamedTuple):
         )
 
     def table(self) -> TableData:
-        """A row for each claim."""
+        """Return a row for each claim."""
         rows = tuple(tuple(claim.cells()) for claim in self.claims)
         head = ("claim", "what", "paper", "simulated", "ratio", "target", "verdict")
         return TableData("", head, rows, lead=2, numbers=head[2:5])
@@ -254,7 +255,7 @@ def _chart(unit: str, claims: list[Claim]) -> Any:
 
 
 def reproduce(profile: str = "snapdragon-8-gen-3") -> Reproduction:
-    """The paper's end-to-end claims beside the simulated chip (half a minute at most)."""
+    """Return the paper's end-to-end claims beside the simulated chip (half a minute at most)."""
     chip = Chip(DeviceProfile.load(profile))
     claims = resources.files("hetero.measuring") / "data" / "paper_claims.toml"
     known = tomllib.loads(claims.read_text(encoding="utf-8"))

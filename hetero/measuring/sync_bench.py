@@ -87,7 +87,7 @@ class SyncReport:
     environment: dict[str, Any]
 
     def to_json(self) -> str:
-        """One line."""
+        """Return one line."""
         return json.dumps(asdict(self))
 
     def remarks(self) -> list[str]:
@@ -111,7 +111,7 @@ class SyncReport:
         return lines
 
     def table(self) -> TableData:
-        """A line for each method at each length."""
+        """Return a line for each method at each length."""
         head = ("kernel µs", "method", "added latency µs (median)", "95 %", "CPU time × spinning")
         rows = (
             (
@@ -166,7 +166,7 @@ def run_sync_bench(
 def _measure(
     device: Device, fast: Synchroniser, wait_s: float, rounds: int, policy: BenchPolicy
 ) -> Sequence[WaitCost]:
-    """All methods in turns on a kernel that takes about `wait_s`."""
+    """Return all methods in turns on a kernel that takes about `wait_s`."""
     call = _kernel_of(device, wait_s, policy)
     methods = _methods(device, fast, wait_s, policy.deadline_s)
     added: dict[str, list[float]] = {name: [] for name in methods}
@@ -199,7 +199,9 @@ def _measure(
 
 
 def _sleep_cost(sleep_s: float, rounds: int) -> tuple[float, float]:
-    """How late a sleep of so long is (median), and the CPU time that it takes (mean). Seconds."""
+    """Return how late a sleep of so long is (median), and the CPU time that it takes (mean).
+    Seconds.
+    """
     cpu_s = time.thread_time()
     sleep = measure_sleep(SystemClock(), sleep_s, 1, rounds)
     return sleep.late_median_s, (time.thread_time() - cpu_s) / rounds
@@ -240,7 +242,7 @@ def _spin(completion: Completion, deadline_s: float) -> None:
 
 
 def _kernel_of(device: Device, wanted_s: float, policy: BenchPolicy) -> BoundCall:
-    """A matmul that takes about so long, rather longer: its time grows with its tokens."""
+    """Return a matmul that takes about so long, rather longer: its time grows with its tokens."""
     rng = np.random.default_rng(0)
     weight = pack(rng.standard_normal((ROWS, FEATURES), dtype=np.float32), WeightFormat.F32.storage)
     op = MatMul(n=ROWS, k=FEATURES, weight_format=WeightFormat.F32)

@@ -81,8 +81,8 @@ class LoadedModel:
         return replace(self, config=config, fingerprint=identity.hexdigest())
 
     def reading_tokenizer(self) -> LoadedModel:
-        """The model, whose tokenizer is read by a thread from now on: large vocabularies take half
-        a second.
+        """Return the model, whose tokenizer is read by a thread from now on: large vocabularies
+        take half a second.
         """
         _ = self._tokenizer
         return self
@@ -99,11 +99,11 @@ class LoadedModel:
         return HfTokenizer.from_directory(self.source)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt. Raises `ModelError` if the tokenizer is another model's."""
+        """Return token ids of a prompt. Raises `ModelError` if the tokenizer is another model's."""
         return self._checked(self.tokenizer.encode(text))
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of a conversation, as `encode` does."""
+        """Return token ids of a conversation, as `encode` does."""
         return self._checked(self.tokenizer.encode_chat(messages))
 
     def _checked(self, ids: list[int]) -> list[int]:
@@ -119,7 +119,7 @@ class LoadedModel:
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        """Ids that end a text: those of the configuration and the tokenizer's.
+        """Return ids that end a text: those of the configuration and the tokenizer's.
 
         A configuration often has the end of a text only, where the tokenizer knows the token that
         ends a turn of a chat.
@@ -159,7 +159,7 @@ def model_path(model: str | os.PathLike[str]) -> Path:
 
 
 def default_weights(model: str | Path) -> str:
-    """The format of a MODEL where none is asked for: what a quantised directory or GGUF file
+    """Return the format of a MODEL where none is asked for: what a quantised directory or GGUF file
     holds, w4a16 of floats.
 
     Raises `ModelError` for a broken quantised directory or file.
@@ -289,14 +289,14 @@ def _open_gguf(path: Path, weight_format: WeightFormat) -> LoadedModel:
 
 
 def gguf_tokenizer(path: Path) -> HfTokenizer:
-    """The tokenizer of a GGUF file. Raises `ModelError`."""
+    """Return the tokenizer of a GGUF file. Raises `ModelError`."""
     from hetero.models.gguf import GgufFile, read_tokenizer
 
     return read_tokenizer(GgufFile.opened(path))
 
 
 def gguf_config(path: Path) -> ModelConfig:
-    """The configuration of a GGUF file. Raises `ModelError`."""
+    """Return the configuration of a GGUF file. Raises `ModelError`."""
     from hetero.models.gguf import GgufFile, read_config
 
     return read_config(GgufFile.opened(path))
@@ -344,8 +344,8 @@ def _quantised_model(
 
 
 def _path(model: str, *, shapes: bool = False) -> Path:
-    """The directory or GGUF file of a MODEL that is not random. Where only its `shapes` matter, a
-    known name would have done.
+    """Return the directory or GGUF file of a MODEL that is not random. Where only its `shapes`
+    matter, a known name would have done.
     """
     try:
         return _found_path(model, shapes)

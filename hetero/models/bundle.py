@@ -73,11 +73,13 @@ class BundleManifest(BaseModel):
 
     @property
     def graphs_bytes(self) -> int:
-        """All compiled graphs together."""
+        """Return all compiled graphs together."""
         return sum(graph.size_bytes for graph in self.graphs)
 
     def document(self) -> str:
-        """The file's contents, which earlier versions read where they know all that it says."""
+        """Return the file's contents, which earlier versions read where they know all
+        that it says.
+        """
         added = set() if self.whole_caches else {"whole_caches"}
         return self.model_dump_json(indent=1, exclude=added) + "\n"
 
@@ -95,7 +97,7 @@ class BundleManifest(BaseModel):
             )
 
     def npu_options(self, directory: str | os.PathLike[str]) -> dict[str, Any]:
-        """Options of `hetero.backends.qnn.opening.open` for the bundle in `directory`."""
+        """Return options of `hetero.backends.qnn.opening.open` for the bundle in `directory`."""
         graphs = expand_user(directory) / GRAPHS_DIRECTORY
         return {
             "soc": self.soc,
@@ -105,7 +107,7 @@ class BundleManifest(BaseModel):
         }
 
     def load_plan(self, directory: str | os.PathLike[str]) -> ExecutionPlan:
-        """The plan that the graphs were compiled for. Raises `ModelError` for another."""
+        """Return the plan that the graphs were compiled for. Raises `ModelError` for another."""
         path = expand_user(directory) / PLAN_FILE
         try:
             data = read_document(path)
@@ -120,7 +122,9 @@ class BundleManifest(BaseModel):
 
 
 def find_bundle(model: str | os.PathLike[str]) -> BundleManifest | None:
-    """The manifest if MODEL is a compiled directory. Raises `ModelError` for a damaged one."""
+    """Return the manifest if MODEL is a compiled directory. Raises `ModelError` for a
+    damaged one.
+    """
     path = model_path(model) / BUNDLE_FILE
     if not os.path.isfile(path):
         return None

@@ -94,29 +94,31 @@ class Calibration(BaseModel):
 
     @property
     def shadowed(self) -> list[str]:
-        """Names of the matmuls that keep a shadow which adds something."""
+        """Return names of the matmuls that keep a shadow which adds something."""
         kept = self.excess
         return [name for name, x in self.matmuls.items() if x.hot or (kept and not x.pruned)]
 
     @property
     def excess(self) -> bool:
-        """Whether shadows add what the codes cut off, and hot channels stay in the integers."""
+        """Return whether shadows add what the codes cut off, and hot channels stay in the
+        integers.
+        """
         return OutlierChoice.parse(self.outliers).excess
 
     def hot(self, name: str) -> int:
-        """Number of a matmul's hot channels."""
+        """Return number of a matmul's hot channels."""
         return self.matmuls[name].hot
 
 
 def matmul_names(config: ModelConfig) -> list[str]:
-    """Names of a model's matmuls in a `Calibration`."""
+    """Return names of a model's matmuls in a `Calibration`."""
     roles = [x.name for x in block_matrices(config)]
     inner = [f"blocks.{i}.{role}" for i in range(config.num_layers) for role in roles]
     return [*inner, "lm_head"]
 
 
 def hot_bytes(config: ModelConfig, calibration: Calibration | None) -> int:
-    """Bytes of hot channels' numbers (int32) and weights (float16)."""
+    """Return bytes of hot channels' numbers (int32) and weights (float16)."""
     if calibration is None:
         return 0
     rows: Mapping[str, int] = {x.name: x.n for x in config.matmuls()}

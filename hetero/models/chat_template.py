@@ -45,7 +45,7 @@ class ChatTemplate:
         template: str | None = None,
         **variables: Any,
     ) -> str:
-        """Text of a conversation.
+        """Return text of a conversation.
 
         `template` names one of several templates (default: `tool_use` if tools are given and there
         is one, else `default`); `variables` are passed on (`enable_thinking`, …). Raises
@@ -109,7 +109,7 @@ def load_templates(directory: Path, tokenizer_config: Mapping[str, Any]) -> dict
 
 
 def _declared(value: Any) -> dict[str, str]:
-    """A template, or a list of {"name": …, "template": …}."""
+    """Return a template, or a list of {"name": …, "template": …}."""
     if isinstance(value, str):
         return {"default": value}
     items = value if isinstance(value, list) else []

@@ -48,11 +48,11 @@ class CheckpointFiles:
         return name in self._file_of
 
     def names(self) -> list[str]:
-        """All tensor names."""
+        """Return all tensor names."""
         return list(self._file_of)
 
     def array(self, name: str) -> npt.NDArray[Any]:
-        """A view of a tensor in its mapped file."""
+        """Return a view of a tensor in its mapped file."""
         return self._file_of[name].array(name)
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -134,7 +134,7 @@ class CheckpointWeights(ModelWeights):
         self._names = self._architecture.names
 
     def end_vector(self, name: str) -> Float32Array:
-        """A vector outside of the blocks."""
+        """Return a vector outside of the blocks."""
         module, suffix = vector_module(self._names.ends, name)
         return self._vector(f"{module}.{suffix}", norm=name == "final_norm").reshape(-1)
 
@@ -177,14 +177,14 @@ class CheckpointWeights(ModelWeights):
 
 
 def vector_module(modules: Mapping[str, str], name: str) -> tuple[str, str]:
-    """The module of a vector, and which of its tensors the vector is."""
+    """Return the module of a vector, and which of its tensors the vector is."""
     if name.endswith("_bias"):
         return modules[name.removesuffix("_bias")], "bias"
     return modules[name], "weight"
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors that a checkpoint of this configuration has."""
+    """Return names and shapes of the tensors that a checkpoint of this configuration has."""
     names, d = ARCHITECTURES[config.architecture].names, config.hidden_size
     shapes: dict[str, tuple[int, ...]] = {}
     for matrix in end_matrices(config):

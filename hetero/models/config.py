@@ -104,7 +104,7 @@ class ModelConfig:
 
     @property
     def qkv_width(self) -> int:
-        """Rows of the fused query, key and value weight: (H + 2G)·D."""
+        """Return rows of the fused query, key and value weight: (H + 2G)·D."""
         return (self.heads + 2 * self.kv_heads) * self.head_dim
 
     @classmethod
@@ -192,7 +192,7 @@ class ModelConfig:
         return raw | architecture.write(self)
 
     def matmuls(self) -> tuple[MatMulSpec, ...]:
-        """The matmuls of a block and the output head, in the order in which they run."""
+        """Return the matmuls of a block and the output head, in the order in which they run."""
         d, f, layers = self.hidden_size, self.intermediate_size, self.num_layers
         up = 2 * f if self.gated else f
         rows: list[tuple[MatMulName, int, int, int, bool]] = [

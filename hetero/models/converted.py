@@ -22,7 +22,7 @@ class ConvertedWeights(ModelWeights):
         self._inner = inner
 
     def end_vector(self, name: str) -> Float32Array:
-        """A vector outside of the blocks."""
+        """Return a vector outside of the blocks."""
         return self._inner.end_vector(name)
 
     def release(self, index: int) -> None:

@@ -15,7 +15,7 @@ MAX_SIZE = 2**31 - 1  # sizes are int32 on devices
 
 
 def read_text(path: Path, most_bytes: int = files.LONGEST_DOCUMENT_BYTES) -> str:
-    """A text file in UTF-8. Raises `ModelError`."""
+    """Return a text file in UTF-8. Raises `ModelError`."""
     try:
         return files.read_text(path, most_bytes)
     except OSError as error:
@@ -28,7 +28,7 @@ def read_text(path: Path, most_bytes: int = files.LONGEST_DOCUMENT_BYTES) -> str
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises `ModelError` if there is none."""
+    """Return the JSON object in a file. Raises `ModelError` if there is none."""
     try:
         raw = json.loads(read_text(path))
     except (ValueError, RecursionError) as error:  # also a number of more than 4300 digits
@@ -58,7 +58,7 @@ class Fields:
         return ModelError(f"{self.where}: {name} {rule}{got}; {remedy}")
 
     def positive_int(self, name: str, default: int | None = None, limit: int = MAX_SIZE) -> int:
-        """An integer from 1 to `limit`."""
+        """Return an integer from 1 to `limit`."""
         value = self.raw.get(name)
         if value is None and default is not None:
             return default
@@ -69,7 +69,7 @@ class Fields:
         return value
 
     def positive_float(self, name: str, default: float | None = None) -> float:
-        """A finite number > 0."""
+        """Return a finite number > 0."""
         value = self.raw.get(name)
         if value is None and default is not None:
             return default
@@ -78,11 +78,11 @@ class Fields:
         return float(value)
 
     def optional_float(self, name: str) -> float | None:
-        """A finite number > 0, or None if absent."""
+        """Return a finite number > 0, or None if absent."""
         return None if self.raw.get(name) is None else self.positive_float(name)
 
     def positive_floats(self, name: str) -> tuple[float, ...]:
-        """A list of finite numbers > 0."""
+        """Return a list of finite numbers > 0."""
         values = self.raw.get(name)
         numbers = values if isinstance(values, list | tuple) else [None]
         if not all(is_number(x) and 0 < x <= sys.float_info.max for x in numbers):
@@ -99,7 +99,7 @@ class Fields:
         return value
 
     def text(self, name: str, default: str | None = None) -> str:
-        """A string."""
+        """Return a string."""
         value = self.raw.get(name)
         if value is None and default is not None:
             return default
@@ -108,7 +108,7 @@ class Fields:
         return value
 
     def object(self, name: str) -> dict[str, Any]:
-        """A JSON object; empty if absent."""
+        """Return a JSON object; empty if absent."""
         value = self.raw.get(name)
         if value is None:
             return {}
@@ -117,7 +117,7 @@ class Fields:
         return value
 
     def ids(self, name: str) -> tuple[int, ...]:
-        """Token ids given as an integer, a list of integers, or null."""
+        """Return token ids given as an integer, a list of integers, or null."""
         value = self.raw.get(name)
         values = value if isinstance(value, list) else [] if value is None else [value]
         if any(not isinstance(x, int) or isinstance(x, bool) for x in values):
@@ -126,5 +126,5 @@ class Fields:
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
-    """An int or float, not a bool."""
+    """Return an int or float, not a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool)

@@ -56,7 +56,7 @@ def model_graph(
     kv: CacheFormat = CacheFormat.F32,
     sliding: Sliding | None = None,
 ) -> ModelGraph:
-    """The graph of a model, from token ids in slot `tokens` to `logits`, with KV caches of
+    """Return the graph of a model, from token ids in slot `tokens` to `logits`, with KV caches of
     `capacity` tokens (None: of all positions) in the format `kv`; those of `sliding` have room for
     its `rows`, and attention appends to them at the slot `cache_row`.
     """

@@ -41,12 +41,14 @@ class HubName(NamedTuple):
 
     @property
     def command(self) -> str:
-        """The command that downloads it."""
+        """Return the command that downloads it."""
         return f"hf download {self.repo}{' ' + self.file if self.file else ''}"
 
 
 def hub_name(model: str) -> HubName | None:
-    """The name on the hub that MODEL is, if it is one. Raises `ModelError` for a broken `hf:`."""
+    """Return the name on the hub that MODEL is, if it is one. Raises `ModelError` for a broken
+    `hf:`.
+    """
     if model.startswith(PREFIX):
         repo, _, file = model.removeprefix(PREFIX).partition(":")
         if not _ID.fullmatch(repo) or ".." in Path(file).parts or Path(file).is_absolute():
@@ -105,7 +107,7 @@ def gguf_models(files: Sequence[Path]) -> list[tuple[Path, int]]:
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether a folder has a configuration and all weights that its index names."""
+    """Return whether a folder has a configuration and all weights that its index names."""
     if not os.path.isfile(folder / "config.json"):  # false where it cannot be looked for
         return False
     index = folder / "model.safetensors.index.json"

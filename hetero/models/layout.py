@@ -19,7 +19,7 @@ class MatrixShape:
     k: int
 
     def nbytes(self, storage: StorageFormat) -> int:
-        """Bytes of data and scales, without page padding."""
+        """Return bytes of data and scales, without page padding."""
         return packed_bytes(storage, self.n, self.k)
 
 
@@ -55,8 +55,8 @@ def block_vectors(config: ModelConfig, storage: StorageFormat) -> tuple[VectorSh
 
 
 def scaled_inputs(storage: StorageFormat) -> bool:
-    """Whether a static scale of each matmul's input belongs to the weights: those with one scale a
-    row are multiplied with integers alone.
+    """Return whether a static scale of each matmul's input belongs to the weights: those with one
+    scale a row are multiplied with integers alone.
     """
     return storage.scales == "row"
 
@@ -89,7 +89,7 @@ def end_matrices(config: ModelConfig) -> tuple[MatrixShape, ...]:
 
 
 def total_bytes(config: ModelConfig, storage: StorageFormat) -> int:
-    """Bytes of all packed weights and vectors of a model, without page padding."""
+    """Return bytes of all packed weights and vectors of a model, without page padding."""
     block = sum(x.nbytes(storage) for x in block_matrices(config))
     block += sum(4 * x.n for x in block_vectors(config, storage))
     ends = sum(x.nbytes(storage) for x in end_matrices(config))
@@ -98,7 +98,7 @@ def total_bytes(config: ModelConfig, storage: StorageFormat) -> int:
 
 
 def page_padded(nbytes: int) -> int:
-    """Bytes rounded up to whole pages of 4096 (the file format's page, on every machine)."""
+    """Return bytes rounded up to whole pages of 4096 (the file format's page, on every machine)."""
     return padded(nbytes, FILE_PAGE_BYTES)
 
 

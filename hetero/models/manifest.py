@@ -44,7 +44,7 @@ class AlsoStored(BaseModel):
 
     @property
     def file(self) -> str:
-        """Its name in the directory."""
+        """Return its name in the directory."""
         return f"weights-{self.weight_format.storage.value}.safetensors"
 
 
@@ -74,7 +74,7 @@ class Manifest(BaseModel):
 
     @property
     def stored(self) -> tuple[WeightFormat, ...]:
-        """Formats that the weights were stored for, the model's own first."""
+        """Return formats that the weights were stored for, the model's own first."""
         return (self.weight_format, *(x.weight_format for x in self.also))
 
     @model_validator(mode="after")
@@ -102,7 +102,7 @@ class Manifest(BaseModel):
 
 
 def is_quantised(directory: Path) -> bool:
-    """Whether a directory says that `hetero quantize` wrote it."""
+    """Return whether a directory says that `hetero quantize` wrote it."""
     return os.path.isfile(directory / MANIFEST_FILE)  # false where it cannot be looked for
 
 

@@ -65,7 +65,7 @@ class PlannedTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the elements."""
+        """Return bytes of the elements."""
         total = _ITEM_BYTES[self.dtype]
         for size in self.shape:
             total *= size
@@ -97,7 +97,7 @@ class QuantizedWeights(ModelWeights):
         }
 
     def end_vector(self, name: str) -> Float32Array:
-        """A vector outside of the blocks."""
+        """Return a vector outside of the blocks."""
         return self.file.array(name)
 
     def release(self, index: int) -> None:
@@ -121,7 +121,7 @@ class QuantizedWeights(ModelWeights):
         self.file.prefetch()
 
     def head_in(self, storage: StorageFormat) -> PackedWeight:
-        """The output head as it is stored besides."""
+        """Return the output head as it is stored besides."""
         return self.besides[storage].end("embed" if self.config.tie_word_embeddings else "lm_head")
 
     @property
@@ -188,7 +188,7 @@ class StoredMatrices:
         _check_header(self.file, record.header_sha256)
 
     def block(self, index: int) -> dict[str, PackedWeight]:
-        """The matrices of a block, by name."""
+        """Return the matrices of a block, by name."""
         prefix = f"blocks.{index}."
         shapes = block_matrices(self.config)
         return {x.name: _packed(self.file, self.storage, prefix, x) for x in shapes}
@@ -216,7 +216,7 @@ class OtherStorage(ModelWeights):
         self._inner, self._stored = inner, inner.besides[weight_format.storage]
 
     def end_vector(self, name: str) -> Float32Array:
-        """A vector outside of the blocks."""
+        """Return a vector outside of the blocks."""
         return self._inner.end_vector(name)
 
     def release(self, index: int) -> None:
@@ -286,7 +286,7 @@ def _check_header(file: SafetensorsFile, sha256: str) -> None:
 def weight_plan(
     config: ModelConfig, storage: StorageFormat, calibration: Calibration | None = None
 ) -> list[PlannedTensor]:
-    """Every tensor of the weight file in file order, padding excluded."""
+    """Return every tensor of the weight file in file order, padding excluded."""
     plan: list[PlannedTensor] = []
     for index in range(config.num_layers):
         plan += block_plan(config, storage, index, calibration)

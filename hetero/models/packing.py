@@ -83,11 +83,11 @@ class SourceTensor:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and features."""
+        """Return rows and features."""
         return self.values.shape[0], self.values.shape[1]
 
     def rows(self, start: int, stop: int) -> npt.NDArray[np.float32]:
-        """Rows [start, stop) in order, as float32."""
+        """Return rows [start, stop) in order, as float32."""
         chosen = slice(start, stop) if self.order is None else self.order[start:stop]
         found: npt.NDArray[np.float32] = self.values[chosen].astype(np.float32)
         return found
@@ -98,7 +98,9 @@ class SourceTensor:
 
 
 def empty_packed(storage: StorageFormat, n: int, k: int) -> PackedWeight:
-    """A zero-filled weight in page-aligned memory (q4: its scales are zero), to be filled once."""
+    """Return a zero-filled weight in page-aligned memory (q4: its scales are zero), to be filled
+    once.
+    """
     data = _pages(data_dtype(storage), data_shape(storage, n, k))
     scales = None
     if storage.quantised:

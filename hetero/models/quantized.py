@@ -203,7 +203,7 @@ def _write_directory(
 def _write_also(
     weights: ModelWeights, directory: Path, progress: Progress | None
 ) -> tuple[AlsoStored, FileRecord]:
-    """The matrices in a file of their own."""
+    """Return the matrices in a file of their own."""
     found = AlsoStored(weight_format=weights.weight_format, header_sha256="0" * 64)
     storage = weights.weight_format.storage
     plan = matrices_plan(weights.config, storage)
@@ -220,7 +220,7 @@ def _write_weights(
     path: Path,
     progress: Progress | None,
 ) -> tuple[str, FileRecord]:
-    """A weight file; returns the hash of its header and the file's record."""
+    """Return a weight file; returns the hash of its header and the file's record."""
     metadata = {"format": f"hetero-{storage.value}", "schema_version": "1"}
     header = file_header(plan, metadata)
     total = len(header) + sum(page_padded(tensor.nbytes) for tensor in plan)

@@ -176,7 +176,7 @@ def known_config(name: str) -> ModelConfig:
 
 
 def limited(config: ModelConfig) -> ModelConfig:
-    """The configuration with at most `MAX_POSITION` tokens of context."""
+    """Return the configuration with at most `MAX_POSITION` tokens of context."""
     return replace(config, max_position=min(config.max_position, MAX_POSITION))
 
 
@@ -190,7 +190,7 @@ class RandomWeights(ModelWeights):
         self._pool: npt.NDArray[np.uint64] = bits.random_raw(_POOL_WORDS)
 
     def end_vector(self, name: str) -> Float32Array:
-        """A vector outside of the blocks; the final norm's weight is 1."""
+        """Return a vector outside of the blocks; the final norm's weight is 1."""
         shapes = end_vectors(self.config, self.weight_format.storage)
         shape = next(x for x in shapes if x.name == name)
         if name == "final_norm":

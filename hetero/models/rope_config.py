@@ -52,7 +52,9 @@ def refuse_partial_rotary(source: Fields) -> None:
 
 
 def rotary_factor_of(rotary_dim: int, head_dim: int) -> float:
-    """The `partial_rotary_factor` that `transformers` cuts down to `rotary_dim` dimensions."""
+    """Return the `partial_rotary_factor` that `transformers` cuts down to `rotary_dim`
+    dimensions.
+    """
     if not rotary_dim:
         return 1.0
     factor = rotary_dim / head_dim
@@ -86,7 +88,7 @@ def _scaling(source: Fields, rope: Fields, max_position: int) -> RopeScaling:
 
 
 def _original(source: Fields, rope: Fields, max_position: int) -> int:
-    """The context length of the first training; Phi-3 has it outside of `rope_scaling`."""
+    """Return the context length of the first training; Phi-3 has it outside of `rope_scaling`."""
     name = "original_max_position_embeddings"
     return source.positive_int(name, rope.positive_int(name, max_position))
 
@@ -150,7 +152,7 @@ def _yarn_scaling(rope: Fields, factor: float, original: int) -> RopeScaling:
 
 
 def rope_dict(scaling: RopeScaling) -> dict[str, Any] | None:
-    """The `rope_scaling` object that `read_rope` reads, None without scaling."""
+    """Return the `rope_scaling` object that `read_rope` reads, None without scaling."""
     if scaling.kind == "none":
         return None
     default = NO_SCALING

@@ -51,7 +51,7 @@ class SafetensorsFile:
     """A checked and memory-mapped safetensors file. Raises `ModelError` for a malformed one.
 
     The mapping lives as long as an array of it does; there is nothing to close. While it does, a
-    file that is `held` shows as one that is in use (`hetero.backends.host.files.is_held`).
+    file that is `held` shows as one that is in use (`hetero.backends.host.files.is_in_use`).
     """
 
     def __init__(self, path: Path, *, held: bool = False) -> None:
@@ -73,7 +73,7 @@ class SafetensorsFile:
         self._bytes = np.frombuffer(self._map, dtype=np.uint8)
 
     def array(self, name: str) -> npt.NDArray[Any]:
-        """A read-only view of a tensor in the mapped file."""
+        """Return a read-only view of a tensor in the mapped file."""
         entry = self.entries[name]
         raw = self._bytes[entry.start : entry.stop]
         if entry.start % _DTYPES[entry.dtype].itemsize:
@@ -81,7 +81,7 @@ class SafetensorsFile:
         return raw.view(_DTYPES[entry.dtype]).reshape(entry.shape)
 
     def header(self) -> bytes:
-        """The raw header, the eight length bytes excluded."""
+        """Return the raw header, the eight length bytes excluded."""
         return bytes(self._map[8 : 8 + self.header_bytes])
 
     def prefetch(self) -> None:

@@ -32,18 +32,20 @@ class Sliding:
         return cls(layers=layers, window=window, rows=min(rows, capacity))
 
     def seen(self, position: int) -> int:
-        """The first token that the one at `position` sees."""
+        """Return the first token that the one at `position` sees."""
         return max(position - self.window + 1, 0)
 
     def base(self, position: int) -> int:
-        """The first token that has a row where a call begins at `position`. It follows from that
-        alone, and by whole strides, so that equal texts lie alike however they came about.
+        """Return the first token that has a row where a call begins at `position`. It follows from
+        that alone, and by whole strides, so that equal texts lie alike however they came about.
         """
         stride = stride_of(self.window)
         return max(self.seen(position) - KEPT, 0) // stride * stride
 
 
 def stride_of(window: int) -> int:
-    """Tokens by which caches of such a window move: a power of two, up to an eighth of it."""
+    """Return tokens by which caches of such a window move: a power of two, up to an
+    eighth of it.
+    """
     least, most = STRIDES
     return min(max(1 << max((window // STRIDE_PART).bit_length() - 1, 0), least), most)

@@ -68,11 +68,13 @@ class _Worker:
 
     @property
     def usable(self) -> bool:
-        """Whether it runs, and is this process's own (not a copy after a fork)."""
+        """Return whether it runs, and is this process's own (not a copy after a fork)."""
         return self._process.poll() is None and self.owner == os.getpid()
 
     def ask(self, request: dict[str, Any], limit_s: float) -> dict[str, str]:
-        """The answer. Raises `TemplateLimitError`, and ends the process, if none comes in time."""
+        """Return the answer. Raises `TemplateLimitError`, and ends the process, if none comes in
+        time.
+        """
         assert self._process.stdin is not None
         text = json.dumps(request).encode() + b"\n"
         try:
@@ -121,7 +123,7 @@ _current: list[_Worker] = []
 def render(
     source: str, values: Mapping[str, Any], now: datetime, *, limit_s: float = RENDER_LIMIT_S
 ) -> str:
-    """Text of a Jinja template. `values` must be what JSON can say (`TypeError` otherwise).
+    """Return text of a Jinja template. `values` must be what JSON can say (`TypeError` otherwise).
 
     `now` is what `strftime_now` tells. Raises `TemplateSyntaxError`, `TemplateRefusalError`,
     `TemplateLimitError`.

@@ -76,7 +76,7 @@ def _raise(message: str) -> None:
 
 
 def _text(source: str, values: dict[str, Any], now: str) -> str:
-    """The rendered text. Raises `MemoryError` for one that is too long."""
+    """Return the rendered text. Raises `MemoryError` for one that is too long."""
     time = datetime.fromisoformat(now)
     values["strftime_now"] = time.strftime
     pieces: list[str] = []
@@ -90,7 +90,7 @@ def _text(source: str, values: dict[str, Any], now: str) -> str:
 
 
 def answer(request: dict[str, Any]) -> dict[str, str]:
-    """The answer to one request."""
+    """Return the answer to one request."""
     try:
         return {"text": _text(request["source"], request["values"], request["now"])}
     except jinja2.TemplateSyntaxError as error:

@@ -50,7 +50,7 @@ class StreamDecoder(ABC):
 
     @abstractmethod
     def push(self, token: int) -> str:
-        """The text that becomes certain with this token; often "" """
+        """Return the text that becomes certain with this token; often "" """
 
     @abstractmethod
     def finish(self) -> str:
@@ -67,24 +67,26 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Ids of a text; `add_special_tokens` adds what the model expects around a prompt (bos)."""
+        """Return ids of a text; `add_special_tokens` adds what the model expects around a prompt
+        (bos).
+        """
 
     @abstractmethod
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of ids. Ids outside the vocabulary say nothing."""
+        """Return text of ids. Ids outside the vocabulary say nothing."""
 
     @abstractmethod
     def decoder(
         self, context: Sequence[int] = (), *, skip_special_tokens: bool = True
     ) -> StreamDecoder:
-        """A streaming decoder for text that continues `context` (its ids are not repeated).
+        """Return a streaming decoder for text that continues `context` (its ids are not repeated).
 
         With the prompt as context the first piece keeps the space that separates it from the
         prompt; without, it starts a text of its own (an answer in a chat).
         """
 
     def render_chat(self, messages: Sequence[Message], **options: Any) -> str:
-        """Text of a conversation (options as in `ChatTemplate.render`).
+        """Return text of a conversation (options as in `ChatTemplate.render`).
 
         Raises `ModelError` for a model without a chat template.
         """
@@ -96,7 +98,7 @@ class Tokenizer(ABC):
         return self.chat_template.render(messages, **options)
 
     def encode_chat(self, messages: Sequence[Message], **options: Any) -> list[int]:
-        """Ids of a conversation; the template writes the special tokens itself."""
+        """Return ids of a conversation; the template writes the special tokens itself."""
         return self.encode(self.render_chat(messages, **options), add_special_tokens=False)
 
 
@@ -177,16 +179,17 @@ class HfTokenizer(Tokenizer):
 
     @property
     def special_ids(self) -> frozenset[int]:
-        """Ids of special tokens, which are no text."""
+        """Return ids of special tokens, which are no text."""
         return frozenset(self._special)
 
     def to_json(self) -> str:
-        """The document that `tokenizer.json` is."""
+        """Return the document that `tokenizer.json` is."""
         text: str = self._backend.to_str()
         return text
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Ids of a text, with what the post-processor adds (and bos if `add_bos_token` asks).
+        """Return ids of a text, with what the post-processor adds (and bos if `add_bos_token`
+        asks).
 
         Bytes that a terminal passed on undecoded are read as UTF-8, U+FFFD for what is none.
         """
@@ -203,7 +206,7 @@ class HfTokenizer(Tokenizer):
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of ids, as the tokenizer's decoder writes it."""
+        """Return text of ids, as the tokenizer's decoder writes it."""
         with _library(f"{self._where}: the tokenizer fails on these ids"):
             text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
@@ -211,7 +214,7 @@ class HfTokenizer(Tokenizer):
     def decoder(
         self, context: Sequence[int] = (), *, skip_special_tokens: bool = True
     ) -> StreamDecoder:
-        """A streaming decoder for text that continues `context`."""
+        """Return a streaming decoder for text that continues `context`."""
         stream = _WindowDecoder(
             self._backend, self._special if skip_special_tokens else set(), self._byte_tokens
         )
@@ -245,7 +248,7 @@ class _WindowDecoder(StreamDecoder):
         self._sent = 0  # characters of the window's text that are out
 
     def push(self, token: int) -> str:
-        """Text that becomes certain with this token."""
+        """Return text that becomes certain with this token."""
         if token in self._skipped:
             return ""
         if token in self._byte_tokens:
@@ -265,7 +268,9 @@ class _WindowDecoder(StreamDecoder):
         return self._emit(final=True)
 
     def _is_incomplete(self) -> bool:
-        """Whether the waiting bytes are the beginning of a character, and no more than that."""
+        """Return whether the waiting bytes are the beginning of a character, and no more
+        than that.
+        """
         decoder = codecs.getincrementaldecoder("utf-8")()
         try:
             decoder.decode(bytes(self._byte_tokens[token] for token in self._bytes))
@@ -314,11 +319,11 @@ class ByteTokenizer(Tokenizer):
         self.chat_template = None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:  # noqa: ARG002
-        """Bytes of the text in UTF-8."""
+        """Return bytes of the text in UTF-8."""
         return list(_unicode(text).encode("utf-8"))
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The bytes' text, U+FFFD for what is not UTF-8."""
+        """Return the bytes' text, U+FFFD for what is not UTF-8."""
         stream = self.decoder(skip_special_tokens=skip_special_tokens)
         return "".join([stream.push(token) for token in ids]) + stream.finish()
 
@@ -328,7 +333,7 @@ class ByteTokenizer(Tokenizer):
         *,
         skip_special_tokens: bool = True,  # noqa: ARG002
     ) -> StreamDecoder:
-        """A streaming decoder."""
+        """Return a streaming decoder."""
         return _ByteDecoder()
 
 
@@ -350,8 +355,8 @@ class _ByteDecoder(StreamDecoder):
 
 
 def _unicode(text: str) -> str:
-    """Text without lone surrogates, which tokenizers do not take; Python puts them in the place of
-    bytes on the command line and on stdin that are not in the locale's encoding.
+    """Return text without lone surrogates, which tokenizers do not take; Python puts them in the
+    place of bytes on the command line and on stdin that are not in the locale's encoding.
     """
     try:
         found = text.encode("utf-8", errors="surrogateescape")
@@ -424,7 +429,9 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _byte_tokens(backend: tokenizers.Tokenizer) -> dict[int, int]:
-    """Ids of `<0x00>` … `<0xFF>` and their bytes, if the decoder joins them into characters."""
+    """Return ids of `<0x00>` … `<0xFF>` and their bytes, if the decoder joins them into
+    characters.
+    """
     decoder = backend.decoder
     # Its own state alone: that of the whole pipeline takes gigabytes where an id is 2^31.
     if decoder is None or b'"ByteFallback"' not in decoder.__getstate__():

@@ -74,8 +74,8 @@ class Growth:
 
 
 def check_tokenizer(raw: object, where: str) -> Growth:
-    """How much longer a text may become, by a parsed tokenizer.json. Raises `ModelError` where that
-    is more than any tokenizer needs. What is malformed is left to the library to refuse.
+    """Return how much longer a text may become, by a parsed tokenizer.json. Raises `ModelError`
+    where that is more than any tokenizer needs. What is malformed is left to the library to refuse.
     """
     if not isinstance(raw, Mapping):
         return Growth()
@@ -136,7 +136,7 @@ def _contents(raw: Json) -> Iterator[str]:
 
 
 def _vocabulary(raw: Json) -> Iterator[str]:
-    """Tokens of a dictionary, or of Unigram's pairs of token and score."""
+    """Yield tokens of a dictionary, or of Unigram's pairs of token and score."""
     model = raw.get("model")
     vocabulary = model.get("vocab") if isinstance(model, Mapping) else None
     if isinstance(vocabulary, Mapping):
@@ -148,7 +148,7 @@ def _vocabulary(raw: Json) -> Iterator[str]:
 
 
 def _parts(component: object) -> Iterator[Json]:
-    """The steps of a component in their order, sequences inside sequences too."""
+    """Yield the steps of a component in their order, sequences inside sequences too."""
     waiting = [component]
     while waiting:
         part = waiting.pop()

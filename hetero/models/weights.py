@@ -66,7 +66,7 @@ class BlockWeights:
     also: Mapping[StorageFormat, Mapping[str, PackedWeight]] = field(default_factory=dict)
 
     def matrix(self, name: str, storage: StorageFormat | None = None) -> PackedWeight:
-        """A matrix as the model stores it, or as it does besides."""
+        """Return a matrix as the model stores it, or as it does besides."""
         found: PackedWeight = getattr(self, name) if storage is None else self.also[storage][name]
         return found
 
@@ -100,12 +100,12 @@ class ModelWeights(ABC):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all packed weights, norms, biases and hot channels."""
+        """Return bytes of all packed weights, norms, biases and hot channels."""
         packed = total_bytes(self.config, self.weight_format.storage)
         return packed + hot_bytes(self.config, self.calibration)
 
     def outliers(self) -> dict[str, Outliers]:
-        """The operations of the shadows, by block and matmul (`blocks.3.down`)."""
+        """Return the operations of the shadows, by block and matmul (`blocks.3.down`)."""
         if self.calibration is None:
             return {}
         shapes = {x.name: x for x in block_matrices(self.config)}
@@ -121,7 +121,7 @@ class ModelWeights(ABC):
         return block_vectors(self.config, self.weight_format.storage)
 
     def block(self, index: int) -> BlockWeights:
-        """Weights of a block, 0 <= index < num_layers. Raises `IndexError` outside."""
+        """Return weights of a block, 0 <= index < num_layers. Raises `IndexError` outside."""
         if not 0 <= index < self.config.num_layers:
             raise IndexError(f"block {index} of a model of {self.config.num_layers} blocks")
         if index not in self._blocks:
@@ -143,13 +143,15 @@ class ModelWeights(ABC):
         return self._lm_head
 
     def end(self, role: str, name: str) -> PackedWeight | Float32Array:
-        """A weight outside of the blocks, by its operation and the name in `ops.weight_names`."""
+        """Return a weight outside of the blocks, by its operation and the name in
+        `ops.weight_names`.
+        """
         if name == "weight" and role in ("embed", "lm_head"):
             return self.embed() if role == "embed" else self.lm_head()
         return self.end_vector(f"{role}_{name}" if name in ("bias", "x_scale") else role)
 
     def head_in(self, storage: StorageFormat) -> PackedWeight:
-        """The output head as it is stored besides. Raises `KeyError` where it is not."""
+        """Return the output head as it is stored besides. Raises `KeyError` where it is not."""
         raise KeyError(storage)
 
     def final_norm(self) -> Float32Array:

@@ -77,12 +77,12 @@ class Choice:
         return replace(self, reason="; ".join((reason, *lacking)))
 
     def plan_on(self, kinds: Collection[DeviceKind]) -> ExecutionPlan | None:
-        """The plan, if there is one and these devices are all that it needs."""
+        """Return the plan, if there is one and these devices are all that it needs."""
         fits = self.plan is not None and self.plan.devices() <= set(kinds)
         return self.plan if fits else None
 
     def solver_on(self, kinds: Collection[DeviceKind]) -> PreparedSolver | None:
-        """The solver of the plan that runs on these devices."""
+        """Return the solver of the plan that runs on these devices."""
         return self.solver if self.plan_on(kinds) is not None else None
 
 

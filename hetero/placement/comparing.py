@@ -29,7 +29,7 @@ class Work:
 
     @classmethod
     def of(cls, asked: Sequence[int], context: int | None = None) -> Work:
-        """The lengths that are asked for, else those of `PROMPTS` that a context holds."""
+        """Return the lengths that are asked for, else those of `PROMPTS` that a context holds."""
         room = max(context - ANSWER_TOKENS, 1) if context is not None else max(PROMPTS)
         return cls(tuple(asked) or tuple(m for m in PROMPTS if m <= room) or (room,))
 
@@ -51,7 +51,7 @@ class Seconds(NamedTuple):
 
     @property
     def work_s(self) -> float:
-        """The prompt and the answer."""
+        """Return the prompt and the answer."""
         return self.prompt_s + ANSWER_TOKENS * self.decode_s
 
 
@@ -94,7 +94,7 @@ def predicted(
 
 
 def answering(tokens: int) -> Scenario:
-    """A decode step in the middle of the answer to a prompt."""
+    """Return a decode step in the middle of the answer to a prompt."""
     return Scenario("decode", 1, tokens + ANSWER_TOKENS // 2)
 
 

@@ -46,19 +46,19 @@ class Decision:
 
 
 def folder() -> Path:
-    """Where decisions are."""
+    """Return where decisions are."""
     return cache_folder() / "decisions"
 
 
 def key_of(question: Mapping[str, object]) -> str:
-    """The key of all that a decision depends on; its values must be of JSON."""
+    """Return the key of all that a decision depends on; its values must be of JSON."""
     facts = {"version": VERSION, "hetero": hetero_version(), "code": code_stamp(), **question}
     text = json.dumps(facts, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def load_cached(key: str) -> Decision | None:
-    """The decision of a key, None where there is none that is whole."""
+    """Return the decision of a key, None where there is none that is whole."""
     path = folder() / f"{key[:40]}.json"
     try:
         if path.stat().st_size > LARGEST_BYTES:
@@ -83,7 +83,9 @@ def keep(key: str, decision: Decision) -> None:
 
 
 def is_reachable(path: Path) -> bool:
-    """Whether this state of the code would still find a decision: another's has another key."""
+    """Return whether this state of the code would still find a decision: another's has
+    another key.
+    """
     try:
         content = json.loads(path.read_bytes())
         return bool(content["code"] == code_stamp())

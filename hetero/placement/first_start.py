@@ -172,7 +172,7 @@ class FirstStart(Record):
 
     @property
     def is_stale(self) -> bool:
-        """Whether nothing could be measured, and it is time to try again."""
+        """Return whether nothing could be measured, and it is time to try again."""
         return bool(self.reason) and abs(time.time() - self.at_s) >= LIMITS.retry_s
 
     def saved(self, path: Path) -> None:
@@ -214,8 +214,9 @@ def _shown(factors: Factors, weight_format: WeightFormat) -> str:
 
 
 def scaled_here(profile: DeviceProfile, notice: str) -> tuple[DeviceProfile, str]:
-    """A shipped profile with its times scaled to this machine, and its notice with a clause on it;
-    as they are where there is no notice, because the profile is this machine's or was asked for.
+    """Return a shipped profile with its times scaled to this machine, and its notice with a clause
+    on it; as they are where there is no notice, because the profile is this machine's or was asked
+    for.
 
     Nothing that goes wrong is an error: the profile is then as it was shipped.
     """
@@ -355,9 +356,9 @@ def forget_if_other(devices: Iterable[Device]) -> None:
 
 
 def time_here(tasks: Sequence[Task], backends: dict[DeviceKind, str]) -> dict[str, Any]:
-    """Seconds of kernels on the devices of these backends, the devices' fingerprints, and how long
-    it took. For a process of its own, which ends if it takes too long. Raises `DeviceError`,
-    `UserError` or `ProfileError`.
+    """Return seconds of kernels on the devices of these backends, the devices' fingerprints, and
+    how long it took. For a process of its own, which ends if it takes too long. Raises
+    `DeviceError`, `UserError` or `ProfileError`.
     """
     mode: DeviceMode = "hetero" if len(backends) == 2 else next(iter(backends))
     opened = open_devices(mode, gpu=backends.get("gpu", "auto"), npu=backends.get("npu", "auto"))

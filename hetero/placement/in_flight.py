@@ -23,9 +23,9 @@ def with_forms(
     *,
     lengths: Sequence[int] = (),
 ) -> ExecutionPlan:
-    """The plan with the form of each of its prompts and predicted seconds of the others. The forms
-    that no prompt of these `lengths` takes (by default of the plan's) are left out, for what they
-    hold would be held in vain.
+    """Return the plan with the form of each of its prompts and predicted seconds of the others. The
+    forms that no prompt of these `lengths` takes (by default of the plan's) are left out, for what
+    they hold would be held in vain.
     """
     if not plan.in_flight:
         return plan

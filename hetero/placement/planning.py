@@ -52,7 +52,7 @@ def plan(
     kv: str | None = None,
     curves: bool = True,
 ) -> ExecutionPlan:
-    """The best cut of every matmul of `model` on the device of `profile`.
+    """Return the best cut of every matmul of `model` on the device of `profile`.
 
     `model` is a MODEL or the name of a known one; `profile` a `DeviceProfile`, a file, a shipped
     name, or None for this machine's. `seq_lens` are prompt lengths, or how often a prompt of each
@@ -94,8 +94,8 @@ def spec_on(
 
 
 def planned_cache(profile: DeviceProfile, kv: str | None = None) -> CacheFormat:
-    """The format of caches that a plan is made for: the one that was asked for, else the one that
-    models have by default where the profile timed attention on it, else what it timed (f32).
+    """Return the format of caches that a plan is made for: the one that was asked for, else the one
+    that models have by default where the profile timed attention on it, else what it timed (f32).
     Raises `UserError`.
     """
     if kv is not None:
@@ -118,8 +118,8 @@ def spec_of(model: str | Path, weights: str | None = None) -> ModelGraph:
 
 
 def planned(spec: ModelGraph, profile: DeviceProfile, request: PlanRequest) -> ExecutionPlan:
-    """The plan of a request and the forms of its prompts; of a model that is stored in several
-    formats in those that it would be run in, which a note names. Raises `PlanError` or
+    """Return the plan of a request and the forms of its prompts; of a model that is stored in
+    several formats in those that it would be run in, which a note names. Raises `PlanError` or
     `ProfileError`.
     """
     cost = CostModel(profile)
@@ -134,8 +134,9 @@ def planned(spec: ModelGraph, profile: DeviceProfile, request: PlanRequest) -> E
 
 
 def find_profile(profile: ProfileLike) -> DeviceProfile:
-    """The named profile; else this machine's from the cache; else the shipped one of a PC like
-    this, scaled to this machine, which is said on stderr. Raises `UserError` or `ProfileError`.
+    """Return the named profile; else this machine's from the cache; else the shipped one of a PC
+    like this, scaled to this machine, which is said on stderr. Raises `UserError` or
+    `ProfileError`.
     """
     found, notice = scaled_here(*locate_profile(profile))
     if notice:
@@ -177,7 +178,7 @@ _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, 
 
 
 def parse_size(value: str | int) -> int:
-    """Bytes of `4GiB`, `500MB` or a number. Raises `UserError`."""
+    """Return bytes of `4GiB`, `500MB` or a number. Raises `UserError`."""
     # By hand: pydantic's ByteSize takes bits as well, and its errors name neither value nor remedy.
     value = str(value)
     digits = value.strip().rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ")
@@ -222,7 +223,9 @@ def parse_lengths(value: str, option: str) -> tuple[tuple[int, ...], tuple[float
 
 
 def load_either(path: str) -> ExecutionPlan | DeviceProfile:
-    """A saved plan or profile, or a shipped profile by name. Raises `UserError` or their errors."""
+    """Return a saved plan or profile, or a shipped profile by name. Raises `UserError` or their
+    errors.
+    """
     if path in files.shipped_names() and not os.path.exists(path):
         return DeviceProfile.load(path)
     if not os.path.exists(path):

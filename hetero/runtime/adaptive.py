@@ -36,7 +36,7 @@ class Solver(PlanSource, Protocol):
     plan: ExecutionPlan
 
     def drifted(self, factors: Factors) -> Self:
-        """The same on devices that take so many times as long as predicted at first."""
+        """Return the same solver for devices that take these factors longer than predicted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +93,7 @@ class Adapter:
         self._asked_s, self._step_s = -math.inf, math.inf  # when, and the shortest decode step
 
     def due(self, phase: Phase, m: int) -> bool:
-        """Whether the next step is to be timed."""
+        """Return whether to time the next step."""
         self._steps += 1
         if phase == "decode" and m > 1:  # verification: the plan predicts one token
             return False
@@ -108,7 +108,7 @@ class Adapter:
         return True
 
     def _note_price(self, phase: Phase, run_s: float) -> None:
-        """How far apart timed steps may be, now that one has ended which ran for so long."""
+        """Update the interval between timed steps from the duration of one."""
         spent_s = self.clock() - self._asked_s
         usual_s = self._step_s if phase == "decode" else run_s
         if 0 < usual_s < math.inf:
@@ -127,7 +127,9 @@ class Adapter:
                 self._ratios.setdefault(key, deque(maxlen=self.policy.samples)).append(ratio)
 
     def factors(self) -> dict[Key, float]:
-        """Measured over first predicted seconds of each device and phase with enough samples."""
+        """Return measured over first predicted seconds of each device and phase with enough
+        samples.
+        """
         known = {
             key: statistics.median(ratios)
             for key, ratios in self._ratios.items()
@@ -138,7 +140,7 @@ class Adapter:
         return self._applied | known
 
     def proposal(self) -> Adaptation | None:
-        """New cuts, if it is time and they are worth it."""
+        """Return new cuts if the interval has passed and they gain enough."""
         if self._steps - self._changed < self.policy.every:
             return None
         factors = self.factors()
@@ -156,7 +158,7 @@ class Adapter:
         return Adaptation(placement, _reason(factors, phase, gains[phase], self._steps))
 
     def _gain(self, placement: Placement, phase: Phase, factors: Mapping[Key, float]) -> float:
-        """Part of a step's matmul seconds that the new cuts save at these speeds."""
+        """Return the part of a step's matmul seconds that the new cuts save at these speeds."""
         if not any(key[1] == phase for key in factors):
             return 0.0
         m = _a_length(self._first.plan, phase)
@@ -167,7 +169,7 @@ class Adapter:
         return 1 - after / before if before else 0.0
 
     def _at(self, op: OpPlan, factors: Mapping[Key, float]) -> float:
-        """Seconds of a matmul's present cut at other speeds than it was planned with."""
+        """Return the seconds of a matmul's current cut at other speeds than it was planned with."""
         times: dict[DeviceKind, float] = {"gpu": op.gpu_s or 0.0, "npu": op.npu_s or 0.0}
         keys: dict[DeviceKind, Key] = {kind: (kind, op.phase) for kind in times}
         return max(
@@ -184,8 +186,8 @@ class Adapter:
 
 
 def matmul_seconds(step: Step, stamps: Sequence[float]) -> dict[DeviceKind, float]:
-    """Seconds of a step's matmuls in the blocks: by the host for blocking devices, by the device's
-    own clock for others; without one a device is not in the answer.
+    """Return the seconds of a step's matmuls in the blocks: by the host for blocking devices, by
+    the device's own clock for others; without one a device is not in the answer.
     """
     found: dict[DeviceKind, float] = {}
     for at, (code, index, kind, _) in enumerate(step.program):
@@ -202,7 +204,7 @@ def matmul_seconds(step: Step, stamps: Sequence[float]) -> dict[DeviceKind, floa
 
 
 def _moved(before: Mapping[Key, float], after: Mapping[Key, float]) -> bool:
-    """Whether the devices' speeds have changed against each other, in any phase."""
+    """Return whether the devices' speeds have changed against each other, in any phase."""
     for phase in PHASES:
         gpu, npu = (
             after.get((kind, phase), 1.0) / before.get((kind, phase), 1.0) for kind in KINDS

@@ -24,7 +24,7 @@ EVERY: Final[Mapping[Phase, int]] = {"prefill": PROMPT_EVERY, "decode": DECODE_E
 
 
 def rows_of(phase: Phase, first: int, count: int) -> list[int]:
-    """The sampled rows of a step."""
+    """Return the sampled rows of a step."""
     return sampled(first, count, EVERY[phase])
 
 
@@ -36,25 +36,27 @@ class StepScores:
         self._added: dict[DeviceKind, Tensor] = {}
 
     def begin(self) -> None:
-        """A step begins."""
+        """Reset the sums for the next step."""
         self._sums[:], self._told = 0, 0
         for tensor in self._added.values():
             tensor.array[:] = 0
 
     def add(self, sums: npt.NDArray[Any], layers: int = 1) -> None:
-        """Of some layers, and one chunk of a prompt."""
+        """Add the sums of some layers of one chunk of a prompt."""
         self._sums[: len(sums)] += sums
         self._told += layers
 
     def on(self, kind: DeviceKind, device: Device, heads: int) -> Tensor:
-        """Where a device adds up, float32 [heads, columns]."""
+        """Return the tensor that a device adds to, float32 [heads, columns]."""
         if kind not in self._added:
             shape = heads, len(self._sums)
             self._added[kind] = Tensor(device.allocate(4 * heads * len(self._sums)), shape)
         return self._added[kind]
 
     def end(self, chunks: int) -> npt.NDArray[Any] | None:
-        """Means over layers of a step of so many chunks; None where not all layers told."""
+        """Return the means over layers of a step of so many chunks; None where not all layers
+        told.
+        """
         return self._sums / self._layers if self._told == self._layers * chunks else None
 
 
@@ -84,7 +86,7 @@ class RowScores:
         self._kernels: dict[tuple[DeviceKind, ColumnMass], Kernel | None] = {}
 
     def kernel(self, kind: DeviceKind, op: ColumnMass) -> Kernel | None:
-        """What adds up columns on a device, where it can."""
+        """Return the kernel that sums columns on a device, if it has one."""
         key = kind, op
         if key not in self._kernels:
             device = self._devices[kind]
@@ -92,7 +94,7 @@ class RowScores:
         return self._kernels[key]
 
     def of(self, row: int) -> StepScores:
-        """Of one row."""
+        """Return the sums of one row."""
         while row >= len(self._row_scores):
             self._row_scores.append(StepScores(self._columns, self._layers))
         return self._row_scores[row]

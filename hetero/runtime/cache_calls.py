@@ -40,12 +40,12 @@ class CacheCall(BoundCall):
 
     @property
     def layer(self) -> int:
-        """Whose keys and values it works on."""
+        """Return the layer of the keys and values that it uses."""
         return int(next(iter(self._caches.values())).rpartition(".")[2])
 
     def on(self, cache: KvCache) -> BoundCall:
-        """The call on a context's caches, made when it is first asked for: several steps may have
-        this one. Raises what `Kernel.bind` does.
+        """Return the call on a context's caches, made when it is first asked for: several steps may
+        have this one. Raises what `Kernel.bind` does.
         """
         found = self._bound.get(cache)
         if found is None:
@@ -73,7 +73,9 @@ class CacheCall(BoundCall):
 def bind_program(
     program: tuple[Action, ...], launches: tuple[Launch, ...], caches: Sequence[KvCache]
 ) -> tuple[tuple[Action, ...], tuple[Launch, ...]]:
-    """A step's program and launches on the caches of its rows' contexts: one, or several."""
+    """Return a step's program and launches bound to the caches of its rows' contexts: one, or
+    several.
+    """
     calls = {
         index: launch.call.on(caches[launch.call.row])
         for index, launch in enumerate(launches)
@@ -96,8 +98,8 @@ def bind_program(
 def behind_gate(
     program: tuple[Action, ...], layers: Mapping[int, int], gate: LayerGate
 ) -> tuple[Action, ...]:
-    """A program that waits for a layer before it starts a launch that works on it. `layers` are
-    those of such launches.
+    """Return a program that waits for a layer before it starts a launch that works on it. `layers`
+    are those of such launches.
     """
     found: list[Action] = []
     for action in program:

@@ -23,7 +23,7 @@ class ControlThread:
         self._inside = 0  # a thread
 
     def held(self) -> AbstractContextManager[None]:
-        """For a step, or for many: inside of another hold nothing is asked of the system, which
+        """Hold the control core for one or many steps; nested holds make no system calls, which
         takes longer than all else that a step of a small model needs of Python.
         """
         return _HELD if self._inside == threading.get_ident() else self._hold()

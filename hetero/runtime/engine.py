@@ -135,7 +135,7 @@ class Engine:
         self._build(plan, solver, progress)
 
     def _build(self, plan: ExecutionPlan, source: Solver | None, progress: Progress | None) -> None:
-        """Everything that depends on the plan and the devices."""
+        """Build everything that depends on the plan and the devices."""
         self.steps.clear()
         self.placement, layout = self._place(plan, source)
         self._adapter = None
@@ -183,7 +183,7 @@ class Engine:
         )
 
     def _place(self, plan: ExecutionPlan, source: Solver | None) -> tuple[Placement, CacheLayout]:
-        """The plan on the devices that are open, and its caches."""
+        """Return the plan placed on the open devices, and its cache layout."""
         able = {kind: device.capabilities for kind, device in self.devices.items()}
         caches: Caches = {
             "max_seq_len": self.max_seq_len,
@@ -217,7 +217,7 @@ class Engine:
         self.runner.validate(steps, contexts, self.config.vocab_size, self.max_seq_len)
 
     def new_context(self, *, waits: bool = False) -> Context:
-        """An empty context. Raises `UserError` where there is no memory for another one."""
+        """Return an empty context. Raises `UserError` where there is no memory for another one."""
         context = self.contexts.open(waits=waits)
         with self.lock:
             self._warm(context)
@@ -255,7 +255,7 @@ class Engine:
         return logits
 
     def prefill_calls(self, context: Context, tokens: Sequence[int]) -> Iterator[Logits | None]:
-        """As `prefill`, one step for each item; the last item is the logits.
+        """Yield once for each step of a prompt; the last item is the logits.
 
         Steps of other contexts may run between two items.
         """
@@ -275,7 +275,7 @@ class Engine:
 
     @property
     def most_rows(self) -> int:
-        """Contexts that decode in one step, at most; 1 where the plan has no such step."""
+        """Return how many contexts can decode in one step; 1 where the plan has no such step."""
         return min(LONGEST_VERIFIED, self.placement.longest) if self.placement.joins else 1
 
     def decode_rows(
@@ -329,7 +329,7 @@ class Engine:
         return np.concatenate(list(self.score_calls(context, tokens)))
 
     def score_calls(self, context: Context, tokens: Sequence[int]) -> Iterator[Logits]:
-        """As `score`, one call for each item."""
+        """Yield the logits of `score` call by call."""
         self.check(context, tokens)
         for start in range(0, len(tokens), SCORING_PIECE):
             piece = tokens[start : start + SCORING_PIECE]
@@ -355,12 +355,12 @@ class Engine:
 
     @property
     def plan(self) -> ExecutionPlan:
-        """What runs now, in calls that the devices' graphs can run."""
+        """Return the current plan, in calls that the devices' graphs can run."""
         return self.placement.plan
 
     @property
     def nodes(self) -> tuple[Node, ...]:
-        """The model's operations, in order."""
+        """Return the model's operations, in order."""
         return self.placement.graph.nodes
 
     @property
@@ -388,8 +388,8 @@ class Engine:
         self.close()
 
     def _prompt_calls(self, context: Context, tokens: Sequence[int]) -> Iterator[tuple[Step, bool]]:
-        """Call after call, and whether it was the last; what is left is cut anew where the plan has
-        changed meanwhile.
+        """Yield each call's step and whether it is the last; the remaining tokens are split again
+        where the plan has changed meanwhile.
         """
         plan: ExecutionPlan | None = None
         steps: list[tuple[int, ...]] = []
@@ -419,7 +419,7 @@ class Engine:
         form: Form = "cut",
         on_device_busy: OnDeviceBusy = nothing,
     ) -> Step:
-        """A step of these tokens, in one call or several."""
+        """Run a step of these tokens, in one call or several."""
         chunks = tuple(chunks) or (len(tokens),)
         context.slide()
         try:
@@ -441,13 +441,13 @@ class Engine:
         return step
 
     def _change_cuts(self, change: Adaptation) -> None:
-        """Go on with other cuts of the same kernels."""
+        """Continue with other cuts of the same kernels."""
         self.adaptations.append(change.reason)
         self.placement = change.placement
         self.lower()
 
     def _drop(self, error: DeviceError) -> None:
-        """Go on without the device that failed, from the same state, with one warning.
+        """Continue without the device that failed, from the same state, with one warning.
 
         Raises the error where no other device is left. Activations and every context's keys and
         values get new memory, because a device that hangs may still write into the old one. Where
@@ -477,7 +477,7 @@ class Engine:
             raise
 
     def _culprit(self, error: DeviceError) -> DeviceKind | None:
-        """The kind of the device that an error names."""
+        """Return the kind of the device that an error names."""
         if isinstance(error, WaitTimeoutError) and error.kind in self.devices:
             return error.kind
         named = [k for k, d in self.devices.items() if d.info.backend == error.device]
@@ -498,7 +498,7 @@ class Engine:
             )
 
     def check_tokens(self, tokens: Sequence[int]) -> None:
-        """As `check`, whatever the context."""
+        """Raise what `check` raises for any context."""
         self._check_open()
         if not len(tokens):
             raise UserError("the prompt is empty: give at least one token")

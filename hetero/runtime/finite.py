@@ -15,13 +15,13 @@ from hetero.runtime.step import Step
 
 
 def all_finite(values: npt.NDArray[np.float32]) -> bool:
-    """Whether no value is infinite or not a number."""
+    """Return whether all values are finite."""
     return bool(np.isfinite(values).all())
 
 
 def norms_finite(rows: npt.NDArray[np.float32]) -> bool:
-    """As `all_finite`, of a norm's output [m, d], by two columns of it: what is not finite in a
-    row makes its mean square so, and then every value of the row is zero or not a number.
+    """Return `all_finite` of a norm's output [m, d] by checking two columns: what is not finite in
+    a row makes its mean square so, and then every value of the row is zero or not a number.
     """
     first = rows[:, :2]
     doubtful = ~np.isfinite(first).all(axis=1) | (first == 0).all(axis=1)
@@ -29,8 +29,8 @@ def norms_finite(rows: npt.NDArray[np.float32]) -> bool:
 
 
 def first_not_finite(step: Step) -> Launch | None:
-    """The first launch of a step whose result has a value that is not finite, by running the step
-    again, call by call; None if there is none.
+    """Return the first launch of a step whose result has a value that is not finite, by running the
+    step again, call by call; None if there is none.
 
     Tokens and position must be those of the step's last run. A step with gates cannot be run so.
     """
@@ -48,7 +48,7 @@ def first_not_finite(step: Step) -> Launch | None:
 
 
 def not_finite(launch: Launch | None, devices: Mapping[DeviceKind, Device]) -> DeviceError:
-    """The error that names the launch, where one is known."""
+    """Return the error that names the launch, where one is known."""
     why = "values are not finite: weights are damaged, or too large for this arithmetic"
     if launch is None:
         return DeviceError("engine", "computing the logits", "NOT_FINITE", why)

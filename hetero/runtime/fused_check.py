@@ -62,8 +62,9 @@ def fused_results_match(
 
 
 def fused(step: Step, devices: Devices) -> tuple[Step, bool]:
-    """The step for runs that nobody times call by call (`Step.fused`); itself and False, which is
-    told, where the driver's compiler fails on the program of many kernels, as it did on none.
+    """Return the fused step, for runs that are not timed call by call; the step itself and False,
+    which is told, where the driver's compiler fails on the program of many kernels, as it did on
+    none.
     """
     try:
         return step.fused(devices), True
@@ -73,7 +74,7 @@ def fused(step: Step, devices: Devices) -> tuple[Step, bool]:
 
 
 def _tell(devices: Devices, why: str) -> None:
-    """And let the next start try again."""
+    """Warn, and let the next start try again."""
     for device in devices.values():
         device.discard_prewarm()
     warnings.warn(
@@ -84,7 +85,7 @@ def _tell(devices: Devices, why: str) -> None:
 
 
 def _logits(step: Step, executor: Executor) -> list[bytes]:
-    """The bits of a run's logits, written over poison."""
+    """Return the bits of a run's logits, written over poison."""
     assert step.logits is not None
     parts = parts_of(step.logits)
     for part in parts:

@@ -22,7 +22,9 @@ Run: TypeAlias = Sequence[Action]
 def fuse_program(
     program: tuple[Action, ...], launches: tuple[Launch, ...], devices: Mapping[DeviceKind, Device]
 ) -> tuple[Action, ...]:
-    """The program with chains in place of the submissions that can be; itself if none can."""
+    """Return the program with fused launches in place of runs of submissions; itself if there are
+    none.
+    """
     runs = list(_runs(program, launches))
     instead: dict[int, Action] = {}  # by place in `runs`
     for kind in {run[0].kind for run in runs}:
@@ -41,7 +43,7 @@ def fuse_program(
 
 
 def _runs(program: Sequence[Action], launches: Sequence[Launch]) -> Iterator[Run]:
-    """The program in pieces: what may be a chain, and everything else action by action."""
+    """Yield the runs of actions that can be fused, and all others one by one."""
     awaited = {action.launch for action in program if action.code in (WAIT, SIGNAL)}
     run: list[Action] = []
     for action in program:
@@ -60,7 +62,7 @@ def _runs(program: Sequence[Action], launches: Sequence[Launch]) -> Iterator[Run
 
 
 def _parts(run: Run) -> Iterator[Run]:
-    """In as few parts as are not too long, of about the same length."""
+    """Split a run into as few parts of at most `LONGEST`, of about equal length."""
     count = -(-len(run) // LONGEST)
     length = -(-len(run) // count) if count else 1
     for start in range(0, len(run), length):
@@ -68,6 +70,6 @@ def _parts(run: Run) -> Iterator[Run]:
 
 
 def _stages(run: Run, launches: Sequence[Launch]) -> list[list[BoundCall]]:
-    """The calls of each node, which do not need each other."""
+    """Return the calls of each node, which are independent of each other."""
     of_nodes = groupby((launches[action.launch] for action in run), lambda launch: launch.node)
     return [[launch.call for launch in of_node] for _, of_node in of_nodes]

@@ -27,17 +27,17 @@ class GpuShare:
         self.reset()
 
     def reset(self) -> None:
-        """Start counting anew."""
+        """Restart the accounting."""
         self.busy_s = self.wall_s = self.paused_s = 0.0
 
     @property
     def share(self) -> float:
-        """Part of the time that the GPU was busy."""
+        """Return the part of the time that the GPU was busy."""
         return self.busy_s / self.wall_s if self.wall_s else 0.0
 
     def after(self, busy_s: float, wall_s: float) -> float:
-        """Account for a step, and pause where the GPU was busy for more than its share; seconds of
-        both.
+        """Account for a step and pause where the GPU was busy for more than its share; return the
+        seconds of both.
 
         Only what this step overdrew is paid back, so that a cheap step saves nothing up.
         """
@@ -53,7 +53,7 @@ class GpuShare:
 
 
 def gpu_busy_s(step: Step, fallback_s: float) -> float:
-    """Seconds that the GPU's kernels of the last run took by the driver's clock.
+    """Return the seconds that the GPU's kernels of the last run took by the driver's clock.
 
     `fallback_s`, from submission to seen completion, where the driver does not tell.
     """

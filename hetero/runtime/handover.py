@@ -49,7 +49,7 @@ class Handover:
         self._written: dict[HostBuffer, list[tuple[Side, Tensor]]] = {}
 
     def own(self, kind: DeviceKind | None, operands: Mapping[str, Operand]) -> dict[str, Operand]:
-        """The operands as a device sees them: the GPU's lie in its own buffers."""
+        """Return the operands as a device sees them: the GPU's are in its own buffers."""
         if kind != "gpu":
             return dict(operands)
         return {
@@ -58,7 +58,7 @@ class Handover:
         }
 
     def before(self, kind: DeviceKind | None, operands: Mapping[str, Operand]) -> list[Transfer]:
-        """What must be copied before a launch reads `operands` (those of the pool)."""
+        """Return the copies that must precede a launch that reads `operands` of the pool."""
         side: Side = "gpu" if kind == "gpu" else "host"
         found = []
         for port, operand in operands.items():
@@ -73,7 +73,7 @@ class Handover:
     def after(
         self, launches: Iterable[tuple[DeviceKind | None, Mapping[str, Operand]]], m: int
     ) -> None:
-        """Note what the launches of one node wrote: in place of what was there before."""
+        """Record the writes of one node's launches."""
         fresh: dict[HostBuffer, list[tuple[Side, Tensor]]] = {}
         for kind, operands in launches:
             side: Side = "gpu" if kind == "gpu" else "host"

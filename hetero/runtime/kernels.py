@@ -41,7 +41,7 @@ class OnlineKernel(Kernel):
         self._compiled = compiled
 
     def bind(self, tensors: Mapping[str, Operand], m: int) -> OnlineCall:
-        """A call without a graph yet."""
+        """Return a call whose graph is not built yet."""
         return OnlineCall(f"{describe(self.op)} m={m}", m, tensors, self._compiled)
 
 
@@ -103,7 +103,7 @@ class KernelSet:
 
     @property
     def nbytes(self) -> int:
-        """Weight memory that devices hold beyond the packed weights."""
+        """Return the weight memory that devices hold beyond the packed weights."""
         return sum(kernel.nbytes for kernel in self._all())
 
     def _all(self) -> Iterable[Kernel]:
@@ -112,7 +112,7 @@ class KernelSet:
         return (*others, *matmuls, *self._groups.values())
 
     def group(self, group: NodeGroup) -> Kernel:
-        """The kernel of nodes that run as one graph on the NPU."""
+        """Return the kernel of nodes that run as one graph on the NPU."""
         return self._groups[group.name]
 
     def add_group(self, group: NodeGroup, values: Sequence[Mapping[str, WeightValue]]) -> None:
@@ -123,15 +123,15 @@ class KernelSet:
             raise PlanError(f"{group.name}: {error}") from None
 
     def other(self, node: Node, kind: DeviceKind) -> Kernel:
-        """The kernel of a node that is not a matmul."""
+        """Return the kernel of a node that is not a matmul."""
         return self._others[node.name, kind]
 
     def heads(self, node: Node, part: Heads) -> Kernel:
-        """The kernel of some heads of an attention."""
+        """Return the kernel of some heads of an attention."""
         return self._heads[node.name, part.kind, (part.first, part.stop)]
 
     def matmul(self, node: Node, part: Part) -> Kernel:
-        """The kernel of a part's rows.
+        """Return the kernel of a part's rows.
 
         Raises `PlanError` for rows that were not prepared on a device with static shapes.
         """
@@ -179,7 +179,7 @@ class KernelSet:
         return kernel
 
     def _online(self, node: Node, part: Part) -> Kernel:
-        """A graph of its own for a part."""
+        """Return a call that builds its own graph for a part."""
         values, graph = self._weights[node.name], part.graph
         compiled = partial(self._compile, node, part.kind, part.segment, values, graph=graph)
         return OnlineKernel(node.op, graph, compiled)
@@ -200,7 +200,7 @@ class KernelSet:
         return _prepare(self._devices[kind], node, op, cut_weights(own, start, stop), graph)
 
     def maps(self, kind: DeviceKind) -> bool:
-        """Whether a device computes with the packed weights where they lie."""
+        """Return whether a device computes with the packed weights in place."""
         capabilities = self._devices[kind].capabilities
         return not capabilities.static_shapes
 
@@ -213,8 +213,8 @@ class KernelSet:
 def stored_for(
     op: MatMul, whole: MatMul, values: Mapping[str, WeightValue]
 ) -> dict[str, WeightValue]:
-    """Of a node's weights those that an operation on its rows takes: a format of another storage
-    than the `whole` node's has the weight that is stored besides.
+    """Return those of a node's weights that an operation on its rows takes: a format of another
+    storage than the `whole` node's has the weight that is stored besides.
     """
     storage = op.weight_format.storage
     besides = "" if storage is whole.weight_format.storage else _besides(storage)
@@ -224,12 +224,14 @@ def stored_for(
 
 
 def _besides(storage: StorageFormat) -> str:
-    """The name of a weight that is stored besides."""
+    """Return the name of a weight that is stored in a second format."""
     return f"weight:{storage.value}"
 
 
 def cut_weights(values: Mapping[str, WeightValue], start: int, stop: int) -> dict[str, WeightValue]:
-    """Rows [start, stop) of a matmul's weights: views. The scale of its input is of all rows."""
+    """Return rows [start, stop) of a matmul's weights: views. The scale of its input is of all
+    rows.
+    """
     return {
         name: value.rows(start, stop)
         if isinstance(value, PackedWeight)
@@ -277,8 +279,8 @@ def prepare_kernels(
 def node_weights(
     node: Node, block: BlockWeights | None, weights: ModelWeights, *, besides: bool = False
 ) -> dict[str, WeightValue]:
-    """Weights of a node by the names of `ops.weight_names`; with `besides` those of a matmul that
-    are stored in another way as well, for `stored_for`.
+    """Return the weights of a node by the names of `ops.weight_names`; with `besides` those of a
+    matmul that are stored in another way as well, for `stored_for`.
     """
     role = node.name.rsplit(".", maxsplit=1)[-1]
     names = weight_names(node.op)

@@ -33,12 +33,12 @@ class LaunchCosts:
         self._launches: dict[tuple[object, ...], float] = {}  # by node: quicker to look up
 
     def submit_s(self, kinds: Iterable[DeviceKind]) -> float:
-        """Seconds of the control thread for a submission to a queue that is at work."""
+        """Return the seconds of the control thread for a submission to a queue that is at work."""
         return max((self.cost.submit_s(kind) for kind in kinds), default=0.0)
 
     def at(self, position: int, chunks: Sequence[int], form: Form = "cut") -> Cost:
-        """Seconds of the launches of these chunks, the first of them `position` tokens into the
-        context.
+        """Return the seconds of the launches of these chunks, the first of them `position` tokens
+        into the context.
         """
         behind = tuple(accumulate(chunks, initial=position))
         return lambda launch: self.seconds(
@@ -46,7 +46,9 @@ class LaunchCosts:
         )
 
     def seconds(self, launch: LaunchSpec, m: int, context: int, form: Form = "cut") -> float:
-        """Seconds of a launch of m tokens behind a context of others, whatever `launch.tokens`."""
+        """Return the seconds of a launch of m tokens after a context of others, whatever
+        `launch.tokens`.
+        """
         if launch.kind is None or launch.name != launch.node or launch.node not in self._members:
             return 0.0  # gathered, copied, or columns' mass
         key = (launch.node, launch.kind, m, launch.rows, launch.heads, context, form)
@@ -72,7 +74,7 @@ class LaunchCosts:
         return self._known[key]
 
     def _segment(self, kind: DeviceKind, node: Node, op: MatMul, m: int, form: Form) -> MatMul:
-        """What a device computes a prompt's matmul as: its format and the order of its operands."""
+        """Return a prompt's matmul as a device computes it: format and order of operands."""
         if node.plan_op is None:
             return op
         parts = self._placement.parts(node, "prefill", m, form)

@@ -75,18 +75,18 @@ class LaunchGraph:
 
     @classmethod
     def of(cls, launches: Iterable[LaunchSpec]) -> LaunchGraph:
-        """The graph of launches that are given in a right order; those of a stage lie together."""
+        """Return the graph of launches given in a valid order, stage by stage."""
         found = tuple(launches)
         return cls(found, tuple(_edges(found)))
 
     @cached_property
     def before(self) -> tuple[tuple[int, ...], ...]:
-        """For every launch those that it waits for, in rising order."""
+        """Return for every launch those that it waits for, in rising order."""
         return self._neighbours(lambda edge: (edge.after, edge.before))
 
     @cached_property
     def after(self) -> tuple[tuple[int, ...], ...]:
-        """For every launch those that wait for it, in rising order."""
+        """Return for every launch those that wait for it, in rising order."""
         return self._neighbours(lambda edge: (edge.before, edge.after))
 
     def _neighbours(self, ends: Callable[[Edge], tuple[int, int]]) -> tuple[tuple[int, ...], ...]:
@@ -126,7 +126,7 @@ def _edges_of(i: int, launch: LaunchSpec, uses: dict[SlotRef, _Use]) -> Iterable
 def _note(
     members: Sequence[int], launches: Sequence[LaunchSpec], uses: dict[SlotRef, _Use]
 ) -> None:
-    """Remember what a stage's launches have done; what was written before is over."""
+    """Record the reads and writes of a stage's launches."""
     for slot in {slot for i in members for slot in launches[i].writes}:
         uses[slot] = _Use(writers=[i for i in members if slot in launches[i].writes])
     for i in members:

@@ -122,7 +122,7 @@ class Lowering:
         self._chunks: OrderedDict[_ChunkKey, _Chunk] = OrderedDict()
 
     def handover(self) -> Handover | None:
-        """How slots are handed over where that is by copying: `--sync copy`."""
+        """Return the copies between slots: `--sync copy`."""
         gpu = self.devices.get("gpu")
         if self.synchroniser.method != "copy" or gpu is None:
             return None
@@ -138,8 +138,8 @@ class Lowering:
         sums_scores: bool = False,
         rows: bool = False,
     ) -> Step:
-        """The step of m tokens whose last `logit_rows` rows get logits, `gates` where they gain;
-        with `rows` each token is of a context of its own.
+        """Return the step of m tokens whose last `logit_rows` rows get logits, `gates` where they
+        gain; with `rows` each token is of a context of its own.
         """
         placed = self.place(phase, (m,), logit_rows, sums_scores=sums_scores, rows=rows)
         schedule = in_order(placed.graph(), eager=self.synchroniser.eager)
@@ -156,7 +156,7 @@ class Lowering:
         sums_scores: bool = False,
         form: Form = "cut",
     ) -> Step:
-        """One program for chunks of a prompt (tokens of each) that follow each other in the
+        """Return one program for chunks of a prompt (tokens of each) that follow each other in the
         context; logits for the last `logit_rows` tokens of the last one. Chunk i works in the
         pool's set i of slots: its tokens and position are fed there (`ActivationPool.feed`).
 
@@ -297,7 +297,7 @@ class _Chunk:
         return slot_of(slot, self.chunk)
 
     def _tensor(self, slot: str) -> Tensor:
-        """A slot of this chunk, whole."""
+        """Return a whole slot of this chunk."""
         return self.pool[self._ref(slot)]
 
     def _operand(self, slot: str) -> Operand:
@@ -311,9 +311,9 @@ class _Chunk:
     def _head_items(
         self, node: Node, kind: DeviceKind, heads: Sequence[Heads]
     ) -> list[PendingLaunch]:
-        """A launch for the heads of each device. They are in different places of the caches and of
-        the output, as the parts of a matmul are. (Not where a device works on a copy of its own,
-        which it would copy back as a whole.)
+        """Return a launch for the heads of each device, which are in different places of the caches
+        and of the output, as the parts of a matmul are. (Not where a device works on a copy of its
+        own, which it would copy back as a whole.)
         """
         operands, reads, writes = self._operands(node, kind)
         caches = {port: slot for port, slot in node.slots.items() if port in CACHE_PORTS}
@@ -328,8 +328,8 @@ class _Chunk:
         return items
 
     def _row_items(self, node: Node, kind: DeviceKind, _graph: int) -> list[PendingLaunch]:
-        """A launch for each row. On a device with static shapes one writes rows behind its own,
-        which those after it write again.
+        """Return a launch for each row. On a device with static shapes one writes rows behind its
+        own, which those after it write again.
         """
         operands, reads, writes = self._operands(node, kind)
         graph, items = self.placement.row_graph, []
@@ -498,7 +498,7 @@ class _Chunk:
         return operands if self.handover is None else self.handover.own(kind, operands)
 
     def _slots(self, node: Node, kind: DeviceKind) -> tuple[frozenset[SlotRef], frozenset[SlotRef]]:
-        """Slots that a node's launch reads and writes: caches both."""
+        """Return the slots that a node's launch reads and writes: caches both."""
         slots = {port: self._seen_by(kind, port, slot) for port, slot in node.slots.items()}
         reads = {slot for port, slot in slots.items() if port not in OUTPUT_PORTS}
         writes = {
@@ -507,7 +507,9 @@ class _Chunk:
         return frozenset(reads), frozenset(writes)
 
     def _seen_by(self, kind: DeviceKind, port: str, slot: str) -> SlotRef:
-        """The slot that a device works on; the GPU has its own where hand-overs are by copying."""
+        """Return the slot that a device works on; the GPU has its own where hand-overs are by
+        copying.
+        """
         apart = self.handover is not None and kind == "gpu" and port not in SHARED_PORTS
         return self._ref(slot)._replace(owner="gpu" if apart else None)
 

@@ -35,7 +35,7 @@ class MemoryEstimate:
 
     @property
     def total_bytes(self) -> int:
-        """Everything together."""
+        """Return the sum."""
         return self.pool_bytes + self.weight_bytes + self.contexts * self.context_bytes
 
 
@@ -44,7 +44,7 @@ def estimate_memory(
     layout: CacheLayout,
     placement: Placement,
 ) -> MemoryEstimate:
-    """What the slots, a context and the plan's weights take."""
+    """Return the bytes of the slots, a context and the plan's weights."""
     sizes = [nbytes_of(shape) for shape in slots.values()]
     sizes.append(listed_bytes(placement))
     weight_bytes = sum(placement.weight_bytes.values())
@@ -67,8 +67,8 @@ def fitting_window(
     shadows: Shadows | None,
     budget_bytes: int | None,
 ) -> tuple[int, dict[SlotRef, Shape], MemoryEstimate]:
-    """How many calls of a prompt may be in flight, up to `most`, with slots that fit the memory;
-    those slots, and what all needs. Raises `UserError` where not even one does.
+    """Return how many calls of a prompt may be in flight, up to `most`, with slots that fit the
+    memory; those slots, and what all needs. Raises `UserError` where not even one does.
     """
     gathered = gathered_slots(placement, devices)
     for window in range(most, 0, -1):
@@ -95,8 +95,8 @@ def fitting_window(
 
 
 def listed_bytes(placement: Placement) -> int:
-    """Bytes of the lists in which a GPU puts what of each token the codes cut off, a column and a
-    value of every feature at most; one buffer for all operations.
+    """Return the bytes of the lists in which a GPU puts what of each token the codes cut off, a
+    column and a value of every feature at most; one buffer for all operations.
     """
     shadows = (node.op for node in placement.graph.nodes if isinstance(node.op, Outliers))
     features = max((op.k for op in shadows if op.excess), default=-1)
@@ -141,7 +141,7 @@ def check_contexts(needs: MemoryEstimate, count: int, budget_bytes: int | None) 
 
 
 def _lacking(needs: MemoryEstimate, budget_bytes: int | None) -> str | None:
-    """The limit that is exceeded, as a clause."""
+    """Return the limit that is exceeded, as a clause."""
     limits = {"the memory budget": budget_bytes, "this machine's memory": memory_bytes()}
     for what, limit in limits.items():
         if limit is not None and needs.total_bytes > limit:
@@ -150,9 +150,9 @@ def _lacking(needs: MemoryEstimate, budget_bytes: int | None) -> str | None:
 
 
 def gathered_slots(placement: Placement, devices: Mapping[DeviceKind, Device]) -> dict[str, int]:
-    """Slots that the control thread gathers, with their widths: outputs of cut matmuls where the
-    device of the other operations does not read panels, or an operation takes none (attention
-    right behind qkv, where positions are learned).
+    """Return the slots that the control thread gathers, with their widths: outputs of cut matmuls
+    where the device of the other operations does not read panels, or an operation takes none
+    (attention right behind qkv, where positions are learned).
     """
     nodes = placement.graph.nodes
     rests = {placement.rest(phase) for phase in PHASES} & set(devices)

@@ -38,10 +38,10 @@ def slot_shapes(
     rows: int = 1,
     slides: bool = False,
 ) -> dict[SlotRef, Shape]:
-    """Every slot of a pool: for each of `chunks` chunks in flight `slot_widths` of the decoder,
-    `tokens`, `position` [1], and room to gather panels in, for the slots in `gathered` with their
-    widths; for all of them together `logits` [logit_rows, vocab], and a `position` for each of
-    `rows` contexts that decode together. Where caches slide there is a `cache_row` for each
+    """Return every slot of a pool: for each of `chunks` chunks in flight `slot_widths` of the
+    decoder, `tokens`, `position` [1], and room to gather panels in, for the slots in `gathered`
+    with their widths; for all of them together `logits` [logit_rows, vocab], and a `position` for
+    each of `rows` contexts that decode together. Where caches slide there is a `cache_row` for each
     position.
     """
     positions = ("position", "cache_row") if slides else ("position",)
@@ -59,7 +59,7 @@ def slot_shapes(
 
 
 def nbytes_of(shape: Shape) -> int:
-    """Bytes that a slot takes: whole pages."""
+    """Return the bytes of a slot: whole pages."""
     size = int(np.prod(shape[0], dtype=np.int64)) * shape[1].itemsize
     return -(-size // PAGE_BYTES) * PAGE_BYTES
 
@@ -87,15 +87,15 @@ class ActivationPool:
         return self._slots[slot if isinstance(slot, SlotRef) else SlotRef(slot)]
 
     def slots(self) -> list[SlotRef]:
-        """All slots."""
+        """Return all slots."""
         return list(self._slots)
 
     def slot_of(self, buffer: HostBuffer) -> SlotRef:
-        """The slot that a buffer holds."""
+        """Return the slot that a buffer holds."""
         return next(slot for slot, tensor in self._slots.items() if tensor.buffer is buffer)
 
     def feed(self, tokens: Sequence[int], position: int, *, chunk: int = 0, base: int = 0) -> None:
-        """What a chunk computes next: its tokens, the first of them at `position`; caches that
+        """Write the inputs of a chunk: its tokens, the first of them at `position`; caches that
         slide have the token `base` in their first row.
         """
         ids = self[slot_of("tokens", chunk)].array
@@ -109,7 +109,7 @@ class ActivationPool:
     def feed_rows(
         self, tokens: Sequence[int], positions: Sequence[int], bases: Sequence[int]
     ) -> None:
-        """What rows of several contexts compute next: a token each, at a position of its own; as
+        """Write the inputs of rows of several contexts: a token each, at a position of its own; as
         `feed`.
         """
         self.feed(tokens, positions[0])
@@ -120,7 +120,7 @@ class ActivationPool:
 
     @property
     def nbytes(self) -> int:
-        """Address space of all slots; what is resident depends on use."""
+        """Return the address space of all slots; what is resident depends on use."""
         return sum(tensor.buffer.nbytes for tensor in self._slots.values())
 
     def map_to(self, devices: Iterable[Device]) -> None:
@@ -131,7 +131,7 @@ class ActivationPool:
 
 
 def _allocate(owner: Device, slot: SlotRef, shape: Shape) -> Tensor:
-    """Raises `UserError` where the system refuses the memory."""
+    """Allocate; raise `UserError` where the system refuses the memory."""
     nbytes = nbytes_of(shape)
     with memory_for(f"the {nbytes / 2**20:.1f} MiB of {slot}"):
         return Tensor(owner.allocate(nbytes, huge=True), *shape)

@@ -37,7 +37,9 @@ SAMPLED: Final = (2, 3)  # layers that are scheduled
 
 
 def most_in_flight(plan: ExecutionPlan, max_seq_len: int, order: Order) -> int:
-    """Calls of a prompt that may be in flight together in a context of so many tokens."""
+    """Return how many calls of a prompt that may be in flight together in a context of so many
+    tokens.
+    """
     if order == "fifo" or plan.strategy == "online-prepare":
         return 1
     longest = plan.step_tokens
@@ -47,13 +49,16 @@ def most_in_flight(plan: ExecutionPlan, max_seq_len: int, order: Order) -> int:
 
 
 def rounded(position: int) -> int:
-    """The power of two below: orders hardly depend on it, and each is another step."""
+    """Return the power of two below: orders hardly depend on the position, and each is another
+    step.
+    """
     return 1 << (position.bit_length() - 1) if position else 0
 
 
 def padded_chunks(chunks: Sequence[int], room: int) -> tuple[int, ...]:
-    """The calls of a window whose last one computes some tokens more, so that prompts of other
-    lengths find its launches bound; the calls as they are where `room` tokens do not hold them.
+    """Return the calls of a window whose last one computes some tokens more, so that prompts of
+    other lengths find its launches bound; the calls as they are where `room` tokens do not hold
+    them.
     """
     *first, last = chunks
     padded = -(-last // PADDED) * PADDED
@@ -107,7 +112,7 @@ class PrefillModes:
         self._known: dict[tuple[int, int], tuple[Form, Mapping[Form, float]]] = {}
 
     def of(self, tokens: int, position: int = 0) -> PrefillChoice:
-        """The form of a prompt behind `position` tokens that is predicted to be fastest."""
+        """Return the mode of a prompt after `position` tokens that is predicted to be fastest."""
         form: Form = "cut"
         seconds: Mapping[Form, float] = {}
         if self._forms and tokens > self._chunk:
@@ -116,15 +121,15 @@ class PrefillModes:
         return PrefillChoice(form, self.calls(form, tokens), seconds)
 
     def calls(self, form: Form, tokens: int) -> tuple[int, ...]:
-        """Token counts of a prompt's calls: the plan's, or chunks that are alike but for the last
-        one, as mllm-NPU has them.
+        """Return the token counts of a prompt's calls: the plan's, or chunks that are alike but for
+        the last one, as mllm-NPU has them.
         """
         return (
             self._placement.plan.steps(tokens) if form == "cut" else split(tokens, (), self._chunk)
         )
 
     def seconds(self, form: Form, calls: Sequence[int], position: int = 0) -> float:
-        """Predicted seconds of a prompt in these calls, as many in flight as may be."""
+        """Return the predicted seconds of a prompt in these calls, as many in flight as may be."""
         total_s, start = 0.0, position
         parts = windows(calls, self._window)
         for i, chunks in enumerate(parts):
@@ -134,11 +139,11 @@ class PrefillModes:
 
     @property
     def priced(self) -> bool:
-        """Whether there are costs to predict by."""
+        """Return whether there are costs to predict by."""
         return self._costs is not None
 
     def prompt_s(self, tokens: int, position: int = 0) -> float:
-        """Predicted seconds of a prompt behind so many tokens, as it would be run."""
+        """Return the predicted seconds of a prompt after `position` tokens, as it would run."""
         found = self.of(tokens, position)
         return self.seconds(found.form, found.calls, position)
 
@@ -175,7 +180,9 @@ class PrefillModes:
     def _specs(
         self, form: Form, chunks: Sequence[int], logit_rows: int, layers: int
     ) -> Sequence[LaunchSpec]:
-        """The launches of calls of a window; those in flight have the same for all token counts."""
+        """Return the launches of calls of a window; those in flight have the same for all token
+        counts.
+        """
         shape = (form, len(chunks), logit_rows, layers)
         if form != "cut" and shape in self._specs_known:
             return self._specs_known[shape]
@@ -229,7 +236,7 @@ class PrefillModes:
 
 
 def _slots(node: Node, chunk: int) -> tuple[frozenset[SlotRef], frozenset[SlotRef]]:
-    """Slots that a node reads and writes: caches both."""
+    """Return the slots that a node reads and writes: caches both."""
     slots = {port: slot_of(slot, chunk) for port, slot in node.slots.items()}
     reads = {slot for port, slot in slots.items() if port not in OUTPUT_PORTS}
     writes = {x for port, x in slots.items() if port in OUTPUT_PORTS or port in CACHE_PORTS}

@@ -29,7 +29,9 @@ Order: TypeAlias = Literal["fifo", "paper", "best"]
 
 
 def windows(calls: Sequence[int], most: int) -> list[tuple[int, ...]]:
-    """Calls of a prompt in as few windows as hold at most so many, of about the same number."""
+    """Group the calls of a prompt in as few windows as hold at most so many, of about the same
+    number.
+    """
     count = -(-len(calls) // most)
     stops = [len(calls) * i // count for i in range(count + 1)] if count else [0]
     return [tuple(calls[a:b]) for a, b in pairwise(stops)]
@@ -69,7 +71,9 @@ def in_order(graph: LaunchGraph, *, eager: bool = True) -> Schedule:
 
 
 def ordered(graph: LaunchGraph, order: Iterable[int]) -> Schedule:
-    """The launches in this order, none before one that it has an edge from; waits as they need."""
+    """Return the launches in this order, none before one that it has an edge from; waits as they
+    need.
+    """
     found = _Order(graph)
     for launch in order:
         found.start(launch)
@@ -79,8 +83,8 @@ def ordered(graph: LaunchGraph, order: Iterable[int]) -> Schedule:
 def out_of_order(
     graph: LaunchGraph, cost: Cost, *, submit_s: float = 0.0, order: Order = "best"
 ) -> Schedule:
-    """The shortest by `seconds_of` that the list scheduler finds by the rules of an `order`;
-    `in_order` where none is shorter, and for `fifo`.
+    """Return the shortest schedule by `seconds_of` that the list scheduler finds by the rules of an
+    `order`; `in_order` where none is shorter, and for `fifo`.
     """
     return _out_of_order(graph, [cost(launch) for launch in graph.launches], submit_s, order)
 
@@ -131,8 +135,8 @@ class Orders:
 def seconds_of(
     graph: LaunchGraph, schedule: Schedule, cost: Cost, *, submit_s: float = 0.0
 ) -> float:
-    """How long a schedule takes if every launch takes what `cost` says, a submission keeps the
-    control thread for `submit_s`, and nothing else takes any time.
+    """Return how long a schedule takes if every launch takes what `cost` says, a submission keeps
+    the control thread for `submit_s`, and nothing else takes any time.
     """
     costs_s = [cost(launch) for launch in graph.launches]
     return _seconds_of(graph.launches, schedule, costs_s, submit_s)
@@ -161,8 +165,9 @@ def _rules(graph: LaunchGraph, costs_s: Sequence[float], order: Order) -> tuple[
     left_s, launches = _longest_after(graph, costs_s), graph.launches
 
     def contribution(i: int, missing: _Missing) -> tuple[float, ...]:
-        """Eq. 6: seconds of the other device's launches that this one alone still holds back, for
-        the NPU if it is the GPU's, against it if it is the NPU's; ties to the oldest chunk.
+        """Return eq. 6: seconds of the other device's launches that this one alone still holds
+        back, for the NPU if it is the GPU's, against it if it is the NPU's; ties to the oldest
+        chunk.
         """
         freed_s = sum(
             costs_s[other]
@@ -191,7 +196,7 @@ class _Order:
         self._last: dict[DeviceKind | None, int] = {}  # launch of each queue that was started last
 
     def awaited(self, launch: int) -> Mapping[DeviceKind | None, int]:
-        """The launches to wait for before this one, by their queues: the last of each."""
+        """Return the launches to wait for before this one, by their queues: the last of each."""
         own = self._graph.launches[launch].kind
         found: dict[DeviceKind | None, int] = {}
         for other in self._graph.before[launch]:
@@ -248,7 +253,7 @@ class _Timeline:
         self._free_s: dict[DeviceKind | None, float] = {}
 
     def start(self, launch: int) -> None:
-        """Submit behind what is queued, or run."""
+        """Submit to the queue, or run."""
         spec = self._launches[launch]
         if spec.asynchronous:
             self.now_s += self._submit_s
@@ -258,7 +263,7 @@ class _Timeline:
             self.now_s = self.ends_s[launch] = self.now_s + self._costs_s[launch]
 
     def wait(self, launch: int) -> None:
-        """Until a launch has ended."""
+        """Wait until a launch has ended."""
         self.now_s = max(self.now_s, self.ends_s[launch])
 
 
@@ -298,7 +303,7 @@ class _Listed:
         return max((ends_s[i] for i in queued if launches[i].kind != own), default=0.0)
 
     def _freed(self, launch: int) -> Iterable[int]:
-        """Launches that only this one was before."""
+        """Return the launches that waited for this one last."""
         for other in self._graph.after[launch]:
             self._missing[other] -= 1
             if not self._missing[other]:
@@ -306,7 +311,7 @@ class _Listed:
 
 
 def _longest_after(graph: LaunchGraph, costs_s: Sequence[float]) -> Sequence[float]:
-    """For every launch the seconds of the longest chain that begins with it."""
+    """Return for every launch the seconds of the longest chain that begins with it."""
     left_s = [0.0] * len(graph.launches)
     for i in reversed(range(len(graph.launches))):
         longest_s = max((left_s[other] for other in graph.after[i]), default=0.0)

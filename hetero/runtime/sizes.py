@@ -35,8 +35,8 @@ def pool_bytes(
     *,
     whole: bool = False,
 ) -> int:
-    """At most what the pool and one context take, for calls of up to `longest` tokens, padded to
-    twice as many.
+    """Return an upper bound of the pool and one context, for calls of up to `longest` tokens,
+    padded to twice as many.
     """
     slots = slot_shapes(config, tokens=3 * longest, logit_rows=SCORING_PIECE, shadows=shadows)
     written = None if whole else (WINDOW + 1) * longest
@@ -51,8 +51,8 @@ def cache_layout(
     *,
     written: int | None = None,
 ) -> CacheLayout:
-    """The caches of a model, for so many tokens; where layers have windows and a step writes up to
-    `written` tokens, those layers' hold what such a step needs (None: all tokens).
+    """Return the caches of a model, for so many tokens; where layers have windows and a step writes
+    up to `written` tokens, those layers' hold what such a step needs (None: all tokens).
     """
     return CacheLayout(
         layers=config.num_layers,
@@ -73,7 +73,9 @@ def planned_layout(
     kv: CacheFormat,
     whole: bool = False,
 ) -> CacheLayout:
-    """Caches for a fitted plan's calls, whatever order they run in; `whole`: of all tokens."""
+    """Return the caches for a fitted plan's calls, whatever order they run in; `whole`: of all
+    tokens.
+    """
     # A padded last piece writes rows behind the last token; they lie beyond every context.
     written = reach(plan, capabilities)
     longest = plan.step_tokens or written
@@ -94,7 +96,9 @@ def place(
     kv: CacheFormat = CacheFormat.F32,
     whole: bool = False,
 ) -> Placement:
-    """A plan on devices with these capabilities, with caches as long as its calls need them."""
+    """Return a plan placed on devices with these capabilities, with caches as long as its calls
+    need them.
+    """
     fitting = fitted(plan, capabilities, solved=source is not None)
     layout = planned_layout(
         fitting, config, capabilities, max_seq_len=max_seq_len, kv=kv, whole=whole

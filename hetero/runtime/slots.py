@@ -32,10 +32,12 @@ class SlotRef(NamedTuple):
 
 
 def position_of(row: int, name: str = "position") -> SlotRef:
-    """A position (or `cache_row`) of a row, in a step whose rows are tokens of several contexts."""
+    """Return the slot of a position (or `cache_row`) of a row, in a step whose rows are tokens of
+    several contexts.
+    """
     return SlotRef(f"{name}.{row}" if row else name)
 
 
 def slot_of(name: str, chunk: int = 0) -> SlotRef:
-    """The pool's slot of a chunk; caches and logits are one for all."""
+    """Return the pool's slot of a chunk; caches and logits are one for all."""
     return SlotRef(name, chunk=0 if name.partition(".")[0] in SHARED else chunk)

@@ -77,14 +77,16 @@ class Step:
     _tried: bool = field(default=False, init=False, repr=False)
 
     def on(self, cache: KvCache) -> Step:
-        """The step on a context's keys and values. Raises what binding does."""
+        """Return the step on a context's keys and values. Raises what binding does."""
         found = self.bound.get(cache)
         if found is None:
             found = self.bound[cache] = self._bound((cache,))
         return found
 
     def on_rows(self, caches: Sequence[KvCache]) -> Step:
-        """The step on the keys and values of a context for each row. Raises what binding does."""
+        """Return the step on the keys and values of a context for each row. Raises what binding
+        does.
+        """
         kept = self._on_rows
         key = tuple(map(weakref.ref, caches))
         if (found := kept.get(key)) is None:
@@ -114,7 +116,7 @@ class Step:
 
     @cached_property
     def last_wait(self) -> int:
-        """The launch that is waited for last; -1 where none is."""
+        """Return the launch that is waited for last; -1 where none is."""
         waits = (action.launch for action in reversed(self.program) if action.code == WAIT)
         return next(waits, -1)
 
@@ -130,13 +132,13 @@ class Step:
         return self._fused or self
 
     def behind(self, gate: LayerGate) -> Step:
-        """A bound step that waits for the layers of its cache, for one run."""
+        """Return a bound step that waits for the layers of its cache, for one run."""
         program = behind_gate(self.program, self.layers, gate)
         return replace(self, program=program, completions=[None] * len(self.launches))
 
 
 def _forget(step: weakref.ref[Step], gone: weakref.ref[KvCache]) -> None:
-    """A cache is gone, and with it what was bound to it."""
+    """Drop what was bound to a cache that is gone."""
     owner = step()
     if owner is not None:
         kept = owner._on_rows
@@ -240,7 +242,9 @@ class BoundLaunches:
     # --- binding ----------------------------------------------------------------------------
 
     def bound(self, schedule: Schedule, bells: Mapping[DeviceKind, StreamSignal]) -> Step:
-        """The step that runs a schedule of the graph, with gates where `bells` can open them."""
+        """Return the step that runs a schedule of the graph, with gates where `bells` can open
+        them.
+        """
         order = [step.launch for step in schedule if isinstance(step, Start)]
         launches = [self._launch(i) for i in order]
         places = {launch: place for place, launch in enumerate(order)}
@@ -296,5 +300,5 @@ class BoundLaunches:
 
 
 def _role(name: str) -> str:
-    """A node's name without its layer: all layers run the same kernels."""
+    """Return a node's name without its layer: all layers run the same kernels."""
     return name.rsplit(".", maxsplit=1)[-1]

@@ -31,7 +31,7 @@ class Trace:
         self._start_s: float | None = None
 
     def add(self, step: Step, run: StepRun) -> None:
-        """Everything that happened in the last run of a step."""
+        """Add the last run of a step."""
         stamps = run.stamps
         if self._start_s is None:
             self._start_s = stamps[0]

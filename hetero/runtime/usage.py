@@ -39,14 +39,14 @@ class StepRun(NamedTuple):
 
     @property
     def usage(self) -> dict[DeviceKind, Usage]:
-        """What each device did."""
+        """Return what each device did."""
         return {
             kind: Usage(n, self.busy[self.kinds.index(kind)]) for kind, n in self.counts.items()
         }
 
     @property
     def wall_s(self) -> float:
-        """From its start to the end of its last action."""
+        """Return the seconds from its start to the end of its last action."""
         return self.stamps[-1] - self.stamps[0]
 
     def of_row(self, row: int, rows: int) -> StepRun:
@@ -56,7 +56,7 @@ class StepRun(NamedTuple):
         return StepRun(counts, busy, self.stamps, self.slept, self.kinds)
 
     def idle_share(self, kind: DeviceKind) -> float:
-        """The part of its time that a device had nothing to do."""
+        """Return the part of its time that a device had nothing to do."""
         return max(1 - self.usage.get(kind, Usage()).busy_s / self.wall_s, 0.0)
 
 
@@ -79,7 +79,7 @@ class Work:
     form: str = ""
 
     def add(self, run: StepRun, tokens: int, phase: Phase) -> None:
-        """A step of so many tokens ran."""
+        """Add a step of `tokens` tokens."""
         self.tokens += tokens
         if phase == "prefill":
             self.prompt_s += run.wall_s
@@ -92,7 +92,7 @@ class Work:
             total.busy_s += run.busy[run.kinds.index(kind)]
 
     def include(self, other: Work) -> None:
-        """Another context's steps are counted here, too."""
+        """Count another context's steps, too."""
         for kind, use in other.devices.items():
             own = self.devices.setdefault(kind, Usage())
             own.ops += use.ops
@@ -104,7 +104,7 @@ class Work:
         self.prompt_busy_s.update(other.prompt_busy_s)
 
     def copy(self) -> Work:
-        """As it is now."""
+        """Return a copy."""
         devices = {kind: Usage(use.ops, use.busy_s) for kind, use in self.devices.items()}
         busy_s = self.prompt_busy_s.copy()
         done = (self.tokens, self.gpu_busy_s, self.wall_s, self.prompt_s)
@@ -115,7 +115,7 @@ class Work:
         return max(1 - self.prompt_busy_s[kind] / self.prompt_s, 0.0) if self.prompt_s else None
 
     def since(self, before: Work) -> Work:
-        """What came after a copy; devices that did nothing are left out."""
+        """Return what was added since a copy; idle devices are left out."""
         devices = {}
         for kind, use in self.devices.items():
             was = before.devices.get(kind, Usage())
@@ -133,7 +133,7 @@ class Work:
 
 
 def total(works: Iterable[Work]) -> Work:
-    """What the steps of several contexts were."""
+    """Return the sum over several contexts."""
     found = Work()
     for work in works:
         found.include(work)

@@ -80,7 +80,7 @@ class Watchdog:
         self._thread: threading.Thread | None = None
 
     def watch(self, executor: Runner) -> None:
-        """Look at this one too, as long as it lives."""
+        """Watch this executor as long as it exists."""
         self._executors.add(executor)
         if self._thread is None or not self._thread.is_alive():  # the first, or in a forked child
             self._thread = threading.Thread(target=self._run, name="hetero-watchdog", daemon=True)

@@ -67,7 +67,7 @@ class CountRequest(Request):
         return tool_use(tools, kinds[choice["type"]])
 
     def plain(self) -> list[dict[str, Any]]:
-        """Messages as chat completions have them. Raises `ApiError`."""
+        """Return messages as chat completions have them. Raises `ApiError`."""
         found: list[dict[str, Any]] = []
         if self.system:
             found.append({"role": "system", "content": _text(self.system)})
@@ -146,7 +146,7 @@ def _text(content: str | list[dict[str, Any]]) -> str:
 
 
 def _plain(message: Message) -> list[dict[str, Any]]:
-    """A message's blocks: text, calls of tools, and what tools gave."""
+    """Return a message's blocks: text, calls of tools, and what tools gave."""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     found, text, calls = list[dict[str, Any]](), list[dict[str, Any]](), list[dict[str, Any]]()
@@ -190,7 +190,7 @@ def _reason(choice: Choice, end: Done, content: list[dict[str, Any]]) -> tuple[s
 
 
 def _usage(end: Done) -> dict[str, int]:
-    """Tokens that were read from the cache are not among `input_tokens`."""
+    """Return token counts; tokens read from the cache are not among `input_tokens`."""
     cached = end.usage["cached_tokens"]
     return {
         "input_tokens": end.usage["prompt_tokens"] - cached,

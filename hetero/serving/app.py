@@ -39,7 +39,7 @@ _ROUTERS: tuple[APIRouter, ...] = (
 def make_app(
     state: State, keys: Keys | None, hosts: list[str] | None, on_ready: Callable[[], None]
 ) -> AsgiApp:
-    """Everything that a request passes."""
+    """Return everything that a request passes."""
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
@@ -92,7 +92,7 @@ class _Counted:
 
 
 async def _page() -> Response:
-    """A chat, and where contexts are. Nothing of it is loaded from elsewhere."""
+    """Return a chat, and where contexts are. Nothing of it is loaded from elsewhere."""
     rules = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
     headers = {
         "Content-Security-Policy": f"{rules}connect-src 'self'; frame-ancestors 'none'",
@@ -109,7 +109,7 @@ async def _failed(request: Request, error: Exception) -> Response:
 
 
 async def _invalid(request: Request, error: Exception) -> Response:
-    """A body that is no JSON, or has a wrong field: the first of them, in one sentence."""
+    """Return a body that is no JSON, or has a wrong field: the first of them, in one sentence."""
     assert isinstance(error, RequestValidationError)
     first: dict[str, Any] = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"] if part not in ("body", "query", "path"))

@@ -152,7 +152,7 @@ def call_json(call: ToolCall) -> dict[str, Any]:
 
 
 def score(state: State, token: int, found: Sequence[Any]) -> dict[str, Any]:
-    """A token's log-probability, and the alternatives'."""
+    """Return a token's log-probability, and the alternatives'."""
     logprob, top = found
     return _scored(state, token, logprob) | {
         "top_logprobs": [_scored(state, other, value) for other, value in top]

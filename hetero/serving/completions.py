@@ -61,7 +61,7 @@ class CompletionRequest(Penalties, Guided):
             raise ApiError(400, "echo with logprobs is not streamed: leave stream out")
 
     def prompts(self) -> list[str | list[int]]:
-        """Each of them."""
+        """Return each of them."""
         given = self.prompt
         if isinstance(given, str) or (given and isinstance(given[0], int)):
             return [given]

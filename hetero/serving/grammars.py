@@ -33,7 +33,7 @@ class TokenBytes:
         self._ends = bool(eos)
 
     def of(self, token: int) -> bytes:
-        """Bytes of one id."""
+        """Return bytes of one id."""
         return self.tokenizer.decode_bytes([token])
 
     def check(self, grammar: str) -> None:
@@ -99,7 +99,7 @@ class GrammarConstraint:
         self._check()
 
     def allowed(self) -> npt.NDArray[np.bool_]:
-        """Tokens [vocab] that may come next."""
+        """Return tokens [vocab] that may come next."""
         mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         self._check()
         return np.unpackbits(mask, bitorder="little")[: self._vocabulary].astype(bool)

@@ -92,7 +92,7 @@ class Guard:
         return app or ""
 
     def _room(self, headers: dict[bytes, str]) -> int:
-        """Bytes to read the body into. One whose length is not told may be the longest."""
+        """Return bytes to read the body into. One whose length is not told may be the longest."""
         length = headers.get(b"content-length", "0")
         if not length.isdigit() or len(length) > 20 or int(length) > self._longest:
             raise self._too_long()
@@ -127,7 +127,7 @@ class Guard:
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
-    """The body, then what comes of the connection."""
+    """Return the body, then what comes of the connection."""
     given = False
 
     async def replay() -> Message:

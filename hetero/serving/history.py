@@ -14,7 +14,7 @@ Item = dict[str, Any]
 
 
 def read_items(given: str | Sequence[dict[str, Any]], param: str = "input") -> list[Item]:
-    """Items of a request, with ids and nothing but text. Raises `ApiError`."""
+    """Return items of a request, with ids and nothing but text. Raises `ApiError`."""
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
     return [_item(item, f"{param}.{i}") for i, item in enumerate(given)]
@@ -58,7 +58,7 @@ def _item(item: dict[str, Any], where: str) -> Item:
 
 
 def messages_of(items: Sequence[Item]) -> list[dict[str, Any]]:
-    """Messages as chat completions have them."""
+    """Return messages as chat completions have them."""
     found: list[dict[str, Any]] = []
     for item in items:
         if item["type"] == "message":
@@ -88,9 +88,9 @@ def tokens_of(
     drops: bool,
     answer: int,
 ) -> list[int]:
-    """Tokens of a conversation that is to be answered. `before` is the text up to the last answer
-    as the model made it: a text that is told anew often has other tokens. With `drops` the oldest
-    turns are left out where there is no room. Raises `UserError`.
+    """Return tokens of a conversation that is to be answered. `before` is the text up to the last
+    answer as the model made it: a text that is told anew often has other tokens. With `drops` the
+    oldest turns are left out where there is no room. Raises `UserError`.
     """
     system = [{"role": "system", "content": instructions}] if instructions else []
     messages = [*system, *messages_of(items)]
@@ -111,8 +111,8 @@ def tokens_of(
 def _behind(
     state: State, messages: Sequence[dict[str, Any]], before: Sequence[int], use: ToolUse
 ) -> list[int]:
-    """The text before with what the template puts behind its last answer; empty if that cannot be
-    told: two conversations that differ in that answer alone are equal from there on.
+    """Return the text before with what the template puts behind its last answer; empty if that
+    cannot be told: two conversations that differ in that answer alone are equal from there on.
     """
     at = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=-1)
     if at < 0 or messages[at].get("tool_calls"):

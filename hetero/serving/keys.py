@@ -61,7 +61,7 @@ class Keys:
 
 
 def add_key(path: Path, app: str) -> str:
-    """Another key of an app, which is in no file: only its SHA-256 is added to this one."""
+    """Return another key of an app, which is in no file: only its SHA-256 is added to this one."""
     if not re.fullmatch(r"[^\s#]{1,100}", app):
         raise UserError(f"an app's name has up to 100 characters without spaces or #, got {app!r}")
     if path.exists():

@@ -63,7 +63,7 @@ class Metrics:
         self.recomputed.inc(end.about["recomputed_tokens"])
 
     def text(self, totals: dict[str, Any], waiting: int) -> bytes:
-        """The page, with what the engine says now."""
+        """Return the page, with what the engine says now."""
         self.queue.set(waiting)
         for of in ("memory", "disk"):
             for kind, value in totals[of].items():

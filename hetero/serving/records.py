@@ -160,7 +160,7 @@ class Records:
                     self._insert(app, stored.conversation, items)
 
     def response(self, app: str, name: str) -> StoredResponse | None:
-        """One of an app's."""
+        """Return one of an app's."""
         row = self._db.execute(
             "select body, input, previous, conversation, tokens from responses"
             " where id=? and app=?",
@@ -182,7 +182,7 @@ class Records:
     def new_conversation(
         self, app: str, name: str, metadata: dict[str, str], items: Sequence[Item], most: int
     ) -> int:
-        """Another one, of at most `most`; when it was made, in seconds since 1970."""
+        """Return another one, of at most `most`; when it was made, in seconds since 1970."""
         created = int(time.time())
         with self._change() as db:
             (count,) = db.execute(
@@ -211,14 +211,14 @@ class Records:
         return None if row is None else (row[0], self._get(app, row[1]), self._get(app, row[2]))
 
     def conversations(self, app: str) -> list[str]:
-        """Ids of an app's, the oldest first."""
+        """Return ids of an app's, the oldest first."""
         rows = self._db.execute(
             "select id from conversations where app=? order by created, id", (app,)
         )
         return [name for (name,) in rows]
 
     def set_metadata(self, app: str, name: str, metadata: dict[str, str]) -> bool:
-        """Whether it was there."""
+        """Return whether it was there."""
         with self._change() as db:
             done = db.execute(
                 "update conversations set metadata=? where id=? and app=?",
@@ -235,7 +235,7 @@ class Records:
             return done.rowcount > 0
 
     def items(self, app: str, conversation: str) -> list[Item]:
-        """All of a conversation's, in order."""
+        """Return all of a conversation's, in order."""
         rows = self._db.execute(
             "select body from items where conversation=? and app=? order by position",
             (conversation, app),
@@ -278,7 +278,7 @@ class Records:
             db.execute("insert or replace into slots values (?,?,?)", row)
 
     def slot(self, app: str, name: str) -> str | None:
-        """The context that a slot was saved to."""
+        """Return the context that a slot was saved to."""
         row = self._db.execute(
             "select context from slots where app=? and name=?", (app, self._hidden(app, name))
         ).fetchone()
@@ -301,7 +301,7 @@ class Records:
             raise ApiError(500, "what was kept here is damaged: delete it") from error
 
     def _hidden(self, app: str, name: str) -> str:
-        """A name that the user gave, as a column has it: always the same."""
+        """Return a name that the user gave, as a column has it: always the same."""
         return name if self._box is None else self._box.digest(f"{app} {name}".encode())
 
     @contextmanager

@@ -38,7 +38,7 @@ class Sampling(Request):
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
 
     def options(self) -> dict[str, Any]:
-        """Those of `LLM.stream`. What is not given is as OpenAI's documentation says."""
+        """Return those of `LLM.stream`. What is not given is as OpenAI's documentation says."""
         found: dict[str, Any] = {
             "temperature": 1.0 if self.temperature is None else self.temperature,
             "top_p": 1.0 if self.top_p is None else self.top_p,
@@ -107,7 +107,7 @@ class Guided(Request):
 
     @property
     def guided(self) -> bool:
-        """Whether there is any."""
+        """Return whether there is any."""
         return bool(Guided.model_fields.keys() & self.model_fields_set)
 
     def wanted_grammar(self) -> str:
@@ -137,7 +137,7 @@ class Guided(Request):
 
 
 async def checked_grammar(state: State, grammar: str) -> str:
-    """The grammar, if an answer can obey it. Raises `ApiError`."""
+    """Return the grammar, if an answer can obey it. Raises `ApiError`."""
     if grammar:
         await state.texts(state.token_bytes.check, grammar)
     return grammar

@@ -84,7 +84,7 @@ class ResponseRequest(Sampling):
 
     @property
     def conversation_id(self) -> str | None:
-        """Its id, however it is given."""
+        """Return its id, however it is given."""
         given = self.conversation
         return given.id if isinstance(given, ConversationName) else given
 
@@ -155,7 +155,7 @@ async def delete_response(name: str, request: HttpRequest) -> Response:
 
 
 def listing(items: list[Item], *, more: bool) -> dict[str, Any]:
-    """A list as OpenAI has it."""
+    """Return a list as OpenAI has it."""
     return {
         "object": "list",
         "data": items,
@@ -218,7 +218,7 @@ async def _turn(state: State, app: str, body: ResponseRequest) -> _Turn:
 
 
 async def _before(state: State, app: str, body: ResponseRequest) -> tuple[list[Item], list[int]]:
-    """Items that the input follows, and their tokens as far as they are known."""
+    """Return items that the input follows, and their tokens as far as they are known."""
     if (name := body.conversation_id) is not None:
         found = await state.disk(state.records.conversation, app, name)
         if found is None:

@@ -46,12 +46,12 @@ class State:
 
     @property
     def max_seq_len(self) -> int:
-        """Tokens of prompt and answer."""
+        """Return tokens of prompt and answer."""
         return int(self.engine.about["max_seq_len"])
 
     @property
     def template(self) -> str:
-        """The chat template's source; empty if there is none."""
+        """Return the chat template's source; empty if there is none."""
         found = self.model.tokenizer.chat_template
         return "" if found is None else found.templates.get("default", "")
 
@@ -68,7 +68,7 @@ class State:
         )
 
     def check_slot(self, slot: int) -> int:
-        """A slot's number, or -1. Raises `ApiError`."""
+        """Return a slot's number, or -1. Raises `ApiError`."""
         if not -1 <= slot < self.slots:
             raise ApiError(
                 400, f"slots are numbered 0 to {self.slots - 1}; -1 is any", param="id_slot"
@@ -84,7 +84,7 @@ class State:
             raise ApiError(400, str(error)) from error
 
     async def encoded(self, text: str) -> list[int]:
-        """Tokens of a text; what is short is quicker than a thread that wakes."""
+        """Return tokens of a text; what is short is quicker than a thread that wakes."""
         if len(text) > SHORT:
             return await self.texts(self.model.encode, text)
         try:
@@ -98,7 +98,7 @@ class State:
         return await anyio.to_thread.run_sync(self._disk.submit(call).result)
 
     def token_text(self, token: int) -> str:
-        """A token as clients are shown it: bytes that are no character are U+FFFD."""
+        """Return a token as clients are shown it: bytes that are no character are U+FFFD."""
         return self.token_bytes.of(token).decode("utf-8", "replace")
 
     def close(self) -> None:
@@ -108,7 +108,7 @@ class State:
 
     @property
     def template_kinds(self) -> tuple[bool, bool]:
-        """Whether the template knows of tools, and of calls of them."""
+        """Return whether the template knows of tools, and of calls of them."""
         tokenizer = self.model.tokenizer
         if not isinstance(tokenizer, HfTokenizer) or tokenizer.chat_template is None:
             return False, False

@@ -119,7 +119,7 @@ async def tokenize(body: TokenizeRequest, request: HttpRequest) -> Response:
 
 
 def _piece(data: bytes) -> str | list[int]:
-    """A token's text, or its bytes where they are none."""
+    """Return a token's text, or its bytes where they are none."""
     try:
         return data.decode()
     except UnicodeDecodeError:

@@ -122,8 +122,8 @@ def tool_use(tools: Sequence[dict[str, Any]] | None, choice: Any) -> ToolUse:
 
 
 def rendered(state: State, messages: Sequence[Message], use: ToolUse) -> list[int]:
-    """Token ids of a conversation. Where the model's template knows nothing of tools they are told
-    in words. Raises `UserError`.
+    """Return token ids of a conversation. Where the model's template knows nothing of tools they
+    are told in words. Raises `UserError`.
     """
     model, (knows, calls) = state.model, state.template_kinds
     event = [message if calls else _in_words(message) for message in messages]
@@ -142,7 +142,7 @@ def rendered(state: State, messages: Sequence[Message], use: ToolUse) -> list[in
 
 
 def _in_words(message: Message) -> Message:
-    """A message with calls, or of a tool, as text."""
+    """Return a message with calls, or of a tool, as text."""
     if message["role"] == "tool":
         text = f"<tool_response>\n{message['content']}\n</tool_response>"
         return {"role": "user", "content": text}
@@ -159,7 +159,7 @@ def _in_words(message: Message) -> Message:
 
 
 def plain_messages(messages: Sequence[dict[str, Any]], param: str = "messages") -> list[Message]:
-    """Messages with text alone, for a template. Raises `ApiError` for pictures and sound."""
+    """Return messages with text alone, for a template. Raises `ApiError` for pictures and sound."""
     found: list[Message] = []
     for i, message in enumerate(messages):
         role = message.get("role")
@@ -182,7 +182,9 @@ def plain_messages(messages: Sequence[dict[str, Any]], param: str = "messages") 
 
 
 def plain_text(content: Any, param: str) -> str:
-    """The text of a message's content: a text, or parts that are texts. Raises `ApiError`."""
+    """Return the text of a message's content: a text, or parts that are texts. Raises
+    `ApiError`.
+    """
     if content is None or isinstance(content, str):
         return content or ""
     kinds = ("text", "input_text", "output_text")

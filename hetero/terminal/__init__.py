@@ -15,14 +15,14 @@ _CONTROL: Final = re.compile(f"[{CONTROLS}]")
 
 
 def answer_text(text: str) -> str:
-    """A part of an answer as it is shown: as it is, unless stdout is a terminal."""
+    """Return a part of an answer as it is shown: as it is, unless stdout is a terminal."""
     if sys.stdout is None or not sys.stdout.isatty():
         return text
     return _CONTROL.sub(escaped, text.replace("\r", ""))
 
 
 def json_line(text: str) -> str:
-    """A JSON document with the control characters that JSON leaves alone escaped, too."""
+    """Return a JSON document with the control characters that JSON leaves alone escaped, too."""
     return re.sub("[\x7f-\x9f]", lambda found: f"\\u{ord(found.group()):04x}", text)
 
 

@@ -41,7 +41,7 @@ def drawn_tokens(total: Total) -> int:
 
 
 def gains(plan: Plan) -> TableData:
-    """Return the plan beside the best single device."""
+    """Return the plan next to the best single device."""
     rows = []
     for t in plan.totals:
         best = min(t.single_devices, key=lambda k: t.single_devices[k], default=None)
@@ -297,7 +297,7 @@ def front(plan: Plan) -> TableData | None:
 
 
 def what_if(plan: Plan, others: Sequence[Plan]) -> TableData | None:
-    """Return this plan beside others, step by step."""
+    """Return this plan next to others, step by step."""
     if not others:
         return None
     rows = []

@@ -13,9 +13,8 @@ from filelock import FileLock
 from hetero import cache
 from hetero.backends.host.files import atomic_writer
 from hetero.backends.opencl.self_test.run_folder import RunFolder
-from hetero.cache.kinds import KINDS, OTHER_CODE, OTHER_HERE
-from hetero.cli.cache import NAMES
-from hetero.cli.work.cache import ago, parse_age
+from hetero.cache import KINDS, OTHER_CODE, OTHER_HERE
+from hetero.cli.cache import NAMES, ago, parse_age
 from hetero.errors import UserError
 from hetero.measuring.profiling import lock_path
 from hetero.models.gguf import store
@@ -42,9 +41,9 @@ def made(path: Path, size: int = 100) -> Path:
     return path
 
 
-def told(kind: str) -> dict[str, str]:
-    """Names, and why they are of no more use, or that they are held."""
-    return {x.name: "held" if x.held else x.stale for x in cache.entries_of(kind)}
+def entries(kind: str) -> dict[str, str]:
+    """Return the reason why each entry is stale, or `held`."""
+    return {x.name: "held" if x.held else x.stale for x in KINDS[kind].entries()}
 
 
 def test_an_empty_home_has_nothing(command: Command, home: Path) -> None:
@@ -61,7 +60,7 @@ def test_decisions_of_other_code_are_stale(home: Path, monkeypatch: pytest.Monke
     before = json.loads((folder / f"{'a' * 40}.json").read_text())
     made(folder / "old.json").write_text(json.dumps(before | {"code": "another"}))
     made(folder / ".x.json.0123abcd.partial")
-    assert told("decisions") == {
+    assert entries("decisions") == {
         f"{'a' * 40}.json": "",
         "old.json": OTHER_CODE,
         ".x.json.0123abcd.partial": "left by a process that was killed",
@@ -74,7 +73,7 @@ def test_first_starts_of_another_version_are_stale(home: Path) -> None:
     old = here.model_copy(update={"hetero_version": "0.0.1"})
     for machine in (here, pinned, old):
         FirstStart(machine=machine, profile="p", at_s=0, reason="none").saved(machine.path)
-    assert told("first-starts") == {
+    assert entries("first-starts") == {
         here.path.name: "", pinned.path.name: "", old.path.name: OTHER_HERE,
     }  # fmt: skip
 
@@ -88,26 +87,26 @@ def test_kernels_are_of_drivers_that_are_here(home: Path) -> None:
     made(verdict.with_suffix(".lock"))
     lock = FileLock(root / "verdicts" / "trial.lock")
     with lock:
-        assert told("opencl")["trial.lock"] == "held"
-    assert told("opencl")["trial.lock"] == "a lock that nobody has"
+        assert entries("opencl")["trial.lock"] == "held"
+    assert entries("opencl")["trial.lock"] == "a lock that no process holds"
     Path(lock.lock_file).unlink(missing_ok=True)
     run = RunFolder(root)
     dead = made(root / "runs" / "hetero-opencl-1-2" / "pocl" / "x").parents[1]
     made(dead.with_name(f"{dead.name}.lock"), 0)
-    assert told("opencl") == {
+    assert entries("opencl") == {
         mine.name: "", other.name: OTHER_HERE, "0.json": OTHER_HERE,
         run.path.name: "held", dead.name: "its process has ended",
     }  # fmt: skip
     gone = cache.clear(["opencl"], stale=True)
     assert gone.cleared is not None
     assert (gone.cleared[0].entries, gone.cleared[0].held) == (3, 0)
-    assert told("opencl") == {mine.name: "", run.path.name: "held"}
+    assert entries("opencl") == {mine.name: "", run.path.name: "held"}
     cleared = cache.clear(["opencl"]).cleared
     assert cleared is not None
     assert (cleared[0].entries, cleared[0].held) == (1, 1)
     assert run.path.is_dir()
     run.remove()
-    assert told("opencl") == {}
+    assert entries("opencl") == {}
 
 
 def test_packed_copies_of_files_that_are_gone_are_stale(home: Path) -> None:
@@ -117,14 +116,14 @@ def test_packed_copies_of_files_that_are_gone_are_stale(home: Path) -> None:
         made(folder / f"{name}.safetensors").write_bytes(header)
         (folder / f"{name}.seen").write_text(f"1 2 3\n{home / name}.gguf")
     made(home / "here.gguf")
-    assert told("packed") == {
+    assert entries("packed") == {
         "here.safetensors": "", "gone.safetensors": "its GGUF file is gone",
         "old.safetensors": "its GGUF file is gone",
     }  # fmt: skip
     made(home / "old.gguf")
-    assert told("packed")["old.safetensors"] == OTHER_CODE
+    assert entries("packed")["old.safetensors"] == OTHER_CODE
     reader = store.SafetensorsFile(folder / "here.safetensors", held=True)
-    assert told("packed")["here.safetensors"] == "held"
+    assert entries("packed")["here.safetensors"] == "held"
     cache.clear(["packed"])
     assert sorted(x.name for x in folder.iterdir()) == ["here.safetensors", "here.seen"]
     del reader
@@ -136,7 +135,7 @@ def test_what_is_written_now_stays(home: Path) -> None:
     target = made(home / "cache" / "hetero" / "packed" / "a.safetensors")
     with atomic_writer(target) as file:
         file.write(b"more")
-        assert "held" in told("packed").values()
+        assert "held" in entries("packed").values()
         cache.clear(everything=True)
     assert target.read_bytes() == b"more"
 
@@ -147,15 +146,15 @@ def test_graphs_of_other_versions_are_stale(home: Path, command: Command) -> Non
     for name, version in (("new", qnn.GRAPHS_VERSION), ("old", 0)):
         made(folder / name / "graph_qnn.bin")
         target = {"chip": "sm8650", "graphs_version": str(version)}
-        target["provider"] = str(cache.kinds.installed_version("onnxruntime-qnn"))
+        target["provider"] = str(cache.installed_version("onnxruntime-qnn"))
         entry = {"format": qnn.FORMAT, "target": target}
         made(folder / name / "entry.json").write_text(json.dumps(entry))
-    assert told("qnn") == {"new": "", "old": OTHER_CODE}
+    assert entries("qnn") == {"new": "", "old": OTHER_CODE}
     asked = command("cache", "clear", "qnn")
     assert asked.returncode == 2
-    assert "nobody can be asked whether to remove Snapdragons' NPU graphs (1 entry" in asked.stderr
+    assert "refusing to delete Snapdragons' NPU graphs (1 entry" in asked.stderr
     assert command("cache", "clear", "qnn", "--stale").stdout.startswith("freed 0.2 KiB: qnn 1")
-    assert told("qnn") == {"new": ""}
+    assert entries("qnn") == {"new": ""}
 
 
 def test_what_is_named_alone_goes_by_its_name(home: Path, command: Command) -> None:
@@ -163,7 +162,7 @@ def test_what_is_named_alone_goes_by_its_name(home: Path, command: Command) -> N
     made(home / "data" / "hetero" / "contexts" / "demo" / "apps" / "a" / "ctx-1.log")
     made(home / "data" / "hetero" / "chat-history")
     made(home / "cache" / "hetero" / "profiles" / "host.json")
-    found = {kind.kind: kind.entries for kind in cache.kept().kinds if kind.entries}
+    found = {kind.kind: kind.entries for kind in cache.usage().kinds if kind.entries}
     assert found == {"profiles": 2, "contexts": 1, "history": 1}
     for words in (("--all",), ("--stale",), ("--all", "--stale")):
         assert command("cache", "clear", *words, "--yes").stdout == "nothing to clear\n"
@@ -178,7 +177,7 @@ def test_contexts_that_are_served_stay(home: Path) -> None:
     folder = made(home / "data" / "hetero" / "contexts" / "demo" / "service.json").parent
     lock = FileLock(folder / "lock")
     with lock:
-        assert told("contexts") == {"demo": "held"}
+        assert entries("contexts") == {"demo": "held"}
         cache.clear(["contexts"])
         assert (folder / "service.json").exists()
     cache.clear(["contexts"])
@@ -192,17 +191,17 @@ def test_old_entries_and_what_links_point_to(home: Path, command: Command) -> No
         os.utime(made(folder / name), (at_s, at_s))
     elsewhere = made(home / "elsewhere" / "precious")
     (home / "cache" / "hetero" / "link").symlink_to(elsewhere.parent)
-    assert told("other") == {"link": "unknown to this version of hetero"}
+    assert entries("other") == {"link": "unknown to this version of hetero"}
     words = ("cache", "clear", "--all", "--older-than", "30d", "--yes")
     assert "would free 0.1 KiB: qnn-schedules 1" in command(*words, "--dry-run").stdout
-    assert len(told("qnn-schedules")) == 2
+    assert len(entries("qnn-schedules")) == 2
     document = json.loads(command(*words, "--json").stdout)
     assert document["cleared"] == [
         {"kind": "qnn-schedules", "entries": 1, "nbytes": 100, "held": 0}]  # fmt: skip
-    assert list(told("qnn-schedules")) == ["a"]
+    assert list(entries("qnn-schedules")) == ["a"]
     cache.clear(["other"])
     assert elsewhere.exists()
-    assert told("other") == {}
+    assert entries("other") == {}
 
 
 def test_the_table_and_the_entries(home: Path, command: Command) -> None:
@@ -210,9 +209,9 @@ def test_the_table_and_the_entries(home: Path, command: Command) -> None:
     made(home / "cache" / "hetero" / "said-no-profile", 0)
     shown = command("cache").stdout
     assert "| locks | locks of profilers | 1 |" in shown
-    assert "of no more use (locks 1): hetero cache clear --stale" in shown
+    assert "unused (locks 1): hetero cache clear --stale" in shown
     assert str(home / "cache" / "hetero" / "locks") in shown
-    assert "| profile-0.lock |  | 0.0 MiB | just now | a lock that nobody has |" in (
+    assert "| profile-0.lock |  | 0.0 MiB | just now | a lock that no process holds |" in (
         command("cache", "locks").stdout
     )
     kinds = json.loads(command("cache", "locks", "--json").stdout)["kinds"]
@@ -223,7 +222,7 @@ def test_the_table_and_the_entries(home: Path, command: Command) -> None:
 def test_opencl_may_lie_elsewhere(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("POCL_CACHE_DIR", str(home / "own"))
     made(home / "own" / "hetero" / "runs" / "hetero-opencl-1-2" / "x")
-    assert told("opencl") == {"hetero-opencl-1-2": "its process has ended"}
+    assert entries("opencl") == {"hetero-opencl-1-2": "its process has ended"}
 
 
 @pytest.mark.parametrize(

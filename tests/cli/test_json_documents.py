@@ -24,8 +24,8 @@ def test_schemas_are_those_of_the_records(name: str) -> None:
 def test_documents_obey_their_schemas() -> None:
     plan = hetero.plan("demo", "host", seq_lens=(64,), curves=False).model_dump_json()
     profile = shipped_path("snapdragon-8-gen-3").read_text(encoding="utf-8")
-    kept = hetero.cache.kept(["packed", "locks"]).model_dump_json()
-    for name, text in (("plan.json", plan), ("profile.json", profile), ("cache.json", kept)):
+    usage = hetero.cache.usage(["packed", "locks"]).model_dump_json()
+    for name, text in (("plan.json", plan), ("profile.json", profile), ("cache.json", usage)):
         schema = json.loads((DOCS / "schemas" / name).read_text(encoding="utf-8"))
         found = validator_for(schema)
         document = json.loads(text)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from hetero.backends.host.affinity import allowed_cores, assign_cores, pinned
-from hetero.backends.host.json_child import ChildGoneError, JsonChild
+from hetero.backends.host.json_child import ChildDiedError, JsonChild
 from hetero.errors import FallbackWarning, UserError
 from hetero.measuring.contender import Contestant
 from tests.cli.test_signals import ended, start
@@ -147,7 +147,7 @@ def test_a_child_that_does_not_answer_is_ended(
     (tmp_path / "silent.py").write_text("import time; time.sleep(60)\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with (
-        pytest.raises(ChildGoneError, match=r"no sign of life for 0\.05 s"),
+        pytest.raises(ChildDiedError, match=r"no sign of life for 0\.05 s"),
         JsonChild("silent") as child,
     ):
         child.hear(0.05)

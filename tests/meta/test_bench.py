@@ -89,8 +89,8 @@ def test_a_bench_runs(command: str, rows: Path) -> None:
 def commands() -> list[list[str]]:
     """Module and arguments of every command of the documents that starts a bench."""
     found = []
-    for page in (BENCH / "RESULTS.md", *(ROOT / "docs").rglob("*.md")):
-        text = page.read_text(encoding="utf-8")
+    for page in (*sorted(BENCH.rglob("RE*.md")), *(ROOT / "docs").rglob("*.md")):
+        text = page.read_text(encoding="utf-8").replace("\\\n", " ")
         for line in re.findall(r"python bench/([^`\n]+)", text):
             name, *arguments = shlex.split(line)
             found.append([name.removesuffix(".py"), *arguments])

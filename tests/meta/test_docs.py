@@ -1,16 +1,17 @@
-"""The documentation: sizes of pages, links, names that exist, the drawing, the site."""
+"""The documentation: sizes of pages, links, names that exist, the drawing."""
 
 from __future__ import annotations
 
 import functools
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+import hetero
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("hetero", "backends", "profiler", "solver")
@@ -47,12 +48,17 @@ def test_a_page_is_short(page: Path) -> None:
     assert lines <= most, f"{name_of(page)} has {lines} lines, of at most {most}: split it"
 
 
+def may_be_wide(page: Path, line: str) -> bool:
+    """Whether a line is a story, or a table's row or a command of a dated note."""
+    note = page.parent.name == "notes" and re.match(r"\||\(?`[^`]*`\W?$", line)
+    return page == GENERATED or bool(note)
+
+
 @pytest.mark.parametrize("page", [*PAGES, *RECORDS], ids=name_of)
 def test_a_page_is_narrow(page: Path) -> None:
-    if page == GENERATED:
-        return
     for number, line in enumerate(page.read_text("utf-8").splitlines(), 1):
-        assert len(line) <= 100, f"{name_of(page)}:{number} has {len(line)} columns, of at most 100"
+        if not may_be_wide(page, line):
+            assert len(line) <= 100, f"{name_of(page)}:{number} has {len(line)} columns, not 100"
 
 
 @pytest.mark.parametrize("page", [*PAGES, *RECORDS], ids=name_of)
@@ -76,6 +82,12 @@ def test_every_page_is_reached_from_the_index() -> None:
     kinds = ("tutorial", "howto", "reference", "explanation")
     pages = {page for kind in kinds for page in (ROOT / "docs" / kind).rglob("*.md")}
     assert {name_of(page) for page in pages - linked} == set()
+
+
+def test_the_api_reference_has_every_public_name() -> None:
+    text = (ROOT / "docs" / "reference" / "api.md").read_text("utf-8")
+    documented = re.findall(r"^::: hetero\.(\w+)$", text, flags=re.MULTILINE)
+    assert sorted(documented) == sorted(set(hetero.__all__) - {"__version__"})
 
 
 @functools.cache
@@ -107,12 +119,13 @@ def spans(page: Path) -> Iterator[str]:
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_names_in_a_page_exist(page: Path) -> None:
     """A file or a class that was renamed or removed is named by no page."""
+    unknown = []
     for span in spans(page):
-        if FILE.fullmatch(span) and "/" in span and "NAME" not in span:
-            assert span in files(), f"{name_of(page)} names {span}"
-        elif match := CLASS.fullmatch(span):
-            own = match[1] not in FOREIGN and not span.isupper() and "." in span
-            assert not own or set(span.split(".")) <= words(), f"{name_of(page)} names {span}"
+        if FILE.fullmatch(span) and "NAME" not in span:
+            unknown += [span] if span not in files() else []
+        elif (match := CLASS.fullmatch(span)) and "." in span and match[1] not in FOREIGN:
+            unknown += [span] if not set(span.split(".")) <= words() else []
+    assert unknown == [], f"{name_of(page)} names what does not exist"
 
 
 def test_the_drawing_of_the_packages_is_current() -> None:
@@ -121,16 +134,3 @@ def test_the_drawing_of_the_packages_is_current() -> None:
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-
-
-def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
-    pytest.importorskip("mkdocstrings_handlers.python", reason="needs the extra docs")
-    pytest.importorskip("material", reason="needs the extra docs")
-    done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")],
-        cwd=ROOT, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    api = (tmp_path / "site" / "reference" / "api" / "index.html").read_text("utf-8")
-    assert "generate_many" in api
-    shutil.rmtree(tmp_path / "site")

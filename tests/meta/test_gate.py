@@ -34,6 +34,7 @@ def test_every_line_is_a_name_and_a_public_version() -> None:
         *PROJECT["dependencies"],
         *PROJECT["optional-dependencies"]["serve"],
         *PROJECT["optional-dependencies"]["dev"],
+        *PROJECT["optional-dependencies"]["docs"],
     ],
 )
 def test_what_the_package_asks_for_is_pinned_within_its_bounds(text: str) -> None:

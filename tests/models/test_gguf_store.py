@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Kind
 
-from hetero.backends.host.files import is_held
+from hetero.backends.host.files import is_in_use
 from hetero.errors import ModelError
 from hetero.models import open_model
 from hetero.models.gguf import GgufWeights, store
@@ -73,10 +73,10 @@ def test_a_store_is_held_as_long_as_a_matrix_of_it_is(stores: Path, tmp_path: Pa
     matrix = weights.lm_head()
     del weights
     gc.collect()
-    assert is_held(stores / name)
+    assert is_in_use(stores / name)
     del matrix
     gc.collect()
-    assert not is_held(stores / name)
+    assert not is_in_use(stores / name)
 
 
 def test_another_file_has_another_store(stores: Path, tmp_path: Path) -> None:

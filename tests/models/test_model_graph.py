@@ -81,20 +81,20 @@ def test_stages_are_what_runs_behind_each_matmul() -> None:
     assert [(x.name, x.members) for x in graph.block] == [
         ("qkv", ("q", "k", "v")), ("o", ()), ("gate_up", ("gate", "up")), ("down", ()),
     ]  # fmt: skip
-    (rope, whole, windowed), norm, activation, last = (stage.behind for stage in graph.block)
+    (rope, whole, windowed), norm, activation, last = (stage.after for stage in graph.block)
     assert (rope.times, whole.times, windowed.times) == pytest.approx((1, 1 / 3, 2 / 3))
     assert norm == last == ((RMSNorm(d=24, eps=1e-6, add=True), 1.0),)
     assert [share.times for share in activation] == [1.0]
     assert [stage.name for stage in graph.block if stage.attends] == ["qkv"]
-    assert [(stage.name, stage.behind) for stage in graph.tail] == [("lm_head", ())]
+    assert [(stage.name, stage.after) for stage in graph.tail] == [("lm_head", ())]
 
 
 @pytest.mark.parametrize("name", KNOWN_MODELS)
 def test_stages_have_every_node_once(name: str) -> None:
     graph = model_spec(name)
     launches = sum(share.times for share in graph.head)
-    launches += graph.layers * sum(1 + sum(x.times for x in stage.behind) for stage in graph.block)
-    launches += sum(1 + sum(x.times for x in stage.behind) for stage in graph.tail)
+    launches += graph.layers * sum(1 + sum(x.times for x in stage.after) for stage in graph.block)
+    launches += sum(1 + sum(x.times for x in stage.after) for stage in graph.tail)
     assert launches == pytest.approx(len(graph.nodes))
 
 
@@ -201,7 +201,7 @@ def test_another_kind_of_node_is_data() -> None:
         replace(nodes[at], slots=nodes[at].slots | {"residual": "sum"}),
     ]
     longer = graph.model_copy(update={"nodes": tuple(nodes)})
-    behind = {stage.name: dict(stage.behind) for stage in longer.block}
+    after = {stage.name: dict(stage.after) for stage in longer.block}
     norm = RMSNorm(d=24, eps=1e-6, add=True)
-    assert behind["o"] == pytest.approx({shadow: 1 / 3, Add(d=24): 1 / 3, norm: 1.0})
+    assert after["o"] == pytest.approx({shadow: 1 / 3, Add(d=24): 1 / 3, norm: 1.0})
     assert longer.matmuls == graph.matmuls

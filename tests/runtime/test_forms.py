@@ -94,7 +94,7 @@ def test_a_form_balances_both_devices_over_all_operations() -> None:
     spec, profile = model_spec("llama-3.2-1b", "w4a8"), DeviceProfile.load("host")
     solver = prepare_solver(spec, profile, PlanRequest(seq_lens=(256, 512), explain=False))
     planner = solver._planner
-    found = {x.form: x.ops for x in in_flight(planner, "gpu", 256, 512, solver.held, Limits())}
+    found = {x.form: x.ops for x in in_flight(planner, "gpu", 256, 512, solver.resident, Limits())}
     names = [op.op for op in found["whole"]]
     times = {}
     for name in names:
@@ -121,11 +121,11 @@ def test_a_form_balances_both_devices_over_all_operations() -> None:
 def test_rows_that_do_not_fit_are_not_used() -> None:
     spec, profile = model_spec("llama-3.2-1b", "w4a8"), DeviceProfile.load("host")
     planner = Planner(spec, profile).with_rows({x.name: (x.n // 2,) for x in spec.matmuls})
-    held = {x.name: ResidentRows(x.n // 2, x.n // 2) for x in spec.matmuls}
-    found = in_flight(planner, "gpu", 256, 512, held, Limits(together=1.0))
+    resident = {x.name: ResidentRows(x.n // 2, x.n // 2) for x in spec.matmuls}
+    found = in_flight(planner, "gpu", 256, 512, resident, Limits(together=1.0))
     assert found == ()  # whole matmuls need rows that neither device holds
-    assert in_flight(planner, "gpu", 256, 512, held, Limits())
-    assert in_flight(planner, "npu", 256, 512, held, Limits()) == ()
+    assert in_flight(planner, "gpu", 256, 512, resident, Limits())
+    assert in_flight(planner, "npu", 256, 512, resident, Limits()) == ()
 
 
 def test_a_plan_keeps_the_forms_that_its_prompts_take(

@@ -23,7 +23,7 @@ class Builds:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.entries: set[str] = set()
-        bring, known = Remote._bring, Remote._unpacked
+        bring, known = Remote._restore, Remote._unpacked
 
         def brought(own: Any, entry: str, source: Any, variant: Variant | None) -> None:
             self.entries.add(entry)
@@ -33,7 +33,7 @@ class Builds:
             self.entries.add(entry)
             return known(own, entry, folder)
 
-        monkeypatch.setattr(Remote, "_bring", brought)
+        monkeypatch.setattr(Remote, "_restore", brought)
         monkeypatch.setattr(Remote, "_unpacked", unpacked)
 
     def taken(self) -> set[str]:

@@ -188,8 +188,8 @@ def spec_of(instance: Instance) -> ModelGraph:
         for name in NAMES:
             op = MatMul(n=instance.rows[name], k=instance.ks[name], weight_format=F32)
             nodes.append(_node(f"{layer}.{name}", op, layer=layer, plan_op=name))
-            behind = enumerate(between[name])
-            nodes += [_node(f"{layer}.{name}.{i}", x, layer=layer) for i, x in behind]
+            after = enumerate(between[name])
+            nodes += [_node(f"{layer}.{name}.{i}", x, layer=layer) for i, x in after]
     return ModelGraph.model_construct(
         name="tiny", architecture="llama", max_position=99, weight_format=F32, nodes=tuple(nodes)
     )

@@ -92,7 +92,7 @@ def test_what_shared_attention_takes_is_what_the_longer_part_does() -> None:
     found, cost = profile(), CostModel(profile())
     solver, m, context = planner(found), 512, 512
     shared = solver.non_matmul_times(Scenario("prefill", m, context))["gpu"].shared["qkv"]
-    of = [share.op for share in model_spec(MODEL).block[0].behind]
+    of = [share.op for share in model_spec(MODEL).block[0].after]
     rope = next(op for op in of if isinstance(op, Rope))
     whole = next(op for op in of if isinstance(op, Attention))
     key = ("prefill", model_spec(MODEL).weight_format)

@@ -112,18 +112,18 @@ def test_a_chain_has_the_nodes_of_a_layer_and_no_others(name: str, m: int) -> No
     others = [option.gpu_s for option in chain.block if id(option) not in matmuls]
     head = sum(option.gpu_s for option in chain.head)
     assert head + graph.layers * sum(others) == pytest.approx(wanted, rel=1e-9)
-    assert len(chain.block) == 4 + len(solution.non_matmul.behind)
+    assert len(chain.block) == 4 + len(solution.non_matmul.after)
 
 
 def test_a_parallel_block_has_nothing_between_o_and_gate_up() -> None:
     planner = Planner(model_spec("phi-2"), DeviceProfile.load("host"))
     solution = planner.solve(Scenario("prefill", 256))
-    assert list(solution.non_matmul.behind) == ["qkv", "gate_up", "down"]
-    behind = {stage.name: [op_name(x.op) for x in stage.behind] for stage in planner.spec.block}
-    assert behind["o"] == []
-    assert behind["down"] == ["Add", "LayerNorm+add"]
+    assert list(solution.non_matmul.after) == ["qkv", "gate_up", "down"]
+    after = {stage.name: [op_name(x.op) for x in stage.after] for stage in planner.spec.block}
+    assert after["o"] == []
+    assert after["down"] == ["Add", "LayerNorm+add"]
     serial = Planner(model_spec("llama-3.2-1b"), DeviceProfile.load("host"))
-    assert list(serial.solve(Scenario("prefill", 256)).non_matmul.behind) == [
+    assert list(serial.solve(Scenario("prefill", 256)).non_matmul.after) == [
         "qkv", "o", "gate_up", "down",
     ]  # fmt: skip
 

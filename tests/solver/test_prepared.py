@@ -38,11 +38,13 @@ def test_every_length_is_solved_as_the_planner_does_with_what_is_prepared(seed: 
     for m in range(1, 2 * planner.sizes[-1] + 1, 1 + seed % 3):
         options = {}
         for name in NAMES:
-            held, space = prepared.held[name], twin.space(name)
+            resident, space = prepared.resident[name], twin.space(name)
             assert set(rows[name]) <= set(space.rows.tolist())
             grid = space.grid(m)
-            mask = mask_of(grid, held, m, space.n)
-            options[name] = chooser.options(space, m, grid=grid, mask=mask, gpu_alone=held.gpu == 0)
+            mask = mask_of(grid, resident, m, space.n)
+            options[name] = chooser.options(
+                space, m, grid=grid, mask=mask, gpu_alone=resident.gpu == 0
+            )
         scenario = Scenario("prefill", m)
         expected = twin.solve(scenario, options=options, rest=plan.rest.prefill)
         found = prepared.solution_for(scenario)
@@ -158,16 +160,20 @@ def test_drifted_devices_get_the_plan_of_a_profile_that_says_so(seed: int) -> No
         )  # fmt: skip
         options = {}
         for name in NAMES:
-            held, space = slow.held[name], twin.space(name)
+            resident, space = slow.resident[name], twin.space(name)
             grid = space.grid(m)
             options[name] = Chooser(
                 twin.overheads, twin.settings.rules, Objective(power=twin.power)
             ).options(
-                space, m, grid=grid, mask=mask_of(grid, held, m, space.n), gpu_alone=held.gpu == 0
+                space,
+                m,
+                grid=grid,
+                mask=mask_of(grid, resident, m, space.n),
+                gpu_alone=resident.gpu == 0,
             )
         expected = twin.solve(scenario, options=options, rest=prepared.plan.rest.prefill)
         cost.instance.npu_scale = 1.0
         assert found.seconds == pytest.approx(expected.seconds, rel=1e-12)
         for op in slow.plan_for(m).ops:
-            home = slow.held[op.op]
+            home = slow.resident[op.op]
             assert all(t.device == "gpu" or t.rows[1] <= home.npu for t in op.tiles)

@@ -68,7 +68,7 @@ def test_the_chance_that_a_queue_runs_dry(
     )
     chance = float((npu + 0.5 * (1 + spread[1] * rng.standard_normal(400_000)) > gpu).mean())
     one = np.ones((1, 1))
-    halves = HostCutTimes(times[0] * one, times[1] * one, spread=spread, start_s=3.0, behind_s=0.5)
+    halves = HostCutTimes(times[0] * one, times[1] * one, spread=spread, start_s=3.0, after_s=0.5)
     dominant = times[1] >= times[0]
     expected = 3.0 * (chance - dominant)  # the mode says all of it or nothing
     assert np.asarray(halves.restarts_s)[0, 0] == pytest.approx(expected, abs=0.05)

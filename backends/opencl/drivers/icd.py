@@ -3,8 +3,8 @@
 pyopencl's loader (ocl-icd) loads the drivers of one vendor folder, and the PoCL that pip put next
 to pyopencl. pip's packages cannot write to the system's folder, and what Intel's package brings has
 a placeholder for a path; so hetero lists all of them itself, tries each in a child process, and
-gives the loader a folder of its own with those that passed (`loader`). Where the loader is another
-one (Windows, macOS) all drivers are one candidate: whatever the system's loader brings.
+gives the loader a folder of its own with the drivers that passed (`loader`). Where the loader is
+another one (Windows, macOS) all drivers are one candidate: whatever the system's loader brings.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ Zen 5 at all (`generic`, which its own Clang refuses). Kernels and built-in libr
 and code that was built for less than they use crashes the compiler or the process. No option or
 environment variable sets the name there.
 
-The name is a field of the device's struct (`char *llvm_cpu` in `struct _cl_device_id`, right behind
+The name is a field of the device's struct (`char *llvm_cpu` in `struct _cl_device_id`, right after
 `char *llvm_target_triplet`), read at every build. So before the first context is made, this module
 points it to the level's name, whatever it says.
 
@@ -74,9 +74,9 @@ def find_field(device_struct: int, triple: bytes) -> int | None:
         handle = memory.fileno()
         data = _read(handle, device_struct, STRUCT_BYTES)
         pointers = struct.unpack(f"<{len(data) // 8}Q", data[: len(data) // 8 * 8])
-        for i, (one, behind) in enumerate(itertools.pairwise(pointers)):
+        for i, (one, following) in enumerate(itertools.pairwise(pointers)):
             if _read(handle, one, len(triple)) == triple:
-                name = _read(handle, behind, LONGEST_NAME)
+                name = _read(handle, following, LONGEST_NAME)
                 return 8 * (i + 1) if NAME.match(name) else None
     return None
 

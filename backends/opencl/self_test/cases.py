@@ -2,7 +2,7 @@
 
 A family is one kernel source with one set of features: matmuls of each weight format for one token,
 a few and many; attention by rows and by tiles; norms, rotations, activations, sums, look-ups, and
-the flag and gate that synchronisation rests on. Shapes are small and most odd, so that tails run.
+the flag and signal that synchronisation uses. Shapes are small and most odd, so that tails run.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Compiles programs and kernels: in this process, or in a child that may die of it.
 
-A driver's compiler is the most complex native code there is here, and the least proven: it has
+A driver's compiler is the most complex native code there is here, and the least tested: it has
 crashed, hung, and killed its process over a full disk. So the user's process never runs it.
 `Remote` takes what the store has, else asks a child process, which compiles into the same folder
 and the same store; this process then only loads what was compiled. `Local` is that child.
@@ -152,7 +152,7 @@ class Remote(Compiler):
     def program(self, context: cl.Context, device: cl.Device, source: ProgramSource) -> cl.Program:
         """See `Compiler.program`."""
         if self._folder is not None:
-            self._bring(source.digest, source, None)
+            self._restore(source.digest, source, None)
             return _build(context, device, source)
         with self._lock:
             known = _from_binary(context, device, self._store, source)
@@ -177,7 +177,7 @@ class Remote(Compiler):
     def variant(self, source: ProgramSource, variant: Variant) -> Iterator[None]:
         """See `Compiler.variant`."""
         if self._folder is not None:
-            self._bring(variant.entry(source), source, variant)
+            self._restore(variant.entry(source), source, variant)
         yield
 
     def recall(self, entry: str) -> bytes | None:
@@ -192,7 +192,7 @@ class Remote(Compiler):
         """See `Compiler.close`."""
         self._builder.close()
 
-    def _bring(self, entry: str, source: ProgramSource, variant: Variant | None) -> None:
+    def _restore(self, entry: str, source: ProgramSource, variant: Variant | None) -> None:
         assert self._folder is not None
         with self._lock:
             if not self._unpacked(entry, self._folder):
@@ -231,15 +231,15 @@ class _Here(threading.local):
 
 
 _HERE = _Here()
-_TELL = cl.compiler_output
+_COMPILER_OUTPUT = cl.compiler_output
 
 
-def _told(text: str) -> None:
+def _filtered_output(text: str) -> None:
     if not _HERE.builds:
-        _TELL(text)
+        _COMPILER_OUTPUT(text)
 
 
-cl.compiler_output = _told
+cl.compiler_output = _filtered_output
 
 
 @contextmanager

@@ -63,15 +63,15 @@ class RunFolder:
         self._lock = path.with_suffix(".lock")
         # Locked under another name first: a lock that a sweep sees is locked.
         born = path.with_suffix(".born") if os.name == "posix" else self._lock
-        self._held = FileLock(born)
-        self._held.acquire(timeout=0)
+        self._locks = FileLock(born)
+        self._locks.acquire(timeout=0)
         born.replace(self._lock)
         path.mkdir(mode=0o700)
         if demanding:
             try:
                 _try_out(path)
             except OSError:
-                _remove(path, self._lock, self._held)
+                _remove(path, self._lock, self._locks)
                 raise
         return path
 
@@ -83,7 +83,7 @@ class RunFolder:
     def remove(self) -> None:
         """Delete everything; not in a fork of the process that made it."""
         if os.getpid() == self.pid:
-            _remove(self.path, self._lock, self._held)
+            _remove(self.path, self._lock, self._locks)
 
 
 def _try_out(folder: Path) -> None:
@@ -135,9 +135,9 @@ def _is_own(path: Path) -> bool:
     return mine and stat.S_ISREG(state.st_mode)
 
 
-def _remove(path: Path, lock_path: Path, held: BaseFileLock) -> None:
+def _remove(path: Path, lock_path: Path, lock: BaseFileLock) -> None:
     shutil.rmtree(path, ignore_errors=True)
     with contextlib.suppress(OSError):
         lock_path.unlink()
     with contextlib.suppress(OSError):
-        held.release()
+        lock.release()

@@ -39,15 +39,15 @@ from hetero.backends.opencl.self_test.results import (
 )
 from hetero.backends.opencl.self_test.run_folder import run_folder
 from hetero.backends.opencl.self_test.store import KernelStore, keep_newest
-from hetero.backends.opencl.self_test.supervisor import Job, Worker, WorkerGoneError, hello
+from hetero.backends.opencl.self_test.supervisor import Job, Worker, WorkerDiedError, hello
 
 MAX_PARTS: Final = 4
 LOCK_S: Final = 300.0  # how long another process's self-test of the same is waited for
 
-Tell: TypeAlias = Callable[[str], None]
+Notify: TypeAlias = Callable[[str], None]
 
 
-def tell_on_stderr(sentence: str) -> None:
+def print_notice(sentence: str) -> None:
     """Print a sentence on standard error, like the command line's notices."""
     print(f"hetero: {sentence}", file=sys.stderr, flush=True)
 
@@ -57,7 +57,7 @@ class SelfTests:
     """Results of this machine's drivers, from the cache in `root` or by self-test."""
 
     root: Path
-    tell: Tell = tell_on_stderr
+    notify: Notify = print_notice
 
     def __post_init__(self) -> None:
         self.run = run_folder(self.root)
@@ -115,7 +115,7 @@ class SelfTests:
         self, candidate: Candidate, result: SelfTestResult, levels: tuple[Level, ...]
     ) -> SelfTestResult:
         again = self.path(candidate) in self._suspected
-        meter = _Meter(self.tell, CHECKING if again else PREPARING)
+        meter = _Meter(self.notify, CHECKING if again else PREPARING)
         for level in levels:
             result = self._try_level(candidate, result, level, levels, meter)
             if result.problem or all(passed_level(d, levels) for d in result.devices):
@@ -124,7 +124,7 @@ class SelfTests:
         for device in result.devices:
             for attempt in device.attempts:
                 if attempt.outcome != "passed":
-                    self.tell(f"OpenCL by {device.title}: {attempt.sentence}")
+                    self.notify(f"OpenCL by {device.title}: {attempt.sentence}")
         return result
 
     def _try_level(
@@ -141,9 +141,9 @@ class SelfTests:
         child = _Child(self, candidate, level, 0)
         try:
             rows = child.rows()
-        except WorkerGoneError as gone:
-            problem = f"loading it {gone.outcome} ({gone.detail})"
-            return result.model_copy(update={"problem": problem, "lasting": gone.lasting})
+        except WorkerDiedError as error:
+            problem = f"loading it {error.outcome} ({error.detail})"
+            return result.model_copy(update={"problem": problem, "lasting": error.lasting})
         devices = result.devices or tuple(DeviceResult.model_validate(row) for row in rows)
         if not devices:
             child.close()
@@ -172,7 +172,7 @@ class SelfTests:
             lock.acquire(timeout=time_limit(LOCK_S))
         except (OSError, Timeout):
             return nullcontext()
-        return _Held(lock)
+        return _LockedFile(lock)
 
     def _read(self, path: Path, key: str, retry: bool = False) -> SelfTestResult | None:
         result = read_result(path, key) or _UNKEPT.get(path)
@@ -187,7 +187,7 @@ class SelfTests:
         except OSError as error:
             passed = any(a.outcome == "passed" for d in result.devices for a in d.attempts)
             if passed and path not in _UNKEPT:
-                self.tell(
+                self.notify(
                     f"kernels cannot be kept in {self.root} ({error.strerror}), so they are "
                     "prepared at every start: make it writable, or name another in XDG_CACHE_HOME"
                 )
@@ -199,7 +199,7 @@ class SelfTests:
 _UNKEPT: dict[Path, SelfTestResult] = {}
 
 
-class _Held(AbstractContextManager[object]):
+class _LockedFile(AbstractContextManager[object]):
     def __init__(self, lock: FileLock) -> None:
         self._lock = lock
 
@@ -221,7 +221,7 @@ class _Child:
         self._worker: Worker | None = None
 
     def rows(self) -> tuple[dict[str, str], ...]:
-        """Return the driver's devices. Raises `WorkerGoneError`.
+        """Return the driver's devices. Raises `WorkerDiedError`.
 
         Each process has a folder of its own: what killed one is not there for the next.
         """
@@ -246,9 +246,9 @@ class _Child:
                 answer = self._worker.hear()
             lasting = answer.pop("lasting", True)
             ((outcome, detail),) = answer.items()
-        except WorkerGoneError as gone:
+        except WorkerDiedError as error:
             self._worker = None
-            outcome, detail, lasting = gone.outcome, gone.detail, gone.lasting
+            outcome, detail, lasting = error.outcome, error.detail, error.lasting
         if outcome != "passed" or self._part > 0:
             self.close()
         seconds = round(time.perf_counter() - start_s, 3)
@@ -282,10 +282,10 @@ def _attempt(children: Sequence[_Child], device: int, meter: _Meter) -> Attempt:
 class _Meter:
     """Progress on standard error: a line, counted on where that is a terminal."""
 
-    def __init__(self, tell: Tell, text: str) -> None:
-        self._tell = tell
+    def __init__(self, notify: Notify, text: str) -> None:
+        self._notify = notify
         self._text = text
-        self._counts = tell is tell_on_stderr and sys.stderr.isatty()
+        self._counts = notify is print_notice and sys.stderr.isatty()
         self._begun = False
         self._lock = threading.Lock()
         self._done: dict[int, tuple[int, int]] = {}
@@ -299,7 +299,7 @@ class _Meter:
                 text = f"\rhetero: {self._text} ({done} of {all_})"
                 print(text, end="", file=sys.stderr, flush=True)
             elif not self._begun:
-                self._tell(self._text)
+                self._notify(self._text)
             self._begun = True
 
     def end(self) -> None:

@@ -1,7 +1,7 @@
 """The parent's side of a child process that loads drivers, tries kernels and compiles (`worker`).
 
 Messages are lines of JSON in both directions. A child that ends, or says nothing for too long, is
-an answer too: `WorkerGoneError` has the signal and the last words of its standard error, which is
+an answer too: `WorkerDiedError` has the signal and the last words of its standard error, which is
 where compilers chatter and which no user sees without `--debug`.
 """
 
@@ -33,7 +33,7 @@ MODULE: Final = "hetero.backends.opencl.self_test.worker"
 SILENCE_S: float = 60.0
 ENDING_S: Final = 0.2
 WORDS: Final = 300
-KEPT_LINES: Final = 200
+MAX_LINES: Final = 200
 # Ends that say something of the code that ran, unless the last words are of a lack of room.
 FAULTS: Final = frozenset(
     -getattr(signal, name)
@@ -46,7 +46,7 @@ MEMORY_FULL: Final = ("out of memory", "bad_alloc", "Cannot allocate memory", "M
 log = logging.getLogger(__name__)
 
 
-class WorkerGoneError(Exception):
+class WorkerDiedError(Exception):
     """A child that crashed (`outcome` crashed) or did not answer in time (hung).
 
     `lasting`: it would happen again; a full disk or a kill from outside may not.
@@ -87,14 +87,14 @@ class Worker:
             stderr=subprocess.PIPE,
         )
         self._lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._words: deque[str] = deque(maxlen=KEPT_LINES)
+        self._words: deque[str] = deque(maxlen=MAX_LINES)
         self._readers = [
             threading.Thread(target=self._read, daemon=True),
             threading.Thread(target=self._read_words, daemon=True),
         ]
         for reader in self._readers:
             reader.start()
-        with contextlib.suppress(WorkerGoneError):  # its end is the answer to the first question
+        with contextlib.suppress(WorkerDiedError):  # its end is the answer to the first question
             self.say(asdict(job))
 
     @property
@@ -103,23 +103,23 @@ class Worker:
         return self._child.poll() is None
 
     def say(self, message: dict[str, Any]) -> None:
-        """Send a message. Raises `WorkerGoneError`."""
+        """Send a message. Raises `WorkerDiedError`."""
         assert self._child.stdin is not None
         try:
             self._child.stdin.write(json.dumps(message).encode() + b"\n")
             self._child.stdin.flush()
         except OSError:
-            raise self._gone() from None
+            raise self._died() from None
 
     def hear(self) -> dict[str, Any]:
-        """Return the next message. Raises `WorkerGoneError`."""
+        """Return the next message. Raises `WorkerDiedError`."""
         line = self._next_line(Patience(self._child.pid, time_limit(SILENCE_S)))
         if line is None:
-            raise self._gone()
+            raise self._died()
         try:
             answer: dict[str, Any] = json.loads(line)
         except ValueError:
-            raise self._gone() from None
+            raise self._died() from None
         return answer
 
     def _next_line(self, patience: Patience) -> bytes | None:
@@ -132,7 +132,7 @@ class Worker:
                 words = self._last_words()
                 self.kill()
                 said = f"no answer for {patience.limit_s:g} s{words}"
-                raise WorkerGoneError("hung", said, lasting=True) from None
+                raise WorkerDiedError("hung", said, lasting=True) from None
 
     def kill(self) -> None:
         """End the child, whatever it is doing."""
@@ -164,7 +164,7 @@ class Worker:
                 self._lines.put(line)
         self._lines.put(None)
 
-    def _gone(self) -> WorkerGoneError:
+    def _died(self) -> WorkerDiedError:
         """Return why there is no answer."""
         try:
             code = self._child.wait(timeout=2.0)
@@ -175,10 +175,10 @@ class Worker:
         self.close()
         full = any(sign in words for sign in (*DISK_FULL, *MEMORY_FULL))
         lasting = code in FAULTS and not full
-        return WorkerGoneError("crashed", f"{_ended(code)}{words}", lasting=lasting)
+        return WorkerDiedError("crashed", f"{_ended(code)}{words}", lasting=lasting)
 
     def _read_words(self) -> None:
-        """Read standard error: compilers' chatter for `--debug`, and the last lines for `_gone`."""
+        """Read standard error: compilers' chatter for `--debug`, and the last lines for `_died`."""
         stream = self._child.stderr
         assert stream is not None
         with contextlib.suppress(OSError, ValueError):
@@ -229,14 +229,14 @@ class Supervisor:
         }
         try:
             answer = self._ask(question)
-        except WorkerGoneError as gone:
+        except WorkerDiedError as error:
             self._worker = None
             raise KernelBuildError(
                 "opencl",
                 f"building {source.name}{'' if variant is None else f' ({variant.kernel})'}",
-                f"the driver's compiler {gone.outcome} ({gone.detail})",
-                _remedy(gone),
-            ) from gone
+                f"the driver's compiler {error.outcome} ({error.detail})",
+                _remedy(error),
+            ) from error
         if "error" in answer:
             raise KernelBuildError("opencl", *answer["error"])
 
@@ -259,7 +259,7 @@ class Supervisor:
         try:
             worker.say(question)
             answer = worker.hear()
-        except WorkerGoneError:
+        except WorkerDiedError:
             raise
         except BaseException:
             worker.kill()
@@ -271,23 +271,23 @@ class Supervisor:
 IDLE_S: Final = 20.0
 
 
-def _remedy(gone: WorkerGoneError) -> str:
-    if any(sign in gone.detail for sign in DISK_FULL):
+def _remedy(error: WorkerDiedError) -> str:
+    if any(sign in error.detail for sign in DISK_FULL):
         return "make room on the disk"
-    if any(sign in gone.detail for sign in MEMORY_FULL):
+    if any(sign in error.detail for sign in MEMORY_FULL):
         return "free memory"
-    if gone.outcome == "hung":
+    if error.outcome == "hung":
         return f"use --device npu, or {VARIABLE}=4 if this machine is only slow"
     return "use --device npu, or another level (HETERO_OPENCL_LEVEL)"
 
 
 def hello(job: Job) -> tuple[Worker, Sequence[dict[str, Any]]]:
-    """Return a child with its driver loaded, and its devices. Raises `WorkerGoneError`."""
+    """Return a child with its driver loaded, and its devices. Raises `WorkerDiedError`."""
     worker = Worker(job)
     answer = worker.hear()
     if "error" in answer:
         worker.close()
-        raise WorkerGoneError(
+        raise WorkerDiedError(
             "failed", ": ".join(answer["error"][:2]), lasting=answer.get("lasting", True)
         )
     return worker, answer["devices"]

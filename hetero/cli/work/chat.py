@@ -86,7 +86,7 @@ class Talk:
         _note("Type a message; /help lists commands, Ctrl-D or /exit ends.")
 
     def take(self, line: str) -> bool:
-        """A message or a command; whether the talk goes on."""
+        """Return a message or a command; whether the talk goes on."""
         name, _, rest = line.partition(" ")
         name = ALIASES.get(name, name)
         if name in self._commands:

@@ -102,7 +102,7 @@ def _checked(
 
 
 def opencl_drivers() -> list[Finding]:
-    """Each OpenCL driver that is installed, with the result of its self-test."""
+    """Return each OpenCL driver that is installed, with the result of its self-test."""
     return [
         Finding(
             f"opencl:{report.driver}",
@@ -117,7 +117,7 @@ def opencl_drivers() -> list[Finding]:
 
 
 def _check_together(gpu: str, npu: str) -> list[Finding]:
-    """Both devices at once in this process, on one input buffer and halves of one output."""
+    """Return both devices at once in this process, on one input buffer and halves of one output."""
     name = f"{gpu} + {npu}"
     random = np.random.default_rng(0)
     weight = pack(random.standard_normal((64, 64), dtype=np.float32), StorageFormat.Q4)

@@ -67,7 +67,7 @@ def against(
     window: int | None,
     stride: int | None,
 ) -> dict[str, Evaluation]:
-    """A model opened in several ways, each against `base`."""
+    """Return a model opened in several ways, each against `base`."""
     found = {}
     for name, options in ways.items():
         with opened(**options) as llm:

@@ -37,8 +37,8 @@ def question(
     options: GenerateOptions,
     given: SamplingOptions,
 ) -> tuple[str | list[int], GenerateOptions]:
-    """The prompt, and the options with what the model itself wants in a chat, but for what is
-    `given`; a raw text is gone on from greedily.
+    """Return the prompt, and the options with what the model itself wants in a chat, but for what
+    is `given`; a raw text is gone on from greedily.
     """
     uses = _uses_template(llm, chat, echo=options["echo"], system=system)
     options = {**options, "chat": uses}
@@ -52,7 +52,9 @@ def question(
 
 
 def _prompt_text(prompt: str | None, file: Path | None) -> str:
-    """The prompt from where it is said to be; a newline at the end of a file is not part of it."""
+    """Return the prompt from where it is said to be; a newline at the end of a file is not part of
+    it.
+    """
     if file is not None:
         if prompt is not None:
             raise UserError("there are two prompts: give PROMPT or --file, not both")
@@ -70,7 +72,9 @@ def _prompt_text(prompt: str | None, file: Path | None) -> str:
 def checked_prompt(
     prompt: str | None, file: Path | None, options: GenerateOptions, *, as_json: bool
 ) -> str:
-    """The prompt; what no model can do is refused before one is opened, which may take long."""
+    """Return the prompt; what no model can do is refused before one is opened, which may
+    take long.
+    """
     text = _prompt_text(prompt, file)
     _check_early(text, options, as_json=as_json)
     return text
@@ -81,8 +85,8 @@ def _without_newline(text: str) -> str:
 
 
 def _uses_template(llm: LLM, asked: bool | None, *, echo: bool, system: str | None) -> bool:
-    """Whether a prompt is a message to the model: where it has a template for those, unless the
-    answer is to be the prompt's own continuation.
+    """Return whether a prompt is a message to the model: where it has a template for those, unless
+    the answer is to be the prompt's own continuation.
     """
     if asked is False and system is not None:
         raise UserError("--system is part of a chat template: leave out --raw, or --system")
@@ -100,7 +104,7 @@ def answered(
     stats: bool,
     prompt_text: str,
 ) -> GenerationResult:
-    """The answer, printed as it comes unless `quiet`; its statistics also after Ctrl-C."""
+    """Return the answer, printed as it comes unless `quiet`; its statistics also after Ctrl-C."""
     echoed = prompt_text if options["echo"] else ""
     answer = llm.stream(prompt, **options)
     begins = options["chat"]  # an answer of its own: the space before its first word is none

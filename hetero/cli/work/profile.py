@@ -115,7 +115,7 @@ class TimeBar(ProgressColumn):
     """A bar that fills with the time that has passed of the budget, whatever is measured."""
 
     def render(self, task: Task) -> ProgressBar:
-        """The bar now; pulsing where there is no budget."""
+        """Return the bar now; pulsing where there is no budget."""
         if not task.total:
             return ProgressBar(total=None, pulse=True, width=24, animation_time=task.get_time())
         return ProgressBar(

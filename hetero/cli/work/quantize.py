@@ -8,7 +8,7 @@ from hetero.models.calibration_record import Calibration
 
 
 def stored_formats(asked: str) -> list[WeightFormat]:
-    """The formats of --weights, the one with static scales first. Raises `UserError`."""
+    """Return the formats of --weights, the one with static scales first. Raises `UserError`."""
     names = [name.strip() for name in asked.split(",")]
     if unknown := [name for name in names if name not in list(WeightFormat)]:
         raise UserError(
@@ -24,7 +24,7 @@ def stored_formats(asked: str) -> list[WeightFormat]:
 
 
 def shadows(found: Calibration) -> str:
-    """A line on what was done about outliers."""
+    """Return a line on what was done about outliers."""
     worst = max(found.matmuls, key=lambda name: found.matmuls[name].error)
     hot = sum(x.hot for x in found.matmuls.values())
     return (

@@ -123,7 +123,7 @@ class Architecture:
     norm_offset: float = 0.0
 
     def key(self, name: str) -> str:
-        """How config.json calls a field."""
+        """Return how config.json calls a field."""
         return self.keys.get(name, name)
 
 

@@ -21,7 +21,7 @@ from hetero.models.fields import Fields
 
 
 def _cap(source: Fields, name: str, default: float) -> float:
-    """A soft cap; null is none."""
+    """Return a soft cap; null is none."""
     if name in source.raw and source.raw[name] is None:
         return 0.0
     return source.positive_float(name, default)

@@ -25,7 +25,7 @@ def _write(config: Decoder) -> dict[str, Any]:
 
 
 def interleaved_rows(config: Decoder) -> npt.NDArray[np.int64]:
-    """Rows of `wqkv` in the order queries, keys, values."""
+    """Return rows of `wqkv` in the order queries, keys, values."""
     group = config.heads // config.kv_heads
     rows = np.arange(config.kv_heads * (group + 2) * config.head_dim, dtype=np.int64)
     heads = rows.reshape(config.kv_heads, group + 2, config.head_dim)

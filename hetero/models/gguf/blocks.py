@@ -35,7 +35,7 @@ STORED: Final = {
 
 
 def block_parts(kind: Kind, rows: Bytes) -> BlockParts:
-    """Rows [n, bytes] of a block type of `STORED` that is stored in blocks."""
+    """Return rows [n, bytes] of a block type of `STORED` that is stored in blocks."""
     _, size = SIZES[kind]
     return _READERS[kind](np.ascontiguousarray(rows).reshape(len(rows), -1, size))
 
@@ -46,7 +46,7 @@ def nibbles(values: Bytes) -> Bytes:
 
 
 def half(blocks: Bytes, at: int) -> npt.NDArray[np.float16]:
-    """The fp16 number at a byte of each block, [n, S]."""
+    """Return the fp16 number at a byte of each block, [n, S]."""
     return np.ascontiguousarray(blocks.view("<u2")[..., at // 2]).view(np.float16)
 
 
@@ -118,7 +118,7 @@ _PAIRS: Final = np.arange(0, 8, 2, dtype=np.uint8)[:, None]  # shifts of 2 bits 
 
 
 def _q3_k(blocks: Bytes) -> BlockParts:
-    """Two bits and a third in a mask; codes -4…3 and signed scales of 16, as Q6_K's."""
+    """Return two bits and a third in a mask; codes -4…3 and signed scales of 16, as Q6_K's."""
     n, count, _ = blocks.shape
     low = blocks[..., 32:96].reshape(n, count, 2, 1, GROUP_SIZE) >> _PAIRS & 3
     shifts = np.arange(8, dtype=np.uint8)[:, None]

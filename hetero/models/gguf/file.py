@@ -130,7 +130,7 @@ class GgufFile:
         return " ".join(identity_of(shard.path.stat()) for shard in self.shards)
 
     def raw(self, name: str) -> npt.NDArray[np.uint8]:
-        """The bytes of a tensor, a view of the mapped file."""
+        """Return the bytes of a tensor, a view of the mapped file."""
         info = self.tensors[name]
         return self._homes[name].bytes[info.start : info.stop]
 
@@ -288,7 +288,7 @@ class _Reader:
         return found
 
     def tensor_bytes(self, name: str, kind: Kind, shape: tuple[int, ...]) -> int:
-        """Bytes of a tensor, whose rows are whole blocks."""
+        """Return bytes of a tensor, whose rows are whole blocks."""
         block, nbytes = SIZES[kind]
         elements = 1
         for length in shape:
@@ -308,7 +308,7 @@ class _Reader:
         return value
 
     def value(self, name: str, kind: int, depth: int) -> Any:
-        """One metadata value."""
+        """Return one metadata value."""
         if kind == _STRING:
             return self.text(name)
         if kind == _ARRAY:
@@ -322,7 +322,7 @@ class _Reader:
         return found.item()
 
     def array(self, name: str, depth: int) -> Any:
-        """A list of strings or arrays, or an array of numbers."""
+        """Return a list of strings or arrays, or an array of numbers."""
         kind, count = self.integer("<I"), self.integer("<Q")
         if depth > MAX_DEPTH:
             raise self.error(f"metadata entry {name} nests arrays deeper than {MAX_DEPTH}")
@@ -354,8 +354,8 @@ class _Reader:
         return found
 
     def text(self, name: str, limit: int | None = None) -> str:
-        """A string; its length is checked before it is read. Names, which have a `limit`, are
-        UTF-8.
+        """Return a string; its length is checked before it is read. Names, which have a `limit`,
+        are UTF-8.
         """
         length = self.integer("<Q")
         if length > self.size - self.at or (limit is not None and length > limit):
@@ -369,11 +369,11 @@ class _Reader:
             raise self.error(f"{name} is not UTF-8 text ({error})") from error
 
     def integer(self, form: str) -> int:
-        """A little-endian integer."""
+        """Return a little-endian integer."""
         return int(struct.unpack(form, self.take(struct.calcsize(form)))[0])
 
     def take(self, count: int) -> bytes:
-        """The next bytes."""
+        """Return the next bytes."""
         if count > self.size - self.at:
             raise self.error(f"ends at byte {self.size} in the middle of its header")
         found = self.data[self.at : self.at + count]

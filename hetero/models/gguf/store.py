@@ -65,12 +65,12 @@ Shapes = Mapping[str, Sequence[PartShape]]  # matrices in the order in which the
 
 
 def folder() -> Path:
-    """Where stores are."""
+    """Return where stores are."""
     return cache_folder() / "packed"
 
 
 def path_of(file: GgufFile, weight_format: WeightFormat) -> Path:
-    """The store of a file in the storage of a format."""
+    """Return the store of a file in the storage of a format."""
     digest = hashlib.sha256(f"{VERSION}|{file.nbytes}|{weight_format.storage}|".encode())
     for shard in file.shards:
         digest.update(shard.bytes[: shard.header_bytes].data)
@@ -109,7 +109,7 @@ class StoreReader:
         self._content: Content | None = None if _seen(path, self._identity) else Content(file)
 
     def matrix(self, name: str) -> list[PackedWeight]:
-        """The parts of a matrix, views of the mapped store."""
+        """Return the parts of a matrix, views of the mapped store."""
         found = []
         for i, (storage, n, k) in enumerate(self._shapes[name]):
             scales = self.file.array(f"{name}.{i}.scales") if storage.quantised else None
@@ -265,7 +265,7 @@ class _AbandonedError(Exception):
 def open_store(
     file: GgufFile, weight_format: WeightFormat, shapes: Shapes
 ) -> StoreReader | StoreWriter | None:
-    """The store of a file, or one to be filled; None where it would not pay or cannot be."""
+    """Return the store of a file, or one to be filled; None where it would not pay or cannot be."""
     if file.nbytes < SMALLEST_BYTES or not hasattr(os, "pwrite"):
         return None
     try:
@@ -368,5 +368,5 @@ def _piece_digest(shard: Shard, start: int) -> bytes:
 
 
 def joined(weight_format: WeightFormat, parts: Sequence[PackedWeight]) -> PackedWeight:
-    """A matrix of its parts."""
+    """Return a matrix of its parts."""
     return stacked(parts) if weight_format.of_file else parts[0]

@@ -34,7 +34,9 @@ QUANTISED: Final = (*blocks.STORED, Kind.Q2_K)
 
 
 def stored_as(kind: Kind) -> StorageFormat:
-    """The storage of a tensor in the formats of files; Q2_K is quantised again, to 8 bits."""
+    """Return the storage of a tensor in the formats of files; Q2_K is quantised again, to
+    8 bits.
+    """
     if kind in FLOATS:
         half = kind is Kind.F16
         return StorageFormat.F16 if half else StorageFormat.F32
@@ -42,8 +44,8 @@ def stored_as(kind: Kind) -> StorageFormat:
 
 
 def default_format(file: GgufFile) -> WeightFormat:
-    """The format that keeps a file's numbers: that of its one type of matrices, where it has one of
-    ours; w4a16 of floats.
+    """Return the format that keeps a file's numbers: that of its one type of matrices, where it has
+    one of ours; w4a16 of floats.
     """
     kinds = {info.kind for info in file.tensors.values() if len(info.shape) > 1}
     if kinds == {Kind.Q8_0}:
@@ -110,7 +112,7 @@ class GgufTensor:
         self._loss = loss
 
     def rows(self, start: int, stop: int) -> npt.NDArray[np.float32]:
-        """Rows [start, stop) in order, as float32."""
+        """Return rows [start, stop) in order, as float32."""
         chosen = self._chosen(start, stop)
         if self.kind in FLOATS:
             found: npt.NDArray[np.float32] = chosen.view(FLOATS[self.kind]).astype(np.float32)

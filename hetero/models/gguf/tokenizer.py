@@ -124,7 +124,7 @@ def _sentencepiece(file: GgufFile, tokens: Sequence[str]) -> tokenizers.Tokenize
 
 
 def _merges_of_scores(known: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """Every way to make a token of two others; tokens with the best score first."""
+    """Return every way to make a token of two others; tokens with the best score first."""
     by_length: dict[int, list[str]] = {}
     for token in known:
         by_length.setdefault(len(token), []).append(token)
@@ -173,7 +173,7 @@ def _merges(file: GgufFile) -> list[tuple[str, str]]:
 
 
 def _numbers(file: GgufFile, name: str, count: int) -> list[float] | None:
-    """An array of `count` numbers, None if it is anything else."""
+    """Return an array of `count` numbers, None if it is anything else."""
     values = file.metadata.get(f"tokenizer.ggml.{name}")
     if not isinstance(values, np.ndarray) or values.shape != (count,):
         return None

@@ -57,13 +57,13 @@ class GgufWeights(ModelWeights):
         self._check()
 
     def end_vector(self, name: str) -> Float32Array:
-        """A vector outside of the blocks."""
+        """Return a vector outside of the blocks."""
         module, suffix = _named(_ENDS, name)
         return self._vector(f"{module}.{suffix}")
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all packed weights, norms and biases."""
+        """Return bytes of all packed weights, norms and biases."""
         if not self.weight_format.of_file:
             return super().nbytes
         total = 0
@@ -101,7 +101,9 @@ class GgufWeights(ModelWeights):
         return self._packed(prefix + name)
 
     def _packed(self, name: str) -> PackedWeight:
-        """A matrix, from the store of packed weights or packed for it; `blk.3.qkv`, `embed`."""
+        """Return a matrix, from the store of packed weights or packed for it;
+        `blk.3.qkv`, `embed`.
+        """
         store = self._opened_store()
         if isinstance(store, StoreReader):
             return joined(self.weight_format, store.matrix(name))
@@ -186,7 +188,7 @@ class GgufWeights(ModelWeights):
         return runs
 
     def _modules(self, prefix: str, name: str) -> tuple[str, ...]:
-        """The tensors that hold a weight; the first spelling where none is complete."""
+        """Return the tensors that hold a weight; the first spelling where none is complete."""
         spellings = [x for x in _MATRICES[name] if self.config.gated or "ffn_gate" not in x]
         for modules in spellings:
             if all(f"{prefix}{module}.weight" in self.file.tensors for module in modules):
@@ -194,7 +196,7 @@ class GgufWeights(ModelWeights):
         return spellings[-1] if name == "qkv" else spellings[0]
 
     def _order(self, module: str) -> npt.NDArray[np.int64] | None:
-        """Rows of queries and keys, where the file has them pair by pair."""
+        """Return rows of queries and keys, where the file has them pair by pair."""
         config = self.config
         queries, keys = (half_by_half(x, config.head_dim) for x in (config.heads, config.kv_heads))
         if module == "attn_qkv" and self._pairs:
@@ -301,7 +303,7 @@ class GgufWeights(ModelWeights):
 
 
 def half_by_half(heads: int, head_dim: int) -> npt.NDArray[np.int64]:
-    """Where the rows of rotated heads lie that the file has pair by pair.
+    """Return where the rows of rotated heads lie that the file has pair by pair.
 
     Converters of models with llama.cpp's "normal" rotary embedding move row j · D/2 + i of a head
     (half j, pair i) to 2 i + j (`LlamaModel.permute` of convert_hf_to_gguf.py).
@@ -311,7 +313,7 @@ def half_by_half(heads: int, head_dim: int) -> npt.NDArray[np.int64]:
 
 
 def _named(names: dict[str, str], vector: str) -> tuple[str, str]:
-    """The tensor of a vector: its module and `weight` or `bias`."""
+    """Return the tensor of a vector: its module and `weight` or `bias`."""
     if vector.endswith("_bias"):
         return names[vector.removesuffix("_bias")], "bias"
     return names[vector], "weight"

@@ -28,14 +28,14 @@ _PRODUCT: Final = 200_000  # whose probabilities are in memory together
 
 
 def sampled(first: int, count: int, every: int) -> list[int]:
-    """Which of `count` tokens, the first of them at position `first`, are sampled rows: those
-    before a multiple of `every`, so that a chunk's last is one of them.
+    """Return which of `count` tokens, the first of them at position `first`, are sampled rows:
+    those before a multiple of `every`, so that a chunk's last is one of them.
     """
     return list(range(-(first + 1) % every, count, every))
 
 
 def sum_scores(op: Attention, queries: Array, keys: Array, positions: Sequence[int]) -> Array:
-    """Sums over rows, means over heads of A: float64 [columns], of one layer.
+    """Return sums over rows and means over heads of A: float64 [columns], of one layer.
 
     `queries` [rows, H, D] at `positions` (rising), `keys` [G, columns, D], after the rotary
     embedding.
@@ -92,12 +92,12 @@ class ScoreStats:
         self.rows = np.zeros(columns, np.int64)
 
     def reset(self) -> None:
-        """Begin anew."""
+        """Reset all sums."""
         self.sums[:] = 0
         self.rows[:] = 0
 
     def add(self, sums: Array, positions: Sequence[int]) -> None:
-        """Of one step: sums over its sampled rows, at `positions`."""
+        """Add one step's sums over its sampled rows, at `positions`."""
         columns = min(len(sums), len(self.sums))
         self.sums[:columns] += sums[:columns]
         for position in positions:

@@ -35,7 +35,7 @@ class Home(Protocol):
     rope: Rope | None  # how keys know their positions; None: they do not, the model learned them
 
     def open(self) -> Context:
-        """Another context, empty. Raises `UserError` where there is no room for it."""
+        """Return another, empty context. Raises `UserError` where there is no room for it."""
 
 
 class Hold:
@@ -83,7 +83,7 @@ class Context:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """Ids of the text."""
+        """Return the token ids of the text."""
         return tuple(self._tokens)
 
     def __len__(self) -> int:
@@ -98,11 +98,11 @@ class Context:
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed."""
+        """Return whether it was closed."""
         return self._cache is None
 
     def fork(self) -> Context:
-        """An equal context that goes its own way. Costs a copy of the keys and values so far.
+        """Return an equal, independent context. Costs a copy of the keys and values so far.
 
         Raises `UserError` where there is no memory for another one.
         """
@@ -122,7 +122,7 @@ class Context:
         self._alone(cut)
 
     def shift(self, keep: int, drop: int) -> None:
-        """Forget tokens [keep, keep + drop); those behind move up, without being computed again. An
+        """Forget tokens [keep, keep + drop); later ones move up without being computed again. An
         approximation: they were computed from the tokens that went (`hetero.runtime.kv.shift`).
 
         Raises `UserError` for tokens that it does not hold, or a model with learned positions.
@@ -152,7 +152,8 @@ class Context:
         self._alone(saved)
 
     def load(self, path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-        """Become what `save` wrote, on any plan and any device of the same model; its messages.
+        """Load what `save` wrote, on any plan and any device of the same model; return its
+        messages.
 
         Raises `ModelError`, and changes nothing, if the file is broken or of another model.
         """
@@ -186,29 +187,29 @@ class Context:
 
     @property
     def home(self) -> Home:
-        """The model's contexts."""
+        """Return the model's contexts."""
         return self._home
 
     @property
     def cache(self) -> KvCache:
-        """The keys and values. Raises `UserError` if the context was closed."""
+        """Return the keys and values. Raises `UserError` if the context was closed."""
         if self._cache is None:
             raise UserError("this context was closed: make another one with new_context()")
         return self._cache
 
     @property
     def cached(self) -> int:
-        """Tokens whose keys and values are in the cache: where the next step begins."""
+        """Return how many tokens have keys and values in the cache: where the next step begins."""
         return self._cached
 
     @property
     def pending(self) -> tuple[int, ...]:
-        """The rest of the tokens."""
+        """Return the tokens that are not cached yet."""
         return tuple(self._tokens[self._cached :])
 
     @property
     def user(self) -> Hold | None:
-        """The call or stream that uses the context now."""
+        """Return the call or stream that uses the context now."""
         hold = None if self._hold is None else self._hold()
         return hold if hold is not None and hold.active else None
 
@@ -223,7 +224,7 @@ class Context:
         return hold if taken else None
 
     def hold(self) -> Hold:
-        """Use it alone until `active` of what this returns is false. Raises `UserError` if it is
+        """Reserve it until `active` of what this returns is false. Raises `UserError` if it is
         closed or in use.
         """
         hold = Hold()
@@ -270,25 +271,25 @@ class Context:
             hold.active = False
 
     def copy(self) -> Context:
-        """As `fork`, for who holds it."""
+        """Return a copy, for the holder of the context."""
         cache, other = self.cache, self._home.open()
         other.cache.copy_from(cache, self._cached)
         other._tokens, other._cached = list(self._tokens), self._cached
         return other
 
     def rewind(self, tokens: int) -> None:
-        """As `truncate`, for who holds it. Where windows have lost what the text would go on from,
-        all of it is computed again by the next call.
+        """Truncate, for the holder of the context. Where windows have lost what the text would go
+        on from, all of it is computed again by the next call.
         """
         self._cached = self._reached(min(self._cached, tokens))
         del self._tokens[tokens:]
 
     def _reached(self, cached: int) -> int:
-        """So many cached tokens, or none where no step can go on from them."""
+        """Return `cached`, or 0 where no step can continue from there."""
         return cached if self._cache is None or self._cache.reaches(cached) else 0
 
     def forget(self, keep: int, drop: int) -> None:
-        """As `shift`, for who holds it."""
+        """Shift, for the holder of the context."""
         rope = check_shift(self._home)
         cached, stop = self._cached, min(keep + drop, self._cached)
         if keep < stop:
@@ -308,7 +309,7 @@ class Context:
         self._cached = cached
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """A step has computed keys and values of these tokens, the first behind the cached ones."""
+        """Append these tokens, whose keys and values a step has computed after the cached ones."""
         stop = self._cached + len(tokens)
         self._tokens[self._cached : stop] = tokens
         self._cached = stop
@@ -328,13 +329,13 @@ class Context:
         self._tokens, self._cached, self.gate = list(tokens), len(tokens), None
 
     def shared(self, tokens: Sequence[int]) -> int:
-        """How many of the first `tokens` are cached."""
+        """Return how many of the first `tokens` are cached."""
         pairs = zip(self._tokens[: self._cached], tokens, strict=False)
         differing = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
         return min(self._cached, len(tokens)) if differing is None else differing
 
     def move(self, cache: KvCache) -> None:
-        """Go on in another cache: the devices have changed."""
+        """Continue in another cache: the devices have changed."""
         if self._cache is not None:
             if self.gate is not None:
                 with suppress(LoadError):  # which the next step meets
@@ -350,7 +351,7 @@ class Context:
 
 
 def check_shift(home: Home) -> Rope:
-    """The rotary embedding by which tokens move. Raises `UserError` where there is none."""
+    """Return the rotary embedding by which tokens move. Raises `UserError` where there is none."""
     if home.rope is None:
         raise UserError(
             "the context of this model cannot be shifted, since its positions are learned and no "

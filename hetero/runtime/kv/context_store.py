@@ -54,11 +54,11 @@ class ContextStore:
                 context.cache.scale_by(channels)
 
     def open_contexts(self) -> list[Context]:
-        """Those that take memory."""
+        """Return the contexts that take memory."""
         return [context for context in list(self._open) if not context.closed]
 
     def open(self, *, waits: bool = False) -> Context:
-        """An empty context. Raises `UserError` where there is no memory for another one."""
+        """Return an empty context. Raises `UserError` where there is no memory for another one."""
         with self._lock:
             admit = self._admit()
             if admit is None:
@@ -71,7 +71,7 @@ class ContextStore:
         return context
 
     def own(self, context: object) -> Context:
-        """The context, if it is one of these. Raises `UserError`."""
+        """Return the context if it belongs to this store. Raises `UserError`."""
         if not isinstance(context, Context):
             raise UserError(
                 "context must be a Context from new_context(), got "

@@ -48,44 +48,44 @@ class CacheLayout:
 
     @property
     def slots(self) -> tuple[str, ...]:
-        """Names of the tensors, as the decoder's nodes have them."""
+        """Return the names of the tensors, as the decoder's nodes have them."""
         return tuple(f"{port}.{layer}" for layer in range(self.layers) for port in CACHE_PORTS)
 
     @property
     def slides(self) -> bool:
-        """Whether some layers have no room for all tokens."""
+        """Return whether some layers have no room for all tokens."""
         return self.sliding is not None and self.sliding.rows < self.capacity
 
     def windowed(self, layer: int) -> bool:
-        """Whether a layer has a window."""
+        """Return whether a layer has a window."""
         return self.sliding is not None and layer in self.sliding.layers
 
     def rows(self, layer: int) -> int:
-        """Tokens that a layer has room for."""
+        """Return how many tokens a layer has room for."""
         sliding = self.sliding
         return sliding.rows if sliding is not None and layer in sliding.layers else self.capacity
 
     def shape(self, layer: int) -> tuple[int, int, int]:
-        """Of a layer's tensors."""
+        """Return the shape of a layer's tensors."""
         return self.kv.shape(self.kv_heads, self.rows(layer), self.head_dim)
 
     def slot_bytes(self, layer: int) -> int:
-        """Address space of one of a layer's tensors: whole pages."""
+        """Return the address space of one of a layer's tensors: whole pages."""
         size = math.prod(self.shape(layer)) * self.kv.dtype.itemsize
         return -(-size // PAGE_BYTES) * PAGE_BYTES
 
     @property
     def largest_bytes(self) -> int:
-        """Of one tensor."""
+        """Return the address space of the largest tensor."""
         return max(self.slot_bytes(layer) for layer in range(self.layers))
 
     @property
     def nbytes(self) -> int:
-        """Address space of one context's cache; what is resident depends on its length."""
+        """Return the address space of a context's cache; what is resident depends on its length."""
         return len(CACHE_PORTS) * sum(self.slot_bytes(layer) for layer in range(self.layers))
 
     def base(self, position: int) -> int:
-        """See `Sliding.base`; 0 where all tokens have rows."""
+        """Return the first token that has a row (`Sliding.base`); 0 where all have one."""
         return self.sliding.base(position) if self.sliding is not None and self.slides else 0
 
 
@@ -120,16 +120,16 @@ class KvCache:
 
     @property
     def nbytes(self) -> int:
-        """Address space of all tensors."""
+        """Return the address space of all tensors."""
         return sum(tensor.buffer.nbytes for tensor in self._slots.values())
 
     def layer(self, index: int) -> tuple[Array, Array]:
-        """Keys and values of a layer, the tensors as they lie: views."""
+        """Return the keys and values of a layer as stored: views."""
         keys, values = (self._slots[f"{port}.{index}"].array for port in CACHE_PORTS)
         return keys, values
 
     def rows(self, index: int) -> tuple[Rows, Rows]:
-        """Keys and values of a layer, to read and write rows of."""
+        """Return the keys and values of a layer as `Rows`."""
         keys, values = (Rows(x, self.layout.kv, self.layout.head_dim) for x in self.layer(index))
         return keys, values
 
@@ -140,7 +140,7 @@ class KvCache:
     # --- where windows slide ----------------------------------------------------------------
 
     def reaches(self, position: int) -> bool:
-        """Whether a call may begin at `position`: all that its tokens see is there."""
+        """Return whether a call may begin at `position`: all that its tokens see is there."""
         return self.layout.sliding is None or self.low <= self.layout.sliding.seen(position)
 
     def slide(self, position: int) -> None:
@@ -176,7 +176,9 @@ class KvCache:
 
     @property
     def channels(self) -> Array | None:
-        """The scales of the keys' channels [layers, kv_heads, head_dim], where keys are codes."""
+        """Return the scales of the keys' channels [layers, kv_heads, head_dim], where keys are
+        codes.
+        """
         if not self.layout.kv.coded:
             return None
         return np.stack([self.rows(i)[0].channels for i in range(self.layout.layers)])
@@ -188,7 +190,9 @@ class KvCache:
                 self.rows(index)[0].channels[:] = channels[index]
 
     def read(self, start: int, stop: int) -> Array:
-        """Tokens [start, stop): a copy as float32 [layers, 2 (k and v), kv_heads, tokens, dim]."""
+        """Return a copy of tokens [start, stop) as float32 [layers, 2 (k and v), kv_heads, tokens,
+        dim].
+        """
         self._check(start, stop)
         found = np.empty((self.layout.layers, 2, *self._part(stop - start)), np.float32)
         for index in range(self.layout.layers):
@@ -209,8 +213,8 @@ class KvCache:
                 rows.write(start - base, part)
 
     def copy_from(self, other: KvCache, tokens: int) -> None:
-        """The first tokens of another cache of the same model, whatever its capacity, and nothing
-        else: as they lie, with their channels, where both have the same format.
+        """Copy the first tokens of another cache of the same model, whatever its capacity, and
+        nothing else: as they lie, with their channels, where both have the same format.
         """
         self.scale_by(other.channels)
         self.begin(other.low, tokens)
@@ -224,7 +228,7 @@ class KvCache:
         return self.layout.kv_heads, tokens, self.layout.head_dim
 
     def _check(self, start: int, stop: int) -> None:
-        """Raises `ValueError` for tokens that have no room, or no rows any more."""
+        """Raise `ValueError` for tokens that have no room, or no rows any more."""
         if not 0 <= start <= stop <= self.layout.capacity:
             raise ValueError(
                 f"tokens [{start}, {stop}) are outside a cache of {self.layout.capacity}"

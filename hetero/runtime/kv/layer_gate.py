@@ -26,17 +26,17 @@ class LayerGate:
 
     @property
     def done(self) -> bool:
-        """Whether every layer is there."""
+        """Return whether every layer is loaded."""
         return self._ready == self.layers and self._error is None
 
     def open(self) -> None:
-        """The next layer is there."""
+        """Record that the next layer is loaded."""
         with self._changed:
             self._ready += 1
             self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """No further layer will come."""
+        """Record that loading failed."""
         with self._changed:
             self._error = error
             self._changed.notify_all()

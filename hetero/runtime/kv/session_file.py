@@ -56,11 +56,11 @@ class Identity:
 
     @property
     def metadata(self) -> dict[str, str]:
-        """As a file has it."""
+        """Return the metadata of a file."""
         return {"model": self.model, "weights": self.weights, "numerics": NUMERICS}
 
     def of_file(self, *, coded: bool) -> dict[str, str]:
-        """As a session has it."""
+        """Return the identity in a file's metadata."""
         return self.metadata | {"numerics": CODED if coded else NUMERICS}
 
 
@@ -122,7 +122,8 @@ def save_session(
 
 
 def read_session(path: Path, identity: Identity, cache: KvCache, limit: int) -> Session:
-    """A saved context, checked whole; `cache` is one that it is to fit, `limit` the most tokens.
+    """Return a saved context, checked completely; `cache` is one that it must fit, `limit` the most
+    tokens.
 
     Raises `ModelError` if it is broken, of another model, or too long.
     """
@@ -151,7 +152,7 @@ def read_session(path: Path, identity: Identity, cache: KvCache, limit: int) -> 
 
 
 def _caches(cache: KvCache, cached: int) -> Iterator[tuple[str, Rows, tuple[int, int]]]:
-    """Every cache with its name in the file, and the rows of the tokens that are there."""
+    """Yield every cache with its name in the file, and the rows of the tokens that are there."""
     for layer in range(cache.layout.layers):
         low, base = cache.held(layer)
         for kind, rows in zip("kv", cache.rows(layer), strict=True):
@@ -159,14 +160,14 @@ def _caches(cache: KvCache, cached: int) -> Iterator[tuple[str, Rows, tuple[int,
 
 
 def _saved(rows: Rows, start: int, stop: int) -> Array:
-    """Rows of a cache, with the scales of the channels of codes."""
+    """Return rows of a cache, with the scales of the channels of codes."""
     if not rows.kv.coded:
         return np.ascontiguousarray(rows.array[:, start:stop], np.float32)
     return np.concatenate([rows.array[:, start:stop], rows.array[:, rows.tokens :]], axis=1)
 
 
 def _format_of(file: SafetensorsFile) -> CacheFormat:
-    """Of its keys and values."""
+    """Return the format of its keys and values."""
     return CacheFormat.Q8 if file.metadata.get("numerics") == CODED else CacheFormat.F32
 
 
@@ -239,7 +240,7 @@ def _check_shapes(path: Path, file: SafetensorsFile, cache: KvCache) -> tuple[in
 
 
 def _length(file: SafetensorsFile, name: str, axis: int) -> int:
-    """Of a tensor along an axis; 0 if there is none."""
+    """Return a tensor's length along an axis; 0 if it is absent."""
     entry = file.entries.get(name)
     return entry.shape[axis] if entry is not None and len(entry.shape) > axis else 0
 

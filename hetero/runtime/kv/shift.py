@@ -23,7 +23,7 @@ MOVED_TOGETHER: Final = 1024  # tokens: bounds the copies
 
 
 def turned_back(keys: Array, op: Rope, tokens: int) -> Array:
-    """Keys [kv_heads, T, head_dim] of the same tokens `tokens` positions earlier: float32."""
+    """Return float32 keys [kv_heads, T, head_dim] of the tokens `tokens` positions earlier."""
     half = op.rotated // 2
     angles = tokens * inverse_frequencies(op)
     cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)

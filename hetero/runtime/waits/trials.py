@@ -32,7 +32,7 @@ class Trials:
         self._polled = {kind: device for kind, device in devices.items() if _is_polled(device)}
 
     def bells(self) -> dict[DeviceKind, StreamSignal]:
-        """Doorbells of the devices on which ringing is faster than submitting."""
+        """Return the signals of the devices on which ringing is faster than submitting."""
         found: dict[DeviceKind, StreamSignal] = {}
         for kind, device in self._polled.items():
             flag = device.flag()
@@ -42,7 +42,7 @@ class Trials:
         return found
 
     def flags(self, bells: Mapping[DeviceKind, StreamSignal]) -> dict[DeviceKind, BoundCall]:
-        """Flags of the devices on which watching one is faster than asking the driver."""
+        """Return the flags of the devices on which polling one beats asking the driver."""
         found: dict[DeviceKind, BoundCall] = {}
         for kind, device in self._polled.items():
             flag = device.flag()
@@ -51,7 +51,9 @@ class Trials:
         return found
 
     def bell_is_faster(self, device: Device, flag: BoundCall, bell: StreamSignal) -> bool:
-        """A small kernel's end after submitting it to an idle queue and after a ring, in turns."""
+        """Compare a small kernel's end after submitting it to an idle queue and after a ring, in
+        turns.
+        """
         call = self._trial(device)
         by_submission, by_ring = [], []
         bell.reset()
@@ -62,7 +64,7 @@ class Trials:
         return statistics.median(by_ring) < statistics.median(by_submission)
 
     def flag_is_faster(self, device: Device, flag: BoundCall, bell: StreamSignal | None) -> bool:
-        """A small kernel's end by its event and by a flag behind it, in turns.
+        """Compare a small kernel's end by its event and by a flag behind it, in turns.
 
         Where launches wait behind gates, so does this one: querying the driver for a launch that is
         just being started may delay it (PoCL: 38 us by event and 26 by flag; behind a gate 3 and

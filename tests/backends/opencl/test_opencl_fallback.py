@@ -33,7 +33,7 @@ def test_a_compiler_that_dies_costs_a_warning(
     with LLM("demo", device="npu") as llm:
         wanted = llm.generate("Once upon a time", max_tokens=12).text
     monkeypatch.setattr(KernelStore, "get", lambda *_: None)
-    monkeypatch.setattr(Remote, "_bring", _ask_always)
+    monkeypatch.setattr(Remote, "_restore", _ask_always)
     monkeypatch.setattr(supervisor, "worker_command", lambda: ("false",))
     with pytest.warns(FallbackWarning, match="running on npu .* alone because opencl: building"):
         llm = LLM("demo", device=device)

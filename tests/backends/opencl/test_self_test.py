@@ -45,7 +45,7 @@ def self_tests(kernels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         link.parent.mkdir(parents=True, exist_ok=True)
         linked(path, link)
     monkeypatch.setattr(supervisor, "worker_command", lambda: PLANTED)
-    return SelfTests(tmp_path, tell=lambda _: None)
+    return SelfTests(tmp_path, notify=lambda _: None)
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, *, first: int | None = FEW, **planted: object) -> None:
@@ -83,14 +83,14 @@ def test_a_fault_ends_on_the_next_level_down(
     has_flags(monkeypatch, level.flags)
     plant(monkeypatch, faults={level.name: fault})
     said: list[str] = []
-    self_tests.tell = said.append
+    self_tests.notify = said.append
     result = self_tests.examine(pocl)
     assert outcomes(result) == [(level.name, FAULTS[fault]), *((x.name, "passed") for x in below)]
     assert passed_level(result.devices[0], OWN) is (below[0] if below else None)
     assert [level.name in sentence for sentence in said if sentence != PREPARING] == [True]
     # What was found is kept: nothing is tried again.
     monkeypatch.setattr(supervisor, "worker_command", lambda: ("false",))
-    assert SelfTests(self_tests.root, tell=pytest.fail).examine(pocl) == result
+    assert SelfTests(self_tests.root, notify=pytest.fail).examine(pocl) == result
 
 
 # LLVM 14's name for each processor, and which flags of a level it has: at most those of this one.
@@ -161,7 +161,7 @@ def test_without_the_repair_such_a_processor_fails(
     monkeypatch.setattr(supervisor, "worker_command", lambda: PLANTED)
     monkeypatch.setattr(supervisor, "SILENCE_S", 10.0)
     plant(monkeypatch, first=None, cpu_name="znver3", unrepaired=True)
-    result = SelfTests(tmp_path, tell=lambda _: None).examine(pocl, OWN[0])
+    result = SelfTests(tmp_path, notify=lambda _: None).examine(pocl, OWN[0])
     ((level, outcome),) = outcomes(result)
     assert (level, outcome in ("crashed", "failed", "hung")) == (OWN[0].name, True)
 
@@ -197,7 +197,7 @@ def test_after_a_run_that_was_killed_it_says_so(
     self_tests.examine(pocl)
     said: list[str] = []
     self_tests.run.suspects.append(self_tests.path(pocl))
-    again = SelfTests(self_tests.root, tell=said.append)
+    again = SelfTests(self_tests.root, notify=said.append)
     assert outcomes(again.examine(pocl)) == [(OWN[0].name, "passed")]
     assert said == [CHECKING]
 
@@ -284,7 +284,7 @@ def test_progress_is_said_once(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     plant(monkeypatch)
-    self_tests.tell = runner.tell_on_stderr
+    self_tests.notify = runner.print_notice
     self_tests.examine(pocl)
     self_tests.examine(pocl)
     out, err = capfd.readouterr()

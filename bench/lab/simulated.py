@@ -18,7 +18,7 @@ from hetero.contexts.chunks import Chunk, Place
 from hetero.contexts.codec import RAW, ChunkCodec, Codes
 from hetero.contexts.compression import Compression
 from hetero.contexts.load_plan import Piece, Rates, plan_load
-from hetero.contexts.managers import Manager
+from lab.managers import Manager
 
 # Squares of relative errors by bits, where none were measured.
 ERRORS: Final = {8: 0.004**2, 4: 0.06**2, 2: 0.26**2}

@@ -1,0 +1,572 @@
+"""The files that hetero caches on a machine: kernels, packed files, graphs, profiles, contexts.
+
+    from hetero import cache
+
+    for kind in cache.usage().kinds:
+        print(kind.kind, kind.nbytes)
+    cache.clear(["packed"], older_than_s=30 * 86400)
+
+The command is `hetero cache`. Everything but profiles, contexts and history is made again when it
+is needed. Modules that a scan needs are imported only if there are files to look at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import json
+import os
+import re
+import shutil
+import stat
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal, TypeAlias
+
+from filelock import FileLock, Timeout
+from pydantic import BaseModel, ConfigDict
+
+from hetero.backends.host.extras import is_here
+from hetero.backends.host.files import is_in_use, remove_unused
+from hetero.backends.host.folders import cache_folder, data_folder
+from hetero.backends.host.versions import installed_version
+from hetero.errors import UserError
+
+KILLED: Final = "left by a process that was killed"
+OTHER_CODE: Final = "of another state or version of hetero"
+OTHER_HERE: Final = "of another driver, processor, setting or version of hetero"
+UNKNOWN: Final = "unknown to this version of hetero"
+ENDED: Final = "its process has ended"
+UNUSED_LOCK: Final = "a lock that no process holds"
+WRITING_S: Final = 3600.0  # an unlocked file that is being written is stale after this long
+LARGEST_BYTES: Final = 1 << 24  # of a document that is read
+HOST: Final = "host.json"
+_PARTIAL: Final = re.compile(r"\..+\.[0-9a-f]{8}\.(partial|previous)")
+_WRITING: Final = ".writing-"
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class EntryUsage(_Record):
+    """One entry, which can be removed alone.
+
+    of         its source, empty if unknown
+    used_at_s  time of the last use, in seconds since 1970
+    stale      why nothing here would use it again, empty if something may
+    held       a running process uses it
+    """
+
+    name: str
+    path: str
+    of: str
+    nbytes: int
+    used_at_s: float
+    stale: str
+    held: bool
+
+
+class KindUsage(_Record):
+    """All entries of a kind: `stale` of the `entries` have `stale_nbytes` of the `nbytes`, `held`
+    are in use. `again` says what making them again takes; `listed` are the entries of a named kind.
+    """
+
+    kind: str
+    what: str
+    again: str
+    path: str
+    entries: int
+    nbytes: int
+    stale: int
+    stale_nbytes: int
+    held: int
+    used_at_s: float | None
+    listed: tuple[EntryUsage, ...] | None = None
+
+
+class ClearedKind(_Record):
+    """Removed entries of a kind (or, with `dry_run`, those that would be); `held` were in use."""
+
+    kind: str
+    entries: int
+    nbytes: int
+    held: int
+
+
+class CacheUsage(_Record):
+    """The document of `hetero cache --json`: after `hetero cache clear` the rest, and `cleared`."""
+
+    schema_version: Literal[1] = 1
+    kinds: tuple[KindUsage, ...]
+    nbytes: int
+    cleared: tuple[ClearedKind, ...] | None = None
+    freed_nbytes: int = 0
+    dry_run: bool = False
+
+
+class Entry(EntryUsage):
+    """An entry with the `paths` that are removed together, under `lock` if there is one."""
+
+    paths: tuple[Path, ...]
+    lock: Path | None = None
+
+
+Scan: TypeAlias = Callable[[list[Path]], Iterator[Entry]]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Entries of one kind, in a folder (or the one file that it is).
+
+    what     description, for people
+    again    what making the entries again takes
+    scan     entries of the paths in the folder
+    partial  unfinished files of writers are recognised before `scan`
+    guarded  clearing asks first: making them again takes long, or is impossible
+    named    cleared only by its own name
+    """
+
+    name: str
+    what: str
+    again: str
+    folder: Callable[[], Path]
+    scan: Scan
+    partial: bool = False
+    guarded: bool = False
+    named: bool = False
+
+    def entries(self) -> list[Entry]:
+        """Return all entries, the last used first."""
+        folder = self.folder()
+        paths = [folder] if folder.is_file() else _listed(folder)
+        paths, entries = _split_partial(paths) if self.partial else (paths, [])
+        entries += self.scan(paths)
+        return sorted(entries, key=lambda entry: -entry.used_at_s)
+
+
+def usage(listed: Iterable[str] = ()) -> CacheUsage:
+    """Return sizes of all kinds, with the entries of those that are `listed`."""
+    named = [kind.name for kind in kinds_of(listed)]
+    kinds = tuple(_usage_of(kind, kind.name in named) for kind in KINDS.values())
+    return CacheUsage(kinds=kinds, nbytes=sum(kind.nbytes for kind in kinds))
+
+
+def kinds_of(names: Iterable[str]) -> list[Kind]:
+    """Return kinds by their names. Raises `UserError`."""
+    kinds = []
+    for name in names:
+        if name not in KINDS:
+            near = difflib.get_close_matches(name, KINDS, n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise UserError(f"{name!r} is not a kind: {hint}there are {', '.join(KINDS)}")
+        kinds.append(KINDS[name])
+    return kinds
+
+
+def select(
+    kinds: Iterable[str] = (),
+    *,
+    everything: bool = False,
+    stale: bool = False,
+    older_than_s: float | None = None,
+) -> dict[str, list[Entry]]:
+    """Return the entries that `clear` would remove, by kind: of the named kinds, or of
+    `everything` but kinds that are only cleared by name. Raises `UserError` if neither is given.
+    """
+    selected = kinds_of(kinds)
+    if not selected and not everything and not stale:
+        raise UserError(
+            f"say what to clear: kinds ({', '.join(KINDS)}), --stale for unused leftovers, or --all"
+        )
+    if everything or not selected:
+        selected += [x for x in KINDS.values() if not x.named and x not in selected]
+    before_s = None if older_than_s is None else time.time() - older_than_s
+    return {
+        kind.name: [
+            entry
+            for entry in kind.entries()
+            if (entry.stale or not stale) and (before_s is None or entry.used_at_s < before_s)
+        ]
+        for kind in selected
+    }
+
+
+def clear(
+    kinds: Iterable[str] = (),
+    *,
+    everything: bool = False,
+    stale: bool = False,
+    older_than_s: float | None = None,
+) -> CacheUsage:
+    """Remove the entries that `select` returns, except those that a running process uses. Raises
+    `UserError`, `OSError`.
+    """
+    return remove(select(kinds, everything=everything, stale=stale, older_than_s=older_than_s))
+
+
+def remove(entries: Mapping[str, list[Entry]], *, dry_run: bool = False) -> CacheUsage:
+    """Remove these entries, and return the rest and what was removed. Raises `OSError`."""
+    cleared = []
+    for kind, listed in entries.items():
+        gone = [x for x in listed if (not x.held if dry_run else _remove(x))]
+        size, held = sum(x.nbytes for x in gone), len(listed) - len(gone)
+        if listed:
+            cleared.append(ClearedKind(kind=kind, entries=len(gone), nbytes=size, held=held))
+    freed = sum(kind.nbytes for kind in cleared)
+    update = {"cleared": tuple(cleared), "freed_nbytes": freed, "dry_run": dry_run}
+    return usage().model_copy(update=update)
+
+
+def _usage_of(kind: Kind, listed: bool) -> KindUsage:
+    entries = kind.entries()
+    old = [entry for entry in entries if entry.stale]
+    return KindUsage(
+        kind=kind.name,
+        what=kind.what,
+        again=kind.again,
+        path=str(kind.folder()),
+        entries=len(entries),
+        nbytes=sum(entry.nbytes for entry in entries),
+        stale=len(old),
+        stale_nbytes=sum(entry.nbytes for entry in old),
+        held=sum(entry.held for entry in entries),
+        used_at_s=max((entry.used_at_s for entry in entries), default=None),
+        listed=tuple(entries) if listed else None,
+    )
+
+
+# --- entries --------------------------------------------------------------------------------
+
+
+def _entry(
+    path: Path,
+    *others: Path,
+    of: str = "",
+    stale: str = "",
+    held: bool = False,
+    lock: Path | None = None,
+    used_at_s: float | None = None,
+) -> Entry:
+    """Return the entry of a path and the `others` that go with it. A held entry is not stale."""
+    held = held or (lock is not None and _is_locked(lock))
+    paths = (path, *(other for other in others if other.exists()))
+    return Entry(
+        name=path.name,
+        path=str(path),
+        of=of,
+        nbytes=sum(map(_size_of, paths)),
+        used_at_s=_modified_s(path) if used_at_s is None else used_at_s,
+        stale="" if held else stale,
+        held=held,
+        paths=paths,
+        lock=lock,
+    )
+
+
+def _listed(folder: Path) -> list[Path]:
+    """Return the paths in a folder, sorted; empty if it cannot be read."""
+    try:
+        return sorted(folder.iterdir())
+    except OSError:
+        return []
+
+
+def _split_partial(paths: list[Path]) -> tuple[list[Path], list[Entry]]:
+    """Return complete files, and entries of files that writers have not finished."""
+    complete, entries = [], []
+    for path in paths:
+        if _PARTIAL.fullmatch(path.name):
+            entries.append(_entry(path, held=is_in_use(path), stale=KILLED))
+        elif path.name.startswith(_WRITING):
+            recent = time.time() - _modified_s(path) < WRITING_S
+            entries.append(_entry(path, held=recent, stale=KILLED))
+        else:
+            complete.append(path)
+    return complete, entries
+
+
+def _size_of(path: Path) -> int:
+    """Return the bytes of a file, or of all files in a folder; links count as themselves."""
+    try:
+        state = path.lstat()
+        if not stat.S_ISDIR(state.st_mode):
+            return state.st_size
+        with os.scandir(path) as inside:
+            return sum(_size_of(Path(x.path)) for x in inside)
+    except OSError:  # removed meanwhile
+        return 0
+
+
+def _modified_s(path: Path) -> float:
+    try:
+        return path.lstat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _is_locked(lock: Path) -> bool:
+    """Return whether a process holds a `FileLock`."""
+    if not lock.is_file():
+        return False
+    try:
+        with FileLock(lock, timeout=0):
+            return False
+    except Timeout:
+        return True
+    except OSError:  # not ours to lock
+        return False
+
+
+def _remove(entry: Entry) -> bool:
+    """Remove an entry unless a process uses it; return whether it is gone. Raises `OSError`."""
+    if entry.lock is None:
+        return all(map(_remove_unused, entry.paths))  # the first one is what is held
+    new, lock = not entry.lock.exists(), FileLock(entry.lock, timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        return False
+    inside = [path for path in entry.paths if path != entry.lock]
+    folders = [path for path in inside if _is_folder(path)]
+    try:
+        for path in [x for x in inside if x not in folders] + [
+            x for folder in folders for x in _listed(folder) if x != entry.lock
+        ]:
+            _delete(path)
+    finally:
+        lock.release()
+    if new or entry.lock in entry.paths:
+        entry.lock.unlink(missing_ok=True)
+    for folder in folders:
+        shutil.rmtree(folder)
+    return True
+
+
+def _remove_unused(path: Path) -> bool:
+    try:
+        return remove_unused(path)
+    except FileNotFoundError:  # another process removed it
+        return True
+
+
+def _delete(path: Path) -> None:
+    if _is_folder(path):
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _is_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
+
+
+def _document(path: Path) -> dict[str, Any]:
+    """Return a JSON object, empty if there is none."""
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        if path.stat().st_size <= LARGEST_BYTES:
+            document = json.loads(path.read_bytes())
+            return document if isinstance(document, dict) else {}
+    return {}
+
+
+# --- kinds ----------------------------------------------------------------------------------
+
+
+def _opencl_folder() -> Path:
+    named = os.environ.get("POCL_CACHE_DIR")
+    return Path(named) / "hetero" if named else cache_folder() / "opencl"
+
+
+def _decisions(paths: list[Path]) -> Iterator[Entry]:
+    if not paths:
+        return
+    from hetero.placement.decisions import is_reachable
+
+    for path in paths:
+        document = _document(path)
+        of = f"{document.get('gpu') or document.get('mode', '')}"
+        yield _entry(path, of=of, stale="" if is_reachable(path) else OTHER_CODE)
+
+
+def _first_starts(paths: list[Path]) -> Iterator[Entry]:
+    complete, partial = _split_partial(paths)
+    yield from (entry for entry in partial if not entry.name.startswith(f".{HOST}"))
+    complete = [path for path in complete if path.name.startswith("first-start-")]
+    if not complete:
+        return
+    from hetero.placement.first_start import Machine
+
+    # With other cores, or another driver asked for, it is the same machine.
+    here = Machine.here().model_dump(include={"hetero_version", "processor", "flags", "packages"})
+    for path in complete:
+        machine = _document(path).get("machine")
+        known = machine if isinstance(machine, dict) else {}
+        same = {name: known.get(name) for name in here} == here
+        cores = known.get("cores")
+        of = f"{len(cores)} cores" if isinstance(cores, list) else ""
+        yield _entry(path, of=of, stale="" if same else OTHER_HERE)
+
+
+def _opencl(_paths: list[Path]) -> Iterator[Entry]:
+    folder = _opencl_folder()
+    yield from _opencl_runs(folder / "runs")
+    results, partial = _split_partial(_listed(folder / "verdicts"))
+    yield from partial
+    levels = _listed(folder / "kernels")
+    known, prefixes = frozenset[Path](), frozenset[str]()
+    if (results or levels) and is_here("pyopencl"):
+        from hetero.backends.opencl.self_test.reachable import reachable
+
+        known, prefixes = reachable(folder)
+    for path in results:
+        lock = path.with_suffix(".lock")
+        if path.suffix == ".json":
+            stale = "" if path in known else OTHER_HERE
+            yield _entry(path, lock, of="a driver's self-test", stale=stale, lock=lock)
+        elif not path.with_suffix(".json").exists():
+            yield _entry(path, stale=UNUSED_LOCK, lock=path)
+    for level in levels:
+        kernels, partial = _split_partial(_listed(level))
+        yield from partial
+        prefix, _, name = level.name.partition("-")
+        stale = "" if prefix in prefixes else OTHER_HERE
+        yield from (_entry(path, of=name, stale=stale) for path in kernels)
+
+
+def _opencl_runs(folder: Path) -> Iterator[Entry]:
+    """Yield folders of processes, each with its lock."""
+    for path in _listed(folder):
+        lock = path.with_name(f"{path.name}.lock")
+        if path.suffix in (".lock", ".born"):
+            if not path.with_suffix("").exists():
+                yield _entry(path, stale=UNUSED_LOCK, lock=path)
+        elif lock.exists():
+            of = "a running process" if _is_locked(lock) else ""
+            yield _entry(path, lock, of=of, stale=ENDED, lock=lock)
+        else:
+            yield _entry(path, stale=ENDED)
+
+
+def _packed(paths: list[Path]) -> Iterator[Entry]:
+    if not paths:
+        return
+    from hetero.models.gguf.store import origin_of
+
+    for path in paths:
+        if path.suffix != ".safetensors":
+            if not path.with_suffix(".safetensors").exists():
+                yield _entry(path, stale=UNKNOWN)
+            continue
+        file, readable = origin_of(path)
+        stale = "" if readable else OTHER_CODE
+        if file is not None and not file.exists():
+            stale = "its GGUF file is gone"
+        of, note = "" if file is None else str(file), path.with_suffix(".seen")
+        yield _entry(path, note, of=of, stale=stale, held=is_in_use(path))
+
+
+def _graphs(paths: list[Path]) -> Iterator[Entry]:
+    """Yield compiled graphs; versions of the chip's libraries are known where they are
+    installed.
+    """
+    if not paths:
+        return
+    from hetero.backends.qnn.store import ENTRY, FORMAT, GRAPHS_VERSION
+
+    provider = installed_version("onnxruntime-qnn")
+    for path in paths:
+        document = _document(path / ENTRY)
+        target = document.get("target")
+        target = target if isinstance(target, dict) else {}
+        made = (document.get("format"), target.get("graphs_version"))
+        stale = "" if made == (FORMAT, str(GRAPHS_VERSION)) else OTHER_CODE
+        if not stale and provider is not None and target.get("provider") != provider:
+            stale = f"of onnxruntime-qnn {target.get('provider')}, here is {provider}"
+        used_s = max(map(_read_at, _listed(path)), default=0.0)
+        yield _entry(path, of=str(target.get("chip", "")), stale=stale, used_at_s=used_s)
+
+
+def _read_at(path: Path) -> float:
+    """Return when a graph was last read, which listing its folder does not change."""
+    try:
+        state = path.stat()
+    except OSError:
+        return 0.0
+    return max(state.st_mtime, state.st_atime if path.suffix == ".bin" else 0.0)
+
+
+def _locks(paths: list[Path]) -> Iterator[Entry]:
+    for path in paths:
+        yield _entry(path, stale=UNUSED_LOCK, lock=path)
+
+
+def _profiles(paths: list[Path]) -> Iterator[Entry]:
+    """Yield this machine's profiles, with the journals of interrupted runs."""
+    old = [path for path in _listed(cache_folder() / "profiles") if path not in paths]
+    paths = [path for path in (*paths, *old) if not path.name.startswith("first-start-")]
+    if not paths:
+        return
+    from hetero.measuring.profiling import lock_path
+    from hetero.profiler.records import SCHEMA_VERSION
+
+    for path in paths:
+        if path.name.endswith(".journal.jsonl"):
+            profile = path.with_name(path.name.removesuffix(".journal.jsonl"))
+            yield _entry(path, of="an interrupted run", lock=lock_path(profile))
+            continue
+        document = _document(path)
+        version = document.get("schema_version")
+        stale = "" if version in (None, SCHEMA_VERSION) else OTHER_CODE
+        yield _entry(path, of=str(document.get("name", "")), stale=stale, lock=lock_path(path))
+
+
+def _contexts(paths: list[Path]) -> Iterator[Entry]:
+    """Yield a folder for each model that was served."""
+    for path in paths:
+        inside = [x for part in _listed(path) for x in (part, *_listed(part))]
+        used_s = max((x.lstat().st_mtime for x in inside), default=0.0)
+        yield _entry(path, of=path.name, lock=path / "lock", used_at_s=used_s)
+
+
+def _files(paths: list[Path]) -> Iterator[Entry]:
+    return map(_entry, paths)
+
+
+def _others(paths: list[Path]) -> Iterator[Entry]:
+    """Yield files of no kind of this version."""
+    folders = [kind.folder() for kind in KINDS.values()]
+    known = {"opencl", "profiles", *(x.name for x in folders if x.parent == cache_folder())}
+    for path in paths:
+        if path.name not in known:
+            yield _entry(path, stale=UNKNOWN)
+
+
+KINDS: Final = {
+    kind.name: kind
+    for kind in (
+        Kind("decisions", "what auto chose", "a moment",
+             lambda: cache_folder() / "decisions", _decisions, partial=True),
+        Kind("first-starts", "times of a first start", "2 s",
+             lambda: cache_folder() / "profiles", _first_starts),
+        Kind("opencl", "OpenCL kernels", "seconds to a minute", _opencl_folder, _opencl),
+        Kind("packed", "packed GGUF files", "seconds for each file",
+             lambda: cache_folder() / "packed", _packed, partial=True),
+        Kind("qnn", "Snapdragons' NPU graphs", "minutes to hours",
+             lambda: cache_folder() / "qnn", _graphs, partial=True, guarded=True),
+        Kind("qnn-schedules", "graphs' schedules", "minutes to hours",
+             lambda: cache_folder() / "qnn-schedules", _files, partial=True, guarded=True),
+        Kind("locks", "locks of profilers", "nothing", lambda: cache_folder() / "locks", _locks),
+        Kind("notices", "times of notices", "nothing",
+             lambda: cache_folder() / "said-no-profile", _files),
+        Kind("profiles", "measurements of this machine", "ten minutes each",
+             lambda: data_folder() / "profiles", _profiles, guarded=True, named=True),
+        Kind("contexts", "served conversations", "cannot be made again",
+             lambda: data_folder() / "contexts", _contexts, guarded=True, named=True),
+        Kind("history", "lines typed in a chat", "cannot be made again",
+             lambda: data_folder() / "chat-history", _files, guarded=True, named=True),
+        Kind("other", "not of this version", "unknown", cache_folder, _others),
+    )
+}  # fmt: skip
