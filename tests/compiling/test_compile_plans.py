@@ -38,7 +38,13 @@ KINDS = (
 # What a hybrid cut, or another kind, has in it as well.
 MILD = ("npu only", "row-cut", "sequence-cut", "multi-sequence-cut", "chunked", "orders")
 # Each compiles for seconds.
-LONG = ("cuts of two lengths", "q, k and v apart", "block, cut where it is decoded")
+LONG = (
+    "layer level",
+    "precision",
+    "cuts of two lengths",
+    "q, k and v apart",
+    "block, cut where it is decoded",
+)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -67,6 +67,7 @@ def test_greedy_text_equals_the_references(name: str, device: Any) -> None:
         assert set(llm.context.work.devices) == ({"npu"} if device == "npu" else {"gpu", "npu"})
 
 
+@pytest.mark.full
 def test_the_second_start_compiles_nothing() -> None:
     for _ in range(2):  # the first finds what the tests before it compiled, where they ran
         with LLM("demo", device="npu", npu="qnn", max_seq_len=LENGTH) as llm:
@@ -80,10 +81,10 @@ def test_the_second_start_compiles_nothing() -> None:
 TOKEN_IDS = [3, 100, 7, 42, 250, 9, 11]
 # (architecture, what the plan has as one graph)
 FUSIONS = [
-    ("llama-tied", ("feed_forward",)),
+    pytest.param("llama-tied", ("feed_forward",), marks=pytest.mark.full),
     ("gemma2", ("block",)),
     ("phi2", ("feed_forward", "block")),
-    ("opt", ("block",)),
+    pytest.param("opt", ("block",), marks=pytest.mark.full),
 ]
 
 

@@ -12,13 +12,18 @@ from hetero import LLM
 from tests.contexts.models import WAYS, open_llm
 from tests.runtime.models import tiny_model
 
+FEW = ("gpu", "tensor level")  # of the ways, the others run with `--full`
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: Any) -> Path:
     return tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
-@pytest.fixture(scope="module", params=WAYS)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(x, marks=[pytest.mark.full] * (x not in FEW)) for x in WAYS],
+)
 def llm(folder: Path, request: pytest.FixtureRequest) -> Iterator[LLM]:
     """On every kind of plan."""
     with open_llm(folder, request.param) as opened:

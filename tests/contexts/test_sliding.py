@@ -182,6 +182,7 @@ def test_contexts_that_decode_together_lie_each_its_own_way(folder: Path, way: s
         assert len({context.cache.base for context in contexts}) == 3
 
 
+@pytest.mark.full
 def test_calls_of_a_prompt_that_are_in_flight_together(tmp_path: Path) -> None:
     case = next(case for case in CASES if case.name == "gemma2")
     longer = {**case.changes, "max_position_embeddings": 2048, "num_hidden_layers": 2}

@@ -58,7 +58,7 @@ def logits(llm: LLM) -> tuple[list[bytes], int]:
     return [*found, engine.decode(context, 4).tobytes()], made
 
 
-@pytest.mark.parametrize("kv", ["f32", "q8"])
+@pytest.mark.parametrize("kv", ["f32", pytest.param("q8", marks=pytest.mark.full)])
 def test_a_step_in_chains_has_the_logits_of_its_calls(folder: Path, kv: str) -> None:
     with LLM(str(folder), device="gpu", gpu="opencl", max_seq_len=64, kv=kv) as llm:
         fused, few = logits(llm)

@@ -94,7 +94,11 @@ def test_applications_take_turns(server: Server) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["INT", "TERM"]
+    ("number", "code"),
+    [
+        pytest.param(signal.SIGINT, 130, id="INT", marks=pytest.mark.full),
+        pytest.param(signal.SIGTERM, 143, id="TERM"),
+    ],
 )
 def test_what_was_acknowledged_outlives_a_signal(tmp_path: Path, number: int, code: int) -> None:
     """With SIGTERM encrypted: then no file has a word of it."""

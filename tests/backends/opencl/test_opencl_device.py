@@ -399,6 +399,7 @@ class TestEveryCore:
         assert out[0] == "0"
         assert "OpenCL was already initialised with 1 in this process; open" in out[1]
 
+    @pytest.mark.full
     def test_the_same_numbers_as_on_one_core(self) -> None:
         """To the last bit: cores share work-groups out, no group adds up what another does."""
         formats = ("w4a16", "w4a8", "f16", *(("w8a16", "f32") if exhaustive() else ()))

@@ -269,6 +269,7 @@ def test_long_rows(
     check(device, weight_format, shape, bias=True)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("weight_format", WeightFormat)
 def test_several_threads(
     device: OpenCLDevice, weight_format: WeightFormat, monkeypatch: pytest.MonkeyPatch

@@ -67,6 +67,7 @@ def test_avx512_written_out(
         check_shapes(opened)
 
 
+@pytest.mark.full
 def test_division_without_an_instruction(device: OpenCLDevice) -> None:
     """Codes of GPUs that do not round quotients correctly: no other code on any boundary."""
     with open_opencl(family="other") as opened:

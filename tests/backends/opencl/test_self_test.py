@@ -68,7 +68,13 @@ FAULTS = {"crash": "crashed", "hang": "hung", "wrong": "wrong"}
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("depth", range(len(OWN)), ids=[level.name for level in OWN])
+@pytest.mark.parametrize(
+    "depth",
+    [
+        pytest.param(i, id=level.name, marks=[pytest.mark.full] * (i > 1))
+        for i, level in enumerate(OWN)
+    ],
+)
 def test_a_fault_ends_on_the_next_level_down(
     self_tests: SelfTests,
     pocl: DriverCandidate,
