@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hetero.backends.formats import CHANNEL_ROWS, CacheFormat
-from hetero.backends.ops import Attention, AttentionHeads, ColumnMass, DecodeChunks, Op
+from hetero.backends.ops import Attention, AttentionHeads, DecodeChunks, Op, SumScores
 
 Array: TypeAlias = npt.NDArray[Any]
 LARGEST: Final = 127
@@ -89,7 +89,7 @@ class CacheRows:
 
 def cache_rows(op: Op, array: Array) -> CacheRows:
     """Return a cache of an operation that has some."""
-    of = op.attention if isinstance(op, ColumnMass | AttentionHeads) else op
+    of = op.attention if isinstance(op, SumScores | AttentionHeads) else op
     assert isinstance(of, Attention | DecodeChunks)
     return CacheRows(array, of.kv, of.head_dim)
 

@@ -467,7 +467,7 @@ def tensors_of(operands: Mapping[str, Operand]) -> dict[str, Tensor]:
 
 def port_dtype(op: Op, port: str) -> np.dtype[Any]:
     """Return the element type of a port's tensor."""
-    if isinstance(op, ops.ColumnMass | ops.AttentionHeads):
+    if isinstance(op, ops.SumScores | ops.AttentionHeads):
         return port_dtype(op.attention, port)
     if isinstance(op, ops.Attention | ops.DecodeChunks) and port in CACHE_PORTS:
         return op.kv.dtype
@@ -498,7 +498,7 @@ def _width(op: Op, port: str) -> tuple[int, ...]:  # noqa: PLR0911
             return (op.width,) if port == "qkv" else (op.heads * op.head_dim,)
         case ops.AttentionHeads():
             return _width(op.attention, port)
-        case ops.ColumnMass():
+        case ops.SumScores():
             of = op.attention
             return (of.kv_heads, of.capacity) if port == "mass" else _width(of, port)
         case ops.DecodeChunks():

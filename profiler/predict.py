@@ -275,7 +275,7 @@ def work(op: Op, m: int, context: int = 0) -> dict[str, float]:
             terms["elements"] = float(m * op.f)
         case ops.MatMul():
             terms["elements"] = float(m * (op.n + op.k))
-        case ops.ColumnMass():
+        case ops.SumScores():
             terms["elements"] = float(m * op.attention.width)
         case ops.DecodeChunks():
             terms["elements"] = float(m * op.values)

@@ -47,8 +47,8 @@ def program(op: Op, weights: Weights) -> tuple[Program, int]:  # noqa: PLR0911, 
             return partial(attention, op), 0
         case ops.AttentionHeads():
             return partial(attention_heads, op), 0
-        case ops.ColumnMass():
-            return partial(column_mass, op), 0
+        case ops.SumScores():
+            return partial(sum_scores, op), 0
         case ops.DecodeChunks():
             return decode_chunks(op, vector(weights, "channels"))
         case ops.GatedAct():
@@ -247,7 +247,7 @@ def attention_heads(op: ops.AttentionHeads, arrays: Arrays) -> None:
     attention(op.alone, mine | caches)
 
 
-def column_mass(op: ops.ColumnMass, arrays: Arrays) -> None:
+def sum_scores(op: ops.SumScores, arrays: Arrays) -> None:
     """Compute the sums row by row."""
     of, m = op.attention, len(arrays["qkv"])
     first = _first_position(arrays, op, m, of.capacity)
