@@ -77,7 +77,7 @@ class CacheRows:
     def copy(self, start: int, other: CacheRows, first: int, last: int) -> None:
         """Copy tokens [first, last) of a cache of the same heads, maybe this one, to `start`.
 
-        As stored where both have the same format and channels.
+        They are copied as stored where both have the same format and channels.
         """
         stop = start + last - first
         alike = self.kv is other.kv

@@ -323,8 +323,8 @@ class Device(ABC):
     def drain(self, deadline_s: float) -> None:  # noqa: B027
         """Return when everything submitted is complete.
 
-        Also launches of which an interrupted caller has no completion. Raises `WaitTimeoutError`
-        after `deadline_s`.
+        That includes launches of which an interrupted caller has no completion. Raises
+        `WaitTimeoutError` after `deadline_s`.
         """
 
     def flag(self) -> BoundCall | None:
@@ -345,16 +345,16 @@ class Device(ABC):
     def fuse(self, runs: Sequence[Stages]) -> Sequence[BoundCall] | None:  # noqa: ARG002
         """Return one launch for each run of this device's calls that computes the same.
 
-        In their order but for the calls of one stage, which are independent. None where nothing is
-        gained by it.
+        Calls keep their order, except within one stage, whose calls are independent. None where
+        nothing is gained by it.
         """
         return None
 
     def transfer(self, host: Tensor, own: Tensor, *, to_device: bool) -> BoundCall | None:  # noqa: ARG002
         """Return a call that copies between host memory and an equal tensor of this device's own.
 
-        In the order of its calls; None where the device has no such command. For comparisons:
-        nothing is copied on unified memory otherwise.
+        It runs in the order of the device's calls; None where the device has no such command. For
+        comparisons: nothing is copied on unified memory otherwise.
         """
         return None
 
