@@ -162,7 +162,7 @@ class ChunkCodec:
         return self._packed(codes.view(np.uint8) ^ 128, amplitudes, stop - start).lowered(bits)
 
     def _exact(self, values: Array) -> Array:
-        """Of `RAW`: floats, or what a cache of codes holds of them."""
+        """Encode `RAW`: floats, or what a cache of codes holds of them."""
         if not self.kv.coded:
             return np.array(values, np.float32, order="C")
         shape = self.kv.shape(self.heads, values.shape[3], self.size)
@@ -190,7 +190,7 @@ class ChunkCodec:
         return self._decoded(codes.bits, codes.tokens, codes.planes, slice(None))
 
     def decode_layer(self, codes: Codes, layer: int) -> Array:
-        """As `decode`, of one layer: [2, G, T, D]."""
+        """Decode one layer: [2, G, T, D]."""
         planes = [plane[layer : layer + 1] for plane in codes.planes]
         found: Array = self._decoded(codes.bits, codes.tokens, planes, slice(layer, layer + 1))[0]
         return found
@@ -260,7 +260,7 @@ class ChunkCodec:
     # --- amplitudes -------------------------------------------------------------------------
 
     def _amplitudes(self, tokens: int) -> int:
-        """Of a layer: of the keys, then of the values."""
+        """Return the planes of a layer: of the keys, then of the values."""
         return self.heads * sum(self._rows(tokens))
 
     def _rows(self, tokens: int) -> tuple[int, int]:

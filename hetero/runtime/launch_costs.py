@@ -40,9 +40,9 @@ class LaunchCosts:
         """Return the seconds of the launches of these chunks, the first of them `position` tokens
         into the context.
         """
-        behind = tuple(accumulate(chunks, initial=position))
+        ends = tuple(accumulate(chunks, initial=position))
         return lambda launch: self.seconds(
-            launch, launch.tokens[1] - launch.tokens[0], behind[launch.chunk], form
+            launch, launch.tokens[1] - launch.tokens[0], ends[launch.chunk], form
         )
 
     def seconds(self, launch: LaunchSpec, m: int, context: int, form: PrefillMode = "cut") -> float:
@@ -52,12 +52,12 @@ class LaunchCosts:
         if launch.kind is None or launch.name != launch.node or launch.node not in self._members:
             return 0.0  # gathered, copied, or columns' mass
         key = (launch.node, launch.kind, m, launch.rows, launch.heads, context, form)
-        found = self._launches.get(key)
-        if found is None:
+        total_s = self._launches.get(key)
+        if total_s is None:
             members = self._members[launch.node]
-            found = sum(self._node_s(launch, x, m, context, form) for x in members)
-            self._launches[key] = found
-        return found
+            total_s = sum(self._node_s(launch, x, m, context, form) for x in members)
+            self._launches[key] = total_s
+        return total_s
 
     def _node_s(
         self, launch: LaunchSpec, node: Node, m: int, context: int, form: PrefillMode
@@ -97,7 +97,7 @@ class LaunchCosts:
         if isinstance(op, MatMul):
             own = self._segment(kind, node, op, m, form)
             rows = n or op.n
-            found = self.cost.matmul_s(kind, own.weight_format, m, rows, op.k, order=own.order)
+            predicted = self.cost.matmul_s(kind, own.weight_format, m, rows, op.k, order=own.order)
         else:
-            found = self.cost.other_s(kind, op, m, context)
-        return float(found.seconds)
+            predicted = self.cost.other_s(kind, op, m, context)
+        return float(predicted.seconds)

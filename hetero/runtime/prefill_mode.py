@@ -144,16 +144,16 @@ class PrefillModes:
 
     def prompt_s(self, tokens: int, position: int = 0) -> float:
         """Return the predicted seconds of a prompt after `position` tokens, as it would run."""
-        found = self.of(tokens, position)
-        return self.seconds(found.form, found.calls, position)
+        choice = self.of(tokens, position)
+        return self.seconds(choice.form, choice.calls, position)
 
     def _decided(
         self, tokens: int, position: int
     ) -> tuple[PrefillMode, Mapping[PrefillMode, float]]:
         key = (-(-tokens // SAME), -(-position // SAME))
         if key not in self._known:
-            at, behind = key[0] * SAME, key[1] * SAME
-            seconds = {x: self.seconds(x, self.calls(x, at), behind) for x in self._forms}
+            at, after = key[0] * SAME, key[1] * SAME
+            seconds = {x: self.seconds(x, self.calls(x, at), after) for x in self._forms}
             self._known[key] = (min(self._forms, key=seconds.__getitem__), seconds)
         return self._known[key]
 
@@ -173,12 +173,12 @@ class PrefillModes:
     ) -> float:
         launches = self._specs(form, chunks, logit_rows, layers)
         assert self._costs is not None
-        behind, costs_s = tuple(accumulate(chunks, initial=position)), []
+        ends, costs_s = tuple(accumulate(chunks, initial=position)), []
         for launch in launches:
             m = chunks[launch.chunk]
             if form == "cut" or launch.node == "lm_head":
                 m = launch.tokens[1] - launch.tokens[0]
-            costs_s.append(self._costs.seconds(launch, m, behind[launch.chunk], form))
+            costs_s.append(self._costs.seconds(launch, m, ends[launch.chunk], form))
         return self._orders.shortest(launches, costs_s, self._submit_s)[0]
 
     def _specs(
@@ -190,10 +190,10 @@ class PrefillModes:
         shape = (form, len(chunks), logit_rows, layers)
         if form != "cut" and shape in self._specs_known:
             return self._specs_known[shape]
-        found = list(self._launches(form, chunks, logit_rows, layers))
+        specs = list(self._launches(form, chunks, logit_rows, layers))
         if form != "cut":
-            self._specs_known[shape] = found
-        return found
+            self._specs_known[shape] = specs
+        return specs
 
     def _launches(
         self, form: PrefillMode, chunks: Sequence[int], logit_rows: int, layers: int
@@ -205,14 +205,14 @@ class PrefillModes:
                 if node.layer is not None and node.layer >= layers:
                     continue
                 stage += 1
-                found: list[tuple[DeviceKind, Span, Span | None, Span | None]]
+                parts_of: list[tuple[DeviceKind, Span, Span | None, Span | None]]
                 if heads:
-                    found = [(x.kind, (0, m), None, (x.first, x.stop)) for x in heads]
+                    parts_of = [(x.kind, (0, m), None, (x.first, x.stop)) for x in heads]
                 elif kind is not None:
-                    found = [(kind, (0, m), None, None)]
+                    parts_of = [(kind, (0, m), None, None)]
                 else:
-                    found = [(part.kind, part.tokens, part.rows, None) for part in parts]
-                for kind_of, tokens, span, of in found:
+                    parts_of = [(part.kind, part.tokens, part.rows, None) for part in parts]
+                for kind_of, tokens, span, of in parts_of:
                     yield replace(self._spec(node, kind_of, tokens, span, stage, chunk), heads=of)
 
     def _spec(

@@ -89,7 +89,7 @@ def test_a_name_that_is_no_chip_measures_this_machine(capsys: Any, monkeypatch: 
     monkeypatch.setattr(
         "hetero.measuring.profiling.profile_device", lambda path, **o: asked.update(o)
     )
-    monkeypatch.setattr("hetero.cli.work.profile.report", lambda *_: None)
+    monkeypatch.setattr("hetero.cli.profile.report", lambda *_: None)
     with pytest.raises(SystemExit, match="0"):
         main(["profile", "--soc", "my-laptop"])
     assert asked["name"] == "my-laptop"

@@ -81,7 +81,9 @@ def opened_family(device: OpenCLDevice) -> Iterator[Callable[[str], OpenCLDevice
         yield find
 
 
-@pytest.fixture(params=(*HERE, "other"))
+@pytest.fixture(
+    params=[*(pytest.param(x, marks=[pytest.mark.full] * (x != HERE[0])) for x in HERE), "other"]
+)
 def any_family(
     request: pytest.FixtureRequest, opened_family: Callable[[str], OpenCLDevice]
 ) -> OpenCLDevice:
@@ -207,9 +209,10 @@ def check(
 # A file has several storages, each of which compiles kernels of its own: the gate runs some shapes.
 OF_FILES = SHAPES if exhaustive() else SHAPES[1::3]
 CASES = [
-    pytest.param((x, shape), id=f"{x.value}-{shape}")
-    for x in WeightFormat
-    for shape in (OF_FILES if x.of_file else SHAPES)
+    # By default each format has every third shape, and each shape some formats.
+    pytest.param((x, shape), id=f"{x.value}-{shape}", marks=[pytest.mark.full] * ((i + j) % 3 > 0))
+    for i, x in enumerate(WeightFormat)
+    for j, shape in enumerate(OF_FILES if x.of_file else SHAPES)
 ]
 
 

@@ -115,7 +115,16 @@ PROCESSORS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "llvm", "level"), PROCESSORS, ids=[p[0] for p in PROCESSORS])
+FIRST = {level: name for name, _, level in reversed(PROCESSORS)}  # of each level
+
+
+@pytest.mark.parametrize(
+    ("name", "llvm", "level"),
+    [
+        pytest.param(*x, id=x[0], marks=[pytest.mark.full] * (x[0] != FIRST[x[2]]))
+        for x in PROCESSORS
+    ],
+)
 def test_every_processor_computes_right(
     self_tests: SelfTests,
     pocl: DriverCandidate,
@@ -132,8 +141,8 @@ def test_every_processor_computes_right(
         pytest.skip(f"this processor has no {level}")
     has_flags(monkeypatch, flags)
     monkeypatch.setattr(runner, "MAX_PARTS", 1)  # children whose start takes as long as the rest
-    first = next(p[0] for p in PROCESSORS if p[2] == level)
-    plant(monkeypatch, first=None if exhaustive() or name == first else FEW, cpu_name=llvm)
+    whole = exhaustive() or name == FIRST[level]
+    plant(monkeypatch, first=None if whole else FEW, cpu_name=llvm)
     assert outcomes(self_tests.examine(pocl)) == [(level, "passed")]
 
 
