@@ -151,7 +151,7 @@ def random_chunks(
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int32]]:
     """Return codes and table of m chunks of every kind, at any positions and bytes.
 
-    For self-tests and tests.
+    They are for self-tests and tests.
 
     Every fifth row is none.
     """

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hetero.backends.formats import CHANNEL_ROWS, CacheFormat
-from hetero.backends.ops import Attention, AttentionHeads, ColumnMass, DecodeChunks, Op
+from hetero.backends.ops import Attention, AttentionHeads, DecodeChunks, Op, SumScores
 
 Array: TypeAlias = npt.NDArray[Any]
 LARGEST: Final = 127
@@ -77,7 +77,7 @@ class CacheRows:
     def copy(self, start: int, other: CacheRows, first: int, last: int) -> None:
         """Copy tokens [first, last) of a cache of the same heads, maybe this one, to `start`.
 
-        As stored where both have the same format and channels.
+        They are copied as stored where both have the same format and channels.
         """
         stop = start + last - first
         alike = self.kv is other.kv
@@ -89,7 +89,7 @@ class CacheRows:
 
 def cache_rows(op: Op, array: Array) -> CacheRows:
     """Return a cache of an operation that has some."""
-    of = op.attention if isinstance(op, ColumnMass | AttentionHeads) else op
+    of = op.attention if isinstance(op, SumScores | AttentionHeads) else op
     assert isinstance(of, Attention | DecodeChunks)
     return CacheRows(array, of.kv, of.head_dim)
 

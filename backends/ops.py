@@ -250,7 +250,7 @@ class AttentionHeads:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ColumnMass:
+class SumScores:
     """Sums of the weights that attention's sampled rows give to each column (LLMS, equation 1).
 
     Rows are the tokens t of the call for which position + t + 1 is a multiple of `every`:
@@ -405,7 +405,7 @@ Op: TypeAlias = (
     | Rope
     | Attention
     | AttentionHeads
-    | ColumnMass
+    | SumScores
     | DecodeChunks
     | GatedAct
     | Act
@@ -454,8 +454,8 @@ def describe(op: Op) -> str:  # noqa: PLR0911
         case AttentionHeads():
             stop = op.first + op.count
             return f"AttentionHeads({op.first} to {stop} of {describe(op.attention)})"
-        case ColumnMass():
-            return f"ColumnMass({describe(op.attention)}, every={op.every})"
+        case SumScores():
+            return f"SumScores({describe(op.attention)}, every={op.every})"
         case DecodeChunks():
             return f"DecodeChunks(kv_heads={op.kv_heads}, head_dim={op.head_dim}, {op.kv})"
         case Rope() | Attention():

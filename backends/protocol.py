@@ -323,8 +323,8 @@ class Device(ABC):
     def drain(self, deadline_s: float) -> None:  # noqa: B027
         """Return when everything submitted is complete.
 
-        Also launches of which an interrupted caller has no completion. Raises `WaitTimeoutError`
-        after `deadline_s`.
+        That includes launches of which an interrupted caller has no completion. Raises
+        `WaitTimeoutError` after `deadline_s`.
         """
 
     def flag(self) -> BoundCall | None:
@@ -345,16 +345,16 @@ class Device(ABC):
     def fuse(self, runs: Sequence[Stages]) -> Sequence[BoundCall] | None:  # noqa: ARG002
         """Return one launch for each run of this device's calls that computes the same.
 
-        In their order but for the calls of one stage, which are independent. None where nothing is
-        gained by it.
+        Calls keep their order, except within one stage, whose calls are independent. None where
+        nothing is gained by it.
         """
         return None
 
     def transfer(self, host: Tensor, own: Tensor, *, to_device: bool) -> BoundCall | None:  # noqa: ARG002
         """Return a call that copies between host memory and an equal tensor of this device's own.
 
-        In the order of its calls; None where the device has no such command. For comparisons:
-        nothing is copied on unified memory otherwise.
+        It runs in the order of the device's calls; None where the device has no such command. For
+        comparisons: nothing is copied on unified memory otherwise.
         """
         return None
 
@@ -467,7 +467,7 @@ def tensors_of(operands: Mapping[str, Operand]) -> dict[str, Tensor]:
 
 def port_dtype(op: Op, port: str) -> np.dtype[Any]:
     """Return the element type of a port's tensor."""
-    if isinstance(op, ops.ColumnMass | ops.AttentionHeads):
+    if isinstance(op, ops.SumScores | ops.AttentionHeads):
         return port_dtype(op.attention, port)
     if isinstance(op, ops.Attention | ops.DecodeChunks) and port in CACHE_PORTS:
         return op.kv.dtype
@@ -498,7 +498,7 @@ def _width(op: Op, port: str) -> tuple[int, ...]:  # noqa: PLR0911
             return (op.width,) if port == "qkv" else (op.heads * op.head_dim,)
         case ops.AttentionHeads():
             return _width(op.attention, port)
-        case ops.ColumnMass():
+        case ops.SumScores():
             of = op.attention
             return (of.kv_heads, of.capacity) if port == "mass" else _width(of, port)
         case ops.DecodeChunks():

@@ -15,7 +15,7 @@ _DECEIVING: Final = re.compile(f"[{CONTROLS}\u202a-\u202e\u2066-\u2069]")
 def printable(text: str) -> str:
     """Return text with control and direction characters escaped.
 
-    As `\\x1b`.
+    An escape is written as `\\x1b`.
     """
     return _DECEIVING.sub(escaped, text)
 

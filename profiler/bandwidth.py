@@ -108,8 +108,9 @@ def measure_concurrent(
 def decode_size(shapes: Sequence[Shape]) -> tuple[int, int, int]:
     """Return (m, n, k) at which decoding is measured.
 
-    Of a model's the largest matmul of a block, because how much the devices slow each other depends
-    on k, and the largest is cut most. At most 2^24 weights, because every copy of it is read cold.
+    For a model it is the largest matmul of a block, because how much the devices slow each other
+    depends on k, and the largest is cut most. At most 2^24 weights, because every copy of it is
+    read cold.
     """
     block = [shape for shape in shapes if shape.name != "lm_head"]
     if not block:

@@ -150,7 +150,7 @@ def _check(profile: DeviceProfile, devices: Mapping[DeviceKind, Device]) -> None
 def _medians(rounds: Sequence[Sequence[tuple[NonMatmulRow, Op]]]) -> list[tuple[NonMatmulRow, Op]]:
     """Return each case's time.
 
-    Of the calls of few microseconds one round may have nothing but noise.
+    For calls of few microseconds one round may have nothing but noise.
     """
     cases: dict[tuple[Any, ...], list[tuple[NonMatmulRow, Op]]] = {}
     for row, op in (x for timed in rounds for x in timed):

@@ -126,7 +126,7 @@ class CostModel:
     ) -> Floats:
         """Return the [M, N] seconds of all pairs of token counts ms [M] and rows ns [N].
 
-        As `matmul_s` has them. Raises `ProfileError` as it does.
+        They are those of `matmul_s`. Raises `ProfileError` as it does.
         """
         predictor, record = self._predictor(device, weight_format, order), self.device(device)
         return self._sound(predict.predict_table(predictor, record, ms, ns, float(k)))
@@ -153,7 +153,7 @@ class CostModel:
     def other_s(self, device: DeviceKind, op: Op, m: int, context: int = 0) -> Cost:
         """Return the predicted seconds of an operation that is not a matmul.
 
-        With `context` tokens in its cache.
+        Its cache has `context` tokens.
 
         A device with static shapes is charged for the graph size.
         """
@@ -179,7 +179,8 @@ class CostModel:
     def other(self, device: DeviceKind, op: Op) -> NonMatmulPredictor:
         """Return the predictor of an operation that is not a matmul.
 
-        Its own times, or those of a similar one by its bytes. Raises `ProfileError` without either.
+        It has its own times, or those of a similar one by its bytes. Raises `ProfileError` without
+        either.
         """
         name = predict.op_name(op)
         source = self._others.get((device, self.measured_as(device, name) or name))
@@ -223,7 +224,7 @@ class CostModel:
     def allowed_op(self, device: DeviceKind, op: Op, m: int) -> Allowed:  # noqa: ARG002
         """Return whether an operation that is not a matmul was measured and is correct.
 
-        Or its proxy was.
+        Where it was not, its proxy counts.
         """
         name = predict.op_name(op)
         source = self.measured_as(device, name)
@@ -291,9 +292,9 @@ class CostModel:
     def spread(self, device: DeviceKind, phase: Phase, weight_format: WeightFormat) -> float:
         """Return relative standard deviation of a matmul kernel's time.
 
-        From run to run (the median over the sizes that were measured) and as its device drifts,
-        which the rows do not show because they are compared with reference kernels of their moment.
-        0 where nothing is known.
+        It varies from run to run (the median over the sizes that were measured) and as its device
+        drifts, which the rows do not show because they are compared with reference kernels of their
+        moment. 0 where nothing is known.
         """
         if self._spreads is None:
             drifts = self._drifts()
@@ -331,9 +332,9 @@ class CostModel:
         cached: bool = False,
         m: int = 0,
     ) -> float:
-        """Time to prepare one matmul graph (of m tokens) or kernel.
+        """Return the time to prepare one matmul graph (of m tokens) or kernel.
 
-        As measured where this one was, else as fitted; 0 if nothing was measured.
+        It is as measured where this one was, else as fitted; 0 if nothing was measured.
         """
         entry = self._preparation(device, weight_format)
         if entry is None:

@@ -47,9 +47,9 @@ def hetero_version() -> str:
 
 
 def clock_hz(core: int | None = None) -> float | None:
-    """Return current clock of a core.
+    """Return the current clock of a core.
 
-    By default of the one with the highest clock, since the first is a little one on many of Arm's
+    The default is the core with the highest clock, since the first is a little one on many of Arm's
     processors.
     """
     text = _text(_frequencies(core) / "scaling_cur_freq")

@@ -421,7 +421,7 @@ def _nnls(columns: Floats, target: Floats) -> Floats:
 def fit_nonnegative(columns: Floats, seconds: Floats, weight: Floats | None = None) -> Floats:
     """Return non-negative coefficients that minimise the relative error.
 
-    Of columns · coefficients, each row's times its `weight` (1).
+    The error is that of columns · coefficients, each row's times its `weight` (1).
     """
     weight = np.ones(len(seconds)) if weight is None else weight
     scaled = columns * (weight / seconds)[:, None]

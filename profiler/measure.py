@@ -312,8 +312,8 @@ class TaskMeter:
 def to_means(rows: Sequence[MatMulRow]) -> list[MatMulRow]:
     """Return rows whose seconds are means instead of medians.
 
-    By the skew that is typical of the rows of their device, phase and format: rows of few samples
-    say little of it.
+    They follow from the skew that is typical of the rows of their device, phase and format: rows of
+    few samples say little of it.
 
     A step is a sum of a hundred kernels, so it takes the sum of their means, and almost never that
     of their medians: where now and then a neighbour takes the memory for a millisecond, that is in

@@ -123,7 +123,7 @@ class OpCase(NamedTuple):
 class Matmuls(NamedTuple):
     """Matmuls one after the other until the first is out of cache.
 
-    Or all of a small model are read, each with a quarter of a layer's weights or less. `warm_ups`
+    Of a small model all are read, each with a quarter of a layer's weights or less. `warm_ups`
     of them take the policy's `warm_up_s`.
     """
 
@@ -136,7 +136,7 @@ def reference_ops(
 ) -> list[Op]:
     """Return every kind of operation that some architecture has between matmuls.
 
-    At these sizes.
+    They have the block's sizes.
 
     With `outliers` their shadows, as with a format of static activations.
     """
@@ -311,7 +311,7 @@ class NonMatmulMeter:
     def time(self, case: OpCase) -> NonMatmulRow:
         """Return the median of a few batches of launches.
 
-        Or of calls where a step has one at a time.
+        Where a step has one call at a time, calls are timed.
         """
         call, tensors = self._bind(case.op, case.m, case.context)
         call.run()
@@ -352,7 +352,7 @@ class NonMatmulMeter:
     def _leaves_caches(self, case: OpCase) -> bool:
         """Return whether tensors have left the caches by the next layer.
 
-        Of many tokens, but in a model that fits into them.
+        Tensors of many tokens do, except in a model that fits into them.
         """
         return case.m > DECODE_TOKENS and not self._small
 

@@ -275,7 +275,7 @@ def work(op: Op, m: int, context: int = 0) -> dict[str, float]:
             terms["elements"] = float(m * op.f)
         case ops.MatMul():
             terms["elements"] = float(m * (op.n + op.k))
-        case ops.ColumnMass():
+        case ops.SumScores():
             terms["elements"] = float(m * op.attention.width)
         case ops.DecodeChunks():
             terms["elements"] = float(m * op.values)
@@ -288,10 +288,10 @@ def work(op: Op, m: int, context: int = 0) -> dict[str, float]:
 
 
 def op_name(op: Op) -> str:
-    """Name under which an operation's kernel is measured.
+    """Return the name under which an operation's kernel is measured.
 
-    Its class, `+add` if it is fused, `+f16` or `+q8` by the caches that attention reads. Some heads
-    of an attention are an attention.
+    It is its class, `+add` if it is fused, `+f16` or `+q8` by the caches that attention reads. Some
+    heads of an attention are an attention.
     """
     if isinstance(op, ops.AttentionHeads):
         return op_name(op.alone)

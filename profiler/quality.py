@@ -76,7 +76,7 @@ def _speeds(profile: DeviceProfile) -> Iterator[str]:
 def _seconds(profile: DeviceProfile, m: int) -> tuple[float, float] | None:
     """Return seconds on GPU and NPU of m tokens by the largest weight that both know.
 
-    In one format.
+    Both are in one format.
     """
     model = CostModel(profile)
     formats: dict[WeightFormat, set[str]] = {}

@@ -382,7 +382,7 @@ class Bandwidth(Record):
 class Contention(Record):
     """Factor by which each device is slower while the other runs a kernel.
 
-    Of the same phase and weight format (None: of any format).
+    Both kernels have the same phase and weight format (None: any format).
     """
 
     phase: Phase
@@ -443,7 +443,7 @@ class HostSync(Record):
 class EveryCore(Record):
     """Times of steps where the GPU that is played by one core of a processor has all `cores`.
 
-    Those of one core / speedup + layers · layer_s (`hetero.measuring.every_core`).
+    They are those of one core / speedup + layers · layer_s (`hetero.measuring.every_core`).
     """
 
     weight_format: WeightFormat
@@ -573,7 +573,7 @@ class DeviceProfile(Record):
     def warn_if_foreign(self, devices: Iterable[Device]) -> None:
         """Warn once if the profile was not taken on these devices.
 
-        By a `ProfileWarning`.
+        The warning is a `ProfileWarning`.
         """
         differences = self.differences(devices)
         if differences:

@@ -210,7 +210,8 @@ class ProfilingSession:
     ) -> list[R]:
         """Return records of one part of the profile, one unless `several`.
 
-        From the journal, where all of them fit what is here, or measured and written to it.
+        They come from the journal, where all of them fit what is here, or are measured and written
+        to it.
         """
         for entry in self.journal.of_kind("part"):
             if entry["name"] == name and (several or len(entry["values"]) == 1):

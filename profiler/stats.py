@@ -54,8 +54,9 @@ def summarize(samples: Sequence[float]) -> Summary:
 def drift(at_s: Sequence[float], seconds: Sequence[float]) -> float:
     """Return the relative standard deviation of a kernel that was timed now and then.
 
-    By its medians over `SMOOTHED_S`, which single timings scatter about. It is half of the distance
-    between the 16th and the 84th percentile, because the tails are other programs' work.
+    It is that of its medians over `SMOOTHED_S`, which single timings scatter about. It is half of
+    the distance between the 16th and the 84th percentile, because the tails are other programs'
+    work.
     """
     points = sorted(zip(at_s, seconds, strict=True))
     medians, first = [], 0

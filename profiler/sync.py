@@ -172,7 +172,8 @@ def _fused(device: Device, clock: Clock, repeats: int, policy: SyncPolicy) -> fl
 def _signal(device: Device, clock: Clock, repeats: int, policy: SyncPolicy) -> float | None:
     """Return the seconds from a signal until a flag after the wait starts.
 
-    By the device's clock, or until it is seen where it has none; None where there are no signals.
+    That is by the device's clock, or until it is seen where it has none; None where there are no
+    signals.
     """
     flag = device.flag()
     signal = device.stream_signal() if flag is not None else None
@@ -197,8 +198,8 @@ def _waits(
 ) -> tuple[dict[str, float], dict[str, str]]:
     """Return added latency of each way to learn of a kernel's end.
 
-    From its end by the device's clock, all ways in turns. Without such a clock what a launch takes
-    over its time in a full queue; that contains the start in an empty one.
+    It counts from the end by the device's clock, all ways in turns. Without such a clock what a
+    launch takes over its time in a full queue; that contains the start in an empty one.
     """
     call = _call(device, policy.medium)
     call.run()

@@ -121,7 +121,7 @@ def time_after(
 ) -> tuple[float, float]:
     """Return the seconds of calls in a queue, from the end of their warm-up launches.
 
-    Of which that end may have been seen late, because a thread of ours waited for a core.
+    That end may have been seen late, because a thread of ours waited for a core.
     """
     interference = interference or NoInterference()
     before = interference.waits_s()

@@ -58,7 +58,7 @@ def usual_rows(n: int) -> list[tuple[StorageFormat, int]]:
 class WeightPool:
     """Random weights of any shape as views of one block of memory per storage format.
 
-    And of one with their scales. Weights of `nbytes` in all are in places of their own.
+    Another block has their scales. Weights of `nbytes` in all are in places of their own.
     """
 
     def __init__(self, nbytes: int, seed: int = 0) -> None:

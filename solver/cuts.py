@@ -36,7 +36,7 @@ def row_cuts(
 ) -> tuple[int, ...]:
     """Return at most `count` row cuts of a matmul that together serve these scenarios best.
 
-    By the mean slowdown of this matmul, decoding counting as much as all prompts.
+    Best is the least mean slowdown of this matmul, decoding counting as much as all prompts.
 
     They are chosen among the rows that are best for one scenario: all subsets are tried where these
     are few, else cuts are taken away one by one.

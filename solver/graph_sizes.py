@@ -21,11 +21,11 @@ DEFAULT_COUNT = 6  # as many as the paper's standard sizes
 class Budgets(NamedTuple):
     """Budgets of the chosen sizes together.
 
-    Their number without decoding's graph, the seconds that preparing them takes, and the bytes that
-    they have for themselves if the NPU computes all rows.
+    They bound their number without decoding's graph, the seconds that preparing them takes, and the
+    bytes that they have for themselves if the NPU computes all rows.
 
-    Their number without decoding's graph, the seconds that preparing them takes, and the bytes that
-    they have for themselves if the NPU computes all rows.
+    They bound their number without decoding's graph, the seconds that preparing them takes, and the
+    bytes that they have for themselves if the NPU computes all rows.
     """
 
     graphs: int = DEFAULT_COUNT

@@ -83,7 +83,7 @@ class HeadShares:
     def at(self, m: int, context: int) -> Mapping[OpName, tuple[Option, ...]]:
         """Return the options [K] of the operators after a matmul, with attention shared.
 
-        For a prompt's call of m tokens after `context` others, where the GPU has the other
+        They are for a prompt's call of m tokens after `context` others, where the GPU has the other
         operators; none where attention cannot be shared. `Option.rows` is the number of the NPU's
         heads.
         """

@@ -169,7 +169,8 @@ def _fits(
 def _best(every: Sequence[_Ways], rest_s: float, call_s: float) -> tuple[int, ...] | None:
     """Return the way of each matmul (places in C) that minimises max(Σ gpu, Σ npu).
 
-    With what each call on the NPU costs the thread that drives it; None where none is possible.
+    It includes what each call on the NPU costs the thread that drives it; None where none is
+    possible.
     """
     counts = [len(ways.rows) for ways in every]
     gpu_s, npu_s = np.full((1,) * len(every), rest_s), np.zeros((1,) * len(every))

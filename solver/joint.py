@@ -125,7 +125,7 @@ def _wide(tables: Sequence[Cells]) -> Cells:
 def _fitting(column: Column) -> Bools:
     """Return [2, R] whether a cut fits the resident rows: of some tokens, and of all.
 
-    Of part of the tokens, of all (where all rows are no cut).
+    Where a cut takes all tokens, all rows are no cut.
     """
     space, resident = column.space, column.resident
     rows, on_npu = space.rows, space.rows <= resident.npu

@@ -24,7 +24,7 @@ from hetero.solver.kernel_times import Bools, Floats, Ints, KernelTimes
 class CutTimes:
     """Time that both parts of tilings take together.
 
-    Of several matmuls, each has a run of columns.
+    With several matmuls, each has a run of columns.
 
     gpu_s, npu_s    [T, R] seconds of each device's part, contention included
     """
@@ -82,7 +82,7 @@ class Overheads:
     def of(cls, cost: CostModel, method: WaitMethod = "fast") -> Self:
         """Return the fast synchronisation of the profile's devices.
 
-        With copies if memory is not unified.
+        There are copies if memory is not unified.
         """
         if "gpu" not in cost.profile.devices:
             return cls()

@@ -292,9 +292,9 @@ class Placement:
         return kind, self.padded(phase, m)
 
     def padded(self, phase: Phase, m: int) -> int:
-        """Return the tokens that all but the matmuls computes.
+        """Return the tokens that all operations but the matmuls compute.
 
-        Those of a graph, where shapes are static.
+        They are those of a graph, where shapes are static.
         """
         kind = self.rest(phase)
         able = self._capabilities[kind]
@@ -418,7 +418,7 @@ class Placement:
     def _edges_of(self, node: Node, kind: DeviceKind, storage: StorageFormat) -> frozenset[int]:
         """Return rows where a device's kernels of a matmul end.
 
-        At the edges of every tile that meets its own (its own, the other device's), so
+        They end at the edges of every tile that it meets (its own, the other device's), so
         that all parts of a call meet in rows. Kernels of another storage, where phases have
         different ones, are not cut for these.
         """
@@ -476,7 +476,7 @@ class Placement:
     def rows_bytes(self, node: Node, segment: Segment, kind: DeviceKind) -> int:
         """Return the bytes of a run of rows on a device.
 
-        As stored, or as it says of its own layout.
+        They are as stored, or as the device says of its own layout.
         """
         assert isinstance(node.op, MatMul)
         op, own = segment.op(node.op), self._capabilities[kind].weight_bytes

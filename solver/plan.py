@@ -358,8 +358,8 @@ class Plan(_Record):
     def entry(self, phase: Phase, m: int, op: str) -> OpPlan:
         """Return the entry for one matmul at m tokens.
 
-        That for exactly m, else that for any m, else the next longer one without the tokens that
-        are not there. Raises `PlanError` if there is none.
+        It is the one for exactly m, else for any m, else the next longer one without the tokens
+        that are not there. Raises `PlanError` if there is none.
         """
         known: dict[int | None, OpPlan] = {}
         for planned in self.ops:
@@ -372,7 +372,8 @@ class Plan(_Record):
     def steps(self, tokens: int, longest: int | None = None) -> tuple[int, ...]:
         """Return the token counts of the calls, at most `longest` each, of a prompt of `tokens`.
 
-        As `totals` name them, else as many of the longest as fit and a rest (`calls.split`).
+        They are as `totals` name them, else as many of the longest as fit and a rest
+        (`calls.split`).
         """
         limit = min([x for x in (self.step_tokens, longest) if x is not None], default=tokens)
         named = [t.steps or (t.m,) for t in self.totals if (t.phase, t.m) == ("prefill", tokens)]
@@ -427,8 +428,8 @@ class Plan(_Record):
     def heads(self, m: int) -> HeadCounts | None:
         """Return which device has which heads of attention in a prompt's call of m tokens.
 
-        As said for exactly m, else for any, else for the next longer call; None where nothing is
-        said.
+        It is as the plan says for exactly m, else for any, else for the next longer call; None
+        where nothing is said.
         """
         known = {x.m: x.heads for x in self.attention}
         longer = [count for count in known if count is not None and count > m]

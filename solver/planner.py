@@ -283,9 +283,9 @@ class Planner:
         return self.evaluate(scenario, options, device)
 
     def preparation_s(self, m: int) -> float:
-        """Return seconds to prepare the NPU's graphs of m tokens for every matmul.
+        """Return the seconds to prepare the NPU's graphs of m tokens for every matmul.
 
-        Of each layer, or of one where layers share them. 0 if it was not measured.
+        They are of each layer, or of one where layers share them. 0 if it was not measured.
         """
         weight_format = self.spec.weight_format
         block = [self.shape(x.name) for x in self.spec.matmuls if x.name != "lm_head"]

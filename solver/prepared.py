@@ -187,7 +187,7 @@ class PreparedSolver:
     def expected_s(self, request: PlanRequest, phase: Phase) -> float:
         """Return the seconds of the request's prompts, as often as each comes.
 
-        Or of the tokens decoded for one of each.
+        For decoding, of the tokens decoded for one of each.
         """
         totals = [x for x in self.plan.totals if x.phase == phase]
         if phase == "decode":

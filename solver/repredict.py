@@ -32,8 +32,8 @@ def repredict(
 ) -> dict[Scenario, float]:
     """Return the seconds of prompts and steps by this profile.
 
-    Of the plan's own by default. Prompts run in the plan's calls; those of `online-prepare` contain
-    preparing their graphs.
+    The default are the plan's own. Prompts run in the plan's calls; those of `online-prepare`
+    contain preparing their graphs.
 
     Raises `PlanError` where the plan says nothing of a step or the devices cannot run a tile.
     """

@@ -156,7 +156,8 @@ class MatMulSpace:
     def fastest(self, choices: Choices, table: Floats) -> tuple[Floats, Floats]:
         """Return [T, R] times of the fastest pieces for each cut, and [P, R] of every choice.
 
-        From a table of graphs (or, where the NPU takes any token count, of all token counts).
+        They come from a table of graphs (or, where the NPU takes any token count, of all token
+        counts).
         """
         if not self.sizes:
             free = table[choices.cuts]

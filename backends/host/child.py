@@ -33,7 +33,7 @@ def child_command(module: str, *arguments: str) -> list[str]:
 def die_with(parent: int) -> None:
     """End this process when process `parent`, which started it, ends or has ended.
 
-    By the system on Linux, elsewhere by a thread that waits for it.
+    The system does so on Linux, elsewhere a thread that waits for it.
     """
     if sys.platform != "linux":
         watch = threading.Thread(target=_end_after, args=(parent,), daemon=True)

@@ -14,7 +14,7 @@ _LINE: Final = re.compile(r"^Version:\s*(\S+)", re.MULTILINE | re.IGNORECASE)
 def installed_version(name: str) -> str | None:
     """Return the version of a package, None where it is not installed.
 
-    As `importlib.metadata.version`, which parses the whole description as an e-mail.
+    The same as `importlib.metadata.version`, which parses the whole description as an e-mail.
     """
     try:
         text = importlib.metadata.distribution(name).read_text("METADATA")

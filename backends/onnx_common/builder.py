@@ -76,7 +76,7 @@ class GraphBuilder:
     def weight(self, name: str, dtype: npt.DTypeLike, shape: tuple[int, ...]) -> str:
         """Return a tensor that the session reads from memory.
 
-        By `SessionOptions.add_initializer`.
+        It is given by `SessionOptions.add_initializer`.
         """
         proto = TensorProto(name=name, data_type=_element_type(dtype), dims=shape)
         proto.data_location = TensorProto.EXTERNAL

@@ -46,7 +46,7 @@ def prepare_attention_heads(
 ) -> OpenCLKernel:
     """Prepare the program of all heads, launched for some.
 
-    Of all of them as the operation `whole`.
+    The program is that of the operation `whole`.
     """
     op = heads.attention
     if device.tuning.lanes > 1:
@@ -70,8 +70,8 @@ def prepare_attention_heads(
 def splits(heads: int, workers: int) -> int:
     """Return the parts of the context in decode.
 
-    As many as give each worker the same number of parts of heads, where whole heads would leave
-    some idle for a fifth of the time or more.
+    There are as many as give each worker the same number of parts of heads, where whole heads would
+    leave some idle for a fifth of the time or more.
     """
     rounds = -(-heads // workers)
     if heads >= BUSY_AT_LEAST * rounds * workers:

@@ -28,7 +28,7 @@ def prepare_decode_chunks(
 ) -> OpenCLKernel:
     """Prepare a kernel with a work-item for each head of the keys and of the values.
 
-    On a CPU; work-groups on a GPU.
+    That is on a CPU; on a GPU it has work-groups.
     """
     tuning = device.tuning
     lanes = tuning.lanes

@@ -108,7 +108,7 @@ class FlagCompletion(Completion):
 def probe(device: Resources, flag: Flag, policy: ProbePolicy = DEFAULT) -> bool:
     """Return whether the flag is seen before the driver reports the end.
 
-    With all data before it.
+    All data before it must be seen as well.
     """
     from hetero.backends.ops import Add
 

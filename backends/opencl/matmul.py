@@ -315,7 +315,7 @@ def _mapped(
 ) -> tuple[cl.Buffer, int]:
     """Return a buffer over the array and the offset of its first element.
 
-    In the kernel's item size.
+    The offset is in the kernel's item size.
 
     A view of a mapped file is aligned to 64 bytes; a driver that wants more gets the memory from
     the aligned address before it (of the same page, so that it exists).

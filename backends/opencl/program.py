@@ -102,7 +102,7 @@ class ProgramCache:
     def _note(self) -> None:
         """Record the programs that are used, where that has a purpose.
 
-        With the ones of earlier times.
+        Programs recorded earlier stay on the list.
         """
         known = self._noted or []
         used = [x for x in self._sources.values() if x.files]

@@ -62,7 +62,7 @@ class WaitValueCall(BoundCall):
     def be_patient(self, patience_s: float, repeats: int = 3, tried: int = 20_000) -> None:
         """Give up only after `patience_s`, by how long `tried` polls take here.
 
-        By the shortest of `repeats`; or after 2^31 polls.
+        The shortest of `repeats` counts; it never polls more than 2^31 times.
         """
         times = []
         self._call = self._bound(tried)

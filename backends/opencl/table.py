@@ -5,7 +5,6 @@ from __future__ import annotations
 from hetero.backends import ops
 from hetero.backends.opencl.attention import prepare_attention, prepare_attention_heads
 from hetero.backends.opencl.chunks import accepts_decode_chunks, prepare_decode_chunks
-from hetero.backends.opencl.column_mass import accepts_column_mass, prepare_column_mass
 from hetero.backends.opencl.device import KernelEntry
 from hetero.backends.opencl.elementwise import prepare_act, prepare_add, prepare_gated_act
 from hetero.backends.opencl.embed import prepare_embed
@@ -14,6 +13,7 @@ from hetero.backends.opencl.norm import prepare_norm
 from hetero.backends.opencl.outliers import prepare_outliers
 from hetero.backends.opencl.pointwise import prepare_add_positions
 from hetero.backends.opencl.rope import prepare_rope
+from hetero.backends.opencl.sum_scores import accepts_sum_scores, prepare_sum_scores
 from hetero.backends.ops import Op
 
 TABLE: dict[type[Op], KernelEntry] = {
@@ -24,7 +24,7 @@ TABLE: dict[type[Op], KernelEntry] = {
     ops.Rope: KernelEntry(prepare_rope),
     ops.Attention: KernelEntry(prepare_attention),
     ops.AttentionHeads: KernelEntry(prepare_attention_heads),
-    ops.ColumnMass: KernelEntry(prepare_column_mass, accepts_column_mass),
+    ops.SumScores: KernelEntry(prepare_sum_scores, accepts_sum_scores),
     ops.DecodeChunks: KernelEntry(prepare_decode_chunks, accepts_decode_chunks),
     ops.GatedAct: KernelEntry(prepare_gated_act),
     ops.Act: KernelEntry(prepare_act),

@@ -92,7 +92,7 @@ class OrtCpuDevice(Device):
         """Return everything that is in `graphs`; integer sums only where they are exact."""
         if isinstance(op, ops.MatMul | ops.Embed) and op.weight_format.activations.static:
             return integers.acceptance()
-        if isinstance(op, ops.ColumnMass):
+        if isinstance(op, ops.SumScores):
             return Acceptance(False, "columns of attention are added up by the caller (numpy)")
         return checks.accept_format(self.capabilities, op)
 
@@ -142,7 +142,7 @@ class OrtCpuDevice(Device):
             case ops.AttentionHeads():
                 inner = self._prepare(op.alone, weights)
                 return kernels.AttentionHeadsKernel(self._host, op, inner, self._rooms)
-            case ops.ColumnMass():
+            case ops.SumScores():
                 raise ValueError(f"{describe(op)}: {self.accepts(op).reason}")
             case ops.DecodeChunks():
                 return kernels.DecodeChunksKernel(

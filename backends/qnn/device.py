@@ -120,7 +120,7 @@ class QnnDevice(Device):
             )
         if isinstance(op, ops.AttentionHeads):
             return Acceptance(False, "its graphs have all heads of an attention, or none")
-        if isinstance(op, ops.ColumnMass | ops.DecodeChunks):
+        if isinstance(op, ops.SumScores | ops.DecodeChunks):
             return Acceptance(False, "what contexts as a service need is computed on the host")
         if isinstance(op, ops.Attention) and op.kv is not CacheFormat.F32:
             return Acceptance(

@@ -113,7 +113,7 @@ def installed_skeleton_state() -> CheckResult:
 def skeleton_state(folders: list[Path], arch: int | None = None, sdk: str = "") -> CheckResult:
     """Return whether the code that runs on the Hexagon is there.
 
-    For its architecture if it is known.
+    It must be for the Hexagon's architecture if that is known.
 
     FastRPC takes the first that it finds, which must be of the library's version `sdk`.
     """

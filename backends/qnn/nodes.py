@@ -235,7 +235,7 @@ def _rotate(op: ops.Rope, weights: Weights, site: NodeRef) -> str:
 def _rotated(graph: GraphBuilder, op: ops.Rope, heads: str, tables: list[str]) -> str:
     """Map (a, b) to (a·cos - b·sin, b·cos + a·sin) on the first R of D dimensions.
 
-    In halves.
+    The halves of those dimensions are a and b.
     """
     cos, sin = tables
     half = op.rotated // 2

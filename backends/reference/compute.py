@@ -47,8 +47,8 @@ def program(op: Op, weights: Weights) -> tuple[Program, int]:  # noqa: PLR0911, 
             return partial(attention, op), 0
         case ops.AttentionHeads():
             return partial(attention_heads, op), 0
-        case ops.ColumnMass():
-            return partial(column_mass, op), 0
+        case ops.SumScores():
+            return partial(sum_scores, op), 0
         case ops.DecodeChunks():
             return decode_chunks(op, vector(weights, "channels"))
         case ops.GatedAct():
@@ -184,7 +184,7 @@ def rms_normalized(x: Float64Array, eps: float) -> Float64Array:
 def rotate(op: ops.Rope, weights: Mapping[str, Float64Array]) -> tuple[Program, int]:
     """Compute head norms, then "rotate half" on the first `rotated` dimensions.
 
-    Of each query and key.
+    Both are computed for each query and key.
     """
     cos, sin = rope.tables(op)  # [max_position, rotated / 2]
     half = op.rotated // 2
@@ -247,7 +247,7 @@ def attention_heads(op: ops.AttentionHeads, arrays: Arrays) -> None:
     attention(op.alone, mine | caches)
 
 
-def column_mass(op: ops.ColumnMass, arrays: Arrays) -> None:
+def sum_scores(op: ops.SumScores, arrays: Arrays) -> None:
     """Compute the sums row by row."""
     of, m = op.attention, len(arrays["qkv"])
     first = _first_position(arrays, op, m, of.capacity)
@@ -345,9 +345,10 @@ def add_positions(op: ops.AddPositions, table: Float64Array) -> tuple[Program, i
 
 
 def activate(activation: Activation, x: Float64Array) -> Float64Array:
-    """Return silu: x·σ(x). gelu: x·Φ(x). gelu_tanh.
+    """Return the activation of x.
 
-    Its tanh approximation (Hendrycks and Gimpel 2016). relu: max(x, 0).
+    silu is x·σ(x), gelu x·Φ(x), gelu_tanh its tanh approximation (Hendrycks and Gimpel 2016), relu
+    max(x, 0).
     """
     match activation:
         case "silu":

@@ -1,7 +1,7 @@
 """Attention that a step's sampled rows give to each column.
 
 A step that measures it has a launch after each attention, on the same device where that has the
-operation (`ops.ColumnMass`), whose sums the host reads once a step. Elsewhere a host call reads the
+operation (`ops.SumScores`), whose sums the host reads once a step. Elsewhere a host call reads the
 queries of the sampled rows and the context's keys (`HostScores`, numpy). Steps whose attention is
 inside an NPU graph, or reads its queries from panels, have none.
 """
@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hetero.backends.memory import Tensor
-from hetero.backends.ops import Attention, ColumnMass
+from hetero.backends.ops import Attention, SumScores
 from hetero.backends.protocol import BoundCall, Device, DeviceKind, Kernel, Operand
 from hetero.runtime.kv.attention_stats import DECODE_EVERY, PROMPT_EVERY, sampled, sum_scores
 from hetero.solver.plan import Phase
@@ -83,9 +83,9 @@ class RowScores:
     def __init__(self, columns: int, layers: int, devices: Mapping[DeviceKind, Device]) -> None:
         self._columns, self._layers, self._devices = columns, layers, devices
         self._row_scores: list[StepScores] = []
-        self._kernels: dict[tuple[DeviceKind, ColumnMass], Kernel | None] = {}
+        self._kernels: dict[tuple[DeviceKind, SumScores], Kernel | None] = {}
 
-    def kernel(self, kind: DeviceKind, op: ColumnMass) -> Kernel | None:
+    def kernel(self, kind: DeviceKind, op: SumScores) -> Kernel | None:
         """Return the kernel that sums columns on a device, if it has one."""
         key = kind, op
         if key not in self._kernels:

@@ -27,7 +27,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from hetero.backends.memory import HostBuffer, Panels, Tensor
-from hetero.backends.ops import OUTPUT_PORTS, Attention, ColumnMass, MatMul, describe
+from hetero.backends.ops import OUTPUT_PORTS, Attention, MatMul, SumScores, describe
 from hetero.backends.protocol import (
     CACHE_PORTS,
     BoundCall,
@@ -389,7 +389,7 @@ class _Chunk:
         caches = {"k_cache": node.slots["k_cache"]}
         reads = frozenset(map(self._ref, (node.slots["qkv"], at, node.slots["k_cache"])))
         writes = frozenset({SlotRef("mass")})
-        added = ColumnMass(attention=op, every=EVERY[self.phase])
+        added = SumScores(attention=op, every=EVERY[self.phase])
         own = None if self.rows else self.row_scores.kernel(kind, added)
         if own is not None:
             device, mass = self.devices[kind], self.row_scores.of(0)

@@ -91,7 +91,7 @@ def _processor_tolerance(op: Op) -> float:
             return _processor_matmul_tolerance(op.weight_format)
         case ops.Embed():
             return 2e-7  # nothing is added up
-        case ops.Attention() | ops.ColumnMass():
+        case ops.Attention() | ops.SumScores():
             return PROCESSOR_ATTENTION_TOLERANCE
         case _:
             return PROCESSOR_TOLERANCE
@@ -213,7 +213,7 @@ def make_tensors(
             assert isinstance(op, ops.Embed)
             array[:] = rng.integers(0, op.vocab, len(array))
         elif port in CACHES:
-            known = position + (m if isinstance(op, ops.ColumnMass) else 0)
+            known = position + (m if isinstance(op, ops.SumScores) else 0)
             random_rows(cache_rows(op, array), known, rng, keys=port == "k_cache")
         elif port in ADDED_PORTS:
             array[:] = rng.random(array.shape)

@@ -312,7 +312,7 @@ def test_sums_of_what_columns_are_given(
 ) -> None:
     """Of sampled rows of prompts and steps, on top of what is there; nothing else is touched."""
     sizes: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
-    op = ops.ColumnMass(attention=replace(ATTENTION, **sizes, **more), every=every)
+    op = ops.SumScores(attention=replace(ATTENTION, **sizes, **more), every=every)
     require(device, op)
     kernel = device.prepare(op, {})
     for m, position in ((1, 0), (7, 0), (33, 0), (1, 15), (1, 69), (2, 5), (33, 37)):

@@ -58,8 +58,8 @@ class Pocl(Driver):
     def library(self, path: str, level: Level, folder: Path, store: KernelStore) -> str:
         """See `Driver.library`.
 
-        Of a wheel's PoCL a folder of links (a driver of a system finds its files where it was
-        installed), in which the compiler's headers are shorter.
+        For a wheel's PoCL it is a folder of links (a driver of a system finds its files where it
+        was installed), in which the compiler's headers are shorter.
         """
         real = Path(path)
         data = real.parent / DATA

@@ -66,7 +66,7 @@ def cases() -> Iterator[Case]:
     yield Case(attention, (1, 40))
     yield Case(replace(attention, capacity=100, window=9), (1, 40))  # by the same program
     yield Case(replace(attention, kv=CacheFormat.Q8), (1, 40))
-    yield Case(ops.ColumnMass(attention=attention, every=2), (1, 40))
+    yield Case(ops.SumScores(attention=attention, every=2), (1, 40))
     chunks = ops.DecodeChunks(kv_heads=4, head_dim=32, capacity=1024, room=1 << 16)
     yield Case(replace(chunks, kv=attention.kv), (5,))
     coded = replace(chunks, by_token=True, keys_by_token=True, kv=CacheFormat.Q8)
@@ -162,7 +162,7 @@ def random_tensors(op: Op, m: int, random: np.random.Generator) -> dict[str, Ten
             assert isinstance(op, ops.Embed)
             array[:] = random.integers(0, op.vocab, array.shape)
         elif port in CACHE_PORTS:
-            known = POSITION + (m if isinstance(op, ops.ColumnMass) else 0)
+            known = POSITION + (m if isinstance(op, ops.SumScores) else 0)
             random_rows(cache_rows(op, array), known, random, keys=port == "k_cache")
         elif port in OUTPUT_PORTS:
             array[:] = np.nan

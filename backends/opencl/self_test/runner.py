@@ -77,10 +77,10 @@ class SelfTests:
     def examine(
         self, candidate: DriverCandidate, forced: Level | None = None, *, retry: bool = False
     ) -> SelfTestResult:
-        """Return the result on a driver.
+        """Return the result of a driver.
 
-        Of its best level that holds, or of the one that is forced. With `retry`, one that had no
-        device is loaded again.
+        It is that of its best level that passes, or of the forced one. With `retry`, one that had
+        no device is loaded again.
         """
         key = result_key(candidate)
         path = result_path(self.root, key)
@@ -101,7 +101,7 @@ class SelfTests:
     def store(self, candidate: DriverCandidate, level: Level) -> KernelStore:
         """Return the compiled kernels of a driver at a level.
 
-        In this process's folder where the cache cannot be written.
+        They are in this process's folder where the cache cannot be written.
         """
         name = f"{folder_prefix(candidate)}-{level.name}"
         return KernelStore(self.root / "kernels" / name, self.run.path / "kernels" / name)

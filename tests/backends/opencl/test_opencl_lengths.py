@@ -22,14 +22,14 @@ from tests.backends.opencl.test_opencl_attention import LLAMA, TOLERANCE
 
 LENGTHS = (333, 97, 200, 1024)
 POSITION = 41
-MASS = ops.ColumnMass(attention=LLAMA, every=2)
+SCORES = ops.SumScores(attention=LLAMA, every=2)
 CHUNKS = ops.DecodeChunks(kv_heads=2, head_dim=64, capacity=333, room=1 << 15)
-ELSE = {"mass": MASS, "chunks": CHUNKS, "chunks of codes": replace(CHUNKS, kv=CacheFormat.Q8)}
+ELSE = {"mass": SCORES, "chunks": CHUNKS, "chunks of codes": replace(CHUNKS, kv=CacheFormat.Q8)}
 
 
 def longer(op: ops.Op, capacity: int) -> ops.Op:
     """The same on caches for so many tokens."""
-    if isinstance(op, ops.ColumnMass):
+    if isinstance(op, ops.SumScores):
         return replace(op, attention=replace(op.attention, capacity=capacity))
     assert isinstance(op, ops.Attention | ops.DecodeChunks)
     return replace(op, capacity=capacity)

@@ -1,4 +1,4 @@
-// What sampled rows of attention give to each column (`ColumnMass` in ops.py), for devices with
+// What sampled rows of attention give to each column (`SumScores` in ops.py), for devices with
 // work-groups (LANES > 1): a group has a key/value head, its queries and its row of `mass`, a lane
 // every LANES-th column. `weights` has a row of `capacity` floats for each group; `window` 0 is none.
 //
@@ -24,7 +24,7 @@ INLINE float lanes_max(float x, __local float *scratch) {
 
 // Work-group (g). `count` is m; with 0 there are no rows (no early return: PoCL 3.0 miscompiles one
 // in front of a barrier).
-__kernel void column_mass(const int count, ARRAY(const float, qkv), ARRAY(const int, position),
+__kernel void sum_scores(const int count, ARRAY(const float, qkv), ARRAY(const int, position),
                           ARRAY(const cache_t, k_cache), ARRAY(float, mass),
                           __global float *restrict weights, const int capacity,
                           const int window) {

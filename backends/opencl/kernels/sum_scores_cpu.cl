@@ -1,4 +1,4 @@
-// What sampled rows of attention give to each column (`ColumnMass` in ops.py), behind scores_cpu.cl:
+// What sampled rows of attention give to each column (`SumScores` in ops.py), behind scores_cpu.cl:
 // all scores of ROWS rows, then their softmax, added to the columns. A work-item has a key/value
 // head, its queries and its row of `mass`. A cache has at most LONGEST tokens.
 
@@ -17,7 +17,7 @@ __kernel void pack_columns(const int count, ARRAY(const int, position),
 }
 
 // Work-item (g). `count` is m.
-__kernel void column_mass(const int count, ARRAY(const float, qkv), ARRAY(const int, position),
+__kernel void sum_scores(const int count, ARRAY(const float, qkv), ARRAY(const int, position),
                           ARRAY(float, mass), __global const float *restrict packed,
                           const int capacity, const int window) {
   const int g = get_global_id(0);
