@@ -47,12 +47,12 @@ def check_one_of(name: str, value: object, known: Sequence[str]) -> None:
 
 def check_stop(stop: object) -> tuple[str, ...]:
     """Stop texts; a single string is one. Raises `UserError`."""
-    found = (stop,) if isinstance(stop, str) else stop
-    if not isinstance(found, Sequence) or any(not isinstance(x, str) for x in found):
+    stops = (stop,) if isinstance(stop, str) else stop
+    if not isinstance(stops, Sequence) or any(not isinstance(x, str) for x in stops):
         raise UserError(f"stop must be a text or a list of texts, got {_kind(stop)}")
-    if any(not x for x in found):
+    if any(not x for x in stops):
         raise UserError("a stop text must not be empty")
-    return tuple(found)
+    return tuple(stops)
 
 
 def check_messages(messages: object) -> list[dict[str, Any]]:

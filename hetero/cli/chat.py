@@ -262,9 +262,9 @@ class Talk:
             self.conversation.save(self._session)
 
     def _help(self, _: str) -> bool:
-        found = {f"{name} {c.arguments}": c.help for name, c in self._commands.items()}
-        found |= {"Ctrl-C": "stop an answer", "Esc, Enter": "another line of the same message"}
-        for name, text in found.items():
+        texts = {f"{name} {c.arguments}": c.help for name, c in self._commands.items()}
+        texts |= {"Ctrl-C": "stop an answer", "Esc, Enter": "another line of the same message"}
+        for name, text in texts.items():
             _note(f"  {name:16}{text}")
         return True
 

@@ -161,14 +161,14 @@ def eval_command(
         if not formats and not simulate:
             formats = [WeightFormat(default_weights(model))]
         ways = {choice: {"weights": choice} for choice in formats}
-        found = against(base, partial(opened, model), ways, text, **sizes)
+        evaluations = against(base, partial(opened, model), ways, text, **sizes)
         if simulate and calibrate is not None:
             texts = calibrate, text, calibration_tokens
-            found |= simulated(model, texts, simulate, base, **sizes)
+            evaluations |= simulated(model, texts, simulate, base, **sizes)
     finally:
         if base is not None:
             base.close()
-    print_qualities(found, as_json)
+    print_qualities(evaluations, as_json)
 
 
 REFERENCE = WeightFormat.F32
@@ -215,16 +215,16 @@ def against(
     """Return a model opened in several ways, each against `base`."""
     from hetero.measuring.evaluation import DEFAULT_WINDOW, evaluate, read_tokens
 
-    found = {}
+    evaluations = {}
     for name, options in ways.items():
         with opened(**options) as llm:
             tokens = read_tokens(llm, text, limit)
             size = window or min(DEFAULT_WINDOW, llm.max_seq_len)
             with progress_bar(f"scoring {name}") as advance:
-                found[str(name)] = evaluate(
+                evaluations[str(name)] = evaluate(
                     llm, tokens, reference=base, window=size, stride=stride, progress=advance
                 )
-    return found
+    return evaluations
 
 
 def print_kv(
@@ -264,7 +264,7 @@ def simulated(
     from hetero.measuring.evaluation import DEFAULT_WINDOW, evaluate, read_tokens
 
     calibrate, text, count = texts
-    found = {}
+    evaluations = {}
     loaded, _, sequences = calibration_sequences(model, calibrate, count)
     tokens = read_tokens(loaded, text, limit)
     size = window or min(DEFAULT_WINDOW, loaded.config.max_position)
@@ -273,7 +273,7 @@ def simulated(
         made.scales()
     for scheme in schemes:
         with progress_bar(f"scoring {scheme}") as advance:
-            found[f"w8a8 {scheme} (simulated)"] = evaluate(
+            evaluations[f"w8a8 {scheme} (simulated)"] = evaluate(
                 made.model_of(scheme),
                 tokens,
                 reference=base,
@@ -281,7 +281,7 @@ def simulated(
                 stride=stride,
                 progress=advance,
             )
-    return found
+    return evaluations
 
 
 def _kv_table(found: dict[str, KvQuality]) -> TableData:

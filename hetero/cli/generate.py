@@ -286,7 +286,7 @@ def document(llm: LLM, result: GenerationResult, options: GenerateOptions) -> di
     from hetero.measuring.contender import peak_rss_bytes
 
     stats = result.stats
-    found = {
+    record = {
         "text": result.text,
         "prompt_tokens": stats.prompt_tokens,
         "completion_tokens": stats.completion_tokens,
@@ -321,9 +321,9 @@ def document(llm: LLM, result: GenerationResult, options: GenerateOptions) -> di
         "peak_rss_bytes": peak_rss_bytes(),
     }
     if result.logprobs:
-        found["logprobs"] = [asdict(x) for x in result.logprobs]
-        found["prompt_logprobs"] = [asdict(x) for x in result.prompt_logprobs]
-    return found
+        record["logprobs"] = [asdict(x) for x in result.logprobs]
+        record["prompt_logprobs"] = [asdict(x) for x in result.prompt_logprobs]
+    return record
 
 
 def print_stats(llm: LLM, result: GenerationResult) -> None:

@@ -120,15 +120,15 @@ def _rows(command: Any, ctx: Any) -> list[Row]:
     """Parameters in their order, arguments first."""
     function = inspect.unwrap(command.callback)
     hints = get_type_hints(function, include_extras=True)
-    found = []
+    rows = []
     for parameter in command.get_params(ctx):
         if getattr(parameter, "hidden", False):
             continue
         hint = hints.get(parameter.name)
         argument = parameter.param_type_name == "argument"
         panel = getattr(parameter, "rich_help_panel", None) or (ARGUMENTS if argument else OPTIONS)
-        found.append(Row(_name(parameter, hint), _help(parameter, hint), panel))
-    return sorted(found, key=lambda row: row.panel != ARGUMENTS)
+        rows.append(Row(_name(parameter, hint), _help(parameter, hint), panel))
+    return sorted(rows, key=lambda row: row.panel != ARGUMENTS)
 
 
 def _usage(ctx: Any, words: str, text: str | None, width: int) -> Iterator[str]:

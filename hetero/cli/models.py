@@ -18,12 +18,12 @@ def models_command(as_json: JsonOption = False) -> None:
     from hetero.terminal.notices import notify
 
     try:
-        found = models_here(Path.cwd(), DEMO_DIRECTORY)
+        models = models_here(Path.cwd(), DEMO_DIRECTORY)
     except OSError as error:
         notify(f"the models of the current folder are not listed ({error.strerror})")
-        found = models_here(None, DEMO_DIRECTORY)
+        models = models_here(None, DEMO_DIRECTORY)
     if as_json:
-        print(json.dumps([model._asdict() for model in found]))
+        print(json.dumps([model._asdict() for model in models]))
         return
-    rows = tuple((model.name, model.format, units.size(model.nbytes)) for model in found)
+    rows = tuple((model.name, model.format, units.size(model.nbytes)) for model in models)
     show_or_print(TableData("", ("MODEL", "format", "size"), rows, numbers=("size",)))

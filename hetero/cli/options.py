@@ -426,13 +426,13 @@ def progress_bar(what: str) -> Iterator[Any]:
 
 def parse_biases(given: list[str] | None) -> dict[int, float]:
     """`ID=BIAS` options. Raises `UserError`."""
-    found: dict[int, float] = {}
+    biases: dict[int, float] = {}
     for text in given or []:
         token, _, bias = text.partition("=")
         try:
-            found[int(token)] = float(bias)
+            biases[int(token)] = float(bias)
         except ValueError:
             raise UserError(
                 f"--logit-bias must be a token id and a number such as 42=-5, got {text!r}"
             ) from None
-    return found
+    return biases

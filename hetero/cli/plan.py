@@ -199,14 +199,14 @@ def plan_command(
     )
     spec, measured = spec_on(model, weights, profile, kv and kv.value)
     with stderr.status("solving"):
-        found = planned(spec, measured, request)
+        finished = planned(spec, measured, request)
     others = [] if compare is None else [other(compare, spec, request)]
     if out is not None:
-        found.save(out)
+        finished.save(out)
     if report is not None:
-        found.report(report, compare=others)
+        finished.report(report, compare=others)
         notify(f"{report} is written: open it in a browser")
-    show_plan(found, others, explain, as_json=as_json)
+    show_plan(finished, others, explain, as_json=as_json)
 
 
 def parse_sizes(value: str | None) -> GraphSizes:
@@ -232,10 +232,10 @@ def other(name: str, spec: ModelGraph, request: PlanRequest) -> ExecutionPlan:
     from hetero.placement.planning import load_either, planned
     from hetero.profiler.records import DeviceProfile
 
-    found = load_either(name)
-    if isinstance(found, DeviceProfile):
-        return planned(spec, found, request)
-    return found
+    document = load_either(name)
+    if isinstance(document, DeviceProfile):
+        return planned(spec, document, request)
+    return document
 
 
 def _print_plan(plan: ExecutionPlan, others: list[ExecutionPlan], explain: str | None) -> None:

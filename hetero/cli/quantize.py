@@ -88,12 +88,12 @@ def stored_formats(asked: str) -> list[WeightFormat]:
             f"--weights {unknown[0]!r} is not a format; choose one or two of "
             f"{', '.join(WeightFormat)}"
         )
-    found = sorted(map(WeightFormat, names), key=lambda x: not x.activations.static)
-    if len({x.storage for x in found}) < len(found):
+    formats = sorted(map(WeightFormat, names), key=lambda x: not x.activations.static)
+    if len({x.storage for x in formats}) < len(formats):
         raise UserError(
             f"--weights {asked} names weights that are stored in one way twice; name each once"
         )
-    return found
+    return formats
 
 
 def shadows(found: Calibration) -> str:

@@ -30,13 +30,13 @@ def reproduce_command(
     from hetero.terminal.notices import notify
 
     with stderr.status("solving"):
-        found = reproduce(profile)
+        reproduction = reproduce(profile)
     if report is not None:
-        found.report(report)
+        reproduction.report(report)
         notify(f"{report} is written: open it in a browser")
     if as_json:
-        print(json.dumps(found.document()))
+        print(json.dumps(reproduction.document()))
     else:
-        show_or_print(found.table(), after=found.remarks())
-    if not found.met:
+        show_or_print(reproduction.table(), after=reproduction.remarks())
+    if not reproduction.met:
         raise typer.Exit(1)

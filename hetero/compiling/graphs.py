@@ -186,19 +186,19 @@ def _state(plan: Compilation) -> dict[str, Any]:
 
 def _begin(plan: Compilation, out: Path, state: Mapping[str, Any]) -> None:
     """The directory with the model's weights in it, new or begun by the same command."""
-    found = _read_state(out)
-    if found is not None and found != state:
+    previous = _read_state(out)
+    if previous is not None and previous != state:
         raise UserError(
             f"{out}: was begun with another model, chip, plan or size: choose another directory"
         )
-    if found is None:
+    if previous is None:
         if find_bundle(out) is not None:
             raise UserError(f"{out}: already holds a compiled model: choose another directory")
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise UserError(f"{out}: is not empty: choose another directory")
     _check_space(plan, out)
     if not is_quantised(out):
-        if found is not None:
+        if previous is not None:
             shutil.rmtree(out)
         save(plan.loaded.weights, out, name=plan.loaded.name)
         _copy_licences(plan.loaded, out)
@@ -286,10 +286,10 @@ def _record(path: Path, graphs: Sequence[Graph]) -> GraphRecord:
 
 
 def _by_layer(jobs: Sequence[Job]) -> dict[int | None, list[Job]]:
-    found: dict[int | None, list[Job]] = {}
+    layers: dict[int | None, list[Job]] = {}
     for job in jobs:
-        found.setdefault(job.node.layer, []).append(job)
-    return found
+        layers.setdefault(job.node.layer, []).append(job)
+    return layers
 
 
 def _manifest(

@@ -110,7 +110,7 @@ def all_jobs(placement: Placement, max_seq_len: int) -> list[Job]:
 
     Raises `PlanError` where the plan lacks what a prompt or a decode step needs.
     """
-    found: dict[tuple[str, Segment | None, bool], tuple[_Use, set[int]]] = {}
+    jobs_by_key: dict[tuple[str, Segment | None, bool], tuple[_Use, set[int]]] = {}
     for phase, m, logit_rows in _calls(min(placement.longest, max_seq_len)):
         try:
             called = [use for x in placement.at(phase, m, logit_rows) for use in _uses(x)]
@@ -119,9 +119,9 @@ def all_jobs(placement: Placement, max_seq_len: int) -> list[Job]:
                 raise
             continue  # the engine refuses to score or verify on such a plan
         for use in called:
-            found.setdefault(use.key, (use, set()))[1].add(use.graph)
+            jobs_by_key.setdefault(use.key, (use, set()))[1].add(use.graph)
     order = {node.name: i for i, node in enumerate(placement.graph.nodes)}
-    uses = sorted(found.values(), key=lambda x: (order[x[0].node.name], str(x[0].segment)))
+    uses = sorted(jobs_by_key.values(), key=lambda x: (order[x[0].node.name], str(x[0].segment)))
     return _merged(_job(use, counts) for use, counts in uses)
 
 
@@ -147,16 +147,16 @@ def _with_shapes(job: Job) -> Job:
 
 def _merged(jobs: Iterator[Job]) -> list[Job]:
     """Return one job for all nodes whose graphs are the same, and for as many tokens of context."""
-    found: dict[object, Job] = {}
+    merged: dict[object, Job] = {}
     for job in jobs:
         key = _file(job), _attention(job.node, job.group)
-        if key in found:
-            same = found[key]
+        if key in merged:
+            same = merged[key]
             sizes = tuple(sorted({*same.sizes, *job.sizes}))
-            found[key] = _with_shapes(replace(same, nodes=same.nodes + job.nodes, sizes=sizes))
+            merged[key] = _with_shapes(replace(same, nodes=same.nodes + job.nodes, sizes=sizes))
         else:
-            found[key] = job
-    return list(found.values())
+            merged[key] = job
+    return list(merged.values())
 
 
 def _file(job: Job) -> object:
@@ -180,10 +180,10 @@ def _row(use: _Use, start: int) -> int:
     slid.
     """
     nodes = use.group.nodes if use.group is not None else (use.node,)
-    found = _attention(use.node, use.group)
-    if found is None or not any("cache_row" in node.slots.values() for node in nodes):
+    attention = _attention(use.node, use.group)
+    if attention is None or not any("cache_row" in node.slots.values() for node in nodes):
         return start
-    sliding = Sliding(layers=frozenset(), window=found.window, rows=found.capacity)
+    sliding = Sliding(layers=frozenset(), window=attention.window, rows=attention.capacity)
     return start - sliding.base(start)
 
 
@@ -289,13 +289,13 @@ def _graphs_of_call(
     """Return the graphs that a call runs behind `start` tokens, and the bytes of their files."""
     from hetero.backends.qnn import catalog
 
-    found: dict[_Graph, int] = {}
+    graphs: dict[_Graph, int] = {}
     for assignment in placement.at("prefill", m, int(last)):
         for use in _uses(assignment):
             job = _job(use, {use.graph})
             for shape in catalog.shapes_at(_subject(job), use.graph, _row(use, start)):
-                found[_Graph(job.name, _file(job), shape)] = job.file_bytes
-    return found
+                graphs[_Graph(job.name, _file(job), shape)] = job.file_bytes
+    return graphs
 
 
 def _bytes_of_files(graphs: Mapping[_Graph, int]) -> int:

@@ -56,11 +56,11 @@ def check_limits(jobs: Sequence[Job], sizes: Sequence[int], *, shared: bool) -> 
 
 def _advice(jobs: Sequence[Job], sizes: Sequence[int], room: int, *, shared: bool) -> str:
     fewer = _fewer_sizes(jobs, sizes, room, shared=shared)
-    found = [f"--graph-sizes {','.join(map(str, fewer))}"] if fewer else []
+    advice = [f"--graph-sizes {','.join(map(str, fewer))}"] if fewer else []
     if not shared and graphs_bytes(jobs, shared=True) <= room:
-        found.insert(0, "--share-weights")
-    if found:
-        return f"{' or '.join(found)} fits"
+        advice.insert(0, "--share-weights")
+    if advice:
+        return f"{' or '.join(advice)} fits"
     return "even one graph size does not fit: give some matmuls to the GPU in the plan"
 
 

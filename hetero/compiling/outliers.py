@@ -62,10 +62,10 @@ class OutlyingWeights(ModelWeights):
 
     def end_vector(self, name: str) -> Float32Array:
         """Return a vector outside of the blocks."""
-        found = self._exact.end_vector(name)
+        vector = self._exact.end_vector(name)
         if name in ("final_norm", "final_norm_bias") and not self.config.tie_word_embeddings:
-            return found * self._factors(self.config.hidden_size, 0)
-        return found
+            return vector * self._factors(self.config.hidden_size, 0)
+        return vector
 
     def release(self, index: int) -> None:
         """Forget a block here and in the source."""
@@ -81,17 +81,17 @@ class OutlyingWeights(ModelWeights):
 
     def _load_block(self, index: int) -> BlockWeights:
         exact = self._exact.block(index)
-        found: dict[str, Any] = {x.name: getattr(exact, x.name) for x in self.vectors()}
+        parts: dict[str, Any] = {x.name: getattr(exact, x.name) for x in self.vectors()}
         dense = {x.name: getattr(exact, x.name).dequantize() for x in block_matrices(self.config)}
-        self._after_norms(found, dense, index)
-        self._at_o(found, dense, index)
+        self._after_norms(parts, dense, index)
+        self._at_o(parts, dense, index)
         if self.config.gated:
             factors = self._factors(self.config.intermediate_size, index, 4)
             rows = np.concatenate([np.ones_like(factors), factors])
-            _grow(found, dense, "gate_up", rows)
+            _grow(parts, dense, "gate_up", rows)
             dense["down"] /= factors
-        found |= {name: _packed(x) for name, x in dense.items()}
-        return BlockWeights(**found)
+        parts |= {name: _packed(x) for name, x in dense.items()}
+        return BlockWeights(**parts)
 
     def _after_norms(
         self, found: dict[str, Any], dense: dict[str, Float32Array], index: int

@@ -77,8 +77,8 @@ class SimulatedModel:
         slots = fresh_slots(tokens)
         for node, run in self._programs:
             run_node(node, run, slots)
-        found: npt.NDArray[np.float32] = slots["logits"]
-        return found
+        logits: npt.NDArray[np.float32] = slots["logits"]
+        return logits
 
 
 class Schemes:

@@ -113,8 +113,8 @@ class InputStatistics:
     def outliers(self, threshold: float) -> npt.NDArray[np.int64]:
         """Return how many elements of each channel [k] are beyond a threshold."""
         counts = [np.count_nonzero(np.abs(x) > threshold, axis=0) for x in self.inputs]
-        found: npt.NDArray[np.int64] = np.sum(counts, axis=0, dtype=np.int64)
-        return found
+        total: npt.NDArray[np.int64] = np.sum(counts, axis=0, dtype=np.int64)
+        return total
 
     def hot(self, threshold: float, known: Channels = NO_CHANNELS) -> Channels:
         """Return the fewest channels that hold `HOT_COVERAGE` of the outliers beside `known` ones,
@@ -138,8 +138,8 @@ class InputStatistics:
     def hot_sets(self, known: Channels = NO_CHANNELS) -> list[Channels]:
         """Hot channels by several thresholds among those that are not `known`, few first."""
         sketch = self.cold_sketch(known)
-        found = [self.hot(sketch.percentile(p), known) for p in PERCENTILES[1:]]
-        distinct = {x.tobytes(): x for x in found if len(x) > len(known)}
+        sets = [self.hot(sketch.percentile(p), known) for p in PERCENTILES[1:]]
+        distinct = {x.tobytes(): x for x in sets if len(x) > len(known)}
         return sorted(distinct.values(), key=len)
 
     def steps(self, hot: Channels) -> Iterator[tuple[float, float]]:
@@ -212,8 +212,8 @@ def static_product(
     codes = np.rint(x / np.float32(step)) if unclipped else static_codes(x, step)
     sums = codes.astype(np.float32) @ weight.codes().astype(np.float32).T
     scales = np.float32(step) * weight.scales.reshape(-1)[: weight.n]
-    found: Float32Array = np.multiply(sums, scales, dtype=np.float32)
-    return found
+    product: Float32Array = np.multiply(sums, scales, dtype=np.float32)
+    return product
 
 
 def choose_scales(
@@ -290,17 +290,17 @@ class StaticWeights(ModelWeights):
 
     def _load_block(self, index: int) -> BlockWeights:
         exact = self._exact.block(index)
-        found: dict[str, Any] = {}
+        parts: dict[str, Any] = {}
         shadows: dict[str, Shadow] = {}
         for matrix in block_matrices(self.config):
             scale = self.chosen[f"blocks.{index}.{matrix.name}"]
             dense = getattr(exact, matrix.name).dequantize()
-            found[matrix.name] = self._pack(dense, scale)
-            found[f"{matrix.name}_x_scale"] = np.array([scale.step], dtype=np.float32)
+            parts[matrix.name] = self._pack(dense, scale)
+            parts[f"{matrix.name}_x_scale"] = np.array([scale.step], dtype=np.float32)
             if len(scale.hot) and not scale.excess:
                 shadows[matrix.name] = _shadow(dense, scale.hot)
-        vectors = {x.name: getattr(exact, x.name) for x in self.vectors() if x.name not in found}
-        return BlockWeights(**found, **vectors, shadows=shadows)
+        vectors = {x.name: getattr(exact, x.name) for x in self.vectors() if x.name not in parts}
+        return BlockWeights(**parts, **vectors, shadows=shadows)
 
     def _load_matrix(self, name: str) -> PackedWeight:
         if name == "embed":
@@ -394,7 +394,7 @@ def collect_scales(
     progress: Progress | None = None,
 ) -> dict[str, Scales]:
     """Scales of every matmul by name, in the order of `matmul_names`."""
-    found: dict[str, Scales] = {}
+    scales_by_name: dict[str, Scales] = {}
 
     def visit(site: CalibrationPoint) -> Mapping[str, WeightValue]:
         prefix = "" if site.node.layer is None else f"blocks.{site.node.layer}."
@@ -404,10 +404,10 @@ def collect_scales(
                 "model's weights are damaged; download it again"
             )
         shadow = shadows and site.role != "lm_head"
-        found[prefix + site.role] = choose_scales(
+        scales_by_name[prefix + site.role] = choose_scales(
             site.dense(), site.inputs, excess=excess, shadow=shadow
         )
         return site.values
 
     walk(exact, sequences, visit, progress=progress)
-    return {name: found[name] for name in matmul_names(exact.config)}
+    return {name: scales_by_name[name] for name in matmul_names(exact.config)}

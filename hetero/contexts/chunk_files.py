@@ -92,7 +92,7 @@ class ChunkFiles:
         """Return the chunks in the folder by key, with densities; files with a broken header, and
         those that the budget has no room for, are removed. Nothing is live yet.
         """
-        found: dict[bytes, tuple[Place, float]] = {}
+        places: dict[bytes, tuple[Place, float]] = {}
         for path in sorted(self.folder.glob("*.kv")):
             number = int(path.stem) if path.stem.isdecimal() else -1
             file = None if number < 0 else self._opened(path)
@@ -102,8 +102,8 @@ class ChunkFiles:
             self._files[number] = file
             self._next = max(self._next, number + 1)
             for index, entry in enumerate(file.entries):
-                found[entry.key] = Place(number, index, entry.bits), entry.density
-        return found
+                places[entry.key] = Place(number, index, entry.bits), entry.density
+        return places
 
     def adopt(self, place: Place) -> None:
         """A chunk refers to it."""
@@ -294,10 +294,10 @@ class ChunkFiles:
             for number, plane in enumerate(codes.planes):
                 stop = at + plane.shape[1] + self._tail
                 whole = data[at : min(stop, count)]
-                found = _plane(about.box, whole, entry, place.index, layer, number)
-                if found is None:
+                content = _plane(about.box, whole, entry, place.index, layer, number)
+                if content is None:
                     raise ChunkError(f"{about.path.name}: a piece is damaged", nth)
-                plane[layer] = np.frombuffer(found, np.uint8)
+                plane[layer] = np.frombuffer(content, np.uint8)
                 at = stop
         return len(data)
 
@@ -331,11 +331,11 @@ class ChunkFiles:
                 data = file.read(size + self._tail)
             except OSError as error:
                 raise ChunkError(f"{about.path.name}: {error.strerror or error}") from error
-            found = _plane(about.box, memoryview(data), entry, index, layer, number)
-            if found is None or len(found) != size:
+            plane = _plane(about.box, memoryview(data), entry, index, layer, number)
+            if plane is None or len(plane) != size:
                 raise ChunkError(f"{about.path.name}: a piece is damaged")
             offset += len(data)
-            yield bytes(found)
+            yield bytes(plane)
 
     def _starts(self, about: _File) -> list[int]:
         """Where each chunk begins in a layer, and where the layer ends."""

@@ -131,14 +131,14 @@ class ChunkMemory:
 
     def histogram(self, chunks: Iterable[Chunk]) -> dict[str, int]:
         """Return how many chunks are where: by bits in memory, "disk" alone, or "text" alone."""
-        found: Counter[str] = Counter()
+        counts: Counter[str] = Counter()
         with self.lock:
             for chunk in chunks:
                 if chunk.codes is not None:
-                    found[str(chunk.codes.bits)] += 1
+                    counts[str(chunk.codes.bits)] += 1
                 else:
-                    found["text" if chunk.place is None else "disk"] += 1
-        return dict(found)
+                    counts["text" if chunk.place is None else "disk"] += 1
+        return dict(counts)
 
     def nbytes(self, chunks: Iterable[Chunk]) -> int:
         """Return the bytes of chunks."""

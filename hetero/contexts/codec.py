@@ -166,13 +166,13 @@ class ChunkCodec:
         if not self.kv.coded:
             return np.array(values, np.float32, order="C")
         shape = self.kv.shape(self.heads, values.shape[3], self.size)
-        found = np.zeros((self.layers, 2, *shape), np.int8)
+        codes = np.zeros((self.layers, 2, *shape), np.int8)
         for layer, both in enumerate(values):
-            for kind, (part, array) in enumerate(zip(both, found[layer], strict=True)):
+            for kind, (part, array) in enumerate(zip(both, codes[layer], strict=True)):
                 rows = CacheRows(array, self.kv, self.size)
                 rows.channels[:] = 1 if kind else self.channels[layer]
                 rows.write(0, part)
-        return np.ascontiguousarray(found[:, :, :, : values.shape[3]])
+        return np.ascontiguousarray(codes[:, :, :, : values.shape[3]])
 
     def _packed(self, codes: Array, amplitudes: Array, tokens: int) -> Codes:
         """8 bits of codes uint8 [L, 2, G, T, D] and amplitudes [L, of keys, then of values]."""
@@ -192,8 +192,8 @@ class ChunkCodec:
     def decode_layer(self, codes: Codes, layer: int) -> Array:
         """Decode one layer: [2, G, T, D]."""
         planes = [plane[layer : layer + 1] for plane in codes.planes]
-        found: Array = self._decoded(codes.bits, codes.tokens, planes, slice(layer, layer + 1))[0]
-        return found
+        values: Array = self._decoded(codes.bits, codes.tokens, planes, slice(layer, layer + 1))[0]
+        return values
 
     def decode_into(
         self, chunks: Sequence[tuple[int, Codes]], layer: int, keys: CacheRows, values: CacheRows
@@ -206,9 +206,9 @@ class ChunkCodec:
         kinds: dict[tuple[int, int], list[tuple[int, Codes]]] = {}
         for start, codes in chunks:
             kinds.setdefault((codes.bits, codes.tokens), []).append((start, codes))
-        for (bits, tokens), found in kinds.items():
+        for (bits, tokens), group in kinds.items():
             one = 2 * self.heads * tokens * self.size
-            for part in _batched(found, max(1, DECODED_TOGETHER // one)):
+            for part in _batched(group, max(1, DECODED_TOGETHER // one)):
                 rows = zip(*(codes.planes for _, codes in part), strict=True)
                 planes = [np.stack([plane[layer] for plane in row]) for row in rows]
                 decoded = self._decoded(bits, tokens, planes, slice(layer, layer + 1))
@@ -226,9 +226,9 @@ class ChunkCodec:
             for rows, part in zip(into, planes[0].view(np.int8).reshape(shape), strict=True):
                 rows.array[:, start:stop] = part
         elif codes.bits == 8:
-            found, amplitudes = unpacked(8, planes, self._amplitudes(codes.tokens))
+            moved, amplitudes = unpacked(8, planes, self._amplitudes(codes.tokens))
             steps = (amplitudes.astype(np.float32) / 128).reshape(shape)
-            parts = (found ^ 128).view(np.int8).reshape(shape)
+            parts = (moved ^ 128).view(np.int8).reshape(shape)
             for rows, part, step in zip(into, parts, steps, strict=True):
                 rows.codes[:, start:stop], rows.steps[:, start:stop] = part, step
         return codes.bits in (8, RAW)
@@ -254,8 +254,8 @@ class ChunkCodec:
         steps = np.ascontiguousarray(rows[..., -4:]).view(np.float32)
         steps = np.broadcast_to(steps, shape).copy()
         steps[:, 0] *= self.channels[layers][..., None, :]
-        found: Array = (rows[..., : self.size] + np.float32(0.5)) * steps
-        return found
+        values: Array = (rows[..., : self.size] + np.float32(0.5)) * steps
+        return values
 
     # --- amplitudes -------------------------------------------------------------------------
 

@@ -136,11 +136,11 @@ class ServiceDirectory:
             os.chmod(path, 0o600)
             return about
         try:
-            found = json.loads(read_text(path, LONGEST_DOCUMENT_BYTES))
-            same, secret = found["identity"] == described, bytes.fromhex(found["secret"])
-            sealed = found.get("encryption", "")
+            document = json.loads(read_text(path, LONGEST_DOCUMENT_BYTES))
+            same, secret = document["identity"] == described, bytes.fromhex(document["secret"])
+            sealed = document.get("encryption", "")
             wanted = len(secret) > 32 if sealed else len(secret) == 32
-            whole = found["version"] == VERSION and wanted and isinstance(sealed, str)
+            whole = document["version"] == VERSION and wanted and isinstance(sealed, str)
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise UserError(
                 f"{path}: is damaged ({error}): restore it, or choose another directory"
@@ -155,7 +155,7 @@ class ServiceDirectory:
                 f"{self.path}: these contexts belong to another model or weight format: open them "
                 "with that, or choose another directory"
             )
-        return dict(found)
+        return dict(document)
 
 
 def _described(identity: Identity, layout: CacheLayout) -> dict[str, Any]:

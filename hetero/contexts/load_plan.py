@@ -122,11 +122,11 @@ def _seconds(
     else:
         compute_s = compute_s + work_s
     each, computed = fetch_s / layers, compute_s / layers
-    found: Floats = each + np.maximum(each, computed) * (layers - 1) + computed
-    found = found + np.where(read_bytes > 0, rates.read_latency_s, 0.0)
+    seconds: Floats = each + np.maximum(each, computed) * (layers - 1) + computed
+    seconds = seconds + np.where(read_bytes > 0, rates.read_latency_s, 0.0)
     if len(had) < len(pieces):
-        found = found + _alone_s(pieces, rates, starts)
-    return found
+        seconds = seconds + _alone_s(pieces, rates, starts)
+    return seconds
 
 
 def _alone_s(pieces: Sequence[Piece], rates: Rates, starts: Floats) -> Floats:

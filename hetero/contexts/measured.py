@@ -66,7 +66,7 @@ def measure_prompts(context: Context, vocabulary: int, prefill: Prefill) -> list
     """Tokens, tokens before them and seconds of prompts of several lengths, behind nothing and
     behind half of what fits: the least of three runs of each.
     """
-    found, most = [], context.home.max_tokens - 1
+    points, most = [], context.home.max_tokens - 1
     behind = min(most // 2, LONGEST_BEFORE)
     for before in (0, behind):
         start = sample(vocabulary, before)
@@ -80,9 +80,9 @@ def measure_prompts(context: Context, vocabulary: int, prefill: Prefill) -> list
                 start_s = time.perf_counter()
                 prefill(sample(vocabulary, tokens))
                 times.append(time.perf_counter() - start_s)
-            found.append([tokens, before, min(times)])
+            points.append([tokens, before, min(times)])
     context.adopt(())
-    return found
+    return points
 
 
 def measure_disk(folder: Path) -> dict[str, float]:
@@ -138,7 +138,7 @@ def measure_chunks(
     values = np.random.default_rng(0).standard_normal(sizes).astype(np.float32)
     count = max(1, min(16, shape.capacity // CHUNK_TOKENS))
     encoded = {bits: codec.encode(values, bits) for bits in (RAW, HALF, *NESTED)}
-    found: dict[str, dict[str, float]] = {}
+    seconds: dict[str, dict[str, float]] = {}
     for decoder in decoders:
         times = {}
         for bits, codes in encoded.items():
@@ -149,14 +149,14 @@ def measure_chunks(
                     decoder.decode(parts, layer, context.cache)
 
             times[str(bits)] = _least_s(decode) / count
-        found[decoder.name] = times
-    fastest = min(found, key=lambda name: found[name]["8"])
+        seconds[decoder.name] = times
+    fastest = min(seconds, key=lambda name: seconds[name]["8"])
     try:
         with TemporaryDirectory(dir=folder, prefix="speed-") as made:
             read_chunk_s = _read_s(Path(made), codec, encoded[8], count) / count
     except OSError as error:
         raise _unusable(folder, error) from error
-    return {"chunk_s": found[fastest], "decodes": fastest, "read_chunk_s": read_chunk_s}
+    return {"chunk_s": seconds[fastest], "decodes": fastest, "read_chunk_s": read_chunk_s}
 
 
 def _read_s(folder: Path, codec: ChunkCodec, codes: Codes, count: int) -> float:
@@ -233,7 +233,7 @@ def _points(found: Any) -> list[Point]:
 
 def _number(value: Any) -> float:
     """Return a stored measurement as a number."""
-    found = float(value)
-    if not 0 < found < 1e18:
-        raise ValueError(f"{found} was not measured")
-    return found
+    number = float(value)
+    if not 0 < number < 1e18:
+        raise ValueError(f"{number} was not measured")
+    return number

@@ -30,11 +30,11 @@ def price_prompts(seconds: Callable[[int, int], float], longest: int) -> list[li
 
 def _grid(first: int, last: int) -> list[int]:
     """Powers of two and what lies in the middle, from 16 on: times are nearly straight between."""
-    found, step = [first], first
+    counts, step = [first], first
     while step < last:
         step *= 2
-        found += [3 * step // 4, step] if step > 16 else [step]
-    return [*(x for x in found if x < last), last]
+        counts += [3 * step // 4, step] if step > 16 else [step]
+    return [*(x for x in counts if x < last), last]
 
 
 class PricedTimes:
@@ -115,16 +115,16 @@ class PromptTimes:
 
 
 def _monotone(points: Sequence[tuple[int, float]]) -> tuple[Floats, Floats]:
-    found: list[tuple[int, float]] = []
+    rising: list[tuple[int, float]] = []
     for count, taken_s in sorted(points, reverse=True):
-        found.insert(0, (count, min([taken_s, *(s for _, s in found[:1])])))
-    return np.array([m for m, _ in found], float), np.array([s for _, s in found], float)
+        rising.insert(0, (count, min([taken_s, *(s for _, s in rising[:1])])))
+    return np.array([m for m, _ in rising], float), np.array([s for _, s in rising], float)
 
 
 def _along(line: tuple[Floats, Floats], tokens: Any) -> Any:
     counts, seconds = line
-    found = np.interp(tokens, counts, seconds)
+    interpolated = np.interp(tokens, counts, seconds)
     if len(counts) == 1:
-        return found * np.maximum(np.asarray(tokens) / counts[0], 1.0)
+        return interpolated * np.maximum(np.asarray(tokens) / counts[0], 1.0)
     slope = (seconds[-1] - seconds[-2]) / (counts[-1] - counts[-2])
-    return found + np.maximum(np.asarray(tokens) - counts[-1], 0) * slope
+    return interpolated + np.maximum(np.asarray(tokens) - counts[-1], 0) * slope

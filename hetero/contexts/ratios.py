@@ -67,13 +67,13 @@ def _splits(count: int, budget: float, nbytes: Mapping[int, int]) -> list[tuple[
     the bytes up.
     """
     heavy, middle, light = (nbytes[bits] for bits in NESTED)
-    found = []
+    splits = []
     for top in range(count + 1):
         left = budget - top * heavy - (count - top) * light
         if left < 0:
             break
-        found.append((top, top + min(int(left // (middle - light)), count - top)))
-    return found
+        splits.append((top, top + min(int(left // (middle - light)), count - top)))
+    return splits
 
 
 def _ranked(densities: Sequence[float]) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.float64]]:

@@ -39,8 +39,8 @@ class UnboundApps:
         for folder in sorted(path for path in apps.iterdir() if path.is_dir()):
             remove_partials(folder)
             self._count(folder)
-        found = [_described(path) for folder in self._chunks for path in folder.glob("*.kv")]
-        for file in sorted(found, reverse=True):
+        files = [_described(path) for folder in self._chunks for path in folder.glob("*.kv")]
+        for file in sorted(files, reverse=True):
             self._add(file)
 
     def _count(self, folder: Path) -> None:

@@ -309,7 +309,7 @@ class WorkingSet:
 
     def _claimed(self, chunks: Sequence[Chunk]) -> dict[Chunk, Codes]:
         """Claim memory for the chunks that are only on the disk, as far as it goes."""
-        found = {}
+        claimed = {}
         self._memory.free(
             sum(
                 self._codec.nbytes(len(chunk.tokens), chunk.place.bits)
@@ -323,8 +323,8 @@ class WorkingSet:
                 bits = place.bits if floats else min(place.bits, chunk.bits)
                 if not self._memory.claim(self._codec.nbytes(len(chunk.tokens), bits)):
                     break
-                found[chunk] = self._codec.empty(len(chunk.tokens), bits)
-        return found
+                claimed[chunk] = self._codec.empty(len(chunk.tokens), bits)
+        return claimed
 
     def _unclaim(self, codes: Codes | None) -> None:
         if codes is not None:

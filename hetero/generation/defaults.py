@@ -31,12 +31,12 @@ def model_sampling(source: Path | None) -> SamplingOptions:
     else:
         path = Path() if source is None else source / FILE
         given = _of_directory(read_json_object(path)) if path.is_file() else {}
-    found: SamplingOptions = given  # type: ignore[assignment]
+    sampling: SamplingOptions = given  # type: ignore[assignment]
     try:
-        SamplingParams(**found)
+        SamplingParams(**sampling)
     except UserError as error:
         raise ModelError(f"{path}: {error}; correct it, or delete the file") from error
-    return found
+    return sampling
 
 
 def _of_directory(raw: Mapping[str, Any]) -> dict[str, Any]:

@@ -329,11 +329,11 @@ class LLM:
             raise UserError("prompts must be a list of prompts; for one use generate")
         if options.get("logprobs") is None:
             options["logprobs"] = 0
-        found = []
+        all_answers = []
         for prompt in prompts:
             answers = self._answers(prompt, n, read_options(options))
-            found.append(sorted(answers, key=lambda x: -x.mean_logprob))
-        return found
+            all_answers.append(sorted(answers, key=lambda x: -x.mean_logprob))
+        return all_answers
 
     def _answers(
         self, prompt: str | Sequence[int], n: int, config: GenerationConfig

@@ -136,10 +136,10 @@ class StopFilter:
     def push(self, text: str) -> str:
         """Return text that is safe to show now."""
         self._held += text
-        found = [(at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
-        if found:
+        matches = [(at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        if matches:
             self.stopped = True
-            at, self.found = min(found)
+            at, self.found = min(matches)
             shown, self._held = self._held[:at], ""
             return shown
         keep = max((self._overlap(stop) for stop in self._stops), default=0)
@@ -407,16 +407,16 @@ class Generation(Iterator[Piece]):
         rest = self._prompt[self._reused :]
         first = len(self._todo) - len(rest)  # behind what the context had left to compute
         at, last = 0, np.empty(0, np.float32)
-        found: list[TokenLogprob] = []
+        logprobs: list[TokenLogprob] = []
         for part in self._engine.score_calls(self.context, self._todo):
             for logits in part:
                 if first <= at < len(self._todo) - 1:
                     token = rest[at - first + 1]
-                    found.append(token_logprob(logits, token, self._config.logprobs or 0))
+                    logprobs.append(token_logprob(logits, token, self._config.logprobs or 0))
                 at += 1
             last = part[-1]
             yield None
-        self._kept.logprobs = tuple(found)
+        self._kept.logprobs = tuple(logprobs)
         yield last
 
     def _decode_step(self) -> int:
@@ -552,17 +552,17 @@ def decode_together(
     for first in range(count):
         part = waiting[first::count]
         rows = [(answer.context, token) for answer, token in part]
-        found: Sequence[Logits | None] = ()
+        rows_logits: Sequence[Logits | None] = ()
         engine.lock.check()
         try:
             with engine.lock:
                 if len(rows) > 1:
-                    found = engine.decode_rows(rows, once)
+                    rows_logits = engine.decode_rows(rows, once)
                 elif count == 1:  # a view, which the next step overwrites
-                    found = [engine.decode(*rows[0], once)]
+                    rows_logits = [engine.decode(*rows[0], once)]
         except (DeviceError, UserError):  # which of them it is for, each will learn
             continue
-        for (answer, _), logits in zip(part, found, strict=bool(found)):
+        for (answer, _), logits in zip(part, rows_logits, strict=bool(rows_logits)):
             if logits is not None:
                 answer.give(logits)
     once()

@@ -268,8 +268,8 @@ def log_softmax(logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
     """Log-probabilities [..., vocab] in float64."""
     wide = logits.astype(np.float64)
     shifted = wide - wide.max(axis=-1, keepdims=True)
-    found: npt.NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
-    return found
+    logs: npt.NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+    return logs
 
 
 def token_logprob(logits: Logits, token: int, alternatives: int) -> TokenLogprob:

@@ -103,8 +103,8 @@ class LookupDecoder:
             if longest < 1:
                 break
             windows = np.lib.stride_tricks.sliding_window_view(history[:-1], length)
-            found = np.flatnonzero((windows == history[-length:]).all(axis=1))
-            if found.size:
-                after = int(found[-1]) + length
+            matches = np.flatnonzero((windows == history[-length:]).all(axis=1))
+            if matches.size:
+                after = int(matches[-1]) + length
                 return [int(token) for token in history[after : after + longest]]
         return []

@@ -229,7 +229,7 @@ def _process(entry: Contestant) -> BenchProcess:
 
 def environment() -> dict[str, Any]:
     """Return the machine and the versions that a measurement depends on."""
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "platform": platform.platform(),
@@ -239,10 +239,10 @@ def environment() -> dict[str, Any]:
     }
     for package in ("hetero", "numpy", "onnxruntime", "pyopencl"):
         try:
-            found[package] = version(package)
+            facts[package] = version(package)
         except PackageNotFoundError:
-            found[package] = None
-    return found
+            facts[package] = None
+    return facts
 
 
 def _llm_options(who: Contender, options: BenchOptions) -> dict[str, Any]:

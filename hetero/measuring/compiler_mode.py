@@ -44,6 +44,6 @@ def compiled_profile(
     shapes: tuple[tuple[int, int], ...] = SHAPES
     if model is not None:
         shapes = tuple((matmul.n, matmul.k) for matmul in model_spec(model).matmuls)
-    found = compiler_profile(soc.lower(), shapes, progress=progress)
-    found.save(Path(out) if out is not None else Path(f"{soc}.json"))
-    return found
+    profile = compiler_profile(soc.lower(), shapes, progress=progress)
+    profile.save(Path(out) if out is not None else Path(f"{soc}.json"))
+    return profile

@@ -134,12 +134,12 @@ def evaluate(
             progress(part.stop, len(tokens))
     losses = np.concatenate(lost)
     low, high = mean_95(losses)
-    found = Evaluation(
+    evaluation = Evaluation(
         tokens=len(losses),
         perplexity=math.exp(float(losses.mean())),
         perplexity_95=(math.exp(low), math.exp(high)),
     )
-    return found if reference is None else _compared(found, divergence, agreed)
+    return evaluation if reference is None else _compared(evaluation, divergence, agreed)
 
 
 def mean_95(values: Float64Array) -> Interval:

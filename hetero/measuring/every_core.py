@@ -70,11 +70,11 @@ def measure_every_core(
     times: dict[str, dict[str, Times]] = {ONE_CORE: {}, EVERY_CORE: {}}
     try:
         for _ in range(rounds):
-            for backend, found in times.items():
+            for backend, step_s in times.items():
                 checkpoint()
                 for name, steps in _in_process(backend, named, cores).items():
                     for step, seconds in steps.items():
-                        found.setdefault(name, {}).setdefault(step, []).append(seconds)
+                        step_s.setdefault(name, {}).setdefault(step, []).append(seconds)
     except ProfileError:  # the checkpoint's
         raise
     except (OSError, subprocess.SubprocessError, ValueError) as error:
@@ -124,8 +124,8 @@ def _in_process(
     done = subprocess.run(
         command, capture_output=True, text=True, check=True, timeout=time_limit(LIMIT_S)
     )
-    found: dict[str, dict[str, float]] = json.loads(done.stdout.splitlines()[-1])
-    return {WeightFormat(name): steps for name, steps in found.items()}
+    times: dict[str, dict[str, float]] = json.loads(done.stdout.splitlines()[-1])
+    return {WeightFormat(name): steps for name, steps in times.items()}
 
 
 def _reason(error: Exception) -> str:
@@ -158,12 +158,12 @@ def time_steps(backend: str, weight_format: WeightFormat) -> dict[str, float]:
     """Median seconds of the prompts and the decoding steps of both models, in this process."""
     models = {"small": _small(weight_format)}
     models["large"] = _large(weight_format)
-    found: dict[str, float] = {}
+    seconds: dict[str, float] = {}
     for size, weights in models.items():
         prompts, steps = _time_model(backend, weights, TOKENS[size])
-        found[f"{size} prefill"] = statistics.median(prompts)
-        found[f"{size} decode"] = statistics.median(steps)
-    return found
+        seconds[f"{size} prefill"] = statistics.median(prompts)
+        seconds[f"{size} decode"] = statistics.median(steps)
+    return seconds
 
 
 def _time_model(
@@ -203,10 +203,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--weights", required=True)
     options = parser.parse_args(arguments)
     run_on(map(int, options.cores.split(",")))
-    found = {
+    times = {
         name: time_steps(options.backend, WeightFormat(name)) for name in options.weights.split(",")
     }
-    print(json.dumps(found))
+    print(json.dumps(times))
 
 
 if __name__ == "__main__":

@@ -92,7 +92,7 @@ def kv_quality(
         for start in starts:
             part = list(tokens[start : start + window])
             _window(llm, context, codec, part, half, choosers, scores)
-    return {name: found.quality(eight) for name, found in scores.items()}
+    return {name: sums.quality(eight) for name, sums in scores.items()}
 
 
 def _prefill(llm: LLM, context: Context) -> Callable[[Sequence[int]], Any]:

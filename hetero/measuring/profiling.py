@@ -104,11 +104,11 @@ def complete_profile(
         opened = open_devices(device, gpu=gpu, npu=npu)
         try:
             with pinned(opened.control_core):
-                found = completed(profile, opened.devices, options)
+                finished = completed(profile, opened.devices, options)
         finally:
             opened.close()
-        found.save(Path(path))
-    return found, list(found.notes[len(profile.notes) :])
+        finished.save(Path(path))
+    return finished, list(finished.notes[len(profile.notes) :])
 
 
 def _measure(

@@ -96,8 +96,8 @@ class Chip:
 
     def down(self, m: int) -> float:
         """Part of a layer-level step that FFN-down takes."""
-        found = force(self._llama, scenario(m), "layer")
-        return self._llama.spec.layers * found.options["down"].seconds() / found.seconds
+        solution = force(self._llama, scenario(m), "layer")
+        return self._llama.spec.layers * solution.options["down"].seconds() / solution.seconds
 
 
 class Claim(NamedTuple):
@@ -114,10 +114,10 @@ class Claim(NamedTuple):
     @classmethod
     def of(cls, known: dict[str, Any], chip: Chip) -> Claim:
         """Return an entry of the data file with what the chip says."""
-        found = chip.value(known["formula"])
+        value = chip.value(known["formula"])
         low, high = known.get("quiet", (math.inf, -math.inf))
-        reason = "" if low <= found <= high else known.get("reason", "")
-        told = chip.value(known["paper"]), found, known.get("within"), reason
+        reason = "" if low <= value <= high else known.get("reason", "")
+        told = chip.value(known["paper"]), value, known.get("within"), reason
         return cls(known["key"], known["what"], known["unit"], *told)
 
     @property

@@ -53,7 +53,7 @@ def measure_step_s(
 
 
 def _measure(engine: Engine, weights: HostBuffer, steps: int, warm: int) -> float:
-    found: list[float] = []
+    seconds: list[float] = []
     context = engine.new_context()
     engine.prefill(context, [5] * CONTEXT)
     with ThreadPoolExecutor(1, initializer=_pin) as other:
@@ -62,9 +62,9 @@ def _measure(engine: Engine, weights: HostBuffer, steps: int, warm: int) -> floa
             start_s = time.perf_counter()
             engine.decode(context, 5)
             whole_s = time.perf_counter() - start_s
-            found.append(whole_s - engine.runner.last_run.wall_s)
+            seconds.append(whole_s - engine.runner.last_run.wall_s)
             context.truncate(CONTEXT)
-    return statistics.median(found[warm:])
+    return statistics.median(seconds[warm:])
 
 
 def _pin() -> None:

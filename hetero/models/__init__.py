@@ -135,7 +135,7 @@ class LoadedModel:
 
     def spec(self, kv: CacheFormat = DEFAULT_CACHE) -> ModelGraph:
         """Shapes only, for the solver, with caches of that format."""
-        found = model_graph(
+        graph = model_graph(
             self.config,
             self.weights.weight_format,
             self.name,
@@ -143,7 +143,7 @@ class LoadedModel:
             kv=kv,
         )
         also = self.weights.also
-        return found.model_copy(update={"also": also}) if also else found
+        return graph.model_copy(update={"also": also}) if also else graph
 
 
 def model_path(model: str | os.PathLike[str]) -> Path:

@@ -35,8 +35,8 @@ class OutlierChoice(NamedTuple):
                 return cls(1.0)
             case "paper":
                 return cls(0.15, excess=True)
-        found = re.fullmatch(r"([0-9]{1,3})%", text)
-        percent = -1 if found is None else int(found[1])
+        match = re.fullmatch(r"([0-9]{1,3})%", text)
+        percent = -1 if match is None else int(match[1])
         if not 0 <= percent <= 100:
             raise UserError(
                 f"outliers are 15% (of the matmuls), none, all or paper, got {text!r}; choose one"

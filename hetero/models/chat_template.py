@@ -96,16 +96,16 @@ def load_templates(directory: Path, tokenizer_config: Mapping[str, Any]) -> dict
 
     Files of their own come before the field in tokenizer_config.json.
     """
-    found = _declared(tokenizer_config.get("chat_template"))
+    templates = _declared(tokenizer_config.get("chat_template"))
     legacy = directory / "chat_template.json"
     if legacy.is_file():
-        found |= _declared(read_json_object(legacy).get("chat_template"))
+        templates |= _declared(read_json_object(legacy).get("chat_template"))
     single = directory / "chat_template.jinja"
     if single.is_file():
-        found["default"] = read_text(single)
+        templates["default"] = read_text(single)
     for path in sorted((directory / "additional_chat_templates").glob("*.jinja")):
-        found[path.stem] = read_text(path)
-    return found
+        templates[path.stem] = read_text(path)
+    return templates
 
 
 def _declared(value: Any) -> dict[str, str]:

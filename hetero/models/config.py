@@ -343,14 +343,14 @@ def _token_ids(
     vocab = source.positive_int("vocab_size")
     names = ("bos_token_id", "eos_token_id")
     defaults = dict(zip(names, architecture.ids, strict=True)) if architecture.ids else {}
-    found: dict[str, tuple[int, ...]] = {}
+    ids_by_name: dict[str, tuple[int, ...]] = {}
     for name in names:
         ids = generation.ids(name) or source.ids(name)
         if name in defaults and name not in source.raw:
             ids = ids or (defaults[name],)
-        found[name] = tuple(dict.fromkeys(x for x in ids if 0 <= x < vocab))
-    bos = found["bos_token_id"]
-    return (bos[0] if bos else None), found["eos_token_id"]
+        ids_by_name[name] = tuple(dict.fromkeys(x for x in ids if 0 <= x < vocab))
+    bos = ids_by_name["bos_token_id"]
+    return (bos[0] if bos else None), ids_by_name["eos_token_id"]
 
 
 def _dtype(source: Fields) -> str | None:

@@ -69,8 +69,8 @@ def fetch(name: HubName) -> Path:
             f"{name.repo} is a name on the Hugging Face hub, for which huggingface_hub is missing: "
             "pip install 'hetero[hub]', or download the model and name its directory"
         )
-    if (found := _in_cache(name)) is not None:
-        return found
+    if (cached := _in_cache(name)) is not None:
+        return cached
     with _sentences(name):
         return _download(name)
 
@@ -190,12 +190,12 @@ def _check(path: Path) -> None:
     if not path.is_file() or not _SHA256.fullmatch(blob.name):
         return
     with blob.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != blob.name:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != blob.name:
         blob.unlink()
         path.unlink(missing_ok=True)
         raise ModelError(
-            f"{path.name} arrived damaged (its hash is {found[:12]}…): run the command again"
+            f"{path.name} arrived damaged (its hash is {digest[:12]}…): run the command again"
         )
 
 
@@ -237,16 +237,16 @@ def models_here(folder: Path | None, demo: Path) -> list[Here]:
     """Return the demo, models in a folder, and those in the hub's cache that can be opened. Raises
     `OSError` for a folder that cannot be listed.
     """
-    found = [Here("demo", "hetero", _bytes(demo), str(demo))]
+    models = [Here("demo", "hetero", _bytes(demo), str(demo))]
     paths = [] if folder is None else sorted(folder.iterdir())
     forms = {path: form for path in paths if (form := _format(path)) is not None}
     sizes = dict(gguf_models([path for path, form in forms.items() if form == "GGUF"]))
-    found.extend(
+    models.extend(
         Here(f"./{path.name}", form, sizes[path] if form == "GGUF" else _bytes(path), str(path))
         for path, form in forms.items()
         if form != "GGUF" or path in sizes
     )
-    return found + list(_cached())
+    return models + list(_cached())
 
 
 def _cached() -> Iterator[Here]:

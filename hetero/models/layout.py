@@ -63,14 +63,14 @@ def scaled_inputs(storage: StorageFormat) -> bool:
 
 def end_vectors(config: ModelConfig, storage: StorageFormat) -> tuple[VectorShape, ...]:
     """Float32 vectors outside of the blocks; the table of positions row after row."""
-    found = _norms(config, ["final_norm"])
+    vectors = _norms(config, ["final_norm"])
     if config.head_bias:
-        found.append(VectorShape("lm_head_bias", config.vocab_size))
+        vectors.append(VectorShape("lm_head_bias", config.vocab_size))
     if config.positions:
-        found.append(VectorShape("positions", config.positions * config.hidden_size))
+        vectors.append(VectorShape("positions", config.positions * config.hidden_size))
     if scaled_inputs(storage):
-        found.append(VectorShape("lm_head_x_scale", 1))
-    return tuple(found)
+        vectors.append(VectorShape("lm_head_x_scale", 1))
+    return tuple(vectors)
 
 
 def _norms(config: ModelConfig, names: list[str]) -> list[VectorShape]:

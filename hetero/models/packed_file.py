@@ -133,9 +133,9 @@ class QuantizedWeights(ModelWeights):
         packed = {x.name: self._packed(prefix, x) for x in block_matrices(self.config)}
         vectors = {x.name: self.file.array(prefix + x.name) for x in self.vectors()}
         shadows = {x.name: self._shadow(prefix + x.name, x.k) for x in block_matrices(self.config)}
-        found = {name: shadow for name, shadow in shadows.items() if shadow is not None}
+        shadows_here = {name: shadow for name, shadow in shadows.items() if shadow is not None}
         also = {storage: one.block(index) for storage, one in self.besides.items()}
-        return BlockWeights(**packed, **vectors, shadows=found, also=also)  # type: ignore[arg-type]
+        return BlockWeights(**packed, **vectors, shadows=shadows_here, also=also)  # type: ignore[arg-type]
 
     def _shadow(self, name: str, k: int) -> Shadow | None:
         if self.calibration is None or not self.calibration.hot(name):
@@ -395,9 +395,9 @@ def _header_entry(dtype: str, shape: list[int], start: int, stop: int) -> dict[s
 def _check_plan(file: SafetensorsFile, tensors: list[PlannedTensor]) -> None:
     """The file has exactly the tensors that config.json asks for, on whole pages."""
     plan = {x.name: x for x in tensors}
-    found = {x: entry for x, entry in file.entries.items() if not x.startswith(PAD_PREFIX)}
-    for name in plan.keys() | found.keys():
-        planned, entry = plan.get(name), found.get(name)
+    entries = {x: entry for x, entry in file.entries.items() if not x.startswith(PAD_PREFIX)}
+    for name in plan.keys() | entries.keys():
+        planned, entry = plan.get(name), entries.get(name)
         if (
             planned is None
             or entry is None
@@ -414,13 +414,13 @@ def _check_calibration(directory: Path, manifest: Manifest, config: ModelConfig)
     """The manifest's scales are those of this model's matmuls."""
     if manifest.calibration is None:
         return
-    wanted, found = set(matmul_names(config)), manifest.calibration.matmuls
+    wanted, stored = set(matmul_names(config)), manifest.calibration.matmuls
     sizes: dict[str, int] = {x.name: x.k for x in config.matmuls()}
     where = f"{directory / MANIFEST_FILE}: calibration.matmuls"
-    for name in sorted(wanted ^ found.keys()):
+    for name in sorted(wanted ^ stored.keys()):
         what = "is missing" if name in wanted else "is not a matmul of this model"
         raise ModelError(f"{where}: {name} {what}; run hetero quantize again")
-    for name, record in found.items():
+    for name, record in stored.items():
         k = sizes[name.rsplit(".", maxsplit=1)[-1]]
         if record.hot > k:
             raise ModelError(

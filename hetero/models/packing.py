@@ -89,8 +89,8 @@ class SourceTensor:
     def rows(self, start: int, stop: int) -> npt.NDArray[np.float32]:
         """Return rows [start, stop) in order, as float32."""
         chosen = slice(start, stop) if self.order is None else self.order[start:stop]
-        found: npt.NDArray[np.float32] = self.values[chosen].astype(np.float32)
-        return found
+        values: npt.NDArray[np.float32] = self.values[chosen].astype(np.float32)
+        return values
 
     def codes(self, start: int, stop: int, storage: StorageFormat) -> Codes | None:  # noqa: ARG002
         """Floats have none."""
@@ -210,10 +210,10 @@ def _pack_blocks(coded: Sequence[BlockParts], k: int, storage: StorageFormat) ->
     n = sum(len(parts.codes) for parts in coded)
 
     def whole(arrays: Sequence[npt.NDArray[Any] | None]) -> Any:
-        found = [array for array in arrays if array is not None]
-        if not found:
+        present = [array for array in arrays if array is not None]
+        if not present:
             return None
-        joined = _joined(found)
+        joined = _joined(present)
         missing = -n % ROW_BLOCK
         if not missing:
             return joined

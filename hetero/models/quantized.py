@@ -128,8 +128,8 @@ def check_destination(out: Path, *, overwrite: bool) -> None:
 
 def _refuse_foreign_files(out: Path) -> None:
     known = {MANIFEST_FILE, *read_manifest(out).files}
-    found = (x.relative_to(out).as_posix() for x in sorted(out.rglob("*")) if not x.is_dir())
-    foreign = next((x for x in found if x not in known), None)
+    names = (x.relative_to(out).as_posix() for x in sorted(out.rglob("*")) if not x.is_dir())
+    foreign = next((x for x in names if x not in known), None)
     if foreign is not None:
         raise ModelError(
             f"{out}: holds {foreign}, which hetero quantize did not write; choose a new directory, "
@@ -168,9 +168,9 @@ def _write_directory(
     )
     records, besides = {WEIGHTS_FILE: record}, []
     for one in also:
-        found, record = _write_also(one, directory, progress)
-        besides.append(found)
-        records[found.file] = record
+        stored, record = _write_also(one, directory, progress)
+        besides.append(stored)
+        records[stored.file] = record
     _write_text(directory / "config.json", json.dumps(weights.config.to_dict(), indent=2) + "\n")
     if weights.source is not None and weights.source.is_file():
         from hetero.models.gguf import GgufFile, read_tokenizer  # the library behind it is heavy
@@ -204,13 +204,13 @@ def _write_also(
     weights: ModelWeights, directory: Path, progress: Progress | None
 ) -> tuple[AlsoStored, FileRecord]:
     """Return the matrices in a file of their own."""
-    found = AlsoStored(weight_format=weights.weight_format, header_sha256="0" * 64)
+    stored = AlsoStored(weight_format=weights.weight_format, header_sha256="0" * 64)
     storage = weights.weight_format.storage
     plan = matrices_plan(weights.config, storage)
     header_sha256, record = _write_weights(
-        plan, storage, _matrices(weights), directory / found.file, progress
+        plan, storage, _matrices(weights), directory / stored.file, progress
     )
-    return found.model_copy(update={"header_sha256": header_sha256}), record
+    return stored.model_copy(update={"header_sha256": header_sha256}), record
 
 
 def _write_weights(

@@ -143,10 +143,10 @@ class _DuplicateError(ValueError):
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    unique = dict(pairs)
+    if len(unique) != len(pairs):
         raise _DuplicateError("a name occurs twice")
-    return found
+    return unique
 
 
 def _entry(path: Path, name: str, raw: Any, base: int) -> TensorEntry:

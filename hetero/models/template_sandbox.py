@@ -89,8 +89,8 @@ class _Worker:
         if not line:
             self.end()
             raise TemplateLimitError("its text or its values grow too large")
-        found: dict[str, str] = json.loads(line)
-        return found
+        reply: dict[str, str] = json.loads(line)
+        return reply
 
     def end(self) -> None:
         """End the process."""
@@ -130,11 +130,11 @@ def render(
     """
     request = {"source": source, "values": dict(values), "now": now.isoformat()}
     with _lock:
-        found = _worker().ask(request, time_limit(limit_s))
-    if "text" in found:
-        return found["text"]
+        reply = _worker().ask(request, time_limit(limit_s))
+    if "text" in reply:
+        return reply["text"]
     kinds = {"syntax": TemplateSyntaxError, "refused": TemplateRefusalError}
-    raise kinds.get(found["kind"], TemplateLimitError)(found["error"])
+    raise kinds.get(reply["kind"], TemplateLimitError)(reply["error"])
 
 
 def _worker() -> _Worker:

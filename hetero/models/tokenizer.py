@@ -359,10 +359,10 @@ def _unicode(text: str) -> str:
     place of bytes on the command line and on stdin that are not in the locale's encoding.
     """
     try:
-        found = text.encode("utf-8", errors="surrogateescape")
+        data = text.encode("utf-8", errors="surrogateescape")
     except UnicodeEncodeError:
-        found = text.encode("utf-8", errors="surrogatepass")
-    return found.decode("utf-8", errors="replace")
+        data = text.encode("utf-8", errors="surrogatepass")
+    return data.decode("utf-8", errors="replace")
 
 
 def _read(path: Path) -> bytes:
@@ -419,13 +419,13 @@ def _optional_json(path: Path) -> dict[str, Any]:
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     """Named special tokens; older files wrap them in an object with `content`."""
-    found: dict[str, str] = {}
+    tokens: dict[str, str] = {}
     for name in SPECIAL_TOKEN_NAMES:
         value = config.get(name)
         text = value.get("content") if isinstance(value, dict) else value
         if isinstance(text, str):
-            found[name] = _unicode(text)  # JSON can say halves of characters, "\\ud800"
-    return found
+            tokens[name] = _unicode(text)  # JSON can say halves of characters, "\\ud800"
+    return tokens
 
 
 def _byte_tokens(backend: tokenizers.Tokenizer) -> dict[int, int]:
@@ -436,9 +436,9 @@ def _byte_tokens(backend: tokenizers.Tokenizer) -> dict[int, int]:
     # Its own state alone: that of the whole pipeline takes gigabytes where an id is 2^31.
     if decoder is None or b'"ByteFallback"' not in decoder.__getstate__():
         return {}
-    found: dict[int, int] = {}
+    ids: dict[int, int] = {}
     for value in range(256):
         id_ = backend.token_to_id(f"<0x{value:02X}>")
         if id_ is not None:
-            found[id_] = value
-    return found
+            ids[id_] = value
+    return ids

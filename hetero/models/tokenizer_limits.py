@@ -85,22 +85,22 @@ def check_tokenizer(raw: object, where: str) -> Growth:
         affix = model.get(name) if isinstance(model, Mapping) else None
         if isinstance(affix, str) and len(affix) > LIMITS.affix:
             raise _error(where, f"has a {name} of {len(affix)} characters", str(LIMITS.affix))
-    found = Growth()
+    growth = Growth()
     seen: set[str] = set()
     for key in ("normalizer", "pre_tokenizer"):
         for part in _parts(raw.get(key)):
-            _grow(found, part, seen)
-            _check(found, key, where)
+            _grow(growth, part, seen)
+            _check(growth, key, where)
     for part in _parts(raw.get("post_processor")):
         if part.get("type") == "TemplateProcessing":
-            _template(found, part)
-            _check(found, "post_processor", where)
+            _template(growth, part)
+            _check(growth, "post_processor", where)
     decoder = Growth()
     for part in _parts(raw.get("decoder")):
         if part.get("type") == "Replace":
             _replace(decoder, part)
             _check(decoder, "decoder", where)
-    return found
+    return growth
 
 
 def check_tokens(added: Iterable[str], vocabulary: Iterable[str], where: str) -> None:

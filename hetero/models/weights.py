@@ -67,8 +67,8 @@ class BlockWeights:
 
     def matrix(self, name: str, storage: StorageFormat | None = None) -> PackedWeight:
         """Return a matrix as the model stores it, or as it does besides."""
-        found: PackedWeight = getattr(self, name) if storage is None else self.also[storage][name]
-        return found
+        weight: PackedWeight = getattr(self, name) if storage is None else self.also[storage][name]
+        return weight
 
 
 class ModelWeights(ABC):
@@ -109,12 +109,12 @@ class ModelWeights(ABC):
         if self.calibration is None:
             return {}
         shapes = {x.name: x for x in block_matrices(self.config)}
-        found = {}
+        by_name = {}
         for name in self.calibration.shadowed:
             shape = shapes[name.rsplit(".", maxsplit=1)[-1]]
             hot, excess = self.calibration.hot(name), self.calibration.excess
-            found[name] = Outliers(n=shape.n, k=shape.k, hot=hot, excess=excess)
-        return found
+            by_name[name] = Outliers(n=shape.n, k=shape.k, hot=hot, excess=excess)
+        return by_name
 
     def vectors(self) -> tuple[VectorShape, ...]:
         """Float32 vectors of a block."""

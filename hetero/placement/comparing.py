@@ -61,13 +61,13 @@ def compare(
     """Predicted seconds of the work on each of `kinds` alone that can do it (`gpu`, `npu`,
     `EVERY_CORE` where there are so many `cores`), and on both devices.
     """
-    found: dict[str, float] = {}
+    seconds: dict[str, float] = {}
     for name in (*kinds, TENSOR_LEVEL):
         parts = [predicted(planner, solver, name, tokens, cores) for tokens in work.prompts]
         known = [part.work_s for part in parts if part is not None]
         if len(known) == len(parts):
-            found[name] = sum(known)
-    return found
+            seconds[name] = sum(known)
+    return seconds
 
 
 def fastest(seconds: dict[str, float], *, derived: bool = False) -> str:
@@ -118,16 +118,16 @@ def _on_every_core(planner: Planner, tokens: int, cores: int) -> Seconds | None:
     measured, or on more cores than there are here.
     """
     spec = planner.spec
-    found = {
+    measured = {
         x.phase: x
         for x in planner.cost.profile.every_core
         if x.weight_format == spec.weight_format and x.cores <= cores
     }
-    one = _alone(planner, "gpu", tokens) if len(found) == 2 else None
+    one = _alone(planner, "gpu", tokens) if len(measured) == 2 else None
     if one is None:
         return None
     return Seconds(
-        found["prefill"].seconds(one.prompt_s, one.calls * spec.layers),
+        measured["prefill"].seconds(one.prompt_s, one.calls * spec.layers),
         one.calls,
-        found["decode"].seconds(one.decode_s, spec.layers),
+        measured["decode"].seconds(one.decode_s, spec.layers),
     )

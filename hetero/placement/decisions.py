@@ -63,13 +63,13 @@ def load_cached(key: str) -> Decision | None:
     try:
         if path.stat().st_size > LARGEST_BYTES:
             return None
-        found = _read(path.read_bytes(), key)
+        decision = _read(path.read_bytes(), key)
     except (OSError, ValueError, TypeError, LookupError, RecursionError):
         return None
-    if found is not None:
+    if decision is not None:
         with contextlib.suppress(OSError):  # a cache that can only be read
             os.utime(path)
-    return found
+    return decision
 
 
 def keep(key: str, decision: Decision) -> None:
@@ -133,6 +133,6 @@ def _read(data: bytes, key: str) -> Decision | None:
 
 
 def _keep_newest() -> None:
-    found = sorted(folder().glob("*.json"), key=lambda x: x.stat().st_mtime)
-    for old in found[:-MOST]:
+    files = sorted(folder().glob("*.json"), key=lambda x: x.stat().st_mtime)
+    for old in files[:-MOST]:
         old.unlink()

@@ -186,14 +186,14 @@ class FirstStart(Record):
         try:
             if path.stat().st_size > 1 << 16:
                 return None
-            found = cls.model_validate_json(path.read_bytes())
+            start = cls.model_validate_json(path.read_bytes())
         except (OSError, ValueError):
             return None
-        if found.check != found._hash():
+        if start.check != start._hash():
             return None
         with contextlib.suppress(OSError):
             os.utime(path)  # when it was last used
-        return found
+        return start
 
     def _hash(self) -> str:
         return _hash(self.model_dump_json(exclude={"check"}))
@@ -225,14 +225,14 @@ def scaled_here(profile: DeviceProfile, notice: str) -> tuple[DeviceProfile, str
     if os.environ.get(SWITCH, "").strip().lower() == "off":
         return profile, f"{notice}, its times not scaled to this machine because {SWITCH} is off"
     try:
-        found = _find(profile, reference_tasks(profile))
-        if found.reason:
-            return profile, f"{notice}, {found.clause}"
-        here = scaled(profile, found.by_kind)
+        start = _find(profile, reference_tasks(profile))
+        if start.reason:
+            return profile, f"{notice}, {start.clause}"
+        here = scaled(profile, start.by_kind)
     except ProfileError as error:
         return profile, f"{notice}, its times not scaled to this machine because {error}"
     return here.model_copy(update={"name": f"{profile.name}, scaled here"}), (
-        f"{notice}, {found.clause}"
+        f"{notice}, {start.clause}"
     )
 
 
@@ -261,11 +261,11 @@ def _find(profile: DeviceProfile, tasks: Sequence[Task]) -> FirstStart:
     """From the cache, else measured and put there. Raises `ProfileError` without a cache."""
     machine = Machine.here()
     path, wanted = machine.path, profile.fingerprint
-    found = FirstStart.load(path)
-    if found is not None and (found.machine, found.profile) == (machine, wanted):
-        whole = {(t.device, phase_of(t.m), t.weight_format) for t in tasks} == set(found.by_kind)
-        if whole or (found.reason and not found.is_stale):
-            return found
+    cached = FirstStart.load(path)
+    if cached is not None and (cached.machine, cached.profile) == (machine, wanted):
+        whole = {(t.device, phase_of(t.m), t.weight_format) for t in tasks} == set(cached.by_kind)
+        if whole or (cached.reason and not cached.is_stale):
+            return cached
     _check_folder(path.parent)
     made = _measured(profile, tasks, machine)
     with contextlib.suppress(ProfileError):  # the disk is full now
@@ -333,10 +333,10 @@ def _in_process(
         check=True,
         timeout=time_limit(LIMITS.start_s + LIMITS.timing_s),
     )
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    if "reason" in found:
-        raise UserError(found["reason"])
-    return found
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    if "reason" in answer:
+        raise UserError(answer["reason"])
+    return answer
 
 
 def forget_if_other(devices: Iterable[Device]) -> None:
@@ -344,11 +344,11 @@ def forget_if_other(devices: Iterable[Device]) -> None:
     driver, or other kernels): the next start measures again.
     """
     path = Machine.here().path
-    found = FirstStart.load(path)
-    if found is None:
+    start = FirstStart.load(path)
+    if start is None:
         return
     for device in devices:
-        measured = found.devices.get(device.capabilities.kind, "")
+        measured = start.devices.get(device.capabilities.kind, "")
         same_backend = measured.startswith(f"{device.info.backend}|")
         if same_backend and measured != device.info.fingerprint:
             with contextlib.suppress(OSError):

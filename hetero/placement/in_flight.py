@@ -37,10 +37,10 @@ def with_forms(
         taken = {m: forms.of(m) for m in lengths or prompts}
     except ProfileError:  # of an operation that no prediction of steps asks for
         return plan.model_copy(update={"in_flight": ()})
-    kept = tuple(x for x in plan.in_flight if x.form in {found.form for found in taken.values()})
+    kept = tuple(x for x in plan.in_flight if x.form in {choice.form for choice in taken.values()})
     totals = tuple(
-        total.model_copy(update={"form": found.form, "forms": dict(found.seconds)})
-        if total.phase == "prefill" and (found := taken.get(total.m)) is not None
+        total.model_copy(update={"form": choice.form, "forms": dict(choice.seconds)})
+        if total.phase == "prefill" and (choice := taken.get(total.m)) is not None
         else total
         for total in plan.totals
     )
@@ -49,11 +49,11 @@ def with_forms(
 
 def capabilities_of(plan: ExecutionPlan, profile: DeviceProfile) -> dict[DeviceKind, Capabilities]:
     """Return the capabilities of a profile's devices, with the plan's graphs."""
-    found: dict[DeviceKind, Capabilities] = {}
+    capabilities: dict[DeviceKind, Capabilities] = {}
     for kind, device in profile.devices.items():
         record = device.capabilities
         fields = {name: getattr(record, name) for name in type(record).model_fields}
         if kind == "npu" and record.static_shapes and plan.graph_sizes:
             fields["graph_sizes"] = plan.graph_sizes
-        found[kind] = Capabilities(kind=kind, **fields)
-    return found
+        capabilities[kind] = Capabilities(kind=kind, **fields)
+    return capabilities

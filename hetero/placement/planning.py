@@ -61,9 +61,9 @@ def plan(
     `ProfileError`.
     """
     if isinstance(model, ModelGraph):
-        spec, found = model, find_profile(profile)
+        spec, device_profile = model, find_profile(profile)
     else:
-        spec, found = spec_on(model, weights, profile, kv)
+        spec, device_profile = spec_on(model, weights, profile, kv)
     request = PlanRequest(
         seq_lens=tuple(seq_lens),
         length_weights=tuple(seq_lens.values()) if isinstance(seq_lens, Mapping) else (),
@@ -79,7 +79,7 @@ def plan(
         margin=margin,
         curves=curves,
     )
-    return planned(spec, found, request)
+    return planned(spec, device_profile, request)
 
 
 def spec_on(
@@ -90,8 +90,8 @@ def spec_on(
     alone.
     """
     spec = spec_of(model, weights)
-    found = find_profile(profile)
-    return spec.with_caches(planned_cache(found, kv)), found
+    device_profile = find_profile(profile)
+    return spec.with_caches(planned_cache(device_profile, kv)), device_profile
 
 
 def planned_cache(profile: DeviceProfile, kv: str | None = None) -> CacheFormat:
@@ -128,10 +128,10 @@ def planned(spec: ModelGraph, profile: DeviceProfile, request: PlanRequest) -> E
         return with_forms(make_plan(spec, profile, request), spec, cost)
     start_s = time.perf_counter()
     solver = prepare_solver(spec, profile, request)
-    found = with_forms(solver.plan, spec, cost, solver)
+    finished = with_forms(solver.plan, spec, cost, solver)
     prompts, answers = solver.formats
-    notes = (f"prompts are computed in {prompts}, answers in {answers}", *found.notes)
-    return found.model_copy(update={"notes": notes, "solve_s": time.perf_counter() - start_s})
+    notes = (f"prompts are computed in {prompts}, answers in {answers}", *finished.notes)
+    return finished.model_copy(update={"notes": notes, "solve_s": time.perf_counter() - start_s})
 
 
 def find_profile(profile: ProfileLike) -> DeviceProfile:
@@ -139,10 +139,10 @@ def find_profile(profile: ProfileLike) -> DeviceProfile:
     like this, scaled to this machine, which is said on stderr. Raises `UserError` or
     `ProfileError`.
     """
-    found, notice = scaled_here(*locate_profile(profile))
+    scaled, notice = scaled_here(*locate_profile(profile))
     if notice:
         notify(notice)
-    return found
+    return scaled
 
 
 def locate_profile(profile: ProfileLike) -> tuple[DeviceProfile, str]:
@@ -185,23 +185,23 @@ def parse_size(value: str | int) -> int:
     digits = value.strip().rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ")
     unit = value.strip()[len(digits) :].strip().lower()
     try:
-        found = float(digits) * _UNITS[unit]
+        nbytes = float(digits) * _UNITS[unit]
     except (ValueError, KeyError):
         raise UserError(f"{value!r} is not a size: write it like 4GiB or 500MB") from None
-    if not 1 <= found < 2**63:
+    if not 1 <= nbytes < 2**63:
         raise UserError(f"{value!r} is not a size of at least a byte: write it like 4GiB or 500MB")
-    return int(found)
+    return int(nbytes)
 
 
 def parse_tokens(value: str, option: str) -> tuple[int, ...]:
     """`64,256` as numbers. Raises `UserError`."""
     try:
-        found = tuple(int(part) for part in value.split(",") if part.strip())
+        counts = tuple(int(part) for part in value.split(",") if part.strip())
     except ValueError:
-        found = ()
-    if not found or min(found) < 1:
+        counts = ()
+    if not counts or min(counts) < 1:
         raise UserError(f"{option} {value!r}: give token counts like 64,256,1024")
-    return found
+    return counts
 
 
 def parse_lengths(value: str, option: str) -> tuple[tuple[int, ...], tuple[float, ...]]:

@@ -68,12 +68,12 @@ class CountRequest(Request):
 
     def plain(self) -> list[dict[str, Any]]:
         """Return messages as chat completions have them. Raises `ApiError`."""
-        found: list[dict[str, Any]] = []
+        messages: list[dict[str, Any]] = []
         if self.system:
-            found.append({"role": "system", "content": _text(self.system)})
+            messages.append({"role": "system", "content": _text(self.system)})
         for message in self.messages:
-            found += _plain(message)
-        return found
+            messages += _plain(message)
+        return messages
 
 
 class MessagesRequest(CountRequest):
@@ -149,36 +149,37 @@ def _plain(message: Message) -> list[dict[str, Any]]:
     """Return a message's blocks: text, calls of tools, and what tools gave."""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
-    found, text, calls = list[dict[str, Any]](), list[dict[str, Any]](), list[dict[str, Any]]()
+    plain_messages = list[dict[str, Any]]()
+    text, calls = list[dict[str, Any]](), list[dict[str, Any]]()
     for block in message.content:
         kind = block.get("type")
         if kind == "tool_result":
             content = _text(block.get("content") or "")
             name = str(block.get("tool_use_id", ""))
-            found.append({"role": "tool", "content": content, "tool_call_id": name})
+            plain_messages.append({"role": "tool", "content": content, "tool_call_id": name})
         elif kind == "tool_use" and isinstance(block.get("name"), str):
             function = {"name": block["name"], "arguments": block.get("input") or {}}
             call = {"id": str(block.get("id", "")), "type": "function", "function": function}
             calls.append(call)
         elif kind not in ("thinking", "redacted_thinking"):  # which nobody is told again
             text.append(block)
-    if text or calls or not found:
+    if text or calls or not plain_messages:
         plain: dict[str, Any] = {"role": message.role, "content": _text(text)}
-        found.append(plain | ({"tool_calls": calls} if calls else {}))
-    return found
+        plain_messages.append(plain | ({"tool_calls": calls} if calls else {}))
+    return plain_messages
 
 
 def _blocks(choice: Choice, use: ToolUse) -> list[dict[str, Any]]:
     text, calls = use.read(choice.text)
-    found: list[dict[str, Any]] = []
+    blocks: list[dict[str, Any]] = []
     if text or not calls:
-        found.append({"type": "text", "text": text})
+        blocks.append({"type": "text", "text": text})
     for call in calls:
         name = call.id.replace("call_", "toolu_")
-        found.append(
+        blocks.append(
             {"type": "tool_use", "id": name, "name": call.name, "input": json.loads(call.arguments)}
         )
-    return found
+    return blocks
 
 
 def _reason(choice: Choice, end: Done, content: list[dict[str, Any]]) -> tuple[str, str | None]:

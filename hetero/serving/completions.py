@@ -89,17 +89,17 @@ async def completions(body: CompletionRequest, request: HttpRequest) -> Response
     if body.stream:
         writer = _Writer(state, body, wanted[0], head)
         return await answers.streamed(state, request, wanted[0], writer)
-    found, choices = [], list[dict[str, Any]]()
+    ends, choices = [], list[dict[str, Any]]()
     for each in wanted:
         answer = await answers.gather(state, request, each)
         for choice in answer.choices:
             choices.append(_choice(state, body, each, answer, choice) | {"index": len(choices)})
-        found.append(answer.end)
+        ends.append(answer.end)
     if body.max_tokens == 0:
-        for end in found:
+        for end in ends:
             end.usage["completion_tokens"] = 0
     return answers.answer_json(
-        {**head, "choices": choices, "usage": _sum(found), "hetero": found[0].about}
+        {**head, "choices": choices, "usage": _sum(ends), "hetero": ends[0].about}
     )
 
 
@@ -157,16 +157,16 @@ def _logprobs(state: State, scores: Sequence[tuple[int, Any]], most: int) -> dic
     """
     tokens, values = list[str](), list[float | None]()
     tops, offsets, at = list[dict[str, float] | None](), list[int](), 0
-    for token, found in scores:
+    for token, score in scores:
         text = state.token_text(token)
         tokens.append(text)
         offsets.append(at)
         at += 0 if token in state.token_bytes.special else len(text)  # which no text has
-        if found is None:
+        if score is None:
             values.append(None)
             tops.append(None)
             continue
-        logprob, top = found
+        logprob, top = score
         values.append(max(logprob, -9999.0))
         named = {text: max(logprob, -9999.0)} if most else {}
         for other, value in top:

@@ -67,10 +67,10 @@ def _shown(name: str, created: int, metadata: dict[str, str]) -> dict[str, Any]:
 
 async def _found(request: HttpRequest, name: str) -> dict[str, Any]:
     state: State = request.app.state.hetero
-    found = await state.disk(state.records.conversation, request.state.app, name)
-    if found is None:
+    conversation = await state.disk(state.records.conversation, request.state.app, name)
+    if conversation is None:
         raise missing("conversation")
-    return _shown(name, found[0], found[1])
+    return _shown(name, conversation[0], conversation[1])
 
 
 @router.get("/v1/conversations/{name}")
@@ -138,10 +138,10 @@ async def read_item(name: str, item: str, request: HttpRequest) -> Response:
     state: State = request.app.state.hetero
     await _found(request, name)
     items = await state.disk(state.records.items, request.state.app, name)
-    found = next((each for each in items if each["id"] == item), None)
-    if found is None:
+    match = next((each for each in items if each["id"] == item), None)
+    if match is None:
         raise missing("item")
-    return answers.answer_json(found)
+    return answers.answer_json(match)
 
 
 @router.delete("/v1/conversations/{name}/items/{item}")

@@ -45,10 +45,10 @@ class ApiError(Exception):
     @property
     def headers(self) -> dict[str, str]:
         """Return the headers of the response."""
-        found = {} if self.retry_s is None else {"Retry-After": str(self.retry_s)}
+        headers = {} if self.retry_s is None else {"Retry-After": str(self.retry_s)}
         if self.status == 401:
-            found["WWW-Authenticate"] = "Bearer"
-        return found
+            headers["WWW-Authenticate"] = "Bearer"
+        return headers
 
     def body(self, path: str) -> dict[str, Any]:
         """In the shape of the API that the path belongs to."""

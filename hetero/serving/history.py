@@ -59,23 +59,23 @@ def _item(item: dict[str, Any], where: str) -> Item:
 
 def messages_of(items: Sequence[Item]) -> list[dict[str, Any]]:
     """Return messages as chat completions have them."""
-    found: list[dict[str, Any]] = []
+    messages: list[dict[str, Any]] = []
     for item in items:
         if item["type"] == "message":
             role = "system" if item["role"] == "developer" else item["role"]
-            found.append({"role": role, "content": "".join(x["text"] for x in item["content"])})
+            messages.append({"role": role, "content": "".join(x["text"] for x in item["content"])})
         elif item["type"] == "function_call":
             call = {
                 "id": item["call_id"],
                 "type": "function",
                 "function": {"name": item["name"], "arguments": item["arguments"]},
             }
-            found.append({"role": "assistant", "content": "", "tool_calls": [call]})
+            messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
         else:
-            found.append(
+            messages.append(
                 {"role": "tool", "content": item["output"], "tool_call_id": item["call_id"]}
             )
-    return found
+    return messages
 
 
 def tokens_of(

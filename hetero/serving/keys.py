@@ -50,11 +50,11 @@ class Keys:
     def app(self, key: str) -> str | None:
         """Whose key it is. Every key that there is is compared, each in constant time."""
         digest = hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
-        found = None
+        match = None
         for known, app in self._apps.items():
             if hmac.compare_digest(known, digest):
-                found = app
-        return found
+                match = app
+        return match
 
     def __len__(self) -> int:
         return len(self._apps)

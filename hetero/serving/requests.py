@@ -39,17 +39,17 @@ class Sampling(Request):
 
     def options(self) -> dict[str, Any]:
         """Return those of `LLM.stream`. What is not given is as OpenAI's documentation says."""
-        found: dict[str, Any] = {
+        options: dict[str, Any] = {
             "temperature": 1.0 if self.temperature is None else self.temperature,
             "top_p": 1.0 if self.top_p is None else self.top_p,
             "top_k": max(self.top_k or 0, 0),
             "min_p": self.min_p or 0.0,
         }
-        if 0 < found["temperature"] < 1e-6:  # as good as greedy, and its inverse stays finite
-            found["temperature"] = 0.0
+        if 0 < options["temperature"] < 1e-6:  # as good as greedy, and its inverse stays finite
+            options["temperature"] = 0.0
         if self.seed is not None:
-            found["seed"] = self.seed % 2**64
-        return found
+            options["seed"] = self.seed % 2**64
+        return options
 
 
 class Penalties(Sampling):
@@ -63,18 +63,18 @@ class Penalties(Sampling):
 
     def options(self) -> dict[str, Any]:
         """Return the options of `Sampling`, and the penalties."""
-        found = super().options()
+        options = super().options()
         for name in ("frequency_penalty", "presence_penalty"):
             if (value := getattr(self, name)) is not None:
-                found[name] = value
+                options[name] = value
         if self.repetition_penalty is not None:
-            found["repetition_penalty"] = self.repetition_penalty
+            options["repetition_penalty"] = self.repetition_penalty
         if self.logit_bias:
             if not all(token.isascii() and token.isdigit() for token in self.logit_bias):
                 raise ApiError(400, "logit_bias maps token ids to numbers", param="logit_bias")
-            found["logit_bias"] = self.logit_bias
-        found["stop"] = stop_texts(self.stop)
-        return found
+            options["logit_bias"] = self.logit_bias
+        options["stop"] = stop_texts(self.stop)
+        return options
 
 
 class JsonSchema(Request):
@@ -112,14 +112,14 @@ class Guided(Request):
 
     def wanted_grammar(self) -> str:
         """llguidance's grammar; empty: none. Raises `UserError`, `ApiError`."""
-        found = [grammar for grammar in self._grammars() if grammar]
-        if len(found) > 1:
+        grammars = [grammar for grammar in self._grammars() if grammar]
+        if len(grammars) > 1:
             raise ApiError(400, "an answer can obey one grammar or schema: give one of them")
-        return found[0] if found else ""
+        return grammars[0] if grammars else ""
 
     def _grammars(self) -> list[str]:
         schemas = [x for x in (self.guided_json, self.json_schema) if x is not None]
-        found = [json_grammar(schema) for schema in schemas]
+        grammars = [json_grammar(schema) for schema in schemas]
         form = self.response_format
         if form is not None and form.type != "text":
             inner = form.json_schema.json_schema if form.json_schema else form.json_schema_
@@ -127,13 +127,13 @@ class Guided(Request):
                 raise ApiError(
                     400, "a json_schema needs its `schema`", param="response_format.json_schema"
                 )
-            found.append(json_grammar(True if inner is None else inner))
+            grammars.append(json_grammar(True if inner is None else inner))
         if self.guided_regex is not None:
-            found.append(regex_grammar(self.guided_regex))
+            grammars.append(regex_grammar(self.guided_regex))
         if self.guided_choice is not None:
-            found.append(choice_grammar(self.guided_choice))
-        found += [gbnf_grammar(x) for x in (self.guided_grammar, self.grammar) if x]
-        return found
+            grammars.append(choice_grammar(self.guided_choice))
+        grammars += [gbnf_grammar(x) for x in (self.guided_grammar, self.grammar) if x]
+        return grammars
 
 
 async def checked_grammar(state: State, grammar: str) -> str:
@@ -145,10 +145,10 @@ async def checked_grammar(state: State, grammar: str) -> str:
 
 def stop_texts(stop: str | list[str] | None) -> list[str]:
     """Stop texts as a list. Raises `ApiError`."""
-    found = [stop] if isinstance(stop, str) else stop or []
-    if len(found) > 16 or any(not 1 <= len(text) <= 1000 for text in found):
+    texts = [stop] if isinstance(stop, str) else stop or []
+    if len(texts) > 16 or any(not 1 <= len(text) <= 1000 for text in texts):
         raise ApiError(400, "stop is up to 16 texts of 1 to 1000 characters each", param="stop")
-    return found
+    return texts
 
 
 def seconds() -> int:

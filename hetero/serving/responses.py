@@ -167,10 +167,10 @@ def listing(items: list[Item], *, more: bool) -> dict[str, Any]:
 
 async def _stored(request: HttpRequest, name: str) -> StoredResponse:
     state: State = request.app.state.hetero
-    found = await state.disk(state.records.response, request.state.app, name)
-    if found is None:
+    response = await state.disk(state.records.response, request.state.app, name)
+    if response is None:
         raise missing("response")
-    return found
+    return response
 
 
 async def _turn(state: State, app: str, body: ResponseRequest) -> _Turn:
@@ -220,10 +220,10 @@ async def _turn(state: State, app: str, body: ResponseRequest) -> _Turn:
 async def _before(state: State, app: str, body: ResponseRequest) -> tuple[list[Item], list[int]]:
     """Return items that the input follows, and their tokens as far as they are known."""
     if (name := body.conversation_id) is not None:
-        found = await state.disk(state.records.conversation, app, name)
-        if found is None:
+        conversation = await state.disk(state.records.conversation, app, name)
+        if conversation is None:
             raise missing("conversation", "conversation")
-        tokens = [] if body.instructions else found[2]
+        tokens = [] if body.instructions else conversation[2]
         return await state.disk(state.records.items, app, name), tokens
     if (last := body.previous_response_id) is None:
         return [], []

@@ -42,11 +42,11 @@ async def slots(request: HttpRequest) -> Response:
     """The app's recent texts."""
     state: State = request.app.state.hetero
     status = await state.engine.control(request.state.app, "status")
-    found = status["slots"] or [{"id": i, "tokens": 0} for i in range(state.slots)]
-    for slot in found:
+    listed = status["slots"] or [{"id": i, "tokens": 0} for i in range(state.slots)]
+    for slot in listed:
         slot["n_ctx"] = state.max_seq_len
         slot["is_processing"] = slot.pop("running", False)
-    return JSONResponse(found)
+    return JSONResponse(listed)
 
 
 @router.post("/slots/{number}")

@@ -52,8 +52,8 @@ class State:
     @property
     def template(self) -> str:
         """Return the chat template's source; empty if there is none."""
-        found = self.model.tokenizer.chat_template
-        return "" if found is None else found.templates.get("default", "")
+        template = self.model.tokenizer.chat_template
+        return "" if template is None else template.templates.get("default", "")
 
     def check_model(self, name: str | None) -> str:
         """Return the model's name for a response. Raises `ApiError` for an unknown one."""

@@ -47,8 +47,8 @@ class TemplateRequest(Request):
 
 
 def _state(request: HttpRequest) -> State:
-    found: State = request.app.state.hetero
-    return found
+    state: State = request.app.state.hetero
+    return state
 
 
 @router.get("/health")
@@ -106,16 +106,16 @@ async def tokenize(body: TokenizeRequest, request: HttpRequest) -> Response:
         tokens = await state.texts(
             state.model.tokenizer.encode, text or "", add_special_tokens=special is not False
         )
-    found: dict[str, Any] = {
+    record: dict[str, Any] = {
         "count": len(tokens),
         "max_model_len": state.max_seq_len,
         "tokens": tokens,
     }
     if body.return_token_strs:
-        found["token_strs"] = [state.token_text(token) for token in tokens]
+        record["token_strs"] = [state.token_text(token) for token in tokens]
     if body.with_pieces:
-        found["tokens"] = [{"id": x, "piece": _piece(state.token_bytes.of(x))} for x in tokens]
-    return JSONResponse(found)
+        record["tokens"] = [{"id": x, "piece": _piece(state.token_bytes.of(x))} for x in tokens]
+    return JSONResponse(record)
 
 
 def _piece(data: bytes) -> str | list[int]:

@@ -70,11 +70,11 @@ class ToolUse:
         if self.forced:
             call = _read_call(text, names)
             return ("", [call]) if call else (text, [])
-        found = [(part, _read_call(part[1], names)) for part in _CALL.finditer(text)]
-        calls = [call for _, call in found if call]
+        matches = [(part, _read_call(part[1], names)) for part in _CALL.finditer(text)]
+        calls = [call for _, call in matches if call]
         if not calls and (call := _read_call(text.strip(), names)):
             return "", [call]
-        for part, call in found:
+        for part, call in matches:
             if call:
                 text = text.replace(part[0], "")
         return text.strip() if calls else text, calls
@@ -160,7 +160,7 @@ def _in_words(message: Message) -> Message:
 
 def plain_messages(messages: Sequence[dict[str, Any]], param: str = "messages") -> list[Message]:
     """Return messages with text alone, for a template. Raises `ApiError` for pictures and sound."""
-    found: list[Message] = []
+    text_messages: list[Message] = []
     for i, message in enumerate(messages):
         role = message.get("role")
         if role not in ("system", "developer", "user", "assistant", "tool"):
@@ -177,8 +177,8 @@ def plain_messages(messages: Sequence[dict[str, Any]], param: str = "messages") 
             raise ApiError(400, "a message needs its content", param=f"{param}.{i}.content")
         if role == "tool":
             plain["tool_call_id"] = str(message.get("tool_call_id", ""))
-        found.append(plain)
-    return found
+        text_messages.append(plain)
+    return text_messages
 
 
 def plain_text(content: Any, param: str) -> str:

@@ -17,10 +17,10 @@ def gemma_fields(source: Fields) -> dict[str, Any]:
     """
     if source.raw.get("attention_bias"):
         raise source.error("attention_bias", "must be false for Gemma", "choose another model")
-    found: dict[str, Any] = {"embed_scale": math.sqrt(source.positive_int("hidden_size"))}
+    fields: dict[str, Any] = {"embed_scale": math.sqrt(source.positive_int("hidden_size"))}
     if source.raw.get("hidden_activation") is None and source.raw.get("hidden_act") == "gelu":
-        found["activation"] = "gelu_tanh"
-    return found
+        fields["activation"] = "gelu_tanh"
+    return fields
 
 
 GEMMA = Architecture(

@@ -84,11 +84,11 @@ def _scales_and_minima(packed: Bytes) -> tuple[npt.NDArray[np.int8], npt.NDArray
     n, count, _ = packed.shape
     fours = np.ascontiguousarray(packed).view("<u4")
     low, high, last = (fours[..., i] for i in range(3))
-    found = np.empty((2, n, count, 2), "<u4")
+    words = np.empty((2, n, count, 2), "<u4")
     for i, (first, upper) in enumerate(((last, low), (last >> 4, high))):
-        found[i, ..., 0] = upper & 0x3F3F3F3F
-        found[i, ..., 1] = first & 0x0F0F0F0F | (upper >> 6 & 0x03030303) << 4
-    scales, minima = found.view(np.int8).reshape(2, n, -1)
+        words[i, ..., 0] = upper & 0x3F3F3F3F
+        words[i, ..., 1] = first & 0x0F0F0F0F | (upper >> 6 & 0x03030303) << 4
+    scales, minima = words.view(np.int8).reshape(2, n, -1)
     return scales, minima
 
 

@@ -76,17 +76,17 @@ def read_config(file: GgufFile) -> ModelConfig:
 
 
 def _raw(file: GgufFile, name: str) -> dict[str, Any]:
-    found = _one_for_all_layers(file, name)
+    value = _one_for_all_layers(file, name)
     raw: dict[str, Any] = {"model_type": ARCHITECTURES[name]}
     raw |= {
-        field: found[entry.format(name)]
+        field: value[entry.format(name)]
         for field, entry in _SIZES.items()
-        if entry.format(name) in found and name in USED[entry.removeprefix("{}.")]
+        if entry.format(name) in value and name in USED[entry.removeprefix("{}.")]
     }
     if name == "phi2":
-        raw["layer_norm_eps"] = found[_PHI2_EPS.format(name)]
+        raw["layer_norm_eps"] = value[_PHI2_EPS.format(name)]
     else:
-        raw["rms_norm_eps"] = found[_EPS.format(name)]
+        raw["rms_norm_eps"] = value[_EPS.format(name)]
     heads, hidden = raw.get("num_attention_heads"), raw.get("hidden_size")
     if is_number(heads) and is_number(hidden) and heads > 0:
         raw.setdefault("num_key_value_heads", heads)
@@ -96,8 +96,8 @@ def _raw(file: GgufFile, name: str) -> dict[str, Any]:
     if name in ("llama", "qwen3", "internlm2"):  # the others always have biases, or never
         raw["attention_bias"] = raw["bias"] = _has_bias(file, ".attn_")
         raw["mlp_bias"] = name == "llama" and _has_bias(file, ".ffn_")
-    raw |= {"bos_token_id": special_id(found, "bos"), "eos_token_id": list(end_ids(found)) or None}
-    raw |= {"rope_scaling": rope_scaling(file, name)} | _special(found, name, raw)
+    raw |= {"bos_token_id": special_id(value, "bos"), "eos_token_id": list(end_ids(value)) or None}
+    raw |= {"rope_scaling": rope_scaling(file, name)} | _special(value, name, raw)
     return raw
 
 
@@ -110,12 +110,12 @@ def _one_for_all_layers(file: GgufFile, name: str) -> dict[str, Any]:
 
     Raises `ModelError` for a list of different numbers: the decoder's layers are alike.
     """
-    found = dict(file.metadata)
+    metadata = dict(file.metadata)
     for entry in (x.format(name) for x in (*_SIZES.values(), _EPS, _PHI2_EPS)):
-        values = found.get(entry)
+        values = metadata.get(entry)
         if not isinstance(values, np.ndarray | list):
             continue
-        layers = found.get(f"{name}.block_count")
+        layers = metadata.get(f"{name}.block_count")
         if not is_number(layers) or len(values) != layers:
             raise ModelError(
                 f"{file.path}: {entry} must be one number or a list of {layers}, one for each "
@@ -126,8 +126,8 @@ def _one_for_all_layers(file: GgufFile, name: str) -> dict[str, Any]:
                 f"{file.path}: {entry} differs from layer to layer, which is not supported; choose "
                 "another model"
             )
-        found[entry] = values[0].item()
-    return found
+        metadata[entry] = values[0].item()
+    return metadata
 
 
 def _vocabulary(file: GgufFile) -> int | None:

@@ -249,10 +249,10 @@ class _Reader:
 
     def infos(self, count: int) -> dict[str, tuple[Kind, tuple[int, ...], int]]:
         """Type, shape and offset of every tensor."""
-        found: dict[str, tuple[Kind, tuple[int, ...], int]] = {}
+        infos: dict[str, tuple[Kind, tuple[int, ...], int]] = {}
         for _ in range(count):
             name = self.text("a tensor name", MAX_NAME_BYTES)
-            if name in found:
+            if name in infos:
                 raise self.error(f"tensor {name} occurs twice")
             dims = self.integer("<I")
             if not 1 <= dims <= MAX_DIMS:
@@ -261,8 +261,8 @@ class _Reader:
             kind = self.integer("<I")
             if kind not in KINDS:
                 raise self.error(f"tensor {name} has the unknown type {kind}")
-            found[name] = (Kind(kind), shape, self.integer("<Q"))
-        return found
+            infos[name] = (Kind(kind), shape, self.integer("<Q"))
+        return infos
 
     def placed(
         self,
@@ -271,7 +271,7 @@ class _Reader:
     ) -> dict[str, TensorInfo]:
         """Tensors with their bytes in the file, which must be there and must not overlap."""
         base = -(-self.at // alignment) * alignment
-        found: dict[str, TensorInfo] = {}
+        placed: dict[str, TensorInfo] = {}
         for name, (kind, shape, offset) in infos.items():
             start = base + offset
             stop = start + self.tensor_bytes(name, kind, shape)
@@ -279,13 +279,13 @@ class _Reader:
                 raise self.error(
                     f"tensor {name} lies at bytes [{start}, {stop}) of a file of {self.size} bytes"
                 )
-            found[name] = TensorInfo(kind, shape, start, stop)
+            placed[name] = TensorInfo(kind, shape, start, stop)
         end = base
-        for name, info in sorted(found.items(), key=lambda item: item[1].start):
+        for name, info in sorted(placed.items(), key=lambda item: item[1].start):
             if info.start < end:
                 raise self.error(f"tensor {name} overlaps the one before it")
             end = info.stop
-        return found
+        return placed
 
     def tensor_bytes(self, name: str, kind: Kind, shape: tuple[int, ...]) -> int:
         """Return bytes of a tensor, whose rows are whole blocks."""
@@ -316,10 +316,10 @@ class _Reader:
         if kind not in _SCALARS:
             raise self.error(f"metadata entry {name} has the unknown type {kind}")
         dtype = np.dtype(_SCALARS[kind])
-        found = np.frombuffer(self.take(dtype.itemsize), dtype=dtype)[0]
+        scalar = np.frombuffer(self.take(dtype.itemsize), dtype=dtype)[0]
         if dtype == np.float32:
-            return float(str(found))  # 1e-06 as it was written, not as float32 rounds it
-        return found.item()
+            return float(str(scalar))  # 1e-06 as it was written, not as float32 rounds it
+        return scalar.item()
 
     def array(self, name: str, depth: int) -> Any:
         """Return a list of strings or arrays, or an array of numbers."""
@@ -339,8 +339,8 @@ class _Reader:
         """Strings one after the other; a vocabulary has hundreds of thousands."""
         self.check_count(name, count, 8)
         unpack, data, size, at = struct.Struct("<Q").unpack_from, self.data, self.size, self.at
-        found: list[str] = []
-        add = found.append
+        texts: list[str] = []
+        add = texts.append
         for _ in range(count):
             if at + 8 > size:
                 raise self.error(f"{name} goes on beyond the end of the file")
@@ -351,7 +351,7 @@ class _Reader:
             add(_decoded(data[at : at + length]))
             at += length
         self.at = at
-        return found
+        return texts
 
     def text(self, name: str, limit: int | None = None) -> str:
         """Return a string; its length is checked before it is read. Names, which have a `limit`,
@@ -376,9 +376,9 @@ class _Reader:
         """Return the next bytes."""
         if count > self.size - self.at:
             raise self.error(f"ends at byte {self.size} in the middle of its header")
-        found = self.data[self.at : self.at + count]
+        data = self.data[self.at : self.at + count]
         self.at += count
-        return found
+        return data
 
     def check_count(self, what: str, count: int, smallest: int) -> None:
         """Refuse more elements than the rest of the file can hold."""

@@ -98,9 +98,9 @@ class StoreReader:
     def __init__(self, path: Path, file: GgufFile, shapes: Shapes) -> None:
         self.file, self._shapes, self._gguf = SafetensorsFile(path, held=True), shapes, file
         wanted = {x.name: x for x in _plan(shapes)}
-        found = self.file.entries
+        entries = self.file.entries
         if any(
-            name not in found or (found[name].dtype, found[name].shape) != (x.dtype, x.shape)
+            name not in entries or (entries[name].dtype, entries[name].shape) != (x.dtype, x.shape)
             for name, x in wanted.items()
         ):
             raise ModelError(f"{path}: is not laid out as this version does; remove it")
@@ -110,11 +110,12 @@ class StoreReader:
 
     def matrix(self, name: str) -> list[PackedWeight]:
         """Return the parts of a matrix, views of the mapped store."""
-        found = []
+        matrices = []
         for i, (storage, n, k) in enumerate(self._shapes[name]):
             scales = self.file.array(f"{name}.{i}.scales") if storage.quantised else None
-            found.append(PackedWeight(storage, n, k, self.file.array(f"{name}.{i}.data"), scales))
-        return found
+            data = self.file.array(f"{name}.{i}.data")
+            matrices.append(PackedWeight(storage, n, k, data, scales))
+        return matrices
 
     def forget(self, name: str) -> None:
         """Pages of a matrix leave memory until they are read again."""
@@ -281,8 +282,8 @@ def open_store(
 
 def _keep_newest(path: Path) -> None:
     """The stores that were used last, of which this is one."""
-    found = sorted(path.parent.glob("*.safetensors"), key=lambda x: x.stat().st_mtime)
-    for old in found[:-MOST_STORES]:
+    stores = sorted(path.parent.glob("*.safetensors"), key=lambda x: x.stat().st_mtime)
+    for old in stores[:-MOST_STORES]:
         old.unlink()
         old.with_suffix(".seen").unlink(missing_ok=True)
 

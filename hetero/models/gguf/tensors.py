@@ -115,8 +115,8 @@ class GgufTensor:
         """Return rows [start, stop) in order, as float32."""
         chosen = self._chosen(start, stop)
         if self.kind in FLOATS:
-            found: npt.NDArray[np.float32] = chosen.view(FLOATS[self.kind]).astype(np.float32)
-            return found
+            values: npt.NDArray[np.float32] = chosen.view(FLOATS[self.kind]).astype(np.float32)
+            return values
         import gguf  # heavy, and most files are read without
 
         kind = gguf.GGMLQuantizationType(self.kind)
@@ -138,12 +138,12 @@ class GgufTensor:
             parts = blocks.block_parts(self.kind, rows)
             self._check_scales(parts.d if parts.e is None else np.stack([parts.d, parts.e]))
             return parts
-        found = rows.reshape(stop - start, self.shape[1] // GROUP_SIZE, -1)
-        scales = blocks.half(found, 0)
+        raw = rows.reshape(stop - start, self.shape[1] // GROUP_SIZE, -1)
+        scales = blocks.half(raw, 0)
         self._check_scales(scales)
         if self.kind is Kind.Q4_0:
-            return words_of_halves(found, 2, 18, 16), scales
-        values = np.ascontiguousarray(found[..., 2:])
+            return words_of_halves(raw, 2, 18, 16), scales
+        values = np.ascontiguousarray(raw[..., 2:])
         if self.kind is Kind.Q8_0:
             return values.view(np.int8), scales
         return blocks.IQ4_NL_VALUES[blocks.nibbles(values)], scales

@@ -70,9 +70,9 @@ _HF_NAMES: Final = {
 
 def read_tokenizer(file: GgufFile) -> HfTokenizer:
     """Build the tokenizer with its chat template. Raises `ModelError`."""
-    found = file.metadata
-    tokens = vocabulary(found)
-    kind = _text(found, "tokenizer.ggml.model")
+    metadata = file.metadata
+    tokens = vocabulary(metadata)
+    kind = _text(metadata, "tokenizer.ggml.model")
     if not tokens:
         raise _error(file, "carries no vocabulary (tokenizer.ggml.tokens)")
     if len(set(tokens)) != len(tokens):
@@ -82,20 +82,20 @@ def read_tokenizer(file: GgufFile) -> HfTokenizer:
     elif kind == "gpt2":
         backend = _bytes(file, tokens)
     else:
-        given = found.get("tokenizer.ggml.model")
+        given = metadata.get("tokenizer.ggml.model")
         raise _error(file, f"has a tokenizer of the kind {given!r}, supported are llama and gpt2")
     _add_special(file, backend, tokens)
     if re.search(NO_UTF8, "\n".join(tokens)):
         mend = decoders.Replace(Regex(NO_UTF8), REPLACEMENT)
         backend.decoder = decoders.Sequence([mend, backend.decoder])
-    eos = _token_of(found, "eos", tokens)
-    if found.get("tokenizer.ggml.add_eos_token") is True and eos is not None:
+    eos = _token_of(metadata, "eos", tokens)
+    if metadata.get("tokenizer.ggml.add_eos_token") is True and eos is not None:
         ids = [(eos, tokens.index(eos))]
         backend.post_processor = processors.TemplateProcessing(["$A", eos], special_tokens=ids)
-    special = _special_tokens(found, tokens)
-    settings: dict[str, Any] = {**special, "add_bos_token": _adds_bos(found, kind)}
+    special = _special_tokens(metadata, tokens)
+    settings: dict[str, Any] = {**special, "add_bos_token": _adds_bos(metadata, kind)}
     return HfTokenizer(
-        backend, settings, _templates(found), where=str(file.path), ends=end_ids(found)
+        backend, settings, _templates(metadata), where=str(file.path), ends=end_ids(metadata)
     )
 
 
@@ -165,11 +165,11 @@ def _merges(file: GgufFile) -> list[tuple[str, str]]:
     lines = file.metadata.get("tokenizer.ggml.merges")
     if not isinstance(lines, list):
         raise _error(file, "carries no merges (tokenizer.ggml.merges)")
-    found = [tuple(line.split(" ")) if isinstance(line, str) else () for line in lines]
-    wrong = next((i for i, pair in enumerate(found) if len(pair) != 2), None)
+    pairs = [tuple(line.split(" ")) if isinstance(line, str) else () for line in lines]
+    wrong = next((i for i, pair in enumerate(pairs) if len(pair) != 2), None)
     if wrong is not None:
         raise _error(file, f"has a merge that is not two tokens, {str(lines[wrong])[:80]!r}")
-    return cast("list[tuple[str, str]]", found)
+    return cast("list[tuple[str, str]]", pairs)
 
 
 def _numbers(file: GgufFile, name: str, count: int) -> list[float] | None:
@@ -177,8 +177,8 @@ def _numbers(file: GgufFile, name: str, count: int) -> list[float] | None:
     values = file.metadata.get(f"tokenizer.ggml.{name}")
     if not isinstance(values, np.ndarray) or values.shape != (count,):
         return None
-    found: list[float] = values.astype(np.float64).tolist()
-    return found
+    numbers: list[float] = values.astype(np.float64).tolist()
+    return numbers
 
 
 def _pre_tokenizer(file: GgufFile, pre: object) -> Any:

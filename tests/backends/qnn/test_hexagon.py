@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,10 @@ from hetero.backends.errors import DeviceUnavailableError
 from hetero.backends.qnn import hexagon, npu_driver
 from hetero.measuring.doctor import _check_together, diagnose
 from hetero.placement.device_set import backend_name
+
+emulated = pytest.mark.skipif(
+    platform.machine() not in ("x86_64", "AMD64"), reason="Qualcomm's emulator is for x86-64"
+)
 
 
 @pytest.mark.parametrize(
@@ -66,6 +71,7 @@ def test_the_chip_is_named_by_the_kernel(
     assert hexagon.chip_state(found).ok
 
 
+@emulated
 def test_a_bundle_for_another_chip_is_refused(tmp_path: Path, monkeypatch: Any) -> None:
     qnn = pytest.importorskip("hetero.backends.qnn.opening", exc_type=ImportError)
     (tmp_path / "machine").write_text("SM8550")
@@ -93,6 +99,7 @@ def test_a_skeleton_of_another_version_is_refused(tmp_path: Path) -> None:
     assert hexagon.skeleton_state([tmp_path], 75, "2.40.0").detail.endswith("(QAIRT 2.40.0)")
 
 
+@emulated
 def test_the_version_of_the_installed_library_is_read() -> None:
     library = pytest.importorskip("hetero.backends.qnn.library", exc_type=ImportError).load()
     assert npu_driver.qairt_version(library.path) == library.sdk
@@ -189,6 +196,7 @@ def test_missing_fastrpc_has_a_remedy(monkeypatch: Any) -> None:
     assert "libcdsprpc.so" in found.detail
 
 
+@emulated
 def test_doctor_checks_the_emulated_hexagon_and_both_at_once() -> None:
     pytest.importorskip("hetero.backends.qnn.opening", exc_type=ImportError)
     found = {finding.name: finding for finding in diagnose()}
