@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from hetero.gc_pause import gc_paused
+from hetero.backends.host.gc_pause import gc_paused
 
 if TYPE_CHECKING:
     from hetero.backends.errors import DeviceError

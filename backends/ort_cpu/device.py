@@ -315,8 +315,9 @@ def _matmul_graph(op: ops.MatMul, split: bool, parts: tuple[mixed.WeightPart, ..
 
 
 def int8_pack_bytes() -> float:
-    """Return the bytes of a 4-bit weight in the int8 kernels' pack: codes, scales, block sums; on
-    Arm (without KleidiAI) the codes alone.
+    """Return the bytes of a 4-bit weight in the int8 kernels' pack.
+
+    Codes, scales and block sums; on Arm (without KleidiAI) codes alone.
     """
     return 0.5 if is_arm64() else 0.75
 

@@ -25,10 +25,10 @@ from hetero.arguments import (
 from hetero.backends.errors import KernelBuildError
 from hetero.backends.formats import DEFAULT_CACHE, CacheFormat
 from hetero.backends.host.files import is_replaceable
+from hetero.backends.host.gc_pause import gc_paused
 from hetero.backends.ops import Attention
 from hetero.backends.protocol import KINDS, DeviceKind
 from hetero.errors import ModelError, UserError
-from hetero.gc_pause import gc_paused
 from hetero.generation.conversation import Conversation
 from hetero.generation.loop import Generation, GenerationResult
 from hetero.generation.options import GenerateOptions, GenerationConfig, read_options

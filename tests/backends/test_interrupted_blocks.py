@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from hetero.backends.host.affinity import pinned
+from hetero.backends.host.gc_pause import gc_paused
 from hetero.backends.host.timers import PR_GET_TIMERSLACK, _prctl, timer_slack
-from hetero.gc_pause import gc_paused
 from hetero.models.tokenizer import quiet_panics
 from tests.support.interrupts import handler, interrupted, places
 

@@ -52,7 +52,7 @@ LAYERS = (
     ("profiler",),
     ("solver",),
     ("errors",),
-    ("arguments", "gc_pause", "sigint", "terminal"),
+    ("arguments", "terminal"),
     ("models",),
     ("runtime",),
     ("placement", "compiling"),
