@@ -46,7 +46,7 @@ SHAPES = ((2048, 2048), (3072, 2048), (2048, 8192), (16384, 2048), (4096, 4096),
 
 
 class CallWork(NamedTuple):
-    """What decides the time of a call: graphs it launches, bytes from DRAM and through HVX."""
+    """Work of a call: graphs it launches, bytes from DRAM and through HVX."""
 
     launches: float
     dram_bytes: float

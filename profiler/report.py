@@ -135,7 +135,7 @@ def _details(profile: DeviceProfile) -> list[TableData]:
     return [
         _table("Other kernels", ("device", "operation", "sizes", "m", "context", "µs"), others),
         _table("Preparation", ("device", "weights", "n × k", "cold µs", "again µs"), preparation),
-        _table("Sleep", ("asked µs", "timer slack", "late µs", "99 % µs"), sleeps),
+        _table("Sleep", ("requested µs", "timer slack", "late µs", "99 % µs"), sleeps),
         _table("Machine", ("what", "value"), machine),
         _table("Notes", ("device", "note"), notes),
     ]

@@ -282,8 +282,8 @@ class Workload:
         """Return the seconds of a batch in a queue, from the end of its warm-up launches.
 
         None where the batch is still to be launched: where there is no queue (the warm-ups have run
-        then), or if a thread of ours had to wait for a core meanwhile, because who sees the leads'
-        end late finds the batch too short.
+        then), or if a thread of ours had to wait for a core meanwhile, because a thread that sees
+        the warm-ups' end late finds the batch too short.
         """
         if not runner.warm_ups or not runner.device.capabilities.asynchronous:
             for call in runner.warm_ups:

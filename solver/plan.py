@@ -279,18 +279,17 @@ class Residency(_Record):
 class Plan(_Record):
     """The decisions of the solver, which the runtime executes (docs/reference/json.md).
 
-    `strategy` is what was asked for: `auto` is the solver's choice, the others are for comparison.
+    `strategy` is what was requested: `auto` is the solver's choice, the others are for comparison.
     `graph_sizes` are the token counts whose NPU graphs are prepared ahead; a tile with another
     `graph_size` is prepared while the prompt waits (`online-prepare`). `step_tokens` is the longest
     call that the plan is meant for; longer prompts run in several (`steps`). `step_sizes` are token
     counts that calls should have because others are padded to them (None: those of the entries).
     `fused` are groups of operations that run as one graph where the plan has all of them, whole, on
-    an NPU that can: gate, up, activation and product (`feed_forward`), all of a layer
-    between attentions (`static`), or a whole block.
-    `attention` says who computes which heads; none means the device of the other operators, all.
-    `in_flight` are other forms of a prompt's calls, for lengths at which they are faster.
-    `errors` are mean relative errors of the profile's predictions of matmuls that it left out, of
-    the device whose are larger.
+    an NPU that can: gate, up, activation and product (`feed_forward`), all of a layer between
+    attentions (`static`), or a whole block. `attention` says which device computes which heads;
+    none means the device of the other operators, all. `in_flight` are other forms of a prompt's
+    calls, for lengths at which they are faster. `errors` are mean relative errors of the profile's
+    predictions of matmuls that it left out, of the device whose are larger.
     """
 
     schema_version: Literal[1] = 1

@@ -1,4 +1,4 @@
-"""What `hetero plan` asks of the solver."""
+"""The request of `hetero plan` to the solver."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """Huge pages for weights and activations (Linux): small ones slow streams of gigabytes.
 
 Prefetchers stop at the end of a page, so a core reads weights 10 to 30 % faster from pages of 2 MiB
-than of 4 KiB (`bench/RESULTS.md`). Most distributions give them to memory for which they are asked
-(`madvise`); weights too small to fill one share it with others (`memory.Arena`). Memory that is not
-ours to allocate, as the packs that ONNX Runtime makes, is moved into huge pages afterwards. Other
-systems have nothing of this.
+than of 4 KiB (`bench/RESULTS.md`). Most distributions give them to memory for which they are
+requested (`madvise`); weights too small to fill one share it with others (`memory.Arena`). Memory
+that is not ours to allocate, as the packs that ONNX Runtime makes, is moved into huge pages
+afterwards. Other systems have nothing of this.
 """
 
 from __future__ import annotations

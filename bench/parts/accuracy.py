@@ -133,7 +133,7 @@ def accuracy(
             raise typer.BadParameter("--again reads the files of --profile and --rows: name both")
         saved = DeviceProfile.load(str(profile))
         lines = rows.read_text(encoding="utf-8").splitlines()
-        resident = [MatMulRow.model_validate_json(line) for line in lines]
+        measured = [MatMulRow.model_validate_json(line) for line in lines]
         predictors = fit.fit_all(saved.devices, saved.matmuls)
         taken = saved.model_copy(update={"predictors": predictors})
     else:
@@ -142,11 +142,11 @@ def accuracy(
         options = Options(budget_s=parse_budget(budget), **cores_of)
         with pinned(opened.control_core):
             taken = profile_devices(opened.devices, options, out=profile)
-            resident = list(held_out(opened.devices, taken, parse_budget(held_budget)))
+            measured = list(held_out(opened.devices, taken, parse_budget(held_budget)))
         if rows is not None:
-            atomic_write(rows, "".join(row.model_dump_json() + "\n" for row in resident))
+            atomic_write(rows, "".join(row.model_dump_json() + "\n" for row in measured))
     model = CostModel(taken)
-    full, part = errors(model, resident), errors(quarter(taken), resident)
+    full, part = errors(model, measured), errors(quarter(taken), measured)
     print(f"predicted and measured; {taken.environment.processor}, profile of {taken.created}")
     cells = (
         [*key, count, f"{mean:.1%}", f"{p95:.1%}", f"{part[key][0]:.1%}"]
@@ -157,7 +157,7 @@ def accuracy(
     m, n, k = rng.integers(1, 1024, 10_000), *rng.integers(512, 8192, (2, 10_000))
     for kind in KINDS * 3:
         best_s = min(best_s, timed(lambda: model.matmul_s(kind, WeightFormat.W4A16, m, n, k)))  # noqa: B023
-    lost = list(regrets(model, resident))
+    lost = list(regrets(model, measured))
     if lost:
         regret = f"{statistics.mean(lost):.2%} over {len(lost)} shapes"
         notes.append(f"decision regret: {regret}")

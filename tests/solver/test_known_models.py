@@ -161,7 +161,7 @@ def test_a_report_draws_a_parallel_block_as_it_runs() -> None:
         return [bar.name for bar in block_bars(plan, plan.totals[0]) if bar.rest]
 
     assert drawn("llama-3.2-1b") == ["attention", "norm", "activation", "norm"]
-    assert drawn("phi-2") == ["attention", "activation", "behind down"]
+    assert drawn("phi-2") == ["attention", "activation", "after down"]
 
 
 @pytest.mark.parametrize("name", ["phi-2", "opt-1.3b", "llama-3.2-1b"])

@@ -226,7 +226,7 @@ def test_time_falls_as_memory_rises(seed: int) -> None:
     planner = planner_of(instance, margin=-99.0)
     scenarios = [Scenario("prefill", instance.sizes[-1]), Scenario("decode", 1)]
     once = sum(4 * k * n * instance.layers for n, k in map(planner.shape, NAMES))  # type: ignore[arg-type]
-    for name in ("together", "gpu", "npu"):
+    for name in ("both", "gpu", "npu"):
         times = []
         for part in (1.0, 1.2, 1.5, 2.0):
             limits = Limits()._replace(**{name: part * once})

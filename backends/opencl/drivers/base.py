@@ -39,7 +39,7 @@ class Driver(ABC):
         return processor_levels() if self.computes_on_cpu else (GENERIC,)
 
     def environment(self, *, workers: int, level: Level, folder: Path) -> Mapping[str, str]:
-        """Return the variables that it reads when it is loaded or its device is first asked for.
+        """Return the variables that it reads when it is loaded or its device is first queried.
 
         The user's own values win. `workers` threads compute; `folder` is this process's own.
         """

@@ -206,7 +206,7 @@ def _ended(code: int) -> str:
 class Supervisor:
     """A child that compiles what the store does not have; started when it is first needed.
 
-    It may die of a program: that is an error of the one who asked, and the next is asked of another
+    It may die of a program: that is an error of that request, and the next one goes to another
     child. After `IDLE_S` without a question the child ends by itself, which costs nothing here.
     """
 
