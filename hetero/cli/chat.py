@@ -193,9 +193,9 @@ class Talk:
 
         if self._session is not None and self._session.exists():
             self.conversation.load(self._session)
-            said = [m for m in self.conversation.messages if m["role"] in ("user", "assistant")]
-            _note(f"{self._session}: going on after {len(said)} messages")
-            for message in said[-2:]:
+            visible = [m for m in self.conversation.messages if m["role"] in ("user", "assistant")]
+            _note(f"{self._session}: going on after {len(visible)} messages")
+            for message in visible[-2:]:
                 stderr.print(
                     Text("> " if message["role"] == "user" else "", style="bold"),
                     shown(str(message.get("content", "")).strip()),
@@ -279,12 +279,12 @@ class Talk:
         from rich.text import Text
 
         messages = self.conversation.messages
-        asked = [i for i, message in enumerate(messages) if message["role"] == "user"]
-        if not asked:
+        questions = [i for i, message in enumerate(messages) if message["role"] == "user"]
+        if not questions:
             _note("(there is nothing to undo)")
             return True
-        text = str(messages[asked[-1]]["content"])
-        del messages[asked[-1] :]
+        text = str(messages[questions[-1]]["content"])
+        del messages[questions[-1] :]
         self._save_session()
         stderr.print(Text("(forgotten: "), shown(text), Text(")"), style="dim", sep="")
         return True

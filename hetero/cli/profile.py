@@ -90,8 +90,8 @@ def profile_command(
     if add:
         with stderr.status("measuring"):
             taken, notes = complete_profile(path, gpu=gpu, npu=npu)
-        for said in notes or ["it has all kernels that these devices have"]:
-            notify(f"{path}: {said}")
+        for sentence in notes or ["it has all kernels that these devices have"]:
+            notify(f"{path}: {sentence}")
         report(taken, path, as_json)
         return
     budget_s = parse_budget(budget) if budget is not None else None
@@ -162,8 +162,8 @@ def report(taken: DeviceProfile, path: Path, as_json: bool) -> None:
         print(json.dumps({"out": str(path), **summary(taken)}), flush=True)
     else:
         print_summary(taken)
-        for said in quality.sentences:
-            stderr.print(shown(said), style="bold" if said.startswith("Bad") else "")
+        for sentence in quality.sentences:
+            stderr.print(shown(sentence), style="bold" if sentence.startswith("Bad") else "")
         print(path)
     if not quality.good:
         print(

@@ -223,9 +223,9 @@ def rates_of(facts: dict[str, Any]) -> Rates:
     )
 
 
-def _points(found: Any) -> list[Point]:
+def _points(stored: Any) -> list[Point]:
     """Times of prompts."""
-    points = [(int(m), int(before), _number(s)) for m, before, s in found]
+    points = [(int(m), int(before), _number(s)) for m, before, s in stored]
     if any(m < 1 or before < 0 for m, before, _ in points):
         raise ValueError("no times of prompts")
     return points

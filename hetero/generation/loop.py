@@ -131,7 +131,7 @@ class StopFilter:
         self._stops = tuple(stops)
         self._held = ""
         self.stopped = False
-        self.found = ""  # the stop text that ended it
+        self.matched = ""  # the stop text that ended it
 
     def push(self, text: str) -> str:
         """Return text that is safe to show now."""
@@ -139,7 +139,7 @@ class StopFilter:
         matches = [(at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if matches:
             self.stopped = True
-            at, self.found = min(matches)
+            at, self.matched = min(matches)
             shown, self._held = self._held[:at], ""
             return shown
         keep = max((self._overlap(stop) for stop in self._stops), default=0)
@@ -370,7 +370,7 @@ class Generation(Iterator[Piece]):
             stats=self._stats(),
             logprobs=tuple(self._logprobs),
             prompt_logprobs=self._kept.logprobs,
-            stop=self._filter.found,
+            stop=self._filter.matched,
         )
 
     def _prompt_step(self) -> int | None:

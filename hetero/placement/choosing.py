@@ -148,8 +148,8 @@ def choose(spec: ModelGraph, request: PlacementRequest) -> Choice:
         if key is not None and choice.plan is None and choice.mode in KINDS:
             names = Decision.__dataclass_fields__
             decisions.keep(key, Decision(**{name: getattr(choice, name) for name in names}))
-        asked = None if request.profile is None else profile
-        return replace(choice, cost=CostModel(profile), profile=asked)
+        given = None if request.profile is None else profile
+        return replace(choice, cost=CostModel(profile), profile=given)
     except UserError as error:
         if request.needs_plan:
             raise
@@ -321,8 +321,8 @@ def _decision_key(spec: ModelGraph, request: PlacementRequest) -> str | None:
     """Return the key of `auto`'s decision in the cache; None where it is not cached, or its profile
     is not known.
     """
-    asked = (request.mode, request.strategy, request.profile)
-    if asked != ("auto", "auto", None) or (profile := profile_facts()) is None:
+    question = (request.mode, request.strategy, request.profile)
+    if question != ("auto", "auto", None) or (profile := profile_facts()) is None:
         return None
     gpu, npu = request.backend("gpu"), request.backend("npu")
     backend, driver = split_driver(gpu)

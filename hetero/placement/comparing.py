@@ -28,10 +28,10 @@ class Work:
     prompts: tuple[int, ...]
 
     @classmethod
-    def of(cls, asked: Sequence[int], context: int | None = None) -> Work:
+    def of(cls, lengths: Sequence[int], context: int | None = None) -> Work:
         """Return the lengths that are asked for, else those of `PROMPTS` that a context holds."""
         room = max(context - ANSWER_TOKENS, 1) if context is not None else max(PROMPTS)
-        return cls(tuple(asked) or tuple(m for m in PROMPTS if m <= room) or (room,))
+        return cls(tuple(lengths) or tuple(m for m in PROMPTS if m <= room) or (room,))
 
     def __str__(self) -> str:
         *most, last = map(str, self.prompts)

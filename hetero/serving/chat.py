@@ -151,9 +151,9 @@ def call_json(call: ToolCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": function}
 
 
-def score(state: State, token: int, found: Sequence[Any]) -> dict[str, Any]:
+def score(state: State, token: int, scored: Sequence[Any]) -> dict[str, Any]:
     """Return a token's log-probability, and the alternatives'."""
-    logprob, top = found
+    logprob, top = scored
     return _scored(state, token, logprob) | {
         "top_logprobs": [_scored(state, other, value) for other, value in top]
     }

@@ -337,8 +337,8 @@ def _error_reply(number: int, error: UserError) -> ErrorReply:
     return ErrorReply(id=number, kind=kinds.get(type(error), "user"), message=str(error))
 
 
-def _logprob(found: TokenLogprob | None) -> list[Any] | None:
-    return None if found is None else [found.logprob, [list(pair) for pair in found.top]]
+def _logprob(score: TokenLogprob | None) -> list[Any] | None:
+    return None if score is None else [score.logprob, [list(pair) for pair in score.top]]
 
 
 def _lines(source: int, incoming: queue.SimpleQueue[Any]) -> None:
