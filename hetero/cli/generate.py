@@ -262,7 +262,7 @@ def answered(
         print(
             f"hetero: the answer ends here because prompt and answer fill the context of "
             f"{llm.max_seq_len} tokens (--max-seq-len; {llm.model.name} has up to "
-            f"{llm.model.config.max_position}; --context-shift goes on)",
+            f"{llm.model.config.max_position}; --context-shift continues)",
             file=sys.stderr,
         )
     if stats:

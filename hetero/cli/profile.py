@@ -102,7 +102,7 @@ def profile_command(
         report(DeviceProfile.load(path), path, as_json)
         return
     if begun and not resume:
-        notify(f"the run that was interrupted is started over: with --resume {path} goes on")
+        notify(f"starting over an interrupted run: --resume continues {path}")
     limit_s = budget_s or (QUICK_BUDGET_S if quick else DEFAULT_BUDGET_S)
     try:
         with progress(limit_s) as show:
@@ -120,7 +120,7 @@ def profile_command(
             )
     except KeyboardInterrupt:
         if journal is not None and journal.exists():
-            notify("what was measured is kept: the same command with --resume goes on")
+            notify("measurements are kept: the same command with --resume continues")
         raise
     report(taken, path, as_json)
 

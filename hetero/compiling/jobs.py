@@ -19,7 +19,7 @@ from hetero.solver.placement import Assignment, Placement, Segment
 from hetero.solver.plan import Phase
 
 if TYPE_CHECKING:
-    from hetero.backends.qnn.catalog import Shape
+    from hetero.backends.qnn.catalog import GraphShape
 
 # Measured on this project's two-core x86-64 machine (qnn.md): a compiled graph's file over the
 # packed weight's bytes.
@@ -40,7 +40,7 @@ class Job:
     sizes: tuple[int, ...]
     weight_bytes: int
     group: NodeGroup | None = None
-    shapes: tuple[Shape, ...] = field(default=(), compare=False)
+    shapes: tuple[GraphShape, ...] = field(default=(), compare=False)
 
     @property
     def node(self) -> Node:
@@ -280,7 +280,7 @@ class _Graph(NamedTuple):
 
     name: str
     file: object
-    shape: Shape
+    shape: GraphShape
 
 
 def _graphs_of_call(

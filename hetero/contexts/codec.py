@@ -34,7 +34,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hetero.backends.kv_codes import decoded, spread, unpacked
-from hetero.backends.kv_rows import Rows, rounded_up
+from hetero.backends.kv_rows import CacheRows, rounded_up
 from hetero.runtime.kv.kv_cache import CacheLayout, KvCache
 
 CODEC_VERSION: Final = 1
@@ -169,7 +169,7 @@ class ChunkCodec:
         codes = np.zeros((self.layers, 2, *shape), np.int8)
         for layer, both in enumerate(values):
             for kind, (part, array) in enumerate(zip(both, codes[layer], strict=True)):
-                rows = Rows(array, self.kv, self.size)
+                rows = CacheRows(array, self.kv, self.size)
                 rows.channels[:] = 1 if kind else self.channels[layer]
                 rows.write(0, part)
         return np.ascontiguousarray(codes[:, :, :, : values.shape[3]])
@@ -196,7 +196,7 @@ class ChunkCodec:
         return values
 
     def decode_into(
-        self, chunks: Sequence[tuple[int, Codes]], layer: int, keys: Rows, values: Rows
+        self, chunks: Sequence[tuple[int, Codes]], layer: int, keys: CacheRows, values: CacheRows
     ) -> None:
         """A layer of chunks, each at its first token, into a cache's keys and values.
         `DECODED_TOGETHER` values at once, of chunks with equal bits.
@@ -216,7 +216,9 @@ class ChunkCodec:
                     keys.write(start, k)
                     values.write(start, v)
 
-    def _moved(self, start: int, codes: Codes, layer: int, into: tuple[Rows, Rows]) -> bool:
+    def _moved(
+        self, start: int, codes: Codes, layer: int, into: tuple[CacheRows, CacheRows]
+    ) -> bool:
         """Return whether a chunk went into caches of codes with the same channels as it is."""
         stop, shape = start + codes.tokens, (2, self.heads, codes.tokens, -1)
         planes = [plane[layer : layer + 1] for plane in codes.planes]

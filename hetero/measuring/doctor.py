@@ -16,7 +16,7 @@ from hetero.backends.memory import Tensor, new_tensor
 from hetero.backends.ops import Add, MatMul
 from hetero.backends.protocol import Device
 from hetero.backends.qnn import hexagon
-from hetero.backends.qnn.npu_driver import State
+from hetero.backends.qnn.npu_driver import CheckResult
 from hetero.backends.registry import Backend, find, open_device, real_backends
 from hetero.backends.weights import pack
 from hetero.errors import one_sentence
@@ -78,7 +78,7 @@ def diagnose() -> Iterator[Finding]:
         yield from _checked(both, "both", partial(_check_together, "opencl", names[-1]))
 
 
-def _surrounding(name: str, state: Callable[[], State]) -> list[Finding]:
+def _surrounding(name: str, state: Callable[[], CheckResult]) -> list[Finding]:
     return [Finding(name, "npu", *state())]
 
 

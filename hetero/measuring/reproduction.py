@@ -117,8 +117,8 @@ class Claim(NamedTuple):
         value = chip.value(known["formula"])
         low, high = known.get("quiet", (math.inf, -math.inf))
         reason = "" if low <= value <= high else known.get("reason", "")
-        told = chip.value(known["paper"]), value, known.get("within"), reason
-        return cls(known["key"], known["what"], known["unit"], *told)
+        fields = chip.value(known["paper"]), value, known.get("within"), reason
+        return cls(known["key"], known["what"], known["unit"], *fields)
 
     @property
     def ratio(self) -> float:

@@ -161,7 +161,7 @@ def _plain(message: Message) -> list[dict[str, Any]]:
             function = {"name": block["name"], "arguments": block.get("input") or {}}
             call = {"id": str(block.get("id", "")), "type": "function", "function": function}
             calls.append(call)
-        elif kind not in ("thinking", "redacted_thinking"):  # which nobody is told again
+        elif kind not in ("thinking", "redacted_thinking"):  # which is never sent back
             text.append(block)
     if text or calls or not plain_messages:
         plain: dict[str, Any] = {"role": message.role, "content": _text(text)}

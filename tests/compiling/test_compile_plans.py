@@ -37,6 +37,8 @@ KINDS = (
 
 # What a hybrid cut, or another kind, has in it as well.
 MILD = ("npu only", "row-cut", "sequence-cut", "multi-sequence-cut", "chunked", "orders")
+# Each compiles for seconds.
+LONG = ("cuts of two lengths", "q, k and v apart", "block, cut where it is decoded")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -140,7 +142,14 @@ def whole_gpu(spec: ModelGraph) -> ExecutionPlan:
 @pytest.mark.parametrize(
     ("kind", "seed"),
     [
-        *(pytest.param(k, 0, marks=[pytest.mark.exhaustive] if k in MILD else []) for k in KINDS),
+        *(
+            pytest.param(
+                k,
+                0,
+                marks=[pytest.mark.exhaustive] * (k in MILD) + [pytest.mark.full] * (k in LONG),
+            )
+            for k in KINDS
+        ),
         *(pytest.param("random", seed, marks=pytest.mark.exhaustive) for seed in (1, 2, 3)),
     ],
 )

@@ -65,6 +65,7 @@ def compare(model: Path, bundle: Path) -> None:
     assert np.linalg.norm(found - expected) < MOST_OFF * np.linalg.norm(expected)
 
 
+@pytest.mark.full
 def test_a_bundle_with_shadows_beside_it(shadowed: Path, tmp_path: Path) -> None:
     """The Hexagon's matmuls are emulated, the shadows run on the GPU meanwhile."""
     request = CompileRequest(str(shadowed), "sm8650", weights="w8a8", max_seq_len=40)

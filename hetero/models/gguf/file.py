@@ -343,7 +343,7 @@ class _Reader:
         add = texts.append
         for _ in range(count):
             if at + 8 > size:
-                raise self.error(f"{name} goes on beyond the end of the file")
+                raise self.error(f"{name} extends beyond the end of the file")
             (length,) = unpack(data, at)
             at += 8
             if length > size - at:

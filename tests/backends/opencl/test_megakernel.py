@@ -87,7 +87,7 @@ def fused(device: OpenCLDevice, stages: Stages) -> OpenCLCall:
     return found[0]
 
 
-@pytest.mark.parametrize("m", [1, 7])
+@pytest.mark.parametrize("m", [pytest.param(1, marks=pytest.mark.full), 7])
 def test_a_fused_launch_computes_the_same_as_its_calls(device: OpenCLDevice, m: int) -> None:
     made = Calls(device, OPS, m, seed=m)
     wanted = made.after(made.calls)
@@ -176,10 +176,13 @@ with open_device("opencl-cores") as device:
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
-@pytest.mark.parametrize("patience", [-(1 << 60), 1000, megakernel.PATIENCE])
+@pytest.mark.parametrize(
+    "patience",
+    [*(pytest.param(x, marks=pytest.mark.full) for x in (-(1 << 60), 1000)), megakernel.PATIENCE],
+)
 @pytest.mark.usefixtures("device")
 def test_threads_hand_over(patience: int) -> None:
-    """On every core, whoever leaves: three hundred runs in a process of their own."""
+    """On every core, whichever leaves: three hundred runs in a process of their own."""
     ran = subprocess.run(
         [sys.executable, "-c", THREADS, str(patience)],
         cwd=Path(__file__).parents[3],

@@ -48,6 +48,7 @@ def check_shapes(device: OpenCLDevice) -> None:
               np.float32(2))  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore::pyopencl.CompilerWarning")
 @pytest.mark.parametrize("family", INSTRUCTIONS)
 def test_avx512_written_out(
