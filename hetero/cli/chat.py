@@ -155,7 +155,7 @@ HISTORY_FILE: Final = "chat-history"
 ALIASES: Final = {"/bye": "/exit", "/quit": "/exit", "/?": "/help"}
 
 
-class Command(NamedTuple):
+class SlashCommand(NamedTuple):
     """A command that begins with a slash; `run` returns whether the chat continues."""
 
     arguments: str
@@ -178,13 +178,13 @@ class Talk:
         self._llm, self._options, self._session, self._every = llm, options, session, stats
         self.conversation = conversation
         self._commands = {
-            "/help": Command("", "show this", self._help),
-            "/clear": Command("", "forget what was said", self._clear),
-            "/undo": Command("", "forget the last question and its answer", self._undo),
-            "/system": Command("[TEXT]", "set the system message, or show it", self._system),
-            "/stats": Command("", "speeds and placement of the last answer", self._stats),
-            "/save": Command("FILE", "write the conversation, for --session FILE", self._save),
-            "/exit": Command("", "end (also Ctrl-D)", lambda _: False),
+            "/help": SlashCommand("", "show this", self._help),
+            "/clear": SlashCommand("", "forget what was said", self._clear),
+            "/undo": SlashCommand("", "forget the last question and its answer", self._undo),
+            "/system": SlashCommand("[TEXT]", "set the system message, or show it", self._system),
+            "/stats": SlashCommand("", "speeds and placement of the last answer", self._stats),
+            "/save": SlashCommand("FILE", "write the conversation, for --session FILE", self._save),
+            "/exit": SlashCommand("", "end (also Ctrl-D)", lambda _: False),
         }
 
     def begin(self) -> None:

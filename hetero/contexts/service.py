@@ -29,7 +29,7 @@ from hetero.contexts.chunk_memory import ChunkMemory
 from hetero.contexts.codec import ChunkCodec
 from hetero.contexts.compaction import compact, make_room
 from hetero.contexts.compression import Compression, KvBits
-from hetero.contexts.decoding import Decoder, SharedDecoder, decoders
+from hetero.contexts.decoding import ChunkDecoder, SharedDecoder, decoders
 from hetero.contexts.directory import ServiceDirectory
 from hetero.contexts.encryption import vault_of
 from hetero.contexts.eviction import Policy
@@ -271,7 +271,7 @@ class Service:
         identity, layout = self.llm.engine.contexts.identity, self._active.cache.layout
         return ServiceDirectory(path, identity, layout, self._vault)
 
-    def _measured(self) -> tuple[ChunkCodec, Decoder]:
+    def _measured(self) -> tuple[ChunkCodec, ChunkDecoder]:
         """Return the model's codec and who decodes; what is measured beside is kept in
         the folder.
         """

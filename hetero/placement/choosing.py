@@ -19,7 +19,7 @@ from hetero.backends.qnn import hexagon
 from hetero.backends.registry import EVERY_CORE, split_driver
 from hetero.errors import UserError
 from hetero.placement import decisions
-from hetero.placement.comparing import TENSOR_LEVEL, Work, compare, fastest
+from hetero.placement.comparing import TENSOR_LEVEL, PromptMix, compare, fastest
 from hetero.placement.decisions import Decision
 from hetero.placement.device_set import DRIVEN, DeviceMode, DeviceSet, backend_name
 from hetero.placement.first_start import forget_if_other, profile_facts, scaled_here
@@ -211,7 +211,7 @@ def _fastest(planner: Planner, solver: PreparedSolver, request: PlacementRequest
     kinds = KINDS if request.max_gpu_share >= 1 else ("npu",)
     every_core = request.gpu == "auto" and "gpu" in kinds
     cores = every_core_count() if every_core else 0
-    work = Work.of(request.seq_lens or request.expected, request.context)
+    work = PromptMix.of(request.seq_lens or request.expected, request.context)
     seconds = compare(planner, solver, work, kinds=(*kinds, EVERY_CORE), cores=cores)
     alone = {name: s for name, s in seconds.items() if name != TENSOR_LEVEL}
     one_core = bool(alone) and _shares_one_core(request)

@@ -15,8 +15,8 @@ from starlette.responses import Response
 from hetero.serving import answers
 from hetero.serving.answers import (
     DONE,
+    AnswerChoice,
     AnswerOptions,
-    Choice,
     StreamWriter,
     fill_template,
     split_template,
@@ -130,7 +130,7 @@ async def _wanted(state: State, body: ChatRequest, use: ToolUse) -> AnswerOption
 
 
 def _choice(
-    state: State, index: int, choice: Choice, use: ToolUse, *, logprobs: bool
+    state: State, index: int, choice: AnswerChoice, use: ToolUse, *, logprobs: bool
 ) -> dict[str, Any]:
     text, calls = use.read(choice.text)
     message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
