@@ -107,18 +107,18 @@ class CacheUsage(_Record):
     dry_run: bool = False
 
 
-class Entry(EntryUsage):
+class CacheEntry(EntryUsage):
     """An entry with the `paths` that are removed together, under `lock` if there is one."""
 
     paths: tuple[Path, ...]
     lock: Path | None = None
 
 
-Scan: TypeAlias = Callable[[list[Path]], Iterator[Entry]]
+Scan: TypeAlias = Callable[[list[Path]], Iterator[CacheEntry]]
 
 
 @dataclass(frozen=True)
-class Kind:
+class CacheKind:
     """Entries of one kind, in a folder (or the one file that it is).
 
     what     description, for people
@@ -138,7 +138,7 @@ class Kind:
     guarded: bool = False
     named: bool = False
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[CacheEntry]:
         """Return all entries, the last used first."""
         folder = self.folder()
         paths = [folder] if folder.is_file() else _listed(folder)
@@ -154,7 +154,7 @@ def usage(listed: Iterable[str] = ()) -> CacheUsage:
     return CacheUsage(kinds=kinds, nbytes=sum(kind.nbytes for kind in kinds))
 
 
-def kinds_of(names: Iterable[str]) -> list[Kind]:
+def kinds_of(names: Iterable[str]) -> list[CacheKind]:
     """Return kinds by their names. Raises `UserError`."""
     kinds = []
     for name in names:
@@ -172,7 +172,7 @@ def select(
     everything: bool = False,
     stale: bool = False,
     older_than_s: float | None = None,
-) -> dict[str, list[Entry]]:
+) -> dict[str, list[CacheEntry]]:
     """Return the entries that `clear` would remove, by kind: of the named kinds, or of
     `everything` but kinds that are only cleared by name. Raises `UserError` if neither is given.
     """
@@ -207,7 +207,7 @@ def clear(
     return remove(select(kinds, everything=everything, stale=stale, older_than_s=older_than_s))
 
 
-def remove(entries: Mapping[str, list[Entry]], *, dry_run: bool = False) -> CacheUsage:
+def remove(entries: Mapping[str, list[CacheEntry]], *, dry_run: bool = False) -> CacheUsage:
     """Remove these entries, and return the rest and what was removed. Raises `OSError`."""
     cleared = []
     for kind, listed in entries.items():
@@ -220,7 +220,7 @@ def remove(entries: Mapping[str, list[Entry]], *, dry_run: bool = False) -> Cach
     return usage().model_copy(update=update)
 
 
-def _usage_of(kind: Kind, listed: bool) -> KindUsage:
+def _usage_of(kind: CacheKind, listed: bool) -> KindUsage:
     entries = kind.entries()
     old = [entry for entry in entries if entry.stale]
     return KindUsage(
@@ -249,11 +249,11 @@ def _entry(
     held: bool = False,
     lock: Path | None = None,
     used_at_s: float | None = None,
-) -> Entry:
+) -> CacheEntry:
     """Return the entry of a path and the `others` that go with it. A held entry is not stale."""
     held = held or (lock is not None and _is_locked(lock))
     paths = (path, *(other for other in others if other.exists()))
-    return Entry(
+    return CacheEntry(
         name=path.name,
         path=str(path),
         of=of,
@@ -274,7 +274,7 @@ def _listed(folder: Path) -> list[Path]:
         return []
 
 
-def _split_partial(paths: list[Path]) -> tuple[list[Path], list[Entry]]:
+def _split_partial(paths: list[Path]) -> tuple[list[Path], list[CacheEntry]]:
     """Return complete files, and entries of files that writers have not finished."""
     complete, entries = [], []
     for path in paths:
@@ -320,7 +320,7 @@ def _is_locked(lock: Path) -> bool:
         return False
 
 
-def _remove(entry: Entry) -> bool:
+def _remove(entry: CacheEntry) -> bool:
     """Remove an entry unless a process uses it; return whether it is gone. Raises `OSError`."""
     if entry.lock is None:
         return all(map(_remove_unused, entry.paths))  # the first one is what is held
@@ -380,7 +380,7 @@ def _opencl_folder() -> Path:
     return Path(named) / "hetero" if named else cache_folder() / "opencl"
 
 
-def _decisions(paths: list[Path]) -> Iterator[Entry]:
+def _decisions(paths: list[Path]) -> Iterator[CacheEntry]:
     if not paths:
         return
     from hetero.placement.decisions import is_reachable
@@ -391,7 +391,7 @@ def _decisions(paths: list[Path]) -> Iterator[Entry]:
         yield _entry(path, of=of, stale="" if is_reachable(path) else OTHER_CODE)
 
 
-def _first_starts(paths: list[Path]) -> Iterator[Entry]:
+def _first_starts(paths: list[Path]) -> Iterator[CacheEntry]:
     complete, partial = _split_partial(paths)
     yield from (entry for entry in partial if not entry.name.startswith(f".{HOST}"))
     complete = [path for path in complete if path.name.startswith("first-start-")]
@@ -410,7 +410,7 @@ def _first_starts(paths: list[Path]) -> Iterator[Entry]:
         yield _entry(path, of=of, stale="" if same else OTHER_HERE)
 
 
-def _opencl(_paths: list[Path]) -> Iterator[Entry]:
+def _opencl(_paths: list[Path]) -> Iterator[CacheEntry]:
     folder = _opencl_folder()
     yield from _opencl_runs(folder / "runs")
     results, partial = _split_partial(_listed(folder / "verdicts"))
@@ -436,7 +436,7 @@ def _opencl(_paths: list[Path]) -> Iterator[Entry]:
         yield from (_entry(path, of=name, stale=stale) for path in kernels)
 
 
-def _opencl_runs(folder: Path) -> Iterator[Entry]:
+def _opencl_runs(folder: Path) -> Iterator[CacheEntry]:
     """Yield folders of processes, each with its lock."""
     for path in _listed(folder):
         lock = path.with_name(f"{path.name}.lock")
@@ -450,7 +450,7 @@ def _opencl_runs(folder: Path) -> Iterator[Entry]:
             yield _entry(path, stale=ENDED)
 
 
-def _packed(paths: list[Path]) -> Iterator[Entry]:
+def _packed(paths: list[Path]) -> Iterator[CacheEntry]:
     if not paths:
         return
     from hetero.models.gguf.store import origin_of
@@ -468,7 +468,7 @@ def _packed(paths: list[Path]) -> Iterator[Entry]:
         yield _entry(path, note, of=of, stale=stale, held=is_in_use(path))
 
 
-def _graphs(paths: list[Path]) -> Iterator[Entry]:
+def _graphs(paths: list[Path]) -> Iterator[CacheEntry]:
     """Yield compiled graphs; versions of the chip's libraries are known where they are
     installed.
     """
@@ -498,12 +498,12 @@ def _read_at(path: Path) -> float:
     return max(state.st_mtime, state.st_atime if path.suffix == ".bin" else 0.0)
 
 
-def _locks(paths: list[Path]) -> Iterator[Entry]:
+def _locks(paths: list[Path]) -> Iterator[CacheEntry]:
     for path in paths:
         yield _entry(path, stale=UNUSED_LOCK, lock=path)
 
 
-def _profiles(paths: list[Path]) -> Iterator[Entry]:
+def _profiles(paths: list[Path]) -> Iterator[CacheEntry]:
     """Yield this machine's profiles, with the journals of interrupted runs."""
     old = [path for path in _listed(cache_folder() / "profiles") if path not in paths]
     paths = [path for path in (*paths, *old) if not path.name.startswith("first-start-")]
@@ -523,7 +523,7 @@ def _profiles(paths: list[Path]) -> Iterator[Entry]:
         yield _entry(path, of=str(document.get("name", "")), stale=stale, lock=lock_path(path))
 
 
-def _contexts(paths: list[Path]) -> Iterator[Entry]:
+def _contexts(paths: list[Path]) -> Iterator[CacheEntry]:
     """Yield a folder for each model that was served."""
     for path in paths:
         inside = [x for part in _listed(path) for x in (part, *_listed(part))]
@@ -531,11 +531,11 @@ def _contexts(paths: list[Path]) -> Iterator[Entry]:
         yield _entry(path, of=path.name, lock=path / "lock", used_at_s=used_s)
 
 
-def _files(paths: list[Path]) -> Iterator[Entry]:
+def _files(paths: list[Path]) -> Iterator[CacheEntry]:
     return map(_entry, paths)
 
 
-def _others(paths: list[Path]) -> Iterator[Entry]:
+def _others(paths: list[Path]) -> Iterator[CacheEntry]:
     """Yield files of no kind of this version."""
     folders = [kind.folder() for kind in KINDS.values()]
     known = {"opencl", "profiles", *(x.name for x in folders if x.parent == cache_folder())}
@@ -547,26 +547,27 @@ def _others(paths: list[Path]) -> Iterator[Entry]:
 KINDS: Final = {
     kind.name: kind
     for kind in (
-        Kind("decisions", "what auto chose", "a moment",
+        CacheKind("decisions", "what auto chose", "a moment",
              lambda: cache_folder() / "decisions", _decisions, partial=True),
-        Kind("first-starts", "times of a first start", "2 s",
+        CacheKind("first-starts", "times of a first start", "2 s",
              lambda: cache_folder() / "profiles", _first_starts),
-        Kind("opencl", "OpenCL kernels", "seconds to a minute", _opencl_folder, _opencl),
-        Kind("packed", "packed GGUF files", "seconds for each file",
+        CacheKind("opencl", "OpenCL kernels", "seconds to a minute", _opencl_folder, _opencl),
+        CacheKind("packed", "packed GGUF files", "seconds for each file",
              lambda: cache_folder() / "packed", _packed, partial=True),
-        Kind("qnn", "Snapdragons' NPU graphs", "minutes to hours",
+        CacheKind("qnn", "Snapdragons' NPU graphs", "minutes to hours",
              lambda: cache_folder() / "qnn", _graphs, partial=True, guarded=True),
-        Kind("qnn-schedules", "graphs' schedules", "minutes to hours",
+        CacheKind("qnn-schedules", "graphs' schedules", "minutes to hours",
              lambda: cache_folder() / "qnn-schedules", _files, partial=True, guarded=True),
-        Kind("locks", "locks of profilers", "nothing", lambda: cache_folder() / "locks", _locks),
-        Kind("notices", "times of notices", "nothing",
+        CacheKind("locks", "locks of profilers", "nothing",
+             lambda: cache_folder() / "locks", _locks),
+        CacheKind("notices", "times of notices", "nothing",
              lambda: cache_folder() / "said-no-profile", _files),
-        Kind("profiles", "measurements of this machine", "ten minutes each",
+        CacheKind("profiles", "measurements of this machine", "ten minutes each",
              lambda: data_folder() / "profiles", _profiles, guarded=True, named=True),
-        Kind("contexts", "served conversations", "cannot be made again",
+        CacheKind("contexts", "served conversations", "cannot be made again",
              lambda: data_folder() / "contexts", _contexts, guarded=True, named=True),
-        Kind("history", "lines typed in a chat", "cannot be made again",
+        CacheKind("history", "lines typed in a chat", "cannot be made again",
              lambda: data_folder() / "chat-history", _files, guarded=True, named=True),
-        Kind("other", "not of this version", "unknown", cache_folder, _others),
+        CacheKind("other", "not of this version", "unknown", cache_folder, _others),
     )
 }  # fmt: skip

@@ -1,5 +1,7 @@
-"""Pausing garbage collection: imports and models create some hundred thousand objects at once that
-stay, and Python scans all of them every time there are a quarter more.
+"""Pauses garbage collection.
+
+Imports and models create some hundred thousand objects at once that stay, and Python scans all of
+them every time there are a quarter more.
 """
 
 from __future__ import annotations
@@ -11,9 +13,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Collect nothing inside the block; objects created inside are of the oldest
-    generation after.
-    """
+    """Collect nothing inside the block; objects created in it join the oldest generation."""
     if not gc.isenabled():
         yield
         return

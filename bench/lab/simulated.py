@@ -17,7 +17,7 @@ from hetero.contexts.chunk_memory import ChunkMemory
 from hetero.contexts.chunks import Chunk, Place
 from hetero.contexts.codec import RAW, ChunkCodec, Codes
 from hetero.contexts.compression import Compression
-from hetero.contexts.load_plan import Piece, Rates, plan_load
+from hetero.contexts.load_plan import LoadItem, Rates, plan_load
 from lab.managers import Manager
 
 # Squares of relative errors by bits, where none were measured.
@@ -155,13 +155,13 @@ class SimulatedService:
                     self._write_back([chunk])
         self._encoded_s = now_s + nbytes / self.machine.encode_bytes_per_s
 
-    def _piece(self, chunk: Chunk) -> Piece:
+    def _piece(self, chunk: Chunk) -> LoadItem:
         """Bytes of what is on the disk alone are claimed where there is room."""
         rates, codes, count = self.machine.rates, self._codes(chunk), len(chunk.tokens)
         if chunk.codes is not None:
             return rates.piece(count, codes.bits, 0)
         if chunk.place is None or not self.memory.claim(codes.nbytes):
-            return Piece(count, 0.0, 0, missing=True)
+            return LoadItem(count, 0.0, 0, missing=True)
         return rates.piece(count, codes.bits, codes.nbytes)
 
     def _codes(self, chunk: Chunk) -> Codes:

@@ -38,8 +38,8 @@ app = typer.Typer(
 UsageError = cast("type[Exception]", typer.BadParameter.__mro__[1])
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(requested: bool) -> None:
+    if requested:
         from importlib.metadata import version
 
         print(version("hetero"))

@@ -15,7 +15,7 @@ from hetero.errors import UserError
 from hetero.terminal import json_line
 
 if TYPE_CHECKING:
-    from hetero.cache import CacheUsage, Entry, KindUsage
+    from hetero.cache import CacheEntry, CacheUsage, KindUsage
 
 UNITS: Final = {"m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 LONGEST_S: Final = 100 * 366 * UNITS["d"]
@@ -102,7 +102,7 @@ def _refuse_options(kinds: list[str], given: dict[str, object]) -> None:
             raise UserError(f"{name} is for clearing: `{line}`")
 
 
-def _confirm(entries: dict[str, list[Entry]]) -> None:
+def _confirm(entries: dict[str, list[CacheEntry]]) -> None:
     """Ask before removing guarded kinds; what is declined leaves the lists. Raises `UserError`
     without a terminal.
     """

@@ -155,7 +155,7 @@ HISTORY_FILE: Final = "chat-history"
 ALIASES: Final = {"/bye": "/exit", "/quit": "/exit", "/?": "/help"}
 
 
-class Command(NamedTuple):
+class SlashCommand(NamedTuple):
     """A command that begins with a slash; `run` returns whether the chat continues."""
 
     arguments: str
@@ -178,13 +178,13 @@ class Talk:
         self._llm, self._options, self._session, self._every = llm, options, session, stats
         self.conversation = conversation
         self._commands = {
-            "/help": Command("", "show this", self._help),
-            "/clear": Command("", "forget what was said", self._clear),
-            "/undo": Command("", "forget the last question and its answer", self._undo),
-            "/system": Command("[TEXT]", "set the system message, or show it", self._system),
-            "/stats": Command("", "speeds and placement of the last answer", self._stats),
-            "/save": Command("FILE", "write the conversation, for --session FILE", self._save),
-            "/exit": Command("", "end (also Ctrl-D)", lambda _: False),
+            "/help": SlashCommand("", "show this", self._help),
+            "/clear": SlashCommand("", "forget what was said", self._clear),
+            "/undo": SlashCommand("", "forget the last question and its answer", self._undo),
+            "/system": SlashCommand("[TEXT]", "set the system message, or show it", self._system),
+            "/stats": SlashCommand("", "speeds and placement of the last answer", self._stats),
+            "/save": SlashCommand("FILE", "write the conversation, for --session FILE", self._save),
+            "/exit": SlashCommand("", "end (also Ctrl-D)", lambda _: False),
         }
 
     def begin(self) -> None:
@@ -193,9 +193,9 @@ class Talk:
 
         if self._session is not None and self._session.exists():
             self.conversation.load(self._session)
-            said = [m for m in self.conversation.messages if m["role"] in ("user", "assistant")]
-            _note(f"{self._session}: going on after {len(said)} messages")
-            for message in said[-2:]:
+            visible = [m for m in self.conversation.messages if m["role"] in ("user", "assistant")]
+            _note(f"{self._session}: going on after {len(visible)} messages")
+            for message in visible[-2:]:
                 stderr.print(
                     Text("> " if message["role"] == "user" else "", style="bold"),
                     shown(str(message.get("content", "")).strip()),
@@ -279,12 +279,12 @@ class Talk:
         from rich.text import Text
 
         messages = self.conversation.messages
-        asked = [i for i, message in enumerate(messages) if message["role"] == "user"]
-        if not asked:
+        questions = [i for i, message in enumerate(messages) if message["role"] == "user"]
+        if not questions:
             _note("(there is nothing to undo)")
             return True
-        text = str(messages[asked[-1]]["content"])
-        del messages[asked[-1] :]
+        text = str(messages[questions[-1]]["content"])
+        del messages[questions[-1] :]
         self._save_session()
         stderr.print(Text("(forgotten: "), shown(text), Text(")"), style="dim", sep="")
         return True

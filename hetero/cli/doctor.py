@@ -52,8 +52,8 @@ def print_findings(
     for finding in findings:
         made.append(finding)
         word = words[0] if finding.ok else words[1]
-        said = f"{word:8}{finding.kind:4} {finding.name:12} {printable(finding.detail)}"
-        _print_wrapped(said, width)
+        line = f"{word:8}{finding.kind:4} {finding.name:12} {printable(finding.detail)}"
+        _print_wrapped(line, width)
         if not finding.ok and finding.remedy:
             _print_wrapped(f"{'':13}remedy: {printable(finding.remedy)}", width)
         print(end="", flush=True)

@@ -284,7 +284,7 @@ def simulated(
     return evaluations
 
 
-def _kv_table(found: dict[str, KvQuality]) -> TableData:
+def _kv_table(by_name: dict[str, KvQuality]) -> TableData:
     from hetero.measuring.kv_quality import RANDOM
     from hetero.profiler.tables import TableData
 
@@ -299,41 +299,41 @@ def _kv_table(found: dict[str, KvQuality]) -> TableData:
             f"{x.top1_agreement:.2%}",
             f"{x.kl_mean:.6f}",
         )
-        for name, x in found.items()
+        for name, x in by_name.items()
         if not name.startswith(RANDOM)
     )
     return TableData("", head, tuple(rows), numbers=head[1:])
 
 
-def _by_chance(found: dict[str, KvQuality]) -> list[str]:
+def _by_chance(by_name: dict[str, KvQuality]) -> list[str]:
     from hetero.measuring.kv_quality import RANDOM
 
-    by_chance = [x.kl_mean for name, x in found.items() if name.startswith(RANDOM)]
+    by_chance = [x.kl_mean for name, x in by_name.items() if name.startswith(RANDOM)]
     if not by_chance:
         return []
-    better = sum(found["mixed"].kl_mean < kl for kl in by_chance)
+    better = sum(by_name["mixed"].kl_mean < kl for kl in by_chance)
     return [
         f"mixed is closer than {better} of {len(by_chance)} random orders of its densities "
         f"(KL {min(by_chance):.6f} to {max(by_chance):.6f})"
     ]
 
 
-def print_qualities(found: dict[str, Evaluation], as_json: bool, what: str = "weights") -> None:
+def print_qualities(by_name: dict[str, Evaluation], as_json: bool, what: str = "weights") -> None:
     """A table of formats, or a line of JSON."""
     from hetero.cli.tables import show_or_print
 
     if as_json:
-        print(json.dumps({k: asdict(v) for k, v in found.items()}))
+        print(json.dumps({k: asdict(v) for k, v in by_name.items()}))
     else:
-        show_or_print(_table(found, what), after=[BRACKETS])
+        show_or_print(_table(by_name, what), after=[BRACKETS])
 
 
-def _table(found: dict[str, Evaluation], what: str) -> TableData:
+def _table(by_name: dict[str, Evaluation], what: str) -> TableData:
     from hetero.profiler.tables import TableData
 
     head = (what, "tokens", "perplexity", "top-1 agreement", "KL mean (nats)", "KL p99")
     rows = []
-    for name, x in found.items():
+    for name, x in by_name.items():
         compared = ("", "", "")
         if x.kl_mean is not None and x.top1_agreement is not None:
             compared = (

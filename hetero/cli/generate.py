@@ -150,8 +150,8 @@ def generate_command(
         ) as llm,
         llm.trace(trace) if trace is not None else nullcontext(),
     ):
-        asked, options = question(llm, text, system, chat, options, given)
-        result = answered(llm, asked, options, quiet=as_json, stats=stats, prompt_text=text)
+        prompt_ids, options = question(llm, text, system, chat, options, given)
+        result = answered(llm, prompt_ids, options, quiet=as_json, stats=stats, prompt_text=text)
         if as_json:
             print(json.dumps(document(llm, result, options)), flush=True)
     tell_of_trace(trace)
@@ -182,8 +182,8 @@ def question(
     options = {**options, **given}
     if system is None:
         return text, options
-    said = [{"role": "system", "content": system}, {"role": "user", "content": text}]
-    return llm.encode_chat(said), options
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": text}]
+    return llm.encode_chat(messages), options
 
 
 def _prompt_text(prompt: str | None, file: Path | None) -> str:
@@ -219,14 +219,14 @@ def _without_newline(text: str) -> str:
     return text.removesuffix("\n").removesuffix("\r")
 
 
-def _uses_template(llm: LLM, asked: bool | None, *, echo: bool, system: str | None) -> bool:
+def _uses_template(llm: LLM, templated: bool | None, *, echo: bool, system: str | None) -> bool:
     """Return whether a prompt is a message to the model: where it has a template for those, unless
     the answer is to be the prompt's own continuation.
     """
-    if asked is False and system is not None:
+    if templated is False and system is not None:
         raise UserError("--system is part of a chat template: leave out --raw, or --system")
-    if asked is not None or system is not None:
-        return bool(asked) or system is not None
+    if templated is not None or system is not None:
+        return bool(templated) or system is not None
     return not echo and llm.model.tokenizer.chat_template is not None
 
 
@@ -262,7 +262,7 @@ def answered(
         print(
             f"hetero: the answer ends here because prompt and answer fill the context of "
             f"{llm.max_seq_len} tokens (--max-seq-len; {llm.model.name} has up to "
-            f"{llm.model.config.max_position}; --context-shift goes on)",
+            f"{llm.model.config.max_position}; --context-shift continues)",
             file=sys.stderr,
         )
     if stats:
@@ -349,9 +349,9 @@ def print_stats(llm: LLM, result: GenerationResult) -> None:
         else:
             table.add_row(kind, shown(share))
     _work_rows(table, stats)
-    said = [("adapted", reason) for reason in stats.adaptations]
-    said.insert(0, ("attention", _heads(llm, stats.prompt_tokens)))
-    for what, text in [("prompt's calls", stats.prompt_form), *said, ("chosen", stats.choice)]:
+    rows = [("adapted", reason) for reason in stats.adaptations]
+    rows.insert(0, ("attention", _heads(llm, stats.prompt_tokens)))
+    for what, text in [("prompt's calls", stats.prompt_form), *rows, ("chosen", stats.choice)]:
         if text:
             table.add_row(what, shown(text))
     for note in llm.choice.notes:

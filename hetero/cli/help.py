@@ -205,8 +205,8 @@ def _kind(hint: Any) -> Any:
 
 def _limits(hint: Any) -> tuple[Any, Any]:
     """Least and most that a number may be."""
-    told = [x for x in get_args(hint)[1:] if hasattr(x, "show_default")]
-    return (told[0].min, told[0].max) if told else (None, None)
+    declared = [x for x in get_args(hint)[1:] if hasattr(x, "show_default")]
+    return (declared[0].min, declared[0].max) if declared else (None, None)
 
 
 def _choices(kind: Any) -> list[str]:
@@ -232,11 +232,11 @@ def _help(parameter: Any, hint: Any) -> str:
 
 def _default(parameter: Any) -> str:
     """Return the default that the help shows; empty if there is none."""
-    told = getattr(parameter, "show_default", False)
-    if isinstance(told, str):
-        return told
+    declared = getattr(parameter, "show_default", False)
+    if isinstance(declared, str):
+        return declared
     value = parameter.default
-    if callable(value) or not told or value is None or parameter.required or value is False:
+    if callable(value) or not declared or value is None or parameter.required or value is False:
         return ""
     if value is True:
         return str(parameter.opts[0]).lstrip("-") if parameter.secondary_opts else ""

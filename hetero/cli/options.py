@@ -357,8 +357,8 @@ def open_llm(
             progress=advance,
             **options,
         )
-    for said in llm.choice.notes:
-        notify(said)
+    for note in llm.choice.notes:
+        notify(note)
     return llm
 
 

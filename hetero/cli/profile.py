@@ -90,8 +90,8 @@ def profile_command(
     if add:
         with stderr.status("measuring"):
             taken, notes = complete_profile(path, gpu=gpu, npu=npu)
-        for said in notes or ["it has all kernels that these devices have"]:
-            notify(f"{path}: {said}")
+        for sentence in notes or ["it has all kernels that these devices have"]:
+            notify(f"{path}: {sentence}")
         report(taken, path, as_json)
         return
     budget_s = parse_budget(budget) if budget is not None else None
@@ -102,7 +102,7 @@ def profile_command(
         report(DeviceProfile.load(path), path, as_json)
         return
     if begun and not resume:
-        notify(f"the run that was interrupted is started over: with --resume {path} goes on")
+        notify(f"starting over an interrupted run: --resume continues {path}")
     limit_s = budget_s or (QUICK_BUDGET_S if quick else DEFAULT_BUDGET_S)
     try:
         with progress(limit_s) as show:
@@ -120,7 +120,7 @@ def profile_command(
             )
     except KeyboardInterrupt:
         if journal is not None and journal.exists():
-            notify("what was measured is kept: the same command with --resume goes on")
+            notify("measurements are kept: the same command with --resume continues")
         raise
     report(taken, path, as_json)
 
@@ -162,8 +162,8 @@ def report(taken: DeviceProfile, path: Path, as_json: bool) -> None:
         print(json.dumps({"out": str(path), **summary(taken)}), flush=True)
     else:
         print_summary(taken)
-        for said in quality.sentences:
-            stderr.print(shown(said), style="bold" if said.startswith("Bad") else "")
+        for sentence in quality.sentences:
+            stderr.print(shown(sentence), style="bold" if sentence.startswith("Bad") else "")
         print(path)
     if not quality.good:
         print(

@@ -64,10 +64,10 @@ def quantize_command(
     source, also = loaded.weights, [open_model(model, weights=x.value).weights for x in others]
     if calibrate is not None:
         check_destination(expand_user(out).resolve(), overwrite=overwrite)
-        asked = (model, calibrate, calibration_tokens)
+        given = (model, calibrate, calibration_tokens)
         with progress_bar("calibrating") as advance:
             source, also = calibrated_together(
-                [first, *others], *asked, advance, outliers=outliers or DEFAULT_OUTLIERS
+                [first, *others], *given, advance, outliers=outliers or DEFAULT_OUTLIERS
             )
     with progress_bar("quantising") as advance:
         save(source, out, name=loaded.name, progress=advance, overwrite=overwrite, also=also)
@@ -80,9 +80,9 @@ def quantize_command(
         print(f"{printable(kind)} was quantised again: relative error {error:.3f} (measured)")
 
 
-def stored_formats(asked: str) -> list[WeightFormat]:
+def stored_formats(given: str) -> list[WeightFormat]:
     """Return the formats of --weights, the one with static scales first. Raises `UserError`."""
-    names = [name.strip() for name in asked.split(",")]
+    names = [name.strip() for name in given.split(",")]
     if unknown := [name for name in names if name not in list(WeightFormat)]:
         raise UserError(
             f"--weights {unknown[0]!r} is not a format; choose one or two of "
@@ -91,17 +91,18 @@ def stored_formats(asked: str) -> list[WeightFormat]:
     formats = sorted(map(WeightFormat, names), key=lambda x: not x.activations.static)
     if len({x.storage for x in formats}) < len(formats):
         raise UserError(
-            f"--weights {asked} names weights that are stored in one way twice; name each once"
+            f"--weights {given} names weights that are stored in one way twice; name each once"
         )
     return formats
 
 
-def shadows(found: Calibration) -> str:
-    """Return a line on what was done about outliers."""
-    worst = max(found.matmuls, key=lambda name: found.matmuls[name].error)
-    hot = sum(x.hot for x in found.matmuls.values())
+def shadows(record: Calibration) -> str:
+    """Return a line on the treatment of outliers."""
+    worst = max(record.matmuls, key=lambda name: record.matmuls[name].error)
+    hot = sum(x.hot for x in record.matmuls.values())
     return (
-        f"static scales from {found.tokens} tokens: {len(found.shadowed)} of {len(found.matmuls)} "
+        f"static scales from {record.tokens} tokens: "
+        f"{len(record.shadowed)} of {len(record.matmuls)} "
         f"matmuls keep a shadow, {hot} hot channels; largest relative error of an output "
-        f"{found.matmuls[worst].error ** 0.5:.3f}, {worst} (measured)"
+        f"{record.matmuls[worst].error ** 0.5:.3f}, {worst} (measured)"
     )

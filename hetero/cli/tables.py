@@ -77,5 +77,5 @@ def _fold(data: TableData, console: Console) -> None:
     for row in data.rows:
         console.print(shown(" ".join(row[: data.lead])), style="cyan")
         cells = zip(data.head[data.lead :], row[data.lead :], strict=True)
-        said = "; ".join(f"{name}: {cell}" for name, cell in cells if cell)
-        console.print(Padding(shown(said), (0, 0, 0, 4), expand=False))
+        text = "; ".join(f"{name}: {cell}" for name, cell in cells if cell)
+        console.print(Padding(shown(text), (0, 0, 0, 4), expand=False))

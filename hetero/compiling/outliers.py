@@ -94,7 +94,7 @@ class OutlyingWeights(ModelWeights):
         return BlockWeights(**parts)
 
     def _after_norms(
-        self, found: dict[str, Any], dense: dict[str, Float32Array], index: int
+        self, parts: dict[str, Any], dense: dict[str, Float32Array], index: int
     ) -> None:
         readers = {"input_norm": ["qkv"], "post_norm": ["gate_up"]}
         if self.config.parallel:
@@ -102,29 +102,29 @@ class OutlyingWeights(ModelWeights):
         for place, (norm, matmuls) in enumerate(readers.items(), start=1):
             factors = self._factors(self.config.hidden_size, index, place)
             for vector in (norm, f"{norm}_bias"):
-                if vector in found:
-                    found[vector] = found[vector] * factors
+                if vector in parts:
+                    parts[vector] = parts[vector] * factors
             for name in matmuls:
                 dense[name] /= factors
 
-    def _at_o(self, found: dict[str, Any], dense: dict[str, Float32Array], index: int) -> None:
+    def _at_o(self, parts: dict[str, Any], dense: dict[str, Float32Array], index: int) -> None:
         config = self.config
         factors = self._factors(config.kv_heads * config.head_dim, index, 3)
         others = (config.heads + config.kv_heads) * config.head_dim
         rows = np.concatenate([np.ones(others, dtype=np.float32), factors])
-        _grow(found, dense, "qkv", rows)
+        _grow(parts, dense, "qkv", rows)
         shared = factors.reshape(config.kv_heads, 1, config.head_dim)
         columns = np.repeat(shared, config.heads // config.kv_heads, axis=1)
         dense["o"] /= columns.reshape(-1)
 
 
 def _grow(
-    found: dict[str, Any], dense: dict[str, Float32Array], name: str, rows: Float32Array
+    parts: dict[str, Any], dense: dict[str, Float32Array], name: str, rows: Float32Array
 ) -> None:
     """Rows of a matmul, and its bias."""
     dense[name] *= rows[:, None]
-    if f"{name}_bias" in found:
-        found[f"{name}_bias"] = found[f"{name}_bias"] * rows
+    if f"{name}_bias" in parts:
+        parts[f"{name}_bias"] = parts[f"{name}_bias"] * rows
 
 
 def _packed(dense: Float32Array) -> PackedWeight:

@@ -374,11 +374,11 @@ def choose(scales: Mapping[str, Scales], kept: Collection[str]) -> dict[str, Sca
     return {name: x.shadowed if name in kept else x.pruned for name, x in scales.items()}
 
 
-def _record(found: Scales, chosen: Scale, pruned: bool) -> MatMulCalibration:
+def _record(scales: Scales, chosen: Scale, pruned: bool) -> MatMulCalibration:
     return MatMulCalibration(
         x_scale=chosen.step,
         percentile=chosen.percentile,
-        importance=found.importance,
+        importance=scales.importance,
         hot=0 if chosen.excess else len(chosen.hot),
         pruned=pruned,
         error=chosen.error,

@@ -24,7 +24,7 @@ Parts: TypeAlias = Sequence[tuple[int, Codes]]
 STAGED_BYTES: Final = 10 * DECODED_TOGETHER  # what the host's work would take (`workspace_bytes`)
 
 
-class Decoder(Protocol):
+class ChunkDecoder(Protocol):
     """Used by one thread at a time."""
 
     name: str
@@ -42,19 +42,19 @@ class HostDecoder:
         self._codec = codec
 
     def decode(self, chunks: Parts, layer: int, cache: KvCache) -> None:
-        """See `Decoder.decode`."""
+        """See `ChunkDecoder.decode`."""
         self._codec.decode_into(chunks, layer, *cache.rows(layer))
 
 
 class SharedDecoder:
     """Another one, for several threads: each waits for its turn, of a layer at a time."""
 
-    def __init__(self, inner: Decoder) -> None:
+    def __init__(self, inner: ChunkDecoder) -> None:
         self.name = inner.name
         self._inner, self._lock = inner, threading.Lock()
 
     def decode(self, chunks: Parts, layer: int, cache: KvCache) -> None:
-        """See `Decoder.decode`."""
+        """See `ChunkDecoder.decode`."""
         with self._lock:
             self._inner.decode(chunks, layer, cache)
 
@@ -79,7 +79,7 @@ class DeviceDecoder:
         )
 
     def decode(self, chunks: Parts, layer: int, cache: KvCache) -> None:
-        """See `Decoder.decode`."""
+        """See `ChunkDecoder.decode`."""
         taken = [] if self.failure else [x for x in chunks if self._takes(x[1])]
         left = chunks if self.failure else [x for x in chunks if not self._takes(x[1])]
         if left:
@@ -153,7 +153,7 @@ def decode_operation(codec: ChunkCodec, layout: CacheLayout) -> DecodeChunks:
 
 def decoders(
     devices: Mapping[DeviceKind, Device], codec: ChunkCodec, layout: CacheLayout
-) -> Iterator[Decoder]:
+) -> Iterator[ChunkDecoder]:
     """Yield all decoders: the host, and devices that can decode during their other calls."""
     yield HostDecoder(codec)
     if layout.head_dim * CHUNK_TOKENS % 4:

@@ -130,21 +130,21 @@ def _of_text(data: bytes, where: str) -> bytes:
     return bytes.fromhex(digits.decode())
 
 
-def check_key(where: Path, found: str, vault: Vault | None) -> None:
+def check_key(where: Path, stored_id: str, vault: Vault | None) -> None:
     """Raise `UserError` unless what lies there, encrypted by the key of this id (empty: not), is
     opened as it must be.
     """
-    if found and vault is None:
+    if stored_id and vault is None:
         raise UserError(
             f"{where}: is encrypted: give the key (encryption_key, --encryption-key FILE or "
             f"{VARIABLE})"
         )
-    if not found and vault is not None:
+    if not stored_id and vault is not None:
         raise UserError(
             f"{where}: is not encrypted: open it without a key, or choose another directory"
         )
-    if vault is not None and found != vault.key_id:
+    if vault is not None and stored_id != vault.key_id:
         raise UserError(
-            f"{where}: is encrypted by another key ({found}, this one is {vault.key_id}): give "
+            f"{where}: is encrypted by another key ({stored_id}, this one is {vault.key_id}): give "
             "that one, or choose another directory"
         )

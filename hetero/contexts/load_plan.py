@@ -50,14 +50,14 @@ class Rates:
         """
         return float(bytes_per_token * tokens / max(self.prefill_s(tokens, 0), 1e-9))
 
-    def piece(self, tokens: int, bits: int, disk_bytes: int) -> Piece:
+    def piece(self, tokens: int, bits: int, disk_bytes: int) -> LoadItem:
         """Return a chunk of so many bits, in memory or (with `disk_bytes`) to be read."""
         work_s = self.chunk_s.get(bits, 0.0) * tokens / CHUNK_TOKENS
         read_s = self.read_chunk_s + disk_bytes / self.read_bytes_per_s if disk_bytes else 0.0
-        return Piece(tokens, work_s, disk_bytes, read_s=read_s)
+        return LoadItem(tokens, work_s, disk_bytes, read_s=read_s)
 
 
-class Piece(NamedTuple):
+class LoadItem(NamedTuple):
     """A chunk to be had: seconds to be decoded and read; `missing`: nowhere."""
 
     tokens: int
@@ -79,7 +79,7 @@ class LoadPlan(NamedTuple):
 
 
 def plan_load(
-    pieces: Sequence[Piece],
+    pieces: Sequence[LoadItem],
     prompt_tokens: int,
     rates: Rates,
     layers: int,
@@ -98,7 +98,7 @@ def plan_load(
     return LoadPlan(first + best, float(times[best]), float(times[-1]))
 
 
-def _behind_last(pieces: Sequence[Piece], wanted: Callable[[Piece], bool]) -> int:
+def _behind_last(pieces: Sequence[LoadItem], wanted: Callable[[LoadItem], bool]) -> int:
     return next((i + 1 for i in reversed(range(len(pieces))) if wanted(pieces[i])), 0)
 
 
@@ -107,7 +107,7 @@ def _sums(values: Iterable[float]) -> Floats:
 
 
 def _seconds(
-    pieces: Sequence[Piece], prompt: int, rates: Rates, layers: int, before: int
+    pieces: Sequence[LoadItem], prompt: int, rates: Rates, layers: int, before: int
 ) -> Floats:
     """Until the first token where the first 0, 1, … pieces are had."""
     had = [piece for piece in pieces if not piece.missing]
@@ -129,7 +129,7 @@ def _seconds(
     return seconds
 
 
-def _alone_s(pieces: Sequence[Piece], rates: Rates, starts: Floats) -> Floats:
+def _alone_s(pieces: Sequence[LoadItem], rates: Rates, starts: Floats) -> Floats:
     """Return the seconds of missing runs in calls of their own, up to each chunk."""
     runs = [0.0]
     for piece in pieces:

@@ -25,7 +25,7 @@ from hetero.contexts.codec import (
     channel_scales,
     relative_errors,
 )
-from hetero.contexts.decoding import Decoder, HostDecoder
+from hetero.contexts.decoding import ChunkDecoder, HostDecoder
 from hetero.contexts.load_plan import Rates
 from hetero.contexts.prompt_times import HeldTimes, Point, PricedTimes, PromptTimes
 from hetero.errors import UserError
@@ -127,7 +127,7 @@ def _forgotten(file: io.FileIO) -> None:
 
 
 def measure_chunks(
-    context: Context, codec: ChunkCodec, folder: Path, decoders: Iterable[Decoder]
+    context: Context, codec: ChunkCodec, folder: Path, decoders: Iterable[ChunkDecoder]
 ) -> dict[str, Any]:
     """Return seconds of a chunk: to be decoded into the cache, by bits; to be read, less its bytes.
     Taken as a load does it, of several chunks layer by layer, from files that are in memory; of the
@@ -144,7 +144,7 @@ def measure_chunks(
         for bits, codes in encoded.items():
             parts = [(CHUNK_TOKENS * i, codes) for i in range(count)]
 
-            def decode(parts: Any = parts, decoder: Decoder = decoder) -> None:
+            def decode(parts: Any = parts, decoder: ChunkDecoder = decoder) -> None:
                 for layer in range(codec.layers):
                     decoder.decode(parts, layer, context.cache)
 
@@ -223,9 +223,9 @@ def rates_of(facts: dict[str, Any]) -> Rates:
     )
 
 
-def _points(found: Any) -> list[Point]:
+def _points(stored: Any) -> list[Point]:
     """Times of prompts."""
-    points = [(int(m), int(before), _number(s)) for m, before, s in found]
+    points = [(int(m), int(before), _number(s)) for m, before, s in stored]
     if any(m < 1 or before < 0 for m, before, _ in points):
         raise ValueError("no times of prompts")
     return points

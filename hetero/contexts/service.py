@@ -29,7 +29,7 @@ from hetero.contexts.chunk_memory import ChunkMemory
 from hetero.contexts.codec import ChunkCodec
 from hetero.contexts.compaction import compact, make_room
 from hetero.contexts.compression import Compression, KvBits
-from hetero.contexts.decoding import Decoder, SharedDecoder, decoders
+from hetero.contexts.decoding import ChunkDecoder, SharedDecoder, decoders
 from hetero.contexts.directory import ServiceDirectory
 from hetero.contexts.encryption import vault_of
 from hetero.contexts.eviction import Policy
@@ -271,7 +271,7 @@ class Service:
         identity, layout = self.llm.engine.contexts.identity, self._active.cache.layout
         return ServiceDirectory(path, identity, layout, self._vault)
 
-    def _measured(self) -> tuple[ChunkCodec, Decoder]:
+    def _measured(self) -> tuple[ChunkCodec, ChunkDecoder]:
         """Return the model's codec and who decodes; what is measured beside is kept in
         the folder.
         """
@@ -529,9 +529,9 @@ class AppContext:
             with service._slots.taken(self._cached.root, whole) as slot:
                 run = partial(self._run, slot, whole, options, results)
                 yield from slot.working.answering(self._cached, whole, run)
-                said = [*messages, {"role": "assistant", "content": results[0].text}]
+                history = [*messages, {"role": "assistant", "content": results[0].text}]
                 used = slot.working.tick()
-                self._log.append(slot.active.tokens, said if text.chat else (), used=used)
+                self._log.append(slot.active.tokens, history if text.chat else (), used=used)
                 self._leave(slot)
 
     @contextmanager
@@ -566,28 +566,30 @@ class AppContext:
         """Return tokens of the text with the prompt; the messages, of a chat."""
         service, text = self.app.service, self._log.text
         if text.chat:
-            asked = [*text.messages, {"role": "user", "content": prompt}]
+            history = [*text.messages, {"role": "user", "content": prompt}]
             answer = check_count("max_tokens", options.get("max_tokens", 1))
-            tokens = self._going_on(asked)
+            tokens = self._continued(history)
             if not tokens or len(tokens) + answer > service.llm.max_seq_len:
-                tokens = Conversation(service.llm, context=service._active).fitting(asked, answer)
-            return tokens, asked
+                tokens = Conversation(service.llm, context=service._active).fitting(history, answer)
+            return tokens, history
         tokens = service.llm.encode(prompt)
         start = service.llm.model.tokenizer.bos_id
         if text.tokens and len(tokens) > 1 and tokens[0] == start:
             tokens = tokens[1:]
         return [*text.tokens, *tokens], []
 
-    def _going_on(self, asked: list[Any]) -> list[int]:
+    def _continued(self, history: list[Any]) -> list[int]:
         """Return the text so far, with its answers as the model made them, then what the template
         puts behind an answer: a text that is told anew from its messages often has other tokens.
 
         That is where two conversations that differ in the last answer alone are equal again.
         """
-        if len(asked) < 3 or asked[-2]["role"] != "assistant":
+        if len(history) < 3 or history[-2]["role"] != "assistant":
             return []
         one, other = (
-            self.app.service.llm.encode_chat([*asked[:-2], {**asked[-2], "content": x}, asked[-1]])
+            self.app.service.llm.encode_chat(
+                [*history[:-2], {**history[-2], "content": x}, history[-1]]
+            )
             for x in ("0", "z")
         )
         pairs = enumerate(zip(reversed(one), reversed(other), strict=False))

@@ -1,7 +1,7 @@
 """Ahead-of-time swap-out: when a call has returned, its new chunks are encoded and written.
 
-One thread, which works between and beside calls. Until it has encoded a job, keys and values lie in
-the cache that the devices computed them in; whoever wants to put another context there waits with
+One thread, which works between and during calls. Until it has encoded a job, keys and values are
+only in the cache that the devices computed them in; loading another context there waits with
 `wait_encoded`. Written chunks can leave the memory at no cost (LLMS, section 3.4).
 """
 

@@ -25,8 +25,8 @@ from hetero.contexts.chunk_files import ChunkFiles, Reader
 from hetero.contexts.chunk_memory import ChunkMemory
 from hetero.contexts.chunks import Chunk
 from hetero.contexts.codec import CHUNK_TOKENS, ChunkCodec, Codes
-from hetero.contexts.decoding import Decoder, HostDecoder
-from hetero.contexts.load_plan import LoadPlan, Piece, Rates, plan_load
+from hetero.contexts.decoding import ChunkDecoder, HostDecoder
+from hetero.contexts.load_plan import LoadItem, LoadPlan, Rates, plan_load
 from hetero.contexts.swap_out import STALLED_S, SwapJob, SwapOut, stalled
 from hetero.errors import UserError
 from hetero.runtime.kv.attention_stats import ScoreStats
@@ -141,7 +141,7 @@ class WorkingSet:
         prefill: Callable[[Sequence[int]], Any],
         rates: Rates,
         recompute: bool = True,
-        decoder: Decoder | None = None,
+        decoder: ChunkDecoder | None = None,
         wait_s: float = STALLED_S,
         times: CallTimes | None = None,
     ) -> None:
@@ -341,7 +341,7 @@ class WorkingSet:
         for chunk in wanted:
             codes = chunk.codes or claimed.get(chunk)
             if codes is None:
-                pieces.append(Piece(len(chunk.tokens), 0.0, 0, missing=True))
+                pieces.append(LoadItem(len(chunk.tokens), 0.0, 0, missing=True))
             else:
                 read = codes.nbytes if chunk in claimed else 0
                 pieces.append(rates.piece(len(chunk.tokens), codes.bits, read))

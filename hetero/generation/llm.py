@@ -511,7 +511,7 @@ class LLM:
     def _check_room(self, before: int, tokens: Sequence[int]) -> None:
         """The context must hold the prompt, behind what it holds, and one token of an answer."""
         if before + len(tokens) >= self.max_seq_len:
-            behind = f" behind the {before} that it goes on from" if before else ""
+            behind = f" after the {before} that it continues" if before else ""
             remedy = "truncate() the context" if before else "shorten the prompt"
             raise ContextFullError(
                 f"a prompt of {len(tokens)} tokens{behind} and its answer do not fit the context "

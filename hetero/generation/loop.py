@@ -17,7 +17,7 @@ from hetero.backends.errors import DeviceError
 from hetero.errors import UserError
 from hetero.generation.options import GenerationConfig
 from hetero.generation.sampling import Logits, Sampler, SamplingParams, TokenLogprob, token_logprob
-from hetero.generation.speculative import Acceptance, LookupDecoder
+from hetero.generation.speculative import DraftStats, LookupDecoder
 from hetero.models import LoadedModel
 from hetero.models.tokenizer import StreamDecoder
 from hetero.runtime.engine import Engine
@@ -59,7 +59,7 @@ class Stats:
     decode_tokens_per_s: float
     reused_tokens: int = 0
     placement: dict[str, DeviceShare | str] = field(default_factory=dict)
-    speculation: Acceptance | None = None
+    speculation: DraftStats | None = None
     gpu_share: float | None = None
     npu_idle_share: float | None = None
     prompt_form: str = ""
@@ -112,7 +112,7 @@ class GenerationResult:
         return sum(x.logprob for x in self.logprobs) / len(self.logprobs)
 
 
-class Clock(Protocol):
+class TimeSource(Protocol):
     """Seconds from some fixed point."""
 
     def __call__(self) -> float: ...
@@ -131,7 +131,7 @@ class StopFilter:
         self._stops = tuple(stops)
         self._held = ""
         self.stopped = False
-        self.found = ""  # the stop text that ended it
+        self.matched = ""  # the stop text that ended it
 
     def push(self, text: str) -> str:
         """Return text that is safe to show now."""
@@ -139,7 +139,7 @@ class StopFilter:
         matches = [(at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if matches:
             self.stopped = True
-            at, self.found = min(matches)
+            at, self.matched = min(matches)
             shown, self._held = self._held[:at], ""
             return shown
         keep = max((self._overlap(stop) for stop in self._stops), default=0)
@@ -189,7 +189,7 @@ class Generation(Iterator[Piece]):
         keep_prompt: bool = False,
         fallback: str = "",
         choice: str = "",
-        clock: Clock = time.perf_counter,
+        clock: TimeSource = time.perf_counter,
     ) -> None:
         self.context, self._hold, self._ended = context, hold, ended
         self._engine, self._model, self._config = engine, model, config
@@ -370,7 +370,7 @@ class Generation(Iterator[Piece]):
             stats=self._stats(),
             logprobs=tuple(self._logprobs),
             prompt_logprobs=self._kept.logprobs,
-            stop=self._filter.found,
+            stop=self._filter.matched,
         )
 
     def _prompt_step(self) -> int | None:

@@ -26,7 +26,7 @@ SHORTEST_MATCH: Final = 2
 
 
 @dataclass
-class Acceptance:
+class DraftStats:
     """Statistics of drafting: tokens guessed, guesses accepted, calls of the model."""
 
     drafted: int = 0
@@ -55,7 +55,7 @@ class LookupDecoder:
                 f"speculative decoding guesses 1 to {LONGEST_VERIFIED - 1} tokens ahead, got "
                 f"{draft_tokens}"
             )
-        self.statistics = Acceptance()
+        self.statistics = DraftStats()
         self._engine, self._context = engine, context
         self._history = list(tokens)
         self._longest = draft_tokens

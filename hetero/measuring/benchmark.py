@@ -171,7 +171,7 @@ def contenders(options: BenchOptions) -> list[Contender]:
     `hetero`.
     """
     if options.strategies and "hetero" not in options.devices:
-        if options.devices == ("auto",):  # nobody asked for another
+        if options.devices == ("auto",):  # the default
             return contenders(replace(options, devices=("hetero",)))
         raise UserError("--strategy says how both devices share the work: add --device hetero")
     return [

@@ -226,10 +226,10 @@ class _Bench:
             devices={kind: d.info.fingerprint for kind, d in llm.devices.devices.items()},
         )
 
-    def round(self, asked: Round) -> Measured:
+    def round(self, request: Round) -> Measured:
         """Measure both tests."""
-        prompt = _prompt(self.llm, asked.prompt_tokens)
-        prefill, decode = time_round(self.llm, prompt, asked.decode_tokens)
+        prompt = _prompt(self.llm, request.prompt_tokens)
+        prefill, decode = time_round(self.llm, prompt, request.decode_tokens)
         return Measured(prefill=prefill, decode=decode, peak_rss_bytes=peak_rss_bytes())
 
     def reopen(self) -> Reopened:

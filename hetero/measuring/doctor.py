@@ -91,9 +91,9 @@ def _checked(
     except Exception as error:
         log.debug("the check of %s raised", name, exc_info=True)
         known = isinstance(error, DeviceError | UserError)
-        said = str(error) if known else f"the check raised {type(error).__name__}: {error}"
+        reason = str(error) if known else f"the check raised {type(error).__name__}: {error}"
         remedy = "" if known else REPORT
-        return [Finding(name, kind, False, one_sentence(said), remedy, needed)]
+        return [Finding(name, kind, False, one_sentence(reason), remedy, needed)]
 
 
 def opencl_drivers() -> list[Finding]:

@@ -158,13 +158,13 @@ def share_95(hits: int, count: int) -> Interval:
 
 
 def _compared(
-    found: Evaluation,
+    evaluation: Evaluation,
     divergence: Sequence[Float64Array],
     agreed: Sequence[npt.NDArray[np.bool_]],
 ) -> Evaluation:
     kl, same = np.concatenate(divergence), np.concatenate(agreed)
     return replace(
-        found,
+        evaluation,
         top1_agreement=float(same.mean()),
         top1_agreement_95=share_95(int(same.sum()), len(same)),
         kl_mean=float(kl.mean()),

@@ -118,7 +118,7 @@ class _Decoder:
         self.matmuls = {matmul.name: matmul for matmul in config.matmuls()}
         self.stream = "x"
         self.layer: int | None = None
-        self.found: list[Node] = []
+        self.built: list[Node] = []
 
     def nodes(self) -> list[Node]:
         """See `model_graph`."""
@@ -132,7 +132,7 @@ class _Decoder:
             self.layer = None if last else layer + 1
             self._norm("final_norm" if last else "input_norm")
         self._matmul("lm_head", "h", "logits")
-        return self.found
+        return self.built
 
     def _embed(self) -> None:
         config = self.config
@@ -240,7 +240,7 @@ class _Decoder:
     def _add(self, name: str, op: Op, *, plan_op: OpName | None = None, **slots: str) -> None:
         full = name if self.layer is None else f"layer{self.layer}.{name}"
         members = _members(name, self.config)
-        self.found.append(
+        self.built.append(
             Node(name=full, op=op, slots=slots, plan_op=plan_op, layer=self.layer, members=members)
         )
 

@@ -115,12 +115,12 @@ def check_tokens(added: Iterable[str], vocabulary: Iterable[str], where: str) ->
         raise _error(where, f"has a token of {longest} characters", str(LIMITS.token))
 
 
-def _check(found: Growth, key: str, where: str) -> None:
-    if found.factor > LIMITS.factor:
-        many = f"may make {found.factor} characters of one ({key})"
+def _check(growth: Growth, key: str, where: str) -> None:
+    if growth.factor > LIMITS.factor:
+        many = f"may make {growth.factor} characters of one ({key})"
         raise _error(where, many, str(LIMITS.factor))
-    if found.extra > LIMITS.extra:
-        raise _error(where, f"may add {found.extra} characters ({key})", str(LIMITS.extra))
+    if growth.extra > LIMITS.extra:
+        raise _error(where, f"may add {growth.extra} characters ({key})", str(LIMITS.extra))
 
 
 def _error(where: str, what: str, most: str) -> ModelError:
@@ -161,43 +161,43 @@ def _parts(component: object) -> Iterator[Json]:
             yield part
 
 
-def _grow(found: Growth, part: Json, seen: set[str]) -> None:
-    """Let a step act on `found`; `seen` are the kinds of the steps before it."""
+def _grow(growth: Growth, part: Json, seen: set[str]) -> None:
+    """Let a step act on `growth`; `seen` are the kinds of the steps before it."""
     kind = str(part.get("type"))
     own = _OWN.get(kind)
     if own is not None:
-        own(found, part)
-        found.own = True
-    elif found.own or kind in seen:
-        found.times(_NATURAL.get(kind, 4))
+        own(growth, part)
+        growth.own = True
+    elif growth.own or kind in seen:
+        growth.times(_NATURAL.get(kind, 4))
     seen.add(kind)
 
 
-def _replace(found: Growth, part: Json) -> None:
+def _replace(growth: Growth, part: Json) -> None:
     content = _length(part.get("content"))
     pattern = part.get("pattern")
     plain = pattern.get("String") if isinstance(pattern, Mapping) else None
     if isinstance(plain, str) and plain:
-        found.times(max(1, -(-content // len(plain))))
+        growth.times(max(1, -(-content // len(plain))))
     else:  # an expression may match between all characters
-        found.times(1 + content, content)
+        growth.times(1 + content, content)
 
 
-def _prepend(found: Growth, part: Json) -> None:
-    found.times(1, _length(part.get("prepend")))
+def _prepend(growth: Growth, part: Json) -> None:
+    growth.times(1, _length(part.get("prepend")))
 
 
-def _precompiled(found: Growth, part: Json) -> None:
+def _precompiled(growth: Growth, part: Json) -> None:
     """The map's texts lie behind its trie, each ended by a zero."""
     try:
         data = base64.b64decode(str(part.get("precompiled_charsmap")), validate=True)
     except (binascii.Error, ValueError):
         return  # the library refuses it
     texts = data[4 + int.from_bytes(data[:4], "little") :].split(b"\0")
-    found.times(max(1, *(len(text.decode("utf-8", "replace")) for text in texts)))
+    growth.times(max(1, *(len(text.decode("utf-8", "replace")) for text in texts)))
 
 
-def _template(found: Growth, part: Json) -> None:
+def _template(growth: Growth, part: Json) -> None:
     pieces = part.get("single")
     special = part.get("special_tokens")
     texts = ids = 0
@@ -210,7 +210,7 @@ def _template(found: Growth, part: Json) -> None:
         token = special.get(name) if isinstance(special, Mapping) else None
         known = token.get("ids") if isinstance(token, Mapping) else None
         ids += len(known) if isinstance(known, list) else 1
-    found.times(max(1, texts), ids)
+    growth.times(max(1, texts), ids)
 
 
 def _length(text: object) -> int:

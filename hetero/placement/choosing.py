@@ -19,7 +19,7 @@ from hetero.backends.qnn import hexagon
 from hetero.backends.registry import EVERY_CORE, split_driver
 from hetero.errors import UserError
 from hetero.placement import decisions
-from hetero.placement.comparing import TENSOR_LEVEL, Work, compare, fastest
+from hetero.placement.comparing import TENSOR_LEVEL, PromptMix, compare, fastest
 from hetero.placement.decisions import Decision
 from hetero.placement.device_set import DRIVEN, DeviceMode, DeviceSet, backend_name
 from hetero.placement.first_start import forget_if_other, profile_facts, scaled_here
@@ -148,8 +148,8 @@ def choose(spec: ModelGraph, request: PlacementRequest) -> Choice:
         if key is not None and choice.plan is None and choice.mode in KINDS:
             names = Decision.__dataclass_fields__
             decisions.keep(key, Decision(**{name: getattr(choice, name) for name in names}))
-        asked = None if request.profile is None else profile
-        return replace(choice, cost=CostModel(profile), profile=asked)
+        given = None if request.profile is None else profile
+        return replace(choice, cost=CostModel(profile), profile=given)
     except UserError as error:
         if request.needs_plan:
             raise
@@ -211,7 +211,7 @@ def _fastest(planner: Planner, solver: PreparedSolver, request: PlacementRequest
     kinds = KINDS if request.max_gpu_share >= 1 else ("npu",)
     every_core = request.gpu == "auto" and "gpu" in kinds
     cores = every_core_count() if every_core else 0
-    work = Work.of(request.seq_lens or request.expected, request.context)
+    work = PromptMix.of(request.seq_lens or request.expected, request.context)
     seconds = compare(planner, solver, work, kinds=(*kinds, EVERY_CORE), cores=cores)
     alone = {name: s for name, s in seconds.items() if name != TENSOR_LEVEL}
     one_core = bool(alone) and _shares_one_core(request)
@@ -321,8 +321,8 @@ def _decision_key(spec: ModelGraph, request: PlacementRequest) -> str | None:
     """Return the key of `auto`'s decision in the cache; None where it is not cached, or its profile
     is not known.
     """
-    asked = (request.mode, request.strategy, request.profile)
-    if asked != ("auto", "auto", None) or (profile := profile_facts()) is None:
+    question = (request.mode, request.strategy, request.profile)
+    if question != ("auto", "auto", None) or (profile := profile_facts()) is None:
         return None
     gpu, npu = request.backend("gpu"), request.backend("npu")
     backend, driver = split_driver(gpu)

@@ -22,16 +22,16 @@ DERIVED_MARGIN: Final = 0.1  # where a file's format was not measured: kernels d
 
 
 @dataclass(frozen=True)
-class Work:
+class PromptMix:
     """Prompts of these token counts, each once, with an answer of `ANSWER_TOKENS`."""
 
     prompts: tuple[int, ...]
 
     @classmethod
-    def of(cls, asked: Sequence[int], context: int | None = None) -> Work:
+    def of(cls, lengths: Sequence[int], context: int | None = None) -> PromptMix:
         """Return the lengths that are asked for, else those of `PROMPTS` that a context holds."""
         room = max(context - ANSWER_TOKENS, 1) if context is not None else max(PROMPTS)
-        return cls(tuple(asked) or tuple(m for m in PROMPTS if m <= room) or (room,))
+        return cls(tuple(lengths) or tuple(m for m in PROMPTS if m <= room) or (room,))
 
     def __str__(self) -> str:
         *most, last = map(str, self.prompts)
@@ -56,7 +56,12 @@ class Seconds(NamedTuple):
 
 
 def compare(
-    planner: Planner, solver: PreparedSolver, work: Work, *, kinds: Sequence[str], cores: int = 0
+    planner: Planner,
+    solver: PreparedSolver,
+    work: PromptMix,
+    *,
+    kinds: Sequence[str],
+    cores: int = 0,
 ) -> dict[str, float]:
     """Predicted seconds of the work on each of `kinds` alone that can do it (`gpu`, `npu`,
     `EVERY_CORE` where there are so many `cores`), and on both devices.

@@ -39,7 +39,7 @@ class AnswerOptions:
 
 
 @dataclass
-class Choice:
+class AnswerChoice:
     """One of an answer's texts. `logprobs` are (id, [log-probability, alternatives])."""
 
     texts: list[str] = field(default_factory=list)  # deltas, in order
@@ -73,7 +73,7 @@ class Choice:
 class Answer:
     """All texts of an answer, and the engine's last message about it."""
 
-    choices: list[Choice]
+    choices: list[AnswerChoice]
     end: Done
 
 
@@ -93,7 +93,7 @@ async def gather(state: State, request: Request, wanted: AnswerOptions) -> Answe
 
 
 async def _whole(state: State, stream: AnswerStream, count: int) -> Answer:
-    choices = [Choice() for _ in range(count)]
+    choices = [AnswerChoice() for _ in range(count)]
     while True:
         for event in await stream.events():
             if isinstance(event, Done):
@@ -112,7 +112,7 @@ class StreamWriter:
     error_event = ""  # name of the event that an error is sent as
 
     def __init__(self, choices: int = 1, use: ToolUse | None = None) -> None:
-        self._choices = [Choice() for _ in range(choices)]
+        self._choices = [AnswerChoice() for _ in range(choices)]
         self._use = use or ToolUse()
         self._buffers = bool(self._use.functions) and not self._use.silent
 

@@ -13,8 +13,8 @@ from starlette.responses import Response
 
 from hetero.serving import answers
 from hetero.serving.answers import (
+    AnswerChoice,
     AnswerOptions,
-    Choice,
     StreamWriter,
     fill_template,
     split_template,
@@ -161,7 +161,7 @@ def _plain(message: Message) -> list[dict[str, Any]]:
             function = {"name": block["name"], "arguments": block.get("input") or {}}
             call = {"id": str(block.get("id", "")), "type": "function", "function": function}
             calls.append(call)
-        elif kind not in ("thinking", "redacted_thinking"):  # which nobody is told again
+        elif kind not in ("thinking", "redacted_thinking"):  # which is never sent back
             text.append(block)
     if text or calls or not plain_messages:
         plain: dict[str, Any] = {"role": message.role, "content": _text(text)}
@@ -169,7 +169,7 @@ def _plain(message: Message) -> list[dict[str, Any]]:
     return plain_messages
 
 
-def _blocks(choice: Choice, use: ToolUse) -> list[dict[str, Any]]:
+def _blocks(choice: AnswerChoice, use: ToolUse) -> list[dict[str, Any]]:
     text, calls = use.read(choice.text)
     blocks: list[dict[str, Any]] = []
     if text or not calls:
@@ -182,7 +182,9 @@ def _blocks(choice: Choice, use: ToolUse) -> list[dict[str, Any]]:
     return blocks
 
 
-def _reason(choice: Choice, end: Done, content: list[dict[str, Any]]) -> tuple[str, str | None]:
+def _reason(
+    choice: AnswerChoice, end: Done, content: list[dict[str, Any]]
+) -> tuple[str, str | None]:
     if content[-1]["type"] == "tool_use":
         return "tool_use", None
     if end.stops and end.stops[0]:

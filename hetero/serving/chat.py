@@ -15,8 +15,8 @@ from starlette.responses import Response
 from hetero.serving import answers
 from hetero.serving.answers import (
     DONE,
+    AnswerChoice,
     AnswerOptions,
-    Choice,
     StreamWriter,
     fill_template,
     split_template,
@@ -130,7 +130,7 @@ async def _wanted(state: State, body: ChatRequest, use: ToolUse) -> AnswerOption
 
 
 def _choice(
-    state: State, index: int, choice: Choice, use: ToolUse, *, logprobs: bool
+    state: State, index: int, choice: AnswerChoice, use: ToolUse, *, logprobs: bool
 ) -> dict[str, Any]:
     text, calls = use.read(choice.text)
     message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
@@ -151,9 +151,9 @@ def call_json(call: ToolCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": function}
 
 
-def score(state: State, token: int, found: Sequence[Any]) -> dict[str, Any]:
+def score(state: State, token: int, scored: Sequence[Any]) -> dict[str, Any]:
     """Return a token's log-probability, and the alternatives'."""
-    logprob, top = found
+    logprob, top = scored
     return _scored(state, token, logprob) | {
         "top_logprobs": [_scored(state, other, value) for other, value in top]
     }

@@ -12,7 +12,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from hetero.serving import answers
-from hetero.serving.answers import Answer, AnswerOptions, Choice, usage
+from hetero.serving.answers import Answer, AnswerChoice, AnswerOptions, usage
 from hetero.serving.chat import ChunkWriter, StreamOptions
 from hetero.serving.errors import ApiError
 from hetero.serving.messages import Done, Run, TokenEvent
@@ -131,7 +131,11 @@ async def _wanted(state: State, body: CompletionRequest, prompt: str | list[int]
 
 
 def _choice(
-    state: State, body: CompletionRequest, wanted: AnswerOptions, answer: Answer, choice: Choice
+    state: State,
+    body: CompletionRequest,
+    wanted: AnswerOptions,
+    answer: Answer,
+    choice: AnswerChoice,
 ) -> dict[str, Any]:
     scored_only = body.max_tokens == 0
     text = "" if scored_only else choice.text

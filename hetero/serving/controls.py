@@ -18,7 +18,7 @@ class MissingError(UserError):
 
 
 class ControlTarget(Protocol):
-    """What an action works on (`hetero.serving.engine.Engine`)."""
+    """What an action works on (`hetero.serving.engine.ServingEngine`)."""
 
     service: Service
     slots: int

@@ -68,7 +68,7 @@ class Stopped(Exception):  # noqa: N818  (no error: what runs is given up)
 
 
 @dataclass(eq=False)
-class Answer:
+class RunningAnswer:
     """A running answer: its `messages`, None for a step without one. `reading`: its prompt is being
     read. `pending`: its next message needs no device.
     """
@@ -80,7 +80,7 @@ class Answer:
 
 
 @dataclass
-class Engine:
+class ServingEngine:
     """Takes messages from `incoming` until `Stop` or None, and answers by `send`; `flush` follows
     when there is nothing more to send for now.
     """
@@ -92,7 +92,7 @@ class Engine:
     slots: int = 8
     waiting: FairQueue[GenerateRequest] = field(default_factory=FairQueue)
     recent: dict[str, RecentTexts] = field(default_factory=dict)
-    running: list[Answer] = field(default_factory=list)
+    running: list[RunningAnswer] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._controls: deque[Control] = deque()
@@ -110,7 +110,7 @@ class Engine:
                 self._control()
                 while (request := self.waiting.next(self._can_begin)) is not None:
                     self._flush_due(now=True)
-                    answer = Answer(request, self._messages(request))
+                    answer = RunningAnswer(request, self._messages(request))
                     self.running.append(answer)
                     self._step(answer)
                 self._flush_due()
@@ -194,7 +194,7 @@ class Engine:
 
     # --- an answer --------------------------------------------------------------------------
 
-    def _step(self, answer: Answer) -> None:
+    def _step(self, answer: RunningAnswer) -> None:
         """Advance an answer by a step and send its message."""
         number = answer.request.id
         message: FromEngine | Pending | None
@@ -337,8 +337,8 @@ def _error_reply(number: int, error: UserError) -> ErrorReply:
     return ErrorReply(id=number, kind=kinds.get(type(error), "user"), message=str(error))
 
 
-def _logprob(found: TokenLogprob | None) -> list[Any] | None:
-    return None if found is None else [found.logprob, [list(pair) for pair in found.top]]
+def _logprob(score: TokenLogprob | None) -> list[Any] | None:
+    return None if score is None else [score.logprob, [list(pair) for pair in score.top]]
 
 
 def _lines(source: int, incoming: queue.SimpleQueue[Any]) -> None:
@@ -388,7 +388,7 @@ def main() -> None:
     try:
         with Service(options.pop("model"), **options) as service:
             service.warm()
-            engine = Engine(service, incoming, outbox.send, outbox.flush, slots)
+            engine = ServingEngine(service, incoming, outbox.send, outbox.flush, slots)
             outbox.send(Ready(about=controls.about(engine)))
             # For good: to be moved there for each step takes as long as a tenth of it and more,
             # where clients and HTTP have the core that the system would choose.

@@ -44,9 +44,13 @@ class TokenBytes:
             raise UserError(
                 f"a grammar or schema has at most {LONGEST_GRAMMAR} characters, got {len(grammar)}"
             )
-        failed, event = llguidance.LLMatcher.validate_grammar_with_warnings(grammar, self.tokenizer)
+        failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(
+            grammar, self.tokenizer
+        )
         if failed:
-            raise UserError(f"the grammar or schema cannot be used: {event[0] if event else ''}")
+            raise UserError(
+                f"the grammar or schema cannot be used: {messages[0] if messages else ''}"
+            )
 
 
 def json_grammar(schema: Any) -> str:

@@ -15,7 +15,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from hetero.serving import answers
-from hetero.serving.answers import AnswerOptions, Choice, StreamWriter, split_template, sse
+from hetero.serving.answers import AnswerChoice, AnswerOptions, StreamWriter, split_template, sse
 from hetero.serving.chat import score
 from hetero.serving.errors import ApiError, missing
 from hetero.serving.grammars import json_grammar
@@ -282,7 +282,7 @@ def _begun(body: ResponseRequest, model: str) -> dict[str, Any]:
     }
 
 
-def _complete(state: State, turn: _Turn, choice: Choice, end: Done, name: str = "") -> None:
+def _complete(state: State, turn: _Turn, choice: AnswerChoice, end: Done, name: str = "") -> None:
     """The response as it is in the end. `name` is the message's id if it has one already."""
     text, calls = turn.use.read(choice.text)
     whole = choice.finish != "length"
@@ -327,7 +327,7 @@ def _complete(state: State, turn: _Turn, choice: Choice, end: Done, name: str = 
 
 
 async def _keep(
-    state: State, app: str, body: ResponseRequest, turn: _Turn, choice: Choice, end: Done
+    state: State, app: str, body: ResponseRequest, turn: _Turn, choice: AnswerChoice, end: Done
 ) -> None:
     """On the disk when this returns. The tokens are those of the text, unless a stop text cut it or
     a call was read out of it.

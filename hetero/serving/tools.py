@@ -17,7 +17,7 @@ from hetero.serving.state import State
 Message = dict[str, Any]
 _CALL: Final = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 _REMEDY: Final = ("--raw", "/v1/completions")  # of the command line, and over HTTP
-_TOLD: Final = (
+_INSTRUCTIONS: Final = (
     "You may call these functions:\n{tools}\nTo call one, answer with "
     '<tool_call>{{"name": NAME, "arguments": OBJECT}}</tool_call> and nothing else.'
 )
@@ -123,20 +123,20 @@ def tool_use(tools: Sequence[dict[str, Any]] | None, choice: Any) -> ToolUse:
 
 def rendered(state: State, messages: Sequence[Message], use: ToolUse) -> list[int]:
     """Return token ids of a conversation. Where the model's template knows nothing of tools they
-    are told in words. Raises `UserError`.
+    are described in text. Raises `UserError`.
     """
     model, (knows, calls) = state.model, state.template_kinds
-    event = [message if calls else _in_words(message) for message in messages]
+    chat = [message if calls else _in_words(message) for message in messages]
     options: dict[str, Any] = {}
     if use.functions and not use.silent:
         tools = [{"type": "function", "function": f} for f in use.functions]
         if knows:
             options["tools"] = tools
         else:
-            told = _TOLD.format(tools="\n".join(map(json.dumps, use.functions)))
-            event = [{"role": "system", "content": told}, *event]
+            instructions = _INSTRUCTIONS.format(tools="\n".join(map(json.dumps, use.functions)))
+            chat = [{"role": "system", "content": instructions}, *chat]
     try:
-        return model.tokenizer.encode_chat(event, **options)
+        return model.tokenizer.encode_chat(chat, **options)
     except ModelError as error:
         raise ModelError(str(error).replace(*_REMEDY)) from error
 

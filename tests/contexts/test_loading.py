@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero.contexts.load_plan import Piece, Rates, plan_load
+from hetero.contexts.load_plan import LoadItem, Rates, plan_load
 from hetero.contexts.measured import LONGEST_BEFORE, PROMPTS
 from hetero.contexts.prompt_times import HeldTimes, PricedTimes, PromptTimes, price_prompts
 from hetero.runtime.kv.layer_gate import LayerGate, LoadError
@@ -27,10 +27,10 @@ PIECES = st.lists(
 )
 
 
-def simulated(pieces: list[Piece], stop: int, prompt: int, rates: Rates, before: int) -> float:
+def simulated(pieces: list[LoadItem], stop: int, prompt: int, rates: Rates, before: int) -> float:
     """Seconds until the first token, layer by layer, one resource after another."""
     alone, run, at = 0.0, 0, before
-    for piece in [*pieces[:stop], Piece(0, 0, 0)]:
+    for piece in [*pieces[:stop], LoadItem(0, 0, 0)]:
         if piece.missing:
             run += piece.tokens
         elif run:
@@ -80,7 +80,7 @@ def test_no_other_split_is_shorter(
         decodes_beside=beside,
     )
     pieces = [
-        Piece(16, 0, 0, missing=True)
+        LoadItem(16, 0, 0, missing=True)
         if kind == "nowhere"
         else rates.piece(16, 8, n if kind == "disk" else 0)
         for kind, n in kinds
@@ -113,7 +113,7 @@ def test_a_slow_disk_is_not_read_and_a_fast_one_is() -> None:
 
 
 def test_a_plan_takes_a_millisecond_at_most() -> None:
-    pieces = [Piece(16, 1e-4, 16000, missing=i % 9 == 4, read_s=1e-3) for i in range(256)]
+    pieces = [LoadItem(16, 1e-4, 16000, missing=i % 9 == 4, read_s=1e-3) for i in range(256)]
     rates = Rates(
         prefill_s=held(lambda m, b: 0.01 + 1e-4 * m * (1 + b / 999)), read_bytes_per_s=1e8
     )

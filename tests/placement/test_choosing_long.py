@@ -19,8 +19,8 @@ from hetero.placement.choosing import Choice, PlacementRequest, choose
 from hetero.placement.comparing import (
     ANSWER_TOKENS,
     TENSOR_LEVEL,
+    PromptMix,
     Seconds,
-    Work,
     answering,
     compare,
 )
@@ -70,7 +70,7 @@ class Case:
 
     def of(self, tokens: int, cores: int = 2) -> dict[str, float]:
         kinds = ("gpu", "npu", "opencl-cores")
-        return compare(self.planner, self.solver, Work((tokens,)), kinds=kinds, cores=cores)
+        return compare(self.planner, self.solver, PromptMix((tokens,)), kinds=kinds, cores=cores)
 
     def call_s(self, name: str, scenario: Scenario) -> float:
         """One more call of a prompt."""
@@ -129,7 +129,7 @@ def test_no_length_falls_to_layer_level(case: Case, mode: str) -> None:
         found = case.choice(mode, tokens)
         assert "layer level" not in found.reason
         if mode == "auto":
-            assert f"predicted for {Work((tokens,))}: gpu" in found.reason
+            assert f"predicted for {PromptMix((tokens,))}: gpu" in found.reason
         if found.mode == "hetero":
             assert found.plan is not None
             assert sum(found.plan.steps(tokens)) == tokens
@@ -206,14 +206,14 @@ def test_a_device_that_is_worse_at_attention_is_chosen_for_short_prompts_only() 
 def test_what_devices_are_compared_by(
     asked: tuple[int, ...], context: int | None, prompts: tuple[int, ...], said: str
 ) -> None:
-    work = Work.of(asked, context)
+    work = PromptMix.of(asked, context)
     assert (work.prompts, str(work)) == (prompts, said)
 
 
 def test_the_work_is_all_prompts_and_their_answers() -> None:
     case = Case("snapdragon-8-gen-3", "w4a16")
-    both = compare(case.planner, case.solver, Work((64, 600)), kinds=("gpu",))
-    parts = [compare(case.planner, case.solver, Work((m,)), kinds=("gpu",)) for m in (64, 600)]
+    both = compare(case.planner, case.solver, PromptMix((64, 600)), kinds=("gpu",))
+    parts = [compare(case.planner, case.solver, PromptMix((m,)), kinds=("gpu",)) for m in (64, 600)]
     for name, seconds in both.items():
         assert seconds == pytest.approx(sum(part[name] for part in parts))
     assert Seconds(1.0, 2, 0.5).work_s == 33.0

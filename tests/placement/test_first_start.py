@@ -19,7 +19,7 @@ from hetero.errors import UserError
 from hetero.models import model_spec
 from hetero.placement import first_start, planning
 from hetero.placement.choosing import PlacementRequest, choose, plan_on
-from hetero.placement.comparing import Work, compare
+from hetero.placement.comparing import PromptMix, compare
 from hetero.placement.device_set import open_devices
 from hetero.placement.first_start import FirstStart, Machine, forget_if_other, scaled_here
 from hetero.profiler.cost import CostModel
@@ -135,7 +135,7 @@ def test_auto_compares_the_scaled_times(
     assert found.solver is not None
     times = {
         profile.name: compare(
-            Planner(spec, profile), found.solver, Work((256,)), kinds=("gpu", "npu")
+            Planner(spec, profile), found.solver, PromptMix((256,)), kinds=("gpu", "npu")
         )
         for profile in (host, scaled_here(host, NOTICE)[0])
     }

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero.serving import anthropic, chat, completions, responses
-from hetero.serving.answers import AnswerOptions, Choice, StreamWriter
+from hetero.serving.answers import AnswerChoice, AnswerOptions, StreamWriter
 from hetero.serving.messages import Done, FromEngine, Outbox, Run, TokenEvent, decode
 from hetero.serving.tools import ToolUse
 
@@ -94,7 +94,7 @@ def test_what_is_told_of_an_answer_stays_in_order(
 
 
 def test_a_choice_is_the_same_however_it_was_told() -> None:
-    one, other = Choice(), Choice()
+    one, other = AnswerChoice(), AnswerChoice()
     one.add(Run(id=1, choice=0, texts=["a", "", "b"], tokens=[1, 2, 3]))
     for token, text in enumerate(["a", "", "b"], 1):
         other.add(TokenEvent(id=1, choice=0, text=text, token=token))

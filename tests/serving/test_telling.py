@@ -11,11 +11,11 @@ import pytest
 
 from hetero.generation.loop import PENDING
 from hetero.serving import engine as module
-from hetero.serving.engine import Engine
+from hetero.serving.engine import ServingEngine
 from hetero.serving.messages import Done, GenerateRequest, TokenEvent
 
 
-class Scripted(Engine):
+class Scripted(ServingEngine):
     """Reads a prompt in two calls, then says five tokens."""
 
     def _messages(self, ask: GenerateRequest) -> Generator[Any]:

@@ -138,12 +138,12 @@ def _vocabulary(file: GgufFile) -> int | None:
     return None if info is None else info.shape[0]
 
 
-def _special(found: Mapping[str, Any], name: str, raw: Mapping[str, Any]) -> dict[str, Any]:
+def _special(metadata: Mapping[str, Any], name: str, raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields that only one architecture has."""
     special: dict[str, Any] = {}
     heads, hidden, size = (raw.get(x) for x in ("num_attention_heads", "hidden_size", "head_dim"))
     if name in ("phi2", "phi3") and is_number(size):
-        rotated = found.get(f"{name}.rope.dimension_count", size)
+        rotated = metadata.get(f"{name}.rope.dimension_count", size)
         special["partial_rotary_factor"] = rotated / max(size, 1) if is_number(rotated) else rotated
     if name == "gemma2":
         # llama.cpp: the 27B model scales by the hidden size of a head, the others by its own.
@@ -152,15 +152,15 @@ def _special(found: Mapping[str, Any], name: str, raw: Mapping[str, Any]) -> dic
             special["query_pre_attn_scalar"] = hidden / max(heads, 1)
         else:
             special["query_pre_attn_scalar"] = size
-        special["layer_types"] = _window_pattern(found, name, raw.get("num_hidden_layers"))
+        special["layer_types"] = _window_pattern(metadata, name, raw.get("num_hidden_layers"))
     if name == "phi3":
         special["sliding_window"] = raw.get("sliding_window") or None
     return special
 
 
-def _window_pattern(found: Mapping[str, Any], name: str, layers: object) -> list[str] | None:
+def _window_pattern(metadata: Mapping[str, Any], name: str, layers: object) -> list[str] | None:
     """Return `layer_types`: of each group of layers the last one attends to everything."""
-    pattern = found.get(f"{name}.attention.sliding_window_pattern")
+    pattern = metadata.get(f"{name}.attention.sliding_window_pattern")
     if pattern is None or not isinstance(layers, int):
         return None
     if is_number(pattern) and pattern >= 1:

@@ -182,11 +182,11 @@ def _check_shards(shards: list[Shard]) -> None:
     """Raise `ModelError` for files that do not belong together."""
     count, seen = len(shards), set[str]()
     for number, shard in enumerate(shards):
-        said = (shard.metadata.get("split.no"), shard.metadata.get("split.count"))
-        if said != (number, count):
+        numbers = (shard.metadata.get("split.no"), shard.metadata.get("split.count"))
+        if numbers != (number, count):
             raise ModelError(
                 f"{shard.path}: must be file {number} of {count} by its name (split.no, from 0, "
-                f"and split.count), got {said[0]} of {said[1]}; {_AGAIN}"
+                f"and split.count), got {numbers[0]} of {numbers[1]}; {_AGAIN}"
             )
         twice = next((name for name in shard.tensors if name in seen), None)
         if twice is not None:
@@ -343,7 +343,7 @@ class _Reader:
         add = texts.append
         for _ in range(count):
             if at + 8 > size:
-                raise self.error(f"{name} goes on beyond the end of the file")
+                raise self.error(f"{name} extends beyond the end of the file")
             (length,) = unpack(data, at)
             at += 8
             if length > size - at:

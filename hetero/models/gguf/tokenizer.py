@@ -236,36 +236,36 @@ def _added(token: str, strips: bool) -> AddedToken:
     return AddedToken(token, normalized=False, rstrip=strips)
 
 
-def _special_tokens(found: Mapping[str, Any], tokens: Sequence[str]) -> dict[str, str]:
-    named = {_HF_NAMES[x]: _token_of(found, x, tokens) for x in _NAMES}
+def _special_tokens(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[str, str]:
+    named = {_HF_NAMES[x]: _token_of(metadata, x, tokens) for x in _NAMES}
     return {name: token for name, token in named.items() if token is not None}
 
 
-def _token_of(found: Mapping[str, Any], name: str, tokens: Sequence[str]) -> str | None:
-    index = special_id(found, name)
+def _token_of(metadata: Mapping[str, Any], name: str, tokens: Sequence[str]) -> str | None:
+    index = special_id(metadata, name)
     return None if index is None else tokens[index]
 
 
-def _adds_bos(found: Mapping[str, Any], kind: object) -> bool:
+def _adds_bos(metadata: Mapping[str, Any], kind: object) -> bool:
     """Return llama.cpp's default where the file does not say."""
-    given = found.get("tokenizer.ggml.add_bos_token")
+    given = metadata.get("tokenizer.ggml.add_bos_token")
     if isinstance(given, bool):
         return given
-    return kind == "llama" or _text(found, "tokenizer.ggml.pre") in _WHOLE_WORDS
+    return kind == "llama" or _text(metadata, "tokenizer.ggml.pre") in _WHOLE_WORDS
 
 
-def _templates(found: Mapping[str, Any]) -> dict[str, str]:
+def _templates(metadata: Mapping[str, Any]) -> dict[str, str]:
     prefix = "tokenizer.chat_template"
     return {
         name.removeprefix(prefix).removeprefix(".") or "default": text
-        for name, text in found.items()
+        for name, text in metadata.items()
         if (name == prefix or name.startswith(f"{prefix}.")) and isinstance(text, str)
     }
 
 
-def _text(found: Mapping[str, Any], name: str) -> str:
+def _text(metadata: Mapping[str, Any], name: str) -> str:
     """Return an entry that is a text as it is, another one as a text that no tokenizer has."""
-    value = found.get(name, "")
+    value = metadata.get(name, "")
     return value if isinstance(value, str) else repr(value)
 
 
