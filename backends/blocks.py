@@ -51,7 +51,7 @@ class BlockParts(NamedTuple):
 
 
 def block_count(blocks: Blocks, groups: int) -> int:
-    """S, the number of blocks of a row of so many groups."""
+    """Return S, the number of blocks of a row of so many groups."""
     return -(-groups // blocks.groups)
 
 
@@ -91,7 +91,7 @@ def values_of(blocks: Blocks, parts: BlockParts) -> Float32Array:
 
 
 def group_scales(blocks: Blocks, parts: BlockParts) -> tuple[Float32Array, Float32Array | None]:
-    """d · s as [rows, G · halves] and e · t as [rows, G], for kernels with one level of scales."""
+    """Return d · s as [rows, G · halves] and e · t as [rows, G]: one level of scales."""
     groups = parts.codes.shape[1]
     by_half = np.repeat(_of_groups(blocks, parts.d, groups), blocks.halves, axis=1)
     scale = by_half * parts.s.astype(np.float32)
@@ -128,7 +128,7 @@ def rounded(blocks: Blocks, values: Float32Array) -> BlockParts:
 
 
 def _two_levels(wanted: Float32Array, count: int, inside: int) -> tuple[Halves, Small]:
-    """fp16 [rows, S] and int8 0…63 [rows, S · inside cut], whose products are near `wanted`.
+    """Return fp16 [rows, S] and int8 0…63 [rows, S · inside cut], whose products are near `wanted`.
 
     One factor of a block of one group is 1.
     """
@@ -161,7 +161,7 @@ def _interleaved_codes(blocks: Blocks, codes: npt.NDArray[Any]) -> Words:
 
 
 def by_lane(words: Words) -> Words:
-    """Words of rows [N, G, w] as [N/16, G, w, 16]."""
+    """Return the words of rows [N, G, w] as [N/16, G, w, 16]."""
     by_block = words.reshape(-1, ROWS_OF_BLOCK, *words.shape[1:])
     return np.ascontiguousarray(by_block.transpose(0, 2, 3, 1))
 
@@ -246,12 +246,12 @@ def _interleaved_scales(blocks: Blocks, parts: BlockParts) -> Bytes:
 
 
 def _by_block(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """[N, S] to [N/16, S, 16]."""
+    """Return [N, S] to [N/16, S, 16]."""
     return values.reshape(-1, ROWS_OF_BLOCK, values.shape[1]).transpose(0, 2, 1)
 
 
 def _set_small(target: npt.NDArray[Any], values: Small, inside: int) -> None:
-    """[N, width] into [N/16, S, inside · 16]; the last block may be cut."""
+    """Set [N, width] into [N/16, S, inside · 16]; the last block may be cut."""
     blocks, count, _ = target.shape
     full = np.zeros((len(values), count * inside), np.int8)
     full[:, : values.shape[1]] = values
@@ -262,7 +262,7 @@ def _set_small(target: npt.NDArray[Any], values: Small, inside: int) -> None:
 def _scales_of(
     blocks: Blocks, scales: npt.NDArray[Any], groups: int
 ) -> tuple[Halves, Small, Halves | None, Small | None]:
-    """d, s, e and t of `BlockParts`."""
+    """Return d, s, e and t of `BlockParts`."""
     floats = np.ascontiguousarray(scales[..., : blocks.float_bytes]).view(np.float16)
     small = np.ascontiguousarray(scales[..., blocks.float_bytes :]).view(np.int8)
     inside = blocks.groups * blocks.halves

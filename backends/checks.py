@@ -37,7 +37,7 @@ def check_weights(op: Op, weights: Mapping[str, WeightValue]) -> None:
 
 
 def packed(weights: Mapping[str, WeightValue]) -> PackedWeight:
-    """`weights["weight"]` of an operation that passed `check_weights`."""
+    """Return `weights["weight"]` of an operation that passed `check_weights`."""
     weight = weights["weight"]
     assert isinstance(weight, PackedWeight)
     return weight
@@ -120,12 +120,12 @@ class Health:
 
     @property
     def alive(self) -> bool:
-        """Neither closed nor failed."""
+        """Return whether it is neither closed nor failed."""
         return not self._reason
 
     @property
     def state(self) -> str:
-        """`open`, or why not."""
+        """Return `open`, or why not."""
         return f"lost ({self._reason})" if self._reason else "open"
 
     def lose(self, reason: str) -> None:

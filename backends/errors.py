@@ -33,7 +33,7 @@ class DeviceError(RuntimeError):
         super().__init__(f"{device}: {operation} failed: {code}{tail}")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickled with its fields, so that a pool of processes hands it on."""
+        """Return pickled with its fields, so that a pool of processes hands it on."""
         return type(self), (self.device, self.operation, self.code, self.remedy)
 
 

@@ -46,9 +46,7 @@ class CacheFormat(StrEnum):
         return self is CacheFormat.Q8
 
     def row(self, head_dim: int) -> int:
-        """Return the elements of a token of a head: values, or codes followed by a float32
-        scale.
-        """
+        """Return the elements of a token of a head: values, or codes and a float32 scale."""
         return -(-head_dim // 4) * 4 + 4 if self.coded else head_dim
 
     def shape(self, kv_heads: int, capacity: int, head_dim: int) -> tuple[int, int, int]:
@@ -117,7 +115,7 @@ class StorageFormat(StrEnum):
 
     @property
     def bytes_per_weight(self) -> float:
-        """Bytes of a weight, its part of a group's scale included.
+        """Return the bytes of a weight, its part of a group's scale included.
 
         Padding and scales of rows, which are 4 bytes for k weights, not. Of parts: what they come
         to in a usual file (Q4_K_M).
@@ -154,17 +152,17 @@ class Blocks(NamedTuple):
 
     @property
     def words(self) -> int:
-        """32-bit words of the codes of a group of a row."""
+        """Return 32-bit words of the codes of a group of a row."""
         return self.bits
 
     @property
     def float_bytes(self) -> int:
-        """Bytes of d and e of 16 rows."""
+        """Return the bytes of d and e of 16 rows."""
         return (2 + 2 * self.minimum) * ROWS_OF_BLOCK
 
     @property
     def scale_bytes(self) -> int:
-        """Bytes of all scales of `features` features of 16 rows."""
+        """Return the bytes of all scales of `features` features of 16 rows."""
         return self.float_bytes + (self.halves + self.minimum) * self.groups * ROWS_OF_BLOCK
 
 
@@ -216,7 +214,7 @@ class Activations:
 
     @property
     def largest(self) -> int:
-        """The largest code."""
+        """Return the largest code."""
         return (1 << (self.bits - 1)) - 1
 
 

@@ -19,12 +19,12 @@ class GroupStep:
 
     @property
     def read(self) -> dict[str, str]:
-        """Slots of activations that it reads, by port."""
+        """Return the slots of activations that it reads, by port."""
         return {p: s for p, s in self.slots if p not in OUTPUT_PORTS and p not in FIXED_PORTS}
 
     @property
     def written(self) -> tuple[str, ...]:
-        """Slots of activations that it writes."""
+        """Return the slots of activations that it writes."""
         return tuple(slot for port, slot in self.slots if port in OUTPUT_PORTS)
 
 
@@ -43,7 +43,7 @@ class Group:
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """Slots that are read before the group writes them, in order."""
+        """Return the slots that are read before the group writes them, in order."""
         written: set[str] = set()
         slots: dict[str, None] = {}
         for step in self.steps:
@@ -53,12 +53,15 @@ class Group:
 
     @property
     def attention(self) -> ops.Attention | None:
-        """The attention among the steps."""
+        """Return the attention among the steps."""
         return next((s.op for s in self.steps if isinstance(s.op, ops.Attention)), None)
 
     @property
     def own_keys(self) -> str:
-        """Slot of the queries, keys and values that attention reads; "" without attention."""
+        """Return the slot of the queries, keys and values that attention reads.
+
+        "" without attention.
+        """
         for step in self.steps:
             if isinstance(step.op, ops.Attention):
                 return dict(step.slots)["qkv"]
@@ -66,7 +69,7 @@ class Group:
 
     @property
     def fixed(self) -> dict[str, tuple[str, str]]:
-        """Its tensors of `FIXED_PORTS`, rising: the slot of each, and the port that it is for."""
+        """Return the tensors of `FIXED_PORTS`, rising: the slot of each, and its port."""
         fixed: dict[str, tuple[str, str]] = {}
         for step in self.steps:
             for port, slot in step.slots:
@@ -76,7 +79,7 @@ class Group:
         return dict(sorted(fixed.items()))
 
     def shapes(self, slots: Sequence[str]) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """(slot, its shape without the tokens)."""
+        """Yield (slot, its shape without the tokens)."""
         for slot in slots:
             uses = ((s.op, port) for s in self.steps for port, at in s.slots if at == slot)
             op, port = next(uses)

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from hetero.backends.kv_rows import Rows
+from hetero.backends.kv_rows import CacheRows
 from hetero.backends.ops import DecodeChunks
 
 Array: TypeAlias = npt.NDArray[Any]
@@ -26,7 +26,9 @@ def decoded(
     by_token: bool,
     keys_by_token: bool = False,
 ) -> Array:
-    """Float32 [n, 2, G, T, D] of n chunks in 8, 4 or 2 bits, whose planes are uint8 [n, bytes].
+    """Return float32 [n, 2, G, T, D] of n chunks in 8, 4 or 2 bits.
+
+    Their planes are uint8 [n, bytes].
 
     `shape` is (G, T, D); `channels` are [G, D], or [n, G, D] where chunks are of several layers.
     The first plane has the amplitudes and upper bits.
@@ -43,7 +45,7 @@ def decoded(
 
 
 def unpacked(bits: int, planes: Sequence[Array], count: int) -> tuple[Array, Array]:
-    """Codes uint8 [n, values] of n chunks, and their `count` amplitudes, fp16 [n, count]."""
+    """Return codes uint8 [n, values] of n chunks, and their `count` amplitudes, fp16 [n, count]."""
     amplitudes = np.ascontiguousarray(planes[0][:, : 2 * count]).view(np.float16)
     codes = unpacked2(planes[0][:, 2 * count :])  # words of four codes
     if bits > 2:
@@ -72,7 +74,7 @@ def spread(amplitudes: Array, heads: int, rows: tuple[int, int]) -> Array:
 
 
 def unpacked2(packed: Array) -> Array:
-    """Words, uint32 [n, bytes], whose bytes are the four codes of two bits that a byte packs."""
+    """Return words, uint32 [n, bytes], of the four codes of two bits in each byte."""
     words = packed.astype(np.uint32)
     words |= words << 12
     words &= 0x000F000F
@@ -95,7 +97,7 @@ def decode_chunks(op: DecodeChunks, channels: Array, arrays: dict[str, Array]) -
     table, codes = arrays["table"], arrays["codes"]
     shape = op.kv_heads, op.tokens, op.head_dim
     quarter, by_channel = op.values // 4, channels.reshape(op.kv_heads, op.head_dim)
-    caches = [Rows(arrays[port], op.kv, op.head_dim) for port in ("k_cache", "v_cache")]
+    caches = [CacheRows(arrays[port], op.kv, op.head_dim) for port in ("k_cache", "v_cache")]
     moves = op.kv.coded and np.array_equal(caches[0].channels, by_channel)
     for bits in (16, 8, 4, 2):
         rows = table[table[:, 1] == bits]
@@ -125,9 +127,9 @@ def decode_chunks(op: DecodeChunks, channels: Array, arrays: dict[str, Array]) -
 
 
 def _move(
-    op: DecodeChunks, firsts: Sequence[int], planes: Sequence[Array], caches: Sequence[Rows]
+    op: DecodeChunks, firsts: Sequence[int], planes: Sequence[Array], caches: Sequence[CacheRows]
 ) -> None:
-    """Codes of 8 bits into caches of codes, as they are."""
+    """Move codes of 8 bits into caches of codes, unchanged."""
     codes, amplitudes = unpacked(8, planes, op.amplitudes)
     steps = spread(amplitudes.astype(np.float32) / 128, op.kv_heads, op.amplitude_rows)
     parts = (codes ^ 128).view(np.int8)

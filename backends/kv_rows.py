@@ -27,7 +27,7 @@ LARGEST: Final = 127
 STEPS: Final = np.float32(128)
 
 
-class Rows:
+class CacheRows:
     """A cache's tensor `array` of the shape `kv.shape(G, C, head_dim)`. Reads and writes tokens."""
 
     def __init__(self, array: Array, kv: CacheFormat, head_dim: int) -> None:
@@ -36,24 +36,22 @@ class Rows:
 
     @property
     def channels(self) -> Array:
-        """Scales of the channels, float32 [G, D]: a view."""
+        """Return the scales of the channels, float32 [G, D]: a view."""
         tail = self.array[:, self.tokens :].reshape(len(self.array), -1)
         return tail[:, : 4 * self.head_dim].view(np.float32)
 
     @property
     def codes(self) -> Array:
-        """Int8 [G, C, D]: a view."""
+        """Return int8 [G, C, D]: a view."""
         return self.array[:, : self.tokens, : self.head_dim]
 
     @property
     def steps(self) -> Array:
-        """Float32 [G, C, 1]: a view."""
+        """Return float32 [G, C, 1]: a view."""
         return self.array[:, : self.tokens, -4:].view(np.float32)
 
     def read(self, start: int, stop: int) -> Array:
-        """Return tokens [start, stop) as stored, where they are floats (a view); else as
-        float32.
-        """
+        """Return tokens [start, stop): a view where they are floats, else a float32 copy."""
         if not self.kv.coded:
             return self.array[:, start:stop]
         values = self.codes[:, start:stop].astype(np.float32)
@@ -62,7 +60,7 @@ class Rows:
         return values
 
     def write(self, start: int, values: Array) -> None:
-        """Tokens from `start` on, [G, tokens, D]."""
+        """Write tokens from `start` on, [G, tokens, D]."""
         stop = start + values.shape[1]
         if not self.kv.coded:
             self.array[:, start:stop] = values
@@ -76,7 +74,7 @@ class Rows:
             self.codes[:, start:stop] = np.minimum(np.floor(scaled) - STEPS, LARGEST)
         self.steps[:, start:stop] = amplitudes / STEPS
 
-    def copy(self, start: int, other: Rows, first: int, last: int) -> None:
+    def copy(self, start: int, other: CacheRows, first: int, last: int) -> None:
         """Copy tokens [first, last) of a cache of the same heads, maybe this one, to `start`.
 
         As stored where both have the same format and channels.
@@ -89,15 +87,15 @@ class Rows:
             self.write(start, other.read(first, last))
 
 
-def cache_rows(op: Op, array: Array) -> Rows:
+def cache_rows(op: Op, array: Array) -> CacheRows:
     """Return a cache of an operation that has some."""
     of = op.attention if isinstance(op, ColumnMass | AttentionHeads) else op
     assert isinstance(of, Attention | DecodeChunks)
-    return Rows(array, of.kv, of.head_dim)
+    return CacheRows(array, of.kv, of.head_dim)
 
 
 def rounded_up(values: Array) -> Array:
-    """Float32 magnitudes to the next that float16 has; as they are beyond its range."""
+    """Return float32 magnitudes to the next that float16 has; as they are beyond its range."""
     with np.errstate(over="ignore"):
         rounded = values.astype(np.float16)
     short = rounded.astype(np.float32) < values
@@ -106,7 +104,7 @@ def rounded_up(values: Array) -> Array:
     return np.where(np.isinf(wide), values, wide)
 
 
-def random_rows(rows: Rows, known: int, random: np.random.Generator, *, keys: bool) -> None:
+def random_rows(rows: CacheRows, known: int, random: np.random.Generator, *, keys: bool) -> None:
     """Return tokens and, of `keys`, scales of channels, for self-tests and tests.
 
     After the first `known` tokens is what poisons a result (NaN, steps that are NaN).

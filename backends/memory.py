@@ -28,7 +28,7 @@ CHUNK_BYTES = 1 << 25
 
 
 def private_pages(nbytes: int) -> mmap.mmap:
-    """Anonymous memory of this process alone: a forked child has its own copy.
+    """Return the anonymous memory of this process alone: a forked child has its own copy.
 
     On Linux only private pages can be huge or be given back in place.
     """
@@ -86,7 +86,7 @@ class Arena:
         self._used = 0
 
     def take(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        """`nbytes` bytes."""
+        """Return `nbytes` bytes."""
         if 2 * nbytes > self._chunk_bytes:
             return HostBuffer(nbytes, huge=True).bytes[:nbytes]
         with self._lock:
@@ -110,24 +110,24 @@ class Tensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the elements."""
+        """Return the bytes of the elements."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def address(self) -> int:
-        """Host address of the first element."""
+        """Return the host address of the first element."""
         return self.buffer.address + self.offset_bytes
 
     @cached_property
     def array(self) -> npt.NDArray[Any]:
-        """The elements as a numpy view (no copy).
+        """Return the elements as a numpy view (no copy).
 
         Made once: every step reads some, and numpy's code is out of all caches by then.
         """
         return self.buffer.array(self.dtype, self.shape, self.offset_bytes)
 
     def rows(self, start: int, stop: int) -> Tensor:
-        """Tokens [start, stop) of the same memory."""
+        """Return tokens [start, stop) of the same memory."""
         if not 0 <= start < stop <= self.shape[0]:
             raise ValueError(f"rows [{start}, {stop}) are outside a tensor of shape {self.shape}")
         row_bytes = self.nbytes // self.shape[0]
@@ -152,23 +152,23 @@ class Panels:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Tokens that every part has, and the columns of all."""
+        """Return the tokens that every part has, and the columns of all."""
         return min(p.shape[0] for p in self.parts), sum(p.shape[1] for p in self.parts)
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Element type of the parts."""
+        """Return the element type of the parts."""
         return self.parts[0].dtype
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """First column of every part."""
+        """Return the first column of every part."""
         widths = [0, *(part.shape[1] for part in self.parts)]
         return tuple(int(start) for start in np.cumsum(widths)[:-1])
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the elements."""
+        """Return the bytes of the elements."""
         return sum(part.nbytes for part in self.parts)
 
     def gather(self, m: int) -> npt.NDArray[Any]:
@@ -176,7 +176,7 @@ class Panels:
         return np.concatenate([part.array[:m] for part in self.parts], axis=1)
 
     def rows(self, start: int, stop: int) -> Panels:
-        """Tokens [start, stop) of the same memory."""
+        """Return tokens [start, stop) of the same memory."""
         return Panels(tuple(part.rows(start, stop) for part in self.parts))
 
 

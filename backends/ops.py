@@ -51,7 +51,7 @@ class MatMul:
             raise ValueError(f"a matmul needs n >= 1 and k >= 1, got n={self.n}, k={self.k}")
 
     def flops(self, m: int) -> int:
-        """Multiply-adds counted twice, for m tokens."""
+        """Return multiply-adds counted twice, for m tokens."""
         return 2 * m * self.n * self.k
 
 
@@ -84,7 +84,7 @@ class RMSNorm:
 
     @property
     def ports(self) -> tuple[str, ...]:
-        """Tensor names that `bind` takes."""
+        """Return the tensor names that `bind` takes."""
         return ("x", "residual", "sum", "y") if self.add else ("x", "y")
 
 
@@ -101,7 +101,7 @@ class LayerNorm:
 
     @property
     def ports(self) -> tuple[str, ...]:
-        """Tensor names that `bind` takes."""
+        """Return the tensor names that `bind` takes."""
         return ("x", "residual", "sum", "y") if self.add else ("x", "y")
 
 
@@ -160,12 +160,12 @@ class Rope:
 
     @property
     def width(self) -> int:
-        """Features of one token of `qkv`."""
+        """Return the features of one token of `qkv`."""
         return (self.heads + 2 * self.kv_heads) * self.head_dim
 
     @property
     def rotated(self) -> int:
-        """Dimensions of each head that are rotated."""
+        """Return the dimensions of each head that are rotated."""
         return self.rotary_dim or self.head_dim
 
 
@@ -204,12 +204,12 @@ class Attention:
 
     @property
     def width(self) -> int:
-        """Features of one token of `qkv`."""
+        """Return the features of one token of `qkv`."""
         return (self.heads + 2 * self.kv_heads) * self.head_dim
 
     @property
     def softmax_scale(self) -> float:
-        """Factor on the scores before the softmax."""
+        """Return factor on the scores before the softmax."""
         return self.scale if self.scale is not None else 1.0 / math.sqrt(self.head_dim)
 
 
@@ -237,7 +237,7 @@ class AttentionHeads:
 
     @property
     def alone(self) -> Attention:
-        """The attention that has these heads and no others."""
+        """Return the attention that has these heads and no others."""
         group = self.attention.heads // self.attention.kv_heads
         return replace(self.attention, heads=self.count * group, kv_heads=self.count)
 
@@ -422,7 +422,7 @@ ADDED_PORTS = frozenset({"mass"})
 
 
 def weight_names(op: Op) -> tuple[str, ...]:  # noqa: PLR0911
-    """Names of the weights that `Device.prepare` takes for `op`."""
+    """Return the names of the weights that `Device.prepare` takes for `op`."""
     match op:
         case MatMul():
             static = op.weight_format.activations.static
@@ -445,7 +445,7 @@ def weight_names(op: Op) -> tuple[str, ...]:  # noqa: PLR0911
 
 
 def describe(op: Op) -> str:  # noqa: PLR0911
-    """Short name for messages and traces, such as `MatMul(n=2048, k=8192, w4a16)`."""
+    """Return short name for messages and traces, such as `MatMul(n=2048, k=8192, w4a16)`."""
     match op:
         case MatMul():
             return f"MatMul(n={op.n}, k={op.k}, {op.weight_format})"

@@ -116,7 +116,7 @@ class Graphs(Protocol):
 
 
 def prepared_sizes(capabilities: Graphs) -> tuple[int, ...]:
-    """Token counts of a device's graphs, rising; none where it takes any."""
+    """Return the token counts of a device's graphs, rising; none where it takes any."""
     return tuple(sorted(capabilities.graph_sizes)) if capabilities.static_shapes else ()
 
 
@@ -131,7 +131,7 @@ class DeviceInfo:
 
     @property
     def fingerprint(self) -> str:
-        """One line that changes whenever timings or compiled kernels may change."""
+        """Return one line that changes whenever timings or compiled kernels may change."""
         extra = ";".join(f"{key}={value}" for key, value in sorted(self.details.items()))
         return f"{self.backend}|{self.name}|{self.driver}|{extra}"
 
@@ -263,7 +263,7 @@ class Device(ABC):
     note: str = ""  # what it would have in a process of its own, and lacks in this one
 
     def allocate(self, nbytes: int, *, huge: bool = False) -> HostBuffer:
-        """Pool memory that this device and every mapping device can use in place.
+        """Return the pool memory that this device and every mapping device can use in place.
 
         `huge` as in `HostBuffer`, where the memory is the host's own.
         """
@@ -370,7 +370,7 @@ class Device(ABC):
         """Let completions know when they ran (`Completion.span`), where the device can."""
 
     def state(self) -> str:
-        """One word or sentence on whether the device takes calls, for error messages."""
+        """Return one word or sentence on whether the device takes calls, for error messages."""
         return "open"
 
     @abstractmethod
@@ -461,12 +461,12 @@ def parts_of(operand: Operand) -> tuple[Tensor, ...]:
 
 
 def tensors_of(operands: Mapping[str, Operand]) -> dict[str, Tensor]:
-    """Operands that are all one tensor each, as `check_tensors` has made sure."""
+    """Return the operands that are all one tensor each, as `check_tensors` has made sure."""
     return {port: whole(operand) for port, operand in operands.items()}
 
 
 def port_dtype(op: Op, port: str) -> np.dtype[Any]:
-    """Element type of a port's tensor."""
+    """Return the element type of a port's tensor."""
     if isinstance(op, ops.ColumnMass | ops.AttentionHeads):
         return port_dtype(op.attention, port)
     if isinstance(op, ops.Attention | ops.DecodeChunks) and port in CACHE_PORTS:
@@ -477,7 +477,7 @@ def port_dtype(op: Op, port: str) -> np.dtype[Any]:
 
 
 def port_shape(op: Op, port: str, m: int) -> tuple[int, ...]:
-    """Shape of a port's tensor for m tokens."""
+    """Return the shape of a port's tensor for m tokens."""
     match port:
         case "tokens":
             return (m,)

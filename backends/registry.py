@@ -104,7 +104,7 @@ def find(name: str) -> Backend:
 
 
 def split_driver(name: str) -> tuple[str, str | None]:
-    """`opencl:intel` as backend and driver; a name without a driver has None."""
+    """Return `opencl:intel` as backend and driver; a name without a driver has None."""
     backend, colon, driver = name.partition(":")
     return backend, driver if colon else None
 

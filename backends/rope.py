@@ -13,7 +13,7 @@ Float64Array = npt.NDArray[np.float64]
 
 
 def inverse_frequencies(op: Rope) -> Float64Array:
-    """Rotation per position in radians, [rotated / 2], after scaling."""
+    """Return rotation per position in radians, [rotated / 2], after scaling."""
     dim = op.rotated
     base = op.theta ** -(np.arange(0, dim, 2, dtype=np.float64) / dim)
     match op.scaling.kind:
@@ -32,7 +32,7 @@ def inverse_frequencies(op: Rope) -> Float64Array:
 
 
 def attention_factor(scaling: RopeScaling) -> float:
-    """Factor on cos and sin (YaRN paper section 3.4, `transformers` defaults; LongRoPE)."""
+    """Return factor on cos and sin (YaRN paper section 3.4, `transformers` defaults; LongRoPE)."""
     if scaling.kind not in ("yarn", "longrope"):
         return 1.0
     if scaling.attention_factor is not None:
@@ -47,14 +47,14 @@ def attention_factor(scaling: RopeScaling) -> float:
 
 
 def tables(op: Rope) -> tuple[Float64Array, Float64Array]:
-    """cos and sin, each [max_position, rotated / 2]."""
+    """Return cos and sin, each [max_position, rotated / 2]."""
     angles = np.arange(op.max_position, dtype=np.float64)[:, None] * inverse_frequencies(op)
     factor = attention_factor(op.scaling)
     return np.cos(angles) * factor, np.sin(angles) * factor
 
 
 def _llama3(base: Float64Array, scaling: RopeScaling) -> Float64Array:
-    """Llama 3.1: long wavelengths are stretched, short ones kept, smooth between."""
+    """Return llama 3.1: long wavelengths are stretched, short ones kept, smooth between."""
     wavelength = 2 * math.pi / base
     low = scaling.original_max_position / scaling.low_freq_factor
     high = scaling.original_max_position / scaling.high_freq_factor
@@ -67,7 +67,7 @@ def _llama3(base: Float64Array, scaling: RopeScaling) -> Float64Array:
 
 
 def _yarn(base: Float64Array, op: Rope, scaling: RopeScaling) -> Float64Array:
-    """YaRN (arXiv 2309.00071, section 3.2): interpolate low frequencies, keep high ones."""
+    """Return YaRN (arXiv 2309.00071, section 3.2): interpolate low frequencies, keep high ones."""
     dim = op.rotated
 
     def correction(rotations: float) -> float:

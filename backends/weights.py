@@ -78,13 +78,13 @@ class PackedWeight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the packed weight, padding included."""
+        """Return the bytes of the packed weight, padding included."""
         if self.parts:
             return sum(part.nbytes for part in self.parts)
         return self.data.nbytes + (0 if self.scales is None else self.scales.nbytes)
 
     def rows(self, start: int, stop: int) -> PackedWeight:
-        """Segment of rows [start, stop): a view. `start` is a multiple of 16."""
+        """Return the segment of rows [start, stop): a view. `start` is a multiple of 16."""
         if start % ROW_BLOCK or not 0 <= start < stop <= self.n:
             raise ValueError(
                 f"a segment of {self.n} rows starts at a multiple of {ROW_BLOCK}, "
@@ -115,12 +115,12 @@ class PackedWeight:
         return np.ascontiguousarray(full[: self.n, : self.k])
 
     def unpacked_parts(self) -> blocks.BlockParts:
-        """Codes and scales of a weight in blocks, rows and features padded."""
+        """Return codes and scales of a weight in blocks, rows and features padded."""
         assert self.scales is not None
         return blocks.unpacked_parts(self.storage.blocks, self.data, self.scales)
 
     def spans(self) -> Iterator[tuple[int, PackedWeight]]:
-        """(first row, weight) of the parts; a weight that is not mixed is its only one."""
+        """Yield (first row, weight) of the parts; a weight that is not mixed is its only one."""
         first = 0
         for part in self.parts or (self,):
             yield first, part
@@ -138,17 +138,17 @@ class PackedWeight:
         return np.ascontiguousarray(full[: self.n, : self.k], dtype=np.int8)
 
     def _values(self) -> Float32Array:
-        """Codes as [N/16, 16, K/32, 32]."""
+        """Return codes as [N/16, 16, K/32, 32]."""
         return _q4_values(self.data) if self.storage is StorageFormat.Q4 else _q8_values(self.data)
 
 
 def padded(value: int, multiple: int) -> int:
-    """`value` rounded up to a multiple."""
+    """Return `value` rounded up to a multiple."""
     return -(-value // multiple) * multiple
 
 
 def data_shape(storage: StorageFormat, n: int, k: int) -> tuple[int, ...]:
-    """Shape of `PackedWeight.data`."""
+    """Return the shape of `PackedWeight.data`."""
     count, groups = padded(n, ROW_BLOCK) // ROW_BLOCK, padded(k, GROUP_SIZE) // GROUP_SIZE
     if storage.scales == "block":
         return (count, groups, storage.blocks.words, ROW_BLOCK)
@@ -160,7 +160,7 @@ def data_shape(storage: StorageFormat, n: int, k: int) -> tuple[int, ...]:
 
 
 def data_dtype(storage: StorageFormat) -> np.dtype[Any]:
-    """Element type of `PackedWeight.data`."""
+    """Return the element type of `PackedWeight.data`."""
     if storage.scales == "block":
         return np.dtype(np.uint32)
     kinds = {"q4": np.uint32, "q8": np.int8, "q8r": np.int8, "f16": np.float16, "f32": np.float32}
@@ -168,7 +168,7 @@ def data_dtype(storage: StorageFormat) -> np.dtype[Any]:
 
 
 def scales_shape(storage: StorageFormat, n: int, k: int) -> tuple[int, ...]:
-    """Shape of `PackedWeight.scales` of a quantised weight."""
+    """Return the shape of `PackedWeight.scales` of a quantised weight."""
     count, groups = padded(n, ROW_BLOCK) // ROW_BLOCK, padded(k, GROUP_SIZE) // GROUP_SIZE
     if storage.scales == "row":
         return (count, ROW_BLOCK)
@@ -179,13 +179,13 @@ def scales_shape(storage: StorageFormat, n: int, k: int) -> tuple[int, ...]:
 
 
 def scales_dtype(storage: StorageFormat) -> np.dtype[Any]:
-    """Element type of `PackedWeight.scales` of a quantised weight."""
+    """Return the element type of `PackedWeight.scales` of a quantised weight."""
     kinds = {"row": np.float32, "block": np.uint8}
     return np.dtype(kinds.get(storage.scales, np.float16))
 
 
 def packed_bytes(storage: StorageFormat, n: int, k: int) -> int:
-    """`PackedWeight.nbytes` of an n × k weight; of a mixed one, what it usually comes to."""
+    """Return `PackedWeight.nbytes` of an n × k weight; of a mixed one, what it usually comes to."""
     if storage is StorageFormat.MIXED:
         padded_size = padded(n, ROW_BLOCK) * padded(k, GROUP_SIZE)
         return math.ceil(storage.bytes_per_weight * padded_size)
@@ -351,7 +351,7 @@ def _inverse(scales: npt.NDArray[Any]) -> Float32Array:
 
 
 def _q4_values(data: npt.NDArray[Any]) -> Float32Array:
-    """[N/16, K/32, 4, 16] words to [N/16, 16, K/32, 32] values."""
+    """Return [N/16, K/32, 4, 16] words to [N/16, 16, K/32, 32] values."""
     nibbles = (data[..., None] >> np.arange(0, 32, 4, dtype=np.uint32)) & np.uint32(15)
     values = nibbles.transpose(0, 3, 1, 2, 4).astype(np.float32) - 8.0
     blocks, _, groups = values.shape[:3]

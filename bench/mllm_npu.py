@@ -60,7 +60,7 @@ from hetero.runtime.schedule import Order, windows
 from hetero.solver.calls import split
 from hetero.solver.handmade import single_device
 from hetero.solver.placement import Placement
-from hetero.solver.plan import Form
+from hetero.solver.plan import PrefillMode
 from hetero.solver.prepared import prepare_solver
 from hetero.solver.request import PlanRequest
 from hetero.solver.strategy_plans import strategy_plan
@@ -193,9 +193,9 @@ def order(
 class Formed(Variant):
     """A prompt in one form, on an engine that has all."""
 
-    def __init__(self, engine: Engine, prompt: Sequence[int], form: Form) -> None:
+    def __init__(self, engine: Engine, prompt: Sequence[int], form: PrefillMode) -> None:
         super().__init__(engine, prompt)
-        self.form: Form = form
+        self.form: PrefillMode = form
 
     def run(self) -> float:
         """As `Variant.run`."""
@@ -233,7 +233,7 @@ def forms(
     )
     print(f"measured; {model} {weights}, {p} tokens; {engine.forms.of(p)}\n")
     prompt = token_ids(p, loaded.config.vocab_size)
-    names: list[Form] = ["cut", *(flight.form for flight in engine.plan.in_flight)]
+    names: list[PrefillMode] = ["cut", *(flight.form for flight in engine.plan.in_flight)]
     compare({form: Formed(engine, prompt, form) for form in names}, p, rounds, ())
     engine.close()
 

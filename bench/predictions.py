@@ -25,7 +25,7 @@ from hetero.measuring.profiling import model_shapes
 from hetero.models import open_model
 from hetero.placement.device_set import open_devices
 from hetero.profiler.grid import Task
-from hetero.profiler.workload import Runner, Workload
+from hetero.profiler.workload import TaskRunner, Workload
 from hetero.runtime.engine import Engine
 from hetero.solver.handmade import single_device
 
@@ -73,7 +73,7 @@ def kernels(
     shapes = {shape.name: shape for shape in model_shapes(loaded.spec())}
     steps: dict[str, list[float]] = {name: [] for name in shapes}
     profiled: dict[str, list[float]] = {name: [] for name in shapes}
-    runners: dict[str, Runner] = {}
+    runners: dict[str, TaskRunner] = {}
     with pinned(others.control_core):
         for name, shape in shapes.items():
             tokens = 1 if name == "lm_head" else m

@@ -27,7 +27,6 @@ ABOUT = {
     "contexts": "hetero.Service: kept contexts",
     "measuring": "bench, eval, profile",
     "serving": "HTTP server and its engine",
-    "cache": "what is kept on disk",
     "cli": "the commands",
 }
 

@@ -30,7 +30,7 @@ class QuotaError(UserError):
 
 
 class DiskFullError(UserError):
-    """What is to be kept finds no room under its budget."""
+    """There is no room under a budget for data that must be kept."""
 
 
 class ModelError(UserError):

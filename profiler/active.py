@@ -104,7 +104,7 @@ def uncertainty(
     seed: int = 0,
     members: int = DEFAULT.committee,
 ) -> tuple[Floats, Floats]:
-    """[S] standard deviation of the committee's log times, and [S] mean time in seconds.
+    """Return [S] standard deviation of the committee's log times, and [S] mean time in seconds.
 
     Each member is fitted to a bootstrap sample of the (n, k) pairs. A part of a percent per
     doubling away from the nearest measured size keeps a confident committee curious.
@@ -127,7 +127,7 @@ def uncertainty(
 
 
 def by_kernel(tasks: Sequence[Task]) -> list[list[Task]]:
-    """Tasks of the same device, format and order together."""
+    """Return the tasks of the same device, format and order together."""
     groups: dict[tuple[str, str, str], list[Task]] = {}
     for task in tasks:
         groups.setdefault(task.key[:3], []).append(task)

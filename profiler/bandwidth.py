@@ -19,7 +19,7 @@ from hetero.profiler.grid import Shape, Task
 from hetero.profiler.predict import weight_bytes
 from hetero.profiler.records import Bandwidth, Contention, Phase
 from hetero.profiler.timing import poll_until_done
-from hetero.profiler.workload import Runner, Workload
+from hetero.profiler.workload import TaskRunner, Workload
 
 # m, n, k: a weight larger than any private cache for decode; compute-bound for prefill.
 SIZES: Final[dict[Phase, tuple[int, int, int]]] = {
@@ -69,7 +69,9 @@ def measure_concurrent(
     rounds: int = 7,
     policy: ConcurrentPolicy = DEFAULT,
 ) -> tuple[Bandwidth, tuple[Contention, ...]]:
-    """Bandwidth of each device alone and together, and contention by phase and weight format.
+    """Return the bandwidth of each device alone and together, and contention.
+
+    Contention is by phase and weight format.
 
     Needs both devices. With one device, only its bandwidth alone. The bandwidth is that of the
     first format. In decoding, `shapes` of a model are stood for by the largest matmul of a block. A
@@ -162,7 +164,7 @@ def _shared(workload: Workload, weight_formats: Sequence[WeightFormat]) -> list[
 
 
 def load(workload: Workload, weight_format: WeightFormat, who: str) -> Callable[[], None]:
-    """Work of some tens of milliseconds for `gpu`, `npu` or `both`, to measure power under."""
+    """Return some tens of milliseconds of work for `gpu`, `npu` or `both`, to measure power."""
     size = SIZES["prefill"]
     runners = {kind: _runner(workload, kind, weight_format, size) for kind in workload.devices}
 
@@ -184,7 +186,7 @@ def load(workload: Workload, weight_format: WeightFormat, who: str) -> Callable[
 
 def _runner(
     workload: Workload, kind: DeviceKind, weight_format: WeightFormat, size: tuple[int, int, int]
-) -> Runner:
+) -> TaskRunner:
     m, n, k = size
     sizes = workload.devices[kind].capabilities.graph_sizes
     if sizes and m not in sizes:
@@ -199,7 +201,7 @@ def _runner(
 
 
 def _experiment(
-    workload: Workload, gpu: Runner, npu: Runner, rounds: int, policy: ConcurrentPolicy
+    workload: Workload, gpu: TaskRunner, npu: TaskRunner, rounds: int, policy: ConcurrentPolicy
 ) -> ConcurrentTimes:
     """Return rounds of the GPU's queue alone, the NPU's calls alone, both, and each alone again.
 
@@ -225,9 +227,9 @@ def _experiment(
 
 
 def _round(
-    workload: Workload, gpu: Runner, npu: Runner, count: int, launches: int, share: float
+    workload: Workload, gpu: TaskRunner, npu: TaskRunner, count: int, launches: int, share: float
 ) -> tuple[ConcurrentTimes, bool]:
-    """One round.
+    """Return one round.
 
     Whether the NPU worked for more than that share of it: where it is still at work when the GPU is
     done, it hides the GPU's end.
@@ -261,22 +263,22 @@ def _round(
     return times, outlasted
 
 
-def _submit(runner: Runner, count: int) -> list[Completion]:
+def _submit(runner: TaskRunner, count: int) -> list[Completion]:
     """Return launches in the queue of an asynchronous device; none where calls block."""
     if not runner.device.capabilities.asynchronous:
         return []
     return [runner.calls[copy].submit() for copy in runner.next_copies(count)]
 
 
-def _queue(workload: Workload, runner: Runner, count: int) -> float:
-    """Seconds of `count` launches in one queue."""
+def _queue(workload: Workload, runner: TaskRunner, count: int) -> float:
+    """Return the seconds of `count` launches in one queue."""
     start_s = workload.clock.now()
     runner.launch(runner.next_copies(count))
     return workload.clock.now() - start_s
 
 
-def _calls(workload: Workload, runner: Runner, count: int) -> list[float]:
-    """Seconds of each of `count` blocking calls."""
+def _calls(workload: Workload, runner: TaskRunner, count: int) -> list[float]:
+    """Return the seconds of each of `count` blocking calls."""
     seconds, end_s = [], workload.clock.now()
     for copy in runner.next_copies(count):
         runner.calls[copy].run()

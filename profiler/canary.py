@@ -1,6 +1,4 @@
-"""The numeric canary: a kernel that computes wrongly on this driver is detected before it is
-timed.
-"""
+"""The numeric canary: finds kernels that compute wrongly before they are timed."""
 
 from __future__ import annotations
 
@@ -18,14 +16,14 @@ from hetero.backends.weights import PackedWeight
 from hetero.profiler.grid import Task, shape_class
 from hetero.profiler.predict import Floats, op_name
 from hetero.profiler.records import Quarantine
-from hetero.profiler.workload import Runner
+from hetero.profiler.workload import TaskRunner
 
 OTHER_TOLERANCE: Final = 1e-4
 CHECKED_ROWS: Final = 48  # at each end and in the middle of the weight
 CHECKED_TOKENS: Final = 16  # at each end of the sequence
 
 
-def check_matmul(task: Task, runner: Runner) -> Quarantine | None:
+def check_matmul(task: Task, runner: TaskRunner) -> Quarantine | None:
     """Run every copy of a task's kernel once; the entry to make if it is wrong, or fails."""
     try:
         errors = [_error(runner, copy) for copy in range(len(runner.calls))]
@@ -61,13 +59,16 @@ def check_other(
 
 
 def relative_error(actual: Floats, wanted: Floats) -> float:
-    """‖actual - wanted‖ / ‖wanted‖ in float64; NaN where anything is not finite."""
+    """Return ‖actual - wanted‖ / ‖wanted‖ in float64; NaN where anything is not finite."""
     difference = np.linalg.norm(np.asarray(actual, dtype=np.float64) - wanted)
     return float(difference / max(float(np.linalg.norm(wanted)), 1e-30))
 
 
 def checked(size: int, ends: int) -> list[slice]:
-    """Parts of a dimension that are compared: both ends and the middle, on multiples of 16."""
+    """Return the parts of a dimension that are compared.
+
+    Both ends and the middle, on multiples of 16.
+    """
     if size <= 3 * ends:
         return [slice(0, size)]
     middle = size // 2 // 16 * 16
@@ -75,7 +76,7 @@ def checked(size: int, ends: int) -> list[slice]:
     return [slice(0, ends), slice(middle, middle + ends), slice(last, size)]
 
 
-def _error(runner: Runner, copy: int) -> float:
+def _error(runner: TaskRunner, copy: int) -> float:
     y = runner.y.array
     y[...] = np.nan  # what the kernel does not write stays wrong
     runner.launch([copy])

@@ -16,7 +16,7 @@ from hetero.profiler.records import DeviceProfile, MatMulRow
 
 
 def all_charts(profile: DeviceProfile) -> list[Chart]:
-    """Every chart that the profile has data for."""
+    """Return every chart that the profile has data for."""
     makers: tuple[Callable[[DeviceProfile], Chart | None], ...] = (
         gpu_regimes, npu_stages, shape_sensitivity, order_sensitivity, phase_speeds,
         bandwidth, synchronisation, accuracy, drift,
@@ -68,7 +68,7 @@ def _time_by_tokens(
 
 
 def shape_sensitivity(profile: DeviceProfile) -> Chart | None:
-    """Speed against the aspect of the weight (paper figure 5)."""
+    """Return speed against the aspect of the weight (paper figure 5)."""
     axes, drawn = new_axes(), False
     for kind in profile.devices:
         rows = _main_rows(profile, kind)
@@ -112,7 +112,7 @@ def order_sensitivity(profile: DeviceProfile) -> Chart | None:
 
 
 def phase_speeds(profile: DeviceProfile) -> Chart | None:
-    """Arithmetic speed against tokens for the largest weight, both devices."""
+    """Return arithmetic speed against tokens for the largest weight, both devices."""
     axes = new_axes()
     for kind in profile.devices:
         rows = _main_rows(profile, kind)
@@ -136,7 +136,7 @@ def phase_speeds(profile: DeviceProfile) -> Chart | None:
 
 
 def bandwidth(profile: DeviceProfile) -> Chart | None:
-    """Weight bytes per second alone and together (paper figure 6)."""
+    """Return weight bytes per second alone and together (paper figure 6)."""
     speeds = profile.bandwidth
     bars = [
         ("GPU alone", speeds.gpu_alone_bytes_per_s, None, "gpu"),
@@ -160,7 +160,7 @@ def bandwidth(profile: DeviceProfile) -> Chart | None:
 
 
 def synchronisation(profile: DeviceProfile) -> Chart | None:
-    """Costs around kernels, in microseconds."""
+    """Return costs around kernels, in microseconds."""
     costs: list[tuple[str, float, str]] = []
     for kind, sync in profile.sync.items():
         if profile.devices[kind].capabilities.asynchronous:
@@ -202,7 +202,7 @@ def synchronisation(profile: DeviceProfile) -> Chart | None:
 
 
 def accuracy(profile: DeviceProfile) -> Chart | None:
-    """Predicted against measured times."""
+    """Return predicted against measured times."""
     if not profile.matmuls:
         return None
     model, axes = CostModel(profile), new_axes()
@@ -257,7 +257,7 @@ def _predicted(model: CostModel, row: MatMulRow) -> float:
 
 
 def _main_rows(profile: DeviceProfile, kind: DeviceKind) -> list[MatMulRow]:
-    """Rows of the format and order that the device has most rows of."""
+    """Return the rows of the format and order that the device has most rows of."""
     counts: dict[tuple[WeightFormat, str], int] = {}
     for row in profile.matmuls:
         if row.device == kind:

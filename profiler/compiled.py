@@ -45,7 +45,7 @@ TOKENS = (1, 32, 64, 128, 256, 512, 1024)
 SHAPES = ((2048, 2048), (3072, 2048), (2048, 8192), (16384, 2048), (4096, 4096), (6144, 4096))
 
 
-class Work(NamedTuple):
+class CallWork(NamedTuple):
     """What decides the time of a call: graphs it launches, bytes from DRAM and through HVX."""
 
     launches: float
@@ -70,8 +70,8 @@ class ChipModel:
     dram_bytes_per_s: float
     hvx_bytes_per_s: float
 
-    def seconds(self, work: Work) -> float:
-        """Predicted time of a call."""
+    def seconds(self, work: CallWork) -> float:
+        """Return the predicted time of a call."""
         memory = work.dram_bytes / self.dram_bytes_per_s
         return work.launches * self.launch_s + max(memory, work.hvx_bytes / self.hvx_bytes_per_s)
 
@@ -81,7 +81,7 @@ SNAPDRAGON_8_GEN_3 = ChipModel(launch_s=0.0, dram_bytes_per_s=43.3e9, hvx_bytes_
 
 
 def fit_model(
-    works: Sequence[Work], seconds: Sequence[float], dram_bytes_per_s: float
+    works: Sequence[CallWork], seconds: Sequence[float], dram_bytes_per_s: float
 ) -> ChipModel:
     """Return the launch time and vector rate with the least squared relative error, by search.
 
@@ -104,7 +104,7 @@ def fit_model(
     return best
 
 
-def _loss(model: ChipModel, works: Sequence[Work], seconds: Sequence[float]) -> float:
+def _loss(model: ChipModel, works: Sequence[CallWork], seconds: Sequence[float]) -> float:
     errors = [
         np.log(model.seconds(work) / wanted) ** 2
         for work, wanted in zip(works, seconds, strict=True)
@@ -113,9 +113,9 @@ def _loss(model: ChipModel, works: Sequence[Work], seconds: Sequence[float]) -> 
 
 
 def leave_one_out(
-    works: Sequence[Work], seconds: Sequence[float], dram_bytes_per_s: float
+    works: Sequence[CallWork], seconds: Sequence[float], dram_bytes_per_s: float
 ) -> list[float]:
-    """Signed relative error of each point under the model that is fitted to the others."""
+    """Return signed relative error of each point under the model that is fitted to the others."""
     errors = []
     for i, wanted in enumerate(seconds):
         others = [j for j in range(len(seconds)) if j != i]
@@ -148,14 +148,14 @@ class Scheduler:
         return self.store.find(*catalog.graph(op, rows, {"weight": _random_weight(n, k)}, "random"))
 
     def preparation_s(self, n: int, k: int, tokens: Sequence[int]) -> float:
-        """Seconds to compile the graphs of all these token counts."""
+        """Return seconds to compile the graphs of all these token counts."""
         counts = {rows for m in tokens for rows in _launches(n, k, m)}
         return sum(self.schedule(n, k, rows).prepare_s for rows in counts)
 
-    def work(self, n: int, k: int, m: int) -> Work:
+    def work(self, n: int, k: int, m: int) -> CallWork:
         """Return what a call of m tokens does in all its launches."""
         schedules = [self.schedule(n, k, rows) for rows in _launches(n, k, m)]
-        return Work(
+        return CallWork(
             len(schedules),
             sum(schedule.dram_bytes for schedule in schedules),
             sum(schedule.hvx.vtcm_bytes for schedule in schedules),
@@ -177,7 +177,10 @@ def _cache() -> Path:
 
 
 def _random_weight(n: int, k: int) -> PackedWeight:
-    """Values that cannot be stored shorter: the compiler folds scales that are all alike."""
+    """Return the values that cannot be stored shorter.
+
+    The compiler folds scales that are all alike.
+    """
     random = np.random.default_rng(0)
     codes = random.integers(0, 2**32, data_shape(StorageFormat.Q4, n, k), dtype=np.uint32)
     scales = (0.01 * (1 + random.random(scales_shape(StorageFormat.Q4, n, k)))).astype(np.float16)
@@ -220,7 +223,10 @@ def _row(scheduler: Scheduler, n: int, k: int, m: int) -> MatMulRow:
 
 
 def _preparation(scheduler: Scheduler, n: int, k: int, tokens: Sequence[int]) -> PreparationRow:
-    """Compilation of all graphs of a weight on this machine, and loading at its measured bound."""
+    """Return the times of compiling all graphs of a weight here, and of loading them.
+
+    Loading is at its measured bound.
+    """
     seconds = scheduler.preparation_s(n, k, tokens)
     return PreparationRow(
         device="npu", weight_format=WEIGHTS, n=n, k=k, cold_s=seconds, cached_s=LOADING_S

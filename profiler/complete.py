@@ -42,7 +42,10 @@ class Lack(NamedTuple):
 
 
 def lacking(profile: DeviceProfile, devices: Mapping[DeviceKind, Device]) -> list[Lack]:
-    """Kernels that could be measured. Raises `ProfileError` where these are not its devices."""
+    """Return the kernels that could be measured.
+
+    Raises `ProfileError` where these are not its devices.
+    """
     _check(profile, devices)
     measured = {(x.device, x.op) for x in profile.other_predictors}
     known = measured | {(x.device, x.op) for x in profile.quarantined}
@@ -145,7 +148,10 @@ def _check(profile: DeviceProfile, devices: Mapping[DeviceKind, Device]) -> None
 
 
 def _medians(rounds: Sequence[Sequence[tuple[NonMatmulRow, Op]]]) -> list[tuple[NonMatmulRow, Op]]:
-    """Each case's time: of the calls of few microseconds one round may have nothing but noise."""
+    """Return each case's time.
+
+    Of the calls of few microseconds one round may have nothing but noise.
+    """
     cases: dict[tuple[Any, ...], list[tuple[NonMatmulRow, Op]]] = {}
     for row, op in (x for timed in rounds for x in timed):
         cases.setdefault((row.device, op, row.m, row.context), []).append((row, op))

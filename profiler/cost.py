@@ -101,7 +101,7 @@ class CostModel:
         k: Sizes,
         order: OperandOrder = "plain",
     ) -> Cost:
-        """Predicted seconds of matmul kernels.
+        """Return the predicted seconds of matmul kernels.
 
         M, n, k broadcast. Raises `ProfileError` if the profile has no predictor for the format and
         order.
@@ -140,7 +140,10 @@ class CostModel:
         k: int,
         order: OperandOrder = "plain",
     ) -> float | None:
-        """Median of that very shape (m padded to its graph), or None if it was not measured."""
+        """Return the median of that very shape, or None if it was not measured.
+
+        m is padded to its graph.
+        """
         for tokens in (m, predict.padded_count(self.device(device), m)):
             row = self._rows.get((device, weight_format.value, order, tokens, n, k))
             if row is not None:
@@ -148,7 +151,9 @@ class CostModel:
         return None
 
     def other_s(self, device: DeviceKind, op: Op, m: int, context: int = 0) -> Cost:
-        """Predicted seconds of an operation that is not a matmul, `context` tokens in its cache.
+        """Return the predicted seconds of an operation that is not a matmul.
+
+        With `context` tokens in its cache.
 
         A device with static shapes is charged for the graph size.
         """
@@ -275,7 +280,7 @@ class CostModel:
     def contention(
         self, device: DeviceKind, phase: Phase, weight_format: WeightFormat | None = None
     ) -> float:
-        """Factor (>= 1) by which kernels of a format take longer while the other device works too.
+        """Return by how much (>= 1) kernels of a format are slower while both devices work.
 
         1 where it was not measured. Profiles may have one factor for all formats.
         """
@@ -284,7 +289,7 @@ class CostModel:
         return 1.0 if entry is None else max(1.0, entry.gpu if device == "gpu" else entry.npu)
 
     def spread(self, device: DeviceKind, phase: Phase, weight_format: WeightFormat) -> float:
-        """Relative standard deviation of a matmul kernel's time.
+        """Return relative standard deviation of a matmul kernel's time.
 
         From run to run (the median over the sizes that were measured) and as its device drifts,
         which the rows do not show because they are compared with reference kernels of their moment.
@@ -299,14 +304,14 @@ class CostModel:
         return self._spreads.get((device, phase, weight_format), 0.0)
 
     def _drifts(self) -> dict[tuple[DeviceKind, Phase], float]:
-        """Relative standard deviation of each reference kernel over the run."""
+        """Return relative standard deviation of each reference kernel over the run."""
         series: dict[tuple[DeviceKind, Phase], list[tuple[float, float]]] = {}
         for point in self.profile.references:
             series.setdefault((point.device, point.phase), []).append((point.at_s, point.seconds))
         return {key: stats.drift(*zip(*points, strict=True)) for key, points in series.items()}
 
     def bandwidth(self, who: Literal["gpu", "npu", "both"]) -> float | None:
-        """Weight bytes per second in decode; None if it was not measured."""
+        """Return weight bytes per second in decode; None if it was not measured."""
         speeds = self.profile.bandwidth
         match who:
             case "gpu":

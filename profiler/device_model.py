@@ -39,7 +39,7 @@ class NpuArray(_Model):
     order_slowdown: Positive = 1.0
 
     def seconds(self, m: Floats, n: Floats, k: Floats) -> Floats:
-        """[S] time of a blocking call."""
+        """Return [S] time of a blocking call."""
         rows = np.ceil(n / self.array_size) * self.array_size
         reloads = 1.0 if self.resident_k is None else np.maximum(1.0, k / self.resident_k)
         stream = rows * k * self.bytes_per_weight / self.bandwidth_bytes_per_s
@@ -77,5 +77,5 @@ DeviceModel: TypeAlias = Annotated[NpuArray | GpuShader, Field(discriminator="ki
 
 
 def evaluate(model: NpuArray | GpuShader, m: Any, n: Any, k: Any) -> Floats:
-    """Seconds for sizes that broadcast."""
+    """Return the seconds for sizes that broadcast."""
     return model.seconds(*np.broadcast_arrays(*(np.asarray(x, np.float64) for x in (m, n, k))))

@@ -100,12 +100,12 @@ class DeviceOverheads:
 
     @property
     def clock(self) -> Clock:
-        """The workload's."""
+        """Return the workload's."""
         return self.workload.clock
 
     @property
     def repeats(self) -> int:
-        """Samples of a cost of microseconds."""
+        """Return the samples of a cost of microseconds."""
         return 20 if self.options.quick else 60
 
     def environment(self) -> list[Environment]:
@@ -129,7 +129,7 @@ class DeviceOverheads:
         return [DeviceRecord.of(device, row_stage=row_stage, token_stage=token_stage)]
 
     def _time_s(self, kind: DeviceKind, m: int, n: int, k: int) -> float:
-        """Median of a few launches, outside the grid."""
+        """Return the median of a few launches, outside the grid."""
         self.checkpoint()
         runner = self.workload.runner(Task(kind, self.weight_format, "plain", m, n, k))
         if runner.cycle == 0:
@@ -137,7 +137,7 @@ class DeviceOverheads:
         return sorted(self.workload.time(runner) for _ in range(5))[2]
 
     def synchronisation(self, kind: DeviceKind) -> list[DeviceSync]:
-        """Costs around one device's kernels."""
+        """Return costs around one device's kernels."""
         costs = sync_costs.measure_device(self.devices[kind], self.clock, repeats=self.repeats)
         if kind == "npu":
             restart_s = bandwidth.measure_restart(
@@ -161,8 +161,8 @@ class DeviceOverheads:
             checkpoint=self.checkpoint,
         )
 
-    def together(self) -> list[ConcurrentBandwidth]:
-        """Bandwidth and contention, one of the `BANDWIDTH_REPEATS`."""
+    def concurrent(self) -> list[ConcurrentBandwidth]:
+        """Return bandwidth and contention, one of the `BANDWIDTH_REPEATS`."""
         formats = dict.fromkeys((self.weight_format, *self.options.weight_formats))
         alone, contention = bandwidth.measure_concurrent(
             self.workload,
@@ -173,7 +173,7 @@ class DeviceOverheads:
         return [ConcurrentBandwidth(bandwidth=alone, contention=contention)]
 
     def power(self) -> list[MaybePower]:
-        """Power of each device and both."""
+        """Return the power of each device and both."""
         if not self.options.power or energy.find_meter() is None:
             return [MaybePower(power=None, note=energy.ABSENT)]
         names = [*self.devices, *(["both"] if len(self.devices) == 2 else [])]
@@ -233,7 +233,10 @@ class DeviceOverheads:
         wanted: Mapping[Op, Any],
         quarantined: list[Quarantine],
     ) -> set[Op]:
-        """Operations that the device takes and computes correctly; wrong ones are listed."""
+        """Return the operations that the device takes and computes correctly.
+
+        Wrong ones are listed.
+        """
         good = set()
         for op in wanted:
             self.checkpoint()

@@ -19,7 +19,7 @@ ABSENT = "power is absent: no readable RAPL, hwmon or battery in /sys"
 
 
 @dataclass(frozen=True)
-class Meter:
+class PowerMeter:
     """A source. Counters give joules (`is_energy`), the others watts at the moment."""
 
     source: str
@@ -28,26 +28,28 @@ class Meter:
     wraps_at: float = 0.0
 
 
-def find_meter(root: Path = SYS) -> Meter | None:
+def find_meter(root: Path = SYS) -> PowerMeter | None:
     """Return the best source there is, or None."""
     for path in sorted(root.glob("class/powercap/*rapl:0/energy_uj")):
         if _number(path) is not None:
             wraps = _number(path.with_name("max_energy_range_uj")) or 0.0
-            return Meter("rapl", True, partial(_scaled, path), wraps * MICRO)
+            return PowerMeter("rapl", True, partial(_scaled, path), wraps * MICRO)
     for path in sorted(root.glob("class/hwmon/hwmon*/power1_input")):
         if _number(path) is not None:
-            return Meter("hwmon", False, partial(_scaled, path))
+            return PowerMeter("hwmon", False, partial(_scaled, path))
     for path in sorted(root.glob("class/power_supply/*/power_now")):
         if _number(path) is not None:
-            return Meter("battery", False, partial(_scaled, path))
+            return PowerMeter("battery", False, partial(_scaled, path))
     for path in sorted(root.glob("class/power_supply/*/current_now")):
         volts = path.with_name("voltage_now")
         if _number(path) is not None and _number(volts) is not None:
-            return Meter("battery", False, partial(_product, path, volts))
+            return PowerMeter("battery", False, partial(_product, path, volts))
     return None
 
 
-def mean_power_w(meter: Meter, clock: Clock, load: Callable[[], None], duration_s: float) -> float:
+def mean_power_w(
+    meter: PowerMeter, clock: Clock, load: Callable[[], None], duration_s: float
+) -> float:
     """Mean power while `load` is repeated for `duration_s`."""
     start_s, before = clock.now(), meter.read()
     readings = []
@@ -68,9 +70,9 @@ def measure_power(
     loads: dict[str, Callable[[], None]],
     *,
     duration_s: float = 1.0,
-    meter: Meter | None = None,
+    meter: PowerMeter | None = None,
 ) -> Power | None:
-    """Power idle and under each load (`gpu`, `npu`, `both`); None where no source exists."""
+    """Return power idle and under each load (`gpu`, `npu`, `both`); None where no source exists."""
     meter = meter or find_meter()
     if meter is None:
         return None

@@ -17,7 +17,7 @@ THERMAL = Path("/sys/class/thermal")
 
 
 def read_environment(*, gpu_core: int | None, control_core: int | None) -> Environment:
-    """Everything that can be read here."""
+    """Return everything that can be read here."""
     return Environment(
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
         processor=cpu_name(),
@@ -42,7 +42,7 @@ def package_versions() -> dict[str, str]:
 
 
 def hetero_version() -> str:
-    """Version of the installed package."""
+    """Return the version of the installed package."""
     return installed_version("hetero") or "unknown"
 
 
@@ -74,7 +74,7 @@ def _highest_khz(folder: Path) -> int:
 
 
 def temperature_c() -> float | None:
-    """Hottest thermal zone."""
+    """Return hottest thermal zone."""
     readings = [_text(path) for path in THERMAL.glob("thermal_zone*/temp")]
     values = [float(text) / 1000 for text in readings if text and text.lstrip("-").isdigit()]
     return max(values, default=None)

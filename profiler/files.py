@@ -84,7 +84,7 @@ def migrate(document: Document, current_version: int, name: str) -> Document:
 
 
 def to_text(document: Document) -> str:
-    """Indented JSON with one row of a table to a line."""
+    """Return indented JSON with one row of a table to a line."""
     return _format(document, "") + "\n"
 
 
@@ -159,7 +159,7 @@ def taken_profile_path() -> Path:
 
 
 def shipped_names() -> tuple[str, ...]:
-    """Names of the profiles that come with the package."""
+    """Return the names of the profiles that come with the package."""
     folder = resources.files("hetero.profiler") / "profiles"
     if not folder.is_dir():
         return ()
@@ -182,5 +182,5 @@ def shipped_host() -> str | None:
 
 
 def shipped_path(name: str) -> Path:
-    """File of a shipped profile."""
+    """Return the file of a shipped profile."""
     return Path(str(resources.files("hetero.profiler") / "profiles" / f"{name}.json"))

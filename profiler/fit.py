@@ -48,7 +48,7 @@ class Fitting:
     Each correction of plain least squares can be taken out; `python -m tests.profiler.ablation`
     says what it is worth (docs: cost-corrections.md).
 
-    Rows (`Table.of`):
+    Rows (`RowTable.of`):
 
     weigh_rows      a row that is less certain weighs less (else: all weigh alike)
     surest          relative error that the surest row is credited with
@@ -101,7 +101,7 @@ DEFAULT: Final = Fitting()
 
 
 @dataclass(frozen=True)
-class Table:
+class RowTable:
     """Rows of one kernel as arrays [S]: sizes as computed (padded), time, weight of the row."""
 
     m: Floats
@@ -113,7 +113,7 @@ class Table:
     @classmethod
     def of(
         cls, device: DeviceRecord, rows: Sequence[MatMulRow], fitting: Fitting = DEFAULT
-    ) -> Table:
+    ) -> RowTable:
         """Return padded sizes; rows that are less certain weigh less."""
         m, n, k, seconds = (
             np.asarray([getattr(row, name) for row in rows], dtype=np.float64)
@@ -124,12 +124,12 @@ class Table:
 
     @property
     def terms(self) -> Floats:
-        """[S, 4] columns 1, n, k, n·k."""
+        """Return [S, 4] columns 1, n, k, n·k."""
         return np.stack((np.ones_like(self.n), self.n, self.k, self.n * self.k), axis=1)
 
 
 def _weights(rows: Sequence[MatMulRow], fitting: Fitting) -> Floats:
-    """[S] weight of each row: about 1 where it is known to 3 %."""
+    """Return [S] weight of each row: about 1 where it is known to 3 %."""
     if not fitting.weigh_rows:
         return np.ones(len(rows))
     spreads = [row.spread for row in rows if row.samples >= FEW]
@@ -139,7 +139,7 @@ def _weights(rows: Sequence[MatMulRow], fitting: Fitting) -> Floats:
 
 
 def _uncertainty(row: MatMulRow, spread: float, fitting: Fitting) -> float:
-    """Relative half-width of a row's 95 % interval.
+    """Return the relative half-width of a row's 95 % interval.
 
     One sample has none, and that of two or three is small by chance: no row is surer than its
     number of samples makes others of this spread.
@@ -156,7 +156,10 @@ def fit_all(
     validate: bool = True,
     fitting: Fitting = DEFAULT,
 ) -> tuple[MatMulPredictor, ...]:
-    """One predictor for every kernel that has rows; quick, without trees, unless `validate`."""
+    """Return one predictor for every kernel that has rows.
+
+    Quick, without trees, unless `validate`.
+    """
     kernels: dict[Kernel, list[MatMulRow]] = {}
     for row in rows:
         kernels.setdefault((row.device, row.weight_format, row.order), []).append(row)
@@ -189,7 +192,7 @@ def fit_unchecked(
     fitting: Fitting = DEFAULT,
 ) -> MatMulPredictor:
     """Fit with trees of a given depth (0: none)."""
-    table = Table.of(device, rows, fitting)
+    table = RowTable.of(device, rows, fitting)
     knots = fit_knots(table, fitting)
     trees: tuple[Tree, ...] = ()
     if depth and len(rows) >= fitting.smallest_forest:
@@ -208,7 +211,7 @@ def fit_unchecked(
     )
 
 
-def fit_knots(table: Table, fitting: Fitting = DEFAULT) -> Knots:
+def fit_knots(table: RowTable, fitting: Fitting = DEFAULT) -> Knots:
     """See the module's docstring."""
     tokens = np.unique(table.m)
     coarse = _coarse(table, tokens, fitting.shy)
@@ -223,7 +226,7 @@ def fit_knots(table: Table, fitting: Fitting = DEFAULT) -> Knots:
     )
 
 
-def _level(table: Table, at: npt.NDArray[np.bool_], prior: Floats, shrink: float) -> float:
+def _level(table: RowTable, at: npt.NDArray[np.bool_], prior: Floats, shrink: float) -> float:
     """Return how far the rows of one m are above the prior, as one factor.
 
     Kernels work in tiles of tokens (six cost what eight do), which no fit that is smooth in m sees;
@@ -235,8 +238,8 @@ def _level(table: Table, at: npt.NDArray[np.bool_], prior: Floats, shrink: float
     return float(np.exp(np.sum(weight * logs) / (np.sum(weight) + shrink)))
 
 
-def _coarse(table: Table, tokens: Floats, shy: float) -> Floats:
-    """[T, 4] coefficients at each m of one fit in which they are piecewise linear in m."""
+def _coarse(table: RowTable, tokens: Floats, shy: float) -> Floats:
+    """Return [T, 4] coefficients at each m of one fit in which they are piecewise linear in m."""
     low, high = float(tokens[0]), float(tokens[-1])
     breaks = np.unique([low, *(b for b in COARSE_BREAKS if low < b < high), high])
     columns = (_hats(breaks, table.m)[:, :, None] * table.terms[:, None, :]).reshape(
@@ -255,13 +258,15 @@ def _coarse(table: Table, tokens: Floats, shy: float) -> Floats:
 
 
 def _hats(breaks: Floats, m: Floats) -> Floats:
-    """[S, B] weights of the breaks in linear interpolation at m."""
+    """Return [S, B] weights of the breaks in linear interpolation at m."""
     identity = np.eye(len(breaks))
     return np.stack([np.interp(m, breaks, column) for column in identity], axis=1)
 
 
-def _ridge_nnls(table: Table, at: npt.NDArray[np.bool_], prior: Floats, strength: float) -> Floats:
-    """Coefficients at one m; the ridge works in units of relative time."""
+def _ridge_nnls(
+    table: RowTable, at: npt.NDArray[np.bool_], prior: Floats, strength: float
+) -> Floats:
+    """Return coefficients at one m; the ridge works in units of relative time."""
     relative = table.terms[at] / table.seconds[at][:, None] * table.weight[at][:, None]
     typical = np.abs(table.terms[at] / table.seconds[at][:, None]).mean(axis=0)
     ridge = math.sqrt(strength) * np.diag(typical)
@@ -280,7 +285,7 @@ def fit_trees(
     seed: int,
     fitting: Fitting = DEFAULT,
 ) -> tuple[Tree, ...]:
-    """Decision trees for [S] targets, each on a bootstrap sample of the (n, k) pairs."""
+    """Return decision trees for [S] targets, each on a bootstrap sample of the (n, k) pairs."""
     from sklearn.tree import DecisionTreeRegressor
 
     columns = feature_table(device, rows)
@@ -300,13 +305,13 @@ def fit_trees(
 
 
 def feature_table(device: DeviceRecord, rows: Sequence[MatMulRow]) -> Floats:
-    """[S, F] features of rows."""
+    """Return [S, F] features of rows."""
     m, n, k = (np.asarray([getattr(row, name) for row in rows], dtype=np.float64) for name in "mnk")
     return predict.features(device, rows[0].weight_format, m, n, k)
 
 
 def export_tree(tree: object) -> Tree:
-    """Arrays of a scikit-learn tree; leaves get feature -1 and children 0."""
+    """Return the arrays of a scikit-learn tree; leaves get feature -1 and children 0."""
     feature = np.asarray(tree.feature)  # type: ignore[attr-defined]
     leaf = feature < 0
     return Tree(
@@ -332,7 +337,9 @@ def left_out(
     *,
     fitting: Fitting = DEFAULT,
 ) -> Floats:
-    """[S] prediction of each row by a fit without the rows of its fold of pairs; NaN if impossible.
+    """Return [S] prediction of each row by a fit without the rows of its fold of pairs.
+
+    NaN if impossible.
 
     Pairs go to folds at random; with few pairs each is a fold of its own.
     """
@@ -379,7 +386,7 @@ def _validation(
     return tuple(validations)
 
 
-def _range(table: Table, rows: Sequence[MatMulRow]) -> ShapeRange:
+def _range(table: RowTable, rows: Sequence[MatMulRow]) -> ShapeRange:
     def bounds(values: Iterable[float]) -> tuple[int, int]:
         listed = [int(value) for value in values]
         return min(listed), max(listed)
@@ -390,7 +397,7 @@ def _range(table: Table, rows: Sequence[MatMulRow]) -> ShapeRange:
 
 
 def _regimes(knots: Knots, weight_format: WeightFormat) -> Regimes:
-    """Bandwidth from the first m, arithmetic from the last two, and where the two lines meet."""
+    """Return bandwidth from the first m, arithmetic from the last two, and their crossing."""
     per_weight = [row[3] for row in knots.coefficients]
     if len(per_weight) < 2 or not per_weight[0] or per_weight[-1] <= per_weight[-2]:
         return Regimes()

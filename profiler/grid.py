@@ -49,12 +49,12 @@ class Task(NamedTuple):
 
     @property
     def op(self) -> MatMul:
-        """The operation record."""
+        """Return the operation record."""
         return MatMul(n=self.n, k=self.k, weight_format=self.weight_format, order=self.order)
 
 
 @dataclass(frozen=True)
-class Grid:
+class TaskGrid:
     """Tasks to measure, and the pruned ones: pruned task -> the measured one of its stage."""
 
     tasks: tuple[Task, ...]
@@ -62,7 +62,7 @@ class Grid:
 
 
 def shape_class(m: int, n: int, k: int) -> str:
-    """Phase and aspect of a matmul, such as `decode-tall`: one canary for each."""
+    """Return phase and aspect of a matmul, such as `decode-tall`: one canary for each."""
     aspect = "wide" if n >= WIDE * k else "tall" if k >= WIDE * n else "square"
     return f"{phase_of(m)}-{aspect}"
 
@@ -77,7 +77,7 @@ def token_counts(device: DeviceRecord, wanted: Iterable[int]) -> list[int]:
 
 
 def pad(value: int, multiple: int) -> int:
-    """`value` rounded up to a multiple."""
+    """Return `value` rounded up to a multiple."""
     return -(-value // multiple) * multiple
 
 
@@ -99,8 +99,8 @@ def make_grid(
     formats: Iterable[WeightFormat],
     *,
     heads: Iterable[tuple[int, int]] = (),
-) -> Grid:
-    """All sizes of one device in every format and order it has, one task for each stage.
+) -> TaskGrid:
+    """Return all sizes of one device in every format and order it has, one task for each stage.
 
     `heads` are pairs of output heads, which only ever see the few tokens that are predicted from.
     """
@@ -119,7 +119,7 @@ def make_grid(
     return prune(device, wanted)
 
 
-def prune(device: DeviceRecord, wanted: Iterable[Task]) -> Grid:
+def prune(device: DeviceRecord, wanted: Iterable[Task]) -> TaskGrid:
     """Keep the last requested size of each stage; static devices get the graph's size."""
     static = device.capabilities.static_shapes and device.capabilities.graph_sizes
     kept: dict[Task, Task] = {}
@@ -136,11 +136,11 @@ def prune(device: DeviceRecord, wanted: Iterable[Task]) -> Grid:
     tasks = tuple(dict.fromkeys(kept.values()))
     chosen = set(tasks)
     pruned = {t: kept[stage_key(device, t)] for t in members if t not in chosen}
-    return Grid(tasks, pruned)
+    return TaskGrid(tasks, pruned)
 
 
 def model_pairs(shapes: Iterable[Shape]) -> tuple[tuple[int, int], ...]:
-    """Distinct (n, k) of a model's matmuls, and for each k a quarter of its fewest rows.
+    """Return distinct (n, k) of a model's matmuls, and for each k a quarter of its fewest rows.
 
     Cuts are along n: what a call costs with however few rows does not show in whole weights, and
     with one n a slow sample of it would pass for such a cost. A quarter is in whole blocks of 256
@@ -155,6 +155,6 @@ def model_pairs(shapes: Iterable[Shape]) -> tuple[tuple[int, int], ...]:
 
 
 def head_pairs(shapes: Iterable[Shape]) -> tuple[tuple[int, int], ...]:
-    """(n, k) that only a model's output head has."""
+    """Return (n, k) that only a model's output head has."""
     others = {(shape.n, shape.k) for shape in shapes if shape.name != "lm_head"}
     return tuple((s.n, s.k) for s in shapes if s.name == "lm_head" and (s.n, s.k) not in others)

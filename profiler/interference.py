@@ -15,7 +15,7 @@ class Interference(Protocol):
     """Counters of the seconds that each of our threads has waited for a core."""
 
     def waits_s(self) -> Mapping[int, float]:
-        """Seconds by thread since it began; only differences matter."""
+        """Return the seconds by thread since it began; only differences matter."""
 
 
 class NoInterference:
@@ -30,7 +30,7 @@ class SchedulerWaits:
     """`run_delay` of `/proc/<pid>/task/*/schedstat`."""
 
     def waits_s(self) -> Mapping[int, float]:
-        """Seconds by thread id."""
+        """Return the seconds by thread id."""
         delays = {}
         for task in TASKS.iterdir():
             try:
@@ -41,7 +41,7 @@ class SchedulerWaits:
 
 
 def longest_wait_s(before: Mapping[int, float], after: Mapping[int, float]) -> float:
-    """Longest wait of any one thread between two readings.
+    """Return the longest wait of any one thread between two readings.
 
     Waits of several threads overlap, so their sum would be more than was lost.
     """

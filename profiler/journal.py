@@ -81,7 +81,7 @@ _KINDS: TypeAdapter[Any] = TypeAdapter(
 
 
 def journal_path(out: Path) -> Path | None:
-    """Journal of the profile `out`.
+    """Return the journal of the profile `out`.
 
     A device or a pipe has none. Raises `ProfileError` for a path that cannot be written.
     """
@@ -123,7 +123,7 @@ class Journal:
             os.fsync(self._file.fileno())
 
     def of_kind(self, kind: str) -> list[Entry]:
-        """Entries of an earlier run."""
+        """Return the entries of an earlier run."""
         return [entry for entry in self.entries if entry["kind"] == kind]
 
     def close(self, *, delete: bool = False) -> None:
@@ -147,7 +147,10 @@ class Journal:
 
 
 def read_entries(path: Path) -> list[Entry]:
-    """Whole lines of a journal; everything after the first torn or foreign line is dropped."""
+    """Return the whole lines of a journal.
+
+    Everything after the first torn or foreign line is dropped.
+    """
     entries: list[Entry] = []
     try:
         data = read_file(path, LONGEST_TEXT_BYTES)
@@ -190,7 +193,7 @@ def _cannot_write(path: Path, error: OSError) -> ProfileError:
 
 
 def _continue(path: Path, header: Entry) -> list[Entry]:
-    """Entries to go on from, after cutting a torn tail.
+    """Return the entries to continue from, after cutting a torn tail.
 
     Raises `ProfileError` if they are not of the same devices and settings.
     """

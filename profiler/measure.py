@@ -24,7 +24,7 @@ from hetero.backends.protocol import DeviceKind
 from hetero.profiler.grid import Task
 from hetero.profiler.records import Flag, MatMulRow, Phase, ReferencePoint, typical
 from hetero.profiler.stats import SMOOTHED_S, summarize
-from hetero.profiler.workload import Runner, Workload
+from hetero.profiler.workload import TaskRunner, Workload
 
 Reference: TypeAlias = tuple[DeviceKind, Phase]
 
@@ -35,7 +35,7 @@ REFERENCE_SIZES: Final[dict[Phase, tuple[int, int, int]]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class MeasureSettings:
     """Settings of how carefully to measure.
 
     ci          stop when the relative half-width of the median's 95 % interval is below this
@@ -66,7 +66,7 @@ class Settings:
 
 
 @dataclass
-class Sample:
+class TaskSample:
     """One timing, what its reference was (1: as at the start), and time lost to other programs."""
 
     seconds: float
@@ -79,13 +79,13 @@ class Progress:
     """State of one task while its block runs."""
 
     task: Task
-    runner: Runner
-    samples: list[Sample] = field(default_factory=list)
+    runner: TaskRunner
+    samples: list[TaskSample] = field(default_factory=list)
     spent_s: float = 0.0
     done: bool = False
 
 
-class Meter:
+class TaskMeter:
     """Measures blocks of tasks.
 
     `base` holds the reference kernels' times at the start of the run; give it back to continue a
@@ -97,7 +97,7 @@ class Meter:
         self,
         workload: Workload,
         *,
-        settings: Settings,
+        settings: MeasureSettings,
         reference_format: WeightFormat,
         base: dict[Reference, float] | None = None,
         seed: int = 0,
@@ -122,8 +122,7 @@ class Meter:
         until_s: float = math.inf,
         on_row: Callable[[MatMulRow], None] | None = None,
     ) -> list[MatMulRow]:
-        """Return rows of a block of tasks; the ones that drifted are measured once more, then
-        marked.
+        """Return rows of a block of tasks; drifted ones are measured once more, then marked.
 
         After the moment `until_s` of the clock no further sample is taken beyond one for each task.
         """
@@ -192,7 +191,7 @@ class Meter:
         return float(np.median([ratio for _, ratio in recent]))
 
     def mean_ratio(self, key: Reference, for_s: float) -> float:
-        """Mean time of a reference kernel, timed over and over for so long, over its `base`.
+        """Return the mean time of a reference kernel, timed for so long, over its `base`.
 
         Where a machine is slow in bursts, what takes longer than a burst slows down as the mean
         does; the median of a few timings is in a burst or not.
@@ -212,7 +211,7 @@ class Meter:
         return _blend(0.0 if self.workload.small else share, ratios)
 
     def reference_s(self, device: DeviceKind) -> dict[Phase, float]:
-        """Seconds of a device's reference kernels at the start of the run."""
+        """Return the seconds of a device's reference kernels at the start of the run."""
         return {phase: self.base[device, phase] for phase in REFERENCE_SIZES}
 
     def _ratio_now(self, key: Reference) -> float:
@@ -222,7 +221,7 @@ class Meter:
             return self.reference_ratio(key)
         return float(np.median([ratio for _, ratio in recent]))
 
-    def reference_runner(self, key: Reference) -> Runner:
+    def reference_runner(self, key: Reference) -> TaskRunner:
         """Return the reference kernel of a device and phase, warmed up at first use."""
         device, phase = key
         m, n, k = REFERENCE_SIZES[phase]
@@ -247,21 +246,21 @@ class Meter:
         entry.samples.append(sample)
         entry.spent_s += self.clock.now() - start_s
 
-    def _timed(self, runner: Runner) -> Sample:
+    def _timed(self, runner: TaskRunner) -> TaskSample:
         seconds, waited_s = self.workload.timed(runner)
-        return Sample(seconds, 1.0, waited_s)
+        return TaskSample(seconds, 1.0, waited_s)
 
-    def _clean_time(self, runner: Runner, attempts: int = 3) -> Sample:
+    def _clean_time(self, runner: TaskRunner, attempts: int = 3) -> TaskSample:
         """Return the first undisturbed sample, else the least disturbed, its waiting taken off."""
-        samples: list[Sample] = []
+        samples: list[TaskSample] = []
         for _ in range(attempts):
             samples.append(self._timed(runner))
             if self._is_clean(samples[-1]):
                 return samples[-1]
         best = min(samples, key=lambda sample: sample.waited_s / sample.seconds)
-        return Sample(_without_wait(best), 1.0, best.waited_s)
+        return TaskSample(_without_wait(best), 1.0, best.waited_s)
 
-    def _is_clean(self, sample: Sample) -> bool:
+    def _is_clean(self, sample: TaskSample) -> bool:
         return sample.waited_s <= self.settings.disturbed * sample.seconds
 
     def _finished(self, entry: Progress, until_s: float) -> bool:
@@ -326,8 +325,8 @@ def to_means(rows: Sequence[MatMulRow]) -> list[MatMulRow]:
     ]
 
 
-def _without_wait(sample: Sample) -> float:
-    """Seconds less the time that our threads waited for a core, at least a tenth of them."""
+def _without_wait(sample: TaskSample) -> float:
+    """Return seconds less the time that our threads waited for a core, at least a tenth of them."""
     return max(sample.seconds - sample.waited_s, 0.1 * sample.seconds)
 
 
@@ -353,7 +352,7 @@ def _blend(share: float, ratios: Mapping[Phase, float]) -> float:
 def rescale(
     rows: Iterable[MatMulRow], points: Sequence[ReferencePoint], *, small: bool = False
 ) -> list[MatMulRow]:
-    """Rows in units of the run's median speed rather than of the speed at its start.
+    """Return the rows in units of the run's median speed rather than of the speed at its start.
 
     `small` as in `Workload`.
     """

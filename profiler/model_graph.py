@@ -246,7 +246,7 @@ class ModelGraph(BaseModel):
 
     @cached_property
     def layers(self) -> int:
-        """Their number."""
+        """Return the number of layers."""
         return 1 + max((x.layer for x in self.nodes if x.layer is not None), default=-1)
 
     @cached_property
@@ -262,12 +262,12 @@ class ModelGraph(BaseModel):
         return next((x for x in self.matmuls if x.name == name), None) or _raise(name)
 
     def matmul_op(self, name: MatMulName) -> MatMul:
-        """Operation record of a matmul, all rows in one piece. Raises `KeyError`."""
+        """Return the operation record of a matmul, all rows in one piece. Raises `KeyError`."""
         return self._plan_ops[name][0]
 
     @cached_property
     def shapes(self) -> dict[OpName, tuple[int, int]]:
-        """(n, k) of every matmul and of the members of fused ones."""
+        """Return (n, k) of every matmul and of the members of fused ones."""
         shapes: dict[OpName, tuple[int, int]] = {}
         for node in self.nodes:
             if node.plan_op is None or node.plan_op in shapes:
@@ -296,12 +296,15 @@ class ModelGraph(BaseModel):
 
     @cached_property
     def others(self) -> tuple[Op, ...]:
-        """The distinct operations that no plan cuts, in the order in which they first run."""
+        """Return the distinct operations that no plan cuts, in order of their first run."""
         return tuple(dict.fromkeys(node.op for node in self.nodes if node.plan_op is None))
 
     @property
     def matmul_weight_bytes(self) -> int:
-        """Bytes of packed weights that one decode step reads: all matmuls, lm_head included."""
+        """Return the bytes of packed weights that one decode step reads.
+
+        All matmuls, lm_head included.
+        """
         return sum(
             x.count * packed_bytes(self.weight_format.storage, x.n, x.k) for x in self.matmuls
         )
@@ -312,7 +315,7 @@ class ModelGraph(BaseModel):
 
     @cached_property
     def _plan_ops(self) -> dict[OpName, tuple[MatMul, int]]:
-        """Every matmul of plans by name, and how often it occurs."""
+        """Return every matmul of plans by name, and how often it occurs."""
         counted: dict[OpName, tuple[MatMul, int]] = {}
         for node in self.nodes:
             if node.plan_op is not None:
@@ -327,7 +330,7 @@ class ModelGraph(BaseModel):
 
     @cached_property
     def _ops_after(self) -> dict[OpName | None, list[Op]]:
-        """Operations by the matmul that they follow; None: before all of them."""
+        """Return operations by the matmul that they follow; None: before all of them."""
         followers: dict[OpName | None, list[Op]] = {None: []}
         last: OpName | None = None
         for node in self.nodes:
@@ -342,32 +345,32 @@ class ModelGraph(BaseModel):
 
     @property
     def hidden_size(self) -> int:
-        """Features of the residual stream."""
+        """Return the features of the residual stream."""
         return self._embed.d
 
     @property
     def vocab_size(self) -> int:
-        """Token ids."""
+        """Return token ids."""
         return self._embed.vocab
 
     @property
     def intermediate_size(self) -> int:
-        """Features of the feed-forward."""
+        """Return the features of the feed-forward."""
         return self.shapes["down"][1]
 
     @property
     def heads(self) -> int:
-        """Query heads."""
+        """Return query heads."""
         return self._attention.heads
 
     @property
     def kv_heads(self) -> int:
-        """Key and value heads."""
+        """Return key and value heads."""
         return self._attention.kv_heads
 
     @property
     def head_dim(self) -> int:
-        """Features of a head."""
+        """Return the features of a head."""
         return self._attention.head_dim
 
     @property
@@ -380,7 +383,10 @@ class ModelGraph(BaseModel):
 
 
 def slot_shapes(nodes: Iterable[Node], m: int = 1) -> dict[str, tuple[int, ...]]:
-    """Shape of every slot's tensor for m tokens. Raises `ValueError` where nodes disagree."""
+    """Return the shape of every slot's tensor for m tokens.
+
+    Raises `ValueError` where nodes disagree.
+    """
     shapes: dict[str, tuple[int, ...]] = {}
     for node in nodes:
         for port, slot in node.slots.items():
@@ -394,7 +400,7 @@ def slot_shapes(nodes: Iterable[Node], m: int = 1) -> dict[str, tuple[int, ...]]
 
 
 def _check_layers(layers: Sequence[int | None]) -> None:
-    """Numbers rise one by one, nodes of no layer stand before and after."""
+    """Check that layers' numbers rise one by one, with nodes of no layer before and after."""
     numbered = [layer for layer in layers if layer is not None]
     first = next((i for i, layer in enumerate(layers) if layer is not None), 0)
     steps = {b - a for a, b in pairwise(numbered)}
@@ -404,7 +410,7 @@ def _check_layers(layers: Sequence[int | None]) -> None:
 
 
 def _check_matmuls(nodes: Sequence[Node]) -> None:
-    """Plans say one thing of a matmul for all layers."""
+    """Check that plans say one thing of a matmul for all layers."""
     known: dict[str, tuple[Op, Any]] = {}
     order: dict[int | None, list[str]] = {}
     layered = False
@@ -440,7 +446,7 @@ def _check_slots(nodes: Sequence[Node]) -> None:
 
 
 def _shares(operations: Iterable[Op], count: int) -> tuple[Share, ...]:
-    """Distinct operations by their kinds' order; of one kind (windows) by their sizes."""
+    """Return distinct operations by their kinds' order; of one kind (windows) by their sizes."""
     ops = Counter(operations)
     kinds = list(dict.fromkeys(type(op) for op in ops))
     ordered = sorted(ops, key=lambda op: (kinds.index(type(op)), repr(op)))

@@ -98,7 +98,7 @@ class NonMatmulPolicy:
 DEFAULT: Final = NonMatmulPolicy()
 
 
-class Block(NamedTuple):
+class ReferenceBlock(NamedTuple):
     """Sizes of a decoder block, as in `hetero.backends.ops`."""
 
     d: int
@@ -108,10 +108,10 @@ class Block(NamedTuple):
     head_dim: int
 
 
-BLOCKS: Final = (Block(2048, 8192, 32, 8, 64), Block(896, 4864, 14, 2, 64))
+BLOCKS: Final = (ReferenceBlock(2048, 8192, 32, 8, 64), ReferenceBlock(896, 4864, 14, 2, 64))
 
 
-class Case(NamedTuple):
+class OpCase(NamedTuple):
     """One operation at one size; `layer_bytes` are read from one such call to the next layer's."""
 
     op: Op
@@ -131,8 +131,12 @@ class Matmuls(NamedTuple):
     warm_ups: int
 
 
-def reference_ops(block: Block, weight_format: WeightFormat, *, outliers: bool = False) -> list[Op]:
-    """Every kind of operation that some architecture has between its matmuls, at these sizes.
+def reference_ops(
+    block: ReferenceBlock, weight_format: WeightFormat, *, outliers: bool = False
+) -> list[Op]:
+    """Return every kind of operation that some architecture has between matmuls.
+
+    At these sizes.
 
     With `outliers` their shadows, as with a format of static activations.
     """
@@ -178,7 +182,7 @@ def wanted_ops(
     weight_format: WeightFormat,
     *,
     quick: bool,
-    blocks: Sequence[Block],
+    blocks: Sequence[ReferenceBlock],
     graph: ModelGraph | None,
     outliers: bool = False,
 ) -> list[tuple[Op, int]]:
@@ -205,8 +209,8 @@ def wanted_ops(
     return list(wanted.values())
 
 
-def layer_bytes(block: Block, weight_format: WeightFormat) -> int:
-    """Weights of a decoder block: a multiple of 8 bytes."""
+def layer_bytes(block: ReferenceBlock, weight_format: WeightFormat) -> int:
+    """Return the weights of a decoder block: a multiple of 8 bytes."""
     heads = block.heads * block.head_dim
     kv_heads = block.kv_heads * block.head_dim
     outputs = 2 * heads + 2 * kv_heads + 3 * block.f  # q and o, k and v, gate, up and down
@@ -222,10 +226,10 @@ def cases(
     weight_format: WeightFormat,
     *,
     quick: bool,
-    blocks: Sequence[Block],
+    blocks: Sequence[ReferenceBlock],
     graph: ModelGraph | None = None,
     outliers: bool = False,
-) -> list[Case]:
+) -> list[OpCase]:
     """Return what to time on a device; `graph` is the one model that the profile is for."""
     wanted = np.asarray(QUICK_TOKENS if quick else TOKENS, dtype=np.float64)
     graphs = prepared_sizes(device.capabilities)
@@ -238,7 +242,7 @@ def cases(
     for op, nbytes in ops_wanted:
         contexts = CONTEXTS if isinstance(op, ops.Attention) else (0,)
         cases += [
-            Case(op, m, context, nbytes)
+            OpCase(op, m, context, nbytes)
             for m in tokens
             for context in contexts
             if context + m <= CAPACITY and not (m > 256 and context)
@@ -304,8 +308,11 @@ class NonMatmulMeter:
                 return problem
         return None
 
-    def time(self, case: Case) -> NonMatmulRow:
-        """Median of a few batches of launches, or of calls where a step has one at a time."""
+    def time(self, case: OpCase) -> NonMatmulRow:
+        """Return the median of a few batches of launches.
+
+        Or of calls where a step has one at a time.
+        """
         call, tensors = self._bind(case.op, case.m, case.context)
         call.run()
         summary = summarize(self._samples(case, call, tensors))
@@ -321,8 +328,8 @@ class NonMatmulMeter:
             samples=summary.samples,
         )
 
-    def _samples(self, case: Case, call: BoundCall, tensors: Mapping[str, Tensor]) -> list[float]:
-        """Seconds of a launch, several times."""
+    def _samples(self, case: OpCase, call: BoundCall, tensors: Mapping[str, Tensor]) -> list[float]:
+        """Return the seconds of a launch, several times."""
         policy, samples = self.policy, range(self.policy.samples)
         count = int(min(max(policy.batched_s / max(self._batch([call]), 1e-9), 1), 64))
         few, attends = case.m <= DECODE_TOKENS, isinstance(case.op, ops.Attention)
@@ -342,7 +349,7 @@ class NonMatmulMeter:
                 return [self._cold_batch(self._other, policy.warm_ups, [call]) for _ in samples]
         return [self._batch([call] * count) for _ in samples]
 
-    def _leaves_caches(self, case: Case) -> bool:
+    def _leaves_caches(self, case: OpCase) -> bool:
         """Return whether tensors have left the caches by the next layer.
 
         Of many tokens, but in a model that fits into them.
@@ -377,7 +384,7 @@ class NonMatmulMeter:
 
     @cached_property
     def _other(self) -> BoundCall | None:
-        """Something else that the device computes."""
+        """Return something else that the device computes."""
         op = ops.Add(d=self.policy.warm_up_width)
         m = min(self.device.capabilities.graph_sizes, default=1)
         return self._bind(op, m, 0)[0] if self.device.accepts(op) else None
@@ -385,7 +392,7 @@ class NonMatmulMeter:
     def _batch(self, calls: Sequence[BoundCall]) -> float:
         return time_calls(calls, self.device, self.clock) / len(calls)
 
-    def _with_own_caches(self, case: Case, tensors: Mapping[str, Tensor]) -> list[BoundCall]:
+    def _with_own_caches(self, case: OpCase, tensors: Mapping[str, Tensor]) -> list[BoundCall]:
         """Return the same call on several caches."""
         kernel = self.device.prepare(case.op, self._weights_of(case.op))
         calls = []
@@ -400,7 +407,7 @@ class NonMatmulMeter:
             calls.append(kernel.bind(own, case.m))
         return calls
 
-    def _lengthened_by(self, calls: Sequence[BoundCall], case: Case, *, read: bool) -> float:
+    def _lengthened_by(self, calls: Sequence[BoundCall], case: OpCase, *, read: bool) -> float:
         """Return by how much each call lengthens a queue of matmuls between two of which it goes.
 
         With `read` the calls' tensors were last used long ago.
@@ -416,7 +423,7 @@ class NonMatmulMeter:
             seconds[whole] += time_after(warm_up, queue, self.clock)[0] / 2
         return max((seconds[True] - seconds[False]) / len(calls), self.policy.min_s)
 
-    def _matmuls_of(self, case: Case) -> Matmuls:
+    def _matmuls_of(self, case: OpCase) -> Matmuls:
         """Return the matmuls that calls of the case's token count go between."""
         policy = self.policy
         size = min(case.layer_bytes / 4, policy.matmul_bytes)
@@ -517,7 +524,7 @@ class NonMatmulMeter:
 
 
 def sizes_of(op: Op) -> dict[str, int]:
-    """Integer fields of a record by name."""
+    """Return the integer fields of a record by name."""
     return {
         name: value
         for name, value in vars(op).items()

@@ -12,9 +12,9 @@ from hetero.profiler import grid
 from hetero.profiler.errors import ProfileError
 from hetero.profiler.fit import Fitting
 from hetero.profiler.grid import Shape
-from hetero.profiler.measure import Settings
+from hetero.profiler.measure import MeasureSettings
 from hetero.profiler.model_graph import ModelGraph
-from hetero.profiler.non_matmul_ops import BLOCKS, Block, graph_ops, sizes_of
+from hetero.profiler.non_matmul_ops import BLOCKS, ReferenceBlock, graph_ops, sizes_of
 from hetero.profiler.predict import op_name
 
 DEFAULT_BUDGET_S: Final = 600.0
@@ -61,7 +61,7 @@ class Options:
     shapes: tuple[Shape, ...] = ()
     weight_formats: tuple[WeightFormat, ...] = (WeightFormat.W4A16,)
     tokens: tuple[int, ...] = ()
-    blocks: tuple[Block, ...] = BLOCKS
+    blocks: tuple[ReferenceBlock, ...] = BLOCKS
     graph: ModelGraph | None = None
     cold_bytes: int | None = None
     pairs: tuple[tuple[int, int], ...] = ()
@@ -77,7 +77,7 @@ class Options:
     block: int = 32
     stage_checks: int = 6
     stage_wrong: float = 0.10
-    settings: Settings = field(default_factory=Settings)
+    settings: MeasureSettings = field(default_factory=MeasureSettings)
     fitting: Fitting = field(default_factory=Fitting)
 
     def __post_init__(self) -> None:
@@ -89,17 +89,17 @@ class Options:
 
     @property
     def own_ops(self) -> list[Op]:
-        """Operations of the one model that is measured for, besides its matmuls."""
+        """Return the operations of the one model that is measured for, besides its matmuls."""
         return [] if self.graph is None else graph_ops(self.graph)
 
     def grid_pairs(self) -> tuple[tuple[int, int], ...]:
-        """(n, k) to measure."""
+        """Return (n, k) to measure."""
         if self.shapes:
             return grid.model_pairs(self.shapes)
         return self.pairs or (grid.QUICK_PAIRS if self.quick else grid.DEFAULT_PAIRS)
 
     def grid_tokens(self) -> tuple[int, ...]:
-        """m to measure."""
+        """Return m to measure."""
         default = grid.QUICK_SIZES if self.quick else grid.DECODE_SIZES + grid.PREFILL_SIZES
         return self.tokens or default
 

@@ -36,7 +36,7 @@ FEATURES: Final = (
 
 
 def weight_bytes(weight_format: WeightFormat, n: Any, k: Any) -> Any:
-    """Bytes of an n × k weight as stored, scales included."""
+    """Return the bytes of an n × k weight as stored, scales included."""
     return weight_format.storage.bytes_per_weight * n * k
 
 
@@ -57,7 +57,7 @@ def padded_tokens(device: DeviceRecord, m: Floats) -> Floats:
 
 
 def padded_count(device: DeviceRecord, m: int) -> int:
-    """`padded_tokens` of one token count."""
+    """Return `padded_tokens` of one token count."""
     sizes = device.capabilities.graph_sizes
     if device.capabilities.static_shapes and sizes:
         return min((g for g in sizes if g >= m), default=m)
@@ -66,14 +66,14 @@ def padded_count(device: DeviceRecord, m: int) -> int:
 
 
 def padded_rows(device: DeviceRecord, n: Floats) -> Floats:
-    """Rows after padding to the device's stage."""
+    """Return rows after padding to the device's stage."""
     return np.ceil(n / device.row_stage).astype(np.float64) * float(device.row_stage)
 
 
 def features(
     device: DeviceRecord, weight_format: WeightFormat, m: Floats, n: Floats, k: Floats
 ) -> Floats:
-    """[S, F] columns of `FEATURES` for the trees; m, n, k are sizes before padding, [S]."""
+    """Return [S, F] columns of `FEATURES` for the trees; m, n, k are sizes before padding, [S]."""
     rows, tokens = padded_rows(device, n), padded_tokens(device, m)
     row_unit = max(device.row_stage, device.capabilities.row_alignment)
     flops = 2.0 * tokens * rows * k
@@ -96,7 +96,7 @@ def features(
 
 
 def evaluate_knots(knots: Knots, m: Floats, n: Floats, k: Floats) -> Floats:
-    """[S] seconds; see `Knots`."""
+    """Return [S] seconds; see `Knots`."""
     tokens, coefficients = _knot_arrays(knots)
     per_size = np.stack((np.ones_like(n), n, k, n * k), axis=1)
     if len(tokens) == 1:
@@ -151,7 +151,7 @@ class _Forest:
 
 
 def evaluate_trees(trees: tuple[Tree, ...], columns: Floats) -> Floats:
-    """[S] mean answer of the trees for [S, F] features."""
+    """Return [S] mean answer of the trees for [S, F] features."""
     if not trees:
         return np.zeros(len(columns))
     forest = _forest(trees)
@@ -195,7 +195,7 @@ def _depth(tree: Tree) -> int:
 def predict(
     predictor: MatMulPredictor, device: DeviceRecord, m: Floats, n: Floats, k: Floats
 ) -> Floats:
-    """[S] seconds of one kernel."""
+    """Return [S] seconds of one kernel."""
     tokens, rows = padded_tokens(device, m), padded_rows(device, n)
     if predictor.model is not None:
         seconds = predictor.model.seconds(tokens, rows, k)
@@ -210,7 +210,7 @@ def predict(
 def predict_table(
     predictor: MatMulPredictor, device: DeviceRecord, m: Floats, n: Floats, k: float
 ) -> Floats:
-    """[M, N] seconds of one kernel for all pairs of token counts m [M] and rows n [N]."""
+    """Return [M, N] seconds of one kernel for all pairs of token counts m [M] and rows n [N]."""
     tokens, rows = padded_tokens(device, m), padded_rows(device, n)
     if predictor.model is not None:
         seconds = predictor.model.seconds(tokens[:, None], rows, np.asarray(k))
@@ -225,7 +225,7 @@ def predict_table(
 
 
 def _scale(predictor: MatMulPredictor, tokens: Floats) -> Floats:
-    """[S] what the seconds of these token counts, as the device pads them, are multiplied by."""
+    """Return [S] the factors of the seconds of these token counts, as the device pads them."""
     of = predictor.scale
     return np.where(tokens <= DECODE_TOKENS, of.get("decode", 1.0), of.get("prefill", 1.0))
 
@@ -239,7 +239,7 @@ def outside(measured: ShapeRange, device: DeviceRecord, m: Floats, n: Floats, k:
 
 
 def other_s(predictor: NonMatmulPredictor, op: Op, tokens: int, context: int) -> float:
-    """Seconds of an operation that is not a matmul, for `tokens` with padding."""
+    """Return the seconds of an operation that is not a matmul, for `tokens` with padding."""
     weights = predictor.coefficients
     if predictor.decode is not None and tokens <= DECODE_TOKENS:
         weights = predictor.decode
@@ -248,7 +248,7 @@ def other_s(predictor: NonMatmulPredictor, op: Op, tokens: int, context: int) ->
 
 
 def work(op: Op, m: int, context: int = 0) -> dict[str, float]:
-    """Work terms of an operation that is not a matmul, by name.
+    """Return the work terms of an operation that is not a matmul, by name.
 
     An `NonMatmulPredictor` weighs them.
 

@@ -1,5 +1,4 @@
-"""The quality of a profile: the faster device by phase, prediction errors, and whether it is
-usable.
+"""The quality of a profile: the faster device by phase, errors, and whether it is usable.
 
 A profile is bad where predictions of one of its devices cannot be relied on: nothing was measured
 or left out to check them by, or they are off by more than `MAX_ERROR` on the mean.
@@ -75,7 +74,10 @@ def _speeds(profile: DeviceProfile) -> Iterator[str]:
 
 
 def _seconds(profile: DeviceProfile, m: int) -> tuple[float, float] | None:
-    """Seconds on GPU and NPU of m tokens by the largest weight that both know, in one format."""
+    """Return seconds on GPU and NPU of m tokens by the largest weight that both know.
+
+    In one format.
+    """
     model = CostModel(profile)
     formats: dict[WeightFormat, set[str]] = {}
     for row in profile.predictors:
@@ -93,7 +95,7 @@ def _seconds(profile: DeviceProfile, m: int) -> tuple[float, float] | None:
 
 
 def _errors(profile: DeviceProfile) -> dict[str, float]:
-    """Mean errors by device and phase, the worst of its formats."""
+    """Return mean errors by device and phase, the worst of its formats."""
     errors: dict[str, float] = {}
     for predictor in profile.predictors:
         for entry in predictor.validation:

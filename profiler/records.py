@@ -173,7 +173,7 @@ class MatMulRow(Stats):
 
     @property
     def phase(self) -> Phase:
-        """Phase of the row's token count."""
+        """Return the phase of the row's token count."""
         return phase_of(self.m)
 
     @property
@@ -183,12 +183,12 @@ class MatMulRow(Stats):
 
     @property
     def kind(self) -> Kind:
-        """Device, phase and format: rows that vary alike."""
+        """Return device, phase and format: rows that vary alike."""
         return self.device, self.phase, self.weight_format
 
 
 def typical(rows: Iterable[MatMulRow], of: Callable[[MatMulRow], float]) -> dict[Kind, float]:
-    """Median over a kind of what says how samples vary, without rows that have few of them."""
+    """Return the median of the samples' variation by kind, without rows of few samples."""
     values_of: dict[Kind, list[float]] = {}
     for row in rows:
         if row.samples >= MIN_SAMPLES:
@@ -199,8 +199,8 @@ def typical(rows: Iterable[MatMulRow], of: Callable[[MatMulRow], float]) -> dict
 class NonMatmulRow(Stats):
     """Time of an operation that is not a matmul.
 
-    `op` is the record's class name, `sizes` its sizes by name, `context` the tokens that the KV
-    cache held before the call.
+    `op` is the record's class name, `sizes` its sizes by name, `context` the tokens in the KV
+    cache before the call.
     """
 
     device: DeviceKind
@@ -552,7 +552,7 @@ class DeviceProfile(Record):
 
     @property
     def fingerprint(self) -> str:
-        """Twelve hexadecimal digits that change with any number of the profile."""
+        """Return twelve hexadecimal digits that change with any number of the profile."""
         return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:12]
 
     def differences(self, devices: Iterable[Device]) -> list[str]:
@@ -571,7 +571,10 @@ class DeviceProfile(Record):
         return differences
 
     def warn_if_foreign(self, devices: Iterable[Device]) -> None:
-        """One `ProfileWarning` if the profile was not taken on these devices."""
+        """Warn once if the profile was not taken on these devices.
+
+        By a `ProfileWarning`.
+        """
         differences = self.differences(devices)
         if differences:
             warnings.warn(

@@ -20,7 +20,7 @@ from hetero.backends.protocol import KINDS, DeviceKind
 from hetero.profiler.cost import CostModel
 from hetero.profiler.errors import ProfileError
 from hetero.profiler.grid import Task
-from hetero.profiler.measure import REFERENCE_SIZES, Settings
+from hetero.profiler.measure import REFERENCE_SIZES, MeasureSettings
 from hetero.profiler.records import (
     Bandwidth,
     DeviceProfile,
@@ -33,7 +33,7 @@ from hetero.profiler.records import (
     phase_of,
     typical,
 )
-from hetero.profiler.workload import Runner, Workload
+from hetero.profiler.workload import TaskRunner, Workload
 
 # Seconds here over a profile's, by device, phase and weight format; 1 where nothing is known.
 Factors: TypeAlias = Mapping[Kind, float]
@@ -199,8 +199,8 @@ def _reference(
 
 def prepare_references(
     workload: Workload, tasks: Sequence[Task], policy: ReferencePolicy = DEFAULT
-) -> list[Runner]:
-    """Each kernel with cold weights, warmed up. Raises what the devices raise."""
+) -> list[TaskRunner]:
+    """Return each kernel with cold weights, warmed up. Raises what the devices raise."""
     runners = [workload.runner(task) for task in tasks]
     for runner in runners:
         seconds = workload.warm_up(runner, policy.repeats, policy.warm_s)
@@ -210,12 +210,12 @@ def prepare_references(
 
 def time_references(
     workload: Workload,
-    runners: Sequence[Runner],
+    runners: Sequence[TaskRunner],
     for_s: float,
     max_s: float,
     policy: ReferencePolicy = DEFAULT,
 ) -> list[float]:
-    """Median seconds of each kernel, out of cache, from samples in turns for `for_s`.
+    """Return the median seconds of each kernel, out of cache, from samples in turns for `for_s`.
 
     As in a profile, samples during which a thread of ours waited for a core do not count. The next
     sample is of a kernel that has the fewest which do, so that other programs, which take one core
@@ -238,7 +238,7 @@ def time_references(
             runners[index].batch = min(runners[index].batch, shorter)
         seconds, waited_s = workload.timed(runners[index])
         taken += 1
-        if waited_s <= Settings().disturbed * seconds:
+        if waited_s <= MeasureSettings().disturbed * seconds:
             clean[index].append(seconds)
     return [statistics.median(seconds) for seconds in clean]
 

@@ -29,7 +29,7 @@ from hetero.profiler.errors import ProfileError
 from hetero.profiler.grid import Task, shape_class
 from hetero.profiler.interference import find_interference
 from hetero.profiler.journal import Journal, journal_path
-from hetero.profiler.measure import Meter, Reference, rescale, to_means
+from hetero.profiler.measure import Reference, TaskMeter, rescale, to_means
 from hetero.profiler.options import Event, Options
 from hetero.profiler.records import (
     Coverage,
@@ -48,7 +48,7 @@ from hetero.profiler.records import (
 from hetero.profiler.workload import Workload
 
 R = TypeVar("R", bound=BaseModel)
-# Takes a checkpoint to call between processes; see `Session._checkpoint`.
+# Takes a checkpoint to call between processes; see `ProfilingSession._checkpoint`.
 MeasureEveryCore: TypeAlias = Callable[[Callable[[], None]], list[EveryCore]]
 
 
@@ -73,7 +73,7 @@ def profile_devices(
     """
     if not devices:
         raise ProfileError("there is no device to measure: see `hetero doctor`")
-    session = Session(
+    session = ProfilingSession(
         devices,
         options or Options(),
         out=out,
@@ -85,7 +85,7 @@ def profile_devices(
     return session.run(resume=resume)
 
 
-class Session:
+class ProfilingSession:
     """One run. Everything that is finished goes through the journal, and comes back from it."""
 
     def __init__(
@@ -127,7 +127,7 @@ class Session:
         path = None if self.out is None else journal_path(self.out)
         with Journal(path, header, resume=resume) as self.journal:
             self._open_workload()
-            self._surroundings()
+            self._device_overheads()
             self._check_budget(self._until_s())
             self._matmuls()
             self._check_stages()
@@ -179,7 +179,7 @@ class Session:
             (entry["device"], entry["phase"]): entry["seconds"]
             for entry in self.journal.of_kind("base")
         }
-        self.meter = Meter(
+        self.meter = TaskMeter(
             self.workload,
             settings=self.options.settings,
             reference_format=self.format,
@@ -228,8 +228,8 @@ class Session:
         self.parts[name] = made
         return made
 
-    def _surroundings(self) -> None:
-        """Everything that is not a matmul's time."""
+    def _device_overheads(self) -> None:
+        """Measure everything that is not a matmul's time."""
         around = self._around
         self._part("environment", Environment, around.environment)
         for kind in self.devices:
@@ -243,7 +243,7 @@ class Session:
         self._part("sleep", HostSync, self._host_sync)
         self._part("every core", EveryCore, self._every_core, several=True)
         self._part("preparation", PreparationRow, around.preparation, several=True)
-        self._together(1)
+        self._concurrent(1)
         self._part("power", MaybePower, around.power)
         self._part("other kernels", NonMatmulRows, partial(around.others, self.records))
 
@@ -278,12 +278,12 @@ class Session:
             self.notes.append(str(error))
             return []
 
-    def _together(self, count: int) -> None:
-        """Both devices at once, until so many of the stretches are measured."""
+    def _concurrent(self, count: int) -> None:
+        """Measure both devices concurrently, until so many repeats are done."""
         for name in BANDWIDTH_REPEATS[:count]:
             if name not in self.parts:
                 start_s = self.clock.now()
-                self._part(name, ConcurrentBandwidth, self._around.together)
+                self._part(name, ConcurrentBandwidth, self._around.concurrent)
                 self._stretch_s = max(self._stretch_s, self.clock.now() - start_s)
 
     def _matmuls(self) -> None:
@@ -307,13 +307,13 @@ class Session:
             passed = (len(self.rows) - done) / max(wanted - done, 1)
             if math.isfinite(until_s) and until_s > start_s:
                 passed = max(passed, (self.clock.now() - start_s) / (until_s - start_s))
-            self._together(1 + int(passed * (len(BANDWIDTH_REPEATS) - 1)))
+            self._concurrent(1 + int(passed * (len(BANDWIDTH_REPEATS) - 1)))
             block = self._choose(open_tasks, left, turn)
             gone = set(block)
             self._measure(block, end_s)
             open_tasks = [task for task in open_tasks if task not in gone and self._usable(task)]
             self._snapshot()
-        self._together(len(BANDWIDTH_REPEATS))
+        self._concurrent(len(BANDWIDTH_REPEATS))
 
     def _tasks(self) -> list[Task]:
         tasks: list[Task] = []
@@ -331,7 +331,7 @@ class Session:
         return tasks
 
     def _until_s(self) -> float:
-        """Clock time at which the grid must end."""
+        """Return clock time at which the grid must end."""
         left_s = self.options.budget_s * (1 - self.options.reserved) - self.spent_s
         left_s -= self._stretch_s * sum(name not in self.parts for name in BANDWIDTH_REPEATS)
         return self.clock.now() + max(left_s, 0.0)
@@ -478,7 +478,7 @@ class Session:
             )
         self._report("fitting")
         others: list[NonMatmulRows] = self.parts["other kernels"]
-        together = ConcurrentBandwidth.median(
+        concurrent = ConcurrentBandwidth.median(
             [self.parts[x][0] for x in BANDWIDTH_REPEATS if x in self.parts]
         )
         power: MaybePower = self.parts["power"][0]
@@ -500,8 +500,8 @@ class Session:
             ),
             devices=self.records,
             quarantined=(*self.quarantined, *others[0].quarantined),
-            bandwidth=together.bandwidth,
-            contention=together.contention,
+            bandwidth=concurrent.bandwidth,
+            contention=concurrent.contention,
             sync={kind: self.parts[f"{kind} synchronisation"][0] for kind in self.devices},
             host_sync=self.parts["sleep"][0],
             every_core=tuple(self.parts["every core"]),

@@ -6,7 +6,7 @@ from hetero.backends import simulated
 from hetero.backends.formats import WeightFormat
 from hetero.backends.ops import MatMul, Op
 from hetero.backends.protocol import Capabilities, DeviceKind
-from hetero.backends.simulated import Chip, ChipTimes, SimulatedDevice
+from hetero.backends.simulated import ChipTimes, SimulatedChip, SimulatedDevice
 from hetero.profiler.cost import CostModel
 from hetero.profiler.predict import op_name
 from hetero.profiler.records import DeviceProfile, Phase
@@ -22,7 +22,7 @@ def open_chip(
     """
     cost = CostModel(profile)
     measured = [entry.weight_format for entry in profile.contention if entry.phase == phase]
-    chip = Chip(chip_times(cost, phase, measured[0] if measured else None))
+    chip = SimulatedChip(chip_times(cost, phase, measured[0] if measured else None))
     devices: dict[DeviceKind, SimulatedDevice] = {}
     for kind, record in profile.devices.items():
         declared = record.capabilities.model_dump()

@@ -31,7 +31,7 @@ class Summary(NamedTuple):
 
 
 def summarize(samples: Sequence[float]) -> Summary:
-    """Summary of at least one positive sample; distribution-free (order statistics).
+    """Return the summary of at least one positive sample; distribution-free (order statistics).
 
     With fewer than six samples the whole range stands for the interval.
     """
@@ -68,6 +68,6 @@ def drift(at_s: Sequence[float], seconds: Sequence[float]) -> float:
 
 
 def relative_errors(predicted: Sequence[float], measured: Sequence[float]) -> tuple[float, float]:
-    """(mean, 95th percentile) of |predicted - measured| / measured, as fractions."""
+    """Return (mean, 95th percentile) of |predicted - measured| / measured, as fractions."""
     errors = np.abs(np.asarray(predicted) / np.asarray(measured) - 1.0)
     return float(errors.mean()), float(np.percentile(errors, 95))

@@ -51,7 +51,7 @@ DEFAULT: Final = SyncPolicy()
 def measure_device(
     device: Device, clock: Clock, *, repeats: int = 60, policy: SyncPolicy = DEFAULT
 ) -> DeviceSync:
-    """Every synchronisation cost of one device; what it does not offer is in `notes`."""
+    """Return every synchronisation cost of one device; what it does not offer is in `notes`."""
     small = _call(device, policy.small)
     small.run()
     call_s = _median(clock, small.run, repeats)
@@ -241,9 +241,7 @@ def _pass(clock: Clock) -> None:
 
 
 def _copy(device: Device, clock: Clock) -> tuple[float, float]:
-    """Return (fixed seconds, seconds per byte) of copying between a pool buffer and other
-    memory.
-    """
+    """Return (fixed seconds, seconds per byte) of copies from and to a pool buffer."""
     points = []
     for nbytes in COPIED_BYTES:
         source, target = HostBuffer(nbytes), device.allocate(nbytes)

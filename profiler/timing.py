@@ -135,7 +135,7 @@ def time_after(
 
 
 def time_calls(calls: Sequence[BoundCall], device: Device, clock: Clock) -> float:
-    """Seconds of calls, in one queue where the device is asynchronous, else one by one.
+    """Return the seconds of calls, in one queue where the device is asynchronous, else one by one.
 
     Blocking calls are looked up before, as a step has them: a look-up on a thread whose caches hold
     other things is a tenth or two of a short call.

@@ -151,7 +151,7 @@ class WeightPool:
 
 
 @dataclass
-class Runner:
+class TaskRunner:
     """One task's calls, one for each copy of its weight.
 
     `cycle` counts launches; `warm_ups` has the calls that go before a timed one.
@@ -218,10 +218,10 @@ class Workload:
         self._rng = np.random.default_rng(seed)
         self._activations: dict[str, HostBuffer] = {}
         self._kernels: OrderedDict[tuple[DeviceKind, MatMul], _Prepared] = OrderedDict()
-        self._runners: dict[Task, Runner] = {}
+        self._runners: dict[Task, TaskRunner] = {}
         self._leads: dict[Task, list[BoundCall]] = {}
 
-    def runner(self, task: Task) -> Runner:
+    def runner(self, task: Task) -> TaskRunner:
         """Return the bound calls of a task, made at first use."""
         if task not in self._runners:
             self._runners[task] = self._bind(task, self._prepare(task))
@@ -230,7 +230,7 @@ class Workload:
             self._kernels.move_to_end(key)
         return self._runners[task]
 
-    def evict(self, runner: Runner, copies: list[int]) -> None:
+    def evict(self, runner: TaskRunner, copies: list[int]) -> None:
         """Read other memory until the last use of these copies is `cold` bytes away."""
         newest = max(runner.last_read[copy] for copy in copies)
         missing = newest + self.cold - self.read_bytes
@@ -242,7 +242,7 @@ class Workload:
             self.read_bytes += runner.weights[copy].nbytes
             runner.last_read[copy] = self.read_bytes
 
-    def _use(self, runner: Runner, copies: list[int]) -> None:
+    def _use(self, runner: TaskRunner, copies: list[int]) -> None:
         """Launch these copies, not timed, as a step before would.
 
         In a small model a call's last use is no longer ago than reading all its weights, and its
@@ -256,12 +256,12 @@ class Workload:
             self.evict(runner, copies)
             runner.launch(copies)
 
-    def time(self, runner: Runner) -> float:
-        """Seconds of one launch, out of cache, by the clock."""
+    def time(self, runner: TaskRunner) -> float:
+        """Return the seconds of one launch, out of cache, by the clock."""
         return self.timed(runner)[0]
 
-    def timed(self, runner: Runner) -> tuple[float, float]:
-        """(seconds of one launch out of cache, of which threads of ours waited for a core)."""
+    def timed(self, runner: TaskRunner) -> tuple[float, float]:
+        """Return the seconds of one launch out of cache, and of our threads' waits for a core."""
         copies = runner.next_copies()
         if self.small:
             self._use(runner, copies)
@@ -278,7 +278,7 @@ class Workload:
         waited_s = longest_wait_s(before, self.interference.waits_s())
         return seconds / len(copies), waited_s / len(copies)
 
-    def _after_warm_ups(self, runner: Runner, copies: list[int]) -> float | None:
+    def _after_warm_ups(self, runner: TaskRunner, copies: list[int]) -> float | None:
         """Return the seconds of a batch in a queue, from the end of its warm-up launches.
 
         None where the batch is still to be launched: where there is no queue (the warm-ups have run
@@ -298,7 +298,9 @@ class Workload:
         self.evict(runner, copies)
         return None
 
-    def warm_up(self, runner: Runner, repeats: int | None = None, max_s: float = math.inf) -> float:
+    def warm_up(
+        self, runner: TaskRunner, repeats: int | None = None, max_s: float = math.inf
+    ) -> float:
         """Launch every copy once within `max_s`, then choose how many launches make a batch.
 
         Returns seconds.
@@ -342,11 +344,11 @@ class Workload:
         self._kernels.clear()
         self._leads.clear()
 
-    def make_runner(self, task: Task, *, copies: int) -> Runner:
+    def make_runner(self, task: Task, *, copies: int) -> TaskRunner:
         """Return a runner of its own, with so many copies of the weight; the caller keeps it."""
         return self._bind(task, self._kernels_of(task, copies))
 
-    def _bind(self, task: Task, prepared: _Prepared) -> Runner:
+    def _bind(self, task: Task, prepared: _Prepared) -> TaskRunner:
         x = self.activation("x", task.m, task.k)
         y = self.activation("y", task.m, task.n)
         tensors = {"x": x, "y": y}
@@ -354,7 +356,9 @@ class Workload:
         long_ago = [-self.cold] * len(calls)
         device = self.devices[task.device]
         warm_ups = self._warm_ups(task)
-        return Runner(device, calls, prepared.weights, x, y, last_read=long_ago, warm_ups=warm_ups)
+        return TaskRunner(
+            device, calls, prepared.weights, x, y, last_read=long_ago, warm_ups=warm_ups
+        )
 
     def _warm_ups(self, task: Task) -> list[BoundCall]:
         """Return calls of a small weight to go before those of a task."""

@@ -57,7 +57,7 @@ def _single(planner: Planner, scenario: Scenario, kind: DeviceKind) -> Solution:
 
 
 def layer_level(planner: Planner, scenario: Scenario) -> Solution:
-    """Hetero-layer: whole matmuls, each on the device that is faster for it."""
+    """Return hetero-layer: whole matmuls, each on the device that is faster for it."""
     chooser = Chooser(planner.overheads, Rules(margin=0.0), Objective())
     options: dict[OpName, list[Option]] = {}
     for name in _matmuls(planner):
@@ -70,7 +70,7 @@ def layer_level(planner: Planner, scenario: Scenario) -> Solution:
 
 
 def _only(planner: Planner, scenario: Scenario, strategy: str) -> Solution:
-    """One strategy for every matmul where it exists, the best single device elsewhere."""
+    """Return one strategy for every matmul where it exists, the best single device elsewhere."""
     chooser = Chooser(planner.overheads, Rules(margin=0.0), Objective())
     options: dict[OpName, list[Option]] = {}
     for name in _matmuls(planner):
@@ -109,7 +109,7 @@ def online_s(planner: Planner, m: int, strategy: str) -> float:
 
 
 def latency_s(planner: Planner, scenario: Scenario, strategy: str) -> float:
-    """Seconds of a step under a strategy, online preparation included."""
+    """Return the seconds of a step under a strategy, online preparation included."""
     seconds = force(planner, scenario, strategy).seconds
     return seconds + online_s(planner, scenario.m, strategy)
 
@@ -132,7 +132,7 @@ def _padding(m: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _pipe(planner: Planner, m: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Largest graphs first, the margin in smaller ones; padded where that is faster."""
+    """Return largest graphs first, the margin in smaller ones; padded where that is faster."""
     if not sizes:
         return (m,)
     best: tuple[float, tuple[int, ...]] | None = None
@@ -158,13 +158,15 @@ def _sum_s(planner: Planner, graphs: tuple[int, ...]) -> float:
 
 
 def chunk_tokens(planner: Planner, m: int) -> int:
-    """Tokens of one chunk of a prompt of m tokens (mllm-NPU)."""
+    """Return the tokens of one chunk of a prompt of m tokens (mllm-NPU)."""
     sizes = [g for g in planner.sizes if g > 1]
     return min(sizes, key=lambda g: abs(g - CHUNK_TOKENS)) if sizes else min(m, CHUNK_TOKENS)
 
 
 def longest_step(planner: Planner, strategy: str) -> int | None:
-    """Tokens of the longest call under a strategy: a chunk, or what the planner's calls hold.
+    """Return the tokens of the longest call under a strategy.
+
+    A chunk, or what the planner's calls hold.
 
     What one graph holds where the NPU runs everything in graphs. None where nothing limits it.
     """
@@ -174,13 +176,13 @@ def longest_step(planner: Planner, strategy: str) -> int | None:
 
 
 def _chunks(planner: Planner, m: int) -> tuple[int, ...]:
-    """One fixed chunk size, the last chunk padded."""
+    """Return one fixed chunk size, the last chunk padded."""
     fixed = chunk_tokens(planner, m)
     return (fixed,) * -(-m // fixed)
 
 
 def npu_sequence(planner: Planner, space: MatMulSpace, graphs: tuple[int, ...], m: int) -> Option:
-    """All tokens on the NPU, graph after graph."""
+    """Return all tokens on the NPU, graph after graph."""
     table = space.kernels.table("npu", graphs, [space.n], space.k).seconds[:, 0]
     if not np.isfinite(table).all():
         raise PlanError(f"the NPU has no kernel for {space.n}×{space.k} at {m} tokens")

@@ -170,7 +170,7 @@ def _drawn(planner: Planner, request: PlanRequest) -> dict[str, object]:
 
 
 def residency_of(planner: Planner, solutions: Iterable[Solution]) -> dict[OpName, Residency]:
-    """Row cuts and the rows on each device, by matmul."""
+    """Return row cuts and the rows on each device, by matmul."""
     solutions = list(solutions)
     cuts = cuts_of(planner, solutions)
     return {
@@ -219,7 +219,7 @@ def entry(
     *,
     pipe: bool = False,
 ) -> OpPlan:
-    """One matmul, without what lost.
+    """Return one matmul, without what lost.
 
     The output head sees one token in either phase and holds for every length.
     """
@@ -251,7 +251,7 @@ def totals_of(
     longest: int | None,
     decoder: Planner | None = None,
 ) -> tuple[Total, ...]:
-    """Prompts of these lengths, rising, in calls that are solved; then decoding."""
+    """Return the prompts of these lengths, rising, in calls that are solved; then decoding."""
     solved = {s.scenario: s for s in solutions}
     calls = {s.scenario.m: s for s in solved.values() if s.scenario.phase == "prefill"}
     totals = [

@@ -11,7 +11,7 @@ CALL_OVERHEAD_TOKENS = 16
 
 
 def split(tokens: int, sizes: Sequence[int], longest: int) -> tuple[int, ...]:
-    """Token counts of the calls of a prompt, in order; they add up to `tokens`.
+    """Return the token counts of the calls of a prompt, in order; they add up to `tokens`.
 
     Without `sizes` (any count costs what it has) calls are as long as allowed, and the last one is
     the rest. With them, each call is padded to the smallest size that holds it; the calls minimise
@@ -29,7 +29,7 @@ def split(tokens: int, sizes: Sequence[int], longest: int) -> tuple[int, ...]:
 
 
 def padded_size(tokens: int, graph_sizes: Sequence[int]) -> int:
-    """Smallest graph size that holds `tokens`; `tokens` itself without static graphs."""
+    """Return smallest graph size that holds `tokens`; `tokens` itself without static graphs."""
     if not graph_sizes:
         return tokens
     fitting = [size for size in graph_sizes if size >= tokens]
@@ -40,7 +40,10 @@ def padded_size(tokens: int, graph_sizes: Sequence[int]) -> int:
 
 @lru_cache(maxsize=4096)
 def _best(tokens: int, sizes: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
-    """Cheapest (cost, calls) for the rest of a prompt: pad it, or run a full graph and go on."""
+    """Return the cheapest (cost, calls) for the rest of a prompt.
+
+    Pad it, or run a full graph and go on.
+    """
     options: list[tuple[int, tuple[int, ...]]] = []
     if tokens <= sizes[-1]:
         options.append((padded_size(tokens, sizes) + CALL_OVERHEAD_TOKENS, (tokens,)))

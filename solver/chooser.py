@@ -72,7 +72,7 @@ class CheapestCuts:
         )
 
     def of(self, matmul: int) -> list[tuple[int, int, bool]]:
-        """Places in the grid, the first of equal ones, with the mode."""
+        """Return places in the grid, the first of equal ones, with the mode."""
         places_and_modes: list[tuple[int, int, bool]] = []
         for mode, dominant in enumerate(MODES):
             best = {
@@ -101,7 +101,7 @@ class Chooser:
         mask: Bools | None = None,
         gpu_alone: bool = True,
     ) -> list[Option]:
-        """Best single-device options and best cuts of each mode, the margin applied.
+        """Return best single-device options and best cuts of each mode, the margin applied.
 
         `mask` [T, R] says which tilings may be used (residency); all if None; `gpu_alone`
         whether the GPU holds all rows. A gpu-only option comes first and is closed where the rules
@@ -178,7 +178,7 @@ class Chooser:
         return self.cost_of(grid, allowed)
 
     def cost_of(self, grid: Grid, allowed: Bools) -> Floats:
-        """`cost` of those [T, R] that are allowed, of several matmuls."""
+        """Return `cost` of those [T, R] that are allowed, of several matmuls."""
         objective, power, total = self.objective, self.objective.power, grid.elapsed_s
         possible = np.isfinite(total) & allowed
         if self.rules.max_gpu_share < 1:
@@ -222,11 +222,11 @@ class Chooser:
         )
 
     def _copies(self, space: MatMulSpace, m: int, cuts: Ints, rows: Ints) -> Floats:
-        """[2, 2, T, R] objective of `_copied_s`."""
+        """Return [2, 2, T, R] objective of `_copied_s`."""
         return self.objective.idle * self._copied_s(space, m, cuts, rows)
 
     def _copied_s(self, space: MatMulSpace, m: int, cuts: Ints, rows: Ints) -> Floats:
-        """[2, 2, T, R] seconds of the copies of a cut, by state and by `MODES`.
+        """Return [2, 2, T, R] seconds of the copies of a cut, by state and by `MODES`.
 
         The operand to the device that lacks it, a piece of the result to the device that continues.
         """
@@ -273,7 +273,7 @@ class Chooser:
         )
 
     def _with_margin(self, singles: list[Option], cuts: list[Option]) -> Iterator[Option]:
-        """Cuts, closed from each state where they do not beat the best single device enough."""
+        """Yield cuts, forbidden from each state where they do not beat one device enough."""
         cost, states = self.objective.cost_alone, (GPU, HOST)
         best = [min([cost(s, state) for s in singles], default=INF) for state in states]
         limits = [(1 - self.rules.margin) * b for b in best]
@@ -295,7 +295,10 @@ def strategy_name(m: int, n: int, rows: int, pieces: Pieces) -> Strategy:
 
 
 def _strategy_codes(grid: Grid, m: int) -> Ints:
-    """[T, R] numbers that differ between strategies; for grids with one choice for each row."""
+    """Return [T, R] numbers that differ between strategies.
+
+    For grids with one choice for each row.
+    """
     codes = np.empty(grid.elapsed_s.shape, dtype=np.intp)
     known: dict[str, int] = {}
     n = int(grid.rows[-1])

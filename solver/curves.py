@@ -30,7 +30,7 @@ def curve_lengths(planner: Planner, seq_lens: Iterable[int]) -> tuple[int, ...]:
 
 
 def strategy_curves(planner: Planner, seq_lens: Iterable[int]) -> tuple[Curve, ...]:
-    """Prefill times of every strategy that this profile can run."""
+    """Return the prefill times of every strategy that this profile can run."""
     lengths = curve_lengths(planner, seq_lens)
     curves = []
     for strategy in DRAWN:
@@ -51,7 +51,10 @@ def _point(planner: Planner, strategy: str, m: int) -> CurvePoint:
 
 
 def front(planner: Planner, scenarios: Sequence[Scenario]) -> tuple[FrontPoint, ...]:
-    """Plans between the fastest and the thriftiest: a sweep of weights without dominated points."""
+    """Return plans between the fastest and the thriftiest.
+
+    A sweep of weights without dominated points.
+    """
     points: list[FrontPoint] = []
     for scenario in scenarios:
         fastest = planner.solve(scenario, planner.objective(1.0, 0.0))

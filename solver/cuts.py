@@ -107,15 +107,13 @@ class _Wanted:
         self._tables(space)
 
     def _tables(self, space: MatMulSpace) -> None:
-        """Seconds of every graph for every run of rows between two wanted cuts."""
+        """Make the seconds of every graph for every run of rows between two wanted cuts."""
         runs = sorted({b - a for a, b in combinations((0, *self.rows), 2)})
         self._places = {run: i for i, run in enumerate(runs)}
         self._runs = space.graph_table(np.asarray(runs, dtype=np.intp)) if space.sizes else None
 
     def slowdown(self, kept: Subset) -> float:
-        """Return the weighted slowdown with these of `rows` as cuts, over the best cut's cost
-        alone.
-        """
+        """Return the weighted slowdown with these of `rows` as cuts, over the best cut's."""
         columns = np.asarray(kept, dtype=np.intp)
         cost = self._costs[:, columns]
         if self._runs is not None and len(kept):
@@ -127,7 +125,7 @@ class _Wanted:
         return float(self._shares @ (cost / self._least))
 
     def _more(self, rows: list[int], runs: Floats) -> Floats:
-        """[G + 1, K] seconds that the rows below each cut take longer in several runs."""
+        """Return [G + 1, K] seconds that the rows below each cut take longer in several runs."""
         parts = [self._places[b - a] for a, b in zip((0, *rows), rows, strict=False)]
         whole = runs[:, [self._places[row] for row in rows]]
         return np.asarray(np.maximum(runs[:, parts].cumsum(axis=1) - whole, 0.0))
@@ -151,7 +149,7 @@ def _column(call: _Call) -> int:
 
 
 def _best(call: _Call, column: int) -> tuple[float, Ints]:
-    """Cost of a row cut's best tiling, and its two graphs (their places among the sizes)."""
+    """Return the cost of a row cut's best tiling, and the places of its two graphs."""
     cut = int(call.cost[:, column].argmin())
     choices = call.grid.choices
     group = choices.group(cut)
@@ -161,7 +159,7 @@ def _best(call: _Call, column: int) -> tuple[float, Ints]:
 
 
 def _shares(name: OpName, scenarios: Sequence[Scenario]) -> dict[int, float]:
-    """Weights of the token counts that a matmul sees."""
+    """Return the weights of the token counts that a matmul sees."""
     prefill = sum(s.phase == "prefill" for s in scenarios)
     shares: dict[int, float] = {}
     for scenario in scenarios:

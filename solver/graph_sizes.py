@@ -145,7 +145,7 @@ class SizeProgram:
         return float(self.weights @ np.asarray(solved))
 
     def _solved(self) -> np.ndarray:
-        """[lengths, sets] seconds; column after the last: the GPU alone."""
+        """Return [lengths, sets] seconds; column after the last: the GPU alone."""
         seconds = np.full((len(self.lengths), len(self.sets) + 1), INF)
         for j, graphs in enumerate(self.sets):
             with_sizes = self.with_sizes(graphs)

@@ -11,7 +11,7 @@ from hetero.solver.plan import PHASES, NonMatmulDevices, OpPlan, Phase, Tile
 def single_device(
     spec: ModelGraph, device: DeviceKind, graph_sizes: tuple[int, ...] = ()
 ) -> ExecutionPlan:
-    """Everything on one device, for any token count."""
+    """Return everything on one device, for any token count."""
     return layer_level(spec, prefill=device, decode=device, rest=device, graph_sizes=graph_sizes)
 
 
@@ -23,7 +23,7 @@ def layer_level(
     rest: DeviceKind = "gpu",
     graph_sizes: tuple[int, ...] = (),
 ) -> ExecutionPlan:
-    """Whole matmuls on one device per phase, everything else on `rest`.
+    """Return whole matmuls on one device per phase, everything else on `rest`.
 
     The default is the paper's layer level: matmuls on the NPU and the rest on the GPU in prefill,
     the GPU alone in decode, because an NPU is slower at one token (section 5.3). The output head

@@ -109,7 +109,7 @@ class HeadShares:
             yield _option(i, around_s, gpu_s, npu_s, times, overheads)
 
     def _seconds(self, kind: DeviceKind, stage: _Attending, m: int, context: int) -> Floats:
-        """[K] seconds of a device's heads while the other has the others."""
+        """Return [K] seconds of a device's heads while the other has the others."""
         tokens = padded_count(self._cost.device(kind), m)
         key = (phase_of(m), self._kernels.weight_format)
         factor = self._cost.contention(kind, *key)

@@ -119,18 +119,16 @@ class HostQueue(Overheads):
         )
 
     def at(self, m: int) -> Self:
-        """See `Overheads.at`: with stream signals, starting the GPU costs a signal, no
-        submission.
-        """
-        return replace(self, submit_s=self.ring_s or 0.0) if self.gates(m) else self
+        """See `Overheads.at`: with stream signals, starting the GPU costs a signal."""
+        return replace(self, submit_s=self.ring_s or 0.0) if self.queues_ahead(m) else self
 
-    def gates(self, m: int) -> bool:
+    def queues_ahead(self, m: int) -> bool:
         """Return whether launches are queued ahead of a signal in a step of m tokens."""
         return self.ring_s is not None and phase_of(m) == "decode"
 
     def cut(self, kernels: KernelTimes, m: int, gpu_s: Floats, npu_s: Floats) -> CutTimes:
         """See `Overheads.cut`."""
-        start_s, after_s = (self.ring_s or 0.0, 0.0) if self.gates(m) else (
+        start_s, after_s = (self.ring_s or 0.0, 0.0) if self.queues_ahead(m) else (
             self.submit_s, self.busy_s
         )  # fmt: skip
         return HostCutTimes(
@@ -142,7 +140,7 @@ class HostQueue(Overheads):
             after_s=after_s,
         )
 
-    def around_s(self, rest: DeviceKind) -> float:
+    def around_s(self, non_matmul_device: DeviceKind) -> float:
         """See `Overheads.around_s`: the control thread's time around the launches of a step.
 
         Before the first and after the last launch, and the first submission, whose queue is empty.
@@ -150,7 +148,7 @@ class HostQueue(Overheads):
         """
         if self.step_s is None:
             return 0.0
-        return self.step_s + (self.submit_s if rest == "gpu" else 0.0)
+        return self.step_s + (self.submit_s if non_matmul_device == "gpu" else 0.0)
 
     def chained_s(self, launches: int) -> float:
         """See `Overheads.chained_s`."""

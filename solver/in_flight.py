@@ -51,14 +51,14 @@ class _Ways(NamedTuple):
 
     @property
     def whole(self) -> Bools:
-        """[C] where one device computes all rows."""
+        """Return [C] where one device computes all rows."""
         rows = np.asarray(self.rows)
         return np.asarray((rows == 0) | (rows == self.space.n))
 
 
 def in_flight(
     planner: Planner,
-    rest: DeviceKind,
+    non_matmul_device: DeviceKind,
     m: int,
     context: int,
     resident: Mapping[OpName, ResidentRows],
@@ -71,13 +71,17 @@ def in_flight(
 
     Rows that a device does not hold yet (`resident`) may be used where all fit the `limits`.
     """
-    if rest != "gpu" or any(kind not in planner.profile.devices for kind in ("gpu", "npu")):
+    if non_matmul_device != "gpu" or any(
+        kind not in planner.profile.devices for kind in ("gpu", "npu")
+    ):
         return ()
     names = [stage.name for stage in planner.spec.block]
     every = [_ways(planner, name, m) for name in names]
     if not _fits(planner, every, resident, limits):
         every = [_within(x, resident.get(x.name, ResidentRows(0, x.space.n))) for x in every]
-    non_matmul = planner.non_matmul_times(Scenario("prefill", m, context), rest)[rest]
+    non_matmul = planner.non_matmul_times(Scenario("prefill", m, context), non_matmul_device)[
+        non_matmul_device
+    ]
     factor = planner.cost.contention("gpu", phase_of(m), planner.kernels.weight_format)
     rest_s = factor * sum(x.gpu_s for name, x in non_matmul.after.items() if name in names)
     call_s = planner.overheads.wait_s + planner.overheads.submit_s
@@ -105,8 +109,10 @@ def in_flight_of(
         return ()
     resident = resident_by_op(planner, solutions)
     limits = limits_of(planner.profile, request.memory_budget_bytes)
-    rest = next(x.non_matmul.device for x in solutions if x.scenario.phase == "prefill")
-    return in_flight(planner, rest, chunk, 2 * chunk, resident, limits)
+    non_matmul_device = next(
+        x.non_matmul.device for x in solutions if x.scenario.phase == "prefill"
+    )
+    return in_flight(planner, non_matmul_device, chunk, 2 * chunk, resident, limits)
 
 
 def _ways(planner: Planner, name: OpName, m: int) -> _Ways:
@@ -157,7 +163,7 @@ def _fits(
         )
     sums = np.sum([resident_bytes(planner, name, rows) for name, rows in wanted.items()], axis=0)
     gpu, npu = sums.tolist()
-    return bool(gpu + npu <= limits.together and gpu <= limits.gpu and npu <= limits.npu)
+    return bool(gpu + npu <= limits.both and gpu <= limits.gpu and npu <= limits.npu)
 
 
 def _best(every: Sequence[_Ways], rest_s: float, call_s: float) -> tuple[int, ...] | None:

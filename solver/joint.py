@@ -76,7 +76,7 @@ class JointSpace:
         return options
 
     def _grid(self, m: int) -> Grid:
-        """All columns as if they were one matmul."""
+        """Return all columns as if they were one matmul."""
         first = self._members[0]
         choices = npu_choices(m, first.sizes, first.alignment)
         cuts: Ints = choices.cuts
@@ -96,12 +96,15 @@ class JointSpace:
         )
 
     def _by_smaller_graphs(self, space: MatMulSpace) -> list[tuple[Floats, Floats]]:
-        """`MatMulSpace.fastest` of the longest call with so many smaller graphs."""
+        """Return `MatMulSpace.fastest` of the longest call with so many smaller graphs."""
         tops = (*space.sizes, 2 * space.sizes[-1]) if space.sizes else ()
         return [space.fastest(npu_choices(top, space.sizes), self._npu) for top in tops]
 
     def _npu_times(self, choices: Choices) -> tuple[Floats, Floats]:
-        """`MatMulSpace.fastest`: what ends before m tokens ends there in a longer call as well."""
+        """Return the same as `MatMulSpace.fastest` from the tables.
+
+        What ends before m tokens ends there in a longer call as well.
+        """
         if not choices.sizes:
             free = self._npu[choices.cuts]
             return free, free

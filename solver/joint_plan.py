@@ -128,12 +128,14 @@ def solve_free(
     planner: Planner, scenarios: Sequence[Scenario], objective: Objective
 ) -> list[Solution]:
     """Do the same as `solve_within`, without a limit of memory."""
-    return _one_rest(planner, objective, [planner.solve(s, objective) for s in scenarios])
+    return _with_one_non_matmul_device(
+        planner, objective, [planner.solve(s, objective) for s in scenarios]
+    )
 
 
 def _limit_notes(planner: Planner, memory: Memory, limits: Limits) -> Iterable[str]:
     """Return which limits the best plans exceed."""
-    if memory.total_bytes > limits.together:
+    if memory.total_bytes > limits.both:
         yield "the memory budget limits the cuts"
     for kind, nbytes, limit in (
         ("GPU", memory.gpu_bytes, limits.gpu),
@@ -148,19 +150,23 @@ def _limit_notes(planner: Planner, memory: Memory, limits: Limits) -> Iterable[s
             )
 
 
-def _one_rest(planner: Planner, objective: Objective, solutions: list[Solution]) -> list[Solution]:
-    """All lengths of a phase with one device for the rest, as a plan has it: the best together."""
+def _with_one_non_matmul_device(
+    planner: Planner, objective: Objective, solutions: list[Solution]
+) -> list[Solution]:
+    """Return all lengths of a phase with one device for non-matmul ops, the best together."""
     prefill = [s for s in solutions if s.scenario.phase == "prefill"]
     kinds = _able(planner, prefill)
     if len({s.non_matmul.device for s in prefill}) < 2:
         return solutions
-    tried = [[planner.solve(s.scenario, objective, rest=k) for s in prefill] for k in kinds]
+    tried = [
+        [planner.solve(s.scenario, objective, non_matmul_device=k) for s in prefill] for k in kinds
+    ]
     best = min(tried, key=lambda group: sum(s.path.cost for s in group))
     return [*best, *(s for s in solutions if s.scenario.phase == "decode")]
 
 
 def _able(planner: Planner, solutions: Sequence[Solution]) -> list[DeviceKind]:
-    """Devices that some of the solutions have for the other operators, and all could have."""
+    """Return the devices of non-matmul ops that some solutions have, and all could have."""
     return [
         kind
         for kind in sorted({s.non_matmul.device for s in solutions})

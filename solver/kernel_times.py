@@ -37,7 +37,7 @@ class KernelOption(NamedTuple):
         return f"{self.weight_format.value}" + ("" if self.order == "plain" else " transposed")
 
 
-class Table(NamedTuple):
+class TimeTable(NamedTuple):
     """[M, N] seconds, and the index into the device's options that gives them."""
 
     seconds: Floats
@@ -70,7 +70,7 @@ class KernelTimes:
         """Return whether the device has any kernel for this model."""
         return bool(self.options[device])
 
-    def table(self, device: DeviceKind, ms: npt.ArrayLike, ns: npt.ArrayLike, k: int) -> Table:
+    def table(self, device: DeviceKind, ms: npt.ArrayLike, ns: npt.ArrayLike, k: int) -> TimeTable:
         """Return times of all pairs of token counts [M] and rows [N]; nothing (0) costs nothing."""
         tokens, rows = np.asarray(ms, np.float64), np.asarray(ns, np.float64)
         parts = [self._seconds(device, option, tokens, rows, k) for option in self.options[device]]
@@ -85,7 +85,7 @@ class KernelTimes:
             chosen, index = np.where(better, part, chosen), np.where(better, i, index)
         chosen[tokens == 0] = 0.0
         chosen[:, rows == 0] = 0.0
-        return Table(chosen, index)
+        return TimeTable(chosen, index)
 
     def choice(self, device: DeviceKind, m: int, n: int, k: int) -> KernelOption:
         """Return the kernel that gives the time of one pair of sizes."""
@@ -114,7 +114,7 @@ class KernelTimes:
         return np.any(base, axis=0) if base else np.zeros(parts[0].shape, dtype=np.bool_)
 
     def _options(self, device: DeviceKind) -> tuple[KernelOption, ...]:
-        """Own format first; other activations of the same stored weights after it."""
+        """Return own format first; other activations of the same stored weights after it."""
         storage = self.weight_format.storage
         options = [
             KernelOption(p.weight_format, p.order)

@@ -22,13 +22,13 @@ class Tables(Protocol):
     sizes: tuple[int, ...]
 
     def shape(self, name: OpName) -> tuple[int, int]:
-        """(n, k) of a fused or separate matmul."""
+        """Return (n, k) of a fused or separate matmul."""
 
 
 class Limits(NamedTuple):
     """Most bytes of weights: of both devices together, and of each; infinite without a limit."""
 
-    together: float = INF
+    both: float = INF
     gpu: float = INF
     npu: float = INF
 
@@ -62,7 +62,7 @@ def rows_needed(option: Option, m: int, n: int) -> ResidentRows:
 
 
 def union(resident: Iterable[ResidentRows], n: int) -> ResidentRows:
-    """Rows for all of several tilings."""
+    """Return the rows for all of several tilings."""
     npu, gpu = 0, n
     for rows in resident:
         npu, gpu = max(npu, rows.npu), min(gpu, rows.gpu)
@@ -84,7 +84,7 @@ def resident_by_op(planner: Tables, solutions: Iterable[Solution]) -> dict[OpNam
 
 
 def weight_memory(planner: Tables, solutions: Iterable[Solution]) -> Memory:
-    """Bytes by device.
+    """Return the bytes by device.
 
     A row on both counts twice, on each as the device holds it, and one of an NPU whose graphs own
     their weights once for each graph size.
@@ -105,7 +105,7 @@ def weight_memory(planner: Tables, solutions: Iterable[Solution]) -> Memory:
 
 
 def resident_bytes(planner: Tables, name: OpName, resident: ResidentRows) -> tuple[float, float]:
-    """Bytes of a matmul in all layers: on the GPU, and on the NPU."""
+    """Return the bytes of a matmul in all layers: on the GPU, and on the NPU."""
     n, _ = planner.shape(name)
     gpu, npu = row_bytes(planner, "gpu", name), row_bytes(planner, "npu", name)
     return gpu * (n - resident.gpu), npu * resident.npu * copies(planner, name)
@@ -138,15 +138,13 @@ def _graphs_own_weights(planner: Tables) -> bool:
 
 
 def _all_rows_bytes(planner: Tables, device: DeviceKind, *, head: bool = True) -> float:
-    """Bytes of all matmuls, with or without the output head, each row once."""
+    """Return the bytes of all matmuls, with or without the output head, each row once."""
     names = [x.name for x in planner.spec.matmuls if head or x.name != "lm_head"]
     return sum(row_bytes(planner, device, name) * planner.shape(name)[0] for name in names)
 
 
 def row_bytes(planner: Tables, device: DeviceKind, name: OpName) -> float:
-    """Return the bytes of one row in all layers, stored once, in the device's layout if it has
-    one.
-    """
+    """Return the bytes of one row in all layers, stored once, in the device's layout."""
     layers = 1 if name == "lm_head" else planner.spec.layers
     _, k = planner.shape(name)
     weight_format, record = planner.spec.weight_format, planner.profile.devices.get(device)

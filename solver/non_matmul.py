@@ -140,7 +140,7 @@ class NonMatmulCosts:
 
 
 def timer_of(cost: CostModel, kind: DeviceKind, op: Op) -> Timer:
-    """Seconds of an operator on a device."""
+    """Return the seconds of an operator on a device."""
     if isinstance(op, MatMul):
         whole = partial(cost.matmul_s, kind, op.weight_format, n=op.n, k=op.k, order=op.order)
         return lambda tokens, _: float(whole(tokens).seconds)

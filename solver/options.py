@@ -22,7 +22,7 @@ Mode: TypeAlias = Literal["gpu", "npu", "gpu-dominant", "npu-dominant"]
 
 
 @dataclass(frozen=True)
-class Power:
+class PowerModel:
     """Watts while both devices work, only one, or neither."""
 
     gpu_w: float
@@ -31,7 +31,7 @@ class Power:
     idle_w: float = 0.0
 
     @classmethod
-    def of(cls, cost: CostModel) -> Power | None:
+    def of(cls, cost: CostModel) -> PowerModel | None:
         """Return the power of a profile's devices, None if it does not say."""
         gpu, npu = cost.power_w("gpu"), cost.power_w("npu")
         if gpu is None or npu is None:
@@ -40,7 +40,7 @@ class Power:
         return cls(gpu, npu, gpu + npu if both is None else both, cost.power_w("idle") or 0.0)
 
     def joules(self, gpu_s: float, npu_s: float, both_s: float, total_s: float) -> float:
-        """Energy of busy times (`both_s` is part of neither of the first two)."""
+        """Return the energy of busy times (`both_s` is part of neither of the first two)."""
         idle_s = max(total_s - gpu_s - npu_s - both_s, 0.0)
         return self.gpu_w * gpu_s + self.npu_w * npu_s + self.both_w * both_s + self.idle_w * idle_s
 
@@ -51,10 +51,10 @@ class Objective:
 
     seconds: float = 1.0
     joules: float = 0.0
-    power: Power | None = None
+    power: PowerModel | None = None
 
     def cost(self, option: Option, state: int) -> float:
-        """Cost of an option entered from a state."""
+        """Return the cost of an option entered from a state."""
         if state in option.forbidden:
             return INF
         total = option.elapsed_s + option.enter_s[state]  # `seconds`, without a call
@@ -66,14 +66,12 @@ class Objective:
         return value
 
     def cost_alone(self, option: Option, state: int) -> float:
-        """Return `cost` with what a GPU kernel after it pays for the state that the option
-        leaves.
-        """
+        """Return `cost` with what a GPU kernel after the option pays for the state."""
         return self.cost(option, state) + self.idle * option.back_s
 
     @property
     def idle(self) -> float:
-        """Cost of a second in which no device computes."""
+        """Return the cost of a second in which no device computes."""
         watts = 0.0 if self.power is None else self.power.idle_w
         return self.seconds + self.joules * watts
 
@@ -121,8 +119,8 @@ class Option(NamedTuple):
         """Return section 4.3's time of this matmul by itself, with a GPU kernel after it."""
         return self.seconds(state) + self.back_s
 
-    def joules(self, power: Power, state: int = GPU) -> float:
-        """Energy when entered from a state."""
+    def joules(self, power: PowerModel, state: int = GPU) -> float:
+        """Return energy when entered from a state."""
         both = max(self.gpu_s + self.npu_s - self.elapsed_s, 0.0)
         alone = (self.gpu_s - both, self.npu_s - both)
         return power.joules(*alone, both, self.seconds(state))

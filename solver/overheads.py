@@ -34,7 +34,7 @@ class CutTimes:
 
     @cached_property
     def npu_thread_s(self) -> Floats:
-        """[T, R] until the thread that drives the NPU is done."""
+        """Return [T, R] until the thread that drives the NPU is done."""
         return self.npu_s
 
     @cached_property
@@ -80,7 +80,10 @@ class Overheads:
 
     @classmethod
     def of(cls, cost: CostModel, method: WaitMethod = "fast") -> Self:
-        """Fast synchronisation of the profile's device, with copies if memory is not unified."""
+        """Return the fast synchronisation of the profile's devices.
+
+        With copies if memory is not unified.
+        """
         if "gpu" not in cost.profile.devices:
             return cls()
         fixed = cost.copy_s("gpu", 0)
@@ -94,7 +97,7 @@ class Overheads:
 
     @classmethod
     def slow(cls, cost: CostModel) -> Self:
-        """Without the paper's fast synchronisation.
+        """Return the costs without the paper's fast synchronisation.
 
         Every wait is a `finish`, and activations are copied on the way to the NPU and back
         (sections 3.1 and 4.2).
@@ -123,8 +126,8 @@ class Overheads:
         """Return what halves of m tokens make together."""
         return CutTimes(gpu_s, npu_s)
 
-    def around_s(self, rest: DeviceKind) -> float:  # noqa: ARG002
-        """Return what a step takes besides its operators, the first of which `rest` computes."""
+    def around_s(self, non_matmul_device: DeviceKind) -> float:  # noqa: ARG002
+        """Return what a step takes besides its operators, the first on `non_matmul_device`."""
         return 0.0
 
     def chained_s(self, launches: int) -> float:  # noqa: ARG002
@@ -137,9 +140,9 @@ class Overheads:
         return self.copy_s != 0 or self.copy_s_per_byte != 0
 
     def copy(self, nbytes: float) -> float:
-        """One copy; nothing where nothing is copied."""
+        """Return one copy; nothing where nothing is copied."""
         return float(self.copies_s(np.asarray(nbytes))) if self.copies else 0.0
 
     def copies_s(self, nbytes: Ints | Floats) -> Floats:
-        """`copy` of many."""
+        """Return `copy` of many."""
         return np.where(nbytes > 0, self.copy_s + self.copy_s_per_byte * nbytes, 0.0)

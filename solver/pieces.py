@@ -54,7 +54,7 @@ class Choices:
     graphs: Sequence[tuple[int, ...]]
 
     def pieces(self, choice: int) -> Pieces:
-        """Spans and graphs of one choice."""
+        """Return spans and graphs of one choice."""
         if not self.sizes:
             return Pieces(((0, int(self.cuts[choice])),), (None,))
         graphs = self.graphs[choice]
@@ -64,7 +64,7 @@ class Choices:
         return Pieces(((0, g), (g, min(g + h, self.m))), graphs)
 
     def group(self, cut: int) -> slice:
-        """Choices that end at the cut in this place."""
+        """Return the choices that end at the cut in this place."""
         stop = self.starts[cut + 1] if cut + 1 < len(self.starts) else len(self.first)
         return slice(int(self.starts[cut]), int(stop))
 
@@ -73,7 +73,7 @@ class Choices:
 def npu_choices(
     m: int, sizes: tuple[int, ...], alignment: int = 1, *, every: bool = False
 ) -> Choices:
-    """All choices for m tokens; with `every`, each is a cut of its own."""
+    """Return all choices for m tokens; with `every`, each is a cut of its own."""
     if not sizes:
         return _free(m, alignment)
     smaller = bisect_left(sizes, m)

@@ -26,10 +26,10 @@ from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.groups import NodeGroup, node_groups
 from hetero.solver.plan import (
     PHASES,
-    Form,
     HeadCounts,
     OpPlan,
     Phase,
+    PrefillMode,
     Tile,
     device_of_other,
     entry_at,
@@ -38,22 +38,22 @@ from hetero.solver.plan import (
 
 Span: TypeAlias = tuple[int, int]
 CapabilitiesByDevice: TypeAlias = Mapping[DeviceKind, Capabilities]
-_Call: TypeAlias = tuple[OpName, Phase, int, Form]
+_Call: TypeAlias = tuple[OpName, Phase, int, PrefillMode]
 MAX_CACHED: Final = 64  # matmuls of calls that are remembered, since layers are alike
 
 
 class PlanSource(Protocol):
     """Plans for token counts that a plan does not list (`hetero.solver.prepared`).
 
-    `rows` are the row cuts of each matmul that those plans may have, `heads` how many key/value
-    heads of attention the NPU may have in them.
+    `rows` are the row cuts of each matmul that those plans may have, `npu_head_counts` how many
+    key/value heads of attention the NPU may have in them.
     """
 
     rows: dict[OpName, tuple[int, ...]]
-    heads: tuple[int, ...]
+    npu_head_counts: tuple[int, ...]
 
     def plan_for(self, m: int) -> ExecutionPlan:
-        """Entries for prompts of m tokens, within the cuts."""
+        """Return the entries for prompts of m tokens, within the cuts."""
 
 
 class Segment(NamedTuple):
@@ -99,7 +99,7 @@ class Part:
 
     @property
     def segment(self) -> Segment:
-        """The kernel of all its rows."""
+        """Return the kernel of all its rows."""
         return Segment(self.rows, self.order, self.precision)
 
 
@@ -156,7 +156,7 @@ class Placement:
         self._capabilities = dict(capabilities)
         self._source = source
         self._entries = _by_name(plan.ops)
-        self._flights: dict[Form, dict[tuple[Phase, str], dict[int | None, OpPlan]]] = {
+        self._flights: dict[PrefillMode, dict[tuple[Phase, str], dict[int | None, OpPlan]]] = {
             flight.form: _by_name(flight.ops) for flight in plan.in_flight
         }
         self._prepared = self  # whose kernels there are
@@ -173,7 +173,7 @@ class Placement:
         return changed
 
     def _check_graphs(self) -> None:
-        """Every graph that the plan prepares ahead must be one that the device has."""
+        """Check that the device has every graph that the plan prepares ahead."""
         for entry in self.plan.ops:
             for tile in entry.tiles:
                 able = self._capabilities.get(tile.device)
@@ -184,7 +184,7 @@ class Placement:
                     raise _no_graph(entry.op, tile.graph_size, tile.device, able)
 
     def _check_heads(self) -> None:
-        """Devices that share attention must be able to."""
+        """Check that devices that share attention are able to."""
         if not self.plan.shares_attention:
             return
         self.plan.check_heads(self.graph)
@@ -202,23 +202,23 @@ class Placement:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest call."""
+        """Return the tokens of the longest call."""
         assert self.plan.step_tokens is not None
         return self.plan.step_tokens
 
     @property
     def written(self) -> int:
-        """Tokens that the longest call writes, padding included."""
+        """Return the tokens that the longest call writes, padding included."""
         return reach(self.plan, self._capabilities)
 
     # --- assignments ------------------------------------------------------------------------
 
     def rest(self, phase: Phase) -> DeviceKind:
-        """Device of everything that is not a matmul."""
+        """Return the device of everything that is not a matmul."""
         return self.plan.rest.prefill if phase == "prefill" else self.plan.rest.decode
 
     def at(
-        self, phase: Phase, m: int, logit_rows: int = 1, *, form: Form = "cut"
+        self, phase: Phase, m: int, logit_rows: int = 1, *, form: PrefillMode = "cut"
     ) -> Iterator[Assignment]:
         """Yield what computes a call of m tokens, in the model's order.
 
@@ -242,7 +242,7 @@ class Placement:
                 heads = self.heads(phase, m, form) if isinstance(node.op, Attention) else ()
                 yield Assignment(node, *self._other(node, phase, m), heads=heads)
 
-    def heads(self, phase: Phase, m: int, form: Form = "cut") -> tuple[Heads, ...]:
+    def heads(self, phase: Phase, m: int, form: PrefillMode = "cut") -> tuple[Heads, ...]:
         """Return the launches of an attention of m tokens that both devices share.
 
         The NPU has the first key/value heads. None where the device of the other operators has all;
@@ -265,7 +265,7 @@ class Placement:
         """Return what holds for the attention of a call of m tokens."""
         known = {x.m for x in self.plan.attention}
         if self._source is not None and not known & {m, None}:
-            return self._source.plan_for(m).heads(m) if self._source.heads else None
+            return self._source.plan_for(m).heads(m) if self._source.npu_head_counts else None
         return self.plan.heads(m)
 
     @cached_property
@@ -273,7 +273,7 @@ class Placement:
         """Return how many heads the NPU may have of an attention, rising."""
         if self._prepared is not self:
             return self._prepared.head_cuts
-        later = self._source.heads if self._source is not None else ()
+        later = self._source.npu_head_counts if self._source is not None else ()
         return tuple(
             sorted({x.heads.npu for x in self.plan.attention if x.heads.shared} | {*later})
         )
@@ -286,13 +286,16 @@ class Placement:
         return tuple((0, x) if kind == "npu" else (x, last) for x in self.head_cuts)
 
     def _other(self, node: Node, phase: Phase, m: int) -> tuple[DeviceKind, int]:
-        """Device and tokens of a node that is no matmul."""
+        """Return device and tokens of a node that is no matmul."""
         # As many tokens as the rest, for a padded graph reads what is written here.
         kind = device_of_other(node.op, self.rest(phase), self._capabilities)
         return kind, self.padded(phase, m)
 
     def padded(self, phase: Phase, m: int) -> int:
-        """Tokens that all but the matmuls computes: those of a graph, where shapes are static."""
+        """Return the tokens that all but the matmuls computes.
+
+        Those of a graph, where shapes are static.
+        """
         kind = self.rest(phase)
         able = self._capabilities[kind]
         try:
@@ -302,7 +305,10 @@ class Placement:
 
     @property
     def row_graph(self) -> int:
-        """Tokens that a launch for one row of a decode step is bound with, padding included."""
+        """Return the tokens that a launch for one row of a decode step is bound with.
+
+        Padding included.
+        """
         return self.padded("decode", 1)
 
     @cached_property
@@ -316,7 +322,9 @@ class Placement:
             for group in self.groups.values()
         )
 
-    def parts(self, node: Node, phase: Phase, m: int, form: Form = "cut") -> tuple[Part, ...]:
+    def parts(
+        self, node: Node, phase: Phase, m: int, form: PrefillMode = "cut"
+    ) -> tuple[Part, ...]:
         """Return launches of a matmul node at m tokens, in the plan's order.
 
         They cover its output, with the same rows wherever they share one. On a device with static
@@ -331,7 +339,9 @@ class Placement:
             _keep(self._parts, key, parts)
         return self._parts[key]
 
-    def _tiles(self, node: Node, phase: Phase, m: int, form: Form = "cut") -> tuple[Part, ...]:
+    def _tiles(
+        self, node: Node, phase: Phase, m: int, form: PrefillMode = "cut"
+    ) -> tuple[Part, ...]:
         """Return a part for each tile of the plan."""
         assert node.plan_op is not None
         key = (node.plan_op, phase, m, form)
@@ -361,24 +371,27 @@ class Placement:
         return tuple(entry for entry in self.entries(phase, m) if entry.op != "lm_head")
 
     def working(self, m: int) -> frozenset[DeviceKind]:
-        """Devices that work in a prompt's call of m tokens, the output head aside."""
+        """Return the devices that work in a prompt's call of m tokens, the output head aside."""
         tiles = {tile.device for x in self.block_entries("prefill", m) for tile in x.tiles}
         heads = {part.kind for part in self.heads("prefill", m)}
         return frozenset({self.rest("prefill"), *tiles, *heads})
 
     def devices(self, node: Node) -> frozenset[DeviceKind]:
-        """Devices that run a node in any phase."""
+        """Return the devices that run a node in any phase."""
         if node.plan_op is None:
             return frozenset(self._other(node, phase, 1)[0] for phase in PHASES)
         return frozenset(tile.device for _, tile, _ in self._listed(node))
 
     @cached_property
     def groups(self) -> dict[str, NodeGroup]:
-        """Nodes that may run as one graph on the NPU, by the name of their first node."""
+        """Return the nodes that may run as one graph on the NPU, by their first node's name."""
         return node_groups(self.graph.nodes, self.plan.fused) if "npu" in self._capabilities else {}
 
     def fused(self, group: NodeGroup, phase: Phase, m: int) -> int | None:
-        """Tokens of a group's graph if the plan has all of it, whole, on the NPU; else None."""
+        """Return the tokens of a group's graph if the plan has all of it, whole, on the NPU.
+
+        Else None.
+        """
         if self.rest(phase) != "npu":
             return None
         parts = [self._tiles(node, phase, m) for node in group.matmuls]
@@ -403,7 +416,7 @@ class Placement:
         )
 
     def _edges_of(self, node: Node, kind: DeviceKind, storage: StorageFormat) -> frozenset[int]:
-        """Rows where a device's kernels of a matmul end.
+        """Return rows where a device's kernels of a matmul end.
 
         At the edges of every tile that meets its own (its own, the other device's), so
         that all parts of a call meet in rows. Kernels of another storage, where phases have
@@ -432,7 +445,7 @@ class Placement:
 
     @property
     def weight_bytes(self) -> dict[DeviceKind, int]:
-        """Bytes of weights on each device.
+        """Return the bytes of weights on each device.
 
         A row that two devices compute counts on both, and one of a device whose graphs own their
         weights once for each graph size.
@@ -453,7 +466,7 @@ class Placement:
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of the weights that some device computes with, each counted once, as stored."""
+        """Return the bytes of all weights that some device uses, counted once, as stored."""
         return sum(
             packed_bytes(node.op.weight_format.storage, node.op.n, node.op.k)
             for node in self.graph.nodes
@@ -461,7 +474,10 @@ class Placement:
         ) + sum(outlier_bytes(x.op) for x in self.graph.nodes if isinstance(x.op, Outliers))
 
     def rows_bytes(self, node: Node, segment: Segment, kind: DeviceKind) -> int:
-        """Bytes of a run of rows on a device: as stored, or as it says of its own layout."""
+        """Return the bytes of a run of rows on a device.
+
+        As stored, or as it says of its own layout.
+        """
         assert isinstance(node.op, MatMul)
         op, own = segment.op(node.op), self._capabilities[kind].weight_bytes
         if op.weight_format in own:
@@ -482,7 +498,7 @@ class Placement:
     # --- what the plan lists ----------------------------------------------------------------
 
     def _listed(self, node: Node) -> Iterator[tuple[OpPlan, Tile, int]]:
-        """All tiles of a matmul, with the entry that each is of and the first row of its weight."""
+        """Yield all tiles of a matmul, with the entry and the first row of each."""
         for name, shift in self._names(node):
             for phase in PHASES:
                 for entry in self._entries.get((phase, name), {}).values():
@@ -503,15 +519,17 @@ class Placement:
         return [*([(node.plan_op, 0)] if whole else []), *(node.members if unfused else [])]
 
     def _later_cuts(self, node: Node) -> Iterator[int]:
-        """Rows where plans of the source may cut a weight."""
+        """Yield rows where plans of the source may cut a weight."""
         rows = self._source.rows if self._source is not None else {}
         for name, shift in self._names(node):
             yield from (row + shift for row in rows.get(name, ()))
 
     # --- a call -----------------------------------------------------------------------------
 
-    def _at(self, node: Node, phase: Phase, m: int, form: Form = "cut") -> list[tuple[OpPlan, int]]:
-        """Entries of a matmul in a call of m tokens, with the first row of each."""
+    def _at(
+        self, node: Node, phase: Phase, m: int, form: PrefillMode = "cut"
+    ) -> list[tuple[OpPlan, int]]:
+        """Return the entries of a matmul in a call of m tokens, with the first row of each."""
         assert node.plan_op is not None
         if (flight := self._flights.get(form, {}).get((phase, node.plan_op))) is not None:
             return [(flight[None].clipped(m), 0)]
@@ -584,7 +602,9 @@ class Placement:
         )
 
     def _split(self, node: Node, parts: Sequence[Part]) -> tuple[Part, ...]:
-        """Parts cut at every edge of rows, then joined along tokens where one device has both.
+        """Return parts cut at every edge of rows, then joined along tokens.
+
+        Where one device has both.
 
         Each panel of the output is then written with one row length by every part in it.
         """
@@ -616,7 +636,7 @@ class Placement:
         return self._capabilities[kind].static_shapes
 
     def _graph_of(self, node: Node, tile: Tile, tokens: int) -> int:
-        """Token count of the call that computes a tile."""
+        """Return the token count of the call that computes a tile."""
         able = self._capabilities[tile.device]
         if not able.static_shapes:
             return tokens
@@ -641,7 +661,7 @@ def fitted(
 
 
 def reach(plan: ExecutionPlan, capabilities: CapabilitiesByDevice) -> int:
-    """Tokens that the longest call of a fitted plan writes on any device, padding included."""
+    """Return the tokens that the longest call of a fitted plan writes, padding included."""
     assert plan.step_tokens is not None
     longest = plan.step_tokens
     resident = [
@@ -651,7 +671,7 @@ def reach(plan: ExecutionPlan, capabilities: CapabilitiesByDevice) -> int:
 
 
 def _by_name(ops: Iterable[OpPlan]) -> dict[tuple[Phase, str], dict[int | None, OpPlan]]:
-    """Entries of each matmul by their token counts."""
+    """Return the entries of each matmul by their token counts."""
     entries: dict[tuple[Phase, str], dict[int | None, OpPlan]] = {}
     for entry in ops:
         known = entries.setdefault((entry.phase, entry.op), {})
@@ -671,7 +691,7 @@ def _open(entry: OpPlan) -> OpPlan:
 
 
 def _rows(tile: Tile, shift: int) -> Span:
-    """Rows of the node's weight."""
+    """Return the rows of the node's weight."""
     return tile.rows[0] + shift, tile.rows[1] + shift
 
 
@@ -728,7 +748,7 @@ def _runs(spans: Iterable[Span], edges: Iterable[int]) -> list[Span]:
 
 
 def outlier_bytes(op: Op) -> int:
-    """Bytes of the hot features' weights, and where there is excess of the whole weight.
+    """Return the bytes of the hot features' weights, and where there is excess of the whole weight.
 
     At most, for a GPU may have it mapped for the matmul.
     """

@@ -29,7 +29,7 @@ Strategy: TypeAlias = Literal[
     "gpu-only", "npu-only", "row-cut", "sequence-cut", "multi-sequence-cut", "hybrid-cut"
 ]
 FusedGroup: TypeAlias = Literal["feed_forward", "static", "block"]
-Form: TypeAlias = Literal["cut", "whole", "both"]  # of a prompt's calls (`InFlight`)
+PrefillMode: TypeAlias = Literal["cut", "whole", "both"]  # of a prompt's calls (`InFlight`)
 REPORT_KEY = "report"  # of a report's tables in JSON, next to the plan's own keys
 PHASES: tuple[Phase, ...] = ("prefill", "decode")
 STEP_TOKENS = 512  # of a call, where a plan holds for any token count
@@ -204,8 +204,8 @@ class Total(_Record):
     energy_j: Quantity | None = None
     best_single_device_j: Quantity | None = None
     rest_s: dict[str, Quantity] = {}
-    form: Form = "cut"
-    forms: dict[Form, Positive] = {}
+    form: PrefillMode = "cut"
+    forms: dict[PrefillMode, Positive] = {}
 
     @model_validator(mode="after")
     def _steps_are_the_prompt(self) -> Self:
@@ -261,7 +261,7 @@ class Memory(_Record):
 
     @property
     def total_bytes(self) -> int:
-        """Both devices together."""
+        """Return both devices together."""
         return self.gpu_bytes + self.npu_bytes
 
 
@@ -338,7 +338,7 @@ class Plan(_Record):
 
     @property
     def plan_id(self) -> str:
-        """Short name of the placement.
+        """Return the short name of the placement.
 
         Equal tiles have an equal one, whatever was predicted of them, and other tiles another.
         """
@@ -349,7 +349,10 @@ class Plan(_Record):
         return hashlib.sha256("\n".join([rest, *ops, *sorted(heads)]).encode()).hexdigest()[:12]
 
     def partition(self, phase: Phase, m: int, op: str) -> tuple[Tile, ...]:
-        """Tiles of one matmul at m tokens. Raises `PlanError` if the plan says nothing of it."""
+        """Return the tiles of one matmul at m tokens.
+
+        Raises `PlanError` if the plan says nothing of it.
+        """
         return tuple(tile.resolved(m) for tile in self.entry(phase, m, op).tiles)
 
     def entry(self, phase: Phase, m: int, op: str) -> OpPlan:
@@ -367,7 +370,7 @@ class Plan(_Record):
         return entry
 
     def steps(self, tokens: int, longest: int | None = None) -> tuple[int, ...]:
-        """Token counts of the calls that a prompt of `tokens` runs in, at most `longest` each.
+        """Return the token counts of the calls, at most `longest` each, of a prompt of `tokens`.
 
         As `totals` name them, else as many of the longest as fit and a rest (`calls.split`).
         """
@@ -380,7 +383,7 @@ class Plan(_Record):
 
     @property
     def listed_tokens(self) -> tuple[int, ...]:
-        """Token counts of prompts' calls that have entries of their own, rising."""
+        """Return the token counts of prompts' calls that have entries of their own, rising."""
         return tuple(sorted({o.m for o in self.ops if o.phase == "prefill" and o.m is not None}))
 
     def for_graphs(
@@ -408,7 +411,10 @@ class Plan(_Record):
         return self.model_copy(update={"step_tokens": longest, "step_sizes": sizes})
 
     def _graphs_of_all(self, graphs: Mapping[DeviceKind, Sequence[int]]) -> tuple[int, ...]:
-        """Graphs that every device of a prompt's matmuls has; none where one takes any count."""
+        """Return the graphs that every device of a prompt's matmuls has.
+
+        None where one takes any count.
+        """
         tiles = (t for o in self.ops if o.phase == "prefill" and o.op != "lm_head" for t in o.tiles)
         kinds = {tile.device for tile in tiles} & set(graphs)
         return tuple(sorted(set.intersection(*(set(graphs[k]) for k in kinds)))) if kinds else ()
@@ -430,11 +436,11 @@ class Plan(_Record):
 
     @property
     def all_ops(self) -> tuple[OpPlan, ...]:
-        """Entries of all forms."""
+        """Return the entries of all forms."""
         return (*self.ops, *(op for flight in self.in_flight for op in flight.ops))
 
     def devices(self) -> frozenset[DeviceKind]:
-        """Device kinds that the plan uses."""
+        """Return the device kinds that the plan uses."""
         tiles = {tile.device for op in self.all_ops for tile in op.tiles}
         both = KINDS if self.shares_attention else ()
         return frozenset(tiles | {self.rest.prefill, self.rest.decode, *both})
@@ -500,7 +506,7 @@ class Plan(_Record):
 
 
 def device_of_other(op: Op, rest: DeviceKind, devices: Container[DeviceKind]) -> DeviceKind:
-    """Device of an operation that is no matmul of the plan, where `rest` has the others.
+    """Return the device of an operation that is no matmul of the plan, where `rest` has the others.
 
     Outliers are there to be computed while the NPU computes their matmul, so the GPU has them if
     there is one.

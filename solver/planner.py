@@ -23,7 +23,7 @@ from hetero.solver.kernel_times import KernelTimes, Precision
 from hetero.solver.layer_dp import solve_layers
 from hetero.solver.memory import holds_alone
 from hetero.solver.non_matmul import NonMatmulCosts, NonMatmulTimes
-from hetero.solver.options import INF, Objective, Option, Power
+from hetero.solver.options import INF, Objective, Option, PowerModel
 from hetero.solver.overheads import Overheads
 from hetero.solver.solution import Scenario, Solution
 from hetero.solver.tilings import MatMulSpace
@@ -35,7 +35,7 @@ MAX_SAVED: Final = (
 
 
 @dataclass(frozen=True)
-class Settings:
+class PlannerSettings:
     """Settings of the user.
 
     context         tokens in the KV cache before a decode step
@@ -63,7 +63,7 @@ class Planner:
         self,
         spec: ModelGraph,
         profile: DeviceProfile,
-        settings: Settings = Settings(),
+        settings: PlannerSettings = PlannerSettings(),
         *,
         cost: CostModel | None = None,
         overheads: Overheads | None = None,
@@ -75,7 +75,7 @@ class Planner:
         self.cost = cost or CostModel(profile)
         self.kernels = KernelTimes(self.cost, spec.weight_format, settings.precision, spec.base)
         self.overheads = overheads or HostQueue.of(self.cost)
-        self.power = Power.of(self.cost)
+        self.power = PowerModel.of(self.cost)
         record = profile.devices.get("npu")
         self.sizes = prepared_sizes(record.capabilities) if record is not None else ()
         self.whole = self  # the same with all row cuts
@@ -84,7 +84,10 @@ class Planner:
         self._refuse_foreign_formats()
 
     def objective(self, seconds: float = 1.0, joules: float = 0.0) -> Objective:
-        """Weights of seconds and joules. Raises `PlanError` where the profile has no power."""
+        """Return the weights of seconds and joules.
+
+        Raises `PlanError` where the profile has no power.
+        """
         if joules and self.power is None:
             raise PlanError(
                 f"profile {self.profile.name} has no power figures, so energy cannot be planned: "
@@ -98,12 +101,12 @@ class Planner:
         objective: Objective | None = None,
         *,
         options: Extra | None = None,
-        rest: DeviceKind | None = None,
+        non_matmul_device: DeviceKind | None = None,
     ) -> Solution:
         """Return the best plan of one scenario.
 
-        `options` replaces what a matmul may choose from, by name; `rest` fixes the device of the
-        other operators. `PlanError` if nothing is possible.
+        `options` replaces what a matmul may choose from, by name; `non_matmul_device` fixes the
+        device of the other operators. `PlanError` if nothing is possible.
         """
         objective = objective or self.objective()
         self._check_length(scenario)
@@ -112,7 +115,7 @@ class Planner:
             if name not in candidates:
                 m = 1 if name == "lm_head" else scenario.m
                 candidates[name] = self.candidates(name, m, objective)
-        best = self._best(scenario, objective, candidates, rest)
+        best = self._best(scenario, objective, candidates, non_matmul_device)
         if self.settings.rules.shared and best is not None and len(best.devices) == 1:
             best = self._shared(best, objective, candidates) or best
         if best is None:
@@ -180,7 +183,7 @@ class Planner:
         return self._candidates[key]
 
     def space(self, name: OpName) -> MatMulSpace:
-        """Tables of a matmul, made on first use."""
+        """Return the tables of a matmul, made on first use."""
         if name not in self._spaces:
             n, k = self.shape(name)
             self._spaces[name] = MatMulSpace(
@@ -194,12 +197,14 @@ class Planner:
         return self._spaces[name]
 
     def shape(self, name: OpName) -> tuple[int, int]:
-        """(n, k) of a fused or separate matmul."""
+        """Return (n, k) of a fused or separate matmul."""
         return self.spec.shapes[name]
 
     @property
     def step_tokens(self) -> int | None:
-        """Tokens of the longest call: what the graphs hold, or less where the settings say so.
+        """Return the tokens of the longest call.
+
+        What the graphs hold, or less where the settings say so.
 
         None where the NPU takes any number.
         """
@@ -209,15 +214,15 @@ class Planner:
     def _holds(self) -> int | None:
         return self.longest_with("gpu" if "gpu" in self._non_matmul_costs.devices else "npu")
 
-    def longest_with(self, rest: DeviceKind) -> int | None:
-        """Most tokens of a call whose other operators run on a device.
+    def longest_with(self, non_matmul_device: DeviceKind) -> int | None:
+        """Return most tokens of a call whose other operators run on a device.
 
         What two graphs hold, what one does where they run in graphs as well; None without graphs.
         """
-        return self.sizes[-1] * (1 if rest == "npu" else 2) if self.sizes else None
+        return self.sizes[-1] * (1 if non_matmul_device == "npu" else 2) if self.sizes else None
 
     def non_matmul_devices(self, m: int) -> tuple[DeviceKind, ...]:
-        """Devices that can run all other operators of a call of m tokens."""
+        """Return the devices that can run all other operators of a call of m tokens."""
         return tuple(
             kind
             for kind in self._non_matmul_costs.devices
@@ -243,23 +248,23 @@ class Planner:
         self,
         scenario: Scenario,
         options: Mapping[OpName, Option],
-        rest: DeviceKind | None = None,
+        non_matmul_device: DeviceKind | None = None,
         objective: Objective | None = None,
         *,
         heads: Heads = 0,
     ) -> Solution:
-        """Return the step with these options and no choice left but the rest's device.
+        """Return the step with these options; only the non-matmul ops' device is free.
 
         So many `heads` of attention are the NPU's.
         """
         single: Extra = {name: [o.unrestricted()] for name, o in options.items()}
-        wanted = self.non_matmul_times(scenario, rest).values()
+        wanted = self.non_matmul_times(scenario, non_matmul_device).values()
         objective = objective or Objective()
         solved = [self._solve_groups(scenario, objective, r, single, heads) for r in wanted]
         return min((s for s in solved if s is not None), key=lambda s: s.path.cost)
 
     def single(self, scenario: Scenario, device: DeviceKind) -> Solution | None:
-        """All matmuls on one device, and the rest too if it can.
+        """Return a step with all matmuls on one device, and the non-matmul ops too if it can.
 
         None if it cannot compute or hold them all.
         """
@@ -278,7 +283,7 @@ class Planner:
         return self.evaluate(scenario, options, device)
 
     def preparation_s(self, m: int) -> float:
-        """Seconds to prepare the NPU's graphs of m tokens for every matmul.
+        """Return seconds to prepare the NPU's graphs of m tokens for every matmul.
 
         Of each layer, or of one where layers share them. 0 if it was not measured.
         """
@@ -290,7 +295,7 @@ class Planner:
 
     @cached_property
     def whole_rows(self) -> Planner:
-        """The same without row cuts, as a device alone has it."""
+        """Return the same without row cuts, as a device alone has it."""
         return self.with_rows(dict.fromkeys(self.names(unfused=True), ()))
 
     @cached_property
@@ -308,12 +313,12 @@ class Planner:
 
     @cached_property
     def model_fingerprint(self) -> str:
-        """Twelve hexadecimal digits of the shapes."""
+        """Return twelve hexadecimal digits of the shapes."""
         text = self.spec.model_dump_json(exclude=None if self.spec.also else {"also", "base"})
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def names(self, *, unfused: bool | None = None) -> Iterable[OpName]:
-        """Matmuls that may be part of a plan.
+        """Return the matmuls that may be part of a plan.
 
         With `unfused` also the members of fused groups (by default as the settings say).
         """
@@ -324,10 +329,14 @@ class Planner:
                 yield from stage.members
 
     def _best(
-        self, scenario: Scenario, objective: Objective, options: Extra, rest: DeviceKind | None
+        self,
+        scenario: Scenario,
+        objective: Objective,
+        options: Extra,
+        non_matmul_device: DeviceKind | None,
     ) -> Solution | None:
         best: Solution | None = None
-        for non_matmul in self.non_matmul_times(scenario, rest).values():
+        for non_matmul in self.non_matmul_times(scenario, non_matmul_device).values():
             candidate = self._solve_groups(scenario, objective, non_matmul, options, self.heads)
             if candidate is not None and (best is None or candidate.path.cost < best.path.cost):
                 best = candidate
@@ -336,7 +345,7 @@ class Planner:
     def _shared(self, alone: Solution, objective: Objective, options: Extra) -> Solution | None:
         """Return the best step of a prompt in which a matmul leaves the one device of `alone`.
 
-        Margin or not, and the rest stays; None where no matmul can, and in decoding.
+        Margin or not, and the others stay; None where no matmul can, and in decoding.
         """
         if alone.scenario.phase != "prefill":
             return None
@@ -449,7 +458,7 @@ class _Run:
                 self._names.append(None)
 
     def chosen(self, options: Sequence[Option]) -> dict[OpName, Option]:
-        """Options of the matmuls, of one option for each stage."""
+        """Return the options of the matmuls, of one option for each stage."""
         named = zip(self._names, options, strict=True)
         return {name: option for name, option in named if name is not None}
 

@@ -41,7 +41,7 @@ MAX_CACHED: Final = 256  # plans of single lengths that are remembered
 
 
 def spread_lengths(graph_sizes: Sequence[int], longest: int) -> tuple[int, ...]:
-    """Lengths that stand for all prompts of up to `longest` tokens.
+    """Return the lengths that stand for all prompts of up to `longest` tokens.
 
     The graphs, a little more than each, and between them.
     """
@@ -113,8 +113,9 @@ class PreparedSolver:
     """Solves one length at a time with prepared row cuts and residency.
 
     `plan` is the plan that it was prepared with; `plan_for` has entries of the same kind for any
-    token count. `rows` are the row cuts that may be used, `heads` the numbers of attention's heads
-    on the NPU, `resident` the rows on each device. Not for several threads at once.
+    token count. `rows` are the row cuts that may be used, `npu_head_counts` the numbers of
+    attention's heads on the NPU, `resident` the rows on each device. Not for several threads at
+    once.
     """
 
     def __init__(
@@ -157,19 +158,21 @@ class PreparedSolver:
             ]
             solutions = [*before, decoding]
             self.resident = resident_by_op(self._planner, [s.without_head() for s in before])
-        self.heads = tuple(sorted({s.heads for s in solutions if s.heads}))
-        self._planner = self._planner.with_heads(self.heads)
+        self.npu_head_counts = tuple(sorted({s.heads for s in solutions if s.heads}))
+        self._planner = self._planner.with_heads(self.npu_head_counts)
         if decoder is None:
             self._decoder = self._planner
         self._decoding = solutions[-1]
         self._chooser = Chooser(planner.overheads, planner.settings.rules, self._objective)
-        self._rest = {s.scenario.phase: s.non_matmul.device for s in solutions}
+        self._non_matmul_devices = {s.scenario.phase: s.non_matmul.device for s in solutions}
         self._block: list[OpName] = [name for name in names if name != "lm_head"]
         self._joint = self._join()
         heads = {s.scenario.phase: s.options.get("lm_head") for s in solutions}
-        self._heads = {phase: x and x.unrestricted() for phase, x in heads.items()}
+        self._lm_head_options = {phase: x and x.unrestricted() for phase, x in heads.items()}
         self._plans: dict[tuple[Phase, int], ExecutionPlan] = {}
-        longest = shortest(planner.step_tokens, planner.longest_with(self._rest["prefill"]))
+        longest = shortest(
+            planner.step_tokens, planner.longest_with(self._non_matmul_devices["prefill"])
+        )
         plan = assemble(self._planner, solutions, request, said, decoder=self._decoder)
         fixed = {"step_tokens": longest, "step_sizes": ()}
         flights = in_flight_of(self._planner, solutions, request)
@@ -227,10 +230,10 @@ class PreparedSolver:
         changed._decoder = self._decoder.drifted(factors) if separate else changed._planner
         changed._joint = changed._join()
         changed._plans = {}
-        changed._heads = dict(self._heads) if separate else {}
+        changed._lm_head_options = dict(self._lm_head_options) if separate else {}
         options = changed.solution_for(DECODE).options
         if (head := options.get("lm_head")) is not None:
-            changed._heads = dict.fromkeys(self._heads, head.unrestricted())
+            changed._lm_head_options = dict.fromkeys(self._lm_head_options, head.unrestricted())
             changed._head_entries = tuple(
                 entry(changed._decoder, Scenario(op.phase, 1), "lm_head", head)
                 for op in self._head_entries
@@ -253,7 +256,7 @@ class PreparedSolver:
         planner = self._decoder if scenario.phase == "decode" else self._planner
         ops = [entry(planner, scenario, name, solution.options[name]) for name in self._block]
         update: dict[str, object] = {"ops": (*ops, *self._head_entries), "totals": ()}
-        if self.heads and scenario.phase == "prefill":
+        if self.npu_head_counts and scenario.phase == "prefill":
             update["attention"] = (share_of(planner, solution),)
         return self.plan.model_copy(update=update)
 
@@ -272,12 +275,14 @@ class PreparedSolver:
             options = self._joint.options(scenario.m, self._chooser)
         else:
             options = {name: self._options(name, scenario.m) for name in self._block}
-        if (head := self._heads.get(scenario.phase)) is not None:
+        if (head := self._lm_head_options.get(scenario.phase)) is not None:
             options["lm_head"] = [head]
         elif "lm_head" in self.resident:
             options["lm_head"] = self._options("lm_head", 1)
-        rest = self._rest[scenario.phase]
-        return self._planner.solve(scenario, self._objective, options=options, rest=rest)
+        non_matmul_device = self._non_matmul_devices[scenario.phase]
+        return self._planner.solve(
+            scenario, self._objective, options=options, non_matmul_device=non_matmul_device
+        )
 
     def _join(self) -> JointSpace | None:
         spaces = {name: self._planner.space(name) for name in self._block}

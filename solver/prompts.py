@@ -20,17 +20,17 @@ class Prompt(NamedTuple):
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """Token counts of the calls."""
+        """Return the token counts of the calls."""
         return tuple(call.scenario.m for call in self.calls)
 
     @property
     def seconds(self) -> float:
-        """Predicted time of them all."""
+        """Return the predicted time of them all."""
         return sum(call.seconds for call in self.calls)
 
     @property
     def joules(self) -> float | None:
-        """Predicted energy; None if the profile does not say."""
+        """Return predicted energy; None if the profile does not say."""
         energies = [call.joules for call in self.calls]
         return None if None in energies else sum(x for x in energies if x is not None)
 

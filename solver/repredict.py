@@ -30,7 +30,7 @@ from hetero.solver.solution import Scenario, Solution
 def repredict(
     plan: ExecutionPlan, spec: ModelGraph, profile: DeviceProfile, steps: Iterable[Scenario] = ()
 ) -> dict[Scenario, float]:
-    """Seconds of prompts and steps by this profile.
+    """Return the seconds of prompts and steps by this profile.
 
     Of the plan's own by default. Prompts run in the plan's calls; those of `online-prepare` contain
     preparing their graphs.

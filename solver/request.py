@@ -145,5 +145,5 @@ DEFAULT_REQUEST = PlanRequest()
 
 
 def scenarios_of(lengths: Iterable[int]) -> list[Scenario]:
-    """Prompts of these lengths, each once and rising, and decoding."""
+    """Return the prompts of these lengths, each once and rising, and decoding."""
     return [*(Scenario("prefill", m) for m in sorted(set(lengths))), DECODE]

@@ -32,7 +32,7 @@ def solve(
     *,
     places: int = GRID_ROWS,
 ) -> list[Solution]:
-    """Best plans of all scenarios together within the limits.
+    """Return the best plans of all scenarios together within the limits.
 
     `weight` is how much a step counts. Raises `PlanError` if none fits.
     """
@@ -79,9 +79,9 @@ def _minimise(programs: Sequence[_Program], limits: Limits) -> list[dict[OpName,
         return result
     name = programs[-1].planner.spec.name
     least = sum(program.min_bytes() for program in programs)
-    if least > limits.together:
+    if least > limits.both:
         raise PlanError(
-            f"no plan of {name} fits {limits.together / 2**30:.2f} GiB of weights: they take "
+            f"no plan of {name} fits {limits.both / 2**30:.2f} GiB of weights: they take "
             f"{least / 2**30:.2f} GiB at least; raise --memory-budget or choose a smaller "
             "format with --weights"
         )
@@ -143,7 +143,10 @@ class _Program:
         return self._grids[name, m]
 
     def _residencies(self, name: OpName) -> list[ResidentRows]:
-        """All [0, npu) and [gpu, n) that hold every row; a row limit is one of the row cuts."""
+        """Return all [0, npu) and [gpu, n) that have every row.
+
+        A row limit is one of the row cuts.
+        """
         rows = [int(r) for r in self.planner.space(name).rows]
         n = rows[-1]
         if len(rows) > self.places:
@@ -161,7 +164,7 @@ class _Program:
 
 
 def mask_of(grid: Grid, resident: ResidentRows, m: int, n: int) -> npt.NDArray[np.bool_]:
-    """[T, R] tilings that these rows allow."""
+    """Return [T, R] tilings that these rows allow."""
     rows = np.asarray(grid.rows)[None, :]
     whole = grid.cuts[:, None] == m
     gpu_from = np.where(whole, np.where(rows < n, rows, n), 0)
@@ -242,7 +245,7 @@ class _Builder:
         return len(self.cost) - 1
 
     def _add_scenario(self, scenario: Scenario, weight: float) -> None:
-        """One unit of flow through (rest's device, wrap-around state) and the operators."""
+        """Add one unit of flow through (device, wrap-around state) and the operators."""
         start = self._row(1, 1)
         used: dict[tuple[OpName, ResidentRows], list[int]] = {}
         for non_matmul in self.program.planner.non_matmul_times(scenario).values():
@@ -324,7 +327,7 @@ class _Builder:
 
 
 def _stages(stages: Iterable[Stage], non_matmul: NonMatmulTimes) -> list[OpName | Option]:
-    """Names of matmuls and options of the operators after them, in the order in which they run."""
+    """Return the names of matmuls and options of the operators after them, in order."""
     ordered: list[OpName | Option] = []
     for stage in stages:
         ordered.append(stage.name)

@@ -13,7 +13,7 @@ from hetero.solver.chooser import Rules
 from hetero.solver.errors import PlanError
 from hetero.solver.joint_plan import solve_jointly
 from hetero.solver.options import INF
-from hetero.solver.planner import Planner, Settings, with_graph_sizes
+from hetero.solver.planner import Planner, PlannerSettings, with_graph_sizes
 from hetero.solver.request import PlanRequest, scenarios_of
 
 
@@ -23,7 +23,7 @@ def planner_for(
     """Return a planner with the requested graph sizes, and notes on them."""
     rules = Rules(request.margin, request.max_gpu_share, request.shared)
     step = request.step_tokens
-    settings = Settings(request.precision, rules, request.context, unfused, step_tokens=step)
+    settings = PlannerSettings(request.precision, rules, request.context, unfused, step_tokens=step)
     substitution = file_substitution(profile, spec.weight_format)
     notes = [] if substitution is None else [substitution.note]
     if request.graph_sizes == "auto":
@@ -72,7 +72,7 @@ def _choose_sizes(planner: Planner, request: PlanRequest) -> sizes_module.GraphC
 
 
 def _budget_notes(profile: DeviceProfile, request: PlanRequest) -> Iterable[str]:
-    """Budgets that could not bind, and why."""
+    """Return the budgets that could not bind, and why."""
     npu = profile.devices["npu"].capabilities
     if request.graph_memory_bytes is not None and npu.per_graph_size != "weights":
         yield "graphs of all sizes share their weights on this NPU: their memory limits no size"

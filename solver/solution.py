@@ -8,7 +8,7 @@ from hetero.backends.protocol import DeviceKind
 from hetero.profiler.model_graph import OpName
 from hetero.solver.layer_dp import LayerPath, walk
 from hetero.solver.non_matmul import NonMatmulTimes
-from hetero.solver.options import Option, Power
+from hetero.solver.options import Option, PowerModel
 from hetero.solver.plan import Phase
 
 
@@ -36,13 +36,16 @@ class Solution(NamedTuple):
     non_matmul: NonMatmulTimes
     path: LayerPath
     layers: int
-    power: Power | None
+    power: PowerModel | None
     around_s: float = 0.0
     attention: Option | None = None
 
     @property
     def devices(self) -> frozenset[DeviceKind]:
-        """Devices that work in the step; the output head of a prompt, one token, does not count."""
+        """Return the devices that work in the step.
+
+        The output head of a prompt, one token, does not count.
+        """
         block = [option.devices for name, option in self.options.items() if name != "lm_head"]
         block += [self.attention.devices] if self.attention is not None else []
         return frozenset({self.non_matmul.device}).union(*block)
@@ -68,12 +71,12 @@ class Solution(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Predicted time of the step."""
+        """Return the predicted time of the step."""
         return walk(self.path, self.layers).seconds + self.around_s
 
     @property
     def joules(self) -> float | None:
-        """Predicted energy of the step; None if the profile does not say."""
+        """Return the predicted energy of the step; None if the profile does not say."""
         if self.power is None:
             return None
         steps = walk(self.path, self.layers).steps

@@ -62,7 +62,9 @@ def strategy_plan(
 def solve_strategy(
     planner: Planner, strategy: NamedStrategy, lengths: Sequence[int]
 ) -> tuple[Planner, list[Solution]]:
-    """Prefill of these lengths and decoding, and the planner with the row cuts that they have.
+    """Solve the prefill of these lengths and decoding; return the planner as well.
+
+    It has the row cuts of the solutions.
 
     All cuts are prepared, so each costs the tiles across it a call: a length takes another's cut
     where that is cheaper (`build.solve_jointly`).
@@ -77,14 +79,14 @@ def solve_strategy(
 def _solve_alone(
     planner: Planner, strategy: NamedStrategy, lengths: Iterable[int]
 ) -> list[Solution]:
-    """Each length and decoding by itself, with one device for the other operators of a phase."""
+    """Solve each length and decoding by itself, with one device for the other operators."""
     prefill = [force(planner, Scenario("prefill", m), strategy) for m in lengths]
     decode = force(planner, Scenario("decode", 1), _DECODES.get(strategy, "layer"))
     return agree(planner, [*prefill, decode], planner.objective())
 
 
 def _with_preparation(planner: Planner, total: Total, strategy: NamedStrategy) -> Total:
-    """Prompts of `online-prepare` pay for preparing their graphs too."""
+    """Return the prompts of `online-prepare` pay for preparing their graphs too."""
     if total.phase == "decode":
         return total
     seconds = total.predicted_s + sum(online_s(planner, m, strategy) for m in total.steps)

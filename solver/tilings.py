@@ -37,12 +37,12 @@ class Grid:
 
     @property
     def gpu_s(self) -> Floats:
-        """[T, R] seconds of the GPU's part."""
+        """Return [T, R] seconds of the GPU's part."""
         return self.times.gpu_s
 
     @property
     def npu_s(self) -> Floats:
-        """[T, R] seconds of the NPU's part."""
+        """Return [T, R] seconds of the NPU's part."""
         return self.times.npu_s
 
     @property
@@ -57,7 +57,7 @@ class Grid:
 
     @property
     def cuts(self) -> Ints:
-        """[T] token cuts."""
+        """Return [T] token cuts."""
         return self.choices.cuts
 
     def pieces(self, cut: int, row: int) -> Pieces:
@@ -105,7 +105,7 @@ class MatMulSpace:
             self._graphs = self.npu_table(np.zeros(0, np.intp))
 
     def grid(self, m: int, *, every: bool = False) -> Grid:
-        """Cost every tiling of m tokens.
+        """Return cost every tiling of m tokens.
 
         Pieces that end at the same token share a row of the grid (the fastest counts) unless
         `every` is set.
@@ -132,7 +132,7 @@ class MatMulSpace:
         return Grid(alone, CutTimes(none, none), self.rows[-1:], choices, none, none < 0)
 
     def npu_table(self, counts: Ints) -> Floats:
-        """[G + 1, R] NPU seconds of every graph, the last row nothing.
+        """Return [G + 1, R] NPU seconds of every graph, the last row nothing.
 
         [L, R] of these token counts where the NPU takes any.
         """
@@ -145,12 +145,12 @@ class MatMulSpace:
         return np.asarray(np.maximum(whole, segments))
 
     def graph_table(self, rows: Ints) -> Floats:
-        """[G + 1, R] NPU seconds of every graph with so many rows, the last row nothing."""
+        """Return [G + 1, R] NPU seconds of every graph with so many rows, the last row nothing."""
         table = self.kernels.table("npu", self.sizes, rows, self.k).seconds
         return np.concatenate((table, np.zeros((1, len(rows)))))
 
     def gpu_table(self, counts: Ints, rows: Ints) -> Floats:
-        """[L, R] GPU seconds of these token counts and rows."""
+        """Return [L, R] GPU seconds of these token counts and rows."""
         return self.kernels.table("gpu", counts, rows, self.k).seconds
 
     def fastest(self, choices: Choices, table: Floats) -> tuple[Floats, Floats]:
@@ -173,7 +173,7 @@ class MatMulSpace:
         return free, free
 
     def _gpu_times(self, m: int, cuts: Ints) -> tuple[Floats, Bools, float]:
-        """[T, R] times of the complement, cut either way; and of the whole."""
+        """Return [T, R] times of the complement, cut either way; and of the whole."""
         margin = self.gpu_table(np.append(m - cuts, m), self.rows)
         low = self.gpu_table(np.append(cuts, m), self.n - self.rows)
         gpu, tokens_first = complement(margin[:-1], margin[:-1, -1:], low[:-1], low[-1])
@@ -183,7 +183,9 @@ class MatMulSpace:
 def complement(
     margin: Floats, whole_margin: Floats, low: Floats, low_all: Floats
 ) -> tuple[Floats, Bools]:
-    """[T, R] GPU seconds of what the NPU leaves, cut the faster way; whether tokens come first.
+    """Return [T, R] GPU seconds of what the NPU leaves, cut the faster way.
+
+    Whether tokens come first.
 
     margin          [T, R] of m - t tokens and r rows
     whole_margin    of m - t tokens and all rows
@@ -195,7 +197,7 @@ def complement(
 
 
 def contend(kernels: KernelTimes, m: int, gpu_s: Floats, npu_s: Floats) -> tuple[Floats, Floats]:
-    """Seconds of both devices, slowed down while both work; infinite where one is."""
+    """Return the seconds of both devices, slowed down while both work; infinite where one is."""
     cost, key = kernels.cost, (phase_of(m), kernels.weight_format)
     a, b = cost.contention("gpu", *key), cost.contention("npu", *key)
     if a == b == 1:

@@ -11,7 +11,7 @@ class Clock(Protocol):
     """A source of time in seconds and a way to let it pass."""
 
     def now(self) -> float:
-        """Seconds since an arbitrary start; never decreases."""
+        """Return seconds since an arbitrary start; never decreases."""
 
     def sleep(self, duration_s: float) -> None:
         """Return after at least `duration_s` of this clock (at once if it is not positive)."""

@@ -72,7 +72,10 @@ def collapse(budget_s: float) -> int:
 
 
 def private_mappings() -> Iterator[tuple[int, int]]:
-    """Addresses of large writable anonymous mappings, the heap among them, in whole huge pages."""
+    """Yield the addresses of large writable anonymous mappings in whole huge pages.
+
+    The heap is among them.
+    """
     for line in MAPS.read_text(encoding="utf-8", errors="replace").splitlines():
         addresses, access, _, _, inode, *name = line.split()
         if access != "rw-p" or inode != "0" or name not in ([], ["[heap]"]):

@@ -44,7 +44,7 @@ class JsonChild:
 
     @property
     def pid(self) -> int:
-        """The id of the process."""
+        """Return the id of the process."""
         return self._process.pid
 
     def say(self, message: Message) -> None:

@@ -10,12 +10,12 @@ CPUINFO = Path("/proc/cpuinfo")
 
 
 def cpu_flags(cpuinfo: Path = CPUINFO) -> frozenset[str]:
-    """Instruction set flags of the first core; empty where the file does not exist."""
+    """Return instruction set flags of the first core; empty where the file does not exist."""
     return frozenset((_first("flags", cpuinfo) or _first("Features", cpuinfo) or "").split())
 
 
 def cpu_name(cpuinfo: Path = CPUINFO) -> str:
-    """Processor name for people.
+    """Return processor name for people.
 
     Of Arm's, its architecture with the makers and parts of its cores, by which the processors of
     two machines differ.

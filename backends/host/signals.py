@@ -32,12 +32,12 @@ class _Deferral:
         self.arrived.append((number, frame))
 
     def begin(self) -> None:
-        """Handlers wait."""
+        """Make handlers wait."""
         for number in self.handlers:
             signal.signal(number, self)
 
     def end(self) -> None:
-        """They run again. One that raises meanwhile does so when all are back."""
+        """Let handlers run again; one that raises does so when all are back."""
         left, late = list(self.handlers.items()), list[BaseException]()
         while left:
             try:

@@ -43,7 +43,7 @@ def _prctl() -> Callable[..., int]:
 
 
 def lateness(clock: Clock, wanted_s: float, repeats: int) -> list[float]:
-    """Seconds by which sleeps of so many seconds return late, in rising order."""
+    """Return the seconds by which sleeps of so many seconds return late, in rising order."""
     late = []
     for _ in range(repeats):
         start_s = clock.now()
@@ -64,7 +64,7 @@ def waited_for_core_s() -> float | None:
 
 
 def run_delay_s(task: Path) -> float:
-    """Seconds that a thread has waited for a core: `run_delay` of a folder of `/proc`.
+    """Return the seconds that a thread has waited for a core: `run_delay` of a folder of `/proc`.
 
     Raises `OSError` where the thread or the file is not there.
     """

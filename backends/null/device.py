@@ -84,7 +84,7 @@ class NullDevice(Device):
         self.health.check("map")
 
     def accepts(self, op: Op) -> Acceptance:
-        """Every operation in the declared formats."""
+        """Return every operation in the declared formats."""
         return checks.accept_format(self.capabilities, op)
 
     def prepare(self, op: Op, weights: Mapping[str, WeightValue]) -> Kernel:

@@ -54,7 +54,7 @@ def io_binding(
     return binding
 
 
-class Launch(NamedTuple):
+class SessionLaunch(NamedTuple):
     """One graph to run on fixed addresses."""
 
     session: ort.InferenceSession

@@ -39,7 +39,7 @@ class GraphBuilder:
 
     @property
     def input_names(self) -> frozenset[str]:
-        """Names of the graph's inputs so far."""
+        """Return the names of the graph's inputs so far."""
         return frozenset(value.name for value in self._inputs)
 
     def constant(self, value: npt.NDArray[Any]) -> str:
@@ -70,7 +70,7 @@ class GraphBuilder:
         return self.node("Cast", value, out=out, to=_element_type(dtype))
 
     def slice(self, value: str, start: int, stop: int, axis: int) -> str:
-        """Elements [start, stop) along an axis."""
+        """Return elements [start, stop) along an axis."""
         return self.node("Slice", value, self.ints(start), self.ints(stop), self.ints(axis))
 
     def weight(self, name: str, dtype: npt.DTypeLike, shape: tuple[int, ...]) -> str:

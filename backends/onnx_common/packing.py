@@ -45,7 +45,7 @@ class Staging:
 
 
 def stage(weight: PackedWeight) -> dict[str, Staging]:
-    """Arrays for the initializers `weight` and `scales` (quantised) of `graphs.matmul`."""
+    """Return arrays for the initializers `weight` and `scales` (quantised) of `graphs.matmul`."""
     if not weight.storage.quantised:
         return {"weight": _stage_float(weight)}
     assert weight.scales is not None
@@ -68,7 +68,7 @@ def _stage_q4(weight: PackedWeight) -> Staging:
 
 
 def _stage_q8(weight: PackedWeight) -> Staging:
-    """ONNX Runtime's 8-bit codes are unsigned with zero at 128."""
+    """Return 8-bit codes as ONNX Runtime has them: unsigned with zero at 128."""
     groups = weight.data.shape[1]
     staging = Staging(weight.n, (groups, GROUP_SIZE), np.uint8)
     codes = staging.padded.reshape(-1, ROW_BLOCK, groups, 8, 4)
@@ -78,7 +78,10 @@ def _stage_q8(weight: PackedWeight) -> Staging:
 
 
 def stage_by_feature(weight: PackedWeight, codes: npt.DTypeLike) -> dict[str, Staging]:
-    """Arrays for the initializers `weight` [k, n] and `scales` [n] of `graphs.static_matmul`."""
+    """Return the initializers `weight` [k, n] and `scales` [n] of `static_matmul`.
+
+    It is in `graphs`.
+    """
     assert weight.scales is not None
     staging, scales = Staging(weight.k, (weight.n,), codes), Staging(weight.n, (), np.float32)
     scales.padded[:] = weight.scales.reshape(-1)
@@ -102,7 +105,7 @@ def _stage_float(weight: PackedWeight) -> Staging:
 
 
 def slabs(weight: PackedWeight) -> Iterator[slice]:
-    """Ranges of 16-row blocks, a few megabytes each."""
+    """Yield the ranges of 16-row blocks, a few megabytes each."""
     blocks = weight.data.shape[0]
     step = max(1, SLAB_BYTES * blocks // max(weight.data.nbytes, 1))
     for start in range(0, blocks, step):

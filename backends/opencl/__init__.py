@@ -71,7 +71,10 @@ def open(
 
 
 def driver_reports() -> list[DriverReport]:
-    """Every installed OpenCL driver, each tried now if it never was. Raises `DeviceOptionError`."""
+    """Return reports on every installed OpenCL driver, testing it now if it never was.
+
+    Raises `DeviceOptionError`.
+    """
     _spare_pyopencl_cache()
     try:
         from hetero.backends.opencl.platform import survey
@@ -111,7 +114,7 @@ def driver_of(platform_version: str) -> str:
 
 
 def every_core_count() -> int:
-    """Workers that a device opened with `every_core` would have.
+    """Return the workers that a device opened with `every_core` would have.
 
     0 if it cannot be opened, because OpenCL runs in this process with another number.
     """

@@ -10,7 +10,7 @@ import pyopencl as cl
 
 from hetero.backends.formats import CacheFormat
 from hetero.backends.memory import Tensor
-from hetero.backends.opencl.calls import Launch, OpenCLKernel
+from hetero.backends.opencl.calls import KernelLaunch, OpenCLKernel
 from hetero.backends.opencl.program_source import Define
 from hetero.backends.opencl.resources import Resources
 from hetero.backends.opencl.tuning import Tuning
@@ -44,7 +44,7 @@ def prepare_attention_heads(
     _weights: Mapping[str, WeightValue],
     whole: Attention | None = None,
 ) -> OpenCLKernel:
-    """Return the program of all heads, launched for some.
+    """Prepare the program of all heads, launched for some.
 
     Of all of them as the operation `whole`.
     """
@@ -58,7 +58,7 @@ def prepare_attention_heads(
         before=("caches.cl", *caps(op), "scores_cpu.cl"),
     )
 
-    def launches(operands: Mapping[str, Operand], m: int) -> Sequence[Launch]:
+    def launches(operands: Mapping[str, Operand], m: int) -> Sequence[KernelLaunch]:
         tensors = tensors_of(operands)
         if m <= FEW_TOKENS:
             return _attend_few(device, program, heads, tensors, m, parts)
@@ -68,7 +68,7 @@ def prepare_attention_heads(
 
 
 def splits(heads: int, workers: int) -> int:
-    """Parts of the context in decode.
+    """Return the parts of the context in decode.
 
     As many as give each worker the same number of parts of heads, where whole heads would leave
     some idle for a fifth of the time or more.
@@ -86,7 +86,7 @@ def _attend_few(
     tensors: Mapping[str, Tensor],
     m: int,
     parts: int,
-) -> list[Launch]:
+) -> list[KernelLaunch]:
     op = heads.attention
     qkv, position, k_cache, v_cache, out = (tensors[port] for port in op.ports)
     partial = device.map(out.buffer)  # not touched where there is one part
@@ -94,15 +94,15 @@ def _attend_few(
         partial = device.shared_scratch(4 * parts * m * op.heads * (op.head_dim + 2))
     rest = (heads.first, partial, parts, *lengths(op))
     args = (m, qkv, position, k_cache, v_cache, out, *rest)
-    launches = [Launch(program, "attend_few", (heads.count, parts), (1, 1), args)]
+    launches = [KernelLaunch(program, "attend_few", (heads.count, parts), (1, 1), args)]
     if parts > 1:
         combined = (m, partial, out, heads.first, parts)
-        launches.append(Launch(program, "combine_few", (heads.count,), (1,), combined))
+        launches.append(KernelLaunch(program, "combine_few", (heads.count,), (1,), combined))
     return launches
 
 
 def head_vector(head_dim: int, widest: int) -> int:
-    """Widest vector that divides a head."""
+    """Return the widest vector that divides a head."""
     return next(width for width in (16, 8, 4, 2, 1) if width <= widest and head_dim % width == 0)
 
 
@@ -149,7 +149,7 @@ def _attend_tiles(
     heads: AttentionHeads,
     tensors: Mapping[str, Tensor],
     m: int,
-) -> list[Launch]:
+) -> list[KernelLaunch]:
     op = heads.attention
     block = 2 * device.tuning.vector
     blocks = -(-op.capacity // block)
@@ -159,15 +159,18 @@ def _attend_tiles(
     pack_args = (m, qkv, position, k_cache, v_cache, packed, heads.first, *lengths(op))
     args = (m, qkv, position, v_cache, out, packed, heads.first, *lengths(op))
     return [
-        Launch(program, "pack_keys", (heads.count, blocks), (1, 1), pack_args),
-        Launch(program, "attend_tile", (heads.count, tiles), (1, 1), args),
+        KernelLaunch(program, "pack_keys", (heads.count, blocks), (1, 1), pack_args),
+        KernelLaunch(program, "attend_tile", (heads.count, tiles), (1, 1), args),
     ]
 
 
 def _prepare_group(
     device: Resources, heads: AttentionHeads, whole: Attention | None
 ) -> OpenCLKernel:
-    """Work-groups over rows; decode also splits the context, where all heads are computed."""
+    """Return work-groups over rows.
+
+    Decode also splits the context, where all heads are computed.
+    """
     op, lanes = heads.attention, device.tuning.lanes
     program = device.programs.get(
         "attention_group.cl",
@@ -175,11 +178,11 @@ def _prepare_group(
         before=("caches.cl", *caps(op)),
     )
 
-    def flat(name: str, count: int, args: tuple[Tensor | cl.Buffer | int, ...]) -> Launch:
+    def flat(name: str, count: int, args: tuple[Tensor | cl.Buffer | int, ...]) -> KernelLaunch:
         size = -(-count // lanes) * lanes
-        return Launch(program, name, (size,), (lanes,), (count, *args))
+        return KernelLaunch(program, name, (size,), (lanes,), (count, *args))
 
-    def launches(operands: Mapping[str, Operand], m: int) -> Sequence[Launch]:
+    def launches(operands: Mapping[str, Operand], m: int) -> Sequence[KernelLaunch]:
         tensors = tensors_of(operands)
         few = m <= SPLIT_TOKENS and heads.count == op.kv_heads
         splits = device.tuning.decode_splits if few else 1
@@ -192,7 +195,7 @@ def _prepare_group(
         some = (heads.first, heads.count, op.capacity)
         steps = [
             flat("append", appended, (qkv, position, k_cache, v_cache, *some)),
-            Launch(
+            KernelLaunch(
                 program,
                 "attend_group",
                 (blocks * lanes, heads.count, splits),

@@ -62,7 +62,7 @@ class InPanels:
         return parts
 
     def table(self) -> npt.NDArray[np.int32]:
-        """[panels, 4]: first column, end, element of column 0 of token 0, elements of a token."""
+        """Return [panels, 4]: first column, end, element of its token 0, elements of a token."""
         rows, start = [], 0
         for part in self.parts:
             width = part.shape[1]
@@ -84,7 +84,7 @@ LONGEST_SLEEP_S = 200e-6  # bounds how late the end of a long launch is noticed
 
 
 @dataclass(frozen=True)
-class Launch:
+class KernelLaunch:
     """One kernel of a program with its sizes and arguments. `args[0]` is the count of work."""
 
     program: cl.Program
@@ -95,7 +95,7 @@ class Launch:
 
     @property
     def count(self) -> int:
-        """Work of this launch, the kernel's argument 0."""
+        """Return the work of this launch, the kernel's argument 0."""
         assert isinstance(self.args[0], int)
         return self.args[0]
 
@@ -110,7 +110,7 @@ class OpenCLKernel(Kernel):
         self,
         device: Resources,
         op: Op,
-        launches: Callable[[Mapping[str, Operand], int], Sequence[Launch]],
+        launches: Callable[[Mapping[str, Operand], int], Sequence[KernelLaunch]],
         *,
         keep: Sequence[object] = (),
         nbytes: int = 0,
@@ -146,7 +146,7 @@ class OpenCLCall(BoundCall):
         device: Resources,
         name: str,
         m: int,
-        launches: Sequence[Launch],
+        launches: Sequence[KernelLaunch],
         tensors: Mapping[str, Operand],
         *,
         keep: tuple[object, ...] = (),
@@ -192,10 +192,10 @@ class OpenCLCall(BoundCall):
         """Submit and wait."""
         self.submit().wait()
 
-    def _values(self, launch: Launch) -> Sequence[Native]:
+    def _values(self, launch: KernelLaunch) -> Sequence[Native]:
         return [value for argument in launch.args for value in self._native(argument)]
 
-    def _bind(self, launch: Launch, values: Sequence[Native]) -> tuple[cl.Kernel, Size, Size]:
+    def _bind(self, launch: KernelLaunch, values: Sequence[Native]) -> tuple[cl.Kernel, Size, Size]:
         """Return a kernel object of its own with its arguments set.
 
         Specialised by an empty launch.
@@ -257,7 +257,7 @@ class OpenCLCompletion(Completion):
         return start_ns * 1e-9 + offset_s, end_ns * 1e-9 + offset_s
 
     def block(self) -> None:
-        """`clWaitForEvents`."""
+        """Wait by `clWaitForEvents`."""
         with decoded(f"waiting for {self._call.name}"):
             self._last.wait()
 
@@ -272,7 +272,7 @@ class OpenCLCompletion(Completion):
                 time.sleep(min(waited_s / 20, LONGEST_SLEEP_S))
 
 
-def _specialise(device: Resources, launch: Launch, kernel: cl.Kernel, kinds: str) -> None:
+def _specialise(device: Resources, launch: KernelLaunch, kernel: cl.Kernel, kinds: str) -> None:
     """Launch with count 0, once per program, kernel and sizes."""
     key = (id(launch.program), launch.name, launch.global_size, launch.local_size)
     if key in device.specialised:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from hetero.backends.checks import vector
 from hetero.backends.opencl.attention import CACHE_DEFINES, head_vector
-from hetero.backends.opencl.calls import Argument, Launch, OpenCLKernel
+from hetero.backends.opencl.calls import Argument, KernelLaunch, OpenCLKernel
 from hetero.backends.opencl.program_source import Define
 from hetero.backends.opencl.resources import Resources
 from hetero.backends.ops import DecodeChunks
@@ -17,7 +17,7 @@ GROUPS = 32  # of a GPU, for each head's keys or values: fixed, so that one laun
 
 
 def accepts_decode_chunks(op: DecodeChunks) -> Acceptance:
-    """Heads whose rows are whole vectors."""
+    """Return heads whose rows are whole vectors."""
     if op.head_dim % LEAST:
         return Acceptance(False, f"heads of {op.head_dim} values do not fill bytes of four codes")
     return Acceptance(True)
@@ -46,10 +46,10 @@ def prepare_decode_chunks(
     channels = device.constant(vector(weights, "channels"))
     size = (1 if lanes == 1 else lanes * GROUPS, 2 * op.kv_heads)
 
-    def launches(operands: Mapping[str, Operand], m: int) -> list[Launch]:
+    def launches(operands: Mapping[str, Operand], m: int) -> list[KernelLaunch]:
         tensors = tensors_of(operands)
         ports = (tensors[port] for port in ("table", "codes", "k_cache", "v_cache"))
         args: tuple[Argument, ...] = (m, *ports, channels, op.capacity)
-        return [Launch(program, "decode_chunks", size, (lanes, 1), args)]
+        return [KernelLaunch(program, "decode_chunks", size, (lanes, 1), args)]
 
     return OpenCLKernel(device, op, launches)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from hetero.backends.opencl.attention import attention_defines, caps, lengths
-from hetero.backends.opencl.calls import Argument, Launch, OpenCLKernel
+from hetero.backends.opencl.calls import Argument, KernelLaunch, OpenCLKernel
 from hetero.backends.opencl.resources import Resources
 from hetero.backends.ops import ColumnMass
 from hetero.backends.protocol import Acceptance, Operand, WeightValue, tensors_of
@@ -23,7 +23,7 @@ def accepts_column_mass(op: ColumnMass) -> Acceptance:
 def prepare_column_mass(
     device: Resources, op: ColumnMass, _weights: Mapping[str, WeightValue]
 ) -> OpenCLKernel:
-    """Return a work-item for each key/value head on a CPU, a work-group on a GPU."""
+    """Prepare a work-item for each key/value head on a CPU, a work-group on a GPU."""
     tuning, attention = device.tuning, op.attention
     if tuning.lanes > 1:
         return _prepare_group(device, op)
@@ -34,15 +34,15 @@ def prepare_column_mass(
     program = device.programs.get("column_mass_cpu.cl", defines, before=before)
     heads, packed_bytes = attention.kv_heads, 4 * blocks * block * attention.head_dim
 
-    def launches(operands: Mapping[str, Operand], m: int) -> Sequence[Launch]:
+    def launches(operands: Mapping[str, Operand], m: int) -> Sequence[KernelLaunch]:
         tensors = tensors_of(operands)
         packed = device.shared_scratch(heads * packed_bytes)
         qkv, position, k_cache, mass = (tensors[port] for port in op.ports)
         pack_args = (m, position, k_cache, packed, *lengths(attention))
         args = (m, qkv, position, mass, packed, *lengths(attention))
         return [
-            Launch(program, "pack_columns", (heads, blocks), (1, 1), pack_args),
-            Launch(program, "column_mass", (heads,), (1,), args),
+            KernelLaunch(program, "pack_columns", (heads, blocks), (1, 1), pack_args),
+            KernelLaunch(program, "column_mass", (heads,), (1,), args),
         ]
 
     return OpenCLKernel(device, op, launches)
@@ -55,11 +55,11 @@ def _prepare_group(device: Resources, op: ColumnMass) -> OpenCLKernel:
         "column_mass_group.cl", defines, before=("caches.cl", *caps(attention))
     )
 
-    def launches(operands: Mapping[str, Operand], m: int) -> Sequence[Launch]:
+    def launches(operands: Mapping[str, Operand], m: int) -> Sequence[KernelLaunch]:
         tensors = tensors_of(operands)
         weights = device.shared_scratch(4 * attention.kv_heads * attention.capacity)
         ports = (tensors[port] for port in op.ports)
         args: tuple[Argument, ...] = (m, *ports, weights, *lengths(attention))
-        return [Launch(program, "column_mass", (attention.kv_heads * lanes,), (lanes,), args)]
+        return [KernelLaunch(program, "column_mass", (attention.kv_heads * lanes,), (lanes,), args)]
 
     return OpenCLKernel(device, op, launches)

@@ -16,7 +16,7 @@ from hetero.backends.checks import check_weights
 from hetero.backends.errors import WaitTimeoutError
 from hetero.backends.formats import WeightFormat
 from hetero.backends.memory import Tensor
-from hetero.backends.opencl.calls import Launch, OpenCLCall
+from hetero.backends.opencl.calls import KernelLaunch, OpenCLCall
 from hetero.backends.opencl.failures import BACKEND, decoded
 from hetero.backends.opencl.flag import Flag, flag_program, probe
 from hetero.backends.opencl.megakernel import fuse
@@ -39,7 +39,7 @@ Prepare: TypeAlias = Callable[["OpenCLDevice", Any, Mapping[str, WeightValue]], 
 Accepts: TypeAlias = Callable[[Any], Acceptance]
 
 
-class Entry(NamedTuple):
+class KernelEntry(NamedTuple):
     """Functions that prepare one class of operation, and accept its records."""
 
     prepare: Prepare
@@ -58,7 +58,7 @@ class OpenCLDevice(Resources):
 
     def __init__(
         self,
-        table: Mapping[type[Op], Entry],
+        table: Mapping[type[Op], KernelEntry],
         weight_formats: tuple[WeightFormat, ...],
         selected: Selected,
         *,
@@ -193,7 +193,7 @@ class OpenCLDevice(Resources):
         program = flag_program(self)
         groups = STARTING_GROUPS * self.threads
         word = Tensor(self.allocate(64), (1,), np.dtype(np.int32))
-        launch = Launch(program, "raise_flag", (groups,), (1,), (0, word))
+        launch = KernelLaunch(program, "raise_flag", (groups,), (1,), (0, word))
         OpenCLCall(self, "starting threads", 1, [launch], {}).run()
 
     def state(self) -> str:

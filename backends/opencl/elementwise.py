@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hetero.backends.opencl.calls import InPanels, Launch, OpenCLKernel
+from hetero.backends.opencl.calls import InPanels, KernelLaunch, OpenCLKernel
 from hetero.backends.opencl.resources import Resources
 from hetero.backends.opencl.tuning import Tuning
 from hetero.backends.ops import Act, Add, GatedAct
@@ -14,11 +14,11 @@ MACROS = {"silu": "SILU", "gelu": "GELU", "gelu_tanh": "GELU_TANH", "relu": "REL
 
 
 def prepare_add(device: Resources, op: Add, _weights: Mapping[str, WeightValue]) -> OpenCLKernel:
-    """`y = x + residual`: one row of items per token."""
+    """Prepare `y = x + residual`: one row of items per token."""
     tuning = device.tuning
     program = device.programs.get("elementwise.cl", tuning.defines)
 
-    def launches(tensors: Mapping[str, Operand], m: int) -> list[Launch]:
+    def launches(tensors: Mapping[str, Operand], m: int) -> list[KernelLaunch]:
         chunk, items = split_floats(tuning, op.d)
         args = (
             m,
@@ -28,7 +28,7 @@ def prepare_add(device: Resources, op: Add, _weights: Mapping[str, WeightValue])
             op.d,
             chunk,
         )
-        return [Launch(program, "add", (items, m), (tuning.lanes, 1), args)]
+        return [KernelLaunch(program, "add", (items, m), (tuning.lanes, 1), args)]
 
     return OpenCLKernel(device, op, launches)
 
@@ -36,12 +36,12 @@ def prepare_add(device: Resources, op: Add, _weights: Mapping[str, WeightValue])
 def prepare_gated_act(
     device: Resources, op: GatedAct, _weights: Mapping[str, WeightValue]
 ) -> OpenCLKernel:
-    """`y = act(gate) · up`: one row of items per token."""
+    """Prepare `y = act(gate) · up`: one row of items per token."""
     return _activation(device, op, "gated_act")
 
 
 def prepare_act(device: Resources, op: Act, _weights: Mapping[str, WeightValue]) -> OpenCLKernel:
-    """`y = act(x)`: one row of items per token."""
+    """Prepare `y = act(x)`: one row of items per token."""
     return _activation(device, op, "act")
 
 
@@ -53,16 +53,16 @@ def _activation(device: Resources, op: GatedAct | Act, kernel: str) -> OpenCLKer
         before=("activations.cl",),
     )
 
-    def launches(tensors: Mapping[str, Operand], m: int) -> list[Launch]:
+    def launches(tensors: Mapping[str, Operand], m: int) -> list[KernelLaunch]:
         chunk, items = split_floats(tuning, op.f)
         args = (m, InPanels(tensors["x"]), whole(tensors["y"]), op.f, chunk)
-        return [Launch(program, kernel, (items, m), (tuning.lanes, 1), args)]
+        return [KernelLaunch(program, kernel, (items, m), (tuning.lanes, 1), args)]
 
     return OpenCLKernel(device, op, launches)
 
 
 def split_floats(tuning: Tuning, count: int) -> tuple[int, int]:
-    """Floats per work-item and number of work-items, a multiple of the lanes."""
+    """Return floats per work-item and number of work-items, a multiple of the lanes."""
     if tuning.lanes == 1:
         return count, 1
     items = -(-count // tuning.vector)

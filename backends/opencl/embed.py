@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from hetero.backends.checks import packed
 from hetero.backends.formats import GROUP_SIZE
-from hetero.backends.opencl.calls import Launch, OpenCLKernel
+from hetero.backends.opencl.calls import KernelLaunch, OpenCLKernel
 from hetero.backends.opencl.matmul import block_defines
 from hetero.backends.opencl.resources import Resources
 from hetero.backends.ops import Embed
@@ -14,7 +14,7 @@ from hetero.backends.protocol import Operand, WeightValue, tensors_of
 
 
 def prepare_embed(device: Resources, op: Embed, weights: Mapping[str, WeightValue]) -> OpenCLKernel:
-    """Return a work-item per token on a CPU, per token and group of 32 features on a GPU."""
+    """Prepare a work-item per token on a CPU, per token and group of 32 features on a GPU."""
     _, weight = next(packed(weights).spans())  # a table is one tensor
     lanes, blocks = device.tuning.lanes, weight.storage.scales == "block"
     storage = "IN_BLOCKS" if blocks else weight.storage.value.upper()
@@ -34,10 +34,10 @@ def prepare_embed(device: Resources, op: Embed, weights: Mapping[str, WeightValu
     groups = total if lanes == 1 else 1
     items = 1 if lanes == 1 else -(-total // lanes) * lanes
 
-    def launches(operands: Mapping[str, Operand], m: int) -> list[Launch]:
+    def launches(operands: Mapping[str, Operand], m: int) -> list[KernelLaunch]:
         tensors = tensors_of(operands)
         args = (m, tensors["tokens"], tensors["y"], data, scales, groups)
-        return [Launch(program, "embed", (items, m), (lanes, 1), args)]
+        return [KernelLaunch(program, "embed", (items, m), (lanes, 1), args)]
 
     copied = 0 if device.capabilities.unified_memory else weight.nbytes
     return OpenCLKernel(device, op, launches, nbytes=copied)

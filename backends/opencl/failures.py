@@ -51,7 +51,10 @@ def decoded(operation: str) -> Iterator[None]:
 
 
 def _first_lines(error: cl.Error, lines: int = 12) -> str:
-    """First lines of a build log; empty for other errors, whose text only repeats the code."""
+    """Return the first lines of a build log.
+
+    Empty for other errors, whose text only repeats the code.
+    """
     _, build, log = str(error).partition("Build on")
     text = [line for line in log.splitlines()[1:] if line and not line.startswith("(options:")]
     return "\n".join(["", *text[:lines]]) if build else ""

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import pyopencl as cl
 
 from hetero.backends.memory import Tensor
-from hetero.backends.opencl.calls import Launch, OpenCLCall
+from hetero.backends.opencl.calls import KernelLaunch, OpenCLCall
 from hetero.backends.opencl.resources import Resources
 from hetero.backends.protocol import DEFAULT_DEADLINE_S, BoundCall, Completion
 
@@ -53,7 +53,7 @@ class Flag(BoundCall):
         self.submissions = 0
         program = flag_program(device)
         tensor = Tensor(self.buffer, (1,), np.dtype(np.int32))
-        launch = Launch(program, "raise_flag", (1,), (1,), (1, tensor))
+        launch = KernelLaunch(program, "raise_flag", (1,), (1,), (1, tensor))
         self._call = OpenCLCall(device, self.name, 1, [launch], {"position": tensor})
 
     def submit(self) -> FlagCompletion:

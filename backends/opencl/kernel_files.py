@@ -13,13 +13,13 @@ OURS: Final = "HETERO_KERNELS"  # macro that every program of these files is bui
 
 @cache
 def source(name: str) -> str:
-    """Text of one file of `kernels/`."""
+    """Return the text of one file of `kernels/`."""
     return resources.files("hetero.backends.opencl").joinpath("kernels", name).read_text("utf-8")
 
 
 @cache
 def all_sources() -> Mapping[str, str]:
-    """All kernel files by name."""
+    """Return all kernel files by name."""
     folder = resources.files("hetero.backends.opencl").joinpath("kernels")
     texts = ((f.name, f.read_text("utf-8")) for f in folder.iterdir() if f.name[-3:] == ".cl")
     return dict(sorted(texts))
@@ -27,5 +27,5 @@ def all_sources() -> Mapping[str, str]:
 
 @cache
 def sources_digest() -> str:
-    """Identity of all kernel files."""
+    """Return the identity of all kernel files."""
     return hashlib.sha256(repr([*all_sources().items()]).encode()).hexdigest()

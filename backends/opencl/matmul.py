@@ -22,13 +22,13 @@ import pyopencl as cl
 from hetero.backends.checks import packed, vector
 from hetero.backends.formats import GROUP_SIZE, StorageFormat, WeightFormat
 from hetero.backends.memory import Tensor
-from hetero.backends.opencl.calls import Argument, Launch, OpenCLKernel
+from hetero.backends.opencl.calls import Argument, KernelLaunch, OpenCLKernel
 from hetero.backends.opencl.matmul_tuning import (
     BlockFormat,
     CpuTuning,
     Kind,
     SimtTuning,
-    Tile,
+    WorkTile,
     kind_of,
     matmul_tuning,
 )
@@ -48,7 +48,7 @@ WEIGHT_FORMATS: tuple[WeightFormat, ...] = (
     WeightFormat.GGUF_A16,
     WeightFormat.GGUF_A8,
 )
-Launches: TypeAlias = Callable[[Mapping[str, Operand], int], list[Launch]]
+Launches: TypeAlias = Callable[[Mapping[str, Operand], int], list[KernelLaunch]]
 SIMT_LANES, SIMT_TILE_BLOCKS, SIMT_TILE_TOKENS = 64, 4, 64  # as in matmul_simt.cl
 IN_PLACE, PACK_HERE, PACKED = 0, 1, 2  # as in matmul_cpu.cl
 
@@ -90,7 +90,7 @@ def _all_launches(
     tuning: CpuTuning | SimtTuning,
     operands: Mapping[str, Operand],
     m: int,
-) -> list[Launch]:
+) -> list[KernelLaunch]:
     """Return the launches of every part, which write to columns of their own."""
     tensors = tensors_of(operands)
     launches = []
@@ -127,7 +127,7 @@ class _Plan:
 
     @property
     def k(self) -> int:
-        """Features as the weights store them."""
+        """Return features as the weights store them."""
         return padded(self.op.k, GROUP_SIZE) if self.kind.storage.quantised else self.op.k
 
     def columns(self, y: Tensor) -> Tensor:
@@ -139,7 +139,7 @@ class _Plan:
 
 def _capped(
     device: Resources, op: MatMul, launches: Launches, operands: Mapping[str, Operand], m: int
-) -> list[Launch]:
+) -> list[KernelLaunch]:
     """Return the matmul, then the soft cap on its output in place."""
     cap = softcap_launch(device, op.softcap, whole(operands["y"]), m)
     return [*launches(operands, m), cap]
@@ -147,8 +147,8 @@ def _capped(
 
 def cpu_launches(
     plan: _Plan, tuning: CpuTuning, tensors: Mapping[str, Tensor], m: int
-) -> list[Launch]:
-    """One launch.
+) -> list[KernelLaunch]:
+    """Return one launch.
 
     Where several threads share the rows of many tokens, one before it packs x for all of them. Of
     few tokens each packs its own: that is sooner done than threads are woken.
@@ -176,16 +176,16 @@ def cpu_launches(
             plan.k,
             *plan.operands.x_scale,
         )
-        launches.append(Launch(program, "pack", (token_tiles,), (1,), shape))
+        launches.append(KernelLaunch(program, "pack", (token_tiles,), (1,), shape))
     m_panel, k_panel = tuning.panels(plan.kind, m, plan.k, tile)
     sizes = (m, plan.n, op.n, op.k, plan.k, m_panel, k_panel, -(-tiles // groups))
     flags = (plan.operands.has_bias, packing, *plan.operands.x_scale)
     args = (tiles, *plan.operands.args, x, packed, plan.columns(tensors["y"]), *sizes, *flags)
-    launches.append(Launch(program, "matmul", (groups,), (1,), args))
+    launches.append(KernelLaunch(program, "matmul", (groups,), (1,), args))
     return launches
 
 
-def _cpu_program(plan: _Plan, tuning: CpuTuning, tile: Tile) -> cl.Program:
+def _cpu_program(plan: _Plan, tuning: CpuTuning, tile: WorkTile) -> cl.Program:
     defines = {
         **kind_defines(plan.kind),
         "TOKENS": tile.tokens,
@@ -222,18 +222,21 @@ def block_defines(storage: StorageFormat) -> dict[str, int]:
 
 
 def work_items(device: Resources, each: int = 4) -> int:
-    """Work-items that share a matmul's rows: several per thread, which even out their delays."""
+    """Return the work-items that share a matmul's rows.
+
+    Several per thread, which even out their delays.
+    """
     return 1 if device.threads == 1 else each * device.threads
 
 
 def simt_launches(
     plan: _Plan, tuning: SimtTuning, tensors: Mapping[str, Tensor], m: int
-) -> list[Launch]:
+) -> list[KernelLaunch]:
     """Round x if the format says so, then reduce (few tokens) or compute tiles."""
     op, splits = plan.op, tuning.splits
     tokens = next((t for t in (1, 2, 4, 8) if m <= t), 1)
     program = _simt_program(plan, tokens=tokens, splits=splits)
-    launches: list[Launch] = []
+    launches: list[KernelLaunch] = []
     x_args: tuple[Argument, ...] = (tensors["x"],)
     if not plan.kind.activations.are_floats:
         rounding, x_args = _simt_rounding(plan, program, tensors["x"], m)
@@ -244,12 +247,12 @@ def simt_launches(
     blocks, local = -(-plan.n // ROW_BLOCK), (ROW_BLOCK, splits)
     if m <= tokens:
         args = (blocks, *plan.operands.args, *tail)
-        launches.append(Launch(program, "gemv", (ROW_BLOCK, splits * blocks), local, args))
+        launches.append(KernelLaunch(program, "gemv", (ROW_BLOCK, splits * blocks), local, args))
     else:
         tiles, token_tiles = -(-blocks // SIMT_TILE_BLOCKS), -(-m // SIMT_TILE_TOKENS)
         args = (tiles, *plan.operands.args, *tail)
         size = (ROW_BLOCK * tiles, splits * token_tiles)
-        launches.append(Launch(program, "gemm", size, local, args))
+        launches.append(KernelLaunch(program, "gemm", size, local, args))
     return launches
 
 
@@ -272,7 +275,7 @@ def _simt_program(plan: _Plan, *, tokens: int, splits: int) -> cl.Program:
 
 def _simt_rounding(
     plan: _Plan, program: cl.Program, x: Tensor, m: int
-) -> tuple[Launch, tuple[Argument, ...]]:
+) -> tuple[KernelLaunch, tuple[Argument, ...]]:
     """Return the launch that rounds x, and the arguments that stand for x then."""
     op, device = plan.op, plan.device
     args: tuple[Argument, ...]
@@ -288,7 +291,7 @@ def _simt_rounding(
         rounded = device.shared_scratch(4 * m * op.k)
         args = (count, x, rounded, op.k)
         name, x_args = "round_activations", (rounded, 0)
-    return Launch(program, name, (padded(count, SIMT_LANES),), (SIMT_LANES,), args), x_args
+    return KernelLaunch(program, name, (padded(count, SIMT_LANES),), (SIMT_LANES,), args), x_args
 
 
 def _operands(

@@ -41,7 +41,7 @@ def kind_of(weight_format: WeightFormat, storage: StorageFormat) -> Kind:
     return next(formats)
 
 
-class Tile(NamedTuple):
+class WorkTile(NamedTuple):
     """Register tile of the CPU kernel, used up to `max_m` tokens.
 
     `prefetch` is the distance in 32-bit words at which weights are prefetched, 0 to leave it to the
@@ -76,13 +76,13 @@ class CpuTuning:
 
     rows: int
     dot: int
-    tiles: tuple[Tile, ...]
-    special_tiles: Mapping[WeightFormat, tuple[Tile, ...]]
-    block_tiles: Mapping[int, tuple[Tile, ...]]
+    tiles: tuple[WorkTile, ...]
+    special_tiles: Mapping[WeightFormat, tuple[WorkTile, ...]]
+    block_tiles: Mapping[int, tuple[WorkTile, ...]]
     weight_panel_bytes: int = 512 << 10
     x_panel_bytes: int = 4 << 20
 
-    def tile(self, weight_format: Kind, m: int) -> Tile:
+    def tile(self, weight_format: Kind, m: int) -> WorkTile:
         """Return the smallest tile for m tokens."""
         if isinstance(weight_format, BlockFormat):
             planes = 2 if weight_format.activations.are_floats else 1
@@ -90,7 +90,7 @@ class CpuTuning:
         tiles = self.special_tiles.get(weight_format, self.tiles)
         return next(tile for tile in tiles if m <= tile.max_m)
 
-    def nibbles_stay(self, weight_format: Kind, tile: Tile) -> bool:
+    def nibbles_stay(self, weight_format: Kind, tile: WorkTile) -> bool:
         """Return whether floats meet 4-bit weights without a shift.
 
         AVX2 has no permutation of 16 values, so that widening is most of the work.
@@ -98,14 +98,17 @@ class CpuTuning:
         floats = weight_format is WeightFormat.W4A16 and not tile.planes
         return floats and self.rows == 8 and not tile.widen
 
-    def planes(self, weight_format: Kind, tile: Tile) -> int:
-        """Planes of int8 codes that activations are given as, 0 for floats."""
+    def planes(self, weight_format: Kind, tile: WorkTile) -> int:
+        """Return the planes of int8 codes that activations are given as, 0 for floats."""
         if isinstance(weight_format, BlockFormat):
             return 2 if weight_format.activations.are_floats else 1
         return 1 if weight_format is WeightFormat.W4A8 else tile.planes
 
-    def group_words(self, weight_format: Kind, tile: Tile) -> int:
-        """32-bit words of a token's group of 32 features in packed x: X_WORDS of matmul_pack.cl."""
+    def group_words(self, weight_format: Kind, tile: WorkTile) -> int:
+        """Return 32-bit words of a token's group of 32 features in packed x.
+
+        X_WORDS of matmul_pack.cl.
+        """
         planes = self.planes(weight_format, tile)
         if planes:
             blocks = isinstance(weight_format, BlockFormat)
@@ -115,8 +118,8 @@ class CpuTuning:
             return 16  # codes in 16 bits; half of it where bytes are multiplied
         return 33 if self.nibbles_stay(weight_format, tile) else 32
 
-    def panels(self, weight_format: Kind, m: int, k: int, tile: Tile) -> tuple[int, int]:
-        """(tokens, features) of the panels that the kernel keeps in the L2 cache.
+    def panels(self, weight_format: Kind, m: int, k: int, tile: WorkTile) -> tuple[int, int]:
+        """Return (tokens, features) of the panels that the kernel keeps in the L2 cache.
 
         Features are limited by the weights of one row tile (where sums are integers, by nothing),
         tokens by what x takes then.
@@ -145,59 +148,69 @@ class SimtTuning:
 # planes of codes take half the arithmetic of floats where there is VNNI: w4a16 then streams at the
 # speed of memory for one token and computes 1.8 times as fast for many. Without it they are ahead
 # up to 4 tokens.
-_AVX512 = (Tile(1, 1, 1), Tile(2, 2, 1), Tile(INF, 4, 4))
+_AVX512 = (WorkTile(1, 1, 1), WorkTile(2, 2, 1), WorkTile(INF, 4, 4))
 _W4A16_FEW = (
-    Tile(1, 1, 1, 1024, planes=2),
-    Tile(2, 2, 1, 1024, planes=2),
-    Tile(4, 4, 1, 1024, planes=2),
+    WorkTile(1, 1, 1, 1024, planes=2),
+    WorkTile(2, 2, 1, 1024, planes=2),
+    WorkTile(4, 4, 1, 1024, planes=2),
 )
 _AVX512_SPECIAL = {
-    WeightFormat.W4A16: (*_W4A16_FEW, Tile(INF, 4, 4)),
+    WeightFormat.W4A16: (*_W4A16_FEW, WorkTile(INF, 4, 4)),
     WeightFormat.W4A8: (
-        Tile(1, 1, 1, 1024),
-        Tile(2, 2, 1, 1024),
-        Tile(4, 4, 1, 1024),
-        Tile(8, 8, 1, 1024),
-        Tile(INF, 4, 4, 256),
+        WorkTile(1, 1, 1, 1024),
+        WorkTile(2, 2, 1, 1024),
+        WorkTile(4, 4, 1, 1024),
+        WorkTile(8, 8, 1, 1024),
+        WorkTile(INF, 4, 4, 256),
     ),
-    WeightFormat.W8A16: (Tile(1, 1, 1), Tile(2, 2, 1), Tile(4, 4, 1), Tile(INF, 4, 4)),
+    WeightFormat.W8A16: (
+        WorkTile(1, 1, 1),
+        WorkTile(2, 2, 1),
+        WorkTile(4, 4, 1),
+        WorkTile(INF, 4, 4),
+    ),
     WeightFormat.W8A8: (
-        Tile(1, 1, 1, 1024),
-        Tile(2, 2, 1, 1024),
-        Tile(4, 4, 1, 1024),
-        Tile(8, 8, 1, 1024),
-        Tile(INF, 4, 4, 256),
+        WorkTile(1, 1, 1, 1024),
+        WorkTile(2, 2, 1, 1024),
+        WorkTile(4, 4, 1, 1024),
+        WorkTile(8, 8, 1, 1024),
+        WorkTile(INF, 4, 4, 256),
     ),
-    WeightFormat.F16: (Tile(1, 1, 1), Tile(2, 2, 1), Tile(4, 4, 2), Tile(INF, 8, 2)),
+    WeightFormat.F16: (
+        WorkTile(1, 1, 1),
+        WorkTile(2, 2, 1),
+        WorkTile(4, 4, 2),
+        WorkTile(INF, 8, 2),
+    ),
 }
 _VNNI_SPECIAL = _AVX512_SPECIAL | {
     WeightFormat.W4A16: (
         *_W4A16_FEW,
-        Tile(8, 8, 1, 1024, planes=2),
-        Tile(INF, 4, 2, 512, planes=2),
+        WorkTile(8, 8, 1, 1024, planes=2),
+        WorkTile(INF, 4, 2, 512, planes=2),
     ),
 }
 # Few tiles: every type of a file has kernels of its own to compile.
 _AVX512_BLOCKS = {
-    1: (Tile(1, 1, 1, 1024), Tile(4, 4, 1, 1024), Tile(INF, 4, 4, 256)),
-    2: (Tile(1, 1, 1, 1024), Tile(4, 4, 1, 1024), Tile(INF, 4, 2, 512)),
+    1: (WorkTile(1, 1, 1, 1024), WorkTile(4, 4, 1, 1024), WorkTile(INF, 4, 4, 256)),
+    2: (WorkTile(1, 1, 1, 1024), WorkTile(4, 4, 1, 1024), WorkTile(INF, 4, 2, 512)),
 }
 # Measured on one Zen 3 core; 16 registers of 8.
-_AVX2 = (Tile(1, 1, 2), Tile(2, 2, 2), Tile(8, 4, 2), Tile(INF, 4, 3, widen=384))
+_AVX2 = (WorkTile(1, 1, 2), WorkTile(2, 2, 2), WorkTile(8, 4, 2), WorkTile(INF, 4, 3, widen=384))
 _AVX2_SPECIAL = {
     WeightFormat.W4A16: (
-        Tile(1, 1, 1, 1024, planes=2),
-        Tile(2, 2, 1, 1024, planes=2),
-        Tile(16, 4, 2, 512),
-        Tile(INF, 4, 3, widen=384),
+        WorkTile(1, 1, 1, 1024, planes=2),
+        WorkTile(2, 2, 1, 1024, planes=2),
+        WorkTile(16, 4, 2, 512),
+        WorkTile(INF, 4, 3, widen=384),
     ),
-    WeightFormat.W4A8: (Tile(1, 1, 2, 1024), Tile(2, 2, 2, 1024), Tile(INF, 4, 2)),
-    WeightFormat.W8A8: (Tile(1, 1, 2, 1024), Tile(2, 2, 2, 1024), Tile(INF, 4, 2)),
-    WeightFormat.F32: (Tile(1, 1, 2), Tile(2, 2, 2), Tile(INF, 4, 2)),
+    WeightFormat.W4A8: (WorkTile(1, 1, 2, 1024), WorkTile(2, 2, 2, 1024), WorkTile(INF, 4, 2)),
+    WeightFormat.W8A8: (WorkTile(1, 1, 2, 1024), WorkTile(2, 2, 2, 1024), WorkTile(INF, 4, 2)),
+    WeightFormat.F32: (WorkTile(1, 1, 2), WorkTile(2, 2, 2), WorkTile(INF, 4, 2)),
 }
 _AVX2_BLOCKS = {
-    1: (Tile(1, 1, 2, 1024), Tile(INF, 4, 2)),
-    2: (Tile(1, 1, 1, 1024), Tile(INF, 4, 1, 512)),
+    1: (WorkTile(1, 1, 2, 1024), WorkTile(INF, 4, 2)),
+    2: (WorkTile(1, 1, 1, 1024), WorkTile(INF, 4, 1, 512)),
 }
 
 _CPU: dict[str, CpuTuning] = {

@@ -21,11 +21,11 @@ import numpy as np
 import numpy.typing as npt
 import pyopencl as cl
 
-from hetero.backends.opencl.calls import Launch, Native, OpenCLCall
+from hetero.backends.opencl.calls import KernelLaunch, Native, OpenCLCall
 from hetero.backends.opencl.failures import decoded
 from hetero.backends.opencl.kernel_files import source
 from hetero.backends.opencl.program_source import OPTIONS, ProgramSource
-from hetero.backends.opencl.resources import Memory, Resources, Scratch
+from hetero.backends.opencl.resources import DeviceMemory, Resources, Scratch
 from hetero.backends.opencl.self_test.compiler import Variant, argument_kinds
 from hetero.backends.protocol import Stages
 
@@ -65,7 +65,7 @@ class Called(NamedTuple):
 class _Entry(NamedTuple):
     """A launch; `called` is its kernel, the program by its identity."""
 
-    launch: Launch
+    launch: KernelLaunch
     values: Sequence[Native]
     waits: bool
     called: tuple[int, str, str]
@@ -97,7 +97,7 @@ def fuse(device: Resources, runs: Sequence[Stages]) -> list[OpenCLCall] | None:
         table = _table(run, numbers, where, width)
         state = device.constant(np.zeros((len(run) + 1) * LINE, dtype=np.int32), written=True)
         args = (len(run), device.constant(table), state)
-        launch = Launch(program, "fused_launch", (device.threads,), (1,), args)
+        launch = KernelLaunch(program, "fused_launch", (device.threads,), (1,), args)
         members = [call for stage in stages for call in stage]
         name = f"{len(members)} calls, the last of which is {members[-1].name}"
         fused.append(OpenCLCall(device, name, members[-1].m, [launch], {}, keep=tuple(members)))
@@ -153,13 +153,13 @@ def _word(value: Native, where: Mapping[int, int]) -> int:
 def _addresses(device: Resources, program: cl.Program, entries: Sequence[_Entry]) -> dict[int, int]:
     """Return the address of every buffer by its handle; a kernel reports each once."""
     values = (value for entry in entries for value in entry.values)
-    buffers = {x.int_ptr: x for x in values if isinstance(x, Memory)}
+    buffers = {x.int_ptr: x for x in values if isinstance(x, DeviceMemory)}
     if unknown := [buffer for buffer in buffers.values() if not buffer.address]:
         _ask(device, program, unknown)
     return {handle: buffer.address for handle, buffer in buffers.items()}
 
 
-def _ask(device: Resources, program: cl.Program, unknown: Sequence[Memory]) -> None:
+def _ask(device: Resources, program: cl.Program, unknown: Sequence[DeviceMemory]) -> None:
     addresses = np.zeros(BUFFERS, dtype=np.uint64)
     out = device.constant(addresses, written=True)
     kernel = cl.Kernel(program, "addresses")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hetero.backends.checks import vector
-from hetero.backends.opencl.calls import Argument, InPanels, Launch, OpenCLKernel
+from hetero.backends.opencl.calls import Argument, InPanels, KernelLaunch, OpenCLKernel
 from hetero.backends.opencl.resources import Resources
 from hetero.backends.ops import LayerNorm, RMSNorm
 from hetero.backends.protocol import Operand, WeightValue, takes_panels, whole
@@ -14,7 +14,7 @@ from hetero.backends.protocol import Operand, WeightValue, takes_panels, whole
 def prepare_norm(
     device: Resources, op: RMSNorm | LayerNorm, weights: Mapping[str, WeightValue]
 ) -> OpenCLKernel:
-    """One work-group per token."""
+    """Prepare one work-group per token."""
     tuning = device.tuning
     program = device.programs.get(
         "norm.cl",
@@ -29,12 +29,12 @@ def prepare_norm(
     constants = [device.constant(vector(weights, name)) for name in names]
     kernel = "layer_norm" if isinstance(op, LayerNorm) else "rms_norm"
 
-    def launches(tensors: Mapping[str, Operand], m: int) -> list[Launch]:
+    def launches(tensors: Mapping[str, Operand], m: int) -> list[KernelLaunch]:
         ports = [
             InPanels(tensors[port]) if takes_panels(op, port) else whole(tensors[port])
             for port in op.ports
         ]
         args: tuple[Argument, ...] = (m, *ports, *constants)
-        return [Launch(program, kernel, (m * tuning.lanes,), (tuning.lanes,), args)]
+        return [KernelLaunch(program, kernel, (m * tuning.lanes,), (tuning.lanes,), args)]
 
     return OpenCLKernel(device, op, launches)

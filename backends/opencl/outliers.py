@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from hetero.backends import checks
-from hetero.backends.opencl.calls import InPanels, Launch, OpenCLKernel
+from hetero.backends.opencl.calls import InPanels, KernelLaunch, OpenCLKernel
 from hetero.backends.opencl.resources import Resources
 from hetero.backends.ops import Outliers
 from hetero.backends.protocol import Operand, WeightValue, whole
@@ -18,7 +18,7 @@ TOKENS = 4  # of a work-item on a processor: halves of a weight are converted on
 def prepare_outliers(
     device: Resources, op: Outliers, weights: Mapping[str, WeightValue]
 ) -> OpenCLKernel:
-    """One launch; with excess, one before it that lists what of each token is beyond the codes."""
+    """Prepare one launch; with excess, one before it that lists what codes cannot hold."""
     lanes = device.tuning.lanes
     tokens = TOKENS if lanes == 1 else 1
     sizes = {"N": op.n, "K": op.k, "HOT": op.hot, "EXCESS": int(op.excess)}
@@ -38,18 +38,18 @@ def prepare_outliers(
         x_scale = device.constant(checks.vector(weights, "x_scale"))
         copied += packed.nbytes
 
-    def launches(operands: Mapping[str, Operand], m: int) -> list[Launch]:
+    def launches(operands: Mapping[str, Operand], m: int) -> list[KernelLaunch]:
         made = []
         listed = absent
         if op.excess:
             listed = device.shared_scratch(4 * m * (1 + 2 * op.k))
             args = (m, whole(operands["x"]), listed, x_scale)
-            made.append(Launch(program, "list_excess", (lanes, m), (lanes, 1), args))
+            made.append(KernelLaunch(program, "list_excess", (lanes, m), (lanes, 1), args))
         rows = 1 if lanes == 1 else -(-op.n // lanes) * lanes
         ports = (whole(operands["x"]), InPanels(operands["residual"]), whole(operands["y"]))
         operand_args = (m, *ports, hot, slab, listed, codes, scales)
         size = (rows, -(-m // tokens))
-        made.append(Launch(program, "add_outliers", size, (lanes, 1), operand_args))
+        made.append(KernelLaunch(program, "add_outliers", size, (lanes, 1), operand_args))
         return made
 
     return OpenCLKernel(

@@ -20,7 +20,7 @@ from hetero.backends.host.affinity import allowed_cores
 from hetero.backends.host.folders import cache_folder
 from hetero.backends.host.processor import is_arm64
 from hetero.backends.opencl.drivers import DRIVERS, icd, loader, threads
-from hetero.backends.opencl.drivers.icd import Candidate, candidates
+from hetero.backends.opencl.drivers.icd import DriverCandidate, candidates
 from hetero.backends.opencl.drivers.levels import LEVEL_VARIABLE, Level, chosen_level
 from hetero.backends.opencl.drivers.loader import Loaded, Wanted, load, wanted_workers
 from hetero.backends.opencl.drivers.pocl import CACHE, WORKERS
@@ -55,7 +55,7 @@ class TestedDevice:
     `note` names drivers that come before it and that this process cannot load any more.
     """
 
-    candidate: Candidate
+    candidate: DriverCandidate
     index: int
     device: DeviceResult
     level: Level
@@ -161,13 +161,16 @@ def _leave_workers(state: Loaded, driver: str, device: weakref.ref[OpenCLDevice]
 
 
 def started_workers() -> int | None:
-    """Threads that OpenCL has in this process, whose number is fixed; None before it is loaded."""
+    """Return the threads that OpenCL has in this process, whose number is fixed.
+
+    None before it is loaded.
+    """
     state = loader.loaded()
     return None if state is None else state.asked
 
 
 def survey(cache_dir: Path | None = None) -> Iterator[DriverReport]:
-    """Every installed driver's result, tried now where there is none yet or no device was."""
+    """Yield every installed driver's result, testing it now where there is none or no device."""
     self_tests = SelfTests(cache_root(cache_dir))
     forced = chosen_level()
     for candidate in candidates():
@@ -225,8 +228,8 @@ def _choose(
     return _nothing(wanted, forced, every_core, reasons, names)
 
 
-def _order(wanted: str | None) -> Iterator[tuple[Candidate, tuple[str, ...]]]:
-    """Drivers with the kinds of device that are taken of each.
+def _order(wanted: str | None) -> Iterator[tuple[DriverCandidate, tuple[str, ...]]]:
+    """Yield drivers with the kinds of device that are taken of each.
 
     GPUs first, then PoCL, then other drivers of processors.
     """
@@ -240,7 +243,7 @@ def _order(wanted: str | None) -> Iterator[tuple[Candidate, tuple[str, ...]]]:
     yield from ((c, ("cpu",)) for c in vendors)
 
 
-def _is_wanted(wanted: str | None, candidate: Candidate, device: DeviceResult) -> bool:
+def _is_wanted(wanted: str | None, candidate: DriverCandidate, device: DeviceResult) -> bool:
     return (
         wanted is None or wanted == candidate.driver.name or wanted.lower() in device.title.lower()
     )
@@ -292,7 +295,7 @@ def _worth_loading(self_tests: SelfTests, chosen: TestedDevice) -> list[Wanted]:
     return wanted
 
 
-def _wanted(self_tests: SelfTests, candidate: Candidate, level: Level) -> Wanted:
+def _wanted(self_tests: SelfTests, candidate: DriverCandidate, level: Level) -> Wanted:
     store = self_tests.store(candidate, level)
     store.use()
     return Wanted(candidate, level, store)

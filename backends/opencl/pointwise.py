@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from hetero.backends.checks import vector
 from hetero.backends.memory import Tensor
-from hetero.backends.opencl.calls import Launch, OpenCLKernel
+from hetero.backends.opencl.calls import KernelLaunch, OpenCLKernel
 from hetero.backends.opencl.elementwise import split_floats
 from hetero.backends.opencl.program_source import Define
 from hetero.backends.opencl.resources import Resources
@@ -19,23 +19,23 @@ ACTIVATIONS = "activations.cl"
 def prepare_add_positions(
     device: Resources, op: AddPositions, weights: Mapping[str, WeightValue]
 ) -> OpenCLKernel:
-    """`y = x + rows of the table`: one row of items per token."""
+    """Prepare `y = x + rows of the table`: one row of items per token."""
     tuning = device.tuning
     program = device.programs.get("positions.cl", {**tuning.defines, "D": op.d})
     table = device.constant(vector(weights, "table"))
 
-    def launches(operands: Mapping[str, Operand], m: int) -> list[Launch]:
+    def launches(operands: Mapping[str, Operand], m: int) -> list[KernelLaunch]:
         tensors = tensors_of(operands)
         chunk, items = split_floats(tuning, op.d)
         ports = (tensors["x"], tensors["position"], tensors["y"])
         args = (m, *ports, table, op.offset, op.rows, chunk)
-        return [Launch(program, "add_positions", (items, m), (tuning.lanes, 1), args)]
+        return [KernelLaunch(program, "add_positions", (items, m), (tuning.lanes, 1), args)]
 
     return OpenCLKernel(device, op, launches, keep=(table,))
 
 
-def softcap_launch(device: Resources, cap: float, y: Tensor, m: int) -> Launch:
-    """`y = cap · tanh(y / cap)` in place, on the first m tokens."""
+def softcap_launch(device: Resources, cap: float, y: Tensor, m: int) -> KernelLaunch:
+    """Return `y = cap · tanh(y / cap)` in place, on the first m tokens."""
     tuning = device.tuning
     defines: dict[str, Define] = {
         **tuning.defines, "ACTIVATION": "SOFTCAP", "CAP": float(cap)
@@ -43,4 +43,4 @@ def softcap_launch(device: Resources, cap: float, y: Tensor, m: int) -> Launch:
     program = device.programs.get("pointwise.cl", defines, before=(ACTIVATIONS,))
     count = m * y.shape[1]
     chunk, items = split_floats(tuning, count)
-    return Launch(program, "act_in_place", (items,), (tuning.lanes,), (count, y, chunk))
+    return KernelLaunch(program, "act_in_place", (items,), (tuning.lanes,), (count, y, chunk))

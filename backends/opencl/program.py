@@ -19,7 +19,7 @@ from hetero.backends.opencl.program_source import (
     program_source,
     source_of,
 )
-from hetero.backends.opencl.self_test.compiler import Compiler, Variant
+from hetero.backends.opencl.self_test.compiler import ProgramCompiler, Variant
 
 MAX_NOTED: Final = 64
 
@@ -31,7 +31,7 @@ class ProgramCache:
     which hands over what it built.
     """
 
-    def __init__(self, context: cl.Context, device: cl.Device, compiler: Compiler) -> None:
+    def __init__(self, context: cl.Context, device: cl.Device, compiler: ProgramCompiler) -> None:
         self._context = context
         self._device = device
         self._compiler = compiler

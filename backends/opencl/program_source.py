@@ -31,7 +31,7 @@ class ProgramSource:
 
     @cached_property
     def digest(self) -> str:
-        """Identity of what is compiled."""
+        """Return the identity of what is compiled."""
         return hashlib.sha256("\0".join([self.text, *self.options]).encode()).hexdigest()
 
 
@@ -42,7 +42,7 @@ def program_source(
     before: tuple[str, ...] = (),
     options: tuple[str, ...] = (),
 ) -> ProgramSource:
-    """`kernels/<name>` after `common.cl` and `before`, with `defines` as macros."""
+    """Return `kernels/<name>` after `common.cl` and `before`, with `defines` as macros."""
     macros = (f"-D{key}={_literal(value)}" for key, value in defines.items())
     return source_of((COMMON, *before, name), (*OPTIONS, *options, *macros))
 

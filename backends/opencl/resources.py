@@ -22,7 +22,7 @@ from hetero.backends.protocol import Device
 SHARED_SCRATCH_BYTES = 1 << 20
 
 
-class Memory(cl.Buffer):
+class DeviceMemory(cl.Buffer):
     """Memory of this device.
 
     `address` is its address in kernels, once one has reported it; 0 before.
@@ -31,7 +31,7 @@ class Memory(cl.Buffer):
     address = 0
 
 
-class Scratch(Memory):
+class Scratch(DeviceMemory):
     """Memory that all calls of a device work in, one after the other."""
 
 
@@ -77,11 +77,13 @@ class Resources(Device):
         self.clock_offset_s: float | None = None
         self.specialised: set[tuple[object, ...]] = set()
         self.rope_tables: dict[ops.Rope, tuple[cl.Buffer, cl.Buffer]] = {}
-        self._mapped: weakref.WeakKeyDictionary[HostBuffer, Memory] = weakref.WeakKeyDictionary()
+        self._mapped: weakref.WeakKeyDictionary[HostBuffer, DeviceMemory] = (
+            weakref.WeakKeyDictionary()
+        )
         self._scratch: Scratch | None = None
         self._health = Health(BACKEND, threads=True)
 
-    def map(self, buffer: HostBuffer) -> Memory:
+    def map(self, buffer: HostBuffer) -> DeviceMemory:
         """Return the buffer's pages on unified memory, else device memory of the same size."""
         self.check()
         if buffer not in self._mapped:
@@ -89,8 +91,8 @@ class Resources(Device):
                 self._mapped[buffer] = self._buffer(buffer.bytes, cl.mem_flags.READ_WRITE)
         return self._mapped[buffer]
 
-    def constant(self, array: npt.NDArray[Any], *, written: bool = False) -> Memory:
-        """Memory with the array's contents: the array itself on unified memory.
+    def constant(self, array: npt.NDArray[Any], *, written: bool = False) -> DeviceMemory:
+        """Return memory with the array's contents: the array itself on unified memory.
 
         Kernels write into it only if they are said to.
         """
@@ -100,10 +102,12 @@ class Resources(Device):
         with decoded(f"mapping {contiguous.nbytes} bytes of weights"):
             if self.unified_memory:
                 return self._buffer(contiguous, access)
-            return Memory(self.context, access | cl.mem_flags.COPY_HOST_PTR, hostbuf=contiguous)
+            return DeviceMemory(
+                self.context, access | cl.mem_flags.COPY_HOST_PTR, hostbuf=contiguous
+            )
 
     def shared_scratch(self, nbytes: int) -> Scratch:
-        """Device memory that holds data between two launches of one call only.
+        """Return the device memory that holds data between two launches of one call only.
 
         Every call uses the same memory, since the queue is in order.
         """
@@ -129,12 +133,12 @@ class Resources(Device):
         return error
 
     def finish(self) -> None:
-        """`clFinish`."""
+        """Wait by `clFinish`."""
         self.check()
         with decoded("finishing"):
             self.queue.finish()
 
-    def _buffer(self, array: npt.NDArray[Any], access: int) -> Memory:
+    def _buffer(self, array: npt.NDArray[Any], access: int) -> DeviceMemory:
         if not self.unified_memory:
-            return Memory(self.context, access, array.nbytes)
-        return Memory(self.context, access | cl.mem_flags.USE_HOST_PTR, hostbuf=array)
+            return DeviceMemory(self.context, access, array.nbytes)
+        return DeviceMemory(self.context, access | cl.mem_flags.USE_HOST_PTR, hostbuf=array)

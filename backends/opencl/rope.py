@@ -11,7 +11,7 @@ import pyopencl as cl
 from hetero.backends import rope as tables
 from hetero.backends.checks import vector
 from hetero.backends.opencl.attention import head_vector
-from hetero.backends.opencl.calls import Argument, InPanels, Launch, OpenCLKernel
+from hetero.backends.opencl.calls import Argument, InPanels, KernelLaunch, OpenCLKernel
 from hetero.backends.opencl.program_source import Define
 from hetero.backends.opencl.resources import Resources
 from hetero.backends.ops import Rope
@@ -19,7 +19,7 @@ from hetero.backends.protocol import Operand, WeightValue, whole
 
 
 def prepare_rope(device: Resources, op: Rope, weights: Mapping[str, WeightValue]) -> OpenCLKernel:
-    """Return a work-item per token on a CPU, per token and head on a GPU."""
+    """Prepare a work-item per token on a CPU, per token and head on a GPU."""
     tuning = device.tuning
     total = op.heads + 2 * op.kv_heads
     item_heads = total if tuning.lanes == 1 else 1
@@ -31,7 +31,7 @@ def prepare_rope(device: Resources, op: Rope, weights: Mapping[str, WeightValue]
         else tuple(device.constant(vector(weights, name)) for name in ("q_norm", "k_norm"))
     )
 
-    def launches(tensors: Mapping[str, Operand], m: int) -> list[Launch]:
+    def launches(tensors: Mapping[str, Operand], m: int) -> list[KernelLaunch]:
         items = m * (total // item_heads)
         args: tuple[Argument, ...] = (
             items,
@@ -43,7 +43,7 @@ def prepare_rope(device: Resources, op: Rope, weights: Mapping[str, WeightValue]
             *norms,
         )
         size = -(-items // tuning.lanes) * tuning.lanes
-        return [Launch(program, "rope", (size,), (tuning.lanes,), args)]
+        return [KernelLaunch(program, "rope", (size,), (tuning.lanes,), args)]
 
     return OpenCLKernel(device, op, launches)
 
@@ -66,7 +66,7 @@ def _defines(device: Resources, op: Rope, item_heads: int) -> dict[str, Define]:
 
 
 def _tables(device: Resources, op: Rope) -> tuple[cl.Buffer, cl.Buffer]:
-    """cos and sin in float32, one pair for all layers that rotate alike."""
+    """Return cos and sin in float32, one pair for all layers that rotate alike."""
     key = dataclasses.replace(op, heads=1, kv_heads=1, qk_norm_eps=None)
     if key not in device.rope_tables:
         cosines, sines = tables.tables(op)

@@ -8,7 +8,7 @@ import pyopencl as cl
 
 from hetero.backends.opencl.drivers.base import Driver
 from hetero.backends.opencl.drivers.levels import Level
-from hetero.backends.opencl.self_test.compiler import Compiler
+from hetero.backends.opencl.self_test.compiler import ProgramCompiler
 
 
 @dataclass(frozen=True)
@@ -23,13 +23,13 @@ class Selected:
     device: cl.Device
     driver: Driver
     level: Level
-    compiler: Compiler
+    compiler: ProgramCompiler
     cores: tuple[int, ...] = ()
     threads: int = 1
     note: str = ""
 
     @property
     def family(self) -> str:
-        """Tuning record of its kernels."""
+        """Return the tuning record of its kernels."""
         names = f"{self.device.platform.name} {self.device.name}"
         return self.driver.family(self.level, names)

@@ -21,7 +21,7 @@ import numpy as np
 from hetero.backends.errors import DeviceError
 from hetero.backends.host.limits import time_limit
 from hetero.backends.memory import Tensor
-from hetero.backends.opencl.calls import Launch, OpenCLCall
+from hetero.backends.opencl.calls import KernelLaunch, OpenCLCall
 from hetero.backends.opencl.failures import BACKEND
 from hetero.backends.opencl.flag import Flag, FlagCompletion, ProbePolicy, flag_program
 from hetero.backends.opencl.resources import Resources
@@ -77,7 +77,7 @@ class WaitValueCall(BoundCall):
 
     def _bound(self, polls: int) -> OpenCLCall:
         program = flag_program(self.device)
-        launch = Launch(program, "wait_value", (1,), (1,), (1, self._tensor, polls))
+        launch = KernelLaunch(program, "wait_value", (1,), (1,), (1, self._tensor, polls))
         return OpenCLCall(self.device, self.name, 1, [launch], {"position": self._tensor})
 
 

@@ -6,7 +6,7 @@ from hetero.backends import ops
 from hetero.backends.opencl.attention import prepare_attention, prepare_attention_heads
 from hetero.backends.opencl.chunks import accepts_decode_chunks, prepare_decode_chunks
 from hetero.backends.opencl.column_mass import accepts_column_mass, prepare_column_mass
-from hetero.backends.opencl.device import Entry
+from hetero.backends.opencl.device import KernelEntry
 from hetero.backends.opencl.elementwise import prepare_act, prepare_add, prepare_gated_act
 from hetero.backends.opencl.embed import prepare_embed
 from hetero.backends.opencl.matmul import accepts_matmul, prepare_matmul
@@ -16,19 +16,19 @@ from hetero.backends.opencl.pointwise import prepare_add_positions
 from hetero.backends.opencl.rope import prepare_rope
 from hetero.backends.ops import Op
 
-TABLE: dict[type[Op], Entry] = {
-    ops.MatMul: Entry(prepare_matmul, accepts_matmul),
-    ops.Embed: Entry(prepare_embed),
-    ops.RMSNorm: Entry(prepare_norm),
-    ops.LayerNorm: Entry(prepare_norm),
-    ops.Rope: Entry(prepare_rope),
-    ops.Attention: Entry(prepare_attention),
-    ops.AttentionHeads: Entry(prepare_attention_heads),
-    ops.ColumnMass: Entry(prepare_column_mass, accepts_column_mass),
-    ops.DecodeChunks: Entry(prepare_decode_chunks, accepts_decode_chunks),
-    ops.GatedAct: Entry(prepare_gated_act),
-    ops.Act: Entry(prepare_act),
-    ops.AddPositions: Entry(prepare_add_positions),
-    ops.Add: Entry(prepare_add),
-    ops.Outliers: Entry(prepare_outliers),
+TABLE: dict[type[Op], KernelEntry] = {
+    ops.MatMul: KernelEntry(prepare_matmul, accepts_matmul),
+    ops.Embed: KernelEntry(prepare_embed),
+    ops.RMSNorm: KernelEntry(prepare_norm),
+    ops.LayerNorm: KernelEntry(prepare_norm),
+    ops.Rope: KernelEntry(prepare_rope),
+    ops.Attention: KernelEntry(prepare_attention),
+    ops.AttentionHeads: KernelEntry(prepare_attention_heads),
+    ops.ColumnMass: KernelEntry(prepare_column_mass, accepts_column_mass),
+    ops.DecodeChunks: KernelEntry(prepare_decode_chunks, accepts_decode_chunks),
+    ops.GatedAct: KernelEntry(prepare_gated_act),
+    ops.Act: KernelEntry(prepare_act),
+    ops.AddPositions: KernelEntry(prepare_add_positions),
+    ops.Add: KernelEntry(prepare_add),
+    ops.Outliers: KernelEntry(prepare_outliers),
 }

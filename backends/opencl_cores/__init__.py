@@ -14,5 +14,5 @@ if TYPE_CHECKING:
 
 
 def open(**options: Any) -> OpenCLDevice:
-    """`hetero.backends.opencl.open` with every core that this process may use."""
+    """Return `hetero.backends.opencl.open` with every core that this process may use."""
     return opencl.open(every_core=True, **options)

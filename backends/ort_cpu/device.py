@@ -73,7 +73,7 @@ class OrtCpuDevice(Device):
             },
         )
         self._health = checks.Health(BACKEND)
-        self._host = kernels.Host(self._health, self.capabilities)
+        self._host = kernels.OrtHost(self._health, self.capabilities)
         self._sessions: dict[Any, ort.InferenceSession] = {}
         self._rope_tables: dict[Op, dict[str, npt.NDArray[Any]]] = {}
         self._kernels: weakref.WeakSet[kernels.OrtKernel] = weakref.WeakSet()
@@ -89,7 +89,7 @@ class OrtCpuDevice(Device):
         return buffer.address
 
     def accepts(self, op: Op) -> Acceptance:
-        """Everything that is in `graphs`; integer sums only where they are exact."""
+        """Return everything that is in `graphs`; integer sums only where they are exact."""
         if isinstance(op, ops.MatMul | ops.Embed) and op.weight_format.activations.static:
             return integers.acceptance()
         if isinstance(op, ops.ColumnMass):
@@ -132,7 +132,7 @@ class OrtCpuDevice(Device):
                 return self._prepare_embed(op, weights)
             case ops.RMSNorm() | ops.LayerNorm():
                 session = self._session(op, graphs.norm)
-                return kernels.GraphKernel(self._host, op, session, _vectors(weights))
+                return kernels.OrtGraphKernel(self._host, op, session, _vectors(weights))
             case ops.Rope():
                 session = self._session(op, graphs.rotate)
                 tables = self._rope_tables.setdefault(op, kernels.rope_inputs(op))
@@ -150,10 +150,10 @@ class OrtCpuDevice(Device):
                 )
             case ops.GatedAct():
                 session = self._session(op, graphs.gated_act)
-                return kernels.GraphKernel(self._host, op, session, {}, row_bytes=8 * op.f)
+                return kernels.OrtGraphKernel(self._host, op, session, {}, row_bytes=8 * op.f)
             case ops.Act():
                 session = self._session(op, graphs.act)
-                return kernels.GraphKernel(self._host, op, session, {})
+                return kernels.OrtGraphKernel(self._host, op, session, {})
             case ops.AddPositions():
                 session = self._session(op, graphs.add_positions)
                 table = checks.vector(weights, "table").reshape(op.rows, op.d)
@@ -161,11 +161,11 @@ class OrtCpuDevice(Device):
             case ops.Outliers():
                 session = self._session(op, graphs.outliers)
                 inputs = _outlier_inputs(op, weights)
-                kernel = kernels.GraphKernel(self._host, op, session, inputs)
+                kernel = kernels.OrtGraphKernel(self._host, op, session, inputs)
                 kernel.nbytes = sum(array.nbytes for array in inputs.values())
                 return kernel
             case ops.Add():
-                return kernels.GraphKernel(self._host, op, self._session(op, graphs.add), {})
+                return kernels.OrtGraphKernel(self._host, op, self._session(op, graphs.add), {})
 
     def _prepare_attention(self, op: ops.Attention) -> kernels.OrtKernel:
         floats = replace(op, kv=CacheFormat.F32)
@@ -188,24 +188,27 @@ class OrtCpuDevice(Device):
 
     def _prepare_embed(
         self, op: ops.Embed, weights: Mapping[str, WeightValue]
-    ) -> kernels.GraphKernel:
+    ) -> kernels.OrtGraphKernel:
         _, table = next(checks.packed(weights).spans())
         storage = table.storage
         if (op, storage) not in self._sessions:
             build = mixed.embed if storage.scales == "block" else graphs.embed
             self._sessions[op, storage] = new_session(build(op, storage))
         inputs = mixed.embed_inputs(table) if storage.scales == "block" else _flat(table)
-        return kernels.GraphKernel(self._host, op, self._sessions[op, storage], inputs)
+        return kernels.OrtGraphKernel(self._host, op, self._sessions[op, storage], inputs)
 
     def _session(self, op: Any, build: Callable[[Any], bytes]) -> ort.InferenceSession:
-        """One session for each operation without a packed weight, whatever its other weights."""
+        """Return one session for each operation without a packed weight.
+
+        Whatever its other weights are.
+        """
         if op not in self._sessions:
             self._sessions[op] = new_session(build(op))
         return self._sessions[op]
 
     def _prepare_matmul(
         self, op: ops.MatMul, weights: Mapping[str, WeightValue]
-    ) -> kernels.MatMulKernel:
+    ) -> kernels.OrtMatMulKernel:
         weight = checks.packed(weights)
         staged, parts = _staged(weight), mixed.parts_of(weight)
         arrays = {name: value.array for name, value in staged.items()}
@@ -224,10 +227,12 @@ class OrtCpuDevice(Device):
         kernel_bytes = sum(staging.nbytes for staging in staged.values())
         kernel_bytes += round(sum(_kept_bytes(op, parts, split) for split in splits))
         extra = _vectors(weights)
-        return kernels.MatMulKernel(self._host, op, paths, extra, nbytes=kernel_bytes, keep=staged)
+        return kernels.OrtMatMulKernel(
+            self._host, op, paths, extra, nbytes=kernel_bytes, keep=staged
+        )
 
     def _paths(
-        self, weight_format: WeightFormat, parts: tuple[mixed.Part, ...] = ()
+        self, weight_format: WeightFormat, parts: tuple[mixed.WeightPart, ...] = ()
     ) -> list[tuple[int, bool]]:
         """(largest token count, whether the activations are split), see `graphs.matmul`.
 
@@ -245,7 +250,9 @@ class OrtCpuDevice(Device):
             case _:
                 return [(most, False)]
 
-    def _packed(self, op: ops.MatMul, split: bool, parts: tuple[mixed.Part, ...]) -> frozenset[str]:
+    def _packed(
+        self, op: ops.MatMul, split: bool, parts: tuple[mixed.WeightPart, ...]
+    ) -> frozenset[str]:
         """Return initializers that ONNX Runtime has packed and reads no more.
 
         Tried on a small weight.
@@ -299,7 +306,7 @@ def _staged(weight: PackedWeight) -> dict[str, packing.Staging]:
     return packing.stage(weight)
 
 
-def _matmul_graph(op: ops.MatMul, split: bool, parts: tuple[mixed.Part, ...]) -> bytes:
+def _matmul_graph(op: ops.MatMul, split: bool, parts: tuple[mixed.WeightPart, ...]) -> bytes:
     if op.weight_format.of_file:
         return mixed.graph(op, parts, split=split)
     if op.weight_format.activations.static:
@@ -329,8 +336,8 @@ def _pack_bytes(weight_format: WeightFormat, *, split: bool) -> float:
             return 4.0
 
 
-def _kept_bytes(op: ops.MatMul, parts: tuple[mixed.Part, ...], split: bool) -> float:
-    """Bytes of ONNX Runtime's packs of a whole weight."""
+def _kept_bytes(op: ops.MatMul, parts: tuple[mixed.WeightPart, ...], split: bool) -> float:
+    """Return the bytes of ONNX Runtime's packs of a whole weight."""
     if not op.weight_format.of_file:
         return op.n * op.k * _pack_bytes(op.weight_format, split=split)
     rounds = not op.weight_format.activations.are_floats

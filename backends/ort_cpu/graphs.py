@@ -32,7 +32,7 @@ F32, F16 = np.float32, np.float16
 
 
 def matmul(op: ops.MatMul, *, split: bool) -> bytes:
-    """MatMulNBits for quantised weights, Gemm for floating-point ones.
+    """Return MatMulNBits for quantised weights, Gemm for floating-point ones.
 
     `split` (for `a16` formats): the int8 kernel is two to five times as fast as the fp32 one for
     one token, so x is written as `high + low`, high being x rounded to int8 steps of its block of
@@ -59,7 +59,7 @@ def matmul(op: ops.MatMul, *, split: bool) -> bytes:
 
 
 def static_matmul(op: ops.MatMul, codes: npt.DTypeLike) -> bytes:
-    """x rounded to codes of one scale, and integer sums over all of k (`w8a8`).
+    """Return x rounded to codes of one scale, and integer sums over all of k (`w8a8`).
 
     `codes` is what the weights are given as, [k, n]: int8, or uint8 with zero at 128 where ONNX
     Runtime's kernel for the former is not exact (`integers`). The inputs `x_scale` [1] and
@@ -93,7 +93,7 @@ def weight_is_unsigned(codes: npt.DTypeLike) -> bool:
 
 
 def softcapped(graph: GraphBuilder, x: str, cap: float, out: str = "") -> str:
-    """cap · tanh(x / cap)."""
+    """Return cap · tanh(x / cap)."""
     small = graph.node("Tanh", graph.node("Mul", x, graph.scalar(1 / cap)))
     return graph.node("Mul", small, graph.scalar(cap), out=out)
 
@@ -135,7 +135,7 @@ def _split_matmul(graph: GraphBuilder, op: ops.MatMul, x: str, bias: str, out: s
 
 
 def rounded(graph: GraphBuilder, blocks: str, size: int = GROUP_SIZE) -> str:
-    """Blocks [count, size] rounded to int8 steps, by the int8 kernel itself.
+    """Return blocks [count, size] rounded to int8 steps, by the int8 kernel itself.
 
     The product of a block and 1. (One node for seven of written-out arithmetic.) 1 is 7 · 1/7:
     codes count from 8, and what they are offset by cancels out with a smaller part of the result.
@@ -162,7 +162,7 @@ def padded_features(graph: GraphBuilder, op: ops.MatMul, x: str) -> str:
 
 
 def embed(op: ops.Embed, storage: StorageFormat) -> bytes:
-    """Rows gathered in place from the packed layout: the table is an input, never copied.
+    """Return rows gathered in place from the packed layout: the table is an input, never copied.
 
     Inputs `tokens` [m], `data` and `scales` (flat views of the `PackedWeight`), output `y` [m, d].
     """
@@ -192,7 +192,7 @@ def embed(op: ops.Embed, storage: StorageFormat) -> bytes:
 
 
 def _codes8_of(graph: GraphBuilder, tokens: str, width: int) -> str:
-    """8-bit codes of rows `tokens` as floats, [m, width]."""
+    """Return 8-bit codes of rows `tokens` as floats, [m, width]."""
     features = np.arange(width)
     offsets = features // 4 * (4 * ROW_BLOCK) + features % 4
     return graph.cast(rows_of(graph, tokens, "data", np.int8, offsets, lane_stride=4), F32)
@@ -208,7 +208,7 @@ def rows_of(
     lane_stride: int = 1,
     block: int = 0,
 ) -> str:
-    """Elements of rows `tokens` of a flat packed array, [m, len(offsets)].
+    """Return the elements of rows `tokens` of a flat packed array, [m, len(offsets)].
 
     An element of row r is at `r // 16 · block + r % 16 · lane_stride + offset`, where a block of
     16 rows has `block` elements, by default 16 for each offset.
@@ -224,7 +224,7 @@ def rows_of(
 
 
 def _nibbles(graph: GraphBuilder, words: str) -> str:
-    """[m, width / 8] words to [m, width / 8, 8] values."""
+    """Return [m, width / 8] words to [m, width / 8, 8] values."""
     shifts = graph.constant(np.arange(0, 32, 4, dtype=np.uint32))
     wide = graph.node("Unsqueeze", words, graph.ints(2))
     shifted = graph.node("BitShift", wide, shifts, direction="RIGHT")
@@ -233,7 +233,7 @@ def _nibbles(graph: GraphBuilder, words: str) -> str:
 
 
 def _scaled(graph: GraphBuilder, tokens: str, values: str, width: int) -> str:
-    """Values times the scale of their group, [m, width]."""
+    """Return values times the scale of their group, [m, width]."""
     groups = width // GROUP_SIZE
     gathered = rows_of(graph, tokens, "scales", F16, np.arange(groups) * ROW_BLOCK)
     scales = graph.node("Unsqueeze", graph.cast(gathered, F32), graph.ints(2))
@@ -269,7 +269,7 @@ def norm(op: ops.RMSNorm | ops.LayerNorm) -> bytes:
 
 
 def rotate(op: ops.Rope) -> bytes:
-    """RotaryEmbedding over queries and keys; values are copied.
+    """Return RotaryEmbedding over queries and keys; values are copied.
 
     Inputs besides `qkv` [1, m, width]: `first` int64 [1], `cos` and `sin` [max_position, R / 2],
     `q_norm` and `k_norm` [D] with `qk_norm_eps`.
@@ -303,7 +303,7 @@ def rotate(op: ops.Rope) -> bytes:
 
 
 def _normed_heads(graph: GraphBuilder, op: ops.Rope, name: str, start: int, stop: int) -> str:
-    """RMSNorm of heads [start, stop) of qkv, [1, m, (stop - start) · D]."""
+    """Return RMSNorm of heads [start, stop) of qkv, [1, m, (stop - start) · D]."""
     weight = graph.input(name, F32, (op.head_dim,))
     part = graph.slice("qkv", start * op.head_dim, stop * op.head_dim, axis=2)
     heads = graph.node("Reshape", part, graph.ints(0, 0, stop - start, op.head_dim))
@@ -314,7 +314,7 @@ def _normed_heads(graph: GraphBuilder, op: ops.Rope, name: str, start: int, stop
 
 
 def fused_attention(op: ops.Attention) -> bytes:
-    """GroupQueryAttention, which appends in place when past and present are the same memory.
+    """Return GroupQueryAttention, which appends in place when past and present are the same memory.
 
     Inputs `qkv` [1, m, width], `past_k` and `past_v` [1, G, C, D], `last` int32 [1] (position of
     the last token), `length` int32 [] (tokens in the cache after the call); outputs `out`,
@@ -345,7 +345,9 @@ def fused_attention(op: ops.Attention) -> bytes:
 
 
 def composed_attention(op: ops.Attention) -> bytes:
-    """Attention of standard operations, for head sizes and caches that the fused one refuses.
+    """Return attention of standard operations, where the fused one refuses.
+
+    It refuses some head sizes and caches.
 
     The caller has appended keys and values. Inputs `qkv` [m, width], `k_cache` and `v_cache` as
     `Attention` has them, `first` int64 [1]; output `out` [m, H · D]. Of codes there are also
@@ -378,7 +380,10 @@ def composed_attention(op: ops.Attention) -> bytes:
 
 
 def _cached(graph: GraphBuilder, op: ops.Attention, kind: str, end: str) -> str:
-    """Positions [0, end) of a cache in float32, [G, 1, end, D]; codes without their channels."""
+    """Return positions [0, end) of a cache in float32, [G, 1, end, D].
+
+    Codes without their channels.
+    """
     shape = op.kv.shape(op.kv_heads, op.capacity, op.head_dim)
     cache = graph.input(f"{kind}_cache", op.kv.dtype, shape)
     used = graph.node("Slice", cache, graph.ints(0), end, graph.ints(1))
@@ -415,7 +420,7 @@ def _visible(graph: GraphBuilder, end: str, window: int) -> str:
 
 
 def gated_act(op: ops.GatedAct) -> bytes:
-    """act(gate) · up."""
+    """Return act(gate) · up."""
     graph = GraphBuilder()
     x = graph.input("x", F32, ("m", 2 * op.f))
     graph.output("y", F32, ("m", op.f))
@@ -426,7 +431,7 @@ def gated_act(op: ops.GatedAct) -> bytes:
 
 
 def act(op: ops.Act) -> bytes:
-    """act(x)."""
+    """Return act(x)."""
     graph = GraphBuilder()
     x = graph.input("x", F32, ("m", op.f))
     graph.output("y", F32, ("m", op.f))
@@ -447,7 +452,7 @@ def _activated(graph: GraphBuilder, activation: Activation, x: str, out: str = "
 
 
 def add_positions(op: ops.AddPositions) -> bytes:
-    """x plus rows of the table. Inputs besides `x`: `first` int64 [1], `table` [rows, d]."""
+    """Return x plus rows of the table. Inputs besides `x`: `first` int64 [1], `table` [rows, d]."""
     graph = GraphBuilder()
     x = graph.input("x", F32, ("m", op.d))
     graph.input("first", np.int64, (1,))
@@ -464,7 +469,7 @@ def add_positions(op: ops.AddPositions) -> bytes:
 
 
 def add(op: ops.Add) -> bytes:
-    """x + residual."""
+    """Return x + residual."""
     graph = GraphBuilder()
     x = graph.input("x", F32, ("m", op.d))
     residual = graph.input("residual", F32, ("m", op.d))
@@ -474,7 +479,7 @@ def add(op: ops.Add) -> bytes:
 
 
 def outliers(op: ops.Outliers) -> bytes:
-    """residual + x[:, hot] · slab + excess(x) · (codes · scales).
+    """Return residual + x[:, hot] · slab + excess(x) · (codes · scales).
 
     Inputs besides the ports: `hot` int32 [hot] and `slab` [hot, n]; `codes` int8 [k, n], `scales`
     [n] and `x_scale` [1]. Of the excess only features are multiplied that have any, in any token.
@@ -501,8 +506,8 @@ def _excess_product(graph: GraphBuilder, op: ops.Outliers, x: str) -> str:
     scales = graph.input("scales", F32, (op.n,))
     x_scale = graph.input("x_scale", F32, (1,))
     whole = graph.node("Round", graph.node("Div", x, x_scale))
-    held = graph.node("Clip", whole, graph.scalar(-128.0), graph.scalar(127.0))
-    beyond = graph.node("Sub", whole, held)
+    clipped = graph.node("Clip", whole, graph.scalar(-128.0), graph.scalar(127.0))
+    beyond = graph.node("Sub", whole, clipped)
     most = graph.node("ReduceMax", graph.node("Abs", beyond), graph.ints(0), keepdims=0)
     features = graph.node("Squeeze", graph.node("NonZero", most), graph.ints(0))
     some = graph.node("Mul", graph.node("Gather", beyond, features, axis=1), x_scale)

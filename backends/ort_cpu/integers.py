@@ -33,7 +33,10 @@ def acceptance() -> Acceptance:
 
 
 def exact_codes() -> npt.DTypeLike:
-    """int8, the faster one, where it is exact; else uint8. Raises `ValueError` where neither is."""
+    """Return int8, the faster one, where it is exact; else uint8.
+
+    Raises `ValueError` where neither is.
+    """
     codes = _first_exact()
     if codes is None:
         raise ValueError(acceptance().reason)
@@ -59,7 +62,7 @@ def _is_exact(kind: type[np.generic]) -> bool:
 
 
 def _extremes(random: np.random.Generator, m: int, k: int) -> npt.NDArray[np.float32]:
-    """Codes that are -128 or 127 (bytes 0 and 255), eight alike in a row."""
+    """Return the codes that are -128 or 127 (bytes 0 and 255), eight alike in a row."""
     return random.choice(np.array([-128, 127], np.float32), (m, k // 8)).repeat(8, axis=1)
 
 

@@ -13,14 +13,14 @@ import numpy as np
 import onnxruntime as ort
 
 from hetero.backends import checks, kv_codes, ops, rope
-from hetero.backends.kv_rows import Rows
+from hetero.backends.kv_rows import CacheRows
 from hetero.backends.memory import Tensor, new_tensor
 from hetero.backends.onnx_common.binding import (
     NATIVE_ERRORS,
     Argument,
     Array,
     Copied,
-    Launch,
+    SessionLaunch,
     argument,
     io_binding,
     rows_argument,
@@ -39,14 +39,14 @@ from hetero.backends.protocol import (
 )
 
 # Graphs to run, what to compute before each run, and what to keep alive.
-Prepared: TypeAlias = tuple[Sequence[Launch | Copied], Callable[[], None] | None, object]
+Prepared: TypeAlias = tuple[Sequence[SessionLaunch | Copied], Callable[[], None] | None, object]
 
 CACHE_FRIENDLY_BYTES = 1 << 18
 ATTENTION_ROWS = 64
 WIDEN_FROM = 16  # tokens of a call from which caches are widened first
 
 
-class Host(NamedTuple):
+class OrtHost(NamedTuple):
     """Services of the device to its kernels."""
 
     health: checks.Health
@@ -56,7 +56,7 @@ class Host(NamedTuple):
 class OrtKernel(Kernel):
     """Checks a binding and names the call; `launches` does the rest."""
 
-    def __init__(self, host: Host, op: Op, *, nbytes: int = 0) -> None:
+    def __init__(self, host: OrtHost, op: Op, *, nbytes: int = 0) -> None:
         self.op = op
         self.nbytes = nbytes
         self._host = host
@@ -97,7 +97,7 @@ class MatMulPath(NamedTuple):
     session: ort.InferenceSession
 
 
-class MatMulKernel(OrtKernel):
+class OrtMatMulKernel(OrtKernel):
     """One packed weight; the first of `paths` that takes the token count computes it.
 
     `extra` is bound like activations: the bias, the scale of x.
@@ -105,7 +105,7 @@ class MatMulKernel(OrtKernel):
 
     def __init__(
         self,
-        host: Host,
+        host: OrtHost,
         op: ops.MatMul,
         paths: Sequence[MatMulPath],
         extra: Mapping[str, Array],
@@ -129,7 +129,7 @@ class MatMulKernel(OrtKernel):
         self._keep = None
 
 
-class GraphKernel(OrtKernel):
+class OrtGraphKernel(OrtKernel):
     """A graph whose weights are bound like activations (`extra`).
 
     `row_bytes`: memory that a token touches, given if the graph has intermediate results: tokens
@@ -138,7 +138,7 @@ class GraphKernel(OrtKernel):
 
     def __init__(
         self,
-        host: Host,
+        host: OrtHost,
         op: Op,
         session: ort.InferenceSession,
         extra: Mapping[str, Array],
@@ -160,7 +160,7 @@ class RopeKernel(OrtKernel):
 
     def __init__(
         self,
-        host: Host,
+        host: OrtHost,
         op: ops.Rope,
         session: ort.InferenceSession,
         extra: Mapping[str, Array],
@@ -181,14 +181,14 @@ class RopeKernel(OrtKernel):
         inputs = {key: argument(array) for key, array in self._extra.items()}
         inputs |= {"first": argument(first), "qkv": _batch_of_one(tensors["qkv"], m)}
         binding = io_binding(self._session, inputs, {"out": _batch_of_one(tensors["out"], m)})
-        return [Launch(self._session, binding)], before, (first, self._extra)
+        return [SessionLaunch(self._session, binding)], before, (first, self._extra)
 
 
 class PositionsKernel(OrtKernel):
     """Learned positions: gives the graph the position as int64."""
 
     def __init__(
-        self, host: Host, op: ops.AddPositions, session: ort.InferenceSession, table: Array
+        self, host: OrtHost, op: ops.AddPositions, session: ort.InferenceSession, table: Array
     ) -> None:
         super().__init__(host, op)
         self._session = session
@@ -204,7 +204,7 @@ class PositionsKernel(OrtKernel):
         inputs = {"first": argument(first), "table": argument(self._table)}
         inputs["x"] = rows_argument(tensors["x"], m)
         binding = io_binding(self._session, inputs, {"y": rows_argument(tensors["y"], m)})
-        return [Launch(self._session, binding)], before, (first, self._table)
+        return [SessionLaunch(self._session, binding)], before, (first, self._table)
 
 
 class FusedAttentionKernel(OrtKernel):
@@ -214,7 +214,7 @@ class FusedAttentionKernel(OrtKernel):
     diagonal too and allocates them all: 1.3 to 1.6 times as fast for 256 tokens and more.
     """
 
-    def __init__(self, host: Host, op: ops.Attention, session: ort.InferenceSession) -> None:
+    def __init__(self, host: OrtHost, op: ops.Attention, session: ort.InferenceSession) -> None:
         super().__init__(host, op)
         self._attention = op
         self._session = session
@@ -236,7 +236,7 @@ class FusedAttentionKernel(OrtKernel):
         ]
         return pieces, before, (lasts, lengths)
 
-    def _piece(self, tensors: Mapping[str, Tensor], last: Array, length: Array) -> Launch:
+    def _piece(self, tensors: Mapping[str, Tensor], last: Array, length: Array) -> SessionLaunch:
         rows = tensors["qkv"].shape[0]
         caches = {
             key: _batch_of_one(tensors[f"{key}_cache"], self._attention.kv_heads)
@@ -247,13 +247,13 @@ class FusedAttentionKernel(OrtKernel):
         inputs["qkv"] = _batch_of_one(tensors["qkv"], rows)
         outputs = {f"present_{key}": cache for key, cache in caches.items()}
         outputs["out"] = _batch_of_one(tensors["out"], rows)
-        return Launch(self._session, io_binding(self._session, inputs, outputs))
+        return SessionLaunch(self._session, io_binding(self._session, inputs, outputs))
 
 
 class ComposedAttentionKernel(OrtKernel):
     """Appends with numpy, then runs the graph on pieces of tokens, which bounds the scores."""
 
-    def __init__(self, host: Host, op: ops.Attention, session: ort.InferenceSession) -> None:
+    def __init__(self, host: OrtHost, op: ops.Attention, session: ort.InferenceSession) -> None:
         super().__init__(host, op)
         self._attention = op
         self._session = session
@@ -265,7 +265,7 @@ class ComposedAttentionKernel(OrtKernel):
         heads = tensors["qkv"].array[:m].reshape(m, -1, op.head_dim).transpose(1, 0, 2)
         keys, values = heads[op.heads : op.heads + op.kv_heads], heads[op.heads + op.kv_heads :]
         k_cache, v_cache = tensors["k_cache"].array, tensors["v_cache"].array
-        k_rows, v_rows = (Rows(array, op.kv, op.head_dim) for array in (k_cache, v_cache))
+        k_rows, v_rows = (CacheRows(array, op.kv, op.head_dim) for array in (k_cache, v_cache))
         position = tensors["position"].array
         name = self.call_name(m)
 
@@ -285,7 +285,7 @@ class ComposedAttentionKernel(OrtKernel):
                 inputs["k_words"] = argument(k_cache.view(np.float32))
                 inputs["v_words"] = argument(v_cache.view(np.float32))
             output = {"out": rows_argument(rows["out"], count)}
-            pieces.append(Launch(self._session, io_binding(self._session, inputs, output)))
+            pieces.append(SessionLaunch(self._session, io_binding(self._session, inputs, output)))
         return pieces, before, firsts
 
 
@@ -298,7 +298,7 @@ class AttentionHeadsKernel(OrtKernel):
 
     def __init__(
         self,
-        host: Host,
+        host: OrtHost,
         op: ops.AttentionHeads,
         inner: OrtKernel,
         rooms: MutableMapping[tuple[int, int], Tensor],
@@ -330,7 +330,7 @@ class AttentionHeadsKernel(OrtKernel):
             if before is not None:
                 before()
 
-        steps: list[Launch | Copied] = []
+        steps: list[SessionLaunch | Copied] = []
         for i, piece in enumerate(pieces):
             rows = slice(i * ATTENTION_ROWS, (i + 1) * ATTENTION_ROWS)
             steps += [piece, Copied(wanted[rows], out.array[rows])]
@@ -352,7 +352,7 @@ class WidenedAttentionKernel(OrtKernel):
 
     def __init__(
         self,
-        host: Host,
+        host: OrtHost,
         op: ops.Attention,
         composed: ComposedAttentionKernel,
         fused: FusedAttentionKernel,
@@ -370,7 +370,7 @@ class WidenedAttentionKernel(OrtKernel):
         given, rounded = tensors["qkv"].array[:m], own.array
         heads = rounded.reshape(m, -1, op.head_dim).transpose(1, 0, 2)
         parts = heads[op.heads : op.heads + op.kv_heads], heads[op.heads + op.kv_heads :]
-        caches = [Rows(tensors[port].array, op.kv, op.head_dim) for port in CACHE_PORTS]
+        caches = [CacheRows(tensors[port].array, op.kv, op.head_dim) for port in CACHE_PORTS]
         wide = [self._scratch[port].array for port in CACHE_PORTS]
         pieces, before_pieces, keep = self._fused.launches(
             {**tensors, **self._scratch, "qkv": own}, m
@@ -392,7 +392,7 @@ class WidenedAttentionKernel(OrtKernel):
 class DecodeChunksKernel(OrtKernel):
     """On the host: a graph of such operations on integers takes longer than numpy."""
 
-    def __init__(self, host: Host, op: ops.DecodeChunks, channels: Array) -> None:
+    def __init__(self, host: OrtHost, op: ops.DecodeChunks, channels: Array) -> None:
         super().__init__(host, op)
         self._chunks, self._channels = op, channels
 
@@ -403,7 +403,7 @@ class DecodeChunksKernel(OrtKernel):
 
 
 def rope_inputs(op: ops.Rope) -> dict[str, Array]:
-    """Tables of cos and sin, rounded once from float64."""
+    """Return the tables of cos and sin, rounded once from float64."""
     cos, sin = rope.tables(op)
     return {"cos": cos.astype(np.float32), "sin": sin.astype(np.float32)}
 
@@ -413,13 +413,13 @@ def _launch(
     tensors: Mapping[str, Tensor],
     m: int,
     extra: Mapping[str, Array],
-) -> Launch:
-    """Every port bound under its own name, m tokens of each."""
+) -> SessionLaunch:
+    """Return every port bound under its own name, m tokens of each."""
     inputs = {key: argument(array) for key, array in extra.items()}
     outputs: dict[str, Argument] = {}
     for port in tensors:
         (outputs if port in OUTPUT_PORTS else inputs)[port] = rows_argument(tensors[port], m)
-    return Launch(session, io_binding(session, inputs, outputs))
+    return SessionLaunch(session, io_binding(session, inputs, outputs))
 
 
 def _pieces(
@@ -428,7 +428,7 @@ def _pieces(
     m: int,
     step: int,
     extra: Mapping[str, Array],
-) -> list[Launch]:
+) -> list[SessionLaunch]:
     """Return launches of up to `step` tokens each."""
     return [
         _launch(session, _rows(tensors, start, m), min(step, m - start), extra)
@@ -437,7 +437,7 @@ def _pieces(
 
 
 def _rows(tensors: Mapping[str, Tensor], start: int, stop: int) -> dict[str, Tensor]:
-    """Tokens [start, stop) of every tensor that has tokens."""
+    """Return tokens [start, stop) of every tensor that has tokens."""
     return {
         port: tensor if port in FIXED_PORTS else tensor.rows(start, stop)
         for port, tensor in tensors.items()
@@ -445,7 +445,7 @@ def _rows(tensors: Mapping[str, Tensor], start: int, stop: int) -> dict[str, Ten
 
 
 def _heads_of(cache: Tensor, first: int, count: int) -> Tensor:
-    """Heads of a cache [G, C, D]."""
+    """Return the heads of a cache [G, C, D]."""
     return cache.rows(first, first + count)
 
 

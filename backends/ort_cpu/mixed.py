@@ -24,7 +24,7 @@ from hetero.backends.weights import ROW_BLOCK, PackedWeight, padded
 F32 = np.float32
 
 
-class Part(NamedTuple):
+class WeightPart(NamedTuple):
     """Rows of one storage."""
 
     storage: StorageFormat
@@ -39,7 +39,7 @@ class Part(NamedTuple):
 
     @property
     def block(self) -> int:
-        """Features that share a scale."""
+        """Return the features that share a scale."""
         halves = self.storage.blocks.halves if self.storage.scales == "block" else 1
         return GROUP_SIZE // halves
 
@@ -49,13 +49,13 @@ class Part(NamedTuple):
         return self.storage.scales == "block" and self.storage.blocks.minimum
 
 
-def parts_of(weight: PackedWeight) -> tuple[Part, ...]:
+def parts_of(weight: PackedWeight) -> tuple[WeightPart, ...]:
     """Return what `graph` and the probe of packed initializers have to know of a weight."""
-    return tuple(Part(part.storage, part.n) for _, part in weight.spans())
+    return tuple(WeightPart(part.storage, part.n) for _, part in weight.spans())
 
 
-def graph(op: ops.MatMul, parts: tuple[Part, ...], *, split: bool) -> bytes:
-    """`split` as in `graphs.matmul`: for parts of 4 bits.
+def graph(op: ops.MatMul, parts: tuple[WeightPart, ...], *, split: bool) -> bytes:
+    """Return `split` as in `graphs.matmul`: for parts of 4 bits.
 
     8 bits are always split, but where x is rounded in groups of the same size.
     """
@@ -81,8 +81,8 @@ class _Graph:
         self.width = padded(op.k, GROUP_SIZE)
         self.names: dict[str, str] = {}
 
-    def product(self, i: int, part: Part, *, split: bool) -> str:
-        """x times a part's rows, [m, part.n]."""
+    def product(self, i: int, part: WeightPart, *, split: bool) -> str:
+        """Return x times a part's rows, [m, part.n]."""
         if not part.bits:
             weight = self.builder.weight(f"weight{i}", F32, (part.n, self.op.k))
             return self.builder.node("Gemm", self.x, weight, transB=1)
@@ -102,7 +102,7 @@ class _Graph:
         shift = self.builder.weight(f"shift{i}", F32, (self.width // GROUP_SIZE, part.n))
         return self.builder.node("Add", y, self.builder.node("MatMul", self._sums(rounds), shift))
 
-    def _nbits(self, i: int, part: Part, x: str, level: int) -> str:
+    def _nbits(self, i: int, part: WeightPart, x: str, level: int) -> str:
         count = self.width // part.block
         weight = self.builder.weight(
             f"weight{i}", np.uint8, (part.n, count, part.block * part.bits // 8)
@@ -145,7 +145,7 @@ class _Graph:
         return self.names[key]
 
     def _planes(self, size: int, rounds: bool) -> str:
-        """x as high + low, [2m, K]; high is rounded in groups of the kernel's `size`."""
+        """Return x as high + low, [2m, K]; high is rounded in groups of the kernel's `size`."""
         key = f"planes {size} {rounds}"
         if key not in self.names:
             whole = self._blocks(rounds)
@@ -164,7 +164,7 @@ class _Graph:
 
 
 def embed(op: ops.Embed, storage: StorageFormat) -> bytes:
-    """`graphs.embed` of a table in blocks.
+    """Return `graphs.embed` of a table in blocks.
 
     Inputs `tokens`, `data` and, views of the same bytes, `floats` (d and e) and `small` (s and t).
     """
@@ -203,7 +203,7 @@ def embed(op: ops.Embed, storage: StorageFormat) -> bytes:
 
 
 def _codes(builder: GraphBuilder, tokens: str, of: Blocks, groups: int) -> str:
-    """Codes of rows `tokens` as floats, [m, G · 32]."""
+    """Return the codes of rows `tokens` as floats, [m, G · 32]."""
     block = groups * of.words * ROW_BLOCK
 
     def words(first: int, count: int) -> npt.NDArray[np.int64]:
@@ -241,7 +241,7 @@ def embed_inputs(weight: PackedWeight) -> dict[str, npt.NDArray[Any]]:
 
 
 def staged(weight: PackedWeight) -> dict[str, Staging]:
-    """Arrays for the initializers of `graph`."""
+    """Return arrays for the initializers of `graph`."""
     inputs: dict[str, Staging] = {}
     for i, (_, part) in enumerate(weight.spans()):
         arrays = _stage_blocks(part) if part.storage.scales == "block" else stage(part)

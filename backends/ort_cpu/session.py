@@ -11,7 +11,7 @@ import onnxruntime as ort
 
 from hetero.backends.checks import Health
 from hetero.backends.errors import DeviceError
-from hetero.backends.onnx_common.binding import NATIVE_ERRORS, Copied, Launch
+from hetero.backends.onnx_common.binding import NATIVE_ERRORS, Copied, SessionLaunch
 from hetero.backends.onnx_common.builder import PLACEHOLDER_FILE
 from hetero.backends.protocol import BoundCall
 
@@ -48,7 +48,7 @@ def new_session(model: bytes, weights: Mapping[str, Array] | None = None) -> ort
 
 
 def device_error(error: Exception, operation: str) -> DeviceError:
-    """ONNX Runtime's message with its code's name first."""
+    """Return ONNX Runtime's message with its code's name first."""
     text = " ".join(str(error).split())
     match = re.search(r"\[ONNXRuntimeError\] : \d+ : (\w+) : (.*)", text)
     code, message = match.groups() if match else (type(error).__name__, text)
@@ -68,7 +68,7 @@ class OrtCall(BoundCall):
         name: str,
         m: int,
         health: Health,
-        launches: Sequence[Launch | Copied],
+        launches: Sequence[SessionLaunch | Copied],
         *,
         keep: object,
         before: Callable[[], None] | None = None,

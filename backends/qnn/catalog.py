@@ -12,7 +12,7 @@ from hetero.backends.ops import Op
 from hetero.backends.protocol import WeightValue
 from hetero.backends.qnn import graphs, integer
 from hetero.backends.qnn.graphs import is_static
-from hetero.backends.qnn.store import Identity, weight_digest
+from hetero.backends.qnn.store import GraphIdentity, weight_digest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,11 +48,11 @@ SIZES: Final = GraphSizes()
 class Graph(NamedTuple):
     """A static graph: what it is, and how its ONNX model is built."""
 
-    identity: Identity
+    identity: GraphIdentity
     build: Callable[[], bytes]
 
 
-class Shape(NamedTuple):
+class GraphShape(NamedTuple):
     """Static sizes of a graph; `context` is 0 without attention."""
 
     tokens: int
@@ -60,7 +60,7 @@ class Shape(NamedTuple):
 
 
 def piece_rows(op: Op) -> int:
-    """Most tokens of one graph."""
+    """Return most tokens of one graph."""
     if is_static(op):
         return SIZES.scaled_rows
     if isinstance(op, ops.MatMul) and op.k >= SIZES.large_k:
@@ -69,7 +69,7 @@ def piece_rows(op: Op) -> int:
 
 
 def integer_piece_rows(op: ops.MatMul, activations: integer.Activations, *, groups: bool) -> int:
-    """Most tokens of one graph with integer activations.
+    """Return most tokens of one graph with integer activations.
 
     `groups` have scales of their own: QNN computes with those in fp16.
     """
@@ -78,7 +78,7 @@ def integer_piece_rows(op: ops.MatMul, activations: integer.Activations, *, grou
 
 
 def contexts(capacity: int, m: int) -> list[int]:
-    """Context lengths that attention graphs of m tokens are made for, ascending."""
+    """Return the context lengths that attention graphs of m tokens are made for, ascending."""
     lengths, context = [], SIZES.context
     while context < capacity:
         if context >= m:
@@ -95,7 +95,9 @@ def graph(op: Op, m: int, weights: Mapping[str, WeightValue], digest: str) -> Gr
     if isinstance(op, ops.MatMul) and is_static(op):
         return integer_graph(op, m, weights, digest, "int8")
     plain = replace(op, order="plain") if isinstance(op, ops.MatMul) else op
-    return Graph(Identity(repr(plain), m, weights=digest), lambda: graphs.single(plain, m, weights))
+    return Graph(
+        GraphIdentity(repr(plain), m, weights=digest), lambda: graphs.single(plain, m, weights)
+    )
 
 
 def integer_graph(
@@ -108,7 +110,7 @@ def integer_graph(
     """Return the graph of m tokens of a matmul with integer activations."""
     plain = replace(op, order="plain")
     return Graph(
-        Identity(f"{plain!r} {activations}", m, weights=digest),
+        GraphIdentity(f"{plain!r} {activations}", m, weights=digest),
         lambda: integer.matmul(plain, m, checks.packed(weights), activations),
     )
 
@@ -119,7 +121,7 @@ def attention_graph(op: ops.Attention, m: int, context: int) -> Graph:
     The capacity and the window are in the caller's buffers and masks, not in the graph.
     """
     same = replace(op, capacity=0, window=0)
-    identity = Identity(repr(same), m, context)
+    identity = GraphIdentity(repr(same), m, context)
     return Graph(identity, lambda: graphs.single(same, m, {}, context))
 
 
@@ -128,7 +130,7 @@ def group_graph(
 ) -> Graph:
     """Return the graph of m tokens of a group; `context` is 0 without attention."""
     return Graph(
-        Identity(repr(fused), m, context, digest),
+        GraphIdentity(repr(fused), m, context, digest),
         lambda: graphs.group(fused, m, weights, context),
     )
 
@@ -136,17 +138,17 @@ def group_graph(
 def all_group_graphs(
     fused: Group, sizes: Sequence[int], weights: Sequence[Mapping[str, WeightValue]], digest: str
 ) -> list[Graph]:
-    """Every graph of a group that calls of these token counts run."""
+    """Return every graph of a group that calls of these token counts run."""
     return [group_graph(fused, m, weights, digest, context) for m, context in shapes(fused, sizes)]
 
 
 def group_digest(weights: Sequence[Mapping[str, WeightValue]]) -> str:
-    """Digest of all weights of a group, which are constants of its graph."""
+    """Return the digest of all weights of a group, which are constants of its graph."""
     return weight_digest(*(values[name] for values in weights for name in sorted(values)))
 
 
 def group_piece_rows(fused: Group) -> int:
-    """Most tokens of one graph of a group."""
+    """Return most tokens of one graph of a group."""
     return min(piece_rows(step.op) for step in fused.steps)
 
 
@@ -159,7 +161,7 @@ def has_constants(op: Op) -> bool:
 
 
 def constants_digest(op: Op, weights: Mapping[str, WeightValue]) -> str:
-    """Digest of the weights that are constants of the graph; "" if none are."""
+    """Return the digest of the weights that are constants of the graph; "" if none are."""
     if not has_constants(op):
         return ""
     return weight_digest(*(weights.get(name) for name in ("weight", "bias")))
@@ -168,32 +170,30 @@ def constants_digest(op: Op, weights: Mapping[str, WeightValue]) -> str:
 def all_graphs(
     op: Op, sizes: Sequence[int], weights: Mapping[str, WeightValue], digest: str
 ) -> list[Graph]:
-    """Every graph that calls of these token counts run."""
+    """Return every graph that calls of these token counts run."""
     sizes_of = shapes(op, sizes)
     if isinstance(op, ops.Attention):
         return [attention_graph(op, *shape) for shape in sizes_of]
     return [graph(op, m, weights, digest) for m, _ in sizes_of]
 
 
-def shapes(operation: Op | Group, sizes: Sequence[int]) -> list[Shape]:
+def shapes(operation: Op | Group, sizes: Sequence[int]) -> list[GraphShape]:
     """Return the shapes of every graph that calls of these token counts run."""
     attention = _attention_of(operation)
     return [
-        Shape(m, context)
+        GraphShape(m, context)
         for m in sorted({rows for size in sizes for rows in pieces(operation, size)})
         for context in (contexts(attention.capacity, m) if attention else [0])
     ]
 
 
-def shapes_at(operation: Op | Group, m: int, position: int) -> list[Shape]:
-    """Return the shapes of the graphs of one call of m tokens, `position` tokens into the
-    context.
-    """
+def shapes_at(operation: Op | Group, m: int, position: int) -> list[GraphShape]:
+    """Return the shapes of the graphs of one call of m tokens from `position` on."""
     attention, made = _attention_of(operation), []
     for rows in pieces(operation, m):
         position += rows
-        held = contexts(attention.capacity, rows) if attention else [0]
-        made.append(Shape(rows, next(c for c in held if not c or c >= position)))
+        lengths = contexts(attention.capacity, rows) if attention else [0]
+        made.append(GraphShape(rows, next(c for c in lengths if not c or c >= position)))
     return made
 
 
@@ -204,6 +204,6 @@ def _attention_of(operation: Op | Group) -> ops.Attention | None:
 
 
 def pieces(operation: Op | Group, m: int) -> list[int]:
-    """Token counts of the graphs that a call of m tokens runs."""
+    """Return the token counts of the graphs that a call of m tokens runs."""
     step = group_piece_rows(operation) if isinstance(operation, Group) else piece_rows(operation)
     return [min(step, m - start) for start in range(0, m, step)]

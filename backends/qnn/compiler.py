@@ -40,7 +40,7 @@ LAST_SHARE_CONFIG = {"ep.stop_share_ep_contexts": "1"}
 CONTEXT_CONFIG = {CONTEXT_ENABLE: "1", "ep.context_embed_mode": "0"}
 
 
-class Compiler:
+class GraphCompiler:
     """Compiles models into context binaries, one at a time. Raises `DeviceError`."""
 
     def __init__(self, target: Target) -> None:
@@ -240,7 +240,7 @@ def _answer(target: Target, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def resident_bytes() -> int:
-    """Memory of this process; 0 where the system does not say."""
+    """Return the memory of this process; 0 where the system does not say."""
     try:
         pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
     except OSError:

@@ -80,12 +80,15 @@ class QnnDevice(Device):
         self._activations = activations
         self.store = GraphStore(Target(library, chip), directory)
         self._health = checks.Health(BACKEND)
-        self._host = kernels.Host(self._health, self.capabilities, self.store)
+        self._host = kernels.QnnHost(self._health, self.capabilities, self.store)
         self._masks = kernels.Masks()
         self._kernels: weakref.WeakSet[kernels.QnnKernel] = weakref.WeakSet()
 
     def allocate(self, nbytes: int, *, huge: bool = False) -> HostBuffer:
-        """Memory that the Hexagon works on in place, where there is some; else ordinary pages."""
+        """Return the memory that the Hexagon works on in place, where there is some.
+
+        Else ordinary pages.
+        """
         shared = self.shared_memory
         if isinstance(shared, str):
             return super().allocate(nbytes, huge=huge)
@@ -93,7 +96,7 @@ class QnnDevice(Device):
 
     @functools.cached_property
     def shared_memory(self) -> SharedMemory | str:
-        """The memory shared with the Hexagon, or why there is none."""
+        """Return the memory shared with the Hexagon, or why there is none."""
         try:
             return SharedMemory(self.store.target)
         except SharedMemoryError as error:
@@ -137,7 +140,10 @@ class QnnDevice(Device):
         return kernel
 
     def prepare_group(self, group: Group, weights: Sequence[Mapping[str, WeightValue]]) -> Kernel:
-        """One graph for each token count and context, compiled or opened when first bound."""
+        """Prepare one graph for each token count and context, when first bound.
+
+        Compiled or opened then.
+        """
         self._health.check(f"preparing {group.name}")
         for step, values in zip(group.steps, weights, strict=True):
             checks.check_weights(step.op, values)
@@ -145,13 +151,13 @@ class QnnDevice(Device):
             if not accepted:
                 raise ValueError(f"{describe(step.op)} cannot run here: {accepted.reason}")
         digest = catalog.group_digest(weights) if self.store.directory else ""
-        held: dict[tuple[int, int], ort.InferenceSession] = {}
+        sessions: dict[tuple[int, int], ort.InferenceSession] = {}
 
         def session(m: int, context: int) -> ort.InferenceSession:
-            if (m, context) not in held:
+            if (m, context) not in sessions:
                 made = catalog.group_graph(group, m, weights, digest, context)
-                held[m, context] = self.store.session(*made)
-            return held[m, context]
+                sessions[m, context] = self.store.session(*made)
+            return sessions[m, context]
 
         nbytes = sum(value.nbytes for values in weights for value in values.values())
         kernel = GroupKernel(self._host, group, session, self._masks, nbytes=nbytes)
@@ -171,7 +177,7 @@ class QnnDevice(Device):
                 return self._prepare_integer(op, weights)
             case ops.MatMul():
                 nbytes = checks.packed(weights).nbytes
-                return kernels.MatMulKernel(
+                return kernels.QnnMatMulKernel(
                     self._host, op, self._sessions(op, weights), nbytes=nbytes
                 )
             case ops.Rope():
@@ -200,7 +206,7 @@ class QnnDevice(Device):
                 )
             case _:
                 vectors = graphs.vectors_of(op, weights)
-                return kernels.GraphKernel(self._host, op, self._sessions(op, weights), vectors)
+                return kernels.QnnGraphKernel(self._host, op, self._sessions(op, weights), vectors)
 
     def _prepare_integer(
         self, op: ops.MatMul, weights: Mapping[str, WeightValue]
@@ -212,13 +218,13 @@ class QnnDevice(Device):
                 f"{describe(op)}: 8-bit activations take a weight with one scale for each row"
             )
         digest = catalog.constants_digest(op, weights) if self.store.directory else ""
-        held: dict[int, ort.InferenceSession] = {}
+        sessions: dict[int, ort.InferenceSession] = {}
 
         def session(m: int) -> ort.InferenceSession:
-            if m not in held:
+            if m not in sessions:
                 made = catalog.integer_graph(op, m, weights, digest, kind)
-                held[m] = self.store.session(*made)
-            return held[m]
+                sessions[m] = self.store.session(*made)
+            return sessions[m]
 
         return kernels.IntegerKernel(self._host, op, session, weights, kind)
 
@@ -227,12 +233,12 @@ class QnnDevice(Device):
         if not catalog.has_constants(op):
             return lambda m: self.store.shared(*catalog.graph(op, m, {}, ""))
         digest = catalog.constants_digest(op, weights) if self.store.directory else ""
-        held: dict[int, ort.InferenceSession] = {}
+        sessions: dict[int, ort.InferenceSession] = {}
 
         def session(m: int) -> ort.InferenceSession:
-            if m not in held:
-                held[m] = self.store.session(*catalog.graph(op, m, weights, digest))
-            return held[m]
+            if m not in sessions:
+                sessions[m] = self.store.session(*catalog.graph(op, m, weights, digest))
+            return sessions[m]
 
         return session
 

@@ -77,7 +77,7 @@ class Inside(NodeRef):
 def group(
     fused: Group, m: int, weights: Sequence[Mapping[str, WeightValue]], context: int = 0
 ) -> bytes:
-    """Several operations as one graph: inputs and outputs are the group's slots.
+    """Return several operations as one graph: inputs and outputs are the group's slots.
 
     Outputs are named by `result`, since a slot may be both. Nothing is scaled inside, so every
     value must be in fp16's range. Attention takes the keys and values of this call from inside the
@@ -106,7 +106,7 @@ def group(
 
 
 def results(fused: Group) -> tuple[str, ...]:
-    """Slots that the graph of a group gives."""
+    """Return the slots that the graph of a group gives."""
     own = fused.own_keys
     return fused.outputs if own in ("", *fused.outputs) else (*fused.outputs, own)
 

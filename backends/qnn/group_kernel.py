@@ -25,10 +25,10 @@ from hetero.backends.qnn import graphs, ranges
 from hetero.backends.qnn.catalog import contexts, group_piece_rows
 from hetero.backends.qnn.graphs import result, results
 from hetero.backends.qnn.kernels import (
-    Host,
     Mask,
     Masks,
     QnnCall,
+    QnnHost,
     QnnKernel,
     Rows,
     Run,
@@ -60,7 +60,7 @@ class GroupKernel(QnnKernel):
     """Bound to the group's slots; `appends` this call's keys and values to the caches."""
 
     def __init__(
-        self, host: Host, group: Group, sessions: GroupSessions, masks: Masks, *, nbytes: int
+        self, host: QnnHost, group: Group, sessions: GroupSessions, masks: Masks, *, nbytes: int
     ) -> None:
         super().__init__(host, group.steps[0].op, nbytes=nbytes)
         self._group, self._sessions, self._masks = group, sessions, masks
@@ -111,7 +111,7 @@ class GroupKernel(QnnKernel):
         rows = Rows(self._tables, m)
         own = self._own(m)
         launches = [self._launch(tensors, rows, own, m, c) for c in self._contexts(m)]
-        guard = ranges.Guard(
+        guard = ranges.RangeGuard(
             self.call_name(m),
             [tensors[slot].array for slot in group.inputs],
             [tensors[slot].array for slot in group.outputs] + [a for a in (own,) if a is not None],

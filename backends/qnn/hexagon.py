@@ -12,7 +12,7 @@ from pathlib import Path
 from hetero.backends import snapdragon
 from hetero.backends.errors import DeviceError
 from hetero.backends.qnn import npu_driver
-from hetero.backends.qnn.npu_driver import State
+from hetero.backends.qnn.npu_driver import CheckResult
 from hetero.backends.registry import find
 from hetero.backends.snapdragon import DEFAULT_CHIP, Chip, chip_here
 
@@ -43,7 +43,7 @@ def needed() -> bool:
     return not snapdragon.is_snapdragon() or npu_driver.names_qualcomm()
 
 
-def other_checks() -> list[tuple[str, Callable[[], State]]]:
+def other_checks() -> list[tuple[str, Callable[[], CheckResult]]]:
     """Return the checks besides the backend's by name.
 
     Off the device, one that there is nothing to check.
@@ -62,7 +62,7 @@ def other_checks() -> list[tuple[str, Callable[[], State]]]:
     ]
 
 
-def elsewhere_state(missing: bool) -> State:
+def elsewhere_state(missing: bool) -> CheckResult:
     """Return why nothing of a Hexagon is checked on another machine."""
     memory = (
         "the package onnxruntime-qnn, which compiles for one and emulates it, is not installed "
@@ -70,33 +70,35 @@ def elsewhere_state(missing: bool) -> State:
         if missing
         else "`qnn` compiles for one and emulates it"
     )
-    return State(
+    return CheckResult(
         True,
         f"none on this machine ({platform.machine()}), so no driver, FastRPC library, skeleton or "
         f"shared memory to check; {memory}",
     )
 
 
-def chip_state(chip: Chip | None) -> State:
+def chip_state(chip: Chip | None) -> CheckResult:
     """Return which chip this is: without its name, the skeleton's version cannot be compared."""
     if chip is not None:
-        return State(True, chip.label)
-    return State(True, f"not named by the system; graphs are made for {DEFAULT_CHIP} by default")
+        return CheckResult(True, chip.label)
+    return CheckResult(
+        True, f"not named by the system; graphs are made for {DEFAULT_CHIP} by default"
+    )
 
 
-def fastrpc_state() -> State:
+def fastrpc_state() -> CheckResult:
     """Return whether the library that calls into the Hexagon loads."""
     from hetero.backends.qnn.library import FASTRPC, fastrpc
 
     library = fastrpc()
     if library is not None:
-        return State(True, f"loads, {npu_driver.loaded_file(library)}")
+        return CheckResult(True, f"loads, {npu_driver.loaded_file(library)}")
     names = " or ".join(FASTRPC.get(sys.platform, ())) or "the FastRPC library"
     remedy = npu_driver.WINDOWS_REMEDY if sys.platform == "win32" else FASTRPC_REMEDY
-    return State(False, f"{names} cannot be loaded", remedy)
+    return CheckResult(False, f"{names} cannot be loaded", remedy)
 
 
-def installed_skeleton_state() -> State:
+def installed_skeleton_state() -> CheckResult:
     """Return the state of the skeletons on FastRPC's search path; no library is loaded for it."""
     import onnxruntime_qnn
 
@@ -108,7 +110,7 @@ def installed_skeleton_state() -> State:
     )
 
 
-def skeleton_state(folders: list[Path], arch: int | None = None, sdk: str = "") -> State:
+def skeleton_state(folders: list[Path], arch: int | None = None, sdk: str = "") -> CheckResult:
     """Return whether the code that runs on the Hexagon is there.
 
     For its architecture if it is known.
@@ -118,7 +120,7 @@ def skeleton_state(folders: list[Path], arch: int | None = None, sdk: str = "") 
     wanted = f"libQnnHtpV{arch}Skel.so" if arch is not None else "libQnnHtpV*Skel.so"
     files = [path for folder in folders for path in sorted(folder.glob(wanted))]
     if not files:
-        return State(
+        return CheckResult(
             False,
             f"no {wanted} in {', '.join(map(str, folders)) or 'ADSP_LIBRARY_PATH'}",
             "install onnxruntime-qnn for this processor, or name its folder in ADSP_LIBRARY_PATH",
@@ -126,15 +128,15 @@ def skeleton_state(folders: list[Path], arch: int | None = None, sdk: str = "") 
     names = ", ".join(sorted({path.name for path in files}))
     version = npu_driver.qairt_version(files[0])
     if sdk and version and version != sdk:
-        return State(
+        return CheckResult(
             False,
             f"{files[0]} is of QAIRT {version}, the library of {sdk}",
             "take its folder out of ADSP_LIBRARY_PATH: both must be of one version",
         )
-    return State(True, f"{names} (QAIRT {version})" if version else names)
+    return CheckResult(True, f"{names} (QAIRT {version})" if version else names)
 
 
-def shared_memory_state() -> State:
+def shared_memory_state() -> CheckResult:
     """Return whether OpenCL and the Hexagon can work on the same bytes.
 
     Without, tensors are copied.
@@ -147,10 +149,10 @@ def shared_memory_state() -> State:
             assert isinstance(device, QnnDevice)
             memory = device.shared_memory
     except DeviceError as error:
-        return State(True, f"not tried: {error.code}")
+        return CheckResult(True, f"not tried: {error.code}")
     if isinstance(memory, str):
-        return State(True, f"none, tensors are copied to the Hexagon: {memory}")
-    return State(True, "tensors of the pool are the Hexagon's own")
+        return CheckResult(True, f"none, tensors are copied to the Hexagon: {memory}")
+    return CheckResult(True, "tensors of the pool are the Hexagon's own")
 
 
 def _named_folders() -> list[Path]:

@@ -50,7 +50,10 @@ CODINGS = {"int16": Coding(np.uint16, 32768, 32767), "int8": Coding(np.uint8, 12
 
 
 def codes_of(weight: PackedWeight) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float32]]:
-    """Signed codes [n, K] and scales [n, K / 32] of a quantised weight; [n, 1] of its rows."""
+    """Return signed codes [n, K] and scales [n, K / 32] of a quantised weight.
+
+    [n, 1] of its rows.
+    """
     if weight.storage.scales == "row":
         assert weight.scales is not None
         codes = np.zeros((weight.n, padded(weight.k, GROUP_SIZE)), np.int8)
@@ -93,7 +96,7 @@ def matmul(
     *,
     convolution: bool | None = None,
 ) -> bytes:
-    """Input `x` [m, K] and output `y` [m, n] are codes; y is divided by `row_units`.
+    """Emit a matmul of codes: input `x` [m, K], output `y` [m, n], divided by `row_units`.
 
     Bias and cap are the host's. `convolution` overrules the choice of the node.
     """
@@ -112,7 +115,7 @@ def matmul(
 def emit_static(
     graph: GraphBuilder, x: str, x_scale: float, weight: PackedWeight, m: int, *, peak: str
 ) -> str:
-    """Nodes of a matmul inside a larger graph: floats `x` [m, k] in, floats [m, n] out.
+    """Return the nodes of a matmul inside a larger graph: floats `x` [m, k] in, floats [m, n] out.
 
     The same numbers as by the host (`rounding`), whose codes may differ where fp16 rounds x
     across a half. A result beyond REACH gets the last code, which is not computed again: `peak`
@@ -147,7 +150,7 @@ class _Coder:
         return self.graph.node("QuantizeLinear", values, step, self._zero, out=out)
 
     def lifts(self, x: str) -> tuple[str, str]:
-        """Powers of two by which rows of codes fit too, [m, 1], and what undoes them.
+        """Return the powers of two by which rows of codes fit too, [m, 1], and what undoes them.
 
         Comparisons, since the Hexagon's own powers and quotients are not exact.
         """
@@ -162,7 +165,10 @@ class _Coder:
         return lift, undo
 
     def moved(self, kind: str, values: str, *inputs: str, step: str, **attrs: Any) -> str:
-        """Values moved by a node that computes nothing: QNN wants codes on both of its sides."""
+        """Return values moved by a node that computes nothing.
+
+        QNN wants codes on both of its sides.
+        """
         return self.values(self.codes(self.graph.node(kind, values, *inputs, **attrs), step), step)
 
 
@@ -173,7 +179,7 @@ def _product(coder: _Coder, weight: PackedWeight, x: str, m: int, out: str = "")
 
 
 def height(m: int, k: int) -> int:
-    """Rows of the image whose m pixels a convolution computes; the numbers are the same.
+    """Return the rows of the image whose m pixels a convolution computes; the numbers are the same.
 
     What the compiler's schedules say (qnn.md, `python bench/paper.py layouts`): one row, or 8,
     moves least, but where x takes a third of VTCM 16 rows move up to half less.

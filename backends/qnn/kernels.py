@@ -43,7 +43,7 @@ Run: TypeAlias = Callable[[], None]
 Sessions: TypeAlias = Callable[[int], ort.InferenceSession]
 
 
-class Host(NamedTuple):
+class QnnHost(NamedTuple):
     """Services of the device to its kernels."""
 
     health: checks.Health
@@ -77,7 +77,7 @@ class QnnCall(BoundCall):
 class QnnKernel(Kernel):
     """Checks a binding and cuts it into pieces; `piece` binds one."""
 
-    def __init__(self, host: Host, op: Op, *, nbytes: int = 0) -> None:
+    def __init__(self, host: QnnHost, op: Op, *, nbytes: int = 0) -> None:
         self.op = op
         self.nbytes = nbytes
         self.host = host
@@ -111,10 +111,10 @@ class QnnKernel(Kernel):
             call.release()
 
 
-class MatMulKernel(QnnKernel):
+class QnnMatMulKernel(QnnKernel):
     """One packed weight, one graph for each token count, all made on first binding."""
 
-    def __init__(self, host: Host, op: ops.MatMul, sessions: Sessions, *, nbytes: int) -> None:
+    def __init__(self, host: QnnHost, op: ops.MatMul, sessions: Sessions, *, nbytes: int) -> None:
         super().__init__(host, op, nbytes=nbytes)
         self._matmul = op
         self._sessions = sessions
@@ -136,7 +136,7 @@ class IntegerKernel(QnnKernel):
 
     def __init__(
         self,
-        host: Host,
+        host: QnnHost,
         op: ops.MatMul,
         sessions: Sessions,
         weights: Mapping[str, WeightValue],
@@ -168,11 +168,11 @@ class IntegerKernel(QnnKernel):
         return product.run
 
 
-class GraphKernel(QnnKernel):
+class QnnGraphKernel(QnnKernel):
     """A graph whose ports and vectors are bound under their own names."""
 
     def __init__(
-        self, host: Host, op: Op, sessions: Sessions, vectors: Mapping[str, Array]
+        self, host: QnnHost, op: Op, sessions: Sessions, vectors: Mapping[str, Array]
     ) -> None:
         super().__init__(host, op)
         self._sessions = sessions
@@ -186,7 +186,7 @@ class GraphKernel(QnnKernel):
         for port, tensor in tensors.items():
             (outputs if port in OUTPUT_PORTS else inputs)[port] = rows_argument(tensor, rows)
         binding = io_binding(session, inputs, outputs)
-        checked = ranges.Guard(
+        checked = ranges.RangeGuard(
             self.call_name(rows),
             [t.array for port, t in tensors.items() if port not in (*OUTPUT_PORTS, "tokens")],
             [t.array for port, t in tensors.items() if port in OUTPUT_PORTS],
@@ -218,7 +218,7 @@ class Rows:
 
 
 def rope_tables(op: ops.Rope) -> dict[str, Array]:
-    """`cos` and `sin`, each [max_position, R / 2]."""
+    """Return `cos` and `sin`, each [max_position, R / 2]."""
     tables_of = (table.astype(np.float32) for table in rope.tables(op))
     return dict(zip(("cos", "sin"), tables_of, strict=True))
 
@@ -231,7 +231,7 @@ class PositionKernel(QnnKernel):
 
     def __init__(
         self,
-        host: Host,
+        host: QnnHost,
         op: ops.Rope | ops.AddPositions,
         sessions: Sessions,
         vectors: Mapping[str, Array],
@@ -254,7 +254,7 @@ class PositionKernel(QnnKernel):
         inputs[data] = rows_argument(tensors[data], m)
         binding = io_binding(session, inputs, {result: rows_argument(tensors[result], m)})
         position = tensors["position"].array
-        guard = ranges.Guard(
+        guard = ranges.RangeGuard(
             name, [tensors[data].array], [tensors[result].array], keep=(tensors, extra)
         )
 
@@ -272,7 +272,7 @@ class AttentionKernel(QnnKernel):
 
     def __init__(
         self,
-        host: Host,
+        host: QnnHost,
         op: ops.Attention,
         sessions: Callable[[int, int], ort.InferenceSession],
         masks: Masks,
@@ -290,7 +290,7 @@ class AttentionKernel(QnnKernel):
         k_cache, v_cache = tensors["k_cache"].array, tensors["v_cache"].array
         position = tensors["position"].array
         launches = [self._launch(tensors, m, context) for context in contexts(op.capacity, m)]
-        guard = ranges.Guard(
+        guard = ranges.RangeGuard(
             name, [tensors["qkv"].array], [tensors["out"].array], keep=(tensors, launches)
         )
 
@@ -376,7 +376,7 @@ class AttentionLaunch(NamedTuple):
 
 
 def _rows(tensors: Mapping[str, Tensor], start: int, stop: int) -> dict[str, Tensor]:
-    """Tokens [start, stop) of every tensor that has tokens."""
+    """Return tokens [start, stop) of every tensor that has tokens."""
     return {
         port: tensor if port in FIXED_PORTS else tensor.rows(start, stop)
         for port, tensor in tensors.items()

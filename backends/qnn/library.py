@@ -141,7 +141,7 @@ def show_skeletons(folder: Path) -> None:
 
 @functools.cache
 def _register() -> None:
-    """ONNX Runtime keeps a registered provider for the life of the process."""
+    """Register the provider, which ONNX Runtime keeps for the life of the process."""
     ort.disable_telemetry_events()
     try:
         ort.register_execution_provider_library(PROVIDER, onnxruntime_qnn.get_library_path())

@@ -90,7 +90,7 @@ def _simple(op: Op, weights: Weights, site: NodeRef) -> str:
 
 
 def _matmul(op: ops.MatMul, weights: Weights, site: NodeRef) -> str:
-    """`y = x · Wᵀ + unit · bias`, then the soft cap of `lift · y`.
+    """Return `y = x · Wᵀ + unit · bias`, then the soft cap of `lift · y`.
 
     `unit` and `lift` [m, 1], fed if there is a bias or a cap, undo the scaling of x (`ranges`).
     """
@@ -135,7 +135,7 @@ def _static_matmul(op: ops.MatMul, weights: Weights, site: NodeRef) -> str:
 
 
 def _capped(graph: GraphBuilder, values: str, cap: float, out: str = "") -> str:
-    """cap · tanh(values / cap)."""
+    """Return cap · tanh(values / cap)."""
     small = graph.node("Tanh", graph.node("Mul", values, graph.scalar(1 / cap)))
     return graph.node("Mul", small, graph.scalar(cap), out=out)
 
@@ -143,7 +143,7 @@ def _capped(graph: GraphBuilder, values: str, cap: float, out: str = "") -> str:
 def _quantized_product(
     graph: GraphBuilder, op: ops.MatMul, m: int, x: str, weight: PackedWeight
 ) -> str:
-    """MatMulNBits on [1, m, K]: the provider takes no other rank. K is padded with zeros.
+    """Return MatMulNBits on [1, m, K]: the provider takes no other rank. K is padded with zeros.
 
     A single row gives zeros (2.7.0), so it is computed with the row of padding after it.
     """
@@ -203,7 +203,7 @@ def _norm(op: ops.RMSNorm | ops.LayerNorm, weights: Weights, site: NodeRef) -> d
 
 
 def _rotate(op: ops.Rope, weights: Weights, site: NodeRef) -> str:
-    """Rotation of queries and keys; values are copied.
+    """Return the rotation of queries and keys; values are copied.
 
     Fed: `cos` and `sin` [m, R / 2] of this call's positions; vectors `q_norm` and `k_norm` [D] with
     `qk_norm_eps`.
@@ -253,7 +253,10 @@ def _rotated(graph: GraphBuilder, op: ops.Rope, heads: str, tables: list[str]) -
 def _normed(
     graph: GraphBuilder, op: ops.Rope, heads: str, weight: str, start: int, stop: int
 ) -> str:
-    """RMSNorm of heads [start, stop), as rows: of rank 3 with D ≤ 16 it corrupts memory (2.7.0)."""
+    """Return RMSNorm of heads [start, stop), as rows.
+
+    Of rank 3 with D ≤ 16 it corrupts memory (2.7.0).
+    """
     part = graph.slice(heads, start, stop, axis=1)
     rows = graph.node("Reshape", part, graph.ints(-1, op.head_dim))
     normed = graph.node("RMSNormalization", rows, weight, axis=-1, epsilon=op.qk_norm_eps)
@@ -261,7 +264,7 @@ def _normed(
 
 
 def _attention(op: ops.Attention, site: NodeRef) -> str:
-    """Attention of m queries over the first `context` positions of the caches.
+    """Return the attention of m queries over the first `context` positions of the caches.
 
     Fed: `k0` … and `v0` … [context, D], the caches head by head, so that a part of a cache is an
     input without a copy; `visible` bool [m, context]; `written` bool [context, 1]. Positions that
@@ -307,7 +310,7 @@ def _own(op: ops.Attention, site: NodeRef, head: int) -> str:
 def _weighted(
     graph: GraphBuilder, op: ops.Attention, queries: str, cached: list[str], visible: str
 ) -> str:
-    """softmax(cap(scale · q · kᵀ)) · v, [group, m, D]."""
+    """Return softmax(cap(scale · q · kᵀ)) · v, [group, m, D]."""
     keys, values = cached
     scaled = graph.node("Mul", queries, graph.scalar(op.softmax_scale))
     scores = graph.node("MatMul", scaled, graph.node("Transpose", keys, perm=[1, 0]))
@@ -318,7 +321,7 @@ def _weighted(
 
 
 def _gated_act(op: ops.GatedAct, site: NodeRef) -> str:
-    """act(gate) · up."""
+    """Return act(gate) · up."""
     graph, x = site.graph, site.inputs["x"]
     active = _active(graph, op.activation, graph.slice(x, 0, op.f, axis=1))
     up = graph.slice(x, op.f, 2 * op.f, axis=1)

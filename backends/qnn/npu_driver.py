@@ -22,7 +22,7 @@ ACCELERATORS = r"SYSTEM\CurrentControlSet\Control\Class\{f01a9d53-3ff6-48d2-9f97
 QAIRT_VERSION = re.compile(rb"AISW_VERSION: (\d+\.\d+\.\d+)")
 
 
-class State(NamedTuple):
+class CheckResult(NamedTuple):
     """One thing that the NPU needs: whether it is there, what was detected, what to do."""
 
     ok: bool
@@ -30,28 +30,31 @@ class State(NamedTuple):
     remedy: str = ""
 
 
-def state() -> State:
+def state() -> CheckResult:
     """Return the driver of the Hexagon on this system."""
     return windows_state() if sys.platform == "win32" else linux_state()
 
 
-def linux_state() -> State:
-    """FastRPC of the kernel: its device nodes, and the state and firmware of the compute DSP."""
+def linux_state() -> CheckResult:
+    """Return FastRPC of the kernel.
+
+    Its device nodes, and the state and firmware of the compute DSP.
+    """
     release = f"fastrpc of Linux {platform.release()}"
     nodes = fastrpc_nodes(ROOT)
     if not nodes:
-        return State(False, f"{release} gives no /dev/fastrpc-cdsp", NODE_REMEDY)
+        return CheckResult(False, f"{release} gives no /dev/fastrpc-cdsp", NODE_REMEDY)
     if not any(map(may_open, nodes)):
-        return State(
+        return CheckResult(
             False,
             f"{release}: this user may not open /dev/{nodes[0].name}",
             "add a udev rule, or the user to the group that owns it",
         )
     dsp = _compute_dsp()
     if dsp is not None and dsp["state"] != "running":
-        return State(False, f"{release}: the compute DSP is {dsp['state']}", NODE_REMEDY)
+        return CheckResult(False, f"{release}: the compute DSP is {dsp['state']}", NODE_REMEDY)
     firmware = "" if dsp is None else f", firmware {dsp['firmware']}"
-    return State(True, f"{release}, /dev/{nodes[0].name}{firmware}")
+    return CheckResult(True, f"{release}, /dev/{nodes[0].name}{firmware}")
 
 
 def names_qualcomm() -> bool:
@@ -79,13 +82,15 @@ def _compute_dsp() -> dict[str, str] | None:
     return None
 
 
-def windows_state() -> State:
-    """Qualcomm's driver among the compute accelerators of the registry."""
+def windows_state() -> CheckResult:
+    """Return qualcomm's driver among the compute accelerators of the registry."""
     for values in _accelerators():
         if "qualcomm" in f"{values.get('ProviderName')} {values.get('DriverDesc')}".lower():
             names = [str(values.get(key)) for key in ("DriverDesc", "DriverVersion", "DriverDate")]
-            return State(True, f"{names[0]} {names[1]} of {names[2]}")
-    return State(False, "no driver of Qualcomm among the compute accelerators", WINDOWS_REMEDY)
+            return CheckResult(True, f"{names[0]} {names[1]} of {names[2]}")
+    return CheckResult(
+        False, "no driver of Qualcomm among the compute accelerators", WINDOWS_REMEDY
+    )
 
 
 def _accelerators() -> list[dict[str, object]]:
@@ -124,7 +129,7 @@ def loaded_file(library: ctypes.CDLL) -> str:
 
 
 def qairt_version(path: Path) -> str:
-    """Version of the SDK that a library of Qualcomm is of; "" if it does not say."""
+    """Return the version of the SDK that a library of Qualcomm is of; "" if it does not say."""
     try:
         with (
             path.open("rb") as file,

@@ -27,7 +27,7 @@ def saturated(values: Array) -> bool:
     return bool(values.max() >= LARGEST or values.min() <= -LARGEST)
 
 
-class Guard:
+class RangeGuard:
     """Refuses inputs and outputs that fp16 cannot hold."""
 
     def __init__(

@@ -69,7 +69,10 @@ class IntegerProduct:
         return sizes
 
     def _codes(self, sizes: Array) -> Array:
-        """Codes of x around zero, [m, k]; a given scale is divided by, as the format asks."""
+        """Return the codes of x around zero, [m, k].
+
+        A given scale is divided by, as the format asks.
+        """
         steps = self._coding.steps
         if self._x_scale is None:
             return np.rint(self._x * (steps / sizes))

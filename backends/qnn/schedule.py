@@ -16,10 +16,10 @@ from tempfile import TemporaryDirectory
 
 from hetero.backends.errors import DeviceError
 from hetero.backends.host.files import LONGEST_DOCUMENT_BYTES, atomic_write, read_file
-from hetero.backends.qnn.compiler import Compiler
+from hetero.backends.qnn.compiler import GraphCompiler
 from hetero.backends.qnn.library import BACKEND
 from hetero.backends.qnn.session import Target
-from hetero.backends.qnn.store import Identity, describe_target, entry_key
+from hetero.backends.qnn.store import GraphIdentity, describe_target, entry_key
 
 # Part of every key: raised whenever `read_schedule` answers differently.
 SCHEDULE_VERSION = 1
@@ -61,7 +61,7 @@ class Schedule:
 
     @property
     def vtcm_bytes(self) -> int:
-        """Moved by the computing units."""
+        """Return the bytes that the computing units move."""
         return self.hmx.vtcm_bytes + self.hvx.vtcm_bytes
 
 
@@ -117,9 +117,9 @@ class ScheduleStore:
         self.target = target
         self.directory = directory
         self._about = describe_target(target) | {"schedule_version": str(SCHEDULE_VERSION)}
-        self._compiler = Compiler(target)
+        self._compiler = GraphCompiler(target)
 
-    def find(self, identity: Identity, build: Callable[[], bytes]) -> Schedule:
+    def find(self, identity: GraphIdentity, build: Callable[[], bytes]) -> Schedule:
         """Return the schedule of a graph, from the file or from the compiler.
 
         Raises `DeviceError`.
@@ -137,7 +137,7 @@ class ScheduleStore:
         """End the child process; idempotent."""
         self._compiler.close()
 
-    def _compile(self, identity: Identity, model: bytes) -> Schedule:
+    def _compile(self, identity: GraphIdentity, model: bytes) -> Schedule:
         what = f"scheduling {identity.operation} for {identity.tokens} tokens"
         with TemporaryDirectory(prefix="hetero-qnn-") as folder:
             output = Path(folder) / "graph.onnx"

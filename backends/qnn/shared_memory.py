@@ -92,7 +92,7 @@ class SharedMemory:
             raise SharedMemoryError(f"it cannot be used: {reason}") from error
 
     def allocate(self, nbytes: int) -> SharedBuffer:
-        """Page-aligned, zero-filled. Raises native errors."""
+        """Return page-aligned, zero-filled. Raises native errors."""
         pages = SharedPages(self._session, nbytes)
         if pages.address % PAGE_BYTES:
             raise SharedMemoryError("its allocations do not begin at a page")
@@ -110,7 +110,7 @@ class SharedMemory:
 
 
 def device_kind() -> Any:
-    """ONNX Runtime's name of the kind of memory."""
+    """Return ONNX Runtime's name of the kind of memory."""
     return native.OrtDevice(CPU, HOST_ACCESSIBLE, QUALCOMM, 0)
 
 

@@ -2,7 +2,7 @@
 
 The provider lists an NPU wherever its device node is, and refuses every graph where the Hexagon
 does not start. A sum is therefore run first. Why QNN did not start is in ONNX Runtime's log alone,
-which `compiler.Compiler` reads.
+which `compiler.GraphCompiler` reads.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hetero.backends.errors import DeviceError, DeviceUnavailableError
 from hetero.backends.onnx_common.binding import NATIVE_ERRORS
 from hetero.backends.ops import Add
 from hetero.backends.qnn import graphs
-from hetero.backends.qnn.compiler import Compiler
+from hetero.backends.qnn.compiler import GraphCompiler
 from hetero.backends.qnn.library import BACKEND
 from hetero.backends.qnn.session import NOT_ON_NPU, Target, device_error, new_session
 
@@ -51,7 +51,7 @@ def _run_sum(target: Target, model: bytes) -> None:
 
 def _logged(target: Target, model: bytes) -> DeviceError | None:
     """Return the error of compiling in a child, whose log says more; None if it has none."""
-    compiler = Compiler(target)
+    compiler = GraphCompiler(target)
     try:
         with contextlib.closing(compiler), tempfile.TemporaryDirectory() as folder:
             compiler.compile(model, Path(folder) / "sum.onnx", WHAT)

@@ -4,7 +4,7 @@ The provider loads a graph that was compiled for another chip, by another SDK, o
 damaged, and computes wrong numbers with it (measured, `docs: qnn.md`). Everything is therefore
 checked here against metadata of our own. An entry is a directory that appears all at once:
 
-    KEY/graph.onnx   the node that refers to the binary      KEY/entry.json   `Entry`
+    KEY/graph.onnx   the node that refers to the binary      KEY/entry.json   `GraphEntry`
     KEY/graph_qnn.bin   QNN's context binary
 
 A shared entry holds `graph32.onnx`, `graph128.onnx`, … around one binary.
@@ -36,7 +36,7 @@ from hetero.backends.host.files import (
     scratch_directory,
     try_room,
 )
-from hetero.backends.qnn.compiler import SHARE_CONFIG, Compiler
+from hetero.backends.qnn.compiler import SHARE_CONFIG, GraphCompiler
 from hetero.backends.qnn.library import BACKEND
 from hetero.backends.qnn.session import Target, new_session
 from hetero.backends.weights import PackedWeight
@@ -50,7 +50,7 @@ COMPATIBILITY = "ep_compatibility_info.QNNExecutionProvider"
 
 
 @dataclass(frozen=True)
-class Identity:
+class GraphIdentity:
     """Properties that a compiled graph depends on, besides the target.
 
     `operation` is the record of the operation, `tokens` and `context` the static sizes, `weights`
@@ -64,7 +64,7 @@ class Identity:
 
 
 @dataclass(frozen=True)
-class Entry:
+class GraphEntry:
     """Our metadata of a compiled graph. `files` maps names to SHA-256; `graphs` is their number."""
 
     identity: dict[str, Any]
@@ -96,11 +96,11 @@ class GraphStore:
         self.directory = directory and directory.absolute()  # the compiler works in others
         self.counts = StoreCounts()
         self._about = describe_target(target)
-        self._compiler = Compiler(target)
-        self._sessions: dict[Identity, ort.InferenceSession] = {}
+        self._compiler = GraphCompiler(target)
+        self._sessions: dict[GraphIdentity, ort.InferenceSession] = {}
         self._is_full = False  # the directory takes no further graphs
 
-    def session(self, identity: Identity, build: Callable[[], bytes]) -> ort.InferenceSession:
+    def session(self, identity: GraphIdentity, build: Callable[[], bytes]) -> ort.InferenceSession:
         """Return a new session of a graph, from disk or compiled now.
 
         `build` gives the ONNX model. Raises `DeviceError`.
@@ -116,14 +116,14 @@ class GraphStore:
             self.target, path, f"loading {what}", config=SHARE_CONFIG if shared else None
         )
 
-    def shared(self, identity: Identity, build: Callable[[], bytes]) -> ort.InferenceSession:
+    def shared(self, identity: GraphIdentity, build: Callable[[], bytes]) -> ort.InferenceSession:
         """Return the one session of a graph that has no weights, kept until the store is closed."""
         if identity not in self._sessions:
             self._sessions[identity] = self.session(identity, build)
         return self._sessions[identity]
 
-    def compile(self, identity: Identity, build: Callable[[], bytes]) -> Path:
-        """Directory of the compiled graph, made now unless a sound one is there."""
+    def compile(self, identity: GraphIdentity, build: Callable[[], bytes]) -> Path:
+        """Return the directory of the compiled graph, made now unless a sound one is there."""
         assert self.directory is not None, "compiling ahead needs a directory"
         path = self.directory / entry_key(identity, self._about)
         if path.exists():
@@ -135,8 +135,10 @@ class GraphStore:
         self._write(path, identity, {MODEL: build()})
         return path
 
-    def compile_shared(self, graphs: Sequence[tuple[Identity, Callable[[], bytes]]]) -> Path:
-        """Directory of graphs that differ in their token counts only, around one copy of weights.
+    def compile_shared(self, graphs: Sequence[tuple[GraphIdentity, Callable[[], bytes]]]) -> Path:
+        """Return the directory of graphs around one copy of weights.
+
+        They differ in their token counts only.
 
         For a device: the emulator crashes when it opens such a file, so it is never given one.
         """
@@ -156,7 +158,7 @@ class GraphStore:
         self._write(path, group, models)
         return path
 
-    def _find_shared(self, identity: Identity) -> Path | None:
+    def _find_shared(self, identity: GraphIdentity) -> Path | None:
         """Return the graph's file in a sound shared entry, where the device can open one."""
         if self.target.library.emulated or not identity.weights or self.directory is None:
             return None
@@ -172,7 +174,7 @@ class GraphStore:
         name = shared_name(identity.tokens)
         return path / name if name in files else None
 
-    def _compiled(self, identity: Identity, build: Callable[[], bytes]) -> Path | None:
+    def _compiled(self, identity: GraphIdentity, build: Callable[[], bytes]) -> Path | None:
         """Return the compiled graph's file.
 
         None without a directory that takes one: a cache may be full, or not be writable, and is
@@ -197,7 +199,7 @@ class GraphStore:
         self._sessions.clear()
         self._compiler.close()
 
-    def _verify(self, path: Path, identity: Identity, *, opening: bool = True) -> Entry:
+    def _verify(self, path: Path, identity: GraphIdentity, *, opening: bool = True) -> GraphEntry:
         """Raise `DamagedEntryError` unless the entry is whole, for this target, and opens here."""
         entry = read_entry(path)
         if entry.identity != asdict(identity):
@@ -209,7 +211,7 @@ class GraphStore:
         check_files(path, entry)
         return entry
 
-    def _write(self, path: Path, identity: Identity, models: Mapping[str, bytes]) -> None:
+    def _write(self, path: Path, identity: GraphIdentity, models: Mapping[str, bytes]) -> None:
         """Compile next to the final place, then move the whole entry there at once."""
         path.parent.mkdir(parents=True, exist_ok=True)
         with scratch_directory(path) as scratch:
@@ -225,18 +227,18 @@ class GraphStore:
                 _check_compiled_for(output, self.target, what)
             files = {file.name: file_digest(file) for file in sorted(scratch.iterdir())}
             nbytes = sum(file.stat().st_size for file in scratch.glob("*.bin"))
-            entry = Entry(asdict(identity), self._about, files, nbytes, len(models))
+            entry = GraphEntry(asdict(identity), self._about, files, nbytes, len(models))
             (scratch / ENTRY).write_text(json.dumps(asdict(entry), indent=1), encoding="utf-8")
             _move_into_place(scratch, path)
 
 
-def group_of(identity: Identity) -> Identity:
-    """Identity of the graphs of all token counts of the same weights."""
+def group_of(identity: GraphIdentity) -> GraphIdentity:
+    """Return the identity of the graphs of all token counts of the same weights."""
     return replace(identity, tokens=0)
 
 
 def shared_name(tokens: int) -> str:
-    """ONNX file of one token count in a shared entry."""
+    """Return ONNX file of one token count in a shared entry."""
     return f"graph{tokens}.onnx"
 
 
@@ -255,14 +257,14 @@ def describe_target(target: Target) -> dict[str, str]:
     }
 
 
-def entry_key(identity: Identity, target: Mapping[str, str]) -> str:
+def entry_key(identity: GraphIdentity, target: Mapping[str, str]) -> str:
     """Name of an entry's directory: the digest of everything that it depends on."""
     text = json.dumps([asdict(identity), dict(target)], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:40]
 
 
 def weight_digest(*weights: Any) -> str:
-    """SHA-256 of packed weights and vectors, dtypes and shapes included."""
+    """Return SHA-256 of packed weights and vectors, dtypes and shapes included."""
     digest = hashlib.sha256()
     for value in weights:
         parts = (value.data, value.scales) if isinstance(value, PackedWeight) else (value,)
@@ -274,16 +276,16 @@ def weight_digest(*weights: Any) -> str:
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of a file."""
+    """Return SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def read_entry(path: Path) -> Entry:
+def read_entry(path: Path) -> GraphEntry:
     """Return the metadata of an entry. Raises `DamagedEntryError`."""
     try:
         fields = json.loads(read_file(path / ENTRY, LONGEST_DOCUMENT_BYTES))
-        entry = Entry(**fields)
+        entry = GraphEntry(**fields)
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise DamagedEntryError(f"its metadata cannot be read ({type(error).__name__})") from error
     if entry.format != FORMAT or not isinstance(entry.files, dict):
@@ -296,7 +298,7 @@ def read_entry(path: Path) -> Entry:
     return entry
 
 
-def check_files(path: Path, entry: Entry) -> None:
+def check_files(path: Path, entry: GraphEntry) -> None:
     """Raise `DamagedEntryError` unless every file has the bytes that were written."""
     for name, digest in entry.files.items():
         try:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from hetero.backends import checks, ops, rope
 from hetero.backends.checks import packed, vector
 from hetero.backends.formats import GROUP_SIZE, INT8_STATIC, activations_of
-from hetero.backends.kv_rows import Rows
+from hetero.backends.kv_rows import CacheRows
 from hetero.backends.ops import Activation, Op, describe
 from hetero.backends.protocol import CACHE_PORTS, WeightValue
 from hetero.backends.weights import PackedWeight, padded
@@ -64,7 +64,7 @@ def program(op: Op, weights: Weights) -> tuple[Program, int]:  # noqa: PLR0911, 
 
 
 def matmul(op: ops.MatMul, weight: PackedWeight, weights: Weights) -> tuple[Program, int]:
-    """x · Wᵀ + bias. Formats of integers round the activations."""
+    """Return x · Wᵀ + bias. Formats of integers round the activations."""
     activations, bias = op.weight_format.activations, _wide(weights).get("bias")
     if activations == INT8_STATIC and weight.storage.scales == "row":
         return _static_matmul(op, weight, vector(weights, "x_scale"), bias)
@@ -97,7 +97,7 @@ def _rounds(op: ops.MatMul, part: PackedWeight) -> bool:
 def _static_matmul(
     op: ops.MatMul, weight: PackedWeight, x_scale: Array, bias: Float64Array | None
 ) -> tuple[Program, int]:
-    """Integers summed without an error (in float64: k · 2¹⁴ is far below 2⁵³), scaled at the end.
+    """Sum integers without an error (in float64: k · 2¹⁴ is far below 2⁵³), then scale.
 
     The sum is rounded to float32 and multiplied with x_scale · scale, rounded to float32 as well,
     so that kernels which do the same give the same bits.
@@ -115,19 +115,21 @@ def _static_matmul(
 
 
 def static_codes(x: Array, scale: float | np.float32) -> npt.NDArray[np.int8]:
-    """Activations as int8 codes of one scale: rint(x / scale) in float32, -128 to 127."""
+    """Return activations as int8 codes of one scale: rint(x / scale) in float32, -128 to 127."""
     codes = np.rint(x.astype(np.float32) / np.float32(scale))
     rounded: npt.NDArray[np.int8] = codes.clip(-128, 127).astype(np.int8)
     return rounded
 
 
 def softcapped(x: Float64Array, cap: float) -> Float64Array:
-    """cap · tanh(x / cap); x itself without a cap (0)."""
+    """Return cap · tanh(x / cap); x itself without a cap (0)."""
     return cap * np.tanh(x / cap) if cap > 0 else x
 
 
 def quantized_activations(x: Array, largest: int = 127) -> Float64Array:
-    """x [m, k] as the `a8` formats see it: int8 codes times one scale per token and block of 32.
+    """Return x [m, k] as the `a8` formats see it.
+
+    Int8 codes times one scale per token and block of 32.
 
     The scale is max|x| / `largest`, the largest code, and stays float32, as in ONNX Runtime's
     accuracy level 4 (MLAS `QuantizeARow_CompInt8`); llama.cpp's Q8_0 computes the same one and then
@@ -145,7 +147,7 @@ def quantized_activations(x: Array, largest: int = 127) -> Float64Array:
 
 
 def embed(op: ops.Embed, weight: PackedWeight) -> tuple[Program, int]:
-    """Rows of the table, scaled."""
+    """Return the rows of the table, scaled."""
     table = weight.dequantize()
 
     def run(arrays: Arrays) -> None:
@@ -157,7 +159,7 @@ def embed(op: ops.Embed, weight: PackedWeight) -> tuple[Program, int]:
 def norm(
     op: ops.RMSNorm | ops.LayerNorm, weights: Mapping[str, Float64Array]
 ) -> tuple[Program, int]:
-    """RMSNorm or LayerNorm over the features, with the optional addition before it."""
+    """Return RMSNorm or LayerNorm over the features, with the optional addition before it."""
 
     def run(arrays: Arrays) -> None:
         x = arrays["x"].astype(np.float64)
@@ -174,13 +176,16 @@ def norm(
 
 
 def rms_normalized(x: Float64Array, eps: float) -> Float64Array:
-    """x / sqrt(mean(x²) + eps) over the last axis."""
+    """Return x / sqrt(mean(x²) + eps) over the last axis."""
     normalized: Float64Array = x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + eps)
     return normalized
 
 
 def rotate(op: ops.Rope, weights: Mapping[str, Float64Array]) -> tuple[Program, int]:
-    """Head norms, then "rotate half" on the first `rotated` dimensions of each query and key."""
+    """Compute head norms, then "rotate half" on the first `rotated` dimensions.
+
+    Of each query and key.
+    """
     cos, sin = rope.tables(op)  # [max_position, rotated / 2]
     half = op.rotated // 2
     queries = slice(0, op.heads)
@@ -210,7 +215,7 @@ def attention(op: ops.Attention, arrays: Arrays) -> None:
     heads = arrays["qkv"].reshape(m, -1, op.head_dim).transpose(1, 0, 2)  # [H + 2G, m, D]
     first = _first_position(arrays, op, m, op.capacity)
     end = first + m
-    k_rows, v_rows = (Rows(arrays[port], op.kv, op.head_dim) for port in CACHE_PORTS)
+    k_rows, v_rows = (CacheRows(arrays[port], op.kv, op.head_dim) for port in CACHE_PORTS)
     k_rows.write(first, heads[op.heads : op.heads + op.kv_heads])
     v_rows.write(first, heads[op.heads + op.kv_heads :])
     keys, values = (rows.read(0, end).astype(np.float64) for rows in (k_rows, v_rows))
@@ -230,7 +235,7 @@ def attention(op: ops.Attention, arrays: Arrays) -> None:
 
 
 def attention_heads(op: ops.AttentionHeads, arrays: Arrays) -> None:
-    """Attention of these heads alone, on what is theirs of every tensor."""
+    """Compute attention of these heads alone, on their part of every tensor."""
     of, (start, stop) = op.attention, op.columns
     keys = (of.heads + op.first) * of.head_dim
     values = keys + of.kv_heads * of.head_dim
@@ -243,11 +248,11 @@ def attention_heads(op: ops.AttentionHeads, arrays: Arrays) -> None:
 
 
 def column_mass(op: ops.ColumnMass, arrays: Arrays) -> None:
-    """Row by row."""
+    """Compute the sums row by row."""
     of, m = op.attention, len(arrays["qkv"])
     first = _first_position(arrays, op, m, of.capacity)
     group = of.heads // of.kv_heads
-    rows = Rows(arrays["k_cache"], of.kv, of.head_dim)
+    rows = CacheRows(arrays["k_cache"], of.kv, of.head_dim)
     for t in (t for t in range(m) if (first + t + 1) % op.every == 0):
         stop = first + t + 1
         low = max(0, stop - of.window) if of.window > 0 else 0
@@ -262,7 +267,7 @@ def column_mass(op: ops.ColumnMass, arrays: Arrays) -> None:
 
 
 def decode_chunks(op: ops.DecodeChunks, channels: Array) -> tuple[Program, int]:
-    """Value by value as the record says, in float32.
+    """Return value by value as the record says, in float32.
 
     Codes, scales and products have one rounding, so that every kernel gives the same bits.
     """
@@ -274,7 +279,7 @@ def decode_chunks(op: ops.DecodeChunks, channels: Array) -> tuple[Program, int]:
             if not bits:
                 continue
             part = arrays["codes"][start : start + op.chunk_bytes(bits)]
-            caches = [Rows(arrays[port], op.kv, op.head_dim) for port in CACHE_PORTS]
+            caches = [CacheRows(arrays[port], op.kv, op.head_dim) for port in CACHE_PORTS]
             if bits == 16:
                 values_of = (
                     np.frombuffer(part.tobytes(), np.float16).astype(np.float32).reshape(shape)
@@ -317,18 +322,18 @@ def _codes(op: ops.DecodeChunks, part: Array, bits: int) -> tuple[Array, Array]:
 
 
 def gated_act(op: ops.GatedAct, arrays: Arrays) -> None:
-    """act(gate) · up."""
+    """Compute act(gate) · up."""
     x = arrays["x"].astype(np.float64)
     arrays["y"][:] = activate(op.activation, x[:, : op.f]) * x[:, op.f :]
 
 
 def act(op: ops.Act, arrays: Arrays) -> None:
-    """act(x)."""
+    """Compute act(x)."""
     arrays["y"][:] = activate(op.activation, arrays["x"].astype(np.float64))
 
 
 def add_positions(op: ops.AddPositions, table: Float64Array) -> tuple[Program, int]:
-    """x + rows of the table."""
+    """Return x + rows of the table."""
     rows = table.reshape(op.rows, op.d)
 
     def run(arrays: Arrays) -> None:
@@ -340,7 +345,7 @@ def add_positions(op: ops.AddPositions, table: Float64Array) -> tuple[Program, i
 
 
 def activate(activation: Activation, x: Float64Array) -> Float64Array:
-    """silu: x·σ(x). gelu: x·Φ(x). gelu_tanh.
+    """Return silu: x·σ(x). gelu: x·Φ(x). gelu_tanh.
 
     Its tanh approximation (Hendrycks and Gimpel 2016). relu: max(x, 0).
     """
@@ -356,25 +361,25 @@ def activate(activation: Activation, x: Float64Array) -> Float64Array:
 
 
 def outliers(op: ops.Outliers, weights: Weights) -> tuple[Program, int]:
-    """residual + x[:, hot] · W_hotᵀ + excess(x) · Wᵀ."""
+    """Return residual + x[:, hot] · W_hotᵀ + excess(x) · Wᵀ."""
     parts: list[Callable[[Array], Float64Array]] = []
-    held = 0
+    nbytes = 0
     if op.hot:
         hot, kept = checks.slab(weights)
         slab = kept.dequantize().astype(np.float64).T
-        held += slab.nbytes
+        nbytes += slab.nbytes
         parts.append(lambda x: x[:, hot].astype(np.float64) @ slab)
     if op.excess:
         dense = packed(weights).dequantize().astype(np.float64).T
         scale = vector(weights, "x_scale")[0]
-        held += dense.nbytes
+        nbytes += dense.nbytes
         parts.append(lambda x: excess(x, scale) @ dense)
 
     def run(arrays: Arrays) -> None:
         x = arrays["x"]
         arrays["y"][:] = arrays["residual"] + sum(part(x) for part in parts)
 
-    return run, held
+    return run, nbytes
 
 
 def excess(x: Array, scale: float | np.float32) -> Float64Array:
@@ -385,7 +390,7 @@ def excess(x: Array, scale: float | np.float32) -> Float64Array:
 
 
 def add(arrays: Arrays) -> None:
-    """x + residual."""
+    """Compute x + residual."""
     arrays["y"][:] = arrays["x"].astype(np.float64) + arrays["residual"]
 
 

@@ -79,7 +79,7 @@ class ReferenceDevice(Device):
         self.health.check("map")
 
     def accepts(self, op: Op) -> Acceptance:
-        """Everything."""
+        """Return everything."""
         return checks.accept_format(self.capabilities, op)
 
     def prepare(self, op: Op, weights: Mapping[str, WeightValue]) -> Kernel:
@@ -207,7 +207,7 @@ class _Launch(Completion):
             clock.sleep(left_s)
 
     def span(self) -> tuple[float, float] | None:
-        """Its delay and the computation, as if that had not waited for the host to look."""
+        """Return the span of its delay and computation, as if it had not waited for the host."""
         return (self._start_s, self.ready_s + self._took_s) if self.retired else None
 
     def execute(self) -> None:

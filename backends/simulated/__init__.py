@@ -19,7 +19,7 @@ from hetero.backends import reference
 from hetero.backends.formats import WeightFormat
 from hetero.backends.ops import Op
 from hetero.backends.protocol import Capabilities, DeviceKind
-from hetero.backends.simulated.chip import Chip, ChipTimes, Job
+from hetero.backends.simulated.chip import ChipJob, ChipTimes, SimulatedChip
 from hetero.backends.simulated.device import Cost, SimulatedDevice
 
 
@@ -33,7 +33,7 @@ def open(
     kind: DeviceKind = "npu",
     asynchronous: bool | None = None,
     cost: Cost = one_millisecond,
-    chip: Chip | None = None,
+    chip: SimulatedChip | None = None,
     capabilities: Capabilities | None = None,
     graph_sizes: tuple[int, ...] = (),
     row_alignment: int = 16,
@@ -55,8 +55,8 @@ def open(
     )
     inner = reference.open(kind=declared.kind) if compute else None
     return SimulatedDevice(
-        name=name, capabilities=declared, cost=cost, chip=chip or Chip(), inner=inner
+        name=name, capabilities=declared, cost=cost, chip=chip or SimulatedChip(), inner=inner
     )
 
 
-__all__ = ["Chip", "ChipTimes", "Cost", "Job", "SimulatedDevice", "open"]
+__all__ = ["ChipJob", "ChipTimes", "Cost", "SimulatedChip", "SimulatedDevice", "open"]

@@ -16,7 +16,7 @@ EVER = float("inf")
 
 
 @dataclass
-class Job:
+class ChipJob:
     """One launch: when it may start, the work that is left, and when it ended."""
 
     name: str
@@ -44,18 +44,20 @@ class ChipTimes:
 
 
 @dataclass
-class Chip:
+class SimulatedChip:
     """The state of both processors. Shared by the devices of one simulated chip."""
 
     times: ChipTimes = ChipTimes()
     clock: Clock = field(default_factory=ManualClock)
-    finished: dict[DeviceKind, list[Job]] = field(default_factory=lambda: {"gpu": [], "npu": []})
+    finished: dict[DeviceKind, list[ChipJob]] = field(
+        default_factory=lambda: {"gpu": [], "npu": []}
+    )
 
     def __post_init__(self) -> None:
-        self._queues: dict[DeviceKind, deque[Job]] = {"gpu": deque(), "npu": deque()}
+        self._queues: dict[DeviceKind, deque[ChipJob]] = {"gpu": deque(), "npu": deque()}
         self._now_s = self.clock.now()
 
-    def submit(self, kind: DeviceKind, name: str, work_s: float) -> Job:
+    def submit(self, kind: DeviceKind, name: str, work_s: float) -> ChipJob:
         """Queue a launch now; a queue that has run dry starts it later."""
         self.advance()
         dry = not self._queues[kind]
@@ -64,17 +66,17 @@ class Chip:
             self.advance()
             dry = not self._queues[kind]
         late = self.times.submit_empty_s if kind == "gpu" and dry else 0.0
-        job = Job(name, self.clock.now() + late, work_s)
+        job = ChipJob(name, self.clock.now() + late, work_s)
         self._queues[kind].append(job)
         return job
 
-    def run(self, kind: DeviceKind, name: str, work_s: float) -> Job:
+    def run(self, kind: DeviceKind, name: str, work_s: float) -> ChipJob:
         """Return a blocking launch: time passes until it is done."""
         job = self.submit(kind, name, work_s)
         self.finish(job)
         return job
 
-    def finish(self, job: Job, deadline_s: float = EVER) -> bool:
+    def finish(self, job: ChipJob, deadline_s: float = EVER) -> bool:
         """Let time go on until a job has ended, at most for `deadline_s`; whether it has."""
         give_up_s = self.clock.now() + deadline_s
         while job.end_s is None and self._now_s < give_up_s:
@@ -90,7 +92,7 @@ class Chip:
             self._step(now_s)
 
     def _step(self, until_s: float) -> None:
-        """To the next start, end or `until_s`, whichever comes first."""
+        """Advance to the next start, end or `until_s`, whichever comes first."""
         jobs = {kind: queue[0] for kind, queue in self._queues.items() if queue}
         active = {k: j for k, j in jobs.items() if j.ready_s <= self._now_s}
         slow = self._slowdowns(active)
@@ -109,7 +111,7 @@ class Chip:
                 self.finished[kind].append(self._queues[kind].popleft())
         self._now_s = then_s
 
-    def _slowdowns(self, active: dict[DeviceKind, Job]) -> dict[DeviceKind, float]:
+    def _slowdowns(self, active: dict[DeviceKind, ChipJob]) -> dict[DeviceKind, float]:
         if len(active) < 2:
             return dict.fromkeys(active, 1.0)
         return {"gpu": self.times.gpu_slowdown, "npu": self.times.npu_slowdown}

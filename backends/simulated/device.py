@@ -22,19 +22,25 @@ from hetero.backends.protocol import (
     WeightValue,
     check_tensors,
 )
-from hetero.backends.simulated.chip import Chip, Job
+from hetero.backends.simulated.chip import ChipJob, SimulatedChip
 
 Cost: TypeAlias = Callable[[Op, int], float]
 
 
 class SimulatedDevice(Device):
-    """Launches take virtual time on a shared `Chip`.
+    """Launches take virtual time on a shared `SimulatedChip`.
 
     Results are computed by `inner` (None: they are left as they are) when the host learns of them.
     """
 
     def __init__(
-        self, *, name: str, capabilities: Capabilities, cost: Cost, chip: Chip, inner: Device | None
+        self,
+        *,
+        name: str,
+        capabilities: Capabilities,
+        cost: Cost,
+        chip: SimulatedChip,
+        inner: Device | None,
     ) -> None:
         self.info = DeviceInfo(backend="simulated", name=name, driver="none")
         self.capabilities, self.chip = capabilities, chip
@@ -47,7 +53,7 @@ class SimulatedDevice(Device):
         self.health.check("map")
 
     def accepts(self, op: Op) -> Acceptance:
-        """Every operation in the declared formats."""
+        """Return every operation in the declared formats."""
         return checks.accept_format(self.capabilities, op)
 
     def prepare(self, op: Op, weights: Mapping[str, WeightValue]) -> Kernel:
@@ -71,7 +77,7 @@ class SimulatedDevice(Device):
         self.health.lose("closed")
 
     def seconds(self, op: Op, m: int) -> float:
-        """Virtual time of one launch alone."""
+        """Return the virtual time of one launch alone."""
         return self._cost(op, m)
 
 
@@ -117,7 +123,7 @@ class _Call(BoundCall):
 
 
 class _Completion(Completion):
-    def __init__(self, device: SimulatedDevice, call: str, job: Job) -> None:
+    def __init__(self, device: SimulatedDevice, call: str, job: ChipJob) -> None:
         self._device, self._call, self._job = device, call, job
 
     def done(self) -> bool:

@@ -23,7 +23,7 @@ from hetero.profiler import active, fit
 from hetero.profiler.cost import CostModel
 from hetero.profiler.grid import Task, make_grid, token_counts
 from hetero.profiler.interference import find_interference
-from hetero.profiler.measure import Meter, Settings
+from hetero.profiler.measure import MeasureSettings, TaskMeter
 from hetero.profiler.options import Options
 from hetero.profiler.records import DeviceProfile, MatMulRow, Phase
 from hetero.profiler.session import profile_devices
@@ -53,9 +53,9 @@ def held_out(
 ) -> Iterator[MatMulRow]:
     """Rows of the held-out pairs in the profile's units: relative to its reference kernels."""
     clock, tokens = SystemClock(), sorted({row.m for row in profile.matmuls})
-    meter = Meter(
+    meter = TaskMeter(
         Workload(devices, clock=clock, interference=find_interference()),
-        settings=Settings(),
+        settings=MeasureSettings(),
         reference_format=WeightFormat.W4A16,
         base=reference_times(profile),
         seed=1,

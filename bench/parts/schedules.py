@@ -18,9 +18,9 @@ from hetero.backends.qnn import integer
 from hetero.backends.qnn.library import load
 from hetero.backends.qnn.schedule import Schedule, ScheduleStore
 from hetero.backends.qnn.session import Target
-from hetero.backends.qnn.store import Identity
+from hetero.backends.qnn.store import GraphIdentity
 from hetero.backends.snapdragon import find_chip
-from hetero.profiler.compiled import Scheduler, Work, fit_model, leave_one_out
+from hetero.profiler.compiled import CallWork, Scheduler, fit_model, leave_one_out
 
 SOC = "sm8650"
 
@@ -43,7 +43,7 @@ def schedules() -> None:
         errors = f"{fitted / known - 1:+.0%}", f"{left:+.0%}"
         rows.append([point["n"], point["k"], point["m"], known, f"{fitted:.0f}", *errors])
     table("n|k|m|the paper's µs|fitted µs|error|left out", rows)
-    memory = [Work(0, work.dram_bytes, work.dram_bytes) for work in works]
+    memory = [CallWork(0, work.dram_bytes, work.dram_bytes) for work in works]
     alone = np.mean(np.abs(leave_one_out(memory, seconds, 1e15)))
     mean = f"mean absolute error left out: {np.mean(np.abs(left_out)):.0%}"
     finish(f"{mean}; from DRAM traffic alone: {alone:.0%}")
@@ -69,7 +69,7 @@ def layouts(
                     own = integer.height(tokens, k) == tall
                     with patch.object(integer, "height", return_value=tall):
                         model = integer.matmul(op, tokens, weight, "int8")
-                    found = store.find(Identity(f"{op} {tall}", tokens), lambda x=model: x)
+                    found = store.find(GraphIdentity(f"{op} {tall}", tokens), lambda x=model: x)
                     mark = f"{tall}x{tokens // tall}" + " *" * own
                     rows.append([shape, str(tokens), mark, *_traffic(found)])
         store.close()

@@ -157,7 +157,7 @@ def _main(arguments: list[str] | None) -> None:
 
 
 def _tell_usage(error: Exception) -> None:
-    """What was typed wrong, and whose help says it right."""
+    """Print what was typed wrong, and the command whose help to read."""
     message = cast("typer.BadParameter", error).format_message()
     if type(error).__name__ == "NoArgsIsHelpError":
         print(message, flush=True)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
 
 import typer
 
+from hetero.backends.host.folders import data_folder, expand_user
 from hetero.cli.options import (
     AdaptOption,
     BiasOption,
@@ -47,9 +51,20 @@ from hetero.cli.options import (
     parse_biases,
     parse_strategy,
     sampling_given,
+    shown,
+    stderr,
 )
+from hetero.errors import UserError
 from hetero.generation.constants import DEFAULT_MAX_TOKENS
 from hetero.runtime.kv.constants import SINKS
+from hetero.terminal import answer_text
+
+if TYPE_CHECKING:
+    from prompt_toolkit.history import History
+
+    from hetero.generation.conversation import Conversation
+    from hetero.generation.llm import LLM
+    from hetero.generation.options import GenerateOptions, SamplingOptions
 
 if TYPE_CHECKING:
     from hetero.generation.options import GenerateOptions
@@ -94,7 +109,6 @@ def chat_command(
     stats: StatsOption = False,
 ) -> None:
     """Talk with MODEL in the terminal; Ctrl-C stops an answer, Ctrl-D or /exit ends."""
-    from hetero.cli.work.chat import SAMPLING, Talk, lines
     from hetero.generation.defaults import model_sampling
     from hetero.generation.options import read_options
 
@@ -129,3 +143,252 @@ def chat_command(
         for line in lines():
             if not talk.take(line):
                 break
+
+
+# Where the model says nothing of its own.
+SAMPLING: Final[SamplingOptions] = {"temperature": 0.7, "top_k": 40, "top_p": 0.95}
+
+
+HISTORY_FILE: Final = "chat-history"
+
+
+ALIASES: Final = {"/bye": "/exit", "/quit": "/exit", "/?": "/help"}
+
+
+class Command(NamedTuple):
+    """A command that begins with a slash; `run` returns whether the chat continues."""
+
+    arguments: str
+    help: str
+    run: Callable[[str], bool]
+
+
+class Talk:
+    """A conversation, and what its commands do to it."""
+
+    def __init__(
+        self,
+        llm: LLM,
+        conversation: Conversation,
+        options: GenerateOptions,
+        session: Path | None,
+        *,
+        stats: bool = False,
+    ) -> None:
+        self._llm, self._options, self._session, self._every = llm, options, session, stats
+        self.conversation = conversation
+        self._commands = {
+            "/help": Command("", "show this", self._help),
+            "/clear": Command("", "forget what was said", self._clear),
+            "/undo": Command("", "forget the last question and its answer", self._undo),
+            "/system": Command("[TEXT]", "set the system message, or show it", self._system),
+            "/stats": Command("", "speeds and placement of the last answer", self._stats),
+            "/save": Command("FILE", "write the conversation, for --session FILE", self._save),
+            "/exit": Command("", "end (also Ctrl-D)", lambda _: False),
+        }
+
+    def begin(self) -> None:
+        """Go on from the session, where there is one; say how to talk."""
+        from rich.text import Text
+
+        if self._session is not None and self._session.exists():
+            self.conversation.load(self._session)
+            said = [m for m in self.conversation.messages if m["role"] in ("user", "assistant")]
+            _note(f"{self._session}: going on after {len(said)} messages")
+            for message in said[-2:]:
+                stderr.print(
+                    Text("> " if message["role"] == "user" else "", style="bold"),
+                    shown(str(message.get("content", "")).strip()),
+                    style="dim",
+                    sep="",
+                )
+        _note("Type a message; /help lists commands, Ctrl-D or /exit ends.")
+
+    def take(self, line: str) -> bool:
+        """Handle a message or a command; return whether the chat continues."""
+        name, _, rest = line.partition(" ")
+        name = ALIASES.get(name, name)
+        if name in self._commands:
+            try:
+                return self._commands[name].run(rest.strip())
+            except (UserError, OSError) as error:
+                _complain(error)
+                return True
+        if name.startswith("/") and name[1:].isalpha():
+            _note(f"{name} is no command; /help lists them")
+            return True
+        self._answer(line)
+        return True
+
+    def _answer(self, line: str) -> None:
+        """One turn. What an answer said before Ctrl-C is kept; a message that is too long is said
+        so, and the conversation goes on.
+        """
+        conversation, dropped = self.conversation, self.conversation.dropped
+        texts: list[str] = []
+        try:
+            for piece in conversation.stream(line, **self._options):
+                text = piece.text if "".join(texts).strip() else piece.text.lstrip()
+                texts.append(piece.text)
+                print(answer_text(text), end="", flush=True)
+        except UserError as error:
+            _complain(error)
+            return
+        except KeyboardInterrupt:
+            self._keep(line, "".join(texts))
+            return
+        print(flush=True)
+        if conversation.dropped > dropped:
+            _note("(the context is full: the oldest messages are left out)")
+        if self._every:
+            self._stats("")
+        self._save_session()
+
+    def _keep(self, line: str, answer: str) -> None:
+        """Remember an answer that was stopped as far as it went."""
+        print(flush=True)
+        if not answer.strip():
+            _note("(stopped before the answer began; the message is forgotten)")
+            return
+        self.conversation.messages += [
+            {"role": "user", "content": line},
+            {"role": "assistant", "content": answer},
+        ]
+        _note("(stopped; what was said is kept)")
+        self._save_session()
+
+    def _save_session(self) -> None:
+        if self._session is not None and self.conversation.messages:
+            self.conversation.save(self._session)
+
+    def _help(self, _: str) -> bool:
+        found = {f"{name} {c.arguments}": c.help for name, c in self._commands.items()}
+        found |= {"Ctrl-C": "stop an answer", "Esc, Enter": "another line of the same message"}
+        for name, text in found.items():
+            _note(f"  {name:16}{text}")
+        return True
+
+    def _clear(self, _: str) -> bool:
+        messages = self.conversation.messages
+        messages[:] = [m for m in messages if m["role"] == "system"]
+        self._save_session()
+        _note("(forgotten; the system message stays)")
+        return True
+
+    def _undo(self, _: str) -> bool:
+        from rich.text import Text
+
+        messages = self.conversation.messages
+        asked = [i for i, message in enumerate(messages) if message["role"] == "user"]
+        if not asked:
+            _note("(there is nothing to undo)")
+            return True
+        text = str(messages[asked[-1]]["content"])
+        del messages[asked[-1] :]
+        self._save_session()
+        stderr.print(Text("(forgotten: "), shown(text), Text(")"), style="dim", sep="")
+        return True
+
+    def _system(self, text: str) -> bool:
+        messages = self.conversation.messages
+        there = bool(messages) and messages[0]["role"] == "system"
+        if not text:
+            _note(str(messages[0]["content"]) if there else "(there is no system message)")
+            return True
+        messages[: int(there)] = [{"role": "system", "content": text}]
+        self._save_session()
+        return True
+
+    def _stats(self, _: str) -> bool:
+        from hetero.cli.generate import print_stats
+
+        if self.conversation.last is None:
+            _note("(there is no answer yet)")
+        else:
+            print_stats(self._llm, self.conversation.last)
+        return True
+
+    def _save(self, name: str) -> bool:
+        if not name:
+            raise UserError("/save needs the name of a file, such as /save talk.session")
+        self.conversation.save(expand_user(name))
+        _note(f"{name} is written; go on from it with --session {name}")
+        return True
+
+
+def _note(text: str) -> None:
+    stderr.print(shown(text), style="dim")
+
+
+def _complain(error: Exception) -> None:
+    stderr.print(shown(f"hetero: {error}"), soft_wrap=True)
+
+
+def lines() -> Iterator[str]:
+    """Yield typed lines that are not empty: edited and remembered in a terminal, else as read."""
+    read = _typed() if sys.stdin is not None and sys.stdin.isatty() else _piped()
+    return (line for line in read if line)
+
+
+def _piped() -> Iterator[str]:
+    if sys.stdin is None:  # started without one
+        return
+    while line := sys.stdin.readline():
+        yield line.strip()
+
+
+class _StoppedError(Exception):
+    """Ctrl-C while a line was typed."""
+
+
+def _kept_history(path: Path) -> History:
+    from prompt_toolkit.history import FileHistory
+
+    class Kept(FileHistory):
+        def store_string(self, string: str) -> None:
+            with suppress(OSError):  # a full disk costs a line of the history, not the talk
+                super().store_string(string)
+
+    return Kept(str(path))
+
+
+def _typed() -> Iterator[str]:
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.history import InMemoryHistory
+    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+    from prompt_toolkit.output import create_output
+
+    keys = KeyBindings()
+
+    @keys.add("escape", "enter")
+    def _(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    history: History = InMemoryHistory()
+    folder = data_folder()
+    with suppress(OSError):  # a home that cannot be written: this talk has a history all the same
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / HISTORY_FILE).open("a").close()
+        history = _kept_history(folder / HISTORY_FILE)
+    # Answers go to stdout, which may be a file; what is typed belongs to the terminal.
+    session: PromptSession[str] = PromptSession(
+        history=history,
+        key_bindings=keys,
+        output=create_output(stdout=sys.stderr),
+        # A KeyboardInterrupt out of its event loop would leave that unfinished.
+        interrupt_exception=_StoppedError,
+    )
+    warned = False
+    while True:
+        try:
+            line = session.prompt("> ").strip()
+        except EOFError:
+            return
+        except (KeyboardInterrupt, _StoppedError):
+            if warned:
+                raise KeyboardInterrupt from None
+            warned = True
+            _note("(Ctrl-D or /exit ends; Ctrl-C again, too)")
+            continue
+        warned = False
+        yield line

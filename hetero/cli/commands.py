@@ -1,7 +1,7 @@
 """Which commands there are; the module of one is imported when it is asked for.
 
 `hetero --help` and a mistyped name answer without loading what a model needs; so does the help of a
-command, whose module has what may be typed. What commands do and show is in `hetero.cli.work`.
+command, whose module imports them inside its functions.
 """
 
 from __future__ import annotations
@@ -58,24 +58,24 @@ COMMANDS: Final = {
     command.name: command
     for command in (
         Command("generate", "generate", USE, "Answer PROMPT; the text streams to stdout.",
-                ("cli.work.generate",)),
-        Command("chat", "chat", USE, "Talk with MODEL in the terminal.", ("cli.work.chat",)),
+                ("generation.llm", "measuring.contender")),
+        Command("chat", "chat", USE, "Talk with MODEL in the terminal.", ("generation.llm",)),
         Command("serve", "serve", USE, "Serve MODEL over HTTP, with contexts that persist."),
         Command("models", "models", PREPARE, "List models that can be opened without a network.",
                 ("models.hub",)),
         Command("profile", "profile", DECIDE, "Measure this device once, for plans.",
-                ("cli.work.profile", "measuring.profiling", "measuring.compiler_mode")),
+                ("cli.tables", "measuring.profiling", "measuring.compiler_mode")),
         Command("plan", "plan", DECIDE, "Find the best cut of every matmul between GPU and NPU.",
-                ("cli.work.plan",)),
+                ("cli.tables", "placement.planning", "solver.report")),
         Command("report", "profile", DECIDE, "Draw a saved profile or plan as one page.",
                 ("placement.planning",)),
         Command("quantize", "quantize", PREPARE,
                 "Quantise MODEL, into a directory that loads fast.",
-                ("cli.work.quantize", "compiling.calibration", "models.quantized")),
+                ("compiling.calibration", "models.quantized")),
         Command("compile", "compile", PREPARE, "Compile every NPU graph of MODEL for a chip.",
-                ("cli.work.compile",)),
+                ("compiling.graphs",)),
         Command("eval", "evaluate", DECIDE, "Perplexity over a text, and agreement with float32.",
-                ("cli.work.evaluate",)),
+                ("cli.tables", "compiling.schemes", "measuring.kv_quality")),
         Command("bench", "bench", DECIDE, "Measure prefill and decode speed, devices in turns.",
                 ("measuring.benchmark",)),
         Command("reproduce", "reproduce", DECIDE, "HeteroLLM's claims beside a simulated chip.",
@@ -83,9 +83,9 @@ COMMANDS: Final = {
         Command("serve-key", "serve", PREPARE, "Make a key of an application for --keys."),
         Command("sync-bench", "bench", HERE, "What a wait costs here: latency and CPU time.",
                 ("measuring.sync_bench",)),
-        Command("devices", "doctor", HERE, "List what can compute here.", ("cli.work.doctor",)),
+        Command("devices", "doctor", HERE, "List what can compute here.", ("measuring.doctor",)),
         Command("doctor", "doctor", HERE, "Run a small operation on every device: PASS or FAIL.",
-                ("cli.work.doctor",)),
+                ("measuring.doctor",)),
         Command("cache", "cache", HERE, "Show the files that hetero caches here, or clear them.",
                 ("cache",)),
     )

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from hetero.cli.options import JsonOption
 from hetero.errors import UserError
 from hetero.terminal import printable
+
+if TYPE_CHECKING:
+    from hetero.compiling.graphs import Compilation
+    from hetero.compiling.jobs import Sharing
+    from hetero.models.bundle import BundleManifest
 
 PROMPT_TOKENS = 1024  # four calls of the largest graphs, as in mllm-NPU's section 3.2
 
@@ -49,7 +55,6 @@ def compile_command(
     as_json: JsonOption = False,
 ) -> None:
     """Compile every NPU graph of MODEL for a chip, into a directory that `generate` runs."""
-    from hetero.cli.work.compile import estimated, finish, with_progress
     from hetero.compiling.graphs import CompileRequest, prepare
     from hetero.placement.planning import parse_tokens
     from hetero.solver.execution_plan import ExecutionPlan
@@ -83,3 +88,43 @@ def compile_command(
         f"in {seconds:.0f} s; run it with: hetero generate {out} PROMPT"
     )
     finish(as_json, {"out": str(out), "seconds": seconds, **manifest.model_dump(mode="json")})
+
+
+def with_progress(compilation: Compilation, out: Path) -> BundleManifest:
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    from hetero.compiling.graphs import compile_model
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress:
+        task = progress.add_task("weights", total=compilation.estimate.graphs)
+
+        def note(done: int, total: int, name: str) -> None:
+            progress.update(task, completed=done, total=total, description=name)
+
+        return compile_model(compilation, out, note)
+
+
+def estimated(compilation: Compilation, shared: Sharing | None) -> dict[str, object]:
+    estimate = compilation.estimate
+    return {
+        "graphs": estimate.graphs,
+        "graphs_bytes": estimate.graphs_bytes,
+        "weights_bytes": estimate.weights_bytes,
+        "seconds": estimate.seconds,
+        "peak_bytes": estimate.peak_bytes,
+        "graph_sizes": list(compilation.sizes),
+        "prompt": None if shared is None else shared.document(),
+    }
+
+
+def finish(as_json: bool, document: dict[str, object]) -> None:
+    if as_json:
+        print(json.dumps(document))

@@ -1,25 +1,79 @@
-"""`hetero devices` and `hetero doctor`: what is here, and whether it computes correctly."""
+"""`hetero devices` and `hetero doctor`: the devices here, and whether they compute correctly."""
 
 from __future__ import annotations
+
+import json
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import typer
 
 from hetero.cli.options import JsonOption
+from hetero.terminal import printable
+
+if TYPE_CHECKING:
+    from hetero.measuring.doctor import Finding
 
 
 def devices_command(as_json: JsonOption = False) -> None:
     """List what can compute here."""
-    from hetero.cli.work.doctor import list_devices, print_findings
+    from hetero.measuring.doctor import list_devices
 
     print_findings(list_devices(), as_json, ("found", "missing"))
 
 
 def doctor_command(as_json: JsonOption = False) -> None:
     """Run a small operation on every device; PASS or FAIL with the reason and the remedy."""
-    from hetero.cli.work.doctor import diagnose, next_step, print_findings
+    from hetero.measuring.doctor import diagnose
 
     findings = print_findings(diagnose(), as_json, ("PASS", "FAIL"))
     if not as_json:
         print(next_step(findings))
     if not all(finding.ok for finding in findings if finding.needed):
         raise typer.Exit(1)
+
+
+def print_findings(
+    findings: Iterable[Finding], as_json: bool, words: tuple[str, str]
+) -> list[Finding]:
+    """Print a line for each as soon as it is made, with a word for those that are well and for the
+    others; return them. What a driver does to this process later takes no line back.
+    """
+    if as_json:
+        made = list(findings)
+        print(json.dumps([vars(finding) for finding in made]))
+        return made
+    made = []
+    is_terminal = sys.stdout is not None and sys.stdout.isatty()
+    width = shutil.get_terminal_size().columns if is_terminal else 1 << 20
+    for finding in findings:
+        made.append(finding)
+        word = words[0] if finding.ok else words[1]
+        said = f"{word:8}{finding.kind:4} {finding.name:12} {printable(finding.detail)}"
+        _print_wrapped(said, width)
+        if not finding.ok and finding.remedy:
+            _print_wrapped(f"{'':13}remedy: {printable(finding.remedy)}", width)
+        print(end="", flush=True)
+    return made
+
+
+def next_step(findings: Sequence[Finding]) -> str:
+    """Return what to do after `hetero doctor`: the first remedy that a model needs, else a run."""
+    failed = [finding for finding in findings if finding.needed and not finding.ok]
+    if not failed:
+        return 'next: hetero generate demo "Once upon a time"'
+    first = failed[0]
+    return printable(f"next: {first.name}: {first.remedy or first.detail}")
+
+
+def _print_wrapped(line: str, width: int) -> None:
+    """A line, its end below its third column where the terminal is narrower."""
+    indent = line[: len(line) - len(line.lstrip())]
+    lines = textwrap.wrap(
+        line, width, initial_indent=indent, subsequent_indent=" " * 13, break_on_hyphens=False,
+        drop_whitespace=True, replace_whitespace=False,
+    )  # fmt: skip
+    print("\n".join(lines))

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from hetero.cli.options import (
     AdaptOption,
@@ -53,9 +56,21 @@ from hetero.cli.options import (
     parse_biases,
     parse_strategy,
     sampling_given,
+    shown,
+    stderr,
 )
+from hetero.errors import UserError
 from hetero.generation.constants import DEFAULT_MAX_TOKENS
 from hetero.runtime.kv.constants import SINKS
+from hetero.terminal import answer_text
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from hetero.generation.llm import LLM
+    from hetero.generation.loop import GenerationResult, Stats
+    from hetero.generation.options import GenerateOptions, SamplingOptions
+    from hetero.runtime.memory import MemoryEstimate
 
 if TYPE_CHECKING:
     from hetero.generation.options import GenerateOptions
@@ -103,7 +118,6 @@ def generate_command(
     as_json: JsonOption = False,
 ) -> None:
     """Answer PROMPT; the text streams to stdout."""
-    from hetero.cli.work import generate as work
 
     options: GenerateOptions = {
         "max_tokens": max_tokens,
@@ -119,7 +133,7 @@ def generate_command(
         "keep": keep,
     }
     given = sampling_given(temperature, top_k, top_p, min_p, repetition_penalty)
-    text = work.checked_prompt(prompt, file, {**options, **given}, as_json=as_json)
+    text = checked_prompt(prompt, file, {**options, **given}, as_json=as_json)
     with (
         open_llm(
             *(model, device, gpu, npu, weights, plan, max_seq_len),
@@ -136,8 +150,252 @@ def generate_command(
         ) as llm,
         llm.trace(trace) if trace is not None else nullcontext(),
     ):
-        asked, options = work.question(llm, text, system, chat, options, given)
-        result = work.answered(llm, asked, options, quiet=as_json, stats=stats, prompt_text=text)
+        asked, options = question(llm, text, system, chat, options, given)
+        result = answered(llm, asked, options, quiet=as_json, stats=stats, prompt_text=text)
         if as_json:
-            print(json.dumps(work.document(llm, result, options)), flush=True)
-    work.tell_of_trace(trace)
+            print(json.dumps(document(llm, result, options)), flush=True)
+    tell_of_trace(trace)
+
+
+def tell_of_trace(trace: Path | None) -> None:
+    if trace is not None:
+        print(f"hetero: {trace} is written: open it at ui.perfetto.dev", file=sys.stderr)
+
+
+def question(
+    llm: LLM,
+    text: str,
+    system: str | None,
+    chat: bool | None,
+    options: GenerateOptions,
+    given: SamplingOptions,
+) -> tuple[str | list[int], GenerateOptions]:
+    """Return the prompt, and the options with what the model itself wants in a chat, but for what
+    is `given`; a raw text is gone on from greedily.
+    """
+    from hetero.generation.defaults import model_sampling
+
+    uses = _uses_template(llm, chat, echo=options["echo"], system=system)
+    options = {**options, "chat": uses}
+    if uses:
+        options = {**options, **model_sampling(llm.model.source)}
+    options = {**options, **given}
+    if system is None:
+        return text, options
+    said = [{"role": "system", "content": system}, {"role": "user", "content": text}]
+    return llm.encode_chat(said), options
+
+
+def _prompt_text(prompt: str | None, file: Path | None) -> str:
+    """Return the prompt from where it is said to be; a newline at the end of a file is not part of
+    it.
+    """
+    if file is not None:
+        if prompt is not None:
+            raise UserError("there are two prompts: give PROMPT or --file, not both")
+        try:
+            return _without_newline(file.read_text(encoding="utf-8-sig"))
+        except UnicodeDecodeError as error:
+            raise UserError(f"{file} is no text in UTF-8: convert it, or name another") from error
+    if prompt is not None and prompt != "-":
+        return prompt
+    if sys.stdin is None or (prompt is None and sys.stdin.isatty()):
+        raise UserError("the prompt is missing: give PROMPT, --file FILE, or a text on stdin")
+    return _without_newline(sys.stdin.read().removeprefix("\ufeff"))
+
+
+def checked_prompt(
+    prompt: str | None, file: Path | None, options: GenerateOptions, *, as_json: bool
+) -> str:
+    """Return the prompt; what no model can do is refused before one is opened, which may
+    take long.
+    """
+    text = _prompt_text(prompt, file)
+    _check_early(text, options, as_json=as_json)
+    return text
+
+
+def _without_newline(text: str) -> str:
+    return text.removesuffix("\n").removesuffix("\r")
+
+
+def _uses_template(llm: LLM, asked: bool | None, *, echo: bool, system: str | None) -> bool:
+    """Return whether a prompt is a message to the model: where it has a template for those, unless
+    the answer is to be the prompt's own continuation.
+    """
+    if asked is False and system is not None:
+        raise UserError("--system is part of a chat template: leave out --raw, or --system")
+    if asked is not None or system is not None:
+        return bool(asked) or system is not None
+    return not echo and llm.model.tokenizer.chat_template is not None
+
+
+def answered(
+    llm: LLM,
+    prompt: str | list[int],
+    options: GenerateOptions,
+    *,
+    quiet: bool,
+    stats: bool,
+    prompt_text: str,
+) -> GenerationResult:
+    """Return the answer, printed as it comes unless `quiet`; its statistics also after Ctrl-C."""
+    echoed = prompt_text if options["echo"] else ""
+    answer = llm.stream(prompt, **options)
+    begins = options["chat"]  # an answer of its own: the space before its first word is none
+    try:
+        for piece in answer:
+            text = piece.text.lstrip() if begins else echoed + piece.text
+            if not quiet:
+                print(answer_text(text), end="", flush=True)
+            echoed, begins = "", begins and not text
+        if not quiet:
+            print(flush=True)
+    except KeyboardInterrupt:
+        answer.close()
+        if stats:
+            print(file=sys.stderr)
+            print_stats(llm, answer.result())
+        raise
+    result = answer.result()
+    if result.finish_reason == "context":
+        print(
+            f"hetero: the answer ends here because prompt and answer fill the context of "
+            f"{llm.max_seq_len} tokens (--max-seq-len; {llm.model.name} has up to "
+            f"{llm.model.config.max_position}; --context-shift goes on)",
+            file=sys.stderr,
+        )
+    if stats:
+        print_stats(llm, result)
+    return result
+
+
+def _check_early(prompt: str, options: GenerateOptions, *, as_json: bool) -> None:
+    """Refuse what no model can do before one is opened, which may take long."""
+    from hetero.generation.options import read_options
+
+    if options["logprobs"] is not None and not as_json:
+        raise UserError("--logprobs are shown in the JSON only: add --json")
+    read_options(options)
+    if not prompt:
+        raise UserError("the prompt is empty: give some text to go on from")
+
+
+def document(llm: LLM, result: GenerationResult, options: GenerateOptions) -> dict[str, Any]:
+    from hetero.generation.loop import DeviceShare
+    from hetero.measuring.contender import peak_rss_bytes
+
+    stats = result.stats
+    found = {
+        "text": result.text,
+        "prompt_tokens": stats.prompt_tokens,
+        "completion_tokens": stats.completion_tokens,
+        "finish_reason": result.finish_reason,
+        "ttft_s": stats.ttft_s,
+        "prefill_tokens_per_s": stats.prefill_tokens_per_s,
+        "decode_tokens_per_s": stats.decode_tokens_per_s,
+        "placement": {
+            kind: {"ops": share.ops, "busy_s": share.busy_s}
+            if isinstance(share, DeviceShare)
+            else share
+            for kind, share in stats.placement.items()
+        },
+        "chat": options["chat"],
+        "device": llm.devices.mode,
+        "choice": stats.choice,
+        "notes": list(llm.choice.notes),
+        "gpu_share": stats.gpu_share,
+        "npu_idle_share": stats.npu_idle_share,
+        "prompt_form": stats.prompt_form,
+        "adaptations": list(stats.adaptations),
+        "shifted_tokens": stats.shifted_tokens,
+        "gpu": llm.devices.name("gpu"),
+        "npu": llm.devices.name("npu"),
+        "kv": llm.kv.value,
+        "weights": ",".join((llm.model.weights.weight_format, *llm.model.weights.also)),
+        "plan_id": llm.plan.plan_id,
+        "numbers": llm.devices.numbers,
+        "weight_bytes": llm.engine.memory.weight_bytes,
+        "copied_weight_bytes": llm.engine.memory.copied_bytes,
+        "context_bytes": llm.engine.memory.context_bytes,
+        "peak_rss_bytes": peak_rss_bytes(),
+    }
+    if result.logprobs:
+        found["logprobs"] = [asdict(x) for x in result.logprobs]
+        found["prompt_logprobs"] = [asdict(x) for x in result.prompt_logprobs]
+    return found
+
+
+def print_stats(llm: LLM, result: GenerationResult) -> None:
+    from rich.table import Table
+
+    from hetero.generation.loop import DeviceShare
+    from hetero.measuring.contender import peak_rss_bytes
+    from hetero.solver.report.units import size
+
+    stats = result.stats
+    title = "measured on this machine"
+    if llm.devices.numbers == "emulated":
+        title = "emulated: times of the emulator, not the chip's speed"
+    table = Table(title=title, show_header=False)
+    table.add_row("prompt", f"{stats.prompt_tokens} tokens")
+    table.add_row("answer", f"{stats.completion_tokens} tokens, {result.finish_reason}")
+    table.add_row("time to first token", f"{stats.ttft_s * 1e3:.1f} ms")
+    table.add_row("prefill", f"{stats.prefill_tokens_per_s:.1f} tokens/s")
+    table.add_row("decode", f"{stats.decode_tokens_per_s:.1f} tokens/s")
+    for kind, share in stats.placement.items():
+        if isinstance(share, DeviceShare):
+            table.add_row(kind, f"{share.ops} operations, busy {share.busy_s * 1e3:.1f} ms")
+        else:
+            table.add_row(kind, shown(share))
+    _work_rows(table, stats)
+    said = [("adapted", reason) for reason in stats.adaptations]
+    said.insert(0, ("attention", _heads(llm, stats.prompt_tokens)))
+    for what, text in [("prompt's calls", stats.prompt_form), *said, ("chosen", stats.choice)]:
+        if text:
+            table.add_row(what, shown(text))
+    for note in llm.choice.notes:
+        if note != stats.choice:
+            table.add_row("note", shown(note))
+    if stats.speculation is not None:
+        table.add_row(
+            "speculation",
+            f"{stats.speculation.accepted} of {stats.speculation.drafted} guesses right, "
+            f"{stats.speculation.calls} calls",
+        )
+    for kind, error in llm.model.weights.requantised().items():
+        table.add_row(shown(f"{kind} quantised again"), f"relative error {error:.3f}")
+    table.add_row("weights", _weights(llm.engine.memory))
+    table.add_row("keys and values", f"up to {size(llm.engine.memory.context_bytes)} a context")
+    table.add_row("peak memory", f"{peak_rss_bytes() / 2**20:.0f} MiB")
+    stderr.print(table)
+
+
+def _weights(memory: MemoryEstimate) -> str:
+    """Their bytes on all devices, and what of these lies there twice."""
+    from hetero.solver.report.units import size
+
+    copied = f", {size(memory.copied_bytes)} of these a second time" if memory.copied_bytes else ""
+    return f"{size(memory.weight_bytes)}{copied}"
+
+
+def _heads(llm: LLM, tokens: int) -> str:
+    """Return which device has which attention heads in a prompt's first call, if they are
+    shared.
+    """
+    placement = llm.engine.placement
+    m = placement.plan.steps(tokens)[0]
+    runs = {x.kind: x for x in placement.heads("prefill", m)}
+    if not runs:
+        return ""
+    npu, gpu = (runs[kind].stop - runs[kind].first for kind in ("npu", "gpu"))
+    return f"in calls of {m} tokens cut in order {npu} of {npu + gpu} heads are the NPU's"
+
+
+def _work_rows(table: Table, stats: Stats) -> None:
+    if stats.gpu_share is not None:
+        table.add_row("GPU busy", f"{stats.gpu_share:.1%} of the time")
+    if stats.npu_idle_share is not None:
+        table.add_row("NPU idle", f"{stats.npu_idle_share:.1%} of the prefill")
+    if stats.shifted_tokens:
+        table.add_row("forgotten", f"{stats.shifted_tokens} tokens, the context was full")

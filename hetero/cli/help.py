@@ -60,7 +60,7 @@ class HelpGroup(TyperGroup):
         return list(super().parse_args(ctx, args))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """As Click does; raises `UserError` for another tool's name of a command."""
+        """Resolve as Click does; raise `UserError` for another tool's name of a command."""
         known = self.list_commands(ctx)
         if args and args[0] not in known and not args[0].startswith("-"):
             raise UserError(f"there is no `hetero {args[0]}`: {_instead(args[0], known)}")
@@ -72,7 +72,7 @@ class HelpGroup(TyperGroup):
 
 
 def _instead(name: str, known: list[str]) -> str:
-    """What to type in place of a command that there is none of."""
+    """Return what to type in place of an unknown command."""
     if name in ELSEWHERE:
         return ELSEWHERE[name]
     near = [x for x in known if x.startswith(name)] or get_close_matches(name, known, n=2)
@@ -214,7 +214,7 @@ def _choices(kind: Any) -> list[str]:
 
 
 def _help(parameter: Any, hint: Any) -> str:
-    """What an option does, what it may be, and its default."""
+    """Return an option's help, its choices or limits, and its default."""
     parts = [parameter.help or ""]
     if choices := _choices(_kind(hint)):
         parts.append(f"({', '.join(choices)})")
@@ -231,7 +231,7 @@ def _help(parameter: Any, hint: Any) -> str:
 
 
 def _default(parameter: Any) -> str:
-    """What holds where nothing is said; empty where there is nothing to say."""
+    """Return the default that the help shows; empty if there is none."""
     told = getattr(parameter, "show_default", False)
     if isinstance(told, str):
         return told

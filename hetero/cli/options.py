@@ -369,7 +369,7 @@ def sampling_given(
     min_p: float | None,
     repetition_penalty: float | None,
 ) -> SamplingOptions:
-    """What was asked for of the options that a model has defaults of."""
+    """Return the given options among those that a model has defaults for."""
     given = {
         "temperature": temperature,
         "top_k": top_k,
@@ -381,7 +381,7 @@ def sampling_given(
 
 
 def shown(text: str) -> Text:
-    """What a file says, for a console: neither markup nor control characters of it count."""
+    """Return text of a file for a console, without markup and control characters."""
     return Text(printable(text))
 
 

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from hetero.backends.formats import CacheFormat
 from hetero.cli.options import JsonOption, stderr
+from hetero.errors import UserError
+from hetero.terminal import json_line
+
+if TYPE_CHECKING:
+    from hetero.profiler.model_graph import ModelGraph
+    from hetero.profiler.tables import TableData
+    from hetero.solver.execution_plan import ExecutionPlan
+    from hetero.solver.request import GraphSizes, PlanRequest
 
 
 class ObjectiveChoice(StrEnum):
@@ -169,7 +177,6 @@ def plan_command(
     as_json: JsonOption = False,
 ) -> None:
     """Find the best cut of every matmul of MODEL between GPU and NPU."""
-    from hetero.cli.work.plan import other, parse_sizes, show_plan
     from hetero.placement.planning import parse_lengths, parse_size, planned, spec_on
     from hetero.solver.request import PlanRequest
     from hetero.terminal.notices import notify
@@ -200,3 +207,77 @@ def plan_command(
         found.report(report, compare=others)
         notify(f"{report} is written: open it in a browser")
     show_plan(found, others, explain, as_json=as_json)
+
+
+def parse_sizes(value: str | None) -> GraphSizes:
+    """`auto`, token counts, or nothing. Raises `UserError`."""
+    from hetero.placement.planning import parse_tokens
+
+    if value is None or value == "auto":
+        return value  # type: ignore[return-value]
+    return parse_tokens(value, "--graph-sizes")
+
+
+def show_plan(
+    plan: ExecutionPlan, others: list[ExecutionPlan], explain: str | None, *, as_json: bool
+) -> None:
+    if not as_json:
+        _print_plan(plan, others, explain)
+    else:
+        _matching(plan, explain)
+        print(json_line(plan.model_dump_json()), flush=True)
+
+
+def other(name: str, spec: ModelGraph, request: PlanRequest) -> ExecutionPlan:
+    from hetero.placement.planning import load_either, planned
+    from hetero.profiler.records import DeviceProfile
+
+    found = load_either(name)
+    if isinstance(found, DeviceProfile):
+        return planned(spec, found, request)
+    return found
+
+
+def _print_plan(plan: ExecutionPlan, others: list[ExecutionPlan], explain: str | None) -> None:
+    from rich.console import Console
+
+    from hetero.cli.tables import say, show
+    from hetero.solver.report import brief, conclusion, content, units
+
+    console = Console()
+    if explain is not None:
+        for title, candidates in _matching(plan, explain):
+            show(candidates._replace(title=title), console)
+        return
+    say(
+        f"{content.name(plan)}: {content.kind(plan)} numbers, plan {plan.plan_id}, "
+        f"solved in {units.duration(plan.solve_s)}",
+        console,
+    )
+    for sentence in conclusion.sentences(plan):
+        say(sentence, console)
+    tables = [brief.gains(plan), content.forms(plan), brief.operators(plan)]
+    for table in (
+        *tables,
+        content.attention(plan),
+        content.what_if(plan, others),
+        content.memory(plan),
+    ):
+        if table is not None:
+            show(table, console)
+    for note in plan.notes:
+        say(f"note: {note}", console)
+
+
+def _matching(plan: ExecutionPlan, explain: str | None) -> list[tuple[str, TableData]]:
+    """Tables of candidates of one matmul. Raises `UserError` for an unknown name."""
+    from hetero.solver.report import content
+
+    if explain is None:
+        return []
+    known = sorted({op.op for op in plan.ops})
+    if explain not in known:
+        raise UserError(f"--explain {explain!r}: the plan's matmuls are {', '.join(known)}")
+    tables = list(content.alternatives(plan))
+    named = [op for op in plan.ops if op.candidates]
+    return [(t.title, t) for op, t in zip(named, tables, strict=True) if op.op == explain]

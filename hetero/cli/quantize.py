@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,6 +12,9 @@ from hetero.cli.options import ModelArgument, progress_bar
 from hetero.compiling.constants import DEFAULT_OUTLIERS
 from hetero.errors import UserError
 from hetero.terminal import printable
+
+if TYPE_CHECKING:
+    from hetero.models.calibration_record import Calibration
 
 
 def quantize_command(
@@ -43,7 +46,6 @@ def quantize_command(
     """Quantise MODEL once, into a directory that loads by memory mapping."""
     from hetero.backends.formats import WeightFormat
     from hetero.backends.host.folders import expand_user
-    from hetero.cli.work.quantize import shadows, stored_formats
     from hetero.compiling.calibration import calibrated_together
     from hetero.models import open_model
     from hetero.models.calibration_record import OutlierChoice
@@ -76,3 +78,30 @@ def quantize_command(
         print(shadows(source.calibration))
     for kind, error in loaded.weights.requantised().items():
         print(f"{printable(kind)} was quantised again: relative error {error:.3f} (measured)")
+
+
+def stored_formats(asked: str) -> list[WeightFormat]:
+    """Return the formats of --weights, the one with static scales first. Raises `UserError`."""
+    names = [name.strip() for name in asked.split(",")]
+    if unknown := [name for name in names if name not in list(WeightFormat)]:
+        raise UserError(
+            f"--weights {unknown[0]!r} is not a format; choose one or two of "
+            f"{', '.join(WeightFormat)}"
+        )
+    found = sorted(map(WeightFormat, names), key=lambda x: not x.activations.static)
+    if len({x.storage for x in found}) < len(found):
+        raise UserError(
+            f"--weights {asked} names weights that are stored in one way twice; name each once"
+        )
+    return found
+
+
+def shadows(found: Calibration) -> str:
+    """Return a line on what was done about outliers."""
+    worst = max(found.matmuls, key=lambda name: found.matmuls[name].error)
+    hot = sum(x.hot for x in found.matmuls.values())
+    return (
+        f"static scales from {found.tokens} tokens: {len(found.shadowed)} of {len(found.matmuls)} "
+        f"matmuls keep a shadow, {hot} hot channels; largest relative error of an output "
+        f"{found.matmuls[worst].error ** 0.5:.3f}, {worst} (measured)"
+    )

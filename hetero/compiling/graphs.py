@@ -50,7 +50,7 @@ Note = Callable[[int, int, str], None]
 
 @dataclass(frozen=True)
 class CompileRequest:
-    """What to compile. `plan` None is layer level: matmuls of prefill on the NPU.
+    """A model to compile, and how. `plan` None is layer level: matmuls of prefill on the NPU.
 
     With `share_weights` the graphs of all token counts of a weight are one file, which only a
     device can open: the emulator compiles what it needs again. `whole_caches` as in `LLM`.
@@ -80,7 +80,9 @@ class Compilation:
     estimate: Estimate
 
     def sharing(self, tokens: int) -> Sharing | None:
-        """What the calls of a prompt share, as long as the context holds (`jobs.sharing`)."""
+        """Return what the calls of a prompt share, up to the length of the context
+        (`jobs.sharing`).
+        """
         return sharing(self.placement, min(tokens, self.max_seq_len))
 
 
@@ -169,7 +171,7 @@ def compile_model(plan: Compilation, out: Path, note: Note | None = None) -> Bun
 
 
 def _state(plan: Compilation) -> dict[str, Any]:
-    """What a directory must have been begun for, to be gone on with."""
+    """Return the facts that an unfinished directory must match to be continued."""
     return {
         "model": plan.loaded.fingerprint,
         "soc": plan.request.soc.lower(),

@@ -19,7 +19,7 @@ from hetero.solver.placement import Assignment, Placement, Segment
 from hetero.solver.plan import Phase
 
 if TYPE_CHECKING:
-    from hetero.backends.qnn.catalog import Shape
+    from hetero.backends.qnn.catalog import GraphShape
 
 # Measured on this project's two-core x86-64 machine (qnn.md): a compiled graph's file over the
 # packed weight's bytes.
@@ -40,7 +40,7 @@ class Job:
     sizes: tuple[int, ...]
     weight_bytes: int
     group: NodeGroup | None = None
-    shapes: tuple[Shape, ...] = field(default=(), compare=False)
+    shapes: tuple[GraphShape, ...] = field(default=(), compare=False)
 
     @property
     def node(self) -> Node:
@@ -59,7 +59,7 @@ class Job:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of all its nodes, each once."""
+        """Return the names of all its nodes, each once."""
         names = (_name(node, self.segment, self.group) for node in self.nodes)
         return tuple(dict.fromkeys(names))
 
@@ -74,7 +74,7 @@ class Job:
 
 
 class _Use(NamedTuple):
-    """What an NPU computes of an assignment: a group, a node, or a segment of a node's rows."""
+    """The NPU's part of an assignment: a group, a node, or a segment of a node's rows."""
 
     node: Node
     segment: Segment | None
@@ -88,7 +88,7 @@ class _Use(NamedTuple):
 
     @property
     def op(self) -> Op:
-        """What its graphs compute; of a group its first operation."""
+        """Return the operation of its graphs; of a group its first one."""
         if self.segment is None:
             return self.node.op
         assert isinstance(self.node.op, MatMul)
@@ -252,7 +252,7 @@ class Sharing:
 
 
 def sharing(placement: Placement, tokens: int) -> Sharing | None:
-    """What the calls of a prompt share; None where the NPU computes nothing of it."""
+    """Return what the calls of a prompt share; None if the NPU computes none of it."""
     calls = placement.plan.steps(tokens)
     starts = list(accumulate(calls, initial=0))
     each = [
@@ -280,7 +280,7 @@ class _Graph(NamedTuple):
 
     name: str
     file: object
-    shape: Shape
+    shape: GraphShape
 
 
 def _graphs_of_call(

@@ -20,7 +20,7 @@ CHILD_BYTES, CHILD_BYTES_PER_BYTE = 180 << 20, 12.0
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a compilation will take, from figures measured on another machine."""
+    """Estimate of a compilation, from figures measured on another machine."""
 
     graphs: int
     graphs_bytes: int

@@ -23,7 +23,7 @@ class Sketch:
 
     @classmethod
     def of(cls, *values: npt.NDArray[Any]) -> Self:
-        """Of all elements of some arrays."""
+        """Return the sketch of all elements of some arrays."""
         sketch = cls()
         for x in values:
             sketch.add(x)
@@ -38,7 +38,7 @@ class Sketch:
         self.counts += np.bincount(buckets, minlength=_BUCKETS)
 
     def without(self, other: Sketch) -> Sketch:
-        """What is left when `other`, a part of this, is taken away."""
+        """Return the rest when `other`, a part of this, is removed."""
         left = Sketch()
         left.counts = self.counts - other.counts
         return left

@@ -77,7 +77,7 @@ class Scale:
 
 @dataclass(frozen=True, eq=False)
 class Scales:
-    """What a matmul may do: with a shadow, cut off or widened without one, and widened.
+    """Options of a matmul: with a shadow, clipped or widened without one, and widened.
 
     `channel_max` [k] is the maximum of |x| on the text, `outliers` [k] how many elements are beyond
     the codes of the shadowed form.
@@ -171,7 +171,9 @@ class Trial:
         self._packed: tuple[bytes, PackedWeight] | None = None
 
     def error(self, step: float, hot: Channels = NO_CHANNELS, *, excess: bool = False) -> float:
-        """Of int8 codes of a step, with hot channels or an excess in floating point."""
+        """Return the error of int8 codes of a step, with hot channels or an excess in floating
+        point.
+        """
         packed = self._rows_without(NO_CHANNELS if excess else hot)
         y = static_product(self.x, packed, step, unclipped=excess)
         if len(hot) and not excess:

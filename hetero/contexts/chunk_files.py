@@ -89,8 +89,8 @@ class ChunkFiles:
         self._next, self._numbering = 0, threading.Lock()
 
     def scan(self) -> dict[bytes, tuple[Place, float]]:
-        """What the folder holds, by key, with densities; files with a broken header, and those that
-        the budget has no room for, are removed. Nothing is live yet.
+        """Return the chunks in the folder by key, with densities; files with a broken header, and
+        those that the budget has no room for, are removed. Nothing is live yet.
         """
         found: dict[bytes, tuple[Place, float]] = {}
         for path in sorted(self.folder.glob("*.kv")):
@@ -167,7 +167,7 @@ class ChunkFiles:
         return MAGIC if self._vault is None else SEALED_MAGIC
 
     def _header(self, entries: Sequence[Entry]) -> tuple[bytes, Box | None]:
-        """What stands behind a file's head, and what seals its pieces."""
+        """Return a file's header, and the cipher of its planes."""
         text = json.dumps([[e.key.hex(), e.tokens, e.bits, e.density] for e in entries]).encode()
         if self._vault is None:
             return text, None
@@ -220,11 +220,11 @@ class ChunkFiles:
         return {chunk: place for (chunk, _), place in zip(sound, places, strict=True)}
 
     def entry(self, place: Place) -> Entry:
-        """What the header says of a chunk."""
+        """Return the header's record of a chunk."""
         return self._files[place.file].entries[place.index]
 
     def garbage(self, *, everything: bool = False) -> Iterator[int]:
-        """Yield files of which less than half is referred to; with `everything` less than all."""
+        """Yield files of which less than half is referenced; with `everything` less than all."""
         for number, file in list(self._files.items()):
             if len(file.live) < len(file.entries) / (1 if everything else 2):
                 yield number
@@ -322,7 +322,7 @@ class ChunkFiles:
         return self._layer(tokens, bits)
 
     def _planes_of(self, file: BinaryIO, about: _File, index: int, layer: int) -> Iterator[bytes]:
-        """Of a chunk's layer, as they are when they are sound. Raises `ChunkError`."""
+        """Yield the planes of a chunk's layer, checked. Raises `ChunkError`."""
         entry, starts = about.entries[index], self._starts(about)
         offset = about.data + layer * starts[-1] + starts[index]
         for number, size in enumerate(self.codec.plane_bytes(entry.tokens, entry.bits)):
@@ -437,7 +437,7 @@ class Reader:
 
 
 def _planes(chunks: Sequence[tuple[Chunk, Codes]], layers: int) -> Iterator[bytes]:
-    """Of chunks that are written, as they lie in a file."""
+    """Yield the planes of chunks, in the order of a file."""
     for layer in range(layers):
         for _, codes in chunks:
             for plane in codes.planes:

@@ -141,7 +141,7 @@ class ChunkMemory:
         return dict(found)
 
     def nbytes(self, chunks: Iterable[Chunk]) -> int:
-        """What chunks take of it."""
+        """Return the bytes of chunks."""
         with self.lock:
             return sum(chunk.codes.nbytes for chunk in chunks if chunk.codes is not None)
 

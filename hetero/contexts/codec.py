@@ -34,7 +34,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hetero.backends.kv_codes import decoded, spread, unpacked
-from hetero.backends.kv_rows import Rows, rounded_up
+from hetero.backends.kv_rows import CacheRows, rounded_up
 from hetero.runtime.kv.kv_cache import CacheLayout, KvCache
 
 CODEC_VERSION: Final = 1
@@ -162,14 +162,14 @@ class ChunkCodec:
         return self._packed(codes.view(np.uint8) ^ 128, amplitudes, stop - start).lowered(bits)
 
     def _exact(self, values: Array) -> Array:
-        """Of `RAW`: floats, or what a cache of codes holds of them."""
+        """Encode `RAW`: floats, or what a cache of codes holds of them."""
         if not self.kv.coded:
             return np.array(values, np.float32, order="C")
         shape = self.kv.shape(self.heads, values.shape[3], self.size)
         found = np.zeros((self.layers, 2, *shape), np.int8)
         for layer, both in enumerate(values):
             for kind, (part, array) in enumerate(zip(both, found[layer], strict=True)):
-                rows = Rows(array, self.kv, self.size)
+                rows = CacheRows(array, self.kv, self.size)
                 rows.channels[:] = 1 if kind else self.channels[layer]
                 rows.write(0, part)
         return np.ascontiguousarray(found[:, :, :, : values.shape[3]])
@@ -190,13 +190,13 @@ class ChunkCodec:
         return self._decoded(codes.bits, codes.tokens, codes.planes, slice(None))
 
     def decode_layer(self, codes: Codes, layer: int) -> Array:
-        """As `decode`, of one layer: [2, G, T, D]."""
+        """Decode one layer: [2, G, T, D]."""
         planes = [plane[layer : layer + 1] for plane in codes.planes]
         found: Array = self._decoded(codes.bits, codes.tokens, planes, slice(layer, layer + 1))[0]
         return found
 
     def decode_into(
-        self, chunks: Sequence[tuple[int, Codes]], layer: int, keys: Rows, values: Rows
+        self, chunks: Sequence[tuple[int, Codes]], layer: int, keys: CacheRows, values: CacheRows
     ) -> None:
         """A layer of chunks, each at its first token, into a cache's keys and values.
         `DECODED_TOGETHER` values at once, of chunks with equal bits.
@@ -216,7 +216,9 @@ class ChunkCodec:
                     keys.write(start, k)
                     values.write(start, v)
 
-    def _moved(self, start: int, codes: Codes, layer: int, into: tuple[Rows, Rows]) -> bool:
+    def _moved(
+        self, start: int, codes: Codes, layer: int, into: tuple[CacheRows, CacheRows]
+    ) -> bool:
         """Return whether a chunk went into caches of codes with the same channels as it is."""
         stop, shape = start + codes.tokens, (2, self.heads, codes.tokens, -1)
         planes = [plane[layer : layer + 1] for plane in codes.planes]
@@ -258,7 +260,7 @@ class ChunkCodec:
     # --- amplitudes -------------------------------------------------------------------------
 
     def _amplitudes(self, tokens: int) -> int:
-        """Of a layer: of the keys, then of the values."""
+        """Return the planes of a layer: of the keys, then of the values."""
         return self.heads * sum(self._rows(tokens))
 
     def _rows(self, tokens: int) -> tuple[int, int]:

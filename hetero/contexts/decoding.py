@@ -95,7 +95,7 @@ class DeviceDecoder:
         return codes.bits != RAW and codes.tokens == CHUNK_TOKENS
 
     def _batches(self, chunks: Parts) -> Iterator[Parts]:
-        """As many as fit the buffer and the table."""
+        """Yield batches that fit the buffer and the table."""
         part: list[tuple[int, Codes]] = []
         room = self._op.room
         for chunk in chunks:
@@ -138,7 +138,7 @@ class DeviceDecoder:
 
 
 def decode_operation(codec: ChunkCodec, layout: CacheLayout) -> DecodeChunks:
-    """What decodes a model's chunks into its caches."""
+    """Return the op that decodes a model's chunks into its caches."""
     whole = codec.nbytes(CHUNK_TOKENS, HALF) // codec.layers
     return DecodeChunks(
         kv_heads=layout.kv_heads,
@@ -154,7 +154,7 @@ def decode_operation(codec: ChunkCodec, layout: CacheLayout) -> DecodeChunks:
 def decoders(
     devices: Mapping[DeviceKind, Device], codec: ChunkCodec, layout: CacheLayout
 ) -> Iterator[Decoder]:
-    """Yield all there are: the host, and devices that can beside their other calls."""
+    """Yield all decoders: the host, and devices that can decode during their other calls."""
     yield HostDecoder(codec)
     if layout.head_dim * CHUNK_TOKENS % 4:
         return

@@ -95,7 +95,7 @@ class ServiceDirectory:
         return folder
 
     def root(self, name: str) -> bytes:
-        """What the keys of an app's chunks begin with: nobody else's do."""
+        """Return the prefix of the keys of an app's chunks, which no other app's have."""
         described = json.dumps(self.about["identity"], sort_keys=True)
         facts = described + json.dumps(self.about.get("channels")) + self._kv
         return hashlib.blake2b(facts.encode(), key=self._keyed(b"root", name)).digest()[:32]
@@ -116,7 +116,7 @@ class ServiceDirectory:
             ) from error
 
     def _made(self) -> bytes:
-        """Return a secret as it is kept."""
+        """Return the stored form of a secret."""
         secret = secrets.token_bytes(32)
         if self._vault is None:
             return secret

@@ -49,7 +49,7 @@ class Vault:
         self.key_id = hashlib.blake2b(key=key, person=b"hetero key id", digest_size=8).hexdigest()
 
     def box(self, use: str, salt: bytes) -> Box:
-        """What seals the contents of one file, whose salt nobody else has."""
+        """Return the cipher of one file, with a salt of its own."""
         info = f"hetero {use}".encode()
         made = self._hkdf(algorithm=self._hash(), length=KEY_BYTES, salt=salt, info=info)
         key = made.derive(self._key)
@@ -68,7 +68,7 @@ class Box:
         return nonce + bytes(self._aead.encrypt(nonce, data, about))
 
     def open(self, data: bytes | memoryview, about: bytes) -> bytes:
-        """What was sealed so. Raises `SealError`."""
+        """Return the plaintext. Raises `SealError`."""
         return self._opened(bytes(data[:_NONCE_BYTES]), data[_NONCE_BYTES:], about)
 
     def seal_nth(self, nth: int, data: bytes, about: bytes) -> bytes:
@@ -76,11 +76,11 @@ class Box:
         return bytes(self._aead.encrypt(nth.to_bytes(_NONCE_BYTES, "little"), data, about))
 
     def open_nth(self, nth: int, data: bytes | memoryview, about: bytes) -> bytes:
-        """What was sealed so. Raises `SealError`."""
+        """Return the plaintext. Raises `SealError`."""
         return self._opened(nth.to_bytes(_NONCE_BYTES, "little"), data, about)
 
     def digest(self, name: bytes) -> str:
-        """Of a name that is to be found again, and tells nothing."""
+        """Return the keyed hash of a name: it can be found again, and reveals nothing."""
         return hashlib.blake2b(name, key=self._names, digest_size=32).hexdigest()
 
     def _opened(self, nonce: bytes, data: bytes | memoryview, about: bytes) -> bytes:

@@ -40,7 +40,7 @@ def _bits(chunk: Chunk) -> int:
 
 
 def lru(chunk: Chunk) -> tuple[Any, ...]:
-    """As `lctru`, whatever the bits."""
+    """Order as `lctru` does, whatever the bits."""
     return not chunk.full, chunk.dirty, chunk.used, -chunk.start
 
 

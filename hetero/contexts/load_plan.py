@@ -32,7 +32,7 @@ Seconds: TypeAlias = Callable[[Any, Any], Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """What was measured of this machine. `chunk_s` is what a chunk takes to be decoded into the
+    """Measured rates of this machine. `chunk_s` are the seconds to decode a chunk into the
     cache, by its bits, `decodes_beside` whether that is beside the prompt; `read_chunk_s` what one
     takes to be read, whatever its bytes are.
     """
@@ -130,7 +130,7 @@ def _seconds(
 
 
 def _alone_s(pieces: Sequence[Piece], rates: Rates, starts: Floats) -> Floats:
-    """What runs of missing pieces take in calls of their own, up to each piece."""
+    """Return the seconds of missing runs in calls of their own, up to each chunk."""
     runs = [0.0]
     for piece in pieces:
         runs.append(runs[-1] + piece.tokens if piece.missing else 0.0)

@@ -208,7 +208,7 @@ def errors_of(facts: dict[str, Any]) -> dict[int, float]:
 
 
 def rates_of(facts: dict[str, Any]) -> Rates:
-    """Of what was measured and kept. Raises what a fact that is none does."""
+    """Return the rates of stored facts. A damaged fact raises its own error."""
     prompts, priced = _points(facts["prompts"]), _points(facts["predicted"])
     if not prompts:
         raise ValueError("no times of prompts")
@@ -232,7 +232,7 @@ def _points(found: Any) -> list[Point]:
 
 
 def _number(value: Any) -> float:
-    """What a measurement can be."""
+    """Return a stored measurement as a number."""
     found = float(value)
     if not 0 < found < 1e18:
         raise ValueError(f"{found} was not measured")

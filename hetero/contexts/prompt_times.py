@@ -53,7 +53,7 @@ class PricedTimes:
         self._seconds = seconds.reshape(shape)
 
     def __call__(self, tokens: Any, before: Any) -> Any:
-        """Of arrays of one shape, or of numbers; of no token as of one."""
+        """Return seconds for arrays of one shape, or numbers; no token takes as long as one."""
         row, along = _between(self._counts, np.maximum(tokens, self._counts[0]))
         column, across = _between(self._befores, before)
         table = self._seconds
@@ -83,7 +83,7 @@ class HeldTimes:
             self._ratios.append((counts, measured(counts, behind) / priced(counts, behind)))
 
     def __call__(self, tokens: Any, before: Any) -> Any:
-        """Of arrays of one shape, or of numbers."""
+        """Return seconds for arrays of one shape, or numbers."""
         ratios = [np.interp(tokens, counts, ratio) for counts, ratio in self._ratios]
         if len(ratios) == 1:
             return self._priced(tokens, before) * ratios[0]
@@ -105,7 +105,7 @@ class PromptTimes:
         self._lines, self._befores = lines, befores
 
     def __call__(self, tokens: Any, before: Any) -> Any:
-        """Of arrays of one shape, or of numbers."""
+        """Return seconds for arrays of one shape, or numbers."""
         first = _along(self._lines[0], tokens)
         if len(self._lines) == 1:
             return first

@@ -188,7 +188,7 @@ class Service:
 
     @property
     def work(self) -> Work:
-        """What the devices have done for all calls."""
+        """Return the devices' work for all calls."""
         return total(slot.active.work for slot in self._slots)
 
     def room(self) -> bool:
@@ -379,7 +379,7 @@ class App:
         return context
 
     def _open_all(self) -> None:
-        """What the folder holds: texts, then chunks that belong to them."""
+        """Open the texts in the folder, then the chunks that belong to them."""
         disk, room, vault = self.service.disk, self.service._make_room, self.service._vault
         logs = [
             (path.stem.removeprefix("ctx-"), TextLog.open(path, disk, room, vault))
@@ -413,7 +413,7 @@ class AppContext:
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """Of a chat."""
+        """Return the messages of a chat."""
         return list(self._log.text.messages)
 
     def __len__(self) -> int:
@@ -429,7 +429,7 @@ class AppContext:
         return self.app.service.memory.histogram(self._cached.chunks)
 
     def nbytes(self) -> int:
-        """Of its chunks in memory."""
+        """Return the bytes of its chunks in memory."""
         return self.app.service.memory.nbytes(self._cached.chunks)
 
     @whole

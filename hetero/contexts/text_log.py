@@ -41,8 +41,8 @@ def no_room(_: int) -> bool:
 
 @dataclass
 class Text:
-    """What a context says. `messages` are those of a chat; `created` in seconds since 1970, `used`
-    the time of its last call as a chunk's.
+    """The text of a context. `messages` are those of a chat; `created` in seconds since 1970,
+    `used` the time of its last call as a chunk's.
     """
 
     system: str = ""
@@ -205,7 +205,7 @@ class _Records:
         self._box: Box | None = None
 
     def begun(self) -> bytes:
-        """What a log begins with: a salt, if it is encrypted."""
+        """Return the head of a log: a salt, if it is encrypted."""
         if self.vault is None:
             return b""
         salt = os.urandom(SALT_BYTES)

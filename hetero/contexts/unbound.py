@@ -24,7 +24,7 @@ class UnboundFile(NamedTuple):
 
 
 class UnboundApps:
-    """What is in the folders of apps that are not bound. Bytes are taken from `budget`; files of
+    """Files of apps that are not bound. Bytes are taken from `budget`; files of
     chunks that it has no room for go, the oldest first, and so does what a killed writer left.
 
     Raises `UserError` where the texts alone do not fit. Used by the thread whose turn it is and,
@@ -59,7 +59,7 @@ class UnboundApps:
             file.path.unlink(missing_ok=True)
 
     def unbind(self, folder: Path) -> None:
-        """What is in it counts here again: it could not be bound."""
+        """Count a folder's files here again: it could not be bound."""
         self._count(folder)
         for path in sorted(folder.glob("*.kv")):
             self._add(_described(path))
@@ -85,7 +85,7 @@ class UnboundApps:
 
 
 def remove_partials(folder: Path) -> None:
-    """What killed writers left in the folder of an app, which belongs to this process."""
+    """Remove what killed writers left in the folder of an app, which belongs to this process."""
     for path in folder.glob(".*.partial"):
         with suppress(OSError):
             path.unlink(missing_ok=True)

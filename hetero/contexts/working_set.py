@@ -49,7 +49,7 @@ class LiveContext(Protocol):
 
     @property
     def cached(self) -> int:
-        """Return tokens that have some."""
+        """Return how many tokens have keys and values."""
 
     @property
     def tokens(self) -> tuple[int, ...]:

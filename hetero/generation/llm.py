@@ -170,9 +170,9 @@ class LLM:
 
     @property
     def _purpose(self) -> str:
-        """What kernels are prepared for, at every start that asks for the same: all that decides
-        which ones, and how they are fused, for what is foreseen is not tried again. No length
-        of context, and nothing that `auto` compared.
+        """Return the key of the prewarm list, equal at every start with the same options: all that
+        decides which ones, and how they are fused, for what is foreseen is not tried again. No
+        length of context, and nothing that `auto` compared.
         """
         names = [self.devices.name(kind) for kind in KINDS]
         model = (self._loaded.fingerprint, str(self._loaded.weights.weight_format))
@@ -539,7 +539,7 @@ class LLM:
         return (max(min(len(tokens), self.max_seq_len), 1),)
 
     def _weight_budget(self, budget: int | None) -> int | None:
-        """What of a memory budget is left for weights, bytes."""
+        """Return the bytes of a memory budget that are left for weights."""
         if budget is None:
             return None
         loaded = self._loaded

@@ -29,7 +29,7 @@ FinishReason: TypeAlias = Literal["stop", "length", "context"]
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceShare:
-    """What one device did: operations run and seconds busy (measured)."""
+    """Work of one device: operations run and seconds busy (measured)."""
 
     ops: int
     busy_s: float
@@ -148,7 +148,7 @@ class StopFilter:
         return shown
 
     def flush(self) -> str:
-        """What is still held back, at the end of the answer."""
+        """Return the text still held back, at the end of the answer."""
         shown, self._held = self._held, ""
         return shown
 
@@ -252,8 +252,9 @@ class Generation(Iterator[Piece]):
         return self.step() if isinstance(piece, Pending) else piece
 
     def advance(self) -> Piece | Pending | None:
-        """As `step`, but `PENDING` where the answer continues whatever the piece says: the next
-        call returns it, and runs no device, so another step can begin before its text is decoded.
+        """Advance as `step` does, but return `PENDING` where the answer continues whatever the
+        piece says: the next call returns it, and runs no device, so another step can begin before
+        its text is decoded.
         """
         if self.finished:
             raise ValueError("this answer is finished: ask for its result")
@@ -402,7 +403,7 @@ class Generation(Iterator[Piece]):
             yield from self._score()
 
     def _score(self) -> Iterator[Logits | None]:
-        """As the engine's `prefill_calls`; keeps the log-probabilities of the prompt."""
+        """Prefill as the engine's `prefill_calls`, and keep the log-probabilities of the prompt."""
         rest = self._prompt[self._reused :]
         first = len(self._todo) - len(rest)  # behind what the context had left to compute
         at, last = 0, np.empty(0, np.float32)
@@ -462,7 +463,7 @@ class Generation(Iterator[Piece]):
         return token
 
     def _piece(self) -> Piece:
-        """What the token that was chosen last says."""
+        """Return the piece of the token that was chosen last."""
         token, self._pending_token = self._pending_token, None
         assert token is not None
         text = "" if token in self._end else self._decoder.push(token)
@@ -569,7 +570,7 @@ def decode_together(
 
 @dataclass
 class _Kept:
-    """What several answers to one prompt share: the logits behind it, the context's length there,
+    """State that several answers to one prompt share: its last logits, the context's length there,
     the log-probabilities of its tokens.
     """
 

@@ -129,7 +129,7 @@ class TokenLogprob:
 
 
 class Constraint(Protocol):
-    """What an answer may be, token by token (a grammar)."""
+    """Restricts an answer token by token (a grammar)."""
 
     def allowed(self) -> npt.NDArray[np.bool_]:
         """Which tokens [vocab] may come next; an id that ends a text where it may end. At least
@@ -180,7 +180,7 @@ class Sampler:
         return at if ids is None else int(ids[at])
 
     def _likeliest(self, logits: Logits) -> int:
-        """As `choose`, where nothing but a bias of some ids is asked for."""
+        """Choose as `choose` does, with nothing but a bias of some ids."""
         others = logits.copy()
         others[self._biased] = -np.inf
         best = int(others.argmax())

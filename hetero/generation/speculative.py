@@ -27,7 +27,7 @@ SHORTEST_MATCH: Final = 2
 
 @dataclass
 class Acceptance:
-    """What drafting brought: tokens guessed, guesses that were right, calls of the model."""
+    """Statistics of drafting: tokens guessed, guesses accepted, calls of the model."""
 
     drafted: int = 0
     accepted: int = 0

@@ -111,7 +111,7 @@ class BenchReport:
 
 
 def _cells(row: BenchRow) -> tuple[str, ...]:
-    """As `BenchReport.HEAD` names them."""
+    """Return the cells that `BenchReport.HEAD` names."""
     mark = "**" if row.fastest else ""
     median = f"{mark}{row.tokens_per_s_median:.2f}{mark}"
     spread = (f"{row.tokens_per_s_min:.2f}", f"{row.tokens_per_s_max:.2f}")
@@ -129,7 +129,7 @@ def _who(row: BenchRow) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions:
-    """What to measure: prompt and decode lengths in tokens, rounds, contenders side by side.
+    """Options of a benchmark: prompt and decode lengths in tokens, rounds, contenders side by side.
 
     Every device runs with every way of synchronising; strategies are for `hetero`, in place of its
     own plan. `profile` is what strategies are planned with; `plan` and the others are those of

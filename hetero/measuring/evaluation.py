@@ -32,13 +32,13 @@ Interval = tuple[float, float]
 
 
 class Encoder(Protocol):
-    """What makes token ids of a text."""
+    """An encoder of texts."""
 
     def encode(self, text: str) -> list[int]: ...
 
 
 class Scorer(Protocol):
-    """What has logits: an `LLM`, or a model that is simulated."""
+    """A model with logits: an `LLM`, or a simulated one."""
 
     @property
     def model(self) -> LoadedModel: ...

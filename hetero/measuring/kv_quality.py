@@ -31,7 +31,7 @@ Chooser = Callable[[Sequence[float]], list[int]]
 
 @dataclass(frozen=True, kw_only=True)
 class KvQuality:
-    """Of one way to keep them. `ratio` is of the bytes at 8 bits; KL in nats a token."""
+    """Quality of one storage format. `ratio` is of the bytes at 8 bits; KL in nats a token."""
 
     ratio: float
     perplexity: float
@@ -47,7 +47,7 @@ class _Scores:
         self.nbytes = 0
 
     def add(self, wanted: Any, logs: Any, targets: Any, nbytes: int) -> None:
-        """Of one window: log-probabilities [tokens, vocabulary]."""
+        """Add a window: log-probabilities [tokens, vocabulary]."""
         self.lost.append(-logs[np.arange(len(targets)), targets])
         self.divergence.append((np.exp(wanted) * (wanted - logs)).sum(axis=-1))
         self.agreed.append(wanted.argmax(axis=-1) == logs.argmax(axis=-1))

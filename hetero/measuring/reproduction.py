@@ -40,7 +40,7 @@ def scenario(m: int) -> Scenario:
 
 
 class Chip:
-    """What the formulas of `paper_claims.toml` ask: planners of all models on the simulated chip,
+    """The names in formulas of `paper_claims.toml`: planners of all models on the simulated chip,
     with and without fast synchronisation.
     """
 
@@ -51,7 +51,7 @@ class Chip:
         self._llama = self.fast["Llama-8B"]
 
     def value(self, formula: str | float) -> float:
-        """Of a formula."""
+        """Return the value of a formula."""
         names = ("speed", "slow", "gain", "seconds", "joules", "down")
         known = {name: getattr(self, name) for name in names} | {"mean": statistics.fmean}
         return float(eval(str(formula), {"__builtins__": {}, **known}))  # of our own data file
@@ -87,11 +87,11 @@ class Chip:
         return self.speed(model, system, m) / self.slow(model, system, m)
 
     def seconds(self, system: str, m: int) -> float:
-        """Of a prompt of Llama-8B, preparation included."""
+        """Return the seconds of a prompt of Llama-8B, preparation included."""
         return latency_s(self._llama, scenario(m), system)
 
     def joules(self, system: str) -> float:
-        """Of a prompt of 256 tokens, Llama-8B."""
+        """Return the value for a prompt of 256 tokens, Llama-8B."""
         return force(self._llama, scenario(256), system).joules or math.nan
 
     def down(self, m: int) -> float:
@@ -170,7 +170,7 @@ class Reproduction(NamedTuple):
         return not missed and all(claim.verdict != "MISSED" for claim in self.claims)
 
     def summary(self) -> str:
-        """What a reader should take along: targets, and how far all else is off."""
+        """Return the conclusions: targets, and how far all else is off."""
         aimed = [c for c in self.claims if c.within is not None]
         met = sum(c.verdict == "met" for c in aimed)
         others = [c for c in self.claims if c.within is None]
@@ -188,7 +188,7 @@ class Reproduction(NamedTuple):
         return TableData("", head, rows, lead=2, numbers=head[2:5])
 
     def remarks(self) -> list[str]:
-        """What follows the table."""
+        """Return the lines after the table."""
         return [
             "Order of strategies (figure 14):",
             *self.orders,

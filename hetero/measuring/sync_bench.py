@@ -91,7 +91,7 @@ class SyncReport:
         return json.dumps(asdict(self))
 
     def remarks(self) -> list[str]:
-        """What was measured where, and what follows for `--sync`."""
+        """Return what was measured where, and what follows for `--sync`."""
         watched = "a flag in shared memory" if self.flag else "the event's status"
         lines = [
             f"measured on {self.environment['cpu']}; `fast` watches {watched}",
@@ -213,7 +213,7 @@ Submit = Callable[[Completion], Completion]
 def _methods(
     device: Device, fast: Synchroniser, wait_s: float, deadline_s: float
 ) -> dict[str, tuple[Submit, Callable[[Completion], object]]]:
-    """What is submitted behind the kernel, and how its end is waited for."""
+    """Return what is submitted after the kernel, and how to wait for its end."""
     flag = fast.flags.get("gpu")
 
     def site(name: str, method: SyncMethod) -> WaitPoint:

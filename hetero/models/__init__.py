@@ -383,8 +383,8 @@ def _found_path(model: str, shapes: bool) -> Path:
 
 
 def _hint(model: str, shapes: bool) -> str:
-    """What the user may have meant. Random weights are never proposed in place of real ones: that
-    they are random is said, where a known model is named.
+    """Return what the user may have meant. Random weights are never proposed in place of real ones:
+    that they are random is said, where a known model is named.
     """
     if near := _nearest(model):
         return f"did you mean {near!r}? "
@@ -400,7 +400,9 @@ def _hint(model: str, shapes: bool) -> str:
 
 
 def _nearest(model: str) -> str | None:
-    """What the user may have meant: a directory or file next to it, demo, or `random:NAME`."""
+    """Return what the user may have meant: a directory or file next to it, demo, or
+    `random:NAME`.
+    """
     path = Path(model)
     try:
         siblings = [

@@ -27,7 +27,7 @@ class OutlierChoice(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Of `15%`, `none`, `all` or `paper` (15 % and the paper's form). Raises `UserError`."""
+        """Parse `15%`, `none`, `all` or `paper` (15 % and the paper's form). Raises `UserError`."""
         match text:
             case "none":
                 return cls(0.0)

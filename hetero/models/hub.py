@@ -201,7 +201,7 @@ def _check(path: Path) -> None:
 
 @contextmanager
 def _sentences(name: HubName) -> Iterator[None]:
-    """What the hub, or a network that is not there, says."""
+    """Raise the hub's errors, and those of a missing network, as `ModelError`."""
     from huggingface_hub import errors
 
     try:

@@ -232,7 +232,7 @@ def _tell(
     pieces: Sequence[npt.NDArray[np.float32]],
     packed: PackedWeight,
 ) -> None:
-    """What is stored, to the sources that want to know."""
+    """Tell sources that ask for it what is stored."""
     stored, row = packed.dequantize(), 0
     for (source, *_), piece in zip(parts, pieces, strict=True):
         if source.watch is not None:

@@ -21,8 +21,8 @@ class Sliding:
 
     @classmethod
     def of(cls, windows: Sequence[int], capacity: int, written: int | None) -> Self | None:
-        """Of a model whose layers have these windows (0: none), in calls that write up to `written`
-        tokens before anything moves; None: all tokens have rows, as in the other layers.
+        """Return the sizes for layers with these windows (0: none), in calls that write up to
+        `written` tokens before anything moves; None: all tokens have rows, as in the other layers.
         """
         layers = frozenset(i for i, window in enumerate(windows) if window)
         if not layers:

@@ -54,7 +54,7 @@ class StreamDecoder(ABC):
 
     @abstractmethod
     def finish(self) -> str:
-        """What is still held back: U+FFFD for a character that was never completed."""
+        """Return the text still held back: U+FFFD for a character that was never completed."""
 
 
 class Tokenizer(ABC):
@@ -262,7 +262,7 @@ class _WindowDecoder(StreamDecoder):
         return self._emit(final=False)
 
     def finish(self) -> str:
-        """What is still held back."""
+        """Return the text still held back."""
         self._window += self._bytes
         self._bytes.clear()
         return self._emit(final=True)
@@ -376,7 +376,7 @@ def _read(path: Path) -> bytes:
 
 @contextmanager
 def quiet_panics() -> Iterator[None]:
-    """What the library prints of a panic is not shown: the sentence that follows says it. Other
+    """Hide what the library prints of a panic: the error that follows says it. Other
     output to stderr comes late, not never.
     """
     with _panics, ExitStack() as stack:
@@ -403,7 +403,7 @@ def quiet_panics() -> Iterator[None]:
 
 @contextmanager
 def _library(what: str) -> Iterator[None]:
-    """What the library complains of as a `ModelError`: it raises bare `Exception`, and panics."""
+    """Raise the library's errors as `ModelError`: it raises bare `Exception`, and panics."""
     try:
         yield
     except BaseException as error:

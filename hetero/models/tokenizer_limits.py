@@ -22,7 +22,7 @@ from hetero.errors import ModelError
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerLimits:
-    """What is taken of a tokenizer's file. No tokenizer that is in use comes near.
+    """Limits of a tokenizer's file. No tokenizer in use comes near them.
 
     file_bytes   size of the file
     factor       characters that its rules may make of one,
@@ -69,7 +69,7 @@ class Growth:
         self.extra = self.extra * factor + extra
 
     def of(self, characters: int) -> int:
-        """What a text of so many characters may become."""
+        """Return the largest size of a text of so many characters."""
         return self.factor * characters + self.extra
 
 

@@ -88,7 +88,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class PlacementRequest:
-    """What a caller of `choose` asks for; see `LLM`.
+    """The options of a placement; see `LLM`.
 
     `seq_lens` are prompt lengths to plan for, and to compare devices by; without them plans are for
     any length, and devices are compared by the `expected` lengths, else by those that a `context`

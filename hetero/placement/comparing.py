@@ -41,8 +41,8 @@ class Work:
 
 
 class Seconds(NamedTuple):
-    """Of a prompt, of the calls that it runs in, and of a decode step in the middle of the answer,
-    which attends to the prompt too.
+    """Seconds of a prompt, its number of calls, and seconds of a decode step in the middle of the
+    answer, which attends to the prompt too.
     """
 
     prompt_s: float

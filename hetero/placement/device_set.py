@@ -49,7 +49,7 @@ class DeviceSet:
 
     @contextmanager
     def prewarm(self, what: str) -> Iterator[bool]:
-        """See `Device.prewarm`; true where that holds of every device."""
+        """Prewarm every device (`Device.prewarm`); yield whether all could."""
         with ExitStack() as stack:
             known = [stack.enter_context(x.prewarm(what)) for x in self.devices.values()]
             yield all(known)
@@ -67,7 +67,9 @@ class DeviceSet:
 
     @property
     def numbers(self) -> Literal["measured", "emulated"]:
-        """What times of these devices are; emulated ones say nothing of the chip's speed."""
+        """Return the kind of these devices' times; emulated ones say nothing of the
+        chip's speed.
+        """
         emulated = any("emulated" in d.info.details for d in self.devices.values())
         return "emulated" if emulated else "measured"
 

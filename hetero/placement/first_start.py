@@ -87,7 +87,7 @@ LIMITS: Final = StartLimits()
 
 
 class Machine(Record):
-    """What the factors depend on and what is known before any device is open. `flags` is a hash of
+    """The facts that the factors depend on, known before any device is open. `flags` is a hash of
     the processor's; `cores` are those that this process may use, `core_count` of them at once.
     """
 
@@ -129,7 +129,7 @@ class Factor(Record):
 
 
 class FirstStart(Record):
-    """What was measured, or why nothing was (`reason`), and of what it holds.
+    """The measured factors, or why there are none (`reason`), and what they apply to.
 
     profile   fingerprint of the profile that is scaled
     at_s      when, in seconds since 1970
@@ -156,12 +156,12 @@ class FirstStart(Record):
 
     @property
     def by_kind(self) -> Factors:
-        """As `scaled` takes them."""
+        """Return the factors as `scaled` takes them."""
         return {(f.device, f.phase, f.weight_format): f.value for f in self.factors}
 
     @property
     def clause(self) -> str:
-        """What is said of it, behind that the shipped profile is used."""
+        """Return the clause that follows the notice that a shipped profile is used."""
         if self.reason:
             return f"its times not scaled to this machine because {self.reason}"
         formats = dict.fromkeys(factor.weight_format for factor in self.factors)
@@ -182,7 +182,7 @@ class FirstStart(Record):
 
     @classmethod
     def load(cls, path: Path) -> Self | None:
-        """What lies there, None if that is not whole."""
+        """Return the record in a file, None if it is damaged."""
         try:
             if path.stat().st_size > 1 << 16:
                 return None
@@ -237,7 +237,7 @@ def scaled_here(profile: DeviceProfile, notice: str) -> tuple[DeviceProfile, str
 
 
 def profile_facts() -> dict[str, Any] | None:
-    """What tells the profile that is used where none is asked for, scaled as it is here: hashes of
+    """Return facts that identify the default profile, as it is scaled here: hashes of
     the files that it comes from, and the machine. None where there is no such file, or the times
     are to be measured (again).
     """
@@ -323,7 +323,7 @@ def _reason(error: Exception) -> str:
 def _in_process(
     tasks: Sequence[Task], backends: dict[DeviceKind, str], cores: Sequence[int]
 ) -> dict[str, Any]:
-    """What `main` answers."""
+    """Return the answer of `main` in a child process."""
     request = {"tasks": list(tasks), "backends": backends, "cores": list(cores)}
     done = subprocess.run(
         child_command("hetero.placement.first_start"),

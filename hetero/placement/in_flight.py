@@ -48,7 +48,7 @@ def with_forms(
 
 
 def capabilities_of(plan: ExecutionPlan, profile: DeviceProfile) -> dict[DeviceKind, Capabilities]:
-    """What a profile's devices can do, with the plan's graphs, as placements ask it."""
+    """Return the capabilities of a profile's devices, with the plan's graphs."""
     found: dict[DeviceKind, Capabilities] = {}
     for kind, device in profile.devices.items():
         record = device.capabilities

@@ -85,8 +85,9 @@ def plan(
 def spec_on(
     model: str | Path, weights: str | None, profile: ProfileLike, kv: str | None = None
 ) -> tuple[ModelGraph, DeviceProfile]:
-    """What a plan is made for and the profile that it is made on (`spec_of`, `find_profile`,
-    `planned_cache`). The model is looked at first: what is wrong with it is said alone.
+    """Return the model graph of a plan, and the profile that it is made on (`spec_of`,
+    `find_profile`, `planned_cache`). The model is looked at first: what is wrong with it is said
+    alone.
     """
     spec = spec_of(model, weights)
     found = find_profile(profile)
@@ -106,9 +107,9 @@ def planned_cache(profile: DeviceProfile, kv: str | None = None) -> CacheFormat:
 
 
 def spec_of(model: str | Path, weights: str | None = None) -> ModelGraph:
-    """What a plan is made for, with caches of floats: a MODEL or the name of a known one in a
-    format, by default that of a GGUF file, all that a quantised directory holds, else w4a16. Raises
-    `ModelError`.
+    """Return the model graph of a plan, with caches of floats: a MODEL or the name of a known one
+    in a format, by default that of a GGUF file, all that a quantised directory holds, else w4a16.
+    Raises `ModelError`.
     """
     if weights in (None, AUTO):
         path = model_path(model)
@@ -145,7 +146,7 @@ def find_profile(profile: ProfileLike) -> DeviceProfile:
 
 
 def locate_profile(profile: ProfileLike) -> tuple[DeviceProfile, str]:
-    """As `find_profile`, the shipped one as it is, with what is to be said (empty if nothing)."""
+    """Return the profile as `find_profile` does, but unscaled, and its notice (empty if none)."""
     if isinstance(profile, DeviceProfile):
         return profile, ""
     shipped = files.shipped_names()

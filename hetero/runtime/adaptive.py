@@ -178,10 +178,10 @@ class Adapter:
         )
 
     def _predicted(self, phase: Phase, m: int) -> dict[DeviceKind, float]:
-        found, layers = self.placement.block_entries(phase, m), self.placement.graph.layers
+        entries, layers = self.placement.block_entries(phase, m), self.placement.graph.layers
         return {
-            "gpu": layers * sum(op.gpu_s or 0.0 for op in found),
-            "npu": layers * sum(op.npu_s or 0.0 for op in found),
+            "gpu": layers * sum(op.gpu_s or 0.0 for op in entries),
+            "npu": layers * sum(op.npu_s or 0.0 for op in entries),
         }
 
 
@@ -189,18 +189,18 @@ def matmul_seconds(step: Step, stamps: Sequence[float]) -> dict[DeviceKind, floa
     """Return the seconds of a step's matmuls in the blocks: by the host for blocking devices, by
     the device's own clock for others; without one a device is not in the answer.
     """
-    found: dict[DeviceKind, float] = {}
+    seconds: dict[DeviceKind, float] = {}
     for at, (code, index, kind, _) in enumerate(step.program):
         launch = step.launches[index]
         if launch.rows is not None and code == RUN and launch.node != "lm_head":
             name = step.kinds[kind]
-            found[name] = found.get(name, 0.0) + stamps[at + 1] - stamps[at]
+            seconds[name] = seconds.get(name, 0.0) + stamps[at + 1] - stamps[at]
     for launch, completion in zip(step.launches, step.completions, strict=True):
         if completion is None or launch.rows is None or launch.node == "lm_head":
             continue
         if (span := completion.span()) is not None:
-            found[launch.kind] = found.get(launch.kind, 0.0) + span[1] - span[0]
-    return found
+            seconds[launch.kind] = seconds.get(launch.kind, 0.0) + span[1] - span[0]
+    return seconds
 
 
 def _moved(before: Mapping[Key, float], after: Mapping[Key, float]) -> bool:

@@ -1,6 +1,6 @@
 """Attention that a step's sampled rows give to each column.
 
-A step that is to tell it has a launch behind each attention, on the same device where that has the
+A step that measures it has a launch after each attention, on the same device where that has the
 operation (`ops.ColumnMass`), whose sums the host reads once a step. Elsewhere a host call reads the
 queries of the sampled rows and the context's keys (`HostScores`, numpy). Steps whose attention is
 inside an NPU graph, or reads its queries from panels, have none.
@@ -29,22 +29,22 @@ def rows_of(phase: Phase, first: int, count: int) -> list[int]:
 
 
 class StepScores:
-    """Sums of the step that runs: over its sampled rows and the layers that told any."""
+    """Sums of the step that runs: over its sampled rows and the layers that reported any."""
 
     def __init__(self, columns: int, layers: int) -> None:
-        self._sums, self._layers, self._told = np.zeros(columns), layers, 0
+        self._sums, self._layers, self._layers_seen = np.zeros(columns), layers, 0
         self._added: dict[DeviceKind, Tensor] = {}
 
     def begin(self) -> None:
         """Reset the sums for the next step."""
-        self._sums[:], self._told = 0, 0
+        self._sums[:], self._layers_seen = 0, 0
         for tensor in self._added.values():
             tensor.array[:] = 0
 
     def add(self, sums: npt.NDArray[Any], layers: int = 1) -> None:
         """Add the sums of some layers of one chunk of a prompt."""
         self._sums[: len(sums)] += sums
-        self._told += layers
+        self._layers_seen += layers
 
     def on(self, kind: DeviceKind, device: Device, heads: int) -> Tensor:
         """Return the tensor that a device adds to, float32 [heads, columns]."""
@@ -57,7 +57,7 @@ class StepScores:
         """Return the means over layers of a step of so many chunks; None where not all layers
         told.
         """
-        return self._sums / self._layers if self._told == self._layers * chunks else None
+        return self._sums / self._layers if self._layers_seen == self._layers * chunks else None
 
 
 class ScoreReader(BoundCall):
@@ -70,7 +70,7 @@ class ScoreReader(BoundCall):
         self._mass, self._tensor, self._layers = mass, tensor, layers
 
     def run(self) -> None:
-        """Add the layers' mass, and begin anew."""
+        """Add the layers' sums, and reset them."""
         self._mass.add(self._tensor.array.sum(axis=0), self._layers)
         self._tensor.array[:] = 0
 

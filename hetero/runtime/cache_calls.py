@@ -47,12 +47,12 @@ class CacheCall(BoundCall):
         """Return the call on a context's caches, made when it is first asked for: several steps may
         have this one. Raises what `Kernel.bind` does.
         """
-        found = self._bound.get(cache)
-        if found is None:
+        call = self._bound.get(cache)
+        if call is None:
             caches = {port: cache[slot] for port, slot in self._caches.items()}
-            found = self._kernel.bind({**self._operands, **caches}, self.m)
-            self._bound[cache] = found
-        return found
+            call = self._kernel.bind({**self._operands, **caches}, self.m)
+            self._bound[cache] = call
+        return call
 
     def run(self) -> None:
         """See `BoundCall.run`."""
@@ -101,10 +101,10 @@ def behind_gate(
     """Return a program that waits for a layer before it starts a launch that works on it. `layers`
     are those of such launches.
     """
-    found: list[Action] = []
+    actions: list[Action] = []
     for action in program:
         if action.code in LAUNCHING and action.launch in layers:
             wait = partial(gate.wait, layers[action.launch])
-            found.append(Action(WAIT_LAYER, action.launch, action.kind, wait))
-        found.append(action)
-    return tuple(found)
+            actions.append(Action(WAIT_LAYER, action.launch, action.kind, wait))
+        actions.append(action)
+    return tuple(actions)

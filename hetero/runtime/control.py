@@ -14,7 +14,7 @@ _HELD: Final = nullcontext()
 
 
 class ControlThread:
-    """Whichever thread is inside `held`: on the control core (None: on any), with sleeps as exact
+    """The thread that is inside `held`: on the control core (None: on any), with sleeps as exact
     as can be.
     """
 

@@ -44,7 +44,7 @@ from hetero.runtime.waits import Synchroniser, SyncMethod
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.handmade import single_device
 from hetero.solver.placement import Placement
-from hetero.solver.plan import Form, Phase
+from hetero.solver.plan import Phase, PrefillMode
 
 SLOWEST_FLOPS = 2e10  # of a device that still works: bounds how long a step is waited for
 # Lowered when a model is opened at first, so that no kernel is compiled while a prompt waits.
@@ -68,20 +68,20 @@ class Engine:
     are kept. Tokens are appended to a context by `prefill` and `decode`, which return float32
     logits [vocab] of the last token as a view that the next step of any context overwrites.
     `solver` gives a plan for prompts of a length that `plan` does not list. A device that fails is
-    dropped with one warning and `fallback` says why; the other goes on from the same state of every
-    context. With `adapt` and a solver the cuts follow the devices' measured speeds; `adaptations`
-    says when and why.
+    dropped with one warning and `fallback` says why; the other continues from the same state of
+    every context. With `adapt` and a solver the cuts follow the devices' measured speeds;
+    `adaptations` says when and why.
 
     `contexts` are those of `new_context`; `fingerprint` is the model's, for contexts on disk. What
     a step took is in its context's `work`, and in `last_run`. `needs` is the memory of pool,
     weights and one context, computed before any is allocated; more than `memory_budget_bytes`, than
     the machine has or than a device allocates at once is refused (`UserError`). `max_gpu_share`
-    below 1 bounds the part of the time that the GPU is busy; then `gpu_share` tells what it was.
-    `copied_bytes` are those that steps had to copy between the devices' memories so far: none, but
-    for comparisons. By an `order` other than `fifo` and a cost model, `window` calls of a prompt
-    are one step, whose launches run in an order that is predicted to be shorter; in it nothing is
-    adapted, and what is not finite costs the tokens of all of them. With `whole_caches` layers that
-    have a window keep what it has left, too. `warm`: lower usual steps now.
+    below 1 bounds the part of the time that the GPU is busy; then `runner.gpu_share` says what it
+    was. `copied_bytes` are those that steps had to copy between the devices' memories so far: none,
+    but for comparisons. By an `order` other than `fifo` and a cost model, `window` calls of a
+    prompt are one step, whose launches run in an order that is predicted to be shorter; in it
+    nothing is adapted, and what is not finite costs the tokens of all of them. With `whole_caches`
+    layers that have a window keep what it has left, too. `warm`: lower usual steps now.
     """
 
     def __init__(
@@ -156,7 +156,8 @@ class Engine:
                 self._sync,
                 deadline_s=self._deadline_s,
                 token_s=2 * sum(x.n * x.k * x.count for x in self.config.matmuls()) / SLOWEST_FLOPS,
-                gates=self.runner.gpu_share is None,  # waiting at a gate keeps the GPU from others
+                wait_values=self.runner.gpu_share
+                is None,  # waiting at a gate keeps the GPU from others
             )
         self.runner.use(self.devices, self.pool, self.synchroniser, self._adapter)
         self.runner.set_timing(False)
@@ -393,13 +394,13 @@ class Engine:
         """
         plan: ExecutionPlan | None = None
         steps: list[tuple[int, ...]] = []
-        form: Form = "cut"
+        form: PrefillMode = "cut"
         start = 0
         while start < len(tokens):
             if self.plan is not plan:
-                plan, found = self.plan, self.forms.of(len(tokens) - start, context.cached)
-                form, steps = found.form, windows(found.calls, self.window)
-                context.work.form = str(found) if found.seconds else ""
+                plan, choice = self.plan, self.forms.of(len(tokens) - start, context.cached)
+                form, steps = choice.form, windows(choice.calls, self.window)
+                context.work.form = str(choice) if choice.seconds else ""
             self._check_open()  # since the last call another thread may have closed it
             chunks = steps.pop(0)
             part = tokens[start : start + sum(chunks)]
@@ -416,7 +417,7 @@ class Engine:
         tokens: Sequence[int],
         logit_rows: int,
         chunks: Sequence[int] = (),
-        form: Form = "cut",
+        form: PrefillMode = "cut",
         on_device_busy: OnDeviceBusy = nothing,
     ) -> Step:
         """Run a step of these tokens, in one call or several."""
@@ -482,8 +483,8 @@ class Engine:
             return error.kind
         named = [k for k, d in self.devices.items() if d.info.backend == error.device]
         lost = [k for k in named if self.devices[k].state() != "open"]
-        found = lost or named
-        return found[0] if len(found) == 1 else None
+        failed = lost or named
+        return failed[0] if len(failed) == 1 else None
 
     def check(self, context: Context, tokens: Sequence[int]) -> None:
         """Raise what `prefill` would raise, without running anything."""

@@ -45,11 +45,11 @@ class Executor:
         collecting = gc.isenabled()
         try:  # around `disable` too: a signal handler may raise right after it
             gc.disable()  # a collection in the middle of a step costs milliseconds
-            if step.bell is not None:
-                step.bell.reset()
+            if step.signal is not None:
+                step.signal.reset()
             walked = self._walk(step, on_device_busy)
-            if step.bell is not None:
-                step.bell.check()
+            if step.signal is not None:
+                step.signal.check()
             return StepRun(step.counts, *walked, step.kinds)
         except BaseException as error:  # what is queued must not write into the next step
             drain(step)
@@ -93,7 +93,7 @@ class Executor:
                 call()
                 before_s, at_s = at_s, now()
                 busy[kind] += at_s - before_s
-            elif code == PREQUEUE:  # behind a closed gate: not at work yet
+            elif code == PREQUEUE:  # behind a wait value: not running yet
                 completions[index] = call()
                 before[index] = None
                 at_s = now()
@@ -120,8 +120,8 @@ class Executor:
 
 def drain(step: Step) -> None:
     """Wait, within reason, for every launch of a step that was broken off."""
-    if step.bell is not None:
-        step.bell.release()
+    if step.signal is not None:
+        step.signal.release()
     last = {
         a.kind: a.launch
         for a in step.program

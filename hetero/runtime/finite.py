@@ -1,4 +1,4 @@
-"""Values that are not finite: found, then traced to the call that wrote the first."""
+"""Finds values that are not finite, and the call that wrote the first of them."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ def norms_finite(rows: npt.NDArray[np.float32]) -> bool:
     a row makes its mean square so, and then every value of the row is zero or not a number.
     """
     first = rows[:, :2]
-    doubtful = ~np.isfinite(first).all(axis=1) | (first == 0).all(axis=1)
-    return not doubtful.any() or all_finite(rows[doubtful])
+    suspect = ~np.isfinite(first).all(axis=1) | (first == 0).all(axis=1)
+    return not suspect.any() or all_finite(rows[suspect])
 
 
 def first_not_finite(step: Step) -> Launch | None:
     """Return the first launch of a step whose result has a value that is not finite, by running the
     step again, call by call; None if there is none.
 
-    Tokens and position must be those of the step's last run. A step with gates cannot be run so.
+    Tokens and position must be those of the step's last run. A step with wait values cannot be run
+    so.
     """
     for action in step.program:
         if action.code not in (SUBMIT, PREQUEUE, RUN):

@@ -31,10 +31,10 @@ def fused_results_match(
     max_seq_len: int,
 ) -> bool:
     """Run those steps of a context, or of as many as they have rows, that have chains both ways on
-    a token behind its text, and compare their logits bit by bit; where they differ, the next start
+    a token after its text, and compare their logits bit by bit; where they differ, the next start
     does so again. A failure is that of the next step, too, which tells it.
 
-    What they write lies behind the text, where the next step writes again. False where a full
+    They write after the text, where the next step writes again. False where a full
     context has no room for it, or another thread still writes.
     """
     pairs = []

@@ -1,4 +1,4 @@
-"""Submissions in a row as one, for runs of a step that nobody times call by call.
+"""Fused launches: consecutive submissions as one, for steps that are not timed call by call.
 
 A device that can chain calls (`Device.fuse`) hands over between them without its driver. A chain
 counts as the last of its launches, so it ends where a launch is waited for. It is short enough that

@@ -1,7 +1,7 @@
 """A good neighbour: the GPU keeps time free for others at run time (paper section 5.5).
 
 The plan already keeps the GPU's tile of every matmul within the share. What the plan cannot know
-(slower kernels than predicted, operators beside the matmuls) is measured here, and a step that took
+(slower kernels than predicted, operators other than matmuls) is measured here, and a step that took
 more than its share is followed by a pause.
 """
 
@@ -55,7 +55,7 @@ class GpuShare:
 def gpu_busy_s(step: Step, fallback_s: float) -> float:
     """Return the seconds that the GPU's kernels of the last run took by the driver's clock.
 
-    `fallback_s`, from submission to seen completion, where the driver does not tell.
+    `fallback_s`, from submission to seen completion, where the driver does not say.
     """
     spans = [
         completion.span()

@@ -60,15 +60,15 @@ class Handover:
     def before(self, kind: DeviceKind | None, operands: Mapping[str, Operand]) -> list[Transfer]:
         """Return the copies that must precede a launch that reads `operands` of the pool."""
         side: Side = "gpu" if kind == "gpu" else "host"
-        found = []
+        copies = []
         for port, operand in operands.items():
             if port in SHARED_PORTS or port in OUTPUT_PORTS:
                 continue
             buffer = parts_of(operand)[0].buffer
             written = self._written.get(buffer, [])
-            found += [self._transfer(tensor, side) for by, tensor in written if by != side]
+            copies += [self._transfer(tensor, side) for by, tensor in written if by != side]
             self._written[buffer] = [(by, tensor) for by, tensor in written if by == side]
-        return found
+        return copies
 
     def after(
         self, launches: Iterable[tuple[DeviceKind | None, Mapping[str, Operand]]], m: int

@@ -34,7 +34,7 @@ MatMulKey = tuple[str, DeviceKind, Segment]  # of the node of that name
 
 
 class OnlineKernel(Kernel):
-    """A graph that is prepared for every prompt anew, by `OnlineCall.prepare`."""
+    """A graph that is prepared again for every prompt, by `OnlineCall.prepare`."""
 
     def __init__(self, op: Op, graph: int, compiled: Callable[[], Kernel]) -> None:
         self.op, self.graph = op, graph
@@ -139,13 +139,13 @@ class KernelSet:
             return self._in_place(node, part)
         if part.online:
             return self._online(node, part)
-        found = self._matmuls.get((node.name, part.kind, part.segment))
-        if found is None:
+        kernel = self._matmuls.get((node.name, part.kind, part.segment))
+        if kernel is None:
             raise PlanError(
                 f"{node.name}: rows {list(part.rows)} were not prepared on the {part.kind}: cuts "
                 "are at the row counts of the plan that the model was opened with"
             )
-        return found
+        return kernel
 
     def add(self, node: Node, values: Mapping[str, WeightValue], placement: Placement) -> None:
         """Prepare a node on every device that the plan gives it."""
@@ -286,10 +286,10 @@ def node_weights(
     names = weight_names(node.op)
     also = [x.storage for x in weights.also] if besides and isinstance(node.op, MatMul) else []
     if block is not None:
-        found = {name: _block_weight(block, role, name) for name in names}
-        return found | {_besides(x): block.matrix(role, x) for x in also}
-    found = {name: weights.end(role, name) for name in names}
-    return found | {_besides(x): weights.head_in(x) for x in also}
+        values = {name: _block_weight(block, role, name) for name in names}
+        return values | {_besides(x): block.matrix(role, x) for x in also}
+    values = {name: weights.end(role, name) for name in names}
+    return values | {_besides(x): weights.head_in(x) for x in also}
 
 
 def _block_weight(block: BlockWeights, role: str, name: str) -> WeightValue:
@@ -305,8 +305,8 @@ def _block_weight(block: BlockWeights, role: str, name: str) -> WeightValue:
     else:
         value = getattr(block, name)
     assert value is not None, (role, name)
-    found: WeightValue = value
-    return found
+    copy: WeightValue = value
+    return copy
 
 
 def _check_rows(node: Node, start: int, stop: int) -> None:

@@ -12,7 +12,7 @@ from hetero.profiler.model_graph import Node
 from hetero.runtime.launch_graph import LaunchSpec
 from hetero.runtime.schedule import Cost
 from hetero.solver.placement import Placement
-from hetero.solver.plan import Form
+from hetero.solver.plan import PrefillMode
 
 
 class LaunchCosts:
@@ -36,30 +36,32 @@ class LaunchCosts:
         """Return the seconds of the control thread for a submission to a queue that is at work."""
         return max((self.cost.submit_s(kind) for kind in kinds), default=0.0)
 
-    def at(self, position: int, chunks: Sequence[int], form: Form = "cut") -> Cost:
+    def at(self, position: int, chunks: Sequence[int], form: PrefillMode = "cut") -> Cost:
         """Return the seconds of the launches of these chunks, the first of them `position` tokens
         into the context.
         """
-        behind = tuple(accumulate(chunks, initial=position))
+        ends = tuple(accumulate(chunks, initial=position))
         return lambda launch: self.seconds(
-            launch, launch.tokens[1] - launch.tokens[0], behind[launch.chunk], form
+            launch, launch.tokens[1] - launch.tokens[0], ends[launch.chunk], form
         )
 
-    def seconds(self, launch: LaunchSpec, m: int, context: int, form: Form = "cut") -> float:
+    def seconds(self, launch: LaunchSpec, m: int, context: int, form: PrefillMode = "cut") -> float:
         """Return the seconds of a launch of m tokens after a context of others, whatever
         `launch.tokens`.
         """
         if launch.kind is None or launch.name != launch.node or launch.node not in self._members:
             return 0.0  # gathered, copied, or columns' mass
         key = (launch.node, launch.kind, m, launch.rows, launch.heads, context, form)
-        found = self._launches.get(key)
-        if found is None:
+        total_s = self._launches.get(key)
+        if total_s is None:
             members = self._members[launch.node]
-            found = sum(self._node_s(launch, x, m, context, form) for x in members)
-            self._launches[key] = found
-        return found
+            total_s = sum(self._node_s(launch, x, m, context, form) for x in members)
+            self._launches[key] = total_s
+        return total_s
 
-    def _node_s(self, launch: LaunchSpec, node: Node, m: int, context: int, form: Form) -> float:
+    def _node_s(
+        self, launch: LaunchSpec, node: Node, m: int, context: int, form: PrefillMode
+    ) -> float:
         kind, rows = launch.kind, launch.rows
         assert kind is not None
         n = None if rows is None else rows[1] - rows[0]
@@ -73,7 +75,9 @@ class LaunchCosts:
             self._known[key] = self._asked(kind, node, op, m, n, seen, form)
         return self._known[key]
 
-    def _segment(self, kind: DeviceKind, node: Node, op: MatMul, m: int, form: Form) -> MatMul:
+    def _segment(
+        self, kind: DeviceKind, node: Node, op: MatMul, m: int, form: PrefillMode
+    ) -> MatMul:
         """Return a prompt's matmul as a device computes it: format and order of operands."""
         if node.plan_op is None:
             return op
@@ -88,12 +92,12 @@ class LaunchCosts:
         m: int,
         n: int | None,
         context: int,
-        form: Form,
+        form: PrefillMode,
     ) -> float:
         if isinstance(op, MatMul):
             own = self._segment(kind, node, op, m, form)
             rows = n or op.n
-            found = self.cost.matmul_s(kind, own.weight_format, m, rows, op.k, order=own.order)
+            predicted = self.cost.matmul_s(kind, own.weight_format, m, rows, op.k, order=own.order)
         else:
-            found = self.cost.other_s(kind, op, m, context)
-        return float(found.seconds)
+            predicted = self.cost.other_s(kind, op, m, context)
+        return float(predicted.seconds)

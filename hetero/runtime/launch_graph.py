@@ -4,7 +4,7 @@ An edge says that a launch has to wait for another one's end: it reads what the 
 writes what the other reads (WAR) or writes what the other wrote (WAW). Only the nearest hazards are
 edges; what follows from several of them is no edge of its own. A slot is one thing here, however
 its panels lie: launches of the same stage (the parts of one matmul) write other places of it and
-are in nobody's way, and everything else about a slot is ordered.
+do not conflict, and everything else about a slot is ordered.
 
 Pure: nothing here knows devices, kernels or time.
 """
@@ -76,8 +76,8 @@ class LaunchGraph:
     @classmethod
     def of(cls, launches: Iterable[LaunchSpec]) -> LaunchGraph:
         """Return the graph of launches given in a valid order, stage by stage."""
-        found = tuple(launches)
-        return cls(found, tuple(_edges(found)))
+        ordered = tuple(launches)
+        return cls(ordered, tuple(_edges(ordered)))
 
     @cached_property
     def before(self) -> tuple[tuple[int, ...], ...]:
@@ -90,10 +90,10 @@ class LaunchGraph:
         return self._neighbours(lambda edge: (edge.before, edge.after))
 
     def _neighbours(self, ends: Callable[[Edge], tuple[int, int]]) -> tuple[tuple[int, ...], ...]:
-        found: list[set[int]] = [set() for _ in self.launches]
+        waits: list[set[int]] = [set() for _ in self.launches]
         for own, other in map(ends, self.edges):
-            found[own].add(other)
-        return tuple(tuple(sorted(others)) for others in found)
+            waits[own].add(other)
+        return tuple(tuple(sorted(others)) for others in waits)
 
 
 @dataclass

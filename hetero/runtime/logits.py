@@ -93,9 +93,9 @@ class LogitsReader:
         if all_finite(values):
             return values
         context.rewind(int(self._pool["position"].array[0]))
-        if step.bell is not None:
+        if step.signal is not None:
             rows = len(np.atleast_2d(values))
-            step = self._steps.step(context, step.phase, step.tokens, rows, gates=False)
+            step = self._steps.step(context, step.phase, step.tokens, rows, wait_values=False)
         with self._control.held():
             launch = first_not_finite(step)
         raise not_finite(launch, self._devices)

@@ -5,9 +5,10 @@ its waits (`hetero.runtime.schedule`), then the program: both bound to kernels a
 The GPU's queue is never drained: its tile of a matmul is submitted before the NPU's tile is waited
 for, and the next GPU kernel as soon as the NPU's call is back (paper section 4.2).
 
-How parts meet. The output of a cut matmul lies in panels of columns in its slot, one for each run
-of rows between cut points; each is written by its device and read in place by the next operation.
-Only a device that does not read panels gets them gathered (`Step.copied_bytes` counts that).
+How parts meet. The output of a cut matmul is stored in panels of columns in its slot, one for each
+run of rows between cut points; each is written by its device and read in place by the next
+operation. Only a device that does not read panels gets them gathered (`Step.copied_bytes` counts
+that).
 
 Chunks. Several chunks of a prompt can be lowered into one program, each in slots of its own; they
 meet in the context's caches, where a chunk's attention reads what those before it have written.
@@ -48,7 +49,7 @@ from hetero.runtime.waits import Synchroniser
 from hetero.solver.errors import PlanError
 from hetero.solver.groups import NodeGroup
 from hetero.solver.placement import Heads, Part, Placement, Span
-from hetero.solver.plan import Form, Phase
+from hetero.solver.plan import Phase, PrefillMode
 
 CHUNKS_KEPT: Final = 32
 
@@ -70,7 +71,7 @@ class _Gather(BoundCall):
 
 class _LastRow(BoundCall):
     """Puts the last token that a chunk was fed where the last row is, for the output head: a chunk
-    may compute rows behind it.
+    may compute rows after it.
     """
 
     def __init__(self, pool: ActivationPool, chunk: int, x: Operand, m: int) -> None:
@@ -92,11 +93,11 @@ class StepKey(NamedTuple):
     phase: Phase
     chunks: tuple[int, ...]
     logit_rows: int
-    gates: bool
+    wait_values: bool
     position: int = 0
     sums_scores: bool = False
     rows: bool = False
-    form: Form = "cut"
+    form: PrefillMode = "cut"
 
 
 class Lowering:
@@ -134,16 +135,16 @@ class Lowering:
         m: int,
         logit_rows: int,
         *,
-        gates: bool,
+        wait_values: bool,
         sums_scores: bool = False,
         rows: bool = False,
     ) -> Step:
-        """Return the step of m tokens whose last `logit_rows` rows get logits, `gates` where they
-        gain; with `rows` each token is of a context of its own.
+        """Return the step of m tokens whose last `logit_rows` rows get logits, `wait_values` where
+        they gain; with `rows` each token is of a context of its own.
         """
         placed = self.place(phase, (m,), logit_rows, sums_scores=sums_scores, rows=rows)
         schedule = in_order(placed.graph(), eager=self.synchroniser.eager)
-        return placed.bound(schedule, self.synchroniser.bells if gates else {})
+        return placed.bound(schedule, self.synchroniser.signals if wait_values else {})
 
     def lower_chunks(
         self,
@@ -154,7 +155,7 @@ class Lowering:
         submit_s: float = 0.0,
         orders: Orders | None = None,
         sums_scores: bool = False,
-        form: Form = "cut",
+        form: PrefillMode = "cut",
     ) -> Step:
         """Return one program for chunks of a prompt (tokens of each) that follow each other in the
         context; logits for the last `logit_rows` tokens of the last one. Chunk i works in the
@@ -185,7 +186,7 @@ class Lowering:
         *,
         sums_scores: bool = False,
         rows: bool = False,
-        form: Form = "cut",
+        form: PrefillMode = "cut",
     ) -> BoundLaunches:
         """Return the launches of a step's chunks, with `sums_scores` those that add up attention
         scores as well.
@@ -200,8 +201,8 @@ class Lowering:
         return placed
 
     def _chunk(self, key: _ChunkKey, handover: Handover | None) -> _Chunk:
-        """Bound once, whatever is in flight beside it, unless each step has graphs or copies of its
-        own.
+        """Bind the chunk once, whatever else is in flight, unless each step has graphs or copies of
+        its own.
         """
         if handover is not None or self.placement.online:
             return _Chunk(self, key, handover)
@@ -224,7 +225,7 @@ class _ChunkKey(NamedTuple):
     chunk: int
     sums_scores: bool
     rows: bool
-    form: Form
+    form: PrefillMode
 
 
 class _Chunk:
@@ -465,7 +466,7 @@ class _Chunk:
         return items
 
     def _panels(self, node: Node, parts: Sequence[Part]) -> dict[Span, Tensor]:
-        """Where each run of rows of the output lies; notes how the next operation finds it."""
+        """Return the panel of each run of rows of the output; note it for the next operation."""
         assert isinstance(node.op, MatMul)
         slot = node.slots["y"]
         tensor = self._tensor(slot)
@@ -474,7 +475,7 @@ class _Chunk:
             self.layout.pop(slot, None)
             return {spans[0]: tensor}
         tokens = max(part.stop for part in parts)
-        if node.name != "lm_head":  # a padded graph reads rows behind the last token, too
+        if node.name != "lm_head":  # a padded graph reads rows after the last token, too
             tokens = max(tokens, self.placement.padded(self.phase, self.m))
             if self.rows:
                 tokens = max(tokens, self.m - 1 + self.placement.row_graph)

@@ -22,7 +22,7 @@ from hetero.solver.plan import PHASES
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
     """Bytes: the pool's slots and lists of outliers, the rows of the weights on each device (of
-    these `copied_bytes` beside one copy as stored), the keys and values of each of so many
+    these `copied_bytes` in addition to one copy as stored), the keys and values of each of so many
     `contexts`, the largest single buffer.
     """
 
@@ -129,7 +129,7 @@ def check_memory(
 
 def check_contexts(needs: MemoryEstimate, count: int, budget_bytes: int | None) -> None:
     """Raise `UserError` with the numbers where the budget or the machine has too little for so many
-    contexts beside the model.
+    contexts next to the model.
     """
     wanted = replace(needs, contexts=count)
     if (lacking := _lacking(wanted, budget_bytes)) is not None:
@@ -152,7 +152,7 @@ def _lacking(needs: MemoryEstimate, budget_bytes: int | None) -> str | None:
 def gathered_slots(placement: Placement, devices: Mapping[DeviceKind, Device]) -> dict[str, int]:
     """Return the slots that the control thread gathers, with their widths: outputs of cut matmuls
     where the device of the other operations does not read panels, or an operation takes none
-    (attention right behind qkv, where positions are learned).
+    (attention right after qkv, where positions are learned).
     """
     nodes = placement.graph.nodes
     rests = {placement.rest(phase) for phase in PHASES} & set(devices)

@@ -3,7 +3,7 @@
 Slots are reused by all layers (paper section 4.2), and by all contexts: a step leaves nothing in
 them that a later one reads. They are in huge pages, since a prompt goes through them as a whole: a
 matmul writes some rows of every token, each on a page of its own otherwise (525 tokens cut between
-the devices take 6 % less). Keys and values lie elsewhere (`hetero.runtime.kv.kv_cache`).
+the devices take 6 % less). Keys and values are stored elsewhere (`hetero.runtime.kv.kv_cache`).
 
 Chunks of a prompt that are in flight together have a set of slots each; they share the logits.
 """

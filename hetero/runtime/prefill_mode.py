@@ -25,7 +25,7 @@ from hetero.solver.baselines import CHUNK_TOKENS
 from hetero.solver.calls import split
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.placement import CapabilitiesByDevice, Placement
-from hetero.solver.plan import Form
+from hetero.solver.plan import PrefillMode
 from hetero.solver.report.content import FORMS
 from hetero.solver.report.units import duration
 
@@ -69,9 +69,9 @@ def padded_chunks(chunks: Sequence[int], room: int) -> tuple[int, ...]:
 class PrefillChoice(NamedTuple):
     """A prompt's form, its calls, and predicted seconds of every form that it could have."""
 
-    form: Form
+    form: PrefillMode
     calls: tuple[int, ...]
-    seconds: Mapping[Form, float]
+    seconds: Mapping[PrefillMode, float]
 
     def __str__(self) -> str:
         """For people."""
@@ -89,7 +89,7 @@ class PrefillModes:
     take whatever is predicted, for comparisons. Control thread only.
     """
 
-    take: Form | None = None
+    take: PrefillMode | None = None
 
     def __init__(
         self,
@@ -103,24 +103,24 @@ class PrefillModes:
         self._placement, self._costs, self._orders = placement, costs, Orders(order)
         self._window = window
         self._asynchronous = {kind for kind, x in able.items() if x.asynchronous}
-        self._forms: list[Form] = []
+        self._forms: list[PrefillMode] = []
         if placement.plan.in_flight and costs is not None and order != "fifo" and window > 1:
             self._forms = ["cut", *(flight.form for flight in placement.plan.in_flight)]
         self._submit_s = 0.0 if costs is None else costs.submit_s(able)
-        self._specs_known: dict[tuple[Form, int, int, int], Sequence[LaunchSpec]] = {}
+        self._specs_known: dict[tuple[PrefillMode, int, int, int], Sequence[LaunchSpec]] = {}
         self._chunk = min(CHUNK_TOKENS, placement.longest)
-        self._known: dict[tuple[int, int], tuple[Form, Mapping[Form, float]]] = {}
+        self._known: dict[tuple[int, int], tuple[PrefillMode, Mapping[PrefillMode, float]]] = {}
 
     def of(self, tokens: int, position: int = 0) -> PrefillChoice:
         """Return the mode of a prompt after `position` tokens that is predicted to be fastest."""
-        form: Form = "cut"
-        seconds: Mapping[Form, float] = {}
+        form: PrefillMode = "cut"
+        seconds: Mapping[PrefillMode, float] = {}
         if self._forms and tokens > self._chunk:
             form, seconds = self._decided(tokens, position)
             form = self.take or form
         return PrefillChoice(form, self.calls(form, tokens), seconds)
 
-    def calls(self, form: Form, tokens: int) -> tuple[int, ...]:
+    def calls(self, form: PrefillMode, tokens: int) -> tuple[int, ...]:
         """Return the token counts of a prompt's calls: the plan's, or chunks that are alike but for
         the last one, as mllm-NPU has them.
         """
@@ -128,7 +128,7 @@ class PrefillModes:
             self._placement.plan.steps(tokens) if form == "cut" else split(tokens, (), self._chunk)
         )
 
-    def seconds(self, form: Form, calls: Sequence[int], position: int = 0) -> float:
+    def seconds(self, form: PrefillMode, calls: Sequence[int], position: int = 0) -> float:
         """Return the predicted seconds of a prompt in these calls, as many in flight as may be."""
         total_s, start = 0.0, position
         parts = windows(calls, self._window)
@@ -144,18 +144,22 @@ class PrefillModes:
 
     def prompt_s(self, tokens: int, position: int = 0) -> float:
         """Return the predicted seconds of a prompt after `position` tokens, as it would run."""
-        found = self.of(tokens, position)
-        return self.seconds(found.form, found.calls, position)
+        choice = self.of(tokens, position)
+        return self.seconds(choice.form, choice.calls, position)
 
-    def _decided(self, tokens: int, position: int) -> tuple[Form, Mapping[Form, float]]:
+    def _decided(
+        self, tokens: int, position: int
+    ) -> tuple[PrefillMode, Mapping[PrefillMode, float]]:
         key = (-(-tokens // SAME), -(-position // SAME))
         if key not in self._known:
-            at, behind = key[0] * SAME, key[1] * SAME
-            seconds = {x: self.seconds(x, self.calls(x, at), behind) for x in self._forms}
+            at, after = key[0] * SAME, key[1] * SAME
+            seconds = {x: self.seconds(x, self.calls(x, at), after) for x in self._forms}
             self._known[key] = (min(self._forms, key=seconds.__getitem__), seconds)
         return self._known[key]
 
-    def _window_s(self, form: Form, chunks: Sequence[int], position: int, logit_rows: int) -> float:
+    def _window_s(
+        self, form: PrefillMode, chunks: Sequence[int], position: int, logit_rows: int
+    ) -> float:
         layers = self._placement.graph.layers
         if layers <= max(SAMPLED):
             return self._scheduled_s(form, chunks, position, logit_rows, layers)
@@ -165,20 +169,20 @@ class PrefillModes:
         return more_s + (layers - max(SAMPLED)) * (more_s - fewer_s)
 
     def _scheduled_s(
-        self, form: Form, chunks: Sequence[int], position: int, logit_rows: int, layers: int
+        self, form: PrefillMode, chunks: Sequence[int], position: int, logit_rows: int, layers: int
     ) -> float:
         launches = self._specs(form, chunks, logit_rows, layers)
         assert self._costs is not None
-        behind, costs_s = tuple(accumulate(chunks, initial=position)), []
+        ends, costs_s = tuple(accumulate(chunks, initial=position)), []
         for launch in launches:
             m = chunks[launch.chunk]
             if form == "cut" or launch.node == "lm_head":
                 m = launch.tokens[1] - launch.tokens[0]
-            costs_s.append(self._costs.seconds(launch, m, behind[launch.chunk], form))
+            costs_s.append(self._costs.seconds(launch, m, ends[launch.chunk], form))
         return self._orders.shortest(launches, costs_s, self._submit_s)[0]
 
     def _specs(
-        self, form: Form, chunks: Sequence[int], logit_rows: int, layers: int
+        self, form: PrefillMode, chunks: Sequence[int], logit_rows: int, layers: int
     ) -> Sequence[LaunchSpec]:
         """Return the launches of calls of a window; those in flight have the same for all token
         counts.
@@ -186,13 +190,13 @@ class PrefillModes:
         shape = (form, len(chunks), logit_rows, layers)
         if form != "cut" and shape in self._specs_known:
             return self._specs_known[shape]
-        found = list(self._launches(form, chunks, logit_rows, layers))
+        specs = list(self._launches(form, chunks, logit_rows, layers))
         if form != "cut":
-            self._specs_known[shape] = found
-        return found
+            self._specs_known[shape] = specs
+        return specs
 
     def _launches(
-        self, form: Form, chunks: Sequence[int], logit_rows: int, layers: int
+        self, form: PrefillMode, chunks: Sequence[int], logit_rows: int, layers: int
     ) -> Iterator[LaunchSpec]:
         stage = 0
         for chunk, m in enumerate(chunks):
@@ -201,14 +205,14 @@ class PrefillModes:
                 if node.layer is not None and node.layer >= layers:
                     continue
                 stage += 1
-                found: list[tuple[DeviceKind, Span, Span | None, Span | None]]
+                parts_of: list[tuple[DeviceKind, Span, Span | None, Span | None]]
                 if heads:
-                    found = [(x.kind, (0, m), None, (x.first, x.stop)) for x in heads]
+                    parts_of = [(x.kind, (0, m), None, (x.first, x.stop)) for x in heads]
                 elif kind is not None:
-                    found = [(kind, (0, m), None, None)]
+                    parts_of = [(kind, (0, m), None, None)]
                 else:
-                    found = [(part.kind, part.tokens, part.rows, None) for part in parts]
-                for kind_of, tokens, span, of in found:
+                    parts_of = [(part.kind, part.tokens, part.rows, None) for part in parts]
+                for kind_of, tokens, span, of in parts_of:
                     yield replace(self._spec(node, kind_of, tokens, span, stage, chunk), heads=of)
 
     def _spec(

@@ -3,8 +3,8 @@
 Flags. Behind each launch that is waited for, a one-item kernel raises a flag that the host watches.
 
 Gates. In a program in which every start of a group of GPU launches follows work of the control
-thread, the GPU would run dry before each, and its worker fall asleep. With a doorbell each group is
-submitted while the one before it runs, behind a gate, and starting it is a store:
+thread, the GPU would run dry before each, and its worker fall asleep. With a stream signal each
+group is submitted while the one before it runs, behind a gate, and starting it is a store:
 
     SUBMIT a; RUN x; WAIT a; RUN y; SUBMIT b; RUN z; WAIT b        becomes
     SUBMIT a gate1; RUN x; PREQUEUE b; WAIT gate1; RUN y; SIGNAL b; RUN z; WAIT b
@@ -12,11 +12,11 @@ submitted while the one before it runs, behind a gate, and starting it is a stor
 A gate's completion is that of everything before it, so it is the flag of the group before.
 
 A submission takes 4 to 25 us of the control thread, and the NPU's calls, which it makes, are late
-by that. So what is behind gates is submitted while the thread would wait: as late as possible, a
-few launches while a norm or an activation runs, all others while attention does, the one operation
-that takes long besides matmuls, or a matmul that is the GPU's alone. Only where no wait is left
-before a group begins it is submitted when the control thread has done its part of a matmul: it may
-have to wait for the GPU's then.
+by that. So what is behind wait values is submitted while the thread would wait: as late as
+possible, a few launches while a norm or an activation runs, all others while attention does, the
+one operation that takes long besides matmuls, or a matmul that is the GPU's alone. Only where no
+wait is left before a group begins it is submitted when the control thread has done its part of a
+matmul: it may have to wait for the GPU's then.
 """
 
 from __future__ import annotations
@@ -74,50 +74,52 @@ def raise_flags(
     program: list[Action],
     launches: list[Launch],
     flags: Mapping[DeviceKind, BoundCall],
-    bell: StreamSignal | None,
+    signal: StreamSignal | None,
 ) -> list[Action]:
-    """Put a flag behind every launch that is waited for, but gates; wait for the flag instead."""
+    """Put a flag behind every launch that is waited for, but wait values; wait for the flag
+    instead.
+    """
     flagged: dict[int, int] = {}
     for action in program:
         flag = flags.get(KINDS[action.kind]) if action.code == WAIT else None
         if flag is not None and action.launch not in flagged:
             launch = launches[action.launch]
-            if bell is not None and launch.call is bell.wait_value:
+            if signal is not None and launch.call is signal.wait_value:
                 continue
             flagged[action.launch] = len(launches)
             launches.append(launch._replace(node=f"{launch.node} flag", call=flag, outputs=()))
-    found: list[Action] = []
+    actions: list[Action] = []
     for action in program:
         known = flagged.get(action.launch)
         if known is not None and action.code in (WAIT, SIGNAL):
-            found.append(action._replace(launch=known))
+            actions.append(action._replace(launch=known))
             continue
-        found.append(action)
+        actions.append(action)
         if known is not None and action.code in (SUBMIT, PREQUEUE):
             flag = launches[known].call
-            found.append(action._replace(launch=known, target=flag.submit))
-    return found
+            actions.append(action._replace(launch=known, target=flag.submit))
+    return actions
 
 
 def prequeue(
-    program: list[Action], launches: list[Launch], bells: Mapping[DeviceKind, StreamSignal]
+    program: list[Action], launches: list[Launch], signals: Mapping[DeviceKind, StreamSignal]
 ) -> tuple[list[Action], StreamSignal | None]:
-    """The program with gates, and its doorbell; as it is where gates would gain nothing."""
+    """Return the program with wait values, and its signal; unchanged where they gain nothing."""
     kinds = {action.kind for action in program if action.code == SUBMIT}
-    bell = bells.get(KINDS[min(kinds)]) if len(kinds) == 1 else None
-    if bell is None:
+    signal = signals.get(KINDS[min(kinds)]) if len(kinds) == 1 else None
+    if signal is None:
         return program, None
-    ahead = _Ahead(program, launches, bell, min(kinds))
-    return (ahead.program(), bell) if ahead.gates else (program, None)
+    ahead = _Ahead(program, launches, signal, min(kinds))
+    return (ahead.program(), signal) if ahead.wait_values else (program, None)
 
 
 class _Ahead:
     """Groups are runs of submissions between which the control thread runs nothing."""
 
     def __init__(
-        self, program: list[Action], launches: list[Launch], bell: StreamSignal, kind: int
+        self, program: list[Action], launches: list[Launch], signal: StreamSignal, kind: int
     ) -> None:
-        self.launches, self.bell, self.kind = launches, bell, kind
+        self.launches, self.signal, self.kind = launches, signal, kind
         self.before: list[Action] = []  # up to the first group
         self.groups: list[list[Action]] = []
         self.others: list[list[Action]] = []  # the other actions from a group's start to the next's
@@ -133,37 +135,43 @@ class _Ahead:
                 ran = ran or action.code == RUN
                 (self.others[-1] if self.others else self.before).append(action)
         first = 0 if self.before else 1
-        self.gates = {i: self._gate(i) for i in range(first, len(self.groups))}
+        self.wait_values = {i: self._gate(i) for i in range(first, len(self.groups))}
 
     def _gate(self, group: int) -> int:
         """The place of a group's gate among the launches."""
         launch = self.launches[self.groups[group][0].launch]
-        gate = Launch(f"{launch.node} gate", launch.kind, self.bell.wait_value, launch.tokens, None)
+        gate = Launch(
+            f"{launch.node} gate", launch.kind, self.signal.wait_value, launch.tokens, None
+        )
         self.launches.append(gate)
         return len(self.launches) - 1
 
     def program(self) -> list[Action]:
-        """Every group one ahead, rings where the groups began, gates for the flags of groups."""
-        ended = {self.groups[i - 1][-1].launch: gate for i, gate in self.gates.items() if i > 0}
-        found: list[Action] = []
-        if 0 in self.gates:
-            found += [self._submission(PREQUEUE, self.gates[0]), *self._block(0, PREQUEUE)]
+        """Return the program with every group queued one ahead, signals where the groups began, and
+        waits on the wait values in place of the groups' flags.
+        """
+        ended = {
+            self.groups[i - 1][-1].launch: gate for i, gate in self.wait_values.items() if i > 0
+        }
+        actions: list[Action] = []
+        if 0 in self.wait_values:
+            actions += [self._submission(PREQUEUE, self.wait_values[0]), *self._block(0, PREQUEUE)]
         else:
-            found += self._block(0, SUBMIT)
-        found += self.before
+            actions += self._block(0, SUBMIT)
+        actions += self.before
         places = self._places()
         for i, others in enumerate(self.others):
-            if i in self.gates:
-                end = self.gates.get(i + 1, self.groups[i][-1].launch)
-                found.append(Action(SIGNAL, end, self.kind, self.bell.signal))
+            if i in self.wait_values:
+                end = self.wait_values.get(i + 1, self.groups[i][-1].launch)
+                actions.append(Action(SIGNAL, end, self.kind, self.signal.signal))
             for at in range(len(others) + 1):
-                found += places.get((i, at), [])
-                found += others[at : at + 1]
+                actions += places.get((i, at), [])
+                actions += others[at : at + 1]
         return [
             action._replace(launch=ended.get(action.launch, action.launch))
             if action.code == WAIT
             else action
-            for action in found
+            for action in actions
         ]
 
     def _places(self) -> dict[Place, list[Action]]:
@@ -203,15 +211,15 @@ class _Ahead:
     def _block(self, group: int, code: int) -> list[Action]:
         """A group's submissions, and the gate behind it; one flush will do behind a closed gate."""
         block = [action._replace(code=code) for action in self.groups[group]]
-        if group + 1 in self.gates:
-            block.append(self._submission(code, self.gates[group + 1]))
+        if group + 1 in self.wait_values:
+            block.append(self._submission(code, self.wait_values[group + 1]))
         if code != PREQUEUE:
             return block
         held = [a._replace(target=self.launches[a.launch].call.enqueue) for a in block[:-1]]
         return [*held, block[-1]]
 
     def _submission(self, code: int, gate: int) -> Action:
-        return Action(code, gate, self.kind, self.bell.wait_value.submit)
+        return Action(code, gate, self.kind, self.signal.wait_value.submit)
 
 
 def _behind_run(others: Sequence[Action]) -> int:

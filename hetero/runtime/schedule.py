@@ -74,10 +74,10 @@ def ordered(graph: LaunchGraph, order: Iterable[int]) -> Schedule:
     """Return the launches in this order, none before one that it has an edge from; waits as they
     need.
     """
-    found = _Order(graph)
+    placed = _Order(graph)
     for launch in order:
-        found.start(launch)
-    return found.end()
+        placed.start(launch)
+    return placed.end()
 
 
 def out_of_order(
@@ -92,24 +92,24 @@ def out_of_order(
 def _out_of_order(
     graph: LaunchGraph, costs_s: Sequence[float], submit_s: float, order: Order
 ) -> Schedule:
-    found = [in_order(graph)]
+    schedules = [in_order(graph)]
     if order != "fifo":
         rules = _rules(graph, costs_s, order)
-        found += [_Listed(graph, costs_s, submit_s, rule).schedule() for rule in rules]
+        schedules += [_Listed(graph, costs_s, submit_s, rule).schedule() for rule in rules]
     launches = graph.launches
-    return min(found, key=lambda schedule: _seconds_of(launches, schedule, costs_s, submit_s))
+    return min(schedules, key=lambda schedule: _seconds_of(launches, schedule, costs_s, submit_s))
 
 
 class Orders:
-    """Schedules by one order, found once for launches of the same nodes, chunks and devices, whose
-    edges are the same: other token counts make other seconds, but not another order, unless it
-    would be longer than in order. To find one takes some 30 ms for 600 launches, to take it again
-    a third of one.
+    """Schedules by one order, computed once for launches of the same nodes, chunks and devices,
+    whose edges are the same: other token counts make other seconds, but not another order, unless
+    it would be longer than in order. To find one takes some 30 ms for 600 launches, to take it
+    again a third of one.
     """
 
     def __init__(self, order: Order) -> None:
         self.order: Order = order
-        self._found: dict[tuple[tuple[str, int, DeviceKind | None], ...], list[Schedule]] = {}
+        self._schedules: dict[tuple[tuple[str, int, DeviceKind | None], ...], list[Schedule]] = {}
 
     def schedule(
         self, launches: Sequence[LaunchSpec], cost: Cost, *, submit_s: float = 0.0
@@ -122,13 +122,13 @@ class Orders:
     ) -> tuple[float, Schedule]:
         """As `schedule` by the seconds of each launch; how long it takes, too."""
         key = tuple((launch.name, launch.chunk, launch.kind) for launch in launches)
-        found = self._found.get(key)
-        if found is None:
+        known = self._schedules.get(key)
+        if known is None:
             graph = LaunchGraph.of(launches)
             best = _out_of_order(graph, costs_s, submit_s, self.order)
             plain = in_order(graph)
-            found = self._found[key] = [plain] if plain == best else [plain, best]
-        timed = [(_seconds_of(launches, x, costs_s, submit_s), x) for x in found]
+            known = self._schedules[key] = [plain] if plain == best else [plain, best]
+        timed = [(_seconds_of(launches, x, costs_s, submit_s), x) for x in known]
         return min(timed, key=lambda x: x[0])
 
 
@@ -198,17 +198,17 @@ class _Order:
     def awaited(self, launch: int) -> Mapping[DeviceKind | None, int]:
         """Return the launches to wait for before this one, by their queues: the last of each."""
         own = self._graph.launches[launch].kind
-        found: dict[DeviceKind | None, int] = {}
+        last_by_queue: dict[DeviceKind | None, int] = {}
         for other in self._graph.before[launch]:
             spec = self._graph.launches[other]
             if not spec.asynchronous or spec.kind == own:
                 continue
             if self._places[other] <= self._waited.get(spec.kind, -1):
                 continue
-            last = found.get(spec.kind)
+            last = last_by_queue.get(spec.kind)
             if last is None or self._places[other] > self._places[last]:
-                found[spec.kind] = other
-        return found
+                last_by_queue[spec.kind] = other
+        return last_by_queue
 
     def meet(self, launch: int) -> None:
         """Wait for what has to end before a launch."""

@@ -76,7 +76,7 @@ def planned_layout(
     """Return the caches for a fitted plan's calls, whatever order they run in; `whole`: of all
     tokens.
     """
-    # A padded last piece writes rows behind the last token; they lie beyond every context.
+    # A padded last chunk writes rows after the last token, beyond every context.
     written = reach(plan, capabilities)
     longest = plan.step_tokens or written
     together = most_in_flight(plan, max_seq_len, "best") if len(plan.devices()) > 1 else 1

@@ -13,8 +13,8 @@ class SlotRef(NamedTuple):
     """One slot. Two launches can only be in each other's way where they use equal ones.
 
     `name` is the decoder's (`qkv`, `k_cache.3`). `gathered`: the room where its panels are
-    gathered. `owner`: the device in whose own memory a copy lies (`hetero.runtime.handover`), None
-    in the pool that all share. `chunk`: of the chunks of a prompt that are in flight together.
+    gathered. `owner`: the device that has a copy in its own memory (`hetero.runtime.handover`),
+    None in the pool that all share. `chunk`: of the chunks of a prompt that are in flight together.
     """
 
     name: str

@@ -48,10 +48,10 @@ class Step:
     `chunks` are its tokens, chunk by chunk.
 
     `logits` is None where none are computed. `launches` keeps everything alive that the program
-    uses; `copied_bytes` are gathered in every run. `counts` are the launches of each device. `bell`
-    opens the gates of a program that has some. `layers` are those of the launches that work on
-    keys and values. `completions` are those of the last run, by launch:
-    each run makes a list of its own. `kinds` are what an action's `kind` counts.
+    uses; `copied_bytes` are gathered in every run. `counts` are the launches of each device.
+    `signal` opens the wait values of a program that has some. `layers` are those of the launches
+    that work on keys and values. `completions` are those of the last run, by launch: each run makes
+    a list of its own. `kinds` are what an action's `kind` counts.
     """
 
     phase: Phase
@@ -63,7 +63,7 @@ class Step:
     copied_bytes: int = 0
     counts: Mapping[DeviceKind, int] = field(default_factory=dict)
     completions: list[Completion | None] = field(default_factory=list)
-    bell: StreamSignal | None = None
+    signal: StreamSignal | None = None
     chunks: tuple[int, ...] = ()
     kinds: tuple[DeviceKind, ...] = KINDS
     layers: Mapping[int, int] = field(default_factory=dict)
@@ -78,10 +78,10 @@ class Step:
 
     def on(self, cache: KvCache) -> Step:
         """Return the step on a context's keys and values. Raises what binding does."""
-        found = self.bound.get(cache)
-        if found is None:
-            found = self.bound[cache] = self._bound((cache,))
-        return found
+        step = self.bound.get(cache)
+        if step is None:
+            step = self.bound[cache] = self._bound((cache,))
+        return step
 
     def on_rows(self, caches: Sequence[KvCache]) -> Step:
         """Return the step on the keys and values of a context for each row. Raises what binding
@@ -89,15 +89,15 @@ class Step:
         """
         kept = self._on_rows
         key = tuple(map(weakref.ref, caches))
-        if (found := kept.get(key)) is None:
-            found = self._bound(caches)
+        if (bound := kept.get(key)) is None:
+            bound = self._bound(caches)
             forget = partial(_forget, weakref.ref(self))
             key = tuple(weakref.ref(cache, forget) for cache in caches)
-            kept[key] = found
+            kept[key] = bound
             if len(kept) > ROWS_KEPT:
                 kept.popitem(last=False)
         kept.move_to_end(key)
-        return found
+        return bound
 
     def _bound(self, caches: Sequence[KvCache]) -> Step:
         program, launches = bind_program(self.program, self.launches, caches)
@@ -241,9 +241,9 @@ class BoundLaunches:
 
     # --- binding ----------------------------------------------------------------------------
 
-    def bound(self, schedule: Schedule, bells: Mapping[DeviceKind, StreamSignal]) -> Step:
-        """Return the step that runs a schedule of the graph, with gates where `bells` can open
-        them.
+    def bound(self, schedule: Schedule, signals: Mapping[DeviceKind, StreamSignal]) -> Step:
+        """Return the step that runs a schedule of the graph, with wait values where `signals` can
+        open them.
         """
         order = [step.launch for step in schedule if isinstance(step, Start)]
         launches = [self._launch(i) for i in order]
@@ -258,8 +258,8 @@ class BoundLaunches:
                 wait_points.append(site)
                 kind = KINDS.index(site.kind)
                 actions.append(Action(WAIT, places[step.launch], kind, site.wait))
-        program, bell = prequeue(actions, launches, bells)
-        program = raise_flags(program, launches, self._synchroniser.flags, bell)
+        program, signal = prequeue(actions, launches, signals)
+        program = raise_flags(program, launches, self._synchroniser.flags, signal)
         return Step(
             self.phase,
             sum(self.chunks),
@@ -270,7 +270,7 @@ class BoundLaunches:
             self.copied_bytes,
             Counter(launch.kind for launch in launches),  # flags count as the GPU's work
             [None] * len(launches),
-            bell,
+            signal,
             self.chunks,
         )
 

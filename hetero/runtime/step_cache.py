@@ -14,7 +14,7 @@ from hetero.runtime.lowering import Lowering, StepKey
 from hetero.runtime.prefill_mode import padded_chunks, rounded
 from hetero.runtime.schedule import Orders
 from hetero.runtime.step import Step
-from hetero.solver.plan import Form, Phase
+from hetero.solver.plan import Phase, PrefillMode
 
 MAX_STEPS: Final = 40
 
@@ -49,17 +49,19 @@ class StepCache:
         m: int,
         logit_rows: int = 1,
         *,
-        gates: bool = True,
+        wait_values: bool = True,
         sums_scores: bool = False,
     ) -> Step:
         """Return the step of m tokens on a context whose last `logit_rows` rows get logits, lowered
         and bound where it has not been.
 
-        Steps that decode have gates where they gain; `gates` false: the same step without. Prompts
-        of an `online-prepare` plan prepare their graphs every time: that is what it compares.
+        Steps that decode have wait values where they gain; `wait_values` false: the same step
+        without. Prompts of an `online-prepare` plan prepare their graphs every time: that is what
+        it compares.
         """
         return self._bound(
-            self.lowered(phase, m, logit_rows, gates=gates, sums_scores=sums_scores), context
+            self.lowered(phase, m, logit_rows, wait_values=wait_values, sums_scores=sums_scores),
+            context,
         )
 
     def window(
@@ -69,7 +71,7 @@ class StepCache:
         logit_rows: int = 1,
         *,
         sums_scores: bool = False,
-        form: Form = "cut",
+        form: PrefillMode = "cut",
     ) -> Step:
         """Return the step of prompt chunks (tokens of each) that are in flight together."""
         at = rounded(context.cached)
@@ -79,11 +81,13 @@ class StepCache:
         return self._bound(self._cached(key), context)
 
     def of_contexts(
-        self, contexts: Sequence[Context], *, gates: bool = True, sums_scores: bool = False
+        self, contexts: Sequence[Context], *, wait_values: bool = True, sums_scores: bool = False
     ) -> Step:
         """Return the step that decodes one token of each context."""
         count = len(contexts)
-        step = self.lowered("decode", count, count, gates=gates, sums_scores=sums_scores, rows=True)
+        step = self.lowered(
+            "decode", count, count, wait_values=wait_values, sums_scores=sums_scores, rows=True
+        )
         with memory_for(f"the step of {count} contexts"):
             return step.on_rows([context.cache for context in contexts])
 
@@ -93,15 +97,15 @@ class StepCache:
         m: int,
         logit_rows: int,
         *,
-        gates: bool = True,
+        wait_values: bool = True,
         sums_scores: bool = False,
         rows: bool = False,
     ) -> Step:
         """Return a step that is not bound to any context; see `step`, and `StepKey` for `rows`."""
-        bells = self._lowering.synchroniser.bells
-        gates = gates and not sums_scores and phase == "decode" and bool(bells)
+        signals = self._lowering.synchroniser.signals
+        wait_values = wait_values and not sums_scores and phase == "decode" and bool(signals)
         step = self._cached(
-            StepKey(phase, (m,), logit_rows, gates, sums_scores=sums_scores, rows=rows)
+            StepKey(phase, (m,), logit_rows, wait_values, sums_scores=sums_scores, rows=rows)
         )
         if self._lowering.placement.online and phase == "prefill":
             self._prepare_online(step)
@@ -123,7 +127,7 @@ class StepCache:
                 key.phase,
                 m,
                 key.logit_rows,
-                gates=key.gates,
+                wait_values=key.wait_values,
                 sums_scores=key.sums_scores,
                 rows=key.rows,
             )

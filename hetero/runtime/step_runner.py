@@ -22,7 +22,7 @@ from hetero.runtime.step_cache import StepCache
 from hetero.runtime.trace import Trace
 from hetero.runtime.usage import StepRun, Usage
 from hetero.runtime.waits import Synchroniser
-from hetero.solver.plan import Form, Phase
+from hetero.solver.plan import Phase, PrefillMode
 
 
 class StepRunner:
@@ -69,7 +69,7 @@ class StepRunner:
         tokens: Sequence[int],
         logit_rows: int,
         chunks: Sequence[int],
-        form: Form = "cut",
+        form: PrefillMode = "cut",
         on_device_busy: OnDeviceBusy = nothing,
     ) -> Step:
         """Run a step of these tokens, in one call or several chunks. Raises `DeviceError`."""
@@ -84,9 +84,14 @@ class StepRunner:
             )
         else:
             # Behind a closed gate the GPU would not decode the layers that the host waits for.
-            gates = self._synchroniser.gates_now() and context.gate is None
+            wait_values = self._synchroniser.wait_values_now() and context.gate is None
             step = self.steps.step(
-                context, phase, len(tokens), logit_rows, gates=gates, sums_scores=sums_scores
+                context,
+                phase,
+                len(tokens),
+                logit_rows,
+                wait_values=wait_values,
+                sums_scores=sums_scores,
             )
         step = self._loading(context, step)
         stops = list(accumulate(chunks, initial=0))
@@ -115,8 +120,8 @@ class StepRunner:
             context.mass is not None and bool(rows_of("decode", context.cached, 1))
             for context in contexts
         ]
-        gates = self._synchroniser.gates_now()
-        step = self.steps.of_contexts(contexts, gates=gates, sums_scores=any(sampled))
+        wait_values = self._synchroniser.wait_values_now()
+        step = self.steps.of_contexts(contexts, wait_values=wait_values, sums_scores=any(sampled))
         positions = [context.cached for context in contexts]
         self._pool.feed_rows(tokens, positions, [context.cache.base for context in contexts])
         self.set_timing(False)

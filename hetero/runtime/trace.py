@@ -132,11 +132,11 @@ def _names() -> Iterator[dict[str, Any]]:
 
 
 def _arguments(launch: Launch) -> dict[str, Any]:
-    found: dict[str, Any] = {
+    event: dict[str, Any] = {
         "kernel": launch.call.name,
         "tokens": list(launch.tokens),
         "chunk": launch.chunk,
     }
     if launch.rows is not None:
-        found["rows"] = list(launch.rows)
-    return found
+        event["rows"] = list(launch.rows)
+    return event

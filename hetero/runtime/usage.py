@@ -134,7 +134,7 @@ class Work:
 
 def total(works: Iterable[Work]) -> Work:
     """Return the sum over several contexts."""
-    found = Work()
+    summed = Work()
     for work in works:
-        found.include(work)
-    return found
+        summed.include(work)
+    return summed

@@ -37,7 +37,7 @@ class Message(Request):
 
 
 class CountRequest(Request):
-    """What is counted."""
+    """A request to count tokens."""
 
     model: str = ""
     messages: list[Message] = Field(min_length=1)
@@ -77,7 +77,7 @@ class CountRequest(Request):
 
 
 class MessagesRequest(CountRequest):
-    """As Anthropic's."""
+    """Anthropic's request."""
 
     max_tokens: int = Field(ge=1)
     stream: bool | None = False

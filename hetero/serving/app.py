@@ -77,7 +77,7 @@ class _Counted:
         self._inner, self._state = inner, state
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As ASGI says."""
+        """Handle a request, as ASGI defines it."""
         if scope["type"] != "http":
             await self._inner(scope, receive, send)
             return
@@ -109,7 +109,7 @@ async def _failed(request: Request, error: Exception) -> Response:
 
 
 async def _invalid(request: Request, error: Exception) -> Response:
-    """Return a body that is no JSON, or has a wrong field: the first of them, in one sentence."""
+    """Return the error of a body that is no JSON or has a wrong field, in one sentence."""
     assert isinstance(error, RequestValidationError)
     first: dict[str, Any] = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"] if part not in ("body", "query", "path"))

@@ -47,7 +47,7 @@ class StreamOptions(Request):
 
 
 class ChatRequest(Penalties, Guided):
-    """As OpenAI's, with what vLLM and llama-server add."""
+    """OpenAI's request, with extensions of vLLM and llama-server."""
 
     model: str = ""
     messages: list[dict[str, Any]] = Field(min_length=1)
@@ -146,7 +146,7 @@ def _choice(
 
 
 def call_json(call: ToolCall) -> dict[str, Any]:
-    """As chat completions show a call."""
+    """Return a call as chat completions show it."""
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": call.id, "type": "function", "function": function}
 

@@ -32,7 +32,7 @@ MOST_PROMPTS = 256
 
 
 class CompletionRequest(Penalties, Guided):
-    """As OpenAI's. With `echo` and `max_tokens` 0 a text is scored alone."""
+    """OpenAI's request. With `echo` and `max_tokens` 0 a text is scored alone."""
 
     model: str = ""
     prompt: str | list[str] | list[Token] | list[list[Token]] = Field(
@@ -72,7 +72,7 @@ class CompletionRequest(Penalties, Guided):
 
 @router.post("/v1/completions")
 async def completions(body: CompletionRequest, request: HttpRequest) -> Response:
-    """What comes after a text."""
+    """Continue a text."""
     state: State = request.app.state.hetero
     body.check()
     model = state.check_model(body.model)
@@ -152,7 +152,9 @@ def _echoed(state: State, wanted: AnswerOptions) -> str:
 
 
 def _logprobs(state: State, scores: Sequence[tuple[int, Any]], most: int) -> dict[str, Any]:
-    """As the older API shows them: four lists. The first token of a text has no probability."""
+    """Return four lists, as the older API has them. The first token of a text has no
+    probability.
+    """
     tokens, values = list[str](), list[float | None]()
     tops, offsets, at = list[dict[str, float] | None](), list[int](), 0
     for token, found in scores:

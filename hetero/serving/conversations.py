@@ -107,7 +107,7 @@ async def read_items_of(
     after: str | None = None,
     order: Literal["asc", "desc"] = "desc",
 ) -> Response:
-    """What was said, the newest first unless `order` is asc."""
+    """Return the items, the newest first unless `order` is asc."""
     state: State = request.app.state.hetero
     await _found(request, name)
     items = await state.disk(state.records.items, request.state.app, name)

@@ -44,7 +44,7 @@ class ApiError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        """What stands beside it."""
+        """Return the headers of the response."""
         found = {} if self.retry_s is None else {"Retry-After": str(self.retry_s)}
         if self.status == 401:
             found["WWW-Authenticate"] = "Bearer"

@@ -18,7 +18,7 @@ LONGEST_GRAMMAR: Final = 256 << 10  # characters
 
 
 class TokenBytes:
-    """What each id of a model stands for, in bytes; for grammars, and for showing tokens."""
+    """The bytes of each token id of a model, for grammars and for showing tokens."""
 
     def __init__(self, model: LoadedModel) -> None:
         vocabulary, eos = model.config.vocab_size, list(model.eos_ids)
@@ -50,7 +50,9 @@ class TokenBytes:
 
 
 def json_grammar(schema: Any) -> str:
-    """Of JSON values that a schema allows (True: any object). Raises `UserError`."""
+    """Return the grammar of the JSON values that a schema allows (True: any object). Raises
+    `UserError`.
+    """
     if schema is True:
         schema = {"type": "object"}
     if not isinstance(schema, dict):
@@ -66,12 +68,12 @@ def json_grammar(schema: Any) -> str:
 
 
 def lark_grammar(text: str) -> str:
-    """Of what a Lark grammar describes."""
+    """Return the grammar of a Lark grammar."""
     return str(llguidance.LLMatcher.grammar_from_lark(text))
 
 
 def gbnf_grammar(text: str) -> str:
-    """Of what a grammar of llama.cpp's form (GBNF) or a Lark grammar describes."""
+    """Return the grammar of a GBNF (llama.cpp's form) or Lark grammar."""
     from llguidance.gbnf_to_lark import any_to_lark
 
     try:
@@ -81,12 +83,12 @@ def gbnf_grammar(text: str) -> str:
 
 
 def regex_grammar(text: str) -> str:
-    """Of what a regular expression describes."""
+    """Return the grammar of a regular expression."""
     return str(llguidance.LLMatcher.grammar_from_regex(text))
 
 
 def choice_grammar(choices: Sequence[str]) -> str:
-    """Of one of several texts."""
+    """Return the grammar of one of several texts."""
     return lark_grammar("start: " + " | ".join(json.dumps(x, ensure_ascii=False) for x in choices))
 
 

@@ -44,7 +44,7 @@ class Guard:
         self._free = most_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As ASGI says."""
+        """Handle a request, as ASGI defines it."""
         if scope["type"] != "http":
             await self._inner(scope, receive, send)
             return

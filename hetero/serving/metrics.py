@@ -15,7 +15,7 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5
 
 
 class Metrics:
-    """Of one server."""
+    """Metrics of one server."""
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
@@ -82,7 +82,7 @@ class _Engine(Collector):
         self.totals: dict[str, Any] = {"evictions": {}, "devices": {}}
 
     def collect(self) -> Iterator[CounterMetricFamily]:
-        """As Prometheus' client says."""
+        """Yield the metrics, as Prometheus' client asks for them."""
         evictions = CounterMetricFamily(
             "hetero_evictions", "Chunks that left the memory.", labels=["reason"]
         )

@@ -287,12 +287,12 @@ class Records:
     # --- inside -----------------------------------------------------------------------------
 
     def _put(self, app: str, value: Any) -> Value:
-        """As a column has it."""
+        """Return a value as its column stores it."""
         text = json.dumps(value)
         return text if self._box is None else self._box.seal(text.encode(), app.encode())
 
     def _get(self, app: str, value: Value) -> Any:
-        """Of a column. Raises `ApiError` for what was changed."""
+        """Return the value of a column. Raises `ApiError` if it was tampered with."""
         if self._box is None or isinstance(value, str):
             return json.loads(value)
         try:

@@ -53,7 +53,7 @@ class Sampling(Request):
 
 
 class Penalties(Sampling):
-    """What the completions of OpenAI's API have besides."""
+    """Penalties that the completions of OpenAI's API also have."""
 
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
@@ -62,7 +62,7 @@ class Penalties(Sampling):
     stop: str | list[str] | None = None
 
     def options(self) -> dict[str, Any]:
-        """As of `Sampling`."""
+        """Return the options of `Sampling`, and the penalties."""
         found = super().options()
         for name in ("frequency_penalty", "presence_penalty"):
             if (value := getattr(self, name)) is not None:

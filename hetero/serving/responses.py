@@ -60,7 +60,7 @@ class ConversationName(Request):
 
 
 class ResponseRequest(Sampling):
-    """As OpenAI's."""
+    """OpenAI's request."""
 
     model: str = ""
     input: str | list[dict[str, Any]] = ""
@@ -105,7 +105,7 @@ class ResponseRequest(Sampling):
 
 @dataclass
 class _Turn:
-    """What a response goes on from, and what it is."""
+    """What a response continues from, and what it becomes."""
 
     body: dict[str, Any]
     use: ToolUse
@@ -140,7 +140,7 @@ async def read_response(name: str, request: HttpRequest) -> Response:
 
 @router.get("/v1/responses/{name}/input_items")
 async def read_input(name: str, request: HttpRequest, limit: int = 20) -> Response:
-    """What it answers, the newest first."""
+    """Return the input of a response, the newest first."""
     items = (await _stored(request, name)).input[::-1][: max(min(limit, 100), 1)]
     return answers.answer_json(listing(items, more=False))
 

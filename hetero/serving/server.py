@@ -134,7 +134,7 @@ def default_directory(model: str) -> Path:
 
 
 def _allow_connections() -> None:
-    """As many open files as the system lets a process have: each connection is one."""
+    """Raise the limit of open files to the system's maximum: each connection is one."""
     try:
         import resource
     except ImportError:  # Windows has no such limit
@@ -149,12 +149,12 @@ class _Protocol(H11Protocol):
     """A connection that does not send its request's head in time is closed."""
 
     def connection_made(self, transport: Any) -> None:
-        """As asyncio says."""
+        """Follow asyncio's protocol."""
         super().connection_made(transport)
         self._deadline = self.loop.call_later(HEADER_DEADLINE_S, self._check_begun)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """As asyncio says."""
+        """Follow asyncio's protocol."""
         self._deadline.cancel()
         super().connection_lost(exc)
 

@@ -32,7 +32,7 @@ _PARAMS: dict[str, Any] = {  # what a completion gets where nothing is given
 
 
 class SlotRequest(Request):
-    """Of `save` and `restore`."""
+    """The body of `save` and `restore`."""
 
     filename: str = ""
 
@@ -90,7 +90,7 @@ async def change_slot(
 
 @router.get("/props")
 async def props(request: HttpRequest) -> Response:
-    """What the server is."""
+    """Return the server's properties."""
     state: State = request.app.state.hetero
     about = state.engine.about
     tokenizer = state.model.tokenizer

@@ -56,7 +56,7 @@ class State:
         return "" if found is None else found.templates.get("default", "")
 
     def check_model(self, name: str | None) -> str:
-        """What a response calls the model. Raises `ApiError` for one that is not here."""
+        """Return the model's name for a response. Raises `ApiError` for an unknown one."""
         if not name or name in self.names or "*" in self.names:
             return name or self.names[0]
         raise ApiError(
@@ -76,7 +76,9 @@ class State:
         return slot
 
     async def texts(self, work: Callable[..., T], *arguments: Any, **options: Any) -> T:
-        """What tokenizer, template or grammar make, in a thread; `UserError` as `ApiError`."""
+        """Run work of tokenizer, template or grammar in a thread; raise `UserError` as
+        `ApiError`.
+        """
         call = partial(work, *arguments, **options)
         try:
             return await anyio.to_thread.run_sync(call, limiter=self._texts)
@@ -93,7 +95,7 @@ class State:
             raise ApiError(400, str(error)) from error
 
     async def disk(self, work: Callable[..., T], *arguments: Any, **options: Any) -> T:
-        """What the records say, in their thread."""
+        """Run a query of the records in their thread."""
         call = partial(work, *arguments, **options)
         return await anyio.to_thread.run_sync(self._disk.submit(call).result)
 

@@ -54,7 +54,7 @@ def _state(request: HttpRequest) -> State:
 @router.get("/health")
 @router.get("/v1/health", include_in_schema=False)
 async def health(request: HttpRequest) -> Response:
-    """Whether answers are made."""
+    """Return whether the server answers."""
     if not _state(request).engine.alive:
         raise ApiError(503, "the engine is not ready", retry_s=1)
     return JSONResponse({"status": "ok"})
@@ -150,7 +150,7 @@ async def apply_template(body: TemplateRequest, request: HttpRequest) -> Respons
 
 @router.get("/tokenizer_info")
 async def tokenizer_info(request: HttpRequest) -> Response:
-    """What the tokenizer is."""
+    """Return facts about the tokenizer."""
     state = _state(request)
     tokenizer = state.model.tokenizer
     special = tokenizer.special_tokens if isinstance(tokenizer, HfTokenizer) else {}

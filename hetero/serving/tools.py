@@ -34,7 +34,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class ToolUse:
-    """What a request says about tools, as OpenAI's `function` objects. `forced`: an answer is a
+    """The tools of a request, as OpenAI's `function` objects. `forced`: an answer is a
     call, of `name` alone if that is given. `silent`: no call is made.
     """
 
@@ -44,7 +44,7 @@ class ToolUse:
     name: str = ""
 
     def grammar(self) -> str:
-        """Of an answer that must be a call."""
+        """Return the grammar of an answer that must be a call."""
         if not self.forced:
             return ""
         wanted = [f for f in self.functions if self.name in ("", f["name"])]
@@ -63,7 +63,7 @@ class ToolUse:
         return json_grammar(calls[0] if len(calls) == 1 else {"anyOf": calls})
 
     def read(self, text: str) -> tuple[str, list[ToolCall]]:
-        """What an answer says besides, and its calls. A call that is not whole stays text."""
+        """Return an answer's text and its calls. An incomplete call stays text."""
         if not self.functions or self.silent:
             return text, []
         names = {f["name"] for f in self.functions}
@@ -94,7 +94,7 @@ def _read_call(text: str, names: set[str]) -> ToolCall | None:
 
 
 def tool_use(tools: Sequence[dict[str, Any]] | None, choice: Any) -> ToolUse:
-    """Of `tools` and `tool_choice` as chat completions have them. Raises `ApiError`."""
+    """Parse `tools` and `tool_choice` as chat completions have them. Raises `ApiError`."""
     functions: list[dict[str, Any]] = []
     for i, tool in enumerate(tools or ()):
         function = tool.get("function")

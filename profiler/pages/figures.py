@@ -51,13 +51,13 @@ def own_style() -> Iterator[None]:
 
 
 def new_axes(height: float = SIZE_INCHES[1]) -> Axes:
-    """Axes of a new figure, by this module's style."""
+    """Return the axes of a new figure, by this module's style."""
     with mpl.rc_context(STYLE):
         return Figure(figsize=(SIZE_INCHES[0], height)).add_subplot()
 
 
 def log_log(axes: Axes, x: str, y: str) -> None:
-    """Logarithmic axes with plain numbers."""
+    """Make the axes logarithmic, with plain numbers."""
     axes.set_xscale("log")
     axes.set_yscale("log")
     plain = FuncFormatter(lambda value, _: f"{value:g}")
@@ -68,7 +68,7 @@ def log_log(axes: Axes, x: str, y: str) -> None:
 
 
 def svg_of(axes: Axes, title: str) -> Markup:
-    """SVG text that scales with its place; identifiers differ from chart to chart."""
+    """Return SVG text that scales with its place; identifiers differ from chart to chart."""
     figure = axes.get_figure(root=True)
     assert isinstance(figure, Figure)
     buffer = io.StringIO()

@@ -47,7 +47,7 @@ def operators(plan: Plan) -> TableData:
 
 
 def _bar(op: OpPlan) -> str:
-    """`▇▇▇▇▇▇▇▇▇░ 88:12`."""
+    """Return `▇▇▇▇▇▇▇▇▇░ 88:12`."""
     npu = content.npu_share(op)
     cells = round(BAR_CELLS * npu)
     if 0 < npu < 1:  # a part of each is seen

@@ -7,10 +7,10 @@ from typing import Final
 
 from hetero.backends.protocol import KINDS
 from hetero.profiler.tables import TableData
-from hetero.solver.plan import Form, OpPlan, Plan, Total
+from hetero.solver.plan import OpPlan, Plan, PrefillMode, Total
 from hetero.solver.report import units
 
-FORMS: Final[dict[Form, str]] = {
+FORMS: Final[dict[PrefillMode, str]] = {
     "cut": "cut in order",
     "whole": "whole out of order",
     "both": "cut and out of order",
@@ -27,7 +27,7 @@ def _kind(plan: Plan) -> str:
 
 
 def label(total: Total) -> str:
-    """`prefill 256` or `decode`."""
+    """Return `prefill 256` or `decode`."""
     if total.phase == "prefill":
         calls = len(total.steps)
         cut = f" in {calls} calls of up to {max(total.steps)}" if calls > 1 else ""
@@ -114,7 +114,9 @@ def forms(plan: Plan) -> TableData | None:
         "Makespans by the profile, calls in flight together: the plan's own cuts, or whole "
         "matmuls, or cuts that balance both devices over all operations of a call."
     )
-    return TableData("Form of long prompts", ("tokens", *FORMS.values(), "taken"), rows, note)
+    return TableData(
+        "PrefillMode of long prompts", ("tokens", *FORMS.values(), "taken"), rows, note
+    )
 
 
 def attention(plan: Plan) -> TableData | None:
@@ -136,14 +138,14 @@ def attention(plan: Plan) -> TableData | None:
 
 
 def where(op: OpPlan) -> str:
-    """Phase and length of an entry."""
+    """Return phase and length of an entry."""
     if op.m is None:
         return f"{op.phase}, any length"
     return f"{op.phase} {op.m}"
 
 
 def share(op: OpPlan) -> str:
-    """Part of the outputs that each device computes, and graphs."""
+    """Return the part of the outputs that each device computes, and graphs."""
     npu = npu_share(op)
     graphs = [str(t.graph_size) for t in op.tiles if t.graph_size]
     text = " + ".join(
@@ -153,7 +155,7 @@ def share(op: OpPlan) -> str:
 
 
 def npu_share(op: OpPlan) -> float:
-    """Part of the outputs that the NPU computes."""
+    """Return the part of the outputs that the NPU computes."""
     m = op.m or 1
     return sum(_area(t, m) for t in op.tiles if t.device == "npu") / (m * op.n)
 
@@ -165,7 +167,7 @@ def _area(tile: object, m: int) -> int:
 
 
 def memory(plan: Plan) -> TableData | None:
-    """Weights on each device."""
+    """Return weights on each device."""
     needed = plan.memory
     if needed is None:
         return None
@@ -270,12 +272,12 @@ ALONE = "one length only"
 
 
 def display(strategy: str) -> str:
-    """Names of strategies for people."""
+    """Return the names of strategies for people."""
     return {"auto": ALONE, "layer": "layer level"}.get(strategy, strategy)
 
 
 def front(plan: Plan) -> TableData | None:
-    """Latency against energy."""
+    """Return latency against energy."""
     if not plan.front:
         return None
     rows = tuple(
@@ -315,12 +317,12 @@ def what_if(plan: Plan, others: Sequence[Plan]) -> TableData | None:
 
 
 def name(plan: Plan) -> str:
-    """Model and profile of a plan."""
+    """Return model and profile of a plan."""
     return f"{plan.model} on {plan.profile or 'a hand-made plan'}"
 
 
 def tables(plan: Plan, others: Sequence[Plan]) -> Iterator[TableData]:
-    """All tables but the alternatives, in the order of the report."""
+    """Yield all tables but the alternatives, in the order of the report."""
     first = (gains(plan), what_if(plan, others), forms(plan), operators(plan), attention(plan))
     for table in (*first, curves(plan), memory(plan), front(plan)):
         if table is not None:

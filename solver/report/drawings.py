@@ -84,7 +84,7 @@ class Cut(NamedTuple):
     others: TableData
 
 
-class Step(NamedTuple):
+class DrawnStep(NamedTuple):
     """The cuts of a step; a single row of tokens is drawn flat."""
 
     title: str
@@ -93,7 +93,7 @@ class Step(NamedTuple):
 
 
 def _svg(width: float, height: float, parts: Iterable[str], title: str, style: str = "") -> Markup:
-    """Rectangles that fill their place, whatever its shape."""
+    """Return the rectangles that fill their place, whatever its shape."""
     styled = f' style="{style}"' if style else ""
     return markup(
         f'<svg viewBox="0 0 {width:.1f} {height:.1f}" preserveAspectRatio="none" role="img" '
@@ -110,7 +110,7 @@ def _rect(x: float, y: float, width: float, height: float, color: str, tip: str,
 
 
 def block_bars(plan: Plan, total: Total) -> list[Bar]:
-    """One block: matmuls as planned, the other operators on their device."""
+    """Return one block: matmuls as planned, the other operators on their device."""
     rest = plan.rest.prefill if total.phase == "prefill" else plan.rest.decode
     between = {"qkv": "attention", "v": "attention", "o": "norm", "gate_up": "activation",
                "up": "activation", "down": "norm"}  # fmt: skip
@@ -136,7 +136,7 @@ def block_bars(plan: Plan, total: Total) -> list[Bar]:
 
 
 def block(plan: Plan, total: Total) -> Block | None:
-    """One block with a lane for each device."""
+    """Return one block with a lane for each device."""
     bars = block_bars(plan, total)
     if not bars:
         return None
@@ -176,7 +176,7 @@ def _lane(kind: str, bars: Sequence[Bar], end_s: float) -> Lane:
     return Lane(kind.upper(), f"{100 * busy:.0f} %", svg, labels)
 
 
-def step(plan: Plan, total: Total) -> Step | None:
+def step(plan: Plan, total: Total) -> DrawnStep | None:
     """Return the tiles of every matmul of a step: rows to the right, tokens down, to one scale."""
     m = drawn_tokens(total)
     ops = [o for o in plan.ops if o.phase == total.phase and o.m == m]
@@ -186,7 +186,7 @@ def step(plan: Plan, total: Total) -> Step | None:
     widest = max(op.n for op in ops)
     flat = total.phase != "prefill"
     cuts = tuple(_cut(op, m, scale, 28.0 if flat else 110.0, widest) for op in ops)
-    return Step(label(total), flat, cuts)
+    return DrawnStep(label(total), flat, cuts)
 
 
 def _cut(op: OpPlan, m: int, scale: float, height: float, widest: int) -> Cut:
@@ -208,7 +208,10 @@ def _cut(op: OpPlan, m: int, scale: float, height: float, widest: int) -> Cut:
 
 
 def curves(plan: Plan) -> Any:
-    """Prefill time by length: single devices in their colours, this plan's lengths as dots."""
+    """Return prefill time by length.
+
+    Single devices in their colours, this plan's lengths as dots.
+    """
     from hetero.profiler.pages.figures import Chart, new_axes, own_style, svg_of
 
     with own_style():
@@ -241,7 +244,10 @@ def curves(plan: Plan) -> Any:
 
 
 def front(plan: Plan) -> Any:
-    """Energy against time of every step, both relative to its fastest plan; None without energy."""
+    """Return energy against time of every step, both relative to its fastest plan.
+
+    None without energy.
+    """
     from hetero.profiler.pages.figures import Chart, new_axes, own_style, svg_of
 
     steps: dict[str, list[FrontPoint]] = {}

@@ -10,7 +10,7 @@ from hetero.solver.report import content
 
 
 def to_markdown(plan: Plan, others: Sequence[Plan] = ()) -> str:
-    """All tables of the report."""
+    """Return all tables of the report."""
     parts = [f"# {content.name(plan)}", f"Plan {plan.plan_id}; numbers are {content.kind(plan)}."]
     parts += [f"- {note}" for note in plan.notes]
     parts += [_table(table, "##") for table in content.tables(plan, others)]

@@ -15,7 +15,7 @@ NUMERIC = (
 
 
 def to_html(plan: Plan, others: Sequence[Plan] = ()) -> str:
-    """Everything on one page.
+    """Return everything on one page.
 
     No scripts, nothing from elsewhere. Raises `UserError` where matplotlib is missing.
     """
@@ -72,14 +72,14 @@ def _facts(plan: Plan) -> list[str]:
 
 
 def _pictured(plan: Plan) -> list[Total]:
-    """Three lengths at most (first, middle, last), and decoding."""
+    """Return three lengths at most (first, middle, last), and decoding."""
     prefill = [t for t in plan.totals if t.phase == "prefill"]
     places = sorted({0, len(prefill) // 2, len(prefill) - 1}) if prefill else []
     return [prefill[i] for i in places] + [t for t in plan.totals if t.phase == "decode"]
 
 
 def _charts(plan: Plan) -> list[tuple[object, TableData]]:
-    """Charts, each with its table."""
+    """Return charts, each with its table."""
     charts = []
     for table, draw in ((content.curves(plan), drawings.curves),
                         (content.front(plan), drawings.front)):  # fmt: skip

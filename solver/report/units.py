@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def duration(seconds: float | None) -> str:
-    """Microseconds, milliseconds or seconds with three significant digits."""
+    """Return microseconds, milliseconds or seconds with three significant digits."""
     if seconds is None:
         return "n/a"
     if seconds < 1e-3:
@@ -15,7 +15,7 @@ def duration(seconds: float | None) -> str:
 
 
 def size(nbytes: float | None) -> str:
-    """GiB, MiB or, where that would be 0.0, KiB."""
+    """Return GiB, MiB or, where that would be 0.0, KiB."""
     if nbytes is None:
         return "n/a"
     if nbytes >= 2**30:
@@ -25,7 +25,7 @@ def size(nbytes: float | None) -> str:
 
 
 def energy(joules: float | None) -> str:
-    """Joules or millijoules."""
+    """Return joules or millijoules."""
     if joules is None:
         return "n/a"
     return f"{joules:.2f} J" if joules >= 1 else f"{joules * 1e3:.1f} mJ"

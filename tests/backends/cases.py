@@ -46,7 +46,7 @@ HALF_TOLERANCE_ATTENTION = 4e-3
 # QNN's results of 8-bit codes are codes themselves. A step is 2 · x_scale of the power of two above
 # the row's norm, so with `make_weights` at most 2 · 0.04 · 2 √k, and results are of size √k: a
 # uniform error of a step is 0.29 · 0.16. Where results do not fit, codes of x count double: 0.08,
-# uniform as well, beside it.
+# uniform as well, next to it.
 CODES_TOLERANCE = 0.29 * (0.16 + 0.08)
 
 
@@ -200,7 +200,7 @@ def make_tensors(
 ) -> dict[str, Tensor]:
     """Random inputs for m tokens; outputs, spare rows and unwritten cache positions are NaN.
 
-    Every tensor lies at an offset in a buffer of its own, as in a pool.
+    Every tensor is at an offset in a buffer of its own, as in a pool.
     """
     tensors = {}
     for port in op.ports:

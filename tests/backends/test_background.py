@@ -59,7 +59,7 @@ def test_a_latch_opens_for_all_and_for_good() -> None:
 
 @pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
 @pytest.mark.parametrize("limit_s", [float("inf"), 5])
-def test_an_interrupted_wait_keeps_nobody_waiting(limit_s: float) -> None:
+def test_an_interrupted_wait_blocks_no_other_thread(limit_s: float) -> None:
     def slow() -> Background[str]:
         return in_background("test", [lambda: (time.sleep(0.01), "done")[1]])[0]
 

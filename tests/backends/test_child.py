@@ -43,7 +43,7 @@ def test_a_child_ends_with_a_parent_that_is_killed() -> None:
 
 
 @pytest.mark.usefixtures("modules")
-def test_a_child_whose_parent_is_gone_does_nothing() -> None:
+def test_a_child_whose_parent_has_ended_does_nothing() -> None:
     command = child_command("sleeper")
     command[command.index(str(os.getpid()))] = str(os.getppid())  # not who starts it
     done = subprocess.run(command, capture_output=True, timeout=30, check=False)
@@ -73,5 +73,5 @@ def test_where_the_system_does_not_end_a_child_a_thread_does() -> None:
         assert parent.stdout.readline().strip().isdigit()
         parent.kill()
         start_s = time.monotonic()
-        assert parent.stdout.read() == b""  # the child held the other end, and is gone
+        assert parent.stdout.read() == b""  # the child had the other end, and has ended
         assert time.monotonic() - start_s < 30

@@ -284,7 +284,7 @@ def test_attention(device: Device, heads: int, kv_heads: int, head_dim: int, win
 def test_attention_on_narrow_caches(
     device: Device, heads: int, kv_heads: int, head_dim: int, kv: CacheFormat
 ) -> None:
-    """Keys and values are rounded when they are appended, and read as they lie."""
+    """Keys and values are rounded when they are appended, and read in place."""
     op = replace(ATTENTION, heads=heads, kv_heads=kv_heads, head_dim=head_dim, kv=kv)
     require(device, op)
     kernel = device.prepare(op, {})
@@ -375,7 +375,7 @@ def test_chunks_are_decoded_to_the_bit(
     check_call(device, kernel, weights, tensors, 7)
 
 
-def test_chunks_are_decoded_beside_the_other_calls(device: Device) -> None:
+def test_chunks_are_decoded_during_other_calls(device: Device) -> None:
     """From another thread, in a queue of its own, into the same caches."""
     other = device.clone_for_thread()
     if other is None:
@@ -547,7 +547,7 @@ def test_a_call_keeps_its_kernel_and_memory_alive(device: Device, small_op: Op) 
 
 @pytest.mark.sampled
 def test_results_land_in_the_callers_memory(device: Device, small_op: Op) -> None:
-    """Outputs are views of one pool buffer; not a byte beside them changes."""
+    """Outputs are views of one pool buffer; not a byte next to them changes."""
     m = 5
     rng = np.random.default_rng(15)
     weights = make_weights(small_op, rng)

@@ -202,7 +202,7 @@ class TestDevicesAndPipes:
     ) -> None:
         monkeypatch.setattr(files, "PIPE_WAIT_S", 0.05)
         os.mkfifo(tmp_path / "pipe")
-        with pytest.raises(TimeoutError, match=r"nobody reads this pipe for 0\.05 s"):
+        with pytest.raises(TimeoutError, match=r"no process reads this pipe for 0\.05 s"):
             atomic_write(tmp_path / "pipe", NEW)
 
     def test_a_reader_that_stopped_is_an_error(
@@ -212,7 +212,7 @@ class TestDevicesAndPipes:
         pipe = tmp_path / "pipe"
         os.mkfifo(pipe)
         reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-        with pytest.raises(TimeoutError, match="nobody reads this pipe"):
+        with pytest.raises(TimeoutError, match="no process reads this pipe"):
             atomic_write(pipe, NEW * 100_000)
         os.close(reader)
 

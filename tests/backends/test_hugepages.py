@@ -1,4 +1,4 @@
-"""Moving memory into huge pages changes where it lies for the hardware, and nothing else."""
+"""Moving memory into huge pages changes its place for the hardware, and nothing else."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_huge_buffers_begin_with_a_huge_page() -> None:
 
 
 @given(sizes=st.lists(st.integers(1, 3 * CHUNK // 4), min_size=1, max_size=40))
-def test_parts_of_an_arena_are_zero_aligned_and_apart(sizes: list[int]) -> None:
+def test_parts_of_an_arena_are_zero_aligned_and_disjoint(sizes: list[int]) -> None:
     arena = Arena(CHUNK)
     parts = [arena.take(size) for size in sizes]
     assert [len(part) for part in parts] == sizes

@@ -26,7 +26,7 @@ from hetero.backends.ort_cpu import DEFAULT_GRAPH_SIZES, OrtCpuDevice, default_p
 from hetero.backends.ort_cpu import open as open_ort_cpu
 from hetero.backends.ort_cpu.device import int8_pack_bytes
 from hetero.backends.ort_cpu.graphs import ActivationPath, weight_is_unsigned
-from hetero.backends.ort_cpu.kernels import GraphKernel
+from hetero.backends.ort_cpu.kernels import OrtGraphKernel
 from hetero.backends.ort_cpu.session import OrtCall, device_error
 from hetero.backends.weights import pack, stacked
 from tests.backends.cases import check_call, expected, make_tensors, make_weights, snapshot
@@ -100,7 +100,7 @@ def test_embedding_reads_the_packed_table_in_place(ort_cpu: OrtCpuDevice) -> Non
     table = pack(np.random.default_rng(1).standard_normal((50, 64)), StorageFormat.Q4)
     kernel = ort_cpu.prepare(op, {"weight": table})
     assert kernel.nbytes == 0
-    assert isinstance(kernel, GraphKernel)
+    assert isinstance(kernel, OrtGraphKernel)
     assert kernel.extra["data"].ctypes.data == table.data.ctypes.data
     assert table.scales is not None
     assert kernel.extra["scales"].ctypes.data == table.scales.ctypes.data
@@ -275,7 +275,7 @@ def test_run_releases_the_interpreter_lock(ort_cpu: OrtCpuDevice) -> None:
 
     counter = threading.Thread(target=count)
     interval = sys.getswitchinterval()
-    sys.setswitchinterval(5.0)  # far longer than the test: nobody is asked to give the lock away
+    sys.setswitchinterval(5.0)  # far longer than the test: no thread is asked to give the lock away
     try:
         counter.start()
         before = steps

@@ -218,7 +218,7 @@ def test_an_injected_failure_loses_the_device(asynchronous: bool) -> None:
             attempt()
 
 
-def test_a_failure_is_told_by_done_and_by_wait() -> None:
+def test_a_failure_is_raised_by_done_and_by_wait() -> None:
     device = registry.open_device("reference", asynchronous=True, fail_launch=0)
     completion = bound_add(device)[0].submit()
     for ask in (completion.done, completion.wait):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from hetero.backends.simulated.chip import Chip, ChipTimes
+from hetero.backends.simulated.chip import ChipTimes, SimulatedChip
 
 
 def test_launches_of_a_queue_follow_each_other() -> None:
-    chip = Chip()
+    chip = SimulatedChip()
     first, second = chip.submit("gpu", "a", 2.0), chip.submit("gpu", "b", 3.0)
     chip.finish(second)
     assert (first.start_s, first.end_s, second.start_s, second.end_s) == (0.0, 2.0, 2.0, 5.0)
@@ -16,7 +16,7 @@ def test_launches_of_a_queue_follow_each_other() -> None:
 
 
 def test_both_processors_work_at_once() -> None:
-    chip = Chip()
+    chip = SimulatedChip()
     gpu = chip.submit("gpu", "a", 3.0)
     chip.run("npu", "b", 2.0)
     assert chip.clock.now() == 2.0
@@ -25,7 +25,7 @@ def test_both_processors_work_at_once() -> None:
 
 
 def test_they_slow_each_other_down_while_both_work() -> None:
-    chip = Chip(ChipTimes(gpu_slowdown=2.0, npu_slowdown=1.5))
+    chip = SimulatedChip(ChipTimes(gpu_slowdown=2.0, npu_slowdown=1.5))
     gpu = chip.submit("gpu", "a", 3.0)
     npu = chip.run("npu", "b", 2.0)
     assert npu.end_s == 3.0  # 2 × 1.5; the GPU did 1.5 of its 3 in that time
@@ -34,7 +34,7 @@ def test_they_slow_each_other_down_while_both_work() -> None:
 
 
 def test_a_dry_queue_starts_late_and_a_busy_one_costs_the_host() -> None:
-    chip = Chip(ChipTimes(submit_busy_s=0.1, submit_empty_s=0.5))
+    chip = SimulatedChip(ChipTimes(submit_busy_s=0.1, submit_empty_s=0.5))
     first = chip.submit("gpu", "a", 1.0)
     assert chip.clock.now() == 0.0
     second = chip.submit("gpu", "b", 1.0)
@@ -45,7 +45,7 @@ def test_a_dry_queue_starts_late_and_a_busy_one_costs_the_host() -> None:
 
 
 def test_a_deadline_ends_the_wait() -> None:
-    chip = Chip()
+    chip = SimulatedChip()
     job = chip.submit("gpu", "a", 9.0)
     assert not chip.finish(job, deadline_s=2.0)
     assert chip.clock.now() == 2.0

@@ -245,8 +245,8 @@ CASES = [
     BadInput("profile: onto a folder", "cannot write", ("profile", "--out", "{work}")),
     BadInput("plan: onto a folder", "cannot write", ("plan", "llama-3-8b", *HOST, "--out",
                                                      "{work}")),
-    BadInput("plan: onto a pipe", "nobody reads this pipe", ("plan", "llama-3-8b", *HOST, "--out",
-                                                             "{work}/pipe"), pipe),
+    BadInput("plan: onto a pipe", "no process reads this pipe", ("plan", "llama-3-8b", *HOST,
+                                                             "--out", "{work}/pipe"), pipe),
     BadInput("trace: onto a folder", "cannot write the trace", (*GENERATE, "--trace", "{work}")),
     *(BadInput(f"option {' '.join(x)[:40]}", s, (*GENERATE, *x)) for x, s in OPTIONS),
     *(BadInput(n, s, tuple(w.replace("{mixed}", "{quantised}") for w in words), change_for(words))

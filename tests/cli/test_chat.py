@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from hetero import LLM
-from hetero.cli.work import chat as chat_module
-from hetero.cli.work.chat import Talk
+from hetero.cli import chat as chat_module
+from hetero.cli.chat import Talk
 from hetero.generation.options import GenerateOptions
 from tests.support.helpers import Command
 

@@ -16,7 +16,8 @@ from hetero.backends import opencl, registry, snapdragon
 from hetero.backends.errors import DeviceUnavailableError, UserError
 from hetero.backends.qnn import hexagon, npu_driver
 from hetero.cli.app import main
-from hetero.cli.work import doctor
+from hetero.cli.doctor import next_step, print_findings
+from hetero.measuring import doctor
 from hetero.placement.device_set import backend_name
 
 SURROUNDINGS = ["chip", "NPU driver", "FastRPC", "Hexagon skeleton", "shared memory"]
@@ -109,7 +110,7 @@ def test_what_a_check_raises_is_its_line(
     assert not findings[failed].ok
     assert str(error) in findings[failed].detail
     assert (findings[failed].remedy == doctor.REPORT) != isinstance(error, UserError)
-    assert doctor.next_step(list(findings.values())).startswith("next: ")
+    assert next_step(list(findings.values())).startswith("next: ")
 
 
 @pytest.mark.parametrize("check", SURROUNDINGS)
@@ -144,7 +145,7 @@ def test_lines_are_printed_as_they_are_made(capsys: Any) -> None:
         assert "first" in capsys.readouterr().out
         yield doctor.Finding("second", "npu", True, "well")
 
-    assert len(doctor.print_findings(findings(), False, ("PASS", "FAIL"))) == 2
+    assert len(print_findings(findings(), False, ("PASS", "FAIL"))) == 2
 
 
 def test_the_skeletons_are_compared_without_loading_the_library(
@@ -248,6 +249,6 @@ def test_the_next_step_is_the_first_remedy_that_a_model_needs() -> None:
     driver = doctor.Finding("opencl:x", "gpu", False, "gone", "delete it", needed=False)
     failed = doctor.Finding("opencl", "gpu", False, "no driver", "install one")
     bare = doctor.Finding("qnn", "npu", False, "no node")
-    assert doctor.next_step([well, driver]) == 'next: hetero generate demo "Once upon a time"'
-    assert doctor.next_step([well, driver, failed, bare]) == "next: opencl: install one"
-    assert doctor.next_step([bare]) == "next: qnn: no node"
+    assert next_step([well, driver]) == 'next: hetero generate demo "Once upon a time"'
+    assert next_step([well, driver, failed, bare]) == "next: opencl: install one"
+    assert next_step([bare]) == "next: qnn: no node"

@@ -14,8 +14,8 @@ import pytest
 import typer
 
 from hetero.cli import app as cli
+from hetero.cli.generate import _prompt_text
 from hetero.cli.system_errors import system_sentence
-from hetero.cli.work.generate import _prompt_text
 from hetero.errors import ModelError
 from hetero.models import DEMO_DIRECTORY, default_weights, hub, model_path, open_model
 from hetero.models.bundle import find_bundle

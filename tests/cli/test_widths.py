@@ -43,7 +43,8 @@ ELSEWHERE = {"chat", "serve", "serve-key", "compile", "quantize"}  # print lines
 CHILD = """
 import fcntl, json, struct, sys, termios
 from hetero.cli import app, tables
-from hetero.cli.work import doctor, evaluate, profile
+from hetero.cli import doctor, evaluate, profile
+from hetero.measuring.doctor import Finding
 from hetero.measuring.benchmark import BenchProcess, BenchReport, BenchRow
 from hetero.measuring.evaluation import Evaluation
 from hetero.measuring.reproduction import Claim, Reproduction
@@ -65,7 +66,7 @@ quality = Evaluation(tokens=400, perplexity=12.3456, perplexity_95=(11.1, 13.2),
                      kl_mean_95=(9e-4, 1.1e-3))
 claim = Claim("e54-fs-decode InternLM-1.8B", "InternLM-1.8B, decode", "x", 2.2, 3.089, 0.1, NAME)
 paper = Reproduction("snapdragon-8-gen-3", (claim,), (NAME * 3,), (NAME * 4,))
-finding = doctor.Finding("opencl:pocl", "gpu", False, NAME, "install another driver, " + NAME)
+finding = Finding("opencl:pocl", "gpu", False, NAME, "install another driver, " + NAME)
 printed = {
     "reproduce": lambda: tables.show_or_print(paper.table(), after=paper.remarks()),
     "profile": lambda: profile.print_summary(DeviceProfile.load("host")),

@@ -164,7 +164,7 @@ OTHERS = {
     "hetero.backends.host.json_child",  # standard output, under another number
     "hetero.backends.qnn.compiler",
     "hetero.backends.qnn.store",
-    "hetero.cli.work.chat",  # makes the empty file of the history
+    "hetero.cli.chat",  # makes the empty file of the history
     "hetero.contexts.measured",
     "hetero.models.quantized",
     "hetero.models.tokenizer",

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero.backends.formats import CacheFormat
-from hetero.backends.kv_rows import Rows
+from hetero.backends.kv_rows import CacheRows
 from hetero.contexts.codec import (
     CHUNK_TOKENS,
     HALF,
@@ -117,7 +117,7 @@ def test_many_chunks_into_a_cache_are_each_as_alone(
         codes.append(codec.encode(np.clip(values, -100, 100), b))
     for layer in range(3):
         keys, values = (np.full((2, 160, size), np.nan, np.float32) for _ in range(2))
-        rows = [Rows(x, CacheFormat.F32, size) for x in (keys, values)]
+        rows = [CacheRows(x, CacheFormat.F32, size) for x in (keys, values)]
         codec.decode_into([(16 * i, x) for i, x in enumerate(codes)], layer, *rows)
         wanted = np.concatenate([codec.decode_layer(x, layer) for x in codes], axis=2)
         count = wanted.shape[2]

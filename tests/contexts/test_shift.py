@@ -80,7 +80,7 @@ def test_a_context_is_shifted(llm: LLM) -> None:
         end = min(long.cached, short.cached, 9)
         found, wanted = long.cache.read(0, end), short.cache.read(0, end)
         np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=2e-5)
-        with pytest.raises(UserError, match="cannot forget 10 behind the first 3"):
+        with pytest.raises(UserError, match="cannot forget 10 after the first 3"):
             long.shift(3, 10)
 
 

@@ -24,7 +24,7 @@ from hetero.placement.planning import load_either
 from hetero.profiler import journal
 from hetero.profiler.files import shipped_path
 from hetero.profiler.model_graph import ModelGraph
-from hetero.profiler.non_matmul_ops import Block
+from hetero.profiler.non_matmul_ops import ReferenceBlock
 from hetero.profiler.options import Event
 from hetero.profiler.records import DeviceProfile
 from hetero.profiler.report import to_html
@@ -185,7 +185,10 @@ class Journal(Target):
                 raise KeyboardInterrupt
 
         small = options(
-            pairs=((512, 512),), tokens=(1, 8, 32), blocks=(Block(64, 64, 2, 1, 32),), quick=True
+            pairs=((512, 512),),
+            tokens=(1, 8, 32),
+            blocks=(ReferenceBlock(64, 64, 2, 1, 32),),
+            quick=True,
         )
         profile_devices(
             devices(clock), small, out=out, resume=resume, clock=clock, progress=progress

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import hetero
+from hetero.cli.commands import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("hetero", "backends", "profiler", "solver")
@@ -23,6 +24,10 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 SPAN = re.compile(r"`([^`\n]+)`")
 FILE = re.compile(r"[\w.-]+(/[\w.-]+)*\.(py|cl|toml|yaml|md)")
 CLASS = re.compile(r"([A-Z][a-z]+[A-Za-z]*)(\.\w+)*")
+DIALECT = re.compile(
+    r"\b(anew|asunder|beside|doubted|foreseen|nobody|told|untold|whoever|goes on|no more use)\b",
+    flags=re.IGNORECASE,
+)
 # Classes and operators of other programs.
 FOREIGN = {"Field", "OrtDevice", "OrtValue"}
 
@@ -61,6 +66,13 @@ def test_a_page_is_narrow(page: Path) -> None:
             assert len(line) <= 100, f"{name_of(page)}:{number} has {len(line)} columns, not 100"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_a_page_uses_the_words_of_the_field(page: Path) -> None:
+    quoted = re.compile(r"`[^`]*`|^>.*$|#.*$", flags=re.MULTILINE)
+    words = [] if page == GENERATED else DIALECT.findall(quoted.sub("", prose(page)))
+    assert words == [], f"{name_of(page)}: say it as llama.cpp, vLLM or CUDA would"
+
+
 @pytest.mark.parametrize("page", [*PAGES, *RECORDS], ids=name_of)
 def test_links_lead_somewhere(page: Path) -> None:
     for link in LINK.findall(prose(page)):
@@ -88,6 +100,24 @@ def test_the_api_reference_has_every_public_name() -> None:
     text = (ROOT / "docs" / "reference" / "api.md").read_text("utf-8")
     documented = re.findall(r"^::: hetero\.(\w+)$", text, flags=re.MULTILINE)
     assert sorted(documented) == sorted(set(hetero.__all__) - {"__version__"})
+
+
+def test_the_reference_has_every_command() -> None:
+    text = (ROOT / "docs" / "reference" / "commands.md").read_text("utf-8")
+    missing = [name for name in COMMANDS if not re.search(rf"`{name}[ `]", text)]
+    assert missing == []
+
+
+def test_the_reference_has_every_variable_of_the_environment() -> None:
+    text = (ROOT / "docs" / "reference" / "environment.md").read_text("utf-8")
+    read = {
+        name
+        for folder in PACKAGES
+        for path in (ROOT / folder).rglob("*.py")
+        for name in re.findall(r"\"(HETERO_[A-Z_]+)\"", path.read_text("utf-8"))
+    }
+    macro = "HETERO_KERNELS"  # of OpenCL programs
+    assert {name for name in read - {macro} if name not in text} == set()
 
 
 @functools.cache
@@ -126,6 +156,14 @@ def test_names_in_a_page_exist(page: Path) -> None:
         elif (match := CLASS.fullmatch(span)) and "." in span and match[1] not in FOREIGN:
             unknown += [span] if not set(span.split(".")) <= words() else []
     assert unknown == [], f"{name_of(page)} names what does not exist"
+
+
+def test_the_way_names_what_the_code_has() -> None:
+    page = ROOT / "docs" / "howto" / "find-your-way.md"
+    own = (span for span in spans(page) if "NAME" not in span)
+    names = {x for x in own if re.fullmatch(r"@?[A-Za-z_.]*[A-Z_][A-Za-z_]*", x)}
+    assert len(names) > 15
+    assert {x for name in names for x in re.findall(r"\w+", name)} - words() == set()
 
 
 def test_the_drawing_of_the_packages_is_current() -> None:

@@ -13,7 +13,7 @@ from hetero.backends.host.clock import ManualClock
 from hetero.backends.null import NullDevice
 from hetero.backends.ops import MatMul, Op
 from hetero.backends.protocol import DeviceKind
-from hetero.profiler.measure import Settings
+from hetero.profiler.measure import MeasureSettings
 from hetero.profiler.non_matmul_ops import BLOCKS
 from hetero.profiler.options import Options
 from hetero.profiler.predict import weight_bytes
@@ -59,12 +59,12 @@ def devices(
 
 
 def options(**changes: object) -> Options:
-    """A small grid, and a single block's operations beside it, which take longest; every task
+    """A small grid, and a single block's operations with it, which take longest; every task
     converges at once on a virtual clock.
     """
     base = Options(
-        pairs=PAIRS, tokens=TOKENS, power=False, settings=Settings(task_s=60.0), budget_s=600.0,
-        blocks=BLOCKS[-1:],
+        pairs=PAIRS, tokens=TOKENS, power=False, settings=MeasureSettings(task_s=60.0),
+        budget_s=600.0, blocks=BLOCKS[-1:],
     )  # fmt: skip
     return replace(base, **changes)  # type: ignore[arg-type]
 

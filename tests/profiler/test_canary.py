@@ -20,7 +20,7 @@ from hetero.backends.registry import find, open_device
 from hetero.profiler import canary
 from hetero.profiler.cost import CostModel
 from hetero.profiler.grid import Task
-from hetero.profiler.measure import Settings
+from hetero.profiler.measure import MeasureSettings
 from hetero.profiler.non_matmul_ops import NonMatmulMeter
 from hetero.profiler.options import Options
 from hetero.profiler.session import profile_devices
@@ -50,7 +50,7 @@ class Tampered:
         self.device: Device = reference.open(kind="npu")
         self.spoil = spoil
         self.info, self.capabilities = self.device.info, self.device.capabilities
-        for name in ("allocate", "map", "accepts", "settle", "close", "flag"):
+        for name in ("allocate", "map", "accepts", "compact_weights", "close", "flag"):
             setattr(self, name, getattr(self.device, name))
 
     def prepare(self, op: Op, weights: Mapping[str, WeightValue]) -> Any:
@@ -168,7 +168,7 @@ def test_a_profile_keeps_a_wrong_kernel_from_the_solver(
         pairs=((64, 64), (128, 64), (64, 128), (96, 96)),
         tokens=(1, 16, 32),
         blocks=(),
-        settings=Settings(least=3, most=3, task_s=1.0),
+        settings=MeasureSettings(least=3, most=3, task_s=1.0),
     )
     out = tmp_path / "p.json"
     profile = profile_devices({"npu": Tampered(spoil)}, options, out=out)  # type: ignore[dict-item]

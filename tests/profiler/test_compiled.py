@@ -11,8 +11,8 @@ import pytest
 from hetero.cli.app import main
 from hetero.profiler.compiled import (
     SNAPDRAGON_8_GEN_3,
+    CallWork,
     ChipModel,
-    Work,
     compiler_profile,
     fit_model,
     leave_one_out,
@@ -22,17 +22,17 @@ from hetero.profiler.records import DeviceProfile
 
 TRUE = ChipModel(launch_s=2e-4, dram_bytes_per_s=4e10, hvx_bytes_per_s=5e10)
 WORKS = [
-    Work(1, 1e7, 4e7),
-    Work(1, 2e7, 9e7),
-    Work(2, 5e7, 3e8),
-    Work(1, 4e7, 1e7),
-    Work(1, 1e6, 1e7),
+    CallWork(1, 1e7, 4e7),
+    CallWork(1, 2e7, 9e7),
+    CallWork(2, 5e7, 3e8),
+    CallWork(1, 4e7, 1e7),
+    CallWork(1, 1e6, 1e7),
 ]
 
 
 def test_the_slower_of_memory_and_vector_units_decides() -> None:
-    assert TRUE.seconds(Work(1, 4e7, 1e7)) == pytest.approx(2e-4 + 1e-3)
-    assert TRUE.seconds(Work(2, 4e7, 1e8)) == pytest.approx(4e-4 + 2e-3)
+    assert TRUE.seconds(CallWork(1, 4e7, 1e7)) == pytest.approx(2e-4 + 1e-3)
+    assert TRUE.seconds(CallWork(2, 4e7, 1e8)) == pytest.approx(4e-4 + 2e-3)
 
 
 def test_known_constants_are_found_again() -> None:
@@ -89,7 +89,7 @@ def test_a_name_that_is_no_chip_measures_this_machine(capsys: Any, monkeypatch: 
     monkeypatch.setattr(
         "hetero.measuring.profiling.profile_device", lambda path, **o: asked.update(o)
     )
-    monkeypatch.setattr("hetero.cli.work.profile.report", lambda *_: None)
+    monkeypatch.setattr("hetero.cli.profile.report", lambda *_: None)
     with pytest.raises(SystemExit, match="0"):
         main(["profile", "--soc", "my-laptop"])
     assert asked["name"] == "my-laptop"

@@ -104,7 +104,7 @@ def test_the_first_tasks_span_the_grid() -> None:
     assert len({(t.n, t.k) for t in chosen}) >= 4
 
 
-def test_doubt_is_small_where_the_device_is_known_and_large_where_it_is_not() -> None:
+def test_uncertainty_is_small_where_the_device_is_known_and_large_where_it_is_not() -> None:
     known = [r for r in rows_of("gpu", gpu_cost) if r.n * r.k <= 1 << 19]
     tasks = [Task("gpu", W4, "plain", 32, 512, 512), Task("gpu", W4, "plain", 32, 4096, 4096)]
     doubt, seconds = active.uncertainty(GPU, known, tasks)

@@ -18,12 +18,12 @@ from hetero.backends.memory import PAGE_BYTES
 from hetero.backends.ops import MatMul, Op
 from hetero.profiler.grid import Task
 from hetero.profiler.interference import longest_wait_s
-from hetero.profiler.measure import Meter, Settings, rescale, to_means
+from hetero.profiler.measure import MeasureSettings, TaskMeter, rescale, to_means
 from hetero.profiler.predict import Floats
 from hetero.profiler.records import MatMulRow
 from hetero.profiler.stats import relative_errors, summarize
 from hetero.profiler.timing import TimingPolicy, cold_bytes
-from hetero.profiler.workload import Runner, WeightPool, Workload
+from hetero.profiler.workload import TaskRunner, WeightPool, Workload
 from tests.profiler.fakes import W4, Cost, devices, gpu_cost, npu_cost
 
 SHAPES = ((1, 512, 512), (8, 1024, 512), (32, 512, 512), (256, 1024, 1024))
@@ -35,9 +35,9 @@ def true_s(task: Task) -> float:
     return COSTS[task.device](task.op, task.m)
 
 
-def meter(clock: ManualClock, *, gpu: Cost = gpu_cost, **settings: float) -> Meter:
+def meter(clock: ManualClock, *, gpu: Cost = gpu_cost, **settings: float) -> TaskMeter:
     workload = Workload(devices(clock, gpu=gpu), clock=clock, cold=0)
-    return Meter(workload, settings=Settings(**settings), reference_format=W4)  # type: ignore[arg-type]
+    return TaskMeter(workload, settings=MeasureSettings(**settings), reference_format=W4)  # type: ignore[arg-type]
 
 
 def test_times_are_exact_and_converge_at_the_least_number_of_samples() -> None:
@@ -60,7 +60,9 @@ def test_something_else_may_run_between_samples() -> None:
         clock.sleep(0.05)
 
     workload = Workload(devices(clock), clock=clock, cold=0)
-    rows = Meter(workload, settings=Settings(), reference_format=W4, between=between).measure(TASKS)
+    rows = TaskMeter(
+        workload, settings=MeasureSettings(), reference_format=W4, between=between
+    ).measure(TASKS)
     assert len(moments) >= 5 * 4  # each round, before each reference kernel
     wanted = {task.key: true_s(task) for task in TASKS}
     assert {row.key: row.seconds for row in rows} == pytest.approx(wanted, rel=1e-9)
@@ -69,7 +71,7 @@ def test_something_else_may_run_between_samples() -> None:
 def test_each_task_is_visited_once_a_round() -> None:
     clock = ManualClock()
     workload = Workload(devices(clock), clock=clock, cold=0)
-    counted = Meter(workload, settings=Settings(least=4), reference_format=W4)
+    counted = TaskMeter(workload, settings=MeasureSettings(least=4), reference_format=W4)
     npu = workload.devices["npu"]
     shapes = [(8, 1024, 512), (32, 512, 1024), (256, 1024, 1024)]
     counted.measure([Task("npu", W4, "plain", *shape) for shape in shapes])
@@ -138,7 +140,7 @@ def test_a_slow_ramp_cancels_within_a_task() -> None:
     assert row.seconds == pytest.approx(at_first, rel=0.02)
 
 
-def test_memory_and_arithmetic_drift_apart() -> None:
+def test_memory_and_arithmetic_drift_separately() -> None:
     """Memory becomes 1.4 times slower between two blocks: neither kind of task notices."""
     clock = ManualClock()
 
@@ -192,7 +194,7 @@ class Waits:
 def test_disturbed_samples_are_thrown_away() -> None:
     clock = ManualClock()
     made = Workload(devices(clock), clock=clock, cold=0, interference=Waits())
-    found = Meter(made, settings=Settings(), reference_format=W4)
+    found = TaskMeter(made, settings=MeasureSettings(), reference_format=W4)
     (row,) = found.measure([Task("npu", W4, "plain", 32, 512, 512)])
     assert row.flags == ()
     assert row.seconds == pytest.approx(npu_cost(TASKS[5].op, 32), rel=1e-9)
@@ -206,7 +208,7 @@ def test_what_is_always_disturbed_is_marked() -> None:
 
     clock = ManualClock()
     made = Workload(devices(clock), clock=clock, cold=0, interference=Always())
-    found = Meter(made, settings=Settings(), reference_format=W4)
+    found = TaskMeter(made, settings=MeasureSettings(), reference_format=W4)
     (row,) = found.measure([Task("npu", W4, "plain", 1, 512, 512)])
     assert "disturbed" in row.flags
 
@@ -292,7 +294,7 @@ class Sleepy(Workload):
 
     cold_call = False
 
-    def evict(self, runner: Runner, copies: list[int]) -> None:
+    def evict(self, runner: TaskRunner, copies: list[int]) -> None:
         super().evict(runner, copies)
         self.cold_call = True
 
@@ -385,7 +387,7 @@ def test_reading_counters_cools_what_a_large_weight_would(of_model: str) -> None
 @pytest.mark.parametrize(
     ("of_model", "timings", "batches"),
     [
-        ("small", (4.1e-3, 70e-6, 30e-6), (1, 1, 57, 64)),  # the first was held up
+        ("small", (4.1e-3, 70e-6, 30e-6), (1, 1, 57, 64)),  # the first was interrupted
         ("small", (80e-6, 4e-3, 3e-3), (1, 50, 50, 50)),
         ("small", (400e-6, 350e-6, 500e-6), (1, 10, 11, 11)),
         ("small", (50e-3,), (1, 1)),  # too long for a batch: not timed again
@@ -393,7 +395,7 @@ def test_reading_counters_cools_what_a_large_weight_would(of_model: str) -> None
         ("large", (2e-3, 8e-3), (1, 1, 2)),
     ],
 )
-def test_a_launch_that_was_held_up_does_not_choose_the_batch(
+def test_an_interrupted_launch_does_not_choose_the_batch(
     monkeypatch: pytest.MonkeyPatch,
     of_model: str,
     timings: tuple[float, ...],
@@ -422,7 +424,7 @@ def test_a_drift_of_memory_is_not_one_of_a_small_model() -> None:
         return gpu_cost(op, m) * (1 + 10 * clock.now() if streams else 1.0)
 
     made = Workload(devices(clock, gpu=memory_drifts), clock=clock, cold=OF_MODEL["small"])
-    found = Meter(made, settings=Settings(), reference_format=W4)
+    found = TaskMeter(made, settings=MeasureSettings(), reference_format=W4)
     tasks = [Task("gpu", W4, "plain", *shape) for shape in SMALL_SHAPES]
     rows = found.measure(tasks)
     for row in rescale(rows, found.points, small=True):

@@ -12,9 +12,9 @@ from hetero.backends.protocol import DeviceKind
 from hetero.backends.registry import open_device
 from hetero.profiler.non_matmul_ops import (
     BLOCKS,
-    Block,
-    Case,
     NonMatmulMeter,
+    OpCase,
+    ReferenceBlock,
     fit_non_matmul,
     layer_bytes,
     reference_ops,
@@ -41,7 +41,7 @@ def timed(
     clock = ManualClock()
     device = null.open(kind="npu", asynchronous=asynchronous, cost=cost, clock=clock)
     meter = NonMatmulMeter("npu", device, clock, cold=cold, model_bytes=model_bytes)
-    return meter.time(Case(NORM, m, 0, 1 << 12)).seconds
+    return meter.time(OpCase(NORM, m, 0, 1 << 12)).seconds
 
 
 @pytest.mark.parametrize("m", [1, 8 * DECODE_TOKENS])
@@ -92,7 +92,7 @@ def test_bytes_of_a_layer() -> None:
 
 
 @pytest.mark.parametrize("blocks", [1, 2])
-def test_many_tokens_whose_tensors_leave_the_caches_are_fitted_apart(blocks: int) -> None:
+def test_many_tokens_whose_tensors_leave_the_caches_are_fitted_separately(blocks: int) -> None:
     """With too few rows of either kind there is one fit."""
 
     def true_s(m: int, f: int) -> float:
@@ -126,7 +126,7 @@ def test_many_tokens_whose_tensors_leave_the_caches_are_fitted_apart(blocks: int
 
 def test_the_model_that_is_measured_for_weighs_most() -> None:
     """Attention of large caches takes longer for each element than the model's own."""
-    small, large = Block(256, 768, 8, 4, 32), Block(2048, 8192, 32, 8, 64)
+    small, large = ReferenceBlock(256, 768, 8, 4, 32), ReferenceBlock(2048, 8192, 32, 8, 64)
     rows: list[tuple[NonMatmulRow, Op]] = []
     for block, slower in ((small, 1.0), (large, 1.5)):
         attention = ops.Attention(
@@ -170,9 +170,9 @@ def test_every_kind_is_checked_and_timed(backend: str) -> None:
     device = open_device(backend, **options)
     try:
         meter = NonMatmulMeter(kind, device, SystemClock())
-        for op in reference_ops(Block(64, 96, 4, 2, 16), WeightFormat.F32):
+        for op in reference_ops(ReferenceBlock(64, 96, 4, 2, 16), WeightFormat.F32):
             assert meter.check(op) is None
-        assert meter.time(Case(ops.AddPositions(d=64, rows=128), 32, 0, 1 << 12)).seconds > 0
+        assert meter.time(OpCase(ops.AddPositions(d=64, rows=128), 32, 0, 1 << 12)).seconds > 0
     finally:
         device.close()
 

@@ -309,7 +309,7 @@ def test_a_machine_that_is_busy_is_not_measured(taken: DeviceProfile) -> None:
 
 
 class LongBatchesDisturbed(Workload):
-    """Whoever has our core leaves it for a fraction of a batch now and then."""
+    """The program that has our core leaves it for a fraction of a batch now and then."""
 
     def timed(self, runner: Any) -> tuple[float, float]:
         seconds, _ = super().timed(runner)
@@ -353,7 +353,7 @@ def test_times_that_cannot_be(taken: DeviceProfile, seconds: float) -> None:
         factors_of(taken, [task], [seconds])
 
 
-def test_medians_are_held_against_medians(taken: DeviceProfile) -> None:
+def test_medians_are_compared_with_medians(taken: DeviceProfile) -> None:
     """A profile's seconds are means: where its kernels are now and then late, so are they here."""
     skewed = taken.model_copy(
         update={"matmuls": tuple(r.model_copy(update={"skew": 1.05}) for r in taken.matmuls)}

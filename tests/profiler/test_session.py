@@ -410,7 +410,7 @@ def test_power_is_read_from_sysfs(
     assert (found.gpu_w, found.npu_w) == (pytest.approx(watts), None)
 
 
-def test_power_is_absent_where_nothing_tells(tmp_path: Path) -> None:
+def test_power_is_absent_without_a_meter(tmp_path: Path) -> None:
     assert energy.find_meter(tmp_path) is None
 
 

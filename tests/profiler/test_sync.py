@@ -63,7 +63,7 @@ def test_a_wait_is_timed_from_the_kernels_end_where_the_device_has_a_clock(
     assert waits["event"] == pytest.approx(expected_s, abs=room + 1.1e-6)  # its polling step
 
 
-class InChain(BoundCall):
+class InFusedLaunch(BoundCall):
     """`count` calls of a queue as one, each of which takes `SAVED_S` less."""
 
     def __init__(self, call: Call, count: int) -> None:
@@ -83,18 +83,18 @@ SAVED_S = 13e-6
 
 
 @pytest.mark.parametrize("how", ["chains", "none", "fails"])
-def test_what_a_launch_saves_in_a_chain(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+def test_what_a_launch_saves_when_fused(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     clock = ManualClock()
     call = Call(clock, timed=False)
     call.fusible = True
     monkeypatch.setattr(sync, "_call", lambda device, width: call)
 
-    def fuse(runs: Any) -> list[InChain] | None:
+    def fuse(runs: Any) -> list[InFusedLaunch] | None:
         if how == "fails":
             raise KernelBuildError(
                 "opencl", "building fused_launch.cl", "the driver's compiler hung"
             )
-        return [InChain(call, len(run)) for run in runs] if how == "chains" else None
+        return [InFusedLaunch(call, len(run)) for run in runs] if how == "chains" else None
 
     found = sync._fused(SimpleNamespace(fuse=fuse), clock, 18, sync.DEFAULT)  # type: ignore[arg-type]
     assert found == (pytest.approx(SAVED_S, rel=1e-6) if how == "chains" else None)

@@ -66,7 +66,10 @@ def late(engine: Engine, rng: random.Random, contexts: Sequence[Context] = ()) -
         for context in contexts or (context_of(engine),)
         for step in (
             engine.steps.step(context, "prefill", PROMPT),
-            *(engine.steps.step(context, "decode", 1, gates=gates) for gates in (False, True)),
+            *(
+                engine.steps.step(context, "decode", 1, wait_values=wait_values)
+                for wait_values in (False, True)
+            ),
         )
     }
     for step in steps.values():

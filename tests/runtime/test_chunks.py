@@ -106,7 +106,7 @@ def one_after_another(engine: Engine, ids: Sequence[int]) -> list[Any]:
     at = 0
     for i, count in enumerate(CHUNKS):
         rows = int(i == len(CHUNKS) - 1)
-        step = lowering.lower("prefill", count, rows, gates=False)
+        step = lowering.lower("prefill", count, rows, wait_values=False)
         found = run(engine, pool, step, ids[at : at + count], at)
         at += count
     return found

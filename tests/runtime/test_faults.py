@@ -241,20 +241,20 @@ def test_a_closed_engine_says_so(folder: Path) -> None:
 
 
 def gated_engine(folder: Path, monkeypatch: pytest.MonkeyPatch, rest: str) -> Engine:
-    """Real devices in every matmul, decoding with gates even where they are not faster."""
-    monkeypatch.setattr(Trials, "bell_is_faster", lambda *_: True)
+    """Real devices in every matmul, decoding with wait values even where they are not faster."""
+    monkeypatch.setattr(Trials, "signal_is_faster", lambda *_: True)
     loaded = open_model(str(folder), weights="f32")
     plan = random_plan(
         loaded.spec(), 40, GRAPHS, random.Random(3), strategies=["row-cut"], rest=rest
     )
     devices = {"gpu": open_device("opencl"), "npu": open_device("ort-cpu", graph_sizes=GRAPHS)}
     engine = Engine(loaded.weights, plan, devices, max_seq_len=80)  # type: ignore[arg-type]
-    if engine.steps.step(context_of(engine), "decode", 1).bell is None:
+    if engine.steps.step(context_of(engine), "decode", 1).signal is None:
         engine.close()
         pytest.skip("no stream signal works on this device")
     monkeypatch.setattr(
         engine.synchroniser.contention, "preempted", lambda *_: None
-    )  # keeps its gates
+    )  # keeps its wait values
     return engine
 
 
@@ -263,13 +263,13 @@ def test_a_core_that_others_use_gets_steps_without_gates(
 ) -> None:
     with gated_engine(folder, monkeypatch, "gpu") as engine:
         assert answer(engine, 2) == wanted[:2]
-        assert engine.runner.last_step.bell is not None
+        assert engine.runner.last_step.signal is not None
         engine.synchroniser.contention.mark_contended()
         assert answer(engine) == wanted
-        assert engine.runner.last_step.bell is None
-        for _ in range(WaitPolicy().gateless_steps):
-            engine.synchroniser.gates_now()
-        assert engine.synchroniser.gates_now()
+        assert engine.runner.last_step.signal is None
+        for _ in range(WaitPolicy().no_wait_value_steps):
+            engine.synchroniser.wait_values_now()
+        assert engine.synchroniser.wait_values_now()
 
 
 @pytest.mark.parametrize("rest", ["gpu", "npu"])
@@ -318,8 +318,8 @@ def test_a_gate_that_gave_up_drops_the_gpu(
     folder: Path, wanted: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with gated_engine(folder, monkeypatch, "npu") as engine:
-        bell = engine.steps.step(context_of(engine), "decode", 1).bell
-        bell.wait_value._call = bell.wait_value._bound(1)  # type: ignore[union-attr]
+        signal = engine.steps.step(context_of(engine), "decode", 1).signal
+        signal.wait_value._call = signal.wait_value._bound(1)  # type: ignore[union-attr]
         with pytest.warns(FallbackWarning, match="waiting for the control thread"):
             assert answer(engine) == wanted
         assert set(engine.devices) == {"npu"}

@@ -27,7 +27,7 @@ from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.in_flight import in_flight
 from hetero.solver.memory import Limits, ResidentRows
 from hetero.solver.placement import Placement
-from hetero.solver.plan import Form, InFlight, OpPlan, Tile
+from hetero.solver.plan import InFlight, OpPlan, PrefillMode, Tile
 from hetero.solver.planner import Planner
 from hetero.solver.prepared import PreparedSolver, prepare_solver
 from hetero.solver.request import PlanRequest
@@ -122,7 +122,7 @@ def test_rows_that_do_not_fit_are_not_used() -> None:
     spec, profile = model_spec("llama-3.2-1b", "w4a8"), DeviceProfile.load("host")
     planner = Planner(spec, profile).with_rows({x.name: (x.n // 2,) for x in spec.matmuls})
     resident = {x.name: ResidentRows(x.n // 2, x.n // 2) for x in spec.matmuls}
-    found = in_flight(planner, "gpu", 256, 512, resident, Limits(together=1.0))
+    found = in_flight(planner, "gpu", 256, 512, resident, Limits(both=1.0))
     assert found == ()  # whole matmuls need rows that neither device holds
     assert in_flight(planner, "gpu", 256, 512, resident, Limits())
     assert in_flight(planner, "npu", 256, 512, resident, Limits()) == ()
@@ -148,7 +148,7 @@ def test_a_plan_tells_the_forms_of_its_prompts() -> None:
     plan = planned(spec, profile, PlanRequest(seq_lens=(64, 1024), step_tokens=512, explain=False))
     short, long, _ = plan.totals
     assert short.forms == {}
-    assert set(long.forms) == set(get_args(Form))
+    assert set(long.forms) == set(get_args(PrefillMode))
     assert long.form == min(long.forms, key=lambda form: long.forms[form])
     assert all(x.form == long.form for x in plan.in_flight)
 
@@ -196,7 +196,7 @@ def test_every_form_gives_the_same_answer(engine: Engine) -> None:
     assert engine.window == 4
     prompt = np.random.default_rng().integers(3, 1000, 700).tolist()
     found: dict[str, np.ndarray] = {}
-    for form in get_args(Form):
+    for form in get_args(PrefillMode):
         context = emptied(engine)
         engine.pool["logits"].array[:] = np.nan
         engine._run(context, "prefill", prompt[:600], 0, (256, 256, 88), form)
@@ -213,7 +213,7 @@ def test_a_prompt_runs_in_the_form_that_is_decided(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt = np.random.default_rng().integers(3, 1000, 600).tolist()
-    for form in get_args(Form):
+    for form in get_args(PrefillMode):
         decided = forms_module.PrefillChoice(form, engine.forms.calls(form, 600), {form: 1.0})
         monkeypatch.setattr(engine.forms, "of", lambda *_, x=decided: x)
         context = emptied(engine)

@@ -71,5 +71,5 @@ def test_a_steps_launches_are_those_of_the_placement(
             ("decode", 1, 1), ("decode", 4, 4),
         )  # fmt: skip
         for phase, m, rows in calls:
-            step = engine.steps.step(context, phase, m, rows, gates=False)
+            step = engine.steps.step(context, phase, m, rows, wait_values=False)
             assert launched(step) == said(engine.placement, phase, m, rows)

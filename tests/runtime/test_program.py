@@ -38,7 +38,7 @@ class Call(BoundCall):
         raise AssertionError
 
 
-class Bell(StreamSignal):
+class Signal(StreamSignal):
     """A signal that no device waits for."""
 
     wait_value = Call("gate")
@@ -76,8 +76,8 @@ def shown(program: list[Action], launches: list[Launch]) -> list[str]:
 
 def test_the_example_of_the_docstring() -> None:
     actions, launches = written("S R W R S R W")
-    found, bell = prequeue(actions, launches, {"gpu": Bell()})
-    found = raise_flags(found, launches, {"gpu": Call("flag")}, bell)
+    found, signal = prequeue(actions, launches, {"gpu": Signal()})
+    found = raise_flags(found, launches, {"gpu": Call("flag")}, signal)
     assert shown(found, launches) == [
         "SUBMIT a0", "SUBMIT a3 gate", "RUN b1", "PREQUEUE a3", "PREQUEUE a3 flag", "WAIT a3 gate",
         "RUN b2", "SIGNAL a3 flag", "RUN b4", "WAIT a3 flag",
@@ -87,7 +87,7 @@ def test_the_example_of_the_docstring() -> None:
 def test_what_comes_next_is_submitted_while_attention_runs_and_a_little_in_short_waits() -> None:
     cut = "S W S R"  # a norm or an activation, and the GPU's part of a matmul beside the NPU's
     actions, launches = written(" ".join([f"{cut} S L W S R {cut} {cut}"] * 3 + ["S W"]))
-    found, _ = prequeue(actions, launches, {"gpu": Bell()})
+    found, _ = prequeue(actions, launches, {"gpu": Signal()})
     letters = {SUBMIT: "s", PREQUEUE: "a", RUN: "R", SIGNAL: "|"}
     told = ""
     for action in found:
@@ -99,7 +99,7 @@ def test_what_comes_next_is_submitted_while_attention_runs_and_a_little_in_short
 
 def test_a_program_of_one_group_stays() -> None:
     actions, launches = written("S S W")
-    assert prequeue(actions, launches, {"gpu": Bell()}) == (actions, None)
+    assert prequeue(actions, launches, {"gpu": Signal()}) == (actions, None)
     actions, launches = written("S R W S W")
     assert prequeue(actions, launches, {}) == (actions, None)
 
@@ -114,16 +114,16 @@ class Queue:
     done: list[str] = field(default_factory=list)  # calls that started, in order, with the RUNs
     at: int = 0
     opened: int = 0
-    gates: int = 0
+    wait_values: int = 0
 
     def go(self, until: int | None = None) -> bool:
         """Run on; whether launch `until` was reached (a gate: everything before it is over)."""
         while self.at < len(self.queue):
             launch = self.launches[self.queue[self.at]]
-            closed = launch.node.endswith("gate") and self.gates == self.opened
+            closed = launch.node.endswith("gate") and self.wait_values == self.opened
             if closed:
                 return until in self.queue[: self.at + 1]
-            self.gates += launch.node.endswith("gate")
+            self.wait_values += launch.node.endswith("gate")
             self.at += 1
             if launch.node == launch.call.name:
                 self.done.append(launch.node)
@@ -135,8 +135,8 @@ class Queue:
 @settings(max_examples=200, deadline=None)
 @given(st.text("SRWL", max_size=40), st.booleans(), st.booleans())
 def test_gates_change_no_order(letters: str, greedy: bool, flagged: bool) -> None:
-    """Each GPU call comes after the same calls of the control thread as without gates (those that
-    were before its submission), waits end, and what was waited for is over.
+    """Each GPU call comes after the same calls of the control thread as without wait values (those
+    that were before its submission), waits end, and what was waited for is over.
     """
     actions, launches = written(" ".join([*letters, "W"]))
     before: dict[str, set[str]] = {}
@@ -148,8 +148,8 @@ def test_gates_change_no_order(letters: str, greedy: bool, flagged: bool) -> Non
         elif action.code == SUBMIT:
             before[name] = ran
     awaited = [launches[a.launch].node for a in actions if a.code == WAIT]
-    found, bell = prequeue(actions, launches, {"gpu": Bell()})
-    found = raise_flags(found, launches, {"gpu": Call("flag")} if flagged else {}, bell)
+    found, signal = prequeue(actions, launches, {"gpu": Signal()})
+    found = raise_flags(found, launches, {"gpu": Call("flag")} if flagged else {}, signal)
 
     device = Queue(launches, greedy)
     for action in found:

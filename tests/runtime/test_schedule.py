@@ -389,7 +389,7 @@ def test_programs_of_random_plans_wait_for_what_all_pairs_ask_for(folder: Path, 
                 lowering = lowering_of(engine)
                 launches = lowering.place(phase, (m,), 1).graph().launches  # type: ignore[arg-type]
                 wanted = slow_in_order(launches, engine.synchroniser.eager)
-                step = lowering.lower(phase, m, 1, gates=False)  # type: ignore[arg-type]
+                step = lowering.lower(phase, m, 1, wait_values=False)  # type: ignore[arg-type]
                 assert told(step) == list(worded(launches, wanted))
 
 

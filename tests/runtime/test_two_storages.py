@@ -111,7 +111,7 @@ def test_hot_columns_are_in_neither(stored: Path) -> None:
 def test_a_plan_in_a_format_that_is_not_stored_is_refused(stored: Path) -> None:
     loaded = open_model(stored)
     plan = in_format(layer_level(loaded.spec()), WeightFormat.W8A16, ("decode",))
-    with pytest.raises(PlanError, match=r"takes q8 weights; those of .* are q4 and q8r"):
+    with pytest.raises(PlanError, match=r"takes q8 weights; demo has q4 and q8r"):
         plan.check_fits(loaded.spec())
     in_format(layer_level(loaded.spec()), WeightFormat.W4A8, ("decode",)).check_fits(loaded.spec())
 

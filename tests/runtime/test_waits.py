@@ -229,7 +229,7 @@ def test_a_core_that_others_use_is_not_polled_on(
         site.prediction.expected_s = 0.0
         site.wait(Preempted(clock, 8e-3, lost_s))
     assert site.owner.contention.contended_left == POLICY.contended_waits
-    assert not site.owner.contention.gates_now()
+    assert not site.owner.contention.wait_values_now()
     for _ in range(POLICY.contended_waits):
         wait(site, clock, 0.1e-3)
     assert site.owner.contention.contended_left == 0
@@ -255,7 +255,7 @@ def test_a_core_that_a_hypervisor_takes_is_polled_on(clock: BusyClock, lost_s: f
     for i in range(20):
         owner.contention.preempted(1e-3 * i, lost_s)
         assert owner.contention.contended_left == 0
-        assert owner.gates_now()
+        assert owner.wait_values_now()
 
 
 def test_gaps_now_and_then_mean_nothing_where_the_scheduler_does_not_tell(
@@ -265,7 +265,7 @@ def test_gaps_now_and_then_mean_nothing_where_the_scheduler_does_not_tell(
     for i in range(20):
         owner.contention.preempted(i * POLICY.contended_s, 1e-3)
         assert owner.contention.contended_left == 0
-        assert owner.gates_now()
+        assert owner.wait_values_now()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/thread-self/schedstat")

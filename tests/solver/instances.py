@@ -25,7 +25,7 @@ from hetero.profiler.records import (
 )
 from hetero.solver.chooser import Rules
 from hetero.solver.host_queue import HostQueue
-from hetero.solver.planner import Planner, Settings
+from hetero.solver.planner import Planner, PlannerSettings
 
 F32 = WeightFormat.F32
 NAMES: tuple[OpName, ...] = ("qkv", "o", "gate_up", "down")
@@ -205,7 +205,7 @@ def planner_of(instance: Instance, *, unfused: bool = False, **changes: Any) -> 
     own = {key: changes.pop(key) for key in known if key in changes}
     profile = profile_of(instance, **own)
     rules = Rules(margin=changes.pop("margin", instance.margin), **changes)
-    settings = Settings(rules=rules, unfused=unfused)
+    settings = PlannerSettings(rules=rules, unfused=unfused)
     cost = TableCost(profile, instance)
     return Planner(spec_of(instance), profile, settings, cost=cost, overheads=instance.sync)
 
@@ -323,7 +323,7 @@ def brute_force_step(instance: Instance, m: int, ways: dict[str, list[Way]] | No
     for i, x in enumerate(names):
         shape = [1] * 4
         shape[i] = len(ways[x])
-        # A GPU operator lies before every matmul, so it is always entered from the GPU.
+        # A GPU operator is before every matmul, so it is always entered from the GPU.
         total = total + layers * costs[x][:, 0].reshape(shape)
         back = np.asarray([w.back for w in ways[x]])
         between = 2 * rest if x == "qkv" else rest

@@ -20,7 +20,7 @@ from hetero.solver.errors import PlanError
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.overheads import Overheads
 from hetero.solver.placement import Placement
-from hetero.solver.planner import Planner, Settings
+from hetero.solver.planner import Planner, PlannerSettings
 from hetero.solver.prepared import prepare_solver
 from hetero.solver.repredict import repredict
 from hetero.solver.request import PlanRequest
@@ -50,7 +50,7 @@ def without_heads(found: DeviceProfile, kind: str) -> DeviceProfile:
 def planner(found: DeviceProfile, **rules: Any) -> Planner:
     """By the paper's costs, which are sums and maxima."""
     cost = CostModel(found)
-    settings = Settings(rules=Rules(**rules))
+    settings = PlannerSettings(rules=Rules(**rules))
     return Planner(model_spec(MODEL), found, settings, cost=cost, overheads=Overheads.of(cost))
 
 
@@ -156,15 +156,15 @@ def test_a_plan_says_who_has_which_heads_and_is_read_back() -> None:
 
 def test_lengths_that_no_one_listed_have_prepared_numbers_of_heads() -> None:
     solver = prepare_solver(model_spec(MODEL), profile(), PlanRequest(seq_lens=(256, 512)))
-    assert solver.heads
+    assert solver.npu_head_counts
     devices = {**ABLE, "npu": replace(ABLE["npu"], graph_sizes=profile_sizes())}
     placement = Placement(solver.plan, model_spec(MODEL), devices, source=solver)  # type: ignore[arg-type]
-    assert placement.head_cuts == solver.heads
+    assert placement.head_cuts == solver.npu_head_counts
     shared = {m: placement.heads("prefill", m) for m in (100, 300, 511)}
     assert shared[511]
     for heads in filter(None, shared.values()):
         runs = {x.kind: x for x in heads}
-        assert runs["npu"].stop in solver.heads
+        assert runs["npu"].stop in solver.npu_head_counts
         assert (runs["npu"].first, runs["gpu"].stop) == (0, 8)
         assert runs["npu"].stop == runs["gpu"].first
 

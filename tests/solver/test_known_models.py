@@ -21,7 +21,7 @@ from hetero.solver.build import make_plan
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.memory import Limits
 from hetero.solver.options import Objective
-from hetero.solver.planner import Planner, Settings
+from hetero.solver.planner import Planner, PlannerSettings
 from hetero.solver.report.drawings import block_bars
 from hetero.solver.request import PlanRequest
 from hetero.solver.solution import Scenario
@@ -97,7 +97,7 @@ def test_profiles_have_what_graphs_need(name: str) -> None:
 
 @pytest.mark.parametrize("m", [1, 256])
 @pytest.mark.parametrize("name", ["llama-3.2-1b", "gemma-2-2b", "phi-2", "opt-1.3b"])
-def test_a_chain_has_the_nodes_of_a_layer_and_no_others(name: str, m: int) -> None:
+def test_a_path_has_the_nodes_of_a_layer_and_no_others(name: str, m: int) -> None:
     """Between the matmuls each device is as long at work as the nodes that are launched there."""
     graph = model_spec(name)
     planner = Planner(graph, DeviceProfile.load("host"))
@@ -167,7 +167,7 @@ def test_a_report_draws_a_parallel_block_as_it_runs() -> None:
 @pytest.mark.parametrize("name", ["phi-2", "opt-1.3b", "llama-3.2-1b"])
 def test_a_memory_limit_walks_the_same_stages(name: str) -> None:
     """The integer program's chain, where nothing limits it, is that of the dynamic one."""
-    profile, settings = DeviceProfile.load("snapdragon-8-gen-3"), Settings(unfused=False)
+    profile, settings = DeviceProfile.load("snapdragon-8-gen-3"), PlannerSettings(unfused=False)
     planner = Planner(model_spec(name), profile, settings)
     scenario, objective = Scenario("prefill", 256), Objective()
     best = planner.solve(scenario, objective)

@@ -13,7 +13,7 @@ from hetero.solver.chooser import Chooser, Rules
 from hetero.solver.errors import PlanError
 from hetero.solver.layer_dp import solve_layers, walk
 from hetero.solver.memory import Limits, weight_memory
-from hetero.solver.options import GPU, HOST, INF, Objective, Option, Power
+from hetero.solver.options import GPU, HOST, INF, Objective, Option, PowerModel
 from hetero.solver.place import tiles_of
 from hetero.solver.plan import OpPlan
 from hetero.solver.residency import solve as solve_residency
@@ -48,7 +48,7 @@ def test_every_matmul_is_as_good_as_trying_all_tilings(block: int) -> None:
 
 
 @pytest.mark.parametrize("block", range(examples(4, 10)))
-def test_every_chain_is_as_good_as_trying_all_combinations(block: int) -> None:
+def test_every_path_is_as_good_as_trying_all_combinations(block: int) -> None:
     for seed in range(200 * block, 200 * block + 200):
         instance = random_instance(seed)
         m = 1 + seed % (2 * instance.sizes[-1])
@@ -82,7 +82,7 @@ def test_a_prompt_that_must_be_shared_is_shared_at_the_least_cost(block: int) ->
 
 
 @pytest.mark.parametrize("seed", range(examples(300, 1000)))
-def test_chains_without_gpu_operators_between_are_solved_exactly(seed: int) -> None:
+def test_paths_without_gpu_operators_between_are_solved_exactly(seed: int) -> None:
     rng = np.random.default_rng(seed)
     stages = [[_random_option(rng) for _ in range(rng.integers(1, 4))] for _ in range(5)]
     head, block, tail = stages[:1], stages[1:4], stages[4:]
@@ -120,7 +120,7 @@ def _walk_all(combo: tuple[Option, ...], layers: int) -> float:
 
 
 @pytest.mark.parametrize("seed", range(examples(100, 300)))
-def test_the_chain_never_loses_to_a_greedy_solver(seed: int) -> None:
+def test_the_path_never_loses_to_a_greedy_solver(seed: int) -> None:
     """The slow twin takes the best option of each matmul for itself."""
     instance = random_instance(seed)
     planner = planner_of(instance, margin=0.0, rest_npu=True)
@@ -175,7 +175,7 @@ def test_energy_and_latency_each_win_at_their_own(seed: int) -> None:
 
 def test_an_unreachable_option_costs_infinity_under_every_objective() -> None:
     """Also where seconds weigh nothing, as energy alone has it: 0 * inf is no number."""
-    power = Power(1.0, 2.0, 3.0)
+    power = PowerModel(1.0, 2.0, 3.0)
     never = Option("gpu-only", "gpu", elapsed_s=INF)
     late = Option("gpu-only", "gpu", elapsed_s=1.0, enter_s=(0.0, INF))
     for objective in (Objective(), Objective(0.0, 1.0, power), Objective(1.0, 1.0, power)):
@@ -214,7 +214,7 @@ def test_memory_is_spent_as_well_as_possible(seed: int) -> None:
     found = solve()
     assert sum(s.seconds for s in found) == pytest.approx(expected, rel=1e-5), seed
     memory = weight_memory(planner, found)
-    assert memory.total_bytes <= limits.together * (1 + 1e-6)
+    assert memory.total_bytes <= limits.both * (1 + 1e-6)
     assert memory.gpu_bytes <= limits.gpu * (1 + 1e-6)
     assert memory.npu_bytes <= limits.npu * (1 + 1e-6)
     assert memory.graphs_bytes == pytest.approx(memory.npu_bytes * (1 - 1 / copies), abs=2)

@@ -31,7 +31,7 @@ def test_without_corrections_a_host_queue_costs_what_the_paper_says(name: str) -
     assert [x.options for x in paper] == [x.options for x in none]
 
 
-def test_a_chip_that_nobody_measured_corrections_of_has_the_papers_costs() -> None:
+def test_a_chip_without_measured_corrections_has_the_papers_costs() -> None:
     profile = DeviceProfile.load("snapdragon-8-gen-3")
     paper = solutions(profile, Overheads.of(CostModel(profile)))
     assert [x.seconds for x in paper] == [x.seconds for x in solutions(profile)]
@@ -46,7 +46,7 @@ def test_each_correction_shows_in_the_profile_that_it_was_measured_for(correctio
     assert [x.seconds for x in without] != [x.seconds for x in solutions(profile)]
 
 
-def test_decoding_on_the_gpu_alone_saves_what_chains_do() -> None:
+def test_decoding_on_the_gpu_alone_saves_what_fused_launches_do() -> None:
     """A launch's saving for each operation; prompts and steps of both devices save nothing."""
     profile = DeviceProfile.load("host")
     gpu = profile.sync["gpu"].model_copy(update={"chain_s": 1e-6})

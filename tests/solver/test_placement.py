@@ -147,7 +147,7 @@ def meets(a: tuple[int, int], b: tuple[int, int]) -> bool:
 
 
 def test_an_edge_of_the_other_device_cuts_a_kernel(model: ModelGraph) -> None:
-    """The NPU's tile has all rows, the GPU's beside it two halves: panels have one row length."""
+    """The NPU's tile has all rows, the GPU's next to it two halves: panels have one row length."""
     node = down_of(model)
     n, k = node.op.n, node.op.k  # type: ignore[union-attr]
     tiles = [

@@ -17,7 +17,7 @@ from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.handmade import layer_level, single_device
 from hetero.solver.names import NamedStrategy
 from hetero.solver.plan import check_cover
-from hetero.solver.planner import Planner, Settings
+from hetero.solver.planner import Planner, PlannerSettings
 from hetero.solver.prepared import prepare_solver
 from hetero.solver.prompts import call_scenarios, prompt_alone, solve_prompt
 from hetero.solver.repredict import repredict
@@ -166,7 +166,7 @@ def test_other_operators_run_on_an_npu_in_one_graph(spec: ModelGraph) -> None:
     assert planner.non_matmul_devices(largest) == ("gpu", "npu")
     assert planner.non_matmul_devices(largest + 1) == ("gpu",)
     assert planner.step_tokens == 2 * largest
-    assert Planner(spec, host, Settings(step_tokens=512)).step_tokens == 512
+    assert Planner(spec, host, PlannerSettings(step_tokens=512)).step_tokens == 512
     assert longest_step(planner, "npu-only") == largest
     alone = strategy_plan(spec, host, "npu-only", (64, 1800))
     assert alone.rest.prefill == "npu"

@@ -66,11 +66,11 @@ def test_a_device_whose_layers_share_no_graphs_prepares_one_for_each(spec: Model
         {t.m: t.predicted_s for t in made(spec, profile, "online-prepare").totals}
         for profile in (chip, chip.model_copy(update={"preparation_predictors": alone}))
     )
-    assert each[64] == shared[64]  # a graph that lies ready
+    assert each[64] == shared[64]  # a graph that is ready
     assert each[135] - shared[135] == pytest.approx((spec.layers - 1) * 0.4084, rel=0.01)
 
 
-def test_groups_may_be_apart_at_some_lengths(spec: ModelGraph) -> None:
+def test_groups_may_be_unfused_at_some_lengths(spec: ModelGraph) -> None:
     profile = DeviceProfile.load("host")
     plan = made(spec, profile, "gpu-only")
     fused = repredict(plan, spec, profile)

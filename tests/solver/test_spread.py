@@ -45,7 +45,9 @@ def test_times_that_do_not_vary_are_not_longer_and_impossible_ones_stay_so() -> 
 
 
 @pytest.mark.parametrize("spread", [(0.1, 0.1), (0.3, 0.0)])
-def test_what_is_left_out_of_times_far_apart_changes_no_bit(spread: tuple[float, float]) -> None:
+def test_what_is_left_out_of_very_different_times_changes_no_bit(
+    spread: tuple[float, float],
+) -> None:
     rng = np.random.default_rng(2)
     a, b = 10 ** rng.uniform(-6, 0, (2, 200, 50))
     deviation = np.sqrt((spread[0] * a) ** 2 + (spread[1] * b) ** 2)

@@ -20,7 +20,7 @@ from hetero.backends.opencl import platform, resources
 from hetero.backends.opencl.program_source import ProgramSource
 from hetero.backends.opencl.self_test import compiler, supervisor
 from hetero.backends.opencl.self_test.compiler import Variant
-from hetero.backends.opencl.self_test.supervisor import Job, Supervisor
+from hetero.backends.opencl.self_test.supervisor import Supervisor, WorkerJob
 
 PROGRAMS = 256  # kept at most
 
@@ -30,7 +30,7 @@ def shared() -> Iterator[None]:
     """Until the end all devices of this process share these."""
     children: dict[tuple[Any, ...], _Child] = {}
 
-    def child(job: Job, device: int) -> _Child:
+    def child(job: WorkerJob, device: int) -> _Child:
         key = (job, device, supervisor.worker_command)  # some tests have a command of their own
         return children.setdefault(key, _Child(job, device))
 
@@ -46,7 +46,7 @@ def shared() -> Iterator[None]:
 class _Child:
     """A `Supervisor` of several devices, which outlives them; one thread at a time is answered."""
 
-    def __init__(self, job: Job, device: int) -> None:
+    def __init__(self, job: WorkerJob, device: int) -> None:
         self._supervisor = Supervisor(job, device)
         self._turn = threading.Lock()
 

@@ -35,11 +35,11 @@ class Driver(ABC):
         """Return whether `CL_PLATFORM_NAME` is this implementation's."""
 
     def levels(self) -> tuple[Level, ...]:
-        """Levels to try on this machine, the best first."""
+        """Return levels to try on this machine, the best first."""
         return processor_levels() if self.computes_on_cpu else (GENERIC,)
 
     def environment(self, *, workers: int, level: Level, folder: Path) -> Mapping[str, str]:
-        """Variables that it reads when it is loaded or its device is first asked for.
+        """Return the variables that it reads when it is loaded or its device is first asked for.
 
         The user's own values win. `workers` threads compute; `folder` is this process's own.
         """

@@ -36,7 +36,7 @@ HASHED_BYTES: Final = 1 << 20
 
 
 @dataclass(frozen=True)
-class Candidate:
+class DriverCandidate:
     """A driver's library.
 
     `library` is empty where the system's loader decides what is loaded; `origin` says where it was
@@ -49,7 +49,7 @@ class Candidate:
 
     @property
     def path(self) -> Path | None:
-        """The library's file, None if it is not known."""
+        """Return the library's file, None if it is not known."""
         if not self.library:
             return None
         name = Path(self.library)
@@ -72,13 +72,16 @@ class Candidate:
         return hashlib.sha256("\0".join(facts).encode()).hexdigest()
 
 
-def candidates() -> list[Candidate]:
-    """Every installed driver: the vendors' first (GPUs), then PoCL, then other CPU drivers."""
+def candidates() -> list[DriverCandidate]:
+    """Return every installed driver.
+
+    The vendors' first (GPUs), then PoCL, then other CPU drivers.
+    """
     if not sys.platform.startswith("linux"):
-        return [Candidate("", VENDOR, "the system's OpenCL loader")]
-    by_file: dict[str, Candidate] = {}
+        return [DriverCandidate("", VENDOR, "the system's OpenCL loader")]
+    by_file: dict[str, DriverCandidate] = {}
     for library, origin in _libraries():
-        candidate = Candidate(library, driver_of_library(library), origin)
+        candidate = DriverCandidate(library, driver_of_library(library), origin)
         real = str(candidate.path.resolve()) if candidate.path is not None else library
         by_file.setdefault(real, candidate)
     order = ("vendor", "pocl", "intel")
@@ -135,7 +138,7 @@ def _first_line(icd: Path) -> str:
 
 @cache
 def _sampled(path: Path, size: int, *_times: int) -> str:
-    """Hash of a library's first and last megabyte and of one in the middle.
+    """Return the hash of a library's first and last megabyte and of one in the middle.
 
     Hashing all of a driver's hundred megabytes would take longer than loading it. Once for each
     state of a file.

@@ -63,7 +63,7 @@ def find_level(name: str) -> Level:
 
 
 def processor_levels(flags: frozenset[str] | None = None) -> tuple[Level, ...]:
-    """Levels of a driver that computes on this host's processor, the best first."""
+    """Return the levels of a driver that computes on this host's processor, the best first."""
     if platform.machine() not in X86:
         return (GENERIC,)
     known = cpu_flags() if flags is None else flags

@@ -22,7 +22,7 @@ import pyopencl as cl
 from hetero.backends.errors import DeviceUnavailableError
 from hetero.backends.host.affinity import core_count
 from hetero.backends.opencl.drivers import driver_of_platform
-from hetero.backends.opencl.drivers.icd import Candidate
+from hetero.backends.opencl.drivers.icd import DriverCandidate
 from hetero.backends.opencl.drivers.levels import Level
 from hetero.backends.opencl.drivers.pocl import CACHE, WORKERS
 from hetero.backends.opencl.drivers.threads import hold, tasks
@@ -38,7 +38,7 @@ OURS: Final = frozenset({BUNDLED_HOME, VENDORS, CACHE})
 class Wanted:
     """A driver to load, the level that its kernels will have, and where these are kept."""
 
-    candidate: Candidate
+    candidate: DriverCandidate
     level: Level
     store: KernelStore
 
@@ -67,8 +67,8 @@ class Loaded:
             hold(self.workers[driver], cores)
         return cores
 
-    def devices(self, candidate: Candidate) -> list[cl.Device]:
-        """Devices of a candidate's driver; of all where the system's loader decides."""
+    def devices(self, candidate: DriverCandidate) -> list[cl.Device]:
+        """Return the devices of a candidate's driver; of all where the system's loader decides."""
         devices = []
         for platform in self.platforms:
             if candidate.library and driver_of_platform(platform.name) is not candidate.driver:
@@ -112,7 +112,7 @@ def load(wanted: Sequence[Wanted], *, workers: int, folder: Path) -> Loaded:
 
 
 def wanted_workers(*, every_core: bool) -> int:
-    """Threads that a CPU driver is to have, or as many as the user says in the environment."""
+    """Return the threads that a CPU driver is to have, by default or the environment."""
     said = os.environ.get(WORKERS, "").strip()
     if said.isdecimal() and int(said) > 0:
         return int(said)
@@ -120,7 +120,7 @@ def wanted_workers(*, every_core: bool) -> int:
 
 
 def _variables(wanted: Sequence[Wanted], workers: int, folder: Path) -> dict[str, str]:
-    """Every variable that the loader and the drivers are to find."""
+    """Return every variable that the loader and the drivers are to find."""
     variables: dict[str, str] = {}
     vendors = folder / "vendors"
     libraries = []
@@ -159,7 +159,7 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def _platforms() -> list[cl.Platform]:
-    """Every platform once: a driver that two vendor files name appears twice."""
+    """Return every platform once: a driver that two vendor files name appears twice."""
     try:
         by_pointer = {platform.int_ptr: platform for platform in cl.get_platforms()}
     except cl.Error as error:

@@ -83,7 +83,7 @@ def _is_named(statement: str, words: frozenset[str]) -> bool:
 
 
 def _statements(text: str) -> Iterator[str]:
-    """Directives and declarations, each in one piece."""
+    """Yield directives and declarations, each in one piece."""
     piece = ""
     for line in map(str.strip, text.splitlines()):
         if line.startswith("#") and piece:  # in the middle of a declaration, or of none

@@ -82,7 +82,7 @@ def find_field(device_struct: int, triple: bytes) -> int | None:
 
 
 def _read(handle: int, address: int, nbytes: int) -> bytes:
-    """Bytes of this process, fewer where pages are missing; never faults."""
+    """Return the bytes of this process, fewer where pages are missing; never faults."""
     if not 4096 <= address < 2**63 - nbytes:
         return b""
     try:

@@ -112,7 +112,7 @@ def _try(device: OpenCLDevice, case: Case, random: np.random.Generator) -> None:
 
 
 def random_weights(op: Op, random: np.random.Generator) -> dict[str, WeightValue]:
-    """Weights of an operation."""
+    """Return the weights of an operation."""
     weights_of: dict[str, WeightValue] = {}
     for name in weight_names(op):
         match op:
@@ -177,7 +177,7 @@ def random_tensors(op: Op, m: int, random: np.random.Generator) -> dict[str, Ten
 def _expected(
     op: Op, weights: Mapping[str, WeightValue], before: Mapping[str, npt.NDArray[Any]], m: int
 ) -> dict[str, npt.NDArray[Any]]:
-    """Every tensor after the call, by `hetero.backends.reference`."""
+    """Return every tensor after the call, by `hetero.backends.reference`."""
     after = {port: array.copy() for port, array in before.items()}
     run, _ = program(op, weights)
     run({port: a if port in FIXED_PORTS else a[:m] for port, a in after.items()})
@@ -185,7 +185,10 @@ def _expected(
 
 
 def _difference(got: npt.NDArray[Any], wanted: npt.NDArray[Any], *, exact: bool) -> float:
-    """Largest difference as a part of the largest wanted value; infinite where one is NaN alone."""
+    """Return largest difference as a part of the largest wanted value.
+
+    Infinite where one is NaN alone.
+    """
     same = np.isnan(got) & np.isnan(wanted) if got.dtype.kind == "f" else np.zeros(1, bool)
     scale = np.nanmax(np.abs(wanted), initial=0.0)
     off = np.where(same, 0.0, np.abs(got.astype(np.float64) - wanted))

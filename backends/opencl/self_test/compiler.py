@@ -54,7 +54,7 @@ class Variant:
         return hashlib.sha256(text.encode()).hexdigest()
 
 
-class Compiler(ABC):
+class ProgramCompiler(ABC):
     """Makes built programs of one device. `Remote` for any thread, `Local` for one at a time."""
 
     @abstractmethod
@@ -84,7 +84,7 @@ class Compiler(ABC):
         """Stop whatever compiles."""
 
 
-class Local(Compiler):
+class Local(ProgramCompiler):
     """Compiles in this process, from and into the store.
 
     `folder` is where a driver that keeps compiled kernels itself does so; None for one that does
@@ -97,7 +97,7 @@ class Local(Compiler):
         self.builds = 0  # that were not in the store
 
     def program(self, context: cl.Context, device: cl.Device, source: ProgramSource) -> cl.Program:
-        """See `Compiler.program`."""
+        """See `ProgramCompiler.program`."""
         if self._folder is None:
             known = _from_binary(context, device, self._store, source)
             if known is not None:
@@ -111,7 +111,7 @@ class Local(Compiler):
 
     @contextmanager
     def variant(self, source: ProgramSource, variant: Variant) -> Iterator[None]:
-        """See `Compiler.variant`."""
+        """See `ProgramCompiler.variant`."""
         with self._kept(variant.entry(source)):
             yield
 
@@ -139,7 +139,7 @@ class Builder(Protocol):
         """Stop it."""
 
 
-class Remote(Compiler):
+class Remote(ProgramCompiler):
     """Loads what the store has or a child has compiled; never compiles here."""
 
     def __init__(self, store: KernelStore, folder: Path | None, builder: Builder) -> None:
@@ -150,7 +150,7 @@ class Remote(Compiler):
         self._lock = threading.Lock()  # of all above
 
     def program(self, context: cl.Context, device: cl.Device, source: ProgramSource) -> cl.Program:
-        """See `Compiler.program`."""
+        """See `ProgramCompiler.program`."""
         if self._folder is not None:
             self._restore(source.digest, source, None)
             return _build(context, device, source)
@@ -165,7 +165,10 @@ class Remote(Compiler):
     def known(
         self, context: cl.Context, device: cl.Device, source: ProgramSource
     ) -> cl.Program | None:
-        """See `Compiler.known`. Starts no child, which would end with the thread that starts it."""
+        """See `ProgramCompiler.known`.
+
+        Starts no child, which would end with the thread that starts it.
+        """
         with self._lock:
             if self._folder is None:
                 return _from_binary(context, device, self._store, source)
@@ -175,21 +178,21 @@ class Remote(Compiler):
 
     @contextmanager
     def variant(self, source: ProgramSource, variant: Variant) -> Iterator[None]:
-        """See `Compiler.variant`."""
+        """See `ProgramCompiler.variant`."""
         if self._folder is not None:
             self._restore(variant.entry(source), source, variant)
         yield
 
     def recall(self, entry: str) -> bytes | None:
-        """See `Compiler.recall`."""
+        """See `ProgramCompiler.recall`."""
         return (self._store.get(entry) or {}).get(NOTE)
 
     def note(self, entry: str, content: bytes) -> None:
-        """See `Compiler.note`."""
+        """See `ProgramCompiler.note`."""
         self._store.put(entry, {NOTE: content})
 
     def close(self) -> None:
-        """See `Compiler.close`."""
+        """See `ProgramCompiler.close`."""
         self._builder.close()
 
     def _restore(self, entry: str, source: ProgramSource, variant: Variant | None) -> None:
@@ -209,7 +212,7 @@ class Remote(Compiler):
 
 
 def kernel_files(folder: Path) -> set[str]:
-    """Relative paths of what a driver keeps in its folder."""
+    """Return the relative paths of what a driver keeps in its folder."""
     return {
         path.relative_to(folder).as_posix()
         for path in folder.rglob("*")
@@ -244,7 +247,7 @@ cl.compiler_output = _filtered_output
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without pyopencl's warning that a compiler said something."""
+    """Suppress pyopencl's warning that a compiler printed something."""
     _HERE.builds = True
     try:
         yield
@@ -269,6 +272,6 @@ def _from_binary(
 
 
 def argument_kinds(values: Sequence[object]) -> str:
-    """Letters of a kernel's arguments; see `Variant`."""
+    """Return the letters of a kernel's arguments; see `Variant`."""
     names = {"int32": "i", "uint32": "u", "float32": "f"}
     return "".join("b" if isinstance(v, cl.Buffer) else names[type(v).__name__] for v in values)

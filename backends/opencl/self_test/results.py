@@ -14,7 +14,7 @@ import pyopencl as cl
 from hetero.backends.host import limits
 from hetero.backends.host.processor import cpu_flags, cpu_name
 from hetero.backends.host.versions import installed_version
-from hetero.backends.opencl.drivers.icd import DEVICE_NODES, Candidate
+from hetero.backends.opencl.drivers.icd import DEVICE_NODES, DriverCandidate
 from hetero.backends.opencl.drivers.levels import Level
 from hetero.backends.opencl.kernel_files import sources_digest
 from hetero.backends.opencl.self_test.store import write_whole
@@ -76,7 +76,7 @@ class DeviceResult(_Record):
 
     @property
     def title(self) -> str:
-        """Platform and device, as `--gpu opencl:PART` finds them."""
+        """Return platform and device, as `--gpu opencl:PART` finds them."""
         return f"{self.platform} / {self.name}"
 
 
@@ -118,8 +118,8 @@ def circumstances() -> str:
     return hashlib.sha256("\0".join(facts).encode(errors="surrogateescape")).hexdigest()
 
 
-def result_key(candidate: Candidate) -> str:
-    """Everything that a result depends on."""
+def result_key(candidate: DriverCandidate) -> str:
+    """Return everything that a result depends on."""
     environment = sorted(
         f"{name}={value}"
         for name, value in os.environ.items()

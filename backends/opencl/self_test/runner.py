@@ -23,7 +23,7 @@ from filelock import FileLock, Timeout
 
 from hetero.backends.host.affinity import core_count
 from hetero.backends.host.limits import time_limit
-from hetero.backends.opencl.drivers.icd import Candidate
+from hetero.backends.opencl.drivers.icd import DriverCandidate
 from hetero.backends.opencl.drivers.levels import LEVELS, Level
 from hetero.backends.opencl.reports import CHECKING, PREPARING
 from hetero.backends.opencl.self_test.results import (
@@ -39,7 +39,7 @@ from hetero.backends.opencl.self_test.results import (
 )
 from hetero.backends.opencl.self_test.run_folder import run_folder
 from hetero.backends.opencl.self_test.store import KernelStore, keep_newest
-from hetero.backends.opencl.self_test.supervisor import Job, Worker, WorkerDiedError, hello
+from hetero.backends.opencl.self_test.supervisor import Worker, WorkerDiedError, WorkerJob, hello
 
 MAX_PARTS: Final = 4
 LOCK_S: Final = 300.0  # how long another process's self-test of the same is waited for
@@ -65,17 +65,17 @@ class SelfTests:
         drop_results(self.run.suspects)
         self.run.suspects.clear()
 
-    def known(self, candidate: Candidate) -> SelfTestResult | None:
+    def known(self, candidate: DriverCandidate) -> SelfTestResult | None:
         """Return the kept result, None where there is none."""
         key = result_key(candidate)
         return self._read(result_path(self.root, key), key)
 
-    def path(self, candidate: Candidate) -> Path:
+    def path(self, candidate: DriverCandidate) -> Path:
         """Return where a driver's result is kept."""
         return result_path(self.root, result_key(candidate))
 
     def examine(
-        self, candidate: Candidate, forced: Level | None = None, *, retry: bool = False
+        self, candidate: DriverCandidate, forced: Level | None = None, *, retry: bool = False
     ) -> SelfTestResult:
         """Return the result on a driver.
 
@@ -98,21 +98,21 @@ class SelfTests:
                 self._keep(path, result)
         return result
 
-    def store(self, candidate: Candidate, level: Level) -> KernelStore:
-        """Compiled kernels of a driver at a level.
+    def store(self, candidate: DriverCandidate, level: Level) -> KernelStore:
+        """Return the compiled kernels of a driver at a level.
 
         In this process's folder where the cache cannot be written.
         """
         name = f"{folder_prefix(candidate)}-{level.name}"
         return KernelStore(self.root / "kernels" / name, self.run.path / "kernels" / name)
 
-    def job(self, candidate: Candidate, level: Level, folder: Path) -> Job:
+    def job(self, candidate: DriverCandidate, level: Level, folder: Path) -> WorkerJob:
         """Return the job of a child."""
         stores = tuple(map(str, self.store(candidate, level).folders))
-        return Job(candidate.library, candidate.origin, level.name, str(folder), stores)
+        return WorkerJob(candidate.library, candidate.origin, level.name, str(folder), stores)
 
     def _try_levels(
-        self, candidate: Candidate, result: SelfTestResult, levels: tuple[Level, ...]
+        self, candidate: DriverCandidate, result: SelfTestResult, levels: tuple[Level, ...]
     ) -> SelfTestResult:
         again = self.path(candidate) in self._suspected
         meter = _Meter(self.notify, CHECKING if again else PREPARING)
@@ -129,7 +129,7 @@ class SelfTests:
 
     def _try_level(
         self,
-        candidate: Candidate,
+        candidate: DriverCandidate,
         result: SelfTestResult,
         level: Level,
         levels: tuple[Level, ...],
@@ -211,7 +211,7 @@ class _Child:
     """The child that tries one part of a level's cases, started again after it died."""
 
     def __init__(
-        self, self_tests: SelfTests, candidate: Candidate, level: Level, part: int
+        self, self_tests: SelfTests, candidate: DriverCandidate, level: Level, part: int
     ) -> None:
         self.level = level
         self._self_tests = self_tests
@@ -266,13 +266,13 @@ class _Child:
             self._worker = None
 
 
-def _parts(candidate: Candidate) -> int:
-    """Children that share a self-test's cases: compilers take one core each."""
+def _parts(candidate: DriverCandidate) -> int:
+    """Return the children that share a self-test's cases: compilers take one core each."""
     return min(MAX_PARTS, core_count()) if candidate.driver.computes_on_cpu else 1
 
 
 def _attempt(children: Sequence[_Child], device: int, meter: _Meter) -> Attempt:
-    """All parts of a self-test at once; the first that did not pass speaks for all."""
+    """Return all parts of a self-test at once; the first that did not pass speaks for all."""
     with ThreadPoolExecutor(len(children)) as pool:
         ends = list(pool.map(lambda c: c.attempt(device, len(children), meter), children))
     said: Attempt = min(ends, key=lambda end: end.outcome == "passed")
@@ -327,7 +327,7 @@ def passed_level(device: DeviceResult, levels: tuple[Level, ...]) -> Level | Non
     return None
 
 
-def folder_prefix(candidate: Candidate) -> str:
+def folder_prefix(candidate: DriverCandidate) -> str:
     """Return how the names of a driver's folders with kernels begin."""
     return _short(candidate.fingerprint())
 

@@ -43,7 +43,7 @@ class KernelStore:
                 return
 
     def get(self, name: str) -> dict[str, bytes] | None:
-        """Files of an entry, None where there is none; a damaged one is removed."""
+        """Return the files of an entry, None where there is none; a damaged one is removed."""
         for folder in self.folders:
             path = folder / (name + SUFFIX)
             try:
@@ -108,7 +108,10 @@ def encode(files: Mapping[str, bytes]) -> bytes:
 
 
 def decode(content: bytes) -> dict[str, bytes] | None:
-    """Files of an entry, None if any byte of it is wrong or a path leads out of the folder."""
+    """Return the files of an entry.
+
+    None if any byte of it is wrong or a path leads out of the folder.
+    """
     head, body = content[: len(MAGIC) + _HASH], content[len(MAGIC) + _HASH :]
     if head != MAGIC + hashlib.sha256(body).digest():
         return None

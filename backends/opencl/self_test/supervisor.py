@@ -60,7 +60,7 @@ class WorkerDiedError(Exception):
 
 
 @dataclass(frozen=True)
-class Job:
+class WorkerJob:
     """A child's job: a library to load, its level, the folder and stores to compile into."""
 
     library: str
@@ -78,7 +78,7 @@ def worker_command() -> Sequence[str]:
 class Worker:
     """One child. Used by one thread at a time; ends with `close`, or with this process."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: WorkerJob) -> None:
         Path(job.folder).mkdir(parents=True, exist_ok=True)
         self._child = subprocess.Popen(
             worker_command(),
@@ -210,7 +210,7 @@ class Supervisor:
     child. After `IDLE_S` without a question the child ends by itself, which costs nothing here.
     """
 
-    def __init__(self, job: Job, device: int) -> None:
+    def __init__(self, job: WorkerJob, device: int) -> None:
         self._job = job
         self._device = device
         self._worker: Worker | None = None
@@ -281,7 +281,7 @@ def _remedy(error: WorkerDiedError) -> str:
     return "use --device npu, or another level (HETERO_OPENCL_LEVEL)"
 
 
-def hello(job: Job) -> tuple[Worker, Sequence[dict[str, Any]]]:
+def hello(job: WorkerJob) -> tuple[Worker, Sequence[dict[str, Any]]]:
     """Return a child with its driver loaded, and its devices. Raises `WorkerDiedError`."""
     worker = Worker(job)
     answer = worker.hear()

@@ -1,8 +1,8 @@
 """The child process: loads one driver, tries its kernels, compiles programs, or dies of it.
 
 Run by `hetero.backends.host.child`, so that it ends with its parent. The first line of standard
-input is a `Job`, each further one a question; answers go to standard output, which native code
-cannot reach, since file descriptor 1 is made the log that 2 is.
+input is a `WorkerJob`, each further one a question; answers go to standard output, which native
+code cannot reach, since file descriptor 1 is made the log that 2 is.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hetero.backends.errors import DeviceError, WaitTimeoutError
 from hetero.backends.host.files import has_room
 from hetero.backends.opencl.device import OpenCLDevice
 from hetero.backends.opencl.drivers import driver_of_library, driver_of_platform
-from hetero.backends.opencl.drivers.icd import Candidate
+from hetero.backends.opencl.drivers.icd import DriverCandidate
 from hetero.backends.opencl.drivers.levels import LEVELS
 from hetero.backends.opencl.drivers.loader import Loaded, Wanted, load
 from hetero.backends.opencl.matmul import WEIGHT_FORMATS
@@ -33,7 +33,7 @@ from hetero.backends.opencl.selected import Selected
 from hetero.backends.opencl.self_test.cases import WrongResultError, try_cases
 from hetero.backends.opencl.self_test.compiler import Local, Variant
 from hetero.backends.opencl.self_test.store import KernelStore
-from hetero.backends.opencl.self_test.supervisor import IDLE_S, Job
+from hetero.backends.opencl.self_test.supervisor import IDLE_S, WorkerJob
 from hetero.backends.opencl.table import TABLE
 
 BUFFER_BYTES = 1 << 16
@@ -44,7 +44,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
     answers = _own_output()
     questions = _lines()
-    session = Session(Job(**json.loads(next(questions))))
+    session = WorkerSession(WorkerJob(**json.loads(next(questions))))
     _say(answers, session.hello())
     for question in questions:
         asked = json.loads(question)
@@ -55,12 +55,12 @@ def main() -> None:
             _say(answers, session.build(asked))
 
 
-class Session:
+class WorkerSession:
     """The loaded driver and what was opened of it."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: WorkerJob) -> None:
         self.level = LEVELS[job.level]
-        self.candidate = Candidate(job.library, driver_of_library(job.library), job.origin)
+        self.candidate = DriverCandidate(job.library, driver_of_library(job.library), job.origin)
         self.folder = Path(job.folder)
         self.store = KernelStore(*map(Path, job.stores))
         self._loaded: Loaded | None = None
@@ -79,7 +79,7 @@ class Session:
         return {"devices": [_row(device) for device in self._devices()]}
 
     def run_cases(self, index: int, part: int, of: int) -> Iterator[dict[str, Any]]:
-        """Progress, then the outcome of one part of the cases with a word on it."""
+        """Yield progress, then the outcome of one part of the cases with a word on it."""
         try:
             device, _ = self._open(index)
             for done, count in try_cases(device, part, of):
@@ -135,7 +135,7 @@ class Session:
 
 
 def _launch_nothing(device: OpenCLDevice, program: cl.Program, variant: Variant) -> None:
-    """Argument 0 of every kernel is a count of work (`calls`)."""
+    """Launch with no work: argument 0 of every kernel is a count of work (`calls`)."""
     kernel = cl.Kernel(program, variant.kernel)
     buffer = cl.Buffer(device.context, cl.mem_flags.READ_WRITE, BUFFER_BYTES)
     values: dict[str, Any] = {"b": buffer, "i": np.int32(0), "u": np.uint32(0), "f": np.float32(0)}

@@ -175,7 +175,7 @@ def switched_window(source: Fields, layers: int) -> tuple[int, ...]:
 
 
 def write_switched_window(windows: Sequence[int]) -> dict[str, Any]:
-    """What `switched_window` reads."""
+    """The fields that `switched_window` reads."""
     window = max(windows)
     return {
         "use_sliding_window": window > 0,

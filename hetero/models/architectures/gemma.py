@@ -10,7 +10,7 @@ from hetero.models.fields import Fields
 
 
 def gemma_fields(source: Fields) -> dict[str, Any]:
-    """What every Gemma has in common.
+    """Return what every Gemma has in common.
 
     The first configurations said `gelu` where the models were trained with its tanh approximation
     (`transformers` corrected them with `hidden_activation`), so `hidden_act` alone means nothing.

@@ -139,7 +139,7 @@ def _vocabulary(file: GgufFile) -> int | None:
 
 
 def _special(found: Mapping[str, Any], name: str, raw: Mapping[str, Any]) -> dict[str, Any]:
-    """What one architecture has that others have not."""
+    """Return the fields that only one architecture has."""
     special: dict[str, Any] = {}
     heads, hidden, size = (raw.get(x) for x in ("num_attention_heads", "hidden_size", "head_dim"))
     if name in ("phi2", "phi3") and is_number(size):

@@ -288,8 +288,8 @@ def _keep_newest(path: Path) -> None:
 
 
 class Origin(NamedTuple):
-    """What a store says of itself: the GGUF file that it was last found to be of, where it is
-    known, and whether this version reads it.
+    """Return what a store says of itself: the GGUF file that it was last found to be of, where it
+    is known, and whether this version reads it.
     """
 
     file: Path | None
@@ -297,7 +297,7 @@ class Origin(NamedTuple):
 
 
 def origin_of(store: Path) -> Origin:
-    """As the store and the note beside it say, which is not checked."""
+    """Return the file that the store and its note name, unchecked."""
     try:
         readable = SafetensorsFile(store).metadata.get("version") == VERSION
     except ModelError:

@@ -247,7 +247,7 @@ def _token_of(found: Mapping[str, Any], name: str, tokens: Sequence[str]) -> str
 
 
 def _adds_bos(found: Mapping[str, Any], kind: object) -> bool:
-    """As llama.cpp decides where the file does not say."""
+    """Return llama.cpp's default where the file does not say."""
     given = found.get("tokenizer.ggml.add_bos_token")
     if isinstance(given, bool):
         return given

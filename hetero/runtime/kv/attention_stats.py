@@ -40,7 +40,7 @@ def sum_scores(op: Attention, queries: Array, keys: Array, positions: Sequence[i
     `queries` [rows, H, D] at `positions` (rising), `keys` [G, columns, D], after the rotary
     embedding.
     """
-    found, keys = np.zeros(keys.shape[1]), np.asarray(keys, np.float32)  # once, not a product each
+    sums, keys = np.zeros(keys.shape[1]), np.asarray(keys, np.float32)  # once, not a product each
     groups, group = op.kv_heads, op.heads // op.kv_heads
     step = max(1, _PRODUCT // max(1, group * queries.shape[-1] * keys.shape[1]))
     for start in range(0, len(positions), step):
@@ -62,8 +62,8 @@ def sum_scores(op: Attention, queries: Array, keys: Array, positions: Sequence[i
         scores -= scores.max(axis=-1, keepdims=True)
         np.exp(scores, out=scores)
         scores /= scores.sum(axis=-1, keepdims=True)
-        found[:columns] += scores.sum(axis=(0, 1, 2), dtype=np.float64)
-    return found / op.heads
+        sums[:columns] += scores.sum(axis=(0, 1, 2), dtype=np.float64)
+    return sums / op.heads
 
 
 class Span(Protocol):

@@ -1,4 +1,4 @@
-"""A context: a text that a model goes on from, as a value."""
+"""A context: a text that a model continues, as a value."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class Context:
         def shifted() -> None:
             if not (keep >= 0 and drop > 0 and keep + drop <= len(self)):
                 raise UserError(
-                    f"a context of {len(self)} tokens cannot forget {drop} behind the first {keep}:"
+                    f"a context of {len(self)} tokens cannot forget {drop} after the first {keep}:"
                     f" keep and drop are at most {len(self)} together, and drop at least 1"
                 )
             self.forget(keep, drop)

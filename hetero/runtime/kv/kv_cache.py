@@ -3,13 +3,13 @@
 Each layer has two tensors in buffers of their own, the slots `k_cache.i` and `v_cache.i` of a step:
 [kv_heads, capacity, head_dim] of floats, or codes with their scales (`hetero.backends.kv_rows`). A
 token is one row of every head, so a run of tokens can be taken out and put back, whole (`read`,
-`write`), layer by layer, or as it lies (`rows`), whatever lies before and behind it. Pages are
+`write`), layer by layer, or as stored (`rows`), whatever precedes and follows it. Pages are
 taken from the system when tokens first reach them, and are small: each head would take a huge page
 for the first token.
 
 Layers that attend through a window keep room for a run of tokens (`Sliding`), whose first one,
-`KvCache.base`, moves up as the text grows: kernels find one run of rows, and are told at which of
-them a call begins. Keys were turned to their positions before, so that moving them changes nothing.
+`KvCache.base`, moves up as the text grows: kernels see one run of rows and get the row at which a
+call begins. Keys were turned to their positions before, so that moving them changes nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hetero.backends.formats import CacheFormat
-from hetero.backends.kv_rows import Rows
+from hetero.backends.kv_rows import CacheRows
 from hetero.backends.memory import PAGE_BYTES, HostBuffer, Tensor
 from hetero.backends.protocol import CACHE_PORTS
 from hetero.errors import memory_for
@@ -128,9 +128,11 @@ class KvCache:
         keys, values = (self._slots[f"{port}.{index}"].array for port in CACHE_PORTS)
         return keys, values
 
-    def rows(self, index: int) -> tuple[Rows, Rows]:
-        """Return the keys and values of a layer as `Rows`."""
-        keys, values = (Rows(x, self.layout.kv, self.layout.head_dim) for x in self.layer(index))
+    def rows(self, index: int) -> tuple[CacheRows, CacheRows]:
+        """Return the keys and values of a layer as `CacheRows`."""
+        keys, values = (
+            CacheRows(x, self.layout.kv, self.layout.head_dim) for x in self.layer(index)
+        )
         return keys, values
 
     def held(self, index: int) -> tuple[int, int]:
@@ -162,7 +164,7 @@ class KvCache:
         self._hold(base, min(max(low, base), position))
 
     def _hold(self, base: int, low: int) -> None:
-        """Rows of no token are zeros: nobody sees them, and they are multiplied by zero."""
+        """Rows of no token are zeros: no query sees them, and they are multiplied by zero."""
         self.base, self.low = base, low
         for index in self._windowed() if low > base else ():
             for rows in self.rows(index):
@@ -194,12 +196,12 @@ class KvCache:
         dim].
         """
         self._check(start, stop)
-        found = np.empty((self.layout.layers, 2, *self._part(stop - start)), np.float32)
+        tokens = np.empty((self.layout.layers, 2, *self._part(stop - start)), np.float32)
         for index in range(self.layout.layers):
             _, base = self.held(index)
-            for into, rows in zip(found[index], self.rows(index), strict=True):
+            for into, rows in zip(tokens[index], self.rows(index), strict=True):
                 into[:] = rows.read(start - base, stop - base)
-        return found
+        return tokens
 
     def write(self, start: int, values: Array) -> None:
         """Put what `read` gave back at token `start` on. Raises `ValueError` for another shape."""
@@ -214,7 +216,7 @@ class KvCache:
 
     def copy_from(self, other: KvCache, tokens: int) -> None:
         """Copy the first tokens of another cache of the same model, whatever its capacity, and
-        nothing else: as they lie, with their channels, where both have the same format.
+        nothing else: as stored, with their channels, where both have the same format.
         """
         self.scale_by(other.channels)
         self.begin(other.low, tokens)

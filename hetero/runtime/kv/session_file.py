@@ -3,7 +3,7 @@
 A safetensors file: `tokens` int32 [tokens], `k.i` and `v.i` float32 [G, cached, D] of every layer
 for the first of them (all but what was chosen last). Where windows have lost tokens it is of
 version 3: `first` int32 [1] is the first that layers with a window hold. Its metadata has the
-`Identity` and the hash of all bytes of the tensors. Caches of codes are saved as they lie: int8, of
+`Identity` and the hash of all bytes of the tensors. Caches of codes are saved as stored: int8, of
 the shape `CacheFormat.Q8.shape(G, cached, D)`. Any file is read into caches of any format. The
 destination is complete or absent (`hetero.backends.host.files`).
 
@@ -27,7 +27,7 @@ import numpy.typing as npt
 from hetero.arguments import check_messages
 from hetero.backends.formats import CacheFormat
 from hetero.backends.host.files import atomic_writer
-from hetero.backends.kv_rows import Rows
+from hetero.backends.kv_rows import CacheRows
 from hetero.errors import ModelError, UserError
 from hetero.models.safetensors_file import SafetensorsFile
 from hetero.runtime.kv.kv_cache import KvCache
@@ -84,7 +84,7 @@ class Session:
             low, base = cache.held(layer)
             start = self.first if cache.layout.windowed(layer) else 0
             for kind, into in zip("kv", cache.rows(layer), strict=True):
-                source = Rows(self.file.array(f"{kind}.{layer}"), kv, size)
+                source = CacheRows(self.file.array(f"{kind}.{layer}"), kv, size)
                 if kv.coded and cache.layout.kv.coded:
                     into.channels[:] = source.channels
                 into.copy(low - base, source, low - start, self.cached - start)
@@ -151,7 +151,7 @@ def read_session(path: Path, identity: Identity, cache: KvCache, limit: int) -> 
     return Session(tokens, cached, first, messages, file)
 
 
-def _caches(cache: KvCache, cached: int) -> Iterator[tuple[str, Rows, tuple[int, int]]]:
+def _caches(cache: KvCache, cached: int) -> Iterator[tuple[str, CacheRows, tuple[int, int]]]:
     """Yield every cache with its name in the file, and the rows of the tokens that are there."""
     for layer in range(cache.layout.layers):
         low, base = cache.held(layer)
@@ -159,7 +159,7 @@ def _caches(cache: KvCache, cached: int) -> Iterator[tuple[str, Rows, tuple[int,
             yield f"{kind}.{layer}", rows, (low - base, cached - base)
 
 
-def _saved(rows: Rows, start: int, stop: int) -> Array:
+def _saved(rows: CacheRows, start: int, stop: int) -> Array:
     """Return rows of a cache, with the scales of the channels of codes."""
     if not rows.kv.coded:
         return np.ascontiguousarray(rows.array[:, start:stop], np.float32)
@@ -197,20 +197,20 @@ def _write(file: BinaryIO, arrays: Mapping[str, Array], metadata: dict[str, str]
 
 
 def _check_metadata(path: Path, file: SafetensorsFile, identity: Identity) -> None:
-    found = file.metadata
-    if found.get("kind") != KIND:
+    metadata = file.metadata
+    if metadata.get("kind") != KIND:
         raise ModelError(f"{path}: is not a session file; give one that save_session wrote")
     wanted = identity.metadata
-    if found.get("schema_version") == "1":  # had no other
-        found = {"numerics": NUMERICS, **found}
+    if metadata.get("schema_version") == "1":  # had no other
+        metadata = {"numerics": NUMERICS, **metadata}
     reasons = {
         "model": "belongs to another model, or the model has changed",
-        "weights": f"was saved with --weights {found.get('weights')}",
-        "numerics": f"holds keys and values as {found.get('numerics')}",
+        "weights": f"was saved with --weights {metadata.get('weights')}",
+        "numerics": f"holds keys and values as {metadata.get('numerics')}",
     }
     known = {name: (value,) for name, value in wanted.items()} | {"numerics": (NUMERICS, CODED)}
-    wrong = [reason for name, reason in reasons.items() if found.get(name) not in known[name]]
-    if found.get("schema_version") not in READABLE:
+    wrong = [reason for name, reason in reasons.items() if metadata.get(name) not in known[name]]
+    if metadata.get("schema_version") not in READABLE:
         wrong.insert(0, "was written by another version of hetero")
     if wrong:
         raise ModelError(f"{path}: session {wrong[0]}; start a new session, or open it as it was")
@@ -232,9 +232,9 @@ def _check_shapes(path: Path, file: SafetensorsFile, cache: KvCache) -> tuple[in
     for layer, start in enumerate(starts):
         shape = kv.shape(layout.kv_heads, cached - start, layout.head_dim)
         expected |= {f"{kind}.{layer}": (dtype, shape) for kind in "kv"}
-    found = {name: (x.dtype, x.shape) for name, x in file.entries.items()}
+    stored = {name: (x.dtype, x.shape) for name, x in file.entries.items()}
     seen = 0 if layout.sliding is None else layout.sliding.seen(cached)
-    if not (0 < cached <= min(count, layout.capacity) and 0 <= first <= seen) or found != expected:
+    if not (0 < cached <= min(count, layout.capacity) and 0 <= first <= seen) or stored != expected:
         raise ModelError(f"{path}: session file does not hold this model's cache; save it again")
     return count, cached, first
 
@@ -247,8 +247,8 @@ def _length(file: SafetensorsFile, name: str, axis: int) -> int:
 
 def _messages(path: Path, text: object) -> list[dict[str, Any]]:
     try:
-        found = json.loads(text) if isinstance(text, str) else None
-        return check_messages(found) if found else []
+        messages = json.loads(text) if isinstance(text, str) else None
+        return check_messages(messages) if messages else []
     except (ValueError, RecursionError) as error:
         raise ModelError(
             f"{path}: session's messages are broken ({error}); save it again"

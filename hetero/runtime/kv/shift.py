@@ -1,6 +1,6 @@
 """Going on in a full context: the oldest tokens but the first are forgotten, the rest moves up.
 
-Keys lie in the cache after their rotary embedding, which turns pair i of a head's dimensions by
+Cached keys have their rotary embedding applied, which turns pair i of a head's dimensions by
 position · f_i: turning them back by the number of tokens that went is all that a move takes. It is
 an approximation: values, and keys above the first layer, were computed from the tokens that went.
 The first tokens stay because much attention rests on them whatever they say (attention sinks:
@@ -27,11 +27,11 @@ def turned_back(keys: Array, op: Rope, tokens: int) -> Array:
     half = op.rotated // 2
     angles = tokens * inverse_frequencies(op)
     cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
-    found = keys.astype(np.float32)
-    first, second = keys[..., :half].astype(np.float32), found[..., half : 2 * half].copy()
-    found[..., :half] = first * cos + second * sin
-    found[..., half : 2 * half] = second * cos - first * sin
-    return found
+    turned = keys.astype(np.float32)
+    first, second = keys[..., :half].astype(np.float32), turned[..., half : 2 * half].copy()
+    turned[..., :half] = first * cos + second * sin
+    turned[..., half : 2 * half] = second * cos - first * sin
+    return turned
 
 
 def forget(cache: KvCache, op: Rope, start: int, stop: int, cached: int) -> None:

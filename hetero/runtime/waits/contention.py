@@ -11,7 +11,8 @@ from hetero.runtime.waits.policy import DEFAULT, WaitPolicy
 
 
 class Contention:
-    """Counts the waits to sleep through and the steps to run without gates. Control thread only.
+    """Counts the waits to sleep through and the steps to run without wait values. Control thread
+    only.
 
     `queued_s` returns how long this thread was runnable while other programs had the core, as
     `waited_for_core_s` does; None where the system does not say.
@@ -24,7 +25,7 @@ class Contention:
     ) -> None:
         self.policy = policy
         self.contended_left = 0  # waits still to sleep through
-        self._gateless = 0  # steps still to run without gates
+        self._without_wait_values = 0  # steps still to run without wait values
         self._queued_s = queued_s
         self._gaps: deque[float] = deque(maxlen=policy.contended_gaps)  # when the core was lost
         self._before_s: dict[int, float] = {}  # `queued_s` by thread, at the last loss
@@ -36,10 +37,10 @@ class Contention:
             return False
         return True
 
-    def gates_now(self) -> bool:
-        """Return whether the step that begins now should have gates; count the steps."""
-        self._gateless = max(0, self._gateless - 1)
-        return self._gateless == 0
+    def wait_values_now(self) -> bool:
+        """Return whether the step that begins now should have wait values; count the steps."""
+        self._without_wait_values = max(0, self._without_wait_values - 1)
+        return self._without_wait_values == 0
 
     def preempted(self, at_s: float, lost_s: float) -> None:
         """Record that something else had the control core for `lost_s` until `at_s`. Where another
@@ -63,4 +64,4 @@ class Contention:
     def mark_contended(self) -> None:
         """Sleep through the next waits: other programs use the control core."""
         self.contended_left = self.policy.contended_waits
-        self._gateless = self.policy.gateless_steps
+        self._without_wait_values = self.policy.no_wait_value_steps

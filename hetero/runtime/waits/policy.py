@@ -56,7 +56,7 @@ class WaitPolicy:
     contended_s       within this time: a hypervisor takes the core for a moment now and then, which
                       is no reason to stop polling
     contended_waits   waits that are slept through then, because sleepers get the core back
-    gateless_steps    steps without gates then: a gate polls too, on the device's core
+    no_wait_value_steps    steps without wait values then: a gate polls too, on the device's core
 
     Which ways of starting and watching a launch pay off (`trials`):
 
@@ -95,7 +95,7 @@ class WaitPolicy:
     contended_gaps: int = 3
     contended_s: float = 0.25
     contended_waits: int = 32
-    gateless_steps: int = 64
+    no_wait_value_steps: int = 64
 
     trials: int = 25
     trial_width: int = 1 << 12

@@ -24,9 +24,9 @@ class Synchroniser(SharedWaits):
     """How one model waits: the method, its wait points and their predictions. Control thread only.
 
     `eager`: a GPU tile is submitted before the control thread waits for earlier work, so that the
-    queue never runs dry; with `finish` and `copy` that would wait for the tile as well. `bells` are
-    for `fast` with `gates` where they gain (`hetero.runtime.program`), `flags` for `fast` where
-    they do. Time is the `clock`'s alone; `queued_s` is as in `Contention`.
+    queue never runs dry; with `finish` and `copy` that would wait for the tile as well. `signals`
+    are for `fast` with `wait_values` where they gain (`hetero.runtime.program`), `flags` for `fast`
+    where they do. Time is the `clock`'s alone; `queued_s` is as in `Contention`.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Synchroniser(SharedWaits):
         deadline_s: float = DEFAULT_DEADLINE_S,
         token_s: float = 0.0,
         sleep: SleepTimes | None = None,
-        gates: bool = True,
+        wait_values: bool = True,
         policy: WaitPolicy = DEFAULT,
         clock: Clock | None = None,
         queued_s: Callable[[], float | None] = waited_for_core_s,
@@ -48,8 +48,10 @@ class Synchroniser(SharedWaits):
             clock=clock, queued_s=queued_s,
         )  # fmt: skip
         fast, trials = method == "fast", Trials(devices, policy, clock)
-        self.bells: dict[DeviceKind, StreamSignal] = trials.bells() if fast and gates else {}
-        self.flags: dict[DeviceKind, BoundCall] = trials.flags(self.bells) if fast else {}
+        self.signals: dict[DeviceKind, StreamSignal] = (
+            trials.signals() if fast and wait_values else {}
+        )
+        self.flags: dict[DeviceKind, BoundCall] = trials.flags(self.signals) if fast else {}
         self._wait_points: dict[tuple[WaitKey, DeviceKind], WaitPoint] = {}
 
     @property
@@ -57,9 +59,9 @@ class Synchroniser(SharedWaits):
         """Return whether submissions may precede the wait for earlier work (see the class)."""
         return self.method not in ("finish", "copy")
 
-    def gates_now(self) -> bool:
-        """Return whether the step that begins now should have gates; count the steps."""
-        return self.contention.gates_now()
+    def wait_values_now(self) -> bool:
+        """Return whether the step that begins now should have wait values; count the steps."""
+        return self.contention.wait_values_now()
 
     def wait_point(self, key: WaitKey, kind: DeviceKind, name: str) -> WaitPoint:
         """Return the wait point of a phase, its chunks' tokens, the waiting and awaited node."""

@@ -31,65 +31,69 @@ class Trials:
         self._policy, self._clock = policy, clock
         self._polled = {kind: device for kind, device in devices.items() if _is_polled(device)}
 
-    def bells(self) -> dict[DeviceKind, StreamSignal]:
+    def signals(self) -> dict[DeviceKind, StreamSignal]:
         """Return the signals of the devices on which ringing is faster than submitting."""
-        found: dict[DeviceKind, StreamSignal] = {}
+        signals: dict[DeviceKind, StreamSignal] = {}
         for kind, device in self._polled.items():
             flag = device.flag()
-            bell = device.stream_signal() if flag is not None else None
-            if flag is not None and bell is not None and self.bell_is_faster(device, flag, bell):
-                found[kind] = bell
-        return found
+            signal = device.stream_signal() if flag is not None else None
+            if (
+                flag is not None
+                and signal is not None
+                and self.signal_is_faster(device, flag, signal)
+            ):
+                signals[kind] = signal
+        return signals
 
-    def flags(self, bells: Mapping[DeviceKind, StreamSignal]) -> dict[DeviceKind, BoundCall]:
+    def flags(self, signals: Mapping[DeviceKind, StreamSignal]) -> dict[DeviceKind, BoundCall]:
         """Return the flags of the devices on which polling one beats asking the driver."""
-        found: dict[DeviceKind, BoundCall] = {}
+        flags: dict[DeviceKind, BoundCall] = {}
         for kind, device in self._polled.items():
             flag = device.flag()
-            if flag is not None and self.flag_is_faster(device, flag, bells.get(kind)):
-                found[kind] = flag
-        return found
+            if flag is not None and self.flag_is_faster(device, flag, signals.get(kind)):
+                flags[kind] = flag
+        return flags
 
-    def bell_is_faster(self, device: Device, flag: BoundCall, bell: StreamSignal) -> bool:
+    def signal_is_faster(self, device: Device, flag: BoundCall, signal: StreamSignal) -> bool:
         """Compare a small kernel's end after submitting it to an idle queue and after a ring, in
         turns.
         """
         call = self._trial(device)
         by_submission, by_ring = [], []
-        bell.reset()
+        signal.reset()
         for _ in range(self._policy.trials):
             self._clock.sleep(self._policy.calibration_s)  # the queue falls asleep
             by_submission.append(self._end_s([call, flag], None))
-            by_ring.append(self._end_s([call, flag], bell))
+            by_ring.append(self._end_s([call, flag], signal))
         return statistics.median(by_ring) < statistics.median(by_submission)
 
-    def flag_is_faster(self, device: Device, flag: BoundCall, bell: StreamSignal | None) -> bool:
+    def flag_is_faster(self, device: Device, flag: BoundCall, signal: StreamSignal | None) -> bool:
         """Compare a small kernel's end by its event and by a flag behind it, in turns.
 
-        Where launches wait behind gates, so does this one: querying the driver for a launch that is
-        just being started may delay it (PoCL: 38 us by event and 26 by flag; behind a gate 3 and
-        4).
+        Where launches wait behind wait values, so does this one: querying the driver for a launch
+        that is just being started may delay it (PoCL: 38 us by event and 26 by flag; behind a gate
+        3 and 4).
         """
         call = self._trial(device)
         by_event, by_flag = [], []
         for _ in range(self._policy.trials):
-            by_event.append(self._end_s([call], bell))
-            by_flag.append(self._end_s([call, flag], bell))
+            by_event.append(self._end_s([call], signal))
+            by_flag.append(self._end_s([call, flag], signal))
         return statistics.median(by_flag) < self._policy.flag_gain * statistics.median(by_event)
 
-    def _end_s(self, calls: Sequence[BoundCall], bell: StreamSignal | None) -> float:
-        """Return seconds from submitting some calls, or ringing the bell that they wait for, until
-        the last one's end is seen.
+    def _end_s(self, calls: Sequence[BoundCall], signal: StreamSignal | None) -> float:
+        """Return seconds from submitting some calls, or raising the signal that they wait for,
+        until the last one's end is seen.
         """
-        if bell is not None:
-            bell.wait_value.submit()
+        if signal is not None:
+            signal.wait_value.submit()
         else:
             start_s = self._clock.now()
         *_, last = [call.submit() for call in calls]
-        if bell is not None:
+        if signal is not None:
             self._clock.sleep(self._policy.calibration_s)
             start_s = self._clock.now()
-            bell.signal()
+            signal.signal()
         self._spin(last)
         return self._clock.now() - start_s
 

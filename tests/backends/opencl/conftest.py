@@ -15,7 +15,7 @@ from hetero.backends.errors import DeviceUnavailableError
 from hetero.backends.opencl import open as open_opencl
 from hetero.backends.opencl.device import OpenCLDevice
 from hetero.backends.opencl.drivers import icd, levels
-from hetero.backends.opencl.drivers.icd import Candidate
+from hetero.backends.opencl.drivers.icd import DriverCandidate
 from hetero.backends.opencl.platform import cache_root
 from hetero.backends.opencl.self_test.runner import SelfTests, passed_level
 
@@ -45,7 +45,7 @@ def device() -> Iterator[OpenCLDevice]:
 
 @pytest.fixture(scope="session")
 def opened_variant() -> Iterator[Opened]:
-    """Opens each variant once: a device that is opened anew starts a compiler of its own."""
+    """Opens each variant once: a device that is opened again starts a compiler of its own."""
     opened: dict[str, OpenCLDevice] = {}
     with ExitStack() as stack:
 
@@ -69,7 +69,7 @@ def fresh_device() -> Iterator[OpenCLDevice]:
 
 
 @pytest.fixture(scope="session")
-def pocl() -> Candidate:
+def pocl() -> DriverCandidate:
     """The bundled PoCL."""
     found = [c for c in icd.candidates() if c.driver.name == "pocl"]
     if not found:
@@ -78,8 +78,8 @@ def pocl() -> Candidate:
 
 
 @pytest.fixture(scope="session")
-def kernels(pocl: Candidate) -> Path:
-    """Kernels of every level of this machine, proven; in the cache that all tests share."""
+def kernels(pocl: DriverCandidate) -> Path:
+    """Kernels of every level of this machine, self-tested; in the cache that all tests share."""
     root, own = cache_root(), levels.processor_levels()
     self_tests = SelfTests(root)
     for level in own:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hetero.backends import ops, rope
-from hetero.backends.kv_rows import Rows, random_rows
+from hetero.backends.kv_rows import CacheRows, random_rows
 from hetero.backends.memory import Tensor, new_tensor
 from hetero.backends.protocol import port_dtype, port_shape
 
@@ -39,7 +39,7 @@ def tensors_for(
             tensor.array[:] = np.nan
         if port in ("k_cache", "v_cache"):
             assert isinstance(op, ops.Attention)
-            rows = Rows(tensor.array, op.kv, op.head_dim)
+            rows = CacheRows(tensor.array, op.kv, op.head_dim)
             random_rows(rows, position, rng, keys=port == "k_cache")
         if port == "position":
             tensor.array[:] = position

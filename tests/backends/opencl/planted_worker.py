@@ -57,7 +57,7 @@ class PlantedPocl(Pocl):
             super().prepare(device, level)
 
 
-class Session(worker.Session):
+class Session(worker.WorkerSession):
     """Plants what the level is to have."""
 
     def __init__(self, job: Any) -> None:
@@ -69,6 +69,6 @@ class Session(worker.Session):
 if __name__ == "__main__":
     if "first" in PLANTED:
         keep_first(PLANTED["first"])
-    worker.Session = Session  # type: ignore[misc]
+    worker.WorkerSession = Session  # type: ignore[misc]
     worker.driver_of_platform = lambda _: PlantedPocl()  # type: ignore[assignment]
     worker.main()

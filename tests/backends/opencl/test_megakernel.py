@@ -182,7 +182,7 @@ with open_device("opencl-cores") as device:
 )
 @pytest.mark.usefixtures("device")
 def test_threads_hand_over(patience: int) -> None:
-    """On every core, whoever leaves: three hundred runs in a process of their own."""
+    """On every core, whichever leaves: three hundred runs in a process of their own."""
     ran = subprocess.run(
         [sys.executable, "-c", THREADS, str(patience)],
         cwd=Path(__file__).parents[3],

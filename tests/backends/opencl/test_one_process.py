@@ -55,7 +55,7 @@ def test_every_core_after_one() -> None:
 
 
 @pytest.mark.parametrize("second", ["gpu", "hetero"])
-def test_one_core_beside_every_core(second: str) -> None:
+def test_one_core_next_to_every_core(second: str) -> None:
     run(
         f"""
         with LLM("demo", device="gpu", gpu="opencl-cores") as llm:

@@ -448,7 +448,7 @@ class TestEnvironment:
             assert os.environ["POCL_CACHE_DIR"] == "/run"
         assert os.environ["POCL_MAX_PTHREAD_COUNT"] == "3"
 
-    def test_processes_started_later_choose_anew(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_processes_started_later_choose_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("POCL_MAX_PTHREAD_COUNT", raising=False)
         monkeypatch.setenv("POCL_CACHE_DIR", "/mine")
         with loader.environment({"POCL_MAX_PTHREAD_COUNT": "2", "POCL_CACHE_DIR": "/run"}):

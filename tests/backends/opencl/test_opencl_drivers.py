@@ -106,7 +106,7 @@ class TestLibraries:
     def test_the_fingerprint_follows_the_file(self, tmp_path: Path) -> None:
         library = tmp_path / "libpocl.so"
         library.write_bytes(bytes(3 << 20))
-        candidate = icd.Candidate(str(library), Pocl(), "test")
+        candidate = icd.DriverCandidate(str(library), Pocl(), "test")
         before = candidate.fingerprint()
         assert candidate.fingerprint() == before
         content = bytearray(library.read_bytes())
@@ -379,7 +379,7 @@ class TestHeaders:
     def test_other_kernels_have_another_header_and_so_another_store(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        pocl = icd.Candidate("libpocl.so.2", Pocl(), "the test")
+        pocl = icd.DriverCandidate("libpocl.so.2", Pocl(), "the test")
         before = pocl.fingerprint()
         assert pocl.fingerprint() == before
         monkeypatch.setattr("hetero.backends.opencl.drivers.pocl.sources_digest", lambda: "other")

@@ -102,7 +102,7 @@ def test_attention_computes_the_same_bits_on_caches_of_any_length(
 def test_what_else_works_on_caches_does_so(opened_variant: Any, name: str, op: ops.Op) -> None:
     device, rng, m = opened_variant(name), np.random.default_rng(8), 5
     weights = make_weights(op, rng)
-    first = make_tensors(longer(op, 97), m, rng, position=POSITION)  # chunks lie in the shortest
+    first = make_tensors(longer(op, 97), m, rng, position=POSITION)  # chunks are in the shortest
     poisoned = {n: copied(longer(op, n), first) for n in LENGTHS}
     device.prepare(longer(op, 97), weights).bind(first, m).run()
     known, wanted = programs(device), result(longer(op, 97), first, 97)

@@ -21,7 +21,14 @@ from hetero.backends.opencl import matmul
 from hetero.backends.opencl import open as open_opencl
 from hetero.backends.opencl.device import OpenCLDevice
 from hetero.backends.opencl.drivers import levels
-from hetero.backends.opencl.matmul_tuning import _CPU, INF, CpuTuning, Tile, kind_of, matmul_tuning
+from hetero.backends.opencl.matmul_tuning import (
+    _CPU,
+    INF,
+    CpuTuning,
+    WorkTile,
+    kind_of,
+    matmul_tuning,
+)
 from hetero.backends.ops import MatMul
 from hetero.backends.protocol import Kernel, WeightValue
 from hetero.backends.reference.compute import quantized_activations, static_codes
@@ -108,7 +115,7 @@ def inputs_of(weight: PackedWeight) -> dict[str, WeightValue]:
 
 
 def tensor_of(rows: Array) -> Tensor:
-    """The rows in shared memory, between two rows of NaN that nobody may read or write."""
+    """The rows in shared memory, between two rows of NaN that must not be read or written."""
     whole = new_tensor((rows.shape[0] + 2, rows.shape[1]))
     whole.array[:] = np.nan
     tensor = whole.rows(1, 1 + rows.shape[0])
@@ -341,7 +348,7 @@ def _mapped(path: Path, array: Array, offset: int) -> Array:
 
 
 def test_weights_are_not_copied(device: OpenCLDevice) -> None:
-    """On unified memory a kernel sees a change of the packed array (which nobody else makes)."""
+    """On unified memory a kernel sees a change of the packed array (which only this test makes)."""
     if not device.capabilities.unified_memory:
         pytest.skip("needs unified memory")
     weight = random_weight(np.random.default_rng(6), StorageFormat.F32, 16, 32)
@@ -401,7 +408,7 @@ def planes_device(
     tuning = matmul_tuning(family)
     if not isinstance(tuning, CpuTuning):
         pytest.skip("a kernel of processors")
-    tiles = (Tile(1, 1, 1, 1024, planes=2), Tile(INF, 2, 2, planes=2))
+    tiles = (WorkTile(1, 1, 1, 1024, planes=2), WorkTile(INF, 2, 2, planes=2))
     tuning = dataclasses.replace(tuning, special_tiles={WeightFormat.W4A16: tiles})
     if request.param == "plain":
         tuning = dataclasses.replace(tuning, rows=16, dot=0)

@@ -20,10 +20,10 @@ from hetero.backends.opencl.kernel_files import all_sources
 from hetero.backends.opencl.program import ProgramCache
 from hetero.backends.opencl.program_source import ProgramSource
 from hetero.backends.opencl.self_test import compiler as compiling
-from hetero.backends.opencl.self_test.compiler import Compiler
+from hetero.backends.opencl.self_test.compiler import ProgramCompiler
 
 
-class Notes(Compiler):
+class Notes(ProgramCompiler):
     """Makes an object for each program; says by which thread."""
 
     def __init__(self, notes: dict[str, bytes]) -> None:
@@ -96,7 +96,7 @@ def test_an_error_of_a_program_is_raised_where_it_is_used_and_nowhere_else() -> 
     programs.close()
 
 
-def test_a_note_of_files_that_are_gone_is_passed_over() -> None:
+def test_a_note_of_removed_files_is_skipped() -> None:
     compiler = Notes({})
     use(compiler, "a", "flag.cl")
     compiler.notes = {k: v.replace(b"flag.cl", b"gone.cl") for k, v in compiler.notes.items()}
@@ -107,7 +107,7 @@ def test_a_note_of_files_that_are_gone_is_passed_over() -> None:
 
 
 class Unfinished:
-    """A program whose build ends when it is told to."""
+    """A program whose build ends on request."""
 
     def __init__(self) -> None:
         self.begun, self.end = threading.Event(), threading.Event()
@@ -127,7 +127,7 @@ def test_a_build_in_a_thread_leaves_the_warnings_of_others_alone(
     thread = threading.Thread(target=build, args=(None, device, source))
     thread.start()
     assert program.begun.wait(10)
-    with warnings.catch_warnings():  # whoever leaves this puts back the filters as they were found
+    with warnings.catch_warnings():  # leaving this restores the filters
         program.end.set()
         thread.join()
     assert list(warnings.filters) == before

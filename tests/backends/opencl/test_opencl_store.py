@@ -48,7 +48,7 @@ def test_no_damaged_byte_passes(data: st.DataObject) -> None:
 
 @given(st.binary(max_size=200))
 def test_any_bytes_behind_a_right_checksum_are_checked(body: bytes) -> None:
-    """Whoever can write an entry can also write its checksum."""
+    """A program that can write an entry can also write its checksum."""
     import hashlib
 
     found = decode(MAGIC + hashlib.sha256(body).digest() + body)
@@ -106,7 +106,7 @@ class TestStore:
         assert store.get("one") is None
 
 
-def test_stores_that_nobody_uses_any_more_go(tmp_path: Path) -> None:
+def test_unused_stores_are_removed(tmp_path: Path) -> None:
     """Of a version that was replaced, of a driver that is gone."""
     stores = [KernelStore(tmp_path / f"{i}", tmp_path / "none") for i in range(4)]
     for i, store in enumerate(stores):
@@ -119,7 +119,7 @@ def test_stores_that_nobody_uses_any_more_go(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_cannot_be_read_holds_nothing(tmp_path: Path, monkeypatch: Any) -> None:
-    """It may lie in one that this user may not enter."""
+    """It may be in one that this user may not enter."""
     store = KernelStore(tmp_path / "locked", tmp_path / "own")
     assert not store.is_used()
     store.put("a", {"x": b"1"})

@@ -14,7 +14,7 @@ pytest.importorskip("pyopencl")
 
 from hetero.backends.errors import DeviceError
 from hetero.backends.opencl.drivers import levels
-from hetero.backends.opencl.drivers.icd import Candidate
+from hetero.backends.opencl.drivers.icd import DriverCandidate
 from hetero.backends.opencl.program_source import ProgramSource
 from hetero.backends.opencl.reports import CHECKING, PREPARING
 from hetero.backends.opencl.self_test import results, runner, supervisor
@@ -76,7 +76,11 @@ FAULTS = {"crash": "crashed", "hang": "hung", "wrong": "wrong"}
     ],
 )
 def test_a_fault_ends_on_the_next_level_down(
-    self_tests: SelfTests, pocl: Candidate, monkeypatch: pytest.MonkeyPatch, depth: int, fault: str
+    self_tests: SelfTests,
+    pocl: DriverCandidate,
+    monkeypatch: pytest.MonkeyPatch,
+    depth: int,
+    fault: str,
 ) -> None:
     """On a processor whose best level this is; it is named, and the next one is used."""
     level, below = OWN[depth], OWN[depth + 1 : depth + 2]
@@ -129,7 +133,7 @@ FIRST = {level: name for name, _, level in reversed(PROCESSORS)}  # of each leve
 )
 def test_every_processor_computes_right(
     self_tests: SelfTests,
-    pocl: Candidate,
+    pocl: DriverCandidate,
     monkeypatch: pytest.MonkeyPatch,
     name: str,
     llvm: str,
@@ -153,7 +157,7 @@ def test_every_processor_computes_right(
     not OWN[0].name.startswith("avx512"), reason="znver3, as which it is planted, has all of it"
 )
 def test_without_the_repair_such_a_processor_fails(
-    pocl: Candidate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pocl: DriverCandidate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the repair is for, and that a self-test finds it out: LLVM crashes, or compiles for
     ever.
@@ -167,7 +171,7 @@ def test_without_the_repair_such_a_processor_fails(
 
 
 def test_kernels_of_an_earlier_run_are_not_blamed_on_the_level(
-    self_tests: SelfTests, pocl: Candidate, monkeypatch: pytest.MonkeyPatch
+    self_tests: SelfTests, pocl: DriverCandidate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An entry that is whole but wrong: it is compiled again before the level is given up."""
     store = self_tests.store(pocl, OWN[0])
@@ -181,7 +185,7 @@ def test_kernels_of_an_earlier_run_are_not_blamed_on_the_level(
 
 
 def test_a_run_that_was_killed_is_tried_again(
-    self_tests: SelfTests, pocl: Candidate, monkeypatch: pytest.MonkeyPatch
+    self_tests: SelfTests, pocl: DriverCandidate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(monkeypatch)
     self_tests.examine(pocl)
@@ -191,7 +195,7 @@ def test_a_run_that_was_killed_is_tried_again(
 
 
 def test_after_a_run_that_was_killed_it_says_so(
-    self_tests: SelfTests, pocl: Candidate, monkeypatch: pytest.MonkeyPatch
+    self_tests: SelfTests, pocl: DriverCandidate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(monkeypatch)
     self_tests.examine(pocl)
@@ -203,8 +207,8 @@ def test_after_a_run_that_was_killed_it_says_so(
 
 
 @pytest.mark.parametrize("damage", ["", "{}", "[1", '{"key": 3}'])
-def test_a_broken_verdict_is_made_anew(
-    self_tests: SelfTests, pocl: Candidate, monkeypatch: pytest.MonkeyPatch, damage: str
+def test_a_broken_result_is_made_again(
+    self_tests: SelfTests, pocl: DriverCandidate, monkeypatch: pytest.MonkeyPatch, damage: str
 ) -> None:
     path = self_tests.path(pocl)
     path.parent.mkdir()
@@ -215,7 +219,7 @@ def test_a_broken_verdict_is_made_anew(
 
 
 def test_what_is_killed_from_outside_is_not_kept(
-    self_tests: SelfTests, pocl: Candidate, monkeypatch: pytest.MonkeyPatch
+    self_tests: SelfTests, pocl: DriverCandidate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A child that the system ended for want of memory says nothing of the level."""
     code = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
@@ -226,7 +230,7 @@ def test_what_is_killed_from_outside_is_not_kept(
 
 
 def test_a_silent_child_is_a_hang(
-    self_tests: SelfTests, pocl: Candidate, monkeypatch: pytest.MonkeyPatch
+    self_tests: SelfTests, pocl: DriverCandidate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     silent = (sys.executable, "-c", "import time; time.sleep(60)")
     monkeypatch.setattr(supervisor, "worker_command", lambda: silent)
@@ -238,7 +242,7 @@ class TestSupervisor:
     """Compiling for a running model in a child."""
 
     def build(
-        self, self_tests: SelfTests, pocl: Candidate, text: str, kernel: str | None = None
+        self, self_tests: SelfTests, pocl: DriverCandidate, text: str, kernel: str | None = None
     ) -> None:
         job = self_tests.job(pocl, OWN[0], self_tests.run.path / "test")
         builder = supervisor.Supervisor(job, 0)
@@ -249,7 +253,7 @@ class TestSupervisor:
             builder.close()
 
     def test_a_wrong_program_is_an_error_with_its_log(
-        self, self_tests: SelfTests, pocl: Candidate, monkeypatch: pytest.MonkeyPatch
+        self, self_tests: SelfTests, pocl: DriverCandidate, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         plant(monkeypatch)
         with pytest.raises(DeviceError, match="CL_BUILD_PROGRAM_FAILURE") as caught:
@@ -258,7 +262,7 @@ class TestSupervisor:
         assert "test.cl" in caught.value.operation
 
     def test_a_kernel_that_crashes_costs_an_error(
-        self, self_tests: SelfTests, pocl: Candidate, monkeypatch: pytest.MonkeyPatch
+        self, self_tests: SelfTests, pocl: DriverCandidate, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         plant(monkeypatch)
         crash = "__kernel void down(const int n) { *(volatile __global int *)(size_t)16 = n; }"
@@ -266,7 +270,7 @@ class TestSupervisor:
             self.build(self_tests, pocl, crash, "down")
 
     def test_what_compiles_is_kept(
-        self, self_tests: SelfTests, pocl: Candidate, monkeypatch: pytest.MonkeyPatch
+        self, self_tests: SelfTests, pocl: DriverCandidate, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         plant(monkeypatch)
         text = "__kernel void fine(const int n) { }"
@@ -279,7 +283,7 @@ class TestSupervisor:
 
 def test_progress_is_said_once(
     self_tests: SelfTests,
-    pocl: Candidate,
+    pocl: DriverCandidate,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
@@ -341,9 +345,9 @@ CHANGES = (open_node, mount_sys, boot, enable, show_gpu, find_libraries, give_ti
 
 @pytest.mark.parametrize("code", [NOTHING, CRASH], ids=["no device", "crash"])
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_no_device_is_looked_for_again_when_its_cause_may_be_gone(
+def test_a_missing_device_is_looked_for_again_when_the_cause_may_have_ended(
     self_tests: SelfTests,
-    pocl: Candidate,
+    pocl: DriverCandidate,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     change: Callable[[Path, pytest.MonkeyPatch], None],
@@ -372,7 +376,7 @@ def test_the_right_to_open_a_node_counts(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_driver_without_a_device_is_loaded_again_on_request(
-    self_tests: SelfTests, pocl: Candidate, monkeypatch: pytest.MonkeyPatch
+    self_tests: SelfTests, pocl: DriverCandidate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As `hetero doctor` does; a driver that passed is not."""
     started = count_children(monkeypatch, NOTHING)
@@ -387,7 +391,7 @@ def test_a_driver_without_a_device_is_loaded_again_on_request(
 
 
 def test_a_child_that_works_is_no_hang(
-    self_tests: SelfTests, pocl: Candidate, monkeypatch: pytest.MonkeyPatch
+    self_tests: SelfTests, pocl: DriverCandidate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a busy machine, where it had no core for longer than the limit."""
     asked: list[int] = []
@@ -406,7 +410,7 @@ def test_a_child_that_works_is_no_hang(
 
 @pytest.mark.parametrize("room", [True, False])
 def test_what_a_full_disk_breaks_is_not_kept(
-    self_tests: SelfTests, pocl: Candidate, monkeypatch: pytest.MonkeyPatch, room: bool
+    self_tests: SelfTests, pocl: DriverCandidate, monkeypatch: pytest.MonkeyPatch, room: bool
 ) -> None:
     """A driver's compiler does not say why it fails."""
     code = (

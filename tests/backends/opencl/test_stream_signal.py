@@ -18,7 +18,7 @@ WIDTH = 1000
 
 
 @pytest.fixture
-def bell(device: OpenCLDevice) -> OpenCLStreamSignal:
+def signal(device: OpenCLDevice) -> OpenCLStreamSignal:
     found = device.stream_signal()
     if found is None:
         pytest.skip("no stream signal works on this device")
@@ -41,73 +41,73 @@ def until(completion: Completion) -> None:
         assert time.perf_counter() < give_up_s
 
 
-def test_nothing_passes_a_closed_gate_and_nothing_is_stale(
-    device: OpenCLDevice, bell: OpenCLStreamSignal
+def test_nothing_passes_a_wait_and_nothing_is_stale(
+    device: OpenCLDevice, signal: OpenCLStreamSignal
 ) -> None:
     """Always one group ahead, as a decode step has them."""
     call, x, y = adder(device)
     y.array[:] = np.nan
-    bell.wait_value.submit()
+    signal.wait_value.submit()
     for i in range(300):
         call.submit()
-        following = bell.wait_value.submit()
+        following = signal.wait_value.submit()
         assert np.isnan(y.array).all()
         x.array[:] = i
-        bell.signal()
+        signal.signal()
         until(following)
         assert (y.array == 2 * i).all()
         y.array[:] = np.nan
-    bell.signal()
+    signal.signal()
     device.finish()
-    bell.check()
+    signal.check()
 
 
-def test_release_lets_everything_go_and_numbers_start_anew(
-    device: OpenCLDevice, bell: OpenCLStreamSignal
+def test_release_passes_all_waits_and_numbers_start_again(
+    device: OpenCLDevice, signal: OpenCLStreamSignal
 ) -> None:
     call, x, y = adder(device)
     for rung in range(3):
         for _ in range(3):
-            bell.wait_value.submit()
+            signal.wait_value.submit()
             end = call.submit()
         for _ in range(rung):
-            bell.signal()
-        bell.release()
+            signal.signal()
+        signal.release()
         end.wait(20)
-        bell.signal()  # one too many, as an interruption may leave it
-        bell.reset()
+        signal.signal()  # one too many, as an interruption may leave it
+        signal.reset()
         y.array[:] = np.nan
-        reached, end = bell.wait_value.submit(), call.submit()
+        reached, end = signal.wait_value.submit(), call.submit()
         until(reached)
         assert np.isnan(y.array).all()
         x.array[:] = rung
-        bell.signal()
+        signal.signal()
         end.wait(20)
         assert (y.array == 2 * rung).all()
 
 
-def test_a_gate_gives_up_and_says_so(device: OpenCLDevice, bell: OpenCLStreamSignal) -> None:
-    patient, bell.wait_value._call = bell.wait_value._call, bell.wait_value._bound(1000)  # type: ignore[attr-defined]
-    bell.wait_value.submit().wait(20)
-    bell.wait_value._call = patient  # type: ignore[attr-defined]
+def test_a_wait_gives_up_and_says_so(device: OpenCLDevice, signal: OpenCLStreamSignal) -> None:
+    patient, signal.wait_value._call = signal.wait_value._call, signal.wait_value._bound(1000)  # type: ignore[attr-defined]
+    signal.wait_value.submit().wait(20)
+    signal.wait_value._call = patient  # type: ignore[attr-defined]
     with pytest.raises(DeviceError, match="opencl: waiting for the control thread's signal"):
-        bell.check()
-    bell.reset()
-    bell.check()
+        signal.check()
+    signal.reset()
+    signal.check()
 
 
-def test_numbers_go_round(device: OpenCLDevice, bell: OpenCLStreamSignal) -> None:
+def test_numbers_go_round(device: OpenCLDevice, signal: OpenCLStreamSignal) -> None:
     call, x, y = adder(device)
     start = 2**32 - 2
-    bell._words[:] = 0
-    bell._words[[0, 16]] = start
-    bell._opened = bell._wait_value.submissions = start
+    signal._words[:] = 0
+    signal._words[[0, 16]] = start
+    signal._opened = signal._wait_value.submissions = start
     for i in range(4):
-        bell.wait_value.submit()
+        signal.wait_value.submit()
         end = call.submit()
         x.array[:] = i
-        bell.signal()
+        signal.signal()
         end.wait(20)
         assert (y.array == 2 * i).all()
-    bell.reset()
-    bell.check()
+    signal.reset()
+    signal.check()

@@ -24,7 +24,7 @@ from tests.backends.cases import make_tensors, make_weights
 
 qnn = pytest.importorskip("hetero.backends.qnn.opening", exc_type=ImportError)
 from hetero.backends.qnn import graphs, session, startup  # noqa: E402
-from hetero.backends.qnn.compiler import Compiler  # noqa: E402
+from hetero.backends.qnn.compiler import GraphCompiler  # noqa: E402
 
 ADD = ops.Add(d=64)
 
@@ -98,19 +98,19 @@ def test_an_unknown_chip_name_is_refused() -> None:
 
 
 def test_a_misspelt_option_is_noticed(tmp_path: Path, monkeypatch: Any) -> None:
-    """The provider ignores unknown options; the stamp on what it made tells."""
+    """The provider ignores unknown options; the stamp on what it made shows it."""
     spelt = session.Target.options
 
     def misspelt(self: Any) -> dict[str, str]:
         return {key.replace("htp_arch", "htp_architecture"): v for key, v in spelt(self).items()}
 
-    monkeypatch.setattr("hetero.backends.qnn.store.Compiler", InProcess)
+    monkeypatch.setattr("hetero.backends.qnn.store.GraphCompiler", InProcess)
     monkeypatch.setattr(session.Target, "options", misspelt)
     with pytest.raises(DeviceError, match="WRONG_TARGET"):
         run_add(qnn.open(graph_sizes=(5,), cache=tmp_path))
 
 
-class InProcess(Compiler):
+class InProcess(GraphCompiler):
     """Compiles in this process, where the patch is."""
 
     def compile(self, model: bytes, output: Path, what: str, **_: Any) -> float:
@@ -128,7 +128,7 @@ def run_add(device: Any) -> Any:
 
 
 def test_a_compiler_that_dies_is_reported(target: Any, tmp_path: Path) -> None:
-    compiler = Compiler(target)
+    compiler = GraphCompiler(target)
     compiler.compile(graphs.single(ADD, 1, {}), tmp_path / "first.onnx", "compiling Add")
     assert compiler._child is not None
     os.kill(compiler._child.pid, signal.SIGKILL)
@@ -144,7 +144,7 @@ def test_a_compiler_that_dies_is_reported(target: Any, tmp_path: Path) -> None:
 
 
 def test_a_model_that_the_child_refuses_is_reported(target: Any, tmp_path: Path) -> None:
-    compiler = Compiler(target)
+    compiler = GraphCompiler(target)
     with pytest.raises(DeviceError, match=r"compiling it failed: NOT_ON_NPU"):
         compiler.compile(one_node("Hardmax"), tmp_path / "a.onnx", "compiling it")
     compiler.close()
@@ -234,7 +234,7 @@ def test_a_hexagon_that_does_not_start_is_no_device(target: Any, kind: str) -> N
 @pytest.mark.parametrize("kind", SETUPS_THAT_FAIL)
 def test_the_compiler_names_why_qnn_was_not_set_up(target: Any, tmp_path: Path, kind: str) -> None:
     broken, code = SETUPS_THAT_FAIL[kind]
-    compiler = Compiler(broken(target))
+    compiler = GraphCompiler(broken(target))
     for name in ("first.onnx", "second.onnx"):
         with pytest.raises(DeviceError) as raised:
             compiler.compile(graphs.single(ADD, 1, {}), tmp_path / name, "compiling Add")
@@ -308,7 +308,7 @@ def test_a_compiler_that_hangs_is_ended(
     target: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("hetero.backends.qnn.compiler.ENDING_S", 0.2)
-    compiler = Compiler(target)
+    compiler = GraphCompiler(target)
     compiler.compile(one_node("Relu"), tmp_path / "a.onnx", "a graph")
     child = compiler._child
     assert child is not None

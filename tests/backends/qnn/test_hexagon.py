@@ -12,7 +12,7 @@ import pytest
 from hetero.backends import snapdragon
 from hetero.backends.errors import DeviceUnavailableError
 from hetero.backends.qnn import hexagon, npu_driver
-from hetero.cli.work.doctor import _check_together, diagnose
+from hetero.measuring.doctor import _check_together, diagnose
 from hetero.placement.device_set import backend_name
 
 
@@ -76,7 +76,7 @@ def test_a_bundle_for_another_chip_is_refused(tmp_path: Path, monkeypatch: Any) 
         assert "sm8550" in device.info.name
 
 
-def test_skeletons_beside_the_library_are_shown_to_fastrpc(monkeypatch: Any) -> None:
+def test_skeletons_next_to_the_library_are_shown_to_fastrpc(monkeypatch: Any) -> None:
     library = pytest.importorskip("hetero.backends.qnn.library", exc_type=ImportError)
     monkeypatch.setenv("ADSP_LIBRARY_PATH", "/dsp")
     for _ in range(2):
@@ -161,7 +161,7 @@ def test_the_driver_of_windows(
         r"\??\C:\Windows\System32\DriverStore\npu_1\npu.sys",
     ],
 )
-def test_fastrpc_lies_beside_the_driver_of_windows(image: str) -> None:
+def test_fastrpc_is_next_to_the_driver_of_windows(image: str) -> None:
     library = pytest.importorskip("hetero.backends.qnn.library", exc_type=ImportError)
     found = library.image_folder(image, r"C:\Windows")
     assert str(found) == r"C:\Windows\System32\DriverStore\npu_1"
@@ -197,8 +197,8 @@ def test_doctor_checks_the_emulated_hexagon_and_both_at_once() -> None:
     assert found["opencl + qnn"].ok
 
 
-def test_a_device_that_computes_wrongly_beside_another_is_found(monkeypatch: Any) -> None:
-    monkeypatch.setattr("hetero.cli.work.doctor.TOLERANCE", 0.0)
+def test_a_device_that_computes_wrongly_next_to_another_is_detected(monkeypatch: Any) -> None:
+    monkeypatch.setattr("hetero.measuring.doctor.TOLERANCE", 0.0)
     (found,) = _check_together("opencl", "ort-cpu")
     assert not found.ok
     assert "off by" in found.detail

@@ -45,11 +45,11 @@ void remote_register_buf_attr2(void *place, size_t size, int file, int attribute
 PROGRAM = """
 from dataclasses import replace
 import numpy as np
-from hetero.backends import ops, qnn
+from hetero.backends import ops
 from hetero.backends.memory import HostBuffer, Tensor
 from hetero.backends.onnx_common.binding import argument
-from hetero.backends.qnn import graphs, session, shared_memory
-with qnn.open(cache=None) as device:
+from hetero.backends.qnn import graphs, opening, session, shared_memory
+with opening.open(cache=None) as device:
     assert "memRegister() failed" in device.shared_memory, device.shared_memory
     assert type(device.allocate(100)) is HostBuffer
     target = replace(device.store.target, shared_memory=True)

@@ -132,11 +132,11 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 @pytest.mark.parametrize("what", DAMAGES)
-def test_a_damaged_entry_is_found_before_it_is_opened(what: str, cache: Path) -> None:
+def test_a_damaged_entry_is_detected_before_it_is_opened(what: str, cache: Path) -> None:
     damage, reason = DAMAGES[what]
     damage(entry(cache))
     with qnn.open(graph_sizes=(M,), cache=cache) as device:
-        fields = store.Identity(repr(OP), M, weights=weights_digest())
+        fields = store.GraphIdentity(repr(OP), M, weights=weights_digest())
         with pytest.raises(store.DamagedEntryError, match=reason):
             device.store._verify(entry(cache), fields)
 
@@ -157,15 +157,15 @@ def test_a_damaged_entry_is_rebuilt(cache: Path, compiled: tuple[Path, Any]) -> 
 
 def test_other_weights_chips_and_operations_have_other_keys() -> None:
     about = {"chip": "sm8650", "sdk": "1"}
-    base = store.Identity("op", 1, weights="a")
+    base = store.GraphIdentity("op", 1, weights="a")
     keys = {
         store.entry_key(identity, target)
         for identity in (
             base,
-            store.Identity("op2", 1, weights="a"),
-            store.Identity("op", 2, weights="a"),
-            store.Identity("op", 1, context=3, weights="a"),
-            store.Identity("op", 1, weights="b"),
+            store.GraphIdentity("op2", 1, weights="a"),
+            store.GraphIdentity("op", 2, weights="a"),
+            store.GraphIdentity("op", 1, context=3, weights="a"),
+            store.GraphIdentity("op", 1, weights="b"),
         )
         for target in (about, about | {"chip": "sm8750"}, about | {"sdk": "2"})
     }
@@ -186,12 +186,12 @@ def test_weight_digest_sees_every_part() -> None:
 
 
 def test_a_failed_compilation_leaves_nothing(tmp_path: Path, monkeypatch: Any) -> None:
-    from hetero.backends.qnn.compiler import Compiler
+    from hetero.backends.qnn.compiler import GraphCompiler
 
     def fail(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Compiler, "compile", fail)
+    monkeypatch.setattr(GraphCompiler, "compile", fail)
     with pytest.raises(KeyboardInterrupt):
         compute(tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []
@@ -272,7 +272,7 @@ def test_a_full_cache_is_done_without(
     if at == "scratch":
         monkeypatch.setattr(store, "scratch_directory", full)
     else:
-        monkeypatch.setattr(store.Compiler, "compile", broken)
+        monkeypatch.setattr(store.GraphCompiler, "compile", broken)
     result, counts = compute(tmp_path / "cache")
     assert (counts.compiled, counts.loaded) == (1, 0)
     np.testing.assert_array_equal(result, compiled[1])
@@ -283,6 +283,6 @@ def test_what_fails_with_room_in_the_cache_is_an_error(tmp_path: Path, monkeypat
     def broken(*_: Any, **__: Any) -> Any:
         raise DeviceError("qnn", "compiling", "NOT_ON_NPU")
 
-    monkeypatch.setattr(store.Compiler, "compile", broken)
+    monkeypatch.setattr(store.GraphCompiler, "compile", broken)
     with pytest.raises(DeviceError, match="NOT_ON_NPU"):
         compute(tmp_path / "cache")

@@ -1,13 +1,9 @@
-"""What is here, and whether it computes correctly."""
+"""Checks of the devices of this machine: which there are, and whether they compute correctly."""
 
 from __future__ import annotations
 
-import json
 import logging
-import shutil
-import sys
-import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -20,11 +16,10 @@ from hetero.backends.memory import Tensor, new_tensor
 from hetero.backends.ops import Add, MatMul
 from hetero.backends.protocol import Device
 from hetero.backends.qnn import hexagon
-from hetero.backends.qnn.npu_driver import State
+from hetero.backends.qnn.npu_driver import CheckResult
 from hetero.backends.registry import Backend, find, open_device, real_backends
 from hetero.backends.weights import pack
 from hetero.errors import one_sentence
-from hetero.terminal import printable
 
 TOLERANCE = 1e-3
 DRIVERS = "opencl:drivers"  # the line in place of the drivers' lines where listing them failed
@@ -83,7 +78,7 @@ def diagnose() -> Iterator[Finding]:
         yield from _checked(both, "both", partial(_check_together, "opencl", names[-1]))
 
 
-def _surrounding(name: str, state: Callable[[], State]) -> list[Finding]:
+def _surrounding(name: str, state: Callable[[], CheckResult]) -> list[Finding]:
     return [Finding(name, "npu", *state())]
 
 
@@ -197,46 +192,3 @@ def _check_matmul(device: Device) -> str:
     if not error < TOLERANCE:
         return f"a 64×64 4-bit matmul is off by {error:.2g} of its size"
     return ""
-
-
-def print_findings(
-    findings: Iterable[Finding], as_json: bool, words: tuple[str, str]
-) -> list[Finding]:
-    """Print a line for each as soon as it is made, with a word for those that are well and for the
-    others; return them. What a driver does to this process later takes no line back.
-    """
-    if as_json:
-        made = list(findings)
-        print(json.dumps([vars(finding) for finding in made]))
-        return made
-    made = []
-    is_terminal = sys.stdout is not None and sys.stdout.isatty()
-    width = shutil.get_terminal_size().columns if is_terminal else 1 << 20
-    for finding in findings:
-        made.append(finding)
-        word = words[0] if finding.ok else words[1]
-        said = f"{word:8}{finding.kind:4} {finding.name:12} {printable(finding.detail)}"
-        _print_wrapped(said, width)
-        if not finding.ok and finding.remedy:
-            _print_wrapped(f"{'':13}remedy: {printable(finding.remedy)}", width)
-        print(end="", flush=True)
-    return made
-
-
-def next_step(findings: Sequence[Finding]) -> str:
-    """Return what to do after `hetero doctor`: the first remedy that a model needs, else a run."""
-    failed = [finding for finding in findings if finding.needed and not finding.ok]
-    if not failed:
-        return 'next: hetero generate demo "Once upon a time"'
-    first = failed[0]
-    return printable(f"next: {first.name}: {first.remedy or first.detail}")
-
-
-def _print_wrapped(line: str, width: int) -> None:
-    """A line, its end below its third column where the terminal is narrower."""
-    indent = line[: len(line) - len(line.lstrip())]
-    lines = textwrap.wrap(
-        line, width, initial_indent=indent, subsequent_indent=" " * 13, break_on_hyphens=False,
-        drop_whitespace=True, replace_whitespace=False,
-    )  # fmt: skip
-    print("\n".join(lines))

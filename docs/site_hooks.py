@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: pages outside `docs/` that the documentation links to, and the import paths.
+"""Hooks of mkdocs: the order of pages, pages outside `docs/`, and import paths.
 
 `bench/RESULTS.md`, `bench/LOG.md`, `bench/notes/*.md`, CONTRIBUTING and CHANGELOG become pages of
 the site under their paths in the repository; links between them and `docs/` are rewritten.
@@ -52,6 +52,14 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     return LINK.sub(rewritten, markdown)
 
 
+def navigation() -> list[Any]:
+    """Return the sections and pages of the site in the order of the index."""
+    index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+    sections = [section.partition("\n") for section in index.split("\n## ")[1:]]
+    pages = [{title: [link[2] for link in LINK.finditer(body)]} for title, _, body in sections]
+    return ["README.md", *pages, {"Project": ["bench/RESULTS.md", "bench/LOG.md", *OUTSIDE[:2]]}]
+
+
 @event_priority(100)
 def on_config(config: Any) -> Any:
     """Give mkdocstrings a copy of the packages as they are imported: three of the folders are
@@ -62,5 +70,6 @@ def on_config(config: Any) -> Any:
     for folder in ("hetero", "backends", "profiler", "solver"):
         to = package if folder == "hetero" else package / folder
         shutil.copytree(ROOT / folder, to, ignore=shutil.ignore_patterns("__pycache__"))
+    config.nav = navigation()
     config.plugins["mkdocstrings"].config.handlers["python"]["paths"] = [str(package.parent)]
     return config
