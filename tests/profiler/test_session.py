@@ -58,6 +58,9 @@ def take(
     )
 
 
+FULL = pytest.mark.full  # a whole run takes a second or two
+
+
 @pytest.fixture(scope="module")
 def whole() -> DeviceProfile:
     """One complete profile."""
@@ -111,7 +114,9 @@ def test_devices_that_do_not_share_anything_do_not_contend(whole: DeviceProfile)
     assert whole.bandwidth.npu_alone_bytes_per_s == pytest.approx(size / npu_cost(op, 1))
 
 
-@pytest.mark.parametrize("bursts", [{0, 1}, {2, 4}, {1, 3}])
+@pytest.mark.parametrize(
+    "bursts", [{0, 1}, pytest.param({2, 4}, marks=FULL), pytest.param({1, 3}, marks=FULL)]
+)
 def test_bursts_in_some_stretches_of_both_devices_are_outvoted(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, bursts: set[int]
 ) -> None:
@@ -201,7 +206,7 @@ def test_a_share_of_the_grid_is_measured_where_it_teaches(whole: DeviceProfile) 
     )
 
 
-@pytest.mark.parametrize("stop_after", [1, 33])
+@pytest.mark.parametrize("stop_after", [pytest.param(1, marks=FULL), 33])
 def test_an_interrupted_run_resumes_without_losing_a_row(
     tmp_path: Path, whole: DeviceProfile, stop_after: int
 ) -> None:
@@ -245,7 +250,7 @@ def test_without_what_every_core_gains_a_profile_says_why() -> None:
     assert "opencl-cores: measuring it failed: gone" in taken.notes
 
 
-@pytest.mark.parametrize("cut", [1, 200])
+@pytest.mark.parametrize("cut", [pytest.param(1, marks=FULL), 200])
 def test_a_torn_journal_loses_its_last_line_only(tmp_path: Path, cut: int) -> None:
     out = tmp_path / "p.json"
     with pytest.raises(KeyboardInterrupt):
@@ -338,7 +343,14 @@ def test_a_foreign_line_ends_a_journal(tmp_path: Path) -> None:
     assert [entry.get("spent_s") for entry in read_entries(path)] == [None, 1.0, 4.0]
 
 
-@pytest.mark.parametrize("change", [{"values": []}, {"values": [{}]}, {"values": [{"x": 1}] * 2}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"values": []},
+        pytest.param({"values": [{}]}, marks=FULL),
+        pytest.param({"values": [{"x": 1}] * 2}, marks=FULL),
+    ],
+)
 def test_a_part_that_is_none_is_measured_again(
     change: dict[str, Any], tmp_path: Path, whole: DeviceProfile
 ) -> None:
