@@ -39,7 +39,7 @@ def scenario(m: int) -> Scenario:
     return Scenario("prefill", m) if m else Scenario("decode", 1)
 
 
-class SimulatedChip:
+class PaperChip:
     """The names in formulas of `paper_claims.toml`: planners of all models on the simulated chip,
     with and without fast synchronisation.
     """
@@ -112,7 +112,7 @@ class Claim(NamedTuple):
     reason: str
 
     @classmethod
-    def of(cls, known: dict[str, Any], chip: SimulatedChip) -> Claim:
+    def of(cls, known: dict[str, Any], chip: PaperChip) -> Claim:
         """Return an entry of the data file with what the chip says."""
         value = chip.value(known["formula"])
         low, high = known.get("quiet", (math.inf, -math.inf))
@@ -140,7 +140,7 @@ class Claim(NamedTuple):
         return [self.key, self.what, *numbers, f"{self.ratio:.3f}", target, verdict]
 
 
-def order(chip: SimulatedChip) -> Iterator[str]:
+def order(chip: PaperChip) -> Iterator[str]:
     """Figure 14's text: which strategy beats which at each misaligned length."""
     for m in MISALIGNED:
         times = {x: round(chip.seconds(x, m), 9) for x in STRATEGIES}  # ties
@@ -256,7 +256,7 @@ def _chart(unit: str, claims: list[Claim]) -> Any:
 
 def reproduce(profile: str = "snapdragon-8-gen-3") -> Reproduction:
     """Return the paper's end-to-end claims beside the simulated chip (half a minute at most)."""
-    chip = SimulatedChip(DeviceProfile.load(profile))
+    chip = PaperChip(DeviceProfile.load(profile))
     claims = resources.files("hetero.measuring") / "data" / "paper_claims.toml"
     known = tomllib.loads(claims.read_text(encoding="utf-8"))
     return Reproduction(

@@ -19,33 +19,20 @@ BANNED = frozenset({
 # Occurrences in packages that still have some. A number may only fall: lower it with the code.
 BANNED_LEFT: dict[str, int] = {
     "cache": 3,
-    "cli": 6,
+    "cli": 5,
     "compiling": 7,
-    "contexts": 47,
+    "contexts": 45,
     "generation": 9,
-    "measuring": 7,
+    "measuring": 6,
     "models": 22,
     "placement": 6,
     "runtime": 12,
-    "serving": 13,
+    "serving": 10,
 }
 # Functions that assign a variable `found` instead of naming what it holds. May only fall.
-FOUND_LEFT: dict[str, int] = {
-    "arguments": 1,
-    "cli": 17,
-    "compiling": 19,
-    "contexts": 22,
-    "generation": 7,
-    "measuring": 13,
-    "models": 56,
-    "placement": 17,
-    "serving": 25,
-}
+FOUND_LEFT: dict[str, int] = {}
 # Names in use by several public classes. May only lose members.
-SHARED_CLASS_NAMES = frozenset({
-    "Acceptance", "Answer", "Chip", "Choice", "Clock", "Command", "Contention", "Decoder", "Engine",
-    "Entry", "Kind", "Piece", "Stats", "Work",
-})  # fmt: skip
+SHARED_CLASS_NAMES = frozenset({"Contention", "Stats"})
 # Identifiers and docstrings that keep a banned word, and why.
 ALLOWED = {
     "FOLDER": "the folder of self-tests' results on disk keeps its name",
