@@ -139,7 +139,7 @@ class Environment(Record):
     packages: dict[str, str] = {}
 
 
-class Stats(Record):
+class TimingStats(Record):
     """Summary of raw samples.
 
     Median, relative half-width of its 95 % confidence interval, samples, relative spread (1.4826 ·
@@ -152,7 +152,7 @@ class Stats(Record):
     samples: Count = 1
 
 
-class MatMulRow(Stats):
+class MatMulRow(TimingStats):
     """Time of one matmul kernel.
 
     `seconds` is normalised by the reference kernel: `reference` is reference time during the row /
@@ -196,7 +196,7 @@ def typical(rows: Iterable[MatMulRow], of: Callable[[MatMulRow], float]) -> dict
     return {kind: float(np.median(values)) for kind, values in values_of.items()}
 
 
-class NonMatmulRow(Stats):
+class NonMatmulRow(TimingStats):
     """Time of an operation that is not a matmul.
 
     `op` is the record's class name, `sizes` its sizes by name, `context` the tokens in the KV

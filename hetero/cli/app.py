@@ -120,7 +120,7 @@ def _main(arguments: list[str] | None) -> None:
             raise KeyboardInterrupt
     except UsageError as error:
         try:
-            _tell_usage(error)
+            _print_usage(error)
         except BrokenPipeError:
             _silence_stdout()
         code = 2
@@ -156,7 +156,7 @@ def _main(arguments: list[str] | None) -> None:
     raise SystemExit(code or 0)
 
 
-def _tell_usage(error: Exception) -> None:
+def _print_usage(error: Exception) -> None:
     """Print what was typed wrong, and the command whose help to read."""
     message = cast("typer.BadParameter", error).format_message()
     if type(error).__name__ == "NoArgsIsHelpError":

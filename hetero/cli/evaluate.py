@@ -67,7 +67,7 @@ RatioOption = Annotated[
 
 
 SeedsOption = Annotated[
-    int, typer.Option("--kv-seeds", min=0, help="Random orders of densities beside mixed.")
+    int, typer.Option("--kv-seeds", min=0, help="Random orders of densities in addition to mixed.")
 ]
 
 

@@ -154,10 +154,10 @@ def generate_command(
         result = answered(llm, prompt_ids, options, quiet=as_json, stats=stats, prompt_text=text)
         if as_json:
             print(json.dumps(document(llm, result, options)), flush=True)
-    tell_of_trace(trace)
+    report_trace(trace)
 
 
-def tell_of_trace(trace: Path | None) -> None:
+def report_trace(trace: Path | None) -> None:
     if trace is not None:
         print(f"hetero: {trace} is written: open it at ui.perfetto.dev", file=sys.stderr)
 
@@ -372,7 +372,7 @@ def print_stats(llm: LLM, result: GenerationResult) -> None:
 
 
 def _weights(memory: MemoryEstimate) -> str:
-    """Their bytes on all devices, and what of these lies there twice."""
+    """Return their bytes on all devices, and which of these are stored twice."""
     from hetero.solver.report.units import size
 
     copied = f", {size(memory.copied_bytes)} of these a second time" if memory.copied_bytes else ""

@@ -81,7 +81,7 @@ def profile_command(
     path = out or own_profile_path()
     if add:
         others = {"quick": quick, "budget": budget, "resume": resume, "model": model}
-        _refuse_beside_add(others | {"weights": weights, "soc": soc})
+        _refuse_with_add(others | {"weights": weights, "soc": soc})
     if soc is not None and is_compiled_for(soc):
         with progress(None) as show:
             taken = compiled_profile(soc, out, model=model, progress=show)
@@ -125,7 +125,7 @@ def profile_command(
     report(taken, path, as_json)
 
 
-def _refuse_beside_add(others: Mapping[str, object]) -> None:
+def _refuse_with_add(others: Mapping[str, object]) -> None:
     """Raise `UserError` for an option that says what is measured of a new profile."""
     given = next((name for name, value in others.items() if value), None)
     if given is not None:

@@ -17,11 +17,11 @@ def reproduce_command(
         str, typer.Option("--profile", metavar="PROFILE", help="The chip: a file or shipped name.")
     ] = "snapdragon-8-gen-3",
     report: Annotated[
-        Path | None, typer.Option("--report", help="Draw the paper's numbers beside ours (.html).")
+        Path | None, typer.Option("--report", help="Draw the paper's numbers next to ours (.html).")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """HeteroLLM's claims beside a simulated chip; exit code 1 if a stated target is missed.
+    """HeteroLLM's claims against a simulated chip; exit code 1 if a stated target is missed.
 
     The chip is fitted to timings of single kernels alone (docs/reference), nothing to these
     claims; every number is simulated.

@@ -89,7 +89,7 @@ class CalibratedWeights(ModelWeights):
     """4-bit weights of `exact` (f32), chosen on calibration tokens.
 
     `sequences` are token ids, each of which fits the model's context. All blocks are made at once.
-    Columns of `hot` channels, by block and matmul, are floats beside them, and are not in them.
+    Columns of `hot` channels, by block and matmul, are kept as floats and are not in them.
     """
 
     def __init__(
@@ -246,7 +246,7 @@ def calibrated_together(
     outliers: str = DEFAULT_OUTLIERS,
 ) -> tuple[ModelWeights, list[ModelWeights]]:
     """Return weights of a MODEL in the first of some formats (`calibrated`), and in the others,
-    which are stored beside them. Raises `UserError`, also where a format has nothing to choose.
+    which are stored with them. Raises `UserError`, also where a format has nothing to choose.
     """
     first, *others = formats
     source = calibrated(model, first.value, text, limit, progress, outliers=outliers)
@@ -263,7 +263,7 @@ def besides(
     limit: int,
     progress: Progress | None = None,
 ) -> ModelWeights:
-    """Return the matrices of a MODEL in another format, to be stored beside those of w8a8 that the
+    """Return the matrices of a MODEL in another format, to be stored with those of w8a8 that the
     same text gave: their shadows are its as well, so hot columns are in neither. 4 bits by GPTQ.
 
     Raises `UserError` where the shadow is what w8a8's codes cut off, which other formats do not.

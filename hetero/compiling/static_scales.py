@@ -3,7 +3,7 @@
 An int8 code of a matmul's input is rint(x / s) with one s for the whole tensor. A few channels hold
 values far beyond the others; a scale wide enough for them leaves few codes for the rest, a narrower
 one cuts them off. The paper's answer is a shadow: what the integers cannot hold is multiplied in
-floating point beside them and added. Here
+floating point and added. Here
 
     hot channels   those that hold most of the outliers leave the integer matrix (their codes are
                    zero, which makes the rows' scales smaller too) for a slab [n, h] of floats
@@ -117,9 +117,9 @@ class InputStatistics:
         return total
 
     def hot(self, threshold: float, known: Channels = NO_CHANNELS) -> Channels:
-        """Return the fewest channels that hold `HOT_COVERAGE` of the outliers beside `known` ones,
-        and these, `MOST_HOT` of all at most, rising. Of two with as many outliers the one with the
-        larger maximum comes first.
+        """Return the fewest channels that hold `HOT_COVERAGE` of the outliers in addition to
+        `known` ones, and these, `MOST_HOT` of all at most, rising. Of two with as many outliers the
+        one with the larger maximum comes first.
         """
         counts = self.outliers(threshold)
         counts[known] = 0
@@ -351,18 +351,18 @@ def static_weights(
 
 
 def check_shadows(weights: ModelWeights) -> None:
-    """Raise `UserError` if nothing can be added beside a model's matmuls."""
+    """Raise `UserError` if nothing can be added next to a model's matmuls."""
     if weights.config.out_norms:
         raise UserError(
             f"{weights.config.architecture} norms what a matmul gives before it is added, so "
-            "outliers cannot be added beside it; use --outliers none"
+            "outliers cannot be added next to it; use --outliers none"
         )
 
 
 def most_important(scales: Mapping[str, Scales], part: float) -> set[str]:
     """Return names of this part of the matmuls, those with the farthest outliers; one at least.
 
-    The output head is never among them: nothing runs beside it, and where it is tied its columns
+    The output head is never among them: nothing runs next to it, and where it is tied its columns
     are the embeddings' too.
     """
     order = sorted(scales.keys() - {"lm_head"}, key=lambda name: (-scales[name].importance, name))

@@ -63,7 +63,7 @@ class LLM:
     an error. `profile` is a `DeviceProfile`, a file or a
     shipped name that the plan is made from (default: this machine's); `strategy` forces one, and
     `choice` says what was chosen and why. `prompt_lengths` are those to plan for, and to compare
-    devices by; where they are not known `first_prompt` (a text or token ids) tells `auto` what will
+    devices by; where they are not known `first_prompt` (a text or token ids) shows `auto` what will
     be asked first. `weights` is one of w4a16, w4a8, w8a16, f16, f32
     (default: what a quantised directory holds, else w4a16). `max_seq_len` bounds prompt and answer
     together (default: the model's, at most 4096). `max_gpu_share` (0 to 1) leaves the rest of the
@@ -171,7 +171,7 @@ class LLM:
     @property
     def _purpose(self) -> str:
         """Return the key of the prewarm list, equal at every start with the same options: all that
-        decides which ones, and how they are fused, for what is foreseen is not tried again. No
+        decides which ones, and how they are fused, for a prewarmed kernel is not tried again. No
         length of context, and nothing that `auto` compared.
         """
         names = [self.devices.name(kind) for kind in KINDS]
@@ -184,7 +184,7 @@ class LLM:
         self, spec: ModelGraph, *, adapt: bool, **options: Any
     ) -> tuple[Engine, OwnContexts]:
         """Return the engine of the plan on the devices that are open, and the model's own contexts.
-        The tokenizer is read beside it: what comes before is Python, of which one thread runs at
+        The tokenizer is read concurrently: what comes before is Python, of which one thread runs at
         once.
         """
         self._loaded.reading_tokenizer()

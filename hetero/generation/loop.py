@@ -163,7 +163,7 @@ class Generation(Iterator[Piece]):
     Or drive it from outside: `step` runs the devices once and gives a piece, if there is one, until
     it is `finished`. The devices are held for a step at a time, so several generations on contexts
     of their own take turns as their readers ask, from one thread or from many; a slow reader keeps
-    nobody waiting. Its context is its own until it is finished or closed, and then holds
+    no thread waiting. Its context is its own until it is finished or closed, and then holds
     the prompt and the answer, whose last token is still to be computed. A generation itself
     is used by one thread at a time.
 

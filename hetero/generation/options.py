@@ -110,7 +110,7 @@ def read_options(options: GenerateOptions) -> GenerationConfig:
 
 
 def _sampling(options: dict[str, Any], whole: object) -> SamplingParams:
-    """Sampling parameters; an unknown name is told the nearest."""
+    """Sampling parameters; an error about an unknown name suggests the nearest."""
     if whole is not None and not isinstance(whole, SamplingParams):
         raise UserError(f"sampling must be a hetero.SamplingParams, got {type(whole).__name__}")
     known = SamplingParams.__dataclass_fields__
@@ -124,5 +124,5 @@ def _sampling(options: dict[str, Any], whole: object) -> SamplingParams:
     if whole is None:
         return SamplingParams(**options)
     if options:
-        raise UserError(f"{next(iter(options))!r} is given beside sampling: give it there")
+        raise UserError(f"{next(iter(options))!r} conflicts with sampling=: set it there")
     return whole

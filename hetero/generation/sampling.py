@@ -220,7 +220,7 @@ class Sampler:
     ) -> tuple[npt.NDArray[np.int64] | None, npt.NDArray[np.float64]]:
         """Return token ids that are left after all filters, most likely first, and their weights,
         in proportion to their probabilities. Without filters that is all of them as they are, and
-        None for their ids: nobody sorts a vocabulary to draw one token.
+        None for their ids: sorting a vocabulary to draw one token is slow.
         """
         params = self.params
         wide = scores.astype(np.float64)

@@ -183,7 +183,7 @@ def _alone(out: str | Path | None) -> Iterator[None]:
 
 
 def lock_path(out: Path) -> Path:
-    """Return the lock of a profile: not beside it, where it would be left lying."""
+    """Return the lock of a profile: not next to it, where it would be left over."""
     name = hashlib.sha256(str(out.absolute()).encode()).hexdigest()[:16]
     folder = cache_folder() / "locks"
     try:

@@ -1,4 +1,4 @@
-"""The paper's end-to-end claims beside the simulated chip."""
+"""The paper's end-to-end claims against the simulated chip."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def order(chip: PaperChip) -> Iterator[str]:
 
 
 class Reproduction(NamedTuple):
-    """All claims beside the simulated chip, figure 14's orders, what the components contradict."""
+    """All claims against the simulated chip, figure 14's orders, what the components contradict."""
 
     profile: str
     claims: tuple[Claim, ...]
@@ -194,7 +194,7 @@ class Reproduction(NamedTuple):
             *self.orders,
             "What the components contradict:",
             *(f"- {line}" for line in self.contradictions),
-            f"simulated: every number beside the paper's, by the profile {self.profile}",
+            f"simulated: every number next to the paper's, by the profile {self.profile}",
         ]
 
     def document(self) -> list[dict[str, Any]]:
@@ -202,12 +202,12 @@ class Reproduction(NamedTuple):
         return [c._asdict() | {"ratio": c.ratio, "verdict": c.verdict} for c in self.claims]
 
     def report(self, path: Path) -> None:
-        """Write a page with the paper's numbers drawn beside ours. Raises `UserError`."""
+        """Write a page with the paper's numbers drawn next to ours. Raises `UserError`."""
         if path.suffix.lower() not in (".html", ".htm"):
             raise UserError(f"the reproduction is drawn as a page ({path}): choose .html")
         text = render(
             "reproduction.html",
-            title="The paper beside the simulated chip",
+            title="The paper against the simulated chip",
             profile=self.profile,
             met=self.met,
             summary=self.summary(),
@@ -255,7 +255,7 @@ def _chart(unit: str, claims: list[Claim]) -> Any:
 
 
 def reproduce(profile: str = "snapdragon-8-gen-3") -> Reproduction:
-    """Return the paper's end-to-end claims beside the simulated chip (half a minute at most)."""
+    """Return the paper's end-to-end claims against the simulated chip (half a minute at most)."""
     chip = PaperChip(DeviceProfile.load(profile))
     claims = resources.files("hetero.measuring") / "data" / "paper_claims.toml"
     known = tomllib.loads(claims.read_text(encoding="utf-8"))

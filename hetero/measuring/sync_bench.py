@@ -185,7 +185,9 @@ def _measure(
                 kernels.append(span[1] - span[0])
                 cpu[name] += cpu_s
     if not kernels:
-        raise UserError("sync-bench needs a driver that tells when a kernel ran, this one does not")
+        raise UserError(
+            "sync-bench needs a driver that reports when a kernel ran, which this one does not"
+        )
     return [
         WaitCost(
             method=name,

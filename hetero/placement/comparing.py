@@ -14,7 +14,7 @@ from hetero.solver.prepared import PreparedSolver
 from hetero.solver.prompts import prompt_alone
 from hetero.solver.solution import Scenario
 
-PROMPTS: Final = (64, 256, 1024)  # tokens, where nobody says what prompts will come
+PROMPTS: Final = (64, 256, 1024)  # tokens, where the lengths of prompts are not known
 ANSWER_TOKENS: Final = 64
 TENSOR_LEVEL: Final = "tensor level"
 MARGIN: Final = 0.03

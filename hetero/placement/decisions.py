@@ -5,7 +5,7 @@ version and the files of the code that decides, the model's operations in its fo
 asked for, the profile's bytes with the factors that scale it here, and the machine (processor,
 flags, cores, packages, the variables that choose devices, the driver and how many cores it would
 have). Choices that come with a plan for two devices are not kept, for their solver would have to be
-prepared all the same. What is broken, or of another question, is decided anew.
+prepared all the same. What is broken, or of another question, is decided again.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ DECIDING: Final = (backends, placement, profiler, runtime, solver)
 @dataclass(frozen=True)
 class Decision:
     """One device alone: its kind, the backend that is opened for it (None: the one that was asked
-    for), why, what people are told, and the seconds that were compared.
+    for), why, the notices, and the seconds that were compared.
     """
 
     mode: DeviceKind

@@ -2,9 +2,9 @@
 to it.
 
 The reference kernels of the profile are timed here, once, for about a second, in a process of its
-own: OpenCL must not run in this one before it is known with how many cores. What is found lies in
+own: OpenCL must not run in this one before it is known with how many cores. The result is stored in
 hetero's cache, one small file for each combination of what it depends on. What the devices alone
-tell of themselves is compared when they are opened (`forget_if_other`).
+report is compared when they are opened (`forget_if_other`).
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class Machine(Record):
 
     @property
     def path(self) -> Path:
-        """Where its factors lie, beside the profile that a machine has of its own."""
+        """Return the path of its factors, next to the machine's own profile."""
         folder = files.cached_profile_path().parent
         return folder / f"first-start-{_hash(self.model_dump_json())}.json"
 

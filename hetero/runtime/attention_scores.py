@@ -55,7 +55,7 @@ class StepScores:
 
     def end(self, chunks: int) -> npt.NDArray[Any] | None:
         """Return the means over layers of a step of so many chunks; None where not all layers
-        told.
+        reported.
         """
         return self._sums / self._layers if self._layers_seen == self._layers * chunks else None
 

@@ -10,11 +10,11 @@ from typing import Final
 from hetero.backends.host.affinity import pinned
 from hetero.backends.host.timers import timer_slack
 
-_HELD: Final = nullcontext()
+_NESTED: Final = nullcontext()
 
 
 class ControlThread:
-    """The thread that is inside `held`: on the control core (None: on any), with sleeps as exact
+    """The thread that is inside `on_core`: on the control core (None: on any), with sleeps as exact
     as can be.
     """
 
@@ -22,11 +22,11 @@ class ControlThread:
         self._core = core
         self._inside = 0  # a thread
 
-    def held(self) -> AbstractContextManager[None]:
+    def on_core(self) -> AbstractContextManager[None]:
         """Hold the control core for one or many steps; nested holds make no system calls, which
         takes longer than all else that a step of a small model needs of Python.
         """
-        return _HELD if self._inside == threading.get_ident() else self._hold()
+        return _NESTED if self._inside == threading.get_ident() else self._hold()
 
     @contextmanager
     def _hold(self) -> Iterator[None]:

@@ -61,7 +61,7 @@ class ContextFullError(UserError):
 
 class Engine:
     """One model and its lowered steps, which run on any of its contexts. Used by one thread at a
-    time: `lock` is for callers that have several, held from a step until its logits are read.
+    time: `lock` is for callers that have several; keep it from a step until its logits are read.
 
     A prompt runs in the calls that `plan.steps` names; `plan` is the one that was given, fitted to
     the devices' graphs. A phase and token count is lowered once to a `Step`; the last `STEPS_KEPT`
@@ -150,7 +150,7 @@ class Engine:
         self.pool = ActivationPool(slots, owner)
         self.pool.map_to(self.devices.values())
         self.contexts.provide(layout, owner.allocate, self._admit)
-        with self.control.held():
+        with self.control.on_core():
             self.synchroniser = Synchroniser(
                 self.devices,
                 self._sync,

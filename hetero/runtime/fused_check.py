@@ -32,7 +32,7 @@ def fused_results_match(
 ) -> bool:
     """Run those steps of a context, or of as many as they have rows, that have chains both ways on
     a token after its text, and compare their logits bit by bit; where they differ, the next start
-    does so again. A failure is that of the next step, too, which tells it.
+    does so again. A device that fails here fails in the next step, too, which reports it.
 
     They write after the text, where the next step writes again. False where a full
     context has no room for it, or another thread still writes.
@@ -54,7 +54,7 @@ def fused_results_match(
     with suppress(DeviceError):
         if all(_logits(a, executor) == _logits(b, executor) for a, b in pairs):
             return True
-        _tell(
+        _warn(
             devices,
             "give other values with this driver: please report it with `hetero doctor --json`",
         )
@@ -63,17 +63,17 @@ def fused_results_match(
 
 def fused(step: Step, devices: Devices) -> tuple[Step, bool]:
     """Return the fused step, for runs that are not timed call by call; the step itself and False,
-    which is told, where the driver's compiler fails on the program of many kernels, as it did on
+    with a warning, where the driver's compiler fails on the program of many kernels, as it did on
     none.
     """
     try:
         return step.fused(devices), True
     except KernelBuildError as error:
-        _tell(devices, f"are not compiled by this driver: {error}")
+        _warn(devices, f"are not compiled by this driver: {error}")
         return step, False
 
 
-def _tell(devices: Devices, why: str) -> None:
+def _warn(devices: Devices, why: str) -> None:
     """Warn, and let the next start try again."""
     for device in devices.values():
         device.discard_prewarm()

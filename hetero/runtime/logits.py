@@ -96,7 +96,7 @@ class LogitsReader:
         if step.signal is not None:
             rows = len(np.atleast_2d(values))
             step = self._steps.step(context, step.phase, step.tokens, rows, wait_values=False)
-        with self._control.held():
+        with self._control.on_core():
             launch = first_not_finite(step)
         raise not_finite(launch, self._devices)
 

@@ -229,8 +229,8 @@ class _ChunkKey(NamedTuple):
 
 
 class _Chunk:
-    """The launches of one chunk: what its nodes work on, how that lies (`layout`, of the slots as
-    they are after the nodes so far), and what that makes (`stages`, in order).
+    """The launches of one chunk: what its nodes work on, how that is stored (`layout`, of the slots
+    as they are after the nodes so far), and what that makes (`stages`, in order).
     """
 
     def __init__(self, lowering: Lowering, key: _ChunkKey, handover: Handover | None) -> None:

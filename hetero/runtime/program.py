@@ -193,7 +193,7 @@ class _Ahead:
         return places
 
     def _waits(self, group: int) -> Iterator[tuple[Place, int]]:
-        """Waits for launches of a group before the control thread's own work beside it, and how
+        """Waits for launches of a group before the control thread's concurrent work, and how
         many submissions fit in each.
         """
         launches = [action.launch for action in self.groups[group]]
@@ -215,8 +215,8 @@ class _Ahead:
             block.append(self._submission(code, self.wait_values[group + 1]))
         if code != PREQUEUE:
             return block
-        held = [a._replace(target=self.launches[a.launch].call.enqueue) for a in block[:-1]]
-        return [*held, block[-1]]
+        deferred = [a._replace(target=self.launches[a.launch].call.enqueue) for a in block[:-1]]
+        return [*deferred, block[-1]]
 
     def _submission(self, code: int, gate: int) -> Action:
         return Action(code, gate, self.kind, self.signal.wait_value.submit)

@@ -122,7 +122,7 @@ class Step:
 
     def fused(self, devices: Devices) -> Step:
         """A bound step that decodes, whose submissions in a row are one, where the device can do
-        that: the step for runs that nobody times call by call. Made when it is first asked for.
+        that: the step for runs that are not timed call by call. Made when it is first asked for.
         """
         if self.phase == "decode" and not self._tried:
             self._tried = True

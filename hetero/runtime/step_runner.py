@@ -138,7 +138,7 @@ class StepRunner:
         self, steps: Sequence[Step], contexts: Sequence[Context], vocab_size: int, max_seq_len: int
     ) -> None:
         """Fuse launches of the steps and check their results; run unfused where they differ."""
-        with self.control.held():
+        with self.control.on_core():
             self.fuses = self.fuses and fused_results_match(
                 steps, contexts, self._pool, self._devices, self.executor, vocab_size, max_seq_len
             )
@@ -183,7 +183,7 @@ class StepRunner:
 
     def _execute(self, step: Step, on_device_busy: OnDeviceBusy) -> StepRun:
         """Run a step whose inputs are in the pool."""
-        with self.control.held():
+        with self.control.on_core():
             self._row_scores.begin()
             unfused = self._timed or not self.fuses or step is self._loading_step
             ran, self.fuses = (step, self.fuses) if unfused else fused(step, self._devices)

@@ -129,7 +129,7 @@ async def _no_route(request: Request, error: Exception) -> Response:
 
 
 async def _gone(_request: Request, _error: Exception) -> Response:
-    return Response(status_code=499)  # nobody reads it
+    return Response(status_code=499)  # the client is gone
 
 
 async def _broken(request: Request, error: Exception) -> Response:

@@ -69,5 +69,5 @@ class ApiError(Exception):
 
 
 def missing(what: str, param: str | None = None) -> ApiError:
-    """Nothing of this id, or somebody else's: one answer for both, which does not repeat the id."""
+    """Return the error of an unknown id or another key's: the same for both, without the id."""
     return ApiError(404, f"there is no such {what}: list those there are", param=param)

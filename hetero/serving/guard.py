@@ -92,7 +92,7 @@ class Guard:
         return app or ""
 
     def _room(self, headers: dict[bytes, str]) -> int:
-        """Return bytes to read the body into. One whose length is not told may be the longest."""
+        """Return bytes to read the body into. One without a length may be the longest."""
         length = headers.get(b"content-length", "0")
         if not length.isdigit() or len(length) > 20 or int(length) > self._longest:
             raise self._too_long()

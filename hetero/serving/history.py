@@ -89,7 +89,7 @@ def tokens_of(
     answer: int,
 ) -> list[int]:
     """Return tokens of a conversation that is to be answered. `before` is the text up to the last
-    answer as the model made it: a text that is told anew often has other tokens. With `drops` the
+    answer as the model made it: a text that is sent again often has other tokens. With `drops` the
     oldest turns are left out where there is no room. Raises `UserError`.
     """
     system = [{"role": "system", "content": instructions}] if instructions else []
@@ -112,7 +112,8 @@ def _behind(
     state: State, messages: Sequence[dict[str, Any]], before: Sequence[int], use: ToolUse
 ) -> list[int]:
     """Return the text before with what the template puts behind its last answer; empty if that
-    cannot be told: two conversations that differ in that answer alone are equal from there on.
+    cannot be distinguished: two conversations that differ in that answer alone are equal from there
+    on.
     """
     at = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=-1)
     if at < 0 or messages[at].get("tool_calls"):

@@ -1,4 +1,4 @@
-"""What clients were told is kept: responses, conversations and their items, saved slots. SQLite.
+"""Keeps what clients received: responses, conversations and their items, saved slots. SQLite.
 
 Every method is one transaction, on the disk when it returns; what is deleted is overwritten. Each
 row has its app, and no query is without one. With a key (`hetero.contexts.encryption`) all that
@@ -172,7 +172,7 @@ class Records:
         return StoredResponse(get(row[0]), get(row[1]), row[2], row[3], get(row[4]))
 
     def delete_response(self, app: str, name: str) -> bool:
-        """Gone; whether it was there. What follows it keeps what it was told of it."""
+        """Delete it; return whether it existed. Later responses keep their copies."""
         with self._change() as db:
             done = db.execute("delete from responses where id=? and app=?", (name, app))
             return done.rowcount > 0

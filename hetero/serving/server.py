@@ -128,7 +128,7 @@ def _check_address(host: str, port: int) -> None:
 
 
 def default_directory(model: str) -> Path:
-    """Where contexts of a model are kept, if nobody says."""
+    """Return the default folder of a model's contexts."""
     name = "".join(c if c.isalnum() or c in "-._" else "_" for c in Path(model).name) or "model"
     return data_folder() / "contexts" / name
 

@@ -1,4 +1,4 @@
-"""Tools: how a model is told of them, and how its calls are read."""
+"""Tools: how they are described to a model, and how its calls are parsed."""
 
 from __future__ import annotations
 

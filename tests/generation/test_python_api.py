@@ -23,7 +23,7 @@ def test_sampling_parameters_are_taken_whole(llm: LLM) -> None:
     one = llm.generate("Once upon a time", max_tokens=12, sampling=whole)
     parts = llm.generate("Once upon a time", max_tokens=12, temperature=0.9, top_k=20, seed=7)
     assert one.text == parts.text
-    with pytest.raises(UserError, match="'top_k' is given beside sampling"):
+    with pytest.raises(UserError, match="'top_k' conflicts with sampling"):
         llm.generate("Once", sampling=whole, top_k=3)
     with pytest.raises(UserError, match=r"sampling must be a hetero\.SamplingParams, got dict"):
         llm.generate("Once", sampling={"top_k": 3})  # type: ignore[call-overload]

@@ -135,7 +135,7 @@ class KvCache:
         )
         return keys, values
 
-    def held(self, index: int) -> tuple[int, int]:
+    def resident(self, index: int) -> tuple[int, int]:
         """Of a layer the first token that is there, and the one that has the first row."""
         return (self.low, self.base) if self.layout.windowed(index) else (0, 0)
 
@@ -198,7 +198,7 @@ class KvCache:
         self._check(start, stop)
         tokens = np.empty((self.layout.layers, 2, *self._part(stop - start)), np.float32)
         for index in range(self.layout.layers):
-            _, base = self.held(index)
+            _, base = self.resident(index)
             for into, rows in zip(tokens[index], self.rows(index), strict=True):
                 into[:] = rows.read(start - base, stop - base)
         return tokens
@@ -210,7 +210,7 @@ class KvCache:
             raise ValueError(f"a part of this cache has the shape {wanted}, got {values.shape}")
         self._check(start, start + values.shape[3])
         for index in range(self.layout.layers):
-            _, base = self.held(index)
+            _, base = self.resident(index)
             for rows, part in zip(self.rows(index), values[index], strict=True):
                 rows.write(start - base, part)
 
@@ -221,8 +221,8 @@ class KvCache:
         self.scale_by(other.channels)
         self.begin(other.low, tokens)
         for index in range(self.layout.layers):
-            low, base = self.held(index)
-            _, start = other.held(index)
+            low, base = self.resident(index)
+            _, start = other.resident(index)
             for rows, source in zip(self.rows(index), other.rows(index), strict=True):
                 rows.copy(low - base, source, low - start, tokens - start)
 

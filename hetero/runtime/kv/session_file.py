@@ -81,7 +81,7 @@ class Session:
         kv, size = _format_of(self.file), cache.layout.head_dim
         cache.begin(self.first, self.cached)
         for layer in range(cache.layout.layers):
-            low, base = cache.held(layer)
+            low, base = cache.resident(layer)
             start = self.first if cache.layout.windowed(layer) else 0
             for kind, into in zip("kv", cache.rows(layer), strict=True):
                 source = CacheRows(self.file.array(f"{kind}.{layer}"), kv, size)
@@ -154,7 +154,7 @@ def read_session(path: Path, identity: Identity, cache: KvCache, limit: int) -> 
 def _caches(cache: KvCache, cached: int) -> Iterator[tuple[str, CacheRows, tuple[int, int]]]:
     """Yield every cache with its name in the file, and the rows of the tokens that are there."""
     for layer in range(cache.layout.layers):
-        low, base = cache.held(layer)
+        low, base = cache.resident(layer)
         for kind, rows in zip("kv", cache.rows(layer), strict=True):
             yield f"{kind}.{layer}", rows, (low - base, cached - base)
 

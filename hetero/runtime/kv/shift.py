@@ -41,7 +41,7 @@ def forget(cache: KvCache, op: Rope, start: int, stop: int, cached: int) -> None
     count = stop - start
     lost = cache.low > start
     for index in range(cache.layout.layers):
-        low, base = cache.held(index)
+        low, base = cache.resident(index)
         keys, values = cache.rows(index)
         moved = 0 if lost and low else count
         for at in range(max(stop, low), cached, MOVED_TOGETHER):

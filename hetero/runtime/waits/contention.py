@@ -10,7 +10,7 @@ from hetero.backends.host.timers import waited_for_core_s
 from hetero.runtime.waits.policy import DEFAULT, WaitPolicy
 
 
-class Contention:
+class CoreContention:
     """Counts the waits to sleep through and the steps to run without wait values. Control thread
     only.
 

@@ -46,7 +46,7 @@ class WaitPolicy:
     stopped_s         a gap between two polls longer than this does not count against a deadline:
                       the whole process was stopped (Ctrl-Z), and maybe the devices with it
 
-    Contention for the control core (`contention.Contention`):
+    Contention for the control core (`contention.CoreContention`):
 
     preempted_s       a gap between two polls longer than this: something else had the core
     others            share of a gap that this thread spent runnable but not running, by the

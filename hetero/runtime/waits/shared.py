@@ -10,7 +10,7 @@ from hetero.backends.errors import WaitTimeoutError
 from hetero.backends.host.clock import Clock
 from hetero.backends.host.limits import time_limit
 from hetero.backends.protocol import Device, DeviceKind
-from hetero.runtime.waits.contention import Contention
+from hetero.runtime.waits.contention import CoreContention
 from hetero.runtime.waits.policy import WaitPolicy
 from hetero.runtime.waits.prediction import SleepTimes
 
@@ -60,7 +60,7 @@ class SharedWaits:
         self.clock = clock
         self.sleep = sleep or SleepTimes.measure(clock, policy)
         self.totals = WaitTotals()
-        self.contention = Contention(policy, queued_s)
+        self.contention = CoreContention(policy, queued_s)
         self.unpolled = {k for k, device in devices.items() if device.capabilities.every_core}
 
     def polls(self, kind: DeviceKind) -> bool:

@@ -26,7 +26,7 @@ class Synchroniser(SharedWaits):
     `eager`: a GPU tile is submitted before the control thread waits for earlier work, so that the
     queue never runs dry; with `finish` and `copy` that would wait for the tile as well. `signals`
     are for `fast` with `wait_values` where they gain (`hetero.runtime.program`), `flags` for `fast`
-    where they do. Time is the `clock`'s alone; `queued_s` is as in `Contention`.
+    where they do. Time is the `clock`'s alone; `queued_s` is as in `CoreContention`.
     """
 
     def __init__(
