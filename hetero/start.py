@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 
-from hetero.backends.host.sigint import exit_quietly_on_sigint
+from hetero.sigint import exit_quietly_on_sigint
 
 UNWRITTEN = 120  # Python's own code for output that could not be written
 

@@ -15,10 +15,10 @@ import typer
 from typer.core import TyperCommand
 
 from hetero.backends.host.gc_pause import gc_paused
-from hetero.backends.host.sigint import exit_quietly_on_sigint
 from hetero.cli import examples
 from hetero.cli.examples import DECIDE, HERE, PREPARE, USE
 from hetero.cli.help import HelpCommand, HelpGroup
+from hetero.sigint import exit_quietly_on_sigint
 
 
 @dataclass(frozen=True)

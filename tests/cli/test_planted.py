@@ -16,11 +16,11 @@ MODULES = ("argparse", "hetero", "jinja2", "json", "numpy", "onnxruntime", "re",
 PLANTED = "import pathlib, sys; pathlib.Path(__file__).with_name('ran').touch(); sys.exit(9)"
 COMPILE = """
 import pathlib, sys
-from hetero.backends import qnn
-from hetero.backends.qnn.compiler import Compiler
+from hetero.backends.qnn import opening
+from hetero.backends.qnn.compiler import GraphCompiler
 from hetero.backends.errors import DeviceError
-with qnn.open(cache=None) as device:
-    compiler = Compiler(device.store.target)
+with opening.open(cache=None) as device:
+    compiler = GraphCompiler(device.store.target)
     try:
         compiler.compile(b"no model", pathlib.Path(sys.argv[1]) / "out.onnx", "compiling nothing")
     except DeviceError as error:

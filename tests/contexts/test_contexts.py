@@ -345,7 +345,7 @@ def test_a_full_context_says_what_it_holds(one: LLM) -> None:
         one.generate(ids(1, 100), context=context, max_tokens=10)
         with pytest.raises(
             ContextFullError,
-            match=r"a prompt of 10 tokens behind the 110 .* truncate\(\) the context",
+            match=r"a prompt of 10 tokens after the 110 .* truncate\(\) the context",
         ):
             one.generate(ids(2, 10), context=context)
         assert len(context) == 110

@@ -52,7 +52,7 @@ LAYERS = (
     ("profiler",),
     ("solver",),
     ("errors",),
-    ("arguments", "terminal"),
+    ("arguments", "sigint", "terminal"),
     ("models",),
     ("runtime",),
     ("placement", "compiling"),

@@ -22,6 +22,7 @@ EXAMPLES = settings(
 )
 
 
+@pytest.mark.full
 @pytest.mark.hypothesis
 def test_random_requests_are_answered_or_refused_in_shape(server: Server) -> None:
     document = httpx.get(f"{server.url}/openapi.json", headers=HEADERS).json()

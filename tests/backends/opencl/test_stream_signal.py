@@ -101,7 +101,7 @@ def test_numbers_go_round(device: OpenCLDevice, signal: OpenCLStreamSignal) -> N
     start = 2**32 - 2
     signal._words[:] = 0
     signal._words[[0, 16]] = start
-    signal._opened = signal._wait_value.submissions = start
+    signal._signalled = signal._wait_value.submissions = start
     for i in range(4):
         signal.wait_value.submit()
         end = call.submit()
