@@ -8,8 +8,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from hetero.backends.host.gc_pause import gc_paused
-
 if TYPE_CHECKING:
     from hetero.backends.errors import DeviceError
     from hetero.contexts.service import Service
@@ -69,6 +67,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module 'hetero' has no attribute {name!r}")
+    from hetero.backends.host.gc_pause import gc_paused
+
     with gc_paused():
         return getattr(importlib.import_module(_LAZY[name]), name)
 
