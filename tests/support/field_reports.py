@@ -194,7 +194,7 @@ def main(words: list[str]) -> int:
     nodes = sorted({f"tests/{node}" for report in wanted for node in report.tests})
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log.xml"
-        command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={log}", *nodes]
+        command = [sys.executable, "-m", "pytest", "-q", "--full", f"--junitxml={log}", *nodes]
         ran = subprocess.run(command, cwd=ROOT, check=False).returncode
         outcomes = _outcomes(log)
     for report in wanted:
