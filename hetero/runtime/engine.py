@@ -64,8 +64,8 @@ class Engine:
     time: `lock` is for callers that have several; keep it from a step until its logits are read.
 
     A prompt runs in the calls that `plan.steps` names; `plan` is the one that was given, fitted to
-    the devices' graphs. A phase and token count is lowered once to a `Step`; the last `STEPS_KEPT`
-    are kept. Tokens are appended to a context by `prefill` and `decode`, which return float32
+    the devices' graphs. A phase and token count is lowered once to a `Step`; the last ones are kept
+    (`StepCache`). Tokens are appended to a context by `prefill` and `decode`, which return float32
     logits [vocab] of the last token as a view that the next step of any context overwrites.
     `solver` gives a plan for prompts of a length that `plan` does not list. A device that fails is
     dropped with one warning and `fallback` says why; the other continues from the same state of
@@ -73,13 +73,13 @@ class Engine:
     `adaptations` says when and why.
 
     `contexts` are those of `new_context`; `fingerprint` is the model's, for contexts on disk. What
-    a step took is in its context's `work`, and in `last_run`. `needs` is the memory of pool,
+    a step took is in its context's `work`, and in `runner.last_run`. `memory` is that of pool,
     weights and one context, computed before any is allocated; more than `memory_budget_bytes`, than
     the machine has or than a device allocates at once is refused (`UserError`). `max_gpu_share`
     below 1 bounds the part of the time that the GPU is busy; then `runner.gpu_share` says what it
-    was. `copied_bytes` are those that steps had to copy between the devices' memories so far: none,
-    but for comparisons. By an `order` other than `fifo` and a cost model, `window` calls of a
-    prompt are one step, whose launches run in an order that is predicted to be shorter; in it
+    was. `runner.copied_bytes` are those that steps had to copy between the devices' memories so
+    far: none, but for comparisons. By an `order` other than `fifo` and a cost model, `window` calls
+    of a prompt are one step, whose launches run in an order that is predicted to be shorter; in it
     nothing is adapted, and what is not finite costs the tokens of all of them. With `whole_caches`
     layers that have a window keep what it has left, too. `warm`: lower usual steps now.
     """
@@ -150,17 +150,25 @@ class Engine:
         self.pool = ActivationPool(slots, owner)
         self.pool.map_to(self.devices.values())
         self.contexts.provide(layout, owner.allocate, self._admit)
+        self.runner.use(self.devices, self.pool, self._adapter)
         with self.control.on_core():
             self.synchroniser = Synchroniser(
                 self.devices,
                 self._sync,
                 deadline_s=self._deadline_s,
                 token_s=2 * sum(x.n * x.k * x.count for x in self.config.matmuls()) / SLOWEST_FLOPS,
-                wait_values=self.runner.gpu_share
-                is None,  # waiting at a gate keeps the GPU from others
+                # A wait on a value keeps the GPU from others.
+                wait_values=self.runner.gpu_share is None,
             )
-        self.runner.use(self.devices, self.pool, self.synchroniser, self._adapter)
-        self.runner.set_timing(False)
+        self._logits = LogitsReader(
+            self.pool,
+            self.steps,
+            self.devices,
+            self.control,
+            head_input=self.nodes[-1].slots["x"],
+            static=self._weights.weight_format.activations.static,
+            copies=self._sync == "copy",
+        )
         self.lower()
         for phase, m in () if self._warmed else self._warm_steps():
             self.steps.lowered(phase, m, 1)
@@ -236,16 +244,6 @@ class Engine:
         )
         costs = None if self._cost is None else LaunchCosts(self._cost, self.placement)
         self.steps.reset(lowering, costs)
-        self.runner.lower_with(lowering)
-        self._logits = LogitsReader(
-            self.pool,
-            self.steps,
-            self.devices,
-            self.control,
-            head_input=self.nodes[-1].slots["x"],
-            static=self._weights.weight_format.activations.static,
-            copies=self._sync == "copy",
-        )
         able = {kind: device.capabilities for kind, device in self.devices.items()}
         self.forms = PrefillModes(self.placement, costs, self.order, able, window=self.window)
 

@@ -40,7 +40,7 @@ class StepCache:
     def reset(self, lowering: Lowering, costs: LaunchCosts | None) -> None:
         """Discard all steps; lower new ones with `lowering`, ordered by `costs`."""
         self._steps.clear()
-        self._lowering, self._costs = lowering, costs
+        self.lowering, self._costs = lowering, costs
 
     def step(
         self,
@@ -102,12 +102,12 @@ class StepCache:
         rows: bool = False,
     ) -> Step:
         """Return a step that is not bound to any context; see `step`, and `StepKey` for `rows`."""
-        signals = self._lowering.synchroniser.signals
+        signals = self.lowering.synchroniser.signals
         wait_values = wait_values and not sums_scores and phase == "decode" and bool(signals)
         step = self._cached(
             StepKey(phase, (m,), logit_rows, wait_values, sums_scores=sums_scores, rows=rows)
         )
-        if self._lowering.placement.online and phase == "prefill":
+        if self.lowering.placement.online and phase == "prefill":
             self._prepare_online(step)
         return step
 
@@ -123,7 +123,7 @@ class StepCache:
     def _lower(self, key: StepKey) -> Step:
         if len(key.chunks) == 1:
             (m,) = key.chunks
-            return self._lowering.lower(
+            return self.lowering.lower(
                 key.phase,
                 m,
                 key.logit_rows,
@@ -132,11 +132,11 @@ class StepCache:
                 rows=key.rows,
             )
         assert self._costs is not None
-        return self._lowering.lower_chunks(
+        return self.lowering.lower_chunks(
             key.chunks,
             key.logit_rows,
             cost=self._costs.at(key.position, key.chunks, key.form),
-            submit_s=self._costs.submit_s(self._lowering.devices),
+            submit_s=self._costs.submit_s(self.lowering.devices),
             orders=self._orders,
             sums_scores=key.sums_scores,
             form=key.form,

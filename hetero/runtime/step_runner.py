@@ -15,18 +15,16 @@ from hetero.runtime.fused_check import fused, fused_results_match
 from hetero.runtime.gpu_share import GpuShare, gpu_busy_s
 from hetero.runtime.kernels import Devices
 from hetero.runtime.kv.context import Context
-from hetero.runtime.lowering import Lowering
 from hetero.runtime.pool import ActivationPool
 from hetero.runtime.step import Step
 from hetero.runtime.step_cache import StepCache
 from hetero.runtime.trace import Trace
 from hetero.runtime.usage import StepRun, Usage
-from hetero.runtime.waits import Synchroniser
 from hetero.solver.plan import Phase, PrefillMode
 
 
 class StepRunner:
-    """Runs steps on the devices that `use` and `lower_with` name. Owned by the control thread.
+    """Runs the steps of a cache on the devices that `use` names. Owned by the control thread.
 
     `trace` records steps where one was started; `gpu_share` pauses after steps where the GPU may
     only be busy for part of the time. `fuses`: decode steps run in fused launches, which `validate`
@@ -47,20 +45,10 @@ class StepRunner:
         self._last_run: StepRun | None = None
         self._loading_step: Step | None = None
 
-    def use(
-        self,
-        devices: Devices,
-        pool: ActivationPool,
-        synchroniser: Synchroniser,
-        adapter: Adapter | None,
-    ) -> None:
+    def use(self, devices: Devices, pool: ActivationPool, adapter: Adapter | None) -> None:
         """Run the next steps on these devices. `adapter` observes steps that are due."""
-        self._devices, self._pool = devices, pool
-        self._synchroniser, self._adapter = synchroniser, adapter
-
-    def lower_with(self, lowering: Lowering) -> None:
-        """Sum the attention of sampled rows as the steps of `lowering` do."""
-        self._row_scores = lowering.row_scores
+        self._devices, self._pool, self._adapter = devices, pool, adapter
+        self.set_timing(False)
 
     def run(
         self,
@@ -84,7 +72,9 @@ class StepRunner:
             )
         else:
             # Behind a closed gate the GPU would not decode the layers that the host waits for.
-            wait_values = self._synchroniser.wait_values_now() and context.gate is None
+            wait_values = (
+                self.steps.lowering.synchroniser.wait_values_now() and context.gate is None
+            )
             step = self.steps.step(
                 context,
                 phase,
@@ -105,7 +95,7 @@ class StepRunner:
         if timed and adapter is not None:
             adapter.observe(step, run.stamps)
         if rows and context.mass is not None:
-            sums = self._row_scores.of(0).end(len(chunks))
+            sums = self.steps.lowering.row_scores.of(0).end(len(chunks))
             if sums is not None:
                 context.mass.add(sums, rows)
         context.work.add(run, len(tokens), phase)
@@ -120,7 +110,7 @@ class StepRunner:
             context.mass is not None and bool(rows_of("decode", context.cached, 1))
             for context in contexts
         ]
-        wait_values = self._synchroniser.wait_values_now()
+        wait_values = self.steps.lowering.synchroniser.wait_values_now()
         step = self.steps.of_contexts(contexts, wait_values=wait_values, sums_scores=any(sampled))
         positions = [context.cached for context in contexts]
         self._pool.feed_rows(tokens, positions, [context.cache.base for context in contexts])
@@ -128,7 +118,7 @@ class StepRunner:
         run = self._execute(step, on_device_busy)
         for row, context in enumerate(contexts):
             context.work.add(run.of_row(row, len(contexts)), 1, "decode")
-            sums = self._row_scores.of(row).end(1) if sampled[row] else None
+            sums = self.steps.lowering.row_scores.of(row).end(1) if sampled[row] else None
             if sums is not None and context.mass is not None:
                 context.mass.add(sums, [context.cached])
         self._share(contexts, step, run)
@@ -184,7 +174,7 @@ class StepRunner:
     def _execute(self, step: Step, on_device_busy: OnDeviceBusy) -> StepRun:
         """Run a step whose inputs are in the pool."""
         with self.control.on_core():
-            self._row_scores.begin()
+            self.steps.lowering.row_scores.begin()
             unfused = self._timed or not self.fuses or step is self._loading_step
             ran, self.fuses = (step, self.fuses) if unfused else fused(step, self._devices)
             run = self.executor.run(ran, on_device_busy, self._devices.values())
