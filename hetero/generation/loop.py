@@ -558,8 +558,8 @@ def decode_together(
             with engine.lock:
                 if len(rows) > 1:
                     rows_logits = engine.decode_rows(rows, once)
-                elif count == 1:  # a view, which the next step overwrites
-                    rows_logits = [engine.decode(*rows[0], once)]
+                elif count == 1:  # another's prompt may be read before these are taken: a copy
+                    rows_logits = [engine.decode(*rows[0], once).copy()]
         except (DeviceError, UserError):  # which of them it is for, each will learn
             continue
         for (answer, _), logits in zip(part, rows_logits, strict=bool(rows_logits)):

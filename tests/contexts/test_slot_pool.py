@@ -13,7 +13,7 @@ from hetero import LLM, Service, UserError
 from hetero.backends.host import files
 from hetero.contexts import service as services
 from hetero.contexts.recent import RecentTexts
-from hetero.generation.loop import PENDING, Piece
+from hetero.generation.loop import PENDING, Piece, decode_together
 from tests.contexts.models import open_llm
 from tests.runtime.models import tiny_model
 
@@ -50,6 +50,22 @@ def test_streams_that_take_turns_are_what_each_is_alone(llm: LLM, tmp_path: Path
         assert [found[0].tokens for found in results] == alone
         assert rounds > 15
         assert [context.tokens[-1] for context in contexts] == [tokens[-1] for tokens in alone]
+
+
+def test_a_prompt_read_before_an_answer_takes_its_logits_does_not_replace_them(llm: LLM) -> None:
+    """The only answer that decodes gets its logits, then another one's prompt is read."""
+    first, second = [7, 20, 21], [9, *range(30, 60)]
+    alone = [llm.generate(prompt, max_tokens=6).tokens for prompt in (first, second)]
+    with llm.new_context() as one, llm.new_context() as other:
+        answer = llm.stream(first, context=one, max_tokens=6)
+        while not answer.result().tokens:
+            answer.step()
+        reading = llm.stream(second, context=other, max_tokens=6)
+        decode_together(llm.engine, [reading, answer])
+        for stream in (reading, answer):
+            while not stream.finished:
+                stream.step()
+        assert [answer.result().tokens, reading.result().tokens] == alone
 
 
 def test_pieces_that_come_later_are_the_same(llm: LLM, tmp_path: Path) -> None:
