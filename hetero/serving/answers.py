@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from json.encoder import encode_basestring_ascii as quoted
@@ -102,7 +103,7 @@ async def _whole(state: State, stream: AnswerStream, count: int) -> Answer:
             choices[event.choice].add(event)
 
 
-class StreamWriter:
+class StreamWriter(ABC):
     """Encodes one answer's events as server-sent events; each protocol has a subclass.
 
     `buffers` holds text back until the choice is complete, because it may be a tool call.
@@ -133,9 +134,9 @@ class StreamWriter:
         self._choices[run.choice].add(run)
         return [] if self._buffers else self._deltas(run)
 
+    @abstractmethod
     async def end(self, end: Done) -> list[bytes]:
         """Return the last events."""
-        raise NotImplementedError
 
     def failed(self, error: ApiError) -> bytes:
         """Return the event of an error after the first token."""
@@ -145,13 +146,13 @@ class StreamWriter:
         """Return the events of a token whose text is held back."""
         return []
 
+    @abstractmethod
     def _delta(self, event: TokenEvent) -> list[bytes]:
         """Return the events of one token's text."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _deltas(self, run: Run) -> list[bytes]:
         """Return the events of several tokens' texts."""
-        raise NotImplementedError
 
 
 async def streamed(

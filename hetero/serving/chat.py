@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from abc import abstractmethod
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -208,14 +209,17 @@ class ChunkWriter(StreamWriter):
     def _deltas(self, run: Run) -> list[bytes]:
         return fill_template(self._templates[run.choice], run.texts)
 
+    @abstractmethod
     def _text(self, index: int, text: str, event: TokenEvent | None = None) -> bytes:
-        raise NotImplementedError
+        """Return the event of a text."""
 
+    @abstractmethod
     def _last(self, index: int, about: dict[str, Any] | None = None) -> bytes:
-        raise NotImplementedError
+        """Return the event that ends a choice."""
 
+    @abstractmethod
     def _scores(self, token: int, logprob: list[Any]) -> dict[str, Any]:
-        raise NotImplementedError
+        """Return the log-probabilities of a token."""
 
     def _chunk(
         self,
