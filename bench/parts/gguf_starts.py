@@ -38,7 +38,10 @@ def seconds_and_bytes(code: str, path: Path) -> tuple[float, float]:
     """From starting a process to its first text, and MiB of its largest resident set then."""
     start_s = time.time()  # the clock that two processes share
     done = subprocess.run(
-        [sys.executable, "-c", SETUP + code, str(path)], capture_output=True, text=True, check=True
+        [sys.executable, "-P", "-c", SETUP + code, str(path)],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
     )
     end_s, kib = done.stdout.split()[:2]
     return float(end_s) - start_s, float(kib) / 1024
