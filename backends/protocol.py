@@ -60,6 +60,8 @@ class Capabilities:
 
     kind                 which of the two roles it plays
     unified_memory       kernels work on `HostBuffer` memory in place; else copies are real work
+    coherent             host and device see each other's writes when a call is complete; else each
+                         tensor that another processor wrote or reads is handed over (`transfer`)
     asynchronous         calls are submitted (`submit`); else they block (`run`)
     static_shapes        token counts must be one of `graph_sizes`; others are refused by `bind`
     graph_sizes          token counts that were prepared ahead of time (empty: any)
@@ -85,6 +87,7 @@ class Capabilities:
 
     kind: DeviceKind
     unified_memory: bool = True
+    coherent: bool = True
     asynchronous: bool = False
     static_shapes: bool = False
     graph_sizes: tuple[int, ...] = ()
@@ -353,10 +356,17 @@ class Device(ABC):
     def transfer(self, host: Tensor, own: Tensor, *, to_device: bool) -> BoundCall | None:  # noqa: ARG002
         """Return a call that copies between host memory and an equal tensor of this device's own.
 
-        It runs in the order of the device's calls; None where the device has no such command. For
-        comparisons: nothing is copied on unified memory otherwise.
+        It runs in the order of the device's calls; None where the device has no such command. A
+        tensor that is handed over to itself (`own` is `host`) is copied where memory is not
+        unified, and made visible, in place, where it is not coherent.
         """
         return None
+
+    def set_explicit_handovers(self, on: bool) -> None:  # noqa: B027
+        """Let calls that are bound from here on hand nothing over: their caller does (`transfer`).
+
+        For devices that are not coherent. Else every call hands over all its tensors, caches whole.
+        """
 
     def clone_for_thread(self) -> Device | None:
         """Return this device for another thread, which prepares kernels of its own there.

@@ -272,8 +272,9 @@ class CostModel:
         return self._sync(device).call_s
 
     def copy_s(self, device: DeviceKind, nbytes: int) -> float:
-        """Return moving activations to or from the device; 0 where memory is unified."""
-        if self.device(device).capabilities.unified_memory:
+        """Return handing activations over to or from the device; 0 where memory is coherent."""
+        able = self.device(device).capabilities
+        if able.unified_memory and able.coherent:
             return 0.0
         sync = self._sync(device)
         return sync.copy_fixed_s + sync.copy_s_per_byte * nbytes

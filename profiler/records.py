@@ -61,6 +61,7 @@ class CapabilityRecord(Record):
     """`hetero.backends.protocol.Capabilities` as measured devices declared them."""
 
     unified_memory: bool = True
+    coherent: bool = True
     asynchronous: bool = False
     static_shapes: bool = False
     graph_sizes: Annotated[tuple[Tokens, ...], Field(max_length=64)] = ()

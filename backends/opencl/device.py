@@ -17,6 +17,7 @@ from hetero.backends.errors import WaitTimeoutError
 from hetero.backends.formats import WeightFormat
 from hetero.backends.memory import Tensor
 from hetero.backends.opencl.calls import KernelLaunch, OpenCLCall
+from hetero.backends.opencl.coherence import is_coherent
 from hetero.backends.opencl.failures import BACKEND, decoded
 from hetero.backends.opencl.flag import Flag, flag_program, probe
 from hetero.backends.opencl.megakernel import fuse
@@ -73,13 +74,13 @@ class OpenCLDevice(Resources):
         self.capabilities = Capabilities(
             kind="gpu",
             unified_memory=self.unified_memory,
+            coherent=False,
             asynchronous=True,
             weight_formats=weight_formats,
             row_alignment=16,
             memory_limit_bytes=None if self.unified_memory else int(native.global_mem_size),
             max_allocation_bytes=int(native.max_mem_alloc_size),
             every_core=every_core,
-            attention_heads=self.unified_memory,
             reads_panels=True,
         )
         self._table = table
@@ -88,6 +89,11 @@ class OpenCLDevice(Resources):
         self._stream_signal_tried = False
         self.at_close: Callable[[], None] = lambda: None
         self.worker_cpu = selected.cores[0] if len(selected.cores) == 1 else None
+        if self.coherent is None:
+            self.coherent = is_coherent(self)
+        self.capabilities = replace(
+            self.capabilities, coherent=self.coherent, attention_heads=self.coherent
+        )
 
     def accepts(self, op: Op) -> Acceptance:
         """See `Device.accepts`."""
@@ -113,7 +119,7 @@ class OpenCLDevice(Resources):
     def flag(self) -> Flag | None:
         """See `Device.flag`; probed at the first call, which takes a few milliseconds."""
         if self.capabilities.early_visibility is None:
-            self._flag = Flag(self) if self.capabilities.unified_memory and self.coherent else None
+            self._flag = Flag(self) if self.capabilities.unified_memory else None
             visible = self._flag is not None and probe(self, self._flag)
             self.capabilities = replace(self.capabilities, early_visibility=visible)
         return self._flag if self.capabilities.early_visibility else None
@@ -136,6 +142,10 @@ class OpenCLDevice(Resources):
     def transfer(self, host: Tensor, own: Tensor, *, to_device: bool) -> TransferCall:
         """See `Device.transfer`."""
         return TransferCall(self, host, own, to_device)
+
+    def set_explicit_handovers(self, on: bool) -> None:
+        """See `Device.set_explicit_handovers`."""
+        self.explicit_handovers = on
 
     def clone_for_thread(self) -> OpenCLDevice:
         """See `Device.clone_for_thread`: a queue of its own, everything else shared."""

@@ -76,7 +76,8 @@ def fuse(device: Resources, runs: Sequence[Stages]) -> list[OpenCLCall] | None:
 
     Calls of one stage do not wait for each other, where they can do without.
     """
-    if device.tuning.lanes > 1 or not (device.coherent and device.unified_memory):
+    in_place = device.coherent or (device.unified_memory and device.explicit_handovers)
+    if device.tuning.lanes > 1 or not in_place:
         return None
     calls = [call for run in runs for stage in run for call in stage]
     if any(not isinstance(call, OpenCLCall) or call.device is not device for call in calls):

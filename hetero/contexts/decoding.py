@@ -44,6 +44,8 @@ class HostDecoder:
     def decode(self, chunks: Parts, layer: int, cache: KvCache) -> None:
         """See `ChunkDecoder.decode`."""
         self._codec.decode_into(chunks, layer, *cache.rows(layer))
+        for start, codes in chunks:
+            cache.wrote(layer, start, start + codes.tokens)
 
 
 class SharedDecoder:
@@ -154,12 +156,15 @@ def decode_operation(codec: ChunkCodec, layout: CacheLayout) -> DecodeChunks:
 def decoders(
     devices: Mapping[DeviceKind, Device], codec: ChunkCodec, layout: CacheLayout
 ) -> Iterator[ChunkDecoder]:
-    """Yield all decoders: the host, and devices that can decode during their other calls."""
+    """Yield all decoders: the host, and devices that can decode during their other calls into
+    caches that the host sees.
+    """
     yield HostDecoder(codec)
     if layout.head_dim * CHUNK_TOKENS % 4:
         return
     op = decode_operation(codec, layout)
     for kind, device in devices.items():
-        beside = device.clone_for_thread() if device.accepts(op) else None
+        able = device.capabilities.coherent and device.accepts(op)
+        beside = device.clone_for_thread() if able else None
         if beside is not None:
             yield DeviceDecoder(kind, beside, codec, op)

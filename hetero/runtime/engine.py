@@ -146,10 +146,13 @@ class Engine:
         self.kernels = prepare_kernels(self._weights, self.placement, self.devices, progress)
         for device in self.devices.values():
             device.compact_weights()
+            device.set_explicit_handovers(not device.capabilities.coherent)
         owner = self.devices.get("npu") or self.devices["gpu"]
         self.pool = ActivationPool(slots, owner)
         self.pool.map_to(self.devices.values())
-        self.contexts.provide(layout, owner.allocate, self._admit)
+        gpu = self.devices.get("gpu")
+        incoherent = None if gpu is None or gpu.capabilities.coherent else gpu
+        self.contexts.provide(layout, owner.allocate, self._admit, incoherent)
         self.runner.use(self.devices, self.pool, self._adapter)
         with self.control.on_core():
             self.synchroniser = Synchroniser(
@@ -471,6 +474,9 @@ class Engine:
         try:
             self._warmed = False
             self._build(single_device(spec, kind), None, None)
+            for context in self.contexts.open_contexts():
+                if lost_tokens := context.recompute():
+                    list(self._prompt_calls(context, lost_tokens))
         except BaseException:
             self.close()
             raise

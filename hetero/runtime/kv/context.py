@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Protocol, Self, TypeVar
 
+from hetero.backends.errors import DeviceError
 from hetero.backends.ops import Rope
 from hetero.errors import UserError
 from hetero.runtime.kv.attention_stats import ScoreStats
@@ -73,7 +74,7 @@ class Context:
         self._home = home
         self._cache: KvCache | None = cache
         self._tokens: list[int] = []
-        self._cached = 0
+        self._cached = self._lost_rows = 0
         self._waits, self.wait_s = waits, WAIT_S
         self._choosing = threading.RLock()  # also a signal handler may want the context
         self._hold: weakref.ref[Hold] | None = None
@@ -328,6 +329,11 @@ class Context:
         """
         self._tokens, self._cached, self.gate = list(tokens), len(tokens), None
 
+    def recompute(self) -> tuple[int, ...]:
+        """Return the tokens, from the first on, whose rows were lost with a device; once."""
+        lost, self._lost_rows = self._lost_rows, 0
+        return tuple(self._tokens[:lost])
+
     def shared(self, tokens: Sequence[int]) -> int:
         """Return how many of the first `tokens` are cached."""
         pairs = zip(self._tokens[: self._cached], tokens, strict=False)
@@ -335,12 +341,17 @@ class Context:
         return min(self._cached, len(tokens)) if differing is None else differing
 
     def move(self, cache: KvCache) -> None:
-        """Continue in another cache: the devices have changed."""
+        """Continue in another cache: the devices have changed. Rows that only a device which failed
+        has seen are to be computed again (`recompute`).
+        """
         if self._cache is not None:
             if self.gate is not None:
                 with suppress(LoadError):  # which the next step meets
                     self.gate.wait(self.gate.layers - 1)
-            cache.copy_from(self._cache, self._cached)
+            try:
+                cache.copy_from(self._cache, self._cached)
+            except DeviceError:
+                self._lost_rows, self._cached = self._cached, 0
             self._cache = cache
 
     def forked(self) -> None:
