@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 
@@ -13,7 +13,7 @@ import numpy as np
 import pyopencl as cl
 
 from hetero.backends.checks import check_weights
-from hetero.backends.errors import WaitTimeoutError
+from hetero.backends.errors import KernelBuildError, WaitTimeoutError
 from hetero.backends.formats import WeightFormat
 from hetero.backends.memory import Tensor
 from hetero.backends.opencl.calls import KernelLaunch, OpenCLCall
@@ -119,7 +119,10 @@ class OpenCLDevice(Resources):
     def flag(self) -> Flag | None:
         """See `Device.flag`; probed at the first call, which takes a few milliseconds."""
         if self.capabilities.early_visibility is None:
-            self._flag = Flag(self) if self.capabilities.unified_memory else None
+            self._flag = None
+            if self.capabilities.unified_memory:
+                with suppress(KernelBuildError):  # a compiler without such fences
+                    self._flag = Flag(self)
             visible = self._flag is not None and probe(self, self._flag)
             self.capabilities = replace(self.capabilities, early_visibility=visible)
         return self._flag if self.capabilities.early_visibility else None

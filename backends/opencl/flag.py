@@ -7,6 +7,7 @@ still at work; `probe` tries that, once for each device.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,8 +42,14 @@ DEFAULT: Final = ProbePolicy()
 
 
 def flag_program(device: Resources) -> cl.Program:
-    """Return the built program of `kernels/flag.cl`."""
-    return device.programs.get("flag.cl", {}, before=("fences.cl",))
+    """Return the built program of `kernels/flag.cl`, in a standard with fences that reach the host
+    where the device has one.
+    """
+    version = re.match(r"OpenCL C (\d)\.\d", device.native.opencl_c_version)
+    is_cpu = bool(device.native.type & cl.device_type.CPU)
+    newer = not is_cpu and version is not None and int(version[1]) >= 2
+    options = (f"-cl-std=CL{version[1]}.0",) if newer and version is not None else ()
+    return device.programs.get("flag.cl", {}, before=("fences.cl",), options=options)
 
 
 class Flag(BoundCall):
