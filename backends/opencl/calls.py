@@ -318,8 +318,8 @@ class Region:
 
     def publish(self, device: Resources) -> cl.Event:
         """Let the device see what the host wrote, once the event is complete."""
-        if not self.copied:
-            return self._map(device, cl.map_flags.WRITE)
+        if not self.copied:  # other flags may fetch what the device has over what the host wrote
+            return self._map(device, cl.map_flags.WRITE_INVALIDATE_REGION)
         device.copies += 1
         return cl.enqueue_copy(
             device.queue, self.buffer, self.host, dst_offset=self.offset, is_blocking=False

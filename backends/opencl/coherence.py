@@ -1,9 +1,11 @@
-"""Whether host and device see each other's writes without mapping, tried rather than assumed.
+"""Whether host and device see each other's writes, and how, tried rather than assumed.
 
 A device that keeps copies of host memory, or caches that only mapping flushes, reads what it read
 before, and the host keeps its own lines. So each buffer is used several times: the host writes new
 inputs and poisons the output (its lines are in its caches then), the device computes, and every
 value must be the new one. Small buffers stay in caches, large ones go through them.
+
+Where that fails, memory is mapped and unmapped at hand-overs, and where that fails as well, copied.
 """
 
 from __future__ import annotations
@@ -73,9 +75,14 @@ def is_coherent(device: OpenCLDevice, policy: CoherencePolicy = DEFAULT) -> bool
     """
     device.set_explicit_handovers(True)
     try:
-        return all(_sees_writes(device, floats, policy.rounds) for floats in policy.floats)
+        return hands_over(device, policy)
     finally:
         device.set_explicit_handovers(False)
+
+
+def hands_over(device: OpenCLDevice, policy: CoherencePolicy = DEFAULT) -> bool:
+    """Return whether launches and the host see each other's writes as calls are bound now."""
+    return all(_sees_writes(device, floats, policy.rounds) for floats in policy.floats)
 
 
 def _sees_writes(device: OpenCLDevice, floats: int, rounds: int) -> bool:

@@ -17,7 +17,7 @@ from hetero.backends.errors import KernelBuildError, WaitTimeoutError
 from hetero.backends.formats import WeightFormat
 from hetero.backends.memory import Tensor
 from hetero.backends.opencl.calls import KernelLaunch, OpenCLCall
-from hetero.backends.opencl.coherence import is_coherent
+from hetero.backends.opencl.coherence import hands_over, is_coherent
 from hetero.backends.opencl.failures import BACKEND, decoded
 from hetero.backends.opencl.flag import Flag, flag_program, probe
 from hetero.backends.opencl.megakernel import fuse
@@ -73,12 +73,9 @@ class OpenCLDevice(Resources):
         self.info = _info(selected, self.tuning.family, every_core=every_core)
         self.capabilities = Capabilities(
             kind="gpu",
-            unified_memory=self.unified_memory,
-            coherent=False,
             asynchronous=True,
             weight_formats=weight_formats,
             row_alignment=16,
-            memory_limit_bytes=None if self.unified_memory else int(native.global_mem_size),
             max_allocation_bytes=int(native.max_mem_alloc_size),
             every_core=every_core,
             reads_panels=True,
@@ -91,8 +88,14 @@ class OpenCLDevice(Resources):
         self.worker_cpu = selected.cores[0] if len(selected.cores) == 1 else None
         if self.coherent is None:
             self.coherent = is_coherent(self)
+            self.unified_memory = self.coherent or hands_over(self)
+            self._mapped.clear()
         self.capabilities = replace(
-            self.capabilities, coherent=self.coherent, attention_heads=self.coherent
+            self.capabilities,
+            unified_memory=self.unified_memory,
+            coherent=self.coherent,
+            attention_heads=self.coherent,
+            memory_limit_bytes=None if self.unified_memory else int(native.global_mem_size),
         )
 
     def accepts(self, op: Op) -> Acceptance:

@@ -42,8 +42,9 @@ DEFAULT: Final = ProbePolicy()
 
 
 def flag_program(device: Resources) -> cl.Program:
-    """Return the built program of `kernels/flag.cl`, in a standard with fences that reach the host
-    where the device has one.
+    """Return the built program of `kernels/flag.cl`.
+
+    It is in a standard with fences that reach the host, where the device has one.
     """
     version = re.match(r"OpenCL C (\d)\.\d", device.native.opencl_c_version)
     is_cpu = bool(device.native.type & cl.device_type.CPU)
