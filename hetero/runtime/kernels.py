@@ -26,7 +26,8 @@ from hetero.models.weights import BlockWeights, ModelWeights
 from hetero.profiler.model_graph import Node
 from hetero.solver.errors import PlanError
 from hetero.solver.groups import NodeGroup
-from hetero.solver.placement import Heads, Part, Placement, Segment
+from hetero.solver.parts import Heads, Part, Segment
+from hetero.solver.placement import Placement
 
 Devices = Mapping[DeviceKind, Device]
 Progress = Callable[[int, int], None]
@@ -156,7 +157,7 @@ class KernelSet:
                 self._weights[node.name] = values
                 self._check(kind, node)
             else:
-                for segment in placement.segments(node, kind):
+                for segment in placement.kernels.segments(node, kind):
                     kernel = self._compile(node, kind, segment, values)
                     self._matmuls[node.name, kind, segment] = kernel
                 if placement.online:
@@ -166,7 +167,7 @@ class KernelSet:
 
     def _add_heads(self, node: Node, whole: Attention, placement: Placement) -> None:
         for kind, device in self._devices.items():
-            for run in placement.shared_heads(kind):
+            for run in placement.kernels.shared_heads(kind):
                 op = Heads(kind, *run, graph=0).op(whole)
                 self._heads[node.name, kind, run] = _prepare(device, node, op, {})
 

@@ -103,7 +103,7 @@ def test_a_devices_own_layout_counts_as_it_says(folder: str) -> None:
             4 * (rows[1] - rows[0]) * node.op.k
             for node in engine.nodes
             if isinstance(node.op, MatMul)
-            for rows, *_ in engine.placement.segments(node, "npu")
+            for rows, *_ in engine.placement.kernels.segments(node, "npu")
         )
     with make_engine(folder, plan, npu_bytes={WeightFormat.F32: 10.0}) as engine:
         assert engine.memory.weight_bytes == stored + mine // 4 * 6
@@ -163,8 +163,8 @@ def test_lists_of_what_codes_cut_off_count_as_memory(folder: str) -> None:
 def test_what_lies_there_twice_is_counted(device: str) -> None:
     with LLM("demo", device=device) as llm:  # type: ignore[arg-type]
         needs, placement = llm.engine.memory, llm.engine.placement
-        assert needs.weight_bytes == sum(placement.weight_bytes.values())
-        assert needs.copied_bytes == max(needs.weight_bytes - placement.stored_bytes, 0)
+        assert needs.weight_bytes == sum(placement.kernels.weight_bytes.values())
+        assert needs.copied_bytes == max(needs.weight_bytes - placement.kernels.stored_bytes, 0)
         if device == "gpu":  # reads them where they are stored
             assert needs.copied_bytes == 0
         if device == "hetero":
