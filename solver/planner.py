@@ -284,11 +284,10 @@ class Planner:
 
         They are of each layer, or of one where layers share them. 0 if it was not measured.
         """
-        weight_format = self.spec.weight_format
+        weight_format, times = self.spec.weight_format, self.cost.preparation
         block = [self.shape(x.name) for x in self.spec.matmuls if x.name != "lm_head"]
-        one = sum(self.cost.prepare_s("npu", weight_format, *shape, m=m) for shape in block)
-        shared = self.cost.layers_share("npu", weight_format)
-        return one if shared else self.spec.layers * one
+        one = sum(times.seconds("npu", weight_format, *shape, m=m) for shape in block)
+        return one if times.layers_share("npu", weight_format) else self.spec.layers * one
 
     @cached_property
     def whole_rows(self) -> Planner:
