@@ -1,4 +1,4 @@
-"""Copies between host memory and a buffer of the device, in queue order (`Device.transfer`)."""
+"""Copies between host memory and a buffer of the device, in queue order (`SupportsTransfer`)."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ import numpy as np
 from hetero.backends.errors import DeviceError
 from hetero.backends.memory import Tensor
 from hetero.backends.ops import DecodeChunks
+from hetero.backends.optional import SupportsThreads
 from hetero.backends.protocol import BoundCall, Device, DeviceKind, port_dtype, port_shape
 from hetero.contexts.codec import CHUNK_TOKENS, DECODED_TOGETHER, HALF, RAW, ChunkCodec, Codes
 from hetero.runtime.kv.kv_cache import CacheLayout, KvCache
@@ -160,6 +161,5 @@ def decoders(
         return
     op = decode_operation(codec, layout)
     for kind, device in devices.items():
-        beside = device.clone_for_thread() if device.accepts(op) else None
-        if beside is not None:
-            yield DeviceDecoder(kind, beside, codec, op)
+        if isinstance(device, SupportsThreads) and device.accepts(op):
+            yield DeviceDecoder(kind, device.clone_for_thread(), codec, op)

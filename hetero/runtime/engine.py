@@ -12,6 +12,7 @@ import numpy as np
 
 from hetero.backends.errors import DeviceError, DeviceLostError, WaitTimeoutError
 from hetero.backends.formats import CacheFormat
+from hetero.backends.optional import SupportsCompaction
 from hetero.backends.protocol import DEFAULT_DEADLINE_S, DeviceKind
 from hetero.errors import FallbackWarning, UserError
 from hetero.models.graph import model_graph, rope_of
@@ -145,7 +146,8 @@ class Engine:
         self._admit(len(self.contexts.open_contexts()))
         self.kernels = prepare_kernels(self._weights, self.placement, self.devices, progress)
         for device in self.devices.values():
-            device.compact_weights()
+            if isinstance(device, SupportsCompaction):
+                device.compact_weights()
         owner = self.devices.get("npu") or self.devices["gpu"]
         self.pool = ActivationPool(slots, owner)
         self.pool.map_to(self.devices.values())

@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from hetero.backends.memory import HostBuffer, Panels, Tensor
 from hetero.backends.ops import OUTPUT_PORTS
+from hetero.backends.optional import SupportsTransfer
 from hetero.backends.protocol import (
     FIXED_PORTS,
     BoundCall,
@@ -86,12 +87,12 @@ class Handover:
 
     def _transfer(self, tensor: Tensor, to: Side) -> Transfer:
         mirror = self._mirror_of(tensor)
-        call = self._gpu.transfer(tensor, mirror, to_device=to == "gpu")
-        if call is None:
+        if not isinstance(self._gpu, SupportsTransfer):
             raise UserError(
                 f"--sync copy needs a device that copies, {self._gpu.info.backend} does not: "
                 "choose another --sync"
             )
+        call = self._gpu.transfer(tensor, mirror, to_device=to == "gpu")
         return Transfer(call, tensor.buffer, to == "gpu", tensor.nbytes)
 
     def _mirrored(self, operand: Operand) -> Operand:

@@ -9,6 +9,7 @@ from weakref import WeakValueDictionary
 from hetero.backends.errors import DeviceError
 from hetero.backends.formats import StorageFormat
 from hetero.backends.ops import Attention, MatMul, Op, describe, weight_names
+from hetero.backends.optional import SupportsGroups
 from hetero.backends.protocol import (
     Acceptance,
     BoundCall,
@@ -118,8 +119,14 @@ class KernelSet:
 
     def add_group(self, group: NodeGroup, values: Sequence[Mapping[str, WeightValue]]) -> None:
         """Prepare nodes as one graph on the NPU. Raises `PlanError` if it cannot."""
+        npu = self._devices["npu"]
+        if not isinstance(npu, SupportsGroups):
+            raise PlanError(
+                f"{group.name}: {npu.info.name} runs no {group.group.name} of {len(values)} "
+                "operations as one graph: leave it out of the plan's `fused`"
+            )
         try:
-            self._groups[group.name] = self._devices["npu"].prepare_group(group.group, values)
+            self._groups[group.name] = npu.prepare_group(group.group, values)
         except ValueError as error:
             raise PlanError(f"{group.name}: {error}") from None
 

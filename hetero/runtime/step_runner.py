@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
+from hetero.backends.optional import SupportsQueueControl
 from hetero.errors import UserError
 from hetero.runtime.adaptive import Adapter
 from hetero.runtime.attention_scores import rows_of
@@ -169,7 +170,8 @@ class StepRunner:
         if on != self._timed:
             self._timed = on
             for device in self._devices.values():
-                device.set_timing(on)
+                if isinstance(device, SupportsQueueControl):
+                    device.set_timing(on)
 
     def _execute(self, step: Step, on_device_busy: OnDeviceBusy) -> StepRun:
         """Run a step whose inputs are in the pool."""
