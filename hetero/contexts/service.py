@@ -212,7 +212,7 @@ class Service:
                 for _ in range(min(self._slots.most, engine.most_rows))
             ]
             with engine.lock:
-                engine.warm_rows(contexts)
+                engine.deployment.warm_rows(contexts)
 
     @whole
     def close(self) -> None:
@@ -288,13 +288,13 @@ class Service:
         able = {} if engine.runner.gpu_share is not None else engine.devices
         known = {decoder.name: decoder for decoder in decoders(able, codec, layout)}
         names = ", ".join(device.info.name for device in engine.devices.values())
-        priced = engine.forms.priced
+        priced = engine.deployment.forms.priced
         measured_on = [MEASURES, names, self.llm.plan.plan_id, priced, sorted(known)]
         if about.get("measured_on") != measured_on:
             directory.save(
                 measured_on=measured_on,
                 prompts=measure_prompts(self._active, vocabulary, self._prefill),
-                predicted=price_prompts(engine.forms.prompt_s, engine.max_seq_len)
+                predicted=price_prompts(engine.deployment.forms.prompt_s, engine.max_seq_len)
                 if priced
                 else [],
                 **measure_chunks(self._active, codec, directory.path, known.values()),
