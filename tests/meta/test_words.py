@@ -20,7 +20,7 @@ BANNED = frozenset({
 BANNED_LEFT: dict[str, int] = {
     "cache": 3,
     "contexts": 44,
-    "generation": 3,
+    "generation": 2,
     "measuring": 1,
     "models": 22,
     "placement": 1,
