@@ -26,14 +26,16 @@ from hetero.backends.opencl.selected import Selected
 from hetero.backends.opencl.stream_signal import OpenCLStreamSignal, find_stream_signal
 from hetero.backends.opencl.transfer import TransferCall
 from hetero.backends.ops import Op, describe
-from hetero.backends.protocol import (
-    Acceptance,
-    Capabilities,
-    DeviceInfo,
-    Kernel,
+from hetero.backends.optional import (
     Stages,
-    WeightValue,
+    SupportsFusedLaunch,
+    SupportsHandovers,
+    SupportsPrewarm,
+    SupportsQueueControl,
+    SupportsSignals,
+    SupportsThreads,
 )
+from hetero.backends.protocol import Acceptance, Capabilities, DeviceInfo, Kernel, WeightValue
 from hetero.backends.registry import EVERY_CORE
 
 Prepare: TypeAlias = Callable[["OpenCLDevice", Any, Mapping[str, WeightValue]], Kernel]
@@ -47,7 +49,15 @@ class KernelEntry(NamedTuple):
     accepts: Accepts = lambda _op: Acceptance(True)
 
 
-class OpenCLDevice(Resources):
+class OpenCLDevice(
+    Resources,
+    SupportsSignals,
+    SupportsFusedLaunch,
+    SupportsPrewarm,
+    SupportsHandovers,
+    SupportsThreads,
+    SupportsQueueControl,
+):
     """One OpenCL device, `selected` before.
 
     `family`, `unified_memory` and `coherent` are those of `hetero.backends.opencl.open`; `table`
@@ -116,11 +126,11 @@ class OpenCLDevice(Resources):
             return self._table[type(op)].prepare(self, op, weights)
 
     def prewarm(self, what: str) -> AbstractContextManager[bool]:
-        """See `Device.prewarm`."""
+        """See `SupportsPrewarm.prewarm`."""
         return self.programs.prewarm(f"{what} on {self.threads} threads")
 
     def flag(self) -> Flag | None:
-        """See `Device.flag`; probed at the first call, which takes a few milliseconds."""
+        """See `SupportsSignals.flag`; probed at the first call, which takes a few milliseconds."""
         if self.capabilities.early_visibility is None:
             self._flag = None
             if self.capabilities.unified_memory:
@@ -131,22 +141,22 @@ class OpenCLDevice(Resources):
         return self._flag if self.capabilities.early_visibility else None
 
     def stream_signal(self) -> OpenCLStreamSignal | None:
-        """See `Device.stream_signal`; probed at the first call, which takes a few milliseconds."""
+        """See `SupportsSignals.stream_signal`; probed at the first call, in a few milliseconds."""
         if not self._stream_signal_tried:
             self._stream_signal_tried = True
             self._stream_signal = find_stream_signal(self, self.flag())
         return self._stream_signal
 
     def discard_prewarm(self) -> None:
-        """See `Device.discard_prewarm`."""
+        """See `SupportsPrewarm.discard_prewarm`."""
         self.programs.discard_prewarm()
 
     def fuse(self, runs: Sequence[Stages]) -> Sequence[OpenCLCall] | None:
-        """See `Device.fuse`."""
+        """See `SupportsFusedLaunch.fuse`."""
         return fuse(self, runs)
 
     def transfer(self, host: Tensor, own: Tensor, *, to_device: bool) -> TransferCall:
-        """See `Device.transfer`."""
+        """See `SupportsHandovers.transfer`."""
         return TransferCall(self, host, own, to_device)
 
     def set_explicit_handovers(self, on: bool) -> None:
@@ -154,7 +164,7 @@ class OpenCLDevice(Resources):
         self.explicit_handovers = on
 
     def clone_for_thread(self) -> OpenCLDevice:
-        """See `Device.clone_for_thread`: a queue of its own, everything else shared."""
+        """See `SupportsThreads.clone_for_thread`: a queue of its own, everything else shared."""
         self.check()
         other = copy.copy(self)
         with decoded("making a queue"):
@@ -163,7 +173,7 @@ class OpenCLDevice(Resources):
         return other
 
     def set_timing(self, on: bool) -> None:
-        """See `Device.set_timing`: a queue that keeps the times of its commands."""
+        """See `SupportsQueueControl.set_timing`: a queue that keeps the times of its commands."""
         self.finish()
         with decoded("making a queue"):
             if not on:

@@ -27,7 +27,7 @@ from hetero.backends.opencl.kernel_files import source
 from hetero.backends.opencl.program_source import OPTIONS, ProgramSource
 from hetero.backends.opencl.resources import DeviceMemory, Resources, Scratch
 from hetero.backends.opencl.self_test.compiler import Variant, argument_kinds
-from hetero.backends.protocol import Stages
+from hetero.backends.optional import Stages
 
 HEAD: Final = 4  # words of an entry before its arguments
 LINE: Final = 16  # 32-bit words

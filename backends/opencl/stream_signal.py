@@ -26,7 +26,8 @@ from hetero.backends.opencl.failures import BACKEND
 from hetero.backends.opencl.flag import Flag, FlagCompletion, ProbePolicy, flag_program, handed_over
 from hetero.backends.opencl.resources import Resources
 from hetero.backends.ops import Add
-from hetero.backends.protocol import DEFAULT_DEADLINE_S, BoundCall, Completion, StreamSignal
+from hetero.backends.optional import StreamSignal
+from hetero.backends.protocol import DEFAULT_DEADLINE_S, BoundCall, Completion
 
 ORDERED_STORES: Final = frozenset({"x86_64", "AMD64"})
 SIGNALLED, REACHED, GAVE_UP = 0, 16, 32  # 32-bit words, a cache line each, as in flag.cl

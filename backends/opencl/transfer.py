@@ -1,4 +1,4 @@
-"""Hand-overs of tensors between host and device, in queue order (`Device.transfer`)."""
+"""Hand-overs of tensors between host and device, in queue order (`SupportsTransfer`)."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ import numpy as np
 from hetero.backends.errors import DeviceError
 from hetero.backends.memory import Tensor
 from hetero.backends.ops import DecodeChunks
+from hetero.backends.optional import SupportsThreads
 from hetero.backends.protocol import BoundCall, Device, DeviceKind, port_dtype, port_shape
 from hetero.contexts.codec import CHUNK_TOKENS, DECODED_TOGETHER, HALF, RAW, ChunkCodec, Codes
 from hetero.runtime.kv.kv_cache import CacheLayout, KvCache
@@ -165,6 +166,5 @@ def decoders(
     op = decode_operation(codec, layout)
     for kind, device in devices.items():
         able = device.capabilities.coherent and device.accepts(op)
-        beside = device.clone_for_thread() if able else None
-        if beside is not None:
-            yield DeviceDecoder(kind, beside, codec, op)
+        if able and isinstance(device, SupportsThreads):
+            yield DeviceDecoder(kind, device.clone_for_thread(), codec, op)

@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import Final
 
 from hetero.backends.errors import DeviceError, KernelBuildError
+from hetero.backends.optional import SupportsPrewarm
 from hetero.backends.protocol import parts_of
 from hetero.errors import FallbackWarning
 from hetero.runtime.executor import Executor
@@ -78,7 +79,8 @@ def fused(step: Step, devices: Devices) -> tuple[Step, bool]:
 def _warn(devices: Devices, why: str) -> None:
     """Warn, and let the next start try again."""
     for device in devices.values():
-        device.discard_prewarm()
+        if isinstance(device, SupportsPrewarm):
+            device.discard_prewarm()
     warnings.warn(
         f"decoding runs call by call because the same kernels in one launch (a chain) {why}",
         FallbackWarning,

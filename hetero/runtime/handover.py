@@ -18,6 +18,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from hetero.backends.memory import HostBuffer, Panels, Tensor
 from hetero.backends.ops import OUTPUT_PORTS
+from hetero.backends.optional import SupportsHandovers, SupportsTransfer
 from hetero.backends.protocol import (
     CACHE_PORTS,
     FIXED_PORTS,
@@ -101,12 +102,12 @@ class Handover:
 
     def _transfer(self, tensor: Tensor, to: Side) -> Transfer:
         mirror = tensor if self._mirrors is None else self._mirror_of(tensor, self._mirrors)
-        call = self._gpu.transfer(tensor, mirror, to_device=to == "gpu")
-        if call is None:
+        if not isinstance(self._gpu, SupportsTransfer):
             raise UserError(
                 f"--sync copy needs a device that copies, {self._gpu.info.backend} does not: "
                 "choose another --sync"
             )
+        call = self._gpu.transfer(tensor, mirror, to_device=to == "gpu")
         return Transfer(call, tensor.buffer, to == "gpu", tensor.nbytes)
 
     def _mirrored(self, operand: Operand) -> Operand:
@@ -123,6 +124,15 @@ class Handover:
         return dataclasses.replace(tensor, buffer=mirrors[buffer])
 
 
+def incoherent(devices: Mapping[DeviceKind, Device]) -> SupportsHandovers | None:
+    """Return the GPU where its memory is not coherent with the host's."""
+    gpu = devices.get("gpu")
+    if gpu is None or gpu.capabilities.coherent:
+        return None
+    assert isinstance(gpu, SupportsHandovers)
+    return gpu
+
+
 def fetch(device: Device, tensors: Iterable[Tensor]) -> None:
     """Let the host see what a device has written, if it does not already; return when it does."""
     _hand_over(device, tensors, to_device=False)
@@ -134,7 +144,8 @@ def publish(device: Device, tensors: Iterable[Tensor]) -> None:
 
 
 def _hand_over(device: Device, tensors: Iterable[Tensor], *, to_device: bool) -> None:
-    for tensor in () if device.capabilities.coherent else tensors:
-        call = device.transfer(tensor, tensor, to_device=to_device)
-        assert call is not None
-        call.run()
+    if device.capabilities.coherent:
+        return
+    assert isinstance(device, SupportsHandovers)
+    for tensor in tensors:
+        device.transfer(tensor, tensor, to_device=to_device).run()

@@ -48,7 +48,8 @@ from hetero.runtime.step import BoundLaunches, PendingLaunch, Step
 from hetero.runtime.waits import Synchroniser
 from hetero.solver.errors import PlanError
 from hetero.solver.groups import NodeGroup
-from hetero.solver.placement import Heads, Part, Placement, Span
+from hetero.solver.parts import Heads, Part, Span
+from hetero.solver.placement import Placement
 from hetero.solver.plan import Phase, PrefillMode
 
 CHUNKS_KEPT: Final = 32

@@ -11,7 +11,8 @@ from functools import cached_property, partial
 from typing import Final, NamedTuple, TypeAlias
 
 from hetero.backends.ops import OUTPUT_PORTS
-from hetero.backends.protocol import KINDS, BoundCall, Completion, DeviceKind, Operand, StreamSignal
+from hetero.backends.optional import StreamSignal
+from hetero.backends.protocol import KINDS, BoundCall, Completion, DeviceKind, Operand
 from hetero.runtime.cache_calls import CacheCall, behind_gate, bind_program
 from hetero.runtime.fused_launch import fuse_program
 from hetero.runtime.handover import Handover

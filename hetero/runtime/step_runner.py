@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 
+from hetero.backends.optional import SupportsQueueControl
 from hetero.errors import UserError
 from hetero.runtime.adaptive import Adapter
 from hetero.runtime.attention_scores import rows_of
@@ -176,7 +177,8 @@ class StepRunner:
         if on != self._timed:
             self._timed = on
             for device in self._devices.values():
-                device.set_timing(on)
+                if isinstance(device, SupportsQueueControl):
+                    device.set_timing(on)
 
     @staticmethod
     def _enter(contexts: Sequence[Context], step: Step) -> Mapping[int, Side]:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
 from hetero.backends.memory import Tensor
-from hetero.backends.protocol import Device
+from hetero.backends.optional import SupportsHandovers
 
 Side: TypeAlias = Literal["gpu", "host"]
 Rows: TypeAlias = tuple[int, int]
@@ -27,7 +27,7 @@ class CacheSync:
     thread; those that use the same rows at the same time are the caller's to order.
     """
 
-    def __init__(self, gpu: Device, tensors: Sequence[Sequence[Tensor]]) -> None:
+    def __init__(self, gpu: SupportsHandovers, tensors: Sequence[Sequence[Tensor]]) -> None:
         self._gpu, self._tensors = gpu, tensors
         self._lock = threading.Lock()
         self._pending: list[dict[Side, list[Rows]]] = [{} for _ in tensors]
@@ -51,7 +51,7 @@ class CacheSync:
                 for span in spans
                 for part in _parts(tensor, *span)
             ]
-            *_, last = [call.submit() for call in calls if call is not None]
+            *_, last = [call.submit() for call in calls]
             last.wait()
             self._pending[layer][other] = []
 

@@ -9,7 +9,7 @@ from typing import TypeAlias
 from hetero.backends.errors import DeviceLostError
 from hetero.backends.host import forks
 from hetero.backends.ops import Rope
-from hetero.backends.protocol import Device
+from hetero.backends.optional import SupportsHandovers
 from hetero.errors import UserError
 from hetero.runtime.kv.context import Context
 from hetero.runtime.kv.kv_cache import Allocate, Array, CacheLayout, KvCache
@@ -39,7 +39,11 @@ class ContextStore:
         forks.in_child(self._forked)
 
     def provide(
-        self, layout: CacheLayout, allocate: Allocate, admit: Admit, gpu: Device | None = None
+        self,
+        layout: CacheLayout,
+        allocate: Allocate,
+        admit: Admit,
+        gpu: SupportsHandovers | None = None,
     ) -> None:
         """Caches are like this from here on; contexts that are open move into such ones. `gpu` as
         in `KvCache`.

@@ -25,7 +25,8 @@ import numpy.typing as npt
 from hetero.backends.formats import CHANNEL_ROWS, CacheFormat
 from hetero.backends.kv_rows import CacheRows
 from hetero.backends.memory import PAGE_BYTES, HostBuffer, Tensor
-from hetero.backends.protocol import CACHE_PORTS, Device
+from hetero.backends.optional import SupportsHandovers
+from hetero.backends.protocol import CACHE_PORTS
 from hetero.errors import memory_for
 from hetero.models.sliding import Sliding
 from hetero.runtime.kv.cache_sync import CacheSync, Side
@@ -104,7 +105,9 @@ class KvCache:
     written of them (`wrote`).
     """
 
-    def __init__(self, layout: CacheLayout, allocate: Allocate, gpu: Device | None = None) -> None:
+    def __init__(
+        self, layout: CacheLayout, allocate: Allocate, gpu: SupportsHandovers | None = None
+    ) -> None:
         self.layout = layout
         self.base = self.low = 0
         with memory_for(f"a context of {layout.nbytes / 2**20:.1f} MiB"):
