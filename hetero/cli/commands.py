@@ -75,7 +75,7 @@ COMMANDS: Final = {
         Command("compile", "compile", PREPARE, "Compile every NPU graph of MODEL for a chip.",
                 ("compiling.graphs",)),
         Command("eval", "evaluate", DECIDE, "Perplexity over a text, and agreement with float32.",
-                ("cli.tables", "compiling.schemes", "measuring.kv_quality")),
+                ("cli.tables", "measuring.evaluation")),
         Command("bench", "bench", DECIDE, "Measure prefill and decode speed, devices in turns.",
                 ("measuring.benchmark",)),
         Command("serve-key", "serve", PREPARE, "Make a key of an application for --keys."),
