@@ -80,7 +80,7 @@ def eval_command(
     from hetero.models import default_weights
 
     formats = weights or [WeightFormat(default_weights(model))]
-    opened = partial(open_llm, device=device, gpu=gpu, npu=npu, plan=None, max_seq_len=max_seq_len)
+    opened = partial(open_llm, device=device.value, gpu=gpu, npu=npu, max_seq_len=max_seq_len)
     opened = partial(opened, profile=profile, memory_budget=memory_budget, kv=CacheFormat.F32.value)
     sizes: Any = {"limit": max_tokens, "window": window, "stride": stride}
     if kv:
