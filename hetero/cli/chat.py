@@ -40,8 +40,7 @@ def chat_command(
     model: ModelArgument,
     system: SystemOption = None,
     session: Annotated[
-        Path | None,
-        typer.Option(help="Go on from this file, and save to it after every turn."),
+        Path | None, typer.Option(help="Go on from this file, and save to it after every turn.")
     ] = None,
     *,
     answer: AnswerFlags,

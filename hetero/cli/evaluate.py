@@ -53,10 +53,8 @@ ReferenceOption = Annotated[
 
 def eval_command(
     model: ModelArgument,
-    text: Annotated[Path, typer.Option("--text", help="A text file in UTF-8.")],
-    weights: Annotated[
-        list[WeightFormat] | None, typer.Option("--weights", help="Repeat to compare.")
-    ] = None,
+    text: Annotated[Path, typer.Option(help="A text file in UTF-8.")],
+    weights: Annotated[list[WeightFormat] | None, typer.Option(help="Repeat to compare.")] = None,
     reference: ReferenceOption = None,
     no_reference: Annotated[
         bool, typer.Option("--no-reference", help="Perplexity only: half the time.")
@@ -64,8 +62,7 @@ def eval_command(
     window: WindowOption = 0,
     stride: StrideOption = None,
     max_tokens: Annotated[
-        int | None,
-        typer.Option("--max-tokens", min=LEAST_TOKENS, help="Score this much of the text."),
+        int | None, typer.Option(min=LEAST_TOKENS, help="Score this much of the text.")
     ] = None,
     kv: FormatsOption = None,
     device: DeviceOption = DeviceChoice.NPU,

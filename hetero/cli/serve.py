@@ -26,17 +26,16 @@ class KvBitsChoice(StrEnum):
 @expanded
 def serve_command(
     model: ModelArgument,
-    host: Annotated[str, typer.Option("--host", help="Address.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", min=1, max=65535, help="Port.")] = 8080,
+    host: Annotated[str, typer.Option(help="Address.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port.")] = 8080,
     keys: Annotated[
-        Path | None, typer.Option("--keys", help="Applications' keys (`hetero serve-key`).")
+        Path | None, typer.Option(help="Applications' keys (`hetero serve-key`).")
     ] = None,
     alias: Annotated[
         list[str] | None, typer.Option(help="Another name of MODEL; `*`: any.")
     ] = None,
     allow_host: Annotated[
-        list[str] | None,
-        typer.Option(help="Another name of this machine that clients may use."),
+        list[str] | None, typer.Option(help="Another name of this machine that clients may use.")
     ] = None,
     directory: Annotated[
         Path | None,
@@ -56,18 +55,16 @@ def serve_command(
         Path | None, typer.Option(help="File of the key of the directory.")
     ] = None,
     contexts_per_app: Annotated[
-        int, typer.Option("--contexts-per-app", min=1, help="Conversations that an app may have.")
+        int, typer.Option(min=1, help="Conversations that an app may have.")
     ] = 8,
     kv_bits: Annotated[
-        KvBitsChoice, typer.Option("--kv-bits", help="Of kept keys and values; few are lossy.")
+        KvBitsChoice, typer.Option(help="Of kept keys and values; few are lossy.")
     ] = KvBitsChoice.EIGHT,
     parallel: Annotated[
-        int, typer.Option("--parallel", min=1, max=64, help="Answers made at the same time.")
+        int, typer.Option(min=1, max=64, help="Answers made at the same time.")
     ] = 8,
-    slots: Annotated[
-        int, typer.Option("--slots", min=1, max=64, help="Recent texts kept for each app.")
-    ] = 8,
-    queue: Annotated[int, typer.Option("--queue", min=1, help="Answers made or waited for.")] = 64,
+    slots: Annotated[int, typer.Option(min=1, max=64, help="Recent texts kept for each app.")] = 8,
+    queue: Annotated[int, typer.Option(min=1, help="Answers made or waited for.")] = 64,
     *,
     engine: EngineFlags,
 ) -> None:
