@@ -15,11 +15,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from bench.lab.kv_quality import kv_quality
 from hetero import LLM, Context, ModelError, UserError
 from hetero.backends.formats import CacheFormat
 from hetero.backends.memory import HostBuffer
 from hetero.contexts.service import Service
-from hetero.measuring.kv_quality import kv_quality
 from hetero.models.random_models import KNOWN_MODELS
 from hetero.models.safetensors_file import SafetensorsFile
 from hetero.models.sliding import KEPT, Sliding, stride_of

@@ -65,7 +65,8 @@ def test_never_slower_than_the_better_of_cuts_and_of_whole_matmuls_out_of_order(
             last = int(start + m == rounded)
             graph = LaunchGraph.of(forms._launches("cut", (m,), last, spec.layers))
             price = LaunchCosts(cost, forms._placement).at(start, (m,))
-            cut_s += seconds_of(graph, in_order(graph), price, submit_s=forms._submit_s)
+            costs_s = [price(launch) for launch in graph.launches]
+            cut_s += seconds_of(graph.launches, in_order(graph), costs_s, forms._submit_s)
             start += m
         assert found.seconds[found.form] <= min(cut_s, found.seconds["whole"]) * (1 + 1e-9)
         assert found.seconds["cut"] <= cut_s * (1 + 1e-9)

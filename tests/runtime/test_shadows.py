@@ -1,5 +1,5 @@
 """Shadows of outliers in the engine: computed beside their matmul, and the numbers of the walk that
-adds them one operation after the other (`hetero.compiling.schemes`).
+adds them one operation after the other (`bench.lab.schemes`).
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bench.lab.outliers import OutlyingWeights
+from bench.lab.schemes import Schemes
 from hetero.backends.ops import Outliers
-from hetero.compiling.outliers import OutlyingWeights
-from hetero.compiling.schemes import Schemes
 from hetero.compiling.static_scales import StaticWeights, choose, most_important, static_weights
 from hetero.models import LoadedModel, open_model
 from hetero.models.graph import model_graph, slot_widths

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bench.lab.repredict import repredict
 from hetero.backends.ops import Attention, Rope
 from hetero.backends.protocol import Capabilities
 from hetero.models import model_spec
@@ -22,7 +23,6 @@ from hetero.solver.overheads import Overheads
 from hetero.solver.placement import Placement
 from hetero.solver.planner import Planner, PlannerSettings
 from hetero.solver.prepared import prepare_solver
-from hetero.solver.repredict import repredict
 from hetero.solver.request import PlanRequest
 from hetero.solver.solution import Scenario
 from hetero.solver.strategy_plans import strategy_plan
