@@ -12,17 +12,14 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from hetero.backends.errors import DeviceOptionError
 from hetero.backends.memory import Tensor
+from hetero.backends.opencl.resources import Resources
 from hetero.backends.ops import Add
-
-if TYPE_CHECKING:
-    from hetero.backends.opencl.device import OpenCLDevice
-
 
 MEMORY_VARIABLE: Final = "HETERO_OPENCL_MEMORY"
 
@@ -68,24 +65,24 @@ class CoherencePolicy:
 DEFAULT: Final = CoherencePolicy()
 
 
-def is_coherent(device: OpenCLDevice, policy: CoherencePolicy = DEFAULT) -> bool:
+def is_coherent(device: Resources, policy: CoherencePolicy = DEFAULT) -> bool:
     """Return whether launches read the host's last writes, and the host theirs, without mapping.
 
     Takes a few milliseconds. `device` has unified memory.
     """
-    device.set_explicit_handovers(True)
+    device.explicit_handovers = True
     try:
         return hands_over(device, policy)
     finally:
-        device.set_explicit_handovers(False)
+        device.explicit_handovers = False
 
 
-def hands_over(device: OpenCLDevice, policy: CoherencePolicy = DEFAULT) -> bool:
+def hands_over(device: Resources, policy: CoherencePolicy = DEFAULT) -> bool:
     """Return whether launches and the host see each other's writes as calls are bound now."""
     return all(_sees_writes(device, floats, policy.rounds) for floats in policy.floats)
 
 
-def _sees_writes(device: OpenCLDevice, floats: int, rounds: int) -> bool:
+def _sees_writes(device: Resources, floats: int, rounds: int) -> bool:
     buffer = device.allocate(3 * 4 * floats)
     x, residual, y = (Tensor(buffer, (1, floats), offset_bytes=4 * floats * i) for i in range(3))
     call = device.prepare(Add(d=floats), {}).bind({"x": x, "residual": residual, "y": y}, 1)

@@ -66,7 +66,8 @@ class Deployment:
     `build` makes it. `source` gives plans for prompts of a length that the plan does not list; with
     `adapts` cuts then follow the devices' measured speeds (`change_cuts`), and `adaptations` says
     when and why. A device that fails is dropped with one warning and `fallback` says why; the other
-    continues from the same state of every context (`drop`).
+    continues from the same state of every context (`drop`), but for `lost`: the tokens of contexts
+    whose keys and values only the failed device has seen.
 
     `memory` is that of pool, weights and one context, computed before any is allocated; more than
     `memory_budget_bytes`, than the machine has or than a device allocates at once is refused
@@ -115,7 +116,9 @@ class Deployment:
         owner = self.devices.get("npu") or self.devices["gpu"]
         self.pool = ActivationPool(slots, owner)
         self.pool.map_to(self.devices.values())
-        self._contexts.provide(layout, owner.allocate, self.admit, incoherent(self.devices))
+        self.lost = self._contexts.provide(
+            layout, owner.allocate, self.admit, incoherent(self.devices)
+        )
         self._runner.use(self.devices, self.pool, self.adapter)
         flops = 2 * sum(x.n * x.k * x.count for x in self._config.matmuls())  # of a token
         with self._runner.control.on_core():

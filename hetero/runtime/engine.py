@@ -328,13 +328,9 @@ class Engine:
         return step
 
     def _drop(self, error: DeviceError) -> None:
-        """Continue without the device that failed (`Deployment.drop`), and compute again the keys
-        and values that only it has seen.
-        """
         self.deployment.drop(error)
-        for context in self.contexts.open_contexts():
-            if lost := context.recompute():
-                list(self._prompt_calls(context, lost))
+        for context, tokens in self.deployment.lost:
+            list(self._prompt_calls(context, tokens))
 
     def check(self, context: Context, tokens: Sequence[int]) -> None:
         """Raise what `prefill` would raise, without running anything."""

@@ -74,7 +74,7 @@ class Context:
         self._home = home
         self._cache: KvCache | None = cache
         self._tokens: list[int] = []
-        self._cached = self._lost_rows = 0
+        self._cached = 0
         self._waits, self.wait_s = waits, WAIT_S
         self._choosing = threading.RLock()  # also a signal handler may want the context
         self._hold: weakref.ref[Hold] | None = None
@@ -329,21 +329,17 @@ class Context:
         """
         self._tokens, self._cached, self.gate = list(tokens), len(tokens), None
 
-    def recompute(self) -> tuple[int, ...]:
-        """Return the tokens, from the first on, whose rows were lost with a device; once."""
-        lost, self._lost_rows = self._lost_rows, 0
-        return tuple(self._tokens[:lost])
-
     def shared(self, tokens: Sequence[int]) -> int:
         """Return how many of the first `tokens` are cached."""
         pairs = zip(self._tokens[: self._cached], tokens, strict=False)
         differing = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
         return min(self._cached, len(tokens)) if differing is None else differing
 
-    def move(self, cache: KvCache) -> None:
-        """Continue in another cache: the devices have changed. Rows that only a device which failed
-        has seen are to be computed again (`recompute`).
+    def move(self, cache: KvCache) -> list[int]:
+        """Continue in another cache: the devices have changed. Return the tokens to compute again,
+        because only a device that failed has seen their rows.
         """
+        lost: list[int] = []
         if self._cache is not None:
             if self.gate is not None:
                 with suppress(LoadError):  # which the next step meets
@@ -351,8 +347,9 @@ class Context:
             try:
                 cache.copy_from(self._cache, self._cached)
             except DeviceError:
-                self._lost_rows, self._cached = self._cached, 0
+                lost, self._cached = self._tokens[: self._cached], 0
             self._cache = cache
+        return lost
 
     def forked(self) -> None:
         """In a forked child: what another thread's call was at work on never becomes free."""

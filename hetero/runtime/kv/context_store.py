@@ -44,14 +44,14 @@ class ContextStore:
         allocate: Allocate,
         admit: Admit,
         gpu: SupportsHandovers | None = None,
-    ) -> None:
+    ) -> list[tuple[Context, list[int]]]:
         """Caches are like this from here on; contexts that are open move into such ones. `gpu` as
-        in `KvCache`.
+        in `KvCache`. Return what `Context.move` does, of the contexts that lost some.
         """
         self._layout, self._allocate, self._gpu = layout, allocate, gpu
         self._admit = weakref.WeakMethod(admit)
-        for context in self.open_contexts():
-            context.move(KvCache(layout, allocate, gpu))
+        moved = [(x, x.move(KvCache(layout, allocate, gpu))) for x in self.open_contexts()]
+        return [(context, lost) for context, lost in moved if lost]
 
     def scale_by(self, channels: Array) -> None:
         """Contexts whose keys are codes have these scales of channels, those that hold nothing from
