@@ -100,16 +100,10 @@ class Engine:
         share = GpuShare(max_gpu_share) if max_gpu_share < 1 else None
         self.runner = StepRunner(self.steps, ControlThread(control_core), share)
         options = DeploymentOptions(
-            max_seq_len=max_seq_len,
-            kv=kv,
-            whole_caches=whole_caches,
-            sync=sync,
-            deadline_s=deadline_s,
-            memory_budget_bytes=memory_budget_bytes,
-            adapts=adapt,
-            order=order,
-            cost=cost,
-        )
+            max_seq_len=max_seq_len, kv=kv, whole_caches=whole_caches, sync=sync,
+            deadline_s=deadline_s, memory_budget_bytes=memory_budget_bytes, adapts=adapt,
+            order=order, cost=cost,
+        )  # fmt: skip
         self.deployment = Deployment(
             weights, devices, options, self.lock, self.contexts, self.steps, self.runner, warm=warm
         )
