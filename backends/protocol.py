@@ -230,6 +230,7 @@ class Device(ABC):
     info: DeviceInfo
     capabilities: Capabilities
     note: str = ""  # what it would have in a process of its own, and lacks in this one
+    on_host: bool = True  # it computes on cores of this machine's processor
 
     def allocate(self, nbytes: int, *, huge: bool = False) -> HostBuffer:
         """Return the pool memory that this device and every mapping device can use in place.

@@ -95,6 +95,7 @@ class OpenCLDevice(
         self._stream_signal: OpenCLStreamSignal | None = None
         self._stream_signal_tried = False
         self.at_close: Callable[[], None] = lambda: None
+        self.on_host = selected.driver.computes_on_cpu
         self.worker_cpu = selected.cores[0] if len(selected.cores) == 1 else None
         if self.coherent is None:
             self.coherent = is_coherent(self)
