@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("pyopencl")
 
+from hetero import LLM
 from hetero.backends.errors import DeviceOptionError
 from hetero.backends.opencl import open as open_opencl
 from hetero.backends.opencl.coherence import MEMORY_VARIABLE, hands_over, is_coherent
@@ -245,3 +246,18 @@ def test_spans_are_joined(spans: list[tuple[int, int]]) -> None:
     result = joined(spans)
     assert {row for start, stop in result for row in range(start, stop)} == rows
     assert all(a[1] < b[0] for a, b in pairwise(result))
+
+
+@pytest.mark.parametrize("memory", ["mapped", "copied"])
+def test_a_plan_of_coherent_memory_runs_without_shared_heads(
+    memory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a profile of a machine on which both devices share the heads of attention."""
+    prompt = "the sun " * 40
+    with LLM("demo", device="hetero", profile="host-amx") as llm:
+        assert llm.plan.shares_attention
+        wanted = llm.generate(prompt, max_tokens=8).tokens
+    monkeypatch.setenv(MEMORY_VARIABLE, memory)
+    with LLM("demo", device="hetero", profile="host-amx") as llm:
+        assert not llm.plan.shares_attention
+        assert llm.generate(prompt, max_tokens=8).tokens == wanted
