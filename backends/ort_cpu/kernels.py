@@ -312,7 +312,8 @@ class AttentionHeadsKernel(OrtKernel):
         op, of = self._heads, self._heads.attention
         qkv, out = self._room(m, op.alone.width), self._room(m, op.alone.heads * of.head_dim)
         own = {"position": tensors["position"], "qkv": qkv, "out": out}
-        own |= {port: _heads_of(tensors[port], op.first, op.count) for port in CACHE_PORTS}
+        heads = op.first, op.first + op.count  # of a cache [G, C, D]
+        own |= {port: tensors[port].rows(*heads) for port in CACHE_PORTS}
         pieces, before, keep = self._inner.launches(own, m)
         start, stop = op.columns
         taken = [(start, stop)] + [
@@ -436,11 +437,6 @@ def _pieces(
         _launch(session, rows_between(tensors, start, m), min(step, m - start), extra)
         for start in range(0, m, step)
     ]
-
-
-def _heads_of(cache: Tensor, first: int, count: int) -> Tensor:
-    """Return the heads of a cache [G, C, D]."""
-    return cache.rows(first, first + count)
 
 
 def _batch_of_one(tensor: Tensor, rows: int) -> Argument:

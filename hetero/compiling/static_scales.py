@@ -292,7 +292,8 @@ class StaticWeights(DerivedWeights):
             parts[matrix.name] = self._pack(dense, scale)
             parts[f"{matrix.name}_x_scale"] = np.array([scale.step], dtype=np.float32)
             if len(scale.hot) and not scale.excess:
-                shadows[matrix.name] = _shadow(dense, scale.hot)
+                columns = np.ascontiguousarray(dense[:, scale.hot], dtype=np.float16)
+                shadows[matrix.name] = Shadow(scale.hot, columns)
         vectors = {x.name: getattr(exact, x.name) for x in self.vectors() if x.name not in parts}
         return BlockWeights(**parts, **vectors, shadows=shadows)
 
@@ -304,10 +305,6 @@ class StaticWeights(DerivedWeights):
     @staticmethod
     def _pack(dense: Float32Array, scale: Scale) -> PackedWeight:
         return pack_without(dense, NO_CHANNELS if scale.excess else scale.hot)
-
-
-def _shadow(weight: Float32Array, hot: Channels) -> Shadow:
-    return Shadow(hot, np.ascontiguousarray(weight[:, hot], dtype=np.float16))
 
 
 def static_weights(
