@@ -33,8 +33,9 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from hetero.generation.llm import LLM
-    from hetero.generation.loop import GenerationResult, Stats
+    from hetero.generation.loop import GenerationResult
     from hetero.generation.options import GenerateOptions, SamplingOptions
+    from hetero.generation.stats import Stats
     from hetero.runtime.memory import MemoryEstimate
 
 
@@ -217,7 +218,7 @@ def _check_early(prompt: str, options: GenerateOptions, *, as_json: bool) -> Non
 
 
 def document(llm: LLM, result: GenerationResult, options: GenerateOptions) -> dict[str, Any]:
-    from hetero.generation.loop import DeviceShare
+    from hetero.generation.stats import DeviceShare
     from hetero.measuring.contender import peak_rss_bytes
 
     stats = result.stats
@@ -264,7 +265,7 @@ def document(llm: LLM, result: GenerationResult, options: GenerateOptions) -> di
 def print_stats(llm: LLM, result: GenerationResult) -> None:
     from rich.table import Table
 
-    from hetero.generation.loop import DeviceShare
+    from hetero.generation.stats import DeviceShare
     from hetero.measuring.contender import peak_rss_bytes
     from hetero.solver.report.units import size
 

@@ -191,7 +191,7 @@ def test_calls_of_a_prompt_that_are_in_flight_together(tmp_path: Path) -> None:
     for whole in (False, True):
         options: dict[str, Any] = {"max_seq_len": 2048, "whole_caches": whole, "adapt": False}
         with LLM(str(tmp_path), device="hetero", strategy="chunked", **options) as llm:
-            assert llm.engine.window == 4
+            assert llm.engine.deployment.window == 4
             found.append(llm.engine.prefill(llm.context, ids(8, 1700)).copy())
             assert len(llm.engine.runner.last_step.chunks) > 1
             assert (llm.context.cache.base == 0) == whole

@@ -390,7 +390,11 @@ def engine_of(folder: Path, seed: int) -> Engine:
 
 def lowering_of(engine: Engine) -> Lowering:
     return Lowering(
-        engine.placement, engine.kernels, engine.pool, engine.devices, engine.synchroniser
+        engine.placement,
+        engine.deployment.kernels,
+        engine.deployment.pool,
+        engine.devices,
+        engine.deployment.synchroniser,
     )
 
 
@@ -401,7 +405,7 @@ def test_programs_of_random_plans_wait_for_what_all_pairs_ask_for(folder: Path, 
             for phase, m in (("prefill", PROMPT), ("prefill", 31), ("decode", 1)):
                 lowering = lowering_of(engine)
                 launches = lowering.place(phase, (m,), 1).graph().launches  # type: ignore[arg-type]
-                wanted = slow_in_order(launches, engine.synchroniser.eager)
+                wanted = slow_in_order(launches, engine.deployment.synchroniser.eager)
                 step = lowering.lower(phase, m, 1, wait_values=False)  # type: ignore[arg-type]
                 assert told(step) == list(worded(launches, wanted))
 

@@ -91,9 +91,9 @@ def test_the_gpu_computes_them_beside_the_npu(case: Case, strategy: str, pair: s
     plan = random_plan(graph, COUNT, GRAPHS, random.Random(2), strategies=[strategy], rest="gpu")
     with engine_of(case.weights, plan, pair) as engine:
         context = context_of(engine)
-        for slot in engine.pool.slots():
+        for slot in engine.deployment.pool.slots():
             if slot.name not in ("tokens", "position"):
-                engine.pool[slot].array[:] = 7e7  # whatever is not written shows
+                engine.deployment.pool[slot].array[:] = 7e7  # whatever is not written shows
         assert off(engine.prefill(context, case.tokens), case.wanted) < TOLERANCE
         launches = engine.steps.step(context, "prefill", COUNT).launches
         shadows = [x for x in launches if x.node.endswith("_shadow")]

@@ -159,7 +159,7 @@ def test_lengths_that_no_one_listed_have_prepared_numbers_of_heads() -> None:
     assert solver.npu_head_counts
     devices = {**ABLE, "npu": replace(ABLE["npu"], graph_sizes=profile_sizes())}
     placement = Placement(solver.plan, model_spec(MODEL), devices, source=solver)  # type: ignore[arg-type]
-    assert placement.head_cuts == solver.npu_head_counts
+    assert placement.kernels.head_cuts == solver.npu_head_counts
     shared = {m: placement.heads("prefill", m) for m in (100, 300, 511)}
     assert shared[511]
     for heads in filter(None, shared.values()):
