@@ -17,8 +17,8 @@ from hetero.backends.ops import MatMul
 from hetero.backends.protocol import Capabilities, DeviceKind, WeightValue
 from hetero.backends.registry import find
 from hetero.backends.snapdragon import Chip, find_chip
-from hetero.compiling.jobs import Job, Sharing, all_jobs, sharing
-from hetero.compiling.limits import Estimate, check_limits, estimate, mib
+from hetero.compiling.jobs import Job, Sharing, all_jobs, mib, sharing
+from hetero.compiling.limits import Estimate, check_limits, estimate
 from hetero.errors import UserError
 from hetero.models import LoadedModel, open_model
 from hetero.models.bundle import (
