@@ -83,13 +83,15 @@ def pinned(core: int | None) -> Iterator[None]:
         _pinned[thread] = core
         yield
     finally:  # the system's call first: Ctrl-C may come right after any
-        os.sched_setaffinity(thread, before)
-        if outer is None:
-            _pinned.pop(thread, None)
-        else:
-            _pinned[thread] = outer
-        if outermost:
-            _before.pop(thread, None)
+        try:
+            os.sched_setaffinity(thread, before)
+        finally:  # a record without the core would keep later holds from pinning
+            if outer is None:
+                _pinned.pop(thread, None)
+            else:
+                _pinned[thread] = outer
+            if outermost:
+                _before.pop(thread, None)
 
 
 def unpinned() -> None:
