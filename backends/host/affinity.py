@@ -85,13 +85,13 @@ def pinned(core: int | None) -> Iterator[None]:
     finally:  # the system's call first: Ctrl-C may come right after any
         try:
             os.sched_setaffinity(thread, before)
-        finally:  # a record without the core would keep later holds from pinning
-            if outer is None:
-                _pinned.pop(thread, None)
-            else:
+        finally:  # statements, not calls, after which Ctrl-C may come: later holds must pin again
+            if outer is not None:
                 _pinned[thread] = outer
-            if outermost:
-                _before.pop(thread, None)
+            elif thread in _pinned:
+                del _pinned[thread]
+            if outermost and thread in _before:
+                del _before[thread]
 
 
 def unpinned() -> None:
