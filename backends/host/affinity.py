@@ -142,13 +142,15 @@ def pinned(core: int | None) -> Iterator[None]:
         _pinned[thread] = core
         yield
     finally:  # the system's call first: Ctrl-C may come right after any
-        os.sched_setaffinity(thread, before)
-        if outer is None:
-            _pinned.pop(thread, None)
-        else:
-            _pinned[thread] = outer
-        if outermost:
-            _before.pop(thread, None)
+        try:
+            os.sched_setaffinity(thread, before)
+        finally:  # statements, not calls, after which Ctrl-C may come: later holds must pin again
+            if outer is not None:
+                _pinned[thread] = outer
+            elif thread in _pinned:
+                del _pinned[thread]
+            if outermost and thread in _before:
+                del _before[thread]
 
 
 def unpinned() -> None:

@@ -169,6 +169,26 @@ def test_ctrl_c_while_pinning_gives_the_old_set_back(monkeypatch: pytest.MonkeyP
     assert current == before
 
 
+def test_ctrl_c_while_a_hold_ends_leaves_no_record_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not hasattr(os, "sched_setaffinity") or len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("one core, or a system without affinity: nothing is pinned")
+    before = os.sched_getaffinity(0)
+    core, set_affinity = max(before), os.sched_setaffinity
+
+    def set_then_interrupt(thread: int, cores: set[int]) -> None:
+        set_affinity(thread, cores)
+        if cores == before:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "sched_setaffinity", set_then_interrupt)
+        with pytest.raises(KeyboardInterrupt), pinned(core):
+            pass
+    with pinned(core):
+        assert os.sched_getaffinity(0) == {core}
+    assert os.sched_getaffinity(0) == before
+
+
 def test_a_long_context_costs_nothing_until_it_is_used(tmp_path: Path) -> None:
     """Memory after opening with a long context is that of a short one, within 40 MB."""
     folder = tiny_model(tmp_path, max_position_embeddings=60000)
