@@ -2,7 +2,7 @@
 
 Writes a Hugging Face directory, and beside it stories to calibrate with (`calibration.txt`) and
 held-out ones to score (`scored.txt`): what docs: files.md says of the weight formats' quality. With
-`--outliers` channels are grown first (`hetero.compiling.outliers`) and the model is trained on with
+`--outliers` channels are grown first (`bench/lab/outliers.py`) and the model is trained on with
 them, so that they are its own (docs/explanation/w8a8.md).
 """
 
@@ -23,8 +23,10 @@ from export import write_checkpoint
 from model import Llama, LlamaShape
 from tokenizers import Tokenizer
 
-from hetero.compiling.outliers import OutlyingWeights
 from hetero.models import open_model
+
+sys.path.append(str(Path(__file__).parents[2]))
+from bench.lab.outliers import OutlyingWeights
 
 LEARNING_RATE = 3e-4
 # Where a channel is 2^8 times as large, so is what a step of its weights does.

@@ -15,7 +15,8 @@ from hetero.profiler.model_graph import Node
 from hetero.runtime.sizes import LONGEST_VERIFIED, SCORING_PIECE
 from hetero.solver.errors import PlanError
 from hetero.solver.groups import NodeGroup
-from hetero.solver.placement import Assignment, Placement, Segment
+from hetero.solver.parts import Assignment, Segment
+from hetero.solver.placement import Placement
 from hetero.solver.plan import Phase
 
 if TYPE_CHECKING:

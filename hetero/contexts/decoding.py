@@ -16,6 +16,7 @@ import numpy as np
 from hetero.backends.errors import DeviceError
 from hetero.backends.memory import Tensor
 from hetero.backends.ops import DecodeChunks
+from hetero.backends.optional import SupportsThreads
 from hetero.backends.protocol import BoundCall, Device, DeviceKind, port_dtype, port_shape
 from hetero.contexts.codec import CHUNK_TOKENS, DECODED_TOGETHER, HALF, RAW, ChunkCodec, Codes
 from hetero.runtime.kv.kv_cache import CacheLayout, KvCache
@@ -44,6 +45,8 @@ class HostDecoder:
     def decode(self, chunks: Parts, layer: int, cache: KvCache) -> None:
         """See `ChunkDecoder.decode`."""
         self._codec.decode_into(chunks, layer, *cache.rows(layer))
+        for start, codes in chunks:
+            cache.wrote(layer, start, start + codes.tokens)
 
 
 class SharedDecoder:
@@ -154,12 +157,14 @@ def decode_operation(codec: ChunkCodec, layout: CacheLayout) -> DecodeChunks:
 def decoders(
     devices: Mapping[DeviceKind, Device], codec: ChunkCodec, layout: CacheLayout
 ) -> Iterator[ChunkDecoder]:
-    """Yield all decoders: the host, and devices that can decode during their other calls."""
+    """Yield all decoders: the host, and devices that can decode during their other calls into
+    caches that the host sees.
+    """
     yield HostDecoder(codec)
     if layout.head_dim * CHUNK_TOKENS % 4:
         return
     op = decode_operation(codec, layout)
     for kind, device in devices.items():
-        beside = device.clone_for_thread() if device.accepts(op) else None
-        if beside is not None:
-            yield DeviceDecoder(kind, beside, codec, op)
+        able = device.capabilities.coherent and device.accepts(op)
+        if able and isinstance(device, SupportsThreads):
+            yield DeviceDecoder(kind, device.clone_for_thread(), codec, op)

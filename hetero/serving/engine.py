@@ -37,8 +37,9 @@ from hetero.contexts.recent import RecentTexts
 from hetero.contexts.service import App, Service
 from hetero.contexts.working_set import Switch
 from hetero.errors import DiskFullError, QuotaError, UserError
-from hetero.generation.loop import DeviceShare, GenerationResult, Pending, Piece
+from hetero.generation.loop import GenerationResult, Pending, Piece
 from hetero.generation.sampling import TokenLogprob
+from hetero.generation.stats import DeviceShare
 from hetero.runtime.watchdog import WATCHDOG
 from hetero.serving import controls
 from hetero.serving.fair_queue import FairQueue

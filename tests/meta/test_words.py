@@ -20,9 +20,8 @@ BANNED = frozenset({
 # Occurrences in packages that still have some. A number may only fall: lower it with the code.
 BANNED_LEFT: dict[str, int] = {
     "cache": 3,
-    "contexts": 45,
-    "generation": 3,
-    "measuring": 1,
+    "contexts": 44,
+    "generation": 2,
     "models": 22,
     "placement": 1,
     "serving": 1,
