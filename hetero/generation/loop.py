@@ -8,10 +8,10 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Final, Literal, Self, TypeAlias
 
 from hetero.backends.errors import DeviceError
+from hetero.backends.host.closing import Closing
 from hetero.errors import UserError
 from hetero.generation.answer_text import AnswerText
 from hetero.generation.options import GenerationConfig
@@ -71,7 +71,7 @@ class GenerationResult:
         return sum(x.logprob for x in self.logprobs) / len(self.logprobs)
 
 
-class Generation(Iterator[Piece]):
+class Generation(Iterator[Piece], Closing):
     """One answer in the making. Iterate over its pieces, then ask for the `result`.
 
     Or drive it from outside: `step` runs the devices once and gives a piece, if there is one, until
@@ -235,17 +235,6 @@ class Generation(Iterator[Piece]):
     def __del__(self) -> None:
         if hasattr(self, "_hold"):
             self.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def fork(self, sampling: SamplingParams) -> Generation:
         """Return another answer to the same prompt, which is not read again, on a fork of the

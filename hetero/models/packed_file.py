@@ -48,7 +48,7 @@ from hetero.models.manifest import (
     read_manifest,
 )
 from hetero.models.safetensors_file import SafetensorsFile
-from hetero.models.weights import BlockWeights, ModelWeights, Shadow
+from hetero.models.weights import BlockWeights, DerivedWeights, ModelWeights, Shadow
 
 PAD_PREFIX = "__pad."
 _DTYPES = {"q4": "U32", "q8": "I8", "q8r": "I8", "f16": "F16", "f32": "F32"}
@@ -205,32 +205,22 @@ class StoredMatrices:
         self.file.forget([y.name for x in shapes for y in _matrix_plan(prefix, x, self.storage)])
 
 
-class OtherStorage(ModelWeights):
+class OtherStorage(DerivedWeights):
     """A quantised directory by matrices that it holds besides; all else is `inner`'s."""
 
     source: Path
 
     def __init__(self, inner: QuantizedWeights, weight_format: WeightFormat) -> None:
-        super().__init__(inner.config, weight_format)
-        self.calibration, self.source = inner.calibration, inner.source
-        self._inner, self._stored = inner, inner.besides[weight_format.storage]
-
-    def end_vector(self, name: str) -> Float32Array:
-        """Return a vector outside of the blocks."""
-        return self._inner.end_vector(name)
-
-    def release(self, index: int) -> None:
-        """Forget a block here and in the files."""
-        super().release(index)
-        self._inner.release(index)
+        super().__init__(inner, weight_format)
+        self.calibration, self._stored = inner.calibration, inner.besides[weight_format.storage]
 
     def release_ends(self) -> None:
         """Forget embeddings and output head here and in the files."""
         super().release_ends()
-        self._inner.release_ends()
+        self.inner.release_ends()
 
     def _load_block(self, index: int) -> BlockWeights:
-        whole = self._inner.block(index)
+        whole = self.inner.block(index)
         vectors = {x.name: getattr(whole, x.name) for x in self.vectors()}
         stored = self._stored.block(index)
         return BlockWeights(**stored, **vectors, shadows=whole.shadows)  # type: ignore[arg-type]

@@ -22,6 +22,7 @@ BANNED_LEFT: dict[str, int] = {
     "cache": 3,
     "contexts": 44,
     "generation": 2,
+    "measuring": 1,
     "models": 22,
     "placement": 1,
     "serving": 1,

@@ -106,7 +106,8 @@ class StoreReader:
             raise ModelError(f"{path}: is not laid out as this version does; remove it")
         self._identity = file.identity()  # from before its bytes are read
         self._settled = _is_settled(file)
-        self._content: Content | None = None if _seen(path, self._identity) else Content(file)
+        seen = _noted(path)[0] == self._identity.encode()
+        self._content: Content | None = None if seen else Content(file)
 
     def matrix(self, name: str) -> list[PackedWeight]:
         """Return the parts of a matrix, views of the mapped store."""
@@ -314,10 +315,6 @@ def _noted(store: Path) -> tuple[bytes, bytes]:
     except OSError:
         return b"", b""
     return identity, name
-
-
-def _seen(path: Path, identity: str) -> bool:
-    return _noted(path)[0] == identity.encode()
 
 
 def _is_settled(file: GgufFile) -> bool:
