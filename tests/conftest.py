@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import subprocess
@@ -43,7 +44,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if any("::" in name for name in config.args):
         return
     kept = gate.remaining(config, selection.selected(items))
-    left = [item for item in items if item not in set(kept)]
+    kept_set = set(kept)
+    left = [item for item in items if item not in kept_set]
     items[:] = kept
     if left:
         config.hook.pytest_deselected(items=left)
@@ -54,6 +56,14 @@ def pytest_sessionstart() -> None:
     before this process loads one: it can use those alone that were proven by then.
     """
     driver_reports()
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests, which stay, join the oldest generation: few collections scan them."""
+    gc.freeze()
+    gc.unfreeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -21,9 +21,14 @@ WRITERS: dict[str, tuple[str, ...]] = {
     "report": ("report", "host", "--out"),
     "trace": ("generate", "demo", "Hi", "--device", "npu", "--max-tokens", "1", "--trace"),
 }
+# Both reports take seconds to draw, and are written by `write_atomically`.
+CASES = [
+    pytest.param(words, id=name, marks=[pytest.mark.full] * (name == "report"))
+    for name, words in WRITERS.items()
+]
 
 
-@pytest.mark.parametrize("words", WRITERS.values(), ids=WRITERS)
+@pytest.mark.parametrize("words", CASES)
 def test_a_device_stays_one(words: tuple[str, ...], tmp_path: Path, command: Command) -> None:
     null = tmp_path / "null"
     try:
@@ -36,7 +41,7 @@ def test_a_device_stays_one(words: tuple[str, ...], tmp_path: Path, command: Com
     assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
 
 
-@pytest.mark.parametrize("words", WRITERS.values(), ids=WRITERS)
+@pytest.mark.parametrize("words", CASES)
 def test_a_link_stays_one(words: tuple[str, ...], tmp_path: Path, command: Command) -> None:
     (tmp_path / "real").write_text("old", encoding="utf-8")
     (tmp_path / "link").symlink_to("real")

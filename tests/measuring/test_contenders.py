@@ -106,7 +106,12 @@ def is_gone(pid: int) -> bool:
 
 @linux
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)]
+    ("number", "code"),
+    [
+        (signal.SIGINT, 130),
+        pytest.param(signal.SIGTERM, 143, marks=pytest.mark.full),
+        (signal.SIGKILL, -9),
+    ],
 )
 def test_a_bench_that_is_ended_leaves_no_process(number: int, code: int) -> None:
     process = start(LONG)

@@ -6,6 +6,7 @@ import ast
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from functools import cache
 
 import pytest
 
@@ -43,12 +44,9 @@ def package(name: str) -> str:
     return [*name.split("."), "hetero"][1]
 
 
-def trees() -> Iterator[tuple[str, ast.Module]]:
-    for _, name, path in modules():
-        yield name, ast.parse(path.read_text(encoding="utf-8"))
-
-
-TREES = tuple(trees())
+@cache
+def trees() -> tuple[tuple[str, ast.Module], ...]:
+    return tuple((x, ast.parse(path.read_text(encoding="utf-8"))) for _, x, path in modules())
 
 
 def defined(tree: ast.Module) -> Iterator[str]:
@@ -92,7 +90,7 @@ def assigns_found(function: Function) -> bool:
 def test_words_of_the_house_are_the_fields() -> None:
     """Packages that are clean stay clean; in others the count only falls."""
     found: dict[str, list[str]] = defaultdict(list)
-    for name, tree in TREES:
+    for name, tree in trees():
         found[package(name)] += [f"{name}: {word}" for word in banned(tree)]
     more = {
         place: words for place, words in found.items() if len(words) > BANNED_LEFT.get(place, 0)
@@ -105,7 +103,7 @@ def test_words_of_the_house_are_the_fields() -> None:
 def test_variables_are_named_for_what_they_hold() -> None:
     counts = Counter(
         package(name)
-        for name, tree in TREES
+        for name, tree in trees()
         for node in ast.walk(tree)
         if isinstance(node, Function) and assigns_found(node)
     )
@@ -114,7 +112,7 @@ def test_variables_are_named_for_what_they_hold() -> None:
 
 def test_no_two_public_classes_have_one_name() -> None:
     homes: dict[str, list[str]] = defaultdict(list)
-    for name, tree in TREES:
+    for name, tree in trees():
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 homes[node.name].append(name)

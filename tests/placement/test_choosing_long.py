@@ -83,7 +83,11 @@ class Case:
 
 @pytest.fixture(
     scope="module",
-    params=[("host", "w4a16"), ("host", "w4a8"), ("snapdragon-8-gen-3", "w4a16")],
+    params=[
+        ("host", "w4a16"),
+        pytest.param(("host", "w4a8"), marks=pytest.mark.full),
+        ("snapdragon-8-gen-3", "w4a16"),
+    ],
     ids=" ".join,
 )
 def case(request: pytest.FixtureRequest) -> Case:

@@ -398,6 +398,7 @@ def measured_here(host: DeviceProfile) -> FirstStart:
     return found
 
 
+@pytest.mark.full  # by default a model starts with what is measured here, below
 def test_the_devices_of_this_machine(measured_here: FirstStart) -> None:
     assert measured_here.reason == ""
     assert 0 < measured_here.spent_s <= SLOWED * first_start.LIMITS.timing_s
@@ -410,6 +411,7 @@ def test_the_devices_of_this_machine(measured_here: FirstStart) -> None:
     assert measured_here.devices == fingerprints
 
 
+@pytest.mark.full
 def test_a_profile_of_a_machine_twice_as_slow_makes_the_same_predictions(
     measured_here: FirstStart, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

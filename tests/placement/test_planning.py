@@ -79,7 +79,7 @@ def test_a_plan_beside_another_chip(command: Command, tmp_path: Path) -> None:
     for ending in ("html", "md", "json"):
         report = tmp_path / f"r.{ending}"
         result = command(
-            "plan", "llama-3-8b", *CHIP, "--seq-lens", "256", "--compare",
+            "plan", "llama-3.2-1b", *CHIP, "--seq-lens", "256", "--compare",
             "snapdragon-8-gen-3-strong-npu", "--report", str(report),
         )  # fmt: skip
         assert result.returncode == 0, result.stderr
@@ -87,7 +87,7 @@ def test_a_plan_beside_another_chip(command: Command, tmp_path: Path) -> None:
         again = tmp_path / "again.html"
         if ending == "json":
             assert command("report", str(report), "--out", str(again)).returncode == 0
-            assert "llama-3-8b" in again.read_text(encoding="utf-8")
+            assert "llama-3.2-1b" in again.read_text(encoding="utf-8")
 
 
 def test_the_api_takes_lengths_with_weights() -> None:

@@ -28,6 +28,11 @@ from hetero.profiler.session import MeasureEveryCore, profile_devices
 from tests.profiler.fakes import GRAPHS, TOKENS, W4, devices, gpu_cost, npu_cost, options
 
 
+def matmuls_only(**changes: object) -> Options:
+    """Options without the other operations, whose timing takes most of a run's time."""
+    return options(blocks=(), **changes)
+
+
 def take(
     out: Path | None = None,
     *,
@@ -49,7 +54,7 @@ def take(
 
     return profile_devices(
         devices(clock),
-        opts or options(),
+        opts or matmuls_only(),
         out=out,
         resume=resume,
         clock=clock,
@@ -89,7 +94,7 @@ def test_a_profile_has_every_part(whole: DeviceProfile) -> None:
 def test_formats_of_files_are_measured() -> None:
     """On weights of a usual file's parts, and then not derived from others."""
     formats = (WeightFormat.GGUF_A16, WeightFormat.GGUF_A8)
-    found = take(opts=options(weight_formats=(W4, *formats), blocks=BLOCKS[:1]))
+    found = take(opts=matmuls_only(weight_formats=(W4, *formats)))
     assert {row.weight_format for row in found.matmuls} == {W4, *formats}
     own = [p for p in found.predictors if p.weight_format in formats]
     assert {(p.device, p.weight_format) for p in own} == {
@@ -170,7 +175,7 @@ def test_stages_are_found(whole: DeviceProfile) -> None:
 
 
 def test_sizes_of_one_stage_are_measured_once_and_checked() -> None:
-    found = take(opts=options(pairs=((960, 512), (1000, 512), (1024, 512), (512, 1024))))
+    found = take(opts=matmuls_only(pairs=((960, 512), (1000, 512), (1024, 512), (512, 1024))))
     assert found.coverage.pruned_tasks == len(GRAPHS)
     assert {row.n for row in found.matmuls if row.device == "npu"} == {960, 1024, 512}
     assert {(c.n, c.device) for c in found.stage_checks} == {(1000, "npu")}
@@ -180,7 +185,7 @@ def test_sizes_of_one_stage_are_measured_once_and_checked() -> None:
 
 def test_a_models_shapes_are_the_grid() -> None:
     shapes = (Shape("qkv", 768, 512), Shape("o", 512, 512), Shape("down", 512, 1024))
-    found = take(opts=options(shapes=shapes, pairs=()))
+    found = take(opts=matmuls_only(shapes=shapes, pairs=()))
     own = {(768, 512), (512, 512), (512, 1024)}
     assert {(row.n, row.k) for row in found.matmuls} == own | {(256, 512), (256, 1024)}
 
@@ -188,7 +193,7 @@ def test_a_models_shapes_are_the_grid() -> None:
 def test_of_a_models_shapes_each_tokens_matmuls_come_before_the_prompts() -> None:
     pairs = [(256 * i, 256 * j) for i in range(1, 7) for j in range(1, 5)]
     shapes = tuple(Shape(f"{n}x{k}", n, k) for n, k in pairs)
-    part = take(opts=options(shapes=shapes, pairs=(), share=0.4))
+    part = take(opts=matmuls_only(shapes=shapes, pairs=(), share=0.4))
     for kind in ("gpu", "npu"):
         rows = [row for row in part.matmuls if row.device == kind]
         assert {(row.n, row.k) for row in rows if row.m == 1} >= set(pairs)
@@ -196,7 +201,7 @@ def test_of_a_models_shapes_each_tokens_matmuls_come_before_the_prompts() -> Non
 
 
 def test_a_share_of_the_grid_is_measured_where_it_teaches(whole: DeviceProfile) -> None:
-    part = take(opts=options(share=0.25))
+    part = take(opts=matmuls_only(share=0.25))
     assert len(part.matmuls) == -(-len(whole.matmuls) // 4)
     assert not part.coverage.finished
     model = CostModel(part)
@@ -282,7 +287,7 @@ def test_resuming_with_other_options_is_refused(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         take(out, stop_after=3)
     with pytest.raises(ProfileError, match=r"was begun with another tokens.*without --resume"):
-        take(out, resume=True, opts=options(tokens=(1, 8)))
+        take(out, resume=True, opts=matmuls_only(tokens=(1, 8)))
 
 
 def test_without_resume_a_run_starts_over(tmp_path: Path) -> None:
@@ -297,7 +302,7 @@ def test_resuming_nothing_is_a_fresh_run(tmp_path: Path) -> None:
 
 
 def test_a_small_budget_gives_a_partial_valid_profile() -> None:
-    found = take(opts=options(budget_s=0.5))
+    found = take(opts=matmuls_only(budget_s=0.5))
     assert 0 < len(found.matmuls) < found.coverage.grid_tasks
     assert not found.coverage.finished
 
@@ -315,7 +320,7 @@ def test_no_device_is_refused() -> None:
 
 def test_one_device_alone_is_a_profile_too() -> None:
     clock = ManualClock()
-    found = profile_devices({"gpu": devices(clock)["gpu"]}, options(), clock=clock)
+    found = profile_devices({"gpu": devices(clock)["gpu"]}, matmuls_only(), clock=clock)
     assert set(found.devices) == {"gpu"}
     assert found.contention == ()
     assert found.bandwidth.npu_alone_bytes_per_s is None
@@ -429,6 +434,7 @@ def test_every_part_looks_at_the_budget(
 ) -> None:
     """On a machine where one measurement of a part takes two thirds of it."""
     owner, name = SLOW[part]
+    of = options if part in ("sleep", "other kernels") else matmuls_only
     clock = ManualClock()
     real, calls = getattr(owner, name), 0
 
@@ -441,13 +447,11 @@ def test_every_part_looks_at_the_budget(
     monkeypatch.setattr(owner, name, slow)
     out = tmp_path / "p.json"
     with pytest.raises(ProfileError, match=r"too short here.*--resume --budget \d+s") as raised:
-        profile_devices(
-            devices(clock), options(budget_s=30.0, keep_budget=True), out=out, clock=clock
-        )
+        profile_devices(devices(clock), of(budget_s=30.0, keep_budget=True), out=out, clock=clock)
     assert calls <= 5  # of dozens: the kernels of one size are prepared together
     monkeypatch.setattr(owner, name, real)
     assert f"took {clock.now():.0f} s" in str(raised.value)
-    again = options(budget_s=1e6, keep_budget=True)
+    again = of(budget_s=1e6, keep_budget=True)
     assert profile_devices(devices(clock), again, out=out, clock=clock, resume=True).matmuls
 
 

@@ -119,7 +119,9 @@ def one_after_another(engine: Engine, ids: Sequence[int]) -> list[Any]:
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    "seed", [0, 1, *(pytest.param(i, marks=pytest.mark.full) for i in range(2, 6))]
+)
 @pytest.mark.parametrize("backend", ["reference", "reference, both queued", "opencl+ort-cpu"])
 def test_chunks_in_one_program_have_the_numbers_of_one_after_another(
     folder: Path, backend: str, seed: int

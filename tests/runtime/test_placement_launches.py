@@ -19,6 +19,7 @@ from hetero.solver.placement import Placement
 from hetero.solver.plan import Phase
 from tests.runtime.models import context_of, tiny_model
 from tests.runtime.plans import random_plan
+from tests.support.selection import examples
 
 GRAPHS = (1, 8, 32, 64)
 
@@ -48,7 +49,7 @@ def said(placement: Placement, phase: Phase, m: int, logit_rows: int) -> Counter
     return Counter(found)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(25), deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     seed=st.integers(0, 2**20),
     tokens=st.integers(4, 64),  # a pool for as many as are verified here

@@ -24,6 +24,7 @@ from hetero.solver.handmade import single_device
 from tests.runtime.models import context_of, emptied, tiny_model
 from tests.runtime.plans import STRATEGIES, random_plan
 from tests.support.checkpoints import Case, make_checkpoint, relative_error
+from tests.support.selection import examples
 
 pytestmark = pytest.mark.usefixtures("no_chains")
 
@@ -144,7 +145,7 @@ def test_hand_overs_by_copying_change_no_result_and_are_counted(
 FORMATS = [x for x in WeightFormat if not (x.activations.static or x.of_file)]
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(12), deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     seed=st.integers(0, 2**20),
     tokens=st.integers(1, 100),

@@ -66,7 +66,7 @@ def run(weights: ModelWeights, plan: ExecutionPlan, tokens: list[int], pair: str
         return np.stack([first, engine.decode(context, tokens[3]).copy()])
 
 
-@pytest.mark.parametrize("pair", ["reference", "real"])
+@pytest.mark.parametrize("pair", [pytest.param("reference", marks=pytest.mark.full), "real"])
 def test_each_phase_computes_with_its_own(stored: Path, pair: str) -> None:
     loaded = open_model(stored, verify=True)
     spec, tokens = loaded.spec(), loaded.encode(TEXT)[:TOKENS]

@@ -10,13 +10,18 @@ import pytest
 from hetero import LLM
 from tests.serving.servers import KEYS, Server
 
-anthropic = pytest.importorskip("anthropic")
 STORY = [{"role": "user", "content": "Tell me a story"}]
 GREEDY: dict[str, Any] = {"model": "demo", "extra_body": {"temperature": 0}}
 
 
 @pytest.fixture(scope="module")
-def client(server: Server) -> Iterator[Any]:
+def anthropic() -> Any:
+    """The package, which takes seconds to import."""
+    return pytest.importorskip("anthropic")
+
+
+@pytest.fixture(scope="module")
+def client(server: Server, anthropic: Any) -> Iterator[Any]:
     with anthropic.Anthropic(
         base_url=server.url, api_key=KEYS["mail"], max_retries=0, timeout=60
     ) as found:
@@ -86,7 +91,7 @@ def test_a_tool_that_must_be_used(client: Any) -> None:
     assert again.content[0].type == "text"
 
 
-def test_errors_have_the_shape_of_that_api(client: Any) -> None:
+def test_errors_have_the_shape_of_that_api(client: Any, anthropic: Any) -> None:
     with pytest.raises(anthropic.BadRequestError) as refused:
         client.messages.create(model="demo", max_tokens=0, messages=STORY)
     assert refused.value.body["type"] == "error"

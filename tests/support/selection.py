@@ -58,6 +58,11 @@ def configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", line)
 
 
+def full() -> bool:
+    """Return whether all that the gate runs is run."""
+    return _levels[0] >= Level.FULL
+
+
 def exhaustive() -> bool:
     """Return whether everything runs, however long it takes."""
     return _levels[0] is Level.EXHAUSTIVE

@@ -18,6 +18,7 @@ from hetero.backends.opencl.drivers import icd, levels
 from hetero.backends.opencl.drivers.icd import DriverCandidate
 from hetero.backends.opencl.platform import cache_root
 from hetero.backends.opencl.self_test.runner import SelfTests, passed_level
+from tests.support.selection import full
 
 VARIANTS = {
     "default": {},
@@ -79,8 +80,10 @@ def pocl() -> DriverCandidate:
 
 @pytest.fixture(scope="session")
 def kernels(pocl: DriverCandidate) -> Path:
-    """Kernels of every level of this machine, self-tested; in the cache that all tests share."""
-    root, own = cache_root(), levels.processor_levels()
+    """Kernels of this machine's level, and of those below it with `--full`, self-tested; in the
+    cache that all tests share.
+    """
+    root, own = cache_root(), levels.processor_levels()[: None if full() else 1]
     self_tests = SelfTests(root)
     for level in own:
         result = self_tests.examine(pocl, level)

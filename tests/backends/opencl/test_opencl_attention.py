@@ -170,6 +170,7 @@ def test_prefill_in_pieces_equals_prefill_at_once(variant: OpenCLDevice) -> None
     assert relative_error(pieces["out"].array, whole["out"].array) <= 2 * TOLERANCE
 
 
+@pytest.mark.full  # more shapes than those above
 @settings(
     max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )

@@ -69,7 +69,7 @@ OUTLIERS = (500.0, 1000.0, 4000.0, 1e4, 6e4, 7e4, 1e6, 1e30)
         for x in WeightFormat
     ],
 )
-@pytest.mark.parametrize("m", [1, 2, 8, 40])
+@pytest.mark.parametrize("m", [1, 2, pytest.param(8, marks=pytest.mark.full), 40])
 def test_outliers_overflow_nothing(gpu: OpenCLDevice, weight_format: WeightFormat, m: int) -> None:
     """One activation of thousands, as in the models that people use; others stay as they were."""
     random = np.random.default_rng(m)
@@ -93,7 +93,13 @@ def test_outliers_overflow_nothing(gpu: OpenCLDevice, weight_format: WeightForma
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("weight_format", FORMATS)
+@pytest.mark.parametrize(
+    "weight_format",  # whose scaling is one: each compiles for seconds
+    [
+        pytest.param(x, marks=[pytest.mark.full] * (x is not FORMATS[0]), id=x.value)
+        for x in FORMATS
+    ],
+)
 @pytest.mark.parametrize("m", [1, 40])
 @pytest.mark.parametrize("size", [1e-20, 1e-6, 1e-3, 1e4, 1e20])
 def test_activations_of_any_size_are_as_exact(

@@ -216,6 +216,10 @@ CASES = [
 ]
 
 
+# By default the contract and some shapes run what has kernels for each storage of a file.
+FORMATS = [pytest.param(x, marks=[pytest.mark.full] * x.of_file, id=x.value) for x in WeightFormat]
+
+
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", CASES)
 def test_shapes(any_family: OpenCLDevice, case: tuple[WeightFormat, tuple[int, int, int]]) -> None:
@@ -223,6 +227,7 @@ def test_shapes(any_family: OpenCLDevice, case: tuple[WeightFormat, tuple[int, i
     check(any_family, *case)
 
 
+@pytest.mark.full  # more shapes than those above
 @settings(
     max_examples=examples(10, 150),
     deadline=None,
@@ -248,9 +253,9 @@ def test_random_shapes(
     check(family_device, weight_format, (m, n, k), bias=bias, seed=seed)
 
 
-@pytest.mark.pairwise
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("m", [1, 3, 40])
-@pytest.mark.parametrize("weight_format", WeightFormat)
+@pytest.mark.parametrize("weight_format", FORMATS)
 def test_bias(family_device: OpenCLDevice, weight_format: WeightFormat, m: int) -> None:
     check(family_device, weight_format, (m, 37, 100), bias=True)
 
@@ -270,7 +275,7 @@ def test_long_rows(
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("weight_format", WeightFormat)
+@pytest.mark.parametrize("weight_format", FORMATS)
 def test_several_threads(
     device: OpenCLDevice, weight_format: WeightFormat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -280,7 +285,7 @@ def test_several_threads(
         check(device, weight_format, (m, 209, 100), bias=True)
 
 
-@pytest.mark.parametrize("weight_format", WeightFormat)
+@pytest.mark.parametrize("weight_format", FORMATS)
 def test_segments_equal_slices(family_device: OpenCLDevice, weight_format: WeightFormat) -> None:
     """Row segments at every cut, bit for bit, on a few tokens and on many."""
     n, k = 100, 96
@@ -296,7 +301,7 @@ def test_segments_equal_slices(family_device: OpenCLDevice, weight_format: Weigh
             np.testing.assert_array_equal(run(kernel, x, part.n), whole[:, start:stop])
 
 
-@pytest.mark.parametrize("weight_format", WeightFormat)
+@pytest.mark.parametrize("weight_format", FORMATS)
 def test_bindings_are_reusable(family_device: OpenCLDevice, weight_format: WeightFormat) -> None:
     """Several token counts on one kernel, run in turn on new inputs, share nothing."""
     n, k = 50, 72

@@ -139,17 +139,32 @@ def test_every_processor_computes_right(
     llvm: str,
     level: str,
 ) -> None:
-    """The name is repaired whatever it is, and the kernels of the level agree with numpy: all of
-    them for the first processor of a level, since with the repair all are one.
-    """
+    """The name is repaired whatever it is, and the kernels of the level agree with numpy."""
     flags = levels.LEVELS[level].flags
     if not flags <= OWN[0].flags:
         pytest.skip(f"this processor has no {level}")
     has_flags(monkeypatch, flags)
     monkeypatch.setattr(runner, "MAX_PARTS", 1)  # children whose start takes as long as the rest
-    whole = exhaustive() or name == FIRST[level]
-    plant(monkeypatch, first=None if whole else FEW, cpu_name=llvm)
+    plant(monkeypatch, first=None if exhaustive() else FEW, cpu_name=llvm)
     assert outcomes(self_tests.examine(pocl)) == [(level, "passed")]
+
+
+@pytest.mark.parametrize(
+    "depth",
+    [
+        pytest.param(i, id=level.name, marks=[pytest.mark.full] * (i > 0))
+        for i, level in enumerate(OWN)
+    ],
+)
+def test_all_kernels_of_a_level_compute_right(
+    self_tests: SelfTests, pocl: DriverCandidate, monkeypatch: pytest.MonkeyPatch, depth: int
+) -> None:
+    """For the first processor of the level: with the repair all of them are one."""
+    level = OWN[depth]
+    has_flags(monkeypatch, level.flags)
+    llvm = next(llvm for name, llvm, _ in PROCESSORS if name == FIRST[level.name])
+    plant(monkeypatch, first=None, cpu_name=llvm)
+    assert outcomes(self_tests.examine(pocl)) == [(level.name, "passed")]
 
 
 @pytest.mark.full
