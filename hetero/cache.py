@@ -453,7 +453,7 @@ def _opencl_runs(folder: Path) -> Iterator[CacheEntry]:
 def _packed(paths: list[Path]) -> Iterator[CacheEntry]:
     if not paths:
         return
-    from hetero.models.gguf.store import origin_of
+    from hetero.models.gguf.packed_store import origin_of
 
     for path in paths:
         if path.suffix != ".safetensors":
@@ -474,7 +474,7 @@ def _graphs(paths: list[Path]) -> Iterator[CacheEntry]:
     """
     if not paths:
         return
-    from hetero.backends.qnn.store import ENTRY, FORMAT, GRAPHS_VERSION
+    from hetero.backends.qnn.graph_store import ENTRY, FORMAT, GRAPHS_VERSION
 
     provider = installed_version("onnxruntime-qnn")
     for path in paths:

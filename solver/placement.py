@@ -20,10 +20,9 @@ from hetero.backends.ops import Attention, AttentionHeads, MatMul, Op, OperandOr
 from hetero.backends.protocol import KINDS, Capabilities, DeviceKind, prepared_sizes
 from hetero.backends.weights import packed_bytes
 from hetero.profiler.model_graph import ModelGraph, Node, OpName
-from hetero.solver.calls import padded_size
 from hetero.solver.errors import PlanError
 from hetero.solver.execution_plan import ExecutionPlan
-from hetero.solver.groups import NodeGroup, node_groups
+from hetero.solver.node_groups import NodeGroup, node_groups
 from hetero.solver.plan import (
     PHASES,
     HeadCounts,
@@ -35,6 +34,7 @@ from hetero.solver.plan import (
     entry_at,
     no_entry,
 )
+from hetero.solver.prompt_calls import padded_size
 
 Span: TypeAlias = tuple[int, int]
 CapabilitiesByDevice: TypeAlias = Mapping[DeviceKind, Capabilities]

@@ -21,12 +21,12 @@ from hetero.solver.heads import Heads, HeadShares, allowed
 from hetero.solver.host_queue import HostQueue
 from hetero.solver.kernel_times import KernelTimes, Precision
 from hetero.solver.layer_dp import solve_layers
-from hetero.solver.memory import holds_alone
 from hetero.solver.non_matmul import NonMatmulCosts, NonMatmulTimes
 from hetero.solver.options import INF, Objective, Option, PowerModel
 from hetero.solver.overheads import Overheads
 from hetero.solver.solution import Scenario, Solution
 from hetero.solver.tilings import MatMulSpace
+from hetero.solver.weight_memory import holds_alone
 
 Extra = Mapping[OpName, list[Option]]
 MAX_SAVED: Final = (

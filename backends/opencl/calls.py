@@ -23,12 +23,12 @@ import numpy.typing as npt
 import pyopencl as cl
 
 from hetero.backends.errors import WaitTimeoutError
-from hetero.backends.host.limits import time_limit
+from hetero.backends.host.time_limits import time_limit
 from hetero.backends.memory import Tensor
 from hetero.backends.opencl.failures import BACKEND, decoded
 from hetero.backends.opencl.invokers import share_invokers
 from hetero.backends.opencl.resources import Resources
-from hetero.backends.opencl.self_test.compiler import Variant, argument_kinds
+from hetero.backends.opencl.self_test.program_compiler import Variant, argument_kinds
 from hetero.backends.ops import Op, describe
 from hetero.backends.protocol import (
     DEFAULT_DEADLINE_S,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from hetero.backends.host.limits import VARIABLE
+from hetero.backends.host.time_limits import VARIABLE
 
 NO_DEVICE: Final = "CL_DEVICE_NOT_FOUND"
 HUNG: Final = "hung"

@@ -16,7 +16,7 @@ from hetero.backends.formats import GROUP_SIZE, CacheFormat, StorageFormat, Weig
 from hetero.backends.host import hugepages
 from hetero.backends.host.processor import cpu_name, is_arm64
 from hetero.backends.memory import HostBuffer, Tensor, new_tensor
-from hetero.backends.onnx_common import packing
+from hetero.backends.onnx_common import staging as weight_staging
 from hetero.backends.onnx_common.binding import NATIVE_ERRORS
 from hetero.backends.ops import Op, describe
 from hetero.backends.ort_cpu import graphs, integers, kernels, mixed
@@ -297,13 +297,13 @@ def _probe_packed(
     return frozenset(erasable)
 
 
-def _staged(weight: PackedWeight) -> dict[str, packing.Staging]:
+def _staged(weight: PackedWeight) -> dict[str, weight_staging.Staging]:
     """Return the weight as the initializers of `_matmul_graph`."""
     if weight.parts:
         return mixed.staged(weight)
     if weight.storage.scales == "row":
-        return packing.stage_by_feature(weight, integers.exact_codes())
-    return packing.stage(weight)
+        return weight_staging.stage_by_feature(weight, integers.exact_codes())
+    return weight_staging.stage(weight)
 
 
 def _matmul_graph(op: ops.MatMul, split: bool, parts: tuple[mixed.WeightPart, ...]) -> bytes:

@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import onnxruntime as ort
 
-from hetero.backends import checks, kv_codes, ops, rope
+from hetero.backends import checks, kv_codes, ops, rope_tables
 from hetero.backends.kv_rows import CacheRows
 from hetero.backends.memory import Tensor, new_tensor
 from hetero.backends.onnx_common.binding import (
@@ -404,7 +404,7 @@ class DecodeChunksKernel(OrtKernel):
 
 def rope_inputs(op: ops.Rope) -> dict[str, Array]:
     """Return the tables of cos and sin, rounded once from float64."""
-    cos, sin = rope.tables(op)
+    cos, sin = rope_tables.tables(op)
     return {"cos": cos.astype(np.float32), "sin": sin.astype(np.float32)}
 
 

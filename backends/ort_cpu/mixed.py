@@ -17,7 +17,7 @@ import numpy.typing as npt
 from hetero.backends import blocks, ops
 from hetero.backends.formats import GROUP_SIZE, Blocks, StorageFormat, activations_of
 from hetero.backends.onnx_common.builder import CONTRIB, GraphBuilder
-from hetero.backends.onnx_common.packing import Staging, slabs, stage
+from hetero.backends.onnx_common.staging import Staging, slabs, stage
 from hetero.backends.ort_cpu import graphs
 from hetero.backends.weights import ROW_BLOCK, PackedWeight, padded
 

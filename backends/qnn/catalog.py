@@ -11,8 +11,8 @@ from hetero.backends.groups import Group
 from hetero.backends.ops import Op
 from hetero.backends.protocol import WeightValue
 from hetero.backends.qnn import graphs, integer
+from hetero.backends.qnn.graph_store import GraphIdentity, weight_digest
 from hetero.backends.qnn.graphs import is_static
-from hetero.backends.qnn.store import GraphIdentity, weight_digest
 
 
 @dataclass(frozen=True, kw_only=True)

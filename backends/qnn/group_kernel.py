@@ -32,7 +32,7 @@ from hetero.backends.qnn.kernels import (
     QnnKernel,
     Rows,
     Run,
-    rope_tables,
+    float_rope_tables,
 )
 from hetero.backends.qnn.library import BACKEND
 from hetero.backends.qnn.shared_memory import io_binding
@@ -67,7 +67,7 @@ class GroupKernel(QnnKernel):
         self._attention = group.attention
         turns = (step.op for step in group.steps if isinstance(step.op, ops.Rope))
         self._rope = next(turns, None)
-        self._tables = {} if self._rope is None else rope_tables(self._rope)
+        self._tables = {} if self._rope is None else float_rope_tables(self._rope)
 
     def bind(self, tensors: Mapping[str, Operand], m: int) -> BoundCall:
         self.host.health.check(f"binding {self._group.name}")

@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import onnxruntime as ort
 
-from hetero.backends import checks, ops, rope
+from hetero.backends import checks, ops, rope_tables
 from hetero.backends.errors import DeviceError
 from hetero.backends.memory import Tensor
 from hetero.backends.onnx_common.binding import (
@@ -33,10 +33,10 @@ from hetero.backends.protocol import (
 )
 from hetero.backends.qnn import integer, ranges, rounding
 from hetero.backends.qnn.catalog import contexts, integer_piece_rows, piece_rows
+from hetero.backends.qnn.graph_store import GraphStore
 from hetero.backends.qnn.library import BACKEND
 from hetero.backends.qnn.session import device_error
 from hetero.backends.qnn.shared_memory import io_binding
-from hetero.backends.qnn.store import GraphStore
 
 NEVER = np.iinfo(np.int64).max  # position of a key that nothing sees
 Run: TypeAlias = Callable[[], None]
@@ -217,9 +217,9 @@ class Rows:
             np.take(table, first + self._places, axis=0, mode="clip", out=self.arrays[name])
 
 
-def rope_tables(op: ops.Rope) -> dict[str, Array]:
+def float_rope_tables(op: ops.Rope) -> dict[str, Array]:
     """Return `cos` and `sin`, each [max_position, R / 2]."""
-    tables_of = (table.astype(np.float32) for table in rope.tables(op))
+    tables_of = (table.astype(np.float32) for table in rope_tables.tables(op))
     return dict(zip(("cos", "sin"), tables_of, strict=True))
 
 

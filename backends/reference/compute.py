@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from hetero.backends import checks, ops, rope
+from hetero.backends import checks, ops, rope_tables
 from hetero.backends.checks import packed, vector
 from hetero.backends.formats import GROUP_SIZE, INT8_STATIC, activations_of
 from hetero.backends.kv_rows import CacheRows
@@ -186,7 +186,7 @@ def rotate(op: ops.Rope, weights: Mapping[str, Float64Array]) -> tuple[Program, 
 
     Both are computed for each query and key.
     """
-    cos, sin = rope.tables(op)  # [max_position, rotated / 2]
+    cos, sin = rope_tables.tables(op)  # [max_position, rotated / 2]
     half = op.rotated // 2
     queries = slice(0, op.heads)
     keys = slice(op.heads, op.heads + op.kv_heads)

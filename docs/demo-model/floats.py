@@ -1,9 +1,9 @@
 """Trains the shipped demo model on without its 4-bit weights, so that there are floats to round.
 
-Writes a Hugging Face directory, and beside it stories to calibrate with (`calibration.txt`) and
-held-out ones to score (`scored.txt`): what docs: files.md says of the weight formats' quality. With
-`--outliers` channels are grown first (`hetero.compiling.outliers`) and the model is trained on with
-them, so that they are its own (docs/explanation/w8a8.md).
+Writes a Hugging Face directory, stories to calibrate with (`calibration.txt`) and held-out ones to
+score (`scored.txt`), with which docs/reference/files.md compares the weight formats. With
+`--outliers` channels are grown first (`hetero.compiling.outlying_weights`) and the model is trained
+on with them, so that they are its own (docs/explanation/w8a8.md).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from export import write_checkpoint
 from model import Llama, LlamaShape
 from tokenizers import Tokenizer
 
-from hetero.compiling.outliers import OutlyingWeights
+from hetero.compiling.outlying_weights import OutlyingWeights
 from hetero.models import open_model
 
 LEARNING_RATE = 3e-4

@@ -18,7 +18,7 @@ import numpy as np
 
 from hetero.backends.reference.compute import program
 from hetero.compiling.calibration import calibration_sequences
-from hetero.compiling.outliers import PART, OutlyingWeights
+from hetero.compiling.outlying_weights import PART, OutlyingWeights
 from hetero.compiling.schemes import Schemes, SimulatedModel
 from hetero.compiling.static_scales import choose, most_important
 from hetero.measuring.evaluation import evaluate, read_tokens

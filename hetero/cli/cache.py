@@ -123,7 +123,7 @@ def _confirm(entries: dict[str, list[CacheEntry]]) -> None:
 
 def _show_entries(kind: KindUsage) -> None:
     from hetero.cli.tables import show_or_print
-    from hetero.profiler.tables import TableData
+    from hetero.profiler.table_data import TableData
     from hetero.solver.report import units
 
     head = ("name", "of", "size", "used", "state")
@@ -140,7 +140,7 @@ def _show(document: CacheUsage) -> None:
     from rich.console import Console
 
     from hetero.cli.tables import fits, show_or_print
-    from hetero.profiler.tables import TableData
+    from hetero.profiler.table_data import TableData
     from hetero.solver.report import units
 
     if named := [kind for kind in document.kinds if kind.listed is not None]:

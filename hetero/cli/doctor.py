@@ -15,19 +15,19 @@ from hetero.cli.options import JsonOption
 from hetero.terminal import printable
 
 if TYPE_CHECKING:
-    from hetero.measuring.doctor import Finding
+    from hetero.measuring.device_checks import Finding
 
 
 def devices_command(as_json: JsonOption = False) -> None:
     """List what can compute here."""
-    from hetero.measuring.doctor import list_devices
+    from hetero.measuring.device_checks import list_devices
 
     print_findings(list_devices(), as_json, ("found", "missing"))
 
 
 def doctor_command(as_json: JsonOption = False) -> None:
     """Run a small operation on every device; PASS or FAIL with the reason and the remedy."""
-    from hetero.measuring.doctor import diagnose
+    from hetero.measuring.device_checks import diagnose
 
     findings = print_findings(diagnose(), as_json, ("PASS", "FAIL"))
     if not as_json:

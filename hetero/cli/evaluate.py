@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from hetero.generation.llm import LLM
     from hetero.measuring.evaluation import Evaluation, Interval
     from hetero.measuring.kv_quality import KvQuality
-    from hetero.profiler.tables import TableData
+    from hetero.profiler.table_data import TableData
 
 if TYPE_CHECKING:
     from hetero.generation.llm import LLM
@@ -286,7 +286,7 @@ def simulated(
 
 def _kv_table(by_name: dict[str, KvQuality]) -> TableData:
     from hetero.measuring.kv_quality import RANDOM
-    from hetero.profiler.tables import TableData
+    from hetero.profiler.table_data import TableData
 
     head = (
         "keys and values", "bytes, x those at 8 bits", "perplexity", "top-1 agreement", "KL (nats)",
@@ -329,7 +329,7 @@ def print_qualities(by_name: dict[str, Evaluation], as_json: bool, what: str = "
 
 
 def _table(by_name: dict[str, Evaluation], what: str) -> TableData:
-    from hetero.profiler.tables import TableData
+    from hetero.profiler.table_data import TableData
 
     head = (what, "tokens", "perplexity", "top-1 agreement", "KL mean (nats)", "KL p99")
     rows = []

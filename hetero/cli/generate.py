@@ -70,7 +70,7 @@ if TYPE_CHECKING:
     from hetero.generation.llm import LLM
     from hetero.generation.loop import GenerationResult, Stats
     from hetero.generation.options import GenerateOptions, SamplingOptions
-    from hetero.runtime.memory import MemoryEstimate
+    from hetero.runtime.memory_estimate import MemoryEstimate
 
 if TYPE_CHECKING:
     from hetero.generation.options import GenerateOptions

@@ -15,7 +15,7 @@ from hetero.terminal import json_line
 
 if TYPE_CHECKING:
     from hetero.profiler.model_graph import ModelGraph
-    from hetero.profiler.tables import TableData
+    from hetero.profiler.table_data import TableData
     from hetero.solver.execution_plan import ExecutionPlan
     from hetero.solver.request import GraphSizes, PlanRequest
 

@@ -72,9 +72,9 @@ def profile_command(
     """Measure this device once; the solver and the runtime predict from it."""
     from hetero.measuring.compiler_mode import compiled_profile, is_compiled_for
     from hetero.measuring.profiling import complete_profile, parse_budget, profile_device
-    from hetero.profiler.files import own_profile_path
     from hetero.profiler.journal import journal_path
     from hetero.profiler.options import DEFAULT_BUDGET_S, QUICK_BUDGET_S
+    from hetero.profiler.profile_files import own_profile_path
     from hetero.profiler.records import DeviceProfile
     from hetero.terminal.notices import notify
 
@@ -205,7 +205,7 @@ def summary(profile: DeviceProfile) -> dict[str, Any]:
 def print_summary(profile: DeviceProfile) -> None:
     """Print what was measured on stderr."""
     from hetero.cli.tables import show
-    from hetero.profiler.tables import TableData
+    from hetero.profiler.table_data import TableData
 
     coverage = profile.coverage
     head = ("device", "weights", "phase", "mean error", "95 %", "memory", "arithmetic")
@@ -297,7 +297,7 @@ def progress(budget_s: float | None) -> Iterator[Callable[[Event], None]]:
 
 
 def _next_command(path: Path) -> str:
-    from hetero.profiler.files import cached_profile_path, own_profile_path
+    from hetero.profiler.profile_files import cached_profile_path, own_profile_path
 
     named = "" if path in (own_profile_path(), cached_profile_path()) else f" --profile {path}"
     return f"next: hetero plan MODEL{named}"

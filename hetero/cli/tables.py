@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 
 from hetero.cli.options import shown
-from hetero.profiler.tables import TableData, markdown_table
+from hetero.profiler.table_data import TableData, markdown_table
 from hetero.terminal import printable
 
 

@@ -29,9 +29,9 @@ from hetero.errors import UserError
 from hetero.models import LoadedModel, open_model
 from hetero.models.fields import read_text
 from hetero.models.layout import block_matrices
+from hetero.models.model_weights import BlockWeights, ModelWeights
 from hetero.models.original import without_floats
 from hetero.models.packing import SourceTensor, pack_rows
-from hetero.models.weights import BlockWeights, ModelWeights
 
 DAMPING: Final = 0.01  # of the mean diagonal of H, as in the paper
 SEQUENCE_TOKENS: Final = 512

@@ -14,7 +14,7 @@ from hetero.models.sliding import Sliding
 from hetero.profiler.model_graph import Node
 from hetero.runtime.sizes import LONGEST_VERIFIED, SCORING_PIECE
 from hetero.solver.errors import PlanError
-from hetero.solver.groups import NodeGroup
+from hetero.solver.node_groups import NodeGroup
 from hetero.solver.placement import Assignment, Placement, Segment
 from hetero.solver.plan import Phase
 

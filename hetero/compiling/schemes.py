@@ -42,7 +42,7 @@ from hetero.errors import UserError
 from hetero.models import LoadedModel
 from hetero.models.calibration_record import OutlierChoice
 from hetero.models.graph import model_graph
-from hetero.models.weights import ModelWeights, Shadow
+from hetero.models.model_weights import ModelWeights, Shadow
 from hetero.profiler.model_graph import Node
 from hetero.runtime.kernels import node_weights
 

@@ -44,8 +44,8 @@ from hetero.models.calibration_record import (
     matmul_names,
 )
 from hetero.models.layout import block_matrices
+from hetero.models.model_weights import BlockWeights, ModelWeights, Shadow
 from hetero.models.packing import SourceTensor, pack_rows
-from hetero.models.weights import BlockWeights, ModelWeights, Shadow
 
 PERCENTILES: Final = (100.0, 99.99, 99.9, 99.0)  # of equal errors the first one counts
 HOT_COVERAGE: Final = 0.8  # of the outliers are in the hot channels, if these are few enough

@@ -19,7 +19,7 @@ from hetero.backends.host.processor import cpu_name
 from hetero.errors import UserError
 from hetero.measuring.contender import Contestant, Sample
 from hetero.placement.device_set import DeviceMode
-from hetero.profiler.tables import TableData
+from hetero.profiler.table_data import TableData
 from hetero.runtime.schedule import Order
 from hetero.runtime.waits import SyncMethod
 from hetero.solver.names import NamedStrategy

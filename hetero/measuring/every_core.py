@@ -22,13 +22,13 @@ from hetero.backends.errors import DeviceError
 from hetero.backends.formats import WeightFormat
 from hetero.backends.host.affinity import allowed_cores, core_count, run_on
 from hetero.backends.host.child import child_command
-from hetero.backends.host.limits import time_limit
+from hetero.backends.host.time_limits import time_limit
 from hetero.backends.protocol import Device
 from hetero.backends.registry import EVERY_CORE
 from hetero.models import model_spec, open_model
 from hetero.models.graph import model_graph
+from hetero.models.model_weights import ModelWeights
 from hetero.models.random_models import RandomWeights, known_config
-from hetero.models.weights import ModelWeights
 from hetero.placement.device_set import open_devices
 from hetero.profiler.errors import ProfileError
 from hetero.profiler.records import EveryCore, Phase

@@ -23,10 +23,10 @@ from hetero.models import model_spec
 from hetero.placement.device_set import DeviceMode, open_devices
 from hetero.profiler.complete import completed
 from hetero.profiler.errors import ProfileError
-from hetero.profiler.files import refuse_folder
 from hetero.profiler.grid import Shape
 from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.options import DEFAULT_BUDGET_S, QUICK_BUDGET_S, Event, Options
+from hetero.profiler.profile_files import refuse_folder
 from hetero.profiler.records import DeviceProfile, EveryCore
 from hetero.profiler.session import profile_devices
 

@@ -15,7 +15,7 @@ from hetero.errors import UserError
 from hetero.models import model_spec
 from hetero.profiler.pages import COLORS, render
 from hetero.profiler.records import DeviceProfile
-from hetero.profiler.tables import TableData
+from hetero.profiler.table_data import TableData
 from hetero.solver.baselines import force, latency_s
 from hetero.solver.overheads import Overheads
 from hetero.solver.planner import Planner

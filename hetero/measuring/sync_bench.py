@@ -31,7 +31,7 @@ from hetero.measuring.benchmark import environment
 from hetero.measuring.constants import MOST_ROUNDS
 from hetero.placement.device_set import open_devices
 from hetero.profiler.sync import measure_sleep
-from hetero.profiler.tables import TableData
+from hetero.profiler.table_data import TableData
 from hetero.runtime.waits import Synchroniser, SyncMethod, WaitPoint
 
 WAITS_S: Final = (50e-6, 200e-6, 500e-6, 1e-3, 3e-3)

@@ -25,9 +25,9 @@ from hetero.models.config import ModelConfig
 from hetero.models.converted import ConvertedWeights
 from hetero.models.graph import model_graph
 from hetero.models.manifest import MANIFEST_FILE, Manifest, is_quantised, read_manifest
+from hetero.models.model_weights import BlockWeights, ModelWeights
 from hetero.models.split_files import model_name
 from hetero.models.tokenizer import ByteTokenizer, HfTokenizer, Tokenizer
-from hetero.models.weights import BlockWeights, ModelWeights
 from hetero.profiler.model_graph import ModelGraph
 
 __all__ = [

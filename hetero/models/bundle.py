@@ -2,7 +2,8 @@
 
 It is a directory of `hetero quantize` (weights for the GPU, configuration, tokenizer) with
 
-    plan.json       what runs where        graphs/     compiled graphs for one chip (`qnn.store`)
+    plan.json       what runs where
+    graphs/         compiled graphs for one chip
     compiled.json   `BundleManifest`; written last, so that its absence means an unfinished bundle
 """
 

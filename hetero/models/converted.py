@@ -5,8 +5,8 @@ from __future__ import annotations
 from hetero.backends.formats import WeightFormat
 from hetero.backends.weights import Float32Array, PackedWeight
 from hetero.models.layout import block_matrices
+from hetero.models.model_weights import BlockWeights, ModelWeights
 from hetero.models.packing import SourceTensor, pack_rows
-from hetero.models.weights import BlockWeights, ModelWeights
 
 
 class ConvertedWeights(ModelWeights):

@@ -47,8 +47,8 @@ from hetero.models.manifest import (
     check_files,
     read_manifest,
 )
+from hetero.models.model_weights import BlockWeights, ModelWeights, Shadow
 from hetero.models.safetensors_file import SafetensorsFile
-from hetero.models.weights import BlockWeights, ModelWeights, Shadow
 
 PAD_PREFIX = "__pad."
 _DTYPES = {"q4": "U32", "q8": "I8", "q8r": "I8", "f16": "F16", "f32": "F32"}

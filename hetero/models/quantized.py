@@ -37,6 +37,7 @@ from hetero.models.manifest import (
     is_quantised,
     read_manifest,
 )
+from hetero.models.model_weights import ModelWeights
 from hetero.models.packed_file import (
     PlannedTensor,
     block_arrays,
@@ -46,7 +47,6 @@ from hetero.models.packed_file import (
     open_directory,
     weight_plan,
 )
-from hetero.models.weights import ModelWeights
 
 __all__ = ["Progress", "check_destination", "open_directory", "save"]
 

@@ -20,8 +20,8 @@ from hetero.backends.weights import ROW_BLOCK, Float32Array, PackedWeight
 from hetero.errors import ModelError
 from hetero.models.config import ModelConfig
 from hetero.models.layout import block_matrices, end_matrices, end_vectors
+from hetero.models.model_weights import BlockWeights, ModelWeights
 from hetero.models.packing import empty_packed
-from hetero.models.weights import BlockWeights, ModelWeights
 
 PREFIX = "random:"
 GENERATOR_VERSION = 1  # part of the fingerprint: raise it when the numbers change

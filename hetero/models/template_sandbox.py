@@ -21,7 +21,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
-from hetero.backends.host.limits import time_limit
+from hetero.backends.host.time_limits import time_limit
 
 START_LIMIT_S: Final = 30.0
 RENDER_LIMIT_S: Final = 2.0

@@ -23,8 +23,8 @@ from hetero.placement.comparing import TENSOR_LEVEL, PromptMix, compare, fastest
 from hetero.placement.decisions import Decision
 from hetero.placement.device_set import DRIVEN, DeviceMode, DeviceSet, backend_name
 from hetero.placement.first_start import forget_if_other, profile_facts, scaled_here
-from hetero.placement.in_flight import with_forms
 from hetero.placement.planning import ProfileLike, locate_profile
+from hetero.placement.prefill_modes import with_forms
 from hetero.profiler.cost import CostModel
 from hetero.profiler.errors import ProfileError
 from hetero.profiler.model_graph import ModelGraph

@@ -31,12 +31,12 @@ from hetero.backends.formats import WeightFormat
 from hetero.backends.host.affinity import allowed_cores, core_count, pinned, run_on
 from hetero.backends.host.child import child_command
 from hetero.backends.host.clock import SystemClock
-from hetero.backends.host.limits import time_limit
 from hetero.backends.host.processor import cpu_flags, cpu_name
+from hetero.backends.host.time_limits import time_limit
 from hetero.backends.protocol import Device, DeviceKind
 from hetero.errors import UserError, one_sentence
 from hetero.placement.device_set import DeviceMode, open_devices
-from hetero.profiler import files
+from hetero.profiler import profile_files
 from hetero.profiler.environment import hetero_version, package_versions
 from hetero.profiler.errors import ProfileError
 from hetero.profiler.grid import Task
@@ -115,7 +115,7 @@ class Machine(Record):
     @property
     def path(self) -> Path:
         """Return the path of its factors, next to the machine's own profile."""
-        folder = files.cached_profile_path().parent
+        folder = profile_files.cached_profile_path().parent
         return folder / f"first-start-{_hash(self.model_dump_json())}.json"
 
 
@@ -178,7 +178,7 @@ class FirstStart(Record):
     def saved(self, path: Path) -> None:
         """Write it atomically. Raises `ProfileError`."""
         sealed = self.model_copy(update={"check": self._hash()})
-        files.write_atomically(path, sealed.model_dump_json(indent=1) + "\n")
+        profile_files.write_atomically(path, sealed.model_dump_json(indent=1) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> Self | None:
@@ -241,9 +241,9 @@ def profile_facts() -> dict[str, Any] | None:
     the files that it comes from, and the machine. None where there is no such file, or the times
     are to be measured (again).
     """
-    machine, own = Machine.here(), files.taken_profile_path()
-    shipped = files.shipped_host()
-    paths = [own, machine.path, *([] if shipped is None else [files.shipped_path(shipped)])]
+    machine, own = Machine.here(), profile_files.taken_profile_path()
+    shipped = profile_files.shipped_host()
+    paths = [own, machine.path, *([] if shipped is None else [profile_files.shipped_path(shipped)])]
     off = os.environ.get(SWITCH, "").strip().lower() == "off"
     try:
         read = {str(path): path.read_bytes() for path in paths if os.path.exists(path)}

@@ -17,8 +17,8 @@ from hetero.errors import UserError
 from hetero.models import AUTO, LONGEST_NAME, model_path, model_spec, open_model
 from hetero.models.manifest import is_quantised
 from hetero.placement.first_start import scaled_here
-from hetero.placement.in_flight import with_forms
-from hetero.profiler import files
+from hetero.placement.prefill_modes import with_forms
+from hetero.profiler import profile_files
 from hetero.profiler.cost import CostModel
 from hetero.profiler.errors import ProfileError
 from hetero.profiler.model_graph import ModelGraph
@@ -149,7 +149,7 @@ def locate_profile(profile: ProfileLike) -> tuple[DeviceProfile, str]:
     """Return the profile as `find_profile` does, but unscaled, and its notice (empty if none)."""
     if isinstance(profile, DeviceProfile):
         return profile, ""
-    shipped = files.shipped_names()
+    shipped = profile_files.shipped_names()
     if profile is not None:
         here = os.path.exists(profile)  # false where it cannot be looked for
         if not here and str(profile) not in shipped:
@@ -159,15 +159,15 @@ def locate_profile(profile: ProfileLike) -> tuple[DeviceProfile, str]:
             )
         return DeviceProfile.load(Path(profile) if here else str(profile)), ""
     problem = f"{NO_PROFILE} (`hetero profile` takes one)"
-    cached = files.taken_profile_path()
+    cached = profile_files.taken_profile_path()
     if os.path.exists(cached):
         try:
             return DeviceProfile.load(cached), ""
         except ProfileError as error:  # caches are disposable
             problem = str(error)
-    if (host := files.shipped_host()) is not None:
+    if (host := profile_files.shipped_host()) is not None:
         notice = f"{problem}, so the shipped profile `{host}` is used"
-        return DeviceProfile.load(files.shipped_path(host)), notice
+        return DeviceProfile.load(profile_files.shipped_path(host)), notice
     raise UserError(
         "this machine has no profile: take one with `hetero profile`, or name a shipped one with "
         f"--profile: {', '.join(shipped)}"
@@ -227,14 +227,14 @@ def load_either(path: str) -> ExecutionPlan | DeviceProfile:
     """Return a saved plan or profile, or a shipped profile by name. Raises `UserError` or their
     errors.
     """
-    if path in files.shipped_names() and not os.path.exists(path):
+    if path in profile_files.shipped_names() and not os.path.exists(path):
         return DeviceProfile.load(path)
     if not os.path.exists(path):
         raise UserError(
             f"{path}: there is no such file, and no shipped profile of this name: those are "
-            f"{', '.join(files.shipped_names())}"
+            f"{', '.join(profile_files.shipped_names())}"
         )
-    text, document = files.read_profile(path), None
+    text, document = profile_files.read_profile(path), None
     with contextlib.suppress(ValueError, RecursionError):  # what is wrong is said below
         document = json.loads(text)
     if isinstance(document, dict) and "ops" in document:

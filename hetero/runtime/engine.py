@@ -15,7 +15,7 @@ from hetero.backends.formats import CacheFormat
 from hetero.backends.protocol import DEFAULT_DEADLINE_S, DeviceKind
 from hetero.errors import FallbackWarning, UserError
 from hetero.models.graph import model_graph, rope_of
-from hetero.models.weights import ModelWeights
+from hetero.models.model_weights import ModelWeights
 from hetero.profiler.cost import CostModel
 from hetero.profiler.model_graph import Node
 from hetero.runtime.adaptive import Adaptation, Adapter, Solver
@@ -30,12 +30,12 @@ from hetero.runtime.kv.session_file import Identity
 from hetero.runtime.launch_costs import LaunchCosts
 from hetero.runtime.logits import Logits, LogitsReader
 from hetero.runtime.lowering import Lowering
-from hetero.runtime.memory import MemoryEstimate, check_contexts, fitting_window
+from hetero.runtime.memory_estimate import MemoryEstimate, check_contexts, fitting_window
 from hetero.runtime.pool import ActivationPool, Shape
 from hetero.runtime.prefill_mode import WHOLE_QUEUES, PrefillModes, most_in_flight
 from hetero.runtime.schedule import Order, Orders, windows
 from hetero.runtime.sizes import LONGEST_VERIFIED, SCORING_PIECE, Caches, place, planned_layout
-from hetero.runtime.slots import SlotRef
+from hetero.runtime.slot_refs import SlotRef
 from hetero.runtime.step import Step
 from hetero.runtime.step_cache import StepCache
 from hetero.runtime.step_lock import StepLock, lost_error

@@ -22,10 +22,10 @@ from hetero.backends.protocol import (
 from hetero.backends.weights import ROW_BLOCK, PackedWeight, pack
 from hetero.errors import memory_for
 from hetero.models.graph import SHADOW
-from hetero.models.weights import BlockWeights, ModelWeights
+from hetero.models.model_weights import BlockWeights, ModelWeights
 from hetero.profiler.model_graph import Node
 from hetero.solver.errors import PlanError
-from hetero.solver.groups import NodeGroup
+from hetero.solver.node_groups import NodeGroup
 from hetero.solver.placement import Heads, Part, Placement, Segment
 
 Devices = Mapping[DeviceKind, Device]

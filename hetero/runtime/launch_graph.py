@@ -19,7 +19,7 @@ from itertools import groupby
 from typing import NamedTuple, TypeAlias
 
 from hetero.backends.protocol import DeviceKind
-from hetero.runtime.slots import SlotRef
+from hetero.runtime.slot_refs import SlotRef
 
 Span: TypeAlias = tuple[int, int]
 

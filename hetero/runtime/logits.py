@@ -14,7 +14,7 @@ from hetero.runtime.control import ControlThread
 from hetero.runtime.finite import all_finite, first_not_finite, norms_finite, not_finite
 from hetero.runtime.kv.context import Context
 from hetero.runtime.pool import ActivationPool
-from hetero.runtime.slots import slot_of
+from hetero.runtime.slot_refs import slot_of
 from hetero.runtime.step import Step
 from hetero.runtime.step_cache import StepCache
 

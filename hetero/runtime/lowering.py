@@ -43,11 +43,11 @@ from hetero.runtime.handover import SHARED_PORTS, Handover
 from hetero.runtime.kernels import Devices, KernelSet
 from hetero.runtime.pool import ActivationPool
 from hetero.runtime.schedule import Cost, Orders, in_order
-from hetero.runtime.slots import SlotRef, position_of, slot_of
+from hetero.runtime.slot_refs import SlotRef, position_of, slot_of
 from hetero.runtime.step import BoundLaunches, PendingLaunch, Step
 from hetero.runtime.waits import Synchroniser
 from hetero.solver.errors import PlanError
-from hetero.solver.groups import NodeGroup
+from hetero.solver.node_groups import NodeGroup
 from hetero.solver.placement import Heads, Part, Placement, Span
 from hetero.solver.plan import Phase, PrefillMode
 

@@ -21,7 +21,7 @@ from hetero.backends.protocol import Device
 from hetero.errors import memory_for
 from hetero.models.config import ModelConfig
 from hetero.models.graph import Shadows, slot_widths
-from hetero.runtime.slots import SlotRef, position_of, slot_of
+from hetero.runtime.slot_refs import SlotRef, position_of, slot_of
 
 Shape = tuple[tuple[int, ...], np.dtype[Any]]
 FLOAT32, INT32 = np.dtype(np.float32), np.dtype(np.int32)

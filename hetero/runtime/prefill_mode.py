@@ -20,12 +20,12 @@ from hetero.profiler.model_graph import Node
 from hetero.runtime.launch_costs import LaunchCosts
 from hetero.runtime.launch_graph import LaunchSpec, Span
 from hetero.runtime.schedule import Order, Orders, windows
-from hetero.runtime.slots import SlotRef, slot_of
+from hetero.runtime.slot_refs import SlotRef, slot_of
 from hetero.solver.baselines import CHUNK_TOKENS
-from hetero.solver.calls import split
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.placement import CapabilitiesByDevice, Placement
 from hetero.solver.plan import PrefillMode
+from hetero.solver.prompt_calls import split
 from hetero.solver.report.content import FORMS
 from hetero.solver.report.units import duration
 

@@ -30,7 +30,7 @@ from hetero.runtime.program import (
     raise_flags,
 )
 from hetero.runtime.schedule import Schedule, Start
-from hetero.runtime.slots import SlotRef
+from hetero.runtime.slot_refs import SlotRef
 from hetero.runtime.waits import Synchroniser, WaitPoint
 from hetero.solver.plan import Phase
 

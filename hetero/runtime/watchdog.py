@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, Protocol
 
-from hetero.backends.host.limits import time_limit
+from hetero.backends.host.time_limits import time_limit
 from hetero.backends.protocol import DEFAULT_DEADLINE_S
 from hetero.runtime.program import SIGNAL, WAIT, WAIT_LAYER, Action
 from hetero.runtime.step import Step

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from hetero.serving import answers
 from hetero.serving.answers import Answer, AnswerChoice, AnswerOptions, usage
-from hetero.serving.chat import ChunkWriter, StreamOptions
+from hetero.serving.chat_completions import ChunkWriter, StreamOptions
 from hetero.serving.errors import ApiError
 from hetero.serving.messages import Done, Run, TokenEvent
 from hetero.serving.requests import (

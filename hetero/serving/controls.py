@@ -18,7 +18,7 @@ class MissingError(UserError):
 
 
 class ControlTarget(Protocol):
-    """What an action works on (`hetero.serving.engine.ServingEngine`)."""
+    """What an action works on (`hetero.serving.engine_process.ServingEngine`)."""
 
     service: Service
     slots: int

@@ -132,7 +132,7 @@ class EngineClient:
             sys.executable,
             "-P",
             "-m",
-            "hetero.serving.engine",
+            "hetero.serving.engine_process",
             json.dumps(self._options),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,

@@ -16,12 +16,12 @@ from starlette.responses import Response
 
 from hetero.serving import answers
 from hetero.serving.answers import AnswerChoice, AnswerOptions, StreamWriter, split_template, sse
-from hetero.serving.chat import score
+from hetero.serving.chat_completions import score
+from hetero.serving.database import StoredResponse
 from hetero.serving.errors import ApiError, missing
 from hetero.serving.grammars import json_grammar
 from hetero.serving.history import Item, read_items, tokens_of
 from hetero.serving.messages import Done, Run, TokenEvent
-from hetero.serving.records import StoredResponse
 from hetero.serving.requests import (
     MOST_LOGPROBS,
     Metadata,

@@ -17,12 +17,12 @@ from hetero.backends.host.folders import data_folder
 from hetero.contexts.encryption import vault_of
 from hetero.errors import UserError
 from hetero.models import open_model
-from hetero.serving.app import make_app
+from hetero.serving.database import Records
 from hetero.serving.engine_client import EngineClient
 from hetero.serving.grammars import TokenBytes
 from hetero.serving.guard import LOOPBACK
+from hetero.serving.http_app import make_app
 from hetero.serving.keys import Keys
-from hetero.serving.records import Records
 from hetero.serving.state import State
 
 GRACE_S: Final = 5  # for running answers when the server ends

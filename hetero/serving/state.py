@@ -14,11 +14,11 @@ import anyio.to_thread
 from hetero.errors import UserError
 from hetero.models import LoadedModel
 from hetero.models.tokenizer import HfTokenizer
+from hetero.serving.database import Records
 from hetero.serving.engine_client import EngineClient
 from hetero.serving.errors import ApiError
 from hetero.serving.grammars import TokenBytes
 from hetero.serving.metrics import Metrics
-from hetero.serving.records import Records
 
 T = TypeVar("T")
 SHORT: Final = 1000  # characters

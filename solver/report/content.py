@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from hetero.backends.protocol import KINDS
-from hetero.profiler.tables import TableData
+from hetero.profiler.table_data import TableData
 from hetero.solver.plan import OpPlan, Plan, PrefillMode, Total
 from hetero.solver.report import units
 

@@ -14,11 +14,11 @@ from hetero.backends.errors import DeviceError
 from hetero.backends.formats import WeightFormat
 from hetero.backends.ops import Outliers
 from hetero.compiling.calibration import calibrated
-from hetero.compiling.graphs import CompileRequest, compile_model, prepare
+from hetero.compiling.npu_graphs import CompileRequest, compile_model, prepare
 from hetero.models import model_graph, quantized
 from hetero.profiler.model_graph import ModelGraph
-from hetero.solver.groups import node_groups
 from hetero.solver.handmade import single_device
+from hetero.solver.node_groups import node_groups
 from hetero.solver.plan import FusedGroup
 from tests.models.model_helpers import small_config
 from tests.support.checkpoints import Case, make_checkpoint

@@ -9,7 +9,7 @@ import pytest
 
 from hetero.backends.formats import WeightFormat
 from hetero.backends.reference.compute import program
-from hetero.compiling.outliers import OutlyingWeights
+from hetero.compiling.outlying_weights import OutlyingWeights
 from hetero.compiling.schemes import Schemes, SimulatedModel
 from hetero.compiling.static_scales import choose, most_important
 from hetero.errors import UserError

@@ -34,6 +34,19 @@ SHARED_CLASS_NAMES = frozenset[str]()
 ALLOWED = {
     "FOLDER": "the folder of self-tests' results on disk keeps its name",
 }
+# Modules of one name in several packages, and why. At most ten; others are named for what they hold.
+SHARED_MODULE_NAMES = {
+    "cache": "a command's module is named for the command (`hetero cache`)",
+    "constants": "defaults that the command line shows without importing the package",
+    "device": "a backend's `Device`",
+    "errors": "a package's errors",
+    "graphs": "the ONNX graph of each operation, for each backend of ONNX Runtime",
+    "kernels": "a backend's kernel classes, and those that the runtime prepares",
+    "options": "a package's options, checked",
+    "plan": "a command's module is named for the command (`hetero plan`)",
+    "session": "a backend's ONNX Runtime sessions; the profiler's session",
+    "tokenizer": "the tokenizer of a GGUF file is read next to its other parts",
+}
 WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -122,6 +135,18 @@ def test_no_two_public_classes_have_one_name() -> None:
     new = {name: places for name, places in shared.items() if name not in SHARED_CLASS_NAMES}
     assert new == {}, "two public classes of one name"
     assert set(shared) == SHARED_CLASS_NAMES, "take names that are no longer shared off the list"
+
+
+def test_modules_are_named_for_what_they_hold() -> None:
+    homes: dict[str, set[str]] = defaultdict(set)
+    for _, name, path in modules():
+        if path.stem not in ("__init__", "__main__"):
+            homes[path.stem].add(name)
+    shared = {stem: names for stem, names in homes.items() if len(names) > 1}
+    new = {stem: names for stem, names in shared.items() if stem not in SHARED_MODULE_NAMES}
+    assert new == {}, "two modules of one name: name each for what it holds"
+    assert set(shared) == set(SHARED_MODULE_NAMES), "take names no longer shared off the list"
+    assert len(SHARED_MODULE_NAMES) <= 10
 
 
 @pytest.mark.parametrize(

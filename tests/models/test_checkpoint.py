@@ -21,7 +21,7 @@ from hetero.errors import ModelError
 from hetero.models import open_model
 from hetero.models.checkpoint import CheckpointWeights
 from hetero.models.config import ModelConfig
-from hetero.models.weights import BlockWeights, ModelWeights
+from hetero.models.model_weights import BlockWeights, ModelWeights
 from tests.models.model_helpers import UNCALIBRATED, random_tensors, small_config
 
 Tensors = dict[str, npt.NDArray[Any]]

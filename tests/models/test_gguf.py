@@ -17,10 +17,10 @@ from safetensors.numpy import load_file, save_file
 from hetero import LLM
 from hetero.backends.formats import StorageFormat
 from hetero.backends.ops import RopeScaling
-from hetero.backends.rope import attention_factor, inverse_frequencies
+from hetero.backends.rope_tables import attention_factor, inverse_frequencies
 from hetero.models import DEMO_DIRECTORY, LoadedModel, open_model
 from hetero.models.gguf import GgufFile, GgufWeights, kinds
-from hetero.models.gguf.config import _divisors
+from hetero.models.gguf.model_config import _divisors
 from hetero.models.gguf.tensors import GgufTensor
 from hetero.models.graph import rope_of
 from hetero.models.layout import block_matrices, end_vectors

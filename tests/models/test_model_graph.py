@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from hetero.backends.formats import WeightFormat
 from hetero.backends.ops import Add, Attention, Embed, GatedAct, MatMul, RMSNorm, Rope, RopeScaling
-from hetero.backends.rope import tables
+from hetero.backends.rope_tables import tables
 from hetero.models import model_spec
 from hetero.models.graph import model_graph, slot_widths
 from hetero.models.random_models import KNOWN_MODELS, RandomWeights

@@ -17,8 +17,8 @@ from hetero.models import model_spec
 from hetero.placement.choosing import Choice, PlacementRequest, choose, plan_on
 from hetero.placement.comparing import TENSOR_LEVEL
 from hetero.profiler.errors import ProfileError, ProfileWarning
-from hetero.profiler.files import shipped_host
 from hetero.profiler.model_graph import ModelGraph
+from hetero.profiler.profile_files import shipped_host
 from hetero.profiler.records import DeviceProfile, EveryCore
 from hetero.solver.errors import PlanError
 from hetero.solver.execution_plan import ExecutionPlan
@@ -157,9 +157,9 @@ def test_the_shipped_profile_of_a_pc_like_this(
     shipped: tuple[str, ...],
     name: str | None,
 ) -> None:
-    monkeypatch.setattr("hetero.profiler.files.cpu_flags", lambda: frozenset(flags.split()))
-    monkeypatch.setattr("hetero.profiler.files.processor_levels", lambda: (LEVELS[level],))
-    monkeypatch.setattr("hetero.profiler.files.shipped_names", lambda: shipped)
+    monkeypatch.setattr("hetero.profiler.profile_files.cpu_flags", lambda: frozenset(flags.split()))
+    monkeypatch.setattr("hetero.profiler.profile_files.processor_levels", lambda: (LEVELS[level],))
+    monkeypatch.setattr("hetero.profiler.profile_files.shipped_names", lambda: shipped)
     assert shipped_host() == name
 
 

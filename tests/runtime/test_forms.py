@@ -12,8 +12,8 @@ import pytest
 
 from hetero.backends.protocol import KINDS
 from hetero.models import model_spec, open_model
-from hetero.placement.in_flight import with_forms
 from hetero.placement.planning import planned
+from hetero.placement.prefill_modes import with_forms
 from hetero.profiler.cost import CostModel
 from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.records import DeviceProfile
@@ -25,12 +25,12 @@ from hetero.runtime.prefill_mode import SAME, PrefillModes
 from hetero.runtime.schedule import in_order, seconds_of
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.in_flight import in_flight
-from hetero.solver.memory import Limits, ResidentRows
 from hetero.solver.placement import Placement
 from hetero.solver.plan import InFlight, OpPlan, PrefillMode, Tile
 from hetero.solver.planner import Planner
 from hetero.solver.prepared import PreparedSolver, prepare_solver
 from hetero.solver.request import PlanRequest
+from hetero.solver.weight_memory import Limits, ResidentRows
 from tests.runtime.models import context_of, emptied
 from tests.runtime.plans import random_plan
 

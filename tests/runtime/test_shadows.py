@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from hetero.backends.ops import Outliers
-from hetero.compiling.outliers import OutlyingWeights
+from hetero.compiling.outlying_weights import OutlyingWeights
 from hetero.compiling.schemes import Schemes
 from hetero.compiling.static_scales import StaticWeights, choose, most_important, static_weights
 from hetero.models import LoadedModel, open_model

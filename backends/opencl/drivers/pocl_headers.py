@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from hetero.backends.opencl.kernel_files import OURS, all_sources, sources_digest
-from hetero.backends.opencl.self_test.store import KernelStore
+from hetero.backends.opencl.self_test.kernel_store import KernelStore
 
 HEADER: Final = "opencl-c.h"
 REVISION: Final = "declarations of named functions 3"  # another one for another text

@@ -1,9 +1,9 @@
 """Rows of GGUF tensors: as floats for any type, as codes where the type is one that we store.
 
 In the formats of files (`gguf-a16`, `gguf-a8`) every type but Q2_K keeps its numbers
-(`hetero.models.gguf.blocks`). In the others Q4_0 and Q8_0 are exactly `w4` and `w8`; the rest is
-dequantised by the `gguf` library and quantised again; how much that costs is measured on the way
-(`Loss`).
+(`hetero.models.gguf.block_types`). In the others Q4_0 and Q8_0 are exactly `w4` and `w8`; every
+other type is dequantised by the `gguf` library and quantised again, and the loss is measured on
+the way (`Loss`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy.typing as npt
 from hetero.backends.blocks import BlockParts, words_of_halves
 from hetero.backends.formats import GROUP_SIZE, StorageFormat, WeightFormat
 from hetero.errors import ModelError
-from hetero.models.gguf import blocks
+from hetero.models.gguf import block_types
 from hetero.models.gguf.file import GgufFile, TensorInfo
 from hetero.models.gguf.kinds import Kind
 
@@ -30,7 +30,7 @@ FLOATS: Final[dict[Kind, np.dtype[Any]]] = {
     Kind.BF16: np.dtype(ml_dtypes.bfloat16),
 }
 # What the library dequantises and people use; the others would be a guess.
-QUANTISED: Final = (*blocks.STORED, Kind.Q2_K)
+QUANTISED: Final = (*block_types.STORED, Kind.Q2_K)
 
 
 def stored_as(kind: Kind) -> StorageFormat:
@@ -40,7 +40,7 @@ def stored_as(kind: Kind) -> StorageFormat:
     if kind in FLOATS:
         half = kind is Kind.F16
         return StorageFormat.F16 if half else StorageFormat.F32
-    return blocks.STORED.get(kind, StorageFormat.Q8)
+    return block_types.STORED.get(kind, StorageFormat.Q8)
 
 
 def default_format(file: GgufFile) -> WeightFormat:
@@ -131,22 +131,22 @@ class GgufTensor:
 
         Raises `ModelError` for a scale that is not finite.
         """
-        if blocks.STORED.get(self.kind) is not storage:
+        if block_types.STORED.get(self.kind) is not storage:
             return None
         rows = self._chosen(start, stop)
         if storage.scales == "block":
-            parts = blocks.block_parts(self.kind, rows)
+            parts = block_types.block_parts(self.kind, rows)
             self._check_scales(parts.d if parts.e is None else np.stack([parts.d, parts.e]))
             return parts
         raw = rows.reshape(stop - start, self.shape[1] // GROUP_SIZE, -1)
-        scales = blocks.half(raw, 0)
+        scales = block_types.half(raw, 0)
         self._check_scales(scales)
         if self.kind is Kind.Q4_0:
             return words_of_halves(raw, 2, 18, 16), scales
         values = np.ascontiguousarray(raw[..., 2:])
         if self.kind is Kind.Q8_0:
             return values.view(np.int8), scales
-        return blocks.IQ4_NL_VALUES[blocks.nibbles(values)], scales
+        return block_types.IQ4_NL_VALUES[block_types.nibbles(values)], scales
 
     def _check_scales(self, scales: npt.NDArray[np.float16]) -> None:
         if (scales.view(np.uint16) & 0x7C00 == 0x7C00).any():  # the exponent of what is not finite

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hetero.backends.ops import Rope
-from hetero.backends.rope import inverse_frequencies
+from hetero.backends.rope_tables import inverse_frequencies
 from hetero.runtime.kv.kv_cache import KvCache
 
 Array = npt.NDArray[Any]

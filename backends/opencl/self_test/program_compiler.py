@@ -26,7 +26,7 @@ import pyopencl as cl
 from hetero.backends.opencl.failures import decoded
 from hetero.backends.opencl.kernel_files import OURS
 from hetero.backends.opencl.program_source import ProgramSource, uncached
-from hetero.backends.opencl.self_test.store import KernelStore
+from hetero.backends.opencl.self_test.kernel_store import KernelStore
 
 BINARY: Final = "program.bin"
 NOTE: Final = "note"

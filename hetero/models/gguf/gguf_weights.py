@@ -13,13 +13,13 @@ from hetero.backends.formats import StorageFormat, WeightFormat
 from hetero.backends.weights import ROW_BLOCK, Float32Array, PackedWeight, packed_bytes
 from hetero.errors import ModelError
 from hetero.models.config import ModelConfig
-from hetero.models.gguf.config import ROTATED_IN_PAIRS
 from hetero.models.gguf.file import GgufFile, TensorInfo
-from hetero.models.gguf.store import PartShape, StoreReader, StoreWriter, joined, open_store
+from hetero.models.gguf.model_config import ROTATED_IN_PAIRS
+from hetero.models.gguf.packed_store import PartShape, StoreReader, StoreWriter, joined, open_store
 from hetero.models.gguf.tensors import FLOATS, GgufTensor, Loss, check_kind, stored_as
 from hetero.models.layout import block_matrices, end_matrices, end_vectors
+from hetero.models.model_weights import BlockWeights, ModelWeights
 from hetero.models.packing import check_finite, pack_rows
-from hetero.models.weights import BlockWeights, ModelWeights
 
 # Our weights and the tensors that hold them, the fused spelling first.
 _MATRICES: Final = {

@@ -366,8 +366,9 @@ def _end_hung(sentence: str) -> None:
 
 
 def main() -> None:
-    """Run `python -P -m hetero.serving.engine OPTIONS`, as `hetero serve` does. Ctrl-C is for the
-    server, which then sends `Stop`.
+    """Run `python -P -m hetero.serving.engine_process OPTIONS`, as `hetero serve` does.
+
+    The server handles Ctrl-C and then sends `Stop`.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     answers = os.fdopen(os.dup(1), "wb")

@@ -16,7 +16,15 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 
 from hetero.errors import UserError
-from hetero.serving import anthropic, chat, completions, conversations, responses, slots, text
+from hetero.serving import (
+    anthropic,
+    chat_completions,
+    completions,
+    conversations,
+    responses,
+    slots,
+    text,
+)
 from hetero.serving.answers import ClientDisconnectedError
 from hetero.serving.errors import ApiError
 from hetero.serving.guard import AsgiApp, Guard, Message, Receive, Scope, Send
@@ -26,7 +34,7 @@ from hetero.serving.state import State
 log = logging.getLogger("hetero.serving")
 PAGE = Path(__file__).parent / "page.html"
 _ROUTERS: tuple[APIRouter, ...] = (
-    chat.router,
+    chat_completions.router,
     completions.router,
     responses.router,
     conversations.router,

@@ -15,13 +15,13 @@ import numpy as np
 import numpy.typing as npt
 
 from hetero.backends.ops import RopeScaling
-from hetero.backends.rope import inverse_frequencies
+from hetero.backends.rope_tables import inverse_frequencies
 from hetero.errors import ModelError
 from hetero.models.architectures.base import FULL, SLIDING
 from hetero.models.config import ModelConfig
 from hetero.models.fields import is_number
 from hetero.models.gguf.file import GgufFile
-from hetero.models.gguf.keys import USED, check_metadata, check_required
+from hetero.models.gguf.metadata_rules import USED, check_metadata, check_required
 from hetero.models.gguf.rope_scaling import rope_scaling
 from hetero.models.gguf.special_tokens import end_ids, special_id
 from hetero.models.graph import rope_of

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hetero.backends.opencl.drivers.levels import GENERIC, Level, processor_levels
-from hetero.backends.opencl.self_test.store import KernelStore
+from hetero.backends.opencl.self_test.kernel_store import KernelStore
 
 
 class Driver(ABC):

@@ -30,8 +30,8 @@ from hetero.models.bundle import (
     find_bundle,
 )
 from hetero.models.manifest import is_quantised
+from hetero.models.model_weights import BlockWeights, ModelWeights
 from hetero.models.quantized import save
-from hetero.models.weights import BlockWeights, ModelWeights
 from hetero.runtime.kernels import cut_weights, node_weights, stored_for
 from hetero.runtime.sizes import place
 from hetero.solver.execution_plan import ExecutionPlan
@@ -40,7 +40,7 @@ from hetero.solver.placement import Placement
 
 if TYPE_CHECKING:
     from hetero.backends.qnn.catalog import Graph
-    from hetero.backends.qnn.store import GraphStore
+    from hetero.backends.qnn.graph_store import GraphStore
 
 STATE_FILE = "compiling.json"
 LICENCE_FILES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "LICENCE", "USE_POLICY.md", "NOTICE")
@@ -272,7 +272,7 @@ def _graphs(
 
 
 def _record(path: Path, graphs: Sequence[Graph]) -> GraphRecord:
-    from hetero.backends.qnn.store import read_entry
+    from hetero.backends.qnn.graph_store import read_entry
 
     entry = read_entry(path)
     return GraphRecord(

@@ -14,7 +14,7 @@ from hetero.models.graph import Shadows
 from hetero.runtime.kv.kv_cache import CacheLayout
 from hetero.runtime.pool import Shape, nbytes_of, slot_shapes
 from hetero.runtime.sizes import LONGEST_VERIFIED, SCORING_PIECE
-from hetero.runtime.slots import SlotRef
+from hetero.runtime.slot_refs import SlotRef
 from hetero.solver.placement import Placement
 from hetero.solver.plan import PHASES
 

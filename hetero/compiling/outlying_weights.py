@@ -23,8 +23,8 @@ from hetero.backends.formats import StorageFormat
 from hetero.backends.weights import Float32Array, PackedWeight
 from hetero.errors import UserError
 from hetero.models.layout import block_matrices
+from hetero.models.model_weights import BlockWeights, ModelWeights
 from hetero.models.packing import SourceTensor, pack_rows
-from hetero.models.weights import BlockWeights, ModelWeights
 
 PART: Final = 0.003  # of a tensor's channels, at least one: 0.1 to 0.3 % in mllm-NPU's figure 10
 EXPONENTS: Final = (4, 8)  # from, to
