@@ -52,10 +52,10 @@ def host() -> DeviceProfile:
 def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache without a profile; where one would lie."""
     path = tmp_path / "cache" / "host.json"
-    monkeypatch.setattr("hetero.placement.planning.files.cached_profile_path", lambda: path)
-    monkeypatch.setattr("hetero.placement.planning.files.own_profile_path", lambda: path)
+    monkeypatch.setattr("hetero.placement.planning.profile_files.cached_profile_path", lambda: path)
+    monkeypatch.setattr("hetero.placement.planning.profile_files.own_profile_path", lambda: path)
     monkeypatch.setattr(
-        "hetero.placement.planning.files.shipped_names", lambda: ("snapdragon-8-gen-3",)
+        "hetero.placement.planning.profile_files.shipped_names", lambda: ("snapdragon-8-gen-3",)
     )
     return path
 
@@ -128,7 +128,7 @@ def test_a_cached_profile_of_other_backends_is_not_used(
 def test_the_shipped_host_profile_comes_with_a_notice(
     spec: ModelGraph, chip: DeviceProfile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hetero.placement.planning.files.shipped_names", lambda: ("host",))
+    monkeypatch.setattr("hetero.placement.planning.profile_files.shipped_names", lambda: ("host",))
     monkeypatch.setattr("hetero.placement.planning.DeviceProfile.load", lambda _: named(chip))
     found = choose(spec, PlacementRequest(mode="auto"))
     assert found.notes == (
@@ -399,7 +399,7 @@ def test_a_profile_of_another_opencl_driver_is_not_used(
     monkeypatch: pytest.MonkeyPatch, here: str, fits: bool
 ) -> None:
     """Times of PoCL say nothing of a graphics card; a profile that is asked for is taken."""
-    monkeypatch.setattr("hetero.placement.planning.files.shipped_names", lambda: ("host",))
+    monkeypatch.setattr("hetero.placement.planning.profile_files.shipped_names", lambda: ("host",))
     monkeypatch.setattr("hetero.placement.choosing.driver_here", lambda _wanted: here)
     spec = model_spec("llama-3.2-1b")
     choice = choose(spec, PlacementRequest(mode="auto"))

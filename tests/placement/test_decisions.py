@@ -31,7 +31,7 @@ def spec() -> ModelGraph:
 def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """This machine's, by which the GPU alone is fastest; decisions are kept."""
     path = tmp_path / "host.json"
-    monkeypatch.setattr("hetero.placement.planning.files.own_profile_path", lambda: path)
+    monkeypatch.setattr("hetero.placement.planning.profile_files.own_profile_path", lambda: path)
     monkeypatch.setattr(decisions, "folder", lambda: tmp_path / "decisions")
     monkeypatch.setattr(first_start.files, "cached_profile_path", lambda: tmp_path / "none" / "p")
     named(DeviceProfile.load("snapdragon-8-gen-3"), npu_scale=100.0).save(path)

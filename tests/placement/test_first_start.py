@@ -88,7 +88,7 @@ class Machines:
 def machines(host: DeviceProfile, monkeypatch: pytest.MonkeyPatch) -> Machines:
     found = Machines(host)
     monkeypatch.setattr(first_start, "_in_process", found.measure)
-    monkeypatch.setattr("hetero.placement.planning.files.shipped_host", lambda: "host")
+    monkeypatch.setattr("hetero.placement.planning.profile_files.shipped_host", lambda: "host")
     return found
 
 
