@@ -33,7 +33,9 @@ def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "host.json"
     monkeypatch.setattr("hetero.placement.planning.profile_files.own_profile_path", lambda: path)
     monkeypatch.setattr(decisions, "folder", lambda: tmp_path / "decisions")
-    monkeypatch.setattr(first_start.profile_files, "cached_profile_path", lambda: tmp_path / "none" / "p")
+    monkeypatch.setattr(
+        first_start.profile_files, "cached_profile_path", lambda: tmp_path / "none" / "p"
+    )
     named(DeviceProfile.load("snapdragon-8-gen-3"), npu_scale=100.0).save(path)
     return path
 
@@ -176,7 +178,9 @@ def test_what_could_not_be_measured_is_tried_again_in_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_s: float | None
 ) -> None:
     """And what was decided without is not kept for longer."""
-    monkeypatch.setattr(first_start.profile_files, "taken_profile_path", lambda: tmp_path / "none.json")
+    monkeypatch.setattr(
+        first_start.profile_files, "taken_profile_path", lambda: tmp_path / "none.json"
+    )
     at_s = time.time() if at_s is None else at_s
     found = FirstStart(machine=Machine.here(), profile="host", at_s=at_s, reason="no time")
     monkeypatch.setattr(FirstStart, "load", lambda _: found)
