@@ -34,7 +34,7 @@ SHARED_CLASS_NAMES = frozenset[str]()
 ALLOWED = {
     "FOLDER": "the folder of self-tests' results on disk keeps its name",
 }
-# Modules of one name in several packages, and why. At most ten; others are named for what they hold.
+# Modules of one name in several packages, and why. At most ten.
 SHARED_MODULE_NAMES = {
     "cache": "a command's module is named for the command (`hetero cache`)",
     "constants": "defaults that the command line shows without importing the package",
