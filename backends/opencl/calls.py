@@ -76,9 +76,20 @@ Native: TypeAlias = cl.Buffer | np.generic
 Size: TypeAlias = tuple[int, ...]
 
 INPUT_PORTS = frozenset(
-    {"x", "residual", "tokens", "qkv", "position", "k_cache", "v_cache", "codes", "table", "mass"}
+    {
+        "x",
+        "residual",
+        "tokens",
+        "qkv",
+        "position",
+        "k_cache",
+        "v_cache",
+        "codes",
+        "table",
+        "score_sums",
+    }
 )
-OUTPUT_PORTS = frozenset({"y", "sum", "out", "k_cache", "v_cache", "mass"})
+OUTPUT_PORTS = frozenset({"y", "sum", "out", "k_cache", "v_cache", "score_sums"})
 SPIN_S = 200e-6
 LONGEST_SLEEP_S = 200e-6  # bounds how late the end of a long launch is noticed
 

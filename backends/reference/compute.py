@@ -263,7 +263,7 @@ def sum_scores(op: ops.SumScores, arrays: Arrays) -> None:
             scores = softcapped(scores, of.softcap)
             weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
             given = weights / weights.sum(axis=-1, keepdims=True) / of.heads
-            arrays["mass"][g, low:stop] += given.sum(axis=0)
+            arrays["score_sums"][g, low:stop] += given.sum(axis=0)
 
 
 def decode_chunks(op: ops.DecodeChunks, channels: Array) -> tuple[Program, int]:

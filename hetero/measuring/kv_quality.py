@@ -145,11 +145,11 @@ def _window(
 ) -> None:
     """Score a window's second half on each way's first."""
     context.adopt(())
-    context.mass = ScoreStats(llm.max_seq_len)
+    context.score_stats = ScoreStats(llm.max_seq_len)
     _prefill(llm, context)(part[:half])
     chunks = [Chunk("", b"", at, tokens, 8) for at, tokens in spans(part[:half])]
-    context.mass.give(chunks)
-    context.mass = None
+    context.score_stats.give(chunks)
+    context.score_stats = None
     densities = [chunk.density for chunk in chunks]
     values = context.cache.read(0, half)
     targets = np.asarray(part[half + 1 :])

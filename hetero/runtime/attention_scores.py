@@ -65,13 +65,13 @@ class ScoreReader(BoundCall):
 
     name = "reading column row_scores"
 
-    def __init__(self, mass: StepScores, tensor: Tensor, layers: int, m: int) -> None:
+    def __init__(self, score_sums: StepScores, tensor: Tensor, layers: int, m: int) -> None:
         self.m = m
-        self._mass, self._tensor, self._layers = mass, tensor, layers
+        self._scores, self._tensor, self._layers = score_sums, tensor, layers
 
     def run(self) -> None:
         """Add the layers' sums, and reset them."""
-        self._mass.add(self._tensor.array.sum(axis=0), self._layers)
+        self._scores.add(self._tensor.array.sum(axis=0), self._layers)
         self._tensor.array[:] = 0
 
 
@@ -101,15 +101,15 @@ class RowScores:
 
     def begin(self) -> None:
         """A step begins."""
-        for mass in self._row_scores:
-            mass.begin()
+        for score_sums in self._row_scores:
+            score_sums.begin()
 
 
 class HostScores(Kernel):
     """Bound like the attention that it follows, without its output and its values."""
 
-    def __init__(self, op: Attention, mass: StepScores, every: int) -> None:
-        self.op, self._mass, self._every = op, mass, every
+    def __init__(self, op: Attention, score_sums: StepScores, every: int) -> None:
+        self.op, self._scores, self._every = op, score_sums, every
 
     def bind(self, tensors: Mapping[str, Operand], m: int) -> BoundCall:
         """See `Kernel.bind`."""
@@ -118,16 +118,16 @@ class HostScores(Kernel):
         assert isinstance(position, Tensor)
         assert isinstance(keys, Tensor)
         assert isinstance(self.op, Attention)
-        return _TapCall(self.op, self._mass, self._every, qkv, position, keys, m)
+        return _TapCall(self.op, self._scores, self._every, qkv, position, keys, m)
 
 
 class _TapCall(BoundCall):
-    name = "attention mass"
+    name = "attention score sums"
 
     def __init__(
         self,
         op: Attention,
-        mass: StepScores,
+        score_sums: StepScores,
         every: int,
         qkv: Tensor,
         position: Tensor,
@@ -135,15 +135,15 @@ class _TapCall(BoundCall):
         m: int,
     ) -> None:
         self.m = m
-        self._op, self._mass, self.every = op, mass, every
+        self._op, self._scores, self.every = op, score_sums, every
         self._qkv, self._position, self._keys = qkv, position, keys
 
     def run(self) -> None:
-        """Add the layer's mass."""
+        """Add the layer's score sums."""
         first = int(self._position.array[0])
         rows = sampled(first, self.m, self.every)
         op, positions = self._op, [first + row for row in rows]
         queries = self._qkv.array[rows, : op.heads * op.head_dim]
         queries = queries.reshape(len(rows), op.heads, op.head_dim)
         keys = self._keys.array[:, : positions[-1] + 1 if rows else 0]
-        self._mass.add(sum_scores(op, queries, keys, positions))
+        self._scores.add(sum_scores(op, queries, keys, positions))

@@ -50,7 +50,7 @@ class LaunchCosts:
         `launch.tokens`.
         """
         if launch.kind is None or launch.name != launch.node or launch.node not in self._members:
-            return 0.0  # gathered, copied, or columns' mass
+            return 0.0  # gathered, copied, or score sums
         key = (launch.node, launch.kind, m, launch.rows, launch.heads, context, form)
         total_s = self._launches.get(key)
         if total_s is None:

@@ -286,8 +286,10 @@ class _Chunk:
                 self._place(node.name, self._matmul_items(node, parts))
         for tensor, layers in self._added.items():
             reader = ScoreReader(self.row_scores.of(0), tensor, layers, self.m)
-            slots = frozenset({SlotRef("mass")})
-            self._place("mass", [PendingLaunch(None, reader, slots, slots, (0, self.m), None)])
+            slots = frozenset({SlotRef("score_sums")})
+            self._place(
+                "score_sums", [PendingLaunch(None, reader, slots, slots, (0, self.m), None)]
+            )
 
     def _place(self, node: str, items: Sequence[PendingLaunch]) -> None:
         self.stages.append((node, items))
@@ -388,20 +390,20 @@ class _Chunk:
             return
         caches = {"k_cache": node.slots["k_cache"]}
         reads = frozenset(map(self._ref, (node.slots["qkv"], at, node.slots["k_cache"])))
-        writes = frozenset({SlotRef("mass")})
+        writes = frozenset({SlotRef("score_sums")})
         added = SumScores(attention=op, every=EVERY[self.phase])
         own = None if self.rows else self.row_scores.kernel(kind, added)
         if own is not None:
-            device, mass = self.devices[kind], self.row_scores.of(0)
-            tensor = mass.on(kind, device, op.kv_heads)
+            device, score_sums = self.devices[kind], self.row_scores.of(0)
+            tensor = score_sums.on(kind, device, op.kv_heads)
             self._added[tensor] = self._added.get(tensor, 0) + 1
-            given: dict[str, Operand] = {"qkv": qkv, "position": position, "mass": tensor}
-            call = CacheCall(f"{node.name} mass", own, given, caches, self.m)
+            given: dict[str, Operand] = {"qkv": qkv, "position": position, "score_sums": tensor}
+            call = CacheCall(f"{node.name} score sums", own, given, caches, self.m)
             item = PendingLaunch(kind, call, reads | writes, writes, (0, self.m), None)
-            self._place(f"{node.name} mass", [item])
+            self._place(f"{node.name} score sums", [item])
             return
         count = self.m if self.rows else 1
-        name, m, items = f"{node.name} mass", self.m // count, []
+        name, m, items = f"{node.name} score sums", self.m // count, []
         for row in range(count):
             kernel = HostScores(op, self.row_scores.of(row), EVERY[self.phase])
             operands: dict[str, Operand] = {"qkv": qkv.rows(row, row + m), "position": position}

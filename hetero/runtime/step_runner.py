@@ -62,7 +62,7 @@ class StepRunner:
     ) -> Step:
         """Run a step of these tokens, in one call or several chunks. Raises `DeviceError`."""
         rows: list[int] = []
-        if context.mass is not None:
+        if context.score_stats is not None:
             first = context.cached
             rows = [first + row for row in rows_of(phase, first, len(tokens))]
         sums_scores = bool(rows)
@@ -94,10 +94,10 @@ class StepRunner:
         run = self._execute(step, on_device_busy)
         if timed and adapter is not None:
             adapter.observe(step, run.stamps)
-        if rows and context.mass is not None:
+        if rows and context.score_stats is not None:
             sums = self.steps.lowering.row_scores.of(0).end(len(chunks))
             if sums is not None:
-                context.mass.add(sums, rows)
+                context.score_stats.add(sums, rows)
         context.work.add(run, len(tokens), phase)
         self._share((context,), step, run)
         return step
@@ -107,7 +107,7 @@ class StepRunner:
     ) -> Step:
         """Decode one token of each context in one step. Raises `DeviceError`."""
         sampled = [
-            context.mass is not None and bool(rows_of("decode", context.cached, 1))
+            context.score_stats is not None and bool(rows_of("decode", context.cached, 1))
             for context in contexts
         ]
         wait_values = self.steps.lowering.synchroniser.wait_values_now()
@@ -119,8 +119,8 @@ class StepRunner:
         for row, context in enumerate(contexts):
             context.work.add(run.of_row(row, len(contexts)), 1, "decode")
             sums = self.steps.lowering.row_scores.of(row).end(1) if sampled[row] else None
-            if sums is not None and context.mass is not None:
-                context.mass.add(sums, [context.cached])
+            if sums is not None and context.score_stats is not None:
+                context.score_stats.add(sums, [context.cached])
         self._share(contexts, step, run)
         return step
 

@@ -98,7 +98,7 @@ class Records:
             self._open(path, vault)
         except (sqlite3.Error, OSError) as error:
             raise UserError(
-                f"{path}: responses cannot be kept here ({error}): restore it, or choose another "
+                f"{path}: responses cannot be stored here ({error}): restore it, or choose another "
                 "directory"
             ) from error
 

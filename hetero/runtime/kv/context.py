@@ -69,7 +69,7 @@ class Context:
     def __init__(self, home: Home, cache: KvCache, *, waits: bool = False) -> None:
         self.work = Work()
         self.gate: LayerGate | None = None  # layers that another thread is still filling
-        self.mass: ScoreStats | None = None  # adds up who attends to what, if asked for
+        self.score_stats: ScoreStats | None = None  # adds up who attends to what, if asked for
         self._home = home
         self._cache: KvCache | None = cache
         self._tokens: list[int] = []
