@@ -29,12 +29,12 @@ def check_ids(tokens: object) -> list[int]:
     return [_id(value) for value in tokens]
 
 
-def check_count(name: str, value: object, least: int = 1) -> int:
-    """Return a whole number of at least `least`. Raises `UserError`."""
+def check_count(name: str, value: object, minimum: int = 1) -> int:
+    """Return a whole number of at least `minimum`. Raises `UserError`."""
     if not isinstance(value, int | np.integer) or isinstance(value, bool):
         raise UserError(f"{name} must be a whole number, got {_kind(value)}")
-    if value < least:
-        raise UserError(f"{name} must be at least {least}, got {value}")
+    if value < minimum:
+        raise UserError(f"{name} must be at least {minimum}, got {value}")
     return int(value)
 
 

@@ -54,10 +54,9 @@ class _Record(BaseModel):
 class EntryUsage(_Record):
     """One entry, which can be removed alone.
 
-    of         its source, empty if unknown
-    used_at_s  time of the last use, in seconds since 1970
-    stale      why nothing here would use it again, empty if something may
-    held       a running process uses it
+    `of` is its source, empty if unknown; `used_at_s` the time of its last use, in seconds since
+    1970; `stale` the reason why nothing here would use it again, empty if something may; `held`
+    whether a running process uses it.
     """
 
     name: str
@@ -70,8 +69,10 @@ class EntryUsage(_Record):
 
 
 class KindUsage(_Record):
-    """All entries of a kind: `stale` of the `entries` have `stale_nbytes` of the `nbytes`, `held`
-    are in use. `again` says what making them again takes; `listed` are the entries of a named kind.
+    """All entries of a kind.
+
+    `stale` of the `entries` have `stale_nbytes` of the `nbytes`, `held` are in use. `again` is the
+    cost of making them again; `listed` are the entries of a named kind.
     """
 
     kind: str
@@ -250,7 +251,7 @@ def _entry(
     lock: Path | None = None,
     used_at_s: float | None = None,
 ) -> CacheEntry:
-    """Return the entry of a path and the `others` that go with it. A held entry is not stale."""
+    """Return the entry of a path and the `others` that belong to it; one in use is not stale."""
     held = held or (lock is not None and _is_locked(lock))
     paths = (path, *(other for other in others if other.exists()))
     return CacheEntry(

@@ -27,7 +27,7 @@ from hetero.cli.options import (
     progress_bar,
 )
 from hetero.errors import UserError
-from hetero.measuring.constants import LEAST_TOKENS
+from hetero.measuring.constants import MIN_TOKENS
 
 if TYPE_CHECKING:
     from hetero.generation.llm import LLM
@@ -118,7 +118,7 @@ def eval_command(
     stride: StrideOption = None,
     max_tokens: Annotated[
         int | None,
-        typer.Option("--max-tokens", min=LEAST_TOKENS, help="Score this much of the text."),
+        typer.Option("--max-tokens", min=MIN_TOKENS, help="Score this much of the text."),
     ] = None,
     kv: FormatsOption = None,
     kv_bits: BitsOption = None,

@@ -26,7 +26,7 @@ from hetero.errors import UserError
 
 ARGUMENTS, OPTIONS = "Arguments", "Options"
 ORDER: Final = (ARGUMENTS, OPTIONS, "Sampling", "Devices and plans", "Output")
-LEAST_WIDTH, MOST_WIDTH = 40, 100
+MIN_WIDTH, MAX_WIDTH = 40, 100
 NAME_WIDTH: Final = 26  # of the column with the options' names
 METAVARS: Final[dict[Any, str]] = {int: "N", float: "X", Path: "FILE", str: "TEXT"}
 ELSEWHERE: Final = {
@@ -245,7 +245,7 @@ def _default(parameter: Any) -> str:
 
 
 def _width() -> int:
-    return max(min(shutil.get_terminal_size().columns, MOST_WIDTH), LEAST_WIDTH)
+    return max(min(shutil.get_terminal_size().columns, MAX_WIDTH), MIN_WIDTH)
 
 
 def _heading(title: str, width: int) -> str:

@@ -49,9 +49,9 @@ class RoundedWeights(ModelWeights):
         super().__init__(exact.config, weight_format)
         self.source, self._exact, self._hot = exact.source, exact, dict(hot)
 
-    def end_vector(self, name: str) -> Float32Array:
+    def model_vector(self, name: str) -> Float32Array:
         """Return a vector outside of the blocks, as it was."""
-        return self._exact.end_vector(name)
+        return self._exact.model_vector(name)
 
     def release(self, index: int) -> None:
         """Forget a block here and in the source."""
@@ -111,9 +111,9 @@ class CalibratedWeights(ModelWeights):
         self._head: PackedWeight | None = None
         self._calibrate(progress)
 
-    def end_vector(self, name: str) -> Float32Array:
+    def model_vector(self, name: str) -> Float32Array:
         """Return a vector outside of the blocks, as it was."""
-        return self._exact.end_vector(name)
+        return self._exact.model_vector(name)
 
     def _load_block(self, index: int) -> BlockWeights:
         return self._made[index]

@@ -60,9 +60,9 @@ class OutlyingWeights(ModelWeights):
         factors[hot] = np.exp2(rng.integers(low, high + 1, len(hot))).astype(np.float32)
         return factors
 
-    def end_vector(self, name: str) -> Float32Array:
+    def model_vector(self, name: str) -> Float32Array:
         """Return a vector outside of the blocks."""
-        vector = self._exact.end_vector(name)
+        vector = self._exact.model_vector(name)
         if name in ("final_norm", "final_norm_bias") and not self.config.tie_word_embeddings:
             return vector * self._factors(self.config.hidden_size, 0)
         return vector

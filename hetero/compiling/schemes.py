@@ -153,7 +153,7 @@ class Schemes:
         def from_floats(node: Node, values: Mapping[str, WeightValue]) -> Program:
             role = role_of(node)
             if node.layer is None:
-                exact = self._exact.end(role, "weight")
+                exact = self._exact.outer_weight(role, "weight")
             else:
                 exact = getattr(self._exact.block(node.layer), role)
             return make(node, {**values, "weight": exact})

@@ -49,7 +49,7 @@ from hetero.models.packing import SourceTensor, pack_rows
 
 PERCENTILES: Final = (100.0, 99.99, 99.9, 99.0)  # of equal errors the first one counts
 HOT_COVERAGE: Final = 0.8  # of the outliers are in the hot channels, if these are few enough
-MOST_HOT: Final = 0.03  # of the channels
+MAX_HOT: Final = 0.03  # of the channels
 WORTH: Final = 0.95  # a larger slab has less than this part of a smaller one's error
 PAPER_PERCENTILE: Final = 99.9
 PAPER_RATIO: Final = 5.0
@@ -118,7 +118,7 @@ class InputStatistics:
 
     def hot(self, threshold: float, known: Channels = NO_CHANNELS) -> Channels:
         """Return the fewest channels that hold `HOT_COVERAGE` of the outliers in addition to
-        `known` ones, and these, `MOST_HOT` of all at most, rising. Of two with as many outliers the
+        `known` ones, and these, `MAX_HOT` of all at most, rising. Of two with as many outliers the
         one with the larger maximum comes first.
         """
         counts = self.outliers(threshold)
@@ -128,7 +128,7 @@ class InputStatistics:
         if not covered[-1]:
             return known
         few = 1 + int(np.searchsorted(covered, HOT_COVERAGE * covered[-1]))
-        most = max(1, int(MOST_HOT * len(counts))) - len(known)
+        most = max(1, int(MAX_HOT * len(counts))) - len(known)
         return np.sort(np.concatenate([known, order[: min(few, most)]])).astype(np.int32)
 
     def cold_sketch(self, hot: Channels) -> Sketch:
@@ -277,11 +277,11 @@ class StaticWeights(ModelWeights):
         self.chosen = dict(chosen)
         self.calibration = calibration
 
-    def end_vector(self, name: str) -> Float32Array:
+    def model_vector(self, name: str) -> Float32Array:
         """Return a vector outside of the blocks."""
         if name == "lm_head_x_scale":
             return np.array([self.chosen["lm_head"].step], dtype=np.float32)
-        return self._exact.end_vector(name)
+        return self._exact.model_vector(name)
 
     def release(self, index: int) -> None:
         """Forget a block here and in the source."""

@@ -208,7 +208,7 @@ class Service:
             engine = self.llm.engine
             contexts = [
                 stack.enter_context(engine.new_context())
-                for _ in range(min(self._slots.max_slots, engine.most_rows))
+                for _ in range(min(self._slots.max_slots, engine.max_rows))
             ]
             with engine.lock:
                 engine.warm_rows(contexts)

@@ -119,7 +119,7 @@ class TimeSource(Protocol):
 
 
 class StopFilter:
-    """Holds back text that may be the start of a stop string; cuts at the first one found.
+    """A filter that buffers text that may begin a stop string, and cuts at the first stop string.
 
     A single string is one stop text, not its letters.
     """
@@ -129,39 +129,39 @@ class StopFilter:
         if any(not stop for stop in stops):
             raise UserError("a stop text must not be empty")
         self._stops = tuple(stops)
-        self._held = ""
+        self._pending = ""
         self.stopped = False
         self.matched = ""  # the stop text that ended it
 
     def push(self, text: str) -> str:
         """Return text that is safe to show now."""
-        self._held += text
-        matches = [(at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        self._pending += text
+        matches = [(at, stop) for stop in self._stops if (at := self._pending.find(stop)) >= 0]
         if matches:
             self.stopped = True
             at, self.matched = min(matches)
-            shown, self._held = self._held[:at], ""
+            shown, self._pending = self._pending[:at], ""
             return shown
         keep = max((self._overlap(stop) for stop in self._stops), default=0)
-        cut = len(self._held) - keep
-        shown, self._held = self._held[:cut], self._held[cut:]
+        cut = len(self._pending) - keep
+        shown, self._pending = self._pending[:cut], self._pending[cut:]
         return shown
 
     def flush(self) -> str:
-        """Return the text still held back, at the end of the answer."""
-        shown, self._held = self._held, ""
+        """Return the buffered text, at the end of the answer."""
+        shown, self._pending = self._pending, ""
         return shown
 
     def _overlap(self, stop: str) -> int:
-        longest = min(len(stop) - 1, len(self._held))
-        return next((n for n in range(longest, 0, -1) if self._held.endswith(stop[:n])), 0)
+        longest = min(len(stop) - 1, len(self._pending))
+        return next((n for n in range(longest, 0, -1) if self._pending.endswith(stop[:n])), 0)
 
 
 class Generation(Iterator[Piece]):
     """One answer in the making. Iterate over its pieces, then ask for the `result`.
 
     Or drive it from outside: `step` runs the devices once and gives a piece, if there is one, until
-    it is `finished`. The devices are held for a step at a time, so several generations on contexts
+    it is `finished`. The devices are taken for a step at a time, so several generations on contexts
     of their own take turns as their readers ask, from one thread or from many; a slow reader keeps
     no thread waiting. Its context is its own until it is finished or closed, and then holds
     the prompt and the answer, whose last token is still to be computed. A generation itself
@@ -548,7 +548,7 @@ def decode_together(
     once = _Once(on_device_busy)
     wanted = ((answer, answer.wanted) for answer in answers)
     waiting = [(answer, token) for answer, token in wanted if token is not None]
-    count = -(-len(waiting) // engine.most_rows)
+    count = -(-len(waiting) // engine.max_rows)
     for first in range(count):
         part = waiting[first::count]
         rows = [(answer.context, token) for answer, token in part]

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from hetero.backends.host.files import LONGEST_TEXT_BYTES, read_text
 from hetero.errors import UserError
 from hetero.generation.sampling import log_softmax
-from hetero.measuring.constants import LEAST_TOKENS
+from hetero.measuring.constants import MIN_TOKENS
 from hetero.models import LoadedModel
 
 DEFAULT_WINDOW = 512
@@ -84,10 +84,9 @@ def read_tokens(llm: Encoder, path: Path, limit: int | None = None) -> list[int]
             f"{path}: cannot be read as UTF-8 text ({why}); give a text file"
         ) from error
     tokens = llm.encode(text)[:limit] if text.strip() else []
-    if len(tokens) < LEAST_TOKENS:
+    if len(tokens) < MIN_TOKENS:
         raise UserError(
-            f"{path}: has {len(tokens)} tokens, a score needs at least {LEAST_TOKENS}; give more "
-            "text"
+            f"{path}: has {len(tokens)} tokens, a score needs at least {MIN_TOKENS}; give more text"
         )
     return tokens
 

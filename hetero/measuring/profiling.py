@@ -30,11 +30,11 @@ from hetero.profiler.profile_files import refuse_folder
 from hetero.profiler.records import DeviceProfile, EveryCore
 from hetero.profiler.session import profile_devices
 
-LEAST_MEASURED: Final = 0.75  # of the grid, where no budget is given
+MIN_MEASURED: Final = 0.75  # of the grid, where no budget is given
 SHORTEST_BUDGET_S: Final = 1.0
 # What a machine of two cores takes besides the matmuls of the grid (waits, other kernels, both
 # devices at once, fitting), and the fewest matmuls that predictions can be checked by.
-LEAST_BUDGET_S: Final = {True: 30.0, False: 75.0}  # by `quick`
+MIN_BUDGET_S: Final = {True: 30.0, False: 75.0}  # by `quick`
 LONGEST_BUDGET_S: Final = 1e6
 
 
@@ -78,7 +78,7 @@ def profile_device(
         gpu_core=assign_cores().gpu,
         control_core=assign_cores().control,
         keep_budget=budget_s is not None,  # the default one may take longer
-        least=LEAST_MEASURED if budget_s is None else 0.0,
+        least=MIN_MEASURED if budget_s is None else 0.0,
         **of_model,
     )
     with _alone(out):
@@ -153,12 +153,12 @@ def _every_core(
 
 
 def _check_budget(budget_s: float | None, quick: bool) -> None:
-    least_s = LEAST_BUDGET_S[quick]
-    if budget_s is not None and budget_s < least_s:
-        shorter = "" if quick else f"; --quick (quick=True) needs {LEAST_BUDGET_S[True]:.0f} s"
+    min_s = MIN_BUDGET_S[quick]
+    if budget_s is not None and budget_s < min_s:
+        shorter = "" if quick else f"; --quick (quick=True) needs {MIN_BUDGET_S[True]:.0f} s"
         raise UserError(
             f"a budget of {budget_s:g} s is too short to predict anything: give at least "
-            f"{least_s:.0f} s{shorter}"
+            f"{min_s:.0f} s{shorter}"
         )
 
 

@@ -28,7 +28,7 @@ from hetero.backends.protocol import BoundCall, Completion, Device
 from hetero.backends.weights import pack
 from hetero.errors import UserError
 from hetero.measuring.benchmark import environment
-from hetero.measuring.constants import MOST_ROUNDS
+from hetero.measuring.constants import MAX_ROUNDS
 from hetero.placement.device_set import open_devices
 from hetero.profiler.sync import measure_sleep
 from hetero.profiler.table_data import TableData
@@ -42,7 +42,7 @@ ROWS, FEATURES = 64, 1024
 class BenchPolicy:
     """How waits are compared.
 
-    length_s    of all waits of one method and length together, in at most `MOST_ROUNDS`
+    length_s    of all waits of one method and length together, in at most `MAX_ROUNDS`
     warm_up     rounds before them
     sleep_s     the sleep that is timed
     fits        tries of a kernel's length,
@@ -59,7 +59,7 @@ class BenchPolicy:
 
     def rounds(self, wait_s: float) -> int:
         """Rounds of waits of this length."""
-        return min(MOST_ROUNDS, round(self.length_s / wait_s))
+        return min(MAX_ROUNDS, round(self.length_s / wait_s))
 
 
 DEFAULT: Final = BenchPolicy()

@@ -30,8 +30,8 @@ SCHEMA_VERSION: Final = 1
 _REMEDY = "run hetero compile again"
 
 
-MOST_TOKENS: Final = 1 << 20
-Tokens = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
+MAX_TOKENS: Final = 1 << 20
+Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
 
 
 class GraphRecord(BaseModel):
@@ -41,7 +41,7 @@ class GraphRecord(BaseModel):
 
     nodes: tuple[str, ...]
     tokens: tuple[Tokens, ...]
-    context: Annotated[int, Field(ge=0, le=MOST_TOKENS)] = 0
+    context: Annotated[int, Field(ge=0, le=MAX_TOKENS)] = 0
     entry: str
     size_bytes: Annotated[int, Field(ge=0, lt=2**63)]
     files: dict[str, str]
@@ -50,9 +50,9 @@ class GraphRecord(BaseModel):
 class BundleManifest(BaseModel):
     """Contents of `compiled.json`.
 
-    `licence` is what the model's own files say, `sdk` and `provider` what compiled the graphs; a
-    device needs the same provider to open them. `whole_caches`: they attend on caches that keep
-    what windows have left, as a service has them.
+    `licence` is the text of the model's own files, `sdk` and `provider` are the compiler's; a
+    device needs the same provider to open the graphs. `whole_caches`: attention is compiled for
+    caches that keep all tokens, also those outside of its windows, as a service has them.
     """
 
     model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid")
@@ -74,18 +74,16 @@ class BundleManifest(BaseModel):
 
     @property
     def graphs_bytes(self) -> int:
-        """Return all compiled graphs together."""
+        """Return the bytes of all compiled graphs."""
         return sum(graph.size_bytes for graph in self.graphs)
 
     def document(self) -> str:
-        """Return the file's contents, which earlier versions read where they know all
-        that it says.
-        """
+        """Return the file's contents, in an old schema where that can express them."""
         added = set() if self.whole_caches else {"whole_caches"}
         return self.model_dump_json(indent=1, exclude=added) + "\n"
 
     def check_caches(self, model: str, windows: Sequence[int], *, whole: bool) -> None:
-        """Raise `UserError` where attention on caches of all tokens has no graphs."""
+        """Raise `UserError` where no graph attends to caches of all tokens."""
         written = max(self.graph_sizes, default=0)
         sliding = Sliding.of(windows, self.max_seq_len + written, written)
         slides = sliding is not None and sliding.rows < self.max_seq_len + written
@@ -98,7 +96,7 @@ class BundleManifest(BaseModel):
             )
 
     def npu_options(self, directory: str | os.PathLike[str]) -> dict[str, Any]:
-        """Return options of `hetero.backends.qnn.opening.open` for the bundle in `directory`."""
+        """Return the options of `hetero.backends.qnn.opening.open` for a bundle in `directory`."""
         graphs = expand_user(directory) / GRAPHS_DIRECTORY
         return {
             "soc": self.soc,
@@ -123,9 +121,7 @@ class BundleManifest(BaseModel):
 
 
 def find_bundle(model: str | os.PathLike[str]) -> BundleManifest | None:
-    """Return the manifest if MODEL is a compiled directory. Raises `ModelError` for a
-    damaged one.
-    """
+    """Return the manifest if MODEL is a compiled directory. Raises `ModelError` if damaged."""
     path = model_path(model) / BUNDLE_FILE
     if not os.path.isfile(path):
         return None

@@ -10,10 +10,10 @@ from hetero.models.packing import SourceTensor, pack_rows
 
 
 class ConvertedWeights(ModelWeights):
-    """The numbers of `inner` in another format: f32 holds them exactly, the others round again.
+    """The numbers of `inner` in another format: f32 is exact, the others round again.
 
-    For models of which nothing better is at hand: a format with more bits does not bring back what
-    the stored one has lost.
+    For models without a better source: a format with more bits does not restore what the stored one
+    has lost.
     """
 
     def __init__(self, inner: ModelWeights, weight_format: WeightFormat) -> None:
@@ -21,9 +21,9 @@ class ConvertedWeights(ModelWeights):
         self.source = inner.source
         self._inner = inner
 
-    def end_vector(self, name: str) -> Float32Array:
+    def model_vector(self, name: str) -> Float32Array:
         """Return a vector outside of the blocks."""
-        return self._inner.end_vector(name)
+        return self._inner.model_vector(name)
 
     def release(self, index: int) -> None:
         """Forget a block here and in the source."""

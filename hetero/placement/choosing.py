@@ -24,7 +24,7 @@ from hetero.placement.decisions import Decision
 from hetero.placement.device_set import DRIVEN, DeviceMode, DeviceSet, backend_name
 from hetero.placement.first_start import forget_if_other, profile_facts, scaled_here
 from hetero.placement.planning import ProfileLike, locate_profile
-from hetero.placement.prefill_modes import with_forms
+from hetero.placement.prefill_modes import with_modes
 from hetero.profiler.cost import CostModel
 from hetero.profiler.errors import ProfileError
 from hetero.profiler.model_graph import ModelGraph
@@ -192,7 +192,7 @@ def _by_profile(spec: ModelGraph, profile: DeviceProfile, request: PlacementRequ
     solver = prepare_solver(spec, profile, plan_request)
     fallback = (min(LONG, request.context or LONG),)
     lengths = tuple(request.seq_lens) or tuple(request.expected) or fallback
-    solver.plan = with_forms(solver.plan, spec, CostModel(profile), solver, lengths=lengths)
+    solver.plan = with_modes(solver.plan, spec, CostModel(profile), solver, lengths=lengths)
     if request.mode == "auto":
         return _fastest(Planner(spec, profile), solver, request)
     if request.promises_both and not _shares_every_prompt(solver, spec, profile):

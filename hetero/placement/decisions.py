@@ -27,7 +27,7 @@ from hetero.backends.protocol import DeviceKind
 from hetero.profiler.environment import hetero_version
 
 VERSION: Final = 1  # of the files
-MOST: Final = 128  # that are kept: those that were used last
+MAX_DECISIONS: Final = 128  # that are kept: those that were used last
 LARGEST_BYTES: Final = 1 << 16
 DECIDING: Final = (backends, placement, profiler, runtime, solver)
 
@@ -134,5 +134,5 @@ def _read(data: bytes, key: str) -> Decision | None:
 
 def _keep_newest() -> None:
     files = sorted(folder().glob("*.json"), key=lambda x: x.stat().st_mtime)
-    for old in files[:-MOST]:
+    for old in files[:-MAX_DECISIONS]:
         old.unlink()

@@ -43,7 +43,7 @@ from hetero.profiler.grid import Task
 from hetero.profiler.interference import find_interference
 from hetero.profiler.records import DeviceProfile, Phase, Record, phase_of
 from hetero.profiler.scaling import (
-    MOST,
+    MAX_FACTOR,
     Factors,
     factors_of,
     prepare_references,
@@ -70,14 +70,14 @@ class StartLimits:
     """How long the first start may take. Seconds.
 
     timed_s   the kernels are timed for so long,
-    most_s    or for so long where other programs keep the cores busy
+    max_s    or for so long where other programs keep the cores busy
     timing_s  after which the process that does it ends, whatever a device does
     start_s   of that process, devices opened and their kernels compiled
     retry_s   after which a machine that could not be measured is tried again
     """
 
     timed_s: float = 1.2
-    most_s: float = 1.8
+    max_s: float = 1.8
     timing_s: float = 2.0
     start_s: float = 30.0
     retry_s: float = 600.0
@@ -125,7 +125,7 @@ class Factor(Record):
     device: DeviceKind
     phase: Phase
     weight_format: WeightFormat
-    value: Annotated[float, Field(ge=1 / MOST, le=MOST)]
+    value: Annotated[float, Field(ge=1 / MAX_FACTOR, le=MAX_FACTOR)]
 
 
 class FirstStart(Record):
@@ -372,8 +372,8 @@ def time_here(tasks: Sequence[Task], backends: dict[DeviceKind, str]) -> dict[st
             runners = prepare_references(workload, tasks)
             start_s = time.perf_counter()
             with _at_most(time_limit(LIMITS.timing_s)):
-                most_s = time_limit(LIMITS.most_s)
-                seconds = time_references(workload, runners, LIMITS.timed_s, most_s)
+                max_s = time_limit(LIMITS.max_s)
+                seconds = time_references(workload, runners, LIMITS.timed_s, max_s)
             spent_s = time.perf_counter() - start_s
         devices = {kind: device.info.fingerprint for kind, device in opened.devices.items()}
         return {"seconds": seconds, "devices": devices, "spent_s": spent_s}

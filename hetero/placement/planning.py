@@ -17,7 +17,7 @@ from hetero.errors import UserError
 from hetero.models import AUTO, LONGEST_NAME, model_path, model_spec, open_model
 from hetero.models.manifest import is_quantised
 from hetero.placement.first_start import scaled_here
-from hetero.placement.prefill_modes import with_forms
+from hetero.placement.prefill_modes import with_modes
 from hetero.profiler import profile_files
 from hetero.profiler.cost import CostModel
 from hetero.profiler.errors import ProfileError
@@ -125,10 +125,10 @@ def planned(spec: ModelGraph, profile: DeviceProfile, request: PlanRequest) -> E
     """
     cost = CostModel(profile)
     if not spec.also:
-        return with_forms(make_plan(spec, profile, request), spec, cost)
+        return with_modes(make_plan(spec, profile, request), spec, cost)
     start_s = time.perf_counter()
     solver = prepare_solver(spec, profile, request)
-    finished = with_forms(solver.plan, spec, cost, solver)
+    finished = with_modes(solver.plan, spec, cost, solver)
     prompts, answers = solver.formats
     notes = (f"prompts are computed in {prompts}, answers in {answers}", *finished.notes)
     return finished.model_copy(update={"notes": notes, "solve_s": time.perf_counter() - start_s})

@@ -32,7 +32,7 @@ from hetero.runtime.logits import Logits, LogitsReader
 from hetero.runtime.lowering import Lowering
 from hetero.runtime.memory_estimate import MemoryEstimate, check_contexts, fitting_window
 from hetero.runtime.pool import ActivationPool, Shape
-from hetero.runtime.prefill_mode import WHOLE_QUEUES, PrefillModes, most_in_flight
+from hetero.runtime.prefill_mode import WHOLE_QUEUES, PrefillModes, max_in_flight
 from hetero.runtime.schedule import Order, Orders, windows
 from hetero.runtime.sizes import LONGEST_VERIFIED, SCORING_PIECE, Caches, place, planned_layout
 from hetero.runtime.slot_refs import SlotRef
@@ -180,7 +180,7 @@ class Engine:
         apart = (
             len(self.devices) < 2 or self.runner.gpu_share is not None or self._sync in WHOLE_QUEUES
         )
-        most = 1 if apart else most_in_flight(self.plan, self.max_seq_len, self.order)
+        most = 1 if apart else max_in_flight(self.plan, self.max_seq_len, self.order)
         return fitting_window(
             self.placement,
             self.config,
@@ -273,14 +273,14 @@ class Engine:
         return self._logits.last(context, step)
 
     @property
-    def most_rows(self) -> int:
+    def max_rows(self) -> int:
         """Return how many contexts can decode in one step; 1 where the plan has no such step."""
         return min(LONGEST_VERIFIED, self.placement.longest) if self.placement.joins else 1
 
     def decode_rows(
         self, rows: Sequence[tuple[Context, int]], on_device_busy: OnDeviceBusy = nothing
     ) -> list[Logits | None]:
-        """Append a token to each of 2 to `most_rows` contexts in one step; copies of the logits
+        """Append a token to each of 2 to `max_rows` contexts in one step; copies of the logits
         [vocab] after each. None, and the context as it was, where the values are not finite or a
         device that failed leaves nothing that can do this: `decode` it alone.
         """
@@ -288,15 +288,15 @@ class Engine:
         for context, token in rows:
             self.check(context, (token,))
             context.slide()
-        if not 2 <= len({*map(id, contexts)}) == len(rows) <= self.most_rows:
-            raise ValueError(f"one step decodes 2 to {self.most_rows} contexts, each once")
+        if not 2 <= len({*map(id, contexts)}) == len(rows) <= self.max_rows:
+            raise ValueError(f"one step decodes 2 to {self.max_rows} contexts, each once")
         if any(context.gate is not None and not context.gate.done for context in contexts):
             return [None] * len(rows)
         try:
             step = self.runner.run_contexts(contexts, tokens, on_device_busy)
         except DeviceError as error:
             self._drop(error)
-            if len(rows) > self.most_rows:
+            if len(rows) > self.max_rows:
                 return [None] * len(rows)
             step = self.runner.run_contexts(contexts, tokens, on_device_busy)
         logits = self._logits.of_contexts(step, len(rows))
@@ -307,7 +307,7 @@ class Engine:
 
     def warm_rows(self, contexts: Sequence[Context]) -> None:
         """Lower and compile what decodes up to so many contexts, so that no answer waits for it."""
-        for m in range(2, min(len(contexts), self.most_rows) + 1):
+        for m in range(2, min(len(contexts), self.max_rows) + 1):
             self._validate([self.steps.of_contexts(contexts[:m])], contexts[:m])
 
     def verify(self, context: Context, tokens: Sequence[int]) -> Logits:

@@ -270,7 +270,7 @@ def prepare_kernels(
             weights.release(layer)
         if progress is not None:
             progress(done, len(by_layer))
-    weights.release_ends()
+    weights.release_embeddings()
     if all(kernels.maps(kind) for kind in devices):
         weights.prefetch()
     return kernels
@@ -288,7 +288,7 @@ def node_weights(
     if block is not None:
         values = {name: _block_weight(block, role, name) for name in names}
         return values | {_besides(x): block.matrix(role, x) for x in also}
-    values = {name: weights.end(role, name) for name in names}
+    values = {name: weights.outer_weight(role, name) for name in names}
     return values | {_besides(x): weights.head_in(x) for x in also}
 
 

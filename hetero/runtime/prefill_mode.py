@@ -36,7 +36,7 @@ PADDED: Final = 32  # tokens: of a last chunk that is longer, to a multiple of i
 SAMPLED: Final = (2, 3)  # layers that are scheduled
 
 
-def most_in_flight(plan: ExecutionPlan, max_seq_len: int, order: Order) -> int:
+def max_in_flight(plan: ExecutionPlan, max_seq_len: int, order: Order) -> int:
     """Return how many calls of a prompt that may be in flight together in a context of so many
     tokens.
     """

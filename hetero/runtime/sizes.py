@@ -10,7 +10,7 @@ from hetero.models.graph import Shadows, model_graph
 from hetero.models.sliding import Sliding
 from hetero.runtime.kv.kv_cache import CacheLayout
 from hetero.runtime.pool import nbytes_of, slot_shapes
-from hetero.runtime.prefill_mode import WINDOW, most_in_flight
+from hetero.runtime.prefill_mode import WINDOW, max_in_flight
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.placement import CapabilitiesByDevice, Placement, PlanSource, fitted, reach
 
@@ -79,7 +79,7 @@ def planned_layout(
     # A padded last chunk writes rows after the last token, beyond every context.
     written = reach(plan, capabilities)
     longest = plan.step_tokens or written
-    together = most_in_flight(plan, max_seq_len, "best") if len(plan.devices()) > 1 else 1
+    together = max_in_flight(plan, max_seq_len, "best") if len(plan.devices()) > 1 else 1
     most = None if whole else (together - 1) * longest + written
     return cache_layout(config, max_seq_len + written, kv, written=most)
 

@@ -143,7 +143,7 @@ class StreamWriter(ABC):
         return sse(error.body(self.path), self.error_event)
 
     def _buffered(self, event: TokenEvent) -> list[bytes]:  # noqa: ARG002
-        """Return the events of a token whose text is held back."""
+        """Return the events of a token whose text is buffered."""
         return []
 
     @abstractmethod

@@ -27,8 +27,8 @@ from hetero.serving.answers import (
 from hetero.serving.errors import ApiError
 from hetero.serving.messages import Done, Run, TokenEvent
 from hetero.serving.requests import (
-    MOST_CHOICES,
-    MOST_LOGPROBS,
+    MAX_CHOICES,
+    MAX_LOGPROBS,
     Guided,
     Penalties,
     Request,
@@ -54,11 +54,11 @@ class ChatRequest(Penalties, Guided):
     messages: list[dict[str, Any]] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
-    n: int | None = Field(None, ge=1, le=MOST_CHOICES)
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     logprobs: bool | None = False
-    top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     functions: list[Any] | None = None

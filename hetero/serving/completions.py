@@ -17,8 +17,8 @@ from hetero.serving.chat_completions import ChunkWriter, StreamOptions
 from hetero.serving.errors import ApiError
 from hetero.serving.messages import Done, Run, TokenEvent
 from hetero.serving.requests import (
-    MOST_CHOICES,
-    MOST_LOGPROBS,
+    MAX_CHOICES,
+    MAX_LOGPROBS,
     Guided,
     Penalties,
     Token,
@@ -28,7 +28,7 @@ from hetero.serving.requests import (
 from hetero.serving.state import State
 
 router = APIRouter()
-MOST_PROMPTS = 256
+MAX_PROMPTS = 256
 
 
 class CompletionRequest(Penalties, Guided):
@@ -39,10 +39,10 @@ class CompletionRequest(Penalties, Guided):
         default="", description="A text, token ids, or several of them."
     )
     max_tokens: int | None = Field(16, ge=0)
-    n: int | None = Field(None, ge=1, le=MOST_CHOICES)
-    best_of: int | None = Field(None, ge=1, le=MOST_CHOICES)
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    best_of: int | None = Field(None, ge=1, le=MAX_CHOICES)
     echo: bool | None = False
-    logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     suffix: str | None = None
@@ -65,8 +65,8 @@ class CompletionRequest(Penalties, Guided):
         given = self.prompt
         if isinstance(given, str) or (given and isinstance(given[0], int)):
             return [given]
-        if not 1 <= len(given) <= MOST_PROMPTS:
-            raise ApiError(400, f"prompt is 1 to {MOST_PROMPTS} prompts", param="prompt")
+        if not 1 <= len(given) <= MAX_PROMPTS:
+            raise ApiError(400, f"prompt is 1 to {MAX_PROMPTS} prompts", param="prompt")
         return list(given)  # type: ignore[arg-type]
 
 

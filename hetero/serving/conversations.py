@@ -18,13 +18,13 @@ from hetero.serving.responses import listing
 from hetero.serving.state import State
 
 router = APIRouter()
-MOST_ITEMS = 20
+MAX_ITEMS = 20
 
 
 class ConversationRequest(Request):
     """A new one."""
 
-    items: list[dict[str, Any]] | None = Field(None, max_length=MOST_ITEMS)
+    items: list[dict[str, Any]] | None = Field(None, max_length=MAX_ITEMS)
     metadata: Metadata | None = Field(None, max_length=16)
 
 
@@ -37,7 +37,7 @@ class MetadataRequest(Request):
 class ItemsRequest(Request):
     """Further items."""
 
-    items: list[dict[str, Any]] = Field(min_length=1, max_length=MOST_ITEMS)
+    items: list[dict[str, Any]] = Field(min_length=1, max_length=MAX_ITEMS)
 
 
 @router.post("/v1/conversations")

@@ -17,7 +17,7 @@ Send: TypeAlias = Callable[[Message], Awaitable[None]]
 AsgiApp: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 LONGEST_BODY: Final = 4 << 20  # bytes
-MOST_BYTES: Final = 128 << 20  # of all bodies at a time
+MAX_BYTES: Final = 128 << 20  # of all bodies at a time
 BODY_DEADLINE_S: Final = 30.0
 OPEN: Final = frozenset({"/", "/health", "/v1/health"})  # no key needed
 LOOPBACK: Final = ("localhost", "127.0.0.1", "[::1]")
@@ -35,13 +35,13 @@ class Guard:
         hosts: Iterable[str] | None,
         *,
         longest_body: int = LONGEST_BODY,
-        most_bytes: int = MOST_BYTES,
+        max_bytes: int = MAX_BYTES,
         deadline_s: float = BODY_DEADLINE_S,
     ) -> None:
         self._inner, self._keys = inner, keys
         self._hosts = None if hosts is None else frozenset(hosts)
         self._longest, self._deadline_s = longest_body, deadline_s
-        self._free = most_bytes
+        self._free = max_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a request, as ASGI defines it."""

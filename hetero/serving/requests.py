@@ -18,8 +18,8 @@ from hetero.serving.state import State
 
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 Metadata = dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]]
-MOST_CHOICES = 16
-MOST_LOGPROBS = 20
+MAX_CHOICES = 16
+MAX_LOGPROBS = 20
 
 
 class Request(BaseModel):

@@ -23,7 +23,7 @@ from hetero.serving.grammars import json_grammar
 from hetero.serving.history import Item, read_items, tokens_of
 from hetero.serving.messages import Done, Run, TokenEvent
 from hetero.serving.requests import (
-    MOST_LOGPROBS,
+    MAX_LOGPROBS,
     Metadata,
     Request,
     Sampling,
@@ -75,7 +75,7 @@ class ResponseRequest(Sampling):
     tool_choice: str | dict[str, Any] | None = None
     text: TextOptions | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     include: list[str] | None = None
     background: bool | None = False
     user: str | None = None

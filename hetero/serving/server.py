@@ -27,7 +27,7 @@ from hetero.serving.state import State
 
 GRACE_S: Final = 5  # for running answers when the server ends
 HEADER_DEADLINE_S: Final = 30
-MOST_CONNECTIONS: Final = 2000
+MAX_CONNECTIONS: Final = 2000
 _LOCAL: Final = ("127.0.0.1", "::1", "localhost")
 
 
@@ -82,7 +82,7 @@ def serve(
         access_log=False,
         log_level="warning",
         lifespan="on",
-        limit_concurrency=MOST_CONNECTIONS,
+        limit_concurrency=MAX_CONNECTIONS,
         timeout_graceful_shutdown=GRACE_S,
         timeout_keep_alive=30,
         h11_max_incomplete_event_size=64 << 10,
@@ -140,7 +140,7 @@ def _allow_connections() -> None:
     except ImportError:  # Windows has no such limit
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 2 * MOST_CONNECTIONS if hard == resource.RLIM_INFINITY else hard
+    wanted = 2 * MAX_CONNECTIONS if hard == resource.RLIM_INFINITY else hard
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 

@@ -126,7 +126,7 @@ def test_packed_copies_of_files_that_are_gone_are_stale(home: Path) -> None:
     }  # fmt: skip
     made(home / "old.gguf")
     assert entries("packed")["old.safetensors"] == OTHER_CODE
-    reader = packed_store.SafetensorsFile(folder / "here.safetensors", held=True)
+    reader = packed_store.SafetensorsFile(folder / "here.safetensors", locked=True)
     assert entries("packed")["here.safetensors"] == "held"
     cache.clear(["packed"])
     assert sorted(x.name for x in folder.iterdir()) == ["here.safetensors", "here.seen"]

@@ -18,13 +18,7 @@ BANNED = frozenset({
 })  # fmt: skip
 # Occurrences in packages that still have some. A number may only fall: lower it with the code.
 BANNED_LEFT: dict[str, int] = {
-    "cache": 3,
     "contexts": 3,
-    "generation": 3,
-    "measuring": 1,
-    "models": 22,
-    "placement": 1,
-    "serving": 1,
 }
 # Functions that assign a variable `found` instead of naming what it holds. May only fall.
 FOUND_LEFT: dict[str, int] = {}
@@ -33,6 +27,8 @@ SHARED_CLASS_NAMES = frozenset[str]()
 # Identifiers and docstrings that keep a banned word, and why.
 ALLOWED = {
     "FOLDER": "the folder of self-tests' results on disk keeps its name",
+    "held": "a key of `hetero cache --json`",
+    "verdict": "a key of `hetero reproduce --json`",
 }
 # Modules of one name in several packages, and why. At most ten.
 SHARED_MODULE_NAMES = {

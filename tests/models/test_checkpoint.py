@@ -126,7 +126,7 @@ def test_pieces_pack_as_the_whole(
     monkeypatch: pytest.MonkeyPatch,
     weight_format: WeightFormat,
 ) -> None:
-    monkeypatch.setattr("hetero.models.packing.PIECE_ELEMENTS", 1)  # 16 rows at a time
+    monkeypatch.setattr("hetero.models.packing.SLICE_ELEMENTS", 1)  # 16 rows at a time
     config = small_config()
     tensors = random_tensors(config)
     weights = CheckpointWeights(make_checkpoint(config, tensors), config, weight_format)
@@ -153,7 +153,7 @@ def test_blocks_are_kept_until_released(make_checkpoint: Callable[..., Path]) ->
     assert weights.block(0) is first
     assert weights.embed() is embed
     weights.release(0)
-    weights.release_ends()
+    weights.release_embeddings()
     assert weights.block(0) is not first
     assert weights.embed() is not embed
     check_packed(weights.block(0).o, first.o)

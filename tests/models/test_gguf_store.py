@@ -36,7 +36,7 @@ def read_all(weights: ModelWeights) -> list[np.ndarray]:
         found += [block.matrix(x.name).dequantize() for x in block_matrices(weights.config)]
         weights.release(i)
     found += [weights.embed().dequantize(), weights.lm_head().dequantize()]
-    weights.release_ends()
+    weights.release_embeddings()
     weights.close()
     return found
 
@@ -126,7 +126,7 @@ def test_a_broken_store_is_made_again(stores: Path, tmp_path: Path) -> None:
 def test_the_oldest_stores_go(
     stores: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packed_store, "MOST_STORES", 2)
+    monkeypatch.setattr(packed_store, "MAX_STORES", 2)
     for seed in range(3):
         path = write_mixed(tmp_path / f"{seed}.gguf", np.random.default_rng(seed), (Kind.Q5_0,))
         read_all(open_model(path).weights)
@@ -137,7 +137,7 @@ def test_a_file_that_was_found_to_be_the_same_is_not_read_again_until_it_changes
     stores: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(packed_store, "SAMPLES", 1)
-    monkeypatch.setattr(packed_store, "SETTLED_S", -1.0)
+    monkeypatch.setattr(packed_store, "STABLE_S", -1.0)
     path = write_mixed(tmp_path / "m.gguf", np.random.default_rng(0))
     wanted = read_all(open_model(path).weights)
     read_all(open_model(path).weights)  # compares all bytes, and notes that they are the same
@@ -158,13 +158,13 @@ def test_a_file_that_was_found_to_be_the_same_is_not_read_again_until_it_changes
         read_all(open_model(path).weights)
 
 
-@pytest.mark.parametrize("held", [0, 1 << 30])
+@pytest.mark.parametrize("deferred", [0, 1 << 30])
 def test_a_store_is_whole_and_seen_whenever_it_is_written(
-    stores: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held: int
+    stores: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deferred: int
 ) -> None:
     """Beside packing, or behind all of it; its writer knows that it is the file's."""
-    monkeypatch.setattr(packed_store, "HELD_BYTES", held)
-    monkeypatch.setattr(packed_store, "SETTLED_S", -1.0)
+    monkeypatch.setattr(packed_store, "DEFERRED_BYTES", deferred)
+    monkeypatch.setattr(packed_store, "STABLE_S", -1.0)
     path = write_mixed(tmp_path / "m.gguf", np.random.default_rng(0))
     wanted = read_all(open_model(path).weights)
     assert [x.suffix for x in sorted(stores.iterdir())] == [".safetensors", ".seen"]
@@ -188,7 +188,7 @@ def test_a_file_that_changes_while_it_is_packed_has_no_store(
 def test_a_model_that_is_given_up_leaves_nothing(stores: Path, tmp_path: Path) -> None:
     weights = open_model(write_mixed(tmp_path / "m.gguf", np.random.default_rng(0))).weights
     weights.block(0)
-    weights.release_ends()
+    weights.release_embeddings()
     weights.close()
     assert kept(stores) == []
 

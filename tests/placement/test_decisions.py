@@ -205,7 +205,7 @@ def test_plans_and_what_is_asked_for_by_name_are_not_kept(
 
 
 def test_the_oldest_go(profile: Path, spec: ModelGraph, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decisions, "MOST", 2)
+    monkeypatch.setattr(decisions, "MAX_DECISIONS", 2)
     for context in (256, 512, 1024):
         choose(spec, replace(AUTO, context=context))
     assert len(list(decisions.folder().iterdir())) == 2

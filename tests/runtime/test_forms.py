@@ -13,7 +13,7 @@ import pytest
 from hetero.backends.protocol import KINDS
 from hetero.models import model_spec, open_model
 from hetero.placement.planning import planned
-from hetero.placement.prefill_modes import with_forms
+from hetero.placement.prefill_modes import with_modes
 from hetero.profiler.cost import CostModel
 from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.records import DeviceProfile
@@ -132,11 +132,11 @@ def test_a_plan_keeps_the_forms_that_its_prompts_take(
     solved: tuple[ModelGraph, CostModel, PreparedSolver],
 ) -> None:
     spec, cost, solver = solved
-    plan = with_forms(solver.plan, spec, cost, solver, lengths=LENGTHS)
+    plan = with_modes(solver.plan, spec, cost, solver, lengths=LENGTHS)
     forms = forms_of(spec, cost, solver, "best")
     taken = {forms.of(m).form for m in LENGTHS}
     assert {x.form for x in plan.in_flight} == taken - {"cut"}
-    short = with_forms(solver.plan, spec, cost, solver, lengths=(100,))
+    short = with_modes(solver.plan, spec, cost, solver, lengths=(100,))
     assert short.in_flight == ()
     again = ExecutionPlan.model_validate_json(plan.model_dump_json())
     assert again == plan

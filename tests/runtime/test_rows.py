@@ -87,7 +87,7 @@ def joins_and_leaves(engine: Engine, rng: random.Random, tolerance: float = 2e-5
 @pytest.mark.parametrize("way", WAYS)
 def test_rows_are_what_each_is_alone(folder: Path, way: str) -> None:
     with open_llm(folder, way, adapt=False) as llm:
-        assert llm.engine.most_rows == 8
+        assert llm.engine.max_rows == 8
         joins_and_leaves(llm.engine, random.Random())
         eight = filled(llm.engine, 8, random.Random(2))
         check(llm.engine, [(context, i) for i, context in enumerate(eight)])

@@ -1,6 +1,6 @@
 """GGUF files: header, configuration, tensors, tokenizer.
 
-Imported when such a file is opened; the `gguf` library, which takes 50 ms, when it is to compute.
+Imported when such a file is opened; the `gguf` library, which takes 50 ms, only when it computes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""From a GGUF file's metadata to a `ModelConfig`, by way of the fields of a `config.json`.
+"""A GGUF file's metadata as a `ModelConfig`, by way of the fields of a `config.json`.
 
 Everything that is checked there is checked here too. What converters leave out of the file is taken
-from llama.cpp's loader (`llama-model.cpp`), which is where it said.
+from llama.cpp's loader (`llama-model.cpp`), as noted at each place.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def _special(metadata: Mapping[str, Any], name: str, raw: Mapping[str, Any]) -> 
 
 
 def _window_pattern(metadata: Mapping[str, Any], name: str, layers: object) -> list[str] | None:
-    """Return `layer_types`: of each group of layers the last one attends to everything."""
+    """Return `layer_types`: of each group of layers the last one has full attention."""
     pattern = metadata.get(f"{name}.attention.sliding_window_pattern")
     if pattern is None or not isinstance(layers, int):
         return None
@@ -169,10 +169,10 @@ def _window_pattern(metadata: Mapping[str, Any], name: str, layers: object) -> l
 
 
 def _frequency_scaling(file: GgufFile, config: ModelConfig) -> dict[str, Any]:
-    """Return the scaling that `rope_freqs.weight` holds as divisors of the frequencies: mostly that
-    of Llama 3.1; others are LongRoPE's with one factor for all lengths.
+    """Return the scaling that `rope_freqs.weight` holds as divisors of the frequencies.
 
-    Raises `ModelError` where they are not in place, or together with YaRN or LongRoPE.
+    That is mostly Llama 3.1's; others are LongRoPE's with one factor for all lengths. Raises
+    `ModelError` where they are misplaced, or come with YaRN or LongRoPE.
     """
     info = file.tensors["rope_freqs.weight"]
     half = config.head_dim // 2

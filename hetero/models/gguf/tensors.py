@@ -34,8 +34,9 @@ QUANTISED: Final = (*block_types.STORED, Kind.Q2_K)
 
 
 def stored_as(kind: Kind) -> StorageFormat:
-    """Return the storage of a tensor in the formats of files; Q2_K is quantised again, to
-    8 bits.
+    """Return the storage of a tensor in the formats of files.
+
+    Q2_K is quantised again, to 8 bits.
     """
     if kind in FLOATS:
         half = kind is Kind.F16
@@ -44,8 +45,9 @@ def stored_as(kind: Kind) -> StorageFormat:
 
 
 def default_format(file: GgufFile) -> WeightFormat:
-    """Return the format that keeps a file's numbers: that of its one type of matrices, where it has
-    one of ours; w4a16 of floats.
+    """Return the format that keeps a file's numbers.
+
+    It is that of the file's one type of matrices, if we have it; w4a16 of floats.
     """
     kinds = {info.kind for info in file.tensors.values() if len(info.shape) > 1}
     if kinds == {Kind.Q8_0}:
@@ -73,7 +75,7 @@ class Loss:
             self._sums[kind] = (before[0] + difference, before[1] + total)
 
     def by_kind(self) -> dict[str, float]:
-        """Error of every type seen so far."""
+        """Return the error of every type seen so far."""
         return {
             kind: (wrong / total) ** 0.5 if total else 0.0
             for kind, (wrong, total) in sorted(self._sums.items())
@@ -93,7 +95,7 @@ def check_kind(where: str, name: str, info: TensorInfo) -> None:
 class GgufTensor:
     """A [rows, k] tensor as a source of `hetero.models.packing.pack_rows`.
 
-    `order` says which of its rows come first, where they lie in another order.
+    `order` lists its rows in the order of the packed weight, if the file has another.
     """
 
     def __init__(
@@ -126,10 +128,10 @@ class GgufTensor:
     def codes(
         self, start: int, stop: int, storage: StorageFormat
     ) -> tuple[npt.NDArray[Any], npt.NDArray[np.float16]] | BlockParts | None:
-        """Codes [rows, k / 32, 32], or of 4 bits their words, and scales [rows, k / 32], or the
-        parts of blocks; None where floats must do.
+        """Return codes and scales of rows, or None where only floats are possible.
 
-        Raises `ModelError` for a scale that is not finite.
+        Codes are [rows, k / 32, 32], or the words of 4 bits, with scales [rows, k / 32], or the
+        parts of blocks. Raises `ModelError` for a scale that is not finite.
         """
         if block_types.STORED.get(self.kind) is not storage:
             return None
@@ -156,7 +158,7 @@ class GgufTensor:
 
     @property
     def watch(self) -> Callable[[npt.NDArray[np.float32], npt.NDArray[np.float32]], None] | None:
-        """Takes values and what is stored for them, where the file's own rounding is rounded."""
+        """Return the observer that adds rounding errors to the loss, if there are any."""
         loss = self._loss
         if loss is None or self.kind in FLOATS:
             return None
