@@ -152,7 +152,7 @@ def sync_bench_command(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """What a wait costs here: each method's added latency and CPU time."""
+    """Measure what a wait costs: each method's added latency and CPU time."""
     from hetero.measuring.sync_bench import run_sync_bench
 
     with stderr.status("measuring"):

@@ -103,8 +103,9 @@ def _refuse_options(kinds: list[str], given: dict[str, object]) -> None:
 
 
 def _confirm(entries: dict[str, list[CacheEntry]]) -> None:
-    """Ask before removing guarded kinds; what is declined leaves the lists. Raises `UserError`
-    without a terminal.
+    """Ask before removing guarded kinds; declined ones leave the lists.
+
+    Raises `UserError` without a terminal.
     """
     from hetero.cache import KINDS
     from hetero.solver.report import units

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class KvWay(StrEnum):
-    """How keys and values are kept."""
+    """Values of --kv."""
 
     EIGHT = "8"
     FOUR = "4"
@@ -182,8 +182,10 @@ def check_texts(simulate: list[str] | None, calibrate: Path | None, text: Path) 
 
 
 def reference_of(model: str, named: str | None) -> str | None:
-    """Return the MODEL that scores are compared with as f32; None, with a notice, where a quantised
-    directory holds no floats and what it was made from is not here. Raises `UserError`.
+    """Return the MODEL that scores are compared with as f32.
+
+    None, with a notice, where a quantised directory has no floats and its original is not here.
+    Raises `UserError`.
     """
     from hetero.models.original import find_original, without_floats
     from hetero.terminal.notices import notify
@@ -258,7 +260,7 @@ def simulated(
     window: int | None,
     stride: int | None,
 ) -> dict[str, Evaluation]:
-    """Forms that have no kernel. `texts`: to calibrate, to score, tokens to calibrate by."""
+    """Evaluate formats that have no kernel. `texts`: to calibrate, to score, calibration tokens."""
     from hetero.compiling.calibration import calibration_sequences
     from hetero.compiling.schemes import Schemes
     from hetero.measuring.evaluation import DEFAULT_WINDOW, evaluate, read_tokens
@@ -319,7 +321,7 @@ def _by_chance(by_name: dict[str, KvQuality]) -> list[str]:
 
 
 def print_qualities(by_name: dict[str, Evaluation], as_json: bool, what: str = "weights") -> None:
-    """A table of formats, or a line of JSON."""
+    """Print a table of formats, or a line of JSON."""
     from hetero.cli.tables import show_or_print
 
     if as_json:
@@ -347,7 +349,7 @@ def _table(by_name: dict[str, Evaluation], what: str) -> TableData:
 
 
 def _between(interval: Interval | None, form: str) -> str:
-    """`(4.1 to 4.6)`."""
+    """Return `(4.1 to 4.6)`."""
     return "" if interval is None else f"({interval[0]:{form}} to {interval[1]:{form}})"
 
 

@@ -170,8 +170,9 @@ def question(
     options: GenerateOptions,
     given: SamplingOptions,
 ) -> tuple[str | list[int], GenerateOptions]:
-    """Return the prompt, and the options with what the model itself wants in a chat, but for what
-    is `given`; a raw text is gone on from greedily.
+    """Return the prompt, and the options with the model's own defaults in a chat.
+
+    Options that are `given` stay; a raw text is continued greedily.
     """
     from hetero.generation.defaults import model_sampling
 
@@ -187,9 +188,7 @@ def question(
 
 
 def _prompt_text(prompt: str | None, file: Path | None) -> str:
-    """Return the prompt from where it is said to be; a newline at the end of a file is not part of
-    it.
-    """
+    """Return the prompt from its option, file or stdin, without a newline at the end of a file."""
     if file is not None:
         if prompt is not None:
             raise UserError("there are two prompts: give PROMPT or --file, not both")
@@ -207,8 +206,9 @@ def _prompt_text(prompt: str | None, file: Path | None) -> str:
 def checked_prompt(
     prompt: str | None, file: Path | None, options: GenerateOptions, *, as_json: bool
 ) -> str:
-    """Return the prompt; what no model can do is refused before one is opened, which may
-    take long.
+    """Return the prompt.
+
+    One that no model can answer is refused before a model is opened, which may take long.
     """
     text = _prompt_text(prompt, file)
     _check_early(text, options, as_json=as_json)
@@ -220,8 +220,9 @@ def _without_newline(text: str) -> str:
 
 
 def _uses_template(llm: LLM, templated: bool | None, *, echo: bool, system: str | None) -> bool:
-    """Return whether a prompt is a message to the model: where it has a template for those, unless
-    the answer is to be the prompt's own continuation.
+    """Return whether a prompt is a chat message.
+
+    It is one if the model has a chat template, unless the answer is to continue the prompt itself.
     """
     if templated is False and system is not None:
         raise UserError("--system is part of a chat template: leave out --raw, or --system")
@@ -271,7 +272,7 @@ def answered(
 
 
 def _check_early(prompt: str, options: GenerateOptions, *, as_json: bool) -> None:
-    """Refuse what no model can do before one is opened, which may take long."""
+    """Raise `UserError` for impossible options before a model is opened, which may take long."""
     from hetero.generation.options import read_options
 
     if options["logprobs"] is not None and not as_json:
@@ -372,7 +373,7 @@ def print_stats(llm: LLM, result: GenerationResult) -> None:
 
 
 def _weights(memory: MemoryEstimate) -> str:
-    """Return their bytes on all devices, and which of these are stored twice."""
+    """Return the bytes of the weights on all devices, and the devices that have copies."""
     from hetero.solver.report.units import size
 
     copied = f", {size(memory.copied_bytes)} of these a second time" if memory.copied_bytes else ""
@@ -380,9 +381,7 @@ def _weights(memory: MemoryEstimate) -> str:
 
 
 def _heads(llm: LLM, tokens: int) -> str:
-    """Return which device has which attention heads in a prompt's first call, if they are
-    shared.
-    """
+    """Return which device computes which attention heads in a prompt's first call, if shared."""
     placement = llm.engine.placement
     m = placement.plan.steps(tokens)[0]
     runs = {x.kind: x for x in placement.heads("prefill", m)}

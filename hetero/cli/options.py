@@ -381,7 +381,7 @@ def sampling_given(
 
 
 def shown(text: str) -> Text:
-    """Return text of a file for a console, without markup and control characters."""
+    """Return the text of a file for a console, without markup and control characters."""
     return Text(printable(text))
 
 
@@ -397,7 +397,7 @@ def parse_strategy(name: str) -> NamedStrategy:
 
 @contextmanager
 def progress_bar(what: str) -> Iterator[Any]:
-    """A progress bar on stderr, gone when done; yields a function of (done, total)."""
+    """Show a progress bar on stderr, removed when done; yield a function of (done, total)."""
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -408,7 +408,7 @@ def progress_bar(what: str) -> Iterator[Any]:
     )
 
     class Count(MofNCompleteColumn):
-        """Nothing before it is known how many there are."""
+        """A count that is empty while the total is unknown."""
 
         def render(self, task: Task) -> Text:
             return Text("") if task.total is None else super().render(task)
@@ -425,7 +425,7 @@ def progress_bar(what: str) -> Iterator[Any]:
 
 
 def parse_biases(given: list[str] | None) -> dict[int, float]:
-    """`ID=BIAS` options. Raises `UserError`."""
+    """Parse `ID=BIAS` options. Raises `UserError`."""
     biases: dict[int, float] = {}
     for text in given or []:
         token, _, bias = text.partition("=")

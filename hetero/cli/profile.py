@@ -126,7 +126,7 @@ def profile_command(
 
 
 def _refuse_with_add(others: Mapping[str, object]) -> None:
-    """Raise `UserError` for an option that says what is measured of a new profile."""
+    """Raise `UserError` for an option that only a new profile has."""
     given = next((name for name, value in others.items() if value), None)
     if given is not None:
         raise UserError(
@@ -154,7 +154,7 @@ def report_command(
 
 
 def report(taken: DeviceProfile, path: Path, as_json: bool) -> None:
-    """Print what was measured, and exit with code 1 for an unusable profile."""
+    """Print the results, and exit with code 1 for an unusable profile."""
     from hetero.profiler.quality import grade
 
     quality = grade(taken)
@@ -203,7 +203,7 @@ def summary(profile: DeviceProfile) -> dict[str, Any]:
 
 
 def print_summary(profile: DeviceProfile) -> None:
-    """Print what was measured on stderr."""
+    """Print the results on stderr."""
     from hetero.cli.tables import show
     from hetero.profiler.table_data import TableData
 
@@ -247,10 +247,10 @@ LABELS: Final = {
 
 
 class TimeBar(ProgressColumn):
-    """A bar that fills with the time that has passed of the budget, whatever is measured."""
+    """A bar that fills with the elapsed share of the budget."""
 
     def render(self, task: Task) -> ProgressBar:
-        """Return the bar now; pulsing where there is no budget."""
+        """Return the current bar; pulsing where there is no budget."""
         from rich.progress_bar import ProgressBar
 
         if not task.total:
@@ -261,7 +261,7 @@ class TimeBar(ProgressColumn):
 
 
 class TimeLeft(ProgressColumn):
-    """Minutes and seconds that are left of the budget."""
+    """The minutes and seconds left of the budget."""
 
     def render(self, task: Task) -> Text:
         """Return the bar as text."""
@@ -278,7 +278,7 @@ class TimeLeft(ProgressColumn):
 
 @contextmanager
 def progress(budget_s: float | None) -> Iterator[Callable[[Event], None]]:
-    """A bar on stderr with what is measured, how many matmuls, and the time that is left."""
+    """Show a bar on stderr with the current task, the count of matmuls, and the time left."""
     from rich.progress import Progress, TextColumn
 
     from hetero.profiler.device_overheads import BANDWIDTH_REPEATS

@@ -159,7 +159,7 @@ def serve_key_command(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The server's --keys.")],
     app: Annotated[str, typer.Argument(metavar="APP", help="Whose key it is.")],
 ) -> None:
-    """Make a key of APP: it is printed once, FILE gets its SHA-256 alone."""
+    """Make a key of APP: it is printed once, and FILE gets only its SHA-256."""
     from hetero.serving.keys import add_key
 
     print(add_key(file, app))

@@ -1,8 +1,8 @@
-"""The same model with outliers: channels grow by a power of two, what reads them shrinks by it.
+"""The same model with outliers: channels grow by a power of two, and their readers shrink by it.
 
-A function of a model that is left exactly as it was, for tests of what handles outliers:
+The function of the model is exactly the same, to test the handling of outliers:
 
-    norm weight (and bias) of a channel · 2^a    columns of the matmuls behind it ÷ 2^a
+    norm weight (and bias) of a channel · 2^a    columns of the matmuls after it ÷ 2^a
     row of up · 2^a                              column of down ÷ 2^a
     row of v · 2^a                               columns of o ÷ 2^a, in all heads that share it
 
@@ -31,10 +31,10 @@ EXPONENTS: Final = (4, 8)  # from, to
 
 
 class OutlyingWeights(ModelWeights):
-    """`exact` (f32) with outliers at the inputs of every matmul, drawn from `seed`.
+    """The weights `exact` (f32) with outliers at the inputs of every matmul, drawn from `seed`.
 
-    Feed-forwards without a gate keep theirs at `down` (an activation is no product), tied output
-    heads theirs at `lm_head`.
+    Feed-forwards without a gate stay as they are at `down` (an activation is no product), tied
+    output heads at `lm_head`.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class OutlyingWeights(ModelWeights):
         self._seed, self._part, self._exponents = seed, part, exponents
 
     def _factors(self, size: int, *place: int) -> Float32Array:
-        """2^a for a few channels [size], 1 for the others; the same at the same place."""
+        """Return 2^a for a few channels [size], 1 for the others; the same at the same place."""
         rng = np.random.default_rng([self._seed, *place])
         factors = np.ones(size, dtype=np.float32)
         hot = rng.choice(size, max(1, round(self._part * size)), replace=False)
@@ -68,7 +68,7 @@ class OutlyingWeights(ModelWeights):
         return vector
 
     def release(self, index: int) -> None:
-        """Forget a block here and in the source."""
+        """Drop a block here and in the source."""
         super().release(index)
         self._exact.release(index)
 
@@ -121,7 +121,7 @@ class OutlyingWeights(ModelWeights):
 def _grow(
     parts: dict[str, Any], dense: dict[str, Float32Array], name: str, rows: Float32Array
 ) -> None:
-    """Rows of a matmul, and its bias."""
+    """Multiply rows of a matmul, and its bias."""
     dense[name] *= rows[:, None]
     if f"{name}_bias" in parts:
         parts[f"{name}_bias"] = parts[f"{name}_bias"] * rows

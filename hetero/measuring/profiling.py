@@ -54,11 +54,10 @@ def profile_device(
 ) -> DeviceProfile:
     """Measure this machine and return its profile; written to `out` as it grows, if given.
 
-    `budget_s` defaults to ten minutes, 50 s if `quick`; one that nothing could be done in is
-    refused, before or, on a slow machine, as soon as that shows. `model` measures exactly the
-    shapes of a model instead of the default grid, its weights in the caches as far as they would
-    be. Raises
-    `ProfileError` and `UserError` for what cannot be.
+    `budget_s` defaults to ten minutes, 50 s if `quick`; one too short for anything is refused,
+    before or, on a slow machine, as soon as that shows. `model` measures exactly the shapes of a
+    model instead of the default grid, with its weights cached as much as they would be. Raises
+    `ProfileError` and `UserError`.
     """
     if budget_s is not None and not SHORTEST_BUDGET_S <= budget_s <= LONGEST_BUDGET_S:
         raise UserError(
@@ -90,8 +89,9 @@ def profile_device(
 def complete_profile(
     path: str | Path, *, gpu: str = "auto", npu: str = "auto"
 ) -> tuple[DeviceProfile, list[str]]:
-    """Measure the kernels that a profile of these devices lacks, and write it with them; it and
-    what is new, which may be nothing. Raises `ProfileError` and `UserError`.
+    """Measure the kernels that a profile of these devices lacks, and write it with them.
+
+    Returns the profile and the new kernels, perhaps none. Raises `ProfileError` and `UserError`.
     """
     with _alone(path):
         profile = DeviceProfile.load(path)
@@ -164,7 +164,7 @@ def _check_budget(budget_s: float | None, quick: bool) -> None:
 
 @contextmanager
 def _alone(out: str | Path | None) -> Iterator[None]:
-    """One profiler at a time writes a file. Raises `ProfileError` for the second one."""
+    """Lock a file against other profilers. Raises `ProfileError` for the second one."""
     if out is None:
         yield
         return
@@ -194,12 +194,12 @@ def lock_path(out: Path) -> Path:
 
 
 def model_shapes(spec: ModelGraph) -> tuple[Shape, ...]:
-    """Return the matmuls of a model as the profiler takes them."""
+    """Return the matmuls of a model for the profiler."""
     return tuple(Shape(matmul.name, matmul.n, matmul.k) for matmul in spec.matmuls)
 
 
 def model_options(spec: ModelGraph, formats: Iterable[WeightFormat]) -> dict[str, Any]:
-    """`Options` of a profile for one model: its matmuls, its other kernels, its size."""
+    """Return the `Options` of a profile for one model: its matmuls, its other kernels, its size."""
     stored = (spec.with_weight_format(f) for f in formats)
     return {
         "shapes": model_shapes(spec),
@@ -209,7 +209,7 @@ def model_options(spec: ModelGraph, formats: Iterable[WeightFormat]) -> dict[str
 
 
 def parse_budget(text: str) -> float:
-    """Return seconds of `90s`, `10m`, `1h` or a plain number. Raises `UserError`."""
+    """Return the seconds of `90s`, `10m`, `1h` or a plain number. Raises `UserError`."""
     # By hand: libraries of durations read far more than these three units, `1 month` among them.
     units = {"s": 1.0, "m": 60.0, "h": 3600.0}
     factor = units.get(text[-1:].lower())

@@ -32,7 +32,7 @@ MAX_PROMPTS = 256
 
 
 class CompletionRequest(Penalties, Guided):
-    """OpenAI's request. With `echo` and `max_tokens` 0 a text is scored alone."""
+    """OpenAI's request. With `echo` and `max_tokens` 0 a text is only scored."""
 
     model: str = ""
     prompt: str | list[str] | list[Token] | list[list[Token]] = Field(
@@ -50,7 +50,7 @@ class CompletionRequest(Penalties, Guided):
     id_slot: int = -1
 
     def check(self) -> None:
-        """Raise `ApiError` for what is not done here, or does not go together."""
+        """Raise `ApiError` for fields that are not supported, or not together."""
         if self.suffix or (self.best_of or 1) > (self.n or 1):
             raise ApiError(400, "suffix, and best_of above n, are not done here")
         if self.stream_options is not None and not self.stream:
@@ -61,7 +61,7 @@ class CompletionRequest(Penalties, Guided):
             raise ApiError(400, "echo with logprobs is not streamed: leave stream out")
 
     def prompts(self) -> list[str | list[int]]:
-        """Return each of them."""
+        """Return each prompt."""
         given = self.prompt
         if isinstance(given, str) or (given and isinstance(given[0], int)):
             return [given]
@@ -156,9 +156,7 @@ def _echoed(state: State, wanted: AnswerOptions) -> str:
 
 
 def _logprobs(state: State, scores: Sequence[tuple[int, Any]], most: int) -> dict[str, Any]:
-    """Return four lists, as the older API has them. The first token of a text has no
-    probability.
-    """
+    """Return four lists, as in the older API. The first token of a text has no probability."""
     tokens, values = list[str](), list[float | None]()
     tops, offsets, at = list[dict[str, float] | None](), list[int](), 0
     for token, score in scores:
@@ -202,7 +200,7 @@ class _Writer(ChunkWriter):
         return [self._text(i, text) for i in range(len(self._choices))]
 
     def token(self, event: TokenEvent) -> list[bytes]:
-        """Return nothing where the prompt is scored alone."""
+        """Return nothing where the prompt is only scored."""
         lines = super().token(event)
         return [] if self._scored_only else lines
 

@@ -47,7 +47,7 @@ _ROUTERS: tuple[APIRouter, ...] = (
 def make_app(
     state: State, keys: Keys | None, hosts: list[str] | None, on_ready: Callable[[], None]
 ) -> AsgiApp:
-    """Return everything that a request passes."""
+    """Return the application with everything that a request passes."""
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
@@ -79,7 +79,7 @@ def make_app(
 
 
 class _Counted:
-    """Counts requests by path and status: a path that there is, or `other`."""
+    """Middleware that counts requests by status and path: an existing path, or `other`."""
 
     def __init__(self, inner: AsgiApp, state: State) -> None:
         self._inner, self._state = inner, state
@@ -100,7 +100,7 @@ class _Counted:
 
 
 async def _page() -> Response:
-    """Return a chat, and where contexts are. Nothing of it is loaded from elsewhere."""
+    """Return a chat page that also shows the contexts. Nothing of it is loaded from elsewhere."""
     rules = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
     headers = {
         "Content-Security-Policy": f"{rules}connect-src 'self'; frame-ancestors 'none'",

@@ -42,8 +42,10 @@ def serve(
     weights: str | None,
     engine: dict[str, Any],
 ) -> None:
-    """Serve until a signal ends it. `engine` are options of the engine process: `model`,
-    `directory`, `slots` and those of `Service`. Raises `UserError` for what cannot be served.
+    """Serve until a signal ends it.
+
+    `engine` are options of the engine process: `model`, `directory`, `slots` and those of
+    `Service`. Raises `UserError` for what cannot be served.
     """
     if keys is None and host not in _LOCAL:
         raise UserError(
@@ -111,7 +113,7 @@ def serve(
 
 
 def _check_address(host: str, port: int) -> None:
-    """Raise `UserError` before a model is loaded where nothing could be served."""
+    """Raise `UserError` for an unusable address, before a model is loaded."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -146,7 +148,7 @@ def _allow_connections() -> None:
 
 
 class _Protocol(H11Protocol):
-    """A connection that does not send its request's head in time is closed."""
+    """A connection that is closed if its request's head does not arrive in time."""
 
     def connection_made(self, transport: Any) -> None:
         """Follow asyncio's protocol."""
