@@ -1,4 +1,4 @@
-"""What every backend checks the same way: the weights of an operation, and whether a device lives.
+"""Checks shared by all backends: the weights of an operation, and whether a device is alive.
 
 (`hetero.backends.protocol.check_tensors` checks the tensors of a binding.)
 """

@@ -1,4 +1,4 @@
-"""What callers of the public API may pass: wrong types become one sentence, not a traceback."""
+"""Checks of what callers of the public API pass: wrong types become one sentence."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def check_count(name: str, value: object, minimum: int = 1) -> int:
 
 
 def check_one_of(name: str, value: object, known: Sequence[str]) -> None:
-    """One of some words. Raises `UserError`."""
+    """Return one of some words. Raises `UserError`."""
     if value not in known:
         words = f"{', '.join(known[:-1])} or {known[-1]}"
         raise UserError(f"{name} is {words}, got {value!r}")
 
 
 def check_stop(stop: object) -> tuple[str, ...]:
-    """Stop texts; a single string is one. Raises `UserError`."""
+    """Return stop texts; a single string is one. Raises `UserError`."""
     stops = (stop,) if isinstance(stop, str) else stop
     if not isinstance(stops, Sequence) or any(not isinstance(x, str) for x in stops):
         raise UserError(f"stop must be a text or a list of texts, got {_kind(stop)}")

@@ -174,8 +174,10 @@ def select(
     stale: bool = False,
     older_than_s: float | None = None,
 ) -> dict[str, list[CacheEntry]]:
-    """Return the entries that `clear` would remove, by kind: of the named kinds, or of
-    `everything` but kinds that are only cleared by name. Raises `UserError` if neither is given.
+    """Return the entries that `clear` would remove, by kind.
+
+    They are those of the named kinds, or of `everything` but kinds that are only cleared by name.
+    Raises `UserError` if neither is given.
     """
     selected = kinds_of(kinds)
     if not selected and not everything and not stale:
@@ -202,8 +204,9 @@ def clear(
     stale: bool = False,
     older_than_s: float | None = None,
 ) -> CacheUsage:
-    """Remove the entries that `select` returns, except those that a running process uses. Raises
-    `UserError`, `OSError`.
+    """Remove the entries that `select` returns, except those that a running process uses.
+
+    Raises `UserError`, `OSError`.
     """
     return remove(select(kinds, everything=everything, stale=stale, older_than_s=older_than_s))
 
@@ -470,8 +473,9 @@ def _packed(paths: list[Path]) -> Iterator[CacheEntry]:
 
 
 def _graphs(paths: list[Path]) -> Iterator[CacheEntry]:
-    """Yield compiled graphs; versions of the chip's libraries are known where they are
-    installed.
+    """Yield compiled graphs.
+
+    The versions of the chip's libraries are known where they are installed.
     """
     if not paths:
         return

@@ -1,4 +1,4 @@
-"""What to measure: shapes by default or of a model, pruned by stages (paper section 4.3)."""
+"""The shapes to measure, by default or of a model, pruned by stages (paper section 4.3)."""
 
 from __future__ import annotations
 

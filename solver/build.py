@@ -1,4 +1,4 @@
-"""From solved scenarios to an `ExecutionPlan`."""
+"""Builds an `ExecutionPlan` from solved scenarios."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which row cuts a plan of several scenarios has (docs/explanation/solver.md, "Segments").
+"""Chooses the row cuts of a plan of several scenarios (docs/explanation/solver.md, "Segments").
 
 A device with static shapes has a kernel for each run of rows between a matmul's cut points, of all
 prompt lengths and of decoding, and runs a tile as several of them. So a cut that one length wants

@@ -1,4 +1,4 @@
-"""Which NPU graphs to prepare: a mixed-integer program (docs/explanation/solver.md)."""
+"""Chooses the NPU graphs to prepare: a mixed-integer program (docs/explanation/solver.md)."""
 
 from __future__ import annotations
 

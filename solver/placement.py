@@ -120,7 +120,7 @@ class Heads(NamedTuple):
 
 
 class Assignment(NamedTuple):
-    """What computes a node in a call, or as one graph the `group` of nodes that begins with it.
+    """The device of a node in a call, or as one graph the `group` of nodes that begins with it.
 
     A matmul's `parts` are its launches. Everything else is one launch on `kind`, bound with `graph`
     tokens, padding included; of an attention whose `heads` both devices share one on each.

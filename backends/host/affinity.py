@@ -1,4 +1,4 @@
-"""Which core drives which device, on hosts where both devices are cores of one processor."""
+"""The core that drives each device, on hosts where both devices are cores of one processor."""
 
 from __future__ import annotations
 

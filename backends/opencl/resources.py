@@ -1,4 +1,4 @@
-"""What the kernels of an OpenCL device are made of: context, in-order queue, memory, programs."""
+"""The resources of an OpenCL device's kernels: context, in-order queue, memory, programs."""
 
 from __future__ import annotations
 

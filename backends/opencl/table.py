@@ -1,4 +1,4 @@
-"""Which kernel computes which operation."""
+"""The table of operations and their kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which graphs an operation needs, and how each is built, for running and for compiling ahead."""
+"""The graphs of each operation, and how to build them, to run and to compile ahead of time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the compiler decided a graph will do: the text that `profiling_level=optrace` writes.
+"""Reads the compiler's schedule of a graph: the text that `profiling_level=optrace` writes.
 
 For every operation of the finished graph it lists the bytes read from and written to DRAM and VTCM,
 and whether it uses the matrix unit (HMX), the vector units (HVX) or DMA. It is deterministic and

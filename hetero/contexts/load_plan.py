@@ -71,7 +71,7 @@ class LoadItem(NamedTuple):
 
 
 class LoadPlan(NamedTuple):
-    """How far to load a context: the first `stop` items; the prompt's call computes the others.
+    """A decision to load the first `stop` items; the prompt's call computes the others.
 
     `missing` items among the first are computed too. `predicted_s` is the time until the prompt's
     first token, `whole_s` that of loading everything that can be read.

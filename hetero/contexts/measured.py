@@ -1,4 +1,4 @@
-"""What a service measures once, of its model (scales, errors, prompt times) and of its disk."""
+"""Measurements of a service, made once, of its model (scales, errors, prompt times) and disk."""
 
 from __future__ import annotations
 

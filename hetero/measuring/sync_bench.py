@@ -41,7 +41,7 @@ ROWS, FEATURES = 64, 1024
 
 @dataclass(frozen=True, kw_only=True)
 class BenchPolicy:
-    """How waits are compared.
+    """Parameters of the comparison of waits.
 
     length_s    of all waits of one method and length together, in at most `MAX_ROUNDS`
     warm_up     rounds before them

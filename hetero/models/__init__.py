@@ -1,4 +1,4 @@
-"""From a MODEL to packed weights, a tokenizer and shapes.
+"""Opens a MODEL: packed weights, a tokenizer and shapes.
 
 `open_model` takes what a user types: a Hugging Face directory, a GGUF file, a directory written by
 `hetero quantize`, `demo`, or `random:NAME`.

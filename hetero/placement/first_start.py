@@ -1,8 +1,7 @@
-"""The first start on a machine without a profile of its own: the shipped profile's times are scaled
-to it.
+"""The first start on a machine without its own profile: scales the shipped profile's times.
 
 The reference kernels of the profile are timed here, once, for about a second, in a process of its
-own: OpenCL must not run in this one before it is known with how many cores. The result is stored in
+own: OpenCL must not run in this one before its number of cores is known. The result is stored in
 hetero's cache, one small file for each combination of what it depends on. What the devices alone
 report is compared when they are opened (`forget_if_other`).
 """
@@ -67,7 +66,7 @@ VARIABLES: Final = (
 
 @dataclass(frozen=True, kw_only=True)
 class StartLimits:
-    """How long the first start may take. Seconds.
+    """Limits of the first start, in seconds.
 
     timed_s   the kernels are timed for so long,
     max_s    or for so long where other programs keep the cores busy
@@ -87,8 +86,10 @@ LIMITS: Final = StartLimits()
 
 
 class Machine(Record):
-    """The facts that the factors depend on, known before any device is open. `flags` is a hash of
-    the processor's; `cores` are those that this process may use, `core_count` of them at once.
+    """The facts that the factors depend on, known before any device is open.
+
+    `flags` is a hash of the processor's; `cores` are those that this process may use, `core_count`
+    of them at once.
     """
 
     hetero_version: str
@@ -101,7 +102,7 @@ class Machine(Record):
 
     @classmethod
     def here(cls) -> Self:
-        """This one."""
+        """Return this machine."""
         return cls(
             hetero_version=hetero_version(),
             processor=cpu_name(),
@@ -204,7 +205,7 @@ def _hash(text: str) -> str:
 
 
 def _shown(factors: Factors, weight_format: WeightFormat) -> str:
-    """`gpu 1.80/1.72, npu 0.91/1.00`."""
+    """Return `gpu 1.80/1.72, npu 0.91/1.00`."""
     kinds: dict[DeviceKind, list[str]] = {}
     phases: tuple[Phase, ...] = ("prefill", "decode")
     for device in dict.fromkeys(kind[0] for kind in factors):
@@ -214,11 +215,10 @@ def _shown(factors: Factors, weight_format: WeightFormat) -> str:
 
 
 def scaled_here(profile: DeviceProfile, notice: str) -> tuple[DeviceProfile, str]:
-    """Return a shipped profile with its times scaled to this machine, and its notice with a clause
-    on it; as they are where there is no notice, because the profile is this machine's or was asked
-    for.
+    """Return a shipped profile with its times scaled to this machine, and its extended notice.
 
-    Nothing that goes wrong is an error: the profile is then as it was shipped.
+    Both are unchanged without a notice, because the profile is this machine's or was requested. No
+    failure is an error: the profile is then as it was shipped.
     """
     if not notice:
         return profile, notice
@@ -237,9 +237,10 @@ def scaled_here(profile: DeviceProfile, notice: str) -> tuple[DeviceProfile, str
 
 
 def profile_facts() -> dict[str, Any] | None:
-    """Return facts that identify the default profile, as it is scaled here: hashes of
-    the files that it comes from, and the machine. None where there is no such file, or the times
-    are to be measured (again).
+    """Return facts that identify the default profile, as it is scaled here.
+
+    They are hashes of the files that it comes from, and the machine. None where there is no such
+    file, or the times are to be measured (again).
     """
     machine, own = Machine.here(), profile_files.taken_profile_path()
     shipped = profile_files.shipped_host()
@@ -258,7 +259,10 @@ def profile_facts() -> dict[str, Any] | None:
 
 
 def _find(profile: DeviceProfile, tasks: Sequence[Task]) -> FirstStart:
-    """From the cache, else measured and put there. Raises `ProfileError` without a cache."""
+    """Return the cached factors, or measure and cache them.
+
+    Raises `ProfileError` without a cache.
+    """
     machine = Machine.here()
     path, wanted = machine.path, profile.fingerprint
     cached = FirstStart.load(path)
@@ -274,7 +278,7 @@ def _find(profile: DeviceProfile, tasks: Sequence[Task]) -> FirstStart:
 
 
 def _check_folder(folder: Path) -> None:
-    """Raise `ProfileError` where nothing can be kept: every start would measure again."""
+    """Raise `ProfileError` where nothing can be stored: every start would measure again."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -340,8 +344,9 @@ def _in_process(
 
 
 def forget_if_other(devices: Iterable[Device]) -> None:
-    """Drop this machine's factors if open devices are not those that they were measured on (another
-    driver, or other kernels): the next start measures again.
+    """Drop this machine's factors if they were not measured on the open devices.
+
+    Those are then another driver, or other kernels: the next start measures again.
     """
     path = Machine.here().path
     start = FirstStart.load(path)
@@ -356,9 +361,10 @@ def forget_if_other(devices: Iterable[Device]) -> None:
 
 
 def time_here(tasks: Sequence[Task], backends: dict[DeviceKind, str]) -> dict[str, Any]:
-    """Return seconds of kernels on the devices of these backends, the devices' fingerprints, and
-    how long it took. For a process of its own, which ends if it takes too long. Raises
-    `DeviceError`, `UserError` or `ProfileError`.
+    """Return seconds of kernels on the devices of these backends, their fingerprints, and the time.
+
+    For a process of its own, which ends if it takes too long. Raises `DeviceError`, `UserError` or
+    `ProfileError`.
     """
     mode: DeviceMode = "hetero" if len(backends) == 2 else next(iter(backends))
     opened = open_devices(mode, gpu=backends.get("gpu", "auto"), npu=backends.get("npu", "auto"))
@@ -394,7 +400,7 @@ def _at_most(limit_s: float) -> Iterator[None]:
 
 
 def main() -> None:
-    """Time the kernels of the request on stdin; one line of JSON."""
+    """Time the kernels of the request on stdin; print one line of JSON."""
     request = json.load(sys.stdin)
     run_on(request["cores"])
     tasks = [Task(d, WeightFormat(f), order, *sizes) for d, f, order, *sizes in request["tasks"]]

@@ -85,9 +85,10 @@ def plan(
 def spec_on(
     model: str | Path, weights: str | None, profile: ProfileLike, kv: str | None = None
 ) -> tuple[ModelGraph, DeviceProfile]:
-    """Return the model graph of a plan, and the profile that it is made on (`spec_of`,
-    `find_profile`, `planned_cache`). The model is looked at first: what is wrong with it is said
-    alone.
+    """Return the model graph of a plan, and the profile that it is made on.
+
+    See `spec_of`, `find_profile` and `planned_cache`. The model is checked first: its errors are
+    reported alone.
     """
     spec = spec_of(model, weights)
     device_profile = find_profile(profile)
@@ -95,9 +96,10 @@ def spec_on(
 
 
 def planned_cache(profile: DeviceProfile, kv: str | None = None) -> CacheFormat:
-    """Return the format of caches that a plan is made for: the one that was asked for, else the one
-    that models have by default where the profile timed attention on it, else what it timed (f32).
-    Raises `UserError`.
+    """Return the format of caches that a plan is made for.
+
+    It is the requested one, else the default where the profile timed attention on it, else the one
+    that it timed (f32). Raises `UserError`.
     """
     if kv is not None:
         check_one_of("kv", kv, [*CacheFormat])
@@ -107,8 +109,9 @@ def planned_cache(profile: DeviceProfile, kv: str | None = None) -> CacheFormat:
 
 
 def spec_of(model: str | Path, weights: str | None = None) -> ModelGraph:
-    """Return the model graph of a plan, with caches of floats: a MODEL or the name of a known one
-    in a format, by default that of a GGUF file, all that a quantised directory holds, else w4a16.
+    """Return the model graph of a plan, with caches of floats, of a MODEL or a known model's name.
+
+    The default format is that of a GGUF file, all that a quantised directory has, else w4a16.
     Raises `ModelError`.
     """
     if weights in (None, AUTO):
@@ -119,9 +122,10 @@ def spec_of(model: str | Path, weights: str | None = None) -> ModelGraph:
 
 
 def planned(spec: ModelGraph, profile: DeviceProfile, request: PlanRequest) -> ExecutionPlan:
-    """Return the plan of a request and the forms of its prompts; of a model that is stored in
-    several formats in those that it would be run in, which a note names. Raises `PlanError` or
-    `ProfileError`.
+    """Return the plan of a request and the prefill modes of its prompts.
+
+    A model that is stored in several formats is planned in those that it would be run in, which a
+    note names. Raises `PlanError` or `ProfileError`.
     """
     cost = CostModel(profile)
     if not spec.also:
@@ -135,9 +139,10 @@ def planned(spec: ModelGraph, profile: DeviceProfile, request: PlanRequest) -> E
 
 
 def find_profile(profile: ProfileLike) -> DeviceProfile:
-    """Return the named profile; else this machine's from the cache; else the shipped one of a PC
-    like this, scaled to this machine, which is said on stderr. Raises `UserError` or
-    `ProfileError`.
+    """Return the named profile, this machine's from the cache, or a shipped one.
+
+    The shipped one is of a PC like this, scaled to this machine, with a notice on stderr. Raises
+    `UserError` or `ProfileError`.
     """
     scaled, notice = scaled_here(*locate_profile(profile))
     if notice:
@@ -179,7 +184,7 @@ _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, 
 
 
 def parse_size(value: str | int) -> int:
-    """Return bytes of `4GiB`, `500MB` or a number. Raises `UserError`."""
+    """Return the bytes of `4GiB`, `500MB` or a number. Raises `UserError`."""
     # By hand: pydantic's ByteSize takes bits as well, and its errors name neither value nor remedy.
     value = str(value)
     digits = value.strip().rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ")
@@ -194,7 +199,7 @@ def parse_size(value: str | int) -> int:
 
 
 def parse_tokens(value: str, option: str) -> tuple[int, ...]:
-    """`64,256` as numbers. Raises `UserError`."""
+    """Return `64,256` as numbers. Raises `UserError`."""
     try:
         counts = tuple(int(part) for part in value.split(",") if part.strip())
     except ValueError:
@@ -205,7 +210,8 @@ def parse_tokens(value: str, option: str) -> tuple[int, ...]:
 
 
 def parse_lengths(value: str, option: str) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """`64:3,256:1` as lengths and how often each comes, `64,256` as lengths alone (no weights).
+    """Return `64:3,256:1` as lengths and their weights, `64,256` as lengths alone.
+
     Raises `UserError`.
     """
     parts = [part.partition(":") for part in value.split(",") if part.strip()]
@@ -224,8 +230,9 @@ def parse_lengths(value: str, option: str) -> tuple[tuple[int, ...], tuple[float
 
 
 def load_either(path: str) -> ExecutionPlan | DeviceProfile:
-    """Return a saved plan or profile, or a shipped profile by name. Raises `UserError` or their
-    errors.
+    """Return a saved plan or profile, or a shipped profile by name.
+
+    Raises `UserError` or their errors.
     """
     if path in profile_files.shipped_names() and not os.path.exists(path):
         return DeviceProfile.load(path)

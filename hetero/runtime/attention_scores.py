@@ -1,6 +1,6 @@
-"""Attention that a step's sampled rows give to each column.
+"""Attention scores that a step's sampled rows give to each column.
 
-A step that measures it has a launch after each attention, on the same device where that has the
+A step that measures them has a launch after each attention, on the same device where that has the
 operation (`ops.SumScores`), whose sums the host reads once a step. Elsewhere a host call reads the
 queries of the sampled rows and the context's keys (`HostScores`, numpy). Steps whose attention is
 inside an NPU graph, or reads its queries from panels, have none.
@@ -54,8 +54,9 @@ class StepScores:
         return self._added[kind]
 
     def end(self, chunks: int) -> npt.NDArray[Any] | None:
-        """Return the means over layers of a step of so many chunks; None where not all layers
-        reported.
+        """Return the means over layers of a step of `chunks` chunks.
+
+        None where not all layers reported.
         """
         return self._sums / self._layers if self._layers_seen == self._layers * chunks else None
 
@@ -76,8 +77,9 @@ class ScoreReader(BoundCall):
 
 
 class RowScores:
-    """Those of a step's rows, of several contexts; a step on one context has the first alone. And
-    the devices' kernels that add some up.
+    """Score sums of a step's rows, of several contexts; a step on one context has only the first.
+
+    The devices' kernels that add up scores are here, too.
     """
 
     def __init__(self, columns: int, layers: int, devices: Mapping[DeviceKind, Device]) -> None:
@@ -100,7 +102,7 @@ class RowScores:
         return self._row_scores[row]
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         for score_sums in self._row_scores:
             score_sums.begin()
 
@@ -112,7 +114,7 @@ class HostScores(Kernel):
         self.op, self._scores, self._every = op, score_sums, every
 
     def bind(self, tensors: Mapping[str, Operand], m: int) -> BoundCall:
-        """See `Kernel.bind`."""
+        """Return the call on these tensors."""
         qkv, position, keys = (tensors[port] for port in ("qkv", "position", "k_cache"))
         assert isinstance(qkv, Tensor)
         assert isinstance(position, Tensor)

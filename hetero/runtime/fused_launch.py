@@ -1,8 +1,8 @@
 """Fused launches: consecutive submissions as one, for steps that are not timed call by call.
 
-A device that can chain calls (`Device.fuse`) hands over between them without its driver. A chain
-counts as the last of its launches, so it ends where a launch is waited for. It is short enough that
-a thread which has left it (another process has the core) is back in the next one.
+A device that can fuse calls (`Device.fuse`) hands over between them without its driver. A fused
+launch counts as the last of its launches, so it ends where a launch is waited for. It is short
+enough that a thread which has left it (another process has the core) is back in the next one.
 """
 
 from __future__ import annotations
@@ -22,9 +22,7 @@ Run: TypeAlias = Sequence[Action]
 def fuse_program(
     program: tuple[Action, ...], launches: tuple[Launch, ...], devices: Mapping[DeviceKind, Device]
 ) -> tuple[Action, ...]:
-    """Return the program with fused launches in place of runs of submissions; itself if there are
-    none.
-    """
+    """Return the program with fused launches in place of runs of submissions, if there are any."""
     runs = list(_runs(program, launches))
     instead: dict[int, Action] = {}  # by place in `runs`
     for kind in {run[0].kind for run in runs}:

@@ -38,7 +38,7 @@ class Transfer(NamedTuple):
 
 
 class Handover:
-    """Who wrote what since it was copied last; one for each lowered step.
+    """The last writer of every buffer since its last copy; one for each lowered step.
 
     `mirrors` are the GPU's buffers by the pool's, shared by all steps of a model. Buffers of the
     pool stand for the host's side, which every device but the GPU works in.

@@ -1,4 +1,4 @@
-"""From a phase and token count to a `Step`: a flat list of bound launches and the waits between.
+"""Lowers a phase and token count to a `Step`: a flat list of bound launches and waits.
 
 First the launches of all nodes and their edges (`hetero.runtime.launch_graph`), then an order and
 its waits (`hetero.runtime.schedule`), then the program: both bound to kernels and wait points.
@@ -70,8 +70,9 @@ class _Gather(BoundCall):
 
 
 class _LastRow(BoundCall):
-    """Puts the last token that a chunk was fed where the last row is, for the output head: a chunk
-    may compute rows after it.
+    """Copies the last fed token of a chunk to the last row, for the output head.
+
+    A chunk may compute rows after it.
     """
 
     def __init__(self, pool: ActivationPool, chunk: int, x: Operand, m: int) -> None:
@@ -86,8 +87,10 @@ class _LastRow(BoundCall):
 
 
 class StepKey(NamedTuple):
-    """The key of a lowered step. `position` of a window: about where its context is. `sums_scores`:
-    it sums the attention of its sampled rows. `rows`: each belongs to a context of its own.
+    """The key of a lowered step.
+
+    `position` of a window: about where its context is. `sums_scores`: it sums the attention of its
+    sampled rows. `rows`: each belongs to a context of its own.
     """
 
     phase: Phase
@@ -139,8 +142,9 @@ class Lowering:
         sums_scores: bool = False,
         rows: bool = False,
     ) -> Step:
-        """Return the step of m tokens whose last `logit_rows` rows get logits, `wait_values` where
-        they gain; with `rows` each token is of a context of its own.
+        """Return the step of m tokens whose last `logit_rows` rows get logits.
+
+        It has `wait_values` where they gain; with `rows` each token is of a context of its own.
         """
         placed = self.place(phase, (m,), logit_rows, sums_scores=sums_scores, rows=rows)
         schedule = in_order(placed.graph(), eager=self.synchroniser.eager)
@@ -157,11 +161,12 @@ class Lowering:
         sums_scores: bool = False,
         form: PrefillMode = "cut",
     ) -> Step:
-        """Return one program for chunks of a prompt (tokens of each) that follow each other in the
-        context; logits for the last `logit_rows` tokens of the last one. Chunk i works in the
-        pool's set i of slots: its tokens and position are fed there (`ActivationPool.feed`).
+        """Return one program for chunks of a prompt (tokens of each) that follow each other.
 
-        One chunk after another; with `cost`, out of order where that is shorter by it (and
+        The last `logit_rows` tokens of the last one get logits. Chunk i works in the pool's set i
+        of slots: its tokens and position are fed there (`ActivationPool.feed`).
+
+        One chunk runs after another; with `cost`, out of order where that is shorter by it (and
         `submit_s` for each submission), but for `finish` and `copy`, which wait for whole queues.
         Raises `ValueError` for more chunks than the pool has sets of slots.
         """
@@ -188,8 +193,9 @@ class Lowering:
         rows: bool = False,
         form: PrefillMode = "cut",
     ) -> BoundLaunches:
-        """Return the launches of a step's chunks, with `sums_scores` those that add up attention
-        scores as well.
+        """Return the launches of a step's chunks.
+
+        With `sums_scores` those that add up attention scores are among them.
         """
         placed = BoundLaunches(
             phase, chunks, self.pool, self.devices, self.synchroniser, self.handover(), rows=rows
@@ -201,9 +207,7 @@ class Lowering:
         return placed
 
     def _chunk(self, key: _ChunkKey, handover: Handover | None) -> _Chunk:
-        """Bind the chunk once, whatever else is in flight, unless each step has graphs or copies of
-        its own.
-        """
+        """Bind the chunk once, unless each step has graphs or copies of its own."""
         if handover is not None or self.placement.online:
             return _Chunk(self, key, handover)
         if key not in self._chunks:
@@ -215,8 +219,9 @@ class Lowering:
 
 
 class _ChunkKey(NamedTuple):
-    """What a chunk's launches are bound for; `chunk`: in which set of slots; `rows`: of several
-    contexts.
+    """The key of a chunk's bound launches.
+
+    `chunk`: in which set of slots; `rows`: of several contexts.
     """
 
     phase: Phase
@@ -229,8 +234,9 @@ class _ChunkKey(NamedTuple):
 
 
 class _Chunk:
-    """The launches of one chunk: what its nodes work on, how that is stored (`layout`, of the slots
-    as they are after the nodes so far), and what that makes (`stages`, in order).
+    """The launches of one chunk: the inputs of its nodes, their layout, and the result.
+
+    `layout` is of the slots after the nodes so far, `stages` are in order.
     """
 
     def __init__(self, lowering: Lowering, key: _ChunkKey, handover: Handover | None) -> None:
@@ -314,9 +320,10 @@ class _Chunk:
     def _head_items(
         self, node: Node, kind: DeviceKind, heads: Sequence[Heads]
     ) -> list[PendingLaunch]:
-        """Return a launch for the heads of each device, which are in different places of the caches
-        and of the output, as the parts of a matmul are. (Not where a device works on a copy of its
-        own, which it would copy back as a whole.)
+        """Return a launch for the heads of each device.
+
+        They are in different places of the caches and of the output, as the parts of a matmul are.
+        (Not where a device works on a copy of its own, which it would copy back as a whole.)
         """
         operands, reads, writes = self._operands(node, kind)
         caches = {port: slot for port, slot in node.slots.items() if port in CACHE_PORTS}
@@ -331,8 +338,10 @@ class _Chunk:
         return items
 
     def _row_items(self, node: Node, kind: DeviceKind, _graph: int) -> list[PendingLaunch]:
-        """Return a launch for each row. On a device with static shapes one writes rows behind its
-        own, which those after it write again.
+        """Return a launch for each row.
+
+        On a device with static shapes one writes rows behind its own, which those after it write
+        again.
         """
         operands, reads, writes = self._operands(node, kind)
         graph, items = self.placement.row_graph, []
@@ -364,7 +373,7 @@ class _Chunk:
     def _operands(
         self, node: Node, kind: DeviceKind
     ) -> tuple[dict[str, Operand], frozenset[SlotRef], frozenset[SlotRef]]:
-        """What a node that is no matmul works on, and the slots that it reads and writes."""
+        """Return the operands of a node other than a matmul, and the slots it reads and writes."""
         capabilities = self.devices[kind].capabilities
         reads, writes = self._slots(node, kind)
         operands: dict[str, Operand] = {}
@@ -510,15 +519,13 @@ class _Chunk:
         return frozenset(reads), frozenset(writes)
 
     def _seen_by(self, kind: DeviceKind, port: str, slot: str) -> SlotRef:
-        """Return the slot that a device works on; the GPU has its own where hand-overs are by
-        copying.
-        """
+        """Return the slot that a device works on; the GPU has its own with `--sync copy`."""
         apart = self.handover is not None and kind == "gpu" and port not in SHARED_PORTS
         return self._ref(slot)._replace(owner="gpu" if apart else None)
 
     def _instead(
         self, reads: frozenset[SlotRef], kind: DeviceKind, port: str, slot: str
     ) -> frozenset[SlotRef]:
-        """What a launch reads that finds the panels of a port gathered."""
+        """Return what a launch reads where the panels of a port are gathered."""
         seen = self._seen_by(kind, port, slot)
         return reads - {seen} | {seen._replace(gathered=True)}

@@ -40,10 +40,12 @@ _Caches: TypeAlias = tuple["weakref.ref[KvCache]", ...]
 
 @dataclass(eq=False)
 class Step:
-    """A phase at one token count, lowered for any context: what reads and writes keys and values is
-    a `CacheCall`, and `on` gives the step that works on one cache, made when it is first asked for.
-    All other calls are shared. A cache's step lives as long as both. `on_rows` is for steps whose
-    rows are tokens of several contexts: those of the last few sets of caches are kept.
+    """A phase at one token count, lowered for any context.
+
+    Calls that read and write keys and values are `CacheCall`s, and `on` gives the step that works
+    on one cache, made on first use. All other calls are shared. A cache's step lives as long as
+    both. `on_rows` is for steps whose rows are tokens of several contexts: those of the last few
+    sets of caches are cached.
 
     `chunks` are its tokens, chunk by chunk.
 
@@ -84,8 +86,9 @@ class Step:
         return step
 
     def on_rows(self, caches: Sequence[KvCache]) -> Step:
-        """Return the step on the keys and values of a context for each row. Raises what binding
-        does.
+        """Return the step on the keys and values of a context for each row.
+
+        Raises what binding does.
         """
         kept = self._on_rows
         key = tuple(map(weakref.ref, caches))
@@ -121,8 +124,9 @@ class Step:
         return next(waits, -1)
 
     def fused(self, devices: Devices) -> Step:
-        """A bound step that decodes, whose submissions in a row are one, where the device can do
-        that: the step for runs that are not timed call by call. Made when it is first asked for.
+        """Return a bound decode step with fused submissions, where the device can fuse.
+
+        It is for runs that are not timed call by call. Made on first use.
         """
         if self.phase == "decode" and not self._tried:
             self._tried = True
@@ -138,7 +142,7 @@ class Step:
 
 
 def _forget(step: weakref.ref[Step], gone: weakref.ref[KvCache]) -> None:
-    """Drop what was bound to a cache that is gone."""
+    """Drop what was bound to a cache that no longer exists."""
     owner = step()
     if owner is not None:
         kept = owner._on_rows
@@ -186,12 +190,12 @@ class BoundLaunches:
         self._stages = itertools.count()
 
     def graph(self) -> LaunchGraph:
-        """What was placed, with its edges."""
+        """Return the placed launches, with their edges."""
         return LaunchGraph.of(self._specs)
 
     @property
     def specs(self) -> Sequence[LaunchSpec]:
-        """What was placed."""
+        """Return the placed launches."""
         return self._specs
 
     def stage(self, node: str, chunk: int, m: int, items: Sequence[PendingLaunch]) -> None:
@@ -242,9 +246,7 @@ class BoundLaunches:
     # --- binding ----------------------------------------------------------------------------
 
     def bound(self, schedule: Schedule, signals: Mapping[DeviceKind, StreamSignal]) -> Step:
-        """Return the step that runs a schedule of the graph, with wait values where `signals` can
-        open them.
-        """
+        """Return the step of a schedule of the graph, with wait values if `signals` open them."""
         order = [step.launch for step in schedule if isinstance(step, Start)]
         launches = [self._launch(i) for i in order]
         places = {launch: place for place, launch in enumerate(order)}
@@ -288,7 +290,7 @@ class BoundLaunches:
         return Action(RUN, place, number, call.run)
 
     def _account(self, spec: LaunchSpec) -> DeviceKind:
-        """Whose work a launch counts as; the control thread's own is the NPU's, if there is one."""
+        """Return the device that a launch counts for: the NPU for the control thread."""
         return spec.kind or self._host
 
     def _wait_point(self, awaited: int, before: int | None) -> WaitPoint:

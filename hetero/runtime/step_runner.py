@@ -135,8 +135,9 @@ class StepRunner:
 
     @property
     def last_step(self) -> Step:
-        """Return the step that ran last, with its completions, while its context is open and the
-        cuts are the same; for benchmarks and tests.
+        """Return the step that ran last, with its completions, for benchmarks and tests.
+
+        It is valid while its context is open and the cuts are the same.
         """
         step = None if self._last is None else self._last()
         assert step is not None
@@ -162,8 +163,9 @@ class StepRunner:
         return trace
 
     def set_timing(self, on: bool) -> None:
-        """Let the devices record the times of their calls: `on`, or where a trace or a limited GPU
-        share needs them.
+        """Let the devices record the times of their calls.
+
+        They do if `on`, or where a trace or a limited GPU share needs them.
         """
         on = on or self.trace is not None or self.gpu_share is not None
         if on != self._timed:

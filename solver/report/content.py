@@ -1,4 +1,4 @@
-"""What a report says, as plain tables; HTML and Markdown draw the same ones."""
+"""The contents of a report, as plain tables; HTML and Markdown draw the same ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a kind of OpenCL implementation needs before it computes right and on the right cores."""
+"""An interface that prepares an OpenCL implementation: correct, and on the right cores."""
 
 from __future__ import annotations
 

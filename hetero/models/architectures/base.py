@@ -1,4 +1,4 @@
-"""What differs between architectures; the defaults are Llama's."""
+"""The differences between architectures; the defaults are Llama's."""
 
 from __future__ import annotations
 

@@ -39,8 +39,10 @@ class Home(Protocol):
 
 
 class Hold:
-    """The use of a context by one call or stream. It ends when `active` is set to false, or when
-    nothing refers to it any more: an interruption never leaves a context in use.
+    """The use of a context by one call or stream.
+
+    It ends when `active` is set to false, or when nothing refers to it any more: an interruption
+    never leaves a context in use.
 
     `thread` is the one that the call or stream runs in.
     """
@@ -52,8 +54,9 @@ class Hold:
 
 
 class Context:
-    """Tokens, and the model's keys and values of them. Made by `LLM.new_context` or `load_context`,
-    or by `fork`.
+    """Tokens, and the model's keys and values of them.
+
+    Made by `LLM.new_context` or `load_context`, or by `fork`.
 
     `tokens` is the text; the first `cached` of them have keys and values, which is all of them but
     what was chosen last: the next call computes those first. A context is used by one call or
@@ -109,7 +112,7 @@ class Context:
         return self._alone(self.copy)
 
     def truncate(self, tokens: int) -> None:
-        """Forget all but the first tokens. Raises `UserError` if there are fewer."""
+        """Drop all but the first tokens. Raises `UserError` if there are fewer."""
 
         def cut() -> None:
             if not 0 <= tokens <= len(self):
@@ -122,10 +125,11 @@ class Context:
         self._alone(cut)
 
     def shift(self, keep: int, drop: int) -> None:
-        """Forget tokens [keep, keep + drop); later ones move up without being computed again. An
-        approximation: they were computed from the tokens that went (`hetero.runtime.kv.shift`).
+        """Drop tokens [keep, keep + drop); later ones move up without being computed again.
 
-        Raises `UserError` for tokens that it does not hold, or a model with learned positions.
+        It is an approximation: they were computed from the dropped tokens
+        (`hetero.runtime.kv.shift`). Raises `UserError` for tokens that it does not hold, or a model
+        with learned positions.
         """
 
         def shifted() -> None:
@@ -152,8 +156,7 @@ class Context:
         self._alone(saved)
 
     def load(self, path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-        """Load what `save` wrote, on any plan and any device of the same model; return its
-        messages.
+        """Load what `save` wrote, on any plan and device of the same model; return its messages.
 
         Raises `ModelError`, and changes nothing, if the file is broken or of another model.
         """
@@ -224,8 +227,9 @@ class Context:
         return hold if taken else None
 
     def hold(self) -> Hold:
-        """Reserve it until `active` of what this returns is false. Raises `UserError` if it is
-        closed or in use.
+        """Reserve it until `active` of what this returns is false.
+
+        Raises `UserError` if it is closed or in use.
         """
         hold = Hold()
         try:
@@ -278,8 +282,10 @@ class Context:
         return other
 
     def rewind(self, tokens: int) -> None:
-        """Truncate, for the holder of the context. Where windows have lost what the text would go
-        on from, all of it is computed again by the next call.
+        """Truncate, for the holder of the context.
+
+        Where windows have lost what the text would go on from, all of it is computed again by the
+        next call.
         """
         self._cached = self._reached(min(self._cached, tokens))
         del self._tokens[tokens:]
@@ -300,8 +306,9 @@ class Context:
         self._cached = cached
 
     def slide(self) -> None:
-        """Move the rows of windows so that a step may begin. Where that is interrupted all tokens
-        are computed again.
+        """Move the rows of windows so that a step may begin.
+
+        Where that is interrupted all tokens are computed again.
         """
         cache, cached = self.cache, self._cached
         self._cached = 0
@@ -315,17 +322,16 @@ class Context:
         self._cached = stop
 
     def note(self, text: Sequence[int]) -> None:
-        """The whole text is this, some of which no step has computed yet. What was cached of
-        another one (guesses, for one) is forgotten.
+        """Set the whole text, some of which no step has computed yet.
+
+        What was cached of another text (guesses, for one) is dropped.
         """
         if self._tokens[: self._cached] != text[: self._cached]:
             self.rewind(self.shared(text))
         self._tokens[self._cached :] = text[self._cached :]
 
     def adopt(self, tokens: Sequence[int]) -> None:
-        """It holds these tokens and nothing else: their keys and values are in the cache, or will
-        be when `gate` lets a step have them.
-        """
+        """Set the tokens, whose keys and values are in the cache, or will be when `gate` opens."""
         self._tokens, self._cached, self.gate = list(tokens), len(tokens), None
 
     def shared(self, tokens: Sequence[int]) -> int:
@@ -344,7 +350,7 @@ class Context:
             self._cache = cache
 
     def forked(self) -> None:
-        """In a forked child: what another thread's call was at work on never becomes free."""
+        """Mark the context in a forked child: another thread's call on it never ends there."""
         user = self.user
         self._choosing = threading.RLock()
         self._lost = user is not None and user.thread != threading.get_ident()

@@ -1,4 +1,4 @@
-"""The contexts of one loaded model: who is open, and how many fit the memory."""
+"""The contexts of one loaded model: which are open, and how many fit the memory."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Admit: TypeAlias = Callable[[int], None]
 
 
 class ContextStore:
-    """Opens contexts and knows those that are open; it keeps none of them alive.
+    """Opens contexts and knows the open ones; it keeps none of them alive.
 
-    The engine says what a cache is, where its memory comes from and, by its method `admit(count)`,
-    which raises `UserError`, whether so many contexts fit (`provide`). Any thread may open one. A
-    context that outlives its model does not keep its weights.
+    The engine defines caches, their memory and, by its method `admit(count)`, which raises
+    `UserError`, whether that many contexts fit (`provide`). Any thread may open one. A context that
+    outlives its model does not keep its weights.
     """
 
     def __init__(
@@ -38,16 +38,14 @@ class ContextStore:
         forks.in_child(self._forked)
 
     def provide(self, layout: CacheLayout, allocate: Allocate, admit: Admit) -> None:
-        """Caches are like this from here on; contexts that are open move into such ones."""
+        """Set what caches are like from now on; open contexts move into new ones."""
         self._layout, self._allocate = layout, allocate
         self._admit = weakref.WeakMethod(admit)
         for context in self.open_contexts():
             context.move(KvCache(layout, allocate))
 
     def scale_by(self, channels: Array) -> None:
-        """Contexts whose keys are codes have these scales of channels, those that hold nothing from
-        here on.
-        """
+        """Set the scales of channels of coded keys, for contexts that are empty from now on."""
         self._channels = channels
         for context in self.open_contexts():
             if not context.cached:

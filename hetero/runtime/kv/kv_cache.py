@@ -35,8 +35,10 @@ Array: TypeAlias = npt.NDArray[Any]
 
 @dataclass(frozen=True, kw_only=True)
 class CacheLayout:
-    """The shape of every cache of a model. `capacity` is in tokens, padding of calls included;
-    layers that `sliding` names have room for its `rows`.
+    """The shape of every cache of a model.
+
+    `capacity` is in tokens, padding of calls included; layers that `sliding` names have room for
+    its `rows`.
     """
 
     layers: int
@@ -136,7 +138,7 @@ class KvCache:
         return keys, values
 
     def resident(self, index: int) -> tuple[int, int]:
-        """Of a layer the first token that is there, and the one that has the first row."""
+        """Return a layer's first token that is present, and the one of its first row."""
         return (self.low, self.base) if self.layout.windowed(index) else (0, 0)
 
     # --- where windows slide ----------------------------------------------------------------
@@ -157,14 +159,15 @@ class KvCache:
             self._hold(base, kept)
 
     def begin(self, low: int, position: int) -> None:
-        """Rows are about to be written of tokens [low, position), as many as have room; none is
-        there yet.
+        """Prepare to write rows of tokens [low, position), as many as have room.
+
+        None of them is there yet.
         """
         base = self.layout.base(position)
         self._hold(base, min(max(low, base), position))
 
     def _hold(self, base: int, low: int) -> None:
-        """Rows of no token are zeros: no query sees them, and they are multiplied by zero."""
+        """Zero the rows of no token: no query sees them, and they are multiplied by zero."""
         self.base, self.low = base, low
         for index in self._windowed() if low > base else ():
             for rows in self.rows(index):
@@ -178,22 +181,21 @@ class KvCache:
 
     @property
     def channels(self) -> Array | None:
-        """Return the scales of the keys' channels [layers, kv_heads, head_dim], where keys are
-        codes.
-        """
+        """Return the scales of coded keys' channels [layers, kv_heads, head_dim]."""
         if not self.layout.kv.coded:
             return None
         return np.stack([self.rows(i)[0].channels for i in range(self.layout.layers)])
 
     def scale_by(self, channels: Array | None) -> None:
-        """Take these for tokens to come; there are none yet. None: as it is."""
+        """Set the scales for coming tokens; there are none yet. None: unchanged."""
         if channels is not None and self.layout.kv.coded:
             for index in range(self.layout.layers):
                 self.rows(index)[0].channels[:] = channels[index]
 
     def read(self, start: int, stop: int) -> Array:
-        """Return a copy of tokens [start, stop) as float32 [layers, 2 (k and v), kv_heads, tokens,
-        dim].
+        """Return a copy of tokens [start, stop).
+
+        float32 [layers, 2 (k and v), kv_heads, tokens, dim].
         """
         self._check(start, stop)
         tokens = np.empty((self.layout.layers, 2, *self._part(stop - start)), np.float32)
@@ -204,7 +206,10 @@ class KvCache:
         return tokens
 
     def write(self, start: int, values: Array) -> None:
-        """Put what `read` gave back at token `start` on. Raises `ValueError` for another shape."""
+        """Write what `read` returned, from token `start` on.
+
+        Raises `ValueError` for another shape.
+        """
         wanted = (self.layout.layers, 2, *self._part(values.shape[3] if values.ndim == 5 else 0))
         if values.shape != wanted:
             raise ValueError(f"a part of this cache has the shape {wanted}, got {values.shape}")
@@ -215,8 +220,9 @@ class KvCache:
                 rows.write(start - base, part)
 
     def copy_from(self, other: KvCache, tokens: int) -> None:
-        """Copy the first tokens of another cache of the same model, whatever its capacity, and
-        nothing else: as stored, with their channels, where both have the same format.
+        """Copy only the first tokens of another cache of the same model, whatever its capacity.
+
+        They are copied as stored, with their channels, where both have the same format.
         """
         self.scale_by(other.channels)
         self.begin(other.low, tokens)
