@@ -169,7 +169,7 @@ class Scheduler:
 def _launches(n: int, k: int, m: int) -> list[int]:
     from hetero.backends.qnn import catalog
 
-    return catalog.pieces(MatMul(n=n, k=k, weight_format=WEIGHTS), m)
+    return catalog.chunks(MatMul(n=n, k=k, weight_format=WEIGHTS), m)
 
 
 def _cache() -> Path:

@@ -37,7 +37,7 @@ REVISION = "2"  # of the graphs: another one where their times change, for profi
 ROW_ALIGNMENT = 32
 COMPACT_S = 1.5  # the packs of a 1B model, nearly all: 0.7 s of loading for 2 to 3 % of each token
 SPLIT_PAYS_UP_TO = 16  # tokens; measured, see `open`
-SPLIT_PIECE = 64  # tokens; longer pieces are no faster and their planes take more memory
+SPLIT_CHUNK = 64  # tokens; longer chunks are no faster and their planes take more memory
 
 
 class OrtCpuDevice(Device):
@@ -216,7 +216,7 @@ class OrtCpuDevice(Device):
         paths = [
             kernels.MatMulPath(
                 limit,
-                SPLIT_PIECE if split else limit,
+                SPLIT_CHUNK if split else limit,
                 new_session(_matmul_graph(op, split, parts), arrays),
             )
             for limit, split in wanted
@@ -375,8 +375,8 @@ def _outlier_inputs(
     """Return copies: the packed layouts are the GPU's."""
     inputs: dict[str, npt.NDArray[Any]] = {}
     if op.hot:
-        hot, kept = checks.slab(weights)
-        inputs |= {"hot": hot, "slab": np.ascontiguousarray(kept.dequantize().T)}
+        hot, columns = checks.slab(weights)
+        inputs |= {"hot": hot, "slab": np.ascontiguousarray(columns.dequantize().T)}
     if op.excess:
         whole = checks.packed(weights)
         assert whole.scales is not None

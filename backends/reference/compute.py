@@ -366,8 +366,8 @@ def outliers(op: ops.Outliers, weights: Weights) -> tuple[Program, int]:
     parts: list[Callable[[Array], Float64Array]] = []
     nbytes = 0
     if op.hot:
-        hot, kept = checks.slab(weights)
-        slab = kept.dequantize().astype(np.float64).T
+        hot, columns = checks.slab(weights)
+        slab = columns.dequantize().astype(np.float64).T
         nbytes += slab.nbytes
         parts.append(lambda x: x[:, hot].astype(np.float64) @ slab)
     if op.excess:

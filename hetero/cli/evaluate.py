@@ -243,11 +243,11 @@ def print_kv(
 
     size = window or min(256, llm.max_seq_len)
     ways = [str(way) for way in kv]
-    kept = kv_quality(llm, tokens, ways, ratio=ratio, window=size, seeds=seeds)
+    qualities = kv_quality(llm, tokens, ways, ratio=ratio, window=size, seeds=seeds)
     if as_json:
-        print(json.dumps({k: asdict(v) for k, v in kept.items()}))
+        print(json.dumps({k: asdict(v) for k, v in qualities.items()}))
     else:
-        show_or_print(_kv_table(kept), after=_by_chance(kept))
+        show_or_print(_kv_table(qualities), after=_by_chance(qualities))
 
 
 def simulated(

@@ -170,7 +170,7 @@ def _default_directory(model: str) -> Path:
     from hetero.serving.server import default_directory
     from hetero.terminal.notices import notify
 
-    kept_in = default_directory(model)
+    folder = default_directory(model)
     if data_is_temporary():
-        notify(f"contexts are kept in {kept_in}, which the system may empty: name a --directory")
-    return kept_in
+        notify(f"contexts are kept in {folder}, which the system may empty: name a --directory")
+    return folder

@@ -68,12 +68,12 @@ def _fewer_sizes(
     jobs: Sequence[Job], sizes: Sequence[int], room: int, *, shared: bool
 ) -> tuple[int, ...]:
     """Return the most graph sizes that fit; none if no set does."""
-    kept = list(sizes)
-    while len(kept) > 1:
-        kept.pop(0 if len(kept) > 2 and kept[0] > 1 else -1)
-        fewer = [job.for_sizes(kept) for job in jobs]
+    fitting = list(sizes)
+    while len(fitting) > 1:
+        fitting.pop(0 if len(fitting) > 2 and fitting[0] > 1 else -1)
+        fewer = [job.for_sizes(fitting) for job in jobs]
         if graphs_bytes(fewer, shared=shared) <= room:
-            return tuple(kept)
+            return tuple(fitting)
     return ()
 
 

@@ -271,13 +271,13 @@ class WorkingSet:
         if self._active.score_stats is not None:
             self._active.score_stats.reset()
         switch = Switch(bits=self._memory.histogram(chunks))
-        kept = self.shared(text.root, tokens)
-        if kept < self._active.cached:
+        reused = self.shared(text.root, tokens)
+        if reused < self._active.cached:
             self._swap.wait_encoded(self._active.cache)
-        self._active.adopt(tokens[:kept])
-        self._lossy[kept:] = False
-        self._root, switch.reused_tokens = text.root, kept
-        wanted = [c for c in chunks if c.stop > kept and c.stop < len(tokens)]
+        self._active.adopt(tokens[:reused])
+        self._lossy[reused:] = False
+        self._root, switch.reused_tokens = text.root, reused
+        wanted = [c for c in chunks if c.stop > reused and c.stop < len(tokens)]
         if wanted:
             self._fill(wanted, tokens, switch)
         switch.ready_s = time.perf_counter() - start_s

@@ -102,7 +102,7 @@ class BenchReport:
         """Return the lines under the table: the winners, loading and memory, the contenders."""
         peaks = ((who, process.peak_rss_bytes / 2**20) for who, process in self.processes.items())
         loads = ((who, process.load_s) for who, process in self.processes.items())
-        best = ", ".join(f"{row.test}: {_who(row)}" for row in self.rows if row.fastest)
+        best = ", ".join(f"{row.test}: {_device_of(row)}" for row in self.rows if row.fastest)
         return [
             f"fastest (**): {best}; cores: of the processor, that compute",
             f"load {self.load_cold_s:.2f} s cold, {self.load_warm_s:.2f} s warm; each in a process "
@@ -124,7 +124,7 @@ def _joined(values: Iterable[tuple[str, float]], form: str, unit: str) -> str:
     return ", ".join(f"{who} {value:{form}} {unit}" for who, value in values)
 
 
-def _who(row: BenchRow) -> str:
+def _device_of(row: BenchRow) -> str:
     return f"{row.device} ({row.strategy}, {row.sync})"
 
 

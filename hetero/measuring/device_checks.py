@@ -51,7 +51,7 @@ def list_devices() -> Iterator[Finding]:
     An exception in a check is its finding: the others are still made.
     """
     for name in real_backends():
-        yield from _checked(name, find(name).kind, partial(_look, find(name)))
+        yield from _checked(name, find(name).kind, partial(_open_and_check, find(name)))
         if name == "opencl":
             yield from _checked(DRIVERS, "gpu", opencl_drivers, needed=False)
 
@@ -146,7 +146,7 @@ def _open(name: str) -> Device:
     return open_device(name, cache=None) if name == "qnn" else open_device(name)
 
 
-def _look(backend: Backend) -> list[Finding]:
+def _open_and_check(backend: Backend) -> list[Finding]:
     return _opened(backend, lambda _: "")
 
 

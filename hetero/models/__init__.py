@@ -356,14 +356,14 @@ def _path(model: str, *, shapes: bool = False) -> Path:
     Where only its `shapes` matter, the error says that a known name would do.
     """
     try:
-        return _found_path(model, shapes)
+        return _resolved_path(model, shapes)
     except OSError as error:
         raise ModelError(
             f"{model}: cannot be looked at ({error.strerror}); let this user read the folder"
         ) from error
 
 
-def _found_path(model: str, shapes: bool) -> Path:
+def _resolved_path(model: str, shapes: bool) -> Path:
     path = model_path(model)
     if len(path.name) > LONGEST_NAME:
         raise ModelError(

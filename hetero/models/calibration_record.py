@@ -95,8 +95,8 @@ class Calibration(BaseModel):
     @property
     def shadowed(self) -> list[str]:
         """Return the names of the matmuls whose shadow adds something."""
-        kept = self.excess
-        return [name for name, x in self.matmuls.items() if x.hot or (kept and not x.pruned)]
+        all_of_them = self.excess
+        return [name for name, x in self.matmuls.items() if x.hot or (all_of_them and not x.pruned)]
 
     @property
     def excess(self) -> bool:

@@ -158,8 +158,8 @@ def file_sha256(path: Path) -> str:
     digest = hashlib.sha256()
     try:
         with path.open("rb") as file:
-            while piece := file.read(_HASH_READ_BYTES):
-                digest.update(piece)
+            while chunk := file.read(_HASH_READ_BYTES):
+                digest.update(chunk)
     except OSError as error:
         raise ModelError(
             f"{path}: cannot be read ({error.strerror or error}); check its permissions"

@@ -1,7 +1,7 @@
 """Packing float tensors into page-aligned weights, a few rows at a time.
 
 The rows of a packed weight may come from several tensors (q, k and v). Packing a slice of rows
-needs about ten times its bytes for a moment, so slices are small.
+needs about ten times its bytes for a moment, so chunks are small.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from hetero.errors import ModelError
 
 # What a thread takes at once: larger pieces leave a core's cache, smaller ones are more Python
 # than arithmetic, which threads do one after the other. Codes are mostly copied.
-SLICE_ELEMENTS = 1 << 17
+CHUNK_ELEMENTS = 1 << 17
 CODED_ELEMENTS = 1 << 20
-_BATCH_PIECES = 64
+_BATCH_CHUNKS = 64
 _LARGEST_FREED = 31 << 20  # bytes
 _MAX_THREADS = 4  # each holds the memory of one piece
 _ARENA = Arena()
@@ -124,27 +124,27 @@ def pack_rows(
     n = sum(source.shape[0] for source in sources)
     packed = empty_packed(storage, n, k)
     coded = all(source.codes(0, 1, storage) is not None for source in sources)
-    elements = CODED_ELEMENTS if coded else SLICE_ELEMENTS
+    elements = CODED_ELEMENTS if coded else CHUNK_ELEMENTS
     step = max(ROW_BLOCK, elements // k // ROW_BLOCK * ROW_BLOCK)
 
-    def pack_piece(start: int) -> None:
-        piece = _pack_slice(_parts(sources, start, min(start + step, n)), k, storage)
-        first, last = start // ROW_BLOCK, start // ROW_BLOCK + piece.data.shape[0]
-        packed.data[first:last] = piece.data
+    def pack_chunk(start: int) -> None:
+        chunk = _pack_chunk(_parts(sources, start, min(start + step, n)), k, storage)
+        first, last = start // ROW_BLOCK, start // ROW_BLOCK + chunk.data.shape[0]
+        packed.data[first:last] = chunk.data
         if packed.scales is not None:
-            packed.scales[first:last] = piece.scales
+            packed.scales[first:last] = chunk.scales
 
     starts = range(0, n, step)
     with ThreadPoolExecutor(min(len(starts), core_count(), _MAX_THREADS)) as pool:
-        for batch in range(0, len(starts), _BATCH_PIECES):
-            list(pool.map(pack_piece, starts[batch : batch + _BATCH_PIECES]))
+        for batch in range(0, len(starts), _BATCH_CHUNKS):
+            list(pool.map(pack_chunk, starts[batch : batch + _BATCH_CHUNKS]))
             after_batch()
     return packed
 
 
 @cache
 def _keep_freed_memory() -> None:
-    """Let the C library reuse freed slices.
+    """Let the C library reuse freed chunks.
 
     glibc returns what exceeds twice the largest freed block to the system, and new pages are
     cleared.
@@ -178,20 +178,20 @@ def _parts(sources: Sequence[RowSource], start: int, stop: int) -> list[tuple[Ro
     return parts
 
 
-def _pack_slice(
+def _pack_chunk(
     parts: Sequence[tuple[RowSource, int, int]], k: int, storage: StorageFormat
 ) -> PackedWeight:
     coded = [source.codes(low, high, storage) for source, low, high in parts]
     if all(codes is not None for codes in coded):
         return _pack_codes([codes for codes in coded if codes is not None], k, storage)
-    pieces = []
+    chunks = []
     for source, low, high in parts:
-        piece = source.rows(low, high)
-        check_finite(source.name, piece, _LIMITS[storage.value])
-        pieces.append(piece)
-    packed = pack(pieces[0] if len(pieces) == 1 else np.concatenate(pieces), storage)
+        chunk = source.rows(low, high)
+        check_finite(source.name, chunk, _LIMITS[storage.value])
+        chunks.append(chunk)
+    packed = pack(chunks[0] if len(chunks) == 1 else np.concatenate(chunks), storage)
     if any(source.watch for source, *_ in parts):
-        _notify(parts, pieces, packed)
+        _notify(parts, chunks, packed)
     return packed
 
 
@@ -232,15 +232,15 @@ def _joined(arrays: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
 
 def _notify(
     parts: Sequence[tuple[RowSource, int, int]],
-    pieces: Sequence[npt.NDArray[np.float32]],
+    chunks: Sequence[npt.NDArray[np.float32]],
     packed: PackedWeight,
 ) -> None:
     """Call the `watch` of sources that have one with what is stored."""
     stored, row = packed.dequantize(), 0
-    for (source, *_), piece in zip(parts, pieces, strict=True):
+    for (source, *_), chunk in zip(parts, chunks, strict=True):
         if source.watch is not None:
-            source.watch(piece, stored[row : row + len(piece)])
-        row += len(piece)
+            source.watch(chunk, stored[row : row + len(chunk)])
+        row += len(chunk)
 
 
 def _pages(dtype: np.dtype[Any], shape: tuple[int, ...]) -> npt.NDArray[Any]:

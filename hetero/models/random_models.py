@@ -28,7 +28,7 @@ GENERATOR_VERSION = 1  # part of the fingerprint: raise it when the numbers chan
 MAX_POSITION = 8192  # tokens; longer tables and caches would only cost memory
 
 _POOL_WORDS = 1 << 21  # 16 MiB of random bits that every weight is cut from
-_PIECE_WORDS = 1 << 17
+_RANGE_WORDS = 1 << 17
 _Q4_RMS = 21.5**0.5  # of the values -8 … 7
 _Q8_RMS = (127 * 128 / 3) ** 0.5  # of the values -127 … 127
 
@@ -244,11 +244,11 @@ class RandomWeights(ModelWeights):
         Drawing every word would cost 2 seconds per GB; blocks differ as they should either way.
         """
         words = data.reshape(-1).view(np.uint64)
-        starts = range(0, words.size, _PIECE_WORDS)
+        starts = range(0, words.size, _RANGE_WORDS)
         masks = generator.integers(0, 1 << 64, len(starts), dtype=np.uint64)
-        places = generator.integers(0, _POOL_WORDS - _PIECE_WORDS, len(starts))
+        places = generator.integers(0, _POOL_WORDS - _RANGE_WORDS, len(starts))
         for start, mask, place in zip(starts, masks, places, strict=True):
-            target = words[start : start + _PIECE_WORDS]
+            target = words[start : start + _RANGE_WORDS]
             np.bitwise_xor(self._pool[place : place + target.size], mask, out=target)
         if data.dtype == np.int8:
             np.maximum(data, -127, out=data)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Self
 
-KEPT: Final = 64  # tokens behind the window: a text may be cut by so many and go on
+EXTRA_TOKENS: Final = 64  # tokens before the window: a text may be cut by so many and continue
 STRIDES: Final = (64, 1024)  # tokens that a cache moves at a time: the least and the most
 STRIDE_PART: Final = 8  # of a window is such a stride
 
@@ -30,7 +30,7 @@ class Sliding:
         if not layers:
             return None
         window = max(windows[i] for i in layers)
-        rows = capacity if written is None else window + KEPT + stride_of(window) + written
+        rows = capacity if written is None else window + EXTRA_TOKENS + stride_of(window) + written
         return cls(layers=layers, window=window, rows=min(rows, capacity))
 
     def seen(self, position: int) -> int:
@@ -44,7 +44,7 @@ class Sliding:
         layouts.
         """
         stride = stride_of(self.window)
-        return max(self.seen(position) - KEPT, 0) // stride * stride
+        return max(self.seen(position) - EXTRA_TOKENS, 0) // stride * stride
 
 
 def stride_of(window: int) -> int:

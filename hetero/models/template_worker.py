@@ -79,14 +79,14 @@ def _text(source: str, values: dict[str, Any], now: str) -> str:
     """Return the rendered text. Raises `MemoryError` for one that is too long."""
     time = datetime.fromisoformat(now)
     values["strftime_now"] = time.strftime
-    pieces: list[str] = []
+    chunks: list[str] = []
     length = 0
-    for piece in _compile(source).generate(values):
-        length += len(piece)
+    for chunk in _compile(source).generate(values):
+        length += len(chunk)
         if length > MAX_TEXT_CHARACTERS:
             raise MemoryError
-        pieces.append(piece)
-    return "".join(pieces)
+        chunks.append(chunk)
+    return "".join(chunks)
 
 
 def answer(request: dict[str, Any]) -> dict[str, str]:

@@ -287,11 +287,11 @@ class _WindowDecoder(StreamDecoder):
         text = self._text(self._window)
         open_ended = not final and not self._byte_tokens and text.endswith(REPLACEMENT)
         stable = text[:-1] if open_ended else text
-        piece = stable[self._sent :]
-        self._sent += len(piece)
-        if (piece and not open_ended) or len(self._window) - self._resolved > _MAX_UNRESOLVED:
+        delta = stable[self._sent :]
+        self._sent += len(delta)
+        if (delta and not open_ended) or len(self._window) - self._resolved > _MAX_UNRESOLVED:
             self._advance(pending=len(text) - len(stable))
-        return piece
+        return delta
 
     def _advance(self, pending: int) -> None:
         """Let the window begin with the tokens of the last delta.

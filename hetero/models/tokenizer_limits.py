@@ -200,14 +200,14 @@ def _precompiled(growth: Growth, part: Json) -> None:
 
 
 def _template(growth: Growth, part: Json) -> None:
-    pieces = part.get("single")
+    parts = part.get("single")
     special = part.get("special_tokens")
     texts = ids = 0
-    for piece in pieces if isinstance(pieces, list) else ():
-        if not isinstance(piece, Mapping):
+    for entry in parts if isinstance(parts, list) else ():
+        if not isinstance(entry, Mapping):
             continue
-        texts += "Sequence" in piece
-        named = piece.get("SpecialToken")
+        texts += "Sequence" in entry
+        named = entry.get("SpecialToken")
         name = named.get("id") if isinstance(named, Mapping) else None
         token = special.get(name) if isinstance(special, Mapping) else None
         known = token.get("ids") if isinstance(token, Mapping) else None

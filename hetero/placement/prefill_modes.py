@@ -38,14 +38,15 @@ def with_modes(
         taken = {m: modes.of(m) for m in lengths or prompts}
     except ProfileError:  # of an operation that no prediction of steps asks for
         return plan.model_copy(update={"in_flight": ()})
-    kept = tuple(x for x in plan.in_flight if x.form in {choice.form for choice in taken.values()})
+    used = {choice.form for choice in taken.values()}
+    in_flight = tuple(x for x in plan.in_flight if x.form in used)
     totals = tuple(
         total.model_copy(update={"form": choice.form, "forms": dict(choice.seconds)})
         if total.phase == "prefill" and (choice := taken.get(total.m)) is not None
         else total
         for total in plan.totals
     )
-    return plan.model_copy(update={"totals": totals, "in_flight": kept})
+    return plan.model_copy(update={"totals": totals, "in_flight": in_flight})
 
 
 def capabilities_of(plan: ExecutionPlan, profile: DeviceProfile) -> dict[DeviceKind, Capabilities]:

@@ -95,7 +95,7 @@ def bind_program(
     )
 
 
-def behind_gate(
+def wait_for_layers(
     program: tuple[Action, ...], layers: Mapping[int, int], gate: LayerGate
 ) -> tuple[Action, ...]:
     """Return a program that waits for a layer before it starts a launch that works on it.

@@ -51,7 +51,7 @@ from hetero.solver.node_groups import NodeGroup
 from hetero.solver.placement import Heads, Part, Placement, Span
 from hetero.solver.plan import Phase, PrefillMode
 
-CHUNKS_KEPT: Final = 32
+MAX_CACHED_CHUNKS: Final = 32
 
 
 class _Gather(BoundCall):
@@ -212,7 +212,7 @@ class Lowering:
             return _Chunk(self, key, handover)
         if key not in self._chunks:
             self._chunks[key] = _Chunk(self, key, None)
-            if len(self._chunks) > CHUNKS_KEPT:
+            if len(self._chunks) > MAX_CACHED_CHUNKS:
                 self._chunks.popitem(last=False)
         self._chunks.move_to_end(key)
         return self._chunks[key]

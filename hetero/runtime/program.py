@@ -183,7 +183,7 @@ class _Ahead:
         places: dict[Place, list[Action]] = {}
         place: Place = (len(self.groups), 0)
         for group in reversed(range(1, len(self.groups))):
-            last = (group - 1, _behind_run(self.others[group - 1]))
+            last = (group - 1, _after_run(self.others[group - 1]))
             for action in reversed(self._block(group, PREQUEUE)):
                 while waits and (waits[-1][0] >= group or not room[waits[-1]]):
                     waits.pop()
@@ -225,6 +225,6 @@ class _Ahead:
         return Action(code, gate, self.kind, self.signal.wait_value.submit)
 
 
-def _behind_run(others: Sequence[Action]) -> int:
+def _after_run(others: Sequence[Action]) -> int:
     """Return where the control thread's own work is done, and it may wait for the group's."""
     return next((at + 1 for at, action in enumerate(others) if action.code == RUN), 0)

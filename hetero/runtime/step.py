@@ -12,7 +12,7 @@ from typing import Final, NamedTuple, TypeAlias
 
 from hetero.backends.ops import OUTPUT_PORTS
 from hetero.backends.protocol import KINDS, BoundCall, Completion, DeviceKind, Operand, StreamSignal
-from hetero.runtime.cache_calls import CacheCall, behind_gate, bind_program
+from hetero.runtime.cache_calls import CacheCall, bind_program, wait_for_layers
 from hetero.runtime.fused_launch import fuse_program
 from hetero.runtime.handover import Handover
 from hetero.runtime.kernels import Devices
@@ -34,7 +34,7 @@ from hetero.runtime.slot_refs import SlotRef
 from hetero.runtime.waits import Synchroniser, WaitPoint
 from hetero.solver.plan import Phase
 
-ROWS_KEPT: Final = 8  # sets of contexts that a step's rows were
+MAX_CACHED_ROWS: Final = 8  # sets of contexts that a step's rows were
 _Caches: TypeAlias = tuple["weakref.ref[KvCache]", ...]
 
 
@@ -76,7 +76,7 @@ class Step:
         default_factory=OrderedDict, init=False, repr=False
     )
     _fused: Step | None = field(default=None, init=False, repr=False)
-    _tried: bool = field(default=False, init=False, repr=False)
+    _fuse_tried: bool = field(default=False, init=False, repr=False)
 
     def on(self, cache: KvCache) -> Step:
         """Return the step on a context's keys and values. Raises what binding does."""
@@ -90,16 +90,16 @@ class Step:
 
         Raises what binding does.
         """
-        kept = self._on_rows
+        cached = self._on_rows
         key = tuple(map(weakref.ref, caches))
-        if (bound := kept.get(key)) is None:
+        if (bound := cached.get(key)) is None:
             bound = self._bound(caches)
             forget = partial(_forget, weakref.ref(self))
             key = tuple(weakref.ref(cache, forget) for cache in caches)
-            kept[key] = bound
-            if len(kept) > ROWS_KEPT:
-                kept.popitem(last=False)
-        kept.move_to_end(key)
+            cached[key] = bound
+            if len(cached) > MAX_CACHED_ROWS:
+                cached.popitem(last=False)
+        cached.move_to_end(key)
         return bound
 
     def _bound(self, caches: Sequence[KvCache]) -> Step:
@@ -128,8 +128,8 @@ class Step:
 
         It is for runs that are not timed call by call. Made on first use.
         """
-        if self.phase == "decode" and not self._tried:
-            self._tried = True
+        if self.phase == "decode" and not self._fuse_tried:
+            self._fuse_tried = True
             program = fuse_program(self.program, self.launches, devices)
             if program is not self.program:
                 self._fused = replace(self, program=program)
@@ -137,7 +137,7 @@ class Step:
 
     def behind(self, gate: LayerGate) -> Step:
         """Return a bound step that waits for the layers of its cache, for one run."""
-        program = behind_gate(self.program, self.layers, gate)
+        program = wait_for_layers(self.program, self.layers, gate)
         return replace(self, program=program, completions=[None] * len(self.launches))
 
 
@@ -145,9 +145,9 @@ def _forget(step: weakref.ref[Step], gone: weakref.ref[KvCache]) -> None:
     """Drop what was bound to a cache that no longer exists."""
     owner = step()
     if owner is not None:
-        kept = owner._on_rows
-        for key in [key for key in kept if any(ref is gone for ref in key)]:
-            del kept[key]
+        cached = owner._on_rows
+        for key in [key for key in cached if any(ref is gone for ref in key)]:
+            del cached[key]
 
 
 class PendingLaunch(NamedTuple):

@@ -21,7 +21,7 @@ from hetero.runtime.program import SIGNAL, WAIT, WAIT_LAYER, Action
 from hetero.runtime.step import Step
 from hetero.runtime.waits import WaitPoint
 
-LOOK_S: Final = 5.0
+POLL_S: Final = 5.0
 AT_WORK: Final = 10.0  # times as long a call may take whose thread computes
 log = logging.getLogger("hetero")
 
@@ -93,7 +93,7 @@ class Watchdog:
     def _run(self) -> None:
         reported: set[str] = set()
         while True:
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
             sentences = {hung_call(x, time.perf_counter()) for x in list(self._executors)} - {""}
             for sentence in sentences - reported:
                 self.on_hang(sentence)

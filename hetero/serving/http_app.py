@@ -73,7 +73,7 @@ def make_app(
     app.add_exception_handler(ApiError, _failed)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _no_route)
-    app.add_exception_handler(ClientDisconnectedError, _gone)
+    app.add_exception_handler(ClientDisconnectedError, _disconnected)
     app.add_exception_handler(Exception, _broken)
     return _Counted(Guard(app, keys, hosts), state)
 
@@ -136,7 +136,7 @@ async def _no_route(request: Request, error: Exception) -> Response:
     return response
 
 
-async def _gone(_request: Request, _error: Exception) -> Response:
+async def _disconnected(_request: Request, _error: Exception) -> Response:
     return Response(status_code=499)  # the client is gone
 
 

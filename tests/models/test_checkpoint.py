@@ -126,7 +126,7 @@ def test_pieces_pack_as_the_whole(
     monkeypatch: pytest.MonkeyPatch,
     weight_format: WeightFormat,
 ) -> None:
-    monkeypatch.setattr("hetero.models.packing.SLICE_ELEMENTS", 1)  # 16 rows at a time
+    monkeypatch.setattr("hetero.models.packing.CHUNK_ELEMENTS", 1)  # 16 rows at a time
     config = small_config()
     tensors = random_tensors(config)
     weights = CheckpointWeights(make_checkpoint(config, tensors), config, weight_format)

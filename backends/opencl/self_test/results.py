@@ -161,11 +161,11 @@ def read_result(path: Path, key: str) -> SelfTestResult | None:
 
 def write_result(path: Path, result: SelfTestResult) -> None:
     """Keep what would end the same way again. Raises `OSError`."""
-    kept = [
+    devices = [
         device.model_copy(update={"attempts": tuple(a for a in device.attempts if a.lasting)})
         for device in result.devices
     ]
-    content = result.model_copy(update={"devices": tuple(kept)}).model_dump_json(indent=1)
+    content = result.model_copy(update={"devices": tuple(devices)}).model_dump_json(indent=1)
     write_whole(path, content.encode())
 
 

@@ -44,7 +44,7 @@ from hetero.models.safetensors_file import SafetensorsFile
 VERSION: Final = "2"  # of the layout and of how blocks are packed
 SMALLEST_BYTES: Final = 256 << 20  # what is less is packed in less than a second
 MAX_STORES: Final = 4
-PIECE_BYTES: Final = 16 << 20
+PART_BYTES: Final = 16 << 20
 SAMPLES: Final = 64
 STABLE_S: Final = 2.0
 DEFERRED_BYTES: Final = 1 << 30
@@ -83,7 +83,7 @@ class Content:
     """The hash of a file's bytes, computed in the background."""
 
     def __init__(self, file: GgufFile) -> None:
-        jobs = [partial(_piece_digest, *piece) for piece in _part_offsets(file)]
+        jobs = [partial(_part_digest, *part) for part in _part_offsets(file)]
         halves = [in_background("hetero-content", jobs[i::2]) for i in range(2)]
         self._found = [halves[i % 2][i // 2] for i in range(len(jobs))]
 
@@ -245,7 +245,7 @@ class StoreWriter:
     def _hexdigest(self) -> str:
         if self._content is not None:
             return self._content.hexdigest()
-        return _digest_of(_piece_digest(*piece) for piece in _part_offsets(self._file))
+        return _digest_of(_part_digest(*part) for part in _part_offsets(self._file))
 
     def _write(self, array: Any, at: int) -> None:
         left = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
@@ -351,19 +351,19 @@ def _plan(shapes: Shapes) -> list[PlannedTensor]:
     return plan
 
 
-def _digest_of(pieces: Iterable[bytes]) -> str:
-    return hashlib.sha256(b"".join(pieces)).hexdigest()
+def _digest_of(parts: Iterable[bytes]) -> str:
+    return hashlib.sha256(b"".join(parts)).hexdigest()
 
 
 def _part_offsets(file: GgufFile) -> Iterator[tuple[Shard, int]]:
     """Yield the offsets of the hashed parts."""
     for shard in file.shards:
-        for start in range(0, shard.nbytes, PIECE_BYTES):
+        for start in range(0, shard.nbytes, PART_BYTES):
             yield shard, start
 
 
-def _piece_digest(shard: Shard, start: int) -> bytes:
-    return hashlib.sha256(shard.bytes[start : start + PIECE_BYTES].data).digest()
+def _part_digest(shard: Shard, start: int) -> bytes:
+    return hashlib.sha256(shard.bytes[start : start + PART_BYTES].data).digest()
 
 
 def joined(weight_format: WeightFormat, parts: Sequence[PackedWeight]) -> PackedWeight:

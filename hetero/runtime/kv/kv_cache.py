@@ -150,13 +150,13 @@ class KvCache:
     def slide(self, position: int) -> None:
         """Move rows so that a call may begin at `position`, which it `reaches`."""
         base = self.layout.base(position)
-        kept = min(max(self.low, base), position)
-        if base != self.base and kept < position:
+        low = min(max(self.low, base), position)
+        if base != self.base and low < position:
             for index in self._windowed():
                 for rows in self.rows(index):
-                    rows.copy(kept - base, rows, kept - self.base, position - self.base)
-        if (base, kept) != (self.base, self.low):
-            self._hold(base, kept)
+                    rows.copy(low - base, rows, low - self.base, position - self.base)
+        if (base, low) != (self.base, self.low):
+            self._hold(base, low)
 
     def begin(self, low: int, position: int) -> None:
         """Prepare to write rows of tokens [low, position), as many as have room.

@@ -57,13 +57,13 @@ class Trials:
     def signal_is_faster(self, device: Device, flag: BoundCall, signal: StreamSignal) -> bool:
         """Compare a small kernel's end after a submission to an idle queue and after a signal."""
         call = self._trial(device)
-        by_submission, by_ring = [], []
+        by_submission, by_signal = [], []
         signal.reset()
         for _ in range(self._policy.trials):
             self._clock.sleep(self._policy.calibration_s)  # the queue falls asleep
             by_submission.append(self._end_s([call, flag], None))
-            by_ring.append(self._end_s([call, flag], signal))
-        return statistics.median(by_ring) < statistics.median(by_submission)
+            by_signal.append(self._end_s([call, flag], signal))
+        return statistics.median(by_signal) < statistics.median(by_submission)
 
     def flag_is_faster(self, device: Device, flag: BoundCall, signal: StreamSignal | None) -> bool:
         """Compare a small kernel's end by its event and by a flag behind it, in turns.
