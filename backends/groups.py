@@ -1,4 +1,4 @@
-"""Groups: operations that a device may take as one kernel (`Device.prepare_group`)."""
+"""Groups: operations that a device may take as one kernel (`SupportsGroups`)."""
 
 from __future__ import annotations
 

@@ -11,8 +11,7 @@ thread). `close` may be called from any thread once no call is running.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Final, Literal, NamedTuple, Protocol, Self, TypeAlias, get_args
@@ -60,6 +59,9 @@ class Capabilities:
 
     kind                 which of the two roles it plays
     unified_memory       kernels work on `HostBuffer` memory in place; else copies are real work
+    coherent             host and device see each other's writes when a call is complete; else each
+                         tensor that another processor wrote or reads is handed over
+                         (`SupportsHandovers`)
     asynchronous         calls are submitted (`submit`); else they block (`run`)
     static_shapes        token counts must be one of `graph_sizes`; others are refused by `bind`
     graph_sizes          token counts that were prepared ahead of time (empty: any)
@@ -85,6 +87,7 @@ class Capabilities:
 
     kind: DeviceKind
     unified_memory: bool = True
+    coherent: bool = True
     asynchronous: bool = False
     static_shapes: bool = False
     graph_sizes: tuple[int, ...] = ()
@@ -160,7 +163,7 @@ class Completion(ABC):
     def span(self) -> tuple[float, float] | None:
         """Return when a completed launch ran, in seconds of `time.perf_counter`.
 
-        None if not known (`Device.set_timing`).
+        None if not known (`SupportsQueueControl.set_timing`).
         """
         return None
 
@@ -193,41 +196,6 @@ class BoundCall(ABC):
         return self.submit()
 
 
-Stages: TypeAlias = Sequence[Sequence[BoundCall]]
-
-
-class StreamSignal(ABC):
-    """Starts queued calls by a store to shared memory (`Device.stream_signal`).
-
-    Like a stream wait on a value (cuStreamWaitValue32): `wait_value` is submitted before calls
-    whose inputs are not ready yet; its completion is that of everything before it. Calls after it
-    start when the device sees `signal`. A wait that is never signalled gives up after about
-    `DEFAULT_DEADLINE_S`, which `check` reports.
-
-    """
-
-    wait_value: BoundCall
-
-    @abstractmethod
-    def signal(self) -> None:
-        """Pass the oldest wait that is not signalled, submitted or not.
-
-        Earlier stores are visible.
-        """
-
-    @abstractmethod
-    def release(self) -> None:
-        """Pass every submitted wait, so that the queue runs to its end."""
-
-    @abstractmethod
-    def reset(self) -> None:
-        """Reset the signal before a step, whatever became of the waits of an earlier one."""
-
-    @abstractmethod
-    def check(self) -> None:
-        """Raise `DeviceError` if a wait gave up since `reset`: the calls after it ran too early."""
-
-
 class Kernel(ABC):
     """One operation on one set of weights, compiled. Several token counts may share it.
 
@@ -254,7 +222,8 @@ class Kernel(ABC):
 class Device(ABC):
     """One processor of a kind: its queue or sessions, compiled-kernel cache, share of the pool.
 
-    Opening may raise `DeviceUnavailableError`. After a failure that the device cannot recover from,
+    What only some devices can do is in the interfaces of `hetero.backends.optional`. Opening may
+    raise `DeviceUnavailableError`. After a failure that the device cannot recover from,
     every later call raises `DeviceLostError` with the first failure's reason.
     """
 
@@ -291,83 +260,12 @@ class Device(ABC):
         kernel.graph = m
         return kernel
 
-    def prepare_group(self, group: Any, weights: Sequence[Mapping[str, WeightValue]]) -> Kernel:
-        """Compile a `groups.Group` on the weights of each of its steps.
-
-        Its kernel is bound to the group's slots, and to what `Group.fixed` names. Raises
-        `ValueError` for a group whose name is not among the capabilities' `fused_groups`.
-        """
-        raise ValueError(
-            f"{self.info.name} runs no {group.name} of {len(weights)} operations as one graph: "
-            "leave it out of the plan's `fused`"
-        )
-
-    def prewarm(self, _what: str) -> AbstractContextManager[bool]:
-        """Record the kernels prepared inside as those that `what` needs.
-
-        Kernels recorded last time are compiled on a thread from now on. An error of one is raised
-        where that kernel is prepared. Yield True where there was a record, so that they are
-        compiled already.
-        """
-        return nullcontext(False)
-
-    def discard_prewarm(self) -> None:  # noqa: B027
-        """Discard the prewarm list after a failed build: it is not noted for the next time."""
-
-    def compact_weights(self) -> None:  # noqa: B027
-        """Compact the weights of prepared kernels that will run often; takes half a second."""
-
-    def finish(self) -> None:  # noqa: B027
-        """Block until everything submitted is complete, as the driver does it; for comparisons."""
-
     def drain(self, deadline_s: float) -> None:  # noqa: B027
         """Return when everything submitted is complete.
 
-        That includes launches of which an interrupted caller has no completion. Raises
-        `WaitTimeoutError` after `deadline_s`.
+        That includes launches of which an interrupted caller has no completion; a blocking device
+        has none. Raises `WaitTimeoutError` after `deadline_s`.
         """
-
-    def flag(self) -> BoundCall | None:
-        """Return a call that, submitted after another, shows its completion in shared memory.
-
-        Without the driver; None where the host does not see such a flag and the data before it in
-        time.
-        """
-        return None
-
-    def stream_signal(self) -> StreamSignal | None:
-        """Return a signal that starts queued calls without the driver.
-
-        None where a running kernel does not see the host's stores in time.
-        """
-        return None
-
-    def fuse(self, runs: Sequence[Stages]) -> Sequence[BoundCall] | None:  # noqa: ARG002
-        """Return one launch for each run of this device's calls that computes the same.
-
-        Calls keep their order, except within one stage, whose calls are independent. None where
-        nothing is gained by it.
-        """
-        return None
-
-    def transfer(self, host: Tensor, own: Tensor, *, to_device: bool) -> BoundCall | None:  # noqa: ARG002
-        """Return a call that copies between host memory and an equal tensor of this device's own.
-
-        It runs in the order of the device's calls; None where the device has no such command. For
-        comparisons: nothing is copied on unified memory otherwise.
-        """
-        return None
-
-    def clone_for_thread(self) -> Device | None:
-        """Return this device for another thread, which prepares kernels of its own there.
-
-        Their calls are not ordered with those of this one. None where calls run on the calling
-        thread.
-        """
-        return None
-
-    def set_timing(self, on: bool) -> None:  # noqa: B027
-        """Let completions know when they ran (`Completion.span`), where the device can."""
 
     def state(self) -> str:
         """Return one word or sentence on whether the device takes calls, for error messages."""

@@ -196,7 +196,7 @@ def timing(engine: Engine) -> Iterator[None]:
 
 def timeline(engine: Engine) -> list[Span]:
     """The last step: what the control thread and blocking devices did by the host's clock, and,
-    with `Device.set_timing` on, launches by their device's.
+    with `SupportsQueueControl.set_timing` on, launches by their device's.
     """
     step, stamps = engine.runner.last_step, engine.runner.last_run.stamps
     spans = []

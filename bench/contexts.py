@@ -28,7 +28,6 @@ from lab.simulated import Call, Machine, SimulatedService, most_tokens
 
 from hetero.contexts.codec import CHUNK_TOKENS, HALF, RAW, ChunkCodec
 from hetero.contexts.load_plan import Rates
-from hetero.contexts.measured import measure_encoding
 from hetero.contexts.service import AppContext, Service
 from hetero.generation.llm import LLM
 from hetero.runtime.kv.kv_cache import CacheLayout
@@ -43,6 +42,15 @@ ANSWER = 0.25  # of what a call adds
 LLAMA = CacheLayout(layers=16, kv_heads=8, capacity=WINDOW, head_dim=64)  # Llama-3.2-1B
 DISKS = {"phone, 0.735 GB/s": 0.735e9, "NVMe, 2 GB/s": 2e9, "hard disk, 0.1 GB/s": 0.1e9}
 STORIES = Path(__file__).parents[1] / "docs/demo-model/samples.md"
+
+
+def measure_encoding(codec: ChunkCodec) -> float:
+    """Return bytes of codes a second that are encoded."""
+    shape = codec.layers, 2, codec.heads, 16, codec.size
+    values = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    start_s = time.perf_counter()
+    nbytes = sum(codec.encode(values, 8).nbytes for _ in range(8))
+    return nbytes / max(time.perf_counter() - start_s, 1e-9)
 
 
 def header(pattern: str, contexts: int, window: int, seed: int) -> dict[str, Any]:

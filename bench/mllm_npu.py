@@ -97,7 +97,7 @@ class Variant:
     def plan(self, tokens: int) -> None:
         """Lower what a prompt of another length runs that no prompt ran before."""
         engine, context = self.engine, context_of(self.engine)
-        *_, last = windows(engine.plan.steps(tokens), engine.window)
+        *_, last = windows(engine.plan.steps(tokens), engine.deployment.window)
         context.truncate(tokens - sum(last))
         if len(last) > 1:
             self.planned_s.append(timed(lambda: engine.steps.window(context, last)))
@@ -182,7 +182,7 @@ def order(
         name: Variant(open_engine(plan, loaded, p + chunk, order=name, cost=cost), prompt)
         for name in orders
     }
-    windowed = variants["best"].engine.window
+    windowed = variants["best"].engine.deployment.window
     print(f"measured; {model} {weights}, {p} tokens in calls of {chunk}, {windowed} in flight\n")
     same = compare(variants, p, rounds, CLAIMS["order"])
     for one in variants.values():
@@ -199,14 +199,14 @@ class Formed(Variant):
 
     def run(self) -> float:
         """As `Variant.run`."""
-        self.engine.forms.take = self.form
+        self.engine.deployment.forms.take = self.form
         return super().run()
 
     def plan(self, tokens: int) -> None:
         """As `Variant.plan`, the choice of a form included."""
         engine, context = self.engine, context_of(self.engine)
-        engine.forms.take = self.form
-        *_, last = windows(engine.forms.of(tokens).calls, engine.window)
+        engine.deployment.forms.take = self.form
+        *_, last = windows(engine.deployment.forms.of(tokens).calls, engine.deployment.window)
         context.truncate(tokens - sum(last))
         step = partial(engine.steps.window, context, last, form=self.form)
         if len(last) == 1:
@@ -231,7 +231,7 @@ def forms(
     engine = open_engine(
         solver.plan, loaded, p + 256, order="best", cost=cost, solver=solver, adapt=False
     )
-    print(f"measured; {model} {weights}, {p} tokens; {engine.forms.of(p)}\n")
+    print(f"measured; {model} {weights}, {p} tokens; {engine.deployment.forms.of(p)}\n")
     prompt = token_ids(p, loaded.config.vocab_size)
     names: list[PrefillMode] = ["cut", *(flight.form for flight in engine.plan.in_flight)]
     compare({form: Formed(engine, prompt, form) for form in names}, p, rounds, ())

@@ -21,9 +21,8 @@ import shutil
 import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from filelock import FileLock, Timeout
 from pydantic import BaseModel, ConfigDict
@@ -42,7 +41,7 @@ ENDED: Final = "its process has ended"
 UNUSED_LOCK: Final = "a lock that no process holds"
 WRITING_S: Final = 3600.0  # an unlocked file that is being written is stale after this long
 LARGEST_BYTES: Final = 1 << 24  # of a document that is read
-HOST: Final = "host.json"
+FIRST_START: Final = "first-start-"
 _PARTIAL: Final = re.compile(r"\..+\.[0-9a-f]{8}\.(partial|previous)")
 _WRITING: Final = ".writing-"
 
@@ -115,17 +114,15 @@ class CacheEntry(EntryUsage):
     lock: Path | None = None
 
 
-Scan: TypeAlias = Callable[[list[Path]], Iterator[CacheEntry]]
+Scan: TypeAlias = Callable[[list[Path]], Iterable[CacheEntry]]
 
 
-@dataclass(frozen=True)
-class CacheKind:
+class CacheKind(NamedTuple):
     """Entries of one kind, in a folder (or the one file that it is).
 
     what     description, for people
     again    what making the entries again takes
-    scan     entries of the paths in the folder
-    partial  unfinished files of writers are recognised before `scan`
+    scan     entries of the paths in the folder, without unfinished files of writers
     guarded  clearing asks first: making them again takes long, or is impossible
     named    cleared only by its own name
     """
@@ -135,15 +132,13 @@ class CacheKind:
     again: str
     folder: Callable[[], Path]
     scan: Scan
-    partial: bool = False
     guarded: bool = False
     named: bool = False
 
     def entries(self) -> list[CacheEntry]:
         """Return all entries, the last used first."""
         folder = self.folder()
-        paths = [folder] if folder.is_file() else _listed(folder)
-        paths, entries = _split_partial(paths) if self.partial else (paths, [])
+        paths, entries = _split_partial([folder] if folder.is_file() else _listed(folder))
         entries += self.scan(paths)
         return sorted(entries, key=lambda entry: -entry.used_at_s)
 
@@ -339,7 +334,7 @@ def _remove(entry: CacheEntry) -> bool:
         for path in [x for x in inside if x not in folders] + [
             x for folder in folders for x in _listed(folder) if x != entry.lock
         ]:
-            _delete(path)
+            shutil.rmtree(path) if _is_folder(path) else path.unlink(missing_ok=True)
     finally:
         lock.release()
     if new or entry.lock in entry.paths:
@@ -354,13 +349,6 @@ def _remove_unused(path: Path) -> bool:
         return remove_unused(path)
     except FileNotFoundError:  # another process removed it
         return True
-
-
-def _delete(path: Path) -> None:
-    if _is_folder(path):
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def _is_folder(path: Path) -> bool:
@@ -379,44 +367,42 @@ def _document(path: Path) -> dict[str, Any]:
 # --- kinds ----------------------------------------------------------------------------------
 
 
+def _each(entry_of: Callable[[Path], CacheEntry | None]) -> Scan:
+    """Return the scan of a kind whose paths are an entry each; None of a path that is none."""
+    return lambda paths: [entry for path in paths if (entry := entry_of(path)) is not None]
+
+
+def _decision(path: Path) -> CacheEntry:
+    from hetero.placement.decisions import is_reachable
+
+    document = _document(path)
+    of = f"{document.get('gpu') or document.get('mode', '')}"
+    return _entry(path, of=of, stale="" if is_reachable(path) else OTHER_CODE)
+
+
+def _first_start(path: Path) -> CacheEntry | None:
+    if not path.name.startswith(FIRST_START):
+        return None
+    from hetero.placement.first_start import Machine
+
+    # With other cores, or another driver asked for, it is the same machine.
+    here = Machine.here().model_dump(include={"hetero_version", "processor", "flags", "packages"})
+    machine = _document(path).get("machine")
+    known = machine if isinstance(machine, dict) else {}
+    same = {name: known.get(name) for name in here} == here
+    cores = known.get("cores")
+    of = f"{len(cores)} cores" if isinstance(cores, list) else ""
+    return _entry(path, of=of, stale="" if same else OTHER_HERE)
+
+
 def _opencl_folder() -> Path:
     named = os.environ.get("POCL_CACHE_DIR")
     return Path(named) / "hetero" if named else cache_folder() / "opencl"
 
 
-def _decisions(paths: list[Path]) -> Iterator[CacheEntry]:
-    if not paths:
-        return
-    from hetero.placement.decisions import is_reachable
-
-    for path in paths:
-        document = _document(path)
-        of = f"{document.get('gpu') or document.get('mode', '')}"
-        yield _entry(path, of=of, stale="" if is_reachable(path) else OTHER_CODE)
-
-
-def _first_starts(paths: list[Path]) -> Iterator[CacheEntry]:
-    complete, partial = _split_partial(paths)
-    yield from (entry for entry in partial if not entry.name.startswith(f".{HOST}"))
-    complete = [path for path in complete if path.name.startswith("first-start-")]
-    if not complete:
-        return
-    from hetero.placement.first_start import Machine
-
-    # With other cores, or another driver asked for, it is the same machine.
-    here = Machine.here().model_dump(include={"hetero_version", "processor", "flags", "packages"})
-    for path in complete:
-        machine = _document(path).get("machine")
-        known = machine if isinstance(machine, dict) else {}
-        same = {name: known.get(name) for name in here} == here
-        cores = known.get("cores")
-        of = f"{len(cores)} cores" if isinstance(cores, list) else ""
-        yield _entry(path, of=of, stale="" if same else OTHER_HERE)
-
-
 def _opencl(_paths: list[Path]) -> Iterator[CacheEntry]:
     folder = _opencl_folder()
-    yield from _opencl_runs(folder / "runs")
+    yield from filter(None, map(_opencl_run, _listed(folder / "runs")))
     results, partial = _split_partial(_listed(folder / "verdicts"))
     yield from partial
     levels = _listed(folder / "kernels")
@@ -431,7 +417,7 @@ def _opencl(_paths: list[Path]) -> Iterator[CacheEntry]:
             stale = "" if path in known else OTHER_HERE
             yield _entry(path, lock, of="a driver's self-test", stale=stale, lock=lock)
         elif not path.with_suffix(".json").exists():
-            yield _entry(path, stale=UNUSED_LOCK, lock=path)
+            yield _lock(path)
     for level in levels:
         kernels, partial = _split_partial(_listed(level))
         yield from partial
@@ -440,58 +426,45 @@ def _opencl(_paths: list[Path]) -> Iterator[CacheEntry]:
         yield from (_entry(path, of=name, stale=stale) for path in kernels)
 
 
-def _opencl_runs(folder: Path) -> Iterator[CacheEntry]:
-    """Yield folders of processes, each with its lock."""
-    for path in _listed(folder):
-        lock = path.with_name(f"{path.name}.lock")
-        if path.suffix in (".lock", ".born"):
-            if not path.with_suffix("").exists():
-                yield _entry(path, stale=UNUSED_LOCK, lock=path)
-        elif lock.exists():
-            of = "a running process" if _is_locked(lock) else ""
-            yield _entry(path, lock, of=of, stale=ENDED, lock=lock)
-        else:
-            yield _entry(path, stale=ENDED)
+def _opencl_run(path: Path) -> CacheEntry | None:
+    """Return the folder of a process, with its lock."""
+    if path.suffix in (".lock", ".born"):
+        return None if path.with_suffix("").exists() else _lock(path)
+    lock = path.with_name(f"{path.name}.lock")
+    of = "a running process" if _is_locked(lock) else ""
+    return _entry(path, lock, of=of, stale=ENDED, lock=lock if lock.exists() else None)
 
 
-def _packed(paths: list[Path]) -> Iterator[CacheEntry]:
-    if not paths:
-        return
+def _packed(path: Path) -> CacheEntry | None:
     from hetero.models.gguf.packed_store import origin_of
 
-    for path in paths:
-        if path.suffix != ".safetensors":
-            if not path.with_suffix(".safetensors").exists():
-                yield _entry(path, stale=UNKNOWN)
-            continue
-        file, readable = origin_of(path)
-        stale = "" if readable else OTHER_CODE
-        if file is not None and not file.exists():
-            stale = "its GGUF file is gone"
-        of, note = "" if file is None else str(file), path.with_suffix(".seen")
-        yield _entry(path, note, of=of, stale=stale, held=is_in_use(path))
+    if path.suffix != ".safetensors":
+        orphan = not path.with_suffix(".safetensors").exists()
+        return _entry(path, stale=UNKNOWN) if orphan else None
+    file, readable = origin_of(path)
+    stale = "" if readable else OTHER_CODE
+    if file is not None and not file.exists():
+        stale = "its GGUF file is gone"
+    of, note = "" if file is None else str(file), path.with_suffix(".seen")
+    return _entry(path, note, of=of, stale=stale, held=is_in_use(path))
 
 
-def _graphs(paths: list[Path]) -> Iterator[CacheEntry]:
-    """Yield compiled graphs.
+def _graph(path: Path) -> CacheEntry:
+    """Return compiled graphs.
 
     The versions of the chip's libraries are known where they are installed.
     """
-    if not paths:
-        return
     from hetero.backends.qnn.graph_store import ENTRY, FORMAT, GRAPHS_VERSION
 
-    provider = installed_version("onnxruntime-qnn")
-    for path in paths:
-        document = _document(path / ENTRY)
-        target = document.get("target")
-        target = target if isinstance(target, dict) else {}
-        made = (document.get("format"), target.get("graphs_version"))
-        stale = "" if made == (FORMAT, str(GRAPHS_VERSION)) else OTHER_CODE
-        if not stale and provider is not None and target.get("provider") != provider:
-            stale = f"of onnxruntime-qnn {target.get('provider')}, here is {provider}"
-        used_s = max(map(_read_at, _listed(path)), default=0.0)
-        yield _entry(path, of=str(target.get("chip", "")), stale=stale, used_at_s=used_s)
+    provider, document = installed_version("onnxruntime-qnn"), _document(path / ENTRY)
+    target = document.get("target")
+    target = target if isinstance(target, dict) else {}
+    made = (document.get("format"), target.get("graphs_version"))
+    stale = "" if made == (FORMAT, str(GRAPHS_VERSION)) else OTHER_CODE
+    if not stale and provider is not None and target.get("provider") != provider:
+        stale = f"of onnxruntime-qnn {target.get('provider')}, here is {provider}"
+    used_s = max(map(_read_at, _listed(path)), default=0.0)
+    return _entry(path, of=str(target.get("chip", "")), stale=stale, used_at_s=used_s)
 
 
 def _read_at(path: Path) -> float:
@@ -503,76 +476,69 @@ def _read_at(path: Path) -> float:
     return max(state.st_mtime, state.st_atime if path.suffix == ".bin" else 0.0)
 
 
-def _locks(paths: list[Path]) -> Iterator[CacheEntry]:
-    for path in paths:
-        yield _entry(path, stale=UNUSED_LOCK, lock=path)
+def _lock(path: Path) -> CacheEntry:
+    return _entry(path, stale=UNUSED_LOCK, lock=path)
 
 
 def _profiles(paths: list[Path]) -> Iterator[CacheEntry]:
     """Yield this machine's profiles, with the journals of interrupted runs."""
-    old = [path for path in _listed(cache_folder() / "profiles") if path not in paths]
-    paths = [path for path in (*paths, *old) if not path.name.startswith("first-start-")]
-    if not paths:
-        return
+    earlier = _split_partial(_listed(cache_folder() / "profiles"))[0]
+    for path in dict.fromkeys((*paths, *earlier)):
+        if not path.name.startswith(FIRST_START):
+            yield _profile(path)
+
+
+def _profile(path: Path) -> CacheEntry:
     from hetero.measuring.profiling import lock_path
     from hetero.profiler.records import SCHEMA_VERSION
 
-    for path in paths:
-        if path.name.endswith(".journal.jsonl"):
-            profile = path.with_name(path.name.removesuffix(".journal.jsonl"))
-            yield _entry(path, of="an interrupted run", lock=lock_path(profile))
-            continue
-        document = _document(path)
-        version = document.get("schema_version")
-        stale = "" if version in (None, SCHEMA_VERSION) else OTHER_CODE
-        yield _entry(path, of=str(document.get("name", "")), stale=stale, lock=lock_path(path))
+    if path.name.endswith(".journal.jsonl"):
+        profile = path.with_name(path.name.removesuffix(".journal.jsonl"))
+        return _entry(path, of="an interrupted run", lock=lock_path(profile))
+    document = _document(path)
+    version = document.get("schema_version")
+    stale = "" if version in (None, SCHEMA_VERSION) else OTHER_CODE
+    return _entry(path, of=str(document.get("name", "")), stale=stale, lock=lock_path(path))
 
 
-def _contexts(paths: list[Path]) -> Iterator[CacheEntry]:
-    """Yield a folder for each model that was served."""
-    for path in paths:
-        inside = [x for part in _listed(path) for x in (part, *_listed(part))]
-        used_s = max((x.lstat().st_mtime for x in inside), default=0.0)
-        yield _entry(path, of=path.name, lock=path / "lock", used_at_s=used_s)
+def _served(path: Path) -> CacheEntry:
+    """Return the folder of a model that was served."""
+    inside = [x for part in _listed(path) for x in (part, *_listed(part))]
+    used_s = max((x.lstat().st_mtime for x in inside), default=0.0)
+    return _entry(path, of=path.name, lock=path / "lock", used_at_s=used_s)
 
 
-def _files(paths: list[Path]) -> Iterator[CacheEntry]:
-    return map(_entry, paths)
-
-
-def _others(paths: list[Path]) -> Iterator[CacheEntry]:
-    """Yield files of no kind of this version."""
+def _other(path: Path) -> CacheEntry | None:
+    """Return a file of no kind of this version."""
     folders = [kind.folder() for kind in KINDS.values()]
     known = {"opencl", "profiles", *(x.name for x in folders if x.parent == cache_folder())}
-    for path in paths:
-        if path.name not in known:
-            yield _entry(path, stale=UNKNOWN)
+    return None if path.name in known else _entry(path, stale=UNKNOWN)
 
 
 KINDS: Final = {
     kind.name: kind
     for kind in (
         CacheKind("decisions", "what auto chose", "a moment",
-             lambda: cache_folder() / "decisions", _decisions, partial=True),
+             lambda: cache_folder() / "decisions", _each(_decision)),
         CacheKind("first-starts", "times of a first start", "2 s",
-             lambda: cache_folder() / "profiles", _first_starts),
+             lambda: cache_folder() / "profiles", _each(_first_start)),
         CacheKind("opencl", "OpenCL kernels", "seconds to a minute", _opencl_folder, _opencl),
         CacheKind("packed", "packed GGUF files", "seconds for each file",
-             lambda: cache_folder() / "packed", _packed, partial=True),
+             lambda: cache_folder() / "packed", _each(_packed)),
         CacheKind("qnn", "Snapdragons' NPU graphs", "minutes to hours",
-             lambda: cache_folder() / "qnn", _graphs, partial=True, guarded=True),
+             lambda: cache_folder() / "qnn", _each(_graph), guarded=True),
         CacheKind("qnn-schedules", "graphs' schedules", "minutes to hours",
-             lambda: cache_folder() / "qnn-schedules", _files, partial=True, guarded=True),
+             lambda: cache_folder() / "qnn-schedules", _each(_entry), guarded=True),
         CacheKind("locks", "locks of profilers", "nothing",
-             lambda: cache_folder() / "locks", _locks),
+             lambda: cache_folder() / "locks", _each(_lock)),
         CacheKind("notices", "times of notices", "nothing",
-             lambda: cache_folder() / "said-no-profile", _files),
+             lambda: cache_folder() / "said-no-profile", _each(_entry)),
         CacheKind("profiles", "measurements of this machine", "ten minutes each",
              lambda: data_folder() / "profiles", _profiles, guarded=True, named=True),
         CacheKind("contexts", "served conversations", "cannot be made again",
-             lambda: data_folder() / "contexts", _contexts, guarded=True, named=True),
+             lambda: data_folder() / "contexts", _each(_served), guarded=True, named=True),
         CacheKind("history", "lines typed in a chat", "cannot be made again",
-             lambda: data_folder() / "chat-history", _files, guarded=True, named=True),
-        CacheKind("other", "not of this version", "unknown", cache_folder, _others),
+             lambda: data_folder() / "chat-history", _each(_entry), guarded=True, named=True),
+        CacheKind("other", "not of this version", "unknown", cache_folder, _each(_other)),
     )
 }  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -75,7 +75,7 @@ def _levels(group: Sequence[Task], elements: int) -> list[int]:
 
 
 def next_tasks(
-    devices: dict[DeviceKind, DeviceRecord],
+    devices: Mapping[DeviceKind, DeviceRecord],
     rows: Sequence[MatMulRow],
     open_tasks: Sequence[Task],
     count: int,

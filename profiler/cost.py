@@ -18,6 +18,7 @@ from hetero.profiler import predict, stats
 from hetero.profiler.errors import ProfileError
 from hetero.profiler.grid import shape_class
 from hetero.profiler.predict import Floats
+from hetero.profiler.preparation_times import PreparationTimes
 from hetero.profiler.records import (
     DeviceProfile,
     DeviceRecord,
@@ -27,7 +28,6 @@ from hetero.profiler.records import (
     MatMulRow,
     NonMatmulPredictor,
     Phase,
-    PreparationPredictor,
     typical,
 )
 from hetero.profiler.substitutes import SUBSTITUTES, proxy_predictor, with_file_formats
@@ -70,7 +70,7 @@ class CostModel:
         self._rows: dict[tuple[str, str, str, int, int, int], MatMulRow] = {
             row.key: row for row in profile.matmuls
         }
-        self._prepared = {(r.device, r.weight_format, r.n, r.k): r for r in profile.preparation}
+        self.preparation = PreparationTimes(profile)
         self._spreads: dict[Kind, float] | None = None
         self._contention = {
             (entry.phase, entry.weight_format): entry for entry in profile.contention
@@ -267,13 +267,10 @@ class CostModel:
         sync = self.profile.sync.get("npu")
         return 0.0 if sync is None else sync.restart_s
 
-    def call_s(self, device: DeviceKind) -> float:
-        """Return fixed cost of a blocking call (contained in its kernels' times)."""
-        return self._sync(device).call_s
-
     def copy_s(self, device: DeviceKind, nbytes: int) -> float:
-        """Return moving activations to or from the device; 0 where memory is unified."""
-        if self.device(device).capabilities.unified_memory:
+        """Return handing activations over to or from the device; 0 where memory is coherent."""
+        able = self.device(device).capabilities
+        if able.unified_memory and able.coherent:
             return 0.0
         sync = self._sync(device)
         return sync.copy_fixed_s + sync.copy_s_per_byte * nbytes
@@ -321,43 +318,6 @@ class CostModel:
                 return speeds.npu_alone_bytes_per_s
             case "both":
                 return speeds.together_bytes_per_s
-
-    def prepare_s(
-        self,
-        device: DeviceKind,
-        weight_format: WeightFormat,
-        n: int,
-        k: int,
-        *,
-        cached: bool = False,
-        m: int = 0,
-    ) -> float:
-        """Return the time to prepare one matmul graph (of m tokens) or kernel.
-
-        It is as measured where this one was, else as fitted; 0 if nothing was measured.
-        """
-        entry = self._preparation(device, weight_format)
-        if entry is None:
-            return 0.0
-        row = self._prepared.get((device, weight_format, n, k))
-        if row is not None:
-            return (row.cached_s if cached else row.cold_s) + entry.s_per_token * m
-        nbytes = float(predict.weight_bytes(weight_format, n, k))
-        if cached:
-            return entry.cached_fixed_s + entry.cached_s_per_byte * nbytes
-        return entry.fixed_s + entry.s_per_byte * nbytes + entry.s_per_token * m
-
-    def layers_share(self, device: DeviceKind, weight_format: WeightFormat) -> bool:
-        """Return whether one graph serves a matmul of all layers."""
-        entry = self._preparation(device, weight_format)
-        return entry is not None and entry.layers_share
-
-    def _preparation(
-        self, device: DeviceKind, weight_format: WeightFormat
-    ) -> PreparationPredictor | None:
-        wanted = (device, weight_format)
-        predictors = self.profile.preparation_predictors
-        return next((e for e in predictors if (e.device, e.weight_format) == wanted), None)
 
     def power_w(self, who: DeviceKind | Literal["both", "idle"]) -> float | None:
         """Return the mean power while these devices work; None if the platform has no meter."""

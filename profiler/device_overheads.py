@@ -10,6 +10,7 @@ from typing import Any, Final, TypeVar
 from hetero.backends.formats import WeightFormat
 from hetero.backends.host.clock import Clock
 from hetero.backends.ops import Op
+from hetero.backends.optional import flag_of
 from hetero.backends.protocol import Device, DeviceKind
 from hetero.profiler import bandwidth, energy, non_matmul_ops, preparation
 from hetero.profiler import sync as sync_costs
@@ -116,7 +117,7 @@ class DeviceOverheads:
     def device(self, kind: DeviceKind) -> list[DeviceRecord]:
         """Return a device with its stages; a quick profile looks for none."""
         device = self.devices[kind]
-        device.flag()  # so that the capabilities say whether one is seen in time
+        flag_of(device)  # so that the capabilities say whether one is seen in time
         if self.options.quick:
             return [DeviceRecord.of(device)]
         capabilities, (tokens, k) = device.capabilities, STAGE_TASK

@@ -35,7 +35,6 @@ from hetero.profiler.records import (
 )
 from hetero.profiler.stats import FEW, Z95, relative_errors
 
-Pair: TypeAlias = tuple[int, int]
 Kernel: TypeAlias = tuple[DeviceKind, WeightFormat, OperandOrder]
 
 COARSE_BREAKS: Final = (1, 8, 64)

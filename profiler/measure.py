@@ -190,18 +190,6 @@ class TaskMeter:
             recent.popleft()
         return float(np.median([ratio for _, ratio in recent]))
 
-    def mean_ratio(self, key: Reference, for_s: float) -> float:
-        """Return the mean time of a reference kernel, timed for so long, over its `base`.
-
-        Where a machine is slow in bursts, what takes longer than a burst slows down as the mean
-        does; the median of a few timings is in a burst or not.
-        """
-        runner, end_s = self.reference_runner(key), self.clock.now() + for_s
-        seconds = [self._clean_time(runner).seconds]
-        while self.clock.now() < end_s:
-            seconds.append(self._clean_time(runner).seconds)
-        return float(np.mean(seconds)) / self.base[key]
-
     def _slowness(self, task: Task) -> float:
         """Return how slow the device is now for a task (1: as at the start of the run)."""
         ratios = {phase: self._ratio_now((task.device, phase)) for phase in REFERENCE_SIZES}

@@ -261,10 +261,6 @@ class ModelGraph(BaseModel):
         """Return the matmul of that name. Raises `KeyError` if the model has none."""
         return next((x for x in self.matmuls if x.name == name), None) or _raise(name)
 
-    def matmul_op(self, name: MatMulName) -> MatMul:
-        """Return the operation record of a matmul, all rows in one piece. Raises `KeyError`."""
-        return self._plan_ops[name][0]
-
     @cached_property
     def shapes(self) -> dict[OpName, tuple[int, int]]:
         """Return (n, k) of every matmul and of the members of fused ones."""

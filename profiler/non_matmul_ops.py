@@ -18,6 +18,7 @@ from hetero.backends.host.clock import Clock
 from hetero.backends.kv_rows import cache_rows, random_rows
 from hetero.backends.memory import HostBuffer, Tensor
 from hetero.backends.ops import OUTPUT_PORTS, Op, weight_names
+from hetero.backends.optional import SupportsCompaction
 from hetero.backends.protocol import (
     CACHE_PORTS,
     BoundCall,
@@ -440,7 +441,8 @@ class NonMatmulMeter:
             for _ in range(count):
                 kernel = self.device.prepare(op, self._pool.weights(op))
                 calls.append(kernel.bind(tensors, case.m))
-            self.device.compact_weights()
+            if isinstance(self.device, SupportsCompaction):
+                self.device.compact_weights()
             calls[0].run()
             each_s = max(self._batch(calls[: policy.turns]), policy.min_s)
             warm_ups = TimingPolicy().warm_ups(policy.warm_up_s, each_s)

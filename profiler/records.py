@@ -61,6 +61,7 @@ class CapabilityRecord(Record):
     """`hetero.backends.protocol.Capabilities` as measured devices declared them."""
 
     unified_memory: bool = True
+    coherent: bool = True
     asynchronous: bool = False
     static_shapes: bool = False
     graph_sizes: Annotated[tuple[Tokens, ...], Field(max_length=64)] = ()
@@ -405,8 +406,9 @@ class DeviceSync(Record):
 
     submit_busy_s, submit_empty_s    host time of `submit` after another launch; and how much more
                                      a launch takes from submission to end in an empty queue
-    ring_s     from a signal (`Device.stream_signal`) until the call after its wait starts
-    chain_s    how much less a launch takes in a fused launch (`Device.fuse`) than in a full queue
+    ring_s     from a signal (`SupportsSignals`) until the call after its wait starts
+    chain_s    how much less a launch takes in a fused launch (`SupportsFusedLaunch`) than in a full
+               queue
     wait_s     method -> time from the kernel's end to the caller knowing; methods are `finish`
                (blocking call), `event` (its status polled), `flag` (a completion flag polled),
                `fast` (the best usable)

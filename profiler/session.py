@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
-
-from pydantic import BaseModel, ValidationError
+from typing import TypeAlias
 
 from hetero.backends.errors import DeviceError
 from hetero.backends.formats import WeightFormat
 from hetero.backends.host.clock import Clock, ManualClock, SystemClock
 from hetero.backends.protocol import Device, DeviceKind
-from hetero.profiler import active, canary, fit, grid, preparation
+from hetero.profiler import fit, preparation
 from hetero.profiler.device_overheads import (
     BANDWIDTH_REPEATS,
     ConcurrentBandwidth,
@@ -26,11 +23,13 @@ from hetero.profiler.device_overheads import (
 )
 from hetero.profiler.environment import hetero_version
 from hetero.profiler.errors import ProfileError
-from hetero.profiler.grid import Task, shape_class
+from hetero.profiler.grid import Task
+from hetero.profiler.grid_run import GridRun
 from hetero.profiler.interference import find_interference
 from hetero.profiler.journal import Journal, journal_path
-from hetero.profiler.measure import Reference, TaskMeter, rescale, to_means
+from hetero.profiler.measure import rescale, to_means
 from hetero.profiler.options import Event, Options
+from hetero.profiler.parts import Parts
 from hetero.profiler.records import (
     Coverage,
     DeviceProfile,
@@ -39,15 +38,11 @@ from hetero.profiler.records import (
     Environment,
     EveryCore,
     HostSync,
-    MatMulRow,
     PreparationRow,
-    Quarantine,
-    ReferencePoint,
     StageCheck,
 )
 from hetero.profiler.workload import Workload
 
-R = TypeVar("R", bound=BaseModel)
 # Takes a checkpoint to call between processes; see `ProfilingSession._checkpoint`.
 MeasureEveryCore: TypeAlias = Callable[[Callable[[], None]], list[EveryCore]]
 
@@ -109,13 +104,7 @@ class ProfilingSession:
         self.progress = progress or (lambda _: None)
         self.format = self._main_format()
         self.records: dict[DeviceKind, DeviceRecord] = {}
-        self.rows: dict[tuple[str, str, str, int, int, int], MatMulRow] = {}
-        self.quarantined: list[Quarantine] = []
-        self.parts: dict[str, Any] = {}
-        self.pruned: dict[Task, Task] = {}
         self.notes: list[str] = []
-        self.total = 0
-        self._canaries: set[tuple[str, ...]] = set()
         self._stretch_s = 0.0  # the longest of the stretches of both devices at once
         self._start_s = self.clock.now()
 
@@ -126,6 +115,7 @@ class ProfilingSession:
         }
         path = None if self.out is None else journal_path(self.out)
         with Journal(path, header, resume=resume) as self.journal:
+            self.parts = Parts(self.journal, self._before)
             self._open_workload()
             self._device_overheads()
             self._check_budget(self._until_s())
@@ -175,78 +165,39 @@ class ProfilingSession:
         if self.workload.small:
             size = f"{self.workload.cold / 1e6:.1f} MB"
             self.notes.append(f"weights are in the caches as in a model of {size}")
-        base = {
-            (entry["device"], entry["phase"]): entry["seconds"]
-            for entry in self.journal.of_kind("base")
-        }
-        self.meter = TaskMeter(
+        self.grid = GridRun(
             self.workload,
-            settings=self.options.settings,
-            reference_format=self.format,
-            base=base,
-            seed=self.options.seed,
-            between=self.options.between,
+            self.options,
+            self.format,
+            self.journal,
+            partial(self._report, "matmuls"),
+            virtual=self.virtual,
         )
-        self.meter.points += [
-            ReferencePoint.model_validate(entry["point"])
-            for entry in self.journal.of_kind("reference")
-        ]
-        self._known_points = len(self.meter.points)
-        self._known_bases: set[Reference] = set(base)
-        for entry in self.journal.of_kind("row"):
-            row = MatMulRow.model_validate(entry["row"])
-            self.rows[row.key] = row
-        for entry in self.journal.of_kind("quarantine"):
-            self._quarantine(Quarantine.model_validate(entry["entry"]), write=False)
 
-    def _part(
-        self,
-        name: str,
-        kind: type[R],
-        make: Callable[[], list[R]],
-        *,
-        several: bool = False,
-        fits: Callable[[R], bool] = lambda _: True,
-    ) -> list[R]:
-        """Return records of one part of the profile, one unless `several`.
-
-        They come from the journal, where all of them fit what is here, or are measured and written
-        to it.
-        """
-        for entry in self.journal.of_kind("part"):
-            if entry["name"] == name and (several or len(entry["values"]) == 1):
-                with suppress(ValidationError):  # then it is measured again
-                    records = [kind.model_validate(value) for value in entry["values"]]
-                    if all(map(fits, records)):
-                        self.parts[name] = records
-                        return records
-        self._report(name)
+    def _before(self, part: str) -> None:
+        self._report(part)
         self._checkpoint()
-        made = make()
-        self.journal.add(
-            {"kind": "part", "name": name, "values": [v.model_dump(mode="json") for v in made]}
-        )
-        self.parts[name] = made
-        return made
 
     def _device_overheads(self) -> None:
         """Measure everything that is not a matmul's time."""
         around = self._around
-        self._part("environment", Environment, around.environment)
+        self.parts.take("environment", Environment, around.environment)
         for kind in self.devices:
-            (self.records[kind],) = self._part(
+            (self.records[kind],) = self.parts.take(
                 f"{kind} stages",
                 DeviceRecord,
                 partial(around.device, kind),
                 fits=partial(_is_of, self.devices[kind]),
             )
-            self._part(f"{kind} synchronisation", DeviceSync, partial(around.synchronisation, kind))
-        self._part("sleep", HostSync, self._host_sync)
-        self._part("every core", EveryCore, self._every_core, several=True)
-        self._part("preparation", PreparationRow, around.preparation, several=True)
+            self.parts.take(
+                f"{kind} synchronisation", DeviceSync, partial(around.synchronisation, kind)
+            )
+        self.parts.take("sleep", HostSync, self._host_sync)
+        self.parts.take("every core", EveryCore, self._every_core, several=True)
+        self.parts.take("preparation", PreparationRow, around.preparation, several=True)
         self._concurrent(1)
-        self._part("power", MaybePower, around.power)
-        self._part("other kernels", NonMatmulRows, partial(around.others, self.records))
+        self.parts.take("power", MaybePower, around.power)
+        self.parts.take("other kernels", NonMatmulRows, partial(around.others, self.records))
 
     def _checkpoint(self) -> None:
         """Raise `ProfileError` where the budget is used up before the matmuls.
@@ -257,7 +208,7 @@ class ProfilingSession:
 
     def _check_budget(self, until_s: float) -> None:
         """Raise `ProfileError` where no time is left for matmuls; the journal keeps the rest."""
-        if not self.options.keep_budget or self.rows or until_s > self.clock.now():
+        if not self.options.keep_budget or self.grid.rows or until_s > self.clock.now():
             return
         self.journal.add({"kind": "spent", "spent_s": self.spent_s})
         min_s = 10 * math.ceil(1.5 * self.spent_s / 10)
@@ -284,7 +235,7 @@ class ProfilingSession:
         for name in BANDWIDTH_REPEATS[:count]:
             if name not in self.parts:
                 start_s = self.clock.now()
-                self._part(name, ConcurrentBandwidth, self._around.concurrent)
+                self.parts.take(name, ConcurrentBandwidth, self._around.concurrent)
                 self._stretch_s = max(self._stretch_s, self.clock.now() - start_s)
 
     def _matmuls(self) -> None:
@@ -292,44 +243,34 @@ class ProfilingSession:
 
         Now and then and at its end the devices together.
         """
-        tasks = self._tasks()
-        self.total = len(tasks)
+        tasks = self.grid.tasks(self.records)
         wanted = max(1, math.ceil(self.options.share * len(tasks)))
         until_s = self._until_s()
-        start_s, done = self.clock.now(), len(self.rows)
-        open_tasks = [task for task in tasks if task.key not in self.rows]
+        start_s, done = self.clock.now(), len(self.grid.rows)
+        open_tasks = [task for task in tasks if task.key not in self.grid.rows]
         least = min(math.ceil(self.options.least * len(tasks)), wanted)
         latest_s = until_s + 2 * self.options.budget_s
         for turn in range(len(tasks)):
-            left = min(wanted - len(self.rows), self.options.block)
-            end_s = until_s if len(self.rows) >= least else latest_s
-            if left <= 0 or not open_tasks or (self.rows and self.clock.now() >= end_s):
+            left = min(wanted - len(self.grid.rows), self.options.block)
+            end_s = until_s if len(self.grid.rows) >= least else latest_s
+            if left <= 0 or not open_tasks or (self.grid.rows and self.clock.now() >= end_s):
                 break
-            passed = (len(self.rows) - done) / max(wanted - done, 1)
+            passed = (len(self.grid.rows) - done) / max(wanted - done, 1)
             if math.isfinite(until_s) and until_s > start_s:
                 passed = max(passed, (self.clock.now() - start_s) / (until_s - start_s))
             self._concurrent(1 + int(passed * (len(BANDWIDTH_REPEATS) - 1)))
-            block = self._choose(open_tasks, left, turn)
+            block = self.grid.choose(self.records, open_tasks, left, turn)
             gone = set(block)
             self._measure(block, end_s)
-            open_tasks = [task for task in open_tasks if task not in gone and self._usable(task)]
+            open_tasks = [
+                task for task in open_tasks if task not in gone and self.grid.usable(task)
+            ]
             self._snapshot()
         self._concurrent(len(BANDWIDTH_REPEATS))
 
-    def _tasks(self) -> list[Task]:
-        tasks: list[Task] = []
-        for kind, record in self.records.items():
-            made = grid.make_grid(
-                kind,
-                record,
-                self.options.grid_pairs(),
-                grid.token_counts(record, self.options.grid_tokens()),
-                self.options.weight_formats,
-                heads=grid.head_pairs(self.options.shapes),
-            )
-            tasks += made.tasks
-            self.pruned |= made.pruned
-        return tasks
+    def _measure(self, block: Sequence[Task], until_s: float) -> None:
+        if self.grid.measure(block, until_s):
+            self.journal.add({"kind": "spent", "spent_s": self.spent_s})
 
     def _until_s(self) -> float:
         """Return clock time at which the grid must end."""
@@ -337,77 +278,10 @@ class ProfilingSession:
         left_s -= self._stretch_s * sum(name not in self.parts for name in BANDWIDTH_REPEATS)
         return self.clock.now() + max(left_s, 0.0)
 
-    def _choose(self, open_tasks: Sequence[Task], count: int, turn: int) -> list[Task]:
-        if len(open_tasks) <= count:
-            return list(open_tasks)
-        known = {key[:3] for key in self.rows}
-        fresh = [task for task in open_tasks if task.key[:3] not in known]
-        if fresh:
-            return active.first_tasks(fresh)[:count]
-        one_token = [task for task in open_tasks if task.m == 1]
-        if self.options.shapes and one_token:  # cheap, and what every token of that model takes
-            return one_token[:count]
-        rows = list(self.rows.values())
-        return active.next_tasks(
-            self.records, rows, open_tasks, count, seed=self.options.seed + turn
-        )
-
-    def _measure(self, block: Sequence[Task], until_s: float) -> None:
-        good = [task for task in block if self._usable(task) and self._canary(task)]
-        if not good:
-            return
-        self.meter.measure(good, until_s=until_s, on_row=self._keep)
-        for key, seconds in self.meter.base.items():
-            if key not in self._known_bases:
-                self._known_bases.add(key)
-                self.journal.add(
-                    {"kind": "base", "device": key[0], "phase": key[1], "seconds": seconds}
-                )
-        for point in self.meter.points[self._known_points :]:
-            self.journal.add({"kind": "reference", "point": point.model_dump(mode="json")})
-        self._known_points = len(self.meter.points)
-        self.journal.add({"kind": "spent", "spent_s": self.spent_s})
-
-    def _keep(self, row: MatMulRow) -> None:
-        self.rows[row.key] = row
-        self.journal.add({"kind": "row", "row": row.model_dump(mode="json")})
-        self._report("matmuls")
-
-    def _usable(self, task: Task) -> bool:
-        return (*task.key[:3], shape_class(*task.key[3:])) not in self._bad
-
-    @property
-    def _bad(self) -> set[tuple[str, str, str, str]]:
-        return {
-            (q.device, (q.weight_format or self.format).value, q.order, q.shape_class)
-            for q in self.quarantined
-            if q.op == "MatMul"
-        }
-
-    def _canary(self, task: Task) -> bool:
-        """Check a kernel at its first use in a shape class; False if it is wrong."""
-        key = (*task.key[:3], shape_class(task.m, task.n, task.k))
-        if key in self._canaries:
-            return True
-        self._canaries.add(key)
-        try:
-            problem = None
-            if not self.virtual:
-                problem = canary.check_matmul(task, self.workload.runner(task))
-        except (DeviceError, ValueError) as error:
-            problem = canary.failed_matmul(task, str(error))
-        if problem is not None:
-            self._quarantine(problem)
-        return problem is None
-
-    def _quarantine(self, entry: Quarantine, *, write: bool = True) -> None:
-        self.quarantined.append(entry)
-        if write:
-            self.journal.add({"kind": "quarantine", "entry": entry.model_dump(mode="json")})
-
     def _check_stages(self) -> None:
         """Measure some pruned sizes; a stage that does not hold is dropped and its sizes return."""
-        self._part("stage checks", StageCheck, self._stage_checks, several=True)
+        measure = partial(self.grid.stage_checks, self.records, self._until_s)
+        self.parts.take("stage checks", StageCheck, measure, several=True)
         for kind, record in list(self.records.items()):
             checks = [c for c in self.parts["stage checks"] if c.device == kind]
             wrong = [
@@ -419,37 +293,9 @@ class ProfilingSession:
                     f"{kind}: stages of {record.row_stage} rows and {record.token_stage} tokens "
                     f"did not hold for {len(wrong)} of {len(checks)} sizes and were dropped"
                 )
-                again = [task for task in self.pruned if task.device == kind]
-                self.pruned = {t: s for t, s in self.pruned.items() if t.device != kind}
-                self._measure([t for t in again if t.key not in self.rows], self._until_s())
-
-    def _stage_checks(self) -> list[StageCheck]:
-        checks: list[StageCheck] = []
-        for kind, record in self.records.items():
-            static = record.capabilities.static_shapes
-            pairs = [
-                (task, stage)
-                for task, stage in self.pruned.items()
-                if task.device == kind
-                and stage.key in self.rows
-                and not (static and task.m not in record.capabilities.graph_sizes)
-            ]
-            count = self.options.stage_checks
-            step = max(1, len(pairs) // count)
-            for task, stage in pairs[::step][:count]:
-                rows = self.meter.measure([task, stage], until_s=self._until_s())
-                times = {row.key: row.seconds for row in rows}
-                checks.append(
-                    StageCheck(
-                        device=kind,
-                        m=task.m,
-                        n=task.n,
-                        k=task.k,
-                        measured_s=times[task.key],
-                        stage_s=times[stage.key],
-                    )
-                )
-        return checks
+                again = [task for task in self.grid.pruned if task.device == kind]
+                self.grid.pruned = {t: s for t, s in self.grid.pruned.items() if t.device != kind}
+                self._measure([t for t in again if t.key not in self.grid.rows], self._until_s())
 
     def _gains(self) -> list[str]:
         gains_of: list[EveryCore] = self.parts["every core"]
@@ -460,7 +306,7 @@ class ProfilingSession:
 
     def _report(self, what: str) -> None:
         left_s = max(self.options.budget_s - self.spent_s, 0.0)
-        self.progress(Event(what, len(self.rows), self.total, left_s))
+        self.progress(Event(what, len(self.grid.rows), self.grid.total, left_s))
 
     def _snapshot(self) -> None:
         """Write the records so far as a valid profile, in case the process is killed."""
@@ -468,9 +314,9 @@ class ProfilingSession:
             self._profile(finished=False).save(self.out)
 
     def _profile(self, *, finished: bool) -> DeviceProfile:
-        rows = list(self.rows.values())
+        rows = list(self.grid.rows.values())
         if self.options.settings.scaled:
-            rows = rescale(rows, self.meter.points, small=self.workload.small)
+            rows = rescale(rows, self.grid.meter.points, small=self.workload.small)
         if self.options.fitting.means:
             rows = to_means(rows)
         if not rows:
@@ -493,14 +339,14 @@ class ProfilingSession:
                 quick=self.options.quick,
                 budget_s=self.options.budget_s,
                 spent_s=spent_s,
-                grid_tasks=self.total,
+                grid_tasks=self.grid.total,
                 measured_tasks=len(rows),
-                pruned_tasks=len(self.pruned),
-                finished=finished and len(rows) >= self.total,
+                pruned_tasks=len(self.grid.pruned),
+                finished=finished and len(rows) >= self.grid.total,
                 seed=self.options.seed,
             ),
             devices=self.records,
-            quarantined=(*self.quarantined, *others[0].quarantined),
+            quarantined=(*self.grid.quarantined, *others[0].quarantined),
             bandwidth=concurrent.bandwidth,
             contention=concurrent.contention,
             sync={kind: self.parts[f"{kind} synchronisation"][0] for kind in self.devices},
@@ -515,8 +361,8 @@ class ProfilingSession:
             matmuls=tuple(sorted(rows, key=lambda row: row.key)),
             others=others[0].rows,
             preparation=tuple(self.parts["preparation"]),
-            references=tuple(self.meter.points),
-            stage_checks=tuple(self.parts.get("stage checks", ())),
+            references=tuple(self.grid.meter.points),
+            stage_checks=tuple(self.parts.get("stage checks")),
             notes=(*self.notes, *self._gains(), *([power.note] if power.note else [])),
         )
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import statistics
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -17,6 +18,7 @@ from hetero.backends.host.clock import Clock, ManualClock
 from hetero.backends.host.timers import lateness, timer_slack
 from hetero.backends.memory import HostBuffer, Tensor, new_tensor
 from hetero.backends.ops import Add
+from hetero.backends.optional import SupportsFusedLaunch, SupportsQueueControl, flag_of, signal_of
 from hetero.backends.protocol import BoundCall, Completion, Device
 from hetero.profiler.records import DeviceSync, HostSync, Sleep
 
@@ -67,12 +69,9 @@ def measure_device(
         return DeviceSync(**costs, wait_s={"finish": 0.0, "fast": 0.0}, notes=notes)
     busy_s, each_s = _queue(clock, small, repeats, policy)
     idle_call_s = _median_after_idle(clock, small.run, repeats, policy.idle_s)
-    device.set_timing(True)
-    try:
+    with _timed(device):
         waits, notes = _waits(device, clock, policy.more_waits * repeats, policy)
         ring_s = _signal(device, clock, repeats, policy)
-    finally:
-        device.set_timing(False)
     return DeviceSync(
         **costs,
         submit_busy_s=busy_s,
@@ -91,6 +90,19 @@ def measure_host(clock: Clock, *, repeats: int = 60, wake: bool = True) -> HostS
         if possible:
             rows += [measure_sleep(clock, wanted, 1, repeats) for wanted in SLEEPS_S]
     return HostSync(sleep=tuple(rows), thread_wake_s=_thread_wake(repeats) if wake else None)
+
+
+@contextmanager
+def _timed(device: Device) -> Iterator[None]:
+    """Let the device record when its launches run, where it can."""
+    if not isinstance(device, SupportsQueueControl):
+        yield
+        return
+    device.set_timing(True)
+    try:
+        yield
+    finally:
+        device.set_timing(False)
 
 
 def _call(device: Device, width: int) -> BoundCall:
@@ -148,6 +160,8 @@ def _fused(device: Device, clock: Clock, repeats: int, policy: SyncPolicy) -> fl
     Both in turns and after longer ones, during which they are submitted; None where calls are not
     fused, or a fused launch does not compile.
     """
+    if not isinstance(device, SupportsFusedLaunch):
+        return None
     call, warm_up = _call(device, policy.small), _call(device, policy.medium)
     try:
         fused = device.fuse([[[call]] * policy.queue]) if call.fusible else None
@@ -175,8 +189,8 @@ def _signal(device: Device, clock: Clock, repeats: int, policy: SyncPolicy) -> f
     That is by the device's clock, or until it is seen where it has none; None where there are no
     signals.
     """
-    flag = device.flag()
-    signal = device.stream_signal() if flag is not None else None
+    flag = flag_of(device)
+    signal = signal_of(device) if flag is not None else None
     if flag is None or signal is None:
         return None
     signal.reset()
@@ -210,7 +224,7 @@ def _waits(
         "event": lambda completion: _poll(completion, clock, deadline_s),
     }
     notes = {}
-    if (flag := device.flag()) is None:
+    if (flag := flag_of(device)) is None:
         notes["flag"] = "the host does not see a flag and the data before it in time (probed)"
     else:
         methods["flag"] = lambda _: _poll(flag.submit(), clock, deadline_s)

@@ -28,6 +28,7 @@ from hetero.backends.formats import GROUP_SIZE, ROWS_OF_BLOCK, StorageFormat
 from hetero.backends.host.clock import Clock
 from hetero.backends.memory import PAGE_BYTES, HostBuffer, Tensor
 from hetero.backends.ops import MatMul
+from hetero.backends.optional import SupportsCompaction
 from hetero.backends.protocol import BoundCall, Device, DeviceKind, Kernel, WeightValue
 from hetero.backends.weights import (
     PackedWeight,
@@ -406,7 +407,8 @@ class Workload:
         weights = [self.pool.weights(task.op) for _ in range(copies)]
         device = self.devices[task.device]
         kernels = [device.prepare(task.op, w) for w in weights]
-        device.compact_weights()
+        if isinstance(device, SupportsCompaction):
+            device.compact_weights()
         return _Prepared(kernels, [checks.packed(w) for w in weights])
 
     def _drop_old(self) -> None:

@@ -75,7 +75,7 @@ class HostQueue(Overheads):
     busy_s      one submission after others, made by the thread on which the NPU's calls block
     step_s      the thread's time before the first and after the last launch of a step; None:
                 not measured
-    chain_s     what a launch saves in a fused launch (`Device.fuse`)
+    chain_s     what a launch saves in a fused launch (`SupportsFusedLaunch`)
     varies      whether times vary (`CostModel.spread`)
     """
 

@@ -4,34 +4,27 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Final
 
 from hetero.backends.protocol import DeviceKind, prepared_sizes
 from hetero.profiler.cost import CostModel
-from hetero.profiler.model_graph import ModelGraph, OpName, Stage
+from hetero.profiler.model_graph import ModelGraph, OpName
 from hetero.profiler.records import DeviceProfile
 from hetero.solver.chooser import Chooser, Rules
 from hetero.solver.drift import DriftedCost, Factors
 from hetero.solver.errors import PlanError
-from hetero.solver.heads import Heads, HeadShares, allowed
+from hetero.solver.heads import Heads, HeadShares
 from hetero.solver.host_queue import HostQueue
 from hetero.solver.kernel_times import KernelTimes, Precision
-from hetero.solver.layer_dp import solve_layers
 from hetero.solver.non_matmul import NonMatmulCosts, NonMatmulTimes
 from hetero.solver.options import INF, Objective, Option, PowerModel
 from hetero.solver.overheads import Overheads
 from hetero.solver.solution import Scenario, Solution
+from hetero.solver.step_search import Candidates, StepSearch
 from hetero.solver.tilings import MatMulSpace
 from hetero.solver.weight_memory import holds_alone
-
-Extra = Mapping[OpName, list[Option]]
-MAX_SAVED: Final = (
-    0.8  # of a step, by fused launches: what is measured of short launches has limits
-)
 
 
 @dataclass(frozen=True)
@@ -100,7 +93,7 @@ class Planner:
         scenario: Scenario,
         objective: Objective | None = None,
         *,
-        options: Extra | None = None,
+        options: Candidates | None = None,
         non_matmul_device: DeviceKind | None = None,
     ) -> Solution:
         """Return the best plan of one scenario.
@@ -115,9 +108,11 @@ class Planner:
             if name not in candidates:
                 m = 1 if name == "lm_head" else scenario.m
                 candidates[name] = self.candidates(name, m, objective)
-        best = self._best(scenario, objective, candidates, non_matmul_device)
+        search, heads = self._search(scenario, objective), self.heads
+        times = self.non_matmul_times(scenario, non_matmul_device).values()
+        best = search.best(times, candidates, heads)
         if self.settings.rules.shared and best is not None and len(best.devices) == 1:
-            best = self._shared(best, objective, candidates) or best
+            best = search.shared(best, candidates, heads) or best
         if best is None:
             raise PlanError(
                 f"no device can run {self.spec.name} in {scenario.phase} at {scenario.m} tokens "
@@ -129,15 +124,7 @@ class Planner:
     def with_graph_sizes(self, sizes: Iterable[int]) -> Planner:
         """Return the same with other NPU graphs."""
         profile = with_graph_sizes(self.profile, sizes)
-        return Planner(
-            self.spec,
-            profile,
-            self.settings,
-            cost=self.cost.with_profile(profile),
-            overheads=self.overheads,
-            rows=self.rows,
-            heads=self.heads,
-        )
+        return self._with(profile=profile, cost=self.cost.with_profile(profile))
 
     def with_heads(self, heads: tuple[int, ...]) -> Planner:
         """Return the same with one of these numbers of attention's heads on the NPU, or none."""
@@ -149,28 +136,28 @@ class Planner:
 
     def with_rows(self, rows: Mapping[OpName, Sequence[int]]) -> Planner:
         """Return the same with these row cuts alone, which are prepared (`MatMulSpace`)."""
-        limited = Planner(
-            self.spec,
-            self.profile,
-            self.settings,
-            cost=self.cost,
-            overheads=self.overheads,
-            rows=rows,
-            heads=self.heads,
-        )
+        limited = self._with(rows=rows)
         limited.whole = self.whole
         return limited
 
     def drifted(self, factors: Factors) -> Planner:
         """Return the same with devices that take so many times as long as the profile says."""
-        cost = DriftedCost(self.cost, factors)
+        return self._with(cost=DriftedCost(self.cost, factors))
+
+    def _with(
+        self,
+        *,
+        profile: DeviceProfile | None = None,
+        cost: CostModel | None = None,
+        rows: Mapping[OpName, Sequence[int]] | None = None,
+    ) -> Planner:
         return Planner(
             self.spec,
-            self.profile,
+            profile or self.profile,
             self.settings,
-            cost=cost,
+            cost=cost or self.cost,
             overheads=self.overheads,
-            rows=self.rows,
+            rows=self.rows if rows is None else rows,
             heads=self.heads,
         )
 
@@ -257,11 +244,21 @@ class Planner:
 
         So many `heads` of attention are the NPU's.
         """
-        single: Extra = {name: [o.unrestricted()] for name, o in options.items()}
-        wanted = self.non_matmul_times(scenario, non_matmul_device).values()
-        objective = objective or Objective()
-        solved = [self._solve_groups(scenario, objective, r, single, heads) for r in wanted]
-        return min((s for s in solved if s is not None), key=lambda s: s.path.cost)
+        single: Candidates = {name: [o.unrestricted()] for name, o in options.items()}
+        times = self.non_matmul_times(scenario, non_matmul_device).values()
+        best = self._search(scenario, objective or Objective()).best(times, single, heads)
+        assert best is not None, "these options leave no path"
+        return best
+
+    def _search(self, scenario: Scenario, objective: Objective) -> StepSearch:
+        return StepSearch(
+            spec=self.spec,
+            overheads=self.overheads,
+            power=self.power,
+            margin=self.settings.rules.margin,
+            scenario=scenario,
+            objective=objective,
+        )
 
     def single(self, scenario: Scenario, device: DeviceKind) -> Solution | None:
         """Return a step with all matmuls on one device, and the non-matmul ops too if it can.
@@ -287,11 +284,10 @@ class Planner:
 
         They are of each layer, or of one where layers share them. 0 if it was not measured.
         """
-        weight_format = self.spec.weight_format
+        weight_format, times = self.spec.weight_format, self.cost.preparation
         block = [self.shape(x.name) for x in self.spec.matmuls if x.name != "lm_head"]
-        one = sum(self.cost.prepare_s("npu", weight_format, *shape, m=m) for shape in block)
-        shared = self.cost.layers_share("npu", weight_format)
-        return one if shared else self.spec.layers * one
+        one = sum(times.seconds("npu", weight_format, *shape, m=m) for shape in block)
+        return one if times.layers_share("npu", weight_format) else self.spec.layers * one
 
     @cached_property
     def whole_rows(self) -> Planner:
@@ -328,98 +324,6 @@ class Planner:
             if unfused:
                 yield from stage.members
 
-    def _best(
-        self,
-        scenario: Scenario,
-        objective: Objective,
-        options: Extra,
-        non_matmul_device: DeviceKind | None,
-    ) -> Solution | None:
-        best: Solution | None = None
-        for non_matmul in self.non_matmul_times(scenario, non_matmul_device).values():
-            candidate = self._solve_groups(scenario, objective, non_matmul, options, self.heads)
-            if candidate is not None and (best is None or candidate.path.cost < best.path.cost):
-                best = candidate
-        return best
-
-    def _shared(self, alone: Solution, objective: Objective, options: Extra) -> Solution | None:
-        """Return the best step of a prompt in which a matmul leaves the one device of `alone`.
-
-        Margin or not, and the others stay; None where no matmul can, and in decoding.
-        """
-        if alone.scenario.phase != "prefill":
-            return None
-        tried: list[Solution | None] = []
-        for name in options:
-            moved = [o.unrestricted() for o in options[name] if o.devices != alone.devices]
-            if moved and name != "lm_head":
-                choice = {**options, name: moved}
-                tried.append(self._best(alone.scenario, objective, choice, alone.non_matmul.device))
-        shared = [s for s in tried if s is not None and len(s.devices) == 2]
-        return min(shared, key=lambda s: s.path.cost, default=None)
-
-    def _solve_groups(
-        self,
-        scenario: Scenario,
-        objective: Objective,
-        non_matmul: NonMatmulTimes,
-        options: Extra,
-        heads: Heads,
-    ) -> Solution | None:
-        """Try fused groups and their parts; fused unless unfused wins by the margin."""
-        choices = [
-            [g for g in ((stage.name,), stage.members) if g and all(p in options for p in g)]
-            for stage in self.spec.block
-        ]
-        best: Solution | None = None
-        for groups in itertools.product(*choices):
-            solution = self._solve_layers(scenario, objective, non_matmul, options, groups, heads)
-            if solution is None:
-                continue
-            if best is None or self._beats(solution, best, objective):
-                best = solution
-        return best
-
-    def _beats(self, solution: Solution, best: Solution, objective: Objective) -> bool:
-        """Return whether a path with groups unfused is better by the margin where they differ."""
-        differ = set(best.options) - set(solution.options)
-        weight = sum(
-            self.spec.layers * objective.cost(best.options[x].unrestricted(), 0) for x in differ
-        )
-        return solution.path.cost < best.path.cost - self.settings.rules.margin * weight
-
-    def _solve_layers(
-        self,
-        scenario: Scenario,
-        objective: Objective,
-        non_matmul: NonMatmulTimes,
-        options: Extra,
-        groups: tuple[tuple[OpName, ...], ...],
-        heads: Heads,
-    ) -> Solution | None:
-        margin = self.settings.rules.margin
-        after = {
-            name: allowed(whole, non_matmul.shared.get(name, ()), heads, margin, objective)
-            for name, whole in non_matmul.after.items()
-        }
-        tail = [(stage, (stage.name,)) for stage in self.spec.tail if stage.name in options]
-        block = _Run(options, after, zip(self.spec.block, groups, strict=True))
-        ending = _Run(options, after, tail)
-        layers = self.spec.layers
-        path = solve_layers([[non_matmul.head]], block.stages, ending.stages, layers, objective)
-        if path is None:
-            return None
-        chosen = block.chosen(path.block) | ending.chosen(path.tail)
-        around_s = self.overheads.around_s(non_matmul.device)
-        attention = next((o for o in block.others(path.block) if o.rows), None)
-        solution = Solution(
-            scenario, chosen, non_matmul, path, layers, self.power, around_s, attention
-        )
-        if scenario.phase == "prefill" or not solution.alone_on("gpu"):
-            return solution
-        saved_s = min(self.overheads.chained_s(len(self.spec.nodes)), MAX_SAVED * solution.seconds)
-        return solution._replace(around_s=around_s - saved_s)
-
     def _check_length(self, scenario: Scenario) -> None:
         if scenario.m < 1:
             raise PlanError(f"a step has at least one token, got {scenario.m}")
@@ -437,34 +341,6 @@ class Planner:
                 f"(precision {self.settings.precision}), only of {', '.join(known) or 'nothing'}: "
                 "choose another --weights or --precision, or measure it with `hetero profile`"
             )
-
-
-class _Run:
-    """Stages of a path: matmuls of plans, each with the operators after it."""
-
-    def __init__(
-        self,
-        options: Extra,
-        after: Mapping[OpName, list[Option]],
-        groups: Iterable[tuple[Stage, tuple[OpName, ...]]],
-    ) -> None:
-        self.stages: list[list[Option]] = []
-        self._names: list[OpName | None] = []
-        for stage, members in groups:
-            self.stages += [options[name] for name in members]
-            self._names += members
-            if stage.name in after:
-                self.stages.append(after[stage.name])
-                self._names.append(None)
-
-    def chosen(self, options: Sequence[Option]) -> dict[OpName, Option]:
-        """Return the options of the matmuls, of one option for each stage."""
-        named = zip(self._names, options, strict=True)
-        return {name: option for name, option in named if name is not None}
-
-    def others(self, options: Sequence[Option]) -> list[Option]:
-        """Return the options of the operators after matmuls."""
-        return [o for name, o in zip(self._names, options, strict=True) if name is None]
 
 
 def shortest(*limits: int | None) -> int | None:

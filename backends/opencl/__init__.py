@@ -33,13 +33,14 @@ def open(
     device's name. `cache_dir` holds results and compiled kernels (default: the user's cache
     directory). The first time on a machine, a driver's kernels are tried in a child process.
 
-    For tests, `family` forces a tuning record, `unified_memory=False` makes every call copy its
-    tensors as on a discrete GPU, and `coherent=False` maps and unmaps them around every call as on
-    a GPU with caches of its own.
+    For tests, `family` forces a tuning record. `unified_memory=False` copies tensors as on a
+    discrete GPU, and `coherent=False` maps and unmaps them as on a GPU with caches of its own:
+    default HETERO_OPENCL_MEMORY (`copied`, `mapped`), else what the device says and a probe.
     """
     forks.start("opencl")
     _spare_pyopencl_cache()
     try:
+        from hetero.backends.opencl.coherence import chosen_memory
         from hetero.backends.opencl.device import OpenCLDevice
         from hetero.backends.opencl.drivers.threads import tasks
         from hetero.backends.opencl.matmul import WEIGHT_FORMATS
@@ -56,6 +57,7 @@ def open(
             "opencl", "writing the files of its driver", str(error),
             "make room, or name another folder in XDG_CACHE_HOME",
         ) from error  # fmt: skip
+    memory = chosen_memory()
     before = tasks()
     device = OpenCLDevice(
         TABLE,
@@ -63,8 +65,8 @@ def open(
         selected,
         every_core=every_core,
         family=family,
-        unified_memory=unified_memory,
-        coherent=coherent,
+        unified_memory=memory.unified_memory if unified_memory is None else unified_memory,
+        coherent=memory.coherent if coherent is None else coherent,
     )
     place_workers(selected, device, before)
     return device

@@ -5,10 +5,11 @@ is how a launch is warmed up when it is bound (PoCL specialises a kernel for its
 first launch, 30 ms). A `Tensor` argument becomes two kernel arguments, `__global T *x, uint x_at`:
 its buffer and the offset of its first element. `InPanels` becomes three.
 
-What the host sees. A CPU device shares the host's caches: nothing is done. A GPU with unified
-memory works in place, and OpenCL makes writes visible where a buffer is mapped and unmapped: inputs
-before the launches, outputs after them (no data moves). Other devices hold copies: inputs are
-copied in before the launches, outputs out after them.
+What the host sees. Where memory is coherent nothing is done. Another GPU with unified memory works
+in place, and OpenCL makes writes visible where a buffer is mapped and unmapped: inputs before the
+launches, outputs after them (no data moves). Other devices hold copies: inputs are copied in before
+the launches, outputs out after them. With explicit hand-overs a call does neither: its caller does,
+by `transfer`, where another processor has written or will read.
 """
 
 from __future__ import annotations
@@ -168,7 +169,7 @@ class OpenCLCall(BoundCall):
         self._keep: list[object] = [*keep, *tensors.values()]
         self.launches = [(launch, self._values(launch)) for launch in launches]
         self._bound = [self._bind(*launch) for launch in self.launches]
-        in_place = device.capabilities.unified_memory and device.coherent
+        in_place = device.coherent or device.explicit_handovers
         self._inputs = [] if in_place else _regions(device, tensors, INPUT_PORTS, m)
         self._outputs = [] if in_place else _regions(device, tensors, OUTPUT_PORTS, m)
 
@@ -308,26 +309,36 @@ def _first_element(tensor: Tensor) -> int:
 
 
 @dataclass(frozen=True)
-class _Region:
-    """The part of a buffer that a call reads or writes, and the same bytes on the host."""
+class Region:
+    """The part of a buffer that a call reads or writes, and the same bytes on the host.
+
+    `copied`: they are in other memory; else the same, where mapping makes writes visible.
+    """
 
     buffer: cl.Buffer
     offset: int
     host: npt.NDArray[np.uint8]
+    copied: bool
 
-    def publish(self, device: Resources) -> None:
-        """Let the device see what the host wrote."""
-        if device.capabilities.unified_memory:
-            self._map(device, cl.map_flags.WRITE)
-            return
+    @classmethod
+    def of(cls, device: Resources, tensor: Tensor) -> Region:
+        """Return the part of its buffer that a tensor takes."""
+        start = tensor.offset_bytes
+        host = tensor.buffer.bytes[start : start + tensor.nbytes]
+        return cls(device.map(tensor.buffer), start, host, not device.unified_memory)
+
+    def publish(self, device: Resources) -> cl.Event:
+        """Let the device see what the host wrote, once the event is complete."""
+        if not self.copied:  # other flags may fetch what the device has over what the host wrote
+            return self._map(device, cl.map_flags.WRITE_INVALIDATE_REGION)
         device.copies += 1
-        cl.enqueue_copy(
+        return cl.enqueue_copy(
             device.queue, self.buffer, self.host, dst_offset=self.offset, is_blocking=False
         )
 
     def fetch(self, device: Resources) -> cl.Event:
         """Let the host see what the device wrote, once the event is complete."""
-        if device.capabilities.unified_memory:
+        if not self.copied:
             return self._map(device, cl.map_flags.READ)
         device.copies += 1
         return cl.enqueue_copy(
@@ -335,6 +346,7 @@ class _Region:
         )
 
     def _map(self, device: Resources, flags: cl.map_flags) -> cl.Event:
+        device.maps += 1
         view, _ = cl.enqueue_map_buffer(
             device.queue,
             self.buffer,
@@ -350,13 +362,11 @@ class _Region:
 
 def _regions(
     device: Resources, tensors: Mapping[str, Operand], ports: frozenset[str], m: int
-) -> list[_Region]:
+) -> list[Region]:
     """Return the rows of each port that a call touches; caches and positions whole."""
     regions = []
     for port, operand in tensors.items():
         for tensor in parts_of(operand) if port in ports else ():
             used = tensor if port in FIXED_PORTS else tensor.rows(0, m)
-            start = used.offset_bytes
-            host = used.buffer.bytes[start : start + used.nbytes]
-            regions.append(_Region(device.map(used.buffer), start, host))
+            regions.append(Region.of(device, used))
     return regions

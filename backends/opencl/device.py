@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 
@@ -13,10 +13,11 @@ import numpy as np
 import pyopencl as cl
 
 from hetero.backends.checks import check_weights
-from hetero.backends.errors import WaitTimeoutError
+from hetero.backends.errors import KernelBuildError, WaitTimeoutError
 from hetero.backends.formats import WeightFormat
 from hetero.backends.memory import Tensor
 from hetero.backends.opencl.calls import KernelLaunch, OpenCLCall
+from hetero.backends.opencl.coherence import hands_over, is_coherent
 from hetero.backends.opencl.failures import BACKEND, decoded
 from hetero.backends.opencl.flag import Flag, flag_program, probe
 from hetero.backends.opencl.megakernel import fuse
@@ -25,14 +26,16 @@ from hetero.backends.opencl.selected import Selected
 from hetero.backends.opencl.stream_signal import OpenCLStreamSignal, find_stream_signal
 from hetero.backends.opencl.transfer import TransferCall
 from hetero.backends.ops import Op, describe
-from hetero.backends.protocol import (
-    Acceptance,
-    Capabilities,
-    DeviceInfo,
-    Kernel,
+from hetero.backends.optional import (
     Stages,
-    WeightValue,
+    SupportsFusedLaunch,
+    SupportsHandovers,
+    SupportsPrewarm,
+    SupportsQueueControl,
+    SupportsSignals,
+    SupportsThreads,
 )
+from hetero.backends.protocol import Acceptance, Capabilities, DeviceInfo, Kernel, WeightValue
 from hetero.backends.registry import EVERY_CORE
 
 Prepare: TypeAlias = Callable[["OpenCLDevice", Any, Mapping[str, WeightValue]], Kernel]
@@ -46,7 +49,15 @@ class KernelEntry(NamedTuple):
     accepts: Accepts = lambda _op: Acceptance(True)
 
 
-class OpenCLDevice(Resources):
+class OpenCLDevice(
+    Resources,
+    SupportsSignals,
+    SupportsFusedLaunch,
+    SupportsPrewarm,
+    SupportsHandovers,
+    SupportsThreads,
+    SupportsQueueControl,
+):
     """One OpenCL device, `selected` before.
 
     `family`, `unified_memory` and `coherent` are those of `hetero.backends.opencl.open`; `table`
@@ -72,14 +83,11 @@ class OpenCLDevice(Resources):
         self.info = _info(selected, self.tuning.family, every_core=every_core)
         self.capabilities = Capabilities(
             kind="gpu",
-            unified_memory=self.unified_memory,
             asynchronous=True,
             weight_formats=weight_formats,
             row_alignment=16,
-            memory_limit_bytes=None if self.unified_memory else int(native.global_mem_size),
             max_allocation_bytes=int(native.max_mem_alloc_size),
             every_core=every_core,
-            attention_heads=self.unified_memory,
             reads_panels=True,
         )
         self._table = table
@@ -88,6 +96,17 @@ class OpenCLDevice(Resources):
         self._stream_signal_tried = False
         self.at_close: Callable[[], None] = lambda: None
         self.worker_cpu = selected.cores[0] if len(selected.cores) == 1 else None
+        if self.coherent is None:
+            self.coherent = is_coherent(self)
+            self.unified_memory = self.coherent or hands_over(self)
+            self._mapped.clear()
+        self.capabilities = replace(
+            self.capabilities,
+            unified_memory=self.unified_memory,
+            coherent=self.coherent,
+            attention_heads=self.coherent,
+            memory_limit_bytes=None if self.unified_memory else int(native.global_mem_size),
+        )
 
     def accepts(self, op: Op) -> Acceptance:
         """See `Device.accepts`."""
@@ -107,38 +126,45 @@ class OpenCLDevice(Resources):
             return self._table[type(op)].prepare(self, op, weights)
 
     def prewarm(self, what: str) -> AbstractContextManager[bool]:
-        """See `Device.prewarm`."""
+        """See `SupportsPrewarm.prewarm`."""
         return self.programs.prewarm(f"{what} on {self.threads} threads")
 
     def flag(self) -> Flag | None:
-        """See `Device.flag`; probed at the first call, which takes a few milliseconds."""
+        """See `SupportsSignals.flag`; probed at the first call, which takes a few milliseconds."""
         if self.capabilities.early_visibility is None:
-            self._flag = Flag(self) if self.capabilities.unified_memory and self.coherent else None
+            self._flag = None
+            if self.capabilities.unified_memory:
+                with suppress(KernelBuildError):  # a compiler without such fences
+                    self._flag = Flag(self)
             visible = self._flag is not None and probe(self, self._flag)
             self.capabilities = replace(self.capabilities, early_visibility=visible)
         return self._flag if self.capabilities.early_visibility else None
 
     def stream_signal(self) -> OpenCLStreamSignal | None:
-        """See `Device.stream_signal`; probed at the first call, which takes a few milliseconds."""
+        """See `SupportsSignals.stream_signal`; probed at the first call, in a few milliseconds."""
         if not self._stream_signal_tried:
             self._stream_signal_tried = True
             self._stream_signal = find_stream_signal(self, self.flag())
         return self._stream_signal
 
     def discard_prewarm(self) -> None:
-        """See `Device.discard_prewarm`."""
+        """See `SupportsPrewarm.discard_prewarm`."""
         self.programs.discard_prewarm()
 
     def fuse(self, runs: Sequence[Stages]) -> Sequence[OpenCLCall] | None:
-        """See `Device.fuse`."""
+        """See `SupportsFusedLaunch.fuse`."""
         return fuse(self, runs)
 
     def transfer(self, host: Tensor, own: Tensor, *, to_device: bool) -> TransferCall:
-        """See `Device.transfer`."""
+        """See `SupportsHandovers.transfer`."""
         return TransferCall(self, host, own, to_device)
 
+    def set_explicit_handovers(self, on: bool) -> None:
+        """See `Device.set_explicit_handovers`."""
+        self.explicit_handovers = on
+
     def clone_for_thread(self) -> OpenCLDevice:
-        """See `Device.clone_for_thread`: a queue of its own, everything else shared."""
+        """See `SupportsThreads.clone_for_thread`: a queue of its own, everything else shared."""
         self.check()
         other = copy.copy(self)
         with decoded("making a queue"):
@@ -147,7 +173,7 @@ class OpenCLDevice(Resources):
         return other
 
     def set_timing(self, on: bool) -> None:
-        """See `Device.set_timing`: a queue that keeps the times of its commands."""
+        """See `SupportsQueueControl.set_timing`: a queue that keeps the times of its commands."""
         self.finish()
         with decoded("making a queue"):
             if not on:

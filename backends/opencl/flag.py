@@ -7,9 +7,11 @@ still at work; `probe` tries that, once for each device.
 
 from __future__ import annotations
 
+import re
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +20,7 @@ import pyopencl as cl
 from hetero.backends.memory import Tensor
 from hetero.backends.opencl.calls import KernelLaunch, OpenCLCall
 from hetero.backends.opencl.resources import Resources
+from hetero.backends.opencl.transfer import TransferCall
 from hetero.backends.protocol import DEFAULT_DEADLINE_S, BoundCall, Completion
 
 
@@ -39,8 +42,15 @@ DEFAULT: Final = ProbePolicy()
 
 
 def flag_program(device: Resources) -> cl.Program:
-    """Return the built program of `kernels/flag.cl`."""
-    return device.programs.get("flag.cl", {}, before=("fences.cl",))
+    """Return the built program of `kernels/flag.cl`.
+
+    It is in a standard with fences that reach the host, where the device has one.
+    """
+    version = re.match(r"OpenCL C (\d)\.\d", device.native.opencl_c_version)
+    is_cpu = bool(device.native.type & cl.device_type.CPU)
+    newer = not is_cpu and version is not None and int(version[1]) >= 2
+    options = (f"-cl-std=CL{version[1]}.0",) if newer and version is not None else ()
+    return device.programs.get("flag.cl", {}, before=("fences.cl",), options=options)
 
 
 class Flag(BoundCall):
@@ -54,7 +64,7 @@ class Flag(BoundCall):
         program = flag_program(device)
         tensor = Tensor(self.buffer, (1,), np.dtype(np.int32))
         launch = KernelLaunch(program, "raise_flag", (1,), (1,), (1, tensor))
-        self._call = OpenCLCall(device, self.name, 1, [launch], {"position": tensor})
+        self._call = OpenCLCall(device, self.name, 1, [launch], {}, keep=(tensor,))
 
     def submit(self) -> FlagCompletion:
         """Enqueue and flush."""
@@ -105,6 +115,16 @@ class FlagCompletion(Completion):
         return self._event.span()
 
 
+def handed_over(
+    device: Resources, call: OpenCLCall, inputs: Sequence[Tensor], output: Tensor
+) -> list[OpenCLCall]:
+    """Return a call between the hand-overs of what the host writes and reads, where it has none."""
+    if device.coherent or not device.explicit_handovers:
+        return [call]
+    before = [TransferCall(device, tensor, tensor, to_device=True) for tensor in inputs]
+    return [*before, call, TransferCall(device, output, output, to_device=False)]
+
+
 def probe(device: Resources, flag: Flag, policy: ProbePolicy = DEFAULT) -> bool:
     """Return whether the flag is seen before the driver reports the end.
 
@@ -114,13 +134,15 @@ def probe(device: Resources, flag: Flag, policy: ProbePolicy = DEFAULT) -> bool:
 
     width = policy.floats
     buffer = device.allocate(3 * 4 * width)
-    device.map(buffer)
     x, residual, y = (Tensor(buffer, (1, width), offset_bytes=4 * width * i) for i in range(3))
-    call = device.prepare(Add(d=width), {}).bind({"x": x, "residual": residual, "y": y}, 1)
+    kernel = device.prepare(Add(d=width), {})
+    call = cast("OpenCLCall", kernel.bind({"x": x, "residual": residual, "y": y}, 1))
+    calls = handed_over(device, call, (x, residual, y), y)
     early = False
     for i in range(policy.probes):
         x.array[:], residual.array[:], y.array[:] = i, 1.0, np.nan
-        call.submit()
+        for each in calls:
+            each.submit()
         flag.submit()
         later = call.submit()  # keeps the queue at work, so that its end shows nothing
         give_up_s = time.perf_counter() + policy.deadline_s

@@ -27,7 +27,7 @@ from hetero.backends.opencl.kernel_files import source
 from hetero.backends.opencl.program_source import OPTIONS, ProgramSource
 from hetero.backends.opencl.resources import DeviceMemory, Resources, Scratch
 from hetero.backends.opencl.self_test.program_compiler import Variant, argument_kinds
-from hetero.backends.protocol import Stages
+from hetero.backends.optional import Stages
 
 HEAD: Final = 4  # words of an entry before its arguments
 LINE: Final = 16  # 32-bit words
@@ -76,7 +76,8 @@ def fuse(device: Resources, runs: Sequence[Stages]) -> list[OpenCLCall] | None:
 
     Calls of one stage do not wait for each other, where they can do without.
     """
-    if device.tuning.lanes > 1 or not (device.coherent and device.unified_memory):
+    in_place = device.coherent or (device.unified_memory and device.explicit_handovers)
+    if device.tuning.lanes > 1 or not in_place:
         return None
     calls = [call for run in runs for stage in run for call in stage]
     if any(not isinstance(call, OpenCLCall) or call.device is not device for call in calls):

@@ -14,7 +14,8 @@ from hetero.backends.opencl.kernel_files import source
 
 Define: TypeAlias = int | float | str
 COMMON: Final = "common.cl"
-OPTIONS: Final = ("-cl-std=CL1.2", "-cl-mad-enable")
+STANDARD: Final = "-cl-std="
+OPTIONS: Final = (f"{STANDARD}CL1.2", "-cl-mad-enable")
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,14 @@ def program_source(
     before: tuple[str, ...] = (),
     options: tuple[str, ...] = (),
 ) -> ProgramSource:
-    """Return `kernels/<name>` after `common.cl` and `before`, with `defines` as macros."""
+    """Return `kernels/<name>` after `common.cl` and `before`, with `defines` as macros.
+
+    It is OpenCL C 1.2 unless `options` name another standard.
+    """
     macros = (f"-D{key}={_literal(value)}" for key, value in defines.items())
-    return source_of((COMMON, *before, name), (*OPTIONS, *options, *macros))
+    named = any(option.startswith(STANDARD) for option in options)
+    usual = [x for x in OPTIONS if not (named and x.startswith(STANDARD))]
+    return source_of((COMMON, *before, name), (*usual, *options, *macros))
 
 
 def source_of(files: Sequence[str], options: Sequence[str]) -> ProgramSource:

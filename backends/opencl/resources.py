@@ -43,8 +43,10 @@ def new_context(native: cl.Device) -> cl.Context:
 class Resources(Device):
     """The part of an OpenCL device that its kernels and calls use. Owned by the control thread.
 
-    `copies` counts copies enqueued for tensors, which stays 0 on unified memory. `coherent`: host
-    and device see each other's writes without mapping (see `calls`). `half` is fp16 arithmetic: 1
+    `copies` counts copies enqueued for tensors, which stays 0 on unified memory, and `maps` pairs
+    of mapping and unmapping. `coherent`: host and device see each other's writes without mapping
+    (see `calls`); None until it was probed. `explicit_handovers`: calls hand nothing over, their
+    caller does (`Device.set_explicit_handovers`). `half` is fp16 arithmetic: 1
     where a GPU has it, 0 elsewhere (a processor's is slower than its float32), 2 emulated (tests
     set it). `rounded_division`: float32 quotients can be had correctly rounded. `specialised` lists
     the launches that were warmed up. `clock_offset_s` is the host's clock less the device's, None
@@ -69,11 +71,12 @@ class Resources(Device):
         unified = bool(self.native.host_unified_memory)
         self.unified_memory = unified if unified_memory is None else unified_memory
         is_cpu = bool(self.native.type & cl.device_type.CPU)
-        self.coherent = is_cpu if coherent is None else coherent
+        self.coherent = coherent if self.unified_memory else False
+        self.explicit_handovers = False
         self.half = int("cl_khr_fp16" in self.native.extensions.split() and not is_cpu)
         rounded = cl.device_fp_config.CORRECTLY_ROUNDED_DIVIDE_SQRT
         self.rounded_division = bool(self.native.single_fp_config & rounded)
-        self.copies = 0
+        self.copies = self.maps = 0
         self.clock_offset_s: float | None = None
         self.specialised: set[tuple[object, ...]] = set()
         self.rope_tables: dict[ops.Rope, tuple[cl.Buffer, cl.Buffer]] = {}
@@ -84,7 +87,7 @@ class Resources(Device):
         self._health = Health(BACKEND, threads=True)
 
     def map(self, buffer: HostBuffer) -> DeviceMemory:
-        """Return the buffer's pages on unified memory, else device memory of the same size."""
+        """Return the buffer's pages on unified memory, else a copy in the device's memory."""
         self.check()
         if buffer not in self._mapped:
             with decoded(f"mapping {buffer.nbytes} bytes"):
@@ -100,11 +103,7 @@ class Resources(Device):
         contiguous = np.ascontiguousarray(array)
         access = cl.mem_flags.READ_WRITE if written else cl.mem_flags.READ_ONLY
         with decoded(f"mapping {contiguous.nbytes} bytes of weights"):
-            if self.unified_memory:
-                return self._buffer(contiguous, access)
-            return DeviceMemory(
-                self.context, access | cl.mem_flags.COPY_HOST_PTR, hostbuf=contiguous
-            )
+            return self._buffer(contiguous, access)
 
     def shared_scratch(self, nbytes: int) -> Scratch:
         """Return the device memory that holds data between two launches of one call only.
@@ -139,6 +138,6 @@ class Resources(Device):
             self.queue.finish()
 
     def _buffer(self, array: npt.NDArray[Any], access: int) -> DeviceMemory:
-        if not self.unified_memory:
-            return DeviceMemory(self.context, access, array.nbytes)
-        return DeviceMemory(self.context, access | cl.mem_flags.USE_HOST_PTR, hostbuf=array)
+        flags = cl.mem_flags
+        own = flags.USE_HOST_PTR if self.unified_memory else flags.COPY_HOST_PTR
+        return DeviceMemory(self.context, access | own, hostbuf=array)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import platform
 import time
-from typing import Final
+from typing import Final, cast
 
 import numpy as np
 
@@ -23,10 +23,11 @@ from hetero.backends.host.time_limits import time_limit
 from hetero.backends.memory import Tensor
 from hetero.backends.opencl.calls import KernelLaunch, OpenCLCall
 from hetero.backends.opencl.failures import BACKEND
-from hetero.backends.opencl.flag import Flag, FlagCompletion, ProbePolicy, flag_program
+from hetero.backends.opencl.flag import Flag, FlagCompletion, ProbePolicy, flag_program, handed_over
 from hetero.backends.opencl.resources import Resources
 from hetero.backends.ops import Add
-from hetero.backends.protocol import DEFAULT_DEADLINE_S, BoundCall, Completion, StreamSignal
+from hetero.backends.optional import StreamSignal
+from hetero.backends.protocol import DEFAULT_DEADLINE_S, BoundCall, Completion
 
 ORDERED_STORES: Final = frozenset({"x86_64", "AMD64"})
 SIGNALLED, REACHED, GAVE_UP = 0, 16, 32  # 32-bit words, a cache line each, as in flag.cl
@@ -78,7 +79,7 @@ class WaitValueCall(BoundCall):
     def _bound(self, polls: int) -> OpenCLCall:
         program = flag_program(self.device)
         launch = KernelLaunch(program, "wait_value", (1,), (1,), (1, self._tensor, polls))
-        return OpenCLCall(self.device, self.name, 1, [launch], {"position": self._tensor})
+        return OpenCLCall(self.device, self.name, 1, [launch], {}, keep=(self._tensor,))
 
 
 class OpenCLStreamSignal(StreamSignal):
@@ -142,11 +143,13 @@ def _probe(
     buffer = device.allocate(3 * size)
     x, residual, y = (Tensor(buffer, (1, floats), offset_bytes=size * i) for i in range(3))
     add = device.prepare(Add(d=floats), {})
-    call = add.bind({"x": x, "residual": residual, "y": y}, 1)
+    call = cast("OpenCLCall", add.bind({"x": x, "residual": residual, "y": y}, 1))
+    calls = handed_over(device, call, (x, residual), y)
     for i in range(policy.probes):
         x.array[:], residual.array[:], y.array[:] = -1.0, 1.0, np.nan
         reached = signal.wait_value.submit()
-        call.submit()
+        for each in calls:
+            each.submit()
         end = flag.submit()
         blocked = _completes_within(reached, policy.deadline_s) and bool(np.isnan(y.array).all())
         x.array[:] = i

@@ -19,6 +19,7 @@ from hetero.backends.memory import HostBuffer, Tensor, new_tensor
 from hetero.backends.onnx_common import staging as weight_staging
 from hetero.backends.onnx_common.binding import NATIVE_ERRORS
 from hetero.backends.ops import Op, describe
+from hetero.backends.optional import SupportsCompaction
 from hetero.backends.ort_cpu import graphs, integers, kernels, mixed
 from hetero.backends.ort_cpu.session import BACKEND, device_error, new_session
 from hetero.backends.protocol import (
@@ -40,7 +41,7 @@ SPLIT_PAYS_UP_TO = 16  # tokens; measured, see `open`
 SPLIT_CHUNK = 64  # tokens; longer chunks are no faster and their planes take more memory
 
 
-class OrtCpuDevice(Device):
+class OrtCpuDevice(Device, SupportsCompaction):
     """Sessions run on whatever thread calls them."""
 
     def __init__(self, *, graph_sizes: tuple[int, ...], w4a16: graphs.ActivationPath) -> None:
@@ -108,7 +109,7 @@ class OrtCpuDevice(Device):
         return kernel
 
     def compact_weights(self) -> None:
-        """See `Device.compact_weights`. ONNX Runtime's packs of the weights go into huge pages."""
+        """Move ONNX Runtime's packs of the weights into huge pages."""
         if sum(kernel.nbytes for kernel in self._kernels) >= hugepages.SMALLEST_BYTES:
             hugepages.collapse(COMPACT_S)
 

@@ -14,6 +14,7 @@ from hetero.backends.formats import CacheFormat, WeightFormat
 from hetero.backends.groups import Group
 from hetero.backends.memory import HostBuffer
 from hetero.backends.ops import Op, describe
+from hetero.backends.optional import SupportsGroups
 from hetero.backends.protocol import (
     Acceptance,
     Capabilities,
@@ -47,7 +48,7 @@ UNBOUNDED = 1 << 30  # positions of a table whose last row stands for all after 
 BLOCK_FORMATS = (WeightFormat.W4A16, WeightFormat.W8A16)
 
 
-class QnnDevice(Device):
+class QnnDevice(Device, SupportsGroups):
     """One Hexagon, real or emulated. Graphs run on whatever thread calls them."""
 
     def __init__(

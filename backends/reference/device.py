@@ -15,6 +15,7 @@ from hetero.backends.formats import WeightFormat
 from hetero.backends.host.clock import Clock
 from hetero.backends.memory import HostBuffer, Panels, Tensor
 from hetero.backends.ops import Op, describe
+from hetero.backends.optional import SupportsTransfer
 from hetero.backends.protocol import (
     DEFAULT_DEADLINE_S,
     FIXED_PORTS,
@@ -41,7 +42,7 @@ class Faults:
     fail_launch: int | None = None
 
 
-class ReferenceDevice(Device):
+class ReferenceDevice(Device, SupportsTransfer):
     """numpy float64 on the calling thread."""
 
     def __init__(
@@ -89,7 +90,7 @@ class ReferenceDevice(Device):
         return _Kernel(self, op, *program(op, weights))
 
     def transfer(self, host: Tensor, own: Tensor, *, to_device: bool) -> BoundCall:
-        """See `Device.transfer`."""
+        """See `SupportsTransfer.transfer`."""
         return _Copy(self, *((host, own) if to_device else (own, host)))
 
     def drain(self, deadline_s: float) -> None:  # noqa: ARG002

@@ -10,7 +10,6 @@
     graph_sizes, row_alignment, token_alignment, weight_formats
     compute         whether results are computed (by `reference`, outside virtual time)
 
-`hetero.profiler.simulated.open_chip(profile)` opens both devices of a `DeviceProfile`.
 """
 
 from __future__ import annotations

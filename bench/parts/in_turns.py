@@ -11,6 +11,7 @@ from typing import Annotated
 import numpy as np
 import typer
 from common import CONTEXT, LLAMA, Lengths, Tokens, finish, integers, spread, table
+from lab.repredict import repredict
 
 from hetero.backends.host.affinity import assign_cores, pinned
 from hetero.measuring.profiling import model_options
@@ -21,7 +22,6 @@ from hetero.profiler.options import Options
 from hetero.profiler.records import DECODE_TOKENS, DeviceProfile
 from hetero.profiler.session import profile_devices
 from hetero.solver.prompts import call_scenarios
-from hetero.solver.repredict import repredict
 from hetero.solver.solution import Scenario
 from parts.levels import Contender, contender
 

@@ -31,7 +31,7 @@ def rows(
         for i, context in enumerate(contexts):
             engine.prefill(context, [5 + (i + j) % 200 for j in range(p)])
         with engine.lock:
-            engine.warm_rows(contexts)
+            engine.deployment.warm_rows(contexts)
 
         def steps(count: int) -> float:
             part = contexts[:count]

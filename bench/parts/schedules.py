@@ -11,6 +11,7 @@ from unittest.mock import patch
 import numpy as np
 import typer
 from common import DATA, finish, integers, random_weight, table
+from lab.chip_fit import fit_model, leave_one_out
 
 from hetero.backends.formats import WeightFormat
 from hetero.backends.ops import MatMul
@@ -20,7 +21,7 @@ from hetero.backends.qnn.library import load
 from hetero.backends.qnn.optrace import Schedule, ScheduleStore
 from hetero.backends.qnn.session import Target
 from hetero.backends.snapdragon import find_chip
-from hetero.profiler.compiled import CallWork, Scheduler, fit_model, leave_one_out
+from hetero.profiler.compiled import CallWork, Scheduler
 
 SOC = "sm8650"
 

@@ -1,9 +1,9 @@
 """Trains the shipped demo model on without its 4-bit weights, so that there are floats to round.
 
-Writes a Hugging Face directory, stories to calibrate with (`calibration.txt`) and held-out ones to
-score (`scored.txt`), with which docs/reference/files.md compares the weight formats. With
-`--outliers` channels are grown first (`hetero.compiling.outlying_weights`) and the model is trained
-on with them, so that they are its own (docs/explanation/w8a8.md).
+Writes a Hugging Face directory, and beside it stories to calibrate with (`calibration.txt`) and
+held-out ones to score (`scored.txt`): what docs: files.md says of the weight formats' quality. With
+`--outliers` channels are grown first (`bench/lab/outliers.py`) and the model is trained on with
+them, so that they are its own (docs/explanation/w8a8.md).
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ from export import write_checkpoint
 from model import Llama, LlamaShape
 from tokenizers import Tokenizer
 
-from hetero.compiling.outlying_weights import OutlyingWeights
 from hetero.models import open_model
+
+sys.path.append(str(Path(__file__).parents[2]))
+from bench.lab.outliers import OutlyingWeights
 
 LEARNING_RATE = 3e-4
 # Where a channel is 2^8 times as large, so is what a step of its weights does.

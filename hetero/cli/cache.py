@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import Annotated, Final
 
 import typer
+from rich.console import Console
 
+from hetero import cache
+from hetero.cache import KINDS, CacheEntry, CacheUsage, KindUsage
 from hetero.cli.options import JsonOption
+from hetero.cli.tables import fits, show_or_print
 from hetero.errors import UserError
+from hetero.profiler.table_data import TableData
+from hetero.solver.report import units
 from hetero.terminal import json_line
-
-if TYPE_CHECKING:
-    from hetero.cache import CacheEntry, CacheUsage, KindUsage
 
 UNITS: Final = {"m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 LONGEST_S: Final = 100 * 366 * UNITS["d"]
 CLEAR: Final = "clear"
-NAMES: Final = (  # the names of `hetero.cache.KINDS`
-    "decisions", "first-starts", "opencl", "packed", "qnn", "qnn-schedules", "locks", "notices",
-    "profiles", "contexts", "history", "other",
-)  # fmt: skip
 
 
 def cache_command(
@@ -31,7 +29,7 @@ def cache_command(
         list[str] | None,
         typer.Argument(
             metavar="[clear] [KIND]...",
-            help=f"Kinds, to list what they have or to clear it: {', '.join(NAMES)}.",
+            help=f"Kinds, to list what they have or to clear it: {', '.join(KINDS)}.",
             show_default=False,
         ),
     ] = None,
@@ -59,24 +57,19 @@ def cache_command(
     Cleared files are made again when they are needed, except profiles, contexts and history, which
     are only cleared by name. Nothing is cleared that a running process uses.
     """
-    from hetero import cache
-
     kinds = list(words or ())
     if kinds[:1] != [CLEAR]:
-        given = {"--stale": stale, "--older-than": older_than, "--all": everything}
-        _refuse_options(kinds, {**given, "--yes": yes, "--dry-run": dry_run})
-        document = cache.usage(kinds)
-        _print(document, _show, as_json=as_json)
-        return
-    age_s = None if older_than is None else parse_age(older_than)
-    entries = cache.select(kinds[1:], everything=everything, stale=stale, older_than_s=age_s)
-    if not dry_run and not yes:
-        _confirm(entries)
-    document = cache.remove(entries, dry_run=dry_run)
-    _print(document, _show_cleared, as_json=as_json)
-
-
-def _print(document: CacheUsage, show: Callable[[CacheUsage], None], *, as_json: bool) -> None:
+        given = {"--stale": stale, "--older-than": older_than, "--all": everything, "--yes": yes}
+        for name in (name for name, x in {**given, "--dry-run": dry_run}.items() if x):
+            line = " ".join(["hetero cache clear", *kinds, name])
+            raise UserError(f"{name} is for clearing: `{line}`")
+        document, show = cache.usage(kinds), _show
+    else:
+        age_s = None if older_than is None else parse_age(older_than)
+        entries = cache.select(kinds[1:], everything=everything, stale=stale, older_than_s=age_s)
+        if not dry_run and not yes:
+            _confirm(entries)
+        document, show = cache.remove(entries, dry_run=dry_run), _show_cleared
     if as_json:
         print(json_line(document.model_dump_json()))
     else:
@@ -94,22 +87,11 @@ def parse_age(text: str) -> float:
     return seconds
 
 
-def _refuse_options(kinds: list[str], given: dict[str, object]) -> None:
-    """Raise `UserError` for options of `clear` without it."""
-    for name, value in given.items():
-        if value:
-            line = " ".join(["hetero cache clear", *kinds, name])
-            raise UserError(f"{name} is for clearing: `{line}`")
-
-
 def _confirm(entries: dict[str, list[CacheEntry]]) -> None:
     """Ask before removing guarded kinds; declined ones leave the lists.
 
     Raises `UserError` without a terminal.
     """
-    from hetero.cache import KINDS
-    from hetero.solver.report import units
-
     for name, listed in entries.items():
         going = [entry for entry in listed if not entry.held and not entry.stale]
         if not going or not KINDS[name].guarded:
@@ -123,10 +105,6 @@ def _confirm(entries: dict[str, list[CacheEntry]]) -> None:
 
 
 def _show_entries(kind: KindUsage) -> None:
-    from hetero.cli.tables import show_or_print
-    from hetero.profiler.table_data import TableData
-    from hetero.solver.report import units
-
     head = ("name", "of", "size", "used", "state")
     rows = tuple(
         (x.name, x.of, units.size(x.nbytes), ago(x.used_at_s), "in use" if x.held else x.stale)
@@ -138,12 +116,6 @@ def _show_entries(kind: KindUsage) -> None:
 
 def _show(document: CacheUsage) -> None:
     """Print all kinds, or the entries of those that were named."""
-    from rich.console import Console
-
-    from hetero.cli.tables import fits, show_or_print
-    from hetero.profiler.table_data import TableData
-    from hetero.solver.report import units
-
     if named := [kind for kind in document.kinds if kind.listed is not None]:
         for kind in named:
             _show_entries(kind)
@@ -177,8 +149,6 @@ def _show(document: CacheUsage) -> None:
 
 def _show_cleared(document: CacheUsage) -> None:
     """Print what was removed, and what was in use."""
-    from hetero.solver.report import units
-
     cleared = [kind for kind in document.cleared or () if kind.entries]
     parts = ", ".join(f"{x.kind} {x.entries} ({units.size(x.nbytes)})" for x in cleared)
     verb = "would free" if document.dry_run else "freed"

@@ -23,24 +23,19 @@ PROMPT_TOKENS = 1024  # four calls of the largest graphs, as in mllm-NPU's secti
 
 def compile_command(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="As for generate.")],
-    soc: Annotated[
-        str, typer.Option("--soc", metavar="CHIP", help="Such as sm8650 (Snapdragon 8 Gen 3).")
-    ],
-    out: Annotated[
-        Path | None, typer.Option("--out", metavar="DIR", help="Directory to write.")
-    ] = None,
+    soc: Annotated[str, typer.Option(metavar="CHIP", help="Such as sm8650 (Snapdragon 8 Gen 3).")],
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Directory to write.")] = None,
     plan: Annotated[
-        Path | None, typer.Option("--plan", help="A plan; default: prefill's matmuls on the NPU.")
+        Path | None, typer.Option(help="A plan; default: prefill's matmuls on the NPU.")
     ] = None,
     graph_sizes: Annotated[
-        str | None,
-        typer.Option("--graph-sizes", metavar="LIST", help="Token counts, such as 32,128,256."),
+        str | None, typer.Option(metavar="LIST", help="Token counts, such as 32,128,256.")
     ] = None,
     max_seq_len: Annotated[
-        int | None, typer.Option("--max-seq-len", min=1, help="Longest context of the bundle.")
+        int | None, typer.Option(min=1, help="Longest context of the bundle.")
     ] = None,
     weights: Annotated[
-        str, typer.Option("--weights", metavar="NAME", help="Weights and activations.")
+        str, typer.Option(metavar="NAME", help="Weights and activations.")
     ] = "w4a16",
     share_weights: Annotated[
         bool, typer.Option("--share-weights", help="One copy for all sizes; for devices only.")
@@ -50,7 +45,7 @@ def compile_command(
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what it takes.")] = False,
     prompt_tokens: Annotated[
-        int, typer.Option("--prompt-tokens", min=1, help="Of the prompt that --dry-run looks at.")
+        int, typer.Option(min=1, help="Of the prompt that --dry-run looks at.")
     ] = PROMPT_TOKENS,
     as_json: JsonOption = False,
 ) -> None:

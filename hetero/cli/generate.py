@@ -7,149 +7,85 @@ import sys
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from hetero.cli.options import (
-    AdaptOption,
-    BiasOption,
-    BudgetOption,
-    CacheOption,
-    ChatOption,
-    ContextOption,
-    DeviceChoice,
-    DeviceOption,
-    EchoOption,
-    FileOption,
-    FrequencyOption,
-    GpuOption,
+    OUTPUT,
+    AnswerFlags,
+    EngineFlags,
     JsonOption,
-    KeepOption,
-    LogprobsOption,
-    MaxTokensOption,
-    MinPOption,
     ModelArgument,
-    NpuOption,
-    OrderChoice,
-    OrderOption,
-    PenaltyOption,
-    PlanOption,
-    PresenceOption,
-    ProfileOption,
-    PromptArgument,
-    SeedOption,
-    ShareOption,
-    ShiftOption,
     SpeculativeOption,
     StatsOption,
-    StopOption,
-    StrategyOption,
-    SyncChoice,
-    SyncOption,
     SystemOption,
-    TemperatureOption,
-    TopKOption,
-    TopPOption,
-    TraceOption,
-    WeightsOption,
     WholeOption,
+    expanded,
     open_llm,
-    parse_biases,
-    parse_strategy,
-    sampling_given,
     shown,
     stderr,
 )
 from hetero.errors import UserError
-from hetero.generation.constants import DEFAULT_MAX_TOKENS
-from hetero.runtime.kv.constants import SINKS
 from hetero.terminal import answer_text
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from hetero.generation.answer_stats import Stats
     from hetero.generation.llm import LLM
-    from hetero.generation.loop import GenerationResult, Stats
+    from hetero.generation.loop import GenerationResult
     from hetero.generation.options import GenerateOptions, SamplingOptions
     from hetero.runtime.memory_estimate import MemoryEstimate
 
-if TYPE_CHECKING:
-    from hetero.generation.options import GenerateOptions
 
-
+@expanded
 def generate_command(
     model: ModelArgument,
-    prompt: PromptArgument = None,
-    file: FileOption = None,
+    prompt: Annotated[
+        str | None,
+        typer.Argument(metavar="[PROMPT]", help="What to answer; - or nothing: standard input."),
+    ] = None,
+    file: Annotated[Path | None, typer.Option(help="Read the prompt from this file.")] = None,
     system: SystemOption = None,
-    chat: ChatOption = None,
-    max_tokens: MaxTokensOption = DEFAULT_MAX_TOKENS,
-    stop: StopOption = None,
-    max_seq_len: ContextOption = None,
-    context_shift: ShiftOption = False,
-    keep: KeepOption = SINKS,
-    temperature: TemperatureOption = None,
-    top_k: TopKOption = None,
-    top_p: TopPOption = None,
-    min_p: MinPOption = None,
-    repetition_penalty: PenaltyOption = None,
-    frequency_penalty: FrequencyOption = 0.0,
-    presence_penalty: PresenceOption = 0.0,
-    logit_bias: BiasOption = None,
-    seed: SeedOption = None,
-    device: DeviceOption = DeviceChoice.AUTO,
-    gpu: GpuOption = "auto",
-    npu: NpuOption = "auto",
-    weights: WeightsOption = None,
-    plan: PlanOption = None,
-    profile: ProfileOption = None,
-    strategy: StrategyOption = None,
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--raw",
+            help="Answer as a chat, or go on from the text.",
+            show_default="chat, if MODEL can",
+        ),
+    ] = None,
+    *,
+    answer: AnswerFlags,
+    engine: EngineFlags,
     speculative: SpeculativeOption = 0,
-    sync: SyncOption = SyncChoice.FAST,
-    max_gpu_share: ShareOption = 1.0,
-    memory_budget: BudgetOption = None,
-    adapt: AdaptOption = True,
-    order: OrderOption = OrderChoice.BEST,
-    echo: EchoOption = False,
-    logprobs: LogprobsOption = None,
-    kv: CacheOption = None,
     whole_caches: WholeOption = False,
-    trace: TraceOption = None,
+    echo: Annotated[
+        bool,
+        typer.Option("--echo", help="Print the prompt, and go on from it.", rich_help_panel=OUTPUT),
+    ] = False,
+    logprobs: Annotated[
+        int | None,
+        typer.Option(min=0, help="With --json: this many alternatives.", rich_help_panel=OUTPUT),
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write a Chrome/Perfetto trace: GPU, NPU and control lanes.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
     stats: StatsOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Answer PROMPT; the text streams to stdout."""
-
-    options: GenerateOptions = {
-        "max_tokens": max_tokens,
-        "stop": stop or (),
-        "echo": echo,
-        "logprobs": logprobs,
-        "frequency_penalty": frequency_penalty,
-        "presence_penalty": presence_penalty,
-        "logit_bias": parse_biases(logit_bias),
-        "seed": seed,
-        "speculative": speculative,
-        "context_shift": context_shift,
-        "keep": keep,
-    }
-    given = sampling_given(temperature, top_k, top_p, min_p, repetition_penalty)
+    options = answer.arguments()
+    options |= {"echo": echo, "logprobs": logprobs, "speculative": speculative}
+    given = answer.sampling()
     text = checked_prompt(prompt, file, {**options, **given}, as_json=as_json)
-    with (
-        open_llm(
-            *(model, device, gpu, npu, weights, plan, max_seq_len),
-            sync=sync.value,
-            strategy=None if strategy is None else parse_strategy(strategy),
-            profile=profile,
-            max_gpu_share=max_gpu_share,
-            memory_budget=memory_budget,
-            adapt=adapt,
-            order=order.value,
-            kv=kv,
-            whole_caches=whole_caches,
-            first_prompt=text,
-        ) as llm,
-        llm.trace(trace) if trace is not None else nullcontext(),
-    ):
+    opened = open_llm(model, **engine.arguments(), whole_caches=whole_caches, first_prompt=text)
+    with opened as llm, llm.trace(trace) if trace is not None else nullcontext():
         prompt_ids, options = question(llm, text, system, chat, options, given)
         result = answered(llm, prompt_ids, options, quiet=as_json, stats=stats, prompt_text=text)
         if as_json:
@@ -283,7 +219,7 @@ def _check_early(prompt: str, options: GenerateOptions, *, as_json: bool) -> Non
 
 
 def document(llm: LLM, result: GenerationResult, options: GenerateOptions) -> dict[str, Any]:
-    from hetero.generation.loop import DeviceShare
+    from hetero.generation.answer_stats import DeviceShare
     from hetero.measuring.contender import peak_rss_bytes
 
     stats = result.stats
@@ -330,7 +266,7 @@ def document(llm: LLM, result: GenerationResult, options: GenerateOptions) -> di
 def print_stats(llm: LLM, result: GenerationResult) -> None:
     from rich.table import Table
 
-    from hetero.generation.loop import DeviceShare
+    from hetero.generation.answer_stats import DeviceShare
     from hetero.measuring.contender import peak_rss_bytes
     from hetero.solver.report.units import size
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from enum import StrEnum
+from dataclasses import dataclass, is_dataclass
+from enum import Enum, StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Final, cast, get_args, get_type_hints
 
 import typer
 from rich.console import Console
@@ -16,12 +18,14 @@ from rich.text import Text
 from hetero.backends.formats import CacheFormat, WeightFormat
 from hetero.backends.registry import choices_text
 from hetero.errors import UserError
+from hetero.generation.constants import DEFAULT_MAX_TOKENS
+from hetero.runtime.kv.constants import SINKS
 from hetero.solver.names import NamedStrategy
 from hetero.terminal import printable
 
 if TYPE_CHECKING:
     from hetero.generation.llm import LLM
-    from hetero.generation.options import SamplingOptions
+    from hetero.generation.options import GenerateOptions, SamplingOptions
 
 stderr = Console(stderr=True)
 
@@ -77,33 +81,19 @@ ModelArgument = Annotated[
 DeviceOption = Annotated[
     DeviceChoice,
     typer.Option(
-        "--device",
         help="What computes; auto: what is predicted fastest, hetero: both at every matmul.",
         rich_help_panel=DEVICES,
     ),
 ]
 GpuOption = Annotated[
-    str,
-    typer.Option(
-        "--gpu",
-        metavar="BACKEND",
-        help=f"{choices_text('gpu')}.",
-        rich_help_panel=DEVICES,
-    ),
+    str, typer.Option(metavar="BACKEND", help=f"{choices_text('gpu')}.", rich_help_panel=DEVICES)
 ]
 NpuOption = Annotated[
-    str,
-    typer.Option(
-        "--npu",
-        metavar="BACKEND",
-        help=f"{choices_text('npu')}.",
-        rich_help_panel=DEVICES,
-    ),
+    str, typer.Option(metavar="BACKEND", help=f"{choices_text('npu')}.", rich_help_panel=DEVICES)
 ]
 WeightsOption = Annotated[
     WeightsChoice | None,
     typer.Option(
-        "--weights",
         help="Weights and activations.",
         show_default="MODEL's own, or w4a16",
         rich_help_panel=DEVICES,
@@ -112,7 +102,6 @@ WeightsOption = Annotated[
 ProfileOption = Annotated[
     str | None,
     typer.Option(
-        "--profile",
         metavar="PROFILE",
         help="What predicts: a file or a shipped name.",
         show_default="this machine's",
@@ -122,262 +111,188 @@ ProfileOption = Annotated[
 StrategyOption = Annotated[
     str | None,
     typer.Option(
-        "--strategy",
         metavar="NAME",
         help=f"Force one for comparison: {', '.join(get_args(NamedStrategy))}.",
         rich_help_panel=DEVICES,
     ),
 ]
 PlanOption = Annotated[
-    Path | None,
-    typer.Option("--plan", help="A plan of `hetero plan`.", rich_help_panel=DEVICES),
+    Path | None, typer.Option(help="A plan of `hetero plan`.", rich_help_panel=DEVICES)
 ]
 ContextOption = Annotated[
     int | None,
     typer.Option(
-        "--max-seq-len",
-        min=1,
-        help="Longest prompt plus answer, in tokens.",
-        show_default="MODEL's, up to 4096",
-    ),
-]
-MaxTokensOption = Annotated[int, typer.Option("--max-tokens", min=1, help="Longest answer.")]
-TemperatureOption = Annotated[
-    float | None,
-    typer.Option(
-        "--temperature",
-        help="0 is greedy.",
-        show_default="0; chats: MODEL's",
-        rich_help_panel=SAMPLING,
-    ),
-]
-TopKOption = Annotated[
-    int | None,
-    typer.Option(
-        "--top-k",
-        help="Keep the k likeliest; 0: all.",
-        show_default="0; chats: MODEL's",
-        rich_help_panel=SAMPLING,
-    ),
-]
-TopPOption = Annotated[
-    float | None,
-    typer.Option(
-        "--top-p",
-        help="Keep this much probability.",
-        show_default="1; chats: MODEL's",
-        rich_help_panel=SAMPLING,
-    ),
-]
-MinPOption = Annotated[
-    float | None,
-    typer.Option(
-        "--min-p",
-        help="Least share of the likeliest's.",
-        show_default="0; chats: MODEL's",
-        rich_help_panel=SAMPLING,
-    ),
-]
-PenaltyOption = Annotated[
-    float | None,
-    typer.Option(
-        "--repetition-penalty",
-        help="On tokens of the text; 1: none.",
-        show_default="1; chats: MODEL's",
-        rich_help_panel=SAMPLING,
-    ),
-]
-FrequencyOption = Annotated[
-    float,
-    typer.Option(
-        "--frequency-penalty",
-        help="For each time a token was generated.",
-        rich_help_panel=SAMPLING,
-    ),
-]
-PresenceOption = Annotated[
-    float,
-    typer.Option(
-        "--presence-penalty",
-        help="For tokens that were generated at all.",
-        rich_help_panel=SAMPLING,
-    ),
-]
-BiasOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--logit-bias",
-        metavar="ID=BIAS",
-        help="To a token's logit; repeatable.",
-        rich_help_panel=SAMPLING,
-    ),
-]
-SeedOption = Annotated[
-    int | None,
-    typer.Option("--seed", help="Makes sampling repeatable.", rich_help_panel=SAMPLING),
-]
-LogprobsOption = Annotated[
-    int | None,
-    typer.Option(
-        "--logprobs", min=0, help="With --json: this many alternatives.", rich_help_panel=OUTPUT
-    ),
-]
-StopOption = Annotated[
-    list[str] | None, typer.Option("--stop", help="Ends the answer; may be repeated.")
-]
-StatsOption = Annotated[
-    bool, typer.Option("--stats", help="Print speeds and placement.", rich_help_panel=OUTPUT)
-]
-SpeculativeOption = Annotated[
-    int,
-    typer.Option(
-        "--speculative",
-        min=0,
-        help="Tokens guessed ahead from the text; 0: none.",
-        rich_help_panel=DEVICES,
-    ),
-]
-ChatOption = Annotated[
-    bool | None,
-    typer.Option(
-        "--chat/--raw",
-        help="Answer as a chat, or go on from the text.",
-        show_default="chat, if MODEL can",
+        min=1, help="Longest prompt plus answer, in tokens.", show_default="MODEL's, up to 4096"
     ),
 ]
 SyncOption = Annotated[
-    SyncChoice,
-    typer.Option("--sync", help="How to wait for the GPU.", rich_help_panel=DEVICES),
-]
-AdaptOption = Annotated[
-    bool,
-    typer.Option(
-        "--adapt/--no-adapt",
-        help="Let cuts follow the devices' measured speeds.",
-        rich_help_panel=DEVICES,
-    ),
-]
-OrderOption = Annotated[
-    OrderChoice,
-    typer.Option("--order", help="Of the chunks of a long prompt.", rich_help_panel=DEVICES),
-]
-CacheOption = Annotated[
-    CacheFormat | None,
-    typer.Option(
-        "--kv",
-        help="Format of cached keys and values.",
-        show_default="f16",
-        rich_help_panel=DEVICES,
-    ),
-]
-WholeOption = Annotated[
-    bool,
-    typer.Option(
-        "--whole-caches",
-        help="Layers with a window keep all.",
-        rich_help_panel=DEVICES,
-    ),
-]
-PromptArgument = Annotated[
-    str | None,
-    typer.Argument(metavar="[PROMPT]", help="What to answer; - or nothing: standard input."),
-]
-FileOption = Annotated[Path | None, typer.Option("--file", help="Read the prompt from this file.")]
-SystemOption = Annotated[
-    str | None, typer.Option("--system", help="System message, for the chat template.")
-]
-EchoOption = Annotated[
-    bool,
-    typer.Option("--echo", help="Print the prompt, and go on from it.", rich_help_panel=OUTPUT),
+    SyncChoice, typer.Option(help="How to wait for the GPU.", rich_help_panel=DEVICES)
 ]
 ShareOption = Annotated[
     float,
-    typer.Option(
-        "--max-gpu-share",
-        help="Most of the time that the GPU is busy, 0 to 1.",
-        rich_help_panel=DEVICES,
-    ),
+    typer.Option(help="Most of the time that the GPU is busy, 0 to 1.", rich_help_panel=DEVICES),
 ]
 BudgetOption = Annotated[
     str | None,
     typer.Option(
-        "--memory-budget",
         metavar="SIZE",
         help="For weights, activations and caches, such as 4GiB.",
         rich_help_panel=DEVICES,
     ),
 ]
-ShiftOption = Annotated[
+AdaptOption = Annotated[
     bool,
+    typer.Option(help="Let cuts follow the devices' measured speeds.", rich_help_panel=DEVICES),
+]
+OrderOption = Annotated[
+    OrderChoice, typer.Option(help="Of the chunks of a long prompt.", rich_help_panel=DEVICES)
+]
+CacheOption = Annotated[
+    CacheFormat | None,
     typer.Option(
-        "--context-shift",
-        help="Forget half where the context is full.",
+        help="Format of cached keys and values.", show_default="f16", rich_help_panel=DEVICES
     ),
 ]
-KeepOption = Annotated[
+WholeOption = Annotated[
+    bool,
+    typer.Option("--whole-caches", help="Layers with a window keep all.", rich_help_panel=DEVICES),
+]
+SpeculativeOption = Annotated[
     int,
-    typer.Option("--keep", min=0, help="First tokens that --context-shift leaves."),
-]
-TraceOption = Annotated[
-    Path | None,
     typer.Option(
-        "--trace",
-        help="Write a Chrome/Perfetto trace: GPU, NPU and control lanes.",
-        rich_help_panel=OUTPUT,
+        min=0, help="Tokens guessed ahead from the text; 0: none.", rich_help_panel=DEVICES
     ),
+]
+SystemOption = Annotated[str | None, typer.Option(help="System message, for the chat template.")]
+StatsOption = Annotated[
+    bool, typer.Option("--stats", help="Print speeds and placement.", rich_help_panel=OUTPUT)
 ]
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Last line of stdout is JSON.", rich_help_panel=OUTPUT)
 ]
 
 
-def open_llm(
-    model: str,
-    device: DeviceChoice,
-    gpu: str,
-    npu: str,
-    weights: WeightsChoice | WeightFormat | None,
-    plan: Path | None,
-    max_seq_len: int | None,
-    **options: Any,
-) -> LLM:
+def _sampling(help: str, *, default: bool | str = True, metavar: str | None = None) -> Any:
+    return typer.Option(help=help, show_default=default, metavar=metavar, rich_help_panel=SAMPLING)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineFlags:
+    """Options of opening a model, for `generate`, `chat` and `serve`; see `expanded`."""
+
+    device: DeviceOption = DeviceChoice.AUTO
+    gpu: GpuOption = "auto"
+    npu: NpuOption = "auto"
+    weights: WeightsOption = None
+    plan: PlanOption = None
+    profile: ProfileOption = None
+    strategy: StrategyOption = None
+    max_seq_len: ContextOption = None
+    sync: SyncOption = SyncChoice.FAST
+    max_gpu_share: ShareOption = 1.0
+    memory_budget: BudgetOption = None
+    adapt: AdaptOption = True
+    order: OrderOption = OrderChoice.BEST
+    kv: CacheOption = None
+
+    def arguments(self) -> dict[str, Any]:
+        """Return them as arguments of `LLM`. Raises `UserError`."""
+        given = {key: x.value if isinstance(x, Enum) else x for key, x in vars(self).items()}
+        plan = None if self.plan is None else str(self.plan)
+        strategy = None if self.strategy is None else parse_strategy(self.strategy)
+        return {**given, "plan": plan, "strategy": strategy}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerFlags:
+    """Options of an answer, for `generate` and `chat`; see `expanded`."""
+
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = DEFAULT_MAX_TOKENS
+    stop: Annotated[list[str] | None, typer.Option(help="Ends the answer; may be repeated.")] = None
+    context_shift: Annotated[
+        bool, typer.Option("--context-shift", help="Forget half where the context is full.")
+    ] = False
+    keep: Annotated[int, typer.Option(min=0, help="First tokens that --context-shift leaves.")] = (
+        SINKS
+    )
+    temperature: Annotated[float | None, _sampling("0 is greedy.", default="0; chats: MODEL's")] = (
+        None
+    )
+    top_k: Annotated[
+        int | None, _sampling("Keep the k likeliest; 0: all.", default="0; chats: MODEL's")
+    ] = None
+    top_p: Annotated[
+        float | None, _sampling("Keep this much probability.", default="1; chats: MODEL's")
+    ] = None
+    min_p: Annotated[
+        float | None, _sampling("Least share of the likeliest's.", default="0; chats: MODEL's")
+    ] = None
+    repetition_penalty: Annotated[
+        float | None, _sampling("On tokens of the text; 1: none.", default="1; chats: MODEL's")
+    ] = None
+    frequency_penalty: Annotated[float, _sampling("For each time a token was generated.")] = 0.0
+    presence_penalty: Annotated[float, _sampling("For tokens that were generated at all.")] = 0.0
+    logit_bias: Annotated[
+        list[str] | None, _sampling("To a token's logit; repeatable.", metavar="ID=BIAS")
+    ] = None
+    seed: Annotated[int | None, _sampling("Makes sampling repeatable.")] = None
+
+    def arguments(self) -> GenerateOptions:
+        """Return those that no model has defaults for, as arguments of `LLM.generate`."""
+        given = {key: x for key, x in vars(self).items() if key not in MODEL_SAMPLING}
+        biases = parse_biases(self.logit_bias)
+        return cast("GenerateOptions", {**given, "stop": self.stop or (), "logit_bias": biases})
+
+    def sampling(self) -> SamplingOptions:
+        """Return the given ones of those that a model has defaults for."""
+        given = {key: x for key in MODEL_SAMPLING if (x := getattr(self, key)) is not None}
+        return cast("SamplingOptions", given)
+
+
+# Options that a model may have defaults for.
+MODEL_SAMPLING: Final = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+def expanded(command: Callable[..., None]) -> Callable[..., None]:
+    """Return a command for Typer with the fields of option classes as parameters.
+
+    They replace each parameter which is one of the classes of options above.
+    """
+    hints = get_type_hints(command, include_extras=True)
+    flat: dict[str, inspect.Parameter] = {}
+    groups: dict[str, list[str]] = {}
+    for name, given in inspect.signature(command).parameters.items():
+        parameters = [given]
+        if is_dataclass(hints[name]):
+            parameters = list(inspect.signature(hints[name]).parameters.values())
+            groups[name] = [x.name for x in parameters]
+            hints |= get_type_hints(hints[name], include_extras=True)
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        flat |= {x.name: x.replace(kind=keyword, annotation=hints[x.name]) for x in parameters}
+
+    def run(**options: Any) -> None:
+        made = {
+            name: hints[name](**{field: options.pop(field) for field in fields})
+            for name, fields in groups.items()
+        }
+        command(**options, **made)
+
+    run.__doc__ = command.__doc__
+    run.__annotations__ = {name: hints[name] for name in flat}
+    run.__signature__ = inspect.Signature(list(flat.values()))  # type: ignore[attr-defined]
+    return run
+
+
+def open_llm(model: str, **options: Any) -> LLM:
     """Return the model, with a progress bar while it loads."""
     from hetero.generation.llm import LLM
     from hetero.terminal.notices import notify
 
     with progress_bar("loading") as advance:
-        llm = LLM(
-            model,
-            device=device.value,
-            gpu=gpu,
-            npu=npu,
-            weights=None if weights is None else weights.value,
-            plan=str(plan) if plan is not None else None,
-            max_seq_len=max_seq_len,
-            progress=advance,
-            **options,
-        )
+        llm = LLM(model, progress=advance, **options)
     for note in llm.choice.notes:
         notify(note)
     return llm
-
-
-def sampling_given(
-    temperature: float | None,
-    top_k: int | None,
-    top_p: float | None,
-    min_p: float | None,
-    repetition_penalty: float | None,
-) -> SamplingOptions:
-    """Return the given options among those that a model has defaults for."""
-    given = {
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "repetition_penalty": repetition_penalty,
-    }
-    return cast("SamplingOptions", {k: v for k, v in given.items() if v is not None})
 
 
 def shown(text: str) -> Text:

@@ -69,8 +69,7 @@ PlannedCache = Annotated[
 PlannedModel = Annotated[
     str,
     typer.Argument(
-        metavar="MODEL",
-        help="As for generate, or the name of known shapes, such as llama-3-8b.",
+        metavar="MODEL", help="As for generate, or the name of known shapes, such as llama-3-8b."
     ),
 ]
 
@@ -132,46 +131,37 @@ def plan_command(
     model: PlannedModel,
     profile: PlannedProfile = None,
     seq_lens: Annotated[
-        str,
-        typer.Option(
-            "--seq-lens", metavar="LIST", help="Prompt lengths; LENGTH:WEIGHT says how often."
-        ),
+        str, typer.Option(metavar="LIST", help="Prompt lengths; LENGTH:WEIGHT says how often.")
     ] = "64,256,1024",
     graph_sizes: Annotated[
         str | None,
-        typer.Option(
-            "--graph-sizes", metavar="LIST", help="Token counts of NPU graphs, or `auto`: the best."
-        ),
+        typer.Option(metavar="LIST", help="Token counts of NPU graphs, or `auto`: the best."),
     ] = None,
     graph_memory: GraphMemory = None,
     preparation_budget: PreparationBudget = None,
     objective: Annotated[
-        ObjectiveChoice, typer.Option("--objective", help="What is minimised.")
+        ObjectiveChoice, typer.Option(help="What is minimised.")
     ] = ObjectiveChoice.LATENCY,
     precision: PlannedPrecision = PrecisionChoice.AUTO,
     max_gpu_share: Annotated[
-        float, typer.Option("--max-gpu-share", help="Most of a matmul's time that the GPU works.")
+        float, typer.Option(help="Most of a matmul's time that the GPU works.")
     ] = 1.0,
     memory_budget: Annotated[
-        str | None,
-        typer.Option("--memory-budget", metavar="SIZE", help="For weights, such as 4GiB."),
+        str | None, typer.Option(metavar="SIZE", help="For weights, such as 4GiB.")
     ] = None,
-    context: Annotated[
-        int, typer.Option("--context", min=0, help="Tokens before a decode step.")
-    ] = 256,
+    context: Annotated[int, typer.Option(min=0, help="Tokens before a decode step.")] = 256,
     step_tokens: Annotated[
-        int | None, typer.Option("--step-tokens", min=1, help="Longest call of a long prompt.")
+        int | None, typer.Option(min=1, help="Longest call of a long prompt.")
     ] = None,
     margin: Annotated[
-        float, typer.Option("--margin", help="Gain that a cut must bring over one device.")
+        float, typer.Option(help="Gain that a cut must bring over one device.")
     ] = 0.03,
     weights: PlannedWeights = None,
     kv: PlannedCache = None,
     compare: Annotated[
-        str | None,
-        typer.Option("--compare", metavar="PROFILE", help="Another profile, or a saved plan."),
+        str | None, typer.Option(metavar="PROFILE", help="Another profile, or a saved plan.")
     ] = None,
-    out: Annotated[Path | None, typer.Option("--out", help="Save the plan (JSON).")] = None,
+    out: Annotated[Path | None, typer.Option(help="Save the plan (JSON).")] = None,
     report: ReportOption = None,
     explain: Explained = None,
     as_json: JsonOption = False,

@@ -26,10 +26,7 @@ if TYPE_CHECKING:
 FormatsOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--weights",
-        metavar="NAME",
-        help="A format; repeat for several.",
-        show_default="w4a16",
+        "--weights", metavar="NAME", help="A format; repeat for several.", show_default="w4a16"
     ),
 ]
 
@@ -50,13 +47,13 @@ ShapesOption = Annotated[
 
 def profile_command(
     out: Annotated[
-        Path | None, typer.Option("--out", help="File to write.", show_default="this machine's")
+        Path | None, typer.Option(help="File to write.", show_default="this machine's")
     ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Less of everything, in a minute.")
     ] = False,
     budget: Annotated[
-        str | None, typer.Option("--budget", metavar="TIME", help="Such as 90s, 10m, 1h.")
+        str | None, typer.Option(metavar="TIME", help="Such as 90s, 10m, 1h.")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on where a run ended.")] = False,
     add: Annotated[
@@ -137,7 +134,7 @@ def _refuse_with_add(others: Mapping[str, object]) -> None:
 
 def report_command(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A profile or a plan (JSON).")],
-    out: Annotated[Path, typer.Option("--out", help="File to write (.html; a plan: .md, .json).")],
+    out: Annotated[Path, typer.Option(help="File to write (.html; a plan: .md, .json).")],
 ) -> None:
     """Draw a saved profile or plan as one self-contained page."""
     from hetero.placement.planning import load_either

@@ -19,21 +19,17 @@ if TYPE_CHECKING:
 
 def quantize_command(
     model: ModelArgument,
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Directory to write.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Directory to write.")],
     weights: Annotated[
-        str, typer.Option("--weights", metavar="NAMES", help="What to store; several: w8a8,w4a16.")
+        str, typer.Option(metavar="NAMES", help="What to store; several: w8a8,w4a16.")
     ] = WeightFormat.W4A16.value,
     calibrate: Annotated[
-        Path | None,
-        typer.Option("--calibrate", help="A text like those of the model's use: 4 bits, w8a8."),
+        Path | None, typer.Option(help="A text like those of the model's use: 4 bits, w8a8.")
     ] = None,
-    calibration_tokens: Annotated[
-        int, typer.Option("--calibration-tokens", min=32, help="Read this much of it.")
-    ] = 4096,
+    calibration_tokens: Annotated[int, typer.Option(min=32, help="Read this much of it.")] = 4096,
     outliers: Annotated[
         str | None,
         typer.Option(
-            "--outliers",
             metavar="WHICH",
             help="w8a8: matmuls that keep a shadow: a share, none, all, or paper.",
             show_default=DEFAULT_OUTLIERS,

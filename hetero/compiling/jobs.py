@@ -13,9 +13,10 @@ from hetero.backends.weights import packed_bytes
 from hetero.models.sliding import Sliding
 from hetero.profiler.model_graph import Node
 from hetero.runtime.sizes import LONGEST_VERIFIED, SCORING_PIECE
+from hetero.solver.assignments import Assignment, Segment
 from hetero.solver.errors import PlanError
 from hetero.solver.node_groups import NodeGroup
-from hetero.solver.placement import Assignment, Placement, Segment
+from hetero.solver.placement import Placement
 from hetero.solver.plan import Phase
 
 if TYPE_CHECKING:

@@ -191,12 +191,6 @@ class ChunkCodec:
         """Return the values of codes, float32 [L, 2, G, T, D]."""
         return self._decoded(codes.bits, codes.tokens, codes.planes, slice(None))
 
-    def decode_layer(self, codes: Codes, layer: int) -> Array:
-        """Return the values of one layer, float32 [2, G, T, D]."""
-        planes = [plane[layer : layer + 1] for plane in codes.planes]
-        values: Array = self._decoded(codes.bits, codes.tokens, planes, slice(layer, layer + 1))[0]
-        return values
-
     def decode_into(
         self, chunks: Sequence[tuple[int, Codes]], layer: int, keys: CacheRows, values: CacheRows
     ) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from hetero.contexts.chunk_files import ChunkError, ChunkFiles
+from hetero.contexts.chunk_files import ChunkFiles
+from hetero.contexts.chunk_format import ChunkError
 from hetero.contexts.chunk_memory import ChunkMemory
 from hetero.contexts.chunks import Chunk, Place
 from hetero.contexts.unbound import UnboundApps, UnboundFile

@@ -16,6 +16,7 @@ import numpy as np
 from hetero.backends.errors import DeviceError
 from hetero.backends.memory import Tensor
 from hetero.backends.ops import DecodeChunks
+from hetero.backends.optional import SupportsThreads
 from hetero.backends.protocol import BoundCall, Device, DeviceKind, port_dtype, port_shape
 from hetero.contexts.codec import CHUNK_TOKENS, DECODED_TOGETHER, HALF, RAW, ChunkCodec, Codes
 from hetero.runtime.kv.kv_cache import CacheLayout, KvCache
@@ -46,6 +47,8 @@ class HostDecoder:
     def decode(self, chunks: Parts, layer: int, cache: KvCache) -> None:
         """Decode a layer of chunks into the cache."""
         self._codec.decode_into(chunks, layer, *cache.rows(layer))
+        for start, codes in chunks:
+            cache.wrote(layer, start, start + codes.tokens)
 
 
 class SharedDecoder:
@@ -160,12 +163,15 @@ def decode_operation(codec: ChunkCodec, layout: CacheLayout) -> DecodeChunks:
 def decoders(
     devices: Mapping[DeviceKind, Device], codec: ChunkCodec, layout: CacheLayout
 ) -> Iterator[ChunkDecoder]:
-    """Yield the host's decoder, and those of devices that can decode during their other calls."""
+    """Yield the host's decoder, and those of devices that can decode during their other calls.
+
+    Their caches are coherent with the host.
+    """
     yield HostDecoder(codec)
     if layout.head_dim * CHUNK_TOKENS % 4:
         return
     op = decode_operation(codec, layout)
     for kind, device in devices.items():
-        clone = device.clone_for_thread() if device.accepts(op) else None
-        if clone is not None:
-            yield DeviceDecoder(kind, clone, codec, op)
+        able = device.capabilities.coherent and device.accepts(op)
+        if able and isinstance(device, SupportsThreads):
+            yield DeviceDecoder(kind, device.clone_for_thread(), codec, op)

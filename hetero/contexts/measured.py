@@ -195,15 +195,6 @@ def _min_s(run: Callable[[], object]) -> float:
     return min(times)
 
 
-def measure_encoding(codec: ChunkCodec) -> float:
-    """Return the encoding speed in bytes of codes a second."""
-    shape = codec.layers, 2, codec.heads, 16, codec.size
-    values = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
-    start_s = time.perf_counter()
-    nbytes = sum(codec.encode(values, 8).nbytes for _ in range(8))
-    return nbytes / max(time.perf_counter() - start_s, 1e-9)
-
-
 def errors_of(facts: dict[str, Any]) -> dict[int, float]:
     """Return the squares of the model's relative errors, by bits.
 

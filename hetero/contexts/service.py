@@ -11,7 +11,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -109,53 +109,56 @@ class Service:
         self.llm = _model(model, options)
         self._lock = ServiceLock(wait_s, joins=parallel > 1)
         self._closers = ExitStack()
+        opened = self._closers.enter_context
         if self._owns:
             self._closers.callback(self.llm.close)
         try:
-            self._active = self.llm.new_context()
-            self._closers.callback(self._active.close)
-            self._directory = self._opened(Path(directory))
-            self._closers.callback(self._directory.close)
+            self._active = opened(closing(self.llm.new_context()))
+            self._directory = opened(closing(self._opened(Path(directory))))
             codec, decoder = self._measured()
-            memory = ByteBudget(parse_size(context_memory), "context_memory")
+            memory = _chunk_budget(context_memory, codec.workspace_bytes)
             self.disk = ByteBudget(parse_size(context_disk), "context_disk")
             self._unbound = UnboundApps(self._directory.path / "apps", self.disk)
-            _take_workspace(memory, codec.workspace_bytes)
             self.memory = ChunkMemory(memory, eviction)
             errors, rates = self._directory.read(lambda facts: (errors_of(facts), rates_of(facts)))
             self.compression = Compression(kv_bits, kv_ratio, kv_rule, codec, errors)
-            self.swap = SwapOut(
-                self.memory, codec, self._files, self.disk, self._unbound, when=swap
+            swapping = SwapOut(self.memory, codec, self._files, self.disk, self._unbound, when=swap)
+            self.swap = opened(closing(swapping))
+            self._codec = codec
+            slot = partial(
+                self._slot,
+                mixed=kv_bits == "mixed",
+                rates=rates,
+                recompute=recompute,
+                decoder=SharedDecoder(decoder),
+                times=CallTimes(),
             )
-            self._closers.callback(self.swap.close)
-            self._codec, times, shared = codec, CallTimes(), SharedDecoder(decoder)
-
-            def slot(active: Context) -> Slot:
-                if kv_bits == "mixed":
-                    active.score_stats = ScoreStats(self.llm.max_seq_len)
-                working = WorkingSet(
-                    active,
-                    self.memory,
-                    codec,
-                    self.swap,
-                    files=self._files,
-                    prefill=partial(self._prefill, active=active),
-                    rates=rates,
-                    recompute=recompute,
-                    decoder=shared,
-                    times=times,
-                )
-                return Slot(active, working)
-
             first = slot(self._active)
-            self._working = first.working
-            self._closers.callback(self._working.close)
-            self._slots = SlotPool(first, lambda: slot(self.llm.new_context()), parallel)
-            self._closers.callback(self._slots.close)
+            self._working = opened(closing(first.working))
+            slots = SlotPool(first, lambda: slot(self.llm.new_context()), parallel)
+            self._slots = opened(closing(slots))
             self._apps: dict[str, App] = {}
         except BaseException:
             self.close()
             raise
+
+    def _slot(self, active: Context, *, mixed: bool, **options: Any) -> Slot:
+        """Return a slot that streams on a context, with scores of its chunks where bits are mixed.
+
+        `options` are those of its working set.
+        """
+        if mixed:
+            active.score_stats = ScoreStats(self.llm.max_seq_len)
+        working = WorkingSet(
+            active,
+            self.memory,
+            self._codec,
+            self.swap,
+            files=self._files,
+            prefill=partial(self._prefill, active=active),
+            **options,
+        )
+        return Slot(active, working)
 
     @whole
     def bind(self, app: str) -> App:
@@ -211,7 +214,7 @@ class Service:
                 for _ in range(min(self._slots.max_slots, engine.max_rows))
             ]
             with engine.lock:
-                engine.warm_rows(contexts)
+                engine.deployment.warm_rows(contexts)
 
     @whole
     def close(self) -> None:
@@ -287,13 +290,13 @@ class Service:
         able = {} if engine.runner.gpu_share is not None else engine.devices
         known = {decoder.name: decoder for decoder in decoders(able, codec, layout)}
         names = ", ".join(device.info.name for device in engine.devices.values())
-        priced = engine.forms.priced
+        priced = engine.deployment.forms.priced
         measured_on = [MEASURES, names, self.llm.plan.plan_id, priced, sorted(known)]
         if about.get("measured_on") != measured_on:
             directory.save(
                 measured_on=measured_on,
                 prompts=measure_prompts(self._active, vocabulary, self._prefill),
-                predicted=predict_prompts(engine.forms.prompt_s, engine.max_seq_len)
+                predicted=predict_prompts(engine.deployment.forms.prompt_s, engine.max_seq_len)
                 if priced
                 else [],
                 **measure_chunks(self._active, codec, directory.path, known.values()),
@@ -628,10 +631,15 @@ class AppContext:
             )
 
 
-def _take_workspace(memory: ByteBudget, nbytes: int) -> None:
-    """Take the workspace of one chunk from the budget. Raises `UserError` where it is too small."""
-    if not memory.take(nbytes):
+def _chunk_budget(size: str | int, workspace_bytes: int) -> ByteBudget:
+    """Return the budget of chunks in memory, without the workspace of one chunk.
+
+    Raises `UserError` where it is too small for that.
+    """
+    memory = ByteBudget(parse_size(size), "context_memory")
+    if not memory.take(workspace_bytes):
         raise UserError(
-            f"context_memory must be more than the {nbytes} bytes that work on one chunk takes, "
-            f"got {memory.limit}"
+            f"context_memory must be more than the {workspace_bytes} bytes that work on one chunk "
+            f"takes, got {memory.limit}"
         )
+    return memory

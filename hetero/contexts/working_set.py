@@ -195,7 +195,7 @@ class WorkingSet:
                     self._join_reader()
                 return
             except LoadError:
-                self._fault()
+                self.forget()  # everything is computed again
                 if last:
                     raise
 
@@ -210,10 +210,6 @@ class WorkingSet:
         self._root = b""
         self._active.adopt(())
         self._swap.wait_encoded(self._active.cache)
-
-    def _fault(self) -> None:
-        """Recompute everything after a failed read."""
-        self.forget()
 
     def tick(self, after: int = 0) -> int:
         """Return the logical time of a call that has returned (`CallTimes.tick`)."""

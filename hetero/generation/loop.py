@@ -1,4 +1,4 @@
-"""From a prompt to text: the generation loop, its results and statistics."""
+"""The generation loop, from a prompt to text, and its results."""
 
 from __future__ import annotations
 
@@ -7,71 +7,31 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Final, Literal, Protocol, Self, TypeAlias
-
-import numpy as np
+from typing import Final, Literal, Self, TypeAlias
 
 from hetero.backends.errors import DeviceError
 from hetero.errors import UserError
+from hetero.generation.answer_stats import AnswerMeter, Stats, TimeSource
+from hetero.generation.answer_text import AnswerText
 from hetero.generation.options import GenerationConfig
-from hetero.generation.sampling import Logits, Sampler, SamplingParams, TokenLogprob, token_logprob
-from hetero.generation.speculative import DraftStats, LookupDecoder
+from hetero.generation.prompt_reader import PromptReader
+from hetero.generation.sampling import Logits, SamplingParams, TokenLogprob
+from hetero.generation.speculative import LookupDecoder
+from hetero.generation.token_chooser import TokenChooser
 from hetero.models import LoadedModel
-from hetero.models.tokenizer import StreamDecoder
 from hetero.runtime.engine import Engine
 from hetero.runtime.kv.context import Context, Hold
-from hetero.runtime.usage import Work
 
 FinishReason: TypeAlias = Literal["stop", "length", "context"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeviceShare:
-    """Work of one device: operations run and seconds busy (measured)."""
-
-    ops: int
-    busy_s: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Stats:
-    """Measured on this machine. Speeds in tokens/s; `ttft_s` is the time to the first token.
-
-    `reused_tokens` of the prompt were in the context already; `prefill_tokens_per_s` counts the
-    others. `decode_tokens_per_s` counts decode steps (one token each after the first); 0 without
-    any.
-    `speculation` says how many guessed tokens were right, where tokens were guessed.
-    `gpu_share` is the part of the time that the GPU was busy, where `max_gpu_share` bounds it;
-    `npu_idle_share` the part of the prompt's time in which the NPU had nothing to do, where both
-    devices work; `prompt_form` how its matmuls are cut and its calls ordered, and what was
-    predicted of the other ways, where it has several.
-    `adaptations` are the changes of the cuts since the model was opened, with their reasons.
-    `choice` is why `--device auto` chose what it did; empty otherwise.
-    `shifted_tokens` are those that a full context forgot, with `context_shift`.
-    """
-
-    prompt_tokens: int
-    completion_tokens: int
-    ttft_s: float
-    prefill_tokens_per_s: float
-    decode_tokens_per_s: float
-    reused_tokens: int = 0
-    placement: dict[str, DeviceShare | str] = field(default_factory=dict)
-    speculation: DraftStats | None = None
-    gpu_share: float | None = None
-    npu_idle_share: float | None = None
-    prompt_form: str = ""
-    adaptations: tuple[str, ...] = ()
-    choice: str = ""
-    shifted_tokens: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
 class Piece:
-    """A part of the answer as it is generated. `text` may be empty; `token` is the id, `logprob`
-    its log-probability, if asked for.
+    """A delta of the answer as it is generated.
+
+    `text` may be empty; `token` is the id, `logprob` its log-probability, if requested.
     """
 
     text: str
@@ -81,7 +41,7 @@ class Piece:
 
 
 class Pending:
-    """Stands for a piece that the next call returns: see `Generation.advance`."""
+    """A placeholder of a delta that the next call returns: see `Generation.advance`."""
 
 
 PENDING: Final = Pending()
@@ -106,73 +66,30 @@ class GenerationResult:
 
     @property
     def mean_logprob(self) -> float:
-        """Mean log-probability of the answer's tokens; minus infinity without `logprobs`."""
+        """Return the mean log-probability of the answer's tokens.
+
+        Minus infinity without `logprobs`.
+        """
         if not self.logprobs:
             return -math.inf
         return sum(x.logprob for x in self.logprobs) / len(self.logprobs)
 
 
-class TimeSource(Protocol):
-    """Seconds from some fixed point."""
-
-    def __call__(self) -> float: ...
-
-
-class StopFilter:
-    """A filter that buffers text that may begin a stop string, and cuts at the first stop string.
-
-    A single string is one stop text, not its letters.
-    """
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        stops = (stops,) if isinstance(stops, str) else stops
-        if any(not stop for stop in stops):
-            raise UserError("a stop text must not be empty")
-        self._stops = tuple(stops)
-        self._pending = ""
-        self.stopped = False
-        self.matched = ""  # the stop text that ended it
-
-    def push(self, text: str) -> str:
-        """Return text that is safe to show now."""
-        self._pending += text
-        matches = [(at, stop) for stop in self._stops if (at := self._pending.find(stop)) >= 0]
-        if matches:
-            self.stopped = True
-            at, self.matched = min(matches)
-            shown, self._pending = self._pending[:at], ""
-            return shown
-        keep = max((self._overlap(stop) for stop in self._stops), default=0)
-        cut = len(self._pending) - keep
-        shown, self._pending = self._pending[:cut], self._pending[cut:]
-        return shown
-
-    def flush(self) -> str:
-        """Return the buffered text, at the end of the answer."""
-        shown, self._pending = self._pending, ""
-        return shown
-
-    def _overlap(self, stop: str) -> int:
-        longest = min(len(stop) - 1, len(self._pending))
-        return next((n for n in range(longest, 0, -1) if self._pending.endswith(stop[:n])), 0)
-
-
 class Generation(Iterator[Piece]):
-    """One answer in the making. Iterate over its pieces, then ask for the `result`.
+    """A running answer. Iterate over its deltas, then ask for the `result`.
 
-    Or drive it from outside: `step` runs the devices once and gives a piece, if there is one, until
+    Or drive it from outside: `step` runs the devices once and gives a delta, if there is one, until
     it is `finished`. The devices are taken for a step at a time, so several generations on contexts
     of their own take turns as their readers ask, from one thread or from many; a slow reader keeps
-    no thread waiting. Its context is its own until it is finished or closed, and then holds
-    the prompt and the answer, whose last token is still to be computed. A generation itself
-    is used by one thread at a time.
+    no thread waiting. Its context is its own until it is finished or closed, and then has the
+    prompt and the answer, whose last token is still to be computed. A generation itself is used by
+    one thread at a time.
 
-    `hold` is its use of the context, and `ended` is called when that is over. `prompt` goes on from
-    what `context` holds. The first `reused` tokens of it are there already
-    and counted only. `whole` says that it is no beginning of a text: with `logprobs` (how many
-    alternatives) every token's log-probability is kept; with `echo` the prompt is part of the text,
-    and of the log-probabilities. With `keep_prompt` the context is not given up before `close`, and
-    `fork` gives further answers.
+    `hold` is its use of the context, and `ended` is called when that is over. `prompt` continues
+    the text of `context`. The first `reused` tokens of it are there already and counted only. With
+    `logprobs` (how many alternatives) every token's log-probability is kept; with `echo` the prompt
+    is part of the text, and of the log-probabilities. With `keep_prompt` the context is not
+    released before `close`, and `fork` gives further answers.
     """
 
     def __init__(
@@ -194,29 +111,27 @@ class Generation(Iterator[Piece]):
         self.context, self._hold, self._ended = context, hold, ended
         self._engine, self._model, self._config = engine, model, config
         self._prompt, self._reused = list(prompt), reused
-        self._keeps, self._kept = keep_prompt, _Kept()
+        self._keeps, self._started = keep_prompt, False
         self._fallback, self._choice, self._clock = fallback, choice, clock
-        self._todo = [*context.pending, *self._prompt[reused:]]
-        self._seen = [*context.tokens, *self._prompt[reused:]]
-        self._sampler = Sampler(config.sampling)
+        rest = self._prompt[reused:]
+        scored = config.logprobs if config.echo else None
+        self._reader = PromptReader(
+            engine, context, [*context.pending, *rest], rest, logprobs=scored
+        )
+        self._meter = AnswerMeter(context, clock)
+        self._seen = [*context.tokens, *rest]
         continues = not config.chat
-        self._decoder: StreamDecoder = model.tokenizer.decoder(self._prompt if continues else ())
+        decoder = model.tokenizer.decoder(self._prompt if continues else ())
+        echo = model.tokenizer.decode(prompt) if config.echo else ""
+        self._text = AnswerText(decoder, config.stop, echo)
         self._end = frozenset(model.eos_ids)
-        self._filter = StopFilter(config.stop)
-        self._logprobs: list[TokenLogprob] = []
+        self._chooser = TokenChooser(config, self._end)
         self._tokens: list[int] = []
-        self._texts: list[str] = [model.tokenizer.decode(prompt)] if config.echo else []
         self._reason: FinishReason | None = None
         self._lookup: LookupDecoder | None = None
-        self._calls: Iterator[Logits | None] | None = None  # of the prompt, while it is read
         self._next: int | None = None  # the token that was chosen last
         self._pending_token: int | None = None  # the same, while no piece was made of it
         self._given: Logits | None = None  # those behind it
-        self._decode_steps = 0
-        self._shifted = 0  # tokens that the context forgot
-        self._before = context.work.copy()
-        self._work: Work | None = None  # of this answer, once it has ended
-        self._times: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
     @property
     def finished(self) -> bool:
@@ -230,7 +145,7 @@ class Generation(Iterator[Piece]):
         return self
 
     async def __anext__(self) -> Piece:
-        """Return the next piece, computed in a thread: the event loop goes on meanwhile."""
+        """Return the next delta, computed in a thread while the event loop continues."""
         import asyncio  # heavy (it brings sockets and TLS), and its callers have it
 
         piece = await asyncio.to_thread(next, self, None)
@@ -245,16 +160,19 @@ class Generation(Iterator[Piece]):
         raise StopIteration
 
     def step(self) -> Piece | None:
-        """Run the devices once: a call of the prompt, or for the next token. None while the prompt
-        is read. Raises `ValueError` if it is finished, else what the engine does.
+        """Run the devices once: a call of the prompt, or for the next token.
+
+        None while the prompt is read. Raises `ValueError` if it is finished, else what the engine
+        does.
         """
         piece = self.advance()
         return self.step() if isinstance(piece, Pending) else piece
 
     def advance(self) -> Piece | Pending | None:
-        """Advance as `step` does, but return `PENDING` where the answer continues whatever the
-        piece says: the next call returns it, and runs no device, so another step can begin before
-        its text is decoded.
+        """Advance as `step` does, but return `PENDING` where the answer continues in any case.
+
+        The next call returns the delta, and runs no device, so another step can begin before its
+        text is decoded.
         """
         if self.finished:
             raise ValueError("this answer is finished: ask for its result")
@@ -279,7 +197,7 @@ class Generation(Iterator[Piece]):
         return piece
 
     def _run(self) -> bool:
-        """Run the devices once; whether a token was chosen."""
+        """Run the devices once; return whether a token was chosen."""
         self._hold.thread = threading.get_ident()
         self._engine.lock.check()
         with self._engine.lock:
@@ -300,24 +218,26 @@ class Generation(Iterator[Piece]):
 
     @property
     def wanted(self) -> int | None:
-        """Return the token whose logits the next `step` computes, if `give` may give them: not
-        while the prompt is read, nor where tokens are guessed, or some must be forgotten first.
+        """Return the token whose logits the next `step` computes, if `give` may give them.
+
+        Not while the prompt is read, nor where tokens are guessed, or some must be dropped first.
         """
         free = not (self.finished or self._lookup or self._given is not None or self._is_full())
         return self._next if free and not self.context.pending else None
 
     def give(self, logits: Logits) -> None:
-        """The logits [vocab] behind the token that was `wanted`: it is in the context already."""
+        """Take the logits [vocab] after the `wanted` token, which is in the context already."""
         self._given = logits
 
     def close(self) -> None:
-        """Give the context up, which holds what was read so far; idempotent."""
+        """Release the context, which has what was read so far; idempotent."""
         hold = self._hold
         if hold.active:
             try:
                 self._end_text()
             finally:
-                self._calls, hold.active = None, False
+                self._reader.close()
+                hold.active = False
                 self._ended()
 
     def __del__(self) -> None:
@@ -336,16 +256,16 @@ class Generation(Iterator[Piece]):
         self.close()
 
     def fork(self, sampling: SamplingParams) -> Generation:
-        """Return another answer to the same prompt, which is not read again, on a fork of the
-        context.
+        """Return another answer to the same prompt, on a fork of the context.
 
-        Close that context when it is done. Raises `UserError` where there is no memory for it.
+        The prompt is not read again. Close that context when it is done. Raises `UserError` where
+        there is no memory for it.
         """
-        kept = self._kept
+        read = self._reader.read
         assert self._hold.active
-        assert kept.logits is not None, "keep_prompt, and a step behind the prompt"
+        assert read.logits is not None, "keep_prompt, and a step behind the prompt"
         context = self.context.copy()
-        context.rewind(kept.length)
+        context.rewind(read.length)
         other = Generation(
             self._engine,
             context,
@@ -358,66 +278,44 @@ class Generation(Iterator[Piece]):
             choice=self._choice,
             clock=self._clock,
         )
-        other._kept, other._seen = kept, self._seen[: len(self._seen) - len(self._tokens)]
+        other._reader.read, other._seen = read, self._seen[: len(self._seen) - len(self._tokens)]
         return other
 
     def result(self) -> GenerationResult:
         """Return the answer so far; complete once it is finished."""
         return GenerationResult(
-            text="".join(self._texts),
+            text=str(self._text),
             tokens=tuple(self._tokens),
             finish_reason=self._reason or "length",
-            stats=self._stats(),
-            logprobs=tuple(self._logprobs),
-            prompt_logprobs=self._kept.logprobs,
-            stop=self._filter.matched,
+            stats=self._meter.stats(
+                self._engine,
+                prompt_tokens=len(self._prompt),
+                completion_tokens=len(self._tokens),
+                reused_tokens=self._reused,
+                fallback=self._fallback,
+                speculation=self._lookup.statistics if self._lookup is not None else None,
+                choice=self._choice,
+            ),
+            logprobs=tuple(self._chooser.logprobs),
+            prompt_logprobs=self._reader.read.logprobs,
+            stop=self._text.stop,
         )
 
     def _prompt_step(self) -> int | None:
-        """Return a call of the prompt; the first token behind the last one."""
-        if self._calls is None:
+        """Run a call of the prompt; return the first token after the last one."""
+        if not self._started:
+            self._started = True
             if self._config.speculative:
                 self._lookup = LookupDecoder(
                     self._engine, self.context, self._seen, self._config.speculative
                 )
-            self._times = (self._clock(), 0.0, 0.0)
-            self._calls = self._prompt_calls()
-        logits = next(self._calls)
+            self._meter.start()
+        logits = self._reader.step(keeps=self._keeps)
         if logits is None:
             return None
-        self._calls = None  # it knows this object: a circle
-        if self._keeps:
-            self._kept.logits, self._kept.length = logits.copy(), self.context.cached
-        token = self._choose(logits)
-        now = self._clock()
-        self._times = (self._times[0], now, now)
+        token = self._chooser.choose(logits, self._seen, self._tokens)
+        self._meter.first_token()
         return token
-
-    def _prompt_calls(self) -> Iterator[Logits | None]:
-        """Reads the prompt; the last item is the logits behind it."""
-        if self._kept.logits is not None:
-            yield self._kept.logits
-        elif not (self._config.echo and self._config.logprobs is not None):
-            yield from self._engine.prefill_calls(self.context, self._todo)
-        else:
-            yield from self._score()
-
-    def _score(self) -> Iterator[Logits | None]:
-        """Prefill as the engine's `prefill_calls`, and keep the log-probabilities of the prompt."""
-        rest = self._prompt[self._reused :]
-        first = len(self._todo) - len(rest)  # behind what the context had left to compute
-        at, last = 0, np.empty(0, np.float32)
-        logprobs: list[TokenLogprob] = []
-        for part in self._engine.score_calls(self.context, self._todo):
-            for logits in part:
-                if first <= at < len(self._todo) - 1:
-                    token = rest[at - first + 1]
-                    logprobs.append(token_logprob(logits, token, self._config.logprobs or 0))
-                at += 1
-            last = part[-1]
-            yield None
-        self._kept.logprobs = tuple(logprobs)
-        yield last
 
     def _decode_step(self) -> int:
         assert self._next is not None
@@ -425,13 +323,12 @@ class Generation(Iterator[Piece]):
             self._compute(self._next)
         assert self._given is not None
         logits, self._given = self._given, None
-        self._decode_steps += 1
-        token = self._choose(logits)
-        self._times = (*self._times[:2], self._clock())
+        token = self._chooser.choose(logits, self._seen, self._tokens)
+        self._meter.next_token()
         return token
 
     def _compute(self, token: int) -> None:
-        """The logits behind a token."""
+        """Return the logits after a token."""
         if self._is_full():
             self._shift()
         if self.context.pending:  # windows have lost what it would go on from
@@ -445,85 +342,43 @@ class Generation(Iterator[Piece]):
         return len(self._seen) >= self._engine.max_seq_len
 
     def _shift(self) -> None:
-        """Make room in the context: half of what is behind the first tokens goes."""
+        """Make room in the context: drop half of the tokens after the first ones."""
         keep = self._config.keep
         drop = max(1, (self.context.cached - keep) // 2)
         self.context.forget(keep, drop)
         del self._seen[keep : keep + drop]
-        self._shifted += drop
-
-    def _choose(self, logits: Logits) -> int:
-        constraint = self._config.constraint
-        allowed = None if constraint is None else constraint.allowed()
-        token = self._sampler.choose(logits, self._seen, self._tokens, allowed)
-        if constraint is not None and token not in self._end:
-            constraint.accept(token)
-        if self._config.logprobs is not None:
-            self._logprobs.append(token_logprob(logits, token, self._config.logprobs))
-        return token
+        self._meter.shifted_tokens += drop
 
     def _piece(self) -> Piece:
-        """Return the piece of the token that was chosen last."""
+        """Return the delta of the token that was chosen last."""
         token, self._pending_token = self._pending_token, None
         assert token is not None
-        text = "" if token in self._end else self._decoder.push(token)
-        if self._reason is not None:
-            text += self._decoder.finish()
-        shown = self._filter.push(text)
-        if self._filter.stopped:
+        said = None if token in self._end else token
+        shown = self._text.push(said, ends=self._reason is not None)
+        if self._text.stopped:
             self._reason = "stop"
-        elif self._reason is not None:
-            shown += self._filter.flush()
-        self._texts.append(shown)
-        logprob = self._logprobs[-1] if self._logprobs else None
+        logprob = self._chooser.logprobs[-1] if self._chooser.logprobs else None
         return Piece(text=shown, token=token, finish_reason=self._reason, logprob=logprob)
 
     def _end_text(self) -> None:
-        """The context holds no guess, and all that was said; the answer's work is known. Takes no
-        lock: also who is collected as garbage does this.
+        """Drop guesses from the context, add the whole text, and record the answer's work.
+
+        Takes no lock: it also runs when the generation is collected as garbage.
         """
-        if self._work is not None:
+        if self._meter.ended:
             return
         if self._pending_token is not None:
             self._piece()
-        work = self.context.work.since(self._before)
+        work = self._meter.work
         if self._lookup is not None:
             self._lookup.close()
         if self._next is not None:  # the prompt was read
             self.context.note(self._seen)
-        self._work = work  # last: an end that was interrupted is repeated
-
-    def _stats(self) -> Stats:
-        start, first, last = self._times
-        work = self._work or self.context.work.since(self._before)
-        placement: dict[str, DeviceShare | str] = {
-            kind: DeviceShare(ops=use.ops, busy_s=use.busy_s) for kind, use in work.devices.items()
-        }
-        fallback = self._engine.fallback or self._fallback
-        if fallback:
-            placement["fallback"] = fallback
-        ttft = max(first - start, 0.0)
-        shared = self._engine.runner.gpu_share is not None and work.wall_s > 0
-        return Stats(
-            prompt_tokens=len(self._prompt),
-            completion_tokens=len(self._tokens),
-            ttft_s=ttft,
-            prefill_tokens_per_s=(len(self._prompt) - self._reused) / ttft if ttft else 0.0,
-            decode_tokens_per_s=self._decode_steps / (last - first) if last > first else 0.0,
-            reused_tokens=self._reused,
-            placement=placement,
-            speculation=self._lookup.statistics if self._lookup is not None else None,
-            adaptations=tuple(self._engine.adaptations),
-            gpu_share=work.gpu_busy_s / work.wall_s if shared else None,
-            npu_idle_share=work.idle_share("npu") if len(work.devices) == 2 else None,
-            prompt_form=work.form,
-            choice=self._choice,
-            shifted_tokens=self._shifted,
-        )
+        self._meter.end(work)  # last: an end that was interrupted is repeated
 
 
 class _Once:
-    """Calls something the first time that it is called."""
+    """A function that is called only the first time."""
 
     def __init__(self, call: Callable[[], object]) -> None:
         self._call: Callable[[], object] | None = call
@@ -539,11 +394,11 @@ def decode_together(
     answers: Sequence[Generation],
     on_device_busy: Callable[[], object] = lambda: None,
 ) -> None:
-    """Compute what the next step of each answer wants, several in one step of the devices. Answers
-    that are left out (their prompt is being read, they are one too many, or it failed) compute it
-    themselves, and raise what there is to be raised.
+    """Compute the next step of each answer, several in one step of the devices.
 
-    `on_device_busy` is called once, while the devices compute if they do. It runs no step.
+    Answers that are left out (their prompt is being read, they are one too many, or it failed)
+    compute it themselves, and raise their errors. `on_device_busy` is called once, while the
+    devices compute if they do. It runs no step.
     """
     once = _Once(on_device_busy)
     wanted = ((answer, answer.wanted) for answer in answers)
@@ -566,14 +421,3 @@ def decode_together(
             if logits is not None:
                 answer.give(logits)
     once()
-
-
-@dataclass
-class _Kept:
-    """State that several answers to one prompt share: its last logits, the context's length there,
-    the log-probabilities of its tokens.
-    """
-
-    logits: Logits | None = None
-    length: int = 0
-    logprobs: tuple[TokenLogprob, ...] = ()

@@ -25,6 +25,7 @@ from hetero.backends.host.clock import SystemClock
 from hetero.backends.host.timers import timer_slack
 from hetero.backends.memory import Tensor
 from hetero.backends.ops import MatMul
+from hetero.backends.optional import SupportsQueueControl
 from hetero.backends.protocol import BoundCall, Completion, Device
 from hetero.backends.weights import pack
 from hetero.errors import UserError
@@ -145,7 +146,8 @@ def run_sync_bench(
                 "`hetero doctor`"
             )
         with pinned(opened.control_core), timer_slack(1):
-            device.set_timing(True)
+            if isinstance(device, SupportsQueueControl):
+                device.set_timing(True)
             fast = Synchroniser({"gpu": device}, "fast")
             rows = [
                 row

@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from hetero.backends.errors import DeviceError, DeviceUnavailableError
 from hetero.backends.host.affinity import assign_cores
+from hetero.backends.optional import SupportsPrewarm
 from hetero.backends.protocol import KINDS, Device, DeviceKind, other_kind
 from hetero.backends.qnn import hexagon
 from hetero.backends.registry import (
@@ -49,9 +50,12 @@ class DeviceSet:
 
     @contextmanager
     def prewarm(self, what: str) -> Iterator[bool]:
-        """Prewarm every device (`Device.prewarm`); yield whether all could."""
+        """Prewarm every device (`SupportsPrewarm`); yield whether all could."""
         with ExitStack() as stack:
-            known = [stack.enter_context(x.prewarm(what)) for x in self.devices.values()]
+            known = [
+                isinstance(device, SupportsPrewarm) and stack.enter_context(device.prewarm(what))
+                for device in self.devices.values()
+            ]
             yield all(known)
 
     def without_gpu(self, why: str, npu: str = "auto") -> None:

@@ -57,6 +57,7 @@ TOO_LATE: Final = 3  # exit code of the process that times, after `StartLimits.t
 # Of the environment, what decides which device or kernel is opened.
 VARIABLES: Final = (
     "HETERO_OPENCL_LEVEL",
+    "HETERO_OPENCL_MEMORY",
     "OCL_ICD_FILENAMES",
     "OCL_ICD_VENDORS",
     "POCL_DEVICES",

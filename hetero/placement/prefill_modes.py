@@ -12,7 +12,8 @@ from hetero.profiler.records import DeviceProfile
 from hetero.runtime.launch_costs import LaunchCosts
 from hetero.runtime.prefill_mode import WINDOW, PrefillModes
 from hetero.solver.execution_plan import ExecutionPlan
-from hetero.solver.placement import Placement, PlanSource
+from hetero.solver.matmul_entries import PlanSource
+from hetero.solver.placement import Placement
 
 
 def with_modes(

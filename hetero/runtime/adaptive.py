@@ -21,7 +21,8 @@ from hetero.runtime.program import RUN
 from hetero.runtime.step import Step
 from hetero.solver.drift import Factors
 from hetero.solver.execution_plan import ExecutionPlan
-from hetero.solver.placement import Placement, PlanSource
+from hetero.solver.matmul_entries import PlanSource
+from hetero.solver.placement import Placement
 from hetero.solver.plan import PHASES, OpPlan, Phase
 
 Key: TypeAlias = tuple[DeviceKind, Phase]

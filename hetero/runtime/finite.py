@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from hetero.backends.errors import DeviceError
 from hetero.backends.protocol import Completion, Device, DeviceKind, Operand, parts_of
+from hetero.runtime.handover import fetch
 from hetero.runtime.program import PREQUEUE, RUN, SUBMIT, Launch
 from hetero.runtime.step import Step
 
@@ -30,7 +31,7 @@ def norms_finite(rows: npt.NDArray[np.float32]) -> bool:
     return not suspect.any() or all_finite(rows[suspect])
 
 
-def first_not_finite(step: Step) -> Launch | None:
+def first_not_finite(step: Step, devices: Mapping[DeviceKind, Device]) -> Launch | None:
     """Return the first launch of a step whose result has a value that is not finite, or None.
 
     The step is run again, call by call. Tokens and position must be those of its last run. A step
@@ -39,10 +40,11 @@ def first_not_finite(step: Step) -> Launch | None:
     for action in step.program:
         if action.code not in (SUBMIT, PREQUEUE, RUN):
             continue
+        launch = step.launches[action.launch]
         completion: Completion | None = cast("Any", action.target)()
         if completion is not None:
             completion.wait()
-        launch = step.launches[action.launch]
+            fetch(devices[launch.kind], (x for y in launch.outputs for x in parts_of(y)))
         count = launch.tokens[1] - launch.tokens[0]
         if not all(_rows_finite(operand, count) for operand in launch.outputs):
             return launch

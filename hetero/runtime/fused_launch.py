@@ -1,7 +1,7 @@
 """Fused launches: consecutive submissions as one, for steps that are not timed call by call.
 
-A device that can fuse calls (`Device.fuse`) hands over between them without its driver. A fused
-launch counts as the last of its launches, so it ends where a launch is waited for. It is short
+A device that can chain calls (`SupportsFusedLaunch`) hands over between them without its driver. A
+chain counts as the last of its launches, so it ends where a launch is waited for. It is short
 enough that a thread which has left it (another process has the core) is back in the next one.
 """
 
@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Final, TypeAlias
 
+from hetero.backends.optional import SupportsFusedLaunch
 from hetero.backends.protocol import KINDS, BoundCall, Device, DeviceKind
 from hetero.runtime.program import SIGNAL, SUBMIT, WAIT, Action, Launch
 
@@ -28,7 +29,8 @@ def fuse_program(
     for kind in {run[0].kind for run in runs}:
         own = [at for at, run in enumerate(runs) if run[0].kind == kind and len(run) >= SHORTEST]
         stages = [_stages(runs[at], launches) for at in own]
-        calls = devices[KINDS[kind]].fuse(stages) if stages else None
+        device = devices[KINDS[kind]]
+        calls = device.fuse(stages) if stages and isinstance(device, SupportsFusedLaunch) else None
         for at, call in zip(own, calls or (), strict=bool(calls)):
             instead[at] = runs[at][-1]._replace(target=call.submit)
     if not instead:

@@ -28,7 +28,7 @@ class GpuShare:
 
     def reset(self) -> None:
         """Restart the accounting."""
-        self.busy_s = self.wall_s = self.paused_s = 0.0
+        self.busy_s = self.wall_s = 0.0
 
     @property
     def share(self) -> float:
@@ -47,7 +47,6 @@ class GpuShare:
             self._sleep(pause_s)
         self.busy_s += busy_s
         self.wall_s += wall_s + pause_s
-        self.paused_s += pause_s
         return wall_s + pause_s
 
 

@@ -9,6 +9,7 @@ from weakref import WeakValueDictionary
 from hetero.backends.errors import DeviceError
 from hetero.backends.formats import StorageFormat
 from hetero.backends.ops import Attention, MatMul, Op, describe, weight_names
+from hetero.backends.optional import SupportsGroups
 from hetero.backends.protocol import (
     Acceptance,
     BoundCall,
@@ -24,9 +25,10 @@ from hetero.errors import memory_for
 from hetero.models.graph import SHADOW
 from hetero.models.model_weights import BlockWeights, ModelWeights
 from hetero.profiler.model_graph import Node
+from hetero.solver.assignments import Heads, Part, Segment
 from hetero.solver.errors import PlanError
 from hetero.solver.node_groups import NodeGroup
-from hetero.solver.placement import Heads, Part, Placement, Segment
+from hetero.solver.placement import Placement
 
 Devices = Mapping[DeviceKind, Device]
 Progress = Callable[[int, int], None]
@@ -117,8 +119,14 @@ class KernelSet:
 
     def add_group(self, group: NodeGroup, values: Sequence[Mapping[str, WeightValue]]) -> None:
         """Prepare nodes as one graph on the NPU. Raises `PlanError` if it cannot."""
+        npu = self._devices["npu"]
+        if not isinstance(npu, SupportsGroups):
+            raise PlanError(
+                f"{group.name}: {npu.info.name} runs no {group.group.name} of {len(values)} "
+                "operations as one graph: leave it out of the plan's `fused`"
+            )
         try:
-            self._groups[group.name] = self._devices["npu"].prepare_group(group.group, values)
+            self._groups[group.name] = npu.prepare_group(group.group, values)
         except ValueError as error:
             raise PlanError(f"{group.name}: {error}") from None
 
@@ -156,7 +164,7 @@ class KernelSet:
                 self._weights[node.name] = values
                 self._check(kind, node)
             else:
-                for segment in placement.segments(node, kind):
+                for segment in placement.kernels.segments(node, kind):
                     kernel = self._compile(node, kind, segment, values)
                     self._matmuls[node.name, kind, segment] = kernel
                 if placement.online:
@@ -166,7 +174,7 @@ class KernelSet:
 
     def _add_heads(self, node: Node, whole: Attention, placement: Placement) -> None:
         for kind, device in self._devices.items():
-            for run in placement.shared_heads(kind):
+            for run in placement.kernels.shared_heads(kind):
                 op = Heads(kind, *run, graph=0).op(whole)
                 self._heads[node.name, kind, run] = _prepare(device, node, op, {})
 

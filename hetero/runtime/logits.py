@@ -9,9 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from hetero.backends.memory import Tensor
-from hetero.backends.protocol import Device, DeviceKind
+from hetero.backends.protocol import Device, DeviceKind, parts_of
 from hetero.runtime.control import ControlThread
 from hetero.runtime.finite import all_finite, first_not_finite, norms_finite, not_finite
+from hetero.runtime.handover import fetch
 from hetero.runtime.kv.context import Context
 from hetero.runtime.pool import ActivationPool
 from hetero.runtime.slot_refs import slot_of
@@ -57,8 +58,8 @@ class LogitsReader:
     def of_contexts(self, step: Step, count: int) -> list[Logits | None]:
         """Return copies of the logits [vocab] of so many contexts; None where not finite."""
         logits = self._view(step, count).copy()
-        head_input = self._pool[self._head_input].array
         checks_input = self._static and not self._copies
+        head_input = self._input(step, 0, count) if checks_input else logits
         if all_finite(logits) and not checks_input:  # one look for all rows, mostly
             return list(logits)
         return [
@@ -77,11 +78,23 @@ class LogitsReader:
             return
         last = len(step.chunks) - 1
         for chunk, count in enumerate(step.chunks):
-            rows = self._pool[slot_of(self._head_input, chunk)].array[:count]
+            rows = self._input(step, chunk, count)
             if self._static and not norms_finite(rows):
                 self._finite(context, step, rows)
             elif chunk == last:
                 self._finite(context, step, rows[-1])
+
+    def _input(self, step: Step, chunk: int, count: int) -> Logits:
+        """Return what the output head reads [count, d] of a chunk, as the host sees it."""
+        rows = self._pool[slot_of(self._head_input, chunk)].rows(0, count)
+        writer = next(
+            launch.kind
+            for launch in reversed(step.launches)
+            if launch.chunk == chunk
+            and any(x.buffer is rows.buffer for y in launch.outputs for x in parts_of(y))
+        )
+        fetch(self._devices[writer], [rows])
+        return rows.array
 
     def _checked(self, context: Context, step: Step, logits: Logits) -> Logits:
         if self._static:
@@ -100,7 +113,7 @@ class LogitsReader:
             rows = len(np.atleast_2d(values))
             step = self._steps.step(context, step.phase, step.tokens, rows, wait_values=False)
         with self._control.on_core():
-            launch = first_not_finite(step)
+            launch = first_not_finite(step, self._devices)
         raise not_finite(launch, self._devices)
 
     def _view(self, step: Step, rows: int) -> Logits:

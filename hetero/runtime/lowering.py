@@ -46,9 +46,10 @@ from hetero.runtime.schedule import Cost, Orders, in_order
 from hetero.runtime.slot_refs import SlotRef, position_of, slot_of
 from hetero.runtime.step import BoundLaunches, PendingLaunch, Step
 from hetero.runtime.waits import Synchroniser
+from hetero.solver.assignments import Heads, Part, Span
 from hetero.solver.errors import PlanError
 from hetero.solver.node_groups import NodeGroup
-from hetero.solver.placement import Heads, Part, Placement, Span
+from hetero.solver.placement import Placement
 from hetero.solver.plan import Phase, PrefillMode
 
 MAX_CACHED_CHUNKS: Final = 32
@@ -126,11 +127,16 @@ class Lowering:
         self._chunks: OrderedDict[_ChunkKey, _Chunk] = OrderedDict()
 
     def handover(self) -> Handover | None:
-        """Return the copies between slots: `--sync copy`."""
+        """Return the hand-overs between slots; None where there are none.
+
+        They are for a GPU whose memory is not coherent, and for `--sync copy`.
+        """
         gpu = self.devices.get("gpu")
-        if self.synchroniser.method != "copy" or gpu is None:
+        if gpu is None:
             return None
-        return Handover(gpu, self._mirrors) if gpu.capabilities.unified_memory else None
+        if not gpu.capabilities.coherent:
+            return Handover(gpu)
+        return Handover(gpu, self._mirrors) if self.synchroniser.method == "copy" else None
 
     def lower(
         self,
@@ -208,10 +214,11 @@ class Lowering:
 
     def _chunk(self, key: _ChunkKey, handover: Handover | None) -> _Chunk:
         """Bind the chunk once, unless each step has graphs or copies of its own."""
-        if handover is not None or self.placement.online:
+        copies = handover is not None and not handover.in_place
+        if copies or self.placement.online:
             return _Chunk(self, key, handover)
         if key not in self._chunks:
-            self._chunks[key] = _Chunk(self, key, None)
+            self._chunks[key] = _Chunk(self, key, handover)
             if len(self._chunks) > MAX_CACHED_CHUNKS:
                 self._chunks.popitem(last=False)
         self._chunks.move_to_end(key)
@@ -234,10 +241,7 @@ class _ChunkKey(NamedTuple):
 
 
 class _Chunk:
-    """The launches of one chunk: the inputs of its nodes, their layout, and the result.
-
-    `layout` is of the slots after the nodes so far, `stages` are in order.
-    """
+    """The launches of one chunk (`stages`, in order); `layout` of the slots after its nodes."""
 
     def __init__(self, lowering: Lowering, key: _ChunkKey, handover: Handover | None) -> None:
         # Not `lowering` itself, which keeps chunks: a circle would outlive the model's end.
@@ -246,19 +250,23 @@ class _Chunk:
             lowering.kernels,
             lowering.row_scores,
         )
-        self.handover = handover
+        self.mirrors = handover if handover is not None and not handover.in_place else None
+        self.in_place = handover is not None and handover.in_place
         self.phase, self.m, self.logit_rows, self.chunk, self.sums_scores, self.rows, self.form = (
             key
         )
         self.devices, self.pool = lowering.devices, lowering.pool
         self.layout: dict[str, Operand] = {}
         self.stages: list[tuple[str, Sequence[PendingLaunch]]] = []
-        self._added: dict[Tensor, int] = {}  # where devices add up columns: of how many layers
+        # Where devices add up columns: of which row, of how many layers.
+        self._added: dict[Tensor, tuple[int, int]] = {}
         self.gathered_bytes = 0
         self._bind()
 
     def place(self, placed: BoundLaunches) -> None:
         """Append all launches to a step, then what the host reads."""
+        if placed.handover is not None:
+            placed.handover.feed(self._added)
         for node, items in self.stages:
             placed.stage(node, self.chunk, self.m, items)
         placed.copied_bytes += self.gathered_bytes
@@ -274,7 +282,7 @@ class _Chunk:
                 self._place(group.name, [self._group_item(group, graph)])
             elif kind is not None:
                 apart = self.rows and "position" in node.slots
-                if heads and self.handover is None:
+                if heads and not (self.mirrors or self.in_place):
                     self._place(node.name, self._head_items(node, kind, heads))
                 else:
                     items = self._row_items if apart else self._other_items
@@ -282,23 +290,22 @@ class _Chunk:
                 if self.sums_scores and isinstance(node.op, Attention):
                     self._place_tap(node, node.op, kind)
             else:
-                if node.name == "lm_head" and self.chunk and self.handover is None:
-                    slot = self._ref(node.slots["x"])
-                    last = _LastRow(self.pool, self.chunk, self._operand(node.slots["x"]), self.m)
-                    both = frozenset({slot})
-                    self._place(
-                        "last row", [PendingLaunch(None, last, both, both, (0, self.m), None)]
-                    )
+                if node.name == "lm_head" and self.chunk and self.mirrors is None:
+                    self._place("last row", [self._last_row(node.slots["x"])])
                 self._place(node.name, self._matmul_items(node, parts))
-        for tensor, layers in self._added.items():
-            reader = ScoreReader(self.row_scores.of(0), tensor, layers, self.m)
-            slots = frozenset({SlotRef("score_sums")})
-            self._place(
-                "score_sums", [PendingLaunch(None, reader, slots, slots, (0, self.m), None)]
-            )
+        for tensor, (row, layers) in self._added.items():
+            reader = ScoreReader(self.row_scores.of(row), tensor, layers, self.m)
+            slots, summed = frozenset({SlotRef("score_sums")}), {"score_sums": tensor}
+            item = PendingLaunch(None, reader, slots, slots, (0, self.m), None, summed)
+            self._place("score_sums", [item])
 
     def _place(self, node: str, items: Sequence[PendingLaunch]) -> None:
         self.stages.append((node, items))
+
+    def _last_row(self, slot: str) -> PendingLaunch:
+        x, both = self._operand(slot), frozenset({self._ref(slot)})
+        call = _LastRow(self.pool, self.chunk, x, self.m)
+        return PendingLaunch(None, call, both, both, (0, self.m), None, {"x": x, "y": x})
 
     # --- operands ---------------------------------------------------------------------------
 
@@ -320,10 +327,9 @@ class _Chunk:
     def _head_items(
         self, node: Node, kind: DeviceKind, heads: Sequence[Heads]
     ) -> list[PendingLaunch]:
-        """Return a launch for the heads of each device.
+        """Return a launch for the heads of each device, in different places as a matmul's parts.
 
-        They are in different places of the caches and of the output, as the parts of a matmul are.
-        (Not where a device works on a copy of its own, which it would copy back as a whole.)
+        Not where memory is not coherent: the caches of a layer are one side's there.
         """
         operands, reads, writes = self._operands(node, kind)
         caches = {port: slot for port, slot in node.slots.items() if port in CACHE_PORTS}
@@ -395,31 +401,34 @@ class _Chunk:
     def _place_tap(self, node: Node, op: Attention, kind: DeviceKind) -> None:
         at = node.slots["position"]
         qkv, position = self._operand(node.slots["qkv"]), self._tensor(at)
-        if isinstance(qkv, Panels) or self.handover is not None:
+        if isinstance(qkv, Panels) or self.mirrors is not None:
             return
         caches = {"k_cache": node.slots["k_cache"]}
         reads = frozenset(map(self._ref, (node.slots["qkv"], at, node.slots["k_cache"])))
         writes = frozenset({SlotRef("score_sums")})
         added = SumScores(attention=op, every=EVERY[self.phase])
-        own = None if self.rows else self.row_scores.kernel(kind, added)
-        if own is not None:
-            device, score_sums = self.devices[kind], self.row_scores.of(0)
-            tensor = score_sums.on(kind, device, op.kv_heads)
-            self._added[tensor] = self._added.get(tensor, 0) + 1
-            given: dict[str, Operand] = {"qkv": qkv, "position": position, "score_sums": tensor}
-            call = CacheCall(f"{node.name} score sums", own, given, caches, self.m)
-            item = PendingLaunch(kind, call, reads | writes, writes, (0, self.m), None)
-            self._place(f"{node.name} score sums", [item])
+        # Rows' scores are the host's, but where it would have to fetch all keys for them.
+        own = None if self.rows and not self.in_place else self.row_scores.kernel(kind, added)
+        if own is None and self.in_place and kind == "gpu":
             return
         count = self.m if self.rows else 1
         name, m, items = f"{node.name} score sums", self.m // count, []
         for row in range(count):
-            kernel = HostScores(op, self.row_scores.of(row), EVERY[self.phase])
+            scores = self.row_scores.of(row)
             operands: dict[str, Operand] = {"qkv": qkv.rows(row, row + m), "position": position}
             if self.rows:
                 operands["position"] = self.pool[position_of(row, at)]
+            if own is not None:
+                tensor = scores.on(kind, self.devices[kind], op.kv_heads)
+                _, layers = self._added.get(tensor, (row, 0))
+                self._added[tensor] = row, layers + 1
+                operands["score_sums"] = tensor
+            kernel = own or HostScores(op, scores, EVERY[self.phase])
             call = CacheCall(name, kernel, operands, caches, m, row)
-            items.append(PendingLaunch(None, call, reads, writes, (row, row + m), None))
+            summing = None if own is None else kind
+            seen = reads if own is None else reads | writes
+            span = row, row + m
+            items.append(PendingLaunch(summing, call, seen, writes, span, None, operands))
         self._place(name, items)
 
     def _group_item(self, group: NodeGroup, graph: int) -> PendingLaunch:
@@ -507,7 +516,7 @@ class _Chunk:
     def _own(
         self, kind: DeviceKind | None, operands: Mapping[str, Operand]
     ) -> Mapping[str, Operand]:
-        return operands if self.handover is None else self.handover.own(kind, operands)
+        return operands if self.mirrors is None else self.mirrors.own(kind, operands)
 
     def _slots(self, node: Node, kind: DeviceKind) -> tuple[frozenset[SlotRef], frozenset[SlotRef]]:
         """Return the slots that a node's launch reads and writes: caches both."""
@@ -519,8 +528,8 @@ class _Chunk:
         return frozenset(reads), frozenset(writes)
 
     def _seen_by(self, kind: DeviceKind, port: str, slot: str) -> SlotRef:
-        """Return the slot that a device works on; the GPU has its own with `--sync copy`."""
-        apart = self.handover is not None and kind == "gpu" and port not in SHARED_PORTS
+        """Return the slot that a device works on; the GPU has its own where hand-overs copy."""
+        apart = self.mirrors is not None and kind == "gpu" and port not in SHARED_PORTS
         return self._ref(slot)._replace(owner="gpu" if apart else None)
 
     def _instead(

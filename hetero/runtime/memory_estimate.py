@@ -48,11 +48,11 @@ def estimate_memory(
     """Return the bytes of the slots, a context and the plan's weights."""
     sizes = [nbytes_of(shape) for shape in slots.values()]
     sizes.append(listed_bytes(placement))
-    weight_bytes = sum(placement.weight_bytes.values())
+    weight_bytes = sum(placement.kernels.weight_bytes.values())
     return MemoryEstimate(
         pool_bytes=sum(sizes),
         weight_bytes=weight_bytes,
-        copied_bytes=max(weight_bytes - placement.stored_bytes, 0),
+        copied_bytes=max(weight_bytes - placement.kernels.stored_bytes, 0),
         context_bytes=layout.nbytes,
         largest_bytes=max(*sizes, layout.largest_bytes),
     )
@@ -168,7 +168,9 @@ def gathered_slots(placement: Placement, devices: Mapping[DeviceKind, Device]) -
     return {
         node.slots["y"]: node.op.n
         for node in nodes
-        if isinstance(node.op, MatMul) and node.slots["y"] in whole and placement.cuts_rows(node)
+        if isinstance(node.op, MatMul)
+        and node.slots["y"] in whole
+        and placement.kernels.cuts_rows(node)
     }
 
 

@@ -90,9 +90,16 @@ class ActivationPool:
         """Return all slots."""
         return list(self._slots)
 
-    def slot_of(self, buffer: HostBuffer) -> SlotRef:
-        """Return the slot that a buffer holds."""
-        return next(slot for slot, tensor in self._slots.items() if tensor.buffer is buffer)
+    def slot_of(self, buffer: HostBuffer) -> SlotRef | None:
+        """Return the slot that a buffer holds, if it is one of the pool's."""
+        slots = (slot for slot, tensor in self._slots.items() if tensor.buffer is buffer)
+        return next(slots, None)
+
+    def inputs(self, chunks: Sequence[int]) -> list[Tensor]:
+        """Return what the host writes before a step of so many tokens (`feed`, `feed_rows`)."""
+        tokens = [self[slot_of("tokens", i)].rows(0, m) for i, m in enumerate(chunks)]
+        names = ("position", "cache_row")
+        return tokens + [x for slot, x in self._slots.items() if slot.name.startswith(names)]
 
     def feed(self, tokens: Sequence[int], position: int, *, chunk: int = 0, base: int = 0) -> None:
         """Write the inputs of a chunk: its tokens, the first of them at `position`.

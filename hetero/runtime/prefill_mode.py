@@ -23,7 +23,8 @@ from hetero.runtime.schedule import Order, Orders, windows
 from hetero.runtime.slot_refs import SlotRef, slot_of
 from hetero.solver.baselines import CHUNK_TOKENS
 from hetero.solver.execution_plan import ExecutionPlan
-from hetero.solver.placement import CapabilitiesByDevice, Placement
+from hetero.solver.matmul_entries import CapabilitiesByDevice
+from hetero.solver.placement import Placement
 from hetero.solver.plan import PrefillMode
 from hetero.solver.prompt_calls import split
 from hetero.solver.report.content import FORMS

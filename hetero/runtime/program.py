@@ -24,14 +24,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple, TypeAlias
 
-from hetero.backends.protocol import (
-    KINDS,
-    BoundCall,
-    Completion,
-    DeviceKind,
-    Operand,
-    StreamSignal,
-)
+from hetero.backends.optional import StreamSignal
+from hetero.backends.protocol import KINDS, BoundCall, Completion, DeviceKind, Operand
 
 Span: TypeAlias = tuple[int, int]
 Place: TypeAlias = tuple[int, int]  # the group at work, and before which other action

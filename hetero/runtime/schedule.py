@@ -83,24 +83,18 @@ def ordered(graph: LaunchGraph, order: Iterable[int]) -> Schedule:
 
 
 def out_of_order(
-    graph: LaunchGraph, cost: Cost, *, submit_s: float = 0.0, order: Order = "best"
+    graph: LaunchGraph, costs_s: Sequence[float], submit_s: float = 0.0, order: Order = "best"
 ) -> Schedule:
     """Return the shortest schedule that the list scheduler makes by the rules of an `order`.
 
     Shortest is by `seconds_of`. It is `in_order` where none is shorter, and for `fifo`.
     """
-    return _out_of_order(graph, [cost(launch) for launch in graph.launches], submit_s, order)
-
-
-def _out_of_order(
-    graph: LaunchGraph, costs_s: Sequence[float], submit_s: float, order: Order
-) -> Schedule:
     schedules = [in_order(graph)]
     if order != "fifo":
         rules = _rules(graph, costs_s, order)
         schedules += [_Listed(graph, costs_s, submit_s, rule).schedule() for rule in rules]
     launches = graph.launches
-    return min(schedules, key=lambda schedule: _seconds_of(launches, schedule, costs_s, submit_s))
+    return min(schedules, key=lambda schedule: seconds_of(launches, schedule, costs_s, submit_s))
 
 
 class Orders:
@@ -129,30 +123,23 @@ class Orders:
         known = self._schedules.get(key)
         if known is None:
             graph = LaunchGraph.of(launches)
-            best = _out_of_order(graph, costs_s, submit_s, self.order)
+            best = out_of_order(graph, costs_s, submit_s, self.order)
             plain = in_order(graph)
             known = self._schedules[key] = [plain] if plain == best else [plain, best]
-        timed = [(_seconds_of(launches, x, costs_s, submit_s), x) for x in known]
+        timed = [(seconds_of(launches, x, costs_s, submit_s), x) for x in known]
         return min(timed, key=lambda x: x[0])
 
 
 def seconds_of(
-    graph: LaunchGraph, schedule: Schedule, cost: Cost, *, submit_s: float = 0.0
-) -> float:
-    """Return how long a schedule takes if every launch takes what `cost` says.
-
-    A submission keeps the control thread for `submit_s`, and nothing else takes any time.
-    """
-    costs_s = [cost(launch) for launch in graph.launches]
-    return _seconds_of(graph.launches, schedule, costs_s, submit_s)
-
-
-def _seconds_of(
     launches: Sequence[LaunchSpec],
     schedule: Schedule,
     costs_s: Sequence[float],
-    submit_s: float,
+    submit_s: float = 0.0,
 ) -> float:
+    """Return how long a schedule takes if every launch takes its `costs_s`.
+
+    A submission keeps the control thread for `submit_s`, and nothing else takes any time.
+    """
     line = _Timeline(launches, costs_s, submit_s)
     for step in schedule:
         if isinstance(step, Start):

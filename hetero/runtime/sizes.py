@@ -12,7 +12,8 @@ from hetero.runtime.kv.kv_cache import CacheLayout
 from hetero.runtime.pool import nbytes_of, slot_shapes
 from hetero.runtime.prefill_mode import WINDOW, max_in_flight
 from hetero.solver.execution_plan import ExecutionPlan
-from hetero.solver.placement import CapabilitiesByDevice, Placement, PlanSource, fitted, reach
+from hetero.solver.matmul_entries import CapabilitiesByDevice, PlanSource
+from hetero.solver.placement import Placement, fitted, reach
 
 SCORING_PIECE: Final = 32  # tokens of a call whose logits are all wanted
 LONGEST_VERIFIED: Final = 8  # tokens of a step that decodes: of one context, or of as many

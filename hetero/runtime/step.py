@@ -11,11 +11,13 @@ from functools import cached_property, partial
 from typing import Final, NamedTuple, TypeAlias
 
 from hetero.backends.ops import OUTPUT_PORTS
-from hetero.backends.protocol import KINDS, BoundCall, Completion, DeviceKind, Operand, StreamSignal
+from hetero.backends.optional import StreamSignal
+from hetero.backends.protocol import KINDS, BoundCall, Completion, DeviceKind, Operand
 from hetero.runtime.cache_calls import CacheCall, bind_program, wait_for_layers
 from hetero.runtime.fused_launch import fuse_program
 from hetero.runtime.handover import Handover
 from hetero.runtime.kernels import Devices
+from hetero.runtime.kv.cache_sync import Side
 from hetero.runtime.kv.kv_cache import KvCache
 from hetero.runtime.kv.layer_gate import LayerGate
 from hetero.runtime.launch_graph import LaunchGraph, LaunchSpec, Span
@@ -32,6 +34,7 @@ from hetero.runtime.program import (
 from hetero.runtime.schedule import Schedule, Start
 from hetero.runtime.slot_refs import SlotRef
 from hetero.runtime.waits import Synchroniser, WaitPoint
+from hetero.solver.errors import PlanError
 from hetero.solver.plan import Phase
 
 MAX_CACHED_ROWS: Final = 8  # sets of contexts that a step's rows were
@@ -118,6 +121,23 @@ class Step:
         )
 
     @cached_property
+    def cache_sides(self) -> Mapping[int, Side]:
+        """Return the side that uses the keys and values of each layer, in a bound step.
+
+        Raises `PlanError` where both do.
+        """
+        sides: dict[int, Side] = {}
+        for index, layer in self.layers.items():
+            launch = self.launches[index]
+            side: Side = "gpu" if launch.kind == "gpu" else "host"
+            if sides.setdefault(layer, side) != side:
+                raise PlanError(
+                    f"{launch.node}: both devices use its keys and values in one step, in memory "
+                    "that is not coherent: give attention to one of them"
+                )
+        return sides
+
+    @cached_property
     def last_wait(self) -> int:
         """Return the launch that is waited for last; -1 where none is."""
         waits = (action.launch for action in reversed(self.program) if action.code == WAIT)
@@ -159,7 +179,7 @@ class PendingLaunch(NamedTuple):
     writes: frozenset[SlotRef]
     tokens: Span
     rows: Span | None
-    operands: Mapping[str, Operand] = {}  # in the pool, for hand-overs by copying
+    operands: Mapping[str, Operand] = {}  # in the pool, for hand-overs
     heads: Span | None = None
 
 
@@ -185,6 +205,8 @@ class BoundLaunches:
         }
         self._host: DeviceKind = "npu" if "npu" in devices else "gpu"
         self._pool, self._synchroniser = pool, synchroniser
+        if handover is not None:
+            handover.feed(pool.inputs(chunks))
         self._specs: list[LaunchSpec] = []
         self._items: list[PendingLaunch] = []
         self._stages = itertools.count()
@@ -199,7 +221,7 @@ class BoundLaunches:
         return self._specs
 
     def stage(self, node: str, chunk: int, m: int, items: Sequence[PendingLaunch]) -> None:
-        """Append a node's launches, and in front of them the copies of what they read."""
+        """Append a node's launches, and in front of them the hand-overs of what they read."""
         for item in items:
             self.hand_over(node, chunk, m, item.kind, item.operands)
         self._append(node, node, chunk, items)
@@ -214,14 +236,19 @@ class BoundLaunches:
         kind: DeviceKind | None,
         operands: Mapping[str, Operand],
     ) -> None:
-        """Copy what a launch reads and another device wrote, where hand-overs are by copying."""
-        for copy in self.handover.before(kind, operands) if self.handover is not None else ():
-            slot = self._pool.slot_of(copy.buffer)
+        """Hand over what a launch reads and the other side wrote, where memory is not coherent."""
+        if self.handover is None:
+            return
+        for transfer in self.handover.before(kind, operands):
+            slot = self._pool.slot_of(transfer.buffer) or SlotRef("score_sums")
             host, own = frozenset({slot}), frozenset({slot._replace(owner="gpu")})
-            reads, writes = (host, own) if copy.to_gpu else (own, host)
-            item = PendingLaunch("gpu", copy.call, reads, writes, (0, m), None)
-            self._append(f"{node} {copy.call.name}", node, chunk, [item])
-            self.copied_bytes += copy.nbytes
+            reads, writes = (host, own) if transfer.to_gpu else (own, host)
+            if self.handover.in_place:
+                reads = writes = host
+            item = PendingLaunch("gpu", transfer.call, reads, writes, (0, m), None)
+            self._append(f"{node} {transfer.call.name}", node, chunk, [item])
+            if not self.handover.in_place:
+                self.copied_bytes += transfer.nbytes
 
     def _append(self, name: str, node: str, chunk: int, items: Sequence[PendingLaunch]) -> None:
         stage = next(self._stages)

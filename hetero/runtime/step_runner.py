@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 
+from hetero.backends.optional import SupportsQueueControl
 from hetero.errors import UserError
 from hetero.runtime.adaptive import Adapter
 from hetero.runtime.attention_scores import rows_of
@@ -14,6 +15,7 @@ from hetero.runtime.executor import Executor, OnDeviceBusy, nothing
 from hetero.runtime.fused_check import fused, fused_results_match
 from hetero.runtime.gpu_share import GpuShare, gpu_busy_s
 from hetero.runtime.kernels import Devices
+from hetero.runtime.kv.cache_sync import Side
 from hetero.runtime.kv.context import Context
 from hetero.runtime.pool import ActivationPool
 from hetero.runtime.step import Step
@@ -88,10 +90,12 @@ class StepRunner:
         for chunk, (start, stop) in enumerate(pairwise(stops)):
             at = context.cached + start
             self._pool.feed(tokens[start:stop], at, chunk=chunk, base=context.cache.base)
+        sides = self._enter((context,), step)
         adapter = self._adapter if len(chunks) == 1 and not sums_scores else None
         timed = adapter is not None and adapter.due(phase, len(tokens))
         self.set_timing(timed)
         run = self._execute(step, on_device_busy)
+        context.cache.leave(sides, context.cached, context.cached + len(tokens))
         if timed and adapter is not None:
             adapter.observe(step, run.stamps)
         if rows and context.score_stats is not None:
@@ -115,8 +119,10 @@ class StepRunner:
         positions = [context.cached for context in contexts]
         self._pool.feed_rows(tokens, positions, [context.cache.base for context in contexts])
         self.set_timing(False)
+        sides = self._enter(contexts, step)
         run = self._execute(step, on_device_busy)
         for row, context in enumerate(contexts):
+            context.cache.leave(sides, context.cached, context.cached + 1)
             context.work.add(run.of_row(row, len(contexts)), 1, "decode")
             sums = self.steps.lowering.row_scores.of(row).end(1) if sampled[row] else None
             if sums is not None and context.score_stats is not None:
@@ -128,6 +134,8 @@ class StepRunner:
         self, steps: Sequence[Step], contexts: Sequence[Context], vocab_size: int, max_seq_len: int
     ) -> None:
         """Fuse launches of the steps and check their results; run unfused where they differ."""
+        for step in steps:
+            self._enter(contexts, step)
         with self.control.on_core():
             self.fuses = self.fuses and fused_results_match(
                 steps, contexts, self._pool, self._devices, self.executor, vocab_size, max_seq_len
@@ -171,7 +179,20 @@ class StepRunner:
         if on != self._timed:
             self._timed = on
             for device in self._devices.values():
-                device.set_timing(on)
+                if isinstance(device, SupportsQueueControl):
+                    device.set_timing(on)
+
+    @staticmethod
+    def _enter(contexts: Sequence[Context], step: Step) -> Mapping[int, Side]:
+        """Let the sides that compute attention see the rows of their layers; return those sides.
+
+        None where memory is coherent.
+        """
+        if not any(context.cache.handed_over for context in contexts):
+            return {}
+        for context in contexts:
+            context.cache.enter(step.cache_sides)
+        return step.cache_sides
 
     def _execute(self, step: Step, on_device_busy: OnDeviceBusy) -> StepRun:
         """Run a step whose inputs are in the pool."""
@@ -190,6 +211,8 @@ class StepRunner:
     def _loading(self, context: Context, step: Step) -> Step:
         """Return the step on a context that another thread still fills, layer by layer."""
         gate, self._loading_step = context.gate, None
+        if gate is not None and context.cache.handed_over:  # layers are, before the step begins
+            gate.wait(gate.layers - 1)
         if gate is None or gate.done:
             context.gate = None
             return step

@@ -37,7 +37,8 @@ from hetero.contexts.recent import RecentTexts
 from hetero.contexts.service import App, Service
 from hetero.contexts.working_set import Switch
 from hetero.errors import DiskFullError, QuotaError, UserError
-from hetero.generation.loop import DeviceShare, GenerationResult, Pending, Piece
+from hetero.generation.answer_stats import DeviceShare
+from hetero.generation.loop import GenerationResult, Pending, Piece
 from hetero.generation.sampling import TokenLogprob
 from hetero.runtime.watchdog import WATCHDOG
 from hetero.serving import controls

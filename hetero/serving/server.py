@@ -20,7 +20,7 @@ from hetero.models import open_model
 from hetero.serving.database import Records
 from hetero.serving.engine_client import EngineClient
 from hetero.serving.grammars import TokenBytes
-from hetero.serving.guard import LOOPBACK
+from hetero.serving.guard import LOOPBACK, AsgiApp
 from hetero.serving.http_app import make_app
 from hetero.serving.keys import Keys
 from hetero.serving.state import State
@@ -75,7 +75,35 @@ def serve(
     allowed = None if known is not None and host not in _LOCAL else [*LOOPBACK, *hosts]
     app = make_app(state, known, allowed, ready)
     logging.getLogger("hetero").addHandler(logging.StreamHandler())
-    config = uvicorn.Config(
+    server = uvicorn.Server(_config(app, host, port))
+    # What the user can mend is one sentence, below; uvicorn has a traceback.
+    logging.getLogger("uvicorn.error").addFilter(lambda _: state.failed is None)
+
+    def ended() -> None:
+        server.should_exit = True
+
+    client.on_end = ended
+    _allow_connections()
+    _run(server, state, f"{host}:{port}")
+    if client.about and not client.is_stopping:
+        raise UserError("the engine ended by itself: see its message above")
+
+
+def _run(server: uvicorn.Server, state: State, at: str) -> None:
+    """Serve until a signal ends it. Raises `UserError` where it could not start."""
+    try:
+        server.run()
+    except SystemExit:  # how uvicorn says that it could not start
+        if state.failed is None:
+            raise
+    if state.failed is not None:
+        raise state.failed
+    if not server.started:
+        raise UserError(f"nothing is served at {at}: see the message above")
+
+
+def _config(app: AsgiApp, host: str, port: int) -> uvicorn.Config:
+    return uvicorn.Config(
         app,
         host=host,
         port=port,
@@ -90,26 +118,6 @@ def serve(
         h11_max_incomplete_event_size=64 << 10,
         server_header=False,
     )
-    server = uvicorn.Server(config)
-    # What the user can mend is one sentence, below; uvicorn has a traceback.
-    logging.getLogger("uvicorn.error").addFilter(lambda _: state.failed is None)
-
-    def ended() -> None:
-        server.should_exit = True
-
-    client.on_end = ended
-    _allow_connections()
-    try:
-        server.run()
-    except SystemExit:  # how uvicorn says that it could not start
-        if state.failed is None:
-            raise
-    if state.failed is not None:
-        raise state.failed
-    if not server.started:
-        raise UserError(f"nothing is served at {host}:{port}: see the message above")
-    if client.about and not client.is_stopping:
-        raise UserError("the engine ended by itself: see its message above")
 
 
 def _check_address(host: str, port: int) -> None:

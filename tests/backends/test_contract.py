@@ -13,10 +13,10 @@ import pytest
 from hetero.backends import checks, ops
 from hetero.backends.errors import DeviceLostError
 from hetero.backends.formats import CacheFormat, StorageFormat, WeightFormat
-from hetero.backends.groups import Group, GroupStep
 from hetero.backends.kv_rows import cache_rows
 from hetero.backends.memory import Tensor, new_tensor
 from hetero.backends.ops import Op, RopeScaling
+from hetero.backends.optional import SupportsGroups, SupportsThreads
 from hetero.backends.protocol import BoundCall, Device
 from hetero.backends.weights import pack
 from tests.backends.cases import (
@@ -377,9 +377,9 @@ def test_chunks_are_decoded_to_the_bit(
 
 def test_chunks_are_decoded_during_other_calls(device: Device) -> None:
     """From another thread, in a queue of its own, into the same caches."""
-    other = device.clone_for_thread()
-    if other is None:
+    if not isinstance(device, SupportsThreads):
         pytest.skip(f"{device.info.backend} computes on whatever thread calls it")
+    other = device.clone_for_thread()
     op = ops.DecodeChunks(kv_heads=2, head_dim=16, capacity=130, room=1 << 15)
     rng = np.random.default_rng(11)
     weights = make_weights(op, rng)
@@ -659,11 +659,9 @@ def test_accepts_what_a_decoder_needs(any_device: Device, small_op: Op) -> None:
     assert any_device.accepts(small_op)
 
 
-def test_groups_are_refused_where_none_are_declared(any_device: Device) -> None:
-    add = GroupStep(ops.Add(d=8), (("x", "x"), ("residual", "t"), ("y", "y")))
-    if not any_device.capabilities.fused_groups:
-        with pytest.raises(ValueError, match="runs no block of 1 operations as one graph"):
-            any_device.prepare_group(Group("block", (add,), ("y",)), [{}])
+def test_groups_are_declared_where_they_can_be_prepared(any_device: Device) -> None:
+    if any_device.capabilities.fused_groups:
+        assert isinstance(any_device, SupportsGroups)
 
 
 def test_mapping_twice_is_once(any_device: Device) -> None:

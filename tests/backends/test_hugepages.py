@@ -20,6 +20,7 @@ from hetero.backends.host import hugepages
 from hetero.backends.host.hugepages import HUGE_BYTES
 from hetero.backends.memory import PAGE_BYTES, Arena, HostBuffer, private_pages
 from hetero.backends.ops import MatMul
+from hetero.backends.optional import SupportsCompaction
 from hetero.backends.registry import open_device
 from hetero.backends.weights import pack
 from hetero.models.packing import empty_packed
@@ -86,6 +87,7 @@ def test_only_a_device_with_much_to_move_looks_for_it(monkeypatch: pytest.Monkey
         weight = pack(np.zeros((n, 2048), dtype=np.float32), StorageFormat.F32)
         op = MatMul(n=n, k=2048, weight_format=WeightFormat.F32)
         kernel = device.prepare(op, {"weight": weight})
+        assert isinstance(device, SupportsCompaction)
         device.compact_weights()
         assert len(asked) == (n == 4096)
         assert kernel.nbytes > 0

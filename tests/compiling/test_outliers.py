@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bench.lab.outliers import OutlyingWeights
+from bench.lab.schemes import Schemes, SimulatedModel
 from hetero.backends.formats import WeightFormat
 from hetero.backends.reference.compute import program
-from hetero.compiling.outlying_weights import OutlyingWeights
-from hetero.compiling.schemes import Schemes, SimulatedModel
 from hetero.compiling.static_scales import choose, most_important
 from hetero.errors import UserError
 from hetero.generation.sampling import log_softmax

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from bench.lab.schemes import Schemes, SimulatedModel
 from hetero import LLM
 from hetero.backends.formats import WeightFormat
 from hetero.backends.reference.compute import program
-from hetero.compiling.schemes import Schemes, SimulatedModel
 from hetero.compiling.static_scales import Scale, StaticWeights, choose, static_weights
 from hetero.errors import UserError
 from hetero.models import LoadedModel, open_model
@@ -80,17 +78,3 @@ def test_a_directory_with_shadows_serves_the_simulation() -> None:
 def test_an_unknown_scheme_is_refused() -> None:
     with pytest.raises(UserError, match="unknown scheme 'best': choose one of naive, smooth"):
         Schemes(loaded(), TOKENS, 64).model_of("best")
-
-
-def test_the_command_scores_what_has_no_kernel(tmp_path: Path, command: Callable[..., Any]) -> None:
-    text, other = tmp_path / "text", tmp_path / "other"
-    text.write_text("Once upon a time there was a small fox who liked to play. " * 4)
-    other.write_text("One day a bear went to the river to look for a friend. " * 4)
-    common = ("eval", "demo", "--text", str(text), "--simulate", "15%", "--max-tokens", "40")
-    done = command(*common, "--calibrate", str(other), "--no-reference", "--json")
-    assert done.returncode == 0, done.stderr
-    (name,) = found = json.loads(done.stdout)
-    assert name == "w8a8 15% (simulated)"
-    assert found[name]["tokens"] == 39
-    assert "give --calibrate TEXT" in command(*common).stderr
-    assert "give two different texts" in command(*common, "--calibrate", str(text)).stderr

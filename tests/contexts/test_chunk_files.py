@@ -12,7 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hetero.contexts.budget import ByteBudget
-from hetero.contexts.chunk_files import ChunkError, ChunkFiles, Reader
+from hetero.contexts.chunk_files import ChunkFiles, Reader
+from hetero.contexts.chunk_format import ChunkError
 from hetero.contexts.chunks import Chunk
 from hetero.contexts.codec import CHUNK_TOKENS, HALF, RAW, ChunkCodec, Codes
 from tests.contexts.fake_service import LAYOUT

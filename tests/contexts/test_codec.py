@@ -91,17 +91,6 @@ def test_fewer_bits_are_the_first_planes(seed: int, size: int, tokens: int) -> N
 
 
 @given(
-    seed=st.integers(0, 999), tokens=st.integers(1, 16), bits=st.sampled_from([*NESTED, HALF, RAW])
-)
-def test_a_layer_is_that_of_the_whole(seed: int, tokens: int, bits: int) -> None:
-    codec, values = made(seed, 64, tokens)
-    codes = codec.encode(values, bits)
-    whole = codec.decode(codes)
-    for layer in range(3):
-        assert np.array_equal(codec.decode_layer(codes, layer), whole[layer])
-
-
-@given(
     seed=st.integers(0, 999),
     size=st.sampled_from([8, 64]),
     bits=st.lists(st.sampled_from([*NESTED, HALF, RAW]), min_size=1, max_size=9),
@@ -119,7 +108,7 @@ def test_many_chunks_into_a_cache_are_each_as_alone(
         keys, values = (np.full((2, 160, size), np.nan, np.float32) for _ in range(2))
         rows = [CacheRows(x, CacheFormat.F32, size) for x in (keys, values)]
         codec.decode_into([(16 * i, x) for i, x in enumerate(codes)], layer, *rows)
-        wanted = np.concatenate([codec.decode_layer(x, layer) for x in codes], axis=2)
+        wanted = np.concatenate([codec.decode(x)[layer] for x in codes], axis=2)
         count = wanted.shape[2]
         assert np.array_equal(keys[:, :count], wanted[0])
         assert np.array_equal(values[:, :count], wanted[1])

@@ -116,7 +116,7 @@ def test_taps_tell_what_the_devices_computed_on(
         assert bool(seen) != able, "whose host call did not run"
         sums[:], seen[:] = 0, []
         monkeypatch.setattr(attention_tap.RowScores, "kernel", lambda *_: None)
-        llm.engine.lower()
+        llm.engine.deployment.lower()
         context = llm.new_context()
         context.score_stats = ScoreStats(120)
         tapped = llm.generate(prompt, context=context, max_tokens=30)

@@ -14,7 +14,8 @@ import pytest
 
 from hetero import LLM, Service, UserError
 from hetero.contexts.budget import ByteBudget
-from hetero.contexts.chunk_files import ChunkError, ChunkFiles
+from hetero.contexts.chunk_files import ChunkFiles
+from hetero.contexts.chunk_format import ChunkError
 from hetero.contexts.chunks import Chunk
 from hetero.contexts.codec import CHUNK_TOKENS, RAW, ChunkCodec
 from hetero.contexts.encryption import SealError, Vault, vault_of

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
 
+from bench.lab.kv_quality import kv_quality
 from hetero import LLM, UserError
-from hetero.cli import app as cli
 from hetero.generation.sampling import log_softmax
-from hetero.measuring.kv_quality import kv_quality
 
 STORY = "Once upon a time, there was a young fox named Jasmund. He lived in the village. " * 8
 
@@ -32,14 +30,3 @@ def test_qualities_of_a_text() -> None:
     assert 0.5 < found["4"].ratio < 0.51, "amplitudes count"
     assert found["mixed"].ratio <= 0.5
     assert found["random 0"].ratio == found["mixed"].ratio
-
-
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text(STORY)
-    words = ["--kv-bits", "8", "--kv-bits", "mixed", "--kv-seeds", "2", "--window", "64"]
-    with pytest.raises(SystemExit):
-        cli.main(["eval", "demo", "--text", str(text), *words])
-    out = capsys.readouterr().out
-    assert "| 8 | 1.000 |" in out
-    assert "of 2 random orders" in out

@@ -15,11 +15,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from bench.lab.kv_quality import kv_quality
 from hetero import LLM, Context, ModelError, UserError
 from hetero.backends.formats import CacheFormat
 from hetero.backends.memory import HostBuffer
 from hetero.contexts.service import Service
-from hetero.measuring.kv_quality import kv_quality
 from hetero.models.random_models import KNOWN_MODELS
 from hetero.models.safetensors_file import SafetensorsFile
 from hetero.models.sliding import EXTRA_TOKENS, Sliding, stride_of
@@ -191,7 +191,7 @@ def test_calls_of_a_prompt_that_are_in_flight_together(tmp_path: Path) -> None:
     for whole in (False, True):
         options: dict[str, Any] = {"max_seq_len": 2048, "whole_caches": whole, "adapt": False}
         with LLM(str(tmp_path), device="hetero", strategy="chunked", **options) as llm:
-            assert llm.engine.window == 4
+            assert llm.engine.deployment.window == 4
             found.append(llm.engine.prefill(llm.context, ids(8, 1700)).copy())
             assert len(llm.engine.runner.last_step.chunks) > 1
             assert (llm.context.cache.base == 0) == whole

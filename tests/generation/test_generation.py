@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero.errors import UserError
-from hetero.generation.loop import StopFilter
+from hetero.generation.answer_text import StopFilter
 
 PARTS = st.lists(st.text(alphabet="ab ", max_size=3), max_size=12)
 

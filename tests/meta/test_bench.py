@@ -13,6 +13,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCH = ROOT / "bench"
+SAMPLES = ROOT / "docs/demo-model/samples.md"
+TEXTS = "--text TEXT --calibrate TEXT --calibration-tokens 64"
 DEMO = "--model demo --weights w4a16"
 BRIEFLY = {
     f"peers.py levels --profile host {DEMO} -p 16 -n 2 -r 1": "of ideal",
@@ -31,6 +33,9 @@ BRIEFLY = {
     f"mllm_npu.py order {DEMO} -p 80 --chunk 32 --rounds 1": "| best |",
     "mllm_npu.py simulated -p 300": "| + order |",
     "paper.py fit --check": "files are up to date",
+    "quality.py kept demo --text TEXT --bits 8 --bits mixed --seeds 2 --window 64": "| 8 | 1.000 |",
+    f"quality.py forms demo {TEXTS} -s naive --max-tokens 40": "| naive | 39 |",
+    f"quality.py outliers demo {TEXTS} -s none --tokens 40": "| none |",
     "paper_reproduction.py": "Order of strategies",
     "before_after.py --rounds 1 HEAD paper_reproduction.py": "| 1.000 |",
     "-m tests.support.robustness soak --minutes 0.01": "| yes |",
@@ -80,7 +85,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.full
 @pytest.mark.parametrize("command", BRIEFLY)
 def test_a_bench_runs(command: str, rows: Path) -> None:
-    name, *options = command.replace("ROWS", str(rows)).split()
+    name, *options = command.replace("ROWS", str(rows)).replace("TEXT", str(SAMPLES)).split()
     done = run([name if name == "-m" else str(BENCH / name), *options])
     assert done.returncode == 0 or GROWS in command, done.stdout[-500:] + done.stderr[-2000:]
     assert BRIEFLY[command] in done.stdout, done.stdout[-1500:] + done.stderr[-2000:]

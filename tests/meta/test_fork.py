@@ -212,7 +212,7 @@ if pid == 0:
     for buffer in buffers:
         buffer.bytes[:] = 1
     cache = llm.context.cache
-    tensors = [llm.engine.pool[slot] for slot in llm.engine.pool.slots()]
+    tensors = [llm.engine.deployment.pool[slot] for slot in llm.engine.deployment.pool.slots()]
     for tensor in tensors + [cache[slot] for slot in cache.layout.slots]:
         tensor.array.reshape(-1)[:1000] = 7
     os._exit(0)

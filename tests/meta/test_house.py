@@ -144,14 +144,41 @@ def test_tests_are_collected_where_packages_of_some_systems_are_missing() -> Non
     assert "tests/backends/test_contract.py" in done.stdout
 
 
-def test_functions_and_files_keep_the_house_sizes() -> None:
+FILE_LINES, CLASS_LINES, FUNCTION_LINES = 800, 300, 60
+# Functions whose parameters are not counted, and why. Their bodies are.
+LONG_SIGNATURES = {
+    "hetero.cli.": "a command of Typer declares each option as a parameter, over several lines",
+}
+# Classes and functions that may be longer, and why.
+LONG: dict[str, str] = {}
+
+
+def definitions(name: str, tree: ast.AST) -> Iterator[tuple[str, int, int]]:
+    """Yield (qualified name, lines, limit) of every class and function of a module."""
+    for node in ast.iter_child_nodes(tree):
+        inner = name
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            inner, start, limit = f"{name}.{node.name}", node.lineno, CLASS_LINES
+            if not isinstance(node, ast.ClassDef):
+                limit = FUNCTION_LINES
+                if node.name.endswith("_command") and inner.startswith(tuple(LONG_SIGNATURES)):
+                    start = node.body[0].lineno
+            yield inner, (node.end_lineno or start) - start + 1, limit
+        yield from definitions(inner, node)
+
+
+def test_files_classes_and_functions_keep_the_house_sizes() -> None:
+    too_long = {}
     for _, name, path in modules():
         text = path.read_text(encoding="utf-8")
-        assert text.count("\n") <= 800, f"{name} has more than 800 lines"
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.FunctionDef):
-                length = (node.end_lineno or node.lineno) - node.lineno + 1
-                assert length <= 80, f"{name}.{node.name} has {length} lines"
+        assert text.count("\n") <= FILE_LINES, f"{name} has more than {FILE_LINES} lines"
+        too_long |= {
+            inner: f"{lines} lines, and the limit is {limit}"
+            for inner, lines, limit in definitions(name, ast.parse(text))
+            if lines > limit
+        }
+    assert {inner: lines for inner, lines in too_long.items() if inner not in LONG} == {}
+    assert set(LONG) <= set(too_long), "no exemption outlives its reason"
 
 
 def test_every_package_is_in_the_wheel() -> None:

@@ -10,7 +10,17 @@ import pytest
 from pydantic import ValidationError
 
 from hetero.backends.formats import WeightFormat
-from hetero.backends.ops import Add, Attention, Embed, GatedAct, MatMul, RMSNorm, Rope, RopeScaling
+from hetero.backends.ops import (
+    Add,
+    Attention,
+    Embed,
+    GatedAct,
+    MatMul,
+    Op,
+    RMSNorm,
+    Rope,
+    RopeScaling,
+)
 from hetero.backends.rope_tables import tables
 from hetero.models import model_spec
 from hetero.models.graph import model_graph, slot_widths
@@ -29,6 +39,10 @@ def roles(graph: ModelGraph, layer: int | None) -> list[str]:
     return [node.name.rpartition(".")[2] for node in graph.nodes if node.layer == layer]
 
 
+def op_of(graph: ModelGraph, name: str) -> Op:
+    return next(node.op for node in graph.nodes if node.name.endswith(name))
+
+
 def test_the_matmuls_of_a_known_model() -> None:
     graph = model_spec("qwen2.5-0.5b")
     assert graph.matmuls == (
@@ -38,9 +52,7 @@ def test_the_matmuls_of_a_known_model() -> None:
         MatMulSpec(name="down", n=896, k=4864, count=24),
         MatMulSpec(name="lm_head", n=151936, k=896, count=1),
     )
-    assert graph.matmul_op("qkv") == MatMul(
-        n=1152, k=896, weight_format=WeightFormat.W4A16, bias=True
-    )
+    assert op_of(graph, "qkv") == MatMul(n=1152, k=896, weight_format=WeightFormat.W4A16, bias=True)
     assert graph.shapes["v"] == (2 * 64, 896)
     assert graph.shapes["up"] == (4864, 896)
     with pytest.raises(KeyError):
@@ -117,7 +129,7 @@ def test_copies_have_other_caches_and_formats() -> None:
     assert small == model_graph(WINDOWED, "w4a16", capacity=16) != graph
     wide = graph.with_weight_format(WeightFormat.F32)
     assert wide == model_graph(WINDOWED, "f32")
-    assert wide.matmul_op("o").weight_format is WeightFormat.F32
+    assert op_of(wide, "o").weight_format is WeightFormat.F32
     assert graph.model_copy(update={"name": "elsewhere"}).name == "elsewhere"
 
 

@@ -50,7 +50,7 @@ class Tampered:
         self.device: Device = reference.open(kind="npu")
         self.spoil = spoil
         self.info, self.capabilities = self.device.info, self.device.capabilities
-        for name in ("allocate", "map", "accepts", "compact_weights", "close", "flag"):
+        for name in ("allocate", "map", "accepts", "close"):
             setattr(self, name, getattr(self.device, name))
 
     def prepare(self, op: Op, weights: Mapping[str, WeightValue]) -> Any:

@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 
+from bench.lab.chip_fit import fit_model, leave_one_out
 from hetero.cli.app import main
 from hetero.profiler.compiled import (
     SNAPDRAGON_8_GEN_3,
     CallWork,
     ChipModel,
     compiler_profile,
-    fit_model,
-    leave_one_out,
 )
 from hetero.profiler.cost import CostModel
 from hetero.profiler.records import DeviceProfile

@@ -86,23 +86,6 @@ def test_each_task_is_visited_once_a_round() -> None:
         assert set(visits[start : start + 3]) == wanted
 
 
-def test_the_mean_ratio_is_that_of_work_which_is_longer_than_a_burst() -> None:
-    """Half of the time 1.6 times as slow: the same work takes 2 / (1 + 1 / 1.6) times as long."""
-    clock = ManualClock()
-
-    def bursts(op: Op, m: int) -> float:
-        slow = clock.now() > 5.0 and int(clock.now() / 0.05) % 2
-        return gpu_cost(op, m) * (1.6 if slow else 1.0)
-
-    found = meter(clock, gpu=bursts)
-    for phase in ("decode", "prefill"):
-        found.reference_ratio(("gpu", phase))
-    assert clock.now() < 5.0
-    clock.sleep(5.0)
-    for phase in ("decode", "prefill"):
-        assert found.mean_ratio(("gpu", phase), 2.0) == pytest.approx(1.231, rel=0.03)
-
-
 def test_drift_cancels_and_is_recorded() -> None:
     """The GPU becomes 1.5 times slower between two blocks; the rows do not notice."""
     clock = ManualClock()

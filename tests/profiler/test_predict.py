@@ -248,13 +248,14 @@ def test_costs_around_kernels() -> None:
     assert model.contention("gpu", "decode") == model.contention("gpu", "decode", W4) == 1.3
     assert model.contention("npu", "decode", WeightFormat.W4A8) == 1.2
     assert model.contention("npu", "decode") == model.contention("gpu", "prefill") == 1.0
-    assert model.prepare_s("npu", W4, 1000, 1000) == pytest.approx(1e-3 + 562_500e-9)
-    assert model.prepare_s("npu", W4, 1000, 1000, cached=True) == 1e-4
+    fitted = model.preparation
+    assert fitted.seconds("npu", W4, 1000, 1000) == pytest.approx(1e-3 + 562_500e-9)
+    assert fitted.seconds("npu", W4, 1000, 1000, cached=True) == 1e-4
     row = PreparationRow(device="npu", weight_format=W4, n=1000, k=1000, cold_s=3e-3, cached_s=2e-3)
-    known = CostModel(profile().model_copy(update={"preparation": (row,)}))
-    assert known.prepare_s("npu", W4, 1000, 1000) == 3e-3  # as measured
-    assert known.prepare_s("npu", W4, 1000, 1000, cached=True) == 2e-3
-    assert known.prepare_s("npu", W4, 1000, 1024) == model.prepare_s("npu", W4, 1000, 1024)
+    known = CostModel(profile().model_copy(update={"preparation": (row,)})).preparation
+    assert known.seconds("npu", W4, 1000, 1000) == 3e-3  # as measured
+    assert known.seconds("npu", W4, 1000, 1000, cached=True) == 2e-3
+    assert known.seconds("npu", W4, 1000, 1024) == fitted.seconds("npu", W4, 1000, 1024)
     assert (model.power_w("gpu"), model.power_w("both")) == (4, None)
     assert model.bandwidth("both") is None
 

@@ -9,6 +9,7 @@ import pytest
 
 from hetero.backends.errors import KernelBuildError
 from hetero.backends.host.clock import ManualClock
+from hetero.backends.optional import SupportsFusedLaunch
 from hetero.backends.protocol import BoundCall, Completion
 from hetero.profiler import sync
 
@@ -89,12 +90,13 @@ def test_what_a_launch_saves_when_fused(monkeypatch: pytest.MonkeyPatch, how: st
     call.fusible = True
     monkeypatch.setattr(sync, "_call", lambda device, width: call)
 
-    def fuse(runs: Any) -> list[InFusedLaunch] | None:
-        if how == "fails":
-            raise KernelBuildError(
-                "opencl", "building fused_launch.cl", "the driver's compiler hung"
-            )
-        return [InFusedLaunch(call, len(run)) for run in runs] if how == "chains" else None
+    class Fusing(SupportsFusedLaunch):
+        def fuse(self, runs: Any) -> list[InFusedLaunch] | None:
+            if how == "fails":
+                raise KernelBuildError(
+                    "opencl", "building fused_launch.cl", "the driver's compiler hung"
+                )
+            return [InFusedLaunch(call, len(run)) for run in runs] if how == "chains" else None
 
-    found = sync._fused(SimpleNamespace(fuse=fuse), clock, 18, sync.DEFAULT)  # type: ignore[arg-type]
+    found = sync._fused(Fusing(), clock, 18, sync.DEFAULT)  # type: ignore[arg-type]
     assert found == (pytest.approx(SAVED_S, rel=1e-6) if how == "chains" else None)

@@ -60,7 +60,7 @@ def open_engine(folder: Path, seed: int, sync: SyncMethod = "fast") -> Engine:
 @contextmanager
 def late(engine: Engine, rng: random.Random, contexts: Sequence[Context] = ()) -> Iterator[None]:
     """The engine's steps on `contexts` (default: `context_of`) as `delay` makes them."""
-    engine.lower()
+    engine.deployment.lower()
     steps = {
         id(step): step
         for context in contexts or (context_of(engine),)
@@ -77,7 +77,7 @@ def late(engine: Engine, rng: random.Random, contexts: Sequence[Context] = ()) -
     try:
         yield
     finally:
-        engine.lower()
+        engine.deployment.lower()
 
 
 def delay(step: Step, gpu: Any, rng: random.Random) -> None:
@@ -125,7 +125,7 @@ def logits(engine: Engine, tokens: list[int]) -> list[Any]:
 
 def spoil(engine: Engine) -> None:
     """Overwrite everything that a step has to write before it reads."""
-    spoil_pool(engine.pool)
+    spoil_pool(engine.deployment.pool)
 
 
 def spoil_pool(pool: ActivationPool) -> None:

@@ -82,8 +82,8 @@ def make_engine(loaded: LoadedModel, **options: Any) -> Engine:
         "npu": open_device("reference", kind="npu", graph_sizes=GRAPHS),
     }
     engine = Engine(loaded.weights, solver.plan, devices, max_seq_len=200, solver=solver, **options)
-    if engine._adapter is not None:
-        engine._adapter.policy = QUICK
+    if engine.deployment.adapter is not None:
+        engine.deployment.adapter.policy = QUICK
     return engine
 
 

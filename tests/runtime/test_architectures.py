@@ -82,7 +82,7 @@ def test_a_cut_model_gives_the_same_logits(name: str, strategy: str, rest: str) 
     with Engine(loaded.weights, plan, both, max_seq_len=LENGTH) as engine:
         for got, want in zip(run(engine), expected, strict=True):
             assert_close(got, want, tolerance=5e-5)
-        nodes = [node.name for node in engine.nodes]
+        nodes = [node.name for node in engine.placement.graph.nodes]
         launched = dict.fromkeys(
             x.node for x in engine.steps.step(engine.new_context(), "prefill", prompt).launches
         )

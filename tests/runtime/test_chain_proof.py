@@ -154,7 +154,7 @@ def test_rows_of_several_contexts_in_a_chain(folder: Path) -> None:
         engine.runner.start_trace()
         plain, many = rows(), submissions(llm)
         engine.runner.stop_trace()
-        engine.warm_rows(contexts)
+        engine.deployment.warm_rows(contexts)
         device = engine.devices["gpu"]
         assert isinstance(device, OpenCLDevice)
         prepared = len(device.programs._programs)

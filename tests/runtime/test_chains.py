@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+from hetero.backends.optional import SupportsFusedLaunch
 from hetero.backends.protocol import KINDS, BoundCall, DeviceKind
 from hetero.runtime.fused_launch import LONGEST, SHORTEST, fuse_program
 from hetero.runtime.program import PREQUEUE, RUN, SIGNAL, SUBMIT, WAIT, Action, Launch
@@ -32,7 +33,7 @@ class Chained(BoundCall):
     def run(self) -> None: ...
 
 
-class Device:
+class Device(SupportsFusedLaunch):
     """Chains what it may; with `refuses` nothing."""
 
     def __init__(self, refuses: bool) -> None:

@@ -64,7 +64,7 @@ def chunked(engine: Engine, chunks: int) -> tuple[ActivationPool, Lowering]:
     """The engine's kernels on a pool with so many sets of slots."""
     shapes = slot_shapes(
         engine.config,
-        tokens=engine.pool.tokens,
+        tokens=engine.deployment.pool.tokens,
         logit_rows=32,
         gathered=gathered_slots(engine.placement, engine.devices),
         chunks=chunks,
@@ -72,7 +72,13 @@ def chunked(engine: Engine, chunks: int) -> tuple[ActivationPool, Lowering]:
     )
     pool = ActivationPool(shapes, engine.devices.get("npu") or engine.devices["gpu"])
     pool.map_to(engine.devices.values())
-    lowering = Lowering(engine.placement, engine.kernels, pool, engine.devices, engine.synchroniser)
+    lowering = Lowering(
+        engine.placement,
+        engine.deployment.kernels,
+        pool,
+        engine.devices,
+        engine.deployment.synchroniser,
+    )
     return pool, lowering
 
 
@@ -183,8 +189,8 @@ def test_more_chunks_than_sets_of_slots_are_refused(folder: Path) -> None:
 def test_one_set_of_slots_is_the_pool_as_it_was(folder: Path) -> None:
     with engine_of(folder, 0, "reference") as engine:
         one, two = (chunked(engine, n)[0] for n in (1, 2))
-        assert one.slots() == engine.pool.slots()
-        assert one.nbytes == engine.pool.nbytes
+        assert one.slots() == engine.deployment.pool.slots()
+        assert one.nbytes == engine.deployment.pool.nbytes
         shared = {slot for slot in one.slots() if slot.name == "logits"}
         shared |= {position_of(row) for row in range(1, LONGEST_VERIFIED)}
         again = {s._replace(chunk=1) for s in one.slots() if s not in shared}

@@ -29,9 +29,9 @@ def test_nothing_of_a_closed_model_waits_for_the_collector(mode: DeviceMode) -> 
         engine = llm._engine
         kept = {
             "engine": weakref.ref(engine),
-            "kernels": weakref.ref(engine.kernels),
-            "synchroniser": weakref.ref(engine.synchroniser),
-            "pool": weakref.ref(engine.pool),
+            "kernels": weakref.ref(engine.deployment.kernels),
+            "synchroniser": weakref.ref(engine.deployment.synchroniser),
+            "pool": weakref.ref(engine.deployment.pool),
             "device": weakref.ref(next(iter(engine.devices.values()))),
         }
         del engine

@@ -182,7 +182,7 @@ def test_a_wait_past_its_deadline_names_the_kernel(
 ) -> None:
     monkeypatch.setattr(executor, "DRAIN_DEADLINE_S", 0.2)  # nothing comes any more
     with open_reference(folder, delay_s=float("inf")) as engine:
-        engine.synchroniser.deadline_s = 0.05
+        engine.deployment.synchroniser.deadline_s = 0.05
         with pytest.raises(WaitTimeoutError, match=r"w4a16\).*\(gpu: reference open\)"):
             engine.prefill(context_of(engine), [1, 2, 3])
 

@@ -253,7 +253,7 @@ def gated_engine(folder: Path, monkeypatch: pytest.MonkeyPatch, rest: str) -> En
         engine.close()
         pytest.skip("no stream signal works on this device")
     monkeypatch.setattr(
-        engine.synchroniser.contention, "preempted", lambda *_: None
+        engine.deployment.synchroniser.contention, "preempted", lambda *_: None
     )  # keeps its wait values
     return engine
 
@@ -264,12 +264,12 @@ def test_a_core_that_others_use_gets_steps_without_gates(
     with gated_engine(folder, monkeypatch, "gpu") as engine:
         assert answer(engine, 2) == wanted[:2]
         assert engine.runner.last_step.signal is not None
-        engine.synchroniser.contention.mark_contended()
+        engine.deployment.synchroniser.contention.mark_contended()
         assert answer(engine) == wanted
         assert engine.runner.last_step.signal is None
         for _ in range(WaitPolicy().no_wait_value_steps):
-            engine.synchroniser.wait_values_now()
-        assert engine.synchroniser.wait_values_now()
+            engine.deployment.synchroniser.wait_values_now()
+        assert engine.deployment.synchroniser.wait_values_now()
 
 
 @pytest.mark.parametrize("rest", ["gpu", "npu"])

@@ -65,7 +65,8 @@ def test_never_slower_than_the_better_of_cuts_and_of_whole_matmuls_out_of_order(
             last = int(start + m == rounded)
             graph = LaunchGraph.of(forms._launches("cut", (m,), last, spec.layers))
             price = LaunchCosts(cost, forms._placement).at(start, (m,))
-            cut_s += seconds_of(graph, in_order(graph), price, submit_s=forms._submit_s)
+            costs_s = [price(launch) for launch in graph.launches]
+            cut_s += seconds_of(graph.launches, in_order(graph), costs_s, forms._submit_s)
             start += m
         assert found.seconds[found.form] <= min(cut_s, found.seconds["whole"]) * (1 + 1e-9)
         assert found.seconds["cut"] <= cut_s * (1 + 1e-9)
@@ -193,15 +194,15 @@ def engine() -> Iterator[Engine]:
 
 def test_every_form_gives_the_same_answer(engine: Engine) -> None:
     assert set(engine.devices) == set(KINDS)
-    assert engine.window == 4
+    assert engine.deployment.window == 4
     prompt = np.random.default_rng().integers(3, 1000, 700).tolist()
     found: dict[str, np.ndarray] = {}
     for form in get_args(PrefillMode):
         context = emptied(engine)
-        engine.pool["logits"].array[:] = np.nan
+        engine.deployment.pool["logits"].array[:] = np.nan
         engine._run(context, "prefill", prompt[:600], 0, (256, 256, 88), form)
         step = engine._run(context, "prefill", prompt[600:], 1, (60, 40), form)
-        found[form] = engine._logits.last(context, step).copy()
+        found[form] = engine.deployment.logits.last(context, step).copy()
         devices = {launch.kind for launch in step.launches if launch.rows is not None}
         assert devices == set(KINDS) if form != "whole" else devices
     scale = np.abs(found["cut"]).max()
@@ -214,14 +215,16 @@ def test_a_prompt_runs_in_the_form_that_is_decided(
 ) -> None:
     prompt = np.random.default_rng().integers(3, 1000, 600).tolist()
     for form in get_args(PrefillMode):
-        decided = forms_module.PrefillChoice(form, engine.forms.calls(form, 600), {form: 1.0})
-        monkeypatch.setattr(engine.forms, "of", lambda *_, x=decided: x)
+        decided = forms_module.PrefillChoice(
+            form, engine.deployment.forms.calls(form, 600), {form: 1.0}
+        )
+        monkeypatch.setattr(engine.deployment.forms, "of", lambda *_, x=decided: x)
         context = emptied(engine)
         engine.prefill(context, prompt)
         calls = forms_module.padded_chunks(decided.calls, engine.max_seq_len)
         assert engine.runner.last_step.chunks == calls
         assert context.work.form == str(decided)
-        node = next(node for node in engine.nodes if node.name.endswith(".down"))
+        node = next(node for node in engine.placement.graph.nodes if node.name.endswith(".down"))
         found = {(x.kind, x.rows) for x in engine.runner.last_step.launches if x.node == node.name}
         parts = engine.placement.parts(node, "prefill", decided.calls[0], form)
         assert found == {(part.kind, part.rows) for part in parts}

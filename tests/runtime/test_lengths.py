@@ -13,6 +13,7 @@ pytest.importorskip("pyopencl")
 
 from hetero import LLM
 from hetero.backends.opencl.self_test.program_compiler import Remote, Variant
+from hetero.generation.loading import ModelLoader
 from hetero.runtime.waits.trials import Trials
 from tests.support.checkpoints import CASES, make_checkpoint
 
@@ -51,8 +52,8 @@ def test_a_start_with_another_length_compiles_nothing(
 ) -> None:
     make_checkpoint(next(x for x in CASES if x.name == case), tmp_path)
     # A note of this test's own: others run these models too, and prepare what they need.
-    purpose = property(lambda llm: f"{tmp_path} {llm._whole_caches}")
-    monkeypatch.setattr(LLM, "_purpose", purpose)
+    purpose = property(lambda loader: f"{tmp_path} {loader._whole_caches}")
+    monkeypatch.setattr(ModelLoader, "purpose", purpose)
     # Whether a stream signal works is measured at every start, and has nothing to do with lengths.
     monkeypatch.setattr(Trials, "signals", lambda _: {})
     builds = Builds(monkeypatch)

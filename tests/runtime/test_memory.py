@@ -63,12 +63,12 @@ def plan_of(folder: str, name: str) -> ExecutionPlan:
 def test_the_pool_has_the_size_that_was_computed(folder: str, name: str, panels: bool) -> None:
     plan = plan_of(folder, name)
     with make_engine(folder, plan, panels=panels) as engine:
-        assert engine.pool.nbytes == engine.memory.pool_bytes
+        assert engine.deployment.pool.nbytes == engine.memory.pool_bytes
         engine.prefill(context_of(engine), list(range(40)))
-        assert engine.pool.nbytes == engine.memory.pool_bytes, "a step allocated"
+        assert engine.deployment.pool.nbytes == engine.memory.pool_bytes, "a step allocated"
         assert engine.memory.largest_bytes < engine.memory.pool_bytes
         room = SlotRef("qkv", gathered=True)
-        assert (room in engine.pool.slots()) == (not panels)
+        assert (room in engine.deployment.pool.slots()) == (not panels)
         alone = sum(4 * m.n * m.k * m.count for m in model_graph(engine.config, "f32").matmuls)
         assert engine.memory.weight_bytes >= alone - 16 * 4 * 64  # the last block of rows is padded
         bound = pool_bytes(engine.config, engine.max_seq_len, 512)
@@ -101,9 +101,9 @@ def test_a_devices_own_layout_counts_as_it_says(folder: str) -> None:
         stored = engine.memory.weight_bytes
         mine = sum(
             4 * (rows[1] - rows[0]) * node.op.k
-            for node in engine.nodes
+            for node in engine.placement.graph.nodes
             if isinstance(node.op, MatMul)
-            for rows, *_ in engine.placement.segments(node, "npu")
+            for rows, *_ in engine.placement.kernels.segments(node, "npu")
         )
     with make_engine(folder, plan, npu_bytes={WeightFormat.F32: 10.0}) as engine:
         assert engine.memory.weight_bytes == stored + mine // 4 * 6
@@ -163,8 +163,8 @@ def test_lists_of_what_codes_cut_off_count_as_memory(folder: str) -> None:
 def test_what_lies_there_twice_is_counted(device: str) -> None:
     with LLM("demo", device=device) as llm:  # type: ignore[arg-type]
         needs, placement = llm.engine.memory, llm.engine.placement
-        assert needs.weight_bytes == sum(placement.weight_bytes.values())
-        assert needs.copied_bytes == max(needs.weight_bytes - placement.stored_bytes, 0)
+        assert needs.weight_bytes == sum(placement.kernels.weight_bytes.values())
+        assert needs.copied_bytes == max(needs.weight_bytes - placement.kernels.stored_bytes, 0)
         if device == "gpu":  # reads them where they are stored
             assert needs.copied_bytes == 0
         if device == "hetero":

@@ -42,7 +42,7 @@ def llm(tmp_path_factory: Any) -> Any:
 def test_both_devices_see_the_same_bytes_at_the_same_address(llm: LLM) -> None:
     gpu: Any = llm.engine.devices["gpu"]
     for slot in ("h", "qkv", "k_cache.0", "logits"):
-        tensor = (llm.context.cache if "cache" in slot else llm.engine.pool)[slot]
+        tensor = (llm.context.cache if "cache" in slot else llm.engine.deployment.pool)[slot]
         view, _ = cl.enqueue_map_buffer(
             gpu.queue,
             gpu.map(tensor.buffer),
@@ -76,13 +76,13 @@ def test_a_step_is_lowered_once_per_phase_and_length(llm: LLM) -> None:
 
 def test_kernels_of_cuts_that_no_step_has_are_let_go(llm: LLM) -> None:
     engine = llm.engine
-    mapped = engine.kernels._mapped
+    mapped = engine.deployment.kernels._mapped
     engine.steps.step(llm.context, "decode", 1)
     assert {key[1] for key in mapped} == {"gpu"}
     held = len(mapped)
     llm.generate([5, 6, 7], max_tokens=3)
     assert len(mapped) == held, "steps share the kernels of equal cuts"
-    engine.lower()
+    engine.deployment.lower()
     gc.collect()
     assert not [key for key in mapped if key[0] != "lm_head"]
 
@@ -212,8 +212,10 @@ def test_activations_are_in_huge_pages_and_caches_are_not() -> None:
 
 def test_a_cache_has_room_for_the_longest_padded_call(llm: LLM) -> None:
     capacity = llm.context.cache.layout.capacity
-    assert capacity >= llm.max_seq_len + llm.engine.pool.tokens // 2  # the longest call, padded
-    assert llm.engine.pool.nbytes > 0
+    assert (
+        capacity >= llm.max_seq_len + llm.engine.deployment.pool.tokens // 2
+    )  # the longest call, padded
+    assert llm.engine.deployment.pool.nbytes > 0
 
 
 def test_a_thread_that_is_held_is_not_held_again(monkeypatch: pytest.MonkeyPatch) -> None:

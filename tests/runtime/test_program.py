@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero.backends.protocol import BoundCall, Completion, StreamSignal
+from hetero.backends.optional import StreamSignal
+from hetero.backends.protocol import BoundCall, Completion
 from hetero.runtime.program import (
     FAR,
     LONG,

@@ -55,9 +55,9 @@ def poison(engine: Engine) -> None:
     """What a step leaves behind is not to be read by the next. Finite: padded graphs multiply what
     lies behind a row by 0.
     """
-    for slot in engine.pool.slots():
-        if engine.pool[slot].dtype == np.float32:
-            engine.pool[slot].array[:] = 1e3
+    for slot in engine.deployment.pool.slots():
+        if engine.deployment.pool[slot].dtype == np.float32:
+            engine.deployment.pool[slot].array[:] = 1e3
 
 
 def check(engine: Engine, rows: Sequence[tuple[Context, int]], tolerance: float = 2e-5) -> None:
@@ -235,7 +235,7 @@ def test_blocks_that_are_one_graph_decode_alone(folder: Path) -> None:
 def test_a_step_keeps_no_context_alive(folder: Path) -> None:
     with open_llm(folder, "npu") as llm:
         contexts = filled(llm.engine, 3, random.Random(1))
-        llm.engine.warm_rows(contexts)
+        llm.engine.deployment.warm_rows(contexts)
         llm.engine.decode_rows([(context, 1) for context in contexts])
         buffers = [weakref.ref(c.cache["k_cache.0"].buffer) for c in contexts]
         contexts.pop().close()

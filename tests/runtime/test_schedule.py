@@ -16,20 +16,21 @@ from hypothesis import strategies as st
 
 from hetero.backends.registry import open_device
 from hetero.models import open_model
+from hetero.runtime import schedule as schedules
 from hetero.runtime.engine import Engine
 from hetero.runtime.launch_graph import Edge, Hazard, LaunchGraph, LaunchSpec
 from hetero.runtime.lowering import Lowering
 from hetero.runtime.program import RUN, SUBMIT, WAIT
 from hetero.runtime.schedule import (
     Await,
+    Cost,
+    Order,
     Orders,
     Schedule,
     Start,
     _Listed,
     in_order,
     ordered,
-    out_of_order,
-    seconds_of,
     windows,
 )
 from hetero.runtime.slot_refs import SlotRef
@@ -91,6 +92,18 @@ def slow_in_order(launches: Sequence[LaunchSpec], eager: bool) -> Schedule:
         last = [j for j in started if launches[j].kind == kind][-1]
         wait([last] if last not in ended else [], None)
     return tuple(schedule)
+
+
+def out_of_order(
+    graph: LaunchGraph, cost: Cost, *, submit_s: float = 0.0, order: Order = "best"
+) -> Schedule:
+    costs_s = [cost(launch) for launch in graph.launches]
+    return schedules.out_of_order(graph, costs_s, submit_s, order)
+
+
+def seconds_of(graph: LaunchGraph, found: Schedule, cost: Cost, *, submit_s: float = 0.0) -> float:
+    costs_s = [cost(launch) for launch in graph.launches]
+    return schedules.seconds_of(graph.launches, found, costs_s, submit_s)
 
 
 def check(launches: Sequence[LaunchSpec], schedule: Schedule) -> None:
@@ -377,7 +390,11 @@ def engine_of(folder: Path, seed: int) -> Engine:
 
 def lowering_of(engine: Engine) -> Lowering:
     return Lowering(
-        engine.placement, engine.kernels, engine.pool, engine.devices, engine.synchroniser
+        engine.placement,
+        engine.deployment.kernels,
+        engine.deployment.pool,
+        engine.devices,
+        engine.deployment.synchroniser,
     )
 
 
@@ -388,7 +405,7 @@ def test_programs_of_random_plans_wait_for_what_all_pairs_ask_for(folder: Path, 
             for phase, m in (("prefill", PROMPT), ("prefill", 31), ("decode", 1)):
                 lowering = lowering_of(engine)
                 launches = lowering.place(phase, (m,), 1).graph().launches  # type: ignore[arg-type]
-                wanted = slow_in_order(launches, engine.synchroniser.eager)
+                wanted = slow_in_order(launches, engine.deployment.synchroniser.eager)
                 step = lowering.lower(phase, m, 1, wait_values=False)  # type: ignore[arg-type]
                 assert told(step) == list(worded(launches, wanted))
 

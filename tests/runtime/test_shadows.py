@@ -1,5 +1,5 @@
 """Shadows of outliers in the engine: computed beside their matmul, and the numbers of the walk that
-adds them one operation after the other (`hetero.compiling.schemes`).
+adds them one operation after the other (`bench.lab.schemes`).
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bench.lab.outliers import OutlyingWeights
+from bench.lab.schemes import Schemes
 from hetero.backends.ops import Outliers
-from hetero.compiling.outlying_weights import OutlyingWeights
-from hetero.compiling.schemes import Schemes
 from hetero.compiling.static_scales import StaticWeights, choose, most_important, static_weights
 from hetero.models import LoadedModel, open_model
 from hetero.models.graph import model_graph, slot_widths
@@ -91,9 +91,9 @@ def test_the_gpu_computes_them_beside_the_npu(case: Case, strategy: str, pair: s
     plan = random_plan(graph, COUNT, GRAPHS, random.Random(2), strategies=[strategy], rest="gpu")
     with engine_of(case.weights, plan, pair) as engine:
         context = context_of(engine)
-        for slot in engine.pool.slots():
+        for slot in engine.deployment.pool.slots():
             if slot.name not in ("tokens", "position"):
-                engine.pool[slot].array[:] = 7e7  # whatever is not written shows
+                engine.deployment.pool[slot].array[:] = 7e7  # whatever is not written shows
         assert off(engine.prefill(context, case.tokens), case.wanted) < TOLERANCE
         launches = engine.steps.step(context, "prefill", COUNT).launches
         shadows = [x for x in launches if x.node.endswith("_shadow")]

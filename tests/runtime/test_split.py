@@ -88,9 +88,9 @@ def run(engine: Engine, tokens: list[int]) -> list[Any]:
 
 
 def check(engine: Engine, tokens: list[int], wanted: list[Any], tolerance: float) -> None:
-    for slot in engine.pool.slots():
+    for slot in engine.deployment.pool.slots():
         if slot.name not in ("tokens", "position"):
-            engine.pool[slot].array[:] = 7e7  # whatever is not written shows
+            engine.deployment.pool[slot].array[:] = 7e7  # whatever is not written shows
     for got, want in zip(run(engine, tokens), wanted, strict=True):
         assert np.isfinite(got).all()
         assert relative_error(got, want) < tolerance
@@ -242,7 +242,7 @@ def test_matmuls_apart(folder: Path, expected: Any, m: int | None) -> None:
     plan = ExecutionPlan.model_validate(document)
     ids = np.random.default_rng(4).integers(0, 263, 40).tolist()
     with make_engine(folder, plan, "real", "f32") as engine:
-        qkv = next(node for node in engine.nodes if node.plan_op == "qkv")
+        qkv = next(node for node in engine.placement.graph.nodes if node.plan_op == "qkv")
         for tokens in (36, 37):
             parts = engine.placement.parts(qkv, "prefill", tokens)
             assert [part.kind for part in parts] == (
@@ -288,7 +288,9 @@ def test_online_preparation_makes_the_graphs_of_every_prompt_anew(
         )
         for _ in range(2):
             check(engine, tokens, expected("f32", tokens), TOLERANCE["f32"])
-        matmuls = sum(x.plan_op is not None for x in engine.nodes) - 1  # the head has one token
+        matmuls = (
+            sum(x.plan_op is not None for x in engine.placement.graph.nodes) - 1
+        )  # the head has one token
         assert made == [45] * matmuls * 2
         made.clear()
         engine.prefill(

@@ -61,7 +61,7 @@ def test_an_opencl_failure_in_a_generation_leaves_the_other_device(
             return submit(call)
 
         monkeypatch.setattr(OpenCLCall, "submit", fail)
-        llm.engine.lower()  # bound methods
+        llm.engine.deployment.lower()  # bound methods
         with pytest.warns(FallbackWarning, match="OUT_OF_RESOURCES") as caught:
             found = llm.generate([1, 2, 3], max_tokens=8)
         assert len(caught) == 1
@@ -137,7 +137,7 @@ def test_no_memory_to_go_on_without_a_lost_device_closes_the_model(
     plan = layer_level(open_model(str(folder), weights="w4a16").spec())
     with LLM(str(folder), plan=plan, max_seq_len=80) as llm:
         monkeypatch.setattr(OpenCLCall, "submit", lost)
-        llm.engine.lower()  # bound methods
+        llm.engine.deployment.lower()  # bound methods
         sentence = refuse(monkeypatch, "packing", MemoryError(), 4)
         with pytest.warns(FallbackWarning), pytest.raises(UserError, match=sentence):
             llm.generate([1, 2, 3], max_tokens=2)

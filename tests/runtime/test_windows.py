@@ -44,7 +44,7 @@ def opened(order: str, **options: Any) -> LLM:
 @pytest.fixture(scope="module")
 def fifo() -> Iterator[LLM]:
     with opened("fifo") as llm:
-        assert llm.engine.window == 1
+        assert llm.engine.deployment.window == 1
         yield llm
 
 
@@ -58,7 +58,7 @@ def logits(llm: LLM, prompt: list[int] = PROMPT) -> np.ndarray:
 def test_the_order_changes_no_bit(fifo: LLM, order: str, tokens: int, last: int) -> None:
     """Nor does what the last call computes behind the prompt's end."""
     with opened(order) as llm:
-        assert llm.engine.window == 2
+        assert llm.engine.deployment.window == 2
         for _ in range(3):  # in one step, after it another one
             found = logits(llm, PROMPT[:tokens])
             assert llm.engine.runner.last_step.chunks == (256, last)
@@ -104,11 +104,11 @@ def test_a_device_that_fails_in_a_window_costs_no_token(
 
     with opened("best") as llm:
         monkeypatch.setattr(OpenCLCall, "submit", fail)
-        llm.engine.lower()  # bound methods
+        llm.engine.deployment.lower()  # bound methods
         with pytest.warns(FallbackWarning, match="OUT_OF_RESOURCES"):
             found = llm.generate(PROMPT, max_tokens=6, temperature=0.0)
         assert made[0] > 30
-        assert llm.engine.window == 1
+        assert llm.engine.deployment.window == 1
         assert found.tokens == wanted
         assert found.stats.npu_idle_share is None or found.stats.npu_idle_share < 1
 
@@ -137,7 +137,7 @@ def test_a_window_counts_as_memory_and_shrinks_to_the_budget() -> None:
         assert wide.engine.memory.pool_bytes > 1.8 * narrow.engine.memory.pool_bytes
         between = (wide.engine.memory.total_bytes + narrow.engine.memory.total_bytes) // 2
     with opened("best", memory_budget=between) as llm:
-        assert llm.engine.window == 1
+        assert llm.engine.deployment.window == 1
         assert llm.engine.memory.total_bytes <= between
 
 
@@ -145,7 +145,7 @@ def test_a_window_counts_as_memory_and_shrinks_to_the_budget() -> None:
 def test_what_waits_for_whole_queues_has_no_windows(options: dict[str, Any]) -> None:
     strategy = {"strategy": None} if "max_gpu_share" in options else {}
     with opened("best", **options, **strategy) as llm:
-        assert llm.engine.window == 1
+        assert llm.engine.deployment.window == 1
 
 
 def test_idle_share_in_statistics_and_trace(tmp_path: Path) -> None:

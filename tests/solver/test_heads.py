@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bench.lab.repredict import repredict
 from hetero.backends.ops import Attention, Rope
 from hetero.backends.protocol import Capabilities
 from hetero.models import model_spec
@@ -22,7 +23,6 @@ from hetero.solver.overheads import Overheads
 from hetero.solver.placement import Placement
 from hetero.solver.planner import Planner, PlannerSettings
 from hetero.solver.prepared import prepare_solver
-from hetero.solver.repredict import repredict
 from hetero.solver.request import PlanRequest
 from hetero.solver.solution import Scenario
 from hetero.solver.strategy_plans import strategy_plan
@@ -159,7 +159,7 @@ def test_lengths_that_no_one_listed_have_prepared_numbers_of_heads() -> None:
     assert solver.npu_head_counts
     devices = {**ABLE, "npu": replace(ABLE["npu"], graph_sizes=profile_sizes())}
     placement = Placement(solver.plan, model_spec(MODEL), devices, source=solver)  # type: ignore[arg-type]
-    assert placement.head_cuts == solver.npu_head_counts
+    assert placement.kernels.head_cuts == solver.npu_head_counts
     shared = {m: placement.heads("prefill", m) for m in (100, 300, 511)}
     assert shared[511]
     for heads in filter(None, shared.values()):

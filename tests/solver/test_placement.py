@@ -134,7 +134,7 @@ def test_tokens_and_rows_of_every_node_are_computed_once(
                 assert cell.stop <= cell.tokens[1] or cell.tokens[1] == count
                 if cell.kind == "npu":
                     assert cell.graph in SIZES
-                    assert cell.segment in placement.segments(node, "npu")
+                    assert cell.segment in placement.kernels.segments(node, "npu")
                 else:
                     assert cell.graph == cell.tokens[1] - cell.tokens[0]
             assert (written == 1).all()
@@ -163,7 +163,7 @@ def test_an_edge_of_the_other_device_cuts_a_kernel(model: ModelGraph) -> None:
         model="m", ops=(entry,), rest=NonMatmulDevices(prefill="gpu", decode="gpu")
     )
     placement = Placement(plan, model, {"npu": NPU, "gpu": Capabilities(kind="gpu")})
-    assert [s.rows for s in placement.segments(node, "npu")] == [(0, 16), (16, n)]
+    assert [s.rows for s in placement.kernels.segments(node, "npu")] == [(0, 16), (16, n)]
     found = [(x.kind, x.tokens, x.rows) for x in placement.parts(node, "prefill", 40)]
     assert found == [
         ("npu", (0, 32), (0, 16)),

@@ -6,6 +6,7 @@ from typing import Any, get_args
 
 import pytest
 
+from bench.lab.repredict import repredict
 from hetero.backends.ops import Attention
 from hetero.models import model_spec
 from hetero.profiler.model_graph import ModelGraph
@@ -20,7 +21,6 @@ from hetero.solver.plan import check_cover
 from hetero.solver.planner import Planner, PlannerSettings
 from hetero.solver.prepared import prepare_solver
 from hetero.solver.prompts import call_scenarios, prompt_alone, solve_prompt
-from hetero.solver.repredict import repredict
 from hetero.solver.request import PlanRequest
 from hetero.solver.solution import Scenario
 from hetero.solver.strategy_plans import strategy_plan

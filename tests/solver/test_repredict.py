@@ -6,6 +6,7 @@ from typing import get_args
 
 import pytest
 
+from bench.lab.repredict import repredict
 from hetero.backends.formats import WeightFormat
 from hetero.models import model_spec
 from hetero.profiler.model_graph import ModelGraph
@@ -15,7 +16,6 @@ from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.names import NamedStrategy
 from hetero.solver.plan import Phase
 from hetero.solver.planner import Planner
-from hetero.solver.repredict import repredict
 from hetero.solver.request import PlanRequest
 from hetero.solver.solution import Scenario
 from hetero.solver.strategy_plans import strategy_plan

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Protocol, Self, TypeVar
 
+from hetero.backends.errors import DeviceError
 from hetero.backends.ops import Rope
 from hetero.errors import UserError
 from hetero.runtime.kv.attention_stats import ScoreStats
@@ -58,15 +59,12 @@ class Context:
 
     Made by `LLM.new_context` or `load_context`, or by `fork`.
 
-    `tokens` is the text; the first `cached` of them have keys and values, which is all of them but
-    what was chosen last: the next call computes those first. A context is used by one call or
-    stream at a time; another one meanwhile is a `UserError`. With `waits` (a model's own
-    context) the calls of other threads wait for their turn instead. Contexts of one model do not
-    disturb each other, whichever threads use them.
-
-    The memory comes back when a context is closed, or when nothing refers to it any more. A context
-    that is closed while an answer is made on it ends that answer with the same `UserError`
-    as every later use. Reading (`tokens`, `len`) is allowed at any time.
+    `tokens` is the text; the first `cached` of them have keys and values: all but what was chosen
+    last, which the next call computes first. One call or stream uses a context at a time; another
+    one meanwhile is a `UserError`, or waits for its turn with `waits` (a model's own context).
+    Contexts of one model do not disturb each other, whichever threads use them. Memory is freed
+    when a context is closed, which ends an answer that is made on it with the `UserError` of every
+    later use, or when nothing refers to it. `tokens` and `len` may be read at any time.
     """
 
     def __init__(self, home: Home, cache: KvCache, *, waits: bool = False) -> None:
@@ -282,11 +280,7 @@ class Context:
         return other
 
     def rewind(self, tokens: int) -> None:
-        """Truncate, for the holder of the context.
-
-        Where windows have lost what the text would go on from, all of it is computed again by the
-        next call.
-        """
+        """Truncate, for the holder; where windows lost what precedes, all is computed again."""
         self._cached = self._reached(min(self._cached, tokens))
         del self._tokens[tokens:]
 
@@ -322,10 +316,7 @@ class Context:
         self._cached = stop
 
     def note(self, text: Sequence[int]) -> None:
-        """Set the whole text, some of which no step has computed yet.
-
-        What was cached of another text (guesses, for one) is dropped.
-        """
+        """Set the whole text, not all of it computed yet; drop what was cached of another text."""
         if self._tokens[: self._cached] != text[: self._cached]:
             self.rewind(self.shared(text))
         self._tokens[self._cached :] = text[self._cached :]
@@ -340,14 +331,22 @@ class Context:
         differing = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
         return min(self._cached, len(tokens)) if differing is None else differing
 
-    def move(self, cache: KvCache) -> None:
-        """Continue in another cache: the devices have changed."""
+    def move(self, cache: KvCache) -> list[int]:
+        """Continue in another cache: the devices have changed.
+
+        Returns the tokens to compute again, because only a device that failed has seen their rows.
+        """
+        lost: list[int] = []
         if self._cache is not None:
             if self.gate is not None:
                 with suppress(LoadError):  # which the next step meets
                     self.gate.wait(self.gate.layers - 1)
-            cache.copy_from(self._cache, self._cached)
+            try:
+                cache.copy_from(self._cache, self._cached)
+            except DeviceError:
+                lost, self._cached = self._tokens[: self._cached], 0
             self._cache = cache
+        return lost
 
     def forked(self) -> None:
         """Mark the context in a forked child: another thread's call on it never ends there."""

@@ -9,6 +9,7 @@ from typing import TypeAlias
 from hetero.backends.errors import DeviceLostError
 from hetero.backends.host import forks
 from hetero.backends.ops import Rope
+from hetero.backends.optional import SupportsHandovers
 from hetero.errors import UserError
 from hetero.runtime.kv.context import Context
 from hetero.runtime.kv.kv_cache import Allocate, Array, CacheLayout, KvCache
@@ -37,12 +38,22 @@ class ContextStore:
         self._channels: Array | None = None
         forks.in_child(self._forked)
 
-    def provide(self, layout: CacheLayout, allocate: Allocate, admit: Admit) -> None:
-        """Set what caches are like from now on; open contexts move into new ones."""
-        self._layout, self._allocate = layout, allocate
+    def provide(
+        self,
+        layout: CacheLayout,
+        allocate: Allocate,
+        admit: Admit,
+        gpu: SupportsHandovers | None = None,
+    ) -> list[tuple[Context, list[int]]]:
+        """Set what caches are like from now on; open contexts move into new ones.
+
+        `gpu` is as in `KvCache`. Returns what `Context.move` does, of the contexts that lost some
+        tokens.
+        """
+        self._layout, self._allocate, self._gpu = layout, allocate, gpu
         self._admit = weakref.WeakMethod(admit)
-        for context in self.open_contexts():
-            context.move(KvCache(layout, allocate))
+        moved = [(x, x.move(KvCache(layout, allocate, gpu))) for x in self.open_contexts()]
+        return [(context, lost) for context, lost in moved if lost]
 
     def scale_by(self, channels: Array) -> None:
         """Set the scales of channels of coded keys, for contexts that are empty from now on."""
@@ -62,7 +73,7 @@ class ContextStore:
             if admit is None:
                 raise DeviceLostError("engine", "opening a context", "the model is gone")
             admit(len(self.open_contexts()) + 1)
-            cache = KvCache(self._layout, self._allocate)
+            cache = KvCache(self._layout, self._allocate, self._gpu)
             cache.scale_by(self._channels)
             context = Context(self, cache, waits=waits)
             self._open.add(context)

@@ -15,19 +15,21 @@ call begins. Keys were turned to their positions before, so that moving them cha
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from hetero.backends.formats import CacheFormat
+from hetero.backends.formats import CHANNEL_ROWS, CacheFormat
 from hetero.backends.kv_rows import CacheRows
 from hetero.backends.memory import PAGE_BYTES, HostBuffer, Tensor
+from hetero.backends.optional import SupportsHandovers
 from hetero.backends.protocol import CACHE_PORTS
 from hetero.errors import memory_for
 from hetero.models.sliding import Sliding
+from hetero.runtime.kv.cache_sync import CacheSync, Side
 
 Allocate: TypeAlias = Callable[[int], HostBuffer]
 Array: TypeAlias = npt.NDArray[Any]
@@ -99,9 +101,15 @@ class KvCache:
 
     In layers with a window the row of token t is t - `base`, and tokens before `low` have none any
     more (`base` or later). Everyone else counts tokens.
+
+    `gpu` is one whose memory is not coherent with the host's: steps call `enter` before they use
+    the rows and `leave` after it, the host reads through `rows` and `layer`, and says what it has
+    written of them (`wrote`).
     """
 
-    def __init__(self, layout: CacheLayout, allocate: Allocate) -> None:
+    def __init__(
+        self, layout: CacheLayout, allocate: Allocate, gpu: SupportsHandovers | None = None
+    ) -> None:
         self.layout = layout
         self.base = self.low = 0
         with memory_for(f"a context of {layout.nbytes / 2**20:.1f} MiB"):
@@ -112,10 +120,15 @@ class KvCache:
                 for layer in range(layout.layers)
                 for port in CACHE_PORTS
             }
-        if layout.kv.coded:
-            for index in range(layout.layers):
-                for rows in self.rows(index):
-                    rows.channels[:] = 1
+        tensors = [
+            [self._slots[f"{port}.{index}"] for port in CACHE_PORTS]
+            for index in range(layout.layers)
+        ]
+        self._sync = None if gpu is None else CacheSync(gpu, tensors)
+        for index in range(layout.layers) if layout.kv.coded else ():
+            for rows in self.rows(index):
+                rows.channels[:] = 1
+            self.wrote_channels(index)
 
     def __getitem__(self, slot: str) -> Tensor:
         return self._slots[slot]
@@ -126,12 +139,17 @@ class KvCache:
         return sum(tensor.buffer.nbytes for tensor in self._slots.values())
 
     def layer(self, index: int) -> tuple[Array, Array]:
-        """Return the keys and values of a layer as stored: views."""
+        """Return views of the keys and values of a layer as stored.
+
+        Raises `DeviceError` where the host does not see them and cannot be shown.
+        """
+        if self._sync is not None:
+            self._sync.share("host", index)
         keys, values = (self._slots[f"{port}.{index}"].array for port in CACHE_PORTS)
         return keys, values
 
     def rows(self, index: int) -> tuple[CacheRows, CacheRows]:
-        """Return the keys and values of a layer as `CacheRows`."""
+        """Return the keys and values of a layer as `CacheRows`. Raises as `layer` does."""
         keys, values = (
             CacheRows(x, self.layout.kv, self.layout.head_dim) for x in self.layer(index)
         )
@@ -140,6 +158,38 @@ class KvCache:
     def resident(self, index: int) -> tuple[int, int]:
         """Return a layer's first token that is present, and the one of its first row."""
         return (self.low, self.base) if self.layout.windowed(index) else (0, 0)
+
+    # --- where memory is not coherent ---------------------------------------------------------
+
+    def wrote(self, index: int, start: int, stop: int) -> None:
+        """Record that the host has written tokens [start, stop) of a layer."""
+        if self._sync is not None:
+            _, base = self.resident(index)
+            self._sync.wrote("host", index, start - base, stop - base)
+
+    def enter(self, sides: Mapping[int, Side]) -> None:
+        """Let the side that computes a layer see its rows. Raises `DeviceError`."""
+        if self._sync is not None:
+            for index, side in sides.items():
+                self._sync.share(side, index)
+
+    def leave(self, sides: Mapping[int, Side], start: int, stop: int) -> None:
+        """Record that each side has written tokens [start, stop) of its layers."""
+        if self._sync is not None:
+            for index, side in sides.items():
+                _, base = self.resident(index)
+                self._sync.wrote(side, index, start - base, stop - base)
+
+    @property
+    def handed_over(self) -> bool:
+        """Return whether rows are handed over between the host and a GPU."""
+        return self._sync is not None
+
+    def wrote_channels(self, index: int) -> None:
+        """Record that the host has written the scales of a layer's channels."""
+        if self._sync is not None:
+            rows = self.layout.shape(index)[1]
+            self._sync.wrote("host", index, rows - CHANNEL_ROWS, rows)
 
     # --- where windows slide ----------------------------------------------------------------
 
@@ -155,6 +205,8 @@ class KvCache:
             for index in self._windowed():
                 for rows in self.rows(index):
                     rows.copy(low - base, rows, low - self.base, position - self.base)
+                if self._sync is not None:
+                    self._sync.wrote("host", index, low - base, position - base)
         if (base, low) != (self.base, self.low):
             self._hold(base, low)
 
@@ -172,6 +224,7 @@ class KvCache:
         for index in self._windowed() if low > base else ():
             for rows in self.rows(index):
                 rows.array[:, : low - base] = 0
+            self.wrote(index, base, low)
 
     def _windowed(self) -> list[int]:
         sliding = self.layout.sliding
@@ -191,6 +244,7 @@ class KvCache:
         if channels is not None and self.layout.kv.coded:
             for index in range(self.layout.layers):
                 self.rows(index)[0].channels[:] = channels[index]
+                self.wrote_channels(index)
 
     def read(self, start: int, stop: int) -> Array:
         """Return a copy of tokens [start, stop).
@@ -218,6 +272,7 @@ class KvCache:
             _, base = self.resident(index)
             for rows, part in zip(self.rows(index), values[index], strict=True):
                 rows.write(start - base, part)
+            self.wrote(index, start, start + values.shape[3])
 
     def copy_from(self, other: KvCache, tokens: int) -> None:
         """Copy only the first tokens of another cache of the same model, whatever its capacity.
@@ -231,6 +286,7 @@ class KvCache:
             _, start = other.resident(index)
             for rows, source in zip(self.rows(index), other.rows(index), strict=True):
                 rows.copy(low - base, source, low - start, tokens - start)
+            self.wrote(index, low, tokens)
 
     def _part(self, tokens: int) -> tuple[int, int, int]:
         return self.layout.kv_heads, tokens, self.layout.head_dim

@@ -89,6 +89,9 @@ class Session:
                 if kv.coded and cache.layout.kv.coded:
                     into.channels[:] = source.channels
                 into.copy(low - base, source, low - start, self.cached - start)
+            cache.wrote(layer, low, self.cached)
+            if kv.coded and cache.layout.kv.coded:
+                cache.wrote_channels(layer)
 
 
 def save_session(

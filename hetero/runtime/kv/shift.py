@@ -50,5 +50,6 @@ def forget(cache: KvCache, op: Rope, start: int, stop: int, cached: int) -> None
             turned = turned_back(keys.read(at - base, end - base), op, count)
             keys.write(at - base - moved, turned)
             values.copy(at - base - moved, values, at - base, end - base)
+        cache.wrote(index, max(stop, low) - moved, cached - moved)
     if lost:
         cache.base, cache.low = cache.base - count, max(cache.low, stop) - count

@@ -6,13 +6,8 @@ from collections.abc import Callable, Mapping
 
 from hetero.backends.host.clock import Clock, SystemClock
 from hetero.backends.host.timers import waited_for_core_s
-from hetero.backends.protocol import (
-    DEFAULT_DEADLINE_S,
-    BoundCall,
-    Device,
-    DeviceKind,
-    StreamSignal,
-)
+from hetero.backends.optional import StreamSignal
+from hetero.backends.protocol import DEFAULT_DEADLINE_S, BoundCall, Device, DeviceKind
 from hetero.runtime.waits.policy import DEFAULT, WaitPolicy
 from hetero.runtime.waits.prediction import SleepTimes
 from hetero.runtime.waits.shared import SharedWaits, SyncMethod

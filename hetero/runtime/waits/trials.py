@@ -9,14 +9,8 @@ from typing import Final
 from hetero.backends.host.clock import Clock
 from hetero.backends.memory import Tensor
 from hetero.backends.ops import Add
-from hetero.backends.protocol import (
-    DEFAULT_DEADLINE_S,
-    BoundCall,
-    Completion,
-    Device,
-    DeviceKind,
-    StreamSignal,
-)
+from hetero.backends.optional import StreamSignal, flag_of, signal_of
+from hetero.backends.protocol import DEFAULT_DEADLINE_S, BoundCall, Completion, Device, DeviceKind
 from hetero.runtime.waits.policy import WaitPolicy
 
 PORTS: Final = ("x", "residual", "y")
@@ -35,8 +29,8 @@ class Trials:
         """Return the signals of the devices on which ringing is faster than submitting."""
         signals: dict[DeviceKind, StreamSignal] = {}
         for kind, device in self._polled.items():
-            flag = device.flag()
-            signal = device.stream_signal() if flag is not None else None
+            flag = flag_of(device)
+            signal = signal_of(device) if flag is not None else None
             if (
                 flag is not None
                 and signal is not None
@@ -49,7 +43,7 @@ class Trials:
         """Return the flags of the devices on which polling one beats asking the driver."""
         flags: dict[DeviceKind, BoundCall] = {}
         for kind, device in self._polled.items():
-            flag = device.flag()
+            flag = flag_of(device)
             if flag is not None and self.flag_is_faster(device, flag, signals.get(kind)):
                 flags[kind] = flag
         return flags

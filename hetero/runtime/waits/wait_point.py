@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeAlias
 
+from hetero.backends.optional import SupportsQueueControl
 from hetero.backends.protocol import Completion, DeviceKind
 from hetero.runtime.waits.prediction import Prediction
 from hetero.runtime.waits.shared import SharedWaits
@@ -126,7 +127,9 @@ class WaitPoint:
 
     def _finish(self, completion: Completion) -> float:
         start_s = self.owner.clock.now()
-        self.owner.devices[self.kind].finish()
+        device = self.owner.devices[self.kind]
+        if isinstance(device, SupportsQueueControl):
+            device.finish()
         completion.wait(self.deadline_s)
         self.owner.totals.add(0.0, self.owner.clock.now() - start_s)
         return 0.0

@@ -21,7 +21,8 @@ from hetero.backends.opencl.device import OpenCLDevice
 from hetero.backends.opencl.kernel_files import source
 from hetero.backends.opencl.program_source import OPTIONS, uncached
 from hetero.backends.ops import OUTPUT_PORTS, Op
-from hetero.backends.protocol import BoundCall, Stages
+from hetero.backends.optional import Stages
+from hetero.backends.protocol import BoundCall
 from tests.backends.cases import make_tensors, make_weights
 
 ATTENTION = ops.Attention(heads=4, kv_heads=2, head_dim=16, capacity=70)

@@ -10,7 +10,7 @@ Powers of two change no mantissa, and sums keep their order, so float logits hav
 (unless something under- or overflows). Rounding to integers sees a difference: a tensor's scale is
 that of its largest channel. The other side shrinks too: a column divided by 2^a all but vanishes in
 an int8 weight with one scale a row. SmoothQuant undoes exactly this, so it is no comparison with
-SmoothQuant. `docs/demo-model/outliers.py` scores such models.
+SmoothQuant. `python bench/quality.py outliers` scores such models.
 """
 
 from __future__ import annotations

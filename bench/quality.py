@@ -1,0 +1,95 @@
+"""Quality of forms that the product does not compute, and of what a kept context loses.
+
+python bench/quality.py forms MODEL --text FILE --calibrate OTHER -s 15% -s naive
+python bench/quality.py outliers MODEL --text FILE --calibrate OTHER    # with outliers folded in
+python bench/quality.py kept MODEL --text FILE --bits 8 --bits mixed    # keys and values
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from common import finish, new_app, table
+from lab.kv_quality import RANDOM, KvQuality, kv_quality
+from lab.schemes import Schemes
+from parts.outliers import outliers
+
+from hetero.compiling.calibration import calibration_sequences
+from hetero.generation.llm import LLM
+from hetero.measuring.evaluation import DEFAULT_WINDOW, evaluate, read_tokens
+
+app = new_app(__doc__)
+app.command("outliers")(outliers)
+
+Text = Annotated[Path, typer.Option(help="in UTF-8")]
+Limit = Annotated[int | None, typer.Option(help="score this much of the text")]
+Window = Annotated[int, typer.Option(help="tokens scored at a time; 0: what fits")]
+
+
+@app.command("forms")
+def forms(
+    model: str,
+    text: Text,
+    calibrate: Annotated[Path, typer.Option(help="another text")],
+    scheme: Annotated[list[str], typer.Option("-s", "--scheme", help="see lab/schemes.py")],
+    calibration_tokens: int = 4096,
+    max_tokens: Limit = None,
+    window: Window = 0,
+) -> None:
+    """int8 activations in the reference arithmetic, against the float model."""
+    loaded, _, sequences = calibration_sequences(model, calibrate, calibration_tokens)
+    tokens = read_tokens(loaded, text, max_tokens)
+    size = window or min(DEFAULT_WINDOW, loaded.config.max_position)
+    schemes = Schemes(loaded, sequences, size)
+    rows = []
+    with LLM(model, device="npu", weights="f32", kv="f32") as exact:
+        for name in scheme:
+            found = evaluate(schemes.model_of(name), tokens, reference=exact, window=size)
+            rows.append([name, found.tokens, f"{found.perplexity:.4f}", f"{found.kl_mean:.5f}"])
+    table("w8a8, simulated|tokens|perplexity|KL mean (nats)", rows)
+    finish()
+
+
+@app.command("kept")
+def kept(
+    model: str,
+    text: Text,
+    bits: Annotated[list[str], typer.Option(help="8, 4, 2, mixed, paper")],
+    ratio: Annotated[float, typer.Option(help="of mixed, of the bytes at 8")] = 0.5,
+    seeds: Annotated[int, typer.Option(help="random orders beside mixed")] = 0,
+    weights: str | None = None,
+    max_tokens: Limit = None,
+    window: Window = 0,
+    device: str = "npu",
+) -> None:
+    """The second half of each window after a context that was kept in few bits."""
+    options = {"weights": weights, "device": device, "kv": "f32", "whole_caches": True}
+    with LLM(model, **options) as llm:  # type: ignore[arg-type]
+        tokens = read_tokens(llm, text, max_tokens)
+        size = window or min(256, llm.max_seq_len)
+        found = kv_quality(llm, tokens, bits, ratio=ratio, window=size, seeds=seeds)
+    cells = [
+        [name, f"{x.ratio:.3f}", f"{x.perplexity:.4f}", f"{x.top1_agreement:.2%}",
+         f"{x.kl_mean:.6f}"]
+        for name, x in found.items() if not name.startswith(RANDOM)
+    ]  # fmt: skip
+    table("keys and values|bytes, x those at 8 bits|perplexity|top-1 agreement|KL (nats)", cells)
+    finish(*by_chance(found))
+
+
+def by_chance(found: dict[str, KvQuality]) -> list[str]:
+    """How many random orders of its densities `mixed` beats."""
+    others = [x.kl_mean for name, x in found.items() if name.startswith(RANDOM)]
+    if not others:
+        return []
+    better = sum(found["mixed"].kl_mean < kl for kl in others)
+    return [
+        f"mixed is closer than {better} of {len(others)} random orders of its densities "
+        f"(KL {min(others):.6f} to {max(others):.6f})"
+    ]
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,252 @@
+"""Loads a model: opens its files, chooses and opens devices, and builds the engine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Final, get_args
+
+from hetero.arguments import check_count, check_one_of
+from hetero.backends.errors import KernelBuildError
+from hetero.backends.formats import DEFAULT_CACHE, CacheFormat
+from hetero.backends.ops import Attention
+from hetero.backends.protocol import KINDS, DeviceKind
+from hetero.errors import ModelError, UserError
+from hetero.generation.own_contexts import OwnContexts
+from hetero.models import LoadedModel, open_model
+from hetero.models.bundle import find_bundle
+from hetero.placement.choosing import Choice, PlacementRequest, choose, plan_on
+from hetero.placement.device_set import DeviceMode, DeviceSet, open_devices
+from hetero.placement.planning import ProfileLike, parse_size
+from hetero.runtime.engine import Engine
+from hetero.runtime.kernels import Progress
+from hetero.runtime.schedule import Order
+from hetero.runtime.sizes import pool_bytes
+from hetero.runtime.waits import SyncMethod
+from hetero.solver.execution_plan import ExecutionPlan
+from hetero.solver.names import NamedStrategy
+from hetero.solver.plan import STEP_TOKENS
+
+DEFAULT_CONTEXT: Final = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions:
+    """Options of `LLM`, which explains them."""
+
+    device: DeviceMode
+    gpu: str
+    npu: str
+    profile: ProfileLike
+    plan: ExecutionPlan | str | os.PathLike[str] | None
+    weights: str | None
+    max_seq_len: int | None
+    sync: SyncMethod
+    strategy: NamedStrategy | None
+    prompt_lengths: Sequence[int]
+    first_prompt: str | Sequence[int] | None
+    max_gpu_share: float
+    memory_budget: str | int | None
+    adapt: bool
+    order: Order
+    kv: str | None
+    whole_caches: bool
+    progress: Progress | None
+
+
+class ModelLoader:
+    """One model on its way to an engine; after `load` the attributes say what was opened.
+
+    `max_seq_len` and `kv` are those of its contexts, `choice` says which devices were chosen and
+    why, `devices` are open, `plan` is what the engine runs at first.
+    """
+
+    def __init__(self, model: str, options: LoadOptions) -> None:
+        check_one_of("order", options.order, get_args(Order))
+        kv = DEFAULT_CACHE if options.kv is None else options.kv
+        check_one_of("kv", kv, [*CacheFormat])
+        self.kv = CacheFormat(kv)
+        self._path, self._options = model, options
+        self.model: LoadedModel = open_model(model, weights=options.weights)
+        self._bundle = bundle = find_bundle(model)
+        length = options.max_seq_len
+        if bundle is not None and length is None:
+            length = bundle.max_seq_len
+        self.max_seq_len = self._context_length(length)
+        self.model = self.model.for_context(self.max_seq_len)
+        self._whole_caches = options.whole_caches or (bundle is not None and bundle.whole_caches)
+        self._spec = self.model.spec(self.kv)
+        memory = options.memory_budget
+        self._budget_bytes = None if memory is None else parse_size(memory)
+
+    def load(self) -> tuple[Engine, OwnContexts]:
+        """Choose devices, open them, build the engine on them and launch its usual steps once.
+
+        A GPU that cannot compile the model's kernels is left out, with a warning. What was opened
+        is closed again where it fails.
+        """
+        options = self._options
+        self.choice: Choice = choose(self._spec, self._request())
+        compiled = {} if self._bundle is None else self._bundle.npu_options(self._path)
+        self.devices: DeviceSet = open_devices(
+            self.choice.mode,
+            gpu=self.choice.gpu or options.gpu,
+            npu=options.npu,
+            compiled=compiled,
+        )
+        try:
+            try:
+                with self.devices.prewarm(self.purpose) as prewarmed:
+                    return self._opened(warm=not prewarmed)
+            except KernelBuildError as error:
+                self.devices.without_gpu(str(error), options.npu)
+                return self._opened(warm=True)
+        except BaseException:
+            self.devices.close()
+            raise
+
+    def _request(self) -> PlacementRequest:
+        """Return what devices and plan are chosen by."""
+        options, plan = self._options, self._given_plan()
+        device = options.device if plan is None else _device_of(plan, options.device)
+        expected: tuple[int, ...] = ()
+        if options.first_prompt is not None and device == "auto":
+            expected = self._count(options.first_prompt)
+        return PlacementRequest(
+            mode=device,
+            gpu=options.gpu,
+            npu=options.npu,
+            profile=options.profile,
+            plan=plan,
+            strategy=options.strategy or "auto",
+            seq_lens=options.prompt_lengths,
+            expected=expected,
+            context=self.max_seq_len,
+            max_gpu_share=options.max_gpu_share,
+            weight_budget_bytes=self._weight_budget(),
+        )
+
+    def _given_plan(self) -> ExecutionPlan | None:
+        """Return the caller's plan, or that of a bundle. Raises `PlanError` if it does not fit."""
+        options, bundle, plan = self._options, self._bundle, self._options.plan
+        may = options.npu in ("auto", "qnn") and options.device in ("auto", "hetero")
+        if bundle is not None and plan is None and may:
+            windows = self.model.config.windows
+            bundle.check_caches(self._path, windows, whole=self._whole_caches)
+            plan = bundle.load_plan(self._path)
+        if isinstance(plan, str | os.PathLike):
+            plan = ExecutionPlan.load(plan)
+        if plan is not None:
+            plan.check_fits(self._spec)
+        return plan
+
+    def _count(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
+        """Return the length of a prompt that will be asked, as far as the context holds it."""
+        tokens = self.model.encode(prompt) if isinstance(prompt, str) else prompt
+        return (max(min(len(tokens), self.max_seq_len), 1),)
+
+    def _weight_budget(self) -> int | None:
+        """Return the bytes of a memory budget that are left for weights."""
+        if self._budget_bytes is None:
+            return None
+        taken = pool_bytes(
+            self.model.config,
+            self.max_seq_len,
+            STEP_TOKENS,
+            self.model.weights.outliers(),
+            self.kv,
+            whole=self._whole_caches,
+        )
+        return max(self._budget_bytes - taken, 1)
+
+    @property
+    def purpose(self) -> str:
+        """Return the key of the prewarm list, equal at every start with the same options.
+
+        It has all that decides which kernels are needed, and how they are fused, for a prewarmed
+        kernel is not self-tested again. No length of context, and nothing that `auto` compared.
+        """
+        names = [self.devices.name(kind) for kind in KINDS]
+        model = (self.model.fingerprint, str(self.model.weights.weight_format))
+        plan = self.choice.plan
+        how = "by rule" if plan is None else f"{plan.strategy} of {plan.profile}"
+        return repr((*model, str(self.kv), self._whole_caches, names, self.choice.mode, how))
+
+    def _opened(self, *, warm: bool) -> tuple[Engine, OwnContexts]:
+        """Return the engine of the plan on the devices that are open, and its first context.
+
+        The tokenizer is read concurrently: what comes before is Python, of which one thread runs at
+        once.
+        """
+        options = self._options
+        self.model.reading_tokenizer()
+        devices = self.devices.devices
+        self.choice = self.choice.opened(self.devices)
+        self.plan = plan_on(self.choice, self._spec, devices)
+        self._check_caches()
+        if options.order == "fifo":
+            self.plan = self.plan.model_copy(update={"in_flight": ()})
+        engine = Engine(
+            self.model.weights,
+            self.plan,
+            devices,
+            max_seq_len=self.max_seq_len,
+            control_core=self.devices.control_core,
+            progress=options.progress,
+            sync=options.sync,
+            solver=self.choice.solver_on(devices),
+            adapt=options.adapt and self.devices.numbers == "measured",
+            memory_budget_bytes=self._budget_bytes,
+            max_gpu_share=options.max_gpu_share,
+            fingerprint=self.model.fingerprint,
+            kv=self.kv,
+            order=options.order,
+            cost=self.choice.cost if self.choice.plan_on(devices) is not None else None,
+            whole_caches=self._whole_caches,
+            warm=warm,
+        )
+        return engine, OwnContexts(partial(engine.new_context, waits=True))
+
+    def _check_caches(self) -> None:
+        """Set float32 caches where an NPU computes attention and cannot read the default format.
+
+        Raises `ModelError` if another format was requested.
+        """
+        npu, rest = self.devices.devices.get("npu"), self.plan.rest
+        if npu is None or not ("npu" in (rest.prefill, rest.decode) or self.plan.fused):
+            return
+        for op in {node.op for node in self._spec.nodes if isinstance(node.op, Attention)}:
+            accepted = npu.accepts(replace(op, kv=self.kv))
+            if not accepted and self._options.kv is not None:
+                why = "; ".join(filter(None, (accepted.reason, accepted.remedy)))
+                raise ModelError(f"{self.devices.name('npu')}: {why}")
+            if not accepted:
+                note = f"keys and values are cached in f32: {self.devices.name('npu')} reads no f16"
+                self.kv = CacheFormat.F32
+                self.choice = replace(self.choice, notes=(*self.choice.notes, note))
+                return
+
+    def _context_length(self, max_seq_len: int | None) -> int:
+        limit = self.model.config.max_position
+        if max_seq_len is None:
+            return min(limit, DEFAULT_CONTEXT)
+        check_count("max_seq_len", max_seq_len)
+        if not 1 <= max_seq_len <= limit:
+            raise ModelError(
+                f"max_seq_len must be in [1, {limit}] for {self.model.name}, got {max_seq_len}"
+            )
+        return max_seq_len
+
+
+def _device_of(plan: ExecutionPlan, device: DeviceMode) -> DeviceMode:
+    """Return devices that a plan needs. Raises `UserError` if others were asked for."""
+    kinds: frozenset[DeviceKind] = plan.devices()
+    needed: DeviceMode = "hetero" if len(kinds) == 2 else next(iter(kinds))
+    if device not in ("auto", needed):
+        raise UserError(
+            f"plan {plan.plan_id} runs on {needed}, not on {device}: leave out the device, or make "
+            "another plan"
+        )
+    return needed

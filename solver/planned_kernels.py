@@ -1,0 +1,180 @@
+"""The kernels that a plan needs: rows of weights and heads of attention by device, and bytes."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable
+from functools import cached_property
+
+from hetero.backends.formats import StorageFormat, WeightFormat
+from hetero.backends.ops import MatMul, Op, OperandOrder, Outliers
+from hetero.backends.protocol import KINDS, DeviceKind
+from hetero.backends.weights import packed_bytes
+from hetero.profiler.model_graph import ModelGraph, Node, OpName
+from hetero.solver.assignments import Segment, Span
+from hetero.solver.execution_plan import ExecutionPlan
+from hetero.solver.matmul_entries import CapabilitiesByDevice, MatmulEntries, PlanSource
+from hetero.solver.plan import Tile, device_of_other
+
+
+class PlannedKernels:
+    """The kernels of one plan and of all plans that `source` may give for other token counts.
+
+    They are prepared once, so other plans within the same cuts keep them.
+    """
+
+    def __init__(
+        self,
+        plan: ExecutionPlan,
+        graph: ModelGraph,
+        capabilities: CapabilitiesByDevice,
+        entries: MatmulEntries,
+        source: PlanSource | None,
+    ) -> None:
+        self._plan, self._graph, self._capabilities = plan, graph, capabilities
+        self._entries, self._source = entries, source
+        self._edges: dict[tuple[OpName, DeviceKind, StorageFormat], frozenset[int]] = {}
+
+    def segments(self, node: Node, kind: DeviceKind) -> tuple[Segment, ...]:
+        """Return what a device holds of a matmul's weight."""
+        spans: dict[tuple[OperandOrder, WeightFormat | None], set[Span]] = {}
+        for _, tile, shift in self._entries.listed(node):
+            if tile.device == kind:
+                spans.setdefault((tile.order, tile.precision), set()).add(rows_of(tile, shift))
+        return tuple(
+            Segment(rows, *how)
+            for how, covered in spans.items()
+            for rows in _runs(covered, self.edges(node, kind, storage_of(node, how[1])))
+        )
+
+    def edges(self, node: Node, kind: DeviceKind, storage: StorageFormat) -> frozenset[int]:
+        """Return rows where a device's kernels of a matmul end.
+
+        They end at the edges of every tile that it meets (its own, the other device's), so
+        that all parts of a call meet in rows. Kernels of another storage, where phases have
+        different ones, are not cut for these.
+        """
+        assert node.plan_op is not None
+        key = (node.plan_op, kind, storage)
+        if key not in self._edges:
+            edges: set[int] = set()
+            for entry, _, shift in self._entries.listed(node):
+                tiles = [x for x in entry.tiles if storage_of(node, x.precision) is storage]
+                if tiles and entry.phase == "prefill":
+                    edges.update(self._entries.later_cuts(node))
+                if any(tile.device == kind for tile in tiles):
+                    edges.update(edge + shift for tile in entry.tiles for edge in tile.rows)
+            self._edges[key] = frozenset(edges)
+        return self._edges[key]
+
+    def cuts_rows(self, node: Node) -> bool:
+        """Return whether a matmul's output is ever made of several runs of rows."""
+        assert isinstance(node.op, MatMul)
+        spans = {rows_of(tile, shift) for _, tile, shift in self._entries.listed(node)}
+        return len(spans) > 1 or any(row < node.op.n for row in self._entries.later_cuts(node))
+
+    @cached_property
+    def head_cuts(self) -> tuple[int, ...]:
+        """Return how many heads the NPU may have of an attention, rising."""
+        later = self._source.npu_head_counts if self._source is not None else ()
+        return tuple(
+            sorted({x.heads.npu for x in self._plan.attention if x.heads.shared} | {*later})
+        )
+
+    def shared_heads(self, kind: DeviceKind) -> tuple[tuple[int, int], ...]:
+        """Return the runs of key/value heads that a device computes of some attention."""
+        if len(self._capabilities) < len(KINDS):
+            return ()
+        last = self._graph.kv_heads
+        return tuple((0, x) if kind == "npu" else (x, last) for x in self.head_cuts)
+
+    @property
+    def weight_bytes(self) -> dict[DeviceKind, int]:
+        """Return the bytes of weights on each device.
+
+        A row that two devices compute counts on both, and one of a device whose graphs own their
+        weights once for each graph size.
+        """
+        nbytes = {
+            kind: sum(
+                self._rows_bytes(node, segment, kind) * self._copies(node, kind)
+                for node in self._graph.nodes
+                if node.plan_op is not None
+                for segment in self.segments(node, kind)
+            )
+            for kind in self._capabilities
+        }
+        for node in self._graph.nodes:
+            for kind in self._devices(node.op) if isinstance(node.op, Outliers) else ():
+                nbytes[kind] += _outlier_bytes(node.op)
+        return nbytes
+
+    def _devices(self, op: Op) -> set[DeviceKind]:
+        """Return the devices that run an operation that is no matmul."""
+        rest = self._plan.rest
+        return {
+            device_of_other(op, kind, self._capabilities) for kind in (rest.prefill, rest.decode)
+        }
+
+    @property
+    def stored_bytes(self) -> int:
+        """Return the bytes of all weights that some device uses, counted once, as stored."""
+        return sum(
+            packed_bytes(node.op.weight_format.storage, node.op.n, node.op.k)
+            for node in self._graph.nodes
+            if isinstance(node.op, MatMul)
+        ) + sum(_outlier_bytes(x.op) for x in self._graph.nodes if isinstance(x.op, Outliers))
+
+    def _rows_bytes(self, node: Node, segment: Segment, kind: DeviceKind) -> int:
+        """Return the bytes of a run of rows on a device.
+
+        They are as stored, or as the device says of its own layout.
+        """
+        assert isinstance(node.op, MatMul)
+        op, own = segment.op(node.op), self._capabilities[kind].weight_bytes
+        if op.weight_format in own:
+            return math.ceil(own[op.weight_format] * op.n * op.k)
+        return packed_bytes(op.weight_format.storage, op.n, op.k)
+
+    def _copies(self, node: Node, kind: DeviceKind) -> int:
+        """Return how often a device may come to hold the weights of a matmul.
+
+        Prompts of other lengths than the plan lists use any graph that it has, the output head
+        always sees one token.
+        """
+        capabilities = self._capabilities[kind]
+        if capabilities.per_graph_size != "weights" or node.name == "lm_head":
+            return 1
+        return max(len(capabilities.graph_sizes), 1)
+
+
+def rows_of(tile: Tile, shift: int) -> Span:
+    """Return the rows of the node's weight."""
+    return tile.rows[0] + shift, tile.rows[1] + shift
+
+
+def storage_of(node: Node, precision: WeightFormat | None) -> StorageFormat:
+    """Return how the weights are stored that a tile or part computes with."""
+    assert isinstance(node.op, MatMul)
+    return (precision or node.op.weight_format).storage
+
+
+def _runs(spans: Iterable[Span], edges: Iterable[int]) -> list[Span]:
+    """Return the pieces between edges that are inside some span."""
+    spans = list(spans)
+    return [
+        (a, b)
+        for a, b in itertools.pairwise(sorted(edges))
+        if any(start <= a and b <= stop for start, stop in spans)
+    ]
+
+
+def _outlier_bytes(op: Op) -> int:
+    """Return the bytes of the hot features' weights, and where there is excess of the whole weight.
+
+    At most, for a GPU may have it mapped for the matmul.
+    """
+    assert isinstance(op, Outliers)
+    slab = packed_bytes(StorageFormat.F16, op.n, op.hot) + 4 * op.hot if op.hot else 0
+    return slab + (packed_bytes(StorageFormat.Q8R, op.n, op.k) if op.excess else 0)

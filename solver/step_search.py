@@ -1,0 +1,152 @@
+"""The search for the best step of one call: what is fused, and the option of each matmul."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+from hetero.profiler.model_graph import ModelGraph, OpName, Stage
+from hetero.solver.heads import Heads, allowed
+from hetero.solver.layer_dp import solve_layers
+from hetero.solver.non_matmul import NonMatmulTimes
+from hetero.solver.options import Objective, Option, PowerModel
+from hetero.solver.overheads import Overheads
+from hetero.solver.solution import Scenario, Solution
+
+Candidates: TypeAlias = Mapping[OpName, list[Option]]
+MAX_SAVED: Final = (
+    0.8  # of a step, by fused launches: what is measured of short launches has limits
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSearch:
+    """The steps of one scenario by one objective, from the candidates of its matmuls.
+
+    `margin` is by how much a step with unfused groups must be better (`Rules.margin`).
+    """
+
+    spec: ModelGraph
+    overheads: Overheads
+    power: PowerModel | None
+    margin: float
+    scenario: Scenario
+    objective: Objective
+
+    def best(
+        self, times: Iterable[NonMatmulTimes], candidates: Candidates, heads: Heads
+    ) -> Solution | None:
+        """Return the best step, with the other operators on any device of `times`.
+
+        None where no device can run it.
+        """
+        solved = [self._with_groups(x, candidates, heads) for x in times]
+        return min((s for s in solved if s is not None), key=lambda s: s.path.cost, default=None)
+
+    def shared(self, alone: Solution, candidates: Candidates, heads: Heads) -> Solution | None:
+        """Return the best step of a prompt in which a matmul leaves the one device of `alone`.
+
+        Margin or not, and the others stay; None where no matmul can, and in decoding.
+        """
+        if self.scenario.phase != "prefill":
+            return None
+        tried: list[Solution | None] = []
+        for name in candidates:
+            moved = [o.unrestricted() for o in candidates[name] if o.devices != alone.devices]
+            if moved and name != "lm_head":
+                choice = {**candidates, name: moved}
+                tried.append(self.best([alone.non_matmul], choice, heads))
+        shared = [s for s in tried if s is not None and len(s.devices) == 2]
+        return min(shared, key=lambda s: s.path.cost, default=None)
+
+    def _with_groups(
+        self,
+        non_matmul: NonMatmulTimes,
+        candidates: Candidates,
+        heads: Heads,
+    ) -> Solution | None:
+        """Try fused groups and their parts; fused unless unfused wins by the margin."""
+        choices = [
+            [g for g in ((stage.name,), stage.members) if g and all(p in candidates for p in g)]
+            for stage in self.spec.block
+        ]
+        best: Solution | None = None
+        for groups in itertools.product(*choices):
+            solution = self._layers(non_matmul, candidates, groups, heads)
+            if solution is None:
+                continue
+            if best is None or self._beats(solution, best):
+                best = solution
+        return best
+
+    def _beats(self, solution: Solution, best: Solution) -> bool:
+        """Return whether a path with groups unfused is better by the margin where they differ."""
+        differ = set(best.options) - set(solution.options)
+        weight = sum(
+            self.spec.layers * self.objective.cost(best.options[x].unrestricted(), 0)
+            for x in differ
+        )
+        return solution.path.cost < best.path.cost - self.margin * weight
+
+    def _layers(
+        self,
+        non_matmul: NonMatmulTimes,
+        candidates: Candidates,
+        groups: tuple[tuple[OpName, ...], ...],
+        heads: Heads,
+    ) -> Solution | None:
+        after = {
+            name: allowed(
+                whole, non_matmul.shared.get(name, ()), heads, self.margin, self.objective
+            )
+            for name, whole in non_matmul.after.items()
+        }
+        tail = [(stage, (stage.name,)) for stage in self.spec.tail if stage.name in candidates]
+        block = _Run(candidates, after, zip(self.spec.block, groups, strict=True))
+        ending = _Run(candidates, after, tail)
+        layers = self.spec.layers
+        path = solve_layers(
+            [[non_matmul.head]], block.stages, ending.stages, layers, self.objective
+        )
+        if path is None:
+            return None
+        chosen = block.chosen(path.block) | ending.chosen(path.tail)
+        around_s = self.overheads.around_s(non_matmul.device)
+        attention = next((o for o in block.others(path.block) if o.rows), None)
+        solution = Solution(
+            self.scenario, chosen, non_matmul, path, layers, self.power, around_s, attention
+        )
+        if self.scenario.phase == "prefill" or not solution.alone_on("gpu"):
+            return solution
+        saved_s = min(self.overheads.chained_s(len(self.spec.nodes)), MAX_SAVED * solution.seconds)
+        return solution._replace(around_s=around_s - saved_s)
+
+
+class _Run:
+    """Stages of a path: matmuls of plans, each with the operators after it."""
+
+    def __init__(
+        self,
+        candidates: Candidates,
+        after: Mapping[OpName, list[Option]],
+        groups: Iterable[tuple[Stage, tuple[OpName, ...]]],
+    ) -> None:
+        self.stages: list[list[Option]] = []
+        self._names: list[OpName | None] = []
+        for stage, members in groups:
+            self.stages += [candidates[name] for name in members]
+            self._names += members
+            if stage.name in after:
+                self.stages.append(after[stage.name])
+                self._names.append(None)
+
+    def chosen(self, options: Sequence[Option]) -> dict[OpName, Option]:
+        """Return the options of the matmuls, of one option for each stage."""
+        named = zip(self._names, options, strict=True)
+        return {name: option for name, option in named if name is not None}
+
+    def others(self, options: Sequence[Option]) -> list[Option]:
+        """Return the options of the operators after matmuls."""
+        return [o for name, o in zip(self._names, options, strict=True) if name is None]
