@@ -1,4 +1,4 @@
-"""What every backend checks the same way: the weights of an operation, and whether a device lives.
+"""Checks shared by all backends: the weights of an operation, and whether a device is alive.
 
 (`hetero.backends.protocol.check_tensors` checks the tensors of a binding.)
 """
@@ -58,10 +58,10 @@ def slab(weights: Mapping[str, WeightValue]) -> tuple[npt.NDArray[np.int32], Pac
     The record has passed `check_weights`.
     """
     hot: Any = weights["hot"]
-    kept = weights["hot_weight"]
-    assert isinstance(kept, PackedWeight)
+    columns = weights["hot_weight"]
+    assert isinstance(columns, PackedWeight)
     features: npt.NDArray[np.int32] = hot
-    return features, kept
+    return features, columns
 
 
 def check_token_count(

@@ -254,16 +254,17 @@ class SumScores:
     """Sums of the weights that attention's sampled rows give to each column (LLMS, equation 1).
 
     Rows are the tokens t of the call for which position + t + 1 is a multiple of `every`:
-    `mass[g, c] += sum over them and over the H/G query heads of g of A[row, c] / H`, A being the
-    probabilities of `attention`.
+    `score_sums[g, c] += sum over them and over the H/G query heads of g of A[row, c] / H`, A
+    being the probabilities of `attention`.
 
     Ports: those of `attention` without its values and its output, which ran before (`k_cache` has
-    the call's own keys), and `mass` [G, C] float32, updated in place at columns below position + m.
+    the call's own keys), and `score_sums` [G, C] float32, updated in place at columns below
+    position + m.
     """
 
     attention: Attention
     every: int
-    ports: ClassVar[tuple[str, ...]] = ("qkv", "position", "k_cache", "mass")
+    ports: ClassVar[tuple[str, ...]] = ("qkv", "position", "k_cache", "score_sums")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -418,7 +419,7 @@ Op: TypeAlias = (
 # Ports that a call writes and does not read. (Attention also updates its caches in place.)
 OUTPUT_PORTS = frozenset({"y", "sum", "out"})
 # Ports that a call adds to.
-ADDED_PORTS = frozenset({"mass"})
+ADDED_PORTS = frozenset({"score_sums"})
 
 
 def weight_names(op: Op) -> tuple[str, ...]:  # noqa: PLR0911

@@ -316,7 +316,7 @@ def check_shape(
 
 
 CACHE_PORTS = ("k_cache", "v_cache")
-FIXED_PORTS = frozenset({"position", "codes", "mass", *CACHE_PORTS})
+FIXED_PORTS = frozenset({"position", "codes", "score_sums", *CACHE_PORTS})
 _INT32_PORTS = frozenset({"tokens", "position", "table"})
 
 
@@ -388,7 +388,7 @@ def _width(op: Op, port: str) -> tuple[int, ...]:  # noqa: PLR0911
             return _width(op.attention, port)
         case ops.SumScores():
             of = op.attention
-            return (of.kv_heads, of.capacity) if port == "mass" else _width(of, port)
+            return (of.kv_heads, of.capacity) if port == "score_sums" else _width(of, port)
         case ops.DecodeChunks():
             if port in CACHE_PORTS:
                 return op.kv.shape(op.kv_heads, op.capacity, op.head_dim)

@@ -45,11 +45,11 @@ from parts.gguf_files import write_random
 from hetero.backends.formats import WeightFormat
 from hetero.backends.ops import Outliers
 from hetero.models import LoadedModel, model_spec, open_model
+from hetero.models.model_weights import BlockWeights, Shadow
 from hetero.models.random_models import PREFIX, RandomWeights, known_config, limited
-from hetero.models.weights import BlockWeights, Shadow
 from hetero.placement.device_set import open_devices
-from hetero.placement.in_flight import capabilities_of
 from hetero.placement.planning import planned
+from hetero.placement.prefill_modes import capabilities_of
 from hetero.profiler.cost import CostModel
 from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.records import DeviceProfile
@@ -57,11 +57,11 @@ from hetero.runtime.engine import Engine
 from hetero.runtime.launch_costs import LaunchCosts
 from hetero.runtime.prefill_mode import WINDOW, PrefillModes
 from hetero.runtime.schedule import Order, windows
-from hetero.solver.calls import split
 from hetero.solver.handmade import single_device
 from hetero.solver.placement import Placement
 from hetero.solver.plan import PrefillMode
 from hetero.solver.prepared import prepare_solver
+from hetero.solver.prompt_calls import split
 from hetero.solver.request import PlanRequest
 from hetero.solver.strategy_plans import strategy_plan
 

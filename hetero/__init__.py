@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from hetero.backends.errors import DeviceError
     from hetero.contexts.service import Service
     from hetero.errors import ModelError, UserError
+    from hetero.generation.answer_stats import Stats
     from hetero.generation.llm import LLM
     from hetero.generation.loop import GenerationResult, Piece
     from hetero.generation.sampling import SamplingParams
-    from hetero.generation.stats import Stats
     from hetero.measuring.profiling import profile_device
     from hetero.placement.planning import plan
     from hetero.profiler.errors import ProfileError
@@ -39,7 +39,7 @@ _LAZY = {
     "ProfileError": "hetero.profiler.errors",
     "SamplingParams": "hetero.generation.sampling",
     "Service": "hetero.contexts.service",
-    "Stats": "hetero.generation.stats",
+    "Stats": "hetero.generation.answer_stats",
     "UserError": "hetero.errors",
     "profile_device": "hetero.measuring.profiling",
     "plan": "hetero.placement.planning",

@@ -1,4 +1,4 @@
-"""What callers of the public API may pass: wrong types become one sentence, not a traceback."""
+"""Checks of what callers of the public API pass: wrong types become one sentence."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ def check_ids(tokens: object) -> list[int]:
     return [_id(value) for value in tokens]
 
 
-def check_count(name: str, value: object, least: int = 1) -> int:
-    """Return a whole number of at least `least`. Raises `UserError`."""
+def check_count(name: str, value: object, minimum: int = 1) -> int:
+    """Return a whole number of at least `minimum`. Raises `UserError`."""
     if not isinstance(value, int | np.integer) or isinstance(value, bool):
         raise UserError(f"{name} must be a whole number, got {_kind(value)}")
-    if value < least:
-        raise UserError(f"{name} must be at least {least}, got {value}")
+    if value < minimum:
+        raise UserError(f"{name} must be at least {minimum}, got {value}")
     return int(value)
 
 
 def check_one_of(name: str, value: object, known: Sequence[str]) -> None:
-    """One of some words. Raises `UserError`."""
+    """Return one of some words. Raises `UserError`."""
     if value not in known:
         words = f"{', '.join(known[:-1])} or {known[-1]}"
         raise UserError(f"{name} is {words}, got {value!r}")
 
 
 def check_stop(stop: object) -> tuple[str, ...]:
-    """Stop texts; a single string is one. Raises `UserError`."""
+    """Return stop texts; a single string is one. Raises `UserError`."""
     stops = (stop,) if isinstance(stop, str) else stop
     if not isinstance(stops, Sequence) or any(not isinstance(x, str) for x in stops):
         raise UserError(f"stop must be a text or a list of texts, got {_kind(stop)}")

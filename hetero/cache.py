@@ -53,10 +53,9 @@ class _Record(BaseModel):
 class EntryUsage(_Record):
     """One entry, which can be removed alone.
 
-    of         its source, empty if unknown
-    used_at_s  time of the last use, in seconds since 1970
-    stale      why nothing here would use it again, empty if something may
-    held       a running process uses it
+    `of` is its source, empty if unknown; `used_at_s` the time of its last use, in seconds since
+    1970; `stale` the reason why nothing here would use it again, empty if something may; `held`
+    whether a running process uses it.
     """
 
     name: str
@@ -69,8 +68,10 @@ class EntryUsage(_Record):
 
 
 class KindUsage(_Record):
-    """All entries of a kind: `stale` of the `entries` have `stale_nbytes` of the `nbytes`, `held`
-    are in use. `again` says what making them again takes; `listed` are the entries of a named kind.
+    """All entries of a kind.
+
+    `stale` of the `entries` have `stale_nbytes` of the `nbytes`, `held` are in use. `again` is the
+    cost of making them again; `listed` are the entries of a named kind.
     """
 
     kind: str
@@ -168,8 +169,10 @@ def select(
     stale: bool = False,
     older_than_s: float | None = None,
 ) -> dict[str, list[CacheEntry]]:
-    """Return the entries that `clear` would remove, by kind: of the named kinds, or of
-    `everything` but kinds that are only cleared by name. Raises `UserError` if neither is given.
+    """Return the entries that `clear` would remove, by kind.
+
+    They are those of the named kinds, or of `everything` but kinds that are only cleared by name.
+    Raises `UserError` if neither is given.
     """
     selected = kinds_of(kinds)
     if not selected and not everything and not stale:
@@ -196,8 +199,9 @@ def clear(
     stale: bool = False,
     older_than_s: float | None = None,
 ) -> CacheUsage:
-    """Remove the entries that `select` returns, except those that a running process uses. Raises
-    `UserError`, `OSError`.
+    """Remove the entries that `select` returns, except those that a running process uses.
+
+    Raises `UserError`, `OSError`.
     """
     return remove(select(kinds, everything=everything, stale=stale, older_than_s=older_than_s))
 
@@ -245,7 +249,7 @@ def _entry(
     lock: Path | None = None,
     used_at_s: float | None = None,
 ) -> CacheEntry:
-    """Return the entry of a path and the `others` that go with it. A held entry is not stale."""
+    """Return the entry of a path and the `others` that belong to it; one in use is not stale."""
     held = held or (lock is not None and _is_locked(lock))
     paths = (path, *(other for other in others if other.exists()))
     return CacheEntry(
@@ -432,7 +436,7 @@ def _opencl_run(path: Path) -> CacheEntry | None:
 
 
 def _packed(path: Path) -> CacheEntry | None:
-    from hetero.models.gguf.store import origin_of
+    from hetero.models.gguf.packed_store import origin_of
 
     if path.suffix != ".safetensors":
         orphan = not path.with_suffix(".safetensors").exists()
@@ -446,10 +450,11 @@ def _packed(path: Path) -> CacheEntry | None:
 
 
 def _graph(path: Path) -> CacheEntry:
-    """Return compiled graphs; versions of the chip's libraries are known where they are
-    installed.
+    """Return compiled graphs.
+
+    The versions of the chip's libraries are known where they are installed.
     """
-    from hetero.backends.qnn.store import ENTRY, FORMAT, GRAPHS_VERSION
+    from hetero.backends.qnn.graph_store import ENTRY, FORMAT, GRAPHS_VERSION
 
     provider, document = installed_version("onnxruntime-qnn"), _document(path / ENTRY)
     target = document.get("target")

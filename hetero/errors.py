@@ -12,7 +12,7 @@ from hetero.backends.sentences import one_sentence
 
 @contextmanager
 def memory_for(what: str) -> Iterator[None]:
-    """Memory that the system refuses inside the block becomes one sentence that names `what`."""
+    """Turn a refusal of memory inside the block into one sentence that names `what`."""
     try:
         yield
     except (MemoryError, OSError) as error:
@@ -26,19 +26,19 @@ def memory_for(what: str) -> Iterator[None]:
 
 
 class QuotaError(UserError):
-    """An application has all that it may have."""
+    """The error of an application that has all that it may have."""
 
 
 class DiskFullError(UserError):
-    """There is no room under a budget for data that must be kept."""
+    """The error of a budget without room for data that must be stored."""
 
 
 class ModelError(UserError):
-    """A model, its files or the name it was asked by cannot be used."""
+    """The error of a model, its files or its name."""
 
 
 class FallbackWarning(UserWarning):
-    """A device is missing or failed; another does its work."""
+    """The warning that a device is missing or failed, and another does its work."""
 
 
 __all__ = ["FallbackWarning", "ModelError", "UserError", "memory_for", "one_sentence"]

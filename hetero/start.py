@@ -23,10 +23,10 @@ def profile_main() -> None:
 
 
 def _run(entry: str) -> None:
-    """Run an entry point of the command line, then end the process without finalising the
-    interpreter: that costs 0.1 s, and unloads drivers, some of which crash then.
+    """Run an entry point of the command line, then end the process without finalisation.
 
-    Functions registered with `atexit` still run: the first to register is the last to run.
+    Finalising the interpreter costs 0.1 s, and unloads drivers, some of which crash then. Functions
+    registered with `atexit` still run: the first to register is the last to run.
     """
     ended = _Ended()
     atexit.register(ended.leave)

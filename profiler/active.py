@@ -1,4 +1,4 @@
-"""Which tasks to measure next: a spread start, then where a committee of predictors disagrees."""
+"""Chooses the next tasks to measure: a spread start, then where predictors disagree."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Compiler mode: a profile of a chip that is not at hand, from its compiler's schedules.
 
 Qualcomm's compiler runs on a PC and writes for each graph what the NPU will do with it
-(`hetero.backends.qnn.schedule`). A small physical model turns that into seconds:
+(`hetero.backends.qnn.optrace`). A small physical model turns that into seconds:
 
     seconds = launches · launch_s + max(DRAM bytes / dram, vector-unit bytes / hvx)
 
@@ -28,14 +28,14 @@ from hetero.backends.snapdragon import find_chip
 from hetero.backends.weights import PackedWeight, data_shape, scales_shape
 from hetero.profiler.environment import hetero_version
 from hetero.profiler.errors import ProfileError
-from hetero.profiler.files import shipped_path
 from hetero.profiler.fit import fit
 from hetero.profiler.options import Event
 from hetero.profiler.preparation import fit_preparation
+from hetero.profiler.profile_files import shipped_path
 from hetero.profiler.records import DeviceProfile, DeviceRecord, MatMulRow, PreparationRow
 
 if TYPE_CHECKING:
-    from hetero.backends.qnn.schedule import Schedule, ScheduleStore
+    from hetero.backends.qnn.optrace import Schedule, ScheduleStore
 
 # Everything that is not the NPU's matmuls comes from this profile.
 BASE_PROFILE = "snapdragon-8-gen-3"
@@ -76,7 +76,7 @@ class Scheduler:
 
     def __init__(self, soc: str, directory: Path | None = None) -> None:
         from hetero.backends.qnn.library import load
-        from hetero.backends.qnn.schedule import ScheduleStore
+        from hetero.backends.qnn.optrace import ScheduleStore
         from hetero.backends.qnn.session import Target
 
         try:
@@ -115,7 +115,7 @@ class Scheduler:
 def _launches(n: int, k: int, m: int) -> list[int]:
     from hetero.backends.qnn import catalog
 
-    return catalog.pieces(MatMul(n=n, k=k, weight_format=WEIGHTS), m)
+    return catalog.chunks(MatMul(n=n, k=k, weight_format=WEIGHTS), m)
 
 
 def _random_weight(n: int, k: int) -> PackedWeight:

@@ -1,4 +1,4 @@
-"""What the machine was like when a profile was taken; nothing that names its owner."""
+"""The state of the machine when a profile was taken; nothing that names its owner."""
 
 from __future__ import annotations
 

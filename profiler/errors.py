@@ -1,4 +1,4 @@
-"""What goes wrong with profiles, in sentences for people."""
+"""Errors of profiles, in sentences for people."""
 
 from __future__ import annotations
 

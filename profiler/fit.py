@@ -294,11 +294,11 @@ def fit_trees(
     for i in range(fitting.tree_count):
         chosen = rng.integers(0, groups.max() + 1, groups.max() + 1)
         weight = np.bincount(chosen, minlength=groups.max() + 1)[groups].astype(np.float64)
-        kept = weight > 0
+        used = weight > 0
         tree = DecisionTreeRegressor(
             max_depth=depth, min_samples_leaf=fitting.leaf_rows, random_state=i
         )
-        tree.fit(columns[kept], target[kept], sample_weight=weight[kept])
+        tree.fit(columns[used], target[used], sample_weight=weight[used])
         trees.append(export_tree(tree.tree_))
     return tuple(trees)
 
@@ -351,8 +351,8 @@ def left_out(
     fold_of = np.random.default_rng(seed).permutation(count) % folds
     for fold in range(folds):
         left_out_rows = fold_of[groups] == fold
-        kept = [row for row, out in zip(rows, left_out_rows, strict=True) if not out]
-        model = fit_unchecked(device, kept, depth=depth, seed=seed, fitting=fitting)
+        used = [row for row, out in zip(rows, left_out_rows, strict=True) if not out]
+        model = fit_unchecked(device, used, depth=depth, seed=seed, fitting=fitting)
         sizes = [
             np.asarray([getattr(row, name) for row in rows], dtype=np.float64)[left_out_rows]
             for name in "mnk"

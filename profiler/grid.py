@@ -1,4 +1,4 @@
-"""What to measure: shapes by default or of a model, pruned by stages (paper section 4.3)."""
+"""The shapes to measure, by default or of a model, pruned by stages (paper section 4.3)."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def make_grid(
 def prune(device: DeviceRecord, wanted: Iterable[Task]) -> TaskGrid:
     """Keep the last requested size of each stage; static devices get the graph's size."""
     static = device.capabilities.static_shapes and device.capabilities.graph_sizes
-    kept: dict[Task, Task] = {}
+    representative: dict[Task, Task] = {}
     members: list[Task] = []
     for task in wanted:
         if static and task.m > max(device.capabilities.graph_sizes):
@@ -130,12 +130,12 @@ def prune(device: DeviceRecord, wanted: Iterable[Task]) -> TaskGrid:
         members.append(task)
         key = stage_key(device, task)
         runnable = key._replace(n=task.n) if static else task
-        best = kept.get(key)
+        best = representative.get(key)
         if best is None or (runnable.n, runnable.m) > (best.n, best.m):
-            kept[key] = runnable
-    tasks = tuple(dict.fromkeys(kept.values()))
+            representative[key] = runnable
+    tasks = tuple(dict.fromkeys(representative.values()))
     chosen = set(tasks)
-    pruned = {t: kept[stage_key(device, t)] for t in members if t not in chosen}
+    pruned = {t: representative[stage_key(device, t)] for t in members if t not in chosen}
     return TaskGrid(tasks, pruned)
 
 

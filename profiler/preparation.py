@@ -1,4 +1,4 @@
-"""How long graphs and kernels take to prepare, by size, cold and with warm caches."""
+"""The time to prepare graphs and kernels, by size, cold and with warm caches."""
 
 from __future__ import annotations
 

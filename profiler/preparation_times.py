@@ -1,4 +1,4 @@
-"""How long a matmul's graph or kernel takes to prepare, by a profile."""
+"""The preparation time of a matmul's graph or kernel, by a profile."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from hetero.backends.formats import WeightFormat
 from hetero.backends.ops import OperandOrder
 from hetero.backends.protocol import Capabilities, Device, DeviceKind, PerGraphSize
-from hetero.profiler import files
+from hetero.profiler import profile_files
 from hetero.profiler.device_model import DeviceModel
 from hetero.profiler.errors import ProfileError, ProfileWarning
 
@@ -588,23 +588,27 @@ class DeviceProfile(Record):
 
     def to_json(self) -> str:
         """Return the document that `save` writes."""
-        return files.to_text(self.model_dump(mode="json"))
+        return profile_files.to_text(self.model_dump(mode="json"))
 
     def save(self, path: str | Path) -> None:
         """Write atomically. Raises `ProfileError` if that is not possible."""
-        files.write_atomically(path, self.to_json())
+        profile_files.write_atomically(path, self.to_json())
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """Read a file, or a shipped profile by its name. Raises `ProfileError`."""
-        if isinstance(path, str) and path in files.shipped_names() and not os.path.exists(path):
-            path = files.shipped_path(path)
-        return cls.parse(files.read_profile(path), path)
+        if (
+            isinstance(path, str)
+            and path in profile_files.shipped_names()
+            and not os.path.exists(path)
+        ):
+            path = profile_files.shipped_path(path)
+        return cls.parse(profile_files.read_profile(path), path)
 
     @classmethod
     def parse(cls, text: str, path: str | Path) -> Self:
         """Return the profile that was read from `path`. Raises `ProfileError`."""
-        document = files.parse_document(text, path, SCHEMA_VERSION)
+        document = profile_files.parse_document(text, path, SCHEMA_VERSION)
         try:
             return cls.model_validate(document)
         except ValidationError as error:

@@ -6,19 +6,19 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from hetero.profiler import files
+from hetero.profiler import profile_files
 from hetero.profiler.errors import ProfileError
 from hetero.profiler.pages import render
 from hetero.profiler.quality import grade
 from hetero.profiler.records import DeviceProfile, MatMulPredictor
-from hetero.profiler.tables import TableData
+from hetero.profiler.table_data import TableData
 
 
 def write_report(profile: DeviceProfile, path: str | Path) -> None:
     """Write the page. Raises `ProfileError` if the file cannot be written, or is to be no page."""
     if Path(path).suffix.lower() not in (".html", ".htm", ""):
         raise ProfileError(f"the report of a profile is a page ({path}): choose .html")
-    files.write_atomically(path, to_html(profile))
+    profile_files.write_atomically(path, to_html(profile))
 
 
 def to_html(profile: DeviceProfile) -> str:

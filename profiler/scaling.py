@@ -38,7 +38,7 @@ from hetero.profiler.workload import TaskRunner, Workload
 # Seconds here over a profile's, by device, phase and weight format; 1 where nothing is known.
 Factors: TypeAlias = Mapping[Kind, float]
 
-MOST: Final = 1000.0  # factor that can be: by more no machine differs from another
+MAX_FACTOR: Final = 1000.0  # factor that can be: by more no machine differs from another
 PHASES: Final[tuple[Phase, ...]] = ("prefill", "decode")
 
 
@@ -259,7 +259,7 @@ def factors_of(
         kind = (task.device, phase_of(task.m), task.weight_format)
         predicted = cost.matmul_s(task.device, task.weight_format, task.m, task.n, task.k)
         factor = median_s * skews.get(kind, 1.0) / float(predicted.seconds)
-        if not 1 / MOST <= factor <= MOST:  # NaN is not either
+        if not 1 / MAX_FACTOR <= factor <= MAX_FACTOR:  # NaN is not either
             raise ProfileError(f"a reference kernel of the {task.device} took {median_s:g} s")
         factors[kind] = factor
     return factors

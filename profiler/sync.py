@@ -1,4 +1,4 @@
-"""What it costs to submit, to wait, to copy, to sleep and to wake (paper sections 3.1 and 4.2)."""
+"""The cost of submitting, waiting, copying, sleeping and waking (paper sections 3.1 and 4.2)."""
 
 from __future__ import annotations
 

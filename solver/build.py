@@ -1,4 +1,4 @@
-"""From solved scenarios to an `ExecutionPlan`."""
+"""Builds an `ExecutionPlan` from solved scenarios."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ from hetero.backends.formats import WeightFormat
 from hetero.backends.protocol import KINDS, DeviceKind
 from hetero.profiler.model_graph import ModelGraph, OpName
 from hetero.profiler.records import DeviceProfile, Phase
-from hetero.solver.calls import split
 from hetero.solver.candidates import Reasons
 from hetero.solver.curves import front, strategy_curves
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.in_flight import in_flight_of
 from hetero.solver.joint_plan import cuts_of, memory_of, solve_jointly
-from hetero.solver.memory import resident_by_op, weight_memory
 from hetero.solver.names import NamedStrategy
 from hetero.solver.non_matmul import seconds_by_kind
 from hetero.solver.options import Option
@@ -30,10 +28,12 @@ from hetero.solver.plan import (
     Total,
 )
 from hetero.solver.planner import Planner
+from hetero.solver.prompt_calls import split
 from hetero.solver.prompts import Prompt, call_scenarios, prompt_alone, prompt_of, steps_alone
 from hetero.solver.request import DEFAULT_REQUEST, PlanRequest, scenarios_of
 from hetero.solver.sizing import planner_for
 from hetero.solver.solution import Scenario, Solution
+from hetero.solver.weight_memory import resident_by_op, weight_memory
 
 Numbers: TypeAlias = Literal["predicted", "simulated"]
 Clock = Callable[[], float]

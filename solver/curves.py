@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from hetero.solver.baselines import force, longest_step, online_s
-from hetero.solver.calls import split
 from hetero.solver.errors import PlanError
 from hetero.solver.plan import Curve, CurvePoint, FrontPoint
 from hetero.solver.planner import Planner
+from hetero.solver.prompt_calls import split
 from hetero.solver.prompts import solve_prompt
 from hetero.solver.solution import Scenario
 

@@ -1,4 +1,4 @@
-"""Which row cuts a plan of several scenarios has (docs/explanation/solver.md, "Segments").
+"""Chooses the row cuts of a plan of several scenarios (docs/explanation/solver.md, "Segments").
 
 A device with static shapes has a kernel for each run of rows between a matmul's cut points, of all
 prompt lengths and of decoding, and runs a tile as several of them. So a cut that one length wants
@@ -46,21 +46,21 @@ def row_cuts(
     wanted = _Wanted(planner, name, scenarios, objective)
     everything = tuple(range(len(wanted.rows)))
     if len(everything) > EXACT:
-        kept = _fewer(wanted.slowdown, everything, count)
+        chosen = _fewer(wanted.slowdown, everything, count)
     else:
         sizes = range(min(count, len(everything)) + 1)
-        kept = min(
+        chosen = min(
             (x for size in sizes for x in combinations(everything, size)), key=wanted.slowdown
         )
-    return tuple(wanted.rows[i] for i in kept)
+    return tuple(wanted.rows[i] for i in chosen)
 
 
-def _fewer(cost: Callable[[Subset], float], kept: Subset, count: int) -> Subset:
+def _fewer(cost: Callable[[Subset], float], chosen: Subset, count: int) -> Subset:
     """Return the cuts that are left when the least useful is removed repeatedly."""
-    best = (cost(kept), kept)
-    while kept:
-        cheapest = min((cost(fewer), fewer) for fewer in combinations(kept, len(kept) - 1))
-        kept = cheapest[1]
+    best = (cost(chosen), chosen)
+    while chosen:
+        cheapest = min((cost(fewer), fewer) for fewer in combinations(chosen, len(chosen) - 1))
+        chosen = cheapest[1]
         if cheapest[0] < best[0] or len(best[1]) > count:
             best = cheapest
     return best[1]
@@ -112,14 +112,14 @@ class _Wanted:
         self._places = {run: i for i, run in enumerate(runs)}
         self._runs = space.graph_table(np.asarray(runs, dtype=np.intp)) if space.sizes else None
 
-    def slowdown(self, kept: Subset) -> float:
+    def slowdown(self, chosen: Subset) -> float:
         """Return the weighted slowdown with these of `rows` as cuts, over the best cut's."""
-        columns = np.asarray(kept, dtype=np.intp)
+        columns = np.asarray(chosen, dtype=np.intp)
         cost = self._costs[:, columns]
-        if self._runs is not None and len(kept):
-            more = self._more([self.rows[i] for i in kept], self._runs)
+        if self._runs is not None and len(chosen):
+            more = self._more([self.rows[i] for i in chosen], self._runs)
             first, second = self._graphs[:, :, columns]
-            places = np.arange(len(kept))[None, :]
+            places = np.arange(len(chosen))[None, :]
             cost = cost + self._weight * (more[first, places] + more[second, places])
         cost = np.minimum(cost.min(axis=1, initial=INF), self._alone)
         return float(self._shares @ (cost / self._least))

@@ -1,4 +1,4 @@
-"""What goes wrong with plans, in sentences for people."""
+"""Errors of plans, in sentences for people."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which NPU graphs to prepare: a mixed-integer program (docs/explanation/solver.md)."""
+"""Chooses the NPU graphs to prepare: a mixed-integer program (docs/explanation/solver.md)."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import NamedTuple
 import numpy as np
 
 from hetero.solver.errors import PlanError
-from hetero.solver.memory import graph_bytes, limits_of
 from hetero.solver.options import INF
 from hetero.solver.planner import Planner
 from hetero.solver.solution import Scenario
+from hetero.solver.weight_memory import graph_bytes, limits_of
 
 DEFAULT_COUNT = 6  # as many as the paper's standard sizes
 

@@ -23,7 +23,12 @@ from hetero.profiler.model_graph import OpName
 from hetero.profiler.records import phase_of
 from hetero.solver.baselines import CHUNKED_AT, chunk_tokens
 from hetero.solver.kernel_times import Bools, Floats
-from hetero.solver.memory import (
+from hetero.solver.plan import InFlight, OpPlan, Strategy, Tile
+from hetero.solver.planner import Planner
+from hetero.solver.request import PlanRequest
+from hetero.solver.solution import Scenario, Solution
+from hetero.solver.tilings import MatMulSpace
+from hetero.solver.weight_memory import (
     Limits,
     ResidentRows,
     limits_of,
@@ -31,11 +36,6 @@ from hetero.solver.memory import (
     resident_bytes,
     union,
 )
-from hetero.solver.plan import InFlight, OpPlan, Strategy, Tile
-from hetero.solver.planner import Planner
-from hetero.solver.request import PlanRequest
-from hetero.solver.solution import Scenario, Solution
-from hetero.solver.tilings import MatMulSpace
 
 MAX_WAYS: Final = 8  # of one matmul
 

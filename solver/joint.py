@@ -17,10 +17,10 @@ import numpy as np
 from hetero.profiler.model_graph import OpName
 from hetero.solver.chooser import Chooser, SelectedCuts
 from hetero.solver.kernel_times import Bools, Floats, Ints
-from hetero.solver.memory import ResidentRows
 from hetero.solver.options import INF, Option
 from hetero.solver.pieces import Choices, npu_choices
 from hetero.solver.tilings import Grid, MatMulSpace, complement, contend
+from hetero.solver.weight_memory import ResidentRows
 
 Cells = TypeVar("Cells", Floats, Ints, Bools)
 

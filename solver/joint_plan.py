@@ -8,12 +8,12 @@ from hetero.backends.protocol import DeviceKind
 from hetero.profiler.model_graph import OpName
 from hetero.solver import residency
 from hetero.solver.cuts import row_cuts
-from hetero.solver.memory import Limits, limits_of, weight_memory
 from hetero.solver.options import Objective
 from hetero.solver.plan import PHASES, Memory
 from hetero.solver.planner import Planner
 from hetero.solver.request import PlanRequest
 from hetero.solver.solution import Scenario, Solution
+from hetero.solver.weight_memory import Limits, limits_of, weight_memory
 
 
 def solve_jointly(

@@ -9,12 +9,12 @@ from typing import Final, TypeAlias
 
 from hetero.backends.protocol import Capabilities, DeviceKind
 from hetero.profiler.model_graph import Node, OpName
-from hetero.solver.calls import padded_size
+from hetero.solver.assignments import Part
 from hetero.solver.errors import PlanError
 from hetero.solver.matmul_entries import CapabilitiesByDevice, MatmulEntries
-from hetero.solver.parts import Part
 from hetero.solver.plan import Phase, PrefillMode, Tile
 from hetero.solver.planned_kernels import PlannedKernels, rows_of, storage_of
+from hetero.solver.prompt_calls import padded_size
 
 _Call: TypeAlias = tuple[OpName, Phase, int, PrefillMode]
 MAX_CACHED: Final = 64  # matmuls of calls that are remembered, since layers are alike

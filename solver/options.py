@@ -47,7 +47,7 @@ class PowerModel:
 
 @dataclass(frozen=True)
 class Objective:
-    """What is minimised: `seconds` weighs seconds, `joules` weighs joules."""
+    """The objective: `seconds` weighs seconds, `joules` weighs joules."""
 
     seconds: float = 1.0
     joules: float = 0.0

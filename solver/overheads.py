@@ -1,4 +1,4 @@
-"""What a step costs beyond its kernels, as the paper has it (sections 3.1, 4.2 and 4.3).
+"""The cost of a step beyond its kernels, as in the paper (sections 3.1, 4.2 and 4.3).
 
 T_sync, T_copy, and both devices' times added up by their maximum.
 

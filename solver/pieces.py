@@ -1,4 +1,4 @@
-"""Which tokens the NPU may compute: at most two pieces, each one graph (paper section 4.1.1).
+"""The tokens that the NPU may compute: at most two runs, each one graph (paper section 4.1.1).
 
 Notation: P choices of pieces, T token cuts (where the NPU's tokens end).
 """

@@ -1,4 +1,4 @@
-"""From an option to the tiles of the plan."""
+"""The tiles of a plan for an option."""
 
 from __future__ import annotations
 

@@ -13,15 +13,15 @@ from functools import cached_property
 from hetero.backends.ops import Attention, MatMul
 from hetero.backends.protocol import KINDS, DeviceKind, prepared_sizes
 from hetero.profiler.model_graph import ModelGraph, Node
-from hetero.solver.calls import padded_size
+from hetero.solver.assignments import Assignment, Heads, Part
 from hetero.solver.errors import PlanError
 from hetero.solver.execution_plan import ExecutionPlan
-from hetero.solver.groups import NodeGroup, node_groups
 from hetero.solver.matmul_entries import CapabilitiesByDevice, MatmulEntries, PlanSource
 from hetero.solver.matmul_launches import MatmulLaunches, no_graph
-from hetero.solver.parts import Assignment, Heads, Part
+from hetero.solver.node_groups import NodeGroup, node_groups
 from hetero.solver.plan import PHASES, HeadCounts, OpPlan, Phase, PrefillMode, device_of_other
 from hetero.solver.planned_kernels import PlannedKernels
+from hetero.solver.prompt_calls import padded_size
 
 
 class Placement:

@@ -20,9 +20,9 @@ from hetero.backends.host.files import LONGEST_DOCUMENT_BYTES, atomic_write, rea
 from hetero.backends.ops import Op, OperandOrder, Outliers
 from hetero.backends.protocol import KINDS, DeviceKind
 from hetero.profiler.model_graph import ModelGraph, OpName
-from hetero.solver.calls import split
 from hetero.solver.errors import PlanError
 from hetero.solver.names import NamedStrategy
+from hetero.solver.prompt_calls import split
 
 Phase: TypeAlias = Literal["prefill", "decode"]
 Strategy: TypeAlias = Literal[

@@ -12,9 +12,9 @@ from hetero.backends.ops import MatMul, Op, OperandOrder, Outliers
 from hetero.backends.protocol import KINDS, DeviceKind
 from hetero.backends.weights import packed_bytes
 from hetero.profiler.model_graph import ModelGraph, Node, OpName
+from hetero.solver.assignments import Segment, Span
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.matmul_entries import CapabilitiesByDevice, MatmulEntries, PlanSource
-from hetero.solver.parts import Segment, Span
 from hetero.solver.plan import Tile, device_of_other
 
 

@@ -18,13 +18,13 @@ from hetero.solver.errors import PlanError
 from hetero.solver.heads import Heads, HeadShares
 from hetero.solver.host_queue import HostQueue
 from hetero.solver.kernel_times import KernelTimes, Precision
-from hetero.solver.memory import holds_alone
 from hetero.solver.non_matmul import NonMatmulCosts, NonMatmulTimes
 from hetero.solver.options import INF, Objective, Option, PowerModel
 from hetero.solver.overheads import Overheads
 from hetero.solver.solution import Scenario, Solution
 from hetero.solver.step_search import Candidates, StepSearch
 from hetero.solver.tilings import MatMulSpace
+from hetero.solver.weight_memory import holds_alone
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,6 @@ from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.in_flight import in_flight_of
 from hetero.solver.joint import JointSpace
 from hetero.solver.joint_plan import solve_separately, solve_within
-from hetero.solver.memory import ResidentRows, resident_by_op
 from hetero.solver.options import Option
 from hetero.solver.plan import PHASES, Phase
 from hetero.solver.planner import Planner, shortest
@@ -34,6 +33,7 @@ from hetero.solver.request import DECODE, MAX_LENGTHS, PlanRequest, scenarios_of
 from hetero.solver.residency import mask_of
 from hetero.solver.sizing import planner_for
 from hetero.solver.solution import Scenario, Solution
+from hetero.solver.weight_memory import ResidentRows, resident_by_op
 
 CUTS: Final = 4  # row cuts of one matmul that are prepared
 LONGEST: Final = 2048  # tokens whose GPU times are looked up ahead on devices without graphs

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from hetero.backends.protocol import DeviceKind
 from hetero.solver.baselines import longest_step
-from hetero.solver.calls import split
 from hetero.solver.planner import Planner
+from hetero.solver.prompt_calls import split
 from hetero.solver.solution import Scenario, Solution
 
 

@@ -11,12 +11,12 @@ import numpy.typing as npt
 from hetero.profiler.model_graph import OpName, Stage
 from hetero.solver.chooser import Chooser
 from hetero.solver.errors import PlanError
-from hetero.solver.memory import Limits, ResidentRows, resident_bytes
 from hetero.solver.non_matmul import NonMatmulTimes
 from hetero.solver.options import GPU, HOST, INF, Objective, Option
 from hetero.solver.planner import Planner
 from hetero.solver.solution import Scenario, Solution
 from hetero.solver.tilings import Grid
+from hetero.solver.weight_memory import Limits, ResidentRows, resident_bytes
 
 GRID_ROWS = 12  # places for each of the two row limits on large matmuls
 STATES = (GPU, HOST)

@@ -1,4 +1,4 @@
-"""What a plan is solved for, and what solving it gives."""
+"""Scenarios to solve a plan for, and their solutions."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ LONGEST_DOCUMENT_BYTES: Final = 64 << 20
 LONGEST_TEXT_BYTES: Final = 256 << 20
 PIPE_WAIT_S: float = 10.0  # silence of the other end of a pipe
 _LONGEST_NAME_BYTES: Final = 200  # of 255 that file systems take
-_PIECE_BYTES: Final = 4096  # a pipe that is ready takes so much without blocking (PIPE_BUF)
+_CHUNK_BYTES: Final = 4096  # a pipe that is ready takes so much without blocking (PIPE_BUF)
 _MAX_LINKS: Final = 40
 ROOM_BYTES: Final = 1 << 20  # compiled kernels take more, but only a full disk has less
 OPEN_FILES_HOLD_FOLDERS = os.name == "nt"  # a folder cannot be renamed while a file in it is open
@@ -173,19 +173,19 @@ def read_file(path: AnyPath, max_bytes: int) -> bytes:
         kind = os.fstat(descriptor).st_mode
         if stat.S_ISDIR(kind):
             raise _error(errno.EISDIR, path)
-        pieces: list[bytes] = []
+        chunks: list[bytes] = []
         left = max_bytes + 1
         while left:
             if not stat.S_ISREG(kind):
                 _await(descriptor, stat.S_ISFIFO(kind))
             try:
-                piece = os.read(descriptor, min(left, 1 << 20))
+                chunk = os.read(descriptor, min(left, 1 << 20))
             except BlockingIOError:  # another reader of the pipe was faster
                 continue
-            if not piece:
-                return b"".join(pieces)
-            pieces.append(piece)
-            left -= len(piece)
+            if not chunk:
+                return b"".join(chunks)
+            chunks.append(chunk)
+            left -= len(chunk)
     finally:
         os.close(descriptor)
     raise OSError(errno.EFBIG, f"it is larger than {max_bytes >> 20} MiB")
@@ -258,7 +258,7 @@ def _write_through(target: Path, data: memoryview) -> None:
         while data:
             _await(descriptor, True, writing=True)
             with contextlib.suppress(BlockingIOError):
-                data = data[os.write(descriptor, data[:_PIECE_BYTES]) :]
+                data = data[os.write(descriptor, data[:_CHUNK_BYTES]) :]
     finally:
         os.close(descriptor)
 

@@ -1,4 +1,4 @@
-"""Where hetero keeps files on a machine."""
+"""The folders of hetero's files on a machine."""
 
 from __future__ import annotations
 

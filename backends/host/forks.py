@@ -1,4 +1,4 @@
-"""What becomes of devices in a child that `os.fork` made: threads of a driver do not come along.
+"""Devices in a child that `os.fork` made: threads of a driver do not come along.
 
 A driver with threads of its own (OpenCL) waits for ever in such a child. What was opened before is
 lost there, and the driver cannot be used again: both are errors that say so. What has no threads

@@ -1,7 +1,7 @@
 """Pages of a mapped file, prefetched before they are used (Linux 5.14).
 
 A first step stops at every run of 16 pages of its weights that are not mapped yet, though the file
-is in memory; if it is not, it waits for the disk piece by piece. A thread does both during the last
+is in memory; if it is not, it waits for the disk part by part. A thread does both during the last
 preparations.
 """
 
@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 MADV_POPULATE_READ: Final = 22  # Python has no name for it
-PIECE_BYTES: Final = 64 << 20  # other threads that change mappings wait for no longer
+CHUNK_BYTES: Final = 64 << 20  # other threads that change mappings wait for no longer
 MEMINFO: Final = Path("/proc/meminfo")
 
 
@@ -52,6 +52,6 @@ def _prefetch(memory: npt.NDArray[np.uint8]) -> None:
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     first = memory.ctypes.data // mmap.PAGESIZE * mmap.PAGESIZE
     last = memory.ctypes.data + memory.nbytes
-    for start in range(first, last, PIECE_BYTES):
-        if madvise(start, min(PIECE_BYTES, last - start), MADV_POPULATE_READ):
+    for start in range(first, last, CHUNK_BYTES):
+        if madvise(start, min(CHUNK_BYTES, last - start), MADV_POPULATE_READ):
             return  # an older kernel, or a file that became shorter

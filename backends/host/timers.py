@@ -1,4 +1,4 @@
-"""How exact time is for a thread here: timer slack, how late sleeps return, waits for a core."""
+"""The accuracy of time for a thread here: timer slack, late sleeps, waits for a core."""
 
 from __future__ import annotations
 

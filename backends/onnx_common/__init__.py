@@ -1,1 +1,1 @@
-"""What the backends on ONNX Runtime share: building graphs, and unpacking weights for them."""
+"""Shared code of the backends on ONNX Runtime: building graphs, and unpacking weights for them."""

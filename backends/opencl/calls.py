@@ -24,12 +24,12 @@ import numpy.typing as npt
 import pyopencl as cl
 
 from hetero.backends.errors import WaitTimeoutError
-from hetero.backends.host.limits import time_limit
+from hetero.backends.host.time_limits import time_limit
 from hetero.backends.memory import Tensor
 from hetero.backends.opencl.failures import BACKEND, decoded
 from hetero.backends.opencl.invokers import share_invokers
 from hetero.backends.opencl.resources import Resources
-from hetero.backends.opencl.self_test.compiler import Variant, argument_kinds
+from hetero.backends.opencl.self_test.program_compiler import Variant, argument_kinds
 from hetero.backends.ops import Op, describe
 from hetero.backends.protocol import (
     DEFAULT_DEADLINE_S,
@@ -77,9 +77,20 @@ Native: TypeAlias = cl.Buffer | np.generic
 Size: TypeAlias = tuple[int, ...]
 
 INPUT_PORTS = frozenset(
-    {"x", "residual", "tokens", "qkv", "position", "k_cache", "v_cache", "codes", "table", "mass"}
+    {
+        "x",
+        "residual",
+        "tokens",
+        "qkv",
+        "position",
+        "k_cache",
+        "v_cache",
+        "codes",
+        "table",
+        "score_sums",
+    }
 )
-OUTPUT_PORTS = frozenset({"y", "sum", "out", "k_cache", "v_cache", "mass"})
+OUTPUT_PORTS = frozenset({"y", "sum", "out", "k_cache", "v_cache", "score_sums"})
 SPIN_S = 200e-6
 LONGEST_SLEEP_S = 200e-6  # bounds how late the end of a long launch is noticed
 

@@ -1,4 +1,4 @@
-"""Whether host and device see each other's writes, and how, tried rather than assumed.
+"""Probes of how host and device see each other's writes: tried, not assumed.
 
 A device that keeps copies of host memory, or caches that only mapping flushes, reads what it read
 before, and the host keeps its own lines. So each buffer is used several times: the host writes new

@@ -1,4 +1,4 @@
-"""What pyopencl makes of every kernel object, made once for all kernels of a name.
+"""pyopencl's generated code for a kernel object, generated once for all kernels of a name.
 
 For each `cl.Kernel` it writes and compiles two Python functions, which set the arguments and
 enqueue the kernel. They are the same for all kernels of a name and argument count, are not used

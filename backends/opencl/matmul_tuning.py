@@ -1,4 +1,4 @@
-"""How matmul kernels are cut on each family of devices (`hetero.backends.opencl.tuning`)."""
+"""The tiling of matmul kernels on each family of devices (`hetero.backends.opencl.tuning`)."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from hetero.backends.opencl.failures import decoded
 from hetero.backends.opencl.kernel_files import source
 from hetero.backends.opencl.program_source import OPTIONS, ProgramSource
 from hetero.backends.opencl.resources import DeviceMemory, Resources, Scratch
-from hetero.backends.opencl.self_test.compiler import Variant, argument_kinds
+from hetero.backends.opencl.self_test.program_compiler import Variant, argument_kinds
 from hetero.backends.optional import Stages
 
 HEAD: Final = 4  # words of an entry before its arguments

@@ -28,9 +28,9 @@ def prepare_outliers(
     hot = slab = codes = scales = x_scale = absent
     copied = 0
     if op.hot:
-        features, kept = checks.slab(weights)
-        hot, slab = device.constant(features), device.constant(kept.data)
-        copied += kept.nbytes
+        features, columns = checks.slab(weights)
+        hot, slab = device.constant(features), device.constant(columns.data)
+        copied += columns.nbytes
     if op.excess:
         packed = checks.packed(weights)
         assert packed.scales is not None

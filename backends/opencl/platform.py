@@ -27,7 +27,7 @@ from hetero.backends.opencl.drivers.pocl import CACHE, WORKERS
 from hetero.backends.opencl.failures import BACKEND
 from hetero.backends.opencl.reports import DriverReport
 from hetero.backends.opencl.selected import Selected
-from hetero.backends.opencl.self_test.compiler import Remote
+from hetero.backends.opencl.self_test.program_compiler import Remote
 from hetero.backends.opencl.self_test.results import DeviceResult
 from hetero.backends.opencl.self_test.runner import SelfTests, passed_level
 from hetero.backends.opencl.self_test.supervisor import Supervisor

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from hetero.backends.host.limits import VARIABLE
+from hetero.backends.host.time_limits import VARIABLE
 
 NO_DEVICE: Final = "CL_DEVICE_NOT_FOUND"
 HUNG: Final = "hung"
@@ -19,7 +19,7 @@ CHECKING: Final = "checking OpenCL kernels again: a run that used them did not e
 class DriverReport:
     """An installed driver's device and the result of its self-test.
 
-    `level` is the best that passed; `said` what each level did; `kept_in` the file that remembers
+    `level` is the best that passed; `said` what each level did; `result_path` the file with
     it.
     """
 
@@ -28,7 +28,7 @@ class DriverReport:
     title: str
     level: str | None
     said: str
-    kept_in: Path
+    result_path: Path
 
     @property
     def remedy(self) -> str:
@@ -41,4 +41,4 @@ class DriverReport:
                 "lists a GPU with RUSTICL_ENABLE set to its driver (freedreno, iris, radeonsi)"
             )
         slow = f"if this machine is only slow, set {VARIABLE}=4; " if HUNG in self.said else ""
-        return f"{slow}to try it again, delete {self.kept_in}"
+        return f"{slow}to try it again, delete {self.result_path}"

@@ -1,4 +1,4 @@
-"""What the kernels of an OpenCL device are made of: context, in-order queue, memory, programs."""
+"""The resources of an OpenCL device's kernels: context, in-order queue, memory, programs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hetero.backends.checks import Health
 from hetero.backends.errors import DeviceError
 from hetero.backends.memory import HostBuffer
 from hetero.backends.opencl.failures import BACKEND, FATAL, code_name, decoded, device_error
-from hetero.backends.opencl.program import ProgramCache
+from hetero.backends.opencl.program_cache import ProgramCache
 from hetero.backends.opencl.selected import Selected
 from hetero.backends.opencl.tuning import find_tuning
 from hetero.backends.protocol import Device

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 import pyopencl as cl
 
-from hetero.backends import rope as tables
+from hetero.backends import rope_tables
 from hetero.backends.checks import vector
 from hetero.backends.opencl.attention import head_vector
 from hetero.backends.opencl.calls import Argument, InPanels, KernelLaunch, OpenCLKernel
@@ -69,7 +69,7 @@ def _tables(device: Resources, op: Rope) -> tuple[cl.Buffer, cl.Buffer]:
     """Return cos and sin in float32, one pair for all layers that rotate alike."""
     key = dataclasses.replace(op, heads=1, kv_heads=1, qk_norm_eps=None)
     if key not in device.rope_tables:
-        cosines, sines = tables.tables(op)
+        cosines, sines = rope_tables.tables(op)
         device.rope_tables[key] = (
             device.constant(cosines.astype(np.float32)),
             device.constant(sines.astype(np.float32)),

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import pyopencl as cl
 
-from hetero.backends.opencl.drivers.base import Driver
+from hetero.backends.opencl.drivers.driver import Driver
 from hetero.backends.opencl.drivers.levels import Level
-from hetero.backends.opencl.self_test.compiler import ProgramCompiler
+from hetero.backends.opencl.self_test.program_compiler import ProgramCompiler
 
 
 @dataclass(frozen=True)

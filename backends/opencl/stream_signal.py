@@ -19,7 +19,7 @@ from typing import Final, cast
 import numpy as np
 
 from hetero.backends.errors import DeviceError
-from hetero.backends.host.limits import time_limit
+from hetero.backends.host.time_limits import time_limit
 from hetero.backends.memory import Tensor
 from hetero.backends.opencl.calls import KernelLaunch, OpenCLCall
 from hetero.backends.opencl.failures import BACKEND

@@ -37,9 +37,9 @@ def prepare_sum_scores(
     def launches(operands: Mapping[str, Operand], m: int) -> Sequence[KernelLaunch]:
         tensors = tensors_of(operands)
         packed = device.shared_scratch(heads * packed_bytes)
-        qkv, position, k_cache, mass = (tensors[port] for port in op.ports)
+        qkv, position, k_cache, score_sums = (tensors[port] for port in op.ports)
         pack_args = (m, position, k_cache, packed, *lengths(attention))
-        args = (m, qkv, position, mass, packed, *lengths(attention))
+        args = (m, qkv, position, score_sums, packed, *lengths(attention))
         return [
             KernelLaunch(program, "pack_columns", (heads, blocks), (1, 1), pack_args),
             KernelLaunch(program, "sum_scores", (heads,), (1,), args),

@@ -1,10 +1,10 @@
-"""Which kernel computes which operation."""
+"""The table of operations and their kernels."""
 
 from __future__ import annotations
 
 from hetero.backends import ops
 from hetero.backends.opencl.attention import prepare_attention, prepare_attention_heads
-from hetero.backends.opencl.chunks import accepts_decode_chunks, prepare_decode_chunks
+from hetero.backends.opencl.decode_chunks import accepts_decode_chunks, prepare_decode_chunks
 from hetero.backends.opencl.device import KernelEntry
 from hetero.backends.opencl.elementwise import prepare_act, prepare_add, prepare_gated_act
 from hetero.backends.opencl.embed import prepare_embed

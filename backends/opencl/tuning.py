@@ -14,7 +14,7 @@ class Tuning:
     vector            floats per vector operation of one work-item (1, 4, 8 or 16)
     attention_tokens  query tokens per tile of prefill attention
     attention_keys    keys per block of the online softmax
-    decode_splits     pieces of the context that decode attention computes side by side
+    decode_splits     parts of the context that decode attention computes side by side
     """
 
     family: str

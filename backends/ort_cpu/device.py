@@ -16,7 +16,7 @@ from hetero.backends.formats import GROUP_SIZE, CacheFormat, StorageFormat, Weig
 from hetero.backends.host import hugepages
 from hetero.backends.host.processor import cpu_name, is_arm64
 from hetero.backends.memory import HostBuffer, Tensor, new_tensor
-from hetero.backends.onnx_common import packing
+from hetero.backends.onnx_common import staging as weight_staging
 from hetero.backends.onnx_common.binding import NATIVE_ERRORS
 from hetero.backends.ops import Op, describe
 from hetero.backends.optional import SupportsCompaction
@@ -38,7 +38,7 @@ REVISION = "2"  # of the graphs: another one where their times change, for profi
 ROW_ALIGNMENT = 32
 COMPACT_S = 1.5  # the packs of a 1B model, nearly all: 0.7 s of loading for 2 to 3 % of each token
 SPLIT_PAYS_UP_TO = 16  # tokens; measured, see `open`
-SPLIT_PIECE = 64  # tokens; longer pieces are no faster and their planes take more memory
+SPLIT_CHUNK = 64  # tokens; longer chunks are no faster and their planes take more memory
 
 
 class OrtCpuDevice(Device, SupportsCompaction):
@@ -217,7 +217,7 @@ class OrtCpuDevice(Device, SupportsCompaction):
         paths = [
             kernels.MatMulPath(
                 limit,
-                SPLIT_PIECE if split else limit,
+                SPLIT_CHUNK if split else limit,
                 new_session(_matmul_graph(op, split, parts), arrays),
             )
             for limit, split in wanted
@@ -298,13 +298,13 @@ def _probe_packed(
     return frozenset(erasable)
 
 
-def _staged(weight: PackedWeight) -> dict[str, packing.Staging]:
+def _staged(weight: PackedWeight) -> dict[str, weight_staging.Staging]:
     """Return the weight as the initializers of `_matmul_graph`."""
     if weight.parts:
         return mixed.staged(weight)
     if weight.storage.scales == "row":
-        return packing.stage_by_feature(weight, integers.exact_codes())
-    return packing.stage(weight)
+        return weight_staging.stage_by_feature(weight, integers.exact_codes())
+    return weight_staging.stage(weight)
 
 
 def _matmul_graph(op: ops.MatMul, split: bool, parts: tuple[mixed.WeightPart, ...]) -> bytes:
@@ -376,8 +376,8 @@ def _outlier_inputs(
     """Return copies: the packed layouts are the GPU's."""
     inputs: dict[str, npt.NDArray[Any]] = {}
     if op.hot:
-        hot, kept = checks.slab(weights)
-        inputs |= {"hot": hot, "slab": np.ascontiguousarray(kept.dequantize().T)}
+        hot, columns = checks.slab(weights)
+        inputs |= {"hot": hot, "slab": np.ascontiguousarray(columns.dequantize().T)}
     if op.excess:
         whole = checks.packed(weights)
         assert whole.scales is not None

@@ -1,4 +1,4 @@
-"""Which 8-bit codes of weights ONNX Runtime multiplies with uint8 activations without an error.
+"""The 8-bit weight codes that ONNX Runtime multiplies exactly with uint8 activations.
 
 On x86 processors without VNNI its kernel for int8 weights adds pairs of products in 16 bits, which
 saturate (https://onnxruntime.ai, "Quantize ONNX models": U8S8 on AVX2 and AVX-512); the one for

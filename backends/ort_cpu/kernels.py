@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import onnxruntime as ort
 
-from hetero.backends import checks, kv_codes, ops, rope
+from hetero.backends import checks, kv_codes, ops, rope_tables
 from hetero.backends.kv_rows import CacheRows
 from hetero.backends.memory import Tensor, new_tensor
 from hetero.backends.onnx_common.binding import (
@@ -90,10 +90,10 @@ class OrtKernel(Kernel):
 
 
 class MatMulPath(NamedTuple):
-    """A session for up to `limit` tokens, run in pieces of `piece` tokens."""
+    """A session for up to `limit` tokens, run in chunks of `chunk` tokens."""
 
     limit: int
-    piece: int
+    chunk: int
     session: ort.InferenceSession
 
 
@@ -120,8 +120,8 @@ class OrtMatMulKernel(OrtKernel):
 
     def launches(self, tensors: Mapping[str, Tensor], m: int) -> Prepared:
         path = next((path for path in self._paths if m <= path.limit), self._paths[-1])
-        pieces = _pieces(path.session, tensors, m, min(path.piece, m), self._extra)
-        return pieces, None, (self._extra, self._keep)
+        chunks = _chunks(path.session, tensors, m, min(path.chunk, m), self._extra)
+        return chunks, None, (self._extra, self._keep)
 
     def release(self) -> None:
         super().release()
@@ -133,7 +133,7 @@ class OrtGraphKernel(OrtKernel):
     """A graph whose weights are bound like activations (`extra`).
 
     `row_bytes`: memory that a token touches, given if the graph has intermediate results: tokens
-    are then run in pieces that stay in the cache.
+    are then run in chunks that stay in the cache.
     """
 
     def __init__(
@@ -148,11 +148,11 @@ class OrtGraphKernel(OrtKernel):
         super().__init__(host, op)
         self._session = session
         self.extra = dict(extra)
-        self._piece = max(1, CACHE_FRIENDLY_BYTES // row_bytes) if row_bytes else 0
+        self._chunk = max(1, CACHE_FRIENDLY_BYTES // row_bytes) if row_bytes else 0
 
     def launches(self, tensors: Mapping[str, Tensor], m: int) -> Prepared:
-        pieces = _pieces(self._session, tensors, m, self._piece or m, self.extra)
-        return pieces, None, self.extra
+        chunks = _chunks(self._session, tensors, m, self._chunk or m, self.extra)
+        return chunks, None, self.extra
 
 
 class RopeKernel(OrtKernel):
@@ -210,7 +210,7 @@ class PositionsKernel(OrtKernel):
 class FusedAttentionKernel(OrtKernel):
     """GroupQueryAttention with past and present caches at one address: it appends in place.
 
-    Tokens run in pieces of `ATTENTION_ROWS`, because the operator computes scores above the
+    Tokens run in chunks of `ATTENTION_ROWS`, because the operator computes scores above the
     diagonal too and allocates them all: 1.3 to 1.6 times as fast for 256 tokens and more.
     """
 
@@ -230,15 +230,15 @@ class FusedAttentionKernel(OrtKernel):
             lengths[:] = stops + checks.first_position(BACKEND, name, position, m, capacity)
             lasts[:, 0] = lengths - 1
 
-        pieces = [
-            self._piece(
+        chunks = [
+            self._chunk(
                 rows_between(tensors, start, stop), lasts[i], lengths[i : i + 1].reshape(())
             )
             for i, (start, stop) in enumerate(zip(starts, stops.tolist(), strict=True))
         ]
-        return pieces, before, (lasts, lengths)
+        return chunks, before, (lasts, lengths)
 
-    def _piece(self, tensors: Mapping[str, Tensor], last: Array, length: Array) -> SessionLaunch:
+    def _chunk(self, tensors: Mapping[str, Tensor], last: Array, length: Array) -> SessionLaunch:
         rows = tensors["qkv"].shape[0]
         caches = {
             key: _batch_of_one(tensors[f"{key}_cache"], self._attention.kv_heads)
@@ -253,7 +253,7 @@ class FusedAttentionKernel(OrtKernel):
 
 
 class ComposedAttentionKernel(OrtKernel):
-    """Appends with numpy, then runs the graph on pieces of tokens, which bounds the scores."""
+    """Appends with numpy, then runs the graph on chunks of tokens, which bounds the scores."""
 
     def __init__(self, host: OrtHost, op: ops.Attention, session: ort.InferenceSession) -> None:
         super().__init__(host, op)
@@ -277,7 +277,7 @@ class ComposedAttentionKernel(OrtKernel):
             v_rows.write(first, values)
             firsts[:, 0] = starts + first
 
-        pieces = []
+        chunks = []
         for i, start in enumerate(starts.tolist()):
             rows = rows_between(tensors, start, m)
             count = min(ATTENTION_ROWS, m - start)
@@ -287,8 +287,8 @@ class ComposedAttentionKernel(OrtKernel):
                 inputs["k_words"] = argument(k_cache.view(np.float32))
                 inputs["v_words"] = argument(v_cache.view(np.float32))
             output = {"out": rows_argument(rows["out"], count)}
-            pieces.append(SessionLaunch(self._session, io_binding(self._session, inputs, output)))
-        return pieces, before, firsts
+            chunks.append(SessionLaunch(self._session, io_binding(self._session, inputs, output)))
+        return chunks, before, firsts
 
 
 class AttentionHeadsKernel(OrtKernel):
@@ -314,7 +314,7 @@ class AttentionHeadsKernel(OrtKernel):
         own = {"position": tensors["position"], "qkv": qkv, "out": out}
         heads = op.first, op.first + op.count  # of a cache [G, C, D]
         own |= {port: tensors[port].rows(*heads) for port in CACHE_PORTS}
-        pieces, before, keep = self._inner.launches(own, m)
+        chunks, before, keep = self._inner.launches(own, m)
         start, stop = op.columns
         taken = [(start, stop)] + [
             (first * of.head_dim, (first + op.count) * of.head_dim)
@@ -334,9 +334,9 @@ class AttentionHeadsKernel(OrtKernel):
                 before()
 
         steps: list[SessionLaunch | Copied] = []
-        for i, piece in enumerate(pieces):
+        for i, chunk in enumerate(chunks):
             rows = slice(i * ATTENTION_ROWS, (i + 1) * ATTENTION_ROWS)
-            steps += [piece, Copied(wanted[rows], out.array[rows])]
+            steps += [chunk, Copied(wanted[rows], out.array[rows])]
         return steps, prepare, (keep, own)
 
     def _room(self, m: int, width: int) -> Tensor:
@@ -375,7 +375,7 @@ class WidenedAttentionKernel(OrtKernel):
         parts = heads[op.heads : op.heads + op.kv_heads], heads[op.heads + op.kv_heads :]
         caches = [CacheRows(tensors[port].array, op.kv, op.head_dim) for port in CACHE_PORTS]
         wide = [self._scratch[port].array for port in CACHE_PORTS]
-        pieces, before_pieces, keep = self._fused.launches(
+        chunks, before_chunks, keep = self._fused.launches(
             {**tensors, **self._scratch, "qkv": own}, m
         )
 
@@ -386,10 +386,10 @@ class WidenedAttentionKernel(OrtKernel):
                 rows.write(first, part)
                 into[:, : first + m] = rows.read(0, first + m)
                 part[:] = into[:, first : first + m]  # as they are read back
-            assert before_pieces is not None
-            before_pieces()
+            assert before_chunks is not None
+            before_chunks()
 
-        return pieces, before, (keep, own, self._scratch)
+        return chunks, before, (keep, own, self._scratch)
 
 
 class DecodeChunksKernel(OrtKernel):
@@ -407,7 +407,7 @@ class DecodeChunksKernel(OrtKernel):
 
 def rope_inputs(op: ops.Rope) -> dict[str, Array]:
     """Return the tables of cos and sin, rounded once from float64."""
-    cos, sin = rope.tables(op)
+    cos, sin = rope_tables.tables(op)
     return {"cos": cos.astype(np.float32), "sin": sin.astype(np.float32)}
 
 
@@ -425,7 +425,7 @@ def _launch(
     return SessionLaunch(session, io_binding(session, inputs, outputs))
 
 
-def _pieces(
+def _chunks(
     session: ort.InferenceSession,
     tensors: Mapping[str, Tensor],
     m: int,

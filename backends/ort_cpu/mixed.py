@@ -17,7 +17,7 @@ import numpy.typing as npt
 from hetero.backends import blocks, ops
 from hetero.backends.formats import GROUP_SIZE, Blocks, StorageFormat, activations_of
 from hetero.backends.onnx_common.builder import CONTRIB, GraphBuilder
-from hetero.backends.onnx_common.packing import Staging, slabs, stage
+from hetero.backends.onnx_common.staging import Staging, slabs, stage
 from hetero.backends.ort_cpu import graphs
 from hetero.backends.weights import ROW_BLOCK, PackedWeight, padded
 
@@ -213,8 +213,8 @@ def _codes(builder: GraphBuilder, tokens: str, of: Blocks, groups: int) -> str:
     def shifted(names: str, shifts: npt.NDArray[np.uint32], mask: int) -> str:
         wide = builder.node("Unsqueeze", names, builder.ints(2))
         moved = builder.node("BitShift", wide, builder.constant(shifts), direction="RIGHT")
-        kept = builder.node("BitwiseAnd", moved, builder.constant(np.array(mask, np.uint32)))
-        return builder.node("Reshape", builder.cast(kept, F32), builder.ints(0, -1))
+        masked = builder.node("BitwiseAnd", moved, builder.constant(np.array(mask, np.uint32)))
+        return builder.node("Reshape", builder.cast(masked, F32), builder.ints(0, -1))
 
     every = np.concatenate([words(0, 4), words(4, of.words - 4)])
     gathered = graphs.rows_of(builder, tokens, "data", np.uint32, every, block=block)

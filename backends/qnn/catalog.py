@@ -1,4 +1,4 @@
-"""Which graphs an operation needs, and how each is built, for running and for compiling ahead."""
+"""The graphs of each operation, and how to build them, to run and to compile ahead of time."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from hetero.backends.groups import Group
 from hetero.backends.ops import Op
 from hetero.backends.protocol import WeightValue
 from hetero.backends.qnn import graphs, integer
+from hetero.backends.qnn.graph_store import GraphIdentity, weight_digest
 from hetero.backends.qnn.graphs import is_static
-from hetero.backends.qnn.store import GraphIdentity, weight_digest
 
 
 @dataclass(frozen=True, kw_only=True)
 class GraphSizes:
     """Token counts and context lengths that graphs are made for.
 
-    Longer calls run in pieces, because activations that leave VTCM are written to DRAM and read
+    Longer calls run in chunks, because activations that leave VTCM are written to DRAM and read
     again (docs/explanation/qnn.md has the compiler's figures):
 
     rows          most tokens of a graph
@@ -59,7 +59,7 @@ class GraphShape(NamedTuple):
     context: int = 0
 
 
-def piece_rows(op: Op) -> int:
+def chunk_rows(op: Op) -> int:
     """Return most tokens of one graph."""
     if is_static(op):
         return SIZES.scaled_rows
@@ -68,7 +68,7 @@ def piece_rows(op: Op) -> int:
     return SIZES.rows
 
 
-def integer_piece_rows(op: ops.MatMul, activations: integer.Activations, *, groups: bool) -> int:
+def integer_chunk_rows(op: ops.MatMul, activations: integer.Activations, *, groups: bool) -> int:
     """Return most tokens of one graph with integer activations.
 
     `groups` have scales of their own: QNN computes with those in fp16.
@@ -147,9 +147,9 @@ def group_digest(weights: Sequence[Mapping[str, WeightValue]]) -> str:
     return weight_digest(*(values[name] for values in weights for name in sorted(values)))
 
 
-def group_piece_rows(fused: Group) -> int:
+def group_chunk_rows(fused: Group) -> int:
     """Return most tokens of one graph of a group."""
-    return min(piece_rows(step.op) for step in fused.steps)
+    return min(chunk_rows(step.op) for step in fused.steps)
 
 
 def has_constants(op: Op) -> bool:
@@ -182,7 +182,7 @@ def shapes(operation: Op | Group, sizes: Sequence[int]) -> list[GraphShape]:
     attention = _attention_of(operation)
     return [
         GraphShape(m, context)
-        for m in sorted({rows for size in sizes for rows in pieces(operation, size)})
+        for m in sorted({rows for size in sizes for rows in chunks(operation, size)})
         for context in (contexts(attention.capacity, m) if attention else [0])
     ]
 
@@ -190,7 +190,7 @@ def shapes(operation: Op | Group, sizes: Sequence[int]) -> list[GraphShape]:
 def shapes_at(operation: Op | Group, m: int, position: int) -> list[GraphShape]:
     """Return the shapes of the graphs of one call of m tokens from `position` on."""
     attention, made = _attention_of(operation), []
-    for rows in pieces(operation, m):
+    for rows in chunks(operation, m):
         position += rows
         lengths = contexts(attention.capacity, rows) if attention else [0]
         made.append(GraphShape(rows, next(c for c in lengths if not c or c >= position)))
@@ -203,7 +203,7 @@ def _attention_of(operation: Op | Group) -> ops.Attention | None:
     return operation if isinstance(operation, ops.Attention) else None
 
 
-def pieces(operation: Op | Group, m: int) -> list[int]:
+def chunks(operation: Op | Group, m: int) -> list[int]:
     """Return the token counts of the graphs that a call of m tokens runs."""
-    step = group_piece_rows(operation) if isinstance(operation, Group) else piece_rows(operation)
+    step = group_chunk_rows(operation) if isinstance(operation, Group) else chunk_rows(operation)
     return [min(step, m - start) for start in range(0, m, step)]

@@ -24,12 +24,12 @@ from hetero.backends.protocol import (
     WeightValue,
 )
 from hetero.backends.qnn import catalog, graphs, kernels
+from hetero.backends.qnn.graph_store import GraphStore
 from hetero.backends.qnn.group_kernel import GroupKernel
 from hetero.backends.qnn.integer import ACTIVATIONS, Activations, has_row_scales
 from hetero.backends.qnn.library import BACKEND, Library
 from hetero.backends.qnn.session import Target
 from hetero.backends.qnn.shared_memory import SharedMemory, SharedMemoryError
-from hetero.backends.qnn.store import GraphStore
 from hetero.backends.snapdragon import (
     BLOCK_QUANTIZED_SINCE,
     PROCESS_LIMIT_BYTES,
@@ -188,7 +188,7 @@ class QnnDevice(Device, SupportsGroups):
                     op,
                     self._sessions(op, weights),
                     graphs.vectors_of(op, weights),
-                    kernels.rope_tables(op),
+                    kernels.float_rope_tables(op),
                     limit=op.max_position,
                 )
             case ops.AddPositions():

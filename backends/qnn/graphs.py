@@ -84,17 +84,17 @@ def group(
     graph; its slot of them is an output, for the caller to append to the caches.
     """
     graph = GraphBuilder()
-    kept = results(fused)
+    result_slots = results(fused)
     slots = {
         slot: graph.input(slot, F32, (m, *shape)) for slot, shape in fused.shapes(fused.inputs)
     }
-    for slot, shape in fused.shapes(kept):
+    for slot, shape in fused.shapes(result_slots):
         graph.output(result(slot), F32, (m, *shape))
     last = {slot: i for i, step in enumerate(fused.steps) for slot in step.written}
     for i, (step, values) in enumerate(zip(fused.steps, weights, strict=True)):
         inputs = {port: slots[slot] for port, slot in step.read.items()}
         outputs = {
-            port: result(slot) if slot in kept and last[slot] == i else ""
+            port: result(slot) if slot in result_slots and last[slot] == i else ""
             for port, slot in step.slots
             if port in OUTPUT_PORTS
         }

@@ -22,7 +22,7 @@ from hetero.backends.protocol import (
     whole,
 )
 from hetero.backends.qnn import graphs, ranges
-from hetero.backends.qnn.catalog import contexts, group_piece_rows
+from hetero.backends.qnn.catalog import contexts, group_chunk_rows
 from hetero.backends.qnn.graphs import result, results
 from hetero.backends.qnn.kernels import (
     Mask,
@@ -32,7 +32,7 @@ from hetero.backends.qnn.kernels import (
     QnnKernel,
     Rows,
     Run,
-    rope_tables,
+    float_rope_tables,
 )
 from hetero.backends.qnn.library import BACKEND
 from hetero.backends.qnn.shared_memory import io_binding
@@ -67,15 +67,15 @@ class GroupKernel(QnnKernel):
         self._attention = group.attention
         turns = (step.op for step in group.steps if isinstance(step.op, ops.Rope))
         self._rope = next(turns, None)
-        self._tables = {} if self._rope is None else rope_tables(self._rope)
+        self._tables = {} if self._rope is None else float_rope_tables(self._rope)
 
     def bind(self, tensors: Mapping[str, Operand], m: int) -> BoundCall:
         self.host.health.check(f"binding {self._group.name}")
         plain = self._checked(tensors, m)
         checks.check_token_count(self.host.capabilities, self.op, m)
-        step = group_piece_rows(self._group)
+        step = group_chunk_rows(self._group)
         runs = [
-            self.piece(self._rows(plain, start, min(start + step, m)), start)
+            self.chunk(self._rows(plain, start, min(start + step, m)), start)
             for start in range(0, m, step)
         ]
         call = QnnCall(self.call_name(m), m, self.host.health, runs)
@@ -105,7 +105,7 @@ class GroupKernel(QnnKernel):
         fixed = self._group.fixed
         return {s: t if s in fixed else t.rows(start, stop) for s, t in tensors.items()}
 
-    def piece(self, tensors: Mapping[str, Tensor], offset: int) -> Run:
+    def chunk(self, tensors: Mapping[str, Tensor], offset: int) -> Run:
         group, op = self._group, self._attention
         m = tensors[group.inputs[0]].shape[0]
         rows = Rows(self._tables, m)

@@ -1,4 +1,4 @@
-"""Whether this machine has a Hexagon, and whether what it needs besides the backend is in place."""
+"""Detects a Hexagon on this machine, and whether everything it needs is installed."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from hetero.backends import ops
 from hetero.backends.formats import GROUP_SIZE, StorageFormat
-from hetero.backends.onnx_common import packing
+from hetero.backends.onnx_common import staging
 from hetero.backends.onnx_common.builder import GraphBuilder
 from hetero.backends.weights import PackedWeight, padded
 
@@ -59,7 +59,7 @@ def codes_of(weight: PackedWeight) -> tuple[npt.NDArray[np.int8], npt.NDArray[np
         codes = np.zeros((weight.n, padded(weight.k, GROUP_SIZE)), np.int8)
         codes[:, : weight.k] = weight.codes()
         return codes, weight.scales.reshape(-1, 1)[: weight.n]
-    staged = packing.stage(weight)
+    staged = staging.stage(weight)
     raw = staged["weight"].array.reshape(weight.n, -1)
     if weight.storage is StorageFormat.Q4:
         raw = np.stack((raw & 15, raw >> 4), axis=-1).reshape(weight.n, -1)

@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import onnxruntime as ort
 
-from hetero.backends import checks, ops, rope
+from hetero.backends import checks, ops, rope_tables
 from hetero.backends.errors import DeviceError
 from hetero.backends.memory import Tensor
 from hetero.backends.onnx_common.binding import (
@@ -32,11 +32,11 @@ from hetero.backends.protocol import (
     tensors_of,
 )
 from hetero.backends.qnn import integer, ranges, rounding
-from hetero.backends.qnn.catalog import contexts, integer_piece_rows, piece_rows
+from hetero.backends.qnn.catalog import chunk_rows, contexts, integer_chunk_rows
+from hetero.backends.qnn.graph_store import GraphStore
 from hetero.backends.qnn.library import BACKEND
 from hetero.backends.qnn.session import device_error
 from hetero.backends.qnn.shared_memory import io_binding
-from hetero.backends.qnn.store import GraphStore
 
 NEVER = np.iinfo(np.int64).max  # position of a key that nothing sees
 Run: TypeAlias = Callable[[], None]
@@ -75,13 +75,13 @@ class QnnCall(BoundCall):
 
 
 class QnnKernel(Kernel):
-    """Checks a binding and cuts it into pieces; `piece` binds one."""
+    """Checks a binding and cuts it into chunks; `chunk` binds one."""
 
     def __init__(self, host: QnnHost, op: Op, *, nbytes: int = 0) -> None:
         self.op = op
         self.nbytes = nbytes
         self.host = host
-        self._step = piece_rows(op)
+        self._step = chunk_rows(op)
         self._calls: weakref.WeakSet[QnnCall] = weakref.WeakSet()
 
     def bind(self, tensors: Mapping[str, Operand], m: int) -> BoundCall:
@@ -90,7 +90,7 @@ class QnnKernel(Kernel):
         plain = tensors_of(tensors)
         checks.check_token_count(self.host.capabilities, self.op, m, own=self.graph)
         runs = [
-            self.piece(rows_between(plain, start, min(start + self._step, m)), start)
+            self.chunk(rows_between(plain, start, min(start + self._step, m)), start)
             for start in range(0, m, self._step)
         ]
         call = QnnCall(self.call_name(m), m, self.host.health, runs)
@@ -102,7 +102,7 @@ class QnnKernel(Kernel):
         return f"{describe(self.op)} m={m}"
 
     @abstractmethod
-    def piece(self, tensors: Mapping[str, Tensor], offset: int) -> Run:
+    def chunk(self, tensors: Mapping[str, Tensor], offset: int) -> Run:
         """Bind one graph to tensors of its own token count, `offset` tokens into the call."""
 
     def release(self) -> None:
@@ -119,7 +119,7 @@ class QnnMatMulKernel(QnnKernel):
         self._matmul = op
         self._sessions = sessions
 
-    def piece(self, tensors: Mapping[str, Tensor], offset: int) -> Run:  # noqa: ARG002
+    def chunk(self, tensors: Mapping[str, Tensor], offset: int) -> Run:  # noqa: ARG002
         rows = tensors["x"].shape[0]
         return ranges.ScaledProduct(
             self._sessions(rows),
@@ -145,7 +145,7 @@ class IntegerKernel(QnnKernel):
         weight = checks.packed(weights)
         super().__init__(host, op, nbytes=weight.nbytes)
         groups = not integer.has_row_scales(weight)
-        self._step = integer_piece_rows(op, activations, groups=groups)
+        self._step = integer_chunk_rows(op, activations, groups=groups)
         self._matmul, self._sessions = op, sessions
         self._coding = integer.CODINGS[activations]
         self._units = integer.row_units(weight)
@@ -153,7 +153,7 @@ class IntegerKernel(QnnKernel):
         static = op.weight_format.activations.static
         self._x_scale = float(checks.vector(weights, "x_scale")[0]) if static else None
 
-    def piece(self, tensors: Mapping[str, Tensor], offset: int) -> Run:  # noqa: ARG002
+    def chunk(self, tensors: Mapping[str, Tensor], offset: int) -> Run:  # noqa: ARG002
         x, y = tensors["x"], tensors["y"]
         product = rounding.IntegerProduct(
             self._sessions(x.shape[0]),
@@ -178,7 +178,7 @@ class QnnGraphKernel(QnnKernel):
         self._sessions = sessions
         self._vectors = dict(vectors)
 
-    def piece(self, tensors: Mapping[str, Tensor], offset: int) -> Run:  # noqa: ARG002
+    def chunk(self, tensors: Mapping[str, Tensor], offset: int) -> Run:  # noqa: ARG002
         rows = next(iter(tensors.values())).shape[0]
         session = self._sessions(rows)
         inputs = {key: argument(array) for key, array in self._vectors.items()}
@@ -217,9 +217,9 @@ class Rows:
             np.take(table, first + self._places, axis=0, mode="clip", out=self.arrays[name])
 
 
-def rope_tables(op: ops.Rope) -> dict[str, Array]:
+def float_rope_tables(op: ops.Rope) -> dict[str, Array]:
     """Return `cos` and `sin`, each [max_position, R / 2]."""
-    tables_of = (table.astype(np.float32) for table in rope.tables(op))
+    tables_of = (table.astype(np.float32) for table in rope_tables.tables(op))
     return dict(zip(("cos", "sin"), tables_of, strict=True))
 
 
@@ -244,7 +244,7 @@ class PositionKernel(QnnKernel):
         self._sessions, self._vectors, self._tables = sessions, dict(vectors), dict(tables)
         self._limit, self._shift = limit, shift
 
-    def piece(self, tensors: Mapping[str, Tensor], offset: int) -> Run:
+    def chunk(self, tensors: Mapping[str, Tensor], offset: int) -> Run:
         data, result = ("qkv", "out") if isinstance(self.op, ops.Rope) else ("x", "y")
         m, limit = tensors[data].shape[0], self._limit
         session, name = self._sessions(m), self.call_name(m)
@@ -282,7 +282,7 @@ class AttentionKernel(QnnKernel):
         self._sessions = sessions
         self._masks = masks
 
-    def piece(self, tensors: Mapping[str, Tensor], offset: int) -> Run:
+    def chunk(self, tensors: Mapping[str, Tensor], offset: int) -> Run:
         op, m = self._attention, tensors["qkv"].shape[0]
         name = self.call_name(m)
         heads = tensors["qkv"].array.reshape(m, -1, op.head_dim).transpose(1, 0, 2)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from hetero.backends import checks, ops
 from hetero.backends.formats import GROUP_SIZE, StorageFormat
-from hetero.backends.onnx_common import packing
+from hetero.backends.onnx_common import staging
 from hetero.backends.onnx_common.builder import CONTRIB, GraphBuilder
 from hetero.backends.ops import Activation, Op
 from hetero.backends.protocol import WeightValue
@@ -147,7 +147,7 @@ def _quantized_product(
 
     A single row gives zeros (2.7.0), so it is computed with the row of padding after it.
     """
-    staged = packing.stage(weight)
+    staged = staging.stage(weight)
     width, rows = padded(op.k, GROUP_SIZE), max(op.n, 2)
     if width != op.k:
         x = graph.node("Concat", x, graph.constant(np.zeros((m, width - op.k), F16)), axis=1)

@@ -1,4 +1,4 @@
-"""What the host does around a matmul of codes (`integer`): rounding x, and undoing it in y."""
+"""The host's work around a matmul of codes (`integer`): rounding x, and undoing it in y."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from hetero.backends import checks, ops, rope
+from hetero.backends import checks, ops, rope_tables
 from hetero.backends.checks import packed, vector
 from hetero.backends.formats import GROUP_SIZE, INT8_STATIC, activations_of
 from hetero.backends.kv_rows import CacheRows
@@ -186,7 +186,7 @@ def rotate(op: ops.Rope, weights: Mapping[str, Float64Array]) -> tuple[Program, 
 
     Both are computed for each query and key.
     """
-    cos, sin = rope.tables(op)  # [max_position, rotated / 2]
+    cos, sin = rope_tables.tables(op)  # [max_position, rotated / 2]
     half = op.rotated // 2
     queries = slice(0, op.heads)
     keys = slice(op.heads, op.heads + op.kv_heads)
@@ -263,7 +263,7 @@ def sum_scores(op: ops.SumScores, arrays: Arrays) -> None:
             scores = softcapped(scores, of.softcap)
             weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
             given = weights / weights.sum(axis=-1, keepdims=True) / of.heads
-            arrays["mass"][g, low:stop] += given.sum(axis=0)
+            arrays["score_sums"][g, low:stop] += given.sum(axis=0)
 
 
 def decode_chunks(op: ops.DecodeChunks, channels: Array) -> tuple[Program, int]:
@@ -366,8 +366,8 @@ def outliers(op: ops.Outliers, weights: Weights) -> tuple[Program, int]:
     parts: list[Callable[[Array], Float64Array]] = []
     nbytes = 0
     if op.hot:
-        hot, kept = checks.slab(weights)
-        slab = kept.dequantize().astype(np.float64).T
+        hot, columns = checks.slab(weights)
+        slab = columns.dequantize().astype(np.float64).T
         nbytes += slab.nbytes
         parts.append(lambda x: x[:, hot].astype(np.float64) @ slab)
     if op.excess:

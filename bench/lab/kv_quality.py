@@ -1,8 +1,8 @@
-"""How good a model's numbers are on keys and values that were kept in few bits.
+"""The quality of a model's numbers on keys and values of few bits.
 
 Half a window of text is computed, its chunks are encoded and decoded, and the other half is scored
-by teacher forcing on what came back; the reference is the same on exact keys and values. Bytes are
-all that is stored, amplitudes included, relative to those at 8 bits.
+by teacher forcing on the decoded ones; the reference is the same on exact keys and values. Bytes
+are all that is stored, amplitudes included, relative to those at 8 bits.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class KvQuality:
 
 
 class _Scores:
-    """Sums of one way."""
+    """Sums of one storage format."""
 
     def __init__(self) -> None:
         self.lost, self.divergence, self.agreed = [], [], []  # type: ignore[var-annotated]
@@ -54,7 +54,7 @@ class _Scores:
         self.nbytes += nbytes
 
     def quality(self, eight: int) -> KvQuality:
-        """Means, by what 8 bits take."""
+        """Return the means, and the bytes relative to 8 bits."""
         return KvQuality(
             ratio=self.nbytes / eight,
             perplexity=math.exp(float(np.concatenate(self.lost).mean())),
@@ -66,8 +66,10 @@ class _Scores:
 def kv_quality(
     llm: LLM, tokens: Sequence[int], ways: Sequence[str], *, ratio: float, window: int, seeds: int
 ) -> dict[str, KvQuality]:
-    """Qualities by name: `exact`, then `ways` (8, 4, 2, mixed, paper), and, with `mixed`, `seeds`
-    random orders of its densities. Raises `UserError` for too little text.
+    """Return qualities by name: `exact`, then `ways` (8, 4, 2, mixed, paper).
+
+    With `mixed`, `seeds` random orders of its densities follow. Raises `UserError` for too little
+    text.
     """
     half = window // 2 // CHUNK_TOKENS * CHUNK_TOKENS
     starts = range(0, len(tokens) - window + 1, window)
@@ -106,7 +108,7 @@ def _prefill(llm: LLM, context: Context) -> Callable[[Sequence[int]], Any]:
 def _choosers(
     ways: Sequence[str], codec: ChunkCodec, errors: dict[int, float], ratio: float, seeds: int
 ) -> Iterator[tuple[str, Chooser]]:
-    """Bits of chunks by their densities."""
+    """Return functions from the densities of chunks to their bits."""
     sizes = {bits: codec.nbytes(CHUNK_TOKENS, bits) for bits in NESTED}
 
     def mixed(densities: Sequence[float]) -> list[int]:
@@ -145,11 +147,11 @@ def _window(
 ) -> None:
     """Score a window's second half on each way's first."""
     context.adopt(())
-    context.mass = ScoreStats(llm.max_seq_len)
+    context.score_stats = ScoreStats(llm.max_seq_len)
     _prefill(llm, context)(part[:half])
     chunks = [Chunk("", b"", at, tokens, 8) for at, tokens in spans(part[:half])]
-    context.mass.give(chunks)
-    context.mass = None
+    context.score_stats.give(chunks)
+    context.score_stats = None
     densities = [chunk.density for chunk in chunks]
     values = context.cache.read(0, half)
     targets = np.asarray(part[half + 1 :])

@@ -1,8 +1,8 @@
-"""The same model with outliers: channels grow by a power of two, what reads them shrinks by it.
+"""The same model with outliers: channels grow by a power of two, and their readers shrink by it.
 
-A function of a model that is left exactly as it was, for tests of what handles outliers:
+The function of the model is exactly the same, to test the handling of outliers:
 
-    norm weight (and bias) of a channel · 2^a    columns of the matmuls behind it ÷ 2^a
+    norm weight (and bias) of a channel · 2^a    columns of the matmuls after it ÷ 2^a
     row of up · 2^a                              column of down ÷ 2^a
     row of v · 2^a                               columns of o ÷ 2^a, in all heads that share it
 
@@ -23,18 +23,18 @@ from hetero.backends.formats import StorageFormat
 from hetero.backends.weights import Float32Array, PackedWeight
 from hetero.errors import UserError
 from hetero.models.layout import block_matrices
+from hetero.models.model_weights import BlockWeights, DerivedWeights, ModelWeights
 from hetero.models.packing import SourceTensor, pack_rows
-from hetero.models.weights import BlockWeights, DerivedWeights, ModelWeights
 
 PART: Final = 0.003  # of a tensor's channels, at least one: 0.1 to 0.3 % in mllm-NPU's figure 10
 EXPONENTS: Final = (4, 8)  # from, to
 
 
 class OutlyingWeights(DerivedWeights):
-    """`exact` (f32) with outliers at the inputs of every matmul, drawn from `seed`.
+    """The weights `exact` (f32) with outliers at the inputs of every matmul, drawn from `seed`.
 
-    Feed-forwards without a gate keep theirs at `down` (an activation is no product), tied output
-    heads theirs at `lm_head`.
+    Feed-forwards without a gate stay as they are at `down` (an activation is no product), tied
+    output heads at `lm_head`.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class OutlyingWeights(DerivedWeights):
         self._seed, self._part, self._exponents = seed, part, exponents
 
     def _factors(self, size: int, *place: int) -> Float32Array:
-        """2^a for a few channels [size], 1 for the others; the same at the same place."""
+        """Return 2^a for a few channels [size], 1 for the others; the same at the same place."""
         rng = np.random.default_rng([self._seed, *place])
         factors = np.ones(size, dtype=np.float32)
         hot = rng.choice(size, max(1, round(self._part * size)), replace=False)
@@ -59,9 +59,9 @@ class OutlyingWeights(DerivedWeights):
         factors[hot] = np.exp2(rng.integers(low, high + 1, len(hot))).astype(np.float32)
         return factors
 
-    def end_vector(self, name: str) -> Float32Array:
+    def model_vector(self, name: str) -> Float32Array:
         """Return a vector outside of the blocks."""
-        vector = self.inner.end_vector(name)
+        vector = self.inner.model_vector(name)
         if name in ("final_norm", "final_norm_bias") and not self.config.tie_word_embeddings:
             return vector * self._factors(self.config.hidden_size, 0)
         return vector
@@ -115,7 +115,7 @@ class OutlyingWeights(DerivedWeights):
 def _grow(
     parts: dict[str, Any], dense: dict[str, Float32Array], name: str, rows: Float32Array
 ) -> None:
-    """Rows of a matmul, and its bias."""
+    """Multiply rows of a matmul, and its bias."""
     dense[name] *= rows[:, None]
     if f"{name}_bias" in parts:
         parts[f"{name}_bias"] = parts[f"{name}_bias"] * rows

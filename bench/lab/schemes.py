@@ -1,4 +1,4 @@
-"""Ways to make a matmul's activations int8, simulated in the reference arithmetic, to compare them.
+"""Simulations of several ways to make a matmul's activations int8, to compare them.
 
     naive         one static scale, the maximum on the calibration text
     none          one static scale of least error; what is beyond it is cut off
@@ -8,8 +8,9 @@
     per-token     a scale of each token, from its own maximum
     activations   naive, but weights stay float32: what the activations alone cost
 
-Weights are int8 with one scale a row but for the last. A simulated model holds all its weights in
-float64, so it is for small models; it has no kernel and says nothing of speed.
+They use the reference arithmetic. Weights are int8 with one scale a row but for the last. A
+simulated model has all its weights in float64, so it is for small models; it has no kernel and says
+nothing of speed.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from hetero.errors import UserError
 from hetero.models import LoadedModel
 from hetero.models.calibration_record import OutlierChoice
 from hetero.models.graph import model_graph
-from hetero.models.weights import ModelWeights, Shadow
+from hetero.models.model_weights import ModelWeights, Shadow
 from hetero.profiler.model_graph import Node
 from hetero.runtime.kernels import node_weights
 
@@ -52,7 +53,7 @@ MakeProgram = Callable[[Node, Mapping[str, WeightValue]], Program]
 
 
 class SimulatedModel:
-    """Logits of a model, one operation after the other, matmuls as `at_matmul` makes them.
+    """A model whose operations run one after the other, matmuls by `at_matmul`.
 
     `weights` are of the format in which the operations are to be; sequences start at position 0.
     """
@@ -96,7 +97,7 @@ class Schemes:
         self._scales: dict[bool, dict[str, Scales]] = {}
 
     def scales(self, *, excess: bool = False) -> dict[str, Scales]:
-        """Scales of every matmul; `excess` as the paper's."""
+        """Return the scales of every matmul; `excess` as the paper's."""
         if excess not in self._scales:
             self._scales[excess] = collect_scales(
                 self._exact, self._sequences, excess=excess, progress=self._progress
@@ -127,7 +128,7 @@ class Schemes:
         return self.chosen(choose(scales, most_important(scales, choice.kept)))
 
     def chosen(self, chosen: Mapping[str, Scale]) -> SimulatedModel:
-        """Scales, hot channels and excess of every matmul by name."""
+        """Return scales, hot channels and excess of every matmul by name."""
         weights = StaticWeights(self._exact, chosen)
 
         def make(node: Node, values: Mapping[str, WeightValue]) -> Program:
@@ -144,7 +145,7 @@ class Schemes:
         return SimulatedModel(self.model, weights, self.context, make)
 
     def _rebuilt(self, make: MakeProgram, weight_format: WeightFormat) -> SimulatedModel:
-        """Matmuls made of their float weights; other operations as in a format."""
+        """Return matmuls made of their float weights; other operations as in a format."""
         weights = self._exact
         if weight_format is WeightFormat.W8A8:
             everywhere = Scale(1.0, 100.0, 0.0)  # of which only the embeddings are used
@@ -153,7 +154,7 @@ class Schemes:
         def from_floats(node: Node, values: Mapping[str, WeightValue]) -> Program:
             role = role_of(node)
             if node.layer is None:
-                exact = self._exact.end(role, "weight")
+                exact = self._exact.outer_weight(role, "weight")
             else:
                 exact = getattr(self._exact.block(node.layer), role)
             return make(node, {**values, "weight": exact})

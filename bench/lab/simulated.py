@@ -159,10 +159,10 @@ class SimulatedService:
         """Bytes of what is on the disk alone are claimed where there is room."""
         rates, codes, count = self.machine.rates, self._codes(chunk), len(chunk.tokens)
         if chunk.codes is not None:
-            return rates.piece(count, codes.bits, 0)
+            return rates.load_item(count, codes.bits, 0)
         if chunk.place is None or not self.memory.claim(codes.nbytes):
             return LoadItem(count, 0.0, 0, missing=True)
-        return rates.piece(count, codes.bits, codes.nbytes)
+        return rates.load_item(count, codes.bits, codes.nbytes)
 
     def _codes(self, chunk: Chunk) -> Codes:
         """Of no contents: one byte that is everywhere."""

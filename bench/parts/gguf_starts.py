@@ -15,7 +15,7 @@ from common import Rounds, finish, spread, table
 
 from hetero.backends.formats import WeightFormat
 from hetero.models import model_spec
-from hetero.models.gguf import store
+from hetero.models.gguf import packed_store
 
 from .gguf_files import write_random
 
@@ -61,7 +61,7 @@ def starts(
         seconds_and_bytes(HETERO, path)  # kernels are prepared, the file is in memory
         for _ in range(r):
             found.setdefault("llama.cpp", []).append(seconds_and_bytes(LLAMA, path))
-            shutil.rmtree(store.folder(), ignore_errors=True)
+            shutil.rmtree(packed_store.folder(), ignore_errors=True)
             found.setdefault("hetero, first", []).append(seconds_and_bytes(HETERO, path))
             seconds_and_bytes(HETERO, path)  # compares what was packed with the file, once
             found.setdefault("hetero, later", []).append(seconds_and_bytes(HETERO, path))

@@ -10,7 +10,7 @@ from common import finish
 
 from hetero.backends.host.files import atomic_write
 from hetero.measuring.reproduction import reproduce
-from hetero.profiler.tables import markdown_table
+from hetero.profiler.table_data import markdown_table
 
 
 def command(

@@ -16,10 +16,10 @@ from lab.chip_fit import fit_model, leave_one_out
 from hetero.backends.formats import WeightFormat
 from hetero.backends.ops import MatMul
 from hetero.backends.qnn import integer
+from hetero.backends.qnn.graph_store import GraphIdentity
 from hetero.backends.qnn.library import load
-from hetero.backends.qnn.schedule import Schedule, ScheduleStore
+from hetero.backends.qnn.optrace import Schedule, ScheduleStore
 from hetero.backends.qnn.session import Target
-from hetero.backends.qnn.store import GraphIdentity
 from hetero.backends.snapdragon import find_chip
 from hetero.profiler.compiled import CallWork, Scheduler
 

@@ -61,7 +61,7 @@ def options(
         ),
     ] = False,
 ) -> None:
-    """Options before the command."""
+    """Take the options before the command."""
     _State.debug = debug
     if quiet:
         notices.quiet()
@@ -79,9 +79,7 @@ class _State:
 
 @contextmanager
 def _ended_cleanly() -> Iterator[None]:
-    """SIGTERM, and a terminal that is closed, end a command as Ctrl-C does; the second one ends it
-    at once.
-    """
+    """Let SIGTERM, and a closed terminal, end a command as Ctrl-C does; the second at once."""
     _State.ended_by = signal.SIGINT
     before: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
@@ -102,8 +100,10 @@ def _end(number: int, _frame: FrameType | None) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Entry point: exit codes 0, 1 (doctor), 2 (the user can mend it), 130 (Ctrl-C), 143 (SIGTERM)
-    and 129 (the terminal was closed).
+    """Run the command line, and return its exit code.
+
+    0, 1 (doctor), 2 (the user can mend it), 130 (Ctrl-C), 143 (SIGTERM) and 129 (the terminal was
+    closed).
     """
     with _ended_cleanly():
         _main(arguments)
@@ -157,7 +157,7 @@ def _main(arguments: list[str] | None) -> None:
 
 
 def _print_usage(error: Exception) -> None:
-    """Print what was typed wrong, and the command whose help to read."""
+    """Print the mistake, and the command whose help to read."""
     message = cast("typer.BadParameter", error).format_message()
     if type(error).__name__ == "NoArgsIsHelpError":
         print(message, flush=True)
@@ -172,14 +172,14 @@ def _print_usage(error: Exception) -> None:
 
 
 def _silence_stdout() -> None:
-    """The reader went away: leave without a second complaint at shutdown."""
+    """Discard output once the reader has left, so that shutdown prints no second error."""
     sys.stdout = sys.__stdout__
     if sys.stdout is not None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def profile_main() -> None:
-    """Entry point of `hetero-profile`, short for `hetero profile`."""
+    """Run `hetero-profile`, short for `hetero profile`."""
     main(["profile", *sys.argv[1:]])
 
 

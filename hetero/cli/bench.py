@@ -31,7 +31,7 @@ from hetero.cli.options import (
     stderr,
 )
 from hetero.cli.tables import show_or_print
-from hetero.measuring.constants import MOST_ROUNDS
+from hetero.measuring.constants import MAX_ROUNDS
 from hetero.solver.names import MAX_TOKENS, NamedStrategy
 from hetero.terminal import printable
 
@@ -145,14 +145,14 @@ def sync_bench_command(
         typer.Option(
             "-r",
             min=5,
-            max=MOST_ROUNDS,
+            max=MAX_ROUNDS,
             help="Waits of each kind.",
             show_default="a second of each",
         ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """What a wait costs here: each method's added latency and CPU time."""
+    """Measure what a wait costs: each method's added latency and CPU time."""
     from hetero.measuring.sync_bench import run_sync_bench
 
     with stderr.status("measuring"):

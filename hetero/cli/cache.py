@@ -15,7 +15,7 @@ from hetero.cache import KINDS, CacheEntry, CacheUsage, KindUsage
 from hetero.cli.options import JsonOption
 from hetero.cli.tables import fits, show_or_print
 from hetero.errors import UserError
-from hetero.profiler.tables import TableData
+from hetero.profiler.table_data import TableData
 from hetero.solver.report import units
 from hetero.terminal import json_line
 
@@ -88,8 +88,9 @@ def parse_age(text: str) -> float:
 
 
 def _confirm(entries: dict[str, list[CacheEntry]]) -> None:
-    """Ask before removing guarded kinds; what is declined leaves the lists. Raises `UserError`
-    without a terminal.
+    """Ask before removing guarded kinds; declined ones leave the lists.
+
+    Raises `UserError` without a terminal.
     """
     for name, listed in entries.items():
         going = [entry for entry in listed if not entry.held and not entry.stale]

@@ -84,7 +84,7 @@ class SlashCommand(NamedTuple):
 
 
 class Talk:
-    """A conversation, and what its commands do to it."""
+    """A conversation and its commands."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class Talk:
         }
 
     def begin(self) -> None:
-        """Go on from the session, where there is one; say how to talk."""
+        """Continue the session, if there is one; print how to talk."""
         from rich.text import Text
 
         if self._session is not None and self._session.exists():
@@ -141,8 +141,10 @@ class Talk:
         return True
 
     def _answer(self, line: str) -> None:
-        """One turn. What an answer said before Ctrl-C is kept; a message that is too long is said
-        so, and the conversation goes on.
+        """Answer one turn.
+
+        The text before Ctrl-C is kept in the conversation; a message that is too long is reported,
+        and the conversation continues.
         """
         conversation, dropped = self.conversation, self.conversation.dropped
         texts: list[str] = []
@@ -165,7 +167,7 @@ class Talk:
         self._save_session()
 
     def _keep(self, line: str, answer: str) -> None:
-        """Remember an answer that was stopped as far as it went."""
+        """Add a stopped answer to the conversation, as far as it went."""
         print(flush=True)
         if not answer.strip():
             _note("(stopped before the answer began; the message is forgotten)")
@@ -245,7 +247,7 @@ def _complain(error: Exception) -> None:
 
 
 def lines() -> Iterator[str]:
-    """Yield typed lines that are not empty: edited and remembered in a terminal, else as read."""
+    """Yield typed lines that are not empty; a terminal has editing and history."""
     read = _typed() if sys.stdin is not None and sys.stdin.isatty() else _piped()
     return (line for line in read if line)
 
@@ -258,7 +260,7 @@ def _piped() -> Iterator[str]:
 
 
 class _StoppedError(Exception):
-    """Ctrl-C while a line was typed."""
+    """The error of Ctrl-C while a line was typed."""
 
 
 def _kept_history(path: Path) -> History:

@@ -1,4 +1,4 @@
-"""Which commands there are; the module of one is imported when it is asked for.
+"""The table of commands; a command's module is imported when it is called.
 
 `hetero --help` and a mistyped name answer without loading what a model needs; so does the help of a
 command, whose module imports them inside its functions.
@@ -23,8 +23,10 @@ from hetero.sigint import exit_quietly_on_sigint
 
 @dataclass(frozen=True)
 class Command:
-    """A function `<name>_command` of `hetero.cli.<module>`, the panel of `hetero --help` that it is
-    listed in, the first line of its help, and what is imported when it runs, not for its help.
+    """One entry of the table.
+
+    A function `<name>_command` of `hetero.cli.<module>`, its panel in `hetero --help`, the first
+    line of its help, and the modules that are imported when it runs, not for its help.
     """
 
     name: str
@@ -34,7 +36,7 @@ class Command:
     runs: tuple[str, ...] = ()
 
     def load(self) -> Any:
-        """Return the command as the group wants it, made by Typer from the function."""
+        """Return the command, made by Typer from the function."""
         with exit_quietly_on_sigint(), gc_paused():
             module = importlib.import_module(f"hetero.cli.{self.module}")
         alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -73,7 +75,7 @@ COMMANDS: Final = {
                 "Quantise MODEL, into a directory that loads fast.",
                 ("compiling.calibration", "models.quantized")),
         Command("compile", "compile", PREPARE, "Compile every NPU graph of MODEL for a chip.",
-                ("compiling.graphs",)),
+                ("compiling.npu_graphs",)),
         Command("eval", "evaluate", DECIDE, "Perplexity over a text, and agreement with float32.",
                 ("cli.tables", "measuring.evaluation")),
         Command("bench", "bench", DECIDE, "Measure prefill and decode speed, devices in turns.",
@@ -81,11 +83,12 @@ COMMANDS: Final = {
         Command("reproduce", "reproduce", DECIDE, "HeteroLLM's claims against a simulated chip.",
                 ("measuring.reproduction",)),
         Command("serve-key", "serve", PREPARE, "Make a key of an application for --keys."),
-        Command("sync-bench", "bench", HERE, "What a wait costs here: latency and CPU time.",
+        Command("sync-bench", "bench", HERE, "Measure what a wait costs: latency and CPU time.",
                 ("measuring.sync_bench",)),
-        Command("devices", "doctor", HERE, "List what can compute here.", ("measuring.doctor",)),
+        Command("devices", "doctor", HERE, "List what can compute here.",
+                ("measuring.device_checks",)),
         Command("doctor", "doctor", HERE, "Run a small operation on every device: PASS or FAIL.",
-                ("measuring.doctor",)),
+                ("measuring.device_checks",)),
         Command("cache", "cache", HERE, "Show the files that hetero caches here, or clear them.",
                 ("cache",)),
     )
@@ -98,7 +101,7 @@ class Commands(HelpGroup):
     _describing = False  # a list of commands is being printed: names and summaries will do
 
     def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002
-        """Their names, in the order of `hetero --help`."""
+        """Return the names, in the order of `hetero --help`."""
         return [*COMMANDS, *(name for name in self.commands if name not in COMMANDS)]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
@@ -113,7 +116,7 @@ class Commands(HelpGroup):
         return self.commands[cmd_name]
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """The list of commands."""
+        """Write the list of commands."""
         self._describing = True
         try:
             super().format_help(ctx, formatter)

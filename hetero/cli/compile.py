@@ -14,8 +14,8 @@ from hetero.errors import UserError
 from hetero.terminal import printable
 
 if TYPE_CHECKING:
-    from hetero.compiling.graphs import Compilation
     from hetero.compiling.jobs import Sharing
+    from hetero.compiling.npu_graphs import Compilation
     from hetero.models.bundle import BundleManifest
 
 PROMPT_TOKENS = 1024  # four calls of the largest graphs, as in mllm-NPU's section 3.2
@@ -54,7 +54,7 @@ def compile_command(
     as_json: JsonOption = False,
 ) -> None:
     """Compile every NPU graph of MODEL for a chip, into a directory that `generate` runs."""
-    from hetero.compiling.graphs import CompileRequest, prepare
+    from hetero.compiling.npu_graphs import CompileRequest, prepare
     from hetero.placement.planning import locate_profile, parse_tokens
     from hetero.solver.execution_plan import ExecutionPlan
 
@@ -100,7 +100,7 @@ def with_progress(compilation: Compilation, out: Path) -> BundleManifest:
         TimeRemainingColumn,
     )
 
-    from hetero.compiling.graphs import compile_model
+    from hetero.compiling.npu_graphs import compile_model
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress:

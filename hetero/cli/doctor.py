@@ -15,19 +15,19 @@ from hetero.cli.options import JsonOption
 from hetero.terminal import printable
 
 if TYPE_CHECKING:
-    from hetero.measuring.doctor import Finding
+    from hetero.measuring.device_checks import Finding
 
 
 def devices_command(as_json: JsonOption = False) -> None:
     """List what can compute here."""
-    from hetero.measuring.doctor import list_devices
+    from hetero.measuring.device_checks import list_devices
 
     print_findings(list_devices(), as_json, ("found", "missing"))
 
 
 def doctor_command(as_json: JsonOption = False) -> None:
     """Run a small operation on every device; PASS or FAIL with the reason and the remedy."""
-    from hetero.measuring.doctor import diagnose
+    from hetero.measuring.device_checks import diagnose
 
     findings = print_findings(diagnose(), as_json, ("PASS", "FAIL"))
     if not as_json:
@@ -39,8 +39,10 @@ def doctor_command(as_json: JsonOption = False) -> None:
 def print_findings(
     findings: Iterable[Finding], as_json: bool, words: tuple[str, str]
 ) -> list[Finding]:
-    """Print a line for each as soon as it is made, with a word for those that are well and for the
-    others; return them. What a driver does to this process later takes no line back.
+    """Print a line for each finding as soon as it is made, and return all.
+
+    The lines have one word for passed findings and one for others. A crash of a driver later in
+    this process does not remove a line.
     """
     if as_json:
         made = list(findings)
@@ -70,7 +72,7 @@ def next_step(findings: Sequence[Finding]) -> str:
 
 
 def _print_wrapped(line: str, width: int) -> None:
-    """A line, its end below its third column where the terminal is narrower."""
+    """Print a line, wrapped below its third column where the terminal is narrower."""
     indent = line[: len(line) - len(line.lstrip())]
     lines = textwrap.wrap(
         line, width, initial_indent=indent, subsequent_indent=" " * 13, break_on_hyphens=False,

@@ -26,12 +26,12 @@ from hetero.cli.options import (
     progress_bar,
 )
 from hetero.errors import UserError
-from hetero.measuring.constants import LEAST_TOKENS
+from hetero.measuring.constants import MIN_TOKENS
 
 if TYPE_CHECKING:
     from hetero.generation.llm import LLM
     from hetero.measuring.evaluation import Evaluation, Interval
-    from hetero.profiler.tables import TableData
+    from hetero.profiler.table_data import TableData
 
 REFERENCE = WeightFormat.F32
 FormatsOption = Annotated[
@@ -62,7 +62,7 @@ def eval_command(
     window: WindowOption = 0,
     stride: StrideOption = None,
     max_tokens: Annotated[
-        int | None, typer.Option(min=LEAST_TOKENS, help="Score this much of the text.")
+        int | None, typer.Option(min=MIN_TOKENS, help="Score this much of the text.")
     ] = None,
     kv: FormatsOption = None,
     device: DeviceOption = DeviceChoice.NPU,
@@ -99,8 +99,10 @@ def eval_command(
 
 
 def reference_of(model: str, named: str | None) -> str | None:
-    """Return the MODEL that scores are compared with as f32; None, with a notice, where a quantised
-    directory holds no floats and what it was made from is not here. Raises `UserError`.
+    """Return the MODEL that scores are compared with as f32.
+
+    None, with a notice, where a quantised directory has no floats and its original is not here.
+    Raises `UserError`.
     """
     from hetero.models.original import find_original, without_floats
     from hetero.terminal.notices import notify
@@ -145,7 +147,7 @@ def against(
 
 
 def print_qualities(by_name: dict[str, Evaluation], as_json: bool, what: str = "weights") -> None:
-    """A table of formats, or a line of JSON."""
+    """Print a table of formats, or a line of JSON."""
     from hetero.cli.tables import show_or_print
 
     if as_json:
@@ -155,7 +157,7 @@ def print_qualities(by_name: dict[str, Evaluation], as_json: bool, what: str = "
 
 
 def _table(by_name: dict[str, Evaluation], what: str) -> TableData:
-    from hetero.profiler.tables import TableData
+    from hetero.profiler.table_data import TableData
 
     head = (what, "tokens", "perplexity", "top-1 agreement", "KL mean (nats)", "KL p99")
     rows = []
@@ -173,7 +175,7 @@ def _table(by_name: dict[str, Evaluation], what: str) -> TableData:
 
 
 def _between(interval: Interval | None, form: str) -> str:
-    """`(4.1 to 4.6)`."""
+    """Return `(4.1 to 4.6)`."""
     return "" if interval is None else f"({interval[0]:{form}} to {interval[1]:{form}})"
 
 

@@ -1,4 +1,4 @@
-"""What the help shows: groups of commands, and command lines to begin with."""
+"""Contents of the help: groups of commands, and command lines to begin with."""
 
 from __future__ import annotations
 

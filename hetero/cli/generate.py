@@ -32,11 +32,11 @@ from hetero.terminal import answer_text
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from hetero.generation.answer_stats import Stats
     from hetero.generation.llm import LLM
     from hetero.generation.loop import GenerationResult
     from hetero.generation.options import GenerateOptions, SamplingOptions
-    from hetero.generation.stats import Stats
-    from hetero.runtime.memory import MemoryEstimate
+    from hetero.runtime.memory_estimate import MemoryEstimate
 
 
 @expanded
@@ -106,8 +106,9 @@ def question(
     options: GenerateOptions,
     given: SamplingOptions,
 ) -> tuple[str | list[int], GenerateOptions]:
-    """Return the prompt, and the options with what the model itself wants in a chat, but for what
-    is `given`; a raw text is gone on from greedily.
+    """Return the prompt, and the options with the model's own defaults in a chat.
+
+    Options that are `given` stay; a raw text is continued greedily.
     """
     from hetero.generation.defaults import model_sampling
 
@@ -123,9 +124,7 @@ def question(
 
 
 def _prompt_text(prompt: str | None, file: Path | None) -> str:
-    """Return the prompt from where it is said to be; a newline at the end of a file is not part of
-    it.
-    """
+    """Return the prompt from its option, file or stdin, without a newline at the end of a file."""
     if file is not None:
         if prompt is not None:
             raise UserError("there are two prompts: give PROMPT or --file, not both")
@@ -143,8 +142,9 @@ def _prompt_text(prompt: str | None, file: Path | None) -> str:
 def checked_prompt(
     prompt: str | None, file: Path | None, options: GenerateOptions, *, as_json: bool
 ) -> str:
-    """Return the prompt; what no model can do is refused before one is opened, which may
-    take long.
+    """Return the prompt.
+
+    One that no model can answer is refused before a model is opened, which may take long.
     """
     text = _prompt_text(prompt, file)
     _check_early(text, options, as_json=as_json)
@@ -156,8 +156,9 @@ def _without_newline(text: str) -> str:
 
 
 def _uses_template(llm: LLM, templated: bool | None, *, echo: bool, system: str | None) -> bool:
-    """Return whether a prompt is a message to the model: where it has a template for those, unless
-    the answer is to be the prompt's own continuation.
+    """Return whether a prompt is a chat message.
+
+    It is one if the model has a chat template, unless the answer is to continue the prompt itself.
     """
     if templated is False and system is not None:
         raise UserError("--system is part of a chat template: leave out --raw, or --system")
@@ -207,7 +208,7 @@ def answered(
 
 
 def _check_early(prompt: str, options: GenerateOptions, *, as_json: bool) -> None:
-    """Refuse what no model can do before one is opened, which may take long."""
+    """Raise `UserError` for impossible options before a model is opened, which may take long."""
     from hetero.generation.options import read_options
 
     if options["logprobs"] is not None and not as_json:
@@ -218,7 +219,7 @@ def _check_early(prompt: str, options: GenerateOptions, *, as_json: bool) -> Non
 
 
 def document(llm: LLM, result: GenerationResult, options: GenerateOptions) -> dict[str, Any]:
-    from hetero.generation.stats import DeviceShare
+    from hetero.generation.answer_stats import DeviceShare
     from hetero.measuring.contender import peak_rss_bytes
 
     stats = result.stats
@@ -265,7 +266,7 @@ def document(llm: LLM, result: GenerationResult, options: GenerateOptions) -> di
 def print_stats(llm: LLM, result: GenerationResult) -> None:
     from rich.table import Table
 
-    from hetero.generation.stats import DeviceShare
+    from hetero.generation.answer_stats import DeviceShare
     from hetero.measuring.contender import peak_rss_bytes
     from hetero.solver.report.units import size
 
@@ -308,7 +309,7 @@ def print_stats(llm: LLM, result: GenerationResult) -> None:
 
 
 def _weights(memory: MemoryEstimate) -> str:
-    """Return their bytes on all devices, and which of these are stored twice."""
+    """Return the bytes of the weights on all devices, and the devices that have copies."""
     from hetero.solver.report.units import size
 
     copied = f", {size(memory.copied_bytes)} of these a second time" if memory.copied_bytes else ""
@@ -316,9 +317,7 @@ def _weights(memory: MemoryEstimate) -> str:
 
 
 def _heads(llm: LLM, tokens: int) -> str:
-    """Return which device has which attention heads in a prompt's first call, if they are
-    shared.
-    """
+    """Return which device computes which attention heads in a prompt's first call, if shared."""
     placement = llm.engine.placement
     m = placement.plan.steps(tokens)[0]
     runs = {x.kind: x for x in placement.heads("prefill", m)}

@@ -1,9 +1,10 @@
-"""The help of commands, laid out for the terminal's width: nothing is cut off, whatever that is.
+"""The help of commands, laid out for the terminal's width: nothing is cut off at any width.
 
 Typer's own layout gives each option four columns, which at 60 characters cuts the names of options
-and takes three times as many lines. Relied on of Typer: commands and groups call `format_help`, and
-parameters have Click's names, texts and defaults. What a value may be is read from the annotations
-of the command's function, as Typer itself keeps it elsewhere from version to version.
+and takes three times as many lines. This relies on commands and groups of Typer calling
+`format_help`, and on parameters having Click's names, texts and defaults. The type of a value is
+read from the annotations of the command's function, as Typer itself stores it elsewhere from
+version to version.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from hetero.errors import UserError
 
 ARGUMENTS, OPTIONS = "Arguments", "Options"
 ORDER: Final = (ARGUMENTS, OPTIONS, "Sampling", "Devices and plans", "Output")
-LEAST_WIDTH, MOST_WIDTH = 40, 100
+MIN_WIDTH, MAX_WIDTH = 40, 100
 NAME_WIDTH: Final = 26  # of the column with the options' names
 METAVARS: Final[dict[Any, str]] = {int: "N", float: "X", Path: "FILE", str: "TEXT"}
 ELSEWHERE: Final = {
@@ -51,7 +52,7 @@ class HelpGroup(TyperGroup):
     """A group of commands with this module's help, and a hint for names that others use."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """`hetero help COMMAND` and `hetero version` are what they look like."""
+        """Read `hetero help COMMAND` and `hetero version` as the options of these names."""
         match args:
             case ["help", *rest]:
                 args = [*rest[:1], "--help"]
@@ -82,7 +83,7 @@ def _instead(name: str, known: list[str]) -> str:
 
 
 class Row(NamedTuple):
-    """A parameter as it is shown."""
+    """A parameter, formatted."""
 
     name: str
     help: str
@@ -117,7 +118,7 @@ def _group_help(group: Any, ctx: Any) -> Iterator[str]:
 
 
 def _rows(command: Any, ctx: Any) -> list[Row]:
-    """Parameters in their order, arguments first."""
+    """Return the parameters in their order, arguments first."""
     function = inspect.unwrap(command.callback)
     hints = get_type_hints(function, include_extras=True)
     rows = []
@@ -139,9 +140,7 @@ def _usage(ctx: Any, words: str, text: str | None, width: int) -> Iterator[str]:
 
 
 def _panel(title: str, rows: Iterable[tuple[str, str]], width: int) -> Iterator[str]:
-    """Yield a titled list in two columns; a name that is too long for its column has a line to
-    itself.
-    """
+    """Yield a titled list in two columns; a name too long for its column has a line of its own."""
     rows = list(rows)
     if not rows:
         return
@@ -159,7 +158,7 @@ def _panel(title: str, rows: Iterable[tuple[str, str]], width: int) -> Iterator[
 
 
 def _examples(command: Any, width: int) -> Iterator[str]:
-    """Yield the lines of the epilog, each a command line, perhaps with `#` and what it is for."""
+    """Yield the lines of the epilog, each a command line, perhaps with `#` and its purpose."""
     if not command.epilog:
         return
     yield ""
@@ -179,7 +178,7 @@ def _examples(command: Any, width: int) -> Iterator[str]:
 
 
 def _name(parameter: Any, hint: Any) -> str:
-    """`--max-tokens N`, `-h, --help`, `--chat/--raw`, `MODEL`."""
+    """Return `--max-tokens N`, `-h, --help`, `--chat/--raw`, `MODEL`."""
     if parameter.param_type_name == "argument":
         return str(parameter.metavar or parameter.name.upper())
     names = ", ".join(sorted(parameter.opts, key=len))
@@ -193,8 +192,9 @@ def _name(parameter: Any, hint: Any) -> str:
 
 
 def _kind(hint: Any) -> Any:
-    """Return the type of one value: of `Annotated[list[Path] | None, …]` it is `Path`; None if
-    unknown.
+    """Return the type of one value, None if unknown.
+
+    Of `Annotated[list[Path] | None, …]` it is `Path`.
     """
     if get_origin(hint) is Annotated:
         hint = get_args(hint)[0]
@@ -204,7 +204,7 @@ def _kind(hint: Any) -> Any:
 
 
 def _limits(hint: Any) -> tuple[Any, Any]:
-    """Least and most that a number may be."""
+    """Return the least and the greatest value of a number."""
     declared = [x for x in get_args(hint)[1:] if hasattr(x, "show_default")]
     return (declared[0].min, declared[0].max) if declared else (None, None)
 
@@ -245,7 +245,7 @@ def _default(parameter: Any) -> str:
 
 
 def _width() -> int:
-    return max(min(shutil.get_terminal_size().columns, MOST_WIDTH), LEAST_WIDTH)
+    return max(min(shutil.get_terminal_size().columns, MAX_WIDTH), MIN_WIDTH)
 
 
 def _heading(title: str, width: int) -> str:
@@ -255,7 +255,7 @@ def _heading(title: str, width: int) -> str:
 
 
 def _styled(text: str, style: str) -> str:
-    """Bold (1) or cyan (36), where the terminal shows it."""
+    """Return bold (1) or cyan (36) text, where the terminal shows it."""
     plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
     if plain or sys.stdout is None or not sys.stdout.isatty():
         return text

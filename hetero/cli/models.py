@@ -13,7 +13,7 @@ def models_command(as_json: JsonOption = False) -> None:
     from hetero.cli.tables import show_or_print
     from hetero.models import DEMO_DIRECTORY
     from hetero.models.hub import models_here
-    from hetero.profiler.tables import TableData
+    from hetero.profiler.table_data import TableData
     from hetero.solver.report import units
     from hetero.terminal.notices import notify
 

@@ -178,7 +178,7 @@ def _sampling(help: str, *, default: bool | str = True, metavar: str | None = No
 
 @dataclass(frozen=True, kw_only=True)
 class EngineFlags:
-    """What `generate`, `chat` and `serve` open a model with; see `expanded`."""
+    """Options of opening a model, for `generate`, `chat` and `serve`; see `expanded`."""
 
     device: DeviceOption = DeviceChoice.AUTO
     gpu: GpuOption = "auto"
@@ -205,7 +205,7 @@ class EngineFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerFlags:
-    """How `generate` and `chat` make an answer; see `expanded`."""
+    """Options of an answer, for `generate` and `chat`; see `expanded`."""
 
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = DEFAULT_MAX_TOKENS
     stop: Annotated[list[str] | None, typer.Option(help="Ends the answer; may be repeated.")] = None
@@ -254,8 +254,9 @@ MODEL_SAMPLING: Final = ("temperature", "top_k", "top_p", "min_p", "repetition_p
 
 
 def expanded(command: Callable[..., None]) -> Callable[..., None]:
-    """Return a command for Typer that has, in place of each parameter which is one of the classes
-    of options above, its fields.
+    """Return a command for Typer with the fields of option classes as parameters.
+
+    They replace each parameter which is one of the classes of options above.
     """
     hints = get_type_hints(command, include_extras=True)
     flat: dict[str, inspect.Parameter] = {}
@@ -295,7 +296,7 @@ def open_llm(model: str, **options: Any) -> LLM:
 
 
 def shown(text: str) -> Text:
-    """Return text of a file for a console, without markup and control characters."""
+    """Return the text of a file for a console, without markup and control characters."""
     return Text(printable(text))
 
 
@@ -311,7 +312,7 @@ def parse_strategy(name: str) -> NamedStrategy:
 
 @contextmanager
 def progress_bar(what: str) -> Iterator[Any]:
-    """A progress bar on stderr, gone when done; yields a function of (done, total)."""
+    """Show a progress bar on stderr, removed when done; yield a function of (done, total)."""
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -322,7 +323,7 @@ def progress_bar(what: str) -> Iterator[Any]:
     )
 
     class Count(MofNCompleteColumn):
-        """Nothing before it is known how many there are."""
+        """A count that is empty while the total is unknown."""
 
         def render(self, task: Task) -> Text:
             return Text("") if task.total is None else super().render(task)
@@ -339,7 +340,7 @@ def progress_bar(what: str) -> Iterator[Any]:
 
 
 def parse_biases(given: list[str] | None) -> dict[int, float]:
-    """`ID=BIAS` options. Raises `UserError`."""
+    """Parse `ID=BIAS` options. Raises `UserError`."""
     biases: dict[int, float] = {}
     for text in given or []:
         token, _, bias = text.partition("=")

@@ -15,7 +15,7 @@ from hetero.terminal import json_line
 
 if TYPE_CHECKING:
     from hetero.profiler.model_graph import ModelGraph
-    from hetero.profiler.tables import TableData
+    from hetero.profiler.table_data import TableData
     from hetero.solver.execution_plan import ExecutionPlan
     from hetero.solver.request import GraphSizes, PlanRequest
 
@@ -37,7 +37,7 @@ class PrecisionChoice(StrEnum):
 
 
 def _ending(report: Path | None) -> Path | None:
-    """Refuse a report that could not be written before anything is solved."""
+    """Raise `UserError` for a report that could not be written, before anything is solved."""
     if report is not None:
         from hetero.solver.execution_plan import report_ending
 
@@ -200,7 +200,7 @@ def plan_command(
 
 
 def parse_sizes(value: str | None) -> GraphSizes:
-    """`auto`, token counts, or nothing. Raises `UserError`."""
+    """Parse `auto`, token counts, or nothing. Raises `UserError`."""
     from hetero.placement.planning import parse_tokens
 
     if value is None or value == "auto":
@@ -260,7 +260,7 @@ def _print_plan(plan: ExecutionPlan, others: list[ExecutionPlan], explain: str |
 
 
 def _matching(plan: ExecutionPlan, explain: str | None) -> list[tuple[str, TableData]]:
-    """Tables of candidates of one matmul. Raises `UserError` for an unknown name."""
+    """Return the tables of candidates of one matmul. Raises `UserError` for an unknown name."""
     from hetero.solver.report import content
 
     if explain is None:

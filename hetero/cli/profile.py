@@ -69,9 +69,9 @@ def profile_command(
     """Measure this device once; the solver and the runtime predict from it."""
     from hetero.measuring.compiler_mode import compiled_profile, is_compiled_for
     from hetero.measuring.profiling import complete_profile, parse_budget, profile_device
-    from hetero.profiler.files import own_profile_path
     from hetero.profiler.journal import journal_path
     from hetero.profiler.options import DEFAULT_BUDGET_S, QUICK_BUDGET_S
+    from hetero.profiler.profile_files import own_profile_path
     from hetero.profiler.records import DeviceProfile
     from hetero.terminal.notices import notify
 
@@ -123,7 +123,7 @@ def profile_command(
 
 
 def _refuse_with_add(others: Mapping[str, object]) -> None:
-    """Raise `UserError` for an option that says what is measured of a new profile."""
+    """Raise `UserError` for an option that only a new profile has."""
     given = next((name for name, value in others.items() if value), None)
     if given is not None:
         raise UserError(
@@ -151,7 +151,7 @@ def report_command(
 
 
 def report(taken: DeviceProfile, path: Path, as_json: bool) -> None:
-    """Print what was measured, and exit with code 1 for an unusable profile."""
+    """Print the results, and exit with code 1 for an unusable profile."""
     from hetero.profiler.quality import grade
 
     quality = grade(taken)
@@ -200,9 +200,9 @@ def summary(profile: DeviceProfile) -> dict[str, Any]:
 
 
 def print_summary(profile: DeviceProfile) -> None:
-    """Print what was measured on stderr."""
+    """Print the results on stderr."""
     from hetero.cli.tables import show
-    from hetero.profiler.tables import TableData
+    from hetero.profiler.table_data import TableData
 
     coverage = profile.coverage
     head = ("device", "weights", "phase", "mean error", "95 %", "memory", "arithmetic")
@@ -244,10 +244,10 @@ LABELS: Final = {
 
 
 class TimeBar(ProgressColumn):
-    """A bar that fills with the time that has passed of the budget, whatever is measured."""
+    """A bar that fills with the elapsed share of the budget."""
 
     def render(self, task: Task) -> ProgressBar:
-        """Return the bar now; pulsing where there is no budget."""
+        """Return the current bar; pulsing where there is no budget."""
         from rich.progress_bar import ProgressBar
 
         if not task.total:
@@ -258,7 +258,7 @@ class TimeBar(ProgressColumn):
 
 
 class TimeLeft(ProgressColumn):
-    """Minutes and seconds that are left of the budget."""
+    """The minutes and seconds left of the budget."""
 
     def render(self, task: Task) -> Text:
         """Return the bar as text."""
@@ -275,7 +275,7 @@ class TimeLeft(ProgressColumn):
 
 @contextmanager
 def progress(budget_s: float | None) -> Iterator[Callable[[Event], None]]:
-    """A bar on stderr with what is measured, how many matmuls, and the time that is left."""
+    """Show a bar on stderr with the current task, the count of matmuls, and the time left."""
     from rich.progress import Progress, TextColumn
 
     from hetero.profiler.device_overheads import BANDWIDTH_REPEATS
@@ -294,7 +294,7 @@ def progress(budget_s: float | None) -> Iterator[Callable[[Event], None]]:
 
 
 def _next_command(path: Path) -> str:
-    from hetero.profiler.files import cached_profile_path, own_profile_path
+    from hetero.profiler.profile_files import cached_profile_path, own_profile_path
 
     named = "" if path in (own_profile_path(), cached_profile_path()) else f" --profile {path}"
     return f"next: hetero plan MODEL{named}"

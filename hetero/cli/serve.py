@@ -102,7 +102,7 @@ def serve_key_command(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The server's --keys.")],
     app: Annotated[str, typer.Argument(metavar="APP", help="Whose key it is.")],
 ) -> None:
-    """Make a key of APP: it is printed once, FILE gets its SHA-256 alone."""
+    """Make a key of APP: it is printed once, and FILE gets only its SHA-256."""
     from hetero.serving.keys import add_key
 
     print(add_key(file, app))
@@ -113,7 +113,7 @@ def _default_directory(model: str) -> Path:
     from hetero.serving.server import default_directory
     from hetero.terminal.notices import notify
 
-    kept_in = default_directory(model)
+    folder = default_directory(model)
     if data_is_temporary():
-        notify(f"contexts are kept in {kept_in}, which the system may empty: name a --directory")
-    return kept_in
+        notify(f"contexts are kept in {folder}, which the system may empty: name a --directory")
+    return folder

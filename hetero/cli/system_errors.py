@@ -1,6 +1,4 @@
-"""Errors of the system that a user can mend, as sentences; others are faults and keep their
-traceback.
-"""
+"""Errors of the system that a user can mend, as sentences; others keep their traceback."""
 
 from __future__ import annotations
 
@@ -38,8 +36,9 @@ OF_THE_SYSTEM: Final = ("/dev/", "/sys/", "/proc/")
 
 
 def system_sentence(error: OSError, arguments: Sequence[str]) -> str | None:
-    """Return an error as a sentence with the remedy; None if no path of the user's and no limit of
-    theirs is the cause. `arguments` are what was typed.
+    """Return an error as a sentence with the remedy.
+
+    None if neither a path nor a limit of the user's is the cause. `arguments` is the command line.
     """
     reason = error.strerror or str(error)
     if error.filename is None:

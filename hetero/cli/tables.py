@@ -1,4 +1,4 @@
-"""Tables in a terminal, of whatever width it is."""
+"""Tables in a terminal of any width."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from rich.padding import Padding
 from rich.table import Table
 
 from hetero.cli.options import shown
-from hetero.profiler.tables import TableData, markdown_table
+from hetero.profiler.table_data import TableData, markdown_table
 from hetero.terminal import printable
 
 
 def show(data: TableData, console: Console | None = None) -> None:
-    """Print a table as wide as it has to be; where the console is narrower, its rows one below the
-    other, their cells named: words are not broken to fit columns. What is no terminal has no width:
-    there it is Markdown.
+    """Print a table as wide as it has to be.
+
+    Where the console is narrower, cells are printed one below the other with their names: words are
+    not broken to fit columns. Outside of a terminal there is no width: the table is Markdown.
     """
     console = console or Console()
     if not console.is_terminal:
@@ -44,12 +45,12 @@ def show(data: TableData, console: Console | None = None) -> None:
 
 
 def say(text: str, console: Console) -> None:
-    """A line, wrapped in a terminal only."""
+    """Print a line, wrapped in a terminal only."""
     console.print(shown(text), soft_wrap=not console.is_terminal)
 
 
 def show_or_print(data: TableData, before: Iterable[str] = (), after: Iterable[str] = ()) -> None:
-    """A table between lines: in a terminal as wide as that is, elsewhere as Markdown."""
+    """Print a table between lines: as wide as needed in a terminal, elsewhere as Markdown."""
     console = Console()
     if not console.is_terminal:
         text = "\n".join([*before, "", markdown_table(data), "", *after]).strip("\n")
@@ -63,7 +64,7 @@ def show_or_print(data: TableData, before: Iterable[str] = (), after: Iterable[s
 
 
 def fits(data: TableData, console: Console) -> bool:
-    """Return whether a table is as wide as the console at most."""
+    """Return whether a table is at most as wide as the console."""
     return _width(data) <= console.width
 
 
@@ -73,7 +74,7 @@ def _width(data: TableData) -> int:
 
 
 def _fold(data: TableData, console: Console) -> None:
-    """A row is its name, and under it the other cells with the names of their columns."""
+    """Return a row as its name with the other cells below it, named by their columns."""
     for row in data.rows:
         console.print(shown(" ".join(row[: data.lead])), style="cyan")
         cells = zip(data.head[data.lead :], row[data.lead :], strict=True)

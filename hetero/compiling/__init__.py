@@ -1,1 +1,1 @@
-"""NPU graphs ahead of time: what is compiled, its limits, the bundle, calibrated weights."""
+"""NPU graphs ahead of time: jobs, limits, the compilation, calibrated weights."""

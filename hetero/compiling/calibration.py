@@ -1,9 +1,9 @@
-"""GPTQ (Frantar et al., arXiv 2210.17323): 4-bit weights that know what they are multiplied with.
+"""GPTQ (Frantar et al., arXiv 2210.17323): 4-bit weights chosen by the activations of a text.
 
 The format stays w4 (groups of 32 along k, one fp16 scale each): only the codes are chosen better
-than by rounding to nearest. Features are quantised one after the other; the error of each is made
-up for by the features that are still to come, weighted by the inverse of H = Xᵀ·X, X being what the
-matmul sees on a calibration text. The model is run on that text node by node, in the arithmetic of
+than by rounding to nearest. Features are quantised one after the other; the error of each is
+compensated by the remaining features, weighted by the inverse of H = Xᵀ·X, X being the matmul's
+input on a calibration text. The model is run on that text node by node, in the arithmetic of
 `hetero.backends.reference`, so that every matmul sees the output of those quantised before it.
 
 Notation: n rows, k features, G = 32.
@@ -29,9 +29,9 @@ from hetero.errors import UserError
 from hetero.models import LoadedModel, open_model
 from hetero.models.fields import read_text
 from hetero.models.layout import block_matrices
+from hetero.models.model_weights import BlockWeights, DerivedWeights, ModelWeights
 from hetero.models.original import without_floats
 from hetero.models.packing import SourceTensor, pack_rows
-from hetero.models.weights import BlockWeights, DerivedWeights, ModelWeights
 
 DAMPING: Final = 0.01  # of the mean diagonal of H, as in the paper
 SEQUENCE_TOKENS: Final = 512
@@ -80,7 +80,7 @@ class CalibratedWeights(DerivedWeights):
     """4-bit weights of `exact` (f32), chosen on calibration tokens.
 
     `sequences` are token ids, each of which fits the model's context. All blocks are made at once.
-    Columns of `hot` channels, by block and matmul, are kept as floats and are not in them.
+    Columns of `hot` channels, by block and matmul, stay floats and are not in them.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class CalibratedWeights(DerivedWeights):
 
 
 def hessian(inputs: Sequence[npt.NDArray[Any]]) -> Float64Array:
-    """Xᵀ·X [k, k] over all tokens, damped so that it has an inverse."""
+    """Return Xᵀ·X [k, k] over all tokens, damped so that it has an inverse."""
     k = inputs[0].shape[1]
     total = np.zeros((k, k))
     for x in inputs:
@@ -174,7 +174,7 @@ def gptq(weight: Float32Array, h: Float64Array) -> PackedWeight:
 
 
 def best_scales(values: Float64Array, importance: Float64Array) -> npt.NDArray[np.float16]:
-    """Scales [n] of one group [n, G]: Q4_0's or a little less, whichever loses least.
+    """Return scales [n] of one group [n, G]: Q4_0's or a little less, whichever loses least.
 
     `importance` [G] weighs the features' squared errors.
     """
@@ -205,10 +205,10 @@ def calibrated(
     *,
     outliers: str = DEFAULT_OUTLIERS,
 ) -> CalibratedWeights | StaticWeights:
-    """Return weights of a MODEL, chosen on at most `limit` tokens of a text file: of 4 bits by
-    GPTQ, of w8a8 with static scales of activations and what `outliers` says.
+    """Return weights of a MODEL, chosen on at most `limit` tokens of a text file.
 
-    Raises `UserError` for a text that cannot be read or says nothing.
+    They are of 4 bits by GPTQ, or of w8a8 with static scales of activations and `outliers`. Raises
+    `UserError` for a text that cannot be read or is too short.
     """
     weight_format = WeightFormat(weights)
     if not (weight_format.activations.static or weight_format.storage is StorageFormat.Q4):
@@ -230,8 +230,10 @@ def calibrated_together(
     *,
     outliers: str = DEFAULT_OUTLIERS,
 ) -> tuple[ModelWeights, list[ModelWeights]]:
-    """Return weights of a MODEL in the first of some formats (`calibrated`), and in the others,
-    which are stored with them. Raises `UserError`, also where a format has nothing to choose.
+    """Return weights of a MODEL in the first of some formats (`calibrated`), and in the others.
+
+    The others are stored with them. Raises `UserError`, also where a format has nothing to
+    calibrate.
     """
     first, *others = formats
     source = calibrated(model, first.value, text, limit, progress, outliers=outliers)
@@ -248,10 +250,11 @@ def besides(
     limit: int,
     progress: Progress | None = None,
 ) -> ModelWeights:
-    """Return the matrices of a MODEL in another format, to be stored with those of w8a8 that the
-    same text gave: their shadows are its as well, so hot columns are in neither. 4 bits by GPTQ.
+    """Return the matrices of a MODEL in another format, to be stored with those of w8a8.
 
-    Raises `UserError` where the shadow is what w8a8's codes cut off, which other formats do not.
+    Both are calibrated on the same text, and the shadows of w8a8 belong to both, so hot columns are
+    in neither. 4 bits by GPTQ. Raises `UserError` where the shadow is what w8a8's codes cut off,
+    which other formats do not.
     """
     if first.calibration is not None and first.calibration.excess and first.calibration.shadowed:
         raise UserError(
@@ -268,10 +271,10 @@ def besides(
 def calibration_sequences(
     model: str, text: Path, limit: int
 ) -> tuple[LoadedModel, str, list[list[int]]]:
-    """Return a MODEL as f32, a text, and at most `limit` tokens of it as sequences that fit the
-    context.
+    """Return a MODEL as f32, a text, and at most `limit` tokens of it as sequences.
 
-    Raises `UserError` for a text that cannot be read or says nothing.
+    The sequences fit the context. Raises `UserError` for a text that cannot be read or is too
+    short.
     """
     if (manifest := without_floats(model)) is not None:
         raise UserError(

@@ -1,4 +1,4 @@
-"""The graphs that a placement asks of the NPU, and which of them the calls of a prompt share."""
+"""The NPU graphs of a placement, and which of them the calls of a prompt share."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from hetero.backends.weights import packed_bytes
 from hetero.models.sliding import Sliding
 from hetero.profiler.model_graph import Node
 from hetero.runtime.sizes import LONGEST_VERIFIED, SCORING_PIECE
+from hetero.solver.assignments import Assignment, Segment
 from hetero.solver.errors import PlanError
-from hetero.solver.groups import NodeGroup
-from hetero.solver.parts import Assignment, Segment
+from hetero.solver.node_groups import NodeGroup
 from hetero.solver.placement import Placement
 from hetero.solver.plan import Phase
 
@@ -29,9 +29,9 @@ FILE_OVERHEAD, FILE_BYTES = 1.06, 48 << 10
 
 @dataclass(frozen=True)
 class Job:
-    """Graphs of `op` for calls of these token counts, which serve all `nodes`: one where weights
-    are constants of a graph, else all that compute the same.
+    """Graphs of `op` for calls of these token counts, which serve all `nodes`.
 
+    They serve one node where weights are constants of a graph, else all that compute the same.
     `segment` are the rows of a matmul. With `group`, graphs of all its nodes.
     """
 
@@ -50,12 +50,12 @@ class Job:
 
     @property
     def graphs(self) -> int:
-        """Their number."""
+        """Return the number of graphs."""
         return len(self.shapes)
 
     @property
     def name(self) -> str:
-        """For people: `layer3.qkv` or `layer3.qkv[0:256]`."""
+        """Return a name for people: `layer3.qkv` or `layer3.qkv[0:256]`."""
         return _name(self.node, self.segment, self.group)
 
     @property
@@ -66,11 +66,11 @@ class Job:
 
     @property
     def file_bytes(self) -> int:
-        """Estimated size of one compiled graph."""
+        """Return the estimated size of one compiled graph."""
         return int(self.weight_bytes * FILE_OVERHEAD) + FILE_BYTES
 
     def for_sizes(self, sizes: Sequence[int]) -> Job:
-        """Return the same for the calls of these token counts alone."""
+        """Return the job for the calls of these token counts alone."""
         return _with_shapes(replace(self, sizes=tuple(s for s in self.sizes if s in sizes)))
 
 
@@ -84,12 +84,12 @@ class _Use(NamedTuple):
 
     @property
     def key(self) -> tuple[str, Segment | None, bool]:
-        """Return the same graphs, whatever the token count."""
+        """Return what identifies its graphs, whatever the token count."""
         return self.node.name, self.segment, self.group is not None
 
     @property
     def op(self) -> Op:
-        """Return the operation of its graphs; of a group its first one."""
+        """Return the operation of its graphs; of a group the first one."""
         if self.segment is None:
             return self.node.op
         assert isinstance(self.node.op, MatMul)
@@ -127,7 +127,7 @@ def all_jobs(placement: Placement, max_seq_len: int) -> list[Job]:
 
 
 def _calls(longest: int) -> Iterator[tuple[Phase, int, int]]:
-    """Phase, tokens and rows of logits of every call that the engine makes."""
+    """Yield phase, tokens and rows of logits of every call that the engine makes."""
     yield from (("prefill", m, 1) for m in range(1, longest + 1))
     yield from (("prefill", m, m) for m in range(2, min(SCORING_PIECE, longest) + 1))
     yield from (("decode", m, m) for m in range(1, LONGEST_VERIFIED + 1))
@@ -147,7 +147,7 @@ def _with_shapes(job: Job) -> Job:
 
 
 def _merged(jobs: Iterator[Job]) -> list[Job]:
-    """Return one job for all nodes whose graphs are the same, and for as many tokens of context."""
+    """Return one job for all nodes whose graphs are the same, and for all their token counts."""
     merged: dict[object, Job] = {}
     for job in jobs:
         key = _file(job), _attention(job.node, job.group)
@@ -161,7 +161,10 @@ def _merged(jobs: Iterator[Job]) -> list[Job]:
 
 
 def _file(job: Job) -> object:
-    """Equal where graphs of the same shape are: by the operation where no weights are in them."""
+    """Return what is equal where graphs of the same shape share a file.
+
+    That is the operation if no weights are in them.
+    """
     from hetero.backends.qnn import catalog
 
     if job.group is not None:
@@ -171,14 +174,15 @@ def _file(job: Job) -> object:
 
 
 def _attention(node: Node, group: NodeGroup | None) -> Attention | None:
-    """Return the attention among what a job computes."""
+    """Return the attention among the operations of a job."""
     ops = (x.op for x in (group.nodes if group is not None else (node,)))
     return next((op for op in ops if isinstance(op, Attention)), None)
 
 
 def _row(use: _Use, start: int) -> int:
-    """Return where in its caches a call behind `start` tokens begins: those of a window may have
-    slid.
+    """Return the row of its caches where a call after `start` tokens begins.
+
+    The rows of a window may have slid.
     """
     nodes = use.group.nodes if use.group is not None else (use.node,)
     attention = _attention(use.node, use.group)
@@ -193,7 +197,7 @@ def _subject(job: Job) -> Op | Group:
 
 
 def _weight_bytes(use: _Use) -> int:
-    """Return bytes of the weights that are constants of a graph."""
+    """Return the bytes of the weights that are constants of a graph."""
     ops = [node.op for node in use.group.nodes] if use.group is not None else [use.op]
     return sum(map(_constant_bytes, ops))
 
@@ -221,12 +225,12 @@ def _name(node: Node, segment: Segment | None, group: NodeGroup | None) -> str:
 
 @dataclass(frozen=True)
 class Sharing:
-    """Graphs of a prompt in several calls, after mllm-NPU (section 3.2): those of linear layers and
-    norms depend on a call's length alone, those of attention on the context as well.
+    """Graphs of a prompt in several calls, after mllm-NPU (section 3.2).
 
-    `graphs` of the nodes of the first call, `shared` of them by all calls of its length. `built`
-    graphs serve all calls; `apart` were needed if each call had graphs of its own. Bytes are
-    estimates, of files: nodes without weights share them.
+    Graphs of linear layers and norms depend on a call's length alone, those of attention on the
+    context as well. `graphs` are those of the nodes of the first call, of which all calls of its
+    length share `shared`. `built` graphs serve all calls; `apart` would be needed if each call had
+    graphs of its own. Bytes are estimates, of files: nodes without weights share them.
     """
 
     calls: tuple[int, ...]
@@ -248,7 +252,7 @@ class Sharing:
         )
 
     def document(self) -> dict[str, object]:
-        """For `--json`."""
+        """Return the object for `--json`."""
         return {"tokens": sum(self.calls), **asdict(self)}
 
 
@@ -277,7 +281,7 @@ def sharing(placement: Placement, tokens: int) -> Sharing | None:
 
 
 class _Graph(NamedTuple):
-    """A node's graph; `file` is equal where nodes have the same."""
+    """A node's graph; `file` is equal where nodes share one."""
 
     name: str
     file: object
@@ -287,7 +291,7 @@ class _Graph(NamedTuple):
 def _graphs_of_call(
     placement: Placement, m: int, start: int, *, last: bool
 ) -> Mapping[_Graph, int]:
-    """Return the graphs that a call runs behind `start` tokens, and the bytes of their files."""
+    """Return the graphs of a call after `start` tokens, and the bytes of their files."""
     from hetero.backends.qnn import catalog
 
     graphs: dict[_Graph, int] = {}

@@ -1,4 +1,4 @@
-"""What a compilation takes, estimated, and whether a chip can hold the result."""
+"""The estimated cost of a compilation, and whether a chip can hold the result."""
 
 from __future__ import annotations
 
@@ -67,18 +67,18 @@ def _advice(jobs: Sequence[Job], sizes: Sequence[int], room: int, *, shared: boo
 def _fewer_sizes(
     jobs: Sequence[Job], sizes: Sequence[int], room: int, *, shared: bool
 ) -> tuple[int, ...]:
-    """Graph sizes that fit when as few as possible are left out; none if no set does."""
-    kept = list(sizes)
-    while len(kept) > 1:
-        kept.pop(0 if len(kept) > 2 and kept[0] > 1 else -1)
-        fewer = [job.for_sizes(kept) for job in jobs]
+    """Return the most graph sizes that fit; none if no set does."""
+    fitting = list(sizes)
+    while len(fitting) > 1:
+        fitting.pop(0 if len(fitting) > 2 and fitting[0] > 1 else -1)
+        fewer = [job.for_sizes(fitting) for job in jobs]
         if graphs_bytes(fewer, shared=shared) <= room:
-            return tuple(kept)
+            return tuple(fitting)
     return ()
 
 
 def graphs_bytes(jobs: Sequence[Job], *, shared: bool) -> int:
-    """Estimated size of all compiled graphs; `shared` graphs of a weight hold it once."""
+    """Return the estimated size of all compiled graphs; `shared` ones of a weight hold it once."""
     return sum(
         job.file_bytes + FILE_BYTES * (job.graphs - 1)
         if shared and job.graphs and job.group is None
@@ -88,7 +88,7 @@ def graphs_bytes(jobs: Sequence[Job], *, shared: bool) -> int:
 
 
 def estimate(jobs: Sequence[Job], weights_bytes: int, *, shared: bool) -> Estimate:
-    """Sizes, time and memory of compiling these graphs."""
+    """Estimate size, time and memory of compiling these graphs."""
     graphs = sum(job.graphs for job in jobs)
     largest = max(job.weight_bytes for job in jobs)
     seconds = sum(j.graphs * (COMPILE_S + COMPILE_S_PER_BYTE * j.weight_bytes) for j in jobs)

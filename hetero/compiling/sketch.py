@@ -1,4 +1,4 @@
-"""Quantiles of magnitudes in bounded memory, the same for any order and split of the values."""
+"""Quantiles of magnitudes in bounded memory, independent of order and split of the values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _BUCKETS: Final = 1 << (31 - _DROPPED_BITS)
 
 
 class Sketch:
-    """Counts of |x| in buckets whose width grows with |x|: 1 MiB, whatever is counted.
+    """Counts of |x| in buckets whose width grows with |x|: 1 MiB, however many values.
 
     A bucket is a float32 without its sign and the last bits of its mantissa, as in HDR histograms
     and DDSketch (Masson et al., VLDB 2019), so that a quantile is at most 2⁻⁹ too large.
@@ -38,14 +38,15 @@ class Sketch:
         self.counts += np.bincount(buckets, minlength=_BUCKETS)
 
     def without(self, other: Sketch) -> Sketch:
-        """Return the rest when `other`, a part of this, is removed."""
+        """Return the sketch without `other`, a part of this."""
         left = Sketch()
         left.counts = self.counts - other.counts
         return left
 
     def percentile(self, percent: float) -> float:
-        """Return the upper end of the bucket below or in which `percent` % of the values lie, 0
-        without values and where that many are zero.
+        """Return the upper end of the bucket at or below which `percent` % of the values are.
+
+        It is 0 without values and where that many are zero.
         """
         rising = np.cumsum(self.counts)
         if not rising[-1]:

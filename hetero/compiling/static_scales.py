@@ -1,4 +1,4 @@
-"""Static scales of activations for w8a8, and what to do about outliers (mllm-NPU, section 3.3).
+"""Static scales of activations for w8a8, and the treatment of outliers (mllm-NPU, section 3.3).
 
 An int8 code of a matmul's input is rint(x / s) with one s for the whole tensor. A few channels hold
 values far beyond the others; a scale wide enough for them leaves few codes for the rest, a narrower
@@ -44,12 +44,12 @@ from hetero.models.calibration_record import (
     matmul_names,
 )
 from hetero.models.layout import block_matrices
+from hetero.models.model_weights import BlockWeights, DerivedWeights, ModelWeights, Shadow
 from hetero.models.packing import SourceTensor, pack_rows
-from hetero.models.weights import BlockWeights, DerivedWeights, ModelWeights, Shadow
 
 PERCENTILES: Final = (100.0, 99.99, 99.9, 99.0)  # of equal errors the first one counts
 HOT_COVERAGE: Final = 0.8  # of the outliers are in the hot channels, if these are few enough
-MOST_HOT: Final = 0.03  # of the channels
+MAX_HOT: Final = 0.03  # of the channels
 WORTH: Final = 0.95  # a larger slab has less than this part of a smaller one's error
 PAPER_PERCENTILE: Final = 99.9
 PAPER_RATIO: Final = 5.0
@@ -62,7 +62,7 @@ NO_CHANNELS: Final[Channels] = np.zeros(0, dtype=np.int32)
 
 @dataclass(frozen=True, eq=False)
 class Scale:
-    """A scale of a matmul's input: float32 `step`, the percentile behind it, and its cost.
+    """A scale of a matmul's input: float32 `step`, its percentile, and its cost.
 
     `hot` channels [h] are outside of it; with `excess` what the codes cut off is added exactly.
     `error` is ‖y - exact‖² / ‖exact‖².
@@ -91,7 +91,7 @@ class Scales:
 
     @property
     def importance(self) -> float:
-        """Largest |x| in codes of the shadowed form."""
+        """Return the largest |x| in codes of the shadowed scale."""
         return float(self.channel_max.max()) / self.shadowed.step
 
 
@@ -107,7 +107,7 @@ class InputStatistics:
 
     @property
     def largest(self) -> float:
-        """Maximum of |x|."""
+        """Return the maximum of |x|."""
         return float(self.channel_max.max())
 
     def outliers(self, threshold: float) -> npt.NDArray[np.int64]:
@@ -117,9 +117,10 @@ class InputStatistics:
         return total
 
     def hot(self, threshold: float, known: Channels = NO_CHANNELS) -> Channels:
-        """Return the fewest channels that hold `HOT_COVERAGE` of the outliers in addition to
-        `known` ones, and these, `MOST_HOT` of all at most, rising. Of two with as many outliers the
-        one with the larger maximum comes first.
+        """Return the fewest channels that hold `HOT_COVERAGE` of the outliers, with `known` ones.
+
+        They are at most `MAX_HOT`, rising. Of two with as many outliers the one with the larger
+        maximum comes first.
         """
         counts = self.outliers(threshold)
         counts[known] = 0
@@ -128,22 +129,25 @@ class InputStatistics:
         if not covered[-1]:
             return known
         few = 1 + int(np.searchsorted(covered, HOT_COVERAGE * covered[-1]))
-        most = max(1, int(MOST_HOT * len(counts))) - len(known)
+        most = max(1, int(MAX_HOT * len(counts))) - len(known)
         return np.sort(np.concatenate([known, order[: min(few, most)]])).astype(np.int32)
 
     def cold_sketch(self, hot: Channels) -> Sketch:
-        """Magnitudes of the other channels."""
+        """Return the sketch of the other channels."""
         return self.sketch.without(Sketch.of(*(x[:, hot] for x in self.inputs)))
 
     def hot_sets(self, known: Channels = NO_CHANNELS) -> list[Channels]:
-        """Hot channels by several thresholds among those that are not `known`, few first."""
+        """Return sets of hot channels for several thresholds, smallest first.
+
+        They are without `known` ones.
+        """
         sketch = self.cold_sketch(known)
         sets = [self.hot(sketch.percentile(p), known) for p in PERCENTILES[1:]]
         distinct = {x.tobytes(): x for x in sets if len(x) > len(known)}
         return sorted(distinct.values(), key=len)
 
     def steps(self, hot: Channels) -> Iterator[tuple[float, float]]:
-        """(percentile, step) to try for the channels that are not hot."""
+        """Return (percentile, step) to try for the channels that are not hot."""
         cold = np.delete(self.channel_max, hot)
         sketch = self.cold_sketch(hot)
         largest = float(cold.max()) if len(cold) else 0.0
@@ -171,9 +175,7 @@ class Trial:
         self._packed: tuple[bytes, PackedWeight] | None = None
 
     def error(self, step: float, hot: Channels = NO_CHANNELS, *, excess: bool = False) -> float:
-        """Return the error of int8 codes of a step, with hot channels or an excess in floating
-        point.
-        """
+        """Return the error of int8 codes of a step, with hot channels or an excess as floats."""
         packed = self._rows_without(NO_CHANNELS if excess else hot)
         y = static_product(self.x, packed, step, unclipped=excess)
         if len(hot) and not excess:
@@ -188,9 +190,9 @@ class Trial:
         return self._packed[1]
 
 
-def _spread(count: int, most: int) -> npt.NDArray[np.intp]:
-    """At most `most` of `count` numbers, evenly spread."""
-    return np.unique(np.linspace(0, count - 1, min(count, most)).astype(np.intp))
+def _spread(count: int, limit: int) -> npt.NDArray[np.intp]:
+    """Return at most `limit` of `count` numbers, evenly spread."""
+    return np.unique(np.linspace(0, count - 1, min(count, limit)).astype(np.intp))
 
 
 def pack_without(weight: Float32Array, hot: Channels) -> PackedWeight:
@@ -235,9 +237,7 @@ def choose_scales(
 
 
 def _paper_scale(statistics: InputStatistics, trial: Trial, widest: Scale) -> Scale:
-    """Return the scale of the paper's public code, and the channels that hold most of the
-    excess.
-    """
+    """Return the scale of the paper's public code, and the channels with most of the excess."""
     threshold = statistics.sketch.percentile(PAPER_PERCENTILE)
     if threshold <= 0 or statistics.largest <= PAPER_RATIO * threshold:
         return Scale(widest.step, 100.0, trial.error(widest.step, excess=True), excess=True)
@@ -276,11 +276,11 @@ class StaticWeights(DerivedWeights):
         self.chosen = dict(chosen)
         self.calibration = calibration
 
-    def end_vector(self, name: str) -> Float32Array:
+    def model_vector(self, name: str) -> Float32Array:
         """Return a vector outside of the blocks."""
         if name == "lm_head_x_scale":
             return np.array([self.chosen["lm_head"].step], dtype=np.float32)
-        return super().end_vector(name)
+        return super().model_vector(name)
 
     def _load_block(self, index: int) -> BlockWeights:
         exact = self.inner.block(index)
@@ -351,10 +351,10 @@ def check_shadows(weights: ModelWeights) -> None:
 
 
 def most_important(scales: Mapping[str, Scales], part: float) -> set[str]:
-    """Return names of this part of the matmuls, those with the farthest outliers; one at least.
+    """Return the names of this part of the matmuls, those with the farthest outliers.
 
-    The output head is never among them: nothing runs next to it, and where it is tied its columns
-    are the embeddings' too.
+    It is at least one. The output head is never among them: nothing runs next to it, and where it
+    is tied its columns are the embeddings' too.
     """
     order = sorted(scales.keys() - {"lm_head"}, key=lambda name: (-scales[name].importance, name))
     return set(order[: max(round(part * len(scales)), 1) if part else 0])
@@ -384,7 +384,7 @@ def collect_scales(
     shadows: bool = True,
     progress: Progress | None = None,
 ) -> dict[str, Scales]:
-    """Scales of every matmul by name, in the order of `matmul_names`."""
+    """Return the scales of every matmul by name, in the order of `matmul_names`."""
     scales_by_name: dict[str, Scales] = {}
 
     def visit(site: CalibrationPoint) -> Mapping[str, WeightValue]:

@@ -17,7 +17,7 @@ from hetero.backends.protocol import CACHE_PORTS, WeightValue, port_dtype, port_
 from hetero.backends.reference.compute import Program, program
 from hetero.backends.weights import Float32Array, PackedWeight
 from hetero.models.graph import model_graph
-from hetero.models.weights import BlockWeights, ModelWeights
+from hetero.models.model_weights import BlockWeights, ModelWeights
 from hetero.profiler.model_graph import Node
 from hetero.runtime.kernels import node_weights
 

@@ -1,1 +1,1 @@
-"""Contexts of a model: what is in its cache, conversations on it, sessions on disk."""
+"""Persistent contexts of many applications on one model, kept compressed in memory and on disk."""

@@ -1,4 +1,4 @@
-"""A number of bytes that is never exceeded: whoever needs some takes them first."""
+"""A byte budget that is never exceeded: bytes are taken from it before they are used."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from hetero.errors import UserError
 
 
 class ByteBudget:
-    """Bytes in use by everything together, at most `limit` at every instant.
+    """The bytes in use by all owners together, at most `limit` at every instant.
 
-    Bytes are taken before the memory (or the space on the disk) is, and given back after it has
-    been. Any thread may do either. `peak` is the most that was ever in use.
+    Bytes are taken before memory or disk space is allocated, and given back after it is freed. Any
+    thread may do either. `peak` is the most that was ever in use.
     """
 
     def __init__(self, limit: int, name: str = "memory") -> None:
@@ -24,12 +24,12 @@ class ByteBudget:
 
     @property
     def used(self) -> int:
-        """Return bytes in use."""
+        """Return the bytes in use."""
         return self._used
 
     @property
     def free(self) -> int:
-        """Return bytes that nobody uses."""
+        """Return the bytes not in use."""
         return self.limit - self._used
 
     @property
@@ -38,7 +38,7 @@ class ByteBudget:
         return self._peak
 
     def take(self, nbytes: int) -> bool:
-        """Use so many more, if there are so many; whether there were."""
+        """Take bytes if that many are free; return whether they were."""
         if nbytes < 0:
             raise ValueError(f"cannot take {nbytes} bytes")
         with self._lock:
@@ -49,7 +49,10 @@ class ByteBudget:
             return True
 
     def give(self, nbytes: int) -> None:
-        """Use so many less. Raises `ValueError` for more than are in use: accounts are wrong."""
+        """Give bytes back.
+
+        Raises `ValueError` if more are given back than are in use: the accounts are wrong.
+        """
         with self._lock:
             if not 0 <= nbytes <= self._used:
                 raise ValueError(f"{nbytes} bytes of {self.name} given back, {self._used} in use")

@@ -1,4 +1,4 @@
-"""The files of an app's chunks: which there are, what refers to them and what they take."""
+"""The files of an app's chunks: their references and their bytes on the disk."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from hetero.contexts.encryption import Vault
 class ChunkFiles:
     """The files of one app's chunks, in a folder of its own, which any thread reads and writes.
 
-    Bytes on the disk are taken from `budget` before they are written; a file goes when none of its
-    chunks is referred to any more. With a `vault` all are encrypted.
+    Bytes on the disk are taken from `budget` before they are written; a file is removed when none
+    of its chunks is referenced any more. With a `vault` all are encrypted.
     """
 
     def __init__(
@@ -34,8 +34,10 @@ class ChunkFiles:
         self._next, self._numbering = 0, threading.Lock()
 
     def scan(self) -> dict[bytes, tuple[Place, float]]:
-        """Return the chunks in the folder by key, with densities; files with a broken header, and
-        those that the budget has no room for, are removed. Nothing is live yet.
+        """Return the chunks in the folder by key, with densities.
+
+        Files with a broken header, and those that the budget has no room for, are removed. Nothing
+        is live yet.
         """
         places: dict[bytes, tuple[Place, float]] = {}
         for path in sorted(self.folder.glob("*.kv")):
@@ -51,11 +53,11 @@ class ChunkFiles:
         return places
 
     def adopt(self, place: Place) -> None:
-        """A chunk refers to it."""
+        """Add a chunk's reference to its file."""
         self._files[place.file].live.add(place.index)
 
     def drop(self, place: Place) -> None:
-        """No chunk does any more; its file goes with its last one."""
+        """Drop a chunk's reference; its file is removed with the last one."""
         file = self._files.get(place.file)
         if file is not None:
             file.live.discard(place.index)
@@ -63,17 +65,18 @@ class ChunkFiles:
                 self._remove(place.file)
 
     def sweep(self) -> None:
-        """Remove the files that nobody refers to."""
+        """Remove the files without references."""
         for number in [n for n, file in self._files.items() if not file.live]:
             self._remove(number)
 
     def nbytes(self, chunks: Sequence[tuple[Chunk, Codes]]) -> int:
-        """At most what a file of them takes."""
+        """Return the most bytes that a file of these chunks takes."""
         return self._format.room([Entry(c.key, x.tokens, x.bits, 0.0) for c, x in chunks])
 
     def write(self, chunks: Sequence[tuple[Chunk, Codes]], *, durable: bool = True) -> list[Place]:
-        """Return a new file of these chunks, on the disk (`durable`) when this returns. Raises
-        `OSError`, and leaves nothing, where that cannot be.
+        """Write a new file of these chunks, which is on the disk (`durable`) when this returns.
+
+        Raises `OSError`, and leaves nothing, where that fails.
         """
         entries = [Entry(c.key, x.tokens, x.bits, c.density) for c, x in chunks]
         return self._write(entries, _planes(chunks, self.codec.layers), durable=durable)
@@ -99,13 +102,14 @@ class ChunkFiles:
         return [Place(number, index, entry.bits) for index, entry in enumerate(entries)]
 
     def reader(self, chunks: Sequence[Chunk]) -> Reader:
-        """Reads layers of chunks that are on the disk. Raises `ChunkError` as it does."""
+        """Return a reader of layers of chunks on the disk. Raises `ChunkError` as it does."""
         return Reader(self, [(chunk, self._place(chunk)) for chunk in chunks])
 
     def copy(self, number: int, chunks: Sequence[Chunk]) -> dict[Chunk, Place]:
-        """Return chunks of a file in a new one, checked, piece by piece: no more than one of them
-        is in memory. Those that are damaged, or that nobody refers to any more, are left out.
-        Raises `OSError` or `ChunkError` where that cannot be, and leaves nothing.
+        """Copy chunks of a file to a new one, checked one by one, with one of them in memory.
+
+        Damaged chunks, and those without references, are left out. Raises `OSError` or `ChunkError`
+        where that fails, and leaves nothing.
         """
         about = self._files.get(number)  # whose last chunk another thread may drop meanwhile
         if about is None or not chunks:
@@ -145,7 +149,8 @@ class ChunkFiles:
                 yield number
 
     def scrub(self, number: int) -> bool:
-        """Overwrite, in a file, the chunks without references; return whether that could be done.
+        """Overwrite, in a file, the chunks without references; return whether that succeeded.
+
         Takes no room on the disk.
         """
         about = self._files.get(number)
@@ -166,7 +171,7 @@ class ChunkFiles:
         return True
 
     def remove(self, number: int) -> None:
-        """A file is not there any more."""
+        """Remove a file."""
         if number in self._files:
             self._remove(number)
 
@@ -186,8 +191,9 @@ class ChunkFiles:
         layer: int,
         buffer: memoryview,
     ) -> int:
-        """Fill a layer of neighbours' codes, of which the last may have fewer bits than there are,
-        by way of a buffer that holds them; bytes that were read. Raises `ChunkError`.
+        """Fill a layer of neighbours' codes through a buffer; return the bytes read.
+
+        The last chunk may be read with fewer bits than there are. Raises `ChunkError`.
         """
         about = self._files.get(run[0][0].file)
         if about is None:
@@ -236,7 +242,7 @@ class ChunkFiles:
 
 
 class Reader:
-    """Reads chunks layer by layer, neighbours in one go. Used by one thread; close it."""
+    """A reader of chunks layer by layer, neighbours in one go. Used by one thread; close it."""
 
     def __init__(self, files: ChunkFiles, chunks: Sequence[tuple[Chunk, Place]]) -> None:
         self._files, self._places = files, [place for _, place in chunks]
@@ -269,7 +275,7 @@ class Reader:
         self._stack.close()
 
     def _runs(self, codes: Sequence[Codes]) -> Iterator[tuple[int, int]]:
-        """Yield chunks that lie behind one another, all planes of all but the last wanted."""
+        """Yield runs of adjacent chunks, of which all planes of all but the last are wanted."""
         start, room = 0, self._most
         for i, (place, each) in enumerate(zip(self._places, codes, strict=True)):
             size = self._files.layer_bytes(each.tokens, each.bits)

@@ -1,17 +1,17 @@
-"""Chunks on the disk: files that are written once, whole or not at all, and checked piece by piece.
+"""Chunks on the disk: files that are written once, whole or not at all, with checksums.
 
 A file holds the chunks of one batch (what a call left to write):
 
     magic, u32 length and u32 CRC of the header, header (JSON: key, tokens, bits, density of each)
     layer 0: chunk 0, chunk 1, …   layer 1: chunk 0, chunk 1, …
 
-so that a layer of a whole batch is read in one go. A piece is a plane of a chunk's layer, and its
-CRC32, which also covers where it belongs. Encrypted (`hetero.contexts.encryption`) the header is a
-salt and the sealed JSON, and a piece is sealed, with its tag in the place of the CRC32.
+so that a layer of a whole batch is read in one go. A record is a plane of a chunk's layer, and its
+CRC32, which also covers its place. Encrypted (`hetero.contexts.encryption`) the header is a salt
+and the sealed JSON, and a record is sealed, with its tag in the place of the CRC32.
 
-Keys say what a chunk's contents depend on (`hetero.contexts.chunks`), so a file is never believed
-for another model, format, codec or text. What cannot be read, is torn or was changed is an error of
-one chunk, which is computed again.
+Keys say what a chunk's contents depend on (`hetero.contexts.chunks`), so a file is never used for
+another model, format, codec or text. What cannot be read, is torn or was changed is an error of one
+chunk, which is computed again.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _LONGEST_HEADER: Final = 16 << 20
 
 
 class ChunkError(Exception):
-    """A chunk on the disk, `nth` of those that were asked for, cannot be had: compute it again."""
+    """A chunk on the disk, the `nth` requested, cannot be read: compute it again."""
 
     def __init__(self, text: str, nth: int = 0) -> None:
         super().__init__(text)
@@ -137,7 +137,7 @@ class ChunkFormat:
         return salt + box.seal(text, SEALED_MAGIC), box
 
     def _order(self, entries: Sequence[Entry]) -> Iterator[tuple[Entry, int, int, int]]:
-        """Yield pieces in the order of a file: chunk, its number there, layer, plane."""
+        """Yield records in the order of a file: chunk, its number there, layer, plane."""
         counts = [len(self.codec.plane_bytes(entry.tokens, entry.bits)) for entry in entries]
         for layer in range(self.codec.layers):
             for index, entry in enumerate(entries):
@@ -175,9 +175,9 @@ class ChunkFormat:
         layer: int,
         buffer: memoryview,
     ) -> int:
-        """Fill a layer of neighbours' codes; bytes that were read (`ChunkFiles.read_run`).
+        """Fill a layer of neighbours' codes; return the bytes read (`ChunkFiles.read_run`).
 
-        Raises `OSError`, and `ChunkError` for a damaged piece.
+        Raises `OSError`, and `ChunkError` for a damaged record.
         """
         starts, first = self.starts(about), run[0][0].index
         sizes = [self.layer_bytes(x.tokens, x.bits) for _, x in run]
@@ -199,17 +199,17 @@ class ChunkFormat:
 
 
 def _belongs(key: bytes, layer: int, plane: int) -> bytes:
-    """Where a plane does: what its checksum begins with, or it is sealed for."""
+    """Return a plane's place, with which its checksum begins, or for which it is sealed."""
     return key + bytes((layer & 255, layer >> 8, plane))
 
 
 def _nth(index: int, layer: int, plane: int) -> int:
-    """Return a number of its own for each piece of a file."""
+    """Return a distinct number for each record of a file."""
     return index << 32 | layer << 8 | plane
 
 
 def _piece(box: Box | None, data: bytes, entry: Entry, index: int, layer: int, plane: int) -> bytes:
-    """Return a plane as it lies in a file."""
+    """Return a plane as it is stored in a file."""
     belongs = _belongs(entry.key, layer, plane)
     if box is not None:
         return box.seal_nth(_nth(index, layer, plane), data, belongs)
@@ -219,7 +219,7 @@ def _piece(box: Box | None, data: bytes, entry: Entry, index: int, layer: int, p
 def _plane(
     box: Box | None, data: memoryview, entry: Entry, index: int, layer: int, plane: int
 ) -> bytes | memoryview | None:
-    """Return a piece's plane; None where it is damaged."""
+    """Return a record's plane; None where it is damaged."""
     belongs = _belongs(entry.key, layer, plane)
     if box is not None:
         try:
@@ -232,7 +232,7 @@ def _plane(
 
 
 def _entry(item: Any) -> Entry:
-    """Raises `ValueError` or `TypeError` for what is none."""
+    """Return a header's entry. Raises `ValueError` or `TypeError` for what is none."""
     key, tokens, bits, density = item
     if not (isinstance(tokens, int) and 0 < tokens <= 16 and bits in (2, 4, 8, HALF, RAW)):
         raise ValueError("no chunk")

@@ -1,8 +1,8 @@
 """Chunks in memory under one budget: Claim, Reclaim, and the lock of a working set.
 
-Paper's words (LLMS, section 3.1): *Claim* takes bytes for a chunk, *Reclaim* gives those of others
-back. A chunk that leaves the memory is on the disk (it was written when its call returned), or is
-text alone from then on; either way nothing is lost but time.
+The paper's words (LLMS, section 3.1): *Claim* takes bytes for a chunk, *Reclaim* frees those of
+others. An evicted chunk is on the disk (it was written when its call returned), or only its text
+remains; either way the loss is time only.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from hetero.contexts.eviction import Policy, victims
 class ChunkMemory:
     """The chunks of all contexts of all apps, and the bytes that their codes take.
 
-    Any thread. `lock` guards the table and what its chunks' fields say; `evictions` counts what
-    left the memory, by where it then was ("disk" or "text"). `write_back`, if there is one, writes
-    chunks that are in memory alone before they leave it.
+    Any thread may use it. `lock` guards the table and its chunks' fields; `evictions` counts
+    evicted chunks by where they are left ("disk" or "text"). `write_back`, if set, writes chunks
+    that are only in memory before they are evicted.
     """
 
     def __init__(self, budget: ByteBudget, policy: Policy = "lctru") -> None:
@@ -34,48 +34,49 @@ class ChunkMemory:
         self.write_back: Callable[[Sequence[Chunk]], None] | None = None
 
     def claim(self, nbytes: int) -> bool:
-        """Take bytes from the budget, whose holder gives them back; whether that could be done."""
+        """Take bytes from the budget, evicting chunks if needed; return whether they were taken.
+
+        The caller gives them back.
+        """
         with self.lock:
             return self.budget.take(nbytes) or (
                 self.reclaim(nbytes - self.budget.free) and self.budget.take(nbytes)
             )
 
     def free(self, nbytes: int) -> None:
-        """Let chunks go until so many bytes are free, if that can be: the order of leaving is
-        looked for once.
-        """
+        """Evict chunks until that many bytes are free, if possible; sort the victims only once."""
         with self.lock:
             if self.budget.free < nbytes:
                 self.reclaim(nbytes - self.budget.free)
 
     def reclaim(self, nbytes: int) -> bool:
-        """Let chunks go until so many bytes have come back; whether they have.
+        """Evict chunks until that many bytes were freed; return whether they were.
 
-        Nothing goes where all that may would not be enough.
+        Nothing is evicted if all victims together would not be enough.
         """
         with self.lock:
             order = list(victims(self.table, self.policy))
             if sum(chunk.codes.nbytes for chunk in order if chunk.codes is not None) < nbytes:
                 return False
-            going: list[Chunk] = []
+            evicted: list[Chunk] = []
             left = nbytes
             for chunk in order:
-                whole = self.policy == "context" and going and chunk.used == going[-1].used
-                if left <= 0 and not whole:
+                same = self.policy == "context" and evicted and chunk.used == evicted[-1].used
+                if left <= 0 and not same:
                     break
                 left -= 0 if chunk.codes is None else chunk.codes.nbytes
-                going.append(chunk)
-            dirty = [chunk for chunk in going if chunk.dirty]
+                evicted.append(chunk)
+            dirty = [chunk for chunk in evicted if chunk.dirty]
             if dirty and self.write_back is not None:
                 self.write_back(dirty)
-            for chunk in going:
+            for chunk in evicted:
                 self.evict(chunk)
             return True
 
     def keep(self, chunk: Chunk, codes: Codes) -> None:
-        """A chunk's codes are in memory from here on; their bytes were claimed.
+        """Store a chunk's codes, whose bytes were claimed.
 
-        Bytes of a chunk that nobody refers to any more, or that is there already, come back.
+        The bytes are given back if the chunk has no reference any more or is already in memory.
         """
         with self.lock:
             if chunk.refs and chunk.codes is None:
@@ -84,7 +85,7 @@ class ChunkMemory:
                 self.budget.give(codes.nbytes)
 
     def evict(self, chunk: Chunk) -> int:
-        """Drop a chunk's codes from the memory, and return the bytes freed."""
+        """Drop a chunk's codes from memory, and return the bytes freed."""
         with self.lock:
             if chunk.codes is None:
                 return 0
@@ -94,8 +95,9 @@ class ChunkMemory:
             return nbytes
 
     def lower(self, chunk: Chunk, bits: int) -> None:
-        """A chunk has at most so many bits from here on; it is never given some back. Floats (16
-        bits and more) stay so.
+        """Limit a chunk to `bits` bits, for good.
+
+        Floats (16 bits and more) are left alone.
         """
         with self.lock:
             if max(bits, chunk.bits) > 8 or bits >= chunk.bits:
@@ -106,31 +108,31 @@ class ChunkMemory:
                 self.budget.give(before - chunk.codes.nbytes)
 
     def release(self, chunks: Sequence[Chunk]) -> list[Chunk]:
-        """Give references up; the chunks that are gone, with what they had in memory."""
+        """Drop references; return the chunks without any, whose codes are freed."""
         with self.lock:
-            gone = self.table.release(chunks)
-            for chunk in gone:
+            unreferenced = self.table.release(chunks)
+            for chunk in unreferenced:
                 if chunk.codes is not None:
                     self.budget.give(chunk.codes.nbytes)
                     chunk.codes = None
-            return gone
+            return unreferenced
 
     @contextmanager
     def pinned(self, chunks: Iterable[Chunk]) -> Iterator[None]:
-        """None of these leaves the memory inside the block: the working set of a call."""
-        held = list(chunks)
+        """Keep these chunks in memory inside the block: they are the working set of a call."""
+        working_set = list(chunks)
         with self.lock:
-            for chunk in held:
+            for chunk in working_set:
                 chunk.pins += 1
         try:
             yield
         finally:
             with self.lock:
-                for chunk in held:
+                for chunk in working_set:
                     chunk.pins -= 1
 
     def histogram(self, chunks: Iterable[Chunk]) -> dict[str, int]:
-        """Return how many chunks are where: by bits in memory, "disk" alone, or "text" alone."""
+        """Count chunks by where they are: bits in memory, only on "disk", or only as "text"."""
         counts: Counter[str] = Counter()
         with self.lock:
             for chunk in chunks:
@@ -141,15 +143,15 @@ class ChunkMemory:
         return dict(counts)
 
     def nbytes(self, chunks: Iterable[Chunk]) -> int:
-        """Return the bytes of chunks."""
+        """Return the bytes in memory of these chunks."""
         with self.lock:
             return sum(chunk.codes.nbytes for chunk in chunks if chunk.codes is not None)
 
     def check(self) -> None:
-        """Raise `AssertionError` where accounts and chunks differ; for tests and idle times."""
+        """Raise `AssertionError` where the accounts and chunks differ; for tests and idle times."""
         with self.lock:
-            held = sum(c.codes.nbytes for c in self.table if c.codes is not None)
-            assert held <= self.budget.used <= self.budget.limit, (held, self.budget.used)
+            used = sum(c.codes.nbytes for c in self.table if c.codes is not None)
+            assert used <= self.budget.used <= self.budget.limit, (used, self.budget.used)
             assert self.budget.peak <= self.budget.limit
             for chunk in self.table:
                 assert chunk.refs > 0

@@ -1,10 +1,10 @@
-"""Chunks of a context's text, and who refers to them.
+"""Chunks of a context's text, and their references.
 
-A chunk is up to `CHUNK_TOKENS` tokens of a text, all layers. Its text is the truth; keys and values
-are a cache of it that may be in memory (`codes`), on the disk (`place`), in both or in neither. A
-chunk's key is a hash of everything that its keys and values depend on: an app's own salt, model and
-codec (the root), then every token from the beginning of the text on. So equal beginnings of texts
-of one app have equal keys and share chunks, and those of two apps never have.
+A chunk is up to `CHUNK_TOKENS` tokens of a text, in all layers. Its text is the truth; its keys and
+values are a cache that may be in memory (`codes`), on the disk (`place`), in both or in neither. A
+chunk's key is a hash of everything that its keys and values depend on: the app's own salt, the
+model and the codec (the root), then every token from the beginning of the text. So equal prefixes
+of texts of one app have equal keys and share chunks, and those of two apps never do.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hetero.contexts.codec import CHUNK_TOKENS, Codes
 
 @dataclass(frozen=True)
 class Place:
-    """Where a chunk lies on the disk: its index in a file's batch, with `bits` bits."""
+    """The place of a chunk on the disk: a file, its index in that file's batch, and its bits."""
 
     file: int
     index: int
@@ -27,12 +27,12 @@ class Place:
 
 @dataclass(eq=False)
 class Chunk:
-    """One chunk: tokens [start, start + len(tokens)) of every text that begins like this.
+    """One chunk: tokens [start, start + len(tokens)) of every text with this prefix.
 
-    `bits` is what it may have at most; bits only fall, since a value's lower bits do not come back
-    (a chunk that is computed again starts anew). `used` is the time of its last call, in
-    milliseconds since 1970 and later than any call before; `density` is a mean over `seen` sampled
-    rows; `pins` how many are at work on it, who must find it where it is.
+    `bits` is the most it may have; they only fall, since a value's lower bits cannot be restored (a
+    chunk that is computed again starts over). `used` is the logical time of its last call, in
+    milliseconds since 1970 and later than any call before; `density` is the mean over `seen`
+    sampled rows; `pins` counts the users that need it to stay where it is.
     """
 
     app: str
@@ -50,12 +50,12 @@ class Chunk:
 
     @property
     def stop(self) -> int:
-        """Behind its last token."""
+        """Return the position after its last token."""
         return self.start + len(self.tokens)
 
     @property
     def full(self) -> bool:
-        """Return whether it will not grow: all but a text's last chunk."""
+        """Return whether it cannot grow: true for all but a text's last chunk."""
         return len(self.tokens) == CHUNK_TOKENS
 
     @property
@@ -65,25 +65,25 @@ class Chunk:
 
     @property
     def dirty(self) -> bool:
-        """Return whether they are in memory alone."""
+        """Return whether its keys and values are only in memory."""
         return self.codes is not None and self.place is None
 
 
 def spans(tokens: Sequence[int]) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Start and tokens of every chunk of a text."""
+    """Yield the start and the tokens of every chunk of a text."""
     for start in range(0, len(tokens), CHUNK_TOKENS):
         yield start, tuple(tokens[start : start + CHUNK_TOKENS])
 
 
 def chained_key(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """Return the key of a chunk behind another (or behind an app's root)."""
+    """Return the key of the chunk that follows the one of key `parent` (or an app's root)."""
     digest = hashlib.blake2b(parent, digest_size=32)
     digest.update(b"".join(token.to_bytes(4, "little") for token in tokens))
     return digest.digest()
 
 
 class ChunkTable:
-    """All chunks that a text refers to, by app and key. Guarded by its owner's lock."""
+    """All referenced chunks, by app and key. Guarded by its owner's lock."""
 
     def __init__(self) -> None:
         self._chunks: dict[str, dict[bytes, Chunk]] = {}
@@ -96,8 +96,9 @@ class ChunkTable:
         return sum(map(len, self._chunks.values()))
 
     def refer(self, app: str, root: bytes, tokens: Sequence[int], bits: int) -> list[Chunk]:
-        """Return the chunks of a text, each with one reference more; those that are new are text
-        alone.
+        """Return the chunks of a text, each with one more reference.
+
+        New ones have no keys and values yet.
         """
         known, parent, chunks = self._chunks.setdefault(app, {}), root, []
         for start, part in spans(tokens):
@@ -111,7 +112,7 @@ class ChunkTable:
         return chunks
 
     def known(self, app: str, root: bytes, tokens: Sequence[int]) -> int:
-        """Return tokens at the beginning of a text whose chunks have keys and values somewhere."""
+        """Return how many leading tokens of a text have keys and values in memory or on disk."""
         chunks, parent, stop = self._chunks.get(app, {}), root, 0
         for _, part in spans(tokens):
             parent = chained_key(parent, part)
@@ -122,11 +123,11 @@ class ChunkTable:
         return stop
 
     def release(self, chunks: Sequence[Chunk]) -> list[Chunk]:
-        """Give references up; the chunks that nobody refers to any more, which are gone."""
-        gone = []
+        """Drop references, and return the chunks that have none left, removed from the table."""
+        unreferenced = []
         for chunk in chunks:
             chunk.refs -= 1
             if chunk.refs == 0:
                 del self._chunks[chunk.app][chunk.key]
-                gone.append(chunk)
-        return gone
+                unreferenced.append(chunk)
+        return unreferenced

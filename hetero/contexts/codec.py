@@ -1,26 +1,27 @@
-"""Keys and values of a chunk as codes of 8, 4 or 2 bits, nested: fewer bits are the first bytes.
+"""Keys and values of a chunk as codes of 8, 4 or 2 bits, nested: fewer bits are a prefix of more.
 
 Notation: L layers, G key/value heads, T tokens (at most `CHUNK_TOKENS`), D head size.
 
 A value x is mapped to y = x / (s·a) in [-1, 1], a the amplitude of its group (fp16, rounded up, so
 that nothing is clipped) and s the scale of its channel (keys only, one for each [L, G, D] of the
 model: keys have channels that are large for every token, values have not). Its code of b bits is
-floor((y + 1)·2^(b-1)), read back at the middle of its bin: x' = s·a·((2c + 1)/2^b - 1), so that
-|x - x'| <= s·a/2^b. The code of 4 bits is the upper half of that of 8, that of 2 the upper half of
-that of 4: taking bits away never reads a value again, and never writes one.
+floor((y + 1)·2^(b-1)), read back at the middle of its bin: x' = s·a·((2c + 1)/2^b - 1), so that |x
+- x'| <= s·a/2^b. The 4-bit code is the upper half of the 8-bit one, and the 2-bit code the upper
+half of the 4-bit one: dropping bits neither reads nor writes a value.
 
-A chunk lies in planes, each [L, bytes], contiguous by layer: amplitudes with the upper two bits,
-the two bits below them, the lower four. 2, 4 and 8 bits are one, two and three planes. 32 bits are
-one plane of the float32 values themselves, which is exact, 16 bits one of float16.
+A chunk is stored in planes, each [L, bytes], contiguous by layer: amplitudes with the upper two
+bits, the two bits below them, the lower four. 2, 4 and 8 bits are one, two and three planes. 32
+bits are one plane of the float32 values themselves, which is exact, 16 bits one of float16.
 
-Groups that share an amplitude: the chunk's T·D values of a layer and head; for values each token's
-D where D is at least 64 (KIVI: keys by channel, values by token). Amplitudes count as bytes.
+The values that share an amplitude are the chunk's T·D values of a layer and head; for values, each
+token's D where D is at least 64 (KIVI: keys by channel, values by token). Amplitudes count as
+bytes.
 
-Where caches hold codes themselves (`hetero.backends.kv_rows`), keys and values have an amplitude
-for each token, as there, and 32 bits mean bytes as they lie there. 8 bits are then the cache's own
+Where caches store codes themselves (`hetero.backends.kv_rows`), keys and values have an amplitude
+for each token, as there, and 32 bits are the cache's own bytes. 8 bits are then the cache's own
 codes and amplitudes: exact, and not computed from floats where channels are the same.
 
-This is numpy on the host. Layer by layer many chunks are decoded together, since each call of numpy
+This is numpy on the host. Many chunks are decoded at once, layer by layer, since one call of numpy
 costs as much as a chunk's layer of a small model.
 """
 
@@ -63,18 +64,18 @@ class Codes:
 
     @property
     def nbytes(self) -> int:
-        """Return bytes in memory."""
+        """Return the bytes in memory."""
         return sum(plane.nbytes for plane in self.planes)
 
     def lowered(self, bits: int) -> Codes:
-        """Return the same in fewer bits: planes are left out, nothing is computed."""
+        """Return the same chunk in fewer bits: planes are dropped, nothing is computed."""
         if bits > self.bits or (bits < self.bits and (bits > 8 or self.bits > 8)):
             raise ValueError(f"codes of {self.bits} bits do not hold any of {bits}")
         return Codes(bits, self.tokens, self.planes[: _PLANES[bits]])
 
 
 class ChunkCodec:
-    """Encodes and decodes chunks of one model. Immutable; any thread.
+    """Encoder and decoder of one model's chunks. Immutable; any thread may use it.
 
     `channels` are the scales of the keys' channels, float32 [L, G, D], none of them 0.
     """
@@ -94,11 +95,11 @@ class ChunkCodec:
 
     @property
     def exact(self) -> tuple[int, ...]:
-        """Bits that lose nothing of what caches hold."""
+        """Return the bits that lose nothing of what caches store."""
         return (RAW, 8) if self.kv.coded else (RAW,)
 
     def plane_bytes(self, tokens: int, bits: int) -> tuple[int, ...]:
-        """Return bytes of a layer in each plane."""
+        """Return the bytes of a layer in each plane."""
         values = 2 * self.heads * tokens * self.size
         if bits == RAW and self.kv.coded:
             return (2 * self.heads * tokens * self.kv.row(self.size),)
@@ -108,25 +109,26 @@ class ChunkCodec:
         return each[: _PLANES[bits]]
 
     def nbytes(self, tokens: int, bits: int) -> int:
-        """Return bytes of a chunk, amplitudes included."""
+        """Return the bytes of a chunk, amplitudes included."""
         return self.layers * sum(self.plane_bytes(tokens, bits))
 
     @property
     def workspace_bytes(self) -> int:
-        """At most what encoding a chunk and decoding some take, both at once, beside their codes:
-        4.1 raw chunks, and 9 bytes for each value that is decoded together.
+        """Return a bound on the workspace of encoding one chunk while a batch is decoded.
+
+        Without the codes: 4.1 raw chunks, and 9 bytes for each value of the batch.
         """
         raw = 2 * self.nbytes(CHUNK_TOKENS, HALF)
         return 5 * raw + 10 * max(DECODED_TOGETHER, raw // 4 // self.layers)
 
     def empty(self, tokens: int, bits: int) -> Codes:
-        """Codes to be read into, of undefined contents."""
+        """Return codes to read into, of undefined contents."""
         sizes = self.plane_bytes(tokens, bits)
         planes = tuple(np.empty((self.layers, size), np.uint8) for size in sizes)
         return Codes(bits, tokens, planes)
 
     def encode(self, values: Array, bits: int) -> Codes:
-        """Codes of float32 [L, 2 (k and v), G, T, D]. Raises `CodecError`."""
+        """Encode float32 values [L, 2 (k and v), G, T, D]. Raises `CodecError`."""
         tokens = values.shape[3]
         if values.shape != (self.layers, 2, self.heads, tokens, self.size):
             raise ValueError(f"a chunk of this model has another shape than {values.shape}")
@@ -144,7 +146,7 @@ class ChunkCodec:
         return self._packed(codes, amplitudes, tokens).lowered(bits)
 
     def encode_cached(self, cache: KvCache, start: int, stop: int, bits: int) -> Codes:
-        """Codes of tokens of a cache. Raises `CodecError`."""
+        """Encode tokens [start, stop) of a cache. Raises `CodecError`."""
         own = cache.channels
         if own is None or bits == HALF or not np.array_equal(own, self.channels):
             return self.encode(cache.read(start, stop), bits)
@@ -162,7 +164,7 @@ class ChunkCodec:
         return self._packed(codes.view(np.uint8) ^ 128, amplitudes, stop - start).lowered(bits)
 
     def _exact(self, values: Array) -> Array:
-        """Encode `RAW`: floats, or what a cache of codes holds of them."""
+        """Return the exact (`RAW`) form: floats, or the bytes that a cache of codes stores."""
         if not self.kv.coded:
             return np.array(values, np.float32, order="C")
         shape = self.kv.shape(self.heads, values.shape[3], self.size)
@@ -175,7 +177,7 @@ class ChunkCodec:
         return np.ascontiguousarray(codes[:, :, :, : values.shape[3]])
 
     def _packed(self, codes: Array, amplitudes: Array, tokens: int) -> Codes:
-        """8 bits of codes uint8 [L, 2, G, T, D] and amplitudes [L, of keys, then of values]."""
+        """Pack 8-bit codes uint8 [L, 2, G, T, D] and amplitudes [L, of keys, then of values]."""
         flat = codes.reshape(self.layers, -1)
         head = amplitudes.astype(np.float16).view(np.uint8).reshape(self.layers, -1)
         planes: tuple[Array, ...] = (
@@ -186,14 +188,15 @@ class ChunkCodec:
         return Codes(8, tokens, planes)
 
     def decode(self, codes: Codes) -> Array:
-        """Return values float32 [L, 2, G, T, D] of codes."""
+        """Return the values of codes, float32 [L, 2, G, T, D]."""
         return self._decoded(codes.bits, codes.tokens, codes.planes, slice(None))
 
     def decode_into(
         self, chunks: Sequence[tuple[int, Codes]], layer: int, keys: CacheRows, values: CacheRows
     ) -> None:
-        """A layer of chunks, each at its first token, into a cache's keys and values.
-        `DECODED_TOGETHER` values at once, of chunks with equal bits.
+        """Decode a layer of chunks, each at its first token, into a cache's keys and values.
+
+        Chunks of equal bits are decoded `DECODED_TOGETHER` values at a time.
         """
         if self.kv.coded and np.array_equal(keys.channels, self.channels[layer]):
             chunks = [x for x in chunks if not self._moved(*x, layer, (keys, values))]
@@ -213,7 +216,7 @@ class ChunkCodec:
     def _moved(
         self, start: int, codes: Codes, layer: int, into: tuple[CacheRows, CacheRows]
     ) -> bool:
-        """Return whether a chunk went into caches of codes with the same channels as it is."""
+        """Copy a chunk into caches of codes with the same channels; return whether it was."""
         stop, shape = start + codes.tokens, (2, self.heads, codes.tokens, -1)
         planes = [plane[layer : layer + 1] for plane in codes.planes]
         if codes.bits == RAW:
@@ -228,7 +231,7 @@ class ChunkCodec:
         return codes.bits in (8, RAW)
 
     def _decoded(self, bits: int, tokens: int, planes: Sequence[Array], layers: slice) -> Array:
-        """Float32 [n, 2, G, T, D] of planes [n, bytes]: n layers, or n chunks of one."""
+        """Return float32 [n, 2, G, T, D] of planes [n, bytes]: n layers, or n chunks of a layer."""
         count = len(planes[0])
         shape = (count, 2, self.heads, tokens, self.size)
         if bits == RAW:
@@ -254,15 +257,18 @@ class ChunkCodec:
     # --- amplitudes -------------------------------------------------------------------------
 
     def _amplitudes(self, tokens: int) -> int:
-        """Return the planes of a layer: of the keys, then of the values."""
+        """Return the number of amplitudes in a layer's plane: the keys', then the values'."""
         return self.heads * sum(self._rows(tokens))
 
     def _rows(self, tokens: int) -> tuple[int, int]:
-        """Amplitudes of a head's keys and values."""
+        """Return the number of amplitudes of a head's keys, and of its values."""
         return tokens if self.keys_by_token else 1, tokens if self.by_token else 1
 
     def _measured(self, values: Array) -> Array:
-        """Largest magnitudes [L, amplitudes], fp16 rounded up, as float32. Raises `CodecError`."""
+        """Return the largest magnitudes [L, amplitudes], rounded up to fp16, as float32.
+
+        Raises `CodecError`.
+        """
         keys = np.abs(values[:, 0]).max(axis=3 if self.keys_by_token else (2, 3))
         others = np.abs(values[:, 1]).max(axis=3 if self.by_token else (2, 3))
         flat = [part.reshape(self.layers, -1) for part in (keys, others)]
@@ -278,15 +284,16 @@ def _batched(items: Sequence[Any], count: int) -> Iterator[Sequence[Any]]:
 
 
 def _halves(values: Array) -> Array:
-    """Float16 of finite values in its range. Raises `CodecError`."""
+    """Return finite values as float16. Raises `CodecError` outside its range."""
     if not (np.abs(values) < 65504).all():
         raise CodecError("keys or values are not finite, or too large for codes")
     return np.array(values, np.float16, order="C")
 
 
 def channel_scales(values: Array) -> Array:
-    """Scales [L, G, D] of the keys' channels: root mean squares over tokens of [L, 2, G, T, D],
-    relative to their head's, none below a hundredth of it.
+    """Return scales [L, G, D] of the keys' channels, from values [L, 2, G, T, D].
+
+    A scale is the root mean square over tokens relative to its head's, at least a hundredth of it.
     """
     squares = np.square(values[:, 0].astype(np.float64)).mean(axis=2)  # [L, G, D]
     head = np.sqrt(squares.mean(axis=2, keepdims=True))
@@ -296,9 +303,9 @@ def channel_scales(values: Array) -> Array:
 
 
 def relative_errors(codec: ChunkCodec, values: Array) -> dict[int, float]:
-    """Measured error of keys and values at 8, 4 and 2 bits: root mean square, relative to theirs.
+    """Return the error of keys and values at 8, 4 and 2 bits, relative to their root mean square.
 
-    The mean of the keys' and the values' errors.
+    It is the mean of the keys' and the values' errors.
     """
     codes, errors = codec.encode(values, 8), {}
     size = np.sqrt(np.square(values.astype(np.float64)).mean(axis=(0, 2, 3, 4)))
@@ -310,7 +317,7 @@ def relative_errors(codec: ChunkCodec, values: Array) -> dict[int, float]:
 
 
 def _packed2(codes: Array) -> Array:
-    """Codes of two bits [L, n], four in a byte."""
+    """Pack two-bit codes [L, n], four in a byte."""
     first, second, third, fourth = (codes[:, i::4] for i in range(4))
     packed: Array = first | (second << 2) | (third << 4) | (fourth << 6)
     return packed

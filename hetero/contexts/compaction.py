@@ -1,4 +1,4 @@
-"""Room on the disk: files are rewritten without what nobody refers to, the oldest chunks leave."""
+"""Free space on the disk: rewrite files without unreferenced chunks, and drop the oldest files."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ Files = Callable[[str], ChunkFiles]
 
 
 def compact(files: ChunkFiles, memory: ChunkMemory, app: str, *, everything: bool = False) -> None:
-    """Rewrite an app's files of which less than half is referred to; with `everything` any that
-    hold something that nobody does. A chunk that is damaged is on the disk no more. Where there is
-    no room for a copy the file stays; with `everything` what has no reference is overwritten in it.
+    """Rewrite an app's files of which less than half is referenced.
+
+    With `everything` any file with an unreferenced chunk is rewritten. A damaged chunk is dropped
+    from the disk. Where there is no room for a copy the file stays; with `everything` its
+    unreferenced chunks are then overwritten in place.
     """
     for number in list(files.garbage(everything=everything)):
         chunks = _by_place(memory, app, number)
@@ -46,18 +48,19 @@ def make_room(
     keep: set[Chunk],
     unbound: UnboundApps | None = None,
 ) -> bool:
-    """Let the files of the calls that are longest ago go until so many bytes are free; whether they
-    are. What is in memory stays there. Of apps that are not bound it is known when a file was
-    written.
+    """Remove the least recently used files until `nbytes` are free; return whether they are.
+
+    Chunks that are also in memory stay there. The age of an unbound app's file is the time when it
+    was written.
     """
     with memory.lock:
         used: dict[tuple[str, int], int] = {}
-        held: dict[tuple[str, int], list[Chunk]] = {}
+        chunks_in: dict[tuple[str, int], list[Chunk]] = {}
         for chunk in memory.table:
             if chunk.place is not None:
                 key = chunk.app, chunk.place.file
                 used[key] = max(used.get(key, 0), chunk.used)
-                held.setdefault(key, []).append(chunk)
+                chunks_in.setdefault(key, []).append(chunk)
     ages: list[tuple[int, tuple[str, int] | UnboundFile]] = [(at, key) for key, at in used.items()]
     ages += [(file.written, file) for file in ([] if unbound is None else unbound.files())]
     for _, oldest in sorted(ages, key=lambda pair: pair[0]):
@@ -65,9 +68,9 @@ def make_room(
             break
         if not isinstance(oldest, UnboundFile):
             with memory.lock:
-                if any(chunk in keep or chunk.pins for chunk in held[oldest]):
+                if any(chunk in keep or chunk.pins for chunk in chunks_in[oldest]):
                     continue
-                for chunk in held[oldest]:
+                for chunk in chunks_in[oldest]:
                     chunk.place = None
             files(oldest[0]).remove(oldest[1])
         elif unbound is not None:
@@ -85,8 +88,9 @@ def _by_place(memory: ChunkMemory, app: str, number: int) -> Mapping[Place, Chun
 
 
 def _copied(files: ChunkFiles, number: int, chunks: list[Chunk]) -> dict[Chunk, Place]:
-    """New places, none where the file cannot be read. Raises `OSError` where a copy cannot be
-    written.
+    """Return the new places of chunks; none where the file cannot be read.
+
+    Raises `OSError` where a copy cannot be written.
     """
     try:
         return files.copy(number, chunks)

@@ -1,4 +1,4 @@
-"""How many bits the chunks of a context have, when a call on it has returned."""
+"""The number of bits of a context's chunks, set when a call on it has returned."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ KV_BITS: Final = ("raw", "16", "8", "4", "2", "mixed")
 
 
 class Compression:
-    """The rule of one service. `ratio` is the part of 8-bit codes' bytes that `mixed` chunks have
-    together; `errors` are squares of the model's relative errors by bits.
+    """The rule of one service.
+
+    `ratio` is the size of all `mixed` chunks together relative to 8-bit codes; `errors` are squares
+    of the model's relative errors by bits.
     """
 
     def __init__(
@@ -39,18 +41,20 @@ class Compression:
 
     @property
     def first(self) -> int:
-        """Bits of a chunk that is new."""
+        """Return the bits of a new chunk."""
         if self.bits == "raw":
             return RAW
         return 8 if self.bits == "mixed" else int(self.bits)
 
     def choose(self, densities: Sequence[float]) -> list[int]:
-        """Bits of each of a context's full chunks; the same for all where no density is known (a
-        device that does not tell queries apart).
+        """Return the bits of each of a context's full chunks.
+
+        They are the same for all where no density is known (on a device that does not measure
+        attention by query).
         """
         if self.bits != "mixed":
             return [self.first] * len(densities)
-        if not any(densities):  # nobody could tell
+        if not any(densities):  # not measured
             room = self.ratio * self._nbytes[8]
             return [next((b for b in NESTED if self._nbytes[b] <= room), 2)] * len(densities)
         if self.rule == "paper":
@@ -59,8 +63,9 @@ class Compression:
         return least_error(densities, budget, self._nbytes, self._errors)
 
     def apply(self, memory: ChunkMemory, chunks: Sequence[Chunk]) -> None:
-        """Lower what has more bits than it is to have. Chunks that several texts share stay: their
-        ranks differ.
+        """Lower chunks that have more bits than chosen.
+
+        Shared chunks stay as they are, since each text ranks them differently.
         """
         full = [chunk for chunk in chunks if chunk.full]
         chosen = self.choose([chunk.density for chunk in full])

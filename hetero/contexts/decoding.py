@@ -1,7 +1,7 @@
-"""Who decodes chunks into a cache: the host, or a device that does so beside its other calls.
+"""Decoders of chunks into a cache: the host, or a device that decodes during its other calls.
 
-Decoding runs on the thread that loads. A device reads codes from one small buffer that they are
-copied to (a quarter of the floats' bytes, or less), as many chunks of a layer as fit at once.
+Decoding runs on the thread that loads. A device reads codes from one small staging buffer (a
+quarter of the floats' bytes, or less), as many chunks of a layer at a time as fit.
 """
 
 from __future__ import annotations
@@ -22,20 +22,22 @@ from hetero.contexts.codec import CHUNK_TOKENS, DECODED_TOGETHER, HALF, RAW, Chu
 from hetero.runtime.kv.kv_cache import CacheLayout, KvCache
 
 Parts: TypeAlias = Sequence[tuple[int, Codes]]
-STAGED_BYTES: Final = 10 * DECODED_TOGETHER  # what the host's work would take (`workspace_bytes`)
+STAGED_BYTES: Final = (
+    10 * DECODED_TOGETHER
+)  # what decoding on the host would take (`workspace_bytes`)
 
 
 class ChunkDecoder(Protocol):
-    """Used by one thread at a time."""
+    """A decoder of chunks, used by one thread at a time."""
 
     name: str
 
     def decode(self, chunks: Parts, layer: int, cache: KvCache) -> None:
-        """A layer of chunks, each at its first token, is in the cache when this returns."""
+        """Decode a layer of chunks, each at its first token; it is then in the cache."""
 
 
 class HostDecoder:
-    """numpy on the calling thread."""
+    """Decode with numpy on the calling thread."""
 
     name = "host"
 
@@ -43,29 +45,30 @@ class HostDecoder:
         self._codec = codec
 
     def decode(self, chunks: Parts, layer: int, cache: KvCache) -> None:
-        """See `ChunkDecoder.decode`."""
+        """Decode a layer of chunks into the cache."""
         self._codec.decode_into(chunks, layer, *cache.rows(layer))
         for start, codes in chunks:
             cache.wrote(layer, start, start + codes.tokens)
 
 
 class SharedDecoder:
-    """Another one, for several threads: each waits for its turn, of a layer at a time."""
+    """A decoder shared by several threads, one layer at a time."""
 
     def __init__(self, inner: ChunkDecoder) -> None:
         self.name = inner.name
         self._inner, self._lock = inner, threading.Lock()
 
     def decode(self, chunks: Parts, layer: int, cache: KvCache) -> None:
-        """See `ChunkDecoder.decode`."""
+        """Decode a layer of chunks into the cache, under the lock."""
         with self._lock:
             self._inner.decode(chunks, layer, cache)
 
 
 class DeviceDecoder:
-    """An operation of a device, in a queue of its own. What is no full chunk of codes is the
-    host's, and everything is once the device has failed, which `failure` tells; the next step will
-    meet that too.
+    """Decode with an operation of a device, in a queue of its own.
+
+    The host decodes partial chunks and floats, and everything once the device has failed; `failure`
+    is then the reason, and the next step will meet the failure too.
     """
 
     def __init__(self, name: str, device: Device, codec: ChunkCodec, op: DecodeChunks) -> None:
@@ -82,7 +85,7 @@ class DeviceDecoder:
         )
 
     def decode(self, chunks: Parts, layer: int, cache: KvCache) -> None:
-        """See `ChunkDecoder.decode`."""
+        """Decode a layer of chunks into the cache, on the device or else on the host."""
         taken = [] if self.failure else [x for x in chunks if self._takes(x[1])]
         left = chunks if self.failure else [x for x in chunks if not self._takes(x[1])]
         if left:
@@ -127,7 +130,10 @@ class DeviceDecoder:
             call.run()
 
     def _bound(self, layer: int, cache: KvCache) -> BoundCall:
-        """Bound once: rows of the table that are not used are no chunks."""
+        """Return the call of a cache and layer, bound once.
+
+        Unused rows of the table are no chunks.
+        """
         calls = self._calls.setdefault(cache, {})
         if layer not in calls:
             ports = {port: cache[f"{port}.{layer}"] for port in ("k_cache", "v_cache")}
@@ -157,8 +163,9 @@ def decode_operation(codec: ChunkCodec, layout: CacheLayout) -> DecodeChunks:
 def decoders(
     devices: Mapping[DeviceKind, Device], codec: ChunkCodec, layout: CacheLayout
 ) -> Iterator[ChunkDecoder]:
-    """Yield all decoders: the host, and devices that can decode during their other calls into
-    caches that the host sees.
+    """Yield the host's decoder, and those of devices that can decode during their other calls.
+
+    Their caches are coherent with the host.
     """
     yield HostDecoder(codec)
     if layout.head_dim * CHUNK_TOKENS % 4:

@@ -1,13 +1,14 @@
-"""The folder of a service: whose it is, which model it is of, and a folder for each app.
+"""The folder of a service: its lock, its model's identity, and a folder for each app.
 
-    service.json       identity of the model, what was measured of it, a secret
-    lock               held by the one process that uses the folder
+    service.json       identity of the model, measurements of it, a secret
+    lock               locked by the one process that uses the folder
     apps/NAME          one app: NAME is a keyed hash of the app's name
         ctx-ID.log     the text of a context
         00000000.kv    chunks
 
-Folders are for their owner alone. Keys and values tell the text: with a key (`encryption.py`) they
-are encrypted as it is, and so is the secret that folders of apps and keys of chunks come from.
+Only the owner can read the folders. Keys and values reveal the text: with an encryption key
+(`encryption.py`) they are encrypted like the text, and so is the secret from which apps' folder
+names and chunks' keys are derived.
 """
 
 from __future__ import annotations
@@ -34,8 +35,10 @@ T = TypeVar("T")
 
 
 class ServiceDirectory:
-    """An open folder, locked. Raises `UserError` if it is another model's, encrypted otherwise than
-    by this `vault`, in use, or unusable.
+    """An open folder, locked.
+
+    Raises `UserError` if it is of another model, encrypted with another key than `vault`'s, in use,
+    or unusable.
     """
 
     def __init__(
@@ -53,8 +56,8 @@ class ServiceDirectory:
             ) from None
         except OSError as error:
             raise UserError(
-                f"{path}: contexts cannot be kept here ({error.strerror or error}): choose another "
-                "directory"
+                f"{path}: contexts cannot be stored here ({error.strerror or error}): choose "
+                "another directory"
             ) from error
         try:
             self.about = self._opened(_described(identity, layout))
@@ -64,22 +67,22 @@ class ServiceDirectory:
             raise
 
     def close(self) -> None:
-        """Let others use it; idempotent."""
+        """Unlock the folder for other processes; idempotent."""
         self._lock.release()
 
     def save(self, **facts: Any) -> None:
-        """Keep facts beside the identity."""
+        """Save facts with the identity."""
         self.about |= facts
         try:
             atomic_write(self.path / "service.json", json.dumps(self.about))
         except OSError as error:
             raise UserError(
-                f"{self.path}: contexts cannot be kept here ({error.strerror or error}): choose "
+                f"{self.path}: contexts cannot be stored here ({error.strerror or error}): choose "
                 "another directory"
             ) from error
 
     def read(self, what: Callable[[dict[str, Any]], T]) -> T:
-        """Something of the facts that are kept. Raises `UserError` where it is none."""
+        """Return a value parsed from the saved facts. Raises `UserError` where they are damaged."""
         try:
             return what(self.about)
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
@@ -89,13 +92,13 @@ class ServiceDirectory:
             ) from error
 
     def app(self, name: str) -> Path:
-        """Return an app's folder, made if there is none."""
+        """Return an app's folder, created if needed."""
         folder = self.path / "apps" / self._keyed(b"name", name).hex()[:32]
         folder.mkdir(mode=0o700, exist_ok=True)
         return folder
 
     def root(self, name: str) -> bytes:
-        """Return the prefix of the keys of an app's chunks, which no other app's have."""
+        """Return the prefix of the keys of an app's chunks, unlike any other app's."""
         described = json.dumps(self.about["identity"], sort_keys=True)
         facts = described + json.dumps(self.about.get("channels")) + self._kv
         return hashlib.blake2b(facts.encode(), key=self._keyed(b"root", name)).digest()[:32]
@@ -116,7 +119,7 @@ class ServiceDirectory:
             ) from error
 
     def _made(self) -> bytes:
-        """Return the stored form of a secret."""
+        """Return a new secret as it is stored."""
         secret = secrets.token_bytes(32)
         if self._vault is None:
             return secret
@@ -159,7 +162,7 @@ class ServiceDirectory:
 
 
 def _described(identity: Identity, layout: CacheLayout) -> dict[str, Any]:
-    """Return everything that keys and values of equal texts depend on."""
+    """Return everything that the keys and values of equal texts depend on."""
     return identity.metadata | {
         "codec": CODEC_VERSION,
         "cache": [layout.layers, layout.kv_heads, layout.head_dim, *[layout.kv] * layout.kv.coded],

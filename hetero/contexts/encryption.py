@@ -1,10 +1,10 @@
-"""Encryption at rest: AES-256-GCM by `cryptography`, of all that tells a text.
+"""Encryption at rest: AES-256-GCM by `cryptography`, of everything that reveals a text.
 
-The key has 32 bytes and is of whoever runs the process: in a file that nobody else can read, or in
-the environment (`HETERO_ENCRYPTION_KEY`). It encrypts nothing itself: each file has a random salt,
-and by it a key of its own (HKDF-SHA-256), so nonces never meet. What is sealed is sealed for its
-place (`about`): a piece that was moved elsewhere does not open. Folders say by which key they are
-encrypted, as a hash that tells nothing of it.
+The key has 32 bytes and belongs to the user of the process: it is in a file that no one else can
+read, or in the environment (`HETERO_ENCRYPTION_KEY`). It encrypts nothing itself: each file has a
+random salt, from which its own key is derived (HKDF-SHA-256), so nonces never collide. Data is
+sealed for its place (`about`): data moved elsewhere does not open. Folders record which key
+encrypts them as a hash that reveals nothing of it.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ _LONGEST_FILE: Final = 4096
 
 
 class SealError(Exception):
-    """It was not sealed by this key for this place, or was changed since."""
+    """Data that was not sealed by this key for this place, or was changed since."""
 
 
 class Vault:
-    """A key, from which those of files are derived. Raises `UserError` where `cryptography` is not
-    installed.
+    """A key, from which those of files are derived.
+
+    Raises `UserError` where `cryptography` is not installed.
     """
 
     def __init__(self, key: bytes) -> None:
@@ -49,7 +50,7 @@ class Vault:
         self.key_id = hashlib.blake2b(key=key, person=b"hetero key id", digest_size=8).hexdigest()
 
     def box(self, use: str, salt: bytes) -> Box:
-        """Return the cipher of one file, with a salt of its own."""
+        """Return the cipher of one file, which has a salt of its own."""
         info = f"hetero {use}".encode()
         made = self._hkdf(algorithm=self._hash(), length=KEY_BYTES, salt=salt, info=info)
         key = made.derive(self._key)
@@ -57,13 +58,13 @@ class Vault:
 
 
 class Box:
-    """Seals and opens with one key."""
+    """Seal and open data with one key."""
 
     def __init__(self, aead: Any, names: bytes) -> None:
         self._aead, self._names = aead, names
 
     def seal(self, data: bytes, about: bytes) -> bytes:
-        """With a nonce that is drawn, in front."""
+        """Return the sealed data after a random nonce."""
         nonce = os.urandom(_NONCE_BYTES)
         return nonce + bytes(self._aead.encrypt(nonce, data, about))
 
@@ -72,7 +73,7 @@ class Box:
         return self._opened(bytes(data[:_NONCE_BYTES]), data[_NONCE_BYTES:], about)
 
     def seal_nth(self, nth: int, data: bytes, about: bytes) -> bytes:
-        """Return the nth thing in a file, which is written once: `TAG_BYTES` longer than it was."""
+        """Return the sealed nth item of a file written once, `TAG_BYTES` longer than it was."""
         return bytes(self._aead.encrypt(nth.to_bytes(_NONCE_BYTES, "little"), data, about))
 
     def open_nth(self, nth: int, data: bytes | memoryview, about: bytes) -> bytes:
@@ -80,7 +81,7 @@ class Box:
         return self._opened(nth.to_bytes(_NONCE_BYTES, "little"), data, about)
 
     def digest(self, name: bytes) -> str:
-        """Return the keyed hash of a name: it can be found again, and reveals nothing."""
+        """Return the keyed hash of a name, which can be looked up and reveals nothing."""
         return hashlib.blake2b(name, key=self._names, digest_size=32).hexdigest()
 
     def _opened(self, nonce: bytes, data: bytes | memoryview, about: bytes) -> bytes:
@@ -93,8 +94,10 @@ class Box:
 
 
 def vault_of(key: str | os.PathLike[str] | bytes | None) -> Vault | None:
-    """By a key, by a file that holds one (32 bytes, or 64 hexadecimal digits), or by the
-    environment's; None without any. Raises `UserError` for what is no key, or not secret.
+    """Return the vault of a key, of a key file, or of the environment's key; None without any.
+
+    A file holds 32 bytes, or 64 hexadecimal digits. Raises `UserError` for what is no key, or not
+    secret.
     """
     if isinstance(key, bytes):
         return Vault(key)
@@ -131,8 +134,9 @@ def _of_text(data: bytes, where: str) -> bytes:
 
 
 def check_key(where: Path, stored_id: str, vault: Vault | None) -> None:
-    """Raise `UserError` unless what lies there, encrypted by the key of this id (empty: not), is
-    opened as it must be.
+    """Raise `UserError` unless `vault` is right for data encrypted with the key `stored_id`.
+
+    An empty id means that the data is not encrypted.
     """
     if stored_id and vault is None:
         raise UserError(

@@ -1,18 +1,18 @@
-"""Which chunks leave the memory first.
+"""The order in which chunks are evicted from memory.
 
-LCTRU (LLMS, section 3.4) has a queue for each number of bits, one behind the other, heaviest
-first, since the same bytes are then fewer chunks to compute again; inside a queue the chunk goes
-whose last call is longest ago. So a heavy chunk of the call before goes ahead of a light one that
-nobody has asked for in days. Reading costs by the byte, whatever bits they are, and where chunks
-are read again that order is worse than having none (by a fifth on a slow disk). `lctru` therefore
-looks at the call first, and at bits inside a call; `lctru-paper` is the order to the letter. Of a
-call's chunks of equal bits the last of the text goes first: what is missing is then next to the
-next prompt and is computed in its call (not in the paper).
+LCTRU (LLMS, section 3.4) has a queue for each number of bits, one after the other, heaviest first,
+since the same bytes are then fewer chunks to compute again; within a queue the least recently used
+chunk goes first. So a heavy chunk of the last call is evicted before a light one that was not used
+in days. Reading costs by the byte, whatever the bits, and where chunks are read again that order is
+worse than none (by a fifth on a slow disk). `lctru` therefore orders by call first, and by bits
+within a call; `lctru-paper` is the paper's order. Of a call's chunks of equal bits the last of the
+text goes first: the missing ones are then next to the next prompt and are computed in its call (not
+in the paper).
 
-A chunk that is on the disk leaves before any that is in memory alone, and the last, unfinished
-chunk of a text after all others. Pinned chunks stay: those of the call that runs.
+A chunk that is on the disk is evicted before any that is only in memory, and the last, unfinished
+chunk of a text after all others. Pinned chunks, those of the running call, stay.
 
-`lru` does not look at bits, `context` lets all chunks of the call that is longest ago go at once.
+`lru` ignores bits; `context` evicts all chunks of the least recent call at once.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ Policy: TypeAlias = Literal["lctru", "lctru-paper", "lru", "context"]
 
 
 def lctru(chunk: Chunk) -> tuple[Any, ...]:
-    """Smallest first."""
+    """Return the sort key of `lctru`; the smallest is evicted first."""
     return not chunk.full, chunk.dirty, chunk.used, -_bits(chunk), -chunk.start
 
 
 def lctru_paper(chunk: Chunk) -> tuple[Any, ...]:
-    """Return a queue for each number of bits."""
+    """Return the sort key of the paper's order: a queue for each number of bits."""
     return not chunk.full, chunk.dirty, -_bits(chunk), chunk.used, -chunk.start
 
 
@@ -40,12 +40,12 @@ def _bits(chunk: Chunk) -> int:
 
 
 def lru(chunk: Chunk) -> tuple[Any, ...]:
-    """Order as `lctru` does, whatever the bits."""
+    """Return the sort key of `lru`: that of `lctru` without the bits."""
     return not chunk.full, chunk.dirty, chunk.used, -chunk.start
 
 
 def context(chunk: Chunk) -> tuple[Any, ...]:
-    """By the last call of its context alone."""
+    """Return the sort key of `context`: the last call of the chunk's context."""
     return chunk.used, -chunk.start
 
 
@@ -58,5 +58,5 @@ ORDERS: dict[Policy, Callable[[Chunk], tuple[Any, ...]]] = {
 
 
 def victims(chunks: Iterable[Chunk], policy: Policy) -> Iterator[Chunk]:
-    """Yield chunks that may leave the memory, in order."""
+    """Yield the chunks that may be evicted, in order."""
     yield from sorted((c for c in chunks if c.codes is not None and not c.pins), key=ORDERS[policy])

@@ -1,16 +1,16 @@
-"""What of a context to read and what to compute again, decided before either begins.
+"""The chunks of a context to read and those to compute again, decided before either begins.
 
-LLMS (equation 4) minimises max(T_recompute, T_read) over how many chunks are computed again, both
-taken as linear. Here T_recompute is what the solver's cost model predicts for so many tokens of a
-prompt behind so many others, held to what this machine was measured to take
-(`hetero.contexts.prompt_times`), and what is computed again is the end of the text, because that
-rides in the prompt's own call, whose weights are read anyway. Layer by layer, reading and decoding
-(r seconds a layer) and computing (c a layer) take r + max(r, c)·(L - 1) + c: a layer is computed
-when it is there. A device that computes and decodes does not do both at once: what it decodes is
-then part of c, and reading alone is r.
+LLMS (equation 4) minimises max(T_recompute, T_read) over the number of chunks to compute again,
+both taken as linear. Here T_recompute is the solver's cost model for that many tokens of a prompt
+after that many others, calibrated by what this machine was measured to take
+(`hetero.contexts.prompt_times`). The end of the text is computed again, because it joins the
+prompt's own call, whose weights are read anyway. Layer by layer, reading and decoding (r seconds a
+layer) and computing (c a layer) take r + max(r, c)·(L - 1) + c: a layer is computed when it has
+arrived. A device that both computes and decodes cannot overlap the two: its decoding is then part
+of c, and r is reading alone.
 
-Chunks that are in memory are always taken; those that are nowhere are computed, each run of them in
-a call of its own, between what lies before them and what lies behind.
+Chunks in memory are always used; missing ones are computed, each run of them in a call of its own,
+between the chunks before and after it.
 """
 
 from __future__ import annotations
@@ -26,15 +26,17 @@ import numpy.typing as npt
 from hetero.contexts.codec import CHUNK_TOKENS
 
 Floats: TypeAlias = npt.NDArray[np.float64]
-# To compute so many tokens of a prompt behind so many others; arrays of one shape, or numbers.
+# Time to compute `m` tokens of a prompt after `n` others; arrays of one shape, or numbers.
 Seconds: TypeAlias = Callable[[Any, Any], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """Measured rates of this machine. `chunk_s` are the seconds to decode a chunk into the
-    cache, by its bits, `decodes_beside` whether that is beside the prompt; `read_chunk_s` what one
-    takes to be read, whatever its bytes are.
+    """Measured rates of this machine.
+
+    `chunk_s` are the seconds to decode a chunk into the cache, by bits; `decodes_overlapped` says
+    whether that overlaps with the prompt; `read_chunk_s` is the time to read a chunk, without its
+    bytes.
     """
 
     prefill_s: Seconds
@@ -42,23 +44,24 @@ class Rates:
     read_latency_s: float = 0.0
     read_chunk_s: float = 0.0
     chunk_s: Mapping[int, float] = field(default_factory=dict)
-    decodes_beside: bool = True
+    decodes_overlapped: bool = True
 
     def break_even_bytes_per_s(self, bytes_per_token: float, tokens: int = 256) -> float:
-        """Return the speed of a disk from which on reading keys and values is faster than computing
-        them: bytes of a token times tokens a second.
+        """Return the disk speed above which reading keys and values is faster than computing them.
+
+        It is the bytes of a token times tokens a second.
         """
         return float(bytes_per_token * tokens / max(self.prefill_s(tokens, 0), 1e-9))
 
-    def piece(self, tokens: int, bits: int, disk_bytes: int) -> LoadItem:
-        """Return a chunk of so many bits, in memory or (with `disk_bytes`) to be read."""
+    def load_item(self, tokens: int, bits: int, disk_bytes: int) -> LoadItem:
+        """Return the load item of a chunk in memory or, with `disk_bytes`, on the disk."""
         work_s = self.chunk_s.get(bits, 0.0) * tokens / CHUNK_TOKENS
         read_s = self.read_chunk_s + disk_bytes / self.read_bytes_per_s if disk_bytes else 0.0
         return LoadItem(tokens, work_s, disk_bytes, read_s=read_s)
 
 
 class LoadItem(NamedTuple):
-    """A chunk to be had: seconds to be decoded and read; `missing`: nowhere."""
+    """A chunk to load: seconds to decode and read it; `missing`: neither in memory nor on disk."""
 
     tokens: int
     work_s: float
@@ -68,9 +71,10 @@ class LoadItem(NamedTuple):
 
 
 class LoadPlan(NamedTuple):
-    """The first `stop` pieces are had, by reading where they are not `missing`; the rest is
-    computed with the prompt. `predicted_s` until the prompt's first token, `whole_s` if all were
-    read that can be.
+    """A decision to load the first `stop` items; the prompt's call computes the others.
+
+    `missing` items among the first are computed too. `predicted_s` is the time until the prompt's
+    first token, `whole_s` that of loading everything that can be read.
     """
 
     stop: int
@@ -79,7 +83,7 @@ class LoadPlan(NamedTuple):
 
 
 def plan_load(
-    pieces: Sequence[LoadItem],
+    items: Sequence[LoadItem],
     prompt_tokens: int,
     rates: Rates,
     layers: int,
@@ -87,19 +91,20 @@ def plan_load(
     before: int = 0,
     recompute: bool = True,
 ) -> LoadPlan:
-    """Return the stop with the least predicted time, of all behind the last chunk that is in
-    memory; of equal ones the last. `before`: tokens in place; `recompute` false: all that can be is
-    read.
+    """Return the stop with the least predicted time; of equal ones the last.
+
+    Only stops after the last chunk in memory count. `before`: tokens already in place; with
+    `recompute` false everything that can be read is read.
     """
-    last = _behind_last(pieces, lambda piece: not piece.missing)
-    first = _behind_last(pieces, lambda piece: not piece.missing and not piece.disk_bytes)
-    times = _seconds(pieces, prompt_tokens, rates, layers, before)[first : last + 1]
+    last = _after_last(items, lambda item: not item.missing)
+    first = _after_last(items, lambda item: not item.missing and not item.disk_bytes)
+    times = _seconds(items, prompt_tokens, rates, layers, before)[first : last + 1]
     best = len(times) - 1 - int(np.argmin(times[::-1])) if recompute else len(times) - 1
     return LoadPlan(first + best, float(times[best]), float(times[-1]))
 
 
-def _behind_last(pieces: Sequence[LoadItem], wanted: Callable[[LoadItem], bool]) -> int:
-    return next((i + 1 for i in reversed(range(len(pieces))) if wanted(pieces[i])), 0)
+def _after_last(items: Sequence[LoadItem], wanted: Callable[[LoadItem], bool]) -> int:
+    return next((i + 1 for i in reversed(range(len(items))) if wanted(items[i])), 0)
 
 
 def _sums(values: Iterable[float]) -> Floats:
@@ -107,35 +112,35 @@ def _sums(values: Iterable[float]) -> Floats:
 
 
 def _seconds(
-    pieces: Sequence[LoadItem], prompt: int, rates: Rates, layers: int, before: int
+    items: Sequence[LoadItem], prompt: int, rates: Rates, layers: int, before: int
 ) -> Floats:
-    """Until the first token where the first 0, 1, … pieces are had."""
-    had = [piece for piece in pieces if not piece.missing]
-    starts = before + _sums(piece.tokens for piece in pieces)
+    """Return the time until the first token if the first 0, 1, … items are loaded."""
+    loaded = [item for item in items if not item.missing]
+    starts = before + _sums(item.tokens for item in items)
     left = starts[-1] - starts
     compute_s = rates.prefill_s(left + prompt, starts)
-    work_s = _sums(0.0 if piece.missing else piece.work_s for piece in pieces)
-    read_bytes = _sums(0 if piece.missing else piece.disk_bytes for piece in pieces)
-    fetch_s = _sums(0.0 if piece.missing else piece.read_s for piece in pieces)
-    if rates.decodes_beside:
+    work_s = _sums(0.0 if item.missing else item.work_s for item in items)
+    read_bytes = _sums(0 if item.missing else item.disk_bytes for item in items)
+    fetch_s = _sums(0.0 if item.missing else item.read_s for item in items)
+    if rates.decodes_overlapped:
         fetch_s = fetch_s + work_s
     else:
         compute_s = compute_s + work_s
     each, computed = fetch_s / layers, compute_s / layers
     seconds: Floats = each + np.maximum(each, computed) * (layers - 1) + computed
     seconds = seconds + np.where(read_bytes > 0, rates.read_latency_s, 0.0)
-    if len(had) < len(pieces):
-        seconds = seconds + _alone_s(pieces, rates, starts)
+    if len(loaded) < len(items):
+        seconds = seconds + _alone_s(items, rates, starts)
     return seconds
 
 
-def _alone_s(pieces: Sequence[LoadItem], rates: Rates, starts: Floats) -> Floats:
+def _alone_s(items: Sequence[LoadItem], rates: Rates, starts: Floats) -> Floats:
     """Return the seconds of missing runs in calls of their own, up to each chunk."""
     runs = [0.0]
-    for piece in pieces:
-        runs.append(runs[-1] + piece.tokens if piece.missing else 0.0)
+    for item in items:
+        runs.append(runs[-1] + item.tokens if item.missing else 0.0)
     run = np.array(runs)
     begun = starts - run
     times = np.where(run > 0, rates.prefill_s(np.maximum(run, 1), begun), 0.0)
-    steps = [times[i + 1] - times[i] if run[i + 1] else 0.0 for i in range(len(pieces))]
+    steps = [times[i + 1] - times[i] if run[i + 1] else 0.0 for i in range(len(items))]
     return _sums(steps)

@@ -1,4 +1,4 @@
-"""What a service measures once: of its model (scales, errors, times of prompts) and of its disk."""
+"""Measurements of a service, made once, of its model (scales, errors, prompt times) and disk."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from hetero.contexts.codec import (
 )
 from hetero.contexts.decoding import ChunkDecoder, HostDecoder
 from hetero.contexts.load_plan import Rates
-from hetero.contexts.prompt_times import HeldTimes, Point, PricedTimes, PromptTimes
+from hetero.contexts.prompt_times import CalibratedTimes, Point, PredictedTimes, PromptTimes
 from hetero.errors import UserError
 from hetero.runtime.kv.context import Context
 
-MEASURES: Final = 4  # counts what is measured: a folder that has other facts measures again
+MEASURES: Final = 4  # version of what is measured: a folder of another one measures again
 SAMPLE_TOKENS: Final = 64
 PROMPTS: Final = (1, 8, 16, 32, 64, 128, 256, 512)
 LONGEST_BEFORE: Final = 2048
 _DISK_BYTES: Final = 4 << 20
-_PIECE_BYTES: Final = 1 << 18
+_READ_BYTES: Final = 1 << 18
 
 Prefill = Callable[[Sequence[int]], Any]
 
 
 def sample(vocabulary: int, tokens: int) -> list[int]:
-    """Return a text of any model, always the same: no user's."""
+    """Return a text that any model can take, always the same and no user's."""
     return [int(x) for x in np.random.default_rng(0).integers(0, vocabulary, tokens)]
 
 
@@ -63,17 +63,18 @@ def measure_channels(context: Context, vocabulary: int, prefill: Prefill) -> dic
 
 
 def measure_prompts(context: Context, vocabulary: int, prefill: Prefill) -> list[list[float]]:
-    """Tokens, tokens before them and seconds of prompts of several lengths, behind nothing and
-    behind half of what fits: the least of three runs of each.
+    """Return (tokens, tokens before them, seconds) of prompts of several lengths.
+
+    Each is measured after no text and after half of what fits; the seconds are the least of three
+    runs.
     """
-    points, most = [], context.home.max_tokens - 1
-    behind = min(most // 2, LONGEST_BEFORE)
-    for before in (0, behind):
+    points, max_tokens = [], context.home.max_tokens - 1
+    for before in (0, min(max_tokens // 2, LONGEST_BEFORE)):
         start = sample(vocabulary, before)
         context.adopt(())
         if before:
             prefill(start)
-        for tokens in (m for m in PROMPTS if before + m < most):
+        for tokens in (m for m in PROMPTS if before + m < max_tokens):
             times = []
             for _ in range(3):
                 context.adopt(start)
@@ -86,9 +87,10 @@ def measure_prompts(context: Context, vocabulary: int, prefill: Prefill) -> list
 
 
 def measure_disk(folder: Path) -> dict[str, float]:
-    """Return bytes a second of reading from a file there that is not in the system's memory, as far
-    as the system lets go of it, and seconds of a first small piece of it. Raises `UserError` where
-    nothing can be written.
+    """Return the read speed of the disk of `folder`, and the latency of a first small read.
+
+    The file is dropped from the page cache first, as far as the system allows. Raises `UserError`
+    where nothing can be written.
     """
     path = folder / "speed"
     try:
@@ -97,14 +99,14 @@ def measure_disk(folder: Path) -> dict[str, float]:
             file.flush()
             os.fsync(file.fileno())
         with path.open("rb", buffering=0) as file:
-            _forgotten(file)
+            _drop_from_page_cache(file)
             start_s = time.perf_counter()
-            while file.read(_PIECE_BYTES):
+            while file.read(_READ_BYTES):
                 pass
             whole_s = time.perf_counter() - start_s
             firsts = []
             for i in range(5):
-                _forgotten(file)
+                _drop_from_page_cache(file)
                 file.seek(i * _DISK_BYTES // 5)
                 start_s = time.perf_counter()
                 file.read(1)
@@ -120,8 +122,8 @@ def measure_disk(folder: Path) -> dict[str, float]:
     }
 
 
-def _forgotten(file: io.FileIO) -> None:
-    """By the system's memory, where it does that."""
+def _drop_from_page_cache(file: io.FileIO) -> None:
+    """Drop a file from the page cache, where the system can."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
@@ -129,9 +131,11 @@ def _forgotten(file: io.FileIO) -> None:
 def measure_chunks(
     context: Context, codec: ChunkCodec, folder: Path, decoders: Iterable[ChunkDecoder]
 ) -> dict[str, Any]:
-    """Return seconds of a chunk: to be decoded into the cache, by bits; to be read, less its bytes.
-    Taken as a load does it, of several chunks layer by layer, from files that are in memory; of the
-    decoder that is the fastest at 8 bits, which is named.
+    """Return the seconds to decode a chunk into the cache, by bits, and to read one.
+
+    The bytes of the chunk do not count in the latter. Measured as a load works: several chunks,
+    layer by layer, from files in the page cache. The figures are those of the decoder that is
+    fastest at 8 bits, which is named.
     """
     shape = context.cache.layout
     sizes = shape.layers, 2, shape.kv_heads, CHUNK_TOKENS, shape.head_dim
@@ -148,7 +152,7 @@ def measure_chunks(
                 for layer in range(codec.layers):
                     decoder.decode(parts, layer, context.cache)
 
-            times[str(bits)] = _least_s(decode) / count
+            times[str(bits)] = _min_s(decode) / count
         seconds[decoder.name] = times
     fastest = min(seconds, key=lambda name: seconds[name]["8"])
     try:
@@ -160,7 +164,7 @@ def measure_chunks(
 
 
 def _read_s(folder: Path, codec: ChunkCodec, codes: Codes, count: int) -> float:
-    """Return seconds of reading so many chunks, layer by layer."""
+    """Return the seconds of reading `count` chunks, layer by layer."""
     files = ChunkFiles(folder, codec, ByteBudget(1 << 62))
     chunks = [Chunk("", bytes([i]), 0, (0,) * CHUNK_TOKENS, 8) for i in range(count)]
     for chunk, place in zip(chunks, files.write([(c, codes) for c in chunks]), strict=True):
@@ -172,17 +176,17 @@ def _read_s(folder: Path, codec: ChunkCodec, codes: Codes, count: int) -> float:
             reader.layer(layer, [codes] * count)
         reader.close()
 
-    return _least_s(read)
+    return _min_s(read)
 
 
 def _unusable(folder: Path, error: OSError) -> UserError:
     return UserError(
-        f"{folder}: contexts cannot be kept here ({error.strerror or error}): choose another "
+        f"{folder}: contexts cannot be stored here ({error.strerror or error}): choose another "
         "directory"
     )
 
 
-def _least_s(run: Callable[[], object]) -> float:
+def _min_s(run: Callable[[], object]) -> float:
     times = []
     for _ in range(3):
         start_s = time.perf_counter()
@@ -192,30 +196,34 @@ def _least_s(run: Callable[[], object]) -> float:
 
 
 def errors_of(facts: dict[str, Any]) -> dict[int, float]:
-    """Squares of the model's relative errors by bits: what an answer's distribution moves by (its
-    Kullback-Leibler divergence) goes with the square. Raises what a fact that is none does.
+    """Return the squares of the model's relative errors, by bits.
+
+    The Kullback-Leibler divergence of an answer's distribution grows with the square. Damaged facts
+    raise the errors of parsing them.
     """
     return {bits: _number(facts["errors"][str(bits)]) ** 2 for bits in NESTED}
 
 
 def rates_of(facts: dict[str, Any]) -> Rates:
-    """Return the rates of stored facts. A damaged fact raises its own error."""
+    """Return the rates in the stored facts. Damaged facts raise the errors of parsing them."""
     prompts, priced = _points(facts["prompts"]), _points(facts["predicted"])
     if not prompts:
         raise ValueError("no times of prompts")
     measured = PromptTimes(prompts)
     return Rates(
-        prefill_s=HeldTimes(PricedTimes(priced), measured, prompts) if priced else measured,
+        prefill_s=CalibratedTimes(PredictedTimes(priced), measured, prompts)
+        if priced
+        else measured,
         read_bytes_per_s=_number(facts["read_bytes_per_s"]),
         read_latency_s=_number(facts["read_latency_s"]),
         read_chunk_s=_number(facts["read_chunk_s"]),
         chunk_s={bits: _number(facts["chunk_s"][str(bits)]) for bits in (RAW, HALF, *NESTED)},
-        decodes_beside=facts["decodes"] == HostDecoder.name,
+        decodes_overlapped=facts["decodes"] == HostDecoder.name,
     )
 
 
 def _points(stored: Any) -> list[Point]:
-    """Times of prompts."""
+    """Return the stored times of prompts."""
     points = [(int(m), int(before), _number(s)) for m, before, s in stored]
     if any(m < 1 or before < 0 for m, before, _ in points):
         raise ValueError("no times of prompts")

@@ -1,9 +1,9 @@
-"""Seconds of a prompt of so many tokens behind so many others, for the plan of a load.
+"""Seconds of a prompt of some tokens after a text of some length, to plan the loading of contexts.
 
-Two sources: what the solver's cost model predicts of the plan that runs, in its calls and with
-attention that grows with the text, where the model was opened with a profile; and a few prompts
-that were measured. Predictions say how times change between and beyond those that were measured,
-measurements how far predictions are off.
+There are two sources: predictions of the solver's cost model for the running plan, in its calls and
+with attention that grows with the text, where the model was opened with a profile; and a few
+measured prompts. Predictions give the shape between and beyond the measured points, measurements
+the scale.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import numpy.typing as npt
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 Point: TypeAlias = tuple[int, int, float]  # tokens, tokens before them, seconds
-LONGEST: Final = 8192  # tokens: prices go on as they were behind the last two
+LONGEST: Final = 8192  # tokens: beyond it predictions continue with their last slope
 
 
-def price_prompts(seconds: Callable[[int, int], float], longest: int) -> list[list[float]]:
-    """Points of a grid up to the longest text, as `seconds` predicts them."""
+def predict_prompts(seconds: Callable[[int, int], float], longest: int) -> list[list[float]]:
+    """Return the predicted seconds at the points of a grid, up to the longest text."""
     return [
         [tokens, before, seconds(tokens, before)]
         for tokens in _grid(1, min(longest, LONGEST))
@@ -29,7 +29,7 @@ def price_prompts(seconds: Callable[[int, int], float], longest: int) -> list[li
 
 
 def _grid(first: int, last: int) -> list[int]:
-    """Powers of two and what lies in the middle, from 16 on: times are nearly straight between."""
+    """Return powers of two and, from 16 on, their midpoints: times are nearly linear in between."""
     counts, step = [first], first
     while step < last:
         step *= 2
@@ -37,9 +37,10 @@ def _grid(first: int, last: int) -> list[int]:
     return [*(x for x in counts if x < last), last]
 
 
-class PricedTimes:
-    """Predicted seconds, straight between the points of a full grid and beyond it. Raises
-    `ValueError` for points that are no grid.
+class PredictedTimes:
+    """Predicted seconds, interpolated linearly between the points of a full grid, and extrapolated.
+
+    Raises `ValueError` for points that are no grid.
     """
 
     def __init__(self, points: Iterable[Point]) -> None:
@@ -53,7 +54,7 @@ class PricedTimes:
         self._seconds = seconds.reshape(shape)
 
     def __call__(self, tokens: Any, before: Any) -> Any:
-        """Return seconds for arrays of one shape, or numbers; no token takes as long as one."""
+        """Return seconds for arrays of one shape, or numbers; 0 tokens take as long as 1."""
         row, along = _between(self._counts, np.maximum(tokens, self._counts[0]))
         column, across = _between(self._befores, before)
         table = self._seconds
@@ -63,24 +64,31 @@ class PricedTimes:
 
 
 def _between(edges: Floats, at: Any) -> tuple[Any, Any]:
-    """Behind which edge, and how far on the way to the next (above 1 beyond the last)."""
+    """Return the index of the edge at or before `at`, and the fraction of the way to the next.
+
+    The fraction is above 1 beyond the last edge.
+    """
     index = np.clip(np.searchsorted(edges, at, side="right") - 1, 0, len(edges) - 2)
     return index, (np.asarray(at) - edges[index]) / (edges[index + 1] - edges[index])
 
 
-class HeldTimes:
-    """Predicted times, held to measured ones: multiplied by how much longer prompts took that were
-    measured, straight between those and as the nearest beyond them.
+class CalibratedTimes:
+    """Predicted times, calibrated by measured ones.
+
+    They are multiplied by measured / predicted, interpolated linearly between measured prompts and
+    constant beyond them.
     """
 
-    def __init__(self, priced: PricedTimes, measured: PromptTimes, points: Sequence[Point]) -> None:
+    def __init__(
+        self, priced: PredictedTimes, measured: PromptTimes, points: Sequence[Point]
+    ) -> None:
         self._priced = priced
         self._befores = sorted({before for _, before, _ in points})[:2]
         self._ratios = []
         for at in self._befores:
-            counts = np.array(sorted(m for m, before, _ in points if before == at), float)
-            behind = np.full(counts.shape, float(at))
-            self._ratios.append((counts, measured(counts, behind) / priced(counts, behind)))
+            counts = np.array(sorted(m for m, start, _ in points if start == at), float)
+            before = np.full(counts.shape, float(at))
+            self._ratios.append((counts, measured(counts, before) / priced(counts, before)))
 
     def __call__(self, tokens: Any, before: Any) -> Any:
         """Return seconds for arrays of one shape, or numbers."""
@@ -92,11 +100,13 @@ class HeldTimes:
 
 
 class PromptTimes:
-    """Seconds of prompts, straight between measured lengths, and between (and beyond) the two
-    contexts that they were measured behind; the last slope beyond the longest. A count takes no
-    longer than a larger one, nor than behind a longer text: what was measured so was disturbed.
+    """Measured seconds of prompts, interpolated linearly, with the last slope beyond the longest.
 
-    `measured` are (tokens, tokens before, seconds), of one or two numbers of tokens before.
+    Between (and beyond) the two context lengths that prompts were measured after they are linear,
+    too. A prompt takes no longer than a longer one, nor than after a longer text: measurements that
+    say so were disturbed.
+
+    `measured` are (tokens, tokens before, seconds), with one or two values of tokens before.
     """
 
     def __init__(self, measured: Sequence[Point]) -> None:

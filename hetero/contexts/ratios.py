@@ -1,10 +1,10 @@
-"""How many bits each chunk of a context gets.
+"""The number of bits of each chunk of a context.
 
-`least_error` minimises the expected error sum(D_i · e(b_i)) for a number of bytes; D_i is a
-chunk's information density (LLMS, equation 1), e(b) the square of the model's measured relative
-error at b bits (with the error itself dense chunks get bits that cost the others more).
-`paper` is the paper's rule to the letter (equations 2 and 3): it maximises sum(D_i / ratio_i),
-which favours giving dense chunks few bits; it is here to be compared with.
+`least_error` minimises the expected error sum(D_i · e(b_i)) for a number of bytes; D_i is a chunk's
+information density (LLMS, equation 1), e(b) the square of the model's measured relative error at b
+bits (with the error itself dense chunks get bits that cost the others more). `paper` is the paper's
+rule (equations 2 and 3): it maximises sum(D_i / ratio_i), which favours giving dense chunks few
+bits; it is there for comparison.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ def least_error(
     nbytes: Mapping[int, int],
     errors: Mapping[int, float],
 ) -> list[int]:
-    """Bits of each chunk, exactly the least sum(D · e) in so many bytes; 2 for all where even that
-    does not fit. `nbytes` and `errors` are a chunk's by bits.
+    """Return the bits of each chunk with the least sum(D · e) within `budget_bytes`.
+
+    All get 2 bits where even that does not fit. `nbytes` and `errors` are a chunk's by bits.
 
     An optimum gives denser chunks no fewer bits, so two numbers describe it: how many chunks get 8
     bits, and how many 4. Given the first, the second is as large as the bytes allow.
@@ -46,8 +47,9 @@ def least_error(
 
 
 def paper(densities: Sequence[float], ratio: float = 0.5) -> list[int]:
-    """Bits of each chunk by equation (3): most sum(D / ratio), whose mean ratio is `ratio` (below
-    it by less than one step, where chunks do not divide).
+    """Return the bits of each chunk by equation (3): the most sum(D / ratio) of mean ratio `ratio`.
+
+    Where chunks do not divide, the mean is below it by less than one step.
     """
     order, sums = _ranked(densities)
     count = len(densities)
@@ -63,9 +65,7 @@ def paper(densities: Sequence[float], ratio: float = 0.5) -> list[int]:
 
 
 def _splits(count: int, budget: float, nbytes: Mapping[int, int]) -> list[tuple[int, int]]:
-    """Return every number of chunks with 8 bits, with the number of those with at least 4 that uses
-    the bytes up.
-    """
+    """Return every possible number of chunks with 8 bits, with the most that have at least 4."""
     heavy, middle, light = (nbytes[bits] for bits in NESTED)
     splits = []
     for top in range(count + 1):
@@ -77,7 +77,7 @@ def _splits(count: int, budget: float, nbytes: Mapping[int, int]) -> list[tuple[
 
 
 def _ranked(densities: Sequence[float]) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.float64]]:
-    """Indices, densest first (the earlier of equals), and sums of the first densities."""
+    """Return the indices, densest first (the earlier of equals), and the prefix sums."""
     values = np.asarray(densities, dtype=np.float64)
     order = np.argsort(-values, kind="stable")
     return order, np.concatenate([[0.0], np.cumsum(values[order])])

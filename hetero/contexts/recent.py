@@ -1,8 +1,8 @@
 """Recent texts of an app: a call that shares a prefix with one continues from it.
 
 They are in no log and end with the process; their keys and values are exact, and under the same
-budgets as all others. Their chunks have a root of their own: no context's, which may be kept with
-fewer bits, is ever taken for one of theirs.
+budgets as all others. Their chunks have a root of their own, so a context's chunk, which may have
+fewer bits, is never used for them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hetero.generation.loop import GenerationResult, Pending, Piece
 
 @dataclass(eq=False)
 class RecentText:
-    """One of them. `used` is the number of its last call; `switch` its cost."""
+    """One recent text. `used` is the number of its last call; `switch` its cost."""
 
     cached: CachedText
     used: int = 0
@@ -45,8 +45,10 @@ class RecentTexts:
         self._calls = 0
 
     def choose(self, tokens: Sequence[int], salt: str = "") -> int:
-        """Return the idle text that an answer to `tokens` replaces: the one that shares the longest
-        prefix, if that is most of it, else the least recently used.
+        """Return the idle text to replace by an answer to `tokens`.
+
+        It is the one that shares the longest prefix, if that is most of it, else the least recently
+        used.
         """
         root, texts = self._root(salt), self.texts
         shares = {
@@ -67,9 +69,10 @@ class RecentTexts:
         salt: str = "",
         **options: Any,
     ) -> WholeSteps[Piece | Pending | None]:
-        """Stream the answer to a whole text, which replaces text `at`; None for a step without a
-        piece. Texts of another `salt` are not reused. With `echo` and `logprobs` every token is
-        computed.
+        """Stream the answer to a whole text, which replaces text `at`.
+
+        A step without output yields None. Texts of another `salt` are not reused. With `echo` and
+        `logprobs` every token is computed.
         """
         return WholeSteps(self._steps(at, tokens, results, salt, options))
 
@@ -117,7 +120,7 @@ class RecentTexts:
 
     @whole
     def erase(self, at: int) -> int:
-        """Forget a text, and return how many tokens it had."""
+        """Delete a text, and return how many tokens it had."""
         service = self.app.service
         with service._lock.taken():
             self._check(at)
@@ -133,7 +136,7 @@ class RecentTexts:
 
     @whole
     def save(self, at: int, context: AppContext) -> None:
-        """Save a text as a context; its keys and values stay as long as this process."""
+        """Save a text as a context; its keys and values stay until the process ends."""
         self._check(at)
         cached = self.texts[at].cached
         context.become(cached.tokens)
@@ -142,9 +145,7 @@ class RecentTexts:
 
     @whole
     def restore(self, at: int, context: AppContext) -> None:
-        """Restore a context that `save` wrote, in this process or an earlier one, as a
-        recent text.
-        """
+        """Restore a context that `save` wrote, in any process, as a recent text."""
         saved = self._saved.get(context.id)
         if saved is None or tuple(saved.tokens) != context.tokens:
             saved = CachedText(self.app.name, self._root(""), list(context.tokens))

@@ -42,7 +42,7 @@ from hetero.contexts.measured import (
     measure_prompts,
     rates_of,
 )
-from hetero.contexts.prompt_times import price_prompts
+from hetero.contexts.prompt_times import predict_prompts
 from hetero.contexts.ratios import Rule
 from hetero.contexts.service_lock import WAIT_S, ServiceLock
 from hetero.contexts.slot_pool import Slot, SlotPool
@@ -64,23 +64,21 @@ class Service(Closing):
     """A model and the contexts of its applications, in a folder.
 
     `model` is what `LLM` takes, with `LLM`'s options, or an open `LLM`. `context_memory` bounds the
-    keys and values that are kept in memory for all contexts of all apps together, beside the one
-    cache that the devices compute in; `context_disk` what is in the folder; `contexts_per_app` how
-    many an app may have. `kv_bits` is how keys and values are kept: `mixed` (by information
-    density, all together in `kv_ratio` of the bytes of 8 bits), 16 (float16), 8, 4, 2, or `raw`
-    (float32, exact).
+    keys and values in memory of all contexts of all apps, without the one cache that the devices
+    compute in; `context_disk` bounds the folder; `contexts_per_app` is the most that an app may
+    have. `kv_bits` is the format of keys and values: `mixed` (by information density, `kv_ratio` of
+    the bytes of 8 bits overall), 16 (float16), 8, 4, 2, or `raw` (float32, exact).
 
-    What is in the folder is encrypted by `encryption_key`: 32 bytes, or a file that has them
-    (default: HETERO_ENCRYPTION_KEY of the environment, if it is there), which it then always needs.
+    The folder is encrypted with `encryption_key`: 32 bytes, or a file that has them (default:
+    HETERO_ENCRYPTION_KEY of the environment, if set). It is then needed to open the folder again.
 
     `eviction`, `swap` and `recompute` are for comparisons (`bench/lab/managers.py`).
 
-    One call runs at a time; calls of other threads wait for their turn, for `wait_s` seconds. With
-    `parallel` above 1 one thread may have so many streams at work, each in a cache of its own where
-    the memory budget has room for it, and `decode_together` lets the devices compute the next token
-    of all of them in one step. Signal handlers that raise (Ctrl-C) do so between two steps of an
-    answer, never inside one. A context manager. Raises `UserError` for a folder that is in use,
-    of another model, or unusable.
+    One call runs at a time; calls of other threads wait up to `wait_s` seconds. With `parallel`
+    above 1 one thread may run that many streams, each in a cache of its own where the memory budget
+    has room for it, and `decode_together` computes the next token of all of them in one step.
+    Signal handlers that raise (Ctrl-C) do so between two steps of an answer, never inside one. A
+    context manager. Raises `UserError` for a folder that is in use, of another model, or unusable.
     """
 
     def __init__(
@@ -150,7 +148,7 @@ class Service(Closing):
         `options` are those of its working set.
         """
         if mixed:
-            active.mass = ScoreStats(self.llm.max_seq_len)
+            active.score_stats = ScoreStats(self.llm.max_seq_len)
         working = WorkingSet(
             active,
             self.memory,
@@ -164,7 +162,7 @@ class Service(Closing):
 
     @whole
     def bind(self, app: str) -> App:
-        """Return an application, by a name of its choice; its contexts from before are there."""
+        """Return an application by its name; its contexts of earlier processes are there."""
         if not isinstance(app, str) or not app:
             raise UserError(f"an app's name must be a text that is not empty, got {app!r}")
         with self._lock.taken():
@@ -195,32 +193,34 @@ class Service(Closing):
         return total(slot.active.work for slot in self._slots)
 
     def room(self) -> bool:
-        """Return whether another stream of this thread can begin."""
+        """Return whether this thread can begin another stream."""
         return self._slots.room()
 
     def decode_together(self, on_device_busy: Callable[[], object] = lambda: None) -> None:
-        """Compute the next token of all streams at work, in as few steps of the devices as can be;
-        reading on gives the result. `on_device_busy` is called once while the devices compute: it
-        may read on where the last item of a stream is `PENDING`.
+        """Compute the next token of all running streams in as few device steps as possible.
+
+        Reading a stream then gives its token. `on_device_busy` is called once while the devices
+        compute: it may read on in streams whose last item is `PENDING`.
         """
         decode_together(self.llm.engine, self._slots.answers(), on_device_busy)
 
     @whole
     def warm(self) -> None:
-        """Make what streams that are at work together need, so that none of them waits for it."""
-        with ExitStack() as held, self._lock.taken(), suppress(UserError):
+        """Allocate what streams that run together need, so that none of them waits for it."""
+        with ExitStack() as stack, self._lock.taken(), suppress(UserError):
             engine = self.llm.engine
             contexts = [
-                held.enter_context(engine.new_context())
-                for _ in range(min(self._slots.most, engine.most_rows))
+                stack.enter_context(engine.new_context())
+                for _ in range(min(self._slots.max_slots, engine.max_rows))
             ]
             with engine.lock:
                 engine.deployment.warm_rows(contexts)
 
     @whole
     def close(self) -> None:
-        """Write what is to be written, free model and folder; idempotent. Waits for another
-        thread's call, and raises `UserError` where that does not end.
+        """Write what is left to write, close model and folder; idempotent.
+
+        Waits for another thread's call, and raises `UserError` where that does not end.
         """
         self._lock.end()
         if not self._lock.lost:
@@ -230,7 +230,7 @@ class Service(Closing):
         return self._apps[app].files
 
     def _make_room(self, nbytes: int) -> bool:
-        """On the disk, for a text: keys and values go."""
+        """Free disk space for a text, by removing keys and values."""
         disk, unbound = self.disk, self._unbound
         return make_room(nbytes, self.memory, self._files, lambda: disk.free, set(), unbound)
 
@@ -245,8 +245,9 @@ class Service(Closing):
         options: dict[str, Any],
         results: list[GenerationResult],
     ) -> Iterator[Piece | Pending | None]:
-        """Yield pieces of the answer to a whole text on a lane, step by step. With the option
-        `ahead` there may be a `PENDING` before a piece, but not before the first.
+        """Yield the text deltas of the answer to a whole text in a slot, step by step.
+
+        With the option `ahead` there may be a `PENDING` before a delta, but not before the first.
         """
         options = options | {"context": slot.active, "reuse": True}
         ahead, begun = options.pop("ahead", False), False
@@ -264,9 +265,7 @@ class Service(Closing):
         return ServiceDirectory(path, identity, layout, self._vault)
 
     def _measured(self) -> tuple[ChunkCodec, ChunkDecoder]:
-        """Return the model's codec and who decodes; what is measured beside is kept in
-        the folder.
-        """
+        """Return the model's codec and the fastest decoder; the folder keeps the measurements."""
         directory, about = self._directory, self._directory.about
         vocabulary, layout = self.llm.model.config.vocab_size, self._active.cache.layout
         if not {"channels", "errors"} <= about.keys():
@@ -286,7 +285,7 @@ class Service(Closing):
             directory.save(
                 measured_on=measured_on,
                 prompts=measure_prompts(self._active, vocabulary, self._prefill),
-                predicted=price_prompts(engine.deployment.forms.prompt_s, engine.max_seq_len)
+                predicted=predict_prompts(engine.deployment.forms.prompt_s, engine.max_seq_len)
                 if priced
                 else [],
                 **measure_chunks(self._active, codec, directory.path, known.values()),
@@ -296,8 +295,9 @@ class Service(Closing):
 
 
 def _model(model: str | LLM, options: dict[str, Any]) -> LLM:
-    """Return a service's model, whose caches keep all of a text: it may be cut anywhere, and goes
-    on.
+    """Return a service's model, whose caches keep a whole text.
+
+    It may be cut anywhere and continued.
     """
     if not isinstance(model, LLM):
         return LLM(model, **options | {"whole_caches": True})
@@ -314,7 +314,7 @@ def _model(model: str | LLM, options: dict[str, Any]) -> LLM:
 
 
 class App:
-    """An application of a service: its contexts, and nobody else's. Made by `Service.bind`."""
+    """An application of a service: its own contexts, and no other's. Made by `Service.bind`."""
 
     def __init__(
         self, service: Service, name: str, root: bytes, folder: Path, files: ChunkFiles
@@ -340,9 +340,11 @@ class App:
     def new_context(
         self, *, system: str = "", chat: bool = True, name: str | None = None
     ) -> AppContext:
-        """Return another context. With `chat` prompts are messages in the model's template, after
-        the system message; without, each goes on from the text so far, which begins with `system`.
-        `name` is its id: 32 hexadecimal digits that no other has (default: drawn).
+        """Return a new context.
+
+        With `chat` prompts are messages in the model's template, after the system message; without,
+        each continues the text so far, which begins with `system`. `name` is its id: 32 hexadecimal
+        digits that no other has (default: random).
 
         Raises `UserError` where the app has as many as it may.
         """
@@ -386,9 +388,9 @@ class App:
 
 
 class AppContext:
-    """A context that persists: its text, whose keys and values are kept as long as there is room.
+    """A context that persists: its text, and its keys and values as long as there is room.
 
-    `id` is its name for good. `last_switch` says what it took to get it in place for its last call.
+    `id` never changes. `last_switch` is the cost of loading it for its last call.
     """
 
     def __init__(self, app: App, name: str, log: TextLog) -> None:
@@ -400,7 +402,7 @@ class AppContext:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """Return ids of the text that is on the disk."""
+        """Return the token ids of the text on the disk."""
         return tuple(self._log.text.tokens)
 
     @property
@@ -415,9 +417,7 @@ class AppContext:
         return True
 
     def where(self) -> dict[str, int]:
-        """Return how many of its chunks are where: by bits in memory, on the disk alone, text
-        alone.
-        """
+        """Count its chunks by where they are: bits in memory, only on the disk, or only text."""
         return self.app.service.memory.histogram(self._cached.chunks)
 
     def nbytes(self) -> int:
@@ -426,23 +426,22 @@ class AppContext:
 
     @whole
     def become(self, tokens: Sequence[int]) -> None:
-        """Its text is this one, and on the disk, when this returns; what it has of its keys and
-        values stays.
-        """
+        """Set its text, which is on the disk when this returns; a common prefix stays cached."""
         with self.app.service._lock.taken():
             self._check()
             self._log.append(tokens, ())
 
     def call(self, prompt: str, **options: Any) -> GenerationResult:
-        """Return the answer to a prompt, when prompt and answer are on the disk."""
+        """Return the answer to a prompt, once both are on the disk."""
         results: list[GenerationResult] = []
         for _ in WholeSteps(self._answer(prompt, options, results)):
             pass
         return results[0]
 
     def stream(self, prompt: str, **options: Any) -> Iterator[Piece]:
-        """Yield pieces of the answer. One that is not read to its end is not part of the
-        context.
+        """Yield the text deltas of the answer.
+
+        An answer that is not read to its end does not join the context.
         """
         steps = WholeSteps[Piece | Pending | None](self._answer(prompt, options, []))
         return (piece for piece in steps if isinstance(piece, Piece))
@@ -450,9 +449,10 @@ class AppContext:
     def stream_text(
         self, tokens: Sequence[int], results: list[GenerationResult], **options: Any
     ) -> WholeSteps[Piece | Pending | None]:
-        """Return pieces of the answer to a whole text, which takes the place of the context's own;
-        what they share at the beginning is kept. None for a step of the devices that gave none. The
-        result is added to `results` when all is on the disk. Options are those of `LLM.stream`.
+        """Return the steps of the answer to a whole text, which replaces the context's own.
+
+        A common prefix is reused. A step is a text delta, or None where it gave none. The result is
+        added to `results` when all is on the disk. Options are those of `LLM.stream`.
         """
         return WholeSteps(self._become_answered(tokens, results, options))
 
@@ -471,7 +471,7 @@ class AppContext:
 
     @whole
     def fork(self) -> AppContext:
-        """Return an equal context, which goes its own way; chunks are shared."""
+        """Return an independent copy of the context; chunks are shared."""
         service, text = self.app.service, self._log.text
         with service._lock.taken():
             self._check()
@@ -492,7 +492,7 @@ class AppContext:
 
     @whole
     def delete(self) -> None:
-        """Text, keys and values are gone from the disk when this returns; idempotent."""
+        """Delete text, keys and values from the disk, before this returns; idempotent."""
         service = self.app.service
         with service._lock.taken():
             if self._deleted:
@@ -528,7 +528,7 @@ class AppContext:
 
     @contextmanager
     def _at_work(self) -> Iterator[None]:
-        """A call of this context runs inside the block."""
+        """Mark the context as busy inside the block."""
         self._check()
         self._busy = True
         try:
@@ -555,7 +555,7 @@ class AppContext:
         slot.working.swap_out(self._cached)
 
     def _whole(self, prompt: str, options: dict[str, Any]) -> tuple[list[int], list[Any]]:
-        """Return tokens of the text with the prompt; the messages, of a chat."""
+        """Return the tokens of the text with the prompt, and the messages of a chat."""
         service, text = self.app.service, self._log.text
         if text.chat:
             history = [*text.messages, {"role": "user", "content": prompt}]
@@ -571,10 +571,10 @@ class AppContext:
         return [*text.tokens, *tokens], []
 
     def _continued(self, history: list[Any]) -> list[int]:
-        """Return the text so far, with its answers as the model made them, then what the template
-        puts behind an answer: a text that is told anew from its messages often has other tokens.
+        """Return the text so far with the answers' own tokens, then the template's text of a turn.
 
-        That is where two conversations that differ in the last answer alone are equal again.
+        A text that is rendered again from its messages often has other tokens. The new turn begins
+        where two conversations that differ only in their last answer are equal again.
         """
         if len(history) < 3 or history[-2]["role"] != "assistant":
             return []
@@ -589,7 +589,7 @@ class AppContext:
         return [*self.tokens, *one[-count:]] if count else []
 
     def _find(self, places: dict[bytes, Any]) -> None:
-        """Its chunks, and where they lie on the disk since before."""
+        """Find its chunks, and their places on the disk."""
         service = self.app.service
         first, used = service.compression.first, self._log.text.used
         service._working.tick(used)

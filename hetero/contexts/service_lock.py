@@ -13,12 +13,14 @@ from hetero.backends.host.signals import let_handlers_run
 from hetero.errors import UserError
 
 WAIT_S: Final = 600.0  # for the calls of other threads
-_POLL_S: Final = 0.1  # how often signals are looked for meanwhile
+_POLL_S: Final = 0.1  # how often signals are polled meanwhile
 
 
 class ServiceLock:
-    """Held by each call. Other threads wait, for `wait_s` at most; the same thread is refused, or
-    with `joins` its overlapping calls share the lock.
+    """The lock that every call takes.
+
+    Other threads wait, for `wait_s` at most; the same thread is refused, or with `joins` its
+    overlapping calls share the lock.
 
     Raises `UserError` there, when the service is closed, and in a child that was forked from its
     process, whose threads are not in the child.

@@ -18,8 +18,9 @@ from hetero.runtime.kv.context import Context
 
 @dataclass(eq=False)
 class Slot:
-    """A context of the model for one call at a time, and the answer that is generated there. `used`
-    is the number of its last call.
+    """A context of the model for one call at a time, and the answer that is generated there.
+
+    `used` is the number of its last call.
     """
 
     active: Context
@@ -30,12 +31,13 @@ class Slot:
 
 
 class SlotPool:
-    """Up to `most` slots. `more` allocates one; where it raises `UserError`, for want of memory,
-    the pool stops growing.
+    """Up to `max_slots` slots. `more` allocates one.
+
+    Where it raises `UserError`, because memory is short, the pool stops growing.
     """
 
-    def __init__(self, first: Slot, more: Callable[[], Slot], most: int) -> None:
-        self.most = most
+    def __init__(self, first: Slot, more: Callable[[], Slot], max_slots: int) -> None:
+        self.max_slots = max_slots
         self._slots, self._more = [first], more
         self._calls = 0
 
@@ -45,17 +47,19 @@ class SlotPool:
     def room(self) -> bool:
         """Return whether another call can begin; allocate a slot for it if none is idle."""
         idle = any(not slot.busy for slot in self._slots)
-        if not idle and len(self._slots) < self.most:
+        if not idle and len(self._slots) < self.max_slots:
             try:
                 self._slots.append(self._more())
             except UserError:
-                self.most = len(self._slots)
+                self.max_slots = len(self._slots)
         return any(not slot.busy for slot in self._slots)
 
     @contextmanager
     def taken(self, root: bytes, tokens: Sequence[int]) -> Iterator[Slot]:
-        """Lend a slot for a call on a text of this root: the idle one whose cache shares the
-        longest prefix with it, else the least recently used. Raises `UserError` if all are busy.
+        """Lend a slot for a call on a text of this root.
+
+        It is the idle one whose cache shares the longest prefix with it, else the least recently
+        used. Raises `UserError` if all are busy.
         """
         if not self.room():
             raise UserError(

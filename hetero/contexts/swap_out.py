@@ -26,22 +26,23 @@ from hetero.errors import UserError
 from hetero.runtime.kv.kv_cache import KvCache
 
 When: TypeAlias = Literal["ahead", "pressure", "never"]
-_POLL_S: Final = 0.1  # how often signals are looked for in a wait
-STALLED_S: Final = 60.0  # nothing is encoded, written or read: nobody waits longer
+_POLL_S: Final = 0.1  # how often signals are polled in a wait
+STALLED_S: Final = 60.0  # the longest wait while nothing is encoded, written or read
 
 
 def stalled(what: str, wait_s: float) -> UserError:
-    """Return the error of a disk that hangs, or a processor that is never free."""
+    """Return the error of a disk that hangs, or a thread that gets no processor time."""
     return UserError(
-        f"no keys and values of a context have been {what} for {wait_s:g} s: see whether the disk "
-        "of the contexts' directory answers, and try again"
+        f"no keys and values of a context have been {what} for {wait_s:g} s: check "
+        "that the disk of the contexts' directory responds, and try again"
     )
 
 
 @dataclass
 class SwapJob:
-    """Chunks of one text that only a cache holds, in order. `durable` chunks survive a crash of the
-    system, which takes most of the time.
+    """Chunks of one text that are only in a cache, in order.
+
+    `durable` chunks survive a crash of the system, which takes most of the time.
     """
 
     chunks: Sequence[Chunk]
@@ -51,10 +52,10 @@ class SwapJob:
 
 
 class SwapOut:
-    """The thread. `files` returns an app's files; `faults` are the errors of failed writes.
+    """The writing thread. `files` returns an app's files; `faults` are the errors of failed writes.
 
-    `when` is `ahead` (of need); to compare with, chunks are written as they leave the memory
-    (`pressure`), or `never`.
+    `when` is `ahead` (of need) or, for comparison, `pressure` (chunks are written as they leave the
+    memory) or `never`.
     """
 
     def __init__(
@@ -88,9 +89,7 @@ class SwapOut:
         self._jobs.put(job)
 
     def wait_encoded(self, cache: KvCache) -> None:
-        """Wait until every job of this cache is encoded. Raises `UserError` if the thread
-        stalls.
-        """
+        """Wait until each job of this cache is encoded. Raises `UserError` if the thread stalls."""
         with self._idle:
             jobs = [job for job in self._open if job.cache is cache]
         for job in jobs:

@@ -1,11 +1,11 @@
-"""The text of one context on the disk: a log that is only appended to.
+"""The text of one context on the disk: an append-only log.
 
-A record is u32 length, payload (JSON), u32 CRC of both. The first says what the context is; each
-further one is a turn: how much of the text before it stays, and the tokens (and messages) behind
-that. A turn is on the disk when `append` returns, which is when a call may be called answered. A
-log that ends in the middle of a record goes on behind the one before it: what was never
-acknowledged is gone, nothing else. A damaged record with others behind it is no such end, and is
-refused, as is a log of another version.
+A record is u32 length, payload (JSON), u32 CRC of both. The first describes the context; each
+further one is a turn: how much of the text before it stays, and the tokens (and messages) after
+that. A turn is on the disk when `append` returns, and only then may a call count as answered. A log
+that ends in the middle of a record continues after the record before it: only what was never
+acknowledged is lost. A damaged record with others after it is an error, as is a log of another
+version.
 """
 
 from __future__ import annotations
@@ -35,14 +35,16 @@ MakeRoom: TypeAlias = Callable[[int], bool]
 
 
 def no_room(_: int) -> bool:
-    """There is nothing that a text comes before."""
+    """Return false: there is nothing to remove for a text."""
     return False
 
 
 @dataclass
 class Text:
-    """The text of a context. `messages` are those of a chat; `created` in seconds since 1970,
-    `used` the time of its last call as a chunk's.
+    """The text of a context.
+
+    `messages` are those of a chat; `created` is in seconds since 1970, `used` the logical time of
+    its last call, as a chunk's.
     """
 
     system: str = ""
@@ -54,10 +56,10 @@ class Text:
 
 
 class TextLog:
-    """One context's log. Used by one thread at a time.
+    """One context's log, used by one thread at a time.
 
-    `make_room(bytes)` takes away what texts come before: keys and values. Raises `UserError` where
-    the disk, or the contexts' share of it, has no room even so.
+    `make_room(bytes)` removes keys and values to make room for texts. Raises `UserError` where the
+    disk, or the contexts' share of it, has no room even then.
     """
 
     def __init__(
@@ -82,7 +84,7 @@ class TextLog:
         make_room: MakeRoom = no_room,
         vault: Vault | None = None,
     ) -> TextLog:
-        """Return a new log, on the disk."""
+        """Return a new log, written to the disk."""
         log = cls(path, budget, text, make_room, _Records(vault, path.name))
         log._rewrite()
         return log
@@ -95,8 +97,9 @@ class TextLog:
         make_room: MakeRoom = no_room,
         vault: Vault | None = None,
     ) -> TextLog:
-        """Return a log as it is on the disk, up to its last whole record. Raises `UserError` if it
-        is damaged before its end, or of another version.
+        """Return a log read from the disk, up to its last whole record.
+
+        Raises `UserError` if it is damaged before its end, or of another version.
         """
         try:
             data = path.read_bytes()
@@ -106,10 +109,10 @@ class TextLog:
             ) from error
         records = _Records(vault, path.name)
         text, stop = records.read(data)
-        if text is None or records.damaged or _goes_on(data, stop):
+        if text is None or records.damaged or _is_followed(data, stop):
             raise UserError(
                 f"{path}: is damaged at byte {stop}, or of another version of hetero: restore it, "
-                "or remove it to go on without this context"
+                "or remove it to continue without this context"
             )
         if not budget.take(stop) and not (make_room(stop) and budget.take(stop)):
             raise DiskFullError(
@@ -121,15 +124,15 @@ class TextLog:
     def append(
         self, tokens: Sequence[int], messages: Sequence[dict[str, Any]] = (), *, used: int = 0
     ) -> None:
-        """The text is now this; it is on the disk when this returns."""
+        """Set the text; it is on the disk when this returns."""
         keep = _common(self.text.tokens, tokens)
-        told = _common(self.text.messages, messages)
+        same = _common(self.text.messages, messages)
         record = self._records.packed(
             {
                 "keep": keep,
                 "tokens": list(tokens[keep:]),
-                "told": told,
-                "messages": list(messages[told:]),
+                "told": same,
+                "messages": list(messages[same:]),
                 "used": used,
             }
         )
@@ -153,14 +156,14 @@ class TextLog:
                 self._rewrite()
 
     def delete(self) -> None:
-        """Gone from the disk when this returns."""
+        """Delete the log; it is off the disk when this returns."""
         self.path.unlink(missing_ok=True)
         sync_directory(self.path.parent)
         self._budget.give(self._size)
         self._size = 0
 
     def _rewrite(self) -> None:
-        """The same text in two records, in the place of all."""
+        """Replace all records by two with the same text."""
         text = self.text
         about = {
             "version": VERSION,
@@ -195,8 +198,9 @@ class TextLog:
 
 
 class _Records:
-    """How the records of one log are packed: `count` of them are on the disk. `damaged`: one is
-    whole and does not open.
+    """The encoding of one log's records, of which `count` are on the disk.
+
+    `damaged`: a complete record does not open.
     """
 
     def __init__(self, vault: Vault | None, name: str) -> None:
@@ -213,7 +217,7 @@ class _Records:
         return _framed(salt)
 
     def packed(self, value: dict[str, Any]) -> bytes:
-        """Return a record, which is the next one."""
+        """Return the encoded next record."""
         payload = json.dumps(value, separators=(",", ":")).encode()
         return _framed(payload if self._box is None else self._box.seal(payload, self._place))
 
@@ -258,9 +262,10 @@ def _framed(payload: bytes) -> bytes:
     return head + payload + _U32.pack(zlib.crc32(head + payload))
 
 
-def _goes_on(data: bytes, at: int) -> bool:
-    """Return whether something was written behind the record at `at`, which is not sound. (A file
-    that was made longer before its bytes were written, when power was lost, has zeros there.)
+def _is_followed(data: bytes, at: int) -> bool:
+    """Return whether something follows the damaged record at `at`.
+
+    A file that was extended before its bytes were written, when power was lost, has zeros there.
     """
     if at + 8 > len(data) or not any(data[at:]):
         return False

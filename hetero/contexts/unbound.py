@@ -1,7 +1,7 @@
-"""Files of applications that nobody has bound yet: their bytes count, and they make room, too.
+"""Files of applications that are not bound yet: their bytes count, and they can be removed.
 
-An application's name is not on the disk, so its chunks cannot be found before it is bound; how many
-bytes they are, and when they were written, can.
+An application's name is not on the disk, so its chunks are unknown before it is bound; their bytes,
+and when they were written, are known.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hetero.errors import DiskFullError
 
 
 class UnboundFile(NamedTuple):
-    """A file of chunks; `written` in milliseconds since 1970, as a chunk's `used`."""
+    """A file of chunks; `written` is in milliseconds since 1970, as a chunk's `used`."""
 
     written: int
     path: Path
@@ -24,12 +24,14 @@ class UnboundFile(NamedTuple):
 
 
 class UnboundApps:
-    """Files of apps that are not bound. Bytes are taken from `budget`; files of
-    chunks that it has no room for go, the oldest first, and so does what a killed writer left.
+    """Files of apps that are not bound.
 
-    Raises `UserError` where the texts alone do not fit. Used by the thread whose turn it is and,
-    for `oldest` and `remove`, by the one that writes; calls of both do not overlap with `bind`,
-    which is made when nothing is being written.
+    Their bytes are taken from `budget`; files of chunks that it has no room for are removed, the
+    oldest first, as are the remains of killed writers.
+
+    Raises `UserError` where the texts alone do not fit. Used by the thread that has the lock and,
+    for `oldest` and `remove`, by the writing thread; neither overlaps with `bind`, which is called
+    when nothing is being written.
     """
 
     def __init__(self, apps: Path, budget: ByteBudget) -> None:
@@ -65,7 +67,7 @@ class UnboundApps:
             self._add(_described(path))
 
     def bind(self, folder: Path) -> None:
-        """Its files are counted by someone else from here on."""
+        """Stop counting a folder's files: the bound app counts them."""
         self._budget.give(self._texts.pop(folder, 0))
         self._budget.give(sum(file.nbytes for file in self._chunks.pop(folder, [])))
 
@@ -75,7 +77,7 @@ class UnboundApps:
             yield from list(files)
 
     def remove(self, file: UnboundFile) -> None:
-        """A file goes: its text stays."""
+        """Remove a file of chunks; the texts stay."""
         with suppress(OSError):
             file.path.unlink(missing_ok=True)
         files = self._chunks.get(file.path.parent, [])
@@ -85,7 +87,7 @@ class UnboundApps:
 
 
 def remove_partials(folder: Path) -> None:
-    """Remove what killed writers left in the folder of an app, which belongs to this process."""
+    """Remove the remains of killed writers from an app's folder, which belongs to this process."""
     for path in folder.glob(".*.partial"):
         with suppress(OSError):
             path.unlink(missing_ok=True)

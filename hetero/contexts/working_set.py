@@ -1,11 +1,11 @@
 """The cache that the devices compute in, and how contexts are loaded into it and leave it.
 
-    enter   Load: what the text has in the cache already stays; chunks in memory are decoded, chunks
-            on the disk read, layer by layer by a thread while the prompt's call runs; missing
-            chunks, and those slower to read than to compute, join the prompt's own call.
-    leave   the text is what the cache holds now; new chunks are swapped out ahead of time.
+    enter   Load: the common prefix stays in the cache; chunks in memory are decoded, chunks on the
+            disk read, layer by layer by a thread while the prompt's call runs; missing chunks, and
+            those slower to read than to compute, join the prompt's own call.
+    leave   the text becomes what the cache holds now; new chunks are swapped out ahead of time.
 
-Only chunks of the text itself, or of another text of the same app that begins the same, are used.
+Only chunks of the text itself, or of another text of the same app with the same prefix, are used.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class LiveContext(Protocol):
     """The context that the devices compute on (`hetero.runtime.kv.context.Context`)."""
 
     gate: LayerGate | None
-    mass: ScoreStats | None
+    score_stats: ScoreStats | None
 
     @property
     def cache(self) -> KvCache:
@@ -56,7 +56,7 @@ class LiveContext(Protocol):
         """Return the text."""
 
     def adopt(self, tokens: Sequence[int]) -> None:
-        """Set the text: the cache holds these tokens from here on."""
+        """Set the text: the cache holds these tokens now."""
 
 
 @dataclass(eq=False)
@@ -73,10 +73,10 @@ class CachedText:
 class Switch:
     """The cost of loading a context.
 
-    `ready_s` until the prompt's call could begin, `waited_s` what that call then waited for layers;
-    `recomputed_tokens` were computed for want of keys and values, `riding_tokens` of them in the
-    prompt's own call. `bits`: how many of its chunks were where before. The break-even speed is
-    that of a disk from which on reading pays.
+    `ready_s` is the time until the prompt's call could begin, `waited_s` what that call then waited
+    for layers; `recomputed_tokens` had no keys and values to load, `riding_tokens` of them were
+    computed in the prompt's own call. `bits` counts its chunks by where they were before. Above the
+    break-even speed of a disk reading is faster than computing.
     """
 
     ready_s: float = 0.0
@@ -94,21 +94,24 @@ class Switch:
 
     @property
     def switch_s(self) -> float:
-        """Return seconds of the first token's time that the switch took, at most: a device with a
-        queue may have computed while its layers were waited for. Tokens that rode are not counted.
+        """Return the part of the time to the first token that the switch took, at most.
+
+        A device with a queue may have computed while it waited for layers. Tokens computed in the
+        prompt's own call are not counted.
         """
         return self.ready_s + self.waited_s
 
 
 class CallTimes:
-    """Logical times of calls, for all slots of a service. `last`: of the one that returned last."""
+    """Logical times of calls, for all slots of a service. `last` is that of the latest call."""
 
     def __init__(self) -> None:
         self.last = 0
 
     def tick(self, after: int = 0) -> int:
-        """Return the time of a call that has returned: later than any before, those of other
-        processes too (`after`, of one that was stored).
+        """Return the time of a call that has returned.
+
+        It is later than any before, those of other processes included (`after`, a stored time).
         """
         self.last = max(self.last + 1, after, time.time_ns() // 1_000_000)
         return self.last
@@ -116,7 +119,7 @@ class CallTimes:
 
 @dataclass
 class _Load:
-    """A load under way: chunks with the codes that they are read into (None: in memory)."""
+    """A running load: chunks with the codes that they are read into, and whether they are read."""
 
     chunks: list[tuple[Chunk, Codes, bool]]
     gate: LayerGate
@@ -125,9 +128,10 @@ class _Load:
 
 
 class WorkingSet:
-    """Used by the thread that holds the `ServiceLock`. `prefill` computes tokens on the active
-    context; `files` gives an app's chunks on the disk; `decoder` (default: the host's) works on the
-    thread that loads.
+    """Used by the thread that has the `ServiceLock`.
+
+    `prefill` computes tokens on the active context; `files` returns an app's chunks on the disk;
+    `decoder` (default: the host's) works on the loading thread.
     """
 
     def __init__(
@@ -170,16 +174,16 @@ class WorkingSet:
     def answering(
         self, text: CachedText, tokens: Sequence[int], run: Callable[[Switch], Iterator[T]]
     ) -> Iterator[T]:
-        """Yield from `run` while the active context holds the prefix of a whole text to continue
-        from; the text's chunks stay in memory meanwhile.
+        """Yield from `run` while the active context holds the prefix of a text to continue from.
 
-        Where a chunk cannot be read `run` starts again without it; its first step fails
-        before anything is yielded. Raises what `run` and `prefill` do.
+        The text's chunks stay in memory meanwhile. Where a chunk cannot be read `run` starts again
+        without it; its first step fails before anything is yielded. Raises what `run` and `prefill`
+        do.
         """
         for attempt in range(TRIES):
             last = attempt == TRIES - 1  # a disk that keeps failing: the text alone
             same = takewhile(lambda c: tuple(tokens[c.start : c.stop]) == c.tokens, text.chunks)
-            known = list(same)  # what lies behind another beginning has other keys and values
+            known = list(same)  # after another prefix keys and values differ
             chunks = [] if last else known
             try:
                 with self._memory.pinned(chunks):
@@ -208,7 +212,7 @@ class WorkingSet:
         self._swap.wait_encoded(self._active.cache)
 
     def tick(self, after: int = 0) -> int:
-        """See `CallTimes.tick`."""
+        """Return the logical time of a call that has returned (`CallTimes.tick`)."""
         return self._times.tick(after)
 
     def shared(self, root: bytes, tokens: Sequence[int]) -> int:
@@ -222,6 +226,7 @@ class WorkingSet:
 
     def leave(self, text: CachedText, bits: int) -> list[Chunk]:
         """Take over the active context's text as of the last `tick`, and return its chunks.
+
         `swap_out` follows.
         """
         active = self._active
@@ -230,15 +235,16 @@ class WorkingSet:
             text.chunks = self._memory.table.refer(text.app, text.root, cached, bits)
             for chunk in text.chunks:
                 chunk.used = self._times.last
-            if active.mass is not None:
-                active.mass.give(text.chunks)
+            if active.score_stats is not None:
+                active.score_stats.give(text.chunks)
         text.tokens = list(active.tokens)
         self.release(before)
         return text.chunks
 
     def swap_out(self, text: CachedText, *, durable: bool = True) -> None:
-        """Encode and write, in the background, the chunks that only the active cache holds. Chunks
-        decoded in part from codes that were dropped are left out: they are computed again.
+        """Encode and write, in the background, the chunks that are only in the active cache.
+
+        Chunks decoded in part from codes that were dropped are left out: they are computed again.
         `durable`: they must survive a crash.
         """
         lossy = self._lossy
@@ -258,16 +264,16 @@ class WorkingSet:
     def _enter(self, text: CachedText, tokens: Sequence[int], chunks: Sequence[Chunk]) -> Switch:
         start_s = time.perf_counter()
         self._join_reader()
-        if self._active.mass is not None:
-            self._active.mass.reset()
+        if self._active.score_stats is not None:
+            self._active.score_stats.reset()
         switch = Switch(bits=self._memory.histogram(chunks))
-        kept = self.shared(text.root, tokens)
-        if kept < self._active.cached:
+        reused = self.shared(text.root, tokens)
+        if reused < self._active.cached:
             self._swap.wait_encoded(self._active.cache)
-        self._active.adopt(tokens[:kept])
-        self._lossy[kept:] = False
-        self._root, switch.reused_tokens = text.root, kept
-        wanted = [c for c in chunks if c.stop > kept and c.stop < len(tokens)]
+        self._active.adopt(tokens[:reused])
+        self._lossy[reused:] = False
+        self._root, switch.reused_tokens = text.root, reused
+        wanted = [c for c in chunks if c.stop > reused and c.stop < len(tokens)]
         if wanted:
             self._fill(wanted, tokens, switch)
         switch.ready_s = time.perf_counter() - start_s
@@ -281,8 +287,8 @@ class WorkingSet:
             self._unclaim(claimed.pop(chunk, None))
         gate: LayerGate | None = None
         try:
-            had = wanted[: plan.stop]
-            for missing, run in groupby(had, lambda c: not self._in_memory(c, claimed)):
+            loaded = wanted[: plan.stop]
+            for missing, run in groupby(loaded, lambda c: not self._in_memory(c, claimed)):
                 part = list(run)
                 start, stop = part[0].start, part[-1].stop
                 active.adopt(tokens[: max(start, active.cached) if missing else start])
@@ -333,16 +339,16 @@ class WorkingSet:
         self, wanted: Sequence[Chunk], claimed: dict[Chunk, Codes], tokens: int, switch: Switch
     ) -> LoadPlan:
         rates = self.rates
-        pieces = []
+        items = []
         for chunk in wanted:
             codes = chunk.codes or claimed.get(chunk)
             if codes is None:
-                pieces.append(LoadItem(len(chunk.tokens), 0.0, 0, missing=True))
+                items.append(LoadItem(len(chunk.tokens), 0.0, 0, missing=True))
             else:
                 read = codes.nbytes if chunk in claimed else 0
-                pieces.append(rates.piece(len(chunk.tokens), codes.bits, read))
+                items.append(rates.load_item(len(chunk.tokens), codes.bits, read))
         plan = plan_load(
-            pieces,
+            items,
             tokens - wanted[-1].stop,
             rates,
             self._codec.layers,

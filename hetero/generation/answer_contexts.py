@@ -92,8 +92,9 @@ class AnswerContexts:
             self._own.end()
 
     def _rewind(self, context: Context, tokens: Sequence[int], config: GenerationConfig) -> int:
-        """Keep what the context shares with the beginning of a whole text, if that is asked for;
-        how many tokens that are.
+        """Keep what the context shares with the beginning of a text; return how many tokens.
+
+        Only if reuse is requested.
         """
         whole = not config.reuse or (config.echo and config.logprobs is not None)
         kept = 0 if whole else context.shared(tokens[:-1])
@@ -103,15 +104,13 @@ class AnswerContexts:
         return context.cached
 
     def _without_start(self, context: Context, tokens: list[int]) -> list[int]:
-        """Return a text's tokens; without the one that a text begins with if it goes on from
-        another.
-        """
+        """Return a text's tokens, without the start token if the text continues another."""
         start = self._model.tokenizer.bos_id
         goes_on = len(context) > 0 and len(tokens) > 1 and tokens[0] == start
         return tokens[1:] if goes_on else tokens
 
     def _check_room(self, before: int, tokens: Sequence[int]) -> None:
-        """The context must hold the prompt, behind what it holds, and one token of an answer."""
+        """Raise `UserError` unless the prompt and one token of an answer fit the context."""
         if before + len(tokens) >= self._engine.max_seq_len:
             behind = f" after the {before} that it continues" if before else ""
             remedy = "truncate() the context" if before else "shorten the prompt"
@@ -122,7 +121,7 @@ class AnswerContexts:
             )
 
     def _check_shift(self, context: Context, keep: int, *, many: bool) -> None:
-        """A full context must have tokens that move, and some that go."""
+        """Raise `UserError` unless a full context has tokens to move, and some to drop."""
         check_shift(context.home)
         if many:
             raise UserError("several answers to one prompt share its context: no context_shift")

@@ -19,36 +19,36 @@ class StopFilter:
         if any(not stop for stop in stops):
             raise UserError("a stop text must not be empty")
         self._stops = tuple(stops)
-        self._held = ""
+        self._pending = ""
         self.stopped = False
         self.matched = ""  # the stop text that ended it
 
     def push(self, text: str) -> str:
         """Return text that is safe to show now."""
-        self._held += text
-        matches = [(at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        self._pending += text
+        matches = [(at, stop) for stop in self._stops if (at := self._pending.find(stop)) >= 0]
         if matches:
             self.stopped = True
             at, self.matched = min(matches)
-            shown, self._held = self._held[:at], ""
+            shown, self._pending = self._pending[:at], ""
             return shown
         keep = max((self._overlap(stop) for stop in self._stops), default=0)
-        cut = len(self._held) - keep
-        shown, self._held = self._held[:cut], self._held[cut:]
+        cut = len(self._pending) - keep
+        shown, self._pending = self._pending[:cut], self._pending[cut:]
         return shown
 
     def flush(self) -> str:
         """Return the rest of the text, at the end of the answer."""
-        shown, self._held = self._held, ""
+        shown, self._pending = self._pending, ""
         return shown
 
     def _overlap(self, stop: str) -> int:
-        longest = min(len(stop) - 1, len(self._held))
-        return next((n for n in range(longest, 0, -1) if self._held.endswith(stop[:n])), 0)
+        longest = min(len(stop) - 1, len(self._pending))
+        return next((n for n in range(longest, 0, -1) if self._pending.endswith(stop[:n])), 0)
 
 
 class AnswerText:
-    """What was said so far, after `echo`, the prompt's own text where it is part of it."""
+    """The text of an answer so far, after `echo`, the prompt's own text where it is part of it."""
 
     def __init__(self, decoder: StreamDecoder, stops: Sequence[str], echo: str) -> None:
         self._decoder, self._filter = decoder, StopFilter(stops)

@@ -73,8 +73,9 @@ class Conversation:
         self._context.save(path, messages=self.messages)
 
     def load(self, path: str | Path) -> None:
-        """Go on from a file that `save` wrote. Raises `ModelError`, and changes nothing, if it is
-        broken or of another model.
+        """Go on from a file that `save` wrote.
+
+        Raises `ModelError`, and changes nothing, if it is broken or of another model.
         """
         self.messages = self._context.load(path)
 

@@ -1,4 +1,4 @@
-"""How a model wants to be sampled: by its `generation_config.json`, or by its GGUF metadata."""
+"""Sampling defaults of a model, from its `generation_config.json` or its GGUF metadata."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _GGUF_NAMES: Final = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p",
 
 
 def model_sampling(source: Path | None) -> SamplingOptions:
-    """Sampling of a model's folder as its authors set it, empty where they set nothing.
+    """Return the sampling options that a model's authors set, empty where they set none.
 
-    A file with `do_sample` false asks for the likeliest token, whatever else it has. What is null
-    is not set. Raises `ModelError` for a value that no sampling can have.
+    A file with `do_sample` false asks for the likeliest token, whatever else it has. Null is not
+    set. Raises `ModelError` for a value that no sampling can have.
     """
     if source is not None and source.is_file():
         path, given = source, _of_gguf(source)

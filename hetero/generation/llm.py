@@ -134,22 +134,15 @@ class LLM(Closing):
 
     @property
     def context(self) -> Context:
-        """Return the model's own context, which a call without a context uses unless a stream has
-        it: it holds the last answer on it.
-        """
+        """Return the model's own context, with its last answer, for calls without a context."""
         return self._own.first
 
     def new_context(self) -> Context:
-        """Return an empty context, for `generate`, `stream` and the others to go on from.
-
-        Raises `UserError` where there is no memory for another one.
-        """
+        """Return an empty context. Raises `UserError` where there is no memory for another one."""
         return self._engine.new_context()
 
     def load_context(self, path: str | os.PathLike[str]) -> Context:
-        """Return a context that `Context.save` or `save_session` wrote. Raises `ModelError` if the
-        file is broken or of another model.
-        """
+        """Return a context that `Context.save` or `save_session` wrote. Raises `ModelError`."""
         context = self.new_context()
         try:
             context.load(path)
@@ -160,11 +153,11 @@ class LLM(Closing):
 
     @property
     def model(self) -> LoadedModel:
-        """Configuration, weights and tokenizer."""
+        """Return configuration, weights and tokenizer."""
         return self._loaded
 
     def encode(self, prompt: str, *, chat: bool = False) -> list[int]:
-        """Return token ids of a prompt; with `chat` as one user message in the model's template."""
+        """Return the token ids of a prompt; with `chat` as a message in the model's template."""
         if chat:
             return self.encode_chat([{"role": "user", "content": prompt}])
         if not prompt:
@@ -177,7 +170,7 @@ class LLM(Closing):
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Return text to token ids and back."""
+        """Return the tokenizer: text to token ids and back."""
         return self._loaded.tokenizer
 
     @overload
@@ -193,13 +186,14 @@ class LLM(Closing):
     def generate(
         self, prompt: str | Sequence[int] | list[str], **options: Unpack[GenerateOptions]
     ) -> GenerationResult | list[GenerationResult]:
-        """Return the answer to a prompt (text or token ids), greedy unless a temperature is given;
-        to a list of texts a list of answers, each as if it had been asked alone.
+        """Return the answer to a prompt (text or token ids), greedy unless a temperature is given.
+
+        A list of texts gives a list of answers, each as if it had been asked alone.
 
         With `chat` a text goes through the chat template first; ids are taken as they are, and the
-        answer is a text of its own instead of going on from the prompt. Equal seeds give equal
-        answers on one machine and plan. `speculative` tokens are guessed ahead from the text so
-        far (`hetero.generation.speculative`), which changes no answer.
+        answer is a text of its own instead of continuing the prompt. Equal seeds give equal answers
+        on one machine and plan. `speculative` tokens are guessed ahead from the text so far
+        (`hetero.generation.speculative`), which changes no answer.
         """
         if isinstance(prompt, list) and prompt and all(isinstance(x, str) for x in prompt):
             texts = cast("list[str]", prompt)
@@ -217,11 +211,11 @@ class LLM(Closing):
         n: int = 1,
         **options: Unpack[GenerateOptions],
     ) -> list[list[GenerationResult]]:
-        """`n` answers to each prompt, the likeliest (by mean log-probability) first.
+        """Return `n` answers to each prompt, the likeliest (by mean log-probability) first.
 
-        Answer i is drawn with seed + i; log-probabilities are always kept. A prompt is read once;
-        the other answers are drawn on forks, one at a time. With `context` every prompt goes on
-        from a fork of it, and it stays as it is.
+        Answer i is drawn with seed + i; log-probabilities are always computed. A prompt is read
+        once; the other answers are drawn on forks, one at a time. With `context` every prompt
+        continues a fork of it, and it stays as it is.
         """
         check_count("n", n)
         if isinstance(prompts, str):
@@ -237,7 +231,7 @@ class LLM(Closing):
     def _drawn(
         self, prompt: str | Sequence[int], n: int, config: GenerationConfig
     ) -> Iterator[GenerationResult]:
-        """Answers to one prompt; answer i is drawn with seed + i."""
+        """Yield answers to one prompt; answer i is drawn with seed + i."""
         given = config.context
         if given is not None:
             config = replace(config, context=self._engine.contexts.own(given).fork())
@@ -254,7 +248,7 @@ class LLM(Closing):
                 config.context.close()
 
     def __repr__(self) -> str:
-        """Model, devices and formats."""
+        """Return model, devices and formats."""
         return (
             f"LLM({self.model.name!r}, device={self.devices.mode!r}, "
             f"weights={self.model.weights.weight_format.value!r}, "
@@ -262,8 +256,10 @@ class LLM(Closing):
         )
 
     def stream(self, prompt: str | Sequence[int], **options: Unpack[GenerateOptions]) -> Generation:
-        """Return the answer as it comes: an iterator of pieces, whose `result()` is the whole
-        answer once it is exhausted. Its context is in use until then, or until `close()`.
+        """Return the answer as it comes: an iterator of text deltas.
+
+        Its `result()` is the whole answer once it is exhausted. Its context is in use until then,
+        or until `close()`.
         """
         return self._begin(prompt, read_options(options))
 
@@ -277,10 +273,7 @@ class LLM(Closing):
     def conversation(
         self, *, system: str | None = None, context: Context | None = None
     ) -> Conversation:
-        """Return a conversation with history, of which each turn prefills only what is new.
-
-        On the model's own context, which others use as well, or on one that it has for itself.
-        """
+        """Return a conversation, on the model's own context or one of its own."""
         return Conversation(self, system=system, context=context)
 
     def save_session(self, path: str | Path, *, messages: Sequence[Message] = ()) -> None:
@@ -288,9 +281,10 @@ class LLM(Closing):
         self.context.save(path, messages=messages)
 
     def load_session(self, path: str | Path) -> list[dict[str, Any]]:
-        """Put a saved context in the place of the model's own, for calls with `reuse`; returns its
-        messages. Raises `ModelError`, and changes nothing, if the file is broken or of another
-        model.
+        """Replace the model's own context by a saved one, for calls with `reuse`.
+
+        Returns its messages. Raises `ModelError`, and changes nothing, if the file is broken or of
+        another model.
         """
         return self.context.load(path)
 
@@ -309,8 +303,9 @@ class LLM(Closing):
             yield
 
     def close(self) -> None:
-        """Free the devices, when the step that runs is over; idempotent. Later calls, and streams
-        that are unfinished, raise `DeviceLostError`.
+        """Free the devices, when the running step is over; idempotent.
+
+        Later calls, and streams that are unfinished, raise `DeviceLostError`.
         """
         with self._engine.lock:
             self._engine.close()
@@ -327,12 +322,12 @@ class LLM(Closing):
         return self._answers.begin(tokens, config, is_text=is_text, keep_prompt=keep_prompt)
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        """Return token ids of a conversation, by the model's chat template."""
+        """Return the token ids of a conversation, by the model's chat template."""
         return self._loaded.encode_chat(check_messages(messages))
 
 
 def _finish(generation: Generation) -> GenerationResult:
-    """Return its whole answer."""
+    """Return the whole answer of a stream."""
     for _ in generation:
         pass
     return generation.result()

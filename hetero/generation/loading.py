@@ -169,9 +169,10 @@ class ModelLoader:
 
     @property
     def purpose(self) -> str:
-        """Return the key of the prewarm list, equal at every start with the same options: all that
-        decides which ones, and how they are fused, for a prewarmed kernel is not tried again. No
-        length of context, and nothing that `auto` compared.
+        """Return the key of the prewarm list, equal at every start with the same options.
+
+        It has all that decides which kernels are needed, and how they are fused, for a prewarmed
+        kernel is not self-tested again. No length of context, and nothing that `auto` compared.
         """
         names = [self.devices.name(kind) for kind in KINDS]
         model = (self.model.fingerprint, str(self.model.weights.weight_format))
@@ -215,8 +216,9 @@ class ModelLoader:
         return engine, OwnContexts(partial(engine.new_context, waits=True))
 
     def _check_caches(self) -> None:
-        """Where the plan has attention on an NPU that cannot read caches of the default format,
-        they are in float32. Raises `ModelError` if another one was asked for.
+        """Set float32 caches where an NPU computes attention and cannot read the default format.
+
+        Raises `ModelError` if another format was requested.
         """
         npu, rest = self.devices.devices.get("npu"), self.plan.rest
         if npu is None or not ("npu" in (rest.prefill, rest.decode) or self.plan.fused):

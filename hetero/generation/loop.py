@@ -1,4 +1,4 @@
-"""From a prompt to text: the generation loop, its results and statistics."""
+"""The generation loop, from a prompt to text, and its results."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Final, Literal, Self, TypeAlias
 from hetero.backends.errors import DeviceError
 from hetero.backends.host.closing import Closing
 from hetero.errors import UserError
+from hetero.generation.answer_stats import AnswerMeter, Stats, TimeSource
 from hetero.generation.answer_text import AnswerText
 from hetero.generation.options import GenerationConfig
 from hetero.generation.prompt_reader import PromptReader
 from hetero.generation.sampling import Logits, SamplingParams, TokenLogprob
 from hetero.generation.speculative import LookupDecoder
-from hetero.generation.stats import AnswerMeter, Stats, TimeSource
 from hetero.generation.token_chooser import TokenChooser
 from hetero.models import LoadedModel
 from hetero.runtime.engine import Engine
@@ -29,8 +29,9 @@ FinishReason: TypeAlias = Literal["stop", "length", "context"]
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """A part of the answer as it is generated. `text` may be empty; `token` is the id, `logprob`
-    its log-probability, if asked for.
+    """A delta of the answer as it is generated.
+
+    `text` may be empty; `token` is the id, `logprob` its log-probability, if requested.
     """
 
     text: str
@@ -40,7 +41,7 @@ class Piece:
 
 
 class Pending:
-    """Stands for a piece that the next call returns: see `Generation.advance`."""
+    """A placeholder of a delta that the next call returns: see `Generation.advance`."""
 
 
 PENDING: Final = Pending()
@@ -65,27 +66,30 @@ class GenerationResult:
 
     @property
     def mean_logprob(self) -> float:
-        """Mean log-probability of the answer's tokens; minus infinity without `logprobs`."""
+        """Return the mean log-probability of the answer's tokens.
+
+        Minus infinity without `logprobs`.
+        """
         if not self.logprobs:
             return -math.inf
         return sum(x.logprob for x in self.logprobs) / len(self.logprobs)
 
 
 class Generation(Iterator[Piece], Closing):
-    """One answer in the making. Iterate over its pieces, then ask for the `result`.
+    """A running answer. Iterate over its deltas, then ask for the `result`.
 
-    Or drive it from outside: `step` runs the devices once and gives a piece, if there is one, until
-    it is `finished`. The devices are held for a step at a time, so several generations on contexts
+    Or drive it from outside: `step` runs the devices once and gives a delta, if there is one, until
+    it is `finished`. The devices are taken for a step at a time, so several generations on contexts
     of their own take turns as their readers ask, from one thread or from many; a slow reader keeps
-    no thread waiting. Its context is its own until it is finished or closed, and then holds
-    the prompt and the answer, whose last token is still to be computed. A generation itself
-    is used by one thread at a time.
+    no thread waiting. Its context is its own until it is finished or closed, and then has the
+    prompt and the answer, whose last token is still to be computed. A generation itself is used by
+    one thread at a time.
 
-    `hold` is its use of the context, and `ended` is called when that is over. `prompt` goes on from
-    what `context` holds. The first `reused` tokens of it are there already
-    and counted only. With `logprobs` (how many alternatives) every token's log-probability is kept;
-    with `echo` the prompt is part of the text, and of the log-probabilities. With `keep_prompt` the
-    context is not given up before `close`, and `fork` gives further answers.
+    `hold` is its use of the context, and `ended` is called when that is over. `prompt` continues
+    the text of `context`. The first `reused` tokens of it are there already and counted only. With
+    `logprobs` (how many alternatives) every token's log-probability is kept; with `echo` the prompt
+    is part of the text, and of the log-probabilities. With `keep_prompt` the context is not
+    released before `close`, and `fork` gives further answers.
     """
 
     def __init__(
@@ -141,7 +145,7 @@ class Generation(Iterator[Piece], Closing):
         return self
 
     async def __anext__(self) -> Piece:
-        """Return the next piece, computed in a thread: the event loop goes on meanwhile."""
+        """Return the next delta, computed in a thread while the event loop continues."""
         import asyncio  # heavy (it brings sockets and TLS), and its callers have it
 
         piece = await asyncio.to_thread(next, self, None)
@@ -156,16 +160,19 @@ class Generation(Iterator[Piece], Closing):
         raise StopIteration
 
     def step(self) -> Piece | None:
-        """Run the devices once: a call of the prompt, or for the next token. None while the prompt
-        is read. Raises `ValueError` if it is finished, else what the engine does.
+        """Run the devices once: a call of the prompt, or for the next token.
+
+        None while the prompt is read. Raises `ValueError` if it is finished, else what the engine
+        does.
         """
         piece = self.advance()
         return self.step() if isinstance(piece, Pending) else piece
 
     def advance(self) -> Piece | Pending | None:
-        """Advance as `step` does, but return `PENDING` where the answer continues whatever the
-        piece says: the next call returns it, and runs no device, so another step can begin before
-        its text is decoded.
+        """Advance as `step` does, but return `PENDING` where the answer continues in any case.
+
+        The next call returns the delta, and runs no device, so another step can begin before its
+        text is decoded.
         """
         if self.finished:
             raise ValueError("this answer is finished: ask for its result")
@@ -190,7 +197,7 @@ class Generation(Iterator[Piece], Closing):
         return piece
 
     def _run(self) -> bool:
-        """Run the devices once; whether a token was chosen."""
+        """Run the devices once; return whether a token was chosen."""
         self._hold.thread = threading.get_ident()
         self._engine.lock.check()
         with self._engine.lock:
@@ -211,18 +218,19 @@ class Generation(Iterator[Piece], Closing):
 
     @property
     def wanted(self) -> int | None:
-        """Return the token whose logits the next `step` computes, if `give` may give them: not
-        while the prompt is read, nor where tokens are guessed, or some must be forgotten first.
+        """Return the token whose logits the next `step` computes, if `give` may give them.
+
+        Not while the prompt is read, nor where tokens are guessed, or some must be dropped first.
         """
         free = not (self.finished or self._lookup or self._given is not None or self._is_full())
         return self._next if free and not self.context.pending else None
 
     def give(self, logits: Logits) -> None:
-        """The logits [vocab] behind the token that was `wanted`: it is in the context already."""
+        """Take the logits [vocab] after the `wanted` token, which is in the context already."""
         self._given = logits
 
     def close(self) -> None:
-        """Give the context up, which holds what was read so far; idempotent."""
+        """Release the context, which has what was read so far; idempotent."""
         hold = self._hold
         if hold.active:
             try:
@@ -237,10 +245,10 @@ class Generation(Iterator[Piece], Closing):
             self.close()
 
     def fork(self, sampling: SamplingParams) -> Generation:
-        """Return another answer to the same prompt, which is not read again, on a fork of the
-        context.
+        """Return another answer to the same prompt, on a fork of the context.
 
-        Close that context when it is done. Raises `UserError` where there is no memory for it.
+        The prompt is not read again. Close that context when it is done. Raises `UserError` where
+        there is no memory for it.
         """
         read = self._reader.read
         assert self._hold.active
@@ -309,7 +317,7 @@ class Generation(Iterator[Piece], Closing):
         return token
 
     def _compute(self, token: int) -> None:
-        """The logits behind a token."""
+        """Return the logits after a token."""
         if self._is_full():
             self._shift()
         if self.context.pending:  # windows have lost what it would go on from
@@ -323,7 +331,7 @@ class Generation(Iterator[Piece], Closing):
         return len(self._seen) >= self._engine.max_seq_len
 
     def _shift(self) -> None:
-        """Make room in the context: half of what is behind the first tokens goes."""
+        """Make room in the context: drop half of the tokens after the first ones."""
         keep = self._config.keep
         drop = max(1, (self.context.cached - keep) // 2)
         self.context.forget(keep, drop)
@@ -331,7 +339,7 @@ class Generation(Iterator[Piece], Closing):
         self._meter.shifted_tokens += drop
 
     def _piece(self) -> Piece:
-        """Return the piece of the token that was chosen last."""
+        """Return the delta of the token that was chosen last."""
         token, self._pending_token = self._pending_token, None
         assert token is not None
         said = None if token in self._end else token
@@ -342,8 +350,9 @@ class Generation(Iterator[Piece], Closing):
         return Piece(text=shown, token=token, finish_reason=self._reason, logprob=logprob)
 
     def _end_text(self) -> None:
-        """The context holds no guess, and all that was said; the answer's work is known. Takes no
-        lock: also who is collected as garbage does this.
+        """Drop guesses from the context, add the whole text, and record the answer's work.
+
+        Takes no lock: it also runs when the generation is collected as garbage.
         """
         if self._meter.ended:
             return
@@ -358,7 +367,7 @@ class Generation(Iterator[Piece], Closing):
 
 
 class _Once:
-    """Calls something the first time that it is called."""
+    """A function that is called only the first time."""
 
     def __init__(self, call: Callable[[], object]) -> None:
         self._call: Callable[[], object] | None = call
@@ -374,16 +383,16 @@ def decode_together(
     answers: Sequence[Generation],
     on_device_busy: Callable[[], object] = lambda: None,
 ) -> None:
-    """Compute what the next step of each answer wants, several in one step of the devices. Answers
-    that are left out (their prompt is being read, they are one too many, or it failed) compute it
-    themselves, and raise what there is to be raised.
+    """Compute the next step of each answer, several in one step of the devices.
 
-    `on_device_busy` is called once, while the devices compute if they do. It runs no step.
+    Answers that are left out (their prompt is being read, they are one too many, or it failed)
+    compute it themselves, and raise their errors. `on_device_busy` is called once, while the
+    devices compute if they do. It runs no step.
     """
     once = _Once(on_device_busy)
     wanted = ((answer, answer.wanted) for answer in answers)
     waiting = [(answer, token) for answer, token in wanted if token is not None]
-    count = -(-len(waiting) // engine.most_rows)
+    count = -(-len(waiting) // engine.max_rows)
     for first in range(count):
         part = waiting[first::count]
         rows = [(answer.context, token) for answer, token in part]

@@ -110,7 +110,7 @@ def read_options(options: GenerateOptions) -> GenerationConfig:
 
 
 def _sampling(options: dict[str, Any], whole: object) -> SamplingParams:
-    """Sampling parameters; an error about an unknown name suggests the nearest."""
+    """Return sampling parameters; an error about an unknown name suggests the nearest."""
     if whole is not None and not isinstance(whole, SamplingParams):
         raise UserError(f"sampling must be a hetero.SamplingParams, got {type(whole).__name__}")
     known = SamplingParams.__dataclass_fields__

@@ -23,9 +23,10 @@ class OwnContexts:
         self._extra: list[Context] = []
 
     def take(self, tokens: Sequence[int], *, reuse: bool) -> tuple[Context, Hold]:
-        """Return a context for a call, and its hold. Where the memory has no room for another
-        context, wait for a call of another thread. Raises `UserError` where all are used by
-        streams of this thread.
+        """Return a context for a call, and its hold.
+
+        Where the memory has no room for another context, wait for a call of another thread. Raises
+        `UserError` where all are used by streams of this thread.
         """
         contexts = [self.first, *self._extra]
         if reuse:

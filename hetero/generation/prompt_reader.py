@@ -14,8 +14,9 @@ from hetero.runtime.kv.context import Context
 
 @dataclass
 class ReadPrompt:
-    """State that several answers to one prompt share: its last logits, the context's length there,
-    the log-probabilities of its tokens.
+    """State that several answers to one prompt share.
+
+    Its last logits, the context's length there, the log-probabilities of its tokens.
     """
 
     logits: Logits | None = None

@@ -20,7 +20,7 @@ LARGEST_FACTOR = 1e30  # of a temperature, and its inverse: the arithmetic stays
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How tokens are chosen. `temperature` 0 is greedy; the filters apply in the order listed.
+    """Sampling options. `temperature` 0 is greedy; the filters apply in the order listed.
 
     repetition_penalty   logits of tokens already in the context are divided (if positive) or
                          multiplied (CTRL, arXiv 1909.05858)
@@ -132,16 +132,17 @@ class Constraint(Protocol):
     """Restricts an answer token by token (a grammar)."""
 
     def allowed(self) -> npt.NDArray[np.bool_]:
-        """Which tokens [vocab] may come next; an id that ends a text where it may end. At least
-        one.
+        """Return the tokens [vocab] that may come next, at least one.
+
+        An id that ends a text is among them where it may end.
         """
 
     def accept(self, token: int) -> None:
-        """This one came, and does not end the text."""
+        """Advance by a token that does not end the text."""
 
 
 class Sampler:
-    """Draws tokens; equal seeds and logits give equal tokens."""
+    """A sampler of tokens; equal seeds and logits give equal tokens."""
 
     def __init__(self, params: SamplingParams) -> None:
         self.params = params
@@ -157,11 +158,11 @@ class Sampler:
         generated: Sequence[int] = (),
         allowed: npt.NDArray[np.bool_] | None = None,
     ) -> int:
-        """Next token id from logits [vocab].
+        """Return the next token id from logits [vocab].
 
-        `context` (prompt and answer) is what repetition_penalty looks at, `generated` (the answer)
-        the other penalties; only tokens of `allowed` [vocab] are chosen. Ties go to the lowest id.
-        Raises `ValueError` if a logit is not a number, which the engine would have found before.
+        `context` (prompt and answer) is used by repetition_penalty, `generated` (the answer) by the
+        other penalties; only tokens of `allowed` [vocab] are chosen. Ties go to the lowest id.
+        Raises `ValueError` if a logit is not a number, which the engine would have seen before.
         """
         if self._only_biased and allowed is None:
             return self._likeliest(logits)
@@ -180,7 +181,7 @@ class Sampler:
         return at if ids is None else int(ids[at])
 
     def _likeliest(self, logits: Logits) -> int:
-        """Choose as `choose` does, with nothing but a bias of some ids."""
+        """Return what `choose` does without any option but a bias of some ids."""
         others = logits.copy()
         others[self._biased] = -np.inf
         best = int(others.argmax())
@@ -196,7 +197,7 @@ class Sampler:
     def _penalised(
         self, logits: Logits, context: Sequence[int], generated: Sequence[int]
     ) -> npt.NDArray[np.floating[Any]]:
-        """In float64 where anything is changed: no penalty that is allowed overflows it."""
+        """Return logits in float64 if anything is changed: no allowed penalty overflows it."""
         params = self.params
         counted = params.frequency_penalty or params.presence_penalty
         if params.repetition_penalty == 1.0 and not counted and not params.logit_bias:
@@ -218,9 +219,10 @@ class Sampler:
     def _distribution(
         self, scores: npt.NDArray[np.floating[Any]], most: float
     ) -> tuple[npt.NDArray[np.int64] | None, npt.NDArray[np.float64]]:
-        """Return token ids that are left after all filters, most likely first, and their weights,
-        in proportion to their probabilities. Without filters that is all of them as they are, and
-        None for their ids: sorting a vocabulary to draw one token is slow.
+        """Return the token ids left after all filters, most likely first, and their weights.
+
+        Weights are in proportion to probabilities. Without filters all logits are returned
+        unsorted, and None for their ids: sorting a vocabulary to draw one token is slow.
         """
         params = self.params
         wide = scores.astype(np.float64)
@@ -247,9 +249,7 @@ class Sampler:
         return ids, weights
 
     def _least(self, weights: npt.NDArray[np.float64], total: float) -> float:
-        """Return a weight below which no token is left by the filters, the likeliest
-        one's being 1.
-        """
+        """Return the weight below which the filters leave no token; the likeliest one's is 1."""
         least, wanted = self.params.min_p, self.params.top_p * total
         if self.params.top_p < 1:
             share = 1 / 16
@@ -265,7 +265,7 @@ def _not_finite() -> ValueError:
 
 
 def log_softmax(logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
-    """Log-probabilities [..., vocab] in float64."""
+    """Return log-probabilities [..., vocab] in float64."""
     wide = logits.astype(np.float64)
     shifted = wide - wide.max(axis=-1, keepdims=True)
     logs: npt.NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
@@ -273,7 +273,10 @@ def log_softmax(logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
 
 
 def token_logprob(logits: Logits, token: int, alternatives: int) -> TokenLogprob:
-    """Log-probability of a token and of the `alternatives` likeliest, from logits [vocab]."""
+    """Return the log-probability of a token, and of the `alternatives` likeliest ones.
+
+    `logits` are [vocab].
+    """
     logs = log_softmax(logits)
     best = np.empty(0, np.int64)
     if count := min(alternatives, len(logs)):

@@ -19,7 +19,7 @@ from hetero.backends.host.processor import cpu_name
 from hetero.errors import UserError
 from hetero.measuring.contender import Contestant, Sample
 from hetero.placement.device_set import DeviceMode
-from hetero.profiler.tables import TableData
+from hetero.profiler.table_data import TableData
 from hetero.runtime.schedule import Order
 from hetero.runtime.waits import SyncMethod
 from hetero.solver.names import NamedStrategy
@@ -29,8 +29,10 @@ WARMUP_DECODE_TOKENS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class BenchRow:
-    """One test on one device. Speeds in tokens/s, measured; `copied_bytes` by a token. `cores` of
-    the processor compute (a GPU or NPU of its own is none); `fastest` of all rows of the test.
+    """One test on one device. Speeds in tokens/s, measured; `copied_bytes` by a token.
+
+    `cores` of the processor compute (a GPU or NPU of its own is none); `fastest` of all rows of the
+    test.
     """
 
     test: str
@@ -56,9 +58,10 @@ class BenchProcess:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchReport:
-    """Everything `hetero bench` measured, with the machine it was measured on; `choices` says what
-    each contender was and why, `processes` what its process took. `peak_rss_bytes` is of all
-    processes together.
+    """Everything that `hetero bench` measured, with the machine that it was measured on.
+
+    `choices` are each contender's device or plan and the reason, `processes` the resources of its
+    process. `peak_rss_bytes` is of all processes together.
     """
 
     model: str
@@ -92,16 +95,14 @@ class BenchReport:
 
     @property
     def title(self) -> str:
-        """Model and machine."""
+        """Return the model and the machine."""
         return f"model {self.model}, {self.environment['numbers']} on {self.environment['cpu']}"
 
     def remarks(self) -> list[str]:
-        """Return lines under the table: the winners, loading and memory, what each
-        contender was.
-        """
+        """Return the lines under the table: the winners, loading and memory, the contenders."""
         peaks = ((who, process.peak_rss_bytes / 2**20) for who, process in self.processes.items())
         loads = ((who, process.load_s) for who, process in self.processes.items())
-        best = ", ".join(f"{row.test}: {_who(row)}" for row in self.rows if row.fastest)
+        best = ", ".join(f"{row.test}: {_device_of(row)}" for row in self.rows if row.fastest)
         return [
             f"fastest (**): {best}; cores: of the processor, that compute",
             f"load {self.load_cold_s:.2f} s cold, {self.load_warm_s:.2f} s warm; each in a process "
@@ -111,7 +112,7 @@ class BenchReport:
 
 
 def _cells(row: BenchRow) -> tuple[str, ...]:
-    """Return the cells that `BenchReport.HEAD` names."""
+    """Return the cells of `BenchReport.HEAD`."""
     mark = "**" if row.fastest else ""
     median = f"{mark}{row.tokens_per_s_median:.2f}{mark}"
     spread = (f"{row.tokens_per_s_min:.2f}", f"{row.tokens_per_s_max:.2f}")
@@ -123,7 +124,7 @@ def _joined(values: Iterable[tuple[str, float]], form: str, unit: str) -> str:
     return ", ".join(f"{who} {value:{form}} {unit}" for who, value in values)
 
 
-def _who(row: BenchRow) -> str:
+def _device_of(row: BenchRow) -> str:
     return f"{row.device} ({row.strategy}, {row.sync})"
 
 
@@ -167,9 +168,7 @@ class Contender(NamedTuple):
 
 
 def contenders(options: BenchOptions) -> list[Contender]:
-    """Return all combinations that mean something. Raises `UserError` for a strategy without
-    `hetero`.
-    """
+    """Return all meaningful combinations. Raises `UserError` for a strategy without `hetero`."""
     if options.strategies and "hetero" not in options.devices:
         if options.devices == ("auto",):  # the default
             return contenders(replace(options, devices=("hetero",)))
@@ -185,11 +184,12 @@ def contenders(options: BenchOptions) -> list[Contender]:
 def run_benchmark(
     model: str, options: BenchOptions, note: Callable[[str], None] = lambda _: None
 ) -> BenchReport:
-    """Measure `model`. Each contender has a process of its own, as it would have alone; rounds
-    visit them in turn, so that drift hits all alike. One is idle while another computes.
+    """Measure `model`.
 
-    `load_cold_s` is the first contender's load, `load_warm_s` a second one in its process. Raises
-    `UserError` for what a contender cannot do, and where its process ends.
+    Each contender has a process of its own, as it would have alone; rounds visit them in turn, so
+    that drift hits all alike. One is idle while another computes. `load_cold_s` is the first
+    contender's load, `load_warm_s` a second one in its process. Raises `UserError` for what a
+    contender cannot do, and where its process ends.
     """
     with ExitStack() as stack:
         entries = {}

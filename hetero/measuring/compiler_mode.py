@@ -1,4 +1,4 @@
-"""`hetero profile --soc CHIP`: a chip that is not here, by what Qualcomm's compiler schedules."""
+"""`hetero profile --soc CHIP`: a profile of an absent chip, from the schedules of its compiler."""
 
 from __future__ import annotations
 

@@ -4,5 +4,5 @@ from __future__ import annotations
 
 from typing import Final
 
-MOST_ROUNDS: Final = 2000  # of `hetero sync-bench`
-LEAST_TOKENS: Final = 32  # of fewer, the interval of any score is wider than what one wants to know
+MAX_ROUNDS: Final = 2000  # of `hetero sync-bench`
+MIN_TOKENS: Final = 32  # of fewer, the interval of any score is wider than what one wants to know

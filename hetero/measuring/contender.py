@@ -1,9 +1,8 @@
 """One contender of `hetero bench`, in a process of its own.
 
-What is fixed for a process by its first model (OpenCL's drivers and threads) is then fixed by the
-contender's own. The parent sends `Open`, then a `Round` whenever it is the contender's turn; in
-between the process blocks on its input, so that the others have the cores. The last message is a
-`Reopen`.
+Whatever a process fixes with its first model (OpenCL's drivers and threads) is then the contender's
+own. The parent sends `Open`, then a `Round` whenever it is the contender's turn; in between the
+process blocks on its input, so that the others have the cores. The last message is a `Reopen`.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class Open:
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """Compute a prompt and decode behind it."""
+    """Compute a prompt, and decode after it."""
 
     prompt_tokens: int
     decode_tokens: int
@@ -62,7 +61,7 @@ class Reopen:
 
 @dataclass(frozen=True, kw_only=True)
 class Loading:
-    """The model is being opened: so many parts of `total` are done."""
+    """The model is being opened: `done` parts of `total` are."""
 
     done: int
     total: int
@@ -93,7 +92,7 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True)
 class Reopened:
-    """How long it took."""
+    """The seconds of the second load."""
 
     load_s: float
 
@@ -107,7 +106,7 @@ class Warned:
 
 @dataclass(frozen=True, kw_only=True)
 class Refused:
-    """It cannot be done, in a sentence for people."""
+    """The reason why it cannot be done, in a sentence for people."""
 
     message: str
 
@@ -136,7 +135,7 @@ def decode(message: Mapping[str, Any]) -> Any:
 
 @dataclass
 class Contestant:
-    """The parent's side of a contender. A context manager that ends its process."""
+    """The parent's side of a contender: a context manager that ends its process."""
 
     name: str
     child: JsonChild = field(default_factory=partial(JsonChild, "hetero.measuring.contender"))
@@ -212,7 +211,7 @@ class _Bench:
             self._say(Loading(done=done, total=total))
 
     def opened(self) -> Opened:
-        """Return what `Open` is answered with."""
+        """Return the answer to `Open`."""
         llm = self.llm
         stored = llm.model.weights
         return Opened(
@@ -271,8 +270,9 @@ def _prompt(llm: LLM, count: int) -> list[int]:
 
 
 def processor_cores(llm: LLM) -> int:
-    """Return how many cores of the processor a model's devices compute on: one for a device that is
-    a core, all for OpenCL on every core, none for a GPU or an NPU of its own.
+    """Return how many cores of the processor a model's devices compute on.
+
+    One for a device that is a core, all for OpenCL on every core, none for a separate GPU or NPU.
     """
     count = 0
     for device in llm.devices.devices.values():

@@ -1,9 +1,9 @@
-"""How good a model's numbers are: perplexity over a text, and agreement with a float reference.
+"""The quality of a model's numbers: perplexity over a text, and agreement with a float reference.
 
 Perplexity uses windows of `window` tokens that overlap by `window - stride`: every token is scored
 once, with at least `window - stride` tokens before it wherever the text has them (Hugging Face's
 "Perplexity of fixed-length models"). The reference is the same model in float32, on the same
-windows: top-1 agreement counts positions where both find the same token likeliest, and the
+windows: top-1 agreement counts positions where both have the same most likely token, and the
 Kullback-Leibler divergence is Σ p·ln(p/q), p the reference's distribution, in nats per token.
 """
 
@@ -21,7 +21,7 @@ import numpy.typing as npt
 from hetero.backends.host.files import LONGEST_TEXT_BYTES, read_text
 from hetero.errors import UserError
 from hetero.generation.sampling import log_softmax
-from hetero.measuring.constants import LEAST_TOKENS
+from hetero.measuring.constants import MIN_TOKENS
 from hetero.models import LoadedModel
 
 DEFAULT_WINDOW = 512
@@ -61,7 +61,7 @@ class Evaluation:
 
     `top1_agreement`, `kl_mean` and `kl_p99` (nats) compare with a reference; None without one. The
     others are 95 % intervals, by the spread over tokens as if those were independent (Wilson's for
-    a share): what another text of the same kind and length would give.
+    a share): the range for another text of the same kind and length.
     """
 
     tokens: int
@@ -84,16 +84,15 @@ def read_tokens(llm: Encoder, path: Path, limit: int | None = None) -> list[int]
             f"{path}: cannot be read as UTF-8 text ({why}); give a text file"
         ) from error
     tokens = llm.encode(text)[:limit] if text.strip() else []
-    if len(tokens) < LEAST_TOKENS:
+    if len(tokens) < MIN_TOKENS:
         raise UserError(
-            f"{path}: has {len(tokens)} tokens, a score needs at least {LEAST_TOKENS}; give more "
-            "text"
+            f"{path}: has {len(tokens)} tokens, a score needs at least {MIN_TOKENS}; give more text"
         )
     return tokens
 
 
 def windows(count: int, window: int, stride: int) -> Iterator[Window]:
-    """Windows over `count` tokens in which every token but the first is scored once."""
+    """Return windows over `count` tokens in which every token but the first is scored once."""
     scored = 1
     for start in range(0, count, stride):
         stop = min(start + window, count)
@@ -143,14 +142,14 @@ def evaluate(
 
 
 def mean_95(values: Float64Array) -> Interval:
-    """95 % interval of the mean of [S] independent values, by the normal distribution."""
+    """Return the 95 % interval of the mean of [S] independent values by the normal distribution."""
     mean = float(values.mean())
     off = Z95 * float(values.std(ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else 0.0
     return mean - off, mean + off
 
 
 def share_95(hits: int, count: int) -> Interval:
-    """Wilson's 95 % interval of a share."""
+    """Return Wilson's 95 % interval of a share."""
     share, scale = hits / count, 1 + Z95**2 / count
     middle = share + Z95**2 / (2 * count)
     off = Z95 * math.sqrt(share * (1 - share) / count + Z95**2 / (4 * count**2))

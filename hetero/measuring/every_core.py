@@ -1,8 +1,8 @@
-"""What OpenCL on every core of a PC gains over one, measured; a profile has it (`every_core`).
+"""Measures the gain of OpenCL on every core of a PC over one core (`every_core` of a profile).
 
-How many cores PoCL has is fixed in a process, so each way is measured in processes of its own, in
-turns: whole steps of a small model, which launches make, and of a large one, which memory and
-arithmetic make.
+The number of PoCL's cores is fixed in a process, so each way is measured in processes of its own,
+in turns: whole steps of a small model, which launches dominate, and of a large one, which memory
+and arithmetic dominate.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from hetero.backends.errors import DeviceError
 from hetero.backends.formats import WeightFormat
 from hetero.backends.host.affinity import allowed_cores, core_count, run_on
 from hetero.backends.host.child import child_command
-from hetero.backends.host.limits import time_limit
+from hetero.backends.host.time_limits import time_limit
 from hetero.backends.protocol import Device
 from hetero.backends.registry import EVERY_CORE
 from hetero.models import model_spec, open_model
 from hetero.models.graph import model_graph
+from hetero.models.model_weights import ModelWeights
 from hetero.models.random_models import RandomWeights, known_config
-from hetero.models.weights import ModelWeights
 from hetero.placement.device_set import open_devices
 from hetero.profiler.errors import ProfileError
 from hetero.profiler.records import EveryCore, Phase
@@ -60,10 +60,10 @@ def measure_every_core(
     rounds: int = ROUNDS,
     checkpoint: Callable[[], None] = lambda: None,
 ) -> list[EveryCore]:
-    """Return the gains for each format and phase, those of a substitute for a file's format. Raises
-    `DeviceError` if a process failed.
+    """Return the gains for each format and phase.
 
-    `checkpoint` is called before each process and may end the measurement by an exception.
+    A file's format has those of a substitute. `checkpoint` is called before each process and may
+    end the measurement by an exception. Raises `DeviceError` if a process failed.
     """
     kinds = [FILE_SUBSTITUTES[x][0] if x.of_file else x for x in formats]
     named, cores = tuple(dict.fromkeys(kinds)), allowed_cores()
@@ -151,7 +151,7 @@ def _large(weight_format: WeightFormat) -> ModelWeights:
 
 
 def time_steps(backend: str, weight_format: WeightFormat) -> dict[str, float]:
-    """Median seconds of the prompts and the decoding steps of both models, in this process."""
+    """Return the median seconds of prompts and decoding steps of both models, in this process."""
     models = {"small": _small(weight_format)}
     models["large"] = _large(weight_format)
     seconds: dict[str, float] = {}
@@ -165,8 +165,9 @@ def time_steps(backend: str, weight_format: WeightFormat) -> dict[str, float]:
 def _time_model(
     backend: str, weights: ModelWeights, tokens: int, steps: int = 48, warm: int = 4
 ) -> tuple[list[float], list[float]]:
-    """Return seconds of each prompt of so many tokens, and of each of `steps` decoding steps behind
-    `warm` others.
+    """Return the seconds of each prompt of some lengths, and of `steps` decoding steps.
+
+    The steps follow `warm` others.
     """
     opened = open_devices("gpu", gpu=backend)
     engine = Engine(
@@ -192,7 +193,7 @@ def _time_model(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Time both models; one line of JSON."""
+    """Time both models; print one line of JSON."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--backend", choices=(ONE_CORE, EVERY_CORE), required=True)
     parser.add_argument("--cores", required=True)

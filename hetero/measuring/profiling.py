@@ -23,18 +23,18 @@ from hetero.models import model_spec
 from hetero.placement.device_set import DeviceMode, open_devices
 from hetero.profiler.complete import completed
 from hetero.profiler.errors import ProfileError
-from hetero.profiler.files import refuse_folder
 from hetero.profiler.grid import Shape
 from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.options import DEFAULT_BUDGET_S, QUICK_BUDGET_S, Event, Options
+from hetero.profiler.profile_files import refuse_folder
 from hetero.profiler.records import DeviceProfile, EveryCore
 from hetero.profiler.session import profile_devices
 
-LEAST_MEASURED: Final = 0.75  # of the grid, where no budget is given
+MIN_MEASURED: Final = 0.75  # of the grid, where no budget is given
 SHORTEST_BUDGET_S: Final = 1.0
 # What a machine of two cores takes besides the matmuls of the grid (waits, other kernels, both
 # devices at once, fitting), and the fewest matmuls that predictions can be checked by.
-LEAST_BUDGET_S: Final = {True: 30.0, False: 75.0}  # by `quick`
+MIN_BUDGET_S: Final = {True: 30.0, False: 75.0}  # by `quick`
 LONGEST_BUDGET_S: Final = 1e6
 
 
@@ -54,11 +54,10 @@ def profile_device(
 ) -> DeviceProfile:
     """Measure this machine and return its profile; written to `out` as it grows, if given.
 
-    `budget_s` defaults to ten minutes, 50 s if `quick`; one that nothing could be done in is
-    refused, before or, on a slow machine, as soon as that shows. `model` measures exactly the
-    shapes of a model instead of the default grid, its weights in the caches as far as they would
-    be. Raises
-    `ProfileError` and `UserError` for what cannot be.
+    `budget_s` defaults to ten minutes, 50 s if `quick`; one too short for anything is refused,
+    before or, on a slow machine, as soon as that shows. `model` measures exactly the shapes of a
+    model instead of the default grid, with its weights cached as much as they would be. Raises
+    `ProfileError` and `UserError`.
     """
     if budget_s is not None and not SHORTEST_BUDGET_S <= budget_s <= LONGEST_BUDGET_S:
         raise UserError(
@@ -78,7 +77,7 @@ def profile_device(
         gpu_core=assign_cores().gpu,
         control_core=assign_cores().control,
         keep_budget=budget_s is not None,  # the default one may take longer
-        least=LEAST_MEASURED if budget_s is None else 0.0,
+        least=MIN_MEASURED if budget_s is None else 0.0,
         **of_model,
     )
     with _alone(out):
@@ -90,8 +89,9 @@ def profile_device(
 def complete_profile(
     path: str | Path, *, gpu: str = "auto", npu: str = "auto"
 ) -> tuple[DeviceProfile, list[str]]:
-    """Measure the kernels that a profile of these devices lacks, and write it with them; it and
-    what is new, which may be nothing. Raises `ProfileError` and `UserError`.
+    """Measure the kernels that a profile of these devices lacks, and write it with them.
+
+    Returns the profile and the new kernels, perhaps none. Raises `ProfileError` and `UserError`.
     """
     with _alone(path):
         profile = DeviceProfile.load(path)
@@ -153,18 +153,18 @@ def _every_core(
 
 
 def _check_budget(budget_s: float | None, quick: bool) -> None:
-    least_s = LEAST_BUDGET_S[quick]
-    if budget_s is not None and budget_s < least_s:
-        shorter = "" if quick else f"; --quick (quick=True) needs {LEAST_BUDGET_S[True]:.0f} s"
+    min_s = MIN_BUDGET_S[quick]
+    if budget_s is not None and budget_s < min_s:
+        shorter = "" if quick else f"; --quick (quick=True) needs {MIN_BUDGET_S[True]:.0f} s"
         raise UserError(
             f"a budget of {budget_s:g} s is too short to predict anything: give at least "
-            f"{least_s:.0f} s{shorter}"
+            f"{min_s:.0f} s{shorter}"
         )
 
 
 @contextmanager
 def _alone(out: str | Path | None) -> Iterator[None]:
-    """One profiler at a time writes a file. Raises `ProfileError` for the second one."""
+    """Lock a file against other profilers. Raises `ProfileError` for the second one."""
     if out is None:
         yield
         return
@@ -194,12 +194,12 @@ def lock_path(out: Path) -> Path:
 
 
 def model_shapes(spec: ModelGraph) -> tuple[Shape, ...]:
-    """Return the matmuls of a model as the profiler takes them."""
+    """Return the matmuls of a model for the profiler."""
     return tuple(Shape(matmul.name, matmul.n, matmul.k) for matmul in spec.matmuls)
 
 
 def model_options(spec: ModelGraph, formats: Iterable[WeightFormat]) -> dict[str, Any]:
-    """`Options` of a profile for one model: its matmuls, its other kernels, its size."""
+    """Return the `Options` of a profile for one model: its matmuls, its other kernels, its size."""
     stored = (spec.with_weight_format(f) for f in formats)
     return {
         "shapes": model_shapes(spec),
@@ -209,7 +209,7 @@ def model_options(spec: ModelGraph, formats: Iterable[WeightFormat]) -> dict[str
 
 
 def parse_budget(text: str) -> float:
-    """Return seconds of `90s`, `10m`, `1h` or a plain number. Raises `UserError`."""
+    """Return the seconds of `90s`, `10m`, `1h` or a plain number. Raises `UserError`."""
     # By hand: libraries of durations read far more than these three units, `1 month` among them.
     units = {"s": 1.0, "m": 60.0, "h": 3600.0}
     factor = units.get(text[-1:].lower())

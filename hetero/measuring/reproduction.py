@@ -15,7 +15,7 @@ from hetero.errors import UserError
 from hetero.models import model_spec
 from hetero.profiler.pages import COLORS, render
 from hetero.profiler.records import DeviceProfile
-from hetero.profiler.tables import TableData
+from hetero.profiler.table_data import TableData
 from hetero.solver.baselines import force, latency_s
 from hetero.solver.overheads import Overheads
 from hetero.solver.planner import Planner
@@ -40,8 +40,9 @@ def scenario(m: int) -> Scenario:
 
 
 class PaperChip:
-    """The names in formulas of `paper_claims.toml`: planners of all models on the simulated chip,
-    with and without fast synchronisation.
+    """The names in formulas of `paper_claims.toml`.
+
+    They are planners of all models on the simulated chip, with and without fast synchronisation.
     """
 
     def __init__(self, profile: DeviceProfile) -> None:
@@ -61,10 +62,9 @@ class PaperChip:
         return scenario(m).m / force(self.fast[model], scenario(m), system).seconds
 
     def slow(self, model: str, system: str, m: int) -> float:
-        """Return tokens per second of the same plan when each wait is a `finish` and operands are
-        copied.
+        """Return tokens per second of the same plan with slow synchronisation.
 
-        Its tilings stay, under another planner's synchronisation.
+        Each wait is then a `finish`, and operands are copied. The tilings stay.
         """
         planner, chosen = self._slow[model], force(self.fast[model], scenario(m), system)
         sync, options = planner.overheads, {}
@@ -83,7 +83,7 @@ class PaperChip:
         return scenario(m).m / planner.evaluate(chosen.scenario, options).seconds
 
     def gain(self, model: str, system: str, m: int) -> float:
-        """Speed with / without fast synchronisation."""
+        """Return the speed with / without fast synchronisation."""
         return self.speed(model, system, m) / self.slow(model, system, m)
 
     def seconds(self, system: str, m: int) -> float:
@@ -91,11 +91,11 @@ class PaperChip:
         return latency_s(self._llama, scenario(m), system)
 
     def joules(self, system: str) -> float:
-        """Return the value for a prompt of 256 tokens, Llama-8B."""
+        """Return the joules of a prompt of 256 tokens, Llama-8B."""
         return force(self._llama, scenario(256), system).joules or math.nan
 
     def down(self, m: int) -> float:
-        """Part of a layer-level step that FFN-down takes."""
+        """Return the share of a layer-level step that FFN-down takes."""
         solution = force(self._llama, scenario(m), "layer")
         return self._llama.spec.layers * solution.options["down"].seconds() / solution.seconds
 
@@ -113,7 +113,7 @@ class Claim(NamedTuple):
 
     @classmethod
     def of(cls, known: dict[str, Any], chip: PaperChip) -> Claim:
-        """Return an entry of the data file with what the chip says."""
+        """Return an entry of the data file with the chip's number."""
         value = chip.value(known["formula"])
         low, high = known.get("quiet", (math.inf, -math.inf))
         reason = "" if low <= value <= high else known.get("reason", "")
@@ -122,12 +122,12 @@ class Claim(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """Simulated / paper."""
+        """Return simulated / paper."""
         return self.simulated / self.paper
 
     @property
     def verdict(self) -> str:
-        """Return whether the target is met."""
+        """Return whether the target is met, as a word."""
         if self.within is None:
             return "differs" if self.reason else ""
         return "met" if abs(self.ratio - 1) <= self.within else "MISSED"
@@ -141,7 +141,7 @@ class Claim(NamedTuple):
 
 
 def order(chip: PaperChip) -> Iterator[str]:
-    """Figure 14's text: which strategy beats which at each misaligned length."""
+    """Return figure 14's text: which strategy is faster than which at each misaligned length."""
     for m in MISALIGNED:
         times = {x: round(chip.seconds(x, m), 9) for x in STRATEGIES}  # ties
         rank = sorted(STRATEGIES, key=lambda x, of=times: of[x])  # type: ignore[misc]
@@ -156,7 +156,7 @@ def order(chip: PaperChip) -> Iterator[str]:
 
 
 class Reproduction(NamedTuple):
-    """All claims against the simulated chip, figure 14's orders, what the components contradict."""
+    """All claims against the simulated chip, figure 14's orders, components' contradictions."""
 
     profile: str
     claims: tuple[Claim, ...]
@@ -165,12 +165,12 @@ class Reproduction(NamedTuple):
 
     @property
     def met(self) -> bool:
-        """Return whether every stated target is."""
+        """Return whether every stated target is met."""
         missed = any("MISSED" in line for line in self.orders)
         return not missed and all(claim.verdict != "MISSED" for claim in self.claims)
 
     def summary(self) -> str:
-        """Return the conclusions: targets, and how far all else is off."""
+        """Return the conclusions: targets, and the deviation of all else."""
         aimed = [c for c in self.claims if c.within is not None]
         met = sum(c.verdict == "met" for c in aimed)
         others = [c for c in self.claims if c.within is None]
@@ -198,7 +198,7 @@ class Reproduction(NamedTuple):
         ]
 
     def document(self) -> list[dict[str, Any]]:
-        """For scripts."""
+        """Return the JSON document."""
         return [c._asdict() | {"ratio": c.ratio, "verdict": c.verdict} for c in self.claims]
 
     def report(self, path: Path) -> None:
@@ -219,13 +219,13 @@ class Reproduction(NamedTuple):
         atomic_write(path, text)
 
     def _figures(self) -> Iterator[tuple[str, list[Claim]]]:
-        """Claims with one unit, as far as they are comparable: a picture for each unit."""
+        """Return pictures of the claims with one unit, as far as they are comparable."""
         for unit in dict.fromkeys(claim.unit for claim in self.claims):
             yield unit, [claim for claim in self.claims if claim.unit == unit]
 
 
 def _chart(unit: str, claims: list[Claim]) -> Any:
-    """Bars of the paper and of the simulated chip; targets with their range."""
+    """Return bars of the paper and of the simulated chip; targets with their range."""
     import numpy as np
 
     from hetero.profiler.pages.figures import Chart, new_axes, own_style, svg_of

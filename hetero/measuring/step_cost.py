@@ -1,4 +1,4 @@
-"""What a step of the runtime costs its thread besides its launches; a profile has it (`step_s`)."""
+"""The cost of a step of the runtime on its thread, without launches (`step_s` of a profile)."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ CONTEXT: Final = 8  # tokens behind which a step decodes
 def measure_step_s(
     gpu: str = "auto", *, model_bytes: int | None = None, steps: int = 30, warm: int = 5
 ) -> float:
-    """Median seconds of a decoding step before its first launch and after its last one, on a GPU
-    that is opened for it; of so many `steps`, after `warm` others.
+    """Return the median seconds of a decoding step before its first launch and after its last.
+
+    They are those of `steps` steps, after `warm` others, on a GPU that is opened for it.
 
     As in a model of `model_bytes` (None: more than all caches hold), another core reads its weights
-    between two steps while this thread sleeps: of what the thread needs then, only its own caches
-    hold some, and the same Python code takes three times as long.
+    between two steps while this thread sleeps: only this thread's own caches then hold some of what
+    it needs, and the same Python code takes three times as long.
     """
     loaded = open_model(MODEL)
     weights = HostBuffer(min(model_bytes or cold_bytes(), cold_bytes()))
@@ -68,7 +69,7 @@ def _measure(engine: Engine, weights: HostBuffer, steps: int, warm: int) -> floa
 
 
 def _pin() -> None:
-    """Hold this thread to the core that plays the GPU, if one does."""
+    """Pin this thread to the core that plays the GPU, if one does."""
     core = assign_cores().gpu
     if core is not None:
         os.sched_setaffinity(threading.get_native_id(), {core})

@@ -1,9 +1,10 @@
-"""`hetero sync-bench`: what a wait costs here, by method and by how long the wait is.
+"""`hetero sync-bench`: the cost of a wait here, by method and by length of the wait.
 
 A matmul of a known length is submitted and waited for. Its end is known from the driver's clock, so
-that the added latency is the host's alone. `spin` asks for the event's status without a pause: its
-CPU time is what the others are compared with. CPU time is that of the wait, with the submission of
-a flag where one is watched, without the kernel's own. Who sleeps takes at least what a sleep does.
+that the added latency is the host's alone. `spin` polls the event's status without a pause: its CPU
+time is what the others are compared with. CPU time is that of the wait, with the submission of a
+flag where one is watched, without the kernel's own. A method that sleeps takes at least as long as
+a sleep does.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ from hetero.backends.protocol import BoundCall, Completion, Device
 from hetero.backends.weights import pack
 from hetero.errors import UserError
 from hetero.measuring.benchmark import environment
-from hetero.measuring.constants import MOST_ROUNDS
+from hetero.measuring.constants import MAX_ROUNDS
 from hetero.placement.device_set import open_devices
 from hetero.profiler.sync import measure_sleep
-from hetero.profiler.tables import TableData
+from hetero.profiler.table_data import TableData
 from hetero.runtime.waits import Synchroniser, SyncMethod, WaitPoint
 
 WAITS_S: Final = (50e-6, 200e-6, 500e-6, 1e-3, 3e-3)
@@ -41,9 +42,9 @@ ROWS, FEATURES = 64, 1024
 
 @dataclass(frozen=True, kw_only=True)
 class BenchPolicy:
-    """How waits are compared.
+    """Parameters of the comparison of waits.
 
-    length_s    of all waits of one method and length together, in at most `MOST_ROUNDS`
+    length_s    of all waits of one method and length together, in at most `MAX_ROUNDS`
     warm_up     rounds before them
     sleep_s     the sleep that is timed
     fits        tries of a kernel's length,
@@ -59,8 +60,8 @@ class BenchPolicy:
     deadline_s: float = 10.0
 
     def rounds(self, wait_s: float) -> int:
-        """Rounds of waits of this length."""
-        return min(MOST_ROUNDS, round(self.length_s / wait_s))
+        """Return the rounds of waits of this length."""
+        return min(MAX_ROUNDS, round(self.length_s / wait_s))
 
 
 DEFAULT: Final = BenchPolicy()
@@ -92,7 +93,7 @@ class SyncReport:
         return json.dumps(asdict(self))
 
     def remarks(self) -> list[str]:
-        """Return what was measured where, and what follows for `--sync`."""
+        """Return where it was measured, and the conclusion for `--sync`."""
         watched = "a flag in shared memory" if self.flag else "the event's status"
         lines = [
             f"measured on {self.environment['cpu']}; `fast` watches {watched}",
@@ -203,9 +204,7 @@ def _measure(
 
 
 def _sleep_cost(sleep_s: float, rounds: int) -> tuple[float, float]:
-    """Return how late a sleep of so long is (median), and the CPU time that it takes (mean).
-    Seconds.
-    """
+    """Return how late a sleep of `sleep_s` is (median), and its CPU time (mean), in seconds."""
     cpu_s = time.thread_time()
     sleep = measure_sleep(SystemClock(), sleep_s, 1, rounds)
     return sleep.late_median_s, (time.thread_time() - cpu_s) / rounds
@@ -246,7 +245,7 @@ def _spin(completion: Completion, deadline_s: float) -> None:
 
 
 def _kernel_of(device: Device, wanted_s: float, policy: BenchPolicy) -> BoundCall:
-    """Return a matmul that takes about so long, rather longer: its time grows with its tokens."""
+    """Return a matmul that takes at least about `wait_s`: its time grows with its tokens."""
     rng = np.random.default_rng(0)
     weight = pack(rng.standard_normal((ROWS, FEATURES), dtype=np.float32), WeightFormat.F32.storage)
     op = MatMul(n=ROWS, k=FEATURES, weight_format=WeightFormat.F32)

@@ -1,4 +1,4 @@
-"""From a MODEL to packed weights, a tokenizer and shapes.
+"""Opens a MODEL: packed weights, a tokenizer and shapes.
 
 `open_model` takes what a user types: a Hugging Face directory, a GGUF file, a directory written by
 `hetero quantize`, `demo`, or `random:NAME`.
@@ -25,9 +25,9 @@ from hetero.models.config import ModelConfig
 from hetero.models.converted import ConvertedWeights
 from hetero.models.graph import model_graph
 from hetero.models.manifest import MANIFEST_FILE, Manifest, is_quantised, read_manifest
+from hetero.models.model_weights import BlockWeights, ModelWeights
 from hetero.models.split_files import model_name
 from hetero.models.tokenizer import ByteTokenizer, HfTokenizer, Tokenizer
-from hetero.models.weights import BlockWeights, ModelWeights
 from hetero.profiler.model_graph import ModelGraph
 
 __all__ = [
@@ -65,13 +65,16 @@ class LoadedModel:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Read on first use, or since `reading_tokenizer`. Raises `ModelError`."""
+        """Return the tokenizer, read on first use or by `reading_tokenizer`.
+
+        Raises `ModelError`.
+        """
         return self._tokenizer.result()
 
     def for_context(self, length: int) -> LoadedModel:
         """Return the model in a context of up to `length` tokens, which LongRoPE depends on.
 
-        What is derived from one is not the other's: the fingerprints differ.
+        The fingerprints differ, so nothing derived from one is used for the other.
         """
         config = self.config.for_context(length)
         if config == self.config:
@@ -81,8 +84,9 @@ class LoadedModel:
         return replace(self, config=config, fingerprint=identity.hexdigest())
 
     def reading_tokenizer(self) -> LoadedModel:
-        """Return the model, whose tokenizer is read by a thread from now on: large vocabularies
-        take half a second.
+        """Return the model, whose tokenizer a thread begins to read.
+
+        Large vocabularies take half a second.
         """
         _ = self._tokenizer
         return self
@@ -99,11 +103,14 @@ class LoadedModel:
         return HfTokenizer.from_directory(self.source)
 
     def encode(self, text: str) -> list[int]:
-        """Return token ids of a prompt. Raises `ModelError` if the tokenizer is another model's."""
+        """Return the token ids of a prompt.
+
+        Raises `ModelError` if the tokenizer is another model's.
+        """
         return self._checked(self.tokenizer.encode(text))
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        """Return token ids of a conversation, as `encode` does."""
+        """Return the token ids of a conversation, as `encode` does."""
         return self._checked(self.tokenizer.encode_chat(messages))
 
     def _checked(self, ids: list[int]) -> list[int]:
@@ -119,9 +126,9 @@ class LoadedModel:
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        """Return ids that end a text: those of the configuration and the tokenizer's.
+        """Return the ids that end a text: the configuration's and the tokenizer's.
 
-        A configuration often has the end of a text only, where the tokenizer knows the token that
+        A configuration often has only the end of a text, where the tokenizer knows the token that
         ends a turn of a chat.
         """
         try:
@@ -134,7 +141,7 @@ class LoadedModel:
         return tuple(id_ for id_ in ends if id_ < self.config.vocab_size)
 
     def spec(self, kv: CacheFormat = DEFAULT_CACHE) -> ModelGraph:
-        """Shapes only, for the solver, with caches of that format."""
+        """Return the model's shapes for the solver, with caches of that format."""
         graph = model_graph(
             self.config,
             self.weights.weight_format,
@@ -147,8 +154,10 @@ class LoadedModel:
 
 
 def model_path(model: str | os.PathLike[str]) -> Path:
-    """Return the path that a MODEL names: of `demo` the bundled model's, of `random:NAME` one that
-    does not exist, whatever the current folder holds; else the one that was typed.
+    """Return the path that a MODEL names.
+
+    For `demo` it is that of the bundled model, for `random:NAME` one that does not exist, whatever
+    the current folder holds.
     """
     name = os.fspath(model)
     if name == "demo":
@@ -159,8 +168,7 @@ def model_path(model: str | os.PathLike[str]) -> Path:
 
 
 def default_weights(model: str | Path) -> str:
-    """Return the format of a MODEL where none is asked for: what a quantised directory or GGUF file
-    holds, w4a16 of floats.
+    """Return a MODEL's default format: that of a quantised directory or GGUF file, w4a16 of floats.
 
     Raises `ModelError` for a broken quantised directory or file.
     """
@@ -178,13 +186,13 @@ def default_weights(model: str | Path) -> str:
 def open_model(
     model: str | Path, *, weights: str | None = None, verify: bool = False, seed: int = 0
 ) -> LoadedModel:
-    """Open a MODEL. Weights are read (or drawn from `seed`) block by block, when asked for.
+    """Open a MODEL. Weights are read (or drawn from `seed`) block by block, on demand.
 
     `weights` is one of w4a16, w4a8, w8a16, w8a8, f16, f32, gguf-a16, gguf-a8, by default (or by
     `auto`) `default_weights`; w8a8, being calibrated, is of quantised directories and random
-    models, gguf-a16 and gguf-a8 are of GGUF files. A
-    quantised directory serves the formats of its storages, all of them together by default; with
-    `verify` its weights are hashed, which reads them all. Raises `ModelError`.
+    models, gguf-a16 and gguf-a8 are of GGUF files. A quantised directory serves the formats of its
+    storages, all of them by default; with `verify` its weights are hashed, which reads them all.
+    Raises `ModelError`.
     """
     weights = None if weights == AUTO else weights
     weight_format = _weight_format(default_weights(model) if weights is None else weights)
@@ -201,11 +209,10 @@ def open_model(
 
 
 def model_spec(model: str | Path, weights: str | None = None) -> ModelGraph:
-    """Shapes of a MODEL, or of a known model by NAME alone, with caches of floats
-    (`ModelGraph.with_caches`: of another format); no weight is read. By default in w4a16, a GGUF
-    file's in its own format.
+    """Return the shapes of a MODEL, or of a known model by NAME alone, with caches of floats.
 
-    Raises `ModelError`.
+    No weight is read. `ModelGraph.with_caches` gives those of another cache format. The weight
+    format is w4a16 by default, for a GGUF file its own. Raises `ModelError`.
     """
     if weights is None:
         own = str(model).lower().endswith(".gguf")
@@ -317,7 +324,7 @@ def _open_quantised(
 
 
 def _open_demo(path: Path, weight_format: WeightFormat, verify: bool) -> LoadedModel:
-    """In any format: there is no original to quantise again."""
+    """Open the bundled model in any format: there is no original to quantise again."""
     _refuse_uncalibrated(path, weight_format)
     manifest, stored = quantized.open_directory(path, verify=verify)
     weights: ModelWeights = stored
@@ -344,18 +351,19 @@ def _quantised_model(
 
 
 def _path(model: str, *, shapes: bool = False) -> Path:
-    """Return the directory or GGUF file of a MODEL that is not random. Where only its `shapes`
-    matter, a known name would have done.
+    """Return the directory or GGUF file of a MODEL that is not random.
+
+    Where only its `shapes` matter, the error says that a known name would do.
     """
     try:
-        return _found_path(model, shapes)
+        return _resolved_path(model, shapes)
     except OSError as error:
         raise ModelError(
             f"{model}: cannot be looked at ({error.strerror}); let this user read the folder"
         ) from error
 
 
-def _found_path(model: str, shapes: bool) -> Path:
+def _resolved_path(model: str, shapes: bool) -> Path:
     path = model_path(model)
     if len(path.name) > LONGEST_NAME:
         raise ModelError(
@@ -383,8 +391,10 @@ def _found_path(model: str, shapes: bool) -> Path:
 
 
 def _hint(model: str, shapes: bool) -> str:
-    """Return what the user may have meant. Random weights are never proposed in place of real ones:
-    that they are random is said, where a known model is named.
+    """Return what the user may have meant.
+
+    Random weights are never suggested in place of real ones: where a known model is named, the hint
+    says that they are random.
     """
     if near := _nearest(model):
         return f"did you mean {near!r}? "
@@ -400,9 +410,7 @@ def _hint(model: str, shapes: bool) -> str:
 
 
 def _nearest(model: str) -> str | None:
-    """Return what the user may have meant: a directory or file next to it, demo, or
-    `random:NAME`.
-    """
+    """Return what the user may have meant: a directory or file nearby, demo, or `random:NAME`."""
     path = Path(model)
     try:
         siblings = [

@@ -2,7 +2,8 @@
 
 It is a directory of `hetero quantize` (weights for the GPU, configuration, tokenizer) with
 
-    plan.json       what runs where        graphs/     compiled graphs for one chip (`qnn.store`)
+    plan.json       what runs where
+    graphs/         compiled graphs for one chip
     profile.json    the chip's times, where it was compiled with some
     compiled.json   `BundleManifest`; written last, so that its absence means an unfinished bundle
 """
@@ -33,8 +34,8 @@ SCHEMA_VERSION: Final = 1
 _REMEDY = "run hetero compile again"
 
 
-MOST_TOKENS: Final = 1 << 20
-Tokens = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
+MAX_TOKENS: Final = 1 << 20
+Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
 
 
 class GraphRecord(BaseModel):
@@ -44,7 +45,7 @@ class GraphRecord(BaseModel):
 
     nodes: tuple[str, ...]
     tokens: tuple[Tokens, ...]
-    context: Annotated[int, Field(ge=0, le=MOST_TOKENS)] = 0
+    context: Annotated[int, Field(ge=0, le=MAX_TOKENS)] = 0
     entry: str
     size_bytes: Annotated[int, Field(ge=0, lt=2**63)]
     files: dict[str, str]
@@ -53,10 +54,11 @@ class GraphRecord(BaseModel):
 class BundleManifest(BaseModel):
     """Contents of `compiled.json`.
 
-    `licence` is what the model's own files say, `sdk` and `provider` what compiled the graphs; a
-    device needs the same provider to open them. `whole_caches`: they attend on caches that keep
-    what windows have left, as a service has them. `profile_sha256` is that of the chip's profile,
-    by which the calls of a prompt are ordered; empty without one.
+    `licence` is the text of the model's own files, `sdk` and `provider` are the compiler's; a
+    device needs the same provider to open the graphs. `whole_caches`: attention is compiled for
+    caches that keep all tokens, also those outside of its windows, as a service has them.
+    `profile_sha256` is that of the chip's profile, by which the calls of a prompt are ordered;
+    empty without one.
     """
 
     model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid")
@@ -79,19 +81,17 @@ class BundleManifest(BaseModel):
 
     @property
     def graphs_bytes(self) -> int:
-        """Return all compiled graphs together."""
+        """Return the bytes of all compiled graphs."""
         return sum(graph.size_bytes for graph in self.graphs)
 
     def document(self) -> str:
-        """Return the file's contents, which earlier versions read where they know all
-        that it says.
-        """
+        """Return the file's contents, in an old schema where that can express them."""
         later = ("whole_caches", "profile_sha256")
         added = {name for name in later if not getattr(self, name)}
         return self.model_dump_json(indent=1, exclude=added) + "\n"
 
     def check_caches(self, model: str, windows: Sequence[int], *, whole: bool) -> None:
-        """Raise `UserError` where attention on caches of all tokens has no graphs."""
+        """Raise `UserError` where no graph attends to caches of all tokens."""
         written = max(self.graph_sizes, default=0)
         sliding = Sliding.of(windows, self.max_seq_len + written, written)
         slides = sliding is not None and sliding.rows < self.max_seq_len + written
@@ -104,7 +104,7 @@ class BundleManifest(BaseModel):
             )
 
     def npu_options(self, directory: str | os.PathLike[str]) -> dict[str, Any]:
-        """Return options of `hetero.backends.qnn.opening.open` for the bundle in `directory`."""
+        """Return the options of `hetero.backends.qnn.opening.open` for a bundle in `directory`."""
         graphs = expand_user(directory) / GRAPHS_DIRECTORY
         return {
             "soc": self.soc,
@@ -143,9 +143,7 @@ def _verified(path: Path, sha256: str, instead: str) -> str:
 
 
 def find_bundle(model: str | os.PathLike[str]) -> BundleManifest | None:
-    """Return the manifest if MODEL is a compiled directory. Raises `ModelError` for a
-    damaged one.
-    """
+    """Return the manifest if MODEL is a compiled directory. Raises `ModelError` if damaged."""
     path = model_path(model) / BUNDLE_FILE
     if not os.path.isfile(path):
         return None

@@ -1,4 +1,4 @@
-"""What a manifest says of static activation scales: where they come from, and what each costs."""
+"""The calibration in a manifest: static activation scales, their origin, and what each costs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Finite = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class OutlierChoice(NamedTuple):
-    """`--outliers`: the part of the matmuls that keep a shadow, 0 to 1, and its form.
+    """The choice of `--outliers`: the part of the matmuls that keep a shadow, 0 to 1, and its kind.
 
     `excess`: what the int8 codes cut off is added exactly, as mllm-NPU does (section 3.3);
     otherwise hot channels leave the integers and are multiplied in floating point.
@@ -94,31 +94,29 @@ class Calibration(BaseModel):
 
     @property
     def shadowed(self) -> list[str]:
-        """Return names of the matmuls that keep a shadow which adds something."""
-        kept = self.excess
-        return [name for name, x in self.matmuls.items() if x.hot or (kept and not x.pruned)]
+        """Return the names of the matmuls whose shadow adds something."""
+        all_of_them = self.excess
+        return [name for name, x in self.matmuls.items() if x.hot or (all_of_them and not x.pruned)]
 
     @property
     def excess(self) -> bool:
-        """Return whether shadows add what the codes cut off, and hot channels stay in the
-        integers.
-        """
+        """Return whether shadows add what the codes cut off; hot channels then stay integers."""
         return OutlierChoice.parse(self.outliers).excess
 
     def hot(self, name: str) -> int:
-        """Return number of a matmul's hot channels."""
+        """Return the number of a matmul's hot channels."""
         return self.matmuls[name].hot
 
 
 def matmul_names(config: ModelConfig) -> list[str]:
-    """Return names of a model's matmuls in a `Calibration`."""
+    """Return the names of a model's matmuls in a `Calibration`."""
     roles = [x.name for x in block_matrices(config)]
     inner = [f"blocks.{i}.{role}" for i in range(config.num_layers) for role in roles]
     return [*inner, "lm_head"]
 
 
 def hot_bytes(config: ModelConfig, calibration: Calibration | None) -> int:
-    """Return bytes of hot channels' numbers (int32) and weights (float16)."""
+    """Return the bytes of hot channels' numbers (int32) and weights (float16)."""
     if calibration is None:
         return 0
     rows: Mapping[str, int] = {x.name: x.n for x in config.matmuls()}

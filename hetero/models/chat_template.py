@@ -45,7 +45,7 @@ class ChatTemplate:
         template: str | None = None,
         **variables: Any,
     ) -> str:
-        """Return text of a conversation.
+        """Return the text of a conversation.
 
         `template` names one of several templates (default: `tool_use` if tools are given and there
         is one, else `default`); `variables` are passed on (`enable_thinking`, …). Raises
@@ -92,9 +92,9 @@ class ChatTemplate:
 
 
 def load_templates(directory: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
-    """Templates of a model directory by name; empty if it has none.
+    """Return the templates of a model directory by name; empty if it has none.
 
-    Files of their own come before the field in tokenizer_config.json.
+    Separate files take precedence over the field in tokenizer_config.json.
     """
     templates = _declared(tokenizer_config.get("chat_template"))
     legacy = directory / "chat_template.json"

@@ -20,17 +20,17 @@ from hetero.errors import ModelError
 from hetero.models.architectures import ARCHITECTURES
 from hetero.models.config import ModelConfig
 from hetero.models.fields import read_json_object
-from hetero.models.layout import block_vectors, end_matrices, end_vectors
+from hetero.models.layout import block_vectors, embedding_matrices, model_vectors
+from hetero.models.model_weights import BlockWeights, ModelWeights
 from hetero.models.packing import SourceTensor, check_finite, pack_rows
 from hetero.models.safetensors_file import FLOAT_DTYPES, SafetensorsFile
-from hetero.models.weights import BlockWeights, ModelWeights
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
 
 class CheckpointFiles:
-    """The tensors of a directory by name, wherever they are sharded to."""
+    """The tensors of a directory by name, across its shards."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -48,7 +48,7 @@ class CheckpointFiles:
         return name in self._file_of
 
     def names(self) -> list[str]:
-        """Return all tensor names."""
+        """Return the names of all tensors."""
         return list(self._file_of)
 
     def array(self, name: str) -> npt.NDArray[Any]:
@@ -56,15 +56,15 @@ class CheckpointFiles:
         return self._file_of[name].array(name)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor."""
+        """Return the shape of a tensor."""
         return self._file_of[name].entries[name].shape
 
     def dtype(self, name: str) -> str:
-        """Data type of a tensor, as safetensors spells it."""
+        """Return the data type of a tensor, as safetensors spells it."""
         return self._file_of[name].entries[name].dtype
 
     def forget(self, names: Iterable[str]) -> None:
-        """Let the pages of these tensors leave memory."""
+        """Drop the pages of these tensors from memory."""
         by_file: dict[str, list[str]] = {}
         for name in names:
             by_file.setdefault(self._file_of[name].path.name, []).append(name)
@@ -72,7 +72,7 @@ class CheckpointFiles:
             self.files[file].forget(members)
 
     def fingerprint(self) -> str:
-        """Hash of every file's name, size, time of change and header; no weight is read."""
+        """Return a hash of every file's name, size, mtime and header; no weight is read."""
         digest = hashlib.sha256()
         for name, file in sorted(self.files.items()):
             changed = file.path.stat().st_mtime_ns
@@ -133,9 +133,9 @@ class CheckpointWeights(ModelWeights):
         self._architecture = ARCHITECTURES[config.architecture]
         self._names = self._architecture.names
 
-    def end_vector(self, name: str) -> Float32Array:
+    def model_vector(self, name: str) -> Float32Array:
         """Return a vector outside of the blocks."""
-        module, suffix = vector_module(self._names.ends, name)
+        module, suffix = vector_module(self._names.model_modules, name)
         return self._vector(f"{module}.{suffix}", norm=name == "final_norm").reshape(-1)
 
     def _load_block(self, index: int) -> BlockWeights:
@@ -145,7 +145,7 @@ class CheckpointWeights(ModelWeights):
         return BlockWeights(**packed, **vectors)  # type: ignore[arg-type]
 
     def _load_matrix(self, name: str) -> PackedWeight:
-        return self._pack_tensors([f"{self._names.ends[name]}.weight"], None)
+        return self._pack_tensors([f"{self._names.model_modules[name]}.weight"], None)
 
     def _pack(self, prefix: str, name: str) -> PackedWeight:
         tensors = [f"{prefix}{module}.weight" for module in self._names.matmuls[name]]
@@ -177,21 +177,21 @@ class CheckpointWeights(ModelWeights):
 
 
 def vector_module(modules: Mapping[str, str], name: str) -> tuple[str, str]:
-    """Return the module of a vector, and which of its tensors the vector is."""
+    """Return the module of a vector, and its tensor in that module."""
     if name.endswith("_bias"):
         return modules[name.removesuffix("_bias")], "bias"
     return modules[name], "weight"
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return names and shapes of the tensors that a checkpoint of this configuration has."""
+    """Return the names and shapes of the tensors of a checkpoint of this configuration."""
     names, d = ARCHITECTURES[config.architecture].names, config.hidden_size
     shapes: dict[str, tuple[int, ...]] = {}
-    for matrix in end_matrices(config):
-        shapes[f"{names.ends[matrix.name]}.weight"] = (matrix.n, matrix.k)
-    for vector in end_vectors(config, StorageFormat.F32):
+    for matrix in embedding_matrices(config):
+        shapes[f"{names.model_modules[matrix.name]}.weight"] = (matrix.n, matrix.k)
+    for vector in model_vectors(config, StorageFormat.F32):
         rows = (vector.n // d, d) if vector.name == "positions" else (vector.n,)
-        shapes[".".join(vector_module(names.ends, vector.name))] = rows
+        shapes[".".join(vector_module(names.model_modules, vector.name))] = rows
     for index in range(config.num_layers):
         for name, shape in _block_tensors(config).items():
             shapes[f"{names.block.format(index)}{name}"] = shape
@@ -213,7 +213,7 @@ def _block_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _module_rows(config: ModelConfig, name: str) -> list[tuple[str, int]]:
-    """Modules that a fused weight of a block is made of, and how many of its rows each has."""
+    """Return the modules of a block's fused weight, and how many rows each has."""
     modules = ARCHITECTURES[config.architecture].names.matmuls.get(name, ())
     if not modules:
         return []
@@ -256,8 +256,8 @@ def _check_tensor(files: CheckpointFiles, name: str, shape: tuple[int, ...]) -> 
 
 
 def _is_derived(name: str, config: ModelConfig) -> bool:
-    """Tensors that say nothing new: stored rotary tables, a copy of tied embeddings."""
-    head = ARCHITECTURES[config.architecture].names.ends["lm_head"]
+    """Return whether a tensor is redundant: stored rotary tables, a copy of tied embeddings."""
+    head = ARCHITECTURES[config.architecture].names.model_modules["lm_head"]
     return name.endswith("rotary_emb.inv_freq") or (
         config.tie_word_embeddings and name == f"{head}.weight"
     )

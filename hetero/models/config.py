@@ -48,7 +48,7 @@ class ModelConfig:
     positions          rows of the table of learned positions, 0 with rotary embeddings; position p
                        is row p + position_offset
     rms_norm_eps       of every norm; `norm` says which kind they are
-    out_norms          attention and feed-forward are normed once more behind them
+    out_norms          the outputs of attention and feed-forward have another norm
     parallel           attention and feed-forward both read the one norm before them
     gated              the feed-forward multiplies by a gate; else it is up, activation, down
     attention_scale    on the scores, None for D^-0.5
@@ -104,7 +104,7 @@ class ModelConfig:
 
     @property
     def qkv_width(self) -> int:
-        """Return rows of the fused query, key and value weight: (H + 2G)·D."""
+        """Return the rows of the fused query, key and value weight: (H + 2G)·D."""
         return (self.heads + 2 * self.kv_heads) * self.head_dim
 
     @classmethod
@@ -127,11 +127,11 @@ class ModelConfig:
         generation: Mapping[str, Any] | None = None,
         where: str = "config.json",
     ) -> Self:
-        """Check and convert the contents of `config.json`; raises `ModelError`.
+        """Convert and check the contents of `config.json`; raises `ModelError`.
 
-        Both spellings are taken (`rope_theta`/`rope_scaling` and `rope_parameters`, `torch_dtype`
-        and `dtype`). End-of-text ids in `generation` (generation_config.json) come first, as in
-        `transformers`.
+        Both spellings are accepted (`rope_theta`/`rope_scaling` and `rope_parameters`,
+        `torch_dtype` and `dtype`). End-of-text ids in `generation` (generation_config.json) come
+        first, as in `transformers`.
         """
         source = Fields(raw, where)
         architecture = _architecture(source)
@@ -166,7 +166,7 @@ class ModelConfig:
         return config
 
     def to_dict(self) -> dict[str, Any]:
-        """Contents of a `config.json` that `from_dict` turns into this configuration again."""
+        """Return the contents of a `config.json` that `from_dict` turns into this configuration."""
         architecture = ARCHITECTURES[self.architecture]
         raw: dict[str, Any] = {
             "architectures": [architecture.class_name],
@@ -209,7 +209,10 @@ class ModelConfig:
 
 
 def _architecture(source: Fields) -> Architecture:
-    """From `model_type`, checked against `architectures` (a headless model is another thing)."""
+    """Return the architecture of `model_type`, checked against `architectures`.
+
+    A headless model is refused.
+    """
     declared = source.raw.get("architectures")
     if declared is not None and (
         not isinstance(declared, list) or any(not isinstance(name, str) for name in declared)
@@ -247,7 +250,7 @@ def _refuse_quantised(source: Fields) -> None:
 
 
 def _refuse_sinks(source: Fields) -> None:
-    """Scores of their own beside those of the tokens, or first tokens that every window sees."""
+    """Raise `ModelError` for learned attention sinks, or tokens that all windows attend to."""
     name = next((name for name, value in source.raw.items() if "sink" in name and value), None)
     if name is not None:
         raise source.error(
@@ -277,7 +280,7 @@ def _rotary(source: Fields, architecture: Architecture) -> dict[str, Any]:
 
 
 def _rotary_dim(source: Fields, factor: float, head_dim: int) -> int:
-    """Rotated dimensions of a head, 0 for all of them."""
+    """Return how many dimensions of a head are rotated, 0 for all of them."""
     rotated = int(head_dim * factor)
     if rotated < 2 or rotated % 2:
         raise ModelError(
@@ -303,7 +306,7 @@ def _heads(source: Fields, architecture: Architecture) -> tuple[int, int, int]:
 
 
 def _head_dim(source: Fields, architecture: Architecture, heads: int) -> int:
-    """Head size where config.json does not give one."""
+    """Return the head size where config.json does not give one."""
     if source.raw.get("head_dim") is not None:
         return 1
     if architecture.head_dim is not None and "head_dim" not in source.raw:
@@ -339,7 +342,10 @@ def _activation(source: Fields, architecture: Architecture) -> Activation:
 def _token_ids(
     source: Fields, generation: Fields, architecture: Architecture
 ) -> tuple[int | None, tuple[int, ...]]:
-    """bos and eos ids; those of generation_config.json win, ids outside the vocabulary go."""
+    """Return the bos and eos ids; generation_config.json takes precedence.
+
+    Ids outside the vocabulary are dropped.
+    """
     vocab = source.positive_int("vocab_size")
     names = ("bos_token_id", "eos_token_id")
     defaults = dict(zip(names, architecture.ids, strict=True)) if architecture.ids else {}

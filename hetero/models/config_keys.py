@@ -1,8 +1,7 @@
 """Fields of a config.json that change numbers in other families of models.
 
-The decoder computes none of them, so a field with another value than the one that changes nothing
-is an error. Fields that no family computes with (dropout, initialisation, what a library notes) are
-harmless, whatever they say.
+The decoder uses none of them, so any value but the neutral one is an error. Fields that no family
+computes with (dropout, initialisation, a library's notes) are harmless, whatever they say.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ SAME: Final[Mapping[str, Callable[[Decoder], object]]] = {
 
 
 def refuse_unused(source: Fields, config: Decoder) -> None:
-    """Raise `ModelError` for a field that changes numbers and that the decoder does not use."""
+    """Raise `ModelError` for a field that changes numbers but that the decoder does not use."""
     _refuse_others(source, NEUTRAL)
     for name in ("rope_scaling", "rope_parameters"):
         _refuse_others(Fields(source.object(name), f"{source.where}: {name}"), NEUTRAL_ROPE)
@@ -93,7 +92,7 @@ UNREAD: Final[Mapping[str, tuple[object, ...]]] = {
 
 
 def notice_unread(generation: Mapping[str, Any], where: str) -> None:
-    """Give one notice of what a generation_config.json asks for and is not read."""
+    """Give one notice of the fields of a generation_config.json that are not used."""
     names = [
         name
         for name, neutral in UNREAD.items()

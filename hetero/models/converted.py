@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from hetero.backends.weights import PackedWeight
 from hetero.models.layout import block_matrices
+from hetero.models.model_weights import BlockWeights, DerivedWeights
 from hetero.models.packing import SourceTensor, pack_rows
-from hetero.models.weights import BlockWeights, DerivedWeights
 
 
 class ConvertedWeights(DerivedWeights):
-    """The numbers of `inner` in another format: f32 holds them exactly, the others round again.
+    """The numbers of `inner` in another format: f32 is exact, the others round again.
 
-    For models of which nothing better is at hand: a format with more bits does not bring back what
-    the stored one has lost.
+    For models without a better source: a format with more bits does not restore what the stored one
+    has lost.
     """
 
     def _load_block(self, index: int) -> BlockWeights:

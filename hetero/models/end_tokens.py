@@ -37,14 +37,15 @@ _PLAIN_S: Final = ("<|tool_response>", "<|plamo:eos|>")
 
 
 def not_ends(ends: set[str]) -> set[str]:
-    """Return those of `ends` that do not end a generation, given the others."""
+    """Return the tokens among `ends` that do not end a generation, given the others."""
     plain = {"<|end|>"} if any(pair <= ends for pair in _END_GOES_ON) else set()
     return (plain | ({"</s>"} if not ends.isdisjoint(_PLAIN_S) else set())) & ends
 
 
 def named_ends(ids: Mapping[str, int], fim: Iterable[str] = FIM_ENDS) -> dict[str, int]:
-    """Return the tokens of a vocabulary that end a generation, by their names alone; of
-    fill-in-the-middle tokens those of the kinds `fim`.
+    """Return the tokens of a vocabulary that end a generation, by their names alone.
+
+    `fim` are the kinds of fill-in-the-middle tokens to include.
     """
     ends = {name: ids[name] for name in ENDS if name in ids}
     plain = not_ends(set(ends))

@@ -14,10 +14,10 @@ from hetero.errors import ModelError
 MAX_SIZE = 2**31 - 1  # sizes are int32 on devices
 
 
-def read_text(path: Path, most_bytes: int = files.LONGEST_DOCUMENT_BYTES) -> str:
+def read_text(path: Path, max_bytes: int = files.LONGEST_DOCUMENT_BYTES) -> str:
     """Return a text file in UTF-8. Raises `ModelError`."""
     try:
-        return files.read_text(path, most_bytes)
+        return files.read_text(path, max_bytes)
     except OSError as error:
         raise ModelError(
             f"{path}: cannot be read ({error.strerror or error}); give another file, or check its "
@@ -53,7 +53,7 @@ class Fields:
         self.where = where
 
     def error(self, name: str, rule: str, remedy: str) -> ModelError:
-        """`where: name rule, got value; remedy`."""
+        """Return the error `where: name rule, got value; remedy`."""
         got = f", got {self.raw[name]!r}" if name in self.raw else ", but it is missing"
         return ModelError(f"{self.where}: {name} {rule}{got}; {remedy}")
 
@@ -90,7 +90,7 @@ class Fields:
         return tuple(map(float, numbers))
 
     def boolean(self, name: str, default: bool) -> bool:
-        """True or false."""
+        """Return a boolean."""
         value = self.raw.get(name)
         if value is None:
             return default

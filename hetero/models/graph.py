@@ -1,7 +1,7 @@
 """The decoder as a graph of nodes: operations, the slots they work on, the weights they take.
 
 Notation as in `hetero.backends.ops`. One list serves every phase, token count and plan; one decoder
-serves every architecture, which only says in its `ModelConfig` what differs.
+serves every architecture, whose `ModelConfig` says only what differs.
 
     serial     h = norm(x);  x += attention(h);  h = norm(x);  x += feed_forward(h)
     parallel   h = norm(x);  x += attention(h) + feed_forward(h)
@@ -12,8 +12,8 @@ The residual stream alternates between the slots `x` and `x2`; a norm adds what 
 
 A matmul of integers may have a shadow (`Outliers`). Where its output is added to the residual
 stream, the shadow is added to the stream as well, into `x3`, which the norm reads instead: it
-stands before its matmul, so that the GPU computes it while the NPU computes the matmul, and nobody
-waits (mllm-NPU, section 3.3). The shadows of other matmuls are added to their outputs.
+precedes its matmul, so that the GPU computes it while the NPU computes the matmul, without a wait
+(mllm-NPU, section 3.3). The shadows of other matmuls are added to their outputs.
 """
 
 from __future__ import annotations
@@ -56,9 +56,10 @@ def model_graph(
     kv: CacheFormat = CacheFormat.F32,
     sliding: Sliding | None = None,
 ) -> ModelGraph:
-    """Return the graph of a model, from token ids in slot `tokens` to `logits`, with KV caches of
-    `capacity` tokens (None: of all positions) in the format `kv`; those of `sliding` have room for
-    its `rows`, and attention appends to them at the slot `cache_row`.
+    """Return the graph of a model, from token ids in slot `tokens` to `logits`.
+
+    KV caches have `capacity` tokens (None: all positions) in the format `kv`; those of `sliding`
+    have room for its `rows`, and attention appends to them at the slot `cache_row`.
     """
     stored = WeightFormat(weight_format)
     decoder = _Decoder(
@@ -74,7 +75,7 @@ def model_graph(
 
 
 def slot_widths(config: ModelConfig, shadows: Shadows | None = None) -> dict[str, int]:
-    """Features per token of every float32 slot but `logits` and the caches."""
+    """Return the features per token of every float32 slot but `logits` and the caches."""
     layers = None if shadows else 1  # those without are alike
     nodes = _Decoder(config, WeightFormat.F32, 1, shadows or {}, layers=layers).nodes()
     return {
@@ -85,7 +86,7 @@ def slot_widths(config: ModelConfig, shadows: Shadows | None = None) -> dict[str
 
 
 def rope_of(config: ModelConfig, capacity: int | None = None) -> Rope:
-    """Operation record of the rotary embedding, with the query/key norm if there is one."""
+    """Return the operation of the rotary embedding, with the query/key norm if there is one."""
     return Rope(
         heads=config.heads,
         kv_heads=config.kv_heads,
@@ -99,7 +100,7 @@ def rope_of(config: ModelConfig, capacity: int | None = None) -> Rope:
 
 
 class _Decoder:
-    """The nodes in the making."""
+    """A builder of the nodes."""
 
     def __init__(
         self,
@@ -121,7 +122,7 @@ class _Decoder:
         self.built: list[Node] = []
 
     def nodes(self) -> list[Node]:
-        """See `model_graph`."""
+        """Return the nodes of `model_graph`."""
         self._embed()
         for layer in range(self.layers):
             self.layer = layer
@@ -152,7 +153,7 @@ class _Decoder:
         self._add("positions", positions, x="x2", position="position", y="x")
 
     def _block(self, layer: int) -> None:
-        """Everything between a block's input norm and the norm that follows it."""
+        """Add everything from a block's input norm up to the norm that follows the block."""
         if self.config.parallel:
             self._attention(layer, "t")
             self._feed_forward("t2")

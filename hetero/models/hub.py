@@ -1,10 +1,11 @@
-"""Models by their names on the Hugging Face hub: `hf:owner/name[:file]`, or `owner/name` where no
-folder `owner` is here.
+"""Models by their names on the Hugging Face hub: `hf:owner/name[:file]` or `owner/name`.
 
-Files go through `huggingface_hub` into the user's own cache, which other programs share: progress,
-resuming and the endpoint (`HF_ENDPOINT`) are that library's. What is there whole is used without
-asking the network. The hash of every large file is checked once, when it was downloaded: its name
-in the cache is the hash.
+The short form is one where no folder `owner` is here.
+
+Files go through `huggingface_hub` into the user's own cache, which other programs share; progress,
+resuming and the endpoint (`HF_ENDPOINT`) are that library's. A complete model in the cache is used
+without asking the network. The hash of every large file is checked once, after its download: its
+name in the cache is the hash.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _SHA256: Final = re.compile(r"[0-9a-f]{64}")
 
 
 class HubName(NamedTuple):
-    """`owner/name` and perhaps one file of it."""
+    """A hub name `owner/name`, perhaps with one of its files."""
 
     repo: str
     file: str = ""
@@ -46,9 +47,7 @@ class HubName(NamedTuple):
 
 
 def hub_name(model: str) -> HubName | None:
-    """Return the name on the hub that MODEL is, if it is one. Raises `ModelError` for a broken
-    `hf:`.
-    """
+    """Return the hub name that MODEL is, if it is one. Raises `ModelError` for a broken `hf:`."""
     if model.startswith(PREFIX):
         repo, _, file = model.removeprefix(PREFIX).partition(":")
         if not _ID.fullmatch(repo) or ".." in Path(file).parts or Path(file).is_absolute():
@@ -61,8 +60,9 @@ def hub_name(model: str) -> HubName | None:
 
 
 def fetch(name: HubName) -> Path:
-    """Directory or GGUF file of a model, downloaded if it is not in the cache whole. Raises
-    `ModelError`.
+    """Return the directory or GGUF file of a model, downloaded unless the cache has all of it.
+
+    Raises `ModelError`.
     """
     if not is_here("huggingface_hub"):
         raise ModelError(
@@ -76,7 +76,7 @@ def fetch(name: HubName) -> Path:
 
 
 def _in_cache(name: HubName) -> Path | None:
-    """Where the model lies, if all of it is in the cache."""
+    """Return the path of the model in the cache, if all of it is there."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -94,8 +94,9 @@ def _in_cache(name: HubName) -> Path | None:
 
 
 def gguf_models(files: Sequence[Path]) -> list[tuple[Path, int]]:
-    """Return the models among GGUF files, each by its first file, and their bytes; those split into
-    files of which some are missing are left out.
+    """Return the models among GGUF files, each by its first file, and their bytes.
+
+    Split models with missing files are left out.
     """
     there = {str(file): file for file in files}
     groups = {tuple(split_names(name)) for name in there}
@@ -154,8 +155,9 @@ def _download(name: HubName) -> Path:
 
 
 def _point_main(path: Path, file: str, revision: str) -> None:
-    """The cache's branch `main` is this revision, as a download by the branch's name leaves it: so
-    the model is found again without asking.
+    """Point the cache's branch `main` to this revision, as a download by the branch's name does.
+
+    The model is then found again without the network.
     """
     snapshots = path.parents[len(Path(file).parts)]
     if snapshots.name == "snapshots":
@@ -185,7 +187,7 @@ def _say(name: HubName, nbytes: int) -> None:
 
 
 def _check(path: Path) -> None:
-    """Raise `ModelError`, and remove it, where a file of the cache is not what its name says."""
+    """Raise `ModelError`, and remove the file, if a file of the cache does not match its name."""
     blob = path.resolve()
     if not path.is_file() or not _SHA256.fullmatch(blob.name):
         return
@@ -234,8 +236,9 @@ class Here(NamedTuple):
 
 
 def models_here(folder: Path | None, demo: Path) -> list[Here]:
-    """Return the demo, models in a folder, and those in the hub's cache that can be opened. Raises
-    `OSError` for a folder that cannot be listed.
+    """Return the demo, the models in a folder, and those in the hub's cache that can be opened.
+
+    Raises `OSError` for a folder that cannot be listed.
     """
     models = [Here("demo", "hetero", _bytes(demo), str(demo))]
     paths = [] if folder is None else sorted(folder.iterdir())

@@ -1,4 +1,4 @@
-"""Which tensors a model's packed weights consist of, and their sizes."""
+"""The tensors of a model's packed weights, and their sizes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class MatrixShape:
     k: int
 
     def nbytes(self, storage: StorageFormat) -> int:
-        """Return bytes of data and scales, without page padding."""
+        """Return the bytes of data and scales, without page padding."""
         return packed_bytes(storage, self.n, self.k)
 
 
@@ -32,13 +32,15 @@ class VectorShape:
 
 
 def block_matrices(config: ModelConfig) -> tuple[MatrixShape, ...]:
-    """Packed weights of one block."""
+    """Return the packed weights of one block."""
     return tuple(MatrixShape(x.name, x.n, x.k) for x in config.matmuls() if x.name != "lm_head")
 
 
 def block_vectors(config: ModelConfig, storage: StorageFormat) -> tuple[VectorShape, ...]:
-    """Float32 vectors of one block: norms, then the biases that the model has, then the scales of
-    the matmuls' inputs (`scaled_inputs`).
+    """Return the float32 vectors of one block.
+
+    Norms come first, then the biases that the model has, then the scales of the matmuls' inputs
+    (`scaled_inputs`).
     """
     names = ["input_norm"] if config.parallel else ["input_norm", "post_norm"]
     names += ["o_norm", "down_norm"] if config.out_norms else []
@@ -55,14 +57,15 @@ def block_vectors(config: ModelConfig, storage: StorageFormat) -> tuple[VectorSh
 
 
 def scaled_inputs(storage: StorageFormat) -> bool:
-    """Return whether a static scale of each matmul's input belongs to the weights: those with one
-    scale a row are multiplied with integers alone.
+    """Return whether weights of this storage have a static scale of each matmul's input.
+
+    Weights with one scale a row do: they are multiplied with integers alone.
     """
     return storage.scales == "row"
 
 
-def end_vectors(config: ModelConfig, storage: StorageFormat) -> tuple[VectorShape, ...]:
-    """Float32 vectors outside of the blocks; the table of positions row after row."""
+def model_vectors(config: ModelConfig, storage: StorageFormat) -> tuple[VectorShape, ...]:
+    """Return the float32 vectors outside of the blocks; the table of positions row after row."""
     vectors = _norms(config, ["final_norm"])
     if config.head_bias:
         vectors.append(VectorShape("lm_head_bias", config.vocab_size))
@@ -80,8 +83,8 @@ def _norms(config: ModelConfig, names: list[str]) -> list[VectorShape]:
     return shapes
 
 
-def end_matrices(config: ModelConfig) -> tuple[MatrixShape, ...]:
-    """Embedding and, unless tied to it, output head."""
+def embedding_matrices(config: ModelConfig) -> tuple[MatrixShape, ...]:
+    """Return the embedding and, unless tied to it, the output head."""
     embed = MatrixShape("embed", config.vocab_size, config.hidden_size)
     if config.tie_word_embeddings:
         return (embed,)
@@ -89,12 +92,12 @@ def end_matrices(config: ModelConfig) -> tuple[MatrixShape, ...]:
 
 
 def total_bytes(config: ModelConfig, storage: StorageFormat) -> int:
-    """Return bytes of all packed weights and vectors of a model, without page padding."""
+    """Return the bytes of all packed weights and vectors of a model, without page padding."""
     block = sum(x.nbytes(storage) for x in block_matrices(config))
     block += sum(4 * x.n for x in block_vectors(config, storage))
-    ends = sum(x.nbytes(storage) for x in end_matrices(config))
-    ends += sum(4 * x.n for x in end_vectors(config, storage))
-    return config.num_layers * block + ends
+    outside = sum(x.nbytes(storage) for x in embedding_matrices(config))
+    outside += sum(4 * x.n for x in model_vectors(config, storage))
+    return config.num_layers * block + outside
 
 
 def page_padded(nbytes: int) -> int:

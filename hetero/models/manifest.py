@@ -1,4 +1,4 @@
-"""`hetero.json`: what a directory written by `hetero quantize` holds, and whether it is intact."""
+"""`hetero.json`: the contents of a directory written by `hetero quantize`, and their checksums."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SCHEMA_VERSION: Final = 3  # 1: without `calibration`; 2: without `also`
 READS: Final = (1, 2, 3)
 KIND: Final = "hetero-quantized"
 
-_HASH_PIECE_BYTES = 1 << 22
+_HASH_READ_BYTES = 1 << 22
 _REMEDY = "run hetero quantize again"
 
 
@@ -44,17 +44,17 @@ class AlsoStored(BaseModel):
 
     @property
     def file(self) -> str:
-        """Return its name in the directory."""
+        """Return the file's name in the directory."""
         return f"weights-{self.weight_format.storage.value}.safetensors"
 
 
 class Manifest(BaseModel):
-    """Contents of `hetero.json`. `files` are all others of the directory, by relative path.
+    """Contents of `hetero.json`. `files` are the directory's other files, by relative path.
 
-    `header_sha256` is of the weight file's header, which is checked at every opening; `tokenizer`
-    says whether text becomes ids by the tokenizer files or byte by byte. `calibration` is there
-    where activations have static scales that come from a text; `also` are the matrices in other
-    formats.
+    `header_sha256` is of the weight file's header, which is checked whenever it is opened;
+    `tokenizer` says whether text becomes ids by the tokenizer files or byte by byte. `calibration`
+    is there if activations have static scales that come from a text; `also` are the matrices in
+    other formats.
     """
 
     model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid")
@@ -74,7 +74,7 @@ class Manifest(BaseModel):
 
     @property
     def stored(self) -> tuple[WeightFormat, ...]:
-        """Return formats that the weights were stored for, the model's own first."""
+        """Return the formats that the weights were stored for, the model's own first."""
         return (self.weight_format, *(x.weight_format for x in self.also))
 
     @model_validator(mode="after")
@@ -102,7 +102,7 @@ class Manifest(BaseModel):
 
 
 def is_quantised(directory: Path) -> bool:
-    """Return whether a directory says that `hetero quantize` wrote it."""
+    """Return whether a directory was written by `hetero quantize`."""
     return os.path.isfile(directory / MANIFEST_FILE)  # false where it cannot be looked for
 
 
@@ -127,7 +127,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def check_files(directory: Path, manifest: Manifest, *, verify: bool) -> None:
-    """Compare sizes of all files and the hashes of small ones; with `verify`, of all.
+    """Compare the sizes of all files and the hashes of small ones; with `verify`, of all.
 
     Raises `ModelError` that names the first file that differs.
     """
@@ -154,12 +154,12 @@ def check_files(directory: Path, manifest: Manifest, *, verify: bool) -> None:
 
 
 def file_sha256(path: Path) -> str:
-    """SHA-256 of a file, read in pieces. Raises `ModelError` if it cannot be read."""
+    """Return the SHA-256 of a file. Raises `ModelError` if it cannot be read."""
     digest = hashlib.sha256()
     try:
         with path.open("rb") as file:
-            while piece := file.read(_HASH_PIECE_BYTES):
-                digest.update(piece)
+            while chunk := file.read(_HASH_READ_BYTES):
+                digest.update(chunk)
     except OSError as error:
         raise ModelError(
             f"{path}: cannot be read ({error.strerror or error}); check its permissions"

@@ -11,7 +11,8 @@ from hetero.models.manifest import Manifest, is_quantised, read_manifest
 
 
 def without_floats(model: str) -> Manifest | None:
-    """Return the manifest of a quantised directory that holds no f32; None for any other MODEL.
+    """Return the manifest of a quantised directory without f32; None for any other MODEL.
+
     Raises `ModelError` for a broken one.
     """
     path = Path(model).expanduser()
@@ -23,8 +24,10 @@ def without_floats(model: str) -> Manifest | None:
 
 
 def find_original(model: str, manifest: Manifest) -> str | None:
-    """Return the MODEL that a quantised directory was made from: `demo`, or what has the name in
-    its manifest, next to it or in the current folder, with floats and the same shapes; else None.
+    """Return the MODEL that a quantised directory was made from, if it is here.
+
+    It is `demo`, or a model of the name in the manifest, next to the directory or in the current
+    folder, with floats and the same shapes.
     """
     if manifest.source == DEMO_DIRECTORY.name and _same_shapes(model, "demo"):
         return "demo"

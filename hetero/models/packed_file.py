@@ -1,8 +1,8 @@
 """The weights of a quantised directory: one safetensors file that devices map in place.
 
-Every tensor starts and ends on a page of 4096 bytes. safetensors allows no holes, so the rest of a
-last page is a tensor of zeros named `__pad.N`, and the header is padded with spaces. Blocks lie
-one after the other; the ends of the model follow.
+Every tensor starts and ends on a page of 4096 bytes. safetensors allows no holes, so a last page is
+filled by a tensor of zeros named `__pad.N`, and the header is padded with spaces. Blocks come one
+after the other, then the tensors outside of them.
 
     blocks.3.qkv.data, blocks.3.qkv.scales    layout of `hetero.backends.weights`
     blocks.3.input_norm, blocks.3.qkv_bias    float32
@@ -34,8 +34,8 @@ from hetero.models.layout import (
     VectorShape,
     block_matrices,
     block_vectors,
-    end_matrices,
-    end_vectors,
+    embedding_matrices,
+    model_vectors,
     page_padded,
     scaled_inputs,
 )
@@ -47,8 +47,8 @@ from hetero.models.manifest import (
     check_files,
     read_manifest,
 )
+from hetero.models.model_weights import BlockWeights, DerivedWeights, ModelWeights, Shadow
 from hetero.models.safetensors_file import SafetensorsFile
-from hetero.models.weights import BlockWeights, DerivedWeights, ModelWeights, Shadow
 
 PAD_PREFIX = "__pad."
 _DTYPES = {"q4": "U32", "q8": "I8", "q8r": "I8", "f16": "F16", "f32": "F32"}
@@ -65,7 +65,7 @@ class PlannedTensor:
 
     @property
     def nbytes(self) -> int:
-        """Return bytes of the elements."""
+        """Return the bytes of the elements."""
         total = _ITEM_BYTES[self.dtype]
         for size in self.shape:
             total *= size
@@ -96,12 +96,12 @@ class QuantizedWeights(ModelWeights):
             x.weight_format.storage: StoredMatrices(directory / x.file, config, x) for x in also
         }
 
-    def end_vector(self, name: str) -> Float32Array:
+    def model_vector(self, name: str) -> Float32Array:
         """Return a vector outside of the blocks."""
         return self.file.array(name)
 
     def release(self, index: int) -> None:
-        """Forget a block; its pages leave memory until something reads them again."""
+        """Drop a block; its pages leave memory until they are read again."""
         super().release(index)
         self.file.forget(
             [x.name for x in block_plan(self.config, self._storage, index, self.calibration)]
@@ -109,20 +109,22 @@ class QuantizedWeights(ModelWeights):
         for one in self.besides.values():
             one.release(index)
 
-    def release_ends(self) -> None:
-        """Forget embeddings and output head; their pages leave memory."""
-        super().release_ends()
-        self.file.forget([x.name for x in end_plan(self.config, self._storage)])
+    def release_embeddings(self) -> None:
+        """Drop embeddings and output head; their pages leave memory."""
+        super().release_embeddings()
+        self.file.forget([x.name for x in embedding_plan(self.config, self._storage)])
         for one in self.besides.values():
             one.release(None)
 
     def prefetch(self) -> None:
-        """See `ModelWeights.prefetch`."""
+        """Read the mapped file ahead."""
         self.file.prefetch()
 
     def head_in(self, storage: StorageFormat) -> PackedWeight:
-        """Return the output head as it is stored besides."""
-        return self.besides[storage].end("embed" if self.config.tie_word_embeddings else "lm_head")
+        """Return the output head in another storage."""
+        return self.besides[storage].embedding(
+            "embed" if self.config.tie_word_embeddings else "lm_head"
+        )
 
     @property
     def _storage(self) -> StorageFormat:
@@ -156,7 +158,7 @@ class QuantizedWeights(ModelWeights):
         return Shadow(channels, weight)
 
     def _check_scales(self) -> None:
-        """Static scales are usable, and those that the manifest names."""
+        """Raise `ModelError` unless static scales are usable and match the manifest's."""
         if not scaled_inputs(self._storage):
             return
         for name in matmul_names(self.config):
@@ -170,15 +172,16 @@ class QuantizedWeights(ModelWeights):
                 )
 
     def _load_matrix(self, name: str) -> PackedWeight:
-        return self._packed("", next(x for x in end_matrices(self.config) if x.name == name))
+        return self._packed("", next(x for x in embedding_matrices(self.config) if x.name == name))
 
     def _packed(self, prefix: str, shape: MatrixShape) -> PackedWeight:
         return _packed(self.file, self._storage, prefix, shape)
 
 
 class StoredMatrices:
-    """A model's matrices in another storage, mapped from a file of their own. Raises `ModelError`
-    for another file than the manifest names.
+    """A model's matrices in another storage, mapped from a file of their own.
+
+    Raises `ModelError` for another file than the manifest names.
     """
 
     def __init__(self, path: Path, config: ModelConfig, record: AlsoStored) -> None:
@@ -193,20 +196,20 @@ class StoredMatrices:
         shapes = block_matrices(self.config)
         return {x.name: _packed(self.file, self.storage, prefix, x) for x in shapes}
 
-    def end(self, name: str) -> PackedWeight:
-        """`embed` or `lm_head`."""
-        shape = next(x for x in end_matrices(self.config) if x.name == name)
+    def embedding(self, name: str) -> PackedWeight:
+        """Return `embed` or `lm_head`."""
+        shape = next(x for x in embedding_matrices(self.config) if x.name == name)
         return _packed(self.file, self.storage, "", shape)
 
     def release(self, index: int | None) -> None:
-        """Pages of a block leave memory until something reads them again; None: of the ends."""
+        """Drop the pages of a block (None: of embeddings and head) until they are read again."""
         prefix = "" if index is None else f"blocks.{index}."
-        shapes = end_matrices(self.config) if index is None else block_matrices(self.config)
+        shapes = embedding_matrices(self.config) if index is None else block_matrices(self.config)
         self.file.forget([y.name for x in shapes for y in _matrix_plan(prefix, x, self.storage)])
 
 
 class OtherStorage(DerivedWeights):
-    """A quantised directory by matrices that it holds besides; all else is `inner`'s."""
+    """A quantised directory in another storage that it has too; everything else is `inner`'s."""
 
     source: Path
 
@@ -214,10 +217,10 @@ class OtherStorage(DerivedWeights):
         super().__init__(inner, weight_format)
         self.calibration, self._stored = inner.calibration, inner.besides[weight_format.storage]
 
-    def release_ends(self) -> None:
-        """Forget embeddings and output head here and in the files."""
-        super().release_ends()
-        self.inner.release_ends()
+    def release_embeddings(self) -> None:
+        """Drop embeddings and output head here and in the files."""
+        super().release_embeddings()
+        self.inner.release_embeddings()
 
     def _load_block(self, index: int) -> BlockWeights:
         whole = self.inner.block(index)
@@ -226,7 +229,7 @@ class OtherStorage(DerivedWeights):
         return BlockWeights(**stored, **vectors, shadows=whole.shadows)  # type: ignore[arg-type]
 
     def _load_matrix(self, name: str) -> PackedWeight:
-        return self._stored.end(name)
+        return self._stored.embedding(name)
 
 
 def _packed(
@@ -246,9 +249,9 @@ def open_directory(
 ) -> tuple[Manifest, QuantizedWeights | OtherStorage]:
     """Open what `hetero.models.quantized.save` wrote.
 
-    `weight_format` defaults to the one it was saved for; with `besides` what is stored besides is
-    there as well. Checks sizes, schema, header and the small
-    files' hashes; with `verify` the weights' hash too. Raises `ModelError`.
+    `weight_format` defaults to the one it was saved for; with `besides` its other storages are
+    opened as well. Checks sizes, schema, header and the small files' hashes; with `verify` the
+    weights' hash too. Raises `ModelError`.
     """
     manifest = read_manifest(directory)
     wanted = weight_format or manifest.weight_format
@@ -280,13 +283,13 @@ def weight_plan(
     plan: list[PlannedTensor] = []
     for index in range(config.num_layers):
         plan += block_plan(config, storage, index, calibration)
-    return plan + end_plan(config, storage)
+    return plan + embedding_plan(config, storage)
 
 
 def matrices_plan(config: ModelConfig, storage: StorageFormat) -> list[PlannedTensor]:
-    """Tensors of a weight file that has matrices alone, in file order."""
+    """Return the tensors of a weight file that has only matrices, in file order."""
     places = [(f"blocks.{i}.", x) for i in range(config.num_layers) for x in block_matrices(config)]
-    places += [("", shape) for shape in end_matrices(config)]
+    places += [("", shape) for shape in embedding_matrices(config)]
     return [tensor for prefix, x in places for tensor in _matrix_plan(prefix, x, storage)]
 
 
@@ -296,7 +299,7 @@ def block_plan(
     index: int,
     calibration: Calibration | None = None,
 ) -> list[PlannedTensor]:
-    """Tensors of one block."""
+    """Return the tensors of one block."""
     prefix = f"blocks.{index}."
     plan = [x for shape in block_matrices(config) for x in _matrix_plan(prefix, shape, storage)]
     plan += [_vector_plan(prefix, shape) for shape in block_vectors(config, storage)]
@@ -305,14 +308,14 @@ def block_plan(
     return plan
 
 
-def end_plan(config: ModelConfig, storage: StorageFormat) -> list[PlannedTensor]:
-    """Embeddings, output head unless tied, vectors."""
-    plan = [x for shape in end_matrices(config) for x in _matrix_plan("", shape, storage)]
-    return plan + [_vector_plan("", shape) for shape in end_vectors(config, storage)]
+def embedding_plan(config: ModelConfig, storage: StorageFormat) -> list[PlannedTensor]:
+    """Return the tensors outside of the blocks: embeddings, output head unless tied, vectors."""
+    plan = [x for shape in embedding_matrices(config) for x in _matrix_plan("", shape, storage)]
+    return plan + [_vector_plan("", shape) for shape in model_vectors(config, storage)]
 
 
 def file_header(plan: list[PlannedTensor], metadata: dict[str, str]) -> bytes:
-    """Length and JSON header of a weight file, padded with spaces to whole pages."""
+    """Return length and JSON header of a weight file, padded with spaces to whole pages."""
     header: dict[str, Any] = {"__metadata__": metadata}
     offset = 0
     for index, tensor in enumerate(plan):
@@ -329,7 +332,7 @@ def file_header(plan: list[PlannedTensor], metadata: dict[str, str]) -> bytes:
 def block_arrays(
     block: BlockWeights, config: ModelConfig, storage: StorageFormat
 ) -> Iterator[npt.NDArray[Any]]:
-    """Arrays of a block in the order of `block_plan`."""
+    """Return the arrays of a block in the order of `block_plan`."""
     for matrix in block_matrices(config):
         yield from matrix_arrays(getattr(block, matrix.name))
     for vector in block_vectors(config, storage):
@@ -339,14 +342,14 @@ def block_arrays(
 
 
 def matrix_arrays(packed: PackedWeight) -> Iterator[npt.NDArray[Any]]:
-    """Data, then scales if there are any."""
+    """Return data, then scales if there are any."""
     yield packed.data
     if packed.scales is not None:
         yield packed.scales
 
 
 def shadow_arrays(shadow: Shadow | None) -> Iterator[npt.NDArray[Any]]:
-    """Hot channels, then their weights, if there are any."""
+    """Return hot channels, then their weights, if there are any."""
     if shadow is not None:
         yield np.asarray(shadow.channels, dtype=np.int32)
         yield np.asarray(shadow.weight, dtype=np.float16)
@@ -383,7 +386,7 @@ def _header_entry(dtype: str, shape: list[int], start: int, stop: int) -> dict[s
 
 
 def _check_plan(file: SafetensorsFile, tensors: list[PlannedTensor]) -> None:
-    """The file has exactly the tensors that config.json asks for, on whole pages."""
+    """Raise `ModelError` unless the file has exactly the planned tensors, on whole pages."""
     plan = {x.name: x for x in tensors}
     entries = {x: entry for x, entry in file.entries.items() if not x.startswith(PAD_PREFIX)}
     for name in plan.keys() | entries.keys():
@@ -401,7 +404,7 @@ def _check_plan(file: SafetensorsFile, tensors: list[PlannedTensor]) -> None:
 
 
 def _check_calibration(directory: Path, manifest: Manifest, config: ModelConfig) -> None:
-    """The manifest's scales are those of this model's matmuls."""
+    """Raise `ModelError` unless the manifest's scales are those of this model's matmuls."""
     if manifest.calibration is None:
         return
     wanted, stored = set(matmul_names(config)), manifest.calibration.matmuls

@@ -1,7 +1,7 @@
 """Packing float tensors into page-aligned weights, a few rows at a time.
 
-The rows of a packed weight may come from several tensors (q, k and v). Packing a piece needs about
-ten times the piece's bytes for a moment, so pieces are small.
+The rows of a packed weight may come from several tensors (q, k and v). Packing a slice of rows
+needs about ten times its bytes for a moment, so chunks are small.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from hetero.errors import ModelError
 
 # What a thread takes at once: larger pieces leave a core's cache, smaller ones are more Python
 # than arithmetic, which threads do one after the other. Codes are mostly copied.
-PIECE_ELEMENTS = 1 << 17
+CHUNK_ELEMENTS = 1 << 17
 CODED_ELEMENTS = 1 << 20
-_BATCH_PIECES = 64
+_BATCH_CHUNKS = 64
 _LARGEST_FREED = 31 << 20  # bytes
 _MAX_THREADS = 4  # each holds the memory of one piece
 _ARENA = Arena()
@@ -55,8 +55,8 @@ class RowSource(Protocol):
     """A named tensor of `shape` (rows, k) in a file.
 
     `rows` gives rows [start, stop) as float32; `codes` gives them as codes and scales of a storage
-    format, None where they are not stored as that. `watch`, if any, is told now and then what was
-    read and what is stored for it.
+    format, None where they are not stored as that. `watch`, if any, is called now and then with
+    values that were read and what is stored for them.
     """
 
     @property
@@ -73,7 +73,7 @@ class RowSource(Protocol):
 class SourceTensor:
     """A `RowSource` of any floating-point type.
 
-    `order` says which of its rows come first, where they lie in another order.
+    `order` lists its rows in the order of the packed weight, if the file has another.
     """
 
     name: str
@@ -83,7 +83,7 @@ class SourceTensor:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Return rows and features."""
+        """Return the rows and features."""
         return self.values.shape[0], self.values.shape[1]
 
     def rows(self, start: int, stop: int) -> npt.NDArray[np.float32]:
@@ -93,13 +93,14 @@ class SourceTensor:
         return values
 
     def codes(self, start: int, stop: int, storage: StorageFormat) -> Codes | None:  # noqa: ARG002
-        """Floats have none."""
+        """Return None: floats have no codes."""
         return None
 
 
 def empty_packed(storage: StorageFormat, n: int, k: int) -> PackedWeight:
-    """Return a zero-filled weight in page-aligned memory (q4: its scales are zero), to be filled
-    once.
+    """Return a zero-filled weight in page-aligned memory, to be filled once.
+
+    The scales of q4 are zero.
     """
     data = _pages(data_dtype(storage), data_shape(storage, n, k))
     scales = None
@@ -115,36 +116,38 @@ def pack_rows(
 ) -> PackedWeight:
     """Pack the rows of `sources`, one tensor after the other, on all cores.
 
-    `after_batch` is called now and then, so that pages of a mapped source can be given back.
-    Raises `ModelError` for a value that is not finite or beyond the storage format's range.
+    `after_batch` is called now and then, so that pages of a mapped source can be dropped. Raises
+    `ModelError` for a value that is not finite or beyond the storage format's range.
     """
     _keep_freed_memory()
     k = sources[0].shape[1]
     n = sum(source.shape[0] for source in sources)
     packed = empty_packed(storage, n, k)
     coded = all(source.codes(0, 1, storage) is not None for source in sources)
-    elements = CODED_ELEMENTS if coded else PIECE_ELEMENTS
+    elements = CODED_ELEMENTS if coded else CHUNK_ELEMENTS
     step = max(ROW_BLOCK, elements // k // ROW_BLOCK * ROW_BLOCK)
 
-    def pack_piece(start: int) -> None:
-        piece = _pack_piece(_parts(sources, start, min(start + step, n)), k, storage)
-        first, last = start // ROW_BLOCK, start // ROW_BLOCK + piece.data.shape[0]
-        packed.data[first:last] = piece.data
+    def pack_chunk(start: int) -> None:
+        chunk = _pack_chunk(_parts(sources, start, min(start + step, n)), k, storage)
+        first, last = start // ROW_BLOCK, start // ROW_BLOCK + chunk.data.shape[0]
+        packed.data[first:last] = chunk.data
         if packed.scales is not None:
-            packed.scales[first:last] = piece.scales
+            packed.scales[first:last] = chunk.scales
 
     starts = range(0, n, step)
     with ThreadPoolExecutor(min(len(starts), core_count(), _MAX_THREADS)) as pool:
-        for batch in range(0, len(starts), _BATCH_PIECES):
-            list(pool.map(pack_piece, starts[batch : batch + _BATCH_PIECES]))
+        for batch in range(0, len(starts), _BATCH_CHUNKS):
+            list(pool.map(pack_chunk, starts[batch : batch + _BATCH_CHUNKS]))
             after_batch()
     return packed
 
 
 @cache
 def _keep_freed_memory() -> None:
-    """Let the C library keep what pieces free for the next ones: glibc gives back to the system
-    what is beyond twice the largest block that was freed, and new pages are cleared.
+    """Let the C library reuse freed chunks.
+
+    glibc returns what exceeds twice the largest freed block to the system, and new pages are
+    cleared.
     """
     np.empty(_LARGEST_FREED, np.uint8)  # never touched, so it is no memory
 
@@ -164,7 +167,7 @@ def check_finite(name: str, values: npt.NDArray[np.float32], limit: float = math
 
 
 def _parts(sources: Sequence[RowSource], start: int, stop: int) -> list[tuple[RowSource, int, int]]:
-    """Sources and their rows that make up rows [start, stop) of the concatenation."""
+    """Return the sources, and their rows, of rows [start, stop) of the concatenation."""
     parts, offset = [], 0
     for source in sources:
         rows = source.shape[0]
@@ -175,25 +178,25 @@ def _parts(sources: Sequence[RowSource], start: int, stop: int) -> list[tuple[Ro
     return parts
 
 
-def _pack_piece(
+def _pack_chunk(
     parts: Sequence[tuple[RowSource, int, int]], k: int, storage: StorageFormat
 ) -> PackedWeight:
     coded = [source.codes(low, high, storage) for source, low, high in parts]
     if all(codes is not None for codes in coded):
         return _pack_codes([codes for codes in coded if codes is not None], k, storage)
-    pieces = []
+    chunks = []
     for source, low, high in parts:
-        piece = source.rows(low, high)
-        check_finite(source.name, piece, _LIMITS[storage.value])
-        pieces.append(piece)
-    packed = pack(pieces[0] if len(pieces) == 1 else np.concatenate(pieces), storage)
+        chunk = source.rows(low, high)
+        check_finite(source.name, chunk, _LIMITS[storage.value])
+        chunks.append(chunk)
+    packed = pack(chunks[0] if len(chunks) == 1 else np.concatenate(chunks), storage)
     if any(source.watch for source, *_ in parts):
-        _tell(parts, pieces, packed)
+        _notify(parts, chunks, packed)
     return packed
 
 
 def _pack_codes(coded: Sequence[Codes], k: int, storage: StorageFormat) -> PackedWeight:
-    """Lay out codes as they are, with rows up to a whole block."""
+    """Lay out codes unchanged, with rows up to a whole block."""
     if storage.scales == "block":
         return _pack_blocks([x for x in coded if isinstance(x, BlockParts)], k, storage)
     codes, scales = (_joined(arrays) for arrays in zip(*coded, strict=True))
@@ -227,17 +230,17 @@ def _joined(arrays: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
-def _tell(
+def _notify(
     parts: Sequence[tuple[RowSource, int, int]],
-    pieces: Sequence[npt.NDArray[np.float32]],
+    chunks: Sequence[npt.NDArray[np.float32]],
     packed: PackedWeight,
 ) -> None:
-    """Tell sources that ask for it what is stored."""
+    """Call the `watch` of sources that have one with what is stored."""
     stored, row = packed.dequantize(), 0
-    for (source, *_), piece in zip(parts, pieces, strict=True):
+    for (source, *_), chunk in zip(parts, chunks, strict=True):
         if source.watch is not None:
-            source.watch(piece, stored[row : row + len(piece)])
-        row += len(piece)
+            source.watch(chunk, stored[row : row + len(chunk)])
+        row += len(chunk)
 
 
 def _pages(dtype: np.dtype[Any], shape: tuple[int, ...]) -> npt.NDArray[Any]:

@@ -1,4 +1,4 @@
-"""Quantised directories: written block by block, and all or nothing.
+"""Writing quantised directories: block by block, and all or nothing.
 
 Everything goes to a sibling directory that is renamed at the end (`hetero.backends.host.files`).
 """
@@ -26,7 +26,7 @@ from hetero.backends.host.files import (
 from hetero.backends.host.folders import expand_user
 from hetero.backends.host.versions import installed_version
 from hetero.errors import ModelError
-from hetero.models.layout import block_matrices, end_matrices, end_vectors, page_padded
+from hetero.models.layout import block_matrices, embedding_matrices, model_vectors, page_padded
 from hetero.models.manifest import (
     MANIFEST_FILE,
     WEIGHTS_FILE,
@@ -37,6 +37,7 @@ from hetero.models.manifest import (
     is_quantised,
     read_manifest,
 )
+from hetero.models.model_weights import ModelWeights
 from hetero.models.packed_file import (
     PlannedTensor,
     block_arrays,
@@ -46,7 +47,6 @@ from hetero.models.packed_file import (
     open_directory,
     weight_plan,
 )
-from hetero.models.weights import ModelWeights
 
 __all__ = ["Progress", "check_destination", "open_directory", "save"]
 
@@ -74,13 +74,13 @@ def save(
     overwrite: bool = False,
     also: Sequence[ModelWeights] = (),
 ) -> Path:
-    """Write `weights`, their configuration and their tokenizer's files to `out_dir`; of `also`,
-    the same model in formats of other storages, the matrices.
+    """Write `weights`, their configuration and their tokenizer's files to `out_dir`.
 
+    Of `also`, the same model in formats of other storages, the matrices are written.
     `progress(done_bytes, total_bytes)` is called after every block. At most one block and the
-    output head are in memory beyond what the weights keep; every block is released once written.
-    An existing directory is replaced only if it is empty, or if `overwrite` and `hetero quantize`
-    wrote everything in it. Raises `ModelError`, and leaves nothing behind, whatever happens.
+    output head are in memory beyond what the weights keep; every block is released once written. An
+    existing directory is replaced only if it is empty, or if `overwrite` and `hetero quantize`
+    wrote everything in it. Raises `ModelError`, and leaves nothing behind if it fails.
     """
     for one in (weights, *also):
         if one.weight_format.of_file:
@@ -199,7 +199,7 @@ def _write_directory(
 def _write_also(
     weights: ModelWeights, directory: Path, progress: Progress | None
 ) -> tuple[AlsoStored, FileRecord]:
-    """Return the matrices in a file of their own."""
+    """Write the matrices in another storage to a file of their own."""
     stored = AlsoStored(weight_format=weights.weight_format, header_sha256="0" * 64)
     storage = weights.weight_format.storage
     plan = matrices_plan(weights.config, storage)
@@ -216,7 +216,7 @@ def _write_weights(
     path: Path,
     progress: Progress | None,
 ) -> tuple[str, FileRecord]:
-    """Return a weight file; returns the hash of its header and the file's record."""
+    """Write the weight file; return the hash of its header, and the file's record."""
     metadata = {"format": f"hetero-{storage.value}", "schema_version": "1"}
     header = file_header(plan, metadata)
     total = len(header) + sum(page_padded(tensor.nbytes) for tensor in plan)
@@ -237,34 +237,37 @@ def _write_weights(
 
 
 def _matrices(weights: ModelWeights) -> Iterator[Iterator[npt.NDArray[Any]]]:
-    """Arrays in the order of `matrices_plan`; each part is released as those of `_parts` are."""
+    """Yield the arrays in the order of `matrices_plan`; each part is released as in `_parts`."""
     for index in range(weights.config.num_layers):
         block = weights.block(index)
         for shape in block_matrices(weights.config):
             yield matrix_arrays(block.matrix(shape.name))
         weights.release(index)
-    for shape in end_matrices(weights.config):
+    for shape in embedding_matrices(weights.config):
         yield matrix_arrays(weights.embed() if shape.name == "embed" else weights.lm_head())
-    weights.release_ends()
+    weights.release_embeddings()
 
 
 def _parts(weights: ModelWeights) -> Iterator[Iterator[npt.NDArray[Any]]]:
-    """Arrays in the order of `weight_plan`; each part is released when the next is asked for."""
+    """Yield the arrays in the order of `weight_plan`.
+
+    Each part is released when the next is asked for.
+    """
     config, storage = weights.config, weights.weight_format.storage
     for index in range(config.num_layers):
         yield block_arrays(weights.block(index), config, storage)
         weights.release(index)
     yield matrix_arrays(weights.embed())
     if not config.tie_word_embeddings:
-        weights.release_ends()
+        weights.release_embeddings()
         yield matrix_arrays(weights.lm_head())
-    vectors = end_vectors(config, storage)
-    yield (np.asarray(weights.end_vector(x.name), dtype=np.float32) for x in vectors)
-    weights.release_ends()
+    vectors = model_vectors(config, storage)
+    yield (np.asarray(weights.model_vector(x.name), dtype=np.float32) for x in vectors)
+    weights.release_embeddings()
 
 
 class _HashingWriter:
-    """Writes to a file and hashes what it writes."""
+    """A writer to a file that hashes what it writes."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -272,13 +275,13 @@ class _HashingWriter:
         self.written = 0
 
     def write(self, data: bytes | memoryview) -> None:
-        """Bytes as they are."""
+        """Write bytes unchanged."""
         self._file.write(data)
         self.digest.update(data)
         self.written += len(data)
 
     def write_padded(self, array: npt.NDArray[Any]) -> None:
-        """The array's bytes, then zeros to the end of the page."""
+        """Write the array's bytes, then zeros to the end of the page."""
         flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         self.write(flat.data)
         self.write(bytes(page_padded(flat.nbytes) - flat.nbytes))

@@ -19,16 +19,16 @@ from hetero.backends.ops import RopeScaling
 from hetero.backends.weights import ROW_BLOCK, Float32Array, PackedWeight
 from hetero.errors import ModelError
 from hetero.models.config import ModelConfig
-from hetero.models.layout import block_matrices, end_matrices, end_vectors
+from hetero.models.layout import block_matrices, embedding_matrices, model_vectors
+from hetero.models.model_weights import BlockWeights, ModelWeights
 from hetero.models.packing import empty_packed
-from hetero.models.weights import BlockWeights, ModelWeights
 
 PREFIX = "random:"
 GENERATOR_VERSION = 1  # part of the fingerprint: raise it when the numbers change
 MAX_POSITION = 8192  # tokens; longer tables and caches would only cost memory
 
 _POOL_WORDS = 1 << 21  # 16 MiB of random bits that every weight is cut from
-_PIECE_WORDS = 1 << 17
+_RANGE_WORDS = 1 << 17
 _Q4_RMS = 21.5**0.5  # of the values -8 … 7
 _Q8_RMS = (127 * 128 / 3) ** 0.5  # of the values -127 … 127
 
@@ -164,7 +164,7 @@ KNOWN_MODELS: dict[str, ModelConfig] = {
 
 
 def known_config(name: str) -> ModelConfig:
-    """Configuration of a known model. Raises `ModelError` with the nearest name."""
+    """Return the configuration of a known model. Raises `ModelError` with the nearest name."""
     key = name.lower()
     if key not in KNOWN_MODELS:
         near = difflib.get_close_matches(key, KNOWN_MODELS, n=1, cutoff=0.4)
@@ -189,9 +189,9 @@ class RandomWeights(ModelWeights):
         bits = np.random.SFC64(np.random.SeedSequence([seed, GENERATOR_VERSION]))
         self._pool: npt.NDArray[np.uint64] = bits.random_raw(_POOL_WORDS)
 
-    def end_vector(self, name: str) -> Float32Array:
+    def model_vector(self, name: str) -> Float32Array:
         """Return a vector outside of the blocks; the final norm's weight is 1."""
-        shapes = end_vectors(self.config, self.weight_format.storage)
+        shapes = model_vectors(self.config, self.weight_format.storage)
         shape = next(x for x in shapes if x.name == name)
         if name == "final_norm":
             return np.ones(shape.n, dtype=np.float32)
@@ -209,7 +209,7 @@ class RandomWeights(ModelWeights):
         return BlockWeights(**packed, **vectors)  # type: ignore[arg-type]
 
     def _load_matrix(self, name: str) -> PackedWeight:
-        shape = next(x for x in end_matrices(self.config) if x.name == name)
+        shape = next(x for x in embedding_matrices(self.config) if x.name == name)
         return self._draw(name, self.weight_format.storage, shape.n, shape.k)
 
     def _generator(self, name: str) -> np.random.Generator:
@@ -218,8 +218,9 @@ class RandomWeights(ModelWeights):
         return np.random.Generator(np.random.SFC64(np.random.SeedSequence(key)))
 
     def _vector(self, name: str, n: int) -> Float32Array:
-        """Norm weights near 1, biases near 0; inputs of matmuls, which norms and activations keep
-        near 1 in size, within four times that.
+        """Return norm weights near 1, biases near 0, and scales for inputs up to four times 1.
+
+        Norms and activations keep the inputs of matmuls near 1 in size.
         """
         if name.endswith("_x_scale"):
             return np.full(n, 4 / INT8_STATIC.largest, dtype=np.float32)
@@ -238,23 +239,23 @@ class RandomWeights(ModelWeights):
         return packed
 
     def _fill_bits(self, generator: np.random.Generator, data: npt.NDArray[Any]) -> None:
-        """Random bytes: pieces of the pool from random places, each under a random mask.
+        """Fill memory with random bytes: ranges of a pool, each under a random mask.
 
-        Drawing every word anew costs 2 seconds per GB; blocks differ as they should either way.
+        Drawing every word would cost 2 seconds per GB; blocks differ as they should either way.
         """
         words = data.reshape(-1).view(np.uint64)
-        starts = range(0, words.size, _PIECE_WORDS)
+        starts = range(0, words.size, _RANGE_WORDS)
         masks = generator.integers(0, 1 << 64, len(starts), dtype=np.uint64)
-        places = generator.integers(0, _POOL_WORDS - _PIECE_WORDS, len(starts))
+        places = generator.integers(0, _POOL_WORDS - _RANGE_WORDS, len(starts))
         for start, mask, place in zip(starts, masks, places, strict=True):
-            target = words[start : start + _PIECE_WORDS]
+            target = words[start : start + _RANGE_WORDS]
             np.bitwise_xor(self._pool[place : place + target.size], mask, out=target)
         if data.dtype == np.int8:
             np.maximum(data, -127, out=data)
 
 
 def _fill_scales(generator: np.random.Generator, packed: PackedWeight) -> None:
-    """Scales of both signs (as q4 has them), within a factor of 1.5 of each other."""
+    """Fill scales of both signs (as q4 has them), within a factor of 1.5 of each other."""
     assert packed.scales is not None
     rms = _Q4_RMS if packed.storage is StorageFormat.Q4 else _Q8_RMS
     typical = 1.0 / (rms * packed.k**0.5)
@@ -268,14 +269,14 @@ def _fill_scales(generator: np.random.Generator, packed: PackedWeight) -> None:
 
 
 def _fill_floats(generator: np.random.Generator, packed: PackedWeight) -> None:
-    """Uniform values of standard deviation 1 / sqrt(k), a few rows at a time."""
+    """Fill uniform values of standard deviation 1 / sqrt(k), a few rows at a time."""
     width = np.float32(2 * 3**0.5 / packed.k**0.5)
     for block in packed.data:
         block[...] = (generator.random(block.shape, dtype=np.float32) - np.float32(0.5)) * width
 
 
 def _clear_padding(packed: PackedWeight) -> None:
-    """Padded rows and features are zero, as `hetero.backends.weights` lays down."""
+    """Zero padded rows and features, as `hetero.backends.weights` requires."""
     rows, features = packed.n % ROW_BLOCK, packed.k % GROUP_SIZE
     if packed.scales is None:
         if rows:

@@ -17,7 +17,10 @@ _KINDS = (*_UNSCALED, "linear", "llama3", "yarn", "longrope")
 
 
 def read_rope(source: Fields, max_position: int) -> tuple[float, RopeScaling]:
-    """Base period and scaling of `config.json`, from either spelling. Raises `ModelError`."""
+    """Return the base period and scaling of `config.json`, in either spelling.
+
+    Raises `ModelError`.
+    """
     name = "rope_parameters" if source.raw.get("rope_parameters") is not None else "rope_scaling"
     rope = Fields(source.object(name), f"{source.where}: {name}")
     if any(isinstance(value, dict) for value in rope.raw.values()):
@@ -31,7 +34,7 @@ def read_rope(source: Fields, max_position: int) -> tuple[float, RopeScaling]:
 
 
 def rotary_factor(source: Fields, default: float) -> float:
-    """Share of a head's dimensions that is rotated, `partial_rotary_factor` in either spelling."""
+    """Return the rotated share of a head, `partial_rotary_factor` in either spelling."""
     for holder in (Fields(source.object("rope_parameters"), source.where), source):
         if holder.raw.get("partial_rotary_factor") is not None:
             factor = holder.positive_float("partial_rotary_factor")
@@ -42,7 +45,7 @@ def rotary_factor(source: Fields, default: float) -> float:
 
 
 def refuse_partial_rotary(source: Fields) -> None:
-    """Raise `ModelError` for an architecture that always rotates whole heads."""
+    """Raise `ModelError` for a partial rotation where the architecture rotates whole heads."""
     for name in ("rope_parameters", "rope_scaling"):
         for holder in (source, Fields(source.object(name), source.where)):
             if holder.raw.get("partial_rotary_factor", 1.0) not in (None, 1.0):
@@ -52,9 +55,7 @@ def refuse_partial_rotary(source: Fields) -> None:
 
 
 def rotary_factor_of(rotary_dim: int, head_dim: int) -> float:
-    """Return the `partial_rotary_factor` that `transformers` cuts down to `rotary_dim`
-    dimensions.
-    """
+    """Return the `partial_rotary_factor` that `transformers` truncates to `rotary_dim`."""
     if not rotary_dim:
         return 1.0
     factor = rotary_dim / head_dim
@@ -94,7 +95,7 @@ def _original(source: Fields, rope: Fields, max_position: int) -> int:
 
 
 def _longrope_scaling(source: Fields, rope: Fields, max_position: int) -> RopeScaling:
-    """LongRoPE (arXiv 2402.13753), with the attention factor of `transformers`."""
+    """Return LongRoPE (arXiv 2402.13753), with the attention factor of `transformers`."""
     original = _original(source, rope, max_position)
     factor = rope.positive_float("factor", max_position / original)
     attention = rope.optional_float("attention_factor")
@@ -112,7 +113,7 @@ def _longrope_scaling(source: Fields, rope: Fields, max_position: int) -> RopeSc
 
 
 def check_factors(source: Fields, scaling: RopeScaling, rotated: int) -> None:
-    """Raise `ModelError` where LongRoPE has not one factor for each frequency."""
+    """Raise `ModelError` unless LongRoPE has one factor for each frequency."""
     for name in ("short_factor", "long_factor"):
         count = len(getattr(scaling, name))
         if scaling.kind == "longrope" and count != rotated // 2:

@@ -1,8 +1,8 @@
 """A safetensors file as arrays over its memory-mapped bytes.
 
 The `safetensors` library copies tensors out of its own mapping; here they are views, so that GPU
-drivers can map the bytes in place and `forget` can give pages back to the system. The header is
-checked as strictly as the library does (https://huggingface.co/docs/safetensors, "Format").
+drivers can map the bytes in place and `forget` can return pages to the system. The header is
+checked as strictly as by the library (https://huggingface.co/docs/safetensors, "Format").
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ FLOAT_DTYPES = ("F32", "F16", "BF16")
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Where a tensor lies: [start, stop) in bytes from the beginning of the file."""
+    """The bytes [start, stop) of a tensor, from the beginning of the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -50,18 +50,18 @@ class TensorEntry:
 class SafetensorsFile:
     """A checked and memory-mapped safetensors file. Raises `ModelError` for a malformed one.
 
-    The mapping lives as long as an array of it does; there is nothing to close. While it does, a
-    file that is `held` shows as one that is in use (`hetero.backends.host.files.is_in_use`).
+    The mapping lives as long as an array of it does; there is nothing to close. Meanwhile a
+    `locked` file shows as in use (`hetero.backends.host.files.is_in_use`).
     """
 
-    def __init__(self, path: Path, *, held: bool = False) -> None:
+    def __init__(self, path: Path, *, locked: bool = False) -> None:
         self.path = path
         try:
             with path.open("rb") as file:
                 self.nbytes = file.seek(0, 2)
                 file.seek(0)
                 header = _read_header(path, file, self.nbytes)
-                if held:
+                if locked:
                     hold(file.fileno())
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except OSError as error:
@@ -85,11 +85,11 @@ class SafetensorsFile:
         return bytes(self._map[8 : 8 + self.header_bytes])
 
     def prefetch(self) -> None:
-        """Let a thread map all pages, which are used soon."""
+        """Start a thread that maps all pages, which are used soon."""
         prefetch(self._bytes)
 
     def forget(self, names: list[str]) -> None:
-        """Let the pages of these tensors leave memory; they are read again when touched."""
+        """Drop the pages of these tensors from memory; they are read again when touched."""
         if not hasattr(mmap, "MADV_DONTNEED"):
             return
         for start, stop in self._runs(names):
@@ -99,7 +99,7 @@ class SafetensorsFile:
                 self._map.madvise(mmap.MADV_DONTNEED, low, high - low)
 
     def _runs(self, names: list[str]) -> list[tuple[int, int]]:
-        """Byte ranges of tensors, neighbours merged."""
+        """Yield the byte ranges of tensors, neighbours merged."""
         runs: list[tuple[int, int]] = []
         for start, stop in sorted((self.entries[x].start, self.entries[x].stop) for x in names):
             if runs and start - runs[-1][1] < mmap.PAGESIZE:
@@ -177,7 +177,7 @@ def _entry(path: Path, name: str, raw: Any, base: int) -> TensorEntry:
 
 
 def _check_extent(path: Path, entries: dict[str, TensorEntry], base: int, size: int) -> None:
-    """Tensors cover the rest of the file without hole or overlap."""
+    """Raise `ModelError` unless tensors cover the data without hole or overlap."""
     end = base
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)):
         if entry.start != end:

@@ -1,6 +1,7 @@
-"""Names of the files that one GGUF model is split into: `NAME-00001-of-00003.gguf`, …
+"""Names of the files that one GGUF model is split into.
 
-As llama.cpp's `llama_split_path` and `llama-gguf-split` name them.
+They are those of llama.cpp's `llama_split_path` and `llama-gguf-split`: `NAME-00001-of-00003.gguf`,
+…
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ _SPLIT: Final = re.compile(
 
 
 def split_names(name: str) -> list[str]:
-    """Return the names of all files of a model, of which `name` is one, in order; [name] for a
-    model in one file.
+    """Return the names of all files of the model that `name` is one of, in order.
+
+    For a model in one file that is [name].
     """
     match = _SPLIT.fullmatch(name)
     if match is None or not 1 <= int(match["number"]) <= int(match["count"]):
@@ -25,6 +27,6 @@ def split_names(name: str) -> list[str]:
 
 
 def model_name(name: str) -> str:
-    """Return the name of a model's file without what says which of several it is."""
+    """Return the name of a model's file without the number of the split."""
     match = _SPLIT.fullmatch(name)
     return name if match is None else match["stem"] + match["ext"]

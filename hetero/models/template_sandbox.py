@@ -1,9 +1,9 @@
 """Chat templates are programs that come with a model: they run in a process of their own.
 
 Jinja's sandbox keeps a template away from Python; it does not stop one that loops for ever or
-multiplies a text by a billion. `hetero.models.template_worker` does the rendering with little
-memory, and is ended when it does not answer in time. One process serves all templates, started with
-the first chat (0.1 s) and ended with the interpreter.
+multiplies a text by a billion. `hetero.models.template_worker` renders with little memory, and is
+killed when it does not answer in time. One process serves all templates, started with the first
+chat (0.1 s) and ended with the interpreter.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
-from hetero.backends.host.limits import time_limit
+from hetero.backends.host.time_limits import time_limit
 
 START_LIMIT_S: Final = 30.0
 RENDER_LIMIT_S: Final = 2.0
@@ -72,8 +72,9 @@ class _Worker:
         return self._process.poll() is None and self.owner == os.getpid()
 
     def ask(self, request: dict[str, Any], limit_s: float) -> dict[str, str]:
-        """Return the answer. Raises `TemplateLimitError`, and ends the process, if none comes in
-        time.
+        """Return the answer to a request.
+
+        Kills the process and raises `TemplateLimitError` if none comes in time.
         """
         assert self._process.stdin is not None
         text = json.dumps(request).encode() + b"\n"
@@ -102,7 +103,7 @@ class _Worker:
                     pipe.close()
 
     def _read(self) -> None:
-        """Lines to the queue; an empty one when the process has ended."""
+        """Put lines into the queue, and an empty one when the process has ended."""
         assert self._process.stdout is not None
         with contextlib.suppress(ValueError):  # closed by `end`
             for line in self._process.stdout:
@@ -123,9 +124,9 @@ _current: list[_Worker] = []
 def render(
     source: str, values: Mapping[str, Any], now: datetime, *, limit_s: float = RENDER_LIMIT_S
 ) -> str:
-    """Return text of a Jinja template. `values` must be what JSON can say (`TypeError` otherwise).
+    """Return the text of a Jinja template. `values` must be JSON values (`TypeError` otherwise).
 
-    `now` is what `strftime_now` tells. Raises `TemplateSyntaxError`, `TemplateRefusalError`,
+    `now` is the time of `strftime_now`. Raises `TemplateSyntaxError`, `TemplateRefusalError`,
     `TemplateLimitError`.
     """
     request = {"source": source, "values": dict(values), "now": now.isoformat()}
@@ -144,7 +145,7 @@ def _worker() -> _Worker:
 
 
 def _after_fork() -> None:
-    """In a forked child, which has a worker of its own: whoever held the lock is not there."""
+    """Replace the lock in a forked child: the thread that had locked it is not there."""
     global _lock  # noqa: PLW0603
     _lock = threading.Lock()
 

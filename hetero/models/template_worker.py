@@ -2,7 +2,7 @@
 
 Started as a script by `hetero.models.template_sandbox`. It reads one JSON request per line and
 answers with one JSON line: {"text": …}, or {"error": …, "kind": "syntax" | "refused" | "limit"}.
-The limits on memory are set before the first template is read; the parent watches the clock.
+The limits on memory are set before the first template is read; the parent enforces the time limit.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _REFUSALS = (
 
 
 class _Generation(Extension):
-    """`{% generation %} … {% endgeneration %}` marks what the model said; it changes no text."""
+    """The tag `{% generation %} … {% endgeneration %}` around the model's words; a no-op."""
 
     tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
 
@@ -61,7 +61,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Unlike Jinja's own filter, leaves <, > and & alone."""
+    """Return JSON; unlike Jinja's own filter, it leaves <, > and & alone."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,
@@ -79,14 +79,14 @@ def _text(source: str, values: dict[str, Any], now: str) -> str:
     """Return the rendered text. Raises `MemoryError` for one that is too long."""
     time = datetime.fromisoformat(now)
     values["strftime_now"] = time.strftime
-    pieces: list[str] = []
+    chunks: list[str] = []
     length = 0
-    for piece in _compile(source).generate(values):
-        length += len(piece)
+    for chunk in _compile(source).generate(values):
+        length += len(chunk)
         if length > MAX_TEXT_CHARACTERS:
             raise MemoryError
-        pieces.append(piece)
-    return "".join(pieces)
+        chunks.append(chunk)
+    return "".join(chunks)
 
 
 def answer(request: dict[str, Any]) -> dict[str, str]:
@@ -104,7 +104,7 @@ def answer(request: dict[str, Any]) -> dict[str, str]:
 
 
 def limit_memory() -> None:
-    """Take at most `MAX_MEMORY_BYTES` of address space, where the system has such a limit.
+    """Limit the address space to `MAX_MEMORY_BYTES`, where the system can.
 
     Elsewhere (Windows, macOS) the parent's clock and the text's limit remain.
     """
@@ -119,13 +119,13 @@ def limit_memory() -> None:
 
 
 def requests() -> Iterator[dict[str, Any]]:
-    """Requests until the parent closes the pipe."""
+    """Yield requests until the parent closes the pipe."""
     for line in sys.stdin.buffer:
         yield json.loads(line)
 
 
 def main() -> None:
-    """Say that all is imported, then answer."""
+    """Report that all is imported, then answer requests."""
     limit_memory()
     print("ready", flush=True)
     for request in requests():

@@ -1,4 +1,4 @@
-"""Text to token ids and back, whole or piece by piece while a model writes."""
+"""Text to token ids and back, as a whole or incrementally while a model writes."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ _panics = threading.Lock()  # stderr is the process's
 
 
 class StreamDecoder(ABC):
-    """Text of a growing sequence of ids. Pieces joined are the decoded text of all ids.
+    """Text of a growing sequence of ids. The deltas joined are the decoded text of all ids.
 
-    A piece never ends inside a character: bytes that begin one wait for the rest.
+    A delta never ends inside a character: bytes that begin one are pending until it is complete.
     """
 
     @abstractmethod
     def push(self, token: int) -> str:
-        """Return the text that becomes certain with this token; often "" """
+        """Return the text that becomes certain with this token; often ""."""
 
     @abstractmethod
     def finish(self) -> str:
-        """Return the text still held back: U+FFFD for a character that was never completed."""
+        """Return the pending text: U+FFFD for a character that was never completed."""
 
 
 class Tokenizer(ABC):
@@ -67,13 +67,14 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return ids of a text; `add_special_tokens` adds what the model expects around a prompt
-        (bos).
+        """Return the ids of a text.
+
+        `add_special_tokens` adds what the model expects around a prompt (bos).
         """
 
     @abstractmethod
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return text of ids. Ids outside the vocabulary say nothing."""
+        """Return the text of ids. Ids outside the vocabulary are skipped."""
 
     @abstractmethod
     def decoder(
@@ -81,12 +82,12 @@ class Tokenizer(ABC):
     ) -> StreamDecoder:
         """Return a streaming decoder for text that continues `context` (its ids are not repeated).
 
-        With the prompt as context the first piece keeps the space that separates it from the
+        With the prompt as context the first delta keeps the space that separates it from the
         prompt; without, it starts a text of its own (an answer in a chat).
         """
 
     def render_chat(self, messages: Sequence[Message], **options: Any) -> str:
-        """Return text of a conversation (options as in `ChatTemplate.render`).
+        """Return the text of a conversation (options as in `ChatTemplate.render`).
 
         Raises `ModelError` for a model without a chat template.
         """
@@ -98,7 +99,7 @@ class Tokenizer(ABC):
         return self.chat_template.render(messages, **options)
 
     def encode_chat(self, messages: Sequence[Message], **options: Any) -> list[int]:
-        """Return ids of a conversation; the template writes the special tokens itself."""
+        """Return the ids of a conversation; the template writes the special tokens itself."""
         return self.encode(self.render_chat(messages, **options), add_special_tokens=False)
 
 
@@ -115,8 +116,9 @@ class HfTokenizer(Tokenizer):
         growth: Growth | None = None,
         ends: Sequence[int] | None = None,
     ) -> None:
-        """`ends` are the ids that end a text, by default those that `config` and the names of
-        special tokens give.
+        """Take `ends`, the ids that end a text.
+
+        By default they come from `config` and the names of special tokens.
         """
         self._where = where
         self._growth = growth or Growth()
@@ -167,7 +169,7 @@ class HfTokenizer(Tokenizer):
         )
 
     def save(self, directory: Path) -> list[Path]:
-        """Write the files that `from_directory` reads; returns them."""
+        """Write the files that `from_directory` reads; return them."""
         path, settings = directory / "tokenizer.json", directory / "tokenizer_config.json"
         path.write_text(self.to_json(), encoding="utf-8", newline="\n")
         raw: dict[str, Any] = {**self.special_tokens, "add_bos_token": self._force_bos}
@@ -179,17 +181,16 @@ class HfTokenizer(Tokenizer):
 
     @property
     def special_ids(self) -> frozenset[int]:
-        """Return ids of special tokens, which are no text."""
+        """Return the ids of special tokens, which are no text."""
         return frozenset(self._special)
 
     def to_json(self) -> str:
-        """Return the document that `tokenizer.json` is."""
+        """Return the contents of `tokenizer.json`."""
         text: str = self._backend.to_str()
         return text
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return ids of a text, with what the post-processor adds (and bos if `add_bos_token`
-        asks).
+        """Return the ids of a text, with what the post-processor and `add_bos_token` add.
 
         Bytes that a terminal passed on undecoded are read as UTF-8, U+FFFD for what is none.
         """
@@ -206,7 +207,7 @@ class HfTokenizer(Tokenizer):
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return text of ids, as the tokenizer's decoder writes it."""
+        """Return the text of ids, as the tokenizer's decoder writes it."""
         with _library(f"{self._where}: the tokenizer fails on these ids"):
             text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
@@ -228,12 +229,12 @@ class HfTokenizer(Tokenizer):
 
 
 class _WindowDecoder(StreamDecoder):
-    """Decodes a window of the last tokens, and returns what is new since the last piece.
+    """A decoder of a window of the last tokens, which returns what is new since the last delta.
 
-    The window starts with the tokens of the previous piece, because a decoder may treat the start
+    The window starts with the tokens of the previous delta, because a decoder may treat the start
     of a text specially (strip a space). A text that ends in U+FFFD may end inside a character: that
-    last character waits. Tokens for single bytes (`<0xE2>`) turn into U+FFFD as a whole run
-    unless they are complete, so they wait outside of the window until they are.
+    last character is pending. Tokens for single bytes (`<0xE2>`) turn into U+FFFD as a whole run
+    unless they are complete, so they stay outside of the window until they are.
     """
 
     def __init__(
@@ -248,7 +249,7 @@ class _WindowDecoder(StreamDecoder):
         self._sent = 0  # characters of the window's text that are out
 
     def push(self, token: int) -> str:
-        """Return text that becomes certain with this token."""
+        """Return the text that becomes certain with this token."""
         if token in self._skipped:
             return ""
         if token in self._byte_tokens:
@@ -262,15 +263,13 @@ class _WindowDecoder(StreamDecoder):
         return self._emit(final=False)
 
     def finish(self) -> str:
-        """Return the text still held back."""
+        """Return the pending text."""
         self._window += self._bytes
         self._bytes.clear()
         return self._emit(final=True)
 
     def _is_incomplete(self) -> bool:
-        """Return whether the waiting bytes are the beginning of a character, and no more
-        than that.
-        """
+        """Return whether the pending bytes are exactly the beginning of a character."""
         decoder = codecs.getincrementaldecoder("utf-8")()
         try:
             decoder.decode(bytes(self._byte_tokens[token] for token in self._bytes))
@@ -279,7 +278,7 @@ class _WindowDecoder(StreamDecoder):
         return decoder.getstate()[0] != b""
 
     def skip(self, context: Sequence[int]) -> None:
-        """Take tokens whose text is out already."""
+        """Take tokens whose text was returned already."""
         for token in context:
             self.push(token)
         self.finish()
@@ -288,20 +287,21 @@ class _WindowDecoder(StreamDecoder):
         text = self._text(self._window)
         open_ended = not final and not self._byte_tokens and text.endswith(REPLACEMENT)
         stable = text[:-1] if open_ended else text
-        piece = stable[self._sent :]
-        self._sent += len(piece)
-        if (piece and not open_ended) or len(self._window) - self._resolved > _MAX_UNRESOLVED:
-            self._advance(held=len(text) - len(stable))
-        return piece
+        delta = stable[self._sent :]
+        self._sent += len(delta)
+        if (delta and not open_ended) or len(self._window) - self._resolved > _MAX_UNRESOLVED:
+            self._advance(pending=len(text) - len(stable))
+        return delta
 
-    def _advance(self, held: int) -> None:
-        """Let the window begin with the tokens of the last piece; `held` characters still wait.
+    def _advance(self, pending: int) -> None:
+        """Let the window begin with the tokens of the last delta.
 
-        Also done after many tokens that are no text at all: the window must not grow without end.
+        `pending` characters are not out yet. Also done after many tokens that are no text at all:
+        the window must not grow without end.
         """
         del self._window[: self._resolved]
         self._resolved = len(self._window)
-        self._sent = len(self._text(self._window)) - held
+        self._sent = len(self._text(self._window)) - pending
 
     def _text(self, ids: list[int]) -> str:
         with _library("the tokenizer fails on these ids"):
@@ -310,7 +310,7 @@ class _WindowDecoder(StreamDecoder):
 
 
 class ByteTokenizer(Tokenizer):
-    """For random models: a prompt's UTF-8 bytes are its ids. Other ids read as `<id>`."""
+    """A tokenizer for random models: UTF-8 bytes are ids. Other ids read as `<id>`."""
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
@@ -319,7 +319,7 @@ class ByteTokenizer(Tokenizer):
         self.chat_template = None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:  # noqa: ARG002
-        """Return bytes of the text in UTF-8."""
+        """Return the bytes of the text in UTF-8."""
         return list(_unicode(text).encode("utf-8"))
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -342,21 +342,23 @@ class _ByteDecoder(StreamDecoder):
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token: int) -> str:
-        """Characters that this byte completes, or the name of another id."""
+        """Return the characters that this byte completes, or the name of another id."""
         if 0 <= token < 256:
             return self._utf8.decode(bytes([token]))
         return self.finish() + f"<{token}>"
 
     def finish(self) -> str:
-        """U+FFFD for an unfinished character."""
+        """Return U+FFFD for an unfinished character."""
         text = self._utf8.decode(b"", final=True)
         self._utf8.reset()
         return text
 
 
 def _unicode(text: str) -> str:
-    """Return text without lone surrogates, which tokenizers do not take; Python puts them in the
-    place of bytes on the command line and on stdin that are not in the locale's encoding.
+    """Return text without lone surrogates, which tokenizers do not take.
+
+    Python puts them in the place of bytes on the command line and on stdin that are not in the
+    locale's encoding.
     """
     try:
         data = text.encode("utf-8", errors="surrogateescape")
@@ -376,19 +378,20 @@ def _read(path: Path) -> bytes:
 
 @contextmanager
 def quiet_panics() -> Iterator[None]:
-    """Hide what the library prints of a panic: the error that follows says it. Other
-    output to stderr comes late, not never.
+    """Hide what the library prints of a panic: the error that follows says it.
+
+    Other output to stderr is printed at the end.
     """
     with _panics, ExitStack() as stack:
         try:
-            held = stack.enter_context(tempfile.TemporaryFile())
+            captured = stack.enter_context(tempfile.TemporaryFile())
             saved = os.dup(2)
         except OSError:  # no place for it, or no stderr
             yield
             return
         panicked = False
         try:  # around the call too: a signal handler may raise right after it
-            os.dup2(held.fileno(), 2)
+            os.dup2(captured.fileno(), 2)
             yield
         except BaseException as error:
             panicked = type(error).__name__ == "PanicException"
@@ -396,9 +399,9 @@ def quiet_panics() -> Iterator[None]:
         finally:
             os.dup2(saved, 2)
             os.close(saved)
-            held.seek(0)
+            captured.seek(0)
             if not panicked:
-                os.write(2, held.read())
+                os.write(2, captured.read())
 
 
 @contextmanager
@@ -418,7 +421,7 @@ def _optional_json(path: Path) -> dict[str, Any]:
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Named special tokens; older files wrap them in an object with `content`."""
+    """Return the named special tokens; older files wrap them in an object with `content`."""
     tokens: dict[str, str] = {}
     for name in SPECIAL_TOKEN_NAMES:
         value = config.get(name)
@@ -429,9 +432,7 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _byte_tokens(backend: tokenizers.Tokenizer) -> dict[int, int]:
-    """Return ids of `<0x00>` … `<0xFF>` and their bytes, if the decoder joins them into
-    characters.
-    """
+    """Return the ids of `<0x00>` … `<0xFF>` and their bytes, if the decoder joins them."""
     decoder = backend.decoder
     # Its own state alone: that of the whole pipeline takes gigabytes where an id is 2^31.
     if decoder is None or b'"ByteFallback"' not in decoder.__getstate__():

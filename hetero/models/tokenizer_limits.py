@@ -1,12 +1,12 @@
-"""How much a tokenizer may make of a text, bounded before the library is given it.
+"""Limits on what a tokenizer may make of a text, checked before the library is given it.
 
 The library runs in this process and ends it where memory is short. `tokenizer.json` may hold rules
 that double a text again and again, and tokens of any length; both are bounded here, from the file
 alone. A text of c characters becomes at most `factor` · c + `extra` characters, and as many tokens.
 
-What a file brings of its own (`Replace`, `Prepend`, a precompiled map, a template) counts as long
-as it says. What Unicode brings (`NFKC` makes up to 18 characters of one, `ByteLevel` up to 4)
-counts only where the file can feed it: behind something of its own, or a second time.
+What a file brings of its own (`Replace`, `Prepend`, a precompiled map, a template) counts by its
+length. What Unicode brings (`NFKC` makes up to 18 characters of one, `ByteLevel` up to 4) counts
+only where the file can feed it: after something of its own, or a second time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class TokenizerLimits:
     extra        and add to any text
     characters   of a text that its rules have made longer
     token        characters of one token
-    affix        characters that are put before or behind every character of a word
+    affix        characters that are put before or after every character of a word
     added_bytes  of all added tokens; the library takes 70 times as much
     """
 
@@ -57,25 +57,27 @@ Json = Mapping[str, Any]
 
 @dataclass
 class Growth:
-    """At most `factor` · characters + `extra` come out; `own`: of the file's making."""
+    """The growth of a text to at most `factor` · characters + `extra`; `own`: by its rules."""
 
     factor: int = 1
     extra: int = 0
     own: bool = False
 
     def times(self, factor: int, extra: int = 0) -> None:
-        """One more step."""
+        """Return the growth with one more step."""
         self.factor *= factor
         self.extra = self.extra * factor + extra
 
     def of(self, characters: int) -> int:
-        """Return the largest size of a text of so many characters."""
+        """Return the largest size of a text of that many characters."""
         return self.factor * characters + self.extra
 
 
 def check_tokenizer(raw: object, where: str) -> Growth:
-    """Return how much longer a text may become, by a parsed tokenizer.json. Raises `ModelError`
-    where that is more than any tokenizer needs. What is malformed is left to the library to refuse.
+    """Return how much longer a text may become by a parsed tokenizer.json.
+
+    Raises `ModelError` where that is more than any tokenizer needs. The library refuses what is
+    malformed.
     """
     if not isinstance(raw, Mapping):
         return Growth()
@@ -188,7 +190,7 @@ def _prepend(growth: Growth, part: Json) -> None:
 
 
 def _precompiled(growth: Growth, part: Json) -> None:
-    """The map's texts lie behind its trie, each ended by a zero."""
+    """Return the growth by a precompiled map, whose texts follow its trie, each ended by a zero."""
     try:
         data = base64.b64decode(str(part.get("precompiled_charsmap")), validate=True)
     except (binascii.Error, ValueError):
@@ -198,14 +200,14 @@ def _precompiled(growth: Growth, part: Json) -> None:
 
 
 def _template(growth: Growth, part: Json) -> None:
-    pieces = part.get("single")
+    parts = part.get("single")
     special = part.get("special_tokens")
     texts = ids = 0
-    for piece in pieces if isinstance(pieces, list) else ():
-        if not isinstance(piece, Mapping):
+    for entry in parts if isinstance(parts, list) else ():
+        if not isinstance(entry, Mapping):
             continue
-        texts += "Sequence" in piece
-        named = piece.get("SpecialToken")
+        texts += "Sequence" in entry
+        named = entry.get("SpecialToken")
         name = named.get("id") if isinstance(named, Mapping) else None
         token = special.get(name) if isinstance(special, Mapping) else None
         known = token.get("ids") if isinstance(token, Mapping) else None

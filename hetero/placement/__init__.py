@@ -1,1 +1,1 @@
-"""What computes what: devices found and opened, plans made and chosen."""
+"""The placement of a model: its devices, opened, and plans, made and chosen."""

@@ -1,4 +1,4 @@
-"""What computes a model: the devices to open, the plan for them, and why."""
+"""Chooses the devices that compute a model, the plan for them, and the reason."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from hetero.placement.comparing import TENSOR_LEVEL, PromptMix, compare, fastest
 from hetero.placement.decisions import Decision
 from hetero.placement.device_set import DRIVEN, DeviceMode, DeviceSet, backend_name
 from hetero.placement.first_start import forget_if_other, profile_facts, scaled_here
-from hetero.placement.in_flight import with_forms
 from hetero.placement.planning import ProfileLike, locate_profile
+from hetero.placement.prefill_modes import with_modes
 from hetero.profiler.cost import CostModel
 from hetero.profiler.errors import ProfileError
 from hetero.profiler.model_graph import ModelGraph
@@ -68,8 +68,10 @@ class Choice:
     cost: CostModel | None = None
 
     def opened(self, devices: DeviceSet) -> Choice:
-        """Return the choice with what became of it: the device that computes instead, and what the
-        open ones lack in this process.
+        """Return the choice after its devices were opened.
+
+        It names the device that computes instead of a missing one, and what the open ones lack in
+        this process.
         """
         reason = self.reason
         if devices.fallback and devices.fallback not in reason:
@@ -171,8 +173,10 @@ def _as_named(spec: ModelGraph, request: PlacementRequest) -> Choice | None:
 
 
 def _given(spec: ModelGraph, plan: ExecutionPlan, request: PlacementRequest) -> Choice:
-    """Return a plan that was given; with a profile, which is given too, the calls of a prompt are
-    ordered by its times. Raises `UserError` for what a plan leaves no room for.
+    """Return the plan that was given.
+
+    With a profile that was given too, the calls of a prompt are ordered by its times. Raises
+    `UserError` for options that a plan cannot honour.
     """
     if request.strategy != "auto":
         raise UserError(
@@ -210,7 +214,7 @@ def _by_profile(spec: ModelGraph, profile: DeviceProfile, request: PlacementRequ
     solver = prepare_solver(spec, profile, plan_request)
     fallback = (min(LONG, request.context or LONG),)
     lengths = tuple(request.seq_lens) or tuple(request.expected) or fallback
-    solver.plan = with_forms(solver.plan, spec, CostModel(profile), solver, lengths=lengths)
+    solver.plan = with_modes(solver.plan, spec, CostModel(profile), solver, lengths=lengths)
     if request.mode == "auto":
         return _fastest(Planner(spec, profile), solver, request)
     if request.promises_both and not _shares_every_prompt(solver, spec, profile):
@@ -223,8 +227,9 @@ def _by_profile(spec: ModelGraph, profile: DeviceProfile, request: PlacementRequ
 
 
 def _fastest(planner: Planner, solver: PreparedSolver, request: PlacementRequest) -> Choice:
-    """Return the plan for both devices, or one device alone where that is predicted to be as fast:
-    the GPU, the NPU, or on a PC the GPU with the NPU's core and all others.
+    """Return the plan for both devices, or one device alone where that is predicted to be as fast.
+
+    That is the GPU, the NPU, or on a PC the GPU with the NPU's core and all others.
     """
     kinds = KINDS if request.max_gpu_share >= 1 else ("npu",)
     every_core = request.gpu == "auto" and "gpu" in kinds
@@ -265,8 +270,9 @@ def _fastest(planner: Planner, solver: PreparedSolver, request: PlacementRequest
 
 
 def _by_rule(request: PlacementRequest, why: str) -> Choice:
-    """Return layer level with the reason why there is no plan, which is a notice too; for `auto`
-    the GPU alone where both devices would share one core.
+    """Return layer level with the reason why there is no plan, which is a notice too.
+
+    For `auto` it is the GPU alone where both devices would share one core.
     """
     if request.mode == "auto" and _shares_one_core(request):
         reason = f"auto: gpu alone, because {ONE_CORE}, and {why}"
@@ -278,11 +284,11 @@ def _by_rule(request: PlacementRequest, why: str) -> Choice:
 def plan_on(
     choice: Choice, spec: ModelGraph, devices: Mapping[DeviceKind, Device]
 ) -> ExecutionPlan:
-    """Return the choice's plan on the devices that could be opened, in calls that they can run; a
-    plan by rule where it needs another device.
+    """Return the choice's plan on the opened devices, in calls that they can run.
 
-    Warns (`ProfileWarning`) if the profile that was asked for was taken elsewhere. Raises
-    `PlanError` for a plan with graphs that the NPU does not have.
+    A plan that needs another device is replaced by one by rule. Warns (`ProfileWarning`) if the
+    requested profile was measured elsewhere. Raises `PlanError` for a plan with graphs that the NPU
+    does not have.
     """
     kinds = frozenset(devices)
     if choice.profile is not None:
@@ -319,8 +325,9 @@ def _check_share(request: PlacementRequest) -> None:
 
 
 def _shares_every_prompt(solver: PreparedSolver, spec: ModelGraph, profile: DeviceProfile) -> bool:
-    """Return whether both devices work in prompts of every length, as `hetero` promises: in one
-    call of each at least, for a last call of a token or two is not worth two devices.
+    """Return whether both devices work in prompts of every length, as `hetero` promises.
+
+    Each works in one call at least, since a last call of a token or two is not worth two devices.
     """
     able = {kind: device.capabilities.on(kind) for kind, device in profile.devices.items()}
     placement = Placement(solver.plan, spec, able, source=solver)
@@ -339,8 +346,9 @@ def _shares_one_core(request: PlacementRequest) -> bool:
 
 
 def _decision_key(spec: ModelGraph, request: PlacementRequest) -> str | None:
-    """Return the key of `auto`'s decision in the cache; None where it is not cached, or its profile
-    is not known.
+    """Return the key of `auto`'s decision in the cache.
+
+    None where it is not cached, or its profile is not known.
     """
     question = (request.mode, request.strategy, request.profile)
     if question != ("auto", "auto", None) or (profile := profile_facts()) is None:
@@ -359,9 +367,10 @@ def _decision_key(spec: ModelGraph, request: PlacementRequest) -> str | None:
 
 
 def _find_profile(request: PlacementRequest) -> tuple[DeviceProfile, str]:
-    """Return the profile and the notice that goes with it. Raises `ProfileError` where one that was
-    not asked for is of other backends, or of another OpenCL driver: PoCL's times say nothing of a
-    graphics card, nor of Intel's runtime.
+    """Return the profile and the notice that goes with it.
+
+    Raises `ProfileError` where one that was not asked for is of other backends, or of another
+    OpenCL driver: PoCL's times say nothing of a graphics card, nor of Intel's runtime.
     """
     profile, notice = locate_profile(request.profile)
     if request.profile is not None:

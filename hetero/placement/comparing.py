@@ -1,4 +1,4 @@
-"""What `--device auto` compares devices by: predicted seconds of prompts with their answers."""
+"""Compares devices for `--device auto` by predicted seconds of prompts with their answers."""
 
 from __future__ import annotations
 
@@ -41,8 +41,9 @@ class PromptMix:
 
 
 class Seconds(NamedTuple):
-    """Seconds of a prompt, its number of calls, and seconds of a decode step in the middle of the
-    answer, which attends to the prompt too.
+    """Seconds of a prompt, its number of calls, and seconds of a decode step.
+
+    The step is in the middle of the answer, and attends to the prompt too.
     """
 
     prompt_s: float
@@ -63,8 +64,10 @@ def compare(
     kinds: Sequence[str],
     cores: int = 0,
 ) -> dict[str, float]:
-    """Predicted seconds of the work on each of `kinds` alone that can do it (`gpu`, `npu`,
-    `EVERY_CORE` where there are so many `cores`), and on both devices.
+    """Return the predicted seconds of the work on each device alone, and on both devices.
+
+    The devices are those of `kinds` that can do it (`gpu`, `npu`, `EVERY_CORE` with so many
+    `cores`).
     """
     seconds: dict[str, float] = {}
     for name in (*kinds, TENSOR_LEVEL):
@@ -76,8 +79,10 @@ def compare(
 
 
 def fastest(seconds: dict[str, float], *, derived: bool = False) -> str:
-    """Return the name of the fastest; a single device is simpler, so both must be faster by a
-    margin, as a cut must be; by a larger one where times are `derived` from another format's.
+    """Return the name of the fastest.
+
+    A single device is simpler, so both must be faster by a margin, as a cut must be; by a larger
+    one where times are `derived` from another format's.
     """
     margin = DERIVED_MARGIN if derived else MARGIN
     return min(seconds, key=lambda x: seconds[x] / (1 - margin if x == TENSOR_LEVEL else 1.0))
@@ -86,8 +91,9 @@ def fastest(seconds: dict[str, float], *, derived: bool = False) -> str:
 def predicted(
     planner: Planner, solver: PreparedSolver, name: str, tokens: int, cores: int
 ) -> Seconds | None:
-    """Return the seconds of one prompt on `gpu`, `npu`, `EVERY_CORE` of so many cores or both
-    devices; None where one alone cannot do it, or was not measured.
+    """Return the seconds of one prompt on `gpu`, `npu`, `EVERY_CORE` or both devices.
+
+    None where one alone cannot do it, or was not measured.
     """
     match name:
         case "gpu" | "npu":
@@ -104,8 +110,9 @@ def answering(tokens: int) -> Scenario:
 
 
 def _alone(planner: Planner, kind: DeviceKind, tokens: int) -> Seconds | None:
-    """With everything on one device, in the calls of the plan that is made for it by rule; None if
-    the device cannot do all.
+    """Return the seconds on one device, in the calls of its plan by rule.
+
+    None if the device cannot do all.
     """
     plan = single_device(planner.spec, kind)
     steps = plan.for_graphs({kind: planner.sizes if kind == "npu" else ()}).steps(tokens)
@@ -119,8 +126,9 @@ def _alone(planner: Planner, kind: DeviceKind, tokens: int) -> Seconds | None:
 
 
 def _on_every_core(planner: Planner, tokens: int, cores: int) -> Seconds | None:
-    """With the OpenCL device on every core, from its seconds on one; None where that was not
-    measured, or on more cores than there are here.
+    """Return the seconds of the OpenCL device on every core, from its seconds on one.
+
+    None where that was not measured, or on more cores than there are here.
     """
     spec = planner.spec
     measured = {

@@ -1,4 +1,4 @@
-"""What `auto` chose, kept: the same question at the next start is answered from a small file.
+"""A cache of `auto`'s decisions: the next start reads the same one from a small file.
 
 `~/.cache/hetero/decisions/KEY.json`. KEY is a hash of all that the choice depends on: hetero's
 version and the files of the code that decides, the model's operations in its formats, what was
@@ -27,15 +27,16 @@ from hetero.backends.protocol import DeviceKind
 from hetero.profiler.environment import hetero_version
 
 VERSION: Final = 1  # of the files
-MOST: Final = 128  # that are kept: those that were used last
+MAX_DECISIONS: Final = 128  # that are kept: those that were used last
 LARGEST_BYTES: Final = 1 << 16
 DECIDING: Final = (backends, placement, profiler, runtime, solver)
 
 
 @dataclass(frozen=True)
 class Decision:
-    """One device alone: its kind, the backend that is opened for it (None: the one that was asked
-    for), why, the notices, and the seconds that were compared.
+    """One device alone: its kind and backend, the reason, the notices, and the compared seconds.
+
+    The backend is None for the requested one.
     """
 
     mode: DeviceKind
@@ -83,9 +84,7 @@ def keep(key: str, decision: Decision) -> None:
 
 
 def is_reachable(path: Path) -> bool:
-    """Return whether this state of the code would still find a decision: another's has
-    another key.
-    """
+    """Return whether this state of the code could load a decision: other code has other keys."""
     try:
         content = json.loads(path.read_bytes())
         return bool(content["code"] == code_stamp())
@@ -95,8 +94,9 @@ def is_reachable(path: Path) -> bool:
 
 @cache
 def code_stamp() -> str:
-    """Changes with any file of the code that decides: a version stands for many states of a
-    checkout.
+    """Return a hash of all files of the deciding code.
+
+    A version stands for many states of a checkout.
     """
     lines = []
     for package in DECIDING:
@@ -134,5 +134,5 @@ def _read(data: bytes, key: str) -> Decision | None:
 
 def _keep_newest() -> None:
     files = sorted(folder().glob("*.json"), key=lambda x: x.stat().st_mtime)
-    for old in files[:-MOST]:
+    for old in files[:-MAX_DECISIONS]:
         old.unlink()

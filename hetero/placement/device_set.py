@@ -59,8 +59,10 @@ class DeviceSet:
             yield all(known)
 
     def without_gpu(self, why: str, npu: str = "auto") -> None:
-        """Go on without the GPU, which cannot compute this model: with the NPU, which is opened if
-        it is not. Warns once. Raises `DeviceUnavailableError` if that cannot be opened either.
+        """Continue without the GPU, which cannot compute this model, on the NPU.
+
+        The NPU is opened if it is not. Warns once. Raises `DeviceUnavailableError` if it cannot be
+        opened either.
         """
         self.devices.pop("gpu").close()
         if "npu" not in self.devices:
@@ -71,14 +73,15 @@ class DeviceSet:
 
     @property
     def numbers(self) -> Literal["measured", "emulated"]:
-        """Return the kind of these devices' times; emulated ones say nothing of the
-        chip's speed.
+        """Return the kind of these devices' times.
+
+        Emulated ones say nothing of the chip's speed.
         """
         emulated = any("emulated" in d.info.details for d in self.devices.values())
         return "emulated" if emulated else "measured"
 
     def name(self, kind: DeviceKind) -> str | None:
-        """Backend name of a kind, None if it is not open."""
+        """Return the backend of a kind, None if it is not open."""
         return self.devices[kind].info.backend if kind in self.devices else None
 
 
@@ -178,8 +181,9 @@ def _note_fallback(result: DeviceSet, failures: dict[DeviceKind, DeviceError]) -
 
 
 def backend_name(kind: DeviceKind, name: str) -> str:
-    """Resolve `auto`; `opencl` may name a driver behind a colon. Raises `ModelError` for a backend
-    that does not exist or cannot play `kind`.
+    """Resolve `auto`; `opencl` may name a driver behind a colon.
+
+    Raises `ModelError` for a backend that does not exist or cannot play `kind`.
 
     `auto` for the NPU is a real Hexagon if there is one, else the host's; the emulated Hexagon is
     used only by name.

@@ -1,8 +1,7 @@
-"""The first start on a machine without a profile of its own: the shipped profile's times are scaled
-to it.
+"""The first start on a machine without its own profile: scales the shipped profile's times.
 
 The reference kernels of the profile are timed here, once, for about a second, in a process of its
-own: OpenCL must not run in this one before it is known with how many cores. The result is stored in
+own: OpenCL must not run in this one before its number of cores is known. The result is stored in
 hetero's cache, one small file for each combination of what it depends on. What the devices alone
 report is compared when they are opened (`forget_if_other`).
 """
@@ -31,19 +30,19 @@ from hetero.backends.formats import WeightFormat
 from hetero.backends.host.affinity import allowed_cores, core_count, pinned, run_on
 from hetero.backends.host.child import child_command
 from hetero.backends.host.clock import SystemClock
-from hetero.backends.host.limits import time_limit
 from hetero.backends.host.processor import cpu_flags, cpu_name
+from hetero.backends.host.time_limits import time_limit
 from hetero.backends.protocol import Device, DeviceKind
 from hetero.errors import UserError, one_sentence
 from hetero.placement.device_set import DeviceMode, open_devices
-from hetero.profiler import files
+from hetero.profiler import profile_files
 from hetero.profiler.environment import hetero_version, package_versions
 from hetero.profiler.errors import ProfileError
 from hetero.profiler.grid import Task
 from hetero.profiler.interference import find_interference
 from hetero.profiler.records import DeviceProfile, Phase, Record, phase_of
 from hetero.profiler.scaling import (
-    MOST,
+    MAX_FACTOR,
     Factors,
     factors_of,
     prepare_references,
@@ -68,17 +67,17 @@ VARIABLES: Final = (
 
 @dataclass(frozen=True, kw_only=True)
 class StartLimits:
-    """How long the first start may take. Seconds.
+    """Limits of the first start, in seconds.
 
     timed_s   the kernels are timed for so long,
-    most_s    or for so long where other programs keep the cores busy
+    max_s    or for so long where other programs keep the cores busy
     timing_s  after which the process that does it ends, whatever a device does
     start_s   of that process, devices opened and their kernels compiled
     retry_s   after which a machine that could not be measured is tried again
     """
 
     timed_s: float = 1.2
-    most_s: float = 1.8
+    max_s: float = 1.8
     timing_s: float = 2.0
     start_s: float = 30.0
     retry_s: float = 600.0
@@ -88,8 +87,10 @@ LIMITS: Final = StartLimits()
 
 
 class Machine(Record):
-    """The facts that the factors depend on, known before any device is open. `flags` is a hash of
-    the processor's; `cores` are those that this process may use, `core_count` of them at once.
+    """The facts that the factors depend on, known before any device is open.
+
+    `flags` is a hash of the processor's; `cores` are those that this process may use, `core_count`
+    of them at once.
     """
 
     hetero_version: str
@@ -102,7 +103,7 @@ class Machine(Record):
 
     @classmethod
     def here(cls) -> Self:
-        """This one."""
+        """Return this machine."""
         return cls(
             hetero_version=hetero_version(),
             processor=cpu_name(),
@@ -116,7 +117,7 @@ class Machine(Record):
     @property
     def path(self) -> Path:
         """Return the path of its factors, next to the machine's own profile."""
-        folder = files.cached_profile_path().parent
+        folder = profile_files.cached_profile_path().parent
         return folder / f"first-start-{_hash(self.model_dump_json())}.json"
 
 
@@ -126,7 +127,7 @@ class Factor(Record):
     device: DeviceKind
     phase: Phase
     weight_format: WeightFormat
-    value: Annotated[float, Field(ge=1 / MOST, le=MOST)]
+    value: Annotated[float, Field(ge=1 / MAX_FACTOR, le=MAX_FACTOR)]
 
 
 class FirstStart(Record):
@@ -179,7 +180,7 @@ class FirstStart(Record):
     def saved(self, path: Path) -> None:
         """Write it atomically. Raises `ProfileError`."""
         sealed = self.model_copy(update={"check": self._hash()})
-        files.write_atomically(path, sealed.model_dump_json(indent=1) + "\n")
+        profile_files.write_atomically(path, sealed.model_dump_json(indent=1) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> Self | None:
@@ -205,7 +206,7 @@ def _hash(text: str) -> str:
 
 
 def _shown(factors: Factors, weight_format: WeightFormat) -> str:
-    """`gpu 1.80/1.72, npu 0.91/1.00`."""
+    """Return `gpu 1.80/1.72, npu 0.91/1.00`."""
     kinds: dict[DeviceKind, list[str]] = {}
     phases: tuple[Phase, ...] = ("prefill", "decode")
     for device in dict.fromkeys(kind[0] for kind in factors):
@@ -215,11 +216,10 @@ def _shown(factors: Factors, weight_format: WeightFormat) -> str:
 
 
 def scaled_here(profile: DeviceProfile, notice: str) -> tuple[DeviceProfile, str]:
-    """Return a shipped profile with its times scaled to this machine, and its notice with a clause
-    on it; as they are where there is no notice, because the profile is this machine's or was asked
-    for.
+    """Return a shipped profile with its times scaled to this machine, and its extended notice.
 
-    Nothing that goes wrong is an error: the profile is then as it was shipped.
+    Both are unchanged without a notice, because the profile is this machine's or was requested. No
+    failure is an error: the profile is then as it was shipped.
     """
     if not notice:
         return profile, notice
@@ -238,13 +238,14 @@ def scaled_here(profile: DeviceProfile, notice: str) -> tuple[DeviceProfile, str
 
 
 def profile_facts() -> dict[str, Any] | None:
-    """Return facts that identify the default profile, as it is scaled here: hashes of
-    the files that it comes from, and the machine. None where there is no such file, or the times
-    are to be measured (again).
+    """Return facts that identify the default profile, as it is scaled here.
+
+    They are hashes of the files that it comes from, and the machine. None where there is no such
+    file, or the times are to be measured (again).
     """
-    machine, own = Machine.here(), files.taken_profile_path()
-    shipped = files.shipped_host()
-    paths = [own, machine.path, *([] if shipped is None else [files.shipped_path(shipped)])]
+    machine, own = Machine.here(), profile_files.taken_profile_path()
+    shipped = profile_files.shipped_host()
+    paths = [own, machine.path, *([] if shipped is None else [profile_files.shipped_path(shipped)])]
     off = os.environ.get(SWITCH, "").strip().lower() == "off"
     try:
         read = {str(path): path.read_bytes() for path in paths if os.path.exists(path)}
@@ -259,7 +260,10 @@ def profile_facts() -> dict[str, Any] | None:
 
 
 def _find(profile: DeviceProfile, tasks: Sequence[Task]) -> FirstStart:
-    """From the cache, else measured and put there. Raises `ProfileError` without a cache."""
+    """Return the cached factors, or measure and cache them.
+
+    Raises `ProfileError` without a cache.
+    """
     machine = Machine.here()
     path, wanted = machine.path, profile.fingerprint
     cached = FirstStart.load(path)
@@ -275,7 +279,7 @@ def _find(profile: DeviceProfile, tasks: Sequence[Task]) -> FirstStart:
 
 
 def _check_folder(folder: Path) -> None:
-    """Raise `ProfileError` where nothing can be kept: every start would measure again."""
+    """Raise `ProfileError` where nothing can be stored: every start would measure again."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -341,8 +345,9 @@ def _in_process(
 
 
 def forget_if_other(devices: Iterable[Device]) -> None:
-    """Drop this machine's factors if open devices are not those that they were measured on (another
-    driver, or other kernels): the next start measures again.
+    """Drop this machine's factors if they were not measured on the open devices.
+
+    Those are then another driver, or other kernels: the next start measures again.
     """
     path = Machine.here().path
     start = FirstStart.load(path)
@@ -357,9 +362,10 @@ def forget_if_other(devices: Iterable[Device]) -> None:
 
 
 def time_here(tasks: Sequence[Task], backends: dict[DeviceKind, str]) -> dict[str, Any]:
-    """Return seconds of kernels on the devices of these backends, the devices' fingerprints, and
-    how long it took. For a process of its own, which ends if it takes too long. Raises
-    `DeviceError`, `UserError` or `ProfileError`.
+    """Return seconds of kernels on the devices of these backends, their fingerprints, and the time.
+
+    For a process of its own, which ends if it takes too long. Raises `DeviceError`, `UserError` or
+    `ProfileError`.
     """
     mode: DeviceMode = "hetero" if len(backends) == 2 else next(iter(backends))
     opened = open_devices(mode, gpu=backends.get("gpu", "auto"), npu=backends.get("npu", "auto"))
@@ -373,8 +379,8 @@ def time_here(tasks: Sequence[Task], backends: dict[DeviceKind, str]) -> dict[st
             runners = prepare_references(workload, tasks)
             start_s = time.perf_counter()
             with _at_most(time_limit(LIMITS.timing_s)):
-                most_s = time_limit(LIMITS.most_s)
-                seconds = time_references(workload, runners, LIMITS.timed_s, most_s)
+                max_s = time_limit(LIMITS.max_s)
+                seconds = time_references(workload, runners, LIMITS.timed_s, max_s)
             spent_s = time.perf_counter() - start_s
         devices = {kind: device.info.fingerprint for kind, device in opened.devices.items()}
         return {"seconds": seconds, "devices": devices, "spent_s": spent_s}
@@ -395,7 +401,7 @@ def _at_most(limit_s: float) -> Iterator[None]:
 
 
 def main() -> None:
-    """Time the kernels of the request on stdin; one line of JSON."""
+    """Time the kernels of the request on stdin; print one line of JSON."""
     request = json.load(sys.stdin)
     run_on(request["cores"])
     tasks = [Task(d, WeightFormat(f), order, *sizes) for d, f, order, *sizes in request["tasks"]]

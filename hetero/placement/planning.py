@@ -17,8 +17,8 @@ from hetero.errors import UserError
 from hetero.models import AUTO, LONGEST_NAME, model_path, model_spec, open_model
 from hetero.models.manifest import is_quantised
 from hetero.placement.first_start import scaled_here
-from hetero.placement.in_flight import with_forms
-from hetero.profiler import files
+from hetero.placement.prefill_modes import with_modes
+from hetero.profiler import profile_files
 from hetero.profiler.cost import CostModel
 from hetero.profiler.errors import ProfileError
 from hetero.profiler.model_graph import ModelGraph
@@ -85,9 +85,10 @@ def plan(
 def spec_on(
     model: str | Path, weights: str | None, profile: ProfileLike, kv: str | None = None
 ) -> tuple[ModelGraph, DeviceProfile]:
-    """Return the model graph of a plan, and the profile that it is made on (`spec_of`,
-    `find_profile`, `planned_cache`). The model is looked at first: what is wrong with it is said
-    alone.
+    """Return the model graph of a plan, and the profile that it is made on.
+
+    See `spec_of`, `find_profile` and `planned_cache`. The model is checked first: its errors are
+    reported alone.
     """
     spec = spec_of(model, weights)
     device_profile = find_profile(profile)
@@ -95,9 +96,10 @@ def spec_on(
 
 
 def planned_cache(profile: DeviceProfile, kv: str | None = None) -> CacheFormat:
-    """Return the format of caches that a plan is made for: the one that was asked for, else the one
-    that models have by default where the profile timed attention on it, else what it timed (f32).
-    Raises `UserError`.
+    """Return the format of caches that a plan is made for.
+
+    It is the requested one, else the default where the profile timed attention on it, else the one
+    that it timed (f32). Raises `UserError`.
     """
     if kv is not None:
         check_one_of("kv", kv, [*CacheFormat])
@@ -107,8 +109,9 @@ def planned_cache(profile: DeviceProfile, kv: str | None = None) -> CacheFormat:
 
 
 def spec_of(model: str | Path, weights: str | None = None) -> ModelGraph:
-    """Return the model graph of a plan, with caches of floats: a MODEL or the name of a known one
-    in a format, by default that of a GGUF file, all that a quantised directory holds, else w4a16.
+    """Return the model graph of a plan, with caches of floats, of a MODEL or a known model's name.
+
+    The default format is that of a GGUF file, all that a quantised directory has, else w4a16.
     Raises `ModelError`.
     """
     if weights in (None, AUTO):
@@ -119,25 +122,27 @@ def spec_of(model: str | Path, weights: str | None = None) -> ModelGraph:
 
 
 def planned(spec: ModelGraph, profile: DeviceProfile, request: PlanRequest) -> ExecutionPlan:
-    """Return the plan of a request and the forms of its prompts; of a model that is stored in
-    several formats in those that it would be run in, which a note names. Raises `PlanError` or
-    `ProfileError`.
+    """Return the plan of a request and the prefill modes of its prompts.
+
+    A model that is stored in several formats is planned in those that it would be run in, which a
+    note names. Raises `PlanError` or `ProfileError`.
     """
     cost = CostModel(profile)
     if not spec.also:
-        return with_forms(make_plan(spec, profile, request), spec, cost)
+        return with_modes(make_plan(spec, profile, request), spec, cost)
     start_s = time.perf_counter()
     solver = prepare_solver(spec, profile, request)
-    finished = with_forms(solver.plan, spec, cost, solver)
+    finished = with_modes(solver.plan, spec, cost, solver)
     prompts, answers = solver.formats
     notes = (f"prompts are computed in {prompts}, answers in {answers}", *finished.notes)
     return finished.model_copy(update={"notes": notes, "solve_s": time.perf_counter() - start_s})
 
 
 def find_profile(profile: ProfileLike) -> DeviceProfile:
-    """Return the named profile; else this machine's from the cache; else the shipped one of a PC
-    like this, scaled to this machine, which is said on stderr. Raises `UserError` or
-    `ProfileError`.
+    """Return the named profile, this machine's from the cache, or a shipped one.
+
+    The shipped one is of a PC like this, scaled to this machine, with a notice on stderr. Raises
+    `UserError` or `ProfileError`.
     """
     scaled, notice = scaled_here(*locate_profile(profile))
     if notice:
@@ -149,7 +154,7 @@ def locate_profile(profile: ProfileLike) -> tuple[DeviceProfile, str]:
     """Return the profile as `find_profile` does, but unscaled, and its notice (empty if none)."""
     if isinstance(profile, DeviceProfile):
         return profile, ""
-    shipped = files.shipped_names()
+    shipped = profile_files.shipped_names()
     if profile is not None:
         here = os.path.exists(profile)  # false where it cannot be looked for
         if not here and str(profile) not in shipped:
@@ -159,15 +164,15 @@ def locate_profile(profile: ProfileLike) -> tuple[DeviceProfile, str]:
             )
         return DeviceProfile.load(Path(profile) if here else str(profile)), ""
     problem = f"{NO_PROFILE} (`hetero profile` takes one)"
-    cached = files.taken_profile_path()
+    cached = profile_files.taken_profile_path()
     if os.path.exists(cached):
         try:
             return DeviceProfile.load(cached), ""
         except ProfileError as error:  # caches are disposable
             problem = str(error)
-    if (host := files.shipped_host()) is not None:
+    if (host := profile_files.shipped_host()) is not None:
         notice = f"{problem}, so the shipped profile `{host}` is used"
-        return DeviceProfile.load(files.shipped_path(host)), notice
+        return DeviceProfile.load(profile_files.shipped_path(host)), notice
     raise UserError(
         "this machine has no profile: take one with `hetero profile`, or name a shipped one with "
         f"--profile: {', '.join(shipped)}"
@@ -179,7 +184,7 @@ _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, 
 
 
 def parse_size(value: str | int) -> int:
-    """Return bytes of `4GiB`, `500MB` or a number. Raises `UserError`."""
+    """Return the bytes of `4GiB`, `500MB` or a number. Raises `UserError`."""
     # By hand: pydantic's ByteSize takes bits as well, and its errors name neither value nor remedy.
     value = str(value)
     digits = value.strip().rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ")
@@ -194,7 +199,7 @@ def parse_size(value: str | int) -> int:
 
 
 def parse_tokens(value: str, option: str) -> tuple[int, ...]:
-    """`64,256` as numbers. Raises `UserError`."""
+    """Return `64,256` as numbers. Raises `UserError`."""
     try:
         counts = tuple(int(part) for part in value.split(",") if part.strip())
     except ValueError:
@@ -205,7 +210,8 @@ def parse_tokens(value: str, option: str) -> tuple[int, ...]:
 
 
 def parse_lengths(value: str, option: str) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """`64:3,256:1` as lengths and how often each comes, `64,256` as lengths alone (no weights).
+    """Return `64:3,256:1` as lengths and their weights, `64,256` as lengths alone.
+
     Raises `UserError`.
     """
     parts = [part.partition(":") for part in value.split(",") if part.strip()]
@@ -224,17 +230,18 @@ def parse_lengths(value: str, option: str) -> tuple[tuple[int, ...], tuple[float
 
 
 def load_either(path: str) -> ExecutionPlan | DeviceProfile:
-    """Return a saved plan or profile, or a shipped profile by name. Raises `UserError` or their
-    errors.
+    """Return a saved plan or profile, or a shipped profile by name.
+
+    Raises `UserError` or their errors.
     """
-    if path in files.shipped_names() and not os.path.exists(path):
+    if path in profile_files.shipped_names() and not os.path.exists(path):
         return DeviceProfile.load(path)
     if not os.path.exists(path):
         raise UserError(
             f"{path}: there is no such file, and no shipped profile of this name: those are "
-            f"{', '.join(files.shipped_names())}"
+            f"{', '.join(profile_files.shipped_names())}"
         )
-    text, document = files.read_profile(path), None
+    text, document = profile_files.read_profile(path), None
     with contextlib.suppress(ValueError, RecursionError):  # what is wrong is said below
         document = json.loads(text)
     if isinstance(document, dict) and "ops" in document:

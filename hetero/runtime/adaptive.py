@@ -30,8 +30,9 @@ MOVED: Final = 0.1  # factors that changed by less are the same
 
 
 class Solver(PlanSource, Protocol):
-    """What `hetero.solver.prepared.PreparedSolver` answers, with predicted seconds of each device
-    in every entry.
+    """An interface to `hetero.solver.prepared.PreparedSolver`.
+
+    Every entry of its plans has predicted seconds of each device.
     """
 
     plan: ExecutionPlan
@@ -42,7 +43,7 @@ class Solver(PlanSource, Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptPolicy:
-    """When to think about new cuts.
+    """Parameters that decide when to look for new cuts.
 
     decode   decode steps for each that is timed, at least
     prefill  calls with a prompt for each that is timed, at least
@@ -73,8 +74,10 @@ class Adaptation(NamedTuple):
 
 @dataclass
 class Adapter:
-    """Watches one engine's steps. `placement` is what runs, by the plans of `solver` at first; it
-    changes with each proposal. Control thread only.
+    """Watches one engine's steps.
+
+    `placement` is what runs, by the plans of `solver` at first; it changes with each proposal.
+    Control thread only.
     """
 
     solver: Solver
@@ -128,8 +131,9 @@ class Adapter:
                 self._ratios.setdefault(key, deque(maxlen=self.policy.samples)).append(ratio)
 
     def factors(self) -> dict[Key, float]:
-        """Return measured over first predicted seconds of each device and phase with enough
-        samples.
+        """Return measured over first predicted seconds of each device and phase.
+
+        Those with too few samples are left out.
         """
         known = {
             key: statistics.median(ratios)
@@ -187,8 +191,10 @@ class Adapter:
 
 
 def matmul_seconds(step: Step, stamps: Sequence[float]) -> dict[DeviceKind, float]:
-    """Return the seconds of a step's matmuls in the blocks: by the host for blocking devices, by
-    the device's own clock for others; without one a device is not in the answer.
+    """Return the seconds of a step's matmuls in the blocks, by device.
+
+    They are the host's for blocking devices, the device's own clock's for others; one without a
+    clock is left out.
     """
     seconds: dict[DeviceKind, float] = {}
     for at, (code, index, kind, _) in enumerate(step.program):

@@ -1,6 +1,6 @@
-"""Attention that a step's sampled rows give to each column.
+"""Attention scores that a step's sampled rows give to each column.
 
-A step that measures it has a launch after each attention, on the same device where that has the
+A step that measures them has a launch after each attention, on the same device where that has the
 operation (`ops.SumScores`), whose sums the host reads once a step. Elsewhere a host call reads the
 queries of the sampled rows and the context's keys (`HostScores`, numpy). Steps whose attention is
 inside an NPU graph, or reads its queries from panels, have none.
@@ -54,8 +54,9 @@ class StepScores:
         return self._added[kind]
 
     def end(self, chunks: int) -> npt.NDArray[Any] | None:
-        """Return the means over layers of a step of so many chunks; None where not all layers
-        reported.
+        """Return the means over layers of a step of `chunks` chunks.
+
+        None where not all layers reported.
         """
         return self._sums / self._layers if self._layers_seen == self._layers * chunks else None
 
@@ -65,19 +66,20 @@ class ScoreReader(BoundCall):
 
     name = "reading column row_scores"
 
-    def __init__(self, mass: StepScores, tensor: Tensor, layers: int, m: int) -> None:
+    def __init__(self, score_sums: StepScores, tensor: Tensor, layers: int, m: int) -> None:
         self.m = m
-        self._mass, self._tensor, self._layers = mass, tensor, layers
+        self._scores, self._tensor, self._layers = score_sums, tensor, layers
 
     def run(self) -> None:
         """Add the layers' sums, and reset them."""
-        self._mass.add(self._tensor.array.sum(axis=0), self._layers)
+        self._scores.add(self._tensor.array.sum(axis=0), self._layers)
         self._tensor.array[:] = 0
 
 
 class RowScores:
-    """Those of a step's rows, of several contexts; a step on one context has the first alone. And
-    the devices' kernels that add some up.
+    """Score sums of a step's rows, of several contexts; a step on one context has only the first.
+
+    The devices' kernels that add up scores are here, too.
     """
 
     def __init__(self, columns: int, layers: int, devices: Mapping[DeviceKind, Device]) -> None:
@@ -100,34 +102,34 @@ class RowScores:
         return self._row_scores[row]
 
     def begin(self) -> None:
-        """A step begins."""
-        for mass in self._row_scores:
-            mass.begin()
+        """Begin a step."""
+        for score_sums in self._row_scores:
+            score_sums.begin()
 
 
 class HostScores(Kernel):
     """Bound like the attention that it follows, without its output and its values."""
 
-    def __init__(self, op: Attention, mass: StepScores, every: int) -> None:
-        self.op, self._mass, self._every = op, mass, every
+    def __init__(self, op: Attention, score_sums: StepScores, every: int) -> None:
+        self.op, self._scores, self._every = op, score_sums, every
 
     def bind(self, tensors: Mapping[str, Operand], m: int) -> BoundCall:
-        """See `Kernel.bind`."""
+        """Return the call on these tensors."""
         qkv, position, keys = (tensors[port] for port in ("qkv", "position", "k_cache"))
         assert isinstance(qkv, Tensor)
         assert isinstance(position, Tensor)
         assert isinstance(keys, Tensor)
         assert isinstance(self.op, Attention)
-        return _TapCall(self.op, self._mass, self._every, qkv, position, keys, m)
+        return _TapCall(self.op, self._scores, self._every, qkv, position, keys, m)
 
 
 class _TapCall(BoundCall):
-    name = "attention mass"
+    name = "attention score sums"
 
     def __init__(
         self,
         op: Attention,
-        mass: StepScores,
+        score_sums: StepScores,
         every: int,
         qkv: Tensor,
         position: Tensor,
@@ -135,15 +137,15 @@ class _TapCall(BoundCall):
         m: int,
     ) -> None:
         self.m = m
-        self._op, self._mass, self.every = op, mass, every
+        self._op, self._scores, self.every = op, score_sums, every
         self._qkv, self._position, self._keys = qkv, position, keys
 
     def run(self) -> None:
-        """Add the layer's mass."""
+        """Add the layer's score sums."""
         first = int(self._position.array[0])
         rows = sampled(first, self.m, self.every)
         op, positions = self._op, [first + row for row in rows]
         queries = self._qkv.array[rows, : op.heads * op.head_dim]
         queries = queries.reshape(len(rows), op.heads, op.head_dim)
         keys = self._keys.array[:, : positions[-1] + 1 if rows else 0]
-        self._mass.add(sum_scores(op, queries, keys, positions))
+        self._scores.add(sum_scores(op, queries, keys, positions))

@@ -1,8 +1,8 @@
-"""Calls that work on the keys and values of whichever context a step runs on.
+"""Calls that work on the keys and values of the context that a step runs on.
 
 A launch has its addresses bound into it, so a launch of attention exists once for each context that
-runs a step. Everything else of the step is shared, and the executor walks bound calls alone: which
-context a step is for costs nothing while it runs.
+runs a step. Everything else of the step is shared, and the executor walks bound calls alone: the
+choice of the context costs nothing while a step runs.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ LAUNCHING: Final = (SUBMIT, RUN, PREQUEUE)
 
 
 class CacheCall(BoundCall):
-    """A call that lacks its caches: `caches` are their slots by port, of the context of that `row`
-    where a step has several.
+    """A call without its caches.
+
+    `caches` are their slots by port, of the context of `row` where a step has several.
     """
 
     def __init__(
@@ -44,8 +45,9 @@ class CacheCall(BoundCall):
         return int(next(iter(self._caches.values())).rpartition(".")[2])
 
     def on(self, cache: KvCache) -> BoundCall:
-        """Return the call on a context's caches, made when it is first asked for: several steps may
-        have this one. Raises what `Kernel.bind` does.
+        """Return the call on a context's caches, bound on first use.
+
+        Several steps may share it. Raises what `Kernel.bind` does.
         """
         call = self._bound.get(cache)
         if call is None:
@@ -55,7 +57,7 @@ class CacheCall(BoundCall):
         return call
 
     def run(self) -> None:
-        """See `BoundCall.run`."""
+        """Raise: the call has no caches."""
         raise self._unbound()
 
     def submit(self) -> Completion:
@@ -73,9 +75,7 @@ class CacheCall(BoundCall):
 def bind_program(
     program: tuple[Action, ...], launches: tuple[Launch, ...], caches: Sequence[KvCache]
 ) -> tuple[tuple[Action, ...], tuple[Launch, ...]]:
-    """Return a step's program and launches bound to the caches of its rows' contexts: one, or
-    several.
-    """
+    """Return a step's program and launches bound to the caches of its contexts."""
     calls = {
         index: launch.call.on(caches[launch.call.row])
         for index, launch in enumerate(launches)
@@ -95,11 +95,12 @@ def bind_program(
     )
 
 
-def behind_gate(
+def wait_for_layers(
     program: tuple[Action, ...], layers: Mapping[int, int], gate: LayerGate
 ) -> tuple[Action, ...]:
-    """Return a program that waits for a layer before it starts a launch that works on it. `layers`
-    are those of such launches.
+    """Return a program that waits for a layer before it starts a launch that works on it.
+
+    `layers` are those of such launches.
     """
     actions: list[Action] = []
     for action in program:

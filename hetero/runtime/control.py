@@ -14,17 +14,17 @@ _NESTED: Final = nullcontext()
 
 
 class ControlThread:
-    """The thread that is inside `on_core`: on the control core (None: on any), with sleeps as exact
-    as can be.
-    """
+    """The thread inside `on_core`, on the control core (None: on any), with exact sleeps."""
 
     def __init__(self, core: int | None) -> None:
         self._core = core
         self._inside = 0  # a thread
 
     def on_core(self) -> AbstractContextManager[None]:
-        """Hold the control core for one or many steps; nested holds make no system calls, which
-        takes longer than all else that a step of a small model needs of Python.
+        """Hold the control core for one or many steps.
+
+        Nested holds make no system calls, which take longer than all the Python code of a step of a
+        small model.
         """
         return _NESTED if self._inside == threading.get_ident() else self._hold()
 

@@ -1,4 +1,4 @@
-"""A plan on open devices: where it is placed, what is built for it, and how it changes."""
+"""A plan on open devices: its placement, what is built for it, and how it changes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hetero.backends.optional import SupportsCompaction, SupportsHandovers
 from hetero.backends.protocol import DEFAULT_DEADLINE_S, DeviceKind
 from hetero.errors import FallbackWarning
 from hetero.models.graph import model_graph
-from hetero.models.weights import ModelWeights
+from hetero.models.model_weights import ModelWeights
 from hetero.profiler.cost import CostModel
 from hetero.runtime.adaptive import Adaptation, Adapter, Solver
 from hetero.runtime.handover import incoherent
@@ -24,12 +24,12 @@ from hetero.runtime.kv.kv_cache import CacheLayout
 from hetero.runtime.launch_costs import LaunchCosts
 from hetero.runtime.logits import LogitsReader
 from hetero.runtime.lowering import Lowering
-from hetero.runtime.memory import MemoryEstimate, check_contexts, fitting_window
+from hetero.runtime.memory_estimate import MemoryEstimate, check_contexts, fitting_window
 from hetero.runtime.pool import ActivationPool, Shape
-from hetero.runtime.prefill_mode import WHOLE_QUEUES, PrefillModes, most_in_flight
+from hetero.runtime.prefill_mode import WHOLE_QUEUES, PrefillModes, max_in_flight
 from hetero.runtime.schedule import Order
 from hetero.runtime.sizes import LONGEST_VERIFIED, Caches, place, planned_layout
-from hetero.runtime.slots import SlotRef
+from hetero.runtime.slot_refs import SlotRef
 from hetero.runtime.step import Step
 from hetero.runtime.step_cache import StepCache
 from hetero.runtime.step_lock import StepLock, lost_error
@@ -146,12 +146,12 @@ class Deployment:
             self.warm(context)
 
     def _sized(self, layout: CacheLayout) -> tuple[int, dict[SlotRef, Shape], MemoryEstimate]:
-        """See `fitting_window`."""
+        """Return the calls in flight that fit the memory, as `fitting_window` does."""
         options = self._options
         limited = self._runner.gpu_share is not None or options.sync in WHOLE_QUEUES
         most = 1
         if len(self.devices) == 2 and not limited:
-            most = most_in_flight(self.placement.plan, options.max_seq_len, options.order)
+            most = max_in_flight(self.placement.plan, options.max_seq_len, options.order)
         return fitting_window(
             self.placement,
             self._config,
@@ -194,13 +194,13 @@ class Deployment:
             self.validate(steps, [context])
 
     @property
-    def most_rows(self) -> int:
+    def max_rows(self) -> int:
         """Return how many contexts can decode in one step; 1 where the plan has no such step."""
         return min(LONGEST_VERIFIED, self.placement.longest) if self.placement.joins else 1
 
     def warm_rows(self, contexts: Sequence[Context]) -> None:
         """Lower and compile what decodes up to so many contexts, so that no answer waits for it."""
-        for m in range(2, min(len(contexts), self.most_rows) + 1):
+        for m in range(2, min(len(contexts), self.max_rows) + 1):
             self.validate([self._steps.of_contexts(contexts[:m])], contexts[:m])
 
     def validate(self, steps: Sequence[Step], contexts: Sequence[Context]) -> None:

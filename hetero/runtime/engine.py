@@ -13,7 +13,7 @@ from hetero.backends.host.closing import Closing
 from hetero.backends.protocol import DEFAULT_DEADLINE_S, Device, DeviceKind
 from hetero.errors import UserError
 from hetero.models.graph import rope_of
-from hetero.models.weights import ModelWeights
+from hetero.models.model_weights import ModelWeights
 from hetero.profiler.cost import CostModel
 from hetero.runtime.adaptive import Solver
 from hetero.runtime.control import ControlThread
@@ -25,7 +25,7 @@ from hetero.runtime.kv.context import Context
 from hetero.runtime.kv.context_store import ContextStore
 from hetero.runtime.kv.session_file import Identity
 from hetero.runtime.logits import Logits
-from hetero.runtime.memory import MemoryEstimate
+from hetero.runtime.memory_estimate import MemoryEstimate
 from hetero.runtime.schedule import Order, Orders, windows
 from hetero.runtime.sizes import LONGEST_VERIFIED, SCORING_PIECE
 from hetero.runtime.step import Step
@@ -39,26 +39,28 @@ from hetero.solver.plan import Phase, PrefillMode
 
 
 class _ShorterCallsError(Exception):
-    """A device failed, and the other one needs several calls for these tokens."""
+    """The error of a failed device where the other one needs several calls for these tokens."""
 
 
 class ContextFullError(UserError):
-    """More tokens than the context holds."""
+    """The error of more tokens than the context has room for."""
 
 
 class Engine(Closing):
-    """One model and its lowered steps, which run on any of its contexts. Used by one thread at a
-    time: `lock` is for callers that have several; keep it from a step until its logits are read.
+    """One model and its lowered steps, which run on any of its contexts.
 
-    A prompt runs in the calls that `plan.steps` names; `plan` is the one that was given, fitted to
-    the devices' graphs. A phase and token count is lowered once to a `Step`; the last ones are kept
+    Used by one thread at a time: `lock` is for callers that have several; keep it from a step until
+    its logits are read.
+
+    A prompt runs in the calls of `plan.steps`; `plan` is the given one, fitted to the devices'
+    graphs. A phase and token count is lowered once to a `Step`; the last ones are cached
     (`StepCache`). Tokens are appended to a context by `prefill` and `decode`, which return float32
     logits [vocab] of the last token as a view that the next step of any context overwrites.
-    `deployment` is what is built for the plan on the devices, and says what else the options do.
+    `deployment` is what is built for the plan on the devices; it documents the other options.
 
-    `contexts` are those of `new_context`; `fingerprint` is the model's, for contexts on disk. What
-    a step took is in its context's `work`, and in `runner.last_run`. `max_gpu_share` below 1 bounds
-    the part of the time that the GPU is busy; then `runner.gpu_share` says what it was.
+    `contexts` are those of `new_context`; `fingerprint` is the model's, for contexts on disk. A
+    step's cost is in its context's `work`, and in `runner.last_run`. `max_gpu_share` below 1 bounds
+    the share of the time that the GPU is busy; `runner.gpu_share` then measures it.
     `runner.copied_bytes` are those that steps had to copy between the devices' memories so far:
     none, but for comparisons.
     """
@@ -116,7 +118,7 @@ class Engine(Closing):
         return context
 
     def prefill(self, context: Context, tokens: Sequence[int]) -> Logits:
-        """Append a prompt to a context, in the plan's calls; logits [vocab] after its last."""
+        """Append a prompt to a context, in the plan's calls; return the last logits [vocab]."""
         *_, logits = self.prefill_calls(context, tokens)
         assert logits is not None
         return logits
@@ -133,38 +135,37 @@ class Engine(Closing):
     def decode(
         self, context: Context, token: int, on_device_busy: OnDeviceBusy = nothing
     ) -> Logits:
-        """Append one token to a context; logits [vocab] after it. `on_device_busy`: see
-        `Executor.run`.
-        """
+        """Append one token; return logits [vocab] after it (`on_device_busy`: `Executor.run`)."""
         self.check(context, (token,))
         step = self._run(context, "decode", (token,), 1, on_device_busy=on_device_busy)
         return self.deployment.logits.last(context, step)
 
     @property
-    def most_rows(self) -> int:
+    def max_rows(self) -> int:
         """Return how many contexts can decode in one step; 1 where the plan has no such step."""
-        return self.deployment.most_rows
+        return self.deployment.max_rows
 
     def decode_rows(
         self, rows: Sequence[tuple[Context, int]], on_device_busy: OnDeviceBusy = nothing
     ) -> list[Logits | None]:
-        """Append a token to each of 2 to `most_rows` contexts in one step; copies of the logits
-        [vocab] after each. None, and the context as it was, where the values are not finite or a
-        device that failed leaves nothing that can do this: `decode` it alone.
+        """Append a token to each of 2 to `max_rows` contexts in one step; return their logits.
+
+        They are copies [vocab]. None, and the context unchanged, where values are not finite or no
+        device is left that can do this: `decode` it alone.
         """
         contexts, tokens = [context for context, _ in rows], [token for _, token in rows]
         for context, token in rows:
             self.check(context, (token,))
             context.slide()
-        if not 2 <= len({*map(id, contexts)}) == len(rows) <= self.most_rows:
-            raise ValueError(f"one step decodes 2 to {self.most_rows} contexts, each once")
+        if not 2 <= len({*map(id, contexts)}) == len(rows) <= self.max_rows:
+            raise ValueError(f"one step decodes 2 to {self.max_rows} contexts, each once")
         if any(context.gate is not None and not context.gate.done for context in contexts):
             return [None] * len(rows)
         try:
             step = self.runner.run_contexts(contexts, tokens, on_device_busy)
         except DeviceError as error:
             self._drop(error)
-            if len(rows) > self.most_rows:
+            if len(rows) > self.max_rows:
                 return [None] * len(rows)
             step = self.runner.run_contexts(contexts, tokens, on_device_busy)
         logits = self.deployment.logits.of_contexts(step, len(rows))
@@ -174,7 +175,7 @@ class Engine(Closing):
         return logits
 
     def verify(self, context: Context, tokens: Sequence[int]) -> Logits:
-        """Append up to `LONGEST_VERIFIED` tokens in one decode step; logits [tokens, vocab]."""
+        """Append up to `LONGEST_VERIFIED` tokens in one decode step; return all logits."""
         self.check(context, tokens)
         if len(tokens) > LONGEST_VERIFIED:
             raise ValueError(f"one step verifies {LONGEST_VERIFIED} tokens, got {len(tokens)}")
@@ -187,7 +188,7 @@ class Engine(Closing):
         return np.concatenate(rows)
 
     def score(self, context: Context, tokens: Sequence[int]) -> Logits:
-        """Append tokens; a copy of the logits [tokens, vocab] after every one."""
+        """Append tokens; return a copy of the logits [tokens, vocab] after every one."""
         return np.concatenate(list(self.score_calls(context, tokens)))
 
     def score_calls(self, context: Context, tokens: Sequence[int]) -> Iterator[Logits]:
@@ -208,9 +209,9 @@ class Engine(Closing):
                 yield rows
 
     def _rows(self, context: Context, phase: Phase, tokens: Sequence[int]) -> Logits:
-        """Append tokens in one call; a copy of the logits [tokens, vocab] after every one. Raises
-        `_ShorterCallsError`, and appends none, where a device failed and the other one's calls are
-        shorter.
+        """Append tokens in one call; return a copy of the logits [tokens, vocab] after every one.
+
+        Raises `_ShorterCallsError`, and appends none, if a failed device leaves shorter calls.
         """
         step = self._run(context, phase, tokens, len(tokens))
         return self.deployment.logits.rows(context, step)
@@ -255,9 +256,7 @@ class Engine(Closing):
         self.deployment.close()
 
     def _prompt_calls(self, context: Context, tokens: Sequence[int]) -> Iterator[tuple[Step, bool]]:
-        """Yield each call's step and whether it is the last; the remaining tokens are split again
-        where the plan has changed meanwhile.
-        """
+        """Yield each call's step and whether it is the last, by the plan as it is at that time."""
         plan: ExecutionPlan | None = None
         steps: list[tuple[int, ...]] = []
         form: PrefillMode = "cut"

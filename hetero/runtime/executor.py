@@ -1,4 +1,4 @@
-"""Walks a lowered step: a flat list of bound calls and waits, no lookup by name, no lock."""
+"""Walks a lowered step: a flat list of bound calls and waits, without look-ups or locks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def nothing() -> None:
 class Executor:
     """Runs steps on the control thread; keeps nothing between two of them.
 
-    `running` is the step that runs now, the time of every action that has ended, the first its
+    `running` is the current step, with the time of every action that has ended, the first its
     start, and the thread (`hetero.runtime.watchdog`).
     """
 
@@ -38,9 +38,10 @@ class Executor:
     def run(
         self, step: Step, on_device_busy: OnDeviceBusy = nothing, devices: Iterable[Device] = ()
     ) -> StepRun:
-        """Execute; when it returns, all outputs are visible to the host. `on_device_busy` is called
-        before the last wait, if there is one: nothing else is left to do. The queues of `devices`
-        are drained if a signal handler raises.
+        """Execute; when it returns, all outputs are visible to the host.
+
+        `on_device_busy` is called before the last wait, if there is one: nothing else is left to
+        do. The queues of `devices` are drained if a signal handler raises.
         """
         collecting = gc.isenabled()
         try:  # around `disable` too: a signal handler may raise right after it
@@ -64,8 +65,7 @@ class Executor:
     def _walk(
         self, step: Step, on_device_busy: OnDeviceBusy
     ) -> tuple[list[float], list[float], list[float]]:
-        """Run every action; busy seconds of each of the step's kinds, stamps and sleeps of
-        `StepRun`.
+        """Run every action; return busy seconds of each of the step's kinds, stamps and sleeps.
 
         A completion of the run before is freed when its launch is submitted again. To touch all 200
         of a step before anything is submitted takes 0.1 ms and more: they left the caches long ago.
@@ -135,8 +135,10 @@ def drain(step: Step) -> None:
 
 
 def drain_queues(devices: Iterable[Device]) -> None:
-    """Wait, within reason, for every launch: where a signal handler raised between a submission and
-    the store of its completion, no step knows of that launch.
+    """Wait, within reason, for every launch.
+
+    Where a signal handler raised between a submission and the store of its completion, no step
+    knows of that launch.
     """
     for device in devices:
         with suppress(DeviceError):  # which the next step meets

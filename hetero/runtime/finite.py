@@ -21,8 +21,10 @@ def all_finite(values: npt.NDArray[np.float32]) -> bool:
 
 
 def norms_finite(rows: npt.NDArray[np.float32]) -> bool:
-    """Return `all_finite` of a norm's output [m, d] by checking two columns: what is not finite in
-    a row makes its mean square so, and then every value of the row is zero or not a number.
+    """Return `all_finite` of a norm's output [m, d] by checking two columns.
+
+    A value in a row that is not finite makes the mean square of the row so, and then every value of
+    the row is zero or not a number.
     """
     first = rows[:, :2]
     suspect = ~np.isfinite(first).all(axis=1) | (first == 0).all(axis=1)
@@ -30,11 +32,10 @@ def norms_finite(rows: npt.NDArray[np.float32]) -> bool:
 
 
 def first_not_finite(step: Step, devices: Mapping[DeviceKind, Device]) -> Launch | None:
-    """Return the first launch of a step whose result has a value that is not finite, by running the
-    step again, call by call; None if there is none.
+    """Return the first launch of a step whose result has a value that is not finite, or None.
 
-    Tokens and position must be those of the step's last run. A step with wait values cannot be run
-    so.
+    The step is run again, call by call. Tokens and position must be those of its last run. A step
+    with wait values cannot be run so.
     """
     for action in step.program:
         if action.code not in (SUBMIT, PREQUEUE, RUN):

@@ -1,5 +1,7 @@
-"""Whether steps compute in chains what they compute call by call: seen once, when a model is first
-opened, because a program of many kernels is compiled as no trial of a driver has compiled it.
+"""Checks that fused steps compute the same as unfused ones.
+
+They are checked once, when a model is first opened, because no self-test of a driver has compiled a
+program of that many kernels.
 """
 
 from __future__ import annotations
@@ -32,12 +34,12 @@ def fused_results_match(
     vocab_size: int,
     max_seq_len: int,
 ) -> bool:
-    """Run those steps of a context, or of as many as they have rows, that have chains both ways on
-    a token after its text, and compare their logits bit by bit; where they differ, the next start
-    does so again. A device that fails here fails in the next step, too, which reports it.
+    """Run the steps of a context that have fused launches both ways, and compare their logits.
 
-    They write after the text, where the next step writes again. False where a full
-    context has no room for it, or another thread still writes.
+    They run on a token after its text, or on as many as they have rows, and the logits are compared
+    bit by bit; where they differ, the next start does so again. A device that fails here fails in
+    the next step, too, which reports it. They write after the text, where the next step writes
+    again. False where a full context has no room for it, or another thread still writes.
     """
     pairs = []
     for step in steps:
@@ -65,9 +67,10 @@ def fused_results_match(
 
 
 def fused(step: Step, devices: Devices) -> tuple[Step, bool]:
-    """Return the fused step, for runs that are not timed call by call; the step itself and False,
-    with a warning, where the driver's compiler fails on the program of many kernels, as it did on
-    none.
+    """Return the fused step, for runs that are not timed call by call.
+
+    It is the step itself and False, with a warning, where the driver's compiler fails on the
+    program of many kernels, as it did on none.
     """
     try:
         return step.fused(devices), True

@@ -23,9 +23,7 @@ Run: TypeAlias = Sequence[Action]
 def fuse_program(
     program: tuple[Action, ...], launches: tuple[Launch, ...], devices: Mapping[DeviceKind, Device]
 ) -> tuple[Action, ...]:
-    """Return the program with fused launches in place of runs of submissions; itself if there are
-    none.
-    """
+    """Return the program with fused launches in place of runs of submissions, if there are any."""
     runs = list(_runs(program, launches))
     instead: dict[int, Action] = {}  # by place in `runs`
     for kind in {run[0].kind for run in runs}:

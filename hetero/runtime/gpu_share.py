@@ -1,4 +1,4 @@
-"""A good neighbour: the GPU keeps time free for others at run time (paper section 5.5).
+"""Limits the GPU's share of time at run time, for other users of the GPU (paper section 5.5).
 
 The plan already keeps the GPU's tile of every matmul within the share. What the plan cannot know
 (slower kernels than predicted, operators other than matmuls) is measured here, and a step that took
@@ -36,8 +36,7 @@ class GpuShare:
         return self.busy_s / self.wall_s if self.wall_s else 0.0
 
     def after(self, busy_s: float, wall_s: float) -> float:
-        """Account for a step and pause where the GPU was busy for more than its share; return the
-        seconds of both.
+        """Account for a step, pause if the GPU took more than its share, and return both seconds.
 
         Only what this step overdrew is paid back, so that a cheap step saves nothing up.
         """

@@ -32,7 +32,7 @@ from hetero.errors import UserError
 
 Side: TypeAlias = Literal["gpu", "host"]
 SHARED_PORTS = FIXED_PORTS | {"tokens"}
-WRITTEN_PORTS = OUTPUT_PORTS | {"mass"}
+WRITTEN_PORTS = OUTPUT_PORTS | {"score_sums"}
 
 
 class Transfer(NamedTuple):
@@ -45,7 +45,7 @@ class Transfer(NamedTuple):
 
 
 class Handover:
-    """Who wrote what since it was handed over last; one for each lowered step.
+    """The last writer of every buffer since its last hand-over; one for each lowered step.
 
     `mirrors` are the GPU's buffers by the pool's, shared by all steps of a model; None where the
     GPU works on the pool's (`in_place`). Buffers of the pool stand for the host's side.

@@ -23,11 +23,11 @@ from hetero.backends.protocol import (
 from hetero.backends.weights import ROW_BLOCK, PackedWeight, pack
 from hetero.errors import memory_for
 from hetero.models.graph import SHADOW
-from hetero.models.weights import BlockWeights, ModelWeights
+from hetero.models.model_weights import BlockWeights, ModelWeights
 from hetero.profiler.model_graph import Node
+from hetero.solver.assignments import Heads, Part, Segment
 from hetero.solver.errors import PlanError
-from hetero.solver.groups import NodeGroup
-from hetero.solver.parts import Heads, Part, Segment
+from hetero.solver.node_groups import NodeGroup
 from hetero.solver.placement import Placement
 
 Devices = Mapping[DeviceKind, Device]
@@ -67,7 +67,7 @@ class OnlineCall(BoundCall):
         self._call = None
 
     def run(self) -> None:
-        """See `BoundCall.run`."""
+        """Run the built graph."""
         self._prepared().run()
 
     def submit(self) -> Completion:
@@ -221,8 +221,9 @@ class KernelSet:
 def stored_for(
     op: MatMul, whole: MatMul, values: Mapping[str, WeightValue]
 ) -> dict[str, WeightValue]:
-    """Return those of a node's weights that an operation on its rows takes: a format of another
-    storage than the `whole` node's has the weight that is stored besides.
+    """Return the weights of a node that an operation on its rows uses.
+
+    A format of another storage than the `whole` node's uses the weight in the second storage.
     """
     storage = op.weight_format.storage
     besides = "" if storage is whole.weight_format.storage else _besides(storage)
@@ -237,8 +238,9 @@ def _besides(storage: StorageFormat) -> str:
 
 
 def cut_weights(values: Mapping[str, WeightValue], start: int, stop: int) -> dict[str, WeightValue]:
-    """Return rows [start, stop) of a matmul's weights: views. The scale of its input is of all
-    rows.
+    """Return views of rows [start, stop) of a matmul's weights.
+
+    The scale of its input is of all rows.
     """
     return {
         name: value.rows(start, stop)
@@ -256,11 +258,10 @@ def prepare_kernels(
     devices: Devices,
     progress: Progress | None = None,
 ) -> KernelSet:
-    """Compile every node for its devices, and groups as one graph besides, releasing each layer's
-    host weights as it goes.
+    """Compile every node for its devices, and groups as one graph, layer by layer.
 
-    Raises `DeviceError` that names the first node a device does not take, `UserError` where the
-    system refuses the memory.
+    Each layer's host weights are released. Raises `DeviceError` that names the first node a device
+    does not take, `UserError` where the system refuses the memory.
     """
     kernels = KernelSet(devices)
     by_layer: dict[int | None, list[Node]] = {}
@@ -278,7 +279,7 @@ def prepare_kernels(
             weights.release(layer)
         if progress is not None:
             progress(done, len(by_layer))
-    weights.release_ends()
+    weights.release_embeddings()
     if all(kernels.maps(kind) for kind in devices):
         weights.prefetch()
     return kernels
@@ -287,8 +288,9 @@ def prepare_kernels(
 def node_weights(
     node: Node, block: BlockWeights | None, weights: ModelWeights, *, besides: bool = False
 ) -> dict[str, WeightValue]:
-    """Return the weights of a node by the names of `ops.weight_names`; with `besides` those of a
-    matmul that are stored in another way as well, for `stored_for`.
+    """Return the weights of a node by the names of `ops.weight_names`.
+
+    With `besides` those of a matmul in a second storage are among them, for `stored_for`.
     """
     role = node.name.rsplit(".", maxsplit=1)[-1]
     names = weight_names(node.op)
@@ -296,7 +298,7 @@ def node_weights(
     if block is not None:
         values = {name: _block_weight(block, role, name) for name in names}
         return values | {_besides(x): block.matrix(role, x) for x in also}
-    values = {name: weights.end(role, name) for name in names}
+    values = {name: weights.outer_weight(role, name) for name in names}
     return values | {_besides(x): weights.head_in(x) for x in also}
 
 

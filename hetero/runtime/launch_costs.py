@@ -29,7 +29,7 @@ def check_priced(cost: CostModel, spec: ModelGraph, plan: ExecutionPlan) -> None
 
 
 class LaunchCosts:
-    """Prices launches of one model's nodes by one cost model.
+    """Predicts launches of one model's nodes by one cost model.
 
     Launches that differ by their layer alone are looked up once. Control thread only. Raises
     `ProfileError` for operations and formats that the profile knows nothing of.
@@ -50,20 +50,16 @@ class LaunchCosts:
         return max((self.cost.submit_s(kind) for kind in kinds), default=0.0)
 
     def at(self, position: int, chunks: Sequence[int], form: PrefillMode = "cut") -> Cost:
-        """Return the seconds of the launches of these chunks, the first of them `position` tokens
-        into the context.
-        """
+        """Return the seconds of the launches of these chunks after `position` tokens."""
         ends = tuple(accumulate(chunks, initial=position))
         return lambda launch: self.seconds(
             launch, launch.tokens[1] - launch.tokens[0], ends[launch.chunk], form
         )
 
     def seconds(self, launch: LaunchSpec, m: int, context: int, form: PrefillMode = "cut") -> float:
-        """Return the seconds of a launch of m tokens after a context of others, whatever
-        `launch.tokens`.
-        """
+        """Return the seconds of a launch of m tokens after others, whatever `launch.tokens`."""
         if launch.kind is None or launch.name != launch.node or launch.node not in self._members:
-            return 0.0  # gathered, copied, or columns' mass
+            return 0.0  # gathered, copied, or score sums
         key = (launch.node, launch.kind, m, launch.rows, launch.heads, context, form)
         total_s = self._launches.get(key)
         if total_s is None:

@@ -19,13 +19,13 @@ from itertools import groupby
 from typing import NamedTuple, TypeAlias
 
 from hetero.backends.protocol import DeviceKind
-from hetero.runtime.slots import SlotRef
+from hetero.runtime.slot_refs import SlotRef
 
 Span: TypeAlias = tuple[int, int]
 
 
 class Hazard(StrEnum):
-    """Why a launch waits for another one."""
+    """The reason why a launch waits for another one."""
 
     RAW = "read after write"
     WAR = "write after read"
@@ -98,7 +98,7 @@ class LaunchGraph:
 
 @dataclass
 class _Use:
-    """Who wrote a slot last, and who has read it since."""
+    """The last launch that wrote a slot, and those that have read it since."""
 
     writers: list[int] = field(default_factory=list)
     readers: list[int] = field(default_factory=list)

@@ -15,7 +15,7 @@ from hetero.runtime.finite import all_finite, first_not_finite, norms_finite, no
 from hetero.runtime.handover import fetch
 from hetero.runtime.kv.context import Context
 from hetero.runtime.pool import ActivationPool
-from hetero.runtime.slots import slot_of
+from hetero.runtime.slot_refs import slot_of
 from hetero.runtime.step import Step
 from hetero.runtime.step_cache import StepCache
 
@@ -49,8 +49,9 @@ class LogitsReader:
         return self._checked(context, step, self._view(step, 1)[0])
 
     def rows(self, context: Context, step: Step) -> Logits:
-        """Return a copy of the logits [tokens, vocab] of every token. Raises `DeviceError`, and
-        discards the step's tokens, where a value is not finite.
+        """Return a copy of the logits [tokens, vocab] of every token.
+
+        Raises `DeviceError`, and discards the step's tokens, where a value is not finite.
         """
         return self._checked(context, step, self._view(step, step.tokens).copy())
 
@@ -69,8 +70,9 @@ class LogitsReader:
         ]
 
     def check_stream(self, context: Context, step: Step) -> None:
-        """Check what the output head reads: of the last token, which has seen all others; of all
-        tokens where matmuls round activations to codes. Raises as `rows` does.
+        """Check the input of the output head for the last token, which has seen all others.
+
+        All tokens are checked where matmuls round activations to codes. Raises as `rows` does.
         """
         if self._copies:
             return
@@ -100,8 +102,9 @@ class LogitsReader:
         return self._finite(context, step, logits)
 
     def _finite(self, context: Context, step: Step, values: Logits) -> Logits:
-        """Return the values, all finite; the error names the operation and the device that wrote
-        the first value that is not.
+        """Return the values, all finite.
+
+        The error names the operation and the device that wrote the first value that is not.
         """
         if all_finite(values):
             return values

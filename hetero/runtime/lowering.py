@@ -1,4 +1,4 @@
-"""From a phase and token count to a `Step`: a flat list of bound launches and the waits between.
+"""Lowers a phase and token count to a `Step`: a flat list of bound launches and waits.
 
 First the launches of all nodes and their edges (`hetero.runtime.launch_graph`), then an order and
 its waits (`hetero.runtime.schedule`), then the program: both bound to kernels and wait points.
@@ -43,16 +43,16 @@ from hetero.runtime.handover import SHARED_PORTS, Handover
 from hetero.runtime.kernels import Devices, KernelSet
 from hetero.runtime.pool import ActivationPool
 from hetero.runtime.schedule import Cost, Orders, in_order
-from hetero.runtime.slots import SlotRef, position_of, slot_of
+from hetero.runtime.slot_refs import SlotRef, position_of, slot_of
 from hetero.runtime.step import BoundLaunches, PendingLaunch, Step
 from hetero.runtime.waits import Synchroniser
+from hetero.solver.assignments import Heads, Part, Span
 from hetero.solver.errors import PlanError
-from hetero.solver.groups import NodeGroup
-from hetero.solver.parts import Heads, Part, Span
+from hetero.solver.node_groups import NodeGroup
 from hetero.solver.placement import Placement
 from hetero.solver.plan import Phase, PrefillMode
 
-CHUNKS_KEPT: Final = 32
+MAX_CACHED_CHUNKS: Final = 32
 
 
 class _Gather(BoundCall):
@@ -71,8 +71,9 @@ class _Gather(BoundCall):
 
 
 class _LastRow(BoundCall):
-    """Puts the last token that a chunk was fed where the last row is, for the output head: a chunk
-    may compute rows after it.
+    """Copies the last fed token of a chunk to the last row, for the output head.
+
+    A chunk may compute rows after it.
     """
 
     def __init__(self, pool: ActivationPool, chunk: int, x: Operand, m: int) -> None:
@@ -87,8 +88,10 @@ class _LastRow(BoundCall):
 
 
 class StepKey(NamedTuple):
-    """The key of a lowered step. `position` of a window: about where its context is. `sums_scores`:
-    it sums the attention of its sampled rows. `rows`: each belongs to a context of its own.
+    """The key of a lowered step.
+
+    `position` of a window: about where its context is. `sums_scores`: it sums the attention of its
+    sampled rows. `rows`: each belongs to a context of its own.
     """
 
     phase: Phase
@@ -124,8 +127,9 @@ class Lowering:
         self._chunks: OrderedDict[_ChunkKey, _Chunk] = OrderedDict()
 
     def handover(self) -> Handover | None:
-        """Return the hand-overs between slots, for a GPU whose memory is not coherent and for
-        `--sync copy`; None where there are none.
+        """Return the hand-overs between slots; None where there are none.
+
+        They are for a GPU whose memory is not coherent, and for `--sync copy`.
         """
         gpu = self.devices.get("gpu")
         if gpu is None:
@@ -144,8 +148,9 @@ class Lowering:
         sums_scores: bool = False,
         rows: bool = False,
     ) -> Step:
-        """Return the step of m tokens whose last `logit_rows` rows get logits, `wait_values` where
-        they gain; with `rows` each token is of a context of its own.
+        """Return the step of m tokens whose last `logit_rows` rows get logits.
+
+        It has `wait_values` where they gain; with `rows` each token is of a context of its own.
         """
         placed = self.place(phase, (m,), logit_rows, sums_scores=sums_scores, rows=rows)
         schedule = in_order(placed.graph(), eager=self.synchroniser.eager)
@@ -162,11 +167,12 @@ class Lowering:
         sums_scores: bool = False,
         form: PrefillMode = "cut",
     ) -> Step:
-        """Return one program for chunks of a prompt (tokens of each) that follow each other in the
-        context; logits for the last `logit_rows` tokens of the last one. Chunk i works in the
-        pool's set i of slots: its tokens and position are fed there (`ActivationPool.feed`).
+        """Return one program for chunks of a prompt (tokens of each) that follow each other.
 
-        One chunk after another; with `cost`, out of order where that is shorter by it (and
+        The last `logit_rows` tokens of the last one get logits. Chunk i works in the pool's set i
+        of slots: its tokens and position are fed there (`ActivationPool.feed`).
+
+        One chunk runs after another; with `cost`, out of order where that is shorter by it (and
         `submit_s` for each submission), but for `finish` and `copy`, which wait for whole queues.
         Raises `ValueError` for more chunks than the pool has sets of slots.
         """
@@ -193,8 +199,9 @@ class Lowering:
         rows: bool = False,
         form: PrefillMode = "cut",
     ) -> BoundLaunches:
-        """Return the launches of a step's chunks, with `sums_scores` those that add up attention
-        scores as well.
+        """Return the launches of a step's chunks.
+
+        With `sums_scores` those that add up attention scores are among them.
         """
         placed = BoundLaunches(
             phase, chunks, self.pool, self.devices, self.synchroniser, self.handover(), rows=rows
@@ -206,23 +213,22 @@ class Lowering:
         return placed
 
     def _chunk(self, key: _ChunkKey, handover: Handover | None) -> _Chunk:
-        """Bind the chunk once, whatever else is in flight, unless each step has graphs or copies of
-        its own.
-        """
+        """Bind the chunk once, unless each step has graphs or copies of its own."""
         copies = handover is not None and not handover.in_place
         if copies or self.placement.online:
             return _Chunk(self, key, handover)
         if key not in self._chunks:
             self._chunks[key] = _Chunk(self, key, handover)
-            if len(self._chunks) > CHUNKS_KEPT:
+            if len(self._chunks) > MAX_CACHED_CHUNKS:
                 self._chunks.popitem(last=False)
         self._chunks.move_to_end(key)
         return self._chunks[key]
 
 
 class _ChunkKey(NamedTuple):
-    """What a chunk's launches are bound for; `chunk`: in which set of slots; `rows`: of several
-    contexts.
+    """The key of a chunk's bound launches.
+
+    `chunk`: in which set of slots; `rows`: of several contexts.
     """
 
     phase: Phase
@@ -235,9 +241,7 @@ class _ChunkKey(NamedTuple):
 
 
 class _Chunk:
-    """The launches of one chunk: what its nodes work on, how that is stored (`layout`, of the slots
-    as they are after the nodes so far), and what that makes (`stages`, in order).
-    """
+    """The launches of one chunk (`stages`, in order); `layout` of the slots after its nodes."""
 
     def __init__(self, lowering: Lowering, key: _ChunkKey, handover: Handover | None) -> None:
         # Not `lowering` itself, which keeps chunks: a circle would outlive the model's end.
@@ -291,9 +295,9 @@ class _Chunk:
                 self._place(node.name, self._matmul_items(node, parts))
         for tensor, (row, layers) in self._added.items():
             reader = ScoreReader(self.row_scores.of(row), tensor, layers, self.m)
-            slots, summed = frozenset({SlotRef("mass")}), {"mass": tensor}
+            slots, summed = frozenset({SlotRef("score_sums")}), {"score_sums": tensor}
             item = PendingLaunch(None, reader, slots, slots, (0, self.m), None, summed)
-            self._place("mass", [item])
+            self._place("score_sums", [item])
 
     def _place(self, node: str, items: Sequence[PendingLaunch]) -> None:
         self.stages.append((node, items))
@@ -323,9 +327,9 @@ class _Chunk:
     def _head_items(
         self, node: Node, kind: DeviceKind, heads: Sequence[Heads]
     ) -> list[PendingLaunch]:
-        """Return a launch for the heads of each device, which are in different places of the caches
-        and of the output, as the parts of a matmul are. (Not where memory is not coherent: the
-        caches of a layer are one side's there.)
+        """Return a launch for the heads of each device, in different places as a matmul's parts.
+
+        Not where memory is not coherent: the caches of a layer are one side's there.
         """
         operands, reads, writes = self._operands(node, kind)
         caches = {port: slot for port, slot in node.slots.items() if port in CACHE_PORTS}
@@ -340,8 +344,10 @@ class _Chunk:
         return items
 
     def _row_items(self, node: Node, kind: DeviceKind, _graph: int) -> list[PendingLaunch]:
-        """Return a launch for each row. On a device with static shapes one writes rows behind its
-        own, which those after it write again.
+        """Return a launch for each row.
+
+        On a device with static shapes one writes rows behind its own, which those after it write
+        again.
         """
         operands, reads, writes = self._operands(node, kind)
         graph, items = self.placement.row_graph, []
@@ -373,7 +379,7 @@ class _Chunk:
     def _operands(
         self, node: Node, kind: DeviceKind
     ) -> tuple[dict[str, Operand], frozenset[SlotRef], frozenset[SlotRef]]:
-        """What a node that is no matmul works on, and the slots that it reads and writes."""
+        """Return the operands of a node other than a matmul, and the slots it reads and writes."""
         capabilities = self.devices[kind].capabilities
         reads, writes = self._slots(node, kind)
         operands: dict[str, Operand] = {}
@@ -399,14 +405,14 @@ class _Chunk:
             return
         caches = {"k_cache": node.slots["k_cache"]}
         reads = frozenset(map(self._ref, (node.slots["qkv"], at, node.slots["k_cache"])))
-        writes = frozenset({SlotRef("mass")})
+        writes = frozenset({SlotRef("score_sums")})
         added = SumScores(attention=op, every=EVERY[self.phase])
         # Rows' scores are the host's, but where it would have to fetch all keys for them.
         own = None if self.rows and not self.in_place else self.row_scores.kernel(kind, added)
         if own is None and self.in_place and kind == "gpu":
             return
         count = self.m if self.rows else 1
-        name, m, items = f"{node.name} mass", self.m // count, []
+        name, m, items = f"{node.name} score sums", self.m // count, []
         for row in range(count):
             scores = self.row_scores.of(row)
             operands: dict[str, Operand] = {"qkv": qkv.rows(row, row + m), "position": position}
@@ -416,7 +422,7 @@ class _Chunk:
                 tensor = scores.on(kind, self.devices[kind], op.kv_heads)
                 _, layers = self._added.get(tensor, (row, 0))
                 self._added[tensor] = row, layers + 1
-                operands["mass"] = tensor
+                operands["score_sums"] = tensor
             kernel = own or HostScores(op, scores, EVERY[self.phase])
             call = CacheCall(name, kernel, operands, caches, m, row)
             summing = None if own is None else kind
@@ -522,15 +528,13 @@ class _Chunk:
         return frozenset(reads), frozenset(writes)
 
     def _seen_by(self, kind: DeviceKind, port: str, slot: str) -> SlotRef:
-        """Return the slot that a device works on; the GPU has its own where hand-overs are by
-        copying.
-        """
+        """Return the slot that a device works on; the GPU has its own where hand-overs copy."""
         apart = self.mirrors is not None and kind == "gpu" and port not in SHARED_PORTS
         return self._ref(slot)._replace(owner="gpu" if apart else None)
 
     def _instead(
         self, reads: frozenset[SlotRef], kind: DeviceKind, port: str, slot: str
     ) -> frozenset[SlotRef]:
-        """What a launch reads that finds the panels of a port gathered."""
+        """Return what a launch reads where the panels of a port are gathered."""
         seen = self._seen_by(kind, port, slot)
         return reads - {seen} | {seen._replace(gathered=True)}

@@ -21,7 +21,7 @@ from hetero.backends.protocol import Device
 from hetero.errors import memory_for
 from hetero.models.config import ModelConfig
 from hetero.models.graph import Shadows, slot_widths
-from hetero.runtime.slots import SlotRef, position_of, slot_of
+from hetero.runtime.slot_refs import SlotRef, position_of, slot_of
 
 Shape = tuple[tuple[int, ...], np.dtype[Any]]
 FLOAT32, INT32 = np.dtype(np.float32), np.dtype(np.int32)
@@ -38,11 +38,12 @@ def slot_shapes(
     rows: int = 1,
     slides: bool = False,
 ) -> dict[SlotRef, Shape]:
-    """Return every slot of a pool: for each of `chunks` chunks in flight `slot_widths` of the
-    decoder, `tokens`, `position` [1], and room to gather panels in, for the slots in `gathered`
-    with their widths; for all of them together `logits` [logit_rows, vocab], and a `position` for
-    each of `rows` contexts that decode together. Where caches slide there is a `cache_row` for each
-    position.
+    """Return the shapes of all slots of a pool.
+
+    Each of `chunks` chunks in flight has `slot_widths` of the decoder, `tokens`, `position` [1],
+    and room to gather panels in, for the slots in `gathered` with their widths. All of them share
+    `logits` [logit_rows, vocab], and a `position` for each of `rows` contexts that decode together.
+    Where caches slide there is a `cache_row` for each position.
     """
     positions = ("position", "cache_row") if slides else ("position",)
     widths = {SlotRef(name): n for name, n in slot_widths(config, shadows).items()}
@@ -65,8 +66,7 @@ def nbytes_of(shape: Shape) -> int:
 
 
 class ActivationPool:
-    """The tensors of the slots, for calls of up to `tokens` tokens, `chunks` of them in flight
-    together.
+    """The tensors of the slots, for calls of up to `tokens` tokens, `chunks` of them in flight.
 
     Owned by the control thread. `slots` are those of `slot_shapes`; nothing is added later. A plain
     name is the slot of the first chunk.
@@ -102,8 +102,9 @@ class ActivationPool:
         return tokens + [x for slot, x in self._slots.items() if slot.name.startswith(names)]
 
     def feed(self, tokens: Sequence[int], position: int, *, chunk: int = 0, base: int = 0) -> None:
-        """Write the inputs of a chunk: its tokens, the first of them at `position`; caches that
-        slide have the token `base` in their first row.
+        """Write the inputs of a chunk: its tokens, the first of them at `position`.
+
+        Caches that slide have the token `base` in their first row.
         """
         ids = self[slot_of("tokens", chunk)].array
         ids[: len(tokens)] = tokens
@@ -116,8 +117,9 @@ class ActivationPool:
     def feed_rows(
         self, tokens: Sequence[int], positions: Sequence[int], bases: Sequence[int]
     ) -> None:
-        """Write the inputs of rows of several contexts: a token each, at a position of its own; as
-        `feed`.
+        """Write the inputs of rows of several contexts: a token each, at its own position.
+
+        `base` is as in `feed`.
         """
         self.feed(tokens, positions[0])
         for row, (position, base) in enumerate(zip(positions, bases, strict=True)):

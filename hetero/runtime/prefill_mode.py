@@ -1,7 +1,7 @@
-"""In which form a prompt's calls run: cut in order, whole out of order, or both (`InFlight`).
+"""The mode in which a prompt's calls run: cut in order, whole out of order, or both (`InFlight`).
 
-Each is priced by the makespan of its launches: the graph of a window of calls, scheduled as the
-runtime schedules it (`hetero.runtime.schedule`), with what the profile says of every launch. Layers
+Each is predicted by the makespan of its launches: the graph of a window of calls, scheduled as the
+runtime schedules it (`hetero.runtime.schedule`), with the profile's seconds of every launch. Layers
 are alike, so two and three of them are scheduled, and their difference stands for all others.
 
 Pure: no kernels and no devices.
@@ -20,13 +20,13 @@ from hetero.profiler.model_graph import Node
 from hetero.runtime.launch_costs import LaunchCosts
 from hetero.runtime.launch_graph import LaunchSpec, Span
 from hetero.runtime.schedule import Order, Orders, windows
-from hetero.runtime.slots import SlotRef, slot_of
+from hetero.runtime.slot_refs import SlotRef, slot_of
 from hetero.solver.baselines import CHUNK_TOKENS
-from hetero.solver.calls import split
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.matmul_entries import CapabilitiesByDevice
 from hetero.solver.placement import Placement
 from hetero.solver.plan import PrefillMode
+from hetero.solver.prompt_calls import split
 from hetero.solver.report.content import FORMS
 from hetero.solver.report.units import duration
 
@@ -37,10 +37,8 @@ PADDED: Final = 32  # tokens: of a last chunk that is longer, to a multiple of i
 SAMPLED: Final = (2, 3)  # layers that are scheduled
 
 
-def most_in_flight(plan: ExecutionPlan, max_seq_len: int, order: Order) -> int:
-    """Return how many calls of a prompt that may be in flight together in a context of so many
-    tokens.
-    """
+def max_in_flight(plan: ExecutionPlan, max_seq_len: int, order: Order) -> int:
+    """Return how many calls of a prompt may be in flight in a context of that many tokens."""
     if order == "fifo" or plan.strategy == "online-prepare":
         return 1
     longest = plan.step_tokens
@@ -50,16 +48,15 @@ def most_in_flight(plan: ExecutionPlan, max_seq_len: int, order: Order) -> int:
 
 
 def rounded(position: int) -> int:
-    """Return the power of two below: orders hardly depend on the position, and each is another
-    step.
-    """
+    """Return the power of two below, to bind fewer steps: orders hardly depend on the position."""
     return 1 << (position.bit_length() - 1) if position else 0
 
 
 def padded_chunks(chunks: Sequence[int], room: int) -> tuple[int, ...]:
-    """Return the calls of a window whose last one computes some tokens more, so that prompts of
-    other lengths find its launches bound; the calls as they are where `room` tokens do not hold
-    them.
+    """Return the calls of a window whose last one computes some tokens more.
+
+    Prompts of other lengths then reuse its bound launches. The calls stay as they are where `room`
+    tokens are too few.
     """
     *first, last = chunks
     padded = -(-last // PADDED) * PADDED
@@ -68,14 +65,14 @@ def padded_chunks(chunks: Sequence[int], room: int) -> tuple[int, ...]:
 
 
 class PrefillChoice(NamedTuple):
-    """A prompt's form, its calls, and predicted seconds of every form that it could have."""
+    """A prompt's mode, its calls, and predicted seconds of every mode that it could have."""
 
     form: PrefillMode
     calls: tuple[int, ...]
     seconds: Mapping[PrefillMode, float]
 
     def __str__(self) -> str:
-        """For people."""
+        """Return the choice for people."""
         calls = "one call" if len(self.calls) == 1 else f"{len(self.calls)} calls"
         text = f"{FORMS[self.form]}, in {calls} of up to {max(self.calls)} tokens"
         every = ", ".join(f"{FORMS[form]} {duration(s)}" for form, s in self.seconds.items())
@@ -83,11 +80,11 @@ class PrefillChoice(NamedTuple):
 
 
 class PrefillModes:
-    """Decides for prompts of one placement, `window` calls of which may be in flight together.
+    """Decides the modes of one placement's prompts, `window` calls of which may be in flight.
 
-    `able` are the capabilities of the devices. The form of prompts that need no decision is `cut`,
-    as it is of all where a plan has no other, or nothing is known of `costs`. `take` is a form to
-    take whatever is predicted, for comparisons. Control thread only.
+    `able` are the capabilities of the devices. The mode of prompts that need no decision is `cut`,
+    as it is of all where a plan has no other, or no `costs` are known. `take` is a mode to take
+    whatever is predicted, for comparisons. Control thread only.
     """
 
     take: PrefillMode | None = None
@@ -122,8 +119,9 @@ class PrefillModes:
         return PrefillChoice(form, self.calls(form, tokens), seconds)
 
     def calls(self, form: PrefillMode, tokens: int) -> tuple[int, ...]:
-        """Return the token counts of a prompt's calls: the plan's, or chunks that are alike but for
-        the last one, as mllm-NPU has them.
+        """Return the token counts of a prompt's calls.
+
+        They are the plan's, or chunks that are alike but for the last one, as in mllm-NPU.
         """
         return (
             self._placement.plan.steps(tokens) if form == "cut" else split(tokens, (), self._chunk)
@@ -185,9 +183,7 @@ class PrefillModes:
     def _specs(
         self, form: PrefillMode, chunks: Sequence[int], logit_rows: int, layers: int
     ) -> Sequence[LaunchSpec]:
-        """Return the launches of calls of a window; those in flight have the same for all token
-        counts.
-        """
+        """Return the launches of calls of a window, the same for all token counts in flight."""
         shape = (form, len(chunks), logit_rows, layers)
         if form != "cut" and shape in self._specs_known:
             return self._specs_known[shape]

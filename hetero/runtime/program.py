@@ -37,8 +37,10 @@ FAR: Final = 8  # groups that one is submitted ahead of its start, at most
 
 
 class Launch(NamedTuple):
-    """One call of a step, for accounts and traces. `tokens` and `rows` of a matmul's part;
-    `outputs` are what it writes, caches left out; `chunk` which of the step's it is for.
+    """One call of a step, for accounts and traces.
+
+    `tokens` and `rows` of a matmul's part; `outputs` are what it writes, caches left out; `chunk`
+    which of the step's it is for.
     """
 
     node: str
@@ -70,9 +72,7 @@ def raise_flags(
     flags: Mapping[DeviceKind, BoundCall],
     signal: StreamSignal | None,
 ) -> list[Action]:
-    """Put a flag behind every launch that is waited for, but wait values; wait for the flag
-    instead.
-    """
+    """Put a flag after every launch that is waited for, but wait values; wait for the flag."""
     flagged: dict[int, int] = {}
     for action in program:
         flag = flags.get(KINDS[action.kind]) if action.code == WAIT else None
@@ -132,7 +132,7 @@ class _Ahead:
         self.wait_values = {i: self._gate(i) for i in range(first, len(self.groups))}
 
     def _gate(self, group: int) -> int:
-        """The place of a group's gate among the launches."""
+        """Return the place of a group's gate among the launches."""
         launch = self.launches[self.groups[group][0].launch]
         gate = Launch(
             f"{launch.node} gate", launch.kind, self.signal.wait_value, launch.tokens, None
@@ -141,8 +141,10 @@ class _Ahead:
         return len(self.launches) - 1
 
     def program(self) -> list[Action]:
-        """Return the program with every group queued one ahead, signals where the groups began, and
-        waits on the wait values in place of the groups' flags.
+        """Return the program with every group queued one ahead.
+
+        It has signals where the groups began, and waits on the wait values in place of the groups'
+        flags.
         """
         ended = {
             self.groups[i - 1][-1].launch: gate for i, gate in self.wait_values.items() if i > 0
@@ -169,13 +171,13 @@ class _Ahead:
         ]
 
     def _places(self) -> dict[Place, list[Action]]:
-        """Where each submission of the second group and later ones goes: see the module."""
+        """Return the place of each submission of the second group and later ones."""
         room = {place: n for i in range(len(self.groups)) for place, n in self._waits(i)}
         waits = list(room)
         places: dict[Place, list[Action]] = {}
         place: Place = (len(self.groups), 0)
         for group in reversed(range(1, len(self.groups))):
-            last = (group - 1, _behind_run(self.others[group - 1]))
+            last = (group - 1, _after_run(self.others[group - 1]))
             for action in reversed(self._block(group, PREQUEUE)):
                 while waits and (waits[-1][0] >= group or not room[waits[-1]]):
                     waits.pop()
@@ -187,8 +189,9 @@ class _Ahead:
         return places
 
     def _waits(self, group: int) -> Iterator[tuple[Place, int]]:
-        """Waits for launches of a group before the control thread's concurrent work, and how
-        many submissions fit in each.
+        """Return the waits for a group before the control thread's concurrent work, with room.
+
+        The room is how many submissions fit in each.
         """
         launches = [action.launch for action in self.groups[group]]
         for at, action in enumerate(self.others[group]):
@@ -203,7 +206,7 @@ class _Ahead:
         return launch.rows is not None or launch.node.endswith(LONG)
 
     def _block(self, group: int, code: int) -> list[Action]:
-        """A group's submissions, and the gate behind it; one flush will do behind a closed gate."""
+        """Return a group's submissions, and the gate after it; a closed gate needs one flush."""
         block = [action._replace(code=code) for action in self.groups[group]]
         if group + 1 in self.wait_values:
             block.append(self._submission(code, self.wait_values[group + 1]))
@@ -216,6 +219,6 @@ class _Ahead:
         return Action(code, gate, self.kind, self.signal.wait_value.submit)
 
 
-def _behind_run(others: Sequence[Action]) -> int:
-    """Where the control thread's own work is done, and it may have to wait for the group's."""
+def _after_run(others: Sequence[Action]) -> int:
+    """Return where the control thread's own work is done, and it may wait for the group's."""
     return next((at + 1 for at, action in enumerate(others) if action.code == RUN), 0)

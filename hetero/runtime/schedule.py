@@ -1,4 +1,4 @@
-"""In what order the control thread starts the launches of a step, and where it waits.
+"""The order in which the control thread starts the launches of a step, and its waits.
 
 A schedule is a list of starts and waits. A wait is for one launch of a queue and stands for all
 before it in that queue. A launch needs one for every other queue in which something ends that it
@@ -28,11 +28,9 @@ Cost: TypeAlias = Callable[[LaunchSpec], float]  # seconds on its device
 Order: TypeAlias = Literal["fifo", "paper", "best"]
 
 
-def windows(calls: Sequence[int], most: int) -> list[tuple[int, ...]]:
-    """Group the calls of a prompt in as few windows as hold at most so many, of about the same
-    number.
-    """
-    count = -(-len(calls) // most)
+def windows(calls: Sequence[int], limit: int) -> list[tuple[int, ...]]:
+    """Group the calls of a prompt in as few windows of at most `limit` calls as possible."""
+    count = -(-len(calls) // limit)
     stops = [len(calls) * i // count for i in range(count + 1)] if count else [0]
     return [tuple(calls[a:b]) for a, b in pairwise(stops)]
 
@@ -44,8 +42,9 @@ class Start(NamedTuple):
 
 
 class Await(NamedTuple):
-    """Wait for a launch and all before it in its queue, because of launch `before`; None: because
-    the step ends.
+    """Wait for a launch and all before it in its queue, because of launch `before`.
+
+    None: because the step ends.
     """
 
     launch: int
@@ -56,8 +55,10 @@ Schedule: TypeAlias = tuple[Start | Await, ...]
 
 
 def in_order(graph: LaunchGraph, *, eager: bool = True) -> Schedule:
-    """Stage after stage. Without `eager` a stage's waits all come before its first launch: for
-    waits that are for a whole queue, whatever was submitted to it.
+    """Schedule stage after stage.
+
+    Without `eager` a stage's waits all come before its first launch: for waits that are for a whole
+    queue, whatever was submitted to it.
     """
     order = _Order(graph)
     for _, stage in groupby(range(len(graph.launches)), key=lambda i: graph.launches[i].stage):
@@ -71,8 +72,9 @@ def in_order(graph: LaunchGraph, *, eager: bool = True) -> Schedule:
 
 
 def ordered(graph: LaunchGraph, order: Iterable[int]) -> Schedule:
-    """Return the launches in this order, none before one that it has an edge from; waits as they
-    need.
+    """Return the launches in this order, with the waits that they need.
+
+    No launch may come before one that it has an edge from.
     """
     placed = _Order(graph)
     for launch in order:
@@ -83,8 +85,9 @@ def ordered(graph: LaunchGraph, order: Iterable[int]) -> Schedule:
 def out_of_order(
     graph: LaunchGraph, costs_s: Sequence[float], submit_s: float = 0.0, order: Order = "best"
 ) -> Schedule:
-    """Return the shortest schedule by `seconds_of` that the list scheduler finds by the rules of an
-    `order`; `in_order` where none is shorter, and for `fifo`.
+    """Return the shortest schedule that the list scheduler makes by the rules of an `order`.
+
+    Shortest is by `seconds_of`. It is `in_order` where none is shorter, and for `fifo`.
     """
     schedules = [in_order(graph)]
     if order != "fifo":
@@ -95,10 +98,11 @@ def out_of_order(
 
 
 class Orders:
-    """Schedules by one order, computed once for launches of the same nodes, chunks and devices,
-    whose edges are the same: other token counts make other seconds, but not another order, unless
-    it would be longer than in order. To find one takes some 30 ms for 600 launches, to take it
-    again a third of one.
+    """Schedules by one order, computed once for launches of the same nodes, chunks and devices.
+
+    Their edges are the same: other token counts make other seconds, but not another order, unless
+    it would be longer than in order. Computing one takes some 30 ms for 600 launches, reusing it a
+    third of one.
     """
 
     def __init__(self, order: Order) -> None:
@@ -108,13 +112,13 @@ class Orders:
     def schedule(
         self, launches: Sequence[LaunchSpec], cost: Cost, *, submit_s: float = 0.0
     ) -> Schedule:
-        """As `out_of_order`."""
+        """Return the schedule of `out_of_order`."""
         return self.shortest(launches, [cost(launch) for launch in launches], submit_s)[1]
 
     def shortest(
         self, launches: Sequence[LaunchSpec], costs_s: Sequence[float], submit_s: float = 0.0
     ) -> tuple[float, Schedule]:
-        """As `schedule` by the seconds of each launch; how long it takes, too."""
+        """Return the schedule by the seconds of each launch, and its length."""
         key = tuple((launch.name, launch.chunk, launch.kind) for launch in launches)
         known = self._schedules.get(key)
         if known is None:
@@ -132,8 +136,9 @@ def seconds_of(
     costs_s: Sequence[float],
     submit_s: float = 0.0,
 ) -> float:
-    """Return how long a schedule takes if every launch takes its `costs_s`, a submission keeps the
-    control thread for `submit_s`, and nothing else takes any time.
+    """Return how long a schedule takes if every launch takes its `costs_s`.
+
+    A submission keeps the control thread for `submit_s`, and nothing else takes any time.
     """
     line = _Timeline(launches, costs_s, submit_s)
     for step in schedule:
@@ -152,9 +157,10 @@ def _rules(graph: LaunchGraph, costs_s: Sequence[float], order: Order) -> tuple[
     left_s, launches = _longest_after(graph, costs_s), graph.launches
 
     def contribution(i: int, missing: _Missing) -> tuple[float, ...]:
-        """Return eq. 6: seconds of the other device's launches that this one alone still holds
-        back, for the NPU if it is the GPU's, against it if it is the NPU's; ties to the oldest
-        chunk.
+        """Return eq.
+
+        6: seconds of the other device's launches that this one alone still holds back, for the NPU
+        if it is the GPU's, against it if it is the NPU's; ties to the oldest chunk.
         """
         freed_s = sum(
             costs_s[other]
@@ -212,7 +218,7 @@ class _Order:
             self._last[spec.kind] = launch
 
     def end(self) -> Schedule:
-        """Wait for the last of every queue; the whole."""
+        """Wait for the last of every queue; return the schedule."""
         for kind, launch in sorted(self._last.items(), key=_by_kind):
             if self._places[launch] > self._waited.get(kind, -1):
                 self._wait(launch, None)
@@ -283,7 +289,7 @@ class _Listed:
         return (start_s, runs, *self._rule(launch, self._missing))
 
     def _ended_s(self, launch: int) -> float:
-        """When everything has ended that a launch has to be kept waiting for."""
+        """Return when everything has ended that a launch has to wait for."""
         launches, ends_s = self._graph.launches, self._line.ends_s
         own = launches[launch].kind
         queued = (i for i in self._graph.before[launch] if launches[i].asynchronous)

@@ -1,4 +1,4 @@
-"""How long calls are at most, a plan on devices with caches as long as that, and what it takes."""
+"""The greatest length of calls, a plan on devices with caches as long as that, and its memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hetero.models.graph import Shadows, model_graph
 from hetero.models.sliding import Sliding
 from hetero.runtime.kv.kv_cache import CacheLayout
 from hetero.runtime.pool import nbytes_of, slot_shapes
-from hetero.runtime.prefill_mode import WINDOW, most_in_flight
+from hetero.runtime.prefill_mode import WINDOW, max_in_flight
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.matmul_entries import CapabilitiesByDevice, PlanSource
 from hetero.solver.placement import Placement, fitted, reach
@@ -20,7 +20,7 @@ LONGEST_VERIFIED: Final = 8  # tokens of a step that decodes: of one context, or
 
 
 class Caches(TypedDict):
-    """What caches are like: for how long a text, in which format, and whether all tokens stay."""
+    """The options of caches: their length, their format, and whether all tokens stay."""
 
     max_seq_len: int
     kv: CacheFormat
@@ -36,8 +36,9 @@ def pool_bytes(
     *,
     whole: bool = False,
 ) -> int:
-    """Return an upper bound of the pool and one context, for calls of up to `longest` tokens,
-    padded to twice as many.
+    """Return an upper bound of the pool and one context.
+
+    It is for calls of up to `longest` tokens, padded to twice as many.
     """
     slots = slot_shapes(config, tokens=3 * longest, logit_rows=SCORING_PIECE, shadows=shadows)
     written = None if whole else (WINDOW + 1) * longest
@@ -52,8 +53,10 @@ def cache_layout(
     *,
     written: int | None = None,
 ) -> CacheLayout:
-    """Return the caches of a model, for so many tokens; where layers have windows and a step writes
-    up to `written` tokens, those layers' hold what such a step needs (None: all tokens).
+    """Return the caches of a model, for `capacity` tokens.
+
+    Where layers have windows and a step writes up to `written` tokens, those layers' caches have
+    what such a step needs (None: all tokens).
     """
     return CacheLayout(
         layers=config.num_layers,
@@ -74,13 +77,11 @@ def planned_layout(
     kv: CacheFormat,
     whole: bool = False,
 ) -> CacheLayout:
-    """Return the caches for a fitted plan's calls, whatever order they run in; `whole`: of all
-    tokens.
-    """
+    """Return the caches for a fitted plan's calls in any order; `whole`: of all tokens."""
     # A padded last chunk writes rows after the last token, beyond every context.
     written = reach(plan, capabilities)
     longest = plan.step_tokens or written
-    together = most_in_flight(plan, max_seq_len, "best") if len(plan.devices()) > 1 else 1
+    together = max_in_flight(plan, max_seq_len, "best") if len(plan.devices()) > 1 else 1
     most = None if whole else (together - 1) * longest + written
     return cache_layout(config, max_seq_len + written, kv, written=most)
 
@@ -97,8 +98,9 @@ def place(
     kv: CacheFormat = CacheFormat.F32,
     whole: bool = False,
 ) -> Placement:
-    """Return a plan placed on devices with these capabilities, with caches as long as its calls
-    need them.
+    """Return a plan placed on devices with these capabilities.
+
+    Its caches are as long as its calls need them.
     """
     fitting = fitted(plan, capabilities, solved=source is not None)
     layout = planned_layout(

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple, TypeAlias
 from hetero.backends.ops import OUTPUT_PORTS
 from hetero.backends.optional import StreamSignal
 from hetero.backends.protocol import KINDS, BoundCall, Completion, DeviceKind, Operand
-from hetero.runtime.cache_calls import CacheCall, behind_gate, bind_program
+from hetero.runtime.cache_calls import CacheCall, bind_program, wait_for_layers
 from hetero.runtime.fused_launch import fuse_program
 from hetero.runtime.handover import Handover
 from hetero.runtime.kernels import Devices
@@ -32,21 +32,23 @@ from hetero.runtime.program import (
     raise_flags,
 )
 from hetero.runtime.schedule import Schedule, Start
-from hetero.runtime.slots import SlotRef
+from hetero.runtime.slot_refs import SlotRef
 from hetero.runtime.waits import Synchroniser, WaitPoint
 from hetero.solver.errors import PlanError
 from hetero.solver.plan import Phase
 
-ROWS_KEPT: Final = 8  # sets of contexts that a step's rows were
+MAX_CACHED_ROWS: Final = 8  # sets of contexts that a step's rows were
 _Caches: TypeAlias = tuple["weakref.ref[KvCache]", ...]
 
 
 @dataclass(eq=False)
 class Step:
-    """A phase at one token count, lowered for any context: what reads and writes keys and values is
-    a `CacheCall`, and `on` gives the step that works on one cache, made when it is first asked for.
-    All other calls are shared. A cache's step lives as long as both. `on_rows` is for steps whose
-    rows are tokens of several contexts: those of the last few sets of caches are kept.
+    """A phase at one token count, lowered for any context.
+
+    Calls that read and write keys and values are `CacheCall`s, and `on` gives the step that works
+    on one cache, made on first use. All other calls are shared. A cache's step lives as long as
+    both. `on_rows` is for steps whose rows are tokens of several contexts: those of the last few
+    sets of caches are cached.
 
     `chunks` are its tokens, chunk by chunk.
 
@@ -77,7 +79,7 @@ class Step:
         default_factory=OrderedDict, init=False, repr=False
     )
     _fused: Step | None = field(default=None, init=False, repr=False)
-    _tried: bool = field(default=False, init=False, repr=False)
+    _fuse_tried: bool = field(default=False, init=False, repr=False)
 
     def on(self, cache: KvCache) -> Step:
         """Return the step on a context's keys and values. Raises what binding does."""
@@ -87,19 +89,20 @@ class Step:
         return step
 
     def on_rows(self, caches: Sequence[KvCache]) -> Step:
-        """Return the step on the keys and values of a context for each row. Raises what binding
-        does.
+        """Return the step on the keys and values of a context for each row.
+
+        Raises what binding does.
         """
-        kept = self._on_rows
+        cached = self._on_rows
         key = tuple(map(weakref.ref, caches))
-        if (bound := kept.get(key)) is None:
+        if (bound := cached.get(key)) is None:
             bound = self._bound(caches)
             forget = partial(_forget, weakref.ref(self))
             key = tuple(weakref.ref(cache, forget) for cache in caches)
-            kept[key] = bound
-            if len(kept) > ROWS_KEPT:
-                kept.popitem(last=False)
-        kept.move_to_end(key)
+            cached[key] = bound
+            if len(cached) > MAX_CACHED_ROWS:
+                cached.popitem(last=False)
+        cached.move_to_end(key)
         return bound
 
     def _bound(self, caches: Sequence[KvCache]) -> Step:
@@ -119,8 +122,9 @@ class Step:
 
     @cached_property
     def cache_sides(self) -> Mapping[int, Side]:
-        """Return which side uses the keys and values of each layer, in a bound step. Raises
-        `PlanError` where both do.
+        """Return the side that uses the keys and values of each layer, in a bound step.
+
+        Raises `PlanError` where both do.
         """
         sides: dict[int, Side] = {}
         for index, layer in self.layers.items():
@@ -140,11 +144,12 @@ class Step:
         return next(waits, -1)
 
     def fused(self, devices: Devices) -> Step:
-        """A bound step that decodes, whose submissions in a row are one, where the device can do
-        that: the step for runs that are not timed call by call. Made when it is first asked for.
+        """Return a bound decode step with fused submissions, where the device can fuse.
+
+        It is for runs that are not timed call by call. Made on first use.
         """
-        if self.phase == "decode" and not self._tried:
-            self._tried = True
+        if self.phase == "decode" and not self._fuse_tried:
+            self._fuse_tried = True
             program = fuse_program(self.program, self.launches, devices)
             if program is not self.program:
                 self._fused = replace(self, program=program)
@@ -152,17 +157,17 @@ class Step:
 
     def behind(self, gate: LayerGate) -> Step:
         """Return a bound step that waits for the layers of its cache, for one run."""
-        program = behind_gate(self.program, self.layers, gate)
+        program = wait_for_layers(self.program, self.layers, gate)
         return replace(self, program=program, completions=[None] * len(self.launches))
 
 
 def _forget(step: weakref.ref[Step], gone: weakref.ref[KvCache]) -> None:
-    """Drop what was bound to a cache that is gone."""
+    """Drop what was bound to a cache that no longer exists."""
     owner = step()
     if owner is not None:
-        kept = owner._on_rows
-        for key in [key for key in kept if any(ref is gone for ref in key)]:
-            del kept[key]
+        cached = owner._on_rows
+        for key in [key for key in cached if any(ref is gone for ref in key)]:
+            del cached[key]
 
 
 class PendingLaunch(NamedTuple):
@@ -207,12 +212,12 @@ class BoundLaunches:
         self._stages = itertools.count()
 
     def graph(self) -> LaunchGraph:
-        """What was placed, with its edges."""
+        """Return the placed launches, with their edges."""
         return LaunchGraph.of(self._specs)
 
     @property
     def specs(self) -> Sequence[LaunchSpec]:
-        """What was placed."""
+        """Return the placed launches."""
         return self._specs
 
     def stage(self, node: str, chunk: int, m: int, items: Sequence[PendingLaunch]) -> None:
@@ -235,7 +240,7 @@ class BoundLaunches:
         if self.handover is None:
             return
         for transfer in self.handover.before(kind, operands):
-            slot = self._pool.slot_of(transfer.buffer) or SlotRef("mass")
+            slot = self._pool.slot_of(transfer.buffer) or SlotRef("score_sums")
             host, own = frozenset({slot}), frozenset({slot._replace(owner="gpu")})
             reads, writes = (host, own) if transfer.to_gpu else (own, host)
             if self.handover.in_place:
@@ -268,9 +273,7 @@ class BoundLaunches:
     # --- binding ----------------------------------------------------------------------------
 
     def bound(self, schedule: Schedule, signals: Mapping[DeviceKind, StreamSignal]) -> Step:
-        """Return the step that runs a schedule of the graph, with wait values where `signals` can
-        open them.
-        """
+        """Return the step of a schedule of the graph, with wait values if `signals` open them."""
         order = [step.launch for step in schedule if isinstance(step, Start)]
         launches = [self._launch(i) for i in order]
         places = {launch: place for place, launch in enumerate(order)}
@@ -314,7 +317,7 @@ class BoundLaunches:
         return Action(RUN, place, number, call.run)
 
     def _account(self, spec: LaunchSpec) -> DeviceKind:
-        """Whose work a launch counts as; the control thread's own is the NPU's, if there is one."""
+        """Return the device that a launch counts for: the NPU for the control thread."""
         return spec.kind or self._host
 
     def _wait_point(self, awaited: int, before: int | None) -> WaitPoint:

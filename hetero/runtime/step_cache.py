@@ -52,12 +52,11 @@ class StepCache:
         wait_values: bool = True,
         sums_scores: bool = False,
     ) -> Step:
-        """Return the step of m tokens on a context whose last `logit_rows` rows get logits, lowered
-        and bound where it has not been.
+        """Return the step of m tokens on a context whose last `logit_rows` rows get logits.
 
-        Steps that decode have wait values where they gain; `wait_values` false: the same step
-        without. Prompts of an `online-prepare` plan prepare their graphs every time: that is what
-        it compares.
+        It is lowered and bound on first use. Steps that decode have wait values where they gain;
+        `wait_values` false: the same step without. Prompts of an `online-prepare` plan prepare
+        their graphs every time: that is what it compares.
         """
         return self._bound(
             self.lowered(phase, m, logit_rows, wait_values=wait_values, sums_scores=sums_scores),

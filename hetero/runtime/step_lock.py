@@ -35,8 +35,9 @@ class StepLock(RLock):  # type: ignore[misc]  # C's own class may be derived fro
         forks.in_child(self._forked)
 
     def check(self) -> None:
-        """Raise `UserError` in a signal handler (or a finaliser) that interrupted this thread's own
-        step: another step would overwrite its activations.
+        """Raise `UserError` in a signal handler (or finaliser) that interrupted this thread's step.
+
+        Another step would overwrite its activations.
         """
         if self._is_owned():
             raise UserError(

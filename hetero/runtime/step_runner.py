@@ -64,7 +64,7 @@ class StepRunner:
     ) -> Step:
         """Run a step of these tokens, in one call or several chunks. Raises `DeviceError`."""
         rows: list[int] = []
-        if context.mass is not None:
+        if context.score_stats is not None:
             first = context.cached
             rows = [first + row for row in rows_of(phase, first, len(tokens))]
         sums_scores = bool(rows)
@@ -98,10 +98,10 @@ class StepRunner:
         context.cache.leave(sides, context.cached, context.cached + len(tokens))
         if timed and adapter is not None:
             adapter.observe(step, run.stamps)
-        if rows and context.mass is not None:
+        if rows and context.score_stats is not None:
             sums = self.steps.lowering.row_scores.of(0).end(len(chunks))
             if sums is not None:
-                context.mass.add(sums, rows)
+                context.score_stats.add(sums, rows)
         context.work.add(run, len(tokens), phase)
         self._share((context,), step, run)
         return step
@@ -111,7 +111,7 @@ class StepRunner:
     ) -> Step:
         """Decode one token of each context in one step. Raises `DeviceError`."""
         sampled = [
-            context.mass is not None and bool(rows_of("decode", context.cached, 1))
+            context.score_stats is not None and bool(rows_of("decode", context.cached, 1))
             for context in contexts
         ]
         wait_values = self.steps.lowering.synchroniser.wait_values_now()
@@ -125,8 +125,8 @@ class StepRunner:
             context.cache.leave(sides, context.cached, context.cached + 1)
             context.work.add(run.of_row(row, len(contexts)), 1, "decode")
             sums = self.steps.lowering.row_scores.of(row).end(1) if sampled[row] else None
-            if sums is not None and context.mass is not None:
-                context.mass.add(sums, [context.cached])
+            if sums is not None and context.score_stats is not None:
+                context.score_stats.add(sums, [context.cached])
         self._share(contexts, step, run)
         return step
 
@@ -143,8 +143,9 @@ class StepRunner:
 
     @property
     def last_step(self) -> Step:
-        """Return the step that ran last, with its completions, while its context is open and the
-        cuts are the same; for benchmarks and tests.
+        """Return the step that ran last, with its completions, for benchmarks and tests.
+
+        It is valid while its context is open and the cuts are the same.
         """
         step = None if self._last is None else self._last()
         assert step is not None
@@ -170,8 +171,9 @@ class StepRunner:
         return trace
 
     def set_timing(self, on: bool) -> None:
-        """Let the devices record the times of their calls: `on`, or where a trace or a limited GPU
-        share needs them.
+        """Let the devices record the times of their calls.
+
+        They do if `on`, or where a trace or a limited GPU share needs them.
         """
         on = on or self.trace is not None or self.gpu_share is not None
         if on != self._timed:
@@ -182,8 +184,9 @@ class StepRunner:
 
     @staticmethod
     def _enter(contexts: Sequence[Context], step: Step) -> Mapping[int, Side]:
-        """Let the sides that compute attention see the rows of their layers; return those sides,
-        none where memory is coherent.
+        """Let the sides that compute attention see the rows of their layers; return those sides.
+
+        None where memory is coherent.
         """
         if not any(context.cache.handed_over for context in contexts):
             return {}

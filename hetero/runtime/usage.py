@@ -1,4 +1,4 @@
-"""What steps cost: counted for each run, added up for each context."""
+"""The cost of steps: counted for each run, added up for each context."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hetero.solver.plan import Phase
 
 @dataclass
 class Usage:
-    """What one device did: `ops` calls, `busy_s` seconds.
+    """The work of one device: `ops` calls, `busy_s` seconds.
 
     A blocking device is busy while a call runs. An asynchronous one counts from a submission to an
     idle queue until the host has seen the last submission complete.
@@ -50,7 +50,7 @@ class StepRun(NamedTuple):
         return self.stamps[-1] - self.stamps[0]
 
     def of_row(self, row: int, rows: int) -> StepRun:
-        """What one of its rows is counted with: of several contexts, each an equal part."""
+        """Return the share of one of its rows: of several contexts, each has an equal part."""
         counts = {kind: n * (row + 1) // rows - n * row // rows for kind, n in self.counts.items()}
         busy = [busy_s / rows for busy_s in self.busy]
         return StepRun(counts, busy, self.stamps, self.slept, self.kinds)
@@ -62,12 +62,12 @@ class StepRun(NamedTuple):
 
 @dataclass
 class Work:
-    """What the steps of one context were, since it was made.
+    """The steps of one context since it was made.
 
     `tokens` were computed (guesses that were wrong among them). `gpu_busy_s` and `wall_s` are what
     `GpuShare` counts, pauses included: 0 where no share bounds the GPU. Of the steps with a prompt
-    `prompt_s` is the time, `prompt_busy_s` the part of it that each device was busy; `form` is that
-    of the last prompt that had several, for people.
+    `prompt_s` is the time, `prompt_busy_s` the part of it that each device was busy; `form` is the
+    mode of the last prompt that had several, for people.
     """
 
     devices: dict[DeviceKind, Usage] = field(default_factory=dict)
@@ -111,7 +111,7 @@ class Work:
         return Work(devices, *done, busy_s, self.form)
 
     def idle_share(self, kind: DeviceKind) -> float | None:
-        """The part of the prompt's time that a device had nothing to do; None without a prompt."""
+        """Return the idle share of a device in the prompt's time; None without a prompt."""
         return max(1 - self.prompt_busy_s[kind] / self.prompt_s, 0.0) if self.prompt_s else None
 
     def since(self, before: Work) -> Work:

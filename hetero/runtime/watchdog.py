@@ -15,13 +15,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, Protocol
 
-from hetero.backends.host.limits import time_limit
+from hetero.backends.host.time_limits import time_limit
 from hetero.backends.protocol import DEFAULT_DEADLINE_S
 from hetero.runtime.program import SIGNAL, WAIT, WAIT_LAYER, Action
 from hetero.runtime.step import Step
 from hetero.runtime.waits import WaitPoint
 
-LOOK_S: Final = 5.0
+POLL_S: Final = 5.0
 AT_WORK: Final = 10.0  # times as long a call may take whose thread computes
 log = logging.getLogger("hetero")
 
@@ -33,9 +33,10 @@ class Runner(Protocol):
 
 
 def hung_call(executor: Runner, now_s: float, limit_s: float = DEFAULT_DEADLINE_S) -> str:
-    """Return a sentence on the call that an executor has been in for `limit_s` (ten times as long
-    where its thread computes: a slow machine is no driver that hangs); empty: there is none.
-    HETERO_TIMEOUT_SCALE multiplies the limit. `now_s` is of `time.perf_counter`.
+    """Return a sentence on the call that an executor has been in for `limit_s`, if there is one.
+
+    The limit is ten times as long where its thread computes: a slow machine is no driver that
+    hangs. HETERO_TIMEOUT_SCALE multiplies it. `now_s` is of `time.perf_counter`.
     """
     running = executor.running
     if running is None:
@@ -72,7 +73,10 @@ def _sleeps(thread: int) -> bool:
 
 
 class Watchdog:
-    """Looks at the executors of this process. `on_hang` is called once for each hung call."""
+    """A thread that checks the executors of this process.
+
+    `on_hang` is called once for each hung call.
+    """
 
     def __init__(self) -> None:
         self.on_hang: Callable[[str], object] = log.error
@@ -89,7 +93,7 @@ class Watchdog:
     def _run(self) -> None:
         reported: set[str] = set()
         while True:
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
             sentences = {hung_call(x, time.perf_counter()) for x in list(self._executors)} - {""}
             for sentence in sentences - reported:
                 self.on_hang(sentence)

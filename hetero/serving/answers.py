@@ -41,7 +41,7 @@ class AnswerOptions:
 
 @dataclass
 class AnswerChoice:
-    """One of an answer's texts. `logprobs` are (id, [log-probability, alternatives])."""
+    """One text of an answer. `logprobs` are (id, [log-probability, alternatives])."""
 
     texts: list[str] = field(default_factory=list)  # deltas, in order
     tokens: list[int] = field(default_factory=list)
@@ -83,8 +83,9 @@ class ClientDisconnectedError(Exception):
 
 
 async def gather(state: State, request: Request, wanted: AnswerOptions) -> Answer:
-    """Return the whole answer. Raises `ApiError`, and `ClientDisconnectedError` where the client
-    went away.
+    """Return the whole answer.
+
+    Raises `ApiError`, and `ClientDisconnectedError` where the client disconnected.
     """
     stream = await _submit(state, request, wanted)
     try:
@@ -104,9 +105,9 @@ async def _whole(state: State, stream: AnswerStream, count: int) -> Answer:
 
 
 class StreamWriter(ABC):
-    """Encodes one answer's events as server-sent events; each protocol has a subclass.
+    """An encoder of one answer's events as server-sent events; each protocol has a subclass.
 
-    `buffers` holds text back until the choice is complete, because it may be a tool call.
+    `buffers` keeps text back until the choice is complete, because it may be a tool call.
     """
 
     path = ""  # of the endpoint, for the form of its errors
@@ -143,7 +144,7 @@ class StreamWriter(ABC):
         return sse(error.body(self.path), self.error_event)
 
     def _buffered(self, event: TokenEvent) -> list[bytes]:  # noqa: ARG002
-        """Return the events of a token whose text is held back."""
+        """Return the events of a token whose text is buffered."""
         return []
 
     @abstractmethod
@@ -158,8 +159,9 @@ class StreamWriter(ABC):
 async def streamed(
     state: State, request: Request, wanted: AnswerOptions, writer: StreamWriter
 ) -> Response:
-    """Return the answer as server-sent events. An error before the first token has a status of its
-    own; a later one is an event.
+    """Return the answer as server-sent events.
+
+    An error before the first token has a status of its own; a later one is an event.
     """
     stream = await _submit(state, request, wanted)
     try:
@@ -192,7 +194,7 @@ async def streamed(
 
 
 class _EventStream(StreamingResponse):
-    """Cancels the answer when the client disconnects, whether or not a byte was sent."""
+    """A response that cancels the answer when the client disconnects, sent or not."""
 
     def __init__(self, bodies: AsyncIterator[bytes], stream: AnswerStream) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -207,8 +209,9 @@ class _EventStream(StreamingResponse):
 
 
 def split_template(make: Callable[..., bytes], values: int = 1) -> list[bytes]:
-    """Return the bytes that `make` puts around `values` values of its record, so that events which
-    differ only in those are not encoded one by one.
+    """Return the bytes that `make` puts around `values` values of its record.
+
+    Events that differ only in those values are then not encoded one by one.
     """
     marks = [secrets.token_hex(16) for _ in range(values)]
     rest, parts = make(*marks), list[bytes]()
@@ -219,7 +222,7 @@ def split_template(make: Callable[..., bytes], values: int = 1) -> list[bytes]:
 
 
 def fill_template(parts: Sequence[bytes], texts: Sequence[str]) -> list[bytes]:
-    """Return what `make` would make of each non-empty text, concatenated."""
+    """Return what `make` would return for each non-empty text, concatenated."""
     encoded = [quoted(text).encode() for text in texts if text]
     before, behind = parts
     return [before + (behind + before).join(encoded) + behind] if encoded else []
@@ -237,8 +240,9 @@ def answer_json(record: dict[str, Any]) -> JSONResponse:
 
 
 async def unless_disconnected(request: Request, work: Awaitable[T]) -> T:
-    """Return the result of `work`; cancel it and raise `ClientDisconnectedError` when the client
-    disconnects first.
+    """Return the result of `work`.
+
+    Cancels it and raises `ClientDisconnectedError` when the client disconnects first.
     """
     task = asyncio.ensure_future(work)
     disconnected = asyncio.ensure_future(_disconnected(request))
@@ -285,7 +289,7 @@ def check_room(state: State, tokens: Sequence[int], param: str = "prompt") -> No
 
 
 def usage(end: Done) -> dict[str, Any]:
-    """Return token counts as OpenAI's completions have them."""
+    """Return token counts in the form of OpenAI's completions."""
     prompt, completion = end.usage["prompt_tokens"], end.usage["completion_tokens"]
     return {
         "prompt_tokens": prompt,

@@ -1,4 +1,4 @@
-"""`/v1/messages`: Anthropic's form, which coding agents speak."""
+"""`/v1/messages`: Anthropic's protocol, which coding agents speak."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ router = APIRouter()
 
 
 class Message(Request):
-    """One of a conversation's."""
+    """One message of a conversation."""
 
     role: Literal["user", "assistant", "system"]
     content: str | list[dict[str, Any]]
@@ -46,7 +46,7 @@ class CountRequest(Request):
     tool_choice: dict[str, Any] | None = None
 
     def use(self) -> ToolUse:
-        """Tools as OpenAI has them. Raises `ApiError`."""
+        """Return the tools in OpenAI's form. Raises `ApiError`."""
         tools = [
             {
                 "type": "function" if tool.get("type", "custom") == "custom" else tool["type"],
@@ -67,7 +67,7 @@ class CountRequest(Request):
         return tool_use(tools, kinds[choice["type"]])
 
     def plain(self) -> list[dict[str, Any]]:
-        """Return messages as chat completions have them. Raises `ApiError`."""
+        """Return the messages in the form of chat completions. Raises `ApiError`."""
         messages: list[dict[str, Any]] = []
         if self.system:
             messages.append({"role": "system", "content": _text(self.system)})
@@ -89,7 +89,7 @@ class MessagesRequest(CountRequest):
 
 @router.post("/v1/messages")
 async def messages(body: MessagesRequest, request: HttpRequest) -> Response:
-    """The next message of a conversation."""
+    """Return the next message of a conversation."""
     state: State = request.app.state.hetero
     model, use = state.check_model(body.model), body.use()
     tokens = await state.texts(rendered, state, body.plain(), use)
@@ -130,7 +130,7 @@ async def messages(body: MessagesRequest, request: HttpRequest) -> Response:
 
 @router.post("/v1/messages/count_tokens")
 async def count_tokens(body: CountRequest, request: HttpRequest) -> Response:
-    """How many tokens a request's prompt has."""
+    """Return the number of tokens of a request's prompt."""
     state: State = request.app.state.hetero
     state.check_model(body.model)
     tokens = await state.texts(rendered, state, body.plain(), body.use())
@@ -146,7 +146,7 @@ def _text(content: str | list[dict[str, Any]]) -> str:
 
 
 def _plain(message: Message) -> list[dict[str, Any]]:
-    """Return a message's blocks: text, calls of tools, and what tools gave."""
+    """Return a message's blocks: text, tool calls, and tool results."""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     plain_messages = list[dict[str, Any]]()
@@ -219,7 +219,7 @@ class _Writer(StreamWriter):
         return lines if self._buffers else [*lines, _start(0, {"type": "text", "text": ""})]
 
     async def end(self, end: Done) -> list[bytes]:
-        """Return the rest of the content, and why the answer ended."""
+        """Return the rest of the content, and the reason why the answer ended."""
         choice = self._choices[0]
         content = _blocks(choice, self._use)
         reason, stop = _reason(choice, end, content)

@@ -13,12 +13,12 @@ from starlette.responses import Response
 
 from hetero.serving import answers
 from hetero.serving.answers import Answer, AnswerChoice, AnswerOptions, usage
-from hetero.serving.chat import ChunkWriter, StreamOptions
+from hetero.serving.chat_completions import ChunkWriter, StreamOptions
 from hetero.serving.errors import ApiError
 from hetero.serving.messages import Done, Run, TokenEvent
 from hetero.serving.requests import (
-    MOST_CHOICES,
-    MOST_LOGPROBS,
+    MAX_CHOICES,
+    MAX_LOGPROBS,
     Guided,
     Penalties,
     Token,
@@ -28,21 +28,21 @@ from hetero.serving.requests import (
 from hetero.serving.state import State
 
 router = APIRouter()
-MOST_PROMPTS = 256
+MAX_PROMPTS = 256
 
 
 class CompletionRequest(Penalties, Guided):
-    """OpenAI's request. With `echo` and `max_tokens` 0 a text is scored alone."""
+    """OpenAI's request. With `echo` and `max_tokens` 0 a text is only scored."""
 
     model: str = ""
     prompt: str | list[str] | list[Token] | list[list[Token]] = Field(
         default="", description="A text, token ids, or several of them."
     )
     max_tokens: int | None = Field(16, ge=0)
-    n: int | None = Field(None, ge=1, le=MOST_CHOICES)
-    best_of: int | None = Field(None, ge=1, le=MOST_CHOICES)
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    best_of: int | None = Field(None, ge=1, le=MAX_CHOICES)
     echo: bool | None = False
-    logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     suffix: str | None = None
@@ -50,7 +50,7 @@ class CompletionRequest(Penalties, Guided):
     id_slot: int = -1
 
     def check(self) -> None:
-        """Raise `ApiError` for what is not done here, or does not go together."""
+        """Raise `ApiError` for fields that are not supported, or not together."""
         if self.suffix or (self.best_of or 1) > (self.n or 1):
             raise ApiError(400, "suffix, and best_of above n, are not done here")
         if self.stream_options is not None and not self.stream:
@@ -61,12 +61,12 @@ class CompletionRequest(Penalties, Guided):
             raise ApiError(400, "echo with logprobs is not streamed: leave stream out")
 
     def prompts(self) -> list[str | list[int]]:
-        """Return each of them."""
+        """Return each prompt."""
         given = self.prompt
         if isinstance(given, str) or (given and isinstance(given[0], int)):
             return [given]
-        if not 1 <= len(given) <= MOST_PROMPTS:
-            raise ApiError(400, f"prompt is 1 to {MOST_PROMPTS} prompts", param="prompt")
+        if not 1 <= len(given) <= MAX_PROMPTS:
+            raise ApiError(400, f"prompt is 1 to {MAX_PROMPTS} prompts", param="prompt")
         return list(given)  # type: ignore[arg-type]
 
 
@@ -156,9 +156,7 @@ def _echoed(state: State, wanted: AnswerOptions) -> str:
 
 
 def _logprobs(state: State, scores: Sequence[tuple[int, Any]], most: int) -> dict[str, Any]:
-    """Return four lists, as the older API has them. The first token of a text has no
-    probability.
-    """
+    """Return four lists, as in the older API. The first token of a text has no probability."""
     tokens, values = list[str](), list[float | None]()
     tops, offsets, at = list[dict[str, float] | None](), list[int](), 0
     for token, score in scores:
@@ -202,7 +200,7 @@ class _Writer(ChunkWriter):
         return [self._text(i, text) for i in range(len(self._choices))]
 
     def token(self, event: TokenEvent) -> list[bytes]:
-        """Return nothing where the prompt is scored alone."""
+        """Return nothing where the prompt is only scored."""
         lines = super().token(event)
         return [] if self._scored_only else lines
 

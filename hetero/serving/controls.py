@@ -14,11 +14,11 @@ from hetero.serving.messages import Control, GenerateRequest
 
 
 class MissingError(UserError):
-    """There is no such thing, or it belongs to another app."""
+    """An object that does not exist or belongs to another app."""
 
 
 class ControlTarget(Protocol):
-    """What an action works on (`hetero.serving.engine.ServingEngine`)."""
+    """The object of an action (`hetero.serving.engine_process.ServingEngine`)."""
 
     service: Service
     slots: int
@@ -115,7 +115,7 @@ def delete_context(engine: ControlTarget, control: Control) -> dict[str, Any]:
 
 
 def erase_slot(engine: ControlTarget, control: Control) -> dict[str, Any]:
-    """Forget a recent text."""
+    """Delete a recent text."""
     recent = engine.recent_of(engine.service.bind(control.app))
     return {"tokens": recent.erase(control.arguments["slot"])}
 

@@ -1,4 +1,4 @@
-"""`/v1/conversations`: contexts that persist, with the items that were said in them."""
+"""`/v1/conversations`: persistent contexts, with the items of their messages."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from hetero.serving.responses import listing
 from hetero.serving.state import State
 
 router = APIRouter()
-MOST_ITEMS = 20
+MAX_ITEMS = 20
 
 
 class ConversationRequest(Request):
-    """A new one."""
+    """A request for a new conversation."""
 
-    items: list[dict[str, Any]] | None = Field(None, max_length=MOST_ITEMS)
+    items: list[dict[str, Any]] | None = Field(None, max_length=MAX_ITEMS)
     metadata: Metadata | None = Field(None, max_length=16)
 
 
 class MetadataRequest(Request):
-    """Other metadata."""
+    """New metadata of a conversation."""
 
     metadata: Metadata = Field(max_length=16)
 
 
 class ItemsRequest(Request):
-    """Further items."""
+    """Further items of a conversation."""
 
-    items: list[dict[str, Any]] = Field(min_length=1, max_length=MOST_ITEMS)
+    items: list[dict[str, Any]] = Field(min_length=1, max_length=MAX_ITEMS)
 
 
 @router.post("/v1/conversations")
 async def create_conversation(body: ConversationRequest, request: HttpRequest) -> Response:
-    """A context: empty, or with what was said before."""
+    """Create a conversation, empty or with earlier items."""
     state: State = request.app.state.hetero
     name, metadata = f"conv_{secrets.token_hex(16)}", body.metadata or {}
     created = await state.disk(
@@ -75,13 +75,13 @@ async def _found(request: HttpRequest, name: str) -> dict[str, Any]:
 
 @router.get("/v1/conversations/{name}")
 async def read_conversation(name: str, request: HttpRequest) -> Response:
-    """Its metadata."""
+    """Return a conversation's metadata."""
     return answers.answer_json(await _found(request, name))
 
 
 @router.post("/v1/conversations/{name}")
 async def update_conversation(name: str, body: MetadataRequest, request: HttpRequest) -> Response:
-    """Its metadata are these from here on."""
+    """Replace a conversation's metadata."""
     state: State = request.app.state.hetero
     await state.disk(state.records.set_metadata, request.state.app, name, body.metadata)
     return answers.answer_json(await _found(request, name))
@@ -89,7 +89,7 @@ async def update_conversation(name: str, body: MetadataRequest, request: HttpReq
 
 @router.delete("/v1/conversations/{name}")
 async def delete_conversation(name: str, request: HttpRequest) -> Response:
-    """Items, responses, keys and values are gone from the disk when this is answered."""
+    """Delete a conversation: its items, responses, keys and values are then off the disk."""
     state: State = request.app.state.hetero
     app: str = request.state.app
     await _found(request, name)
@@ -124,7 +124,7 @@ async def read_items_of(
 
 @router.post("/v1/conversations/{name}/items")
 async def add_items(name: str, body: ItemsRequest, request: HttpRequest) -> Response:
-    """Said without an answer."""
+    """Append items to a conversation without an answer."""
     state: State = request.app.state.hetero
     items = read_items(body.items, "items")
     if not await state.disk(state.records.add_items, request.state.app, name, items):
@@ -134,7 +134,7 @@ async def add_items(name: str, body: ItemsRequest, request: HttpRequest) -> Resp
 
 @router.get("/v1/conversations/{name}/items/{item}")
 async def read_item(name: str, item: str, request: HttpRequest) -> Response:
-    """One of them."""
+    """Return one item of a conversation."""
     state: State = request.app.state.hetero
     await _found(request, name)
     items = await state.disk(state.records.items, request.state.app, name)
@@ -146,7 +146,7 @@ async def read_item(name: str, item: str, request: HttpRequest) -> Response:
 
 @router.delete("/v1/conversations/{name}/items/{item}")
 async def delete_item(name: str, item: str, request: HttpRequest) -> Response:
-    """Gone from what was said; keys and values of the old text go with the next answer."""
+    """Delete an item; keys and values of the old text are deleted with the next answer."""
     state: State = request.app.state.hetero
     shown = await _found(request, name)
     if not await state.disk(state.records.delete_item, request.state.app, name, item):

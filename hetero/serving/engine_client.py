@@ -74,8 +74,9 @@ class AnswerStream:
         self._inbox = client.listen(number, app)
 
     async def events(self) -> list[TokenEvent | Run | Done]:
-        """Return the events so far, at least one; none after `Done`. Raises `ApiError` for an
-        `ErrorReply`, after the events before it.
+        """Return the events so far, at least one; none after `Done`.
+
+        Raises `ApiError` for an `ErrorReply`, after the events before it.
         """
         events = list[TokenEvent | Run | Done]()
         while not (events or self._over):
@@ -100,9 +101,10 @@ class AnswerStream:
 
 
 class EngineClient:
-    """Used in one event loop. `longest_queue` bounds answers that are made or waited for, of all
-    apps; an app may have half of them, but at least 8. `on_end` is called once, if the engine ends
-    without `stop`.
+    """The engine process, used in one event loop.
+
+    `longest_queue` bounds the running and waiting answers of all apps; an app may have half of
+    them, but at least 8. `on_end` is called once, if the engine ends without `stop`.
     """
 
     def __init__(self, options: dict[str, Any], longest_queue: int) -> None:
@@ -132,7 +134,7 @@ class EngineClient:
             sys.executable,
             "-P",
             "-m",
-            "hetero.serving.engine",
+            "hetero.serving.engine_process",
             json.dumps(self._options),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
@@ -150,8 +152,9 @@ class EngineClient:
         self._reader = asyncio.create_task(self._read())
 
     async def stop(self) -> None:
-        """Give up what runs; return when everything is written and the process has ended. One that
-        hangs (in a driver, for one) is terminated after `STOP_S`, then killed.
+        """Cancel the running answers, wait until everything is written, and end the process.
+
+        One that hangs (in a driver, for one) is terminated after `STOP_S`, then killed.
         """
         self._stopping = True
         if self._process is None:
@@ -163,7 +166,7 @@ class EngineClient:
             await self._reader
 
     async def _end(self) -> None:
-        """Wait for the process; end it where it hangs."""
+        """Wait for the process; kill it if it hangs."""
         process = self._process
         assert process is not None
         limit_s = STOP_S
@@ -177,7 +180,7 @@ class EngineClient:
         await process.wait()
 
     def admit(self, app: str) -> None:
-        """Raise `ApiError` where another answer would be one too many."""
+        """Raise `ApiError` if the queue is full."""
         if self._stopping or not self.alive:
             raise ApiError(503, "the server is ending: ask another one, or later", retry_s=5)
         if self.waiting.total() >= self._longest:
@@ -199,8 +202,9 @@ class EngineClient:
             )
 
     async def submit(self, app: str, **fields: Any) -> AnswerStream:
-        """Submit a request; the caller closes the stream. Raises `ApiError` if the queue
-        is full.
+        """Submit a request; the caller closes the stream.
+
+        Raises `ApiError` if the queue is full.
         """
         self.admit(app)
         stream = AnswerStream(self, next(self._numbers), app)
@@ -212,7 +216,7 @@ class EngineClient:
         return stream
 
     def listen(self, number: int, app: str) -> Inbox:
-        """Return the inbox of a number, which counts as an app's from here on."""
+        """Return the inbox of a number, which counts towards an app from now on."""
         self.waiting[app] += 1
         inbox = self._inboxes[number] = Inbox()
         return inbox
@@ -249,7 +253,7 @@ class EngineClient:
         await self._process.stdin.drain()
 
     async def _read(self) -> None:
-        """Pass every event to its inbox; at the end an `ErrorReply` to all."""
+        """Pass every event to its inbox, and at the end an `ErrorReply` to all."""
         assert self._process is not None
         assert self._process.stdout is not None
         parts: list[bytes] = []  # of a line that has not ended

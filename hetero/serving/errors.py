@@ -1,4 +1,4 @@
-"""Errors as clients of OpenAI's and Anthropic's APIs expect them."""
+"""Errors in the form that clients of OpenAI's and Anthropic's APIs expect."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ _ANTHROPIC: Final = {500: "api_error"}
 
 
 class ApiError(Exception):
-    """A status, and one sentence: the thing, the rule, the remedy. `param` is the field at fault,
-    `code` a word for programs, `retry_s` when to try again.
+    """A status, and one sentence: the thing, the rule, the remedy.
+
+    `param` is the field at fault, `code` a word for programs, `retry_s` the time until a retry.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class ApiError(Exception):
         return headers
 
     def body(self, path: str) -> dict[str, Any]:
-        """In the shape of the API that the path belongs to."""
+        """Return the error in the form of the API that the path belongs to."""
         if path.startswith("/v1/messages"):
             error = {"type": self._kind(_ANTHROPIC), "message": self.message}
             return {"type": "error", "error": error}

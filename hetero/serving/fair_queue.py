@@ -23,8 +23,9 @@ class FairQueue(Generic[T]):
         self._queues.setdefault(app, deque()).append(item)
 
     def next(self, allowed: Callable[[T], bool] = lambda _: True) -> T | None:
-        """Remove and return the next item; None if there is none. An app whose first item is not
-        `allowed` to begin is passed over, and keeps its place.
+        """Remove and return the next item; None if there is none.
+
+        An app whose first item is not `allowed` to begin is passed over, and keeps its place.
         """
         app = next((app for app, queue in self._queues.items() if allowed(queue[0])), None)
         if app is None:

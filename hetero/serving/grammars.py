@@ -1,4 +1,4 @@
-"""Grammars that an answer obeys, by llguidance: JSON schemas, regular expressions, Lark."""
+"""Grammars that constrain an answer, by llguidance: JSON schemas, regular expressions, Lark."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class TokenBytes:
         self._ends = bool(eos)
 
     def of(self, token: int) -> bytes:
-        """Return bytes of one id."""
+        """Return the bytes of one id."""
         return self.tokenizer.decode_bytes([token])
 
     def check(self, grammar: str) -> None:
-        """Raise `UserError` for a grammar that cannot be obeyed."""
+        """Raise `UserError` for a grammar that llguidance does not accept."""
         if not self._ends:
             raise UserError("this model has no token that ends a text, which a grammar needs")
         if len(grammar) > LONGEST_GRAMMAR:
@@ -54,8 +54,9 @@ class TokenBytes:
 
 
 def json_grammar(schema: Any) -> str:
-    """Return the grammar of the JSON values that a schema allows (True: any object). Raises
-    `UserError`.
+    """Return the grammar of the JSON values that a schema allows (True: any object).
+
+    Raises `UserError`.
     """
     if schema is True:
         schema = {"type": "object"}
@@ -97,7 +98,7 @@ def choice_grammar(choices: Sequence[str]) -> str:
 
 
 class GrammarConstraint:
-    """One answer's way through a grammar (`hetero.generation.sampling.Constraint`)."""
+    """The state of one answer in a grammar (`hetero.generation.sampling.Constraint`)."""
 
     def __init__(self, tokens: TokenBytes, grammar: str, vocabulary: int) -> None:
         self._matcher = llguidance.LLMatcher(tokens.tokenizer, grammar)
@@ -105,13 +106,13 @@ class GrammarConstraint:
         self._check()
 
     def allowed(self) -> npt.NDArray[np.bool_]:
-        """Return tokens [vocab] that may come next."""
+        """Return the tokens [vocab] that may come next."""
         mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         self._check()
         return np.unpackbits(mask, bitorder="little")[: self._vocabulary].astype(bool)
 
     def accept(self, token: int) -> None:
-        """This one came."""
+        """Advance by a token."""
         self._matcher.consume_token(token)
         self._check()
 
@@ -121,7 +122,7 @@ class GrammarConstraint:
 
 
 class _Bytes(llguidance.TokenizerWrapper):
-    """Ids that are bytes (random models)."""
+    """A vocabulary of ids that are bytes (random models)."""
 
     def __init__(self, tokenizer: Tokenizer, vocabulary: int) -> None:
         self.eos_token_id, self.bos_token_id = 0, None

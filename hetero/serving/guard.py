@@ -1,4 +1,4 @@
-"""What every request passes first: its host, its key, the size and the pace of its body."""
+"""The checks that every request passes first: its host, its key, its body's size and pace."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ Send: TypeAlias = Callable[[Message], Awaitable[None]]
 AsgiApp: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 LONGEST_BODY: Final = 4 << 20  # bytes
-MOST_BYTES: Final = 128 << 20  # of all bodies at a time
+MAX_BYTES: Final = 128 << 20  # of all bodies at a time
 BODY_DEADLINE_S: Final = 30.0
 OPEN: Final = frozenset({"/", "/health", "/v1/health"})  # no key needed
 LOOPBACK: Final = ("localhost", "127.0.0.1", "[::1]")
 
 
 class Guard:
-    """Puts the app's name into `scope["state"]["app"]`, and reads the body before anything else
-    does. `hosts` are names that requests may be addressed to; None: any (keys protect then).
+    """Middleware that sets `scope["state"]["app"]`, and reads the body before anything else.
+
+    `hosts` are names that requests may be addressed to; None: any (keys protect then).
     """
 
     def __init__(
@@ -35,13 +36,13 @@ class Guard:
         hosts: Iterable[str] | None,
         *,
         longest_body: int = LONGEST_BODY,
-        most_bytes: int = MOST_BYTES,
+        max_bytes: int = MAX_BYTES,
         deadline_s: float = BODY_DEADLINE_S,
     ) -> None:
         self._inner, self._keys = inner, keys
         self._hosts = None if hosts is None else frozenset(hosts)
         self._longest, self._deadline_s = longest_body, deadline_s
-        self._free = most_bytes
+        self._free = max_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a request, as ASGI defines it."""
@@ -67,7 +68,10 @@ class Guard:
             self._free += room
 
     def _check_host(self, given: str) -> None:
-        """A page elsewhere whose name was bound to this address cannot ask (DNS rebinding)."""
+        """Raise `ApiError` for a page elsewhere whose name was bound to this address.
+
+        That is DNS rebinding.
+        """
         name = given.rsplit(":", 1)[0] if not given.endswith("]") else given
         if self._hosts is not None and name.lower() not in self._hosts:
             raise ApiError(
@@ -92,7 +96,7 @@ class Guard:
         return app or ""
 
     def _room(self, headers: dict[bytes, str]) -> int:
-        """Return bytes to read the body into. One without a length may be the longest."""
+        """Return the bytes to reserve for the body. One without a length may be the longest."""
         length = headers.get(b"content-length", "0")
         if not length.isdigit() or len(length) > 20 or int(length) > self._longest:
             raise self._too_long()
@@ -127,7 +131,7 @@ class Guard:
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
-    """Return the body, then what comes of the connection."""
+    """Return a receiver of the body, then of the connection's other messages."""
     given = False
 
     async def replay() -> Message:

@@ -1,4 +1,4 @@
-"""The texts of responses and conversations: items as OpenAI has them, messages, tokens."""
+"""The texts of responses and conversations: items in OpenAI's form, messages, tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Item = dict[str, Any]
 
 
 def read_items(given: str | Sequence[dict[str, Any]], param: str = "input") -> list[Item]:
-    """Return items of a request, with ids and nothing but text. Raises `ApiError`."""
+    """Return the items of a request, with ids and nothing but text. Raises `ApiError`."""
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
     return [_item(item, f"{param}.{i}") for i, item in enumerate(given)]
@@ -58,7 +58,7 @@ def _item(item: dict[str, Any], where: str) -> Item:
 
 
 def messages_of(items: Sequence[Item]) -> list[dict[str, Any]]:
-    """Return messages as chat completions have them."""
+    """Return the messages in the form of chat completions."""
     messages: list[dict[str, Any]] = []
     for item in items:
         if item["type"] == "message":
@@ -88,14 +88,16 @@ def tokens_of(
     drops: bool,
     answer: int,
 ) -> list[int]:
-    """Return tokens of a conversation that is to be answered. `before` is the text up to the last
-    answer as the model made it: a text that is sent again often has other tokens. With `drops` the
-    oldest turns are left out where there is no room. Raises `UserError`.
+    """Return the tokens of a conversation that is to be answered.
+
+    `before` is the text up to the last answer in the model's own tokens: a text that is sent again
+    often has others. With `drops` the oldest turns are left out where there is no room. Raises
+    `UserError`.
     """
     system = [{"role": "system", "content": instructions}] if instructions else []
     messages = [*system, *messages_of(items)]
     whole = rendered(state, messages, use)
-    if before and (going_on := _behind(state, messages, before, use)):
+    if before and (going_on := _with_turn(state, messages, before, use)):
         whole = going_on
     room = state.max_seq_len - max(1, min(answer, state.max_seq_len // 2))
     turns = messages[len(system) :]
@@ -108,12 +110,13 @@ def tokens_of(
     return whole
 
 
-def _behind(
+def _with_turn(
     state: State, messages: Sequence[dict[str, Any]], before: Sequence[int], use: ToolUse
 ) -> list[int]:
-    """Return the text before with what the template puts behind its last answer; empty if that
-    cannot be distinguished: two conversations that differ in that answer alone are equal from there
-    on.
+    """Return `before` with the template's text after its last answer.
+
+    It is empty if that cannot be found: two conversations that differ only in that answer are equal
+    from there on.
     """
     at = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=-1)
     if at < 0 or messages[at].get("tool_calls"):

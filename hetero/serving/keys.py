@@ -1,4 +1,4 @@
-"""Who may ask: bearer keys, each of one application. Files hold SHA-256 of keys, never a key."""
+"""Authentication: bearer keys, each of one application. Files hold SHA-256 of keys, never a key."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ LOCAL = "local"  # the one app of a server without keys
 
 
 class Keys:
-    """Applications by key. A file has a line `APP SHA256` for each key; `#` begins a remark."""
+    """Applications by key. A file has a line `APP SHA256` for each key; `#` begins a comment."""
 
     def __init__(self, apps: dict[bytes, str]) -> None:
         self._apps = dict(apps)
 
     @classmethod
     def load(cls, path: Path) -> Keys:
-        """Raises `UserError` for a file that others can read, or that is none of keys."""
+        """Read a file of keys. Raises `UserError` if others can read it, or it is malformed."""
         try:
             if os.name == "posix" and path.stat().st_mode & 0o077:
                 raise UserError(f"{path}: others can read the keys: chmod 600 it")
@@ -48,7 +48,7 @@ class Keys:
         return cls(apps)
 
     def app(self, key: str) -> str | None:
-        """Whose key it is. Every key that there is is compared, each in constant time."""
+        """Return the app of a key. Every key is compared, each in constant time."""
         digest = hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
         match = None
         for known, app in self._apps.items():
@@ -61,7 +61,7 @@ class Keys:
 
 
 def add_key(path: Path, app: str) -> str:
-    """Return another key of an app, which is in no file: only its SHA-256 is added to this one."""
+    """Return a new key of an app, of which the file gets the SHA-256 only."""
     if not re.fullmatch(r"[^\s#]{1,100}", app):
         raise UserError(f"an app's name has up to 100 characters without spaces or #, got {app!r}")
     if path.exists():

@@ -10,10 +10,10 @@ from typing import Any, Final, TypeAlias, get_args
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateRequest:
-    """Generate `choices` answers to a whole text, `tokens`, drawn with seed, seed + 1 …
+    """Generate `choices` answers to a whole text, `tokens`, sampled with seed, seed + 1 and so on.
 
-    `context` is the id of a context that persists, whose text this becomes; without one the text is
-    among the app's recent ones, in slot `slot` (-1: any), apart from those of another `salt`.
+    `context` is the id of a persistent context, whose text this becomes; without one the text is
+    among the app's recent ones, in slot `slot` (-1: any), separate from those of another `salt`.
     `options` are those of `LLM.stream`; `grammar` is llguidance's (empty: none).
     """
 
@@ -47,7 +47,7 @@ class Control:
 
 @dataclass(frozen=True, kw_only=True)
 class Stop:
-    """Give up the running answers, write what is pending, and end."""
+    """Cancel the running answers, write what is pending, and end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +59,10 @@ class Ready:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenEvent:
-    """One token of a choice, and its text. `logprob` is [log-probability, [[id, log-probability]
-    …]]; `end`: the token ended the text and is no part of it.
+    """One token of a choice, and its text.
+
+    `logprob` is [log-probability, [[id, log-probability] …]]; `end`: the token ended the text and
+    is no part of it.
     """
 
     id: int
@@ -74,9 +76,7 @@ class TokenEvent:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Several tokens of one choice that are sent together: none ended it or has a
-    log-probability.
-    """
+    """Several tokens of one choice in one message: none ended it or has a log-probability."""
 
     id: int
     choice: int
@@ -86,9 +86,11 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Done:
-    """All choices are complete, and on the disk if they are to be stored. `usage` counts tokens,
-    `about` is the object `hetero` of a response; `prompt_logprobs` as `TokenEvent.logprob`, after
-    the id; `tokens` are the first choice's, `stops` the stop texts that ended the choices.
+    """All choices are complete, and on the disk if they are to be stored.
+
+    `usage` counts tokens, `about` is the object `hetero` of a response; `prompt_logprobs` as
+    `TokenEvent.logprob`, after the id; `tokens` are the first choice's, `stops` the stop texts that
+    ended the choices.
     """
 
     id: int
@@ -109,9 +111,10 @@ class ControlResult:
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorReply:
-    """The request failed. `kind` is `user` (the message says what to mend), `quota` (the app has
-    all that it may have), `disk` (no room to keep it), `missing` (no such thing) or `engine` (not
-    the user's fault).
+    """The request failed.
+
+    `kind` is `user` (the message says what to mend), `quota` (the app has all that it may have),
+    `disk` (no room to store it), `missing` (no such object) or `engine` (not the user's fault).
     """
 
     id: int
@@ -145,8 +148,10 @@ def _has_more_than_text(event: TokenEvent) -> bool:
 
 
 class Outbox:
-    """Buffers the engine's messages until `flush` writes them. Consecutive `TokenEvent`s of a
-    choice become a `Run`; the messages about one answer stay in order.
+    """A buffer of the engine's messages until `flush` writes them.
+
+    Consecutive `TokenEvent`s of a choice become a `Run`; the messages about one answer stay in
+    order.
     """
 
     def __init__(self, write: Callable[[bytes], object]) -> None:

@@ -51,7 +51,7 @@ class Metrics:
             self.tokens.labels(kind)
 
     def answered(self, end: Done) -> None:
-        """An answer is complete."""
+        """Count a complete answer."""
         for kind in ("prompt", "cached", "completion"):
             self.tokens.labels(kind).inc(end.usage[f"{kind}_tokens"])
         self.ttft.observe(end.about["ttft_s"])
@@ -63,7 +63,7 @@ class Metrics:
         self.recomputed.inc(end.about["recomputed_tokens"])
 
     def text(self, totals: dict[str, Any], waiting: int) -> bytes:
-        """Return the page, with what the engine says now."""
+        """Return the page, with the engine's current counters."""
         self.queue.set(waiting)
         for of in ("memory", "disk"):
             for kind, value in totals[of].items():
@@ -76,7 +76,7 @@ class Metrics:
 
 
 class _Engine(Collector):
-    """Counters that the engine process keeps: it says what they are now."""
+    """Counters of the engine process, with their current values."""
 
     def __init__(self) -> None:
         self.totals: dict[str, Any] = {"evictions": {}, "devices": {}}

@@ -1,4 +1,4 @@
-"""What requests have in common: sampling, grammars, stop texts."""
+"""The common fields of requests: sampling, grammars, stop texts."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from hetero.serving.state import State
 
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 Metadata = dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]]
-MOST_CHOICES = 16
-MOST_LOGPROBS = 20
+MAX_CHOICES = 16
+MAX_LOGPROBS = 20
 
 
 class Request(BaseModel):
-    """Fields that are not known are left alone, as other servers do."""
+    """A request. Unknown fields are ignored, as by other servers."""
 
     model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
 
 
 class Sampling(Request):
-    """How tokens are chosen. `top_k`, `min_p`, `repetition_penalty`: as vLLM and llama-server."""
+    """Sampling options. `top_k`, `min_p`, `repetition_penalty`: as in vLLM and llama-server."""
 
     temperature: float | None = Field(None, ge=0, le=100)
     top_p: float | None = Field(None, gt=0, le=1)
@@ -38,7 +38,7 @@ class Sampling(Request):
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
 
     def options(self) -> dict[str, Any]:
-        """Return those of `LLM.stream`. What is not given is as OpenAI's documentation says."""
+        """Return the options of `LLM.stream`, with OpenAI's documented defaults."""
         options: dict[str, Any] = {
             "temperature": 1.0 if self.temperature is None else self.temperature,
             "top_p": 1.0 if self.top_p is None else self.top_p,
@@ -93,8 +93,9 @@ class ResponseFormat(Request):
 
 
 class Guided(Request):
-    """Grammars as OpenAI, vLLM (`guided_…`) and llama-server (`grammar`, `json_schema`) name them;
-    one of them.
+    """A grammar in the spelling of OpenAI, vLLM (`guided_…`) or llama-server.
+
+    llama-server has `grammar` and `json_schema`. Only one may be given.
     """
 
     response_format: ResponseFormat | None = None
@@ -111,7 +112,7 @@ class Guided(Request):
         return bool(Guided.model_fields.keys() & self.model_fields_set)
 
     def wanted_grammar(self) -> str:
-        """llguidance's grammar; empty: none. Raises `UserError`, `ApiError`."""
+        """Return llguidance's grammar; empty: none. Raises `UserError`, `ApiError`."""
         grammars = [grammar for grammar in self._grammars() if grammar]
         if len(grammars) > 1:
             raise ApiError(400, "an answer can obey one grammar or schema: give one of them")
@@ -137,14 +138,14 @@ class Guided(Request):
 
 
 async def checked_grammar(state: State, grammar: str) -> str:
-    """Return the grammar, if an answer can obey it. Raises `ApiError`."""
+    """Return the grammar, if an answer can follow it. Raises `ApiError`."""
     if grammar:
         await state.texts(state.token_bytes.check, grammar)
     return grammar
 
 
 def stop_texts(stop: str | list[str] | None) -> list[str]:
-    """Stop texts as a list. Raises `ApiError`."""
+    """Return stop texts as a list. Raises `ApiError`."""
     texts = [stop] if isinstance(stop, str) else stop or []
     if len(texts) > 16 or any(not 1 <= len(text) <= 1000 for text in texts):
         raise ApiError(400, "stop is up to 16 texts of 1 to 1000 characters each", param="stop")
@@ -152,5 +153,5 @@ def stop_texts(stop: str | list[str] | None) -> list[str]:
 
 
 def seconds() -> int:
-    """Since 1970."""
+    """Return the time in seconds since 1970."""
     return int(time.time())

@@ -1,4 +1,4 @@
-"""`/v1/responses`: answers that can be gone on from, or forked, by their ids."""
+"""`/v1/responses`: answers that can be continued, or forked, by their ids."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from starlette.responses import Response
 
 from hetero.serving import answers
 from hetero.serving.answers import AnswerChoice, AnswerOptions, StreamWriter, split_template, sse
-from hetero.serving.chat import score
+from hetero.serving.chat_completions import score
+from hetero.serving.database import StoredResponse
 from hetero.serving.errors import ApiError, missing
 from hetero.serving.grammars import json_grammar
 from hetero.serving.history import Item, read_items, tokens_of
 from hetero.serving.messages import Done, Run, TokenEvent
-from hetero.serving.records import StoredResponse
 from hetero.serving.requests import (
-    MOST_LOGPROBS,
+    MAX_LOGPROBS,
     Metadata,
     Request,
     Sampling,
@@ -75,7 +75,7 @@ class ResponseRequest(Sampling):
     tool_choice: str | dict[str, Any] | None = None
     text: TextOptions | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     include: list[str] | None = None
     background: bool | None = False
     user: str | None = None
@@ -84,17 +84,17 @@ class ResponseRequest(Sampling):
 
     @property
     def conversation_id(self) -> str | None:
-        """Return its id, however it is given."""
+        """Return the conversation's id, in whichever form it is given."""
         given = self.conversation
         return given.id if isinstance(given, ConversationName) else given
 
     def use(self) -> ToolUse:
-        """Tools, which have no `function` around them here."""
+        """Return the tools, which have no `function` around them here."""
         tools = [{"type": tool.get("type"), "function": tool} for tool in self.tools or ()]
         return tool_use(tools, self.tool_choice)
 
     def wanted_grammar(self, use: ToolUse) -> str:
-        """llguidance's. Raises `UserError`, `ApiError`."""
+        """Return llguidance's grammar. Raises `UserError`, `ApiError`."""
         form = self.text.format if self.text is not None else None
         if use.forced or form is None or form.type == "text":
             return use.grammar()
@@ -105,7 +105,7 @@ class ResponseRequest(Sampling):
 
 @dataclass
 class _Turn:
-    """What a response continues from, and what it becomes."""
+    """The text that a response continues, and what it becomes."""
 
     body: dict[str, Any]
     use: ToolUse
@@ -119,7 +119,7 @@ class _Turn:
 
 @router.post("/v1/responses")
 async def create_response(body: ResponseRequest, request: HttpRequest) -> Response:
-    """An answer, which is kept unless `store` is false."""
+    """Create an answer, which is stored unless `store` is false."""
     state: State = request.app.state.hetero
     app: str = request.state.app
     turn = await _turn(state, app, body)
@@ -134,7 +134,7 @@ async def create_response(body: ResponseRequest, request: HttpRequest) -> Respon
 
 @router.get("/v1/responses/{name}")
 async def read_response(name: str, request: HttpRequest) -> Response:
-    """A response that was kept."""
+    """Return a stored response."""
     return answers.answer_json((await _stored(request, name)).body)
 
 
@@ -147,7 +147,7 @@ async def read_input(name: str, request: HttpRequest, limit: int = 20) -> Respon
 
 @router.delete("/v1/responses/{name}")
 async def delete_response(name: str, request: HttpRequest) -> Response:
-    """Gone from the disk when this is answered."""
+    """Delete a response; it is then off the disk."""
     state: State = request.app.state.hetero
     if not await state.disk(state.records.delete_response, request.state.app, name):
         raise missing("response")
@@ -155,7 +155,7 @@ async def delete_response(name: str, request: HttpRequest) -> Response:
 
 
 def listing(items: list[Item], *, more: bool) -> dict[str, Any]:
-    """Return a list as OpenAI has it."""
+    """Return a list in OpenAI's form."""
     return {
         "object": "list",
         "data": items,
@@ -218,7 +218,7 @@ async def _turn(state: State, app: str, body: ResponseRequest) -> _Turn:
 
 
 async def _before(state: State, app: str, body: ResponseRequest) -> tuple[list[Item], list[int]]:
-    """Return items that the input follows, and their tokens as far as they are known."""
+    """Return the items before the input, and their tokens as far as they are known."""
     if (name := body.conversation_id) is not None:
         conversation = await state.disk(state.records.conversation, app, name)
         if conversation is None:
@@ -283,7 +283,7 @@ def _begun(body: ResponseRequest, model: str) -> dict[str, Any]:
 
 
 def _complete(state: State, turn: _Turn, choice: AnswerChoice, end: Done, name: str = "") -> None:
-    """The response as it is in the end. `name` is the message's id if it has one already."""
+    """Return the complete response. `name` is the message's id if it has one already."""
     text, calls = turn.use.read(choice.text)
     whole = choice.finish != "length"
     status = "completed" if whole else "incomplete"
@@ -329,8 +329,9 @@ def _complete(state: State, turn: _Turn, choice: AnswerChoice, end: Done, name: 
 async def _keep(
     state: State, app: str, body: ResponseRequest, turn: _Turn, choice: AnswerChoice, end: Done
 ) -> None:
-    """On the disk when this returns. The tokens are those of the text, unless a stop text cut it or
-    a call was read out of it.
+    """Store the response, which is on the disk when this returns.
+
+    The tokens are those of the text, unless a stop text cut it or a tool call was parsed from it.
     """
     exact = (choice.ended or choice.finish == "length") and not any(
         item["type"] == "function_call" for item in turn.output
@@ -348,7 +349,10 @@ async def _keep(
 
 
 class _Writer(StreamWriter):
-    """Writes numbered events. `response.completed` is the last, once everything is on the disk."""
+    """A writer of numbered events, the last of which is `response.completed`.
+
+    It is sent once everything is on the disk.
+    """
 
     def __init__(self, state: State, app: str, body: ResponseRequest, turn: _Turn) -> None:
         super().__init__(use=turn.use)

@@ -17,17 +17,17 @@ from hetero.backends.host.folders import data_folder
 from hetero.contexts.encryption import vault_of
 from hetero.errors import UserError
 from hetero.models import open_model
-from hetero.serving.app import make_app
+from hetero.serving.database import Records
 from hetero.serving.engine_client import EngineClient
 from hetero.serving.grammars import TokenBytes
 from hetero.serving.guard import LOOPBACK, AsgiApp
+from hetero.serving.http_app import make_app
 from hetero.serving.keys import Keys
-from hetero.serving.records import Records
 from hetero.serving.state import State
 
 GRACE_S: Final = 5  # for running answers when the server ends
 HEADER_DEADLINE_S: Final = 30
-MOST_CONNECTIONS: Final = 2000
+MAX_CONNECTIONS: Final = 2000
 _LOCAL: Final = ("127.0.0.1", "::1", "localhost")
 
 
@@ -42,8 +42,10 @@ def serve(
     weights: str | None,
     engine: dict[str, Any],
 ) -> None:
-    """Serve until a signal ends it. `engine` are options of the engine process: `model`,
-    `directory`, `slots` and those of `Service`. Raises `UserError` for what cannot be served.
+    """Serve until a signal ends it.
+
+    `engine` are options of the engine process: `model`, `directory`, `slots` and those of
+    `Service`. Raises `UserError` for what cannot be served.
     """
     if keys is None and host not in _LOCAL:
         raise UserError(
@@ -110,7 +112,7 @@ def _config(app: AsgiApp, host: str, port: int) -> uvicorn.Config:
         access_log=False,
         log_level="warning",
         lifespan="on",
-        limit_concurrency=MOST_CONNECTIONS,
+        limit_concurrency=MAX_CONNECTIONS,
         timeout_graceful_shutdown=GRACE_S,
         timeout_keep_alive=30,
         h11_max_incomplete_event_size=64 << 10,
@@ -119,7 +121,7 @@ def _config(app: AsgiApp, host: str, port: int) -> uvicorn.Config:
 
 
 def _check_address(host: str, port: int) -> None:
-    """Raise `UserError` before a model is loaded where nothing could be served."""
+    """Raise `UserError` for an unusable address, before a model is loaded."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -148,13 +150,13 @@ def _allow_connections() -> None:
     except ImportError:  # Windows has no such limit
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 2 * MOST_CONNECTIONS if hard == resource.RLIM_INFINITY else hard
+    wanted = 2 * MAX_CONNECTIONS if hard == resource.RLIM_INFINITY else hard
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 class _Protocol(H11Protocol):
-    """A connection that does not send its request's head in time is closed."""
+    """A connection that is closed if its request's head does not arrive in time."""
 
     def connection_made(self, transport: Any) -> None:
         """Follow asyncio's protocol."""

@@ -1,4 +1,4 @@
-"""`/slots` and `/props` as llama-server has them, and what the page shows."""
+"""`/slots` and `/props` as in llama-server, and the data of the page."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class SlotRequest(Request):
 
 @router.get("/slots")
 async def slots(request: HttpRequest) -> Response:
-    """The app's recent texts."""
+    """Return the app's recent texts."""
     state: State = request.app.state.hetero
     status = await state.engine.control(request.state.app, "status")
     listed = status["slots"] or [{"id": i, "tokens": 0} for i in range(state.slots)]
@@ -56,7 +56,7 @@ async def change_slot(
     request: HttpRequest,
     body: SlotRequest | None = None,
 ) -> Response:
-    """Save a recent text under a name, make it one again, or forget it."""
+    """Save a recent text under a name, restore it, or erase it."""
     state: State = request.app.state.hetero
     app: str = request.state.app
     if not 0 <= number < state.slots:
@@ -116,8 +116,9 @@ async def props(request: HttpRequest) -> Response:
 
 @router.get("/v1/hetero/contexts")
 async def contexts(request: HttpRequest) -> Response:
-    """The app's conversations and recent texts: tokens, bits, bytes, where each chunk is; and what
-    the devices have done so far.
+    """Return the app's conversations and recent texts, and the devices' work so far.
+
+    Each has its tokens, bits, bytes, and the place of each chunk.
     """
     state: State = request.app.state.hetero
     app: str = request.state.app

@@ -1,4 +1,4 @@
-"""What the endpoints share: model (its tokenizer), engine, records, metrics."""
+"""The shared objects of the endpoints: model (its tokenizer), engine, records, metrics."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import anyio.to_thread
 from hetero.errors import UserError
 from hetero.models import LoadedModel
 from hetero.models.tokenizer import HfTokenizer
+from hetero.serving.database import Records
 from hetero.serving.engine_client import EngineClient
 from hetero.serving.errors import ApiError
 from hetero.serving.grammars import TokenBytes
 from hetero.serving.metrics import Metrics
-from hetero.serving.records import Records
 
 T = TypeVar("T")
 SHORT: Final = 1000  # characters
@@ -26,8 +26,9 @@ SHORT: Final = 1000  # characters
 
 @dataclass(kw_only=True)
 class State:
-    """Used in one event loop. `names` are what the model is called (`*`: anything), `failed` is why
-    the engine did not start.
+    """The shared objects, used in one event loop.
+
+    `names` are the model's names (`*`: any), `failed` is the reason why the engine did not start.
     """
 
     model: LoadedModel
@@ -46,7 +47,7 @@ class State:
 
     @property
     def max_seq_len(self) -> int:
-        """Return tokens of prompt and answer."""
+        """Return the most tokens of prompt and answer."""
         return int(self.engine.about["max_seq_len"])
 
     @property
@@ -76,8 +77,9 @@ class State:
         return slot
 
     async def texts(self, work: Callable[..., T], *arguments: Any, **options: Any) -> T:
-        """Run work of tokenizer, template or grammar in a thread; raise `UserError` as
-        `ApiError`.
+        """Run work of tokenizer, template or grammar in a thread.
+
+        Raises `UserError` as `ApiError`.
         """
         call = partial(work, *arguments, **options)
         try:
@@ -86,7 +88,7 @@ class State:
             raise ApiError(400, str(error)) from error
 
     async def encoded(self, text: str) -> list[int]:
-        """Return tokens of a text; what is short is quicker than a thread that wakes."""
+        """Return the tokens of a text; short ones without the cost of waking a thread."""
         if len(text) > SHORT:
             return await self.texts(self.model.encode, text)
         try:
@@ -100,17 +102,17 @@ class State:
         return await anyio.to_thread.run_sync(self._disk.submit(call).result)
 
     def token_text(self, token: int) -> str:
-        """Return a token as clients are shown it: bytes that are no character are U+FFFD."""
+        """Return a token's text for clients: bytes that are no character are U+FFFD."""
         return self.token_bytes.of(token).decode("utf-8", "replace")
 
     def close(self) -> None:
-        """Records are on the disk when this returns."""
+        """Close the records, which are then on the disk."""
         self._disk.shutdown()
         self.records.close()
 
     @property
     def template_kinds(self) -> tuple[bool, bool]:
-        """Return whether the template knows of tools, and of calls of them."""
+        """Return whether the template supports tools, and tool calls."""
         tokenizer = self.model.tokenizer
         if not isinstance(tokenizer, HfTokenizer) or tokenizer.chat_template is None:
             return False, False

@@ -1,4 +1,4 @@
-"""Text, tokens and facts: tokenizers' endpoints as vLLM and llama-server name them; health."""
+"""Text, tokens and facts: tokenizer endpoints in vLLM's and llama-server's spelling; health."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ router = APIRouter()
 
 
 class TokenizeRequest(Request):
-    """A text (`prompt`, or `content` as llama-server has it), or messages."""
+    """A text (`prompt`, or llama-server's `content`), or messages."""
 
     model: str = ""
     prompt: str | None = None
@@ -62,7 +62,7 @@ async def health(request: HttpRequest) -> Response:
 
 @router.get("/v1/models")
 async def models(request: HttpRequest) -> Response:
-    """The model, by each of its names."""
+    """Return the model, by each of its names."""
     state = _state(request)
     cards = [_card(state, name) for name in state.names if name != "*"]
     return JSONResponse({"object": "list", "data": cards})
@@ -70,7 +70,7 @@ async def models(request: HttpRequest) -> Response:
 
 @router.get("/v1/models/{name:path}")
 async def model_of_name(name: str, request: HttpRequest) -> Response:
-    """The model by one name."""
+    """Return the model by one name."""
     state = _state(request)
     return JSONResponse(_card(state, state.check_model(name)))
 
@@ -89,8 +89,10 @@ def _card(state: State, name: str) -> dict[str, Any]:
 
 @router.post("/tokenize")
 async def tokenize(body: TokenizeRequest, request: HttpRequest) -> Response:
-    """Ids of a text or of messages. A text has what the model expects around a prompt, unless
-    `add_special_tokens` is false; of `content` only if `add_special` is true.
+    """Return the ids of a text or of messages.
+
+    A text gets what the model expects around a prompt, unless `add_special_tokens` is false;
+    `content` only if `add_special` is true.
     """
     state = _state(request)
     state.check_model(body.model)
@@ -114,11 +116,11 @@ async def tokenize(body: TokenizeRequest, request: HttpRequest) -> Response:
     if body.return_token_strs:
         record["token_strs"] = [state.token_text(token) for token in tokens]
     if body.with_pieces:
-        record["tokens"] = [{"id": x, "piece": _piece(state.token_bytes.of(x))} for x in tokens]
+        record["tokens"] = [{"id": x, "piece": _shown(state.token_bytes.of(x))} for x in tokens]
     return JSONResponse(record)
 
 
-def _piece(data: bytes) -> str | list[int]:
+def _shown(data: bytes) -> str | list[int]:
     """Return a token's text, or its bytes where they are none."""
     try:
         return data.decode()
@@ -128,7 +130,7 @@ def _piece(data: bytes) -> str | list[int]:
 
 @router.post("/detokenize")
 async def detokenize(body: DetokenizeRequest, request: HttpRequest) -> Response:
-    """Text of ids."""
+    """Return the text of ids."""
     state = _state(request)
     state.check_model(body.model)
     most = state.model.config.vocab_size
@@ -140,7 +142,7 @@ async def detokenize(body: DetokenizeRequest, request: HttpRequest) -> Response:
 
 @router.post("/apply-template")
 async def apply_template(body: TemplateRequest, request: HttpRequest) -> Response:
-    """The prompt that messages become."""
+    """Return the prompt of messages."""
     state = _state(request)
     use = tool_use(body.tools, None)
     tokens = await state.texts(rendered, state, plain_messages(body.messages), use)
@@ -169,7 +171,7 @@ async def tokenizer_info(request: HttpRequest) -> Response:
 
 @router.get("/metrics")
 async def metrics(request: HttpRequest) -> Response:
-    """For Prometheus."""
+    """Return the metrics for Prometheus."""
     state = _state(request)
     totals = await state.engine.control("", "totals")
     text = state.metrics.text(totals, state.engine.waiting.total())

@@ -34,8 +34,9 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class ToolUse:
-    """The tools of a request, as OpenAI's `function` objects. `forced`: an answer is a
-    call, of `name` alone if that is given. `silent`: no call is made.
+    """The tools of a request, as OpenAI's `function` objects.
+
+    `forced`: an answer is a call, of `name` alone if that is given. `silent`: no call is made.
     """
 
     functions: tuple[dict[str, Any], ...] = ()
@@ -122,8 +123,10 @@ def tool_use(tools: Sequence[dict[str, Any]] | None, choice: Any) -> ToolUse:
 
 
 def rendered(state: State, messages: Sequence[Message], use: ToolUse) -> list[int]:
-    """Return token ids of a conversation. Where the model's template knows nothing of tools they
-    are described in text. Raises `UserError`.
+    """Return the token ids of a conversation.
+
+    Where the model's template does not support tools they are described in text. Raises
+    `UserError`.
     """
     model, (knows, calls) = state.model, state.template_kinds
     chat = [message if calls else _in_words(message) for message in messages]
@@ -142,7 +145,7 @@ def rendered(state: State, messages: Sequence[Message], use: ToolUse) -> list[in
 
 
 def _in_words(message: Message) -> Message:
-    """Return a message with calls, or of a tool, as text."""
+    """Return a message with tool calls, or a tool's result, as text."""
     if message["role"] == "tool":
         text = f"<tool_response>\n{message['content']}\n</tool_response>"
         return {"role": "user", "content": text}
@@ -159,7 +162,7 @@ def _in_words(message: Message) -> Message:
 
 
 def plain_messages(messages: Sequence[dict[str, Any]], param: str = "messages") -> list[Message]:
-    """Return messages with text alone, for a template. Raises `ApiError` for pictures and sound."""
+    """Return messages as text only, for a template. Raises `ApiError` for pictures and sound."""
     text_messages: list[Message] = []
     for i, message in enumerate(messages):
         role = message.get("role")
@@ -182,8 +185,9 @@ def plain_messages(messages: Sequence[dict[str, Any]], param: str = "messages") 
 
 
 def plain_text(content: Any, param: str) -> str:
-    """Return the text of a message's content: a text, or parts that are texts. Raises
-    `ApiError`.
+    """Return the text of a message's content: a text, or parts that are texts.
+
+    Raises `ApiError`.
     """
     if content is None or isinstance(content, str):
         return content or ""

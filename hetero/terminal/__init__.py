@@ -1,4 +1,4 @@
-"""What files and models say, made safe to show: nothing of theirs commands a terminal.
+"""Texts of files and models, made safe to show: nothing of theirs commands a terminal.
 
 `hetero.terminal.notices` has what is worth a line on standard error.
 """
@@ -15,7 +15,7 @@ _CONTROL: Final = re.compile(f"[{CONTROLS}]")
 
 
 def answer_text(text: str) -> str:
-    """Return a part of an answer as it is shown: as it is, unless stdout is a terminal."""
+    """Return a part of an answer as it is shown: unchanged, unless stdout is a terminal."""
     if sys.stdout is None or not sys.stdout.isatty():
         return text
     return _CONTROL.sub(escaped, text.replace("\r", ""))

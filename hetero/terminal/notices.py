@@ -24,8 +24,9 @@ NO_PROFILE: Final = "this machine has no profile yet"
 
 
 def notify(notice: str) -> None:
-    """Print a notice, unless it was printed today or notices are off. Raises `UserError` for an
-    unknown value of the variable.
+    """Print a notice, unless it was printed today or notices are off.
+
+    Raises `UserError` for an unknown value of the variable.
     """
     choice = os.environ.get(VARIABLE, "").strip().lower() or CHOICES[0]
     if choice not in CHOICES:
@@ -54,8 +55,9 @@ def stamp_path() -> Path:
 
 
 def _first_today() -> bool:
-    """Return whether a day has passed; the clock may have been set back. Without a cache folder the
-    notice is printed every time.
+    """Return whether a day has passed; the clock may have been set back.
+
+    Without a cache folder the notice is printed every time.
     """
     path = stamp_path()
     with suppress(OSError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from hetero.profiler.tables import TableData
+from hetero.profiler.table_data import TableData
 from hetero.solver.plan import OpPlan, Plan, Total
 from hetero.solver.report import content, units
 

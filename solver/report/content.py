@@ -1,4 +1,4 @@
-"""What a report says, as plain tables; HTML and Markdown draw the same ones."""
+"""The contents of a report, as plain tables; HTML and Markdown draw the same ones."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from hetero.backends.protocol import KINDS
-from hetero.profiler.tables import TableData
+from hetero.profiler.table_data import TableData
 from hetero.solver.plan import OpPlan, Plan, PrefillMode, Total
 from hetero.solver.report import units
 

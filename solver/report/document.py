@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from hetero.profiler.tables import TableData
+from hetero.profiler.table_data import TableData
 from hetero.solver.plan import REPORT_KEY, Plan
 from hetero.solver.report import content
 

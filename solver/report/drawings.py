@@ -18,7 +18,7 @@ from markupsafe import Markup
 
 from hetero.backends.protocol import KINDS
 from hetero.profiler.pages import COLORS, LINES, markup
-from hetero.profiler.tables import TableData
+from hetero.profiler.table_data import TableData
 from hetero.solver.plan import FrontPoint, OpPlan, Plan, Total
 from hetero.solver.report import units
 from hetero.solver.report.content import (

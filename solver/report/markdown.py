@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hetero.profiler.tables import TableData, markdown_table
+from hetero.profiler.table_data import TableData, markdown_table
 from hetero.solver.plan import Plan
 from hetero.solver.report import content
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hetero.profiler.pages import render
-from hetero.profiler.tables import TableData
+from hetero.profiler.table_data import TableData
 from hetero.solver.plan import Plan, Total
 from hetero.solver.report import conclusion, content, drawings, units
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from hetero.backends.errors import UserError
-from hetero.backends.host import limits
-from hetero.backends.host.limits import Patience, time_limit
+from hetero.backends.host import time_limits
+from hetero.backends.host.time_limits import Patience, time_limit
 
 LIMIT_S = 10.0
 
@@ -21,15 +21,15 @@ LIMIT_S = 10.0
     ("text", "limit_s"), [(None, 60.0), ("", 60.0), ("4", 240.0), ("0.5", 30.0), (" 2e1 ", 1200.0)]
 )
 def test_a_variable_multiplies_limits(monkeypatch: Any, text: str | None, limit_s: float) -> None:
-    monkeypatch.delenv(limits.VARIABLE, raising=False)
+    monkeypatch.delenv(time_limits.VARIABLE, raising=False)
     if text is not None:
-        monkeypatch.setenv(limits.VARIABLE, text)
+        monkeypatch.setenv(time_limits.VARIABLE, text)
     assert time_limit(60.0) == limit_s
 
 
 @pytest.mark.parametrize("text", ["much", "0", "-1", "nan", "inf", "1e9", "4x"])
 def test_a_wrong_factor_is_one_sentence(monkeypatch: Any, text: str) -> None:
-    monkeypatch.setenv(limits.VARIABLE, text)
+    monkeypatch.setenv(time_limits.VARIABLE, text)
     with pytest.raises(UserError, match=r"HETERO_TIMEOUT_SCALE=.*from 0\.1 to 1000"):
         time_limit(60.0)
 
@@ -42,12 +42,12 @@ def test_the_processor_time_of_a_process_with_an_odd_name(tmp_path: Path) -> Non
     with subprocess.Popen([odd, "-S", "-c", code]) as busy:
         try:
             start_s = time.monotonic()
-            while not (limits.cpu_seconds(busy.pid) or 0.0) > 0.1:
+            while not (time_limits.cpu_seconds(busy.pid) or 0.0) > 0.1:
                 assert time.monotonic() - start_s < 60
                 time.sleep(0.01)
         finally:
             busy.kill()
-    assert limits.cpu_seconds(busy.pid) is None
+    assert time_limits.cpu_seconds(busy.pid) is None
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_a_process_that_works_is_waited_for(
 ) -> None:
     """Until it has had as much of a core as one alone on the machine would have."""
     times = iter(cpu_s)
-    monkeypatch.setattr(limits, "cpu_seconds", lambda _: next(times, None))
+    monkeypatch.setattr(time_limits, "cpu_seconds", lambda _: next(times, None))
     patience = Patience(1, LIMIT_S)
     asked = 1
     while not patience.is_over():

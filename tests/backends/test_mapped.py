@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="of
 
 
 def test_pages_are_mapped_by_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mapped, "PIECE_BYTES", 1 << 20)
+    monkeypatch.setattr(mapped, "CHUNK_BYTES", 1 << 20)
     values = np.random.default_rng(0).integers(0, 256, (5 << 20) + 123, dtype=np.uint8)
     (tmp_path / "file").write_bytes(values.tobytes())
     with (tmp_path / "file").open("rb") as file:

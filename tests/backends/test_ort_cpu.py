@@ -21,7 +21,7 @@ from hetero.backends.errors import DeviceError
 from hetero.backends.formats import StorageFormat, WeightFormat
 from hetero.backends.host.processor import cpu_flags
 from hetero.backends.memory import new_tensor
-from hetero.backends.onnx_common.packing import stage, stage_by_feature
+from hetero.backends.onnx_common.staging import stage, stage_by_feature
 from hetero.backends.ort_cpu import DEFAULT_GRAPH_SIZES, OrtCpuDevice, default_path, integers, mixed
 from hetero.backends.ort_cpu import open as open_ort_cpu
 from hetero.backends.ort_cpu.device import int8_pack_bytes, scale_bytes

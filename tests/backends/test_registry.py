@@ -15,7 +15,7 @@ from hetero.backends.errors import DeviceError, DeviceLostError, DeviceUnavailab
 from hetero.backends.memory import PAGE_BYTES, HostBuffer, Tensor, new_tensor
 from hetero.backends.protocol import KINDS
 from hetero.backends.registry import BACKENDS, Backend
-from hetero.measuring.doctor import list_devices
+from hetero.measuring.device_checks import list_devices
 from tests.backends import conftest
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hetero.backends import rope
+from hetero.backends import rope_tables
 from hetero.backends.ops import Rope, RopeScaling
 
 with warnings.catch_warnings():
@@ -99,8 +99,8 @@ def test_scaled_frequencies_are_those_of_transformers(name: str, theta: float) -
         heads=2, kv_heads=2, head_dim=HEAD_DIM, theta=theta, max_position=LENGTH, scaling=scaling
     )
     frequencies, factor = theirs(parameters, theta)
-    np.testing.assert_allclose(rope.inverse_frequencies(op), frequencies, rtol=2e-6)
-    assert rope.attention_factor(scaling) == pytest.approx(factor, rel=1e-6)
+    np.testing.assert_allclose(rope_tables.inverse_frequencies(op), frequencies, rtol=2e-6)
+    assert rope_tables.attention_factor(scaling) == pytest.approx(factor, rel=1e-6)
 
 
 @pytest.mark.parametrize("theta", [10000.0, 1e6])
@@ -116,7 +116,7 @@ def test_unscaled_tables_are_llamas(theta: float) -> None:
     embedding = LlamaRotaryEmbedding(config)
     positions = torch.arange(64)[None]
     wanted_cos, wanted_sin = embedding(torch.zeros(1, 64, HEAD_DIM), positions)
-    cos, sin = rope.tables(op)
+    cos, sin = rope_tables.tables(op)
     half = HEAD_DIM // 2
     np.testing.assert_allclose(cos[:64], wanted_cos[0, :, :half].numpy(), atol=1e-5)
     np.testing.assert_allclose(sin[:64], wanted_sin[0, :, :half].numpy(), atol=1e-5)
@@ -125,12 +125,14 @@ def test_unscaled_tables_are_llamas(theta: float) -> None:
 def test_partial_rotation_has_fewer_frequencies() -> None:
     op = Rope(heads=2, kv_heads=2, head_dim=80, rotary_dim=32, theta=1e4, max_position=8)
     whole = Rope(heads=2, kv_heads=2, head_dim=32, theta=1e4, max_position=8)
-    np.testing.assert_array_equal(rope.inverse_frequencies(op), rope.inverse_frequencies(whole))
-    assert rope.tables(op)[0].shape == (8, 16)
+    np.testing.assert_array_equal(
+        rope_tables.inverse_frequencies(op), rope_tables.inverse_frequencies(whole)
+    )
+    assert rope_tables.tables(op)[0].shape == (8, 16)
 
 
 def test_tables_turn_by_one_radian_a_position() -> None:
     op = Rope(heads=1, kv_heads=1, head_dim=2, theta=1e4, max_position=5)
-    cos, sin = rope.tables(op)
+    cos, sin = rope_tables.tables(op)
     np.testing.assert_allclose(cos[:, 0], np.cos(np.arange(5)))
     np.testing.assert_allclose(sin[:, 0], np.sin(np.arange(5)))

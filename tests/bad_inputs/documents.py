@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hetero.profiler.files import shipped_path
+from hetero.profiler.profile_files import shipped_path
 from tests.bad_inputs.case import OPEN_QUANTISED, BadInput, Change, json_set
 
 REPORT = ("report", "{work}/document.json", "--out", "{work}/r.html")

@@ -209,7 +209,7 @@ def test_damage_anywhere_is_a_sentence_or_costs_computing(
             said = str(error)
         if said:
             assert path.suffix == ".log"
-            assert "restore it, or remove it to go on without this context" in said
+            assert "restore it, or remove it to continue without this context" in said
             return
         (context,) = opened.bind("a").contexts()
         if context.tokens != text:  # a log that ends early is one that was never acknowledged

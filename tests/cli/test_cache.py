@@ -17,7 +17,7 @@ from hetero.cache import KINDS, OTHER_CODE, OTHER_HERE
 from hetero.cli.cache import ago, parse_age
 from hetero.errors import UserError
 from hetero.measuring.profiling import lock_path
-from hetero.models.gguf import store
+from hetero.models.gguf import packed_store
 from hetero.models.packed_file import file_header
 from hetero.placement import decisions
 from hetero.placement.first_start import FirstStart, Machine
@@ -111,7 +111,11 @@ def test_kernels_are_of_drivers_that_are_here(home: Path) -> None:
 
 def test_packed_copies_of_files_that_are_gone_are_stale(home: Path) -> None:
     folder = home / "cache" / "hetero" / "packed"
-    for name, version in (("here", store.VERSION), ("gone", store.VERSION), ("old", "0")):
+    for name, version in (
+        ("here", packed_store.VERSION),
+        ("gone", packed_store.VERSION),
+        ("old", "0"),
+    ):
         header = file_header([], {"format": "hetero-packed", "version": version, "content": ""})
         made(folder / f"{name}.safetensors").write_bytes(header)
         (folder / f"{name}.seen").write_text(f"1 2 3\n{home / name}.gguf")
@@ -122,7 +126,7 @@ def test_packed_copies_of_files_that_are_gone_are_stale(home: Path) -> None:
     }  # fmt: skip
     made(home / "old.gguf")
     assert entries("packed")["old.safetensors"] == OTHER_CODE
-    reader = store.SafetensorsFile(folder / "here.safetensors", held=True)
+    reader = packed_store.SafetensorsFile(folder / "here.safetensors", locked=True)
     assert entries("packed")["here.safetensors"] == "held"
     cache.clear(["packed"])
     assert sorted(x.name for x in folder.iterdir()) == ["here.safetensors", "here.seen"]
@@ -141,7 +145,7 @@ def test_what_is_written_now_stays(home: Path) -> None:
 
 
 def test_graphs_of_other_versions_are_stale(home: Path, command: Command) -> None:
-    qnn = pytest.importorskip("hetero.backends.qnn.store")
+    qnn = pytest.importorskip("hetero.backends.qnn.graph_store")
     folder = home / "cache" / "hetero" / "qnn"
     for name, version in (("new", qnn.GRAPHS_VERSION), ("old", 0)):
         made(folder / name / "graph_qnn.bin")

@@ -17,7 +17,7 @@ from hetero.backends.errors import DeviceUnavailableError, UserError
 from hetero.backends.qnn import hexagon, npu_driver
 from hetero.cli.app import main
 from hetero.cli.doctor import next_step, print_findings
-from hetero.measuring import doctor
+from hetero.measuring import device_checks
 from hetero.placement.device_set import backend_name
 
 SURROUNDINGS = ["chip", "NPU driver", "FastRPC", "Hexagon skeleton", "shared memory"]
@@ -93,9 +93,9 @@ def raising(error: Exception) -> Any:
 @pytest.mark.parametrize(
     ("owner", "name", "failed"),
     [
-        (opencl, "driver_reports", doctor.DRIVERS),
-        (doctor, "_check_matmul", "ort-cpu"),
-        (doctor, "_check_together", "opencl + ort-cpu"),
+        (opencl, "driver_reports", device_checks.DRIVERS),
+        (device_checks, "_check_matmul", "ort-cpu"),
+        (device_checks, "_check_together", "opencl + ort-cpu"),
         (hexagon, "elsewhere_state", "Hexagon"),
     ],
 )
@@ -105,11 +105,11 @@ def test_what_a_check_raises_is_its_line(
     monkeypatch.setattr(snapdragon, "is_snapdragon", lambda: False)
     monkeypatch.setattr(hexagon, "expected", lambda: False)
     monkeypatch.setattr(owner, name, raising(error))
-    findings = {finding.name: finding for finding in doctor.diagnose()}
+    findings = {finding.name: finding for finding in device_checks.diagnose()}
     assert {"opencl", "ort-cpu", "Hexagon"} <= set(findings)
     assert not findings[failed].ok
     assert str(error) in findings[failed].detail
-    assert (findings[failed].remedy == doctor.REPORT) != isinstance(error, UserError)
+    assert (findings[failed].remedy == device_checks.REPORT) != isinstance(error, UserError)
     assert next_step(list(findings.values())).startswith("next: ")
 
 
@@ -117,7 +117,7 @@ def test_what_a_check_raises_is_its_line(
 def test_each_check_around_the_hexagon_stands_alone(
     snapdragon_here: Path, monkeypatch: Any, check: str
 ) -> None:
-    monkeypatch.setattr(doctor, "real_backends", lambda: ("ort-cpu",))
+    monkeypatch.setattr(device_checks, "real_backends", lambda: ("ort-cpu",))
     owner, name = {
         "chip": (hexagon, "chip_state"),
         "NPU driver": (npu_driver, "state"),
@@ -126,24 +126,24 @@ def test_each_check_around_the_hexagon_stands_alone(
         "shared memory": (hexagon, "shared_memory_state"),
     }[check]
     monkeypatch.setattr(owner, name, raising(LookupError("odd")))
-    findings = {finding.name: finding for finding in doctor.diagnose()}
+    findings = {finding.name: finding for finding in device_checks.diagnose()}
     assert list(findings) == ["ort-cpu", *SURROUNDINGS]
     assert findings[check].detail == "the check raised LookupError: odd"
 
 
 def test_devices_lists_the_others_too(monkeypatch: Any) -> None:
     monkeypatch.setattr(opencl, "driver_reports", raising(RuntimeError("boom")))
-    names = [finding.name for finding in doctor.list_devices()]
-    assert names == ["opencl", doctor.DRIVERS, "ort-cpu", "qnn"]
+    names = [finding.name for finding in device_checks.list_devices()]
+    assert names == ["opencl", device_checks.DRIVERS, "ort-cpu", "qnn"]
 
 
 def test_lines_are_printed_as_they_are_made(capsys: Any) -> None:
     """A driver that ends the process takes back no line that was printed."""
 
-    def findings() -> Iterator[doctor.Finding]:
-        yield doctor.Finding("first", "gpu", True, "well")
+    def findings() -> Iterator[device_checks.Finding]:
+        yield device_checks.Finding("first", "gpu", True, "well")
         assert "first" in capsys.readouterr().out
-        yield doctor.Finding("second", "npu", True, "well")
+        yield device_checks.Finding("second", "npu", True, "well")
 
     assert len(print_findings(findings(), False, ("PASS", "FAIL"))) == 2
 
@@ -245,10 +245,10 @@ def test_a_closed_output_is_no_fault(command: str) -> None:
 
 
 def test_the_next_step_is_the_first_remedy_that_a_model_needs() -> None:
-    well = doctor.Finding("ort-cpu", "npu", True, "here")
-    driver = doctor.Finding("opencl:x", "gpu", False, "gone", "delete it", needed=False)
-    failed = doctor.Finding("opencl", "gpu", False, "no driver", "install one")
-    bare = doctor.Finding("qnn", "npu", False, "no node")
+    well = device_checks.Finding("ort-cpu", "npu", True, "here")
+    driver = device_checks.Finding("opencl:x", "gpu", False, "gone", "delete it", needed=False)
+    failed = device_checks.Finding("opencl", "gpu", False, "no driver", "install one")
+    bare = device_checks.Finding("qnn", "npu", False, "no node")
     assert next_step([well, driver]) == 'next: hetero generate demo "Once upon a time"'
     assert next_step([well, driver, failed, bare]) == "next: opencl: install one"
     assert next_step([bare]) == "next: qnn: no node"

@@ -10,7 +10,7 @@ import pytest
 from jsonschema_rs import validator_for
 
 import hetero.cache
-from hetero.profiler.files import shipped_path
+from hetero.profiler.profile_files import shipped_path
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 

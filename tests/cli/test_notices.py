@@ -11,7 +11,7 @@ import pytest
 
 from hetero.errors import UserError
 from hetero.placement.planning import locate_profile
-from hetero.profiler import files
+from hetero.profiler import profile_files
 from hetero.terminal import notices
 from hetero.terminal.notices import DAY_S, NO_PROFILE, notify
 from tests.support.helpers import Command
@@ -74,8 +74,8 @@ def test_quiet_is_an_option(command: Command, own_folders: tuple[Path, Path]) ->
 @pytest.fixture
 def own_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Path, Path]:
     own, old = tmp_path / "data" / "host.json", tmp_path / "cache" / "host.json"
-    monkeypatch.setattr(files, "own_profile_path", lambda: own)
-    monkeypatch.setattr(files, "cached_profile_path", lambda: old)
+    monkeypatch.setattr(profile_files, "own_profile_path", lambda: own)
+    monkeypatch.setattr(profile_files, "cached_profile_path", lambda: old)
     monkeypatch.setenv("HETERO_SCALE", "off")
     return own, old
 
@@ -84,9 +84,9 @@ def test_a_profile_is_data_and_the_old_place_is_read(own_folders: tuple[Path, Pa
     own, old = own_folders
     assert NO_PROFILE in locate_profile(None)[1]
     old.parent.mkdir()
-    shutil.copy(files.shipped_path("host"), old)
-    assert (files.taken_profile_path(), locate_profile(None)[1]) == (old, "")
+    shutil.copy(profile_files.shipped_path("host"), old)
+    assert (profile_files.taken_profile_path(), locate_profile(None)[1]) == (old, "")
     own.parent.mkdir()
-    shutil.copy(files.shipped_path("host-avx2"), own)
-    assert files.taken_profile_path() == own
+    shutil.copy(profile_files.shipped_path("host-avx2"), own)
+    assert profile_files.taken_profile_path() == own
     assert locate_profile(None)[0].fingerprint == locate_profile("host-avx2")[0].fingerprint

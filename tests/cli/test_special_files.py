@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hetero.profiler.files import shipped_path
+from hetero.profiler.profile_files import shipped_path
 from hetero.solver.execution_plan import ExecutionPlan
 from tests.support.helpers import Command
 

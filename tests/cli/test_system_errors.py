@@ -160,9 +160,9 @@ class TestDemo:
 
 def test_the_shipped_profile_is_not_a_folder_here(tmp_path: Path, monkeypatch: Any) -> None:
     """Where no profile is asked for."""
-    from hetero.profiler import files
+    from hetero.profiler import profile_files
 
-    name = files.shipped_host()
+    name = profile_files.shipped_host()
     if name is None:
         pytest.skip("no profile is shipped for this processor")
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))

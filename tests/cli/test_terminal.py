@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hetero.errors import UserError, one_sentence
-from hetero.profiler.files import shipped_path
+from hetero.profiler.profile_files import shipped_path
 from hetero.terminal import answer_text, json_line, printable
 from tests.bad_inputs.case import header
 from tests.support import tiny_files

@@ -44,7 +44,7 @@ CHILD = """
 import fcntl, json, struct, sys, termios
 from hetero.cli import app, tables
 from hetero.cli import doctor, evaluate, profile
-from hetero.measuring.doctor import Finding
+from hetero.measuring.device_checks import Finding
 from hetero.measuring.benchmark import BenchProcess, BenchReport, BenchRow
 from hetero.measuring.evaluation import Evaluation
 from hetero.measuring.reproduction import Claim, Reproduction

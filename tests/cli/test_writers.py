@@ -163,13 +163,13 @@ OTHERS = {
     "hetero.backends.host.files",
     "hetero.backends.host.json_child",  # standard output, under another number
     "hetero.backends.qnn.compiler",
-    "hetero.backends.qnn.store",
+    "hetero.backends.qnn.graph_store",
     "hetero.cli.chat",  # makes the empty file of the history
     "hetero.contexts.measured",
     "hetero.models.quantized",
     "hetero.models.tokenizer",
     "hetero.profiler.journal",
-    "hetero.serving.engine",  # standard output, under another number
+    "hetero.serving.engine_process",  # standard output, under another number
 }
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from hetero import LLM
 from hetero.cli.app import main
-from hetero.compiling.graphs import CompileRequest, compile_model, prepare
+from hetero.compiling.npu_graphs import CompileRequest, compile_model, prepare
 from hetero.contexts.service import Service
 from hetero.errors import ModelError, UserError
 from hetero.models import model_spec

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from hetero import LLM
-from hetero.compiling.graphs import CompileRequest, compile_model, prepare
+from hetero.compiling.npu_graphs import CompileRequest, compile_model, prepare
 from hetero.models import open_model
 from hetero.profiler.model_graph import ModelGraph
 from hetero.solver.execution_plan import ExecutionPlan
@@ -162,7 +162,7 @@ def whole_gpu(spec: ModelGraph) -> ExecutionPlan:
 def test_a_bundle_has_the_graphs_that_any_prompt_runs(
     model: str, kind: str, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hetero.backends.qnn.store import GraphStore
+    from hetero.backends.qnn.graph_store import GraphStore
 
     weights = "w4a8" if kind == "precision" else "w4a16"
     spec = open_model(model, weights=weights).spec()

@@ -14,11 +14,11 @@ from hetero.backends.errors import DeviceError
 from hetero.backends.formats import WeightFormat
 from hetero.backends.ops import Outliers
 from hetero.compiling.calibration import calibrated
-from hetero.compiling.graphs import CompileRequest, compile_model, prepare
+from hetero.compiling.npu_graphs import CompileRequest, compile_model, prepare
 from hetero.models import model_graph, quantized
 from hetero.profiler.model_graph import ModelGraph
-from hetero.solver.groups import node_groups
 from hetero.solver.handmade import single_device
+from hetero.solver.node_groups import node_groups
 from hetero.solver.plan import FusedGroup
 from tests.models.model_helpers import small_config
 from tests.support.checkpoints import Case, make_checkpoint
@@ -26,7 +26,7 @@ from tests.support.checkpoints import Case, make_checkpoint
 pytest.importorskip("hetero.backends.qnn.opening", exc_type=ImportError)
 
 TEXT = "Once upon a time, there was a young fox named Jasmund. He lived in the village. " * 4
-MOST_OFF = 0.2  # results of 8 bits
+MAX_OFF = 0.2  # results of 8 bits
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def compare(model: Path, bundle: Path) -> None:
         found, store = logits_of(llm), llm.devices.devices["npu"].store  # type: ignore[attr-defined]
         assert llm.devices.name("npu") == "qnn"
     assert (store.counts.compiled, store.counts.rebuilt) == (0, [])
-    assert np.linalg.norm(found - expected) < MOST_OFF * np.linalg.norm(expected)
+    assert np.linalg.norm(found - expected) < MAX_OFF * np.linalg.norm(expected)
 
 
 @pytest.mark.full

@@ -19,7 +19,7 @@ from hetero.backends.reference.compute import program
 from hetero.compiling.calibration import calibrated
 from hetero.compiling.sketch import Sketch
 from hetero.compiling.static_scales import (
-    MOST_HOT,
+    MAX_HOT,
     InputStatistics,
     StaticWeights,
     Trial,
@@ -91,7 +91,7 @@ def test_channels_that_hold_the_outliers_are_found_and_leave_the_integers() -> N
     weight, x = rng.standard_normal((64, 200), dtype=np.float32), outlying(rng, 300, 200, hot)
     found = choose_scales(weight, [x[:100], x[100:]], excess=False)
     assert set(hot) <= set(found.shadowed.hot.tolist())
-    assert len(found.shadowed.hot) <= MOST_HOT * 200
+    assert len(found.shadowed.hot) <= MAX_HOT * 200
     cold = np.abs(np.delete(x, found.shadowed.hot, axis=1)).max()
     assert found.shadowed.step * 127 <= cold * 1.01
     assert found.shadowed.error < found.pruned.error / 20 <= found.widest.error / 20
@@ -112,7 +112,7 @@ def test_every_choice_is_the_least_of_all(excess: bool) -> None:
     assert found.pruned.error == (found.widest.error if excess else min(flat))
     if excess:  # nothing is cut off: only rounding is left
         assert found.shadowed.error < trial.error(found.shadowed.step) / 10
-    assert 1 <= len(found.shadowed.hot) <= max(1, MOST_HOT * k)
+    assert 1 <= len(found.shadowed.hot) <= max(1, MAX_HOT * k)
 
 
 def test_inputs_of_zeros_have_a_scale() -> None:

@@ -48,7 +48,7 @@ class FakeActive:
     def __init__(self, tolerance: float) -> None:
         self.cache = KvCache(LAYOUT, HostBuffer)
         self.gate: LayerGate | None = None
-        self.mass = None
+        self.score_stats = None
         self.tolerance = tolerance
         self.computed = 0
         self._tokens: list[int] = []

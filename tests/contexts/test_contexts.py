@@ -18,7 +18,7 @@ from hetero.backends.errors import DeviceLostError
 from hetero.errors import FallbackWarning
 from hetero.generation.loop import Generation, GenerationResult
 from hetero.models import open_model
-from hetero.runtime import memory
+from hetero.runtime import memory_estimate
 from hetero.runtime.engine import ContextFullError, Engine
 from hetero.solver.handmade import layer_level
 from tests.contexts.models import VOCABULARY, open_llm, plan_of
@@ -254,7 +254,7 @@ def test_more_contexts_than_fit_are_refused_with_the_remedy(folder: Path) -> Non
 
 
 def test_the_machines_memory_is_a_limit_too(one: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "memory_bytes", lambda: one.engine.memory.total_bytes)
+    monkeypatch.setattr(memory_estimate, "memory_bytes", lambda: one.engine.memory.total_bytes)
     with pytest.raises(UserError, match=r"2 contexts of .* this machine's memory is"):
         one.new_context()
 

@@ -42,7 +42,7 @@ def probabilities(op: Attention, queries: Any, keys: Any, positions: list[int]) 
     softcap=st.sampled_from([0.0, 2.0]),
     rows=st.integers(0, 20),
 )
-def test_the_mass_of_columns(
+def test_score_sums_of_columns(
     seed: int, heads: tuple[int, int], window: int, softcap: float, rows: int
 ) -> None:
     random = np.random.default_rng(seed)
@@ -65,15 +65,15 @@ def test_the_mass_of_columns(
 
 def test_the_papers_example() -> None:
     """Figure 6: column a gets 0.3, 0.5 and 0.1 of the three rows that see it."""
-    mass, chunk = ScoreStats(8), Chunk("", b"", 0, (7,), 8)
+    score_sums, chunk = ScoreStats(8), Chunk("", b"", 0, (7,), 8)
     for position, share in enumerate((0.3, 0.5, 0.1)):
-        mass.add(np.array([share]), [position])
-    mass.give([chunk])
+        score_sums.add(np.array([share]), [position])
+    score_sums.give([chunk])
     assert chunk.density == pytest.approx(0.3)
     assert chunk.seen == 3
-    mass.reset()
-    mass.add(np.array([0.7]), [3])
-    mass.give([chunk])
+    score_sums.reset()
+    score_sums.add(np.array([0.7]), [3])
+    score_sums.give([chunk])
     assert chunk.density == pytest.approx((0.3 + 0.5 + 0.1 + 0.7) / 4), "over all rows so far"
 
 
@@ -110,7 +110,7 @@ def test_taps_tell_what_the_devices_computed_on(
         plain = llm.generate(prompt, context=llm.new_context(), max_tokens=30)
         assert not seen
         added, other = ScoreStats(120), llm.new_context()
-        other.mass = added
+        other.score_stats = added
         assert llm.generate(prompt, context=other, max_tokens=30).tokens == plain.tokens
         able = way not in ("npu", "tensor level, rest on the npu")  # a device with the operation
         assert bool(seen) != able, "whose host call did not run"
@@ -118,14 +118,14 @@ def test_taps_tell_what_the_devices_computed_on(
         monkeypatch.setattr(attention_tap.RowScores, "kernel", lambda *_: None)
         llm.engine.deployment.lower()
         context = llm.new_context()
-        context.mass = ScoreStats(120)
+        context.score_stats = ScoreStats(120)
         tapped = llm.generate(prompt, context=context, max_tokens=30)
         assert tapped.tokens == plain.tokens
         assert seen, "sums_scores ran"
         assert np.allclose(added.sums, sums, rtol=1e-4, atol=1e-6)
-        assert np.array_equal(added.rows, context.mass.rows)
-        assert np.allclose(context.mass.sums, sums, rtol=1e-4, atol=1e-6)
-        assert [int(context.mass.rows[at]) for at in (15, 16, 69, 70, 95, 96)] == [
+        assert np.array_equal(added.rows, context.score_stats.rows)
+        assert np.allclose(context.score_stats.sums, sums, rtol=1e-4, atol=1e-6)
+        assert [int(context.score_stats.rows[at]) for at in (15, 16, 69, 70, 95, 96)] == [
             16,  # of the prompt 15, 19, … 67; of the answer 79 and 95
             15,
             2,
@@ -156,17 +156,17 @@ def test_sampled_rows_rank_chunks_as_all_rows_do(monkeypatch: pytest.MonkeyPatch
         text = text[:400]
         monkeypatch.setattr(attention_tap._TapCall, "run", spied)
         context = llm.new_context()
-        context.mass = ScoreStats(llm.max_seq_len)
+        context.score_stats = ScoreStats(llm.max_seq_len)
         llm.generate(text, context=context, max_tokens=1)
-        mass = np.zeros(400)
+        score_sums = np.zeros(400)
         for op, queries, first, keys in records:
             positions = list(range(first, first + len(queries)))
             known = keys.array[:, : positions[-1] + 1]
             part = probabilities(op, queries, known, positions).sum(axis=1).mean(axis=0)
-            mass[: len(part)] += part / 4
-        full = mass / np.arange(400, 0, -1)
+            score_sums[: len(part)] += part / 4
+        full = score_sums / np.arange(400, 0, -1)
         chunks = [Chunk("", b"", at, tuple(text[at : at + 16]), 8) for at in range(0, 400, 16)]
-        context.mass.give(chunks)
+        context.score_stats.give(chunks)
         wanted = [full[chunk.start : chunk.stop].mean() for chunk in chunks]
     from scipy.stats import spearmanr  # heavy, and tests are collected without some packages
 

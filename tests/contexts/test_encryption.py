@@ -20,8 +20,8 @@ from hetero.contexts.chunks import Chunk
 from hetero.contexts.codec import CHUNK_TOKENS, RAW, ChunkCodec
 from hetero.contexts.encryption import SealError, Vault, vault_of
 from hetero.contexts.text_log import Text, TextLog
+from hetero.serving.database import Records, StoredResponse
 from hetero.serving.errors import ApiError
-from hetero.serving.records import Records, StoredResponse
 from tests.contexts.fake_service import LAYOUT
 from tests.support import tiny_files
 

@@ -14,7 +14,12 @@ from hypothesis import strategies as st
 
 from hetero.contexts.load_plan import LoadItem, Rates, plan_load
 from hetero.contexts.measured import LONGEST_BEFORE, PROMPTS
-from hetero.contexts.prompt_times import HeldTimes, PricedTimes, PromptTimes, price_prompts
+from hetero.contexts.prompt_times import (
+    CalibratedTimes,
+    PredictedTimes,
+    PromptTimes,
+    predict_prompts,
+)
 from hetero.runtime.kv.layer_gate import LayerGate, LoadError
 from tests.contexts.models import WAYS, open_llm
 from tests.runtime.models import tiny_model
@@ -41,8 +46,8 @@ def simulated(pieces: list[LoadItem], stop: int, prompt: int, rates: Rates, befo
     read_s += sum(rates.read_chunk_s for p in had if p.disk_bytes)
     left = sum(p.tokens for p in pieces[stop:]) + prompt
     compute_s, work_s = rates.prefill_s(left, at), sum(p.work_s for p in had)
-    read_s += work_s if rates.decodes_beside else 0.0
-    compute_s += 0.0 if rates.decodes_beside else work_s
+    read_s += work_s if rates.decodes_overlapped else 0.0
+    compute_s += 0.0 if rates.decodes_overlapped else work_s
     layer_read, layer_compute = read_s / LAYERS, compute_s / LAYERS
     there = done = rates.read_latency_s if any(p.disk_bytes for p in had) else 0.0
     for _ in range(LAYERS):
@@ -77,12 +82,12 @@ def test_no_other_split_is_shorter(
         read_latency_s=latency,
         chunk_s={8: 1e-3},
         read_chunk_s=1e-4,
-        decodes_beside=beside,
+        decodes_overlapped=beside,
     )
     pieces = [
         LoadItem(16, 0, 0, missing=True)
         if kind == "nowhere"
-        else rates.piece(16, 8, n if kind == "disk" else 0)
+        else rates.load_item(16, 8, n if kind == "disk" else 0)
         for kind, n in kinds
     ]
     plan = plan_load(pieces, prompt, rates, LAYERS, before=before, recompute=recompute)
@@ -105,7 +110,8 @@ def test_a_slow_disk_is_not_read_and_a_fast_one_is() -> None:
     }
     assert rates[1e4].break_even_bytes_per_s(1000) == pytest.approx(1e6)
     stops = [
-        plan_load([rate.piece(16, 8, 16000)] * 20, 16, rate, LAYERS).stop for rate in rates.values()
+        plan_load([rate.load_item(16, 8, 16000)] * 20, 16, rate, LAYERS).stop
+        for rate in rates.values()
     ]
     assert stops[0] <= 1
     assert 5 < stops[1] < 15, "half of each at once"
@@ -125,7 +131,9 @@ def test_a_plan_takes_a_millisecond_at_most() -> None:
     assert min(times) < 1e-3, "4096 tokens"
 
 
-def held(true: Callable[[int, int], float], off: float = 0.7, longest: int = 4096) -> HeldTimes:
+def held(
+    true: Callable[[int, int], float], off: float = 0.7, longest: int = 4096
+) -> CalibratedTimes:
     """Times of a machine whose prompts a profile is wrong about, by another factor for each."""
     points = [
         (m, before, true(m, before))
@@ -133,11 +141,11 @@ def held(true: Callable[[int, int], float], off: float = 0.7, longest: int = 409
         for m in PROMPTS
         if before + m < longest
     ]
-    predicted = price_prompts(
+    predicted = predict_prompts(
         lambda m, before: off * (1 + 0.02 * np.sin(m)) * true(m, before), longest
     )
-    priced = PricedTimes([(int(m), int(before), s) for m, before, s in predicted])
-    return HeldTimes(priced, PromptTimes(points), points)
+    priced = PredictedTimes([(int(m), int(before), s) for m, before, s in predicted])
+    return CalibratedTimes(priced, PromptTimes(points), points)
 
 
 @given(
@@ -161,7 +169,7 @@ def test_a_plan_by_the_cost_model_is_as_good_as_trying_all(
 
     truth = Rates(prefill_s=true, read_bytes_per_s=disk, chunk_s={8: 1e-4})
     rates = Rates(prefill_s=held(true, off), read_bytes_per_s=disk, chunk_s={8: 1e-4})
-    pieces = [rates.piece(16, 8, 16_000)] * known
+    pieces = [rates.load_item(16, 8, 16_000)] * known
     plan = plan_load(pieces, prompt, rates, LAYERS)
     times = [simulated(pieces, stop, prompt, truth, 0) for stop in range(known + 1)]
     assert times[plan.stop] <= 1.05 * min(times)
@@ -180,7 +188,7 @@ def test_held_times_are_the_measured_ones_where_there_are_some() -> None:
     assert seconds(0, 0) == pytest.approx(seconds(1, 0))
     assert seconds(2000, 1000) == pytest.approx(true(2000, 1000), rel=0.05), "beyond all measured"
     with pytest.raises(ValueError, match="no grid"):
-        PricedTimes([(1, 0, 1.0), (2, 0, 1.0), (1, 5, 1.0)])
+        PredictedTimes([(1, 0, 1.0), (2, 0, 1.0), (1, 5, 1.0)])
 
 
 def test_times_of_prompts_between_those_measured() -> None:

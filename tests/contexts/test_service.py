@@ -316,7 +316,7 @@ def test_folders_that_cannot_be(llm: LLM, tmp_path: Path) -> None:
     ):
         opened(llm, tmp_path / "c")
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="contexts cannot be kept here"):
+    with pytest.raises(UserError, match="contexts cannot be stored here"):
         opened(llm, tmp_path / "file")
     about = tmp_path / "c" / "service.json"
     text = about.read_text()

@@ -13,7 +13,7 @@ from hetero import LLM, UserError
 from hetero.backends.formats import CacheFormat
 from hetero.backends.memory import HostBuffer
 from hetero.backends.ops import Rope, RopeScaling
-from hetero.backends.rope import tables
+from hetero.backends.rope_tables import tables
 from hetero.runtime.kv.kv_cache import CacheLayout, KvCache
 from hetero.runtime.kv.shift import forget, turned_back
 from tests.contexts.models import open_llm

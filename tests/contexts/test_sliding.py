@@ -22,7 +22,7 @@ from hetero.backends.memory import HostBuffer
 from hetero.contexts.service import Service
 from hetero.models.random_models import KNOWN_MODELS
 from hetero.models.safetensors_file import SafetensorsFile
-from hetero.models.sliding import KEPT, Sliding, stride_of
+from hetero.models.sliding import EXTRA_TOKENS, Sliding, stride_of
 from hetero.runtime.kv.kv_cache import CacheLayout, KvCache
 from hetero.runtime.sizes import cache_layout
 from tests.contexts.models import open_llm
@@ -45,7 +45,7 @@ STEPS = st.lists(
         st.tuples(st.just("prompt"), st.integers(2, 90)),
         st.tuples(st.just("decode"), st.integers(1, 12)),
         st.tuples(st.just("verify"), st.integers(0, 4)),
-        st.tuples(st.just("cut"), st.one_of(st.integers(0, KEPT), st.integers(0, LENGTH))),
+        st.tuples(st.just("cut"), st.one_of(st.integers(0, EXTRA_TOKENS), st.integers(0, LENGTH))),
         st.tuples(st.sampled_from(["fork", "disk"]), st.just(0)),
     ),
     min_size=4,
@@ -202,7 +202,7 @@ def test_calls_of_a_prompt_that_are_in_flight_together(tmp_path: Path) -> None:
 def test_rows_are_those_of_their_tokens(data: st.DataObject) -> None:
     """Without a model: tokens are appended and cut, and what a window sees is what was written."""
     window = data.draw(st.integers(1, 40))
-    sliding = Sliding(layers=frozenset({1}), window=window, rows=window + KEPT + 64 + 30)
+    sliding = Sliding(layers=frozenset({1}), window=window, rows=window + EXTRA_TOKENS + 64 + 30)
     layout = CacheLayout(layers=2, kv_heads=1, capacity=900, head_dim=4, sliding=sliding)
     cache, random = KvCache(layout, HostBuffer), np.random.default_rng()
     known, at = np.zeros((2, 2, 1, 900, 4), np.float32), 0
@@ -258,11 +258,11 @@ def test_the_memory_of_a_window_is_bounded_by_it() -> None:
     whole = cache_layout(config, 32768 + 256)
     sliding = cache_layout(config, 32768 + 256, written=1024)
     assert whole.nbytes == 32 * 2 * 8 * (32768 + 256) * 128 * 4
-    assert sliding.nbytes == 32 * 2 * 8 * (4096 + KEPT + stride_of(4096) + 1024) * 128 * 4
+    assert sliding.nbytes == 32 * 2 * 8 * (4096 + EXTRA_TOKENS + stride_of(4096) + 1024) * 128 * 4
     assert cache_layout(config, 3000, written=1024).nbytes == cache_layout(config, 3000).nbytes
     mixed = KNOWN_MODELS["gemma-2-2b"]
     shorter = cache_layout(mixed, 8192, written=512)
-    assert {shorter.rows(layer) for layer in (0, 2, 24)} == {4096 + KEPT + 512 + 512}
+    assert {shorter.rows(layer) for layer in (0, 2, 24)} == {4096 + EXTRA_TOKENS + 512 + 512}
     assert {shorter.rows(layer) for layer in (1, 3, 25)} == {8192}
 
 
@@ -271,8 +271,8 @@ def test_a_text_that_is_cut_far_back_is_computed_again(llm: LLM) -> None:
         text = ids(5, 400)
         llm.engine.prefill(context, text)
         llm.engine.decode(context, 7)
-        context.truncate(401 - KEPT)
-        assert context.cached == 401 - KEPT, "a few tokens cost nothing"
+        context.truncate(401 - EXTRA_TOKENS)
+        assert context.cached == 401 - EXTRA_TOKENS, "a few tokens cost nothing"
         context.truncate(100)
         assert (len(context), context.cached) == (100, 0)
         with pytest.raises(UserError, match="no keys and values of its 100 tokens yet; generate"):

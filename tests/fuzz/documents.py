@@ -22,10 +22,10 @@ from hetero.models.manifest import MANIFEST_FILE
 from hetero.models.quantized import save
 from hetero.placement.planning import load_either
 from hetero.profiler import journal
-from hetero.profiler.files import shipped_path
 from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.non_matmul_ops import ReferenceBlock
 from hetero.profiler.options import Event
+from hetero.profiler.profile_files import shipped_path
 from hetero.profiler.records import DeviceProfile
 from hetero.profiler.report import to_html
 from hetero.profiler.session import profile_devices
@@ -39,7 +39,7 @@ from tests.profiler.fakes import devices, options
 from tests.support import tiny_files
 
 try:
-    from hetero.backends.qnn import store
+    from hetero.backends.qnn import graph_store as store
 except ImportError:  # no Hexagon's compiler here
     store = None  # type: ignore[assignment]
 

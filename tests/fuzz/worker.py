@@ -23,9 +23,9 @@ INSTRUMENTED = [
     "hetero.solver.report",
     "hetero.placement.planning",
     "hetero.profiler.records",
-    "hetero.profiler.files",
+    "hetero.profiler.profile_files",
     "hetero.profiler.journal",
-    "hetero.backends.qnn.store",
+    "hetero.backends.qnn.graph_store",
     "json.decoder",
 ]
 with atheris.instrument_imports(include=INSTRUMENTED):

@@ -21,7 +21,7 @@ from hetero.errors import ModelError
 from hetero.models import open_model
 from hetero.models.checkpoint import CheckpointWeights
 from hetero.models.config import ModelConfig
-from hetero.models.weights import BlockWeights, ModelWeights
+from hetero.models.model_weights import BlockWeights, ModelWeights
 from tests.models.model_helpers import UNCALIBRATED, random_tensors, small_config
 
 Tensors = dict[str, npt.NDArray[Any]]
@@ -126,7 +126,7 @@ def test_pieces_pack_as_the_whole(
     monkeypatch: pytest.MonkeyPatch,
     weight_format: WeightFormat,
 ) -> None:
-    monkeypatch.setattr("hetero.models.packing.PIECE_ELEMENTS", 1)  # 16 rows at a time
+    monkeypatch.setattr("hetero.models.packing.CHUNK_ELEMENTS", 1)  # 16 rows at a time
     config = small_config()
     tensors = random_tensors(config)
     weights = CheckpointWeights(make_checkpoint(config, tensors), config, weight_format)
@@ -153,7 +153,7 @@ def test_blocks_are_kept_until_released(make_checkpoint: Callable[..., Path]) ->
     assert weights.block(0) is first
     assert weights.embed() is embed
     weights.release(0)
-    weights.release_ends()
+    weights.release_embeddings()
     assert weights.block(0) is not first
     assert weights.embed() is not embed
     check_packed(weights.block(0).o, first.o)

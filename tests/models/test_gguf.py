@@ -17,13 +17,13 @@ from safetensors.numpy import load_file, save_file
 from hetero import LLM
 from hetero.backends.formats import StorageFormat
 from hetero.backends.ops import RopeScaling
-from hetero.backends.rope import attention_factor, inverse_frequencies
+from hetero.backends.rope_tables import attention_factor, inverse_frequencies
 from hetero.models import DEMO_DIRECTORY, LoadedModel, open_model
 from hetero.models.gguf import GgufFile, GgufWeights, kinds
-from hetero.models.gguf.config import _divisors
+from hetero.models.gguf.model_config import _divisors
 from hetero.models.gguf.tensors import GgufTensor
 from hetero.models.graph import rope_of
-from hetero.models.layout import block_matrices, end_vectors
+from hetero.models.layout import block_matrices, model_vectors
 from hetero.models.packing import pack_rows
 from hetero.models.quantized import save
 from tests.models.gguf_files import convert, tensor_file, write, write_large
@@ -56,9 +56,9 @@ def check_same_weights(ours: LoadedModel, theirs: LoadedModel) -> None:
     for name in ("embed", "lm_head"):
         one, other = (getattr(x.weights, name)().dequantize() for x in (ours, theirs))
         np.testing.assert_array_equal(one, other)
-    for vector in end_vectors(ours.config, ours.weights.weight_format.storage):
+    for vector in model_vectors(ours.config, ours.weights.weight_format.storage):
         np.testing.assert_array_equal(
-            ours.weights.end_vector(vector.name), theirs.weights.end_vector(vector.name)
+            ours.weights.model_vector(vector.name), theirs.weights.model_vector(vector.name)
         )
 
 

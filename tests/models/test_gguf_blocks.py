@@ -15,7 +15,7 @@ from hetero.backends.formats import StorageFormat, WeightFormat
 from hetero.errors import ModelError
 from hetero.models import default_weights, open_model
 from hetero.models.gguf import GgufFile, GgufWeights
-from hetero.models.gguf.blocks import STORED
+from hetero.models.gguf.block_types import STORED
 from hetero.models.gguf.tensors import GgufTensor, stored_as
 from hetero.models.layout import block_matrices
 from hetero.models.packing import pack_rows

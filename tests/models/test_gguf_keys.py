@@ -12,14 +12,23 @@ import pytest
 
 from hetero.errors import ModelError
 from hetero.models import open_model
-from hetero.models.gguf import keys
-from hetero.models.gguf.config import ARCHITECTURES
+from hetero.models.gguf import metadata_rules
+from hetero.models.gguf.model_config import ARCHITECTURES
 from tests.models.gguf_files import PIECES, write_tiny
 
-KNOWN = {*keys.USED, *keys.HARMLESS, *keys.UNREAD, *keys.FIXED, *keys.FOREIGN}
+KNOWN = {
+    *metadata_rules.USED,
+    *metadata_rules.HARMLESS,
+    *metadata_rules.UNREAD,
+    *metadata_rules.FIXED,
+    *metadata_rules.FOREIGN,
+}
 KNOWN_TOKENIZER = {
-    *keys.TOKENIZER_USED, *keys.TOKENIZER_HARMLESS, *keys.TOKENIZER_FOREIGN, *keys.TOKENIZER_UNREAD
-}  # fmt: skip
+    *metadata_rules.TOKENIZER_USED,
+    *metadata_rules.TOKENIZER_HARMLESS,
+    *metadata_rules.TOKENIZER_FOREIGN,
+    *metadata_rules.TOKENIZER_UNREAD,
+}
 
 
 def names(group: type = gguf.constants.Keys) -> Iterator[str]:
@@ -41,7 +50,7 @@ def test_every_entry_of_tokenizers_has_a_rule(name: str) -> None:
     assert name.removeprefix("tokenizer.").replace(".{name}", "") in KNOWN_TOKENIZER
 
 
-@pytest.mark.parametrize("name", sorted(keys.FOREIGN))
+@pytest.mark.parametrize("name", sorted(metadata_rules.FOREIGN))
 def test_entries_of_other_architectures_are_refused(name: str, tmp_path: Path) -> None:
     path = write_tiny(tmp_path / "m.gguf", **{name: 3})
     with pytest.raises(ModelError) as caught:

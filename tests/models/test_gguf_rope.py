@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hetero.backends.rope import attention_factor, inverse_frequencies
+from hetero.backends.rope_tables import attention_factor, inverse_frequencies
 from hetero.errors import ModelError
 from hetero.models import open_model
 from hetero.models.gguf import GgufFile, read_config

@@ -12,7 +12,7 @@ import pytest
 from hetero import LLM
 from hetero.errors import ModelError
 from hetero.models import default_weights, hub, model_spec, open_model
-from hetero.models.gguf import GgufFile, read_tokenizer, store
+from hetero.models.gguf import GgufFile, packed_store, read_tokenizer
 from hetero.models.gguf.file import NO_UTF8
 from hetero.models.hub import models_here
 from hetero.models.split_files import model_name, split_names
@@ -111,23 +111,23 @@ def test_every_file_is_part_of_the_packed_copy(
     split: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(store, "SMALLEST_BYTES", 0)
-    monkeypatch.setattr(store, "AFTER_S", 0.0)
+    monkeypatch.setattr(packed_store, "SMALLEST_BYTES", 0)
+    monkeypatch.setattr(packed_store, "AFTER_S", 0.0)
 
     def answer() -> tuple[int, ...]:
         with LLM(str(split / FILES[0]), device="npu", weights="f32") as llm:
             return tuple(llm.generate([3, 4, 5], max_tokens=5, chat=False).tokens)
 
     first = answer()
-    (packed,) = store.folder().glob("*.safetensors")
-    assert store.origin_of(packed).file == split / FILES[0]
+    (packed,) = packed_store.folder().glob("*.safetensors")
+    assert packed_store.origin_of(packed).file == split / FILES[0]
     assert answer() == first
     file = split / FILES[2]  # another weight at the end of the last file
     changed = bytearray(file.read_bytes())
     changed[-4:] = np.float32(5).tobytes()
     file.write_bytes(changed)
     answer()
-    assert len(list(store.folder().glob("*.safetensors"))) == 2
+    assert len(list(packed_store.folder().glob("*.safetensors"))) == 2
 
 
 def test_a_split_model_is_listed_once(split: Path, monkeypatch: pytest.MonkeyPatch) -> None:

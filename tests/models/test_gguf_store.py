@@ -15,16 +15,16 @@ from gguf import GGMLQuantizationType as Kind
 from hetero.backends.host.files import is_in_use
 from hetero.errors import ModelError
 from hetero.models import open_model
-from hetero.models.gguf import GgufWeights, store
+from hetero.models.gguf import GgufWeights, packed_store
 from hetero.models.layout import block_matrices
-from hetero.models.weights import ModelWeights
+from hetero.models.model_weights import ModelWeights
 from tests.models.gguf_files import write_mixed
 
 
 @pytest.fixture(autouse=True)
 def stores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    monkeypatch.setattr(store, "SMALLEST_BYTES", 0)
-    monkeypatch.setattr(store, "folder", lambda: tmp_path / "stores")
+    monkeypatch.setattr(packed_store, "SMALLEST_BYTES", 0)
+    monkeypatch.setattr(packed_store, "folder", lambda: tmp_path / "stores")
     return tmp_path / "stores"
 
 
@@ -36,7 +36,7 @@ def read_all(weights: ModelWeights) -> list[np.ndarray]:
         found += [block.matrix(x.name).dequantize() for x in block_matrices(weights.config)]
         weights.release(i)
     found += [weights.embed().dequantize(), weights.lm_head().dequantize()]
-    weights.release_ends()
+    weights.release_embeddings()
     weights.close()
     return found
 
@@ -60,9 +60,9 @@ def test_the_second_opening_reads_what_the_first_packed(
     for ours, theirs in zip(read_all(again.weights), wanted, strict=True):
         np.testing.assert_array_equal(ours, theirs)
     assert isinstance(again.weights, GgufWeights)
-    assert isinstance(again.weights._store, store.StoreReader)
+    assert isinstance(again.weights._store, packed_store.StoreReader)
     (name,) = kept(stores)
-    assert store.origin_of(stores / name) == (tmp_path / "moved.gguf", True)
+    assert packed_store.origin_of(stores / name) == (tmp_path / "moved.gguf", True)
 
 
 def test_a_store_is_held_as_long_as_a_matrix_of_it_is(stores: Path, tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_another_file_has_another_store(stores: Path, tmp_path: Path) -> None:
 def test_what_samples_do_not_show_is_found_before_the_first_token(
     stores: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store, "SAMPLES", 1)
+    monkeypatch.setattr(packed_store, "SAMPLES", 1)
     path = write_mixed(tmp_path / "m.gguf", np.random.default_rng(0))
     read_all(open_model(path).weights)
     data = bytearray(path.read_bytes())
@@ -126,7 +126,7 @@ def test_a_broken_store_is_made_again(stores: Path, tmp_path: Path) -> None:
 def test_the_oldest_stores_go(
     stores: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store, "MOST_STORES", 2)
+    monkeypatch.setattr(packed_store, "MAX_STORES", 2)
     for seed in range(3):
         path = write_mixed(tmp_path / f"{seed}.gguf", np.random.default_rng(seed), (Kind.Q5_0,))
         read_all(open_model(path).weights)
@@ -136,8 +136,8 @@ def test_the_oldest_stores_go(
 def test_a_file_that_was_found_to_be_the_same_is_not_read_again_until_it_changes(
     stores: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store, "SAMPLES", 1)
-    monkeypatch.setattr(store, "SETTLED_S", -1.0)
+    monkeypatch.setattr(packed_store, "SAMPLES", 1)
+    monkeypatch.setattr(packed_store, "STABLE_S", -1.0)
     path = write_mixed(tmp_path / "m.gguf", np.random.default_rng(0))
     wanted = read_all(open_model(path).weights)
     read_all(open_model(path).weights)  # compares all bytes, and notes that they are the same
@@ -146,7 +146,7 @@ def test_a_file_that_was_found_to_be_the_same_is_not_read_again_until_it_changes
         raise AssertionError("a file that did not change was read")
 
     with monkeypatch.context() as patched:
-        patched.setattr(store, "_piece_digest", hashed)
+        patched.setattr(packed_store, "_piece_digest", hashed)
         for ours, theirs in zip(read_all(open_model(path).weights), wanted, strict=True):
             np.testing.assert_array_equal(ours, theirs)
     times = path.stat()
@@ -158,18 +158,18 @@ def test_a_file_that_was_found_to_be_the_same_is_not_read_again_until_it_changes
         read_all(open_model(path).weights)
 
 
-@pytest.mark.parametrize("held", [0, 1 << 30])
+@pytest.mark.parametrize("deferred", [0, 1 << 30])
 def test_a_store_is_whole_and_seen_whenever_it_is_written(
-    stores: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held: int
+    stores: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deferred: int
 ) -> None:
     """Beside packing, or behind all of it; its writer knows that it is the file's."""
-    monkeypatch.setattr(store, "HELD_BYTES", held)
-    monkeypatch.setattr(store, "SETTLED_S", -1.0)
+    monkeypatch.setattr(packed_store, "DEFERRED_BYTES", deferred)
+    monkeypatch.setattr(packed_store, "STABLE_S", -1.0)
     path = write_mixed(tmp_path / "m.gguf", np.random.default_rng(0))
     wanted = read_all(open_model(path).weights)
     assert [x.suffix for x in sorted(stores.iterdir())] == [".safetensors", ".seen"]
     again = open_model(path).weights
-    monkeypatch.setattr(store, "Content", None)  # nothing is compared
+    monkeypatch.setattr(packed_store, "Content", None)  # nothing is compared
     for ours, theirs in zip(read_all(again), wanted, strict=True):
         np.testing.assert_array_equal(ours, theirs)
 
@@ -188,7 +188,7 @@ def test_a_file_that_changes_while_it_is_packed_has_no_store(
 def test_a_model_that_is_given_up_leaves_nothing(stores: Path, tmp_path: Path) -> None:
     weights = open_model(write_mixed(tmp_path / "m.gguf", np.random.default_rng(0))).weights
     weights.block(0)
-    weights.release_ends()
+    weights.release_embeddings()
     weights.close()
     assert kept(stores) == []
 

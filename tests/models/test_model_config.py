@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero.backends.ops import RopeScaling
-from hetero.backends.rope import attention_factor, inverse_frequencies
+from hetero.backends.rope_tables import attention_factor, inverse_frequencies
 from hetero.errors import ModelError
 from hetero.models.architectures import ARCHITECTURES
 from hetero.models.config import ModelConfig

@@ -21,7 +21,7 @@ from hetero.backends.ops import (
     Rope,
     RopeScaling,
 )
-from hetero.backends.rope import tables
+from hetero.backends.rope_tables import tables
 from hetero.models import model_spec
 from hetero.models.graph import model_graph, slot_widths
 from hetero.models.random_models import KNOWN_MODELS, RandomWeights

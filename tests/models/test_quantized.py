@@ -168,7 +168,7 @@ def test_releasing_a_mapped_block_keeps_its_values(saved: Path) -> None:
     block = weights.block(0)
     before = block.down.dequantize()
     weights.release(0)
-    weights.release_ends()
+    weights.release_embeddings()
     np.testing.assert_array_equal(block.down.dequantize(), before)
     np.testing.assert_array_equal(weights.block(0).down.dequantize(), before)
 

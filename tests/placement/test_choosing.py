@@ -17,8 +17,8 @@ from hetero.models import model_spec
 from hetero.placement.choosing import Choice, PlacementRequest, choose, plan_on
 from hetero.placement.comparing import TENSOR_LEVEL
 from hetero.profiler.errors import ProfileError, ProfileWarning
-from hetero.profiler.files import shipped_host
 from hetero.profiler.model_graph import ModelGraph
+from hetero.profiler.profile_files import shipped_host
 from hetero.profiler.records import DeviceProfile, EveryCore
 from hetero.solver.errors import PlanError
 from hetero.solver.execution_plan import ExecutionPlan
@@ -52,10 +52,10 @@ def host() -> DeviceProfile:
 def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache without a profile; where one would lie."""
     path = tmp_path / "cache" / "host.json"
-    monkeypatch.setattr("hetero.placement.planning.files.cached_profile_path", lambda: path)
-    monkeypatch.setattr("hetero.placement.planning.files.own_profile_path", lambda: path)
+    monkeypatch.setattr("hetero.placement.planning.profile_files.cached_profile_path", lambda: path)
+    monkeypatch.setattr("hetero.placement.planning.profile_files.own_profile_path", lambda: path)
     monkeypatch.setattr(
-        "hetero.placement.planning.files.shipped_names", lambda: ("snapdragon-8-gen-3",)
+        "hetero.placement.planning.profile_files.shipped_names", lambda: ("snapdragon-8-gen-3",)
     )
     return path
 
@@ -128,7 +128,7 @@ def test_a_cached_profile_of_other_backends_is_not_used(
 def test_the_shipped_host_profile_comes_with_a_notice(
     spec: ModelGraph, chip: DeviceProfile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hetero.placement.planning.files.shipped_names", lambda: ("host",))
+    monkeypatch.setattr("hetero.placement.planning.profile_files.shipped_names", lambda: ("host",))
     monkeypatch.setattr("hetero.placement.planning.DeviceProfile.load", lambda _: named(chip))
     found = choose(spec, PlacementRequest(mode="auto"))
     assert found.notes == (
@@ -157,9 +157,9 @@ def test_the_shipped_profile_of_a_pc_like_this(
     shipped: tuple[str, ...],
     name: str | None,
 ) -> None:
-    monkeypatch.setattr("hetero.profiler.files.cpu_flags", lambda: frozenset(flags.split()))
-    monkeypatch.setattr("hetero.profiler.files.processor_levels", lambda: (LEVELS[level],))
-    monkeypatch.setattr("hetero.profiler.files.shipped_names", lambda: shipped)
+    monkeypatch.setattr("hetero.profiler.profile_files.cpu_flags", lambda: frozenset(flags.split()))
+    monkeypatch.setattr("hetero.profiler.profile_files.processor_levels", lambda: (LEVELS[level],))
+    monkeypatch.setattr("hetero.profiler.profile_files.shipped_names", lambda: shipped)
     assert shipped_host() == name
 
 
@@ -399,7 +399,7 @@ def test_a_profile_of_another_opencl_driver_is_not_used(
     monkeypatch: pytest.MonkeyPatch, here: str, fits: bool
 ) -> None:
     """Times of PoCL say nothing of a graphics card; a profile that is asked for is taken."""
-    monkeypatch.setattr("hetero.placement.planning.files.shipped_names", lambda: ("host",))
+    monkeypatch.setattr("hetero.placement.planning.profile_files.shipped_names", lambda: ("host",))
     monkeypatch.setattr("hetero.placement.choosing.driver_here", lambda _wanted: here)
     spec = model_spec("llama-3.2-1b")
     choice = choose(spec, PlacementRequest(mode="auto"))

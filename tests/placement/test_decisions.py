@@ -31,9 +31,11 @@ def spec() -> ModelGraph:
 def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """This machine's, by which the GPU alone is fastest; decisions are kept."""
     path = tmp_path / "host.json"
-    monkeypatch.setattr("hetero.placement.planning.files.own_profile_path", lambda: path)
+    monkeypatch.setattr("hetero.placement.planning.profile_files.own_profile_path", lambda: path)
     monkeypatch.setattr(decisions, "folder", lambda: tmp_path / "decisions")
-    monkeypatch.setattr(first_start.files, "cached_profile_path", lambda: tmp_path / "none" / "p")
+    monkeypatch.setattr(
+        first_start.profile_files, "cached_profile_path", lambda: tmp_path / "none" / "p"
+    )
     named(DeviceProfile.load("snapdragon-8-gen-3"), npu_scale=100.0).save(path)
     return path
 
@@ -176,7 +178,9 @@ def test_what_could_not_be_measured_is_tried_again_in_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_s: float | None
 ) -> None:
     """And what was decided without is not kept for longer."""
-    monkeypatch.setattr(first_start.files, "taken_profile_path", lambda: tmp_path / "none.json")
+    monkeypatch.setattr(
+        first_start.profile_files, "taken_profile_path", lambda: tmp_path / "none.json"
+    )
     at_s = time.time() if at_s is None else at_s
     found = FirstStart(machine=Machine.here(), profile="host", at_s=at_s, reason="no time")
     monkeypatch.setattr(FirstStart, "load", lambda _: found)
@@ -201,7 +205,7 @@ def test_plans_and_what_is_asked_for_by_name_are_not_kept(
 
 
 def test_the_oldest_go(profile: Path, spec: ModelGraph, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decisions, "MOST", 2)
+    monkeypatch.setattr(decisions, "MAX_DECISIONS", 2)
     for context in (256, 512, 1024):
         choose(spec, replace(AUTO, context=context))
     assert len(list(decisions.folder().iterdir())) == 2

@@ -23,8 +23,8 @@ from hetero.placement.comparing import PromptMix, compare
 from hetero.placement.device_set import open_devices
 from hetero.placement.first_start import FirstStart, Machine, forget_if_other, scaled_here
 from hetero.profiler.cost import CostModel
-from hetero.profiler.files import shipped_host
 from hetero.profiler.model_graph import ModelGraph
+from hetero.profiler.profile_files import shipped_host
 from hetero.profiler.records import DeviceProfile, phase_of, typical
 from hetero.profiler.scaling import reference_tasks, scaled
 from hetero.solver.planner import Planner
@@ -56,8 +56,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache without anything in it."""
     folder = tmp_path / "cache"
     path = folder / "host.json"
-    monkeypatch.setattr("hetero.profiler.files.cached_profile_path", lambda: path)
-    monkeypatch.setattr("hetero.profiler.files.own_profile_path", lambda: path)
+    monkeypatch.setattr("hetero.profiler.profile_files.cached_profile_path", lambda: path)
+    monkeypatch.setattr("hetero.profiler.profile_files.own_profile_path", lambda: path)
     monkeypatch.delenv("HETERO_SCALE", raising=False)
     return folder
 
@@ -88,7 +88,7 @@ class Machines:
 def machines(host: DeviceProfile, monkeypatch: pytest.MonkeyPatch) -> Machines:
     found = Machines(host)
     monkeypatch.setattr(first_start, "_in_process", found.measure)
-    monkeypatch.setattr("hetero.placement.planning.files.shipped_host", lambda: "host")
+    monkeypatch.setattr("hetero.placement.planning.profile_files.shipped_host", lambda: "host")
     return found
 
 
@@ -280,7 +280,7 @@ def test_nothing_is_measured_where_it_cannot_be_kept(
     host: DeviceProfile, machines: Machines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nowhere = Path("/proc/nope/host.json")
-    monkeypatch.setattr("hetero.profiler.files.cached_profile_path", lambda: nowhere)
+    monkeypatch.setattr("hetero.profiler.profile_files.cached_profile_path", lambda: nowhere)
     found, said = scaled_here(host, NOTICE)
     assert (found, machines.starts) == (host, 0)
     assert said.startswith(

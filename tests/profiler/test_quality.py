@@ -12,7 +12,7 @@ from filelock import FileLock
 import hetero
 from hetero.backends.host.clock import ManualClock
 from hetero.errors import UserError
-from hetero.measuring.profiling import LEAST_BUDGET_S, lock_path
+from hetero.measuring.profiling import MIN_BUDGET_S, lock_path
 from hetero.profiler.cost import CostModel
 from hetero.profiler.errors import ProfileError
 from hetero.profiler.pages import COLORS
@@ -77,7 +77,7 @@ def test_a_profile_that_predicts_badly_is_bad(host: DeviceProfile) -> None:
 
 @pytest.mark.parametrize(("quick", "budget_s"), [(True, 29.0), (False, 1.0), (False, 74.0)])
 def test_a_budget_too_short_is_refused_with_the_least(quick: bool, budget_s: float) -> None:
-    with pytest.raises(UserError, match=f"give at least {LEAST_BUDGET_S[quick]:.0f} s"):
+    with pytest.raises(UserError, match=f"give at least {MIN_BUDGET_S[quick]:.0f} s"):
         hetero.profile_device(quick=quick, budget_s=budget_s)
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from hetero.backends import null
-from hetero.profiler import files
+from hetero.profiler import profile_files
 from hetero.profiler.errors import ProfileError, ProfileWarning
 from hetero.profiler.records import (
     Bandwidth,
@@ -152,10 +152,10 @@ def test_a_missing_key_is_named(tmp_path: Path, key: str) -> None:
 
 
 def test_old_versions_migrate_step_by_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def from_zero(document: files.Document) -> files.Document:
+    def from_zero(document: profile_files.Document) -> profile_files.Document:
         return {**document, "schema_version": 1, "name": document["name"].upper()}
 
-    monkeypatch.setitem(files.MIGRATIONS, 0, from_zero)
+    monkeypatch.setitem(profile_files.MIGRATIONS, 0, from_zero)
     path = tmp_path / "old.json"
     path.write_text(json.dumps(small_profile().model_dump(mode="json") | {"schema_version": 0}))
     assert DeviceProfile.load(path).name == "TEST"
@@ -201,5 +201,5 @@ def test_an_unwritable_place_is_a_sentence(tmp_path: Path) -> None:
 
 
 def test_shipped_profiles_load_by_name() -> None:
-    for name in files.shipped_names():
+    for name in profile_files.shipped_names():
         assert DeviceProfile.load(name).predictors

@@ -15,7 +15,7 @@ from hetero.models import open_model, random_models
 from hetero.models.config import ModelConfig
 from hetero.models.random_models import KNOWN_MODELS
 from hetero.placement.choosing import PlacementRequest, choose
-from hetero.profiler.files import shipped_names
+from hetero.profiler.profile_files import shipped_names
 from hetero.profiler.records import DeviceProfile
 from hetero.runtime.engine import Engine
 from hetero.solver.handmade import single_device

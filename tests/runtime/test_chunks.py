@@ -16,12 +16,12 @@ from hetero.models import open_model
 from hetero.runtime.engine import Engine
 from hetero.runtime.launch_graph import LaunchSpec
 from hetero.runtime.lowering import Lowering
-from hetero.runtime.memory import gathered_slots
+from hetero.runtime.memory_estimate import gathered_slots
 from hetero.runtime.pool import ActivationPool, slot_shapes
 from hetero.runtime.program import RUN, SUBMIT
 from hetero.runtime.schedule import ordered
 from hetero.runtime.sizes import LONGEST_VERIFIED
-from hetero.runtime.slots import SlotRef, position_of
+from hetero.runtime.slot_refs import SlotRef, position_of
 from hetero.runtime.step import Step
 from tests.runtime.models import context_of, tiny_model
 from tests.runtime.plans import random_order, random_plan

@@ -12,8 +12,8 @@ import pytest
 
 from hetero.backends.protocol import KINDS
 from hetero.models import model_spec, open_model
-from hetero.placement.in_flight import with_forms
 from hetero.placement.planning import planned
+from hetero.placement.prefill_modes import with_modes
 from hetero.profiler.cost import CostModel
 from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.records import DeviceProfile
@@ -25,12 +25,12 @@ from hetero.runtime.prefill_mode import SAME, PrefillModes
 from hetero.runtime.schedule import in_order, seconds_of
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.in_flight import in_flight
-from hetero.solver.memory import Limits, ResidentRows
 from hetero.solver.placement import Placement
 from hetero.solver.plan import InFlight, OpPlan, PrefillMode, Tile
 from hetero.solver.planner import Planner
 from hetero.solver.prepared import PreparedSolver, prepare_solver
 from hetero.solver.request import PlanRequest
+from hetero.solver.weight_memory import Limits, ResidentRows
 from tests.runtime.models import context_of, emptied
 from tests.runtime.plans import random_plan
 
@@ -133,11 +133,11 @@ def test_a_plan_keeps_the_forms_that_its_prompts_take(
     solved: tuple[ModelGraph, CostModel, PreparedSolver],
 ) -> None:
     spec, cost, solver = solved
-    plan = with_forms(solver.plan, spec, cost, solver, lengths=LENGTHS)
+    plan = with_modes(solver.plan, spec, cost, solver, lengths=LENGTHS)
     forms = forms_of(spec, cost, solver, "best")
     taken = {forms.of(m).form for m in LENGTHS}
     assert {x.form for x in plan.in_flight} == taken - {"cut"}
-    short = with_forms(solver.plan, spec, cost, solver, lengths=(100,))
+    short = with_modes(solver.plan, spec, cost, solver, lengths=(100,))
     assert short.in_flight == ()
     again = ExecutionPlan.model_validate_json(plan.model_dump_json())
     assert again == plan

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("pyopencl")
 
 from hetero import LLM
-from hetero.backends.opencl.self_test.compiler import Remote, Variant
+from hetero.backends.opencl.self_test.program_compiler import Remote, Variant
 from hetero.generation.loading import ModelLoader
 from hetero.runtime.waits.trials import Trials
 from tests.support.checkpoints import CASES, make_checkpoint

@@ -16,10 +16,10 @@ from hetero.backends.ops import MatMul, Outliers
 from hetero.backends.registry import open_device
 from hetero.models import open_model
 from hetero.models.graph import model_graph
-from hetero.runtime import memory
+from hetero.runtime import memory_estimate
 from hetero.runtime.engine import Engine
 from hetero.runtime.sizes import cache_layout, pool_bytes
-from hetero.runtime.slots import SlotRef
+from hetero.runtime.slot_refs import SlotRef
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.handmade import layer_level, single_device
 from hetero.solver.placement import Placement
@@ -123,7 +123,7 @@ def test_a_plan_that_does_not_fit_is_refused_before_anything_is_allocated(
     made: list[int] = []
     original = HostBuffer.__init__
     if not options:
-        monkeypatch.setattr(memory, "memory_bytes", lambda: 1 << 19)
+        monkeypatch.setattr(memory_estimate, "memory_bytes", lambda: 1 << 19)
 
     def record(self: HostBuffer, nbytes: int) -> None:
         made.append(nbytes)
@@ -153,7 +153,7 @@ def test_lists_of_what_codes_cut_off_count_as_memory(folder: str) -> None:
         placement = Placement(single_device(graph, "gpu"), graph, able)  # type: ignore[arg-type]
         layout = cache_layout(config, 64)
         slots = {SlotRef("x"): ((4, 4), np.dtype(np.float32))}
-        found.append(memory.estimate_memory(slots, layout, placement))
+        found.append(memory_estimate.estimate_memory(slots, layout, placement))
     lists = 4 * placement.written * (1 + 2 * config.intermediate_size)
     assert found[1].pool_bytes - found[0].pool_bytes == lists
     assert found[1].largest_bytes == max(lists, found[0].largest_bytes)

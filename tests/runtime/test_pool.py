@@ -22,7 +22,7 @@ from hetero.backends.protocol import DeviceKind
 from hetero.models import open_model
 from hetero.runtime.kv.kv_cache import CacheLayout, KvCache
 from hetero.runtime.pool import FLOAT32, ActivationPool, nbytes_of
-from hetero.runtime.slots import SlotRef
+from hetero.runtime.slot_refs import SlotRef
 from hetero.runtime.step_cache import MAX_STEPS
 from hetero.solver.handmade import layer_level
 from tests.runtime.models import tiny_model

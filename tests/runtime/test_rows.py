@@ -87,7 +87,7 @@ def joins_and_leaves(engine: Engine, rng: random.Random, tolerance: float = 2e-5
 @pytest.mark.parametrize("way", WAYS)
 def test_rows_are_what_each_is_alone(folder: Path, way: str) -> None:
     with open_llm(folder, way, adapt=False) as llm:
-        assert llm.engine.most_rows == 8
+        assert llm.engine.max_rows == 8
         joins_and_leaves(llm.engine, random.Random())
         eight = filled(llm.engine, 8, random.Random(2))
         check(llm.engine, [(context, i) for i, context in enumerate(eight)])
@@ -142,16 +142,22 @@ def test_each_row_tells_what_it_attends_to(folder: Path) -> None:
         for context, length in zip(contexts, (15, 20, 31), strict=True):
             context.truncate(0)
             llm.engine.prefill(context, tokens_of(rng, length))
-            context.mass = ScoreStats(120)
+            context.score_stats = ScoreStats(120)
         twins = [context.fork() for context in contexts]
         llm.engine.decode_rows([(context, 7) for context in contexts])
         for context, twin in zip(contexts, twins, strict=True):
-            twin.mass = ScoreStats(120)
+            twin.score_stats = ScoreStats(120)
             llm.engine.decode(twin, 7)
-            assert context.mass is not None
-            assert np.array_equal(context.mass.rows, twin.mass.rows)
-            assert np.allclose(context.mass.sums, twin.mass.sums, rtol=1e-4, atol=1e-6)
-        assert [bool(c.mass and c.mass.rows.any()) for c in contexts] == [True, False, True]
+            assert context.score_stats is not None
+            assert np.array_equal(context.score_stats.rows, twin.score_stats.rows)
+            assert np.allclose(
+                context.score_stats.sums, twin.score_stats.sums, rtol=1e-4, atol=1e-6
+            )
+        assert [bool(c.score_stats and c.score_stats.rows.any()) for c in contexts] == [
+            True,
+            False,
+            True,
+        ]
 
 
 def test_work_of_a_step_is_shared_by_its_rows(folder: Path) -> None:

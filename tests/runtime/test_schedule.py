@@ -33,7 +33,7 @@ from hetero.runtime.schedule import (
     ordered,
     windows,
 )
-from hetero.runtime.slots import SlotRef
+from hetero.runtime.slot_refs import SlotRef
 from hetero.runtime.step import Step
 from tests.runtime.models import tiny_model
 from tests.runtime.plans import random_order, random_plan

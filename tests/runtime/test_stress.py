@@ -15,7 +15,7 @@ import pyopencl as cl
 from hetero import LLM, UserError
 from hetero.backends.errors import DeviceLostError
 from hetero.backends.memory import Arena
-from hetero.backends.onnx_common import packing as onnx_packing
+from hetero.backends.onnx_common import staging
 from hetero.backends.opencl.calls import OpenCLCall, OpenCLCompletion
 from hetero.backends.opencl.device import OpenCLDevice
 from hetero.backends.ort_cpu.device import OrtCpuDevice
@@ -77,7 +77,7 @@ REFUSED = (OSError(12, "Cannot allocate memory"), MemoryError())
 ASKING = {
     "the pool": (Device, "allocate", r"the \d+\.\d MiB of "),
     "packing": (Arena, "take", "the weights of layer 0"),
-    "a device's own layout": (onnx_packing, "stage", "the weights of layer 1"),
+    "a device's own layout": (staging, "stage", "the weights of layer 1"),
     "a step": (Lowering, "lower", "the prefill step of 8 tokens"),
 }
 

@@ -13,8 +13,8 @@ from hetero.backends.formats import WeightFormat
 from hetero.compiling.calibration import calibrated_together
 from hetero.errors import ModelError, UserError
 from hetero.models import open_model, quantized
+from hetero.models.model_weights import ModelWeights
 from hetero.models.packed_file import OtherStorage
-from hetero.models.weights import ModelWeights
 from hetero.profiler.records import DeviceProfile
 from hetero.runtime.engine import Engine
 from hetero.solver.errors import PlanError

@@ -115,8 +115,8 @@ def test_only_waits_much_longer_than_sleeps_are_late_are_slept_in(
 ) -> None:
     site = site_of(clock)
     site.owner.sleep.late_s = late_s
-    least_s = min(POLICY.worth * late_s, POLICY.long_s)
-    for length_s, slept in ((0.9 * least_s, False), (1.5 * least_s, True)):
+    min_s = min(POLICY.worth * late_s, POLICY.long_s)
+    for length_s, slept in ((0.9 * min_s, False), (1.5 * min_s, True)):
         for _ in range(40):
             wait(site, clock, length_s)
             site.owner.sleep.late_s = late_s

@@ -84,7 +84,7 @@ def test_a_thread_that_computes_does_not_sleep() -> None:
 
 
 def test_the_thread_says_it_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watchdog, "LOOK_S", 0.01)
+    monkeypatch.setattr(watchdog, "POLL_S", 0.01)
     monkeypatch.setattr(watchdog, "hung_call", lambda executor, now_s: "hung")
     told: list[str] = []
     found = threading.Event()

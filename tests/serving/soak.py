@@ -21,7 +21,7 @@ import httpx
 
 from tests.serving.servers import Server, serving
 
-MOST_GROWN: dict[str, float] = {"MiB": 24.0, "descriptors": 4.0}  # medians, first to last quarter
+MAX_GROWN: dict[str, float] = {"MiB": 24.0, "descriptors": 4.0}  # medians, first to last quarter
 
 
 def processes(server: Server) -> list[int]:
@@ -89,7 +89,7 @@ def main() -> None:
         took_s = time.monotonic() - start_s
     warm = found[rounds // 4 :]
     quarter = max(len(warm) // 4, 1)
-    for what, most in MOST_GROWN.items():
+    for what, most in MAX_GROWN.items():
         first, last = (
             statistics.median(x[what] for x in part) for part in (warm[:quarter], warm[-quarter:])
         )

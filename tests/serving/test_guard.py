@@ -50,7 +50,7 @@ def asked(
 
 
 def guard(**options: Any) -> Guard:
-    given: dict[str, Any] = {"longest_body": 100, "most_bytes": 150, "deadline_s": 0.2}
+    given: dict[str, Any] = {"longest_body": 100, "max_bytes": 150, "deadline_s": 0.2}
     return Guard(_inner, None, ["localhost"], **(given | options))
 
 
@@ -81,7 +81,7 @@ def test_bodies(parts: list[bytes | float], headers: dict[str, str], status: int
 
 
 def test_all_bodies_together_are_bounded_and_room_comes_back() -> None:
-    full = guard(most_bytes=3)
+    full = guard(max_bytes=3)
     headers = HERE | {"content-length": "4"}
     assert asked(full, [b"abcd"], headers)[0] == 503
     for parts in ([b"abc"], [], [b"abcd"], [b"abc"]):

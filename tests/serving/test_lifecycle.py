@@ -170,7 +170,7 @@ def test_neither_process_outlives_the_other(tmp_path: Path) -> None:
     (engine,) = [
         pid
         for pid in children(again.process.pid)
-        if b"hetero.serving.engine" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        if b"hetero.serving.engine_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
     ]
     os.kill(engine, signal.SIGKILL)
     assert again.process.wait(timeout=30) == 2
@@ -198,7 +198,7 @@ def test_an_engine_that_hangs_is_killed(tmp_path: Path, monkeypatch: pytest.Monk
 
 HUNG = """
 import os, threading, queue, time
-from hetero.serving import engine
+from hetero.serving import engine_process as engine
 engine.ORPHAN_S = 0.2
 threading.Thread(target=engine._lines, args=(0, queue.SimpleQueue()), daemon=True).start()
 time.sleep(60)

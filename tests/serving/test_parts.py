@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hetero.serving.database import Records, StoredResponse
 from hetero.serving.errors import ApiError
 from hetero.serving.fair_queue import FairQueue
 from hetero.serving.messages import (
@@ -23,7 +24,6 @@ from hetero.serving.messages import (
     decode,
     encode,
 )
-from hetero.serving.records import Records, StoredResponse
 from hetero.serving.tools import ToolUse
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero.serving import anthropic, chat, completions, responses
+from hetero.serving import anthropic, chat_completions, completions, responses
 from hetero.serving.answers import AnswerChoice, AnswerOptions, StreamWriter
 from hetero.serving.messages import Done, FromEngine, Outbox, Run, TokenEvent, decode
 from hetero.serving.tools import ToolUse
@@ -26,8 +26,8 @@ def writer_of(kind: str, *, usage: bool, tools: bool) -> StreamWriter:
     if usage:
         options["stream_options"] = {"include_usage": True}
     if kind == "chat":
-        asked = chat.ChatRequest(messages=[{}], n=2, **options)
-        return chat._Writer(STATE, asked, use, HEAD)
+        asked = chat_completions.ChatRequest(messages=[{}], n=2, **options)
+        return chat_completions._Writer(STATE, asked, use, HEAD)
     if kind == "completions":
         body = completions.CompletionRequest(n=2, **options)
         return completions._Writer(STATE, body, AnswerOptions(tokens=[1], options={}), HEAD)

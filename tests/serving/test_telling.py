@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from hetero.generation.loop import PENDING
-from hetero.serving import engine as module
-from hetero.serving.engine import ServingEngine
+from hetero.serving import engine_process
+from hetero.serving.engine_process import ServingEngine
 from hetero.serving.messages import Done, GenerateRequest, TokenEvent
 
 
@@ -57,8 +57,8 @@ def run(
             log.append("told " + " ".join(pending))
             pending.clear()
 
-    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(module, "FLUSH_INTERVAL_S", 0.003)
+    monkeypatch.setattr(engine_process.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(engine_process, "FLUSH_INTERVAL_S", 0.003)
     model = SimpleNamespace(eos_ids=())
     service: Any = SimpleNamespace(
         llm=SimpleNamespace(model=model), decode_together=decode, log=log, bound=lambda _: None

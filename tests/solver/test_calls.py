@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero.solver.calls import CALL_OVERHEAD_TOKENS, padded_size, split
+from hetero.solver.prompt_calls import CALL_OVERHEAD_TOKENS, padded_size, split
 
 SIZES = (1, 2, 4, 8, 32, 64, 128, 256, 512)
 

@@ -15,11 +15,11 @@ from hetero.profiler.records import DeviceProfile, PreparationPredictor
 from hetero.solver.build import make_plan
 from hetero.solver.errors import PlanError
 from hetero.solver.graph_sizes import Budgets, SizeProgram
-from hetero.solver.memory import graph_bytes
 from hetero.solver.options import INF
 from hetero.solver.planner import Planner
 from hetero.solver.request import PlanRequest
 from hetero.solver.solution import Scenario
+from hetero.solver.weight_memory import graph_bytes
 from tests.solver.instances import F32, planner_of, random_instance
 from tests.support.selection import examples
 

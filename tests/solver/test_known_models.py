@@ -19,13 +19,13 @@ from hetero.profiler.substitutes import SUBSTITUTES
 from hetero.solver import residency
 from hetero.solver.build import make_plan
 from hetero.solver.execution_plan import ExecutionPlan
-from hetero.solver.memory import Limits
 from hetero.solver.options import Objective
 from hetero.solver.planner import Planner, PlannerSettings
 from hetero.solver.report.drawings import block_bars
 from hetero.solver.request import PlanRequest
 from hetero.solver.solution import Scenario
 from hetero.solver.strategy_plans import strategy_plan
+from hetero.solver.weight_memory import Limits
 from tests.support.helpers import Command
 
 PROFILES = ("host", "host-amx", "host-avx2", "snapdragon-8-gen-3", "snapdragon-8-gen-3-strong-npu")

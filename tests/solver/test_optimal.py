@@ -12,12 +12,12 @@ from hetero.backends.protocol import PerGraphSize
 from hetero.solver.chooser import Chooser, Rules
 from hetero.solver.errors import PlanError
 from hetero.solver.layer_dp import solve_layers, walk
-from hetero.solver.memory import Limits, weight_memory
 from hetero.solver.options import GPU, HOST, INF, Objective, Option, PowerModel
 from hetero.solver.place import tiles_of
 from hetero.solver.plan import OpPlan
 from hetero.solver.residency import solve as solve_residency
 from hetero.solver.solution import Scenario
+from hetero.solver.weight_memory import Limits, weight_memory
 from tests.solver.instances import (
     ALIGN,
     NAMES,

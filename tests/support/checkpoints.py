@@ -208,8 +208,8 @@ def load_dequantized(model: Any, loaded: LoadedModel) -> Any:
             start += rows
         assert start == weight.n
 
-    put(loaded.weights.embed(), [names.ends["embed"]])
-    put(loaded.weights.lm_head(), [names.ends["lm_head"]])
+    put(loaded.weights.embed(), [names.model_modules["embed"]])
+    put(loaded.weights.lm_head(), [names.model_modules["lm_head"]])
     for i in range(config.num_layers):
         block = loaded.weights.block(i)
         for name, modules in names.matmuls.items():

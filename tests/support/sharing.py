@@ -18,8 +18,8 @@ import pytest
 
 from hetero.backends.opencl import platform, resources
 from hetero.backends.opencl.program_source import ProgramSource
-from hetero.backends.opencl.self_test import compiler, supervisor
-from hetero.backends.opencl.self_test.compiler import Variant
+from hetero.backends.opencl.self_test import program_compiler, supervisor
+from hetero.backends.opencl.self_test.program_compiler import Variant
 from hetero.backends.opencl.self_test.supervisor import Supervisor, WorkerJob
 
 PROGRAMS = 256  # kept at most
@@ -36,7 +36,7 @@ def shared() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(resources, "new_context", cache(resources.new_context))
-        patch.setattr(compiler, "_build", lru_cache(PROGRAMS)(compiler._build))
+        patch.setattr(program_compiler, "_build", lru_cache(PROGRAMS)(program_compiler._build))
         patch.setattr(platform, "Supervisor", child)
         yield
     for one in children.values():

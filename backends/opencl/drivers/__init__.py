@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hetero.backends.opencl.drivers.base import Driver
+from hetero.backends.opencl.drivers.driver import Driver
 from hetero.backends.opencl.drivers.intel import IntelCpu
 from hetero.backends.opencl.drivers.pocl import Pocl
 from hetero.backends.opencl.drivers.vendor import Vendor

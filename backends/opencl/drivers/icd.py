@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Final
 
 from hetero.backends.opencl.drivers import VENDOR, driver_of_library
-from hetero.backends.opencl.drivers.base import Driver
+from hetero.backends.opencl.drivers.driver import Driver
 
 VENDOR_VARIABLES: Final = ("OCL_ICD_VENDORS", "OPENCL_VENDOR_PATH")
 SYSTEM_VENDORS: Final = Path("/etc/OpenCL/vendors")

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from hetero.backends.opencl.drivers.base import Driver
+from hetero.backends.opencl.drivers.driver import Driver
 from hetero.backends.opencl.drivers.levels import Level
 
 ARCHITECTURES = {"avx512-vnni": "skx", "avx512": "skx", "avx2": "core-avx2", "x86-64": "corei7"}

@@ -27,7 +27,7 @@ from hetero.backends.opencl.drivers.levels import Level
 from hetero.backends.opencl.drivers.pocl import CACHE, WORKERS
 from hetero.backends.opencl.drivers.threads import hold, tasks
 from hetero.backends.opencl.failures import BACKEND, code_name
-from hetero.backends.opencl.self_test.store import KernelStore
+from hetero.backends.opencl.self_test.kernel_store import KernelStore
 
 BUNDLED_HOME: Final = "PYOPENCL_HOME"  # where pyopencl's loader looks for the wheel's PoCL
 VENDORS: Final = "OCL_ICD_VENDORS"

@@ -14,11 +14,11 @@ from typing import Any, Final
 
 from hetero.backends.errors import DeviceUnavailableError
 from hetero.backends.opencl.drivers import pocl_headers
-from hetero.backends.opencl.drivers.base import Driver
+from hetero.backends.opencl.drivers.driver import Driver
 from hetero.backends.opencl.drivers.levels import GENERIC, Level
 from hetero.backends.opencl.drivers.pocl_repair import applies, repair, target_triple
 from hetero.backends.opencl.kernel_files import sources_digest
-from hetero.backends.opencl.self_test.store import KernelStore
+from hetero.backends.opencl.self_test.kernel_store import KernelStore
 
 WORKERS: Final = "POCL_MAX_PTHREAD_COUNT"
 CACHE: Final = "POCL_CACHE_DIR"

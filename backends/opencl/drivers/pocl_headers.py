@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from hetero.backends.opencl.kernel_files import OURS, all_sources, sources_digest
-from hetero.backends.opencl.self_test.store import KernelStore
+from hetero.backends.opencl.self_test.kernel_store import KernelStore
 
 HEADER: Final = "opencl-c.h"
 REVISION: Final = "declarations of named functions 3"  # another one for another text
@@ -63,15 +63,15 @@ def short(text: str, words: frozenset[str]) -> str:
     Whole or on both sides of a number, which macros of kernels put there (`convert_float16`,
     `vstore_half4_rte`).
     """
-    kept = "".join(
+    header = "".join(
         f"{statement}\n" for statement in _statements(_COMMENT.sub("", text))
         if statement.startswith("#") or _is_named(statement, words)
     )  # fmt: skip
     while True:
-        fewer = _NOTHING.sub("", kept)
-        if fewer == kept:
-            return kept
-        kept = fewer
+        shorter = _NOTHING.sub("", header)
+        if shorter == header:
+            return header
+        header = shorter
 
 
 def _is_named(statement: str, words: frozenset[str]) -> bool:
@@ -83,21 +83,21 @@ def _is_named(statement: str, words: frozenset[str]) -> bool:
 
 
 def _statements(text: str) -> Iterator[str]:
-    """Yield directives and declarations, each in one piece."""
-    piece = ""
+    """Yield directives and declarations, each as one text."""
+    statement = ""
     for line in map(str.strip, text.splitlines()):
-        if line.startswith("#") and piece:  # in the middle of a declaration, or of none
-            yield piece
-            piece = ""
-        piece += line
-        if piece.startswith("#"):
-            whole = not piece.endswith("\\")
-            piece = piece if whole else piece.removesuffix("\\") + " "
+        if line.startswith("#") and statement:  # in the middle of a declaration, or of none
+            yield statement
+            statement = ""
+        statement += line
+        if statement.startswith("#"):
+            whole = not statement.endswith("\\")
+            statement = statement if whole else statement.removesuffix("\\") + " "
         else:
-            whole = piece.endswith((";", "}"))
-            piece = piece if whole or not piece else piece + " "
-        if whole and piece:
-            yield piece
-            piece = ""
-    if piece.strip():
-        yield piece
+            whole = statement.endswith((";", "}"))
+            statement = statement if whole or not statement else statement + " "
+        if whole and statement:
+            yield statement
+            statement = ""
+    if statement.strip():
+        yield statement

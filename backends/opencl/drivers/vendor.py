@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hetero.backends.opencl.drivers.base import Driver
+from hetero.backends.opencl.drivers.driver import Driver
 from hetero.backends.opencl.drivers.levels import Level
 
 FAMILIES = (("adreno", ("adreno", "qualcomm")), ("nvidia", ("nvidia", "tesla", "geforce")))

@@ -1,6 +1,6 @@
 // What sampled rows of attention give to each column (`SumScores` in ops.py), behind scores_cpu.cl:
 // all scores of ROWS rows, then their softmax, added to the columns. A work-item has a key/value
-// head, its queries and its row of `mass`. A cache has at most LONGEST tokens.
+// head, its queries and its row of `score_sums`. A cache has at most LONGEST tokens.
 
 // Work-item (g, block of KT keys). `count` is m.
 __kernel void pack_columns(const int count, ARRAY(const int, position),
@@ -18,12 +18,12 @@ __kernel void pack_columns(const int count, ARRAY(const int, position),
 
 // Work-item (g). `count` is m.
 __kernel void sum_scores(const int count, ARRAY(const float, qkv), ARRAY(const int, position),
-                          ARRAY(float, mass), __global const float *restrict packed,
+                          ARRAY(float, score_sums), __global const float *restrict packed,
                           const int capacity, const int window) {
   const int g = get_global_id(0);
   if (count == 0) return;
-  AT(qkv); AT(position); AT(mass);
-  mass += (size_t)g * capacity;
+  AT(qkv); AT(position); AT(score_sums);
+  score_sums += (size_t)g * capacity;
   packed += g * BLOCKS_OF(capacity) * KT * HEAD_DIM;
   const int start = position[0], first = EVERY - 1 - start % EVERY;
   const int rows = first < count ? ((count - 1 - first) / EVERY + 1) * GROUP : 0;
@@ -59,6 +59,6 @@ __kernel void sum_scores(const int count, ARRAY(const float, qkv), ARRAY(const i
         VSTORE(share * VLOAD(p + i) + VLOAD(left + i), left + i);
       }
     }
-    for (int i = 0; i < min(keys, late - low); i++) mass[low + i] += left[i];
+    for (int i = 0; i < min(keys, late - low); i++) score_sums[low + i] += left[i];
   }
 }

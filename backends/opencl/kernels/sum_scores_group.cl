@@ -1,5 +1,5 @@
 // What sampled rows of attention give to each column (`SumScores` in ops.py), for devices with
-// work-groups (LANES > 1): a group has a key/value head, its queries and its row of `mass`, a lane
+// work-groups (LANES > 1): a group has a key/value head, its queries and its row of `score_sums`, a lane
 // every LANES-th column. `weights` has a row of `capacity` floats for each group; `window` 0 is none.
 //
 // HEADS, KV_HEADS, HEAD_DIM, SCALE (with log2(e)), EVERY come from the record.
@@ -25,16 +25,16 @@ INLINE float lanes_max(float x, __local float *scratch) {
 // Work-group (g). `count` is m; with 0 there are no rows (no early return: PoCL 3.0 miscompiles one
 // in front of a barrier).
 __kernel void sum_scores(const int count, ARRAY(const float, qkv), ARRAY(const int, position),
-                          ARRAY(const cache_t, k_cache), ARRAY(float, mass),
+                          ARRAY(const cache_t, k_cache), ARRAY(float, score_sums),
                           __global float *restrict weights, const int capacity,
                           const int window) {
   __local float scratch[LANES];
-  AT(qkv); AT(position); AT(k_cache); AT(mass);
+  AT(qkv); AT(position); AT(k_cache); AT(score_sums);
   const int g = get_group_id(0);
   const int start = position[0], first = EVERY - 1 - start % EVERY;
   const int rows = first < count ? ((count - 1 - first) / EVERY + 1) * GROUP : 0;
   weights += (size_t)g * capacity;
-  mass += (size_t)g * capacity;
+  score_sums += (size_t)g * capacity;
   k_cache = HEAD_OF(k_cache, g, capacity);
 #ifdef CACHE_CODES
   __global const float *channels = CHANNELS_OF(k_cache, capacity);
@@ -62,6 +62,6 @@ __kernel void sum_scores(const int count, ARRAY(const float, qkv), ARRAY(const i
       sum += weights[key];
     }
     sum = lanes_sum(sum, scratch);
-    for (int key = low + LANE; key < stop; key += LANES) mass[key] += weights[key] / (HEADS * sum);
+    for (int key = low + LANE; key < stop; key += LANES) score_sums[key] += weights[key] / (HEADS * sum);
   }
 }

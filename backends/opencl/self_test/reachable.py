@@ -1,4 +1,4 @@
-"""What of the cache the drivers that are installed here would still find."""
+"""The cache entries that the drivers installed here could still load."""
 
 from __future__ import annotations
 

@@ -11,13 +11,13 @@ from typing import Final, Literal, TypeAlias
 import pydantic
 import pyopencl as cl
 
-from hetero.backends.host import limits
+from hetero.backends.host import time_limits
 from hetero.backends.host.processor import cpu_flags, cpu_name
 from hetero.backends.host.versions import installed_version
 from hetero.backends.opencl.drivers.icd import DEVICE_NODES, DriverCandidate
 from hetero.backends.opencl.drivers.levels import Level
 from hetero.backends.opencl.kernel_files import sources_digest
-from hetero.backends.opencl.self_test.store import write_whole
+from hetero.backends.opencl.self_test.kernel_store import write_whole
 
 SCHEMA_VERSION: Final = 1
 FOLDER: Final = "verdicts"
@@ -26,7 +26,7 @@ FOLDER: Final = "verdicts"
 READ_BY_DRIVERS: Final = (
     "POCL_", "OCL_ICD_", "CL_CONFIG_", "RUSTICL_", "GALLIUM_DRIVER", "MESA_LOADER_", "LIBGL_ALWAYS",
     "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ZE_AFFINITY_MASK",
-    "ONEAPI_DEVICE_SELECTOR", limits.VARIABLE,
+    "ONEAPI_DEVICE_SELECTOR", time_limits.VARIABLE,
 )  # fmt: skip
 # What a driver may miss, and find at another start.
 NODES: Final = (*(f"dev/{glob}" for glob in DEVICE_NODES), "dev/dma_heap/*", "dev/shm")
@@ -161,11 +161,11 @@ def read_result(path: Path, key: str) -> SelfTestResult | None:
 
 def write_result(path: Path, result: SelfTestResult) -> None:
     """Keep what would end the same way again. Raises `OSError`."""
-    kept = [
+    devices = [
         device.model_copy(update={"attempts": tuple(a for a in device.attempts if a.lasting)})
         for device in result.devices
     ]
-    content = result.model_copy(update={"devices": tuple(kept)}).model_dump_json(indent=1)
+    content = result.model_copy(update={"devices": tuple(devices)}).model_dump_json(indent=1)
     write_whole(path, content.encode())
 
 

@@ -22,10 +22,11 @@ from typing import Final, TypeAlias
 from filelock import FileLock, Timeout
 
 from hetero.backends.host.affinity import core_count
-from hetero.backends.host.limits import time_limit
+from hetero.backends.host.time_limits import time_limit
 from hetero.backends.opencl.drivers.icd import DriverCandidate
 from hetero.backends.opencl.drivers.levels import LEVELS, Level
 from hetero.backends.opencl.reports import CHECKING, PREPARING
+from hetero.backends.opencl.self_test.kernel_store import KernelStore, keep_newest
 from hetero.backends.opencl.self_test.results import (
     Attempt,
     DeviceResult,
@@ -38,7 +39,6 @@ from hetero.backends.opencl.self_test.results import (
     write_result,
 )
 from hetero.backends.opencl.self_test.run_folder import run_folder
-from hetero.backends.opencl.self_test.store import KernelStore, keep_newest
 from hetero.backends.opencl.self_test.supervisor import Worker, WorkerDiedError, WorkerJob, hello
 
 MAX_PARTS: Final = 4

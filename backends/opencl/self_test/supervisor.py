@@ -24,9 +24,9 @@ from typing import Any, Final
 
 from hetero.backends.errors import KernelBuildError
 from hetero.backends.host.child import child_command
-from hetero.backends.host.limits import VARIABLE, Patience, time_limit
+from hetero.backends.host.time_limits import VARIABLE, Patience, time_limit
 from hetero.backends.opencl.program_source import ProgramSource
-from hetero.backends.opencl.self_test.compiler import Variant
+from hetero.backends.opencl.self_test.program_compiler import Variant
 
 MODULE: Final = "hetero.backends.opencl.self_test.worker"
 # The longest wait for one line, in which one program or kernel is compiled (`Patience`).

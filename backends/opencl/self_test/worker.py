@@ -31,8 +31,8 @@ from hetero.backends.opencl.matmul import WEIGHT_FORMATS
 from hetero.backends.opencl.program_source import ProgramSource
 from hetero.backends.opencl.selected import Selected
 from hetero.backends.opencl.self_test.cases import WrongResultError, try_cases
-from hetero.backends.opencl.self_test.compiler import Local, Variant
-from hetero.backends.opencl.self_test.store import KernelStore
+from hetero.backends.opencl.self_test.kernel_store import KernelStore
+from hetero.backends.opencl.self_test.program_compiler import Local, Variant
 from hetero.backends.opencl.self_test.supervisor import IDLE_S, WorkerJob
 from hetero.backends.opencl.table import TABLE
 

@@ -1,4 +1,4 @@
-"""What an architecture may say about itself; the defaults are Llama's."""
+"""The differences between architectures; the defaults are Llama's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEFAULT_WINDOW = 4096
 
 
 class Decoder(Protocol):
-    """The parts of `hetero.models.config.ModelConfig` that architectures look at."""
+    """The parts of `hetero.models.config.ModelConfig` that architectures read."""
 
     @property
     def heads(self) -> int: ...
@@ -56,11 +56,11 @@ RowOrder: TypeAlias = Callable[[Decoder], npt.NDArray[np.int64]]
 
 @dataclass(frozen=True, kw_only=True)
 class TensorNames:
-    """How a checkpoint calls its tensors.
+    """The names of a checkpoint's tensors.
 
     `matmuls` are the modules whose rows, one after the other, are the rows of our fused weight;
-    `vectors` the modules of a block's norms; `ends` those outside of the blocks. `.weight` and
-    `.bias` are appended. `block` is the prefix of a block.
+    `vectors` the modules of a block's norms; `model_modules` those outside of the blocks. `.weight`
+    and `.bias` are appended. `block` is the prefix of a block.
     """
 
     block: str = "model.layers.{}."
@@ -80,7 +80,7 @@ class TensorNames:
             "k_norm": "self_attn.k_norm",
         }
     )
-    ends: Mapping[str, str] = field(
+    model_modules: Mapping[str, str] = field(
         default_factory=lambda: {
             "embed": "model.embed_tokens",
             "lm_head": "lm_head",
@@ -123,12 +123,12 @@ class Architecture:
     norm_offset: float = 0.0
 
     def key(self, name: str) -> str:
-        """Return how config.json calls a field."""
+        """Return the field's name in config.json."""
         return self.keys.get(name, name)
 
 
 def layer_kinds(source: Fields, layers: int) -> list[str] | None:
-    """`layer_types`: whether each layer attends to everything or through a window; None if absent.
+    """Return `layer_types`: full or sliding attention of each layer; None if absent.
 
     Raises `ModelError`.
     """
@@ -149,19 +149,19 @@ def layer_kinds(source: Fields, layers: int) -> list[str] | None:
 
 
 def kinds_of(windows: Sequence[int]) -> list[str]:
-    """`layer_types` of windows."""
+    """Return the `layer_types` of windows."""
     return [SLIDING if window else FULL for window in windows]
 
 
 def one_window(source: Fields, layers: int, default: int) -> tuple[int, ...]:
-    """`sliding_window` for every layer; null is none."""
+    """Return `sliding_window` for every layer; null is none."""
     given = source.raw.get("sliding_window") is not None
     absent = default if "sliding_window" not in source.raw else 0
     return (source.positive_int("sliding_window") if given else absent,) * layers
 
 
 def switched_window(source: Fields, layers: int) -> tuple[int, ...]:
-    """Qwen's windows: only with `use_sliding_window`, from layer `max_window_layers` on."""
+    """Return Qwen's windows: only with `use_sliding_window`, from layer `max_window_layers` on."""
     (window, *_) = one_window(source, layers, DEFAULT_WINDOW)
     if not source.boolean("use_sliding_window", False):
         return (0,) * layers
@@ -175,7 +175,7 @@ def switched_window(source: Fields, layers: int) -> tuple[int, ...]:
 
 
 def write_switched_window(windows: Sequence[int]) -> dict[str, Any]:
-    """The fields that `switched_window` reads."""
+    """Return the fields that `switched_window` reads."""
     window = max(windows)
     return {
         "use_sliding_window": window > 0,

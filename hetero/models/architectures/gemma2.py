@@ -1,5 +1,6 @@
-"""Gemma 2: norms around both halves of a block, capped scores and logits, every other layer looks
-through a window, and scores are scaled by `query_pre_attn_scalar`.
+"""Gemma 2: norms around both halves of a block, capped scores and logits, alternating windows.
+
+Every other layer attends through a window, and scores are scaled by `query_pre_attn_scalar`.
 """
 
 from __future__ import annotations

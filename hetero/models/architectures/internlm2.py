@@ -49,6 +49,10 @@ INTERNLM2 = Architecture(
             "down": ("feed_forward.w2",),
         },
         vectors={"input_norm": "attention_norm", "post_norm": "ffn_norm"},
-        ends={"embed": "model.tok_embeddings", "lm_head": "output", "final_norm": "model.norm"},
+        model_modules={
+            "embed": "model.tok_embeddings",
+            "lm_head": "output",
+            "final_norm": "model.norm",
+        },
     ),
 )

@@ -61,7 +61,7 @@ OPT = Architecture(
             "down": ("fc2",),
         },
         vectors={"input_norm": "self_attn_layer_norm", "post_norm": "final_layer_norm"},
-        ends={
+        model_modules={
             "embed": "model.decoder.embed_tokens",
             "lm_head": "lm_head",
             "final_norm": "model.decoder.final_layer_norm",

@@ -1,5 +1,6 @@
-"""Phi-1, Phi-1.5 and Phi-2: attention and feed-forward side by side behind one LayerNorm, biases
-everywhere, no gate, and only the first dimensions of a head are rotated.
+"""Phi-1, Phi-1.5 and Phi-2: attention and feed-forward in parallel after one LayerNorm.
+
+Biases are everywhere, there is no gate, and only the first dimensions of a head are rotated.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ PHI = Architecture(
             "down": ("mlp.fc2",),
         },
         vectors={"input_norm": "input_layernorm"},
-        ends={
+        model_modules={
             "embed": "model.embed_tokens",
             "lm_head": "lm_head",
             "final_norm": "model.final_layernorm",

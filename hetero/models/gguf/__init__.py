@@ -1,6 +1,6 @@
 """GGUF files: header, configuration, tensors, tokenizer.
 
-Imported when such a file is opened; the `gguf` library, which takes 50 ms, when it is to compute.
+Imported when such a file is opened; the `gguf` library, which takes 50 ms, only when it computes.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from hetero.backends.formats import WeightFormat
-from hetero.models.gguf.config import read_config
 from hetero.models.gguf.file import GgufFile
+from hetero.models.gguf.gguf_weights import GgufWeights
+from hetero.models.gguf.model_config import read_config
 from hetero.models.gguf.tensors import default_format
 from hetero.models.gguf.tokenizer import read_tokenizer
-from hetero.models.gguf.weights import GgufWeights
 
 __all__ = [
     "GgufFile",

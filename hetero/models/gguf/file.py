@@ -1,4 +1,4 @@
-"""A GGUF model: its metadata, and where its tensors lie in the mapped bytes of its files.
+"""A GGUF model: its metadata, and the places of its tensors in its mapped files.
 
 The header is read with every count and length checked against the bytes that are there, so a broken
 or hostile file costs no memory; the `gguf` library trusts them. Layout: `docs/gguf.md` of ggml.
@@ -51,7 +51,7 @@ class TensorInfo:
 
 
 class Shard:
-    """One file, checked and memory-mapped; `tensors` say where in it they lie."""
+    """One file, checked and memory-mapped; `tensors` are the places of its tensors."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -73,7 +73,7 @@ class Shard:
         self.bytes: npt.NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8)
 
     def forget(self, info: TensorInfo) -> None:
-        """Let the pages of a tensor leave memory."""
+        """Drop the pages of a tensor from memory."""
         low = -(-info.start // mmap.PAGESIZE) * mmap.PAGESIZE
         high = info.stop // mmap.PAGESIZE * mmap.PAGESIZE
         if low < high and hasattr(mmap, "MADV_DONTNEED"):
@@ -81,10 +81,10 @@ class Shard:
 
 
 class GgufFile:
-    """A checked and memory-mapped GGUF model, in one file or split into several (`shards`, of which
-    any may be named). Raises `ModelError` for a malformed one.
+    """A checked and memory-mapped GGUF model, in one file or several (`shards`).
 
-    `metadata` holds Python numbers, strings, lists of strings and numpy arrays of numbers.
+    Any of the shards may be named. Raises `ModelError` for a malformed model. `metadata` holds
+    Python numbers, strings, lists of strings and numpy arrays of numbers.
     """
 
     def __init__(self, path: Path) -> None:
@@ -97,8 +97,9 @@ class GgufFile:
 
     @classmethod
     def opened(cls, path: Path) -> GgufFile:
-        """Return the model; the last one is kept as long as it is the same on disk, so that one
-        header is read for its metadata, its tokenizer and its weights.
+        """Return the model. The last one is cached while its files do not change.
+
+        So one header is read for the metadata, the tokenizer and the weights.
         """
         last: GgufFile | None = _LAST.get("file")
         if last is not None and last.is_of(path) and last.is_current():
@@ -108,7 +109,7 @@ class GgufFile:
         return file
 
     def release(self) -> None:
-        """Drop it from the cache: it is unmapped when its last user is gone."""
+        """Drop it from the cache: it is unmapped when its last user drops it."""
         if _LAST.get("file") is self:
             _LAST.pop("file", None)
 
@@ -124,9 +125,7 @@ class GgufFile:
             return False
 
     def identity(self) -> str:
-        """Return what changes with any write to the files on disk: a file system's time of change
-        cannot be set.
-        """
+        """Return what changes with any write to the files on disk: a file's ctime cannot be set."""
         return " ".join(identity_of(shard.path.stat()) for shard in self.shards)
 
     def raw(self, name: str) -> npt.NDArray[np.uint8]:
@@ -135,11 +134,11 @@ class GgufFile:
         return self._homes[name].bytes[info.start : info.stop]
 
     def forget(self, name: str) -> None:
-        """Let the pages of a tensor leave memory; they are read again when touched."""
+        """Drop the pages of a tensor from memory; they are read again when touched."""
         self._homes[name].forget(self.tensors[name])
 
     def fingerprint(self) -> str:
-        """Hash of sizes, times of change and headers; no weight is read."""
+        """Return a hash of sizes, mtimes and headers; no weight is read."""
         digest = hashlib.sha256()
         for shard in self.shards:
             changed = shard.path.stat().st_mtime_ns
@@ -203,8 +202,9 @@ def _check_shards(shards: list[Shard]) -> None:
 
 
 def _decoded(data: bytes) -> str:
-    """Return UTF-8 text; a byte that is none, X, becomes U+FFFD<X>: other bytes stay other names,
-    and a tokenizer can make U+FFFD of it (`NO_UTF8`).
+    """Return UTF-8 text; an invalid byte X becomes U+FFFD<X>.
+
+    So different bytes stay different names, and a tokenizer can make U+FFFD of it (`NO_UTF8`).
     """
     try:
         return data.decode("utf-8")
@@ -214,13 +214,13 @@ def _decoded(data: bytes) -> str:
 
 
 class _Reader:
-    """Reads the header from start to end; `at` never passes `size`."""
+    """A reader of the header from start to end; `at` never passes `size`."""
 
     def __init__(self, path: Path, data: mmap.mmap, size: int) -> None:
         self.path, self.data, self.size, self.at = path, data, size, 0
 
     def read(self) -> tuple[dict[str, Any], dict[str, TensorInfo], int]:
-        """Metadata, tensors, and the length of the header in bytes."""
+        """Return metadata, tensors, and the length of the header in bytes."""
         if self.take(4) != MAGIC:
             raise self.error("does not begin with GGUF")
         version = self.integer("<I")
@@ -248,7 +248,7 @@ class _Reader:
         return metadata, self.placed(infos, self.alignment(metadata)), header
 
     def infos(self, count: int) -> dict[str, tuple[Kind, tuple[int, ...], int]]:
-        """Type, shape and offset of every tensor."""
+        """Return type, shape and offset of every tensor."""
         infos: dict[str, tuple[Kind, tuple[int, ...], int]] = {}
         for _ in range(count):
             name = self.text("a tensor name", MAX_NAME_BYTES)
@@ -269,7 +269,7 @@ class _Reader:
         infos: dict[str, tuple[Kind, tuple[int, ...], int]],
         alignment: int,
     ) -> dict[str, TensorInfo]:
-        """Tensors with their bytes in the file, which must be there and must not overlap."""
+        """Return the tensors with their bytes in the file, which must exist and not overlap."""
         base = -(-self.at // alignment) * alignment
         placed: dict[str, TensorInfo] = {}
         for name, (kind, shape, offset) in infos.items():
@@ -288,7 +288,7 @@ class _Reader:
         return placed
 
     def tensor_bytes(self, name: str, kind: Kind, shape: tuple[int, ...]) -> int:
-        """Return bytes of a tensor, whose rows are whole blocks."""
+        """Return the bytes of a tensor, whose rows are whole blocks."""
         block, nbytes = SIZES[kind]
         elements = 1
         for length in shape:
@@ -301,7 +301,7 @@ class _Reader:
         return int(elements // block * nbytes)
 
     def alignment(self, metadata: dict[str, Any]) -> int:
-        """Alignment of the tensors, bytes."""
+        """Return the alignment of the tensors in bytes."""
         value = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
         if not isinstance(value, int) or not 1 <= value <= 1 << 20 or value & (value - 1):
             raise self.error(f"general.alignment must be a power of two, got {value!r}")
@@ -336,7 +336,7 @@ class _Reader:
         return [self.value(name, kind, depth) for _ in range(count)]
 
     def strings(self, name: str, count: int) -> list[str]:
-        """Strings one after the other; a vocabulary has hundreds of thousands."""
+        """Return consecutive strings; a vocabulary has hundreds of thousands."""
         self.check_count(name, count, 8)
         unpack, data, size, at = struct.Struct("<Q").unpack_from, self.data, self.size, self.at
         texts: list[str] = []
@@ -354,8 +354,9 @@ class _Reader:
         return texts
 
     def text(self, name: str, limit: int | None = None) -> str:
-        """Return a string; its length is checked before it is read. Names, which have a `limit`,
-        are UTF-8.
+        """Return a string; its length is checked before it is read.
+
+        Names, which have a `limit`, are UTF-8.
         """
         length = self.integer("<Q")
         if length > self.size - self.at or (limit is not None and length > limit):
@@ -381,10 +382,10 @@ class _Reader:
         return data
 
     def check_count(self, what: str, count: int, smallest: int) -> None:
-        """Refuse more elements than the rest of the file can hold."""
+        """Raise `ModelError` for more elements than the rest of the file can hold."""
         if count > (self.size - self.at) // smallest:
             raise self.error(f"names {count} {what}, more than its {self.size} bytes can hold")
 
     def error(self, what: str) -> ModelError:
-        """`path: what; remedy`."""
+        """Return the error `path: what; remedy`."""
         return ModelError(f"{self.path}: GGUF file {what}; {_AGAIN}")

@@ -1,7 +1,7 @@
 """The types of tensors in GGUF files and how long their blocks are.
 
-As the `gguf` library has them, which takes 50 ms to import; a test compares. The library itself is
-imported for what it computes.
+They are a copy of the `gguf` library's, which takes 50 ms to import; a test compares them. The
+library itself is imported only to compute.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Final
 
 
 class Kind(IntEnum):
-    """`ggml_type`."""
+    """The type of a tensor (`ggml_type`)."""
 
     F32 = 0
     F16 = 1

@@ -50,7 +50,7 @@ def rope_scaling(file: GgufFile, architecture: str) -> dict[str, Any] | None:
 
 
 def _yarn(file: GgufFile, prefix: str, factor: float, attention: float) -> dict[str, Any]:
-    """Return YaRN's scaling; llama.cpp multiplies the attention factor of the paper."""
+    """Return YaRN's scaling; llama.cpp multiplies the paper's attention factor by it."""
     scaling: dict[str, Any] = {"rope_type": "yarn", "factor": factor}
     original = file.metadata.get(f"{prefix}.scaling.original_context_length")
     if original is not None:
@@ -87,7 +87,7 @@ def _longrope(
 
 
 def _factors(file: GgufFile, tensor: str) -> list[float]:
-    """Return the numbers of a tensor, none where it is not there."""
+    """Return the numbers of a tensor, none where it is missing."""
     info = file.tensors.get(tensor)
     if info is None:
         return []
@@ -101,7 +101,7 @@ def _factors(file: GgufFile, tensor: str) -> list[float]:
 
 
 def _number(file: GgufFile, *names: str, zero: bool = True) -> float:
-    """Return the first of these entries that is there, else 1; with `zero` also for 0."""
+    """Return the first of these entries that is present, else 1; with `zero` also for 0."""
     for name in names:
         value = file.metadata.get(name)
         if value is not None:

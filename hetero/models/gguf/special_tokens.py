@@ -29,8 +29,9 @@ _SHOWN: Final = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")
 
 
 def vocabulary(metadata: Mapping[str, Any]) -> list[str]:
-    """Return the texts of the tokens, empty where the file has none; a token without a text is
-    named as in llama.cpp.
+    """Return the texts of the tokens, empty where the file has none.
+
+    A token without a text is named as in llama.cpp.
     """
     tokens = metadata.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, list) or not set(map(type, tokens)) <= {str}:
@@ -63,7 +64,7 @@ def end_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def token_types(metadata: Mapping[str, Any]) -> list[int]:
-    """Return the type of every token, the file's but where its name says that it is another."""
+    """Return the type of every token: the file's, unless its name implies another."""
     ids = _ids(vocabulary(metadata))
     types = _given_types(metadata)
     for id_ in (named_ends(ids, ()) | fim_tokens(ids, _unnamed(metadata))).values():
@@ -76,7 +77,7 @@ def token_types(metadata: Mapping[str, Any]) -> list[int]:
 
 
 def _ends(metadata: Mapping[str, Any]) -> tuple[tuple[int, ...], set[str]]:
-    """Return the ids that end a generation, and the names that do not, given them."""
+    """Return the ids that end a generation, and the names that then do not."""
     tokens = vocabulary(metadata)
     given = [id_ for name in _ENDS if (id_ := special_id(metadata, name)) is not None]
     if not tokens:

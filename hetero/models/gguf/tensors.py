@@ -1,9 +1,9 @@
 """Rows of GGUF tensors: as floats for any type, as codes where the type is one that we store.
 
 In the formats of files (`gguf-a16`, `gguf-a8`) every type but Q2_K keeps its numbers
-(`hetero.models.gguf.blocks`). In the others Q4_0 and Q8_0 are exactly `w4` and `w8`; the rest is
-dequantised by the `gguf` library and quantised again; how much that costs is measured on the way
-(`Loss`).
+(`hetero.models.gguf.block_types`). In the others Q4_0 and Q8_0 are exactly `w4` and `w8`; every
+other type is dequantised by the `gguf` library and quantised again, and the loss is measured on
+the way (`Loss`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy.typing as npt
 from hetero.backends.blocks import BlockParts, words_of_halves
 from hetero.backends.formats import GROUP_SIZE, StorageFormat, WeightFormat
 from hetero.errors import ModelError
-from hetero.models.gguf import blocks
+from hetero.models.gguf import block_types
 from hetero.models.gguf.file import GgufFile, TensorInfo
 from hetero.models.gguf.kinds import Kind
 
@@ -30,22 +30,24 @@ FLOATS: Final[dict[Kind, np.dtype[Any]]] = {
     Kind.BF16: np.dtype(ml_dtypes.bfloat16),
 }
 # What the library dequantises and people use; the others would be a guess.
-QUANTISED: Final = (*blocks.STORED, Kind.Q2_K)
+QUANTISED: Final = (*block_types.STORED, Kind.Q2_K)
 
 
 def stored_as(kind: Kind) -> StorageFormat:
-    """Return the storage of a tensor in the formats of files; Q2_K is quantised again, to
-    8 bits.
+    """Return the storage of a tensor in the formats of files.
+
+    Q2_K is quantised again, to 8 bits.
     """
     if kind in FLOATS:
         half = kind is Kind.F16
         return StorageFormat.F16 if half else StorageFormat.F32
-    return blocks.STORED.get(kind, StorageFormat.Q8)
+    return block_types.STORED.get(kind, StorageFormat.Q8)
 
 
 def default_format(file: GgufFile) -> WeightFormat:
-    """Return the format that keeps a file's numbers: that of its one type of matrices, where it has
-    one of ours; w4a16 of floats.
+    """Return the format that keeps a file's numbers.
+
+    It is that of the file's one type of matrices, if we have it; w4a16 of floats.
     """
     kinds = {info.kind for info in file.tensors.values() if len(info.shape) > 1}
     if kinds == {Kind.Q8_0}:
@@ -73,7 +75,7 @@ class Loss:
             self._sums[kind] = (before[0] + difference, before[1] + total)
 
     def by_kind(self) -> dict[str, float]:
-        """Error of every type seen so far."""
+        """Return the error of every type seen so far."""
         return {
             kind: (wrong / total) ** 0.5 if total else 0.0
             for kind, (wrong, total) in sorted(self._sums.items())
@@ -93,7 +95,7 @@ def check_kind(where: str, name: str, info: TensorInfo) -> None:
 class GgufTensor:
     """A [rows, k] tensor as a source of `hetero.models.packing.pack_rows`.
 
-    `order` says which of its rows come first, where they lie in another order.
+    `order` lists its rows in the order of the packed weight, if the file has another.
     """
 
     def __init__(
@@ -126,27 +128,27 @@ class GgufTensor:
     def codes(
         self, start: int, stop: int, storage: StorageFormat
     ) -> tuple[npt.NDArray[Any], npt.NDArray[np.float16]] | BlockParts | None:
-        """Codes [rows, k / 32, 32], or of 4 bits their words, and scales [rows, k / 32], or the
-        parts of blocks; None where floats must do.
+        """Return codes and scales of rows, or None where only floats are possible.
 
-        Raises `ModelError` for a scale that is not finite.
+        Codes are [rows, k / 32, 32], or the words of 4 bits, with scales [rows, k / 32], or the
+        parts of blocks. Raises `ModelError` for a scale that is not finite.
         """
-        if blocks.STORED.get(self.kind) is not storage:
+        if block_types.STORED.get(self.kind) is not storage:
             return None
         rows = self._chosen(start, stop)
         if storage.scales == "block":
-            parts = blocks.block_parts(self.kind, rows)
+            parts = block_types.block_parts(self.kind, rows)
             self._check_scales(parts.d if parts.e is None else np.stack([parts.d, parts.e]))
             return parts
         raw = rows.reshape(stop - start, self.shape[1] // GROUP_SIZE, -1)
-        scales = blocks.half(raw, 0)
+        scales = block_types.half(raw, 0)
         self._check_scales(scales)
         if self.kind is Kind.Q4_0:
             return words_of_halves(raw, 2, 18, 16), scales
         values = np.ascontiguousarray(raw[..., 2:])
         if self.kind is Kind.Q8_0:
             return values.view(np.int8), scales
-        return blocks.IQ4_NL_VALUES[blocks.nibbles(values)], scales
+        return block_types.IQ4_NL_VALUES[block_types.nibbles(values)], scales
 
     def _check_scales(self, scales: npt.NDArray[np.float16]) -> None:
         if (scales.view(np.uint16) & 0x7C00 == 0x7C00).any():  # the exponent of what is not finite
@@ -156,7 +158,7 @@ class GgufTensor:
 
     @property
     def watch(self) -> Callable[[npt.NDArray[np.float32], npt.NDArray[np.float32]], None] | None:
-        """Takes values and what is stored for them, where the file's own rounding is rounded."""
+        """Return the observer that adds rounding errors to the loss, if there are any."""
         loss = self._loss
         if loss is None or self.kind in FLOATS:
             return None

@@ -1,4 +1,4 @@
-"""The tokenizer that a GGUF file carries, as a `tokenizers` pipeline.
+"""The tokenizer of a GGUF file, as a `tokenizers` pipeline.
 
 `llama` is SentencePiece's BPE with scores (a pair is merged if its token is in the vocabulary, best
 score first) and bytes for what is unknown; `gpt2` is BPE over bytes with a list of merges and a
@@ -161,7 +161,7 @@ def _bytes(file: GgufFile, tokens: Sequence[str]) -> tokenizers.Tokenizer:
 
 
 def _merges(file: GgufFile) -> list[tuple[str, str]]:
-    """Pairs of tokens, "left right" in the file."""
+    """Return pairs of tokens, "left right" in the file."""
     lines = file.metadata.get("tokenizer.ggml.merges")
     if not isinstance(lines, list):
         raise _error(file, "carries no merges (tokenizer.ggml.merges)")
@@ -217,13 +217,13 @@ def _add_special(file: GgufFile, backend: tokenizers.Tokenizer, tokens: Sequence
     special = [tokens[i] for i in np.flatnonzero(np.isin(kinds, (UNKNOWN, CONTROL))).tolist()]
     defined = [tokens[i] for i in np.flatnonzero(np.equal(kinds, USER_DEFINED)).tolist()]
     check_tokens([*special, *defined], tokens, f"{file.path}: GGUF file")
-    strips = _strips_behind(file.metadata)
+    strips = _strips_after(file.metadata)
     backend.add_special_tokens([_added(x, strips) for x in special])
     backend.add_tokens([_added(x, strips) for x in defined])
 
 
-def _strips_behind(metadata: Mapping[str, Any]) -> bool:
-    """Return whether special tokens take the white space behind them, as Phi-3's do.
+def _strips_after(metadata: Mapping[str, Any]) -> bool:
+    """Return whether special tokens strip the white space after them, as Phi-3's do.
 
     No metadata says it: llama.cpp goes by the model's name.
     """
@@ -264,7 +264,7 @@ def _templates(metadata: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _text(metadata: Mapping[str, Any], name: str) -> str:
-    """Return an entry that is a text as it is, another one as a text that no tokenizer has."""
+    """Return a text entry unchanged, and any other as a text that no tokenizer has."""
     value = metadata.get(name, "")
     return value if isinstance(value, str) else repr(value)
 

@@ -1,4 +1,4 @@
-"""Information density: how much attention a chunk's tokens get (LLMS, equation 1).
+"""Information density: the attention that a chunk's tokens get (LLMS, equation 1).
 
     D = mean over the chunk's columns, layers and heads of
         the mean over rows (tokens that may see the column) of A[row, column]
@@ -28,8 +28,9 @@ _PRODUCT: Final = 200_000  # whose probabilities are in memory together
 
 
 def sampled(first: int, count: int, every: int) -> list[int]:
-    """Return which of `count` tokens, the first of them at position `first`, are sampled rows:
-    those before a multiple of `every`, so that a chunk's last is one of them.
+    """Return which of `count` tokens from position `first` on are sampled rows.
+
+    They are those before a multiple of `every`, so that a chunk's last is one of them.
     """
     return list(range(-(first + 1) % every, count, every))
 
@@ -82,7 +83,7 @@ class Span(Protocol):
 
 
 class ScoreStats:
-    """What sampled rows of one call gave to the columns of a context. Control thread.
+    """Attention that sampled rows of one call gave to a context's columns. Control thread.
 
     `sums` are means over layers and heads, summed over rows; `rows` how many saw each column.
     """

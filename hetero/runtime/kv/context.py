@@ -40,8 +40,10 @@ class Home(Protocol):
 
 
 class Hold:
-    """The use of a context by one call or stream. It ends when `active` is set to false, or when
-    nothing refers to it any more: an interruption never leaves a context in use.
+    """The use of a context by one call or stream.
+
+    It ends when `active` is set to false, or when nothing refers to it any more: an interruption
+    never leaves a context in use.
 
     `thread` is the one that the call or stream runs in.
     """
@@ -53,8 +55,9 @@ class Hold:
 
 
 class Context(Closing):
-    """Tokens, and the model's keys and values of them. Made by `LLM.new_context` or `load_context`,
-    or by `fork`.
+    """Tokens, and the model's keys and values of them.
+
+    Made by `LLM.new_context` or `load_context`, or by `fork`.
 
     `tokens` is the text; the first `cached` of them have keys and values: all but what was chosen
     last, which the next call computes first. One call or stream uses a context at a time; another
@@ -67,7 +70,7 @@ class Context(Closing):
     def __init__(self, home: Home, cache: KvCache, *, waits: bool = False) -> None:
         self.work = Work()
         self.gate: LayerGate | None = None  # layers that another thread is still filling
-        self.mass: ScoreStats | None = None  # adds up who attends to what, if asked for
+        self.score_stats: ScoreStats | None = None  # adds up who attends to what, if asked for
         self._home = home
         self._cache: KvCache | None = cache
         self._tokens: list[int] = []
@@ -107,7 +110,7 @@ class Context(Closing):
         return self._alone(self.copy)
 
     def truncate(self, tokens: int) -> None:
-        """Forget all but the first tokens. Raises `UserError` if there are fewer."""
+        """Drop all but the first tokens. Raises `UserError` if there are fewer."""
 
         def cut() -> None:
             if not 0 <= tokens <= len(self):
@@ -120,10 +123,11 @@ class Context(Closing):
         self._alone(cut)
 
     def shift(self, keep: int, drop: int) -> None:
-        """Forget tokens [keep, keep + drop); later ones move up without being computed again. An
-        approximation: they were computed from the tokens that went (`hetero.runtime.kv.shift`).
+        """Drop tokens [keep, keep + drop); later ones move up without being computed again.
 
-        Raises `UserError` for tokens that it does not hold, or a model with learned positions.
+        It is an approximation: they were computed from the dropped tokens
+        (`hetero.runtime.kv.shift`). Raises `UserError` for tokens that it does not hold, or a model
+        with learned positions.
         """
 
         def shifted() -> None:
@@ -150,8 +154,7 @@ class Context(Closing):
         self._alone(saved)
 
     def load(self, path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-        """Load what `save` wrote, on any plan and any device of the same model; return its
-        messages.
+        """Load what `save` wrote, on any plan and device of the same model; return its messages.
 
         Raises `ModelError`, and changes nothing, if the file is broken or of another model.
         """
@@ -211,8 +214,9 @@ class Context(Closing):
         return hold if taken else None
 
     def hold(self) -> Hold:
-        """Reserve it until `active` of what this returns is false. Raises `UserError` if it is
-        closed or in use.
+        """Reserve it until `active` of what this returns is false.
+
+        Raises `UserError` if it is closed or in use.
         """
         hold = Hold()
         try:
@@ -285,8 +289,9 @@ class Context(Closing):
         self._cached = cached
 
     def slide(self) -> None:
-        """Move the rows of windows so that a step may begin. Where that is interrupted all tokens
-        are computed again.
+        """Move the rows of windows so that a step may begin.
+
+        Where that is interrupted all tokens are computed again.
         """
         cache, cached = self.cache, self._cached
         self._cached = 0
@@ -300,17 +305,13 @@ class Context(Closing):
         self._cached = stop
 
     def note(self, text: Sequence[int]) -> None:
-        """The whole text is this, some of which no step has computed yet. What was cached of
-        another one (guesses, for one) is forgotten.
-        """
+        """Set the whole text, not all of it computed yet; drop what was cached of another text."""
         if self._tokens[: self._cached] != text[: self._cached]:
             self.rewind(self.shared(text))
         self._tokens[self._cached :] = text[self._cached :]
 
     def adopt(self, tokens: Sequence[int]) -> None:
-        """It holds these tokens and nothing else: their keys and values are in the cache, or will
-        be when `gate` lets a step have them.
-        """
+        """Set the tokens, whose keys and values are in the cache, or will be when `gate` opens."""
         self._tokens, self._cached, self.gate = list(tokens), len(tokens), None
 
     def shared(self, tokens: Sequence[int]) -> int:
@@ -320,8 +321,9 @@ class Context(Closing):
         return min(self._cached, len(tokens)) if differing is None else differing
 
     def move(self, cache: KvCache) -> list[int]:
-        """Continue in another cache: the devices have changed. Return the tokens to compute again,
-        because only a device that failed has seen their rows.
+        """Continue in another cache: the devices have changed.
+
+        Returns the tokens to compute again, because only a device that failed has seen their rows.
         """
         lost: list[int] = []
         if self._cache is not None:
@@ -336,7 +338,7 @@ class Context(Closing):
         return lost
 
     def forked(self) -> None:
-        """In a forked child: what another thread's call was at work on never becomes free."""
+        """Mark the context in a forked child: another thread's call on it never ends there."""
         user = self.user
         self._choosing = threading.RLock()
         self._lost = user is not None and user.thread != threading.get_ident()

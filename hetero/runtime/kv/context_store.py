@@ -1,4 +1,4 @@
-"""The contexts of one loaded model: who is open, and how many fit the memory."""
+"""The contexts of one loaded model: which are open, and how many fit the memory."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ Admit: TypeAlias = Callable[[int], None]
 
 
 class ContextStore:
-    """Opens contexts and knows those that are open; it keeps none of them alive.
+    """Opens contexts and knows the open ones; it keeps none of them alive.
 
-    The engine says what a cache is, where its memory comes from and, by its method `admit(count)`,
-    which raises `UserError`, whether so many contexts fit (`provide`). Any thread may open one. A
-    context that outlives its model does not keep its weights.
+    The engine defines caches, their memory and, by its method `admit(count)`, which raises
+    `UserError`, whether that many contexts fit (`provide`). Any thread may open one. A context that
+    outlives its model does not keep its weights.
     """
 
     def __init__(
@@ -45,8 +45,10 @@ class ContextStore:
         admit: Admit,
         gpu: SupportsHandovers | None = None,
     ) -> list[tuple[Context, list[int]]]:
-        """Caches are like this from here on; contexts that are open move into such ones. `gpu` as
-        in `KvCache`. Return what `Context.move` does, of the contexts that lost some.
+        """Set what caches are like from now on; open contexts move into new ones.
+
+        `gpu` is as in `KvCache`. Returns what `Context.move` does, of the contexts that lost some
+        tokens.
         """
         self._layout, self._allocate, self._gpu = layout, allocate, gpu
         self._admit = weakref.WeakMethod(admit)
@@ -54,9 +56,7 @@ class ContextStore:
         return [(context, lost) for context, lost in moved if lost]
 
     def scale_by(self, channels: Array) -> None:
-        """Contexts whose keys are codes have these scales of channels, those that hold nothing from
-        here on.
-        """
+        """Set the scales of channels of coded keys, for contexts that are empty from now on."""
         self._channels = channels
         for context in self.open_contexts():
             if not context.cached:

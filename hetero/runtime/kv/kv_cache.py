@@ -37,8 +37,10 @@ Array: TypeAlias = npt.NDArray[Any]
 
 @dataclass(frozen=True, kw_only=True)
 class CacheLayout:
-    """The shape of every cache of a model. `capacity` is in tokens, padding of calls included;
-    layers that `sliding` names have room for its `rows`.
+    """The shape of every cache of a model.
+
+    `capacity` is in tokens, padding of calls included; layers that `sliding` names have room for
+    its `rows`.
     """
 
     layers: int
@@ -137,8 +139,9 @@ class KvCache:
         return sum(tensor.buffer.nbytes for tensor in self._slots.values())
 
     def layer(self, index: int) -> tuple[Array, Array]:
-        """Return the keys and values of a layer as stored: views. Raises `DeviceError` where the
-        host does not see them and cannot be shown.
+        """Return views of the keys and values of a layer as stored.
+
+        Raises `DeviceError` where the host does not see them and cannot be shown.
         """
         if self._sync is not None:
             self._sync.share("host", index)
@@ -153,7 +156,7 @@ class KvCache:
         return keys, values
 
     def resident(self, index: int) -> tuple[int, int]:
-        """Of a layer the first token that is there, and the one that has the first row."""
+        """Return a layer's first token that is present, and the one of its first row."""
         return (self.low, self.base) if self.layout.windowed(index) else (0, 0)
 
     # --- where memory is not coherent ---------------------------------------------------------
@@ -197,25 +200,26 @@ class KvCache:
     def slide(self, position: int) -> None:
         """Move rows so that a call may begin at `position`, which it `reaches`."""
         base = self.layout.base(position)
-        kept = min(max(self.low, base), position)
-        if base != self.base and kept < position:
+        low = min(max(self.low, base), position)
+        if base != self.base and low < position:
             for index in self._windowed():
                 for rows in self.rows(index):
-                    rows.copy(kept - base, rows, kept - self.base, position - self.base)
+                    rows.copy(low - base, rows, low - self.base, position - self.base)
                 if self._sync is not None:
-                    self._sync.wrote("host", index, kept - base, position - base)
-        if (base, kept) != (self.base, self.low):
-            self._hold(base, kept)
+                    self._sync.wrote("host", index, low - base, position - base)
+        if (base, low) != (self.base, self.low):
+            self._hold(base, low)
 
     def begin(self, low: int, position: int) -> None:
-        """Rows are about to be written of tokens [low, position), as many as have room; none is
-        there yet.
+        """Prepare to write rows of tokens [low, position), as many as have room.
+
+        None of them is there yet.
         """
         base = self.layout.base(position)
         self._hold(base, min(max(low, base), position))
 
     def _hold(self, base: int, low: int) -> None:
-        """Rows of no token are zeros: no query sees them, and they are multiplied by zero."""
+        """Zero the rows of no token: no query sees them, and they are multiplied by zero."""
         self.base, self.low = base, low
         for index in self._windowed() if low > base else ():
             for rows in self.rows(index):
@@ -230,23 +234,22 @@ class KvCache:
 
     @property
     def channels(self) -> Array | None:
-        """Return the scales of the keys' channels [layers, kv_heads, head_dim], where keys are
-        codes.
-        """
+        """Return the scales of coded keys' channels [layers, kv_heads, head_dim]."""
         if not self.layout.kv.coded:
             return None
         return np.stack([self.rows(i)[0].channels for i in range(self.layout.layers)])
 
     def scale_by(self, channels: Array | None) -> None:
-        """Take these for tokens to come; there are none yet. None: as it is."""
+        """Set the scales for coming tokens; there are none yet. None: unchanged."""
         if channels is not None and self.layout.kv.coded:
             for index in range(self.layout.layers):
                 self.rows(index)[0].channels[:] = channels[index]
                 self.wrote_channels(index)
 
     def read(self, start: int, stop: int) -> Array:
-        """Return a copy of tokens [start, stop) as float32 [layers, 2 (k and v), kv_heads, tokens,
-        dim].
+        """Return a copy of tokens [start, stop).
+
+        float32 [layers, 2 (k and v), kv_heads, tokens, dim].
         """
         self._check(start, stop)
         tokens = np.empty((self.layout.layers, 2, *self._part(stop - start)), np.float32)
@@ -257,7 +260,10 @@ class KvCache:
         return tokens
 
     def write(self, start: int, values: Array) -> None:
-        """Put what `read` gave back at token `start` on. Raises `ValueError` for another shape."""
+        """Write what `read` returned, from token `start` on.
+
+        Raises `ValueError` for another shape.
+        """
         wanted = (self.layout.layers, 2, *self._part(values.shape[3] if values.ndim == 5 else 0))
         if values.shape != wanted:
             raise ValueError(f"a part of this cache has the shape {wanted}, got {values.shape}")
@@ -269,8 +275,9 @@ class KvCache:
             self.wrote(index, start, start + values.shape[3])
 
     def copy_from(self, other: KvCache, tokens: int) -> None:
-        """Copy the first tokens of another cache of the same model, whatever its capacity, and
-        nothing else: as stored, with their channels, where both have the same format.
+        """Copy only the first tokens of another cache of the same model, whatever its capacity.
+
+        They are copied as stored, with their channels, where both have the same format.
         """
         self.scale_by(other.channels)
         self.begin(other.low, tokens)

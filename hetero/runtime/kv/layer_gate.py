@@ -1,4 +1,4 @@
-"""Layers of a cache that come one after another, and who waits for them."""
+"""A gate for layers of a cache that are loaded one after another, and for their readers."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ class LoadError(Exception):
 
 
 class LayerGate:
-    """Opened by the thread that fills a cache, layer by layer; waited at by the one that runs a
-    step, before the first call that reads a layer.
+    """A gate that the loading thread opens layer by layer.
+
+    The thread that runs a step waits at it, before the first call that reads a layer.
     """
 
     def __init__(self, layers: int, deadline_s: float = DEADLINE_S) -> None:
@@ -42,8 +43,9 @@ class LayerGate:
             self._changed.notify_all()
 
     def wait(self, layer: int) -> float:
-        """Return when a layer is there; seconds that took. Raises `LoadError` if it does not come,
-        or not in time.
+        """Wait until a layer is loaded; return the seconds.
+
+        Raises `LoadError` if it is not loaded, or not in time.
         """
         if self._ready > layer and self._error is None:
             return 0.0

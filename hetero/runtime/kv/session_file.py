@@ -44,7 +44,7 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """What keys and values of equal tokens depend on, besides the layout of the cache.
+    """Everything that keys and values of equal tokens depend on, but the layout of the cache.
 
     `model` is `LoadedModel.fingerprint`, `weights` the weight format, `vocabulary` the number of
     ids.
@@ -66,8 +66,9 @@ class Identity:
 
 @dataclass(frozen=True)
 class Session:
-    """A file's contents: `cached` of the `tokens` have keys and values, which are still on disk; in
-    layers with a window those from `first` on.
+    """A file's contents: `cached` of the `tokens` have keys and values, which are still on disk.
+
+    In layers with a window those from `first` on have them.
     """
 
     tokens: list[int]
@@ -125,10 +126,10 @@ def save_session(
 
 
 def read_session(path: Path, identity: Identity, cache: KvCache, limit: int) -> Session:
-    """Return a saved context, checked completely; `cache` is one that it must fit, `limit` the most
-    tokens.
+    """Return a saved context, checked completely.
 
-    Raises `ModelError` if it is broken, of another model, or too long.
+    `cache` is one that it must fit, `limit` the most tokens. Raises `ModelError` if it is broken,
+    of another model, or too long.
     """
     if not path.is_file():
         raise ModelError(f"{path}: there is no such session file; check the path")
@@ -163,7 +164,7 @@ def _caches(cache: KvCache, cached: int) -> Iterator[tuple[str, CacheRows, tuple
 
 
 def _saved(rows: CacheRows, start: int, stop: int) -> Array:
-    """Return rows of a cache, with the scales of the channels of codes."""
+    """Return the rows of a cache, with the scales of coded channels."""
     if not rows.kv.coded:
         return np.ascontiguousarray(rows.array[:, start:stop], np.float32)
     return np.concatenate([rows.array[:, start:stop], rows.array[:, rows.tokens :]], axis=1)
@@ -220,8 +221,9 @@ def _check_metadata(path: Path, file: SafetensorsFile, identity: Identity) -> No
 
 
 def _check_shapes(path: Path, file: SafetensorsFile, cache: KvCache) -> tuple[int, int, int]:
-    """Tokens of the session, how many are cached and from which on windows have them, when every
-    tensor is there in its shape.
+    """Return the session's tokens, how many are cached, and the first that windows have.
+
+    Every tensor must be there in its shape.
     """
     layout, kv = cache.layout, _format_of(file)
     own = file.entries.get("first")

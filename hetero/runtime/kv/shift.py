@@ -1,9 +1,9 @@
-"""Going on in a full context: the oldest tokens but the first are forgotten, the rest moves up.
+"""Continuing in a full context: the oldest tokens but the first are dropped, the others move up.
 
 Cached keys have their rotary embedding applied, which turns pair i of a head's dimensions by
-position · f_i: turning them back by the number of tokens that went is all that a move takes. It is
-an approximation: values, and keys above the first layer, were computed from the tokens that went.
-The first tokens stay because much attention rests on them whatever they say (attention sinks:
+position · f_i: turning them back by the number of dropped tokens is all that a move takes. It is an
+approximation: values, and keys above the first layer, were computed from the dropped tokens. The
+first tokens stay because much attention rests on them whatever they say (attention sinks:
 StreamingLLM, arXiv 2309.17453, section 3).
 """
 
@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hetero.backends.ops import Rope
-from hetero.backends.rope import inverse_frequencies
+from hetero.backends.rope_tables import inverse_frequencies
 from hetero.runtime.kv.kv_cache import KvCache
 
 Array = npt.NDArray[Any]
@@ -35,8 +35,9 @@ def turned_back(keys: Array, op: Rope, tokens: int) -> Array:
 
 
 def forget(cache: KvCache, op: Rope, start: int, stop: int, cached: int) -> None:
-    """Tokens [start, stop) go, [stop, cached) move to where they were: in windows that have lost
-    some of those before `stop`, by what their rows are called.
+    """Drop tokens [start, stop), and move [stop, cached) to their place.
+
+    In windows that have lost some tokens before `stop` only the positions of rows change.
     """
     count = stop - start
     lost = cache.low > start

@@ -1,4 +1,4 @@
-"""How the control thread learns that the GPU is done (paper section 4.2, fast synchronisation).
+"""Methods by which the control thread waits for the GPU (paper section 4.2, fast synchronisation).
 
 `fast`   sleep for what is left of the predicted wait, less what a sleep may be late, then poll: a
          flag in shared memory where that is sound and faster, else the event's status

@@ -11,8 +11,9 @@ from hetero.runtime.waits.policy import DEFAULT, WaitPolicy
 
 
 class CoreContention:
-    """Counts the waits to sleep through and the steps to run without wait values. Control thread
-    only.
+    """Counts the waits to sleep through and the steps to run without wait values.
+
+    Control thread only.
 
     `queued_s` returns how long this thread was runnable while other programs had the core, as
     `waited_for_core_s` does; None where the system does not say.
@@ -43,9 +44,10 @@ class CoreContention:
         return self._without_wait_values == 0
 
     def preempted(self, at_s: float, lost_s: float) -> None:
-        """Record that something else had the control core for `lost_s` until `at_s`. Where another
-        program had it for long or often, sleep more and poll less for a while. (A hypervisor gives
-        the core back to a sleeping thread no sooner than to a polling one.)
+        """Record that something else had the control core for `lost_s` until `at_s`.
+
+        Where another program had it for long or often, sleep more and poll less for a while. (A
+        hypervisor gives the core back to a sleeping thread no sooner than to a polling one.)
         """
         policy = self.policy
         thread, queued_s = threading.get_native_id(), self._queued_s()

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class WaitPolicy:
-    """Parameters of predicting, sleeping through and polling waits. Seconds where a name ends in
-    `_s`; shares and factors have no unit. The defaults suit a core whose sleeps return 5 to 100 us
-    late, on a dedicated machine or under a hypervisor. (Deadlines are `SharedWaits`'.)
+    """Parameters of predicting, sleeping through and polling waits.
+
+    Seconds where a name ends in `_s`; shares and factors have no unit. The defaults suit a core
+    whose sleeps return 5 to 100 us late, on a dedicated machine or under a hypervisor. (Deadlines
+    are `SharedWaits`'.)
 
     Predicting a wait (`prediction.Prediction`). Oversleeping costs its full length, waking early
     only some polling, so predictions are biased low:

@@ -49,8 +49,9 @@ class SleepTimes:
             self.decay()
 
     def decay(self) -> None:
-        """Reduce the estimate: sleeps return earlier, or it is so large that a long wait was not
-        slept through, maybe after a disturbance, which only another sleep can correct.
+        """Reduce the estimate: sleeps return earlier, or it is too large to sleep at all.
+
+        The latter may follow a disturbance, and only another sleep can correct it.
         """
         self.late_s *= 1 - self.policy.decay
 

@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 
 from hetero.backends.errors import WaitTimeoutError
 from hetero.backends.host.clock import Clock
-from hetero.backends.host.limits import time_limit
+from hetero.backends.host.time_limits import time_limit
 from hetero.backends.protocol import Device, DeviceKind
 from hetero.runtime.waits.contention import CoreContention
 from hetero.runtime.waits.policy import WaitPolicy

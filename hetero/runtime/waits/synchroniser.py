@@ -16,7 +16,7 @@ from hetero.runtime.waits.wait_point import WaitKey, WaitPoint
 
 
 class Synchroniser(SharedWaits):
-    """How one model waits: the method, its wait points and their predictions. Control thread only.
+    """The waits of one model: method, wait points and their predictions. Control thread only.
 
     `eager`: a GPU tile is submitted before the control thread waits for earlier work, so that the
     queue never runs dry; with `finish` and `copy` that would wait for the tile as well. `signals`

@@ -49,17 +49,15 @@ class Trials:
         return flags
 
     def signal_is_faster(self, device: Device, flag: BoundCall, signal: StreamSignal) -> bool:
-        """Compare a small kernel's end after submitting it to an idle queue and after a ring, in
-        turns.
-        """
+        """Compare a small kernel's end after a submission to an idle queue and after a signal."""
         call = self._trial(device)
-        by_submission, by_ring = [], []
+        by_submission, by_signal = [], []
         signal.reset()
         for _ in range(self._policy.trials):
             self._clock.sleep(self._policy.calibration_s)  # the queue falls asleep
             by_submission.append(self._end_s([call, flag], None))
-            by_ring.append(self._end_s([call, flag], signal))
-        return statistics.median(by_ring) < statistics.median(by_submission)
+            by_signal.append(self._end_s([call, flag], signal))
+        return statistics.median(by_signal) < statistics.median(by_submission)
 
     def flag_is_faster(self, device: Device, flag: BoundCall, signal: StreamSignal | None) -> bool:
         """Compare a small kernel's end by its event and by a flag behind it, in turns.
@@ -76,9 +74,7 @@ class Trials:
         return statistics.median(by_flag) < self._policy.flag_gain * statistics.median(by_event)
 
     def _end_s(self, calls: Sequence[BoundCall], signal: StreamSignal | None) -> float:
-        """Return seconds from submitting some calls, or raising the signal that they wait for,
-        until the last one's end is seen.
-        """
+        """Return the seconds from a submission, or the signal it waits for, to its seen end."""
         if signal is not None:
             signal.wait_value.submit()
         else:

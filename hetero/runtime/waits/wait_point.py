@@ -65,8 +65,9 @@ class WaitPoint:
         return slept_s
 
     def _sleep(self, completion: Completion, start_s: float, sleep_s: float) -> tuple[float, float]:
-        """Sleep for `sleep_s`, or less if the launch completes; return seconds from `start_s` to
-        the last poll before the end of the sleep, and to that end.
+        """Sleep for `sleep_s`, or less if the launch completes; return two times since `start_s`.
+
+        They are that of the last poll before the end of the sleep, and that of this end.
         """
         clock, policy, sleep = self.owner.clock, self.owner.policy, self.owner.sleep
         end_s, longest_s = start_s + sleep_s, max(policy.max_sleep_s, policy.sleep_slice * sleep_s)
@@ -102,8 +103,10 @@ class WaitPoint:
                 give_up_s += policy.stopped(polled_s - at_s)
 
     def _sleep_poll(self, completion: Completion, start_s: float) -> None:
-        """Poll between short sleeps: a thread that polls on a contended core loses it for
-        milliseconds, or takes it from the device that it waits for.
+        """Poll between short sleeps.
+
+        A thread that polls on a contended core loses it for milliseconds, or takes it from the
+        device that it waits for.
         """
         owner, policy, clock = self.owner, self.owner.policy, self.owner.clock
         polled_s = clock.now()

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hetero.backends import ops, rope
+from hetero.backends import ops, rope_tables
 from hetero.backends.kv_rows import CacheRows, random_rows
 from hetero.backends.memory import Tensor, new_tensor
 from hetero.backends.protocol import port_dtype, port_shape
@@ -166,7 +166,7 @@ def _rope(op: ops.Rope, inputs: Arrays, weights: Mapping[str, Array], m: int) ->
         last = op.heads + op.kv_heads
         x[:, : op.heads] = rms_norm(x[:, : op.heads], op.qk_norm_eps) * weights["q_norm"]
         x[:, op.heads : last] = rms_norm(x[:, op.heads : last], op.qk_norm_eps) * weights["k_norm"]
-    cosines, sines = (table[position : position + m, None] for table in rope.tables(op))
+    cosines, sines = (table[position : position + m, None] for table in rope_tables.tables(op))
     half = op.rotated // 2
     out = x.copy()
     turned = x[:, : op.heads + op.kv_heads]

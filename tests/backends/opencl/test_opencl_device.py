@@ -463,7 +463,8 @@ def test_a_process_loads_what_children_compiled() -> None:
         """
         from hetero import LLM
         from hetero.backends.opencl.drivers import loader
-        from hetero.backends.opencl.self_test import compiler, supervisor
+        from hetero.backends.opencl.self_test import supervisor
+        from hetero.backends.opencl.self_test import program_compiler
         files = lambda: compiler.kernel_files(loader.loaded().folder / "pocl")
         made, brought = set(), set()
         unpack, build = compiler.KernelStore.unpack, supervisor.Supervisor.build

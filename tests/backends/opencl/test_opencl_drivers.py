@@ -29,8 +29,8 @@ from hetero.backends.opencl.drivers.pocl_repair import (
 )
 from hetero.backends.opencl.kernel_files import OURS
 from hetero.backends.opencl.self_test import run_folder
+from hetero.backends.opencl.self_test.kernel_store import KernelStore
 from hetero.backends.opencl.self_test.run_folder import RunFolder, sweep
-from hetero.backends.opencl.self_test.store import KernelStore
 
 TRIPLE = b"x86_64-unknown-linux-gnu\0"
 V3 = levels._AVX2

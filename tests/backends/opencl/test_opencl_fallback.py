@@ -18,8 +18,8 @@ from hetero.backends.errors import DeviceUnavailableError, KernelBuildError
 from hetero.backends.opencl.platform import cache_root
 from hetero.backends.opencl.reports import PREPARING
 from hetero.backends.opencl.self_test import supervisor
-from hetero.backends.opencl.self_test.compiler import Remote
-from hetero.backends.opencl.self_test.store import KernelStore
+from hetero.backends.opencl.self_test.kernel_store import KernelStore
+from hetero.backends.opencl.self_test.program_compiler import Remote
 from hetero.errors import FallbackWarning
 
 START = (sys.executable, "-P", "-m", "hetero.start")

@@ -24,7 +24,11 @@ LENGTHS = (333, 97, 200, 1024)
 POSITION = 41
 SCORES = ops.SumScores(attention=LLAMA, every=2)
 CHUNKS = ops.DecodeChunks(kv_heads=2, head_dim=64, capacity=333, room=1 << 15)
-ELSE = {"mass": SCORES, "chunks": CHUNKS, "chunks of codes": replace(CHUNKS, kv=CacheFormat.Q8)}
+ELSE = {
+    "score_sums": SCORES,
+    "chunks": CHUNKS,
+    "chunks of codes": replace(CHUNKS, kv=CacheFormat.Q8),
+}
 
 
 def longer(op: ops.Op, capacity: int) -> ops.Op:
@@ -47,7 +51,7 @@ def copied(op: ops.Op, wanted: dict[str, Tensor]) -> dict[str, Tensor]:
     for port, tensor in wanted.items():
         m = tensor.shape[0]
         made[port] = new = new_tensor(port_shape(op, port, m), port_dtype(op, port))
-        if port == "mass":
+        if port == "score_sums":
             new.array[:] = np.nan
             count = min(new.shape[1], tensor.shape[1])
             new.array[:, :count] = tensor.array[:, :count]
@@ -69,7 +73,7 @@ def result(op: ops.Op, tensors: dict[str, Tensor], tokens: int) -> dict[str, byt
     found = {}
     for port, tensor in tensors.items():
         array: Any = tensor.array
-        if port == "mass":
+        if port == "score_sums":
             array = array[:, :tokens]
         elif port in CACHE_PORTS:
             array = array[:, : min(tokens, cache_rows(op, array).tokens)]

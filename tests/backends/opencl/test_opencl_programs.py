@@ -17,10 +17,10 @@ import pyopencl as cl
 from hetero.backends.errors import DeviceError
 from hetero.backends.opencl.device import OpenCLDevice
 from hetero.backends.opencl.kernel_files import all_sources
-from hetero.backends.opencl.program import ProgramCache
+from hetero.backends.opencl.program_cache import ProgramCache
 from hetero.backends.opencl.program_source import ProgramSource
-from hetero.backends.opencl.self_test import compiler as compiling
-from hetero.backends.opencl.self_test.compiler import ProgramCompiler
+from hetero.backends.opencl.self_test import program_compiler
+from hetero.backends.opencl.self_test.program_compiler import ProgramCompiler
 
 
 class Notes(ProgramCompiler):
@@ -121,9 +121,9 @@ def test_a_build_in_a_thread_leaves_the_warnings_of_others_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     program, before = Unfinished(), list(warnings.filters)
-    monkeypatch.setattr(compiling, "uncached", lambda *_: program)
+    monkeypatch.setattr(program_compiler, "uncached", lambda *_: program)
     source, device = ProgramSource("a", str(id(program)), ()), SimpleNamespace(name="a")
-    build = getattr(compiling._build, "__wrapped__", compiling._build)
+    build = getattr(program_compiler._build, "__wrapped__", program_compiler._build)
     thread = threading.Thread(target=build, args=(None, device, source))
     thread.start()
     assert program.begun.wait(10)
@@ -135,7 +135,7 @@ def test_a_build_in_a_thread_leaves_the_warnings_of_others_alone(
 
 def test_compilers_are_heard_where_others_build() -> None:
     """Not where a program of ours is built."""
-    with compiling._quiet():
+    with program_compiler._quiet():
         cl.compiler_output("a warning")
     with pytest.warns(cl.CompilerWarning):
         cl.compiler_output("a warning")

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 pytest.importorskip("pyopencl")
 
-from hetero.backends.opencl.self_test import store as store_module
-from hetero.backends.opencl.self_test.store import (
+from hetero.backends.opencl.self_test import kernel_store
+from hetero.backends.opencl.self_test.kernel_store import (
     MAGIC,
     SUFFIX,
     KernelStore,
@@ -94,7 +94,7 @@ class TestStore:
             os.close(descriptor)
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(store_module.os, "fdopen", full)
+        monkeypatch.setattr(kernel_store.os, "fdopen", full)
         store = KernelStore(tmp_path)
         store.put("one", FILES)
         assert list(tmp_path.iterdir()) == []

@@ -18,10 +18,10 @@ from hetero.backends.opencl.drivers.icd import DriverCandidate
 from hetero.backends.opencl.program_source import ProgramSource
 from hetero.backends.opencl.reports import CHECKING, PREPARING
 from hetero.backends.opencl.self_test import results, runner, supervisor
-from hetero.backends.opencl.self_test.compiler import Variant
+from hetero.backends.opencl.self_test.kernel_store import SUFFIX
+from hetero.backends.opencl.self_test.program_compiler import Variant
 from hetero.backends.opencl.self_test.results import SelfTestResult
 from hetero.backends.opencl.self_test.runner import SelfTests, passed_level
-from hetero.backends.opencl.self_test.store import SUFFIX
 from tests.support.selection import exhaustive
 
 PLANTED = (sys.executable, "-P", str(Path(__file__).parent / "planted_worker.py"))

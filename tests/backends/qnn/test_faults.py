@@ -104,7 +104,7 @@ def test_a_misspelt_option_is_noticed(tmp_path: Path, monkeypatch: Any) -> None:
     def misspelt(self: Any) -> dict[str, str]:
         return {key.replace("htp_arch", "htp_architecture"): v for key, v in spelt(self).items()}
 
-    monkeypatch.setattr("hetero.backends.qnn.store.GraphCompiler", InProcess)
+    monkeypatch.setattr("hetero.backends.qnn.graph_store.GraphCompiler", InProcess)
     monkeypatch.setattr(session.Target, "options", misspelt)
     with pytest.raises(DeviceError, match="WRONG_TARGET"):
         run_add(qnn.open(graph_sizes=(5,), cache=tmp_path))

@@ -13,7 +13,7 @@ import pytest
 from hetero.backends import snapdragon
 from hetero.backends.errors import DeviceUnavailableError
 from hetero.backends.qnn import hexagon, npu_driver
-from hetero.measuring.doctor import _check_together, diagnose
+from hetero.measuring.device_checks import _check_together, diagnose
 from hetero.placement.device_set import backend_name
 
 emulated = pytest.mark.skipif(
@@ -206,7 +206,7 @@ def test_doctor_checks_the_emulated_hexagon_and_both_at_once() -> None:
 
 
 def test_a_device_that_computes_wrongly_next_to_another_is_detected(monkeypatch: Any) -> None:
-    monkeypatch.setattr("hetero.measuring.doctor.TOLERANCE", 0.0)
+    monkeypatch.setattr("hetero.measuring.device_checks.TOLERANCE", 0.0)
     (found,) = _check_together("opencl", "ort-cpu")
     assert not found.ok
     assert "off by" in found.detail

@@ -21,7 +21,7 @@ catalog = pytest.importorskip("hetero.backends.qnn.catalog", exc_type=ImportErro
 N, K, M = 96, 172, 64
 SIZES = (1, 32, M)
 X_SCALE = np.full(1, 0.03, np.float32)
-MOST_OFF = 0.56  # of a step of the result's code: docs/explanation/qnn.md
+MAX_OFF = 0.56  # of a step of the result's code: docs/explanation/qnn.md
 REACH = 2.0
 
 
@@ -60,7 +60,7 @@ def test_results_are_off_by_their_rounding_alone(activations: str) -> None:
     off = np.abs(found - exact) / steps_of(weight)
     fits = np.abs(exact) < 126 * steps_of(weight)
     assert fits.mean() > 0.9
-    assert off[fits].max() < MOST_OFF
+    assert off[fits].max() < MAX_OFF
     assert not found[3].any()
 
 

@@ -19,7 +19,7 @@ from hetero.backends.formats import WeightFormat
 from tests.backends.cases import make_tensors, make_weights
 
 qnn = pytest.importorskip("hetero.backends.qnn.opening", exc_type=ImportError)
-from hetero.backends.qnn import catalog, store  # noqa: E402
+from hetero.backends.qnn import catalog, graph_store  # noqa: E402
 
 OP = ops.MatMul(n=37, k=64, weight_format=WeightFormat.W4A16)
 M = 5
@@ -98,10 +98,10 @@ def rewrite(**changes: Any) -> Callable[[Path], None]:
     """Metadata that is whole but not ours."""
 
     def damage(folder: Path) -> None:
-        fields = json.loads((folder / store.ENTRY).read_text())
+        fields = json.loads((folder / graph_store.ENTRY).read_text())
         for key, value in changes.items():
             fields[key] = fields[key] | value if isinstance(value, dict) else value
-        (folder / store.ENTRY).write_text(json.dumps(fields))
+        (folder / graph_store.ENTRY).write_text(json.dumps(fields))
 
     return damage
 
@@ -109,17 +109,20 @@ def rewrite(**changes: Any) -> Callable[[Path], None]:
 DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     **{
         f"{name} flipped at {place}": (flip(name, place), "damaged")
-        for name in (store.MODEL, store.BINARY)
+        for name in (graph_store.MODEL, graph_store.BINARY)
         for place in (0, 0.01, 0.3, 0.5, 0.9, 1)
     },
-    "metadata flipped": (flip(store.ENTRY, 0.0), "metadata cannot be read"),
-    "metadata empty": (truncate(store.ENTRY, 0), "metadata cannot be read"),
-    "metadata cut": (truncate(store.ENTRY, 0.7), "metadata cannot be read"),
-    "binary empty": (truncate(store.BINARY, 0), "damaged"),
-    "binary cut": (truncate(store.BINARY, 0.5), "damaged"),
-    "binary gone": (lambda folder: (folder / store.BINARY).unlink(), "missing"),
-    "model gone": (lambda folder: (folder / store.MODEL).unlink(), "missing"),
-    "metadata gone": (lambda folder: (folder / store.ENTRY).unlink(), "metadata cannot be read"),
+    "metadata flipped": (flip(graph_store.ENTRY, 0.0), "metadata cannot be read"),
+    "metadata empty": (truncate(graph_store.ENTRY, 0), "metadata cannot be read"),
+    "metadata cut": (truncate(graph_store.ENTRY, 0.7), "metadata cannot be read"),
+    "binary empty": (truncate(graph_store.BINARY, 0), "damaged"),
+    "binary cut": (truncate(graph_store.BINARY, 0.5), "damaged"),
+    "binary gone": (lambda folder: (folder / graph_store.BINARY).unlink(), "missing"),
+    "model gone": (lambda folder: (folder / graph_store.MODEL).unlink(), "missing"),
+    "metadata gone": (
+        lambda folder: (folder / graph_store.ENTRY).unlink(),
+        "metadata cannot be read",
+    ),
     "other format": (rewrite(format=99), "format is 99"),
     "unknown field": (rewrite(surprise=1), "metadata cannot be read"),
     "other files": (rewrite(files={"../evil": "0"}), "names other files"),
@@ -136,17 +139,17 @@ def test_a_damaged_entry_is_detected_before_it_is_opened(what: str, cache: Path)
     damage, reason = DAMAGES[what]
     damage(entry(cache))
     with qnn.open(graph_sizes=(M,), cache=cache) as device:
-        fields = store.GraphIdentity(repr(OP), M, weights=weights_digest())
-        with pytest.raises(store.DamagedEntryError, match=reason):
+        fields = graph_store.GraphIdentity(repr(OP), M, weights=weights_digest())
+        with pytest.raises(graph_store.DamagedEntryError, match=reason):
             device.store._verify(entry(cache), fields)
 
 
 def weights_digest() -> str:
-    return store.weight_digest(make_weights(OP, np.random.default_rng(0))["weight"], None)
+    return graph_store.weight_digest(make_weights(OP, np.random.default_rng(0))["weight"], None)
 
 
 def test_a_damaged_entry_is_rebuilt(cache: Path, compiled: tuple[Path, Any]) -> None:
-    flip(store.BINARY, 0.5)(entry(cache))
+    flip(graph_store.BINARY, 0.5)(entry(cache))
     result, counts = compute(cache)
     assert counts.compiled == 1
     assert "graph_qnn.bin is damaged" in counts.rebuilt[0]
@@ -157,15 +160,15 @@ def test_a_damaged_entry_is_rebuilt(cache: Path, compiled: tuple[Path, Any]) -> 
 
 def test_other_weights_chips_and_operations_have_other_keys() -> None:
     about = {"chip": "sm8650", "sdk": "1"}
-    base = store.GraphIdentity("op", 1, weights="a")
+    base = graph_store.GraphIdentity("op", 1, weights="a")
     keys = {
-        store.entry_key(identity, target)
+        graph_store.entry_key(identity, target)
         for identity in (
             base,
-            store.GraphIdentity("op2", 1, weights="a"),
-            store.GraphIdentity("op", 2, weights="a"),
-            store.GraphIdentity("op", 1, context=3, weights="a"),
-            store.GraphIdentity("op", 1, weights="b"),
+            graph_store.GraphIdentity("op2", 1, weights="a"),
+            graph_store.GraphIdentity("op", 2, weights="a"),
+            graph_store.GraphIdentity("op", 1, context=3, weights="a"),
+            graph_store.GraphIdentity("op", 1, weights="b"),
         )
         for target in (about, about | {"chip": "sm8750"}, about | {"sdk": "2"})
     }
@@ -176,11 +179,11 @@ def test_other_weights_chips_and_operations_have_other_keys() -> None:
 def test_weight_digest_sees_every_part() -> None:
     weight = np.arange(6, dtype=np.float32)
     digests = {
-        store.weight_digest(weight),
-        store.weight_digest(weight.reshape(2, 3)),
-        store.weight_digest(weight.astype(np.float16)),
-        store.weight_digest(weight, weight),
-        store.weight_digest(weight[::-1]),
+        graph_store.weight_digest(weight),
+        graph_store.weight_digest(weight.reshape(2, 3)),
+        graph_store.weight_digest(weight.astype(np.float16)),
+        graph_store.weight_digest(weight, weight),
+        graph_store.weight_digest(weight[::-1]),
     }
     assert len(digests) == 5
 
@@ -202,7 +205,7 @@ SIZES = (1, 32, 64, 128)
 
 def large_graphs() -> list[catalog.Graph]:
     weights = make_weights(LARGE, np.random.default_rng(0))
-    digest = store.weight_digest(weights["weight"], None)
+    digest = graph_store.weight_digest(weights["weight"], None)
     return [catalog.graph(LARGE, m, weights, digest) for m in SIZES]
 
 
@@ -228,26 +231,26 @@ def test_shared_weights_are_stored_once(shared_cache: Path) -> None:
         path = device.store.compile_shared(graphs[:2])
         assert device.store.counts.compiled == 0
         one = device.store.compile(*graphs[1])
-    found = store.read_entry(path)
+    found = graph_store.read_entry(path)
     assert found.graphs == len(SIZES)
-    assert set(found.files) == {*map(store.shared_name, SIZES), "graph1_qnn.bin"}
-    assert found.nbytes < 1.05 * store.read_entry(one).nbytes
+    assert set(found.files) == {*map(graph_store.shared_name, SIZES), "graph1_qnn.bin"}
+    assert found.nbytes < 1.05 * graph_store.read_entry(one).nbytes
 
 
 def test_a_shared_entry_is_not_opened_by_the_emulator(shared_cache: Path) -> None:
-    group = store.group_of(large_graphs()[0].identity)
+    group = graph_store.group_of(large_graphs()[0].identity)
     with qnn.open(cache=shared_cache) as device:
-        with pytest.raises(store.DamagedEntryError, match="the emulator cannot open"):
+        with pytest.raises(graph_store.DamagedEntryError, match="the emulator cannot open"):
             device.store._verify(entry(shared_cache), group)
         assert device.store._find_shared(replace(group, tokens=32)) is None
 
 
 def test_a_device_finds_its_graph_in_a_shared_entry(shared_cache: Path) -> None:
-    group = store.group_of(large_graphs()[0].identity)
+    group = graph_store.group_of(large_graphs()[0].identity)
     with qnn.open(cache=shared_cache) as device:
         target = device.store.target
     real = replace(target, library=replace(target.library, emulated=False))
-    phone = store.GraphStore(real, shared_cache)
+    phone = graph_store.GraphStore(real, shared_cache)
     assert phone._find_shared(replace(group, tokens=32)) == entry(shared_cache) / "graph32.onnx"
     assert phone._find_shared(replace(group, tokens=96)) is None
     assert phone._find_shared(replace(group, tokens=32, weights="other")) is None
@@ -268,11 +271,11 @@ def test_a_full_cache_is_done_without(
     def broken(*_: Any, **__: Any) -> Any:
         raise DeviceError("qnn", "compiling", "Failed to open context cache file.")
 
-    monkeypatch.setattr(store, "try_room", full)
+    monkeypatch.setattr(graph_store, "try_room", full)
     if at == "scratch":
-        monkeypatch.setattr(store, "scratch_directory", full)
+        monkeypatch.setattr(graph_store, "scratch_directory", full)
     else:
-        monkeypatch.setattr(store.GraphCompiler, "compile", broken)
+        monkeypatch.setattr(graph_store.GraphCompiler, "compile", broken)
     result, counts = compute(tmp_path / "cache")
     assert (counts.compiled, counts.loaded) == (1, 0)
     np.testing.assert_array_equal(result, compiled[1])
@@ -283,6 +286,6 @@ def test_what_fails_with_room_in_the_cache_is_an_error(tmp_path: Path, monkeypat
     def broken(*_: Any, **__: Any) -> Any:
         raise DeviceError("qnn", "compiling", "NOT_ON_NPU")
 
-    monkeypatch.setattr(store.GraphCompiler, "compile", broken)
+    monkeypatch.setattr(graph_store.GraphCompiler, "compile", broken)
     with pytest.raises(DeviceError, match="NOT_ON_NPU"):
         compute(tmp_path / "cache")

@@ -1,4 +1,4 @@
-"""What an answer took: its statistics, and the meter that they come from."""
+"""Statistics of an answer, and the meter that they come from."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hetero.runtime.usage import Work
 
 
 class TimeSource(Protocol):
-    """Seconds from some fixed point."""
+    """A clock that returns seconds from some fixed point."""
 
     def __call__(self) -> float: ...
 

@@ -1,4 +1,4 @@
-"""What identifies a slot: the activation's name, whose memory it is in, which chunk it is of."""
+"""The identity of a slot: the activation's name, its memory, and its chunk."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class SlotRef(NamedTuple):
     chunk: int = 0
 
     def __str__(self) -> str:
-        """For people."""
+        """Return the slot for people."""
         words = [self.name]
         words += ["gathered"] if self.gathered else []
         words += [f"of the {self.owner}"] if self.owner else []
@@ -32,9 +32,7 @@ class SlotRef(NamedTuple):
 
 
 def position_of(row: int, name: str = "position") -> SlotRef:
-    """Return the slot of a position (or `cache_row`) of a row, in a step whose rows are tokens of
-    several contexts.
-    """
+    """Return the slot of a row's position (or `cache_row`) in a step of several contexts."""
     return SlotRef(f"{name}.{row}" if row else name)
 
 

@@ -31,8 +31,8 @@ from hetero.models.bundle import (
     find_bundle,
 )
 from hetero.models.manifest import is_quantised
+from hetero.models.model_weights import BlockWeights, ModelWeights
 from hetero.models.quantized import save
-from hetero.models.weights import BlockWeights, ModelWeights
 from hetero.profiler.cost import CostModel
 from hetero.profiler.records import DeviceProfile
 from hetero.runtime.kernels import cut_weights, node_weights, stored_for
@@ -44,7 +44,7 @@ from hetero.solver.placement import Placement
 
 if TYPE_CHECKING:
     from hetero.backends.qnn.catalog import Graph
-    from hetero.backends.qnn.store import GraphStore
+    from hetero.backends.qnn.graph_store import GraphStore
 
 STATE_FILE = "compiling.json"
 LICENCE_FILES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "LICENCE", "USE_POLICY.md", "NOTICE")
@@ -54,11 +54,12 @@ Note = Callable[[int, int, str], None]
 
 @dataclass(frozen=True)
 class CompileRequest:
-    """A model to compile, and how. `plan` None is layer level: matmuls of prefill on the NPU.
+    """A model to compile, and its options.
 
-    With `share_weights` the graphs of all token counts of a weight are one file, which only a
-    device can open: the emulator compiles what it needs again. `whole_caches` as in `LLM`.
-    `profile` is the chip's: its times go into the bundle, where they order the calls of a prompt.
+    `plan` None is layer level: matmuls of prefill on the NPU. With `share_weights` the graphs of
+    all token counts of a weight are one file, which only a device can open: the emulator compiles
+    what it needs again. `whole_caches` as in `LLM`. `profile` is the chip's: its times go into the
+    bundle, where they order the calls of a prompt.
     """
 
     model: str
@@ -74,7 +75,7 @@ class CompileRequest:
 
 @dataclass(frozen=True)
 class Compilation:
-    """A request with everything that it implies, checked; nothing is written yet."""
+    """A checked request with everything that follows from it; nothing is written yet."""
 
     request: CompileRequest
     loaded: LoadedModel
@@ -86,14 +87,12 @@ class Compilation:
     estimate: Estimate
 
     def sharing(self, tokens: int) -> Sharing | None:
-        """Return what the calls of a prompt share, up to the length of the context
-        (`jobs.sharing`).
-        """
+        """Return what the calls of a prompt share, up to the context's length (`jobs.sharing`)."""
         return sharing(self.placement, min(tokens, self.max_seq_len))
 
 
 def prepare(request: CompileRequest) -> Compilation:
-    """Open the model, make the list of graphs and check the chip's limits. Raises `UserError`."""
+    """Open the model, list the graphs and check the chip's limits. Raises `UserError`."""
     chip = _find_chip(request.soc)
     from hetero.backends.qnn.device import DEFAULT_GRAPH_SIZES, capabilities_of
 
@@ -139,7 +138,7 @@ def _find_chip(soc: str) -> Chip:
 
 
 def _check_formats(chip: Chip, npu: Capabilities, jobs: Sequence[Job]) -> None:
-    """Raise `UserError` where the plan has rows in a format on the NPU that it does not take."""
+    """Raise `UserError` where the plan has NPU rows in a format that the NPU does not take."""
     for job in jobs:
         ops = [job.op] if job.group is None else [node.op for node in job.group.nodes]
         for op in ops:
@@ -153,8 +152,8 @@ def _check_formats(chip: Chip, npu: Capabilities, jobs: Sequence[Job]) -> None:
 def compile_model(plan: Compilation, out: Path, note: Note | None = None) -> BundleManifest:
     """Write the bundle. `note(done, total, name)` follows each graph.
 
-    An interrupted compilation goes on where it was; finished graphs are verified, not made again.
-    Raises `UserError`, `DeviceError`.
+    An interrupted compilation continues; finished graphs are verified, not compiled again. Raises
+    `UserError`, `DeviceError`.
     """
     from hetero.backends.qnn.device import QnnDevice
     from hetero.backends.qnn.opening import open as open_qnn
@@ -196,7 +195,7 @@ def _state(plan: Compilation) -> dict[str, Any]:
 
 
 def _begin(plan: Compilation, out: Path, state: Mapping[str, Any]) -> None:
-    """The directory with the model's weights in it, new or begun by the same command."""
+    """Return the directory with the model's weights, new or begun by the same command."""
     previous = _read_state(out)
     if previous is not None and previous != state:
         raise UserError(
@@ -243,7 +242,7 @@ def _copy_licences(loaded: LoadedModel, out: Path) -> None:
 def _compile_all(
     plan: Compilation, stored: LoadedModel, store: GraphStore, note: Note
 ) -> list[GraphRecord]:
-    """Layer by layer, releasing each layer's weights; graphs that nodes share are made once."""
+    """Compile layer by layer, releasing each layer's weights; shared graphs are compiled once."""
     entries: dict[str, tuple[list[str], GraphRecord]] = {}
     done = 0
     for layer, jobs in _by_layer(plan.jobs).items():
@@ -265,7 +264,7 @@ def _compile_all(
 def _graphs(
     job: Job, block: BlockWeights | None, weights: ModelWeights
 ) -> tuple[list[Graph], bool]:
-    """Graphs of a job, and whether they differ in their token counts alone, with weights."""
+    """Return the graphs of a job, and whether they have weights and differ only in token counts."""
     from hetero.backends.qnn import catalog
 
     if job.group is not None:
@@ -283,7 +282,7 @@ def _graphs(
 
 
 def _record(path: Path, graphs: Sequence[Graph]) -> GraphRecord:
-    from hetero.backends.qnn.store import read_entry
+    from hetero.backends.qnn.graph_store import read_entry
 
     entry = read_entry(path)
     return GraphRecord(

@@ -1,4 +1,4 @@
-"""What a model on a plan needs of the machine's memory, known before anything is allocated."""
+"""The memory that a model on a plan needs, computed before anything is allocated."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from hetero.models.graph import Shadows
 from hetero.runtime.kv.kv_cache import CacheLayout
 from hetero.runtime.pool import Shape, nbytes_of, slot_shapes
 from hetero.runtime.sizes import LONGEST_VERIFIED, SCORING_PIECE
-from hetero.runtime.slots import SlotRef
+from hetero.runtime.slot_refs import SlotRef
 from hetero.solver.placement import Placement
 from hetero.solver.plan import PHASES
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
-    """Bytes: the pool's slots and lists of outliers, the rows of the weights on each device (of
-    these `copied_bytes` in addition to one copy as stored), the keys and values of each of so many
-    `contexts`, the largest single buffer.
+    """Bytes of the pool, the weights on each device, the contexts, and the largest buffer.
+
+    The pool has the slots and lists of outliers; of the weights' rows `copied_bytes` are in
+    addition to one copy as stored; keys and values are of each of so many `contexts`.
     """
 
     pool_bytes: int
@@ -67,8 +68,9 @@ def fitting_window(
     shadows: Shadows | None,
     budget_bytes: int | None,
 ) -> tuple[int, dict[SlotRef, Shape], MemoryEstimate]:
-    """Return how many calls of a prompt may be in flight, up to `most`, with slots that fit the
-    memory; those slots, and what all needs. Raises `UserError` where not even one does.
+    """Return how many calls of a prompt may be in flight, with their slots and memory.
+
+    At most `most`. Raises `UserError` where not even one fits.
     """
     gathered = gathered_slots(placement, devices)
     for window in range(most, 0, -1):
@@ -95,8 +97,9 @@ def fitting_window(
 
 
 def listed_bytes(placement: Placement) -> int:
-    """Return the bytes of the lists in which a GPU puts what of each token the codes cut off, a
-    column and a value of every feature at most; one buffer for all operations.
+    """Return the bytes of the lists in which a GPU puts what the codes of each token cut off.
+
+    That is a column and a value of every feature at most; one buffer for all operations.
     """
     shadows = (node.op for node in placement.graph.nodes if isinstance(node.op, Outliers))
     features = max((op.k for op in shadows if op.excess), default=-1)
@@ -128,9 +131,7 @@ def check_memory(
 
 
 def check_contexts(needs: MemoryEstimate, count: int, budget_bytes: int | None) -> None:
-    """Raise `UserError` with the numbers where the budget or the machine has too little for so many
-    contexts next to the model.
-    """
+    """Raise `UserError` with the numbers where that many contexts do not fit next to the model."""
     wanted = replace(needs, contexts=count)
     if (lacking := _lacking(wanted, budget_bytes)) is not None:
         raise UserError(
@@ -150,9 +151,10 @@ def _lacking(needs: MemoryEstimate, budget_bytes: int | None) -> str | None:
 
 
 def gathered_slots(placement: Placement, devices: Mapping[DeviceKind, Device]) -> dict[str, int]:
-    """Return the slots that the control thread gathers, with their widths: outputs of cut matmuls
-    where the device of the other operations does not read panels, or an operation takes none
-    (attention right after qkv, where positions are learned).
+    """Return the slots that the control thread gathers, with their widths.
+
+    They are outputs of cut matmuls where the device of the other operations does not read panels,
+    or an operation takes none (attention right after qkv, where positions are learned).
     """
     nodes = placement.graph.nodes
     rests = {placement.rest(phase) for phase in PHASES} & set(devices)

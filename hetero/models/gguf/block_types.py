@@ -1,5 +1,6 @@
-"""The block types of GGUF as codes and scales, bit by bit (ggml's `ggml-common.h` and
-`dequantize_row_*` of `ggml-quants.c`).
+"""The block types of GGUF as codes and scales, bit by bit.
+
+They are those of ggml's `ggml-common.h` and `dequantize_row_*` of `ggml-quants.c`.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ STORED: Final = {
 
 
 def block_parts(kind: Kind, rows: Bytes) -> BlockParts:
-    """Return rows [n, bytes] of a block type of `STORED` that is stored in blocks."""
+    """Return rows [n, bytes] of a block type of `STORED`, as blocks."""
     _, size = SIZES[kind]
     return _READERS[kind](np.ascontiguousarray(rows).reshape(len(rows), -1, size))
 
 
 def nibbles(values: Bytes) -> Bytes:
-    """[…, 16] bytes to [n, G, 32] codes: the low halves come first."""
+    """Unpack […, 16] bytes to [n, G, 32] codes: the low halves come first."""
     return np.concatenate([values & 15, values >> 4], axis=-1)
 
 
@@ -62,7 +63,7 @@ def _q4_1(blocks: Bytes) -> BlockParts:
 
 
 def _fifth_bits(blocks: Bytes, at: int) -> Bytes:
-    """Bit i of a 32-bit word as bit 4 of code i, [n, G, 32]."""
+    """Return bit i of a 32-bit word as bit 4 of code i, [n, G, 32]."""
     bits = np.unpackbits(blocks[..., at : at + 4], axis=-1, bitorder="little")
     return bits << np.uint8(4)
 
@@ -80,7 +81,10 @@ def _q5_1(blocks: Bytes) -> BlockParts:
 
 
 def _scales_and_minima(packed: Bytes) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.int8]]:
-    """Eight of each, 6 bits wide, from 12 bytes (`get_scale_min_k4`), four at once; [n, 8 S]."""
+    """Unpack eight scales and eight minima of 6 bits from 12 bytes, four at once; [n, 8 S].
+
+    As ggml's `get_scale_min_k4`.
+    """
     n, count, _ = packed.shape
     fours = np.ascontiguousarray(packed).view("<u4")
     low, high, last = (fours[..., i] for i in range(3))
@@ -118,7 +122,7 @@ _PAIRS: Final = np.arange(0, 8, 2, dtype=np.uint8)[:, None]  # shifts of 2 bits 
 
 
 def _q3_k(blocks: Bytes) -> BlockParts:
-    """Return two bits and a third in a mask; codes -4…3 and signed scales of 16, as Q6_K's."""
+    """Return codes of two bits and a third in a mask, -4…3, with signed scales of 16, as Q6_K's."""
     n, count, _ = blocks.shape
     low = blocks[..., 32:96].reshape(n, count, 2, 1, GROUP_SIZE) >> _PAIRS & 3
     shifts = np.arange(8, dtype=np.uint8)[:, None]

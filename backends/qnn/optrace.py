@@ -1,4 +1,4 @@
-"""What the compiler decided a graph will do: the text that `profiling_level=optrace` writes.
+"""Reads the compiler's schedule of a graph: the text that `profiling_level=optrace` writes.
 
 For every operation of the finished graph it lists the bytes read from and written to DRAM and VTCM,
 and whether it uses the matrix unit (HMX), the vector units (HVX) or DMA. It is deterministic and
@@ -17,9 +17,9 @@ from tempfile import TemporaryDirectory
 from hetero.backends.errors import DeviceError
 from hetero.backends.host.files import LONGEST_DOCUMENT_BYTES, atomic_write, read_file
 from hetero.backends.qnn.compiler import GraphCompiler
+from hetero.backends.qnn.graph_store import GraphIdentity, describe_target, entry_key
 from hetero.backends.qnn.library import BACKEND
 from hetero.backends.qnn.session import Target
-from hetero.backends.qnn.store import GraphIdentity, describe_target, entry_key
 
 # Part of every key: raised whenever `read_schedule` answers differently.
 SCHEDULE_VERSION = 1

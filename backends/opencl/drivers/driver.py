@@ -1,4 +1,4 @@
-"""What a kind of OpenCL implementation needs before it computes right and on the right cores."""
+"""An interface that prepares an OpenCL implementation: correct, and on the right cores."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hetero.backends.opencl.drivers.levels import GENERIC, Level, processor_levels
-from hetero.backends.opencl.self_test.store import KernelStore
+from hetero.backends.opencl.self_test.kernel_store import KernelStore
 
 
 class Driver(ABC):

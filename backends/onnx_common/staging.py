@@ -1,4 +1,4 @@
-"""From the packed layout of `hetero.backends.weights` to what ONNX Runtime takes.
+"""Weights for ONNX Runtime, from the packed layout of `hetero.backends.weights`.
 
 MatMulNBits takes the codes of a row one after the other, [n, k/32, 16] bytes for 4-bit weights: the
 words of the packed layout already hold neighbouring features, so only words are transposed. The

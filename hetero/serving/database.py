@@ -1,9 +1,9 @@
-"""Keeps what clients received: responses, conversations and their items, saved slots. SQLite.
+"""The database of what clients received: responses, conversations with items, saved slots. SQLite.
 
 Every method is one transaction, on the disk when it returns; what is deleted is overwritten. Each
-row has its app, and no query is without one. With a key (`hetero.contexts.encryption`) all that
-users wrote or were answered is sealed, each value for its app and column; names of apps, random ids
-and times are not.
+row has its app, and no query is without one. With a key (`hetero.contexts.encryption`) everything
+that users wrote or were answered is sealed, each value for its app and column; names of apps,
+random ids and times are not.
 """
 
 from __future__ import annotations
@@ -67,8 +67,10 @@ Value = str | bytes  # of a column: JSON, or that sealed
 
 @dataclass
 class StoredResponse:
-    """`input` are the items that it answers, `tokens` the whole text up to its end (empty where
-    that is not known).
+    """A stored response.
+
+    `input` are the items that it answers, `tokens` the whole text up to its end (empty where that
+    is unknown).
     """
 
     body: dict[str, Any]
@@ -79,14 +81,15 @@ class StoredResponse:
 
 
 class Records:
-    """An open database. Any one thread at a time. Raises `UserError` if it cannot be used, or is
-    encrypted otherwise than by this `vault`.
+    """An open database, used by one thread at a time.
+
+    Raises `UserError` if it cannot be used, or is encrypted with another key than `vault`'s.
     """
 
     def __init__(
         self, path: Path, bytes_per_app: int = BYTES_PER_APP, vault: Vault | None = None
     ) -> None:
-        self._most = bytes_per_app
+        self._max_bytes = bytes_per_app
         self._lock = threading.Lock()
         self._box: Box | None = None
         try:
@@ -98,7 +101,7 @@ class Records:
             self._open(path, vault)
         except (sqlite3.Error, OSError) as error:
             raise UserError(
-                f"{path}: responses cannot be kept here ({error}): restore it, or choose another "
+                f"{path}: responses cannot be stored here ({error}): restore it, or choose another "
                 "directory"
             ) from error
 
@@ -126,7 +129,7 @@ class Records:
         self._db.executescript(_USED)
 
     def close(self) -> None:
-        """No more of this."""
+        """Close the database."""
         self._db.close()
 
     # --- responses --------------------------------------------------------------------------
@@ -137,8 +140,9 @@ class Records:
         stored: StoredResponse,
         items: Sequence[Item] = (),
     ) -> None:
-        """A response; of a conversation, with the items that it adds to it. Raises `ApiError` where
-        the app has no room.
+        """Store a response; one of a conversation together with the items that it adds.
+
+        Raises `ApiError` where the app has no room.
         """
         put = partial(self._put, app)
         row = (
@@ -160,7 +164,7 @@ class Records:
                     self._insert(app, stored.conversation, items)
 
     def response(self, app: str, name: str) -> StoredResponse | None:
-        """Return one of an app's."""
+        """Return one of an app's responses."""
         row = self._db.execute(
             "select body, input, previous, conversation, tokens from responses"
             " where id=? and app=?",
@@ -180,15 +184,15 @@ class Records:
     # --- conversations ----------------------------------------------------------------------
 
     def new_conversation(
-        self, app: str, name: str, metadata: dict[str, str], items: Sequence[Item], most: int
+        self, app: str, name: str, metadata: dict[str, str], items: Sequence[Item], limit: int
     ) -> int:
-        """Return another one, of at most `most`; when it was made, in seconds since 1970."""
+        """Create a conversation, of at most `limit`; return its time in seconds since 1970."""
         created = int(time.time())
         with self._change() as db:
             (count,) = db.execute(
                 "select count(*) from conversations where app=?", (app,)
             ).fetchone()
-            if count >= most:
+            if count >= limit:
                 raise ApiError(
                     429,
                     f"this app has {count} conversations, which is all that --contexts-per-app "
@@ -204,21 +208,21 @@ class Records:
         return created
 
     def conversation(self, app: str, name: str) -> tuple[int, dict[str, str], list[int]] | None:
-        """When it was made, its metadata, and the tokens of its text as far as they are known."""
+        """Return a conversation's time, its metadata, and the known tokens of its text."""
         row = self._db.execute(
             "select created, metadata, tokens from conversations where id=? and app=?", (name, app)
         ).fetchone()
         return None if row is None else (row[0], self._get(app, row[1]), self._get(app, row[2]))
 
     def conversations(self, app: str) -> list[str]:
-        """Return ids of an app's, the oldest first."""
+        """Return the ids of an app's conversations, the oldest first."""
         rows = self._db.execute(
             "select id from conversations where app=? order by created, id", (app,)
         )
         return [name for (name,) in rows]
 
     def set_metadata(self, app: str, name: str, metadata: dict[str, str]) -> bool:
-        """Return whether it was there."""
+        """Set a conversation's metadata; return whether it exists."""
         with self._change() as db:
             done = db.execute(
                 "update conversations set metadata=? where id=? and app=?",
@@ -227,7 +231,7 @@ class Records:
             return done.rowcount > 0
 
     def delete_conversation(self, app: str, name: str) -> bool:
-        """Gone with its items and its responses; whether it was there."""
+        """Delete a conversation with its items and responses; return whether it existed."""
         with self._change() as db:
             done = db.execute("delete from conversations where id=? and app=?", (name, app))
             db.execute("delete from items where conversation=? and app=?", (name, app))
@@ -235,7 +239,7 @@ class Records:
             return done.rowcount > 0
 
     def items(self, app: str, conversation: str) -> list[Item]:
-        """Return all of a conversation's, in order."""
+        """Return all items of a conversation, in order."""
         rows = self._db.execute(
             "select body from items where conversation=? and app=? order by position",
             (conversation, app),
@@ -243,7 +247,7 @@ class Records:
         return [self._get(app, body) for (body,) in rows]
 
     def add_items(self, app: str, conversation: str, items: Sequence[Item]) -> bool:
-        """Behind the others; whether the conversation was there."""
+        """Append items to a conversation; return whether it exists."""
         with self._change() as db:
             there = db.execute(
                 "select 1 from conversations where id=? and app=?", (conversation, app)
@@ -255,7 +259,7 @@ class Records:
             return True
 
     def delete_item(self, app: str, conversation: str, name: str) -> bool:
-        """Gone; whether it was there. The tokens of the text are no longer known."""
+        """Delete an item; return whether it existed. The tokens of the text are then unknown."""
         with self._change() as db:
             done = db.execute(
                 "delete from items where id=? and conversation=? and app=?",
@@ -271,7 +275,7 @@ class Records:
     # --- slots ------------------------------------------------------------------------------
 
     def keep_slot(self, app: str, name: str, context: str) -> None:
-        """A saved slot's name."""
+        """Store the name of a saved slot."""
         with self._change() as db:
             self._check_room(app, len(name))
             row = app, self._hidden(app, name), context
@@ -301,7 +305,7 @@ class Records:
             raise ApiError(500, "what was kept here is damaged: delete it") from error
 
     def _hidden(self, app: str, name: str) -> str:
-        """Return a name that the user gave, as a column has it: always the same."""
+        """Return a user's name as a column stores it: always the same."""
         return name if self._box is None else self._box.digest(f"{app} {name}".encode())
 
     @contextmanager
@@ -328,11 +332,11 @@ class Records:
     def _check_room(self, app: str, more: int) -> None:
         row = self._db.execute("select bytes from used where app=?", (app,)).fetchone()
         used = 0 if row is None else int(row[0])
-        if used + more > self._most:
+        if used + more > self._max_bytes:
             raise ApiError(
                 507,
-                f"this app's responses and conversations have {used} of {self._most} bytes: delete "
-                "some, or ask with `store: false`",
+                f"this app's responses and conversations have {used} of {self._max_bytes} "
+                "bytes: delete some, or ask with `store: false`",
                 code="storage_full",
             )
 

@@ -1,10 +1,10 @@
-"""Packed weights of GGUF files, kept so that a file is packed once.
+"""A disk cache of the packed weights of GGUF files, so that a file is packed once.
 
-`~/.cache/hetero/packed/KEY.safetensors`, laid out as the weights of a quantised directory. KEY is
-of the file's size, header and samples of its bytes, and of how it is packed; the header of the
-store has the SHA-256 of all bytes of the file (over those of pieces of 16 MiB, which two threads
-take), which is compared while the model is being prepared: before the first token it is known
-whether the store is of this very file, however it was copied or touched.
+A store is `~/.cache/hetero/packed/KEY.safetensors`, laid out as the weights of a quantised
+directory. KEY is a hash of the file's size, header and samples of its bytes, and of how it is
+packed. The header of the store has the SHA-256 of all bytes of the file (over the hashes of parts
+of 16 MiB, which two threads compute), which is compared while the model is prepared: before the
+first token it is known whether the store is of this very file, however it was copied or touched.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from hetero.models.safetensors_file import SafetensorsFile
 
 VERSION: Final = "2"  # of the layout and of how blocks are packed
 SMALLEST_BYTES: Final = 256 << 20  # what is less is packed in less than a second
-MOST_STORES: Final = 4
-PIECE_BYTES: Final = 16 << 20
+MAX_STORES: Final = 4
+PART_BYTES: Final = 16 << 20
 SAMPLES: Final = 64
-SETTLED_S: Final = 2.0
-HELD_BYTES: Final = 1 << 30
+STABLE_S: Final = 2.0
+DEFERRED_BYTES: Final = 1 << 30
 AFTER_S: Final = 2.0
 WRITTEN_BYTES: Final = 1 << 24  # at once: a process that ends waits for no more
 _DTYPES: Final = {"uint32": "U32", "int8": "I8", "uint8": "U8", "float16": "F16", "float32": "F32"}
@@ -65,12 +65,12 @@ Shapes = Mapping[str, Sequence[PartShape]]  # matrices in the order in which the
 
 
 def folder() -> Path:
-    """Return where stores are."""
+    """Return the folder of the stores."""
     return cache_folder() / "packed"
 
 
 def path_of(file: GgufFile, weight_format: WeightFormat) -> Path:
-    """Return the store of a file in the storage of a format."""
+    """Return the path of a file's store, in the storage of a format."""
     digest = hashlib.sha256(f"{VERSION}|{file.nbytes}|{weight_format.storage}|".encode())
     for shard in file.shards:
         digest.update(shard.bytes[: shard.header_bytes].data)
@@ -80,23 +80,23 @@ def path_of(file: GgufFile, weight_format: WeightFormat) -> Path:
 
 
 class Content:
-    """The hash of a file's bytes, in the making."""
+    """The hash of a file's bytes, computed in the background."""
 
     def __init__(self, file: GgufFile) -> None:
-        jobs = [partial(_piece_digest, *piece) for piece in _pieces(file)]
+        jobs = [partial(_part_digest, *part) for part in _part_offsets(file)]
         halves = [in_background("hetero-content", jobs[i::2]) for i in range(2)]
         self._found = [halves[i % 2][i // 2] for i in range(len(jobs))]
 
     def hexdigest(self) -> str:
-        """Waits for it."""
+        """Wait for the hash, and return it."""
         return _digest_of(x.result() for x in self._found)
 
 
 class StoreReader:
-    """A store; `check` says whether it is the file's."""
+    """An existing store; `check` raises unless it is the file's."""
 
     def __init__(self, path: Path, file: GgufFile, shapes: Shapes) -> None:
-        self.file, self._shapes, self._gguf = SafetensorsFile(path, held=True), shapes, file
+        self.file, self._shapes, self._gguf = SafetensorsFile(path, locked=True), shapes, file
         wanted = {x.name: x for x in _plan(shapes)}
         entries = self.file.entries
         if any(
@@ -105,7 +105,7 @@ class StoreReader:
         ):
             raise ModelError(f"{path}: is not laid out as this version does; remove it")
         self._identity = file.identity()  # from before its bytes are read
-        self._settled = _is_settled(file)
+        self._stable = _is_stable(file)
         seen = _noted(path)[0] == self._identity.encode()
         self._content: Content | None = None if seen else Content(file)
 
@@ -119,7 +119,7 @@ class StoreReader:
         return matrices
 
     def forget(self, name: str) -> None:
-        """Pages of a matrix leave memory until they are read again."""
+        """Drop the pages of a matrix from memory until they are read again."""
         prefix = f"{name}."
         self.file.forget([x for x in self.file.entries if x.startswith(prefix)])
 
@@ -129,7 +129,7 @@ class StoreReader:
         if content is None:
             return
         if content.hexdigest() == self.file.metadata.get("content"):
-            _note_seen(self.file.path, self._identity if self._settled else "", self._gguf)
+            _note_seen(self.file.path, self._identity if self._stable else "", self._gguf)
             return
         with contextlib.suppress(OSError):
             self.file.path.unlink()
@@ -140,19 +140,19 @@ class StoreReader:
 
 
 class StoreWriter:
-    """Takes matrices as they are packed, in any order, and is there once it has them all.
+    """A new store, which takes matrices in any order and exists once it has them all.
 
-    A store of up to `HELD_BYTES` is written by a thread of low priority, from `AFTER_S` behind
+    A store of up to `DEFERRED_BYTES` is written by a thread of low priority, from `AFTER_S` after
     `finish` or from `close` on: packing and the first answer need the processor more. Its matrices
-    are kept until then, as those who compute in place keep them anyway. Of a larger one a thread
-    writes a matrix while the next one is packed. `add`, `finish`, `close` and `abandon` are called
-    by one thread, which waits for that one first where it must.
+    stay in memory until then, as devices that compute in place keep them anyway. Of a larger one a
+    thread writes a matrix while the next one is packed. `add`, `finish`, `close` and `abandon` are
+    called by one thread, which waits for that one first where it must.
     """
 
     def __init__(self, path: Path, file: GgufFile, shapes: Shapes) -> None:
         self.path, self._shapes, self._file = path, shapes, file
         self._identity = file.identity()  # from before its bytes are read
-        self._settled = _is_settled(file)
+        self._stable = _is_stable(file)
         self._plan = _plan(shapes)
         self._header = self._made_header("0" * 64)
         self._at: dict[str, int] = {}
@@ -160,8 +160,8 @@ class StoreWriter:
         for tensor in self._plan:
             self._at[tensor.name] = at
             at += page_padded(tensor.nbytes)
-        self._held: dict[str, Sequence[PackedWeight]] = {}
-        self._content = None if at <= HELD_BYTES else Content(file)
+        self._deferred: dict[str, Sequence[PackedWeight]] = {}
+        self._content = None if at <= DEFERRED_BYTES else Content(file)
         self._missing = set(shapes)
         self._writing: Background[None] | None = None
         self._now = Latch()
@@ -173,24 +173,24 @@ class StoreWriter:
         os.truncate(self._out.fileno(), at)
 
     def add(self, name: str, parts: Sequence[PackedWeight]) -> None:
-        """A matrix, not changed from now on; whatever fails with the store fails without it."""
+        """Add a matrix, which must not change from now on. Errors of the store stay in it."""
         if self._content is not None:
             self._wait()
         if name not in self._missing:
             return
         self._missing.remove(name)
         if self._content is None:
-            self._held[name] = parts
+            self._deferred[name] = parts
         else:
             add = partial(self._add, name, parts, last=not self._missing)
             (self._writing,) = in_background("hetero-store", [add])
 
     def finish(self) -> None:
-        """Everything was added; a store that lacks a matrix is given up."""
+        """Finish the store; one that lacks a matrix is discarded."""
         if self._missing or self._content is not None:
             self.abandon()
         elif self._writing is None:
-            (self._writing,) = in_background("hetero-store", [self._add_held])
+            (self._writing,) = in_background("hetero-store", [self._write_deferred])
 
     def close(self) -> None:
         """Wait until everything is written."""
@@ -198,11 +198,11 @@ class StoreWriter:
         self._wait()
 
     def abandon(self) -> None:
-        """Leave nothing behind, but a store that is whole."""
+        """Remove the store unless it is complete."""
         self._now.open()
         self._wait()
         self._missing = set()
-        self._held.clear()
+        self._deferred.clear()
         self._drop()
 
     def _wait(self) -> None:
@@ -218,16 +218,16 @@ class StoreWriter:
         with contextlib.suppress(_AbandonedError, OSError), self._stack:
             raise _AbandonedError
 
-    def _add_held(self) -> None:
-        """All matrices, by the thread."""
+    def _write_deferred(self) -> None:
+        """Write all matrices, on the thread."""
         _be_last()
         self._now.wait(AFTER_S)
         try:
-            while self._held:
-                name, parts = self._held.popitem()
-                self._add(name, parts, last=not self._held)
+            while self._deferred:
+                name, parts = self._deferred.popitem()
+                self._add(name, parts, last=not self._deferred)
         except OSError:
-            self._held.clear()
+            self._deferred.clear()
             self._drop()
 
     def _add(self, name: str, parts: Sequence[PackedWeight], *, last: bool) -> None:
@@ -241,12 +241,12 @@ class StoreWriter:
                 raise OSError(f"{self._file.path} was written meanwhile")
             self._stack.close()
             _keep_newest(self.path)
-            _note_seen(self.path, self._identity if self._settled else "", self._file)
+            _note_seen(self.path, self._identity if self._stable else "", self._file)
 
     def _hexdigest(self) -> str:
         if self._content is not None:
             return self._content.hexdigest()
-        return _digest_of(_piece_digest(*piece) for piece in _pieces(self._file))
+        return _digest_of(_part_digest(*part) for part in _part_offsets(self._file))
 
     def _write(self, array: Any, at: int) -> None:
         left = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
@@ -261,13 +261,13 @@ class StoreWriter:
 
 
 class _AbandonedError(Exception):
-    """Ends the block of a writer."""
+    """The end of a writer that was abandoned."""
 
 
 def open_store(
     file: GgufFile, weight_format: WeightFormat, shapes: Shapes
 ) -> StoreReader | StoreWriter | None:
-    """Return the store of a file, or one to be filled; None where it would not pay or cannot be."""
+    """Return the store of a file, or one to fill; None where it would not pay or cannot be."""
     if file.nbytes < SMALLEST_BYTES or not hasattr(os, "pwrite"):
         return None
     try:
@@ -282,17 +282,15 @@ def open_store(
 
 
 def _keep_newest(path: Path) -> None:
-    """The stores that were used last, of which this is one."""
+    """Keep the most recently used stores, of which this is one."""
     stores = sorted(path.parent.glob("*.safetensors"), key=lambda x: x.stat().st_mtime)
-    for old in stores[:-MOST_STORES]:
+    for old in stores[:-MAX_STORES]:
         old.unlink()
         old.with_suffix(".seen").unlink(missing_ok=True)
 
 
 class Origin(NamedTuple):
-    """Return what a store says of itself: the GGUF file that it was last found to be of, where it
-    is known, and whether this version reads it.
-    """
+    """The source of a store: its last known GGUF file, and whether this version reads the store."""
 
     file: Path | None
     readable: bool
@@ -309,7 +307,7 @@ def origin_of(store: Path) -> Origin:
 
 
 def _noted(store: Path) -> tuple[bytes, bytes]:
-    """Identity and path of the file that a store was last found to be of; empty if unknown."""
+    """Return identity and path of the store's last known file; empty if unknown."""
     try:
         identity, _, name = store.with_suffix(".seen").read_bytes().partition(b"\n")
     except OSError:
@@ -317,21 +315,21 @@ def _noted(store: Path) -> tuple[bytes, bytes]:
     return identity, name
 
 
-def _is_settled(file: GgufFile) -> bool:
-    """Not of a file that was just written, which could be again within a tick of the clock."""
+def _is_stable(file: GgufFile) -> bool:
+    """Return whether a file is old enough that a new write would change its mtime."""
     changed = max(shard.path.stat().st_ctime for shard in file.shards)
-    return os.name != "nt" and time.time() - changed > SETTLED_S
+    return os.name != "nt" and time.time() - changed > STABLE_S
 
 
 def _note_seen(path: Path, identity: str, file: GgufFile) -> None:
-    """The store at `path` is of this file; without an identity it is compared again next time."""
+    """Note that the store at `path` is of this file; without an identity it is compared again."""
     noted = identity.encode() + b"\n" + os.fsencode(file.path.absolute())
     with contextlib.suppress(OSError):
         atomic_write(path.with_suffix(".seen"), noted, durable=False)
 
 
 def _be_last() -> None:
-    """Let every other thread of this machine go first, where a thread can."""
+    """Give this thread the lowest priority, where a thread can have one."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
@@ -350,19 +348,19 @@ def _plan(shapes: Shapes) -> list[PlannedTensor]:
     return plan
 
 
-def _digest_of(pieces: Iterable[bytes]) -> str:
-    return hashlib.sha256(b"".join(pieces)).hexdigest()
+def _digest_of(parts: Iterable[bytes]) -> str:
+    return hashlib.sha256(b"".join(parts)).hexdigest()
 
 
-def _pieces(file: GgufFile) -> Iterator[tuple[Shard, int]]:
-    """Yield where the pieces that are hashed begin."""
+def _part_offsets(file: GgufFile) -> Iterator[tuple[Shard, int]]:
+    """Yield the offsets of the hashed parts."""
     for shard in file.shards:
-        for start in range(0, shard.nbytes, PIECE_BYTES):
+        for start in range(0, shard.nbytes, PART_BYTES):
             yield shard, start
 
 
-def _piece_digest(shard: Shard, start: int) -> bytes:
-    return hashlib.sha256(shard.bytes[start : start + PIECE_BYTES].data).digest()
+def _part_digest(shard: Shard, start: int) -> bytes:
+    return hashlib.sha256(shard.bytes[start : start + PART_BYTES].data).digest()
 
 
 def joined(weight_format: WeightFormat, parts: Sequence[PackedWeight]) -> PackedWeight:

@@ -1,9 +1,9 @@
 """Rules for every metadata entry of a GGUF file that llama.cpp knows.
 
-Names are those of `llama-arch.cpp` and of the `gguf` package, without the architecture in front.
+Names are those of `llama-arch.cpp` and of the `gguf` package, without the architecture's prefix.
 
     USED      read here, by the architectures named or by all
-    HARMLESS  changes no number of a decoder: names, provenance, pooling, what a default says anyway
+    HARMLESS  changes no number of a decoder: names, provenance, pooling, defaults said again
     FIXED     supported with one value, which the model's other entries or its architecture give
     UNREAD    llama.cpp reads it for other architectures only, and so does not use it either
     FOREIGN   of other architectures: supported where it is 0, false or empty
@@ -127,8 +127,9 @@ TOKENIZER_UNREAD: Final = ("ggml.suppress_tokens",)
 
 
 def check_metadata(file: GgufFile, architecture: str, config: ModelConfig) -> None:
-    """Raise `ModelError` for an entry that changes numbers and is not used; give notice of others
-    that are not read.
+    """Raise `ModelError` for an entry that changes numbers and is not used.
+
+    Gives one notice of others that are not read.
     """
     kind = file.metadata.get("general.type", "model")
     if not isinstance(kind, str) or kind != "model":

@@ -16,7 +16,15 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 
 from hetero.errors import UserError
-from hetero.serving import anthropic, chat, completions, conversations, responses, slots, text
+from hetero.serving import (
+    anthropic,
+    chat_completions,
+    completions,
+    conversations,
+    responses,
+    slots,
+    text,
+)
 from hetero.serving.answers import ClientDisconnectedError
 from hetero.serving.errors import ApiError
 from hetero.serving.guard import AsgiApp, Guard, Message, Receive, Scope, Send
@@ -26,7 +34,7 @@ from hetero.serving.state import State
 log = logging.getLogger("hetero.serving")
 PAGE = Path(__file__).parent / "page.html"
 _ROUTERS: tuple[APIRouter, ...] = (
-    chat.router,
+    chat_completions.router,
     completions.router,
     responses.router,
     conversations.router,
@@ -39,7 +47,7 @@ _ROUTERS: tuple[APIRouter, ...] = (
 def make_app(
     state: State, keys: Keys | None, hosts: list[str] | None, on_ready: Callable[[], None]
 ) -> AsgiApp:
-    """Return everything that a request passes."""
+    """Return the application with everything that a request passes."""
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
@@ -65,13 +73,13 @@ def make_app(
     app.add_exception_handler(ApiError, _failed)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _no_route)
-    app.add_exception_handler(ClientDisconnectedError, _gone)
+    app.add_exception_handler(ClientDisconnectedError, _disconnected)
     app.add_exception_handler(Exception, _broken)
     return _Counted(Guard(app, keys, hosts), state)
 
 
 class _Counted:
-    """Counts requests by path and status: a path that there is, or `other`."""
+    """Middleware that counts requests by status and path: an existing path, or `other`."""
 
     def __init__(self, inner: AsgiApp, state: State) -> None:
         self._inner, self._state = inner, state
@@ -92,7 +100,7 @@ class _Counted:
 
 
 async def _page() -> Response:
-    """Return a chat, and where contexts are. Nothing of it is loaded from elsewhere."""
+    """Return a chat page that also shows the contexts. Nothing of it is loaded from elsewhere."""
     rules = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
     headers = {
         "Content-Security-Policy": f"{rules}connect-src 'self'; frame-ancestors 'none'",
@@ -128,7 +136,7 @@ async def _no_route(request: Request, error: Exception) -> Response:
     return response
 
 
-async def _gone(_request: Request, _error: Exception) -> Response:
+async def _disconnected(_request: Request, _error: Exception) -> Response:
     return Response(status_code=499)  # the client is gone
 
 

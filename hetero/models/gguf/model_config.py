@@ -1,7 +1,7 @@
-"""From a GGUF file's metadata to a `ModelConfig`, by way of the fields of a `config.json`.
+"""A GGUF file's metadata as a `ModelConfig`, by way of the fields of a `config.json`.
 
 Everything that is checked there is checked here too. What converters leave out of the file is taken
-from llama.cpp's loader (`llama-model.cpp`), which is where it said.
+from llama.cpp's loader (`llama-model.cpp`), as noted at each place.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import numpy as np
 import numpy.typing as npt
 
 from hetero.backends.ops import RopeScaling
-from hetero.backends.rope import inverse_frequencies
+from hetero.backends.rope_tables import inverse_frequencies
 from hetero.errors import ModelError
 from hetero.models.architectures.base import FULL, SLIDING
 from hetero.models.config import ModelConfig
 from hetero.models.fields import is_number
 from hetero.models.gguf.file import GgufFile
-from hetero.models.gguf.keys import USED, check_metadata, check_required
+from hetero.models.gguf.metadata_rules import USED, check_metadata, check_required
 from hetero.models.gguf.rope_scaling import rope_scaling
 from hetero.models.gguf.special_tokens import end_ids, special_id
 from hetero.models.graph import rope_of
@@ -159,7 +159,7 @@ def _special(metadata: Mapping[str, Any], name: str, raw: Mapping[str, Any]) -> 
 
 
 def _window_pattern(metadata: Mapping[str, Any], name: str, layers: object) -> list[str] | None:
-    """Return `layer_types`: of each group of layers the last one attends to everything."""
+    """Return `layer_types`: of each group of layers the last one has full attention."""
     pattern = metadata.get(f"{name}.attention.sliding_window_pattern")
     if pattern is None or not isinstance(layers, int):
         return None
@@ -169,10 +169,10 @@ def _window_pattern(metadata: Mapping[str, Any], name: str, layers: object) -> l
 
 
 def _frequency_scaling(file: GgufFile, config: ModelConfig) -> dict[str, Any]:
-    """Return the scaling that `rope_freqs.weight` holds as divisors of the frequencies: mostly that
-    of Llama 3.1; others are LongRoPE's with one factor for all lengths.
+    """Return the scaling that `rope_freqs.weight` holds as divisors of the frequencies.
 
-    Raises `ModelError` where they are not in place, or together with YaRN or LongRoPE.
+    That is mostly Llama 3.1's; others are LongRoPE's with one factor for all lengths. Raises
+    `ModelError` where they are misplaced, or come with YaRN or LongRoPE.
     """
     info = file.tensors["rope_freqs.weight"]
     half = config.head_dim // 2

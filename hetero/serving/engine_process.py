@@ -1,11 +1,11 @@
-"""The engine process: owns model, contexts and the thread that the devices are driven from.
+"""The engine process: owns model, contexts and the thread that drives the devices.
 
 Lines come in on standard input and go out on standard output (`hetero.serving.messages`). It ends
 with `Stop`, or with the end of its input, when its parent has died. A reader thread waits for
 lines; everything else is this one thread, which loops over:
 
     read      messages: requests into the queue, cancelled ones out of it
-    controls  of apps none of whose answers is being made
+    controls  of apps without a running answer
     begin     the next requests, as long as there is a cache for them
     decode    the next token of all answers, in one step of the devices; meanwhile the last tokens
               become texts and are sent
@@ -37,9 +37,9 @@ from hetero.contexts.recent import RecentTexts
 from hetero.contexts.service import App, Service
 from hetero.contexts.working_set import Switch
 from hetero.errors import DiskFullError, QuotaError, UserError
+from hetero.generation.answer_stats import DeviceShare
 from hetero.generation.loop import GenerationResult, Pending, Piece
 from hetero.generation.sampling import TokenLogprob
-from hetero.generation.stats import DeviceShare
 from hetero.runtime.watchdog import WATCHDOG
 from hetero.serving import controls
 from hetero.serving.fair_queue import FairQueue
@@ -65,13 +65,14 @@ Send = Callable[[FromEngine], None]
 
 
 class Stopped(Exception):  # noqa: N818  (no error: what runs is given up)
-    """`Stop` came."""
+    """The message `Stop` arrived."""
 
 
 @dataclass(eq=False)
 class RunningAnswer:
-    """A running answer: its `messages`, None for a step without one. `reading`: its prompt is being
-    read. `pending`: its next message needs no device.
+    """A running answer: its `messages`, None for a step without one.
+
+    `reading`: its prompt is being read. `pending`: its next message needs no device.
     """
 
     request: GenerateRequest
@@ -82,8 +83,9 @@ class RunningAnswer:
 
 @dataclass
 class ServingEngine:
-    """Takes messages from `incoming` until `Stop` or None, and answers by `send`; `flush` follows
-    when there is nothing more to send for now.
+    """The loop over messages from `incoming` until `Stop` or None, with answers by `send`.
+
+    `flush` follows when there is nothing more to send for now.
     """
 
     service: Service
@@ -170,8 +172,9 @@ class ServingEngine:
         self.waiting.remove(lambda request: request.id == number)
 
     def _control(self) -> None:
-        """Run the actions of apps without a running answer. Others wait, and the app's next
-        requests with them.
+        """Run the actions of apps without a running answer.
+
+        Others wait, and the app's next requests with them.
         """
         busy = {request.app for request in self.requests}
         ready = [control for control in self._controls if control.app not in busy]
@@ -228,7 +231,7 @@ class ServingEngine:
         results: list[GenerationResult] = []
         first, chunks = Switch(), list[str]()
         for choice in range(request.choices):
-            pieces, switch, where = self._pieces_of(request, app, choice, results)
+            pieces, switch, where = self._deltas_of(request, app, choice, results)
             with closing(pieces):
                 for piece in pieces:
                     if not isinstance(piece, Piece):
@@ -248,12 +251,10 @@ class ServingEngine:
                 first, chunks = switch(), where()
         yield self._done(request, results, first, chunks)
 
-    def _pieces_of(
+    def _deltas_of(
         self, request: GenerateRequest, app: App, choice: int, results: list[GenerationResult]
     ) -> tuple[Any, Callable[[], Switch], Callable[[], Any]]:
-        """Return the pieces of a choice, and how to learn what its switch took and where its chunks
-        are.
-        """
+        """Return the deltas of a choice, and a function for its switch and its chunks' places."""
         options = self._options(request, choice)
         histogram = self.service.memory.histogram
         if request.context:
@@ -343,11 +344,11 @@ def _logprob(score: TokenLogprob | None) -> list[Any] | None:
 
 
 def _lines(source: int, incoming: queue.SimpleQueue[Any]) -> None:
-    """Read messages until the input ends, because the server has died. Ends the process if the main
-    thread, which may hang in a driver, has not done so `ORPHAN_S` later.
+    """Read messages until the input ends, because the server has died.
 
-    Reads the descriptor itself: a buffered file that a thread waits in cannot be closed when the
-    process ends.
+    Ends the process if the main thread, which may hang in a driver, has not done so `ORPHAN_S`
+    later. Reads the descriptor itself: a buffered file that a thread waits in cannot be closed when
+    the process ends.
     """
     rest = b""
     while data := os.read(source, 1 << 20):
@@ -361,14 +362,15 @@ def _lines(source: int, incoming: queue.SimpleQueue[Any]) -> None:
 
 
 def _end_hung(sentence: str) -> None:
-    """End the process, whose requests would wait for ever; the server then reports it and ends."""
+    """End this process, whose requests would wait for ever; the server then reports it."""
     log.error("%s: ending the engine", sentence)
     os._exit(1)
 
 
 def main() -> None:
-    """Run `python -P -m hetero.serving.engine OPTIONS`, as `hetero serve` does. Ctrl-C is for the
-    server, which then sends `Stop`.
+    """Run `python -P -m hetero.serving.engine_process OPTIONS`, as `hetero serve` does.
+
+    The server handles Ctrl-C and then sends `Stop`.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     answers = os.fdopen(os.dup(1), "wb")

@@ -10,7 +10,7 @@ from hetero.backends.formats import WeightFormat
 from hetero.backends.ops import Attention, AttentionHeads, MatMul, OperandOrder
 from hetero.backends.protocol import DeviceKind
 from hetero.profiler.model_graph import Node
-from hetero.solver.groups import NodeGroup
+from hetero.solver.node_groups import NodeGroup
 
 Span: TypeAlias = tuple[int, int]
 
@@ -79,7 +79,7 @@ class Heads(NamedTuple):
 
 
 class Assignment(NamedTuple):
-    """What computes a node in a call, or as one graph the `group` of nodes that begins with it.
+    """The device of a node in a call, or as one graph the `group` of nodes that begins with it.
 
     A matmul's `parts` are its launches. Everything else is one launch on `kind`, bound with `graph`
     tokens, padding included; of an attention whose `heads` both devices share one on each.

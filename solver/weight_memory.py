@@ -15,7 +15,7 @@ from hetero.solver.solution import Solution
 
 
 class Tables(Protocol):
-    """What a planner knows of its model and profile."""
+    """Tables of a planner's model and profile."""
 
     spec: ModelGraph
     profile: DeviceProfile

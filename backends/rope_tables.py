@@ -62,8 +62,8 @@ def _llama3(base: Float64Array, scaling: RopeScaling) -> Float64Array:
         scaling.high_freq_factor - scaling.low_freq_factor
     )
     blended = (1 - smooth) * base / scaling.factor + smooth * base
-    kept = np.where(wavelength < high, base, blended)
-    return np.where(wavelength > low, base / scaling.factor, kept)
+    shorter = np.where(wavelength < high, base, blended)
+    return np.where(wavelength > low, base / scaling.factor, shorter)
 
 
 def _yarn(base: Float64Array, op: Rope, scaling: RopeScaling) -> Float64Array:

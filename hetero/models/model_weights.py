@@ -1,4 +1,4 @@
-"""`ModelWeights`: packed weights of a model, block by block, whatever they are read from."""
+"""`ModelWeights`: packed weights of a model, block by block, from any source."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class BlockWeights:
     Norms and biases are float32 vectors, None where the model has none: `post_norm` is the norm
     before the feed-forward, `o_norm` and `down_norm` follow the matmuls of these names. An
     `x_scale` [1] is the step of the codes of that matmul's input, where the format has one;
-    `shadows` are hot channels by matmul, where calibration found some; their columns are zero in
-    every storage. `also` are the matrices as they are stored besides, by name.
+    `shadows` are hot channels by matmul, where calibration chose some; their columns are zero in
+    every storage. `also` are the matrices in other storages, by name.
     """
 
     qkv: PackedWeight
@@ -66,7 +66,7 @@ class BlockWeights:
     also: Mapping[StorageFormat, Mapping[str, PackedWeight]] = field(default_factory=dict)
 
     def matrix(self, name: str, storage: StorageFormat | None = None) -> PackedWeight:
-        """Return a matrix as the model stores it, or as it does besides."""
+        """Return a matrix in the model's storage, or in another that it has too."""
         weight: PackedWeight = getattr(self, name) if storage is None else self.also[storage][name]
         return weight
 
@@ -74,13 +74,13 @@ class BlockWeights:
 class ModelWeights(ABC):
     """Packed weights of a model.
 
-    `block(i)` and the ends (`embed`, `lm_head`, the vectors) are made on first use and kept until
-    `release`; whoever still needs an array keeps a reference to it. With tied embeddings
-    `lm_head()` is the same object as `embed()`. Data and scales of packed weights are page-aligned;
-    all arrays are read-only by contract and live as long as anything refers to them. One thread at
-    a time. `source` is the directory that the weights come from, None if they were generated;
-    `calibration` says where static scales of activations come from, if from a text; `also` are
-    formats in which all matrices are stored besides.
+    `block(i)` and the tensors outside of the blocks (`embed`, `lm_head`, the vectors) are made on
+    first use and kept until `release`; a caller that still needs an array keeps a reference to it.
+    With tied embeddings `lm_head()` is the same object as `embed()`. Data and scales of packed
+    weights are page-aligned; all arrays are read-only by contract and live as long as anything
+    refers to them. One thread at a time. `source` is the directory that the weights come from, None
+    if they were generated; `calibration` is the origin of static scales of activations, if they
+    come from a text; `also` are other formats in which all matrices are stored too.
 
     Reading a block raises `ModelError` when its tensors hold values that are not finite.
     """
@@ -100,7 +100,7 @@ class ModelWeights(ABC):
 
     @property
     def nbytes(self) -> int:
-        """Return bytes of all packed weights, norms, biases and hot channels."""
+        """Return the bytes of all packed weights, norms, biases and hot channels."""
         packed = total_bytes(self.config, self.weight_format.storage)
         return packed + hot_bytes(self.config, self.calibration)
 
@@ -117,11 +117,11 @@ class ModelWeights(ABC):
         return by_name
 
     def vectors(self) -> tuple[VectorShape, ...]:
-        """Float32 vectors of a block."""
+        """Return the float32 vectors of a block."""
         return block_vectors(self.config, self.weight_format.storage)
 
     def block(self, index: int) -> BlockWeights:
-        """Return weights of a block, 0 <= index < num_layers. Raises `IndexError` outside."""
+        """Return the weights of a block, 0 <= index < num_layers. Raises `IndexError` outside."""
         if not 0 <= index < self.config.num_layers:
             raise IndexError(f"block {index} of a model of {self.config.num_layers} blocks")
         if index not in self._blocks:
@@ -129,63 +129,64 @@ class ModelWeights(ABC):
         return self._blocks[index]
 
     def embed(self) -> PackedWeight:
-        """Token embeddings [vocab, d]."""
+        """Return the token embeddings [vocab, d]."""
         if self._embed is None:
             self._embed = self._load_matrix("embed")
         return self._embed
 
     def lm_head(self) -> PackedWeight:
-        """Output head [vocab, d]; the embeddings themselves if tied."""
+        """Return the output head [vocab, d]; the embeddings themselves if tied."""
         if self.config.tie_word_embeddings:
             return self.embed()
         if self._lm_head is None:
             self._lm_head = self._load_matrix("lm_head")
         return self._lm_head
 
-    def end(self, role: str, name: str) -> PackedWeight | Float32Array:
-        """Return a weight outside of the blocks, by its operation and the name in
-        `ops.weight_names`.
-        """
+    def outer_weight(self, role: str, name: str) -> PackedWeight | Float32Array:
+        """Return a weight outside of the blocks, by operation and name in `ops.weight_names`."""
         if name == "weight" and role in ("embed", "lm_head"):
             return self.embed() if role == "embed" else self.lm_head()
-        return self.end_vector(f"{role}_{name}" if name in ("bias", "x_scale") else role)
+        return self.model_vector(f"{role}_{name}" if name in ("bias", "x_scale") else role)
 
     def head_in(self, storage: StorageFormat) -> PackedWeight:
-        """Return the output head as it is stored besides. Raises `KeyError` where it is not."""
+        """Return the output head in another storage. Raises `KeyError` where there is none."""
         raise KeyError(storage)
 
     def final_norm(self) -> Float32Array:
-        """Weight [d] of the norm before the output head."""
-        return self.end_vector("final_norm")
+        """Return the weight [d] of the norm before the output head."""
+        return self.model_vector("final_norm")
 
     @abstractmethod
-    def end_vector(self, name: str) -> Float32Array:
-        """`final_norm`, `final_norm_bias`, `lm_head_bias`, `lm_head_x_scale` or `positions` (row
+    def model_vector(self, name: str) -> Float32Array:
+        """Return a vector outside of the blocks.
+
+        It is `final_norm`, `final_norm_bias`, `lm_head_bias`, `lm_head_x_scale` or `positions` (row
         after row).
         """
 
     def requantised(self) -> dict[str, float]:
-        """Relative error of what was quantised a second time, by the source's type; measured on
-        what has been read so far.
+        """Return the relative error of what was quantised a second time, by the source's type.
+
+        It is measured on what has been read so far.
         """
         return {}
 
     def release(self, index: int) -> None:
-        """Forget block `index`; pages of a mapped file leave memory until they are read again.
+        """Drop block `index`; pages of a mapped file leave memory until they are read again.
 
         Arrays that were handed out stay valid. `block(index)` makes the block again.
         """
         self._blocks.pop(index, None)
 
-    def release_ends(self) -> None:
-        """Forget embeddings and output head, as `release` does for a block."""
+    def release_embeddings(self) -> None:
+        """Drop embeddings and output head, as `release` drops a block."""
         self._embed = self._lm_head = None
 
     def prefetch(self) -> None:  # noqa: B027
-        """Read mapped files ahead: all weights are about to be used in place."""
+        """Read mapped files ahead, before all weights are used in place."""
 
     def close(self) -> None:  # noqa: B027
-        """Wait for what is still being kept for the next start."""
+        """Wait until everything for the next start is stored."""
 
     @abstractmethod
     def _load_block(self, index: int) -> BlockWeights:
@@ -203,9 +204,9 @@ class DerivedWeights(ModelWeights):
         super().__init__(inner.config, weight_format)
         self.source, self.inner = inner.source, inner
 
-    def end_vector(self, name: str) -> Float32Array:
+    def model_vector(self, name: str) -> Float32Array:
         """Return a vector outside of the blocks."""
-        return self.inner.end_vector(name)
+        return self.inner.model_vector(name)
 
     def release(self, index: int) -> None:
         """Forget a block here and in the source."""

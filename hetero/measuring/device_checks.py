@@ -1,4 +1,4 @@
-"""Checks of the devices of this machine: which there are, and whether they compute correctly."""
+"""Checks of the devices of this machine: their presence, and whether they compute correctly."""
 
 from __future__ import annotations
 
@@ -31,8 +31,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Finding:
-    """State of one backend. `detail` is what was found, `remedy` what to do if it failed; nothing
-    that a model runs on depends on one that is not `needed`.
+    """The state of one backend.
+
+    `detail` describes it, `remedy` is what to do if it failed; no model depends on one that is not
+    `needed`.
     """
 
     name: str
@@ -44,12 +46,12 @@ class Finding:
 
 
 def list_devices() -> Iterator[Finding]:
-    """Yield every real backend with the device and driver that it found, and every OpenCL driver.
+    """Yield every real backend with its device and driver, and every OpenCL driver.
 
-    What a check raises is its finding: the others are still made.
+    An exception in a check is its finding: the others are still made.
     """
     for name in real_backends():
-        yield from _checked(name, find(name).kind, partial(_look, find(name)))
+        yield from _checked(name, find(name).kind, partial(_open_and_check, find(name)))
         if name == "opencl":
             yield from _checked(DRIVERS, "gpu", opencl_drivers, needed=False)
 
@@ -58,7 +60,7 @@ def diagnose() -> Iterator[Finding]:
     """Check every real backend by a small sum and matmul, and the GPU and the NPU at once.
 
     The Hexagon is checked where there is one, or where its emulator is installed. Findings are
-    yielded as they are made, and what a check raises is its finding: the others are still made.
+    yielded as they are made, and an exception in a check is its finding: the others are still made.
     """
     working: set[str] = set()
     names = [name for name in real_backends() if name != "qnn" or hexagon.expected()]
@@ -85,7 +87,7 @@ def _surrounding(name: str, state: Callable[[], CheckResult]) -> list[Finding]:
 def _checked(
     name: str, kind: str, check: Callable[[], list[Finding]], *, needed: bool = True
 ) -> list[Finding]:
-    """Return what a check finds; an exception of any kind is the finding that it failed."""
+    """Return the finding of a check; any exception is the finding that it failed."""
     try:
         return [replace(f, needed=f.needed and needed) for f in check()]
     except Exception as error:
@@ -112,7 +114,7 @@ def opencl_drivers() -> list[Finding]:
 
 
 def _check_together(gpu: str, npu: str) -> list[Finding]:
-    """Return both devices at once in this process, on one input buffer and halves of one output."""
+    """Check both devices at once in this process, on one input buffer and halves of one output."""
     name = f"{gpu} + {npu}"
     random = np.random.default_rng(0)
     weight = pack(random.standard_normal((64, 64), dtype=np.float32), StorageFormat.Q4)
@@ -140,11 +142,11 @@ def _check_together(gpu: str, npu: str) -> list[Finding]:
 
 
 def _open(name: str) -> Device:
-    """Small graphs are compiled on the spot: a check must not depend on a cache."""
+    """Open a backend. Small graphs are compiled at once: a check must not depend on a cache."""
     return open_device(name, cache=None) if name == "qnn" else open_device(name)
 
 
-def _look(backend: Backend) -> list[Finding]:
+def _open_and_check(backend: Backend) -> list[Finding]:
     return _opened(backend, lambda _: "")
 
 
@@ -153,7 +155,7 @@ def _diagnose(backend: Backend) -> list[Finding]:
 
 
 def _opened(backend: Backend, check: Callable[[Device], str]) -> list[Finding]:
-    """Open a device and check it; `check` returns what is wrong, or nothing."""
+    """Open a device and check it; `check` returns the fault, or nothing."""
     try:
         with _open(backend.name) as device:
             failure = check(device)

@@ -27,8 +27,8 @@ from hetero.serving.answers import (
 from hetero.serving.errors import ApiError
 from hetero.serving.messages import Done, Run, TokenEvent
 from hetero.serving.requests import (
-    MOST_CHOICES,
-    MOST_LOGPROBS,
+    MAX_CHOICES,
+    MAX_LOGPROBS,
     Guided,
     Penalties,
     Request,
@@ -54,11 +54,11 @@ class ChatRequest(Penalties, Guided):
     messages: list[dict[str, Any]] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
-    n: int | None = Field(None, ge=1, le=MOST_CHOICES)
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     logprobs: bool | None = False
-    top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     functions: list[Any] | None = None
@@ -68,7 +68,7 @@ class ChatRequest(Penalties, Guided):
     id_slot: int = -1
 
     def check(self) -> None:
-        """Raise `ApiError` for what is not done here, or does not go together."""
+        """Raise `ApiError` for fields that are not supported, or not together."""
         if self.functions or self.audio or (self.modalities or ["text"]) != ["text"]:
             raise ApiError(400, "functions (use tools), audio and other modalities: not done here")
         if self.top_logprobs and not self.logprobs:
@@ -79,7 +79,7 @@ class ChatRequest(Penalties, Guided):
 
 @router.post("/v1/chat/completions")
 async def chat_completions(body: ChatRequest, request: HttpRequest) -> Response:
-    """The next message of a conversation."""
+    """Return the next message of a conversation."""
     state: State = request.app.state.hetero
     body.check()
     model = state.check_model(body.model)
@@ -147,7 +147,7 @@ def _choice(
 
 
 def call_json(call: ToolCall) -> dict[str, Any]:
-    """Return a call as chat completions show it."""
+    """Return a tool call in the form of chat completions."""
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": call.id, "type": "function", "function": function}
 
@@ -170,8 +170,9 @@ def _scored(state: State, token: int, logprob: float) -> dict[str, Any]:
 
 
 class ChunkWriter(StreamWriter):
-    """Writes the chunks of OpenAI's two completions protocols. The last choice ends once its text
-    is stored.
+    """A writer of the chunks of OpenAI's two completions protocols.
+
+    The last choice ends once its text is stored.
     """
 
     content = ""  # key of a choice's text
@@ -196,7 +197,7 @@ class ChunkWriter(StreamWriter):
         return lines
 
     async def end(self, end: Done) -> list[bytes]:
-        """Return the last choice's end, and usage if it was asked for."""
+        """Return the last choice's end, and usage if requested."""
         lines = [self._last(len(self._choices) - 1, end.about)]
         if self._usage:
             record = self._head | {"choices": [], "usage": usage(end), "hetero": end.about}

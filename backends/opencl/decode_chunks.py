@@ -12,13 +12,13 @@ from hetero.backends.opencl.resources import Resources
 from hetero.backends.ops import DecodeChunks
 from hetero.backends.protocol import Acceptance, Operand, WeightValue, tensors_of
 
-LEAST = 4  # codes of two bits in a byte: what a vector is a multiple of
+CODES_PER_BYTE = 4  # codes of two bits in a byte: what a vector is a multiple of
 GROUPS = 32  # of a GPU, for each head's keys or values: fixed, so that one launch is warmed up
 
 
 def accepts_decode_chunks(op: DecodeChunks) -> Acceptance:
     """Return heads whose rows are whole vectors."""
-    if op.head_dim % LEAST:
+    if op.head_dim % CODES_PER_BYTE:
         return Acceptance(False, f"heads of {op.head_dim} values do not fill bytes of four codes")
     return Acceptance(True)
 
@@ -34,7 +34,9 @@ def prepare_decode_chunks(
     lanes = tuning.lanes
     defines: dict[str, Define] = {
         **tuning.defines,
-        "HV": head_vector(op.head_dim, max(LEAST, tuning.vector if lanes == 1 else LEAST)),
+        "HV": head_vector(
+            op.head_dim, max(CODES_PER_BYTE, tuning.vector if lanes == 1 else CODES_PER_BYTE)
+        ),
         "KV_HEADS": op.kv_heads,
         "HEAD_DIM": op.head_dim,
         "TOKENS": op.tokens,

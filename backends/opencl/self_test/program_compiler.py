@@ -26,12 +26,12 @@ import pyopencl as cl
 from hetero.backends.opencl.failures import decoded
 from hetero.backends.opencl.kernel_files import OURS
 from hetero.backends.opencl.program_source import ProgramSource, uncached
-from hetero.backends.opencl.self_test.store import KernelStore
+from hetero.backends.opencl.self_test.kernel_store import KernelStore
 
 BINARY: Final = "program.bin"
 NOTE: Final = "note"
 SMALL_GRID: Final = 0xFFFF  # PoCL has a variant for grids below that in every dimension
-NOT_KEPT: Final = ("last_accessed", "tempfile")
+UNCACHED_FILES: Final = ("last_accessed", "tempfile")
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Local(ProgramCompiler):
             known = _from_binary(context, device, self._store, source)
             if known is not None:
                 return known
-        with self._kept(source.digest):
+        with self._caching(source.digest):
             program = _build(context, device, source)
         if self._folder is None:
             self.builds += 1
@@ -112,11 +112,11 @@ class Local(ProgramCompiler):
     @contextmanager
     def variant(self, source: ProgramSource, variant: Variant) -> Iterator[None]:
         """See `ProgramCompiler.variant`."""
-        with self._kept(variant.entry(source)):
+        with self._caching(variant.entry(source)):
             yield
 
     @contextmanager
-    def _kept(self, entry: str) -> Iterator[None]:
+    def _caching(self, entry: str) -> Iterator[None]:
         """Restore an entry's files, else store the files that appear inside."""
         if self._folder is None or self._store.unpack(entry, self._folder):
             yield
@@ -216,7 +216,7 @@ def kernel_files(folder: Path) -> set[str]:
     return {
         path.relative_to(folder).as_posix()
         for path in folder.rglob("*")
-        if path.is_file() and not path.name.startswith(NOT_KEPT)
+        if path.is_file() and not path.name.startswith(UNCACHED_FILES)
     }
 
 

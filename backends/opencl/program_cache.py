@@ -19,7 +19,7 @@ from hetero.backends.opencl.program_source import (
     program_source,
     source_of,
 )
-from hetero.backends.opencl.self_test.compiler import ProgramCompiler, Variant
+from hetero.backends.opencl.self_test.program_compiler import ProgramCompiler, Variant
 
 MAX_NOTED: Final = 64
 

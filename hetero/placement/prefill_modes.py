@@ -1,4 +1,4 @@
-"""Which forms of calls in flight a plan keeps, and what it says of them: `runtime.forms`."""
+"""The prefill modes that a plan keeps, and their predicted times (`runtime.prefill_mode`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hetero.solver.matmul_entries import PlanSource
 from hetero.solver.placement import Placement
 
 
-def with_forms(
+def with_modes(
     plan: ExecutionPlan,
     spec: ModelGraph,
     cost: CostModel,
@@ -24,28 +24,30 @@ def with_forms(
     *,
     lengths: Sequence[int] = (),
 ) -> ExecutionPlan:
-    """Return the plan with the form of each of its prompts and predicted seconds of the others. The
-    forms that no prompt of these `lengths` takes (by default of the plan's) are left out, for what
-    they hold would be held in vain.
+    """Return the plan with the prefill mode of each prompt, and predicted seconds of the others.
+
+    Modes that no prompt of these `lengths` (by default the plan's) would use are dropped, since
+    their buffers would be wasted.
     """
     if not plan.in_flight:
         return plan
     able = capabilities_of(plan, cost.profile)
     placement = Placement(plan, spec, able, source=source)
-    forms = PrefillModes(placement, LaunchCosts(cost, placement), "best", able, window=WINDOW)
+    modes = PrefillModes(placement, LaunchCosts(cost, placement), "best", able, window=WINDOW)
     prompts = [total.m for total in plan.totals if total.phase == "prefill"]
     try:
-        taken = {m: forms.of(m) for m in lengths or prompts}
+        taken = {m: modes.of(m) for m in lengths or prompts}
     except ProfileError:  # of an operation that no prediction of steps asks for
         return plan.model_copy(update={"in_flight": ()})
-    kept = tuple(x for x in plan.in_flight if x.form in {choice.form for choice in taken.values()})
+    used = {choice.form for choice in taken.values()}
+    in_flight = tuple(x for x in plan.in_flight if x.form in used)
     totals = tuple(
         total.model_copy(update={"form": choice.form, "forms": dict(choice.seconds)})
         if total.phase == "prefill" and (choice := taken.get(total.m)) is not None
         else total
         for total in plan.totals
     )
-    return plan.model_copy(update={"totals": totals, "in_flight": kept})
+    return plan.model_copy(update={"totals": totals, "in_flight": in_flight})
 
 
 def capabilities_of(plan: ExecutionPlan, profile: DeviceProfile) -> dict[DeviceKind, Capabilities]:

@@ -1,4 +1,4 @@
-"""How a prompt is cut into calls: one answer for plans, predictions and the engine."""
+"""Splits a prompt into calls: one answer for plans, predictions and the engine."""
 
 from __future__ import annotations
 

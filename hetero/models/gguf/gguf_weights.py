@@ -13,13 +13,13 @@ from hetero.backends.formats import StorageFormat, WeightFormat
 from hetero.backends.weights import ROW_BLOCK, Float32Array, PackedWeight, packed_bytes
 from hetero.errors import ModelError
 from hetero.models.config import ModelConfig
-from hetero.models.gguf.config import ROTATED_IN_PAIRS
 from hetero.models.gguf.file import GgufFile, TensorInfo
-from hetero.models.gguf.store import PartShape, StoreReader, StoreWriter, joined, open_store
+from hetero.models.gguf.model_config import ROTATED_IN_PAIRS
+from hetero.models.gguf.packed_store import PartShape, StoreReader, StoreWriter, joined, open_store
 from hetero.models.gguf.tensors import FLOATS, GgufTensor, Loss, check_kind, stored_as
-from hetero.models.layout import block_matrices, end_matrices, end_vectors
+from hetero.models.layout import block_matrices, embedding_matrices, model_vectors
+from hetero.models.model_weights import BlockWeights, ModelWeights
 from hetero.models.packing import check_finite, pack_rows
-from hetero.models.weights import BlockWeights, ModelWeights
 
 # Our weights and the tensors that hold them, the fused spelling first.
 _MATRICES: Final = {
@@ -43,7 +43,7 @@ _FACTORS: Final = ("rope_factors_long.weight", "rope_factors_short.weight")
 
 
 class GgufWeights(ModelWeights):
-    """Weights of a GGUF file, packed on demand; `loss` is what quantising again has cost so far."""
+    """Weights of a GGUF file, packed on demand; `loss` is the loss of quantising again so far."""
 
     source: Path
 
@@ -56,14 +56,14 @@ class GgufWeights(ModelWeights):
         self._pairs = file.metadata["general.architecture"] in ROTATED_IN_PAIRS
         self._check()
 
-    def end_vector(self, name: str) -> Float32Array:
+    def model_vector(self, name: str) -> Float32Array:
         """Return a vector outside of the blocks."""
         module, suffix = _named(_ENDS, name)
         return self._vector(f"{module}.{suffix}")
 
     @property
     def nbytes(self) -> int:
-        """Return bytes of all packed weights, norms and biases."""
+        """Return the bytes of all packed weights, norms and biases."""
         if not self.weight_format.of_file:
             return super().nbytes
         total = 0
@@ -75,11 +75,11 @@ class GgufWeights(ModelWeights):
         return total
 
     def requantised(self) -> dict[str, float]:
-        """See `Loss`."""
+        """Return the relative errors of `Loss`."""
         return self.loss.by_kind()
 
     def release(self, index: int) -> None:
-        """Forget a block; the pages of its tensors leave memory."""
+        """Drop a block; the pages of its tensors leave memory."""
         super().release(index)
         for name in self.file.tensors:
             if name.startswith(f"blk.{index}."):
@@ -98,9 +98,7 @@ class GgufWeights(ModelWeights):
         return self._packed(name)
 
     def _packed(self, name: str) -> PackedWeight:
-        """Return a matrix, from the store of packed weights or packed for it;
-        `blk.3.qkv`, `embed`.
-        """
+        """Return a matrix (`blk.3.qkv`, `embed`) from the store, or packed for it."""
         store = self._opened_store()
         if isinstance(store, StoreReader):
             return joined(self.weight_format, store.matrix(name))
@@ -121,14 +119,14 @@ class GgufWeights(ModelWeights):
         return joined(self.weight_format, parts)
 
     def _opened_store(self) -> StoreReader | StoreWriter | None:
-        """Opened for the first matrix; none while there are tests of what is lost."""
+        """Return the store, opened for the first matrix; None while tests measure the loss."""
         if self._store is _UNOPENED:
             names = [
                 f"blk.{i}.{x.name}"
                 for i in range(self.config.num_layers)
                 for x in block_matrices(self.config)
             ]
-            names += [x.name for x in end_matrices(self.config)]
+            names += [x.name for x in embedding_matrices(self.config)]
             shapes = {
                 name: [
                     PartShape(kind, sum(x.shape[0] for x in members), members[0].shape[1])
@@ -140,19 +138,19 @@ class GgufWeights(ModelWeights):
         assert not isinstance(self._store, str)
         return self._store
 
-    def release_ends(self) -> None:
-        """Forget embeddings and output head; all is prepared: the file's content is known now.
+    def release_embeddings(self) -> None:
+        """Drop embeddings and output head, once all is prepared and the file's hash is known.
 
-        Raises `ModelError` where it is not what was packed.
+        Raises `ModelError` where the file is not the one that was packed.
         """
-        super().release_ends()
+        super().release_embeddings()
         if isinstance(self._store, StoreReader):
             self._store.check()
         elif isinstance(self._store, StoreWriter):
             self._store.finish()
 
     def prefetch(self) -> None:
-        """See `ModelWeights.prefetch`."""
+        """Read the mapped store ahead."""
         if isinstance(self._store, StoreReader):
             self._store.file.prefetch()
 
@@ -163,8 +161,10 @@ class GgufWeights(ModelWeights):
         self.file.release()
 
     def _runs(self, name: str) -> list[tuple[StorageFormat, list[GgufTensor]]]:
-        """Tensors of a matrix by their storage, neighbours of one together: in the formats of
-        files each has its own, but all are float32 where a part would not start at a block of rows.
+        """Return the tensors of a matrix by their storage, neighbours of one storage merged.
+
+        In the formats of files each has its own storage, but all are float32 where a part would not
+        start at a block of rows.
         """
         prefix, _, last = name.rpartition(".")
         modules = self._modules(f"{prefix}.", last) if prefix else (_ENDS[name],)
@@ -193,7 +193,7 @@ class GgufWeights(ModelWeights):
         return spellings[-1] if name == "qkv" else spellings[0]
 
     def _order(self, module: str) -> npt.NDArray[np.int64] | None:
-        """Return rows of queries and keys, where the file has them pair by pair."""
+        """Return the order of the rows of queries and keys, where the file stores pairs."""
         config = self.config
         queries, keys = (half_by_half(x, config.head_dim) for x in (config.heads, config.kv_heads))
         if module == "attn_qkv" and self._pairs:
@@ -214,7 +214,7 @@ class GgufWeights(ModelWeights):
         return np.concatenate(parts)
 
     def _bias_rows(self, prefix: str, name: str) -> list[tuple[str, int]]:
-        """Return the modules of a matmul's biases; those of a fused qkv may be apart."""
+        """Return the modules of a matmul's biases; those of a fused qkv may be separate."""
         matmul = next(x for x in self.config.matmuls() if x.name == name)
         apart = name == "qkv" and f"{prefix}attn_qkv.bias" not in self.file.tensors
         return self._rows(prefix, name, matmul.n, _MATRICES["qkv"][-1] if apart else None)
@@ -226,7 +226,7 @@ class GgufWeights(ModelWeights):
         return values
 
     def _check(self) -> None:
-        """Every tensor that the configuration asks for is there, in its shape, and no other."""
+        """Raise `ModelError` unless the file has exactly the tensors of its configuration."""
         path, tensors = self.file.path, self.file.tensors
         expected = self._expected()
         missing = [name for name in expected if name not in tensors]
@@ -265,9 +265,9 @@ class GgufWeights(ModelWeights):
 
     def _expected(self) -> dict[str, tuple[int, ...]]:
         shapes: dict[str, tuple[int, ...]] = {}
-        for matrix in end_matrices(self.config):
+        for matrix in embedding_matrices(self.config):
             shapes[f"{_ENDS[matrix.name]}.weight"] = (matrix.n, matrix.k)
-        for vector in end_vectors(self.config, self.weight_format.storage):
+        for vector in model_vectors(self.config, self.weight_format.storage):
             shapes[".".join(_named(_ENDS, vector.name))] = (vector.n,)
         for index in range(self.config.num_layers):
             prefix = f"blk.{index}."
@@ -283,7 +283,7 @@ class GgufWeights(ModelWeights):
         return shapes
 
     def _expected_biases(self, prefix: str, name: str) -> dict[str, tuple[int, ...]]:
-        """Return those that are there; only Phi-2 must have them, and not those of qkv."""
+        """Return the biases that are there; only Phi-2 must have them, and not those of qkv."""
         required = self.config.head_bias and name != "qkv"
         rows = self._bias_rows(prefix, name)
         biases = {f"{prefix}{module}.bias": (n,) for module, n in rows}
@@ -300,7 +300,7 @@ class GgufWeights(ModelWeights):
 
 
 def half_by_half(heads: int, head_dim: int) -> npt.NDArray[np.int64]:
-    """Return where the rows of rotated heads lie that the file has pair by pair.
+    """Return the row order of rotated heads that the file stores pair by pair.
 
     Converters of models with llama.cpp's "normal" rotary embedding move row j · D/2 + i of a head
     (half j, pair i) to 2 i + j (`LlamaModel.permute` of convert_hf_to_gguf.py).
