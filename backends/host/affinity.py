@@ -1,4 +1,4 @@
-"""Which core drives which device: fast ones compute, a small or middle one polls."""
+"""The core that drives each device: fast ones compute, a small or middle one polls."""
 
 from __future__ import annotations
 
