@@ -14,8 +14,11 @@ import pytest
 
 from hetero import LLM
 from hetero.compiling.npu_graphs import CompileRequest, compile_model, prepare
+from hetero.errors import ModelError, UserError
 from hetero.models import open_model
+from hetero.profiler.errors import ProfileError
 from hetero.profiler.model_graph import ModelGraph
+from hetero.profiler.records import DeviceProfile
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.handmade import layer_level, single_device
 from hetero.solver.plan import OpPlan, Tile
@@ -190,3 +193,39 @@ def test_a_bundle_has_the_graphs_that_any_prompt_runs(
             engine.steps.step(context, "decode", m, m)
         assert (store.counts.compiled, store.counts.rebuilt) == (0, [])
     assert opened == {graph.entry for graph in manifest.graphs}
+
+
+def test_a_bundle_with_the_chips_profile_orders_the_calls_of_a_prompt(
+    model: str, tmp_path: Path
+) -> None:
+    prompt = list(range(3, 75))
+    profile = DeviceProfile.load("snapdragon-8-gen-3")
+    answers, windows = [], []
+    for given in (None, profile):
+        out = tmp_path / ("plain" if given is None else "ordered")
+        request = CompileRequest(
+            model, "sm8650", profile=given, graph_sizes=(8, 32), max_seq_len=CONTEXT
+        )
+        manifest = compile_model(prepare(request), out)
+        assert bool(manifest.profile_sha256) == (given is not None)
+        with LLM(str(out)) as llm:
+            windows.append(llm.engine.deployment.window)
+            answers.append(llm.generate(prompt, max_tokens=3).tokens)
+    assert answers[0] == answers[1]
+    assert windows[0] == 1
+    assert windows[1] > 1
+    (tmp_path / "ordered" / "profile.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"profile\.json: does not have the SHA-256"):
+        LLM(str(tmp_path / "ordered"))
+
+
+def test_a_plan_leaves_no_room_for_a_strategy(model: str) -> None:
+    plan = layer_level(open_model(model, weights="w4a16").spec())
+    with pytest.raises(UserError, match="--strategy row-cut cannot be honoured"):
+        LLM(model, plan=plan, strategy="row-cut")
+
+
+def test_a_profile_that_does_not_know_a_plans_formats_is_refused(model: str) -> None:
+    plan = layer_level(open_model(model, weights="f32").spec())
+    with pytest.raises(ProfileError, match="f32"):
+        LLM(model, weights="f32", plan=plan, profile="snapdragon-8-gen-3")
