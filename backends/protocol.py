@@ -13,14 +13,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Any, Final, Literal, NamedTuple, Protocol, Self, TypeAlias, get_args
+from typing import Any, Final, Literal, NamedTuple, Protocol, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from hetero.backends import ops
 from hetero.backends.formats import WeightFormat
+from hetero.backends.host.closing import Closing
 from hetero.backends.memory import HostBuffer, Panels, Tensor
 from hetero.backends.ops import Op
 from hetero.backends.weights import PackedWeight
@@ -219,7 +219,7 @@ class Kernel(ABC):
         """
 
 
-class Device(ABC):
+class Device(Closing):
     """One processor of a kind: its queue or sessions, compiled-kernel cache, share of the pool.
 
     What only some devices can do is in the interfaces of `hetero.backends.optional`. Opening may
@@ -230,6 +230,7 @@ class Device(ABC):
     info: DeviceInfo
     capabilities: Capabilities
     note: str = ""  # what it would have in a process of its own, and lacks in this one
+    on_host: bool = True  # it computes on cores of this machine's processor
 
     def allocate(self, nbytes: int, *, huge: bool = False) -> HostBuffer:
         """Return the pool memory that this device and every mapping device can use in place.
@@ -260,7 +261,7 @@ class Device(ABC):
         kernel.graph = m
         return kernel
 
-    def drain(self, deadline_s: float) -> None:  # noqa: B027
+    def drain(self, deadline_s: float) -> None:
         """Return when everything submitted is complete.
 
         That includes launches of which an interrupted caller has no completion; a blocking device
@@ -274,17 +275,6 @@ class Device(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release everything; idempotent. Later calls raise `DeviceLostError`."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def check_tensors(

@@ -8,6 +8,7 @@ python bench/kernels.py unused-device            # mode hetero with a plan of th
 python bench/kernels.py growth                   # what a longer context costs
 python bench/kernels.py chains                   # a step in one launch and in many
 python bench/kernels.py rows                     # a step for several contexts
+python bench/kernels.py memory-models            # hand-overs where memory is not coherent
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from parts.attention import attention
 from parts.chains import chains
 from parts.growth import growth
 from parts.matmul import matmul
+from parts.memory_models import memory_models
 from parts.rows import rows
 from parts.unused_device import unused_device
 
@@ -59,6 +61,7 @@ app.command("unused-device")(unused_device)
 app.command("growth")(growth)
 app.command("chains")(chains)
 app.command("rows")(rows)
+app.command("memory-models")(memory_models)
 SHAPES = {"qkv": (3072, 2048), "o": (2048, 2048), "gate_up": (16384, 2048), "down": (2048, 8192)}
 COLD_BYTES = 160 << 20  # of weight copies, so that decode kernels find none in a cache
 Devices = dict[DeviceKind, Device]

@@ -83,7 +83,8 @@ class Scheduler:
             chip = find_chip(soc)
         except ValueError as error:
             raise ProfileError(str(error)) from None
-        self.store: ScheduleStore = ScheduleStore(Target(load(), chip), directory or _cache())
+        folder = directory or cache_folder() / "qnn-schedules"
+        self.store: ScheduleStore = ScheduleStore(Target(load(), chip), folder)
 
     def schedule(self, n: int, k: int, rows: int) -> Schedule:
         """Return what one graph of `rows` tokens does."""
@@ -115,10 +116,6 @@ def _launches(n: int, k: int, m: int) -> list[int]:
     from hetero.backends.qnn import catalog
 
     return catalog.chunks(MatMul(n=n, k=k, weight_format=WEIGHTS), m)
-
-
-def _cache() -> Path:
-    return cache_folder() / "qnn-schedules"
 
 
 def _random_weight(n: int, k: int) -> PackedWeight:

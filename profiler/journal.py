@@ -11,11 +11,11 @@ import json
 import os
 import zlib
 from pathlib import Path
-from types import TracebackType
-from typing import Annotated, Any, Literal, Self, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import ConfigDict, Field, TypeAdapter
 
+from hetero.backends.host.closing import Closing
 from hetero.backends.host.files import LONGEST_TEXT_BYTES, atomic_write, is_replaceable, read_file
 from hetero.backends.protocol import DeviceKind
 from hetero.profiler.errors import ProfileError
@@ -93,7 +93,7 @@ def journal_path(out: Path) -> Path | None:
     return out.with_name(out.name + ".journal.jsonl")
 
 
-class Journal:
+class Journal(Closing):
     """Append-only. `entries` holds what an earlier run of the same devices and settings wrote."""
 
     def __init__(self, path: Path | None, header: Entry, *, resume: bool) -> None:
@@ -133,17 +133,6 @@ class Journal:
             self._file = None
             if delete and self.path is not None:
                 self.path.unlink(missing_ok=True)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def read_entries(path: Path) -> list[Entry]:

@@ -156,6 +156,8 @@ class Placement:
 
     def _head_counts(self, m: int) -> HeadCounts | None:
         """Return what holds for the attention of a call of m tokens."""
+        if not all(able.attention_heads for able in self._capabilities.values()):
+            return None
         known = {x.m for x in self.plan.attention}
         if self._source is not None and not known & {m, None}:
             return self._source.plan_for(m).heads(m) if self._source.npu_head_counts else None

@@ -84,7 +84,8 @@ class PlannedKernels:
 
     def shared_heads(self, kind: DeviceKind) -> tuple[tuple[int, int], ...]:
         """Return the runs of key/value heads that a device computes of some attention."""
-        if len(self._capabilities) < len(KINDS):
+        able = self._capabilities.values()
+        if len(able) < len(KINDS) or not all(x.attention_heads for x in able):
             return ()
         last = self._graph.kv_heads
         return tuple((0, x) if kind == "npu" else (x, last) for x in self.head_cuts)

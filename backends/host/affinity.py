@@ -1,4 +1,4 @@
-"""The core that drives each device, on hosts where both devices are cores of one processor."""
+"""The core that drives each device: fast ones compute, a small or middle one polls."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import math
 import os
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
 
 from hetero.backends.host.cgroup import cpu_quota
 
@@ -19,6 +21,12 @@ class CoreAssignment:
     gpu: int | None
     control: int | None
 
+
+# What says how fast a core is, the better one first: Linux's scheduler's word (arm64 with cores of
+# several sizes), then the highest clock.
+SPEED_FILES: Final = ("cpu_capacity", "cpufreq/cpuinfo_max_freq")
+CPUS: Path = Path("/sys/devices/system/cpu")
+ALIKE: Final = 0.95  # cores whose speed is at least this part of the next one's are of one size
 
 _before: dict[int, set[int]] = {}  # of threads that `pinned` holds: their cores without it
 _pinned: dict[int, int] = {}  # the core of each
@@ -55,14 +63,65 @@ def _cores_of(thread: int) -> set[int]:
 
 
 def assign_cores() -> CoreAssignment:
-    """Return the GPU's worker on the first allowed core, the control thread (the NPU) on the last.
+    """Return the cores of two devices that compute on this processor.
 
+    The GPU's worker has the first of the fastest allowed cores, the control thread (the NPU) the
+    last of them that is no hardware thread of the same core; of the next size where there is none.
     With one core, or where the system has no affinity, nothing is pinned.
     """
     if not hasattr(os, "sched_getaffinity") or core_count() < 2:
         return CoreAssignment(None, None)
+    sizes = core_sizes()
+    gpu = sizes[-1][0]
+    own = _hardware_threads(gpu)
+    others = [core for size in sizes for core in size if core not in own]
+    return CoreAssignment(gpu, (others or [core for core in sizes[-1] if core != gpu])[-1])
+
+
+def polling_core() -> int | None:
+    """Return the core of a control thread that only submits and polls; None to pin nothing.
+
+    The paper's section 4.2: a small or middle core. The last one of the middle size of three or
+    more, of the smaller of two, and of all where they are alike.
+    """
+    if not hasattr(os, "sched_getaffinity") or core_count() < 2:
+        return None
+    sizes = core_sizes()
+    return sizes[(len(sizes) - 1) // 2][-1]
+
+
+def core_sizes() -> list[list[int]]:
+    """Return the allowed cores by size, the smallest first; one size where none is known."""
     cores = allowed_cores()
-    return CoreAssignment(cores[0], cores[-1])
+    speeds = next(filter(None, (_speeds(cores, name) for name in SPEED_FILES)), None)
+    if speeds is None:
+        return [cores]
+    sizes: list[list[int]] = []
+    for core in sorted(cores, key=lambda core: (speeds[core], core)):
+        if sizes and speeds[sizes[-1][0]] >= ALIKE * speeds[core]:
+            sizes[-1].append(core)
+        else:
+            sizes.append([core])
+    return [sorted(size) for size in sizes]
+
+
+def _hardware_threads(core: int) -> set[int]:
+    """Return the logical cores of a core's physical one, itself included."""
+    threads = {core}
+    with suppress(OSError, ValueError):
+        text = (CPUS / f"cpu{core}" / "topology" / "thread_siblings_list").read_text("ascii")
+        for span in text.strip().split(","):
+            first, _, last = span.partition("-")
+            threads |= set(range(int(first), int(last or first) + 1))
+    return threads
+
+
+def _speeds(cores: Iterable[int], name: str) -> dict[int, int] | None:
+    """Return what a file says of each core; None where it does not of all."""
+    try:
+        return {core: int((CPUS / f"cpu{core}" / name).read_text("ascii")) for core in cores}
+    except (OSError, ValueError):
+        return None
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import onnxruntime as ort
 from onnxruntime.capi import onnxruntime_pybind11_state as native
 
 from hetero.backends.memory import Tensor
+from hetero.backends.protocol import FIXED_PORTS
 
 NATIVE_ERRORS: tuple[type[Exception], ...] = (
     RuntimeError,
@@ -76,3 +77,11 @@ class Copied(NamedTuple):
     def bound(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         """Return what to call, and with what."""
         return np.copyto, (self.target, self.source)
+
+
+def rows_between(tensors: Mapping[str, Tensor], start: int, stop: int) -> dict[str, Tensor]:
+    """Return tokens [start, stop) of every tensor that has tokens."""
+    return {
+        port: tensor if port in FIXED_PORTS else tensor.rows(start, stop)
+        for port, tensor in tensors.items()
+    }

@@ -13,7 +13,7 @@ import numpy as np
 import pyopencl as cl
 
 from hetero.backends.checks import check_weights
-from hetero.backends.errors import KernelBuildError, WaitTimeoutError
+from hetero.backends.errors import DeviceError, KernelBuildError, WaitTimeoutError
 from hetero.backends.formats import WeightFormat
 from hetero.backends.memory import Tensor
 from hetero.backends.opencl.calls import KernelLaunch, OpenCLCall
@@ -95,18 +95,25 @@ class OpenCLDevice(
         self._stream_signal: OpenCLStreamSignal | None = None
         self._stream_signal_tried = False
         self.at_close: Callable[[], None] = lambda: None
+        self.on_host = selected.driver.computes_on_cpu
         self.worker_cpu = selected.cores[0] if len(selected.cores) == 1 else None
         if self.coherent is None:
-            self.coherent = is_coherent(self)
-            self.unified_memory = self.coherent or hands_over(self)
-            self._mapped.clear()
+            self._probe_memory()
         self.capabilities = replace(
             self.capabilities,
             unified_memory=self.unified_memory,
-            coherent=self.coherent,
-            attention_heads=self.coherent,
+            coherent=bool(self.coherent),
+            attention_heads=bool(self.coherent),
             memory_limit_bytes=None if self.unified_memory else int(native.global_mem_size),
         )
+
+    def _probe_memory(self) -> None:
+        """Find out how host and device see each other's writes (`coherence`)."""
+        self.coherent = False
+        with suppress(DeviceError):  # the model's kernels fail as well, and say so
+            self.coherent = is_coherent(self)
+            self.unified_memory = self.coherent or hands_over(self)
+        self._mapped.clear()
 
     def accepts(self, op: Op) -> Acceptance:
         """See `Device.accepts`."""

@@ -21,7 +21,8 @@ class TransferCall(OpenCLCall):
     fusible = False
 
     def __init__(self, device: Resources, host: Tensor, own: Tensor, to_device: bool) -> None:
-        name = f"hand-over of {host.nbytes} bytes {'to' if to_device else 'from'} the GPU"
+        verb = "map" if own.buffer is host.buffer and device.unified_memory else "copy"
+        name = f"{verb} of {host.nbytes} bytes {'to' if to_device else 'from'} the GPU"
         super().__init__(device, name, host.shape[0], [], {"host": host, "own": own})
         self._region = Region.of(device, own)
         if own.buffer is not host.buffer:

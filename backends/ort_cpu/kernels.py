@@ -24,12 +24,12 @@ from hetero.backends.onnx_common.binding import (
     argument,
     io_binding,
     rows_argument,
+    rows_between,
 )
 from hetero.backends.ops import OUTPUT_PORTS, Op, describe
 from hetero.backends.ort_cpu.session import BACKEND, OrtCall, device_error
 from hetero.backends.protocol import (
     CACHE_PORTS,
-    FIXED_PORTS,
     BoundCall,
     Capabilities,
     Kernel,
@@ -231,7 +231,9 @@ class FusedAttentionKernel(OrtKernel):
             lasts[:, 0] = lengths - 1
 
         chunks = [
-            self._chunk(_rows(tensors, start, stop), lasts[i], lengths[i : i + 1].reshape(()))
+            self._chunk(
+                rows_between(tensors, start, stop), lasts[i], lengths[i : i + 1].reshape(())
+            )
             for i, (start, stop) in enumerate(zip(starts, stops.tolist(), strict=True))
         ]
         return chunks, before, (lasts, lengths)
@@ -277,7 +279,7 @@ class ComposedAttentionKernel(OrtKernel):
 
         chunks = []
         for i, start in enumerate(starts.tolist()):
-            rows = _rows(tensors, start, m)
+            rows = rows_between(tensors, start, m)
             count = min(ATTENTION_ROWS, m - start)
             inputs = {"first": argument(firsts[i]), "qkv": rows_argument(rows["qkv"], count)}
             inputs |= {"k_cache": argument(k_cache), "v_cache": argument(v_cache)}
@@ -310,7 +312,8 @@ class AttentionHeadsKernel(OrtKernel):
         op, of = self._heads, self._heads.attention
         qkv, out = self._room(m, op.alone.width), self._room(m, op.alone.heads * of.head_dim)
         own = {"position": tensors["position"], "qkv": qkv, "out": out}
-        own |= {port: _heads_of(tensors[port], op.first, op.count) for port in CACHE_PORTS}
+        heads = op.first, op.first + op.count  # of a cache [G, C, D]
+        own |= {port: tensors[port].rows(*heads) for port in CACHE_PORTS}
         chunks, before, keep = self._inner.launches(own, m)
         start, stop = op.columns
         taken = [(start, stop)] + [
@@ -431,22 +434,9 @@ def _chunks(
 ) -> list[SessionLaunch]:
     """Return launches of up to `step` tokens each."""
     return [
-        _launch(session, _rows(tensors, start, m), min(step, m - start), extra)
+        _launch(session, rows_between(tensors, start, m), min(step, m - start), extra)
         for start in range(0, m, step)
     ]
-
-
-def _rows(tensors: Mapping[str, Tensor], start: int, stop: int) -> dict[str, Tensor]:
-    """Return tokens [start, stop) of every tensor that has tokens."""
-    return {
-        port: tensor if port in FIXED_PORTS else tensor.rows(start, stop)
-        for port, tensor in tensors.items()
-    }
-
-
-def _heads_of(cache: Tensor, first: int, count: int) -> Tensor:
-    """Return the heads of a cache [G, C, D]."""
-    return cache.rows(first, first + count)
 
 
 def _batch_of_one(tensor: Tensor, rows: int) -> Argument:

@@ -65,6 +65,7 @@ class QnnDevice(Device, SupportsGroups):
             raise ValueError(f"activations {activations!r} are not one of {', '.join(ACTIVATIONS)}")
         if not graph_sizes or min(graph_sizes) < 1:
             raise ValueError(f"graph sizes are token counts of at least 1, got {graph_sizes}")
+        self.on_host = library.emulated
         where = "emulated on this processor" if library.emulated else "Hexagon NPU"
         self.info = DeviceInfo(
             backend=BACKEND,

@@ -19,10 +19,10 @@ from hetero.backends.onnx_common.binding import (
     Array,
     argument,
     rows_argument,
+    rows_between,
 )
 from hetero.backends.ops import OUTPUT_PORTS, Op, describe
 from hetero.backends.protocol import (
-    FIXED_PORTS,
     BoundCall,
     Capabilities,
     Kernel,
@@ -90,7 +90,7 @@ class QnnKernel(Kernel):
         plain = tensors_of(tensors)
         checks.check_token_count(self.host.capabilities, self.op, m, own=self.graph)
         runs = [
-            self.chunk(_rows(plain, start, min(start + self._step, m)), start)
+            self.chunk(rows_between(plain, start, min(start + self._step, m)), start)
             for start in range(0, m, self._step)
         ]
         call = QnnCall(self.call_name(m), m, self.host.health, runs)
@@ -373,11 +373,3 @@ class AttentionLaunch(NamedTuple):
     session: ort.InferenceSession
     binding: ort.IOBinding
     mask: Mask
-
-
-def _rows(tensors: Mapping[str, Tensor], start: int, stop: int) -> dict[str, Tensor]:
-    """Return tokens [start, stop) of every tensor that has tokens."""
-    return {
-        port: tensor if port in FIXED_PORTS else tensor.rows(start, stop)
-        for port, tensor in tensors.items()
-    }

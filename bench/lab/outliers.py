@@ -23,15 +23,15 @@ from hetero.backends.formats import StorageFormat
 from hetero.backends.weights import Float32Array, PackedWeight
 from hetero.errors import UserError
 from hetero.models.layout import block_matrices
-from hetero.models.model_weights import BlockWeights, ModelWeights
+from hetero.models.model_weights import BlockWeights, DerivedWeights, ModelWeights
 from hetero.models.packing import SourceTensor, pack_rows
 
 PART: Final = 0.003  # of a tensor's channels, at least one: 0.1 to 0.3 % in mllm-NPU's figure 10
 EXPONENTS: Final = (4, 8)  # from, to
 
 
-class OutlyingWeights(ModelWeights):
-    """The weights `exact` (f32) with outliers at the inputs of every matmul, drawn from `seed`.
+class OutlyingWeights(DerivedWeights):
+    """`exact` (f32) with outliers at the inputs of every matmul, drawn from `seed`.
 
     Feed-forwards without a gate stay as they are at `down` (an activation is no product), tied
     output heads at `lm_head`.
@@ -45,10 +45,9 @@ class OutlyingWeights(ModelWeights):
         part: float = PART,
         exponents: tuple[int, int] = EXPONENTS,
     ) -> None:
-        super().__init__(exact.config, exact.weight_format)
+        super().__init__(exact, exact.weight_format)
         if exact.weight_format != "f32":
             raise UserError("outliers are folded into f32 weights: open the model as f32")
-        self.source, self._exact = exact.source, exact
         self._seed, self._part, self._exponents = seed, part, exponents
 
     def _factors(self, size: int, *place: int) -> Float32Array:
@@ -62,25 +61,20 @@ class OutlyingWeights(ModelWeights):
 
     def model_vector(self, name: str) -> Float32Array:
         """Return a vector outside of the blocks."""
-        vector = self._exact.model_vector(name)
+        vector = self.inner.model_vector(name)
         if name in ("final_norm", "final_norm_bias") and not self.config.tie_word_embeddings:
             return vector * self._factors(self.config.hidden_size, 0)
         return vector
 
-    def release(self, index: int) -> None:
-        """Drop a block here and in the source."""
-        super().release(index)
-        self._exact.release(index)
-
     def _load_matrix(self, name: str) -> PackedWeight:
         if name == "embed":
-            return self._exact.embed()
+            return self.inner.embed()
         return _packed(
-            self._exact.lm_head().dequantize() / self._factors(self.config.hidden_size, 0)
+            self.inner.lm_head().dequantize() / self._factors(self.config.hidden_size, 0)
         )
 
     def _load_block(self, index: int) -> BlockWeights:
-        exact = self._exact.block(index)
+        exact = self.inner.block(index)
         parts: dict[str, Any] = {x.name: getattr(exact, x.name) for x in self.vectors()}
         dense = {x.name: getattr(exact, x.name).dequantize() for x in block_matrices(self.config)}
         self._after_norms(parts, dense, index)

@@ -1,4 +1,4 @@
-"""The paper's claims: a table, a file for scripts, a page."""
+"""`hetero reproduce` with a file for the claims."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from pathlib import Path
 
 import typer
 from common import finish
-from lab.reproduction import reproduce
 
 from hetero.backends.host.files import atomic_write
+from hetero.measuring.reproduction import reproduce
 from hetero.profiler.table_data import markdown_table
 
 
 def command(
     json_: Path | None = typer.Option(None, "--json", help="where to write all claims"),  # noqa: B008
-    report: Path | None = typer.Option(None, help="draw the paper's numbers beside ours (.html)"),  # noqa: B008
     profile: str = "snapdragon-8-gen-3",
 ) -> None:
     """The paper's end-to-end claims beside the simulated chip: paper, simulated, ratio.
@@ -28,6 +27,4 @@ def command(
     finish(found.remarks()[-1])
     if json_ is not None:
         atomic_write(json_, json.dumps(found.document(), indent=1) + "\n")
-    if report is not None:
-        found.report(report)
     raise typer.Exit(not found.met)

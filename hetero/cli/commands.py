@@ -80,6 +80,8 @@ COMMANDS: Final = {
                 ("cli.tables", "measuring.evaluation")),
         Command("bench", "bench", DECIDE, "Measure prefill and decode speed, devices in turns.",
                 ("measuring.benchmark",)),
+        Command("reproduce", "reproduce", DECIDE, "HeteroLLM's claims against a simulated chip.",
+                ("measuring.reproduction",)),
         Command("serve-key", "serve", PREPARE, "Make a key of an application for --keys."),
         Command("sync-bench", "bench", HERE, "Measure what a wait costs: latency and CPU time.",
                 ("measuring.sync_bench",)),

@@ -28,6 +28,10 @@ def compile_command(
     plan: Annotated[
         Path | None, typer.Option(help="A plan; default: prefill's matmuls on the NPU.")
     ] = None,
+    profile: Annotated[
+        str | None,
+        typer.Option(metavar="NAME|FILE", help="The chip's times, to order a prompt's calls by."),
+    ] = None,
     graph_sizes: Annotated[
         str | None, typer.Option(metavar="LIST", help="Token counts, such as 32,128,256.")
     ] = None,
@@ -51,13 +55,14 @@ def compile_command(
 ) -> None:
     """Compile every NPU graph of MODEL for a chip, into a directory that `generate` runs."""
     from hetero.compiling.npu_graphs import CompileRequest, prepare
-    from hetero.placement.planning import parse_tokens
+    from hetero.placement.planning import locate_profile, parse_tokens
     from hetero.solver.execution_plan import ExecutionPlan
 
     request = CompileRequest(
         model,
         soc,
         plan=None if plan is None else ExecutionPlan.load(plan),
+        profile=None if profile is None else locate_profile(profile)[0],
         weights=weights,
         graph_sizes=() if graph_sizes is None else parse_tokens(graph_sizes, "--graph-sizes"),
         max_seq_len=max_seq_len,

@@ -29,7 +29,7 @@ from hetero.errors import UserError
 from hetero.models import LoadedModel, open_model
 from hetero.models.fields import read_text
 from hetero.models.layout import block_matrices
-from hetero.models.model_weights import BlockWeights, ModelWeights
+from hetero.models.model_weights import BlockWeights, DerivedWeights, ModelWeights
 from hetero.models.original import without_floats
 from hetero.models.packing import SourceTensor, pack_rows
 
@@ -40,26 +40,17 @@ _CHOICES: Final = "choose w4a16 or w4a8 (GPTQ), or w8a8 (static scales)"
 Float64Array = npt.NDArray[np.float64]
 
 
-class RoundedWeights(ModelWeights):
+class RoundedWeights(DerivedWeights):
     """The matrices of `exact` (f32) rounded to a format, without the columns of `hot` channels."""
 
     def __init__(
         self, exact: ModelWeights, weight_format: WeightFormat, hot: Mapping[str, Channels]
     ) -> None:
-        super().__init__(exact.config, weight_format)
-        self.source, self._exact, self._hot = exact.source, exact, dict(hot)
-
-    def model_vector(self, name: str) -> Float32Array:
-        """Return a vector outside of the blocks, unchanged."""
-        return self._exact.model_vector(name)
-
-    def release(self, index: int) -> None:
-        """Drop a block here and in the source."""
-        super().release(index)
-        self._exact.release(index)
+        super().__init__(exact, weight_format)
+        self._hot = dict(hot)
 
     def _load_block(self, index: int) -> BlockWeights:
-        exact = self._exact.block(index)
+        exact = self.inner.block(index)
         packed = {
             x.name: self._pack(exact.matrix(x.name), f"blocks.{index}.{x.name}")
             for x in block_matrices(self.config)
@@ -68,7 +59,7 @@ class RoundedWeights(ModelWeights):
         return BlockWeights(**packed, **vectors)  # type: ignore[arg-type]
 
     def _load_matrix(self, name: str) -> PackedWeight:
-        return self._pack(self._exact.embed() if name == "embed" else self._exact.lm_head(), name)
+        return self._pack(self.inner.embed() if name == "embed" else self.inner.lm_head(), name)
 
     def _pack(self, weight: PackedWeight, name: str) -> PackedWeight:
         cold, _ = split_hot(weight.dequantize(), self._hot.get(name, NO_CHANNELS))
@@ -85,7 +76,7 @@ def split_hot(weight: Float32Array, hot: Channels) -> tuple[Float32Array, Float3
     return cold, slab
 
 
-class CalibratedWeights(ModelWeights):
+class CalibratedWeights(DerivedWeights):
     """4-bit weights of `exact` (f32), chosen on calibration tokens.
 
     `sequences` are token ids, each of which fits the model's context. All blocks are made at once.
@@ -100,20 +91,14 @@ class CalibratedWeights(ModelWeights):
         progress: Progress | None = None,
         hot: Mapping[str, Channels] | None = None,
     ) -> None:
-        super().__init__(exact.config, weight_format)
+        super().__init__(exact, weight_format)
         self._hot = dict(hot or {})
         if weight_format.storage is not StorageFormat.Q4 or exact.weight_format != "f32":
             raise UserError(f"GPTQ makes 4-bit weights of f32 ones: {_CHOICES}")
-        self.source = exact.source
-        self._exact = exact
         self._sequences = [list(x) for x in sequences if len(x)]
         self._made: list[BlockWeights] = []
         self._head: PackedWeight | None = None
         self._calibrate(progress)
-
-    def model_vector(self, name: str) -> Float32Array:
-        """Return a vector outside of the blocks, unchanged."""
-        return self._exact.model_vector(name)
 
     def _load_block(self, index: int) -> BlockWeights:
         return self._made[index]
@@ -121,7 +106,7 @@ class CalibratedWeights(ModelWeights):
     def _load_matrix(self, name: str) -> PackedWeight:
         if name == "lm_head" and self._head is not None:
             return self._head
-        return pack(self._exact.embed().dequantize(), StorageFormat.Q4)
+        return pack(self.inner.embed().dequantize(), StorageFormat.Q4)
 
     def _calibrate(self, progress: Progress | None) -> None:
         """Run the decoder node by node on all sequences; every matmul is quantised on the way."""
@@ -138,7 +123,7 @@ class CalibratedWeights(ModelWeights):
             return {**site.values, "weight": pack(goes_on, StorageFormat.F32)}
 
         walk(
-            self._exact,
+            self.inner,
             self._sequences,
             quantise,
             after_block=lambda block: self._keep(block, chosen),

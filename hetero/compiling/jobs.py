@@ -247,8 +247,8 @@ class Sharing:
             f"A prompt of {sum(self.calls)} tokens runs in {len(self.calls)} calls of up to "
             f"{max(self.calls)}. {self.shared} of the {self.graphs} graphs of a call "
             f"({self.shared / self.graphs:.0%}) are shared by all of its length: {self.built} "
-            f"graphs of nodes in all, about {_mib(self.built_bytes)}; with graphs of its own for "
-            f"each call, {self.apart} and {_mib(self.apart_bytes)} (estimates)."
+            f"graphs of nodes in all, about {mib(self.built_bytes)}; with graphs of its own for "
+            f"each call, {self.apart} and {mib(self.apart_bytes)} (estimates)."
         )
 
     def document(self) -> dict[str, object]:
@@ -307,5 +307,6 @@ def _bytes_of_files(graphs: Mapping[_Graph, int]) -> int:
     return sum({(graph.file, graph.shape): size for graph, size in graphs.items()}.values())
 
 
-def _mib(nbytes: float) -> str:
+def mib(nbytes: float) -> str:
+    """Return a size for people."""
     return f"{nbytes / 2**20:,.0f} MiB"

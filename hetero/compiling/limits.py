@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hetero.backends.snapdragon import PROCESS_LIMIT_BYTES, RESERVED_BYTES
-from hetero.compiling.jobs import FILE_BYTES, Job
+from hetero.compiling.jobs import FILE_BYTES, Job, mib
 from hetero.errors import UserError
 
 # Largest constant of one graph; an ONNX file holds 2 GiB.
@@ -94,8 +94,3 @@ def estimate(jobs: Sequence[Job], weights_bytes: int, *, shared: bool) -> Estima
     seconds = sum(j.graphs * (COMPILE_S + COMPILE_S_PER_BYTE * j.weight_bytes) for j in jobs)
     peak = CHILD_BYTES + CHILD_BYTES_PER_BYTE * largest
     return Estimate(graphs, graphs_bytes(jobs, shared=shared), weights_bytes, seconds, int(peak))
-
-
-def mib(nbytes: float) -> str:
-    """Return a size for people."""
-    return f"{nbytes / 2**20:,.0f} MiB"

@@ -17,14 +17,15 @@ from hetero.backends.ops import MatMul
 from hetero.backends.protocol import Capabilities, DeviceKind, WeightValue
 from hetero.backends.registry import find
 from hetero.backends.snapdragon import Chip, find_chip
-from hetero.compiling.jobs import Job, Sharing, all_jobs, sharing
-from hetero.compiling.limits import Estimate, check_limits, estimate, mib
+from hetero.compiling.jobs import Job, Sharing, all_jobs, mib, sharing
+from hetero.compiling.limits import Estimate, check_limits, estimate
 from hetero.errors import UserError
 from hetero.models import LoadedModel, open_model
 from hetero.models.bundle import (
     BUNDLE_FILE,
     GRAPHS_DIRECTORY,
     PLAN_FILE,
+    PROFILE_FILE,
     BundleManifest,
     GraphRecord,
     find_bundle,
@@ -32,7 +33,10 @@ from hetero.models.bundle import (
 from hetero.models.manifest import is_quantised
 from hetero.models.model_weights import BlockWeights, ModelWeights
 from hetero.models.quantized import save
+from hetero.profiler.cost import CostModel
+from hetero.profiler.records import DeviceProfile
 from hetero.runtime.kernels import cut_weights, node_weights, stored_for
+from hetero.runtime.launch_costs import check_priced
 from hetero.runtime.sizes import place
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.handmade import layer_level
@@ -52,14 +56,15 @@ Note = Callable[[int, int, str], None]
 class CompileRequest:
     """A model to compile, and its options.
 
-    `plan` None is layer level: matmuls of prefill on the NPU. With `share_weights` the graphs of
-    all token counts of a weight are one file, which only a device can open: the emulator compiles
-    what it needs again. `whole_caches` as in `LLM`.
+    With `share_weights` the graphs of all token counts of a weight are one file, which only a
+    device can open: the emulator compiles what it needs again. `whole_caches` as in `LLM`.
+    `profile` is the chip's: its times go into the bundle, where they order the calls of a prompt.
     """
 
     model: str
     soc: str
     plan: ExecutionPlan | None = None
+    profile: DeviceProfile | None = None
     weights: str = "w4a16"
     graph_sizes: tuple[int, ...] = ()
     max_seq_len: int | None = None
@@ -98,6 +103,8 @@ def prepare(request: CompileRequest) -> Compilation:
     sizes = tuple(sorted(set(request.graph_sizes or planned or DEFAULT_GRAPH_SIZES)))
     plan = request.plan or layer_level(spec, graph_sizes=sizes)
     plan.check_fits(spec)
+    if request.profile is not None:
+        check_priced(CostModel(request.profile), spec, plan)
     npu = capabilities_of(chip, sizes)
     able: dict[DeviceKind, Capabilities] = {"npu": npu, "gpu": Capabilities(kind="gpu")}
     placement = place(
@@ -154,6 +161,8 @@ def compile_model(plan: Compilation, out: Path, note: Note | None = None) -> Bun
     _begin(plan, out, state)
     stored = open_model(out, weights=plan.request.weights).for_context(plan.max_seq_len)
     atomic_write(out / PLAN_FILE, plan.plan.model_dump_json(indent=1) + "\n")
+    if plan.request.profile is not None:
+        plan.request.profile.save(out / PROFILE_FILE)
     device = open_qnn(
         soc=plan.request.soc,
         graph_sizes=plan.sizes,
@@ -180,6 +189,7 @@ def _state(plan: Compilation) -> dict[str, Any]:
         "max_seq_len": plan.max_seq_len,
         "share_weights": plan.request.share_weights,
         **({"whole_caches": True} if plan.request.whole_caches else {}),
+        **({} if plan.request.profile is None else {"profile": plan.request.profile.fingerprint}),
     }
 
 
@@ -305,10 +315,15 @@ def _manifest(
         max_seq_len=plan.max_seq_len,
         graph_sizes=plan.sizes,
         plan_id=plan.plan.plan_id,
-        plan_sha256=hashlib.sha256((out / PLAN_FILE).read_bytes()).hexdigest(),
+        plan_sha256=_sha256(out / PLAN_FILE),
+        profile_sha256="" if plan.request.profile is None else _sha256(out / PROFILE_FILE),
         whole_caches=plan.request.whole_caches,
         graphs=tuple(records),
     )
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _licence(loaded: LoadedModel, out: Path) -> str:

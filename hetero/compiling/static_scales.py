@@ -44,7 +44,7 @@ from hetero.models.calibration_record import (
     matmul_names,
 )
 from hetero.models.layout import block_matrices
-from hetero.models.model_weights import BlockWeights, ModelWeights, Shadow
+from hetero.models.model_weights import BlockWeights, DerivedWeights, ModelWeights, Shadow
 from hetero.models.packing import SourceTensor, pack_rows
 
 PERCENTILES: Final = (100.0, 99.99, 99.9, 99.0)  # of equal errors the first one counts
@@ -260,7 +260,7 @@ def _slab_scale(statistics: InputStatistics, trial: Trial, pruned: Scale) -> Sca
     return best if best is not None and best.error < pruned.error else pruned
 
 
-class StaticWeights(ModelWeights):
+class StaticWeights(DerivedWeights):
     """w8a8 weights of `exact` (f32) with a chosen scale for every matmul by name.
 
     Matrices are packed when they are asked for.
@@ -272,8 +272,7 @@ class StaticWeights(ModelWeights):
         chosen: Mapping[str, Scale],
         calibration: Calibration | None = None,
     ) -> None:
-        super().__init__(exact.config, WeightFormat.W8A8)
-        self.source, self._exact = exact.source, exact
+        super().__init__(exact, WeightFormat.W8A8)
         self.chosen = dict(chosen)
         self.calibration = calibration
 
@@ -281,15 +280,10 @@ class StaticWeights(ModelWeights):
         """Return a vector outside of the blocks."""
         if name == "lm_head_x_scale":
             return np.array([self.chosen["lm_head"].step], dtype=np.float32)
-        return self._exact.model_vector(name)
-
-    def release(self, index: int) -> None:
-        """Forget a block here and in the source."""
-        super().release(index)
-        self._exact.release(index)
+        return super().model_vector(name)
 
     def _load_block(self, index: int) -> BlockWeights:
-        exact = self._exact.block(index)
+        exact = self.inner.block(index)
         parts: dict[str, Any] = {}
         shadows: dict[str, Shadow] = {}
         for matrix in block_matrices(self.config):
@@ -298,22 +292,19 @@ class StaticWeights(ModelWeights):
             parts[matrix.name] = self._pack(dense, scale)
             parts[f"{matrix.name}_x_scale"] = np.array([scale.step], dtype=np.float32)
             if len(scale.hot) and not scale.excess:
-                shadows[matrix.name] = _shadow(dense, scale.hot)
+                columns = np.ascontiguousarray(dense[:, scale.hot], dtype=np.float16)
+                shadows[matrix.name] = Shadow(scale.hot, columns)
         vectors = {x.name: getattr(exact, x.name) for x in self.vectors() if x.name not in parts}
         return BlockWeights(**parts, **vectors, shadows=shadows)
 
     def _load_matrix(self, name: str) -> PackedWeight:
         if name == "embed":
-            return pack_without(self._exact.embed().dequantize(), NO_CHANNELS)
-        return self._pack(self._exact.lm_head().dequantize(), self.chosen["lm_head"])
+            return pack_without(self.inner.embed().dequantize(), NO_CHANNELS)
+        return self._pack(self.inner.lm_head().dequantize(), self.chosen["lm_head"])
 
     @staticmethod
     def _pack(dense: Float32Array, scale: Scale) -> PackedWeight:
         return pack_without(dense, NO_CHANNELS if scale.excess else scale.hot)
-
-
-def _shadow(weight: Float32Array, hot: Channels) -> Shadow:
-    return Shadow(hot, np.ascontiguousarray(weight[:, hot], dtype=np.float16))
 
 
 def static_weights(

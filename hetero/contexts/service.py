@@ -15,12 +15,12 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self, get_args
+from typing import Any, get_args
 
 import numpy as np
 
 from hetero.arguments import check_count, check_one_of
+from hetero.backends.host.closing import Closing
 from hetero.backends.host.files import sync_directory
 from hetero.backends.host.signals import WholeSteps, whole
 from hetero.contexts.budget import ByteBudget
@@ -60,7 +60,7 @@ from hetero.runtime.kv.context import Context
 from hetero.runtime.usage import Work, total
 
 
-class Service:
+class Service(Closing):
     """A model and the contexts of its applications, in a folder.
 
     `model` is what `LLM` takes, with `LLM`'s options, or an open `LLM`. `context_memory` bounds the
@@ -225,17 +225,6 @@ class Service:
         self._lock.end()
         if not self._lock.lost:
             self._closers.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _files(self, app: str) -> ChunkFiles:
         return self._apps[app].files

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self, Unpack, cast, overload
+from typing import Any, Unpack, cast, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +19,7 @@ from hetero.arguments import (
     check_messages,
     check_prompt,
 )
+from hetero.backends.host.closing import Closing
 from hetero.backends.host.gc_pause import gc_paused
 from hetero.errors import ModelError, UserError
 from hetero.generation.answer_contexts import AnswerContexts
@@ -41,7 +41,7 @@ from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.names import NamedStrategy
 
 
-class LLM:
+class LLM(Closing):
     """A language model, ready to answer. A context manager that frees its devices.
 
     `model` is a Hugging Face directory, a `.gguf` file, a directory written by `hetero quantize`,
@@ -310,17 +310,6 @@ class LLM:
         with self._engine.lock:
             self._engine.close()
         self._loaded.weights.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _begin(
         self, prompt: str | Sequence[int], config: GenerationConfig, *, keep_prompt: bool = False

@@ -20,6 +20,7 @@ from hetero.models.bundle import find_bundle
 from hetero.placement.choosing import Choice, PlacementRequest, choose, plan_on
 from hetero.placement.device_set import DeviceMode, DeviceSet, open_devices
 from hetero.placement.planning import ProfileLike, parse_size
+from hetero.profiler.records import DeviceProfile
 from hetero.runtime.engine import Engine
 from hetero.runtime.kernels import Progress
 from hetero.runtime.schedule import Order
@@ -118,7 +119,7 @@ class ModelLoader:
             mode=device,
             gpu=options.gpu,
             npu=options.npu,
-            profile=options.profile,
+            profile=options.profile or self._bundled_profile(plan),
             plan=plan,
             strategy=options.strategy or "auto",
             seq_lens=options.prompt_lengths,
@@ -141,6 +142,11 @@ class ModelLoader:
         if plan is not None:
             plan.check_fits(self._spec)
         return plan
+
+    def _bundled_profile(self, plan: ExecutionPlan | None) -> DeviceProfile | None:
+        """Return the times that a bundle has of its chip, for the plan that it has."""
+        own = plan is not None and self._options.plan is None
+        return self._bundle.load_profile(self._path) if own and self._bundle is not None else None
 
     def _count(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
         """Return the length of a prompt that will be asked, as far as the context holds it."""

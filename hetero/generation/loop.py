@@ -8,10 +8,10 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Final, Literal, Self, TypeAlias
 
 from hetero.backends.errors import DeviceError
+from hetero.backends.host.closing import Closing
 from hetero.errors import UserError
 from hetero.generation.answer_stats import AnswerMeter, Stats, TimeSource
 from hetero.generation.answer_text import AnswerText
@@ -75,8 +75,8 @@ class GenerationResult:
         return sum(x.logprob for x in self.logprobs) / len(self.logprobs)
 
 
-class Generation(Iterator[Piece]):
-    """A running answer. Iterate over its deltas, then ask for the `result`.
+class Generation(Iterator[Piece], Closing):
+    """One answer in the making. Iterate over its pieces, then ask for the `result`.
 
     Or drive it from outside: `step` runs the devices once and gives a delta, if there is one, until
     it is `finished`. The devices are taken for a step at a time, so several generations on contexts
@@ -243,17 +243,6 @@ class Generation(Iterator[Piece]):
     def __del__(self) -> None:
         if hasattr(self, "_hold"):
             self.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def fork(self, sampling: SamplingParams) -> Generation:
         """Return another answer to the same prompt, on a fork of the context.

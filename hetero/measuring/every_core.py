@@ -93,7 +93,7 @@ def measure_every_core(
 
 def _fit(name: WeightFormat, phase: Phase, cores: int, one: Times, every: Times) -> EveryCore:
     """Return the two numbers of `EveryCore` from the steps of both models."""
-    layers = {"small": _small_layers(), "large": LAYERS}
+    layers = {"small": model_spec(SMALL).layers, "large": LAYERS}
     one_s, every_s = (
         {size: statistics.median(times[f"{size} {phase}"]) for size in layers}
         for times in (one, every)
@@ -110,10 +110,6 @@ def _fit(name: WeightFormat, phase: Phase, cores: int, one: Times, every: Times)
         speedup=float(1 / inverse),
         layer_s=float(layer_s),
     )
-
-
-def _small_layers() -> int:
-    return model_spec(SMALL).layers
 
 
 def _in_process(

@@ -2,8 +2,8 @@
 
 It is a directory of `hetero quantize` (weights for the GPU, configuration, tokenizer) with
 
-    plan.json       what runs where
-    graphs/         compiled graphs for one chip
+    plan.json       what runs where        graphs/     compiled graphs for one chip
+    profile.json    the chip's times, where it was compiled with some
     compiled.json   `BundleManifest`; written last, so that its absence means an unfinished bundle
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -21,10 +22,12 @@ from hetero.backends.host.folders import expand_user
 from hetero.errors import ModelError, UserError
 from hetero.models import model_path
 from hetero.models.sliding import Sliding
+from hetero.profiler.records import DeviceProfile
 from hetero.solver.execution_plan import ExecutionPlan
 
 BUNDLE_FILE = "compiled.json"
 PLAN_FILE = "plan.json"
+PROFILE_FILE = "profile.json"
 GRAPHS_DIRECTORY = "graphs"
 SCHEMA_VERSION: Final = 1
 _REMEDY = "run hetero compile again"
@@ -50,9 +53,10 @@ class GraphRecord(BaseModel):
 class BundleManifest(BaseModel):
     """Contents of `compiled.json`.
 
-    `licence` is the text of the model's own files, `sdk` and `provider` are the compiler's; a
-    device needs the same provider to open the graphs. `whole_caches`: attention is compiled for
-    caches that keep all tokens, also those outside of its windows, as a service has them.
+    `licence` is what the model's own files say, `sdk` and `provider` what compiled the graphs; a
+    device needs the same provider to open them. `whole_caches`: they attend on caches that keep
+    what windows have left, as a service has them. `profile_sha256` is that of the chip's profile,
+    by which the calls of a prompt are ordered; empty without one.
     """
 
     model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid")
@@ -69,6 +73,7 @@ class BundleManifest(BaseModel):
     graph_sizes: tuple[Tokens, ...]
     plan_id: str
     plan_sha256: str
+    profile_sha256: str = ""
     whole_caches: bool = False
     graphs: tuple[GraphRecord, ...]
 
@@ -79,7 +84,8 @@ class BundleManifest(BaseModel):
 
     def document(self) -> str:
         """Return the file's contents, in an old schema where that can express them."""
-        added = set() if self.whole_caches else {"whole_caches"}
+        later = ("whole_caches", "profile_sha256")
+        added = {name for name in later if not getattr(self, name)}
         return self.model_dump_json(indent=1, exclude=added) + "\n"
 
     def check_caches(self, model: str, windows: Sequence[int], *, whole: bool) -> None:
@@ -108,16 +114,30 @@ class BundleManifest(BaseModel):
     def load_plan(self, directory: str | os.PathLike[str]) -> ExecutionPlan:
         """Return the plan that the graphs were compiled for. Raises `ModelError` for another."""
         path = expand_user(directory) / PLAN_FILE
-        try:
-            data = read_document(path)
-        except OSError as error:
-            raise ModelError(f"{path}: cannot be read ({error.strerror}); {_REMEDY}") from error
-        if hashlib.sha256(data).hexdigest() != self.plan_sha256:
-            raise ModelError(
-                f"{path}: does not have the SHA-256 that {BUNDLE_FILE} names; {_REMEDY}, or give "
-                "another plan with --plan"
-            )
-        return ExecutionPlan.parse(data.decode("utf-8", "replace"), path)
+        text = _verified(path, self.plan_sha256, "another plan with --plan")
+        return ExecutionPlan.parse(text, path)
+
+    def load_profile(self, directory: str | os.PathLike[str]) -> DeviceProfile | None:
+        """Return the profile of the chip, if it was compiled with one. Raises as `load_plan`."""
+        if not self.profile_sha256:
+            return None
+        path = expand_user(directory) / PROFILE_FILE
+        text = _verified(path, self.profile_sha256, "another profile with --profile")
+        return DeviceProfile.parse(text, path)
+
+
+def _verified(path: Path, sha256: str, instead: str) -> str:
+    """Return the text of a bundle's file that has the SHA-256. Raises `ModelError`."""
+    try:
+        data = read_document(path)
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read ({error.strerror}); {_REMEDY}") from error
+    if hashlib.sha256(data).hexdigest() != sha256:
+        raise ModelError(
+            f"{path}: does not have the SHA-256 that {BUNDLE_FILE} names; {_REMEDY}, or give "
+            f"{instead}"
+        )
+    return data.decode("utf-8", "replace")
 
 
 def find_bundle(model: str | os.PathLike[str]) -> BundleManifest | None:

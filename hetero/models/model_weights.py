@@ -195,3 +195,20 @@ class ModelWeights(ABC):
     @abstractmethod
     def _load_matrix(self, name: str) -> PackedWeight:
         """Make `embed` or `lm_head`."""
+
+
+class DerivedWeights(ModelWeights):
+    """Weights made of the matrices of others, `inner`, whose vectors they have as well."""
+
+    def __init__(self, inner: ModelWeights, weight_format: WeightFormat) -> None:
+        super().__init__(inner.config, weight_format)
+        self.source, self.inner = inner.source, inner
+
+    def model_vector(self, name: str) -> Float32Array:
+        """Return a vector outside of the blocks."""
+        return self.inner.model_vector(name)
+
+    def release(self, index: int) -> None:
+        """Forget a block here and in the source."""
+        super().release(index)
+        self.inner.release(index)

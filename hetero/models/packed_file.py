@@ -47,7 +47,7 @@ from hetero.models.manifest import (
     check_files,
     read_manifest,
 )
-from hetero.models.model_weights import BlockWeights, ModelWeights, Shadow
+from hetero.models.model_weights import BlockWeights, DerivedWeights, ModelWeights, Shadow
 from hetero.models.safetensors_file import SafetensorsFile
 
 PAD_PREFIX = "__pad."
@@ -208,32 +208,22 @@ class StoredMatrices:
         self.file.forget([y.name for x in shapes for y in _matrix_plan(prefix, x, self.storage)])
 
 
-class OtherStorage(ModelWeights):
-    """A quantised directory in another storage that it has too; everything else is `inner`'s."""
+class OtherStorage(DerivedWeights):
+    """A quantised directory by matrices that it holds besides; all else is `inner`'s."""
 
     source: Path
 
     def __init__(self, inner: QuantizedWeights, weight_format: WeightFormat) -> None:
-        super().__init__(inner.config, weight_format)
-        self.calibration, self.source = inner.calibration, inner.source
-        self._inner, self._stored = inner, inner.besides[weight_format.storage]
-
-    def model_vector(self, name: str) -> Float32Array:
-        """Return a vector outside of the blocks."""
-        return self._inner.model_vector(name)
-
-    def release(self, index: int) -> None:
-        """Drop a block here and in the files."""
-        super().release(index)
-        self._inner.release(index)
+        super().__init__(inner, weight_format)
+        self.calibration, self._stored = inner.calibration, inner.besides[weight_format.storage]
 
     def release_embeddings(self) -> None:
-        """Drop embeddings and output head here and in the files."""
+        """Forget embeddings and output head here and in the files."""
         super().release_embeddings()
-        self._inner.release_embeddings()
+        self.inner.release_embeddings()
 
     def _load_block(self, index: int) -> BlockWeights:
-        whole = self._inner.block(index)
+        whole = self.inner.block(index)
         vectors = {x.name: getattr(whole, x.name) for x in self.vectors()}
         stored = self._stored.block(index)
         return BlockWeights(**stored, **vectors, shadows=whole.shadows)  # type: ignore[arg-type]

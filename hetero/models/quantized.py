@@ -94,7 +94,7 @@ def save(
     _check_space(out, weights, also)
     try:
         with scratch_directory(out) as temporary:
-            named = name or _default_name(weights, out)
+            named = name or (out if weights.source is None else weights.source.resolve()).name
             _write_directory(weights, also, temporary, named, progress)
             replace_directory(temporary, out)
     except OSError as error:
@@ -150,10 +150,6 @@ def _check_space(out: Path, weights: ModelWeights, also: Sequence[ModelWeights])
         )
 
 
-def _default_name(weights: ModelWeights, out: Path) -> str:
-    return out.name if weights.source is None else weights.source.resolve().name
-
-
 def _write_directory(
     weights: ModelWeights,
     also: Sequence[ModelWeights],
@@ -190,7 +186,7 @@ def _write_directory(
         header_sha256=header_sha256,
         files={**records, **files},
         source="" if weights.source is None else weights.source.resolve().name,
-        hetero_version=_version(),
+        hetero_version=installed_version("hetero") or "",
         calibration=weights.calibration,
         also=tuple(besides),
     )
@@ -309,10 +305,6 @@ def _has_byte_tokenizer(weights: ModelWeights) -> bool:
 
 def _record(path: Path) -> FileRecord:
     return FileRecord(size_bytes=path.stat().st_size, sha256=file_sha256(path))
-
-
-def _version() -> str:
-    return installed_version("hetero") or ""
 
 
 def _write_text(path: Path, text: str) -> None:

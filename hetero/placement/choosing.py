@@ -30,6 +30,7 @@ from hetero.profiler.errors import ProfileError
 from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.records import DeviceProfile
 from hetero.profiler.substitutes import file_substitution
+from hetero.runtime.launch_costs import check_priced
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.handmade import layer_level, single_device
 from hetero.solver.names import NamedStrategy
@@ -161,9 +162,7 @@ def choose(spec: ModelGraph, request: PlacementRequest) -> Choice:
 def _as_named(spec: ModelGraph, request: PlacementRequest) -> Choice | None:
     """Return the plan or the device that was named; None where a profile must decide."""
     if request.plan is not None:
-        request.plan.check_fits(spec)
-        reason = f"plan {request.plan.plan_id}, as given"
-        return Choice(_mode_of(request.plan), request.plan, reason=reason)
+        return _given(spec, request.plan, request)
     if request.mode == "auto" and request.gpu == EVERY_CORE:
         return Choice("gpu", reason=f"auto: gpu alone, because {EVERY_CORE} leaves no other core")
     if request.mode in ("hetero", "auto"):
@@ -171,6 +170,26 @@ def _as_named(spec: ModelGraph, request: PlacementRequest) -> Choice | None:
     if request.profile is not None:
         locate_profile(request.profile)  # a wrong name is an error, even if it is not used
     return Choice(request.mode, reason=f"{request.mode} alone, as asked for")
+
+
+def _given(spec: ModelGraph, plan: ExecutionPlan, request: PlacementRequest) -> Choice:
+    """Return a plan that was given; a profile given with it orders the calls of a prompt.
+
+    Raises `UserError` for what a plan leaves no room for.
+    """
+    if request.strategy != "auto":
+        raise UserError(
+            f"the plan {plan.plan_id} says what runs where, so --strategy {request.strategy} "
+            "cannot be honoured: leave one of them out"
+        )
+    plan.check_fits(spec)
+    choice = Choice(_mode_of(plan), plan, reason=f"plan {plan.plan_id}, as given")
+    if request.profile is None:
+        return choice
+    profile, _ = locate_profile(request.profile)
+    cost = CostModel(profile)
+    check_priced(cost, spec, plan)
+    return replace(choice, cost=cost)
 
 
 def _by_profile(spec: ModelGraph, profile: DeviceProfile, request: PlacementRequest) -> Choice:
@@ -277,6 +296,9 @@ def plan_on(
         forget_if_other(devices.values())
     able = {kind: device.capabilities for kind, device in devices.items()}
     if (planned := choice.plan_on(kinds)) is not None:
+        if choice.solver is not None and not all(x.attention_heads for x in able.values()):
+            # Its profile may be another machine's, on which both devices see the same caches.
+            planned = planned.model_copy(update={"attention": ()})
         return Placement(planned, spec, able, source=choice.solver).plan
     plan = layer_level(spec) if kinds == set(KINDS) else single_device(spec, next(iter(kinds)))
     return Placement(plan, spec, able).plan

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, get_args
 
 from hetero.backends.errors import DeviceError, DeviceUnavailableError
-from hetero.backends.host.affinity import assign_cores
+from hetero.backends.host.affinity import assign_cores, polling_core
 from hetero.backends.optional import SupportsPrewarm
 from hetero.backends.protocol import KINDS, Device, DeviceKind, other_kind
 from hetero.backends.qnn import hexagon
@@ -67,7 +67,7 @@ class DeviceSet:
         self.devices.pop("gpu").close()
         if "npu" not in self.devices:
             self.devices["npu"] = open_device(backend_name("npu", npu))
-        self.mode, self.control_core = "npu", assign_cores().control
+        self.mode, self.control_core = "npu", control_core(self.devices)
         self.fallback = f"running on npu ({self.name('npu')}) alone because {why}"
         warnings.warn(self.fallback, FallbackWarning, stacklevel=4)
 
@@ -127,12 +127,22 @@ def open_devices(
             "; ".join(str(error) for error in failures.values()),
             "run `hetero doctor`",
         )
-    pinned = not any(device.capabilities.every_core for device in opened.values())
-    result = DeviceSet(mode, mode, opened, cores.control if pinned else None)
+    result = DeviceSet(mode, mode, opened, control_core(opened))
     result.notes = [device.note for device in opened.values() if device.note]
     if failures:
         _note_fallback(result, failures)
     return result
+
+
+def control_core(devices: Mapping[DeviceKind, Device]) -> int | None:
+    """Return the core of the thread that drives these devices; None leaves it to the system.
+
+    It computes where one of them does so on this processor, and polls otherwise.
+    """
+    if any(device.capabilities.every_core for device in devices.values()):
+        return None
+    computes = any(device.on_host for device in devices.values())
+    return assign_cores().control if computes else polling_core()
 
 
 def _options(

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 
 from hetero.backends.errors import DeviceError
 from hetero.backends.formats import CacheFormat
+from hetero.backends.host.closing import Closing
 from hetero.backends.protocol import DEFAULT_DEADLINE_S, Device, DeviceKind
 from hetero.errors import UserError
 from hetero.models.graph import rope_of
@@ -47,8 +46,11 @@ class ContextFullError(UserError):
     """The error of more tokens than the context has room for."""
 
 
-class Engine:
+class Engine(Closing):
     """One model and its lowered steps, which run on any of its contexts.
+
+    Used by one thread at a time: `lock` is for callers that have several; keep it from a step until
+    its logits are read.
 
     Used by one thread at a time: `lock` is for callers that have several; keep it from a step until
     its logits are read.
@@ -255,17 +257,6 @@ class Engine:
     def close(self) -> None:
         """Release the devices; idempotent."""
         self.deployment.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _prompt_calls(self, context: Context, tokens: Sequence[int]) -> Iterator[tuple[Step, bool]]:
         """Yield each call's step and whether it is the last, by the plan as it is at that time."""

@@ -8,11 +8,24 @@ from itertools import accumulate
 from hetero.backends.ops import Attention, AttentionHeads, MatMul, Op
 from hetero.backends.protocol import CACHE_PORTS, DeviceKind
 from hetero.profiler.cost import CostModel
-from hetero.profiler.model_graph import Node
+from hetero.profiler.model_graph import ModelGraph, Node
 from hetero.runtime.launch_graph import LaunchSpec
 from hetero.runtime.schedule import Cost
+from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.placement import Placement
 from hetero.solver.plan import PrefillMode
+
+
+def check_priced(cost: CostModel, spec: ModelGraph, plan: ExecutionPlan) -> None:
+    """Raise `ProfileError` where a profile knows nothing of what a plan runs where."""
+    for entry in plan.ops:
+        for tile in entry.tiles:
+            stored = tile.precision or spec.weight_format
+            cost.matmul_s(tile.device, stored, 32, entry.n, entry.k, order=tile.order)
+    others = [node.op for node in spec.nodes if not isinstance(node.op, MatMul)]
+    for kind in {plan.rest.prefill, plan.rest.decode}:
+        for op in others:
+            cost.other_s(kind, op, 32)
 
 
 class LaunchCosts:

@@ -26,7 +26,7 @@ LINES: Final = (
 
 def render(template: str, **values: Any) -> str:
     """Return a page of the folder `profiler/pages`; `values` are text, unless they are `Markup`."""
-    return environment().get_template(template).render(colors=COLORS, **values)
+    return _environment().get_template(template).render(colors=COLORS, **values)
 
 
 def markup(svg: str) -> Markup:
@@ -37,8 +37,7 @@ def markup(svg: str) -> Markup:
 
 
 @cache
-def environment() -> jinja2.Environment:
-    """Return what templates are rendered with: the skeleton and the macros of this folder."""
+def _environment() -> jinja2.Environment:
     import jinja2  # heavy, and only pages need it
 
     folder = resources.files("hetero.profiler") / "pages"

@@ -12,6 +12,12 @@ import pytest
 from hetero.backends.host import affinity
 from hetero.backends.host.cgroup import cpu_quota
 
+# Capacities as Linux computes them for a Snapdragon 8 Gen 3 (two A520, five A720 in two clusters,
+# one X4), clocks of an X Elite in kHz (two of twelve cores are faster) and of a hybrid desktop.
+GEN_3 = {"cpu_capacity": [379, 379, 924, 924, 924, 868, 868, 1024]}
+X_ELITE = {"cpufreq/cpuinfo_max_freq": [3_417_600] * 10 + [4_012_800] * 2}
+HYBRID = {"cpufreq/cpuinfo_max_freq": [5_300_000] * 2 + [5_500_000] * 2 + [4_000_000] * 4}
+FAVOURED = {"cpufreq/cpuinfo_max_freq": [4_800_000] * 2 + [5_600_000] * 2 + [4_800_000] * 4}
 V1 = "5:cpu,cpuacct:/a/b\n4:memory:/other\n"
 V2 = "0::/a/b\n"
 
@@ -113,3 +119,39 @@ def test_a_process_on_one_core_gets_one_device() -> None:
     for line in done.stdout.splitlines():
         assert line.startswith(("gpu None auto: gpu alone, ", "npu None auto: npu alone, "))
         assert line.endswith("two devices need two cores")
+
+
+@pytest.mark.parametrize(
+    ("files", "siblings", "polling", "gpu", "control"),
+    [
+        (GEN_3, {}, 6, 7, 4),  # polls on the slower A720s; computes on the X4 and an A720
+        (X_ELITE, {}, 9, 10, 11),
+        (HYBRID, {0: "0-1", 2: "2-3"}, 7, 0, 3),
+        (FAVOURED, {2: "2-3"}, 7, 2, 7),  # hardware threads of one fast core are one core
+        (FAVOURED, {2: "2,6"}, 7, 2, 3),
+        ({}, {}, 7, 0, 7),  # a virtual machine
+        ({"cpu_capacity": [1024] * 8}, {}, 7, 0, 7),
+        ({"cpu_capacity": [500, 1024]}, {}, 7, 0, 7),  # not of all cores
+    ],
+)
+def test_fast_cores_compute_and_a_middle_one_polls(
+    files: dict[str, list[int]],
+    siblings: dict[int, str],
+    polling: int,
+    gpu: int,
+    control: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    written = {(core, name): str(x) for name, y in files.items() for core, x in enumerate(y)}
+    written |= {(core, "topology/thread_siblings_list"): x for core, x in siblings.items()}
+    for (core, name), text in written.items():
+        path = tmp_path / f"cpu{core}" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{text}\n")
+    monkeypatch.setattr(affinity, "CPUS", tmp_path)
+    count = max(8, *(len(x) for x in files.values()), 0)
+    monkeypatch.setattr(affinity, "allowed_cores", lambda: list(range(count)))
+    monkeypatch.setattr(affinity, "core_count", lambda: count)
+    assert affinity.polling_core() == polling
+    assert affinity.assign_cores() == affinity.CoreAssignment(gpu, control)

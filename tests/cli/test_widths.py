@@ -30,6 +30,7 @@ SHOWN = {
     "report": ("report", "plan.json", "--out", "plan.md"),
 }  # fmt: skip
 RECORDS = {
+    "reproduce",
     "profile",
     "sync-bench",
     "bench",
@@ -46,6 +47,7 @@ from hetero.cli import doctor, evaluate, profile
 from hetero.measuring.device_checks import Finding
 from hetero.measuring.benchmark import BenchProcess, BenchReport, BenchRow
 from hetero.measuring.evaluation import Evaluation
+from hetero.measuring.reproduction import Claim, Reproduction
 from hetero.measuring.sync_bench import SyncReport, WaitCost
 from hetero.profiler.records import DeviceProfile
 
@@ -62,8 +64,11 @@ bench = BenchReport(model="demo", rows=(row,), load_cold_s=1, load_warm_s=1, pea
 quality = Evaluation(tokens=400, perplexity=12.3456, perplexity_95=(11.1, 13.2), kl_p99=0.01,
                      top1_agreement=0.95, top1_agreement_95=(0.93, 0.97), kl_mean=1e-3,
                      kl_mean_95=(9e-4, 1.1e-3))
+claim = Claim("e54-fs-decode InternLM-1.8B", "InternLM-1.8B, decode", "x", 2.2, 3.089, 0.1, NAME)
+paper = Reproduction("snapdragon-8-gen-3", (claim,), (NAME * 3,), (NAME * 4,))
 finding = Finding("opencl:pocl", "gpu", False, NAME, "install another driver, " + NAME)
 printed = {
+    "reproduce": lambda: tables.show_or_print(paper.table(), after=paper.remarks()),
     "profile": lambda: profile.print_summary(DeviceProfile.load("host")),
     "sync-bench": lambda: tables.show_or_print(waits.table(), waits.remarks()),
     "bench": lambda: tables.show_or_print(bench.table(), [bench.title], bench.remarks()),

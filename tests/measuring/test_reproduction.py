@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.lab.reproduction import Claim, Reproduction
 from hetero.errors import UserError
+from hetero.measuring.reproduction import Claim, Reproduction
 
 
 def claim(simulated: float, within: float | None = 0.1, reason: str = "") -> Claim:

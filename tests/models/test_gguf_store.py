@@ -146,7 +146,7 @@ def test_a_file_that_was_found_to_be_the_same_is_not_read_again_until_it_changes
         raise AssertionError("a file that did not change was read")
 
     with monkeypatch.context() as patched:
-        patched.setattr(packed_store, "_piece_digest", hashed)
+        patched.setattr(packed_store, "_part_digest", hashed)
         for ours, theirs in zip(read_all(open_model(path).weights), wanted, strict=True):
             np.testing.assert_array_equal(ours, theirs)
     times = path.stat()

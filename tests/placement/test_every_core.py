@@ -41,7 +41,7 @@ def test_both_numbers_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     true = EveryCore(
         weight_format=WeightFormat.W4A8, phase="decode", cores=4, speedup=1.6, layer_s=2e-5
     )
-    layers = every_core._small_layers()
+    layers = every_core.model_spec(every_core.SMALL).layers
     every = steps(true.seconds(SMALL_S, layers), true.seconds(LARGE_S, LAYERS))
     pretend(monkeypatch, {"opencl": steps(SMALL_S, LARGE_S), "opencl-cores": every})
     found = measure_every_core((WeightFormat.W4A8, WeightFormat.F32))

@@ -90,15 +90,12 @@ class GgufWeights(ModelWeights):
 
     def _load_block(self, index: int) -> BlockWeights:
         prefix = f"blk.{index}."
-        packed = {x.name: self._matrix(prefix, x.name) for x in block_matrices(self.config)}
+        packed = {x.name: self._packed(prefix + x.name) for x in block_matrices(self.config)}
         vectors = {x.name: self._block_vector(prefix, x.name) for x in self.vectors()}
         return BlockWeights(**packed, **vectors)  # type: ignore[arg-type]
 
     def _load_matrix(self, name: str) -> PackedWeight:
         return self._packed(name)
-
-    def _matrix(self, prefix: str, name: str) -> PackedWeight:
-        return self._packed(prefix + name)
 
     def _packed(self, name: str) -> PackedWeight:
         """Return a matrix (`blk.3.qkv`, `embed`) from the store, or packed for it."""

@@ -106,7 +106,8 @@ class StoreReader:
             raise ModelError(f"{path}: is not laid out as this version does; remove it")
         self._identity = file.identity()  # from before its bytes are read
         self._stable = _is_stable(file)
-        self._content: Content | None = None if _seen(path, self._identity) else Content(file)
+        seen = _noted(path)[0] == self._identity.encode()
+        self._content: Content | None = None if seen else Content(file)
 
     def matrix(self, name: str) -> list[PackedWeight]:
         """Return the parts of a matrix, views of the mapped store."""
@@ -314,12 +315,8 @@ def _noted(store: Path) -> tuple[bytes, bytes]:
     return identity, name
 
 
-def _seen(path: Path, identity: str) -> bool:
-    return _noted(path)[0] == identity.encode()
-
-
 def _is_stable(file: GgufFile) -> bool:
-    """Return whether a file is old enough that a new write would change its mtime."""
+    """Not of a file that was just written, which could be again within a tick of the clock."""
     changed = max(shard.path.stat().st_ctime for shard in file.shards)
     return os.name != "nt" and time.time() - changed > STABLE_S
 

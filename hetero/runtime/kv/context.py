@@ -9,10 +9,10 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Final, Protocol, Self, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 from hetero.backends.errors import DeviceError
+from hetero.backends.host.closing import Closing
 from hetero.backends.ops import Rope
 from hetero.errors import UserError
 from hetero.runtime.kv.attention_stats import ScoreStats
@@ -54,7 +54,7 @@ class Hold:
         self.active, self.thread = True, threading.get_ident()
 
 
-class Context:
+class Context(Closing):
     """Tokens, and the model's keys and values of them.
 
     Made by `LLM.new_context` or `load_context`, or by `fork`.
@@ -172,17 +172,6 @@ class Context:
     def close(self) -> None:
         """Give the memory back; idempotent."""
         self._cache = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     # --- for who makes an answer on it ------------------------------------------------------
 

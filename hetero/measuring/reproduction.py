@@ -6,13 +6,14 @@ import math
 import statistics
 import tomllib
 from collections.abc import Iterator
+from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from hetero.backends.host.files import atomic_write
 from hetero.errors import UserError
 from hetero.models import model_spec
-from hetero.profiler.pages import COLORS, environment
+from hetero.profiler.pages import COLORS, render
 from hetero.profiler.records import DeviceProfile
 from hetero.profiler.table_data import TableData
 from hetero.solver.baselines import force, latency_s
@@ -20,8 +21,6 @@ from hetero.solver.overheads import Overheads
 from hetero.solver.planner import Planner
 from hetero.solver.solution import Scenario
 
-TEMPLATE = Path(__file__).with_name("reproduction.html")
-CLAIMS = Path(__file__).parents[1] / "data" / "paper_claims.toml"
 MODELS = {
     "Llama-8B": "llama-3-8b",
     "Llama-7B": "llama-2-7b",
@@ -206,21 +205,16 @@ class Reproduction(NamedTuple):
         """Write a page with the paper's numbers drawn next to ours. Raises `UserError`."""
         if path.suffix.lower() not in (".html", ".htm"):
             raise UserError(f"the reproduction is drawn as a page ({path}): choose .html")
-        template = TEMPLATE.read_text(encoding="utf-8")
-        text = (
-            environment()
-            .from_string(template)
-            .render(
-                colors=COLORS,
-                title="The paper against the simulated chip",
-                profile=self.profile,
-                met=self.met,
-                summary=self.summary(),
-                charts=[_chart(name, list(claims)) for name, claims in self._figures()],
-                table=self.table(),
-                orders=self.orders,
-                contradictions=self.contradictions,
-            )
+        text = render(
+            "reproduction.html",
+            title="The paper against the simulated chip",
+            profile=self.profile,
+            met=self.met,
+            summary=self.summary(),
+            charts=[_chart(name, list(claims)) for name, claims in self._figures()],
+            table=self.table(),
+            orders=self.orders,
+            contradictions=self.contradictions,
         )
         atomic_write(path, text)
 
@@ -263,7 +257,8 @@ def _chart(unit: str, claims: list[Claim]) -> Any:
 def reproduce(profile: str = "snapdragon-8-gen-3") -> Reproduction:
     """Return the paper's end-to-end claims against the simulated chip (half a minute at most)."""
     chip = PaperChip(DeviceProfile.load(profile))
-    known = tomllib.loads(CLAIMS.read_text(encoding="utf-8"))
+    claims = resources.files("hetero.measuring") / "data" / "paper_claims.toml"
+    known = tomllib.loads(claims.read_text(encoding="utf-8"))
     return Reproduction(
         profile,
         tuple(Claim.of(claim, chip) for claim in known["claim"]),
