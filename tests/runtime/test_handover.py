@@ -179,12 +179,12 @@ def test_scores_of_attention_are_those_of_coherent_memory(opened: Open) -> None:
         engine = opened(memory)
         with engine.new_context() as context, engine.new_context() as other:
             for each in (context, other):
-                each.mass = ScoreStats(160)
+                each.score_stats = ScoreStats(160)
                 engine.prefill(each, tokens_of(3, 40))
             for token in tokens_of(4, 20):
                 engine.decode_rows([(context, token), (other, token)])
             engine.decode(context, 5)
-            sums += [context.mass.sums, other.mass.sums]  # type: ignore[union-attr]
+            sums += [context.score_stats.sums, other.score_stats.sums]  # type: ignore[union-attr]
     np.testing.assert_allclose(sums[2], sums[0], rtol=1e-4)
     np.testing.assert_allclose(sums[3], sums[1], rtol=1e-4)
 
