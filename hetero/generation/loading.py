@@ -90,6 +90,11 @@ class ModelLoader:
         """
         options = self._options
         self.choice: Choice = choose(self._spec, self._request())
+        if options.order == "paper" and self.choice.mode == "hetero" and self.choice.cost is None:
+            raise UserError(
+                "--order paper sorts calls by the times of a profile, and there is none: name one "
+                "with --profile"
+            )
         compiled = {} if self._bundle is None else self._bundle.npu_options(self._path)
         self.devices: DeviceSet = open_devices(
             self.choice.mode,

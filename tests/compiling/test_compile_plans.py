@@ -225,6 +225,12 @@ def test_a_plan_leaves_no_room_for_a_strategy(model: str) -> None:
         LLM(model, plan=plan, strategy="row-cut")
 
 
+def test_an_order_by_times_needs_a_profile(model: str) -> None:
+    plan = layer_level(open_model(model, weights="w4a16").spec())
+    with pytest.raises(UserError, match="--order paper sorts calls by the times of a profile"):
+        LLM(model, plan=plan, order="paper")
+
+
 def test_a_profile_that_does_not_know_a_plans_formats_is_refused(model: str) -> None:
     plan = layer_level(open_model(model, weights="f32").spec())
     with pytest.raises(ProfileError, match="f32"):

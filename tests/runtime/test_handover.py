@@ -87,6 +87,14 @@ def open_engine(folder: Path, memory: str, name: str, **options: Any) -> Engine:
     return Engine(weights, plan, devices, max_seq_len=160, **options)
 
 
+@pytest.fixture
+def coherent_device() -> None:
+    """Skips where memory is another one: of a graphics card's own, for one."""
+    with open_opencl() as device:
+        if not device.capabilities.coherent:
+            pytest.skip("needs an OpenCL device whose memory is coherent")
+
+
 def handovers(engine: Engine) -> int:
     gpu: Any = engine.devices["gpu"]
     return int(gpu.maps + gpu.copies)
@@ -204,6 +212,7 @@ def test_a_gpu_that_is_lost_takes_its_keys_and_values_along(opened: Open, folder
         assert relative_error(logits, logits_of(opened("coherent"), [*other, 9])) < TOLERANCE
 
 
+@pytest.mark.usefixtures("coherent_device")
 def test_the_probe_sees_copies_of_the_hosts_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device that says that memory is unified, and keeps a copy that nothing updates."""
     with open_opencl() as device:
@@ -226,6 +235,7 @@ def test_the_probe_sees_copies_of_the_hosts_memory(monkeypatch: pytest.MonkeyPat
             assert not other.capabilities.unified_memory
 
 
+@pytest.mark.usefixtures("coherent_device")
 @pytest.mark.parametrize(("word", "unified"), [("mapped", True), ("copied", False)])
 def test_the_memory_model_can_be_named(
     word: str, unified: bool, monkeypatch: pytest.MonkeyPatch
@@ -248,6 +258,7 @@ def test_spans_are_joined(spans: list[tuple[int, int]]) -> None:
     assert all(a[1] < b[0] for a, b in pairwise(result))
 
 
+@pytest.mark.usefixtures("coherent_device")
 @pytest.mark.parametrize("memory", ["mapped", "copied"])
 def test_a_plan_of_coherent_memory_runs_without_shared_heads(
     memory: str, monkeypatch: pytest.MonkeyPatch

@@ -180,6 +180,7 @@ def test_a_row_that_is_not_finite_harms_no_other(folder: Path) -> None:
         engine = llm.engine
         good, bad, other = filled(engine, 3, random.Random(1))
         bad.cache.layer(1)[0][:, 0] = np.nan
+        bad.cache.wrote(1, 0, 1)
         length, twin = len(bad), good.fork()
         found = engine.decode_rows([(good, 1), (bad, 2), (other, 3)])
         assert [logits is None for logits in found] == [False, True, False]

@@ -465,9 +465,9 @@ def test_a_process_loads_what_children_compiled() -> None:
         from hetero.backends.opencl.drivers import loader
         from hetero.backends.opencl.self_test import supervisor
         from hetero.backends.opencl.self_test import program_compiler
-        files = lambda: compiler.kernel_files(loader.loaded().folder / "pocl")
+        files = lambda: program_compiler.kernel_files(loader.loaded().folder / "pocl")
         made, brought = set(), set()
-        unpack, build = compiler.KernelStore.unpack, supervisor.Supervisor.build
+        unpack, build = program_compiler.KernelStore.unpack, supervisor.Supervisor.build
         def counted_unpack(self, name, folder):
             found = unpack(self, name, folder)
             brought.update((self.get(name) or {}) if found else ())
@@ -476,7 +476,7 @@ def test_a_process_loads_what_children_compiled() -> None:
             before = files()
             build(self, source, variant)
             made.update(files() - before)
-        compiler.KernelStore.unpack = counted_unpack
+        program_compiler.KernelStore.unpack = counted_unpack
         supervisor.Supervisor.build = counted_build
         with LLM("demo", device="gpu", weights="w8a16") as llm:
             llm.generate("Once upon a time there was", max_tokens=8)
