@@ -19,7 +19,7 @@ EVERY_CORE: Final = "opencl-cores"
 
 @dataclass(frozen=True)
 class Backend:
-    """One entry of the table, from which all that lists backends is derived.
+    """One entry of the table, from which lists of backends are derived.
 
     kind          which device of a plan it plays
     requires      vendor packages, and

@@ -1,7 +1,7 @@
 """Weights as stored in memory: packed for the GPU, sliced into segments of rows.
 
-The packed layout is the GPU's (BACKENDS: the raw bytes in the model file have the GPU's layout, so
-that the GPU maps them); the NPU's backend makes its own packed copy of the rows it computes.
+The packed layout is the GPU's: files of `hetero quantize` have these bytes, so that the GPU maps
+them. The NPU's backend makes its own packed copy of the rows that it computes.
 
 Layout, with rows in blocks of R = 16 (lane = row, so that one vector or 16 neighbouring work-items
 read 16 rows at once), K = k rounded up to 32, N = n rounded up to 16, G = 32:

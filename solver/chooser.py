@@ -44,9 +44,6 @@ class SelectedCuts(NamedTuple):
 
     The GPU's seconds alone (None where it lacks rows), and the places of the NPU alone and of cuts,
     with their mode.
-
-    The GPU's seconds alone (None where it lacks rows), and the places of the NPU alone and of cuts,
-    with their mode.
     """
 
     gpu_s: float | None

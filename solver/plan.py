@@ -372,7 +372,7 @@ class Plan(_Record):
         """Return the token counts of the calls, at most `longest` each, of a prompt of `tokens`.
 
         They are as `totals` name them, else as many of the longest as fit and a rest
-        (`calls.split`).
+        (`prompt_calls.split`).
         """
         limit = min([x for x in (self.step_tokens, longest) if x is not None], default=tokens)
         named = [t.steps or (t.m,) for t in self.totals if (t.phase, t.m) == ("prefill", tokens)]

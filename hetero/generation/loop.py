@@ -317,7 +317,7 @@ class Generation(Iterator[Piece], Closing):
         return token
 
     def _compute(self, token: int) -> None:
-        """Return the logits after a token."""
+        """Compute the logits after a token."""
         if self._is_full():
             self._shift()
         if self.context.pending:  # windows have lost what it would go on from
