@@ -1,4 +1,4 @@
-"""What parts of hetero are worth: each is taken out, in turns with all of them.
+"""The worth of parts of hetero: each is taken out, in turns with all of them.
 
 python bench/ablations.py decode random:qwen2.5-0.5b    # signals, flags, contention
 python bench/ablations.py starts random:qwen2.5-0.5b --device auto    # decisions, prewarming

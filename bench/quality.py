@@ -46,8 +46,8 @@ def forms(
     rows = []
     with LLM(model, device="npu", weights="f32", kv="f32") as exact:
         for name in scheme:
-            found = evaluate(schemes.model_of(name), tokens, reference=exact, window=size)
-            rows.append([name, found.tokens, f"{found.perplexity:.4f}", f"{found.kl_mean:.5f}"])
+            score = evaluate(schemes.model_of(name), tokens, reference=exact, window=size)
+            rows.append([name, score.tokens, f"{score.perplexity:.4f}", f"{score.kl_mean:.5f}"])
     table("w8a8, simulated|tokens|perplexity|KL mean (nats)", rows)
     finish()
 
@@ -58,7 +58,7 @@ def kept(
     text: Text,
     bits: Annotated[list[str], typer.Option(help="8, 4, 2, mixed, paper")],
     ratio: Annotated[float, typer.Option(help="of mixed, of the bytes at 8")] = 0.5,
-    seeds: Annotated[int, typer.Option(help="random orders beside mixed")] = 0,
+    seeds: Annotated[int, typer.Option(help="random orders to compare mixed with")] = 0,
     weights: str | None = None,
     max_tokens: Limit = None,
     window: Window = 0,
@@ -69,14 +69,14 @@ def kept(
     with LLM(model, **options) as llm:  # type: ignore[arg-type]
         tokens = read_tokens(llm, text, max_tokens)
         size = window or min(256, llm.max_seq_len)
-        found = kv_quality(llm, tokens, bits, ratio=ratio, window=size, seeds=seeds)
+        by_ratio = kv_quality(llm, tokens, bits, ratio=ratio, window=size, seeds=seeds)
     cells = [
         [name, f"{x.ratio:.3f}", f"{x.perplexity:.4f}", f"{x.top1_agreement:.2%}",
          f"{x.kl_mean:.6f}"]
-        for name, x in found.items() if not name.startswith(RANDOM)
+        for name, x in by_ratio.items() if not name.startswith(RANDOM)
     ]  # fmt: skip
     table("keys and values|bytes, x those at 8 bits|perplexity|top-1 agreement|KL (nats)", cells)
-    finish(*by_chance(found))
+    finish(*by_chance(by_ratio))
 
 
 def by_chance(found: dict[str, KvQuality]) -> list[str]:

@@ -5,13 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Protocol, TypeAlias
 
-from hetero.backends.protocol import Capabilities, DeviceKind
+from hetero.backends.protocol import KINDS, Capabilities, DeviceKind
 from hetero.profiler.model_graph import Node, OpName
 from hetero.solver.errors import PlanError
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.plan import PHASES, OpPlan, Phase, PrefillMode, Tile, entry_at, no_entry
 
 CapabilitiesByDevice: TypeAlias = Mapping[DeviceKind, Capabilities]
+
+
+def share_heads(able: CapabilitiesByDevice) -> bool:
+    """Return whether both devices can compute some of the heads of an attention each."""
+    return len(able) == len(KINDS) and all(x.attention_heads for x in able.values())
+
+
 OpsByName: TypeAlias = dict[tuple[Phase, str], dict[int | None, OpPlan]]
 
 

@@ -11,12 +11,17 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 
 from hetero.backends.ops import Attention, MatMul
-from hetero.backends.protocol import KINDS, DeviceKind, prepared_sizes
+from hetero.backends.protocol import DeviceKind, prepared_sizes
 from hetero.profiler.model_graph import ModelGraph, Node
 from hetero.solver.assignments import Assignment, Heads, Part
 from hetero.solver.errors import PlanError
 from hetero.solver.execution_plan import ExecutionPlan
-from hetero.solver.matmul_entries import CapabilitiesByDevice, MatmulEntries, PlanSource
+from hetero.solver.matmul_entries import (
+    CapabilitiesByDevice,
+    MatmulEntries,
+    PlanSource,
+    share_heads,
+)
 from hetero.solver.matmul_launches import MatmulLaunches, no_graph
 from hetero.solver.node_groups import NodeGroup, node_groups
 from hetero.solver.plan import PHASES, HeadCounts, OpPlan, Phase, PrefillMode, device_of_other
@@ -142,7 +147,7 @@ class Placement:
         it has in decoding, of calls that are cut for being in flight together, and where no graph
         holds m tokens.
         """
-        if phase != "prefill" or form != "cut" or len(self._capabilities) < len(KINDS):
+        if phase != "prefill" or form != "cut" or not share_heads(self._capabilities):
             return ()
         counts = self._head_counts(m)
         if counts is None or not counts.shared:
@@ -156,8 +161,6 @@ class Placement:
 
     def _head_counts(self, m: int) -> HeadCounts | None:
         """Return what holds for the attention of a call of m tokens."""
-        if not all(able.attention_heads for able in self._capabilities.values()):
-            return None
         known = {x.m for x in self.plan.attention}
         if self._source is not None and not known & {m, None}:
             return self._source.plan_for(m).heads(m) if self._source.npu_head_counts else None

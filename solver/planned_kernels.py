@@ -9,12 +9,17 @@ from functools import cached_property
 
 from hetero.backends.formats import StorageFormat, WeightFormat
 from hetero.backends.ops import MatMul, Op, OperandOrder, Outliers
-from hetero.backends.protocol import KINDS, DeviceKind
+from hetero.backends.protocol import DeviceKind
 from hetero.backends.weights import packed_bytes
 from hetero.profiler.model_graph import ModelGraph, Node, OpName
 from hetero.solver.assignments import Segment, Span
 from hetero.solver.execution_plan import ExecutionPlan
-from hetero.solver.matmul_entries import CapabilitiesByDevice, MatmulEntries, PlanSource
+from hetero.solver.matmul_entries import (
+    CapabilitiesByDevice,
+    MatmulEntries,
+    PlanSource,
+    share_heads,
+)
 from hetero.solver.plan import Tile, device_of_other
 
 
@@ -84,8 +89,7 @@ class PlannedKernels:
 
     def shared_heads(self, kind: DeviceKind) -> tuple[tuple[int, int], ...]:
         """Return the runs of key/value heads that a device computes of some attention."""
-        able = self._capabilities.values()
-        if len(able) < len(KINDS) or not all(x.attention_heads for x in able):
+        if not share_heads(self._capabilities):
             return ()
         last = self._graph.kv_heads
         return tuple((0, x) if kind == "npu" else (x, last) for x in self.head_cuts)

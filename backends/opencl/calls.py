@@ -321,11 +321,16 @@ class Region:
     copied: bool
 
     @classmethod
-    def of(cls, device: Resources, tensor: Tensor) -> Region:
-        """Return the part of its buffer that a tensor takes."""
-        start = tensor.offset_bytes
-        host = tensor.buffer.bytes[start : start + tensor.nbytes]
-        return cls(device.map(tensor.buffer), start, host, not device.unified_memory)
+    def of(cls, device: Resources, own: Tensor, host: Tensor | None = None) -> Region:
+        """Return the part of its buffer that a tensor takes.
+
+        `host` is another tensor of its size where the host has those bytes.
+        """
+        on_host = own if host is None else host
+        start = on_host.offset_bytes
+        pages = on_host.buffer.bytes[start : start + on_host.nbytes]
+        copied = on_host.buffer is not own.buffer or not device.unified_memory
+        return cls(device.map(own.buffer), own.offset_bytes, pages, copied)
 
     def publish(self, device: Resources) -> cl.Event:
         """Let the device see what the host wrote, once the event is complete."""

@@ -17,9 +17,8 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from hetero.backends.errors import DeviceOptionError
-from hetero.backends.memory import Tensor
 from hetero.backends.opencl.resources import Resources
-from hetero.backends.ops import Add
+from hetero.backends.opencl.visibility import ProbeCall
 
 MEMORY_VARIABLE: Final = "HETERO_OPENCL_MEMORY"
 
@@ -83,9 +82,7 @@ def hands_over(device: Resources, policy: CoherencePolicy = DEFAULT) -> bool:
 
 
 def _sees_writes(device: Resources, floats: int, rounds: int) -> bool:
-    buffer = device.allocate(3 * 4 * floats)
-    x, residual, y = (Tensor(buffer, (1, floats), offset_bytes=4 * floats * i) for i in range(3))
-    call = device.prepare(Add(d=floats), {}).bind({"x": x, "residual": residual, "y": y}, 1)
+    call, x, residual, y = ProbeCall.of(device, floats)
     for i in range(rounds):
         x.array[:], residual.array[:], y.array[:] = i, np.arange(floats), np.nan
         call.submit().wait()

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +19,7 @@ import pyopencl as cl
 from hetero.backends.memory import Tensor
 from hetero.backends.opencl.calls import KernelLaunch, OpenCLCall
 from hetero.backends.opencl.resources import Resources
-from hetero.backends.opencl.transfer import TransferCall
+from hetero.backends.opencl.visibility import ProbeCall
 from hetero.backends.protocol import DEFAULT_DEADLINE_S, BoundCall, Completion
 
 
@@ -115,29 +114,14 @@ class FlagCompletion(Completion):
         return self._event.span()
 
 
-def handed_over(
-    device: Resources, call: OpenCLCall, inputs: Sequence[Tensor], output: Tensor
-) -> list[OpenCLCall]:
-    """Return a call between the hand-overs of what the host writes and reads, where it has none."""
-    if device.coherent or not device.explicit_handovers:
-        return [call]
-    before = [TransferCall(device, tensor, tensor, to_device=True) for tensor in inputs]
-    return [*before, call, TransferCall(device, output, output, to_device=False)]
-
-
 def probe(device: Resources, flag: Flag, policy: ProbePolicy = DEFAULT) -> bool:
     """Return whether the flag is seen before the driver reports the end.
 
     All data before it must be seen as well.
     """
-    from hetero.backends.ops import Add
-
-    width = policy.floats
-    buffer = device.allocate(3 * 4 * width)
-    x, residual, y = (Tensor(buffer, (1, width), offset_bytes=4 * width * i) for i in range(3))
-    kernel = device.prepare(Add(d=width), {})
-    call = cast("OpenCLCall", kernel.bind({"x": x, "residual": residual, "y": y}, 1))
-    calls = handed_over(device, call, (x, residual, y), y)
+    add = ProbeCall.of(device, policy.floats)
+    call, x, residual, y = add
+    calls = add.handed_over()
     early = False
     for i in range(policy.probes):
         x.array[:], residual.array[:], y.array[:] = i, 1.0, np.nan

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import platform
 import time
-from typing import Final, cast
+from typing import Final
 
 import numpy as np
 
@@ -23,9 +23,9 @@ from hetero.backends.host.time_limits import time_limit
 from hetero.backends.memory import Tensor
 from hetero.backends.opencl.calls import KernelLaunch, OpenCLCall
 from hetero.backends.opencl.failures import BACKEND
-from hetero.backends.opencl.flag import Flag, FlagCompletion, ProbePolicy, flag_program, handed_over
+from hetero.backends.opencl.flag import Flag, FlagCompletion, ProbePolicy, flag_program
 from hetero.backends.opencl.resources import Resources
-from hetero.backends.ops import Add
+from hetero.backends.opencl.visibility import ProbeCall
 from hetero.backends.optional import StreamSignal
 from hetero.backends.protocol import DEFAULT_DEADLINE_S, BoundCall, Completion
 
@@ -138,13 +138,9 @@ def _probe(
     device: Resources, signal: OpenCLStreamSignal, flag: Flag, policy: ProbePolicy = PROBE
 ) -> bool:
     """Return whether waits block, pass at a signal, and make earlier stores visible."""
-    floats = policy.floats
-    size = 4 * floats
-    buffer = device.allocate(3 * size)
-    x, residual, y = (Tensor(buffer, (1, floats), offset_bytes=size * i) for i in range(3))
-    add = device.prepare(Add(d=floats), {})
-    call = cast("OpenCLCall", add.bind({"x": x, "residual": residual, "y": y}, 1))
-    calls = handed_over(device, call, (x, residual), y)
+    add = ProbeCall.of(device, policy.floats)
+    _, x, residual, y = add
+    calls = add.handed_over()
     for i in range(policy.probes):
         x.array[:], residual.array[:], y.array[:] = -1.0, 1.0, np.nan
         reached = signal.wait_value.submit()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pyopencl as cl
 
 from hetero.backends.memory import Tensor
@@ -21,14 +19,10 @@ class TransferCall(OpenCLCall):
     fusible = False
 
     def __init__(self, device: Resources, host: Tensor, own: Tensor, to_device: bool) -> None:
-        verb = "map" if own.buffer is host.buffer and device.unified_memory else "copy"
+        self._region = region = Region.of(device, own, host)
+        verb = "copy" if region.copied else "map"
         name = f"{verb} of {host.nbytes} bytes {'to' if to_device else 'from'} the GPU"
         super().__init__(device, name, host.shape[0], [], {"host": host, "own": own})
-        self._region = Region.of(device, own)
-        if own.buffer is not host.buffer:
-            start = host.offset_bytes
-            pages = host.buffer.bytes[start : start + host.nbytes]
-            self._region = replace(self._region, host=pages, copied=True)
         self._to_device = to_device
 
     def enqueue(self) -> OpenCLCompletion:

@@ -51,7 +51,7 @@ def outliers(
     draws: Annotated[int, typer.Option(help="of random prunings to 15 %")] = 0,
     scheme: Annotated[list[str] | None, typer.Option("-s", "--scheme")] = None,
 ) -> None:
-    """What int8 activations cost a model with outliers folded in; whether importance prunes well.
+    """The cost of int8 activations to a model with outliers, and how well importance prunes.
 
     The float model without outliers, whose logits have the same bits, is the reference. `--part 0`
     folds nothing in.
@@ -65,10 +65,10 @@ def outliers(
     scored = read_tokens(loaded, text, tokens)
 
     def score(name: str, candidate: Any) -> float:
-        found = evaluate(candidate, scored, reference=reference, window=CONTEXT)
-        assert found.kl_mean is not None
-        print(f"| {name} | {found.perplexity:.4f} | {found.kl_mean:.5f} |", flush=True)
-        return found.kl_mean
+        evaluation = evaluate(candidate, scored, reference=reference, window=CONTEXT)
+        assert evaluation.kl_mean is not None
+        print(f"| {name} | {evaluation.perplexity:.4f} | {evaluation.kl_mean:.5f} |", flush=True)
+        return evaluation.kl_mean
 
     print("| simulated | perplexity | KL mean (nats) |\n|---|---:|---:|")
     score("f32", reference)

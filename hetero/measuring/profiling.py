@@ -6,6 +6,7 @@ import hashlib
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -75,7 +76,6 @@ def profile_device(
         budget_s=budget_s or (QUICK_BUDGET_S if quick else DEFAULT_BUDGET_S),
         weight_formats=formats,
         gpu_core=assign_cores().gpu,
-        control_core=assign_cores().control,
         keep_budget=budget_s is not None,  # the default one may take longer
         least=MIN_MEASURED if budget_s is None else 0.0,
         **of_model,
@@ -96,12 +96,12 @@ def complete_profile(
     with _alone(path):
         profile = DeviceProfile.load(path)
         device: DeviceMode = "hetero" if len(profile.devices) > 1 else next(iter(profile.devices))
+        opened = open_devices(device, gpu=gpu, npu=npu)
         options = Options(
             weight_formats=tuple(dict.fromkeys(x.weight_format for x in profile.predictors)),
             gpu_core=assign_cores().gpu,
-            control_core=assign_cores().control,
+            control_core=opened.control_core,
         )
-        opened = open_devices(device, gpu=gpu, npu=npu)
         try:
             with pinned(opened.control_core):
                 finished = completed(profile, opened.devices, options)
@@ -124,6 +124,7 @@ def _measure(
 ) -> DeviceProfile:
     formats = options.weight_formats
     opened = open_devices(device, gpu=gpu, npu=npu)
+    options = replace(options, control_core=opened.control_core)
     try:
         step_s = None
         if "gpu" in opened.devices:

@@ -33,6 +33,7 @@ from hetero.profiler.substitutes import file_substitution
 from hetero.runtime.launch_costs import check_priced
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.handmade import layer_level, single_device
+from hetero.solver.matmul_entries import share_heads
 from hetero.solver.names import NamedStrategy
 from hetero.solver.placement import Placement
 from hetero.solver.plan import STEP_TOKENS
@@ -297,7 +298,7 @@ def plan_on(
         forget_if_other(devices.values())
     able = {kind: device.capabilities for kind, device in devices.items()}
     if (planned := choice.plan_on(kinds)) is not None:
-        if choice.solver is not None and not all(x.attention_heads for x in able.values()):
+        if choice.solver is not None and not share_heads(able):
             # Its profile may be another machine's, on which both devices see the same caches.
             planned = planned.model_copy(update={"attention": ()})
         return Placement(planned, spec, able, source=choice.solver).plan

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from typing import Literal, NamedTuple, TypeAlias
 
 from hetero.backends.memory import HostBuffer, Panels, Tensor
-from hetero.backends.ops import OUTPUT_PORTS
+from hetero.backends.ops import ADDED_PORTS, OUTPUT_PORTS
 from hetero.backends.optional import SupportsHandovers, SupportsTransfer
 from hetero.backends.protocol import (
     CACHE_PORTS,
@@ -32,7 +32,7 @@ from hetero.errors import UserError
 
 Side: TypeAlias = Literal["gpu", "host"]
 SHARED_PORTS = FIXED_PORTS | {"tokens"}
-WRITTEN_PORTS = OUTPUT_PORTS | {"score_sums"}
+WRITTEN_PORTS = OUTPUT_PORTS | ADDED_PORTS
 
 
 class Transfer(NamedTuple):

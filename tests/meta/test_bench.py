@@ -28,6 +28,7 @@ BRIEFLY = {
     "kernels.py rows --counts 1,2 -p 4 -n 2 -r 1": "| 2 |",
     "kernels.py growth --model demo --gpu opencl --contexts 8,32,64 -n 2 -r 1": "decode grows by",
     "kernels.py unused-device -p 4 -n 2 -r 1": "speed of hetero over gpu",
+    "kernels.py memory-models demo -p 4 -n 2 -r 1": "| step | copied |",
     "contenders.py demo --devices npu -p 4 -n 2 --rounds 1": "| npu |",
     f"control_plane.py --profile host {DEMO} -n 1": "| tensor level |",
     f"mllm_npu.py order {DEMO} -p 80 --chunk 32 --rounds 1": "| best |",
