@@ -278,7 +278,7 @@ def _stage_blocks(weight: PackedWeight) -> dict[str, Staging]:
     return arrays if shift is None else {**arrays, "shift": shift}
 
 
-def _spread(codes: npt.NDArray[np.uint8], zero: int) -> int:
+def _spread(codes: npt.NDArray[Any], zero: int) -> int:
     """Return the power of two by which codes are multiplied, and their scales divided.
 
     On Arm ONNX Runtime takes codes from 0 to 255 and subtracts 128 · scale · the sum of x in
