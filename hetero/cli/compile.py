@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -29,6 +29,10 @@ def compile_command(
     plan: Annotated[
         Path | None, typer.Option(help="A plan; default: solved by the chip's profile.")
     ] = None,
+    strategy: Annotated[
+        Literal["auto", "layer"],
+        typer.Option(metavar="NAME", help="auto: solved; layer: prompts' matmuls on the NPU."),
+    ] = "auto",
     profile: Annotated[
         str | None,
         typer.Option(metavar="NAME|FILE", help="The chip's times; default: a shipped profile."),
@@ -62,7 +66,7 @@ def compile_command(
     as_json: JsonOption = False,
 ) -> None:
     """Compile every NPU graph of MODEL for a chip, into a directory that `generate` runs."""
-    from hetero.compiling.npu_graphs import CompileRequest, prepare, prepare_by_default
+    from hetero.compiling.npu_graphs import CompileRequest, prepare_by_default
     from hetero.placement.planning import locate_profile, parse_size, parse_tokens
     from hetero.solver.execution_plan import ExecutionPlan
 
@@ -71,6 +75,7 @@ def compile_command(
         soc,
         plan=None if plan is None else ExecutionPlan.load(plan),
         profile=None if profile is None else locate_profile(profile)[0],
+        strategy=strategy,
         weights=weights,
         graph_sizes=() if graph_sizes is None else parse_tokens(graph_sizes, "--graph-sizes"),
         seq_lens=() if seq_lens is None else parse_tokens(seq_lens, "--seq-lens"),
@@ -79,8 +84,7 @@ def compile_command(
         share_weights=share_weights,
         whole_caches=whole_caches,
     )
-    by_name = plan is not None or profile is not None
-    compilation = prepare(request) if by_name else prepare_by_default(request)
+    compilation = prepare_by_default(request)
     for note in compilation.notes:
         notify(printable(note))
     name = printable(compilation.loaded.name)

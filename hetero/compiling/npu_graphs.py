@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from hetero.backends.formats import CacheFormat
 from hetero.backends.host.files import LONGEST_DOCUMENT_BYTES, atomic_write, read_file
@@ -67,17 +67,18 @@ class CompileRequest:
     """A model to compile, and its options.
 
     `profile` is the chip's: its times go into the bundle, and without a `plan` it is solved by
-    them, for prompts of `seq_lens` tokens first. Without both it is layer level: matmuls of prefill
-    on the NPU. Graphs for devices of other speeds are added up to `max_bytes` (default: what the
-    NPU can hold). With `share_weights` the graphs of all token counts of a weight are one file,
-    which only a device can open: the emulator compiles what it needs again. `whole_caches` as in
-    `LLM`.
+    them, for prompts of `seq_lens` tokens first. Without both, or by the `strategy` of that name,
+    it is layer level: matmuls of prefill on the NPU. Graphs for devices of other speeds are added
+    up to `max_bytes` (default: what the NPU can hold). With `share_weights` the graphs of all token
+    counts of a weight are one file, which only a device can open: the emulator compiles what it
+    needs again. `whole_caches` as in `LLM`.
     """
 
     model: str
     soc: str
     plan: ExecutionPlan | None = None
     profile: DeviceProfile | None = None
+    strategy: Literal["auto", "layer"] = "auto"
     weights: str = "w4a16"
     graph_sizes: tuple[int, ...] = ()
     seq_lens: tuple[int, ...] = ()
@@ -122,6 +123,11 @@ def prepare(request: CompileRequest) -> Compilation:
     loaded = loaded.for_context(length)
     spec = loaded.spec(CacheFormat.F32)  # what its graphs read
     solved = _solved(request, chip, spec, length)
+    if solved is None and (request.seq_lens or request.max_bytes):
+        raise UserError(
+            "--seq-lens and --max-size are for plans that are solved here: leave out --plan and "
+            "--strategy layer, and give --profile where none is shipped for the chip"
+        )
     plan = request.plan if solved is None else solved.solver.plan
     planned = () if plan is None else plan.graph_sizes
     sizes = tuple(sorted(set(request.graph_sizes or planned or DEFAULT_GRAPH_SIZES)))
@@ -160,6 +166,8 @@ def prepare_by_default(request: CompileRequest) -> Compilation:
 
     It is layer level, with a note, where there is none or it does not know the model's formats.
     """
+    if request.plan is not None or request.profile is not None or request.strategy == "layer":
+        return prepare(request)
     chip = _find_chip(request.soc)
     name = chip.title.lower().replace(" ", "-")
     remedy = "give --profile with one that was taken on the device"
@@ -178,7 +186,7 @@ def _solved(
     request: CompileRequest, chip: Chip, spec: ModelGraph, longest: int
 ) -> SolvedPlan | None:
     """Return the plan by the chip's times; None where one was given, or there are no times."""
-    if request.plan is not None or request.profile is None:
+    if request.plan is not None or request.profile is None or request.strategy == "layer":
         return None
     from hetero.backends.qnn.device import DEFAULT_GRAPH_SIZES, capabilities_of
 

@@ -8,10 +8,10 @@ from typing import Final
 from hetero.backends.protocol import Capabilities
 from hetero.errors import UserError
 from hetero.models.bundle import SolverRecord
-from hetero.placement.prefill_modes import with_modes
 from hetero.profiler.cost import CostModel
 from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.records import CapabilityRecord, DeviceProfile
+from hetero.runtime.prefill_mode import with_modes
 from hetero.solver.plan import STEP_TOKENS
 from hetero.solver.planner import with_graph_sizes
 from hetero.solver.prepared import PreparedSolver, prepare_solver

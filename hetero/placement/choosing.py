@@ -24,13 +24,13 @@ from hetero.placement.decisions import Decision
 from hetero.placement.device_set import DRIVEN, DeviceMode, DeviceSet, backend_name
 from hetero.placement.first_start import forget_if_other, profile_facts, scaled_here
 from hetero.placement.planning import ProfileLike, locate_profile
-from hetero.placement.prefill_modes import with_modes
 from hetero.profiler.cost import CostModel
 from hetero.profiler.errors import ProfileError
 from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.records import DeviceProfile
 from hetero.profiler.substitutes import file_substitution
 from hetero.runtime.launch_costs import check_priced
+from hetero.runtime.prefill_mode import with_modes
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.handmade import layer_level, single_device
 from hetero.solver.matmul_entries import share_heads

@@ -133,6 +133,8 @@ def test_graphs_for_other_speeds_are_left_out_where_they_do_not_fit(
     assert least.estimate.graphs_bytes < whole.estimate.graphs_bytes
     with pytest.raises(UserError, match="--max-size 0 MiB is less than"):
         prepare(replace(request_of, max_bytes=1))
+    with pytest.raises(UserError, match="--seq-lens and --max-size are for plans that are solved"):
+        prepare(replace(request_of, strategy="layer", max_bytes=1))
 
 
 def test_without_a_profile_it_is_solved_by_that_of_the_chip(
