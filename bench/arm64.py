@@ -61,7 +61,6 @@ CONTRACT = "tests/backends/test_contract.py"
 WAITS = (
     "tests/backends/test_fence.py", "tests/runtime/test_waits.py",
     "tests/backends/opencl/test_opencl_flag.py", "tests/backends/opencl/test_stream_signal.py",
-    "tests/runtime/test_handover.py",
 )  # fmt: skip
 
 Folder = Annotated[Path | None, typer.Option(help="of the root; by default in the user's cache")]
@@ -150,7 +149,7 @@ def npu_checks(home: Path) -> Iterator[Check]:
 def gpu_checks(home: Path) -> Iterator[Check]:
     """Yield what runs on PoCL, which compiles and tests its kernels first."""
     yield Check("devices", (*HETERO, "devices"), r"found +gpu +opencl ", gpu=True)
-    yield Check("doctor", (*HETERO, "doctor"), r"PASS +gpu +opencl ", code=1, gpu=True)
+    yield Check("doctor", (*HETERO, "doctor"), r"PASS +gpu +opencl ", gpu=True)
     for device in ("gpu", "hetero"):
         yield same_text(f"generate, {device}", ("--device", device), gpu=True)
     yield passing("flags and waits", WAITS, "not intel and not half", gpu=True)
