@@ -152,7 +152,7 @@ def simulate(
 @app.command("figures")
 def figures(
     number: Annotated[str, typer.Argument(metavar="2|10|11|14|15b")],
-    hours: float = 24,
+    hours: float = HOURS,
     profile: Annotated[str, typer.Option(help="of figure 2")] = "snapdragon-8-gen-3",
 ) -> None:
     """A figure of the paper, of Llama-2-7B, beside the paper's numbers; random switches."""
