@@ -134,16 +134,16 @@ def print_accuracies(
     from hetero.measuring.choices import accuracy, read_questions, table_rows
     from hetero.profiler.table_data import TableData
 
-    questions, found = read_questions(path, limit), {}
+    questions, shares = read_questions(path, limit), {}
     for options in ways:
         name = str(next(iter(options.values())))
         with opened(**options) as llm, progress_bar(f"asking {name}") as advance:
-            found[name] = accuracy(llm, questions, progress=advance)
+            shares[name] = accuracy(llm, questions, progress=advance)
     if as_json:
-        print(json.dumps({k: asdict(v) for k, v in found.items()}))
+        print(json.dumps({k: asdict(v) for k, v in shares.items()}))
         return
     head = ("kv" if "kv" in ways[0] else "weights", "questions", "acc", "acc_norm")
-    rows = tuple(table_rows(found))
+    rows = tuple(table_rows(shares))
     show_or_print(TableData("", head, rows, numbers=head[1:]), after=[QUESTION_BRACKETS])
 
 
