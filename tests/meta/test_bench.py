@@ -33,6 +33,7 @@ BRIEFLY = {
     f"control_plane.py --profile host {DEMO} -n 1": "| tensor level |",
     f"mllm_npu.py order {DEMO} -p 80 --chunk 32 --rounds 1": "| best |",
     "mllm_npu.py simulated -p 300": "| + order |",
+    "mllm_npu.py chunks -p 100": "| 256 |",
     "paper.py fit --check": "files are up to date",
     "ablations.py decode demo -n 1 -r 2": "| signals |",
     "quality.py kept demo --text TEXT --bits 8 --bits mixed --seeds 2 --window 64": "| 8 | 1.000 |",
