@@ -1,6 +1,6 @@
 """hetero on Linux arm64, emulated: what is installed, devices, formats, a bundle, the contract.
 
-python bench/arm64.py make     # Debian, wheels and the emulator: 400 MB to load, 1.8 GB, a minute
+python bench/arm64.py make     # Debian, wheels and the emulator: 400 MB to load, 1.3 GB, a minute
 python bench/arm64.py slice    # what .ci/run runs of it: half a minute
 python bench/arm64.py whole    # everything, with PoCL as the GPU: an hour
 python bench/arm64.py run -- python3 -m hetero devices
