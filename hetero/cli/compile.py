@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -42,8 +43,12 @@ def compile_command(
         str, typer.Option(metavar="NAME", help="Weights and activations.")
     ] = "w4a16",
     share_weights: Annotated[
-        bool, typer.Option("--share-weights", help="One copy for all sizes; for devices only.")
-    ] = False,
+        bool | None,
+        typer.Option(
+            "--share-weights/--no-share-weights",
+            help="One copy for all sizes; for devices only. Default: where it is needed to fit.",
+        ),
+    ] = None,
     whole_caches: Annotated[
         bool, typer.Option("--whole-caches", help="Sliding windows keep all, as for serve.")
     ] = False,
@@ -72,6 +77,7 @@ def compile_command(
     compilation = prepare(request)
     name = printable(compilation.loaded.name)
     print(f"{name} for {soc}: {compilation.estimate.describe()}")
+    print(compilation.describe_memory())
     if dry_run:
         shared = compilation.sharing(prompt_tokens)
         if shared is not None:
@@ -121,6 +127,9 @@ def estimated(compilation: Compilation, shared: Sharing | None) -> dict[str, obj
         "seconds": estimate.seconds,
         "peak_bytes": estimate.peak_bytes,
         "graph_sizes": list(compilation.sizes),
+        "share_weights": compilation.share_weights,
+        "domains": [asdict(domain) for domain in compilation.domains],
+        "gpu_bytes": compilation.gpu_bytes,
         "prompt": None if shared is None else shared.document(),
     }
 

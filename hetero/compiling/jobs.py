@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from hetero.backends.groups import Group
 from hetero.backends.ops import Attention, Embed, MatMul, Op
+from hetero.backends.qnn.npu_capabilities import LAYOUT_OVERHEAD
 from hetero.backends.weights import packed_bytes
 from hetero.models.sliding import Sliding
 from hetero.profiler.model_graph import Node
@@ -22,9 +23,7 @@ from hetero.solver.plan import Phase
 if TYPE_CHECKING:
     from hetero.backends.qnn.catalog import GraphShape
 
-# Measured on this project's two-core x86-64 machine (qnn.md): a compiled graph's file over the
-# packed weight's bytes.
-FILE_OVERHEAD, FILE_BYTES = 1.06, 48 << 10
+FILE_BYTES = 48 << 10  # of a compiled graph besides its weight, measured (qnn.md)
 
 
 @dataclass(frozen=True)
@@ -65,9 +64,19 @@ class Job:
         return tuple(dict.fromkeys(names))
 
     @property
+    def shareable(self) -> bool:
+        """Return whether its graphs may be one context, which has the weight once."""
+        return self.graphs > 0 and self.weight_bytes > 0 and self.group is None
+
+    @property
+    def layout_bytes(self) -> int:
+        """Return the estimated size of the weight in the compiler's layout."""
+        return int(self.weight_bytes * LAYOUT_OVERHEAD)
+
+    @property
     def file_bytes(self) -> int:
         """Return the estimated size of one compiled graph."""
-        return int(self.weight_bytes * FILE_OVERHEAD) + FILE_BYTES
+        return self.layout_bytes + FILE_BYTES
 
     def for_sizes(self, sizes: Sequence[int]) -> Job:
         """Return the job for the calls of these token counts alone."""

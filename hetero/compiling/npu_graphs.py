@@ -13,12 +13,21 @@ from typing import TYPE_CHECKING, Any
 from hetero.backends.formats import CacheFormat
 from hetero.backends.host.files import LONGEST_DOCUMENT_BYTES, atomic_write, read_file
 from hetero.backends.host.folders import expand_user
+from hetero.backends.opencl import gpu_capabilities
 from hetero.backends.ops import MatMul
-from hetero.backends.protocol import Capabilities, DeviceKind, WeightValue
+from hetero.backends.protocol import Capabilities, WeightValue
+from hetero.backends.qnn import npu_capabilities
 from hetero.backends.registry import find
-from hetero.backends.snapdragon import Chip, find_chip
+from hetero.backends.snapdragon import DOMAIN_BYTES, Chip, find_chip
 from hetero.compiling.jobs import Job, Sharing, all_jobs, mib, sharing
-from hetero.compiling.limits import Estimate, check_limits, estimate
+from hetero.compiling.limits import (
+    Domain,
+    Estimate,
+    check_limits,
+    domains_of,
+    estimate,
+    needs_sharing,
+)
 from hetero.errors import UserError
 from hetero.models import LoadedModel, open_model
 from hetero.models.bundle import (
@@ -58,8 +67,9 @@ class CompileRequest:
 
     `plan` None is layer level: matmuls of prefill on the NPU. With `share_weights` the graphs of
     all token counts of a weight are one file, which only a device can open: the emulator compiles
-    what it needs again. `whole_caches` as in `LLM`. `profile` is the chip's: its times go into the
-    bundle, where they order the calls of a prompt.
+    what it needs again. None does so where one process domain could not hold the graphs otherwise.
+    `whole_caches` as in `LLM`. `profile` is the chip's: its times go into the bundle, where they
+    order the calls of a prompt.
     """
 
     model: str
@@ -69,7 +79,7 @@ class CompileRequest:
     weights: str = "w4a16"
     graph_sizes: tuple[int, ...] = ()
     max_seq_len: int | None = None
-    share_weights: bool = False
+    share_weights: bool | None = None
     whole_caches: bool = False
 
 
@@ -85,34 +95,52 @@ class Compilation:
     max_seq_len: int
     jobs: tuple[Job, ...]
     estimate: Estimate
+    share_weights: bool
+    domains: tuple[Domain, ...]
 
     def sharing(self, tokens: int) -> Sharing | None:
         """Return what the calls of a prompt share, up to the context's length (`jobs.sharing`)."""
         return sharing(self.placement, min(tokens, self.max_seq_len))
 
+    @property
+    def gpu_bytes(self) -> int:
+        """Return the bytes of weights that the GPU maps from the model's file."""
+        return self.placement.kernels.weight_bytes["gpu"]
+
+    def describe_memory(self) -> str:
+        """Return what is in which memory, for people."""
+        chip, count = find_chip(self.request.soc), len(self.domains)
+        each = "a weight and all its graph sizes" if self.share_weights else "a graph"
+        return (
+            f"NPU: {mib(sum(x.weight_bytes for x in self.domains))} of weights in {count} of "
+            f"{chip.domains} process domains of {mib(DOMAIN_BYTES)}, a context is {each}: "
+            f"{'; '.join(x.describe() for x in self.domains)}. GPU: {mib(self.gpu_bytes)} of "
+            f"weights, mapped from the model's file."
+        )
+
 
 def prepare(request: CompileRequest) -> Compilation:
     """Open the model, list the graphs and check the chip's limits. Raises `UserError`."""
     chip = _find_chip(request.soc)
-    from hetero.backends.qnn.device import DEFAULT_GRAPH_SIZES, capabilities_of
-
     loaded = open_model(request.model, weights=request.weights)
     length = min(request.max_seq_len or DEFAULT_CONTEXT, loaded.config.max_position)
     loaded = loaded.for_context(length)
     spec = loaded.spec(CacheFormat.F32)  # what its graphs read
     planned = request.plan.graph_sizes if request.plan is not None else ()
-    sizes = tuple(sorted(set(request.graph_sizes or planned or DEFAULT_GRAPH_SIZES)))
+    sizes = tuple(
+        sorted(set(request.graph_sizes or planned or npu_capabilities.DEFAULT_GRAPH_SIZES))
+    )
     plan = request.plan or layer_level(spec, graph_sizes=sizes)
     plan.check_fits(spec)
     if request.profile is not None:
         check_priced(CostModel(request.profile), spec, plan)
-    npu = capabilities_of(chip, sizes)
-    able: dict[DeviceKind, Capabilities] = {"npu": npu, "gpu": Capabilities(kind="gpu")}
+    npu = npu_capabilities.capabilities_of(chip, sizes)
+    gpu = gpu_capabilities.capabilities_of()
     placement = place(
         plan,
         loaded.config,
         loaded.weights.weight_format,
-        able,
+        {"npu": npu, "gpu": gpu},
         max_seq_len=length,
         shadows=loaded.weights.outliers(),
         whole=request.whole_caches,
@@ -121,9 +149,20 @@ def prepare(request: CompileRequest) -> Compilation:
     if not jobs:
         raise UserError("the plan runs nothing on the NPU, so there is nothing to compile")
     _check_formats(chip, npu, jobs)
-    check_limits(jobs, sizes, shared=request.share_weights)
-    taken = estimate(jobs, loaded.weights.nbytes, shared=request.share_weights)
-    return Compilation(request, loaded, plan, placement, sizes, length, jobs, taken)
+    shared = needs_sharing(jobs) if request.share_weights is None else request.share_weights
+    check_limits(jobs, sizes, chip, shared=shared)
+    return Compilation(
+        request,
+        loaded,
+        plan,
+        placement,
+        sizes,
+        length,
+        jobs,
+        estimate(jobs, loaded.weights.nbytes, shared=shared),
+        shared,
+        domains_of(jobs, shared=shared),
+    )
 
 
 def _find_chip(soc: str) -> Chip:
@@ -188,7 +227,7 @@ def _state(plan: Compilation) -> dict[str, Any]:
         "plan": plan.plan.plan_id,
         "sizes": list(plan.sizes),
         "max_seq_len": plan.max_seq_len,
-        "share_weights": plan.request.share_weights,
+        "share_weights": plan.share_weights,
         **({"whole_caches": True} if plan.request.whole_caches else {}),
         **({} if plan.request.profile is None else {"profile": plan.request.profile.fingerprint}),
     }
@@ -249,7 +288,7 @@ def _compile_all(
         block = None if layer is None else stored.weights.block(layer)
         for job in jobs:
             graphs, alike = _graphs(job, block, stored.weights)
-            together = plan.request.share_weights and alike and len(graphs) > 1
+            together = plan.share_weights and alike and len(graphs) > 1
             for group in [graphs] if together else [[graph] for graph in graphs]:
                 path = store.compile_shared(group) if together else store.compile(*group[0])
                 record = _record(path, group)
