@@ -402,7 +402,7 @@ class Sleep(Record):
 
 
 class IdleCost(Record):
-    """How much longer a burst of launches takes after an idle gap than right after another.
+    """Seconds that a burst of launches takes longer after an idle gap than right after another.
 
     Beyond `DeviceSync.submit_empty_s`, which any launch to an empty queue costs. A device whose
     clock falls while it waits (Adreno) has more with longer gaps.
