@@ -6,13 +6,14 @@ import json
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from hetero.cli.options import JsonOption
 from hetero.errors import UserError
 from hetero.terminal import printable
+from hetero.terminal.notices import notify
 
 if TYPE_CHECKING:
     from hetero.compiling.jobs import Sharing
@@ -27,14 +28,21 @@ def compile_command(
     soc: Annotated[str, typer.Option(metavar="CHIP", help="Such as sm8650 (Snapdragon 8 Gen 3).")],
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Directory to write.")] = None,
     plan: Annotated[
-        Path | None, typer.Option(help="A plan; default: prefill's matmuls on the NPU.")
+        Path | None, typer.Option(help="A plan; default: solved by the chip's profile.")
     ] = None,
+    strategy: Annotated[
+        Literal["auto", "layer"],
+        typer.Option(metavar="NAME", help="auto: solved; layer: prompts' matmuls on the NPU."),
+    ] = "auto",
     profile: Annotated[
         str | None,
-        typer.Option(metavar="NAME|FILE", help="The chip's times, to order a prompt's calls by."),
+        typer.Option(metavar="NAME|FILE", help="The chip's times; default: a shipped profile."),
+    ] = None,
+    seq_lens: Annotated[
+        str | None, typer.Option(metavar="LIST", help="Prompt lengths to plan for first.")
     ] = None,
     graph_sizes: Annotated[
-        str | None, typer.Option(metavar="LIST", help="Token counts, such as 32,128,256.")
+        str | None, typer.Option(metavar="LIST", help="Such as 32,128,256; default: solved.")
     ] = None,
     max_seq_len: Annotated[
         int | None, typer.Option(min=1, help="Longest context of the bundle.")
@@ -49,6 +57,10 @@ def compile_command(
             help="One copy for all sizes; for devices only. Default: where it is needed to fit.",
         ),
     ] = None,
+    max_size: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Of the graphs; default: what the NPU can hold."),
+    ] = None,
     whole_caches: Annotated[
         bool, typer.Option("--whole-caches", help="Sliding windows keep all, as for serve.")
     ] = False,
@@ -59,8 +71,8 @@ def compile_command(
     as_json: JsonOption = False,
 ) -> None:
     """Compile every NPU graph of MODEL for a chip, into a directory that `generate` runs."""
-    from hetero.compiling.npu_graphs import CompileRequest, prepare
-    from hetero.placement.planning import locate_profile, parse_tokens
+    from hetero.compiling.npu_graphs import CompileRequest, prepare_by_default
+    from hetero.placement.planning import locate_profile, parse_size, parse_tokens
     from hetero.solver.execution_plan import ExecutionPlan
 
     request = CompileRequest(
@@ -68,13 +80,18 @@ def compile_command(
         soc,
         plan=None if plan is None else ExecutionPlan.load(plan),
         profile=None if profile is None else locate_profile(profile)[0],
+        strategy=strategy,
         weights=weights,
         graph_sizes=() if graph_sizes is None else parse_tokens(graph_sizes, "--graph-sizes"),
+        seq_lens=() if seq_lens is None else parse_tokens(seq_lens, "--seq-lens"),
+        max_bytes=None if max_size is None else parse_size(max_size),
         max_seq_len=max_seq_len,
         share_weights=share_weights,
         whole_caches=whole_caches,
     )
-    compilation = prepare(request)
+    compilation = prepare_by_default(request)
+    for note in compilation.notes:
+        notify(printable(note))
     name = printable(compilation.loaded.name)
     print(f"{name} for {soc}: {compilation.estimate.describe()}")
     print(compilation.describe_memory())

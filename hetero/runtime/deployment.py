@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from hetero.backends.errors import DeviceError, DeviceLostError, WaitTimeoutError
 from hetero.backends.formats import CacheFormat
 from hetero.backends.optional import SupportsCompaction, SupportsHandovers
-from hetero.backends.protocol import DEFAULT_DEADLINE_S, DeviceKind
+from hetero.backends.protocol import DEFAULT_DEADLINE_S, DeviceKind, memory_owner
 from hetero.errors import FallbackWarning
 from hetero.models.graph import model_graph
 from hetero.models.model_weights import ModelWeights
@@ -113,7 +113,7 @@ class Deployment:
                 device.compact_weights()
             if isinstance(device, SupportsHandovers):
                 device.set_explicit_handovers(not device.capabilities.coherent)
-        owner = self.devices.get("npu") or self.devices["gpu"]
+        owner = memory_owner(self.devices)
         self.pool = ActivationPool(slots, owner)
         self.pool.map_to(self.devices.values())
         self.lost = self._contexts.provide(

@@ -15,15 +15,18 @@ from itertools import accumulate
 from typing import Final, NamedTuple
 
 from hetero.backends.ops import OUTPUT_PORTS
-from hetero.backends.protocol import CACHE_PORTS, DeviceKind
-from hetero.profiler.model_graph import Node
+from hetero.backends.protocol import CACHE_PORTS, Capabilities, DeviceKind
+from hetero.profiler.cost import CostModel
+from hetero.profiler.errors import ProfileError
+from hetero.profiler.model_graph import ModelGraph, Node
+from hetero.profiler.records import DeviceProfile
 from hetero.runtime.launch_costs import LaunchCosts
 from hetero.runtime.launch_graph import LaunchSpec, Span
 from hetero.runtime.schedule import Order, Orders, windows
 from hetero.runtime.slot_refs import SlotRef, slot_of
-from hetero.solver.baselines import CHUNK_TOKENS
+from hetero.solver.baselines import chunk_size
 from hetero.solver.execution_plan import ExecutionPlan
-from hetero.solver.matmul_entries import CapabilitiesByDevice
+from hetero.solver.matmul_entries import CapabilitiesByDevice, PlanSource
 from hetero.solver.placement import Placement
 from hetero.solver.plan import PrefillMode
 from hetero.solver.prompt_calls import split
@@ -43,7 +46,7 @@ def max_in_flight(plan: ExecutionPlan, max_seq_len: int, order: Order) -> int:
         return 1
     longest = plan.step_tokens
     assert longest is not None
-    chunk = min(longest, CHUNK_TOKENS) if plan.in_flight else longest
+    chunk = min(longest, chunk_size(plan.graph_sizes, longest)) if plan.in_flight else longest
     return min(WINDOW, -(-max_seq_len // chunk))
 
 
@@ -106,7 +109,8 @@ class PrefillModes:
             self._modes = ["cut", *(flight.mode for flight in placement.plan.in_flight)]
         self._submit_s = 0.0 if costs is None else costs.submit_s(able)
         self._specs_known: dict[tuple[PrefillMode, int, int, int], Sequence[LaunchSpec]] = {}
-        self._chunk = min(CHUNK_TOKENS, placement.longest)
+        sizes = placement.plan.graph_sizes
+        self._chunk = min(chunk_size(sizes, placement.longest), placement.longest)
         self._known: dict[tuple[int, int], tuple[PrefillMode, Mapping[PrefillMode, float]]] = {}
 
     def of(self, tokens: int, position: int = 0) -> PrefillChoice:
@@ -242,3 +246,48 @@ def _slots(node: Node, chunk: int) -> tuple[frozenset[SlotRef], frozenset[SlotRe
     reads = {slot for port, slot in slots.items() if port not in OUTPUT_PORTS}
     writes = {x for port, x in slots.items() if port in OUTPUT_PORTS or port in CACHE_PORTS}
     return frozenset(reads), frozenset(writes)
+
+
+def with_modes(
+    plan: ExecutionPlan,
+    spec: ModelGraph,
+    cost: CostModel,
+    source: PlanSource | None = None,
+    *,
+    lengths: Sequence[int] = (),
+) -> ExecutionPlan:
+    """Return the plan with the prefill mode of each prompt, and predicted seconds of the others.
+
+    Modes that no prompt of these `lengths` (by default the plan's) would use are dropped, since
+    their buffers would be wasted.
+    """
+    if not plan.in_flight:
+        return plan
+    able = capabilities_of(plan, cost.profile)
+    placement = Placement(plan, spec, able, source=source)
+    modes = PrefillModes(placement, LaunchCosts(cost, placement), "best", able, window=WINDOW)
+    prompts = [total.m for total in plan.totals if total.phase == "prefill"]
+    try:
+        taken = {m: modes.of(m) for m in lengths or prompts}
+    except ProfileError:  # of an operation that no prediction of steps asks for
+        return plan.model_copy(update={"in_flight": ()})
+    used = {choice.mode for choice in taken.values()}
+    in_flight = tuple(x for x in plan.in_flight if x.mode in used)
+    totals = tuple(
+        total.model_copy(update={"mode": choice.mode, "modes": dict(choice.seconds)})
+        if total.phase == "prefill" and (choice := taken.get(total.m)) is not None
+        else total
+        for total in plan.totals
+    )
+    return plan.model_copy(update={"totals": totals, "in_flight": in_flight})
+
+
+def capabilities_of(plan: ExecutionPlan, profile: DeviceProfile) -> dict[DeviceKind, Capabilities]:
+    """Return the capabilities of a profile's devices, with the plan's graphs."""
+    capabilities: dict[DeviceKind, Capabilities] = {}
+    for kind, device in profile.devices.items():
+        record = device.capabilities
+        if kind == "npu" and record.static_shapes and plan.graph_sizes:
+            record = record.model_copy(update={"graph_sizes": plan.graph_sizes})
+        capabilities[kind] = record.on(kind)
+    return capabilities

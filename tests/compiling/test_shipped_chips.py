@@ -74,9 +74,8 @@ def test_a_shipped_chip_times_only_what_its_backends_compute(name: str) -> None:
 def test_every_plan_of_a_shipped_chip_can_be_compiled(model: str, profile: str) -> None:
     plan = plan_of(model, profile, 64, 256, 1024)
     ready = prepare(CompileRequest(f"random:{model}", CHIPS[profile], plan=plan, max_seq_len=1280))
-    assert plan.memory is not None
     npu_bytes = sum(x.weight_bytes for x in domains_of(ready.jobs, shared=True))
-    assert npu_bytes <= 1.001 * plan.memory.npu_bytes  # which counts unfused parts apart
+    assert 0 < npu_bytes <= find_chip(CHIPS[profile]).npu_limit_bytes
     for total in plan.totals:
         assert total.predicted_s is not None
         assert total.best_single_device_s is not None
