@@ -102,7 +102,10 @@ def _advice(jobs: Sequence[Job], sizes: Sequence[int], chip: Chip, *, shared: bo
         advice.insert(0, "--share-weights")
     if advice:
         return f"{' or '.join(advice)} fits"
-    return "even one graph size does not fit: give some matmuls to the GPU in the plan"
+    return (
+        "even one graph size does not fit: give some matmuls to the GPU in the plan, or --profile "
+        "for one that is solved within that"
+    )
 
 
 def _fewer_sizes(
