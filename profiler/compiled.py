@@ -13,6 +13,7 @@ than the matrix unit's or the memory's (docs/explanation/qnn.md has the errors, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from hetero.backends.formats import StorageFormat, WeightFormat
+from hetero.backends.host.clock import Clock, SystemClock
 from hetero.backends.host.folders import cache_folder
 from hetero.backends.ops import MatMul
 from hetero.backends.snapdragon import find_chip
@@ -29,10 +31,16 @@ from hetero.backends.weights import PackedWeight, data_shape, scales_shape
 from hetero.profiler.environment import hetero_version
 from hetero.profiler.errors import ProfileError
 from hetero.profiler.fit import fit
-from hetero.profiler.options import Event
+from hetero.profiler.options import DEFAULT_BUDGET_S, Event
 from hetero.profiler.preparation import fit_preparation
 from hetero.profiler.profile_files import shipped_path
-from hetero.profiler.records import DeviceProfile, DeviceRecord, MatMulRow, PreparationRow
+from hetero.profiler.records import (
+    Coverage,
+    DeviceProfile,
+    DeviceRecord,
+    MatMulRow,
+    PreparationRow,
+)
 
 if TYPE_CHECKING:
     from hetero.backends.qnn.optrace import Schedule, ScheduleStore
@@ -134,29 +142,47 @@ def compiler_profile(
     shapes: Sequence[tuple[int, int]] = SHAPES,
     tokens: Sequence[int] | None = None,
     *,
+    budget_s: float = DEFAULT_BUDGET_S,
     directory: Path | None = None,
+    clock: Clock | None = None,
     progress: Callable[[Event], None] | None = None,
 ) -> DeviceProfile:
     """Return the profile of a chip by its compiler.
 
-    NPU matmuls are `compiler-predicted`, the rest is simulated.
+    NPU matmuls are `compiler-predicted`, the rest is simulated. Small weights come first; those
+    that would take longer than the budget has left are predicted from the others.
 
     Raises `ProfileError`, `DeviceError`.
     """
-    tokens = tokens or TOKENS
+    tokens, clock = tokens or TOKENS, clock or SystemClock()
     scheduler = Scheduler(soc, directory)
     rows: list[MatMulRow] = []
     preparation: list[PreparationRow] = []
-    pairs = sorted(set(shapes))
+    start_s = now_s = clock.now()
+    wanted = [(n, k, m) for n, k in sorted(set(shapes), key=math.prod) for m in tokens]
+    slowest = 0.0  # seconds to compile a graph, for each of its weights
     try:
-        for done, (n, k) in enumerate(pairs):
+        for done, (n, k, m) in enumerate(wanted):
+            left_s = budget_s - (now_s - start_s)
+            if rows and slowest * n * k > left_s:
+                break
             if progress is not None:
-                progress(Event(f"compiling {n}×{k}", done, len(pairs), 0.0))
-            rows += [_row(scheduler, n, k, m) for m in tokens]
-            preparation.append(_preparation(scheduler, n, k, tokens))
+                progress(Event(f"compiling {n}×{k}", done, len(wanted), max(left_s, 0.0)))
+            rows.append(_row(scheduler, n, k, m))
+            before_s, now_s = now_s, clock.now()
+            slowest = max(slowest, (now_s - before_s) / (n * k))
+            if m == tokens[-1]:
+                preparation.append(_preparation(scheduler, n, k, tokens))
     finally:
         scheduler.close()
-    return _assemble(soc, rows, preparation)
+    coverage = Coverage(
+        budget_s=budget_s,
+        spent_s=now_s - start_s,
+        grid_tasks=len(wanted),
+        measured_tasks=len(rows),
+        finished=len(rows) == len(wanted),
+    )
+    return _assemble(soc, rows, preparation, coverage)
 
 
 def _row(scheduler: Scheduler, n: int, k: int, m: int) -> MatMulRow:
@@ -176,13 +202,15 @@ def _preparation(scheduler: Scheduler, n: int, k: int, tokens: Sequence[int]) ->
 
 
 def _assemble(
-    soc: str, rows: Sequence[MatMulRow], preparation: Sequence[PreparationRow]
+    soc: str,
+    rows: Sequence[MatMulRow],
+    preparation: Sequence[PreparationRow],
+    coverage: Coverage,
 ) -> DeviceProfile:
     from hetero.backends.qnn.opening import open as open_qnn
 
     base = DeviceProfile.load(shipped_path(BASE_PROFILE))
-    sizes = tuple(sorted({row.m for row in rows}))
-    with open_qnn(soc=soc, graph_sizes=sizes, cache=None, ahead=True) as npu:
+    with open_qnn(soc=soc, cache=None, ahead=True) as npu:  # with the graph sizes that it opens
         record = DeviceRecord.of(npu).model_copy(update={"numbers": "compiler-predicted"})
     predictors = [p for p in base.predictors if p.device == "gpu"]
     return base.model_copy(
@@ -190,6 +218,7 @@ def _assemble(
             "name": soc,
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "hetero_version": hetero_version(),
+            "coverage": coverage,
             "devices": base.devices | {"npu": record},
             "predictors": (*predictors, fit(record, rows)),
             "matmuls": tuple(rows),

@@ -256,17 +256,24 @@ def capabilities_of(
     shared_weights: bool = False,
 ) -> Capabilities:
     """Return what a chip can do with graphs of these token counts."""
+    formats = weight_formats(chip, activations)
     return Capabilities(
         kind="npu",
         static_shapes=True,
         graph_sizes=tuple(sorted(set(graph_sizes))),
-        weight_formats=weight_formats(chip, activations),
+        weight_formats=formats,
         row_alignment=ROW_ALIGNMENT,
         token_alignment=TOKEN_ALIGNMENT,
         early_visibility=False,
         fused_groups=FUSED_GROUPS,
         memory_limit_bytes=PROCESS_LIMIT_BYTES - RESERVED_BYTES,
         per_graph_size="graph" if shared_weights else "weights",
+        # With integer activations the launches depend on the weights.
+        launch_tokens={
+            x: catalog.launch_tokens(x)
+            for x in formats
+            if activations == "float16" or x.activations.static
+        },
     )
 
 
