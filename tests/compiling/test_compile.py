@@ -141,7 +141,7 @@ def test_dry_run_writes_nothing(capsys: Any, tmp_path: Path, monkeypatch: Any) -
     monkeypatch.chdir(tmp_path)
     arguments = ["compile", "random:llama-3.2-1b", "--soc", "sm8650", "--dry-run", "--json"]
     with pytest.raises(SystemExit, match="0"):
-        main([*arguments, "--graph-sizes", "32,256"])
+        main([*arguments, "--graph-sizes", "32,256", "--strategy", "layer"])
     first, shared, last = capsys.readouterr().out.strip().splitlines()
     assert "128 graphs" in first
     assert "in 4 calls of up to 256. 64 of the 64 graphs of a call (100%) are shared" in shared
@@ -200,7 +200,7 @@ def test_a_cut_matmul_is_compiled_segment_by_segment() -> None:
 def test_other_operations_are_compiled_where_the_plan_has_them_on_the_npu() -> None:
     compilation = prepare(REQUEST)
     spec = compilation.loaded.spec()
-    npu = layer_level(spec, prefill="npu", decode="npu", rest="npu", graph_sizes=(1, 32))
+    npu = layer_level(spec, prefill="npu", decode="npu", non_matmul="npu", graph_sizes=(1, 32))
     jobs = prepare(replace(REQUEST, plan=npu)).jobs
     kinds = {type(job.op).__name__ for job in jobs}
     assert kinds == {"Embed", "RMSNorm", "MatMul", "Rope", "Attention", "GatedAct"}

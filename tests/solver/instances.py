@@ -40,7 +40,7 @@ class Instance:
     sizes: tuple[int, ...]
     contention: tuple[float, float]
     sync: HostQueue
-    rest_s: dict[str, float]
+    non_matmul_s: dict[str, float]
     margin: float
     layers: int
     rows: dict[str, int]
@@ -97,6 +97,9 @@ def random_instance(seed: int, *, monotone: bool | None = None, tiny: bool = Tru
     sync = replace(sync, npu_restart_s=some() / 4, eager=bool(seed % 2))
     if rng.integers(2):  # gates, in steps of few tokens
         sync = replace(sync, ring_s=some() / 2, busy_s=some() / 2)
+    if rng.integers(2):  # a GPU whose clock falls while it waits
+        gaps, costs = rng.random((2, 3)).cumsum(axis=1)
+        sync = replace(sync, idle=(tuple(2 * gaps), tuple(costs)))
     slow = (1 + 0.5 * rng.random(), 1 + 0.5 * rng.random()) if rng.integers(2) else (1.0, 1.0)
     return Instance(
         tables, sizes, slow, sync, {"gpu": 0.3, "npu": 0.5}, float(rng.choice([0.0, 0.03, 0.2])),
@@ -115,7 +118,7 @@ def profile_of(
     instance: Instance,
     *,
     npu: bool = True,
-    rest_npu: bool = False,
+    non_matmul_on_npu: bool = False,
     npu_bytes: float | None = None,
     per_graph_size: PerGraphSize = "nothing",
 ) -> DeviceProfile:
@@ -140,9 +143,13 @@ def profile_of(
     }
     others = [
         NonMatmulPredictor(
-            device=d, op=op, coefficients={"calls": instance.rest_s[d]}, max_m=99, max_context=999
+            device=d,
+            op=op,
+            coefficients={"calls": instance.non_matmul_s[d]},
+            max_m=99,
+            max_context=999,
         )
-        for d in (("gpu", "npu") if rest_npu else ("gpu",))
+        for d in (("gpu", "npu") if non_matmul_on_npu else ("gpu",))
         for op in ("Embed", "RMSNorm", "RMSNorm+add", "Rope", "Attention", "GatedAct")
     ]  # fmt: skip
     return DeviceProfile(
@@ -201,7 +208,7 @@ def _node(name: str, op: Op, **own: Any) -> Node:
 
 def planner_of(instance: Instance, *, unfused: bool = False, **changes: Any) -> Planner:
     """A planner whose shapes are the instance's."""
-    known = ("rest_npu", "npu_bytes", "per_graph_size")
+    known = ("non_matmul_on_npu", "npu_bytes", "per_graph_size")
     own = {key: changes.pop(key) for key in known if key in changes}
     profile = profile_of(instance, **own)
     rules = Rules(margin=changes.pop("margin", instance.margin), **changes)
@@ -257,11 +264,23 @@ def every_way(instance: Instance, name: str, m: int) -> list[Way]:
                     sync.wait_s + sync.npu_restart_s + moved(m * k) + moved(m * n),
                     moved(m * n),
                 )
+                enter = (enter[0] + idle(sync, npu), enter[1])
                 ways.append(Way("npu", 0, npu, npu, enter, 1, sync.submit_s, n, n))
                 continue
             gpu = min(g(m, n - r) + g(m - t, r), g(m - t, n) + g(t, n - r))
             ways.append(_cut(instance, m, n, k, t, r, gpu, npu, sync.npu_restart_s))
     return ways
+
+
+def idle(sync: HostQueue, gap: float) -> float:
+    """What a gap costs, by hand: the line through the measured points from (0, 0) on."""
+    before = (0.0, 0.0)
+    for point in zip(*sync.idle, strict=True):
+        if gap < point[0]:
+            share = (gap - before[0]) / (point[0] - before[0])
+            return before[1] + share * (point[1] - before[1])
+        before = point
+    return before[1]
 
 
 def _cut(
@@ -288,6 +307,7 @@ def _cut(
     copy = lambda count: sync.copy(4 * count)  # noqa: E731
     result = copy(m * n - t * r) if npu_dominant else copy(t * r)
     submit = sync.submit_s if npu_dominant and not sync.eager else 0.0
+    result += idle(sync, npu_s + ahead - gpu_s) if npu_dominant else 0.0
     enter = (
         sync.wait_s + sync.join_s + submit + copy(t * k) + result,
         sync.submit_s + sync.join_s + copy(m * k) + result,
@@ -318,7 +338,7 @@ def brute_force_step(instance: Instance, m: int, ways: dict[str, list[Way]] | No
     names = ("qkv", "o", "gate_up", "down")
     ways = ways or {x: every_way(instance, x, m) for x in names}
     costs = {x: allowed_costs(ways[x], instance.margin) for x in names}
-    rest, layers = instance.rest_s["gpu"], instance.layers
+    rest, layers = instance.non_matmul_s["gpu"], instance.layers
     total = np.zeros(tuple(len(ways[x]) for x in names))
     for i, x in enumerate(names):
         shape = [1] * 4
