@@ -213,6 +213,9 @@ def _assemble(
     with open_qnn(soc=soc, cache=None, ahead=True) as npu:  # with the graph sizes that it opens
         record = DeviceRecord.of(npu).model_copy(update={"numbers": "compiler-predicted"})
     predictors = [p for p in base.predictors if p.device == "gpu"]
+    timed = tuple(sorted({row.m for row in rows}))  # more graphs than are opened
+    graphs = record.capabilities.model_copy(update={"graph_sizes": timed})
+    fitted = fit(record.model_copy(update={"capabilities": graphs}), rows)
     return base.model_copy(
         update={
             "name": soc,
@@ -220,7 +223,7 @@ def _assemble(
             "hetero_version": hetero_version(),
             "coverage": coverage,
             "devices": base.devices | {"npu": record},
-            "predictors": (*predictors, fit(record, rows)),
+            "predictors": (*predictors, fitted),
             "matmuls": tuple(rows),
             "preparation": tuple(preparation),
             "preparation_predictors": fit_preparation(preparation),

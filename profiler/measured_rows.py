@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from hetero.profiler import predict
-from hetero.profiler.features import Floats, padded_rows, padded_tokens
+from hetero.profiler.features import Floats, padded_count, padded_rows, padded_tokens
 from hetero.profiler.records import DeviceRecord, MatMulPredictor, MatMulRow
 
 REACH: Final = 1.5
@@ -43,7 +43,13 @@ class MeasuredTimes:
     ) -> None:
         self._device = device
         self._surfaces: dict[float, _Surface] = {}
-        rows = [row for row in rows if "unconverged" not in row.flags]
+        static = device.capabilities.static_shapes  # rows of graphs that it has not are of no use
+        rows = [
+            row
+            for row in rows
+            if "unconverged" not in row.flags
+            and not (static and padded_count(device, row.m) != row.m)
+        ]
         if not rows:
             return
         m, n, k, seconds = (

@@ -163,3 +163,17 @@ def test_times_of_measured_rows_that_did_not_converge_stay_predicted() -> None:
     seconds = predict.predict(predictor, NPU, m, n, k)[0]
     assert sure.factors(m, n, k)[0] * seconds == pytest.approx(3 * true_s)
     assert unsure.factors(m, n, k)[0] == pytest.approx(1.0)
+
+
+def test_rows_of_graphs_that_a_device_has_not_are_no_times_of_others() -> None:
+    from hetero.profiler.measured_rows import MeasuredTimes
+
+    rows = rows_of("npu", npu_cost)
+    predictor = fit.fit(NPU, rows)
+    few = record("npu", static_shapes=True, graph_sizes=(1, 256))
+    for row_ in rows:
+        if row_.m == 256:
+            m, n, k = sizes(100, row_.n, row_.k)
+            factor = MeasuredTimes(predictor, few, rows).factors(m, n, k)[0]
+            seconds = predict.predict(predictor, few, m, n, k)[0]
+            assert factor * seconds == pytest.approx(row_.seconds)
