@@ -82,6 +82,9 @@ class Capabilities:
     every_core           it computes on the control thread's core as well: polling slows it down
     attention_heads      it computes some heads of an attention while a device has the others
                          (`ops.AttentionHeads`)
+    launch_tokens        (k, tokens) by format: from k input features on a launch of a matmul takes
+                         so many tokens at most, and a call of more runs several; formats that are
+                         not listed run one launch
     reads_panels         operations that follow a matmul take its output as `Panels`
                          (`takes_panels`); elsewhere the caller gathers them into one tensor
     """
@@ -105,6 +108,7 @@ class Capabilities:
     per_graph_size: PerGraphSize = "nothing"
     every_core: bool = False
     attention_heads: bool = False
+    launch_tokens: Mapping[WeightFormat, tuple[tuple[int, int], ...]] = field(default_factory=dict)
     reads_panels: bool = False
 
 

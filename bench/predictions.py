@@ -2,6 +2,7 @@
 
 python bench/predictions.py plans --model random:qwen2.5-0.5b --weights w4a8 -p 300
 python bench/predictions.py accuracy --held-budget 6m
+python bench/predictions.py left-out
 python bench/predictions.py kernels --model demo
 python bench/predictions.py small random:qwen2.5-0.5b SmolLM2-135M-Instruct.Q4_1.gguf
 """
@@ -16,6 +17,7 @@ import typer
 from common import CONTEXT, Rounds, context_of, finish, new_app, open_engine, table, timeline
 from parts.accuracy import accuracy
 from parts.in_turns import plans
+from parts.left_out import left_out
 from parts.small import small
 
 from hetero.backends.formats import WeightFormat
@@ -32,6 +34,7 @@ from hetero.solver.handmade import single_device
 app = new_app(__doc__)
 app.command("plans")(plans)
 app.command("accuracy")(accuracy)
+app.command("left-out")(left_out)
 app.command("small")(small)
 STEPS = 4  # of a round, of one token; of more, one
 

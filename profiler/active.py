@@ -118,7 +118,7 @@ def uncertainty(
     for _ in range(members):
         drawn = {pairs[i] for i in rng.integers(0, len(pairs), len(pairs))}
         sample = [row for row in rows if (row.n, row.k) in drawn]
-        model = fit.fit_unchecked(device, sample, depth=0)
+        model = fit.fit_unchecked(device, sample)
         answers.append(np.log(predict.predict(model, device, *sizes.T)))
     known = np.log2(np.asarray([(row.m, row.n, row.k) for row in rows], dtype=np.float64))
     gap = np.linalg.norm(np.log2(sizes)[:, None] - known[None], axis=2).min(axis=1)

@@ -15,8 +15,8 @@ from typing import Final
 
 from hetero.backends.formats import WeightFormat
 from hetero.backends.protocol import KINDS, Completion, DeviceKind
+from hetero.profiler.features import weight_bytes
 from hetero.profiler.grid import Shape, Task
-from hetero.profiler.predict import weight_bytes
 from hetero.profiler.records import Bandwidth, Contention, Phase
 from hetero.profiler.timing import poll_until_done
 from hetero.profiler.workload import TaskRunner, Workload

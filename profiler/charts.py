@@ -9,7 +9,7 @@ from matplotlib.ticker import FuncFormatter
 
 from hetero.backends.formats import WeightFormat
 from hetero.backends.protocol import DeviceKind
-from hetero.profiler.cost import CostModel
+from hetero.profiler.cost import CostModel, predicted_alone
 from hetero.profiler.pages import COLORS, LINES
 from hetero.profiler.pages.figures import Chart, log_log, new_axes, own_style, svg_of
 from hetero.profiler.records import DeviceProfile, MatMulRow
@@ -55,7 +55,7 @@ def _time_by_tokens(
     rows = _main_rows(profile, kind)
     if not rows:
         return None
-    model, axes = CostModel(profile), new_axes()
+    model, axes = predicted_alone(profile), new_axes()
     tokens = np.unique(np.geomspace(min(r.m for r in rows), max(r.m for r in rows), 200).round())
     for color, (n, k) in zip((COLORS[kind], *LINES), _some_pairs(rows), strict=False):
         predicted = model.matmul_s(kind, rows[0].weight_format, tokens, n, k, rows[0].order)
@@ -209,7 +209,7 @@ def accuracy(profile: DeviceProfile) -> Chart | None:
     """Return predicted against measured times."""
     if not profile.matmuls:
         return None
-    model, axes = CostModel(profile), new_axes()
+    model, axes = predicted_alone(profile), new_axes()
     for kind in profile.devices:
         rows = [row for row in profile.matmuls if row.device == kind]
         predicted = [_predicted(model, row) for row in rows]

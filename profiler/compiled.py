@@ -13,8 +13,9 @@ than the matrix unit's or the memory's (docs/explanation/qnn.md has the errors, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from hetero.backends.formats import StorageFormat, WeightFormat
+from hetero.backends.host.clock import Clock, SystemClock
 from hetero.backends.host.folders import cache_folder
 from hetero.backends.ops import MatMul
 from hetero.backends.qnn.npu_capabilities import STANDARD_GRAPH_SIZES, capabilities_of
@@ -30,11 +32,12 @@ from hetero.backends.weights import PackedWeight, data_shape, scales_shape
 from hetero.profiler.environment import hetero_version
 from hetero.profiler.errors import ProfileError
 from hetero.profiler.fit import fit
-from hetero.profiler.options import Event
+from hetero.profiler.options import DEFAULT_BUDGET_S, Event
 from hetero.profiler.preparation import fit_preparation
 from hetero.profiler.profile_files import shipped_path
 from hetero.profiler.records import (
     CapabilityRecord,
+    Coverage,
     DeviceProfile,
     DeviceRecord,
     MatMulRow,
@@ -141,29 +144,47 @@ def compiler_profile(
     shapes: Sequence[tuple[int, int]] = SHAPES,
     tokens: Sequence[int] | None = None,
     *,
+    budget_s: float = DEFAULT_BUDGET_S,
     directory: Path | None = None,
+    clock: Clock | None = None,
     progress: Callable[[Event], None] | None = None,
 ) -> DeviceProfile:
     """Return the profile of a chip by its compiler.
 
-    NPU matmuls are `compiler-predicted`, the rest is simulated.
+    NPU matmuls are `compiler-predicted`, the rest is simulated. Small weights come first; those
+    that would take longer than the budget has left are predicted from the others.
 
     Raises `ProfileError`, `DeviceError`.
     """
-    tokens = tokens or TOKENS
+    tokens, clock = tokens or TOKENS, clock or SystemClock()
     scheduler = Scheduler(soc, directory)
     rows: list[MatMulRow] = []
     preparation: list[PreparationRow] = []
-    pairs = sorted(set(shapes))
+    start_s = now_s = clock.now()
+    wanted = [(n, k, m) for n, k in sorted(set(shapes), key=math.prod) for m in tokens]
+    slowest = 0.0  # seconds to compile a graph, for each of its weights
     try:
-        for done, (n, k) in enumerate(pairs):
+        for done, (n, k, m) in enumerate(wanted):
+            left_s = budget_s - (now_s - start_s)
+            if rows and slowest * n * k > left_s:
+                break
             if progress is not None:
-                progress(Event(f"compiling {n}×{k}", done, len(pairs), 0.0))
-            rows += [_row(scheduler, n, k, m) for m in tokens]
-            preparation.append(_preparation(scheduler, n, k, tokens))
+                progress(Event(f"compiling {n}×{k}", done, len(wanted), max(left_s, 0.0)))
+            rows.append(_row(scheduler, n, k, m))
+            before_s, now_s = now_s, clock.now()
+            slowest = max(slowest, (now_s - before_s) / (n * k))
+            if m == tokens[-1]:
+                preparation.append(_preparation(scheduler, n, k, tokens))
     finally:
         scheduler.close()
-    return _assemble(soc, rows, preparation)
+    coverage = Coverage(
+        budget_s=budget_s,
+        spent_s=now_s - start_s,
+        grid_tasks=len(wanted),
+        measured_tasks=len(rows),
+        finished=len(rows) == len(wanted),
+    )
+    return _assemble(soc, rows, preparation, coverage)
 
 
 def _row(scheduler: Scheduler, n: int, k: int, m: int) -> MatMulRow:
@@ -183,24 +204,30 @@ def _preparation(scheduler: Scheduler, n: int, k: int, tokens: Sequence[int]) ->
 
 
 def _assemble(
-    soc: str, rows: Sequence[MatMulRow], preparation: Sequence[PreparationRow]
+    soc: str,
+    rows: Sequence[MatMulRow],
+    preparation: Sequence[PreparationRow],
+    coverage: Coverage,
 ) -> DeviceProfile:
     from hetero.backends.qnn.opening import open as open_qnn
 
     base = DeviceProfile.load(shipped_path(BASE_PROFILE))
     sizes = tuple(sorted({row.m for row in rows}))
     able = capabilities_of(find_chip(soc), sizes, shared_weights=True)  # as a bundle's graphs
-    declared = {"numbers": "compiler-predicted", "capabilities": CapabilityRecord.of(able)}
     with open_qnn(soc=soc, graph_sizes=sizes, cache=None, ahead=True) as npu:
+        able = replace(able, launch_tokens=npu.capabilities.launch_tokens)
+        declared = {"numbers": "compiler-predicted", "capabilities": CapabilityRecord.of(able)}
         record = DeviceRecord.of(npu).model_copy(update=declared)
     predictors = [p for p in base.predictors if p.device == "gpu"]
+    fitted = fit(record, rows)
     return base.model_copy(
         update={
             "name": soc,
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             "hetero_version": hetero_version(),
+            "coverage": coverage,
             "devices": base.devices | {"npu": record},
-            "predictors": (*predictors, fit(record, rows)),
+            "predictors": (*predictors, fitted),
             "matmuls": tuple(rows),
             "preparation": tuple(preparation),
             "preparation_predictors": fit_preparation(preparation),

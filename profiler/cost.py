@@ -17,7 +17,9 @@ from hetero.backends.ops import Op, OperandOrder
 from hetero.backends.protocol import DeviceKind
 from hetero.profiler import predict, stats
 from hetero.profiler.errors import ProfileError
+from hetero.profiler.features import padded_count
 from hetero.profiler.grid import shape_class
+from hetero.profiler.measured_rows import MeasuredTimes
 from hetero.profiler.predict import Floats
 from hetero.profiler.preparation_times import PreparationTimes
 from hetero.profiler.records import (
@@ -26,7 +28,6 @@ from hetero.profiler.records import (
     DeviceSync,
     Kind,
     MatMulPredictor,
-    MatMulRow,
     NonMatmulPredictor,
     Phase,
     typical,
@@ -58,6 +59,11 @@ class Allowed(NamedTuple):
         return self.ok
 
 
+def predicted_alone(profile: DeviceProfile) -> CostModel:
+    """Return the costs by the predictors, also of shapes that were measured."""
+    return CostModel(profile.model_copy(update={"matmuls": ()}))
+
+
 class CostModel:
     """Answers from one profile. Cheap to make; immutable but for what it remembers."""
 
@@ -70,9 +76,7 @@ class CostModel:
         self._others: dict[tuple[DeviceKind, str], NonMatmulPredictor] = {
             (p.device, p.op): p for p in profile.other_predictors
         }
-        self._rows: dict[tuple[str, str, str, int, int, int], MatMulRow] = {
-            row.key: row for row in profile.matmuls
-        }
+        self._measured: dict[Kernel, MeasuredTimes] = {}
         self.preparation = PreparationTimes(profile)
         self._spreads: dict[Kind, float] | None = None
         self._contention = {
@@ -104,7 +108,7 @@ class CostModel:
         k: Sizes,
         order: OperandOrder = "plain",
     ) -> Cost:
-        """Return the predicted seconds of matmul kernels.
+        """Return the seconds of matmul kernels: as measured, where they were, else predicted.
 
         M, n, k broadcast. Raises `ProfileError` if the profile has no predictor for the format and
         order.
@@ -114,7 +118,8 @@ class CostModel:
         sizes = np.broadcast_arrays(*(np.asarray(size, dtype=np.float64) for size in (m, n, k)))
         shape = sizes[0].shape
         flat = [size.ravel() for size in sizes]
-        seconds = self._sound(predict.predict(predictor, record, *flat))
+        factors = self._measured_times(predictor).factors(*flat)
+        seconds = self._sound(predict.predict(predictor, record, *flat) * factors)
         outside = predict.outside(predictor.measured, record, *flat)
         return Cost(seconds.reshape(shape), outside.reshape(shape))
 
@@ -132,26 +137,35 @@ class CostModel:
         They are those of `matmul_s`. Raises `ProfileError` as it does.
         """
         predictor, record = self._predictor(device, weight_format, order), self.device(device)
-        return self._sound(predict.predict_table(predictor, record, ms, ns, float(k)))
+        factors = self._measured_times(predictor).factor_table(ms, ns, float(k))
+        return self._sound(predict.predict_table(predictor, record, ms, ns, float(k)) * factors)
 
-    def measured_s(
+    def uncertainty(
         self,
         device: DeviceKind,
         weight_format: WeightFormat,
-        m: int,
-        n: int,
+        ms: Floats,
+        ns: Floats,
         k: int,
         order: OperandOrder = "plain",
-    ) -> float | None:
-        """Return the median of that very shape, or None if it was not measured.
+    ) -> Floats:
+        """Return [M, N] by which fraction the answers of `table_s` may be off.
 
-        m is padded to its graph.
+        The spread of the predictor's trees; nothing for what was measured, and for predictors
+        without trees, whose rows alone say how they are off.
         """
-        for tokens in (m, predict.padded_count(self.device(device), m)):
-            row = self._rows.get((device, weight_format.value, order, tokens, n, k))
-            if row is not None:
-                return row.seconds
-        return None
+        predictor, record = self._predictor(device, weight_format, order), self.device(device)
+        spread = predict.spread_table(predictor, record, ms, ns, float(k))
+        if not spread.any():
+            return spread
+        return spread * (1.0 - self._measured_times(predictor).known_table(ms, ns, float(k)))
+
+    def _measured_times(self, predictor: MatMulPredictor) -> MeasuredTimes:
+        kernel = predictor.device, predictor.weight_format, predictor.order
+        if kernel not in self._measured:
+            rows = [row for row in self.profile.matmuls if row.key[:3] == kernel]
+            self._measured[kernel] = MeasuredTimes(predictor, self.device(kernel[0]), rows)
+        return self._measured[kernel]
 
     def other_s(self, device: DeviceKind, op: Op, m: int, context: int = 0) -> Cost:
         """Return the predicted seconds of an operation that is not a matmul.
@@ -161,7 +175,7 @@ class CostModel:
         A device with static shapes is charged for the graph size.
         """
         predictor = self.other(device, op)
-        tokens = predict.padded_count(self.device(device), m)
+        tokens = padded_count(self.device(device), m)
         seconds = np.asarray(predict.other_s(predictor, op, tokens, context))
         outside = tokens > predictor.max_m or context > predictor.max_context
         return Cost(self._sound(seconds), np.asarray(outside))

@@ -3,15 +3,15 @@
 Knots: at each measured m the time is a + b·n + c·k + d·n·k with non-negative coefficients (reading
 inputs, writing outputs, streaming weights or multiplying), least squares of the relative error. A
 ridge pulls each m towards one coarse fit over all m (times how far that m is above it), so that
-an m with few rows is not left alone with its noise. The NPU's trees then learn what is left:
-log(time / knots).
+an m with few rows is not left alone with its noise. Where a call runs several launches, knots are
+of one. The NPU's trees then learn what is left (`hetero.profiler.forest`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -21,7 +21,16 @@ from hetero.backends.formats import WeightFormat
 from hetero.backends.ops import OperandOrder
 from hetero.backends.protocol import DeviceKind
 from hetero.profiler import predict
-from hetero.profiler.predict import FEATURES, Floats
+from hetero.profiler.features import (
+    FEATURES,
+    Floats,
+    columns,
+    launches,
+    padded_rows,
+    padded_tokens,
+    weight_bytes,
+)
+from hetero.profiler.forest import ForestPolicy, Ints, Residuals, grow
 from hetero.profiler.records import (
     DeviceRecord,
     Knots,
@@ -30,7 +39,6 @@ from hetero.profiler.records import (
     Phase,
     Regimes,
     ShapeRange,
-    Tree,
     Validation,
 )
 from hetero.profiler.stats import FEW, Z95, relative_errors
@@ -62,12 +70,9 @@ class Fitting:
     level_shrink    rows that keep an m's level at that of the coarse fit; infinity: there it is
     shy             pull of terms other than n·k towards 0 in the coarse fit; 0: none
 
-    Trees (the NPU's):
+    Trees (the NPU's), and what is left out to choose and to validate:
 
-    tree_depths     candidates, of which leaving pairs out finds the best; (0,): no trees
-    tree_count      trees, each on a bootstrap sample
-    leaf_rows       rows of a leaf at least
-    smallest_forest  rows below which trees only learn noise
+    trees           how they are grown
     folds           groups of pairs that are left out in turn
 
     Operations that are not matmuls (`non_matmul_ops.fit_non_matmul`):
@@ -86,10 +91,7 @@ class Fitting:
     level_shrink: float = 0.5
     shy: float = 1e-3
 
-    tree_depths: tuple[int, ...] = (0, 2, 3, 4)
-    tree_count: int = 8
-    leaf_rows: int = 4
-    smallest_forest: int = 24
+    trees: ForestPolicy = field(default_factory=ForestPolicy)
     folds: int = 6
 
     few_separate: bool = True
@@ -101,7 +103,10 @@ DEFAULT: Final = Fitting()
 
 @dataclass(frozen=True)
 class RowTable:
-    """Rows of one kernel as arrays [S]: sizes as computed (padded), time, weight of the row."""
+    """Rows of one kernel as arrays [S]: sizes as computed (padded), time, weight of the row.
+
+    Tokens and time are those of one launch.
+    """
 
     m: Floats
     n: Floats
@@ -118,8 +123,9 @@ class RowTable:
             np.asarray([getattr(row, name) for row in rows], dtype=np.float64)
             for name in ("m", "n", "k", "seconds")
         )
-        tokens, padded = predict.padded_tokens(device, m), predict.padded_rows(device, n)
-        return cls(tokens, padded, k, seconds, _weights(rows, fitting))
+        tokens, padded = padded_tokens(device, m), padded_rows(device, n)
+        count = launches(device, rows[0].weight_format, tokens, k)
+        return cls(tokens / count, padded, k, seconds / count, _weights(rows, fitting))
 
     @property
     def terms(self) -> Floats:
@@ -172,40 +178,44 @@ def fit(
     device: DeviceRecord, rows: Sequence[MatMulRow], seed: int = 0, *, fitting: Fitting = DEFAULT
 ) -> MatMulPredictor:
     """Fit one kernel's rows (one device, format and order) and validate by leaving out pairs."""
-    depths = fitting.tree_depths[:1]
-    if rows[0].device == "npu" and len(rows) >= fitting.smallest_forest:
-        depths = fitting.tree_depths
-    errors = {d: left_out(device, rows, d, seed, fitting=fitting) for d in depths}
-    depth = min(errors, key=lambda d: _mean_error(errors[d], rows))
-    predictor = fit_unchecked(device, rows, depth=depth, seed=seed, fitting=fitting)
-    validation = _validation(rows, errors[depth], fitting)
+    predictor = fit_unchecked(device, rows, fitting=fitting)
+    pairs = _pairs(rows)
+    folds = _folds(pairs, seed, fitting)
+    if folds is None:
+        return predictor
+    without = _predicted_without(device, rows, folds, fitting)
+    predicted = without[folds, np.arange(len(rows))]
+    if rows[0].device == "npu" and len(rows) >= fitting.trees.smallest:
+        sizes, seconds = sizes_of(rows), np.asarray([row.seconds for row in rows])
+        whole = predict.predict(predictor, device, *sizes)
+        residuals = Residuals(
+            columns(device, predictor.weight_format, predictor.order, sizes, whole),
+            np.log(seconds / whole),
+            np.log(seconds / without),
+            _weights(rows, fitting),
+            pairs,
+            folds,
+        )
+        trees, answers = grow(residuals, fitting.trees, seed)
+        predictor = predictor.model_copy(update={"trees": trees, "features": FEATURES})
+        predicted = predicted * np.exp(answers)
+    validation = _validation(rows, predicted, int(folds.max()) + 1)
     return predictor.model_copy(update={"validation": validation})
 
 
 def fit_unchecked(
-    device: DeviceRecord,
-    rows: Sequence[MatMulRow],
-    *,
-    depth: int = 0,
-    seed: int = 0,
-    fitting: Fitting = DEFAULT,
+    device: DeviceRecord, rows: Sequence[MatMulRow], *, fitting: Fitting = DEFAULT
 ) -> MatMulPredictor:
-    """Fit with trees of a given depth (0: none)."""
+    """Fit without trees."""
     table = RowTable.of(device, rows, fitting)
     knots = fit_knots(table, fitting)
-    trees: tuple[Tree, ...] = ()
-    if depth and len(rows) >= fitting.smallest_forest:
-        base = predict.evaluate_knots(knots, table.m, table.n, table.k)
-        trees = fit_trees(device, rows, np.log(table.seconds / base), depth, seed, fitting)
     first = rows[0]
     return MatMulPredictor(
         device=first.device,
         weight_format=first.weight_format,
         order=first.order,
         knots=knots,
-        features=FEATURES if trees else (),
-        trees=trees,
-        measured=_range(table, rows),
+        measured=_range(device, rows),
         regimes=_regimes(knots, first.weight_format),
     )
 
@@ -276,103 +286,44 @@ def _ridge_nnls(
     return np.asarray(_nnls(left / size, right) / size)
 
 
-def fit_trees(
-    device: DeviceRecord,
-    rows: Sequence[MatMulRow],
-    target: Floats,
-    depth: int,
-    seed: int,
-    fitting: Fitting = DEFAULT,
-) -> tuple[Tree, ...]:
-    """Return decision trees for [S] targets, each on a bootstrap sample of the (n, k) pairs."""
-    from sklearn.tree import DecisionTreeRegressor
-
-    columns = feature_table(device, rows)
-    groups = _groups(rows)
-    rng = np.random.default_rng(seed)
-    trees = []
-    for i in range(fitting.tree_count):
-        chosen = rng.integers(0, groups.max() + 1, groups.max() + 1)
-        weight = np.bincount(chosen, minlength=groups.max() + 1)[groups].astype(np.float64)
-        used = weight > 0
-        tree = DecisionTreeRegressor(
-            max_depth=depth, min_samples_leaf=fitting.leaf_rows, random_state=i
-        )
-        tree.fit(columns[used], target[used], sample_weight=weight[used])
-        trees.append(export_tree(tree.tree_))
-    return tuple(trees)
+def sizes_of(rows: Sequence[MatMulRow]) -> tuple[Floats, Floats, Floats]:
+    """Return m, n, k of rows, [S] each."""
+    m, n, k = (np.asarray([getattr(row, x) for row in rows], dtype=np.float64) for x in "mnk")
+    return m, n, k
 
 
-def feature_table(device: DeviceRecord, rows: Sequence[MatMulRow]) -> Floats:
-    """Return [S, F] features of rows."""
-    m, n, k = (np.asarray([getattr(row, name) for row in rows], dtype=np.float64) for name in "mnk")
-    return predict.features(device, rows[0].weight_format, m, n, k)
-
-
-def export_tree(tree: object) -> Tree:
-    """Return the arrays of a scikit-learn tree; leaves get feature -1 and children 0."""
-    feature = np.asarray(tree.feature)  # type: ignore[attr-defined]
-    leaf = feature < 0
-    return Tree(
-        feature=tuple(int(f) for f in np.where(leaf, -1, feature)),
-        threshold=tuple(float(t) for t in np.where(leaf, 0.0, tree.threshold)),  # type: ignore[attr-defined]
-        left=tuple(int(c) for c in np.where(leaf, 0, tree.children_left)),  # type: ignore[attr-defined]
-        right=tuple(int(c) for c in np.where(leaf, 0, tree.children_right)),  # type: ignore[attr-defined]
-        value=tuple(float(v) for v in np.asarray(tree.value).reshape(len(feature))),  # type: ignore[attr-defined]
-    )
-
-
-def _groups(rows: Sequence[MatMulRow]) -> npt.NDArray[np.intp]:
+def _pairs(rows: Sequence[MatMulRow]) -> Ints:
     """Return number of each row's (n, k) pair."""
     pairs = sorted({(row.n, row.k) for row in rows})
     return np.asarray([pairs.index((row.n, row.k)) for row in rows])
 
 
-def left_out(
-    device: DeviceRecord,
-    rows: Sequence[MatMulRow],
-    depth: int,
-    seed: int,
-    *,
-    fitting: Fitting = DEFAULT,
-) -> Floats:
-    """Return [S] prediction of each row by a fit without the rows of its fold of pairs.
-
-    NaN if impossible.
+def _folds(pairs: Ints, seed: int, fitting: Fitting) -> Ints | None:
+    """Return the group in which each row is left out; None with too few pairs.
 
     Pairs go to folds at random; with few pairs each is a fold of its own.
     """
-    groups = _groups(rows)
-    count = int(groups.max()) + 1
-    predicted = np.full(len(rows), np.nan)
+    count = int(pairs.max()) + 1
     if count < 3:
-        return predicted
-    folds = min(fitting.folds, count)
-    fold_of = np.random.default_rng(seed).permutation(count) % folds
-    for fold in range(folds):
-        left_out_rows = fold_of[groups] == fold
-        used = [row for row, out in zip(rows, left_out_rows, strict=True) if not out]
-        model = fit_unchecked(device, used, depth=depth, seed=seed, fitting=fitting)
-        sizes = [
-            np.asarray([getattr(row, name) for row in rows], dtype=np.float64)[left_out_rows]
-            for name in "mnk"
-        ]
-        predicted[left_out_rows] = predict.predict(model, device, *sizes)
-    return predicted
+        return None
+    fold_of = np.random.default_rng(seed).permutation(count) % min(fitting.folds, count)
+    return np.asarray(fold_of[pairs])
 
 
-def _mean_error(predicted: Floats, rows: Sequence[MatMulRow]) -> float:
-    if np.isnan(predicted).any():
-        return math.inf
-    return relative_errors(list(predicted), [row.seconds for row in rows])[0]
+def _predicted_without(
+    device: DeviceRecord, rows: Sequence[MatMulRow], folds: Ints, fitting: Fitting
+) -> Floats:
+    """Return [L, S] predictions of all rows by the rooflines without the rows of each fold."""
+    sizes = sizes_of(rows)
+    predicted = []
+    for fold in range(int(folds.max()) + 1):
+        kept = [row for row, other in zip(rows, folds, strict=True) if other != fold]
+        model = fit_unchecked(device, kept, fitting=fitting)
+        predicted.append(predict.predict(model, device, *sizes))
+    return np.stack(predicted)
 
 
-def _validation(
-    rows: Sequence[MatMulRow], predicted: Floats, fitting: Fitting
-) -> tuple[Validation, ...]:
-    if np.isnan(predicted).any():
-        return ()
-    folds = min(fitting.folds, int(_groups(rows).max()) + 1)
+def _validation(rows: Sequence[MatMulRow], predicted: Floats, folds: int) -> tuple[Validation, ...]:
     validations = []
     phases: tuple[Phase, ...] = ("decode", "prefill")
     for phase in phases:
@@ -385,14 +336,12 @@ def _validation(
     return tuple(validations)
 
 
-def _range(table: RowTable, rows: Sequence[MatMulRow]) -> ShapeRange:
-    def bounds(values: Iterable[float]) -> tuple[int, int]:
-        listed = [int(value) for value in values]
-        return min(listed), max(listed)
+def _range(device: DeviceRecord, rows: Sequence[MatMulRow]) -> ShapeRange:
+    def bounds(values: Floats) -> tuple[int, int]:
+        return int(values.min()), int(values.max())
 
-    return ShapeRange(
-        m=bounds(table.m), n=bounds(row.n for row in rows), k=bounds(row.k for row in rows)
-    )
+    m, n, k = sizes_of(rows)
+    return ShapeRange(m=bounds(padded_tokens(device, m)), n=bounds(n), k=bounds(k))
 
 
 def _regimes(knots: Knots, weight_format: WeightFormat) -> Regimes:
@@ -400,7 +349,7 @@ def _regimes(knots: Knots, weight_format: WeightFormat) -> Regimes:
     per_weight = [row[3] for row in knots.coefficients]
     if len(per_weight) < 2 or not per_weight[0] or per_weight[-1] <= per_weight[-2]:
         return Regimes()
-    nbytes = float(predict.weight_bytes(weight_format, 1, 1))
+    nbytes = float(weight_bytes(weight_format, 1, 1))
     slope = (per_weight[-1] - per_weight[-2]) / (knots.tokens[-1] - knots.tokens[-2])
     start = per_weight[-1] - slope * knots.tokens[-1]
     knee = (per_weight[0] - start) / slope

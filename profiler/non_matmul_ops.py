@@ -32,10 +32,11 @@ from hetero.backends.protocol import (
 from hetero.backends.reference.compute import program
 from hetero.backends.weights import ROW_BLOCK
 from hetero.profiler import canary
+from hetero.profiler.features import padded_tokens, weight_bytes
 from hetero.profiler.fit import DEFAULT as DEFAULT_FITTING
 from hetero.profiler.fit import Fitting, fit_nonnegative
 from hetero.profiler.model_graph import ModelGraph
-from hetero.profiler.predict import op_name, padded_tokens, weight_bytes, work
+from hetero.profiler.predict import op_name, work
 from hetero.profiler.records import (
     DECODE_TOKENS,
     DeviceRecord,

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Final, TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from hetero.backends import ops
-from hetero.backends.formats import CacheFormat, WeightFormat
+from hetero.backends.formats import CacheFormat
 from hetero.backends.ops import Op
+from hetero.profiler.features import columns, launches, padded_rows, padded_tokens
 from hetero.profiler.records import (
     DECODE_TOKENS,
     DeviceRecord,
@@ -29,70 +30,6 @@ Floats: TypeAlias = npt.NDArray[np.float64]
 Bools: TypeAlias = npt.NDArray[np.bool_]
 
 TINY_S: Final = 1e-9
-FEATURES: Final = (
-    "log_m", "log_n", "log_k", "row_tiles", "token_tiles", "padding", "log_flops",
-    "log_bytes", "n_over_k", "m_over_n", "m_over_k", "intensity",
-)  # fmt: skip
-
-
-def weight_bytes(weight_format: WeightFormat, n: Any, k: Any) -> Any:
-    """Return the bytes of an n × k weight as stored, scales included."""
-    return weight_format.storage.bytes_per_weight * n * k
-
-
-def padded_tokens(device: DeviceRecord, m: Floats) -> Floats:
-    """Return token counts as the device computes them.
-
-    The next graph size, or (prefill) its next stage.
-
-    Above the largest graph size m stays as it is (several calls; an extrapolation).
-    """
-    sizes = device.capabilities.graph_sizes
-    if device.capabilities.static_shapes and sizes:
-        table = np.asarray(sorted(sizes), dtype=np.float64)
-        at = np.minimum(np.searchsorted(table, m), len(table) - 1)
-        return np.maximum(table[at], m)
-    stages = np.ceil(m / device.token_stage) * float(device.token_stage)
-    return np.where(m > DECODE_TOKENS, stages, m)
-
-
-def padded_count(device: DeviceRecord, m: int) -> int:
-    """Return `padded_tokens` of one token count."""
-    sizes = device.capabilities.graph_sizes
-    if device.capabilities.static_shapes and sizes:
-        return min((g for g in sizes if g >= m), default=m)
-    stage = device.token_stage
-    return m if m <= DECODE_TOKENS else -(-m // stage) * stage
-
-
-def padded_rows(device: DeviceRecord, n: Floats) -> Floats:
-    """Return rows after padding to the device's stage."""
-    return np.ceil(n / device.row_stage).astype(np.float64) * float(device.row_stage)
-
-
-def features(
-    device: DeviceRecord, weight_format: WeightFormat, m: Floats, n: Floats, k: Floats
-) -> Floats:
-    """Return [S, F] columns of `FEATURES` for the trees; m, n, k are sizes before padding, [S]."""
-    rows, tokens = padded_rows(device, n), padded_tokens(device, m)
-    row_unit = max(device.row_stage, device.capabilities.row_alignment)
-    flops = 2.0 * tokens * rows * k
-    nbytes = weight_bytes(weight_format, rows, k) + 4.0 * tokens * (rows + k)
-    columns = (
-        np.log2(tokens),
-        np.log2(rows),
-        np.log2(k),
-        np.ceil(rows / row_unit),
-        np.ceil(tokens / max(device.token_stage, 1)),
-        tokens * rows / (m * n),
-        np.log2(flops),
-        np.log2(nbytes),
-        np.log2(rows / k),
-        np.log2(tokens / rows),
-        np.log2(tokens / k),
-        np.log2(flops / nbytes),
-    )
-    return np.stack(columns, axis=1)
 
 
 def evaluate_knots(knots: Knots, m: Floats, n: Floats, k: Floats) -> Floats:
@@ -147,24 +84,45 @@ class _Forest:
     left: npt.NDArray[np.intp]
     right: npt.NDArray[np.intp]
     value: Floats
+    spread: Floats
     depth: int
+    answers: bool
 
 
-def evaluate_trees(trees: tuple[Tree, ...], columns: Floats) -> Floats:
+def evaluate_trees(trees: tuple[Tree, ...], features: Floats) -> Floats:
     """Return [S] mean answer of the trees for [S, F] features."""
-    if not trees:
-        return np.zeros(len(columns))
     forest = _forest(trees)
-    flat = columns.ravel()
-    base = np.arange(len(columns)) * columns.shape[1]
-    total = np.zeros(len(columns))
-    for i in range(len(trees)):
-        node = np.zeros(len(columns), dtype=np.intp)
+    leaves = _leaves(forest, features)
+    return np.asarray(np.take_along_axis(forest.value, leaves, axis=1).mean(axis=0))
+
+
+def answer(trees: tuple[Tree, ...]) -> bool:
+    """Return whether trees answer anything but 0, as they do where the roofline is right."""
+    return bool(trees) and _forest(trees).answers
+
+
+def tree_spread(trees: tuple[Tree, ...], features: Floats) -> Floats:
+    """Return [S] relative standard deviation of what the trees answer.
+
+    That of the rows of their leaves, and of the trees among each other. 0 where the trees do not
+    know that of their leaves (profiles of older versions).
+    """
+    forest = _forest(trees)
+    leaves = _leaves(forest, features)
+    within = np.take_along_axis(forest.spread, leaves, axis=1)
+    between = np.take_along_axis(forest.value, leaves, axis=1).std(axis=0)
+    return np.asarray(np.hypot(within.mean(axis=0), between))
+
+
+def _leaves(forest: _Forest, features: Floats) -> npt.NDArray[np.intp]:
+    """Return [trees, S] the leaf of each tree."""
+    flat, base = features.ravel(), np.arange(len(features)) * features.shape[1]
+    nodes = np.zeros((len(forest.feature), len(features)), dtype=np.intp)
+    for i, node in enumerate(nodes):
         for _ in range(forest.depth):
             goes_left = flat[base + forest.feature[i][node]] <= forest.threshold[i][node]
-            node = np.where(goes_left, forest.left[i][node], forest.right[i][node])
-        total += forest.value[i][node]
-    return total / len(trees)
+            node[:] = np.where(goes_left, forest.left[i][node], forest.right[i][node])
+    return nodes
 
 
 @lru_cache(maxsize=64)
@@ -172,7 +130,7 @@ def _forest(trees: tuple[Tree, ...]) -> _Forest:
     nodes = max(len(tree.feature) for tree in trees)
     shape = (len(trees), nodes)
     feature, left, right = (np.zeros(shape, dtype=np.intp) for _ in range(3))
-    threshold, value = np.zeros(shape), np.zeros(shape)
+    threshold, value, spread = np.zeros(shape), np.zeros(shape), np.zeros(shape)
     for i, tree in enumerate(trees):
         for node, column in enumerate(tree.feature):
             leaf = column < 0
@@ -181,7 +139,9 @@ def _forest(trees: tuple[Tree, ...]) -> _Forest:
             right[i, node] = node if leaf else tree.right[node]
             threshold[i, node] = tree.threshold[node]
             value[i, node] = tree.value[node]
-    return _Forest(feature, threshold, left, right, value, max(map(_depth, trees)))
+            spread[i, node] = tree.spread[node] if tree.spread else 0.0
+    depth = max(map(_depth, trees))
+    return _Forest(feature, threshold, left, right, value, spread, depth, bool(value.any()))
 
 
 def _depth(tree: Tree) -> int:
@@ -200,11 +160,20 @@ def predict(
     if predictor.model is not None:
         seconds = predictor.model.seconds(tokens, rows, k)
     else:
-        seconds = evaluate_knots(predictor.knots, tokens, rows, k)
-    if predictor.trees and predictor.model is None:
-        columns = features(device, predictor.weight_format, m, n, k)
-        seconds = seconds * np.exp(evaluate_trees(predictor.trees, columns))
+        seconds = roofline(predictor, device, tokens, rows, k)
+    if predictor.model is None and answer(predictor.trees):
+        seconds = seconds * np.exp(
+            evaluate_trees(predictor.trees, _columns(predictor, device, (m, n, k), seconds))
+        )
     return seconds * _scale(predictor, tokens) if predictor.scale else seconds
+
+
+def roofline(
+    predictor: MatMulPredictor, device: DeviceRecord, tokens: Floats, rows: Floats, k: Floats
+) -> Floats:
+    """Return [S] seconds by the knots alone, of padded sizes."""
+    count = launches(device, predictor.weight_format, tokens, k)
+    return count * evaluate_knots(predictor.knots, tokens / count, rows, k)
 
 
 def predict_table(
@@ -215,13 +184,46 @@ def predict_table(
     if predictor.model is not None:
         seconds = predictor.model.seconds(tokens[:, None], rows, np.asarray(k))
     else:
-        seconds = knots_table(predictor.knots, tokens, rows, k)
-    if predictor.trees and predictor.model is None:
-        every_m, every_n = (x.ravel() for x in np.meshgrid(m, n, indexing="ij"))
-        ks = np.full(len(every_m), k)
-        columns = features(device, predictor.weight_format, every_m, every_n, ks)
-        seconds *= np.exp(evaluate_trees(predictor.trees, columns)).reshape(seconds.shape)
+        seconds = _roofline_table(predictor, device, tokens, rows, k)
+    if predictor.model is None and answer(predictor.trees):
+        features = _columns(predictor, device, _pairs(m, n, k), seconds.ravel())
+        seconds *= np.exp(evaluate_trees(predictor.trees, features)).reshape(seconds.shape)
     return seconds * _scale(predictor, tokens)[:, None] if predictor.scale else seconds
+
+
+def spread_table(
+    predictor: MatMulPredictor, device: DeviceRecord, m: Floats, n: Floats, k: float
+) -> Floats:
+    """Return [M, N] by how much `predict_table` may be off (`tree_spread`)."""
+    if not predictor.trees or predictor.model is not None:
+        return np.zeros((len(m), len(n)))
+    tokens, rows = padded_tokens(device, m), padded_rows(device, n)
+    seconds = _roofline_table(predictor, device, tokens, rows, k)
+    features = _columns(predictor, device, _pairs(m, n, k), seconds.ravel())
+    return tree_spread(predictor.trees, features).reshape(seconds.shape)
+
+
+def _roofline_table(
+    predictor: MatMulPredictor, device: DeviceRecord, tokens: Floats, rows: Floats, k: float
+) -> Floats:
+    count = launches(device, predictor.weight_format, tokens, k)
+    return count[:, None] * knots_table(predictor.knots, tokens / count, rows, k)
+
+
+def _columns(
+    predictor: MatMulPredictor,
+    device: DeviceRecord,
+    sizes: tuple[Floats, Floats, Floats],
+    roofline_s: Floats,
+) -> Floats:
+    kernel = predictor.weight_format, predictor.order
+    return columns(device, *kernel, sizes, roofline_s, predictor.features)
+
+
+def _pairs(m: Floats, n: Floats, k: float) -> tuple[Floats, Floats, Floats]:
+    """Return [M · N] sizes of all pairs."""
+    every_m, every_n = (x.ravel() for x in np.meshgrid(m, n, indexing="ij"))
+    return every_m, every_n, np.full(len(every_m), k)
 
 
 def _scale(predictor: MatMulPredictor, tokens: Floats) -> Floats:

@@ -12,8 +12,8 @@ from hetero.backends.host.clock import Clock
 from hetero.backends.memory import new_tensor
 from hetero.backends.ops import MatMul
 from hetero.backends.protocol import Device, DeviceKind, WeightValue
+from hetero.profiler.features import weight_bytes
 from hetero.profiler.fit import fit_nonnegative
-from hetero.profiler.predict import weight_bytes
 from hetero.profiler.records import PreparationPredictor, PreparationRow
 from hetero.profiler.workload import WeightPool
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hetero.backends.formats import WeightFormat
 from hetero.backends.protocol import DeviceKind
-from hetero.profiler import predict
+from hetero.profiler.features import weight_bytes
 from hetero.profiler.records import DeviceProfile, PreparationPredictor
 
 
@@ -35,7 +35,7 @@ class PreparationTimes:
         row = self._measured.get((device, weight_format, n, k))
         if row is not None:
             return (row.cached_s if cached else row.cold_s) + entry.s_per_token * m
-        nbytes = float(predict.weight_bytes(weight_format, n, k))
+        nbytes = float(weight_bytes(weight_format, n, k))
         if cached:
             return entry.cached_fixed_s + entry.cached_s_per_byte * nbytes
         return entry.fixed_s + entry.s_per_byte * nbytes + entry.s_per_token * m

@@ -41,9 +41,11 @@ def grade(profile: DeviceProfile) -> QualityGrade:
         said.append("Predicts: a chip that is not here; nothing was measured to check it by")
     coverage = profile.coverage
     if coverage.measured_tasks < coverage.grid_tasks:
+        small = profile.numbers == "compiler-predicted"
         said.append(
-            f"Measured: {coverage.measured_tasks} of {coverage.grid_tasks} matmuls, the ones that "
-            f"teach most first; the others are predicted from them{_left(profile)}"
+            f"{profile.numbers.capitalize()}: {coverage.measured_tasks} of {coverage.grid_tasks} "
+            f"matmuls, the {'small' if small else 'ones that teach most'} first; "
+            f"the others are predicted from them{_left(profile)}"
         )
     return QualityGrade((*said, *(f"Bad: {problem}" for problem in problems)), problems)
 

@@ -11,7 +11,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Annotated, Final, Literal, Self, TypeAlias
+from typing import Annotated, Final, Literal, Self, TypeAlias, get_args
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -28,7 +28,7 @@ DECODE_TOKENS: Final = 8  # largest token count of the decode phase (speculative
 MIN_SAMPLES: Final = 5  # of a row that says how its kind varies
 
 Phase: TypeAlias = Literal["prefill", "decode"]
-Numbers: TypeAlias = Literal["measured", "compiler-predicted", "simulated"]
+Numbers: TypeAlias = Literal["measured", "emulated", "compiler-predicted", "simulated"]
 Flag: TypeAlias = Literal["unconverged", "drifted", "disturbed"]
 Kind: TypeAlias = tuple[DeviceKind, Phase, WeightFormat]  # of matmul kernels
 # Values beyond these are no time, speed or size of anything, and would overflow somewhere.
@@ -42,6 +42,8 @@ PerByte = Annotated[float, Field(ge=0, le=1e-3)]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Tokens = Annotated[int, Field(ge=1, le=2**20)]
+# Most tokens of one launch of a matmul, from so many input features k on.
+LaunchTokens = Annotated[tuple[tuple[Count, Tokens], ...], Field(min_length=1, max_length=16)]
 
 
 def phase_of(m: int) -> Phase:
@@ -75,6 +77,7 @@ class CapabilityRecord(Record):
     weight_bytes: dict[WeightFormat, Positive] = {}
     per_graph_size: PerGraphSize = "nothing"
     attention_heads: bool = False
+    launch_tokens: dict[WeightFormat, LaunchTokens] = {}
 
     @classmethod
     def of(cls, capabilities: Capabilities) -> Self:
@@ -91,7 +94,8 @@ class CapabilityRecord(Record):
 class DeviceRecord(Record):
     """Identity of one device and what it can do.
 
-    numbers       how the times of this device came about
+    numbers       how the times of this device came about; `emulated`: by running the chip's code on
+                  another processor, whose time they are
     fingerprint   `DeviceInfo.fingerprint` at measuring time
     row_stage      weights whose rows pad to the same multiple take the same time; 1: no stages
     token_stage    the same for prefill's token counts (more than 8); 1: no stages
@@ -112,6 +116,7 @@ class DeviceRecord(Record):
         """Describe an open device."""
         info = device.info
         return cls(
+            numbers="emulated" if "emulated" in info.details else "measured",
             backend=info.backend,
             name=info.name,
             driver=info.driver,
@@ -269,7 +274,8 @@ class Tree(Record):
     """A regression tree as arrays over its nodes.
 
     Node i goes to `left[i]` if feature `feature[i]` is ≤ `threshold[i]`, else to `right[i]`; a leaf
-    has `feature[i] = -1` and answers `value[i]`.
+    has `feature[i] = -1` and answers `value[i]`. `spread[i]` is the relative standard deviation of
+    what the leaf's rows were off by when they were left out (empty: not known).
     """
 
     feature: tuple[int, ...]
@@ -277,11 +283,13 @@ class Tree(Record):
     left: tuple[int, ...]
     right: tuple[int, ...]
     value: tuple[Number, ...]
+    spread: tuple[Quantity, ...] = ()
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         count = len(self.feature)
-        arrays = (self.threshold, self.left, self.right, self.value)
+        arrays = [self.threshold, self.left, self.right, self.value]
+        arrays += [self.spread] if self.spread else []
         if count == 0 or any(len(array) != count for array in arrays):
             raise ValueError("the arrays of a tree have one entry for each node")
         for i, feature in enumerate(self.feature):
@@ -305,8 +313,9 @@ class Regimes(Record):
 class MatMulPredictor(Record):
     """Predicts matmuls of one device, format and order: knots · exp(mean of the trees' answers).
 
-    `features` names the trees' columns (`hetero.profiler.predict.FEATURES`); without trees the
-    knots are the whole answer (piecewise linear, the GPU). A `model`, where there is one, answers
+    Knots are of one launch where a call runs several (`Capabilities.launch_tokens`). `features`
+    names the trees' columns (`hetero.profiler.features.FEATURES`); without trees the knots are the
+    whole answer (piecewise linear, the GPU). A `model`, where there is one, answers
     instead of both (simulated chips). `scale` multiplies the answers of a phase where a machine is
     slower or faster than the one that was measured (`hetero.profiler.scaling`; 1 where it is not
     there).
@@ -564,6 +573,12 @@ class DeviceProfile(Record):
         return f"DeviceProfile({self.name!r}, {devices}, {len(self.matmuls)} matmuls)"
 
     __str__ = __repr__
+
+    @property
+    def numbers(self) -> Numbers:
+        """Return how the times of matmuls came about: the least real ones."""
+        timed = {row.device for row in self.matmuls} or set(self.devices)
+        return max((self.devices[kind].numbers for kind in timed), key=get_args(Numbers).index)
 
     @property
     def fingerprint(self) -> str:

@@ -55,9 +55,11 @@ def to_html(profile: DeviceProfile) -> str:
 def _numbers(profile: DeviceProfile) -> list[tuple[str, str]]:
     coverage = profile.coverage
     numbers = []
-    if coverage.grid_tasks:  # a chip that is not here was not measured
-        numbers.append((f"{coverage.measured_tasks} / {coverage.grid_tasks}", "matmuls measured"))
-        numbers.append((f"{coverage.spent_s:.0f} s", "of measuring"))
+    if coverage.grid_tasks:  # nothing ran on a simulated chip
+        numbers.append(
+            (f"{coverage.measured_tasks} / {coverage.grid_tasks}", f"matmuls {profile.numbers}")
+        )
+        numbers.append((f"{coverage.spent_s:.0f} s", "taken for that"))
     for kind, predictor in _main_predictors(profile).items():
         if predictor.regimes.bytes_per_s:
             speed = f"{predictor.regimes.bytes_per_s / 1e9:.1f} GB/s"

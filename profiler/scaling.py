@@ -249,7 +249,7 @@ def factors_of(
     """Return factors from the medians of the reference kernels.
 
     A profile's seconds are means, so medians are first multiplied by what is typical of their kind;
-    and they are those of its predictors, which plans are made from and which no single row spoils.
+    and they are those that plans are made from: of the same kernel, where its row is certain.
     Raises `ProfileError` for times that cannot be.
     """
     cost = CostModel(profile)

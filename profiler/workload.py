@@ -47,9 +47,9 @@ from hetero.backends.weights import (
     scales_shape,
     stacked,
 )
+from hetero.profiler.features import weight_bytes
 from hetero.profiler.grid import Task
 from hetero.profiler.interference import Interference, NoInterference, longest_wait_s
-from hetero.profiler.predict import weight_bytes
 from hetero.profiler.timing import DEFAULT, TimingPolicy, cold_bytes, time_after, time_calls
 
 # Storages of a usual GGUF file (Q4_K_M), and how many of its weights each has.

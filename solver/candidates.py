@@ -69,7 +69,10 @@ class Reasons:
             return "as fast; the simpler one was kept"
         if slower > 0:
             return f"{100 * slower:.1f} % slower; {_limit(option)}"
-        if option.is_cut and option.seconds_alone() > (1 - rules.margin) * single:
+        least = rules.least_gain(option)
+        if option.is_cut and option.seconds_alone() > (1 - least) * single:
+            if least > rules.margin:
+                return f"gains less than the {100 * least:.0f} % that its NPU time may be off"
             return f"gains less than the margin of {100 * rules.margin:.0f} % over one device"
         if option.gpu_s > rules.max_gpu_share * option.elapsed_s:
             return "over the GPU's share"

@@ -29,7 +29,8 @@ Cell: TypeAlias = tuple[int, int]  # a place [T, R] in a grid
 class Rules:
     """Rules that a tiling must obey.
 
-    margin          a cut must be this much (a fraction) faster than the best single device
+    margin          a cut must be this much (a fraction) faster than the best single device, and by
+                    more than the NPU's predicted time may be off; 0: any gain will do
     max_gpu_share   the GPU is busy for at most this share of a matmul's time
     shared          both devices work in every prompt, also where one alone would be faster
     """
@@ -37,6 +38,10 @@ class Rules:
     margin: float = 0.03
     max_gpu_share: float = 1.0
     shared: bool = False
+
+    def least_gain(self, cut: Option) -> float:
+        """Return by which fraction a cut must be faster than the best single device."""
+        return max(self.margin, cut.uncertainty) if self.margin > 0 else self.margin
 
 
 class SelectedCuts(NamedTuple):
@@ -268,15 +273,16 @@ class Chooser:
             rows=r,
             npu_tiles=npu_tiles,
             tokens_first=bool(grid.tokens_first[i, j]),
+            uncertainty=space.uncertainty(npu_tiles, r),
         )
 
     def _with_margin(self, singles: list[Option], cuts: list[Option]) -> Iterator[Option]:
         """Yield cuts, forbidden from each state where they do not beat one device enough."""
         cost, states = self.objective.cost_alone, (GPU, HOST)
         best = [min([cost(s, state) for s in singles], default=INF) for state in states]
-        limits = [(1 - self.rules.margin) * b for b in best]
         for cut in cuts:
-            closed = [state for state in states if cost(cut, state) > limits[state]]
+            most = 1 - self.rules.least_gain(cut)
+            closed = [state for state in states if cost(cut, state) > most * best[state]]
             if len(closed) < 2 or self.rules.shared:  # a prompt may need a cut that loses
                 yield cut.forbid(*closed) if closed else cut
 

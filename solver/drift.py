@@ -13,7 +13,7 @@ from hetero.backends.ops import OperandOrder
 from hetero.backends.protocol import DeviceKind
 from hetero.profiler.cost import Cost, CostModel, Sizes
 from hetero.profiler.predict import Floats
-from hetero.profiler.records import DECODE_TOKENS, Phase, phase_of
+from hetero.profiler.records import DECODE_TOKENS, Phase
 
 # Measured over predicted seconds of a device's matmuls in a phase; 1 where nothing is known.
 Factors: TypeAlias = Mapping[tuple[DeviceKind, Phase], float]
@@ -67,18 +67,17 @@ class DriftedCost(CostModel):
         seconds = self._base.table_s(device, weight_format, ms, ns, k, order)
         return seconds * self._of(device, ms)[:, None]
 
-    def measured_s(
+    def uncertainty(
         self,
         device: DeviceKind,
         weight_format: WeightFormat,
-        m: int,
-        n: int,
+        ms: Floats,
+        ns: Floats,
         k: int,
         order: OperandOrder = "plain",
-    ) -> float | None:
-        """See `CostModel.measured_s`."""
-        seconds = self._base.measured_s(device, weight_format, m, n, k, order)
-        return None if seconds is None else seconds * self.factors.get((device, phase_of(m)), 1.0)
+    ) -> Floats:
+        """See `CostModel.uncertainty`."""
+        return self._base.uncertainty(device, weight_format, ms, ns, k, order)
 
     def _of(self, device: DeviceKind, tokens: npt.NDArray[np.float64]) -> Floats:
         decode = self.factors.get((device, "decode"), 1.0)

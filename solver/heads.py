@@ -18,8 +18,8 @@ import numpy as np
 from hetero.backends.ops import Attention, AttentionHeads
 from hetero.backends.protocol import KINDS, DeviceKind
 from hetero.profiler.cost import CostModel
+from hetero.profiler.features import padded_count
 from hetero.profiler.model_graph import ModelGraph, OpName, Share, Stage
-from hetero.profiler.predict import padded_count
 from hetero.profiler.records import phase_of
 from hetero.solver.kernel_times import Floats, KernelTimes
 from hetero.solver.non_matmul import Timer, timer_of

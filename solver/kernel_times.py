@@ -87,6 +87,18 @@ class KernelTimes:
         chosen[:, rows == 0] = 0.0
         return TimeTable(chosen, index)
 
+    def uncertainty(
+        self, device: DeviceKind, ms: npt.ArrayLike, ns: npt.ArrayLike, k: int
+    ) -> Floats:
+        """Return by which fraction the times of `table` may be off (`CostModel.uncertainty`)."""
+        tokens, rows = np.asarray(ms, np.float64), np.asarray(ns, np.float64)
+        chosen = self.table(device, ms, ns, k).option
+        fractions = np.zeros(chosen.shape)
+        for i, (weight_format, order) in enumerate(self.options[device]):
+            own = self.cost.uncertainty(device, weight_format, tokens, rows, k, order)
+            fractions = np.where(chosen == i, own, fractions)
+        return fractions
+
     def choice(self, device: DeviceKind, m: int, n: int, k: int) -> KernelOption:
         """Return the kernel that gives the time of one pair of sizes."""
         options = self.options[device]

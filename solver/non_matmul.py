@@ -21,8 +21,9 @@ from hetero.backends.ops import (
 from hetero.backends.protocol import KINDS, DeviceKind
 from hetero.profiler.cost import Allowed, CostModel
 from hetero.profiler.errors import ProfileError
+from hetero.profiler.features import padded_count
 from hetero.profiler.model_graph import ModelGraph, OpName, Share
-from hetero.profiler.predict import op_name, other_s, padded_count
+from hetero.profiler.predict import op_name, other_s
 from hetero.profiler.substitutes import Substitution
 from hetero.solver.options import GPU, HOST, Option
 from hetero.solver.overheads import Overheads

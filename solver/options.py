@@ -85,6 +85,7 @@ class Option(NamedTuple):
     enter_s         T_sync + T_copy when entered from `GPU` and from `HOST`
     leaves          state after it
     back_s          what that costs a GPU kernel after it: a submission to an empty queue, or 0
+    uncertainty     by which fraction the NPU's predicted time may be off
     forbidden       states from which it may not be entered (the margin)
     """
 
@@ -99,6 +100,7 @@ class Option(NamedTuple):
     rows: int = 0
     npu_tiles: NpuTiles | None = None
     tokens_first: bool = False
+    uncertainty: float = 0.0
     forbidden: frozenset[int] = frozenset()
 
     @property

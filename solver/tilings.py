@@ -101,6 +101,7 @@ class MatMulSpace:
         cuts = range(step, n, step) if rows is None else sorted({r for r in rows if 0 < r < n})
         self.rows = np.asarray([*cuts, n], dtype=np.intp)
         self._limited = rows is not None
+        self._uncertain: dict[tuple[int, int], float] = {}  # by tokens of a graph and rows
         if self.sizes and self.has_npu:
             self._graphs = self.npu_table(np.zeros(0, np.intp))
 
@@ -148,6 +149,21 @@ class MatMulSpace:
         """Return [G + 1, R] NPU seconds of every graph with so many rows, the last row nothing."""
         table = self.kernels.table("npu", self.sizes, rows, self.k).seconds
         return np.concatenate((table, np.zeros((1, len(rows)))))
+
+    def uncertainty(self, tiles: NpuTiles, rows: int) -> float:
+        """Return by which fraction the NPU's time may be off: that of its least known tile."""
+        return max(self._uncertainty(size or tiles.tokens, rows) for size in tiles.sizes)
+
+    def _uncertainty(self, tokens: int, rows: int) -> float:
+        key = tokens, rows
+        if key not in self._uncertain:
+            sizes = self.sizes if tokens in self.sizes else (tokens,)
+            cuts = self.rows if rows in self.rows else np.asarray([rows])
+            table = self.kernels.uncertainty("npu", sizes, cuts, self.k).tolist()
+            for size, fractions in zip(sizes, table, strict=True):
+                known = zip(cuts.tolist(), fractions, strict=True)
+                self._uncertain |= {(size, cut): fraction for cut, fraction in known}
+        return self._uncertain[key]
 
     def gpu_table(self, counts: Ints, rows: Ints) -> Floats:
         """Return [L, R] GPU seconds of these token counts and rows."""

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
 from hetero.backends.protocol import KINDS, DeviceKind
+from hetero.profiler.features import weight_bytes
 from hetero.profiler.model_graph import ModelGraph, OpName
-from hetero.profiler.predict import weight_bytes
 from hetero.profiler.records import DeviceProfile
 from hetero.solver.options import INF, Option
 from hetero.solver.plan import Memory

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 from hetero.backends import checks, ops
+from hetero.backends.formats import WeightFormat
 from hetero.backends.groups import Group
 from hetero.backends.ops import Op
 from hetero.backends.protocol import WeightValue
@@ -66,6 +67,17 @@ def chunk_rows(op: Op) -> int:
     if isinstance(op, ops.MatMul) and op.k >= SIZES.large_k:
         return SIZES.rows // 2
     return SIZES.rows
+
+
+def launch_tokens(weight_format: WeightFormat) -> tuple[tuple[int, int], ...]:
+    """Return (k, tokens): most tokens of one graph of a matmul, from so many input features on.
+
+    With float16 activations, or a format's own codes.
+    """
+    steps = {
+        k: chunk_rows(ops.MatMul(n=1, k=k, weight_format=weight_format)) for k in (1, SIZES.large_k)
+    }
+    return tuple(steps.items())
 
 
 def integer_chunk_rows(op: ops.MatMul, activations: integer.Activations, *, groups: bool) -> int:

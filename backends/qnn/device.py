@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import onnxruntime as ort
@@ -60,12 +61,19 @@ class QnnDevice(Device, SupportsGroups):
             driver=library.version,
             details={"emulated": "yes"} if library.emulated else {},
         )
-        self.capabilities = capabilities_of(
+        able = capabilities_of(
             chip,
             graph_sizes,
             activations,
             shared_weights=shared_weights and not library.emulated,
         )
+        # With integer activations the launches depend on the weights.
+        launches = {
+            x: catalog.launch_tokens(x)
+            for x in able.weight_formats
+            if activations == "float16" or x.activations.static
+        }
+        self.capabilities = replace(able, launch_tokens=launches)
         self._activations = activations
         self.store = GraphStore(Target(library, chip), directory)
         self._health = checks.Health(BACKEND)

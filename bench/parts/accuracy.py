@@ -115,8 +115,9 @@ def quarter_of(profile: DeviceProfile) -> list[MatMulRow]:
 
 def quarter(profile: DeviceProfile) -> CostModel:
     """A model of a quarter of the grid's rows."""
-    predictors = fit.fit_all(profile.devices, quarter_of(profile))
-    return CostModel(profile.model_copy(update={"predictors": predictors}))
+    rows = quarter_of(profile)
+    predictors = fit.fit_all(profile.devices, rows)
+    return CostModel(profile.model_copy(update={"predictors": predictors, "matmuls": tuple(rows)}))
 
 
 def accuracy(

@@ -79,9 +79,12 @@ def profile_command(
     if add:
         others = {"quick": quick, "budget": budget, "resume": resume, "model": model}
         _refuse_with_add(others | {"weights": weights, "soc": soc})
+    budget_s = parse_budget(budget) if budget is not None else None
+    limit_s = budget_s or (QUICK_BUDGET_S if quick else DEFAULT_BUDGET_S)
     if soc is not None and is_compiled_for(soc):
-        with progress(None) as show:
-            taken = compiled_profile(soc, out, model=model, progress=show)
+        _refuse_with_compiler({"resume": resume, "weights": weights})
+        with progress(limit_s) as show:
+            taken = compiled_profile(soc, out, model=model, budget_s=limit_s, progress=show)
         report(taken, out or Path(f"{soc}.json"), as_json)
         return
     if add:
@@ -91,7 +94,6 @@ def profile_command(
             notify(f"{path}: {sentence}")
         report(taken, path, as_json)
         return
-    budget_s = parse_budget(budget) if budget is not None else None
     journal = journal_path(path)
     begun = journal is not None and journal.exists()
     if resume and not begun and path.is_file():
@@ -100,7 +102,6 @@ def profile_command(
         return
     if begun and not resume:
         notify(f"starting over an interrupted run: --resume continues {path}")
-    limit_s = budget_s or (QUICK_BUDGET_S if quick else DEFAULT_BUDGET_S)
     try:
         with progress(limit_s) as show:
             taken = profile_device(
@@ -129,6 +130,16 @@ def _refuse_with_add(others: Mapping[str, object]) -> None:
         raise UserError(
             "--add measures what a finished profile lacks, on the shapes and formats that it has: "
             f"leave out --{given}"
+        )
+
+
+def _refuse_with_compiler(others: Mapping[str, object]) -> None:
+    """Raise `UserError` for an option that a chip's compiler knows nothing of."""
+    given = next((name for name, value in others.items() if value), None)
+    if given is not None and others[given] != ["w4a16"]:
+        raise UserError(
+            "--soc asks the chip's compiler, for w4a16, and what it compiled is kept: leave out "
+            f"--{given}"
         )
 
 
@@ -215,7 +226,7 @@ def print_summary(profile: DeviceProfile) -> None:
             names = (predictor.device, predictor.weight_format.value, entry.phase)
             rows.append((*names, f"{entry.mape:.1%}", f"{entry.p95:.1%}", speed, flops))
     title = (
-        f"measured {coverage.measured_tasks} of {coverage.grid_tasks} matmuls in "
+        f"{profile.numbers} {coverage.measured_tasks} of {coverage.grid_tasks} matmuls in "
         f"{coverage.spent_s:.0f} s"
     )
     show(TableData(title, head, tuple(rows), lead=3, numbers=head[3:]), stderr)

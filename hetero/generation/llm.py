@@ -299,6 +299,7 @@ class LLM(Closing):
         """Write a Chrome/Perfetto trace of everything that runs inside to `path`."""
         about = {"model": self._loaded.name, "plan": self.plan.plan_id}
         about |= {kind: d.info.name for kind, d in self.devices.devices.items()}
+        about["numbers"] = self.devices.numbers
         with traced(self._engine, path, about):
             yield
 

@@ -11,7 +11,8 @@ from hetero.backends.snapdragon import CHIPS
 from hetero.errors import UserError
 from hetero.models import model_spec
 from hetero.profiler.compiled import SHAPES, compiler_profile
-from hetero.profiler.options import Event
+from hetero.profiler.grid import Shape, model_pairs
+from hetero.profiler.options import DEFAULT_BUDGET_S, Event
 from hetero.profiler.records import DeviceProfile
 
 
@@ -35,15 +36,18 @@ def compiled_profile(
     out: str | Path | None = None,
     *,
     model: str | None = None,
+    budget_s: float = DEFAULT_BUDGET_S,
     progress: Callable[[Event], None] | None = None,
 ) -> DeviceProfile:
     """Return the profile of a chip, `compiler-predicted`, written to `out` or `SOC.json`.
 
-    `model` takes exactly that model's matmuls instead of common sizes.
+    `model` takes exactly that model's matmuls instead of common sizes, and the parts of them that
+    row cuts need. What the budget has no time for is predicted from the rest.
     """
     shapes: tuple[tuple[int, int], ...] = SHAPES
     if model is not None:
-        shapes = tuple((matmul.n, matmul.k) for matmul in model_spec(model).matmuls)
-    profile = compiler_profile(soc.lower(), shapes, progress=progress)
+        matmuls = model_spec(model).matmuls
+        shapes = model_pairs(Shape(matmul.name, matmul.n, matmul.k) for matmul in matmuls)
+    profile = compiler_profile(soc.lower(), shapes, budget_s=budget_s, progress=progress)
     profile.save(Path(out) if out is not None else Path(f"{soc}.json"))
     return profile

@@ -30,6 +30,7 @@ from hetero.profiler.options import DEFAULT_BUDGET_S, QUICK_BUDGET_S, Event, Opt
 from hetero.profiler.profile_files import refuse_folder
 from hetero.profiler.records import DeviceProfile, EveryCore
 from hetero.profiler.session import profile_devices
+from hetero.terminal.notices import notify
 
 MIN_MEASURED: Final = 0.75  # of the grid, where no budget is given
 SHORTEST_BUDGET_S: Final = 1.0
@@ -37,6 +38,10 @@ SHORTEST_BUDGET_S: Final = 1.0
 # devices at once, fitting), and the fewest matmuls that predictions can be checked by.
 MIN_BUDGET_S: Final = {True: 30.0, False: 75.0}  # by `quick`
 LONGEST_BUDGET_S: Final = 1e6
+EMULATED: Final = (
+    "the NPU is emulated: its times are the emulator's and say nothing of the chip's speed, which "
+    "`hetero profile --soc CHIP` predicts"
+)
 
 
 def profile_device(
@@ -125,6 +130,8 @@ def _measure(
     formats = options.weight_formats
     opened = open_devices(device, gpu=gpu, npu=npu)
     options = replace(options, control_core=opened.control_core)
+    if opened.numbers == "emulated":
+        notify(EMULATED)
     try:
         step_s = None
         if "gpu" in opened.devices:

@@ -113,7 +113,7 @@ class Trace:
         document = {
             "traceEvents": [*_names(), *self._events],
             "displayTimeUnit": "ms",
-            "otherData": about | {"numbers": "measured"},
+            "otherData": {"numbers": "measured"} | about,
         }
         try:
             atomic_write(path, json.dumps(document) + "\n", durable=False)

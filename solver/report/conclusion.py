@@ -75,6 +75,8 @@ def _certainty(plan: Plan) -> str:
             "the chip is simulated from published timings of its parts "
             "(docs/reference/simulated-snapdragon.md); differences of a few percent say nothing"
         )
+    if plan.numbers == "emulated":
+        return "predicted from times of an emulator, which say nothing of the chip's speed"
     if not plan.errors:
         return "predicted; the profile does not say how well it predicts"
     said = ", ".join(f"{100 * off:.0f} % in {phase}" for phase, off in plan.errors.items())

@@ -64,7 +64,7 @@ class Variant:
     def cost(self, profile: DeviceProfile, rows: Sequence[MatMulRow]) -> CostModel:
         """Predictors of these rows."""
         found = fit.fit_all(profile.devices, rows, validate=self.trees, fitting=self.fitting)
-        return CostModel(profile.model_copy(update={"predictors": found}))
+        return CostModel(profile.model_copy(update={"predictors": found, "matmuls": ()}))
 
 
 ALL: Final = Variant()

@@ -13,10 +13,10 @@ from hetero.backends.host.clock import ManualClock
 from hetero.backends.null import NullDevice
 from hetero.backends.ops import MatMul, Op
 from hetero.backends.protocol import DeviceKind
+from hetero.profiler.features import weight_bytes
 from hetero.profiler.measure import MeasureSettings
 from hetero.profiler.non_matmul_ops import BLOCKS
 from hetero.profiler.options import Options
-from hetero.profiler.predict import weight_bytes
 from hetero.profiler.records import (
     CapabilityRecord,
     DeviceRecord,

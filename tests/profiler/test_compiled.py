@@ -9,15 +9,22 @@ from typing import Any
 import pytest
 
 from bench.lab.chip_fit import fit_model, leave_one_out
+from hetero import LLM
+from hetero.backends.host.clock import ManualClock
 from hetero.cli.app import main
+from hetero.models import model_spec
 from hetero.profiler.compiled import (
     SNAPDRAGON_8_GEN_3,
     CallWork,
     ChipModel,
+    Scheduler,
     compiler_profile,
 )
 from hetero.profiler.cost import CostModel
-from hetero.profiler.records import DeviceProfile
+from hetero.profiler.errors import ProfileWarning
+from hetero.profiler.quality import grade
+from hetero.profiler.records import DeviceProfile, DeviceRecord, MatMulRow
+from tests.profiler.fakes import W4
 
 TRUE = ChipModel(launch_s=2e-4, dram_bytes_per_s=4e10, hvx_bytes_per_s=5e10)
 WORKS = [
@@ -73,6 +80,69 @@ def test_a_profile_of_another_chip(small: DeviceProfile, tmp_path: Path) -> None
     assert any("compiler-predicted" in note for note in small.notes)
     small.save(tmp_path / "profile.json")
     assert DeviceProfile.load(tmp_path / "profile.json") == small
+
+
+def test_its_graph_sizes_are_those_that_were_compiled(small: DeviceProfile) -> None:
+    """An NPU is opened with those of them that the plan has."""
+    assert small.devices["npu"].capabilities.graph_sizes == (1, 32, 64)
+    assert {row.m for row in small.matmuls} == {1, 32, 64}
+    assert small.devices["npu"].capabilities.launch_tokens[W4] == ((1, 256), (4096, 128))
+    coverage = small.coverage
+    assert (coverage.measured_tasks, coverage.grid_tasks, coverage.finished) == (12, 12, True)
+
+
+@pytest.mark.parametrize(("budget_s", "graphs"), [(0.5, 1), (4.0, 4), (1e6, 8)])
+def test_compiling_ends_with_its_budget(
+    budget_s: float, graphs: int, monkeypatch: Any, tmp_path: Path
+) -> None:
+    """Small weights first, each graph a second; what is left out is predicted."""
+    pytest.importorskip("hetero.backends.qnn.opening", exc_type=ImportError)
+    clock = ManualClock()
+
+    def row(scheduler: Scheduler, n: int, k: int, m: int) -> MatMulRow:
+        clock.sleep(1.0)
+        return MatMulRow(device="npu", weight_format=W4, m=m, n=n, k=k, seconds=1e-9 * m * n * k)
+
+    monkeypatch.setattr("hetero.profiler.compiled._row", row)
+    monkeypatch.setattr(Scheduler, "preparation_s", lambda *_: 1.0)
+    profile = compiler_profile(
+        "sm8650", ((512, 256), (256, 256), (256, 512), (512, 512)), (1, 32),
+        budget_s=budget_s, directory=tmp_path, clock=clock,
+    )  # fmt: skip
+    assert len(profile.matmuls) == profile.coverage.measured_tasks
+    assert (len(profile.matmuls) == 8) == (graphs == 8)
+    assert profile.coverage.spent_s == len(profile.matmuls) <= max(budget_s, 1)
+    assert profile.coverage.finished == (graphs == 8)
+    assert (profile.matmuls[0].n, profile.matmuls[0].k) == (256, 256)
+    done = f"Compiler-predicted: {len(profile.matmuls)} of 8 matmuls"
+    assert any(x.startswith(done) for x in grade(profile).sentences) == (graphs < 8)
+
+
+def test_a_model_is_planned_by_its_profile(tmp_path: Path) -> None:
+    pytest.importorskip("hetero.backends.qnn.opening", exc_type=ImportError)
+    matmuls = model_spec("demo").matmuls
+    profile = compiler_profile(
+        "sm8650", [(x.n, x.k) for x in matmuls], (1, 32, 64), directory=tmp_path
+    )
+    with pytest.warns(ProfileWarning, match="its gpu is Adreno"):
+        llm = LLM("demo", npu="qnn", device="hetero", profile=profile, max_seq_len=64)
+    with llm:
+        assert DeviceRecord.of(llm.devices.devices["npu"]).numbers == "emulated"
+        assert set(llm.plan.graph_sizes) == {1, 32, 128, 256}
+        assert llm.generate("Once upon a time", max_tokens=2).text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [(["--weights", "w8a16"], "leave out --weights"), (["--resume"], "leave out --resume")],
+)
+def test_what_the_compiler_knows_nothing_of_is_refused(
+    options: list[str], message: str, capsys: Any
+) -> None:
+    pytest.importorskip("hetero.backends.qnn.opening", exc_type=ImportError)
+    with pytest.raises(SystemExit, match="2"):
+        main(["profile", "--soc", "sm8650", *options])
+    assert message in " ".join(capsys.readouterr().err.split())
 
 
 def test_the_solver_can_ask_it(small: DeviceProfile) -> None:

@@ -12,8 +12,8 @@ import pytest
 from hetero.backends.formats import WeightFormat
 from hetero.backends.ops import Attention, GatedAct, MatMul, RMSNorm
 from hetero.backends.protocol import DeviceKind
-from hetero.profiler import fit, predict
-from hetero.profiler.cost import CostModel
+from hetero.profiler import features, fit, forest, predict
+from hetero.profiler.cost import CostModel, predicted_alone
 from hetero.profiler.device_model import DeviceModel, GpuShader, NpuArray
 from hetero.profiler.errors import ProfileError
 from hetero.profiler.fit import Fitting
@@ -70,10 +70,10 @@ def test_one_knot_scales_with_tokens() -> None:
 
 def test_static_devices_pad_to_graphs_and_others_to_stages_in_prefill() -> None:
     m = np.asarray([1.0, 3, 9, 33, 256, 300])
-    assert predict.padded_tokens(NPU, m).tolist() == [1, 4, 32, 64, 256, 300]
+    assert features.padded_tokens(NPU, m).tolist() == [1, 4, 32, 64, 256, 300]
     staged = GPU.model_copy(update={"token_stage": 16, "row_stage": 64})
-    assert predict.padded_tokens(staged, m).tolist() == [1, 3, 16, 48, 256, 304]
-    assert predict.padded_rows(staged, np.asarray([1.0, 64, 65])).tolist() == [64, 64, 128]
+    assert features.padded_tokens(staged, m).tolist() == [1, 3, 16, 48, 256, 304]
+    assert features.padded_rows(staged, np.asarray([1.0, 64, 65])).tolist() == [64, 64, 128]
 
 
 @pytest.mark.parametrize(
@@ -166,9 +166,9 @@ def test_the_two_regimes_of_a_gpu_are_read_from_its_times() -> None:
 
 def test_trees_learn_what_the_roofline_misses() -> None:
     rows = rows_of("npu", npu_cost)
-    plain = fit.fit_unchecked(NPU, rows, depth=0)
-    grown = fit.fit_unchecked(NPU, rows, depth=4)
-    assert grown.trees
+    plain = fit.fit_unchecked(NPU, rows)
+    grown = fit.fit(NPU, rows)
+    assert predict.answer(grown.trees)
     assert not plain.trees
 
     def error(predictor: fit.MatMulPredictor) -> float:
@@ -185,7 +185,7 @@ def test_trees_answer_as_scikit_learn_does() -> None:
     rng = np.random.default_rng(0)
     columns, target = rng.standard_normal((300, 5)), rng.standard_normal(300)
     tree = DecisionTreeRegressor(max_depth=6, random_state=0).fit(columns, target)
-    exported = fit.export_tree(tree.tree_)
+    exported = forest.export_tree(tree.tree_, tree.tree_.value.reshape(-1))
     # scikit-learn compares features as float32.
     asked = rng.standard_normal((500, 5)).astype(np.float32).astype(np.float64)
     ours = predict.evaluate_trees((exported, exported), asked)
@@ -283,11 +283,46 @@ def test_a_quarantined_or_unknown_kernel_is_not_allowed() -> None:
         model.matmul_s("gpu", W4, 1, 8, 8, "transposed")
 
 
-def test_measured_times_are_found_by_the_padded_size() -> None:
-    model = CostModel(profile())
+@pytest.mark.parametrize("kind", ["gpu", "npu"])
+def test_a_measured_shape_takes_as_long_as_was_measured(kind: DeviceKind) -> None:
+    """Its padded size counts; what only the predictor knows is another time."""
+    known = profile()
+    model, alone = CostModel(known), predicted_alone(known)
+    off = 0.0
+    for row in known.matmuls:
+        if row.device == kind:
+            shape = (kind, row.weight_format, row.m, row.n, row.k)
+            assert float(model.matmul_s(*shape).seconds) == pytest.approx(row.seconds)
+            table = model.table_s(kind, W4, np.asarray([row.m]), np.asarray([row.n]), row.k)
+            assert table[0, 0] == pytest.approx(row.seconds)
+            off = max(off, abs(float(alone.matmul_s(*shape).seconds) / row.seconds - 1))
+    assert off > (0.05 if kind == "npu" else 0.0)
     truth = npu_cost(MatMul(n=512, k=512, weight_format=W4), 32)
-    assert model.measured_s("npu", W4, 20, 512, 512) == pytest.approx(truth)
-    assert model.measured_s("npu", W4, 20, 640, 512) is None
+    assert float(model.matmul_s("npu", W4, 20, 512, 512).seconds) == pytest.approx(truth)
+
+
+def test_what_the_predictor_is_off_by_carries_to_neighbours_and_fades() -> None:
+    known = profile()
+    rows = [
+        row.model_copy(update={"seconds": 2 * row.seconds})
+        for row in known.matmuls
+        if (row.device, row.m, row.k) == ("npu", 32, 1024)
+    ]
+    others = [row for row in known.matmuls if row.key not in {x.key for x in rows}]
+    model = CostModel(known.model_copy(update={"matmuls": (*others, *rows)}))
+    before = CostModel(known)
+
+    def ratio(m: int, n: int, k: int) -> float:
+        return float(
+            model.matmul_s("npu", W4, m, n, k).seconds / before.matmul_s("npu", W4, m, n, k).seconds
+        )
+
+    measured = sorted(row.n for row in rows)
+    assert ratio(32, measured[0], 1024) == pytest.approx(2)
+    assert 1.5 < ratio(32, round(1.1 * measured[-1]), 1024) < 2
+    assert 1 < ratio(32, 2 * measured[-1], 1024) < 1.5
+    assert ratio(32, 4 * measured[-1], 1024) == pytest.approx(1)
+    assert ratio(128, measured[0], 1024) == ratio(32, measured[0], 1025) == 1
 
 
 @pytest.mark.parametrize("kind", ["gpu", "npu"])
@@ -304,7 +339,7 @@ def test_a_table_has_the_times_of_its_pairs(kind: DeviceKind, cut: tuple[int, ..
         weight_format=W4,
         knots=line,
         trees=trees,
-        features=predict.FEATURES if trees else (),
+        features=features.FEATURES if trees else (),
         measured=shapes,
     )
     m, n = np.asarray([1.0, 2, 7, 8, 9, 100, 256, 900]), np.asarray([1.0, 32, 100, 4096])

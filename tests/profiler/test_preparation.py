@@ -11,7 +11,7 @@ import pytest
 from hetero.backends.host.clock import ManualClock
 from hetero.backends.ops import Op
 from hetero.backends.protocol import Kernel, WeightValue
-from hetero.profiler.predict import weight_bytes
+from hetero.profiler.features import weight_bytes
 from hetero.profiler.preparation import fit_preparation, measure_preparation
 from hetero.profiler.workload import WeightPool
 from tests.profiler.fakes import PAIRS, W4, devices, npu_cost
