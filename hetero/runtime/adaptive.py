@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Protocol, Self, TypeAlias
 
+from hetero.backends.host.clock import SystemClock
 from hetero.backends.protocol import KINDS, DeviceKind
 from hetero.runtime.program import RUN
 from hetero.runtime.step import Step
@@ -83,7 +83,7 @@ class Adapter:
     solver: Solver
     placement: Placement
     policy: AdaptPolicy = field(default_factory=AdaptPolicy)
-    clock: Callable[[], float] = time.perf_counter
+    clock: Callable[[], float] = SystemClock.now
 
     def __post_init__(self) -> None:
         self._first = self.placement
