@@ -1,7 +1,7 @@
 """What "Fast On-device LLM Inference with NPUs" (mllm-NPU) adds to a prefill at layer level.
 
 python bench/mllm_npu.py order      # its section 3.4: chunks of a prompt out of order
-python bench/mllm_npu.py forms      # that, cut matmuls, and both, in the plan of a solver
+python bench/mllm_npu.py modes      # that, cut matmuls, and both, in the plan of a solver
 python bench/mllm_npu.py ablation --profile MINE    # figure 17: each technique on top of the last
 python bench/mllm_npu.py formats --profile MINE     # w8a8 and w4a8, shadows, every core, llama.cpp
 python bench/mllm_npu.py simulated      # the same on the simulated chip, and table 4's prompts
@@ -191,31 +191,33 @@ def order(
 
 
 class Formed(Variant):
-    """A prompt in one form, on an engine that has all."""
+    """A prompt in one mode, on an engine that has all."""
 
-    def __init__(self, engine: Engine, prompt: Sequence[int], form: PrefillMode) -> None:
+    def __init__(self, engine: Engine, prompt: Sequence[int], mode: PrefillMode) -> None:
         super().__init__(engine, prompt)
-        self.form: PrefillMode = form
+        self.mode: PrefillMode = mode
 
     def run(self) -> float:
         """As `Variant.run`."""
-        self.engine.deployment.forms.take = self.form
+        self.engine.deployment.prefill_modes.take = self.mode
         return super().run()
 
     def plan(self, tokens: int) -> None:
-        """As `Variant.plan`, the choice of a form included."""
+        """As `Variant.plan`, the choice of a mode included."""
         engine, context = self.engine, context_of(self.engine)
-        engine.deployment.forms.take = self.form
-        *_, last = windows(engine.deployment.forms.of(tokens).calls, engine.deployment.window)
+        engine.deployment.prefill_modes.take = self.mode
+        *_, last = windows(
+            engine.deployment.prefill_modes.of(tokens).calls, engine.deployment.window
+        )
         context.truncate(tokens - sum(last))
-        step = partial(engine.steps.window, context, last, form=self.form)
+        step = partial(engine.steps.window, context, last, mode=self.mode)
         if len(last) == 1:
             step = partial(engine.steps.step, context, "prefill", *last)
         self.planned_s.append(timed(step))
 
 
-@app.command("forms")
-def forms(
+@app.command("modes")
+def modes(
     profile: Annotated[str, typer.Option(help="a file, or the name of a shipped profile")] = "host",
     model: str = LLAMA,
     weights: str = "w4a8",
@@ -231,10 +233,10 @@ def forms(
     engine = open_engine(
         solver.plan, loaded, p + 256, order="best", cost=cost, solver=solver, adapt=False
     )
-    print(f"measured; {model} {weights}, {p} tokens; {engine.deployment.forms.of(p)}\n")
+    print(f"measured; {model} {weights}, {p} tokens; {engine.deployment.prefill_modes.of(p)}\n")
     prompt = token_ids(p, loaded.config.vocab_size)
-    names: list[PrefillMode] = ["cut", *(flight.form for flight in engine.plan.in_flight)]
-    compare({form: Formed(engine, prompt, form) for form in names}, p, rounds, ())
+    names: list[PrefillMode] = ["cut", *(flight.mode for flight in engine.plan.in_flight)]
+    compare({mode: Formed(engine, prompt, mode) for mode in names}, p, rounds, ())
     engine.close()
 
 
@@ -385,7 +387,7 @@ def simulated(
         request = PlanRequest(seq_lens=(tokens,), explain=False)
         plan = planned(open_model(model, weights="w8a8").spec(), taken, request)
         total = plan.totals[0]
-        seconds = min([total.predicted_s, *total.forms.values()])
+        seconds = min([total.predicted_s, *total.modes.values()])
         layer = _makespan(static, chunk, "best", taken, tokens)
         own = [f"{layer:.2f}", f"{seconds:.2f}", f"{tokens / seconds:.0f}"]
         cells.append([str(tokens), *own, theirs, llama_cpp])

@@ -6,6 +6,7 @@ Importing is cheap: public names load when they are first used and nothing probe
 from __future__ import annotations
 
 import importlib
+import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from hetero.errors import ModelError, UserError
     from hetero.generation.answer_stats import Stats
     from hetero.generation.llm import LLM
-    from hetero.generation.loop import GenerationResult, Piece
+    from hetero.generation.loop import Delta, GenerationResult
     from hetero.generation.sampling import SamplingParams
     from hetero.measuring.profiling import profile_device
     from hetero.placement.planning import plan
@@ -34,7 +35,7 @@ _LAZY = {
     "ExecutionPlan": "hetero.solver.execution_plan",
     "GenerationResult": "hetero.generation.loop",
     "ModelError": "hetero.errors",
-    "Piece": "hetero.generation.loop",
+    "Delta": "hetero.generation.loop",
     "PlanError": "hetero.solver.errors",
     "ProfileError": "hetero.profiler.errors",
     "SamplingParams": "hetero.generation.sampling",
@@ -48,12 +49,12 @@ _LAZY = {
 __all__ = [
     "LLM",
     "Context",
+    "Delta",
     "DeviceError",
     "DeviceProfile",
     "ExecutionPlan",
     "GenerationResult",
     "ModelError",
-    "Piece",
     "PlanError",
     "ProfileError",
     "SamplingParams",
@@ -66,6 +67,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "Piece":
+        warnings.warn("hetero.Piece is hetero.Delta now", DeprecationWarning, stacklevel=2)
+        name = "Delta"
     if name not in _LAZY:
         raise AttributeError(f"module 'hetero' has no attribute {name!r}")
     from hetero.backends.host.gc_pause import gc_paused

@@ -83,13 +83,13 @@ def scaled(profile: DeviceProfile, factors: Factors) -> DeviceProfile:
             "other_predictors": tuple(_other(p, own) for p in profile.other_predictors),
             "others": tuple(
                 row.model_copy(
-                    update={"seconds": row.seconds * own.rest(row.device, phase_of(row.m))}
+                    update={"seconds": row.seconds * own.non_matmul(row.device, phase_of(row.m))}
                 )
                 for row in profile.others
             ),
             "references": tuple(
                 point.model_copy(
-                    update={"seconds": point.seconds * own.rest(point.device, point.phase)}
+                    update={"seconds": point.seconds * own.non_matmul(point.device, point.phase)}
                 )
                 for point in profile.references
             ),
@@ -114,7 +114,7 @@ class _Own:
             factor = self._factors.get((device, phase, self._first.get(device, weight_format)))
         return 1.0 if factor is None else factor
 
-    def rest(self, device: DeviceKind, phase: Phase) -> float:
+    def non_matmul(self, device: DeviceKind, phase: Phase) -> float:
         """Return the factor of what has no format."""
         first = self._first.get(device)
         return 1.0 if first is None else self.matmul(device, phase, first)
@@ -139,7 +139,7 @@ def _predictor(predictor: MatMulPredictor, own: _Own) -> MatMulPredictor:
 
 
 def _other(predictor: NonMatmulPredictor, own: _Own) -> NonMatmulPredictor:
-    prefill, decode = (own.rest(predictor.device, phase) for phase in PHASES)
+    prefill, decode = (own.non_matmul(predictor.device, phase) for phase in PHASES)
     if prefill == decode == 1.0:
         return predictor
     few = predictor.coefficients if predictor.decode is None else predictor.decode
@@ -154,7 +154,7 @@ def _other(predictor: NonMatmulPredictor, own: _Own) -> NonMatmulPredictor:
 
 
 def _bandwidth(bandwidth: Bandwidth, own: _Own) -> Bandwidth:
-    gpu, npu = (1 / own.rest(kind, "decode") for kind in KINDS)
+    gpu, npu = (1 / own.non_matmul(kind, "decode") for kind in KINDS)
     return Bandwidth(
         gpu_alone_bytes_per_s=_times(bandwidth.gpu_alone_bytes_per_s, gpu),
         npu_alone_bytes_per_s=_times(bandwidth.npu_alone_bytes_per_s, npu),

@@ -12,8 +12,8 @@ from hetero.backends.protocol import DeviceKind
 from hetero.profiler.model_graph import OpName
 from hetero.solver.chooser import Chooser, Rules
 from hetero.solver.errors import PlanError
+from hetero.solver.npu_tiles import NpuTiles
 from hetero.solver.options import HOST, Objective, Option
-from hetero.solver.pieces import Pieces
 from hetero.solver.plan import Strategy
 from hetero.solver.planner import Planner, shortest
 from hetero.solver.solution import Scenario, Solution
@@ -197,4 +197,4 @@ def npu_sequence(planner: Planner, space: MatMulSpace, graphs: tuple[int, ...], 
         + planner.overheads.copy(4.0 * m * space.k)
     )
     leave = planner.overheads.copy(4.0 * m * space.n)
-    return base._replace(enter_s=(enter + leave, leave), pieces=Pieces(spans, graphs))
+    return base._replace(enter_s=(enter + leave, leave), npu_tiles=NpuTiles(spans, graphs))

@@ -101,7 +101,7 @@ def assemble(
         ops=tuple(
             entries(planner, solutions, reasons=reasons, pipe=strategy == "pipe", decoder=decoder)
         ),
-        rest=non_matmul_devices_of(solutions),
+        non_matmul=non_matmul_devices_of(solutions),
         totals=totals_of(
             planner, solutions, request.seq_lens, longest or planner.step_tokens, decoder
         ),
@@ -299,7 +299,7 @@ def _total(planner: Planner, done: Prompt, singles: Mapping[DeviceKind, Prompt |
         single_devices={kind: single.seconds for kind, single in alone.items()},
         energy_j=done.joules,
         best_single_device_j=best.joules,
-        rest_s=seconds_by_kind(planner.spec, first.non_matmul),
+        non_matmul_s=seconds_by_kind(planner.spec, first.non_matmul),
     )
 
 

@@ -139,11 +139,11 @@ def _no_cut(planner: Planner, strategy: Strategy, m: int) -> str:
 
 def describe(option: Option, m: int, n: int) -> str:
     """Return the tiling in words."""
-    if option.pieces is None:
+    if option.npu_tiles is None:
         return f"GPU {m} × {n}"
-    graphs = "+".join(str(g) if g else str(m) for g in option.pieces.sizes)
-    npu = f"NPU {option.pieces.tokens} × {option.rows} (graph {graphs})"
+    graphs = "+".join(str(g) if g else str(m) for g in option.npu_tiles.sizes)
+    npu = f"NPU {option.npu_tiles.tokens} × {option.rows} (graph {graphs})"
     if not option.is_cut:
         return npu
-    share = 1 - option.pieces.tokens * option.rows / (m * n)
+    share = 1 - option.npu_tiles.tokens * option.rows / (m * n)
     return f"{npu}, GPU {100 * share:.0f} % of the outputs"

@@ -13,9 +13,9 @@ from typing import Final, NamedTuple, TypeAlias
 import numpy as np
 
 from hetero.solver.kernel_times import Bools, Floats, Ints
+from hetero.solver.npu_tiles import NpuTiles
 from hetero.solver.options import GPU, HOST, INF, Objective, Option
 from hetero.solver.overheads import Overheads
-from hetero.solver.pieces import Pieces
 from hetero.solver.plan import Strategy
 from hetero.solver.tilings import Grid, MatMulSpace
 
@@ -203,11 +203,11 @@ class Chooser:
         return option if self.rules.max_gpu_share >= 1 else option.forbid(GPU, HOST)
 
     def _npu_only(self, space: MatMulSpace, m: int, grid: Grid, place: Cell) -> Option:
-        pieces, overheads = grid.pieces(*place), self.overheads
+        npu_tiles, overheads = grid.npu_tiles(*place), self.overheads
         enter = overheads.wait_s + overheads.copy(ACTIVATION_BYTES * m * space.k)
         leave = overheads.copy(ACTIVATION_BYTES * m * space.n)
         return Option(
-            "npu-only" if len(pieces.spans) == 1 else "multi-sequence-cut",
+            "npu-only" if len(npu_tiles.spans) == 1 else "multi-sequence-cut",
             "npu",
             elapsed_s=float(grid.npu_s[place]),
             npu_s=float(grid.npu_s[place]),
@@ -215,7 +215,7 @@ class Chooser:
             leaves=HOST,
             back_s=overheads.at(m).submit_s,
             rows=space.n,
-            pieces=pieces,
+            npu_tiles=npu_tiles,
         )
 
     def _copies(self, space: MatMulSpace, m: int, cuts: Ints, rows: Ints) -> Floats:
@@ -225,12 +225,12 @@ class Chooser:
     def _copied_s(self, space: MatMulSpace, m: int, cuts: Ints, rows: Ints) -> Floats:
         """Return [2, 2, T, R] seconds of the copies of a cut, by state and by `MODES`.
 
-        The operand to the device that lacks it, a piece of the result to the device that continues.
+        The operand to the device that lacks it, a tile of the result to the device that continues.
         """
         tokens = cuts[:, None]
         operand = np.stack((tokens, np.full_like(tokens, m)))[:, None] * space.k
-        piece = tokens * rows
-        moved = np.stack((m * space.n - piece, piece))
+        tile = tokens * rows
+        moved = np.stack((m * space.n - tile, tile))
         copied_s = (self.overheads.copies_s(ACTIVATION_BYTES * x) for x in (operand, moved))
         return np.asarray(sum(copied_s))
 
@@ -244,7 +244,7 @@ class Chooser:
         j: int,
         dominant: bool,
     ) -> Option:
-        r, pieces = int(grid.rows[j]), grid.pieces(i, j)
+        r, npu_tiles = int(grid.rows[j]), grid.npu_tiles(i, j)
         copied_s = [0.0, 0.0]  # by state
         if overheads.copies:
             every = self._copied_s(space, m, grid.cuts[[i]], grid.rows[[j]])
@@ -256,7 +256,7 @@ class Chooser:
         from_gpu = overheads.wait_s + submit + both + copied_s[GPU]
         from_host = overheads.submit_s + both + copied_s[HOST]
         return Option(
-            strategy_name(m, space.n, r, pieces),
+            strategy_name(m, space.n, r, npu_tiles),
             "npu-dominant" if dominant else "gpu-dominant",
             elapsed_s=float(grid.elapsed_s[i, j]),
             gpu_s=float(grid.gpu_s[i, j]),
@@ -265,7 +265,7 @@ class Chooser:
             leaves=HOST if dominant else GPU,
             back_s=overheads.submit_s if dominant else 0.0,
             rows=r,
-            pieces=pieces,
+            npu_tiles=npu_tiles,
             tokens_first=bool(grid.tokens_first[i, j]),
         )
 
@@ -280,10 +280,10 @@ class Chooser:
                 yield cut.forbid(*closed) if closed else cut
 
 
-def strategy_name(m: int, n: int, rows: int, pieces: Pieces) -> Strategy:
+def strategy_name(m: int, n: int, rows: int, npu_tiles: NpuTiles) -> Strategy:
     """Return the paper's name of a tiling (docs/explanation/solver.md)."""
-    one, whole = len(pieces.spans) == 1, pieces.tokens == m
-    exact = pieces.sizes[-1] in (None, pieces.spans[-1][1] - pieces.spans[-1][0])
+    one, whole = len(npu_tiles.spans) == 1, npu_tiles.tokens == m
+    exact = npu_tiles.sizes[-1] in (None, npu_tiles.spans[-1][1] - npu_tiles.spans[-1][0])
     if rows == n:
         if one and whole:
             return "npu-only"
@@ -302,6 +302,6 @@ def _strategy_codes(grid: Grid, m: int) -> Ints:
     for i in range(len(grid.cuts)):
         for j, columns in ((0, slice(0, -1)), (-1, slice(-1, None))):
             rows = n if j else min(int(grid.rows[0]), n - 1)
-            name = strategy_name(m, n, rows, grid.choices.pieces(i))
+            name = strategy_name(m, n, rows, grid.choices.npu_tiles(i))
             codes[i, columns] = known.setdefault(name, len(known))
     return codes

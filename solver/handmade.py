@@ -12,7 +12,9 @@ def single_device(
     spec: ModelGraph, device: DeviceKind, graph_sizes: tuple[int, ...] = ()
 ) -> ExecutionPlan:
     """Return everything on one device, for any token count."""
-    return layer_level(spec, prefill=device, decode=device, rest=device, graph_sizes=graph_sizes)
+    return layer_level(
+        spec, prefill=device, decode=device, non_matmul=device, graph_sizes=graph_sizes
+    )
 
 
 def layer_level(
@@ -20,10 +22,10 @@ def layer_level(
     *,
     prefill: DeviceKind = "npu",
     decode: DeviceKind = "gpu",
-    rest: DeviceKind = "gpu",
+    non_matmul: DeviceKind = "gpu",
     graph_sizes: tuple[int, ...] = (),
 ) -> ExecutionPlan:
-    """Return whole matmuls on one device per phase, everything else on `rest`.
+    """Return whole matmuls on one device per phase, everything else on `non_matmul`.
 
     The default is the paper's layer level: matmuls on the NPU and the rest on the GPU in prefill,
     the GPU alone in decode, because an NPU is slower at one token (section 5.3). The output head
@@ -44,7 +46,7 @@ def layer_level(
     return ExecutionPlan(
         model=spec.name,
         ops=tuple(entries),
-        rest=NonMatmulDevices(prefill=rest, decode=rest),
+        non_matmul=NonMatmulDevices(prefill=non_matmul, decode=non_matmul),
         graph_sizes=graph_sizes,
     )
 

@@ -64,7 +64,7 @@ def in_flight(
     resident: Mapping[OpName, ResidentRows],
     limits: Limits,
 ) -> tuple[InFlight, ...]:
-    """Return the forms that balance calls of m tokens after `context` others best.
+    """Return the modes that balance calls of m tokens after `context` others best.
 
     `whole` and, where that differs, `both`; none where one device has everything, or the NPU the
     other operators.
@@ -83,16 +83,16 @@ def in_flight(
         non_matmul_device
     ]
     factor = planner.cost.contention("gpu", phase_of(m), planner.kernels.weight_format)
-    rest_s = factor * sum(x.gpu_s for name, x in non_matmul.after.items() if name in names)
+    non_matmul_s = factor * sum(x.gpu_s for name, x in non_matmul.after.items() if name in names)
     call_s = planner.overheads.wait_s + planner.overheads.submit_s
-    whole = _best([_only(ways, ways.whole) for ways in every], rest_s, call_s)
-    both = _best(every, rest_s, call_s)
+    whole = _best([_only(ways, ways.whole) for ways in every], non_matmul_s, call_s)
+    both = _best(every, non_matmul_s, call_s)
     if whole is None or both is None:
         return ()
-    forms = [InFlight(form="whole", ops=_entries(every, whole, m))]
+    modes = [InFlight(mode="whole", ops=_entries(every, whole, m))]
     if both != whole:
-        forms.append(InFlight(form="both", ops=_entries(every, both, m)))
-    return tuple(x for x in forms if any(t.device == "npu" for op in x.ops for t in op.tiles))
+        modes.append(InFlight(mode="both", ops=_entries(every, both, m)))
+    return tuple(x for x in modes if any(t.device == "npu" for op in x.ops for t in op.tiles))
 
 
 def in_flight_of(
@@ -100,7 +100,7 @@ def in_flight_of(
 ) -> tuple[InFlight, ...]:
     """Do the same as `in_flight`, given the rows that a plan's solutions keep resident.
 
-    None where energy is what counts, or the GPU's share is bounded: those forms are for latency
+    None where energy is what counts, or the GPU's share is bounded: those modes are for latency
     alone.
     """
     longest = max(x.scenario.m for x in solutions if x.scenario.phase == "prefill")
@@ -166,14 +166,14 @@ def _fits(
     return bool(gpu + npu <= limits.both and gpu <= limits.gpu and npu <= limits.npu)
 
 
-def _best(every: Sequence[_Ways], rest_s: float, call_s: float) -> tuple[int, ...] | None:
+def _best(every: Sequence[_Ways], non_matmul_s: float, call_s: float) -> tuple[int, ...] | None:
     """Return the way of each matmul (places in C) that minimises max(Σ gpu, Σ npu).
 
     It includes what each call on the NPU costs the thread that drives it; None where none is
     possible.
     """
     counts = [len(ways.rows) for ways in every]
-    gpu_s, npu_s = np.full((1,) * len(every), rest_s), np.zeros((1,) * len(every))
+    gpu_s, npu_s = np.full((1,) * len(every), non_matmul_s), np.zeros((1,) * len(every))
     for i, ways in enumerate(every):
         shape = [1] * len(every)
         shape[i] = counts[i]

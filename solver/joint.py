@@ -3,7 +3,7 @@
 What the run-time query needs: with four row cuts of four matmuls an array operation costs more to
 start than to do, so one for all columns replaces one for each matmul.
 
-Notation: L token counts, G graphs, T token cuts, P choices of pieces, C columns (a matmul and a row
+Notation: L token counts, G graphs, T token cuts, P choices of tiles, C columns (a matmul and a row
 cut; as many for each matmul, its first one several times where others have more).
 """
 
@@ -17,8 +17,8 @@ import numpy as np
 from hetero.profiler.model_graph import OpName
 from hetero.solver.chooser import Chooser, SelectedCuts
 from hetero.solver.kernel_times import Bools, Floats, Ints
+from hetero.solver.npu_tiles import Choices, npu_choices
 from hetero.solver.options import INF, Option
-from hetero.solver.pieces import Choices, npu_choices
 from hetero.solver.tilings import Grid, MatMulSpace, complement, contend
 from hetero.solver.weight_memory import ResidentRows
 

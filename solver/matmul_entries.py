@@ -52,15 +52,15 @@ class MatmulEntries:
         self._capabilities, self._source = capabilities, source
         self._ops = _by_name(plan.ops)
         self._flights: dict[PrefillMode, OpsByName] = {
-            flight.form: _by_name(flight.ops) for flight in plan.in_flight
+            flight.mode: _by_name(flight.ops) for flight in plan.in_flight
         }
 
     def at(
-        self, node: Node, phase: Phase, m: int, form: PrefillMode = "cut"
+        self, node: Node, phase: Phase, m: int, mode: PrefillMode = "cut"
     ) -> list[tuple[OpPlan, int]]:
         """Return the entries of a matmul in a call of m tokens, with the first row of each."""
         assert node.plan_op is not None
-        if (flight := self._flights.get(form, {}).get((phase, node.plan_op))) is not None:
+        if (flight := self._flights.get(mode, {}).get((phase, node.plan_op))) is not None:
             return [(flight[None].clipped(m), 0)]
         unfused = self._is_unfused(node, phase, m)
         if not unfused and (whole := self._entry(node.plan_op, phase, m)) is not None:

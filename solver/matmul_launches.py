@@ -40,7 +40,7 @@ class MatmulLaunches:
         self._parts: dict[_Call, tuple[Part, ...]] = {}
 
     def parts(
-        self, node: Node, phase: Phase, m: int, form: PrefillMode = "cut"
+        self, node: Node, phase: Phase, m: int, mode: PrefillMode = "cut"
     ) -> tuple[Part, ...]:
         """Return launches of a matmul node at m tokens, in the plan's order.
 
@@ -49,23 +49,23 @@ class MatmulLaunches:
         prompt waits.
         """
         assert node.plan_op is not None
-        key = (node.plan_op, phase, m, form)
+        key = (node.plan_op, phase, m, mode)
         if key not in self._parts:
-            parts = self._split(node, self.tiles(node, phase, m, form))
+            parts = self._split(node, self.tiles(node, phase, m, mode))
             _check_spill(node, parts, m)
             _keep(self._parts, key, parts)
         return self._parts[key]
 
     def tiles(
-        self, node: Node, phase: Phase, m: int, form: PrefillMode = "cut"
+        self, node: Node, phase: Phase, m: int, mode: PrefillMode = "cut"
     ) -> tuple[Part, ...]:
         """Return a part for each tile of the plan."""
         assert node.plan_op is not None
-        key = (node.plan_op, phase, m, form)
+        key = (node.plan_op, phase, m, mode)
         if key not in self._tiled:
             tiled = [
                 self._part(node, tile, shift)
-                for entry, shift in self._entries.at(node, phase, m, form)
+                for entry, shift in self._entries.at(node, phase, m, mode)
                 for tile in entry.tiles
             ]
             _keep(self._tiled, key, tuple(tiled))

@@ -120,10 +120,10 @@ class NonMatmulCosts:
         if key not in self._known:
             if len(self._known) >= MAX_CACHED:
                 self._known.clear()
-            self._known[key] = self._rests(kind, m, context)
+            self._known[key] = self._times(kind, m, context)
         return self._known[key]
 
-    def _rests(self, kind: DeviceKind, m: int, context: int) -> NonMatmulTimes:
+    def _times(self, kind: DeviceKind, m: int, context: int) -> NonMatmulTimes:
         if kind not in self._timers:
             self._timers[kind] = [
                 timer_of(self.cost, self._where(kind, x.op), x.op) for _, x in self._shares

@@ -11,7 +11,7 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 
 from hetero.backends.protocol import KINDS, DeviceKind
 from hetero.profiler.cost import CostModel
-from hetero.solver.pieces import Pieces
+from hetero.solver.npu_tiles import NpuTiles
 from hetero.solver.plan import Strategy
 
 GPU: Final = 0
@@ -97,7 +97,7 @@ class Option(NamedTuple):
     leaves: int = GPU
     back_s: float = 0.0
     rows: int = 0
-    pieces: Pieces | None = None
+    npu_tiles: NpuTiles | None = None
     tokens_first: bool = False
     forbidden: frozenset[int] = frozenset()
 

@@ -23,17 +23,17 @@ def tiles_of(
 
 
 def _npu(space: MatMulSpace, option: Option) -> Iterator[Tile]:
-    if option.pieces is None:
+    if option.npu_tiles is None:
         return
-    for span, size in zip(option.pieces.spans, option.pieces.sizes, strict=True):
+    for span, size in zip(option.npu_tiles.spans, option.npu_tiles.sizes, strict=True):
         yield _tile(space, "npu", span, (0, option.rows), size)
 
 
 def _gpu(space: MatMulSpace, option: Option, m: int) -> Iterator[Tile]:
     """Yield the complement of the NPU's rows × tokens, cut the way that was costed."""
     n, r = space.n, option.rows
-    t = option.pieces.tokens if option.pieces is not None else 0
-    if option.pieces is None or r == 0:
+    t = option.npu_tiles.tokens if option.npu_tiles is not None else 0
+    if option.npu_tiles is None or r == 0:
         yield _tile(space, "gpu", (0, m), (0, n), None)
     elif option.tokens_first:
         if r < n:

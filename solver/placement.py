@@ -105,49 +105,49 @@ class Placement:
         """Return the tokens that the longest call writes, padding included."""
         return reach(self.plan, self._capabilities)
 
-    def rest(self, phase: Phase) -> DeviceKind:
+    def non_matmul(self, phase: Phase) -> DeviceKind:
         """Return the device of everything that is not a matmul."""
-        return self.plan.rest.prefill if phase == "prefill" else self.plan.rest.decode
+        return self.plan.non_matmul.prefill if phase == "prefill" else self.plan.non_matmul.decode
 
     def at(
-        self, phase: Phase, m: int, logit_rows: int = 1, *, form: PrefillMode = "cut"
+        self, phase: Phase, m: int, logit_rows: int = 1, *, mode: PrefillMode = "cut"
     ) -> Iterator[Assignment]:
         """Yield what computes a call of m tokens, in the model's order.
 
         The output head sees the last `logit_rows` tokens, and is left out where that is none. Rows
         of several contexts decode so, too; but what knows a position runs for each of them, on the
-        same device (`row_graph`). `form`: of calls in flight.
+        same device (`row_graph`). `mode`: of calls in flight.
         """
         inside: set[str] = set()  # nodes of groups that were yielded
         for node in self.graph.nodes:
             if node.name in inside or (node.name == "lm_head" and not logit_rows):
                 continue
-            group = self.groups.get(node.name) if form == "cut" else None
+            group = self.groups.get(node.name) if mode == "cut" else None
             graph = None if group is None else self.fused(group, phase, m)
             if group is not None and graph is not None:
                 inside.update(member.name for member in group.nodes)
                 yield Assignment(node, "npu", graph, group=group)
             elif node.plan_op is not None:
                 tokens = logit_rows if node.name == "lm_head" else m
-                yield Assignment(node, parts=self.parts(node, phase, tokens, form))
+                yield Assignment(node, parts=self.parts(node, phase, tokens, mode))
             else:
-                heads = self.heads(phase, m, form) if isinstance(node.op, Attention) else ()
+                heads = self.heads(phase, m, mode) if isinstance(node.op, Attention) else ()
                 yield Assignment(node, *self._other(node, phase, m), heads=heads)
 
     def parts(
-        self, node: Node, phase: Phase, m: int, form: PrefillMode = "cut"
+        self, node: Node, phase: Phase, m: int, mode: PrefillMode = "cut"
     ) -> tuple[Part, ...]:
         """Return the launches of a matmul node at m tokens (`MatmulLaunches.parts`)."""
-        return self._launches.parts(node, phase, m, form)
+        return self._launches.parts(node, phase, m, mode)
 
-    def heads(self, phase: Phase, m: int, form: PrefillMode = "cut") -> tuple[Heads, ...]:
+    def heads(self, phase: Phase, m: int, mode: PrefillMode = "cut") -> tuple[Heads, ...]:
         """Return the launches of an attention of m tokens that both devices share.
 
         The NPU has the first key/value heads. None where the device of the other operators has all;
         it has in decoding, of calls that are cut for being in flight together, and where no graph
         holds m tokens.
         """
-        if phase != "prefill" or form != "cut" or not share_heads(self._capabilities):
+        if phase != "prefill" or mode != "cut" or not share_heads(self._capabilities):
             return ()
         counts = self._head_counts(m)
         if counts is None or not counts.shared:
@@ -169,7 +169,7 @@ class Placement:
     def _other(self, node: Node, phase: Phase, m: int) -> tuple[DeviceKind, int]:
         """Return device and tokens of a node that is no matmul."""
         # As many tokens as the rest, for a padded graph reads what is written here.
-        kind = device_of_other(node.op, self.rest(phase), self._capabilities)
+        kind = device_of_other(node.op, self.non_matmul(phase), self._capabilities)
         return kind, self.padded(phase, m)
 
     def padded(self, phase: Phase, m: int) -> int:
@@ -177,7 +177,7 @@ class Placement:
 
         They are those of a graph, where shapes are static.
         """
-        kind = self.rest(phase)
+        kind = self.non_matmul(phase)
         able = self._capabilities[kind]
         try:
             return padded_size(m, able.graph_sizes if able.static_shapes else ())
@@ -223,7 +223,7 @@ class Placement:
         """Return the devices that work in a prompt's call of m tokens, the output head aside."""
         tiles = {tile.device for x in self.block_entries("prefill", m) for tile in x.tiles}
         heads = {part.kind for part in self.heads("prefill", m)}
-        return frozenset({self.rest("prefill"), *tiles, *heads})
+        return frozenset({self.non_matmul("prefill"), *tiles, *heads})
 
     def devices(self, node: Node) -> frozenset[DeviceKind]:
         """Return the devices that run a node in any phase."""
@@ -241,7 +241,7 @@ class Placement:
 
         Else None.
         """
-        if self.rest(phase) != "npu":
+        if self.non_matmul(phase) != "npu":
             return None
         parts = [self._launches.tiles(node, phase, m) for node in group.matmuls]
         graphs = {part.graph for launches in parts for part in launches}

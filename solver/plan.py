@@ -11,9 +11,9 @@ import hashlib
 import json
 import os
 from collections.abc import Container, Iterable, Mapping, Sequence
-from typing import Annotated, Literal, Self, TypeAlias
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from hetero.backends.formats import WeightFormat
 from hetero.backends.host.files import LONGEST_DOCUMENT_BYTES, atomic_write, read_text
@@ -39,6 +39,11 @@ Stop = Annotated[int, Field(ge=1, lt=2**31)]
 Bytes = Annotated[int, Field(ge=0, lt=2**63)]
 Positive = Annotated[float, Field(ge=1e-30, le=1e30)]
 Quantity = Annotated[float, Field(ge=0, le=1e30)]
+
+
+def _also(name: str, old: str) -> Any:
+    """Return a field that is also read under its name of earlier plans."""
+    return Field(validation_alias=AliasChoices(name, old))
 
 
 class _Record(BaseModel):
@@ -93,7 +98,7 @@ class OpPlan(_Record):
     """The partition of one matmul (all layers alike) for a phase and token count.
 
     `pipe` marks the paper's NPU-only comparison of that name, which alone may give the NPU more
-    than two pieces along tokens.
+    than two tiles along tokens.
     """
 
     phase: Phase
@@ -117,7 +122,7 @@ class OpPlan(_Record):
         what = f"{self.phase} {self.op}" + (f" at {self.m} tokens" if self.m else "")
         check_cover(self.tiles, m=self.m or 1, n=self.n, what=what)
         if not self.pipe:
-            check_pieces(self.tiles, what=what)
+            check_npu_tiles(self.tiles, what=what)
         return self
 
     def clipped(self, m: int) -> OpPlan:
@@ -167,11 +172,11 @@ class InFlight(_Record):
     """The matmuls of calls of a prompt that are in flight together, for any token count.
 
     `whole` has none cut ("Fast On-device LLM Inference with NPUs", section 3.4), `both` some, so
-    that both devices have as much to do in all, whatever each matmul takes. The form `cut` is that
+    that both devices have as much to do in all, whatever each matmul takes. The mode `cut` is that
     of the plan's own entries.
     """
 
-    form: Literal["whole", "both"]
+    mode: Annotated[Literal["whole", "both"], _also("mode", "form")]
     ops: Annotated[tuple[OpPlan, ...], Field(min_length=1, max_length=64)]
 
     @model_validator(mode="after")
@@ -188,9 +193,9 @@ class Total(_Record):
 
     `steps` are the token counts of the calls that a prompt of m tokens runs in, each after the
     tokens of those before it. `single_devices` are the times of the plans with all matmuls on one
-    device, by its kind; `rest_s` those of the other operators in the first call, each time: `head`
-    before the layers, then by what they do (`steps.seconds_by_kind`). `forms` are predicted seconds
-    of the prompt's forms, with calls in flight together, of which the runtime takes `form`.
+    device, by its kind; `non_matmul_s` those of the other operators in the first call, each time:
+    `head` before the layers, then by what they do (`steps.seconds_by_kind`). `modes` are predicted
+    seconds of the prompt's modes, with calls in flight together, of which the runtime takes `mode`.
     """
 
     phase: Phase
@@ -203,9 +208,9 @@ class Total(_Record):
     steps: tuple[Stop, ...] = ()
     energy_j: Quantity | None = None
     best_single_device_j: Quantity | None = None
-    rest_s: dict[str, Quantity] = {}
-    form: PrefillMode = "cut"
-    forms: dict[PrefillMode, Positive] = {}
+    non_matmul_s: Annotated[dict[str, Quantity], _also("non_matmul_s", "rest_s")] = {}
+    mode: Annotated[PrefillMode, _also("mode", "form")] = "cut"
+    modes: Annotated[dict[PrefillMode, Positive], _also("modes", "forms")] = {}
 
     @model_validator(mode="after")
     def _steps_are_the_prompt(self) -> Self:
@@ -287,7 +292,7 @@ class Plan(_Record):
     `fused` are groups of operations that run as one graph where the plan has all of them, whole, on
     an NPU that can: gate, up, activation and product (`feed_forward`), all of a layer between
     attentions (`static`), or a whole block. `attention` says which device computes which heads;
-    none means the device of the other operators, all. `in_flight` are other forms of a prompt's
+    none means the device of the other operators, all. `in_flight` are other modes of a prompt's
     calls, for lengths at which they are faster. `errors` are mean relative errors of the profile's
     predictions of matmuls that it left out, of the device whose are larger.
     """
@@ -301,7 +306,7 @@ class Plan(_Record):
     objective: Literal["latency", "energy"] = "latency"
     solve_s: Quantity | None = None
     ops: tuple[OpPlan, ...]
-    rest: NonMatmulDevices
+    non_matmul: Annotated[NonMatmulDevices, _also("non_matmul", "rest")]
     totals: tuple[Total, ...] = ()
     graph_sizes: tuple[Stop, ...] = ()
     memory_bytes: Bytes | None = None
@@ -327,11 +332,11 @@ class Plan(_Record):
     def _check(self) -> Self:
         if len({tuple(point.m for point in curve.points) for curve in self.curves}) > 1:
             raise ValueError("the curves have points at other lengths than each other")
-        if len({x.form for x in self.in_flight}) < len(self.in_flight):
-            raise ValueError("each form of calls in flight is there once")
+        if len({x.mode for x in self.in_flight}) < len(self.in_flight):
+            raise ValueError("each mode of calls in flight is there once")
         if len({x.m for x in self.attention}) < len(self.attention):
             raise ValueError("attention's heads are shared in one way at each token count")
-        if self.shares_attention and self.rest.prefill != "gpu":
+        if self.shares_attention and self.non_matmul.prefill != "gpu":
             raise ValueError("attention's heads are shared where the GPU has the other operators")
         return self
 
@@ -343,9 +348,9 @@ class Plan(_Record):
         """
         what = {"phase", "m", "op", "n", "k", "tiles"}
         ops = sorted(op.model_dump_json(include=what) for op in self.all_ops)
-        rest = self.model_dump_json(include={"model", "rest", "graph_sizes", "fused"})
+        head = self.model_dump_json(include={"model", "non_matmul", "graph_sizes", "fused"})
         heads = [f"{x.m} {x.heads}" for x in self.attention] if self.shares_attention else []
-        return hashlib.sha256("\n".join([rest, *ops, *sorted(heads)]).encode()).hexdigest()[:12]
+        return hashlib.sha256("\n".join([head, *ops, *sorted(heads)]).encode()).hexdigest()[:12]
 
     def partition(self, phase: Phase, m: int, op: str) -> tuple[Tile, ...]:
         """Return the tiles of one matmul at m tokens.
@@ -401,7 +406,7 @@ class Plan(_Record):
         limits = [self.step_tokens or (listed[-1] if listed else STEP_TOKENS), *listed[-1:]]
         if not listed and not solved:  # a tile of all tokens is one graph
             limits += [max(sizes) for sizes in graphs.values() if sizes]
-        limits += sorted(graphs.get(self.rest.prefill, ()))[-1:]
+        limits += sorted(graphs.get(self.non_matmul.prefill, ()))[-1:]
         longest = min(limits)
         sizes = self.step_sizes
         if sizes is None:
@@ -436,14 +441,14 @@ class Plan(_Record):
 
     @property
     def all_ops(self) -> tuple[OpPlan, ...]:
-        """Return the entries of all forms."""
+        """Return the entries of all modes."""
         return (*self.ops, *(op for flight in self.in_flight for op in flight.ops))
 
     def devices(self) -> frozenset[DeviceKind]:
         """Return the device kinds that the plan uses."""
         tiles = {tile.device for op in self.all_ops for tile in op.tiles}
         both = KINDS if self.shares_attention else ()
-        return frozenset(tiles | {self.rest.prefill, self.rest.decode, *both})
+        return frozenset(tiles | {self.non_matmul.prefill, self.non_matmul.decode, *both})
 
     def check_heads(self, spec: ModelGraph) -> None:
         """Raise `PlanError` unless the plan shares as many heads of attention as the model has."""
@@ -505,13 +510,13 @@ class Plan(_Record):
             raise PlanError(f"the plan {path} is not valid: {where}: {first['msg']}") from None
 
 
-def device_of_other(op: Op, rest: DeviceKind, devices: Container[DeviceKind]) -> DeviceKind:
-    """Return the device of an operation that is no matmul of the plan, where `rest` has the others.
+def device_of_other(op: Op, non_matmul: DeviceKind, devices: Container[DeviceKind]) -> DeviceKind:
+    """Return the device of an operation that is no matmul of the plan, as a rule `non_matmul`.
 
     Outliers are there to be computed while the NPU computes their matmul, so the GPU has them if
     there is one.
     """
-    return "gpu" if isinstance(op, Outliers) and "gpu" in devices else rest
+    return "gpu" if isinstance(op, Outliers) and "gpu" in devices else non_matmul
 
 
 def entry_at(known: Mapping[int | None, OpPlan], m: int) -> OpPlan | None:
@@ -581,18 +586,18 @@ def check_cover(tiles: tuple[Tile, ...], *, m: int, n: int, what: str) -> None:
         raise ValueError(f"{what}: the tiles cover {area} of {m * n} outputs")
 
 
-def check_pieces(tiles: tuple[Tile, ...], *, what: str) -> None:
-    """Check that the NPU computes at most two pieces along tokens per row range.
+def check_npu_tiles(tiles: tuple[Tile, ...], *, what: str) -> None:
+    """Check that the NPU computes at most two tiles along tokens per row range.
 
     Raises ValueError.
     """
-    pieces: dict[tuple[int, int], int] = {}
+    counts: dict[tuple[int, int], int] = {}
     for tile in tiles:
         if tile.device == "npu":
-            pieces[tile.rows] = pieces.get(tile.rows, 0) + 1
-    for rows, count in pieces.items():
+            counts[tile.rows] = counts.get(tile.rows, 0) + 1
+    for rows, count in counts.items():
         if count > 2:
             raise ValueError(
-                f"{what}: the NPU computes rows {list(rows)} in {count} pieces along tokens, at "
+                f"{what}: the NPU computes rows {list(rows)} in {count} tiles along tokens, at "
                 "most 2 are allowed"
             )

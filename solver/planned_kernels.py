@@ -117,9 +117,10 @@ class PlannedKernels:
 
     def _devices(self, op: Op) -> set[DeviceKind]:
         """Return the devices that run an operation that is no matmul."""
-        rest = self._plan.rest
+        devices = self._plan.non_matmul
         return {
-            device_of_other(op, kind, self._capabilities) for kind in (rest.prefill, rest.decode)
+            device_of_other(op, kind, self._capabilities)
+            for kind in (devices.prefill, devices.decode)
         }
 
     @property
@@ -166,7 +167,7 @@ def storage_of(node: Node, precision: WeightFormat | None) -> StorageFormat:
 
 
 def _runs(spans: Iterable[Span], edges: Iterable[int]) -> list[Span]:
-    """Return the pieces between edges that are inside some span."""
+    """Return the tiles between edges that are inside some span."""
     spans = list(spans)
     return [
         (a, b)

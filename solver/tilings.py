@@ -15,8 +15,8 @@ import numpy as np
 from hetero.backends.protocol import prepared_sizes
 from hetero.profiler.records import phase_of
 from hetero.solver.kernel_times import Bools, Floats, Ints, KernelTimes
+from hetero.solver.npu_tiles import Choices, NpuTiles, npu_choices
 from hetero.solver.overheads import CutTimes, Overheads
-from hetero.solver.pieces import Choices, Pieces, npu_choices
 
 FREE: Final = Overheads()
 
@@ -60,8 +60,8 @@ class Grid:
         """Return [T] token cuts."""
         return self.choices.cuts
 
-    def pieces(self, cut: int, row: int) -> Pieces:
-        """Return the fastest pieces for a cut and a number of rows.
+    def npu_tiles(self, cut: int, row: int) -> NpuTiles:
+        """Return the fastest tiles for a cut and a number of rows.
 
         Both are places in `cuts` and `rows`.
         """
@@ -69,7 +69,7 @@ class Grid:
         choice = group.start
         if group.stop > choice + 1:
             choice += int(self.every_npu_s[group, row].argmin())
-        return self.choices.pieces(choice)
+        return self.choices.npu_tiles(choice)
 
 
 class MatMulSpace:
@@ -107,7 +107,7 @@ class MatMulSpace:
     def grid(self, m: int, *, every: bool = False) -> Grid:
         """Return cost every tiling of m tokens.
 
-        Pieces that end at the same token share a row of the grid (the fastest counts) unless
+        Tiles that end at the same token share a row of the grid (the fastest counts) unless
         `every` is set.
         """
         if not self.has_npu:
@@ -154,7 +154,7 @@ class MatMulSpace:
         return self.kernels.table("gpu", counts, rows, self.k).seconds
 
     def fastest(self, choices: Choices, table: Floats) -> tuple[Floats, Floats]:
-        """Return [T, R] times of the fastest pieces for each cut, and [P, R] of every choice.
+        """Return [T, R] times of the fastest tiles for each cut, and [P, R] of every choice.
 
         They come from a table of graphs (or, where the NPU takes any token count, of all token
         counts).

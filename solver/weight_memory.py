@@ -54,9 +54,9 @@ class ResidentRows(NamedTuple):
 
 def rows_needed(option: Option, m: int, n: int) -> ResidentRows:
     """Return what one tiling needs."""
-    if option.pieces is None or option.rows == 0:
+    if option.npu_tiles is None or option.rows == 0:
         return ResidentRows(0, 0)
-    if option.pieces.tokens < m:
+    if option.npu_tiles.tokens < m:
         return ResidentRows(option.rows, 0)
     return ResidentRows(option.rows, option.rows if option.rows < n else n)
 

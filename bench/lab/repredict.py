@@ -16,8 +16,8 @@ from hetero.solver.baselines import npu_sequence, online_s
 from hetero.solver.chooser import Chooser, Rules
 from hetero.solver.errors import PlanError
 from hetero.solver.execution_plan import ExecutionPlan
+from hetero.solver.npu_tiles import NpuTiles
 from hetero.solver.options import INF, Objective, Option
-from hetero.solver.pieces import Pieces
 from hetero.solver.placement import Placement
 from hetero.solver.plan import Tile
 from hetero.solver.planner import Planner
@@ -65,7 +65,7 @@ def repredict(
         }
         counts = plan.heads(step.m) if step.phase == "prefill" else None
         heads = counts.npu if counts is not None and counts.shared else 0
-        return planner.evaluate(step, options, placement.rest(step.phase), heads=heads)
+        return planner.evaluate(step, options, placement.non_matmul(step.phase), heads=heads)
 
     def preparation_s(step: Scenario) -> float:
         return online_s(prepared, step.m, plan.strategy) if step.phase == "prefill" else 0.0
@@ -101,18 +101,18 @@ def _option(planner: Planner, name: OpName, m: int, tiles: Sequence[Tile]) -> Op
     grid = space.grid(m, every=True)
     chooser = Chooser(planner.overheads, Rules(margin=-INF), Objective())
     mask = np.zeros(grid.elapsed_s.shape, dtype=bool)
-    wanted: Pieces | None = None
+    wanted: NpuTiles | None = None
     if npu:
         spans = tuple((tile.tokens[0], tile.tokens[1] or m) for tile in npu)
         graphs = tuple(tile.graph_size or _graph(planner, *tile.tokens) for tile in npu)
         sizes = tuple(g for g in graphs if g is not None)
         if len(sizes) == len(tiles) > 1 and {tile.rows for tile in npu} == {(0, space.n)}:
             return npu_sequence(planner, space, sizes, m)
-        wanted = Pieces(spans, graphs)
-        known = [grid.choices.pieces(i) == wanted for i in range(len(grid.cuts))]
+        wanted = NpuTiles(spans, graphs)
+        known = [grid.choices.npu_tiles(i) == wanted for i in range(len(grid.cuts))]
         mask[np.ix_(known, grid.rows == npu[0].rows[1])] = True
     for option in chooser.options(space, m, grid=grid, mask=mask):
-        if option.pieces == wanted:
+        if option.npu_tiles == wanted:
             return option
     raise PlanError(
         f"{name} at {m} tokens: profile {planner.profile.name} has no times for the plan's tiles: "

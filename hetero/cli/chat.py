@@ -149,9 +149,9 @@ class Talk:
         conversation, dropped = self.conversation, self.conversation.dropped
         texts: list[str] = []
         try:
-            for piece in conversation.stream(line, **self._options):
-                text = piece.text if "".join(texts).strip() else piece.text.lstrip()
-                texts.append(piece.text)
+            for delta in conversation.stream(line, **self._options):
+                text = delta.text if "".join(texts).strip() else delta.text.lstrip()
+                texts.append(delta.text)
                 print(answer_text(text), end="", flush=True)
         except UserError as error:
             _complain(error)

@@ -181,8 +181,8 @@ def answered(
     answer = llm.stream(prompt, **options)
     begins = options["chat"]  # an answer of its own: the space before its first word is none
     try:
-        for piece in answer:
-            text = piece.text.lstrip() if begins else echoed + piece.text
+        for delta in answer:
+            text = delta.text.lstrip() if begins else echoed + delta.text
             if not quiet:
                 print(answer_text(text), end="", flush=True)
             echoed, begins = "", begins and not text
@@ -243,7 +243,8 @@ def document(llm: LLM, result: GenerationResult, options: GenerateOptions) -> di
         "notes": list(llm.choice.notes),
         "gpu_share": stats.gpu_share,
         "npu_idle_share": stats.npu_idle_share,
-        "prompt_form": stats.prompt_form,
+        "prefill_mode": stats.prefill_mode,
+        "prompt_form": stats.prefill_mode,  # its old name, for one release
         "adaptations": list(stats.adaptations),
         "shifted_tokens": stats.shifted_tokens,
         "gpu": llm.devices.name("gpu"),
@@ -288,7 +289,7 @@ def print_stats(llm: LLM, result: GenerationResult) -> None:
     _work_rows(table, stats)
     rows = [("adapted", reason) for reason in stats.adaptations]
     rows.insert(0, ("attention", _heads(llm, stats.prompt_tokens)))
-    for what, text in [("prompt's calls", stats.prompt_form), *rows, ("chosen", stats.choice)]:
+    for what, text in [("prompt's calls", stats.prefill_mode), *rows, ("chosen", stats.choice)]:
         if text:
             table.add_row(what, shown(text))
     for note in llm.choice.notes:

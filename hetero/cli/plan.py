@@ -246,7 +246,7 @@ def _print_plan(plan: ExecutionPlan, others: list[ExecutionPlan], explain: str |
     )
     for sentence in conclusion.sentences(plan):
         say(sentence, console)
-    tables = [brief.gains(plan), content.forms(plan), brief.operators(plan)]
+    tables = [brief.gains(plan), content.modes(plan), brief.operators(plan)]
     for table in (
         *tables,
         content.attention(plan),

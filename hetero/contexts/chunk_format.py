@@ -64,7 +64,7 @@ class ChunkFile:
 
     path: Path
     nbytes: int
-    data: int  # where the first piece begins
+    data: int  # where the first block begins
     entries: tuple[Entry, ...]
     box: Box | None = None
     live: set[int] = field(default_factory=set)
@@ -76,7 +76,7 @@ class ChunkFormat:
 
     def __init__(self, codec: ChunkCodec, vault: Vault | None) -> None:
         self.codec, self._vault = codec, vault
-        self._tail = _CRC.size if vault is None else TAG_BYTES  # after a piece
+        self._tail = _CRC.size if vault is None else TAG_BYTES  # after a block
 
     def room(self, entries: Sequence[Entry]) -> int:
         """Return how many bytes a file of these chunks takes at most."""
@@ -98,7 +98,7 @@ class ChunkFormat:
         with atomic_writer(path, durable=durable) as file:
             file.write(_HEAD.pack(self._magic, len(header), zlib.crc32(header)) + header)
             for where, data in zip(self._order(entries), planes, strict=True):
-                file.write(_piece(box, data, *where))
+                file.write(_block(box, data, *where))
             size = file.tell()
         return ChunkFile(path, size, _HEAD.size + len(header), tuple(entries), box)
 
@@ -120,8 +120,8 @@ class ChunkFormat:
         except (OSError, struct.error, ValueError, TypeError, RecursionError, SealError):
             return None
         data = _HEAD.size + length
-        pieces = sum(self._size(entry.tokens, entry.bits) for entry in entries)
-        return ChunkFile(path, size, data, entries, box) if size == data + pieces else None
+        blocks = sum(self._size(entry.tokens, entry.bits) for entry in entries)
+        return ChunkFile(path, size, data, entries, box) if size == data + blocks else None
 
     @property
     def _magic(self) -> bytes:
@@ -163,7 +163,7 @@ class ChunkFormat:
                 raise ChunkError(f"{about.path.name}: {error.strerror or error}") from error
             plane = _plane(about.box, memoryview(data), entry, index, layer, number)
             if plane is None or len(plane) != size:
-                raise ChunkError(f"{about.path.name}: a piece is damaged")
+                raise ChunkError(f"{about.path.name}: a block is damaged")
             offset += len(data)
             yield bytes(plane)
 
@@ -192,7 +192,7 @@ class ChunkFormat:
                 whole = data[at : min(stop, count)]
                 content = _plane(about.box, whole, entry, place.index, layer, number)
                 if content is None:
-                    raise ChunkError(f"{about.path.name}: a piece is damaged", nth)
+                    raise ChunkError(f"{about.path.name}: a block is damaged", nth)
                 plane[layer] = np.frombuffer(content, np.uint8)
                 at = stop
         return len(data)
@@ -208,7 +208,7 @@ def _nth(index: int, layer: int, plane: int) -> int:
     return index << 32 | layer << 8 | plane
 
 
-def _piece(box: Box | None, data: bytes, entry: Entry, index: int, layer: int, plane: int) -> bytes:
+def _block(box: Box | None, data: bytes, entry: Entry, index: int, layer: int, plane: int) -> bytes:
     """Return a plane as it is stored in a file."""
     belongs = _belongs(entry.key, layer, plane)
     if box is not None:

@@ -22,7 +22,7 @@ from hetero.contexts.service import App, AppContext
 from hetero.contexts.slot_pool import Slot
 from hetero.contexts.working_set import CachedText, Switch
 from hetero.errors import UserError
-from hetero.generation.loop import GenerationResult, Pending, Piece
+from hetero.generation.loop import Delta, GenerationResult, Pending
 
 
 @dataclass(eq=False)
@@ -68,7 +68,7 @@ class RecentTexts:
         results: list[GenerationResult],
         salt: str = "",
         **options: Any,
-    ) -> WholeSteps[Piece | Pending | None]:
+    ) -> WholeSteps[Delta | Pending | None]:
         """Stream the answer to a whole text, which replaces text `at`.
 
         A step without output yields None. Texts of another `salt` are not reused. With `echo` and
@@ -83,7 +83,7 @@ class RecentTexts:
         results: list[GenerationResult],
         salt: str,
         options: dict[str, Any],
-    ) -> Iterator[Piece | Pending | None]:
+    ) -> Iterator[Delta | Pending | None]:
         service, text, tokens = self.app.service, self.texts[at], list(tokens)
         whole = options.get("echo") and options.get("logprobs") is not None
         with service._lock.taken(), self._working(at):
@@ -175,7 +175,7 @@ class RecentTexts:
         options: dict[str, Any],
         ended: list[GenerationResult],
         switch: Switch,
-    ) -> Iterator[Piece | Pending | None]:
+    ) -> Iterator[Delta | Pending | None]:
         text.switch = switch
         yield from self.app.service._steps(slot, tokens, options, ended)
 

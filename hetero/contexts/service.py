@@ -53,7 +53,7 @@ from hetero.contexts.working_set import CachedText, CallTimes, Switch, WorkingSe
 from hetero.errors import QuotaError, UserError
 from hetero.generation.conversation import Conversation
 from hetero.generation.llm import LLM
-from hetero.generation.loop import GenerationResult, Pending, Piece, decode_together
+from hetero.generation.loop import Delta, GenerationResult, Pending, decode_together
 from hetero.placement.planning import parse_size
 from hetero.runtime.kv.attention_stats import ScoreStats
 from hetero.runtime.kv.context import Context
@@ -244,7 +244,7 @@ class Service(Closing):
         tokens: Sequence[int],
         options: dict[str, Any],
         results: list[GenerationResult],
-    ) -> Iterator[Piece | Pending | None]:
+    ) -> Iterator[Delta | Pending | None]:
         """Yield the text deltas of the answer to a whole text in a slot, step by step.
 
         With the option `ahead` there may be a `PENDING` before a delta, but not before the first.
@@ -254,9 +254,9 @@ class Service(Closing):
         with self.llm.stream(tokens, **options) as answer:
             slot.answer = answer
             while not answer.finished:
-                piece = answer.advance() if ahead and begun else answer.step()
-                begun = begun or piece is not None
-                yield piece
+                delta = answer.advance() if ahead and begun else answer.step()
+                begun = begun or delta is not None
+                yield delta
                 self._lock.check()
         results.append(answer.result())
 
@@ -279,13 +279,15 @@ class Service(Closing):
         able = {} if engine.runner.gpu_share is not None else engine.devices
         known = {decoder.name: decoder for decoder in decoders(able, codec, layout)}
         names = ", ".join(device.info.name for device in engine.devices.values())
-        priced = engine.deployment.forms.priced
+        priced = engine.deployment.prefill_modes.priced
         measured_on = [MEASURES, names, self.llm.plan.plan_id, priced, sorted(known)]
         if about.get("measured_on") != measured_on:
             directory.save(
                 measured_on=measured_on,
                 prompts=measure_prompts(self._active, vocabulary, self._prefill),
-                predicted=predict_prompts(engine.deployment.forms.prompt_s, engine.max_seq_len)
+                predicted=predict_prompts(
+                    engine.deployment.prefill_modes.prompt_s, engine.max_seq_len
+                )
                 if priced
                 else [],
                 **measure_chunks(self._active, codec, directory.path, known.values()),
@@ -438,17 +440,17 @@ class AppContext:
             pass
         return results[0]
 
-    def stream(self, prompt: str, **options: Any) -> Iterator[Piece]:
+    def stream(self, prompt: str, **options: Any) -> Iterator[Delta]:
         """Yield the text deltas of the answer.
 
         An answer that is not read to its end does not join the context.
         """
-        steps = WholeSteps[Piece | Pending | None](self._answer(prompt, options, []))
-        return (piece for piece in steps if isinstance(piece, Piece))
+        steps = WholeSteps[Delta | Pending | None](self._answer(prompt, options, []))
+        return (delta for delta in steps if isinstance(delta, Delta))
 
     def stream_text(
         self, tokens: Sequence[int], results: list[GenerationResult], **options: Any
-    ) -> WholeSteps[Piece | Pending | None]:
+    ) -> WholeSteps[Delta | Pending | None]:
         """Return the steps of the answer to a whole text, which replaces the context's own.
 
         A common prefix is reused. A step is a text delta, or None where it gave none. The result is
@@ -458,7 +460,7 @@ class AppContext:
 
     def _become_answered(
         self, tokens: Sequence[int], results: list[GenerationResult], options: dict[str, Any]
-    ) -> Iterator[Piece | Pending | None]:
+    ) -> Iterator[Delta | Pending | None]:
         with self.app.service._lock.taken(), self._at_work():
             ended: list[GenerationResult] = []
             with self.app.service._slots.taken(self._cached.root, tokens) as slot:
@@ -511,7 +513,7 @@ class AppContext:
 
     def _answer(
         self, prompt: str, options: dict[str, Any], results: list[GenerationResult]
-    ) -> Iterator[Piece | Pending | None]:
+    ) -> Iterator[Delta | Pending | None]:
         for name in ("context", "reuse", "chat", "echo", "context_shift", "keep"):
             if name in options:
                 raise UserError(f"{name!r} is not an option of a persistent context's call")
@@ -543,7 +545,7 @@ class AppContext:
         options: dict[str, Any],
         results: list[GenerationResult],
         switch: Switch,
-    ) -> Iterator[Piece | Pending | None]:
+    ) -> Iterator[Delta | Pending | None]:
         self.last_switch = switch
         options = {"chat": self._log.text.chat} | options
         yield from self.app.service._steps(slot, whole, options, results)

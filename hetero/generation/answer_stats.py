@@ -35,7 +35,7 @@ class Stats:
     `speculation` says how many guessed tokens were right, where tokens were guessed.
     `gpu_share` is the part of the time that the GPU was busy, where `max_gpu_share` bounds it;
     `npu_idle_share` the part of the prompt's time in which the NPU had nothing to do, where both
-    devices work; `prompt_form` how its matmuls are cut and its calls ordered, and what was
+    devices work; `prefill_mode` how its matmuls are cut and its calls ordered, and what was
     predicted of the other ways, where it has several.
     `adaptations` are the changes of the cuts since the model was opened, with their reasons.
     `choice` is why `--device auto` chose what it did; empty otherwise.
@@ -52,7 +52,7 @@ class Stats:
     speculation: DraftStats | None = None
     gpu_share: float | None = None
     npu_idle_share: float | None = None
-    prompt_form: str = ""
+    prefill_mode: str = ""
     adaptations: tuple[str, ...] = ()
     choice: str = ""
     shifted_tokens: int = 0
@@ -128,7 +128,7 @@ class AnswerMeter:
             adaptations=tuple(engine.adaptations),
             gpu_share=work.gpu_busy_s / work.wall_s if limited else None,
             npu_idle_share=work.idle_share("npu") if len(work.devices) == 2 else None,
-            prompt_form=work.form,
+            prefill_mode=work.mode,
             choice=choice,
             shifted_tokens=self.shifted_tokens,
         )

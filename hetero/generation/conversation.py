@@ -11,7 +11,7 @@ from hetero.errors import UserError
 from hetero.runtime.kv.context import Context
 
 if TYPE_CHECKING:
-    from hetero.generation.loop import Generation, GenerationResult, Piece
+    from hetero.generation.loop import Delta, Generation, GenerationResult
     from hetero.generation.options import GenerateOptions
 
 
@@ -57,8 +57,8 @@ class Conversation:
         assert self.last is not None
         return self.last
 
-    def stream(self, text: str, **options: Unpack[GenerateOptions]) -> Iterator[Piece]:
-        """Yield pieces of the answer; an answer that is not read to its end is not remembered."""
+    def stream(self, text: str, **options: Unpack[GenerateOptions]) -> Iterator[Delta]:
+        """Yield deltas of the answer; an answer that is not read to its end is not remembered."""
         config = {"role": "user", "content": text}
         tokens = self.fitting([*self.messages, config], int(options.get("max_tokens", 1)))
         options["chat"] = options["reuse"] = True

@@ -225,8 +225,8 @@ class ModelLoader:
 
         Raises `ModelError` if another format was requested.
         """
-        npu, rest = self.devices.devices.get("npu"), self.plan.rest
-        if npu is None or not ("npu" in (rest.prefill, rest.decode) or self.plan.fused):
+        npu, non_matmul = self.devices.devices.get("npu"), self.plan.non_matmul
+        if npu is None or not ("npu" in (non_matmul.prefill, non_matmul.decode) or self.plan.fused):
             return
         for op in {node.op for node in self._spec.nodes if isinstance(node.op, Attention)}:
             accepted = npu.accepts(replace(op, kv=self.kv))

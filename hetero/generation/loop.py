@@ -28,7 +28,7 @@ FinishReason: TypeAlias = Literal["stop", "length", "context"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class Delta:
     """A delta of the answer as it is generated.
 
     `text` may be empty; `token` is the id, `logprob` its log-probability, if requested.
@@ -75,7 +75,7 @@ class GenerationResult:
         return sum(x.logprob for x in self.logprobs) / len(self.logprobs)
 
 
-class Generation(Iterator[Piece], Closing):
+class Generation(Iterator[Delta], Closing):
     """A running answer. Iterate over its deltas, then ask for the `result`.
 
     Or drive it from outside: `step` runs the devices once and gives a delta, if there is one, until
@@ -130,7 +130,7 @@ class Generation(Iterator[Piece], Closing):
         self._reason: FinishReason | None = None
         self._lookup: LookupDecoder | None = None
         self._next: int | None = None  # the token that was chosen last
-        self._pending_token: int | None = None  # the same, while no piece was made of it
+        self._pending_token: int | None = None  # the same, while no delta was made of it
         self._given: Logits | None = None  # those behind it
 
     @property
@@ -144,31 +144,31 @@ class Generation(Iterator[Piece], Closing):
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> Piece:
+    async def __anext__(self) -> Delta:
         """Return the next delta, computed in a thread while the event loop continues."""
         import asyncio  # heavy (it brings sockets and TLS), and its callers have it
 
-        piece = await asyncio.to_thread(next, self, None)
-        if piece is None:
+        delta = await asyncio.to_thread(next, self, None)
+        if delta is None:
             raise StopAsyncIteration
-        return piece
+        return delta
 
-    def __next__(self) -> Piece:
+    def __next__(self) -> Delta:
         while not self.finished:
-            if (piece := self.step()) is not None:
-                return piece
+            if (delta := self.step()) is not None:
+                return delta
         raise StopIteration
 
-    def step(self) -> Piece | None:
+    def step(self) -> Delta | None:
         """Run the devices once: a call of the prompt, or for the next token.
 
         None while the prompt is read. Raises `ValueError` if it is finished, else what the engine
         does.
         """
-        piece = self.advance()
-        return self.step() if isinstance(piece, Pending) else piece
+        delta = self.advance()
+        return self.step() if isinstance(delta, Pending) else delta
 
-    def advance(self) -> Piece | Pending | None:
+    def advance(self) -> Delta | Pending | None:
         """Advance as `step` does, but return `PENDING` where the answer continues in any case.
 
         The next call returns the delta, and runs no device, so another step can begin before its
@@ -182,7 +182,7 @@ class Generation(Iterator[Piece], Closing):
                     return None
                 if self._reason is None and not self._config.stop:
                     return PENDING
-            piece = self._piece()
+            delta = self._delta()
         except BaseException as error:
             self.close()
             if not isinstance(error, DeviceError | UserError):
@@ -190,11 +190,11 @@ class Generation(Iterator[Piece], Closing):
                 # traceback is dropped (which a notebook keeps): the core of this thread, for one.
                 traceback.clear_frames(error.__traceback__)
             raise
-        if piece.finish_reason is not None:
+        if delta.finish_reason is not None:
             self._end_text()
             if not self._keeps:
                 self.close()
-        return piece
+        return delta
 
     def _run(self) -> bool:
         """Run the devices once; return whether a token was chosen."""
@@ -338,7 +338,7 @@ class Generation(Iterator[Piece], Closing):
         del self._seen[keep : keep + drop]
         self._meter.shifted_tokens += drop
 
-    def _piece(self) -> Piece:
+    def _delta(self) -> Delta:
         """Return the delta of the token that was chosen last."""
         token, self._pending_token = self._pending_token, None
         assert token is not None
@@ -347,7 +347,7 @@ class Generation(Iterator[Piece], Closing):
         if self._text.stopped:
             self._reason = "stop"
         logprob = self._chooser.logprobs[-1] if self._chooser.logprobs else None
-        return Piece(text=shown, token=token, finish_reason=self._reason, logprob=logprob)
+        return Delta(text=shown, token=token, finish_reason=self._reason, logprob=logprob)
 
     def _end_text(self) -> None:
         """Drop guesses from the context, add the whole text, and record the answer's work.
@@ -357,7 +357,7 @@ class Generation(Iterator[Piece], Closing):
         if self._meter.ended:
             return
         if self._pending_token is not None:
-            self._piece()
+            self._delta()
         work = self._meter.work
         if self._lookup is not None:
             self._lookup.close()

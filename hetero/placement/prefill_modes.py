@@ -39,10 +39,10 @@ def with_modes(
         taken = {m: modes.of(m) for m in lengths or prompts}
     except ProfileError:  # of an operation that no prediction of steps asks for
         return plan.model_copy(update={"in_flight": ()})
-    used = {choice.form for choice in taken.values()}
-    in_flight = tuple(x for x in plan.in_flight if x.form in used)
+    used = {choice.mode for choice in taken.values()}
+    in_flight = tuple(x for x in plan.in_flight if x.mode in used)
     totals = tuple(
-        total.model_copy(update={"form": choice.form, "forms": dict(choice.seconds)})
+        total.model_copy(update={"mode": choice.mode, "modes": dict(choice.seconds)})
         if total.phase == "prefill" and (choice := taken.get(total.m)) is not None
         else total
         for total in plan.totals

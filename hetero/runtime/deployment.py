@@ -75,7 +75,7 @@ class Deployment:
     `memory_budget_bytes`, than the machine has or than a device allocates at once is refused
     (`UserError`). By an `order` other than `fifo` and a cost model, `window` calls of a prompt are
     one step, whose launches run in an order that is predicted to be shorter; in it nothing is
-    adapted, and what is not finite costs the tokens of all of them. `forms` says how a prompt is
+    adapted, and what is not finite costs the tokens of all of them. `modes` says how a prompt is
     cut. With `whole_caches` layers that have a window keep what it has left, too. `warm`: lower
     usual steps in `build`.
     """
@@ -225,7 +225,7 @@ class Deployment:
         costs = None if cost is None else LaunchCosts(cost, self.placement)
         self._steps.reset(lowering, costs)
         able = {kind: device.capabilities for kind, device in self.devices.items()}
-        self.forms = PrefillModes(self.placement, costs, order, able, window=self.window)
+        self.prefill_modes = PrefillModes(self.placement, costs, order, able, window=self.window)
 
     def change_cuts(self, change: Adaptation) -> None:
         """Continue with other cuts of the same kernels."""

@@ -262,19 +262,19 @@ class Engine(Closing):
         """Yield each call's step and whether it is the last, by the plan as it is at that time."""
         plan: ExecutionPlan | None = None
         steps: list[tuple[int, ...]] = []
-        form: PrefillMode = "cut"
+        mode: PrefillMode = "cut"
         start = 0
         while start < len(tokens):
             if self.plan is not plan:
-                plan, forms = self.plan, self.deployment.forms
-                choice = forms.of(len(tokens) - start, context.cached)
-                form, steps = choice.form, windows(choice.calls, self.deployment.window)
-                context.work.form = str(choice) if choice.seconds else ""
+                plan, modes = self.plan, self.deployment.prefill_modes
+                choice = modes.of(len(tokens) - start, context.cached)
+                mode, steps = choice.mode, windows(choice.calls, self.deployment.window)
+                context.work.mode = str(choice) if choice.seconds else ""
             self.deployment.check_open()  # since the last call another thread may have closed it
             chunks = steps.pop(0)
             part = tokens[start : start + sum(chunks)]
             start += len(part)
-            step = self._run(context, "prefill", part, int(start == len(tokens)), chunks, form)
+            step = self._run(context, "prefill", part, int(start == len(tokens)), chunks, mode)
             if start < len(tokens):
                 self.deployment.logits.check_stream(context, step)
             yield step, start == len(tokens)
@@ -286,14 +286,14 @@ class Engine(Closing):
         tokens: Sequence[int],
         logit_rows: int,
         chunks: Sequence[int] = (),
-        form: PrefillMode = "cut",
+        mode: PrefillMode = "cut",
         on_device_busy: OnDeviceBusy = nothing,
     ) -> Step:
         """Run a step of these tokens, in one call or several."""
         chunks = tuple(chunks) or (len(tokens),)
         context.slide()
         try:
-            step = self.runner.run(context, phase, tokens, logit_rows, chunks, form, on_device_busy)
+            step = self.runner.run(context, phase, tokens, logit_rows, chunks, mode, on_device_busy)
         except DeviceError as error:
             self._drop(error)
             # The other device has no windows, and may have shorter calls.

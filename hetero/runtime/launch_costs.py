@@ -23,7 +23,7 @@ def check_priced(cost: CostModel, spec: ModelGraph, plan: ExecutionPlan) -> None
             stored = tile.precision or spec.weight_format
             cost.matmul_s(tile.device, stored, 32, entry.n, entry.k, order=tile.order)
     others = [node.op for node in spec.nodes if not isinstance(node.op, MatMul)]
-    for kind in {plan.rest.prefill, plan.rest.decode}:
+    for kind in {plan.non_matmul.prefill, plan.non_matmul.decode}:
         for op in others:
             cost.other_s(kind, op, 32)
 
@@ -49,48 +49,48 @@ class LaunchCosts:
         """Return the seconds of the control thread for a submission to a queue that is at work."""
         return max((self.cost.submit_s(kind) for kind in kinds), default=0.0)
 
-    def at(self, position: int, chunks: Sequence[int], form: PrefillMode = "cut") -> Cost:
+    def at(self, position: int, chunks: Sequence[int], mode: PrefillMode = "cut") -> Cost:
         """Return the seconds of the launches of these chunks after `position` tokens."""
         ends = tuple(accumulate(chunks, initial=position))
         return lambda launch: self.seconds(
-            launch, launch.tokens[1] - launch.tokens[0], ends[launch.chunk], form
+            launch, launch.tokens[1] - launch.tokens[0], ends[launch.chunk], mode
         )
 
-    def seconds(self, launch: LaunchSpec, m: int, context: int, form: PrefillMode = "cut") -> float:
+    def seconds(self, launch: LaunchSpec, m: int, context: int, mode: PrefillMode = "cut") -> float:
         """Return the seconds of a launch of m tokens after others, whatever `launch.tokens`."""
         if launch.kind is None or launch.name != launch.node or launch.node not in self._members:
             return 0.0  # gathered, copied, or score sums
-        key = (launch.node, launch.kind, m, launch.rows, launch.heads, context, form)
+        key = (launch.node, launch.kind, m, launch.rows, launch.heads, context, mode)
         total_s = self._launches.get(key)
         if total_s is None:
             members = self._members[launch.node]
-            total_s = sum(self._node_s(launch, x, m, context, form) for x in members)
+            total_s = sum(self._node_s(launch, x, m, context, mode) for x in members)
             self._launches[key] = total_s
         return total_s
 
     def _node_s(
-        self, launch: LaunchSpec, node: Node, m: int, context: int, form: PrefillMode
+        self, launch: LaunchSpec, node: Node, m: int, context: int, mode: PrefillMode
     ) -> float:
         kind, rows = launch.kind, launch.rows
         assert kind is not None
         n = None if rows is None else rows[1] - rows[0]
         seen = context if set(CACHE_PORTS) & set(node.op.ports) else 0
-        key = (kind, node.op, m, n, launch.heads, seen, form)
+        key = (kind, node.op, m, n, launch.heads, seen, mode)
         if key not in self._known:
             op = node.op
             if launch.heads is not None and isinstance(op, Attention):
                 first, stop = launch.heads
                 op = AttentionHeads(attention=op, first=first, count=stop - first)
-            self._known[key] = self._asked(kind, node, op, m, n, seen, form)
+            self._known[key] = self._asked(kind, node, op, m, n, seen, mode)
         return self._known[key]
 
     def _segment(
-        self, kind: DeviceKind, node: Node, op: MatMul, m: int, form: PrefillMode
+        self, kind: DeviceKind, node: Node, op: MatMul, m: int, mode: PrefillMode
     ) -> MatMul:
         """Return a prompt's matmul as a device computes it: format and order of operands."""
         if node.plan_op is None:
             return op
-        parts = self._placement.parts(node, "prefill", m, form)
+        parts = self._placement.parts(node, "prefill", m, mode)
         return next((part.segment.op(op) for part in parts if part.kind == kind), op)
 
     def _asked(
@@ -101,10 +101,10 @@ class LaunchCosts:
         m: int,
         n: int | None,
         context: int,
-        form: PrefillMode,
+        mode: PrefillMode,
     ) -> float:
         if isinstance(op, MatMul):
-            own = self._segment(kind, node, op, m, form)
+            own = self._segment(kind, node, op, m, mode)
             rows = n or op.n
             predicted = self.cost.matmul_s(kind, own.weight_format, m, rows, op.k, order=own.order)
         else:

@@ -101,7 +101,7 @@ class StepKey(NamedTuple):
     position: int = 0
     sums_scores: bool = False
     rows: bool = False
-    form: PrefillMode = "cut"
+    mode: PrefillMode = "cut"
 
 
 class Lowering:
@@ -165,7 +165,7 @@ class Lowering:
         submit_s: float = 0.0,
         orders: Orders | None = None,
         sums_scores: bool = False,
-        form: PrefillMode = "cut",
+        mode: PrefillMode = "cut",
     ) -> Step:
         """Return one program for chunks of a prompt (tokens of each) that follow each other.
 
@@ -181,7 +181,7 @@ class Lowering:
                 f"{len(chunks)} chunks do not fit a pool with slots for {self.pool.chunks}"
             )
         placed = self.place(
-            "prefill", tuple(chunks), logit_rows, sums_scores=sums_scores, form=form
+            "prefill", tuple(chunks), logit_rows, sums_scores=sums_scores, mode=mode
         )
         eager = self.synchroniser.eager
         if cost is None or not eager:
@@ -197,7 +197,7 @@ class Lowering:
         *,
         sums_scores: bool = False,
         rows: bool = False,
-        form: PrefillMode = "cut",
+        mode: PrefillMode = "cut",
     ) -> BoundLaunches:
         """Return the launches of a step's chunks.
 
@@ -208,7 +208,7 @@ class Lowering:
         )
         for i, m in enumerate(chunks):
             ends = logit_rows if i == len(chunks) - 1 else 0
-            key = _ChunkKey(phase, m, ends, i, sums_scores, rows, form)
+            key = _ChunkKey(phase, m, ends, i, sums_scores, rows, mode)
             self._chunk(key, placed.handover).place(placed)
         return placed
 
@@ -237,7 +237,7 @@ class _ChunkKey(NamedTuple):
     chunk: int
     sums_scores: bool
     rows: bool
-    form: PrefillMode
+    mode: PrefillMode
 
 
 class _Chunk:
@@ -252,7 +252,7 @@ class _Chunk:
         )
         self.mirrors = handover if handover is not None and not handover.in_place else None
         self.in_place = handover is not None and handover.in_place
-        self.phase, self.m, self.logit_rows, self.chunk, self.sums_scores, self.rows, self.form = (
+        self.phase, self.m, self.logit_rows, self.chunk, self.sums_scores, self.rows, self.mode = (
             key
         )
         self.devices, self.pool = lowering.devices, lowering.pool
@@ -276,7 +276,7 @@ class _Chunk:
 
     def _bind(self) -> None:
         for node, kind, graph, parts, group, heads in self.placement.at(
-            self.phase, self.m, self.logit_rows, form=self.form
+            self.phase, self.m, self.logit_rows, mode=self.mode
         ):
             if group is not None:
                 self._place(group.name, [self._group_item(group, graph)])

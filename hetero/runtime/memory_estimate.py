@@ -160,8 +160,8 @@ def gathered_slots(placement: Placement, devices: Mapping[DeviceKind, Device]) -
     or an operation takes none (attention right after qkv, where positions are learned).
     """
     nodes = placement.graph.nodes
-    rests = {placement.rest(phase) for phase in PHASES} & set(devices)
-    panels = all(devices[kind].capabilities.reads_panels for kind in rests)
+    non_matmul = {placement.non_matmul(phase) for phase in PHASES} & set(devices)
+    panels = all(devices[kind].capabilities.reads_panels for kind in non_matmul)
     whole = {
         slot
         for node in nodes

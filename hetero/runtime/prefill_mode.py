@@ -27,7 +27,7 @@ from hetero.solver.matmul_entries import CapabilitiesByDevice
 from hetero.solver.placement import Placement
 from hetero.solver.plan import PrefillMode
 from hetero.solver.prompt_calls import split
-from hetero.solver.report.content import FORMS
+from hetero.solver.report.content import MODE_NAMES
 from hetero.solver.report.units import duration
 
 WINDOW: Final = 4  # calls of a prompt that are in flight together, at most
@@ -67,15 +67,15 @@ def padded_chunks(chunks: Sequence[int], room: int) -> tuple[int, ...]:
 class PrefillChoice(NamedTuple):
     """A prompt's mode, its calls, and predicted seconds of every mode that it could have."""
 
-    form: PrefillMode
+    mode: PrefillMode
     calls: tuple[int, ...]
     seconds: Mapping[PrefillMode, float]
 
     def __str__(self) -> str:
         """Return the choice for people."""
         calls = "one call" if len(self.calls) == 1 else f"{len(self.calls)} calls"
-        text = f"{FORMS[self.form]}, in {calls} of up to {max(self.calls)} tokens"
-        every = ", ".join(f"{FORMS[form]} {duration(s)}" for form, s in self.seconds.items())
+        text = f"{MODE_NAMES[self.mode]}, in {calls} of up to {max(self.calls)} tokens"
+        every = ", ".join(f"{MODE_NAMES[mode]} {duration(s)}" for mode, s in self.seconds.items())
         return f"{text} (predicted: {every})" if every else text
 
 
@@ -101,9 +101,9 @@ class PrefillModes:
         self._placement, self._costs, self._orders = placement, costs, Orders(order)
         self._window = window
         self._asynchronous = {kind for kind, x in able.items() if x.asynchronous}
-        self._forms: list[PrefillMode] = []
+        self._modes: list[PrefillMode] = []
         if placement.plan.in_flight and costs is not None and order != "fifo" and window > 1:
-            self._forms = ["cut", *(flight.form for flight in placement.plan.in_flight)]
+            self._modes = ["cut", *(flight.mode for flight in placement.plan.in_flight)]
         self._submit_s = 0.0 if costs is None else costs.submit_s(able)
         self._specs_known: dict[tuple[PrefillMode, int, int, int], Sequence[LaunchSpec]] = {}
         self._chunk = min(CHUNK_TOKENS, placement.longest)
@@ -111,28 +111,28 @@ class PrefillModes:
 
     def of(self, tokens: int, position: int = 0) -> PrefillChoice:
         """Return the mode of a prompt after `position` tokens that is predicted to be fastest."""
-        form: PrefillMode = "cut"
+        mode: PrefillMode = "cut"
         seconds: Mapping[PrefillMode, float] = {}
-        if self._forms and tokens > self._chunk:
-            form, seconds = self._decided(tokens, position)
-            form = self.take or form
-        return PrefillChoice(form, self.calls(form, tokens), seconds)
+        if self._modes and tokens > self._chunk:
+            mode, seconds = self._decided(tokens, position)
+            mode = self.take or mode
+        return PrefillChoice(mode, self.calls(mode, tokens), seconds)
 
-    def calls(self, form: PrefillMode, tokens: int) -> tuple[int, ...]:
+    def calls(self, mode: PrefillMode, tokens: int) -> tuple[int, ...]:
         """Return the token counts of a prompt's calls.
 
         They are the plan's, or chunks that are alike but for the last one, as in mllm-NPU.
         """
         return (
-            self._placement.plan.steps(tokens) if form == "cut" else split(tokens, (), self._chunk)
+            self._placement.plan.steps(tokens) if mode == "cut" else split(tokens, (), self._chunk)
         )
 
-    def seconds(self, form: PrefillMode, calls: Sequence[int], position: int = 0) -> float:
+    def seconds(self, mode: PrefillMode, calls: Sequence[int], position: int = 0) -> float:
         """Return the predicted seconds of a prompt in these calls, as many in flight as may be."""
         total_s, start = 0.0, position
         parts = windows(calls, self._window)
         for i, chunks in enumerate(parts):
-            total_s += self._window_s(form, chunks, start, int(i == len(parts) - 1))
+            total_s += self._window_s(mode, chunks, start, int(i == len(parts) - 1))
             start += sum(chunks)
         return total_s
 
@@ -144,7 +144,7 @@ class PrefillModes:
     def prompt_s(self, tokens: int, position: int = 0) -> float:
         """Return the predicted seconds of a prompt after `position` tokens, as it would run."""
         choice = self.of(tokens, position)
-        return self.seconds(choice.form, choice.calls, position)
+        return self.seconds(choice.mode, choice.calls, position)
 
     def _decided(
         self, tokens: int, position: int
@@ -152,53 +152,53 @@ class PrefillModes:
         key = (-(-tokens // SAME), -(-position // SAME))
         if key not in self._known:
             at, after = key[0] * SAME, key[1] * SAME
-            seconds = {x: self.seconds(x, self.calls(x, at), after) for x in self._forms}
-            self._known[key] = (min(self._forms, key=seconds.__getitem__), seconds)
+            seconds = {x: self.seconds(x, self.calls(x, at), after) for x in self._modes}
+            self._known[key] = (min(self._modes, key=seconds.__getitem__), seconds)
         return self._known[key]
 
     def _window_s(
-        self, form: PrefillMode, chunks: Sequence[int], position: int, logit_rows: int
+        self, mode: PrefillMode, chunks: Sequence[int], position: int, logit_rows: int
     ) -> float:
         layers = self._placement.graph.layers
         if layers <= max(SAMPLED):
-            return self._scheduled_s(form, chunks, position, logit_rows, layers)
+            return self._scheduled_s(mode, chunks, position, logit_rows, layers)
         fewer_s, more_s = (
-            self._scheduled_s(form, chunks, position, logit_rows, count) for count in SAMPLED
+            self._scheduled_s(mode, chunks, position, logit_rows, count) for count in SAMPLED
         )
         return more_s + (layers - max(SAMPLED)) * (more_s - fewer_s)
 
     def _scheduled_s(
-        self, form: PrefillMode, chunks: Sequence[int], position: int, logit_rows: int, layers: int
+        self, mode: PrefillMode, chunks: Sequence[int], position: int, logit_rows: int, layers: int
     ) -> float:
-        launches = self._specs(form, chunks, logit_rows, layers)
+        launches = self._specs(mode, chunks, logit_rows, layers)
         assert self._costs is not None
         ends, costs_s = tuple(accumulate(chunks, initial=position)), []
         for launch in launches:
             m = chunks[launch.chunk]
-            if form == "cut" or launch.node == "lm_head":
+            if mode == "cut" or launch.node == "lm_head":
                 m = launch.tokens[1] - launch.tokens[0]
-            costs_s.append(self._costs.seconds(launch, m, ends[launch.chunk], form))
+            costs_s.append(self._costs.seconds(launch, m, ends[launch.chunk], mode))
         return self._orders.shortest(launches, costs_s, self._submit_s)[0]
 
     def _specs(
-        self, form: PrefillMode, chunks: Sequence[int], logit_rows: int, layers: int
+        self, mode: PrefillMode, chunks: Sequence[int], logit_rows: int, layers: int
     ) -> Sequence[LaunchSpec]:
         """Return the launches of calls of a window, the same for all token counts in flight."""
-        shape = (form, len(chunks), logit_rows, layers)
-        if form != "cut" and shape in self._specs_known:
+        shape = (mode, len(chunks), logit_rows, layers)
+        if mode != "cut" and shape in self._specs_known:
             return self._specs_known[shape]
-        specs = list(self._launches(form, chunks, logit_rows, layers))
-        if form != "cut":
+        specs = list(self._launches(mode, chunks, logit_rows, layers))
+        if mode != "cut":
             self._specs_known[shape] = specs
         return specs
 
     def _launches(
-        self, form: PrefillMode, chunks: Sequence[int], logit_rows: int, layers: int
+        self, mode: PrefillMode, chunks: Sequence[int], logit_rows: int, layers: int
     ) -> Iterator[LaunchSpec]:
         stage = 0
         for chunk, m in enumerate(chunks):
             rows = logit_rows if chunk == len(chunks) - 1 else 0
-            for node, kind, _, parts, _, heads in self._placement.at("prefill", m, rows, form=form):
+            for node, kind, _, parts, _, heads in self._placement.at("prefill", m, rows, mode=mode):
                 if node.layer is not None and node.layer >= layers:
                     continue
                 stage += 1

@@ -70,13 +70,13 @@ class StepCache:
         logit_rows: int = 1,
         *,
         sums_scores: bool = False,
-        form: PrefillMode = "cut",
+        mode: PrefillMode = "cut",
     ) -> Step:
         """Return the step of prompt chunks (tokens of each) that are in flight together."""
         at = rounded(context.cached)
         if logit_rows == 1 and not sums_scores and self._pads_chunks:
             chunks = padded_chunks(chunks, self._max_seq_len - context.cached)
-        key = StepKey("prefill", tuple(chunks), logit_rows, False, at, sums_scores, form=form)
+        key = StepKey("prefill", tuple(chunks), logit_rows, False, at, sums_scores, mode=mode)
         return self._bound(self._cached(key), context)
 
     def of_contexts(
@@ -134,11 +134,11 @@ class StepCache:
         return self.lowering.lower_chunks(
             key.chunks,
             key.logit_rows,
-            cost=self._costs.at(key.position, key.chunks, key.form),
+            cost=self._costs.at(key.position, key.chunks, key.mode),
             submit_s=self._costs.submit_s(self.lowering.devices),
             orders=self._orders,
             sums_scores=key.sums_scores,
-            form=key.form,
+            mode=key.mode,
         )
 
     def _prepare_online(self, step: Step) -> None:

@@ -60,7 +60,7 @@ class StepRunner:
         tokens: Sequence[int],
         logit_rows: int,
         chunks: Sequence[int],
-        form: PrefillMode = "cut",
+        mode: PrefillMode = "cut",
         on_device_busy: OnDeviceBusy = nothing,
     ) -> Step:
         """Run a step of these tokens, in one call or several chunks. Raises `DeviceError`."""
@@ -71,7 +71,7 @@ class StepRunner:
         sums_scores = bool(rows)
         if len(chunks) > 1:
             step = self.steps.window(
-                context, chunks, logit_rows, sums_scores=sums_scores, form=form
+                context, chunks, logit_rows, sums_scores=sums_scores, mode=mode
             )
         else:
             # Behind a closed gate the GPU would not decode the layers that the host waits for.

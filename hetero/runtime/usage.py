@@ -66,7 +66,7 @@ class Work:
 
     `tokens` were computed (guesses that were wrong among them). `gpu_busy_s` and `wall_s` are what
     `GpuShare` counts, pauses included: 0 where no share bounds the GPU. Of the steps with a prompt
-    `prompt_s` is the time, `prompt_busy_s` the part of it that each device was busy; `form` is the
+    `prompt_s` is the time, `prompt_busy_s` the part of it that each device was busy; `mode` is the
     mode of the last prompt that had several, for people.
     """
 
@@ -76,7 +76,7 @@ class Work:
     wall_s: float = 0.0
     prompt_s: float = 0.0
     prompt_busy_s: Counter[DeviceKind] = field(default_factory=Counter)
-    form: str = ""
+    mode: str = ""
 
     def add(self, run: StepRun, tokens: int, phase: Phase) -> None:
         """Add a step of `tokens` tokens."""
@@ -108,7 +108,7 @@ class Work:
         devices = {kind: Usage(use.ops, use.busy_s) for kind, use in self.devices.items()}
         busy_s = self.prompt_busy_s.copy()
         done = (self.tokens, self.gpu_busy_s, self.wall_s, self.prompt_s)
-        return Work(devices, *done, busy_s, self.form)
+        return Work(devices, *done, busy_s, self.mode)
 
     def idle_share(self, kind: DeviceKind) -> float | None:
         """Return the idle share of a device in the prompt's time; None without a prompt."""
@@ -128,7 +128,7 @@ class Work:
             self.wall_s - before.wall_s,
             self.prompt_s - before.prompt_s,
             self.prompt_busy_s - before.prompt_busy_s,
-            self.form,
+            self.mode,
         )
 
 

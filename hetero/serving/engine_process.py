@@ -38,7 +38,7 @@ from hetero.contexts.service import App, Service
 from hetero.contexts.working_set import Switch
 from hetero.errors import DiskFullError, QuotaError, UserError
 from hetero.generation.answer_stats import DeviceShare
-from hetero.generation.loop import GenerationResult, Pending, Piece
+from hetero.generation.loop import Delta, GenerationResult, Pending
 from hetero.generation.sampling import TokenLogprob
 from hetero.runtime.watchdog import WATCHDOG
 from hetero.serving import controls
@@ -231,21 +231,21 @@ class ServingEngine:
         results: list[GenerationResult] = []
         first, chunks = Switch(), list[str]()
         for choice in range(request.choices):
-            pieces, switch, where = self._deltas_of(request, app, choice, results)
-            with closing(pieces):
-                for piece in pieces:
-                    if not isinstance(piece, Piece):
-                        yield piece
+            deltas, switch, where = self._deltas_of(request, app, choice, results)
+            with closing(deltas):
+                for delta in deltas:
+                    if not isinstance(delta, Delta):
+                        yield delta
                         continue
-                    end = piece.token in self._eos and piece.finish_reason is not None
+                    end = delta.token in self._eos and delta.finish_reason is not None
                     yield TokenEvent(
                         id=request.id,
                         choice=choice,
-                        text=piece.text,
-                        token=piece.token,
+                        text=delta.text,
+                        token=delta.token,
                         end=end,
-                        logprob=None if end else _logprob(piece.logprob),
-                        finish=piece.finish_reason or "",
+                        logprob=None if end else _logprob(delta.logprob),
+                        finish=delta.finish_reason or "",
                     )
             if choice == 0:
                 first, chunks = switch(), where()
@@ -260,13 +260,13 @@ class ServingEngine:
         if request.context:
             name = request.context
             context = app.context(name) or app.new_context(chat=False, name=name)
-            pieces = context.stream_text(request.tokens, results, **options)
-            return pieces, lambda: context.last_switch or Switch(), context.where
+            deltas = context.stream_text(request.tokens, results, **options)
+            return deltas, lambda: context.last_switch or Switch(), context.where
         recent = self.recent_of(app)
         at = request.slot if request.slot >= 0 else recent.choose(request.tokens, request.salt)
         text = recent.texts[at]
-        pieces = recent.stream(at, request.tokens, results, request.salt, **options)
-        return pieces, lambda: text.switch, lambda: histogram(text.cached.chunks)
+        deltas = recent.stream(at, request.tokens, results, request.salt, **options)
+        return deltas, lambda: text.switch, lambda: histogram(text.cached.chunks)
 
     def _options(self, request: GenerateRequest, choice: int) -> dict[str, Any]:
         options = {**request.options, "ahead": True}

@@ -10,7 +10,7 @@ from hetero.profiler.table_data import TableData
 from hetero.solver.plan import OpPlan, Plan, PrefillMode, Total
 from hetero.solver.report import units
 
-FORMS: Final[dict[PrefillMode, str]] = {
+MODE_NAMES: Final[dict[PrefillMode, str]] = {
     "cut": "cut in order",
     "whole": "whole out of order",
     "both": "cut and out of order",
@@ -97,16 +97,16 @@ def operators(plan: Plan) -> TableData:
     return TableData("The cut of every matmul", head, tuple(rows), note)
 
 
-def forms(plan: Plan) -> TableData | None:
-    """Return the form of every prompt that has several."""
+def modes(plan: Plan) -> TableData | None:
+    """Return the mode of every prompt that has several."""
     rows = tuple(
         (
             str(total.m),
-            *(units.duration(total.forms.get(form)) for form in FORMS),
-            FORMS[total.form],
+            *(units.duration(total.modes.get(mode)) for mode in MODE_NAMES),
+            MODE_NAMES[total.mode],
         )
         for total in plan.totals
-        if total.forms
+        if total.modes
     )
     if not rows:
         return None
@@ -115,7 +115,7 @@ def forms(plan: Plan) -> TableData | None:
         "matmuls, or cuts that balance both devices over all operations of a call."
     )
     return TableData(
-        "PrefillMode of long prompts", ("tokens", *FORMS.values(), "taken"), rows, note
+        "Prefill mode of long prompts", ("tokens", *MODE_NAMES.values(), "taken"), rows, note
     )
 
 
@@ -323,7 +323,7 @@ def name(plan: Plan) -> str:
 
 def tables(plan: Plan, others: Sequence[Plan]) -> Iterator[TableData]:
     """Yield all tables but the alternatives, in the order of the report."""
-    first = (gains(plan), what_if(plan, others), forms(plan), operators(plan), attention(plan))
+    first = (gains(plan), what_if(plan, others), modes(plan), operators(plan), attention(plan))
     for table in (*first, curves(plan), memory(plan), front(plan)):
         if table is not None:
             yield table

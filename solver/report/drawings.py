@@ -111,7 +111,7 @@ def _rect(x: float, y: float, width: float, height: float, color: str, tip: str,
 
 def block_bars(plan: Plan, total: Total) -> list[Bar]:
     """Return one block: matmuls as planned, the other operators on their device."""
-    rest = plan.rest.prefill if total.phase == "prefill" else plan.rest.decode
+    rest = plan.non_matmul.prefill if total.phase == "prefill" else plan.non_matmul.decode
     between = {"qkv": "attention", "v": "attention", "o": "norm", "gate_up": "activation",
                "up": "activation", "down": "norm"}  # fmt: skip
     now, bars = 0.0, []
@@ -126,8 +126,8 @@ def block_bars(plan: Plan, total: Total) -> list[Bar]:
         if gpu:
             bars.append(Bar("gpu", start, start + gpu, op.op))
         now += whole
-        part = op.op if op.op in total.rest_s else between.get(op.op, "")
-        seconds = total.rest_s.get(part, 0.0)
+        part = op.op if op.op in total.non_matmul_s else between.get(op.op, "")
+        seconds = total.non_matmul_s.get(part, 0.0)
         if seconds:
             name = f"after {part}" if part == op.op else part
             bars.append(Bar(rest, now, now + seconds, name, True))

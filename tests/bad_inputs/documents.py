@@ -15,7 +15,7 @@ PLAN = ("plan", "llama-3-8b", "--profile", "{work}/document.json", "--seq-lens",
 RUN = ("generate", "{dir}", "hi", "--plan", "{work}/document.json")
 SMALL_PLAN: dict[str, Any] = {
     "model": "tiny",
-    "rest": {"prefill": "npu", "decode": "npu"},
+    "non_matmul": {"prefill": "npu", "decode": "npu"},
     "ops": [
         {"phase": "prefill", "m": 8, "op": "o", "n": 8, "k": 8, "strategy": "npu-only",
          "predicted_s": 1e-5, "npu_s": 1e-5,

@@ -200,7 +200,7 @@ def test_a_cut_matmul_is_compiled_segment_by_segment() -> None:
 def test_other_operations_are_compiled_where_the_plan_has_them_on_the_npu() -> None:
     compilation = prepare(REQUEST)
     spec = compilation.loaded.spec()
-    npu = layer_level(spec, prefill="npu", decode="npu", rest="npu", graph_sizes=(1, 32))
+    npu = layer_level(spec, prefill="npu", decode="npu", non_matmul="npu", graph_sizes=(1, 32))
     jobs = prepare(replace(REQUEST, plan=npu)).jobs
     kinds = {type(job.op).__name__ for job in jobs}
     assert kinds == {"Embed", "RMSNorm", "MatMul", "Rope", "Attention", "GatedAct"}

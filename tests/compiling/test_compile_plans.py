@@ -136,8 +136,8 @@ def plan_of(kind: str, spec: ModelGraph, seed: int = 0) -> ExecutionPlan:
             cut = entry(spec, "down", rows("npu", 0, CUT), rows("gpu", CUT, 64), phase="decode")
             return replaced(npu.model_copy(update={"fused": ("block",)}), cut)
         case _:
-            rest = rng.choice(("gpu", "npu"))
-            return sized(random_plan(spec, TOKENS, GRAPHS, rng, rest=rest))
+            non_matmul = rng.choice(("gpu", "npu"))
+            return sized(random_plan(spec, TOKENS, GRAPHS, rng, non_matmul=non_matmul))
 
 
 def sized(plan: ExecutionPlan) -> ExecutionPlan:

@@ -29,9 +29,14 @@ def plan_of(folder: Path, way: str) -> ExecutionPlan:
     spec = open_model(str(folder), weights="f32").spec()
     if len(WAYS[way]) == 1:
         return single_device(spec, next(iter(WAYS[way])))  # type: ignore[arg-type]
-    rest = "npu" if "rest" in way else "gpu"
+    non_matmul = "npu" if "rest" in way else "gpu"
     return random_plan(
-        spec, 40, GRAPHS, random.Random(3), strategies=["hybrid-cut", "row-cut"], rest=rest
+        spec,
+        40,
+        GRAPHS,
+        random.Random(3),
+        strategies=["hybrid-cut", "row-cut"],
+        non_matmul=non_matmul,
     )
 
 

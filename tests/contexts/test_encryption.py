@@ -104,7 +104,7 @@ def test_a_context_comes_back_by_its_key_and_nothing_is_told_without(
 
 
 def test_chunks_are_sealed_each_in_its_place(tmp_path: Path) -> None:
-    """Pieces that changed places, and changed ones, do not open."""
+    """Blocks that changed places, and changed ones, do not open."""
     vault, codec = Vault(KEY), ChunkCodec(LAYOUT)
     files = ChunkFiles(tmp_path, codec, ByteBudget(1 << 30), vault)
     shape = LAYOUT.layers, 2, LAYOUT.kv_heads, CHUNK_TOKENS, LAYOUT.head_dim

@@ -13,7 +13,7 @@ from hetero import LLM, Service, UserError
 from hetero.backends.host import files
 from hetero.contexts import service as services
 from hetero.contexts.recent import RecentTexts
-from hetero.generation.loop import PENDING, Piece, decode_together
+from hetero.generation.loop import PENDING, Delta, decode_together
 from tests.contexts.models import open_llm
 from tests.runtime.models import tiny_model
 
@@ -91,7 +91,7 @@ def test_pieces_that_come_later_are_the_same(llm: LLM, tmp_path: Path) -> None:
 
         def read(i: int) -> None:
             last[i] = next(streams[i], None)
-            if isinstance(last[i], Piece):
+            if isinstance(last[i], Delta):
                 said[i].append(last[i].text)
             elif last[i] is None and results[i]:
                 del streams[i]
@@ -101,7 +101,7 @@ def test_pieces_that_come_later_are_the_same(llm: LLM, tmp_path: Path) -> None:
             besides.append(bool(waiting))
             for i in waiting:
                 read(i)
-                assert isinstance(last[i], Piece)
+                assert isinstance(last[i], Delta)
 
         while streams:
             service.decode_together(beside)

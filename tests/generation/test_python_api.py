@@ -18,6 +18,11 @@ def llm() -> Iterator[LLM]:
         yield opened
 
 
+def test_a_renamed_class_is_there_under_its_old_name() -> None:
+    with pytest.warns(DeprecationWarning, match=r"hetero\.Piece is hetero\.Delta now"):
+        assert hetero.Piece is hetero.Delta
+
+
 def test_sampling_parameters_are_taken_whole(llm: LLM) -> None:
     whole = SamplingParams(temperature=0.9, top_k=20, seed=7)
     one = llm.generate("Once upon a time", max_tokens=12, sampling=whole)

@@ -411,23 +411,18 @@ def test_the_devices_of_this_machine(measured_here: FirstStart) -> None:
     assert measured_here.devices == fingerprints
 
 
-@pytest.mark.full
 def test_a_profile_of_a_machine_twice_as_slow_makes_the_same_predictions(
-    measured_here: FirstStart, folder: Path, monkeypatch: pytest.MonkeyPatch
+    host: DeviceProfile, machines: Machines
 ) -> None:
-    """Measured twice, the second time for a profile of twice the times: half the factors. (Within
-    15 % on a calm machine; here any may run beside.)
-    """
-    profile = DeviceProfile.load(shipped_host() or "host")
-    slow = scaled(profile, dict.fromkeys(measured_here.by_kind, 2.0))
-    found, said = scaled_here(slow, NOTICE)
-    if "busy" in said:
-        pytest.skip(said)
-    first = CostModel(scaled(profile, measured_here.by_kind))
-    for task in reference_tasks(profile):
+    """The same machine, measured for a profile and for one of twice the times: half the factors."""
+    keys = {(t.device, phase_of(t.m), t.weight_format) for t in reference_tasks(host)}
+    slow = scaled(host, dict.fromkeys(keys, 2.0))
+    once, again = (CostModel(scaled_here(x, NOTICE)[0]) for x in (host, slow))
+    assert machines.starts == 2
+    for task in reference_tasks(host):
         sizes = (task.device, task.weight_format, task.m, task.n, task.k)
-        once, again = (float(c.matmul_s(*sizes).seconds) for c in (first, CostModel(found)))
-        assert 0.4 < again / once < 2.5, task
+        first, second = (float(cost.matmul_s(*sizes).seconds) for cost in (once, again))
+        assert second == pytest.approx(first, rel=1e-9), task
 
 
 def test_a_model_starts_with_it(folder: Path) -> None:

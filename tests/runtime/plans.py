@@ -23,7 +23,7 @@ def random_plan(
     rng: random.Random,
     *,
     strategies: Sequence[str] = STRATEGIES,
-    rest: str = "gpu",
+    non_matmul: str = "gpu",
     shares: bool = False,
 ) -> ExecutionPlan:
     """A plan for prompts of `tokens` and for decoding; each matmul has a strategy of its own. With
@@ -50,11 +50,12 @@ def random_plan(
                     }
                 )
             )
+    shares_heads = shares and non_matmul == "gpu" and spec.kv_heads > 1
     return ExecutionPlan(
         model=spec.name,
         ops=tuple(entries),
-        rest=NonMatmulDevices.model_validate({"prefill": rest, "decode": rest}),
-        attention=(share_of(spec, rng),) if shares and rest == "gpu" and spec.kv_heads > 1 else (),
+        non_matmul=NonMatmulDevices.model_validate({"prefill": non_matmul, "decode": non_matmul}),
+        attention=(share_of(spec, rng),) if shares_heads else (),
     )
 
 

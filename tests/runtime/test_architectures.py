@@ -65,8 +65,8 @@ def run(engine: Engine) -> list[Any]:
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize(("strategy", "rest"), [("hybrid-cut", "gpu"), ("row-cut", "npu")])
-def test_a_cut_model_gives_the_same_logits(name: str, strategy: str, rest: str) -> None:
+@pytest.mark.parametrize(("strategy", "non_matmul"), [("hybrid-cut", "gpu"), ("row-cut", "npu")])
+def test_a_cut_model_gives_the_same_logits(name: str, strategy: str, non_matmul: str) -> None:
     """And launches every node of its graph in order."""
     loaded = open_model(name, weights="f32")
     alone = {"gpu": open_device("reference", kind="gpu")}
@@ -76,7 +76,13 @@ def test_a_cut_model_gives_the_same_logits(name: str, strategy: str, rest: str) 
     both = {"gpu": open_device("opencl"), "npu": open_device("ort-cpu", graph_sizes=GRAPHS)}
     prompt, drawn = len(TOKENS) - 3, random.Random(3)
     plan = random_plan(
-        loaded.spec(), prompt, GRAPHS, drawn, strategies=[strategy], rest=rest, shares=True
+        loaded.spec(),
+        prompt,
+        GRAPHS,
+        drawn,
+        strategies=[strategy],
+        non_matmul=non_matmul,
+        shares=True,
     )
     assert {op.op for op in plan.ops if len(op.tiles) > 1} >= {"qkv", "o", "gate_up", "down"}
     with Engine(loaded.weights, plan, both, max_seq_len=LENGTH) as engine:

@@ -40,7 +40,7 @@ def folder(tmp_path_factory: Any) -> Path:
 def engine_of(folder: Path, seed: int, backend: str, sync: Any = "fast") -> Engine:
     loaded, rng = open_model(str(folder), weights="f32"), random.Random(seed)
     plan = random_plan(
-        loaded.spec(), CHUNKS[0], GRAPHS, rng, rest=("gpu", "npu")[seed % 2], shares=True
+        loaded.spec(), CHUNKS[0], GRAPHS, rng, non_matmul=("gpu", "npu")[seed % 2], shares=True
     )
     devices: Any = {
         "opencl+ort-cpu": lambda: {

@@ -43,7 +43,7 @@ def llm(folder: str) -> Any:
 def test_any_way_of_feeding_a_prompt_gives_the_same_logits(
     llm: LLM, cuts: list[int], seed: int
 ) -> None:
-    """Pieces over a filled cache, padded graphs and decode agree with one prefill."""
+    """Chunks over a filled cache, padded graphs and decode agree with one prefill."""
     cuts = cuts if sum(cuts) <= 199 else [sum(cuts) % 199 + 1]
     tokens = np.random.default_rng(seed).integers(0, VOCABULARY, sum(cuts)).tolist()
     engine, context = llm.engine, llm.context
@@ -158,7 +158,7 @@ def test_a_missing_device_is_named_once_and_its_work_done(
 def test_a_plan_file_decides_the_placement(folder: str, tmp_path: Path, as_path: Any) -> None:
     with LLM(folder) as llm:
         spec = llm.model.spec()
-    plan = layer_level(spec, prefill="gpu", decode="npu", rest="npu")
+    plan = layer_level(spec, prefill="gpu", decode="npu", non_matmul="npu")
     plan.save(tmp_path / "plan.json")
     with LLM(folder, plan=as_path(tmp_path / "plan.json")) as llm:
         assert isinstance(llm.plan, ExecutionPlan)

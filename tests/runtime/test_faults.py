@@ -240,12 +240,12 @@ def test_a_closed_engine_says_so(folder: Path) -> None:
         assert relative_error(again.prefill(context_of(again), TOKENS), expected) < 1e-6
 
 
-def gated_engine(folder: Path, monkeypatch: pytest.MonkeyPatch, rest: str) -> Engine:
+def gated_engine(folder: Path, monkeypatch: pytest.MonkeyPatch, non_matmul: str) -> Engine:
     """Real devices in every matmul, decoding with wait values even where they are not faster."""
     monkeypatch.setattr(Trials, "signal_is_faster", lambda *_: True)
     loaded = open_model(str(folder), weights="f32")
     plan = random_plan(
-        loaded.spec(), 40, GRAPHS, random.Random(3), strategies=["row-cut"], rest=rest
+        loaded.spec(), 40, GRAPHS, random.Random(3), strategies=["row-cut"], non_matmul=non_matmul
     )
     devices = {"gpu": open_device("opencl"), "npu": open_device("ort-cpu", graph_sizes=GRAPHS)}
     engine = Engine(loaded.weights, plan, devices, max_seq_len=80)  # type: ignore[arg-type]
@@ -272,9 +272,9 @@ def test_a_core_that_others_use_gets_steps_without_gates(
         assert engine.deployment.synchroniser.wait_values_now()
 
 
-@pytest.mark.parametrize("rest", ["gpu", "npu"])
+@pytest.mark.parametrize("non_matmul", ["gpu", "npu"])
 def test_gates_change_no_token_whatever_is_late(
-    folder: Path, wanted: list[int], monkeypatch: pytest.MonkeyPatch, rest: str
+    folder: Path, wanted: list[int], monkeypatch: pytest.MonkeyPatch, non_matmul: str
 ) -> None:
     """Every action of a decode step takes its own random time: nothing starts before its inputs."""
     import dataclasses
@@ -290,7 +290,7 @@ def test_gates_change_no_token_whatever_is_late(
 
         return run
 
-    with gated_engine(folder, monkeypatch, rest) as engine:
+    with gated_engine(folder, monkeypatch, non_matmul) as engine:
         assert answer(engine) == wanted
         step = engine.steps.step(context_of(engine), "decode", 1)
         assert SIGNAL in {action.code for action in step.program}

@@ -73,8 +73,8 @@ def plan_of(folder: Path, name: str) -> ExecutionPlan:
         return single_device(spec, "gpu")
     plan = random_plan(spec, 45, GRAPHS, random.Random(5))
     by_phase = {"cut": ("gpu", "gpu"), "npu first": ("npu", "gpu"), "gpu first": ("gpu", "npu")}
-    rest = dict(zip(("prefill", "decode"), by_phase[name], strict=True))
-    return plan.model_copy(update={"rest": NonMatmulDevices.model_validate(rest)})
+    non_matmul = dict(zip(("prefill", "decode"), by_phase[name], strict=True))
+    return plan.model_copy(update={"non_matmul": NonMatmulDevices.model_validate(non_matmul)})
 
 
 def open_engine(folder: Path, memory: str, name: str, **options: Any) -> Engine:

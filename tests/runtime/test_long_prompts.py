@@ -51,7 +51,7 @@ def checkpoint(tmp_path_factory: Any) -> tuple[str, Any]:
 @pytest.fixture(scope="module", params=["hetero", "gpu", "npu"])
 def llm(checkpoint: tuple[str, Any], request: pytest.FixtureRequest) -> Iterator[LLM]:
     """By this machine's profile, or the shipped one of a PC; in order, for a prompt whose chunks
-    are out of order has calls of their own (`test_forms.py`).
+    are out of order has calls of their own (`test_prefill_modes.py`).
     """
     with LLM(
         checkpoint[0],

@@ -53,13 +53,15 @@ def said(placement: Placement, phase: Phase, m: int, logit_rows: int) -> Counter
 @given(
     seed=st.integers(0, 2**20),
     tokens=st.integers(4, 64),  # a pool for as many as are verified here
-    rest=st.sampled_from(["gpu", "npu"]),
+    non_matmul=st.sampled_from(["gpu", "npu"]),
 )
 @pytest.mark.parametrize("backend", ["null", "reference"])
 def test_a_steps_launches_are_those_of_the_placement(
-    loaded: LoadedModel, backend: str, seed: int, tokens: int, rest: str
+    loaded: LoadedModel, backend: str, seed: int, tokens: int, non_matmul: str
 ) -> None:
-    plan = random_plan(loaded.spec(), tokens, GRAPHS, random.Random(seed), rest=rest, shares=True)
+    plan = random_plan(
+        loaded.spec(), tokens, GRAPHS, random.Random(seed), non_matmul=non_matmul, shares=True
+    )
     devices: Any = {
         "gpu": open_device(backend, kind="gpu"),
         "npu": open_device(backend, kind="npu", graph_sizes=GRAPHS),

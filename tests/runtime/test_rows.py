@@ -102,11 +102,11 @@ def test_rows_of_a_plan_of_layers(folder: Path) -> None:
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("name", ["opt", "gemma2", "phi2"])
-@pytest.mark.parametrize("rest", ["gpu", "npu"])
-def test_rows_of_every_architecture(tmp_path: Path, name: str, rest: str) -> None:
+@pytest.mark.parametrize("non_matmul", ["gpu", "npu"])
+def test_rows_of_every_architecture(tmp_path: Path, name: str, non_matmul: str) -> None:
     """Learned positions, windows, caps, partial rotary embeddings; panels that are gathered."""
     make_checkpoint(next(case for case in CASES if case.name == name), tmp_path)
-    with engine_of(tmp_path, GRAPHS, rest) as engine:
+    with engine_of(tmp_path, GRAPHS, non_matmul) as engine:
         joins_and_leaves(engine, random.Random())
 
 
@@ -116,11 +116,18 @@ def test_rows_by_every_way_to_wait(folder: Path, sync: Any) -> None:
         joins_and_leaves(llm.engine, random.Random())
 
 
-def engine_of(folder: Path, graphs: Sequence[int], rest: str = "npu", **options: Any) -> Engine:
+def engine_of(
+    folder: Path, graphs: Sequence[int], non_matmul: str = "npu", **options: Any
+) -> Engine:
     """Reference devices, whose padded graphs write rows behind a call's own."""
     loaded = open_model(str(folder), weights="f32")
     plan = random_plan(
-        loaded.spec(), 40, graphs, random.Random(3), strategies=["row-cut", "npu-only"], rest=rest
+        loaded.spec(),
+        40,
+        graphs,
+        random.Random(3),
+        strategies=["row-cut", "npu-only"],
+        non_matmul=non_matmul,
     )
     devices: Any = {
         "gpu": open_device("reference", kind="gpu", asynchronous=True),
@@ -161,7 +168,7 @@ def test_each_row_tells_what_it_attends_to(folder: Path) -> None:
 
 
 def test_work_of_a_step_is_shared_by_its_rows(folder: Path) -> None:
-    with engine_of(folder, GRAPHS, rest="gpu", max_gpu_share=0.9) as engine:
+    with engine_of(folder, GRAPHS, non_matmul="gpu", max_gpu_share=0.9) as engine:
         contexts = filled(engine, 3, random.Random(1))
         before = [context.work.copy() for context in contexts]
         engine.decode_rows([(context, 7) for context in contexts])
@@ -194,7 +201,7 @@ def test_a_row_that_is_not_finite_harms_no_other(folder: Path) -> None:
 
 @pytest.mark.parametrize("launch", [0, 11, 25])
 def test_a_device_that_fails_is_dropped_and_the_step_done(folder: Path, launch: int) -> None:
-    with engine_of(folder, GRAPHS, rest="gpu") as engine:
+    with engine_of(folder, GRAPHS, non_matmul="gpu") as engine:
         contexts = filled(engine, 3, random.Random(1))
         expected = [engine.decode(c.fork(), i).copy() for i, c in enumerate(contexts)]
         faults: Any = engine.devices["gpu"]

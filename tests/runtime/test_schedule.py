@@ -376,7 +376,7 @@ def engine_of(folder: Path, seed: int) -> Engine:
     queued, panels, sync = DEVICES[seed % len(DEVICES)]
     loaded, rng = open_model(str(folder), weights="f32"), random.Random(seed)
     plan = random_plan(
-        loaded.spec(), PROMPT, GRAPHS, rng, rest=rng.choice(["gpu", "npu"]), shares=True
+        loaded.spec(), PROMPT, GRAPHS, rng, non_matmul=rng.choice(["gpu", "npu"]), shares=True
     )
     devices: Any = {
         "gpu": open_device("reference", kind="gpu", asynchronous=True),

@@ -88,7 +88,9 @@ def test_one_device_computes_both(case: Case, device: str, pair: str) -> None:
 def test_the_gpu_computes_them_beside_the_npu(case: Case, strategy: str, pair: str) -> None:
     """On whatever device the rest is; outputs of cut matmuls are read where they lie."""
     graph = model_graph(case.weights.config, "w8a8", shadows=case.weights.outliers())
-    plan = random_plan(graph, COUNT, GRAPHS, random.Random(2), strategies=[strategy], rest="gpu")
+    plan = random_plan(
+        graph, COUNT, GRAPHS, random.Random(2), strategies=[strategy], non_matmul="gpu"
+    )
     with engine_of(case.weights, plan, pair) as engine:
         context = context_of(engine)
         for slot in engine.deployment.pool.slots():

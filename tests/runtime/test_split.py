@@ -115,13 +115,15 @@ def test_every_strategy(folder: Path, expected: Any, strategy: str, pair: str, s
         )  # merging moves nothing
 
 
-@pytest.mark.parametrize(("pair", "rest"), [("real", "gpu"), ("real", "npu"), ("reference", "gpu")])
+@pytest.mark.parametrize(
+    ("pair", "non_matmul"), [("real", "gpu"), ("real", "npu"), ("reference", "gpu")]
+)
 def test_hand_overs_by_copying_change_no_result_and_are_counted(
-    folder: Path, expected: Any, pair: str, rest: str
+    folder: Path, expected: Any, pair: str, non_matmul: str
 ) -> None:
     spec = open_model(str(folder), weights="f32").spec()
     tokens = np.random.default_rng(1).integers(0, 263, 48).tolist()
-    plan = random_plan(spec, 45, GRAPHS, random.Random(5), rest=rest)
+    plan = random_plan(spec, 45, GRAPHS, random.Random(5), non_matmul=non_matmul)
     alone = single_device(spec, "gpu")
     with make_engine(folder, plan, pair, "f32", sync="copy") as engine:
         check(engine, tokens, expected("f32", tokens), TOLERANCE["f32"])
@@ -151,15 +153,21 @@ FORMATS = [x for x in WeightFormat if not (x.activations.static or x.of_file)]
     tokens=st.integers(1, 100),
     weights=st.sampled_from(FORMATS),
     pair=st.sampled_from(list(PAIRS)),
-    rest=st.sampled_from(["gpu", "npu"]),
+    non_matmul=st.sampled_from(["gpu", "npu"]),
 )
 def test_random_cuts_change_no_result(
-    folder: Path, expected: Any, seed: int, tokens: int, weights: WeightFormat, pair: str, rest: str
+    folder: Path,
+    expected: Any,
+    seed: int,
+    tokens: int,
+    weights: WeightFormat,
+    pair: str,
+    non_matmul: str,
 ) -> None:
     """A strategy of its own for every matmul and phase; prompts at and below the plan's length."""
     rng = random.Random(seed)
     spec = open_model(str(folder), weights=weights.value).spec()
-    plan = random_plan(spec, tokens, GRAPHS, rng, rest=rest, shares=True)
+    plan = random_plan(spec, tokens, GRAPHS, rng, non_matmul=non_matmul, shares=True)
     with make_engine(folder, plan, pair, weights.value) as engine:
         for count in {tokens, rng.randint(1, tokens)}:
             ids = np.random.default_rng(seed).integers(0, 263, count + 3).tolist()
@@ -170,7 +178,7 @@ def test_random_cuts_change_no_result(
 def test_the_rest_on_the_npu_reads_split_results(folder: Path, expected: Any, pair: str) -> None:
     spec = open_model(str(folder), weights="f32").spec()
     tokens = np.random.default_rng(2).integers(0, 263, 48).tolist()
-    plan = random_plan(spec, 45, GRAPHS, random.Random(3), strategies=["row-cut"], rest="npu")
+    plan = random_plan(spec, 45, GRAPHS, random.Random(3), strategies=["row-cut"], non_matmul="npu")
     with make_engine(folder, plan, pair, "f32") as engine:
         check(engine, tokens, expected("f32", tokens), TOLERANCE["f32"])
         gathers = engine.steps.step(context_of(engine), "prefill", 45).copied_bytes
@@ -201,7 +209,7 @@ def test_panels_reach_as_far_as_the_padded_graph_that_reads_them(
     """45 tokens in graphs of 64, read where the GPU left 45: by RoPE, activation and norm."""
     spec = open_model(str(folder), weights="f32").spec()
     tokens = np.random.default_rng(1).integers(0, 263, 48).tolist()
-    plan = random_plan(spec, 45, GRAPHS, random.Random(seed), rest="npu")
+    plan = random_plan(spec, 45, GRAPHS, random.Random(seed), non_matmul="npu")
     with make_engine(folder, plan, "reference", "f32") as engine:
         check(engine, tokens, expected("f32", tokens), TOLERANCE["f32"])
         assert engine.steps.step(context_of(engine), "prefill", 45).copied_bytes == 0

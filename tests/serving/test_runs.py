@@ -1,4 +1,4 @@
-"""Pieces that are told together are what each of them would be alone."""
+"""Deltas that are sent together are what each of them would be alone."""
 
 from __future__ import annotations
 

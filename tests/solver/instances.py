@@ -40,7 +40,7 @@ class Instance:
     sizes: tuple[int, ...]
     contention: tuple[float, float]
     sync: HostQueue
-    rest_s: dict[str, float]
+    non_matmul_s: dict[str, float]
     margin: float
     layers: int
     rows: dict[str, int]
@@ -115,7 +115,7 @@ def profile_of(
     instance: Instance,
     *,
     npu: bool = True,
-    rest_npu: bool = False,
+    non_matmul_on_npu: bool = False,
     npu_bytes: float | None = None,
     per_graph_size: PerGraphSize = "nothing",
 ) -> DeviceProfile:
@@ -140,9 +140,13 @@ def profile_of(
     }
     others = [
         NonMatmulPredictor(
-            device=d, op=op, coefficients={"calls": instance.rest_s[d]}, max_m=99, max_context=999
+            device=d,
+            op=op,
+            coefficients={"calls": instance.non_matmul_s[d]},
+            max_m=99,
+            max_context=999,
         )
-        for d in (("gpu", "npu") if rest_npu else ("gpu",))
+        for d in (("gpu", "npu") if non_matmul_on_npu else ("gpu",))
         for op in ("Embed", "RMSNorm", "RMSNorm+add", "Rope", "Attention", "GatedAct")
     ]  # fmt: skip
     return DeviceProfile(
@@ -201,7 +205,7 @@ def _node(name: str, op: Op, **own: Any) -> Node:
 
 def planner_of(instance: Instance, *, unfused: bool = False, **changes: Any) -> Planner:
     """A planner whose shapes are the instance's."""
-    known = ("rest_npu", "npu_bytes", "per_graph_size")
+    known = ("non_matmul_on_npu", "npu_bytes", "per_graph_size")
     own = {key: changes.pop(key) for key in known if key in changes}
     profile = profile_of(instance, **own)
     rules = Rules(margin=changes.pop("margin", instance.margin), **changes)
@@ -318,7 +322,7 @@ def brute_force_step(instance: Instance, m: int, ways: dict[str, list[Way]] | No
     names = ("qkv", "o", "gate_up", "down")
     ways = ways or {x: every_way(instance, x, m) for x in names}
     costs = {x: allowed_costs(ways[x], instance.margin) for x in names}
-    rest, layers = instance.rest_s["gpu"], instance.layers
+    rest, layers = instance.non_matmul_s["gpu"], instance.layers
     total = np.zeros(tuple(len(ways[x]) for x in names))
     for i, x in enumerate(names):
         shape = [1] * 4

@@ -196,7 +196,7 @@ def test_what_a_plan_may_not_say_of_attention() -> None:
     for changes, message in (
         ({"attention": [{**share, "phase": "decode"}]}, "'prefill'"),
         ({"attention": [share, share]}, "in one way at each token count"),
-        ({"rest": {"prefill": "npu", "decode": "gpu"}}, "the GPU has the other operators"),
+        ({"non_matmul": {"prefill": "npu", "decode": "gpu"}}, "the GPU has the other operators"),
     ):
         with pytest.raises(ValueError, match=message):
             ExecutionPlan.model_validate(document(**changes))

@@ -152,7 +152,7 @@ def test_a_matmul_that_is_not_cut_is_priced_where_it_runs() -> None:
     more_s += float(cost.other_s("gpu", Add(d=2048), 256).seconds)
     assert with_it.seconds - without.seconds == pytest.approx(16 * more_s)
     plan = make_plan(longer, profile, PlanRequest(seq_lens=(256,)))
-    assert plan.totals[0].rest_s.keys() == {"head", "attention", "o", "activation", "norm"}
+    assert plan.totals[0].non_matmul_s.keys() == {"head", "attention", "o", "activation", "norm"}
 
 
 def test_a_report_draws_a_parallel_block_as_it_runs() -> None:

@@ -123,7 +123,7 @@ def _walk_all(combo: tuple[Option, ...], layers: int) -> float:
 def test_the_path_never_loses_to_a_greedy_solver(seed: int) -> None:
     """The slow twin takes the best option of each matmul for itself."""
     instance = random_instance(seed)
-    planner = planner_of(instance, margin=0.0, rest_npu=True)
+    planner = planner_of(instance, margin=0.0, non_matmul_on_npu=True)
     scenario = Scenario("prefill", 1 + seed % (2 * instance.sizes[-1]))
     chooser = Chooser(planner.overheads, planner.settings.rules, planner.objective())
     greedy = {}
@@ -272,7 +272,7 @@ def _brute_residency(instance: Instance, ms: list[int], limits: Limits, own: flo
             if s <= r or (r, s) == (n, n)
         ]
         fronts.append(points)
-    fixed = sum(instance.rest_s["gpu"] * (2 + 5 * instance.layers) for _ in ms)
+    fixed = sum(instance.non_matmul_s["gpu"] * (2 + 5 * instance.layers) for _ in ms)
     totals = [
         sum(p[1] for p in combo)
         for combo in itertools.product(*fronts)

@@ -48,7 +48,7 @@ def placed(
          "tiles": [tile]}
     )  # fmt: skip
     plan = ExecutionPlan(
-        model="m", ops=(entry,), rest=NonMatmulDevices(prefill="npu", decode="npu")
+        model="m", ops=(entry,), non_matmul=NonMatmulDevices(prefill="npu", decode="npu")
     )
     return Placement(plan, model, {"npu": NPU})
 
@@ -103,8 +103,10 @@ def random_placement(model: ModelGraph, seed: int, tokens: int) -> Placement:
         )
         for entry in entries.values()
     ]
-    rest = NonMatmulDevices.model_validate({"prefill": rng.choice(("gpu", "npu")), "decode": "gpu"})
-    plan = ExecutionPlan(model="m", ops=tuple(turned), rest=rest)
+    non_matmul = NonMatmulDevices.model_validate(
+        {"prefill": rng.choice(("gpu", "npu")), "decode": "gpu"}
+    )
+    plan = ExecutionPlan(model="m", ops=tuple(turned), non_matmul=non_matmul)
     return Placement(plan, model, {"npu": NPU, "gpu": Capabilities(kind="gpu")})
 
 
@@ -121,7 +123,7 @@ def test_tokens_and_rows_of_every_node_are_computed_once(
         assert [x.node for x in assigned] == list(model.nodes)
         for node, kind, graph, parts, *_ in assigned:
             if node.plan_op is None:
-                assert kind == placement.rest(phase)
+                assert kind == placement.non_matmul(phase)
                 assert not parts
                 assert graph == (m if kind == "gpu" else min(s for s in SIZES if s >= m))
                 continue
@@ -160,7 +162,7 @@ def test_an_edge_of_the_other_device_cuts_a_kernel(model: ModelGraph) -> None:
          "tiles": tiles}
     )  # fmt: skip
     plan = ExecutionPlan(
-        model="m", ops=(entry,), rest=NonMatmulDevices(prefill="gpu", decode="gpu")
+        model="m", ops=(entry,), non_matmul=NonMatmulDevices(prefill="gpu", decode="gpu")
     )
     placement = Placement(plan, model, {"npu": NPU, "gpu": Capabilities(kind="gpu")})
     assert [s.rows for s in placement.kernels.segments(node, "npu")] == [(0, 16), (16, n)]

@@ -40,7 +40,9 @@ def op(**changes: Any) -> OpPlan:
 
 
 def plan(*ops: OpPlan) -> ExecutionPlan:
-    return ExecutionPlan(model="m", ops=ops, rest=NonMatmulDevices(prefill="gpu", decode="gpu"))
+    return ExecutionPlan(
+        model="m", ops=ops, non_matmul=NonMatmulDevices(prefill="gpu", decode="gpu")
+    )
 
 
 def test_open_token_ranges_end_at_the_call() -> None:
@@ -93,9 +95,9 @@ def test_tiles_must_cover_once(tiles: list[Any], message: str) -> None:
 def test_every_guillotine_cut_covers(data: st.DataObject) -> None:
     m, n = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 40))
     row, token = data.draw(st.integers(0, n)), data.draw(st.integers(0, m))
-    pieces = [((0, token), (0, row)), ((token, m), (0, row)), ((0, m), (row, n))]
+    parts = [((0, token), (0, row)), ((token, m), (0, row)), ((0, m), (row, n))]
     tiles = tuple(
-        Tile(device="npu", tokens=t, rows=r) for t, r in pieces if t[0] < t[1] and r[0] < r[1]
+        Tile(device="npu", tokens=t, rows=r) for t, r in parts if t[0] < t[1] and r[0] < r[1]
     )
     check_cover(tiles, m=m, n=n, what="any")
 
@@ -151,13 +153,31 @@ def test_every_field_of_a_tile_has_a_part_in_the_id(change: dict[str, Any]) -> N
     assert other.plan_id != base.plan_id
 
 
+def test_the_keys_of_earlier_plans_are_read() -> None:
+    base = plan(op())
+    total = {"phase": "prefill", "m": 64, "predicted_s": 1.0, "tokens_per_s": 64.0,
+             "best_single_device_s": 1.0, "non_matmul_s": {"head": 0.5}, "mode": "both",
+             "modes": {"cut": 2.0, "both": 1.0}}  # fmt: skip
+    flight = {"mode": "both", "ops": [op(m=None).model_dump(mode="json")]}
+    now = base.model_dump(mode="json") | {"totals": [total], "in_flight": [flight]}
+    text = json.dumps(now)
+    for new, old in [
+        ("mode", "form"), ("modes", "forms"), ("non_matmul", "rest"), ("non_matmul_s", "rest_s"),
+    ]:  # fmt: skip
+        text = text.replace(f'"{new}":', f'"{old}":')
+    assert ExecutionPlan.model_validate_json(text) == ExecutionPlan.model_validate(now)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"ops": 3}, "ops: Input should be a valid array"),
         ({"surprise": 1}, "surprise: Extra inputs are not permitted"),
         ({"schema_version": 2}, "schema_version: Input should be 1"),
-        ({"rest": {"prefill": "cpu", "decode": "gpu"}}, "rest.prefill: Input should be 'gpu'"),
+        (
+            {"non_matmul": {"prefill": "cpu", "decode": "gpu"}},
+            "non_matmul.prefill: Input should be 'gpu'",
+        ),
     ],
 )
 def test_a_broken_file_is_one_sentence(

@@ -46,7 +46,7 @@ def test_every_length_is_solved_as_the_planner_does_with_what_is_prepared(seed: 
                 space, m, grid=grid, mask=mask, gpu_alone=resident.gpu == 0
             )
         scenario = Scenario("prefill", m)
-        expected = twin.solve(scenario, options=options, non_matmul_device=plan.rest.prefill)
+        expected = twin.solve(scenario, options=options, non_matmul_device=plan.non_matmul.prefill)
         found = prepared.solution_for(scenario)
         assert found.seconds == pytest.approx(expected.seconds, rel=1e-12)
         assert found.seconds >= planner.solve(scenario).seconds * (1 - 1e-12)
@@ -172,7 +172,7 @@ def test_drifted_devices_get_the_plan_of_a_profile_that_says_so(seed: int) -> No
                 gpu_alone=resident.gpu == 0,
             )
         expected = twin.solve(
-            scenario, options=options, non_matmul_device=prepared.plan.rest.prefill
+            scenario, options=options, non_matmul_device=prepared.plan.non_matmul.prefill
         )
         cost.instance.npu_scale = 1.0
         assert found.seconds == pytest.approx(expected.seconds, rel=1e-12)

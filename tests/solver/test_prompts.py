@@ -169,7 +169,7 @@ def test_other_operators_run_on_an_npu_in_one_graph(spec: ModelGraph) -> None:
     assert Planner(spec, host, PlannerSettings(step_tokens=512)).step_tokens == 512
     assert longest_step(planner, "npu-only") == largest
     alone = strategy_plan(spec, host, "npu-only", (64, 1800))
-    assert alone.rest.prefill == "npu"
+    assert alone.non_matmul.prefill == "npu"
     assert alone.steps(1800) == (1024, 776)
     no_gpu = tuple(p for p in host.other_predictors if p.device == "npu")
     blind = Planner(spec, host.model_copy(update={"other_predictors": no_gpu}))

@@ -164,7 +164,7 @@ def test_names_from_outside_are_text(tmp_path: Path) -> None:
             OpPlan(phase=phase, m=None, op="qkv", n=64, k=64, strategy="gpu-only", tiles=(tile,))
             for phase in ("prefill", "decode")
         ),
-        rest=NonMatmulDevices(prefill="gpu", decode="gpu"),
+        non_matmul=NonMatmulDevices(prefill="gpu", decode="gpu"),
     )
     page = Page(written(made, tmp_path / "r.html"))
     assert not {"script", "b"} & {tag for tag, attrs in page.tags if not attrs} - {"b"}
@@ -196,7 +196,7 @@ def test_a_plan_says_what_it_comes_to(plan: ExecutionPlan, tmp_path: Path) -> No
         in said[2]
     )
     assert "simulated" in said[3]
-    by_hand = ExecutionPlan(model="m", ops=plan.ops, rest=plan.rest)
+    by_hand = ExecutionPlan(model="m", ops=plan.ops, non_matmul=plan.non_matmul)
     assert sentences(by_hand) == ()
 
 

@@ -101,7 +101,7 @@ def test_only_the_pipe_may_have_more_than_two_pieces(spec: ModelGraph, chip: Dev
     ]
     document = entry.model_dump() | {"tiles": thirds}
     assert len(OpPlan.model_validate(document).tiles) == 3
-    with pytest.raises(ValueError, match="in 3 pieces along tokens, at most 2"):
+    with pytest.raises(ValueError, match="in 3 tiles along tokens, at most 2"):
         OpPlan.model_validate(document | {"pipe": False})
 
 

@@ -44,7 +44,7 @@ def solved(request: pytest.FixtureRequest) -> tuple[ModelGraph, CostModel, Prepa
     return spec, CostModel(profile), prepare_solver(spec, profile, asked)
 
 
-def forms_of(spec: ModelGraph, cost: CostModel, solver: PreparedSolver, order: Any) -> PrefillModes:
+def modes_of(spec: ModelGraph, cost: CostModel, solver: PreparedSolver, order: Any) -> PrefillModes:
     able: Any = {kind: device.capabilities for kind, device in cost.profile.devices.items()}
     placement = Placement(solver.plan, spec, able, source=solver)
     return PrefillModes(placement, LaunchCosts(cost, placement), order, able, window=4)
@@ -55,38 +55,38 @@ def test_never_slower_than_the_better_of_cuts_and_of_whole_matmuls_out_of_order(
 ) -> None:
     """Cut in order is priced here by itself: all layers, launch after launch as the graph lists."""
     spec, cost, solver = solved
-    forms = forms_of(spec, cost, solver, "best")
+    modes = modes_of(spec, cost, solver, "best")
     for tokens in (*LENGTHS, random.randrange(257, 2000)):
-        found, rounded = forms.of(tokens), -(-tokens // SAME) * SAME
+        found, rounded = modes.of(tokens), -(-tokens // SAME) * SAME
         assert sum(found.calls) == tokens
         cut_s, start = 0.0, 0
         steps = solver.plan.steps(rounded)
         for m in steps:
             last = int(start + m == rounded)
-            graph = LaunchGraph.of(forms._launches("cut", (m,), last, spec.layers))
-            price = LaunchCosts(cost, forms._placement).at(start, (m,))
+            graph = LaunchGraph.of(modes._launches("cut", (m,), last, spec.layers))
+            price = LaunchCosts(cost, modes._placement).at(start, (m,))
             costs_s = [price(launch) for launch in graph.launches]
-            cut_s += seconds_of(graph.launches, in_order(graph), costs_s, forms._submit_s)
+            cut_s += seconds_of(graph.launches, in_order(graph), costs_s, modes._submit_s)
             start += m
-        assert found.seconds[found.form] <= min(cut_s, found.seconds["whole"]) * (1 + 1e-9)
+        assert found.seconds[found.mode] <= min(cut_s, found.seconds["whole"]) * (1 + 1e-9)
         assert found.seconds["cut"] <= cut_s * (1 + 1e-9)
 
 
 def test_two_and_three_layers_stand_for_all(
     solved: tuple[ModelGraph, CostModel, PreparedSolver], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forms = forms_of(*solved, "best")
-    quick = forms.of(1024).seconds
+    modes = modes_of(*solved, "best")
+    quick = modes.of(1024).seconds
     monkeypatch.setattr(forms_module, "SAMPLED", (15, 16))
-    whole = forms_of(*solved, "best").of(1024).seconds
-    for form, seconds in quick.items():
-        assert seconds == pytest.approx(whole[form], rel=0.05)
+    whole = modes_of(*solved, "best").of(1024).seconds
+    for mode, seconds in quick.items():
+        assert seconds == pytest.approx(whole[mode], rel=0.05)
 
 
 def test_fifo_has_one_form(solved: tuple[ModelGraph, CostModel, PreparedSolver]) -> None:
     spec, cost, solver = solved
-    found = forms_of(spec, cost, solver, "fifo").of(1024)
-    assert (found.form, found.calls, found.seconds) == ("cut", solver.plan.steps(1024), {})
+    found = modes_of(spec, cost, solver, "fifo").of(1024)
+    assert (found.mode, found.calls, found.seconds) == ("cut", solver.plan.steps(1024), {})
     assert str(found) == "cut in order, in 2 calls of up to 512 tokens"
 
 
@@ -95,7 +95,7 @@ def test_a_form_balances_both_devices_over_all_operations() -> None:
     spec, profile = model_spec("llama-3.2-1b", "w4a8"), DeviceProfile.load("host")
     solver = prepare_solver(spec, profile, PlanRequest(seq_lens=(256, 512), explain=False))
     planner = solver._planner
-    found = {x.form: x.ops for x in in_flight(planner, "gpu", 256, 512, solver.resident, Limits())}
+    found = {x.mode: x.ops for x in in_flight(planner, "gpu", 256, 512, solver.resident, Limits())}
     names = [op.op for op in found["whole"]]
     times = {}
     for name in names:
@@ -134,9 +134,9 @@ def test_a_plan_keeps_the_forms_that_its_prompts_take(
 ) -> None:
     spec, cost, solver = solved
     plan = with_modes(solver.plan, spec, cost, solver, lengths=LENGTHS)
-    forms = forms_of(spec, cost, solver, "best")
-    taken = {forms.of(m).form for m in LENGTHS}
-    assert {x.form for x in plan.in_flight} == taken - {"cut"}
+    modes = modes_of(spec, cost, solver, "best")
+    taken = {modes.of(m).mode for m in LENGTHS}
+    assert {x.mode for x in plan.in_flight} == taken - {"cut"}
     short = with_modes(solver.plan, spec, cost, solver, lengths=(100,))
     assert short.in_flight == ()
     again = ExecutionPlan.model_validate_json(plan.model_dump_json())
@@ -148,10 +148,10 @@ def test_a_plan_tells_the_forms_of_its_prompts() -> None:
     spec, profile = model_spec("llama-3.2-1b", "w4a8"), DeviceProfile.load("host")
     plan = planned(spec, profile, PlanRequest(seq_lens=(64, 1024), step_tokens=512, explain=False))
     short, long, _ = plan.totals
-    assert short.forms == {}
-    assert set(long.forms) == set(get_args(PrefillMode))
-    assert long.form == min(long.forms, key=lambda form: long.forms[form])
-    assert all(x.form == long.form for x in plan.in_flight)
+    assert short.modes == {}
+    assert set(long.modes) == set(get_args(PrefillMode))
+    assert long.mode == min(long.modes, key=lambda mode: long.modes[mode])
+    assert all(x.mode == long.mode for x in plan.in_flight)
 
 
 # --- on devices ------------------------------------------------------------------------------
@@ -172,7 +172,7 @@ def flights(spec: ModelGraph, rng: random.Random) -> tuple[InFlight, ...]:
     block = [x for x in spec.matmuls if x.name != "lm_head"]
     whole = [entry(x.name, x.n, x.k, rng.choice([0, x.n])) for x in block]
     both = [entry(x.name, x.n, x.k, 32 * rng.randrange(1, x.n // 32)) for x in block]
-    return InFlight(form="whole", ops=tuple(whole)), InFlight(form="both", ops=tuple(both))
+    return InFlight(mode="whole", ops=tuple(whole)), InFlight(mode="both", ops=tuple(both))
 
 
 @pytest.fixture(scope="module")
@@ -197,35 +197,35 @@ def test_every_form_gives_the_same_answer(engine: Engine) -> None:
     assert engine.deployment.window == 4
     prompt = np.random.default_rng().integers(3, 1000, 700).tolist()
     found: dict[str, np.ndarray] = {}
-    for form in get_args(PrefillMode):
+    for mode in get_args(PrefillMode):
         context = emptied(engine)
         engine.deployment.pool["logits"].array[:] = np.nan
-        engine._run(context, "prefill", prompt[:600], 0, (256, 256, 88), form)
-        step = engine._run(context, "prefill", prompt[600:], 1, (60, 40), form)
-        found[form] = engine.deployment.logits.last(context, step).copy()
+        engine._run(context, "prefill", prompt[:600], 0, (256, 256, 88), mode)
+        step = engine._run(context, "prefill", prompt[600:], 1, (60, 40), mode)
+        found[mode] = engine.deployment.logits.last(context, step).copy()
         devices = {launch.kind for launch in step.launches if launch.rows is not None}
-        assert devices == set(KINDS) if form != "whole" else devices
+        assert devices == set(KINDS) if mode != "whole" else devices
     scale = np.abs(found["cut"]).max()
-    for form in ("whole", "both"):
-        assert np.abs(found[form] - found["cut"]).max() <= 3e-3 * scale
+    for mode in ("whole", "both"):
+        assert np.abs(found[mode] - found["cut"]).max() <= 3e-3 * scale
 
 
 def test_a_prompt_runs_in_the_form_that_is_decided(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt = np.random.default_rng().integers(3, 1000, 600).tolist()
-    for form in get_args(PrefillMode):
+    for mode in get_args(PrefillMode):
         decided = forms_module.PrefillChoice(
-            form, engine.deployment.forms.calls(form, 600), {form: 1.0}
+            mode, engine.deployment.prefill_modes.calls(mode, 600), {mode: 1.0}
         )
-        monkeypatch.setattr(engine.deployment.forms, "of", lambda *_, x=decided: x)
+        monkeypatch.setattr(engine.deployment.prefill_modes, "of", lambda *_, x=decided: x)
         context = emptied(engine)
         engine.prefill(context, prompt)
         calls = forms_module.padded_chunks(decided.calls, engine.max_seq_len)
         assert engine.runner.last_step.chunks == calls
-        assert context.work.form == str(decided)
+        assert context.work.mode == str(decided)
         node = next(node for node in engine.placement.graph.nodes if node.name.endswith(".down"))
         found = {(x.kind, x.rows) for x in engine.runner.last_step.launches if x.node == node.name}
-        parts = engine.placement.parts(node, "prefill", decided.calls[0], form)
+        parts = engine.placement.parts(node, "prefill", decided.calls[0], mode)
         assert found == {(part.kind, part.rows) for part in parts}
     assert context_of(engine).cached == 600

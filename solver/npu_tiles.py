@@ -1,6 +1,6 @@
 """The tokens that the NPU may compute: at most two runs, each one graph (paper section 4.1.1).
 
-Notation: P choices of pieces, T token cuts (where the NPU's tokens end).
+Notation: P choices of tiles, T token cuts (where the NPU's tokens end).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Ints = npt.NDArray[np.intp]
 _STEPS = 32  # token cuts to try on a device without graphs
 
 
-class Pieces(NamedTuple):
+class NpuTiles(NamedTuple):
     """Spans [from, to) of tokens and the graph of each; None where any token count runs."""
 
     spans: tuple[tuple[int, int], ...]
@@ -32,7 +32,7 @@ class Pieces(NamedTuple):
 
 @dataclass(frozen=True)
 class Choices:
-    """All pieces for m tokens. Graphs are full but for the last one where it reaches m.
+    """All tiles for m tokens. Graphs are full but for the last one where it reaches m.
 
     smaller         how many of the graphs have fewer than m tokens
     cuts            [T] where the NPU's tokens end, rising
@@ -53,15 +53,15 @@ class Choices:
     second: Ints
     graphs: Sequence[tuple[int, ...]]
 
-    def pieces(self, choice: int) -> Pieces:
+    def npu_tiles(self, choice: int) -> NpuTiles:
         """Return spans and graphs of one choice."""
         if not self.sizes:
-            return Pieces(((0, int(self.cuts[choice])),), (None,))
+            return NpuTiles(((0, int(self.cuts[choice])),), (None,))
         graphs = self.graphs[choice]
         if len(graphs) == 1:
-            return Pieces(((0, min(graphs[0], self.m)),), graphs)
+            return NpuTiles(((0, min(graphs[0], self.m)),), graphs)
         g, h = graphs
-        return Pieces(((0, g), (g, min(g + h, self.m))), graphs)
+        return NpuTiles(((0, g), (g, min(g + h, self.m))), graphs)
 
     def group(self, cut: int) -> slice:
         """Return the choices that end at the cut in this place."""
@@ -87,7 +87,7 @@ def npu_choices(
 
 
 class _Pairs(NamedTuple):
-    """Pairs [P] of a first and a second graph of one or two pieces.
+    """Pairs [P] of a first and a second graph of one or two tiles.
 
     The first is not smaller; sorted by their sum; with the different sums, and the first pair of
     each, and the token counts.
