@@ -20,16 +20,15 @@ from hetero.backends.protocol import Device, DeviceKind
 from hetero.backends.simulated import ChipTimes, LaunchModel, Load, SimulatedChip, SimulatedDevice
 from hetero.profiler import predict
 from hetero.profiler.cost import CostModel
-from hetero.profiler.errors import ProfileError
 from hetero.profiler.preparation_times import PreparationTimes
-from hetero.profiler.records import DeviceProfile, DeviceSync
+from hetero.profiler.records import DeviceProfile, DeviceSync, MatMulPredictor
 from hetero.profiler.substitutes import with_file_formats
 
 
 class ProfiledLaunches(LaunchModel):
     """The times of launches on one device of a profile, remembered by operation and size.
 
-    Raises `ProfileError` for kernels that the profile has no model of.
+    Kernels that the profile has no times of are refused.
     """
 
     def __init__(self, profile: DeviceProfile, kind: DeviceKind) -> None:
@@ -41,6 +40,16 @@ class ProfiledLaunches(LaunchModel):
         self._others = CostModel(profile)  # finds the predictor of an operation, or its substitute
         self._preparation = PreparationTimes(self._profile)
         self._known: dict[tuple[Op, int, int], Load] = {}
+
+    def refusal(self, op: Op) -> str:
+        """See `LaunchModel.refusal`."""
+        if isinstance(op, MatMul):
+            name = f"matmuls in {op.weight_format} ({op.order})"
+            known = self._predictor(op) is not None
+        else:
+            name = predict.op_name(op)
+            known = self._others.measured_as(self._kind, name) is not None
+        return "" if known else f"profile {self._profile.name} has no {name} on the {self._kind}"
 
     def load(self, op: Op, m: int, position: int) -> Load:
         """See `LaunchModel.load`."""
@@ -61,17 +70,16 @@ class ProfiledLaunches(LaunchModel):
             self._kind, op.weight_format
         )
 
-    def _matmul(self, op: MatMul, m: int) -> Load:
+    def _predictor(self, op: MatMul) -> MatMulPredictor | None:
         wanted = (self._kind, op.weight_format, op.order)
-        predictor = next(
+        return next(
             (x for x in self._profile.predictors if (x.device, x.weight_format, x.order) == wanted),
             None,
         )
-        if predictor is None:
-            raise ProfileError(
-                f"profile {self._profile.name} has no times of {op.weight_format} ({op.order}) on "
-                f"{self._kind}: it cannot simulate this plan"
-            )
+
+    def _matmul(self, op: MatMul, m: int) -> Load:
+        predictor = self._predictor(op)
+        assert predictor is not None, self.refusal(op)
         sizes = (np.asarray([float(x)]) for x in (m, op.n, op.k))
         tokens, rows, features = sizes
         seconds = predict.predict(predictor, self._device, tokens, rows, features)

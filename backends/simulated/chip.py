@@ -38,7 +38,7 @@ class Load(NamedTuple):
 class ChipJob:
     """One launch: when it may start, the work that is left, and when it ended.
 
-    `compute` makes its numbers, at its end; what that raises is the `error` of the launch.
+    `compute` makes its numbers; what that raises is the `error` of the launch.
     """
 
     name: str
@@ -53,8 +53,12 @@ class ChipJob:
         self.left_s = self.load.seconds
 
     def end(self, at_s: float) -> None:
-        """Complete: results are in memory from now on, not earlier."""
+        """Complete: results are in memory from now on."""
         self.left_s, self.end_s = 0.0, at_s
+        self.make_numbers()
+
+    def make_numbers(self) -> None:
+        """Compute, once."""
         compute, self.compute = self.compute, None  # which keeps its kernel and tensors
         try:
             if compute is not None:
@@ -120,8 +124,13 @@ class SimulatedChip:
     def run(
         self, kind: DeviceKind, name: str, load: Load, compute: Callable[[], None] | None = None
     ) -> ChipJob:
-        """Return a blocking launch: time passes until it is done."""
+        """Return a blocking launch: time passes until it is done.
+
+        It reads what is in memory at its start. A launch in a queue writes at its end, so
+        that a reader which does not wait for it gets older values.
+        """
         job = self.submit(kind, name, load, compute)
+        job.make_numbers()
         self.finish(job)
         return job
 

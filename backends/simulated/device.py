@@ -33,7 +33,10 @@ Cost: TypeAlias = Callable[[Op, int], float]
 
 
 class LaunchModel(Protocol):
-    """The time that a device's launches take, as if each were alone."""
+    """The kernels that a device has, and the time that each launch takes as if it were alone."""
+
+    def refusal(self, op: Op) -> str:
+        """Return why there is no kernel of an operation; empty where there is one."""
 
     def load(self, op: Op, m: int, position: int) -> Load:
         """Return the work of m tokens, the first of them at `position` of its text."""
@@ -51,6 +54,10 @@ class FixedCost(LaunchModel):
     def __init__(self, cost: Cost) -> None:
         self._cost = cost
 
+    def refusal(self, op: Op) -> str:  # noqa: ARG002
+        """See `LaunchModel.refusal`."""
+        return ""
+
     def load(self, op: Op, m: int, position: int) -> Load:  # noqa: ARG002
         """See `LaunchModel.load`."""
         return Load(self._cost(op, m))
@@ -67,9 +74,9 @@ class FixedCost(LaunchModel):
 class SimulatedDevice(Device, SupportsTransfer, SupportsQueueControl):
     """Launches take virtual time on a shared `SimulatedChip`.
 
-    Results are computed by `inner` at the end of each launch, so that what is read too early is
-    wrong; without one they are left as they are. `drift` multiplies the seconds of what is launched
-    from now on: a device that throttles.
+    Results are computed by `inner`, in an order in which what is read too early is wrong
+    (`SimulatedChip.run`); without one they are left as they are. `drift` multiplies
+    the seconds of what is launched from now on: a device that throttles.
     """
 
     def __init__(
@@ -93,8 +100,9 @@ class SimulatedDevice(Device, SupportsTransfer, SupportsQueueControl):
         self.health.check("map")
 
     def accepts(self, op: Op) -> Acceptance:
-        """Return every operation in the declared formats."""
-        return checks.accept_format(self.capabilities, op)
+        """Return the operations that the model knows, in the declared formats."""
+        reason = self.model.refusal(op)
+        return Acceptance(False, reason) if reason else checks.accept_format(self.capabilities, op)
 
     def prepare(self, op: Op, weights: Mapping[str, WeightValue]) -> _Kernel:
         """Prepare the computation, if there is one."""
