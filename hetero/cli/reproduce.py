@@ -23,13 +23,14 @@ def reproduce_command(
 ) -> None:
     """HeteroLLM's claims against a simulated chip; exit code 1 if a stated target is missed.
 
-    The chip is fitted to timings of single kernels alone (docs/reference), nothing to these
-    claims; every number is simulated.
+    Predicted by the solver, and executed by the engine on that chip, launch by launch, in virtual
+    time. The chip is fitted to timings of single kernels alone (docs/reference), nothing to these
+    claims but energies; every number is simulated.
     """
     from hetero.measuring.reproduction import reproduce
     from hetero.terminal.notices import notify
 
-    with stderr.status("solving"):
+    with stderr.status("solving and executing"):
         reproduction = reproduce(profile)
     if report is not None:
         reproduction.report(report)

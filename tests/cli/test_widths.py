@@ -64,7 +64,8 @@ bench = BenchReport(model="demo", rows=(row,), load_cold_s=1, load_warm_s=1, pea
 quality = Evaluation(tokens=400, perplexity=12.3456, perplexity_95=(11.1, 13.2), kl_p99=0.01,
                      top1_agreement=0.95, top1_agreement_95=(0.93, 0.97), kl_mean=1e-3,
                      kl_mean_95=(9e-4, 1.1e-3))
-claim = Claim("e54-fs-decode InternLM-1.8B", "InternLM-1.8B, decode", "x", 2.2, 3.089, 0.1, NAME)
+claim = Claim("e54-fs-decode InternLM-1.8B", "InternLM-1.8B, decode", "x", 2.2, 3.089, 0.1, NAME,
+              3.1)
 paper = Reproduction("snapdragon-8-gen-3", (claim,), (NAME * 3,), (NAME * 4,))
 finding = Finding("opencl:pocl", "gpu", False, NAME, "install another driver, " + NAME)
 printed = {
