@@ -169,6 +169,10 @@ def synchronisation(profile: DeviceProfile) -> Chart | None:
                 (f"{kind}: submit, empty queue", sync.submit_empty_s, kind),
                 *((f"{kind}: wait by {m}", s, kind) for m, s in sync.wait_s.items() if m != "fast"),
             ]
+            costs += [
+                (f"{kind}: more after {1e3 * x.gap_s:g} ms idle", x.slower_s, kind)
+                for x in sync.idle
+            ]
         costs.append((f"{kind}: blocking call", sync.call_s, kind))
         costs.append(
             (f"{kind}: copy of 1 MiB", sync.copy_fixed_s + 2**20 * sync.copy_s_per_byte, kind)

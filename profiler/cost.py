@@ -5,6 +5,7 @@ Paper section 4.3: "retrieves performance results from the profiler".
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Final, Literal, NamedTuple, TypeAlias
 
@@ -35,6 +36,8 @@ from hetero.profiler.substitutes import SUBSTITUTES, proxy_predictor, with_file_
 Sizes: TypeAlias = int | npt.ArrayLike
 Kernel: TypeAlias = tuple[DeviceKind, WeightFormat, OperandOrder]
 LONGEST_S: Final = 1e9  # of a kernel: longer than any
+IdleCurve: TypeAlias = tuple[tuple[float, ...], tuple[float, ...]]  # gaps, and their costs
+NO_IDLE_COSTS: Final[IdleCurve] = ((), ())
 WaitMethod: TypeAlias = Literal["fast", "flag", "event", "finish"]
 
 
@@ -242,6 +245,16 @@ class CostModel:
         """
         sync = self._sync(device)
         return sync.submit_busy_s if queue == "busy" else sync.submit_empty_s
+
+    def idle_costs(self, device: DeviceKind) -> IdleCurve:
+        """Return idle gaps, rising, and how much longer what follows takes after each, in seconds.
+
+        Longer gaps never cost less. Both empty where gaps cost no more than a submission to an
+        empty queue.
+        """
+        costs = self._sync(device).idle
+        slower_s = itertools.accumulate((x.slower_s for x in costs), max)
+        return tuple(x.gap_s for x in costs), tuple(slower_s)
 
     def ring_s(self, device: DeviceKind) -> float | None:
         """Return the cost of a stream signal, which starts queued calls; None without signals."""

@@ -401,11 +401,23 @@ class Sleep(Record):
     late_p99_s: Seconds
 
 
+class IdleCost(Record):
+    """How much longer a burst of launches takes after an idle gap than right after another.
+
+    Beyond `DeviceSync.submit_empty_s`, which any launch to an empty queue costs. A device whose
+    clock falls while it waits (Adreno) has more with longer gaps.
+    """
+
+    gap_s: Seconds
+    slower_s: Seconds
+
+
 class DeviceSync(Record):
     """Costs around a kernel on one device.
 
     submit_busy_s, submit_empty_s    host time of `submit` after another launch; and how much more
                                      a launch takes from submission to end in an empty queue
+    idle       what idle gaps cost beyond that, by rising gap; none where nothing was found
     ring_s     from a signal (`SupportsSignals`) until the call after its wait starts
     chain_s    how much less a launch takes in a fused launch (`SupportsFusedLaunch`) than in a full
                queue
@@ -419,6 +431,7 @@ class DeviceSync(Record):
 
     submit_busy_s: Seconds = 0.0
     submit_empty_s: Seconds = 0.0
+    idle: tuple[IdleCost, ...] = ()
     ring_s: Seconds | None = None
     chain_s: Seconds | None = None
     wait_s: dict[str, Seconds] = {}

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -20,10 +21,12 @@ from hetero.backends.memory import HostBuffer, Tensor, new_tensor
 from hetero.backends.ops import Add
 from hetero.backends.optional import SupportsFusedLaunch, SupportsQueueControl, flag_of, signal_of
 from hetero.backends.protocol import BoundCall, Completion, Device
-from hetero.profiler.records import DeviceSync, HostSync, Sleep
+from hetero.profiler.records import DeviceSync, HostSync, IdleCost, Sleep
 
 COPIED_BYTES: Final = (4096, 1 << 18, 1 << 22)
 SLEEPS_S: Final = (50e-6, 200e-6, 1e-3)
+GAPS_S: Final = (1e-4, 2e-4, 5e-4, 1e-3, 2e-3)  # what a GPU waits for an NPU between two matmuls
+NOTICEABLE: Final = 4.0  # standard errors that a difference has which is no noise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +61,7 @@ def measure_device(
     small.run()
     call_s = _median(clock, small.run, repeats)
     copy_fixed_s, copy_s_per_byte = _copy(device, clock)
-    costs = {
+    costs: dict[str, Any] = {
         "call_s": call_s,
         "copy_fixed_s": copy_fixed_s,
         "copy_s_per_byte": copy_s_per_byte,
@@ -72,10 +75,12 @@ def measure_device(
     with _timed(device):
         waits, notes = _waits(device, clock, policy.more_waits * repeats, policy)
         ring_s = _signal(device, clock, repeats, policy)
+    empty_s = max(idle_call_s - each_s - waits.get("finish", 0.0), 0.0)
     return DeviceSync(
         **costs,
         submit_busy_s=busy_s,
-        submit_empty_s=max(idle_call_s - each_s - waits.get("finish", 0.0), 0.0),
+        submit_empty_s=empty_s,
+        idle=idle_costs(device, clock, repeats=repeats // 3, empty_s=empty_s, policy=policy),
         ring_s=ring_s,
         chain_s=_fused(device, clock, repeats, policy),
         wait_s=waits,
@@ -139,6 +144,45 @@ def _median_after_idle(
         action()
         times.append(clock.now() - start_s)
     return statistics.median(times)
+
+
+def idle_costs(
+    device: Device, clock: Clock, *, repeats: int, empty_s: float, policy: SyncPolicy = DEFAULT
+) -> tuple[IdleCost, ...]:
+    """Return how much longer a burst of launches takes after each of `GAPS_S`.
+
+    It is compared with a burst right after another one, in turns, less `empty_s`. Differences that
+    the scatter of the times explains are 0; without any other the result is empty.
+    """
+    call = _call(device, policy.medium)
+
+    def burst() -> None:
+        completions = [call.submit() for _ in range(policy.queue)]
+        completions[-1].wait(policy.deadline_s)
+
+    times: dict[float, list[float]] = {gap_s: [] for gap_s in (0.0, *GAPS_S)}
+    for _ in range(max(repeats, 8)):
+        for gap_s, spent in times.items():
+            burst()
+            if gap_s:
+                clock.sleep(gap_s)
+            start_s = clock.now()
+            burst()
+            spent.append(clock.now() - start_s)
+    at_once_s, error_s = _median_error(times.pop(0.0))
+    costs = []
+    for gap_s, spent in times.items():
+        median_s, own_s = _median_error(spent)
+        slower_s = median_s - at_once_s - empty_s
+        noticed = slower_s > NOTICEABLE * math.hypot(error_s, own_s)
+        costs.append(IdleCost(gap_s=gap_s, slower_s=slower_s if noticed else 0.0))
+    return tuple(costs) if any(cost.slower_s for cost in costs) else ()
+
+
+def _median_error(times: Sequence[float]) -> tuple[float, float]:
+    """Return the median and its standard error, from the quartiles (normal scatter)."""
+    low, median, high = np.percentile(times, (25, 50, 75))
+    return float(median), float(1.2533 * (high - low) / 1.349 / math.sqrt(len(times)))
 
 
 def _queue(clock: Clock, call: BoundCall, repeats: int, policy: SyncPolicy) -> tuple[float, float]:

@@ -206,12 +206,13 @@ class Chooser:
         npu_tiles, overheads = grid.npu_tiles(*place), self.overheads
         enter = overheads.wait_s + overheads.copy(ACTIVATION_BYTES * m * space.k)
         leave = overheads.copy(ACTIVATION_BYTES * m * space.n)
+        gap = overheads.resume_s(float(grid.npu_s[place]))  # of a GPU that had work before
         return Option(
             "npu-only" if len(npu_tiles.spans) == 1 else "multi-sequence-cut",
             "npu",
             elapsed_s=float(grid.npu_s[place]),
             npu_s=float(grid.npu_s[place]),
-            enter_s=(enter + leave + grid.times.after_gpu_s, leave),
+            enter_s=(enter + leave + gap + grid.times.after_gpu_s, leave),
             leaves=HOST,
             back_s=overheads.at(m).submit_s,
             rows=space.n,

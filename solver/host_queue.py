@@ -64,10 +64,11 @@ class HostCutTimes(CutTimes):
 
         Times that vary make that a chance.
         """
+        idle = super().restarts_s
         if not self.start_s or self.spread == (0.0, 0.0):
-            return 0.0
+            return idle
         chance = later(self.npu_thread_s + self.after_s, self.gpu_s, self.spread[::-1])
-        return np.asarray(self.start_s * (chance - self.npu_dominant))
+        return np.asarray(self.start_s * (chance - self.npu_dominant) + idle)
 
     @property
     def dry_s(self) -> Floats | float:
@@ -157,6 +158,7 @@ class HostQueue(Overheads):
         return HostCutTimes(
             gpu_s,
             npu_s,
+            self.idle,
             restart_s=self.npu_restart_s,
             spread=spread,
             start_s=start_s,

@@ -16,8 +16,16 @@ from typing import Self
 import numpy as np
 
 from hetero.backends.protocol import DeviceKind
-from hetero.profiler.cost import CostModel, WaitMethod
+from hetero.profiler.cost import NO_IDLE_COSTS, CostModel, IdleCurve, WaitMethod
 from hetero.solver.kernel_times import Bools, Floats, Ints, KernelTimes
+
+
+def idle_s(curve: IdleCurve, gaps_s: Floats) -> Floats:
+    """Return what idle gaps cost: linear between those that were measured, none below 0."""
+    gaps, costs = curve
+    if not gaps:
+        return np.zeros_like(gaps_s)
+    return np.asarray(np.interp(gaps_s, (0.0, *gaps), (0.0, *costs)))
 
 
 @dataclass(frozen=True)
@@ -27,10 +35,12 @@ class CutTimes:
     With several matmuls, each has a run of columns.
 
     gpu_s, npu_s    [T, R] seconds of each device's part, contention included
+    idle            what the GPU's idle gaps cost (`CostModel.idle_costs`)
     """
 
     gpu_s: Floats
     npu_s: Floats
+    idle: IdleCurve = NO_IDLE_COSTS
 
     @cached_property
     def npu_thread_s(self) -> Floats:
@@ -49,8 +59,14 @@ class CutTimes:
 
     @property
     def restarts_s(self) -> Floats | float:
-        """[T, R] what starting the GPU again is expected to cost beyond what the mode says."""
-        return 0.0
+        """[T, R] what starting the GPU again is expected to cost beyond what the mode says.
+
+        After an NPU-dominant tiling the GPU was idle since its part was done.
+        """
+        if self.idle == NO_IDLE_COSTS:
+            return 0.0
+        gaps_s = np.where(self.npu_dominant, self.npu_thread_s - self.gpu_s, 0.0)
+        return idle_s(self.idle, gaps_s)
 
     @property
     def dry_s(self) -> Floats | float:
@@ -76,6 +92,7 @@ class Overheads:
     copy_s, copy_s_per_byte    a copy of activations to or from the NPU, fixed and per byte
     eager       the GPU's tile is queued after its operand before the host waits for that
     npu_restart_s   how much longer an NPU call takes when its thread did something else before
+    idle            what the GPU's idle gaps cost (`CostModel.idle_costs`)
     """
 
     wait_s: float = 0.0
@@ -85,6 +102,7 @@ class Overheads:
     copy_s_per_byte: float = 0.0
     eager: bool = False
     npu_restart_s: float = 0.0
+    idle: IdleCurve = NO_IDLE_COSTS
 
     @classmethod
     def of(cls, cost: CostModel, method: WaitMethod = "fast") -> Self:
@@ -101,6 +119,7 @@ class Overheads:
             copy_s=fixed,
             copy_s_per_byte=(cost.copy_s("gpu", 1 << 20) - fixed) / (1 << 20),
             eager=True,
+            idle=cost.idle_costs("gpu"),
         )
 
     @classmethod
@@ -118,6 +137,7 @@ class Overheads:
             join_s=finish,
             copy_s=sync.copy_fixed_s,
             copy_s_per_byte=sync.copy_s_per_byte,
+            idle=cost.idle_costs("gpu"),
         )
 
     def at(self, m: int) -> Self:  # noqa: ARG002
@@ -132,7 +152,7 @@ class Overheads:
         npu_s: Floats,
     ) -> CutTimes:
         """Return what halves of m tokens make together."""
-        return CutTimes(gpu_s, npu_s)
+        return CutTimes(gpu_s, npu_s, self.idle)
 
     def around_s(self, non_matmul_device: DeviceKind) -> float:  # noqa: ARG002
         """Return what a step takes besides its operators, the first on `non_matmul_device`."""
@@ -141,6 +161,10 @@ class Overheads:
     def chained_s(self, launches: int) -> float:  # noqa: ARG002
         """Return what a decoding step on the GPU alone takes less than its launches one by one."""
         return 0.0
+
+    def resume_s(self, gap_s: float) -> float:
+        """Return what an idle gap of the GPU costs beyond a submission to its empty queue."""
+        return float(idle_s(self.idle, np.asarray(gap_s)))
 
     @property
     def copies(self) -> bool:

@@ -32,7 +32,8 @@ from hetero.errors import UserError
 from hetero.measuring.benchmark import environment
 from hetero.measuring.constants import MAX_ROUNDS
 from hetero.placement.device_set import open_devices
-from hetero.profiler.sync import measure_sleep
+from hetero.profiler.records import IdleCost
+from hetero.profiler.sync import GAPS_S, idle_costs, measure_sleep
 from hetero.profiler.table_data import TableData
 from hetero.runtime.waits import Synchroniser, SyncMethod, WaitPoint
 
@@ -83,6 +84,7 @@ class SyncReport:
     """All costs, measured on this machine, with the machine."""
 
     rows: tuple[WaitCost, ...]
+    idle: tuple[IdleCost, ...]
     flag: bool
     sleep_late_s: float
     sleep_cpu_s: float
@@ -90,7 +92,7 @@ class SyncReport:
 
     def to_json(self) -> str:
         """Return one line."""
-        return json.dumps(asdict(self))
+        return json.dumps(asdict(self) | {"idle": [x.model_dump() for x in self.idle]})
 
     def remarks(self) -> list[str]:
         """Return where it was measured, and the conclusion for `--sync`."""
@@ -100,6 +102,7 @@ class SyncReport:
             f"a sleep returns {1e6 * self.sleep_late_s:.0f} µs late and takes "
             f"{1e6 * self.sleep_cpu_s:.0f} µs of CPU time",
         ]
+        lines.append(_of_idle_gaps(self.idle))
         mean = {
             method: statistics.fmean(x.added_median_s for x in self.rows if x.method == method)
             for method in dict.fromkeys(row.method for row in self.rows)
@@ -154,9 +157,12 @@ def run_sync_bench(
                 for wait_s in WAITS_S
                 for row in _measure(device, fast, wait_s, rounds or policy.rounds(wait_s), policy)
             ]
+            repeats = rounds or policy.rounds(max(GAPS_S))
+            idle = idle_costs(device, SystemClock(), repeats=min(repeats, 100), empty_s=0.0)
             late_s, cpu_s = _sleep_cost(policy.sleep_s, rounds or policy.rounds(policy.sleep_s))
         return SyncReport(
             rows=tuple(rows),
+            idle=idle,
             flag="gpu" in fast.flags,
             sleep_late_s=late_s,
             sleep_cpu_s=cpu_s,
@@ -201,6 +207,13 @@ def _measure(
         )
         for name, times in added.items()
     ]
+
+
+def _of_idle_gaps(idle: Sequence[IdleCost]) -> str:
+    if not idle:
+        return "launches after an idle gap of 0.1 to 2 ms take no longer than others"
+    costs = ", ".join(f"{1e6 * x.slower_s:.0f} after {1e3 * x.gap_s:g} ms" for x in idle)
+    return f"32 launches take longer after an idle gap, in µs: {costs}"
 
 
 def _sleep_cost(sleep_s: float, rounds: int) -> tuple[float, float]:

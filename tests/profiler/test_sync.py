@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from hetero.backends.errors import KernelBuildError
@@ -100,3 +101,43 @@ def test_what_a_launch_saves_when_fused(monkeypatch: pytest.MonkeyPatch, how: st
 
     found = sync._fused(Fusing(), clock, 18, sync.DEFAULT)  # type: ignore[arg-type]
     assert found == (pytest.approx(SAVED_S, rel=1e-6) if how == "chains" else None)
+
+
+class Slowing(Call):
+    """Its clock falls while it is idle: the first launches after a gap take longer in all."""
+
+    def __init__(self, clock: ManualClock, loss_s: dict[float, float], noise_s: float) -> None:
+        super().__init__(clock, timed=False)
+        self.loss_s, self.noise_s = loss_s, noise_s
+        self.rng = np.random.default_rng(3)
+
+    def submit(self) -> Completion:
+        now = self.clock.now()
+        gap_s = now - self.busy_until_s
+        lost_s = max((s for at_s, s in self.loss_s.items() if gap_s >= at_s), default=0.0)
+        late_s = START_S if gap_s > 0 else 0.0
+        scatter_s = self.noise_s * abs(self.rng.standard_normal())
+        self.busy_until_s = max(now, self.busy_until_s) + late_s + lost_s + KERNEL_S + scatter_s
+        return Ran(self.clock, (0.0, self.busy_until_s), timed=False)
+
+
+def measured_idle(monkeypatch: pytest.MonkeyPatch, call: Slowing) -> list[tuple[float, float]]:
+    monkeypatch.setattr(sync, "_call", lambda device, width: call)
+    costs = sync.idle_costs(SimpleNamespace(), call.clock, repeats=20, empty_s=START_S)  # type: ignore[arg-type]
+    return [(x.gap_s, x.slower_s) for x in costs]
+
+
+def test_what_an_idle_gap_costs_beyond_an_empty_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = Slowing(ManualClock(), {2e-4: 40e-6, 1e-3: 150e-6}, noise_s=0.0)
+    found = measured_idle(monkeypatch, call)
+    assert [gap_s for gap_s, _ in found] == list(sync.GAPS_S)
+    wanted = [0.0, 40e-6, 40e-6, 150e-6, 150e-6]
+    # A burst right after another one also starts in an empty queue, which is counted.
+    assert [slower_s for _, slower_s in found] == pytest.approx(
+        [max(s - START_S, 0.0) for s in wanted], abs=1e-9
+    )
+
+
+def test_scatter_is_no_cost_of_idle_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = Slowing(ManualClock(), {}, noise_s=20e-6)
+    assert measured_idle(monkeypatch, call) == []

@@ -97,6 +97,9 @@ def random_instance(seed: int, *, monotone: bool | None = None, tiny: bool = Tru
     sync = replace(sync, npu_restart_s=some() / 4, eager=bool(seed % 2))
     if rng.integers(2):  # gates, in steps of few tokens
         sync = replace(sync, ring_s=some() / 2, busy_s=some() / 2)
+    if rng.integers(2):  # a GPU whose clock falls while it waits
+        gaps, costs = rng.random((2, 3)).cumsum(axis=1)
+        sync = replace(sync, idle=(tuple(2 * gaps), tuple(costs)))
     slow = (1 + 0.5 * rng.random(), 1 + 0.5 * rng.random()) if rng.integers(2) else (1.0, 1.0)
     return Instance(
         tables, sizes, slow, sync, {"gpu": 0.3, "npu": 0.5}, float(rng.choice([0.0, 0.03, 0.2])),
@@ -261,11 +264,23 @@ def every_way(instance: Instance, name: str, m: int) -> list[Way]:
                     sync.wait_s + sync.npu_restart_s + moved(m * k) + moved(m * n),
                     moved(m * n),
                 )
+                enter = (enter[0] + idle(sync, npu), enter[1])
                 ways.append(Way("npu", 0, npu, npu, enter, 1, sync.submit_s, n, n))
                 continue
             gpu = min(g(m, n - r) + g(m - t, r), g(m - t, n) + g(t, n - r))
             ways.append(_cut(instance, m, n, k, t, r, gpu, npu, sync.npu_restart_s))
     return ways
+
+
+def idle(sync: HostQueue, gap: float) -> float:
+    """What a gap costs, by hand: the line through the measured points from (0, 0) on."""
+    before = (0.0, 0.0)
+    for point in zip(*sync.idle, strict=True):
+        if gap < point[0]:
+            share = (gap - before[0]) / (point[0] - before[0])
+            return before[1] + share * (point[1] - before[1])
+        before = point
+    return before[1]
 
 
 def _cut(
@@ -292,6 +307,7 @@ def _cut(
     copy = lambda count: sync.copy(4 * count)  # noqa: E731
     result = copy(m * n - t * r) if npu_dominant else copy(t * r)
     submit = sync.submit_s if npu_dominant and not sync.eager else 0.0
+    result += idle(sync, npu_s + ahead - gpu_s) if npu_dominant else 0.0
     enter = (
         sync.wait_s + sync.join_s + submit + copy(t * k) + result,
         sync.submit_s + sync.join_s + copy(m * k) + result,
