@@ -402,7 +402,7 @@ class Sleep(Record):
 
 
 class IdleCost(Record):
-    """How much longer a burst of launches takes after an idle gap than right after another.
+    """The extra time of a burst of launches after an idle gap, compared with no gap.
 
     Beyond `DeviceSync.submit_empty_s`, which any launch to an empty queue costs. A device whose
     clock falls while it waits (Adreno) has more with longer gaps.

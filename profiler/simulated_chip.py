@@ -159,6 +159,8 @@ def _times(profile: DeviceProfile) -> ChipTimes:
     return ChipTimes(
         submit_busy_s=sync.submit_busy_s,
         submit_empty_s=sync.submit_empty_s,
+        idle_gap_s=tuple(x.gap_s for x in sync.idle),
+        idle_slower_s=tuple(x.slower_s for x in sync.idle),
         wait_s=fast_s,
         finish_s=sync.wait_s.get("finish", fast_s),
         copy_fixed_s=sync.copy_fixed_s,

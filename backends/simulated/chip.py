@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
+import numpy as np
+
 from hetero.backends.errors import DeviceError
 from hetero.backends.host.clock import ManualClock
 from hetero.backends.protocol import DeviceKind
@@ -73,6 +75,7 @@ class ChipTimes:
 
     submit_busy_s     host time of a submission after another launch
     submit_empty_s    how much later a launch starts in a queue that has run dry
+    idle_gap_s, idle_slower_s    and how much more after such idle gaps (rising), linear between
     wait_s, finish_s  from the end of a launch until a polling host knows, and one that finishes the
                       whole queue
     copy_fixed_s, copy_s_per_byte    a copy between the host's memory and the GPU's own
@@ -82,6 +85,8 @@ class ChipTimes:
 
     submit_busy_s: float = 0.0
     submit_empty_s: float = 0.0
+    idle_gap_s: tuple[float, ...] = ()
+    idle_slower_s: tuple[float, ...] = ()
     wait_s: float = 0.0
     finish_s: float = 0.0
     copy_fixed_s: float = 0.0
@@ -116,7 +121,7 @@ class SimulatedChip:
             self.clock.sleep(self.times.submit_busy_s)
             self.advance()
             dry = not self._queues[kind]
-        late = self.times.submit_empty_s if kind == "gpu" and dry else 0.0
+        late = self._start_s() if kind == "gpu" and dry else 0.0
         job = ChipJob(name, self.clock.now() + late, load, compute)
         self._queues[kind].append(job)
         return job
@@ -189,6 +194,15 @@ class SimulatedChip:
         now_s = self.clock.now()
         while self._now_s < now_s:
             self._step(now_s)
+
+    def _start_s(self) -> float:
+        """Return how much later a launch starts that is submitted now to the GPU's dry queue."""
+        times, before = self.times, self.finished["gpu"]
+        if not times.idle_gap_s or not before:
+            return times.submit_empty_s
+        gap_s = self.clock.now() - (before[-1].end_s or 0.0)
+        gaps, costs = (0.0, *times.idle_gap_s), (0.0, *times.idle_slower_s)
+        return times.submit_empty_s + float(np.interp(gap_s, gaps, costs))
 
     def _seen(self, job: ChipJob) -> bool:
         return job.end_s is not None and self.clock.now() >= job.end_s + self.times.wait_s

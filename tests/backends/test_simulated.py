@@ -51,3 +51,33 @@ def test_a_deadline_ends_the_wait() -> None:
     assert chip.clock.now() == 2.0
     assert chip.finish(job)
     assert chip.clock.now() == 9.0
+
+
+def test_a_gpu_that_was_idle_starts_later_the_longer_it_was() -> None:
+    chip = SimulatedChip(ChipTimes(submit_empty_s=0.5, idle_gap_s=(1.0,), idle_slower_s=(0.2,)))
+    first = chip.run("gpu", "a", Load(1.0))
+    chip.clock.sleep(0.5)
+    second = chip.run("gpu", "b", Load(1.0))
+    chip.clock.sleep(9.0)
+    third = chip.run("gpu", "c", Load(1.0))
+    ends = (first.end_s, second.end_s, third.end_s)
+    assert ends == pytest.approx((1.5, 1.5 + 0.5 + 0.6 + 1.0, 3.6 + 9.0 + 0.7 + 1.0))
+
+
+def test_memory_gives_both_no_more_than_its_bandwidth() -> None:
+    chip = SimulatedChip(ChipTimes(bytes_per_s=60.0))
+    gpu = chip.submit("gpu", "a", Load(2.0, 80.0))  # 40 bytes a second, and the NPU's 35
+    npu = chip.run("npu", "b", Load(1.0, 35.0))
+    assert npu.end_s == pytest.approx(75 / 60)
+    chip.finish(gpu)
+    assert gpu.end_s == pytest.approx(75 / 60 + 1.0)
+
+
+def test_a_polling_host_sees_the_end_a_moment_later() -> None:
+    chip = SimulatedChip(ChipTimes(wait_s=5e-6))
+    job = chip.submit("gpu", "a", Load(1e-3))
+    assert not chip.poll(job)
+    assert chip.clock.now() == 0.0
+    while not chip.poll(job):
+        pass
+    assert chip.clock.now() == pytest.approx(1e-3 + 5e-6)
