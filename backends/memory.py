@@ -180,8 +180,12 @@ class Panels:
         return Panels(tuple(part.rows(start, stop) for part in self.parts))
 
 
-def new_tensor(shape: tuple[int, ...], dtype: npt.DTypeLike = np.float32) -> Tensor:
-    """Return a tensor in a buffer of its own."""
+def new_tensor(
+    shape: tuple[int, ...],
+    dtype: npt.DTypeLike = np.float32,
+    allocate: Callable[[int], HostBuffer] = HostBuffer,
+) -> Tensor:
+    """Return a tensor in a buffer of its own, as `allocate` (of a device that uses it) makes it."""
     kind = np.dtype(dtype)
     count = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
-    return Tensor(HostBuffer(count), shape, kind)
+    return Tensor(allocate(count), shape, kind)

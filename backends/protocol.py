@@ -62,6 +62,7 @@ class Capabilities:
     coherent             host and device see each other's writes when a call is complete; else each
                          tensor that another processor wrote or reads is handed over
                          (`SupportsHandovers`)
+    own_memory           that is so in memory that this device allocates, and not in other memory
     asynchronous         calls are submitted (`submit`); else they block (`run`)
     static_shapes        token counts must be one of `graph_sizes`; others are refused by `bind`
     graph_sizes          token counts that were prepared ahead of time (empty: any)
@@ -88,6 +89,7 @@ class Capabilities:
     kind: DeviceKind
     unified_memory: bool = True
     coherent: bool = True
+    own_memory: bool = False
     asynchronous: bool = False
     static_shapes: bool = False
     graph_sizes: tuple[int, ...] = ()
@@ -397,3 +399,15 @@ def _width(op: Op, port: str) -> tuple[int, ...]:  # noqa: PLR0911
             return (2 * op.f,) if port == "x" else (op.f,)
         case _:
             return (op.f if isinstance(op, ops.Act) else op.d,)
+
+
+def memory_owner(devices: Mapping[DeviceKind, Device]) -> Device:
+    """Return the device that allocates what all of them use: the one with the stricter needs.
+
+    That is the GPU if its memory is coherent only where it allocates it, else the NPU.
+    """
+    gpu, npu = devices.get("gpu"), devices.get("npu")
+    if gpu is not None and (npu is None or gpu.capabilities.own_memory):
+        return gpu
+    assert npu is not None
+    return npu

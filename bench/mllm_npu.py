@@ -49,13 +49,12 @@ from hetero.models.model_weights import BlockWeights, Shadow
 from hetero.models.random_models import PREFIX, RandomWeights, known_config, limited
 from hetero.placement.device_set import open_devices
 from hetero.placement.planning import planned
-from hetero.placement.prefill_modes import capabilities_of
 from hetero.profiler.cost import CostModel
 from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.records import DeviceProfile
 from hetero.runtime.engine import Engine
 from hetero.runtime.launch_costs import LaunchCosts
-from hetero.runtime.prefill_mode import WINDOW, PrefillModes
+from hetero.runtime.prefill_mode import WINDOW, PrefillModes, capabilities_of
 from hetero.runtime.schedule import Order, windows
 from hetero.solver.handmade import single_device
 from hetero.solver.placement import Placement

@@ -402,7 +402,7 @@ class Sleep(Record):
 
 
 class IdleCost(Record):
-    """The extra time of a burst of launches after an idle gap, compared with no gap.
+    """Extra time of a burst of launches after an idle gap, compared with one right after another.
 
     Beyond `DeviceSync.submit_empty_s`, which any launch to an empty queue costs. A device whose
     clock falls while it waits (Adreno) has more with longer gaps.

@@ -315,7 +315,7 @@ def _copy(device: Device, clock: Clock) -> tuple[float, float]:
 
 def _mapping(device: Device, clock: Clock, repeats: int, width: int) -> float:
     """Return mapping a buffer that the device knows: what zero copies cost instead of a copy."""
-    tensor = new_tensor((1, width))
+    tensor = new_tensor((1, width), allocate=device.allocate)
     device.map(tensor.buffer)
     return _median(clock, lambda: device.map(tensor.buffer), repeats)
 

@@ -29,7 +29,14 @@ from hetero.backends.host.clock import Clock
 from hetero.backends.memory import PAGE_BYTES, HostBuffer, Tensor
 from hetero.backends.ops import MatMul
 from hetero.backends.optional import SupportsCompaction
-from hetero.backends.protocol import BoundCall, Device, DeviceKind, Kernel, WeightValue
+from hetero.backends.protocol import (
+    BoundCall,
+    Device,
+    DeviceKind,
+    Kernel,
+    WeightValue,
+    memory_owner,
+)
 from hetero.backends.weights import (
     PackedWeight,
     data_dtype,
@@ -422,8 +429,7 @@ class Workload:
         return sum(kernel.nbytes for p in self._kernels.values() for kernel in p.kernels)
 
     def _allocate(self, nbytes: int) -> HostBuffer:
-        owner = self.devices.get("npu") or next(iter(self.devices.values()))
-        return owner.allocate(nbytes, huge=True)  # as the runtime's pool
+        return memory_owner(self.devices).allocate(nbytes, huge=True)  # as the runtime's pool
 
 
 @dataclass(frozen=True)

@@ -128,7 +128,9 @@ class _Wanted:
         """Return [G + 1, K] seconds that the rows below each cut take longer in several runs."""
         parts = [self._places[b - a] for a, b in zip((0, *rows), rows, strict=False)]
         whole = runs[:, [self._places[row] for row in rows]]
-        return np.asarray(np.maximum(runs[:, parts].cumsum(axis=1) - whole, 0.0))
+        more = np.zeros_like(whole)  # also of graphs that take for ever: their cost says so
+        np.subtract(runs[:, parts].cumsum(axis=1), whole, out=more, where=np.isfinite(whole))
+        return np.asarray(np.maximum(more, 0.0))
 
 
 def _call(chooser: Chooser, space: MatMulSpace, m: int, share: float) -> _Call:

@@ -35,7 +35,8 @@ def open(
 
     For tests, `family` forces a tuning record. `unified_memory=False` copies tensors as on a
     discrete GPU, and `coherent=False` maps and unmaps them as on a GPU with caches of its own:
-    default HETERO_OPENCL_MEMORY (`copied`, `mapped`), else what the device says and a probe.
+    default HETERO_OPENCL_MEMORY (`copied`, `mapped`, or `svm` for fine-grained shared virtual
+    memory), else what the device says and a probe.
     """
     forks.start("opencl")
     _spare_pyopencl_cache()
@@ -67,6 +68,7 @@ def open(
         family=family,
         unified_memory=memory.unified_memory if unified_memory is None else unified_memory,
         coherent=memory.coherent if coherent is None else coherent,
+        svm=memory.svm,
     )
     place_workers(selected, device, before)
     return device

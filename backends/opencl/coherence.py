@@ -5,7 +5,9 @@ before, and the host keeps its own lines. So each buffer is used several times: 
 inputs and poisons the output (its lines are in its caches then), the device computes, and every
 value must be the new one.
 
-Where that fails, memory is mapped and unmapped at hand-overs, and where that fails as well, copied.
+Where that fails, the same is tried in fine-grained shared virtual memory, which the device then
+allocates for pool and caches. Else memory is mapped and unmapped at hand-overs, and where that
+fails as well, copied.
 """
 
 from __future__ import annotations
@@ -28,10 +30,12 @@ class MemoryModel(NamedTuple):
 
     unified_memory: bool | None = None
     coherent: bool | None = None
+    svm: bool = False
 
 
 MEMORY_MODELS: Final = {
     "": MemoryModel(),
+    "svm": MemoryModel(svm=True),
     "mapped": MemoryModel(coherent=False),
     "copied": MemoryModel(unified_memory=False),
 }
@@ -43,8 +47,8 @@ def chosen_memory() -> MemoryModel:
     if name not in MEMORY_MODELS:
         raise DeviceOptionError(
             "opencl", f"reading {MEMORY_VARIABLE}={name}", "unknown memory model",
-            "known are mapped (no coherence is assumed) and copied (nor that memory is shared), or "
-            "unset it",
+            "known are svm (fine-grained shared virtual memory), mapped (no coherence is assumed) "
+            "and copied (nor that memory is shared), or unset it",
         )  # fmt: skip
     return MEMORY_MODELS[name]
 

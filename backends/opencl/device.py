@@ -13,7 +13,12 @@ import numpy as np
 import pyopencl as cl
 
 from hetero.backends.checks import check_weights
-from hetero.backends.errors import DeviceError, KernelBuildError, WaitTimeoutError
+from hetero.backends.errors import (
+    DeviceError,
+    DeviceOptionError,
+    KernelBuildError,
+    WaitTimeoutError,
+)
 from hetero.backends.formats import WeightFormat
 from hetero.backends.memory import Tensor
 from hetero.backends.opencl.calls import KernelLaunch, OpenCLCall
@@ -60,8 +65,8 @@ class OpenCLDevice(
 ):
     """One OpenCL device, `selected` before.
 
-    `family`, `unified_memory` and `coherent` are those of `hetero.backends.opencl.open`; `table`
-    holds the kernels and `weight_formats` what its matmul takes.
+    `family`, `unified_memory`, `coherent` and `svm` are those of `hetero.backends.opencl.open`;
+    `table` holds the kernels and `weight_formats` what its matmul takes.
 
     `worker_cpu` is the core that a CPU driver's one worker is pinned to, None if it is not pinned;
     the workers are the process's, so the device that was opened last decides.
@@ -77,9 +82,12 @@ class OpenCLDevice(
         family: str | None = None,
         unified_memory: bool | None = None,
         coherent: bool | None = None,
+        svm: bool = False,
     ) -> None:
         native = selected.device
-        super().__init__(selected, family=family, unified_memory=unified_memory, coherent=coherent)
+        super().__init__(
+            selected, family=family, unified_memory=unified_memory, coherent=coherent, svm=svm
+        )
         self.info = _info(selected, self.tuning.family, every_core=every_core)
         self.capabilities = Capabilities(
             kind="gpu",
@@ -97,6 +105,12 @@ class OpenCLDevice(
         self.at_close: Callable[[], None] = lambda: None
         self.on_host = selected.driver.computes_on_cpu
         self.worker_cpu = selected.cores[0] if len(selected.cores) == 1 else None
+        if svm and not self.has_svm:
+            raise DeviceOptionError(
+                BACKEND, "opening it in shared virtual memory",
+                f"{native.name.strip()} has none that is fine-grained",
+                "unset HETERO_OPENCL_MEMORY",
+            )  # fmt: skip
         if self.coherent is None:
             self._probe_memory()
         self.capabilities = replace(
@@ -104,6 +118,7 @@ class OpenCLDevice(
             unified_memory=self.unified_memory,
             coherent=bool(self.coherent),
             attention_heads=bool(self.coherent),
+            own_memory=self.svm,
             memory_limit_bytes=None if self.unified_memory else int(native.global_mem_size),
         )
 
@@ -112,6 +127,9 @@ class OpenCLDevice(
         self.coherent = False
         with suppress(DeviceError):  # the model's kernels fail as well, and say so
             self.coherent = is_coherent(self)
+            if not self.coherent and not self.svm and self.has_svm:
+                self.svm = True
+                self.coherent = self.svm = is_coherent(self)
             self.unified_memory = self.coherent or hands_over(self)
         self._mapped.clear()
 

@@ -12,7 +12,7 @@ import pyopencl as cl
 from hetero.backends import ops
 from hetero.backends.checks import Health
 from hetero.backends.errors import DeviceError
-from hetero.backends.memory import HostBuffer
+from hetero.backends.memory import PAGE_BYTES, HostBuffer
 from hetero.backends.opencl.failures import BACKEND, FATAL, code_name, decoded, device_error
 from hetero.backends.opencl.program_cache import ProgramCache
 from hetero.backends.opencl.selected import Selected
@@ -40,17 +40,32 @@ def new_context(native: cl.Device) -> cl.Context:
     return cl.Context([native])
 
 
+class SvmBuffer(HostBuffer):
+    """Fine-grained shared virtual memory, zero-filled; page-aligned as other buffers are."""
+
+    def __init__(self, context: cl.Context, nbytes: int) -> None:
+        self.nbytes = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+        flags = cl.svm_mem_flags.READ_WRITE | cl.svm_mem_flags.SVM_FINE_GRAIN_BUFFER
+        count, dtype = self.nbytes + PAGE_BYTES, np.dtype(np.uint8)
+        memory = cl.svm_empty(context, flags, count, dtype)  # type: ignore[arg-type]
+        start = -memory.ctypes.data % PAGE_BYTES  # OpenCL aligns to 128 bytes at most
+        self.bytes = memory[start : start + self.nbytes]
+        self.bytes[:] = 0
+        self.address = self.bytes.ctypes.data
+
+
 class Resources(Device):
     """The part of an OpenCL device that its kernels and calls use. Owned by the control thread.
 
     `copies` counts copies enqueued for tensors, which stays 0 on unified memory, and `maps` pairs
     of mapping and unmapping. `coherent`: host and device see each other's writes without mapping
-    (see `calls`); None until it was probed. `explicit_handovers`: calls hand nothing over, their
-    caller does (`Device.set_explicit_handovers`). `half` is fp16 arithmetic: 1
-    where a GPU has it, 0 elsewhere (a processor's is slower than its float32), 2 emulated (tests
-    set it). `rounded_division`: float32 quotients can be had correctly rounded. `specialised` lists
-    the launches that were warmed up. `clock_offset_s` is the host's clock less the device's, None
-    while commands are not timed.
+    (see `calls`); None until it was probed. `svm`: in memory that this device allocates, which is
+    fine-grained shared virtual memory (`SvmBuffer`). `explicit_handovers`: calls hand nothing over,
+    their caller does (`Device.set_explicit_handovers`). `half` is fp16 arithmetic: 1 where a GPU
+    has it, 0 elsewhere (a processor's is slower than its float32), 2 emulated (tests set it).
+    `rounded_division`: float32 quotients can be had correctly rounded. `specialised` lists the
+    launches that were warmed up. `clock_offset_s` is the host's clock less the device's, None while
+    commands are not timed.
     """
 
     def __init__(
@@ -60,6 +75,7 @@ class Resources(Device):
         family: str | None,
         unified_memory: bool | None,
         coherent: bool | None,
+        svm: bool,
     ) -> None:
         self.native = selected.device
         self.tuning = find_tuning(family if family is not None else selected.family)
@@ -72,6 +88,7 @@ class Resources(Device):
         self.unified_memory = unified if unified_memory is None else unified_memory
         is_cpu = bool(self.native.type & cl.device_type.CPU)
         self.coherent = coherent if self.unified_memory else False
+        self.svm = svm
         self.explicit_handovers = False
         self.half = int("cl_khr_fp16" in self.native.extensions.split() and not is_cpu)
         rounded = cl.device_fp_config.CORRECTLY_ROUNDED_DIVIDE_SQRT
@@ -85,6 +102,22 @@ class Resources(Device):
         )
         self._scratch: Scratch | None = None
         self._health = Health(BACKEND, threads=True)
+
+    @property
+    def has_svm(self) -> bool:
+        """Return whether the driver has fine-grained shared virtual memory."""
+        try:
+            able = int(self.native.svm_capabilities)
+        except (cl.Error, AttributeError):  # of OpenCL 1.2
+            return False
+        return bool(able & cl.device_svm_capabilities.FINE_GRAIN_BUFFER)
+
+    def allocate(self, nbytes: int, *, huge: bool = False) -> HostBuffer:
+        """See `Device.allocate`."""
+        if not self.svm:
+            return super().allocate(nbytes, huge=huge)
+        with decoded(f"allocating {nbytes} bytes of shared virtual memory"):
+            return SvmBuffer(self.context, nbytes)
 
     def map(self, buffer: HostBuffer) -> DeviceMemory:
         """Return the buffer's pages on unified memory, else a copy in the device's memory."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from hetero.cli.options import JsonOption
 from hetero.errors import UserError
 from hetero.terminal import printable
+from hetero.terminal.notices import notify
 
 if TYPE_CHECKING:
     from hetero.compiling.jobs import Sharing
@@ -26,14 +27,21 @@ def compile_command(
     soc: Annotated[str, typer.Option(metavar="CHIP", help="Such as sm8650 (Snapdragon 8 Gen 3).")],
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Directory to write.")] = None,
     plan: Annotated[
-        Path | None, typer.Option(help="A plan; default: prefill's matmuls on the NPU.")
+        Path | None, typer.Option(help="A plan; default: solved by the chip's profile.")
     ] = None,
+    strategy: Annotated[
+        Literal["auto", "layer"],
+        typer.Option(metavar="NAME", help="auto: solved; layer: prompts' matmuls on the NPU."),
+    ] = "auto",
     profile: Annotated[
         str | None,
-        typer.Option(metavar="NAME|FILE", help="The chip's times, to order a prompt's calls by."),
+        typer.Option(metavar="NAME|FILE", help="The chip's times; default: a shipped profile."),
+    ] = None,
+    seq_lens: Annotated[
+        str | None, typer.Option(metavar="LIST", help="Prompt lengths to plan for first.")
     ] = None,
     graph_sizes: Annotated[
-        str | None, typer.Option(metavar="LIST", help="Token counts, such as 32,128,256.")
+        str | None, typer.Option(metavar="LIST", help="Such as 32,128,256; default: solved.")
     ] = None,
     max_seq_len: Annotated[
         int | None, typer.Option(min=1, help="Longest context of the bundle.")
@@ -44,6 +52,10 @@ def compile_command(
     share_weights: Annotated[
         bool, typer.Option("--share-weights", help="One copy for all sizes; for devices only.")
     ] = False,
+    max_size: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Of the graphs; default: what the NPU can hold."),
+    ] = None,
     whole_caches: Annotated[
         bool, typer.Option("--whole-caches", help="Sliding windows keep all, as for serve.")
     ] = False,
@@ -54,8 +66,8 @@ def compile_command(
     as_json: JsonOption = False,
 ) -> None:
     """Compile every NPU graph of MODEL for a chip, into a directory that `generate` runs."""
-    from hetero.compiling.npu_graphs import CompileRequest, prepare
-    from hetero.placement.planning import locate_profile, parse_tokens
+    from hetero.compiling.npu_graphs import CompileRequest, prepare_by_default
+    from hetero.placement.planning import locate_profile, parse_size, parse_tokens
     from hetero.solver.execution_plan import ExecutionPlan
 
     request = CompileRequest(
@@ -63,13 +75,18 @@ def compile_command(
         soc,
         plan=None if plan is None else ExecutionPlan.load(plan),
         profile=None if profile is None else locate_profile(profile)[0],
+        strategy=strategy,
         weights=weights,
         graph_sizes=() if graph_sizes is None else parse_tokens(graph_sizes, "--graph-sizes"),
+        seq_lens=() if seq_lens is None else parse_tokens(seq_lens, "--seq-lens"),
+        max_bytes=None if max_size is None else parse_size(max_size),
         max_seq_len=max_seq_len,
         share_weights=share_weights,
         whole_caches=whole_caches,
     )
-    compilation = prepare(request)
+    compilation = prepare_by_default(request)
+    for note in compilation.notes:
+        notify(printable(note))
     name = printable(compilation.loaded.name)
     print(f"{name} for {soc}: {compilation.estimate.describe()}")
     if dry_run:

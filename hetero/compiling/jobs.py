@@ -14,10 +14,12 @@ from hetero.models.sliding import Sliding
 from hetero.profiler.model_graph import Node
 from hetero.runtime.sizes import LONGEST_VERIFIED, SCORING_PIECE
 from hetero.solver.assignments import Assignment, Segment
+from hetero.solver.baselines import CHUNK_TOKENS
 from hetero.solver.errors import PlanError
 from hetero.solver.node_groups import NodeGroup
 from hetero.solver.placement import Placement
-from hetero.solver.plan import Phase
+from hetero.solver.plan import Phase, PrefillMode
+from hetero.solver.prompt_calls import padded_size
 
 if TYPE_CHECKING:
     from hetero.backends.qnn.catalog import GraphShape
@@ -106,31 +108,51 @@ def _uses(assignment: Assignment) -> Iterator[_Use]:
             yield _Use(node, part.segment, None, part.graph)
 
 
-def all_jobs(placement: Placement, max_seq_len: int) -> list[Job]:
+def all_jobs(placement: Placement, max_seq_len: int, every_size: Sequence[int] = ()) -> list[Job]:
     """Return every graph that a prompt of any length in the context, scoring and verification run.
 
-    Raises `PlanError` where the plan lacks what a prompt or a decode step needs.
+    With `every_size` (graph sizes) the rows of a matmul that the NPU has are in graphs of all of
+    them, as plans with the same cuts for devices of other speeds need them. Raises `PlanError`
+    where the plan lacks what a prompt or a decode step needs.
     """
     jobs_by_key: dict[tuple[str, Segment | None, bool], tuple[_Use, set[int]]] = {}
-    for phase, m, logit_rows in _calls(min(placement.longest, max_seq_len)):
+    modes: tuple[PrefillMode, ...] = tuple(flight.mode for flight in placement.plan.in_flight)
+    for phase, m, logit_rows, mode in _calls(min(placement.longest, max_seq_len), modes):
         try:
-            called = [use for x in placement.at(phase, m, logit_rows) for use in _uses(x)]
+            called = [x for y in placement.at(phase, m, logit_rows, mode=mode) for x in _uses(y)]
         except PlanError:
             if logit_rows == 1:
                 raise
             continue  # the engine refuses to score or verify on such a plan
         for use in called:
             jobs_by_key.setdefault(use.key, (use, set()))[1].add(use.graph)
+    for use in _segments(placement) if every_size else ():
+        own = every_size
+        if use.node.name == "lm_head":  # which sees as many tokens as are verified
+            own = sorted({padded_size(m, every_size) for m in range(1, LONGEST_VERIFIED + 1)})
+        jobs_by_key.setdefault(use.key, (use, set()))[1].update(own)
     order = {node.name: i for i, node in enumerate(placement.graph.nodes)}
     uses = sorted(jobs_by_key.values(), key=lambda x: (order[x[0].node.name], str(x[0].segment)))
     return _merged(_job(use, counts) for use, counts in uses)
 
 
-def _calls(longest: int) -> Iterator[tuple[Phase, int, int]]:
-    """Yield phase, tokens and rows of logits of every call that the engine makes."""
-    yield from (("prefill", m, 1) for m in range(1, longest + 1))
-    yield from (("prefill", m, m) for m in range(2, min(SCORING_PIECE, longest) + 1))
-    yield from (("decode", m, m) for m in range(1, LONGEST_VERIFIED + 1))
+def _calls(
+    longest: int, modes: Sequence[PrefillMode]
+) -> Iterator[tuple[Phase, int, int, PrefillMode]]:
+    """Yield phase, tokens, rows of logits and mode of every call that the engine makes."""
+    yield from (("prefill", m, 1, "cut") for m in range(1, longest + 1))
+    yield from (("prefill", m, m, "cut") for m in range(2, min(SCORING_PIECE, longest) + 1))
+    yield from (("decode", m, m, "cut") for m in range(1, LONGEST_VERIFIED + 1))
+    chunk = min(CHUNK_TOKENS, longest)
+    yield from (("prefill", m, 1, mode) for mode in modes for m in range(1, chunk + 1))
+
+
+def _segments(placement: Placement) -> Iterator[_Use]:
+    """Yield the rows of every matmul that the NPU has."""
+    for node in placement.graph.nodes:
+        if node.plan_op is not None:
+            for segment in placement.kernels.segments(node, "npu"):
+                yield _Use(node, segment, None, 0)
 
 
 def _job(use: _Use, sizes: set[int]) -> Job:

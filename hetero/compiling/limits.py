@@ -9,6 +9,8 @@ from hetero.backends.snapdragon import PROCESS_LIMIT_BYTES, RESERVED_BYTES
 from hetero.compiling.jobs import FILE_BYTES, Job, mib
 from hetero.errors import UserError
 
+NPU_ROOM_BYTES = PROCESS_LIMIT_BYTES - RESERVED_BYTES  # for the graphs of one process
+
 # Largest constant of one graph; an ONNX file holds 2 GiB.
 LARGEST_GRAPH_BYTES = 1536 << 20
 
@@ -45,7 +47,7 @@ def check_limits(jobs: Sequence[Job], sizes: Sequence[int], *, shared: bool) -> 
                 f"{job.name}: a graph of {mib(job.weight_bytes)} is more than the compiler takes "
                 f"({mib(LARGEST_GRAPH_BYTES)}): give its rows to the GPU, or cut them in the plan"
             )
-    room = PROCESS_LIMIT_BYTES - RESERVED_BYTES
+    room = NPU_ROOM_BYTES
     needed = graphs_bytes(jobs, shared=shared)
     if needed > room:
         raise UserError(

@@ -6,9 +6,9 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from hetero.backends.formats import CacheFormat
 from hetero.backends.host.files import LONGEST_DOCUMENT_BYTES, atomic_write, read_file
@@ -18,7 +18,14 @@ from hetero.backends.protocol import Capabilities, DeviceKind, WeightValue
 from hetero.backends.registry import find
 from hetero.backends.snapdragon import Chip, find_chip
 from hetero.compiling.jobs import Job, Sharing, all_jobs, mib, sharing
-from hetero.compiling.limits import Estimate, check_limits, estimate
+from hetero.compiling.limits import (
+    NPU_ROOM_BYTES,
+    Estimate,
+    check_limits,
+    estimate,
+    graphs_bytes,
+)
+from hetero.compiling.solved_plan import SolvedPlan, solve
 from hetero.errors import UserError
 from hetero.models import LoadedModel, open_model
 from hetero.models.bundle import (
@@ -34,6 +41,9 @@ from hetero.models.manifest import is_quantised
 from hetero.models.model_weights import BlockWeights, ModelWeights
 from hetero.models.quantized import save
 from hetero.profiler.cost import CostModel
+from hetero.profiler.errors import ProfileError
+from hetero.profiler.model_graph import ModelGraph
+from hetero.profiler.profile_files import shipped_names
 from hetero.profiler.records import DeviceProfile
 from hetero.runtime.kernels import cut_weights, node_weights, stored_for
 from hetero.runtime.launch_costs import check_priced
@@ -56,18 +66,23 @@ Note = Callable[[int, int, str], None]
 class CompileRequest:
     """A model to compile, and its options.
 
-    `plan` None is layer level: matmuls of prefill on the NPU. With `share_weights` the graphs of
-    all token counts of a weight are one file, which only a device can open: the emulator compiles
-    what it needs again. `whole_caches` as in `LLM`. `profile` is the chip's: its times go into the
-    bundle, where they order the calls of a prompt.
+    `profile` is the chip's: its times go into the bundle, and without a `plan` it is solved by
+    them, for prompts of `seq_lens` tokens first. Without both, or by the `strategy` of that name,
+    it is layer level: matmuls of prefill on the NPU. Graphs for devices of other speeds are added
+    up to `max_bytes` (default: what the NPU can hold). With `share_weights` the graphs of all token
+    counts of a weight are one file, which only a device can open: the emulator compiles what it
+    needs again. `whole_caches` as in `LLM`.
     """
 
     model: str
     soc: str
     plan: ExecutionPlan | None = None
     profile: DeviceProfile | None = None
+    strategy: Literal["auto", "layer"] = "auto"
     weights: str = "w4a16"
     graph_sizes: tuple[int, ...] = ()
+    seq_lens: tuple[int, ...] = ()
+    max_bytes: int | None = None
     max_seq_len: int | None = None
     share_weights: bool = False
     whole_caches: bool = False
@@ -85,6 +100,13 @@ class Compilation:
     max_seq_len: int
     jobs: tuple[Job, ...]
     estimate: Estimate
+    solved: SolvedPlan | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def profile(self) -> DeviceProfile | None:
+        """Return the chip's times that the bundle gets."""
+        return self.request.profile if self.solved is None else self.solved.profile
 
     def sharing(self, tokens: int) -> Sharing | None:
         """Return what the calls of a prompt share, up to the context's length (`jobs.sharing`)."""
@@ -100,11 +122,19 @@ def prepare(request: CompileRequest) -> Compilation:
     length = min(request.max_seq_len or DEFAULT_CONTEXT, loaded.config.max_position)
     loaded = loaded.for_context(length)
     spec = loaded.spec(CacheFormat.F32)  # what its graphs read
-    planned = request.plan.graph_sizes if request.plan is not None else ()
+    solved = _solved(request, chip, spec, length)
+    if solved is None and (request.seq_lens or request.max_bytes):
+        raise UserError(
+            "--seq-lens and --max-size are for plans that are solved here: leave out --plan and "
+            "--strategy layer, and give --profile where none is shipped for the chip"
+        )
+    plan = request.plan if solved is None else solved.solver.plan
+    planned = () if plan is None else plan.graph_sizes
     sizes = tuple(sorted(set(request.graph_sizes or planned or DEFAULT_GRAPH_SIZES)))
-    plan = request.plan or layer_level(spec, graph_sizes=sizes)
+    if plan is None:
+        plan = layer_level(spec, graph_sizes=sizes)
     plan.check_fits(spec)
-    if request.profile is not None:
+    if request.profile is not None and solved is None:
         check_priced(CostModel(request.profile), spec, plan)
     npu = capabilities_of(chip, sizes)
     able: dict[DeviceKind, Capabilities] = {"npu": npu, "gpu": Capabilities(kind="gpu")}
@@ -114,16 +144,85 @@ def prepare(request: CompileRequest) -> Compilation:
         loaded.weights.weight_format,
         able,
         max_seq_len=length,
+        source=None if solved is None else solved.solver,
         shadows=loaded.weights.outliers(),
         whole=request.whole_caches,
     )
-    jobs = tuple(all_jobs(placement, length))
+    if solved is None:
+        jobs = tuple(all_jobs(placement, length))
+    else:
+        jobs, solved = _jobs_in_room(request, placement, length, solved)
     if not jobs:
         raise UserError("the plan runs nothing on the NPU, so there is nothing to compile")
     _check_formats(chip, npu, jobs)
     check_limits(jobs, sizes, shared=request.share_weights)
     taken = estimate(jobs, loaded.weights.nbytes, shared=request.share_weights)
-    return Compilation(request, loaded, plan, placement, sizes, length, jobs, taken)
+    notes = () if solved is None else solved.notes
+    return Compilation(request, loaded, plan, placement, sizes, length, jobs, taken, solved, notes)
+
+
+def prepare_by_default(request: CompileRequest) -> Compilation:
+    """Do the same as `prepare`, by the shipped profile of the chip.
+
+    It is layer level, with a note, where there is none or it does not know the model's formats.
+    """
+    if request.plan is not None or request.profile is not None or request.strategy == "layer":
+        return prepare(request)
+    chip = _find_chip(request.soc)
+    name = chip.title.lower().replace(" ", "-")
+    remedy = "give --profile with one that was taken on the device"
+    if name not in shipped_names():
+        why = f"no profile of {chip.title} is shipped: {remedy}"
+    else:
+        try:
+            return prepare(replace(request, profile=DeviceProfile.load(name)))
+        except ProfileError as error:
+            why = f"profile {name} does not fit ({error}): {remedy}"
+    note = f"layer level, matmuls of prompts on the NPU, because {why}"
+    return replace(prepare(request), notes=(note,))
+
+
+def _solved(
+    request: CompileRequest, chip: Chip, spec: ModelGraph, longest: int
+) -> SolvedPlan | None:
+    """Return the plan by the chip's times; None where one was given, or there are no times."""
+    if request.plan is not None or request.profile is None or request.strategy == "layer":
+        return None
+    from hetero.backends.qnn.device import DEFAULT_GRAPH_SIZES, capabilities_of
+
+    npu = capabilities_of(
+        chip, request.graph_sizes or DEFAULT_GRAPH_SIZES, shared_weights=request.share_weights
+    )
+    return solve(
+        spec,
+        request.profile,
+        npu,
+        graph_sizes=request.graph_sizes,
+        seq_lens=request.seq_lens,
+        longest=longest,
+    )
+
+
+def _jobs_in_room(
+    request: CompileRequest, placement: Placement, length: int, solved: SolvedPlan
+) -> tuple[tuple[Job, ...], SolvedPlan]:
+    """Return the graphs, with those that devices of other speeds ask for where they fit.
+
+    Raises `UserError` for a `max_bytes` that the others exceed.
+    """
+    most = min(request.max_bytes or NPU_ROOM_BYTES, NPU_ROOM_BYTES)
+    jobs = tuple(all_jobs(placement, length, solved.solver.plan.graph_sizes))
+    if graphs_bytes(jobs, shared=request.share_weights) <= most:
+        return jobs, solved
+    jobs = tuple(all_jobs(placement, length))
+    needed = graphs_bytes(jobs, shared=request.share_weights)
+    if request.max_bytes is not None and needed > request.max_bytes:
+        raise UserError(
+            f"--max-size {mib(request.max_bytes)} is less than the {mib(needed)} of the graphs "
+            "that prompts and answers need: give more, or fewer --graph-sizes"
+        )
+    record = solved.record.model_copy(update={"adapts": False})
+    return jobs, replace(solved, record=record)
 
 
 def _find_chip(soc: str) -> Chip:
@@ -162,8 +261,8 @@ def compile_model(plan: Compilation, out: Path, note: Note | None = None) -> Bun
     _begin(plan, out, state)
     stored = open_model(out, weights=plan.request.weights).for_context(plan.max_seq_len)
     atomic_write(out / PLAN_FILE, plan.plan.model_dump_json(indent=1) + "\n")
-    if plan.request.profile is not None:
-        plan.request.profile.save(out / PROFILE_FILE)
+    if plan.profile is not None:
+        plan.profile.save(out / PROFILE_FILE)
     device = open_qnn(
         soc=plan.request.soc,
         graph_sizes=plan.sizes,
@@ -190,7 +289,8 @@ def _state(plan: Compilation) -> dict[str, Any]:
         "max_seq_len": plan.max_seq_len,
         "share_weights": plan.request.share_weights,
         **({"whole_caches": True} if plan.request.whole_caches else {}),
-        **({} if plan.request.profile is None else {"profile": plan.request.profile.fingerprint}),
+        **({} if plan.profile is None else {"profile": plan.profile.fingerprint}),
+        **({} if plan.solved is None else {"solver": plan.solved.record.model_dump(mode="json")}),
     }
 
 
@@ -317,7 +417,8 @@ def _manifest(
         graph_sizes=plan.sizes,
         plan_id=plan.plan.plan_id,
         plan_sha256=_sha256(out / PLAN_FILE),
-        profile_sha256="" if plan.request.profile is None else _sha256(out / PROFILE_FILE),
+        profile_sha256="" if plan.profile is None else _sha256(out / PROFILE_FILE),
+        solver=None if plan.solved is None else plan.solved.record,
         whole_caches=plan.request.whole_caches,
         graphs=tuple(records),
     )

@@ -29,8 +29,13 @@ from hetero.runtime.waits import SyncMethod
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.names import NamedStrategy
 from hetero.solver.plan import STEP_TOKENS
+from hetero.solver.prepared import PreparedSolver
 
 DEFAULT_CONTEXT: Final = 4096
+OTHER_SOLVER: Final = (
+    "this version of hetero solves the bundle's plan otherwise, so prompts of lengths that it does "
+    "not list take the next longer entry: run hetero compile again"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +94,13 @@ class ModelLoader:
         is closed again where it fails.
         """
         options = self._options
-        self.choice: Choice = choose(self._spec, self._request())
+        request = self._request()
+        self.choice: Choice = choose(self._spec, request)
+        bundled = request.plan is not None and options.plan is None
+        record = self._bundle.solver if bundled and self._bundle is not None else None
+        if record is not None and request.solver is None:
+            self.choice = replace(self.choice, notes=(*self.choice.notes, OTHER_SOLVER))
+        self._adapts = options.adapt and (record is None or record.adapts)
         if options.order == "paper" and self.choice.mode == "hetero" and self.choice.cost is None:
             raise UserError(
                 "--order paper sorts calls by the times of a profile, and there is none: name one "
@@ -116,6 +127,7 @@ class ModelLoader:
     def _request(self) -> PlacementRequest:
         """Return what devices and plan are chosen by."""
         options, plan = self._options, self._given_plan()
+        profile, solver = self._bundled_times(plan)
         device = options.device if plan is None else _device_of(plan, options.device)
         expected: tuple[int, ...] = ()
         if options.first_prompt is not None and device == "auto":
@@ -124,8 +136,9 @@ class ModelLoader:
             mode=device,
             gpu=options.gpu,
             npu=options.npu,
-            profile=options.profile or self._bundled_profile(plan),
+            profile=options.profile or profile,
             plan=plan,
+            solver=solver,
             strategy=options.strategy or "auto",
             seq_lens=options.prompt_lengths,
             expected=expected,
@@ -148,10 +161,25 @@ class ModelLoader:
             plan.check_fits(self._spec)
         return plan
 
-    def _bundled_profile(self, plan: ExecutionPlan | None) -> DeviceProfile | None:
-        """Return the times that a bundle has of its chip, for the plan that it has."""
-        own = plan is not None and self._options.plan is None
-        return self._bundle.load_profile(self._path) if own and self._bundle is not None else None
+    def _bundled_times(
+        self, plan: ExecutionPlan | None
+    ) -> tuple[DeviceProfile | None, PreparedSolver | None]:
+        """Return the times that a bundle has of its chip, and its plan's solver.
+
+        Raises `UserError` where it was solved, and other times were asked for.
+        """
+        bundle, options = self._bundle, self._options
+        if bundle is None or plan is None or options.plan is not None:
+            return None, None
+        if bundle.solver is not None and options.profile is not None:
+            raise UserError(
+                f"{self._path}: plans by the profile that it was compiled with, so --profile "
+                "cannot be honoured: leave it out, or run hetero compile --profile"
+            )
+        profile = bundle.load_profile(self._path)
+        if bundle.solver is None or profile is None:
+            return profile, None
+        return profile, bundle.load_solver(self.model.spec(CacheFormat.F32), profile, plan)
 
     def _count(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
         """Return the length of a prompt that will be asked, as far as the context holds it."""
@@ -208,7 +236,7 @@ class ModelLoader:
             progress=options.progress,
             sync=options.sync,
             solver=self.choice.solver_on(devices),
-            adapt=options.adapt and self.devices.numbers == "measured",
+            adapt=self._adapts and self.devices.numbers == "measured",
             memory_budget_bytes=self._budget_bytes,
             max_gpu_share=options.max_gpu_share,
             fingerprint=self.model.fingerprint,

@@ -173,7 +173,7 @@ def _describe(device: Device) -> str:
 
 
 def _check_add(device: Device) -> str:
-    x, residual, y = (new_tensor((1, 3)) for _ in range(3))
+    x, residual, y = (new_tensor((1, 3), allocate=device.allocate) for _ in range(3))
     x.array[:] = (1, 2, 3)
     residual.array[:] = (10, 20, 30)
     device.prepare(Add(d=3), {}).bind({"x": x, "residual": residual, "y": y}, 1).run()
@@ -185,7 +185,7 @@ def _check_add(device: Device) -> str:
 def _check_matmul(device: Device) -> str:
     random = np.random.default_rng(0)
     weight = pack(random.standard_normal((64, 64), dtype=np.float32), StorageFormat.Q4)
-    x, y = new_tensor((1, 64)), new_tensor((1, 64))
+    x, y = (new_tensor((1, 64), allocate=device.allocate) for _ in range(2))
     x.array[:] = random.standard_normal((1, 64))
     op = MatMul(n=64, k=64, weight_format=WeightFormat.W4A16)
     device.prepare(op, {"weight": weight}).bind({"x": x, "y": y}, 1).run()

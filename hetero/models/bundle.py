@@ -4,7 +4,8 @@ It is a directory of `hetero quantize` (weights for the GPU, configuration, toke
 
     plan.json       what runs where
     graphs/         compiled graphs for one chip
-    profile.json    the chip's times, where it was compiled with some
+    profile.json    the chip's times, where it was compiled with some: by them prompts of any length
+                    are planned, and calls ordered
     compiled.json   `BundleManifest`; written last, so that its absence means an unfinished bundle
 """
 
@@ -23,8 +24,13 @@ from hetero.backends.host.folders import expand_user
 from hetero.errors import ModelError, UserError
 from hetero.models import model_path
 from hetero.models.sliding import Sliding
+from hetero.profiler.errors import ProfileError
+from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.records import DeviceProfile
+from hetero.solver.errors import PlanError
 from hetero.solver.execution_plan import ExecutionPlan
+from hetero.solver.prepared import PreparedSolver, prepare_solver
+from hetero.solver.request import PlanRequest
 
 BUNDLE_FILE = "compiled.json"
 PLAN_FILE = "plan.json"
@@ -51,6 +57,27 @@ class GraphRecord(BaseModel):
     files: dict[str, str]
 
 
+class SolverRecord(BaseModel):
+    """The part of a `PlanRequest` that a bundle was solved with.
+
+    `adapts`: it has every graph that plans for devices of other speeds may use, too.
+    """
+
+    model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid")
+
+    seq_lens: Annotated[tuple[Tokens, ...], Field(min_length=1)]
+    step_tokens: Tokens
+    shared: bool = False
+    adapts: bool = True
+
+    @property
+    def request(self) -> PlanRequest:
+        """Return the request, of the profile's graph sizes."""
+        return PlanRequest(
+            seq_lens=self.seq_lens, step_tokens=self.step_tokens, shared=self.shared, explain=False
+        )
+
+
 class BundleManifest(BaseModel):
     """Contents of `compiled.json`.
 
@@ -58,7 +85,8 @@ class BundleManifest(BaseModel):
     device needs the same provider to open the graphs. `whole_caches`: attention is compiled for
     caches that keep all tokens, also those outside of its windows, as a service has them.
     `profile_sha256` is that of the chip's profile, by which the calls of a prompt are ordered;
-    empty without one.
+    empty without one. `solver` is there if the plan was solved by that profile: lengths that the
+    plan does not list are solved in the same way.
     """
 
     model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid")
@@ -76,6 +104,7 @@ class BundleManifest(BaseModel):
     plan_id: str
     plan_sha256: str
     profile_sha256: str = ""
+    solver: SolverRecord | None = None
     whole_caches: bool = False
     graphs: tuple[GraphRecord, ...]
 
@@ -86,7 +115,7 @@ class BundleManifest(BaseModel):
 
     def document(self) -> str:
         """Return the file's contents, in an old schema where that can express them."""
-        later = ("whole_caches", "profile_sha256")
+        later = ("whole_caches", "profile_sha256", "solver")
         added = {name for name in later if not getattr(self, name)}
         return self.model_dump_json(indent=1, exclude=added) + "\n"
 
@@ -126,6 +155,26 @@ class BundleManifest(BaseModel):
         path = expand_user(directory) / PROFILE_FILE
         text = _verified(path, self.profile_sha256, "another profile with --profile")
         return DeviceProfile.parse(text, path)
+
+    def load_solver(
+        self, spec: ModelGraph, profile: DeviceProfile, plan: ExecutionPlan
+    ) -> PreparedSolver | None:
+        """Return the solver of the plan, prepared again for the model as it was compiled.
+
+        None where it was not solved, or this version would solve it otherwise.
+        """
+        if self.solver is None:
+            return None
+        try:
+            solver = prepare_solver(spec, profile, self.solver.request)
+        except (PlanError, ProfileError):
+            return None
+        # The plan keeps the prefill modes that its prompts use (`with_modes`).
+        same = solver.plan.model_copy(update={"in_flight": plan.in_flight})
+        if same.plan_id != plan.plan_id:
+            return None
+        solver.plan = plan
+        return solver
 
 
 def _verified(path: Path, sha256: str, instead: str) -> str:

@@ -24,13 +24,13 @@ from hetero.placement.decisions import Decision
 from hetero.placement.device_set import DRIVEN, DeviceMode, DeviceSet, backend_name
 from hetero.placement.first_start import forget_if_other, profile_facts, scaled_here
 from hetero.placement.planning import ProfileLike, locate_profile
-from hetero.placement.prefill_modes import with_modes
 from hetero.profiler.cost import CostModel
 from hetero.profiler.errors import ProfileError
 from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.records import DeviceProfile
 from hetero.profiler.substitutes import file_substitution
 from hetero.runtime.launch_costs import check_priced
+from hetero.runtime.prefill_mode import with_modes
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.handmade import layer_level, single_device
 from hetero.solver.matmul_entries import share_heads
@@ -96,8 +96,8 @@ class PlacementRequest:
 
     `seq_lens` are prompt lengths to plan for, and to compare devices by; without them plans are for
     any length, and devices are compared by the `expected` lengths, else by those that a `context`
-    of so many tokens holds. `step_tokens` is the longest call; `weight_budget_bytes` bounds the
-    weights, None for no limit.
+    of so many tokens holds. `solver` is that of the `plan`, where it was solved. `step_tokens` is
+    the longest call; `weight_budget_bytes` bounds the weights, None for no limit.
     """
 
     mode: DeviceMode = "hetero"
@@ -105,6 +105,7 @@ class PlacementRequest:
     npu: str = "auto"
     profile: ProfileLike = None
     plan: ExecutionPlan | None = None
+    solver: PreparedSolver | None = None
     strategy: NamedStrategy = "auto"
     seq_lens: Sequence[int] = ()
     expected: Sequence[int] = ()
@@ -185,7 +186,8 @@ def _given(spec: ModelGraph, plan: ExecutionPlan, request: PlacementRequest) -> 
             "cannot be honoured: leave one of them out"
         )
     plan.check_fits(spec)
-    choice = Choice(_mode_of(plan), plan, reason=f"plan {plan.plan_id}, as given")
+    reason = f"plan {plan.plan_id}, as given"
+    choice = Choice(_mode_of(plan), plan, reason=reason, solver=request.solver)
     if request.profile is None:
         return choice
     profile, _ = locate_profile(request.profile)

@@ -17,12 +17,12 @@ from hetero.errors import UserError
 from hetero.models import AUTO, LONGEST_NAME, model_path, model_spec, open_model
 from hetero.models.manifest import is_quantised
 from hetero.placement.first_start import scaled_here
-from hetero.placement.prefill_modes import with_modes
 from hetero.profiler import profile_files
 from hetero.profiler.cost import CostModel
 from hetero.profiler.errors import ProfileError
 from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.records import DeviceProfile
+from hetero.runtime.prefill_mode import with_modes
 from hetero.solver.build import make_plan
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.kernel_times import Precision

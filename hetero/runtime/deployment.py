@@ -11,7 +11,7 @@ from hetero.backends.errors import DeviceError, DeviceLostError, WaitTimeoutErro
 from hetero.backends.formats import CacheFormat
 from hetero.backends.host.clock import Clock, SystemClock
 from hetero.backends.optional import SupportsCompaction, SupportsHandovers
-from hetero.backends.protocol import DEFAULT_DEADLINE_S, DeviceKind
+from hetero.backends.protocol import DEFAULT_DEADLINE_S, DeviceKind, memory_owner
 from hetero.errors import FallbackWarning
 from hetero.models.graph import model_graph
 from hetero.models.model_weights import ModelWeights
@@ -115,7 +115,7 @@ class Deployment:
                 device.compact_weights()
             if isinstance(device, SupportsHandovers):
                 device.set_explicit_handovers(not device.capabilities.coherent)
-        owner = self.devices.get("npu") or self.devices["gpu"]
+        owner = memory_owner(self.devices)
         self.pool = ActivationPool(slots, owner)
         self.pool.map_to(self.devices.values())
         self.lost = self._contexts.provide(

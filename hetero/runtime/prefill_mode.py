@@ -15,15 +15,18 @@ from itertools import accumulate
 from typing import Final, NamedTuple
 
 from hetero.backends.ops import OUTPUT_PORTS
-from hetero.backends.protocol import CACHE_PORTS, DeviceKind
-from hetero.profiler.model_graph import Node
+from hetero.backends.protocol import CACHE_PORTS, Capabilities, DeviceKind
+from hetero.profiler.cost import CostModel
+from hetero.profiler.errors import ProfileError
+from hetero.profiler.model_graph import ModelGraph, Node
+from hetero.profiler.records import DeviceProfile
 from hetero.runtime.launch_costs import LaunchCosts
 from hetero.runtime.launch_graph import LaunchSpec, Span
 from hetero.runtime.schedule import Order, Orders, windows
 from hetero.runtime.slot_refs import SlotRef, slot_of
 from hetero.solver.baselines import CHUNK_TOKENS
 from hetero.solver.execution_plan import ExecutionPlan
-from hetero.solver.matmul_entries import CapabilitiesByDevice
+from hetero.solver.matmul_entries import CapabilitiesByDevice, PlanSource
 from hetero.solver.placement import Placement
 from hetero.solver.plan import PrefillMode
 from hetero.solver.prompt_calls import split
@@ -242,3 +245,48 @@ def _slots(node: Node, chunk: int) -> tuple[frozenset[SlotRef], frozenset[SlotRe
     reads = {slot for port, slot in slots.items() if port not in OUTPUT_PORTS}
     writes = {x for port, x in slots.items() if port in OUTPUT_PORTS or port in CACHE_PORTS}
     return frozenset(reads), frozenset(writes)
+
+
+def with_modes(
+    plan: ExecutionPlan,
+    spec: ModelGraph,
+    cost: CostModel,
+    source: PlanSource | None = None,
+    *,
+    lengths: Sequence[int] = (),
+) -> ExecutionPlan:
+    """Return the plan with the prefill mode of each prompt, and predicted seconds of the others.
+
+    Modes that no prompt of these `lengths` (by default the plan's) would use are dropped, since
+    their buffers would be wasted.
+    """
+    if not plan.in_flight:
+        return plan
+    able = capabilities_of(plan, cost.profile)
+    placement = Placement(plan, spec, able, source=source)
+    modes = PrefillModes(placement, LaunchCosts(cost, placement), "best", able, window=WINDOW)
+    prompts = [total.m for total in plan.totals if total.phase == "prefill"]
+    try:
+        taken = {m: modes.of(m) for m in lengths or prompts}
+    except ProfileError:  # of an operation that no prediction of steps asks for
+        return plan.model_copy(update={"in_flight": ()})
+    used = {choice.mode for choice in taken.values()}
+    in_flight = tuple(x for x in plan.in_flight if x.mode in used)
+    totals = tuple(
+        total.model_copy(update={"mode": choice.mode, "modes": dict(choice.seconds)})
+        if total.phase == "prefill" and (choice := taken.get(total.m)) is not None
+        else total
+        for total in plan.totals
+    )
+    return plan.model_copy(update={"totals": totals, "in_flight": in_flight})
+
+
+def capabilities_of(plan: ExecutionPlan, profile: DeviceProfile) -> dict[DeviceKind, Capabilities]:
+    """Return the capabilities of a profile's devices, with the plan's graphs."""
+    capabilities: dict[DeviceKind, Capabilities] = {}
+    for kind, device in profile.devices.items():
+        record = device.capabilities
+        if kind == "npu" and record.static_shapes and plan.graph_sizes:
+            record = record.model_copy(update={"graph_sizes": plan.graph_sizes})
+        capabilities[kind] = record.on(kind)
+    return capabilities

@@ -141,7 +141,7 @@ def test_dry_run_writes_nothing(capsys: Any, tmp_path: Path, monkeypatch: Any) -
     monkeypatch.chdir(tmp_path)
     arguments = ["compile", "random:llama-3.2-1b", "--soc", "sm8650", "--dry-run", "--json"]
     with pytest.raises(SystemExit, match="0"):
-        main([*arguments, "--graph-sizes", "32,256"])
+        main([*arguments, "--graph-sizes", "32,256", "--strategy", "layer"])
     first, shared, last = capsys.readouterr().out.strip().splitlines()
     assert "128 graphs" in first
     assert "in 4 calls of up to 256. 64 of the 64 graphs of a call (100%) are shared" in shared

@@ -195,19 +195,18 @@ def test_a_bundle_has_the_graphs_that_any_prompt_runs(
     assert opened == {graph.entry for graph in manifest.graphs}
 
 
-def test_a_bundle_with_the_chips_profile_orders_the_calls_of_a_prompt(
+def test_a_plan_and_the_chips_profile_order_the_calls_of_a_prompt(
     model: str, tmp_path: Path
 ) -> None:
     prompt = list(range(3, 75))
-    profile = DeviceProfile.load("snapdragon-8-gen-3")
+    plan = layer_level(open_model(model, weights="w4a16").spec(), graph_sizes=(8, 32))
     answers, windows = [], []
-    for given in (None, profile):
-        out = tmp_path / ("plain" if given is None else "ordered")
-        request = CompileRequest(
-            model, "sm8650", profile=given, graph_sizes=(8, 32), max_seq_len=CONTEXT
-        )
+    for profile in (None, DeviceProfile.load("snapdragon-8-gen-3")):
+        out = tmp_path / ("plain" if profile is None else "ordered")
+        request = CompileRequest(model, "sm8650", plan, profile, max_seq_len=CONTEXT)
         manifest = compile_model(prepare(request), out)
-        assert bool(manifest.profile_sha256) == (given is not None)
+        assert bool(manifest.profile_sha256) == (profile is not None)
+        assert manifest.solver is None
         with LLM(str(out)) as llm:
             windows.append(llm.engine.deployment.window)
             answers.append(llm.generate(prompt, max_tokens=3).tokens)

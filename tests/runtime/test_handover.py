@@ -7,6 +7,7 @@ With `mapped` a processor's memory is coherent all the same: those tests count w
 from __future__ import annotations
 
 import random
+import weakref
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -21,9 +22,11 @@ pytest.importorskip("pyopencl")
 
 from hetero import LLM
 from hetero.backends.errors import DeviceOptionError
+from hetero.backends.memory import PAGE_BYTES
 from hetero.backends.opencl import open as open_opencl
 from hetero.backends.opencl.coherence import MEMORY_VARIABLE, hands_over, is_coherent
-from hetero.backends.opencl.resources import DeviceMemory, Resources
+from hetero.backends.opencl.resources import DeviceMemory, Resources, SvmBuffer
+from hetero.backends.opencl.self_test.cases import try_cases
 from hetero.backends.protocol import Device, DeviceKind
 from hetero.backends.registry import open_device
 from hetero.errors import FallbackWarning
@@ -79,8 +82,8 @@ def plan_of(folder: Path, name: str) -> ExecutionPlan:
 
 def open_engine(folder: Path, memory: str, name: str, **options: Any) -> Engine:
     plan = plan_of(folder, name)
-    models = {"coherent": {}, "mapped": {"coherent": False}, "copied": {"unified_memory": False}}
-    devices: dict[DeviceKind, Device] = {"gpu": open_opencl(**models[memory])}
+    models = {"mapped": {"coherent": False}, "copied": {"unified_memory": False}}
+    devices: dict[DeviceKind, Device] = {"gpu": open_opencl(**models.get(memory, {}))}
     if "npu" in plan.devices():
         devices["npu"] = open_device("ort-cpu", graph_sizes=GRAPHS)
     weights = open_model(str(folder), weights="f32").weights
@@ -236,6 +239,57 @@ def test_the_probe_sees_copies_of_the_hosts_memory(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.usefixtures("coherent_device")
+def test_a_gpu_that_is_coherent_in_its_own_memory_allocates_pool_and_caches(
+    folder: Path, opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other memory is copied once and then stale, so any buffer that is not its own shows."""
+    import pyopencl as cl
+
+    text, own = tokens_of(11, 60), weakref.WeakSet[SvmBuffer]()
+    init, buffer = SvmBuffer.__init__, Resources._buffer
+
+    def noted(self: SvmBuffer, *args: Any) -> None:
+        init(self, *args)
+        own.add(self)
+
+    def copied(self: Resources, array: Any, access: int) -> DeviceMemory:
+        at = array.ctypes.data
+        if any(x.address <= at < x.address + x.nbytes for x in own):
+            return buffer(self, array, access)
+        return DeviceMemory(self.context, access | cl.mem_flags.COPY_HOST_PTR, hostbuf=array)
+
+    wanted = logits_of(opened("coherent"), text)
+    monkeypatch.setattr(SvmBuffer, "__init__", noted)
+    monkeypatch.setattr(Resources, "_buffer", copied)
+    with open_opencl() as device:
+        if not device.has_svm:
+            pytest.skip("needs fine-grained shared virtual memory")
+        assert device.capabilities.coherent
+        assert device.capabilities.own_memory
+        assert device.capabilities.attention_heads
+    with open_engine(folder, "probed", "cut") as engine:
+        assert engine.devices["gpu"].capabilities.own_memory
+        assert relative_error(logits_of(engine, text), wanted) < TOLERANCE
+        context = engine.new_context()
+        engine.prefill(context, text[:-1])
+        assert relative_error(engine.decode(context, text[-1]), wanted) < TOLERANCE
+        assert sum(x.nbytes for x in own) >= engine.memory.context_bytes
+
+
+@pytest.mark.usefixtures("coherent_device")
+def test_shared_virtual_memory_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(MEMORY_VARIABLE, "svm")
+    with open_opencl() as device:
+        assert device.capabilities.own_memory
+        assert device.allocate(5000).address % PAGE_BYTES == 0
+        assert not device.allocate(5000).bytes.any()
+        list(try_cases(device, 0, 1))
+    monkeypatch.setattr(Resources, "has_svm", False)
+    with pytest.raises(DeviceOptionError, match="has none that is fine-grained"):
+        open_opencl()
+
+
+@pytest.mark.usefixtures("coherent_device")
 @pytest.mark.parametrize(("word", "unified"), [("mapped", True), ("copied", False)])
 def test_the_memory_model_can_be_named(
     word: str, unified: bool, monkeypatch: pytest.MonkeyPatch
@@ -246,7 +300,7 @@ def test_the_memory_model_can_be_named(
         assert not device.capabilities.coherent
         assert not device.capabilities.attention_heads
     monkeypatch.setenv(MEMORY_VARIABLE, "shared")
-    with pytest.raises(DeviceOptionError, match="known are mapped"):
+    with pytest.raises(DeviceOptionError, match="known are svm"):
         open_opencl()
 
 

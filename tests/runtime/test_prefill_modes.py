@@ -13,7 +13,6 @@ import pytest
 from hetero.backends.protocol import KINDS
 from hetero.models import model_spec, open_model
 from hetero.placement.planning import planned
-from hetero.placement.prefill_modes import with_modes
 from hetero.profiler.cost import CostModel
 from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.records import DeviceProfile
@@ -21,7 +20,7 @@ from hetero.runtime import prefill_mode as forms_module
 from hetero.runtime.engine import Engine
 from hetero.runtime.launch_costs import LaunchCosts
 from hetero.runtime.launch_graph import LaunchGraph
-from hetero.runtime.prefill_mode import SAME, PrefillModes
+from hetero.runtime.prefill_mode import SAME, PrefillModes, with_modes
 from hetero.runtime.schedule import in_order, seconds_of
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.in_flight import in_flight

@@ -97,7 +97,7 @@ def _try(device: OpenCLDevice, case: Case, random: np.random.Generator) -> None:
     weights = random_weights(case.op, random)
     kernel = device.prepare(case.op, weights)
     for m in case.tokens:
-        tensors = random_tensors(case.op, m, random)
+        tensors = random_tensors(device, case.op, m, random)
         before = {port: tensor.array.copy() for port, tensor in tensors.items()}
         wanted = _expected(case.op, weights, before, m)
         kernel.bind(tensors, m).submit().wait(DEADLINE_S)
@@ -150,11 +150,13 @@ def outlier_weight(op: ops.Outliers, name: str, random: np.random.Generator) -> 
             return np.full(1, 1.6 / 127, np.float32)
 
 
-def random_tensors(op: Op, m: int, random: np.random.Generator) -> dict[str, Tensor]:
-    """Return inputs; outputs and cache rows that are not written yet are NaN."""
+def random_tensors(
+    device: OpenCLDevice, op: Op, m: int, random: np.random.Generator
+) -> dict[str, Tensor]:
+    """Return inputs in the device's memory; outputs and cache rows not written yet are NaN."""
     tensors = {}
     for port in op.ports:
-        tensor = new_tensor(port_shape(op, port, m), port_dtype(op, port))
+        tensor = new_tensor(port_shape(op, port, m), port_dtype(op, port), device.allocate)
         array = tensor.array
         if port == "position":
             array[:] = POSITION
