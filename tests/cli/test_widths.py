@@ -54,7 +54,7 @@ from hetero.profiler.records import DeviceProfile
 commands, widths = json.loads(sys.argv[1]), json.loads(sys.argv[2])
 NAME = "A processor with a very long name, 64 cores, and what its driver says of itself"
 wait = WaitCost(method="event", kernel_s=1e-3, added_median_s=1e-5, added_p95_s=2e-5, cpu_share=0.5)
-waits = SyncReport(rows=(wait,), flag=True, sleep_late_s=1e-5, sleep_cpu_s=1e-6,
+waits = SyncReport(rows=(wait,), idle=(), flag=True, sleep_late_s=1e-5, sleep_cpu_s=1e-6,
                    environment={"cpu": NAME})
 row = BenchRow(test="pp256", device="hetero", strategy="multi-sequence-cut", sync="fast",
                tokens_per_s_median=12345.6, tokens_per_s_min=1.0, tokens_per_s_max=123456.78)
