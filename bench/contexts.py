@@ -1,6 +1,7 @@
 """Switching between contexts: LLMS and what its paper compares it with, on the paper's traces.
 
 python bench/contexts.py simulate       # 72 hours on a virtual clock; all of it is simulated
+python bench/contexts.py figures 10     # 2, 10, 11, 14, 15b: beside the paper's numbers
 python bench/contexts.py measure        # 60 calls of the demo model, beside the same on that clock
 python bench/contexts.py trace -c 8 --pattern markov        # as JSON lines; the header says all
 
@@ -23,9 +24,11 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 from common import finish, integers, new_app, table
-from lab.managers import Manager, contenders
+from lab.managers import MANAGERS, Manager, contenders
 from lab.simulated import Call, Machine, SimulatedService, most_tokens
+from parts import context_figures
 
+from hetero.arguments import check_one_of
 from hetero.contexts.codec import CHUNK_TOKENS, HALF, RAW, ChunkCodec
 from hetero.contexts.load_plan import Rates
 from hetero.contexts.service import AppContext, Service
@@ -53,10 +56,12 @@ def measure_encoding(codec: ChunkCodec) -> float:
     return nbytes / max(time.perf_counter() - start_s, 1e-9)
 
 
-def header(pattern: str, contexts: int, window: int, seed: int) -> dict[str, Any]:
+def header(
+    pattern: str, contexts: int, window: int, seed: int, per_hour: float = CALLS_PER_HOUR
+) -> dict[str, Any]:
     """Everything that a trace depends on."""
     return {"pattern": pattern, "contexts": contexts, "window": window, "seed": seed,
-            "hours": HOURS, "calls per hour (Poisson)": CALLS_PER_HOUR, "growth": GROWTH,
+            "hours": HOURS, "calls per hour (Poisson)": per_hour, "growth": GROWTH,
             "growth scaled by": window / WINDOW, "answer": ANSWER,
             "markov": "p(r-th most recent) ~ 2^-r", "gaussian": "over contexts by growth, sd n/4",
             "full window": "the context begins anew; that call is not counted"}  # fmt: skip
@@ -69,7 +74,7 @@ def trace(about: dict[str, Any]) -> Iterator[Call]:
     by_growth = sorted(range(count), key=lambda i: sum(ranges[i]))
     recent, now_s = list(range(count)), 0.0
     while True:
-        now_s += random.exponential(3600 / CALLS_PER_HOUR)
+        now_s += random.exponential(3600 / about["calls per hour (Poisson)"])
         if now_s > 3600 * HOURS:
             return
         if about["pattern"] == "markov":
@@ -141,6 +146,32 @@ def simulate(
                              f"{even / 1e6:.0f}"])  # fmt: skip
     print("simulated, Llama-3.2-1B; mean latency of a call, ms\n")
     table(f"disk|contexts|manager|{'|'.join(PATTERNS)}|mean|break-even at 16 bits, MB/s", rows)
+    finish()
+
+
+@app.command("figures")
+def figures(
+    number: Annotated[str, typer.Argument(metavar="2|10|11|14|15b")],
+    hours: float = HOURS,
+    profile: Annotated[str, typer.Option(help="of figure 2")] = "snapdragon-8-gen-3",
+) -> None:
+    """A figure of the paper, of Llama-2-7B, beside the paper's numbers; random switches."""
+
+    def calls(contexts: int, window: int, per_hour: float) -> list[Call]:
+        about = header("random", contexts, window, 0, per_hour)
+        # As many calls, however far apart.
+        until_s = 3600 * hours * CALLS_PER_HOUR / per_hour
+        return [x for x in trace(about) if x.at_s < until_s]
+
+    names, own = "|".join(MANAGERS), context_figures.Bench(calls)
+    heads = {"2": "what|here|paper", "10": f"under|{names}|llms / best other|paper|ratio",
+             "11": f"tokens|{names}|llms / best other|paper", "14": "tokens of a chunk|llms, ms",
+             "15b": f"minutes between calls|{names}"}  # fmt: skip
+    made = {"2": lambda: context_figures.figure_2(profile), "10": own.figure_10,
+            "11": own.figure_11, "14": own.figure_14, "15b": own.figure_15b}  # fmt: skip
+    check_one_of("figure", number, [*heads])
+    print("simulated, but for sizes; Llama-2-7B, a disk of 2 GB/s, 179 tokens/s of prompts\n")
+    table(heads[number], made[number]())
     finish()
 
 

@@ -4,6 +4,7 @@ python bench/mllm_npu.py order      # its section 3.4: chunks of a prompt out of
 python bench/mllm_npu.py modes      # that, cut matmuls, and both, in the plan of a solver
 python bench/mllm_npu.py ablation --profile MINE    # figure 17: each technique on top of the last
 python bench/mllm_npu.py formats --profile MINE     # w8a8 and w4a8, shadows, every core, llama.cpp
+python bench/mllm_npu.py chunks     # figure 8: the length of a chunk
 python bench/mllm_npu.py simulated      # the same on the simulated chip, and table 4's prompts
 
 A command makes `Variant`s of one prompt's prefill, `compare` runs them in turns and prints them
@@ -27,11 +28,13 @@ import typer
 from common import (
     DATA,
     LLAMA,
+    Lengths,
     Prompt,
     Worker,
     context_of,
     finish,
     in_turns,
+    integers,
     new_app,
     open_engine,
     spread,
@@ -394,6 +397,27 @@ def simulated(
     head = "prompt|s, as mllm-NPU|s, this project's plan|tokens/s|s, paper|s, llama.cpp there"
     table(head, cells)
     finish(*CLAIMS["ablation"], *CLAIMS["contradictions"])
+
+
+@app.command("chunks")
+def chunks(
+    profile: Annotated[str, typer.Option(help="a shipped profile of a chip")] = CHIP,
+    model: str = "random:qwen1.5-1.8b",
+    lengths: Lengths = "100,300,700,1000",
+) -> None:
+    """Figure 8: a prompt by the length of its chunks, the last one padded, on a simulated chip."""
+    taken = DeviceProfile.load(profile)
+    spec = open_model(model, weights="w8a8").spec()
+    sizes = [g for g in taken.devices["npu"].capabilities.graph_sizes if g > 1]
+    prompts = integers(lengths)
+    rows = []
+    for size in sizes:
+        seconds = [_makespan(spec, size, "best", taken, p) for p in prompts]
+        padded = sum(-(-p // size) * size for p in prompts) / sum(prompts) - 1
+        rows.append([size, *(f"{s:.3f}" for s in seconds), f"{sum(seconds):.3f}", f"{padded:.0%}"])
+    print(f"simulated, seconds; {model}, w8a8, {profile}; the paper chose 256\n")
+    table(f"tokens of a chunk|{'|'.join(map(str, prompts))}|all|padding", rows)
+    finish()
 
 
 def _makespan(

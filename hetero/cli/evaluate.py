@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -53,7 +53,10 @@ ReferenceOption = Annotated[
 
 def eval_command(
     model: ModelArgument,
-    text: Annotated[Path, typer.Option(help="A text file in UTF-8.")],
+    text: Annotated[Path | None, typer.Option(help="A text file in UTF-8.")] = None,
+    choices: Annotated[
+        Path | None, typer.Option(help="Questions with several answers, as JSON lines, instead.")
+    ] = None,
     weights: Annotated[list[WeightFormat] | None, typer.Option(help="Repeat to compare.")] = None,
     reference: ReferenceOption = None,
     no_reference: Annotated[
@@ -64,6 +67,9 @@ def eval_command(
     max_tokens: Annotated[
         int | None, typer.Option(min=MIN_TOKENS, help="Score this much of the text.")
     ] = None,
+    max_questions: Annotated[
+        int | None, typer.Option(min=1, help="Ask this many of the questions.")
+    ] = None,
     kv: FormatsOption = None,
     device: DeviceOption = DeviceChoice.NPU,
     gpu: GpuOption = "auto",
@@ -73,12 +79,30 @@ def eval_command(
     memory_budget: BudgetOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Perplexity of MODEL over a text, top-1 agreement and KL divergence from its float32 self."""
+    """Perplexity of MODEL over a text, top-1 agreement and KL divergence from its float32 self.
+
+    With --choices the share of questions whose right answer is the most likely one.
+    """
     from hetero.models import default_weights
 
     formats = weights or [WeightFormat(default_weights(model))]
     opened = partial(open_llm, device=device.value, gpu=gpu, npu=npu, max_seq_len=max_seq_len)
     opened = partial(opened, profile=profile, memory_budget=memory_budget, kv=CacheFormat.F32.value)
+    if (text is None) == (choices is None):
+        raise UserError("eval scores a --text or the answers of --choices: give one of them")
+    if text is None:
+        assert choices is not None
+        if reference or no_reference or window or stride or max_tokens:
+            raise UserError(
+                "--reference, --no-reference, --window, --stride and --max-tokens are for --text: "
+                "leave them out"
+            )
+        asked: list[dict[str, Any]] = [{"kv": x.value, "weights": formats[0]} for x in kv or ()]
+        asked = asked or [{"weights": x} for x in formats]
+        print_accuracies(choices, partial(opened, model), asked, max_questions, as_json)
+        return
+    if max_questions is not None:
+        raise UserError("--max-questions is for --choices: leave it out")
     sizes: Any = {"limit": max_tokens, "window": window, "stride": stride}
     if kv:
         own = partial(opened, model, weights=formats[0])
@@ -96,6 +120,31 @@ def eval_command(
     finally:
         if base is not None:
             base.close()
+
+
+def print_accuracies(
+    path: Path,
+    opened: Callable[..., LLM],
+    ways: Sequence[dict[str, Any]],
+    limit: int | None,
+    as_json: bool,
+) -> None:
+    """Ask a file's questions of a model that is opened in several ways, and print the shares."""
+    from hetero.cli.tables import show_or_print
+    from hetero.measuring.choices import accuracy, read_questions, table_rows
+    from hetero.profiler.table_data import TableData
+
+    questions, shares = read_questions(path, limit), {}
+    for options in ways:
+        name = str(next(iter(options.values())))
+        with opened(**options) as llm, progress_bar(f"asking {name}") as advance:
+            shares[name] = accuracy(llm, questions, progress=advance)
+    if as_json:
+        print(json.dumps({k: asdict(v) for k, v in shares.items()}))
+        return
+    head = ("kv" if "kv" in ways[0] else "weights", "questions", "acc", "acc_norm")
+    rows = tuple(table_rows(shares))
+    show_or_print(TableData("", head, rows, numbers=head[1:]), after=[QUESTION_BRACKETS])
 
 
 def reference_of(model: str, named: str | None) -> str | None:
@@ -179,4 +228,5 @@ def _between(interval: Interval | None, form: str) -> str:
     return "" if interval is None else f"({interval[0]:{form}} to {interval[1]:{form}})"
 
 
+QUESTION_BRACKETS = "in brackets: 95 % intervals over questions of this kind"
 BRACKETS = "in brackets: 95 % intervals over tokens of this text, as if those were independent"

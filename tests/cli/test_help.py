@@ -123,8 +123,8 @@ def test_panels_are_in_one_order_and_required_options_say_so(command: Command) -
         titles = [line.split(" ─")[0] for line in lines if "──" in line]
         order = ["Arguments", "Options", "Sampling", "Devices and plans", "Output", "Examples"]
         assert titles == [title for title in order if title in titles]
-    assert "--text FILE        A text file in UTF-8. [required]" in (
-        command("eval", "--help").stdout
+    assert "--soc CHIP           Such as sm8650 (Snapdragon 8 Gen 3). [required]" in (
+        command("compile", "--help").stdout
     )
 
 
