@@ -24,6 +24,7 @@ import numpy as np
 from hetero.backends.formats import StorageFormat, WeightFormat
 from hetero.backends.host.folders import cache_folder
 from hetero.backends.ops import MatMul
+from hetero.backends.qnn.npu_capabilities import STANDARD_GRAPH_SIZES, capabilities_of
 from hetero.backends.snapdragon import find_chip
 from hetero.backends.weights import PackedWeight, data_shape, scales_shape
 from hetero.profiler.environment import hetero_version
@@ -32,7 +33,13 @@ from hetero.profiler.fit import fit
 from hetero.profiler.options import Event
 from hetero.profiler.preparation import fit_preparation
 from hetero.profiler.profile_files import shipped_path
-from hetero.profiler.records import DeviceProfile, DeviceRecord, MatMulRow, PreparationRow
+from hetero.profiler.records import (
+    CapabilityRecord,
+    DeviceProfile,
+    DeviceRecord,
+    MatMulRow,
+    PreparationRow,
+)
 
 if TYPE_CHECKING:
     from hetero.backends.qnn.optrace import Schedule, ScheduleStore
@@ -41,7 +48,7 @@ if TYPE_CHECKING:
 BASE_PROFILE = "snapdragon-8-gen-3"
 WEIGHTS = WeightFormat.W4A16  # the only format with published timings
 LOADING_S = 0.02
-TOKENS = (1, 32, 64, 128, 256, 512, 1024)
+TOKENS = STANDARD_GRAPH_SIZES
 SHAPES = ((2048, 2048), (3072, 2048), (2048, 8192), (16384, 2048), (4096, 4096), (6144, 4096))
 
 
@@ -182,8 +189,10 @@ def _assemble(
 
     base = DeviceProfile.load(shipped_path(BASE_PROFILE))
     sizes = tuple(sorted({row.m for row in rows}))
+    able = capabilities_of(find_chip(soc), sizes, shared_weights=True)  # as a bundle's graphs
+    declared = {"numbers": "compiler-predicted", "capabilities": CapabilityRecord.of(able)}
     with open_qnn(soc=soc, graph_sizes=sizes, cache=None, ahead=True) as npu:
-        record = DeviceRecord.of(npu).model_copy(update={"numbers": "compiler-predicted"})
+        record = DeviceRecord.of(npu).model_copy(update=declared)
     predictors = [p for p in base.predictors if p.device == "gpu"]
     return base.model_copy(
         update={

@@ -25,7 +25,7 @@ def test_every_bar_is_executed_as_it_is_predicted(number: int) -> None:
 def test_fast_synchronisation_gains_as_in_the_paper_but_a_wait_less_for_each_cut() -> None:
     shown = figure(17, CHIP)
     speeds = [row["executed"] for row in shown.rows]
-    assert all(fast > 2 * slow for fast, slow in zip(speeds[::2], speeds[1::2], strict=True))
+    assert all(fast > 1.5 * slow for fast, slow in zip(speeds[::2], speeds[1::2], strict=True))
     assert "waits for the GPU's part of each cut" in shown.table.note
     assert shown.rows[0]["paper_value"] == 14.01
 
