@@ -48,6 +48,12 @@ class NpuArray(_Model):
         total = np.maximum(self.setup_s + stream * reloads, compute * reloads)
         return np.asarray(self.order_slowdown * total)
 
+    def streamed_bytes(self, n: Floats, k: Floats) -> Floats:
+        """Return the [S] bytes of weights that a call reads from memory."""
+        rows = np.ceil(n / self.array_size) * self.array_size
+        reloads = 1.0 if self.resident_k is None else np.maximum(1.0, k / self.resident_k)
+        return np.asarray(rows * k * self.bytes_per_weight * reloads)
+
 
 class GpuShader(_Model):
     """A GPU in a busy queue (paper section 3.1, linear performance).
@@ -71,6 +77,10 @@ class GpuShader(_Model):
         flops = 2.0 * m * weights
         tiled = self.unpack_s_per_weight * weights + flops / self.tiled_flops_per_s
         return np.asarray(np.maximum(stream, np.minimum(flops / self.direct_flops_per_s, tiled)))
+
+    def streamed_bytes(self, n: Floats, k: Floats) -> Floats:
+        """Return the [S] bytes of weights that a kernel reads from memory."""
+        return np.asarray(n * k * self.bytes_per_weight)
 
 
 DeviceModel: TypeAlias = Annotated[NpuArray | GpuShader, Field(discriminator="kind")]

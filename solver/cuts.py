@@ -141,7 +141,8 @@ def _call(chooser: Chooser, space: MatMulSpace, m: int, share: float) -> _Call:
         Option("npu-only", "npu", npu_s, npu_s=npu_s),
     )
     cost = min(chooser.objective.cost(option, GPU) for option in alone)
-    return _Call(share, grid, chooser.cost(grid, m), cost)
+    every = chooser.cost(grid, m) + chooser.objective.idle * grid.times.dry_s
+    return _Call(share, grid, every, cost)
 
 
 def _column(call: _Call) -> int:

@@ -16,10 +16,10 @@ import numpy as np
 from hetero.backends.protocol import DeviceKind
 from hetero.profiler.cost import CostModel, WaitMethod
 from hetero.profiler.records import phase_of
-from hetero.solver.kernel_times import Floats, KernelTimes
+from hetero.solver.kernel_times import Bools, Floats, KernelTimes
 from hetero.solver.overheads import CutTimes, Overheads
 
-Correction: TypeAlias = Literal["chains", "gates", "restart", "spread", "step"]
+Correction: TypeAlias = Literal["chains", "gates", "queue", "restart", "spread", "step"]
 CORRECTIONS: Final[frozenset[Correction]] = frozenset(get_args(Correction))
 FAR: Final = 9.0  # deviations between two times of which the shorter one does not matter
 Spread: TypeAlias = tuple[float, float]  # relative standard deviations, GPU and NPU
@@ -33,12 +33,20 @@ class HostCutTimes(CutTimes):
     spread      how much the GPU's and the NPU's times vary, as fractions of them
     start_s     starting the GPU on what follows, if its queue has run dry,
     after_s    and from the end of the NPU's tile until the queue has that
+    queue_s     by how much the NPU's part must end before the GPU's for a queue that stays busy:
+                it starts later, and launches are submitted after it; None: not corrected
     """
 
     restart_s: float = 0.0
     spread: Spread = (0.0, 0.0)
     start_s: float = 0.0
     after_s: float = 0.0
+    queue_s: float | None = None
+
+    @cached_property
+    def npu_dominant(self) -> Bools:
+        """See `CutTimes`; with `queue_s` also where the GPU is last, but its queue runs dry."""
+        return np.asarray(self.npu_thread_s + (self.queue_s or 0.0) >= self.gpu_s)
 
     @cached_property
     def npu_thread_s(self) -> Floats:
@@ -63,6 +71,11 @@ class HostCutTimes(CutTimes):
         return np.asarray(self.start_s * (chance - self.npu_dominant) + idle)
 
     @property
+    def dry_s(self) -> Floats | float:
+        """See `CutTimes`."""
+        return 0.0 if self.queue_s is None else np.asarray(self.start_s * self.npu_dominant)
+
+    @property
     def after_gpu_s(self) -> float:
         """See `CutTimes`."""
         return self.restart_s
@@ -78,6 +91,8 @@ class HostQueue(Overheads):
                 not measured
     chain_s     what a launch saves in a fused launch (`SupportsFusedLaunch`)
     varies      whether times vary (`CostModel.spread`)
+    stays_busy  whether a queue must have its next launch before it runs dry; where times vary that
+                is a chance, which `HostCutTimes.restarts_s` has
     """
 
     ring_s: float | None = None
@@ -85,6 +100,7 @@ class HostQueue(Overheads):
     step_s: float | None = None
     chain_s: float = 0.0
     varies: bool = True
+    stays_busy: bool = False
 
     @classmethod
     def of(
@@ -109,6 +125,7 @@ class HostQueue(Overheads):
             step_s=cost.profile.host_sync.step_s if "step" in corrections else None,
             chain_s=cost.chain_s("gpu") if "chains" in corrections else 0.0,
             varies="spread" in corrections,
+            stays_busy="queue" in corrections,
         )
 
     @classmethod
@@ -132,14 +149,21 @@ class HostQueue(Overheads):
         start_s, after_s = (self.ring_s or 0.0, 0.0) if self.queues_ahead(m) else (
             self.submit_s, self.busy_s
         )  # fmt: skip
+        spread = spread_of(kernels, m) if self.varies else (0.0, 0.0)
+        queue_s = None
+        if self.stays_busy and spread == (0.0, 0.0):
+            # Between two matmuls of few tokens are operators that are over before another launch
+            # is submitted.
+            queue_s = self.wait_s + after_s * (2 if phase_of(m) == "decode" else 1)
         return HostCutTimes(
             gpu_s,
             npu_s,
             self.idle,
             restart_s=self.npu_restart_s,
-            spread=spread_of(kernels, m) if self.varies else (0.0, 0.0),
+            spread=spread,
             start_s=start_s,
             after_s=after_s,
+            queue_s=queue_s,
         )
 
     def around_s(self, non_matmul_device: DeviceKind) -> float:

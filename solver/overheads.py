@@ -69,6 +69,14 @@ class CutTimes:
         return idle_s(self.idle, gaps_s)
 
     @property
+    def dry_s(self) -> Floats | float:
+        """[T, R] what starting the GPU again costs after a cut in whose end its queue is empty.
+
+        The modes differ by it, which matters where cuts of both are compared.
+        """
+        return 0.0
+
+    @property
     def after_gpu_s(self) -> float:
         """Return how much longer a tiling without the GPU takes after the GPU than after others."""
         return 0.0

@@ -219,6 +219,23 @@ class Placement:
         """Do the same as `entries`, without the output head."""
         return tuple(entry for entry in self.entries(phase, m) if entry.op != "lm_head")
 
+    def is_prepared(self, phase: Phase, m: int) -> bool:
+        """Return whether the kernels have all that a call of m tokens asks of static devices.
+
+        A plan for other speeds may want other formats or operand orders than were prepared.
+        """
+        parts = (
+            (node, part)
+            for node in self.graph.nodes
+            if node.plan_op is not None
+            for part in self.parts(node, phase, 1 if node.name == "lm_head" else m)
+        )
+        return all(
+            part.segment in self.kernels.segments(node, part.kind)
+            for node, part in parts
+            if self._capabilities[part.kind].static_shapes
+        )
+
     def working(self, m: int) -> frozenset[DeviceKind]:
         """Return the devices that work in a prompt's call of m tokens, the output head aside."""
         tiles = {tile.device for x in self.block_entries("prefill", m) for tile in x.tiles}

@@ -43,3 +43,7 @@ class ManualClock:
         if math.isinf(duration_s):
             raise ValueError("a manual clock cannot sleep forever")
         self._now_s += max(duration_s, 0.0)
+
+    def advance_to(self, at_s: float) -> None:
+        """Move time forward to exactly `at_s`; nothing where that is past."""
+        self._now_s = max(self._now_s, at_s)

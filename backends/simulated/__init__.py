@@ -5,11 +5,13 @@
     kind            "npu" (default) or "gpu"
     asynchronous    launches are submitted; default: for a GPU
     cost            seconds of a launch by (op, m) alone; default 1 ms
+    model           what launches take, in place of `cost` (`LaunchModel`)
     chip            clock and costs shared with the chip's other device; default one of its own
     capabilities    as declared; default: those of the options below
     graph_sizes, row_alignment, token_alignment, weight_formats
     compute         whether results are computed (by `reference`, outside virtual time)
 
+`hetero.profiler.simulated_chip` opens both devices of a chip from its profile.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ from hetero.backends import reference
 from hetero.backends.formats import WeightFormat
 from hetero.backends.ops import Op
 from hetero.backends.protocol import Capabilities, DeviceKind
-from hetero.backends.simulated.chip import ChipJob, ChipTimes, SimulatedChip
-from hetero.backends.simulated.device import Cost, SimulatedDevice
+from hetero.backends.simulated.chip import ChipJob, ChipTimes, Load, SimulatedChip
+from hetero.backends.simulated.device import Cost, FixedCost, LaunchModel, SimulatedDevice
 
 
 def one_millisecond(op: Op, m: int) -> float:  # noqa: ARG001
@@ -32,6 +34,7 @@ def open(
     kind: DeviceKind = "npu",
     asynchronous: bool | None = None,
     cost: Cost = one_millisecond,
+    model: LaunchModel | None = None,
     chip: SimulatedChip | None = None,
     capabilities: Capabilities | None = None,
     graph_sizes: tuple[int, ...] = (),
@@ -51,11 +54,20 @@ def open(
         row_alignment=row_alignment,
         token_alignment=token_alignment,
         early_visibility=False,
+        attention_heads=True,
+        reads_panels=True,
     )
     inner = reference.open(kind=declared.kind) if compute else None
     return SimulatedDevice(
-        name=name, capabilities=declared, cost=cost, chip=chip or SimulatedChip(), inner=inner
+        name=name,
+        capabilities=declared,
+        model=model or FixedCost(cost),
+        chip=chip or SimulatedChip(),
+        inner=inner,
     )
 
 
-__all__ = ["ChipJob", "ChipTimes", "Cost", "SimulatedChip", "SimulatedDevice", "open"]
+__all__ = [
+    "ChipJob", "ChipTimes", "Cost", "FixedCost", "LaunchModel", "Load", "SimulatedChip",
+    "SimulatedDevice", "open",
+]  # fmt: skip

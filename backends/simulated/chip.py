@@ -1,29 +1,72 @@
 """Two processors on one virtual clock: queues, submission, and slowing each other down.
 
-Work is measured in seconds that a job takes alone. While both processors work, each runs at
-1 / its contention factor.
+Work is measured in seconds that a launch takes alone. While both processors work, each runs at
+1 / its contention factor, and the memory gives both together no more than its bandwidth.
+
+The host's own code takes no time: what the control thread spends on a submission, a wait or a copy
+is what `ChipTimes` says.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Final, NamedTuple
 
-from hetero.backends.host.clock import Clock, ManualClock
+import numpy as np
+
+from hetero.backends.errors import DeviceError
+from hetero.backends.host.clock import ManualClock
 from hetero.backends.protocol import DeviceKind
 
-EVER = float("inf")
+EVER: Final = float("inf")
+SPIN_S: Final = 100e-6  # that a polling thread lets pass at most between two looks at the clock
 
 
-@dataclass
+class Load(NamedTuple):
+    """Work of one launch: its seconds alone, and the bytes of memory that it streams in them."""
+
+    seconds: float
+    nbytes: float = 0.0
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Return the bandwidth that it takes alone."""
+        return self.nbytes / self.seconds if self.seconds else 0.0
+
+
+@dataclass(eq=False)
 class ChipJob:
-    """One launch: when it may start, the work that is left, and when it ended."""
+    """One launch: when it may start, the work that is left, and when it ended.
+
+    `compute` makes its numbers; what that raises is the `error` of the launch.
+    """
 
     name: str
     ready_s: float
-    left_s: float
+    load: Load
+    compute: Callable[[], None] | None = None
     start_s: float | None = None
     end_s: float | None = None
+    error: DeviceError | None = None
+
+    def __post_init__(self) -> None:
+        self.left_s = self.load.seconds
+
+    def end(self, at_s: float) -> None:
+        """Complete: results are in memory from now on."""
+        self.left_s, self.end_s = 0.0, at_s
+        self.make_numbers()
+
+    def make_numbers(self) -> None:
+        """Compute, once."""
+        compute, self.compute = self.compute, None  # which keeps its kernel and tensors
+        try:
+            if compute is not None:
+                compute()
+        except DeviceError as error:
+            self.error = error
 
 
 @dataclass(frozen=True)
@@ -32,15 +75,25 @@ class ChipTimes:
 
     submit_busy_s     host time of a submission after another launch
     submit_empty_s    how much later a launch starts in a queue that has run dry
-    wait_s            from the end of a launch until the host knows
+    idle_gap_s, idle_slower_s    and how much more after such idle gaps (rising), linear between
+    wait_s, finish_s  from the end of a launch until a polling host knows, and one that finishes the
+                      whole queue
+    copy_fixed_s, copy_s_per_byte    a copy between the host's memory and the GPU's own
     gpu_slowdown, npu_slowdown    factors (>= 1) while the other works too
+    bytes_per_s       most that the memory gives both together; None: as much as both ask for
     """
 
     submit_busy_s: float = 0.0
     submit_empty_s: float = 0.0
+    idle_gap_s: tuple[float, ...] = ()
+    idle_slower_s: tuple[float, ...] = ()
     wait_s: float = 0.0
+    finish_s: float = 0.0
+    copy_fixed_s: float = 0.0
+    copy_s_per_byte: float = 0.0
     gpu_slowdown: float = 1.0
     npu_slowdown: float = 1.0
+    bytes_per_s: float | None = None
 
 
 @dataclass
@@ -48,7 +101,7 @@ class SimulatedChip:
     """The state of both processors. Shared by the devices of one simulated chip."""
 
     times: ChipTimes = ChipTimes()
-    clock: Clock = field(default_factory=ManualClock)
+    clock: ManualClock = field(default_factory=ManualClock)
     finished: dict[DeviceKind, list[ChipJob]] = field(
         default_factory=lambda: {"gpu": [], "npu": []}
     )
@@ -56,8 +109,11 @@ class SimulatedChip:
     def __post_init__(self) -> None:
         self._queues: dict[DeviceKind, deque[ChipJob]] = {"gpu": deque(), "npu": deque()}
         self._now_s = self.clock.now()
+        self._polled: tuple[ChipJob, float] | None = None
 
-    def submit(self, kind: DeviceKind, name: str, work_s: float) -> ChipJob:
+    def submit(
+        self, kind: DeviceKind, name: str, load: Load, compute: Callable[[], None] | None = None
+    ) -> ChipJob:
         """Queue a launch now; a queue that has run dry starts it later."""
         self.advance()
         dry = not self._queues[kind]
@@ -65,14 +121,21 @@ class SimulatedChip:
             self.clock.sleep(self.times.submit_busy_s)
             self.advance()
             dry = not self._queues[kind]
-        late = self.times.submit_empty_s if kind == "gpu" and dry else 0.0
-        job = ChipJob(name, self.clock.now() + late, work_s)
+        late = self._start_s() if kind == "gpu" and dry else 0.0
+        job = ChipJob(name, self.clock.now() + late, load, compute)
         self._queues[kind].append(job)
         return job
 
-    def run(self, kind: DeviceKind, name: str, work_s: float) -> ChipJob:
-        """Return a blocking launch: time passes until it is done."""
-        job = self.submit(kind, name, work_s)
+    def run(
+        self, kind: DeviceKind, name: str, load: Load, compute: Callable[[], None] | None = None
+    ) -> ChipJob:
+        """Return a blocking launch: time passes until it is done.
+
+        It reads what is in memory at its start. A launch in a queue writes at its end, so
+        that a reader which does not wait for it gets older values.
+        """
+        job = self.submit(kind, name, load, compute)
+        job.make_numbers()
         self.finish(job)
         return job
 
@@ -81,15 +144,68 @@ class SimulatedChip:
         give_up_s = self.clock.now() + deadline_s
         while job.end_s is None and self._now_s < give_up_s:
             self._step(give_up_s)
-        if self._now_s > self.clock.now():
-            self.clock.sleep(self._now_s - self.clock.now())
+        self.clock.advance_to(self._now_s)
         return job.end_s is not None
+
+    def finish_queue(self, kind: DeviceKind) -> None:
+        """Let time go on until a queue is empty and a host that blocks on it knows."""
+        self.advance()
+        while self._queues[kind]:
+            self._step(EVER)
+        if self.finished[kind]:
+            ended_s = self.finished[kind][-1].end_s
+            assert ended_s is not None
+            self.clock.advance_to(ended_s + self.times.finish_s)
+        self.advance()
+
+    def poll(self, job: ChipJob) -> bool:
+        """Return whether the host sees the end of a job.
+
+        The first look takes no time. A host that looks again, and has done nothing else meanwhile,
+        spins: time goes on until it sees the end, for `SPIN_S` at most.
+        """
+        self.advance()
+        now_s = self.clock.now()
+        if not self._seen(job) and self._polled == (job, now_s):
+            until_s = now_s + SPIN_S
+            while job.end_s is None and self._now_s < until_s:
+                self._step(until_s)
+            if job.end_s is not None:
+                until_s = min(until_s, job.end_s + self.times.wait_s)
+            self.clock.advance_to(until_s)
+            self.advance()
+        self._polled = (job, self.clock.now())
+        return self._seen(job)
+
+    def wait(self, job: ChipJob, deadline_s: float) -> bool:
+        """Let time go on until the host sees the end of a job, or `deadline_s` has passed."""
+        self.advance()
+        if self._seen(job):
+            return True
+        if not self.finish(job, deadline_s):
+            return False
+        assert job.end_s is not None
+        self.clock.advance_to(job.end_s + self.times.wait_s)
+        self.advance()
+        return True
 
     def advance(self) -> None:
         """Bring both processors to the clock's time."""
         now_s = self.clock.now()
         while self._now_s < now_s:
             self._step(now_s)
+
+    def _start_s(self) -> float:
+        """Return how much later a launch starts that is submitted now to the GPU's dry queue."""
+        times, before = self.times, self.finished["gpu"]
+        if not times.idle_gap_s or not before:
+            return times.submit_empty_s
+        gap_s = self.clock.now() - (before[-1].end_s or 0.0)
+        gaps, costs = (0.0, *times.idle_gap_s), (0.0, *times.idle_slower_s)
+        return times.submit_empty_s + float(np.interp(gap_s, gaps, costs))
+
+    def _seen(self, job: ChipJob) -> bool:
+        return job.end_s is not None and self.clock.now() >= job.end_s + self.times.wait_s
 
     def _step(self, until_s: float) -> None:
         """Advance to the next start, end or `until_s`, whichever comes first."""
@@ -101,17 +217,24 @@ class SimulatedChip:
         then_s = min(events)
         if then_s == EVER:
             raise RuntimeError("a simulated chip cannot wait for work that was never queued")
+        before_s, self._now_s = self._now_s, then_s
         for kind, job in active.items():
             if job.start_s is None:
-                job.start_s = self._now_s
-            ends = self._now_s + job.left_s * slow[kind]
-            job.left_s -= (then_s - self._now_s) / slow[kind]
-            if ends <= then_s:
-                job.left_s, job.end_s = 0.0, then_s
+                job.start_s = before_s
+            ends_s = before_s + job.left_s * slow[kind]
+            job.left_s -= (then_s - before_s) / slow[kind]
+            if ends_s <= then_s:
                 self.finished[kind].append(self._queues[kind].popleft())
-        self._now_s = then_s
+                job.end(then_s)
 
     def _slowdowns(self, active: dict[DeviceKind, ChipJob]) -> dict[DeviceKind, float]:
         if len(active) < 2:
             return dict.fromkeys(active, 1.0)
-        return {"gpu": self.times.gpu_slowdown, "npu": self.times.npu_slowdown}
+        shared = 1.0
+        if self.times.bytes_per_s is not None:
+            wanted = sum(job.load.bytes_per_s for job in active.values())
+            shared = max(1.0, wanted / self.times.bytes_per_s)
+        return {
+            "gpu": max(shared, self.times.gpu_slowdown),
+            "npu": max(shared, self.times.npu_slowdown),
+        }

@@ -80,7 +80,8 @@ class ModelWeights(ABC):
     weights are page-aligned; all arrays are read-only by contract and live as long as anything
     refers to them. One thread at a time. `source` is the directory that the weights come from, None
     if they were generated; `calibration` is the origin of static scales of activations, if they
-    come from a text; `also` are other formats in which all matrices are stored too.
+    come from a text; `also` are other formats in which all matrices are stored too;
+    `in_memory`: they have values, which take memory.
 
     Reading a block raises `ModelError` when its tensors hold values that are not finite.
     """
@@ -90,6 +91,7 @@ class ModelWeights(ABC):
     source: Path | None = None
     calibration: Calibration | None = None
     also: tuple[WeightFormat, ...] = ()
+    in_memory: bool = True
 
     def __init__(self, config: ModelConfig, weight_format: WeightFormat) -> None:
         self.config = config

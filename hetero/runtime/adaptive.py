@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Protocol, Self, TypeAlias
 
+from hetero.backends.host.clock import SystemClock
 from hetero.backends.protocol import KINDS, DeviceKind
 from hetero.runtime.program import RUN
 from hetero.runtime.step import Step
@@ -83,7 +83,7 @@ class Adapter:
     solver: Solver
     placement: Placement
     policy: AdaptPolicy = field(default_factory=AdaptPolicy)
-    clock: Callable[[], float] = time.perf_counter
+    clock: Callable[[], float] = SystemClock.now
 
     def __post_init__(self) -> None:
         self._first = self.placement
@@ -152,8 +152,9 @@ class Adapter:
         if not _moved(self._asked, factors):
             return None
         self._asked, self._changed = factors, self._steps
-        solver = self.solver.drifted(factors)
-        placement = self._first.with_plan(solver.plan, solver)
+        placement = self._placed(factors) or self._placed(_in_every_phase(factors))
+        if placement is None:
+            return None
         gains = {phase: self._gain(placement, phase, factors) for phase in PHASES}
         phase = max(PHASES, key=lambda p: gains[p])
         if gains[phase] < self.policy.gain:
@@ -161,6 +162,14 @@ class Adapter:
         self.placement, self._applied = placement, factors
         self._ratios.clear()
         return Adaptation(placement, _reason(factors, phase, gains[phase], self._steps))
+
+    def _placed(self, factors: Factors) -> Placement | None:
+        """Return the best cuts at these speeds; None if they need kernels that are not prepared."""
+        solver = self.solver.drifted(factors)
+        placement = self._first.with_plan(solver.plan, solver)
+        lengths = {phase: _a_length(solver.plan, phase) for phase in PHASES}
+        prepared = all(placement.is_prepared(phase, m) for phase, m in lengths.items())
+        return placement if prepared else None
 
     def _gain(self, placement: Placement, phase: Phase, factors: Mapping[Key, float]) -> float:
         """Return the part of a step's matmul seconds that the new cuts save at these speeds."""
@@ -219,6 +228,21 @@ def _moved(before: Mapping[Key, float], after: Mapping[Key, float]) -> bool:
         if abs(gpu / npu - 1) > MOVED:
             return True
     return False
+
+
+def _in_every_phase(factors: Mapping[Key, float]) -> Factors:
+    """Return the factors with those of the other phase where a phase was not timed.
+
+    Else one token in a graph of many would look faster than its own, in another format.
+    """
+    filled = {
+        (kind, phase): factors[kind, other]
+        for kind in KINDS
+        for phase in PHASES
+        for other in PHASES
+        if (kind, other) in factors
+    }
+    return {**filled, **factors}
 
 
 def _a_length(plan: ExecutionPlan, phase: Phase) -> int:

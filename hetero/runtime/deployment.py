@@ -5,10 +5,11 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hetero.backends.errors import DeviceError, DeviceLostError, WaitTimeoutError
 from hetero.backends.formats import CacheFormat
+from hetero.backends.host.clock import Clock, SystemClock
 from hetero.backends.optional import SupportsCompaction, SupportsHandovers
 from hetero.backends.protocol import DEFAULT_DEADLINE_S, DeviceKind, memory_owner
 from hetero.errors import FallbackWarning
@@ -58,6 +59,7 @@ class DeploymentOptions:
     adapts: bool = True
     order: Order = "fifo"
     cost: CostModel | None = None
+    clock: Clock = field(default_factory=SystemClock)
 
 
 class Deployment:
@@ -104,7 +106,7 @@ class Deployment:
         self.placement, layout = self._place(plan, source)
         self.adapter = None
         if source is not None and self._options.adapts and len(self.devices) == 2:
-            self.adapter = Adapter(source, self.placement)
+            self.adapter = Adapter(source, self.placement, clock=self._options.clock.now)
         self.window, slots, self.memory = self._sized(layout)
         self.admit(len(self._contexts.open_contexts()))
         self.kernels = prepare_kernels(self._weights, self.placement, self.devices, progress)
@@ -129,6 +131,7 @@ class Deployment:
                 token_s=flops / SLOWEST_FLOPS,
                 # A wait on a value keeps the GPU from others.
                 wait_values=self._runner.gpu_share is None,
+                clock=self._options.clock,
             )
         self.logits = LogitsReader(
             self.pool,
@@ -160,6 +163,7 @@ class Deployment:
             most=most,
             shadows=self._weights.outliers(),
             budget_bytes=options.memory_budget_bytes,
+            weights_in_memory=self._weights.in_memory,
         )
 
     def _place(self, plan: ExecutionPlan, source: Solver | None) -> tuple[Placement, CacheLayout]:

@@ -9,6 +9,7 @@ import numpy as np
 
 from hetero.backends.errors import DeviceError
 from hetero.backends.formats import CacheFormat
+from hetero.backends.host.clock import Clock, SystemClock
 from hetero.backends.host.closing import Closing
 from hetero.backends.protocol import DEFAULT_DEADLINE_S, Device, DeviceKind
 from hetero.errors import UserError
@@ -62,7 +63,8 @@ class Engine(Closing):
     step's cost is in its context's `work`, and in `runner.last_run`. `max_gpu_share` below 1 bounds
     the share of the time that the GPU is busy; `runner.gpu_share` then measures it.
     `runner.copied_bytes` are those that steps had to copy between the devices' memories so far:
-    none, but for comparisons.
+    none, but for comparisons. All waits and times are of the `clock`: the system's, or that of
+    devices in virtual time (`hetero.profiler.simulated_chip`).
     """
 
     def __init__(
@@ -86,8 +88,9 @@ class Engine(Closing):
         cost: CostModel | None = None,
         whole_caches: bool = False,
         warm: bool = True,
+        clock: Clock | None = None,
     ) -> None:
-        config = weights.config
+        config, clock = weights.config, clock or SystemClock()
         self.config = config
         self.max_seq_len = max_seq_len
         self.lock = StepLock()
@@ -98,12 +101,12 @@ class Engine(Closing):
         self.contexts = ContextStore(self.lock, identity, max_seq_len, rope)
         order = "fifo" if cost is None else order
         self.steps = StepCache(Orders(order), max_seq_len, pads_chunks=sync != "copy")
-        share = GpuShare(max_gpu_share) if max_gpu_share < 1 else None
-        self.runner = StepRunner(self.steps, ControlThread(control_core), share)
+        share = GpuShare(max_gpu_share, clock.sleep) if max_gpu_share < 1 else None
+        self.runner = StepRunner(self.steps, ControlThread(control_core), share, clock)
         options = DeploymentOptions(
             max_seq_len=max_seq_len, kv=kv, whole_caches=whole_caches, sync=sync,
             deadline_s=deadline_s, memory_budget_bytes=memory_budget_bytes, adapts=adapt,
-            order=order, cost=cost,
+            order=order, cost=cost, clock=clock,
         )  # fmt: skip
         self.deployment = Deployment(
             weights, devices, options, self.lock, self.contexts, self.steps, self.runner, warm=warm

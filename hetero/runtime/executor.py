@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, TypeAlias, cast
 
 from hetero.backends.errors import DeviceError
+from hetero.backends.host.clock import Clock, SystemClock
 from hetero.backends.protocol import Completion, Device
 from hetero.runtime.program import PREQUEUE, RUN, SIGNAL, SUBMIT, WAIT_LAYER
 from hetero.runtime.step import Step
@@ -28,10 +28,11 @@ class Executor:
     """Runs steps on the control thread; keeps nothing between two of them.
 
     `running` is the current step, with the time of every action that has ended, the first its
-    start, and the thread (`hetero.runtime.watchdog`).
+    start, and the thread (`hetero.runtime.watchdog`). Those times are the `clock`'s.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock | None = None) -> None:
+        self.clock = clock or SystemClock()
         self.running: tuple[Step, list[float], int] | None = None
         WATCHDOG.watch(self)
 
@@ -70,7 +71,7 @@ class Executor:
         A completion of the run before is freed when its launch is submitted again. To touch all 200
         of a step before anything is submitted takes 0.1 ms and more: they left the caches long ago.
         """
-        now, before = time.perf_counter, step.completions
+        now, before = self.clock.now, step.completions
         completions: list[Completion | None] = [None] * len(before)
         step.completions = completions
         count = len(step.kinds)

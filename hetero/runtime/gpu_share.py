@@ -7,12 +7,14 @@ more than its share is followed by a pause.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
+from typing import Final
 
+from hetero.backends.host.clock import SystemClock
 from hetero.runtime.step import Step
 
 LONGEST_PAUSE_S = 1.0
+_SYSTEM: Final = SystemClock()
 
 
 class GpuShare:
@@ -21,7 +23,7 @@ class GpuShare:
     `busy_s` and `wall_s` are totals since `reset`, pauses included.
     """
 
-    def __init__(self, limit: float, sleep: Callable[[float], None] = time.sleep) -> None:
+    def __init__(self, limit: float, sleep: Callable[[float], None] = _SYSTEM.sleep) -> None:
         self.limit = limit
         self._sleep = sleep
         self.reset()

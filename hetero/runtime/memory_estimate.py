@@ -44,11 +44,13 @@ def estimate_memory(
     slots: Mapping[SlotRef, Shape],
     layout: CacheLayout,
     placement: Placement,
+    *,
+    weights_in_memory: bool = True,
 ) -> MemoryEstimate:
     """Return the bytes of the slots, a context and the plan's weights."""
     sizes = [nbytes_of(shape) for shape in slots.values()]
     sizes.append(listed_bytes(placement))
-    weight_bytes = sum(placement.kernels.weight_bytes.values())
+    weight_bytes = sum(placement.kernels.weight_bytes.values()) if weights_in_memory else 0
     return MemoryEstimate(
         pool_bytes=sum(sizes),
         weight_bytes=weight_bytes,
@@ -67,6 +69,7 @@ def fitting_window(
     most: int,
     shadows: Shadows | None,
     budget_bytes: int | None,
+    weights_in_memory: bool = True,
 ) -> tuple[int, dict[SlotRef, Shape], MemoryEstimate]:
     """Return how many calls of a prompt may be in flight, with their slots and memory.
 
@@ -85,7 +88,7 @@ def fitting_window(
             rows=LONGEST_VERIFIED,
             slides=layout.slides,
         )
-        needs = estimate_memory(slots, layout, placement)
+        needs = estimate_memory(slots, layout, placement, weights_in_memory=weights_in_memory)
         try:
             check_memory(needs, devices, budget_bytes)
         except UserError:

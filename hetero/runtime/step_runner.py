@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 
+from hetero.backends.host.clock import Clock
 from hetero.backends.optional import SupportsQueueControl
 from hetero.errors import UserError
 from hetero.runtime.adaptive import Adapter
@@ -35,10 +36,10 @@ class StepRunner:
     """
 
     def __init__(
-        self, steps: StepCache, control: ControlThread, gpu_share: GpuShare | None
+        self, steps: StepCache, control: ControlThread, gpu_share: GpuShare | None, clock: Clock
     ) -> None:
         self.steps, self.control, self.gpu_share = steps, control, gpu_share
-        self.executor = Executor()
+        self.executor = Executor(clock)
         self.trace: Trace | None = None
         self.copied_bytes = 0
         self.fuses = True

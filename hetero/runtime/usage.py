@@ -27,7 +27,7 @@ class StepRun(NamedTuple):
     """One run of a step.
 
     `counts` are the calls of each device, `busy` the seconds that each of `kinds` was. `stamps` are
-    its times: the start, then the end of every action, in seconds of `time.perf_counter`; `slept`
+    its times: the start, then the end of every action, in seconds of the engine's clock; `slept`
     the seconds that each of its waits was asleep.
     """
 

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, Protocol
 
+from hetero.backends.host.clock import Clock
 from hetero.backends.host.time_limits import time_limit
 from hetero.backends.protocol import DEFAULT_DEADLINE_S
 from hetero.runtime.program import SIGNAL, WAIT, WAIT_LAYER, Action
@@ -30,13 +31,14 @@ class Runner(Protocol):
     """Runs steps: `hetero.runtime.executor.Executor`."""
 
     running: tuple[Step, list[float], int] | None
+    clock: Clock
 
 
 def hung_call(executor: Runner, now_s: float, limit_s: float = DEFAULT_DEADLINE_S) -> str:
     """Return a sentence on the call that an executor has been in for `limit_s`, if there is one.
 
     The limit is ten times as long where its thread computes: a slow machine is no driver that
-    hangs. HETERO_TIMEOUT_SCALE multiplies it. `now_s` is of `time.perf_counter`.
+    hangs. HETERO_TIMEOUT_SCALE multiplies it. `now_s` is of its clock.
     """
     running = executor.running
     if running is None:
@@ -94,7 +96,7 @@ class Watchdog:
         reported: set[str] = set()
         while True:
             time.sleep(POLL_S)
-            sentences = {hung_call(x, time.perf_counter()) for x in list(self._executors)} - {""}
+            sentences = {hung_call(x, x.clock.now()) for x in list(self._executors)} - {""}
             for sentence in sentences - reported:
                 self.on_hang(sentence)
             reported = sentences

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from hetero.backends.simulated.chip import ChipTimes, SimulatedChip
+from hetero.backends.simulated.chip import ChipTimes, Load, SimulatedChip
 
 
 def test_launches_of_a_queue_follow_each_other() -> None:
     chip = SimulatedChip()
-    first, second = chip.submit("gpu", "a", 2.0), chip.submit("gpu", "b", 3.0)
+    first, second = chip.submit("gpu", "a", Load(2.0)), chip.submit("gpu", "b", Load(3.0))
     chip.finish(second)
     assert (first.start_s, first.end_s, second.start_s, second.end_s) == (0.0, 2.0, 2.0, 5.0)
     assert chip.clock.now() == 5.0
@@ -17,8 +17,8 @@ def test_launches_of_a_queue_follow_each_other() -> None:
 
 def test_both_processors_work_at_once() -> None:
     chip = SimulatedChip()
-    gpu = chip.submit("gpu", "a", 3.0)
-    chip.run("npu", "b", 2.0)
+    gpu = chip.submit("gpu", "a", Load(3.0))
+    chip.run("npu", "b", Load(2.0))
     assert chip.clock.now() == 2.0
     chip.finish(gpu)
     assert chip.clock.now() == 3.0
@@ -26,8 +26,8 @@ def test_both_processors_work_at_once() -> None:
 
 def test_they_slow_each_other_down_while_both_work() -> None:
     chip = SimulatedChip(ChipTimes(gpu_slowdown=2.0, npu_slowdown=1.5))
-    gpu = chip.submit("gpu", "a", 3.0)
-    npu = chip.run("npu", "b", 2.0)
+    gpu = chip.submit("gpu", "a", Load(3.0))
+    npu = chip.run("npu", "b", Load(2.0))
     assert npu.end_s == 3.0  # 2 × 1.5; the GPU did 1.5 of its 3 in that time
     chip.finish(gpu)
     assert gpu.end_s == pytest.approx(4.5)
@@ -35,9 +35,9 @@ def test_they_slow_each_other_down_while_both_work() -> None:
 
 def test_a_dry_queue_starts_late_and_a_busy_one_costs_the_host() -> None:
     chip = SimulatedChip(ChipTimes(submit_busy_s=0.1, submit_empty_s=0.5))
-    first = chip.submit("gpu", "a", 1.0)
+    first = chip.submit("gpu", "a", Load(1.0))
     assert chip.clock.now() == 0.0
-    second = chip.submit("gpu", "b", 1.0)
+    second = chip.submit("gpu", "b", Load(1.0))
     assert chip.clock.now() == pytest.approx(0.1)
     chip.finish(second)
     assert first.start_s == 0.5
@@ -46,8 +46,38 @@ def test_a_dry_queue_starts_late_and_a_busy_one_costs_the_host() -> None:
 
 def test_a_deadline_ends_the_wait() -> None:
     chip = SimulatedChip()
-    job = chip.submit("gpu", "a", 9.0)
+    job = chip.submit("gpu", "a", Load(9.0))
     assert not chip.finish(job, deadline_s=2.0)
     assert chip.clock.now() == 2.0
     assert chip.finish(job)
     assert chip.clock.now() == 9.0
+
+
+def test_a_gpu_that_was_idle_starts_later_the_longer_it_was() -> None:
+    chip = SimulatedChip(ChipTimes(submit_empty_s=0.5, idle_gap_s=(1.0,), idle_slower_s=(0.2,)))
+    first = chip.run("gpu", "a", Load(1.0))
+    chip.clock.sleep(0.5)
+    second = chip.run("gpu", "b", Load(1.0))
+    chip.clock.sleep(9.0)
+    third = chip.run("gpu", "c", Load(1.0))
+    ends = (first.end_s, second.end_s, third.end_s)
+    assert ends == pytest.approx((1.5, 1.5 + 0.5 + 0.6 + 1.0, 3.6 + 9.0 + 0.7 + 1.0))
+
+
+def test_memory_gives_both_no_more_than_its_bandwidth() -> None:
+    chip = SimulatedChip(ChipTimes(bytes_per_s=60.0))
+    gpu = chip.submit("gpu", "a", Load(2.0, 80.0))  # 40 bytes a second, and the NPU's 35
+    npu = chip.run("npu", "b", Load(1.0, 35.0))
+    assert npu.end_s == pytest.approx(75 / 60)
+    chip.finish(gpu)
+    assert gpu.end_s == pytest.approx(75 / 60 + 1.0)
+
+
+def test_a_polling_host_sees_the_end_a_moment_later() -> None:
+    chip = SimulatedChip(ChipTimes(wait_s=5e-6))
+    job = chip.submit("gpu", "a", Load(1e-3))
+    assert not chip.poll(job)
+    assert chip.clock.now() == 0.0
+    while not chip.poll(job):
+        pass
+    assert chip.clock.now() == pytest.approx(1e-3 + 5e-6)

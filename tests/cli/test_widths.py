@@ -54,7 +54,7 @@ from hetero.profiler.records import DeviceProfile
 commands, widths = json.loads(sys.argv[1]), json.loads(sys.argv[2])
 NAME = "A processor with a very long name, 64 cores, and what its driver says of itself"
 wait = WaitCost(method="event", kernel_s=1e-3, added_median_s=1e-5, added_p95_s=2e-5, cpu_share=0.5)
-waits = SyncReport(rows=(wait,), flag=True, sleep_late_s=1e-5, sleep_cpu_s=1e-6,
+waits = SyncReport(rows=(wait,), idle=(), flag=True, sleep_late_s=1e-5, sleep_cpu_s=1e-6,
                    environment={"cpu": NAME})
 row = BenchRow(test="pp256", device="hetero", strategy="multi-sequence-cut", sync="fast",
                tokens_per_s_median=12345.6, tokens_per_s_min=1.0, tokens_per_s_max=123456.78)
@@ -64,7 +64,8 @@ bench = BenchReport(model="demo", rows=(row,), load_cold_s=1, load_warm_s=1, pea
 quality = Evaluation(tokens=400, perplexity=12.3456, perplexity_95=(11.1, 13.2), kl_p99=0.01,
                      top1_agreement=0.95, top1_agreement_95=(0.93, 0.97), kl_mean=1e-3,
                      kl_mean_95=(9e-4, 1.1e-3))
-claim = Claim("e54-fs-decode InternLM-1.8B", "InternLM-1.8B, decode", "x", 2.2, 3.089, 0.1, NAME)
+claim = Claim("e54-fs-decode InternLM-1.8B", "InternLM-1.8B, decode", "x", 2.2, 3.089, 0.1, NAME,
+              3.1)
 paper = Reproduction("snapdragon-8-gen-3", (claim,), (NAME * 3,), (NAME * 4,))
 finding = Finding("opencl:pocl", "gpu", False, NAME, "install another driver, " + NAME)
 printed = {

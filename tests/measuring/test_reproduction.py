@@ -12,8 +12,16 @@ from hetero.measuring.reproduction import Claim, Limit, Reproduction, lifted
 from hetero.profiler.records import DeviceProfile
 
 
-def claim(simulated: float, within: float | None = 0.1, reason: str = "") -> Claim:
-    return Claim("e1", f"Llama <{simulated}>", "tok/s", 100.0, simulated, within, reason)
+def claim(
+    simulated: float,
+    within: float | None = 0.1,
+    reason: str = "",
+    *,
+    off: float = 0.0,
+    why: str = "",
+) -> Claim:
+    what, executed = f"Llama <{simulated}>", (1 + off) * simulated
+    return Claim("e1", what, "tok/s", 100.0, simulated, within, reason, executed, "simulated", why)
 
 
 def made(*claims: Claim, orders: tuple[str, ...] = ()) -> Reproduction:
@@ -26,6 +34,19 @@ def test_a_target_is_met_or_missed() -> None:
     assert not made(claim(100), orders=("135: … MISSED",)).met
     verdicts = [c.verdict for c in (claim(109), claim(111), claim(300, None, "because"))]
     assert verdicts == ["met", "MISSED", "differs"]
+
+
+def test_what_is_executed_is_close_to_what_was_predicted_or_a_reason_is_given() -> None:
+    assert made(claim(100, off=0.04), claim(100, off=-0.04)).met
+    assert not made(claim(100, off=0.06)).met
+    told = made(claim(100), claim(100, off=-0.06, why="a wait less"))
+    assert told.met
+    assert "1 of 2 are within 5 % of what the solver predicted; the others: a wait less" in (
+        told.summary()
+    )
+    row = told.document()[1]
+    assert (row["predicted"], row["executed"], row["kind"]) == (100, 94, "simulated")
+    assert row["difference"] == pytest.approx(-0.06)
 
 
 def test_the_papers_numbers_are_drawn_beside_ours(tmp_path: Path) -> None:

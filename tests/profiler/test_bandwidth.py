@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from hetero.backends import simulated
 from hetero.backends.formats import WeightFormat
 from hetero.backends.protocol import Capabilities, Device, DeviceKind
-from hetero.backends.simulated import ChipTimes, SimulatedChip
+from hetero.backends.simulated import ChipTimes, Load, SimulatedChip
 from hetero.backends.simulated.chip import ChipJob
 from hetero.profiler.bandwidth import SIZES, decode_size, measure_concurrent, measure_restart
 from hetero.profiler.grid import Shape, Task
@@ -23,13 +25,13 @@ class Distracted(SimulatedChip):
     submitted = False
     longer_s = 3e-5
 
-    def submit(self, kind: DeviceKind, name: str, work_s: float) -> ChipJob:
+    def submit(self, kind: DeviceKind, name: str, load: Load, compute: Any = None) -> ChipJob:
         self.submitted = True
-        return super().submit(kind, name, work_s)
+        return super().submit(kind, name, load, compute)
 
-    def run(self, kind: DeviceKind, name: str, work_s: float) -> ChipJob:
+    def run(self, kind: DeviceKind, name: str, load: Load, compute: Any = None) -> ChipJob:
         extra_s = self.longer_s * self.submitted
-        job = super().run(kind, name, work_s + extra_s)
+        job = super().run(kind, name, load._replace(seconds=load.seconds + extra_s), compute)
         self.submitted = False
         return job
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from hetero.backends.host.clock import ManualClock
 from hetero.backends.reference.device import _Call
 from hetero.runtime import watchdog
 from hetero.runtime.engine import Engine
@@ -94,3 +95,24 @@ def test_the_thread_says_it_once(engine: Engine, monkeypatch: pytest.MonkeyPatch
     assert found.wait(DEADLINE_S)
     time.sleep(0.1)
     assert told == ["hung"]
+
+
+def test_virtual_times_are_compared_with_the_clock_they_are_of(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step in virtual time began hours ago by the system's clock."""
+    seen: list[float] = []
+    found = threading.Event()
+
+    def look(_: object, now_s: float) -> str:
+        seen.append(now_s)
+        found.set()
+        return ""
+
+    monkeypatch.setattr(watchdog, "POLL_S", 0.01)
+    monkeypatch.setattr(watchdog, "hung_call", look)
+    engine.runner.executor.clock = ManualClock(7.0)
+    watch = Watchdog()
+    watch.watch(engine.runner.executor)
+    assert found.wait(DEADLINE_S)
+    assert seen[0] == 7.0

@@ -31,13 +31,19 @@ def test_without_corrections_a_host_queue_costs_what_the_paper_says(name: str) -
     assert [x.options for x in paper] == [x.options for x in none]
 
 
-def test_a_chip_without_measured_corrections_has_the_papers_costs() -> None:
+def test_a_chip_without_measured_corrections_has_the_papers_costs_and_a_queue() -> None:
+    """The one correction that needs no measurement: what follows a cut is submitted in time."""
     profile = DeviceProfile.load("snapdragon-8-gen-3")
-    paper = solutions(profile, Overheads.of(CostModel(profile)))
-    assert [x.seconds for x in paper] == [x.seconds for x in solutions(profile)]
+    cost = CostModel(profile)
+    paper = [x.seconds for x in solutions(profile, Overheads.of(cost))]
+    others = HostQueue.of(cost, corrections=CORRECTIONS - {"queue"})
+    assert paper == [x.seconds for x in solutions(profile, others)]
+    queued = [x.seconds for x in solutions(profile)]
+    assert all(x <= y for x, y in zip(paper, queued, strict=True))
+    assert paper != queued
 
 
-@pytest.mark.parametrize("correction", sorted(CORRECTIONS - {"chains"}))
+@pytest.mark.parametrize("correction", sorted(CORRECTIONS - {"chains", "queue"}))
 def test_each_correction_shows_in_the_profile_that_it_was_measured_for(correction: str) -> None:
     profile = DeviceProfile.load("host")
     cost = CostModel(profile)

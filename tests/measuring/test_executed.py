@@ -1,0 +1,55 @@
+"""Plans take on the simulated chip what the solver predicts, step after step of every kind."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+
+from hetero.measuring.executed import execute
+from hetero.models import model_spec
+from hetero.profiler.records import DeviceProfile
+from hetero.solver.baselines import latency_s
+from hetero.solver.planner import Planner
+from hetero.solver.request import DECODE
+from hetero.solver.solution import Scenario
+
+
+@cache
+def planner_of(model: str) -> Planner:
+    return Planner(model_spec(model), DeviceProfile.load("snapdragon-8-gen-3"))
+
+
+@pytest.mark.parametrize("model", ["llama-3-8b", "llama-3.2-1b", "internlm2-1.8b", "phi-2"])
+@pytest.mark.parametrize("m", [0, 32, 300])
+def test_the_best_plan_is_executed_in_the_time_that_is_predicted(model: str, m: int) -> None:
+    planner, scenario = planner_of(model), Scenario("prefill", m) if m else DECODE
+    executed = execute(planner, model, scenario)
+    assert executed.seconds == pytest.approx(planner.solve(scenario).seconds, rel=0.05)
+
+
+STRATEGIES = ("gpu-only", "layer", "row-cut", "hybrid-cut", "sequence-cut", "multi-sequence-cut",
+              "padding", "pipe", "online-prepare")  # fmt: skip
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_strategy_is_executed_in_the_time_that_is_predicted(strategy: Any) -> None:
+    planner, scenario = planner_of("llama-3.2-1b"), Scenario("prefill", 135)
+    executed = execute(planner, "llama-3.2-1b", scenario, strategy)
+    wanted_s = latency_s(planner, scenario, strategy)
+    assert executed.seconds == pytest.approx(wanted_s, rel=0.05)
+    assert executed.joules is not None
+    assert executed.joules > 0
+
+
+def test_a_layer_level_plan_is_predicted_without_fast_synchronisation_too() -> None:
+    """No matmul is cut, so each hand-over is a wait for the whole queue and a copy."""
+    planner, scenario = planner_of("llama-3-8b"), Scenario("prefill", 64)
+    fast, copied = (
+        execute(planner, "llama-3-8b", scenario, "layer", sync) for sync in ("fast", "copy")
+    )
+    matmuls = 4 * planner.spec.layers
+    # Each matmul of the NPU: the queue is finished, and its input and output are copied.
+    more_s = matmuls * (3 * 400e-6 - 5e-6)
+    assert copied.seconds - fast.seconds == pytest.approx(more_s, rel=0.02)
