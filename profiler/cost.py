@@ -345,10 +345,7 @@ class CostModel:
 
     def power_w(self, who: DeviceKind | Literal["both", "idle"]) -> float | None:
         """Return the mean power while these devices work; None if the platform has no meter."""
-        power = self.profile.power
-        if power is None:
-            return None
-        watts: float | None = getattr(power, f"{who}_w")
+        watts: float | None = getattr(self.profile.power, f"{who}_w", None)
         return watts
 
     def _predictor(
