@@ -16,10 +16,16 @@ from pathlib import Path
 from hetero.backends.host.processor import is_arm64
 
 MIB = 2**20
-# A user process on the NPU has 32-bit addresses: what all graphs of one process may hold together.
+# A process domain on the NPU has 32-bit addresses. Of these, what its code, stacks and I/O need.
 PROCESS_LIMIT_BYTES = 4 << 30
-# Of these, what its code, stacks and I/O need.
 RESERVED_BYTES = 512 << 20
+# QNN puts a context that is loaded from a file into the next of several domains when one is full
+# (onnxruntime-qnn, pull requests 517 and 752); users report four for one program
+# (powerserve-project/PowerServe, issue 6). Older chips are taken to have one.
+DOMAINS, DOMAINS_SINCE = 4, 73
+DOMAIN_BYTES = PROCESS_LIMIT_BYTES - RESERVED_BYTES  # for graphs
+# What a full domain may be left with, because the next context is larger.
+DOMAIN_LOSS_BYTES = 128 << 20
 # MatMulNBits is refused before this architecture.
 BLOCK_QUANTIZED_SINCE = 69
 
@@ -38,6 +44,16 @@ class Chip:
     def label(self) -> str:
         """Return the name for people: `Snapdragon 8 Gen 3 (sm8650, Hexagon v75)`."""
         return f"{self.title} ({self.name}, Hexagon v{self.htp_arch})"
+
+    @property
+    def domains(self) -> int:
+        """Return how many process domains the contexts of one program may be in."""
+        return DOMAINS if self.htp_arch >= DOMAINS_SINCE else 1
+
+    @property
+    def npu_limit_bytes(self) -> int:
+        """Return what all contexts of one program may hold together."""
+        return self.domains * DOMAIN_BYTES - (self.domains - 1) * DOMAIN_LOSS_BYTES
 
 
 CHIPS = {

@@ -15,13 +15,16 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from itertools import product
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from common import finish, one_command, table
 
-from hetero import LLM
+from hetero import LLM, DeviceProfile
+from hetero.backends.protocol import KINDS
+from hetero.profiler.scaling import scaled
 from hetero.solver.plan import PHASES
 
 PROMPT = "Once upon a time there was a little fox. One day it went out to look for"
@@ -46,10 +49,17 @@ def start_s(bundle: Path) -> tuple[float, float]:
     return opened_s, first_s
 
 
+def slower(profile: DeviceProfile, gpu: float) -> DeviceProfile:
+    """Return the chip with a slower GPU: a small model is worth no cut on the chip as it is."""
+    keys = product(KINDS, PHASES, {x.weight_format for x in profile.predictors})
+    return scaled(profile, {key: gpu if key[0] == "gpu" else 1.0 for key in keys})
+
+
 def bundles(
     model: Annotated[str, typer.Argument()] = "demo",
     soc: Annotated[str, typer.Option()] = "sm8650",
     profile: Annotated[str, typer.Option()] = "snapdragon-8-gen-3",
+    gpu_slower: Annotated[float, typer.Option(help="Times of the profile's GPU, × this.")] = 1.0,
     graph_sizes: Annotated[str, typer.Option(help="Default: solved.")] = "",
     lengths: Annotated[int, typer.Option(help="Prompt lengths that are planned.")] = 200,
     tokens: Annotated[int, typer.Option("-n")] = 24,
@@ -59,9 +69,10 @@ def bundles(
 ) -> None:
     """Compile, open and run a solved bundle: its cuts, its text, planning and starting it."""
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "bundle"
+        out, times = Path(folder) / "bundle", Path(folder) / "chip.json"
+        slower(DeviceProfile.load(profile), gpu_slower).save(times)
         command = [sys.executable, "-m", "hetero.start", "compile", model, "--soc", soc]
-        command += ["--profile", profile, "--max-seq-len", "512", "--out", str(out)]
+        command += ["--profile", str(times), "--max-seq-len", "512", "--out", str(out)]
         command += ["--graph-sizes", graph_sizes] if graph_sizes else []
         began_s = time.perf_counter()
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)

@@ -4,10 +4,14 @@ python bench/paper.py reproduction          # simulated
 python bench/paper.py fit --check           # the simulated chip, from component timings
 python bench/paper.py schedules            # the compiler-predicted NPU
 python bench/paper.py layouts -m 512 --shapes 2048x8192    # equal shapes of a w8a8 matmul
+python bench/paper.py orders               # figure 5: operand orders, by compiled schedules
+python bench/paper.py limits               # what the NPU's memory costs
 python bench/paper.py solver-speed
 """
 
 from common import new_app
+from parts.limits import limits
+from parts.orders import orders
 from parts.reproduction import command
 from parts.schedules import layouts, schedules
 from parts.snapdragon import fit
@@ -18,6 +22,8 @@ app.command("reproduction")(command)
 app.command("fit")(fit)
 app.command("schedules")(schedules)
 app.command("layouts")(layouts)
+app.command("orders")(orders)
+app.command("limits")(limits)
 app.command("solver-speed")(solver_speed)
 
 if __name__ == "__main__":

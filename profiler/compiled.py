@@ -26,6 +26,11 @@ from hetero.backends.formats import StorageFormat, WeightFormat
 from hetero.backends.host.clock import Clock, SystemClock
 from hetero.backends.host.folders import cache_folder
 from hetero.backends.ops import MatMul
+from hetero.backends.qnn.npu_capabilities import (
+    DEFAULT_GRAPH_SIZES,
+    STANDARD_GRAPH_SIZES,
+    capabilities_of,
+)
 from hetero.backends.snapdragon import find_chip
 from hetero.backends.weights import PackedWeight, data_shape, scales_shape
 from hetero.profiler.environment import hetero_version
@@ -35,6 +40,7 @@ from hetero.profiler.options import DEFAULT_BUDGET_S, Event
 from hetero.profiler.preparation import fit_preparation
 from hetero.profiler.profile_files import shipped_path
 from hetero.profiler.records import (
+    CapabilityRecord,
     Coverage,
     DeviceProfile,
     DeviceRecord,
@@ -49,7 +55,7 @@ if TYPE_CHECKING:
 BASE_PROFILE = "snapdragon-8-gen-3"
 WEIGHTS = WeightFormat.W4A16  # the only format with published timings
 LOADING_S = 0.02
-TOKENS = (1, 32, 64, 128, 256, 512, 1024)
+TOKENS = STANDARD_GRAPH_SIZES
 SHAPES = ((2048, 2048), (3072, 2048), (2048, 8192), (16384, 2048), (4096, 4096), (6144, 4096))
 
 
@@ -210,8 +216,13 @@ def _assemble(
     from hetero.backends.qnn.opening import open as open_qnn
 
     base = DeviceProfile.load(shipped_path(BASE_PROFILE))
-    with open_qnn(soc=soc, cache=None, ahead=True) as npu:  # with the graph sizes that it opens
-        record = DeviceRecord.of(npu).model_copy(update={"numbers": "compiler-predicted"})
+    able = capabilities_of(find_chip(soc), DEFAULT_GRAPH_SIZES, shared_weights=True)  # of a bundle
+    with open_qnn(soc=soc, cache=None, ahead=True) as npu:
+        launches = {"launch_tokens": npu.capabilities.launch_tokens}
+        declared = CapabilityRecord.of(able).model_copy(update=launches)
+        record = DeviceRecord.of(npu).model_copy(
+            update={"numbers": "compiler-predicted", "capabilities": declared}
+        )
     predictors = [p for p in base.predictors if p.device == "gpu"]
     timed = tuple(sorted({row.m for row in rows}))  # more graphs than are opened
     graphs = record.capabilities.model_copy(update={"graph_sizes": timed})

@@ -159,8 +159,13 @@ def _sum_s(planner: Planner, graphs: tuple[int, ...]) -> float:
 
 def chunk_tokens(planner: Planner, m: int) -> int:
     """Return the tokens of one chunk of a prompt of m tokens (mllm-NPU)."""
-    sizes = [g for g in planner.sizes if g > 1]
-    return min(sizes, key=lambda g: abs(g - CHUNK_TOKENS)) if sizes else min(m, CHUNK_TOKENS)
+    return chunk_size(planner.sizes, m)
+
+
+def chunk_size(graph_sizes: Iterable[int], longest: int) -> int:
+    """Return the graph size of a chunk; without graphs as many tokens, at most the longest call."""
+    sizes = [g for g in graph_sizes if g > 1]
+    return min(sizes, key=lambda g: abs(g - CHUNK_TOKENS)) if sizes else min(longest, CHUNK_TOKENS)
 
 
 def longest_step(planner: Planner, strategy: str) -> int | None:

@@ -119,9 +119,14 @@ def copies(planner: Tables, name: OpName) -> int:
 
 
 def holds_alone(planner: Tables, device: DeviceKind) -> bool:
-    """Return whether a device can hold all weights, each once."""
+    """Return whether a device can hold all weights as plans hold theirs: for each graph size."""
     _, *limits = limits_of(planner.profile)
-    return _all_rows_bytes(planner, device) <= limits[device == "npu"]
+    on_npu, needed = device == "npu", 0.0
+    for matmul in planner.spec.matmuls:
+        n, _ = planner.shape(matmul.name)
+        every = ResidentRows(n, n) if on_npu else ResidentRows(0, 0)
+        needed += resident_bytes(planner, matmul.name, every)[on_npu]
+    return needed <= limits[on_npu]
 
 
 def graph_bytes(planner: Tables) -> float:
@@ -129,18 +134,15 @@ def graph_bytes(planner: Tables) -> float:
 
     0 where graphs share.
     """
-    return _all_rows_bytes(planner, "npu", head=False) if _graphs_own_weights(planner) else 0.0
+    if not _graphs_own_weights(planner):
+        return 0.0
+    names = [x.name for x in planner.spec.matmuls if x.name != "lm_head"]
+    return sum(row_bytes(planner, "npu", name) * planner.shape(name)[0] for name in names)
 
 
 def _graphs_own_weights(planner: Tables) -> bool:
     record = planner.profile.devices.get("npu")
     return record is not None and record.capabilities.per_graph_size == "weights"
-
-
-def _all_rows_bytes(planner: Tables, device: DeviceKind, *, head: bool = True) -> float:
-    """Return the bytes of all matmuls, with or without the output head, each row once."""
-    names = [x.name for x in planner.spec.matmuls if head or x.name != "lm_head"]
-    return sum(row_bytes(planner, device, name) * planner.shape(name)[0] for name in names)
 
 
 def row_bytes(planner: Tables, device: DeviceKind, name: OpName) -> float:

@@ -44,7 +44,7 @@ def open(
         from hetero.backends.opencl.coherence import chosen_memory
         from hetero.backends.opencl.device import OpenCLDevice
         from hetero.backends.opencl.drivers.threads import tasks
-        from hetero.backends.opencl.matmul import WEIGHT_FORMATS
+        from hetero.backends.opencl.gpu_capabilities import WEIGHT_FORMATS
         from hetero.backends.opencl.platform import find_device, place_workers
         from hetero.backends.opencl.table import TABLE
     except ImportError as error:

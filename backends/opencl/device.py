@@ -25,6 +25,7 @@ from hetero.backends.opencl.calls import KernelLaunch, OpenCLCall
 from hetero.backends.opencl.coherence import hands_over, is_coherent
 from hetero.backends.opencl.failures import BACKEND, decoded
 from hetero.backends.opencl.flag import Flag, flag_program, probe
+from hetero.backends.opencl.gpu_capabilities import capabilities_of
 from hetero.backends.opencl.megakernel import fuse
 from hetero.backends.opencl.resources import Resources
 from hetero.backends.opencl.selected import Selected
@@ -40,7 +41,7 @@ from hetero.backends.optional import (
     SupportsSignals,
     SupportsThreads,
 )
-from hetero.backends.protocol import Acceptance, Capabilities, DeviceInfo, Kernel, WeightValue
+from hetero.backends.protocol import Acceptance, DeviceInfo, Kernel, WeightValue
 from hetero.backends.registry import EVERY_CORE
 
 Prepare: TypeAlias = Callable[["OpenCLDevice", Any, Mapping[str, WeightValue]], Kernel]
@@ -89,14 +90,9 @@ class OpenCLDevice(
             selected, family=family, unified_memory=unified_memory, coherent=coherent, svm=svm
         )
         self.info = _info(selected, self.tuning.family, every_core=every_core)
-        self.capabilities = Capabilities(
-            kind="gpu",
-            asynchronous=True,
-            weight_formats=weight_formats,
-            row_alignment=16,
-            max_allocation_bytes=int(native.max_mem_alloc_size),
-            every_core=every_core,
-            reads_panels=True,
+        largest = int(native.max_mem_alloc_size)
+        self.capabilities = capabilities_of(
+            weight_formats, max_allocation_bytes=largest, every_core=every_core
         )
         self._table = table
         self._flag: Flag | None = None
@@ -113,13 +109,14 @@ class OpenCLDevice(
             )  # fmt: skip
         if self.coherent is None:
             self._probe_memory()
-        self.capabilities = replace(
-            self.capabilities,
+        self.capabilities = capabilities_of(
+            weight_formats,
             unified_memory=self.unified_memory,
             coherent=bool(self.coherent),
-            attention_heads=bool(self.coherent),
             own_memory=self.svm,
             memory_limit_bytes=None if self.unified_memory else int(native.global_mem_size),
+            max_allocation_bytes=largest,
+            every_core=every_core,
         )
 
     def _probe_memory(self) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import pyopencl as cl
 
+from hetero.backends.host.fence import fence
 from hetero.backends.memory import Tensor
 from hetero.backends.opencl.calls import KernelLaunch, OpenCLCall
 from hetero.backends.opencl.resources import Resources
@@ -96,6 +97,7 @@ class FlagCompletion(Completion):
     def done(self) -> bool:
         """See `Completion.done`."""
         if (int(self._word[0]) - self._number) & 0x80000000 == 0:  # a 32-bit counter goes round
+            fence()  # what was written before the word is read after it
             return True
         self._polls += 1
         return self._polls % self._ask_every == 0 and self._event.done()
@@ -134,6 +136,7 @@ def probe(device: Resources, flag: Flag, policy: ProbePolicy = DEFAULT) -> bool:
             if time.perf_counter() > give_up_s:
                 later.wait()
                 return False
+        fence()
         early = early or not later.done()  # else a flag may just come with the queue's end
         seen = bool((y.array == i + 1).all())
         later.wait()

@@ -20,9 +20,10 @@ import numpy.typing as npt
 import pyopencl as cl
 
 from hetero.backends.checks import packed, vector
-from hetero.backends.formats import GROUP_SIZE, StorageFormat, WeightFormat
+from hetero.backends.formats import GROUP_SIZE, StorageFormat
 from hetero.backends.memory import Tensor
 from hetero.backends.opencl.calls import Argument, KernelLaunch, OpenCLKernel
+from hetero.backends.opencl.gpu_capabilities import WEIGHT_FORMATS
 from hetero.backends.opencl.matmul_tuning import (
     BlockFormat,
     CpuTuning,
@@ -38,16 +39,6 @@ from hetero.backends.ops import MatMul
 from hetero.backends.protocol import Acceptance, Operand, WeightValue, tensors_of, whole
 from hetero.backends.weights import ROW_BLOCK, PackedWeight, padded
 
-WEIGHT_FORMATS: tuple[WeightFormat, ...] = (
-    WeightFormat.W4A16,
-    WeightFormat.W4A8,
-    WeightFormat.W8A16,
-    WeightFormat.W8A8,
-    WeightFormat.F16,
-    WeightFormat.F32,
-    WeightFormat.GGUF_A16,
-    WeightFormat.GGUF_A8,
-)
 Launches: TypeAlias = Callable[[Mapping[str, Operand], int], list[KernelLaunch]]
 SIMT_LANES, SIMT_TILE_BLOCKS, SIMT_TILE_TOKENS = 64, 4, 64  # as in matmul_simt.cl
 IN_PLACE, PACK_HERE, PACKED = 0, 1, 2  # as in matmul_cpu.cl

@@ -6,19 +6,19 @@ The queue never runs empty, so its worker never sleeps, and starting the calls a
 store to memory instead of a submission and the wake-up of a thread.
 
 That is only sound where a running kernel sees the host's stores, and the kernels after it the data
-stored before: `_probe` tries both, once for each device. It is only offered on processors that keep
-the order of stores (x86), since Python has no other means to.
+stored before: `_probe` tries both, once for each device. On processors that do not keep the order
+of stores, such as Arm's, a fence goes in front of the number.
 """
 
 from __future__ import annotations
 
-import platform
 import time
 from typing import Final
 
 import numpy as np
 
 from hetero.backends.errors import DeviceError
+from hetero.backends.host.fence import fence
 from hetero.backends.host.time_limits import time_limit
 from hetero.backends.memory import Tensor
 from hetero.backends.opencl.calls import KernelLaunch, OpenCLCall
@@ -29,7 +29,6 @@ from hetero.backends.opencl.visibility import ProbeCall
 from hetero.backends.optional import StreamSignal
 from hetero.backends.protocol import DEFAULT_DEADLINE_S, BoundCall, Completion
 
-ORDERED_STORES: Final = frozenset({"x86_64", "AMD64"})
 SIGNALLED, REACHED, GAVE_UP = 0, 16, 32  # 32-bit words, a cache line each, as in flag.cl
 WORDS: Final = GAVE_UP + 16
 MAX_POLLS: Final = 2**31 - 1  # of a wait's 32-bit count
@@ -95,11 +94,13 @@ class OpenCLStreamSignal(StreamSignal):
     def signal(self) -> None:
         """See `StreamSignal.signal`."""
         self._signalled = signalled = (self._signalled + 1) & 0xFFFFFFFF
+        fence()  # what was stored before the number is seen before it
         self._words[SIGNALLED] = signalled
 
     def release(self) -> None:
         """See `StreamSignal.release`."""
         self._signalled = self._wait_value.submissions & 0xFFFFFFFF
+        fence()
         self._words[SIGNALLED] = self._signalled
 
     def reset(self) -> None:
@@ -128,7 +129,7 @@ def find_stream_signal(device: Resources, flag: Flag | None) -> OpenCLStreamSign
 
     Probing takes milliseconds.
     """
-    if flag is None or platform.machine() not in ORDERED_STORES:
+    if flag is None:
         return None
     signal = OpenCLStreamSignal(device, flag)
     return signal if _probe(device, signal, flag) else None

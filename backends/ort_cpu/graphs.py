@@ -19,6 +19,7 @@ from hetero.backends.formats import (
     StorageFormat,
     WeightFormat,
 )
+from hetero.backends.host.processor import cpu_flags, is_arm64
 from hetero.backends.onnx_common.builder import CONTRIB, GraphBuilder
 from hetero.backends.ops import Activation
 from hetero.backends.weights import ROW_BLOCK, padded
@@ -52,6 +53,8 @@ def matmul(op: ops.MatMul, *, split: bool) -> bytes:
         _split_matmul(graph, op, x, bias, out)
     else:
         level = INT8_LEVEL if op.weight_format is WeightFormat.W4A8 else FLOAT_LEVEL
+        if level == INT8_LEVEL and not kernel_rounds():
+            x = _rounded_features(graph, op, x)
         _matmul_nbits(graph, op, x, level=level, bias=bias, out=out)
     if op.softcap:
         softcapped(graph, out, op.softcap, "y")
@@ -134,12 +137,21 @@ def _split_matmul(graph: GraphBuilder, op: ops.MatMul, x: str, bias: str, out: s
         graph.node("Add", "of_high", "of_low", out=out)
 
 
+def _rounded_features(graph: GraphBuilder, op: ops.MatMul, x: str) -> str:
+    blocks = graph.node("Reshape", padded_features(graph, op, x), graph.ints(-1, GROUP_SIZE))
+    width = padded(op.k, GROUP_SIZE)
+    whole = graph.node("Reshape", rounded(graph, blocks), graph.ints(-1, width))
+    return graph.slice(whole, 0, op.k, axis=1) if width != op.k else whole
+
+
 def rounded(graph: GraphBuilder, blocks: str, size: int = GROUP_SIZE) -> str:
     """Return blocks [count, size] rounded to int8 steps, by the int8 kernel itself.
 
     The product of a block and 1. (One node for seven of written-out arithmetic.) 1 is 7 · 1/7:
     codes count from 8, and what they are offset by cancels out with a smaller part of the result.
     """
+    if not kernel_rounds():
+        return _rounded_by_nodes(graph, blocks)
     codes = np.full((size, 1, size), 8, np.uint8)
     codes[np.arange(size), 0, np.arange(size)] = 8 + 7
     return graph.node(
@@ -154,6 +166,22 @@ def rounded(graph: GraphBuilder, blocks: str, size: int = GROUP_SIZE) -> str:
         block_size=size,
         accuracy_level=INT8_LEVEL,
     )
+
+
+def kernel_rounds() -> bool:
+    """Return whether accuracy level 4 of MatMulNBits rounds activations here.
+
+    On Arm without dot products (Cortex-A53, A72) ONNX Runtime takes its float kernel instead.
+    """
+    flags = cpu_flags() if is_arm64() else frozenset()
+    return not flags or "asimddp" in flags
+
+
+def _rounded_by_nodes(graph: GraphBuilder, blocks: str) -> str:
+    largest = graph.node("ReduceMax", graph.node("Abs", blocks), graph.ints(1), keepdims=1)
+    step = graph.node("Mul", largest, graph.scalar(1 / 127))
+    step = graph.node("Max", step, graph.scalar(float(np.finfo(F32).tiny)))  # of zeros
+    return graph.node("Mul", graph.node("Round", graph.node("Div", blocks, step)), step)
 
 
 def padded_features(graph: GraphBuilder, op: ops.MatMul, x: str) -> str:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from hetero.backends import blocks, ops
 from hetero.backends.formats import GROUP_SIZE, Blocks, StorageFormat, activations_of
+from hetero.backends.host.processor import is_arm64
 from hetero.backends.onnx_common.builder import CONTRIB, GraphBuilder
 from hetero.backends.onnx_common.staging import Staging, slabs, stage
 from hetero.backends.ort_cpu import graphs
@@ -260,17 +261,30 @@ def _stage_blocks(weight: PackedWeight) -> dict[str, Staging]:
     for part in slabs(weight):
         apart = blocks.unpacked_parts(of, weight.data[part], weight.scales[part])
         rows = slice(part.start * ROW_BLOCK, part.stop * ROW_BLOCK)
+        spread = _spread(apart.codes, zero) if bits == 8 else 1
         if bits == 4:
             pairs = apart.codes.reshape(len(apart.codes), groups, GROUP_SIZE // 2, 2)
             codes.padded[rows] = pairs[..., 0] | pairs[..., 1] << 4
         else:
-            moved = apart.codes + np.uint8(128 - zero)
+            moved = (apart.codes - np.uint8(zero)) * np.uint8(spread) + np.uint8(128)
             codes.padded[rows] = moved.reshape(len(moved), groups * halves, -1)
         scale, least = blocks.group_scales(of, apart)
-        scales.padded[rows] = scale
+        scales.padded[rows] = scale / np.float32(spread)
         if shift is not None and least is not None:
             count = min(rows.stop, weight.n) - rows.start
             left: npt.NDArray[np.float32] = zero * scale - least
             shift.array[:, rows.start : rows.start + count] = left[:count].T
     arrays = {"weight": codes, "scales": scales}
     return arrays if shift is None else {**arrays, "shift": shift}
+
+
+def _spread(codes: npt.NDArray[Any], zero: int) -> int:
+    """Return the power of two by which codes are multiplied, and their scales divided.
+
+    On Arm ONNX Runtime takes codes from 0 to 255 and subtracts 128 · scale · the sum of x in
+    float32: what cancels there is the less, the smaller the scale.
+    """
+    if not is_arm64():
+        return 1
+    reach = max(1, zero - int(codes.min()), int(codes.max()) - zero + 1)
+    return 1 << max(0, 7 - (reach - 1).bit_length())

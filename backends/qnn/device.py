@@ -5,19 +5,19 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import onnxruntime as ort
 
 from hetero.backends import checks, ops
-from hetero.backends.formats import CacheFormat, WeightFormat
+from hetero.backends.formats import CacheFormat
 from hetero.backends.groups import Group
 from hetero.backends.memory import HostBuffer
 from hetero.backends.ops import Op, describe
 from hetero.backends.optional import SupportsGroups
 from hetero.backends.protocol import (
     Acceptance,
-    Capabilities,
     Device,
     DeviceInfo,
     Kernel,
@@ -28,24 +28,12 @@ from hetero.backends.qnn.graph_store import GraphStore
 from hetero.backends.qnn.group_kernel import GroupKernel
 from hetero.backends.qnn.integer import ACTIVATIONS, Activations, has_row_scales
 from hetero.backends.qnn.library import BACKEND, Library
+from hetero.backends.qnn.npu_capabilities import capabilities_of
 from hetero.backends.qnn.session import Target
 from hetero.backends.qnn.shared_memory import SharedMemory, SharedMemoryError
-from hetero.backends.snapdragon import (
-    BLOCK_QUANTIZED_SINCE,
-    PROCESS_LIMIT_BYTES,
-    RESERVED_BYTES,
-    Chip,
-)
+from hetero.backends.snapdragon import Chip
 
-DEFAULT_GRAPH_SIZES = (1, 32, 128, 256)
-ROW_ALIGNMENT = 256
-TOKEN_ALIGNMENT = 32
-# A MatMul of fused rows is QKV already.
-FUSED_GROUPS = ("feed_forward", "static", "block")
 UNBOUNDED = 1 << 30  # positions of a table whose last row stands for all after it
-# W4A8 with groups of 32 is not among them: QNN has no integer kernel for it, and F32 has no
-# arithmetic on the Hexagon at all.
-BLOCK_FORMATS = (WeightFormat.W4A16, WeightFormat.W8A16)
 
 
 class QnnDevice(Device, SupportsGroups):
@@ -73,12 +61,19 @@ class QnnDevice(Device, SupportsGroups):
             driver=library.version,
             details={"emulated": "yes"} if library.emulated else {},
         )
-        self.capabilities = capabilities_of(
+        able = capabilities_of(
             chip,
             graph_sizes,
             activations,
             shared_weights=shared_weights and not library.emulated,
         )
+        # With integer activations the launches depend on the weights.
+        launches = {
+            x: catalog.launch_tokens(x)
+            for x in able.weight_formats
+            if activations == "float16" or x.activations.static
+        }
+        self.capabilities = replace(able, launch_tokens=launches)
         self._activations = activations
         self.store = GraphStore(Target(library, chip), directory)
         self._health = checks.Health(BACKEND)
@@ -246,41 +241,3 @@ class QnnDevice(Device, SupportsGroups):
 
     def _attention_sessions(self, op: ops.Attention) -> Callable[[int, int], ort.InferenceSession]:
         return lambda m, context: self.store.shared(*catalog.attention_graph(op, m, context))
-
-
-def capabilities_of(
-    chip: Chip,
-    graph_sizes: Sequence[int],
-    activations: Activations = "float16",
-    *,
-    shared_weights: bool = False,
-) -> Capabilities:
-    """Return what a chip can do with graphs of these token counts."""
-    formats = weight_formats(chip, activations)
-    return Capabilities(
-        kind="npu",
-        static_shapes=True,
-        graph_sizes=tuple(sorted(set(graph_sizes))),
-        weight_formats=formats,
-        row_alignment=ROW_ALIGNMENT,
-        token_alignment=TOKEN_ALIGNMENT,
-        early_visibility=False,
-        fused_groups=FUSED_GROUPS,
-        memory_limit_bytes=PROCESS_LIMIT_BYTES - RESERVED_BYTES,
-        per_graph_size="graph" if shared_weights else "weights",
-        # With integer activations the launches depend on the weights.
-        launch_tokens={
-            x: catalog.launch_tokens(x)
-            for x in formats
-            if activations == "float16" or x.activations.static
-        },
-    )
-
-
-def weight_formats(chip: Chip, activations: Activations = "float16") -> tuple[WeightFormat, ...]:
-    """Return formats of matmuls that a chip takes."""
-    if activations != "float16":
-        own = (WeightFormat.W8A16,) if activations == "int8" else BLOCK_FORMATS
-        return (*own, WeightFormat.W8A8)
-    blocks = BLOCK_FORMATS if chip.htp_arch >= BLOCK_QUANTIZED_SINCE else ()
-    return (*blocks, WeightFormat.W8A8, WeightFormat.F16)

@@ -25,9 +25,10 @@ from pathlib import Path
 from hetero.backends.errors import DeviceUnavailableError
 from hetero.backends.host.folders import cache_folder
 from hetero.backends.protocol import Device
-from hetero.backends.qnn.device import DEFAULT_GRAPH_SIZES, QnnDevice
+from hetero.backends.qnn.device import QnnDevice
 from hetero.backends.qnn.integer import Activations
 from hetero.backends.qnn.library import hexagon_present, load
+from hetero.backends.qnn.npu_capabilities import DEFAULT_GRAPH_SIZES
 from hetero.backends.qnn.session import Target
 from hetero.backends.qnn.startup import check_starts
 from hetero.backends.snapdragon import CHIPS, DEFAULT_CHIP, Chip, chip_here, find_chip

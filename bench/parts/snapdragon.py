@@ -12,10 +12,14 @@ import typer
 from common import DATA, table
 
 import hetero
+from hetero.backends.formats import WeightFormat
 from hetero.backends.host.files import atomic_write
+from hetero.backends.opencl import gpu_capabilities
+from hetero.backends.qnn import npu_capabilities
+from hetero.backends.snapdragon import find_chip
 from hetero.models import model_spec
 from hetero.profiler.device_model import GpuShader, NpuArray
-from hetero.profiler.records import DeviceProfile
+from hetero.profiler.records import CapabilityRecord, DeviceProfile
 from hetero.solver.baselines import layer_level
 from hetero.solver.layer_dp import walk
 from hetero.solver.planner import Planner
@@ -23,8 +27,8 @@ from hetero.solver.solution import Scenario, Solution
 
 CALIBRATION = DATA / "snapdragon_8_gen_3_calibration.json"
 ROOT = DATA.parents[1]
-NAME = "snapdragon-8-gen-3"
-BYTES_PER_WEIGHT = 0.5 + 2 / 128  # 4 bits, one fp16 scale for each group of 128
+NAME, SOC = "snapdragon-8-gen-3", "sm8650"
+BYTES_PER_WEIGHT = 0.5 + 2 / 128  # the paper's: 4 bits, one fp16 scale for each group of 128
 STRONG_CALL_S = 10e-6  # a blocking call of the stronger kernels: an assumption
 FAST_WAIT_S = 5e-6  # polling a flag for "a few microseconds"
 US = 1e-6
@@ -152,10 +156,13 @@ def build_profile(
         "power": power,
         "notes": [chip.about],
     }
+    for kind, capabilities in declared().items():
+        document["devices"][kind]["capabilities"] = capabilities.model_dump(mode="json")
     regimes = {"bytes_per_s": gpu.bandwidth_bytes_per_s, "flops_per_s": gpu.tiled_flops_per_s}
     for found in document["predictors"]:
         model: NpuArray | GpuShader = gpu if found["device"] == "gpu" else chip.npu
-        found["model"] = model.model_dump() | found["model"]
+        stored = WeightFormat(found["weight_format"]).storage.bytes_per_weight
+        found["model"] = model.model_dump() | {"bytes_per_weight": stored} | found["model"]
         found.update({"regimes": regimes} if model is gpu else {})
     for found in document["other_predictors"]:
         byte, flop = 1 / gpu.bandwidth_bytes_per_s, 1 / gpu.tiled_flops_per_s
@@ -166,6 +173,14 @@ def build_profile(
         each = 1 / data["graph_preparation_ms"]["graphs"]
         found.update({"fixed_s": fixed_s * each, "s_per_token": token_s * each})
     return DeviceProfile.model_validate(document)
+
+
+def declared() -> dict[str, CapabilityRecord]:
+    """What the backends say that their devices on this chip can do: bundles share weights."""
+    sizes = npu_capabilities.STANDARD_GRAPH_SIZES
+    npu = npu_capabilities.capabilities_of(find_chip(SOC), sizes, shared_weights=True)
+    known = (gpu_capabilities.capabilities_of(), npu)
+    return {x.kind: CapabilityRecord.of(x) for x in known}
 
 
 def preparation(data: dict[str, Any]) -> tuple[float, float]:
@@ -242,6 +257,7 @@ def written(data: dict[str, Any], range_weight: float) -> tuple[list[list[str]],
         gpu_bw=fit.gpu.bandwidth_bytes_per_s / 1e9, direct=fit.gpu.direct_flops_per_s / 1e12,
         tiled=fit.gpu.tiled_flops_per_s / 1e12, unpack=fit.gpu.unpack_s_per_weight * 1e12,
         cold=fit.cold_latency_s / US, cold_bw=fit.cold_bandwidth / 1e9,
+        bytes=WeightFormat.W4A16.storage.bytes_per_weight, domains=find_chip(SOC).domains,
         contention=chip.contention, prepare=fixed[0] * 1e3, prepare_token=fixed[1] * 1e3,
         table=f"| {HEAD.replace('|', ' | ')} |\n|{'---|' * 6}\n{cells}", **power,
     )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -50,8 +51,12 @@ def compile_command(
         str, typer.Option(metavar="NAME", help="Weights and activations.")
     ] = "w4a16",
     share_weights: Annotated[
-        bool, typer.Option("--share-weights", help="One copy for all sizes; for devices only.")
-    ] = False,
+        bool | None,
+        typer.Option(
+            "--share-weights/--no-share-weights",
+            help="One copy for all sizes; for devices only. Default: where it is needed to fit.",
+        ),
+    ] = None,
     max_size: Annotated[
         str | None,
         typer.Option(metavar="SIZE", help="Of the graphs; default: what the NPU can hold."),
@@ -89,6 +94,7 @@ def compile_command(
         notify(printable(note))
     name = printable(compilation.loaded.name)
     print(f"{name} for {soc}: {compilation.estimate.describe()}")
+    print(compilation.describe_memory())
     if dry_run:
         shared = compilation.sharing(prompt_tokens)
         if shared is not None:
@@ -138,6 +144,9 @@ def estimated(compilation: Compilation, shared: Sharing | None) -> dict[str, obj
         "seconds": estimate.seconds,
         "peak_bytes": estimate.peak_bytes,
         "graph_sizes": list(compilation.sizes),
+        "share_weights": compilation.share_weights,
+        "domains": [asdict(domain) for domain in compilation.domains],
+        "gpu_bytes": compilation.gpu_bytes,
         "prompt": None if shared is None else shared.document(),
     }
 

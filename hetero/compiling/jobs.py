@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from hetero.backends.groups import Group
 from hetero.backends.ops import Attention, Embed, MatMul, Op
+from hetero.backends.qnn.npu_capabilities import LAYOUT_OVERHEAD
 from hetero.backends.weights import packed_bytes
 from hetero.models.sliding import Sliding
 from hetero.profiler.model_graph import Node
 from hetero.runtime.sizes import LONGEST_VERIFIED, SCORING_PIECE
 from hetero.solver.assignments import Assignment, Segment
-from hetero.solver.baselines import CHUNK_TOKENS
+from hetero.solver.baselines import chunk_size
 from hetero.solver.errors import PlanError
 from hetero.solver.node_groups import NodeGroup
 from hetero.solver.placement import Placement
@@ -24,9 +25,7 @@ from hetero.solver.prompt_calls import padded_size
 if TYPE_CHECKING:
     from hetero.backends.qnn.catalog import GraphShape
 
-# Measured on this project's two-core x86-64 machine (qnn.md): a compiled graph's file over the
-# packed weight's bytes.
-FILE_OVERHEAD, FILE_BYTES = 1.06, 48 << 10
+FILE_BYTES = 48 << 10  # of a compiled graph besides its weight, measured (qnn.md)
 
 
 @dataclass(frozen=True)
@@ -67,9 +66,19 @@ class Job:
         return tuple(dict.fromkeys(names))
 
     @property
+    def shareable(self) -> bool:
+        """Return whether its graphs may be one context, which has the weight once."""
+        return self.graphs > 0 and self.weight_bytes > 0 and self.group is None
+
+    @property
+    def layout_bytes(self) -> int:
+        """Return the estimated size of the weight in the compiler's layout."""
+        return int(self.weight_bytes * LAYOUT_OVERHEAD)
+
+    @property
     def file_bytes(self) -> int:
         """Return the estimated size of one compiled graph."""
-        return int(self.weight_bytes * FILE_OVERHEAD) + FILE_BYTES
+        return self.layout_bytes + FILE_BYTES
 
     def for_sizes(self, sizes: Sequence[int]) -> Job:
         """Return the job for the calls of these token counts alone."""
@@ -116,8 +125,11 @@ def all_jobs(placement: Placement, max_seq_len: int, every_size: Sequence[int] =
     where the plan lacks what a prompt or a decode step needs.
     """
     jobs_by_key: dict[tuple[str, Segment | None, bool], tuple[_Use, set[int]]] = {}
-    modes: tuple[PrefillMode, ...] = tuple(flight.mode for flight in placement.plan.in_flight)
-    for phase, m, logit_rows, mode in _calls(min(placement.longest, max_seq_len), modes):
+    longest = min(placement.longest, max_seq_len)
+    chunk = min(chunk_size(placement.plan.graph_sizes, longest), longest)
+    in_flight = placement.plan.in_flight if max_seq_len > chunk else ()  # else never chosen
+    modes: tuple[PrefillMode, ...] = tuple(flight.mode for flight in in_flight)
+    for phase, m, logit_rows, mode in _calls(longest, chunk, modes):
         try:
             called = [x for y in placement.at(phase, m, logit_rows, mode=mode) for x in _uses(y)]
         except PlanError:
@@ -137,13 +149,12 @@ def all_jobs(placement: Placement, max_seq_len: int, every_size: Sequence[int] =
 
 
 def _calls(
-    longest: int, modes: Sequence[PrefillMode]
+    longest: int, chunk: int, modes: Sequence[PrefillMode]
 ) -> Iterator[tuple[Phase, int, int, PrefillMode]]:
     """Yield phase, tokens, rows of logits and mode of every call that the engine makes."""
     yield from (("prefill", m, 1, "cut") for m in range(1, longest + 1))
     yield from (("prefill", m, m, "cut") for m in range(2, min(SCORING_PIECE, longest) + 1))
     yield from (("decode", m, m, "cut") for m in range(1, LONGEST_VERIFIED + 1))
-    chunk = min(CHUNK_TOKENS, longest)
     yield from (("prefill", m, 1, mode) for mode in modes for m in range(1, chunk + 1))
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from hetero.backends.snapdragon import PROCESS_LIMIT_BYTES, RESERVED_BYTES
+from hetero.backends.snapdragon import DOMAIN_BYTES, Chip
 from hetero.compiling.jobs import FILE_BYTES, Job, mib
 from hetero.errors import UserError
-
-NPU_ROOM_BYTES = PROCESS_LIMIT_BYTES - RESERVED_BYTES  # for the graphs of one process
 
 # Largest constant of one graph; an ONNX file holds 2 GiB.
 LARGEST_GRAPH_BYTES = 1536 << 20
@@ -39,42 +37,86 @@ class Estimate:
         )
 
 
-def check_limits(jobs: Sequence[Job], sizes: Sequence[int], *, shared: bool) -> None:
-    """Raise `UserError` with the smallest change that fits the NPU's address space."""
+@dataclass(frozen=True)
+class Domain:
+    """A process domain of the NPU: its contexts, the first and the last by name, and their bytes.
+
+    Bytes are those of the weights; `snapdragon.RESERVED_BYTES` has room for everything else.
+    """
+
+    contexts: int
+    first: str
+    last: str
+    weight_bytes: int
+
+    def describe(self) -> str:
+        """Return a phrase for people."""
+        return f"{self.first} to {self.last} ({self.contexts} contexts, {mib(self.weight_bytes)})"
+
+
+def domains_of(jobs: Iterable[Job], *, shared: bool) -> tuple[Domain, ...]:
+    """Return where QNN puts the contexts, in the order that they are opened: first fit.
+
+    A context is a graph, or with `shared` all graphs of a weight.
+    """
+    domains: list[Domain] = []
+    for job in jobs:
+        for _ in range(1 if shared and job.shareable else job.graphs):
+            nbytes = job.layout_bytes
+            fits = (i for i, x in enumerate(domains) if x.weight_bytes + nbytes <= DOMAIN_BYTES)
+            i = next(fits, None)
+            if i is None:
+                domains.append(Domain(1, job.name, job.name, nbytes))
+            else:
+                x = domains[i]
+                domains[i] = Domain(x.contexts + 1, x.first, job.name, x.weight_bytes + nbytes)
+    return tuple(domains)
+
+
+def needs_sharing(jobs: Sequence[Job]) -> bool:
+    """Return whether graphs with weights of their own take more than one process domain."""
+    return len(domains_of(jobs, shared=False)) > 1
+
+
+def check_limits(jobs: Sequence[Job], sizes: Sequence[int], chip: Chip, *, shared: bool) -> None:
+    """Raise `UserError` with the smallest change that fits the chip's NPU."""
     for job in jobs:
         if job.weight_bytes > LARGEST_GRAPH_BYTES:
             raise UserError(
                 f"{job.name}: a graph of {mib(job.weight_bytes)} is more than the compiler takes "
                 f"({mib(LARGEST_GRAPH_BYTES)}): give its rows to the GPU, or cut them in the plan"
             )
-    room = NPU_ROOM_BYTES
-    needed = graphs_bytes(jobs, shared=shared)
-    if needed > room:
+    needed = domains_of(jobs, shared=shared)
+    if len(needed) > chip.domains:
         raise UserError(
-            f"the graphs need {mib(needed)}, but a process on the NPU can hold {mib(room)} besides "
-            f"its code: {_advice(jobs, sizes, room, shared=shared)}"
+            f"the graphs need {mib(sum(x.weight_bytes for x in needed))}, but the NPU of "
+            f"{chip.name} can hold {chip.domains} × {mib(DOMAIN_BYTES)} besides its code: "
+            f"{_advice(jobs, sizes, chip, shared=shared)}"
         )
 
 
-def _advice(jobs: Sequence[Job], sizes: Sequence[int], room: int, *, shared: bool) -> str:
-    fewer = _fewer_sizes(jobs, sizes, room, shared=shared)
+def _advice(jobs: Sequence[Job], sizes: Sequence[int], chip: Chip, *, shared: bool) -> str:
+    fewer = _fewer_sizes(jobs, sizes, chip, shared=shared)
     advice = [f"--graph-sizes {','.join(map(str, fewer))}"] if fewer else []
-    if not shared and graphs_bytes(jobs, shared=True) <= room:
+    if not shared and len(domains_of(jobs, shared=True)) <= chip.domains:
         advice.insert(0, "--share-weights")
     if advice:
         return f"{' or '.join(advice)} fits"
-    return "even one graph size does not fit: give some matmuls to the GPU in the plan"
+    return (
+        "even one graph size does not fit: give some matmuls to the GPU in the plan, or --profile "
+        "for one that is solved within that"
+    )
 
 
 def _fewer_sizes(
-    jobs: Sequence[Job], sizes: Sequence[int], room: int, *, shared: bool
+    jobs: Sequence[Job], sizes: Sequence[int], chip: Chip, *, shared: bool
 ) -> tuple[int, ...]:
     """Return the most graph sizes that fit; none if no set does."""
     fitting = list(sizes)
     while len(fitting) > 1:
         fitting.pop(0 if len(fitting) > 2 and fitting[0] > 1 else -1)
         fewer = [job.for_sizes(fitting) for job in jobs]
-        if graphs_bytes(fewer, shared=shared) <= room:
+        if len(domains_of(fewer, shared=shared)) <= chip.domains:
             return tuple(fitting)
     return ()
 
@@ -83,7 +125,7 @@ def graphs_bytes(jobs: Sequence[Job], *, shared: bool) -> int:
     """Return the estimated size of all compiled graphs; `shared` ones of a weight hold it once."""
     return sum(
         job.file_bytes + FILE_BYTES * (job.graphs - 1)
-        if shared and job.graphs and job.group is None
+        if shared and job.shareable
         else job.file_bytes * job.graphs
         for job in jobs
     )

@@ -13,17 +13,21 @@ from typing import TYPE_CHECKING, Any, Literal
 from hetero.backends.formats import CacheFormat
 from hetero.backends.host.files import LONGEST_DOCUMENT_BYTES, atomic_write, read_file
 from hetero.backends.host.folders import expand_user
+from hetero.backends.opencl import gpu_capabilities
 from hetero.backends.ops import MatMul
-from hetero.backends.protocol import Capabilities, DeviceKind, WeightValue
+from hetero.backends.protocol import Capabilities, WeightValue
+from hetero.backends.qnn import npu_capabilities
 from hetero.backends.registry import find
-from hetero.backends.snapdragon import Chip, find_chip
+from hetero.backends.snapdragon import DOMAIN_BYTES, Chip, find_chip
 from hetero.compiling.jobs import Job, Sharing, all_jobs, mib, sharing
 from hetero.compiling.limits import (
-    NPU_ROOM_BYTES,
+    Domain,
     Estimate,
     check_limits,
+    domains_of,
     estimate,
     graphs_bytes,
+    needs_sharing,
 )
 from hetero.compiling.solved_plan import SolvedPlan, solve
 from hetero.errors import UserError
@@ -71,7 +75,8 @@ class CompileRequest:
     it is layer level: matmuls of prefill on the NPU. Graphs for devices of other speeds are added
     up to `max_bytes` (default: what the NPU can hold). With `share_weights` the graphs of all token
     counts of a weight are one file, which only a device can open: the emulator compiles what it
-    needs again. `whole_caches` as in `LLM`.
+    needs again. None does so where one process domain could not hold the graphs otherwise.
+    `whole_caches` as in `LLM`.
     """
 
     model: str
@@ -84,7 +89,7 @@ class CompileRequest:
     seq_lens: tuple[int, ...] = ()
     max_bytes: int | None = None
     max_seq_len: int | None = None
-    share_weights: bool = False
+    share_weights: bool | None = None
     whole_caches: bool = False
 
 
@@ -100,6 +105,8 @@ class Compilation:
     max_seq_len: int
     jobs: tuple[Job, ...]
     estimate: Estimate
+    share_weights: bool
+    domains: tuple[Domain, ...]
     solved: SolvedPlan | None = None
     notes: tuple[str, ...] = ()
 
@@ -112,12 +119,26 @@ class Compilation:
         """Return what the calls of a prompt share, up to the context's length (`jobs.sharing`)."""
         return sharing(self.placement, min(tokens, self.max_seq_len))
 
+    @property
+    def gpu_bytes(self) -> int:
+        """Return the bytes of weights that the GPU maps from the model's file."""
+        return self.placement.kernels.weight_bytes["gpu"]
+
+    def describe_memory(self) -> str:
+        """Return what is in which memory, for people."""
+        chip, count = find_chip(self.request.soc), len(self.domains)
+        each = "a weight and all its graph sizes" if self.share_weights else "a graph"
+        return (
+            f"NPU: {mib(sum(x.weight_bytes for x in self.domains))} of weights in {count} of "
+            f"{chip.domains} process domains of {mib(DOMAIN_BYTES)}, a context is {each}: "
+            f"{'; '.join(x.describe() for x in self.domains)}. GPU: {mib(self.gpu_bytes)} of "
+            f"weights, mapped from the model's file."
+        )
+
 
 def prepare(request: CompileRequest) -> Compilation:
     """Open the model, list the graphs and check the chip's limits. Raises `UserError`."""
     chip = _find_chip(request.soc)
-    from hetero.backends.qnn.device import DEFAULT_GRAPH_SIZES, capabilities_of
-
     loaded = open_model(request.model, weights=request.weights)
     length = min(request.max_seq_len or DEFAULT_CONTEXT, loaded.config.max_position)
     loaded = loaded.for_context(length)
@@ -130,19 +151,20 @@ def prepare(request: CompileRequest) -> Compilation:
         )
     plan = request.plan if solved is None else solved.solver.plan
     planned = () if plan is None else plan.graph_sizes
-    sizes = tuple(sorted(set(request.graph_sizes or planned or DEFAULT_GRAPH_SIZES)))
+    asked = () if solved is not None else request.graph_sizes  # a plan has decoding's as well
+    sizes = tuple(sorted(set(asked or planned or npu_capabilities.DEFAULT_GRAPH_SIZES)))
     if plan is None:
         plan = layer_level(spec, graph_sizes=sizes)
     plan.check_fits(spec)
     if request.profile is not None and solved is None:
         check_priced(CostModel(request.profile), spec, plan)
-    npu = capabilities_of(chip, sizes)
-    able: dict[DeviceKind, Capabilities] = {"npu": npu, "gpu": Capabilities(kind="gpu")}
+    npu = npu_capabilities.capabilities_of(chip, sizes)
+    gpu = gpu_capabilities.capabilities_of()
     placement = place(
         plan,
         loaded.config,
         loaded.weights.weight_format,
-        able,
+        {"npu": npu, "gpu": gpu},
         max_seq_len=length,
         source=None if solved is None else solved.solver,
         shadows=loaded.weights.outliers(),
@@ -155,10 +177,22 @@ def prepare(request: CompileRequest) -> Compilation:
     if not jobs:
         raise UserError("the plan runs nothing on the NPU, so there is nothing to compile")
     _check_formats(chip, npu, jobs)
-    check_limits(jobs, sizes, shared=request.share_weights)
-    taken = estimate(jobs, loaded.weights.nbytes, shared=request.share_weights)
-    notes = () if solved is None else solved.notes
-    return Compilation(request, loaded, plan, placement, sizes, length, jobs, taken, solved, notes)
+    shared = _shares(request, jobs)
+    check_limits(jobs, sizes, chip, shared=shared)
+    return Compilation(
+        request,
+        loaded,
+        plan,
+        placement,
+        sizes,
+        length,
+        jobs,
+        estimate(jobs, loaded.weights.nbytes, shared=shared),
+        shared,
+        domains_of(jobs, shared=shared),
+        solved,
+        () if solved is None else solved.notes,
+    )
 
 
 def prepare_by_default(request: CompileRequest) -> Compilation:
@@ -188,11 +222,9 @@ def _solved(
     """Return the plan by the chip's times; None where one was given, or there are no times."""
     if request.plan is not None or request.profile is None or request.strategy == "layer":
         return None
-    from hetero.backends.qnn.device import DEFAULT_GRAPH_SIZES, capabilities_of
-
-    npu = capabilities_of(
-        chip, request.graph_sizes or DEFAULT_GRAPH_SIZES, shared_weights=request.share_weights
-    )
+    sizes = request.graph_sizes or npu_capabilities.DEFAULT_GRAPH_SIZES
+    once = request.share_weights is not False
+    npu = npu_capabilities.capabilities_of(chip, sizes, shared_weights=once)
     return solve(
         spec,
         request.profile,
@@ -210,12 +242,13 @@ def _jobs_in_room(
 
     Raises `UserError` for a `max_bytes` that the others exceed.
     """
-    most = min(request.max_bytes or NPU_ROOM_BYTES, NPU_ROOM_BYTES)
     jobs = tuple(all_jobs(placement, length, solved.solver.plan.graph_sizes))
-    if graphs_bytes(jobs, shared=request.share_weights) <= most:
+    shared, chip = _shares(request, jobs), find_chip(request.soc)
+    small = request.max_bytes is None or graphs_bytes(jobs, shared=shared) <= request.max_bytes
+    if small and len(domains_of(jobs, shared=shared)) <= chip.domains:
         return jobs, solved
     jobs = tuple(all_jobs(placement, length))
-    needed = graphs_bytes(jobs, shared=request.share_weights)
+    needed = graphs_bytes(jobs, shared=_shares(request, jobs))
     if request.max_bytes is not None and needed > request.max_bytes:
         raise UserError(
             f"--max-size {mib(request.max_bytes)} is less than the {mib(needed)} of the graphs "
@@ -223,6 +256,11 @@ def _jobs_in_room(
         )
     record = solved.record.model_copy(update={"adapts": False})
     return jobs, replace(solved, record=record)
+
+
+def _shares(request: CompileRequest, jobs: Sequence[Job]) -> bool:
+    """Return whether the graphs of a weight are one file: as asked for, or where it is needed."""
+    return needs_sharing(jobs) if request.share_weights is None else request.share_weights
 
 
 def _find_chip(soc: str) -> Chip:
@@ -287,7 +325,7 @@ def _state(plan: Compilation) -> dict[str, Any]:
         "plan": plan.plan.plan_id,
         "sizes": list(plan.sizes),
         "max_seq_len": plan.max_seq_len,
-        "share_weights": plan.request.share_weights,
+        "share_weights": plan.share_weights,
         **({"whole_caches": True} if plan.request.whole_caches else {}),
         **({} if plan.profile is None else {"profile": plan.profile.fingerprint}),
         **({} if plan.solved is None else {"solver": plan.solved.record.model_dump(mode="json")}),
@@ -349,7 +387,7 @@ def _compile_all(
         block = None if layer is None else stored.weights.block(layer)
         for job in jobs:
             graphs, alike = _graphs(job, block, stored.weights)
-            together = plan.request.share_weights and alike and len(graphs) > 1
+            together = plan.share_weights and alike and len(graphs) > 1
             for group in [graphs] if together else [[graph] for graph in graphs]:
                 path = store.compile_shared(group) if together else store.compile(*group[0])
                 record = _record(path, group)

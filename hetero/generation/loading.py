@@ -112,6 +112,7 @@ class ModelLoader:
             gpu=self.choice.gpu or options.gpu,
             npu=options.npu,
             compiled=compiled,
+            graph_sizes=self.choice.graph_sizes,
         )
         try:
             try:

@@ -30,7 +30,7 @@ from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.records import DeviceProfile
 from hetero.profiler.substitutes import file_substitution
 from hetero.runtime.launch_costs import check_priced
-from hetero.runtime.prefill_mode import with_modes
+from hetero.runtime.prefill_mode import capabilities_of, with_modes
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.handmade import layer_level, single_device
 from hetero.solver.matmul_entries import share_heads
@@ -40,7 +40,7 @@ from hetero.solver.plan import STEP_TOKENS
 from hetero.solver.planner import Planner
 from hetero.solver.prepared import PreparedSolver, prepare_solver, spread_lengths
 from hetero.solver.report.units import duration
-from hetero.solver.request import PlanRequest
+from hetero.solver.request import MAX_LENGTHS_AUTO, PlanRequest
 from hetero.solver.strategy_plans import strategy_plan
 
 ONE_CORE: Final = "two devices need two cores"
@@ -56,6 +56,7 @@ class Choice:
     what was chosen and why, also where that is layer level for want of a plan; `notes` are for
     people to see once; `profile` is the one that was asked for; `solver` answers for prompt lengths
     that the plan does not have; `seconds` are what `auto` compared, by name; `cost` is by which.
+    The NPU is opened with graphs of `graph_sizes` (empty: with those of its own).
     """
 
     mode: DeviceMode
@@ -67,6 +68,7 @@ class Choice:
     solver: PreparedSolver | None = None
     seconds: Mapping[str, float] = field(default_factory=dict)
     cost: CostModel | None = None
+    graph_sizes: tuple[int, ...] = ()
 
     def opened(self, devices: DeviceSet) -> Choice:
         """Return the choice after its devices were opened.
@@ -121,6 +123,11 @@ class PlacementRequest:
         return named or self.max_gpu_share < 1 or self.weight_budget_bytes is not None
 
     @property
+    def compiles_graphs(self) -> bool:
+        """Return whether the NPU compiles graphs of any size when it is opened with it."""
+        return self.backend("npu") == "qnn"
+
+    @property
     def promises_both(self) -> bool:
         """Return whether both devices must work in every prompt."""
         return self.mode == "hetero" and self.max_gpu_share >= 1
@@ -149,6 +156,10 @@ def choose(spec: ModelGraph, request: PlacementRequest) -> Choice:
             return Choice(**vars(decision))
         profile, notice = _find_profile(request)
         choice = _by_profile(spec, profile, request)
+        if choice.plan is not None and (
+            _chooses_sizes(profile, request) or request.compiles_graphs
+        ):
+            choice = replace(choice, graph_sizes=choice.plan.graph_sizes)
         choice = replace(choice, notes=(*([notice] if notice else []), *choice.notes))
         if key is not None and choice.plan is None and choice.mode in KINDS:
             names = Decision.__dataclass_fields__
@@ -186,8 +197,9 @@ def _given(spec: ModelGraph, plan: ExecutionPlan, request: PlacementRequest) -> 
             "cannot be honoured: leave one of them out"
         )
     plan.check_fits(spec)
+    sizes = plan.graph_sizes if request.compiles_graphs else ()
     reason = f"plan {plan.plan_id}, as given"
-    choice = Choice(_mode_of(plan), plan, reason=reason, solver=request.solver)
+    choice = Choice(_mode_of(plan), plan, reason=reason, solver=request.solver, graph_sizes=sizes)
     if request.profile is None:
         return choice
     profile, _ = locate_profile(request.profile)
@@ -198,10 +210,9 @@ def _given(spec: ModelGraph, plan: ExecutionPlan, request: PlacementRequest) -> 
 
 def _by_profile(spec: ModelGraph, profile: DeviceProfile, request: PlacementRequest) -> Choice:
     """Return the choice that the times of a profile lead to."""
-    npu = profile.devices.get("npu")
-    sizes = npu.capabilities.graph_sizes if npu is not None else ()
     plan_request = PlanRequest(
-        seq_lens=tuple(request.seq_lens) or spread_lengths(sizes, request.step_tokens),
+        seq_lens=_lengths(profile, request),
+        graph_sizes="auto" if _chooses_sizes(profile, request) else None,
         step_tokens=request.step_tokens,
         explain=False,
         max_gpu_share=request.max_gpu_share,
@@ -227,6 +238,30 @@ def _by_profile(spec: ModelGraph, profile: DeviceProfile, request: PlacementRequ
     formats = f", prompts in {prompts}, answers in {answers}" if spec.also else ""
     reason = f"hetero: {TENSOR_LEVEL}{formats} (profile {profile.name})"
     return Choice("hetero", solver.plan, solver=solver, reason=reason)
+
+
+def _chooses_sizes(profile: DeviceProfile, request: PlacementRequest) -> bool:
+    """Return whether graph sizes are chosen for the prompts.
+
+    They are where each has something of its own to prepare and to hold, unless so many lengths were
+    asked for that it would take minutes. A named strategy has those of the profile.
+    """
+    npu = profile.devices.get("npu")
+    own = npu is not None and npu.capabilities.per_graph_size != "nothing"
+    few = len(set(request.seq_lens)) <= MAX_LENGTHS_AUTO
+    return own and few and request.strategy == "auto"
+
+
+def _lengths(profile: DeviceProfile, request: PlacementRequest) -> tuple[int, ...]:
+    """Return the prompt lengths to plan for: as asked, else some that stand for all."""
+    if request.seq_lens:
+        return tuple(request.seq_lens)
+    npu = profile.devices.get("npu")
+    sizes = npu.capabilities.graph_sizes if npu is not None else ()
+    lengths = spread_lengths(sizes, request.step_tokens)
+    if not _chooses_sizes(profile, request):
+        return lengths
+    return lengths[:: -(-len(lengths) // MAX_LENGTHS_AUTO)]
 
 
 def _fastest(planner: Planner, solver: PreparedSolver, request: PlacementRequest) -> Choice:
@@ -332,7 +367,7 @@ def _shares_every_prompt(solver: PreparedSolver, spec: ModelGraph, profile: Devi
 
     Each works in one call at least, since a last call of a token or two is not worth two devices.
     """
-    able = {kind: device.capabilities.on(kind) for kind, device in profile.devices.items()}
+    able = capabilities_of(solver.plan, profile)
     placement = Placement(solver.plan, spec, able, source=solver)
     prompts = [total.steps for total in placement.plan.totals if total.phase == "prefill"]
     prompts += [(m,) for m in SHORT_PROMPTS]

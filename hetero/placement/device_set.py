@@ -91,10 +91,12 @@ def open_devices(
     gpu: str = "auto",
     npu: str = "auto",
     compiled: Mapping[str, Any] | None = None,
+    graph_sizes: tuple[int, ...] = (),
 ) -> DeviceSet:
     """Open what `mode` needs. A missing device leaves the other to do its work, with one warning.
 
-    `compiled` are the options of `qnn` for a compiled model, which is then the automatic NPU.
+    `compiled` are the options of `qnn` for a compiled model, which is then the automatic NPU. Else
+    the NPU is opened with graphs of `graph_sizes`, where some are given.
     Raises `ModelError` for an unknown name and `DeviceUnavailableError` if nothing can be opened.
     """
     if mode not in get_args(DeviceMode):
@@ -105,12 +107,13 @@ def open_devices(
     if split_driver(names["gpu"])[0] == EVERY_CORE and mode != "gpu":
         raise ModelError(f"{EVERY_CORE} leaves the NPU no core: use --device gpu")
     cores = assign_cores()
+    sized = {"graph_sizes": graph_sizes} if graph_sizes else {}
     wanted: list[DeviceKind] = [mode] if mode in ("gpu", "npu") else list(KINDS)
     opened: dict[DeviceKind, Device] = {}
     failures: dict[DeviceKind, DeviceError] = {}
 
     def options(kind: DeviceKind) -> dict[str, Any]:
-        return _options(kind, names[kind], cores.gpu, compiled or {})
+        return _options(kind, names[kind], cores.gpu, compiled or {}, sized)
 
     for kind in wanted:
         _try_open(kind, names[kind], options(kind), opened, failures)
@@ -146,7 +149,11 @@ def control_core(devices: Mapping[DeviceKind, Device]) -> int | None:
 
 
 def _options(
-    kind: DeviceKind, name: str, gpu_core: int | None, compiled: Mapping[str, Any]
+    kind: DeviceKind,
+    name: str,
+    gpu_core: int | None,
+    compiled: Mapping[str, Any],
+    sized: Mapping[str, Any],
 ) -> dict[str, Any]:
     match split_driver(name)[0]:
         case "opencl":
@@ -154,7 +161,9 @@ def _options(
         case "null" | "reference":
             return {"kind": kind}
         case "qnn":
-            return dict(compiled)
+            return dict(compiled or sized)
+        case "ort-cpu":
+            return dict(sized)
     return {}
 
 

@@ -24,7 +24,7 @@ from hetero.runtime.launch_costs import LaunchCosts
 from hetero.runtime.launch_graph import LaunchSpec, Span
 from hetero.runtime.schedule import Order, Orders, windows
 from hetero.runtime.slot_refs import SlotRef, slot_of
-from hetero.solver.baselines import CHUNK_TOKENS
+from hetero.solver.baselines import chunk_size
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.matmul_entries import CapabilitiesByDevice, PlanSource
 from hetero.solver.placement import Placement
@@ -46,7 +46,7 @@ def max_in_flight(plan: ExecutionPlan, max_seq_len: int, order: Order) -> int:
         return 1
     longest = plan.step_tokens
     assert longest is not None
-    chunk = min(longest, CHUNK_TOKENS) if plan.in_flight else longest
+    chunk = min(longest, chunk_size(plan.graph_sizes, longest)) if plan.in_flight else longest
     return min(WINDOW, -(-max_seq_len // chunk))
 
 
@@ -109,7 +109,8 @@ class PrefillModes:
             self._modes = ["cut", *(flight.mode for flight in placement.plan.in_flight)]
         self._submit_s = 0.0 if costs is None else costs.submit_s(able)
         self._specs_known: dict[tuple[PrefillMode, int, int, int], Sequence[LaunchSpec]] = {}
-        self._chunk = min(CHUNK_TOKENS, placement.longest)
+        sizes = placement.plan.graph_sizes
+        self._chunk = min(chunk_size(sizes, placement.longest), placement.longest)
         self._known: dict[tuple[int, int], tuple[PrefillMode, Mapping[PrefillMode, float]]] = {}
 
     def of(self, tokens: int, position: int = 0) -> PrefillChoice:

@@ -22,7 +22,14 @@ from hetero.backends.formats import StorageFormat, WeightFormat
 from hetero.backends.host.processor import cpu_flags
 from hetero.backends.memory import new_tensor
 from hetero.backends.onnx_common.staging import stage, stage_by_feature
-from hetero.backends.ort_cpu import DEFAULT_GRAPH_SIZES, OrtCpuDevice, default_path, integers, mixed
+from hetero.backends.ort_cpu import (
+    DEFAULT_GRAPH_SIZES,
+    OrtCpuDevice,
+    default_path,
+    graphs,
+    integers,
+    mixed,
+)
 from hetero.backends.ort_cpu import open as open_ort_cpu
 from hetero.backends.ort_cpu.device import int8_pack_bytes, scale_bytes
 from hetero.backends.ort_cpu.graphs import ActivationPath, weight_is_unsigned
@@ -203,12 +210,19 @@ def test_staged_weights_hold_the_same_numbers(storage: str) -> None:
     np.testing.assert_array_equal(scaled[:, :172].astype(np.float32), weight.dequantize())
 
 
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
 @pytest.mark.parametrize("storage", BLOCK_STORAGES)
-def test_staged_blocks_hold_the_same_numbers(storage: StorageFormat) -> None:
+def test_staged_blocks_hold_the_same_numbers(
+    storage: StorageFormat, machine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Arm's codes of 8 bits use all of them, for accuracy of its kernel."""
+    monkeypatch.setattr("platform.machine", lambda: machine)
     weight = stacked([pack(np.random.default_rng(5).standard_normal((37, 172)), storage)])
     staged = mixed.staged(weight)
     codes = staged["weight0"].array
     values = codes - 128.0
+    if machine == "aarch64" and storage.bits != 4:
+        assert 64 <= np.abs(values).max() <= 128
     if storage.bits == 4:
         values = np.stack([codes & 15, codes >> 4], axis=-1) - 8.0
     scaled = (
@@ -218,6 +232,42 @@ def test_staged_blocks_hold_the_same_numbers(storage: StorageFormat) -> None:
     if storage.blocks.minimum:
         whole = whole + staged["shift0"].array.T[..., None]
     np.testing.assert_allclose(whole.reshape(37, -1)[:, :172], weight.dequantize(), atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("machine", "flags", "expected"),
+    [
+        ("x86_64", "sse2", True),
+        ("aarch64", "fp asimd asimdhp asimddp", True),
+        ("aarch64", "fp asimd aes crc32", False),
+        ("ARM64", "", True),  # Windows has no flags; its processors have dot products
+    ],
+)
+def test_which_kernels_round(
+    machine: str, flags: str, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    monkeypatch.setattr(graphs, "cpu_flags", lambda: frozenset(flags.split()))
+    assert graphs.kernel_rounds() == expected
+
+
+def float_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ONNX Runtime as on Arm without dot products: it multiplies floats at every level."""
+    monkeypatch.setattr(graphs, "kernel_rounds", lambda: False)
+    monkeypatch.setattr(graphs, "INT8_LEVEL", graphs.FLOAT_LEVEL)
+
+
+@pytest.mark.parametrize("k", [64, 172])
+@pytest.mark.parametrize("weight_format", [WeightFormat.W4A8, WeightFormat.GGUF_A8])
+def test_activations_are_rounded_where_no_kernel_does(
+    weight_format: WeightFormat, k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    float_kernels(monkeypatch)
+    op, rng = ops.MatMul(n=64, k=k, weight_format=weight_format), np.random.default_rng(8)
+    with open_ort_cpu() as device:
+        weights, tensors = make_weights(op, rng), make_tensors(op, 4, rng)
+        tensors["x"].array[1, :32] = 0  # a block without a step
+        check_call(device, device.prepare(op, weights), weights, tensors, 4)
 
 
 def test_native_errors_are_decoded(

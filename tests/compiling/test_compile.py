@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from hetero import LLM
+from hetero.backends.snapdragon import DOMAIN_BYTES
 from hetero.cli.app import main
 from hetero.compiling.npu_graphs import CompileRequest, compile_model, prepare
 from hetero.contexts.service import Service
@@ -142,8 +143,9 @@ def test_dry_run_writes_nothing(capsys: Any, tmp_path: Path, monkeypatch: Any) -
     arguments = ["compile", "random:llama-3.2-1b", "--soc", "sm8650", "--dry-run", "--json"]
     with pytest.raises(SystemExit, match="0"):
         main([*arguments, "--graph-sizes", "32,256", "--strategy", "layer"])
-    first, shared, last = capsys.readouterr().out.strip().splitlines()
+    first, memory, shared, last = capsys.readouterr().out.strip().splitlines()
     assert "128 graphs" in first
+    assert "in 1 of 4 process domains of 3,584 MiB, a context is a graph: layer0.qkv to" in memory
     assert "in 4 calls of up to 256. 64 of the 64 graphs of a call (100%) are shared" in shared
     found = json.loads(last)
     assert found["prompt"]["calls"] == [256] * 4
@@ -154,16 +156,31 @@ def test_dry_run_writes_nothing(capsys: Any, tmp_path: Path, monkeypatch: Any) -
 
 
 def test_a_model_that_does_not_fit_names_the_smallest_change() -> None:
-    large = CompileRequest("random:llama-3-8b", "sm8650", graph_sizes=(256,))
+    large = CompileRequest("random:llama-3-8b", "sm8450", graph_sizes=(256,))
     with pytest.raises(UserError, match=r"need [\d,]+ MiB.*give some matmuls to the GPU"):
         prepare(large)
-    some = CompileRequest(
-        "random:llama-3.2-1b", "sm8650", graph_sizes=(1, 32, 64, 96, 128, 192, 256)
-    )
+    sizes = (1, 32, 64, 96, 128, 192, 224, 256)
+    some = CompileRequest("random:llama-3.2-1b", "sm8450", graph_sizes=sizes, share_weights=False)
     with pytest.raises(
-        UserError, match=r"--share-weights or --graph-sizes 1,32,64,96,128,192 fits"
+        UserError, match=r"--share-weights or --graph-sizes 1,32,64,96,128,192,224 fits"
     ):
         prepare(some)
+    assert prepare(replace(some, share_weights=None)).share_weights
+    assert not prepare(replace(some, soc="sm8650", share_weights=False)).share_weights
+
+
+def test_a_large_model_shares_weights_and_fills_several_process_domains() -> None:
+    ready = prepare(CompileRequest("random:llama-3-8b", "sm8650"))
+    assert ready.share_weights
+    assert len(ready.domains) == 2
+    assert all(0 < x.weight_bytes <= DOMAIN_BYTES for x in ready.domains)
+    assert sum(x.contexts for x in ready.domains) == 4 * 32
+    total = sum(x.weight_bytes for x in ready.domains)
+    assert total == sum(job.layout_bytes for job in ready.jobs) > DOMAIN_BYTES
+    said = ready.describe_memory()
+    assert "in 2 of 4 process domains" in said
+    assert "layer0.qkv to" in said
+    assert f"GPU: {ready.gpu_bytes / 2**20:,.0f} MiB" in said
 
 
 @pytest.mark.parametrize(

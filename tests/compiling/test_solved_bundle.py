@@ -23,7 +23,7 @@ from hetero.models.bundle import BUNDLE_FILE, BundleManifest, find_bundle
 from hetero.profiler.records import DeviceProfile
 from hetero.profiler.scaling import scaled
 from hetero.runtime.adaptive import Adaptation
-from hetero.solver.plan import PHASES
+from hetero.solver.plan import PHASES, Phase
 from hetero.solver.prepared import PreparedSolver
 from tests.support.checkpoints import Case, make_checkpoint
 from tests.support.helpers import Command, own_cache
@@ -52,13 +52,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-@pytest.fixture(scope="module")
-def request_of(model: str) -> CompileRequest:
-    """By the chip's profile with a GPU that is slow: the model is small for it."""
+def slow_gpu(*phases: Phase) -> DeviceProfile:
+    """The chip's profile with a GPU that is slow in these phases: the model is small for it."""
     profile = DeviceProfile.load(CHIP)
     formats = {x.weight_format for x in profile.predictors}
     keys = product(("gpu", "npu"), PHASES, formats)
-    profile = scaled(profile, {key: 100.0 if key[0] == "gpu" else 1.0 for key in keys})
+    slow = {key: 100.0 if key[0] == "gpu" and key[1] in phases else 1.0 for key in keys}
+    return scaled(profile, slow)
+
+
+@pytest.fixture(scope="module")
+def request_of(model: str) -> CompileRequest:
+    profile = slow_gpu(*PHASES)
     return CompileRequest(model, "sm8650", profile=profile, graph_sizes=GRAPHS, max_seq_len=CONTEXT)
 
 
@@ -126,6 +131,8 @@ def test_a_solver_of_another_version_is_not_used(bundle: Path, tmp_path: Path) -
 def test_graphs_for_other_speeds_are_left_out_where_they_do_not_fit(
     request_of: CompileRequest,
 ) -> None:
+    """The NPU has no part in decoding, and would on a device with a slower GPU."""
+    request_of = replace(request_of, profile=slow_gpu("prefill"), max_seq_len=max(GRAPHS))
     whole = prepare(request_of)
     least = prepare(replace(request_of, max_bytes=whole.estimate.graphs_bytes - 1))
     assert least.solved is not None

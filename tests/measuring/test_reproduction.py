@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hetero.errors import UserError
-from hetero.measuring.reproduction import Claim, Reproduction
+from hetero.measuring.reproduction import Claim, Limit, Reproduction, lifted
+from hetero.profiler.records import DeviceProfile
 
 
 def claim(simulated: float, within: float | None = 0.1, reason: str = "") -> Claim:
@@ -37,3 +39,28 @@ def test_the_papers_numbers_are_drawn_beside_ours(tmp_path: Path) -> None:
     assert [row["ratio"] for row in found.document()] == [1.09, 0.8]
     with pytest.raises(UserError, match=r"choose \.html"):
         found.report(tmp_path / "r.pdf")
+
+
+def test_a_target_is_limited_only_where_it_is_met_without_the_limit() -> None:
+    class Chip:
+        def value(self, formula: str) -> float:
+            return float(formula)
+
+    chip: Any = Chip()
+    short = claim(80)
+    assert short.without(Limit("groups of 32", chip, "85")) is short
+    explained = short.without(Limit("groups of 32", chip, "95"))
+    assert (explained.verdict, explained.limited) == ("limited", True)
+    assert "groups of 32; without that it would be 95 tok/s" in explained.cells()[-1]
+    found = made(explained, claim(100))
+    assert found.met
+    assert "1 of the 2 claims that have a target are within it; a limit" in found.summary()
+    assert not made(short).met
+
+
+def test_lifting_a_limit_changes_the_bytes_of_four_bit_weights_alone() -> None:
+    profile = DeviceProfile.load("snapdragon-8-gen-3")
+    other = lifted(profile, 0.25)
+    sizes = {x.weight_format.value: x.model and x.model.bytes_per_weight for x in other.predictors}
+    assert sizes == {"w4a16": 0.25, "w8a8": 1.0}
+    assert {x.model and x.model.bytes_per_weight for x in profile.predictors} == {0.5625, 1.0}

@@ -35,6 +35,8 @@ BRIEFLY = {
     "mllm_npu.py simulated -p 300": "| + order |",
     "mllm_npu.py chunks -p 100": "| 256 |",
     "paper.py fit --check": "files are up to date",
+    "paper.py limits --models llama-3.2-1b -p 64": "| llama-3.2-1b | weights once, one domain |",
+    "paper.py orders --shapes 64x64 -m 32": "| 64 × 64 | 32 | input |",
     "ablations.py decode demo -n 1 -r 2": "| signals |",
     "quality.py kept demo --text TEXT --bits 8 --bits mixed --seeds 2 --window 64": "| 8 | 1.000 |",
     f"quality.py forms demo {TEXTS} -s naive --max-tokens 40": "| naive | 39 |",

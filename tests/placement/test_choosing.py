@@ -291,7 +291,7 @@ def test_hetero_is_at_least_layer_level(spec: ModelGraph, chip: DeviceProfile) -
     assert plan.devices() == {"gpu", "npu"}
 
 
-@pytest.mark.parametrize("npu_scale", [1.0, 4.0, 100.0])
+@pytest.mark.parametrize("npu_scale", [1.0, 8.0, 100.0])
 def test_hetero_shares_every_prompt_and_leaves_the_others_as_they_are(
     spec: ModelGraph, chip: DeviceProfile, npu_scale: float
 ) -> None:
@@ -299,7 +299,7 @@ def test_hetero_shares_every_prompt_and_leaves_the_others_as_they_are(
     free = prepare_solver(spec, named(chip, npu_scale=npu_scale), PlanRequest(explain=False))
     assert found is not None
     alone = 0
-    for m in (2, 3, 7, 16, 31, 64, 300, 1024):
+    for m in (2, 3, 7, 16, 31, 64, 300, 512):
         shared = found.solution_for(Scenario("prefill", m))
         assert shared.devices == {"gpu", "npu"}
         devices = free.solution_for(Scenario("prefill", m)).devices
@@ -316,6 +316,31 @@ def test_plans_are_tensor_level_for_any_length(spec: ModelGraph, chip: DevicePro
     assert max(len(op.tiles) for op in found.plan.ops) > 1
     assert found.solver is not None
     assert {op.m for op in found.solver.plan_for(301).ops} == {301, None}
+
+
+def test_graph_sizes_are_chosen_where_each_has_something_of_its_own(
+    spec: ModelGraph, chip: DeviceProfile, host: DeviceProfile
+) -> None:
+    choice = choose(spec, PlacementRequest(profile=chip))
+    assert choice.plan is not None
+    assert any("graph sizes chosen" in note for note in choice.plan.notes)
+    assert choice.graph_sizes == choice.plan.graph_sizes != ()
+    choice = choose(spec, PlacementRequest(profile=host))
+    assert choice.plan is not None
+    assert choice.graph_sizes == ()
+    assert choice.plan.graph_sizes == host.devices["npu"].capabilities.graph_sizes
+    many = choose(spec, PlacementRequest(profile=chip, seq_lens=range(64, 77)))
+    assert many.plan is not None
+    assert many.plan.graph_sizes == chip.devices["npu"].capabilities.graph_sizes
+
+
+def test_an_npu_that_compiles_is_opened_with_the_sizes_of_the_plan(
+    spec: ModelGraph, chip: DeviceProfile
+) -> None:
+    given = single_device(spec, "npu", graph_sizes=(1, 48))
+    for npu, sizes in (("qnn", (1, 48)), ("ort-cpu", ())):
+        choice = choose(spec, PlacementRequest(plan=given, npu=npu))
+        assert choice.graph_sizes == sizes
 
 
 def test_a_strategy_is_forced(spec: ModelGraph, chip: DeviceProfile) -> None:

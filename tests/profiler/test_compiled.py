@@ -129,7 +129,6 @@ def test_a_model_is_planned_by_its_profile(tmp_path: Path) -> None:
         llm = LLM("demo", npu="qnn", device="hetero", profile=profile, max_seq_len=64)
     with llm:
         assert DeviceRecord.of(llm.devices.devices["npu"]).numbers == "emulated"
-        assert set(llm.plan.graph_sizes) == {1, 32, 128, 256}
         assert llm.generate("Once upon a time", max_tokens=2).text
 
 

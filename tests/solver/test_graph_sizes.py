@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from hetero.backends.protocol import PerGraphSize
+from hetero.backends.qnn.npu_capabilities import LAYOUT_OVERHEAD
 from hetero.models import model_spec
 from hetero.profiler.records import DeviceProfile, PreparationPredictor
 from hetero.solver.build import make_plan
@@ -162,7 +163,7 @@ def test_graphs_with_weights_of_their_own_count_once_for_each_size() -> None:
     assert shared.memory.graphs_bytes == 0
     assert own.memory.graphs_bytes == own.memory.npu_bytes - shared.memory.npu_bytes
     sizes = len(own.graph_sizes)
-    head = 0.5625 * sum(
+    head = 0.5625 * LAYOUT_OVERHEAD * sum(
         t.rows[1] * 2048 for op in own.ops if op.op == "lm_head" and op.phase == "prefill"
         for t in op.tiles if t.device == "npu"
     )  # fmt: skip
@@ -191,6 +192,20 @@ def test_a_device_that_cannot_hold_a_model_is_no_single_device() -> None:
     for limit, expected in ((None, {"gpu", "npu"}), (100 << 20, {"gpu"})):
         plan = make_plan(spec, hexagon(limit), PlanRequest(seq_lens=(256,)))
         assert set(plan.totals[0].single_devices) == expected
+
+
+def test_single_devices_hold_their_weights_for_each_graph_size_as_plans_do() -> None:
+    """Of the chip's sizes, an NPU that holds each row once has room for one."""
+    spec, profile = model_spec("llama-3.2-3b"), hexagon(7 << 29)
+    default = make_plan(spec, profile, PlanRequest(seq_lens=(256,)))
+    assert set(default.totals[0].single_devices) == {"gpu"}
+    auto = make_plan(spec, profile, PlanRequest(seq_lens=(256,), graph_sizes="auto"))
+    assert set(auto.totals[0].single_devices) == {"gpu", "npu"}
+    for plan in (default, auto):
+        for total in plan.totals:
+            assert total.predicted_s is not None
+            assert total.best_single_device_s is not None
+            assert total.predicted_s <= total.best_single_device_s * (1 + 1e-9)
 
 
 def test_without_graphs_there_is_none_to_choose() -> None:

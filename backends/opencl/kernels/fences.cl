@@ -25,6 +25,11 @@
 
 #ifdef __x86_64__
 #define PAUSE __builtin_ia32_pause()
-#else
+#elif defined(__aarch64__) && defined(__has_builtin)
+#if __has_builtin(__builtin_arm_yield)
+#define PAUSE __builtin_arm_yield()
+#endif
+#endif
+#ifndef PAUSE
 #define PAUSE
 #endif

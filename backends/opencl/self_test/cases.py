@@ -20,7 +20,7 @@ from hetero.backends.kv_codes import random_channels, random_chunks
 from hetero.backends.kv_rows import cache_rows, random_rows
 from hetero.backends.memory import Tensor, new_tensor
 from hetero.backends.opencl.device import OpenCLDevice
-from hetero.backends.opencl.matmul import WEIGHT_FORMATS
+from hetero.backends.opencl.gpu_capabilities import WEIGHT_FORMATS
 from hetero.backends.ops import ADDED_PORTS, OUTPUT_PORTS, Op, describe, weight_names
 from hetero.backends.protocol import CACHE_PORTS, FIXED_PORTS, WeightValue, port_dtype, port_shape
 from hetero.backends.reference.compute import program

@@ -27,7 +27,7 @@ from hetero.backends.opencl.drivers import driver_of_library, driver_of_platform
 from hetero.backends.opencl.drivers.icd import DriverCandidate
 from hetero.backends.opencl.drivers.levels import LEVELS
 from hetero.backends.opencl.drivers.loader import Loaded, Wanted, load
-from hetero.backends.opencl.matmul import WEIGHT_FORMATS
+from hetero.backends.opencl.gpu_capabilities import WEIGHT_FORMATS
 from hetero.backends.opencl.program_source import ProgramSource
 from hetero.backends.opencl.selected import Selected
 from hetero.backends.opencl.self_test.cases import WrongResultError, try_cases
