@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -26,7 +26,11 @@ from hetero.backends.formats import StorageFormat, WeightFormat
 from hetero.backends.host.clock import Clock, SystemClock
 from hetero.backends.host.folders import cache_folder
 from hetero.backends.ops import MatMul
-from hetero.backends.qnn.npu_capabilities import STANDARD_GRAPH_SIZES, capabilities_of
+from hetero.backends.qnn.npu_capabilities import (
+    DEFAULT_GRAPH_SIZES,
+    STANDARD_GRAPH_SIZES,
+    capabilities_of,
+)
 from hetero.backends.snapdragon import find_chip
 from hetero.backends.weights import PackedWeight, data_shape, scales_shape
 from hetero.profiler.environment import hetero_version
@@ -212,14 +216,17 @@ def _assemble(
     from hetero.backends.qnn.opening import open as open_qnn
 
     base = DeviceProfile.load(shipped_path(BASE_PROFILE))
-    sizes = tuple(sorted({row.m for row in rows}))
-    able = capabilities_of(find_chip(soc), sizes, shared_weights=True)  # as a bundle's graphs
-    with open_qnn(soc=soc, graph_sizes=sizes, cache=None, ahead=True) as npu:
-        able = replace(able, launch_tokens=npu.capabilities.launch_tokens)
-        declared = {"numbers": "compiler-predicted", "capabilities": CapabilityRecord.of(able)}
-        record = DeviceRecord.of(npu).model_copy(update=declared)
+    able = capabilities_of(find_chip(soc), DEFAULT_GRAPH_SIZES, shared_weights=True)  # of a bundle
+    with open_qnn(soc=soc, cache=None, ahead=True) as npu:
+        launches = {"launch_tokens": npu.capabilities.launch_tokens}
+        declared = CapabilityRecord.of(able).model_copy(update=launches)
+        record = DeviceRecord.of(npu).model_copy(
+            update={"numbers": "compiler-predicted", "capabilities": declared}
+        )
     predictors = [p for p in base.predictors if p.device == "gpu"]
-    fitted = fit(record, rows)
+    timed = tuple(sorted({row.m for row in rows}))  # more graphs than are opened
+    graphs = record.capabilities.model_copy(update={"graph_sizes": timed})
+    fitted = fit(record.model_copy(update={"capabilities": graphs}), rows)
     return base.model_copy(
         update={
             "name": soc,

@@ -151,14 +151,11 @@ class CostModel:
     ) -> Floats:
         """Return [M, N] by which fraction the answers of `table_s` may be off.
 
-        The spread of the predictor's trees; nothing for what was measured, and for predictors
-        without trees, whose rows alone say how they are off.
+        The spread of the predictor's trees; nothing for what was measured and without trees.
         """
         predictor, record = self._predictor(device, weight_format, order), self.device(device)
-        spread = predict.spread_table(predictor, record, ms, ns, float(k))
-        if not spread.any():
-            return spread
-        return spread * (1.0 - self._measured_times(predictor).known_table(ms, ns, float(k)))
+        known = self._measured_times(predictor).known_table(ms, ns, float(k))
+        return predict.spread_table(predictor, record, ms, ns, float(k)) * (1.0 - known)
 
     def _measured_times(self, predictor: MatMulPredictor) -> MeasuredTimes:
         kernel = predictor.device, predictor.weight_format, predictor.order
@@ -348,15 +345,8 @@ class CostModel:
 
     def power_w(self, who: DeviceKind | Literal["both", "idle"]) -> float | None:
         """Return the mean power while these devices work; None if the platform has no meter."""
-        power = self.profile.power
-        if power is None:
-            return None
-        return {
-            "gpu": power.gpu_w,
-            "npu": power.npu_w,
-            "both": power.both_w,
-            "idle": power.idle_w,
-        }[who]
+        watts: float | None = getattr(self.profile.power, f"{who}_w", None)
+        return watts
 
     def _predictor(
         self, device: DeviceKind, weight_format: WeightFormat, order: OperandOrder

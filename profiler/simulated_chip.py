@@ -20,6 +20,7 @@ from hetero.backends.protocol import Device, DeviceKind
 from hetero.backends.simulated import ChipTimes, LaunchModel, Load, SimulatedChip, SimulatedDevice
 from hetero.profiler import predict
 from hetero.profiler.cost import CostModel
+from hetero.profiler.features import padded_count
 from hetero.profiler.preparation_times import PreparationTimes
 from hetero.profiler.records import DeviceProfile, DeviceSync, MatMulPredictor
 from hetero.profiler.substitutes import with_file_formats
@@ -89,7 +90,7 @@ class ProfiledLaunches(LaunchModel):
         return Load(float(seconds[0]), float(nbytes))
 
     def _other(self, op: Op, m: int, position: int) -> Load:
-        tokens = predict.padded_count(self._device, m)
+        tokens = padded_count(self._device, m)
         return Load(predict.other_s(self._others.other(self._kind, op), op, tokens, position))
 
 

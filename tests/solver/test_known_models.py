@@ -31,18 +31,17 @@ from tests.support.helpers import Command
 PROFILES = ("host", "host-amx", "host-avx2", "snapdragon-8-gen-3", "snapdragon-8-gen-3-strong-npu")
 LENGTHS = (64, 135, 256, 1024)
 # Seconds of prompts of these lengths and of a decoding step, as they were before blocks were
-# graphs: what is derived from nodes is what was written down for a Llama's block. Those of PCs are
-# of 2026-11-26, when measured times came to be used where there are some; those of the simulated
-# chip since it has the formats of the backends.
+# graphs: what is derived from nodes is what was written down for a Llama's block. Of the simulated
+# chip since it has the formats of the backends, of PCs since measured times are used.
 SECONDS = {
     ("host", "llama-3.2-1b"): (0.2321286, 0.4702459, 0.8759921, 3.695379, 0.01817989),
     ("host", "gemma-2-2b"): (0.4809504, 0.9709394, 1.810298, 7.525134, 0.03826997),
     ("host-avx2", "qwen2.5-0.5b"): (0.3358942, 0.6712333, 1.222513, 5.266938, 0.01969503),
     ("snapdragon-8-gen-3", "llama-3.2-1b"): (
-        0.05821417, 0.08289308, 0.1326974, 0.5481528, 0.01462429,
+        0.05548518, 0.08060902, 0.1326908, 0.5481462, 0.0154539,
     ),
     ("snapdragon-8-gen-3-strong-npu", "mistral-7b"): (
-        0.1929769, 0.3995825, 0.7319324, 2.885044, 0.0788945,
+        0.1949493, 0.4008331, 0.7319274, 2.885039, 0.08382829,
     ),
 }  # fmt: skip
 
