@@ -20,7 +20,7 @@ from hetero.backends.protocol import Device, DeviceKind
 from hetero.backends.simulated import ChipTimes, LaunchModel, Load, SimulatedChip, SimulatedDevice
 from hetero.profiler import predict
 from hetero.profiler.cost import CostModel
-from hetero.profiler.features import padded_count
+from hetero.profiler.features import padded_count, weight_bytes
 from hetero.profiler.preparation_times import PreparationTimes
 from hetero.profiler.records import DeviceProfile, DeviceSync, MatMulPredictor
 from hetero.profiler.substitutes import with_file_formats
@@ -84,7 +84,7 @@ class ProfiledLaunches(LaunchModel):
         sizes = (np.asarray([float(x)]) for x in (m, op.n, op.k))
         tokens, rows, features = sizes
         seconds = predict.predict(predictor, self._device, tokens, rows, features)
-        nbytes = predict.weight_bytes(op.weight_format, op.n, op.k)
+        nbytes = weight_bytes(op.weight_format, op.n, op.k)
         if predictor.model is not None:
             nbytes = predictor.model.streamed_bytes(rows, features)[0]
         return Load(float(seconds[0]), float(nbytes))
