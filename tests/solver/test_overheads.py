@@ -17,7 +17,7 @@ SCENARIOS = (Scenario("prefill", 64), Scenario("prefill", 300), Scenario("decode
 
 
 def solutions(profile: DeviceProfile, overheads: Overheads | None = None) -> list[Solution]:
-    planner = Planner(model_spec("qwen2.5-0.5b"), profile, overheads=overheads)
+    planner = Planner(model_spec("llama-3.2-1b"), profile, overheads=overheads)
     return [planner.solve(scenario) for scenario in SCENARIOS]
 
 
