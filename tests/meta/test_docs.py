@@ -86,6 +86,18 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert fragment in {anchor(x) for x in headings}, f"{name_of(page)} links to {link}"
 
 
+@pytest.mark.parametrize("page", sorted((ROOT / "docs/reference").glob("paper-*.md")), ids=name_of)
+def test_commands_of_the_papers_pages_exist(page: Path) -> None:
+    """Commands of benches are parsed by `test_bench`."""
+    helped = (ROOT / "tests" / "cli" / "help.txt").read_text("utf-8").split("Usage: hetero ")
+    known = {text.split(" ")[0]: text for text in helped if text}
+    listed = re.findall(r"`hetero ([a-z-]+)([^`]*)`", page.read_text("utf-8"))
+    assert listed
+    for name, rest in listed:
+        for option in re.findall(r"--[a-z-]+", rest):
+            assert re.search(rf"{option}\b", known[name]), f"hetero {name}{rest}"
+
+
 def test_every_page_is_reached_from_the_index() -> None:
     index = ROOT / "docs" / "README.md"
     linked = {
