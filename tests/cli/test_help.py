@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import subprocess
 import sys
 from io import StringIO
@@ -123,9 +124,8 @@ def test_panels_are_in_one_order_and_required_options_say_so(command: Command) -
         titles = [line.split(" ─")[0] for line in lines if "──" in line]
         order = ["Arguments", "Options", "Sampling", "Devices and plans", "Output", "Examples"]
         assert titles == [title for title in order if title in titles]
-    assert "--soc CHIP           Such as sm8650 (Snapdragon 8 Gen 3). [required]" in (
-        command("compile", "--help").stdout
-    )
+    text = command("compile", "--help").stdout
+    assert re.search(r"--soc CHIP +Such as sm8650 \(Snapdragon 8 Gen 3\)\. \[required\]", text)
 
 
 @pytest.mark.parametrize(

@@ -187,11 +187,11 @@ def test_a_device_that_is_worse_at_attention_is_chosen_for_short_prompts_only() 
     }
     changed = {"other_predictors": slow, "every_core": (), "devices": whole}
     case.profile = case.profile.model_copy(update=changed)
-    chosen = [case.choice("auto", tokens) for tokens in (64, 3500)]
+    chosen = [case.choice("auto", tokens) for tokens in (32, 3500)]
     assert [choice.mode for choice in chosen] == ["gpu", "hetero"]
     assert chosen[1].plan is not None
     assert chosen[1].plan.non_matmul.prefill == "npu"
-    assert "for a prompt of 64 tokens and 64 more" in chosen[0].reason
+    assert "for a prompt of 32 tokens and 64 more" in chosen[0].reason
     assert "for a prompt of 3500 tokens and 64 more" in chosen[1].reason
 
 

@@ -161,7 +161,8 @@ def test_graphs_with_weights_of_their_own_count_once_for_each_size() -> None:
     assert own.memory is not None
     assert [op.tiles for op in own.ops] == [op.tiles for op in shared.ops]
     assert shared.memory.graphs_bytes == 0
-    assert own.memory.graphs_bytes == own.memory.npu_bytes - shared.memory.npu_bytes
+    more = own.memory.npu_bytes - shared.memory.npu_bytes
+    assert abs(own.memory.graphs_bytes - more) <= 1  # each is rounded
     sizes = len(own.graph_sizes)
     head = 0.5625 * LAYOUT_OVERHEAD * sum(
         t.rows[1] * 2048 for op in own.ops if op.op == "lm_head" and op.phase == "prefill"

@@ -100,7 +100,12 @@ def slower(profile: DeviceProfile, device: str, factor: float) -> DeviceProfile:
         knots = predictor.knots.model_copy(update={"coefficients": rows})
         return predictor.model_copy(update={"knots": knots})
 
-    return profile.model_copy(update={"predictors": tuple(map(slow, profile.predictors))})
+    rows = tuple(
+        row.model_copy(update={"seconds": factor * row.seconds}) if row.device == device else row
+        for row in profile.matmuls
+    )
+    predictors = tuple(map(slow, profile.predictors))
+    return profile.model_copy(update={"predictors": predictors, "matmuls": rows})
 
 
 def test_a_slower_device_makes_its_steps_slower_and_no_others(spec: ModelGraph) -> None:
