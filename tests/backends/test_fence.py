@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+pytest.importorskip("pyopencl")
+
 from hetero.backends.host import fence as fences
 from hetero.backends.opencl import flag, stream_signal
 from hetero.backends.opencl.flag import FlagCompletion
