@@ -208,10 +208,14 @@ def prepare_by_default(request: CompileRequest) -> Compilation:
     if name not in shipped_names():
         why = f"no profile of {chip.title} is shipped: {remedy}"
     else:
-        try:
-            return prepare(replace(request, profile=DeviceProfile.load(name)))
-        except ProfileError as error:
-            why = f"profile {name} does not fit ({error}): {remedy}"
+        profile = DeviceProfile.load(name)
+        if request.weights in {x.weight_format for x in profile.predictors if x.device == "npu"}:
+            try:
+                return prepare(replace(request, profile=profile))
+            except ProfileError as error:
+                why = f"profile {name} does not fit ({error}): {remedy}"
+        else:
+            why = f"profile {name} has no times of {request.weights}: {remedy}"
     note = f"layer level, matmuls of prompts on the NPU, because {why}"
     return replace(prepare(request), notes=(note,))
 

@@ -153,6 +153,9 @@ def test_without_a_profile_it_is_solved_by_that_of_the_chip(
     other = prepare_by_default(replace(plain, soc="sm8550"))
     assert other.solved is None
     assert "no profile of Snapdragon 8 Gen 2 is shipped" in other.notes[0]
+    other = prepare_by_default(replace(plain, weights="w8a16"))
+    assert other.solved is None
+    assert "snapdragon-8-gen-3 has no times of w8a16" in other.notes[0]
     done = command("compile", model, "--soc", "sm8550", "--dry-run")
     assert done.returncode == 0
     assert "layer level, matmuls of prompts on the NPU, because" in done.stderr
