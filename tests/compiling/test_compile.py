@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,19 +20,12 @@ from hetero.models.bundle import BUNDLE_FILE, GRAPHS_DIRECTORY, PLAN_FILE, find_
 from hetero.solver.handmade import layer_level, single_device
 from hetero.solver.plan import Tile
 from tests.support.checkpoints import Case, make_checkpoint
-from tests.support.helpers import own_cache
 from tests.support.selection import exhaustive
 
 pytest.importorskip("hetero.backends.qnn.opening", exc_type=ImportError)
+pytestmark = pytest.mark.usefixtures("no_graphs")
 
 REQUEST = CompileRequest("demo", "sm8650", graph_sizes=(1, 32), max_seq_len=96)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_graphs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(own_cache(tmp_path_factory.mktemp("cache"))))
-        yield
 
 
 @pytest.fixture(scope="module")

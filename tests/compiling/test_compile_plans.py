@@ -6,7 +6,6 @@ A bundle that lacks one works all the same: it is compiled while a prompt waits.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,9 @@ from hetero.solver.handmade import layer_level, single_device
 from hetero.solver.plan import OpPlan, Tile
 from tests.runtime.plans import random_plan
 from tests.support.checkpoints import Case, make_checkpoint
-from tests.support.helpers import own_cache
 
 pytest.importorskip("hetero.backends.qnn.opening", exc_type=ImportError)
+pytestmark = pytest.mark.usefixtures("no_graphs")
 
 GRAPHS = (8, 32)
 TOKENS = 45
@@ -48,13 +47,6 @@ LONG = (
     "q, k and v apart",
     "block, cut where it is decoded",
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_graphs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(own_cache(tmp_path_factory.mktemp("cache"))))
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,13 @@ from hetero import LLM
 from hetero.models import model_spec
 from hetero.solver.handmade import single_device
 from tests.support.checkpoints import CASES, make_checkpoint
-from tests.support.helpers import assert_close, own_cache
+from tests.support.helpers import assert_close
 from tests.support.real_models import find_model
 
 if importlib.util.find_spec("onnxruntime_qnn") is None:
     pytest.skip("needs the package onnxruntime-qnn", allow_module_level=True)
+
+pytestmark = pytest.mark.usefixtures("no_graphs")
 
 PROMPT = "Once upon a time"
 LENGTH = 64  # of the context, which makes the graphs of attention small
@@ -28,15 +29,6 @@ LENGTH = 64  # of the context, which makes the graphs of attention small
 TOKENS = {("demo", "npu"): 2, ("stories260K", "npu"): 6, ("stories260K", "hetero"): 30}
 # Two best logits closer than this may change places (issue 6): the arithmetic is fp16.
 CLOSE = 0.02
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_graphs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A cache of compiled graphs for this module alone."""
-    folder = own_cache(tmp_path_factory.mktemp("cache"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(folder))
-        yield folder
 
 
 def reference(model: str, count: int) -> tuple[list[int], list[Any]]:

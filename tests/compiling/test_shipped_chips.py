@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,22 +23,16 @@ from hetero.solver.build import make_plan
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.request import PlanRequest
 from tests.support.checkpoints import CASES, make_checkpoint
-from tests.support.helpers import assert_close, own_cache
+from tests.support.helpers import assert_close
 
 pytest.importorskip("hetero.backends.qnn.opening", exc_type=ImportError)
+pytestmark = pytest.mark.usefixtures("no_graphs")
 
 CLOSE = 0.02  # of the two largest logits, which may change places: the arithmetic is fp16
 CHIPS = {
     "snapdragon-8-gen-3": "sm8650",
     "snapdragon-8-gen-3-strong-npu": "sm8650",
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_graphs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(own_cache(tmp_path_factory.mktemp("cache"))))
-        yield
 
 
 def plan_of(model: str, profile: str, *lengths: int, graph_sizes: object = None) -> ExecutionPlan:

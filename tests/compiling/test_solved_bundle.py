@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -26,21 +25,15 @@ from hetero.runtime.adaptive import Adaptation
 from hetero.solver.plan import PHASES, Phase
 from hetero.solver.prepared import PreparedSolver
 from tests.support.checkpoints import Case, make_checkpoint
-from tests.support.helpers import Command, own_cache
+from tests.support.helpers import Command
 
 pytest.importorskip("hetero.backends.qnn.opening", exc_type=ImportError)
+pytestmark = pytest.mark.usefixtures("no_graphs")
 
 GRAPHS = (8, 32)
 CONTEXT = 80
 PROMPT = [3 + i % 90 for i in range(50)]
 CHIP = "snapdragon-8-gen-3"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_graphs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(own_cache(tmp_path_factory.mktemp("cache"))))
-        yield
 
 
 @pytest.fixture(scope="module")
