@@ -211,7 +211,7 @@ def here(command: Sequence[str]) -> str:
 
 @contextmanager
 def opened(folder: Path | None, wheel: Path | None) -> Iterator[Machine]:
-    """Install hetero beside the root and yield the machine; its home is new and is removed."""
+    """Install hetero next to the root and yield the machine; its home is new and is removed."""
     with tempfile.TemporaryDirectory(prefix="hetero-arm64-") as name:
         site, home = Path(name) / "site", Path(name) / "home"
         home.mkdir()

@@ -1,7 +1,7 @@
 """Switching between contexts: LLMS and what its paper compares it with, on the paper's traces.
 
 python bench/contexts.py simulate       # 72 hours on a virtual clock; all of it is simulated
-python bench/contexts.py figures 10     # 2, 10, 11, 14, 15b: beside the paper's numbers
+python bench/contexts.py figures 10     # 2, 10, 11, 14, 15b, with the paper's numbers
 python bench/contexts.py measure        # 60 calls of the demo model, beside the same on that clock
 python bench/contexts.py trace -c 8 --pattern markov        # as JSON lines; the header says all
 
@@ -155,7 +155,7 @@ def figures(
     hours: float = HOURS,
     profile: Annotated[str, typer.Option(help="of figure 2")] = "snapdragon-8-gen-3",
 ) -> None:
-    """A figure of the paper, of Llama-2-7B, beside the paper's numbers; random switches."""
+    """A figure of the paper, of Llama-2-7B, with the paper's numbers; random switches."""
 
     def calls(contexts: int, window: int, per_hour: float) -> list[Call]:
         about = header("random", contexts, window, 0, per_hour)

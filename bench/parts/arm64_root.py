@@ -65,7 +65,7 @@ exec chroot "$root" env -i "$@"
 
 
 class UnavailableError(Exception):
-    """What this machine lacks, in one sentence with the remedy."""
+    """This machine lacks something: one sentence with the remedy."""
 
 
 def default_folder() -> Path:
@@ -75,7 +75,7 @@ def default_folder() -> Path:
 
 
 def make(folder: Path, mirror: str) -> None:
-    """Make the folder anew, or leave what was there; `mirror` is Debian's, "" for apt's own.
+    """Make the folder again, or leave what was there; `mirror` is Debian's, "" for apt's own.
 
     Raises `UnavailableError` without apt, Debian's keys or a mirror.
     """

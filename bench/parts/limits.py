@@ -1,4 +1,4 @@
-"""What the NPU's memory costs on the simulated chip."""
+"""The cost of the NPU's memory limits on the simulated chip."""
 
 from __future__ import annotations
 

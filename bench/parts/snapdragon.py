@@ -176,7 +176,7 @@ def build_profile(
 
 
 def declared() -> dict[str, CapabilityRecord]:
-    """What the backends say that their devices on this chip can do: bundles share weights."""
+    """Return the capabilities that the backends declare for this chip: bundles share weights."""
     sizes = npu_capabilities.STANDARD_GRAPH_SIZES
     npu = npu_capabilities.capabilities_of(find_chip(SOC), sizes, shared_weights=True)
     known = (gpu_capabilities.capabilities_of(), npu)
