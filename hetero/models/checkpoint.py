@@ -145,6 +145,8 @@ class CheckpointWeights(ModelWeights):
 
     def model_vector(self, name: str) -> Float32Array:
         """Return a vector outside of the blocks."""
+        if (zeros := self._norm_bias(name)) is not None:
+            return zeros
         module, suffix = vector_module(self._names.model_modules, name)
         vector = self._vector(f"{module}.{suffix}", norm=name == "final_norm").reshape(-1)
         return self._with_logit_scale(name, vector)
@@ -156,30 +158,43 @@ class CheckpointWeights(ModelWeights):
         return BlockWeights(**packed, **vectors)  # type: ignore[arg-type]
 
     def _load_matrix(self, name: str) -> PackedWeight:
-        return self._pack_tensors([f"{self._names.model_modules[name]}.weight"], None)
+        return self._pack_tensors({f"{self._names.model_modules[name]}.weight": None})
 
     def _pack(self, prefix: str, name: str) -> PackedWeight:
-        tensors = [f"{prefix}{module}.weight" for module in self._names.matmuls[name]]
-        return self._pack_tensors(tensors, self._row_order(name))
+        orders = {
+            f"{prefix}{module}.weight": self._row_order(module)
+            for module in self._names.matmuls[name]
+        }
+        return self._pack_tensors(orders)
 
-    def _pack_tensors(self, names: list[str], order: npt.NDArray[np.int64] | None) -> PackedWeight:
-        sources = [SourceTensor(name, self.files.array(name), order) for name in names]
+    def _pack_tensors(self, orders: Mapping[str, npt.NDArray[np.int64] | None]) -> PackedWeight:
+        sources = [SourceTensor(name, self.files.array(name), x) for name, x in orders.items()]
+        names = list(orders)
         return pack_rows(
             sources, self.weight_format.storage, after_batch=lambda: self.files.forget(names)
         )
 
-    def _row_order(self, name: str) -> npt.NDArray[np.int64] | None:
-        order = self._architecture.row_order.get(name)
+    def _row_order(self, module: str) -> npt.NDArray[np.int64] | None:
+        order = self._architecture.row_order.get(module)
         return None if order is None else order(self.config)
 
     def _block_vector(self, prefix: str, name: str) -> Float32Array:
+        if (zeros := self._norm_bias(name)) is not None:
+            return zeros
         if name.removesuffix("_bias") not in self._names.matmuls:
             module, suffix = vector_module(self._names.vectors, name)
             return self._vector(f"{prefix}{module}.{suffix}", norm=suffix == "weight")
         matmul = name.removesuffix("_bias")
-        parts = [self._vector(f"{prefix}{x}.bias") for x in self._names.matmuls[matmul]]
-        whole, order = np.concatenate(parts), self._row_order(matmul)
-        return whole if order is None else whole[order]
+        parts = []
+        for module in self._names.matmuls[matmul]:
+            values, order = self._vector(f"{prefix}{module}.bias"), self._row_order(module)
+            parts.append(values if order is None else values[order])
+        return np.concatenate(parts)
+
+    def _norm_bias(self, name: str) -> Float32Array | None:
+        """Return zeros for the bias of a norm that the family has without one."""
+        absent = name.endswith("norm_bias") and not self._architecture.norm_bias
+        return np.zeros(self.config.hidden_size, np.float32) if absent else None
 
     def _vector(self, name: str, *, norm: bool = False) -> Float32Array:
         values: Float32Array = self.files.array(name).astype(np.float32)
@@ -196,11 +211,14 @@ def vector_module(modules: Mapping[str, str], name: str) -> tuple[str, str]:
 
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return the names and shapes of the tensors of a checkpoint of this configuration."""
-    names, d = ARCHITECTURES[config.architecture].names, config.hidden_size
+    architecture, d = ARCHITECTURES[config.architecture], config.hidden_size
+    names = architecture.names
     shapes: dict[str, tuple[int, ...]] = {}
     for matrix in embedding_matrices(config):
         shapes[f"{names.model_modules[matrix.name]}.weight"] = (matrix.n, matrix.k)
     for vector in model_vectors(config, StorageFormat.F32):
+        if vector.name == "final_norm_bias" and not architecture.norm_bias:
+            continue
         rows = (vector.n // d, d) if vector.name == "positions" else (vector.n,)
         shapes[".".join(vector_module(names.model_modules, vector.name))] = rows
     for index in range(config.num_layers):
@@ -210,9 +228,12 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _block_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    names = ARCHITECTURES[config.architecture].names
+    architecture = ARCHITECTURES[config.architecture]
+    names = architecture.names
     shapes: dict[str, tuple[int, ...]] = {}
     for vector in block_vectors(config, StorageFormat.F32):
+        if vector.name.endswith("norm_bias") and not architecture.norm_bias:
+            continue
         if vector.name.removesuffix("_bias") not in names.matmuls:
             shapes[".".join(vector_module(names.vectors, vector.name))] = (vector.n,)
     for matmul in config.matmuls():

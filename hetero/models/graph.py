@@ -5,11 +5,12 @@ serves every architecture, whose `ModelConfig` says only what differs.
 
     serial     h = norm(x);  x += attention(h);  h = norm(x);  x += feed_forward(h)
     parallel   h = norm(x);  x += attention(h) + feed_forward(h)
-    out_norms  what is added to x is normed once more before
+    out_norms  what is added to x is normed once more before; without in_norms only then:
+               x += norm(attention(x));  x += norm(feed_forward(x))
 
-A factor r on what is added to x (`residual_scale`) costs no operation: the stream holds x / r, whose
-embedding is divided by r, and norms of it have eps / r², which gives the norms of x. A factor on the
-logits (`logit_scale`) is in the weights of the final norm (`ModelWeights`).
+A factor r on what is added to x (`residual_scale`) costs no operation: the stream holds x / r,
+whose embedding is divided by r, and norms of it have eps / r², which gives the norms of x. A factor
+on the logits (`logit_scale`) is in the weights of the final norm (`ModelWeights`).
 
 The residual stream alternates between the slots `x` and `x2`; a norm adds what is in `t` (or in
 `added`) to it, writes the sum to the other slot, and the normed sum to `h`.
@@ -108,15 +109,17 @@ def rope_of(config: ModelConfig, layer: int, capacity: int | None = None) -> Rop
         rotary_dim=config.rotary_dim,
         scaling=rope.scaling if rope else UNROTATED,
         qk_norm_eps=config.rms_norm_eps if config.qk_norm else None,
+        qk_norm_row=config.qk_norm_row,
+        qk_norm_after=config.qk_norm_after,
     )
 
 
 def movable_ropes(config: ModelConfig) -> tuple[Rope | None, ...] | None:
     """Return the rotary embedding of each layer by which cached keys move to other positions.
 
-    None where they cannot: positions are learned.
+    None where they cannot: positions are learned, or the weights of the norm of keys came after.
     """
-    if config.positions:
+    if config.positions or config.qk_norm_after:
         return None
     return tuple(rope_of(config, i) for i in range(config.num_layers))
 
@@ -148,7 +151,7 @@ class _Decoder:
         self._embed()
         for layer in range(self.layers):
             self.layer = layer
-            if layer == 0:
+            if layer == 0 and self.config.in_norms:
                 self._add("input_norm", self._norm_op(), x=self.stream, y="h")
             self._block(layer)
             last = layer == self.layers - 1
@@ -176,20 +179,21 @@ class _Decoder:
 
     def _block(self, layer: int) -> None:
         """Add everything from a block's input norm up to the norm that follows the block."""
+        read = "h" if self.config.in_norms else self.stream
         if self.config.parallel:
-            self._attention(layer, "t")
-            self._feed_forward("t2")
+            self._attention(layer, read, "t")
+            self._feed_forward(read, "t2")
             self._add("join", Add(d=self.config.hidden_size), x="t", residual="t2", y="added")
             return
-        self._attention(layer, "t")
+        self._attention(layer, read, "t")
         self._out_norm("o_norm")
         self._norm("post_norm")
-        self._feed_forward("t")
+        self._feed_forward("h" if self.config.in_norms else self.stream, "t")
         self._out_norm("down_norm")
 
-    def _attention(self, layer: int, target: str) -> None:
+    def _attention(self, layer: int, source: str, target: str) -> None:
         config = self.config
-        self._matmul("qkv", "h", "qkv")
+        self._matmul("qkv", source, "qkv")
         turned, rope = "qkv", rope_of(config, layer, self.capacity)
         if rope is not None:
             turned = "rotated"
@@ -216,8 +220,8 @@ class _Decoder:
         )
         self._matmul("o", "attended", target)
 
-    def _feed_forward(self, target: str) -> None:
-        self._matmul("gate_up", "h", "gate_up")
+    def _feed_forward(self, source: str, target: str) -> None:
+        self._matmul("gate_up", source, "gate_up")
         kind = GatedAct if self.config.gated else Act
         activation = kind(f=self.config.intermediate_size, activation=self.config.activation)
         self._add("activation", activation, x="gate_up", y="activated")
@@ -228,10 +232,14 @@ class _Decoder:
             self._add(name, self._norm_op(), x="t", y="added")
 
     def _norm(self, name: str) -> None:
-        """Add to the residual stream, and norm the sum into `h`."""
+        """Add to the residual stream, and norm the sum into `h`, if what follows is normed."""
         added = "added" if self.config.out_norms or self.config.parallel else "t"
         before = self.shadowed or self.stream
         self.shadowed, self.stream = None, "x2" if self.stream == "x" else "x"
+        if name != "final_norm" and not self.config.in_norms:
+            add = Add(d=self.config.hidden_size)
+            self._add(name.replace("norm", "add"), add, x=before, residual=added, y=self.stream)
+            return
         norm = self._norm_op(add=True)
         self._add(name, norm, x=before, residual=added, sum=self.stream, y="h")
 

@@ -43,10 +43,13 @@ def block_vectors(config: ModelConfig, storage: StorageFormat) -> tuple[VectorSh
     (`scaled_inputs`).
     """
     names = ["input_norm"] if config.parallel else ["input_norm", "post_norm"]
+    names = names if config.in_norms else []
     names += ["o_norm", "down_norm"] if config.out_norms else []
     norms = _norms(config, names)
     if config.qk_norm:
-        norms += [VectorShape(name, config.head_dim) for name in ("q_norm", "k_norm")]
+        heads = (config.heads, config.kv_heads) if config.qk_norm_row else (1, 1)
+        sizes = zip(("q_norm", "k_norm"), heads, strict=True)
+        norms += [VectorShape(name, count * config.head_dim) for name, count in sizes]
     biases = [x for x in config.matmuls() if x.bias and x.name != "lm_head"]
     scales = [VectorShape(f"{x.name}_x_scale", 1) for x in block_matrices(config)]
     return (

@@ -46,7 +46,7 @@ class BlockWeights:
     o: PackedWeight
     gate_up: PackedWeight
     down: PackedWeight
-    input_norm: Float32Array
+    input_norm: Float32Array | None = None
     post_norm: Float32Array | None = None
     o_norm: Float32Array | None = None
     down_norm: Float32Array | None = None
