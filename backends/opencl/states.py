@@ -39,7 +39,8 @@ def prepare_short_conv(
 
     def launches(tensors: Mapping[str, Operand], m: int) -> Sequence[KernelLaunch]:
         ports = [whole(tensors[port]) for port in ("position", "conv_state", "y")]
-        args: tuple[Argument, ...] = (m, InPanels(tensors["x"]), *ports, taps, bias, op.d, chunk, tile)
+        rest = (taps, bias, op.d, chunk, tile)
+        args: tuple[Argument, ...] = (m, InPanels(tensors["x"]), *ports, *rest)
         size = items, -(-m // tile)
         return [KernelLaunch(program, "short_conv", size, (tuning.lanes, 1), args)]
 
