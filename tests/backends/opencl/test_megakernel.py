@@ -68,7 +68,7 @@ class Calls:
             for port, tensor in tensors.items():
                 if port in OUTPUT_PORTS:
                     self._outputs.append(tensor)
-                elif port.endswith("cache"):
+                elif port.endswith(("cache", "state")):
                     self._caches.append((tensor, tensor.array.copy()))
 
     def after(self, calls: Sequence[BoundCall]) -> list[bytes]:
@@ -86,6 +86,18 @@ def fused(device: OpenCLDevice, stages: Stages) -> OpenCLCall:
     found = device.fuse([stages])
     assert found is not None
     return found[0]
+
+
+STATES: tuple[Op, ...] = (ops.ShortConv(d=70, taps=3, gated=True), ops.Add(d=37))
+
+
+@pytest.mark.parametrize("m", [pytest.param(1, marks=pytest.mark.full), 7])
+def test_a_fused_launch_replaces_states_once(device: OpenCLDevice, m: int) -> None:
+    made = Calls(device, STATES, m, seed=m)
+    wanted = made.after(made.calls)
+    whole = fused(device, [[call] for call in made.calls])
+    assert made.after([whole]) == wanted
+    assert made.after([whole, whole]) == made.after([*made.calls, *made.calls]) != wanted
 
 
 @pytest.mark.full
