@@ -21,11 +21,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, TypeAlias
+from typing import ClassVar, Final, Literal, TypeAlias
 
 from hetero.backends.formats import CacheFormat, WeightFormat
 
 Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "relu"]
+L2_EPS: Final = 1e-6  # of the norms of queries and keys in `GatedDelta`
 OperandOrder: TypeAlias = Literal["plain", "transposed"]
 
 
@@ -369,6 +370,54 @@ class ShortConv:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GatedDelta:
+    """Gated delta rule over tokens, then a gated norm (Qwen3-Next, Qwen3.5; arXiv 2412.06464).
+
+    A value head j has a state S [dk, dv] and uses the key head j mod k_heads. For each token, with
+    q and k divided by sqrt(Σ x² + 1e-6), q also by sqrt(dk), beta = sigmoid(b) and
+    g = decay · softplus(a + dt_bias), which is not positive,
+
+        S ← exp(g) · S;  u = beta · (v - Sᵀ k);  S ← S + k uᵀ;  o = Sᵀ q
+        y = o / sqrt(mean(o²) + eps) · norm · silu(z)
+
+    Ports: `x` [m, 2·k_heads·dk + v_heads·dv]: all q, all k, all v; `gates` [m, max(width, v_heads ·
+    (dv + 2))], whose last columns are z [v_heads · dv], b and a [v_heads each]; `position` int32
+    [1]; `delta_state` [v_heads, dk, dv]; `y` [m, v_heads · dv]. Weights: `decay` and `dt_bias`
+    [v_heads], `norm` [dv].
+    """
+
+    k_heads: int
+    v_heads: int
+    k_dim: int
+    v_dim: int
+    eps: float
+    width: int = 0
+    ports: ClassVar[tuple[str, ...]] = ("x", "gates", "position", "delta_state", "y")
+
+    def __post_init__(self) -> None:
+        if self.v_heads % self.k_heads:
+            raise ValueError(
+                f"value heads must be a multiple of key heads, got {self.v_heads} and "
+                f"{self.k_heads}"
+            )
+
+    @property
+    def columns(self) -> int:
+        """Return the columns of `x`."""
+        return 2 * self.k_heads * self.k_dim + self.values
+
+    @property
+    def values(self) -> int:
+        """Return the columns of the values, of z and of `y`."""
+        return self.v_heads * self.v_dim
+
+    @property
+    def gates_width(self) -> int:
+        """Return the columns of `gates`."""
+        return max(self.width, self.values + 2 * self.v_heads)
+
+
+@dataclass(frozen=True, kw_only=True)
 class GatedAct:
     """`y = act(x[:, :f]) · x[:, f:]`. Ports: `x` [m, 2f] (gate, then up), `y` [m, f]."""
 
@@ -449,6 +498,7 @@ Op: TypeAlias = (
     | SumScores
     | DecodeChunks
     | ShortConv
+    | GatedDelta
     | GatedAct
     | Act
     | AddPositions
@@ -462,7 +512,7 @@ OUTPUT_PORTS = frozenset({"y", "sum", "out"})
 # Ports that a call adds to.
 ADDED_PORTS = frozenset({"score_sums"})
 # Ports of float32 that a call reads, unless it is at position 0, and replaces.
-STATE_PORTS = ("conv_state",)
+STATE_PORTS = ("conv_state", "delta_state")
 
 
 def has_state(op: Op) -> bool:
@@ -486,6 +536,8 @@ def weight_names(op: Op) -> tuple[str, ...]:  # noqa: PLR0911
             return ("table",)
         case DecodeChunks():
             return ("channels",)
+        case GatedDelta():
+            return ("decay", "dt_bias", "norm")
         case ShortConv():
             return ("taps", "bias") if op.bias else ("taps",)
         case Outliers():
@@ -512,6 +564,9 @@ def describe(op: Op) -> str:  # noqa: PLR0911
         case Rope() | Attention():
             kind = type(op).__name__
             return f"{kind}(heads={op.heads}, kv_heads={op.kv_heads}, head_dim={op.head_dim})"
+        case GatedDelta():
+            sizes = f"k_heads={op.k_heads}, v_heads={op.v_heads}, k_dim={op.k_dim}"
+            return f"GatedDelta({sizes}, v_dim={op.v_dim})"
         case ShortConv():
             gated = ", gated" if op.gated else ""
             return f"ShortConv(d={op.d}, taps={op.taps}{gated})"

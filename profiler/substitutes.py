@@ -39,6 +39,8 @@ SUBSTITUTES: Final = {
     "ShortConv": ("ShortConv+gated", "Act", "GatedAct"),
     "ShortConv+gated": ("ShortConv", "GatedAct"),
     "AddPositions": ("Add", "RMSNorm+add", "RMSNorm"),
+    # By its multiply-adds and what it reads and writes, which are among the terms of the work.
+    "GatedDelta": ("Attention", "Attention+f16", "Attention+q8"),
     # Caches of another format, whose bytes are among the terms of the work.
     "Attention": ("Attention+f16", "Attention+q8"),
     "Attention+f16": ("Attention", "Attention+q8"),

@@ -119,7 +119,7 @@ class QnnDevice(Device, SupportsGroups):
             return Acceptance(False, "its graphs have all heads of an attention, or none")
         if isinstance(op, ops.SumScores | ops.DecodeChunks):
             return Acceptance(False, "what contexts as a service need is computed on the host")
-        if isinstance(op, ops.ShortConv):
+        if ops.has_state(op):
             return Acceptance(False, "its graphs keep no states from call to call")
         if isinstance(op, ops.Attention) and op.kv is not CacheFormat.F32:
             return Acceptance(

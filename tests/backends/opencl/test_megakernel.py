@@ -88,7 +88,11 @@ def fused(device: OpenCLDevice, stages: Stages) -> OpenCLCall:
     return found[0]
 
 
-STATES: tuple[Op, ...] = (ops.ShortConv(d=70, taps=3, gated=True), ops.Add(d=37))
+STATES: tuple[Op, ...] = (
+    ops.ShortConv(d=70, taps=3, gated=True),
+    ops.GatedDelta(k_heads=2, v_heads=4, k_dim=16, v_dim=8, eps=1e-6),
+    ops.Add(d=37),
+)
 
 
 @pytest.mark.parametrize("m", [pytest.param(1, marks=pytest.mark.full), 7])
