@@ -16,7 +16,7 @@ from hetero.solver.options import GPU, HOST, INF, Objective, Option
 from hetero.solver.planner import Planner
 from hetero.solver.solution import Scenario, Solution
 from hetero.solver.tilings import Grid
-from hetero.solver.weight_memory import Limits, ResidentRows, resident_bytes
+from hetero.solver.weight_memory import Limits, ResidentRows, copy_bytes, resident_bytes
 
 GRID_ROWS = 12  # places for each of the two row limits on large matmuls
 STATES = (GPU, HOST)
@@ -231,7 +231,8 @@ class _Builder:
         for program, y in zip(self.programs, self.each, strict=True):
             for (name, resident), column in y.items():
                 gpu, npu = resident_bytes(program.planner, name, resident)
-                for row, nbytes, limit in zip(rows, (gpu + npu, gpu, npu), limits, strict=True):
+                sizes = (gpu + npu, gpu, npu, copy_bytes(program.planner, name, resident))
+                for row, nbytes, limit in zip(rows, sizes, limits, strict=True):
                     if row is not None:
                         self.entries.append((row, column, nbytes / limit))
 
