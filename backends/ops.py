@@ -20,14 +20,48 @@ position 0 starts from zeros and does not read the state, which may hold anythin
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import ClassVar, Final, Literal, TypeAlias
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any, ClassVar, Final, Literal, TypeAlias, TypeVar
 
 from hetero.backends.formats import CacheFormat, WeightFormat
 
 Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "relu"]
 L2_EPS: Final = 1e-6  # of the norms of queries and keys in `GatedDelta`
 OperandOrder: TypeAlias = Literal["plain", "transposed"]
+_Value = TypeVar("_Value")
+
+
+def later(default: _Value) -> _Value:
+    """Return a field that was added to a record after documents of it had been written.
+
+    With its default it is neither in `repr` nor in documents: what was stored under a record's
+    identity (compiled graphs, plans, saved contexts) stays valid.
+    """
+    value: _Value = field(default=default, metadata={"later": True})
+    return value
+
+
+def document(record: Any) -> dict[str, Any]:
+    """Return the fields of a record, and of records in it; `later` ones where they are set."""
+    named = {
+        x.name: getattr(record, x.name)
+        for x in fields(record)
+        if not x.metadata.get("later") or getattr(record, x.name) != x.default
+    }
+    return {name: document(x) if is_dataclass(x) else x for name, x in named.items()}
+
+
+class Extensible:
+    """A record, made with `repr=False`, whose `later` fields are shown only where they are set."""
+
+    def __repr__(self) -> str:
+        """Return what `dataclass` generates, without `later` fields at their defaults."""
+        named = [
+            f"{x.name}={getattr(self, x.name)!r}"
+            for x in fields(self)  # type: ignore[arg-type]
+            if not x.metadata.get("later") or getattr(self, x.name) != x.default
+        ]
+        return f"{type(self).__qualname__}({', '.join(named)})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,15 +145,16 @@ class LayerNorm:
         return ("x", "residual", "sum", "y") if self.add else ("x", "y")
 
 
-@dataclass(frozen=True, kw_only=True)
-class RopeScaling:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class RopeScaling(Extensible):
     """Frequency scaling of rotary embeddings, with the names of `config.json`'s `rope_scaling`.
 
     LongRoPE divides each frequency by a factor of its own, of `short_factor`, or of `long_factor`
-    where `long` says that the context is longer than the model was first trained for.
+    where `long` says that the context is longer than the model was first trained for. With `zero`
+    all frequencies are 0: nothing is rotated (layers whose queries and keys are normed only).
     """
 
-    kind: Literal["none", "linear", "llama3", "yarn", "longrope"] = "none"
+    kind: Literal["none", "linear", "llama3", "yarn", "longrope", "zero"] = "none"
     factor: float = 1.0
     original_max_position: int = 0
     low_freq_factor: float = 1.0
@@ -144,8 +179,8 @@ class RopeScaling:
         return replace(self, long=long)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rope:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Rope(Extensible):
     """Rotate queries and keys by their positions ("rotate half", as Hugging Face stores weights).
 
     Ports: `qkv` [m, (H + 2G)·D] (queries, keys, values of a token side by side), `position` int32

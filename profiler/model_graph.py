@@ -26,7 +26,7 @@ from pydantic import (
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from hetero.backends.formats import CacheFormat, WeightFormat
-from hetero.backends.ops import OUTPUT_PORTS, Attention, Embed, MatMul, Op, Rope
+from hetero.backends.ops import OUTPUT_PORTS, Attention, Embed, MatMul, Op, Rope, document
 from hetero.backends.protocol import CACHE_PORTS, port_shape
 from hetero.backends.weights import packed_bytes
 
@@ -57,7 +57,7 @@ def _read_op(value: Any) -> Op:
 
 
 def _write_op(op: Op) -> dict[str, Any]:
-    return {"kind": type(op).__name__, **dataclasses.asdict(op)}
+    return {"kind": type(op).__name__, **document(op)}
 
 
 def _refuse_unknown(kind: Any, fields: Mapping[str, Any]) -> None:

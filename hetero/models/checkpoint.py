@@ -24,6 +24,8 @@ from hetero.models.layout import block_vectors, embedding_matrices, model_vector
 from hetero.models.model_weights import BlockWeights, ModelWeights
 from hetero.models.packing import SourceTensor, check_finite, pack_rows
 from hetero.models.safetensors_file import FLOAT_DTYPES, SafetensorsFile
+from hetero.models.wrapper import text_tensors
+from hetero.terminal.notices import notify_once
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -40,6 +42,14 @@ class CheckpointFiles:
             self._open_shards()
         else:
             self._open_single()
+        self._stored, left_out = text_tensors(self._file_of)
+        if left_out:
+            parts = sorted({name.removeprefix("model.").partition(".")[0] for name in left_out})
+            notify_once(
+                f"{directory}: only the text part is loaded; {', '.join(parts)} "
+                f"({len(left_out)} tensors) left out"
+            )
+        self._file_of = {name: self._file_of[old] for name, old in self._stored.items()}
 
     def __iter__(self) -> Iterable[str]:
         return iter(self._file_of)
@@ -53,21 +63,21 @@ class CheckpointFiles:
 
     def array(self, name: str) -> npt.NDArray[Any]:
         """Return a view of a tensor in its mapped file."""
-        return self._file_of[name].array(name)
+        return self._file_of[name].array(self._stored[name])
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor."""
-        return self._file_of[name].entries[name].shape
+        return self._file_of[name].entries[self._stored[name]].shape
 
     def dtype(self, name: str) -> str:
         """Return the data type of a tensor, as safetensors spells it."""
-        return self._file_of[name].entries[name].dtype
+        return self._file_of[name].entries[self._stored[name]].dtype
 
     def forget(self, names: Iterable[str]) -> None:
         """Drop the pages of these tensors from memory."""
         by_file: dict[str, list[str]] = {}
         for name in names:
-            by_file.setdefault(self._file_of[name].path.name, []).append(name)
+            by_file.setdefault(self._file_of[name].path.name, []).append(self._stored[name])
         for file, members in by_file.items():
             self.files[file].forget(members)
 
@@ -136,7 +146,8 @@ class CheckpointWeights(ModelWeights):
     def model_vector(self, name: str) -> Float32Array:
         """Return a vector outside of the blocks."""
         module, suffix = vector_module(self._names.model_modules, name)
-        return self._vector(f"{module}.{suffix}", norm=name == "final_norm").reshape(-1)
+        vector = self._vector(f"{module}.{suffix}", norm=name == "final_norm").reshape(-1)
+        return self._with_logit_scale(name, vector)
 
     def _load_block(self, index: int) -> BlockWeights:
         prefix = self._names.block.format(index)

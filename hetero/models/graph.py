@@ -7,6 +7,10 @@ serves every architecture, whose `ModelConfig` says only what differs.
     parallel   h = norm(x);  x += attention(h) + feed_forward(h)
     out_norms  what is added to x is normed once more before
 
+A factor r on what is added to x (`residual_scale`) costs no operation: the stream holds x / r, whose
+embedding is divided by r, and norms of it have eps / r², which gives the norms of x. A factor on the
+logits (`logit_scale`) is in the weights of the final norm (`ModelWeights`).
+
 The residual stream alternates between the slots `x` and `x2`; a norm adds what is in `t` (or in
 `added`) to it, writes the sum to the other slot, and the normed sum to `h`.
 
@@ -35,6 +39,7 @@ from hetero.backends.ops import (
     Outliers,
     RMSNorm,
     Rope,
+    RopeScaling,
 )
 from hetero.backends.protocol import CACHE_PORTS
 from hetero.models.config import ModelConfig
@@ -42,6 +47,7 @@ from hetero.models.sliding import Sliding
 from hetero.profiler.model_graph import MatMulName, ModelGraph, Node, OpName, slot_shapes
 
 SHADOW: Final = "_shadow"  # of a node, behind the name of its matmul
+UNROTATED: Final = RopeScaling(kind="zero")
 Shadows: TypeAlias = Mapping[str, Outliers]  # by block and matmul, `blocks.3.down`
 OF_THE_POOL = frozenset({"tokens", "position", "cache_row", "logits"})  # not [tokens, features]
 
@@ -85,18 +91,34 @@ def slot_widths(config: ModelConfig, shadows: Shadows | None = None) -> dict[str
     }
 
 
-def rope_of(config: ModelConfig, capacity: int | None = None) -> Rope:
-    """Return the operation of the rotary embedding, with the query/key norm if there is one."""
+def rope_of(config: ModelConfig, layer: int, capacity: int | None = None) -> Rope | None:
+    """Return the operation of a layer's rotary embedding, with the query/key norm if there is one.
+
+    It rotates by nothing where a layer has the norm alone, and is None where it has neither.
+    """
+    rope = config.rope_at(layer)
+    if config.positions or (rope is None and not config.qk_norm):
+        return None
     return Rope(
         heads=config.heads,
         kv_heads=config.kv_heads,
         head_dim=config.head_dim,
-        theta=config.rope_theta,
+        theta=rope.theta if rope else config.rope_theta,
         max_position=capacity or config.max_position,
         rotary_dim=config.rotary_dim,
-        scaling=config.rope_scaling,
+        scaling=rope.scaling if rope else UNROTATED,
         qk_norm_eps=config.rms_norm_eps if config.qk_norm else None,
     )
+
+
+def movable_ropes(config: ModelConfig) -> tuple[Rope | None, ...] | None:
+    """Return the rotary embedding of each layer by which cached keys move to other positions.
+
+    None where they cannot: positions are learned.
+    """
+    if config.positions:
+        return None
+    return tuple(rope_of(config, i) for i in range(config.num_layers))
 
 
 class _Decoder:
@@ -141,7 +163,7 @@ class _Decoder:
             vocab=config.vocab_size,
             d=config.hidden_size,
             weight_format=self.weight_format,
-            scale=config.embed_scale,
+            scale=config.embed_scale / config.residual_scale,
         )
         if not config.positions:
             self._add("embed", embed, tokens="tokens", y="x")
@@ -168,10 +190,9 @@ class _Decoder:
     def _attention(self, layer: int, target: str) -> None:
         config = self.config
         self._matmul("qkv", "h", "qkv")
-        turned = "qkv"
-        if not config.positions:
+        turned, rope = "qkv", rope_of(config, layer, self.capacity)
+        if rope is not None:
             turned = "rotated"
-            rope = rope_of(config, self.capacity)
             self._add("rope", rope, qkv="qkv", position="position", out=turned)
         slides = self.sliding is not None and layer in self.sliding.layers
         attention = Attention(
@@ -215,8 +236,11 @@ class _Decoder:
         self._add(name, norm, x=before, residual=added, sum=self.stream, y="h")
 
     def _norm_op(self, *, add: bool = False) -> RMSNorm | LayerNorm:
-        kind = LayerNorm if self.config.norm == "layer" else RMSNorm
-        return kind(d=self.config.hidden_size, eps=self.config.rms_norm_eps, add=add)
+        config = self.config
+        kind = LayerNorm if config.norm == "layer" else RMSNorm
+        return kind(
+            d=config.hidden_size, eps=config.rms_norm_eps / config.residual_scale**2, add=add
+        )
 
     def _matmul(self, name: MatMulName, source: str, target: str) -> None:
         spec = self.matmuls[name]

@@ -20,7 +20,7 @@ from hetero.models.graph import model_graph
 from hetero.models.random_models import known_config
 
 Array = npt.NDArray[Any]
-ARCHITECTURES = {"phi": "phi2"}
+ARCHITECTURES = {"phi": "phi2", "gemma3_text": "gemma3"}
 PERMUTED = ("llama", "internlm2")
 NAMES = {
     "model.embed_tokens": "token_embd", "lm_head": "output", "model.norm": "output_norm",
@@ -38,9 +38,12 @@ INTERNLM2_NAMES = {
     "feed_forward.w1": "ffn_gate", "feed_forward.w3": "ffn_up", "feed_forward.w2": "ffn_down",
     "attention_norm": "attn_norm", "ffn_norm": "ffn_norm",
 }  # fmt: skip
-GEMMA2_NAMES = {
+SANDWICH_NAMES = {
     "post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
+}  # fmt: skip
+OWN_NAMES = {
+    "gemma2": SANDWICH_NAMES, "gemma3": SANDWICH_NAMES, "internlm2": INTERNLM2_NAMES,
 }  # fmt: skip
 FLOATS = {GGMLQuantizationType.F32: np.float32, GGMLQuantizationType.F16: np.float16}
 
@@ -125,6 +128,8 @@ def metadata(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
     heads = raw["num_attention_heads"]
     head_dim = raw.get("head_dim") or raw["hidden_size"] // heads
     rope = raw.get("rope_parameters") or {}
+    local = rope.get("sliding_attention", {})
+    rope = rope.get("full_attention", rope)
     rotated = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
     found: dict[str, Any] = {
         "embedding_length": raw["hidden_size"],
@@ -150,12 +155,35 @@ def metadata(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
     ):
         if raw.get(ours) is not None:
             found[theirs] = raw[ours]
-    return {f"{name}.{key}": value for key, value in found.items()}
+    if local:
+        found["rope.freq_base_swa"] = float(local["rope_theta"])
+    if rope.get("rope_type", "default") not in ("default", "llama3"):
+        found |= scaling(rope)
+    return {f"{name}.{key}": value for key, value in (found | own_metadata(raw, name)).items()}
+
+
+def scaling(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Entries of a scaled rotary embedding."""
+    found = {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": float(rope["factor"])}
+    if "original_max_position_embeddings" in rope:
+        key = "rope.scaling.original_context_length"
+        found[key] = rope["original_max_position_embeddings"]
+    return found
+
+
+def own_metadata(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Entries that converters write for one architecture alone."""
+    match name:
+        case "gemma3":
+            sliding = [x == "sliding_attention" for x in raw["layer_types"]]
+            return {"attention.sliding_window_pattern": sliding}
+        case _:
+            return {}
 
 
 def named_tensors(raw: Mapping[str, Any], name: str, source: Mapping[str, Any]) -> dict[str, Array]:
     """Tensors under their names in GGUF, permuted, shifted and fused as the converter does."""
-    names = NAMES | {"gemma2": GEMMA2_NAMES, "internlm2": INTERNLM2_NAMES}.get(name, {})
+    names = NAMES | OWN_NAMES.get(name, {})
     found: dict[str, Array] = {}
     for key, tensor in (split_groups(raw, source) if name == "internlm2" else source).items():
         value: Array = tensor.float().numpy()

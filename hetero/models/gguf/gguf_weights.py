@@ -13,8 +13,8 @@ from hetero.backends.formats import StorageFormat, WeightFormat
 from hetero.backends.weights import ROW_BLOCK, Float32Array, PackedWeight, packed_bytes
 from hetero.errors import ModelError
 from hetero.models.config import ModelConfig
+from hetero.models.gguf.families import FAMILIES
 from hetero.models.gguf.file import GgufFile, TensorInfo
-from hetero.models.gguf.model_config import ROTATED_IN_PAIRS
 from hetero.models.gguf.packed_store import PartShape, StoreReader, StoreWriter, joined, open_store
 from hetero.models.gguf.tensors import FLOATS, GgufTensor, Loss, check_kind, stored_as
 from hetero.models.layout import block_matrices, embedding_matrices, model_vectors
@@ -53,13 +53,13 @@ class GgufWeights(ModelWeights):
         self.file = file
         self.loss = Loss()
         self._store: StoreReader | StoreWriter | str | None = _UNOPENED
-        self._pairs = file.metadata["general.architecture"] in ROTATED_IN_PAIRS
+        self._pairs = FAMILIES[file.metadata["general.architecture"]].pairs
         self._check()
 
     def model_vector(self, name: str) -> Float32Array:
         """Return a vector outside of the blocks."""
         module, suffix = _named(_ENDS, name)
-        return self._vector(f"{module}.{suffix}")
+        return self._with_logit_scale(name, self._vector(f"{module}.{suffix}"))
 
     @property
     def nbytes(self) -> int:
