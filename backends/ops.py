@@ -186,7 +186,8 @@ class Rope(Extensible):
     Ports: `qkv` [m, (H + 2G)·D] (queries, keys, values of a token side by side), `position` int32
     [1] (position of the call's first token), `out` (like `qkv`; values are copied). With `qk_norm`,
     each head of q and k first goes through RMSNorm with weights `q_norm` [D], `k_norm` [D] and
-    that eps. `max_position` bounds position + m. `rotary_dim` ≤ D dimensions are rotated.
+    that eps. `max_position` bounds position + m. `rotary_dim` ≤ D dimensions are rotated. With
+    `gated`, `qkv` has H·D gates of the output between queries and keys, which are not read here.
     """
 
     heads: int
@@ -197,12 +198,18 @@ class Rope(Extensible):
     rotary_dim: int = 0
     scaling: RopeScaling = RopeScaling()
     qk_norm_eps: float | None = None
+    gated: bool = later(False)
     ports: ClassVar[tuple[str, ...]] = ("qkv", "position", "out")
 
     @property
     def width(self) -> int:
-        """Return the features of one token of `qkv`."""
+        """Return the features of one token of `out`."""
         return (self.heads + 2 * self.kv_heads) * self.head_dim
+
+    @property
+    def gates(self) -> int:
+        """Return the features of one token of `qkv` that are gates."""
+        return self.heads * self.head_dim if self.gated else 0
 
     @property
     def rotated(self) -> int:
@@ -462,6 +469,25 @@ class GatedAct:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SigmoidGate:
+    """`y = x · sigmoid(gates[:, first : first + d])`: the output gate of attention (Qwen3.5).
+
+    Ports: `x` and `y` [m, d], `gates` [m, width].
+    """
+
+    d: int
+    first: int
+    width: int
+    ports: ClassVar[tuple[str, ...]] = ("x", "gates", "y")
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.first <= self.width - self.d:
+            raise ValueError(
+                f"{self.d} gates from column {self.first} on are not in {self.width} columns"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Act:
     """`y = act(x)`. Ports: `x`, `y`, both [m, f]."""
 
@@ -535,6 +561,7 @@ Op: TypeAlias = (
     | ShortConv
     | GatedDelta
     | GatedAct
+    | SigmoidGate
     | Act
     | AddPositions
     | Add

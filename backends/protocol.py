@@ -335,7 +335,7 @@ def takes_panels(op: Op, port: str) -> bool:  # noqa: PLR0911
             return port == "qkv"
         case ops.GatedAct() | ops.Act() | ops.ShortConv():
             return port == "x"
-        case ops.GatedDelta():
+        case ops.GatedDelta() | ops.SigmoidGate():
             return port == "gates"
         case ops.Add():
             return port in ("x", "residual")
@@ -387,7 +387,9 @@ def _width(op: Op, port: str) -> tuple[int, ...]:  # noqa: PLR0911, PLR0912
         case ops.MatMul() | ops.Outliers():
             return (op.k,) if port == "x" else (op.n,)
         case ops.Rope():
-            return (op.width,)
+            return (op.width + op.gates if port == "qkv" else op.width,)
+        case ops.SigmoidGate():
+            return (op.width if port == "gates" else op.d,)
         case ops.Attention():
             if port in FIXED_PORTS:
                 return op.kv.shape(op.kv_heads, op.capacity, op.head_dim)

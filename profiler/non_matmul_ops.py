@@ -156,6 +156,7 @@ def reference_ops(
         ops.ShortConv(d=block.d, taps=4, activation="silu"),
         ops.GatedDelta(k_heads=g, v_heads=h, k_dim=128, v_dim=128, eps=eps),
         ops.GatedAct(f=block.f),
+        ops.SigmoidGate(d=block.d, first=block.d, width=3 * block.d),
         ops.Act(f=block.f, activation="gelu_tanh"),
         ops.Add(d=block.d),
         ops.AddPositions(d=block.d, rows=CAPACITY),

@@ -29,12 +29,14 @@ from hetero.profiler.records import (
 TENSORS: Final = {
     "RMSNorm": 2, "RMSNorm+add": 4, "LayerNorm": 2, "LayerNorm+add": 4,
     "GatedAct": 3, "Act": 2, "Add": 3, "AddPositions": 3, "ShortConv": 2, "ShortConv+gated": 4,
+    "SigmoidGate": 3,
 }  # fmt: skip
 # and the proxies of each, the most similar first.
 SUBSTITUTES: Final = {
     "LayerNorm": ("RMSNorm",),
     "LayerNorm+add": ("RMSNorm+add",),
     "Act": ("GatedAct",),
+    "SigmoidGate": ("GatedAct", "Add"),
     "Add": ("RMSNorm+add", "RMSNorm"),
     "ShortConv": ("ShortConv+gated", "Act", "GatedAct"),
     "ShortConv+gated": ("ShortConv", "GatedAct"),

@@ -6,7 +6,12 @@ from hetero.backends import ops
 from hetero.backends.opencl.attention import prepare_attention, prepare_attention_heads
 from hetero.backends.opencl.decode_chunks import accepts_decode_chunks, prepare_decode_chunks
 from hetero.backends.opencl.device import KernelEntry
-from hetero.backends.opencl.elementwise import prepare_act, prepare_add, prepare_gated_act
+from hetero.backends.opencl.elementwise import (
+    prepare_act,
+    prepare_add,
+    prepare_gated_act,
+    prepare_sigmoid_gate,
+)
 from hetero.backends.opencl.embed import prepare_embed
 from hetero.backends.opencl.matmul import accepts_matmul, prepare_matmul
 from hetero.backends.opencl.norm import prepare_norm
@@ -30,6 +35,7 @@ TABLE: dict[type[Op], KernelEntry] = {
     ops.ShortConv: KernelEntry(prepare_short_conv),
     ops.GatedDelta: KernelEntry(prepare_gated_delta),
     ops.GatedAct: KernelEntry(prepare_gated_act),
+    ops.SigmoidGate: KernelEntry(prepare_sigmoid_gate),
     ops.Act: KernelEntry(prepare_act),
     ops.AddPositions: KernelEntry(prepare_add_positions),
     ops.Add: KernelEntry(prepare_add),

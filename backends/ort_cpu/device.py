@@ -159,6 +159,9 @@ class OrtCpuDevice(Device, SupportsCompaction):
             case ops.GatedAct():
                 session = self._session(op, graphs.gated_act)
                 return kernels.OrtGraphKernel(self._host, op, session, {}, row_bytes=8 * op.f)
+            case ops.SigmoidGate():
+                session = self._session(op, graphs.sigmoid_gate)
+                return kernels.OrtGraphKernel(self._host, op, session, {})
             case ops.Act():
                 session = self._session(op, graphs.act)
                 return kernels.OrtGraphKernel(self._host, op, session, {})

@@ -57,6 +57,8 @@ def program(op: Op, weights: Weights) -> tuple[Program, int]:  # noqa: PLR0911, 
             return short_conv(op, _wide(weights))
         case ops.GatedAct():
             return partial(gated_act, op), 0
+        case ops.SigmoidGate():
+            return partial(sigmoid_gate, op), 0
         case ops.Act():
             return partial(act, op), 0
         case ops.AddPositions():
@@ -197,6 +199,8 @@ def rotate(op: ops.Rope, weights: Mapping[str, Float64Array]) -> tuple[Program, 
 
     def run(arrays: Arrays) -> None:
         qkv = arrays["qkv"].astype(np.float64)
+        if op.gated:
+            qkv = np.delete(qkv, np.s_[op.gates : 2 * op.gates], axis=1)
         m = len(qkv)
         heads = qkv.reshape(m, -1, op.head_dim)  # [m, H + 2G, D]
         if op.qk_norm_eps is not None:
@@ -382,6 +386,12 @@ def gated_act(op: ops.GatedAct, arrays: Arrays) -> None:
     """Compute act(gate) · up."""
     x = arrays["x"].astype(np.float64)
     arrays["y"][:] = activate(op.activation, x[:, : op.f]) * x[:, op.f :]
+
+
+def sigmoid_gate(op: ops.SigmoidGate, arrays: Arrays) -> None:
+    """Compute x · sigmoid(gates)."""
+    gates = arrays["gates"][:, op.first : op.first + op.d].astype(np.float64)
+    arrays["y"][:] = arrays["x"] * (0.5 * (1.0 + np.tanh(0.5 * gates)))
 
 
 def act(op: ops.Act, arrays: Arrays) -> None:

@@ -607,6 +607,23 @@ def test_gated_act(device: Device, f: int, activation: ops.Activation) -> None:
     check_op(device, ops.GatedAct(f=f, activation=activation), EDGE_TOKENS)
 
 
+@pytest.mark.parametrize(("d", "first", "width"), [(1, 0, 1), (64, 64, 130), (172, 9, 181)])
+def test_sigmoid_gate(device: Device, d: int, first: int, width: int) -> None:
+    check_op(device, ops.SigmoidGate(d=d, first=first, width=width), EDGE_TOKENS)
+
+
+def test_gates_outside_of_their_columns_are_refused() -> None:
+    with pytest.raises(ValueError, match="8 gates from column 9 on are not in 16 columns"):
+        ops.SigmoidGate(d=8, first=9, width=16)
+
+
+@pytest.mark.parametrize("norm", [None, 1e-6])
+@pytest.mark.parametrize("head_dim", [8, 12, 64])
+def test_rope_with_gates_of_the_output(device: Device, head_dim: int, norm: float | None) -> None:
+    op = replace(ROPE, head_dim=head_dim, rotary_dim=4, qk_norm_eps=norm, gated=True)
+    check_op(device, op, (1, 2, 33))
+
+
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
 def test_gated_act_of_large_inputs(device: Device, activation: ops.Activation) -> None:
     op = ops.GatedAct(f=32, activation=activation)

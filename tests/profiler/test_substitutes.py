@@ -22,6 +22,7 @@ from hetero.backends.ops import (
     Op,
     RMSNorm,
     ShortConv,
+    SigmoidGate,
 )
 from hetero.backends.protocol import port_shape
 from hetero.profiler.cost import CostModel
@@ -45,6 +46,7 @@ RECORDS: dict[str, Op] = {
     "Act": Act(f=WIDTH, activation="relu"),
     "Add": Add(d=WIDTH),
     "AddPositions": AddPositions(d=WIDTH, rows=512),
+    "SigmoidGate": SigmoidGate(d=WIDTH, first=0, width=WIDTH),
     "ShortConv": ShortConv(d=WIDTH, taps=4, activation="silu"),
     "ShortConv+gated": ShortConv(d=WIDTH, taps=3, gated=True),
 }

@@ -39,6 +39,7 @@ OPS: tuple[Op, ...] = (
     ops.LayerNorm(d=64, eps=1e-5),
     ops.MatMul(n=50, k=64, weight_format=WeightFormat.F32, softcap=3.0),
     ops.GatedAct(f=129),
+    ops.SigmoidGate(d=70, first=0, width=75),
     ops.Act(f=64, activation="gelu"),
     ops.AddPositions(d=64, rows=80, offset=2),
     ops.Add(d=37),
