@@ -203,8 +203,12 @@ def wanted_ops(
         wanted.setdefault((op_name(op), frozenset(sizes_of(op).items())), (op, nbytes))
 
     if graph is not None:
-        matmuls = [(x.n, x.k) for x in graph.matmuls if x.count == graph.layers]
-        nbytes = _rounded(weight_bytes(weight_format, n, k) for n, k in matmuls)
+        every, layers = graph.shapes, graph.layers
+        sizes = ((stage.name, *every[stage.name]) for stage in graph.block)
+        nbytes = _rounded(  # of a layer on average
+            weight_bytes(weight_format, n, k) * (graph.counts[name] / layers)
+            for name, n, k in sizes
+        )
         for op in graph_ops(graph.with_weight_format(weight_format)):
             add(op, nbytes)
     for block in blocks[:1] if quick else blocks:

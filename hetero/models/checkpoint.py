@@ -20,11 +20,12 @@ from hetero.errors import ModelError
 from hetero.models.architectures import ARCHITECTURES
 from hetero.models.config import ModelConfig
 from hetero.models.fields import read_json_object
-from hetero.models.layout import block_vectors, embedding_matrices, model_vectors
+from hetero.models.layout import block_matrices, block_vectors, embedding_matrices, model_vectors
 from hetero.models.model_weights import BlockWeights, ModelWeights
 from hetero.models.packing import SourceTensor, check_finite, pack_rows
 from hetero.models.safetensors_file import FLOAT_DTYPES, SafetensorsFile
 from hetero.models.wrapper import text_tensors
+from hetero.profiler.model_graph import MatMulSpec
 from hetero.terminal.notices import notify_once
 
 SINGLE_FILE = "model.safetensors"
@@ -151,9 +152,9 @@ class CheckpointWeights(ModelWeights):
 
     def _load_block(self, index: int) -> BlockWeights:
         prefix = self._names.block.format(index)
-        packed = {name: self._pack(prefix, name) for name in self._names.matmuls}
-        vectors = {x.name: self._block_vector(prefix, x.name) for x in self.vectors()}
-        return BlockWeights(**packed, **vectors)  # type: ignore[arg-type]
+        packed = {x.name: self._pack(prefix, x.name) for x in block_matrices(self.config, index)}
+        vectors = {x.name: self._block_vector(prefix, x.name) for x in self.vectors(index)}
+        return BlockWeights(packed, vectors)
 
     def _load_matrix(self, name: str) -> PackedWeight:
         return self._pack_tensors([f"{self._names.model_modules[name]}.weight"], None)
@@ -175,6 +176,9 @@ class CheckpointWeights(ModelWeights):
     def _block_vector(self, prefix: str, name: str) -> Float32Array:
         if name.removesuffix("_bias") not in self._names.matmuls:
             module, suffix = vector_module(self._names.vectors, name)
+            if is_taps(name):
+                taps = self._vector(f"{prefix}{module}.{suffix}")
+                return taps.reshape(-1, self.config.conv_taps).T.reshape(-1)
             return self._vector(f"{prefix}{module}.{suffix}", norm=suffix == "weight")
         matmul = name.removesuffix("_bias")
         parts = [self._vector(f"{prefix}{x}.bias") for x in self._names.matmuls[matmul]]
@@ -191,7 +195,7 @@ def vector_module(modules: Mapping[str, str], name: str) -> tuple[str, str]:
     """Return the module of a vector, and its tensor in that module."""
     if name.endswith("_bias"):
         return modules[name.removesuffix("_bias")], "bias"
-    return modules[name], "weight"
+    return modules[name.removesuffix("_taps")], "weight"
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -204,31 +208,40 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         rows = (vector.n // d, d) if vector.name == "positions" else (vector.n,)
         shapes[".".join(vector_module(names.model_modules, vector.name))] = rows
     for index in range(config.num_layers):
-        for name, shape in _block_tensors(config).items():
+        for name, shape in _block_tensors(config, index).items():
             shapes[f"{names.block.format(index)}{name}"] = shape
     return shapes
 
 
-def _block_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+def _block_tensors(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
     names = ARCHITECTURES[config.architecture].names
     shapes: dict[str, tuple[int, ...]] = {}
-    for vector in block_vectors(config, StorageFormat.F32):
+    for vector in block_vectors(config, StorageFormat.F32, layer):
         if vector.name.removesuffix("_bias") not in names.matmuls:
-            shapes[".".join(vector_module(names.vectors, vector.name))] = (vector.n,)
-    for matmul in config.matmuls():
-        for module, n in _module_rows(config, matmul.name):
+            shape = (
+                (config.hidden_size, 1, config.conv_taps) if is_taps(vector.name) else (vector.n,)
+            )
+            shapes[".".join(vector_module(names.vectors, vector.name))] = shape
+    for matmul in config.block_matmuls(layer):
+        for module, n in _module_rows(config, matmul):
             shapes[f"{module}.weight"] = (n, matmul.k)
             if matmul.bias:
                 shapes[f"{module}.bias"] = (n,)
     return shapes
 
 
-def _module_rows(config: ModelConfig, name: str) -> list[tuple[str, int]]:
+def is_taps(vector: str) -> bool:
+    """Return whether a vector of a block has the taps of a convolution, of each feature in turn.
+
+    Files have them feature by feature, ours tap by tap.
+    """
+    return vector == "conv_taps"
+
+
+def _module_rows(config: ModelConfig, matmul: MatMulSpec) -> list[tuple[str, int]]:
     """Return the modules of a block's fused weight, and how many rows each has."""
-    modules = ARCHITECTURES[config.architecture].names.matmuls.get(name, ())
-    if not modules:
-        return []
-    n = next(x.n for x in config.matmuls() if x.name == name)
+    name, n = matmul.name, matmul.n
+    modules = ARCHITECTURES[config.architecture].names.matmuls[name]
     if name == "qkv" and len(modules) == 3:
         keys = config.kv_heads * config.head_dim
         return list(zip(modules, (config.heads * config.head_dim, keys, keys), strict=True))

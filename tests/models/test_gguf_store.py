@@ -33,7 +33,7 @@ def read_all(weights: ModelWeights) -> list[np.ndarray]:
     found = []
     for i in range(weights.config.num_layers):
         block = weights.block(i)
-        found += [block.matrix(x.name).dequantize() for x in block_matrices(weights.config)]
+        found += [block.matrix(x.name).dequantize() for x in block_matrices(weights.config, i)]
         weights.release(i)
     found += [weights.embed().dequantize(), weights.lm_head().dequantize()]
     weights.release_embeddings()

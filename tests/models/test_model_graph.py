@@ -138,7 +138,7 @@ def test_bytes_are_those_of_the_weights(weights: WeightFormat) -> None:
     config = small_config()
     model = RandomWeights(config, weights)
     blocks = [model.block(i) for i in range(3)]
-    total = sum(x.nbytes for b in blocks for x in (b.qkv, b.o, b.gate_up, b.down))
+    total = sum(x.nbytes for b in blocks for x in b.matrices.values())
     assert model_graph(config, weights).matmul_weight_bytes == total + model.lm_head().nbytes
 
 
