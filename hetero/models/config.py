@@ -13,6 +13,7 @@ from hetero.backends.ops import Activation, Extensible, RopeScaling, later
 from hetero.errors import ModelError
 from hetero.models.architectures import ARCHITECTURES, Architecture
 from hetero.models.config_keys import notice_unread, refuse_unused
+from hetero.models.delta_net import DeltaNet
 from hetero.models.fields import Fields, read_json_object
 from hetero.models.rope_config import (
     NO_SCALING,
@@ -26,7 +27,7 @@ from hetero.models.wrapper import text_fields
 from hetero.profiler.model_graph import MatMulName, MatMulSpec
 
 NormKind: TypeAlias = Literal["rms", "layer"]
-Mixer: TypeAlias = Literal["attention", "conv"]
+Mixer: TypeAlias = Literal["attention", "conv", "delta"]
 
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -50,8 +51,10 @@ class ModelConfig(Extensible):
                        without; else `rope_theta` and `rope_scaling` are of all layers
     windows            one entry per layer: the sliding attention window in tokens, 0 for full
                        attention
-    mixers             one entry per layer: how it mixes tokens, attention or a short convolution
-                       of `conv_taps` taps; `conv_bias`: it and its matmuls have biases
+    mixers             one entry per layer: how it mixes tokens, attention, a short convolution of
+                       `conv_taps` taps (`conv_bias`: it and its matmuls have biases), or the gated
+                       delta net `delta` with such a convolution before it
+    output_gate        the outputs of attention are multiplied by gates
     rotary_dim         dimensions of a head that are rotated, 0 for all of them
     positions          rows of the table of learned positions, 0 with rotary embeddings; position p
                        is row p + position_offset
@@ -106,6 +109,8 @@ class ModelConfig(Extensible):
     eos_ids: tuple[int, ...] = ()
     dtype: str | None = None
     layer_ropes: tuple[LayerRope | None, ...] = later(())
+    delta: DeltaNet | None = later(None)  # noqa: RUF009
+    output_gate: bool = later(False)
     residual_scale: float = later(1.0)
     logit_scale: float = later(1.0)
 
@@ -143,8 +148,9 @@ class ModelConfig(Extensible):
 
     @property
     def qkv_width(self) -> int:
-        """Return the rows of the fused query, key and value weight: (H + 2G)·D."""
-        return (self.heads + 2 * self.kv_heads) * self.head_dim
+        """Return the rows of the fused query, key and value weight: (H + 2G)·D, and gates."""
+        heads = 2 * self.heads if self.output_gate else self.heads
+        return (heads + 2 * self.kv_heads) * self.head_dim
 
     @classmethod
     def from_directory(cls, path: Path) -> Self:
@@ -254,6 +260,10 @@ class ModelConfig(Extensible):
         ]
         if self.mixers[layer] == "conv":
             rows = [("conv_in", 3 * d, d, self.conv_bias), ("conv_out", d, d, self.conv_bias)]
+        if self.mixers[layer] == "delta":
+            assert self.delta is not None
+            rows = [("delta_in", sum(self.delta.projections), d, False)]
+            rows += [("delta_out", d, self.delta.values, False)]
         rows += [("gate_up", up, d, self.mlp_bias), ("down", d, f, self.mlp_bias)]
         return tuple(
             MatMulSpec(name=name, n=n, k=k, count=1, bias=bias) for name, n, k, bias in rows

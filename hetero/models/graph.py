@@ -7,7 +7,7 @@ serves every architecture, whose `ModelConfig` says only what differs.
     parallel   h = norm(x);  x += mix(h) + feed_forward(h)
     out_norms  what is added to x is normed once more before
 
-`mix` is attention, or in some layers a short convolution.
+`mix` is attention, or in some layers a short convolution or a gated delta net.
 
 A factor r on what is added to x (`residual_scale`) costs no operation: the stream holds x / r,
 whose embedding is divided by r, and norms of it have eps / r², which gives the norms of x. A factor
@@ -37,6 +37,7 @@ from hetero.backends.ops import (
     Attention,
     Embed,
     GatedAct,
+    GatedDelta,
     LayerNorm,
     MatMul,
     Op,
@@ -45,6 +46,7 @@ from hetero.backends.ops import (
     Rope,
     RopeScaling,
     ShortConv,
+    SigmoidGate,
 )
 from hetero.backends.protocol import CACHE_PORTS
 from hetero.models.config import ModelConfig
@@ -113,6 +115,7 @@ def rope_of(config: ModelConfig, layer: int, capacity: int | None = None) -> Rop
         rotary_dim=config.rotary_dim,
         scaling=rope.scaling if rope else UNROTATED,
         qk_norm_eps=config.rms_norm_eps if config.qk_norm else None,
+        gated=config.output_gate,
     )
 
 
@@ -192,10 +195,8 @@ class _Decoder:
         self._out_norm("down_norm")
 
     def _mix(self, layer: int, target: str) -> None:
-        if self.config.mixers[layer] == "conv":
-            self._convolution(layer, target)
-        else:
-            self._attention(layer, target)
+        mixers = {"attention": self._attention, "conv": self._convolution, "delta": self._delta}
+        mixers[self.config.mixers[layer]](layer, target)
 
     def _convolution(self, layer: int, target: str) -> None:
         config = self.config
@@ -206,6 +207,28 @@ class _Decoder:
         slots = {"position": "position", "conv_state": f"conv_state.{layer}"}
         self._add("conv", conv, x="conv_in", y="convolved", **slots)
         self._matmul("conv_out", "convolved", target)
+
+    def _delta(self, layer: int, target: str) -> None:
+        config, net = self.config, self.config.delta
+        assert net is not None
+        self._matmul("delta_in", "h", "delta_in")
+        width = sum(net.projections)
+        conv = ShortConv(
+            d=net.channels, taps=config.conv_taps, activation=config.activation, width=width
+        )
+        delta = GatedDelta(
+            k_heads=net.k_heads,
+            v_heads=net.v_heads,
+            k_dim=net.k_dim,
+            v_dim=net.v_dim,
+            eps=config.rms_norm_eps,
+            width=width,
+        )
+        conv_slots = {"position": "position", "conv_state": f"conv_state.{layer}"}
+        slots = {"position": "position", "delta_state": f"delta_state.{layer}"}
+        self._add("conv", conv, x="delta_in", y="convolved", **conv_slots)
+        self._add("delta", delta, x="convolved", gates="delta_in", y="recalled", **slots)
+        self._matmul("delta_out", "recalled", target)
 
     def _attention(self, layer: int, target: str) -> None:
         config = self.config
@@ -234,7 +257,13 @@ class _Decoder:
             k_cache=f"k_cache.{layer}",
             v_cache=f"v_cache.{layer}",
         )
-        self._matmul("o", "attended", target)
+        attended = "attended"
+        if config.output_gate:
+            width = config.heads * config.head_dim
+            gate = SigmoidGate(d=width, first=width, width=config.qkv_width)
+            attended = "gated"
+            self._add("output_gate", gate, x="attended", gates="qkv", y=attended)
+        self._matmul("o", attended, target)
 
     def _feed_forward(self, target: str) -> None:
         self._matmul("gate_up", "h", "gate_up")
@@ -268,7 +297,7 @@ class _Decoder:
         )
         spec = next(x for x in every if x.name == name)
         shadow = self.shadows.get(f"blocks.{self.layer}.{name}")
-        of_stream = name in ("o", "conv_out", "down") and not self.config.out_norms
+        of_stream = name in ("o", "conv_out", "delta_out", "down") and not self.config.out_norms
         if shadow is not None and of_stream:
             stream = self.shadowed or self.stream
             self.shadowed = "x4" if self.shadowed == "x3" else "x3"
@@ -325,7 +354,8 @@ def _members(name: str, config: ModelConfig) -> tuple[tuple[OpName, int], ...]:
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
     match name:
         case "qkv":
-            return (("q", 0), ("k", queries), ("v", queries + keys))
+            first = 2 * queries if config.output_gate else queries
+            return (("q", 0), ("k", first), ("v", first + keys))
         case "gate_up" if config.gated:
             return (("gate", 0), ("up", config.intermediate_size))
         case _:

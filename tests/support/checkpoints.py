@@ -39,7 +39,7 @@ TINY = {
 
 
 # Configurations of families whose name is that of a model of text and pictures.
-CONFIGS = {"Gemma3": "Gemma3TextConfig"}
+CONFIGS = {"Gemma3": "Gemma3TextConfig", "Qwen3_5": "Qwen3_5TextConfig"}
 
 
 @dataclass(frozen=True)
