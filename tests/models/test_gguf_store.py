@@ -65,6 +65,7 @@ def test_the_second_opening_reads_what_the_first_packed(
     assert packed_store.origin_of(stores / name) == (tmp_path / "moved.gguf", True)
 
 
+@pytest.mark.full
 def test_a_store_is_held_as_long_as_a_matrix_of_it_is(stores: Path, tmp_path: Path) -> None:
     path = write_mixed(tmp_path / "m.gguf", np.random.default_rng(0))
     read_all(open_model(path).weights)

@@ -64,6 +64,7 @@ def test_the_layer_and_the_device_are_named(
             assert len(llm.context) == 0
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("device", ["gpu", "npu", "hetero"])
 @pytest.mark.parametrize("tokens", [1, 7])
 def test_codes_hide_nothing(sound: Path, device: Any, tokens: int) -> None:
