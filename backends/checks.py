@@ -69,8 +69,10 @@ def check_token_count(
 ) -> None:
     """Raise `ValueError` for a token count that a device with static shapes has no graph for.
 
-    `own` is the kernel's `graph`.
+    `own` is the kernel's `graph`. Operations with a state take any: padding would change it.
     """
+    if ops.has_state(op):
+        return
     if capabilities.static_shapes and m not in (own, *capabilities.graph_sizes):
         raise ValueError(
             f"{describe(op)}: no graph for {m} tokens, prepared are {capabilities.graph_sizes}"
@@ -177,6 +179,10 @@ def _check_vector(op: Op, name: str, value: Any) -> None:
             length = op.rows * op.d
         case ops.DecodeChunks():
             length = op.kv_heads * op.head_dim
+        case ops.GatedDelta():
+            length = op.v_dim if name == "norm" else op.v_heads
+        case ops.ShortConv():
+            length = op.taps * op.d if name == "taps" else op.d
         case _:
             raise ValueError(f"{describe(op)} has no weight {name}")
     if not isinstance(value, np.ndarray) or value.shape != (length,) or value.dtype != np.float32:

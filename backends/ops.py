@@ -5,22 +5,28 @@ Notation, used everywhere:
     m   tokens of this call            k   input features       n   output features (weight rows)
     H   query heads                    G   key/value heads      D   head size
     C   capacity of a KV cache, tokens d   hidden size          f   feed-forward size
+    L   taps of a short convolution
 
 Every record lists its ports: the tensors that `Kernel.bind` takes by name. Tensors are float32 and
 row-major [tokens, features] unless a record says otherwise. Inputs and outputs never overlap; the
-KV caches are the only tensors that are updated in place. Weights are passed to `Device.prepare` by
-the names in `weight_names`.
+KV caches and the states (`STATE_PORTS`) are the only tensors that are updated in place. Weights are
+passed to `Device.prepare` by the names in `weight_names`.
+
+A state has one size whatever the context: it is what the tokens before a call leave to it. Calls of
+one context run in the order of their positions, with their true number of tokens; a call at
+position 0 starts from zeros and does not read the state, which may hold anything.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
+from typing import Any, ClassVar, Final, Literal, TypeAlias, TypeVar
 
 from hetero.backends.formats import CacheFormat, WeightFormat
 
 Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "relu"]
+L2_EPS: Final = 1e-6  # of the norms of queries and keys in `GatedDelta`
 OperandOrder: TypeAlias = Literal["plain", "transposed"]
 _Value = TypeVar("_Value")
 
@@ -185,7 +191,8 @@ class Rope(Extensible):
     each head of q and k first goes through RMSNorm with weights `q_norm` [D], `k_norm` [D] and
     that eps; with `qk_norm_row` all heads of q, and all of k, together (weights [H·D] and [G·D]);
     with `qk_norm_after` after they are rotated. `max_position` bounds position + m. `rotary_dim` ≤
-    D dimensions are rotated.
+    D dimensions are rotated. With `gated`, `qkv` has H·D gates of the output between queries and
+    keys, which are not read here.
     """
 
     heads: int
@@ -198,6 +205,7 @@ class Rope(Extensible):
     qk_norm_eps: float | None = None
     qk_norm_row: bool = later(False)
     qk_norm_after: bool = later(False)
+    gated: bool = later(False)
     ports: ClassVar[tuple[str, ...]] = ("qkv", "position", "out")
 
     def __post_init__(self) -> None:
@@ -223,8 +231,13 @@ class Rope(Extensible):
 
     @property
     def width(self) -> int:
-        """Return the features of one token of `qkv`."""
+        """Return the features of one token of `out`."""
         return (self.heads + 2 * self.kv_heads) * self.head_dim
+
+    @property
+    def gates(self) -> int:
+        """Return the features of one token of `qkv` that are gates."""
+        return self.heads * self.head_dim if self.gated else 0
 
     @property
     def rotated(self) -> int:
@@ -392,12 +405,114 @@ class DecodeChunks:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ShortConv:
+    """Depthwise causal convolution of L taps over tokens: each feature by itself.
+
+        c[t] = bias + Σ_j taps[j] ⊙ u[t - L + 1 + j],  0 ≤ j < L;  y = act(c)
+
+    where u is x; `gated` x is B | C | X side by side, u = B ⊙ X and y = C ⊙ act(c) (LFM2). Without
+    `activation` act(c) = c.
+
+    Ports: `x` [m, max(width, d)], gated [m, max(width, 3d)], of which the first d or 3d columns are
+    read; `position` int32 [1]; `conv_state` [L - 1, d]: the rows of u before the call's first,
+    replaced by those up to its last; `y` [m, d]. Weights: `taps` [L · d], all features of the tap
+    of the oldest row first; `bias` [d] if `bias`.
+    """
+
+    d: int
+    taps: int
+    gated: bool = False
+    activation: Activation | None = None
+    bias: bool = False
+    width: int = 0
+    ports: ClassVar[tuple[str, ...]] = ("x", "position", "conv_state", "y")
+
+    def __post_init__(self) -> None:
+        if self.d < 1 or self.taps < 2:
+            raise ValueError(
+                f"a short convolution needs d >= 1 and taps >= 2, got {self.d} and {self.taps}"
+            )
+
+    @property
+    def columns(self) -> int:
+        """Return the columns of `x` that are read."""
+        return 3 * self.d if self.gated else self.d
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedDelta:
+    """Gated delta rule over tokens, then a gated norm (Qwen3-Next, Qwen3.5; arXiv 2412.06464).
+
+    A value head j has a state S [dk, dv] and uses the key head j mod k_heads. For each token, with
+    q and k divided by sqrt(Σ x² + 1e-6), q also by sqrt(dk), beta = sigmoid(b) and
+    g = decay · softplus(a + dt_bias), which is not positive,
+
+        S ← exp(g) · S;  u = beta · (v - Sᵀ k);  S ← S + k uᵀ;  o = Sᵀ q
+        y = o / sqrt(mean(o²) + eps) · norm · silu(z)
+
+    Ports: `x` [m, 2·k_heads·dk + v_heads·dv]: all q, all k, all v; `gates` [m, max(width, v_heads ·
+    (dv + 2))], whose last columns are z [v_heads · dv], b and a [v_heads each]; `position` int32
+    [1]; `delta_state` [v_heads, dk, dv]; `y` [m, v_heads · dv]. Weights: `decay` and `dt_bias`
+    [v_heads], `norm` [dv].
+    """
+
+    k_heads: int
+    v_heads: int
+    k_dim: int
+    v_dim: int
+    eps: float
+    width: int = 0
+    ports: ClassVar[tuple[str, ...]] = ("x", "gates", "position", "delta_state", "y")
+
+    def __post_init__(self) -> None:
+        if self.v_heads % self.k_heads:
+            raise ValueError(
+                f"value heads must be a multiple of key heads, got {self.v_heads} and "
+                f"{self.k_heads}"
+            )
+
+    @property
+    def columns(self) -> int:
+        """Return the columns of `x`."""
+        return 2 * self.k_heads * self.k_dim + self.values
+
+    @property
+    def values(self) -> int:
+        """Return the columns of the values, of z and of `y`."""
+        return self.v_heads * self.v_dim
+
+    @property
+    def gates_width(self) -> int:
+        """Return the columns of `gates`."""
+        return max(self.width, self.values + 2 * self.v_heads)
+
+
+@dataclass(frozen=True, kw_only=True)
 class GatedAct:
     """`y = act(x[:, :f]) · x[:, f:]`. Ports: `x` [m, 2f] (gate, then up), `y` [m, f]."""
 
     f: int
     activation: Activation = "silu"
     ports: ClassVar[tuple[str, ...]] = ("x", "y")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SigmoidGate:
+    """`y = x · sigmoid(gates[:, first : first + d])`: the output gate of attention (Qwen3.5).
+
+    Ports: `x` and `y` [m, d], `gates` [m, width].
+    """
+
+    d: int
+    first: int
+    width: int
+    ports: ClassVar[tuple[str, ...]] = ("x", "gates", "y")
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.first <= self.width - self.d:
+            raise ValueError(
+                f"{self.d} gates from column {self.first} on are not in {self.width} columns"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -471,7 +586,10 @@ Op: TypeAlias = (
     | AttentionHeads
     | SumScores
     | DecodeChunks
+    | ShortConv
+    | GatedDelta
     | GatedAct
+    | SigmoidGate
     | Act
     | AddPositions
     | Add
@@ -483,6 +601,13 @@ Op: TypeAlias = (
 OUTPUT_PORTS = frozenset({"y", "sum", "out"})
 # Ports that a call adds to.
 ADDED_PORTS = frozenset({"score_sums"})
+# Ports of float32 that a call reads, unless it is at position 0, and replaces.
+STATE_PORTS = ("conv_state", "delta_state")
+
+
+def has_state(op: Op) -> bool:
+    """Return whether a call replaces a state, for which its tokens must not be padded."""
+    return not set(STATE_PORTS).isdisjoint(op.ports)
 
 
 def weight_names(op: Op) -> tuple[str, ...]:  # noqa: PLR0911
@@ -501,6 +626,10 @@ def weight_names(op: Op) -> tuple[str, ...]:  # noqa: PLR0911
             return ("table",)
         case DecodeChunks():
             return ("channels",)
+        case GatedDelta():
+            return ("decay", "dt_bias", "norm")
+        case ShortConv():
+            return ("taps", "bias") if op.bias else ("taps",)
         case Outliers():
             slab = ("hot", "hot_weight") if op.hot else ()
             return (*slab, *(("weight", "x_scale") if op.excess else ()))
@@ -525,6 +654,12 @@ def describe(op: Op) -> str:  # noqa: PLR0911
         case Rope() | Attention():
             kind = type(op).__name__
             return f"{kind}(heads={op.heads}, kv_heads={op.kv_heads}, head_dim={op.head_dim})"
+        case GatedDelta():
+            sizes = f"k_heads={op.k_heads}, v_heads={op.v_heads}, k_dim={op.k_dim}"
+            return f"GatedDelta({sizes}, v_dim={op.v_dim})"
+        case ShortConv():
+            gated = ", gated" if op.gated else ""
+            return f"ShortConv(d={op.d}, taps={op.taps}{gated})"
         case Outliers():
             excess = ", excess" if op.excess else ""
             return f"Outliers(n={op.n}, k={op.k}, hot={op.hot}{excess})"

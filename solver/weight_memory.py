@@ -155,8 +155,8 @@ def _graphs_own_weights(planner: Tables) -> bool:
 
 def row_bytes(planner: Tables, device: DeviceKind, name: OpName) -> float:
     """Return the bytes of one row in all layers, stored once, in the device's layout."""
-    layers = 1 if name == "lm_head" else planner.spec.layers
     _, k = planner.shape(name)
     weight_format, record = planner.spec.weight_format, planner.profile.devices.get(device)
     own = None if record is None else record.capabilities.weight_bytes.get(weight_format)
-    return layers * float(weight_bytes(weight_format, 1, k) if own is None else own * k)
+    once = float(weight_bytes(weight_format, 1, k) if own is None else own * k)
+    return planner.spec.counts[name] * once

@@ -60,6 +60,7 @@ def _defines(device: Resources, op: Rope, item_heads: int) -> dict[str, Define]:
         "ROTATED": op.rotated,
         "ITEM_HEADS": item_heads,
         "TABLES": 2 if op.scales_queries else 1,
+        "GATE_HEADS": op.heads if op.gated else 0,
     }
     if op.qk_norm_eps is not None:
         defines["EPS"] = float(op.qk_norm_eps)
@@ -75,9 +76,8 @@ def _tables(device: Resources, op: Rope) -> tuple[cl.Buffer, cl.Buffer]:
 
     Those of scaled queries follow those of keys, position by position.
     """
-    key = dataclasses.replace(
-        op, heads=1, kv_heads=1, qk_norm_eps=None, qk_norm_row=False, qk_norm_after=False
-    )
+    plain = {"qk_norm_eps": None, "qk_norm_row": False, "qk_norm_after": False, "gated": False}
+    key = dataclasses.replace(op, heads=1, kv_heads=1, **plain)  # type: ignore[arg-type]
     if key not in device.rope_tables:
         scale = rope_tables.query_scale(op)[:, None]
         factors = (1, scale) if op.scales_queries else (1,)

@@ -303,17 +303,21 @@ def rotate(op: ops.Rope) -> bytes:
     with scaled queries `query_cos` and `query_sin`, with `qk_norm_eps` `q_norm` and `k_norm`.
     """
     graph = GraphBuilder()
-    graph.input("qkv", F32, (1, "m", op.width))
+    qkv = graph.input("qkv", F32, (1, "m", op.width + op.gates))
     graph.output("out", F32, (1, "m", op.width))
     graph.input("first", np.int64, (1,))
+    if op.gated:
+        first = graph.slice(qkv, 0, op.gates, axis=2)
+        rest = graph.slice(qkv, 2 * op.gates, op.width + op.gates, axis=2)
+        qkv = graph.node("Concat", first, rest, axis=2)
     turned = op.heads + op.kv_heads
     apart = op.scales_queries
     for table in ("cos", "sin", *(("query_cos", "query_sin") if apart else ())):
         graph.input(table, F32, (op.max_position, op.rotated // 2))
-    queries, keys = graph.slice("qkv", 0, turned * op.head_dim, axis=2), ""
+    queries, keys = graph.slice(qkv, 0, turned * op.head_dim, axis=2), ""
     if apart or op.qk_norm_eps is not None:
-        queries = graph.slice("qkv", 0, op.heads * op.head_dim, axis=2)
-        keys = graph.slice("qkv", op.heads * op.head_dim, turned * op.head_dim, axis=2)
+        queries = graph.slice(qkv, 0, op.heads * op.head_dim, axis=2)
+        keys = graph.slice(qkv, op.heads * op.head_dim, turned * op.head_dim, axis=2)
     if op.qk_norm_eps is not None and not op.qk_norm_after:
         queries, keys = _normed(graph, op, queries, keys)
     if apart:
@@ -327,7 +331,7 @@ def rotate(op: ops.Rope) -> bytes:
         queries = graph.slice(rotated, 0, op.heads * op.head_dim, axis=2)
         keys = graph.slice(rotated, op.heads * op.head_dim, turned * op.head_dim, axis=2)
         rotated = graph.node("Concat", *_normed(graph, op, queries, keys), axis=2)
-    values = graph.slice("qkv", turned * op.head_dim, op.width, axis=2)
+    values = graph.slice(qkv, turned * op.head_dim, op.width, axis=2)
     graph.node("Concat", rotated, values, axis=2, out="out")
     return graph.model()
 
@@ -467,6 +471,45 @@ def _visible(graph: GraphBuilder, end: str, window: int) -> str:
     return visible
 
 
+def short_conv(op: ops.ShortConv) -> bytes:
+    """Return L products of shifted rows, added up.
+
+    Inputs besides the ports: `taps` [L, d], `bias` [d]. The output `next_state` may be the memory
+    of `conv_state`, which is read into the rows first.
+    """
+    graph, back = GraphBuilder(), op.taps - 1
+    x = graph.input("x", F32, ("m", max(op.width, op.columns)))
+    graph.output("y", F32, ("m", op.d))
+    taps = graph.input("taps", F32, (op.taps, op.d))
+    parts = [graph.slice(x, s, s + op.d, axis=1) for s in range(0, op.columns, op.d)]
+    u = graph.node("Mul", parts[0], parts[2]) if op.gated else parts[0]
+    state = known_state(graph, "conv_state", (back, op.d))
+    rows = graph.node("Concat", state, u, axis=0)  # [L - 1 + m, d]
+    stop = np.iinfo(np.int64).max
+    graph.output("next_state", F32, (back, op.d))
+    kept = graph.slice(rows, -back, stop, axis=0)
+    graph.node("Identity", kept, out="next_state")
+    total = graph.input("bias", F32, (op.d,)) if op.bias else ""
+    for j in range(op.taps):
+        shifted = graph.slice(rows, j, j - back if j < back else stop, axis=0)
+        product = graph.node("Mul", shifted, graph.slice(taps, j, j + 1, axis=0))
+        total = graph.node("Add", product, total) if total else product
+    if op.activation:
+        total = _activated(graph, op.activation, total)
+    graph.node("Mul", total, parts[1], out="y") if op.gated else graph.node(
+        "Identity", total, out="y"
+    )
+    return graph.model()
+
+
+def known_state(graph: GraphBuilder, name: str, shape: tuple[int, ...]) -> str:
+    """Return a state as a call begins with it: zeros at `position` 0."""
+    state = graph.input(name, F32, shape)
+    position = graph.input("position", np.int32, (1,))
+    later = graph.node("Greater", position, graph.constant(np.zeros(1, np.int32)))
+    return graph.node("Where", later, state, graph.scalar(0.0))
+
+
 def gated_act(op: ops.GatedAct) -> bytes:
     """Return act(gate) · up."""
     graph = GraphBuilder()
@@ -475,6 +518,17 @@ def gated_act(op: ops.GatedAct) -> bytes:
     gate = graph.slice(x, 0, op.f, axis=1)
     up = graph.slice(x, op.f, 2 * op.f, axis=1)
     graph.node("Mul", _activated(graph, op.activation, gate), up, out="y")
+    return graph.model()
+
+
+def sigmoid_gate(op: ops.SigmoidGate) -> bytes:
+    """Return x · sigmoid(gates)."""
+    graph = GraphBuilder()
+    x = graph.input("x", F32, ("m", op.d))
+    gates = graph.input("gates", F32, ("m", op.width))
+    graph.output("y", F32, ("m", op.d))
+    own = graph.slice(gates, op.first, op.first + op.d, axis=1)
+    graph.node("Mul", x, graph.node("Sigmoid", own), out="y")
     return graph.model()
 
 

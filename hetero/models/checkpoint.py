@@ -18,13 +18,15 @@ from hetero.backends.formats import StorageFormat, WeightFormat
 from hetero.backends.weights import Float32Array, PackedWeight
 from hetero.errors import ModelError
 from hetero.models.architectures import ARCHITECTURES
+from hetero.models.architectures.base import RowOrder
 from hetero.models.config import ModelConfig
 from hetero.models.fields import read_json_object
-from hetero.models.layout import block_vectors, embedding_matrices, model_vectors
+from hetero.models.layout import block_matrices, block_vectors, embedding_matrices, model_vectors
 from hetero.models.model_weights import BlockWeights, ModelWeights
 from hetero.models.packing import SourceTensor, check_finite, pack_rows
 from hetero.models.safetensors_file import FLOAT_DTYPES, SafetensorsFile
 from hetero.models.wrapper import text_tensors
+from hetero.profiler.model_graph import MatMulSpec
 from hetero.terminal.notices import notify_once
 
 SINGLE_FILE = "model.safetensors"
@@ -153,48 +155,65 @@ class CheckpointWeights(ModelWeights):
 
     def _load_block(self, index: int) -> BlockWeights:
         prefix = self._names.block.format(index)
-        packed = {name: self._pack(prefix, name) for name in self._names.matmuls}
-        vectors = {x.name: self._block_vector(prefix, x.name) for x in self.vectors()}
-        return BlockWeights(**packed, **vectors)  # type: ignore[arg-type]
+        packed = {x.name: self._pack(prefix, x.name) for x in block_matrices(self.config, index)}
+        vectors = {x.name: self._block_vector(prefix, x.name) for x in self.vectors(index)}
+        return BlockWeights(packed, vectors)
 
     def _load_matrix(self, name: str) -> PackedWeight:
-        return self._pack_tensors({f"{self._names.model_modules[name]}.weight": None})
+        tensor = f"{self._names.model_modules[name]}.weight"
+        return self._pack_tensors([SourceTensor(tensor, self.files.array(tensor))])
 
     def _pack(self, prefix: str, name: str) -> PackedWeight:
-        orders = {
-            f"{prefix}{module}.weight": self._row_order(module)
-            for module in self._names.matmuls[name]
-        }
-        return self._pack_tensors(orders)
+        orders = self._architecture.row_order, self._architecture.column_order
+        sources = []
+        for module in self._names.matmuls[name]:
+            tensor = f"{prefix}{module}.weight"
+            rows, columns = (self._order(x, module) for x in orders)
+            sources.append(SourceTensor(tensor, self.files.array(tensor), rows, columns))
+        return self._pack_tensors(sources)
 
-    def _pack_tensors(self, orders: Mapping[str, npt.NDArray[np.int64] | None]) -> PackedWeight:
-        sources = [SourceTensor(name, self.files.array(name), x) for name, x in orders.items()]
-        names = list(orders)
+    def _pack_tensors(self, sources: list[SourceTensor]) -> PackedWeight:
+        names = [source.name for source in sources]
         return pack_rows(
             sources, self.weight_format.storage, after_batch=lambda: self.files.forget(names)
         )
 
-    def _row_order(self, module: str) -> npt.NDArray[np.int64] | None:
-        order = self._architecture.row_order.get(module)
+    def _order(self, orders: Mapping[str, RowOrder], module: str) -> npt.NDArray[np.int64] | None:
+        order = orders.get(module)
         return None if order is None else order(self.config)
 
     def _block_vector(self, prefix: str, name: str) -> Float32Array:
         if (zeros := self._norm_bias(name)) is not None:
             return zeros
         if name.removesuffix("_bias") not in self._names.matmuls:
-            module, suffix = vector_module(self._names.vectors, name)
-            return self._vector(f"{prefix}{module}.{suffix}", norm=suffix == "weight")
-        matmul = name.removesuffix("_bias")
-        parts = []
-        for module in self._names.matmuls[matmul]:
-            values, order = self._vector(f"{prefix}{module}.bias"), self._row_order(module)
-            parts.append(values if order is None else values[order])
+            return self._own_vector(prefix, name)
+        parts = [
+            self._ordered(x, self._vector(f"{prefix}{x}.bias"))
+            for x in self._names.matmuls[name.removesuffix("_bias")]
+        ]
         return np.concatenate(parts)
 
     def _norm_bias(self, name: str) -> Float32Array | None:
         """Return zeros for the bias of a norm that the family has without one."""
         absent = name.endswith("norm_bias") and not self._architecture.norm_bias
         return np.zeros(self.config.hidden_size, np.float32) if absent else None
+
+    def _own_vector(self, prefix: str, name: str) -> Float32Array:
+        """Return a vector of a block that is no matmul's bias."""
+        if name in self._names.parameters:
+            tensor = self._names.parameters[name]
+            values = self._ordered(tensor, self._vector(prefix + tensor))
+            return -np.exp(values) if name == "delta_decay" else values
+        module, suffix = vector_module(self._names.vectors, name)
+        if is_taps(name):
+            taps = self._vector(f"{prefix}{module}.{suffix}").reshape(-1, self.config.conv_taps)
+            return self._ordered(module, taps).T.reshape(-1)
+        norm = suffix == "weight" and name != "delta_norm"
+        return self._vector(f"{prefix}{module}.{suffix}", norm=norm)
+
+    def _ordered(self, module: str, values: Float32Array) -> Float32Array:
+        order = self._order(self._architecture.row_order, module)
+        return values if order is None else values[order]
 
     def _vector(self, name: str, *, norm: bool = False) -> Float32Array:
         values: Float32Array = self.files.array(name).astype(np.float32)
@@ -206,7 +225,7 @@ def vector_module(modules: Mapping[str, str], name: str) -> tuple[str, str]:
     """Return the module of a vector, and its tensor in that module."""
     if name.endswith("_bias"):
         return modules[name.removesuffix("_bias")], "bias"
-    return modules[name], "weight"
+    return modules[name.removesuffix("_taps")], "weight"
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -222,37 +241,48 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         rows = (vector.n // d, d) if vector.name == "positions" else (vector.n,)
         shapes[".".join(vector_module(names.model_modules, vector.name))] = rows
     for index in range(config.num_layers):
-        for name, shape in _block_tensors(config).items():
+        for name, shape in _block_tensors(config, index).items():
             shapes[f"{names.block.format(index)}{name}"] = shape
     return shapes
 
 
-def _block_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+def _block_tensors(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
     architecture = ARCHITECTURES[config.architecture]
     names = architecture.names
     shapes: dict[str, tuple[int, ...]] = {}
-    for vector in block_vectors(config, StorageFormat.F32):
+    for vector in block_vectors(config, StorageFormat.F32, layer):
         if vector.name.endswith("norm_bias") and not architecture.norm_bias:
             continue
         if vector.name.removesuffix("_bias") not in names.matmuls:
-            shapes[".".join(vector_module(names.vectors, vector.name))] = (vector.n,)
-    for matmul in config.matmuls():
-        for module, n in _module_rows(config, matmul.name):
+            taps = config.conv_taps
+            shape = (vector.n // taps, 1, taps) if is_taps(vector.name) else (vector.n,)
+            own = names.parameters.get(vector.name)
+            shapes[own or ".".join(vector_module(names.vectors, vector.name))] = shape
+    for matmul in config.block_matmuls(layer):
+        for module, n in _module_rows(config, matmul):
             shapes[f"{module}.weight"] = (n, matmul.k)
             if matmul.bias:
                 shapes[f"{module}.bias"] = (n,)
     return shapes
 
 
-def _module_rows(config: ModelConfig, name: str) -> list[tuple[str, int]]:
+def is_taps(vector: str) -> bool:
+    """Return whether a vector of a block has the taps of a convolution, of each feature in turn.
+
+    Files have them feature by feature, ours tap by tap.
+    """
+    return vector == "conv_taps"
+
+
+def _module_rows(config: ModelConfig, matmul: MatMulSpec) -> list[tuple[str, int]]:
     """Return the modules of a block's fused weight, and how many rows each has."""
-    modules = ARCHITECTURES[config.architecture].names.matmuls.get(name, ())
-    if not modules:
-        return []
-    n = next(x.n for x in config.matmuls() if x.name == name)
+    name, n = matmul.name, matmul.n
+    modules = ARCHITECTURES[config.architecture].names.matmuls[name]
     if name == "qkv" and len(modules) == 3:
         keys = config.kv_heads * config.head_dim
-        return list(zip(modules, (config.heads * config.head_dim, keys, keys), strict=True))
+        return list(zip(modules, (n - 2 * keys, keys, keys), strict=True))
+    if name == "delta_in" and config.delta is not None:
+        return list(zip(modules, config.delta.projections, strict=True))
     return [(module, n // len(modules)) for module in modules]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from hetero.backends.ops import Activation, Extensible, RopeScaling, later
 from hetero.errors import ModelError
 from hetero.models.architectures import ARCHITECTURES, Architecture
 from hetero.models.config_keys import notice_unread, refuse_unused
+from hetero.models.delta_net import DeltaNet
 from hetero.models.fields import Fields, read_json_object
 from hetero.models.rope_config import (
     NO_SCALING,
@@ -25,6 +27,7 @@ from hetero.models.wrapper import text_fields
 from hetero.profiler.model_graph import MatMulName, MatMulSpec
 
 NormKind: TypeAlias = Literal["rms", "layer"]
+Mixer: TypeAlias = Literal["attention", "conv", "delta"]
 
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -48,6 +51,10 @@ class ModelConfig(Extensible):
                        without; else `rope_theta` and `rope_scaling` are of all layers
     windows            one entry per layer: the sliding attention window in tokens, 0 for full
                        attention
+    mixers             one entry per layer: how it mixes tokens, attention, a short convolution of
+                       `conv_taps` taps (`conv_bias`: it and its matmuls have biases), or the gated
+                       delta net `delta` with such a convolution before it
+    output_gate        the outputs of attention are multiplied by gates
     rotary_dim         dimensions of a head that are rotated, 0 for all of them
     positions          rows of the table of learned positions, 0 with rotary embeddings; position p
                        is row p + position_offset
@@ -83,6 +90,9 @@ class ModelConfig(Extensible):
     positions: int = 0
     position_offset: int = 0
     windows: tuple[int, ...] = ()
+    mixers: tuple[Mixer, ...] = ()
+    conv_taps: int = 0
+    conv_bias: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
@@ -105,6 +115,8 @@ class ModelConfig(Extensible):
     qk_norm_row: bool = later(False)
     qk_norm_after: bool = later(False)
     in_norms: bool = later(True)
+    delta: DeltaNet | None = later(None)  # noqa: RUF009
+    output_gate: bool = later(False)
     residual_scale: float = later(1.0)
     logit_scale: float = later(1.0)
 
@@ -113,6 +125,8 @@ class ModelConfig(Extensible):
             object.__setattr__(self, "windows", (0,) * self.num_layers)
         if all(rope == self.rope for rope in self.layer_ropes):
             object.__setattr__(self, "layer_ropes", ())
+        if not self.mixers:
+            object.__setattr__(self, "mixers", ("attention",) * self.num_layers)
 
     def for_context(self, length: int) -> Self:
         """Return the configuration in a context of up to `length` tokens (`RopeScaling`)."""
@@ -140,8 +154,9 @@ class ModelConfig(Extensible):
 
     @property
     def qkv_width(self) -> int:
-        """Return the rows of the fused query, key and value weight: (H + 2G)·D."""
-        return (self.heads + 2 * self.kv_heads) * self.head_dim
+        """Return the rows of the fused query, key and value weight: (H + 2G)·D, and gates."""
+        heads = 2 * self.heads if self.output_gate else self.heads
+        return (heads + 2 * self.kv_heads) * self.head_dim
 
     @classmethod
     def from_directory(cls, path: Path) -> Self:
@@ -241,21 +256,32 @@ class ModelConfig(Extensible):
             return None
         return next((self.rope_at(i) for i, window in enumerate(self.windows) if window), None)
 
-    def matmuls(self) -> tuple[MatMulSpec, ...]:
-        """Return the matmuls of a block and the output head, in the order in which they run."""
-        d, f, layers = self.hidden_size, self.intermediate_size, self.num_layers
+    def block_matmuls(self, layer: int) -> tuple[MatMulSpec, ...]:
+        """Return the matmuls of a block in the order in which they run, each once."""
+        d, f = self.hidden_size, self.intermediate_size
         up = 2 * f if self.gated else f
-        rows: list[tuple[MatMulName, int, int, int, bool]] = [
-            ("qkv", self.qkv_width, d, layers, self.qkv_bias),
-            ("o", d, self.heads * self.head_dim, layers, self.o_bias),
-            ("gate_up", up, d, layers, self.mlp_bias),
-            ("down", d, f, layers, self.mlp_bias),
-            ("lm_head", self.vocab_size, d, 1, self.head_bias),
+        rows: list[tuple[MatMulName, int, int, bool]] = [
+            ("qkv", self.qkv_width, d, self.qkv_bias),
+            ("o", d, self.heads * self.head_dim, self.o_bias),
         ]
+        if self.mixers[layer] == "conv":
+            rows = [("conv_in", 3 * d, d, self.conv_bias), ("conv_out", d, d, self.conv_bias)]
+        if self.mixers[layer] == "delta":
+            assert self.delta is not None
+            rows = [("delta_in", sum(self.delta.projections), d, False)]
+            rows += [("delta_out", d, self.delta.values, False)]
+        rows += [("gate_up", up, d, self.mlp_bias), ("down", d, f, self.mlp_bias)]
         return tuple(
-            MatMulSpec(name=name, n=n, k=k, count=count, bias=bias)
-            for name, n, k, count, bias in rows
+            MatMulSpec(name=name, n=n, k=k, count=1, bias=bias) for name, n, k, bias in rows
         )
+
+    def matmuls(self) -> tuple[MatMulSpec, ...]:
+        """Return the matmuls of all blocks and the output head, with how often each occurs."""
+        counts = Counter(x for i in range(self.num_layers) for x in self.block_matmuls(i))
+        head = MatMulSpec(
+            name="lm_head", n=self.vocab_size, k=self.hidden_size, count=1, bias=self.head_bias
+        )
+        return (*(replace(x, count=count) for x, count in counts.items()), head)
 
 
 def _architecture(source: Fields) -> Architecture:

@@ -3,10 +3,12 @@
 Notation as in `hetero.backends.ops`. One list serves every phase, token count and plan; one decoder
 serves every architecture, whose `ModelConfig` says only what differs.
 
-    serial     h = norm(x);  x += attention(h);  h = norm(x);  x += feed_forward(h)
-    parallel   h = norm(x);  x += attention(h) + feed_forward(h)
+    serial     h = norm(x);  x += mix(h);  h = norm(x);  x += feed_forward(h)
+    parallel   h = norm(x);  x += mix(h) + feed_forward(h)
     out_norms  what is added to x is normed once more before; without in_norms only then:
-               x += norm(attention(x));  x += norm(feed_forward(x))
+               x += norm(mix(x));  x += norm(feed_forward(x))
+
+`mix` is attention, or in some layers a short convolution or a gated delta net.
 
 A factor r on what is added to x (`residual_scale`) costs no operation: the stream holds x / r,
 whose embedding is divided by r, and norms of it have eps / r², which gives the norms of x. A factor
@@ -23,17 +25,20 @@ precedes its matmul, so that the GPU computes it while the NPU computes the matm
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Final, TypeAlias
 
 from hetero.backends.formats import CacheFormat, WeightFormat
 from hetero.backends.ops import (
+    STATE_PORTS,
     Act,
     Add,
     AddPositions,
     Attention,
     Embed,
     GatedAct,
+    GatedDelta,
     LayerNorm,
     MatMul,
     Op,
@@ -41,6 +46,8 @@ from hetero.backends.ops import (
     RMSNorm,
     Rope,
     RopeScaling,
+    ShortConv,
+    SigmoidGate,
 )
 from hetero.backends.protocol import CACHE_PORTS
 from hetero.models.config import ModelConfig
@@ -77,18 +84,18 @@ def model_graph(
         architecture=config.architecture,
         max_position=config.max_position,
         weight_format=stored,
-        nodes=tuple(decoder.nodes()),
+        nodes=tuple(_numbered_by_kind(decoder.nodes())),
     )
 
 
 def slot_widths(config: ModelConfig, shadows: Shadows | None = None) -> dict[str, int]:
     """Return the features per token of every float32 slot but `logits` and the caches."""
-    layers = None if shadows else 1  # those without are alike
+    layers = None if shadows or len(set(config.mixers)) > 1 else 1  # those without are alike
     nodes = _Decoder(config, WeightFormat.F32, 1, shadows or {}, layers=layers).nodes()
     return {
         slot: shape[-1]
         for slot, shape in slot_shapes(nodes).items()
-        if slot not in OF_THE_POOL and slot.partition(".")[0] not in CACHE_PORTS
+        if slot not in OF_THE_POOL and slot.partition(".")[0] not in (*CACHE_PORTS, *STATE_PORTS)
     }
 
 
@@ -111,6 +118,7 @@ def rope_of(config: ModelConfig, layer: int, capacity: int | None = None) -> Rop
         qk_norm_eps=config.rms_norm_eps if config.qk_norm else None,
         qk_norm_row=config.qk_norm_row,
         qk_norm_after=config.qk_norm_after,
+        gated=config.output_gate,
     )
 
 
@@ -141,7 +149,6 @@ class _Decoder:
         self.shadows, self.kv, self.sliding = shadows, kv, sliding
         self.shadowed: str | None = None  # the residual stream with shadows added to it
         self.layers = layers or config.num_layers
-        self.matmuls = {matmul.name: matmul for matmul in config.matmuls()}
         self.stream = "x"
         self.layer: int | None = None
         self.built: list[Node] = []
@@ -181,15 +188,51 @@ class _Decoder:
         """Add everything from a block's input norm up to the norm that follows the block."""
         read = "h" if self.config.in_norms else self.stream
         if self.config.parallel:
-            self._attention(layer, read, "t")
+            self._mix(layer, read, "t")
             self._feed_forward(read, "t2")
             self._add("join", Add(d=self.config.hidden_size), x="t", residual="t2", y="added")
             return
-        self._attention(layer, read, "t")
+        self._mix(layer, read, "t")
         self._out_norm("o_norm")
         self._norm("post_norm")
         self._feed_forward("h" if self.config.in_norms else self.stream, "t")
         self._out_norm("down_norm")
+
+    def _mix(self, layer: int, source: str, target: str) -> None:
+        mixers = {"attention": self._attention, "conv": self._convolution, "delta": self._delta}
+        mixers[self.config.mixers[layer]](layer, source, target)
+
+    def _convolution(self, layer: int, source: str, target: str) -> None:
+        config = self.config
+        self._matmul("conv_in", source, "conv_in")
+        conv = ShortConv(
+            d=config.hidden_size, taps=config.conv_taps, gated=True, bias=config.conv_bias
+        )
+        slots = {"position": "position", "conv_state": f"conv_state.{layer}"}
+        self._add("conv", conv, x="conv_in", y="convolved", **slots)
+        self._matmul("conv_out", "convolved", target)
+
+    def _delta(self, layer: int, source: str, target: str) -> None:
+        config, net = self.config, self.config.delta
+        assert net is not None
+        self._matmul("delta_in", source, "delta_in")
+        width = sum(net.projections)
+        conv = ShortConv(
+            d=net.channels, taps=config.conv_taps, activation=config.activation, width=width
+        )
+        delta = GatedDelta(
+            k_heads=net.k_heads,
+            v_heads=net.v_heads,
+            k_dim=net.k_dim,
+            v_dim=net.v_dim,
+            eps=config.rms_norm_eps,
+            width=width,
+        )
+        conv_slots = {"position": "position", "conv_state": f"conv_state.{layer}"}
+        slots = {"position": "position", "delta_state": f"delta_state.{layer}"}
+        self._add("conv", conv, x="delta_in", y="convolved", **conv_slots)
+        self._add("delta", delta, x="convolved", gates="delta_in", y="recalled", **slots)
+        self._matmul("delta_out", "recalled", target)
 
     def _attention(self, layer: int, source: str, target: str) -> None:
         config = self.config
@@ -218,7 +261,13 @@ class _Decoder:
             k_cache=f"k_cache.{layer}",
             v_cache=f"v_cache.{layer}",
         )
-        self._matmul("o", "attended", target)
+        attended = "attended"
+        if config.output_gate:
+            width = config.heads * config.head_dim
+            gate = SigmoidGate(d=width, first=width, width=config.qkv_width)
+            attended = "gated"
+            self._add("output_gate", gate, x="attended", gates="qkv", y=attended)
+        self._matmul("o", attended, target)
 
     def _feed_forward(self, source: str, target: str) -> None:
         self._matmul("gate_up", source, "gate_up")
@@ -251,9 +300,12 @@ class _Decoder:
         )
 
     def _matmul(self, name: MatMulName, source: str, target: str) -> None:
-        spec = self.matmuls[name]
+        every = (
+            self.config.matmuls() if self.layer is None else self.config.block_matmuls(self.layer)
+        )
+        spec = next(x for x in every if x.name == name)
         shadow = self.shadows.get(f"blocks.{self.layer}.{name}")
-        of_stream = name in ("o", "down") and not self.config.out_norms
+        of_stream = name in ("o", "conv_out", "delta_out", "down") and not self.config.out_norms
         if shadow is not None and of_stream:
             stream = self.shadowed or self.stream
             self.shadowed = "x4" if self.shadowed == "x3" else "x3"
@@ -278,11 +330,40 @@ class _Decoder:
         )
 
 
+def _numbered_by_kind(nodes: Sequence[Node]) -> Iterator[Node]:
+    """Yield the nodes with the plan's names of their matmuls.
+
+    Layers are of one kind where they have the same matmuls. The first kind to have a role (`down`)
+    has its name, another one is numbered: `down.2` in the second kind of layers.
+    """
+    by_layer: dict[int | None, list[Node]] = {}
+    for node in nodes:
+        if node.plan_op is not None and node.layer is not None:
+            by_layer.setdefault(node.layer, []).append(node)
+    numbers: dict[tuple[tuple[str | None, Op], ...], int] = {}
+    kind_of = {
+        layer: numbers.setdefault(tuple((x.plan_op, x.op) for x in own), 1 + len(numbers))
+        for layer, own in by_layer.items()
+    }
+    first: dict[str, int] = {}  # the first kind that has a role
+    for layer, own in by_layer.items():
+        for role in (role for x in own for role in (x.plan_op or "", *dict(x.members))):
+            first.setdefault(role, kind_of[layer])
+    for node in nodes:
+        number = kind_of.get(node.layer)
+        if node.plan_op is None or number in (None, first.get(node.plan_op)):
+            yield node
+        else:
+            members = tuple((f"{name}.{number}", start) for name, start in node.members)
+            yield replace(node, plan_op=f"{node.plan_op}.{number}", members=members)
+
+
 def _members(name: str, config: ModelConfig) -> tuple[tuple[OpName, int], ...]:
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
     match name:
         case "qkv":
-            return (("q", 0), ("k", queries), ("v", queries + keys))
+            first = 2 * queries if config.output_gate else queries
+            return (("q", 0), ("k", first), ("v", first + keys))
         case "gate_up" if config.gated:
             return (("gate", 0), ("up", config.intermediate_size))
         case _:

@@ -31,32 +31,51 @@ class VectorShape:
     n: int
 
 
-def block_matrices(config: ModelConfig) -> tuple[MatrixShape, ...]:
+def block_matrices(config: ModelConfig, layer: int) -> tuple[MatrixShape, ...]:
     """Return the packed weights of one block."""
-    return tuple(MatrixShape(x.name, x.n, x.k) for x in config.matmuls() if x.name != "lm_head")
+    return tuple(MatrixShape(x.name, x.n, x.k) for x in config.block_matmuls(layer))
 
 
-def block_vectors(config: ModelConfig, storage: StorageFormat) -> tuple[VectorShape, ...]:
+def block_vectors(
+    config: ModelConfig, storage: StorageFormat, layer: int
+) -> tuple[VectorShape, ...]:
     """Return the float32 vectors of one block.
 
-    Norms come first, then the biases that the model has, then the scales of the matmuls' inputs
-    (`scaled_inputs`).
+    Norms come first, then the taps of a convolution, then the biases that the model has, then the
+    scales of the matmuls' inputs (`scaled_inputs`).
     """
+    attends = config.mixers[layer] == "attention"
     names = ["input_norm"] if config.parallel else ["input_norm", "post_norm"]
     names = names if config.in_norms else []
     names += ["o_norm", "down_norm"] if config.out_norms else []
     norms = _norms(config, names)
-    if config.qk_norm:
+    if attends and config.qk_norm:
         heads = (config.heads, config.kv_heads) if config.qk_norm_row else (1, 1)
         sizes = zip(("q_norm", "k_norm"), heads, strict=True)
         norms += [VectorShape(name, count * config.head_dim) for name, count in sizes]
-    biases = [x for x in config.matmuls() if x.bias and x.name != "lm_head"]
-    scales = [VectorShape(f"{x.name}_x_scale", 1) for x in block_matrices(config)]
+    if config.mixers[layer] == "delta":
+        norms += _delta_vectors(config)
+    if config.mixers[layer] == "conv":
+        norms += [VectorShape("conv_taps", config.conv_taps * config.hidden_size)]
+        norms += [VectorShape("conv_bias", config.hidden_size)] if config.conv_bias else []
+    biases = [x for x in config.block_matmuls(layer) if x.bias]
+    scales = [VectorShape(f"{x.name}_x_scale", 1) for x in block_matrices(config, layer)]
     return (
         *norms,
         *(VectorShape(f"{x.name}_bias", x.n) for x in biases),
         *(scales if scaled_inputs(storage) else ()),
     )
+
+
+def _delta_vectors(config: ModelConfig) -> list[VectorShape]:
+    assert config.delta is not None
+    heads = config.delta.v_heads
+    return [
+        VectorShape("conv_taps", config.conv_taps * config.delta.channels),
+        VectorShape("delta_decay", heads),
+        VectorShape("delta_dt_bias", heads),
+        VectorShape("delta_norm", config.delta.v_dim),
+    ]
 
 
 def scaled_inputs(storage: StorageFormat) -> bool:
@@ -96,11 +115,12 @@ def embedding_matrices(config: ModelConfig) -> tuple[MatrixShape, ...]:
 
 def total_bytes(config: ModelConfig, storage: StorageFormat) -> int:
     """Return the bytes of all packed weights and vectors of a model, without page padding."""
-    block = sum(x.nbytes(storage) for x in block_matrices(config))
-    block += sum(4 * x.n for x in block_vectors(config, storage))
+    layers = range(config.num_layers)
+    blocks = sum(x.nbytes(storage) for i in layers for x in block_matrices(config, i))
+    blocks += sum(4 * x.n for i in layers for x in block_vectors(config, storage, i))
     outside = sum(x.nbytes(storage) for x in embedding_matrices(config))
     outside += sum(4 * x.n for x in model_vectors(config, storage))
-    return config.num_layers * block + outside
+    return blocks + outside
 
 
 def page_padded(nbytes: int) -> int:

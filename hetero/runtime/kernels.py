@@ -309,14 +309,10 @@ def _block_weight(block: BlockWeights, role: str, name: str) -> WeightValue:
             shadow = block.shadows[role]
             return shadow.channels if name == "hot" else pack(shadow.weight, StorageFormat.F16)
     if name == "weight":
-        value = getattr(block, role)
-    elif name in ("bias", "x_scale"):
-        value = getattr(block, f"{role}_{name}")
-    else:
-        value = getattr(block, name)
-    assert value is not None, (role, name)
-    copy: WeightValue = value
-    return copy
+        norm = role not in block.matrices
+        return block.vectors[role] if norm else block.matrix(role)
+    own = f"{role}_{name}"  # but norms of queries and keys, which a rotary embedding has
+    return block.vectors[own if own in block.vectors else name]
 
 
 def _check_rows(node: Node, start: int, stop: int) -> None:

@@ -30,7 +30,12 @@ OPERATIONS: list[Op] = [
     ops.LayerNorm(d=96, eps=1e-5, add=True),
     ROPE,
     dataclasses.replace(ROPE, head_dim=24, qk_norm_eps=1e-6, rotary_dim=16),
+    dataclasses.replace(ROPE, head_dim=24, qk_norm_eps=1e-6, gated=True),
     ops.GatedAct(f=90),
+    ops.SigmoidGate(d=90, first=33, width=130),
+    ops.GatedDelta(k_heads=1, v_heads=2, k_dim=16, v_dim=32, eps=1e-6, width=90),
+    ops.ShortConv(d=33, taps=3, gated=True),
+    ops.ShortConv(d=99, taps=4, activation="silu", width=120),
     ops.Act(f=99, activation="gelu"),
     ops.Add(d=97),
 ]

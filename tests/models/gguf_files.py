@@ -22,7 +22,7 @@ from hetero.models.random_models import known_config
 Array = npt.NDArray[Any]
 ARCHITECTURES = {
     "phi": "phi2", "gemma3_text": "gemma3", "granitemoehybrid": "granite", "ministral3": "mistral3",
-    "olmo3": "olmo2", "hunyuan_v1_dense": "hunyuan-dense",
+    "olmo3": "olmo2", "hunyuan_v1_dense": "hunyuan-dense", "qwen3_5_text": "qwen35",
 }  # fmt: skip
 PERMUTED = ("llama", "internlm2", "granite", "smollm3", "mistral3", "minicpm")
 NAMES = {
@@ -50,7 +50,15 @@ SANDWICH_NAMES = {
     "post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }  # fmt: skip
+QWEN35_NAMES = {
+    "post_attention_layernorm": "post_attention_norm", "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate", "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.in_proj_a": "ssm_alpha", "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.norm": "ssm_norm", "linear_attn.out_proj": "ssm_out",
+    "linear_attn.A_log": "ssm_a", "linear_attn.dt_bias": "ssm_dt.bias",
+}  # fmt: skip
 OWN_NAMES = {
+    "qwen35": QWEN35_NAMES,
     "gemma2": SANDWICH_NAMES, "gemma3": SANDWICH_NAMES, "internlm2": INTERNLM2_NAMES,
     "olmo2": SANDWICH_NAMES, "exaone4": SANDWICH_NAMES, "glm4": GLM4_NAMES,
 }  # fmt: skip
@@ -205,6 +213,17 @@ def own_metadata(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
                 "attention.temperature_scale": rope["llama_4_scaling_beta"],
                 "rope.scaling.yarn_log_multiplier": rope.get("mscale_all_dim", 0.0),
             }
+        case "qwen35":
+            heads, size = raw["linear_num_value_heads"], raw["linear_value_head_dim"]
+            return {
+                "ssm.conv_kernel": raw["linear_conv_kernel_dim"],
+                "ssm.state_size": raw["linear_key_head_dim"],
+                "ssm.group_count": raw["linear_num_key_heads"],
+                "ssm.time_step_rank": heads,
+                "ssm.inner_size": heads * size,
+                "attention.recurrent_layers": [x != "full_attention" for x in raw["layer_types"]],
+                "rope.dimension_sections": [11, 11, 10, 0],
+            }
         case _:
             return {}
 
@@ -216,6 +235,8 @@ def named_tensors(raw: Mapping[str, Any], name: str, source: Mapping[str, Any]) 
     for key, tensor in (split_groups(raw, source) if name == "internlm2" else source).items():
         value: Array = tensor.float().numpy()
         module, suffix = key.rsplit(".", 1)
+        if suffix in ("A_log", "dt_bias"):
+            module, suffix = key, ""
         prefix = ""
         if module.startswith("model.layers."):
             _, _, layer, module = module.split(".", 3)
@@ -226,15 +247,45 @@ def named_tensors(raw: Mapping[str, Any], name: str, source: Mapping[str, Any]) 
             value = permute(value, raw[field])
         if name.startswith("gemma") and renamed.endswith("norm"):
             value = value + 1
+        if name == "qwen35":
+            value = of_delta_net(raw, renamed, value)
         if renamed == "ffn_gate_up":
             gate, value = np.split(value, 2)
             found[f"{prefix}ffn_gate.{suffix}"], renamed = gate, "ffn_up"
-        found[f"{prefix}{renamed}.{suffix}"] = value
+        found[f"{prefix}{renamed}.{suffix}".rstrip(".")] = value
     for layer in range(raw["num_hidden_layers"] if name == "phi2" else 0):
         for suffix in ("weight", "bias"):
             parts = [found.pop(f"blk.{layer}.attn_{x}.{suffix}") for x in "qkv"]
             found[f"blk.{layer}.attn_qkv.{suffix}"] = np.concatenate(parts)
     return found
+
+
+def of_delta_net(raw: Mapping[str, Any], name: str, value: Array) -> Array:
+    """Norms are shifted, decays computed; value heads go round by round over the key heads
+    (`_LinearAttentionVReorderBase` of the converter).
+    """
+    groups, heads = raw["linear_num_key_heads"], raw["linear_num_value_heads"]
+    values = heads * raw["linear_value_head_dim"]
+
+    def reordered(part: Array, axis: int = 0) -> Array:
+        moved = np.moveaxis(part, axis, 0)
+        split = moved.reshape(groups, heads // groups, -1, *moved.shape[1:])
+        return np.moveaxis(split.swapaxes(0, 1).reshape(moved.shape), 0, axis)
+
+    match name:
+        case "attn_qkv" | "ssm_conv1d":
+            whole = np.concatenate([value[:-values], reordered(value[-values:])])
+            return whole.squeeze() if name == "ssm_conv1d" else whole
+        case "attn_gate" | "ssm_beta" | "ssm_alpha" | "ssm_dt.bias":
+            return reordered(value)
+        case "ssm_a":
+            return reordered(-np.exp(value))
+        case "ssm_out":
+            return reordered(value, axis=1)
+        case "ssm_norm":
+            return value
+        case _:
+            return value + 1 if name.endswith("norm") else value
 
 
 def split_groups(raw: Mapping[str, Any], source: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import pytest
 from hetero.backends.protocol import PerGraphSize
 from hetero.solver.chooser import Chooser, Rules
 from hetero.solver.errors import PlanError
-from hetero.solver.layer_dp import solve_layers, walk
+from hetero.solver.layer_dp import Repeated, solve_layers, walk
 from hetero.solver.options import GPU, HOST, INF, Objective, Option, PowerModel
 from hetero.solver.place import tiles_of
 from hetero.solver.plan import OpPlan
@@ -87,14 +87,34 @@ def test_paths_without_gpu_operators_between_are_solved_exactly(seed: int) -> No
     stages = [[_random_option(rng) for _ in range(rng.integers(1, 4))] for _ in range(5)]
     head, block, tail = stages[:1], stages[1:4], stages[4:]
     layers = int(rng.integers(1, 5))
-    found = solve_layers(head, block, tail, layers, Objective())
-    best = min(_walk_all(combo, layers) for combo in itertools.product(*stages))
+    found = solve_layers(head, [Repeated(block, layers)], tail, Objective())
+    best = min(_walk_all(combo, [1] * layers) for combo in itertools.product(*stages))
     if best == np.inf:
         assert found is None
     else:
         assert found is not None
         assert found.cost == pytest.approx(best)
-        assert walk(found, layers).seconds == pytest.approx(best)
+        assert walk(found).seconds == pytest.approx(best)
+
+
+@pytest.mark.parametrize("seed", range(examples(200, 600)))
+def test_layers_of_two_kinds_cost_the_same_in_any_order(seed: int) -> None:
+    """Against layer after layer, among the paths whose blocks all leave in one state."""
+    rng = np.random.default_rng(seed)
+    stages = [[_random_option(rng) for _ in range(rng.integers(1, 4))] for _ in range(7)]
+    head, first, second, tail = stages[:1], stages[1:4], stages[4:6], stages[6:]
+    order = [1, *rng.integers(1, 3, size=rng.integers(0, 4)).tolist(), 2]
+    kinds = [Repeated(first, order.count(1)), Repeated(second, order.count(2))]
+    found = solve_layers(head, kinds, tail, Objective())
+    ways = [x for x in itertools.product(*stages) if x[3].leaves == x[5].leaves]
+    best = min((_walk_all(combo, order) for combo in ways), default=np.inf)
+    if best == np.inf:
+        assert found is None
+    else:
+        assert found is not None
+        assert found.cost == pytest.approx(best)
+        assert walk(found).seconds == pytest.approx(best)
+        assert len(found.block) == 5
 
 
 def _random_option(rng: np.random.Generator) -> Option:
@@ -110,10 +130,11 @@ def _random_option(rng: np.random.Generator) -> Option:
     )
 
 
-def _walk_all(combo: tuple[Option, ...], layers: int) -> float:
-    """Layer after layer, nothing assumed."""
+def _walk_all(combo: tuple[Option, ...], order: list[int]) -> float:
+    """Layer after layer, each of kind 1 or 2, nothing assumed."""
     state, total = GPU, 0.0
-    for option in (combo[0], *(combo[1:4] * layers), combo[4]):
+    blocks = {1: combo[1:4], 2: combo[4:-1]}
+    for option in (combo[0], *(x for kind in order for x in blocks[kind]), combo[-1]):
         total += Objective().cost(option, state)
         state = option.leaves
     return total

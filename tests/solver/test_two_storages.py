@@ -59,6 +59,7 @@ def test_each_phase_has_the_faster_format(spec: ModelGraph, profile: DeviceProfi
     both.plan.check_fits(spec)
 
 
+@pytest.mark.full
 def test_one_budget_holds_both(spec: ModelGraph, profile: DeviceProfile) -> None:
     """Ever less memory: fewer rows twice, then one storage, and never faster."""
     found = {gib: solved(spec, profile, gib) for gib in (3.0, 2.25, 1.5, 1.0)}

@@ -39,7 +39,7 @@ TINY = {
 
 
 # Configurations of families whose name is that of a model of text and pictures.
-CONFIGS = {"Gemma3": "Gemma3TextConfig"}
+CONFIGS = {"Gemma3": "Gemma3TextConfig", "Qwen3_5": "Qwen3_5TextConfig"}
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,7 @@ def load_dequantized(model: Any, loaded: LoadedModel) -> Any:
     for i in range(config.num_layers):
         block = loaded.weights.block(i)
         for name, modules in names.matmuls.items():
-            put(getattr(block, name), [names.block.format(i) + module for module in modules])
+            put(block.matrix(name), [names.block.format(i) + module for module in modules])
     missing, unexpected = model.load_state_dict(state, strict=False)
     assert not unexpected
     assert all(

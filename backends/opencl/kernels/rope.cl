@@ -3,6 +3,7 @@
 // multiplies what is rotated. Values are copied. A work-item takes ITEM_HEADS heads of one token.
 // `count` is m · TOTAL_HEADS / ITEM_HEADS.
 //
+// GATE_HEADS heads between queries and keys are gates, which others read.
 // HEADS, KV_HEADS, HEAD_DIM, ROTATED come from the record; HV divides HEAD_DIM and RV ROTATED / 2.
 // cosines and sines: [max_position][TABLES][ROTATED / 2]; of two tables the second is of queries.
 
@@ -87,7 +88,8 @@ __kernel void rope(const int count, PANELS(const float, qkv), ARRAY(const int, p
   float rows[2] = {0, 0};  // sums of squares of all queries, of all keys
   for (int head = 0; head < HEADS + KV_HEADS; head++) {
     if (ITEM_HEADS == 1 && (head < HEADS) != (first < HEADS)) continue;
-    const int column = head * HEAD_DIM, panel = panel_of(qkv_table, qkv_count, column);
+    const int column = (head < HEADS ? head : head + GATE_HEADS) * HEAD_DIM;
+    const int panel = panel_of(qkv_table, qkv_count, column);
     float squares = 0;
     if (PANEL_STOP(qkv, panel) < column + HEAD_DIM) {
       for (int d = 0; d < HEAD_DIM; d++) {
@@ -104,7 +106,7 @@ __kernel void rope(const int count, PANELS(const float, qkv), ARRAY(const int, p
   for (int head = first; head < first + ITEM_HEADS; head++) {
     const size_t offset = ((size_t)token * TOTAL_HEADS + head) * HEAD_DIM;
     __global float *to = out + offset;
-    const int column = head * HEAD_DIM;
+    const int column = (head < HEADS ? head : head + GATE_HEADS) * HEAD_DIM;
     const int panel = panel_of(qkv_table, qkv_count, column);
     __global const float *from = PANEL_ROW(qkv, panel, token) + column;
     if (PANEL_STOP(qkv, panel) < column + HEAD_DIM) {  // the head goes on in the next panel

@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from hetero.models.delta_net import DeltaNet
 from hetero.models.fields import Fields, is_number
 from hetero.models.sliding import FULL, SLIDING
 
@@ -47,6 +48,12 @@ class Decoder(Protocol):
     @property
     def rotates(self) -> tuple[bool, ...]: ...
     @property
+    def mixers(self) -> tuple[str, ...]: ...
+    @property
+    def conv_taps(self) -> int: ...
+    @property
+    def delta(self) -> DeltaNet | None: ...
+    @property
     def qkv_bias(self) -> bool: ...
     @property
     def o_bias(self) -> bool: ...
@@ -77,8 +84,9 @@ class TensorNames:
     """The names of a checkpoint's tensors.
 
     `matmuls` are the modules whose rows, one after the other, are the rows of our fused weight;
-    `vectors` the modules of a block's norms; `model_modules` those outside of the blocks. `.weight`
-    and `.bias` are appended. `block` is the prefix of a block.
+    `vectors` the modules of a block's norms; `parameters` tensors that are not a module's weight or
+    bias; `model_modules` those outside of the blocks. `.weight` and `.bias` are appended to these
+    modules. `block` is the prefix of a block.
     """
 
     block: str = "model.layers.{}."
@@ -98,6 +106,7 @@ class TensorNames:
             "k_norm": "self_attn.k_norm",
         }
     )
+    parameters: Mapping[str, str] = field(default_factory=dict)
     model_modules: Mapping[str, str] = field(
         default_factory=lambda: {
             "embed": "model.embed_tokens",
@@ -121,6 +130,7 @@ class Architecture:
     read, write       fields that only this family has; `read` may also return `rotary_factor`,
                       `rotates` (by layer) and `adjust_rope`, a function of the rotary embedding
     row_order         the rows of a checkpoint's tensor, by its module, if in another order
+    column_order      its columns
     used              fields that are refused elsewhere (`hetero.models.config_keys`)
     defaults          fields that the text part of a larger model may leave out
     norm_offset       added to every norm's weight when it is read
@@ -145,6 +155,7 @@ class Architecture:
     read: Read = lambda _source, _layers: {}
     write: Write = lambda _config: {}
     row_order: Mapping[str, RowOrder] = field(default_factory=dict)
+    column_order: Mapping[str, RowOrder] = field(default_factory=dict)
     norm_offset: float = 0.0
     used: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)

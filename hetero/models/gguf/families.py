@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
 import numpy as np
 
+from hetero.models.delta_net import LINEAR
 from hetero.models.fields import is_number
 from hetero.models.sliding import FULL, SLIDING
 
@@ -30,6 +31,7 @@ class GgufFamily:
     pairs        rows of queries and keys lie pair by pair (llama.cpp's "normal" rotary embedding)
     frequencies  a tensor `rope_freqs` has divisors of the frequencies (Llama 3.1's scaling)
     biases       whether attention and feed-forward have biases is seen in the tensors
+    tensors      those of a block's vectors that have other names than most: of a module, or whole
     """
 
     model_type: str
@@ -39,6 +41,7 @@ class GgufFamily:
     pairs: bool = False
     frequencies: bool = False
     biases: bool = False
+    tensors: Mapping[str, str] = field(default_factory=dict)
 
 
 def _partial_rotary(entry: Entry, raw: Raw) -> dict[str, Any]:
@@ -75,6 +78,21 @@ def _gemma3(entry: Entry, raw: Raw) -> dict[str, Any]:
         fields |= {"sliding_window": None, "layer_types": None, "sliding_window_pattern": 1}
     local = entry("rope.freq_base_swa")
     return fields if local is None else fields | {"rope_local_base_freq": local}
+
+
+def _qwen35(entry: Entry, raw: Raw) -> dict[str, Any]:
+    """Return the sizes of the delta net, and the layers without those that predict more tokens."""
+    layers, heads, inner = raw.get("num_hidden_layers"), *map(entry, _DELTA_HEADS)
+    more, types = entry("nextn_predict_layers"), entry("attention.recurrent_layers")
+    fields = {field: entry(name) for field, name in _DELTA.items() if entry(name) is not None}
+    if is_number(layers) and is_number(more):
+        fields["num_hidden_layers"] = layers - more
+    if is_number(inner) and is_number(heads) and heads > 0:
+        fields["linear_value_head_dim"] = inner / heads if inner % heads else int(inner // heads)
+    if types is not None:
+        kinds = [LINEAR if x else FULL for x in np.atleast_1d(types).tolist()]
+        fields["layer_types"] = kinds[: fields.get("num_hidden_layers", layers)]
+    return fields | _partial_rotary(entry, raw)
 
 
 def _layer_types(entry: Entry, layers: object, default: int | None = None) -> list[str] | None:
@@ -173,6 +191,14 @@ def _cohere2(entry: Entry, raw: Raw) -> dict[str, Any]:
 
 _LAYERS: Final = "num_hidden_layers"
 _SCALES: Final = ("embedding_scale", "residual_scale", "logit_scale")
+_DELTA: Final = {
+    "linear_num_key_heads": "ssm.group_count",
+    "linear_num_value_heads": "ssm.time_step_rank",
+    "linear_key_head_dim": "ssm.state_size",
+    "linear_conv_kernel_dim": "ssm.conv_kernel",
+    "full_attention_interval": "full_attention_interval",
+}
+_DELTA_HEADS: Final = ("ssm.time_step_rank", "ssm.inner_size")
 _WINDOWS: Final = ("attention.sliding_window", "attention.sliding_window_pattern")
 _CAPS: Final = ("attn_logit_softcapping", "final_logit_softcapping")
 FAMILIES: Final[Mapping[str, GgufFamily]] = {

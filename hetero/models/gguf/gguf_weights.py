@@ -14,6 +14,8 @@ from hetero.backends.weights import ROW_BLOCK, Float32Array, PackedWeight, packe
 from hetero.errors import ModelError
 from hetero.models.architectures import ARCHITECTURES
 from hetero.models.architectures.base import halves_of_pairs
+from hetero.models.architectures.qwen3_5 import queries_first
+from hetero.models.checkpoint import is_taps
 from hetero.models.config import ModelConfig
 from hetero.models.gguf.families import FAMILIES
 from hetero.models.gguf.file import GgufFile, TensorInfo
@@ -22,6 +24,7 @@ from hetero.models.gguf.tensors import FLOATS, GgufTensor, Loss, check_kind, sto
 from hetero.models.layout import block_matrices, embedding_matrices, model_vectors
 from hetero.models.model_weights import BlockWeights, ModelWeights
 from hetero.models.packing import check_finite, pack_rows
+from hetero.terminal.notices import notify_once
 
 # Our weights and the tensors that hold them, the fused spelling first.
 _MATRICES: Final = {
@@ -29,6 +32,8 @@ _MATRICES: Final = {
     "o": (("attn_output",),),
     "gate_up": (("ffn_gate", "ffn_up"), ("ffn_up",)),
     "down": (("ffn_down",),),
+    "delta_in": (("attn_qkv", "attn_gate", "ssm_beta", "ssm_alpha"),),
+    "delta_out": (("ssm_out",),),
 }
 _VECTORS: Final = {
     "input_norm": "attn_norm",
@@ -55,7 +60,7 @@ class GgufWeights(ModelWeights):
         self.file = file
         self.loss = Loss()
         self._store: StoreReader | StoreWriter | str | None = _UNOPENED
-        self._pairs = FAMILIES[file.metadata["general.architecture"]].pairs
+        self._family = FAMILIES[file.metadata["general.architecture"]]
         self._check()
 
     def model_vector(self, name: str) -> Float32Array:
@@ -89,14 +94,15 @@ class GgufWeights(ModelWeights):
             if name.startswith(f"blk.{index}."):
                 self.file.forget(name)
         if isinstance(self._store, StoreReader):
-            for matrix in block_matrices(self.config):
+            for matrix in block_matrices(self.config, index):
                 self._store.forget(f"blk.{index}.{matrix.name}")
 
     def _load_block(self, index: int) -> BlockWeights:
         prefix = f"blk.{index}."
-        packed = {x.name: self._packed(prefix + x.name) for x in block_matrices(self.config)}
-        vectors = {x.name: self._block_vector(prefix, x.name) for x in self.vectors()}
-        return BlockWeights(**packed, **vectors)  # type: ignore[arg-type]
+        shapes = block_matrices(self.config, index)
+        packed = {x.name: self._packed(prefix + x.name) for x in shapes}
+        vectors = {x.name: self._block_vector(prefix, x.name) for x in self.vectors(index)}
+        return BlockWeights(packed, vectors)
 
     def _load_matrix(self, name: str) -> PackedWeight:
         return self._packed(name)
@@ -128,7 +134,7 @@ class GgufWeights(ModelWeights):
             names = [
                 f"blk.{i}.{x.name}"
                 for i in range(self.config.num_layers)
-                for x in block_matrices(self.config)
+                for x in block_matrices(self.config, i)
             ]
             names += [x.name for x in embedding_matrices(self.config)]
             shapes = {
@@ -197,24 +203,28 @@ class GgufWeights(ModelWeights):
         return spellings[-1] if name == "qkv" else spellings[0]
 
     def _order(self, module: str) -> npt.NDArray[np.int64] | None:
-        """Return the order of the rows of queries and keys, where the file stores pairs."""
+        """Return the order of the rows of queries and keys: of pairs, or with gates between."""
         config = self.config
+        if module == "attn_q" and config.output_gate:
+            return queries_first(config)
         rotated = config.rotary_dim or config.head_dim
         queries, keys = (
             halves_of_pairs(x, config.head_dim, rotated) for x in (config.heads, config.kv_heads)
         )
-        if module == "attn_qkv" and self._pairs:
+        if module == "attn_qkv" and self._family.pairs:
             values = np.arange(len(keys))
             return np.concatenate([queries, keys + len(queries), values + len(queries) + len(keys)])
-        return {"attn_q": queries, "attn_k": keys}.get(module) if self._pairs else None
+        return {"attn_q": queries, "attn_k": keys}.get(module) if self._family.pairs else None
 
     def _block_vector(self, prefix: str, name: str) -> Float32Array:
         matmul = name.removesuffix("_bias")
         if self._is_left_out(name):
             return np.zeros(self.config.hidden_size, np.float32)
         if matmul not in _MATRICES:
-            module, suffix = _named(_VECTORS, name)
-            return self._vector(f"{prefix}{module}.{suffix}")
+            values = self._vector(prefix + self._tensor_of(name))
+            return (
+                values.reshape(-1, self.config.conv_taps).T.reshape(-1) if is_taps(name) else values
+            )
         parts = []
         for module, n in self._bias_rows(prefix, matmul):
             order, bias = self._order(module), f"{prefix}{module}.bias"
@@ -229,7 +239,8 @@ class GgufWeights(ModelWeights):
 
     def _bias_rows(self, prefix: str, name: str) -> list[tuple[str, int]]:
         """Return the modules of a matmul's biases; those of a fused qkv may be separate."""
-        matmul = next(x for x in self.config.matmuls() if x.name == name)
+        layer = int(prefix.split(".")[1])
+        matmul = next(x for x in self.config.block_matmuls(layer) if x.name == name)
         apart = name == "qkv" and f"{prefix}attn_qkv.bias" not in self.file.tensors
         return self._rows(prefix, name, matmul.n, _MATRICES["qkv"][-1] if apart else None)
 
@@ -248,7 +259,8 @@ class GgufWeights(ModelWeights):
             raise ModelError(
                 f"{path}: tensor {missing[0]} is missing{_more(missing)}; download the file again"
             )
-        unknown = [x for x in tensors if x not in expected and x not in self._read_before()]
+        others = {*self._read_before(), *self._left_out()}
+        unknown = [x for x in tensors if x not in expected and x not in others]
         if unknown:
             raise ModelError(
                 f"{path}: tensor {unknown[0]} does not belong to a {self.config.architecture} "
@@ -256,6 +268,19 @@ class GgufWeights(ModelWeights):
             )
         for name, shape in expected.items():
             self._check_tensor(name, tensors[name], shape)
+
+    def _left_out(self) -> tuple[str, ...]:
+        """Return the tensors of blocks behind the model's, which predict more tokens."""
+        count = self.file.metadata.get(f"{self.file.metadata['general.architecture']}.block_count")
+        layers = self.config.num_layers
+        blocks = [f"blk.{i}." for i in range(layers, count if isinstance(count, int) else layers)]
+        names = tuple(name for name in self.file.tensors if name.startswith(tuple(blocks)))
+        if names:
+            notify_once(
+                f"{self.file.path}: {len(blocks)} layers that predict further tokens "
+                f"({len(names)} tensors) are left out"
+            )
+        return names
 
     def _read_before(self) -> tuple[str, ...]:
         """Return the tensors that the configuration was read from."""
@@ -286,17 +311,22 @@ class GgufWeights(ModelWeights):
                 shapes[".".join(_named(_ENDS, vector.name))] = (vector.n,)
         for index in range(self.config.num_layers):
             prefix = f"blk.{index}."
-            for matmul in self.config.matmuls():
-                if matmul.name != "lm_head":
-                    for module, n in self._rows(prefix, matmul.name, matmul.n):
-                        shapes[f"{prefix}{module}.weight"] = (n, matmul.k)
-                    if matmul.bias:
-                        shapes |= self._expected_biases(prefix, matmul.name)
-            for vector in self.vectors():
+            for matmul in self.config.block_matmuls(index):
+                for module, n in self._rows(prefix, matmul.name, matmul.n):
+                    shapes[f"{prefix}{module}.weight"] = (n, matmul.k)
+                if matmul.bias:
+                    shapes |= self._expected_biases(prefix, matmul.name)
+            for vector in self.vectors(index):
                 of_matmul = vector.name.removesuffix("_bias") in _MATRICES
                 if not of_matmul and not self._is_left_out(vector.name):
-                    shapes[prefix + ".".join(_named(_VECTORS, vector.name))] = (vector.n,)
+                    taps = self.config.conv_taps
+                    shape = (vector.n // taps, taps) if is_taps(vector.name) else (vector.n,)
+                    shapes[prefix + self._tensor_of(vector.name)] = shape
         return shapes
+
+    def _tensor_of(self, vector: str) -> str:
+        """Return the tensor of a block's vector."""
+        return self._family.tensors.get(vector) or ".".join(_named(_VECTORS, vector))
 
     def _expected_biases(self, prefix: str, name: str) -> dict[str, tuple[int, ...]]:
         """Return the biases that are there; only Phi-2 must have them, and not those of qkv."""
@@ -312,6 +342,8 @@ class GgufWeights(ModelWeights):
         if len(modules) == 3:
             keys = self.config.kv_heads * self.config.head_dim
             return list(zip(modules, (n - 2 * keys, keys, keys), strict=True))
+        if name == "delta_in" and self.config.delta is not None:
+            return list(zip(modules, self.config.delta.projections, strict=True))
         return [(module, n // len(modules)) for module in modules]
 
 
