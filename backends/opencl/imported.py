@@ -66,7 +66,7 @@ IMPORTS: Final = tuple(
 
 
 class _Described:
-    """A host pointer as an array of its buffer's length, which is what OpenCL is told.
+    """A host pointer as an array of its buffer's length, as OpenCL takes it.
 
     The driver reads the structure there, not the array.
     """

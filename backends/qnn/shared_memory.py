@@ -59,8 +59,8 @@ def dma_buf_of(address: int) -> int | None:
     if find is None:
         return None
     find.argtypes, find.restype = [ctypes.c_void_p], ctypes.c_int
-    found: int = find(address)
-    return found if found >= 0 else None
+    descriptor: int = find(address)
+    return descriptor if descriptor >= 0 else None
 
 
 class SharedPages:
