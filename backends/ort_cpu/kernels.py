@@ -439,9 +439,13 @@ class DecodeChunksKernel(OrtKernel):
 
 
 def rope_inputs(op: ops.Rope) -> dict[str, Array]:
-    """Return the tables of cos and sin, rounded once from float64."""
+    """Return the tables of cos and sin, rounded once from float64; for scaled queries their own."""
     cos, sin = rope_tables.tables(op)
-    return {"cos": cos.astype(np.float32), "sin": sin.astype(np.float32)}
+    tables = {"cos": cos, "sin": sin}
+    if op.scales_queries:
+        scale = rope_tables.query_scale(op)[:, None]
+        tables |= {"query_cos": cos * scale, "query_sin": sin * scale}
+    return {name: table.astype(np.float32) for name, table in tables.items()}
 
 
 def _launch(

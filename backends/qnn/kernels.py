@@ -219,9 +219,13 @@ class Rows:
 
 
 def float_rope_tables(op: ops.Rope) -> dict[str, Array]:
-    """Return `cos` and `sin`, each [max_position, R / 2]."""
-    tables_of = (table.astype(np.float32) for table in rope_tables.tables(op))
-    return dict(zip(("cos", "sin"), tables_of, strict=True))
+    """Return `cos` and `sin`, each [max_position, R / 2], and of scaled queries their own."""
+    cos, sin = rope_tables.tables(op)
+    tables = {"cos": cos, "sin": sin}
+    if op.scales_queries:
+        scale = rope_tables.query_scale(op)[:, None]
+        tables |= {"query_cos": cos * scale, "query_sin": sin * scale}
+    return {name: table.astype(np.float32) for name, table in tables.items()}
 
 
 class PositionKernel(QnnKernel):
