@@ -25,7 +25,7 @@ from hetero.backends.onnx_common.binding import (
     rows_argument,
     rows_between,
 )
-from hetero.backends.onnx_common.heads import HeadTensors
+from hetero.backends.onnx_common.head_tensors import HeadTensors
 from hetero.backends.ops import OUTPUT_PORTS, STATE_PORTS, Op, describe
 from hetero.backends.ort_cpu.session import BACKEND, OrtCall, device_error
 from hetero.backends.protocol import (

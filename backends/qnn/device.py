@@ -208,7 +208,7 @@ class QnnDevice(Device, SupportsGroups):
         sessions = self._attention_sessions(whole)
         kernel = kernels.AttentionKernel(self._host, whole, sessions, self._masks)
         if isinstance(op, ops.AttentionHeads):
-            return kernels.AttentionHeadsKernel(self._host, op, kernel, self._rooms)
+            return kernels.QnnHeadsKernel(self._host, op, kernel, self._rooms)
         return kernel
 
     def _prepare_integer(

@@ -21,7 +21,7 @@ from hetero.backends.onnx_common.binding import (
     rows_argument,
     rows_between,
 )
-from hetero.backends.onnx_common.heads import HeadTensors
+from hetero.backends.onnx_common.head_tensors import HeadTensors
 from hetero.backends.ops import OUTPUT_PORTS, Op, describe
 from hetero.backends.protocol import (
     BoundCall,
@@ -328,7 +328,7 @@ class AttentionKernel(QnnKernel):
         return AttentionLaunch(context, session, binding, mask)
 
 
-class AttentionHeadsKernel(QnnKernel):
+class QnnHeadsKernel(QnnKernel):
     """Some heads of an attention, by the graphs of an attention that has no others.
 
     `rooms` has the room for their columns, one for all layers (`HeadTensors`).
