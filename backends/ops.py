@@ -151,12 +151,13 @@ class RopeScaling(Extensible):
 
     LongRoPE divides each frequency by a factor of its own, of `short_factor`, or of `long_factor`
     where `long` says that the context is longer than the model was first trained for. With `zero`
-    all frequencies are 0: nothing is rotated (layers whose queries and keys are normed only).
+    all frequencies are 0: nothing is rotated (layers whose queries and keys are normed only). With
+    `proportional` all but the first `partial_rotary_factor` of them are 0 (Gemma 4).
     `llama_4_scaling_beta` β scales queries, not keys, at position p by
     1 + β · ln(1 + ⌊p / original_max_position⌋).
     """
 
-    kind: Literal["none", "linear", "llama3", "yarn", "longrope", "zero"] = "none"
+    kind: Literal["none", "linear", "llama3", "yarn", "longrope", "proportional", "zero"] = "none"
     factor: float = 1.0
     original_max_position: int = 0
     low_freq_factor: float = 1.0
@@ -171,6 +172,7 @@ class RopeScaling(Extensible):
     long_factor: tuple[float, ...] = ()
     long: bool = False
     llama_4_scaling_beta: float = later(0.0)
+    partial_rotary_factor: float = later(1.0)
 
     def for_length(self, length: int) -> RopeScaling:
         """Return the scaling in a context of up to `length` tokens.
