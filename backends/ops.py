@@ -192,7 +192,8 @@ class Rope(Extensible):
     [1] (position of the call's first token), `out` (like `qkv`; values are copied). With `qk_norm`,
     each head of q and k first goes through RMSNorm with weights `q_norm` [D], `k_norm` [D] and
     that eps; with `qk_norm_row` all heads of q, and all of k, together (weights [H·D] and [G·D]);
-    with `qk_norm_after` after they are rotated. `max_position` bounds position + m. `rotary_dim` ≤
+    with `qk_norm_after` after they are rotated. With `v_norm_eps` each head of v goes through
+    RMSNorm without a weight. `max_position` bounds position + m. `rotary_dim` ≤
     D dimensions are rotated. With `gated`, `qkv` has H·D gates of the output between queries and
     keys, which are not read here.
     """
@@ -207,6 +208,7 @@ class Rope(Extensible):
     qk_norm_eps: float | None = None
     qk_norm_row: bool = later(False)
     qk_norm_after: bool = later(False)
+    v_norm_eps: float | None = later(None)
     gated: bool = later(False)
     ports: ClassVar[tuple[str, ...]] = ("qkv", "position", "out")
 
