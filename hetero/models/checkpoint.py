@@ -20,7 +20,13 @@ from hetero.errors import ModelError
 from hetero.models.architectures import ARCHITECTURES
 from hetero.models.config import ModelConfig
 from hetero.models.fields import read_json_object
-from hetero.models.layout import block_matrices, block_vectors, embedding_matrices, model_vectors
+from hetero.models.layout import (
+    block_matrices,
+    block_vectors,
+    embedding_matrices,
+    is_taps,
+    model_vectors,
+)
 from hetero.models.model_weights import BlockWeights, ModelWeights
 from hetero.models.packing import SourceTensor, check_finite, pack_rows
 from hetero.models.safetensors_file import FLOAT_DTYPES, SafetensorsFile
@@ -217,14 +223,6 @@ def _block_tensors(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]
             if matmul.bias:
                 shapes[f"{module}.bias"] = (n,)
     return shapes
-
-
-def is_taps(vector: str) -> bool:
-    """Return whether a vector of a block has the taps of a convolution, of each feature in turn.
-
-    Files have them feature by feature, ours tap by tap.
-    """
-    return vector == "conv_taps"
 
 
 def _module_rows(config: ModelConfig, matmul: MatMulSpec) -> list[tuple[str, int]]:

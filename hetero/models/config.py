@@ -6,6 +6,7 @@ import difflib
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Self, TypeAlias
 
@@ -110,6 +111,20 @@ class ModelConfig:
         """Return the configuration in a context of up to `length` tokens (`RopeScaling`)."""
         scaling = self.rope_scaling.for_length(min(length, self.max_position))
         return replace(self, rope_scaling=scaling)
+
+    @property
+    def shifts(self) -> bool:
+        """Return whether all that is kept of a text can be moved to other positions."""
+        return not self.positions and set(self.mixers) == {"attention"}
+
+    @cached_property
+    def cache_numbers(self) -> tuple[int, ...]:
+        """Return the number of each layer's keys and values, or of its state.
+
+        Layers with attention are numbered first, then those with a state.
+        """
+        order = sorted(range(self.num_layers), key=lambda i: (self.mixers[i] != "attention", i))
+        return tuple(order.index(layer) for layer in range(self.num_layers))
 
     @property
     def qkv_width(self) -> int:
@@ -280,7 +295,9 @@ def _sizes(source: Fields, architecture: Architecture) -> dict[str, Any]:
     heads, kv_heads, head_dim = _heads(source, architecture)
     return {
         "hidden_size": source.positive_int("hidden_size"),
-        "intermediate_size": source.positive_int(architecture.key("intermediate_size")),
+        "intermediate_size": source.positive_int(
+            architecture.key("intermediate_size"), architecture.intermediate_size
+        ),
         "heads": heads,
         "kv_heads": kv_heads,
         "head_dim": head_dim,
@@ -291,7 +308,7 @@ def _sizes(source: Fields, architecture: Architecture) -> dict[str, Any]:
 
 def _rotary(source: Fields, architecture: Architecture) -> dict[str, Any]:
     max_position = source.positive_int("max_position_embeddings", architecture.max_position)
-    theta, scaling = read_rope(source, max_position)
+    theta, scaling = read_rope(source, max_position, architecture.theta)
     return {"max_position": max_position, "rope_theta": theta, "rope_scaling": scaling}
 
 

@@ -41,7 +41,7 @@ NEUTRAL_ROPE: Final[Mapping[str, tuple[object, ...]]] = {
 }  # fmt: skip
 # Used by one family only; elsewhere the value must be the one that the decoder has anyway.
 SAME: Final[Mapping[str, Callable[[Decoder], object]]] = {
-    "layer_types": lambda config: kinds_of(config.windows),
+    "layer_types": lambda config: kinds_of(config.windows, config.mixers),
     "attention_multiplier": lambda config: config.attention_scale or config.head_dim**-0.5,
     "query_pre_attn_scalar": lambda config: (
         config.attention_scale**-2 if config.attention_scale else config.head_dim

@@ -26,7 +26,6 @@ from typing import Final, TypeAlias
 
 from hetero.backends.formats import CacheFormat, WeightFormat
 from hetero.backends.ops import (
-    STATE_PORTS,
     Act,
     Add,
     AddPositions,
@@ -41,7 +40,7 @@ from hetero.backends.ops import (
     Rope,
     ShortConv,
 )
-from hetero.backends.protocol import CACHE_PORTS
+from hetero.backends.protocol import CONTEXT_PORTS
 from hetero.models.config import ModelConfig
 from hetero.models.sliding import Sliding
 from hetero.profiler.model_graph import MatMulName, ModelGraph, Node, OpName, slot_shapes
@@ -64,7 +63,8 @@ def model_graph(
     """Return the graph of a model, from token ids in slot `tokens` to `logits`.
 
     KV caches have `capacity` tokens (None: all positions) in the format `kv`; those of `sliding`
-    have room for its `rows`, and attention appends to them at the slot `cache_row`.
+    have room for its `rows`, and attention appends to them at the slot `cache_row`. Caches and
+    states are numbered by `ModelConfig.cache_numbers`.
     """
     stored = WeightFormat(weight_format)
     decoder = _Decoder(
@@ -86,7 +86,7 @@ def slot_widths(config: ModelConfig, shadows: Shadows | None = None) -> dict[str
     return {
         slot: shape[-1]
         for slot, shape in slot_shapes(nodes).items()
-        if slot not in OF_THE_POOL and slot.partition(".")[0] not in (*CACHE_PORTS, *STATE_PORTS)
+        if slot not in OF_THE_POOL and slot.partition(".")[0] not in CONTEXT_PORTS
     }
 
 
@@ -181,7 +181,7 @@ class _Decoder:
         conv = ShortConv(
             d=config.hidden_size, taps=config.conv_taps, gated=True, bias=config.conv_bias
         )
-        slots = {"position": "position", "conv_state": f"conv_state.{layer}"}
+        slots = {"position": "position", "conv_state": f"conv_state.{config.cache_numbers[layer]}"}
         self._add("conv", conv, x="conv_in", y="convolved", **slots)
         self._matmul("conv_out", "convolved", target)
 
@@ -193,7 +193,8 @@ class _Decoder:
             turned = "rotated"
             rope = rope_of(config, self.capacity)
             self._add("rope", rope, qkv="qkv", position="position", out=turned)
-        slides = self.sliding is not None and layer in self.sliding.layers
+        number = config.cache_numbers[layer]
+        slides = self.sliding is not None and number in self.sliding.layers
         attention = Attention(
             heads=config.heads,
             kv_heads=config.kv_heads,
@@ -210,8 +211,8 @@ class _Decoder:
             qkv=turned,
             position="cache_row" if slides else "position",
             out="attended",
-            k_cache=f"k_cache.{layer}",
-            v_cache=f"v_cache.{layer}",
+            k_cache=f"k_cache.{number}",
+            v_cache=f"v_cache.{number}",
         )
         self._matmul("o", "attended", target)
 

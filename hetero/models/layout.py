@@ -62,6 +62,14 @@ def block_vectors(
     )
 
 
+def is_taps(vector: str) -> bool:
+    """Return whether a vector of a block has the taps of a convolution, of each feature in turn.
+
+    Files have them feature by feature, ours tap by tap.
+    """
+    return vector == "conv_taps"
+
+
 def scaled_inputs(storage: StorageFormat) -> bool:
     """Return whether weights of this storage have a static scale of each matmul's input.
 

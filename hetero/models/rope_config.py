@@ -16,7 +16,7 @@ _UNSCALED = ("default", "dynamic")
 _KINDS = (*_UNSCALED, "linear", "llama3", "yarn", "longrope")
 
 
-def read_rope(source: Fields, max_position: int) -> tuple[float, RopeScaling]:
+def read_rope(source: Fields, max_position: int, default: float) -> tuple[float, RopeScaling]:
     """Return the base period and scaling of `config.json`, in either spelling.
 
     Raises `ModelError`.
@@ -29,7 +29,7 @@ def read_rope(source: Fields, max_position: int) -> tuple[float, RopeScaling]:
             f"{', '.join(rope.raw)}; choose a model with one rotary embedding for all layers"
         )
     theta_source = rope if rope.raw.get("rope_theta") is not None else source
-    theta = theta_source.positive_float("rope_theta", 10000.0)
+    theta = theta_source.positive_float("rope_theta", default)
     return theta, _scaling(source, rope, max_position)
 
 

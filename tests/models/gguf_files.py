@@ -42,6 +42,13 @@ GEMMA2_NAMES = {
     "post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }  # fmt: skip
+LFM2_NAMES = {
+    "model.embedding_norm": "token_embd_norm", "operator_norm": "attn_norm", "ffn_norm": "ffn_norm",
+    "self_attn.out_proj": "attn_output", "self_attn.q_layernorm": "attn_q_norm",
+    "self_attn.k_layernorm": "attn_k_norm", "feed_forward.w1": "ffn_gate",
+    "feed_forward.w3": "ffn_up", "feed_forward.w2": "ffn_down", "conv.conv": "shortconv.conv",
+    "conv.in_proj": "shortconv.in_proj", "conv.out_proj": "shortconv.out_proj",
+}  # fmt: skip
 FLOATS = {GGMLQuantizationType.F32: np.float32, GGMLQuantizationType.F16: np.float16}
 
 
@@ -80,6 +87,7 @@ def write(
         add_entry(writer, key, value)
     for key, value in tensors.items():
         whole = value.ndim > 1 and value.shape[-1] % 32 == 0  # llama.cpp too keeps others in floats
+        whole = whole and not key.endswith("shortconv.conv.weight")
         chosen = kind if whole or (kind in FLOATS and value.ndim > 1) else GGMLQuantizationType.F32
         if chosen in FLOATS:
             writer.add_tensor(key, value.astype(FLOATS[chosen]))
@@ -139,7 +147,9 @@ def metadata(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
         "rope.dimension_count": int(head_dim * rotated),
         "vocab_size": raw["vocab_size"],
     }
-    if "rms_norm_eps" in raw:
+    if name == "lfm2":
+        found |= lfm2_metadata(raw)
+    elif "rms_norm_eps" in raw:
         found["attention.layer_norm_rms_epsilon"] = float(raw["rms_norm_eps"])
     else:
         found["attention.layer_norm_epsilon"] = float(raw["layer_norm_eps"])
@@ -153,9 +163,29 @@ def metadata(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
     return {f"{name}.{key}": value for key, value in found.items()}
 
 
+def lfm2_metadata(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """What `LFM2Model.set_gguf_parameters` writes beside the common entries."""
+    width = raw["intermediate_size"]
+    if raw["block_auto_adjust_ff_dim"]:
+        step = raw["block_multiple_of"]
+        width = int(raw["block_ffn_dim_multiplier"] * int(2 * width / 3))
+        width = (width + step - 1) // step * step
+    attends = [kind == "full_attention" for kind in raw["layer_types"]]
+    return {
+        "attention.head_count_kv": [raw["num_key_value_heads"] * x for x in attends],
+        "feed_forward_length": width,
+        "shortconv.l_cache": raw["conv_L_cache"],
+        "attention.layer_norm_rms_epsilon": float(raw["norm_eps"]),
+    }
+
+
 def named_tensors(raw: Mapping[str, Any], name: str, source: Mapping[str, Any]) -> dict[str, Array]:
     """Tensors under their names in GGUF, permuted, shifted and fused as the converter does."""
-    names = NAMES | {"gemma2": GEMMA2_NAMES, "internlm2": INTERNLM2_NAMES}.get(name, {})
+    names = NAMES | {
+        "gemma2": GEMMA2_NAMES,
+        "internlm2": INTERNLM2_NAMES,
+        "lfm2": LFM2_NAMES,
+    }.get(name, {})
     found: dict[str, Array] = {}
     for key, tensor in (split_groups(raw, source) if name == "internlm2" else source).items():
         value: Array = tensor.float().numpy()
@@ -170,7 +200,7 @@ def named_tensors(raw: Mapping[str, Any], name: str, source: Mapping[str, Any]) 
             value = permute(value, raw[field])
         if name.startswith("gemma") and renamed.endswith("norm"):
             value = value + 1
-        found[f"{prefix}{renamed}.{suffix}"] = value
+        found[f"{prefix}{renamed}.{suffix}"] = value.squeeze() if value.ndim == 3 else value
     for layer in range(raw["num_hidden_layers"] if name == "phi2" else 0):
         for suffix in ("weight", "bias"):
             parts = [found.pop(f"blk.{layer}.attn_{x}.{suffix}") for x in "qkv"]

@@ -29,6 +29,12 @@ class Decoder(Protocol):
     @property
     def windows(self) -> tuple[int, ...]: ...
     @property
+    def mixers(self) -> tuple[str, ...]: ...
+    @property
+    def conv_taps(self) -> int: ...
+    @property
+    def conv_bias(self) -> bool: ...
+    @property
     def qkv_bias(self) -> bool: ...
     @property
     def o_bias(self) -> bool: ...
@@ -95,7 +101,7 @@ class Architecture:
 
     name, class_name  `model_type` and `architectures` of config.json
     keys              fields of config.json that have another name here (ours: theirs)
-    max_position, kv_heads, head_dim, ids, tied, activation, eps
+    max_position, intermediate_size, theta, kv_heads, head_dim, ids, tied, activation, eps
                       what `transformers` takes where config.json leaves the field out;
                       kv_heads None: as many as heads; head_dim None: hidden_size / heads;
                       ids: (bos, eos)
@@ -109,6 +115,8 @@ class Architecture:
     class_name: str
     keys: Mapping[str, str] = field(default_factory=dict)
     max_position: int = 2048
+    intermediate_size: int | None = None
+    theta: float = 10000.0
     kv_heads: int | None = None
     grouped: bool = True
     head_dim: int | None = None
@@ -148,9 +156,13 @@ def layer_kinds(source: Fields, layers: int) -> list[str] | None:
     return types
 
 
-def kinds_of(windows: Sequence[int]) -> list[str]:
-    """Return the `layer_types` of windows."""
-    return [SLIDING if window else FULL for window in windows]
+def kinds_of(windows: Sequence[int], mixers: Sequence[str] = ()) -> list[str]:
+    """Return the `layer_types` of windows, of layers that mix tokens so (all by attention)."""
+    kinds = [SLIDING if window else FULL for window in windows]
+    return [
+        kind if mixer == "attention" else mixer
+        for kind, mixer in zip(kinds, mixers or ["attention"] * len(kinds), strict=True)
+    ]
 
 
 def one_window(source: Fields, layers: int, default: int) -> tuple[int, ...]:

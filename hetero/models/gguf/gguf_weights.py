@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from pathlib import Path
 from typing import Final
 
@@ -17,7 +18,7 @@ from hetero.models.gguf.file import GgufFile, TensorInfo
 from hetero.models.gguf.model_config import ROTATED_IN_PAIRS
 from hetero.models.gguf.packed_store import PartShape, StoreReader, StoreWriter, joined, open_store
 from hetero.models.gguf.tensors import FLOATS, GgufTensor, Loss, check_kind, stored_as
-from hetero.models.layout import block_matrices, embedding_matrices, model_vectors
+from hetero.models.layout import block_matrices, embedding_matrices, is_taps, model_vectors
 from hetero.models.model_weights import BlockWeights, ModelWeights
 from hetero.models.packing import check_finite, pack_rows
 
@@ -25,6 +26,8 @@ from hetero.models.packing import check_finite, pack_rows
 _MATRICES: Final = {
     "qkv": (("attn_qkv",), ("attn_q", "attn_k", "attn_v")),
     "o": (("attn_output",),),
+    "conv_in": (("shortconv.in_proj",),),
+    "conv_out": (("shortconv.out_proj",),),
     "gate_up": (("ffn_gate", "ffn_up"), ("ffn_up",)),
     "down": (("ffn_down",),),
 }
@@ -35,9 +38,12 @@ _VECTORS: Final = {
     "down_norm": "post_ffw_norm",
     "q_norm": "attn_q_norm",
     "k_norm": "attn_k_norm",
+    "conv": "shortconv.conv",
 }
 _ENDS: Final = {"embed": "token_embd", "lm_head": "output", "final_norm": "output_norm"}
+_LFM2_NORM: Final = "token_embd_norm"  # where files of LFM2 have the last norm
 _UNOPENED: Final = "unopened"
+_TAPS: Final = f"{_VECTORS['conv']}.weight"
 _FREQUENCIES: Final = "rope_freqs.weight"
 _FACTORS: Final = ("rope_factors_long.weight", "rope_factors_short.weight")
 
@@ -54,11 +60,17 @@ class GgufWeights(ModelWeights):
         self.loss = Loss()
         self._store: StoreReader | StoreWriter | str | None = _UNOPENED
         self._pairs = file.metadata["general.architecture"] in ROTATED_IN_PAIRS
+        self._ends = dict(_ENDS)
+        if (
+            file.metadata["general.architecture"] == "lfm2"
+            and f"{_LFM2_NORM}.weight" in file.tensors
+        ):
+            self._ends["final_norm"] = _LFM2_NORM
         self._check()
 
     def model_vector(self, name: str) -> Float32Array:
         """Return a vector outside of the blocks."""
-        module, suffix = _named(_ENDS, name)
+        module, suffix = _named(self._ends, name)
         return self._vector(f"{module}.{suffix}")
 
     @property
@@ -67,11 +79,11 @@ class GgufWeights(ModelWeights):
         if not self.weight_format.of_file:
             return super().nbytes
         total = 0
-        for info in self.file.tensors.values():
-            if len(info.shape) > 1:
+        for name, info in self.file.tensors.items():
+            if len(info.shape) > 1 and not name.endswith(_TAPS):
                 total += packed_bytes(stored_as(info.kind), *info.shape)
             else:
-                total += 4 * info.shape[0]
+                total += 4 * math.prod(info.shape)
         return total
 
     def requantised(self) -> dict[str, float]:
@@ -168,7 +180,7 @@ class GgufWeights(ModelWeights):
         start at a block of rows.
         """
         prefix, _, last = name.rpartition(".")
-        modules = self._modules(f"{prefix}.", last) if prefix else (_ENDS[name],)
+        modules = self._modules(f"{prefix}.", last) if prefix else (self._ends[name],)
         loss = self.loss if self.weight_format.storage.quantised else None
         sources = [
             GgufTensor(self.file, f"{prefix}.{x}.weight" if prefix else f"{x}.weight", loss, order)
@@ -206,7 +218,10 @@ class GgufWeights(ModelWeights):
         matmul = name.removesuffix("_bias")
         if matmul not in _MATRICES:
             module, suffix = _named(_VECTORS, name)
-            return self._vector(f"{prefix}{module}.{suffix}")
+            vector = self._vector(f"{prefix}{module}.{suffix}")
+            if is_taps(name):
+                return vector.reshape(-1, self.config.conv_taps).T.reshape(-1)
+            return vector
         parts = []
         for module, n in self._bias_rows(prefix, matmul):
             order, bias = self._order(module), f"{prefix}{module}.bias"
@@ -259,7 +274,7 @@ class GgufWeights(ModelWeights):
                 f"metadata, got {list(info.shape)}; download the file again"
             )
         check_kind(str(self.file.path), name, info)
-        if len(shape) == 1 and info.kind not in FLOATS:
+        if (len(shape) == 1 or name.endswith(_TAPS)) and info.kind not in FLOATS:
             raise ModelError(
                 f"{self.file.path}: tensor {name} must be one of "
                 f"{', '.join(x.name for x in FLOATS)}, got {info.kind.name}; choose another file"
@@ -268,9 +283,9 @@ class GgufWeights(ModelWeights):
     def _expected(self) -> dict[str, tuple[int, ...]]:
         shapes: dict[str, tuple[int, ...]] = {}
         for matrix in embedding_matrices(self.config):
-            shapes[f"{_ENDS[matrix.name]}.weight"] = (matrix.n, matrix.k)
+            shapes[f"{self._ends[matrix.name]}.weight"] = (matrix.n, matrix.k)
         for vector in model_vectors(self.config, self.weight_format.storage):
-            shapes[".".join(_named(_ENDS, vector.name))] = (vector.n,)
+            shapes[".".join(_named(self._ends, vector.name))] = (vector.n,)
         for index in range(self.config.num_layers):
             prefix = f"blk.{index}."
             for matmul in self.config.block_matmuls(index):
@@ -280,7 +295,9 @@ class GgufWeights(ModelWeights):
                     shapes |= self._expected_biases(prefix, matmul.name)
             for vector in self.vectors(index):
                 if vector.name.removesuffix("_bias") not in _MATRICES:
-                    shapes[prefix + ".".join(_named(_VECTORS, vector.name))] = (vector.n,)
+                    taps = (self.config.hidden_size, self.config.conv_taps)
+                    shape = taps if is_taps(vector.name) else (vector.n,)
+                    shapes[prefix + ".".join(_named(_VECTORS, vector.name))] = shape
         return shapes
 
     def _expected_biases(self, prefix: str, name: str) -> dict[str, tuple[int, ...]]:
@@ -314,7 +331,7 @@ def _named(names: dict[str, str], vector: str) -> tuple[str, str]:
     """Return the tensor of a vector: its module and `weight` or `bias`."""
     if vector.endswith("_bias"):
         return names[vector.removesuffix("_bias")], "bias"
-    return names[vector], "weight"
+    return names[vector.removesuffix("_taps")], "weight"
 
 
 def _more(names: list[str]) -> str:

@@ -25,7 +25,8 @@ from hetero.models.fields import is_number
 from hetero.models.gguf.file import GgufFile
 from hetero.terminal.notices import notify_once
 
-_ALL: Final = ("llama", "qwen2", "qwen3", "internlm2", "gemma", "gemma2", "phi2", "phi3")
+_ALL: Final = ("llama", "qwen2", "qwen3", "internlm2", "gemma", "gemma2", "phi2", "phi3",
+               "lfm2")  # fmt: skip
 _RMS: Final = tuple(x for x in _ALL if x != "phi2")
 USED: Final[Mapping[str, tuple[str, ...]]] = {
     "context_length": _ALL, "embedding_length": _ALL, "block_count": _ALL, "vocab_size": _ALL,
@@ -34,6 +35,7 @@ USED: Final[Mapping[str, tuple[str, ...]]] = {
     "attention.layer_norm_epsilon": ("phi2",), "attention.sliding_window": ("gemma2", "phi3"),
     "attention.sliding_window_pattern": ("gemma2",), "attn_logit_softcapping": ("gemma2",),
     "final_logit_softcapping": ("gemma2",), "rope.dimension_count": ("phi2", "phi3"),
+    "shortconv.l_cache": ("lfm2",),
     "rope.freq_base": _ALL, "rope.scale_linear": _ALL, "rope.scaling.type": _ALL,
     "rope.scaling.factor": _ALL, "rope.scaling.attn_factor": _ALL,
     "rope.scaling.original_context_length": _ALL,

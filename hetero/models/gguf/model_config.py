@@ -18,6 +18,7 @@ from hetero.backends.ops import RopeScaling
 from hetero.backends.rope_tables import inverse_frequencies
 from hetero.errors import ModelError
 from hetero.models.architectures.base import FULL, SLIDING
+from hetero.models.architectures.lfm2 import CONV
 from hetero.models.config import ModelConfig
 from hetero.models.fields import is_number
 from hetero.models.gguf.file import GgufFile
@@ -29,7 +30,7 @@ from hetero.models.rope_config import rope_dict
 
 ARCHITECTURES: Final = {
     "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "internlm2": "internlm2",
-    "gemma": "gemma", "gemma2": "gemma2", "phi2": "phi", "phi3": "phi3",
+    "gemma": "gemma", "gemma2": "gemma2", "phi2": "phi", "phi3": "phi3", "lfm2": "lfm2",
 }  # fmt: skip
 ROTATED_IN_PAIRS: Final = ("llama", "internlm2")  # rows of q and k lie pair by pair
 LLAMA3_ORIGINAL: Final = 8192
@@ -49,6 +50,7 @@ _SIZES: Final = {
     "attn_logit_softcapping": "{}.attn_logit_softcapping",
     "final_logit_softcapping": "{}.final_logit_softcapping",
     "vocab_size": "{}.vocab_size",
+    "conv_L_cache": "{}.shortconv.l_cache",
 }
 _EPS: Final = "{}.attention.layer_norm_rms_epsilon"
 _PHI2_EPS: Final = "{}.attention.layer_norm_epsilon"
@@ -76,8 +78,9 @@ def read_config(file: GgufFile) -> ModelConfig:
 
 
 def _raw(file: GgufFile, name: str) -> dict[str, Any]:
-    value = _one_for_all_layers(file, name)
-    raw: dict[str, Any] = {"model_type": ARCHITECTURES[name]}
+    kinds, own = _convolutions(file) if name == "lfm2" else ({}, {})
+    value = _one_for_all_layers(file, name, own)
+    raw: dict[str, Any] = {"model_type": ARCHITECTURES[name]} | kinds
     raw |= {
         field: value[entry.format(name)]
         for field, entry in _SIZES.items()
@@ -86,7 +89,7 @@ def _raw(file: GgufFile, name: str) -> dict[str, Any]:
     if name == "phi2":
         raw["layer_norm_eps"] = value[_PHI2_EPS.format(name)]
     else:
-        raw["rms_norm_eps"] = value[_EPS.format(name)]
+        raw["norm_eps" if name == "lfm2" else "rms_norm_eps"] = value[_EPS.format(name)]
     heads, hidden = raw.get("num_attention_heads"), raw.get("hidden_size")
     if is_number(heads) and is_number(hidden) and heads > 0:
         raw.setdefault("num_key_value_heads", heads)
@@ -105,12 +108,34 @@ def _has_bias(file: GgufFile, module: str) -> bool:
     return any(module in name and name.endswith(".bias") for name in file.tensors)
 
 
-def _one_for_all_layers(file: GgufFile, name: str) -> dict[str, Any]:
+def _convolutions(file: GgufFile) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the kinds of LFM2's layers, and one number of key/value heads for those that attend.
+
+    A layer without such heads is a convolution. Raises `ModelError` where none attends.
+    """
+    kinds: dict[str, Any] = {"block_auto_adjust_ff_dim": False}
+    entry = "lfm2.attention.head_count_kv"
+    counts = file.metadata.get(entry)
+    if not isinstance(counts, np.ndarray | list):
+        return kinds, {}
+    heads = [x for x in np.asarray(counts).tolist() if x]
+    if not heads:
+        raise ModelError(
+            f"{file.path}: {entry} must be above 0 for a layer, got {len(counts)} zeros; download "
+            "the file again"
+        )
+    types = [FULL if x else CONV for x in np.asarray(counts).tolist()]
+    same = heads[0] if len({*heads}) == 1 else counts
+    return kinds | {"layer_types": types}, {entry: same}
+
+
+def _one_for_all_layers(file: GgufFile, name: str, own: Mapping[str, Any]) -> dict[str, Any]:
     """Return the metadata with one number where a list has it for every layer.
 
-    Raises `ModelError` for a list of different numbers: the decoder's layers are alike.
+    `own` goes before the file's. Raises `ModelError` for a list of different numbers: the decoder's
+    layers are alike in these.
     """
-    metadata = dict(file.metadata)
+    metadata = {**file.metadata, **own}
     for entry in (x.format(name) for x in (*_SIZES.values(), _EPS, _PHI2_EPS)):
         values = metadata.get(entry)
         if not isinstance(values, np.ndarray | list):
