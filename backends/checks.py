@@ -179,6 +179,8 @@ def _check_vector(op: Op, name: str, value: Any) -> None:
             length = op.rows * op.d
         case ops.DecodeChunks():
             length = op.kv_heads * op.head_dim
+        case ops.GatedDelta():
+            length = op.v_dim if name == "norm" else op.v_heads
         case ops.ShortConv():
             length = op.taps * op.d if name == "taps" else op.d
         case _:

@@ -327,7 +327,7 @@ FIXED_PORTS = frozenset({"position", "codes", "score_sums", *CONTEXT_PORTS})
 _INT32_PORTS = frozenset({"tokens", "position", "table"})
 
 
-def takes_panels(op: Op, port: str) -> bool:
+def takes_panels(op: Op, port: str) -> bool:  # noqa: PLR0911
     """Return whether a port may be the output of a cut matmul, where the device reads `Panels`."""
     match op:
         case ops.RMSNorm() | ops.LayerNorm():
@@ -336,6 +336,8 @@ def takes_panels(op: Op, port: str) -> bool:
             return port == "qkv"
         case ops.GatedAct() | ops.Act() | ops.ShortConv():
             return port == "x"
+        case ops.GatedDelta() | ops.SigmoidGate():
+            return port == "gates"
         case ops.Add():
             return port in ("x", "residual")
         case ops.Outliers():
@@ -381,12 +383,14 @@ def port_shape(op: Op, port: str, m: int) -> tuple[int, ...]:
     return (m, *_width(op, port)) if port not in FIXED_PORTS else _width(op, port)
 
 
-def _width(op: Op, port: str) -> tuple[int, ...]:  # noqa: PLR0911
+def _width(op: Op, port: str) -> tuple[int, ...]:  # noqa: PLR0911, PLR0912
     match op:
         case ops.MatMul() | ops.Outliers():
             return (op.k,) if port == "x" else (op.n,)
         case ops.Rope():
-            return (op.width,)
+            return (op.width + op.gates if port == "qkv" else op.width,)
+        case ops.SigmoidGate():
+            return (op.width if port == "gates" else op.d,)
         case ops.Attention():
             if port in FIXED_PORTS:
                 return op.kv.shape(op.kv_heads, op.capacity, op.head_dim)
@@ -402,6 +406,10 @@ def _width(op: Op, port: str) -> tuple[int, ...]:  # noqa: PLR0911
             return (op.room,) if port == "codes" else (3,)
         case ops.GatedAct():
             return (2 * op.f,) if port == "x" else (op.f,)
+        case ops.GatedDelta():
+            if port == "delta_state":
+                return (op.v_heads, op.k_dim, op.v_dim)
+            return ({"x": op.columns, "gates": op.gates_width}.get(port, op.values),)
         case ops.ShortConv():
             if port == "conv_state":
                 return (op.taps - 1, op.d)

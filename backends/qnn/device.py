@@ -115,12 +115,8 @@ class QnnDevice(Device, SupportsGroups):
                 "outliers are floating-point sums for a GPU",
                 "use --device hetero, or quantise with --outliers none",
             )
-        if isinstance(op, ops.AttentionHeads):
-            return Acceptance(False, "its graphs have all heads of an attention, or none")
-        if isinstance(op, ops.SumScores | ops.DecodeChunks):
-            return Acceptance(False, "what contexts as a service need is computed on the host")
-        if isinstance(op, ops.ShortConv):
-            return Acceptance(False, "its graphs keep no states from call to call")
+        if lacks := _lacks(op):
+            return Acceptance(False, lacks)
         if isinstance(op, ops.Attention) and op.kv is not CacheFormat.F32:
             return Acceptance(
                 False, f"its graphs read keys and values in f32, not {op.kv}", "use --kv f32"
@@ -243,3 +239,18 @@ class QnnDevice(Device, SupportsGroups):
 
     def _attention_sessions(self, op: ops.Attention) -> Callable[[int, int], ort.InferenceSession]:
         return lambda m, context: self.store.shared(*catalog.attention_graph(op, m, context))
+
+
+def _lacks(op: Op) -> str:
+    """Return why no graph has an operation, "" where one may."""
+    match op:
+        case ops.AttentionHeads():
+            return "its graphs have all heads of an attention, or none"
+        case ops.SumScores() | ops.DecodeChunks():
+            return "what contexts as a service need is computed on the host"
+        case ops.SigmoidGate() | ops.Rope(gated=True):
+            return "its graphs have no output gates of attention"
+        case ops.ShortConv() | ops.GatedDelta():
+            return "its graphs keep no states from call to call"
+        case _:
+            return ""

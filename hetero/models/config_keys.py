@@ -6,7 +6,7 @@ computes with (dropout, initialisation, a library's notes) are harmless, whateve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from hetero.models.architectures.base import Decoder, kinds_of
@@ -41,23 +41,29 @@ NEUTRAL_ROPE: Final[Mapping[str, tuple[object, ...]]] = {
 }  # fmt: skip
 # Used by one family only; elsewhere the value must be the one that the decoder has anyway.
 SAME: Final[Mapping[str, Callable[[Decoder], object]]] = {
-    "layer_types": lambda config: kinds_of(config.windows, config.mixers),
+    "layer_types": lambda config: kinds_of(config.windows),
     "attention_multiplier": lambda config: config.attention_scale or config.head_dim**-0.5,
     "query_pre_attn_scalar": lambda config: (
         config.attention_scale**-2 if config.attention_scale else config.head_dim
     ),
     "attn_logit_softcapping": lambda config: config.attention_softcap,
     "final_logit_softcapping": lambda config: config.logit_softcap,
-    "no_rope_layers": lambda config: [1] * len(config.windows),
+    "no_rope_layers": lambda config: [int(x) for x in config.rotates],
 }
 
 
-def refuse_unused(source: Fields, config: Decoder) -> None:
-    """Raise `ModelError` for a field that changes numbers but that the decoder does not use."""
-    _refuse_others(source, NEUTRAL)
+def refuse_unused(source: Fields, config: Decoder, used: Sequence[str]) -> None:
+    """Raise `ModelError` for a field that changes numbers but that the decoder does not use.
+
+    `used` are fields that its family uses, and most others do not.
+    """
+    _refuse_others(source, {name: x for name, x in NEUTRAL.items() if name not in used})
     for name in ("rope_scaling", "rope_parameters"):
-        _refuse_others(Fields(source.object(name), f"{source.where}: {name}"), NEUTRAL_ROPE)
+        neutral = {key: x for key, x in NEUTRAL_ROPE.items() if key not in used}
+        _refuse_others(Fields(source.object(name), f"{source.where}: {name}"), neutral)
     for name, own in SAME.items():
+        if name in used:
+            continue
         value, wanted = source.raw.get(name), own(config)
         if value and not _is_same(value, wanted):
             raise source.error(

@@ -50,7 +50,9 @@ def block_vectors(
     norms = _norms(config, names)
     if attends and config.qk_norm:
         norms += [VectorShape(name, config.head_dim) for name in ("q_norm", "k_norm")]
-    if not attends:
+    if config.mixers[layer] == "delta":
+        norms += _delta_vectors(config)
+    if config.mixers[layer] == "conv":
         norms += [VectorShape("conv_taps", config.conv_taps * config.hidden_size)]
         norms += [VectorShape("conv_bias", config.hidden_size)] if config.conv_bias else []
     biases = [x for x in config.block_matmuls(layer) if x.bias]
@@ -62,12 +64,15 @@ def block_vectors(
     )
 
 
-def is_taps(vector: str) -> bool:
-    """Return whether a vector of a block has the taps of a convolution, of each feature in turn.
-
-    Files have them feature by feature, ours tap by tap.
-    """
-    return vector == "conv_taps"
+def _delta_vectors(config: ModelConfig) -> list[VectorShape]:
+    assert config.delta is not None
+    heads = config.delta.v_heads
+    return [
+        VectorShape("conv_taps", config.conv_taps * config.delta.channels),
+        VectorShape("delta_decay", heads),
+        VectorShape("delta_dt_bias", heads),
+        VectorShape("delta_norm", config.delta.v_dim),
+    ]
 
 
 def scaled_inputs(storage: StorageFormat) -> bool:

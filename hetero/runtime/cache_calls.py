@@ -13,7 +13,7 @@ from functools import partial
 from typing import Final
 
 from hetero.backends.protocol import BoundCall, Completion, Kernel, Operand
-from hetero.runtime.kv.kv_cache import KvCache
+from hetero.runtime.kv.kv_cache import KvCache, number_of
 from hetero.runtime.kv.layer_gate import LayerGate
 from hetero.runtime.program import PREQUEUE, RUN, SUBMIT, WAIT_LAYER, Action, Launch
 
@@ -42,7 +42,7 @@ class CacheCall(BoundCall):
     @property
     def layer(self) -> int:
         """Return the number of the keys and values, or of the state, that it uses."""
-        return int(next(iter(self._caches.values())).rpartition(".")[2])
+        return number_of(next(iter(self._caches.values())))
 
     def on(self, cache: KvCache) -> BoundCall:
         """Return the call on a context's caches, bound on first use.

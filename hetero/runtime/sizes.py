@@ -10,7 +10,7 @@ from hetero.backends.protocol import port_shape
 from hetero.models.config import ModelConfig
 from hetero.models.graph import Shadows, model_graph
 from hetero.models.sliding import Sliding
-from hetero.runtime.kv.kv_cache import CacheLayout
+from hetero.runtime.kv.kv_cache import CacheLayout, number_of
 from hetero.runtime.pool import nbytes_of, slot_shapes
 from hetero.runtime.prefill_mode import WINDOW, max_in_flight
 from hetero.solver.execution_plan import ExecutionPlan
@@ -80,7 +80,7 @@ def _states(config: ModelConfig) -> tuple[tuple[str, tuple[int, ...]], ...]:
         for port, slot in node.slots.items()
         if port in STATE_PORTS
     }
-    return tuple(sorted(shapes.items(), key=lambda x: int(x[0].rpartition(".")[2])))
+    return tuple(sorted(shapes.items(), key=lambda x: number_of(x[0])))
 
 
 def planned_layout(

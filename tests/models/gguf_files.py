@@ -20,7 +20,7 @@ from hetero.models.graph import model_graph
 from hetero.models.random_models import known_config
 
 Array = npt.NDArray[Any]
-ARCHITECTURES = {"phi": "phi2"}
+ARCHITECTURES = {"phi": "phi2", "gemma3_text": "gemma3", "qwen3_5_text": "qwen35"}
 PERMUTED = ("llama", "internlm2")
 NAMES = {
     "model.embed_tokens": "token_embd", "lm_head": "output", "model.norm": "output_norm",
@@ -38,9 +38,16 @@ INTERNLM2_NAMES = {
     "feed_forward.w1": "ffn_gate", "feed_forward.w3": "ffn_up", "feed_forward.w2": "ffn_down",
     "attention_norm": "attn_norm", "ffn_norm": "ffn_norm",
 }  # fmt: skip
-GEMMA2_NAMES = {
+SANDWICH_NAMES = {
     "post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
+}  # fmt: skip
+QWEN35_NAMES = {
+    "post_attention_layernorm": "post_attention_norm", "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate", "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.in_proj_a": "ssm_alpha", "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.norm": "ssm_norm", "linear_attn.out_proj": "ssm_out",
+    "linear_attn.A_log": "ssm_a", "linear_attn.dt_bias": "ssm_dt.bias",
 }  # fmt: skip
 LFM2_NAMES = {
     "model.embedding_norm": "token_embd_norm", "operator_norm": "attn_norm", "ffn_norm": "ffn_norm",
@@ -48,6 +55,11 @@ LFM2_NAMES = {
     "self_attn.k_layernorm": "attn_k_norm", "feed_forward.w1": "ffn_gate",
     "feed_forward.w3": "ffn_up", "feed_forward.w2": "ffn_down", "conv.conv": "shortconv.conv",
     "conv.in_proj": "shortconv.in_proj", "conv.out_proj": "shortconv.out_proj",
+}  # fmt: skip
+OWN_NAMES = {
+    "lfm2": LFM2_NAMES,
+    "qwen35": QWEN35_NAMES,
+    "gemma2": SANDWICH_NAMES, "gemma3": SANDWICH_NAMES, "internlm2": INTERNLM2_NAMES,
 }  # fmt: skip
 FLOATS = {GGMLQuantizationType.F32: np.float32, GGMLQuantizationType.F16: np.float16}
 
@@ -86,9 +98,9 @@ def write(
     for key, value in entries.items():
         add_entry(writer, key, value)
     for key, value in tensors.items():
-        whole = value.ndim > 1 and value.shape[-1] % 32 == 0  # llama.cpp too keeps others in floats
-        whole = whole and not key.endswith("shortconv.conv.weight")
-        chosen = kind if whole or (kind in FLOATS and value.ndim > 1) else GGMLQuantizationType.F32
+        matrix = value.ndim > 1 and not key.endswith(("conv.weight", "conv1d.weight"))
+        whole = matrix and value.shape[-1] % 32 == 0  # llama.cpp too keeps others in floats
+        chosen = kind if whole or (kind in FLOATS and matrix) else GGMLQuantizationType.F32
         if chosen in FLOATS:
             writer.add_tensor(key, value.astype(FLOATS[chosen]))
         else:
@@ -133,6 +145,8 @@ def metadata(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
     heads = raw["num_attention_heads"]
     head_dim = raw.get("head_dim") or raw["hidden_size"] // heads
     rope = raw.get("rope_parameters") or {}
+    local = rope.get("sliding_attention", {})
+    rope = rope.get("full_attention", rope)
     rotated = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
     found: dict[str, Any] = {
         "embedding_length": raw["hidden_size"],
@@ -147,10 +161,9 @@ def metadata(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
         "rope.dimension_count": int(head_dim * rotated),
         "vocab_size": raw["vocab_size"],
     }
-    if name == "lfm2":
-        found |= lfm2_metadata(raw)
-    elif "rms_norm_eps" in raw:
-        found["attention.layer_norm_rms_epsilon"] = float(raw["rms_norm_eps"])
+    if "rms_norm_eps" in raw or "norm_eps" in raw:
+        eps = raw.get("rms_norm_eps", raw.get("norm_eps"))
+        found["attention.layer_norm_rms_epsilon"] = float(eps)
     else:
         found["attention.layer_norm_epsilon"] = float(raw["layer_norm_eps"])
     for ours, theirs in (
@@ -160,36 +173,66 @@ def metadata(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
     ):
         if raw.get(ours) is not None:
             found[theirs] = raw[ours]
-    return {f"{name}.{key}": value for key, value in found.items()}
+    if local:
+        found["rope.freq_base_swa"] = float(local["rope_theta"])
+    if rope.get("rope_type", "default") not in ("default", "llama3"):
+        found |= scaling(rope)
+    return {f"{name}.{key}": value for key, value in (found | own_metadata(raw, name)).items()}
 
 
-def lfm2_metadata(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """What `LFM2Model.set_gguf_parameters` writes beside the common entries."""
-    width = raw["intermediate_size"]
-    if raw["block_auto_adjust_ff_dim"]:
-        step = raw["block_multiple_of"]
-        width = int(raw["block_ffn_dim_multiplier"] * int(2 * width / 3))
-        width = (width + step - 1) // step * step
-    attends = [kind == "full_attention" for kind in raw["layer_types"]]
-    return {
-        "attention.head_count_kv": [raw["num_key_value_heads"] * x for x in attends],
-        "feed_forward_length": width,
-        "shortconv.l_cache": raw["conv_L_cache"],
-        "attention.layer_norm_rms_epsilon": float(raw["norm_eps"]),
-    }
+def scaling(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Entries of a scaled rotary embedding."""
+    found = {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": float(rope["factor"])}
+    if "original_max_position_embeddings" in rope:
+        key = "rope.scaling.original_context_length"
+        found[key] = rope["original_max_position_embeddings"]
+    return found
+
+
+def own_metadata(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Entries that converters write for one architecture alone."""
+    match name:
+        case "gemma3":
+            sliding = [x == "sliding_attention" for x in raw["layer_types"]]
+            return {"attention.sliding_window_pattern": sliding}
+        case "lfm2":
+            width = raw["intermediate_size"]
+            if raw["block_auto_adjust_ff_dim"]:
+                step = raw["block_multiple_of"]
+                width = int(raw["block_ffn_dim_multiplier"] * int(2 * width / 3))
+                width = (width + step - 1) // step * step
+            heads = raw["num_key_value_heads"]
+            return {
+                "attention.head_count_kv": [
+                    heads * (x == "full_attention") for x in raw["layer_types"]
+                ],
+                "feed_forward_length": width,
+                "shortconv.l_cache": raw["conv_L_cache"],
+            }
+        case "qwen35":
+            heads, size = raw["linear_num_value_heads"], raw["linear_value_head_dim"]
+            return {
+                "ssm.conv_kernel": raw["linear_conv_kernel_dim"],
+                "ssm.state_size": raw["linear_key_head_dim"],
+                "ssm.group_count": raw["linear_num_key_heads"],
+                "ssm.time_step_rank": heads,
+                "ssm.inner_size": heads * size,
+                "attention.recurrent_layers": [x != "full_attention" for x in raw["layer_types"]],
+                "rope.dimension_sections": [11, 11, 10, 0],
+            }
+        case _:
+            return {}
 
 
 def named_tensors(raw: Mapping[str, Any], name: str, source: Mapping[str, Any]) -> dict[str, Array]:
     """Tensors under their names in GGUF, permuted, shifted and fused as the converter does."""
-    names = NAMES | {
-        "gemma2": GEMMA2_NAMES,
-        "internlm2": INTERNLM2_NAMES,
-        "lfm2": LFM2_NAMES,
-    }.get(name, {})
+    names = NAMES | OWN_NAMES.get(name, {})
     found: dict[str, Array] = {}
     for key, tensor in (split_groups(raw, source) if name == "internlm2" else source).items():
         value: Array = tensor.float().numpy()
         module, suffix = key.rsplit(".", 1)
+        if suffix in ("A_log", "dt_bias"):
+            module, suffix = key, ""
         prefix = ""
         if module.startswith("model.layers."):
             _, _, layer, module = module.split(".", 3)
@@ -200,12 +243,44 @@ def named_tensors(raw: Mapping[str, Any], name: str, source: Mapping[str, Any]) 
             value = permute(value, raw[field])
         if name.startswith("gemma") and renamed.endswith("norm"):
             value = value + 1
-        found[f"{prefix}{renamed}.{suffix}"] = value.squeeze() if value.ndim == 3 else value
+        if name == "lfm2" and value.ndim == 3:
+            value = value.squeeze(1)
+        if name == "qwen35":
+            value = of_delta_net(raw, renamed, value)
+        found[f"{prefix}{renamed}.{suffix}".rstrip(".")] = value
     for layer in range(raw["num_hidden_layers"] if name == "phi2" else 0):
         for suffix in ("weight", "bias"):
             parts = [found.pop(f"blk.{layer}.attn_{x}.{suffix}") for x in "qkv"]
             found[f"blk.{layer}.attn_qkv.{suffix}"] = np.concatenate(parts)
     return found
+
+
+def of_delta_net(raw: Mapping[str, Any], name: str, value: Array) -> Array:
+    """Norms are shifted, decays computed; value heads go round by round over the key heads
+    (`_LinearAttentionVReorderBase` of the converter).
+    """
+    groups, heads = raw["linear_num_key_heads"], raw["linear_num_value_heads"]
+    values = heads * raw["linear_value_head_dim"]
+
+    def reordered(part: Array, axis: int = 0) -> Array:
+        moved = np.moveaxis(part, axis, 0)
+        split = moved.reshape(groups, heads // groups, -1, *moved.shape[1:])
+        return np.moveaxis(split.swapaxes(0, 1).reshape(moved.shape), 0, axis)
+
+    match name:
+        case "attn_qkv" | "ssm_conv1d":
+            whole = np.concatenate([value[:-values], reordered(value[-values:])])
+            return whole.squeeze() if name == "ssm_conv1d" else whole
+        case "attn_gate" | "ssm_beta" | "ssm_alpha" | "ssm_dt.bias":
+            return reordered(value)
+        case "ssm_a":
+            return reordered(-np.exp(value))
+        case "ssm_out":
+            return reordered(value, axis=1)
+        case "ssm_norm":
+            return value
+        case _:
+            return value + 1 if name.endswith("norm") else value
 
 
 def split_groups(raw: Mapping[str, Any], source: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from hetero.models.architectures.base import Architecture, TensorNames
 from hetero.models.architectures.gemma import GEMMA
 from hetero.models.architectures.gemma2 import GEMMA2
+from hetero.models.architectures.gemma3 import GEMMA3
 from hetero.models.architectures.internlm2 import INTERNLM2
 from hetero.models.architectures.lfm2 import LFM2
 from hetero.models.architectures.llama import LLAMA
@@ -17,7 +18,5 @@ from hetero.models.architectures.qwen3 import QWEN3
 
 __all__ = ["ARCHITECTURES", "Architecture", "TensorNames"]
 
-ARCHITECTURES: dict[str, Architecture] = {
-    x.name: x
-    for x in (LLAMA, MISTRAL, QWEN2, QWEN3, INTERNLM2, GEMMA, GEMMA2, PHI, PHI3, OPT, LFM2)
-}
+_ALL = (LLAMA, MISTRAL, QWEN2, QWEN3, INTERNLM2, GEMMA, GEMMA2, GEMMA3, PHI, PHI3, OPT, LFM2)
+ARCHITECTURES: dict[str, Architecture] = {x.name: x for x in _ALL}

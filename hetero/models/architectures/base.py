@@ -9,9 +9,10 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from hetero.models.delta_net import DeltaNet
 from hetero.models.fields import Fields, is_number
+from hetero.models.sliding import FULL, SLIDING
 
-FULL, SLIDING = "full_attention", "sliding_attention"
 DEFAULT_WINDOW = 4096
 
 
@@ -29,11 +30,27 @@ class Decoder(Protocol):
     @property
     def windows(self) -> tuple[int, ...]: ...
     @property
+    def qk_norm(self) -> bool: ...
+    @property
+    def residual_scale(self) -> float: ...
+    @property
+    def logit_scale(self) -> float: ...
+    @property
+    def embed_scale(self) -> float: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def rotates(self) -> tuple[bool, ...]: ...
+    @property
     def mixers(self) -> tuple[str, ...]: ...
     @property
     def conv_taps(self) -> int: ...
     @property
     def conv_bias(self) -> bool: ...
+    @property
+    def delta(self) -> DeltaNet | None: ...
     @property
     def qkv_bias(self) -> bool: ...
     @property
@@ -56,7 +73,7 @@ class Decoder(Protocol):
 Read: TypeAlias = Callable[[Fields, int], dict[str, Any]]
 # From a configuration to the fields of config.json that `Read` looks at.
 Write: TypeAlias = Callable[[Any], dict[str, Any]]
-# Source rows of each row of a fused weight, where a tensor holds them in another order.
+# Source rows of each row of a weight, where a tensor holds them in another order.
 RowOrder: TypeAlias = Callable[[Decoder], npt.NDArray[np.int64]]
 
 
@@ -65,8 +82,9 @@ class TensorNames:
     """The names of a checkpoint's tensors.
 
     `matmuls` are the modules whose rows, one after the other, are the rows of our fused weight;
-    `vectors` the modules of a block's norms; `model_modules` those outside of the blocks. `.weight`
-    and `.bias` are appended. `block` is the prefix of a block.
+    `vectors` the modules of a block's norms; `parameters` tensors that are not a module's weight or
+    bias; `model_modules` those outside of the blocks. `.weight` and `.bias` are appended to these
+    modules. `block` is the prefix of a block.
     """
 
     block: str = "model.layers.{}."
@@ -86,6 +104,7 @@ class TensorNames:
             "k_norm": "self_attn.k_norm",
         }
     )
+    parameters: Mapping[str, str] = field(default_factory=dict)
     model_modules: Mapping[str, str] = field(
         default_factory=lambda: {
             "embed": "model.embed_tokens",
@@ -101,14 +120,20 @@ class Architecture:
 
     name, class_name  `model_type` and `architectures` of config.json
     keys              fields of config.json that have another name here (ours: theirs)
-    max_position, intermediate_size, theta, kv_heads, head_dim, ids, tied, activation, eps
+    max_position, intermediate_size, kv_heads, head_dim, ids, tied, activation, eps
                       what `transformers` takes where config.json leaves the field out;
                       kv_heads None: as many as heads; head_dim None: hidden_size / heads;
                       ids: (bos, eos)
     grouped           query heads may share key/value heads; else config.json is not asked
     read, write       fields that only this family has
-    row_order         the checkpoint's rows of a fused weight, by its name, if in another order
+    row_order         the rows of a checkpoint's tensor, by its module, if in another order
+    column_order      its columns
+    used              fields that are refused elsewhere (`hetero.models.config_keys`)
+    defaults          fields that the text part of a larger model may leave out
     norm_offset       added to every norm's weight when it is read
+    theta             base period of the rotary embedding where config.json gives none
+    local_theta       that of layers with a sliding window, whose embedding is never scaled by
+                      `rope_scaling`; None: all layers have one embedding
     """
 
     name: str
@@ -116,7 +141,6 @@ class Architecture:
     keys: Mapping[str, str] = field(default_factory=dict)
     max_position: int = 2048
     intermediate_size: int | None = None
-    theta: float = 10000.0
     kv_heads: int | None = None
     grouped: bool = True
     head_dim: int | None = None
@@ -128,7 +152,12 @@ class Architecture:
     read: Read = lambda _source, _layers: {}
     write: Write = lambda _config: {}
     row_order: Mapping[str, RowOrder] = field(default_factory=dict)
+    column_order: Mapping[str, RowOrder] = field(default_factory=dict)
     norm_offset: float = 0.0
+    used: tuple[str, ...] = ()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    theta: float = 10000.0
+    local_theta: float | None = None
 
     def key(self, name: str) -> str:
         """Return the field's name in config.json."""
@@ -156,13 +185,19 @@ def layer_kinds(source: Fields, layers: int) -> list[str] | None:
     return types
 
 
-def kinds_of(windows: Sequence[int], mixers: Sequence[str] = ()) -> list[str]:
-    """Return the `layer_types` of windows, of layers that mix tokens so (all by attention)."""
-    kinds = [SLIDING if window else FULL for window in windows]
-    return [
-        kind if mixer == "attention" else mixer
-        for kind, mixer in zip(kinds, mixers or ["attention"] * len(kinds), strict=True)
-    ]
+def windows_of(kinds: Sequence[str], window: int) -> tuple[int, ...]:
+    """Return the windows of layers of these kinds."""
+    return tuple(window if kind == SLIDING else 0 for kind in kinds)
+
+
+def every(count: int, layers: int) -> list[str]:
+    """Return sliding attention in all layers but every `count`-th, which has full attention."""
+    return [FULL if (i + 1) % count == 0 else SLIDING for i in range(layers)]
+
+
+def kinds_of(windows: Sequence[int]) -> list[str]:
+    """Return the `layer_types` of windows."""
+    return [SLIDING if window else FULL for window in windows]
 
 
 def one_window(source: Fields, layers: int, default: int) -> tuple[int, ...]:
@@ -179,7 +214,7 @@ def switched_window(source: Fields, layers: int) -> tuple[int, ...]:
         return (0,) * layers
     kinds = layer_kinds(source, layers)
     if kinds is not None:
-        return tuple(window if kind == SLIDING else 0 for kind in kinds)
+        return windows_of(kinds, window)
     first = source.raw.get("max_window_layers", 28)
     if not is_number(first) or first < 0:
         raise source.error("max_window_layers", "must be a layer number", "correct the file")

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from hetero.models.architectures.base import FULL, Architecture, Decoder, TensorNames
+from hetero.models.architectures.base import Architecture, Decoder, TensorNames
 from hetero.models.fields import Fields
+from hetero.models.sliding import FULL
 
 CONV = "conv"
 
@@ -92,6 +93,7 @@ LFM2 = Architecture(
     kv_heads=8,
     ids=(1, 2),
     tied=True,
+    used=("layer_types",),
     eps=1e-5,
     read=_read,
     write=_write,

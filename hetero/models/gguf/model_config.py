@@ -7,7 +7,6 @@ from llama.cpp's loader (`llama-model.cpp`), as noted at each place.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
 
@@ -17,10 +16,9 @@ import numpy.typing as npt
 from hetero.backends.ops import RopeScaling
 from hetero.backends.rope_tables import inverse_frequencies
 from hetero.errors import ModelError
-from hetero.models.architectures.base import FULL, SLIDING
-from hetero.models.architectures.lfm2 import CONV
 from hetero.models.config import ModelConfig
 from hetero.models.fields import is_number
+from hetero.models.gguf.families import EPS, FAMILIES, RMS_EPS
 from hetero.models.gguf.file import GgufFile
 from hetero.models.gguf.metadata_rules import USED, check_metadata, check_required
 from hetero.models.gguf.rope_scaling import rope_scaling
@@ -28,13 +26,7 @@ from hetero.models.gguf.special_tokens import end_ids, special_id
 from hetero.models.graph import rope_of
 from hetero.models.rope_config import rope_dict
 
-ARCHITECTURES: Final = {
-    "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "internlm2": "internlm2",
-    "gemma": "gemma", "gemma2": "gemma2", "phi2": "phi", "phi3": "phi3", "lfm2": "lfm2",
-}  # fmt: skip
-ROTATED_IN_PAIRS: Final = ("llama", "internlm2")  # rows of q and k lie pair by pair
 LLAMA3_ORIGINAL: Final = 8192
-_GEMMA2_27B_LAYERS: Final = 46
 
 # Fields of config.json and the entries they come from; `{}` is the architecture.
 _SIZES: Final = {
@@ -50,21 +42,21 @@ _SIZES: Final = {
     "attn_logit_softcapping": "{}.attn_logit_softcapping",
     "final_logit_softcapping": "{}.final_logit_softcapping",
     "vocab_size": "{}.vocab_size",
-    "conv_L_cache": "{}.shortconv.l_cache",
 }
-_EPS: Final = "{}.attention.layer_norm_rms_epsilon"
-_PHI2_EPS: Final = "{}.attention.layer_norm_epsilon"
+
+
+_EPS_FIELDS: Final = {RMS_EPS: "rms_norm_eps", EPS: "layer_norm_eps"}
 
 
 def read_config(file: GgufFile) -> ModelConfig:
     """Check and convert the metadata. Raises `ModelError`."""
     name = file.metadata.get("general.architecture")
-    if not isinstance(name, str) or name not in ARCHITECTURES:
-        near = difflib.get_close_matches(str(name), ARCHITECTURES, n=1, cutoff=0.5)
+    if not isinstance(name, str) or name not in FAMILIES:
+        near = difflib.get_close_matches(str(name), FAMILIES, n=1, cutoff=0.5)
         hint = f"the nearest supported one is {near[0]!r}, " if near else ""
         raise ModelError(
             f"{file.path}: architecture {name!r} is not supported in GGUF files; {hint}choose a "
-            f"model of one of: {', '.join(ARCHITECTURES)}"
+            f"model of one of: {', '.join(FAMILIES)}"
         )
     check_required(file, name)
     raw = _raw(file, name)
@@ -78,65 +70,40 @@ def read_config(file: GgufFile) -> ModelConfig:
 
 
 def _raw(file: GgufFile, name: str) -> dict[str, Any]:
-    kinds, own = _convolutions(file) if name == "lfm2" else ({}, {})
-    value = _one_for_all_layers(file, name, own)
-    raw: dict[str, Any] = {"model_type": ARCHITECTURES[name]} | kinds
+    value, family = _one_for_all_layers(file, name), FAMILIES[name]
+    raw: dict[str, Any] = {"model_type": family.model_type}
     raw |= {
         field: value[entry.format(name)]
         for field, entry in _SIZES.items()
         if entry.format(name) in value and name in USED[entry.removeprefix("{}.")]
     }
-    if name == "phi2":
-        raw["layer_norm_eps"] = value[_PHI2_EPS.format(name)]
-    else:
-        raw["norm_eps" if name == "lfm2" else "rms_norm_eps"] = value[_EPS.format(name)]
+    raw[_EPS_FIELDS[family.eps]] = value[f"{name}.{family.eps}"]
     heads, hidden = raw.get("num_attention_heads"), raw.get("hidden_size")
     if is_number(heads) and is_number(hidden) and heads > 0:
         raw.setdefault("num_key_value_heads", heads)
         raw.setdefault("head_dim", int(hidden // heads))
     raw.setdefault("vocab_size", _vocabulary(file))
     raw["tie_word_embeddings"] = "output.weight" not in file.tensors
-    if name in ("llama", "qwen3", "internlm2"):  # the others always have biases, or never
+    if family.biases:  # the others always have them, or never
         raw["attention_bias"] = raw["bias"] = _has_bias(file, ".attn_")
-        raw["mlp_bias"] = name == "llama" and _has_bias(file, ".ffn_")
+        raw["mlp_bias"] = _has_bias(file, ".ffn_")
     raw |= {"bos_token_id": special_id(value, "bos"), "eos_token_id": list(end_ids(value)) or None}
-    raw |= {"rope_scaling": rope_scaling(file, name)} | _special(value, name, raw)
-    return raw
+    raw["rope_scaling"] = rope_scaling(file, name)
+    return raw | family.fields(lambda entry: file.metadata.get(f"{name}.{entry}"), raw)
 
 
 def _has_bias(file: GgufFile, module: str) -> bool:
     return any(module in name and name.endswith(".bias") for name in file.tensors)
 
 
-def _convolutions(file: GgufFile) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the kinds of LFM2's layers, and one number of key/value heads for those that attend.
-
-    A layer without such heads is a convolution. Raises `ModelError` where none attends.
-    """
-    kinds: dict[str, Any] = {"block_auto_adjust_ff_dim": False}
-    entry = "lfm2.attention.head_count_kv"
-    counts = file.metadata.get(entry)
-    if not isinstance(counts, np.ndarray | list):
-        return kinds, {}
-    heads = [x for x in np.asarray(counts).tolist() if x]
-    if not heads:
-        raise ModelError(
-            f"{file.path}: {entry} must be above 0 for a layer, got {len(counts)} zeros; download "
-            "the file again"
-        )
-    types = [FULL if x else CONV for x in np.asarray(counts).tolist()]
-    same = heads[0] if len({*heads}) == 1 else counts
-    return kinds | {"layer_types": types}, {entry: same}
-
-
-def _one_for_all_layers(file: GgufFile, name: str, own: Mapping[str, Any]) -> dict[str, Any]:
+def _one_for_all_layers(file: GgufFile, name: str) -> dict[str, Any]:
     """Return the metadata with one number where a list has it for every layer.
 
-    `own` goes before the file's. Raises `ModelError` for a list of different numbers: the decoder's
-    layers are alike in these.
+    Raises `ModelError` for a list of different numbers: the decoder's layers are alike, but for
+    those that have 0 of what a family's layers may lack.
     """
-    metadata = {**file.metadata, **own}
-    for entry in (x.format(name) for x in (*_SIZES.values(), _EPS, _PHI2_EPS)):
+    metadata = dict(file.metadata)
+    for entry in (x.format(name) for x in (*_SIZES.values(), f"{{}}.{EPS}", f"{{}}.{RMS_EPS}")):
         values = metadata.get(entry)
         if not isinstance(values, np.ndarray | list):
             continue
@@ -146,7 +113,9 @@ def _one_for_all_layers(file: GgufFile, name: str, own: Mapping[str, Any]) -> di
                 f"{file.path}: {entry} must be one number or a list of {layers}, one for each "
                 f"layer, got {len(values)}; download the file again"
             )
-        if not isinstance(values, np.ndarray) or (values != values[0]).any():
+        if isinstance(values, np.ndarray) and entry in [f"{name}.{x}" for x in FAMILIES[name].some]:
+            values = values[values != 0]
+        if not isinstance(values, np.ndarray) or not len(values) or (values != values[0]).any():
             raise ModelError(
                 f"{file.path}: {entry} differs from layer to layer, which is not supported; choose "
                 "another model"
@@ -161,36 +130,6 @@ def _vocabulary(file: GgufFile) -> int | None:
         return len(tokens)
     info = file.tensors.get("token_embd.weight")
     return None if info is None else info.shape[0]
-
-
-def _special(metadata: Mapping[str, Any], name: str, raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that only one architecture has."""
-    special: dict[str, Any] = {}
-    heads, hidden, size = (raw.get(x) for x in ("num_attention_heads", "hidden_size", "head_dim"))
-    if name in ("phi2", "phi3") and is_number(size):
-        rotated = metadata.get(f"{name}.rope.dimension_count", size)
-        special["partial_rotary_factor"] = rotated / max(size, 1) if is_number(rotated) else rotated
-    if name == "gemma2":
-        # llama.cpp: the 27B model scales by the hidden size of a head, the others by its own.
-        large = raw.get("num_hidden_layers") == _GEMMA2_27B_LAYERS
-        if large and is_number(heads) and is_number(hidden):
-            special["query_pre_attn_scalar"] = hidden / max(heads, 1)
-        else:
-            special["query_pre_attn_scalar"] = size
-        special["layer_types"] = _window_pattern(metadata, name, raw.get("num_hidden_layers"))
-    if name == "phi3":
-        special["sliding_window"] = raw.get("sliding_window") or None
-    return special
-
-
-def _window_pattern(metadata: Mapping[str, Any], name: str, layers: object) -> list[str] | None:
-    """Return `layer_types`: of each group of layers the last one has full attention."""
-    pattern = metadata.get(f"{name}.attention.sliding_window_pattern")
-    if pattern is None or not isinstance(layers, int):
-        return None
-    if is_number(pattern) and pattern >= 1:
-        pattern = [i % pattern < pattern - 1 for i in range(layers)]
-    return [SLIDING if x else FULL for x in np.atleast_1d(pattern).tolist()]
 
 
 def _frequency_scaling(file: GgufFile, config: ModelConfig) -> dict[str, Any]:
@@ -232,6 +171,7 @@ def _frequency_scaling(file: GgufFile, config: ModelConfig) -> dict[str, Any]:
 
 
 def _divisors(config: ModelConfig, scaling: RopeScaling) -> npt.NDArray[np.float64]:
-    rope = rope_of(config)
+    rope = rope_of(config, 0)
+    assert rope is not None
     plain = replace(rope, scaling=RopeScaling())
     return inverse_frequencies(plain) / inverse_frequencies(replace(rope, scaling=scaling))

@@ -65,6 +65,11 @@ class CacheLayout:
         )
 
     @property
+    def state_numbers(self) -> tuple[int, ...]:
+        """Return the numbers of the layers' states, which follow those of keys and values."""
+        return tuple(sorted({number_of(slot) for slot, _ in self.states}))
+
+    @property
     def slides(self) -> bool:
         """Return whether some layers have no room for all tokens."""
         return self.sliding is not None and self.sliding.rows < self.capacity
@@ -136,7 +141,10 @@ class KvCache:
             for index in range(layout.layers)
         ]
         self._slots |= self.states.tensors
-        tensors += [[_by_rows(x)] for x in self.states.tensors.values()]
+        tensors += [
+            [_row(self._slots[slot]) for slot in dict(layout.states) if number_of(slot) == number]
+            for number in layout.state_numbers
+        ]
         self._sync = None if gpu is None else CacheSync(gpu, tensors)
         for index in range(layout.layers) if layout.kv.coded else ():
             for rows in self.rows(index):
@@ -190,11 +198,9 @@ class KvCache:
         """Record that each side has written tokens [start, stop) of its layers."""
         if self._sync is not None:
             for index, side in sides.items():
-                if index >= self.layout.layers:
-                    self._wrote_state(side, index)
-                    continue
                 _, base = self.resident(index)
-                self._sync.wrote(side, index, start - base, stop - base)
+                rows = (start - base, stop - base) if index < self.layout.layers else (0, 1)
+                self._sync.wrote(side, index, *rows)
 
     @property
     def handed_over(self) -> bool:
@@ -238,8 +244,7 @@ class KvCache:
             return position
         self._share_states()
         restored = self.states.restore(position)
-        for index in range(len(self.layout.states)):
-            self._wrote_state("host", self.layout.layers + index)
+        self._wrote_states()
         return restored
 
     def state_arrays(self) -> list[Array]:
@@ -253,18 +258,17 @@ class KvCache:
         for tensor, state in zip(self.states.tensors.values(), states, strict=True):
             tensor.array[...] = state
         self.states.at = position
-        for index in range(len(self.layout.states)):
-            self._wrote_state("host", self.layout.layers + index)
+        self._wrote_states()
 
     def _share_states(self) -> None:
-        for index in range(len(self.layout.states) if self._sync is not None else 0):
+        for index in self.layout.state_numbers if self._sync is not None else ():
             assert self._sync is not None
-            self._sync.share("host", self.layout.layers + index)
+            self._sync.share("host", index)
 
-    def _wrote_state(self, side: Side, index: int) -> None:
-        if self._sync is not None:
-            _, shape = self.layout.states[index - self.layout.layers]
-            self._sync.wrote(side, index, 0, shape[-2])
+    def _wrote_states(self) -> None:
+        for index in self.layout.state_numbers if self._sync is not None else ():
+            assert self._sync is not None
+            self._sync.wrote("host", index, 0, 1)
 
     # --- where windows slide ----------------------------------------------------------------
 
@@ -361,8 +365,7 @@ class KvCache:
             self.wrote(index, low, tokens)
         other._share_states()
         self.states.copy_from(other.states)
-        for index in range(len(self.layout.states)):
-            self._wrote_state("host", self.layout.layers + index)
+        self._wrote_states()
 
     def _part(self, tokens: int) -> tuple[int, int, int]:
         return self.layout.kv_heads, tokens, self.layout.head_dim
@@ -381,11 +384,15 @@ class KvCache:
             )
 
 
+def number_of(slot: str) -> int:
+    """Return the number of the keys and values, or of the state, that a slot is of."""
+    return int(slot.rpartition(".")[2])
+
+
 def _in_pages(nbytes: int) -> int:
     return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
 
 
-def _by_rows(state: Tensor) -> Tensor:
-    """Return a state as [1 or heads, rows, width], as keys and values are."""
-    shape = state.shape if len(state.shape) == 3 else (1, *state.shape)
-    return Tensor(state.buffer, shape, state.dtype)
+def _row(state: Tensor) -> Tensor:
+    """Return a state as [1, 1, size]: one row, which is handed over whole."""
+    return Tensor(state.buffer, (1, 1, math.prod(state.shape)), state.dtype)
