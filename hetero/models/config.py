@@ -120,7 +120,7 @@ class ModelConfig(Extensible):
             object.__setattr__(self, "windows", (0,) * self.num_layers)
         if all(rope == self.rope for rope in self.layer_ropes):
             object.__setattr__(self, "layer_ropes", ())
-        if not self.mixers:
+        if {*self.mixers} <= {"attention"}:
             object.__setattr__(self, "mixers", ("attention",) * self.num_layers)
 
     def for_context(self, length: int) -> Self:
