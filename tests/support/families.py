@@ -183,6 +183,21 @@ FAMILIES: dict[str, st.SearchStrategy[Changes]] = {
             **PADDING,
         }
     ),
+    "Lfm2": st.fixed_dictionaries(
+        {
+            "layer_types": st.lists(
+                st.sampled_from(["conv", "full_attention"]), min_size=LAYERS, max_size=LAYERS
+            ).filter(lambda x: "full_attention" in x),
+            "conv_L_cache": st.integers(2, 5),
+            "conv_bias": st.booleans(),
+            "norm_eps": st.sampled_from([1e-5, 1e-2]),
+            "tie_word_embeddings": st.booleans(),
+            "block_auto_adjust_ff_dim": st.booleans(),
+            "block_ffn_dim_multiplier": st.sampled_from([1.0, 1.3]),
+            "block_multiple_of": st.sampled_from([4, 32]),
+            "rope_parameters": with_theta(PLAIN | LINEAR | YARN),
+        }
+    ),
     "Gemma3": st.fixed_dictionaries(
         {
             "head_dim": st.sampled_from([8, 16]),
@@ -216,6 +231,8 @@ def in_files(family: str, changes: Changes) -> Changes:
                 "sliding_window": None,
                 "layer_types": ["full_attention"] * 4,
             }
+        case "Lfm2":
+            return {"conv_bias": False}
         case "Ministral3":
             return {"sliding_window": None}
         case "HunYuanDenseV1":
