@@ -42,14 +42,21 @@ def _layer_types(source: Fields, layers: int) -> list[str]:
     types = source.raw.get("layer_types")
     if types is None:
         interval = source.positive_int("full_attention_interval", INTERVAL)
+        if interval > layers:
+            raise source.error(
+                "full_attention_interval",
+                f"must be at most the {layers} layers, for one to have attention",
+                "correct the file",
+            )
         return [LINEAR if (i + 1) % interval else FULL for i in range(layers)]
-    if not isinstance(types, list) or len(types) != layers or any(x not in MIXERS for x in types):
+    known = isinstance(types, list) and all(x in MIXERS for x in types)
+    if not known or len(types) != layers or FULL not in types:
         raise source.error(
             "layer_types",
-            f"must list {LINEAR} or {FULL} for each of the {layers} layers",
+            f"must list {LINEAR} or {FULL} for each of the {layers} layers, and some {FULL}",
             "correct the file",
         )
-    return types
+    return list(types)
 
 
 def _write(config: Decoder) -> dict[str, Any]:
