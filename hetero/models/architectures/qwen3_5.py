@@ -33,9 +33,16 @@ def _read(source: Fields, layers: int) -> dict[str, Any]:
         "output_gate": True,
         "mixers": tuple(MIXERS[kind] for kind in _layer_types(source, layers)),
         "delta": read_delta_net(source),
-        "conv_taps": source.positive_int("linear_conv_kernel_dim", 4),
+        "conv_taps": _taps(source),
         "rotary_factor": rotary_factor(source, ROTATED),
     }
+
+
+def _taps(source: Fields) -> int:
+    taps = source.positive_int("linear_conv_kernel_dim", 4)
+    if taps < 2:
+        raise source.error("linear_conv_kernel_dim", "must be at least 2", "correct the file")
+    return taps
 
 
 def _layer_types(source: Fields, layers: int) -> list[str]:
