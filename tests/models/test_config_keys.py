@@ -47,6 +47,8 @@ OWN = {
                     "_sliding_window_pattern"},  # what layer_types was made of
     "phi": {"qk_layernorm"},  # refused where it is true
     "phi3": {"sliding_window", "original_max_position_embeddings"},
+    "lfm2": {"norm_eps", "layer_types", "full_attn_idxs", "conv_L_cache", "conv_bias",
+             "block_ffn_dim_multiplier", "block_auto_adjust_ff_dim", "block_multiple_of"},
     "opt": {"ffn_dim", "activation_function", "enable_bias", "do_layer_norm_before",
             "_remove_final_layer_norm", "word_embed_proj_dim", "layer_norm_elementwise_affine"},
 }  # fmt: skip

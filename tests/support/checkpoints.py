@@ -110,6 +110,14 @@ CASES = (
                          "partial_rotary_factor": 0.5}),
     Case("phi3-window", "Phi3", {"sliding_window": 24, "pad_token_id": 0}),
     Case("phi3-partial", "Phi3", {"partial_rotary_factor": 0.5, "pad_token_id": 0}),
+    Case(
+        "lfm2",
+        "Lfm2",
+        {
+            "layer_types": ["conv", "full_attention", "conv"],
+            "block_multiple_of": 4,
+        },
+    ),
     Case("opt", "OPT", {"ffn_dim": 172, "word_embed_proj_dim": 64}),
     Case("opt-untied", "OPT", {"ffn_dim": 172, "word_embed_proj_dim": 64, "enable_bias": False,
                                "tie_word_embeddings": False}),
@@ -216,12 +224,14 @@ def load_dequantized(model: Any, loaded: LoadedModel) -> Any:
     put(loaded.weights.lm_head(), [names.model_modules["lm_head"]])
     for i in range(config.num_layers):
         block = loaded.weights.block(i)
-        for name, modules in names.matmuls.items():
+        for name in block.matrices:
+            modules = names.matmuls[name]
             put(block.matrix(name), [names.block.format(i) + module for module in modules])
     missing, unexpected = model.load_state_dict(state, strict=False)
     assert not unexpected
     assert all(
-        name.endswith(("norm.weight", "bias", "embed_positions.weight")) for name in missing
+        name.endswith(("norm.weight", "bias", "embed_positions.weight", "conv.conv.weight"))
+        for name in missing
     ), missing
     return model
 

@@ -7,6 +7,7 @@ from hetero.models.architectures.gemma import GEMMA
 from hetero.models.architectures.gemma2 import GEMMA2
 from hetero.models.architectures.gemma3 import GEMMA3
 from hetero.models.architectures.internlm2 import INTERNLM2
+from hetero.models.architectures.lfm2 import LFM2
 from hetero.models.architectures.llama import LLAMA
 from hetero.models.architectures.mistral import MISTRAL
 from hetero.models.architectures.opt import OPT
@@ -17,5 +18,5 @@ from hetero.models.architectures.qwen3 import QWEN3
 
 __all__ = ["ARCHITECTURES", "Architecture", "TensorNames"]
 
-_ALL = (LLAMA, MISTRAL, QWEN2, QWEN3, INTERNLM2, GEMMA, GEMMA2, GEMMA3, PHI, PHI3, OPT)
+_ALL = (LLAMA, MISTRAL, QWEN2, QWEN3, INTERNLM2, GEMMA, GEMMA2, GEMMA3, PHI, PHI3, OPT, LFM2)
 ARCHITECTURES: dict[str, Architecture] = {x.name: x for x in _ALL}

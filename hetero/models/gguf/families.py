@@ -8,6 +8,7 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 
+from hetero.models.architectures.lfm2 import CONV
 from hetero.models.delta_net import LINEAR
 from hetero.models.fields import is_number
 from hetero.models.sliding import FULL, SLIDING
@@ -30,6 +31,8 @@ class GgufFamily:
     used         entries that most others do not have; `eps` is that of its norms
     pairs        rows of queries and keys lie pair by pair (llama.cpp's "normal" rotary embedding)
     biases       whether attention and feed-forward have biases is seen in the tensors
+    some         entries that are 0 for layers that have none of it
+    final_norm   the last norm
     tensors      those of a block's vectors that have other names than most: of a module, or whole
     """
 
@@ -39,6 +42,8 @@ class GgufFamily:
     eps: str = RMS_EPS
     pairs: bool = False
     biases: bool = False
+    some: tuple[str, ...] = ()
+    final_norm: str = "output_norm"
     tensors: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -93,6 +98,19 @@ def _qwen35(entry: Entry, raw: Raw) -> dict[str, Any]:
     return fields | _partial_rotary(entry, raw)
 
 
+def _lfm2(entry: Entry, raw: Raw) -> dict[str, Any]:
+    """Return the kinds of layers: one without key/value heads is a convolution."""
+    fields = {
+        "norm_eps": raw.get("rms_norm_eps"),
+        "conv_L_cache": entry("shortconv.l_cache"),
+        "block_auto_adjust_ff_dim": False,
+    }
+    heads = entry("attention.head_count_kv")
+    if isinstance(heads, np.ndarray):
+        fields["layer_types"] = [FULL if x else CONV for x in heads.tolist()]
+    return fields
+
+
 def _layer_types(entry: Entry, layers: object, default: int | None = None) -> list[str] | None:
     """Return `layer_types`: of each group of layers the last one has full attention."""
     pattern = entry("attention.sliding_window_pattern")
@@ -129,6 +147,14 @@ FAMILIES: Final[Mapping[str, GgufFamily]] = {
         model_type="gemma3_text",
         fields=_gemma3,
         used=(*_WINDOWS, "final_logit_softcapping", "rope.freq_base_swa"),
+    ),
+    "lfm2": GgufFamily(
+        model_type="lfm2",
+        fields=_lfm2,
+        used=("shortconv.l_cache",),
+        some=("attention.head_count_kv",),
+        final_norm="token_embd_norm",
+        tensors={"conv_taps": "shortconv.conv.weight"},
     ),
     "phi2": GgufFamily(
         model_type="phi", fields=_partial_rotary, used=("rope.dimension_count",), eps=EPS
