@@ -16,7 +16,8 @@ from tests.models.test_model_config import BASE, of
 
 # In transformers 5 these come with the model's own code.
 CLASSES = {x.name: x.class_name.replace("ForCausalLM", "Config") for x in ARCHITECTURES.values()
-           if x.name != "internlm2"} | {"gemma3_text": "Gemma3TextConfig"}  # fmt: skip
+           if x.name != "internlm2"} | {"gemma3_text": "Gemma3TextConfig",
+                                        "qwen3_5_text": "Qwen3_5TextConfig"}  # fmt: skip
 
 USED = {
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -45,6 +46,9 @@ OWN = {
                     "attn_logit_softcapping", "final_logit_softcapping", "sliding_window_pattern",
                     "rope_local_base_freq",
                     "_sliding_window_pattern"},  # what layer_types was made of
+    "qwen3_5_text": {"attention_bias", "layer_types", "linear_conv_kernel_dim",
+                     "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads",
+                     "linear_num_value_heads"},
     "phi": {"qk_layernorm"},  # refused where it is true
     "phi3": {"sliding_window", "original_max_position_embeddings"},
     "lfm2": {"norm_eps", "layer_types", "full_attn_idxs", "conv_L_cache", "conv_bias",

@@ -15,8 +15,23 @@ from hetero.models.architectures.phi import PHI
 from hetero.models.architectures.phi3 import PHI3
 from hetero.models.architectures.qwen2 import QWEN2
 from hetero.models.architectures.qwen3 import QWEN3
+from hetero.models.architectures.qwen3_5 import QWEN3_5
 
 __all__ = ["ARCHITECTURES", "Architecture", "TensorNames"]
 
-_ALL = (LLAMA, MISTRAL, QWEN2, QWEN3, INTERNLM2, GEMMA, GEMMA2, GEMMA3, PHI, PHI3, OPT, LFM2)
+_ALL = (
+    LLAMA,
+    MISTRAL,
+    QWEN2,
+    QWEN3,
+    QWEN3_5,
+    INTERNLM2,
+    GEMMA,
+    GEMMA2,
+    GEMMA3,
+    PHI,
+    PHI3,
+    OPT,
+    LFM2,
+)
 ARCHITECTURES: dict[str, Architecture] = {x.name: x for x in _ALL}
