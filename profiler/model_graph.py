@@ -46,7 +46,9 @@ SCHEMA_VERSION: Final = 1
 MAX_NODES: Final = 1 << 17
 MAX_LAYERS: Final = 4096
 LARGEST: Final = 2**31 - 1  # sizes are int32 on devices
-MAY_BE_ZERO: Final = frozenset({"hot", "window", "rotary_dim", "offset", "original_max_position"})
+MAY_BE_ZERO: Final = frozenset(
+    {"hot", "window", "rotary_dim", "offset", "original_max_position", "width"}
+)
 
 # Matmuls that plans may cut, and the members of fused ones.
 MATMUL_ROLES: Final = (

@@ -106,7 +106,8 @@ def test_stages_have_every_node_once(name: str) -> None:
     graph = model_spec(name)
     launches = sum(share.times for share in graph.head)
     for kind in graph.kinds:
-        launches += kind.layers * sum(1 + sum(x.times for x in y.after) for y in kind.stages)
+        once = sum(1 + sum(x.times for x in stage.after) for stage in kind.stages)
+        launches += kind.layers * once
     launches += sum(1 + sum(x.times for x in stage.after) for stage in graph.tail)
     assert launches == pytest.approx(len(graph.nodes))
 
