@@ -247,6 +247,8 @@ class RandomWeights(ModelWeights):
         if name.endswith("_x_scale"):
             return np.full(n, 4 / INT8_STATIC.largest, dtype=np.float32)
         values = self._generator(name).uniform(-0.1, 0.1, n).astype(np.float32)
+        if name.endswith(".delta_decay"):  # negative, or states would grow from token to token
+            return 5 * values - 1
         return values + np.float32(name.endswith("_norm"))
 
     def _draw(self, name: str, storage: StorageFormat, n: int, k: int) -> PackedWeight:

@@ -168,7 +168,7 @@ class Contexts(RuleBasedStateMachine):
 
 
 @pytest.mark.hypothesis
-@pytest.mark.parametrize("kind", ["llama-tied", "lfm2"])
+@pytest.mark.parametrize("kind", ["llama-tied", "lfm2", "qwen3.5"])
 def test_any_order_of_operations(kind: str, tmp_path: Path) -> None:
     """Also of a model some of whose layers have a state, which cannot be cut at a token."""
     global engine, twin  # noqa: PLW0603, a machine takes no arguments

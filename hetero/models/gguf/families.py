@@ -243,6 +243,26 @@ FAMILIES: Final[Mapping[str, GgufFamily]] = {
         final_norm="token_embd_norm",
         tensors={"conv_taps": "shortconv.conv.weight"},
     ),
+    "qwen35": GgufFamily(
+        model_type="qwen3_5_text",
+        fields=_qwen35,
+        used=(
+            *_DELTA.values(),
+            "ssm.inner_size",
+            "attention.recurrent_layers",
+            "nextn_predict_layers",
+            "rope.dimension_count",
+            "rope.dimension_sections",
+        ),
+        biases=True,
+        tensors={
+            "post_norm": "post_attention_norm.weight",
+            "conv_taps": "ssm_conv1d.weight",
+            "delta_decay": "ssm_a",
+            "delta_dt_bias": "ssm_dt.bias",
+            "delta_norm": "ssm_norm.weight",
+        },
+    ),
     "phi2": GgufFamily(
         model_type="phi", fields=_partial_rotary, used=("rope.dimension_count",), eps=EPS
     ),

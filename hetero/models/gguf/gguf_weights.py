@@ -282,8 +282,8 @@ class GgufWeights(ModelWeights):
         names = tuple(name for name in self.file.tensors if name.startswith(tuple(blocks)))
         if names:
             notify_once(
-                f"{self.file.path}: {len(blocks)} layers that predict further tokens "
-                f"({len(names)} tensors) are left out"
+                f"{self.file.path}: the blocks behind the {layers} layers, which predict further "
+                f"tokens, are left out ({len(names)} tensors)"
             )
         return names
 
