@@ -92,12 +92,12 @@ def _qwen35(entry: Entry, raw: Raw) -> dict[str, Any]:
     more, types = entry("nextn_predict_layers"), entry("attention.recurrent_layers")
     fields = {field: entry(name) for field, name in _DELTA.items() if entry(name) is not None}
     if is_number(layers) and is_number(more):
-        fields["num_hidden_layers"] = layers - more
+        fields["num_hidden_layers"] = layers = layers - more
     if is_number(inner) and is_number(heads) and heads > 0:
         fields["linear_value_head_dim"] = inner / heads if inner % heads else int(inner // heads)
     if types is not None:
         kinds = [LINEAR if x else FULL for x in np.atleast_1d(types).tolist()]
-        fields["layer_types"] = kinds[: fields.get("num_hidden_layers", layers)]
+        fields["layer_types"] = kinds[:layers] if isinstance(layers, int) else kinds
     return fields | _partial_rotary(entry, raw)
 
 
