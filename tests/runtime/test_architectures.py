@@ -48,6 +48,7 @@ def small(config: ModelConfig) -> ModelConfig:
         windows=tuple(min(window, 24) for window in config.windows[:3]),
         rope_scaling=replace(scaling, **factors),
         layer_ropes=config.layer_ropes[:3],
+        mixers=config.mixers[:3],
         rotary_dim=config.rotary_dim and 8,
         embed_scale=min(config.embed_scale, 8.0),
     )
