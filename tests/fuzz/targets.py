@@ -98,6 +98,9 @@ class Config(Target):
     dictionary = ("rope_scaling", "rope_parameters", "rope_type", "llama3", "yarn", "factor",
                   "sliding_window", "partial_rotary_factor", "layer_types", "head_dim", "null",
                   "qwen2", "qwen3", "gemma", "gemma2", "phi", "phi3", "opt", "internlm2",
+                  "gemma3_text", "granite", "smollm3", "ministral3", "olmo2", "olmo3", "exaone4",
+                  "glm4", "ernie4_5", "hunyuan_v1_dense", "cohere2", "minicpm", "text_config",
+                  "full_attention", "sliding_attention", "no_rope_layers", "alpha",
                   "Infinity", "NaN", "1e999", "true", "-1", "2147483647")  # fmt: skip
 
     def __init__(self, folder: Path) -> None:
