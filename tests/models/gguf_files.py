@@ -188,7 +188,7 @@ def metadata(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
         rope = {}
     if local:
         found["rope.freq_base_swa"] = float(local["rope_theta"])
-    if rope.get("rope_type", "default") not in ("default", "llama3"):
+    if rope.get("rope_type", "default") not in ("default", "llama3", "longrope"):
         found |= scaling(rope)
     return {f"{name}.{key}": value for key, value in (found | own_metadata(raw, name)).items()}
 
