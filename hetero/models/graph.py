@@ -90,7 +90,8 @@ def model_graph(
 
 def slot_widths(config: ModelConfig, shadows: Shadows | None = None) -> dict[str, int]:
     """Return the features per token of every float32 slot but `logits` and the caches."""
-    layers = None if shadows or len(set(config.mixers)) > 1 else 1  # those without are alike
+    alike = not shadows and len(set(config.mixers)) == 1 and not config.layer_ropes
+    layers = 1 if alike else None
     nodes = _Decoder(config, WeightFormat.F32, 1, shadows or {}, layers=layers).nodes()
     return {
         slot: shape[-1]

@@ -16,7 +16,7 @@ from hetero.backends.memory import HostBuffer
 from hetero.contexts.service import Service
 from hetero.errors import FallbackWarning
 from hetero.runtime.engine import Engine
-from hetero.runtime.kv.layer_states import KEPT, States
+from hetero.runtime.kv.layer_states import States, copies_of
 from tests.contexts.models import WAYS, open_llm
 from tests.runtime.test_faults import make_engine
 from tests.runtime.test_rows import engine_of, joins_and_leaves
@@ -45,7 +45,7 @@ def ids(seed: int, count: int) -> list[int]:
 
 
 def test_the_last_copy_before_a_position_is_restored() -> None:
-    states = States([("conv_state.1", (2, 3))], HostBuffer)
+    states = States([("conv_state.1", (2, 3))], HostBuffer, 8)
     (tensor,) = states.tensors.values()
     for at in (5, 9, 12):
         tensor.array[:], states.at = at, at
@@ -57,12 +57,16 @@ def test_the_last_copy_before_a_position_is_restored() -> None:
     assert states.kept == ()
 
 
+def test_copies_are_as_many_as_a_budget_holds() -> None:
+    assert [copies_of(x) for x in (0, 4096, 16 << 20, 50 << 20, 1 << 30)] == [0, 8, 4, 2, 2]
+
+
 def test_copies_are_few_and_spread() -> None:
-    states = States([("conv_state.1", (2, 3))], HostBuffer)
+    states = States([("conv_state.1", (2, 3))], HostBuffer, 8)
     for at in range(1, 101):
         states.at = at
         states.keep()
-    assert len(states.kept) == KEPT
+    assert len(states.kept) == 8
     assert states.kept[-1] == 100
     assert max(b - a for a, b in zip((0, *states.kept), states.kept, strict=False)) < 50
 

@@ -33,7 +33,7 @@ from hetero.backends.protocol import CACHE_PORTS
 from hetero.errors import memory_for
 from hetero.models.sliding import Sliding
 from hetero.runtime.kv.cache_sync import CacheSync, Side
-from hetero.runtime.kv.layer_states import States
+from hetero.runtime.kv.layer_states import States, copies_of
 
 Allocate: TypeAlias = Callable[[int], HostBuffer]
 Array: TypeAlias = npt.NDArray[Any]
@@ -63,6 +63,16 @@ class CacheLayout:
             *(f"{port}.{layer}" for layer in range(self.layers) for port in CACHE_PORTS),
             *dict(self.states),
         )
+
+    @property
+    def state_bytes(self) -> int:
+        """Return the address space of the states."""
+        return sum(_in_pages(4 * math.prod(shape)) for _, shape in self.states)
+
+    @property
+    def state_copies(self) -> int:
+        """Return how many copies of the states a context keeps."""
+        return copies_of(self.state_bytes)
 
     @property
     def state_numbers(self) -> tuple[int, ...]:
@@ -101,7 +111,7 @@ class CacheLayout:
     def nbytes(self) -> int:
         """Return the address space of a context's cache; what is resident depends on its length."""
         rows = len(CACHE_PORTS) * sum(self.slot_bytes(layer) for layer in range(self.layers))
-        return rows + sum(_in_pages(4 * math.prod(shape)) for _, shape in self.states)
+        return rows + (1 + self.state_copies) * self.state_bytes
 
     def base(self, position: int) -> int:
         """Return the first token that has a row (`Sliding.base`); 0 where all have one."""
@@ -135,7 +145,7 @@ class KvCache:
                 for layer in range(layout.layers)
                 for port in CACHE_PORTS
             }
-            self.states = States(layout.states, allocate)
+            self.states = States(layout.states, allocate, layout.state_copies)
         tensors = [
             [self._slots[f"{port}.{index}"] for port in CACHE_PORTS]
             for index in range(layout.layers)

@@ -18,12 +18,21 @@ import numpy.typing as npt
 from hetero.backends.memory import PAGE_BYTES, HostBuffer, Tensor
 
 Array = npt.NDArray[Any]
-KEPT: Final = 8  # copies of a context's states
+MOST_COPIES: Final = 8  # of a context's states
+FEWEST_COPIES: Final = 2  # of the end of a prompt, and before guesses
+COPIES_BYTES: Final = 64 << 20
 UNKNOWN: Final = -1
 
 
+def copies_of(nbytes: int) -> int:
+    """Return how many copies are kept of states of so many bytes; 0 of none."""
+    if not nbytes:
+        return 0
+    return min(max(COPIES_BYTES // nbytes, FEWEST_COPIES), MOST_COPIES)
+
+
 class States:
-    """The states of one context, in memory that `allocate` gives.
+    """The states of one context, in memory that `allocate` gives, with up to `copies` copies.
 
     `at` is the number of tokens that they are the states after, `UNKNOWN` where a step that has not
     ended may have changed them.
@@ -33,7 +42,9 @@ class States:
         self,
         shapes: Sequence[tuple[str, tuple[int, ...]]],
         allocate: Callable[[int], HostBuffer],
+        copies: int,
     ) -> None:
+        self._most = copies
         self.tensors = {
             slot: Tensor(
                 allocate(-(-4 * math.prod(shape) // PAGE_BYTES) * PAGE_BYTES),
@@ -55,7 +66,7 @@ class States:
         if self.at <= 0 or self.at in self._copies:
             return
         self._copies[self.at] = [x.array.copy() for x in self.tensors.values()]
-        if len(self._copies) > KEPT:
+        if len(self._copies) > self._most:
             places = (0, *self.kept)
             gaps = {b: c - a for a, b, c in zip(places, places[1:], places[2:], strict=False)}
             del self._copies[min(gaps, key=gaps.__getitem__)]
