@@ -26,7 +26,7 @@ from pydantic import (
 
 from hetero.backends.formats import WeightFormat
 from hetero.backends.host.files import LONGEST_DOCUMENT_BYTES, atomic_write, read_text
-from hetero.backends.ops import Op, OperandOrder, Outliers
+from hetero.backends.ops import Op, OperandOrder, Outliers, has_state
 from hetero.backends.protocol import KINDS, DeviceKind
 from hetero.profiler.model_graph import ModelGraph, OpName
 from hetero.solver.errors import PlanError
@@ -532,10 +532,11 @@ class Plan(_Record):
 def device_of_other(op: Op, non_matmul: DeviceKind, devices: Container[DeviceKind]) -> DeviceKind:
     """Return the device of an operation that is no matmul of the plan, as a rule `non_matmul`.
 
-    Outliers are there to be computed while the NPU computes their matmul, so the GPU has them if
-    there is one.
+    Outliers are there to be computed while the NPU computes their matmul, and graphs of NPUs keep
+    no states: the GPU has these if there is one.
     """
-    return "gpu" if isinstance(op, Outliers) and "gpu" in devices else non_matmul
+    of_gpu = isinstance(op, Outliers) or has_state(op)
+    return "gpu" if of_gpu and "gpu" in devices else non_matmul
 
 
 def entry_at(known: Mapping[int | None, OpPlan], m: int) -> OpPlan | None:
