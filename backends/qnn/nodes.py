@@ -240,6 +240,11 @@ def _rotate(op: ops.Rope, weights: Weights, site: NodeRef) -> str:
         heads = _normed_heads(op, weights, site, heads)
     flat = graph.node("Reshape", heads, graph.ints(m, -1))
     values = graph.slice(qkv, turned * op.head_dim, op.width, axis=1)
+    if op.v_norm_eps is not None:
+        ones = graph.constant(np.ones(op.head_dim, np.float32))
+        rows = graph.node("Reshape", values, graph.ints(-1, op.head_dim))
+        normed = graph.node("RMSNormalization", rows, ones, axis=-1, epsilon=op.v_norm_eps)
+        values = graph.node("Reshape", normed, graph.ints(m, -1))
     return graph.node("Concat", flat, values, axis=1, out=site.outputs["out"])
 
 
