@@ -69,41 +69,37 @@ def prepare_gated_delta(
     tuning = device.tuning
     group = tuning.lanes > 1
     file = "gated_delta_group.cl" if group else "gated_delta_cpu.cl"
-    defines = _delta_defines(op) | (_parts(op, tuning.lanes) if group else _blocks(op, tuning))
+    sizes: dict[str, Define] = {"DK": op.k_dim, "DV": op.v_dim, "L2_EPS": L2_EPS}
+    sizes |= _parts(op, tuning.lanes) if group else _blocks(op, tuning)
     before = ("activations.cl", "gated_delta_gates.cl")
-    program = device.programs.get(file, {**tuning.defines, **defines}, before=before)
+    defines = {**tuning.defines, "ACTIVATION": MACROS["silu"], **sizes}
+    program = device.programs.get(file, defines, before=before)
+    gates_at = op.gates_width - op.values - 2 * op.v_heads
     decay, dt_bias, norm = (device.constant(vector(weights, name)) for name in weight_names(op))
 
     def launches(tensors: Mapping[str, Operand], m: int) -> Sequence[KernelLaunch]:
         gates, y = InPanels(tensors["gates"]), whole(tensors["y"])
         ports = (whole(tensors["x"]), gates, whole(tensors["position"]))
         args: tuple[Argument, ...] = (m, *ports, whole(tensors["delta_state"]), y, decay, dt_bias)
+        args += (op.k_heads, op.v_heads, gates_at, op.k_dim**-0.5)
         if not group:
             size: tuple[int, ...] = (op.v_heads,)
-            return [KernelLaunch(program, "gated_delta", size, (1,), (*args, norm))]
-        lanes, columns = tuning.lanes, tuning.lanes // int(defines["PARTS"])
+            return [KernelLaunch(program, "gated_delta", size, (1,), (*args, norm, float(op.eps)))]
+        lanes, columns = tuning.lanes, tuning.lanes // int(sizes["PARTS"])
         size = -(-op.v_dim // columns) * lanes, op.v_heads
         norms = op.v_heads * lanes, m
         return [
             KernelLaunch(program, "gated_delta", size, (lanes, 1), args),
-            KernelLaunch(program, "gated_norm", norms, (lanes, 1), (m, gates, y, norm)),
+            KernelLaunch(
+                program,
+                "gated_norm",
+                norms,
+                (lanes, 1),
+                (m, gates, y, norm, op.v_heads, gates_at, float(op.eps)),
+            ),
         ]
 
     return OpenCLKernel(device, op, launches, keep=(decay, dt_bias, norm))
-
-
-def _delta_defines(op: GatedDelta) -> dict[str, Define]:
-    return {
-        "ACTIVATION": MACROS["silu"],
-        "K_HEADS": op.k_heads,
-        "V_HEADS": op.v_heads,
-        "DK": op.k_dim,
-        "DV": op.v_dim,
-        "GATES": op.gates_width - op.values - 2 * op.v_heads,
-        "EPS": float(op.eps),
-        "L2_EPS": L2_EPS,
-        "BY_DIM": op.k_dim**-0.5,
-    }
 
 
 def _blocks(op: GatedDelta, tuning: Tuning) -> dict[str, Define]:

@@ -7,8 +7,8 @@
 // With kᵣ and qᵣ as they come, k = kᵣ / |kᵣ|, q = qᵣ / (|qᵣ| sqrt(DK)), and S before the token:
 //   u = β (v - e^g Sᵀk);  o = (e^g S + k uᵀ)ᵀ q = e^g Sᵀq + (k·q) u
 #define BLOCK (BV * HV)
-#define KEYS (K_HEADS * DK)
-#define WIDTH (2 * KEYS + V_HEADS * DV)
+#define KEYS (k_heads * DK)
+#define WIDTH (2 * KEYS + v_heads * DV)
 #define TILE 32
 #define EACH_PART(b) _Pragma("unroll") for (int b = 0; b < BV; b++)
 
@@ -27,22 +27,22 @@ INLINE float dot(__global const float *a, __global const float *b) {
 }
 
 INLINE token_t token_of(__global const float *q, __global const float *k, const float b,
-                        const float a, const float decay) {
+                        const float a, const float decay, const float by_dim) {
   token_t token;
   token.kept = kept_of(a, decay);
   token.beta = SIGMOID(exp2_scalar, b);
   token.by_key = 1.0f / sqrt(dot(k, k) + L2_EPS);
-  token.by_query = BY_DIM / sqrt(dot(q, q) + L2_EPS);
+  token.by_query = by_dim / sqrt(dot(q, q) + L2_EPS);
   token.both = dot(k, q) * token.by_key * token.by_query;
   return token;
 }
 
-// y = o / sqrt(mean(o²) + EPS) · norm · silu(z) of one head, in place.
+// y = o / sqrt(mean(o²) + eps) · norm · silu(z) of one head, in place.
 INLINE void finish(__global float *y, __global const float *norm, PANELS(const float, gates),
-                   const int token, const int column) {
+                   const int token, const int column, const float eps) {
   hfloat squares = 0.0f;
   for (int j = 0; j < DV; j += HV) squares += HLOAD(y + j) * HLOAD(y + j);
-  const float scale = 1.0f / sqrt(HSUM(squares) / DV + EPS);
+  const float scale = 1.0f / sqrt(HSUM(squares) / DV + eps);
   for (int j = 0; j < DV;) { // runs of columns in which no panel ends
     const int panel = panel_of(gates_table, gates_count, column + j);
     const int stop = min(DV, PANEL_STOP(gates, panel) - column);
@@ -57,13 +57,15 @@ __kernel void gated_delta(const int count, ARRAY(const float, x), PANELS(const f
                           ARRAY(const int, position), ARRAY(float, state), ARRAY(float, y),
                           __global const float *restrict decay,
                           __global const float *restrict dt_bias,
-                          __global const float *restrict norm) {
+                          const int k_heads, const int v_heads, const int gates_at,
+                          const float by_dim, __global const float *restrict norm,
+                          const float eps) {
   if (count == 0) return;
   AT(x);
   AT(state);
   AT(y);
   const int head = get_global_id(0);
-  __global const float *q = x + head % K_HEADS * DK;
+  __global const float *q = x + head % k_heads * DK;
   __global const float *k = q + KEYS;
   __global const float *v = x + 2 * KEYS + head * DV;
   state += (size_t)head * DK * DV;
@@ -75,7 +77,7 @@ __kernel void gated_delta(const int count, ARRAY(const float, x), PANELS(const f
     const int stop = min(count, start + TILE);
     for (int t = start; t < stop; t++)
       tokens[t - start] = token_of(q + (size_t)t * WIDTH, k + (size_t)t * WIDTH,
-                                   GATE_B(t, head), GATE_A(t, head) + dt_bias[head], decay[head]);
+                                   GATE_B(t, head), GATE_A(t, head) + dt_bias[head], decay[head], by_dim);
     for (int c = 0; c < DV; c += BLOCK) {
       hfloat by_k[BV], by_q[BV], u[BV]; // Sᵀkᵣ and Sᵀqᵣ of the token
       EACH_PART(b) by_k[b] = by_q[b] = 0.0f;
@@ -94,7 +96,7 @@ __kernel void gated_delta(const int count, ARRAY(const float, x), PANELS(const f
           const hfloat known = by_k[b] * (token.kept * token.by_key);
           u[b] = (HLOAD(v + row + c + b * HV) - known) * token.beta;
           const hfloat out = by_q[b] * (token.kept * token.by_query) + u[b] * token.both;
-          HSTORE(out, y + (size_t)t * (V_HEADS * DV) + c + b * HV);
+          HSTORE(out, y + (size_t)t * (v_heads * DV) + c + b * HV);
           u[b] *= token.by_key;
           by_k[b] = by_q[b] = 0.0f;
         }
@@ -112,7 +114,7 @@ __kernel void gated_delta(const int count, ARRAY(const float, x), PANELS(const f
       }
     }
     for (int t = start; t < stop; t++)
-      finish(y + (size_t)t * (V_HEADS * DV), norm, gates, gates_table, gates_count, t,
-             GATES + head * DV);
+      finish(y + (size_t)t * (v_heads * DV), norm, gates, gates_table, gates_count, t,
+             gates_at + head * DV, eps);
   }
 }

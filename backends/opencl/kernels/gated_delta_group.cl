@@ -8,13 +8,14 @@
 #define PADDED (PARTS * ROWS)
 #define SHARE 8 // lanes that multiply one token's keys and queries
 #define TOKENS (LANES / SHARE)
-#define KEYS (K_HEADS * DK)
-#define WIDTH (2 * KEYS + V_HEADS * DV)
+#define KEYS (k_heads * DK)
+#define WIDTH (2 * KEYS + v_heads * DV)
 
 __kernel void gated_delta(const int count, ARRAY(const float, x), PANELS(const float, gates),
                           ARRAY(const int, position), ARRAY(float, state), ARRAY(float, y),
                           __global const float *restrict decay,
-                          __global const float *restrict dt_bias) {
+                          __global const float *restrict dt_bias, const int k_heads,
+                          const int v_heads, const int gates_at, const float by_dim) {
   __local float keys[TOKENS * PADDED], queries[TOKENS * PADDED], products[3 * LANES];
   __local float kept[TOKENS], beta[TOKENS], by_key[TOKENS], by_query[TOKENS], both[TOKENS];
   __local float sums[2 * 2 * LANES];
@@ -25,7 +26,7 @@ __kernel void gated_delta(const int count, ARRAY(const float, x), PANELS(const f
   const int head = get_group_id(1);
   const int column = (int)get_group_id(0) * COLUMNS + LANE % COLUMNS, own = column < DV;
   const int row = LANE / COLUMNS * ROWS;
-  __global const float *q = x + head % K_HEADS * DK;
+  __global const float *q = x + head % k_heads * DK;
   __global const float *v = x + 2 * KEYS + head * DV + column;
   state += (size_t)head * DK * DV + column;
   y += head * DV + column;
@@ -64,7 +65,7 @@ __kernel void gated_delta(const int count, ARRAY(const float, x), PANELS(const f
       kept[LANE] = kept_of(GATE_A(start + LANE, head) + dt_bias[head], decay[head]);
       beta[LANE] = SIGMOID(exp2_scalar, GATE_B(start + LANE, head));
       by_key[LANE] = 1.0f / sqrt(kk + L2_EPS);
-      by_query[LANE] = BY_DIM / sqrt(qq + L2_EPS);
+      by_query[LANE] = by_dim / sqrt(qq + L2_EPS);
       both[LANE] = kq * by_key[LANE] * by_query[LANE];
     }
     barrier(CLK_LOCAL_MEM_FENCE);
@@ -89,7 +90,7 @@ __kernel void gated_delta(const int count, ARRAY(const float, x), PANELS(const f
       const float value = own ? v[(size_t)(start + t) * WIDTH] : 0.0f;
       float u = (value - by_k * (kept[t] * by_key[t])) * beta[t];
       if (own && row == 0)
-        y[(size_t)(start + t) * (V_HEADS * DV)] =
+        y[(size_t)(start + t) * (v_heads * DV)] =
             by_q * (kept[t] * by_query[t]) + u * both[t];
       u *= by_key[t];
       for (int i = 0; i < ROWS; i++) s[i] = s[i] * kept[t] + u * key[i];
@@ -100,17 +101,18 @@ __kernel void gated_delta(const int count, ARRAY(const float, x), PANELS(const f
       if (row + i < DK) state[(row + i) * DV] = s[i];
 }
 
-// y = o / sqrt(mean(o²) + EPS) · norm · silu(z), in place. Work-group: a head of a token.
+// y = o / sqrt(mean(o²) + eps) · norm · silu(z), in place. Work-group: a head of a token.
 __kernel void gated_norm(const int count, PANELS(const float, gates), ARRAY(float, y),
-                         __global const float *restrict norm) {
+                         __global const float *restrict norm, const int v_heads,
+                         const int gates_at, const float eps) {
   LANES_SCRATCH(scratch);
   const int token = get_group_id(1), head = get_group_id(0);
   if (token >= count) return;
   AT(y);
-  y += ((size_t)token * V_HEADS + head) * DV;
+  y += ((size_t)token * v_heads + head) * DV;
   float squares = 0.0f;
   for (int j = LANE; j < DV; j += LANES) squares += y[j] * y[j];
-  const float scale = 1.0f / sqrt(lanes_sum(squares, scratch) / DV + EPS);
+  const float scale = 1.0f / sqrt(lanes_sum(squares, scratch) / DV + eps);
   for (int j = LANE; j < DV; j += LANES)
-    y[j] = y[j] * scale * norm[j] * activate_scalar(GATE_AT(token, GATES + head * DV + j));
+    y[j] = y[j] * scale * norm[j] * activate_scalar(GATE_AT(token, gates_at + head * DV + j));
 }
