@@ -401,6 +401,10 @@ def _width(op: Op, port: str) -> tuple[int, ...]:  # noqa: PLR0911
             return (op.room,) if port == "codes" else (3,)
         case ops.GatedAct():
             return (2 * op.f,) if port == "x" else (op.f,)
+        case ops.Router() if port == "y":
+            return (2 * op.chosen,)
+        case ops.Experts() if port == "routes":
+            return (2 * op.chosen,)
         case _:
             return (op.f if isinstance(op, ops.Act) else op.d,)
 

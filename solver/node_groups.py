@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hetero.backends.groups import Group, GroupStep
-from hetero.backends.ops import OUTPUT_PORTS, Attention, Outliers
+from hetero.backends.ops import OUTPUT_PORTS, Attention
 from hetero.profiler.model_graph import Node
-from hetero.solver.plan import FusedGroup
+from hetero.solver.plan import ON_THE_GPU, FusedGroup
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class NodeGroup:
 def node_groups(nodes: Sequence[Node], fused: Sequence[FusedGroup]) -> dict[str, NodeGroup]:
     """Return groups by the name of their first node.
 
-    A larger one goes before what is inside it. None has outliers in it, which are computed
-    elsewhere meanwhile.
+    A larger one goes before what is inside it. None has operations in it that the GPU
+    computes (`ON_THE_GPU`).
     """
     groups: dict[str, NodeGroup] = {}
     i = 0
@@ -54,7 +54,7 @@ def _longest(
     kinds: tuple[FusedGroup, ...] = ("block", "static", "feed_forward")
     for kind in kinds:
         count = _length(nodes[start - 1 : start], members, kind) if kind in fused else 0
-        if count and not any(isinstance(x.op, Outliers) for x in members[:count]):
+        if count and not any(isinstance(x.op, ON_THE_GPU) for x in members[:count]):
             return kind, count
     return "block", 0
 
@@ -73,9 +73,9 @@ def _length(before: Sequence[Node], members: Sequence[Node], kind: FusedGroup) -
         case "feed_forward":
             return 2 if members[0].plan_op == "gate_up" else 0
         case "static":
-            if not (first or isinstance(before[0].op, Attention | Outliers)):
+            if not (first or isinstance(before[0].op, (Attention, *ON_THE_GPU))):
                 return 0
-            ends = (i for i, x in enumerate(members) if isinstance(x.op, Attention | Outliers))
+            ends = (i for i, x in enumerate(members) if isinstance(x.op, (Attention, *ON_THE_GPU)))
             count = next(ends, len(members))
             matmul = any(x.plan_op is not None for x in members[:count])
             return count if count > 1 and matmul else 0

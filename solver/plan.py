@@ -11,13 +11,13 @@ import hashlib
 import json
 import os
 from collections.abc import Container, Iterable, Mapping, Sequence
-from typing import Annotated, Any, Literal, Self, TypeAlias
+from typing import Annotated, Any, Final, Literal, Self, TypeAlias
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from hetero.backends.formats import WeightFormat
 from hetero.backends.host.files import LONGEST_DOCUMENT_BYTES, atomic_write, read_text
-from hetero.backends.ops import Op, OperandOrder, Outliers
+from hetero.backends.ops import Experts, Op, OperandOrder, Outliers, Router
 from hetero.backends.protocol import KINDS, DeviceKind
 from hetero.profiler.model_graph import ModelGraph, OpName
 from hetero.solver.errors import PlanError
@@ -510,13 +510,17 @@ class Plan(_Record):
             raise PlanError(f"the plan {path} is not valid: {where}: {first['msg']}") from None
 
 
+ON_THE_GPU: Final = (Outliers, Router, Experts)
+
+
 def device_of_other(op: Op, non_matmul: DeviceKind, devices: Container[DeviceKind]) -> DeviceKind:
     """Return the device of an operation that is no matmul of the plan, as a rule `non_matmul`.
 
-    Outliers are there to be computed while the NPU computes their matmul, so the GPU has them if
-    there is one.
+    Outliers are there to be computed while the NPU computes their matmul, and which experts a token
+    needs is not known before it is routed, which graphs of static shapes have no use for: the GPU
+    has them if there is one.
     """
-    return "gpu" if isinstance(op, Outliers) and "gpu" in devices else non_matmul
+    return "gpu" if isinstance(op, ON_THE_GPU) and "gpu" in devices else non_matmul
 
 
 def entry_at(known: Mapping[int | None, OpPlan], m: int) -> OpPlan | None:

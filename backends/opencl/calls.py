@@ -88,6 +88,7 @@ INPUT_PORTS = frozenset(
         "codes",
         "table",
         "score_sums",
+        "routes",
     }
 )
 OUTPUT_PORTS = frozenset({"y", "sum", "out", "k_cache", "v_cache", "score_sums"})

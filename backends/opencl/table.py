@@ -8,6 +8,7 @@ from hetero.backends.opencl.decode_chunks import accepts_decode_chunks, prepare_
 from hetero.backends.opencl.device import KernelEntry
 from hetero.backends.opencl.elementwise import prepare_act, prepare_add, prepare_gated_act
 from hetero.backends.opencl.embed import prepare_embed
+from hetero.backends.opencl.experts import accepts_experts, prepare_experts, prepare_router
 from hetero.backends.opencl.matmul import accepts_matmul, prepare_matmul
 from hetero.backends.opencl.norm import prepare_norm
 from hetero.backends.opencl.outliers import prepare_outliers
@@ -31,4 +32,6 @@ TABLE: dict[type[Op], KernelEntry] = {
     ops.AddPositions: KernelEntry(prepare_add_positions),
     ops.Add: KernelEntry(prepare_add),
     ops.Outliers: KernelEntry(prepare_outliers),
+    ops.Router: KernelEntry(prepare_router),
+    ops.Experts: KernelEntry(prepare_experts, accepts_experts),
 }

@@ -454,7 +454,7 @@ def gated_act(op: ops.GatedAct) -> bytes:
     graph.output("y", F32, ("m", op.f))
     gate = graph.slice(x, 0, op.f, axis=1)
     up = graph.slice(x, op.f, 2 * op.f, axis=1)
-    graph.node("Mul", _activated(graph, op.activation, gate), up, out="y")
+    graph.node("Mul", activated(graph, op.activation, gate), up, out="y")
     return graph.model()
 
 
@@ -463,11 +463,12 @@ def act(op: ops.Act) -> bytes:
     graph = GraphBuilder()
     x = graph.input("x", F32, ("m", op.f))
     graph.output("y", F32, ("m", op.f))
-    _activated(graph, op.activation, x, "y")
+    activated(graph, op.activation, x, "y")
     return graph.model()
 
 
-def _activated(graph: GraphBuilder, activation: Activation, x: str, out: str = "") -> str:
+def activated(graph: GraphBuilder, activation: Activation, x: str, out: str = "") -> str:
+    """Return act(x)."""
     match activation:
         case "silu":
             return graph.node("QuickGelu", x, domain=CONTRIB, alpha=1.0, out=out)

@@ -7,7 +7,7 @@ memory grows by the packed bytes only.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -20,7 +20,13 @@ from hetero.errors import ModelError
 from hetero.models.architectures import ARCHITECTURES
 from hetero.models.config import ModelConfig
 from hetero.models.fields import read_json_object
-from hetero.models.layout import block_vectors, embedding_matrices, model_vectors
+from hetero.models.layout import (
+    MatrixShape,
+    block_matrices,
+    block_vectors,
+    embedding_matrices,
+    model_vectors,
+)
 from hetero.models.model_weights import BlockWeights, ModelWeights
 from hetero.models.packing import SourceTensor, check_finite, pack_rows
 from hetero.models.safetensors_file import FLOAT_DTYPES, SafetensorsFile
@@ -136,11 +142,11 @@ class CheckpointWeights(ModelWeights):
     def model_vector(self, name: str) -> Float32Array:
         """Return a vector outside of the blocks."""
         module, suffix = vector_module(self._names.model_modules, name)
-        return self._vector(f"{module}.{suffix}", norm=name == "final_norm").reshape(-1)
+        return self._vector(f"{module}.{suffix}", norm=name == "final_norm")
 
     def _load_block(self, index: int) -> BlockWeights:
         prefix = self._names.block.format(index)
-        packed = {name: self._pack(prefix, name) for name in self._names.matmuls}
+        packed = {x.name: self._pack(prefix, x.name) for x in block_matrices(self.config)}
         vectors = {x.name: self._block_vector(prefix, x.name) for x in self.vectors()}
         return BlockWeights(**packed, **vectors)  # type: ignore[arg-type]
 
@@ -148,7 +154,8 @@ class CheckpointWeights(ModelWeights):
         return self._pack_tensors([f"{self._names.model_modules[name]}.weight"], None)
 
     def _pack(self, prefix: str, name: str) -> PackedWeight:
-        tensors = [f"{prefix}{module}.weight" for module in self._names.matmuls[name]]
+        modules = matrix_modules(self.config, name)
+        tensors = [f"{prefix}{module}.weight" for module in modules]
         return self._pack_tensors(tensors, self._row_order(name))
 
     def _pack_tensors(self, names: list[str], order: npt.NDArray[np.int64] | None) -> PackedWeight:
@@ -164,16 +171,26 @@ class CheckpointWeights(ModelWeights):
     def _block_vector(self, prefix: str, name: str) -> Float32Array:
         if name.removesuffix("_bias") not in self._names.matmuls:
             module, suffix = vector_module(self._names.vectors, name)
-            return self._vector(f"{prefix}{module}.{suffix}", norm=suffix == "weight")
+            return self._vector(
+                f"{prefix}{module}.{suffix}", norm=suffix == "weight" and name != "router"
+            )
         matmul = name.removesuffix("_bias")
         parts = [self._vector(f"{prefix}{x}.bias") for x in self._names.matmuls[matmul]]
         whole, order = np.concatenate(parts), self._row_order(matmul)
         return whole if order is None else whole[order]
 
     def _vector(self, name: str, *, norm: bool = False) -> Float32Array:
-        values: Float32Array = self.files.array(name).astype(np.float32)
+        values: Float32Array = self.files.array(name).astype(np.float32).reshape(-1)
         check_finite(name, values)
         return values + np.float32(self._architecture.norm_offset) if norm else values
+
+
+def matrix_modules(config: ModelConfig, name: str) -> Sequence[str]:
+    """Return the modules whose rows, one after the other, are a matrix of a block."""
+    names, experts = ARCHITECTURES[config.architecture].names, config.experts
+    if experts is None or name not in names.experts:
+        return names.matmuls.get(name, ())
+    return [names.experts[name].format(i) for i in range(experts.count)]
 
 
 def vector_module(modules: Mapping[str, str], name: str) -> tuple[str, str]:
@@ -203,22 +220,21 @@ def _block_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     for vector in block_vectors(config, StorageFormat.F32):
         if vector.name.removesuffix("_bias") not in names.matmuls:
-            shapes[".".join(vector_module(names.vectors, vector.name))] = (vector.n,)
-    for matmul in config.matmuls():
-        for module, n in _module_rows(config, matmul.name):
-            shapes[f"{module}.weight"] = (n, matmul.k)
-            if matmul.bias:
+            rows = vector.shape
+            shapes[".".join(vector_module(names.vectors, vector.name))] = rows
+    biased = {x.name for x in config.matmuls() if x.bias}
+    for matrix in block_matrices(config):
+        for module, n in _module_rows(config, matrix):
+            shapes[f"{module}.weight"] = (n, matrix.k)
+            if matrix.name in biased:
                 shapes[f"{module}.bias"] = (n,)
     return shapes
 
 
-def _module_rows(config: ModelConfig, name: str) -> list[tuple[str, int]]:
+def _module_rows(config: ModelConfig, matrix: MatrixShape) -> list[tuple[str, int]]:
     """Return the modules of a block's fused weight, and how many rows each has."""
-    modules = ARCHITECTURES[config.architecture].names.matmuls.get(name, ())
-    if not modules:
-        return []
-    n = next(x.n for x in config.matmuls() if x.name == name)
-    if name == "qkv" and len(modules) == 3:
+    modules, n = matrix_modules(config, matrix.name), matrix.n
+    if matrix.name == "qkv" and len(modules) == 3:
         keys = config.kv_heads * config.head_dim
         return list(zip(modules, (config.heads * config.head_dim, keys, keys), strict=True))
     return [(module, n // len(modules)) for module in modules]

@@ -12,6 +12,7 @@ from hetero.backends.ops import Activation, RopeScaling
 from hetero.errors import ModelError
 from hetero.models.architectures import ARCHITECTURES, Architecture
 from hetero.models.config_keys import notice_unread, refuse_unused
+from hetero.models.expert_config import ExpertConfig
 from hetero.models.fields import Fields, read_json_object
 from hetero.models.rope_config import (
     NO_SCALING,
@@ -51,6 +52,7 @@ class ModelConfig:
     out_norms          the outputs of attention and feed-forward have another norm
     parallel           attention and feed-forward both read the one norm before them
     gated              the feed-forward multiplies by a gate; else it is up, activation, down
+    experts            the feed-forward is that of a few experts, chosen for each token
     attention_scale    on the scores, None for D^-0.5
     attention_softcap, logit_softcap    cap · tanh(x / cap) on scores and logits, 0 for none
     embed_scale        on the embeddings
@@ -83,6 +85,7 @@ class ModelConfig:
     out_norms: bool = False
     parallel: bool = False
     gated: bool = True
+    experts: ExpertConfig | None = None
     activation: Activation = "silu"
     attention_scale: float | None = None
     attention_softcap: float = 0.0
@@ -191,17 +194,29 @@ class ModelConfig:
             raw["dtype"] = self.dtype
         return raw | architecture.write(self)
 
+    @property
+    def weights_per_token(self) -> int:
+        """Return the weights that a token is multiplied with."""
+        total = sum(x.n * x.k * x.count for x in self.matmuls())
+        if self.experts is None:
+            return total
+        return total + self.num_layers * self.experts.weights_per_token(self.hidden_size)
+
     def matmuls(self) -> tuple[MatMulSpec, ...]:
-        """Return the matmuls of a block and the output head, in the order in which they run."""
+        """Return the matmuls of a block and the output head, in the order in which they run.
+
+        Routed experts are none of them (`hetero.models.graph`).
+        """
         d, f, layers = self.hidden_size, self.intermediate_size, self.num_layers
         up = 2 * f if self.gated else f
         rows: list[tuple[MatMulName, int, int, int, bool]] = [
             ("qkv", self.qkv_width, d, layers, self.qkv_bias),
             ("o", d, self.heads * self.head_dim, layers, self.o_bias),
-            ("gate_up", up, d, layers, self.mlp_bias),
-            ("down", d, f, layers, self.mlp_bias),
-            ("lm_head", self.vocab_size, d, 1, self.head_bias),
         ]
+        if self.experts is None:
+            rows.append(("gate_up", up, d, layers, self.mlp_bias))
+            rows.append(("down", d, f, layers, self.mlp_bias))
+        rows.append(("lm_head", self.vocab_size, d, 1, self.head_bias))
         return tuple(
             MatMulSpec(name=name, n=n, k=k, count=count, bias=bias)
             for name, n, k, count, bias in rows

@@ -35,6 +35,7 @@ NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
     "is_encoder_decoder": (), "add_cross_attention": (), "pruned_heads": (),
     "attention_value_scale": (1,), "hybrid_override_pattern": (), "cross_attention_layers": (),
 }  # fmt: skip
+EXPERT_KEYS: Final = ("num_experts", "num_local_experts")  # used where a model has experts
 # Behind `rope_scaling` or `rope_parameters`.
 NEUTRAL_ROPE: Final[Mapping[str, tuple[object, ...]]] = {
     "alpha": (), "attn_factor": (1,), "extrapolation_factor": (1,),
@@ -54,7 +55,8 @@ SAME: Final[Mapping[str, Callable[[Decoder], object]]] = {
 
 def refuse_unused(source: Fields, config: Decoder) -> None:
     """Raise `ModelError` for a field that changes numbers but that the decoder does not use."""
-    _refuse_others(source, NEUTRAL)
+    used = EXPERT_KEYS if config.experts else ()
+    _refuse_others(source, {name: x for name, x in NEUTRAL.items() if name not in used})
     for name in ("rope_scaling", "rope_parameters"):
         _refuse_others(Fields(source.object(name), f"{source.where}: {name}"), NEUTRAL_ROPE)
     for name, own in SAME.items():

@@ -28,6 +28,7 @@ from hetero.backends.ops import (
     AddPositions,
     Attention,
     Embed,
+    Experts,
     GatedAct,
     LayerNorm,
     MatMul,
@@ -35,9 +36,11 @@ from hetero.backends.ops import (
     Outliers,
     RMSNorm,
     Rope,
+    Router,
 )
 from hetero.backends.protocol import CACHE_PORTS
 from hetero.models.config import ModelConfig
+from hetero.models.expert_config import ExpertConfig
 from hetero.models.sliding import Sliding
 from hetero.profiler.model_graph import MatMulName, ModelGraph, Node, OpName, slot_shapes
 
@@ -195,7 +198,34 @@ class _Decoder:
         )
         self._matmul("o", "attended", target)
 
+    def _experts(self, experts: ExpertConfig, target: str) -> None:
+        config = self.config
+        router = Router(
+            experts=experts.count,
+            chosen=experts.chosen,
+            d=config.hidden_size,
+            scores=experts.scores,
+            bias=experts.router_bias,
+            renormalised=experts.renormalised,
+            eps=experts.eps,
+            scale=experts.scale,
+        )
+        op = Experts(
+            experts=experts.count,
+            chosen=experts.chosen,
+            d=config.hidden_size,
+            f=experts.width,
+            weight_format=self.weight_format,
+            activation=config.activation,
+            bias=experts.bias,
+        )
+        self._add("router", router, x="h", y="routes")
+        self._add("experts", op, x="h", routes="routes", y=target)
+
     def _feed_forward(self, target: str) -> None:
+        if self.config.experts is not None:
+            self._experts(self.config.experts, target)
+            return
         self._matmul("gate_up", "h", "gate_up")
         kind = GatedAct if self.config.gated else Act
         activation = kind(f=self.config.intermediate_size, activation=self.config.activation)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hetero.backends.formats import StorageFormat
 from hetero.backends.memory import PAGE_BYTES
@@ -25,15 +25,35 @@ class MatrixShape:
 
 @dataclass(frozen=True)
 class VectorShape:
-    """A float32 vector of n elements: a norm's weight or a bias."""
+    """A float32 vector of n elements: a norm's weight or a bias.
+
+    One of `width` elements a row is a matrix in files: the router's weight.
+    """
 
     name: str
     n: int
+    width: int = 0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape in files."""
+        return (self.n // self.width, self.width) if self.width else (self.n,)
 
 
 def block_matrices(config: ModelConfig) -> tuple[MatrixShape, ...]:
     """Return the packed weights of one block."""
-    return tuple(MatrixShape(x.name, x.n, x.k) for x in config.matmuls() if x.name != "lm_head")
+    own = tuple(MatrixShape(x.name, x.n, x.k) for x in config.matmuls() if x.name != "lm_head")
+    return own + expert_matrices(config)
+
+
+def expert_matrices(config: ModelConfig) -> tuple[MatrixShape, ...]:
+    """Return the matrices of a block's routed experts, each with the rows of all experts."""
+    experts = config.experts
+    if experts is None:
+        return ()
+    up = MatrixShape("experts_gate", experts.count * experts.width, config.hidden_size)
+    down = MatrixShape("experts_down", experts.count * config.hidden_size, experts.width)
+    return up, replace(up, name="experts_up"), down
 
 
 def block_vectors(config: ModelConfig, storage: StorageFormat) -> tuple[VectorShape, ...]:
@@ -47,6 +67,7 @@ def block_vectors(config: ModelConfig, storage: StorageFormat) -> tuple[VectorSh
     norms = _norms(config, names)
     if config.qk_norm:
         norms += [VectorShape(name, config.head_dim) for name in ("q_norm", "k_norm")]
+    norms += _router_vectors(config)
     biases = [x for x in config.matmuls() if x.bias and x.name != "lm_head"]
     scales = [VectorShape(f"{x.name}_x_scale", 1) for x in block_matrices(config)]
     return (
@@ -81,6 +102,15 @@ def _norms(config: ModelConfig, names: list[str]) -> list[VectorShape]:
     if config.norm == "layer":
         shapes += [VectorShape(f"{name}_bias", config.hidden_size) for name in names]
     return shapes
+
+
+def _router_vectors(config: ModelConfig) -> list[VectorShape]:
+    """Return the router's weight, row after row, and its bias."""
+    experts = config.experts
+    if experts is None:
+        return []
+    weight = VectorShape("router", experts.count * config.hidden_size, config.hidden_size)
+    return [weight] + [VectorShape("router_bias", experts.count)] * experts.router_bias
 
 
 def embedding_matrices(config: ModelConfig) -> tuple[MatrixShape, ...]:

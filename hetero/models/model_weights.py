@@ -38,15 +38,22 @@ class BlockWeights:
     Norms and biases are float32 vectors, None where the model has none: `post_norm` is the norm
     before the feed-forward, `o_norm` and `down_norm` follow the matmuls of these names. An
     `x_scale` [1] is the step of the codes of that matmul's input, where the format has one;
-    `shadows` are hot channels by matmul, where calibration chose some; their columns are zero in
-    every storage. `also` are the matrices in other storages, by name.
+    Where the feed-forward is that of routed experts, there are `experts_gate`, `experts_up` and
+    `experts_down` with the rows of all of them, and `router` [experts · d] instead of `gate_up` and
+    `down`. `shadows` are hot channels by matmul, where calibration chose some; their columns are
+    zero in every storage. `also` are the matrices in other storages, by name.
     """
 
     qkv: PackedWeight
     o: PackedWeight
-    gate_up: PackedWeight
-    down: PackedWeight
     input_norm: Float32Array
+    gate_up: PackedWeight | None = None
+    down: PackedWeight | None = None
+    experts_gate: PackedWeight | None = None
+    experts_up: PackedWeight | None = None
+    experts_down: PackedWeight | None = None
+    router: Float32Array | None = None
+    router_bias: Float32Array | None = None
     post_norm: Float32Array | None = None
     o_norm: Float32Array | None = None
     down_norm: Float32Array | None = None

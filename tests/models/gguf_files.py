@@ -20,7 +20,7 @@ from hetero.models.graph import model_graph
 from hetero.models.random_models import known_config
 
 Array = npt.NDArray[Any]
-ARCHITECTURES = {"phi": "phi2"}
+ARCHITECTURES = {"phi": "phi2", "qwen3_moe": "qwen3moe"}
 PERMUTED = ("llama", "internlm2")
 NAMES = {
     "model.embed_tokens": "token_embd", "lm_head": "output", "model.norm": "output_norm",
@@ -28,9 +28,11 @@ NAMES = {
     "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
     "self_attn.dense": "attn_output", "self_attn.qkv_proj": "attn_qkv", "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up", "mlp.gate_up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
-    "mlp.fc1": "ffn_up", "mlp.fc2": "ffn_down", "input_layernorm": "attn_norm",
+    "mlp.gate_exps": "ffn_gate_exps", "mlp.up_exps": "ffn_up_exps",
+    "mlp.down_exps": "ffn_down_exps", "mlp.fc1": "ffn_up", "mlp.fc2": "ffn_down",
+    "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm", "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
+    "self_attn.k_norm": "attn_k_norm", "mlp.gate": "ffn_gate_inp",
 }  # fmt: skip
 INTERNLM2_NAMES = {
     "model.tok_embeddings": "token_embd", "output": "output", "attention.wq": "attn_q",
@@ -80,6 +82,7 @@ def write(
         add_entry(writer, key, value)
     for key, value in tensors.items():
         whole = value.ndim > 1 and value.shape[-1] % 32 == 0  # llama.cpp too keeps others in floats
+        whole = whole and "ffn_gate_inp" not in key  # routers are never quantised
         chosen = kind if whole or (kind in FLOATS and value.ndim > 1) else GGMLQuantizationType.F32
         if chosen in FLOATS:
             writer.add_tensor(key, value.astype(FLOATS[chosen]))
@@ -147,6 +150,9 @@ def metadata(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
         ("sliding_window", "attention.sliding_window"),
         ("attn_logit_softcapping", "attn_logit_softcapping"),
         ("final_logit_softcapping", "final_logit_softcapping"),
+        ("num_local_experts", "expert_count"),
+        ("num_experts_per_tok", "expert_used_count"),
+        ("moe_intermediate_size", "expert_feed_forward_length"),
     ):
         if raw.get(ours) is not None:
             found[theirs] = raw[ours]
@@ -155,6 +161,7 @@ def metadata(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 def named_tensors(raw: Mapping[str, Any], name: str, source: Mapping[str, Any]) -> dict[str, Array]:
     """Tensors under their names in GGUF, permuted, shifted and fused as the converter does."""
+    source = with_stacked_experts(raw, source)
     names = NAMES | {"gemma2": GEMMA2_NAMES, "internlm2": INTERNLM2_NAMES}.get(name, {})
     found: dict[str, Array] = {}
     for key, tensor in (split_groups(raw, source) if name == "internlm2" else source).items():
@@ -175,6 +182,22 @@ def named_tensors(raw: Mapping[str, Any], name: str, source: Mapping[str, Any]) 
         for suffix in ("weight", "bias"):
             parts = [found.pop(f"blk.{layer}.attn_{x}.{suffix}") for x in "qkv"]
             found[f"blk.{layer}.attn_qkv.{suffix}"] = np.concatenate(parts)
+    return found
+
+
+def with_stacked_experts(raw: Mapping[str, Any], source: Mapping[str, Any]) -> dict[str, Any]:
+    """The matrices of a layer's experts as one tensor each, expert after expert."""
+    import torch
+
+    found = {key: tensor for key, tensor in source.items() if ".experts." not in key}
+    for layer in range(raw["num_hidden_layers"] if len(found) < len(source) else 0):
+        for part in ("gate", "up", "down"):
+            keys = [
+                f"model.layers.{layer}.mlp.experts.{e}.{part}_proj.weight"
+                for e in range(raw["num_local_experts"])
+            ]
+            stacked = torch.stack([source[key] for key in keys])
+            found[f"model.layers.{layer}.mlp.{part}_exps.weight"] = stacked
     return found
 
 

@@ -470,8 +470,65 @@ INLINE void store_rows(const vfloat value, __global float *p, const int rows) {
 #define PACK_HERE 1  // each work-item packs x first, in a place of its own
 #define PACKED 2     // the kernel `pack` has run
 
-// y[m, n], whose tokens are `stride` apart, for row tiles [group * per_group, ...) of `count`. Tokens go in panels of `m_panel` and
-// features in panels of `k_panel`, so that a panel of x is still in cache for the next row tile;
+// Columns of row tile `tile` of y, from features [k0, k0 + k_panel) and tokens [m0, m1) of m; `row0` is
+// the first row of y in the weights. The last tile may have fewer vectors: it computes its last one
+// again.
+INLINE void row_tile(__global const weight_t *weights, __global const scale_t *all_scales,
+                     __global const float *bias, __global const x_t *inputs, __global float *y,
+                     const int tile, const int row0, const int n, const int stride, const int k,
+                     const int m, const int m0, const int m1, const int k0, const int k_panel,
+                     const int has_bias X_SCALE_PARAMETER) {
+  const int vectors = (n + VEC - 1) / VEC;
+  int row[VECTORS], lane[VECTORS];
+  __global const weight_t *w[VECTORS];
+  __global const scale_t *scales[VECTORS];
+  EACH_VEC {
+    row[r] = min(tile * VECTORS + r, vectors - 1) * VEC;
+    const size_t block = (row0 + row[r]) / ROWS;
+    lane[r] = (row0 + row[r]) % ROWS;
+    w[r] = weights + block * BLOCK_STRIDE(k) + BLOCK_STRIDE(k0) + lane[r];
+#if defined(W8A8)
+    scales[r] = all_scales + row0 + row[r];
+#elif defined(BLOCKS)
+    scales[r] = all_scales + block * SCALES_STRIDE(k) + SCALES_STRIDE(k0);
+#else
+    scales[r] = all_scales + (block * k + k0) / 2 + lane[r];
+#endif
+  }
+#if WIDEN
+  float panel[WIDEN * WIDTH];
+  widen(w, scales, panel, min(k_panel, k - k0));
+#endif
+  for (int t0 = m0; t0 < m1; t0 += TOKENS) {
+    vfloat sum[VECTORS][TOKENS];
+#if defined(W8A8)  // k_panel is k
+    scaled_sums(sum, w, scales, inputs + X_STRIDE(k) * (t0 / TOKENS), k, x_scale);
+    if (has_bias) EACH sum[r][t] += load_rows(bias + row[r], n - row[r]);
+#else
+    EACH {
+      const size_t token = min(t0 + t, m - 1);
+      sum[r][t] = 0.0f;
+      if (k0 > 0)
+        sum[r][t] = load_rows(y + token * stride + row[r], n - row[r]);
+      else if (has_bias)
+        sum[r][t] = load_rows(bias + row[r], n - row[r]);
+    }
+    __global const x_t *input = inputs + X_STRIDE(k) * (t0 / TOKENS) + X_STRIDE(k0);
+#if WIDEN
+    add_widened(sum, panel, input, min(k_panel, k - k0));
+#elif defined(BLOCKS)
+    add_blocks(sum, w, scales, lane, input, min(k_panel, k - k0));
+#else
+    add_products(sum, w, scales, input, min(k_panel, k - k0));
+#endif
+#endif
+    EACH if (tile * VECTORS + r < vectors && t0 + t < m)
+      store_rows(sum[r][t], y + (size_t)(t0 + t) * stride + row[r], n - row[r]);
+  }
+}
+
+// y[m, n], whose tokens are `stride` apart, for row tiles [group * per_group, ...) of `count`. Tokens
+// go in panels of `m_panel` and features in panels of `k_panel`, so that a panel of x is still in cache for the next row tile;
 // k_panel is a multiple of 64 (of whole blocks) or at least k, m_panel a multiple of TOKENS or at least m.
 __kernel __attribute__((reqd_work_group_size(1, 1, 1))) void matmul(
     const int count, ARRAY(const weight_t, weights), ARRAY(const scale_t, all_scales),
@@ -484,7 +541,6 @@ __kernel __attribute__((reqd_work_group_size(1, 1, 1))) void matmul(
   AT(x);
   AT(y);
   const int first = get_global_id(0) * per_group, last = min(first + per_group, count);
-  const int vectors = (n + VEC - 1) / VEC;
   if (packing == PACK_HERE && last > first) {
     const int token_tiles = (m + TOKENS - 1) / TOKENS;
     packed += (size_t)get_global_id(0) * token_tiles * X_STRIDE(k);
@@ -497,52 +553,7 @@ __kernel __attribute__((reqd_work_group_size(1, 1, 1))) void matmul(
 #endif
   for (int m0 = 0; m0 < m; m0 += m_panel)
     for (int k0 = 0; k0 < k; k0 += k_panel)
-      for (int tile = first; tile < last; tile++) {
-        int row[VECTORS], lane[VECTORS];
-        __global const weight_t *w[VECTORS];
-        __global const scale_t *scales[VECTORS];
-        EACH_VEC {  // the last tile may have fewer vectors: it computes its last one again
-          row[r] = min(tile * VECTORS + r, vectors - 1) * VEC;
-          const size_t block = row[r] / ROWS;
-          lane[r] = row[r] % ROWS;
-          w[r] = weights + block * BLOCK_STRIDE(k) + BLOCK_STRIDE(k0) + lane[r];
-#if defined(W8A8)
-          scales[r] = all_scales + row[r];
-#elif defined(BLOCKS)
-          scales[r] = all_scales + block * SCALES_STRIDE(k) + SCALES_STRIDE(k0);
-#else
-          scales[r] = all_scales + (block * k + k0) / 2 + lane[r];
-#endif
-        }
-#if WIDEN
-        float panel[WIDEN * WIDTH];
-        widen(w, scales, panel, min(k_panel, k - k0));
-#endif
-        for (int t0 = m0; t0 < min(m, m0 + m_panel); t0 += TOKENS) {
-          vfloat sum[VECTORS][TOKENS];
-#if defined(W8A8)  // k_panel is k
-          scaled_sums(sum, w, scales, inputs + X_STRIDE(k) * (t0 / TOKENS), k, x_scale);
-          if (has_bias) EACH sum[r][t] += load_rows(bias + row[r], n - row[r]);
-#else
-          EACH {
-            const size_t token = min(t0 + t, m - 1);
-            sum[r][t] = 0.0f;
-            if (k0 > 0)
-              sum[r][t] = load_rows(y + token * stride + row[r], n - row[r]);
-            else if (has_bias)
-              sum[r][t] = load_rows(bias + row[r], n - row[r]);
-          }
-          __global const x_t *input = inputs + X_STRIDE(k) * (t0 / TOKENS) + X_STRIDE(k0);
-#if WIDEN
-          add_widened(sum, panel, input, min(k_panel, k - k0));
-#elif defined(BLOCKS)
-          add_blocks(sum, w, scales, lane, input, min(k_panel, k - k0));
-#else
-          add_products(sum, w, scales, input, min(k_panel, k - k0));
-#endif
-#endif
-          EACH if (tile * VECTORS + r < vectors && t0 + t < m)
-            store_rows(sum[r][t], y + (size_t)(t0 + t) * stride + row[r], n - row[r]);
-        }
-      }
+      for (int tile = first; tile < last; tile++)
+        row_tile(weights, all_scales, bias, inputs, y, tile, 0, n, stride, k, m, m0,
+                 min(m, m0 + m_panel), k0, k_panel, has_bias X_SCALE);
 }

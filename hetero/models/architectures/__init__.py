@@ -13,9 +13,11 @@ from hetero.models.architectures.phi import PHI
 from hetero.models.architectures.phi3 import PHI3
 from hetero.models.architectures.qwen2 import QWEN2
 from hetero.models.architectures.qwen3 import QWEN3
+from hetero.models.architectures.qwen3_moe import QWEN3_MOE
 
 __all__ = ["ARCHITECTURES", "Architecture", "TensorNames"]
 
 ARCHITECTURES: dict[str, Architecture] = {
-    x.name: x for x in (LLAMA, MISTRAL, QWEN2, QWEN3, INTERNLM2, GEMMA, GEMMA2, PHI, PHI3, OPT)
+    x.name: x
+    for x in (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, INTERNLM2, GEMMA, GEMMA2, PHI, PHI3, OPT)
 }

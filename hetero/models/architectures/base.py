@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from hetero.models.expert_config import ExpertConfig
 from hetero.models.fields import Fields, is_number
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -44,6 +45,8 @@ class Decoder(Protocol):
     def logit_softcap(self) -> float: ...
     @property
     def positions(self) -> int: ...
+    @property
+    def experts(self) -> ExpertConfig | None: ...
 
 
 # From the fields of config.json and the number of layers to parameters of `ModelConfig`.
@@ -59,8 +62,9 @@ class TensorNames:
     """The names of a checkpoint's tensors.
 
     `matmuls` are the modules whose rows, one after the other, are the rows of our fused weight;
-    `vectors` the modules of a block's norms; `model_modules` those outside of the blocks. `.weight`
-    and `.bias` are appended. `block` is the prefix of a block.
+    `vectors` the modules of a block's norms; `experts` those of the experts' matrices, with `{}`
+    for an expert's number; `model_modules` those outside of the blocks. `.weight` and `.bias` are
+    appended. `block` is the prefix of a block.
     """
 
     block: str = "model.layers.{}."
@@ -80,6 +84,7 @@ class TensorNames:
             "k_norm": "self_attn.k_norm",
         }
     )
+    experts: Mapping[str, str] = field(default_factory=dict)
     model_modules: Mapping[str, str] = field(
         default_factory=lambda: {
             "embed": "model.embed_tokens",

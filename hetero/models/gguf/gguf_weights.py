@@ -16,8 +16,21 @@ from hetero.models.config import ModelConfig
 from hetero.models.gguf.file import GgufFile, TensorInfo
 from hetero.models.gguf.model_config import ROTATED_IN_PAIRS
 from hetero.models.gguf.packed_store import PartShape, StoreReader, StoreWriter, joined, open_store
-from hetero.models.gguf.tensors import FLOATS, GgufTensor, Loss, check_kind, stored_as
-from hetero.models.layout import block_matrices, embedding_matrices, model_vectors
+from hetero.models.gguf.tensors import (
+    FLOATS,
+    ROUTER,
+    GgufTensor,
+    Loss,
+    check_kind,
+    rows_of,
+    stored_as,
+)
+from hetero.models.layout import (
+    block_matrices,
+    embedding_matrices,
+    expert_matrices,
+    model_vectors,
+)
 from hetero.models.model_weights import BlockWeights, ModelWeights
 from hetero.models.packing import check_finite, pack_rows
 
@@ -27,6 +40,9 @@ _MATRICES: Final = {
     "o": (("attn_output",),),
     "gate_up": (("ffn_gate", "ffn_up"), ("ffn_up",)),
     "down": (("ffn_down",),),
+    "experts_gate": (("ffn_gate_exps",),),
+    "experts_up": (("ffn_up_exps",),),
+    "experts_down": (("ffn_down_exps",),),
 }
 _VECTORS: Final = {
     "input_norm": "attn_norm",
@@ -35,6 +51,7 @@ _VECTORS: Final = {
     "down_norm": "post_ffw_norm",
     "q_norm": "attn_q_norm",
     "k_norm": "attn_k_norm",
+    "router": "ffn_gate_inp",
 }
 _ENDS: Final = {"embed": "token_embd", "lm_head": "output", "final_norm": "output_norm"}
 _UNOPENED: Final = "unopened"
@@ -69,7 +86,7 @@ class GgufWeights(ModelWeights):
         total = 0
         for info in self.file.tensors.values():
             if len(info.shape) > 1:
-                total += packed_bytes(stored_as(info.kind), *info.shape)
+                total += packed_bytes(stored_as(info.kind), *rows_of(info.shape))
             else:
                 total += 4 * info.shape[0]
         return total
@@ -257,7 +274,8 @@ class GgufWeights(ModelWeights):
                 f"metadata, got {list(info.shape)}; download the file again"
             )
         check_kind(str(self.file.path), name, info)
-        if len(shape) == 1 and info.kind not in FLOATS:
+        vector = len(shape) == 1 or name.endswith(ROUTER)
+        if vector and info.kind not in FLOATS:
             raise ModelError(
                 f"{self.file.path}: tensor {name} must be one of "
                 f"{', '.join(x.name for x in FLOATS)}, got {info.kind.name}; choose another file"
@@ -277,9 +295,13 @@ class GgufWeights(ModelWeights):
                         shapes[f"{prefix}{module}.weight"] = (n, matmul.k)
                     if matmul.bias:
                         shapes |= self._expected_biases(prefix, matmul.name)
+            for matrix in expert_matrices(self.config):
+                (module,) = self._modules(prefix, matrix.name)
+                count = self.config.experts.count if self.config.experts else 1
+                shapes[f"{prefix}{module}.weight"] = (count, matrix.n // count, matrix.k)
             for vector in self.vectors():
                 if vector.name.removesuffix("_bias") not in _MATRICES:
-                    shapes[prefix + ".".join(_named(_VECTORS, vector.name))] = (vector.n,)
+                    shapes[prefix + ".".join(_named(_VECTORS, vector.name))] = vector.shape
         return shapes
 
     def _expected_biases(self, prefix: str, name: str) -> dict[str, tuple[int, ...]]:

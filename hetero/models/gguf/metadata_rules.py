@@ -25,7 +25,8 @@ from hetero.models.fields import is_number
 from hetero.models.gguf.file import GgufFile
 from hetero.terminal.notices import notify_once
 
-_ALL: Final = ("llama", "qwen2", "qwen3", "internlm2", "gemma", "gemma2", "phi2", "phi3")
+_MOE: Final = ("qwen3moe",)
+_ALL: Final = ("llama", "qwen2", "qwen3", *_MOE, "internlm2", "gemma", "gemma2", "phi2", "phi3")
 _RMS: Final = tuple(x for x in _ALL if x != "phi2")
 USED: Final[Mapping[str, tuple[str, ...]]] = {
     "context_length": _ALL, "embedding_length": _ALL, "block_count": _ALL, "vocab_size": _ALL,
@@ -36,7 +37,8 @@ USED: Final[Mapping[str, tuple[str, ...]]] = {
     "final_logit_softcapping": ("gemma2",), "rope.dimension_count": ("phi2", "phi3"),
     "rope.freq_base": _ALL, "rope.scale_linear": _ALL, "rope.scaling.type": _ALL,
     "rope.scaling.factor": _ALL, "rope.scaling.attn_factor": _ALL,
-    "rope.scaling.original_context_length": _ALL,
+    "rope.scaling.original_context_length": _ALL, "expert_count": _MOE,
+    "expert_used_count": _MOE, "expert_feed_forward_length": _MOE,
 }  # fmt: skip
 REQUIRED: Final = ("context_length", "attention.layer_norm_rms_epsilon",
                    "attention.layer_norm_epsilon")  # fmt: skip

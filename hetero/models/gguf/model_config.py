@@ -28,7 +28,8 @@ from hetero.models.graph import rope_of
 from hetero.models.rope_config import rope_dict
 
 ARCHITECTURES: Final = {
-    "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "internlm2": "internlm2",
+    "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe",
+    "internlm2": "internlm2",
     "gemma": "gemma", "gemma2": "gemma2", "phi2": "phi", "phi3": "phi3",
 }  # fmt: skip
 ROTATED_IN_PAIRS: Final = ("llama", "internlm2")  # rows of q and k lie pair by pair
@@ -49,6 +50,9 @@ _SIZES: Final = {
     "attn_logit_softcapping": "{}.attn_logit_softcapping",
     "final_logit_softcapping": "{}.final_logit_softcapping",
     "vocab_size": "{}.vocab_size",
+    "num_experts": "{}.expert_count",
+    "num_experts_per_tok": "{}.expert_used_count",
+    "moe_intermediate_size": "{}.expert_feed_forward_length",
 }
 _EPS: Final = "{}.attention.layer_norm_rms_epsilon"
 _PHI2_EPS: Final = "{}.attention.layer_norm_epsilon"
@@ -93,7 +97,12 @@ def _raw(file: GgufFile, name: str) -> dict[str, Any]:
         raw.setdefault("head_dim", int(hidden // heads))
     raw.setdefault("vocab_size", _vocabulary(file))
     raw["tie_word_embeddings"] = "output.weight" not in file.tensors
-    if name in ("llama", "qwen3", "internlm2"):  # the others always have biases, or never
+    if name in (
+        "llama",
+        "qwen3",
+        "qwen3moe",
+        "internlm2",
+    ):  # the others always have biases, or never
         raw["attention_bias"] = raw["bias"] = _has_bias(file, ".attn_")
         raw["mlp_bias"] = name == "llama" and _has_bias(file, ".ffn_")
     raw |= {"bos_token_id": special_id(value, "bos"), "eos_token_id": list(end_ids(value)) or None}
@@ -153,6 +162,8 @@ def _special(metadata: Mapping[str, Any], name: str, raw: Mapping[str, Any]) -> 
         else:
             special["query_pre_attn_scalar"] = size
         special["layer_types"] = _window_pattern(metadata, name, raw.get("num_hidden_layers"))
+    if name == "qwen3moe":  # llama.cpp's graph always divides by the sum
+        special["norm_topk_prob"] = True
     if name == "phi3":
         special["sliding_window"] = raw.get("sliding_window") or None
     return special

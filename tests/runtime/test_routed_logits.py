@@ -1,0 +1,155 @@
+"""Models of routed experts: logits are those of `transformers`, from a directory and from GGUF.
+
+Configurations are drawn with every field that changes arithmetic. Where two experts are equally
+good but for the last bits of a float, both choices are right: prompts are drawn at which none are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hetero import LLM
+from hetero.errors import ModelError
+from hetero.models import open_model
+from tests.models.gguf_files import convert
+from tests.support.checkpoints import Case, make_checkpoint, relative_error
+from tests.support.selection import examples
+
+DEVICES = ("gpu", "npu", "hetero")
+TOLERANCE = {"f32": 2e-5, "w8a16": 3e-3}
+MARGIN = {"f32": 1e-5, "w8a16": 1e-3}  # of the probabilities of experts
+DECODED = 4
+SIZES = {"head_dim": 16, "hidden_size": 64, "num_key_value_heads": 2, "num_hidden_layers": 2}
+QWEN3 = st.fixed_dictionaries(
+    {
+        "num_experts": st.sampled_from([8, 5]),
+        "num_experts_per_tok": st.integers(1, 5),
+        "moe_intermediate_size": st.sampled_from([32, 48]),
+        "norm_topk_prob": st.booleans(),
+        "hidden_act": st.sampled_from(["silu", "gelu_pytorch_tanh"]),
+        "attention_bias": st.booleans(),
+        "tie_word_embeddings": st.booleans(),
+    }
+)
+QWEN3_GGUF = {
+    "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "norm_topk_prob": True
+}  # fmt: skip
+
+
+def drawn(kind: str, changes: Mapping[str, Any]) -> tuple[Path, Any]:
+    """A random checkpoint; the same for the same changes."""
+    return _drawn(kind, tuple(sorted(changes.items())))
+
+
+@cache
+def _drawn(kind: str, changes: tuple[tuple[str, Any], ...]) -> tuple[Path, Any]:
+    folder = Path(mkdtemp(prefix=kind))
+    return folder, make_checkpoint(Case(kind, kind, SIZES | dict(changes)), folder)
+
+
+def decided_prompt(model: Any, length: int, margin: float) -> tuple[list[int], Any]:
+    """`length` tokens that no router has a doubtful choice for, and their logits."""
+    random, vocab = np.random.default_rng(length), model.config.vocab_size
+    chosen = model.config.num_experts_per_tok
+    for _ in range(200):
+        tokens = random.integers(3, vocab, length).tolist()
+        with torch.no_grad():
+            output = model(torch.tensor([tokens]), output_router_logits=True)
+        ranked = torch.cat(output.router_logits).softmax(-1).sort(descending=True).values
+        gaps = ranked[:, chosen - 1 : chosen] - ranked[:, chosen : chosen + 1]
+        if not gaps.numel() or float(gaps.min()) > margin:
+            return tokens, output.logits[0].numpy()
+    raise AssertionError(f"no prompt of {length} tokens has gaps of {margin} between experts")
+
+
+def check(path: Path, model: Any, device: Any, weights: str, lengths: Sequence[int]) -> None:
+    """Prefill, then token by token, then all logits of the prompt."""
+    with LLM(str(path), device=device, weights=weights, kv="f32") as llm:
+        for length in lengths:
+            tokens, expected = decided_prompt(model, length + DECODED, MARGIN[weights])
+            llm.context.truncate(0)
+            got = [llm.engine.prefill(llm.context, tokens[:length]).copy()]
+            got += [llm.engine.decode(llm.context, x).copy() for x in tokens[length:]]
+            assert relative_error(np.stack(got), expected[length - 1 :]) <= TOLERANCE[weights]
+            scored = llm.logits(tokens)
+            assert relative_error(scored, expected) <= TOLERANCE[weights]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@settings(
+    max_examples=examples(6), deadline=None, suppress_health_check=[HealthCheck.too_slow],
+    derandomize=True,
+)  # fmt: skip
+@given(changes=QWEN3)
+def test_qwen3_moe(device: str, changes: dict[str, Any]) -> None:
+    folder, model = drawn("Qwen3Moe", changes)
+    check(folder, model, device, "f32", (1, 33))
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_long_prompt(device: str) -> None:
+    folder, model = drawn("Qwen3Moe", QWEN3_GGUF)
+    check(folder, model, device, "f32", (300,))
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("device", DEVICES)
+def test_gguf_has_the_numbers_of_the_directory(device: Any, tmp_path: Path) -> None:
+    folder, _ = drawn("Qwen3Moe", QWEN3_GGUF)
+    convert(folder, tmp_path / "m.gguf")
+    tokens = np.random.default_rng(0).integers(3, 263, 40).tolist()
+    logits = []
+    for path in (folder, tmp_path / "m.gguf"):
+        with LLM(str(path), device=device, weights="f32", kv="f32") as llm:
+            logits.append(llm.logits(tokens))
+    np.testing.assert_array_equal(*logits)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0])
+def test_quantised_gguf_has_the_numbers_of_its_floats(
+    device: Any, kind: Kind, tmp_path: Path
+) -> None:
+    """Stored as the file has them: the same as the dequantised file in float32."""
+    folder, _ = drawn("Qwen3Moe", QWEN3_GGUF | {"hidden_size": 128})
+    convert(folder, tmp_path / "m.gguf", kind)
+    tokens = np.random.default_rng(0).integers(3, 263, 3).tolist()
+    logits = []
+    for weights in (None, "f32"):
+        with LLM(str(tmp_path / "m.gguf"), device=device, weights=weights, kv="f32") as llm:
+            logits.append(llm.logits(tokens))
+    assert relative_error(*logits) <= 3e-3
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok must be at most the 8 of num_experts"),
+        ({"moe_intermediate_size": 20}, "moe_intermediate_size must be a multiple of 16"),
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step must be 1, got 2; choose"),
+        ({"mlp_only_layers": [0]}, "mlp_only_layers must be empty, got .0.; choose"),
+        ({"num_experts": 0}, "num_experts must be"),
+    ],
+)
+def test_what_is_wrong_is_said(changes: dict[str, Any], rule: str, tmp_path: Path) -> None:
+    import json
+
+    folder, _ = drawn("Qwen3Moe", QWEN3_GGUF)
+    raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    raw["num_experts"] = raw.pop("num_local_experts")
+    (tmp_path / "config.json").write_text(json.dumps(raw | changes), encoding="utf-8")
+    with pytest.raises(ModelError, match=rule):
+        open_model(tmp_path)
