@@ -87,8 +87,10 @@ def check_token_count(
 ) -> None:
     """Raise `ValueError` for a token count that a device with static shapes has no graph for.
 
-    `own` is the kernel's `graph`.
+    `own` is the kernel's `graph`. Operations with a state take any: padding would change it.
     """
+    if ops.has_state(op):
+        return
     if capabilities.static_shapes and m not in (own, *capabilities.graph_sizes):
         raise ValueError(
             f"{describe(op)}: no graph for {m} tokens, prepared are {capabilities.graph_sizes}"
@@ -208,6 +210,8 @@ def _check_vector(op: Op, name: str, value: Any) -> None:
             length = op.experts * (op.d if name == "router" else 1)
         case ops.Experts():
             length = op.experts * op.matmuls[name.removesuffix("_bias")].n
+        case ops.ShortConv():
+            length = op.taps * op.d if name == "taps" else op.d
         case _:
             raise ValueError(f"{describe(op)} has no weight {name}")
     if not isinstance(value, np.ndarray) or value.shape != (length,) or value.dtype != np.float32:

@@ -5,11 +5,16 @@ Notation, used everywhere:
     m   tokens of this call            k   input features       n   output features (weight rows)
     H   query heads                    G   key/value heads      D   head size
     C   capacity of a KV cache, tokens d   hidden size          f   feed-forward size
+    L   taps of a short convolution
 
 Every record lists its ports: the tensors that `Kernel.bind` takes by name. Tensors are float32 and
 row-major [tokens, features] unless a record says otherwise. Inputs and outputs never overlap; the
-KV caches are the only tensors that are updated in place. Weights are passed to `Device.prepare` by
-the names in `weight_names`.
+KV caches and the states (`STATE_PORTS`) are the only tensors that are updated in place. Weights are
+passed to `Device.prepare` by the names in `weight_names`.
+
+A state has one size whatever the context: it is what the tokens before a call leave to it. Calls of
+one context run in the order of their positions, with their true number of tokens; a call at
+position 0 starts from zeros and does not read the state, which may hold anything.
 """
 
 from __future__ import annotations
@@ -333,6 +338,41 @@ class DecodeChunks:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ShortConv:
+    """Depthwise causal convolution of L taps over tokens: each feature by itself.
+
+        c[t] = bias + Σ_j taps[j] ⊙ u[t - L + 1 + j],  0 ≤ j < L;  y = act(c)
+
+    where u is x; `gated` x is B | C | X side by side, u = B ⊙ X and y = C ⊙ act(c) (LFM2). Without
+    `activation` act(c) = c.
+
+    Ports: `x` [m, max(width, d)], gated [m, max(width, 3d)], of which the first d or 3d columns are
+    read; `position` int32 [1]; `conv_state` [L - 1, d]: the rows of u before the call's first,
+    replaced by those up to its last; `y` [m, d]. Weights: `taps` [L · d], all features of the tap
+    of the oldest row first; `bias` [d] if `bias`.
+    """
+
+    d: int
+    taps: int
+    gated: bool = False
+    activation: Activation | None = None
+    bias: bool = False
+    width: int = 0
+    ports: ClassVar[tuple[str, ...]] = ("x", "position", "conv_state", "y")
+
+    def __post_init__(self) -> None:
+        if self.d < 1 or self.taps < 2:
+            raise ValueError(
+                f"a short convolution needs d >= 1 and taps >= 2, got {self.d} and {self.taps}"
+            )
+
+    @property
+    def columns(self) -> int:
+        """Return the columns of `x` that are read."""
+        return 3 * self.d if self.gated else self.d
+
+
+@dataclass(frozen=True, kw_only=True)
 class GatedAct:
     """`y = act(x[:, :f]) · x[:, f:]`. Ports: `x` [m, 2f] (gate, then up), `y` [m, f]."""
 
@@ -492,6 +532,7 @@ Op: TypeAlias = (
     | AttentionHeads
     | SumScores
     | DecodeChunks
+    | ShortConv
     | GatedAct
     | Act
     | AddPositions
@@ -506,6 +547,13 @@ Op: TypeAlias = (
 OUTPUT_PORTS = frozenset({"y", "sum", "out"})
 # Ports that a call adds to.
 ADDED_PORTS = frozenset({"score_sums"})
+# Ports of float32 that a call reads, unless it is at position 0, and replaces.
+STATE_PORTS = ("conv_state",)
+
+
+def has_state(op: Op) -> bool:
+    """Return whether a call replaces a state, for which its tokens must not be padded."""
+    return not set(STATE_PORTS).isdisjoint(op.ports)
 
 
 def weight_names(op: Op) -> tuple[str, ...]:  # noqa: PLR0911
@@ -524,6 +572,8 @@ def weight_names(op: Op) -> tuple[str, ...]:  # noqa: PLR0911
             return ("table",)
         case DecodeChunks():
             return ("channels",)
+        case ShortConv():
+            return ("taps", "bias") if op.bias else ("taps",)
         case Outliers():
             slab = ("hot", "hot_weight") if op.hot else ()
             return (*slab, *(("weight", "x_scale") if op.excess else ()))
@@ -554,6 +604,9 @@ def describe(op: Op) -> str:  # noqa: PLR0911
         case Rope() | Attention():
             kind = type(op).__name__
             return f"{kind}(heads={op.heads}, kv_heads={op.kv_heads}, head_dim={op.head_dim})"
+        case ShortConv():
+            gated = ", gated" if op.gated else ""
+            return f"ShortConv(d={op.d}, taps={op.taps}{gated})"
         case Outliers():
             excess = ", excess" if op.excess else ""
             return f"Outliers(n={op.n}, k={op.k}, hot={op.hot}{excess})"

@@ -322,7 +322,7 @@ def check_shape(
 
 
 CACHE_PORTS = ("k_cache", "v_cache")
-FIXED_PORTS = frozenset({"position", "codes", "score_sums", *CACHE_PORTS})
+FIXED_PORTS = frozenset({"position", "codes", "score_sums", *CACHE_PORTS, *ops.STATE_PORTS})
 _INT32_PORTS = frozenset({"tokens", "position", "table"})
 
 
@@ -333,7 +333,7 @@ def takes_panels(op: Op, port: str) -> bool:
             return port == ("residual" if op.add else "x")
         case ops.Rope():
             return port == "qkv"
-        case ops.GatedAct() | ops.Act():
+        case ops.GatedAct() | ops.Act() | ops.ShortConv():
             return port == "x"
         case ops.Add():
             return port in ("x", "residual")
@@ -380,7 +380,7 @@ def port_shape(op: Op, port: str, m: int) -> tuple[int, ...]:
     return (m, *_width(op, port)) if port not in FIXED_PORTS else _width(op, port)
 
 
-def _width(op: Op, port: str) -> tuple[int, ...]:  # noqa: PLR0911
+def _width(op: Op, port: str) -> tuple[int, ...]:  # noqa: PLR0911, PLR0912
     match op:
         case ops.MatMul() | ops.Outliers():
             return (op.k,) if port == "x" else (op.n,)
@@ -405,6 +405,10 @@ def _width(op: Op, port: str) -> tuple[int, ...]:  # noqa: PLR0911
             return (2 * op.chosen,)
         case ops.Experts() if port == "routes":
             return (2 * op.chosen,)
+        case ops.ShortConv():
+            if port == "conv_state":
+                return (op.taps - 1, op.d)
+            return (max(op.width, op.columns) if port == "x" else op.d,)
         case _:
             return (op.f if isinstance(op, ops.Act) else op.d,)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -15,12 +16,14 @@ from itertools import pairwise
 from typing import Annotated, Any, Final, Literal, NamedTuple, Self, TypeAlias, get_args
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
     PlainSerializer,
     PlainValidator,
     TypeAdapter,
+    WithJsonSchema,
     model_validator,
 )
 from pydantic.dataclasses import dataclass as checked_dataclass
@@ -36,9 +39,34 @@ MAX_LAYERS: Final = 4096
 LARGEST: Final = 2**31 - 1  # sizes are int32 on devices
 MAY_BE_ZERO: Final = frozenset({"hot", "window", "rotary_dim", "offset", "original_max_position"})
 
-MatMulName: TypeAlias = Literal["qkv", "o", "gate_up", "down", "lm_head"]
-OpName: TypeAlias = Literal["qkv", "o", "gate_up", "down", "lm_head", "q", "k", "v", "gate", "up"]
+# Matmuls that plans may cut, and the members of fused ones.
+MATMUL_ROLES: Final = ("qkv", "o", "conv_in", "conv_out", "gate_up", "down", "lm_head")
+ROLES: Final = (*MATMUL_ROLES, "q", "k", "v", "gate", "up")
+_OP_NAME: Final = re.compile(rf"({'|'.join(ROLES)})(\.([2-9]|[1-9][0-9]{{1,3}}))?", re.ASCII)
 Name = Annotated[str, Field(min_length=1, max_length=64)]
+
+
+def _check_op_name(name: str) -> str:
+    if _OP_NAME.fullmatch(name) is None:
+        raise ValueError(
+            f"a matmul is one of {', '.join(ROLES)}, with a number from 2 on for another kind of "
+            f"layers (down.2), got {name[:64]!r}"
+        )
+    return name
+
+
+# The plan's name of a matmul: its role, numbered where layers of several kinds have one (`down.2`).
+OpName: TypeAlias = Annotated[
+    str,
+    AfterValidator(_check_op_name),
+    WithJsonSchema({"type": "string", "pattern": f"^{_OP_NAME.pattern}$"}),
+]
+MatMulName: TypeAlias = str
+
+
+def role_of_op(name: OpName) -> str:
+    """Return what a matmul does in its layer: its plan name without the number of its kind."""
+    return name.partition(".")[0]
 
 
 def _read_op(value: Any) -> Op:
@@ -159,13 +187,21 @@ class Stage(NamedTuple):
         return any(isinstance(share.op, Attention) for share in self.after)
 
 
+class LayerKind(NamedTuple):
+    """The matmuls of a layer of one kind, and the number of such layers."""
+
+    stages: tuple[Stage, ...]
+    layers: int
+
+
 class ModelGraph(BaseModel):
     """Operations of a decoder-only model in the order in which they run, and no weights.
 
     `also` are formats in which its matrices are stored besides; `base`, in a graph of one of these,
-    is the model's own (`in_format`). `max_position` is in tokens. All layers have the same matmuls
-    in the same order; what runs between those may differ (sliding windows). Nodes read what a node
-    before them wrote.
+    is the model's own (`in_format`). `max_position` is in tokens. Layers are of one kind or of
+    several: those of a kind have the same matmuls in the same order, those of two kinds have no
+    name of a matmul in common. What runs between the matmuls may differ within a kind (sliding
+    windows). Nodes read what a node before them wrote.
     """
 
     model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid", allow_inf_nan=False)
@@ -253,7 +289,7 @@ class ModelGraph(BaseModel):
     def matmuls(self) -> tuple[MatMulSpec, ...]:
         """Return what a plan may cut, in the order in which it runs."""
         return tuple(
-            MatMulSpec(name=name, n=op.n, k=op.k, count=count, bias=op.bias)  # type: ignore[arg-type]
+            MatMulSpec(name=name, n=op.n, k=op.k, count=count, bias=op.bias)
             for name, (op, count) in self._plan_ops.items()
         )
 
@@ -281,14 +317,32 @@ class ModelGraph(BaseModel):
         return _shares(self._ops_after[None], 1)
 
     @cached_property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """Return the kinds of layers in the order of their first layers."""
+        return tuple(
+            LayerKind(tuple(self._stage(name, count) for name in names), count)
+            for names, count in self._layers_by_matmuls.items()
+        )
+
+    @cached_property
     def block(self) -> tuple[Stage, ...]:
-        """Return the matmuls of a layer, each with the operators after it."""
-        return tuple(self._stage(name, self.layers) for name in self._in_layers)
+        """Return the matmuls of a layer of each kind, each with the operators after it."""
+        return tuple(stage for block in self.kinds for stage in block.stages)
 
     @cached_property
     def tail(self) -> tuple[Stage, ...]:
         """Return the matmuls after the layers."""
-        return tuple(self._stage(x, 1) for x in self._plan_ops if x not in self._in_layers)
+        in_layers = {stage.name for stage in self.block}
+        return tuple(self._stage(x, 1) for x in self._plan_ops if x not in in_layers)
+
+    @cached_property
+    def counts(self) -> dict[OpName, int]:
+        """Return how often each matmul, or member of a fused one, occurs."""
+        return {
+            name: self._plan_ops[stage.name][1]
+            for stage in (*self.block, *self.tail)
+            for name in (stage.name, *stage.members)
+        }
 
     @cached_property
     def others(self) -> tuple[Op, ...]:
@@ -334,8 +388,9 @@ class ModelGraph(BaseModel):
         return counted
 
     @cached_property
-    def _in_layers(self) -> tuple[OpName, ...]:
-        return tuple(x.plan_op for x in self.nodes if x.layer == 0 and x.plan_op is not None)
+    def _layers_by_matmuls(self) -> dict[tuple[OpName, ...], int]:
+        """Return the matmuls of each kind of layers, and the number of these layers."""
+        return Counter(_matmuls_by_layer(self.nodes).values())
 
     @cached_property
     def _ops_after(self) -> dict[OpName | None, list[Op]]:
@@ -421,7 +476,6 @@ def _check_layers(layers: Sequence[int | None]) -> None:
 def _check_matmuls(nodes: Sequence[Node]) -> None:
     """Check that plans say one thing of a matmul for all layers."""
     known: dict[str, tuple[Op, Any]] = {}
-    order: dict[int | None, list[str]] = {}
     layered = False
     for node in nodes:
         layered = layered or node.layer is not None
@@ -431,12 +485,24 @@ def _check_matmuls(nodes: Sequence[Node]) -> None:
             raise ValueError(f"{node.name}: {node.plan_op} differs from layer to layer")
         if not layered:
             raise ValueError(f"{node.name}: a matmul of plans is part of a layer or after them")
-        order.setdefault(node.layer, []).append(node.plan_op)
-    last = 1 + max(node.layer for node in nodes if node.layer is not None)
-    first, tail = order.get(0, []), order.get(None, [])
-    alike = first and all(order.get(layer) == first for layer in range(last))
-    if not alike or len({*first, *tail}) != len(first) + len(tail):
-        raise ValueError("every layer has the same matmuls in the same order, each once")
+    tail = tuple(x.plan_op for x in nodes if x.layer is None and x.plan_op is not None)
+    kinds = dict.fromkeys(_matmuls_by_layer(nodes).values())
+    names = [name for names in (*kinds, tail) for name in names]
+    if () in kinds or len(set(names)) < len(names):
+        raise ValueError(
+            "every layer has matmuls, each once, and layers with one in common have all of them in "
+            "the same order"
+        )
+
+
+def _matmuls_by_layer(nodes: Iterable[Node]) -> dict[int, tuple[OpName, ...]]:
+    """Return the plan's names of every layer's matmuls, in order."""
+    names: dict[int, list[OpName]] = {}
+    for node in nodes:
+        if node.layer is not None:
+            own = names.setdefault(node.layer, [])
+            own += [node.plan_op] if node.plan_op is not None else []
+    return {layer: tuple(own) for layer, own in names.items()}
 
 
 def _check_slots(nodes: Sequence[Node]) -> None:

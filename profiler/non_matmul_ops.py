@@ -152,6 +152,8 @@ def reference_ops(
         ops.LayerNorm(d=block.d, eps=eps, add=True),
         ops.Rope(heads=h, kv_heads=g, head_dim=d, theta=1e4, max_position=CAPACITY),
         *(ops.Attention(heads=h, kv_heads=g, head_dim=d, capacity=CAPACITY, kv=x) for x in CACHES),
+        ops.ShortConv(d=block.d, taps=3, gated=True),
+        ops.ShortConv(d=block.d, taps=4, activation="silu"),
         ops.GatedAct(f=block.f),
         ops.Act(f=block.f, activation="gelu_tanh"),
         ops.Add(d=block.d),
@@ -199,8 +201,12 @@ def wanted_ops(
         wanted.setdefault((op_name(op), frozenset(sizes_of(op).items())), (op, nbytes))
 
     if graph is not None:
-        matmuls = [(x.n, x.k) for x in graph.matmuls if x.count == graph.layers]
-        nbytes = _rounded(weight_bytes(weight_format, n, k) for n, k in matmuls)
+        every, layers = graph.shapes, graph.layers
+        sizes = ((stage.name, *every[stage.name]) for stage in graph.block)
+        nbytes = _rounded(  # of a layer on average
+            weight_bytes(weight_format, n, k) * (graph.counts[name] / layers)
+            for name, n, k in sizes
+        )
         for op in graph_ops(graph.with_weight_format(weight_format)):
             add(op, nbytes)
     for block in blocks[:1] if quick else blocks:
@@ -523,6 +529,8 @@ class NonMatmulMeter:
         width = op.head_dim if isinstance(op, ops.Rope) else getattr(op, "d", 1)
         if isinstance(op, ops.AddPositions):
             width *= op.rows
+        if name == "taps" and isinstance(op, ops.ShortConv):
+            width *= op.taps
         return self._rng.uniform(0.5, 1.5, width).astype(np.float32)
 
 

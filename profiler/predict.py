@@ -310,12 +310,14 @@ def as_matmuls(op: ops.Router | ops.Experts, m: int) -> list[tuple[int, ops.MatM
 def op_name(op: Op) -> str:
     """Return the name under which an operation's kernel is measured.
 
-    It is its class, `+add` if it is fused, `+f16` or `+q8` by the caches that attention reads. Some
-    heads of an attention are an attention.
+    It is its class, `+add` if it is fused, `+gated` if a convolution's gates are, `+f16` or `+q8`
+    by the caches that attention reads. Some heads of an attention are an attention.
     """
     if isinstance(op, ops.AttentionHeads):
         return op_name(op.alone)
     if isinstance(op, ops.Attention) and op.kv is not CacheFormat.F32:
         return f"{type(op).__name__}+{op.kv}"
+    if isinstance(op, ops.ShortConv) and op.gated:
+        return f"{type(op).__name__}+gated"
     fused = isinstance(op, ops.RMSNorm | ops.LayerNorm) and op.add
     return type(op).__name__ + ("+add" if fused else "")

@@ -28,7 +28,7 @@ from hetero.profiler.records import (
 # alone these operations' sizes differ (GatedAct: gate, up and product),
 TENSORS: Final = {
     "RMSNorm": 2, "RMSNorm+add": 4, "LayerNorm": 2, "LayerNorm+add": 4,
-    "GatedAct": 3, "Act": 2, "Add": 3, "AddPositions": 3,
+    "GatedAct": 3, "Act": 2, "Add": 3, "AddPositions": 3, "ShortConv": 2, "ShortConv+gated": 4,
 }  # fmt: skip
 # and the proxies of each, the most similar first.
 SUBSTITUTES: Final = {
@@ -36,6 +36,8 @@ SUBSTITUTES: Final = {
     "LayerNorm+add": ("RMSNorm+add",),
     "Act": ("GatedAct",),
     "Add": ("RMSNorm+add", "RMSNorm"),
+    "ShortConv": ("ShortConv+gated", "Act", "GatedAct"),
+    "ShortConv+gated": ("ShortConv", "GatedAct"),
     "AddPositions": ("Add", "RMSNorm+add", "RMSNorm"),
     # Caches of another format, whose bytes are among the terms of the work.
     "Attention": ("Attention+f16", "Attention+q8"),

@@ -113,6 +113,7 @@ def assemble(
         precision=request.precision,
         weight_format=spec.base or spec.weight_format,
         layers=spec.layers,
+        counts=layer_counts(spec),
         max_gpu_share=request.max_gpu_share,
         margin=request.margin,
         profile_fingerprint=profile.fingerprint,
@@ -121,6 +122,13 @@ def assemble(
         notes=(*notes, *planner.notes),
         attention=attention_of(planner, solutions),
     )
+
+
+def layer_counts(spec: ModelGraph) -> dict[OpName, int]:
+    """Return how many layers have each matmul, where these differ; nothing where all do."""
+    if len(spec.kinds) == 1:
+        return {}
+    return {stage.name: block.layers for block in spec.kinds for stage in block.stages}
 
 
 def attention_of(planner: Planner, solutions: Iterable[Solution]) -> tuple[AttentionShare, ...]:

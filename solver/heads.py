@@ -55,9 +55,11 @@ class HeadShares:
         operations = {share.op for stage in graph.block for share in stage.after}
         attentions = [op for op in operations if isinstance(op, Attention)]
         counts = {op.kv_heads for op in attentions}
-        if len(counts) == 1 and all(self._able(kind, attentions) for kind in KINDS):
+        stages = [stage for stage in graph.block if stage.attends]  # a plan has one number of heads
+        one = len(stages) == len(counts) == 1
+        if one and all(self._able(kind, attentions) for kind in KINDS):
             self._heads = counts.pop()
-            self._stages = [self._attending(stage) for stage in graph.block if stage.attends]
+            self._stages = [self._attending(stage) for stage in stages]
             sizes = cost.device("npu").capabilities.graph_sizes
             self._longest = max(sizes, default=None)
 

@@ -38,12 +38,17 @@ from hetero.solver.weight_memory import (
 )
 
 MAX_WAYS: Final = 8  # of one matmul
+MAX_SUMS: Final = 4096  # ways of several matmuls together: all of those of four
 
 
 class _Ways(NamedTuple):
-    """Ways [C] of one matmul: rows of the NPU, seconds of each device, contention included."""
+    """Ways [C] of one matmul: rows of the NPU, seconds of each device, contention included.
+
+    `share` is the part of all layers that have it.
+    """
 
     name: OpName
+    share: float
     space: MatMulSpace
     rows: Sequence[int]
     gpu_s: Floats
@@ -83,7 +88,12 @@ def in_flight(
         non_matmul_device
     ]
     factor = planner.cost.contention("gpu", phase_of(m), planner.kernels.weight_format)
-    non_matmul_s = factor * sum(x.gpu_s for name, x in non_matmul.after.items() if name in names)
+    spec = planner.spec
+    non_matmul_s = factor * sum(
+        x.gpu_s * (spec.counts[name] / spec.layers)
+        for name, x in non_matmul.after.items()
+        if name in names
+    )
     call_s = planner.overheads.wait_s + planner.overheads.submit_s
     whole = _best([_only(ways, ways.whole) for ways in every], non_matmul_s, call_s)
     both = _best(every, non_matmul_s, call_s)
@@ -133,7 +143,8 @@ def _ways(planner: Planner, name: OpName, m: int) -> _Ways:
     gpu_s = space.gpu_table(np.asarray([m]), left)[0]
     key = (phase_of(m), planner.kernels.weight_format)
     a, b = (planner.cost.contention(kind, *key) for kind in ("gpu", "npu"))
-    return _Ways(name, space, [0, *rows], a * gpu_s, b * npu_s)
+    share = planner.spec.counts[name] / planner.spec.layers
+    return _Ways(name, share, space, [0, *rows], a * gpu_s, b * npu_s)
 
 
 def _only(ways: _Ways, allowed: Bools) -> _Ways:
@@ -172,21 +183,32 @@ def _best(every: Sequence[_Ways], non_matmul_s: float, call_s: float) -> tuple[i
     It includes what each call on the NPU costs the thread that drives it; None where none is
     possible.
     """
-    counts = [len(ways.rows) for ways in every]
-    gpu_s, npu_s = np.full((1,) * len(every), non_matmul_s), np.zeros((1,) * len(every))
-    for i, ways in enumerate(every):
-        shape = [1] * len(every)
-        shape[i] = counts[i]
+    sums: list[tuple[float, float, tuple[int, ...]]] = [(non_matmul_s, 0.0, ())]
+    for ways in every:
         calls = call_s * (np.asarray(ways.rows) > 0)
-        gpu_s = gpu_s + ways.gpu_s.reshape(shape)
-        npu_s = npu_s + (ways.npu_s + calls).reshape(shape)
-    longest = np.maximum(gpu_s, npu_s) + 1e-3 * (
-        gpu_s + npu_s
-    )  # of equal ones the one with least work
-    place = int(longest.argmin())
-    if not np.isfinite(longest.flat[place]):
+        each = list(zip(ways.share * ways.gpu_s, ways.share * (ways.npu_s + calls), strict=True))
+        longer = [
+            (gpu_s + float(gpu), npu_s + float(npu), (*chosen, way))
+            for gpu_s, npu_s, chosen in sums
+            for way, (gpu, npu) in enumerate(each)
+            if np.isfinite(gpu) and np.isfinite(npu)
+        ]
+        sums = _undominated(longer)
+    if not sums:
         return None
-    return tuple(int(x) for x in np.unravel_index(place, longest.shape))
+    # Of equal ones the one with least work.
+    return min(sums, key=lambda x: (max(x[:2]) + 1e-3 * (x[0] + x[1]), x[2]))[2]
+
+
+def _undominated(
+    sums: Sequence[tuple[float, float, tuple[int, ...]]],
+) -> list[tuple[float, float, tuple[int, ...]]]:
+    """Return the sums that no other one beats on both devices, at most `MAX_SUMS` of them."""
+    kept: list[tuple[float, float, tuple[int, ...]]] = []
+    for one in sorted(sums):
+        if not kept or one[1] < kept[-1][1]:
+            kept.append(one)
+    return kept[:: -(-len(kept) // MAX_SUMS) or 1]
 
 
 def _entries(every: Sequence[_Ways], chosen: Sequence[int], m: int) -> tuple[OpPlan, ...]:

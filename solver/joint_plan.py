@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 
 from hetero.backends.protocol import DeviceKind
 from hetero.profiler.model_graph import OpName
-from hetero.solver import residency
+from hetero.solver import copies, residency
 from hetero.solver.cuts import row_cuts
+from hetero.solver.errors import PlanError
 from hetero.solver.options import Objective
 from hetero.solver.plan import PHASES, Memory
 from hetero.solver.planner import Planner
@@ -29,11 +31,42 @@ def solve_jointly(
     a memory limit that binds all rows are free again: which of them fit comes first.
     """
     if planner.sizes:
-        limited, solutions = _with_own_cuts(planner, scenarios, objective)
+        limited, best = _with_own_cuts(planner, scenarios, objective)
         limits = limits_of(planner.profile, request.memory_budget_bytes)
-        if limits.hold(weight_memory(limited, solutions)):
-            return limited, solutions
+        if limits.hold(weight_memory(limited, best)):
+            return _joint_with_few_copies(planner, limited, best, objective, request, notes)
     return planner, solve_within(planner, scenarios, objective, request, notes)
+
+
+def _joint_with_few_copies(
+    planner: Planner,
+    limited: Planner,
+    best: list[Solution],
+    objective: Objective,
+    request: PlanRequest,
+    notes: list[str],
+) -> tuple[Planner, list[Solution]]:
+    """Return the best solutions, or others with few copies, and the planner that has their cuts."""
+    scenarios = [solution.scenario for solution in best]
+    parts = [(planner, scenarios)]
+    limits = limits_of(planner.profile)
+    tight = copies.tighter(parts, weight_memory(limited, best), limits, request)
+    if tight is None:
+        return limited, best
+
+    def solve(with_cuts: Planner) -> list[Solution]:
+        solved = residency.solve(
+            with_cuts, scenarios, objective, tight, request.weight, places=copies.PLACES
+        )
+        return agree(with_cuts, solved, objective)
+
+    try:
+        thrifty, fewer = with_used_cuts(planner, cuts_of(planner, solve(planner)), solve)
+    except PlanError:
+        return limited, best
+    if _are_worth([(limited, scenarios)], [best], [fewer], request, notes):
+        return limited, best
+    return thrifty, fewer
 
 
 def _with_own_cuts(
@@ -82,16 +115,10 @@ def solve_within(
     """Return the best solutions that one plan can have.
 
     One device for the other operators of a phase, weights within the memory budget and within what
-    each device can hold.
+    each device can hold, few of them on both (`copies.py`).
     """
-    solutions = solve_free(planner, scenarios, objective)
-    limits = limits_of(planner.profile, request.memory_budget_bytes)
-    memory = weight_memory(planner, solutions)
-    if limits.hold(memory):
-        return solutions
-    notes += _limit_notes(planner, memory, limits)
-    within = residency.solve(planner, scenarios, objective, limits, request.weight)
-    return agree(planner, within, objective)
+    (solutions,) = solve_separately([(planner, scenarios)], objective, request, notes)
+    return solutions
 
 
 def solve_separately(
@@ -101,15 +128,50 @@ def solve_separately(
     notes: list[str],
 ) -> list[list[Solution]]:
     """Do the same as `solve_within` for planners whose weights are stored separately."""
-    free = [solve_free(planner, scenarios, objective) for planner, scenarios in parts]
+    best = [solve_free(planner, scenarios, objective) for planner, scenarios in parts]
     (planner, _), *_ = parts
     limits = limits_of(planner.profile, request.memory_budget_bytes)
-    memory = memory_of([(x, s) for (x, _), s in zip(parts, free, strict=True)])
-    if limits.hold(memory):
-        return free
-    notes += _limit_notes(planner, memory, limits)
-    within = residency.solve_parts(parts, objective, limits, request.weight)
-    return [agree(x, s, objective) for (x, _), s in zip(parts, within, strict=True)]
+    memory = _memory(parts, best)
+    if not limits.hold(memory):
+        notes += _limit_notes(planner, memory, limits)
+        best = _agree(
+            parts, residency.solve_parts(parts, objective, limits, request.weight), objective
+        )
+    tight = copies.tighter(parts, _memory(parts, best), limits, request)
+    if tight is None:
+        return best
+    try:
+        fewer = residency.solve_parts(parts, objective, tight, request.weight, places=copies.PLACES)
+    except PlanError:
+        return best
+    fewer = _agree(parts, fewer, objective)
+    return best if _are_worth(parts, best, fewer, request, notes) else fewer
+
+
+def _are_worth(
+    parts: Sequence[residency.Part],
+    best: Sequence[Sequence[Solution]],
+    fewer: Sequence[Sequence[Solution]],
+    request: PlanRequest,
+    notes: list[str],
+) -> bool:
+    """Return whether the copies of the best solutions gain what they must, with a note of it."""
+    (planner, _), *_ = parts
+    slower = copies.slowdown(chain.from_iterable(best), chain.from_iterable(fewer), request)
+    kept = slower >= copies.worth(limits_of(planner.profile), request)
+    memory = _memory(parts, best), _memory(parts, fewer)
+    notes.append(copies.note_of(*memory, copies.weights_of(parts), slower, kept=kept))
+    return kept
+
+
+def _agree(
+    parts: Sequence[residency.Part], solved: Sequence[Sequence[Solution]], objective: Objective
+) -> list[list[Solution]]:
+    return [agree(x, s, objective) for (x, _), s in zip(parts, solved, strict=True)]
+
+
+def _memory(parts: Sequence[residency.Part], solved: Sequence[Sequence[Solution]]) -> Memory:
+    return memory_of([(x, s) for (x, _), s in zip(parts, solved, strict=True)])
 
 
 def memory_of(parts: Iterable[tuple[Planner, Sequence[Solution]]]) -> Memory:

@@ -12,36 +12,67 @@ Costs = tuple[float, float]  # entered from `GPU`, from `HOST`
 Priced = list[list[tuple[Option, Costs]]]
 
 
+class Repeated(NamedTuple):
+    """The stages of a layer of one kind, and the number of such layers."""
+
+    stages: Stages
+    layers: int
+
+
+class ChosenLayers(NamedTuple):
+    """The chosen options of a layer of one kind, and the number of such layers."""
+
+    options: tuple[Option, ...]
+    layers: int
+
+
 class LayerPath(NamedTuple):
     """The best path: its cost, and the chosen option of every operator."""
 
     cost: float
     head: tuple[Option, ...]
-    block: tuple[Option, ...]
+    blocks: tuple[ChosenLayers, ...]
     tail: tuple[Option, ...]
+
+    @property
+    def block(self) -> tuple[Option, ...]:
+        """Return the options of a layer of each kind."""
+        return tuple(option for kind in self.blocks for option in kind.options)
 
 
 def solve_layers(
-    head: Stages, block: Stages, tail: Stages, layers: int, objective: Objective
+    head: Stages, kinds: Sequence[Repeated], tail: Stages, objective: Objective
 ) -> LayerPath | None:
-    """Minimise head + layers × block + tail, all layers alike. None if no path is possible.
+    """Minimise head + Σ layers × block over the kinds of layers + tail.
 
-    How an option leaves does not depend on how it was entered. So layers 2 … L enter the block as
-    its last option leaves, and for each value of that state the cost is additive over operators.
+    All layers of a kind are alike. None if no path is possible.
+
+    How an option leaves does not depend on how it was entered. All blocks leave in the same state,
+    so every layer but the first enters its block in it, whichever kind precedes, and for each value
+    of that state the cost is additive over operators. The first layer is of the first kind.
     """
     starts = _forward(_priced(head, objective), {GPU: (0.0, ())})
-    stages, ending = _priced(block, objective), _priced(tail, objective)
+    first, *others = [_priced(x.stages, objective) for x in kinds]
+    ending = _priced(tail, objective)
     best: LayerPath | None = None
-    for wrap in sorted({option.leaves for option in block[-1]}):
-        for start, (before, first) in starts.items():
-            ends = _block_from(stages, start, wrap, layers)
+    for wrap in sorted({option.leaves for option in kinds[0].stages[-1]}):
+        more = [
+            _block_from(x, wrap, wrap, kind.layers).get(wrap, NOTHING)
+            for x, kind in zip(others, kinds[1:], strict=True)
+        ]
+        for start, (before, opening) in starts.items():
+            ends = _block_from(first, start, wrap, kinds[0].layers)
             if wrap not in ends:
                 continue
-            inside, middle = ends[wrap]
+            each = [ends[wrap], *more]
             for after, last in _forward(ending, {wrap: (0.0, ())}).values():
-                total = before + inside + after
+                total = before + sum(inside for inside, _ in each) + after
                 if total < INF and (best is None or total < best.cost):
-                    best = LayerPath(total, first, middle, last)
+                    blocks = tuple(
+                        ChosenLayers(options, kind.layers)
+                        for (_, options), kind in zip(each, kinds, strict=True)
+                    )
+                    best = LayerPath(total, opening, blocks, last)
     return best
 
 
@@ -88,7 +119,7 @@ class Walk(NamedTuple):
     steps: tuple[tuple[Option, int, int], ...]
 
 
-def walk(path: LayerPath, layers: int) -> Walk:
+def walk(path: LayerPath) -> Walk:
     """Every (option, state it is entered from, how often), and the seconds of it all."""
     steps: list[tuple[Option, int, int]] = []
     state = GPU
@@ -96,13 +127,14 @@ def walk(path: LayerPath, layers: int) -> Walk:
         steps.append((option, state, 1))
         state = option.leaves
     wrap = path.block[-1].leaves
-    for i, option in enumerate(path.block):
-        if i == 0 and state != wrap:
-            steps.append((option, state, 1))
-            steps.append((option, wrap, layers - 1))
-        else:
-            steps.append((option, state, layers))
-        state = option.leaves
+    for options, layers in path.blocks:
+        for i, option in enumerate(options):
+            if i == 0 and state != wrap:
+                steps.append((option, state, 1))
+                steps.append((option, wrap, layers - 1))
+            else:
+                steps.append((option, state, layers))
+            state = option.leaves
     for option in path.tail:
         steps.append((option, state, 1))
         state = option.leaves

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from hetero.backends.groups import Group, GroupStep
 from hetero.backends.ops import OUTPUT_PORTS, Attention
-from hetero.profiler.model_graph import Node
+from hetero.profiler.model_graph import Node, role_of_op
 from hetero.solver.plan import ON_THE_GPU, FusedGroup
 
 
@@ -71,7 +71,7 @@ def _length(before: Sequence[Node], members: Sequence[Node], kind: FusedGroup) -
         case "block":
             return len(members) if first else 0
         case "feed_forward":
-            return 2 if members[0].plan_op == "gate_up" else 0
+            return 2 if role_of_op(members[0].plan_op or "") == "gate_up" else 0
         case "static":
             if not (first or isinstance(before[0].op, (Attention, *ON_THE_GPU))):
                 return 0

@@ -13,7 +13,16 @@ import os
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Final, Literal, Self, TypeAlias
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
 
 from hetero.backends.formats import WeightFormat
 from hetero.backends.host.files import LONGEST_DOCUMENT_BYTES, atomic_write, read_text
@@ -293,7 +302,8 @@ class Plan(_Record):
     an NPU that can: gate, up, activation and product (`feed_forward`), all of a layer between
     attentions (`static`), or a whole block. `attention` says which device computes which heads;
     none means the device of the other operators, all. `in_flight` are other modes of a prompt's
-    calls, for lengths at which they are faster. `errors` are mean relative errors of the profile's
+    calls, for lengths at which they are faster. `counts` are how many layers have each matmul,
+    where layers differ (else all have it). `errors` are mean relative errors of the profile's
     predictions of matmuls that it left out, of the device whose are larger.
     """
 
@@ -327,6 +337,15 @@ class Plan(_Record):
     fused: tuple[FusedGroup, ...] = ()
     in_flight: tuple[InFlight, ...] = ()
     attention: Annotated[tuple[AttentionShare, ...], Field(max_length=1024)] = ()
+    counts: dict[OpName, Stop] = {}
+
+    @model_serializer(mode="wrap")
+    def _without_counts(self, serialise: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out `counts` of a model whose layers are alike."""
+        document: dict[str, Any] = serialise(self)
+        if not self.counts:
+            document.pop("counts", None)
+        return document
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -285,9 +285,12 @@ class Planner:
         They are of each layer, or of one where layers share them. 0 if it was not measured.
         """
         weight_format, times = self.spec.weight_format, self.cost.preparation
-        block = [self.shape(x.name) for x in self.spec.matmuls if x.name != "lm_head"]
-        one = sum(times.seconds("npu", weight_format, *shape, m=m) for shape in block)
-        return one if times.layers_share("npu", weight_format) else self.spec.layers * one
+        shared, total = times.layers_share("npu", weight_format), 0.0
+        for block in self.spec.kinds:
+            shapes = [self.shape(stage.name) for stage in block.stages]
+            one = sum(times.seconds("npu", weight_format, *shape, m=m) for shape in shapes)
+            total += one if shared else block.layers * one
+        return total
 
     @cached_property
     def whole_rows(self) -> Planner:

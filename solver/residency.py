@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,7 @@ from hetero.solver.options import GPU, HOST, INF, Objective, Option
 from hetero.solver.planner import Planner
 from hetero.solver.solution import Scenario, Solution
 from hetero.solver.tilings import Grid
-from hetero.solver.weight_memory import Limits, ResidentRows, resident_bytes
+from hetero.solver.weight_memory import Limits, ResidentRows, copy_bytes, resident_bytes
 
 GRID_ROWS = 12  # places for each of the two row limits on large matmuls
 STATES = (GPU, HOST)
@@ -231,7 +231,8 @@ class _Builder:
         for program, y in zip(self.programs, self.each, strict=True):
             for (name, resident), column in y.items():
                 gpu, npu = resident_bytes(program.planner, name, resident)
-                for row, nbytes, limit in zip(rows, (gpu + npu, gpu, npu), limits, strict=True):
+                sizes = (gpu + npu, gpu, npu, copy_bytes(program.planner, name, resident))
+                for row, nbytes, limit in zip(rows, sizes, limits, strict=True):
                     if row is not None:
                         self.entries.append((row, column, nbytes / limit))
 
@@ -266,19 +267,22 @@ class _Builder:
     ) -> None:
         program, graph = self.program, self.program.planner.spec
         named = [stage for stage in graph.tail if stage.name in program.names]
-        block, tail = _stages(graph.block, non_matmul), _stages(named, non_matmul)
+        chain: list[_Link] = []
+        for i, block in enumerate(graph.kinds):
+            chain += _links(block.stages, non_matmul, block.layers, first=i == 0)
+        chain += _links(named, non_matmul, 1, first=False)
         head = non_matmul.head
         entered = {state: self._row(0, 0) for state in STATES}
         begin = self._column(weight * program.objective.cost(head, GPU))
         self.entries += [(start, begin, 1.0), (entered[head.leaves], begin, -1.0)]
-        for i, stage in enumerate([*block, *tail]):
-            last = bool(tail) and i == len(block) + len(tail) - 1
+        for i, link in enumerate(chain):
+            last = bool(named) and i == len(chain) - 1
             leaving = {state: self._row(0, 0) for state in STATES} if not last else None
-            if i == len(block):
+            if link.joins:
                 self._forbid_other(entered, wrap)
-            for name, resident, option in self._stage_options(scenario, stage):
+            for name, resident, option in self._stage_options(scenario, link.stage):
                 for state in STATES:
-                    cost = self._cost(option, state, wrap, i == 0, i >= len(block), graph.layers)
+                    cost = self._cost(option, state, wrap, link)
                     if cost >= INF:
                         continue
                     column = self._column(weight * cost)
@@ -289,19 +293,15 @@ class _Builder:
                         used.setdefault((name, resident), []).append(column)
             if leaving is not None:
                 entered = leaving
-        if not tail:
+        if not named:
             self._drain(entered, wrap)
 
-    def _cost(
-        self, option: Option, state: int, wrap: int, first: bool, tail: bool, layers: int
-    ) -> float:
-        objective = self.program.objective
+    def _cost(self, option: Option, state: int, wrap: int, link: _Link) -> float:
+        objective, times = self.program.objective, link.times
         once = objective.cost(option, state)
-        if tail:
-            return once
-        if first:
-            return once + (layers - 1) * objective.cost(option, wrap) if layers > 1 else once
-        return layers * once
+        if link.first:
+            return once + (times - 1) * objective.cost(option, wrap) if times > 1 else once
+        return times * once
 
     def _stage_options(
         self, scenario: Scenario, stage: OpName | Option
@@ -326,11 +326,29 @@ class _Builder:
         self.entries.append((entered[wrap], column, 1.0))
 
 
-def _stages(stages: Iterable[Stage], non_matmul: NonMatmulTimes) -> list[OpName | Option]:
-    """Return the names of matmuls and options of the operators after them, in order."""
+class _Link(NamedTuple):
+    """A matmul's name, or the option of the operators after one, `times` times in a step.
+
+    `first`: the first of all, which only the first of its layers enters from the head; `joins`:
+    what precedes it leaves in the wrap-around state.
+    """
+
+    stage: OpName | Option
+    times: int
+    first: bool
+    joins: bool
+
+
+def _links(
+    stages: Iterable[Stage], non_matmul: NonMatmulTimes, times: int, *, first: bool
+) -> list[_Link]:
+    """Return the matmuls of a block (or of the tail) and the operators after them, in order."""
     ordered: list[OpName | Option] = []
     for stage in stages:
         ordered.append(stage.name)
         if stage.name in non_matmul.after:
             ordered.append(non_matmul.after[stage.name])
-    return ordered
+    return [
+        _Link(stage, times, first=first and i == 0, joins=not first and i == 0)
+        for i, stage in enumerate(ordered)
+    ]

@@ -35,7 +35,6 @@ class Solution(NamedTuple):
     options: dict[OpName, Option]
     non_matmul: NonMatmulTimes
     path: LayerPath
-    layers: int
     power: PowerModel | None
     around_s: float = 0.0
     attention: Option | None = None
@@ -72,12 +71,12 @@ class Solution(NamedTuple):
     @property
     def seconds(self) -> float:
         """Return the predicted time of the step."""
-        return walk(self.path, self.layers).seconds + self.around_s
+        return walk(self.path).seconds + self.around_s
 
     @property
     def joules(self) -> float | None:
         """Return the predicted energy of the step; None if the profile does not say."""
         if self.power is None:
             return None
-        steps = walk(self.path, self.layers).steps
+        steps = walk(self.path).steps
         return sum(count * o.joules(self.power, state) for o, state, count in steps)

@@ -9,13 +9,15 @@ from typing import Final, TypeAlias
 
 from hetero.profiler.model_graph import ModelGraph, OpName, Stage
 from hetero.solver.heads import Heads, allowed
-from hetero.solver.layer_dp import solve_layers
+from hetero.solver.layer_dp import Repeated, solve_layers
 from hetero.solver.non_matmul import NonMatmulTimes
 from hetero.solver.options import Objective, Option, PowerModel
 from hetero.solver.overheads import Overheads
 from hetero.solver.solution import Scenario, Solution
 
 Candidates: TypeAlias = Mapping[OpName, list[Option]]
+# What computes a layer's matmuls: of each the whole, or its members.
+Groups: TypeAlias = tuple[tuple[OpName, ...], ...]
 MAX_SAVED: Final = (
     0.8  # of a step, by fused launches: what is measured of short launches has limits
 )
@@ -69,23 +71,32 @@ class StepSearch:
     ) -> Solution | None:
         """Try fused groups and their parts; fused unless unfused wins by the margin."""
         choices = [
-            [g for g in ((stage.name,), stage.members) if g and all(p in candidates for p in g)]
-            for stage in self.spec.block
+            [
+                [g for g in ((stage.name,), stage.members) if g and all(p in candidates for p in g)]
+                for stage in block.stages
+            ]
+            for block in self.spec.kinds
         ]
+        if not all(groups for block in choices for groups in block):
+            return None
+        chosen = [tuple(groups[0] for groups in block) for block in choices]
         best: Solution | None = None
-        for groups in itertools.product(*choices):
-            solution = self._layers(non_matmul, candidates, groups, heads)
-            if solution is None:
-                continue
-            if best is None or self._beats(solution, best):
-                best = solution
+        for i, block in enumerate(choices):  # one kind of layers after the other
+            before = chosen[i]
+            for groups in itertools.product(*block):
+                if best is not None and groups == before:
+                    continue
+                tried = [*chosen[:i], groups, *chosen[i + 1 :]]
+                solution = self._layers(non_matmul, candidates, tried, heads)
+                if solution is not None and (best is None or self._beats(solution, best)):
+                    best, chosen = solution, tried
         return best
 
     def _beats(self, solution: Solution, best: Solution) -> bool:
         """Return whether a path with groups unfused is better by the margin where they differ."""
         differ = set(best.options) - set(solution.options)
         weight = sum(
-            self.spec.layers * self.objective.cost(best.options[x].unrestricted(), 0)
+            self.spec.counts[x] * self.objective.cost(best.options[x].unrestricted(), 0)
             for x in differ
         )
         return solution.path.cost < best.path.cost - self.margin * weight
@@ -94,7 +105,7 @@ class StepSearch:
         self,
         non_matmul: NonMatmulTimes,
         candidates: Candidates,
-        groups: tuple[tuple[OpName, ...], ...],
+        groups: Sequence[Groups],
         heads: Heads,
     ) -> Solution | None:
         after = {
@@ -104,19 +115,25 @@ class StepSearch:
             for name, whole in non_matmul.after.items()
         }
         tail = [(stage, (stage.name,)) for stage in self.spec.tail if stage.name in candidates]
-        block = _Run(candidates, after, zip(self.spec.block, groups, strict=True))
+        runs = [
+            _Run(candidates, after, zip(block.stages, own, strict=True))
+            for block, own in zip(self.spec.kinds, groups, strict=True)
+        ]
         ending = _Run(candidates, after, tail)
-        layers = self.spec.layers
-        path = solve_layers(
-            [[non_matmul.head]], block.stages, ending.stages, layers, self.objective
-        )
+        kinds = [Repeated(x.stages, b.layers) for x, b in zip(runs, self.spec.kinds, strict=True)]
+        path = solve_layers([[non_matmul.head]], kinds, ending.stages, self.objective)
         if path is None:
             return None
-        chosen = block.chosen(path.block) | ending.chosen(path.tail)
+        chosen: dict[OpName, Option] = {}
+        others: list[Option] = []
+        for run, kind in zip(runs, path.blocks, strict=True):
+            chosen |= run.chosen(kind.options)
+            others += run.others(kind.options)
+        chosen |= ending.chosen(path.tail)
         around_s = self.overheads.around_s(non_matmul.device)
-        attention = next((o for o in block.others(path.block) if o.rows), None)
+        attention = next((o for o in others if o.rows), None)
         solution = Solution(
-            self.scenario, chosen, non_matmul, path, layers, self.power, around_s, attention
+            self.scenario, chosen, non_matmul, path, self.power, around_s, attention
         )
         if self.scenario.phase == "prefill" or not solution.alone_on("gpu"):
             return solution

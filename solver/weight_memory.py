@@ -26,15 +26,19 @@ class Tables(Protocol):
 
 
 class Limits(NamedTuple):
-    """Most bytes of weights: of both devices together, and of each; infinite without a limit."""
+    """Most bytes of weights: of both devices together, of each, and of rows that both hold.
+
+    Infinite without a limit.
+    """
 
     both: float = INF
     gpu: float = INF
     npu: float = INF
+    copies: float = INF
 
     def hold(self, memory: Memory) -> bool:
         """Return whether a plan with this memory fits."""
-        parts = (memory.total_bytes, memory.gpu_bytes, memory.npu_bytes)
+        parts = (memory.total_bytes, memory.gpu_bytes, memory.npu_bytes, memory.twice_bytes)
         return all(nbytes <= limit for nbytes, limit in zip(parts, self, strict=True))
 
 
@@ -93,10 +97,9 @@ def weight_memory(planner: Tables, solutions: Iterable[Solution]) -> Memory:
     twice = graphs = 0.0
     for name, resident in resident_by_op(planner, solutions).items():
         on_gpu, on_npu = resident_bytes(planner, name, resident)
-        once = row_bytes(planner, "npu", name)
         gpu, npu = gpu + on_gpu, npu + on_npu
-        twice += once * max(resident.npu - resident.gpu, 0)
-        graphs += on_npu - once * resident.npu
+        twice += copy_bytes(planner, name, resident)
+        graphs += on_npu - row_bytes(planner, "npu", name) * resident.npu
     return Memory(
         gpu_bytes=round(gpu),
         npu_bytes=round(npu),
@@ -110,6 +113,11 @@ def resident_bytes(planner: Tables, name: OpName, resident: ResidentRows) -> tup
     n, _ = planner.shape(name)
     gpu, npu = row_bytes(planner, "gpu", name), row_bytes(planner, "npu", name)
     return gpu * (n - resident.gpu), npu * resident.npu * copies(planner, name)
+
+
+def copy_bytes(planner: Tables, name: OpName, resident: ResidentRows) -> float:
+    """Return the bytes, in all layers, of the NPU's rows of a matmul that the GPU has as well."""
+    return row_bytes(planner, "npu", name) * max(resident.npu - resident.gpu, 0)
 
 
 def copies(planner: Tables, name: OpName) -> int:
@@ -154,8 +162,8 @@ def _graphs_own_weights(planner: Tables) -> bool:
 
 def row_bytes(planner: Tables, device: DeviceKind, name: OpName) -> float:
     """Return the bytes of one row in all layers, stored once, in the device's layout."""
-    layers = 1 if name == "lm_head" else planner.spec.layers
     _, k = planner.shape(name)
     weight_format, record = planner.spec.weight_format, planner.profile.devices.get(device)
     own = None if record is None else record.capabilities.weight_bytes.get(weight_format)
-    return layers * float(weight_bytes(weight_format, 1, k) if own is None else own * k)
+    once = float(weight_bytes(weight_format, 1, k) if own is None else own * k)
+    return planner.spec.counts[name] * once

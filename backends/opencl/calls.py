@@ -30,7 +30,7 @@ from hetero.backends.opencl.failures import BACKEND, decoded
 from hetero.backends.opencl.invokers import share_invokers
 from hetero.backends.opencl.resources import Resources
 from hetero.backends.opencl.self_test.program_compiler import Variant, argument_kinds
-from hetero.backends.ops import Op, describe
+from hetero.backends.ops import STATE_PORTS, Op, describe
 from hetero.backends.protocol import (
     DEFAULT_DEADLINE_S,
     FIXED_PORTS,
@@ -89,9 +89,10 @@ INPUT_PORTS = frozenset(
         "table",
         "score_sums",
         "routes",
+        *STATE_PORTS,
     }
 )
-OUTPUT_PORTS = frozenset({"y", "sum", "out", "k_cache", "v_cache", "score_sums"})
+OUTPUT_PORTS = frozenset({"y", "sum", "out", "k_cache", "v_cache", "score_sums", *STATE_PORTS})
 SPIN_S = 200e-6
 LONGEST_SLEEP_S = 200e-6  # bounds how late the end of a long launch is noticed
 

@@ -14,6 +14,7 @@ from hetero.backends.opencl.norm import prepare_norm
 from hetero.backends.opencl.outliers import prepare_outliers
 from hetero.backends.opencl.pointwise import prepare_add_positions
 from hetero.backends.opencl.rope import prepare_rope
+from hetero.backends.opencl.states import prepare_short_conv
 from hetero.backends.opencl.sum_scores import accepts_sum_scores, prepare_sum_scores
 from hetero.backends.ops import Op
 
@@ -27,6 +28,7 @@ TABLE: dict[type[Op], KernelEntry] = {
     ops.AttentionHeads: KernelEntry(prepare_attention_heads),
     ops.SumScores: KernelEntry(prepare_sum_scores, accepts_sum_scores),
     ops.DecodeChunks: KernelEntry(prepare_decode_chunks, accepts_decode_chunks),
+    ops.ShortConv: KernelEntry(prepare_short_conv),
     ops.GatedAct: KernelEntry(prepare_gated_act),
     ops.Act: KernelEntry(prepare_act),
     ops.AddPositions: KernelEntry(prepare_add_positions),

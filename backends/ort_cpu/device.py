@@ -149,6 +149,11 @@ class OrtCpuDevice(Device, SupportsCompaction):
                 return kernels.DecodeChunksKernel(
                     self._host, op, checks.vector(weights, "channels")
                 )
+            case ops.ShortConv():
+                session = self._session(op, graphs.short_conv)
+                inputs = _vectors(weights)
+                inputs["taps"] = inputs["taps"].reshape(op.taps, op.d)
+                return kernels.StateKernel(self._host, op, session, "conv_state", inputs)
             case ops.GatedAct():
                 session = self._session(op, graphs.gated_act)
                 return kernels.OrtGraphKernel(self._host, op, session, {}, row_bytes=8 * op.f)

@@ -447,6 +447,45 @@ def _visible(graph: GraphBuilder, end: str, window: int) -> str:
     return visible
 
 
+def short_conv(op: ops.ShortConv) -> bytes:
+    """Return L products of shifted rows, added up.
+
+    Inputs besides the ports: `taps` [L, d], `bias` [d]. The output `next_state` may be the memory
+    of `conv_state`, which is read into the rows first.
+    """
+    graph, back = GraphBuilder(), op.taps - 1
+    x = graph.input("x", F32, ("m", max(op.width, op.columns)))
+    graph.output("y", F32, ("m", op.d))
+    taps = graph.input("taps", F32, (op.taps, op.d))
+    parts = [graph.slice(x, s, s + op.d, axis=1) for s in range(0, op.columns, op.d)]
+    u = graph.node("Mul", parts[0], parts[2]) if op.gated else parts[0]
+    state = known_state(graph, "conv_state", (back, op.d))
+    rows = graph.node("Concat", state, u, axis=0)  # [L - 1 + m, d]
+    stop = np.iinfo(np.int64).max
+    graph.output("next_state", F32, (back, op.d))
+    kept = graph.slice(rows, -back, stop, axis=0)
+    graph.node("Identity", kept, out="next_state")
+    total = graph.input("bias", F32, (op.d,)) if op.bias else ""
+    for j in range(op.taps):
+        shifted = graph.slice(rows, j, j - back if j < back else stop, axis=0)
+        product = graph.node("Mul", shifted, graph.slice(taps, j, j + 1, axis=0))
+        total = graph.node("Add", product, total) if total else product
+    if op.activation:
+        total = activated(graph, op.activation, total)
+    graph.node("Mul", total, parts[1], out="y") if op.gated else graph.node(
+        "Identity", total, out="y"
+    )
+    return graph.model()
+
+
+def known_state(graph: GraphBuilder, name: str, shape: tuple[int, ...]) -> str:
+    """Return a state as a call begins with it: zeros at `position` 0."""
+    state = graph.input(name, F32, shape)
+    position = graph.input("position", np.int32, (1,))
+    later = graph.node("Greater", position, graph.constant(np.zeros(1, np.int32)))
+    return graph.node("Where", later, state, graph.scalar(0.0))
+
+
 def gated_act(op: ops.GatedAct) -> bytes:
     """Return act(gate) · up."""
     graph = GraphBuilder()

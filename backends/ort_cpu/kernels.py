@@ -31,6 +31,7 @@ from hetero.backends.ops import OUTPUT_PORTS, Op, describe
 from hetero.backends.ort_cpu.session import BACKEND, OrtCall, device_error
 from hetero.backends.protocol import (
     CACHE_PORTS,
+    FIXED_PORTS,
     BoundCall,
     Capabilities,
     Kernel,
@@ -403,6 +404,35 @@ class WidenedAttentionKernel(OrtKernel):
             before_chunks()
 
         return chunks, before, (keep, own, self._scratch)
+
+
+class StateKernel(OrtKernel):
+    """A graph that replaces the state at `port`, of any number of tokens: padding would change it.
+
+    `extra` is bound like activations. The graph writes `next_state` into the memory of `port`.
+    """
+
+    def __init__(
+        self,
+        host: OrtHost,
+        op: Op,
+        session: ort.InferenceSession,
+        port: str,
+        extra: Mapping[str, Array],
+    ) -> None:
+        super().__init__(host, op)
+        self._session, self._port, self._extra = session, port, dict(extra)
+
+    def launches(self, tensors: Mapping[str, Tensor], m: int) -> Prepared:
+        inputs = {key: argument(array) for key, array in self._extra.items()}
+        inputs |= {
+            port: argument(tensor.array) if port in FIXED_PORTS else rows_argument(tensor, m)
+            for port, tensor in tensors.items()
+            if port not in OUTPUT_PORTS
+        }
+        outputs = {"next_state": inputs[self._port], "y": rows_argument(tensors["y"], m)}
+        binding = io_binding(self._session, inputs, outputs)
+        return [SessionLaunch(self._session, binding)], None, self._extra
 
 
 class DecodeChunksKernel(OrtKernel):

@@ -104,7 +104,7 @@ class QnnDevice(Device, SupportsGroups):
         self._health.check("map")
         return buffer.address
 
-    def accepts(self, op: Op) -> Acceptance:
+    def accepts(self, op: Op) -> Acceptance:  # noqa: PLR0911
         """Accept every operation but outliers and experts, and matmuls of the declared formats.
 
         Outliers are there to be computed elsewhere meanwhile; attention on caches in f32.
@@ -125,6 +125,8 @@ class QnnDevice(Device, SupportsGroups):
             return Acceptance(False, "its graphs have all heads of an attention, or none")
         if isinstance(op, ops.SumScores | ops.DecodeChunks):
             return Acceptance(False, "what contexts as a service need is computed on the host")
+        if isinstance(op, ops.ShortConv):
+            return Acceptance(False, "its graphs keep no states from call to call")
         if isinstance(op, ops.Attention) and op.kv is not CacheFormat.F32:
             return Acceptance(
                 False, f"its graphs read keys and values in f32, not {op.kv}", "use --kv f32"

@@ -51,6 +51,8 @@ def program(op: Op, weights: Weights) -> tuple[Program, int]:  # noqa: PLR0911, 
             return partial(sum_scores, op), 0
         case ops.DecodeChunks():
             return decode_chunks(op, vector(weights, "channels"))
+        case ops.ShortConv():
+            return short_conv(op, _wide(weights))
         case ops.GatedAct():
             return partial(gated_act, op), 0
         case ops.Act():
@@ -323,6 +325,31 @@ def _codes(op: ops.DecodeChunks, part: Array, bits: int) -> tuple[Array, Array]:
     scale[1] = amplitudes[heads * of_keys :].reshape(heads, of_values, 1)
     scale *= np.float32(2.0 ** (1 - bits))
     return codes.astype(np.float32).reshape(scale.shape), scale
+
+
+def short_conv(op: ops.ShortConv, weights: Mapping[str, Float64Array]) -> tuple[Program, int]:
+    """Return the convolution over the state's rows and the call's."""
+    taps, d, back = weights["taps"].reshape(op.taps, op.d), op.d, op.taps - 1
+
+    def run(arrays: Arrays) -> None:
+        x, gate = arrays["x"][:, : op.columns].astype(np.float64), np.ones(d)
+        m = len(x)
+        if op.gated:
+            x, gate = x[:, :d] * x[:, 2 * d :], x[:, d : 2 * d]
+        rows = np.concatenate([known_state(arrays, "conv_state"), x])  # [L - 1 + m, d]
+        arrays["conv_state"][:] = rows[m:]
+        sums = weights.get("bias", 0.0) + sum(taps[j] * rows[j : j + m] for j in range(back + 1))
+        arrays["y"][:] = gate * (activate(op.activation, sums) if op.activation else sums)
+
+    return run, sum(weight.nbytes for weight in weights.values())
+
+
+def known_state(arrays: Arrays, port: str) -> Float64Array:
+    """Return what the tokens before a call left in a state: zeros at position 0."""
+    if arrays["position"][0] == 0:
+        return np.zeros(arrays[port].shape)
+    state: Float64Array = arrays[port].astype(np.float64)
+    return state
 
 
 def gated_act(op: ops.GatedAct, arrays: Arrays) -> None:

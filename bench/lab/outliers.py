@@ -22,7 +22,6 @@ import numpy as np
 from hetero.backends.formats import StorageFormat
 from hetero.backends.weights import Float32Array, PackedWeight
 from hetero.errors import UserError
-from hetero.models.layout import block_matrices
 from hetero.models.model_weights import BlockWeights, DerivedWeights, ModelWeights
 from hetero.models.packing import SourceTensor, pack_rows
 
@@ -75,8 +74,8 @@ class OutlyingWeights(DerivedWeights):
 
     def _load_block(self, index: int) -> BlockWeights:
         exact = self.inner.block(index)
-        parts: dict[str, Any] = {x.name: getattr(exact, x.name) for x in self.vectors()}
-        dense = {x.name: getattr(exact, x.name).dequantize() for x in block_matrices(self.config)}
+        parts: dict[str, Any] = dict(exact.vectors)
+        dense = {name: x.dequantize() for name, x in exact.matrices.items()}
         self._after_norms(parts, dense, index)
         self._at_o(parts, dense, index)
         if self.config.gated:
@@ -84,8 +83,7 @@ class OutlyingWeights(DerivedWeights):
             rows = np.concatenate([np.ones_like(factors), factors])
             _grow(parts, dense, "gate_up", rows)
             dense["down"] /= factors
-        parts |= {name: _packed(x) for name, x in dense.items()}
-        return BlockWeights(**parts)
+        return BlockWeights({name: _packed(x) for name, x in dense.items()}, parts)
 
     def _after_norms(
         self, parts: dict[str, Any], dense: dict[str, Float32Array], index: int

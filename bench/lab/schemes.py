@@ -156,7 +156,7 @@ class Schemes:
             if node.layer is None:
                 exact = self._exact.outer_weight(role, "weight")
             else:
-                exact = getattr(self._exact.block(node.layer), role)
+                exact = self._exact.block(node.layer).matrix(role)
             return make(node, {**values, "weight": exact})
 
         return SimulatedModel(self.model, weights, self.context, from_floats)

@@ -209,7 +209,7 @@ def fit_power(profile: DeviceProfile, data: dict[str, Any]) -> dict[str, Any]:
 def shares(solution: Solution) -> tuple[float, float, float]:
     """Fractions of a step in which the GPU alone, the NPU alone, both work."""
     gpu = npu = both = 0.0
-    for option, _, count in walk(solution.path, solution.layers).steps:
+    for option, _, count in walk(solution.path).steps:
         together = max(option.gpu_s + option.npu_s - option.elapsed_s, 0.0)
         both += count * together
         gpu += count * (option.gpu_s - together)

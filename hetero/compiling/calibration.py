@@ -53,10 +53,10 @@ class RoundedWeights(DerivedWeights):
         exact = self.inner.block(index)
         packed = {
             x.name: self._pack(exact.matrix(x.name), f"blocks.{index}.{x.name}")
-            for x in block_matrices(self.config)
+            for x in block_matrices(self.config, index)
         }
-        vectors = {x.name: getattr(exact, x.name) for x in self.vectors()}
-        return BlockWeights(**packed, **vectors)  # type: ignore[arg-type]
+        vectors = {x.name: exact.vectors[x.name] for x in self.vectors(index)}
+        return BlockWeights(packed, vectors)
 
     def _load_matrix(self, name: str) -> PackedWeight:
         return self._pack(self.inner.embed() if name == "embed" else self.inner.lm_head(), name)
@@ -132,9 +132,9 @@ class CalibratedWeights(DerivedWeights):
         self._head = chosen.get("lm_head")
 
     def _keep(self, block: BlockWeights, chosen: dict[str, PackedWeight]) -> None:
-        vectors = {x.name: getattr(block, x.name) for x in self.vectors()}
-        packed = {name: chosen.pop(name) for name in ("qkv", "o", "gate_up", "down")}
-        self._made.append(BlockWeights(**packed, **vectors))  # type: ignore[arg-type]
+        vectors = {x.name: block.vectors[x.name] for x in self.vectors(len(self._made))}
+        packed = {name: chosen.pop(name) for name in block.matrices}
+        self._made.append(BlockWeights(packed, vectors))
 
 
 def hessian(inputs: Sequence[npt.NDArray[Any]]) -> Float64Array:

@@ -24,7 +24,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -41,7 +41,7 @@ from hetero.models.calibration_record import (
     Calibration,
     MatMulCalibration,
     OutlierChoice,
-    matmul_names,
+    matmul_shapes,
 )
 from hetero.models.layout import block_matrices
 from hetero.models.model_weights import BlockWeights, DerivedWeights, ModelWeights, Shadow
@@ -284,18 +284,20 @@ class StaticWeights(DerivedWeights):
 
     def _load_block(self, index: int) -> BlockWeights:
         exact = self.inner.block(index)
-        parts: dict[str, Any] = {}
+        packed: dict[str, PackedWeight] = {}
+        steps: dict[str, Float32Array] = {}
         shadows: dict[str, Shadow] = {}
-        for matrix in block_matrices(self.config):
+        for matrix in block_matrices(self.config, index):
             scale = self.chosen[f"blocks.{index}.{matrix.name}"]
-            dense = getattr(exact, matrix.name).dequantize()
-            parts[matrix.name] = self._pack(dense, scale)
-            parts[f"{matrix.name}_x_scale"] = np.array([scale.step], dtype=np.float32)
+            dense = exact.matrix(matrix.name).dequantize()
+            packed[matrix.name] = self._pack(dense, scale)
+            steps[f"{matrix.name}_x_scale"] = np.array([scale.step], dtype=np.float32)
             if len(scale.hot) and not scale.excess:
                 columns = np.ascontiguousarray(dense[:, scale.hot], dtype=np.float16)
                 shadows[matrix.name] = Shadow(scale.hot, columns)
-        vectors = {x.name: getattr(exact, x.name) for x in self.vectors() if x.name not in parts}
-        return BlockWeights(**parts, **vectors, shadows=shadows)
+        names = (x.name for x in self.vectors(index))
+        vectors = {name: exact.vectors[name] for name in names if name not in steps}
+        return BlockWeights(packed, steps | vectors, shadows=shadows)
 
     def _load_matrix(self, name: str) -> PackedWeight:
         if name == "embed":
@@ -384,7 +386,7 @@ def collect_scales(
     shadows: bool = True,
     progress: Progress | None = None,
 ) -> dict[str, Scales]:
-    """Return the scales of every matmul by name, in the order of `matmul_names`."""
+    """Return the scales of every matmul by name, in the order of `matmul_shapes`."""
     scales_by_name: dict[str, Scales] = {}
 
     def visit(site: CalibrationPoint) -> Mapping[str, WeightValue]:
@@ -401,4 +403,4 @@ def collect_scales(
         return site.values
 
     walk(exact, sequences, visit, progress=progress)
-    return {name: scales_by_name[name] for name in matmul_names(exact.config)}
+    return {name: scales_by_name[name] for name in matmul_shapes(exact.config)}

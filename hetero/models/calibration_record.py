@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import Annotated, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from hetero.errors import UserError
 from hetero.models.config import ModelConfig
-from hetero.models.layout import block_matrices
+from hetero.models.layout import MatrixShape, block_matrices
 
 Finite = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
@@ -108,19 +107,19 @@ class Calibration(BaseModel):
         return self.matmuls[name].hot
 
 
-def matmul_names(config: ModelConfig) -> list[str]:
-    """Return the names of a model's matmuls in a `Calibration`."""
-    roles = [x.name for x in block_matrices(config)]
-    inner = [f"blocks.{i}.{role}" for i in range(config.num_layers) for role in roles]
-    return [*inner, "lm_head"]
+def matmul_shapes(config: ModelConfig) -> dict[str, MatrixShape]:
+    """Return the shapes of a model's matmuls by their names in a `Calibration`."""
+    shapes = {
+        f"blocks.{i}.{x.name}": x
+        for i in range(config.num_layers)
+        for x in block_matrices(config, i)
+    }
+    return shapes | {"lm_head": MatrixShape("lm_head", config.vocab_size, config.hidden_size)}
 
 
 def hot_bytes(config: ModelConfig, calibration: Calibration | None) -> int:
     """Return the bytes of hot channels' numbers (int32) and weights (float16)."""
     if calibration is None:
         return 0
-    rows: Mapping[str, int] = {x.name: x.n for x in config.matmuls()}
-    return sum(
-        x.hot * (4 + 2 * rows[name.rsplit(".", maxsplit=1)[-1]])
-        for name, x in calibration.matmuls.items()
-    )
+    shapes = matmul_shapes(config)
+    return sum(x.hot * (4 + 2 * shapes[name].n) for name, x in calibration.matmuls.items())

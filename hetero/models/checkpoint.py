@@ -146,9 +146,9 @@ class CheckpointWeights(ModelWeights):
 
     def _load_block(self, index: int) -> BlockWeights:
         prefix = self._names.block.format(index)
-        packed = {x.name: self._pack(prefix, x.name) for x in block_matrices(self.config)}
-        vectors = {x.name: self._block_vector(prefix, x.name) for x in self.vectors()}
-        return BlockWeights(**packed, **vectors)  # type: ignore[arg-type]
+        packed = {x.name: self._pack(prefix, x.name) for x in block_matrices(self.config, index)}
+        vectors = {x.name: self._block_vector(prefix, x.name) for x in self.vectors(index)}
+        return BlockWeights(packed, vectors)
 
     def _load_matrix(self, name: str) -> PackedWeight:
         return self._pack_tensors([f"{self._names.model_modules[name]}.weight"], None)
@@ -171,9 +171,11 @@ class CheckpointWeights(ModelWeights):
     def _block_vector(self, prefix: str, name: str) -> Float32Array:
         if name.removesuffix("_bias") not in self._names.matmuls:
             module, suffix = vector_module(self._names.vectors, name)
-            return self._vector(
-                f"{prefix}{module}.{suffix}", norm=suffix == "weight" and name != "router"
-            )
+            if is_taps(name):
+                taps = self._vector(f"{prefix}{module}.{suffix}")
+                return taps.reshape(-1, self.config.conv_taps).T.reshape(-1)
+            norm = suffix == "weight" and name != "router"
+            return self._vector(f"{prefix}{module}.{suffix}", norm=norm)
         matmul = name.removesuffix("_bias")
         parts = [self._vector(f"{prefix}{x}.bias") for x in self._names.matmuls[matmul]]
         whole, order = np.concatenate(parts), self._row_order(matmul)
@@ -197,7 +199,7 @@ def vector_module(modules: Mapping[str, str], name: str) -> tuple[str, str]:
     """Return the module of a vector, and its tensor in that module."""
     if name.endswith("_bias"):
         return modules[name.removesuffix("_bias")], "bias"
-    return modules[name], "weight"
+    return modules[name.removesuffix("_taps")], "weight"
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -210,25 +212,34 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         rows = (vector.n // d, d) if vector.name == "positions" else (vector.n,)
         shapes[".".join(vector_module(names.model_modules, vector.name))] = rows
     for index in range(config.num_layers):
-        for name, shape in _block_tensors(config).items():
+        for name, shape in _block_tensors(config, index).items():
             shapes[f"{names.block.format(index)}{name}"] = shape
     return shapes
 
 
-def _block_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+def _block_tensors(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
     names = ARCHITECTURES[config.architecture].names
     shapes: dict[str, tuple[int, ...]] = {}
-    for vector in block_vectors(config, StorageFormat.F32):
+    for vector in block_vectors(config, StorageFormat.F32, layer):
         if vector.name.removesuffix("_bias") not in names.matmuls:
-            rows = vector.shape
-            shapes[".".join(vector_module(names.vectors, vector.name))] = rows
-    biased = {x.name for x in config.matmuls() if x.bias}
-    for matrix in block_matrices(config):
+            taps = (config.hidden_size, 1, config.conv_taps)
+            shape = taps if is_taps(vector.name) else vector.shape
+            shapes[".".join(vector_module(names.vectors, vector.name))] = shape
+    biased = {x.name for x in config.block_matmuls(layer) if x.bias}
+    for matrix in block_matrices(config, layer):
         for module, n in _module_rows(config, matrix):
             shapes[f"{module}.weight"] = (n, matrix.k)
             if matrix.name in biased:
                 shapes[f"{module}.bias"] = (n,)
     return shapes
+
+
+def is_taps(vector: str) -> bool:
+    """Return whether a vector of a block has the taps of a convolution, of each feature in turn.
+
+    Files have them feature by feature, ours tap by tap.
+    """
+    return vector == "conv_taps"
 
 
 def _module_rows(config: ModelConfig, matrix: MatrixShape) -> list[tuple[str, int]]:

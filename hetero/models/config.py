@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from hetero.models.rope_config import (
 from hetero.profiler.model_graph import MatMulName, MatMulSpec
 
 NormKind: TypeAlias = Literal["rms", "layer"]
+Mixer: TypeAlias = Literal["attention", "conv"]
 
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -45,6 +47,8 @@ class ModelConfig:
 
     windows            one entry per layer: the sliding attention window in tokens, 0 for full
                        attention
+    mixers             one entry per layer: how it mixes tokens, attention or a short convolution
+                       of `conv_taps` taps; `conv_bias`: it and its matmuls have biases
     rotary_dim         dimensions of a head that are rotated, 0 for all of them
     positions          rows of the table of learned positions, 0 with rotary embeddings; position p
                        is row p + position_offset
@@ -76,6 +80,9 @@ class ModelConfig:
     positions: int = 0
     position_offset: int = 0
     windows: tuple[int, ...] = ()
+    mixers: tuple[Mixer, ...] = ()
+    conv_taps: int = 0
+    conv_bias: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
@@ -99,6 +106,8 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if not self.windows:
             object.__setattr__(self, "windows", (0,) * self.num_layers)
+        if not self.mixers:
+            object.__setattr__(self, "mixers", ("attention",) * self.num_layers)
 
     def for_context(self, length: int) -> Self:
         """Return the configuration in a context of up to `length` tokens (`RopeScaling`)."""
@@ -198,29 +207,39 @@ class ModelConfig:
     def weights_per_token(self) -> int:
         """Return the weights that a token is multiplied with."""
         total = sum(x.n * x.k * x.count for x in self.matmuls())
-        if self.experts is None:
-            return total
-        return total + self.num_layers * self.experts.weights_per_token(self.hidden_size)
+        routed = (self.routed(i) for i in range(self.num_layers))
+        return total + sum(x.weights_per_token(self.hidden_size) for x in routed if x)
 
-    def matmuls(self) -> tuple[MatMulSpec, ...]:
-        """Return the matmuls of a block and the output head, in the order in which they run.
+    def routed(self, layer: int) -> ExpertConfig | None:
+        """Return the experts of a layer, None where its feed-forward is a plain one."""
+        return None if self.experts is None or layer in self.experts.dense else self.experts
+
+    def block_matmuls(self, layer: int) -> tuple[MatMulSpec, ...]:
+        """Return the matmuls of a block in the order in which they run, each once.
 
         Routed experts are none of them (`hetero.models.graph`).
         """
-        d, f, layers = self.hidden_size, self.intermediate_size, self.num_layers
+        d, f = self.hidden_size, self.intermediate_size
         up = 2 * f if self.gated else f
-        rows: list[tuple[MatMulName, int, int, int, bool]] = [
-            ("qkv", self.qkv_width, d, layers, self.qkv_bias),
-            ("o", d, self.heads * self.head_dim, layers, self.o_bias),
+        rows: list[tuple[MatMulName, int, int, bool]] = [
+            ("qkv", self.qkv_width, d, self.qkv_bias),
+            ("o", d, self.heads * self.head_dim, self.o_bias),
         ]
-        if self.experts is None:
-            rows.append(("gate_up", up, d, layers, self.mlp_bias))
-            rows.append(("down", d, f, layers, self.mlp_bias))
-        rows.append(("lm_head", self.vocab_size, d, 1, self.head_bias))
+        if self.mixers[layer] == "conv":
+            rows = [("conv_in", 3 * d, d, self.conv_bias), ("conv_out", d, d, self.conv_bias)]
+        if self.routed(layer) is None:
+            rows += [("gate_up", up, d, self.mlp_bias), ("down", d, f, self.mlp_bias)]
         return tuple(
-            MatMulSpec(name=name, n=n, k=k, count=count, bias=bias)
-            for name, n, k, count, bias in rows
+            MatMulSpec(name=name, n=n, k=k, count=1, bias=bias) for name, n, k, bias in rows
         )
+
+    def matmuls(self) -> tuple[MatMulSpec, ...]:
+        """Return the matmuls of all blocks and the output head, with how often each occurs."""
+        counts = Counter(x for i in range(self.num_layers) for x in self.block_matmuls(i))
+        head = MatMulSpec(
+            name="lm_head", n=self.vocab_size, k=self.hidden_size, count=1, bias=self.head_bias
+        )
+        return (*(replace(x, count=count) for x, count in counts.items()), head)
 
 
 def _architecture(source: Fields) -> Architecture:

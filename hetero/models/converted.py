@@ -17,9 +17,11 @@ class ConvertedWeights(DerivedWeights):
 
     def _load_block(self, index: int) -> BlockWeights:
         block = self.inner.block(index)
-        packed = {x.name: self._packed(getattr(block, x.name)) for x in block_matrices(self.config)}
-        vectors = {x.name: getattr(block, x.name) for x in self.vectors()}
-        return BlockWeights(**packed, **vectors)  # type: ignore[arg-type]
+        packed = {
+            x.name: self._packed(block.matrix(x.name)) for x in block_matrices(self.config, index)
+        }
+        vectors = {x.name: block.vectors[x.name] for x in self.vectors(index)}
+        return BlockWeights(packed, vectors)
 
     def _load_matrix(self, name: str) -> PackedWeight:
         inner = self.inner.embed() if name == "embed" else self.inner.lm_head()

@@ -11,12 +11,13 @@ from hetero.models.fields import Fields
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertConfig:
-    """The routed feed-forward of every layer (`hetero.backends.ops.Router`, `Experts`).
+    """The routed feed-forwards of a model (`hetero.backends.ops.Router`, `Experts`).
 
     count, chosen      of experts, and how many a token has
     width              features of an expert's feed-forward
     scores, renormalised, scale, eps, router_bias    as in `Router`
     bias               experts' matmuls have biases
+    dense              layers whose feed-forward is a plain one
     """
 
     count: int
@@ -28,6 +29,7 @@ class ExpertConfig:
     eps: float = 0.0
     router_bias: bool = False
     bias: bool = False
+    dense: tuple[int, ...] = ()
 
     def weights_per_token(self, hidden_size: int) -> int:
         """Return the weights of a layer that a token is multiplied with."""

@@ -3,9 +3,11 @@
 Notation as in `hetero.backends.ops`. One list serves every phase, token count and plan; one decoder
 serves every architecture, whose `ModelConfig` says only what differs.
 
-    serial     h = norm(x);  x += attention(h);  h = norm(x);  x += feed_forward(h)
-    parallel   h = norm(x);  x += attention(h) + feed_forward(h)
+    serial     h = norm(x);  x += mix(h);  h = norm(x);  x += feed_forward(h)
+    parallel   h = norm(x);  x += mix(h) + feed_forward(h)
     out_norms  what is added to x is normed once more before
+
+`mix` is attention, or in some layers a short convolution.
 
 The residual stream alternates between the slots `x` and `x2`; a norm adds what is in `t` (or in
 `added`) to it, writes the sum to the other slot, and the normed sum to `h`.
@@ -18,11 +20,13 @@ precedes its matmul, so that the GPU computes it while the NPU computes the matm
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Final, TypeAlias
 
 from hetero.backends.formats import CacheFormat, WeightFormat
 from hetero.backends.ops import (
+    STATE_PORTS,
     Act,
     Add,
     AddPositions,
@@ -37,6 +41,7 @@ from hetero.backends.ops import (
     RMSNorm,
     Rope,
     Router,
+    ShortConv,
 )
 from hetero.backends.protocol import CACHE_PORTS
 from hetero.models.config import ModelConfig
@@ -73,18 +78,19 @@ def model_graph(
         architecture=config.architecture,
         max_position=config.max_position,
         weight_format=stored,
-        nodes=tuple(decoder.nodes()),
+        nodes=tuple(_numbered_by_kind(decoder.nodes())),
     )
 
 
 def slot_widths(config: ModelConfig, shadows: Shadows | None = None) -> dict[str, int]:
     """Return the features per token of every float32 slot but `logits` and the caches."""
-    layers = None if shadows else 1  # those without are alike
+    kinds = {(config.mixers[i], config.routed(i)) for i in range(config.num_layers)}
+    layers = None if shadows or len(kinds) > 1 else 1  # those without are alike
     nodes = _Decoder(config, WeightFormat.F32, 1, shadows or {}, layers=layers).nodes()
     return {
         slot: shape[-1]
         for slot, shape in slot_shapes(nodes).items()
-        if slot not in OF_THE_POOL and slot.partition(".")[0] not in CACHE_PORTS
+        if slot not in OF_THE_POOL and slot.partition(".")[0] not in (*CACHE_PORTS, *STATE_PORTS)
     }
 
 
@@ -119,7 +125,6 @@ class _Decoder:
         self.shadows, self.kv, self.sliding = shadows, kv, sliding
         self.shadowed: str | None = None  # the residual stream with shadows added to it
         self.layers = layers or config.num_layers
-        self.matmuls = {matmul.name: matmul for matmul in config.matmuls()}
         self.stream = "x"
         self.layer: int | None = None
         self.built: list[Node] = []
@@ -158,15 +163,31 @@ class _Decoder:
     def _block(self, layer: int) -> None:
         """Add everything from a block's input norm up to the norm that follows the block."""
         if self.config.parallel:
-            self._attention(layer, "t")
+            self._mix(layer, "t")
             self._feed_forward("t2")
             self._add("join", Add(d=self.config.hidden_size), x="t", residual="t2", y="added")
             return
-        self._attention(layer, "t")
+        self._mix(layer, "t")
         self._out_norm("o_norm")
         self._norm("post_norm")
         self._feed_forward("t")
         self._out_norm("down_norm")
+
+    def _mix(self, layer: int, target: str) -> None:
+        if self.config.mixers[layer] == "conv":
+            self._convolution(layer, target)
+        else:
+            self._attention(layer, target)
+
+    def _convolution(self, layer: int, target: str) -> None:
+        config = self.config
+        self._matmul("conv_in", "h", "conv_in")
+        conv = ShortConv(
+            d=config.hidden_size, taps=config.conv_taps, gated=True, bias=config.conv_bias
+        )
+        slots = {"position": "position", "conv_state": f"conv_state.{layer}"}
+        self._add("conv", conv, x="conv_in", y="convolved", **slots)
+        self._matmul("conv_out", "convolved", target)
 
     def _attention(self, layer: int, target: str) -> None:
         config = self.config
@@ -223,8 +244,10 @@ class _Decoder:
         self._add("experts", op, x="h", routes="routes", y=target)
 
     def _feed_forward(self, target: str) -> None:
-        if self.config.experts is not None:
-            self._experts(self.config.experts, target)
+        assert self.layer is not None
+        experts = self.config.routed(self.layer)
+        if experts is not None:
+            self._experts(experts, target)
             return
         self._matmul("gate_up", "h", "gate_up")
         kind = GatedAct if self.config.gated else Act
@@ -249,9 +272,12 @@ class _Decoder:
         return kind(d=self.config.hidden_size, eps=self.config.rms_norm_eps, add=add)
 
     def _matmul(self, name: MatMulName, source: str, target: str) -> None:
-        spec = self.matmuls[name]
+        every = (
+            self.config.matmuls() if self.layer is None else self.config.block_matmuls(self.layer)
+        )
+        spec = next(x for x in every if x.name == name)
         shadow = self.shadows.get(f"blocks.{self.layer}.{name}")
-        of_stream = name in ("o", "down") and not self.config.out_norms
+        of_stream = name in ("o", "conv_out", "down") and not self.config.out_norms
         if shadow is not None and of_stream:
             stream = self.shadowed or self.stream
             self.shadowed = "x4" if self.shadowed == "x3" else "x3"
@@ -274,6 +300,34 @@ class _Decoder:
         self.built.append(
             Node(name=full, op=op, slots=slots, plan_op=plan_op, layer=self.layer, members=members)
         )
+
+
+def _numbered_by_kind(nodes: Sequence[Node]) -> Iterator[Node]:
+    """Yield the nodes with the plan's names of their matmuls.
+
+    Layers are of one kind where they have the same matmuls. The first kind to have a role (`down`)
+    has its name, another one is numbered: `down.2` in the second kind of layers.
+    """
+    by_layer: dict[int | None, list[Node]] = {}
+    for node in nodes:
+        if node.plan_op is not None and node.layer is not None:
+            by_layer.setdefault(node.layer, []).append(node)
+    numbers: dict[tuple[tuple[str | None, Op], ...], int] = {}
+    kind_of = {
+        layer: numbers.setdefault(tuple((x.plan_op, x.op) for x in own), 1 + len(numbers))
+        for layer, own in by_layer.items()
+    }
+    first: dict[str, int] = {}  # the first kind that has a role
+    for layer, own in by_layer.items():
+        for role in (role for x in own for role in (x.plan_op or "", *dict(x.members))):
+            first.setdefault(role, kind_of[layer])
+    for node in nodes:
+        number = kind_of.get(node.layer)
+        if node.plan_op is None or number in (None, first.get(node.plan_op)):
+            yield node
+        else:
+            members = tuple((f"{name}.{number}", start) for name, start in node.members)
+            yield replace(node, plan_op=f"{node.plan_op}.{number}", members=members)
 
 
 def _members(name: str, config: ModelConfig) -> tuple[tuple[OpName, int], ...]:

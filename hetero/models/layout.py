@@ -40,15 +40,15 @@ class VectorShape:
         return (self.n // self.width, self.width) if self.width else (self.n,)
 
 
-def block_matrices(config: ModelConfig) -> tuple[MatrixShape, ...]:
+def block_matrices(config: ModelConfig, layer: int) -> tuple[MatrixShape, ...]:
     """Return the packed weights of one block."""
-    own = tuple(MatrixShape(x.name, x.n, x.k) for x in config.matmuls() if x.name != "lm_head")
-    return own + expert_matrices(config)
+    own = tuple(MatrixShape(x.name, x.n, x.k) for x in config.block_matmuls(layer))
+    return own + expert_matrices(config, layer)
 
 
-def expert_matrices(config: ModelConfig) -> tuple[MatrixShape, ...]:
+def expert_matrices(config: ModelConfig, layer: int) -> tuple[MatrixShape, ...]:
     """Return the matrices of a block's routed experts, each with the rows of all experts."""
-    experts = config.experts
+    experts = config.routed(layer)
     if experts is None:
         return ()
     up = MatrixShape("experts_gate", experts.count * experts.width, config.hidden_size)
@@ -56,20 +56,26 @@ def expert_matrices(config: ModelConfig) -> tuple[MatrixShape, ...]:
     return up, replace(up, name="experts_up"), down
 
 
-def block_vectors(config: ModelConfig, storage: StorageFormat) -> tuple[VectorShape, ...]:
+def block_vectors(
+    config: ModelConfig, storage: StorageFormat, layer: int
+) -> tuple[VectorShape, ...]:
     """Return the float32 vectors of one block.
 
-    Norms come first, then the biases that the model has, then the scales of the matmuls' inputs
-    (`scaled_inputs`).
+    Norms come first, then the taps of a convolution, then the biases that the model has, then the
+    scales of the matmuls' inputs (`scaled_inputs`).
     """
+    attends = config.mixers[layer] == "attention"
     names = ["input_norm"] if config.parallel else ["input_norm", "post_norm"]
     names += ["o_norm", "down_norm"] if config.out_norms else []
     norms = _norms(config, names)
-    if config.qk_norm:
+    if attends and config.qk_norm:
         norms += [VectorShape(name, config.head_dim) for name in ("q_norm", "k_norm")]
-    norms += _router_vectors(config)
-    biases = [x for x in config.matmuls() if x.bias and x.name != "lm_head"]
-    scales = [VectorShape(f"{x.name}_x_scale", 1) for x in block_matrices(config)]
+    if not attends:
+        norms += [VectorShape("conv_taps", config.conv_taps * config.hidden_size)]
+        norms += [VectorShape("conv_bias", config.hidden_size)] if config.conv_bias else []
+    norms += _router_vectors(config, layer)
+    biases = [x for x in config.block_matmuls(layer) if x.bias]
+    scales = [VectorShape(f"{x.name}_x_scale", 1) for x in block_matrices(config, layer)]
     return (
         *norms,
         *(VectorShape(f"{x.name}_bias", x.n) for x in biases),
@@ -104,9 +110,9 @@ def _norms(config: ModelConfig, names: list[str]) -> list[VectorShape]:
     return shapes
 
 
-def _router_vectors(config: ModelConfig) -> list[VectorShape]:
+def _router_vectors(config: ModelConfig, layer: int) -> list[VectorShape]:
     """Return the router's weight, row after row, and its bias."""
-    experts = config.experts
+    experts = config.routed(layer)
     if experts is None:
         return []
     weight = VectorShape("router", experts.count * config.hidden_size, config.hidden_size)
@@ -123,11 +129,12 @@ def embedding_matrices(config: ModelConfig) -> tuple[MatrixShape, ...]:
 
 def total_bytes(config: ModelConfig, storage: StorageFormat) -> int:
     """Return the bytes of all packed weights and vectors of a model, without page padding."""
-    block = sum(x.nbytes(storage) for x in block_matrices(config))
-    block += sum(4 * x.n for x in block_vectors(config, storage))
+    layers = range(config.num_layers)
+    blocks = sum(x.nbytes(storage) for i in layers for x in block_matrices(config, i))
+    blocks += sum(4 * x.n for i in layers for x in block_vectors(config, storage, i))
     outside = sum(x.nbytes(storage) for x in embedding_matrices(config))
     outside += sum(4 * x.n for x in model_vectors(config, storage))
-    return config.num_layers * block + outside
+    return blocks + outside
 
 
 def page_padded(nbytes: int) -> int:

@@ -13,9 +13,9 @@ import numpy.typing as npt
 from hetero.backends.formats import StorageFormat, WeightFormat
 from hetero.backends.ops import Outliers
 from hetero.backends.weights import Float32Array, PackedWeight
-from hetero.models.calibration_record import Calibration, hot_bytes
+from hetero.models.calibration_record import Calibration, hot_bytes, matmul_shapes
 from hetero.models.config import ModelConfig
-from hetero.models.layout import VectorShape, block_matrices, block_vectors, total_bytes
+from hetero.models.layout import VectorShape, block_vectors, total_bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,53 +29,31 @@ class Shadow:
     weight: npt.NDArray[np.float16]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class BlockWeights:
     """Weights of one transformer block (notation of `hetero.backends.ops`).
 
-    `qkv` [(H + 2G)·D, d]: rows of the query, key and value weights in this order; `o` [d, H·D];
-    `gate_up` [2f, d]: rows of gate, then up ([f, d]: up alone, without a gate); `down` [d, f].
-    Norms and biases are float32 vectors, None where the model has none: `post_norm` is the norm
-    before the feed-forward, `o_norm` and `down_norm` follow the matmuls of these names. An
-    `x_scale` [1] is the step of the codes of that matmul's input, where the format has one;
-    Where the feed-forward is that of routed experts, there are `experts_gate`, `experts_up` and
-    `experts_down` with the rows of all of them, and `router` [experts · d] instead of `gate_up` and
-    `down`. `shadows` are hot channels by matmul, where calibration chose some; their columns are
-    zero in every storage. `also` are the matrices in other storages, by name.
+    `matrices` by the names of the block's matmuls: `qkv` [(H + 2G)·D, d]: rows of the query, key
+    and value weights in this order; `o` [d, H·D]; `gate_up` [2f, d]: rows of gate, then up ([f, d]:
+    up alone, without a gate); `down` [d, f]; of a short convolution `conv_in` [3d, d] and
+    `conv_out` [d, d]; of routed experts `experts_gate`, `experts_up` and `experts_down`, with the
+    rows of all of them.
+    `vectors` are float32 norms, biases and other numbers that the block has, by name:
+    `input_norm`; `post_norm`, the norm before the feed-forward; `o_norm` and `down_norm`, which
+    follow the matmuls of these names; `qkv_bias`, …; `conv_taps` [L · d]; `router` [experts · d]. A
+    `qkv_x_scale` [1] is the step of the codes of that matmul's input, where the format has one.
+    `shadows` are hot channels by matmul, where calibration chose some; their columns are zero in
+    every storage. `also` are the matrices in other storages, by name.
     """
 
-    qkv: PackedWeight
-    o: PackedWeight
-    input_norm: Float32Array
-    gate_up: PackedWeight | None = None
-    down: PackedWeight | None = None
-    experts_gate: PackedWeight | None = None
-    experts_up: PackedWeight | None = None
-    experts_down: PackedWeight | None = None
-    router: Float32Array | None = None
-    router_bias: Float32Array | None = None
-    post_norm: Float32Array | None = None
-    o_norm: Float32Array | None = None
-    down_norm: Float32Array | None = None
-    input_norm_bias: Float32Array | None = None
-    post_norm_bias: Float32Array | None = None
-    qkv_bias: Float32Array | None = None
-    o_bias: Float32Array | None = None
-    gate_up_bias: Float32Array | None = None
-    down_bias: Float32Array | None = None
-    qkv_x_scale: Float32Array | None = None
-    o_x_scale: Float32Array | None = None
-    gate_up_x_scale: Float32Array | None = None
-    down_x_scale: Float32Array | None = None
-    q_norm: Float32Array | None = None
-    k_norm: Float32Array | None = None
+    matrices: Mapping[str, PackedWeight]
+    vectors: Mapping[str, Float32Array]
     shadows: Mapping[str, Shadow] = field(default_factory=dict)
     also: Mapping[StorageFormat, Mapping[str, PackedWeight]] = field(default_factory=dict)
 
     def matrix(self, name: str, storage: StorageFormat | None = None) -> PackedWeight:
         """Return a matrix in the model's storage, or in another that it has too."""
-        weight: PackedWeight = getattr(self, name) if storage is None else self.also[storage][name]
-        return weight
+        return self.matrices[name] if storage is None else self.also[storage][name]
 
 
 class ModelWeights(ABC):
@@ -117,17 +95,16 @@ class ModelWeights(ABC):
         """Return the operations of the shadows, by block and matmul (`blocks.3.down`)."""
         if self.calibration is None:
             return {}
-        shapes = {x.name: x for x in block_matrices(self.config)}
-        by_name = {}
+        shapes, by_name = matmul_shapes(self.config), {}
         for name in self.calibration.shadowed:
-            shape = shapes[name.rsplit(".", maxsplit=1)[-1]]
+            shape = shapes[name]
             hot, excess = self.calibration.hot(name), self.calibration.excess
             by_name[name] = Outliers(n=shape.n, k=shape.k, hot=hot, excess=excess)
         return by_name
 
-    def vectors(self) -> tuple[VectorShape, ...]:
+    def vectors(self, index: int) -> tuple[VectorShape, ...]:
         """Return the float32 vectors of a block."""
-        return block_vectors(self.config, self.weight_format.storage)
+        return block_vectors(self.config, self.weight_format.storage, index)
 
     def block(self, index: int) -> BlockWeights:
         """Return the weights of a block, 0 <= index < num_layers. Raises `IndexError` outside."""

@@ -26,7 +26,7 @@ import numpy.typing as npt
 from hetero.backends.formats import StorageFormat, WeightFormat
 from hetero.backends.weights import Float32Array, PackedWeight, data_shape, scales_shape
 from hetero.errors import ModelError
-from hetero.models.calibration_record import Calibration, matmul_names
+from hetero.models.calibration_record import Calibration, matmul_shapes
 from hetero.models.config import ModelConfig
 from hetero.models.layout import (
     FILE_PAGE_BYTES,
@@ -132,12 +132,13 @@ class QuantizedWeights(ModelWeights):
 
     def _load_block(self, index: int) -> BlockWeights:
         prefix = f"blocks.{index}."
-        packed = {x.name: self._packed(prefix, x) for x in block_matrices(self.config)}
-        vectors = {x.name: self.file.array(prefix + x.name) for x in self.vectors()}
-        shadows = {x.name: self._shadow(prefix + x.name, x.k) for x in block_matrices(self.config)}
+        shapes = block_matrices(self.config, index)
+        packed = {x.name: self._packed(prefix, x) for x in shapes}
+        vectors = {x.name: self.file.array(prefix + x.name) for x in self.vectors(index)}
+        shadows = {x.name: self._shadow(prefix + x.name, x.k) for x in shapes}
         shadows_here = {name: shadow for name, shadow in shadows.items() if shadow is not None}
         also = {storage: one.block(index) for storage, one in self.besides.items()}
-        return BlockWeights(**packed, **vectors, shadows=shadows_here, also=also)  # type: ignore[arg-type]
+        return BlockWeights(packed, vectors, shadows=shadows_here, also=also)
 
     def _shadow(self, name: str, k: int) -> Shadow | None:
         if self.calibration is None or not self.calibration.hot(name):
@@ -161,7 +162,7 @@ class QuantizedWeights(ModelWeights):
         """Raise `ModelError` unless static scales are usable and match the manifest's."""
         if not scaled_inputs(self._storage):
             return
-        for name in matmul_names(self.config):
+        for name in matmul_shapes(self.config):
             scale = self.file.array(f"{name}_x_scale")[0]
             known = None if self.calibration is None else self.calibration.matmuls[name].x_scale
             if not (np.isfinite(scale) and scale > 0) or known not in (None, float(scale)):
@@ -193,7 +194,7 @@ class StoredMatrices:
     def block(self, index: int) -> dict[str, PackedWeight]:
         """Return the matrices of a block, by name."""
         prefix = f"blocks.{index}."
-        shapes = block_matrices(self.config)
+        shapes = block_matrices(self.config, index)
         return {x.name: _packed(self.file, self.storage, prefix, x) for x in shapes}
 
     def embedding(self, name: str) -> PackedWeight:
@@ -203,8 +204,9 @@ class StoredMatrices:
 
     def release(self, index: int | None) -> None:
         """Drop the pages of a block (None: of embeddings and head) until they are read again."""
-        prefix = "" if index is None else f"blocks.{index}."
-        shapes = embedding_matrices(self.config) if index is None else block_matrices(self.config)
+        prefix, shapes = "", embedding_matrices(self.config)
+        if index is not None:
+            prefix, shapes = f"blocks.{index}.", block_matrices(self.config, index)
         self.file.forget([y.name for x in shapes for y in _matrix_plan(prefix, x, self.storage)])
 
 
@@ -224,9 +226,9 @@ class OtherStorage(DerivedWeights):
 
     def _load_block(self, index: int) -> BlockWeights:
         whole = self.inner.block(index)
-        vectors = {x.name: getattr(whole, x.name) for x in self.vectors()}
+        vectors = {x.name: whole.vectors[x.name] for x in self.vectors(index)}
         stored = self._stored.block(index)
-        return BlockWeights(**stored, **vectors, shadows=whole.shadows)  # type: ignore[arg-type]
+        return BlockWeights(stored, vectors, shadows=whole.shadows)
 
     def _load_matrix(self, name: str) -> PackedWeight:
         return self._stored.embedding(name)
@@ -288,7 +290,9 @@ def weight_plan(
 
 def matrices_plan(config: ModelConfig, storage: StorageFormat) -> list[PlannedTensor]:
     """Return the tensors of a weight file that has only matrices, in file order."""
-    places = [(f"blocks.{i}.", x) for i in range(config.num_layers) for x in block_matrices(config)]
+    places = [
+        (f"blocks.{i}.", x) for i in range(config.num_layers) for x in block_matrices(config, i)
+    ]
     places += [("", shape) for shape in embedding_matrices(config)]
     return [tensor for prefix, x in places for tensor in _matrix_plan(prefix, x, storage)]
 
@@ -300,10 +304,10 @@ def block_plan(
     calibration: Calibration | None = None,
 ) -> list[PlannedTensor]:
     """Return the tensors of one block."""
-    prefix = f"blocks.{index}."
-    plan = [x for shape in block_matrices(config) for x in _matrix_plan(prefix, shape, storage)]
-    plan += [_vector_plan(prefix, shape) for shape in block_vectors(config, storage)]
-    for shape in block_matrices(config):
+    prefix, matrices = f"blocks.{index}.", block_matrices(config, index)
+    plan = [x for shape in matrices for x in _matrix_plan(prefix, shape, storage)]
+    plan += [_vector_plan(prefix, shape) for shape in block_vectors(config, storage, index)]
+    for shape in matrices:
         plan += _shadow_plan(prefix + shape.name, shape.n, calibration)
     return plan
 
@@ -330,14 +334,14 @@ def file_header(plan: list[PlannedTensor], metadata: dict[str, str]) -> bytes:
 
 
 def block_arrays(
-    block: BlockWeights, config: ModelConfig, storage: StorageFormat
+    block: BlockWeights, config: ModelConfig, storage: StorageFormat, index: int
 ) -> Iterator[npt.NDArray[Any]]:
     """Return the arrays of a block in the order of `block_plan`."""
-    for matrix in block_matrices(config):
-        yield from matrix_arrays(getattr(block, matrix.name))
-    for vector in block_vectors(config, storage):
-        yield np.asarray(getattr(block, vector.name), dtype=np.float32)
-    for matrix in block_matrices(config):
+    for matrix in block_matrices(config, index):
+        yield from matrix_arrays(block.matrix(matrix.name))
+    for vector in block_vectors(config, storage, index):
+        yield np.asarray(block.vectors[vector.name], dtype=np.float32)
+    for matrix in block_matrices(config, index):
         yield from shadow_arrays(block.shadows.get(matrix.name))
 
 
@@ -407,14 +411,14 @@ def _check_calibration(directory: Path, manifest: Manifest, config: ModelConfig)
     """Raise `ModelError` unless the manifest's scales are those of this model's matmuls."""
     if manifest.calibration is None:
         return
-    wanted, stored = set(matmul_names(config)), manifest.calibration.matmuls
-    sizes: dict[str, int] = {x.name: x.k for x in config.matmuls()}
+    sizes = {name: shape.k for name, shape in matmul_shapes(config).items()}
+    wanted, stored = set(sizes), manifest.calibration.matmuls
     where = f"{directory / MANIFEST_FILE}: calibration.matmuls"
     for name in sorted(wanted ^ stored.keys()):
         what = "is missing" if name in wanted else "is not a matmul of this model"
         raise ModelError(f"{where}: {name} {what}; run hetero quantize again")
     for name, record in stored.items():
-        k = sizes[name.rsplit(".", maxsplit=1)[-1]]
+        k = sizes[name]
         if record.hot > k:
             raise ModelError(
                 f"{where}: {name}: hot must be at most {k}, got {record.hot}; "

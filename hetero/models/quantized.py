@@ -240,7 +240,7 @@ def _matrices(weights: ModelWeights) -> Iterator[Iterator[npt.NDArray[Any]]]:
     """Yield the arrays in the order of `matrices_plan`; each part is released as in `_parts`."""
     for index in range(weights.config.num_layers):
         block = weights.block(index)
-        for shape in block_matrices(weights.config):
+        for shape in block_matrices(weights.config, index):
             yield matrix_arrays(block.matrix(shape.name))
         weights.release(index)
     for shape in embedding_matrices(weights.config):
@@ -255,7 +255,7 @@ def _parts(weights: ModelWeights) -> Iterator[Iterator[npt.NDArray[Any]]]:
     """
     config, storage = weights.config, weights.weight_format.storage
     for index in range(config.num_layers):
-        yield block_arrays(weights.block(index), config, storage)
+        yield block_arrays(weights.block(index), config, storage, index)
         weights.release(index)
     yield matrix_arrays(weights.embed())
     if not config.tie_word_embeddings:

@@ -212,12 +212,13 @@ class RandomWeights(ModelWeights):
         storage = self.weight_format.storage
         packed = {
             shape.name: self._draw(f"{index}.{shape.name}", storage, shape.n, shape.k)
-            for shape in block_matrices(self.config)
+            for shape in block_matrices(self.config, index)
         }
         vectors = {
-            shape.name: self._vector(f"{index}.{shape.name}", shape.n) for shape in self.vectors()
+            shape.name: self._vector(f"{index}.{shape.name}", shape.n)
+            for shape in self.vectors(index)
         }
-        return BlockWeights(**packed, **vectors)  # type: ignore[arg-type]
+        return BlockWeights(packed, vectors)
 
     def _load_matrix(self, name: str) -> PackedWeight:
         shape = next(x for x in embedding_matrices(self.config) if x.name == name)

@@ -30,11 +30,11 @@ class ShapeWeights(ModelWeights):
         shapes = model_vectors(self.config, self.weight_format.storage)
         return _zeros(np.float32, (next(x.n for x in shapes if x.name == name),))
 
-    def _load_block(self, index: int) -> BlockWeights:  # noqa: ARG002
+    def _load_block(self, index: int) -> BlockWeights:
         storage = self.weight_format.storage
-        matrices = {x.name: _matrix(storage, x.n, x.k) for x in block_matrices(self.config)}
-        vectors = {x.name: _zeros(np.float32, (x.n,)) for x in self.vectors()}
-        return BlockWeights(**matrices, **vectors)  # type: ignore[arg-type]
+        matrices = {x.name: _matrix(storage, x.n, x.k) for x in block_matrices(self.config, index)}
+        vectors = {x.name: _zeros(np.float32, (x.n,)) for x in self.vectors(index)}
+        return BlockWeights(matrices, vectors)
 
     def _load_matrix(self, name: str) -> PackedWeight:
         shape = next(x for x in embedding_matrices(self.config) if x.name == name)

@@ -192,10 +192,10 @@ class Adapter:
         )
 
     def _predicted(self, phase: Phase, m: int) -> dict[DeviceKind, float]:
-        entries, layers = self.placement.block_entries(phase, m), self.placement.graph.layers
+        entries, counts = self.placement.block_entries(phase, m), self.placement.graph.counts
         return {
-            "gpu": layers * sum(op.gpu_s or 0.0 for op in entries),
-            "npu": layers * sum(op.npu_s or 0.0 for op in entries),
+            "gpu": sum(counts[op.op] * (op.gpu_s or 0.0) for op in entries),
+            "npu": sum(counts[op.op] * (op.npu_s or 0.0) for op in entries),
         }
 
 

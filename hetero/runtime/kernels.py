@@ -303,20 +303,17 @@ def node_weights(
 
 
 def _block_weight(block: BlockWeights, role: str, name: str) -> WeightValue:
+    if name in block.matrices:
+        return block.matrices[name]
     if role.endswith(SHADOW):
         role = role.removesuffix(SHADOW)
         if name in ("hot", "hot_weight"):
             shadow = block.shadows[role]
             return shadow.channels if name == "hot" else pack(shadow.weight, StorageFormat.F16)
     if name == "weight":
-        value = getattr(block, role)
-    elif name in ("bias", "x_scale"):
-        value = getattr(block, f"{role}_{name}")
-    else:
-        value = getattr(block, name)
-    assert value is not None, (role, name)
-    copy: WeightValue = value
-    return copy
+        norm = role not in block.matrices
+        return block.vectors[role] if norm else block.matrix(role)
+    return block.vectors[f"{role}_{name}" if name in ("bias", "x_scale", "taps") else name]
 
 
 def _check_rows(node: Node, start: int, stop: int) -> None:

@@ -164,7 +164,7 @@ class PrefillModes:
         self, mode: PrefillMode, chunks: Sequence[int], position: int, logit_rows: int
     ) -> float:
         layers = self._placement.graph.layers
-        if layers <= max(SAMPLED):
+        if layers <= max(SAMPLED) or len(self._placement.graph.kinds) > 1:
             return self._scheduled_s(mode, chunks, position, logit_rows, layers)
         fewer_s, more_s = (
             self._scheduled_s(mode, chunks, position, logit_rows, count) for count in SAMPLED

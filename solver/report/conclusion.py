@@ -27,7 +27,7 @@ def _who(plan: Plan) -> Sequence[str]:
     for total in plan.totals:
         m = drawn_tokens(total)
         ops = [op for op in plan.ops if op.phase == total.phase and op.m in (m, None)]
-        works = [op.n * op.k * _times(op, total, plan.layers or 1) for op in ops]
+        works = [op.n * op.k * _times(op, total, plan) for op in ops]
         parts = zip(works, map(npu_share, ops), strict=True)
         share = sum(work * part for work, part in parts) / (sum(works) or 1)
         if share in (0.0, 1.0):
@@ -38,13 +38,13 @@ def _who(plan: Plan) -> Sequence[str]:
     return said
 
 
-def _times(op: OpPlan, total: Total, layers: int) -> float:
+def _times(op: OpPlan, total: Total, plan: Plan) -> float:
     """Return how often, for each token.
 
     The output head comes once, of a prompt for its last token.
     """
     if op.op != "lm_head":
-        return float(layers)
+        return float(plan.counts.get(op.op, plan.layers or 1))
     return 1 / drawn_tokens(total) if total.phase == "prefill" else 1.0
 
 

@@ -17,6 +17,7 @@ from typing import Any, Final, NamedTuple
 from markupsafe import Markup
 
 from hetero.backends.protocol import KINDS
+from hetero.profiler.model_graph import role_of_op
 from hetero.profiler.pages import COLORS, LINES, markup
 from hetero.profiler.table_data import TableData
 from hetero.solver.plan import FrontPoint, OpPlan, Plan, Total
@@ -112,8 +113,9 @@ def _rect(x: float, y: float, width: float, height: float, color: str, tip: str,
 def block_bars(plan: Plan, total: Total) -> list[Bar]:
     """Return one block: matmuls as planned, the other operators on their device."""
     rest = plan.non_matmul.prefill if total.phase == "prefill" else plan.non_matmul.decode
-    between = {"qkv": "attention", "v": "attention", "o": "norm", "gate_up": "activation",
-               "up": "activation", "down": "norm"}  # fmt: skip
+    between = {"qkv": "attention", "v": "attention", "o": "norm", "conv_in": "convolution",
+               "conv_out": "norm", "gate_up": "activation", "up": "activation",
+               "down": "norm"}  # fmt: skip
     now, bars = 0.0, []
     for op in plan.ops:
         if op.phase != total.phase or op.m != drawn_tokens(total) or op.op == "lm_head":
@@ -126,7 +128,7 @@ def block_bars(plan: Plan, total: Total) -> list[Bar]:
         if gpu:
             bars.append(Bar("gpu", start, start + gpu, op.op))
         now += whole
-        part = op.op if op.op in total.non_matmul_s else between.get(op.op, "")
+        part = op.op if op.op in total.non_matmul_s else between.get(role_of_op(op.op), "")
         seconds = total.non_matmul_s.get(part, 0.0)
         if seconds:
             name = f"after {part}" if part == op.op else part

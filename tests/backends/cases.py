@@ -17,7 +17,14 @@ from hetero.backends.formats import StorageFormat, WeightFormat
 from hetero.backends.kv_codes import random_channels, random_chunks
 from hetero.backends.kv_rows import cache_rows, random_rows
 from hetero.backends.memory import HostBuffer, Tensor
-from hetero.backends.ops import ADDED_PORTS, OUTPUT_PORTS, Op, describe, weight_names
+from hetero.backends.ops import (
+    ADDED_PORTS,
+    OUTPUT_PORTS,
+    STATE_PORTS,
+    Op,
+    describe,
+    weight_names,
+)
 from hetero.backends.protocol import (
     FIXED_PORTS,
     BoundCall,
@@ -152,7 +159,9 @@ def require(device: Device, op: Op) -> None:
         pytest.skip(f"{device.info.backend}: {accepted.reason}")
 
 
-def make_weights(op: Op, rng: np.random.Generator) -> dict[str, WeightValue]:
+def make_weights(  # noqa: PLR0912
+    op: Op, rng: np.random.Generator
+) -> dict[str, WeightValue]:
     """Random weights of an operation."""
     weights: dict[str, WeightValue] = {}
     for name in weight_names(op):
@@ -179,6 +188,9 @@ def make_weights(op: Op, rng: np.random.Generator) -> dict[str, WeightValue]:
                 weights[name] = random_channels(op, rng)
             case ops.AddPositions():
                 weights[name] = rng.standard_normal(op.rows * op.d, dtype=np.float32)
+            case ops.ShortConv():
+                count = op.taps * op.d if name == "taps" else op.d
+                weights[name] = rng.standard_normal(count, dtype=np.float32)
             case ops.Rope():
                 weights[name] = 1 + 0.3 * rng.standard_normal(op.head_dim, dtype=np.float32)
             case _:
@@ -247,6 +259,8 @@ def make_tensors(
             random_rows(cache_rows(op, array), known, rng, keys=port == "k_cache")
         elif port in ADDED_PORTS:
             array[:] = rng.random(array.shape)
+        elif port in STATE_PORTS:
+            array[:] = rng.standard_normal(array.shape) if position else np.nan
         elif port not in ("codes", "table"):
             array[:] = np.nan
             if port not in OUTPUT_PORTS:
@@ -325,7 +339,7 @@ def check_run(
             actual, limit = tensor.array[:m], tolerance(op, device)
             assert_close(actual, wanted[port][:m], limit, what, floor=floor(op, device))
             np.testing.assert_array_equal(tensor.array[m:], before[port][m:], f"{what} rows ≥ m")
-        elif port in ADDED_PORTS:
+        elif port in (*ADDED_PORTS, *STATE_PORTS):
             assert_close(tensor.array, wanted[port], tolerance(op, device), what)
         else:
             np.testing.assert_array_equal(tensor.array, wanted[port], what)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,9 @@ from hetero.backends.errors import DeviceLostError
 from hetero.backends.formats import CacheFormat, StorageFormat, WeightFormat
 from hetero.backends.kv_rows import cache_rows
 from hetero.backends.memory import Tensor, new_tensor
-from hetero.backends.ops import Op, RopeScaling
+from hetero.backends.ops import OUTPUT_PORTS, STATE_PORTS, Op, RopeScaling
 from hetero.backends.optional import SupportsGroups, SupportsThreads
-from hetero.backends.protocol import BoundCall, Device
+from hetero.backends.protocol import FIXED_PORTS, BoundCall, Device
 from hetero.backends.weights import pack
 from tests.backends.cases import (
     CACHES,
@@ -52,6 +53,7 @@ SMALL_OPS: dict[str, Op] = {
     "layer_norm": ops.LayerNorm(d=64, eps=1e-5),
     "rope": ROPE,
     "attention": ATTENTION,
+    "short_conv": ops.ShortConv(d=64, taps=3, gated=True),
     "gated_act": ops.GatedAct(f=64),
     "act": ops.Act(f=64, activation="relu"),
     "add_positions": ops.AddPositions(d=64, rows=40, offset=2),
@@ -61,7 +63,11 @@ SMALL_OPS: dict[str, Op] = {
 
 @pytest.fixture(params=SMALL_OPS)
 def small_op(request: pytest.FixtureRequest) -> Op:
-    return SMALL_OPS[request.param]
+    op = SMALL_OPS[request.param]
+    if ops.has_state(op):  # which a device may lack
+        name = "any_device" if "any_device" in request.fixturenames else "device"
+        require(request.getfixturevalue(name), op)
+    return op
 
 
 # --- operations ---------------------------------------------------------------------------------
@@ -536,6 +542,64 @@ def test_add_positions(device: Device, d: int, rows: int, offset: int) -> None:
 @pytest.mark.parametrize("f", [1, 172])
 def test_act(device: Device, f: int, activation: ops.Activation) -> None:
     check_op(device, ops.Act(f=f, activation=activation), EDGE_TOKENS)
+
+
+SHORT_CONVS: dict[str, dict[str, Any]] = {
+    "lfm2": {"taps": 3, "gated": True},
+    "qwen3.5": {"taps": 4, "activation": "silu"},
+    "lfm3": {"taps": 7, "gated": True, "bias": True},
+    "all": {"taps": 2, "gated": True, "activation": "gelu", "bias": True},
+}
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("kind", SHORT_CONVS)
+@pytest.mark.parametrize("d", [1, 40, 172])
+@pytest.mark.parametrize("beyond", [0, 9])
+def test_short_conv(device: Device, kind: str, d: int, beyond: int) -> None:
+    """From a state or, at position 0, from zeros whatever is there; columns beyond are not read."""
+    op = ops.ShortConv(d=d, **SHORT_CONVS[kind])
+    op = replace(op, width=op.columns + beyond)
+    require(device, op)
+    rng = np.random.default_rng(d)
+    weights = make_weights(op, rng)
+    kernel = device.prepare(op, weights)
+    for m, position in ((1, 0), (1, 9), (2, 1), (33, 0), (5, 70), (77, 3), (300, 1)):
+        tensors = make_tensors(op, m, rng, position=position, spare_rows=1, device=device)
+        tensors["x"].array[:, op.columns :] = np.nan
+        check_call(device, kernel, weights, tensors, m)
+
+
+def in_pieces(device: Device, op: Op, count: int, seed: int) -> None:
+    """Assert that calls of some tokens each, one after the other, do what one call does."""
+    require(device, op)
+    rng = np.random.default_rng(seed)
+    weights = make_weights(op, rng)
+    kernel = device.prepare(op, weights)
+    tensors = make_tensors(op, count, rng, device=device)
+    wanted = expected(op, weights, snapshot(tensors), count)
+    places = np.sort(rng.integers(0, count + 1, 4))
+    for start, stop in pairwise([0, *places.tolist(), count]):
+        if start < stop:
+            tensors["position"].array[0] = start
+            rows = {p: t if p in FIXED_PORTS else t.rows(start, stop) for p, t in tensors.items()}
+            execute(device, kernel.bind(rows, stop - start))
+    for port in tensors:
+        if port in (*OUTPUT_PORTS, *STATE_PORTS):
+            limit = tolerance(op, device)
+            assert_close(tensors[port].array, wanted[port], limit, f"{ops.describe(op)}: {port}")
+
+
+@pytest.mark.parametrize("kind", SHORT_CONVS)
+@pytest.mark.parametrize("count", [2, 30, 300])
+def test_short_conv_in_pieces(device: Device, kind: str, count: int) -> None:
+    in_pieces(device, ops.ShortConv(d=40, **SHORT_CONVS[kind]), count, seed=count)
+
+
+@pytest.mark.parametrize("sizes", [{"d": 0, "taps": 3}, {"d": 8, "taps": 1}])
+def test_impossible_convolutions_are_refused(sizes: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="d >= 1 and taps >= 2"):
+        ops.ShortConv(**sizes)
 
 
 @pytest.mark.pairwise

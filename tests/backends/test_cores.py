@@ -109,6 +109,7 @@ for model in ("llama-3.2-1b", "qwen2.5-0.5b"):
 """
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="needs affinity")
 def test_a_process_on_one_core_gets_one_device() -> None:
     env = {**os.environ, "HETERO_SCALE": "off"}

@@ -45,6 +45,7 @@ def quiet_stdout() -> AbstractContextManager[None]:
     return quiet_stdout()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "block",
     [

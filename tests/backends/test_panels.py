@@ -31,6 +31,8 @@ OPERATIONS: list[Op] = [
     ROPE,
     dataclasses.replace(ROPE, head_dim=24, qk_norm_eps=1e-6, rotary_dim=16),
     ops.GatedAct(f=90),
+    ops.ShortConv(d=33, taps=3, gated=True),
+    ops.ShortConv(d=99, taps=4, activation="silu", width=120),
     ops.Act(f=99, activation="gelu"),
     ops.Add(d=97),
 ]

@@ -38,6 +38,7 @@ def test_a_broken_driver_is_one_warning(tmp_path: Path) -> None:
         assert "install" in warning
 
 
+@pytest.mark.full
 @pytest.mark.skipif(os.name != "posix", reason="limits by ulimit")
 def test_a_full_cache_is_at_most_a_warning(tmp_path: Path) -> None:
     """No file may grow, as on a full disk: PoCL cannot even compile its programs."""

@@ -50,6 +50,7 @@ def press(terminal: Terminal, keys: str) -> None:
         terminal.wait_for(READY, times=terminal.text.count(READY) + 1)
 
 
+@pytest.mark.full
 def test_lines_are_edited_and_remembered_in_a_terminal(tmp_path: Path) -> None:
     env = {"XDG_DATA_HOME": str(tmp_path)}
     with Terminal(*CHAT, env=env) as terminal:

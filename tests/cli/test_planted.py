@@ -76,6 +76,7 @@ def test_a_chat_template(planted: Path) -> None:
     assert not planted.exists()
 
 
+@pytest.mark.full
 def test_settings_of_matplotlib(planted: Path) -> None:
     Path("matplotlibrc").write_text("text.usetex: True\nxtick.color: red\n", encoding="utf-8")
     code = "from hetero.cli.app import main; main(['report', 'host', '--out', 'r.html'])"

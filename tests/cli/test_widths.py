@@ -103,6 +103,7 @@ def test_every_command_is_shown_or_has_a_reason() -> None:
     assert shown | RECORDS | ELSEWHERE == set(COMMANDS)
 
 
+@pytest.mark.full
 def test_tables_fit_the_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     plan("demo", "snapdragon-8-gen-3", seq_lens=(64,), curves=False).save(tmp_path / "plan.json")

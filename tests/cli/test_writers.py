@@ -88,6 +88,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_file_is_replaced_when_it_is_whole(
     name: str, writers: dict[str, Writer], tmp_path: Path, events: list[str]

@@ -63,8 +63,8 @@ def test_the_command(stories: Path, tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main([*common, "--calibration-tokens", "64"])
     assert ended.value.code == 0
-    plain = open_model(stories).weights.block(0).qkv.dequantize()
-    assert (open_model(tmp_path / "out").weights.block(0).qkv.dequantize() != plain).any()
+    plain = open_model(stories).weights.block(0).matrix("qkv").dequantize()
+    assert (open_model(tmp_path / "out").weights.block(0).matrix("qkv").dequantize() != plain).any()
 
 
 def test_what_cannot_be_calibrated(stories: Path, tmp_path: Path) -> None:

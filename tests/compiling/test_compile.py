@@ -215,6 +215,7 @@ def test_other_operations_are_compiled_where_the_plan_has_them_on_the_npu() -> N
     assert kinds == {"Embed", "RMSNorm", "MatMul", "Rope", "Attention", "GatedAct"}
 
 
+@pytest.mark.full
 def test_shared_weights_make_one_file_for_each_weight(tmp_path: Path) -> None:
     shared = replace(REQUEST, share_weights=True)
     assert prepare(shared).estimate.graphs_bytes < prepare(REQUEST).estimate.graphs_bytes

@@ -140,6 +140,7 @@ def whole_gpu(spec: ModelGraph) -> ExecutionPlan:
     return single_device(spec, "gpu", graph_sizes=GRAPHS)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("kind", "seed"),
     [
@@ -187,6 +188,7 @@ def test_a_bundle_has_the_graphs_that_any_prompt_runs(
     assert opened == {graph.entry for graph in manifest.graphs}
 
 
+@pytest.mark.full
 def test_a_plan_and_the_chips_profile_order_the_calls_of_a_prompt(
     model: str, tmp_path: Path
 ) -> None:

@@ -89,6 +89,7 @@ def test_alone_the_hexagon_refuses_shadows_with_the_remedy(shadowed: Path) -> No
     )
 
 
+@pytest.mark.full
 def test_static_graphs_between_attentions(checkpoint: Path, tmp_path: Path) -> None:
     """Two graphs and attention a layer, codes rounded inside them: compiled ahead, as they run."""
     model = quantise(checkpoint, tmp_path / "w8a8", "none")

@@ -80,6 +80,7 @@ FUSIONS = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "fused"), FUSIONS)
 def test_architectures_and_fused_groups(name: str, fused: Any, tmp_path: Path) -> None:
     """Logits of a prompt, of tokens after it, and after going back, everything on the Hexagon."""

@@ -15,6 +15,7 @@ from hetero.backends.reference.compute import program
 from hetero.compiling.static_scales import Scale, StaticWeights, choose, static_weights
 from hetero.errors import UserError
 from hetero.models import LoadedModel, open_model
+from hetero.models.calibration_record import matmul_shapes
 from hetero.models.quantized import save
 from hetero.models.random_models import RandomWeights
 from tests.models.model_helpers import small_config
@@ -57,10 +58,9 @@ def test_a_slab_is_the_float_product_of_its_channels() -> None:
     """Every channel hot: nothing is left to the integers but in the head, which keeps no shadow."""
     model = loaded()
     scales = Schemes(model, TOKENS, 64).scales()
-    sizes: dict[str, int] = {x.name: x.k for x in model.config.matmuls()}
+    sizes = {name: x.k for name, x in matmul_shapes(model.config).items()}
     everything = {
-        name: Scale(1.0, 100.0, 0.0, np.arange(sizes[name.rsplit(".", maxsplit=1)[-1]], dtype="i4"))
-        for name in scales
+        name: Scale(1.0, 100.0, 0.0, np.arange(sizes[name], dtype="i4")) for name in scales
     } | {"lm_head": scales["lm_head"].widest}
     found = Schemes(model, TOKENS, 64).chosen(everything).logits(TOKENS[1])
     wanted = floats(model).logits(TOKENS[1])

@@ -69,6 +69,7 @@ def bundle(request_of: CompileRequest, tmp_path_factory: pytest.TempPathFactory)
     return out
 
 
+@pytest.mark.full
 def test_it_has_the_graphs_of_every_length_and_of_other_speeds(bundle: Path) -> None:
     with LLM(str(bundle)) as llm:
         assert OTHER_SOLVER not in llm.choice.notes

@@ -30,7 +30,7 @@ from hetero.compiling.static_scales import (
 )
 from hetero.errors import ModelError, UserError
 from hetero.models import open_model
-from hetero.models.calibration_record import OutlierChoice, matmul_names
+from hetero.models.calibration_record import OutlierChoice, matmul_shapes
 from hetero.models.packed_file import PAD_PREFIX
 from hetero.models.quantized import save
 from hetero.models.random_models import RandomWeights
@@ -141,7 +141,7 @@ def test_the_most_important_matmuls_keep_a_shadow(outliers: str, kept: int) -> N
     pruned = {name: x for name, x in found.matmuls.items() if x.pruned}
     assert pruned.pop("lm_head")
     assert all(x.importance <= least for x in pruned.values())
-    assert list(found.matmuls) == matmul_names(weights.config)
+    assert list(found.matmuls) == list(matmul_shapes(weights.config))
     assert found.tokens == 150
 
 
@@ -174,8 +174,8 @@ def test_a_directory_holds_the_same(tmp_path: Path, outliers: str) -> None:
         ours, theirs = found.block(index), wanted.block(index)
         for role in ("qkv", "o", "gate_up", "down"):
             name = f"blocks.{index}.{role}"
-            assert np.array_equal(getattr(ours, role).data, getattr(theirs, role).data)
-            assert getattr(ours, f"{role}_x_scale") == getattr(theirs, f"{role}_x_scale")
+            assert np.array_equal(ours.matrix(role).data, theirs.matrix(role).data)
+            assert ours.vectors[f"{role}_x_scale"] == theirs.vectors[f"{role}_x_scale"]
             assert ours.shadows.keys() == theirs.shadows.keys()
             if role not in ours.shadows:
                 assert wanted.calibration is not None
@@ -184,7 +184,7 @@ def test_a_directory_holds_the_same(tmp_path: Path, outliers: str) -> None:
             shadow = ours.shadows[role]
             assert np.array_equal(shadow.channels, theirs.shadows[role].channels)
             assert np.array_equal(shadow.weight, theirs.shadows[role].weight)
-            columns = getattr(ours, role).codes()[:, shadow.channels]
+            columns = ours.matrix(role).codes()[:, shadow.channels]
             assert columns.any() == (outliers == "paper")  # there the integers keep them
     again = save(found, tmp_path / "again", name="out")
     first, second = (x / "weights.safetensors" for x in (tmp_path / "out", again))

@@ -123,6 +123,7 @@ def test_going_back_forgets(llm: LLM) -> None:
         assert np.array_equal(found, llm.engine.decode(fresh, token))
 
 
+@pytest.mark.few(1)
 def test_guesses_on_two_contexts_change_no_token(llm: LLM) -> None:
     prompts = [[9, 8, 7, 6] * 6, [5, 4, 5, 4] * 5]
     options: dict[str, Any] = {"max_tokens": 20}
@@ -507,6 +508,7 @@ def test_a_file_of_the_version_before_is_read(one: LLM, folder: Path, tmp_path: 
     assert np.array_equal(*found)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [

@@ -83,6 +83,7 @@ def test_sampled_rows(first: int, count: int, every: int) -> None:
     assert sampled(first, count, every) == wanted
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("way", [*WAYS])
 def test_taps_tell_what_the_devices_computed_on(
     way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -136,6 +137,7 @@ def test_taps_tell_what_the_devices_computed_on(
         assert set(tapped.stats.placement) == set(plain.stats.placement)
 
 
+@pytest.mark.full
 def test_sampled_rows_rank_chunks_as_all_rows_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """The demo model on stories: Spearman's correlation with equation (1) over every row."""
     records: list[Any] = []

@@ -57,6 +57,7 @@ def test_threads_have_a_context_each(llm: LLM, alone: list[Any]) -> None:
     assert open_count(llm) == 1
 
 
+@pytest.mark.full
 def test_a_stream_that_is_dropped_gives_its_context_back(one: LLM) -> None:
     for _ in range(3):
         streams = [one.stream(x, max_tokens=9) for x in PROMPTS]

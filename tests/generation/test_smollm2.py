@@ -81,6 +81,7 @@ def assert_greedy(llm: LLM, number: int, atol: float) -> None:
     np.testing.assert_allclose([x.logprob for x in answer], wanted.max(-1), rtol=0, atol=atol)
 
 
+@pytest.mark.full
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     "number",

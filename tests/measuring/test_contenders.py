@@ -33,6 +33,7 @@ def opened(name: str, gpu: str, prompts: list[int]) -> Contestant:
     return contestant
 
 
+@pytest.mark.few(1)
 @two_cores
 @pytest.mark.parametrize("first", ["opencl", "opencl-cores"])
 def test_none_decides_the_threads_of_another(first: str) -> None:
@@ -44,6 +45,7 @@ def test_none_decides_the_threads_of_another(first: str) -> None:
         assert cores == {"opencl": 1, "opencl-cores": len(allowed_cores())}
 
 
+@pytest.mark.full
 @two_cores
 def test_auto_chooses_as_it_does_alone(command: Command) -> None:
     devices = ("--device", "gpu", "--device", "auto", "--device", "hetero")
@@ -64,6 +66,7 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+@pytest.mark.few(1)
 @linux
 @pytest.mark.parametrize("device", ["gpu", "npu", "hetero"])
 def test_a_contender_whose_turn_it_is_not_takes_no_processor(device: str) -> None:
@@ -104,6 +107,7 @@ def is_gone(pid: int) -> bool:
     return False
 
 
+@pytest.mark.few(1)
 @linux
 @pytest.mark.parametrize(
     ("number", "code"),
@@ -121,6 +125,7 @@ def test_a_bench_that_is_ended_leaves_no_process(number: int, code: int) -> None
     assert all(map(is_gone, pids))
 
 
+@pytest.mark.full
 @linux
 def test_a_contender_that_is_killed_ends_the_bench_in_a_sentence() -> None:
     process = start(LONG)

@@ -86,6 +86,7 @@ def test_the_reference_shows_what_rounding_costs(stories: Path) -> None:
     assert 0.5 < found[2].top1_agreement < 1.0
 
 
+@pytest.mark.full
 def test_the_command_prints_a_table_and_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -102,6 +103,7 @@ def test_the_command_prints_a_table_and_json(
     assert json.loads(capsys.readouterr().out)["w4a16"]["kl_mean"] is None
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("stored", [["w8a8", "w4a16"], ["w8a16"], ["w4a16"], ["f16"]], ids=str)
 @pytest.mark.parametrize("origin", ["beside", "gone", "other"])
 def test_a_quantised_directory_without_floats(
@@ -130,6 +132,7 @@ def test_a_quantised_directory_without_floats(
     assert found.stderr.startswith(holds + then)
 
 
+@pytest.mark.full
 def test_a_quantised_directory_is_no_reference_and_is_not_calibrated_again(
     command: Command, tmp_path: Path
 ) -> None:

@@ -12,6 +12,7 @@ from hetero.measuring.paper_figures import SHOWN, figure
 CHIP = "snapdragon-8-gen-3"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("number", [14, 16, 19])
 def test_every_bar_is_executed_as_it_is_predicted(number: int) -> None:
     shown = figure(number, CHIP)
@@ -22,6 +23,7 @@ def test_every_bar_is_executed_as_it_is_predicted(number: int) -> None:
     json.dumps(shown.rows)
 
 
+@pytest.mark.full
 def test_fast_synchronisation_gains_as_in_the_paper_but_a_wait_less_for_each_cut() -> None:
     shown = figure(17, CHIP)
     speeds = [row["executed"] for row in shown.rows]

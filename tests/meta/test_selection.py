@@ -56,6 +56,20 @@ def test_every_pair_of_values_is_run(sizes: dict[str, int]) -> None:
         assert 2 * len(kept) <= len(given) + 1
 
 
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_few_run_by_default_and_all_with_full(sizes: dict[str, int], count: int) -> None:
+    given = items("test_x", sizes, pytest.mark.sampled, pytest.mark.few(count))
+    default = selected(given, Level.DEFAULT)
+    assert default == [x for x in given if x in default]
+    assert len(default) == min(count, len(given))
+    sampled = items("test_x", sizes, pytest.mark.sampled)
+    ids = [x.nodeid for x in selected(sampled, Level.DEFAULT)]
+    assert len(default) == min(count, len(ids))
+    assert {x.nodeid for x in default} <= set(ids)
+    assert selected(given, Level.FULL) == given
+
+
 @pytest.mark.parametrize("level", [Level.FULL, Level.EXHAUSTIVE])
 def test_a_mark_is_the_least_level_that_runs_a_test(level: Level) -> None:
     plain = items("test_x", {"a": 3})

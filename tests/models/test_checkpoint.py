@@ -80,8 +80,8 @@ def check_block(block: BlockWeights, tensors: Tensors, prefix: str, config: Mode
     }
     for name, modules in parts.items():
         rows = np.concatenate([tensors[f"{prefix}{x}.weight"] for x in modules])
-        np.testing.assert_array_equal(getattr(block, name).dequantize(), rows)
-        bias = getattr(block, f"{name}_bias")
+        np.testing.assert_array_equal(block.matrix(name).dequantize(), rows)
+        bias = block.vectors.get(f"{name}_bias")
         biases = [tensors[x] for m in modules if (x := f"{prefix}{m}.bias") in tensors]
         assert (bias is None) == (not biases)
         if biases:
@@ -90,7 +90,7 @@ def check_block(block: BlockWeights, tensors: Tensors, prefix: str, config: Mode
     if config.qk_norm:
         norms |= {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
     for name, module in norms.items():
-        np.testing.assert_array_equal(getattr(block, name), tensors[f"{prefix}{module}.weight"])
+        np.testing.assert_array_equal(block.vectors[name], tensors[f"{prefix}{module}.weight"])
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -132,7 +132,7 @@ def test_pieces_pack_as_the_whole(
     weights = CheckpointWeights(make_checkpoint(config, tensors), config, weight_format)
     prefix = "model.layers.1.self_attn."
     rows = np.concatenate([tensors[f"{prefix}{x}_proj.weight"] for x in "qkv"])
-    check_packed(weights.block(1).qkv, pack(rows, weight_format.storage))
+    check_packed(weights.block(1).matrix("qkv"), pack(rows, weight_format.storage))
     embed = pack(tensors["model.embed_tokens.weight"], weight_format.storage)
     check_packed(weights.embed(), embed)
 
@@ -156,7 +156,7 @@ def test_blocks_are_kept_until_released(make_checkpoint: Callable[..., Path]) ->
     weights.release_embeddings()
     assert weights.block(0) is not first
     assert weights.embed() is not embed
-    check_packed(weights.block(0).o, first.o)
+    check_packed(weights.block(0).matrix("o"), first.matrix("o"))
     for index in (-1, 3):
         with pytest.raises(IndexError, match=f"block {index} of a model of 3 blocks"):
             weights.block(index)
@@ -180,7 +180,7 @@ def test_nbytes_counts_everything(
     weights = open_model(make_checkpoint(config), weights=weight_format).weights
     blocks = [weights.block(i) for i in range(config.num_layers)]
     assert not any(block.shadows for block in blocks)
-    values = [x for block in blocks for x in vars(block).values() if hasattr(x, "nbytes")]
+    values = [x for b in blocks for x in (*b.matrices.values(), *b.vectors.values())]
     ends = [weights.embed(), *([] if tied else [weights.lm_head()]), weights.final_norm()]
     assert weights.nbytes == sum(x.nbytes for x in [*values, *ends])
 
@@ -274,8 +274,8 @@ def test_values_beyond_fp16(make_checkpoint: Callable[..., Path]) -> None:
             f"tensor {name} holds the magnitude 1e+06, beyond what this weight format stores "
             f"({limit}); load it with --weights f32"
         )
-    assert open_model(path, weights="f32").weights.block(0).o.dequantize()[3, 4] == -1e6
-    assert open_model(path, weights="w8a16").weights.block(0).o.dequantize()[3, 4] < -9e5
+    assert open_model(path, weights="f32").weights.block(0).matrix("o").dequantize()[3, 4] == -1e6
+    assert open_model(path, weights="w8a16").weights.block(0).matrix("o").dequantize()[3, 4] < -9e5
 
 
 def sharded(make: Callable[..., Path]) -> tuple[Path, dict[str, Any]]:

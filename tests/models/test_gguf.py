@@ -47,12 +47,12 @@ def check_same_weights(ours: LoadedModel, theirs: LoadedModel) -> None:
     """Every number of two opened models is the same."""
     for index in range(ours.config.num_layers):
         a, b = ours.weights.block(index), theirs.weights.block(index)
-        for matrix in block_matrices(ours.config):
+        for matrix in block_matrices(ours.config, index):
             np.testing.assert_array_equal(
-                getattr(a, matrix.name).dequantize(), getattr(b, matrix.name).dequantize()
+                a.matrix(matrix.name).dequantize(), b.matrix(matrix.name).dequantize()
             )
-        for vector in ours.weights.vectors():
-            np.testing.assert_array_equal(getattr(a, vector.name), getattr(b, vector.name))
+        for vector in ours.weights.vectors(index):
+            np.testing.assert_array_equal(a.vectors[vector.name], b.vectors[vector.name])
     for name in ("embed", "lm_head"):
         one, other = (getattr(x.weights, name)().dequantize() for x in (ours, theirs))
         np.testing.assert_array_equal(one, other)
@@ -113,14 +113,15 @@ def float_checkpoint(source: Path, target: Path) -> Path:
     q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
     for i in range(config.num_layers):
         block, prefix = model.weights.block(i), f"model.layers.{i}."
-        parts = [*np.split(block.qkv.dequantize(), [q, q + kv]), block.o.dequantize()]
+        dense = {name: x.dequantize() for name, x in block.matrices.items()}
+        parts = [*np.split(dense["qkv"], [q, q + kv]), dense["o"]]
         for name, value in zip("qkvo", parts, strict=True):
             found[f"{prefix}self_attn.{name}_proj.weight"] = np.ascontiguousarray(value)
-        parts = [*np.split(block.gate_up.dequantize(), 2), block.down.dequantize()]
+        parts = [*np.split(dense["gate_up"], 2), dense["down"]]
         for name, value in zip(("gate", "up", "down"), parts, strict=True):
             found[f"{prefix}mlp.{name}_proj.weight"] = np.ascontiguousarray(value)
-        found[f"{prefix}input_layernorm.weight"] = np.asarray(block.input_norm)
-        found[f"{prefix}post_attention_layernorm.weight"] = np.asarray(block.post_norm)
+        found[f"{prefix}input_layernorm.weight"] = np.asarray(block.vectors["input_norm"])
+        found[f"{prefix}post_attention_layernorm.weight"] = np.asarray(block.vectors["post_norm"])
     save_file(found, target / "model.safetensors")
     (target / "config.json").write_text(json.dumps(config.to_dict()), encoding="utf-8")
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -197,7 +198,7 @@ def test_what_quantising_again_costs_is_measured(kind: Kind, stories: Path, tmp_
     tensors = convert(stories, tmp_path / "model.gguf", kind)
     weights = open_model(tmp_path / "model.gguf", weights="w4a16").weights
     assert isinstance(weights, GgufWeights)
-    stored = weights.block(0).o.dequantize()
+    stored = weights.block(0).matrix("o").dequantize()
     quantised = gguf.quants.quantize(tensors["blk.0.attn_output.weight"], kind)
     exact = gguf.quants.dequantize(quantised, kind)
     error = float(np.linalg.norm(stored - exact) / np.linalg.norm(exact))

@@ -30,8 +30,8 @@ def weights(path: Path) -> dict[str, np.ndarray[tuple[int, ...], np.dtype[np.flo
     """The matrices and biases of the first block as they are computed with."""
     model = open_model(path, weights="f32")
     block = model.weights.block(0)
-    found = {name: getattr(block, name).dequantize() for name in ("qkv", "o", "gate_up", "down")}
-    found |= {x.name: np.asarray(getattr(block, x.name)) for x in model.weights.vectors()}
+    found = {name: block.matrix(name).dequantize() for name in ("qkv", "o", "gate_up", "down")}
+    found |= {x.name: np.asarray(block.vectors[x.name]) for x in model.weights.vectors(0)}
     return found
 
 

@@ -60,11 +60,11 @@ def test_a_file_of_many_types_keeps_every_number(tmp_path: Path) -> None:
     for layer in range(loaded.config.num_layers):
         block, prefix = weights.block(layer), f"blk.{layer}."
         np.testing.assert_array_equal(
-            block.o.dequantize(), exact(file, f"{prefix}attn_output.weight")
+            block.matrix("o").dequantize(), exact(file, f"{prefix}attn_output.weight")
         )
         both = [exact(file, f"{prefix}{x}.weight") for x in ("ffn_gate", "ffn_up")]
-        np.testing.assert_array_equal(block.gate_up.dequantize(), np.concatenate(both))
-        matrices = [block.matrix(x.name) for x in block_matrices(loaded.config)]
+        np.testing.assert_array_equal(block.matrix("gate_up").dequantize(), np.concatenate(both))
+        matrices = [block.matrix(x.name) for x in block_matrices(loaded.config, 0)]
         assert len({part.storage for matrix in matrices for part in matrix.parts}) > 2
         stored += matrices
     np.testing.assert_array_equal(weights.embed().dequantize(), exact(file, "token_embd.weight"))
@@ -101,7 +101,7 @@ def test_rows_that_are_no_whole_blocks_are_held_as_floats(tmp_path: Path) -> Non
     """One head of 8: values would begin in the middle of a block of 16 rows."""
     path = write_mixed(tmp_path / "m.gguf", np.random.default_rng(3), head_dim=8, kv=1)
     loaded = open_model(path, weights="gguf-a16")
-    assert [x.storage for x in loaded.weights.block(0).qkv.parts] == [StorageFormat.F32]
+    assert [x.storage for x in loaded.weights.block(0).matrix("qkv").parts] == [StorageFormat.F32]
     assert isinstance(loaded.weights, GgufWeights)
     v = exact(loaded.weights.file, "blk.0.attn_v.weight")
-    np.testing.assert_array_equal(loaded.weights.block(0).qkv.dequantize()[-len(v) :], v)
+    np.testing.assert_array_equal(loaded.weights.block(0).matrix("qkv").dequantize()[-len(v) :], v)

@@ -210,6 +210,7 @@ def test_other_lists_are_refused(values: list[Any], sentence: str, tmp_path: Pat
         open_model(path)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("value", [[1, 2], [0.5], ["a", "b"], "text", 1.5, True, 2**31])
 def test_a_value_of_any_type_gives_a_model_or_a_model_error(value: Any, tmp_path: Path) -> None:
     names = [f"llama__{name.replace('.', '__')}" for name in KNOWN]

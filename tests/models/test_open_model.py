@@ -65,8 +65,8 @@ def test_opening_reads_no_weight_and_releasing_gives_pages_back(tmp_path: Path) 
     model = open_model(path, weights="f16").weights
     block = model.block(2)
     assert resident_bytes(path) < 1e5
-    block.down.data.max()
-    assert resident_bytes(path) >= block.down.nbytes == 2 * 512 * 2048
+    block.matrix("down").data.max()
+    assert resident_bytes(path) >= block.matrix("down").nbytes == 2 * 512 * 2048
     model.release(2)
     assert resident_bytes(path) < 1e5
 

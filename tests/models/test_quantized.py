@@ -37,8 +37,10 @@ def check_same(found: ModelWeights, expected: ModelWeights) -> None:
     assert found.config == expected.config
     assert found.nbytes == expected.nbytes
     for index in range(expected.config.num_layers):
-        ours, theirs = vars(found.block(index)), vars(expected.block(index))
-        assert all(same(ours[name], theirs[name]) for name in theirs)
+        ours, theirs = found.block(index), expected.block(index)
+        for mine, wanted in ((ours.matrices, theirs.matrices), (ours.vectors, theirs.vectors)):
+            assert mine.keys() == wanted.keys()
+            assert all(same(mine[name], wanted[name]) for name in wanted)
     assert same(found.embed(), expected.embed())
     assert same(found.lm_head(), expected.lm_head())
     assert same(found.final_norm(), expected.final_norm())
@@ -118,8 +120,8 @@ def test_tensors_are_whole_pages_of_the_file(saved: Path) -> None:
     assert all(start % 4096 == 0 for start in starts)
     assert weights.file.nbytes % 4096 == 0
     block = weights.block(1)
-    assert block.qkv.data.ctypes.data % 4096 == 0
-    assert not block.qkv.data.flags.writeable
+    assert block.matrix("qkv").data.ctypes.data % 4096 == 0
+    assert not block.matrix("qkv").data.flags.writeable
 
 
 def test_the_safetensors_library_reads_the_file(saved: Path) -> None:
@@ -127,7 +129,7 @@ def test_the_safetensors_library_reads_the_file(saved: Path) -> None:
     with safe_open(saved / "weights.safetensors", "numpy") as file:
         assert file.metadata() == {"format": "hetero-q4", "schema_version": "1"}
         found = file.get_tensor("blocks.2.gate_up.data")
-    assert np.array_equal(found, weights.block(2).gate_up.data)
+    assert np.array_equal(found, weights.block(2).matrix("gate_up").data)
 
 
 def test_only_what_belongs_to_the_model_is_copied(saved: Path) -> None:
@@ -166,11 +168,11 @@ def test_a_random_model_keeps_its_byte_tokenizer(tmp_path: Path) -> None:
 def test_releasing_a_mapped_block_keeps_its_values(saved: Path) -> None:
     weights = open_model(saved).weights
     block = weights.block(0)
-    before = block.down.dequantize()
+    before = block.matrix("down").dequantize()
     weights.release(0)
     weights.release_embeddings()
-    np.testing.assert_array_equal(block.down.dequantize(), before)
-    np.testing.assert_array_equal(weights.block(0).down.dequantize(), before)
+    np.testing.assert_array_equal(block.matrix("down").dequantize(), before)
+    np.testing.assert_array_equal(weights.block(0).matrix("down").dequantize(), before)
 
 
 def test_progress_counts_to_the_end(model: Path, tmp_path: Path) -> None:

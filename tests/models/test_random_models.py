@@ -46,9 +46,9 @@ PARAMETERS = {
 def test_the_number_of_parameters_is_the_published_one(name: str) -> None:
     config = KNOWN_MODELS[name]
     total = sum(x.n * x.k * x.count for x in config.matmuls())
-    routed = sum(x.n * x.k for x in expert_matrices(config))
-    routed += config.experts.count * config.hidden_size if config.experts else 0
-    total += config.num_layers * routed
+    for i in range(config.num_layers):
+        total += sum(x.n * x.k for x in expert_matrices(config, i))
+        total += config.experts.count * config.hidden_size if config.routed(i) else 0
     total += 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
     total += config.positions * config.hidden_size
     assert total / 1e6 == pytest.approx(PARAMETERS[name], rel=2e-3)
@@ -75,20 +75,23 @@ def test_the_same_seed_gives_the_same_numbers(weights: WeightFormat) -> None:
     first, again = (RandomWeights(config, weights, seed=3) for _ in range(2))
     other = RandomWeights(config, weights, seed=4)
     again.block(0)  # the order of asking does not matter
-    assert np.array_equal(first.block(2).down.data, again.block(2).down.data)
-    assert np.array_equal(first.block(2).qkv_bias, again.block(2).qkv_bias)  # type: ignore[arg-type]
+    assert np.array_equal(first.block(2).matrix("down").data, again.block(2).matrix("down").data)
+    biases = [x.block(2).vectors["qkv_bias"] for x in (first, again)]
+    assert np.array_equal(*biases)
     assert np.array_equal(first.lm_head().data, again.lm_head().data)
-    assert not np.array_equal(first.block(2).down.data, other.block(2).down.data)
+    assert not np.array_equal(
+        first.block(2).matrix("down").data, other.block(2).matrix("down").data
+    )
 
 
 @pytest.mark.parametrize("weights", [x for x in WeightFormat if not x.of_file])
 def test_blocks_differ_and_share_no_memory(weights: WeightFormat) -> None:
     model = RandomWeights(small_config(hidden_size=256, head_dim=64), weights)
     blocks = [model.block(i) for i in range(3)]
-    values = [block.qkv.dequantize().ravel() for block in blocks]
+    values = [block.matrix("qkv").dequantize().ravel() for block in blocks]
     for i in range(3):
         for j in range(i):
-            assert not np.shares_memory(blocks[i].qkv.data, blocks[j].qkv.data)
+            assert not np.shares_memory(*(blocks[x].matrix("qkv").data for x in (i, j)))
             assert abs(np.corrcoef(values[i], values[j])[0, 1]) < 0.05
 
 
@@ -96,7 +99,7 @@ def test_blocks_differ_and_share_no_memory(weights: WeightFormat) -> None:
 @pytest.mark.parametrize("k", [172, 256])
 def test_padding_is_zero(weights: WeightFormat, k: int) -> None:
     model = RandomWeights(small_config(intermediate_size=k, hidden_size=43), weights)
-    down = model.block(0).down
+    down = model.block(0).matrix("down")
     assert (down.n, down.k) == (43, k)
     whole = whole_padding(down)
     assert np.count_nonzero(whole[:43, :k]) > 0.8 * 43 * k
@@ -114,7 +117,7 @@ def whole_padding(packed: PackedWeight) -> Float32Array:
 @pytest.mark.parametrize("weights", [x for x in WeightFormat if not x.of_file])
 def test_the_spread_is_one_over_the_root_of_k(weights: WeightFormat) -> None:
     model = RandomWeights(small_config(hidden_size=512, intermediate_size=1024), weights)
-    for packed in (model.block(1).gate_up, model.block(1).down, model.embed()):
+    for packed in (model.block(1).matrix("gate_up"), model.block(1).matrix("down"), model.embed()):
         values = packed.dequantize() * packed.k**0.5
         assert values.std() == pytest.approx(1, rel=0.05)
         assert abs(values.mean()) < 0.02
@@ -128,10 +131,11 @@ def test_activations_stay_sane_through_many_layers() -> None:
     x = model.embed().dequantize()[:8]
     for index in range(config.num_layers):
         block = model.block(index)
-        values = (normed(x, block.input_norm) @ block.qkv.dequantize().T)[:, -256:]
-        x += values @ block.o.dequantize().T  # attention to itself only
-        gate, up = np.split(normed(x, block.post_norm) @ block.gate_up.dequantize().T, 2, axis=1)
-        x += (gate / (1 + np.exp(-gate)) * up) @ block.down.dequantize().T
+        dense = {name: matrix.dequantize().T for name, matrix in block.matrices.items()}
+        values = (normed(x, block.vectors["input_norm"]) @ dense["qkv"])[:, -256:]
+        x += values @ dense["o"]  # attention to itself only
+        gate, up = np.split(normed(x, block.vectors["post_norm"]) @ dense["gate_up"], 2, axis=1)
+        x += (gate / (1 + np.exp(-gate)) * up) @ dense["down"]
         model.release(index)
     logits = normed(x, model.final_norm()) @ model.lm_head().dequantize().T
     assert 0.5 < x.std() < 20
@@ -145,7 +149,7 @@ def normed(x: Float32Array, weight: Float32Array) -> Float32Array:
 
 def test_arrays_are_on_pages() -> None:
     block = RandomWeights(small_config(), WeightFormat.W4A16).block(0)
-    assert block.qkv.storage is StorageFormat.Q4
-    assert block.qkv.data.ctypes.data % 4096 == 0
-    assert block.qkv.scales is not None
-    assert block.qkv.scales.ctypes.data % 4096 == 0
+    assert block.matrix("qkv").storage is StorageFormat.Q4
+    assert block.matrix("qkv").data.ctypes.data % 4096 == 0
+    assert block.matrix("qkv").scales is not None
+    assert block.matrix("qkv").scales.ctypes.data % 4096 == 0

@@ -99,6 +99,7 @@ def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hetero.placement.choosing.every_core_count", lambda: 2)
 
 
+@pytest.mark.few(1)
 def test_times_and_devices_are_continuous_from_short_prompts_to_long_ones(case: Case) -> None:
     """From one length to the next every candidate's time grows, by no more than the calls of the
     tokens between take and what the answer attends to; the chosen device changes only where two
@@ -126,6 +127,7 @@ def name_of(choice: Choice) -> str:
     return choice.gpu or choice.mode
 
 
+@pytest.mark.few(1)
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("mode", ["auto", "hetero"])
 def test_no_length_falls_to_layer_level(case: Case, mode: str) -> None:

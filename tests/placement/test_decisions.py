@@ -53,6 +53,7 @@ def solved(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     return found
 
 
+@pytest.mark.full
 def test_a_kept_choice_is_that_of_a_fresh_solver(
     profile: Path, spec: ModelGraph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -68,6 +69,7 @@ def test_a_kept_choice_is_that_of_a_fresh_solver(
         assert [replace(choose(spec, x), cost=None) for x in request] == again
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "what",
     [
@@ -120,6 +122,7 @@ def test_another_question_is_decided_anew(
     assert len(times) == 2
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("damage", ["short", "mode", "reason", "key", "list", "deep"])
 def test_a_broken_file_is_decided_anew(
     profile: Path, spec: ModelGraph, monkeypatch: pytest.MonkeyPatch, damage: str
@@ -143,6 +146,7 @@ def test_a_broken_file_is_decided_anew(
     assert path.read_text("utf-8") == whole
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("damage", [{"more": 1}, {"notes": 7}, {"notes": None}])
 def test_what_another_version_has_written_is_decided_anew(
     profile: Path, spec: ModelGraph, damage: dict[str, Any]
@@ -190,6 +194,7 @@ def test_what_could_not_be_measured_is_tried_again_in_time(
     assert first_start.profile_facts() is None
 
 
+@pytest.mark.full
 def test_plans_and_what_is_asked_for_by_name_are_not_kept(
     profile: Path, spec: ModelGraph, monkeypatch: pytest.MonkeyPatch
 ) -> None:

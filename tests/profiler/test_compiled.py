@@ -119,6 +119,7 @@ def test_compiling_ends_with_its_budget(
     assert any(x.startswith(done) for x in grade(profile).sentences) == (graphs < 8)
 
 
+@pytest.mark.full
 def test_a_model_is_planned_by_its_profile(tmp_path: Path) -> None:
     pytest.importorskip("hetero.backends.qnn.opening", exc_type=ImportError)
     matmuls = model_spec("demo").matmuls

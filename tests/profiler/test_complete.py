@@ -40,6 +40,7 @@ def without(profile: DeviceProfile, names: set[str], **changes: Any) -> DevicePr
     return profile.model_copy(update={"other_predictors": kept, **changes})
 
 
+@pytest.mark.full
 def test_what_is_added_is_as_it_would_have_been_then(whole: DeviceProfile) -> None:
     """On a day when all takes twice as long, and prompts four times."""
     clock = ManualClock()
@@ -89,6 +90,7 @@ def test_a_kernel_that_computes_wrongly_is_no_measure(whole: DeviceProfile) -> N
     assert not lacking(old, devices(ManualClock()))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["Attention+q8", "Attention"])
 def test_a_kernel_that_computes_wrongly_is_not_added(
     whole: DeviceProfile, monkeypatch: pytest.MonkeyPatch, name: str

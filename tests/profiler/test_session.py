@@ -81,7 +81,7 @@ def test_a_profile_has_every_part(whole: DeviceProfile) -> None:
     assert {p.op for p in whole.other_predictors} == {
         "RMSNorm", "RMSNorm+add", "LayerNorm", "LayerNorm+add", "Rope", "GatedAct", "Attention",
         "Attention+f16", "Attention+q8",
-        "Act", "Add", "AddPositions", "Embed",
+        "Act", "Add", "AddPositions", "Embed", "ShortConv", "ShortConv+gated",
     }  # fmt: skip
     assert {row.device for row in whole.preparation} == {"gpu", "npu"}
     kinds = {(entry.phase, entry.weight_format) for entry in whole.contention}
@@ -428,6 +428,7 @@ SLOW = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("part", SLOW)
 def test_every_part_looks_at_the_budget(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, part: str

@@ -11,6 +11,7 @@ import pytest
 from hetero.backends import ops
 from hetero.backends.formats import CacheFormat, WeightFormat
 from hetero.backends.ops import (
+    STATE_PORTS,
     Act,
     Add,
     AddPositions,
@@ -19,6 +20,7 @@ from hetero.backends.ops import (
     LayerNorm,
     Op,
     RMSNorm,
+    ShortConv,
 )
 from hetero.backends.protocol import port_shape
 from hetero.profiler.cost import CostModel
@@ -42,6 +44,8 @@ RECORDS: dict[str, Op] = {
     "Act": Act(f=WIDTH, activation="relu"),
     "Add": Add(d=WIDTH),
     "AddPositions": AddPositions(d=WIDTH, rows=512),
+    "ShortConv": ShortConv(d=WIDTH, taps=4, activation="silu"),
+    "ShortConv+gated": ShortConv(d=WIDTH, taps=3, gated=True),
 }
 
 
@@ -63,9 +67,9 @@ def cost_of(*known: NonMatmulPredictor, quarantined: str = "") -> CostModel:
 
 @pytest.mark.parametrize("name", TENSORS)
 def test_the_table_counts_what_a_call_moves(name: str) -> None:
-    """Its ports, and the rows of a table of positions, one for each token."""
+    """Its ports but for states of one size, and the rows of a table of positions for the tokens."""
     op, m = RECORDS[name], 7
-    ports = [port for port in op.ports if port != "position"]
+    ports = [port for port in op.ports if port not in ("position", *STATE_PORTS)]
     moved = sum(math.prod(port_shape(op, port, m)) for port in ports)
     if isinstance(op, AddPositions):
         moved += m * op.d

@@ -64,6 +64,7 @@ def run(engine: Engine) -> list[Any]:
     return found + [engine.decode(context, token).copy() for token in TOKENS[-3:]]
 
 
+@pytest.mark.few(2)
 @pytest.mark.sampled
 @pytest.mark.parametrize(("strategy", "non_matmul"), [("hybrid-cut", "gpu"), ("row-cut", "npu")])
 def test_a_cut_model_gives_the_same_logits(name: str, strategy: str, non_matmul: str) -> None:

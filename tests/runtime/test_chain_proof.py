@@ -58,6 +58,7 @@ def logits(llm: LLM) -> tuple[list[bytes], int]:
     return [*found, engine.decode(context, 4).tobytes()], made
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kv", ["f32", pytest.param("q8", marks=pytest.mark.full)])
 def test_a_step_in_chains_has_the_logits_of_its_calls(folder: Path, kv: str) -> None:
     with LLM(str(folder), device="gpu", gpu="opencl", max_seq_len=64, kv=kv) as llm:
@@ -70,6 +71,7 @@ def test_a_step_in_chains_has_the_logits_of_its_calls(folder: Path, kv: str) -> 
         assert logits(llm)[0] == plain
 
 
+@pytest.mark.full
 def test_a_driver_that_makes_other_values_of_a_chain_runs_call_by_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,6 +140,7 @@ def test_a_compiler_that_fails_on_a_chain_costs_no_device(
     assert "compiler crashed" in str(caught[0].message)
 
 
+@pytest.mark.full
 def test_rows_of_several_contexts_in_a_chain(folder: Path) -> None:
     """Whose attention waits for no other row's."""
     with LLM(str(folder), device="gpu", gpu="opencl", max_seq_len=64) as llm:

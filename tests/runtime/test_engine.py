@@ -38,6 +38,7 @@ def llm(folder: str) -> Any:
         yield opened
 
 
+@pytest.mark.full
 @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
 @given(cuts=st.lists(st.integers(1, 60), min_size=1, max_size=4), seed=st.integers(0, 999))
 def test_any_way_of_feeding_a_prompt_gives_the_same_logits(
@@ -94,6 +95,7 @@ def test_streamed_pieces_are_the_text(llm: LLM) -> None:
     assert pieces[-1].finish_reason == ended.finish_reason
 
 
+@pytest.mark.full
 def test_closed_models_say_so_and_open_again(folder: str) -> None:
     first = LLM(folder)
     text = first.generate([1, 2], max_tokens=4).tokens
@@ -129,6 +131,7 @@ def test_two_models_side_by_side_do_not_disturb_each_other(folder: str, llm: LLM
         assert relative_error(other.logits(tokens), expected) < 2e-5
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("missing", "left"), [("gpu", "npu"), ("npu", "gpu")])
 def test_a_missing_device_is_named_once_and_its_work_done(
     folder: str, monkeypatch: pytest.MonkeyPatch, missing: str, left: str
@@ -154,6 +157,7 @@ def test_a_missing_device_is_named_once_and_its_work_done(
     assert llm.devices.mode == left
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("as_path", [str, Path])
 def test_a_plan_file_decides_the_placement(folder: str, tmp_path: Path, as_path: Any) -> None:
     with LLM(folder) as llm:

@@ -64,13 +64,14 @@ def test_the_layer_and_the_device_are_named(
             assert len(llm.context) == 0
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("device", ["gpu", "npu", "hetero"])
 @pytest.mark.parametrize("tokens", [1, 7])
 def test_codes_hide_nothing(sound: Path, device: Any, tokens: int) -> None:
     """A code of what is not finite is finite, and so are logits; the stream before them is not."""
     loaded = open_model(sound, weights="f32")
     weights = static_weights(loaded.weights, [PROMPT], outliers="none")
-    scales = weights.block(1).down.scales
+    scales = weights.block(1).matrix("down").scales
     assert scales is not None
     scales[...] = HUGE
     spec = loaded.spec()

@@ -129,6 +129,7 @@ def test_a_gpu_alone_hands_over_inputs_and_logits_alone(opened: Open, memory: st
         assert handovers(engine) - before == 2 * layout.layers * layout.kv_heads
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["cut", "npu first", "gpu first"])
 @pytest.mark.parametrize("memory", ["mapped", "copied"])
 def test_cut_models_have_the_numbers_of_coherent_memory(
@@ -184,6 +185,7 @@ def test_contexts_are_the_same_text_whoever_computed_them(
         context.close()
 
 
+@pytest.mark.full
 def test_scores_of_attention_are_those_of_coherent_memory(opened: Open) -> None:
     sums = []
     for memory in ("coherent", "copied"):
@@ -312,6 +314,7 @@ def test_spans_are_joined(spans: list[tuple[int, int]]) -> None:
     assert all(a[1] < b[0] for a, b in pairwise(result))
 
 
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("coherent_device")
 @pytest.mark.parametrize("memory", ["mapped", "copied"])
 def test_a_plan_of_coherent_memory_runs_without_shared_heads(

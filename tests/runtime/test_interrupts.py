@@ -92,6 +92,7 @@ def check_state(llm: LLM, cores: set[int]) -> None:
     assert all(context.user is None for context in llm.engine.contexts.open_contexts())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name",
     [

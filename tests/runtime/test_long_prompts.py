@@ -80,6 +80,7 @@ def traced(engine: Engine, path: Path, tokens: int) -> tuple[int, ...]:
     return tuple(tokens for e in ordered for tokens in e["args"]["chunks"])
 
 
+@pytest.mark.few(2)
 @pytest.mark.sampled
 @pytest.mark.parametrize("tokens", [1, 40, 511, 512, 513, 1300, 4500, CONTEXT - 1])
 def test_the_engine_runs_exactly_the_calls_that_the_plan_names(
@@ -141,6 +142,7 @@ def test_numbers_at_the_end_of_a_long_context_are_those_of_one_device(
     assert relative_error(np.stack(found), np.stack(expected)) <= 1e-3
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("strategy", ["layer", "padding", "chunked", "hybrid-cut", "npu-only"])
 def test_plans_of_named_strategies_run_in_their_calls(
     checkpoint: tuple[str, Any], tmp_path: Path, strategy: Any

@@ -51,6 +51,7 @@ def as_gguf(folder: Path, target: Path) -> Path:
     return target / "m.gguf"
 
 
+@pytest.mark.few(1)
 @pytest.mark.sampled
 @pytest.mark.parametrize("device", ["gpu", "npu"])
 @pytest.mark.parametrize("gguf", [False, True], ids=["directory", "gguf"])

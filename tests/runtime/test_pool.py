@@ -189,6 +189,7 @@ def test_ctrl_c_while_a_hold_ends_leaves_no_record_of_it(monkeypatch: pytest.Mon
     assert os.sched_getaffinity(0) == before
 
 
+@pytest.mark.full
 def test_a_long_context_costs_nothing_until_it_is_used(tmp_path: Path) -> None:
     """Memory after opening with a long context is that of a short one, within 40 MB."""
     folder = tiny_model(tmp_path, max_position_embeddings=60000)

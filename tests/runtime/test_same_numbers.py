@@ -90,6 +90,7 @@ def test_logits_match_transformers(
             model.load_state_dict(original)
 
 
+@pytest.mark.few(1)
 @pytest.mark.sampled
 @pytest.mark.parametrize(("checkpoint", "way"), product("w4a8"), indirect=["checkpoint"])
 def test_int8_activations_are_exact(checkpoint: Any, way: Any) -> None:

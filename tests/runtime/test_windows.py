@@ -53,6 +53,7 @@ def logits(llm: LLM, prompt: list[int] = PROMPT) -> np.ndarray:
     return llm.engine.prefill(llm.context, prompt).copy()
 
 
+@pytest.mark.few(1)
 @pytest.mark.sampled
 @pytest.mark.parametrize("order", ["paper", "best"])
 @pytest.mark.parametrize(("tokens", "last"), [(257, 1), (300, 64), (450, 224)])

@@ -28,6 +28,7 @@ def client(server: Server, anthropic: Any) -> Iterator[Any]:
         yield found
 
 
+@pytest.mark.full
 def test_an_answer_and_its_tokens(client: Any) -> None:
     with LLM("demo", device="npu") as llm:
         wanted = llm.chat([{"role": "system", "content": "Be short."}, *STORY], max_tokens=12)

@@ -52,6 +52,7 @@ def test_an_answer_ends_with_its_client(server: Server, stream: bool) -> None:
     wait_for(lambda: idle(server), 5)
 
 
+@pytest.mark.full
 def test_a_full_queue_says_when_to_come_again(tmp_path: Path) -> None:
     with serving(tmp_path, "--queue", "10") as server:
 
@@ -159,6 +160,7 @@ def children(pid: int) -> list[int]:
     return [int(word) for word in found.stdout.split()]
 
 
+@pytest.mark.full
 def test_neither_process_outlives_the_other(tmp_path: Path) -> None:
     server = start(tmp_path)
     engines = children(server.process.pid)

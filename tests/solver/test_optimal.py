@@ -11,7 +11,7 @@ import pytest
 from hetero.backends.protocol import PerGraphSize
 from hetero.solver.chooser import Chooser, Rules
 from hetero.solver.errors import PlanError
-from hetero.solver.layer_dp import solve_layers, walk
+from hetero.solver.layer_dp import Repeated, solve_layers, walk
 from hetero.solver.options import GPU, HOST, INF, Objective, Option, PowerModel
 from hetero.solver.place import tiles_of
 from hetero.solver.plan import OpPlan
@@ -87,14 +87,34 @@ def test_paths_without_gpu_operators_between_are_solved_exactly(seed: int) -> No
     stages = [[_random_option(rng) for _ in range(rng.integers(1, 4))] for _ in range(5)]
     head, block, tail = stages[:1], stages[1:4], stages[4:]
     layers = int(rng.integers(1, 5))
-    found = solve_layers(head, block, tail, layers, Objective())
-    best = min(_walk_all(combo, layers) for combo in itertools.product(*stages))
+    found = solve_layers(head, [Repeated(block, layers)], tail, Objective())
+    best = min(_walk_all(combo, [1] * layers) for combo in itertools.product(*stages))
     if best == np.inf:
         assert found is None
     else:
         assert found is not None
         assert found.cost == pytest.approx(best)
-        assert walk(found, layers).seconds == pytest.approx(best)
+        assert walk(found).seconds == pytest.approx(best)
+
+
+@pytest.mark.parametrize("seed", range(examples(200, 600)))
+def test_layers_of_two_kinds_cost_the_same_in_any_order(seed: int) -> None:
+    """Against layer after layer, among the paths whose blocks all leave in one state."""
+    rng = np.random.default_rng(seed)
+    stages = [[_random_option(rng) for _ in range(rng.integers(1, 4))] for _ in range(7)]
+    head, first, second, tail = stages[:1], stages[1:4], stages[4:6], stages[6:]
+    order = [1, *rng.integers(1, 3, size=rng.integers(0, 4)).tolist(), 2]
+    kinds = [Repeated(first, order.count(1)), Repeated(second, order.count(2))]
+    found = solve_layers(head, kinds, tail, Objective())
+    ways = [x for x in itertools.product(*stages) if x[3].leaves == x[5].leaves]
+    best = min((_walk_all(combo, order) for combo in ways), default=np.inf)
+    if best == np.inf:
+        assert found is None
+    else:
+        assert found is not None
+        assert found.cost == pytest.approx(best)
+        assert walk(found).seconds == pytest.approx(best)
+        assert len(found.block) == 5
 
 
 def _random_option(rng: np.random.Generator) -> Option:
@@ -110,10 +130,11 @@ def _random_option(rng: np.random.Generator) -> Option:
     )
 
 
-def _walk_all(combo: tuple[Option, ...], layers: int) -> float:
-    """Layer after layer, nothing assumed."""
+def _walk_all(combo: tuple[Option, ...], order: list[int]) -> float:
+    """Layer after layer, each of kind 1 or 2, nothing assumed."""
     state, total = GPU, 0.0
-    for option in (combo[0], *(combo[1:4] * layers), combo[4]):
+    blocks = {1: combo[1:4], 2: combo[4:-1]}
+    for option in (combo[0], *(x for kind in order for x in blocks[kind]), combo[-1]):
         total += Objective().cost(option, state)
         state = option.leaves
     return total
@@ -187,7 +208,8 @@ def test_an_unreachable_option_costs_infinity_under_every_objective() -> None:
 @pytest.mark.parametrize("seed", range(examples(60, 180)))
 def test_memory_is_spent_as_well_as_possible(seed: int) -> None:
     """Under a budget for both devices, and in two thirds of the cases under limits of each; in
-    half of these every graph size of the NPU has its own weights.
+    half of these every graph size of the NPU has its own weights. In a quarter of the cases rows
+    that both devices hold are limited as well.
     """
     instance = random_instance(seed)
     own = 4.0 if seed % 3 else 10.0  # bytes of a weight in the NPU's layout
@@ -203,7 +225,9 @@ def test_memory_is_spent_as_well_as_possible(seed: int) -> None:
         limits = limits._replace(
             gpu=once * (seed % 5) * 0.3 or INF, npu=once * 0.4 * (seed % 7 + 1)
         )
-    expected = _brute_residency(instance, [s.m for s in scenarios], limits, own * copies)
+    if seed % 4 == 3:
+        limits = limits._replace(copies=own * once * (seed % 5) / 16)
+    expected = _brute_residency(instance, [s.m for s in scenarios], limits, own, copies)
     solve = partial(
         solve_residency, planner, scenarios, planner.objective(), limits, lambda _: 1.0, places=99
     )
@@ -217,6 +241,7 @@ def test_memory_is_spent_as_well_as_possible(seed: int) -> None:
     assert memory.total_bytes <= limits.both * (1 + 1e-6)
     assert memory.gpu_bytes <= limits.gpu * (1 + 1e-6)
     assert memory.npu_bytes <= limits.npu * (1 + 1e-6)
+    assert memory.twice_bytes <= limits.copies * (1 + 1e-6)
     assert memory.graphs_bytes == pytest.approx(memory.npu_bytes * (1 - 1 / copies), abs=2)
 
 
@@ -226,7 +251,7 @@ def test_time_falls_as_memory_rises(seed: int) -> None:
     planner = planner_of(instance, margin=-99.0)
     scenarios = [Scenario("prefill", instance.sizes[-1]), Scenario("decode", 1)]
     once = sum(4 * k * n * instance.layers for n, k in map(planner.shape, NAMES))  # type: ignore[arg-type]
-    for name in ("both", "gpu", "npu"):
+    for name in ("both", "gpu", "npu", "copies"):
         times = []
         for part in (1.0, 1.2, 1.5, 2.0):
             limits = Limits()._replace(**{name: part * once})
@@ -254,7 +279,9 @@ def test_an_npu_of_half_or_twice_the_time_moves_the_best_time_as_far_as_it_can(s
             assert a <= b * (1 + 1e-9) <= 2 * a * (1 + 1e-9)
 
 
-def _brute_residency(instance: Instance, ms: list[int], limits: Limits, own: float) -> float:
+def _brute_residency(
+    instance: Instance, ms: list[int], limits: Limits, own: float, copies: int
+) -> float:
     """All rows on each device for each matmul. Every matmul is entered from the GPU, so the best
     tilings inside a residency are independent and only the bytes are shared.
     """
@@ -264,7 +291,7 @@ def _brute_residency(instance: Instance, ms: list[int], limits: Limits, own: flo
         rows = [0, *range(ALIGN, n, ALIGN), n]
         points = [
             (
-                k * instance.layers * np.asarray([own * r + 4 * (n - s), 4 * (n - s), own * r]),
+                k * instance.layers * np.asarray(_bytes(own, copies, n, r, s)),
                 _best_inside(instance, name, ms, r, s),
             )
             for r in rows
@@ -279,6 +306,12 @@ def _brute_residency(instance: Instance, ms: list[int], limits: Limits, own: flo
         if np.all(sum(p[0] for p in combo) <= np.asarray(limits) * (1 + 1e-12))
     ]
     return min(totals, default=np.inf) + fixed
+
+
+def _bytes(own: float, copies: int, n: int, r: int, s: int) -> list[float]:
+    """Of a row's weight, in the order of `Limits`."""
+    gpu, npu = 4.0 * (n - s), own * copies * r
+    return [gpu + npu, gpu, npu, own * max(r - s, 0)]
 
 
 def _best_inside(instance: Instance, name: str, ms: list[int], r: int, s: int) -> float:

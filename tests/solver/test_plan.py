@@ -232,6 +232,7 @@ def test_long_prompts_run_in_steps(
     assert long.steps(600, longest) == expected
 
 
+@pytest.mark.full
 def test_what_is_faster_alone_has_one_reason_not_three() -> None:
     profile = DeviceProfile.load("snapdragon-8-gen-3")
     spec = model_spec("llama-3-8b")

@@ -213,7 +213,7 @@ def load_dequantized(model: Any, loaded: LoadedModel) -> Any:
     for i in range(config.num_layers):
         block = loaded.weights.block(i)
         for name, modules in names.matmuls.items():
-            put(getattr(block, name), [names.block.format(i) + module for module in modules])
+            put(block.matrix(name), [names.block.format(i) + module for module in modules])
     missing, unexpected = model.load_state_dict(state, strict=False)
     assert not unexpected
     assert all(

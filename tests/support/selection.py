@@ -1,6 +1,6 @@
 """Select the tests that run.
 
-- `pytest` runs each behaviour once, in eight to nine minutes on two cores.
+- `pytest` runs each behaviour once, in five to six minutes on two cores.
 - `pytest --full` runs all that the gate runs: the tests marked `full`, more parameter sets of those
   marked `sampled`, more random examples.
 - `pytest --exhaustive` also runs what takes hours: the tests marked `exhaustive`, every parameter
@@ -8,8 +8,9 @@
 
 Of the parameter sets of a test marked `sampled(n)`, the default runs as few as have every value of
 every parameter, and `--full` one in n (all, without n). Of one marked `pairwise`, both run a few
-such that any two values of two parameters meet in one of them. Which sets run is the same each
-time. A test that is named by its id always runs.
+such that any two values of two parameters meet in one of them. Of one marked `few(n)`, the default
+runs at most n of those sets. Which sets run is the same each time. A test that is named by its id
+always runs.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ def configure(config: pytest.Config) -> None:
         "full: runs with `--full` only",
         "exhaustive: runs with `--exhaustive` only",
         "pairwise: runs every pair of values, `--exhaustive` all sets",
+        "few(n): runs n of the parameter sets, `--full` all",
         "sampled(n): runs every value, `--full` one in n of the parameter sets, `--exhaustive` all",
     ):
         config.addinivalue_line("markers", line)
@@ -97,12 +99,17 @@ def _kept(items: list[pytest.Item], level: Level) -> set[str]:
     """Return the ids of those items of one test that run."""
     if level is Level.EXHAUSTIVE or not items:
         return {item.nodeid for item in items}
+    few = items[0].get_closest_marker("few") if level is Level.DEFAULT else None
     if items[0].get_closest_marker("pairwise") is not None:
-        return _pairs(items)
-    mark = items[0].get_closest_marker("sampled")
-    if mark is None:
-        return {item.nodeid for item in items}
-    return _sample(items, len(items) if level is Level.DEFAULT else (*mark.args, 1)[0])
+        kept = _pairs(items)
+    elif (mark := items[0].get_closest_marker("sampled")) is not None:
+        kept = _sample(items, len(items) if level is Level.DEFAULT else (*mark.args, 1)[0])
+    else:
+        kept = {item.nodeid for item in items}
+    if few is None:
+        return kept
+    order = sorted((item for item in items if item.nodeid in kept), key=_mixed)
+    return {item.nodeid for item in order[: few.args[0]]}
 
 
 def _sample(items: list[pytest.Item], every: int) -> set[str]:

@@ -21,7 +21,14 @@ from hetero.backends.kv_rows import cache_rows, random_rows
 from hetero.backends.memory import Tensor, new_tensor
 from hetero.backends.opencl.device import OpenCLDevice
 from hetero.backends.opencl.gpu_capabilities import WEIGHT_FORMATS
-from hetero.backends.ops import ADDED_PORTS, OUTPUT_PORTS, Op, describe, weight_names
+from hetero.backends.ops import (
+    ADDED_PORTS,
+    OUTPUT_PORTS,
+    STATE_PORTS,
+    Op,
+    describe,
+    weight_names,
+)
 from hetero.backends.protocol import CACHE_PORTS, FIXED_PORTS, WeightValue, port_dtype, port_shape
 from hetero.backends.reference.compute import program
 from hetero.backends.weights import pack
@@ -59,6 +66,8 @@ def cases() -> Iterator[Case]:
     yield Case(ops.Outliers(n=101, k=76, hot=5), (1, 9))
     yield Case(ops.Outliers(n=101, k=76, hot=5, excess=True), (9,))
     yield Case(ops.GatedAct(f=101), (9,))
+    yield Case(ops.ShortConv(d=101, taps=3, gated=True), (1, 40))
+    yield Case(ops.ShortConv(d=101, taps=4, activation="silu"), (2, 40))
     yield Case(ops.Act(f=101, activation="gelu_tanh"), (9,))
     yield Case(ops.AddPositions(d=101, rows=64), (9,))
     yield Case(ops.Embed(vocab=40, d=256, weight_format=WeightFormat.W4A16), (7,))
@@ -102,7 +111,7 @@ def _try(device: OpenCLDevice, case: Case, random: np.random.Generator) -> None:
         wanted = _expected(case.op, weights, before, m)
         kernel.bind(tensors, m).submit().wait(DEADLINE_S)
         for port, tensor in tensors.items():
-            rounded = port in OUTPUT_PORTS | ADDED_PORTS
+            rounded = port in OUTPUT_PORTS | ADDED_PORTS | {*STATE_PORTS}
             off = _difference(tensor.array, wanted[port], exact=not rounded)
             limit = case.tolerance if rounded else 1e-6
             if not off <= limit:
@@ -130,6 +139,9 @@ def random_weights(op: Op, random: np.random.Generator) -> dict[str, WeightValue
                 weights_of[name] = random.standard_normal(op.rows * op.d, dtype=np.float32)
             case ops.Rope():
                 weights_of[name] = random.standard_normal(op.head_dim, dtype=np.float32)
+            case ops.ShortConv():
+                count = op.taps * op.d if name == "taps" else op.d
+                weights_of[name] = random.standard_normal(count, dtype=np.float32)
             case ops.DecodeChunks():
                 weights_of[name] = random_channels(op, random)
             case ops.RMSNorm() | ops.LayerNorm():

@@ -102,14 +102,15 @@ class GgufWeights(ModelWeights):
             if name.startswith(f"blk.{index}."):
                 self.file.forget(name)
         if isinstance(self._store, StoreReader):
-            for matrix in block_matrices(self.config):
+            for matrix in block_matrices(self.config, index):
                 self._store.forget(f"blk.{index}.{matrix.name}")
 
     def _load_block(self, index: int) -> BlockWeights:
         prefix = f"blk.{index}."
-        packed = {x.name: self._packed(prefix + x.name) for x in block_matrices(self.config)}
-        vectors = {x.name: self._block_vector(prefix, x.name) for x in self.vectors()}
-        return BlockWeights(**packed, **vectors)  # type: ignore[arg-type]
+        shapes = block_matrices(self.config, index)
+        packed = {x.name: self._packed(prefix + x.name) for x in shapes}
+        vectors = {x.name: self._block_vector(prefix, x.name) for x in self.vectors(index)}
+        return BlockWeights(packed, vectors)
 
     def _load_matrix(self, name: str) -> PackedWeight:
         return self._packed(name)
@@ -141,7 +142,7 @@ class GgufWeights(ModelWeights):
             names = [
                 f"blk.{i}.{x.name}"
                 for i in range(self.config.num_layers)
-                for x in block_matrices(self.config)
+                for x in block_matrices(self.config, i)
             ]
             names += [x.name for x in embedding_matrices(self.config)]
             shapes = {
@@ -232,7 +233,8 @@ class GgufWeights(ModelWeights):
 
     def _bias_rows(self, prefix: str, name: str) -> list[tuple[str, int]]:
         """Return the modules of a matmul's biases; those of a fused qkv may be separate."""
-        matmul = next(x for x in self.config.matmuls() if x.name == name)
+        layer = int(prefix.split(".")[1])
+        matmul = next(x for x in self.config.block_matmuls(layer) if x.name == name)
         apart = name == "qkv" and f"{prefix}attn_qkv.bias" not in self.file.tensors
         return self._rows(prefix, name, matmul.n, _MATRICES["qkv"][-1] if apart else None)
 
@@ -289,17 +291,16 @@ class GgufWeights(ModelWeights):
             shapes[".".join(_named(_ENDS, vector.name))] = (vector.n,)
         for index in range(self.config.num_layers):
             prefix = f"blk.{index}."
-            for matmul in self.config.matmuls():
-                if matmul.name != "lm_head":
-                    for module, n in self._rows(prefix, matmul.name, matmul.n):
-                        shapes[f"{prefix}{module}.weight"] = (n, matmul.k)
-                    if matmul.bias:
-                        shapes |= self._expected_biases(prefix, matmul.name)
-            for matrix in expert_matrices(self.config):
+            for matmul in self.config.block_matmuls(index):
+                for module, n in self._rows(prefix, matmul.name, matmul.n):
+                    shapes[f"{prefix}{module}.weight"] = (n, matmul.k)
+                if matmul.bias:
+                    shapes |= self._expected_biases(prefix, matmul.name)
+            for matrix in expert_matrices(self.config, index):
                 (module,) = self._modules(prefix, matrix.name)
                 count = self.config.experts.count if self.config.experts else 1
                 shapes[f"{prefix}{module}.weight"] = (count, matrix.n // count, matrix.k)
-            for vector in self.vectors():
+            for vector in self.vectors(index):
                 if vector.name.removesuffix("_bias") not in _MATRICES:
                     shapes[prefix + ".".join(_named(_VECTORS, vector.name))] = vector.shape
         return shapes

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from hetero.backends import ops, rope_tables
 from hetero.backends.kv_rows import CacheRows, random_rows
 from hetero.backends.memory import Tensor, new_tensor
-from hetero.backends.protocol import port_dtype, port_shape
+from hetero.backends.protocol import FIXED_PORTS, port_dtype, port_shape
 
 Array = npt.NDArray[Any]
 Arrays = dict[str, Array]
@@ -27,7 +27,7 @@ def tensors_for(
     made = {}
     for port in op.ports:
         shape = port_shape(op, port, m)
-        fixed = port in ("position", "k_cache", "v_cache")
+        fixed = port in FIXED_PORTS
         lead = 0 if fixed else 3
         whole = new_tensor(
             (shape[0] + lead + extra_rows * (not fixed), *shape[1:]), port_dtype(op, port)
@@ -58,6 +58,8 @@ def expected(op: ops.Op, inputs: Arrays, weights: Mapping[str, Any], m: int) -> 
         case ops.GatedAct():
             x = _wide(inputs, "x", m)
             return {"y": activation(op.activation, x[:, : op.f]) * x[:, op.f :]}
+        case ops.ShortConv():
+            return _short_conv(op, inputs, weights, m)
         case ops.RMSNorm() | ops.LayerNorm():
             return _norm(op, inputs, weights, m)
         case ops.Rope():
@@ -69,6 +71,20 @@ def expected(op: ops.Op, inputs: Arrays, weights: Mapping[str, Any], m: int) -> 
             return {"y": op.scale * table[inputs["tokens"][:m]]}
         case _:
             raise NotImplementedError(op)
+
+
+def _short_conv(op: ops.ShortConv, inputs: Arrays, weights: Mapping[str, Any], m: int) -> Arrays:
+    """Each feature correlated with its taps, after the rows of the state."""
+    x, gate, d = _wide(inputs, "x", m), np.ones((m, op.d)), op.d
+    if op.gated:
+        x, gate = x[:, :d] * x[:, 2 * d : 3 * d], x[:, d : 2 * d]
+    state = inputs["conv_state"].astype(np.float64) * (inputs["position"][0] > 0)
+    rows = np.concatenate([state, x[:, :d]])
+    taps = np.reshape(weights["taps"], (op.taps, d)).astype(np.float64)
+    sums = np.stack([np.correlate(rows[:, i], taps[:, i], "valid") for i in range(d)], axis=1)
+    sums = sums + weights.get("bias", 0)
+    y = gate * (activation(op.activation, sums) if op.activation else sums)
+    return {"y": y, "conv_state": rows[m:]}
 
 
 def activation(name: str, x: Array) -> Array:

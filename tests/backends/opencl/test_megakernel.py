@@ -70,7 +70,7 @@ class Calls:
             for port, tensor in tensors.items():
                 if port in OUTPUT_PORTS:
                     self._outputs.append(tensor)
-                elif port.endswith("cache"):
+                elif port.endswith(("cache", "state")):
                     self._caches.append((tensor, tensor.array.copy()))
 
     def after(self, calls: Sequence[BoundCall]) -> list[bytes]:
@@ -90,6 +90,19 @@ def fused(device: OpenCLDevice, stages: Stages) -> OpenCLCall:
     return found[0]
 
 
+STATES: tuple[Op, ...] = (ops.ShortConv(d=70, taps=3, gated=True), ops.Add(d=37))
+
+
+@pytest.mark.parametrize("m", [pytest.param(1, marks=pytest.mark.full), 7])
+def test_a_fused_launch_replaces_states_once(device: OpenCLDevice, m: int) -> None:
+    made = Calls(device, STATES, m, seed=m)
+    wanted = made.after(made.calls)
+    whole = fused(device, [[call] for call in made.calls])
+    assert made.after([whole]) == wanted
+    assert made.after([whole, whole]) == made.after([*made.calls, *made.calls]) != wanted
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("m", [pytest.param(1, marks=pytest.mark.full), 7])
 def test_a_fused_launch_computes_the_same_as_its_calls(device: OpenCLDevice, m: int) -> None:
     made = Calls(device, OPS, m, seed=m)
@@ -132,6 +145,7 @@ def test_calls_of_a_stage_wait_where_they_may_share_memory(
     assert not any(waits[1:3]) if apart else all(waits)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("patience", [-(1 << 60), megakernel.PATIENCE])
 def test_any_number_of_work_groups(
     device: OpenCLDevice, monkeypatch: pytest.MonkeyPatch, patience: int
@@ -146,6 +160,7 @@ def test_any_number_of_work_groups(
         assert made.after([whole]) == wanted
 
 
+@pytest.mark.few(2)
 def test_devices_that_have_none(variant: OpenCLDevice) -> None:
     """Whose memory is not the host's, or whose work-groups are of several work-items."""
     plain = variant.unified_memory and variant.coherent and variant.tuning.lanes == 1

@@ -42,6 +42,7 @@ def run(code: str, tmp_path: Path | None = None) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.full
 def test_every_core_after_one() -> None:
     run(
         """
@@ -54,6 +55,7 @@ def test_every_core_after_one() -> None:
     )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("second", ["gpu", "hetero"])
 def test_one_core_next_to_every_core(second: str) -> None:
     run(
@@ -72,6 +74,7 @@ def test_one_core_next_to_every_core(second: str) -> None:
     )
 
 
+@pytest.mark.full
 def test_one_core_after_every_core() -> None:
     run(
         """
@@ -86,6 +89,7 @@ def test_one_core_after_every_core() -> None:
     )
 
 
+@pytest.mark.full
 def test_equal_devices_have_nothing_to_say() -> None:
     run(
         """
@@ -96,6 +100,7 @@ def test_equal_devices_have_nothing_to_say() -> None:
     )
 
 
+@pytest.mark.full
 def test_auto_says_what_it_would_have_taken_in_a_process_of_its_own(tmp_path: Path) -> None:
     run(
         """

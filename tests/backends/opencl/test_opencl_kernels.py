@@ -79,6 +79,19 @@ def test_activation_survives_extremes(
 
 
 @pytest.mark.sampled
+@pytest.mark.parametrize("more", [{"gated": True}, {"activation": "silu", "taps": 4, "bias": True}])
+@pytest.mark.parametrize(("d", "m", "position"), [(37, 1, 5), (64, 2, 0), (200, 70, 1)])
+def test_short_conv(
+    variant: OpenCLDevice, rng: np.random.Generator, more: dict[str, Any], d: int, m: int,
+    position: int,
+) -> None:  # fmt: skip
+    op = ops.ShortConv(**{"d": d, "taps": 3, "width": 700, **more})
+    weights = {"taps": vector(rng, op.taps * d)} | ({"bias": vector(rng, d)} if op.bias else {})
+    tensors = tensors_for(op, m, rng, position=position, extra_rows=2)
+    run_and_compare(variant, op, weights, tensors, m)
+
+
+@pytest.mark.sampled
 @pytest.mark.parametrize("add", [False, True])
 @pytest.mark.parametrize(("d", "m"), [(5, 2), (64, 1), (100, 7), (1000, 3)])
 def test_rms_norm(

@@ -66,6 +66,7 @@ def outcomes(result: SelfTestResult) -> list[tuple[str, str]]:
 FAULTS = {"crash": "crashed", "hang": "hung", "wrong": "wrong"}
 
 
+@pytest.mark.few(1)
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize(
@@ -185,6 +186,7 @@ def test_without_the_repair_such_a_processor_fails(
     assert (level, outcome in ("crashed", "failed", "hung")) == (OWN[0].name, True)
 
 
+@pytest.mark.full
 def test_kernels_of_an_earlier_run_are_not_blamed_on_the_level(
     self_tests: SelfTests, pocl: DriverCandidate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,6 +223,7 @@ def test_after_a_run_that_was_killed_it_says_so(
     assert said == [CHECKING]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("damage", ["", "{}", "[1", '{"key": 3}'])
 def test_a_broken_result_is_made_again(
     self_tests: SelfTests, pocl: DriverCandidate, monkeypatch: pytest.MonkeyPatch, damage: str
@@ -423,6 +426,7 @@ def test_a_child_that_works_is_no_hang(
     assert asked
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("room", [True, False])
 def test_what_a_full_disk_breaks_is_not_kept(
     self_tests: SelfTests, pocl: DriverCandidate, monkeypatch: pytest.MonkeyPatch, room: bool

@@ -97,6 +97,7 @@ def product(
     return found
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("activations", "form", "scales"), FORMS)
 def test_no_bit_depends_on_the_call(
     devices: Devices, activations: str, form: WeightFormat, scales: str
@@ -115,6 +116,7 @@ def test_no_bit_depends_on_the_call(
         np.testing.assert_array_equal(found, whole[:, first:last], f"rows {first} to {last}")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("activations", "form", "scales"), FORMS)
 def test_a_cached_graph_gives_the_same_bits(
     devices: Devices, activations: str, form: WeightFormat, scales: str

@@ -32,6 +32,7 @@ def weight_of(storage: StorageFormat, scales: str) -> Any:
     return pack(values, storage)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("activations", "storage", "scales"),
     [

@@ -1,0 +1,76 @@
+"""Copies: rows of weights that both devices hold, on a memory that they share.
+
+Where one step gives rows of a matmul to the GPU and another gives them to the NPU, both hold them,
+each in its own layout. That speeds up some steps and takes memory in all of them, so plans without
+a memory budget have copies of at most a quarter of the weights (`SHARE`), unless more of them make
+a step a tenth faster (`WORTH`). On computers whose devices take any amount, such as PCs, they need
+only gain what predictions are sure of, the plan's margin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from hetero.solver import residency
+from hetero.solver.options import INF
+from hetero.solver.plan import Memory
+from hetero.solver.request import PlanRequest
+from hetero.solver.solution import Solution
+from hetero.solver.weight_memory import Limits
+
+SHARE: Final = 0.25
+WORTH: Final = 0.10
+NEGLIGIBLE_BYTES: Final = 64 << 20  # in all: not worth the time to solve again
+PLACES: Final = 4  # of each row limit, besides those that the steps want
+
+
+def tighter(
+    parts: Sequence[residency.Part], memory: Memory, limits: Limits, request: PlanRequest
+) -> Limits | None:
+    """Return the limits with one of copies, `SHARE` of the weights; None where none is needed.
+
+    `memory` is that of the best solutions, in which copies are as many as they like.
+    """
+    most = SHARE * weights_of(parts)
+    if request.memory_budget_bytes is not None or memory.twice_bytes <= max(most, NEGLIGIBLE_BYTES):
+        return None
+    return limits._replace(copies=most)
+
+
+def weights_of(parts: Sequence[residency.Part]) -> int:
+    """Return the bytes of a model's weights, each row once."""
+    return sum(planner.spec.matmul_weight_bytes for planner, _ in parts)
+
+
+def slowdown(best: Iterable[Solution], others: Iterable[Solution], request: PlanRequest) -> float:
+    """Return how much longer the step that loses most takes with other solutions.
+
+    Infinite where only one device is left of two that must share a step.
+    """
+    slower = 0.0
+    for mine, other in zip(best, others, strict=True):
+        if request.shared and len(other.devices) < len(mine.devices):
+            return INF
+        slower = max(slower, other.path.cost / mine.path.cost - 1)
+    return slower
+
+
+def worth(limits: Limits, request: PlanRequest) -> float:
+    """Return the least gain of a step, as a share of its time, that more copies are for."""
+    return WORTH if limits.npu < INF else request.margin
+
+
+def note_of(before: Memory, after: Memory, weights: int, slower: float, *, kept: bool) -> str:
+    """Return the sentence of a plan about the copies that are `kept` of the best plan's, or not."""
+    size = before.twice_bytes / 2**20
+    if kept:
+        return (
+            f"both devices hold {size:.0f} MiB of the weights ({before.twice_bytes / weights:.0%}):"
+            f" with {SHARE:.0%} at most a step would take {slower:.0%} longer (--memory-budget "
+            "bounds them)"
+        )
+    return (
+        f"both devices hold {after.twice_bytes / 2**20:.0f} MiB of the weights, not {size:.0f}: "
+        f"more copies would gain {slower:.1%} at most"
+    )

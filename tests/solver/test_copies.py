@@ -1,0 +1,72 @@
+"""Rows of weights that both devices hold: few, unless they are worth their memory."""
+
+import pytest
+
+from hetero.placement.planning import spec_on
+from hetero.profiler.records import DeviceProfile
+from hetero.solver.build import make_plan
+from hetero.solver.copies import NEGLIGIBLE_BYTES, SHARE, WORTH
+from hetero.solver.execution_plan import ExecutionPlan
+from hetero.solver.prepared import prepare_solver
+from hetero.solver.request import PlanRequest
+
+LENGTHS = (64, 256)
+PLENTY = PlanRequest(seq_lens=LENGTHS, memory_budget_bytes=1 << 50)
+USUAL = PlanRequest(seq_lens=LENGTHS)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("prepared", [False, True])
+@pytest.mark.parametrize("model", ["llama-3.2-1b", "qwen3-0.6b", "gemma-2-2b"])
+@pytest.mark.parametrize(
+    "profile", ["host", "host-avx2", "host-amx", "snapdragon-8-gen-3-strong-npu"]
+)
+@pytest.mark.parametrize("weights", ["w4a16", "w4a8"])
+def test_copies_are_few_or_gain_what_they_must(
+    weights: str, profile: str, model: str, prepared: bool
+) -> None:
+    spec, device = spec_on(model, weights, profile)
+
+    def planned(request: PlanRequest) -> ExecutionPlan:
+        if prepared:
+            return prepare_solver(spec, device, request).plan
+        return make_plan(spec, device, request)
+
+    free, usual = planned(PLENTY), planned(USUAL)
+    assert free.memory is not None
+    assert usual.memory is not None
+    most = max(SHARE * spec.matmul_weight_bytes, NEGLIGIBLE_BYTES)
+    notes = [note for note in usual.notes if note.startswith("both devices hold")]
+    if free.memory.twice_bytes <= most:
+        assert (usual.ops, notes) == (free.ops, [])
+        return
+    (note,) = notes
+    if "would take" in note:
+        assert usual.ops == free.ops
+        return
+    assert usual.memory.twice_bytes <= most * (1 + 1e-6)
+    for before, after in zip(free.totals, usual.totals, strict=True):
+        assert after.predicted_s <= before.predicted_s * (1 + least_gain(device, usual))
+
+
+def least_gain(device: DeviceProfile, plan: ExecutionPlan) -> float:
+    limited = device.devices["npu"].capabilities.memory_limit_bytes is not None
+    return WORTH if limited else plan.margin
+
+
+def test_a_budget_is_the_users_word() -> None:
+    """A budget in which the copies fit keeps them."""
+    spec, device = spec_on("llama-3.2-1b", "w4a8", "host")
+    plan = make_plan(spec, device, PLENTY)
+    assert plan.memory is not None
+    assert plan.memory.twice_bytes > SHARE * spec.matmul_weight_bytes
+    assert not [note for note in plan.notes if note.startswith("both devices hold")]
+
+
+def test_both_devices_still_share_prompts_that_they_must_share() -> None:
+    """`--device hetero` on a PC: the copies go only if no step is left to one device alone."""
+    spec, device = spec_on("llama-3.2-1b", "w4a8", "host")
+    plan = prepare_solver(spec, device, PlanRequest(seq_lens=LENGTHS, shared=True)).plan
+    for m in LENGTHS:
+        tiles = [tile for op in plan.ops if op.m == m for tile in op.tiles]
+        assert {tile.device for tile in tiles} == {"gpu", "npu"}
