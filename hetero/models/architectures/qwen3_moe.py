@@ -14,25 +14,30 @@ _COUNT = ("num_experts", "num_local_experts")
 
 
 def _read(source: Fields, layers: int) -> dict[str, Any]:
-    _refuse_dense_layers(source, layers)
     experts = read_experts(
         source,
         count=_COUNT,
         chosen="num_experts_per_tok",
         width="moe_intermediate_size",
         renormalised=source.boolean("norm_topk_prob", False),
+        dense=_dense_layers(source, layers),
     )
     return QWEN3.read(source, layers) | {"experts": experts}
 
 
-def _refuse_dense_layers(source: Fields, layers: int) -> None:
-    """Raise `ModelError` where some layers have a feed-forward that is not routed."""
-    remedy = "choose a model whose layers all have experts"
+def _dense_layers(source: Fields, layers: int) -> tuple[int, ...]:
+    """Return the layers whose feed-forward is not routed."""
     step = source.positive_int("decoder_sparse_step", 1)
-    if step > 1 and layers:
-        raise source.error("decoder_sparse_step", "must be 1", remedy)
-    if source.raw.get("mlp_only_layers"):
-        raise source.error("mlp_only_layers", "must be empty", remedy)
+    listed = source.raw.get("mlp_only_layers") or []
+    if not isinstance(listed, list) or any(x not in range(layers) for x in listed):
+        raise source.error(
+            "mlp_only_layers", f"must list layers of the {layers}, from 0 on", "correct the file"
+        )
+    dense = tuple(x for x in range(layers) if x in listed or (x + 1) % step)
+    if len(dense) == layers:
+        name = "mlp_only_layers" if listed else "decoder_sparse_step"
+        raise source.error(name, "leaves no layer with experts", "use model_type qwen3")
+    return dense
 
 
 def _write(config: Any) -> dict[str, Any]:
@@ -42,6 +47,7 @@ def _write(config: Any) -> dict[str, Any]:
         "num_experts_per_tok": experts.chosen,
         "moe_intermediate_size": experts.width,
         "norm_topk_prob": experts.renormalised,
+        "mlp_only_layers": list(experts.dense),
     }
 
 
@@ -53,7 +59,6 @@ QWEN3_MOE = replace(
     read=_read,
     write=_write,
     names=TensorNames(
-        matmuls={name: QWEN3.names.matmuls[name] for name in ("qkv", "o")},
         vectors={**QWEN3.names.vectors, "router": "mlp.gate"},
         experts={
             "experts_gate": "mlp.experts.{}.gate_proj",
