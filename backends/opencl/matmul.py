@@ -211,6 +211,7 @@ def block_defines(storage: StorageFormat) -> dict[str, int]:
         "HALVES": blocks.halves,
         "MINIMUM": int(blocks.minimum),
         "ZERO": blocks.zero,
+        "E2M1": int(blocks.e2m1),
     }
 
 

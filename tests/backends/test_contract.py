@@ -19,7 +19,7 @@ from hetero.backends.memory import Tensor, new_tensor
 from hetero.backends.ops import OUTPUT_PORTS, STATE_PORTS, Op, RopeScaling
 from hetero.backends.optional import SupportsGroups, SupportsThreads
 from hetero.backends.protocol import FIXED_PORTS, BoundCall, Device
-from hetero.backends.weights import pack
+from hetero.backends.weights import pack, stacked
 from tests.backends.cases import (
     CACHES,
     check_call,
@@ -128,6 +128,19 @@ def test_matmul_of_extreme_inputs(device: Device, weight_format: WeightFormat) -
     x[3] *= 1e4
     check_call(device, device.prepare(op, weights), weights, tensors, 5)
     np.testing.assert_array_equal(tensors["y"].array[0], 0)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("weight_format", [WeightFormat.GGUF_A16, WeightFormat.GGUF_A8])
+def test_matmul_of_floats_of_4_bits(device: Device, weight_format: WeightFormat) -> None:
+    op = ops.MatMul(n=48, k=172, weight_format=weight_format)
+    require(device, op)
+    rng = np.random.default_rng(4)
+    values = rng.standard_normal((op.n, op.k), dtype=np.float32)
+    weights: dict[str, Any] = {"weight": stacked([pack(values, StorageFormat.MXFP4)])}
+    for m in (1, 5, 33):
+        tensors = make_tensors(op, m, rng, device=device)
+        check_call(device, device.prepare(op, weights), weights, tensors, m)
 
 
 @pytest.mark.pairwise

@@ -292,6 +292,7 @@ FLOATS_OF = {
     GGMLQuantizationType.Q5_0: (0,), GGMLQuantizationType.Q5_1: (0, 2),
     GGMLQuantizationType.Q3_K: (108,), GGMLQuantizationType.Q4_K: (0, 2),
     GGMLQuantizationType.Q5_K: (0, 2), GGMLQuantizationType.Q6_K: (208,),
+    GGMLQuantizationType.MXFP4: (),
 }  # fmt: skip
 MIXED_KINDS = tuple(FLOATS_OF)
 
@@ -302,6 +303,10 @@ def random_blocks(
     """Rows [n, bytes] of random blocks whose weights are about `size` (0: of any size)."""
     elements, nbytes = gguf.GGML_QUANT_SIZES[kind]
     blocks = rng.integers(0, 256, (n, k // elements, nbytes), dtype=np.uint8)
+    if kind == GGMLQuantizationType.MXFP4:  # a power of two, of codes of size 2.8
+        low, high = (int(np.log2(size / 2.8)),) * 2 if size else (-23, 14)
+        blocks[..., 0] = rng.integers(127 + low, 129 + high, blocks.shape[:2])
+        return blocks.reshape(n, -1)
     floats = [rng.normal(0, 0.01, blocks.shape[:2]) for _ in FLOATS_OF[kind]]
     if size:
         unscaled = blocks.copy()

@@ -5,7 +5,7 @@
 //
 // Defines: VEC, TOKENS, VECTORS; one of W4A16, W4A8, W8A16, W8A8, F16, F32; WIDEN (0: on the fly); for
 // W4A16 NIBBLES_STAY (nibbles are not shifted) or PLANES (2: x as two planes of int8), for W4A8 PLANES
-// (1); BLOCKS with PLANES, BITS, GROUPS, HALVES, MINIMUM and ZERO (hetero.backends.formats.Blocks);
+// (1); BLOCKS with PLANES, BITS, GROUPS, HALVES, MINIMUM, ZERO and E2M1 (hetero.backends.formats.Blocks);
 // where there are planes and for W8A8 DOT (2: AVX512-VNNI, 1: AVX512-BW, 0: what the compiler
 // finds), for these formats PREFETCH (32-bit words ahead, 0: not).
 // Layout of weights: hetero.backends.weights and blocks. Follows matmul_pack.cl, which packs x.
@@ -186,10 +186,37 @@ INLINE vfloat load_small(__global const uchar *p) {
   return __builtin_convertvector(*(__global const vchar_u *)p, vfloat);
 }
 
+#if E2M1
+// Floats of 4 bits (hetero.backends.formats.E2M1): in each byte twice the value, and 12.
+#define E2M1_TABLE (uint4)(0x0f0e0d0cu, 0x18141210u, 0x090a0b0cu, 0x00040608u)
+#if VEC == 16 && defined(__AVX512BW__)
+#define LOOK_UP(c) \
+  __builtin_ia32_pshufb512(FOURS((vuint)(E2M1_TABLE.s0123012301230123)), FOURS(c))
+#elif VEC == 8 && defined(__AVX2__)
+#define LOOK_UP(c) __builtin_ia32_pshufb256(FOURS((vuint)(E2M1_TABLE.s01230123)), FOURS(c))
+#endif
+typedef char fours_t __attribute__((ext_vector_type(4 * VEC)));
+#define FOURS(v) __builtin_astype(v, fours_t)
+
+INLINE vint e2m1(const vuint c) {
+#ifdef LOOK_UP
+  return __builtin_astype(LOOK_UP(c), vint);
+#else
+  const vuint b0 = c & 0x01010101u, b1 = (c >> 1) & 0x01010101u, b2 = (c >> 2) & 0x01010101u;
+  const vuint both = b2 & b1;
+  const vuint size = (c & 0x07070707u) + (b2 & b0) + (both << 1) + ((both & b0) << 1);
+  const vuint minus = ((c >> 3) & 0x01010101u) * 255u;
+  return AS_VINT(0x0c0c0c0cu - (size & minus) + (size & ~minus));
+#endif
+}
+#endif
+
 // Codes of 4 features of a word of 8, even or odd, with the upper bits of 6.
 INLINE vint codes_of(const vuint word, const vuint upper, const int j, const int odd) {
   const vuint low = (word >> (4 * odd)) & 0x0f0f0f0fu;
-#if BITS > 4
+#if E2M1
+  return e2m1(low);
+#elif BITS > 4
   const int up = 4 - 4 * (j & 1) - 2 * odd;
   return AS_VINT(low | ((up >= 0 ? upper << max(up, 0) : upper >> max(-up, 0)) & 0x30303030u));
 #else

@@ -164,9 +164,10 @@ class GgufTensor:
 
     def _check_scales(self, scales: npt.NDArray[np.float16]) -> None:
         if (scales.view(np.uint16) & 0x7C00 == 0x7C00).any():  # the exponent of what is not finite
-            raise ModelError(
-                f"tensor {self.name} holds a value that is not finite; download the model again"
-            )
+            fault = "a value that is not finite; download the model again"
+            if self.kind is Kind.MXFP4:
+                fault = "scales beyond fp16's 2^-24 to 2^15; load it with --weights f32"
+            raise ModelError(f"tensor {self.name} holds {fault}")
 
     @property
     def watch(self) -> Callable[[npt.NDArray[np.float32], npt.NDArray[np.float32]], None] | None:
