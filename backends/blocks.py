@@ -90,7 +90,7 @@ def values_of(blocks: Blocks, parts: BlockParts) -> Float32Array:
     return np.asarray(values, np.float32)
 
 
-def integers(blocks: Blocks, codes: Bytes) -> Bytes:
+def integers(blocks: Blocks, codes: Bytes | Words) -> Bytes | Words:
     """Return the integers that are scaled: codes, or what stands in their place."""
     return np.array(E2M1, np.uint8)[codes] if blocks.e2m1 else codes
 

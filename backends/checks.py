@@ -210,6 +210,8 @@ def _check_vector(op: Op, name: str, value: Any) -> None:
             length = op.experts * (op.d if name == "router" else 1)
         case ops.Experts():
             length = op.experts * op.matmuls[name.removesuffix("_bias")].n
+        case ops.GatedDelta():
+            length = op.v_dim if name == "norm" else op.v_heads
         case ops.ShortConv():
             length = op.taps * op.d if name == "taps" else op.d
         case _:

@@ -41,8 +41,11 @@ class HostBuffer:
 
     `huge`: in pages of 2 MiB where the system has them, for what is streamed as a whole; a buffer
     of one or more begins with one. The memory lives as long as any array, tensor or device mapping
-    that refers to this object.
+    that refers to this object. `dma_buf` is the descriptor by which other drivers may import the
+    memory, None without one.
     """
+
+    dma_buf: int | None = None
 
     def __init__(self, nbytes: int, *, huge: bool = False) -> None:
         if nbytes < 1:

@@ -20,17 +20,52 @@ position 0 starts from zeros and does not read the state, which may hold anythin
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, TypeAlias
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any, ClassVar, Final, Literal, TypeAlias, TypeVar
 
 from hetero.backends.formats import CacheFormat, WeightFormat
 
 Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "relu"]
 ExpertActivation: TypeAlias = Activation | Literal["swiglu_oai"]
 SWIGLU_LIMIT, SWIGLU_ALPHA = 7.0, 1.702
-OperandOrder: TypeAlias = Literal["plain", "transposed"]
 RouterScores: TypeAlias = Literal["softmax", "softmax_chosen", "sigmoid"]
 ROWS_OF_EXPERT = 16  # the rows of an expert's matrices are a multiple of this
+L2_EPS: Final = 1e-6  # of the norms of queries and keys in `GatedDelta`
+OperandOrder: TypeAlias = Literal["plain", "transposed"]
+_Value = TypeVar("_Value")
+
+
+def later(default: _Value) -> _Value:
+    """Return a field that was added to a record after documents of it had been written.
+
+    With its default it is neither in `repr` nor in documents: what was stored under a record's
+    identity (compiled graphs, plans, saved contexts) stays valid.
+    """
+    value: _Value = field(default=default, metadata={"later": True})
+    return value
+
+
+def document(record: Any) -> dict[str, Any]:
+    """Return the fields of a record, and of records in it; `later` ones where they are set."""
+    named = {
+        x.name: getattr(record, x.name)
+        for x in fields(record)
+        if not x.metadata.get("later") or getattr(record, x.name) != x.default
+    }
+    return {name: document(x) if is_dataclass(x) else x for name, x in named.items()}
+
+
+class Extensible:
+    """A record, made with `repr=False`, whose `later` fields are shown only where they are set."""
+
+    def __repr__(self) -> str:
+        """Return what `dataclass` generates, without `later` fields at their defaults."""
+        named = [
+            f"{x.name}={getattr(self, x.name)!r}"
+            for x in fields(self)  # type: ignore[arg-type]
+            if not x.metadata.get("later") or getattr(self, x.name) != x.default
+        ]
+        return f"{type(self).__qualname__}({', '.join(named)})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,15 +149,16 @@ class LayerNorm:
         return ("x", "residual", "sum", "y") if self.add else ("x", "y")
 
 
-@dataclass(frozen=True, kw_only=True)
-class RopeScaling:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class RopeScaling(Extensible):
     """Frequency scaling of rotary embeddings, with the names of `config.json`'s `rope_scaling`.
 
     LongRoPE divides each frequency by a factor of its own, of `short_factor`, or of `long_factor`
-    where `long` says that the context is longer than the model was first trained for.
+    where `long` says that the context is longer than the model was first trained for. With `zero`
+    all frequencies are 0: nothing is rotated (layers whose queries and keys are normed only).
     """
 
-    kind: Literal["none", "linear", "llama3", "yarn", "longrope"] = "none"
+    kind: Literal["none", "linear", "llama3", "yarn", "longrope", "zero"] = "none"
     factor: float = 1.0
     original_max_position: int = 0
     low_freq_factor: float = 1.0
@@ -147,14 +183,15 @@ class RopeScaling:
         return replace(self, long=long)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rope:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Rope(Extensible):
     """Rotate queries and keys by their positions ("rotate half", as Hugging Face stores weights).
 
     Ports: `qkv` [m, (H + 2G)·D] (queries, keys, values of a token side by side), `position` int32
     [1] (position of the call's first token), `out` (like `qkv`; values are copied). With `qk_norm`,
     each head of q and k first goes through RMSNorm with weights `q_norm` [D], `k_norm` [D] and
-    that eps. `max_position` bounds position + m. `rotary_dim` ≤ D dimensions are rotated.
+    that eps. `max_position` bounds position + m. `rotary_dim` ≤ D dimensions are rotated. With
+    `gated`, `qkv` has H·D gates of the output between queries and keys, which are not read here.
     """
 
     heads: int
@@ -165,12 +202,18 @@ class Rope:
     rotary_dim: int = 0
     scaling: RopeScaling = RopeScaling()
     qk_norm_eps: float | None = None
+    gated: bool = later(False)
     ports: ClassVar[tuple[str, ...]] = ("qkv", "position", "out")
 
     @property
     def width(self) -> int:
-        """Return the features of one token of `qkv`."""
+        """Return the features of one token of `out`."""
         return (self.heads + 2 * self.kv_heads) * self.head_dim
+
+    @property
+    def gates(self) -> int:
+        """Return the features of one token of `qkv` that are gates."""
+        return self.heads * self.head_dim if self.gated else 0
 
     @property
     def rotated(self) -> int:
@@ -373,12 +416,79 @@ class ShortConv:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GatedDelta:
+    """Gated delta rule over tokens, then a gated norm (Qwen3-Next, Qwen3.5; arXiv 2412.06464).
+
+    A value head j has a state S [dk, dv] and uses the key head j mod k_heads. For each token, with
+    q and k divided by sqrt(Σ x² + 1e-6), q also by sqrt(dk), beta = sigmoid(b) and
+    g = decay · softplus(a + dt_bias), which is not positive,
+
+        S ← exp(g) · S;  u = beta · (v - Sᵀ k);  S ← S + k uᵀ;  o = Sᵀ q
+        y = o / sqrt(mean(o²) + eps) · norm · silu(z)
+
+    Ports: `x` [m, 2·k_heads·dk + v_heads·dv]: all q, all k, all v; `gates` [m, max(width, v_heads ·
+    (dv + 2))], whose last columns are z [v_heads · dv], b and a [v_heads each]; `position` int32
+    [1]; `delta_state` [v_heads, dk, dv]; `y` [m, v_heads · dv]. Weights: `decay` and `dt_bias`
+    [v_heads], `norm` [dv].
+    """
+
+    k_heads: int
+    v_heads: int
+    k_dim: int
+    v_dim: int
+    eps: float
+    width: int = 0
+    ports: ClassVar[tuple[str, ...]] = ("x", "gates", "position", "delta_state", "y")
+
+    def __post_init__(self) -> None:
+        if self.v_heads % self.k_heads:
+            raise ValueError(
+                f"value heads must be a multiple of key heads, got {self.v_heads} and "
+                f"{self.k_heads}"
+            )
+
+    @property
+    def columns(self) -> int:
+        """Return the columns of `x`."""
+        return 2 * self.k_heads * self.k_dim + self.values
+
+    @property
+    def values(self) -> int:
+        """Return the columns of the values, of z and of `y`."""
+        return self.v_heads * self.v_dim
+
+    @property
+    def gates_width(self) -> int:
+        """Return the columns of `gates`."""
+        return max(self.width, self.values + 2 * self.v_heads)
+
+
+@dataclass(frozen=True, kw_only=True)
 class GatedAct:
     """`y = act(x[:, :f]) · x[:, f:]`. Ports: `x` [m, 2f] (gate, then up), `y` [m, f]."""
 
     f: int
     activation: Activation = "silu"
     ports: ClassVar[tuple[str, ...]] = ("x", "y")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SigmoidGate:
+    """`y = x · sigmoid(gates[:, first : first + d])`: the output gate of attention (Qwen3.5).
+
+    Ports: `x` and `y` [m, d], `gates` [m, width].
+    """
+
+    d: int
+    first: int
+    width: int
+    ports: ClassVar[tuple[str, ...]] = ("x", "gates", "y")
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.first <= self.width - self.d:
+            raise ValueError(
+                f"{self.d} gates from column {self.first} on are not in {self.width} columns"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -533,7 +643,9 @@ Op: TypeAlias = (
     | SumScores
     | DecodeChunks
     | ShortConv
+    | GatedDelta
     | GatedAct
+    | SigmoidGate
     | Act
     | AddPositions
     | Add
@@ -548,7 +660,7 @@ OUTPUT_PORTS = frozenset({"y", "sum", "out"})
 # Ports that a call adds to.
 ADDED_PORTS = frozenset({"score_sums"})
 # Ports of float32 that a call reads, unless it is at position 0, and replaces.
-STATE_PORTS = ("conv_state",)
+STATE_PORTS = ("conv_state", "delta_state")
 
 
 def has_state(op: Op) -> bool:
@@ -572,6 +684,8 @@ def weight_names(op: Op) -> tuple[str, ...]:  # noqa: PLR0911
             return ("table",)
         case DecodeChunks():
             return ("channels",)
+        case GatedDelta():
+            return ("decay", "dt_bias", "norm")
         case ShortConv():
             return ("taps", "bias") if op.bias else ("taps",)
         case Outliers():
@@ -587,7 +701,7 @@ def weight_names(op: Op) -> tuple[str, ...]:  # noqa: PLR0911
             return ()
 
 
-def describe(op: Op) -> str:  # noqa: PLR0911
+def describe(op: Op) -> str:  # noqa: PLR0911, PLR0912
     """Return short name for messages and traces, such as `MatMul(n=2048, k=8192, w4a16)`."""
     match op:
         case MatMul():
@@ -604,6 +718,9 @@ def describe(op: Op) -> str:  # noqa: PLR0911
         case Rope() | Attention():
             kind = type(op).__name__
             return f"{kind}(heads={op.heads}, kv_heads={op.kv_heads}, head_dim={op.head_dim})"
+        case GatedDelta():
+            sizes = f"k_heads={op.k_heads}, v_heads={op.v_heads}, k_dim={op.k_dim}"
+            return f"GatedDelta({sizes}, v_dim={op.v_dim})"
         case ShortConv():
             gated = ", gated" if op.gated else ""
             return f"ShortConv(d={op.d}, taps={op.taps}{gated})"

@@ -326,7 +326,7 @@ FIXED_PORTS = frozenset({"position", "codes", "score_sums", *CACHE_PORTS, *ops.S
 _INT32_PORTS = frozenset({"tokens", "position", "table"})
 
 
-def takes_panels(op: Op, port: str) -> bool:
+def takes_panels(op: Op, port: str) -> bool:  # noqa: PLR0911
     """Return whether a port may be the output of a cut matmul, where the device reads `Panels`."""
     match op:
         case ops.RMSNorm() | ops.LayerNorm():
@@ -335,6 +335,8 @@ def takes_panels(op: Op, port: str) -> bool:
             return port == "qkv"
         case ops.GatedAct() | ops.Act() | ops.ShortConv():
             return port == "x"
+        case ops.GatedDelta() | ops.SigmoidGate():
+            return port == "gates"
         case ops.Add():
             return port in ("x", "residual")
         case ops.Outliers():
@@ -385,7 +387,9 @@ def _width(op: Op, port: str) -> tuple[int, ...]:  # noqa: PLR0911, PLR0912
         case ops.MatMul() | ops.Outliers():
             return (op.k,) if port == "x" else (op.n,)
         case ops.Rope():
-            return (op.width,)
+            return (op.width + op.gates if port == "qkv" else op.width,)
+        case ops.SigmoidGate():
+            return (op.width if port == "gates" else op.d,)
         case ops.Attention():
             if port in FIXED_PORTS:
                 return op.kv.shape(op.kv_heads, op.capacity, op.head_dim)
@@ -405,6 +409,10 @@ def _width(op: Op, port: str) -> tuple[int, ...]:  # noqa: PLR0911, PLR0912
             return (2 * op.chosen,)
         case ops.Experts() if port == "routes":
             return (2 * op.chosen,)
+        case ops.GatedDelta():
+            if port == "delta_state":
+                return (op.v_heads, op.k_dim, op.v_dim)
+            return ({"x": op.columns, "gates": op.gates_width}.get(port, op.values),)
         case ops.ShortConv():
             if port == "conv_state":
                 return (op.taps - 1, op.d)

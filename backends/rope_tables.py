@@ -19,6 +19,8 @@ def inverse_frequencies(op: Rope) -> Float64Array:
     match op.scaling.kind:
         case "none":
             return base
+        case "zero":
+            return np.zeros_like(base)
         case "linear":
             return base / op.scaling.factor
         case "llama3":

@@ -5,7 +5,9 @@ python bench/mllm_npu.py modes      # that, cut matmuls, and both, in the plan o
 python bench/mllm_npu.py ablation --profile MINE    # figure 17: each technique on top of the last
 python bench/mllm_npu.py formats --profile MINE     # w8a8 and w4a8, shadows, every core, llama.cpp
 python bench/mllm_npu.py chunks     # figure 8: the length of a chunk
-python bench/mllm_npu.py simulated      # the same on the simulated chip, and table 4's prompts
+python bench/mllm_npu.py simulated  # the same on the simulated chip, and table 4 end to end
+python bench/mllm_npu.py pruning    # by how many matmuls keep outliers
+python bench/mllm_npu.py energy     # figure 15; `memory`: figure 16
 
 A command makes `Variant`s of one prompt's prefill, `compare` runs them in turns and prints them
 beside what the paper says of that step (`data/mllm_npu.toml`).
@@ -44,6 +46,7 @@ from common import (
 )
 from parts.engines import LlamaCpp
 from parts.gguf_files import write_random
+from parts.npu_figures import energy, memory
 
 from hetero.backends.formats import WeightFormat
 from hetero.backends.ops import Outliers
@@ -62,12 +65,15 @@ from hetero.runtime.schedule import Order, windows
 from hetero.solver.handmade import single_device
 from hetero.solver.placement import Placement
 from hetero.solver.plan import PrefillMode
+from hetero.solver.planner import Planner
 from hetero.solver.prepared import prepare_solver
 from hetero.solver.prompt_calls import split
 from hetero.solver.request import PlanRequest
 from hetero.solver.strategy_plans import strategy_plan
 
 app = new_app(__doc__)
+app.command("energy")(energy)
+app.command("memory")(memory)
 CHIP = "snapdragon-8-gen-3"
 OTHER_LENGTHS = 5  # that are planned anew
 CLAIMS = tomllib.loads((DATA / "mllm_npu.toml").read_text(encoding="utf-8"))
@@ -365,9 +371,11 @@ def simulated(
     model: str = "random:qwen1.5-1.8b",
     p: Prompt = 512,
     chunk: Annotated[int, typer.Option(help="tokens of a chunk")] = 256,
+    n: Annotated[int, typer.Option("-n", help="tokens of table 4's answers")] = 8,
 ) -> None:
-    """Figure 17's steps and table 4's prompts by makespans of a simulated chip's profile: matmuls
-    on the NPU, all else on the GPU, as `ablation` has them; then this project's own plan.
+    """Figure 17's steps and table 4 by makespans of a simulated chip's profile: matmuls on the NPU,
+    all else on the GPU, as `ablation` has them; then this project's own plan. The naive step builds
+    graphs of the prompt's own length, those of chunks are there.
     """
     taken = DeviceProfile.load(profile)
     grouped = open_model(model, weights="w4a16").spec()
@@ -381,20 +389,25 @@ def simulated(
     }
     found = {name: _makespan(*how, taken, p) for name, how in steps.items()}
     print(f"simulated; {model}, {p} tokens, {profile}\n")
-    pairs = zip(found.items(), [found["naive"], *found.values()], strict=False)
-    rows = [[name, f"{s:.3f}", f"{p / s:.0f}", f"{s / last:.2f}"] for (name, s), last in pairs]
-    table("prefill|s|tokens/s|time × the step before", rows)
+    built = dict.fromkeys(found, 0.0) | {"naive": Planner(grouped, taken).preparation_s(p)}
+    all_s = {name: s + built[name] for name, s in found.items()}
+    pairs = zip(all_s.items(), [all_s["naive"], *all_s.values()], strict=False)
+    rows = [
+        [name, f"{found[name]:.3f}", f"{built[name]:.3f}", f"{p / s:.0f}", f"{s / last:.2f}"]
+        for (name, s), last in pairs
+    ]
+    table("prefill|s|s to build its graphs|tokens/s with them|time × the step before", rows)
     cells = []
     for tokens, theirs, llama_cpp in CLAIMS["table4"].get(model.removeprefix(PREFIX), []):
         request = PlanRequest(seq_lens=(tokens,), explain=False)
         plan = planned(open_model(model, weights="w8a8").spec(), taken, request)
-        total = plan.totals[0]
-        seconds = min([total.predicted_s, *total.modes.values()])
+        total, step = (x for x in plan.totals if x.phase == "decode" or x.m == tokens)
+        seconds, answer = min([total.predicted_s, *total.modes.values()]), n * step.predicted_s
         layer = _makespan(static, chunk, "best", taken, tokens)
-        own = [f"{layer:.2f}", f"{seconds:.2f}", f"{tokens / seconds:.0f}"]
+        own = [f"{layer:.2f}", f"{seconds:.2f}", f"{answer:.2f}", f"{seconds + answer:.2f}"]
         cells.append([str(tokens), *own, theirs, llama_cpp])
-    print("\nprefill, simulated; beside it table 4 of the paper, end to end on a Xiaomi 14\n")
-    head = "prompt|s, as mllm-NPU|s, this project's plan|tokens/s|s, paper|s, llama.cpp there"
+    print(f"\nsimulated, {n} tokens decoded; table 4 of the paper, end to end on a Xiaomi 14\n")
+    head = "prompt|s, as mllm-NPU|s, our plan|s, its answer|s, both|s, paper|s, llama.cpp there"
     table(head, cells)
     finish(*CLAIMS["ablation"], *CLAIMS["contradictions"])
 
@@ -418,6 +431,27 @@ def chunks(
     print(f"simulated, seconds; {model}, w8a8, {profile}; the paper chose 256\n")
     table(f"tokens of a chunk|{'|'.join(map(str, prompts))}|all|padding", rows)
     finish()
+
+
+@app.command("pruning")
+def pruning(
+    profile: Annotated[str, typer.Option(help="a shipped profile of a chip")] = CHIP,
+    model: str = "random:qwen1.5-1.8b",
+    p: Prompt = 512,
+    chunk: Annotated[int, typer.Option(help="tokens of a chunk")] = 256,
+    hot: Annotated[float, typer.Option(help="part of a shadow's channels that are hot")] = 0.003,
+) -> None:
+    """The prompt by the part of the matmuls that keep a shadow, on a simulated chip; what each part
+    is worth in quality: `quality.py forms`.
+    """
+    taken, rows = DeviceProfile.load(profile), []
+    for kept in (0.0, 0.15, 0.5, 1.0):
+        static = replace(open_model(model, weights="w8a8"), weights=Shadowed(model, kept, hot))
+        seconds = _makespan(static.spec(), chunk, "best", taken, p)
+        rows.append([f"{1 - kept:.0%}", len(static.weights.outliers()), f"{seconds:.3f}"])
+    print(f"simulated; {model}, w8a8, {p} tokens, {profile}\n")
+    table("pruned|matmuls with a shadow|s", rows)
+    finish("paper, section 3.3: shadows of 85 % of the layers are pruned by default")
 
 
 def _makespan(

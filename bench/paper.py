@@ -5,11 +5,15 @@ python bench/paper.py fit --check           # the simulated chip, from component
 python bench/paper.py schedules            # the compiler-predicted NPU
 python bench/paper.py layouts -m 512 --shapes 2048x8192    # equal shapes of a w8a8 matmul
 python bench/paper.py orders               # figure 5: operand orders, by compiled schedules
+python bench/paper.py game                 # figure 18: frames of a game on the same GPU
+python bench/paper.py graph-life           # a graph's stages, by token count
 python bench/paper.py limits               # what the NPU's memory costs
 python bench/paper.py solver-speed
 """
 
 from common import new_app
+from parts.game import game
+from parts.graph_life import graph_life
 from parts.limits import limits
 from parts.orders import orders
 from parts.reproduction import command
@@ -23,6 +27,8 @@ app.command("fit")(fit)
 app.command("schedules")(schedules)
 app.command("layouts")(layouts)
 app.command("orders")(orders)
+app.command("game")(game)
+app.command("graph-life")(graph_life)
 app.command("limits")(limits)
 app.command("solver-speed")(solver_speed)
 

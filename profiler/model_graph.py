@@ -29,7 +29,16 @@ from pydantic import (
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from hetero.backends.formats import CacheFormat, WeightFormat
-from hetero.backends.ops import OUTPUT_PORTS, Attention, Embed, Experts, MatMul, Op, Rope
+from hetero.backends.ops import (
+    OUTPUT_PORTS,
+    Attention,
+    Embed,
+    Experts,
+    MatMul,
+    Op,
+    Rope,
+    document,
+)
 from hetero.backends.protocol import CACHE_PORTS, port_shape
 from hetero.backends.weights import packed_bytes
 
@@ -40,7 +49,17 @@ LARGEST: Final = 2**31 - 1  # sizes are int32 on devices
 MAY_BE_ZERO: Final = frozenset({"hot", "window", "rotary_dim", "offset", "original_max_position"})
 
 # Matmuls that plans may cut, and the members of fused ones.
-MATMUL_ROLES: Final = ("qkv", "o", "conv_in", "conv_out", "gate_up", "down", "lm_head")
+MATMUL_ROLES: Final = (
+    "qkv",
+    "o",
+    "conv_in",
+    "conv_out",
+    "delta_in",
+    "delta_out",
+    "gate_up",
+    "down",
+    "lm_head",
+)
 ROLES: Final = (*MATMUL_ROLES, "q", "k", "v", "gate", "up")
 _OP_NAME: Final = re.compile(rf"({'|'.join(ROLES)})(\.([2-9]|[1-9][0-9]{{1,3}}))?", re.ASCII)
 Name = Annotated[str, Field(min_length=1, max_length=64)]
@@ -85,7 +104,7 @@ def _read_op(value: Any) -> Op:
 
 
 def _write_op(op: Op) -> dict[str, Any]:
-    return {"kind": type(op).__name__, **dataclasses.asdict(op)}
+    return {"kind": type(op).__name__, **document(op)}
 
 
 def _refuse_unknown(kind: Any, fields: Mapping[str, Any]) -> None:

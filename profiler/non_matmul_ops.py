@@ -154,7 +154,9 @@ def reference_ops(
         *(ops.Attention(heads=h, kv_heads=g, head_dim=d, capacity=CAPACITY, kv=x) for x in CACHES),
         ops.ShortConv(d=block.d, taps=3, gated=True),
         ops.ShortConv(d=block.d, taps=4, activation="silu"),
+        ops.GatedDelta(k_heads=g, v_heads=h, k_dim=128, v_dim=128, eps=eps),
         ops.GatedAct(f=block.f),
+        ops.SigmoidGate(d=block.d, first=block.d, width=3 * block.d),
         ops.Act(f=block.f, activation="gelu_tanh"),
         ops.Add(d=block.d),
         ops.AddPositions(d=block.d, rows=CAPACITY),
@@ -515,6 +517,7 @@ class NonMatmulMeter:
         return self._weights[op]
 
     def _weight(self, op: Op, name: str) -> WeightValue:
+        width = op.head_dim if isinstance(op, ops.Rope) else getattr(op, "d", 1)
         match op, name:
             case ops.Embed(), _:
                 return self._pool.table(op.weight_format.storage, op.vocab, op.d)
@@ -526,12 +529,14 @@ class NonMatmulMeter:
                 return self._pool.weight(StorageFormat.Q8R, op.n, op.k)
             case ops.Outliers(), _:  # of which the noise has a few in a million in excess
                 return np.full(1, 5 / INT8_STATIC.largest, np.float32)
-        width = op.head_dim if isinstance(op, ops.Rope) else getattr(op, "d", 1)
-        if isinstance(op, ops.AddPositions):
-            width *= op.rows
-        if name == "taps" and isinstance(op, ops.ShortConv):
-            width *= op.taps
-        return self._rng.uniform(0.5, 1.5, width).astype(np.float32)
+            case ops.AddPositions(), _:
+                width *= op.rows
+            case ops.ShortConv(), "taps":
+                width *= op.taps
+            case ops.GatedDelta(), _:
+                width = op.v_dim if name == "norm" else op.v_heads
+        values = self._rng.uniform(0.5, 1.5, width).astype(np.float32)
+        return -values if name == "decay" else values
 
 
 def sizes_of(op: Op) -> dict[str, int]:

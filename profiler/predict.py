@@ -255,8 +255,9 @@ def work(op: Op, m: int, context: int = 0) -> dict[str, float]:
     An `NonMatmulPredictor` weighs them.
 
     calls 1; tokens m; elements of the widest tensor; for attention also pairs (query, key, head
-    feature) and the cached elements that are read, counted as float32 by their bytes; for outliers
-    products with hot features.
+    feature), each of two multiply-adds, and the cached elements that are read, counted as float32
+    by their bytes; for a gated delta rule as many pairs as have its multiply-adds, three for each
+    element of the state, which is read and written; for outliers products with hot features.
     """
     terms = {"calls": 1.0, "tokens": float(m)}
     match op:
@@ -279,6 +280,11 @@ def work(op: Op, m: int, context: int = 0) -> dict[str, float]:
             terms["elements"] = float(m * (op.n + op.k))
         case ops.SumScores():
             terms["elements"] = float(m * op.attention.width)
+        case ops.GatedDelta():
+            state = op.v_heads * op.k_dim * op.v_dim
+            terms["elements"] = float(m * (op.columns + 2 * op.values))
+            terms["pairs"] = float(1.5 * m * state)
+            terms["cached"] = float(2 * state)
         case ops.DecodeChunks():
             terms["elements"] = float(m * op.values)
         case ops.Router():

@@ -17,7 +17,14 @@ from hetero.backends import simulated
 from hetero.backends.host.clock import ManualClock
 from hetero.backends.ops import Experts, MatMul, Op, Router
 from hetero.backends.protocol import Device, DeviceKind
-from hetero.backends.simulated import ChipTimes, LaunchModel, Load, SimulatedChip, SimulatedDevice
+from hetero.backends.simulated import (
+    ChipTimes,
+    LaunchModel,
+    Load,
+    Rendering,
+    SimulatedChip,
+    SimulatedDevice,
+)
 from hetero.profiler import predict
 from hetero.profiler.cost import CostModel
 from hetero.profiler.features import padded_count, weight_bytes
@@ -100,7 +107,8 @@ class VirtualChip:
     """Both devices of a profile's chip on one virtual `clock`; `numbers`: they compute results.
 
     `devices` are for `hetero.runtime.engine.Engine`, with the clock. `drift` are factors by which
-    devices are slower than their profile says (`SimulatedDevice.drift`).
+    devices are slower than their profile says (`SimulatedDevice.drift`). `rendering` uses the GPU
+    at the same time.
     """
 
     def __init__(
@@ -109,9 +117,10 @@ class VirtualChip:
         *,
         numbers: bool = False,
         drift: Mapping[DeviceKind, float] | None = None,
+        rendering: Rendering | None = None,
     ) -> None:
         self.clock = ManualClock()
-        self.chip = SimulatedChip(_times(profile), self.clock)
+        self.chip = SimulatedChip(_times(profile), self.clock, rendering=rendering)
         self.simulated: dict[DeviceKind, SimulatedDevice] = {}
         for kind, record in profile.devices.items():
             able = record.capabilities.on(kind)

@@ -29,16 +29,20 @@ from hetero.profiler.records import (
 TENSORS: Final = {
     "RMSNorm": 2, "RMSNorm+add": 4, "LayerNorm": 2, "LayerNorm+add": 4,
     "GatedAct": 3, "Act": 2, "Add": 3, "AddPositions": 3, "ShortConv": 2, "ShortConv+gated": 4,
+    "SigmoidGate": 3,
 }  # fmt: skip
 # and the proxies of each, the most similar first.
 SUBSTITUTES: Final = {
     "LayerNorm": ("RMSNorm",),
     "LayerNorm+add": ("RMSNorm+add",),
     "Act": ("GatedAct",),
+    "SigmoidGate": ("GatedAct", "Add"),
     "Add": ("RMSNorm+add", "RMSNorm"),
     "ShortConv": ("ShortConv+gated", "Act", "GatedAct"),
     "ShortConv+gated": ("ShortConv", "GatedAct"),
     "AddPositions": ("Add", "RMSNorm+add", "RMSNorm"),
+    # By its multiply-adds and what it reads and writes, which are among the terms of the work.
+    "GatedDelta": ("Attention", "Attention+f16", "Attention+q8"),
     # Caches of another format, whose bytes are among the terms of the work.
     "Attention": ("Attention+f16", "Attention+q8"),
     "Attention+f16": ("Attention", "Attention+q8"),

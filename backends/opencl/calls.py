@@ -80,6 +80,7 @@ INPUT_PORTS = frozenset(
     {
         "x",
         "residual",
+        "gates",
         "tokens",
         "qkv",
         "position",

@@ -19,6 +19,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from hetero.backends.errors import DeviceOptionError
+from hetero.backends.memory import HostBuffer
 from hetero.backends.opencl.resources import Resources
 from hetero.backends.opencl.visibility import ProbeCall
 
@@ -80,13 +81,18 @@ def is_coherent(device: Resources, policy: CoherencePolicy = DEFAULT) -> bool:
         device.explicit_handovers = False
 
 
-def hands_over(device: Resources, policy: CoherencePolicy = DEFAULT) -> bool:
-    """Return whether launches and the host see each other's writes as calls are bound now."""
-    return all(_sees_writes(device, floats, policy.rounds) for floats in policy.floats)
+def hands_over(
+    device: Resources, policy: CoherencePolicy = DEFAULT, buffer: HostBuffer | None = None
+) -> bool:
+    """Return whether launches and the host see each other's writes as calls are bound now.
+
+    In a buffer if one is given, else in memory that the device allocates.
+    """
+    return all(_sees_writes(device, floats, policy.rounds, buffer) for floats in policy.floats)
 
 
-def _sees_writes(device: Resources, floats: int, rounds: int) -> bool:
-    call, x, residual, y = ProbeCall.of(device, floats)
+def _sees_writes(device: Resources, floats: int, rounds: int, buffer: HostBuffer | None) -> bool:
+    call, x, residual, y = ProbeCall.of(device, floats, buffer)
     for i in range(rounds):
         x.array[:], residual.array[:], y.array[:] = i, np.arange(floats), np.nan
         call.submit().wait()

@@ -20,14 +20,15 @@ from hetero.backends.errors import (
     WaitTimeoutError,
 )
 from hetero.backends.formats import WeightFormat
-from hetero.backends.memory import Tensor
+from hetero.backends.memory import HostBuffer, Tensor
 from hetero.backends.opencl.calls import KernelLaunch, OpenCLCall
 from hetero.backends.opencl.coherence import hands_over, is_coherent
 from hetero.backends.opencl.failures import BACKEND, decoded
 from hetero.backends.opencl.flag import Flag, flag_program, probe
 from hetero.backends.opencl.gpu_capabilities import capabilities_of
+from hetero.backends.opencl.imported import NOT_TRIED, Import, find_import
 from hetero.backends.opencl.megakernel import fuse
-from hetero.backends.opencl.resources import Resources
+from hetero.backends.opencl.resources import DeviceMemory, Resources
 from hetero.backends.opencl.selected import Selected
 from hetero.backends.opencl.stream_signal import OpenCLStreamSignal, find_stream_signal
 from hetero.backends.opencl.transfer import TransferCall
@@ -98,6 +99,7 @@ class OpenCLDevice(
         self._flag: Flag | None = None
         self._stream_signal: OpenCLStreamSignal | None = None
         self._stream_signal_tried = False
+        self._import: Import | None = NOT_TRIED
         self.at_close: Callable[[], None] = lambda: None
         self.on_host = selected.driver.computes_on_cpu
         self.worker_cpu = selected.cores[0] if len(selected.cores) == 1 else None
@@ -129,6 +131,17 @@ class OpenCLDevice(
                 self.coherent = self.svm = is_coherent(self)
             self.unified_memory = self.coherent or hands_over(self)
         self._mapped.clear()
+
+    def imported(self, buffer: HostBuffer) -> DeviceMemory | None:
+        """See `Resources.imported`; how is found out with the first buffer."""
+        if buffer.dma_buf is None or not self.unified_memory:
+            return None
+        if self._import is NOT_TRIED:
+            self._import = find_import(self, buffer)
+        if self._import is not None:
+            with suppress(DeviceError):  # then as any memory of this process
+                return self._import.of(self.context, buffer)
+        return None
 
     def accepts(self, op: Op) -> Acceptance:
         """See `Device.accepts`."""

@@ -1,13 +1,14 @@
-"""Add, GatedAct and Act."""
+"""Add, GatedAct, SigmoidGate and Act."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from hetero.backends.opencl.calls import InPanels, KernelLaunch, OpenCLKernel
+from hetero.backends.opencl.program_source import Define
 from hetero.backends.opencl.resources import Resources
 from hetero.backends.opencl.tuning import Tuning
-from hetero.backends.ops import Act, Add, GatedAct
+from hetero.backends.ops import Act, Add, GatedAct, SigmoidGate
 from hetero.backends.protocol import Operand, WeightValue, whole
 
 MACROS = {"silu": "SILU", "gelu": "GELU", "gelu_tanh": "GELU_TANH", "relu": "RELU"}
@@ -43,6 +44,23 @@ def prepare_gated_act(
 def prepare_act(device: Resources, op: Act, _weights: Mapping[str, WeightValue]) -> OpenCLKernel:
     """Prepare `y = act(x)`: one row of items per token."""
     return _activation(device, op, "act")
+
+
+def prepare_sigmoid_gate(
+    device: Resources, op: SigmoidGate, _weights: Mapping[str, WeightValue]
+) -> OpenCLKernel:
+    """Prepare `y = x · sigmoid(gates)`: one row of items per token."""
+    tuning = device.tuning
+    defines: dict[str, Define] = {**tuning.defines, "ACTIVATION": "SIGMA"}
+    program = device.programs.get("elementwise.cl", defines, before=("activations.cl",))
+
+    def launches(tensors: Mapping[str, Operand], m: int) -> list[KernelLaunch]:
+        chunk, items = split_floats(tuning, op.d)
+        x, gates = InPanels(tensors["x"]), InPanels(tensors["gates"])
+        args = (m, x, gates, whole(tensors["y"]), op.d, op.first, chunk)
+        return [KernelLaunch(program, "gate", (items, m), (tuning.lanes, 1), args)]
+
+    return OpenCLKernel(device, op, launches)
 
 
 def _activation(device: Resources, op: GatedAct | Act, kernel: str) -> OpenCLKernel:

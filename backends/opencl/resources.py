@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -123,9 +125,25 @@ class Resources(Device):
         """Return the buffer's pages on unified memory, else a copy in the device's memory."""
         self.check()
         if buffer not in self._mapped:
-            with decoded(f"mapping {buffer.nbytes} bytes"):
-                self._mapped[buffer] = self._buffer(buffer.bytes, cl.mem_flags.READ_WRITE)
+            memory = self.imported(buffer)
+            if memory is None:
+                with decoded(f"mapping {buffer.nbytes} bytes"):
+                    memory = self._buffer(buffer.bytes, cl.mem_flags.READ_WRITE)
+            self._mapped[buffer] = memory
         return self._mapped[buffer]
+
+    def imported(self, buffer: HostBuffer) -> DeviceMemory | None:  # noqa: ARG002
+        """Return memory of another allocator by its own descriptor; None where that is not done."""
+        return None
+
+    @contextmanager
+    def mapped_as(self, buffer: HostBuffer, memory: DeviceMemory) -> Iterator[None]:
+        """Map a buffer as this memory for a while."""
+        self._mapped[buffer] = memory
+        try:
+            yield
+        finally:
+            self._mapped.pop(buffer, None)
 
     def constant(self, array: npt.NDArray[Any], *, written: bool = False) -> DeviceMemory:
         """Return memory with the array's contents: the array itself on unified memory.

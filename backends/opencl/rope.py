@@ -59,6 +59,7 @@ def _defines(device: Resources, op: Rope, item_heads: int) -> dict[str, Define]:
         "HEAD_DIM": op.head_dim,
         "ROTATED": op.rotated,
         "ITEM_HEADS": item_heads,
+        "GATE_HEADS": op.heads if op.gated else 0,
     }
     if op.qk_norm_eps is not None:
         defines["EPS"] = float(op.qk_norm_eps)
@@ -67,7 +68,7 @@ def _defines(device: Resources, op: Rope, item_heads: int) -> dict[str, Define]:
 
 def _tables(device: Resources, op: Rope) -> tuple[cl.Buffer, cl.Buffer]:
     """Return cos and sin in float32, one pair for all layers that rotate alike."""
-    key = dataclasses.replace(op, heads=1, kv_heads=1, qk_norm_eps=None)
+    key = dataclasses.replace(op, heads=1, kv_heads=1, qk_norm_eps=None, gated=False)
     if key not in device.rope_tables:
         cosines, sines = rope_tables.tables(op)
         device.rope_tables[key] = (

@@ -6,7 +6,12 @@ from hetero.backends import ops
 from hetero.backends.opencl.attention import prepare_attention, prepare_attention_heads
 from hetero.backends.opencl.decode_chunks import accepts_decode_chunks, prepare_decode_chunks
 from hetero.backends.opencl.device import KernelEntry
-from hetero.backends.opencl.elementwise import prepare_act, prepare_add, prepare_gated_act
+from hetero.backends.opencl.elementwise import (
+    prepare_act,
+    prepare_add,
+    prepare_gated_act,
+    prepare_sigmoid_gate,
+)
 from hetero.backends.opencl.embed import prepare_embed
 from hetero.backends.opencl.experts import accepts_experts, prepare_experts, prepare_router
 from hetero.backends.opencl.matmul import accepts_matmul, prepare_matmul
@@ -14,7 +19,7 @@ from hetero.backends.opencl.norm import prepare_norm
 from hetero.backends.opencl.outliers import prepare_outliers
 from hetero.backends.opencl.pointwise import prepare_add_positions
 from hetero.backends.opencl.rope import prepare_rope
-from hetero.backends.opencl.states import prepare_short_conv
+from hetero.backends.opencl.states import prepare_gated_delta, prepare_short_conv
 from hetero.backends.opencl.sum_scores import accepts_sum_scores, prepare_sum_scores
 from hetero.backends.ops import Op
 
@@ -29,7 +34,9 @@ TABLE: dict[type[Op], KernelEntry] = {
     ops.SumScores: KernelEntry(prepare_sum_scores, accepts_sum_scores),
     ops.DecodeChunks: KernelEntry(prepare_decode_chunks, accepts_decode_chunks),
     ops.ShortConv: KernelEntry(prepare_short_conv),
+    ops.GatedDelta: KernelEntry(prepare_gated_delta),
     ops.GatedAct: KernelEntry(prepare_gated_act),
+    ops.SigmoidGate: KernelEntry(prepare_sigmoid_gate),
     ops.Act: KernelEntry(prepare_act),
     ops.AddPositions: KernelEntry(prepare_add_positions),
     ops.Add: KernelEntry(prepare_add),

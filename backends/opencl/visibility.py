@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, cast
 
-from hetero.backends.memory import Tensor
+from hetero.backends.memory import HostBuffer, Tensor
 from hetero.backends.opencl.calls import OpenCLCall
 from hetero.backends.opencl.resources import Resources
 from hetero.backends.opencl.transfer import TransferCall
@@ -20,10 +20,10 @@ class ProbeCall(NamedTuple):
     y: Tensor
 
     @classmethod
-    def of(cls, device: Resources, floats: int) -> ProbeCall:
-        """Return the call, bound to rows of so many floats."""
+    def of(cls, device: Resources, floats: int, buffer: HostBuffer | None = None) -> ProbeCall:
+        """Return the call, bound to rows of so many floats, at the start of a buffer if given."""
         size = 4 * floats
-        buffer = device.allocate(3 * size)
+        buffer = buffer or device.allocate(3 * size)
         x, residual, y = (Tensor(buffer, (1, floats), offset_bytes=size * i) for i in range(3))
         kernel = device.prepare(Add(d=floats), {})
         call = kernel.bind({"x": x, "residual": residual, "y": y}, 1)

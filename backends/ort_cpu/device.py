@@ -20,7 +20,7 @@ from hetero.backends.onnx_common import staging as weight_staging
 from hetero.backends.onnx_common.binding import NATIVE_ERRORS
 from hetero.backends.ops import Op, describe
 from hetero.backends.optional import SupportsCompaction
-from hetero.backends.ort_cpu import graphs, integers, kernels, mixed, routing
+from hetero.backends.ort_cpu import delta_graph, graphs, integers, kernels, mixed, routing
 from hetero.backends.ort_cpu.session import BACKEND, device_error, new_session
 from hetero.backends.protocol import (
     CACHE_PORTS,
@@ -149,14 +149,19 @@ class OrtCpuDevice(Device, SupportsCompaction):
                 return kernels.DecodeChunksKernel(
                     self._host, op, checks.vector(weights, "channels")
                 )
+            case ops.GatedDelta():
+                return self._prepare_delta(op, weights)
             case ops.ShortConv():
                 session = self._session(op, graphs.short_conv)
                 inputs = _vectors(weights)
                 inputs["taps"] = inputs["taps"].reshape(op.taps, op.d)
-                return kernels.StateKernel(self._host, op, session, "conv_state", inputs)
+                return kernels.StateKernel(self._host, op, (session, session), inputs)
             case ops.GatedAct():
                 session = self._session(op, graphs.gated_act)
                 return kernels.OrtGraphKernel(self._host, op, session, {}, row_bytes=8 * op.f)
+            case ops.SigmoidGate():
+                session = self._session(op, graphs.sigmoid_gate)
+                return kernels.OrtGraphKernel(self._host, op, session, {})
             case ops.Act():
                 session = self._session(op, graphs.act)
                 return kernels.OrtGraphKernel(self._host, op, session, {})
@@ -198,6 +203,23 @@ class OrtCpuDevice(Device, SupportsCompaction):
             }
         scratch = self._widened[shape]
         return kernels.WidenedAttentionKernel(self._host, op, composed, fused, scratch)
+
+    def _prepare_delta(
+        self, op: ops.GatedDelta, weights: Mapping[str, WeightValue]
+    ) -> kernels.StateKernel:
+        sessions = []
+        for one in (True, False):
+            if (op, one) not in self._sessions:
+                self._sessions[op, one] = new_session(delta_graph.gated_delta(op, one=one))
+            sessions.append(self._sessions[op, one])
+        group = op.v_heads // op.k_heads
+        inputs = {
+            name: value if name == "norm" else value.reshape(group, op.k_heads, 1)
+            for name, value in _vectors(weights).items()
+        }
+        shape = group, op.k_heads, op.k_dim, op.v_dim
+        both = sessions[0], sessions[1]
+        return kernels.StateKernel(self._host, op, both, inputs, delta_graph.CHUNK, shape)
 
     def _prepare_embed(
         self, op: ops.Embed, weights: Mapping[str, WeightValue]

@@ -303,17 +303,21 @@ def rotate(op: ops.Rope) -> bytes:
     `q_norm` and `k_norm` [D] with `qk_norm_eps`.
     """
     graph = GraphBuilder()
-    graph.input("qkv", F32, (1, "m", op.width))
+    qkv = graph.input("qkv", F32, (1, "m", op.width + op.gates))
     graph.output("out", F32, (1, "m", op.width))
     graph.input("first", np.int64, (1,))
+    if op.gated:
+        queries = graph.slice(qkv, 0, op.gates, axis=2)
+        rest = graph.slice(qkv, 2 * op.gates, op.width + op.gates, axis=2)
+        qkv = graph.node("Concat", queries, rest, axis=2)
     for table in ("cos", "sin"):
         graph.input(table, F32, (op.max_position, op.rotated // 2))
     turned = op.heads + op.kv_heads
     if op.qk_norm_eps is None:
-        both = graph.slice("qkv", 0, turned * op.head_dim, axis=2)
+        both = graph.slice(qkv, 0, turned * op.head_dim, axis=2)
     else:
-        queries = _normed_heads(graph, op, "q_norm", 0, op.heads)
-        keys = _normed_heads(graph, op, "k_norm", op.heads, turned)
+        queries = _normed_heads(graph, op, qkv, "q_norm", 0, op.heads)
+        keys = _normed_heads(graph, op, qkv, "k_norm", op.heads, turned)
         both = graph.node("Concat", queries, keys, axis=2)
     rotated = graph.node(
         "RotaryEmbedding",
@@ -325,15 +329,17 @@ def rotate(op: ops.Rope) -> bytes:
         num_heads=turned,
         rotary_embedding_dim=op.rotated if op.rotated != op.head_dim else 0,
     )
-    values = graph.slice("qkv", turned * op.head_dim, op.width, axis=2)
+    values = graph.slice(qkv, turned * op.head_dim, op.width, axis=2)
     graph.node("Concat", rotated, values, axis=2, out="out")
     return graph.model()
 
 
-def _normed_heads(graph: GraphBuilder, op: ops.Rope, name: str, start: int, stop: int) -> str:
+def _normed_heads(
+    graph: GraphBuilder, op: ops.Rope, qkv: str, name: str, start: int, stop: int
+) -> str:
     """Return RMSNorm of heads [start, stop) of qkv, [1, m, (stop - start) · D]."""
     weight = graph.input(name, F32, (op.head_dim,))
-    part = graph.slice("qkv", start * op.head_dim, stop * op.head_dim, axis=2)
+    part = graph.slice(qkv, start * op.head_dim, stop * op.head_dim, axis=2)
     heads = graph.node("Reshape", part, graph.ints(0, 0, stop - start, op.head_dim))
     normed = graph.node(
         "SimplifiedLayerNormalization", heads, weight, axis=-1, epsilon=op.qk_norm_eps
@@ -494,6 +500,17 @@ def gated_act(op: ops.GatedAct) -> bytes:
     gate = graph.slice(x, 0, op.f, axis=1)
     up = graph.slice(x, op.f, 2 * op.f, axis=1)
     graph.node("Mul", activated(graph, op.activation, gate), up, out="y")
+    return graph.model()
+
+
+def sigmoid_gate(op: ops.SigmoidGate) -> bytes:
+    """Return x · sigmoid(gates)."""
+    graph = GraphBuilder()
+    x = graph.input("x", F32, ("m", op.d))
+    gates = graph.input("gates", F32, ("m", op.width))
+    graph.output("y", F32, ("m", op.d))
+    own = graph.slice(gates, op.first, op.first + op.d, axis=1)
+    graph.node("Mul", x, graph.node("Sigmoid", own), out="y")
     return graph.model()
 
 

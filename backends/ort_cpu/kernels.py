@@ -27,7 +27,7 @@ from hetero.backends.onnx_common.binding import (
     rows_argument,
     rows_between,
 )
-from hetero.backends.ops import OUTPUT_PORTS, Op, describe
+from hetero.backends.ops import OUTPUT_PORTS, STATE_PORTS, Op, describe
 from hetero.backends.ort_cpu.session import BACKEND, OrtCall, device_error
 from hetero.backends.protocol import (
     CACHE_PORTS,
@@ -407,32 +407,52 @@ class WidenedAttentionKernel(OrtKernel):
 
 
 class StateKernel(OrtKernel):
-    """A graph that replaces the state at `port`, of any number of tokens: padding would change it.
+    """Graphs that replace a state: `sessions` are that of one token and that of several.
 
-    `extra` is bound like activations. The graph writes `next_state` into the memory of `port`.
+    Any number of tokens runs, as padding would change the state: in chunks of `chunk` (0: all at
+    once). The graph writes `next_state` into the memory of the state, which it has in `shape`
+    (None: as it is). `extra` is bound like activations.
     """
 
     def __init__(
         self,
         host: OrtHost,
         op: Op,
-        session: ort.InferenceSession,
-        port: str,
+        sessions: tuple[ort.InferenceSession, ort.InferenceSession],
         extra: Mapping[str, Array],
+        chunk: int = 0,
+        shape: tuple[int, ...] | None = None,
     ) -> None:
         super().__init__(host, op)
-        self._session, self._port, self._extra = session, port, dict(extra)
+        self._sessions, self._extra, self._chunk, self._shape = sessions, dict(extra), chunk, shape
 
     def launches(self, tensors: Mapping[str, Tensor], m: int) -> Prepared:
+        chunk, later = self._chunk or m, np.ones(1, np.int32)  # a position that is not 0
+        launches = []
+        for start in range(0, m, chunk):
+            stop = min(start + chunk, m)
+            launches.append(self._launch(rows_between(tensors, start, stop), stop - start))
+            if start:
+                launches[-1].binding.bind_input(
+                    "position", "cpu", 0, np.int32, later.shape, later.ctypes.data
+                )
+        return launches, None, (self._extra, later)
+
+    def _launch(self, tensors: Mapping[str, Tensor], m: int) -> SessionLaunch:
+        session = self._sessions[m > 1]
         inputs = {key: argument(array) for key, array in self._extra.items()}
-        inputs |= {
-            port: argument(tensor.array) if port in FIXED_PORTS else rows_argument(tensor, m)
-            for port, tensor in tensors.items()
-            if port not in OUTPUT_PORTS
-        }
-        outputs = {"next_state": inputs[self._port], "y": rows_argument(tensors["y"], m)}
-        binding = io_binding(self._session, inputs, outputs)
-        return [SessionLaunch(self._session, binding)], None, self._extra
+        outputs = {}
+        for port, tensor in tensors.items():
+            if port in OUTPUT_PORTS:
+                outputs[port] = rows_argument(tensor, m)
+            elif port in STATE_PORTS:
+                shape = self._shape or tensor.shape
+                inputs[port] = Argument(tensor.address, tensor.dtype, shape)
+                outputs["next_state"] = inputs[port]
+            else:
+                whole = port in FIXED_PORTS
+                inputs[port] = argument(tensor.array) if whole else rows_argument(tensor, m)
+        return SessionLaunch(session, io_binding(session, inputs, outputs))
 
 
 class DecodeChunksKernel(OrtKernel):

@@ -104,7 +104,7 @@ class QnnDevice(Device, SupportsGroups):
         self._health.check("map")
         return buffer.address
 
-    def accepts(self, op: Op) -> Acceptance:  # noqa: PLR0911
+    def accepts(self, op: Op) -> Acceptance:
         """Accept every operation but outliers and experts, and matmuls of the declared formats.
 
         Outliers are there to be computed elsewhere meanwhile; attention on caches in f32.
@@ -121,12 +121,8 @@ class QnnDevice(Device, SupportsGroups):
                 "its graphs have fixed shapes, but not every expert has as many tokens",
                 "use --device hetero, where the GPU computes routed experts",
             )
-        if isinstance(op, ops.AttentionHeads):
-            return Acceptance(False, "its graphs have all heads of an attention, or none")
-        if isinstance(op, ops.SumScores | ops.DecodeChunks):
-            return Acceptance(False, "what contexts as a service need is computed on the host")
-        if isinstance(op, ops.ShortConv):
-            return Acceptance(False, "its graphs keep no states from call to call")
+        if lacks := _lacks(op):
+            return Acceptance(False, lacks)
         if isinstance(op, ops.Attention) and op.kv is not CacheFormat.F32:
             return Acceptance(
                 False, f"its graphs read keys and values in f32, not {op.kv}", "use --kv f32"
@@ -249,3 +245,18 @@ class QnnDevice(Device, SupportsGroups):
 
     def _attention_sessions(self, op: ops.Attention) -> Callable[[int, int], ort.InferenceSession]:
         return lambda m, context: self.store.shared(*catalog.attention_graph(op, m, context))
+
+
+def _lacks(op: Op) -> str:
+    """Return why no graph has an operation, "" where one may."""
+    match op:
+        case ops.AttentionHeads():
+            return "its graphs have all heads of an attention, or none"
+        case ops.SumScores() | ops.DecodeChunks():
+            return "what contexts as a service need is computed on the host"
+        case ops.SigmoidGate() | ops.Rope(gated=True):
+            return "its graphs have no output gates of attention"
+        case ops.ShortConv() | ops.GatedDelta():
+            return "its graphs keep no states from call to call"
+        case _:
+            return ""

@@ -10,6 +10,7 @@ decides: a sum on such memory, at addresses inside it.
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 from collections.abc import Mapping
 from dataclasses import replace
@@ -43,11 +44,23 @@ class SharedBuffer(HostBuffer):
         self.nbytes = pages.nbytes
         self.bytes = np.asarray(pages)
         self.address = pages.address
+        self.dma_buf = dma_buf_of(self.address)
         self.bytes[:] = 0
         _buffers.add(self)
 
 
 _buffers: weakref.WeakSet[SharedBuffer] = weakref.WeakSet()
+
+
+def dma_buf_of(address: int) -> int | None:
+    """Return FastRPC's descriptor of memory that it allocated, None if it has none."""
+    library = fastrpc()
+    find = getattr(library, "rpcmem_to_fd", None)
+    if find is None:
+        return None
+    find.argtypes, find.restype = [ctypes.c_void_p], ctypes.c_int
+    descriptor: int = find(address)
+    return descriptor if descriptor >= 0 else None
 
 
 class SharedPages:

@@ -51,10 +51,14 @@ def program(op: Op, weights: Weights) -> tuple[Program, int]:  # noqa: PLR0911, 
             return partial(sum_scores, op), 0
         case ops.DecodeChunks():
             return decode_chunks(op, vector(weights, "channels"))
+        case ops.GatedDelta():
+            return gated_delta(op, _wide(weights))
         case ops.ShortConv():
             return short_conv(op, _wide(weights))
         case ops.GatedAct():
             return partial(gated_act, op), 0
+        case ops.SigmoidGate():
+            return partial(sigmoid_gate, op), 0
         case ops.Act():
             return partial(act, op), 0
         case ops.AddPositions():
@@ -199,6 +203,8 @@ def rotate(op: ops.Rope, weights: Mapping[str, Float64Array]) -> tuple[Program, 
 
     def run(arrays: Arrays) -> None:
         qkv = arrays["qkv"].astype(np.float64)
+        if op.gated:
+            qkv = np.delete(qkv, np.s_[op.gates : 2 * op.gates], axis=1)
         m = len(qkv)
         heads = qkv.reshape(m, -1, op.head_dim)  # [m, H + 2G, D]
         if op.qk_norm_eps is not None:
@@ -344,6 +350,34 @@ def short_conv(op: ops.ShortConv, weights: Mapping[str, Float64Array]) -> tuple[
     return run, sum(weight.nbytes for weight in weights.values())
 
 
+def gated_delta(op: ops.GatedDelta, weights: Mapping[str, Float64Array]) -> tuple[Program, int]:
+    """Return the recurrence, token by token."""
+    keys, group = op.k_heads * op.k_dim, op.v_heads // op.k_heads
+
+    def run(arrays: Arrays) -> None:
+        x, gates = arrays["x"].astype(np.float64), arrays["gates"].astype(np.float64)
+        m = len(x)
+        heads = x[:, : 2 * keys].reshape(m, 2, op.k_heads, op.k_dim)
+        heads = heads / np.sqrt((heads**2).sum(axis=-1, keepdims=True) + ops.L2_EPS)
+        q, k = (np.tile(heads[:, i], (1, group, 1)) for i in range(2))  # [m, v_heads, dk]
+        q = q / math.sqrt(op.k_dim)
+        v = x[:, 2 * keys :].reshape(m, op.v_heads, op.v_dim)
+        z, b, a = np.split(gates[:, -op.values - 2 * op.v_heads :], [op.values, -op.v_heads], 1)
+        beta = 0.5 * (1.0 + np.tanh(0.5 * b))
+        kept = np.exp(weights["decay"] * np.logaddexp(0.0, a + weights["dt_bias"]))
+        state, out = known_state(arrays, "delta_state"), np.empty(v.shape)
+        for t in range(m):
+            state *= kept[t][:, None, None]
+            u = beta[t][:, None] * (v[t] - np.einsum("hij,hi->hj", state, k[t]))
+            state += k[t][:, :, None] * u[:, None, :]
+            out[t] = np.einsum("hij,hi->hj", state, q[t])
+        arrays["delta_state"][:] = state
+        normed = rms_normalized(out, op.eps) * weights["norm"]
+        arrays["y"][:] = normed.reshape(m, -1) * activate("silu", z)
+
+    return run, sum(weight.nbytes for weight in weights.values())
+
+
 def known_state(arrays: Arrays, port: str) -> Float64Array:
     """Return what the tokens before a call left in a state: zeros at position 0."""
     if arrays["position"][0] == 0:
@@ -356,6 +390,12 @@ def gated_act(op: ops.GatedAct, arrays: Arrays) -> None:
     """Compute act(gate) · up."""
     x = arrays["x"].astype(np.float64)
     arrays["y"][:] = activate(op.activation, x[:, : op.f]) * x[:, op.f :]
+
+
+def sigmoid_gate(op: ops.SigmoidGate, arrays: Arrays) -> None:
+    """Compute x · sigmoid(gates)."""
+    gates = arrays["gates"][:, op.first : op.first + op.d].astype(np.float64)
+    arrays["y"][:] = arrays["x"] * (0.5 * (1.0 + np.tanh(0.5 * gates)))
 
 
 def act(op: ops.Act, arrays: Arrays) -> None:

@@ -20,7 +20,7 @@ from hetero.backends import reference
 from hetero.backends.formats import WeightFormat
 from hetero.backends.ops import Op
 from hetero.backends.protocol import Capabilities, DeviceKind
-from hetero.backends.simulated.chip import ChipJob, ChipTimes, Load, SimulatedChip
+from hetero.backends.simulated.chip import ChipJob, ChipTimes, Load, Rendering, SimulatedChip
 from hetero.backends.simulated.device import Cost, FixedCost, LaunchModel, SimulatedDevice
 
 
@@ -68,6 +68,6 @@ def open(
 
 
 __all__ = [
-    "ChipJob", "ChipTimes", "Cost", "FixedCost", "LaunchModel", "Load", "SimulatedChip",
-    "SimulatedDevice", "open",
+    "ChipJob", "ChipTimes", "Cost", "FixedCost", "LaunchModel", "Load", "Rendering",
+    "SimulatedChip", "SimulatedDevice", "open",
 ]  # fmt: skip

@@ -9,6 +9,7 @@ is what `ChipTimes` says.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -96,12 +97,29 @@ class ChipTimes:
     bytes_per_s: float | None = None
 
 
+@dataclass(frozen=True)
+class Rendering:
+    """Another user of the GPU, as a game: every `period_s` a frame that takes it `busy_s`.
+
+    Frames queue behind the launches that were submitted before. None begins before the last one is
+    done: a late frame shifts those after it to later periods.
+    """
+
+    period_s: float
+    busy_s: float
+
+
 @dataclass
 class SimulatedChip:
-    """The state of both processors. Shared by the devices of one simulated chip."""
+    """The state of both processors. Shared by the devices of one simulated chip.
+
+    `frames` are those of `rendering` that were submitted, in order.
+    """
 
     times: ChipTimes = ChipTimes()
     clock: ManualClock = field(default_factory=ManualClock)
+    rendering: Rendering | None = None
+    frames: list[ChipJob] = field(default_factory=list)
     finished: dict[DeviceKind, list[ChipJob]] = field(
         default_factory=lambda: {"gpu": [], "npu": []}
     )
@@ -150,7 +168,8 @@ class SimulatedChip:
     def finish_queue(self, kind: DeviceKind) -> None:
         """Let time go on until a queue is empty and a host that blocks on it knows."""
         self.advance()
-        while self._queues[kind]:
+        own = [job for job in self._queues[kind] if job not in self.frames[-1:]]
+        while own and own[-1].end_s is None:
             self._step(EVER)
         if self.finished[kind]:
             ended_s = self.finished[kind][-1].end_s
@@ -207,8 +226,25 @@ class SimulatedChip:
     def _seen(self, job: ChipJob) -> bool:
         return job.end_s is not None and self.clock.now() >= job.end_s + self.times.wait_s
 
+    def _draw(self) -> float:
+        """Submit a frame that is due; return when the next one is, if that is known."""
+        if self.rendering is None:
+            return EVER
+        due_s, period_s = 0.0, self.rendering.period_s
+        if self.frames:
+            last = self.frames[-1]
+            if last.end_s is None:
+                return EVER
+            due_s = max(last.ready_s + period_s, math.ceil(last.end_s / period_s) * period_s)
+        if due_s > self._now_s:
+            return due_s
+        self.frames.append(ChipJob("frame", due_s, Load(self.rendering.busy_s)))
+        self._queues["gpu"].append(self.frames[-1])
+        return EVER
+
     def _step(self, until_s: float) -> None:
         """Advance to the next start, end or `until_s`, whichever comes first."""
+        until_s = min(until_s, self._draw())
         jobs = {kind: queue[0] for kind, queue in self._queues.items() if queue}
         active = {k: j for k, j in jobs.items() if j.ready_s <= self._now_s}
         slow = self._slowdowns(active)
@@ -224,7 +260,9 @@ class SimulatedChip:
             ends_s = before_s + job.left_s * slow[kind]
             job.left_s -= (then_s - before_s) / slow[kind]
             if ends_s <= then_s:
-                self.finished[kind].append(self._queues[kind].popleft())
+                self._queues[kind].popleft()
+                if job not in self.frames[-1:]:
+                    self.finished[kind].append(job)
                 job.end(then_s)
 
     def _slowdowns(self, active: dict[DeviceKind, ChipJob]) -> dict[DeviceKind, float]:

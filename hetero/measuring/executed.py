@@ -13,6 +13,7 @@ from typing import Final, NamedTuple
 
 from hetero.backends.formats import WeightFormat
 from hetero.backends.protocol import DeviceKind
+from hetero.backends.simulated import Rendering
 from hetero.models.random_models import known_config, limited
 from hetero.models.shape_weights import ShapeWeights
 from hetero.profiler.records import DeviceProfile
@@ -86,10 +87,14 @@ def execute(
 
 @contextmanager
 def opened(
-    profile: DeviceProfile, model: str, plan: ExecutionPlan, sync: SyncMethod = "fast"
+    profile: DeviceProfile,
+    model: str,
+    plan: ExecutionPlan,
+    sync: SyncMethod = "fast",
+    rendering: Rendering | None = None,
 ) -> Iterator[tuple[VirtualChip, Engine, Context]]:
     """Open a known model on the profile's chip, with an empty context."""
-    chip, tokens = VirtualChip(profile), 2 * (plan.step_tokens or 1)
+    chip, tokens = VirtualChip(profile, rendering=rendering), 2 * (plan.step_tokens or 1)
     weight_format = plan.weight_format or WeightFormat.W4A16
     weights = ShapeWeights(limited(known_config(model)), weight_format)
     with Engine(

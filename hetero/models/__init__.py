@@ -80,7 +80,8 @@ class LoadedModel:
         if config == self.config:
             return self
         self.weights.config = config
-        identity = hashlib.sha256(f"{self.fingerprint}|{config.rope_scaling}".encode())
+        ropes = f"{config.rope_scaling}{config.layer_ropes or ''}"
+        identity = hashlib.sha256(f"{self.fingerprint}|{ropes}".encode())
         return replace(self, config=config, fingerprint=identity.hexdigest())
 
     def reading_tokenizer(self) -> LoadedModel:

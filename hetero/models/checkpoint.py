@@ -18,6 +18,7 @@ from hetero.backends.formats import StorageFormat, WeightFormat
 from hetero.backends.weights import Float32Array, PackedWeight
 from hetero.errors import ModelError
 from hetero.models.architectures import ARCHITECTURES
+from hetero.models.architectures.base import RowOrder
 from hetero.models.config import ModelConfig
 from hetero.models.fields import read_json_object
 from hetero.models.layout import (
@@ -30,6 +31,8 @@ from hetero.models.layout import (
 from hetero.models.model_weights import BlockWeights, ModelWeights
 from hetero.models.packing import SourceTensor, check_finite, pack_rows
 from hetero.models.safetensors_file import FLOAT_DTYPES, SafetensorsFile
+from hetero.models.wrapper import text_tensors
+from hetero.terminal.notices import notify_once
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -46,6 +49,14 @@ class CheckpointFiles:
             self._open_shards()
         else:
             self._open_single()
+        self._stored, left_out = text_tensors(self._file_of)
+        if left_out:
+            parts = sorted({name.removeprefix("model.").partition(".")[0] for name in left_out})
+            notify_once(
+                f"{directory}: only the text part is loaded; {', '.join(parts)} "
+                f"({len(left_out)} tensors) left out"
+            )
+        self._file_of = {name: self._file_of[old] for name, old in self._stored.items()}
 
     def __iter__(self) -> Iterable[str]:
         return iter(self._file_of)
@@ -59,21 +70,21 @@ class CheckpointFiles:
 
     def array(self, name: str) -> npt.NDArray[Any]:
         """Return a view of a tensor in its mapped file."""
-        return self._file_of[name].array(name)
+        return self._file_of[name].array(self._stored[name])
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor."""
-        return self._file_of[name].entries[name].shape
+        return self._file_of[name].entries[self._stored[name]].shape
 
     def dtype(self, name: str) -> str:
         """Return the data type of a tensor, as safetensors spells it."""
-        return self._file_of[name].entries[name].dtype
+        return self._file_of[name].entries[self._stored[name]].dtype
 
     def forget(self, names: Iterable[str]) -> None:
         """Drop the pages of these tensors from memory."""
         by_file: dict[str, list[str]] = {}
         for name in names:
-            by_file.setdefault(self._file_of[name].path.name, []).append(name)
+            by_file.setdefault(self._file_of[name].path.name, []).append(self._stored[name])
         for file, members in by_file.items():
             self.files[file].forget(members)
 
@@ -142,7 +153,8 @@ class CheckpointWeights(ModelWeights):
     def model_vector(self, name: str) -> Float32Array:
         """Return a vector outside of the blocks."""
         module, suffix = vector_module(self._names.model_modules, name)
-        return self._vector(f"{module}.{suffix}", norm=name == "final_norm")
+        vector = self._vector(f"{module}.{suffix}", norm=name == "final_norm")
+        return self._with_logit_scale(name, vector)
 
     def _load_block(self, index: int) -> BlockWeights:
         prefix = self._names.block.format(index)
@@ -151,35 +163,53 @@ class CheckpointWeights(ModelWeights):
         return BlockWeights(packed, vectors)
 
     def _load_matrix(self, name: str) -> PackedWeight:
-        return self._pack_tensors([f"{self._names.model_modules[name]}.weight"], None)
+        tensor = f"{self._names.model_modules[name]}.weight"
+        return self._pack_tensors([SourceTensor(tensor, self.files.array(tensor))])
 
     def _pack(self, prefix: str, name: str) -> PackedWeight:
-        modules = matrix_modules(self.config, name)
-        tensors = [f"{prefix}{module}.weight" for module in modules]
-        return self._pack_tensors(tensors, self._row_order(name))
+        orders = self._architecture.row_order, self._architecture.column_order
+        sources = []
+        for module in matrix_modules(self.config, name):
+            tensor = f"{prefix}{module}.weight"
+            rows, columns = (self._order(x, module) for x in orders)
+            sources.append(SourceTensor(tensor, self.files.array(tensor), rows, columns))
+        return self._pack_tensors(sources)
 
-    def _pack_tensors(self, names: list[str], order: npt.NDArray[np.int64] | None) -> PackedWeight:
-        sources = [SourceTensor(name, self.files.array(name), order) for name in names]
+    def _pack_tensors(self, sources: list[SourceTensor]) -> PackedWeight:
+        names = [source.name for source in sources]
         return pack_rows(
             sources, self.weight_format.storage, after_batch=lambda: self.files.forget(names)
         )
 
-    def _row_order(self, name: str) -> npt.NDArray[np.int64] | None:
-        order = self._architecture.row_order.get(name)
+    def _order(self, orders: Mapping[str, RowOrder], module: str) -> npt.NDArray[np.int64] | None:
+        order = orders.get(module)
         return None if order is None else order(self.config)
 
     def _block_vector(self, prefix: str, name: str) -> Float32Array:
         if name.removesuffix("_bias") not in self._names.matmuls:
-            module, suffix = vector_module(self._names.vectors, name)
-            if is_taps(name):
-                taps = self._vector(f"{prefix}{module}.{suffix}")
-                return taps.reshape(-1, self.config.conv_taps).T.reshape(-1)
-            norm = suffix == "weight" and name != "router"
-            return self._vector(f"{prefix}{module}.{suffix}", norm=norm)
-        matmul = name.removesuffix("_bias")
-        parts = [self._vector(f"{prefix}{x}.bias") for x in self._names.matmuls[matmul]]
-        whole, order = np.concatenate(parts), self._row_order(matmul)
-        return whole if order is None else whole[order]
+            return self._own_vector(prefix, name)
+        parts = [
+            self._ordered(x, self._vector(f"{prefix}{x}.bias"))
+            for x in self._names.matmuls[name.removesuffix("_bias")]
+        ]
+        return np.concatenate(parts)
+
+    def _own_vector(self, prefix: str, name: str) -> Float32Array:
+        """Return a vector of a block that is no matmul's bias."""
+        if name in self._names.parameters:
+            tensor = self._names.parameters[name]
+            values = self._ordered(tensor, self._vector(prefix + tensor))
+            return -np.exp(values) if name == "delta_decay" else values
+        module, suffix = vector_module(self._names.vectors, name)
+        if is_taps(name):
+            taps = self._vector(f"{prefix}{module}.{suffix}").reshape(-1, self.config.conv_taps)
+            return self._ordered(module, taps).T.reshape(-1)
+        norm = suffix == "weight" and name not in ("delta_norm", "router")
+        return self._vector(f"{prefix}{module}.{suffix}", norm=norm)
+
+    def _ordered(self, module: str, values: Float32Array) -> Float32Array:
+        order = self._order(self._architecture.row_order, module)
+        return values if order is None else values[order]
 
     def _vector(self, name: str, *, norm: bool = False) -> Float32Array:
         values: Float32Array = self.files.array(name).astype(np.float32).reshape(-1)
@@ -222,9 +252,10 @@ def _block_tensors(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]
     shapes: dict[str, tuple[int, ...]] = {}
     for vector in block_vectors(config, StorageFormat.F32, layer):
         if vector.name.removesuffix("_bias") not in names.matmuls:
-            taps = (config.hidden_size, 1, config.conv_taps)
-            shape = taps if is_taps(vector.name) else vector.shape
-            shapes[".".join(vector_module(names.vectors, vector.name))] = shape
+            taps = config.conv_taps
+            shape = (vector.n // taps, 1, taps) if is_taps(vector.name) else vector.shape
+            own = names.parameters.get(vector.name)
+            shapes[own or ".".join(vector_module(names.vectors, vector.name))] = shape
     biased = {x.name for x in config.block_matmuls(layer) if x.bias}
     for matrix in block_matrices(config, layer):
         for module, n in _module_rows(config, matrix):
@@ -247,7 +278,9 @@ def _module_rows(config: ModelConfig, matrix: MatrixShape) -> list[tuple[str, in
     modules, n = matrix_modules(config, matrix.name), matrix.n
     if matrix.name == "qkv" and len(modules) == 3:
         keys = config.kv_heads * config.head_dim
-        return list(zip(modules, (config.heads * config.head_dim, keys, keys), strict=True))
+        return list(zip(modules, (n - 2 * keys, keys, keys), strict=True))
+    if matrix.name == "delta_in" and config.delta is not None:
+        return list(zip(modules, config.delta.projections, strict=True))
     return [(module, n // len(modules)) for module in modules]
 
 

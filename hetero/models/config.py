@@ -9,23 +9,26 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Self, TypeAlias
 
-from hetero.backends.ops import Activation, RopeScaling
+from hetero.backends.ops import Activation, Extensible, RopeScaling, later
 from hetero.errors import ModelError
 from hetero.models.architectures import ARCHITECTURES, Architecture
 from hetero.models.config_keys import notice_unread, refuse_unused
+from hetero.models.delta_net import DeltaNet
 from hetero.models.expert_config import ExpertConfig
 from hetero.models.fields import Fields, read_json_object
 from hetero.models.rope_config import (
     NO_SCALING,
+    LayerRope,
     check_factors,
-    read_rope,
+    read_ropes,
     refuse_partial_rotary,
-    rope_dict,
+    write_ropes,
 )
+from hetero.models.wrapper import text_fields
 from hetero.profiler.model_graph import MatMulName, MatMulSpec
 
 NormKind: TypeAlias = Literal["rms", "layer"]
-Mixer: TypeAlias = Literal["attention", "conv"]
+Mixer: TypeAlias = Literal["attention", "conv", "delta"]
 
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -41,14 +44,18 @@ _ACTIVATION_NAMES = {
 _MAX_LAYERS = 4096
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelConfig:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class ModelConfig(Extensible):
     """Hyperparameters of a decoder-only model (notation of `hetero.backends.ops`).
 
+    layer_ropes        one entry per layer where their rotary embeddings differ, None for a layer
+                       without; else `rope_theta` and `rope_scaling` are of all layers
     windows            one entry per layer: the sliding attention window in tokens, 0 for full
                        attention
-    mixers             one entry per layer: how it mixes tokens, attention or a short convolution
-                       of `conv_taps` taps; `conv_bias`: it and its matmuls have biases
+    mixers             one entry per layer: how it mixes tokens, attention, a short convolution of
+                       `conv_taps` taps (`conv_bias`: it and its matmuls have biases), or the gated
+                       delta net `delta` with such a convolution before it
+    output_gate        the outputs of attention are multiplied by gates
     rotary_dim         dimensions of a head that are rotated, 0 for all of them
     positions          rows of the table of learned positions, 0 with rotary embeddings; position p
                        is row p + position_offset
@@ -60,6 +67,8 @@ class ModelConfig:
     attention_scale    on the scores, None for D^-0.5
     attention_softcap, logit_softcap    cap · tanh(x / cap) on scores and logits, 0 for none
     embed_scale        on the embeddings
+    residual_scale     on what a block adds to the residual stream
+    logit_scale        on the logits, before their soft cap
     eos_ids            end a generation; ids outside the vocabulary are dropped
     dtype              of the source as written, for information
     """
@@ -92,7 +101,7 @@ class ModelConfig:
     out_norms: bool = False
     parallel: bool = False
     gated: bool = True
-    experts: ExpertConfig | None = None
+    experts: ExpertConfig | None = later(None)  # noqa: RUF009
     activation: Activation = "silu"
     attention_scale: float | None = None
     attention_softcap: float = 0.0
@@ -102,22 +111,49 @@ class ModelConfig:
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
     dtype: str | None = None
+    layer_ropes: tuple[LayerRope | None, ...] = later(())
+    delta: DeltaNet | None = later(None)  # noqa: RUF009
+    output_gate: bool = later(False)
+    residual_scale: float = later(1.0)
+    logit_scale: float = later(1.0)
 
     def __post_init__(self) -> None:
         if not self.windows:
             object.__setattr__(self, "windows", (0,) * self.num_layers)
+        if all(rope == self.rope for rope in self.layer_ropes):
+            object.__setattr__(self, "layer_ropes", ())
         if not self.mixers:
             object.__setattr__(self, "mixers", ("attention",) * self.num_layers)
 
     def for_context(self, length: int) -> Self:
         """Return the configuration in a context of up to `length` tokens (`RopeScaling`)."""
-        scaling = self.rope_scaling.for_length(min(length, self.max_position))
-        return replace(self, rope_scaling=scaling)
+
+        def scaled(rope: LayerRope) -> LayerRope:
+            length_scaling = rope.scaling.for_length(min(length, self.max_position))
+            return replace(rope, scaling=length_scaling)
+
+        ropes = tuple(x and scaled(x) for x in self.layer_ropes)
+        return replace(self, rope_scaling=scaled(self.rope).scaling, layer_ropes=ropes)
+
+    @property
+    def rope(self) -> LayerRope:
+        """Return the rotary embedding of layers with full attention."""
+        return LayerRope(theta=self.rope_theta, scaling=self.rope_scaling)
+
+    def rope_at(self, layer: int) -> LayerRope | None:
+        """Return the rotary embedding of a layer; None: it has none."""
+        return self.layer_ropes[layer] if self.layer_ropes else self.rope
+
+    @property
+    def rotates(self) -> tuple[bool, ...]:
+        """Return by layer whether it has a rotary embedding."""
+        return tuple(self.rope_at(i) is not None for i in range(self.num_layers))
 
     @property
     def qkv_width(self) -> int:
-        """Return the rows of the fused query, key and value weight: (H + 2G)·D."""
-        return (self.heads + 2 * self.kv_heads) * self.head_dim
+        """Return the rows of the fused query, key and value weight: (H + 2G)·D, and gates."""
+        heads = 2 * self.heads if self.output_gate else self.heads
+        return (heads + 2 * self.kv_heads) * self.head_dim
 
     @classmethod
     def from_directory(cls, path: Path) -> Self:
@@ -145,16 +181,23 @@ class ModelConfig:
         `torch_dtype` and `dtype`). End-of-text ids in `generation` (generation_config.json) come
         first, as in `transformers`.
         """
-        source = Fields(raw, where)
+        source = Fields(*text_fields(raw, where))
         architecture = _architecture(source)
         _refuse_quantised(source)
         _refuse_sinks(source)
         layers = source.positive_int("num_hidden_layers", limit=_MAX_LAYERS)
-        sizes = _sizes(source, architecture) | _rotary(source, architecture)
+        sizes = _sizes(source, architecture)
         bos_id, eos_ids = _token_ids(
             source, Fields(generation or {}, "generation_config.json"), architecture
         )
         own = architecture.read(source, layers)
+        ropes = read_ropes(
+            source,
+            sizes["max_position"],
+            theta=architecture.theta,
+            local_theta=architecture.local_theta,
+        )
+        own |= _layer_ropes(ropes, layers, own)
         factor = own.pop("rotary_factor", None)
         if factor is None:
             refuse_partial_rotary(source)
@@ -163,7 +206,8 @@ class ModelConfig:
         if not own.get("positions"):
             _check_even(source, sizes["head_dim"])
             rotated = own.get("rotary_dim") or sizes["head_dim"]
-            check_factors(source, sizes["rope_scaling"], rotated)
+            for rope in ropes:
+                check_factors(source, rope.scaling, rotated)
         given: dict[str, Any] = {
             "architecture": architecture.name,
             "num_layers": layers,
@@ -174,7 +218,7 @@ class ModelConfig:
             "dtype": _dtype(source),
         }
         config = cls(**given | sizes | own)
-        refuse_unused(source, config)
+        refuse_unused(source, config, architecture.used)
         return config
 
     def to_dict(self) -> dict[str, Any]:
@@ -192,8 +236,7 @@ class ModelConfig:
             "vocab_size": self.vocab_size,
             "max_position_embeddings": self.max_position,
             architecture.key("rms_norm_eps"): self.rms_norm_eps,
-            "rope_theta": self.rope_theta,
-            "rope_scaling": rope_dict(self.rope_scaling),
+            **write_ropes(self.rope, self._sliding_rope),
             architecture.key("hidden_act"): _ACTIVATION_NAMES[self.activation],
             "tie_word_embeddings": self.tie_word_embeddings,
             "bos_token_id": self.bos_id,
@@ -214,6 +257,13 @@ class ModelConfig:
         """Return the experts of a layer, None where its feed-forward is a plain one."""
         return None if self.experts is None or layer in self.experts.dense else self.experts
 
+    @property
+    def _sliding_rope(self) -> LayerRope | None:
+        """Return the rotary embedding of layers with a window, where the family has one apart."""
+        if ARCHITECTURES[self.architecture].local_theta is None:
+            return None
+        return next((self.rope_at(i) for i, window in enumerate(self.windows) if window), None)
+
     def block_matmuls(self, layer: int) -> tuple[MatMulSpec, ...]:
         """Return the matmuls of a block in the order in which they run, each once.
 
@@ -227,6 +277,10 @@ class ModelConfig:
         ]
         if self.mixers[layer] == "conv":
             rows = [("conv_in", 3 * d, d, self.conv_bias), ("conv_out", d, d, self.conv_bias)]
+        if self.mixers[layer] == "delta":
+            assert self.delta is not None
+            rows = [("delta_in", sum(self.delta.projections), d, False)]
+            rows += [("delta_out", d, self.delta.values, False)]
         if self.routed(layer) is None:
             rows += [("gate_up", up, d, self.mlp_bias), ("down", d, f, self.mlp_bias)]
         return tuple(
@@ -304,13 +358,19 @@ def _sizes(source: Fields, architecture: Architecture) -> dict[str, Any]:
         "head_dim": head_dim,
         "vocab_size": source.positive_int("vocab_size"),
         "rms_norm_eps": source.positive_float(architecture.key("rms_norm_eps"), architecture.eps),
+        "max_position": source.positive_int("max_position_embeddings", architecture.max_position),
     }
 
 
-def _rotary(source: Fields, architecture: Architecture) -> dict[str, Any]:
-    max_position = source.positive_int("max_position_embeddings", architecture.max_position)
-    theta, scaling = read_rope(source, max_position)
-    return {"max_position": max_position, "rope_theta": theta, "rope_scaling": scaling}
+def _layer_ropes(ropes: list[LayerRope], layers: int, own: dict[str, Any]) -> dict[str, Any]:
+    """Return the rotary embeddings: by layer where windows or `rotates` say that they differ."""
+    full, sliding = ropes
+    windows, rotates = own.get("windows") or (0,) * layers, own.pop("rotates", (True,) * layers)
+    by_layer = tuple(
+        (sliding if window else full) if rotated else None
+        for window, rotated in zip(windows, rotates, strict=True)
+    )
+    return {"rope_theta": full.theta, "rope_scaling": full.scaling, "layer_ropes": by_layer}
 
 
 def _rotary_dim(source: Fields, factor: float, head_dim: int) -> int:

@@ -6,7 +6,7 @@ computes with (dropout, initialisation, a library's notes) are harmless, whateve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from hetero.models.architectures.base import Decoder, kinds_of
@@ -35,7 +35,6 @@ NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
     "is_encoder_decoder": (), "add_cross_attention": (), "pruned_heads": (),
     "attention_value_scale": (1,), "hybrid_override_pattern": (), "cross_attention_layers": (),
 }  # fmt: skip
-EXPERT_KEYS: Final = ("num_experts", "num_local_experts")  # used where a model has experts
 # Behind `rope_scaling` or `rope_parameters`.
 NEUTRAL_ROPE: Final[Mapping[str, tuple[object, ...]]] = {
     "alpha": (), "attn_factor": (1,), "extrapolation_factor": (1,),
@@ -49,17 +48,22 @@ SAME: Final[Mapping[str, Callable[[Decoder], object]]] = {
     ),
     "attn_logit_softcapping": lambda config: config.attention_softcap,
     "final_logit_softcapping": lambda config: config.logit_softcap,
-    "no_rope_layers": lambda config: [1] * len(config.windows),
+    "no_rope_layers": lambda config: [int(x) for x in config.rotates],
 }
 
 
-def refuse_unused(source: Fields, config: Decoder) -> None:
-    """Raise `ModelError` for a field that changes numbers but that the decoder does not use."""
-    used = EXPERT_KEYS if config.experts else ()
+def refuse_unused(source: Fields, config: Decoder, used: Sequence[str]) -> None:
+    """Raise `ModelError` for a field that changes numbers but that the decoder does not use.
+
+    `used` are fields that its family uses, and most others do not.
+    """
     _refuse_others(source, {name: x for name, x in NEUTRAL.items() if name not in used})
     for name in ("rope_scaling", "rope_parameters"):
-        _refuse_others(Fields(source.object(name), f"{source.where}: {name}"), NEUTRAL_ROPE)
+        neutral = {key: x for key, x in NEUTRAL_ROPE.items() if key not in used}
+        _refuse_others(Fields(source.object(name), f"{source.where}: {name}"), neutral)
     for name, own in SAME.items():
+        if name in used:
+            continue
         value, wanted = source.raw.get(name), own(config)
         if value and not _is_same(value, wanted):
             raise source.error(

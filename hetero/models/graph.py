@@ -7,7 +7,11 @@ serves every architecture, whose `ModelConfig` says only what differs.
     parallel   h = norm(x);  x += mix(h) + feed_forward(h)
     out_norms  what is added to x is normed once more before
 
-`mix` is attention, or in some layers a short convolution.
+`mix` is attention, or in some layers a short convolution or a gated delta net.
+
+A factor r on what is added to x (`residual_scale`) costs no operation: the stream holds x / r,
+whose embedding is divided by r, and norms of it have eps / r², which gives the norms of x. A factor
+on the logits (`logit_scale`) is in the weights of the final norm (`ModelWeights`).
 
 The residual stream alternates between the slots `x` and `x2`; a norm adds what is in `t` (or in
 `added`) to it, writes the sum to the other slot, and the normed sum to `h`.
@@ -34,14 +38,17 @@ from hetero.backends.ops import (
     Embed,
     Experts,
     GatedAct,
+    GatedDelta,
     LayerNorm,
     MatMul,
     Op,
     Outliers,
     RMSNorm,
     Rope,
+    RopeScaling,
     Router,
     ShortConv,
+    SigmoidGate,
 )
 from hetero.backends.protocol import CACHE_PORTS
 from hetero.models.config import ModelConfig
@@ -50,6 +57,7 @@ from hetero.models.sliding import Sliding
 from hetero.profiler.model_graph import MatMulName, ModelGraph, Node, OpName, slot_shapes
 
 SHADOW: Final = "_shadow"  # of a node, behind the name of its matmul
+UNROTATED: Final = RopeScaling(kind="zero")
 Shadows: TypeAlias = Mapping[str, Outliers]  # by block and matmul, `blocks.3.down`
 OF_THE_POOL = frozenset({"tokens", "position", "cache_row", "logits"})  # not [tokens, features]
 
@@ -94,18 +102,35 @@ def slot_widths(config: ModelConfig, shadows: Shadows | None = None) -> dict[str
     }
 
 
-def rope_of(config: ModelConfig, capacity: int | None = None) -> Rope:
-    """Return the operation of the rotary embedding, with the query/key norm if there is one."""
+def rope_of(config: ModelConfig, layer: int, capacity: int | None = None) -> Rope | None:
+    """Return the operation of a layer's rotary embedding, with the query/key norm if there is one.
+
+    It rotates by nothing where a layer has the norm alone, and is None where it has neither.
+    """
+    rope = config.rope_at(layer)
+    if config.positions or (rope is None and not config.qk_norm):
+        return None
     return Rope(
         heads=config.heads,
         kv_heads=config.kv_heads,
         head_dim=config.head_dim,
-        theta=config.rope_theta,
+        theta=rope.theta if rope else config.rope_theta,
         max_position=capacity or config.max_position,
         rotary_dim=config.rotary_dim,
-        scaling=config.rope_scaling,
+        scaling=rope.scaling if rope else UNROTATED,
         qk_norm_eps=config.rms_norm_eps if config.qk_norm else None,
+        gated=config.output_gate,
     )
+
+
+def movable_ropes(config: ModelConfig) -> tuple[Rope | None, ...] | None:
+    """Return the rotary embedding of each layer by which cached keys move to other positions.
+
+    None where they cannot: positions are learned.
+    """
+    if config.positions:
+        return None
+    return tuple(rope_of(config, i) for i in range(config.num_layers))
 
 
 class _Decoder:
@@ -149,7 +174,7 @@ class _Decoder:
             vocab=config.vocab_size,
             d=config.hidden_size,
             weight_format=self.weight_format,
-            scale=config.embed_scale,
+            scale=config.embed_scale / config.residual_scale,
         )
         if not config.positions:
             self._add("embed", embed, tokens="tokens", y="x")
@@ -174,10 +199,8 @@ class _Decoder:
         self._out_norm("down_norm")
 
     def _mix(self, layer: int, target: str) -> None:
-        if self.config.mixers[layer] == "conv":
-            self._convolution(layer, target)
-        else:
-            self._attention(layer, target)
+        mixers = {"attention": self._attention, "conv": self._convolution, "delta": self._delta}
+        mixers[self.config.mixers[layer]](layer, target)
 
     def _convolution(self, layer: int, target: str) -> None:
         config = self.config
@@ -189,13 +212,34 @@ class _Decoder:
         self._add("conv", conv, x="conv_in", y="convolved", **slots)
         self._matmul("conv_out", "convolved", target)
 
+    def _delta(self, layer: int, target: str) -> None:
+        config, net = self.config, self.config.delta
+        assert net is not None
+        self._matmul("delta_in", "h", "delta_in")
+        width = sum(net.projections)
+        conv = ShortConv(
+            d=net.channels, taps=config.conv_taps, activation=config.activation, width=width
+        )
+        delta = GatedDelta(
+            k_heads=net.k_heads,
+            v_heads=net.v_heads,
+            k_dim=net.k_dim,
+            v_dim=net.v_dim,
+            eps=config.rms_norm_eps,
+            width=width,
+        )
+        conv_slots = {"position": "position", "conv_state": f"conv_state.{layer}"}
+        slots = {"position": "position", "delta_state": f"delta_state.{layer}"}
+        self._add("conv", conv, x="delta_in", y="convolved", **conv_slots)
+        self._add("delta", delta, x="convolved", gates="delta_in", y="recalled", **slots)
+        self._matmul("delta_out", "recalled", target)
+
     def _attention(self, layer: int, target: str) -> None:
         config = self.config
         self._matmul("qkv", "h", "qkv")
-        turned = "qkv"
-        if not config.positions:
+        turned, rope = "qkv", rope_of(config, layer, self.capacity)
+        if rope is not None:
             turned = "rotated"
-            rope = rope_of(config, self.capacity)
             self._add("rope", rope, qkv="qkv", position="position", out=turned)
         slides = self.sliding is not None and layer in self.sliding.layers
         attention = Attention(
@@ -217,7 +261,13 @@ class _Decoder:
             k_cache=f"k_cache.{layer}",
             v_cache=f"v_cache.{layer}",
         )
-        self._matmul("o", "attended", target)
+        attended = "attended"
+        if config.output_gate:
+            width = config.heads * config.head_dim
+            gate = SigmoidGate(d=width, first=width, width=config.qkv_width)
+            attended = "gated"
+            self._add("output_gate", gate, x="attended", gates="qkv", y=attended)
+        self._matmul("o", attended, target)
 
     def _experts(self, experts: ExpertConfig, target: str) -> None:
         config = self.config
@@ -268,8 +318,11 @@ class _Decoder:
         self._add(name, norm, x=before, residual=added, sum=self.stream, y="h")
 
     def _norm_op(self, *, add: bool = False) -> RMSNorm | LayerNorm:
-        kind = LayerNorm if self.config.norm == "layer" else RMSNorm
-        return kind(d=self.config.hidden_size, eps=self.config.rms_norm_eps, add=add)
+        config = self.config
+        kind = LayerNorm if config.norm == "layer" else RMSNorm
+        return kind(
+            d=config.hidden_size, eps=config.rms_norm_eps / config.residual_scale**2, add=add
+        )
 
     def _matmul(self, name: MatMulName, source: str, target: str) -> None:
         every = (
@@ -277,7 +330,7 @@ class _Decoder:
         )
         spec = next(x for x in every if x.name == name)
         shadow = self.shadows.get(f"blocks.{self.layer}.{name}")
-        of_stream = name in ("o", "conv_out", "down") and not self.config.out_norms
+        of_stream = name in ("o", "conv_out", "delta_out", "down") and not self.config.out_norms
         if shadow is not None and of_stream:
             stream = self.shadowed or self.stream
             self.shadowed = "x4" if self.shadowed == "x3" else "x3"
@@ -334,7 +387,8 @@ def _members(name: str, config: ModelConfig) -> tuple[tuple[OpName, int], ...]:
     queries, keys = config.heads * config.head_dim, config.kv_heads * config.head_dim
     match name:
         case "qkv":
-            return (("q", 0), ("k", queries), ("v", queries + keys))
+            first = 2 * queries if config.output_gate else queries
+            return (("q", 0), ("k", first), ("v", first + keys))
         case "gate_up" if config.gated:
             return (("gate", 0), ("up", config.intermediate_size))
         case _:

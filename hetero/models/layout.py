@@ -70,7 +70,9 @@ def block_vectors(
     norms = _norms(config, names)
     if attends and config.qk_norm:
         norms += [VectorShape(name, config.head_dim) for name in ("q_norm", "k_norm")]
-    if not attends:
+    if config.mixers[layer] == "delta":
+        norms += _delta_vectors(config)
+    if config.mixers[layer] == "conv":
         norms += [VectorShape("conv_taps", config.conv_taps * config.hidden_size)]
         norms += [VectorShape("conv_bias", config.hidden_size)] if config.conv_bias else []
     norms += _router_vectors(config, layer)
@@ -81,6 +83,17 @@ def block_vectors(
         *(VectorShape(f"{x.name}_bias", x.n) for x in biases),
         *(scales if scaled_inputs(storage) else ()),
     )
+
+
+def _delta_vectors(config: ModelConfig) -> list[VectorShape]:
+    assert config.delta is not None
+    heads = config.delta.v_heads
+    return [
+        VectorShape("conv_taps", config.conv_taps * config.delta.channels),
+        VectorShape("delta_decay", heads),
+        VectorShape("delta_dt_bias", heads),
+        VectorShape("delta_norm", config.delta.v_dim),
+    ]
 
 
 def scaled_inputs(storage: StorageFormat) -> bool:

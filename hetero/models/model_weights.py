@@ -146,9 +146,15 @@ class ModelWeights(ABC):
     def model_vector(self, name: str) -> Float32Array:
         """Return a vector outside of the blocks.
 
-        It is `final_norm`, `final_norm_bias`, `lm_head_bias`, `lm_head_x_scale` or `positions` (row
-        after row).
+        It is `final_norm`, `final_norm_bias` (both times `logit_scale`), `lm_head_bias`,
+        `lm_head_x_scale` or `positions` (row after row).
         """
+
+    def _with_logit_scale(self, name: str, vector: Float32Array) -> Float32Array:
+        """Return a vector of the source, with the factor on logits if it is the final norm's."""
+        if not name.startswith("final_norm") or self.config.logit_scale == 1:
+            return vector
+        return vector * np.float32(self.config.logit_scale)
 
     def requantised(self) -> dict[str, float]:
         """Return the relative error of what was quantised a second time, by the source's type.

@@ -73,12 +73,14 @@ class RowSource(Protocol):
 class SourceTensor:
     """A `RowSource` of any floating-point type.
 
-    `order` lists its rows in the order of the packed weight, if the file has another.
+    `order` lists its rows in the order of the packed weight, `columns` its columns, if the file has
+    another.
     """
 
     name: str
     values: npt.NDArray[Any]
     order: npt.NDArray[np.int64] | None = None
+    columns: npt.NDArray[np.int64] | None = None
     watch: Watch | None = None
 
     @property
@@ -90,7 +92,7 @@ class SourceTensor:
         """Return rows [start, stop) in order, as float32."""
         chosen = slice(start, stop) if self.order is None else self.order[start:stop]
         values: npt.NDArray[np.float32] = self.values[chosen].astype(np.float32)
-        return values
+        return values if self.columns is None else values[:, self.columns]
 
     def codes(self, start: int, stop: int, storage: StorageFormat) -> Codes | None:  # noqa: ARG002
         """Return None: floats have no codes."""

@@ -23,6 +23,7 @@ from hetero.models.expert_config import ExpertConfig
 from hetero.models.layout import block_matrices, embedding_matrices, model_vectors
 from hetero.models.model_weights import BlockWeights, ModelWeights
 from hetero.models.packing import empty_packed
+from hetero.models.published import PUBLISHED
 
 PREFIX = "random:"
 GENERATOR_VERSION = 1  # part of the fingerprint: raise it when the numbers change
@@ -172,6 +173,7 @@ KNOWN_MODELS: dict[str, ModelConfig] = {
         tie_word_embeddings=True,
     ),
 }
+KNOWN_MODELS |= {name: ModelConfig.from_dict(raw, where=name) for name, raw in PUBLISHED.items()}
 
 
 def known_config(name: str) -> ModelConfig:
@@ -201,11 +203,11 @@ class RandomWeights(ModelWeights):
         self._pool: npt.NDArray[np.uint64] = bits.random_raw(_POOL_WORDS)
 
     def model_vector(self, name: str) -> Float32Array:
-        """Return a vector outside of the blocks; the final norm's weight is 1."""
+        """Return a vector outside of the blocks; the final norm's weight is 1 (`logit_scale`)."""
         shapes = model_vectors(self.config, self.weight_format.storage)
         shape = next(x for x in shapes if x.name == name)
         if name == "final_norm":
-            return np.ones(shape.n, dtype=np.float32)
+            return self._with_logit_scale(name, np.ones(shape.n, dtype=np.float32))
         return self._vector(name, shape.n)
 
     def _load_block(self, index: int) -> BlockWeights:

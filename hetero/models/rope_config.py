@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from hetero.backends.ops import RopeScaling
 from hetero.errors import ModelError
 from hetero.models.fields import Fields
+from hetero.models.sliding import FULL, SLIDING
 
 NO_SCALING = RopeScaling()
 # "dynamic" stretches positions beyond max_position_embeddings only, and none are beyond it here.
@@ -16,21 +17,59 @@ _UNSCALED = ("default", "dynamic")
 _KINDS = (*_UNSCALED, "linear", "llama3", "yarn", "longrope")
 
 
-def read_rope(source: Fields, max_position: int) -> tuple[float, RopeScaling]:
-    """Return the base period and scaling of `config.json`, in either spelling.
+@dataclass(frozen=True, kw_only=True)
+class LayerRope:
+    """The rotary embedding of a layer."""
 
-    Raises `ModelError`.
+    theta: float
+    scaling: RopeScaling = NO_SCALING
+
+
+def read_ropes(
+    source: Fields, max_position: int, *, theta: float, local_theta: float | None
+) -> list[LayerRope]:
+    """Return the rotary embeddings of layers with full and with sliding attention.
+
+    `config.json` has one for both, in either spelling, or `rope_parameters` by layer type. The
+    thetas are an architecture's defaults; with `local_theta` one embedding that is given is of full
+    attention alone. Raises `ModelError`.
     """
     name = "rope_parameters" if source.raw.get("rope_parameters") is not None else "rope_scaling"
     rope = Fields(source.object(name), f"{source.where}: {name}")
-    if any(isinstance(value, dict) for value in rope.raw.values()):
+    by_kind = any(isinstance(value, dict) for value in rope.raw.values())
+    if by_kind and (local_theta is None or set(rope.raw) - {FULL, SLIDING}):
         raise ModelError(
             f"{source.where}: {name} per layer type is not supported, got "
             f"{', '.join(rope.raw)}; choose a model with one rotary embedding for all layers"
         )
+    of_full, of_sliding = rope, rope
+    if by_kind:
+        of_full, of_sliding = (
+            Fields(rope.object(kind), f"{rope.where}: {kind}") for kind in (FULL, SLIDING)
+        )
+    full = _read_rope(source, of_full, max_position, theta)
+    if by_kind and local_theta is not None:
+        return [full, _read_rope(of_sliding, of_sliding, max_position, local_theta)]
+    if local_theta is not None:
+        return [full, LayerRope(theta=source.positive_float("rope_local_base_freq", local_theta))]
+    return [full, full]
+
+
+def _read_rope(source: Fields, rope: Fields, max_position: int, theta: float) -> LayerRope:
     theta_source = rope if rope.raw.get("rope_theta") is not None else source
-    theta = theta_source.positive_float("rope_theta", 10000.0)
-    return theta, _scaling(source, rope, max_position)
+    theta = theta_source.positive_float("rope_theta", theta)
+    return LayerRope(theta=theta, scaling=_scaling(source, rope, max_position))
+
+
+def write_ropes(full: LayerRope, sliding: LayerRope | None) -> dict[str, Any]:
+    """Return the fields that `read_ropes` reads; `sliding` if it has a rotary embedding apart."""
+    if sliding is None:
+        return {"rope_theta": full.theta, "rope_scaling": rope_dict(full.scaling)}
+    by_kind = {
+        kind: {"rope_type": "default", **(rope_dict(x.scaling) or {}), "rope_theta": x.theta}
+        for kind, x in ((FULL, full), (SLIDING, sliding))
+    }
+    return {"rope_parameters": by_kind}
 
 
 def rotary_factor(source: Fields, default: float) -> float:

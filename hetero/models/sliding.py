@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Self
 
+FULL: Final = "full_attention"  # in `layer_types` of config.json
+SLIDING: Final = "sliding_attention"
 EXTRA_TOKENS: Final = 64  # tokens before the window: a text may be cut by so many and continue
 STRIDES: Final = (64, 1024)  # tokens that a cache moves at a time: the least and the most
 STRIDE_PART: Final = 8  # of a window is such a stride

@@ -13,7 +13,7 @@ from hetero.backends.host.clock import Clock, SystemClock
 from hetero.backends.host.closing import Closing
 from hetero.backends.protocol import DEFAULT_DEADLINE_S, Device, DeviceKind
 from hetero.errors import UserError
-from hetero.models.graph import rope_of
+from hetero.models.graph import movable_ropes
 from hetero.models.model_weights import ModelWeights
 from hetero.profiler.cost import CostModel
 from hetero.runtime.adaptive import Solver
@@ -97,8 +97,7 @@ class Engine(Closing):
         identity = Identity(
             model=fingerprint, weights=str(weights.weight_format), vocabulary=config.vocab_size
         )
-        rope = None if config.positions else rope_of(config)
-        self.contexts = ContextStore(self.lock, identity, max_seq_len, rope)
+        self.contexts = ContextStore(self.lock, identity, max_seq_len, movable_ropes(config))
         order = "fifo" if cost is None else order
         self.steps = StepCache(Orders(order), max_seq_len, pads_chunks=sync != "copy")
         share = GpuShare(max_gpu_share, clock.sleep) if max_gpu_share < 1 else None

@@ -313,7 +313,8 @@ def _block_weight(block: BlockWeights, role: str, name: str) -> WeightValue:
     if name == "weight":
         norm = role not in block.matrices
         return block.vectors[role] if norm else block.matrix(role)
-    return block.vectors[f"{role}_{name}" if name in ("bias", "x_scale", "taps") else name]
+    own = f"{role}_{name}"  # but norms of queries and keys, which a rotary embedding has
+    return block.vectors[own if own in block.vectors else name]
 
 
 def _check_rows(node: Node, start: int, stop: int) -> None:

@@ -159,9 +159,7 @@ def require(device: Device, op: Op) -> None:
         pytest.skip(f"{device.info.backend}: {accepted.reason}")
 
 
-def make_weights(  # noqa: PLR0912
-    op: Op, rng: np.random.Generator
-) -> dict[str, WeightValue]:
+def make_weights(op: Op, rng: np.random.Generator) -> dict[str, WeightValue]:  # noqa: PLR0912
     """Random weights of an operation."""
     weights: dict[str, WeightValue] = {}
     for name in weight_names(op):
@@ -191,6 +189,11 @@ def make_weights(  # noqa: PLR0912
             case ops.ShortConv():
                 count = op.taps * op.d if name == "taps" else op.d
                 weights[name] = rng.standard_normal(count, dtype=np.float32)
+            case ops.GatedDelta() if name != "norm":
+                values = rng.uniform(0.01, 4.0, op.v_heads).astype(np.float32)
+                weights[name] = -values if name == "decay" else values - 2
+            case ops.GatedDelta():
+                weights[name] = 1 + 0.3 * rng.standard_normal(op.v_dim, dtype=np.float32)
             case ops.Rope():
                 weights[name] = 1 + 0.3 * rng.standard_normal(op.head_dim, dtype=np.float32)
             case _:

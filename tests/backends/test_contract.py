@@ -583,6 +583,59 @@ def test_short_conv(device: Device, kind: str, d: int, beyond: int) -> None:
         check_call(device, kernel, weights, tensors, m)
 
 
+DELTAS: dict[str, dict[str, int]] = {
+    "tiny": {"k_heads": 1, "v_heads": 2, "k_dim": 8, "v_dim": 16},
+    "odd": {"k_heads": 2, "v_heads": 6, "k_dim": 12, "v_dim": 20},
+    "qwen3.5": {"k_heads": 2, "v_heads": 4, "k_dim": 128, "v_dim": 128},
+}
+
+
+def delta_op(kind: str, beyond: int = 0) -> ops.GatedDelta:
+    op = ops.GatedDelta(eps=1e-6, **DELTAS[kind])
+    return replace(op, width=op.gates_width + beyond)
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("kind", DELTAS)
+@pytest.mark.parametrize("beyond", [0, 9])
+def test_gated_delta(device: Device, kind: str, beyond: int) -> None:
+    """From a state or, at position 0, from zeros whatever is there; other gates are not read."""
+    op = delta_op(kind, beyond)
+    require(device, op)
+    rng = np.random.default_rng(beyond)
+    weights = make_weights(op, rng)
+    kernel = device.prepare(op, weights)
+    for m, position in ((1, 0), (1, 9), (2, 1), (33, 0), (5, 70), (77, 3), (300, 1)):
+        tensors = make_tensors(op, m, rng, position=position, spare_rows=1, device=device)
+        tensors["gates"].array[:, :beyond] = np.nan
+        check_call(device, kernel, weights, tensors, m)
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-4, 30.0])
+def test_gated_delta_of_extreme_inputs(device: Device, size: float) -> None:
+    """Keys of zeros, tokens that are all alike, states that are forgotten or never."""
+    op = delta_op("odd")
+    require(device, op)
+    rng = np.random.default_rng(7)
+    weights = make_weights(op, rng)
+    tensors = make_tensors(op, 130, rng, position=1, device=device)
+    tensors["x"].array[:] = tensors["x"].array[:1] * size
+    tensors["gates"].array[:65, -op.v_heads :] = 40.0
+    tensors["gates"].array[65:, -op.v_heads :] = -40.0
+    check_call(device, device.prepare(op, weights), weights, tensors, 130)
+
+
+@pytest.mark.parametrize("kind", DELTAS)
+@pytest.mark.parametrize("count", [2, 30, 300])
+def test_gated_delta_in_pieces(device: Device, kind: str, count: int) -> None:
+    in_pieces(device, delta_op(kind), count, seed=count)
+
+
+def test_value_heads_that_no_key_head_has_are_refused() -> None:
+    with pytest.raises(ValueError, match="value heads must be a multiple of key heads, got 3"):
+        ops.GatedDelta(k_heads=2, v_heads=3, k_dim=8, v_dim=8, eps=1e-6)
+
+
 def in_pieces(device: Device, op: Op, count: int, seed: int) -> None:
     """Assert that calls of some tokens each, one after the other, do what one call does."""
     require(device, op)
@@ -620,6 +673,23 @@ def test_impossible_convolutions_are_refused(sizes: dict[str, int]) -> None:
 @pytest.mark.parametrize("f", [1, 7, 172, 1024])
 def test_gated_act(device: Device, f: int, activation: ops.Activation) -> None:
     check_op(device, ops.GatedAct(f=f, activation=activation), EDGE_TOKENS)
+
+
+@pytest.mark.parametrize(("d", "first", "width"), [(1, 0, 1), (64, 64, 130), (172, 9, 181)])
+def test_sigmoid_gate(device: Device, d: int, first: int, width: int) -> None:
+    check_op(device, ops.SigmoidGate(d=d, first=first, width=width), EDGE_TOKENS)
+
+
+def test_gates_outside_of_their_columns_are_refused() -> None:
+    with pytest.raises(ValueError, match="8 gates from column 9 on are not in 16 columns"):
+        ops.SigmoidGate(d=8, first=9, width=16)
+
+
+@pytest.mark.parametrize("norm", [None, 1e-6])
+@pytest.mark.parametrize("head_dim", [8, 12, 64])
+def test_rope_with_gates_of_the_output(device: Device, head_dim: int, norm: float | None) -> None:
+    op = replace(ROPE, head_dim=head_dim, rotary_dim=4, qk_norm_eps=norm, gated=True)
+    check_op(device, op, (1, 2, 33))
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])

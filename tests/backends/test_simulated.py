@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hetero.backends.simulated.chip import ChipTimes, Load, SimulatedChip
+from hetero.backends.simulated.chip import ChipTimes, Load, Rendering, SimulatedChip
 
 
 def test_launches_of_a_queue_follow_each_other() -> None:
@@ -81,3 +81,37 @@ def test_a_polling_host_sees_the_end_a_moment_later() -> None:
     while not chip.poll(job):
         pass
     assert chip.clock.now() == pytest.approx(1e-3 + 5e-6)
+
+
+def test_frames_are_drawn_once_a_period_on_an_idle_gpu() -> None:
+    chip = SimulatedChip(rendering=Rendering(period_s=10.0, busy_s=4.0))
+    chip.clock.sleep(35.0)
+    chip.advance()
+    assert [(x.ready_s, x.end_s) for x in chip.frames[:3]] == [(0, 4), (10, 14), (20, 24)]
+    assert [x.ready_s for x in chip.frames[3:]] == [30]
+    assert chip.finished["gpu"] == []  # which are the model's
+
+
+def test_a_frame_waits_for_what_was_submitted_before_and_a_late_one_skips_periods() -> None:
+    chip = SimulatedChip(rendering=Rendering(period_s=10.0, busy_s=4.0))
+    chip.clock.sleep(5.0)
+    jobs = [chip.submit("gpu", "a", Load(9.0)) for _ in range(3)]
+    chip.finish(jobs[-1])
+    chip.clock.sleep(20.0)
+    chip.advance()
+    first, late, after = chip.frames[:3]
+    assert (first.end_s, jobs[-1].end_s) == (4.0, 32.0)
+    assert (late.ready_s, late.start_s, late.end_s) == (10.0, 32.0, 36.0)
+    assert after.ready_s == 40.0
+
+
+def test_launches_wait_for_a_frame_and_the_host_does_not() -> None:
+    """Another process's frames are not waited for when a queue is finished."""
+    chip = SimulatedChip(rendering=Rendering(period_s=10.0, busy_s=6.0))
+    chip.clock.sleep(1.0)
+    job = chip.submit("gpu", "a", Load(3.0))
+    chip.finish(job)
+    assert (job.start_s, job.end_s) == (6.0, 9.0)
+    chip.clock.sleep(2.0)
+    chip.finish_queue("gpu")
+    assert chip.clock.now() == 11.0

@@ -109,7 +109,7 @@ BAD_FIELDS: tuple[tuple[dict[str, Any], str], ...] = (
 UNKNOWN: tuple[tuple[str, str], ...] = (
     ("lama", "the nearest supported one is 'llama'"),
     ("qwen", "the nearest supported one is 'qwen"),
-    ("gemma3", "the nearest supported one is 'gemma"),
+    ("gemma9", "the nearest supported one is 'gemma"),
     ("phi-3", "the nearest supported one is 'phi3'"),
     ("internlm", "the nearest supported one is 'internlm2'"),
     ("", "architecture '' is not supported; choose a model of one of: llama"),

@@ -113,7 +113,7 @@ def test_keys_turn_back(rotary: int, kv: CacheFormat, scaling: RopeScaling) -> N
     before, said = at(np.arange(2600)).astype(np.float32), rng.standard_normal(raw.shape)
     cache.write(0, np.stack([before, said]).astype(np.float32)[None])
     said = cache.read(0, 2600)[0, 1]
-    forget(cache, op, 5, 25, 2500)
+    forget(cache, [op], 5, 25, 2500)
     moved = np.r_[0:5, 5:2480]
     source = np.r_[0:5, 25:2500]
     wanted = at(np.concatenate([np.arange(25), np.arange(25, 2600) - 20]))

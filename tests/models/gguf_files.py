@@ -20,7 +20,9 @@ from hetero.models.graph import model_graph
 from hetero.models.random_models import known_config
 
 Array = npt.NDArray[Any]
-ARCHITECTURES = {"phi": "phi2", "qwen3_moe": "qwen3moe"}
+ARCHITECTURES = {
+    "phi": "phi2", "gemma3_text": "gemma3", "qwen3_5_text": "qwen35", "qwen3_moe": "qwen3moe"
+}  # fmt: skip
 PERMUTED = ("llama", "internlm2")
 NAMES = {
     "model.embed_tokens": "token_embd", "lm_head": "output", "model.norm": "output_norm",
@@ -40,9 +42,20 @@ INTERNLM2_NAMES = {
     "feed_forward.w1": "ffn_gate", "feed_forward.w3": "ffn_up", "feed_forward.w2": "ffn_down",
     "attention_norm": "attn_norm", "ffn_norm": "ffn_norm",
 }  # fmt: skip
-GEMMA2_NAMES = {
+SANDWICH_NAMES = {
     "post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
+}  # fmt: skip
+QWEN35_NAMES = {
+    "post_attention_layernorm": "post_attention_norm", "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate", "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.in_proj_a": "ssm_alpha", "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.norm": "ssm_norm", "linear_attn.out_proj": "ssm_out",
+    "linear_attn.A_log": "ssm_a", "linear_attn.dt_bias": "ssm_dt.bias",
+}  # fmt: skip
+OWN_NAMES = {
+    "qwen35": QWEN35_NAMES,
+    "gemma2": SANDWICH_NAMES, "gemma3": SANDWICH_NAMES, "internlm2": INTERNLM2_NAMES,
 }  # fmt: skip
 FLOATS = {GGMLQuantizationType.F32: np.float32, GGMLQuantizationType.F16: np.float16}
 
@@ -128,6 +141,8 @@ def metadata(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
     heads = raw["num_attention_heads"]
     head_dim = raw.get("head_dim") or raw["hidden_size"] // heads
     rope = raw.get("rope_parameters") or {}
+    local = rope.get("sliding_attention", {})
+    rope = rope.get("full_attention", rope)
     rotated = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
     found: dict[str, Any] = {
         "embedding_length": raw["hidden_size"],
@@ -156,17 +171,53 @@ def metadata(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
     ):
         if raw.get(ours) is not None:
             found[theirs] = raw[ours]
-    return {f"{name}.{key}": value for key, value in found.items()}
+    if local:
+        found["rope.freq_base_swa"] = float(local["rope_theta"])
+    if rope.get("rope_type", "default") not in ("default", "llama3"):
+        found |= scaling(rope)
+    return {f"{name}.{key}": value for key, value in (found | own_metadata(raw, name)).items()}
+
+
+def scaling(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Entries of a scaled rotary embedding."""
+    found = {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": float(rope["factor"])}
+    if "original_max_position_embeddings" in rope:
+        key = "rope.scaling.original_context_length"
+        found[key] = rope["original_max_position_embeddings"]
+    return found
+
+
+def own_metadata(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Entries that converters write for one architecture alone."""
+    match name:
+        case "gemma3":
+            sliding = [x == "sliding_attention" for x in raw["layer_types"]]
+            return {"attention.sliding_window_pattern": sliding}
+        case "qwen35":
+            heads, size = raw["linear_num_value_heads"], raw["linear_value_head_dim"]
+            return {
+                "ssm.conv_kernel": raw["linear_conv_kernel_dim"],
+                "ssm.state_size": raw["linear_key_head_dim"],
+                "ssm.group_count": raw["linear_num_key_heads"],
+                "ssm.time_step_rank": heads,
+                "ssm.inner_size": heads * size,
+                "attention.recurrent_layers": [x != "full_attention" for x in raw["layer_types"]],
+                "rope.dimension_sections": [11, 11, 10, 0],
+            }
+        case _:
+            return {}
 
 
 def named_tensors(raw: Mapping[str, Any], name: str, source: Mapping[str, Any]) -> dict[str, Array]:
     """Tensors under their names in GGUF, permuted, shifted and fused as the converter does."""
     source = with_stacked_experts(raw, source)
-    names = NAMES | {"gemma2": GEMMA2_NAMES, "internlm2": INTERNLM2_NAMES}.get(name, {})
+    names = NAMES | OWN_NAMES.get(name, {})
     found: dict[str, Array] = {}
     for key, tensor in (split_groups(raw, source) if name == "internlm2" else source).items():
         value: Array = tensor.float().numpy()
         module, suffix = key.rsplit(".", 1)
+        if suffix in ("A_log", "dt_bias"):
+            module, suffix = key, ""
         prefix = ""
         if module.startswith("model.layers."):
             _, _, layer, module = module.split(".", 3)
@@ -177,7 +228,9 @@ def named_tensors(raw: Mapping[str, Any], name: str, source: Mapping[str, Any]) 
             value = permute(value, raw[field])
         if name.startswith("gemma") and renamed.endswith("norm"):
             value = value + 1
-        found[f"{prefix}{renamed}.{suffix}"] = value
+        if name == "qwen35":
+            value = of_delta_net(raw, renamed, value)
+        found[f"{prefix}{renamed}.{suffix}".rstrip(".")] = value
     for layer in range(raw["num_hidden_layers"] if name == "phi2" else 0):
         for suffix in ("weight", "bias"):
             parts = [found.pop(f"blk.{layer}.attn_{x}.{suffix}") for x in "qkv"]
@@ -199,6 +252,34 @@ def with_stacked_experts(raw: Mapping[str, Any], source: Mapping[str, Any]) -> d
             stacked = torch.stack([source[key] for key in keys])
             found[f"model.layers.{layer}.mlp.{part}_exps.weight"] = stacked
     return found
+
+
+def of_delta_net(raw: Mapping[str, Any], name: str, value: Array) -> Array:
+    """Norms are shifted, decays computed; value heads go round by round over the key heads
+    (`_LinearAttentionVReorderBase` of the converter).
+    """
+    groups, heads = raw["linear_num_key_heads"], raw["linear_num_value_heads"]
+    values = heads * raw["linear_value_head_dim"]
+
+    def reordered(part: Array, axis: int = 0) -> Array:
+        moved = np.moveaxis(part, axis, 0)
+        split = moved.reshape(groups, heads // groups, -1, *moved.shape[1:])
+        return np.moveaxis(split.swapaxes(0, 1).reshape(moved.shape), 0, axis)
+
+    match name:
+        case "attn_qkv" | "ssm_conv1d":
+            whole = np.concatenate([value[:-values], reordered(value[-values:])])
+            return whole.squeeze() if name == "ssm_conv1d" else whole
+        case "attn_gate" | "ssm_beta" | "ssm_alpha" | "ssm_dt.bias":
+            return reordered(value)
+        case "ssm_a":
+            return reordered(-np.exp(value))
+        case "ssm_out":
+            return reordered(value, axis=1)
+        case "ssm_norm":
+            return value
+        case _:
+            return value + 1 if name.endswith("norm") else value
 
 
 def split_groups(raw: Mapping[str, Any], source: Mapping[str, Any]) -> dict[str, Any]:

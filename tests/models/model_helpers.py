@@ -10,8 +10,10 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from hetero.backends.formats import WeightFormat
+from hetero.backends.ops import Rope
 from hetero.models.checkpoint import expected_tensors
 from hetero.models.config import ModelConfig
+from hetero.models.graph import rope_of
 
 # Formats that any checkpoint has; the others need a calibration text or a GGUF file.
 UNCALIBRATED = [x for x in WeightFormat if not x.activations.static and not x.of_file]
@@ -36,6 +38,13 @@ def small_config(**changes: Any) -> ModelConfig:
         "max_position": 64,
     }
     return ModelConfig(**(sizes | changes))
+
+
+def first_rope(config: ModelConfig) -> Rope:
+    """The rotary embedding of the first layer."""
+    rope = rope_of(config, 0)
+    assert rope is not None
+    return rope
 
 
 def random_tensors(config: ModelConfig, seed: int = 0) -> dict[str, npt.NDArray[Any]]:

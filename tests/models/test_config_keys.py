@@ -16,7 +16,7 @@ from tests.models.test_model_config import BASE, of
 
 # In transformers 5 these come with the model's own code.
 CLASSES = {x.name: x.class_name.replace("ForCausalLM", "Config") for x in ARCHITECTURES.values()
-           if x.name != "internlm2"}  # fmt: skip
+           if x.name != "internlm2"} | {"gemma3_text": "Gemma3TextConfig"}  # fmt: skip
 
 USED = {
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -45,6 +45,10 @@ OWN = {
     "gemma": {"attention_bias"},  # refused where it is true
     "gemma2": {"attention_bias", "sliding_window", "layer_types", "query_pre_attn_scalar",
                "attn_logit_softcapping", "final_logit_softcapping"},
+    "gemma3_text": {"attention_bias", "sliding_window", "layer_types", "query_pre_attn_scalar",
+                    "attn_logit_softcapping", "final_logit_softcapping", "sliding_window_pattern",
+                    "rope_local_base_freq",
+                    "_sliding_window_pattern"},  # what layer_types was made of
     "phi": {"qk_layernorm"},  # refused where it is true
     "phi3": {"sliding_window", "original_max_position_embeddings"},
     "opt": {"ffn_dim", "activation_function", "enable_bias", "do_layer_norm_before",

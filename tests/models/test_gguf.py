@@ -22,11 +22,11 @@ from hetero.models import DEMO_DIRECTORY, LoadedModel, open_model
 from hetero.models.gguf import GgufFile, GgufWeights, kinds
 from hetero.models.gguf.model_config import _divisors
 from hetero.models.gguf.tensors import GgufTensor
-from hetero.models.graph import rope_of
 from hetero.models.layout import block_matrices, model_vectors
 from hetero.models.packing import pack_rows
 from hetero.models.quantized import save
 from tests.models.gguf_files import convert, tensor_file, write, write_large
+from tests.models.model_helpers import first_rope
 from tests.support.checkpoints import CASES, make_checkpoint
 
 TEXTS = (
@@ -232,8 +232,8 @@ def test_llama3_frequencies_come_from_their_tensor(tmp_path: Path) -> None:
     assert open_model(tmp_path / "m.gguf", weights="f32").config.rope_scaling == theirs.rope_scaling
     write(tmp_path / "w.gguf", "llama", known, {**tensors, "rope_freqs.weight": divisors + 1})
     config = open_model(tmp_path / "w.gguf", weights="f32").config
-    plain = inverse_frequencies(rope_of(replace(config, rope_scaling=RopeScaling())))
-    np.testing.assert_allclose(inverse_frequencies(rope_of(config)), plain / (divisors + 1))
+    plain = inverse_frequencies(first_rope(replace(config, rope_scaling=RopeScaling())))
+    np.testing.assert_allclose(inverse_frequencies(first_rope(config)), plain / (divisors + 1))
     assert attention_factor(config.rope_scaling) == 1
 
 

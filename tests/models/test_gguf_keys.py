@@ -13,7 +13,7 @@ import pytest
 from hetero.errors import ModelError
 from hetero.models import open_model
 from hetero.models.gguf import metadata_rules
-from hetero.models.gguf.model_config import ARCHITECTURES
+from hetero.models.gguf.families import FAMILIES
 from tests.models.gguf_files import PIECES, write_tiny
 
 KNOWN = {
@@ -127,7 +127,7 @@ def test_one_notice_names_what_is_not_read(
 def architecture_tensors() -> Iterator[tuple[str, str]]:
     """The tensors that the gguf package knows of each supported architecture."""
     enums = {name: value for value, name in gguf.MODEL_ARCH_NAMES.items()}
-    for architecture in ARCHITECTURES:
+    for architecture in FAMILIES:
         for tensor in gguf.MODEL_TENSORS[enums[architecture]]:
             yield architecture, gguf.TENSOR_NAMES[tensor].format(bid=0)
 

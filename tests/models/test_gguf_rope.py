@@ -14,8 +14,8 @@ from hetero.backends.rope_tables import attention_factor, inverse_frequencies
 from hetero.errors import ModelError
 from hetero.models import open_model
 from hetero.models.gguf import GgufFile, read_config
-from hetero.models.graph import rope_of
 from tests.models.gguf_files import convert, write_tiny
+from tests.models.model_helpers import first_rope
 from tests.support.checkpoints import CASES, make_checkpoint
 
 MAX_POSITION = 64
@@ -60,7 +60,7 @@ def test_scaling_is_that_of_transformers(
             rope_scaling=same, rope_theta=1e4,
         )
     )  # fmt: skip
-    rope = rope_of(read_config(GgufFile(scaled(tmp_path, architecture, **entries))))
+    rope = first_rope(read_config(GgufFile(scaled(tmp_path, architecture, **entries))))
     np.testing.assert_allclose(inverse_frequencies(rope), theirs.inv_freq.numpy(), rtol=1e-5)
     assert attention_factor(rope.scaling) == pytest.approx(theirs.attention_scaling)
 
@@ -170,7 +170,7 @@ def test_frequencies_are_divided_by_their_tensor_and_by_a_factor(tmp_path: Path)
         config = read_config(GgufFile(path))
         plain = 1e4 ** -(np.arange(4) / 4) / factor
         wanted = plain / DIVISORS["rope_freqs.weight"]
-        np.testing.assert_allclose(inverse_frequencies(rope_of(config)), wanted)
+        np.testing.assert_allclose(inverse_frequencies(first_rope(config)), wanted)
         assert open_model(path)
 
 

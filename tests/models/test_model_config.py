@@ -16,8 +16,8 @@ from hetero.backends.rope_tables import attention_factor, inverse_frequencies
 from hetero.errors import ModelError
 from hetero.models.architectures import ARCHITECTURES
 from hetero.models.config import ModelConfig
-from hetero.models.graph import rope_of
 from hetero.models.random_models import KNOWN_MODELS
+from tests.models.model_helpers import first_rope
 
 BASE: dict[str, Any] = {
     "model_type": "llama",
@@ -90,7 +90,7 @@ def test_frequencies_are_those_of_transformers(scaling: dict[str, Any] | None) -
     theirs = modeling.LlamaRotaryEmbedding(
         modeling.LlamaConfig.from_dict(json.loads(json.dumps(raw)))
     )
-    rope = rope_of(ModelConfig.from_dict(raw))
+    rope = first_rope(ModelConfig.from_dict(raw))
     np.testing.assert_allclose(inverse_frequencies(rope), theirs.inv_freq.numpy(), rtol=1e-5)
     assert attention_factor(rope.scaling) == pytest.approx(theirs.attention_scaling)
 
@@ -355,6 +355,16 @@ def test_any_value_gives_a_configuration_or_a_model_error(name: str, value: Any)
             attn_logit_softcapping=None,
             final_logit_softcapping=12.5,
             layer_types=["full_attention", "sliding_attention"] * 2,
+        ),
+        of("gemma3_text", sliding_window=9, rope_scaling={"type": "linear", "factor": 8.0}),
+        of("gemma3_text", sliding_window=9, rope_local_base_freq=1e6, sliding_window_pattern=2),
+        of("gemma3_text", sliding_window=None, layer_types=["full_attention"] * 4),
+        of(
+            "gemma3_text",
+            rope_parameters={
+                "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 3e5},
+                "sliding_attention": {"rope_type": "yarn", "factor": 4.0},
+            },
         ),
         of("phi", hidden_size=640, partial_rotary_factor=0.4, layer_norm_eps=1e-3),
         of("phi3", sliding_window=5, partial_rotary_factor=0.75),

@@ -39,6 +39,9 @@ PARAMETERS = {
     "phi-2": 2780,
     "phi-3-mini": 3821,
     "opt-1.3b": 1316,
+    "gemma-3-270m": 268,
+    "gemma-3-1b": 1000,
+    "gemma-3-4b": 3880,
 }
 
 

@@ -17,10 +17,12 @@ from hetero.backends.ops import (
     AddPositions,
     Attention,
     GatedAct,
+    GatedDelta,
     LayerNorm,
     Op,
     RMSNorm,
     ShortConv,
+    SigmoidGate,
 )
 from hetero.backends.protocol import port_shape
 from hetero.profiler.cost import CostModel
@@ -44,6 +46,7 @@ RECORDS: dict[str, Op] = {
     "Act": Act(f=WIDTH, activation="relu"),
     "Add": Add(d=WIDTH),
     "AddPositions": AddPositions(d=WIDTH, rows=512),
+    "SigmoidGate": SigmoidGate(d=WIDTH, first=0, width=WIDTH),
     "ShortConv": ShortConv(d=WIDTH, taps=4, activation="silu"),
     "ShortConv+gated": ShortConv(d=WIDTH, taps=3, gated=True),
 }
@@ -78,7 +81,7 @@ def test_the_table_counts_what_a_call_moves(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("op", "source"),
-    [(x, s) for x in SUBSTITUTES for s in SUBSTITUTES[x] if not x.startswith("Attention")],
+    [(x, s) for x in SUBSTITUTES for s in SUBSTITUTES[x] if x in TENSORS],
 )
 @pytest.mark.parametrize("m", [1, 64])
 def test_a_launch_costs_the_same_and_the_rest_goes_by_bytes(op: str, source: str, m: int) -> None:
@@ -117,6 +120,17 @@ def test_attention_on_other_caches_goes_by_their_bytes(
     assert cost.measured_as("gpu", op_name(replace(attention, kv=wanted))) == measured.op
 
 
+def test_a_gated_delta_rule_goes_by_the_work_of_attention() -> None:
+    """Its pass over a state of 3 multiply-adds an element, of which a pair of attention has 2."""
+    terms = {"pairs": 2e-12, "cached": 1e-9}
+    cost = cost_of(NonMatmulPredictor(device="gpu", op="Attention", coefficients=terms, max_m=256))
+    op = GatedDelta(k_heads=2, v_heads=4, k_dim=64, v_dim=32, eps=1e-6)
+    state = 4 * 64 * 32
+    for m in (64, 256):
+        seconds = float(cost.other_s("gpu", op, m).seconds)
+        assert seconds == pytest.approx(m * state * 3 * 1e-12 + 2 * state * 1e-9)
+
+
 def test_what_was_measured_is_taken_as_it_is() -> None:
     own = predictor("LayerNorm", calls=1e-6, elements=1e-9)
     cost = cost_of(predictor("RMSNorm", calls=2e-6, elements=1e-10), own)
@@ -144,7 +158,7 @@ def test_only_known_operations_stand_in() -> None:
         op_name(Attention(heads=1, kv_heads=1, head_dim=8, capacity=8, kv=x)) for x in CacheFormat
     }
     standing = {x for found in SUBSTITUTES.values() for x in found} | set(SUBSTITUTES)
-    assert standing == set(TENSORS) | caches
+    assert standing == set(TENSORS) | caches | {"GatedDelta"}
 
 
 FILES = {WeightFormat.GGUF_A16: WeightFormat.W4A16, WeightFormat.GGUF_A8: WeightFormat.W4A8}

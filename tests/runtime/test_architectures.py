@@ -44,6 +44,7 @@ def small(config: ModelConfig) -> ModelConfig:
         max_position=LENGTH,
         positions=config.positions and LENGTH + config.position_offset,
         windows=tuple(min(window, 24) for window in config.windows[:3]),
+        layer_ropes=config.layer_ropes[:3],
         rotary_dim=config.rotary_dim and 8,
         embed_scale=min(config.embed_scale, 8.0),
     )

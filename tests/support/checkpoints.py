@@ -38,6 +38,10 @@ TINY = {
 }
 
 
+# Configurations of families whose name is that of a model of text and pictures.
+CONFIGS = {"Gemma3": "Gemma3TextConfig", "Qwen3_5": "Qwen3_5TextConfig"}
+
+
 @dataclass(frozen=True)
 class Case:
     """One architecture at one size."""
@@ -122,7 +126,7 @@ def make_checkpoint(
     blocks together add as much as the embedding.
     """
     torch.manual_seed(7)
-    config = getattr(transformers, f"{case.kind}Config")(
+    config = getattr(transformers, CONFIGS.get(case.kind, f"{case.kind}Config"))(
         **{**TINY, "initializer_range": spread, **case.changes}
     )
     model = getattr(transformers, f"{case.kind}ForCausalLM")(config).eval()

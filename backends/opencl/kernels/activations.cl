@@ -8,6 +8,8 @@
 
 #define SILU(real, EXP2) return x * SIGMOID(EXP2, x);
 
+#define SIGMA(real, EXP2) return SIGMOID(EXP2, x);
+
 #define GELU_TANH(real, EXP2)                                              \
   const real cubic = x * x * x * 0.044715f + x;                            \
   return x * SIGMOID(EXP2, cubic * 1.5957691216057308f);

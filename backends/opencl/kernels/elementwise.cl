@@ -1,4 +1,4 @@
-// Add, GatedAct and Act. Work-item (chunk of columns, token): a whole row on a CPU, a vector on a GPU.
+// Add, GatedAct, SigmoidGate and Act. Work-item (chunk of columns, token): a whole row on a CPU, a vector on a GPU.
 // `count` is m, `width` columns of y. Widths are arguments: one program serves every model.
 
 // Calls BODY(i, stop) for runs of columns [i, stop) in which no panel of a or b ends; column i of a
@@ -45,6 +45,23 @@ __kernel void gated_act(const int count, PANELS(const float, x), ARRAY(float, y)
   const int start = (int)get_global_id(0) * chunk;
   const int end = min(width, start + chunk);
   EACH_RUN(x, x, width, start, end, GATED_RUN)
+}
+
+#define GATE_RUN                                                                         \
+  int j = i;                                                                             \
+  for (; j + VEC <= stop; j += VEC)                                                      \
+    VSTORE(VLOAD(from_a + j) * activate(VLOAD(from_b + j)), y + j);                      \
+  for (; j < stop; j++) y[j] = from_a[j] * activate_scalar(from_b[j]);
+
+// y = x · act(gates[first : first + width])
+__kernel void gate(const int count, PANELS(const float, x), PANELS(const float, gates),
+                   ARRAY(float, y), const int width, const int first, const int chunk) {
+  const int token = get_global_id(1);
+  if (token >= count) return;
+  y += y_at + (size_t)token * width;
+  const int start = (int)get_global_id(0) * chunk;
+  const int end = min(width, start + chunk);
+  EACH_RUN(x, gates, first, start, end, GATE_RUN)
 }
 
 #define ACT_RUN                                                                          \

@@ -1,6 +1,7 @@
 // Rotary embedding ("rotate half") of queries and keys, with optional RMSNorm per head; values are
 // copied. A work-item takes ITEM_HEADS heads of one token. `count` is m · TOTAL_HEADS / ITEM_HEADS.
 //
+// GATE_HEADS heads between queries and keys are gates, which others read.
 // HEADS, KV_HEADS, HEAD_DIM, ROTATED come from the record; HV divides HEAD_DIM and RV ROTATED / 2.
 // cosines and sines: [max_position][ROTATED / 2].
 
@@ -75,7 +76,7 @@ __kernel void rope(const int count, PANELS(const float, qkv), ARRAY(const int, p
   for (int head = first; head < first + ITEM_HEADS; head++) {
     const size_t offset = ((size_t)token * TOTAL_HEADS + head) * HEAD_DIM;
     __global float *to = out + offset;
-    const int column = head * HEAD_DIM;
+    const int column = (head < HEADS ? head : head + GATE_HEADS) * HEAD_DIM;
     const int panel = panel_of(qkv_table, qkv_count, column);
     __global const float *from = PANEL_ROW(qkv, panel, token) + column;
     if (PANEL_STOP(qkv, panel) < column + HEAD_DIM) {  // the head goes on in the next panel

@@ -67,6 +67,8 @@ def cases() -> Iterator[Case]:
     yield Case(ops.Outliers(n=101, k=76, hot=5, excess=True), (9,))
     yield Case(ops.GatedAct(f=101), (9,))
     yield Case(ops.ShortConv(d=101, taps=3, gated=True), (1, 40))
+    delta = ops.GatedDelta(k_heads=2, v_heads=4, k_dim=128, v_dim=128, eps=1e-6)
+    yield Case(delta, (1, 40))
     yield Case(ops.ShortConv(d=101, taps=4, activation="silu"), (2, 40))
     yield Case(ops.Act(f=101, activation="gelu_tanh"), (9,))
     yield Case(ops.AddPositions(d=101, rows=64), (9,))
@@ -142,6 +144,9 @@ def random_weights(op: Op, random: np.random.Generator) -> dict[str, WeightValue
             case ops.ShortConv():
                 count = op.taps * op.d if name == "taps" else op.d
                 weights_of[name] = random.standard_normal(count, dtype=np.float32)
+            case ops.GatedDelta():
+                count = op.v_dim if name == "norm" else op.v_heads
+                weights_of[name] = random.uniform(-2.0, -0.1, count).astype(np.float32)
             case ops.DecodeChunks():
                 weights_of[name] = random_channels(op, random)
             case ops.RMSNorm() | ops.LayerNorm():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from hetero.models.architectures.base import Architecture, TensorNames
 from hetero.models.architectures.gemma import GEMMA
 from hetero.models.architectures.gemma2 import GEMMA2
+from hetero.models.architectures.gemma3 import GEMMA3
 from hetero.models.architectures.internlm2 import INTERNLM2
 from hetero.models.architectures.llama import LLAMA
 from hetero.models.architectures.mistral import MISTRAL
@@ -17,7 +18,7 @@ from hetero.models.architectures.qwen3_moe import QWEN3_MOE
 
 __all__ = ["ARCHITECTURES", "Architecture", "TensorNames"]
 
-ARCHITECTURES: dict[str, Architecture] = {
-    x.name: x
-    for x in (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, INTERNLM2, GEMMA, GEMMA2, PHI, PHI3, OPT)
-}
+_ALL = (
+    LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, INTERNLM2, GEMMA, GEMMA2, GEMMA3, PHI, PHI3, OPT
+)  # fmt: skip
+ARCHITECTURES: dict[str, Architecture] = {x.name: x for x in _ALL}

@@ -9,10 +9,11 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from hetero.models.delta_net import DeltaNet
 from hetero.models.expert_config import ExpertConfig
 from hetero.models.fields import Fields, is_number
+from hetero.models.sliding import FULL, SLIDING
 
-FULL, SLIDING = "full_attention", "sliding_attention"
 DEFAULT_WINDOW = 4096
 
 
@@ -29,6 +30,26 @@ class Decoder(Protocol):
     def intermediate_size(self) -> int: ...
     @property
     def windows(self) -> tuple[int, ...]: ...
+    @property
+    def qk_norm(self) -> bool: ...
+    @property
+    def residual_scale(self) -> float: ...
+    @property
+    def logit_scale(self) -> float: ...
+    @property
+    def embed_scale(self) -> float: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def rotates(self) -> tuple[bool, ...]: ...
+    @property
+    def mixers(self) -> tuple[str, ...]: ...
+    @property
+    def conv_taps(self) -> int: ...
+    @property
+    def delta(self) -> DeltaNet | None: ...
     @property
     def qkv_bias(self) -> bool: ...
     @property
@@ -53,7 +74,7 @@ class Decoder(Protocol):
 Read: TypeAlias = Callable[[Fields, int], dict[str, Any]]
 # From a configuration to the fields of config.json that `Read` looks at.
 Write: TypeAlias = Callable[[Any], dict[str, Any]]
-# Source rows of each row of a fused weight, where a tensor holds them in another order.
+# Source rows of each row of a weight, where a tensor holds them in another order.
 RowOrder: TypeAlias = Callable[[Decoder], npt.NDArray[np.int64]]
 
 
@@ -62,9 +83,10 @@ class TensorNames:
     """The names of a checkpoint's tensors.
 
     `matmuls` are the modules whose rows, one after the other, are the rows of our fused weight;
-    `vectors` the modules of a block's norms; `experts` those of the experts' matrices, with `{}`
-    for an expert's number; `model_modules` those outside of the blocks. `.weight` and `.bias` are
-    appended. `block` is the prefix of a block.
+    `vectors` the modules of a block's norms; `parameters` tensors that are not a module's weight or
+    bias; `experts` the modules of the experts' matrices, with `{}` for an expert's number;
+    `model_modules` those outside of the blocks. `.weight` and `.bias` are appended to modules.
+    `block` is the prefix of a block.
     """
 
     block: str = "model.layers.{}."
@@ -85,6 +107,7 @@ class TensorNames:
         }
     )
     experts: Mapping[str, str] = field(default_factory=dict)
+    parameters: Mapping[str, str] = field(default_factory=dict)
     model_modules: Mapping[str, str] = field(
         default_factory=lambda: {
             "embed": "model.embed_tokens",
@@ -106,8 +129,14 @@ class Architecture:
                       ids: (bos, eos)
     grouped           query heads may share key/value heads; else config.json is not asked
     read, write       fields that only this family has
-    row_order         the checkpoint's rows of a fused weight, by its name, if in another order
+    row_order         the rows of a checkpoint's tensor, by its module, if in another order
+    column_order      its columns
+    used              fields that are refused elsewhere (`hetero.models.config_keys`)
+    defaults          fields that the text part of a larger model may leave out
     norm_offset       added to every norm's weight when it is read
+    theta             base period of the rotary embedding where config.json gives none
+    local_theta       that of layers with a sliding window, whose embedding is never scaled by
+                      `rope_scaling`; None: all layers have one embedding
     """
 
     name: str
@@ -125,7 +154,12 @@ class Architecture:
     read: Read = lambda _source, _layers: {}
     write: Write = lambda _config: {}
     row_order: Mapping[str, RowOrder] = field(default_factory=dict)
+    column_order: Mapping[str, RowOrder] = field(default_factory=dict)
     norm_offset: float = 0.0
+    used: tuple[str, ...] = ()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    theta: float = 10000.0
+    local_theta: float | None = None
 
     def key(self, name: str) -> str:
         """Return the field's name in config.json."""
@@ -153,6 +187,16 @@ def layer_kinds(source: Fields, layers: int) -> list[str] | None:
     return types
 
 
+def windows_of(kinds: Sequence[str], window: int) -> tuple[int, ...]:
+    """Return the windows of layers of these kinds."""
+    return tuple(window if kind == SLIDING else 0 for kind in kinds)
+
+
+def every(count: int, layers: int) -> list[str]:
+    """Return sliding attention in all layers but every `count`-th, which has full attention."""
+    return [FULL if (i + 1) % count == 0 else SLIDING for i in range(layers)]
+
+
 def kinds_of(windows: Sequence[int]) -> list[str]:
     """Return the `layer_types` of windows."""
     return [SLIDING if window else FULL for window in windows]
@@ -172,7 +216,7 @@ def switched_window(source: Fields, layers: int) -> tuple[int, ...]:
         return (0,) * layers
     kinds = layer_kinds(source, layers)
     if kinds is not None:
-        return tuple(window if kind == SLIDING else 0 for kind in kinds)
+        return windows_of(kinds, window)
     first = source.raw.get("max_window_layers", 28)
     if not is_number(first) or first < 0:
         raise source.error("max_window_layers", "must be a layer number", "correct the file")

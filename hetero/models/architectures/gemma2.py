@@ -9,13 +9,14 @@ from typing import Any
 
 from hetero.models.architectures.base import (
     DEFAULT_WINDOW,
-    SLIDING,
     Architecture,
     Decoder,
     TensorNames,
+    every,
     kinds_of,
     layer_kinds,
     one_window,
+    windows_of,
 )
 from hetero.models.architectures.gemma import gemma_fields
 from hetero.models.fields import Fields
@@ -28,23 +29,32 @@ def _cap(source: Fields, name: str, default: float) -> float:
     return source.positive_float(name, default)
 
 
-def _read(source: Fields, layers: int) -> dict[str, Any]:
-    (window, *_) = one_window(source, layers, DEFAULT_WINDOW)
-    kinds = layer_kinds(source, layers)
-    if kinds is None:
-        windows = tuple(0 if i % 2 else window for i in range(layers))
-    else:
-        windows = tuple(window if kind == SLIDING else 0 for kind in kinds)
-    return gemma_fields(source) | {
-        "windows": windows,
+def gemma2_numbers(source: Fields, caps: tuple[float, float]) -> dict[str, Any]:
+    """Return norms after both halves of a block, and scales.
+
+    `caps` are those of scores and logits that are not given.
+    """
+    scores, logits = caps
+    return {
         "out_norms": True,
         "attention_scale": source.positive_float("query_pre_attn_scalar", 256.0) ** -0.5,
-        "attention_softcap": _cap(source, "attn_logit_softcapping", 50.0),
-        "logit_softcap": _cap(source, "final_logit_softcapping", 30.0),
+        "attention_softcap": _cap(source, "attn_logit_softcapping", scores),
+        "logit_softcap": _cap(source, "final_logit_softcapping", logits),
     }
 
 
-def _write(config: Decoder) -> dict[str, Any]:
+def _read(source: Fields, layers: int) -> dict[str, Any]:
+    (window, *_) = one_window(source, layers, DEFAULT_WINDOW)
+    kinds = layer_kinds(source, layers) or every(2, layers)
+    return {
+        **gemma_fields(source),
+        **gemma2_numbers(source, caps=(50.0, 30.0)),
+        "windows": windows_of(kinds, window),
+    }
+
+
+def write_gemma2(config: Decoder) -> dict[str, Any]:
+    """Return the fields that Gemma 2 and 3 read."""
     assert config.attention_scale is not None
     scalar = config.attention_scale**-2
     near = round(scalar)  # the root and the square need not give the same float back
@@ -69,7 +79,7 @@ GEMMA2 = Architecture(
     tied=True,
     activation="gelu_pytorch_tanh",
     read=_read,
-    write=_write,
+    write=write_gemma2,
     norm_offset=1.0,
     names=TensorNames(
         vectors={

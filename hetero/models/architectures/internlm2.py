@@ -40,7 +40,7 @@ INTERNLM2 = Architecture(
     ids=(1, 2),
     read=_read,
     write=_write,
-    row_order={"qkv": interleaved_rows},
+    row_order={"attention.wqkv": interleaved_rows},
     names=TensorNames(
         matmuls={
             "qkv": ("attention.wqkv",),

@@ -56,6 +56,7 @@ QWEN3_MOE = replace(
     name="qwen3_moe",
     class_name="Qwen3MoeForCausalLM",
     kv_heads=4,
+    used=_COUNT,
     read=_read,
     write=_write,
     names=TensorNames(

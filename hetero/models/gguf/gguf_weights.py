@@ -12,9 +12,11 @@ import numpy.typing as npt
 from hetero.backends.formats import StorageFormat, WeightFormat
 from hetero.backends.weights import ROW_BLOCK, Float32Array, PackedWeight, packed_bytes
 from hetero.errors import ModelError
+from hetero.models.architectures.qwen3_5 import queries_first
+from hetero.models.checkpoint import is_taps
 from hetero.models.config import ModelConfig
+from hetero.models.gguf.families import FAMILIES
 from hetero.models.gguf.file import GgufFile, TensorInfo
-from hetero.models.gguf.model_config import ROTATED_IN_PAIRS
 from hetero.models.gguf.packed_store import PartShape, StoreReader, StoreWriter, joined, open_store
 from hetero.models.gguf.tensors import (
     FLOATS,
@@ -33,6 +35,7 @@ from hetero.models.layout import (
 )
 from hetero.models.model_weights import BlockWeights, ModelWeights
 from hetero.models.packing import check_finite, pack_rows
+from hetero.terminal.notices import notify_once
 
 # Our weights and the tensors that hold them, the fused spelling first.
 _MATRICES: Final = {
@@ -43,6 +46,8 @@ _MATRICES: Final = {
     "experts_gate": (("ffn_gate_exps",),),
     "experts_up": (("ffn_up_exps",),),
     "experts_down": (("ffn_down_exps",),),
+    "delta_in": (("attn_qkv", "attn_gate", "ssm_beta", "ssm_alpha"),),
+    "delta_out": (("ssm_out",),),
 }
 _VECTORS: Final = {
     "input_norm": "attn_norm",
@@ -70,13 +75,13 @@ class GgufWeights(ModelWeights):
         self.file = file
         self.loss = Loss()
         self._store: StoreReader | StoreWriter | str | None = _UNOPENED
-        self._pairs = file.metadata["general.architecture"] in ROTATED_IN_PAIRS
+        self._family = FAMILIES[file.metadata["general.architecture"]]
         self._check()
 
     def model_vector(self, name: str) -> Float32Array:
         """Return a vector outside of the blocks."""
         module, suffix = _named(_ENDS, name)
-        return self._vector(f"{module}.{suffix}")
+        return self._with_logit_scale(name, self._vector(f"{module}.{suffix}"))
 
     @property
     def nbytes(self) -> int:
@@ -211,19 +216,23 @@ class GgufWeights(ModelWeights):
         return spellings[-1] if name == "qkv" else spellings[0]
 
     def _order(self, module: str) -> npt.NDArray[np.int64] | None:
-        """Return the order of the rows of queries and keys, where the file stores pairs."""
+        """Return the order of the rows of queries and keys: of pairs, or with gates between."""
         config = self.config
+        if module == "attn_q" and config.output_gate:
+            return queries_first(config)
         queries, keys = (half_by_half(x, config.head_dim) for x in (config.heads, config.kv_heads))
-        if module == "attn_qkv" and self._pairs:
+        if module == "attn_qkv" and self._family.pairs:
             values = np.arange(len(keys))
             return np.concatenate([queries, keys + len(queries), values + len(queries) + len(keys)])
-        return {"attn_q": queries, "attn_k": keys}.get(module) if self._pairs else None
+        return {"attn_q": queries, "attn_k": keys}.get(module) if self._family.pairs else None
 
     def _block_vector(self, prefix: str, name: str) -> Float32Array:
         matmul = name.removesuffix("_bias")
         if matmul not in _MATRICES:
-            module, suffix = _named(_VECTORS, name)
-            return self._vector(f"{prefix}{module}.{suffix}")
+            values = self._vector(prefix + self._tensor_of(name))
+            return (
+                values.reshape(-1, self.config.conv_taps).T.reshape(-1) if is_taps(name) else values
+            )
         parts = []
         for module, n in self._bias_rows(prefix, matmul):
             order, bias = self._order(module), f"{prefix}{module}.bias"
@@ -253,7 +262,8 @@ class GgufWeights(ModelWeights):
             raise ModelError(
                 f"{path}: tensor {missing[0]} is missing{_more(missing)}; download the file again"
             )
-        unknown = [x for x in tensors if x not in expected and x not in self._read_before()]
+        others = {*self._read_before(), *self._left_out()}
+        unknown = [x for x in tensors if x not in expected and x not in others]
         if unknown:
             raise ModelError(
                 f"{path}: tensor {unknown[0]} does not belong to a {self.config.architecture} "
@@ -261,6 +271,19 @@ class GgufWeights(ModelWeights):
             )
         for name, shape in expected.items():
             self._check_tensor(name, tensors[name], shape)
+
+    def _left_out(self) -> tuple[str, ...]:
+        """Return the tensors of blocks behind the model's, which predict more tokens."""
+        count = self.file.metadata.get(f"{self.file.metadata['general.architecture']}.block_count")
+        layers = self.config.num_layers
+        blocks = [f"blk.{i}." for i in range(layers, count if isinstance(count, int) else layers)]
+        names = tuple(name for name in self.file.tensors if name.startswith(tuple(blocks)))
+        if names:
+            notify_once(
+                f"{self.file.path}: {len(blocks)} layers that predict further tokens "
+                f"({len(names)} tensors) are left out"
+            )
+        return names
 
     def _read_before(self) -> tuple[str, ...]:
         """Return the tensors that the configuration was read from."""
@@ -302,8 +325,14 @@ class GgufWeights(ModelWeights):
                 shapes[f"{prefix}{module}.weight"] = (count, matrix.n // count, matrix.k)
             for vector in self.vectors(index):
                 if vector.name.removesuffix("_bias") not in _MATRICES:
-                    shapes[prefix + ".".join(_named(_VECTORS, vector.name))] = vector.shape
+                    taps = self.config.conv_taps
+                    shape = (vector.n // taps, taps) if is_taps(vector.name) else vector.shape
+                    shapes[prefix + self._tensor_of(vector.name)] = shape
         return shapes
+
+    def _tensor_of(self, vector: str) -> str:
+        """Return the tensor of a block's vector."""
+        return self._family.tensors.get(vector) or ".".join(_named(_VECTORS, vector))
 
     def _expected_biases(self, prefix: str, name: str) -> dict[str, tuple[int, ...]]:
         """Return the biases that are there; only Phi-2 must have them, and not those of qkv."""
@@ -319,6 +348,8 @@ class GgufWeights(ModelWeights):
         if len(modules) == 3:
             keys = self.config.kv_heads * self.config.head_dim
             return list(zip(modules, (n - 2 * keys, keys, keys), strict=True))
+        if name == "delta_in" and self.config.delta is not None:
+            return list(zip(modules, self.config.delta.projections, strict=True))
         return [(module, n // len(modules)) for module in modules]
 
 

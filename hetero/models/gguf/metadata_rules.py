@@ -2,7 +2,7 @@
 
 Names are those of `llama-arch.cpp` and of the `gguf` package, without the architecture's prefix.
 
-    USED      read here, by the architectures named or by all
+    USED      read here, by the architectures named (`hetero.models.gguf.families`)
     HARMLESS  changes no number of a decoder: names, provenance, pooling, defaults said again
     FIXED     supported with one value, which the model's other entries or its architecture give
     UNREAD    llama.cpp reads it for other architectures only, and so does not use it either
@@ -15,6 +15,7 @@ entry that differs from its default, and an unknown entry, are one notice.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import Any, Final
 
 import numpy as np
@@ -22,24 +23,21 @@ import numpy as np
 from hetero.errors import ModelError
 from hetero.models.config import ACTIVATIONS, ModelConfig
 from hetero.models.fields import is_number
+from hetero.models.gguf.families import FAMILIES
 from hetero.models.gguf.file import GgufFile
 from hetero.terminal.notices import notify_once
 
-_MOE: Final = ("qwen3moe",)
-_ALL: Final = ("llama", "qwen2", "qwen3", *_MOE, "internlm2", "gemma", "gemma2", "phi2", "phi3")
-_RMS: Final = tuple(x for x in _ALL if x != "phi2")
+_OF_ALL: Final = (
+    "context_length", "embedding_length", "block_count", "vocab_size", "feed_forward_length",
+    "attention.head_count", "attention.head_count_kv", "attention.key_length", "rope.freq_base",
+    "rope.scale_linear", "rope.scaling.type", "rope.scaling.factor", "rope.scaling.attn_factor",
+    "rope.scaling.original_context_length",
+)  # fmt: skip
+_USED_BY: Final = {name: (*_OF_ALL, x.eps, *x.used) for name, x in FAMILIES.items()}
 USED: Final[Mapping[str, tuple[str, ...]]] = {
-    "context_length": _ALL, "embedding_length": _ALL, "block_count": _ALL, "vocab_size": _ALL,
-    "feed_forward_length": _ALL, "attention.head_count": _ALL, "attention.head_count_kv": _ALL,
-    "attention.key_length": _ALL, "attention.layer_norm_rms_epsilon": _RMS,
-    "attention.layer_norm_epsilon": ("phi2",), "attention.sliding_window": ("gemma2", "phi3"),
-    "attention.sliding_window_pattern": ("gemma2",), "attn_logit_softcapping": ("gemma2",),
-    "final_logit_softcapping": ("gemma2",), "rope.dimension_count": ("phi2", "phi3"),
-    "rope.freq_base": _ALL, "rope.scale_linear": _ALL, "rope.scaling.type": _ALL,
-    "rope.scaling.factor": _ALL, "rope.scaling.attn_factor": _ALL,
-    "rope.scaling.original_context_length": _ALL, "expert_count": _MOE,
-    "expert_used_count": _MOE, "expert_feed_forward_length": _MOE,
-}  # fmt: skip
+    entry: tuple(name for name, used in _USED_BY.items() if entry in used)
+    for entry in dict.fromkeys(chain(*_USED_BY.values()))
+}
 REQUIRED: Final = ("context_length", "attention.layer_norm_rms_epsilon",
                    "attention.layer_norm_epsilon")  # fmt: skip
 HARMLESS: Final = (

@@ -7,7 +7,6 @@ from llama.cpp's loader (`llama-model.cpp`), as noted at each place.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
 
@@ -17,9 +16,9 @@ import numpy.typing as npt
 from hetero.backends.ops import RopeScaling
 from hetero.backends.rope_tables import inverse_frequencies
 from hetero.errors import ModelError
-from hetero.models.architectures.base import FULL, SLIDING
 from hetero.models.config import ModelConfig
 from hetero.models.fields import is_number
+from hetero.models.gguf.families import EPS, FAMILIES, RMS_EPS
 from hetero.models.gguf.file import GgufFile
 from hetero.models.gguf.metadata_rules import USED, check_metadata, check_required
 from hetero.models.gguf.rope_scaling import rope_scaling
@@ -27,14 +26,7 @@ from hetero.models.gguf.special_tokens import end_ids, special_id
 from hetero.models.graph import rope_of
 from hetero.models.rope_config import rope_dict
 
-ARCHITECTURES: Final = {
-    "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe",
-    "internlm2": "internlm2",
-    "gemma": "gemma", "gemma2": "gemma2", "phi2": "phi", "phi3": "phi3",
-}  # fmt: skip
-ROTATED_IN_PAIRS: Final = ("llama", "internlm2")  # rows of q and k lie pair by pair
 LLAMA3_ORIGINAL: Final = 8192
-_GEMMA2_27B_LAYERS: Final = 46
 
 # Fields of config.json and the entries they come from; `{}` is the architecture.
 _SIZES: Final = {
@@ -54,19 +46,20 @@ _SIZES: Final = {
     "num_experts_per_tok": "{}.expert_used_count",
     "moe_intermediate_size": "{}.expert_feed_forward_length",
 }
-_EPS: Final = "{}.attention.layer_norm_rms_epsilon"
-_PHI2_EPS: Final = "{}.attention.layer_norm_epsilon"
+
+
+_EPS_FIELDS: Final = {RMS_EPS: "rms_norm_eps", EPS: "layer_norm_eps"}
 
 
 def read_config(file: GgufFile) -> ModelConfig:
     """Check and convert the metadata. Raises `ModelError`."""
     name = file.metadata.get("general.architecture")
-    if not isinstance(name, str) or name not in ARCHITECTURES:
-        near = difflib.get_close_matches(str(name), ARCHITECTURES, n=1, cutoff=0.5)
+    if not isinstance(name, str) or name not in FAMILIES:
+        near = difflib.get_close_matches(str(name), FAMILIES, n=1, cutoff=0.5)
         hint = f"the nearest supported one is {near[0]!r}, " if near else ""
         raise ModelError(
             f"{file.path}: architecture {name!r} is not supported in GGUF files; {hint}choose a "
-            f"model of one of: {', '.join(ARCHITECTURES)}"
+            f"model of one of: {', '.join(FAMILIES)}"
         )
     check_required(file, name)
     raw = _raw(file, name)
@@ -80,34 +73,26 @@ def read_config(file: GgufFile) -> ModelConfig:
 
 
 def _raw(file: GgufFile, name: str) -> dict[str, Any]:
-    value = _one_for_all_layers(file, name)
-    raw: dict[str, Any] = {"model_type": ARCHITECTURES[name]}
+    value, family = _one_for_all_layers(file, name), FAMILIES[name]
+    raw: dict[str, Any] = {"model_type": family.model_type}
     raw |= {
         field: value[entry.format(name)]
         for field, entry in _SIZES.items()
         if entry.format(name) in value and name in USED[entry.removeprefix("{}.")]
     }
-    if name == "phi2":
-        raw["layer_norm_eps"] = value[_PHI2_EPS.format(name)]
-    else:
-        raw["rms_norm_eps"] = value[_EPS.format(name)]
+    raw[_EPS_FIELDS[family.eps]] = value[f"{name}.{family.eps}"]
     heads, hidden = raw.get("num_attention_heads"), raw.get("hidden_size")
     if is_number(heads) and is_number(hidden) and heads > 0:
         raw.setdefault("num_key_value_heads", heads)
         raw.setdefault("head_dim", int(hidden // heads))
     raw.setdefault("vocab_size", _vocabulary(file))
     raw["tie_word_embeddings"] = "output.weight" not in file.tensors
-    if name in (
-        "llama",
-        "qwen3",
-        "qwen3moe",
-        "internlm2",
-    ):  # the others always have biases, or never
+    if family.biases:  # the others always have them, or never
         raw["attention_bias"] = raw["bias"] = _has_bias(file, ".attn_")
-        raw["mlp_bias"] = name == "llama" and _has_bias(file, ".ffn_")
+        raw["mlp_bias"] = _has_bias(file, ".ffn_")
     raw |= {"bos_token_id": special_id(value, "bos"), "eos_token_id": list(end_ids(value)) or None}
-    raw |= {"rope_scaling": rope_scaling(file, name)} | _special(value, name, raw)
-    return raw
+    raw["rope_scaling"] = rope_scaling(file, name)
+    return raw | family.fields(lambda entry: value.get(f"{name}.{entry}"), raw)
 
 
 def _has_bias(file: GgufFile, module: str) -> bool:
@@ -120,7 +105,7 @@ def _one_for_all_layers(file: GgufFile, name: str) -> dict[str, Any]:
     Raises `ModelError` for a list of different numbers: the decoder's layers are alike.
     """
     metadata = dict(file.metadata)
-    for entry in (x.format(name) for x in (*_SIZES.values(), _EPS, _PHI2_EPS)):
+    for entry in (x.format(name) for x in (*_SIZES.values(), f"{{}}.{EPS}", f"{{}}.{RMS_EPS}")):
         values = metadata.get(entry)
         if not isinstance(values, np.ndarray | list):
             continue
@@ -145,38 +130,6 @@ def _vocabulary(file: GgufFile) -> int | None:
         return len(tokens)
     info = file.tensors.get("token_embd.weight")
     return None if info is None else info.shape[0]
-
-
-def _special(metadata: Mapping[str, Any], name: str, raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that only one architecture has."""
-    special: dict[str, Any] = {}
-    heads, hidden, size = (raw.get(x) for x in ("num_attention_heads", "hidden_size", "head_dim"))
-    if name in ("phi2", "phi3") and is_number(size):
-        rotated = metadata.get(f"{name}.rope.dimension_count", size)
-        special["partial_rotary_factor"] = rotated / max(size, 1) if is_number(rotated) else rotated
-    if name == "gemma2":
-        # llama.cpp: the 27B model scales by the hidden size of a head, the others by its own.
-        large = raw.get("num_hidden_layers") == _GEMMA2_27B_LAYERS
-        if large and is_number(heads) and is_number(hidden):
-            special["query_pre_attn_scalar"] = hidden / max(heads, 1)
-        else:
-            special["query_pre_attn_scalar"] = size
-        special["layer_types"] = _window_pattern(metadata, name, raw.get("num_hidden_layers"))
-    if name == "qwen3moe":  # llama.cpp's graph always divides by the sum
-        special["norm_topk_prob"] = True
-    if name == "phi3":
-        special["sliding_window"] = raw.get("sliding_window") or None
-    return special
-
-
-def _window_pattern(metadata: Mapping[str, Any], name: str, layers: object) -> list[str] | None:
-    """Return `layer_types`: of each group of layers the last one has full attention."""
-    pattern = metadata.get(f"{name}.attention.sliding_window_pattern")
-    if pattern is None or not isinstance(layers, int):
-        return None
-    if is_number(pattern) and pattern >= 1:
-        pattern = [i % pattern < pattern - 1 for i in range(layers)]
-    return [SLIDING if x else FULL for x in np.atleast_1d(pattern).tolist()]
 
 
 def _frequency_scaling(file: GgufFile, config: ModelConfig) -> dict[str, Any]:
@@ -218,6 +171,7 @@ def _frequency_scaling(file: GgufFile, config: ModelConfig) -> dict[str, Any]:
 
 
 def _divisors(config: ModelConfig, scaling: RopeScaling) -> npt.NDArray[np.float64]:
-    rope = rope_of(config)
+    rope = rope_of(config, 0)
+    assert rope is not None
     plain = replace(rope, scaling=RopeScaling())
     return inverse_frequencies(plain) / inverse_frequencies(replace(rope, scaling=scaling))

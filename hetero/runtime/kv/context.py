@@ -13,13 +13,12 @@ from typing import Any, Final, Protocol, TypeVar
 
 from hetero.backends.errors import DeviceError
 from hetero.backends.host.closing import Closing
-from hetero.backends.ops import Rope
 from hetero.errors import UserError
 from hetero.runtime.kv.attention_stats import ScoreStats
 from hetero.runtime.kv.kv_cache import KvCache
 from hetero.runtime.kv.layer_gate import LayerGate, LoadError
 from hetero.runtime.kv.session_file import Identity, read_session, save_session
-from hetero.runtime.kv.shift import forget
+from hetero.runtime.kv.shift import Ropes, forget
 from hetero.runtime.step_lock import lost_error
 from hetero.runtime.usage import Work
 
@@ -33,7 +32,7 @@ class Home(Protocol):
 
     identity: Identity
     max_tokens: int
-    rope: Rope | None  # how keys know their positions; None: they do not, the model learned them
+    ropes: Ropes | None  # None: cached keys cannot be turned to other positions
 
     def open(self) -> Context:
         """Return another, empty context. Raises `UserError` where there is no room for it."""
@@ -279,11 +278,11 @@ class Context(Closing):
 
     def forget(self, keep: int, drop: int) -> None:
         """Shift, for the holder of the context."""
-        rope = check_shift(self._home)
+        ropes = check_shift(self._home)
         cached, stop = self._cached, min(keep + drop, self._cached)
         if keep < stop:
             self._cached = self._reached(keep)  # while the others move: see `slide`
-            forget(self.cache, rope, keep, stop, cached)
+            forget(self.cache, ropes, keep, stop, cached)
             cached = self._reached(cached - (stop - keep))
         del self._tokens[keep : keep + drop]
         self._cached = cached
@@ -344,11 +343,15 @@ class Context(Closing):
         self._lost = user is not None and user.thread != threading.get_ident()
 
 
-def check_shift(home: Home) -> Rope:
-    """Return the rotary embedding by which tokens move. Raises `UserError` where there is none."""
-    if home.rope is None:
+def check_shift(home: Home) -> Ropes:
+    """Return the rotary embeddings by which tokens move.
+
+    Raises `UserError` where there are none.
+    """
+    if home.ropes is None:
         raise UserError(
             "the context of this model cannot be shifted, since its positions are learned and no "
-            "rotations: leave out context_shift, or open the model with a larger max_seq_len"
+            "rotations, or keys are normed after their rotation: leave out context_shift, or open "
+            "the model with a larger max_seq_len"
         )
-    return home.rope
+    return home.ropes

@@ -8,12 +8,12 @@ from typing import TypeAlias
 
 from hetero.backends.errors import DeviceLostError
 from hetero.backends.host import forks
-from hetero.backends.ops import Rope
 from hetero.backends.optional import SupportsHandovers
 from hetero.errors import UserError
 from hetero.runtime.kv.context import Context
 from hetero.runtime.kv.kv_cache import Allocate, Array, CacheLayout, KvCache
 from hetero.runtime.kv.session_file import Identity
+from hetero.runtime.kv.shift import Ropes
 from hetero.runtime.step_lock import StepLock
 
 Admit: TypeAlias = Callable[[int], None]
@@ -28,11 +28,11 @@ class ContextStore:
     """
 
     def __init__(
-        self, lock: StepLock, identity: Identity, max_tokens: int, rope: Rope | None = None
+        self, lock: StepLock, identity: Identity, max_tokens: int, ropes: Ropes | None = None
     ) -> None:
         self.identity = identity
         self.max_tokens = max_tokens
-        self.rope = rope
+        self.ropes = ropes
         self._lock = lock
         self._open: weakref.WeakSet[Context] = weakref.WeakSet()
         self._channels: Array | None = None

@@ -9,7 +9,8 @@ StreamingLLM, arXiv 2309.17453, section 3).
 
 from __future__ import annotations
 
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,7 @@ from hetero.backends.rope_tables import inverse_frequencies
 from hetero.runtime.kv.kv_cache import KvCache
 
 Array = npt.NDArray[Any]
+Ropes: TypeAlias = Sequence[Rope | None]
 MOVED_TOGETHER: Final = 1024  # tokens: bounds the copies
 
 
@@ -34,9 +36,10 @@ def turned_back(keys: Array, op: Rope, tokens: int) -> Array:
     return turned
 
 
-def forget(cache: KvCache, op: Rope, start: int, stop: int, cached: int) -> None:
+def forget(cache: KvCache, ropes: Ropes, start: int, stop: int, cached: int) -> None:
     """Drop tokens [start, stop), and move [stop, cached) to their place.
 
+    `ropes` has the rotary embedding of each layer, None for a layer without.
     In windows that have lost some tokens before `stop` only the positions of rows change.
     """
     count = stop - start
@@ -47,8 +50,12 @@ def forget(cache: KvCache, op: Rope, start: int, stop: int, cached: int) -> None
         moved = 0 if lost and low else count
         for at in range(max(stop, low), cached, MOVED_TOGETHER):
             end = min(at + MOVED_TOGETHER, cached)
-            turned = turned_back(keys.read(at - base, end - base), op, count)
-            keys.write(at - base - moved, turned)
+            rope = ropes[index]
+            if rope is None:
+                keys.copy(at - base - moved, keys, at - base, end - base)
+            else:
+                turned = turned_back(keys.read(at - base, end - base), rope, count)
+                keys.write(at - base - moved, turned)
             values.copy(at - base - moved, values, at - base, end - base)
         cache.wrote(index, max(stop, low) - moved, cached - moved)
     if lost:

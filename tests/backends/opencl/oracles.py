@@ -58,6 +58,8 @@ def expected(op: ops.Op, inputs: Arrays, weights: Mapping[str, Any], m: int) -> 
         case ops.GatedAct():
             x = _wide(inputs, "x", m)
             return {"y": activation(op.activation, x[:, : op.f]) * x[:, op.f :]}
+        case ops.GatedDelta():
+            return _gated_delta(op, inputs, weights, m)
         case ops.ShortConv():
             return _short_conv(op, inputs, weights, m)
         case ops.RMSNorm() | ops.LayerNorm():
@@ -85,6 +87,27 @@ def _short_conv(op: ops.ShortConv, inputs: Arrays, weights: Mapping[str, Any], m
     sums = sums + weights.get("bias", 0)
     y = gate * (activation(op.activation, sums) if op.activation else sums)
     return {"y": y, "conv_state": rows[m:]}
+
+
+def _gated_delta(op: ops.GatedDelta, inputs: Arrays, weights: Mapping[str, Any], m: int) -> Arrays:
+    """Head by head and token by token, as the products of matrices I - beta k k^T."""
+    x, gates, keys = _wide(inputs, "x", m), _wide(inputs, "gates", m), op.k_heads * op.k_dim
+    z, b, a = np.split(gates[:, -op.values - 2 * op.v_heads :], [op.values, -op.v_heads], axis=1)
+    y = np.zeros((m, op.v_heads, op.v_dim))
+    states = inputs["delta_state"].astype(np.float64) * (inputs["position"][0] > 0)
+    for head in range(op.v_heads):
+        at, own = head % op.k_heads * op.k_dim, slice(head * op.v_dim, (head + 1) * op.v_dim)
+        for t in range(m):
+            q, k = x[t, at : at + op.k_dim], x[t, keys + at : keys + at + op.k_dim]
+            q, k = q / np.sqrt(q @ q + 1e-6), k / np.sqrt(k @ k + 1e-6)
+            beta = 1 / (1 + np.exp(-b[t, head]))
+            steps = np.log1p(np.exp(a[t, head] + weights["dt_bias"][head]))
+            kept = np.exp(weights["decay"][head] * steps) * states[head]
+            erased = (np.eye(op.k_dim) - beta * np.outer(k, k)) @ kept
+            states[head] = erased + beta * np.outer(k, x[t, 2 * keys :][own])
+            y[t, head] = states[head].T @ q / np.sqrt(op.k_dim)
+    normed = (rms_norm(y, op.eps) * weights["norm"]).reshape(m, -1)
+    return {"y": normed * activation("silu", z), "delta_state": states}
 
 
 def activation(name: str, x: Array) -> Array:

@@ -39,6 +39,7 @@ OPS: tuple[Op, ...] = (
     ops.LayerNorm(d=64, eps=1e-5),
     ops.MatMul(n=50, k=64, weight_format=WeightFormat.F32, softcap=3.0),
     ops.GatedAct(f=129),
+    ops.SigmoidGate(d=70, first=0, width=75),
     ops.Act(f=64, activation="gelu"),
     ops.AddPositions(d=64, rows=80, offset=2),
     ops.Add(d=37),
@@ -90,7 +91,11 @@ def fused(device: OpenCLDevice, stages: Stages) -> OpenCLCall:
     return found[0]
 
 
-STATES: tuple[Op, ...] = (ops.ShortConv(d=70, taps=3, gated=True), ops.Add(d=37))
+STATES: tuple[Op, ...] = (
+    ops.ShortConv(d=70, taps=3, gated=True),
+    ops.GatedDelta(k_heads=2, v_heads=4, k_dim=16, v_dim=8, eps=1e-6),
+    ops.Add(d=37),
+)
 
 
 @pytest.mark.parametrize("m", [pytest.param(1, marks=pytest.mark.full), 7])

@@ -92,6 +92,19 @@ def test_short_conv(
 
 
 @pytest.mark.sampled
+@pytest.mark.parametrize(("k_dim", "v_dim"), [(8, 16), (12, 20), (128, 128), (200, 64)])
+@pytest.mark.parametrize(("m", "position"), [(1, 5), (2, 0), (70, 1)])
+def test_gated_delta(
+    variant: OpenCLDevice, rng: np.random.Generator, k_dim: int, v_dim: int, m: int, position: int
+) -> None:
+    op = ops.GatedDelta(k_heads=2, v_heads=4, k_dim=k_dim, v_dim=v_dim, eps=1e-6, width=700)
+    weights = {"decay": -np.abs(vector(rng, 4)), "dt_bias": vector(rng, 4)}
+    weights["norm"] = vector(rng, v_dim)
+    tensors = tensors_for(op, m, rng, position=position, extra_rows=2)
+    run_and_compare(variant, op, weights, tensors, m)
+
+
+@pytest.mark.sampled
 @pytest.mark.parametrize("add", [False, True])
 @pytest.mark.parametrize(("d", "m"), [(5, 2), (64, 1), (100, 7), (1000, 3)])
 def test_rms_norm(

@@ -56,6 +56,7 @@ with opening.open(cache=None) as device:
     opened = session.new_session(target, graphs.single(ops.Add(d=64), 4, {}), "opening")
     buffer = shared_memory.SharedBuffer(shared_memory.SharedPages(opened, 5000))
     assert (buffer.nbytes, buffer.address % 4096) == (8192, 0)
+    assert buffer.dma_buf is not None and buffer.dma_buf > 2
     assert not buffer.bytes.any()  # the allocator gives bytes of 7
     rows = Tensor(buffer, (8, 64)).rows(2, 6)
     rows.array[:] = 1

@@ -1,0 +1,148 @@
+"""The architectures of GGUF files, by what differs from Llama's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+
+from hetero.models.delta_net import LINEAR
+from hetero.models.fields import is_number
+from hetero.models.sliding import FULL, SLIDING
+
+# From an entry's name behind the architecture's prefix to its value, None if absent.
+Entry: TypeAlias = Callable[[str], Any]
+Raw: TypeAlias = Mapping[str, Any]
+RMS_EPS: Final = "attention.layer_norm_rms_epsilon"
+EPS: Final = "attention.layer_norm_epsilon"
+_GEMMA2_27B_LAYERS: Final = 46
+_GEMMA3_27B_LAYERS: Final = 62
+
+
+@dataclass(frozen=True, kw_only=True)
+class GgufFamily:
+    """An architecture of GGUF files.
+
+    model_type   that of config.json
+    fields       the fields of config.json that only it has, from entries and the fields so far
+    used         entries that most others do not have; `eps` is that of its norms
+    pairs        rows of queries and keys lie pair by pair (llama.cpp's "normal" rotary embedding)
+    biases       whether attention and feed-forward have biases is seen in the tensors
+    tensors      those of a block's vectors that have other names than most: of a module, or whole
+    """
+
+    model_type: str
+    fields: Callable[[Entry, Raw], dict[str, Any]] = lambda _entry, _raw: {}
+    used: tuple[str, ...] = ()
+    eps: str = RMS_EPS
+    pairs: bool = False
+    biases: bool = False
+    tensors: Mapping[str, str] = field(default_factory=dict)
+
+
+def _partial_rotary(entry: Entry, raw: Raw) -> dict[str, Any]:
+    size = raw.get("head_dim")
+    if not is_number(size):
+        return {}
+    rotated = entry("rope.dimension_count")
+    rotated = size if rotated is None else rotated
+    return {"partial_rotary_factor": rotated / max(size, 1) if is_number(rotated) else rotated}
+
+
+def _phi3(entry: Entry, raw: Raw) -> dict[str, Any]:
+    return {**_partial_rotary(entry, raw), "sliding_window": raw.get("sliding_window") or None}
+
+
+def _gemma(entry: Entry, raw: Raw, large: int, default: int | None = None) -> dict[str, Any]:
+    """Return windows by layer, and the scale of scores.
+
+    llama.cpp: the model with `large` layers scales by the hidden size of a head, the others by its
+    own. `default` is the pattern of a file without one.
+    """
+    heads, hidden, layers = (
+        raw.get(x) for x in ("num_attention_heads", "hidden_size", "num_hidden_layers")
+    )
+    scalar = raw.get("head_dim")
+    if layers == large and is_number(heads) and is_number(hidden):
+        scalar = hidden / max(heads, 1)
+    return {"query_pre_attn_scalar": scalar, "layer_types": _layer_types(entry, layers, default)}
+
+
+def _gemma3(entry: Entry, raw: Raw) -> dict[str, Any]:
+    fields = _gemma(entry, raw, _GEMMA3_27B_LAYERS, 6)
+    if not raw.get("sliding_window"):
+        fields |= {"sliding_window": None, "layer_types": None, "sliding_window_pattern": 1}
+    local = entry("rope.freq_base_swa")
+    return fields if local is None else fields | {"rope_local_base_freq": local}
+
+
+def _qwen35(entry: Entry, raw: Raw) -> dict[str, Any]:
+    """Return the sizes of the delta net, and the layers without those that predict more tokens."""
+    layers, heads, inner = raw.get("num_hidden_layers"), *map(entry, _DELTA_HEADS)
+    more, types = entry("nextn_predict_layers"), entry("attention.recurrent_layers")
+    fields = {field: entry(name) for field, name in _DELTA.items() if entry(name) is not None}
+    if is_number(layers) and is_number(more):
+        fields["num_hidden_layers"] = layers - more
+    if is_number(inner) and is_number(heads) and heads > 0:
+        fields["linear_value_head_dim"] = inner / heads if inner % heads else int(inner // heads)
+    if types is not None:
+        kinds = [LINEAR if x else FULL for x in np.atleast_1d(types).tolist()]
+        fields["layer_types"] = kinds[: fields.get("num_hidden_layers", layers)]
+    return fields | _partial_rotary(entry, raw)
+
+
+def _layer_types(entry: Entry, layers: object, default: int | None = None) -> list[str] | None:
+    """Return `layer_types`: of each group of layers the last one has full attention."""
+    pattern = entry("attention.sliding_window_pattern")
+    pattern = default if pattern is None else pattern
+    if pattern is None or not isinstance(layers, int):
+        return None
+    if is_number(pattern) and pattern >= 1:
+        pattern = [i % pattern < pattern - 1 for i in range(layers)]
+    return [SLIDING if x else FULL for x in np.atleast_1d(pattern).tolist()]
+
+
+_DELTA: Final = {
+    "linear_num_key_heads": "ssm.group_count",
+    "linear_num_value_heads": "ssm.time_step_rank",
+    "linear_key_head_dim": "ssm.state_size",
+    "linear_conv_kernel_dim": "ssm.conv_kernel",
+    "full_attention_interval": "full_attention_interval",
+}
+_DELTA_HEADS: Final = ("ssm.time_step_rank", "ssm.inner_size")
+_WINDOWS: Final = ("attention.sliding_window", "attention.sliding_window_pattern")
+_CAPS: Final = ("attn_logit_softcapping", "final_logit_softcapping")
+FAMILIES: Final[Mapping[str, GgufFamily]] = {
+    "llama": GgufFamily(model_type="llama", pairs=True, biases=True),
+    "qwen2": GgufFamily(model_type="qwen2"),
+    "qwen3": GgufFamily(model_type="qwen3", biases=True),
+    "qwen3moe": GgufFamily(
+        model_type="qwen3_moe",
+        # llama.cpp's graph always divides by the sum
+        fields=lambda _entry, _raw: {"norm_topk_prob": True},
+        used=("expert_count", "expert_used_count", "expert_feed_forward_length"),
+        biases=True,
+    ),
+    "internlm2": GgufFamily(model_type="internlm2", pairs=True, biases=True),
+    "gemma": GgufFamily(model_type="gemma"),
+    "gemma2": GgufFamily(
+        model_type="gemma2",
+        fields=lambda entry, raw: _gemma(entry, raw, _GEMMA2_27B_LAYERS),
+        used=(*_WINDOWS, *_CAPS),
+    ),
+    "gemma3": GgufFamily(
+        model_type="gemma3_text",
+        fields=_gemma3,
+        used=(*_WINDOWS, "final_logit_softcapping", "rope.freq_base_swa"),
+    ),
+    "phi2": GgufFamily(
+        model_type="phi", fields=_partial_rotary, used=("rope.dimension_count",), eps=EPS
+    ),
+    "phi3": GgufFamily(
+        model_type="phi3",
+        fields=_phi3,
+        used=("attention.sliding_window", "rope.dimension_count"),
+    ),
+}
