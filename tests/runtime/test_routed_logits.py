@@ -20,8 +20,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hetero import LLM
-from hetero.errors import ModelError
+from hetero.compiling.calibration import calibrated
+from hetero.errors import ModelError, UserError
 from hetero.models import open_model
+from hetero.models.quantized import save
 from tests.models.gguf_files import convert
 from tests.support.checkpoints import Case, make_checkpoint, relative_error
 from tests.support.selection import examples
@@ -140,6 +142,26 @@ def test_quantised_gguf_has_the_numbers_of_its_floats(
         with LLM(str(tmp_path / "m.gguf"), device=device, weights=weights, kv="f32") as llm:
             logits.append(llm.logits(tokens))
     assert relative_error(*logits) <= 3e-3
+
+
+@pytest.mark.parametrize("weights", ["w4a16", "w8a8"])
+def test_experts_are_not_calibrated(weights: str, tmp_path: Path) -> None:
+    folder, _ = drawn("Qwen3Moe", QWEN3_GGUF)
+    (tmp_path / "text.txt").write_text("words of a text " * 40, encoding="utf-8")
+    with pytest.raises(UserError, match="has routed experts, whose weights are not calibrated"):
+        calibrated(str(folder), weights, tmp_path / "text.txt", 200)
+
+
+def test_a_quantised_directory_has_the_experts(tmp_path: Path) -> None:
+    folder, _ = drawn("Qwen3Moe", QWEN3_GGUF)
+    source = open_model(folder, weights="w4a16")
+    save(source.weights, tmp_path / "out", name="routed")
+    copy = open_model(tmp_path / "out", verify=True)
+    for ours, theirs in ((copy.weights.block(i), source.weights.block(i)) for i in range(2)):
+        for name in ("experts_gate", "experts_up", "experts_down"):
+            np.testing.assert_array_equal(ours.matrix(name).data, theirs.matrix(name).data)
+        np.testing.assert_array_equal(ours.vectors["router"], theirs.vectors["router"])
+    assert copy.config == source.config
 
 
 @pytest.mark.parametrize(
