@@ -30,6 +30,7 @@ ExpertActivation: TypeAlias = Activation | Literal["swiglu_oai"]
 SWIGLU_LIMIT, SWIGLU_ALPHA = 7.0, 1.702
 RouterScores: TypeAlias = Literal["softmax", "softmax_chosen", "sigmoid"]
 ROWS_OF_EXPERT = 16  # the rows of an expert's matrices are a multiple of this
+PASS_TOKENS = 512  # whose experts are computed together at most: bounds the memory of their rows
 L2_EPS: Final = 1e-6  # of the norms of queries and keys in `GatedDelta`
 OperandOrder: TypeAlias = Literal["plain", "transposed"]
 _Value = TypeVar("_Value")
@@ -626,6 +627,18 @@ class Experts:
             "experts_up": up,
             "experts_down": replace(up, n=self.d, k=self.f),
         }
+
+    def row_bytes(self, m: int) -> int:
+        """Return the bytes of a GPU's rows for m tokens, at most.
+
+        A row is a pair of a token and an expert: its input, packed as well, and its products. Of
+        each expert up to 7 rows are padding.
+        """
+        pairs = min(m, PASS_TOKENS) * self.chosen
+        rows = pairs + 7 * min(self.experts, pairs)
+        widest = max(self.d, self.f)
+        words = widest + max(self.d, 2 * self.f) + 33 * (widest // 32 + 1) + 2
+        return 4 * (rows * words + pairs + 2 * self.experts + 64)
 
     def distinct(self, m: int) -> float:
         """Return how many experts m tokens are expected to need, all being equally likely."""

@@ -38,11 +38,10 @@ from hetero.backends.opencl.matmul_tuning import (
 )
 from hetero.backends.opencl.program_source import Define
 from hetero.backends.opencl.resources import Resources
-from hetero.backends.ops import SWIGLU_ALPHA, SWIGLU_LIMIT, Experts, Router
+from hetero.backends.ops import PASS_TOKENS, SWIGLU_ALPHA, SWIGLU_LIMIT, Experts, Router
 from hetero.backends.protocol import Acceptance, Capabilities, Operand, WeightValue, tensors_of
 from hetero.backends.weights import ROW_BLOCK, padded
 
-MAX_TOKENS: Final = 512  # of one pass over the experts: bounds the memory of their rows
 SIMT_TOKENS: Final = 8  # rows of a tile on a GPU
 EACH_LOGIT: Final = 8  # experts of a work-item on a processor
 
@@ -90,15 +89,15 @@ def prepare_router(
 def prepare_experts(
     device: Resources, op: Experts, weights: Mapping[str, WeightValue]
 ) -> OpenCLKernel:
-    """Prepare the launches of every pass of up to `MAX_TOKENS` tokens."""
+    """Prepare the launches of every pass of up to `PASS_TOKENS` tokens."""
     plans = {name: _plan(device, op, name, weights) for name in op.matmuls}
     experts = _Experts(device, op, plans, matmul_tuning(device.tuning.family))
 
     def launches(operands: Mapping[str, Operand], m: int) -> list[KernelLaunch]:
         tensors = tensors_of(operands)
         made = []
-        for start in range(0, m, MAX_TOKENS):
-            stop = min(start + MAX_TOKENS, m)
+        for start in range(0, m, PASS_TOKENS):
+            stop = min(start + PASS_TOKENS, m)
             rows = {port: tensor.rows(start, stop) for port, tensor in tensors.items()}
             made += _Pass(experts, rows, stop - start).launches()
         return made
