@@ -199,7 +199,7 @@ def _check_vector(op: Op, name: str, value: Any) -> None:
         case ops.MatMul() | ops.Outliers():
             length = 1 if name == "x_scale" else op.n
         case ops.Rope():
-            length = op.head_dim
+            length = op.norm_width(name)
         case ops.RMSNorm() | ops.LayerNorm():
             length = op.d
         case ops.AddPositions():

@@ -157,6 +157,8 @@ class RopeScaling(Extensible):
     LongRoPE divides each frequency by a factor of its own, of `short_factor`, or of `long_factor`
     where `long` says that the context is longer than the model was first trained for. With `zero`
     all frequencies are 0: nothing is rotated (layers whose queries and keys are normed only).
+    `llama_4_scaling_beta` β scales queries, not keys, at position p by
+    1 + β · ln(1 + ⌊p / original_max_position⌋).
     """
 
     kind: Literal["none", "linear", "llama3", "yarn", "longrope", "zero"] = "none"
@@ -173,6 +175,7 @@ class RopeScaling(Extensible):
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
     long: bool = False
+    llama_4_scaling_beta: float = later(0.0)
 
     def for_length(self, length: int) -> RopeScaling:
         """Return the scaling in a context of up to `length` tokens.
@@ -191,8 +194,10 @@ class Rope(Extensible):
     Ports: `qkv` [m, (H + 2G)·D] (queries, keys, values of a token side by side), `position` int32
     [1] (position of the call's first token), `out` (like `qkv`; values are copied). With `qk_norm`,
     each head of q and k first goes through RMSNorm with weights `q_norm` [D], `k_norm` [D] and
-    that eps. `max_position` bounds position + m. `rotary_dim` ≤ D dimensions are rotated. With
-    `gated`, `qkv` has H·D gates of the output between queries and keys, which are not read here.
+    that eps; with `qk_norm_row` all heads of q, and all of k, together (weights [H·D] and [G·D]);
+    with `qk_norm_after` after they are rotated. `max_position` bounds position + m. `rotary_dim` ≤
+    D dimensions are rotated. With `gated`, `qkv` has H·D gates of the output between queries and
+    keys, which are not read here.
     """
 
     heads: int
@@ -203,8 +208,31 @@ class Rope(Extensible):
     rotary_dim: int = 0
     scaling: RopeScaling = RopeScaling()
     qk_norm_eps: float | None = None
+    qk_norm_row: bool = later(False)
+    qk_norm_after: bool = later(False)
     gated: bool = later(False)
     ports: ClassVar[tuple[str, ...]] = ("qkv", "position", "out")
+
+    def __post_init__(self) -> None:
+        whole = self.rotated == self.head_dim
+        if self.qk_norm_after and not whole:
+            raise ValueError(f"whole heads are rotated before a norm, got {self.rotary_dim}")
+        if self.scales_queries and not (whole and self.scaling.original_max_position):
+            raise ValueError(
+                "queries are scaled by position where whole heads are rotated and the scaling has "
+                f"original_max_position, got rotary_dim={self.rotary_dim} and "
+                f"original_max_position={self.scaling.original_max_position}"
+            )
+
+    @property
+    def scales_queries(self) -> bool:
+        """Return whether queries are scaled by their positions."""
+        return self.scaling.llama_4_scaling_beta != 0
+
+    def norm_width(self, name: str) -> int:
+        """Return the elements of the weight `q_norm` or `k_norm`."""
+        heads = self.heads if name == "q_norm" else self.kv_heads
+        return heads * self.head_dim if self.qk_norm_row else self.head_dim
 
     @property
     def width(self) -> int:

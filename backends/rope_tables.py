@@ -55,6 +55,16 @@ def tables(op: Rope) -> tuple[Float64Array, Float64Array]:
     return np.cos(angles) * factor, np.sin(angles) * factor
 
 
+def query_scale(op: Rope) -> Float64Array:
+    """Return the factor on queries by position, [max_position] (Llama 4, Ministral 3)."""
+    scaling = op.scaling
+    if not op.scales_queries:
+        return np.ones(op.max_position)
+    periods = np.arange(op.max_position) // scaling.original_max_position
+    factors: Float64Array = 1 + scaling.llama_4_scaling_beta * np.log1p(periods)
+    return factors
+
+
 def _llama3(base: Float64Array, scaling: RopeScaling) -> Float64Array:
     """Return llama 3.1: long wavelengths are stretched, short ones kept, smooth between."""
     wavelength = 2 * math.pi / base

@@ -59,20 +59,31 @@ def _defines(device: Resources, op: Rope, item_heads: int) -> dict[str, Define]:
         "HEAD_DIM": op.head_dim,
         "ROTATED": op.rotated,
         "ITEM_HEADS": item_heads,
+        "TABLES": 2 if op.scales_queries else 1,
         "GATE_HEADS": op.heads if op.gated else 0,
     }
     if op.qk_norm_eps is not None:
         defines["EPS"] = float(op.qk_norm_eps)
+        if op.qk_norm_row:
+            defines["ROW_NORM"] = 1
+        if op.qk_norm_after:
+            defines["NORM_AFTER"] = float(rope_tables.attention_factor(op.scaling) ** 2)
     return defines
 
 
 def _tables(device: Resources, op: Rope) -> tuple[cl.Buffer, cl.Buffer]:
-    """Return cos and sin in float32, one pair for all layers that rotate alike."""
-    key = dataclasses.replace(op, heads=1, kv_heads=1, qk_norm_eps=None, gated=False)
+    """Return cos and sin in float32, one pair for all layers that rotate alike.
+
+    Those of scaled queries follow those of keys, position by position.
+    """
+    plain = {"qk_norm_eps": None, "qk_norm_row": False, "qk_norm_after": False, "gated": False}
+    key = dataclasses.replace(op, heads=1, kv_heads=1, **plain)  # type: ignore[arg-type]
     if key not in device.rope_tables:
-        cosines, sines = rope_tables.tables(op)
-        device.rope_tables[key] = (
-            device.constant(cosines.astype(np.float32)),
-            device.constant(sines.astype(np.float32)),
+        scale = rope_tables.query_scale(op)[:, None]
+        factors = (1, scale) if op.scales_queries else (1,)
+        cosines, sines = (
+            device.constant(np.concatenate([x * y for y in factors], axis=1).astype(np.float32))
+            for x in rope_tables.tables(op)
         )
+        device.rope_tables[key] = cosines, sines
     return device.rope_tables[key]

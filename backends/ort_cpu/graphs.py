@@ -300,51 +300,69 @@ def rotate(op: ops.Rope) -> bytes:
     """Return RotaryEmbedding over queries and keys; values are copied.
 
     Inputs besides `qkv` [1, m, width]: `first` int64 [1], `cos` and `sin` [max_position, R / 2],
-    `q_norm` and `k_norm` [D] with `qk_norm_eps`.
+    with scaled queries `query_cos` and `query_sin`, with `qk_norm_eps` `q_norm` and `k_norm`.
     """
     graph = GraphBuilder()
     qkv = graph.input("qkv", F32, (1, "m", op.width + op.gates))
     graph.output("out", F32, (1, "m", op.width))
     graph.input("first", np.int64, (1,))
     if op.gated:
-        queries = graph.slice(qkv, 0, op.gates, axis=2)
+        first = graph.slice(qkv, 0, op.gates, axis=2)
         rest = graph.slice(qkv, 2 * op.gates, op.width + op.gates, axis=2)
-        qkv = graph.node("Concat", queries, rest, axis=2)
-    for table in ("cos", "sin"):
-        graph.input(table, F32, (op.max_position, op.rotated // 2))
+        qkv = graph.node("Concat", first, rest, axis=2)
     turned = op.heads + op.kv_heads
-    if op.qk_norm_eps is None:
-        both = graph.slice(qkv, 0, turned * op.head_dim, axis=2)
+    apart = op.scales_queries
+    for table in ("cos", "sin", *(("query_cos", "query_sin") if apart else ())):
+        graph.input(table, F32, (op.max_position, op.rotated // 2))
+    queries, keys = graph.slice(qkv, 0, turned * op.head_dim, axis=2), ""
+    if apart or op.qk_norm_eps is not None:
+        queries = graph.slice(qkv, 0, op.heads * op.head_dim, axis=2)
+        keys = graph.slice(qkv, op.heads * op.head_dim, turned * op.head_dim, axis=2)
+    if op.qk_norm_eps is not None and not op.qk_norm_after:
+        queries, keys = _normed(graph, op, queries, keys)
+    if apart:
+        queries = _turned(graph, op, queries, op.heads, "query_")
+        keys = _turned(graph, op, keys, op.kv_heads)
+        rotated = graph.node("Concat", queries, keys, axis=2)
     else:
-        queries = _normed_heads(graph, op, qkv, "q_norm", 0, op.heads)
-        keys = _normed_heads(graph, op, qkv, "k_norm", op.heads, turned)
-        both = graph.node("Concat", queries, keys, axis=2)
-    rotated = graph.node(
-        "RotaryEmbedding",
-        both,
-        "first",
-        "cos",
-        "sin",
-        domain=CONTRIB,
-        num_heads=turned,
-        rotary_embedding_dim=op.rotated if op.rotated != op.head_dim else 0,
-    )
+        both = graph.node("Concat", queries, keys, axis=2) if keys else queries
+        rotated = _turned(graph, op, both, turned)
+    if op.qk_norm_eps is not None and op.qk_norm_after:
+        queries = graph.slice(rotated, 0, op.heads * op.head_dim, axis=2)
+        keys = graph.slice(rotated, op.heads * op.head_dim, turned * op.head_dim, axis=2)
+        rotated = graph.node("Concat", *_normed(graph, op, queries, keys), axis=2)
     values = graph.slice(qkv, turned * op.head_dim, op.width, axis=2)
     graph.node("Concat", rotated, values, axis=2, out="out")
     return graph.model()
 
 
-def _normed_heads(
-    graph: GraphBuilder, op: ops.Rope, qkv: str, name: str, start: int, stop: int
-) -> str:
-    """Return RMSNorm of heads [start, stop) of qkv, [1, m, (stop - start) · D]."""
-    weight = graph.input(name, F32, (op.head_dim,))
-    part = graph.slice(qkv, start * op.head_dim, stop * op.head_dim, axis=2)
-    heads = graph.node("Reshape", part, graph.ints(0, 0, stop - start, op.head_dim))
-    normed = graph.node(
-        "SimplifiedLayerNormalization", heads, weight, axis=-1, epsilon=op.qk_norm_eps
+def _turned(graph: GraphBuilder, op: ops.Rope, x: str, heads: int, tables: str = "") -> str:
+    """Return the rotation of heads [1, m, heads · D] by the tables of that prefix."""
+    return graph.node(
+        "RotaryEmbedding",
+        x,
+        "first",
+        f"{tables}cos",
+        f"{tables}sin",
+        domain=CONTRIB,
+        num_heads=heads,
+        rotary_embedding_dim=op.rotated if op.rotated != op.head_dim else 0,
     )
-    return graph.node("Reshape", normed, graph.ints(0, 0, -1))
+
+
+def _normed(graph: GraphBuilder, op: ops.Rope, queries: str, keys: str) -> tuple[str, str]:
+    """Return RMSNorm of each head of queries and keys, [1, m, heads · D], or of their rows."""
+    normed = []
+    for part, name, heads in ((queries, "q_norm", op.heads), (keys, "k_norm", op.kv_heads)):
+        width = op.norm_width(name)
+        weight = graph.input(name, F32, (width,))
+        rows = graph.ints(0, 0, heads * op.head_dim // width, width)
+        shaped = graph.node("Reshape", part, rows)
+        y = graph.node(
+            "SimplifiedLayerNormalization", shaped, weight, axis=-1, epsilon=op.qk_norm_eps
+        )
+        normed.append(graph.node("Reshape", y, graph.ints(0, 0, -1)))
+    return normed[0], normed[1]
 
 
 def fused_attention(op: ops.Attention) -> bytes:

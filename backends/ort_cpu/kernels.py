@@ -6,7 +6,6 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import partial
-from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -27,6 +26,7 @@ from hetero.backends.onnx_common.binding import (
     rows_argument,
     rows_between,
 )
+from hetero.backends.onnx_common.head_tensors import HeadTensors
 from hetero.backends.ops import OUTPUT_PORTS, STATE_PORTS, Op, describe
 from hetero.backends.ort_cpu.session import BACKEND, OrtCall, device_error
 from hetero.backends.protocol import (
@@ -308,8 +308,7 @@ class ComposedAttentionKernel(OrtKernel):
 class AttentionHeadsKernel(OrtKernel):
     """Some heads of an attention, by the kernel `inner` of an attention that has no others.
 
-    Of a cache these heads are a run of memory; of the queries, keys and values, and of the output,
-    they are columns, which are copied for the graph: `rooms` has the room, one for all layers.
+    `rooms` has the room for their columns, one for all layers (`HeadTensors`).
     """
 
     def __init__(
@@ -323,35 +322,19 @@ class AttentionHeadsKernel(OrtKernel):
         self._heads, self._inner, self._rooms = op, inner, rooms
 
     def launches(self, tensors: Mapping[str, Tensor], m: int) -> Prepared:
-        op, of = self._heads, self._heads.attention
-        qkv, out = self._room(m, op.alone.width), self._room(m, op.alone.heads * of.head_dim)
-        own = {"position": tensors["position"], "qkv": qkv, "out": out}
-        heads = op.first, op.first + op.count  # of a cache [G, C, D]
-        own |= {port: tensors[port].rows(*heads) for port in CACHE_PORTS}
-        chunks, before, keep = self._inner.launches(own, m)
-        start, stop = op.columns
-        taken = [(start, stop)] + [
-            (first * of.head_dim, (first + op.count) * of.head_dim)
-            for first in (of.heads + op.first, of.heads + of.kv_heads + op.first)
-        ]
-        given, wanted = tensors["qkv"].array[:m], tensors["out"].array[:m, start:stop]
-        at = np.cumsum([0, *(b - a for a, b in taken)]).tolist()
-        columns = [
-            (qkv.array[:, i:j], given[:, a:b])
-            for (a, b), (i, j) in zip(taken, pairwise(at), strict=True)
-        ]
+        heads = HeadTensors.of(self._heads, tensors, m, self._room)
+        chunks, before, keep = self._inner.launches(heads.own, m)
 
         def prepare() -> None:
-            for target, source in columns:
-                np.copyto(target, source)
+            heads.gather()
             if before is not None:
                 before()
 
         steps: list[Launch] = []
         for i, chunk in enumerate(chunks):
             rows = slice(i * ATTENTION_ROWS, (i + 1) * ATTENTION_ROWS)
-            steps += [chunk, Copied(wanted[rows], out.array[rows])]
-        return steps, prepare, (keep, own)
+            steps += [chunk, Copied(heads.wanted[rows], heads.own["out"].array[rows])]
+        return steps, prepare, (keep, heads.own)
 
     def _room(self, m: int, width: int) -> Tensor:
         room = self._rooms.get((m, width))
@@ -469,9 +452,13 @@ class DecodeChunksKernel(OrtKernel):
 
 
 def rope_inputs(op: ops.Rope) -> dict[str, Array]:
-    """Return the tables of cos and sin, rounded once from float64."""
+    """Return the tables of cos and sin, rounded once from float64; for scaled queries their own."""
     cos, sin = rope_tables.tables(op)
-    return {"cos": cos.astype(np.float32), "sin": sin.astype(np.float32)}
+    tables = {"cos": cos, "sin": sin}
+    if op.scales_queries:
+        scale = rope_tables.query_scale(op)[:, None]
+        tables |= {"query_cos": cos * scale, "query_sin": sin * scale}
+    return {name: table.astype(np.float32) for name, table in tables.items()}
 
 
 def _launch(

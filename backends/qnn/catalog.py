@@ -184,6 +184,7 @@ def all_graphs(
 ) -> list[Graph]:
     """Return every graph that calls of these token counts run."""
     sizes_of = shapes(op, sizes)
+    op = op.alone if isinstance(op, ops.AttentionHeads) else op
     if isinstance(op, ops.Attention):
         return [attention_graph(op, *shape) for shape in sizes_of]
     return [graph(op, m, weights, digest) for m, _ in sizes_of]
@@ -212,6 +213,8 @@ def shapes_at(operation: Op | Group, m: int, position: int) -> list[GraphShape]:
 def _attention_of(operation: Op | Group) -> ops.Attention | None:
     if isinstance(operation, Group):
         return operation.attention
+    if isinstance(operation, ops.AttentionHeads):
+        return operation.alone
     return operation if isinstance(operation, ops.Attention) else None
 
 

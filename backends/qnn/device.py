@@ -13,7 +13,7 @@ import onnxruntime as ort
 from hetero.backends import checks, ops
 from hetero.backends.formats import CacheFormat
 from hetero.backends.groups import Group
-from hetero.backends.memory import HostBuffer
+from hetero.backends.memory import HostBuffer, Tensor
 from hetero.backends.ops import Op, describe
 from hetero.backends.optional import SupportsGroups
 from hetero.backends.protocol import (
@@ -79,6 +79,7 @@ class QnnDevice(Device, SupportsGroups):
         self._health = checks.Health(BACKEND)
         self._host = kernels.QnnHost(self._health, self.capabilities, self.store)
         self._masks = kernels.Masks()
+        self._rooms: dict[tuple[int, int], Tensor] = {}
         self._kernels: weakref.WeakSet[kernels.QnnKernel] = weakref.WeakSet()
 
     def allocate(self, nbytes: int, *, huge: bool = False) -> HostBuffer:
@@ -123,9 +124,10 @@ class QnnDevice(Device, SupportsGroups):
             )
         if lacks := _lacks(op):
             return Acceptance(False, lacks)
-        if isinstance(op, ops.Attention) and op.kv is not CacheFormat.F32:
+        whole = op.attention if isinstance(op, ops.AttentionHeads) else op
+        if isinstance(whole, ops.Attention) and whole.kv is not CacheFormat.F32:
             return Acceptance(
-                False, f"its graphs read keys and values in f32, not {op.kv}", "use --kv f32"
+                False, f"its graphs read keys and values in f32, not {whole.kv}", "use --kv f32"
             )
         return checks.accept_format(self.capabilities, op)
 
@@ -201,13 +203,19 @@ class QnnDevice(Device, SupportsGroups):
                     limit=UNBOUNDED,
                     shift=op.offset,
                 )
-            case ops.Attention():
-                return kernels.AttentionKernel(
-                    self._host, op, self._attention_sessions(op), self._masks
-                )
+            case ops.Attention() | ops.AttentionHeads():
+                return self._prepare_attention(op)
             case _:
                 vectors = graphs.vectors_of(op, weights)
                 return kernels.QnnGraphKernel(self._host, op, self._sessions(op, weights), vectors)
+
+    def _prepare_attention(self, op: ops.Attention | ops.AttentionHeads) -> kernels.QnnKernel:
+        whole = op.alone if isinstance(op, ops.AttentionHeads) else op
+        sessions = self._attention_sessions(whole)
+        kernel = kernels.AttentionKernel(self._host, whole, sessions, self._masks)
+        if isinstance(op, ops.AttentionHeads):
+            return kernels.QnnHeadsKernel(self._host, op, kernel, self._rooms)
+        return kernel
 
     def _prepare_integer(
         self, op: ops.MatMul, weights: Mapping[str, WeightValue]
@@ -250,8 +258,6 @@ class QnnDevice(Device, SupportsGroups):
 def _lacks(op: Op) -> str:
     """Return why no graph has an operation, "" where one may."""
     match op:
-        case ops.AttentionHeads():
-            return "its graphs have all heads of an attention, or none"
         case ops.SumScores() | ops.DecodeChunks():
             return "what contexts as a service need is computed on the host"
         case ops.SigmoidGate() | ops.Rope(gated=True):

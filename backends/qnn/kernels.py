@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -12,7 +12,7 @@ import onnxruntime as ort
 
 from hetero.backends import checks, ops, rope_tables
 from hetero.backends.errors import DeviceError
-from hetero.backends.memory import Tensor
+from hetero.backends.memory import Tensor, new_tensor
 from hetero.backends.onnx_common.binding import (
     NATIVE_ERRORS,
     Argument,
@@ -21,6 +21,7 @@ from hetero.backends.onnx_common.binding import (
     rows_argument,
     rows_between,
 )
+from hetero.backends.onnx_common.head_tensors import HeadTensors
 from hetero.backends.ops import OUTPUT_PORTS, Op, describe
 from hetero.backends.protocol import (
     BoundCall,
@@ -218,9 +219,13 @@ class Rows:
 
 
 def float_rope_tables(op: ops.Rope) -> dict[str, Array]:
-    """Return `cos` and `sin`, each [max_position, R / 2]."""
-    tables_of = (table.astype(np.float32) for table in rope_tables.tables(op))
-    return dict(zip(("cos", "sin"), tables_of, strict=True))
+    """Return `cos` and `sin`, each [max_position, R / 2], and of scaled queries their own."""
+    cos, sin = rope_tables.tables(op)
+    tables = {"cos": cos, "sin": sin}
+    if op.scales_queries:
+        scale = rope_tables.query_scale(op)[:, None]
+        tables |= {"query_cos": cos * scale, "query_sin": sin * scale}
+    return {name: table.astype(np.float32) for name, table in tables.items()}
 
 
 class PositionKernel(QnnKernel):
@@ -321,6 +326,40 @@ class AttentionKernel(QnnKernel):
                 inputs[f"{kind}{head}"] = argument(cache[:context])
         binding = io_binding(session, inputs, {"out": rows_argument(tensors["out"], m)})
         return AttentionLaunch(context, session, binding, mask)
+
+
+class QnnHeadsKernel(QnnKernel):
+    """Some heads of an attention, by the graphs of an attention that has no others.
+
+    `rooms` has the room for their columns, one for all layers (`HeadTensors`).
+    """
+
+    def __init__(
+        self,
+        host: QnnHost,
+        op: ops.AttentionHeads,
+        inner: AttentionKernel,
+        rooms: MutableMapping[tuple[int, int], Tensor],
+    ) -> None:
+        super().__init__(host, op)
+        self._heads, self._inner, self._rooms = op, inner, rooms
+
+    def chunk(self, tensors: Mapping[str, Tensor], offset: int) -> Run:
+        heads = HeadTensors.of(self._heads, tensors, tensors["qkv"].shape[0], self._room)
+        attend, out = self._inner.chunk(heads.own, offset), heads.own["out"].array
+
+        def run() -> None:
+            heads.gather()
+            attend()
+            np.copyto(heads.wanted, out)
+
+        return run
+
+    def _room(self, m: int, width: int) -> Tensor:
+        room = self._rooms.get((m, width))
+        if room is None:
+            room = self._rooms[m, width] = new_tensor((m, width))
+        return room
 
 
 class Mask:

@@ -205,31 +205,35 @@ def _norm(op: ops.RMSNorm | ops.LayerNorm, weights: Weights, site: NodeRef) -> d
 def _rotate(op: ops.Rope, weights: Weights, site: NodeRef) -> str:
     """Return the rotation of queries and keys; values are copied.
 
-    Fed: `cos` and `sin` [m, R / 2] of this call's positions; vectors `q_norm` and `k_norm` [D] with
-    `qk_norm_eps`.
+    Fed: `cos` and `sin` [m, R / 2] of this call's positions, with scaled queries `query_cos` and
+    `query_sin`; vectors `q_norm` and `k_norm` with `qk_norm_eps`.
     """
     graph, m, qkv = site.graph, site.m, site.inputs["qkv"]
-    half = op.rotated // 2
-    tables = [
-        graph.node("Reshape", site.feed(name, F32, (m, half)), graph.ints(m, 1, half))
-        for name in ("cos", "sin")
-    ]
-    turned = op.heads + op.kv_heads
+    half, turned = op.rotated // 2, op.heads + op.kv_heads
+    parts = [(0, turned, "")]
+    if op.scales_queries:
+        parts = [(0, op.heads, "query_"), (op.heads, turned, "")]
     heads = graph.node(
         "Reshape",
         graph.slice(qkv, 0, turned * op.head_dim, axis=1),
         graph.ints(m, turned, op.head_dim),
     )
-    if op.qk_norm_eps is not None:
-        named = {
-            name: site.vector(name, weights.get(name), op.head_dim) for name in ("q_norm", "k_norm")
-        }
-        queries = _normed(graph, op, heads, named["q_norm"], 0, op.heads)
-        keys = _normed(graph, op, heads, named["k_norm"], op.heads, turned)
-        heads = graph.node("Concat", queries, keys, axis=1)
-    rotated = graph.node("Reshape", _rotated(graph, op, heads, tables), graph.ints(m, -1))
+    if op.qk_norm_eps is not None and not op.qk_norm_after:
+        heads = _normed_heads(op, weights, site, heads)
+    rotated = []
+    for start, stop, prefix in parts:
+        tables = [
+            graph.node("Reshape", site.feed(prefix + x, F32, (m, half)), graph.ints(m, 1, half))
+            for x in ("cos", "sin")
+        ]
+        part = graph.slice(heads, start, stop, axis=1) if len(parts) > 1 else heads
+        rotated.append(_rotated(graph, op, part, tables))
+    heads = graph.node("Concat", *rotated, axis=1) if len(rotated) > 1 else rotated[0]
+    if op.qk_norm_eps is not None and op.qk_norm_after:
+        heads = _normed_heads(op, weights, site, heads)
+    flat = graph.node("Reshape", heads, graph.ints(m, -1))
     values = graph.slice(qkv, turned * op.head_dim, op.width, axis=1)
-    return graph.node("Concat", rotated, values, axis=1, out=site.outputs["out"])
+    return graph.node("Concat", flat, values, axis=1, out=site.outputs["out"])
 
 
 def _rotated(graph: GraphBuilder, op: ops.Rope, heads: str, tables: list[str]) -> str:
@@ -250,17 +254,20 @@ def _rotated(graph: GraphBuilder, op: ops.Rope, heads: str, tables: list[str]) -
     return graph.node("Concat", *turned, axis=2)
 
 
-def _normed(
-    graph: GraphBuilder, op: ops.Rope, heads: str, weight: str, start: int, stop: int
-) -> str:
-    """Return RMSNorm of heads [start, stop), as rows.
+def _normed_heads(op: ops.Rope, weights: Weights, site: NodeRef, heads: str) -> str:
+    """Return RMSNorm of the heads [m, H + G, D] of queries and keys, as rows.
 
     Of rank 3 with D ≤ 16 it corrupts memory (2.7.0).
     """
-    part = graph.slice(heads, start, stop, axis=1)
-    rows = graph.node("Reshape", part, graph.ints(-1, op.head_dim))
-    normed = graph.node("RMSNormalization", rows, weight, axis=-1, epsilon=op.qk_norm_eps)
-    return graph.node("Reshape", normed, graph.ints(-1, stop - start, op.head_dim))
+    graph, turned, normed = site.graph, op.heads + op.kv_heads, []
+    for name, start, stop in (("q_norm", 0, op.heads), ("k_norm", op.heads, turned)):
+        width = op.norm_width(name)
+        weight = site.vector(name, weights.get(name), width)
+        part = graph.slice(heads, start, stop, axis=1)
+        rows = graph.node("Reshape", part, graph.ints(-1, width))
+        y = graph.node("RMSNormalization", rows, weight, axis=-1, epsilon=op.qk_norm_eps)
+        normed.append(graph.node("Reshape", y, graph.ints(-1, stop - start, op.head_dim)))
+    return graph.node("Concat", *normed, axis=1)
 
 
 def _attention(op: ops.Attention, site: NodeRef) -> str:

@@ -47,6 +47,7 @@ def capabilities_of(
         row_alignment=ROW_ALIGNMENT,
         token_alignment=TOKEN_ALIGNMENT,
         early_visibility=False,
+        attention_heads=True,
         fused_groups=FUSED_GROUPS,
         memory_limit_bytes=chip.npu_limit_bytes,
         weight_bytes={x: x.storage.bytes_per_weight * LAYOUT_OVERHEAD for x in formats},

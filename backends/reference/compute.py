@@ -192,11 +192,9 @@ def rms_normalized(x: Float64Array, eps: float) -> Float64Array:
 
 
 def rotate(op: ops.Rope, weights: Mapping[str, Float64Array]) -> tuple[Program, int]:
-    """Compute head norms, then "rotate half" on the first `rotated` dimensions.
-
-    Both are computed for each query and key.
-    """
+    """Compute norms of queries and keys, before or after "rotate half" of `rotated` dimensions."""
     cos, sin = rope_tables.tables(op)  # [max_position, rotated / 2]
+    query_scale = rope_tables.query_scale(op)
     half = op.rotated // 2
     queries = slice(0, op.heads)
     keys = slice(op.heads, op.heads + op.kv_heads)
@@ -207,15 +205,25 @@ def rotate(op: ops.Rope, weights: Mapping[str, Float64Array]) -> tuple[Program, 
             qkv = np.delete(qkv, np.s_[op.gates : 2 * op.gates], axis=1)
         m = len(qkv)
         heads = qkv.reshape(m, -1, op.head_dim)  # [m, H + 2G, D]
-        if op.qk_norm_eps is not None:
+
+        def norm() -> None:
+            assert op.qk_norm_eps is not None
             for part, name in ((queries, "q_norm"), (keys, "k_norm")):
-                heads[:, part] = rms_normalized(heads[:, part], op.qk_norm_eps) * weights[name]
+                shape = (m, -1, op.norm_width(name))
+                normed = rms_normalized(heads[:, part].reshape(shape), op.qk_norm_eps)
+                heads[:, part] = (normed * weights[name]).reshape(m, -1, op.head_dim)
+
+        if op.qk_norm_eps is not None and not op.qk_norm_after:
+            norm()
         first = _first_position(arrays, op, m, op.max_position)
         c, s = cos[first : first + m, None], sin[first : first + m, None]  # [m, 1, rotated / 2]
         turned = heads[:, : keys.stop]
         low, high = turned[..., :half].copy(), turned[..., half : 2 * half].copy()
         turned[..., :half] = low * c - high * s
         turned[..., half : 2 * half] = high * c + low * s
+        if op.qk_norm_eps is not None and op.qk_norm_after:
+            norm()
+        heads[:, queries] *= query_scale[first : first + m, None, None]
         arrays["out"][:] = qkv
 
     return run, cos.nbytes + sin.nbytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from hetero.backends.groups import Group
 from hetero.backends.ops import Attention, Embed, MatMul, Op
@@ -14,7 +14,7 @@ from hetero.backends.weights import packed_bytes
 from hetero.models.sliding import Sliding
 from hetero.profiler.model_graph import Node
 from hetero.runtime.sizes import LONGEST_VERIFIED, SCORING_PIECE
-from hetero.solver.assignments import Assignment, Segment
+from hetero.solver.assignments import Assignment, Heads, Segment
 from hetero.solver.baselines import chunk_size
 from hetero.solver.errors import PlanError
 from hetero.solver.node_groups import NodeGroup
@@ -85,22 +85,30 @@ class Job:
         return _with_shapes(replace(self, sizes=tuple(s for s in self.sizes if s in sizes)))
 
 
+UseKey: TypeAlias = tuple[str, Segment | None, bool, int]
+
+
 class _Use(NamedTuple):
-    """The NPU's part of an assignment: a group, a node, or a segment of a node's rows."""
+    """The NPU's part of an assignment: a group, a node, rows of a matmul or heads of attention."""
 
     node: Node
     segment: Segment | None
     group: NodeGroup | None
     graph: int
+    heads: Heads | None = None
 
     @property
-    def key(self) -> tuple[str, Segment | None, bool]:
+    def key(self) -> UseKey:
         """Return what identifies its graphs, whatever the token count."""
-        return self.node.name, self.segment, self.group is not None
+        count = 0 if self.heads is None else self.heads.stop - self.heads.first
+        return self.node.name, self.segment, self.group is not None, count
 
     @property
     def op(self) -> Op:
         """Return the operation of its graphs; of a group the first one."""
+        if self.heads is not None:
+            assert isinstance(self.node.op, Attention)
+            return self.heads.op(self.node.op)
         if self.segment is None:
             return self.node.op
         assert isinstance(self.node.op, MatMul)
@@ -109,8 +117,9 @@ class _Use(NamedTuple):
 
 def _uses(assignment: Assignment) -> Iterator[_Use]:
     """Yield the graphs of an assignment that are prepared ahead."""
-    node, kind, graph, parts, group, _ = assignment
-    if kind == "npu":
+    node, kind, graph, parts, group, heads = assignment
+    yield from (_Use(node, None, None, x.graph, x) for x in heads if x.kind == "npu")
+    if kind == "npu" and not heads:
         yield _Use(node, None, group, graph)
     for part in parts:
         if part.kind == "npu" and not part.online:
@@ -124,7 +133,7 @@ def all_jobs(placement: Placement, max_seq_len: int, every_size: Sequence[int] =
     them, as plans with the same cuts for devices of other speeds need them. Raises `PlanError`
     where the plan lacks what a prompt or a decode step needs.
     """
-    jobs_by_key: dict[tuple[str, Segment | None, bool], tuple[_Use, set[int]]] = {}
+    jobs_by_key: dict[UseKey, tuple[_Use, set[int]]] = {}
     longest = min(placement.longest, max_seq_len)
     chunk = min(chunk_size(placement.plan.graph_sizes, longest), longest)
     in_flight = placement.plan.in_flight if max_seq_len > chunk else ()  # else never chosen
@@ -138,7 +147,7 @@ def all_jobs(placement: Placement, max_seq_len: int, every_size: Sequence[int] =
             continue  # the engine refuses to score or verify on such a plan
         for use in called:
             jobs_by_key.setdefault(use.key, (use, set()))[1].add(use.graph)
-    for use in _segments(placement) if every_size else ():
+    for use in (*_segments(placement), *_heads(placement)) if every_size else ():
         own = every_size
         if use.node.name == "lm_head":  # which sees as many tokens as are verified
             own = sorted({padded_size(m, every_size) for m in range(1, LONGEST_VERIFIED + 1)})
@@ -164,6 +173,15 @@ def _segments(placement: Placement) -> Iterator[_Use]:
         if node.plan_op is not None:
             for segment in placement.kernels.segments(node, "npu"):
                 yield _Use(node, segment, None, 0)
+
+
+def _heads(placement: Placement) -> Iterator[_Use]:
+    """Yield the heads of every attention that the NPU has in some prompt."""
+    counts = {x.heads.npu for x in placement.plan.attention if x.heads.shared}
+    for node in placement.graph.nodes:
+        if isinstance(node.op, Attention):
+            for count in sorted(counts):
+                yield _Use(node, None, None, 0, Heads("npu", 0, count, 0))
 
 
 def _job(use: _Use, sizes: set[int]) -> Job:

@@ -255,7 +255,8 @@ class ModelLoader:
         Raises `ModelError` if another format was requested.
         """
         npu, non_matmul = self.devices.devices.get("npu"), self.plan.non_matmul
-        if npu is None or not ("npu" in (non_matmul.prefill, non_matmul.decode) or self.plan.fused):
+        attends = "npu" in (non_matmul.prefill, non_matmul.decode) or self.plan.shares_attention
+        if npu is None or not (attends or self.plan.fused):
             return
         for op in {node.op for node in self._spec.nodes if isinstance(node.op, Attention)}:
             accepted = npu.accepts(replace(op, kv=self.kv))

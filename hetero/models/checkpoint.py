@@ -152,6 +152,8 @@ class CheckpointWeights(ModelWeights):
 
     def model_vector(self, name: str) -> Float32Array:
         """Return a vector outside of the blocks."""
+        if (zeros := self._norm_bias(name)) is not None:
+            return zeros
         module, suffix = vector_module(self._names.model_modules, name)
         vector = self._vector(f"{module}.{suffix}", norm=name == "final_norm")
         return self._with_logit_scale(name, vector)
@@ -186,6 +188,8 @@ class CheckpointWeights(ModelWeights):
         return None if order is None else order(self.config)
 
     def _block_vector(self, prefix: str, name: str) -> Float32Array:
+        if (zeros := self._norm_bias(name)) is not None:
+            return zeros
         if name.removesuffix("_bias") not in self._names.matmuls:
             return self._own_vector(prefix, name)
         parts = [
@@ -193,6 +197,11 @@ class CheckpointWeights(ModelWeights):
             for x in self._names.matmuls[name.removesuffix("_bias")]
         ]
         return np.concatenate(parts)
+
+    def _norm_bias(self, name: str) -> Float32Array | None:
+        """Return zeros for the bias of a norm that the family has without one."""
+        absent = name.endswith("norm_bias") and not self._architecture.norm_bias
+        return np.zeros(self.config.hidden_size, np.float32) if absent else None
 
     def _own_vector(self, prefix: str, name: str) -> Float32Array:
         """Return a vector of a block that is no matmul's bias."""
@@ -234,11 +243,14 @@ def vector_module(modules: Mapping[str, str], name: str) -> tuple[str, str]:
 
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return the names and shapes of the tensors of a checkpoint of this configuration."""
-    names, d = ARCHITECTURES[config.architecture].names, config.hidden_size
+    architecture, d = ARCHITECTURES[config.architecture], config.hidden_size
+    names = architecture.names
     shapes: dict[str, tuple[int, ...]] = {}
     for matrix in embedding_matrices(config):
         shapes[f"{names.model_modules[matrix.name]}.weight"] = (matrix.n, matrix.k)
     for vector in model_vectors(config, StorageFormat.F32):
+        if vector.name == "final_norm_bias" and not architecture.norm_bias:
+            continue
         rows = (vector.n // d, d) if vector.name == "positions" else (vector.n,)
         shapes[".".join(vector_module(names.model_modules, vector.name))] = rows
     for index in range(config.num_layers):
@@ -248,9 +260,12 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _block_tensors(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
-    names = ARCHITECTURES[config.architecture].names
+    architecture = ARCHITECTURES[config.architecture]
+    names = architecture.names
     shapes: dict[str, tuple[int, ...]] = {}
     for vector in block_vectors(config, StorageFormat.F32, layer):
+        if vector.name.endswith("norm_bias") and not architecture.norm_bias:
+            continue
         if vector.name.removesuffix("_bias") not in names.matmuls:
             taps = config.conv_taps
             shape = (vector.n // taps, 1, taps) if is_taps(vector.name) else vector.shape

@@ -60,6 +60,9 @@ class ModelConfig(Extensible):
     positions          rows of the table of learned positions, 0 with rotary embeddings; position p
                        is row p + position_offset
     rms_norm_eps       of every norm; `norm` says which kind they are
+    qk_norm            norm of queries and keys: of each head or of their whole row, before or
+                       after they are rotated
+    in_norms           the inputs of attention and feed-forward are normed
     out_norms          the outputs of attention and feed-forward have another norm
     parallel           attention and feed-forward both read the one norm before them
     gated              the feed-forward multiplies by a gate; else it is up, activation, down
@@ -112,6 +115,9 @@ class ModelConfig(Extensible):
     eos_ids: tuple[int, ...] = ()
     dtype: str | None = None
     layer_ropes: tuple[LayerRope | None, ...] = later(())
+    qk_norm_row: bool = later(False)
+    qk_norm_after: bool = later(False)
+    in_norms: bool = later(True)
     delta: DeltaNet | None = later(None)  # noqa: RUF009
     output_gate: bool = later(False)
     residual_scale: float = later(1.0)
@@ -366,6 +372,8 @@ def _layer_ropes(ropes: list[LayerRope], layers: int, own: dict[str, Any]) -> di
     """Return the rotary embeddings: by layer where windows or `rotates` say that they differ."""
     full, sliding = ropes
     windows, rotates = own.get("windows") or (0,) * layers, own.pop("rotates", (True,) * layers)
+    if adjusted := own.pop("adjust_rope", None):
+        full = sliding = adjusted(full)
     by_layer = tuple(
         (sliding if window else full) if rotated else None
         for window, rotated in zip(windows, rotates, strict=True)

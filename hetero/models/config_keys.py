@@ -37,7 +37,7 @@ NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
 }  # fmt: skip
 # Behind `rope_scaling` or `rope_parameters`.
 NEUTRAL_ROPE: Final[Mapping[str, tuple[object, ...]]] = {
-    "alpha": (), "attn_factor": (1,), "extrapolation_factor": (1,),
+    "alpha": (), "llama_4_scaling_beta": (), "attn_factor": (1,), "extrapolation_factor": (1,),
 }  # fmt: skip
 # Used by one family only; elsewhere the value must be the one that the decoder has anyway.
 SAME: Final[Mapping[str, Callable[[Decoder], object]]] = {

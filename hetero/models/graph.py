@@ -5,7 +5,8 @@ serves every architecture, whose `ModelConfig` says only what differs.
 
     serial     h = norm(x);  x += mix(h);  h = norm(x);  x += feed_forward(h)
     parallel   h = norm(x);  x += mix(h) + feed_forward(h)
-    out_norms  what is added to x is normed once more before
+    out_norms  what is added to x is normed once more before; without in_norms only then:
+               x += norm(mix(x));  x += norm(feed_forward(x))
 
 `mix` is attention, or in some layers a short convolution or a gated delta net.
 
@@ -119,6 +120,8 @@ def rope_of(config: ModelConfig, layer: int, capacity: int | None = None) -> Rop
         rotary_dim=config.rotary_dim,
         scaling=rope.scaling if rope else UNROTATED,
         qk_norm_eps=config.rms_norm_eps if config.qk_norm else None,
+        qk_norm_row=config.qk_norm_row,
+        qk_norm_after=config.qk_norm_after,
         gated=config.output_gate,
     )
 
@@ -126,9 +129,9 @@ def rope_of(config: ModelConfig, layer: int, capacity: int | None = None) -> Rop
 def movable_ropes(config: ModelConfig) -> tuple[Rope | None, ...] | None:
     """Return the rotary embedding of each layer by which cached keys move to other positions.
 
-    None where they cannot: positions are learned.
+    None where they cannot: positions are learned, or the weights of the norm of keys came after.
     """
-    if config.positions:
+    if config.positions or config.qk_norm_after:
         return None
     return tuple(rope_of(config, i) for i in range(config.num_layers))
 
@@ -159,7 +162,7 @@ class _Decoder:
         self._embed()
         for layer in range(self.layers):
             self.layer = layer
-            if layer == 0:
+            if layer == 0 and self.config.in_norms:
                 self._add("input_norm", self._norm_op(), x=self.stream, y="h")
             self._block(layer)
             last = layer == self.layers - 1
@@ -187,24 +190,25 @@ class _Decoder:
 
     def _block(self, layer: int) -> None:
         """Add everything from a block's input norm up to the norm that follows the block."""
+        read = "h" if self.config.in_norms else self.stream
         if self.config.parallel:
-            self._mix(layer, "t")
-            self._feed_forward("t2")
+            self._mix(layer, read, "t")
+            self._feed_forward(read, "t2")
             self._add("join", Add(d=self.config.hidden_size), x="t", residual="t2", y="added")
             return
-        self._mix(layer, "t")
+        self._mix(layer, read, "t")
         self._out_norm("o_norm")
         self._norm("post_norm")
-        self._feed_forward("t")
+        self._feed_forward("h" if self.config.in_norms else self.stream, "t")
         self._out_norm("down_norm")
 
-    def _mix(self, layer: int, target: str) -> None:
+    def _mix(self, layer: int, source: str, target: str) -> None:
         mixers = {"attention": self._attention, "conv": self._convolution, "delta": self._delta}
-        mixers[self.config.mixers[layer]](layer, target)
+        mixers[self.config.mixers[layer]](layer, source, target)
 
-    def _convolution(self, layer: int, target: str) -> None:
+    def _convolution(self, layer: int, source: str, target: str) -> None:
         config = self.config
-        self._matmul("conv_in", "h", "conv_in")
+        self._matmul("conv_in", source, "conv_in")
         conv = ShortConv(
             d=config.hidden_size, taps=config.conv_taps, gated=True, bias=config.conv_bias
         )
@@ -212,10 +216,10 @@ class _Decoder:
         self._add("conv", conv, x="conv_in", y="convolved", **slots)
         self._matmul("conv_out", "convolved", target)
 
-    def _delta(self, layer: int, target: str) -> None:
+    def _delta(self, layer: int, source: str, target: str) -> None:
         config, net = self.config, self.config.delta
         assert net is not None
-        self._matmul("delta_in", "h", "delta_in")
+        self._matmul("delta_in", source, "delta_in")
         width = sum(net.projections)
         conv = ShortConv(
             d=net.channels, taps=config.conv_taps, activation=config.activation, width=width
@@ -234,9 +238,9 @@ class _Decoder:
         self._add("delta", delta, x="convolved", gates="delta_in", y="recalled", **slots)
         self._matmul("delta_out", "recalled", target)
 
-    def _attention(self, layer: int, target: str) -> None:
+    def _attention(self, layer: int, source: str, target: str) -> None:
         config = self.config
-        self._matmul("qkv", "h", "qkv")
+        self._matmul("qkv", source, "qkv")
         turned, rope = "qkv", rope_of(config, layer, self.capacity)
         if rope is not None:
             turned = "rotated"
@@ -269,7 +273,7 @@ class _Decoder:
             self._add("output_gate", gate, x="attended", gates="qkv", y=attended)
         self._matmul("o", attended, target)
 
-    def _experts(self, experts: ExpertConfig, target: str) -> None:
+    def _experts(self, experts: ExpertConfig, source: str, target: str) -> None:
         config = self.config
         router = Router(
             experts=experts.count,
@@ -290,16 +294,16 @@ class _Decoder:
             activation=config.activation,
             bias=experts.bias,
         )
-        self._add("router", router, x="h", y="routes")
-        self._add("experts", op, x="h", routes="routes", y=target)
+        self._add("router", router, x=source, y="routes")
+        self._add("experts", op, x=source, routes="routes", y=target)
 
-    def _feed_forward(self, target: str) -> None:
+    def _feed_forward(self, source: str, target: str) -> None:
         assert self.layer is not None
         experts = self.config.routed(self.layer)
         if experts is not None:
-            self._experts(experts, target)
+            self._experts(experts, source, target)
             return
-        self._matmul("gate_up", "h", "gate_up")
+        self._matmul("gate_up", source, "gate_up")
         kind = GatedAct if self.config.gated else Act
         activation = kind(f=self.config.intermediate_size, activation=self.config.activation)
         self._add("activation", activation, x="gate_up", y="activated")
@@ -310,10 +314,14 @@ class _Decoder:
             self._add(name, self._norm_op(), x="t", y="added")
 
     def _norm(self, name: str) -> None:
-        """Add to the residual stream, and norm the sum into `h`."""
+        """Add to the residual stream, and norm the sum into `h`, if what follows is normed."""
         added = "added" if self.config.out_norms or self.config.parallel else "t"
         before = self.shadowed or self.stream
         self.shadowed, self.stream = None, "x2" if self.stream == "x" else "x"
+        if name != "final_norm" and not self.config.in_norms:
+            add = Add(d=self.config.hidden_size)
+            self._add(name.replace("norm", "add"), add, x=before, residual=added, y=self.stream)
+            return
         norm = self._norm_op(add=True)
         self._add(name, norm, x=before, residual=added, sum=self.stream, y="h")
 

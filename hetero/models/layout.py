@@ -66,10 +66,13 @@ def block_vectors(
     """
     attends = config.mixers[layer] == "attention"
     names = ["input_norm"] if config.parallel else ["input_norm", "post_norm"]
+    names = names if config.in_norms else []
     names += ["o_norm", "down_norm"] if config.out_norms else []
     norms = _norms(config, names)
     if attends and config.qk_norm:
-        norms += [VectorShape(name, config.head_dim) for name in ("q_norm", "k_norm")]
+        heads = (config.heads, config.kv_heads) if config.qk_norm_row else (1, 1)
+        sizes = zip(("q_norm", "k_norm"), heads, strict=True)
+        norms += [VectorShape(name, count * config.head_dim) for name, count in sizes]
     if config.mixers[layer] == "delta":
         norms += _delta_vectors(config)
     if config.mixers[layer] == "conv":

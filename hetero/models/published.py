@@ -5,6 +5,18 @@ from __future__ import annotations
 from typing import Any, Final
 
 # d, f, layers, H, G, D, vocabulary
+_LONG: Final = {  # the published factors change no shape
+    "rope_type": "longrope", "short_factor": [1.0] * 48, "long_factor": [1.0] * 48,
+}  # fmt: skip
+_PHI: Final = {"rope_scaling": _LONG, "original_max_position_embeddings": 4096}
+_GRANITE: Final = {
+    "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.015625,
+    "rope_theta": 1e7, "tie_word_embeddings": True,
+}  # fmt: skip
+_YARN: Final = {
+    "rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 16384, "mscale": 1.0,
+    "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1, "rope_theta": 1e6,
+}  # fmt: skip
 _SIZES: Final = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "vocab_size",
@@ -33,5 +45,100 @@ PUBLISHED: Final[dict[str, dict[str, Any]]] = {
         1e-6,
         sliding_window=1024,
         rope_scaling={"rope_type": "linear", "factor": 8.0},
+    ),
+    "phi-3.5-mini": _model("phi3", (3072, 8192, 32, 32, 32, 96, 32064), 131072, 1e-5, **_PHI),
+    "phi-4-mini": _model(
+        "phi3",
+        (3072, 8192, 32, 24, 8, 128, 200064),
+        131072,
+        1e-5,
+        partial_rotary_factor=0.75,
+        tie_word_embeddings=True,
+        **_PHI,
+    ),
+    "granite-3.3-2b": _model(
+        "granite", (2048, 8192, 40, 32, 8, 64, 49159), 131072, 1e-5, logits_scaling=8.0, **_GRANITE
+    ),
+    "granite-4.0-micro": _model(
+        "granitemoehybrid",
+        (2560, 8192, 40, 40, 8, 64, 100352),
+        131072,
+        1e-5,
+        shared_intermediate_size=8192,
+        layer_types=["attention"] * 40,
+        position_embedding_type="rope",
+        logits_scaling=10.0,
+        **_GRANITE,
+    ),
+    "minicpm-2b": _model(
+        "minicpm",
+        (2304, 5760, 40, 36, 36, 64, 122753),
+        4096,
+        1e-5,
+        scale_emb=12.0,
+        scale_depth=1.4,
+        dim_model_base=256,
+    ),
+    "smollm3-3b": _model(
+        "smollm3", (2048, 11008, 36, 16, 4, 128, 128256), 65536, 1e-6, rope_theta=5e6
+    ),
+    "ministral-3-3b": _model(
+        "ministral3",
+        (3072, 9216, 26, 32, 8, 128, 131072),
+        262144,
+        1e-5,
+        rope_parameters=_YARN,
+        tie_word_embeddings=True,
+    ),
+    "ministral-3-8b": _model(
+        "ministral3", (4096, 14336, 34, 32, 8, 128, 131072), 262144, 1e-5, rope_parameters=_YARN
+    ),
+    "olmo-2-1b": _model("olmo2", (2048, 8192, 16, 16, 16, 128, 100352), 4096, 1e-6, rope_theta=5e5),
+    "olmo-3-7b": _model(
+        "olmo3",
+        (4096, 11008, 32, 32, 32, 128, 100278),
+        65536,
+        1e-6,
+        rope_theta=5e5,
+        rope_scaling={
+            "rope_type": "yarn",
+            "factor": 8.0,
+            "original_max_position_embeddings": 8192,
+            "attention_factor": 1.2079441541679836,
+        },
+    ),
+    "exaone-4.0-1.2b": _model(
+        "exaone4",
+        (2048, 4096, 30, 32, 8, 64, 102400),
+        65536,
+        1e-5,
+        sliding_window=None,
+        rope_theta=1e6,
+        rope_scaling={
+            "rope_type": "llama3",
+            "factor": 16.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        tie_word_embeddings=True,
+    ),
+    "glm-4-9b": _model("glm4", (4096, 13696, 40, 32, 2, 128, 151552), 32768, 1e-5),
+    "ernie-4.5-0.3b": _model("ernie4_5", (1024, 3072, 18, 16, 2, 128, 103424), 131072, 1e-5),
+    "hunyuan-1.8b": _model(
+        "hunyuan_v1_dense",
+        (2048, 6144, 32, 16, 4, 128, 120818),
+        262144,
+        1e-5,
+        rope_scaling={"type": "dynamic", "alpha": 1000.0, "factor": 1.0},
+        tie_word_embeddings=True,
+    ),
+    "command-r7b": _model(
+        "cohere2",
+        (4096, 14336, 32, 32, 8, 128, 256000),
+        132096,
+        1e-5,
+        logit_scale=0.25,
+        rope_theta=5e4,
     ),
 }

@@ -25,6 +25,12 @@ class LayerRope:
     scaling: RopeScaling = NO_SCALING
 
 
+def rope_fields(source: Fields) -> Fields:
+    """Return the fields of `rope_parameters` or `rope_scaling`, none without."""
+    name = "rope_parameters" if source.raw.get("rope_parameters") is not None else "rope_scaling"
+    return Fields(source.object(name), f"{source.where}: {name}")
+
+
 def read_ropes(
     source: Fields, max_position: int, *, theta: float, local_theta: float | None
 ) -> list[LayerRope]:
@@ -34,12 +40,11 @@ def read_ropes(
     thetas are an architecture's defaults; with `local_theta` one embedding that is given is of full
     attention alone. Raises `ModelError`.
     """
-    name = "rope_parameters" if source.raw.get("rope_parameters") is not None else "rope_scaling"
-    rope = Fields(source.object(name), f"{source.where}: {name}")
+    rope = rope_fields(source)
     by_kind = any(isinstance(value, dict) for value in rope.raw.values())
     if by_kind and (local_theta is None or set(rope.raw) - {FULL, SLIDING}):
         raise ModelError(
-            f"{source.where}: {name} per layer type is not supported, got "
+            f"{rope.where} per layer type is not supported, got "
             f"{', '.join(rope.raw)}; choose a model with one rotary embedding for all layers"
         )
     of_full, of_sliding = rope, rope
@@ -193,10 +198,11 @@ def _yarn_scaling(rope: Fields, factor: float, original: int) -> RopeScaling:
 
 def rope_dict(scaling: RopeScaling) -> dict[str, Any] | None:
     """Return the `rope_scaling` object that `read_rope` reads, None without scaling."""
-    if scaling.kind == "none":
+    if scaling == NO_SCALING:
         return None
     default = NO_SCALING
-    raw: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
+    kind = "default" if scaling.kind == "none" else scaling.kind
+    raw: dict[str, Any] = {"rope_type": kind, "factor": scaling.factor}
     for field in fields(scaling):
         value = getattr(scaling, field.name)
         always = scaling.kind == "llama3" and field.name in ("low_freq_factor", "high_freq_factor")

@@ -13,7 +13,10 @@ from hetero.models.architectures import ARCHITECTURES
 from hetero.models.fields import Fields
 
 # `model_type` of a wrapper: those of the decoders that it may have.
-WRAPPERS: Final[Mapping[str, tuple[str, ...]]] = {"gemma3": ("gemma3_text",)}
+WRAPPERS: Final[Mapping[str, tuple[str, ...]]] = {
+    "gemma3": ("gemma3_text",),
+    "mistral3": ("ministral3", "mistral"),
+}
 _OUTER: Final = ("bos_token_id", "eos_token_id", "tie_word_embeddings", "quantization_config")
 _PREFIXES: Final = ("language_model.model.", "model.language_model.", "language_model.lm_head.")
 

@@ -195,7 +195,8 @@ def make_weights(op: Op, rng: np.random.Generator) -> dict[str, WeightValue]:  #
             case ops.GatedDelta():
                 weights[name] = 1 + 0.3 * rng.standard_normal(op.v_dim, dtype=np.float32)
             case ops.Rope():
-                weights[name] = 1 + 0.3 * rng.standard_normal(op.head_dim, dtype=np.float32)
+                width = op.norm_width(name)
+                weights[name] = 1 + 0.3 * rng.standard_normal(width, dtype=np.float32)
             case _:
                 weights[name] = 1 + 0.3 * rng.standard_normal(op.d, dtype=np.float32)
     return weights

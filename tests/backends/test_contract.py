@@ -294,7 +294,25 @@ def test_norm_of_small_inputs_uses_eps(
     check_call(device, device.prepare(op, weights), weights, tensors, 2)
 
 
+NORMS = {
+    "row": {"qk_norm_row": True},
+    "after": {"qk_norm_after": True},
+    "row, after": {"qk_norm_row": True, "qk_norm_after": True},
+    "after, yarn": {"qk_norm_after": True, "scaling": RopeScaling(
+        kind="yarn", factor=4.0, original_max_position=32)},
+    "unrotated": {"scaling": RopeScaling(kind="zero")},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_rope_norms(device: Device, norm: str) -> None:
+    """Of each head or of the whole row, before or after the rotation."""
+    op = replace(ROPE, heads=3, kv_heads=1, head_dim=12, qk_norm_eps=1e-3)
+    check_op(device, replace(op, **NORMS[norm]), (1, 33))  # type: ignore[arg-type]
+
+
 SCALINGS = {
+    "queries": RopeScaling(llama_4_scaling_beta=0.3, original_max_position=5),
     "none": RopeScaling(),
     "linear": RopeScaling(kind="linear", factor=4.0),
     "llama3": RopeScaling(kind="llama3", factor=8.0, original_max_position=32),

@@ -20,9 +20,10 @@ from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.records import DeviceProfile
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.handmade import layer_level, single_device
-from hetero.solver.plan import OpPlan, Tile
+from hetero.solver.plan import AttentionShare, HeadCounts, OpPlan, Tile
 from tests.runtime.plans import random_plan
 from tests.support.checkpoints import Case, make_checkpoint
+from tests.support.helpers import assert_close
 
 pytest.importorskip("hetero.backends.qnn.opening", exc_type=ImportError)
 pytestmark = pytest.mark.usefixtures("no_graphs")
@@ -34,7 +35,8 @@ CUT = 16  # rows: also where no other tile has an edge
 KINDS = (
     "layer level", "npu only", "row-cut", "sequence-cut", "multi-sequence-cut", "hybrid-cut",
     "chunked", "cuts of two lengths", "q, k and v apart", "precision", "orders",
-    "cut on the other device", "feed-forward", "block, cut where it is decoded", "random",
+    "cut on the other device", "feed-forward", "block, cut where it is decoded", "shared heads",
+    "random",
 )  # fmt: skip
 
 # What a hybrid cut, or another kind, has in it as well.
@@ -83,10 +85,8 @@ def plan_of(kind: str, spec: ModelGraph, seed: int = 0) -> ExecutionPlan:
     whole = layer_level(spec, graph_sizes=GRAPHS)
     npu = single_device(spec, "npu", graph_sizes=GRAPHS)
     match kind:
-        case "layer level":
-            return whole
-        case "npu only":
-            return npu
+        case "layer level" | "npu only":
+            return whole if kind == "layer level" else npu
         case "row-cut" | "sequence-cut" | "multi-sequence-cut" | "hybrid-cut":
             return sized(random_plan(spec, TOKENS, GRAPHS, rng, strategies=[kind]))
         case "chunked":
@@ -122,6 +122,10 @@ def plan_of(kind: str, spec: ModelGraph, seed: int = 0) -> ExecutionPlan:
             kept = tuple(e for e in gpu.ops if (e.phase, e.op) != ("prefill", "gate_up"))
             kept = (*kept, entry(spec, "gate_up", *tiles, m=TOKENS))
             return gpu.model_copy(update={"ops": kept})
+        case "shared heads":
+            heads = HeadCounts(gpu=3, npu=1)
+            share = AttentionShare(phase="prefill", m=None, heads=heads)
+            return whole.model_copy(update={"attention": (share,)})
         case "feed-forward":
             return npu.model_copy(update={"fused": ("feed_forward",)})
         case "block, cut where it is decoded":
@@ -186,6 +190,22 @@ def test_a_bundle_has_the_graphs_that_any_prompt_runs(
             engine.steps.step(context, "decode", m, m)
         assert (store.counts.compiled, store.counts.rebuilt) == (0, [])
     assert opened == {graph.entry for graph in manifest.graphs}
+
+
+def test_both_devices_share_the_heads_of_a_bundle(model: str, tmp_path: Path) -> None:
+    """The Hexagon computes one of four heads: logits are those of one device."""
+    plan = plan_of("shared heads", open_model(model, weights="w4a16").spec())
+    request = CompileRequest(model, "sm8650", plan, max_seq_len=CONTEXT)
+    compile_model(prepare(request), tmp_path / "b")
+    tokens = list(range(3, 3 + GRAPHS[-1]))
+    with LLM(model, device="gpu", gpu="reference", weights="w4a16", kv="f32") as alone:
+        expected = alone.logits(tokens)
+    with LLM(str(tmp_path / "b")) as llm:
+        launches = llm.engine.steps.step(llm.context, "prefill", len(tokens)).launches
+        assert {x.kind for x in launches if x.node == "layer0.attention"} == {"gpu", "npu"}
+        assert_close(llm.logits(tokens), expected, 1e-2, "shared heads")
+        store = llm.devices.devices["npu"].store  # type: ignore[attr-defined]
+        assert (store.counts.compiled, store.counts.rebuilt) == (0, [])
 
 
 @pytest.mark.full

@@ -21,9 +21,11 @@ from hetero.models.random_models import known_config
 
 Array = npt.NDArray[Any]
 ARCHITECTURES = {
-    "phi": "phi2", "gemma3_text": "gemma3", "qwen3_5_text": "qwen35", "qwen3_moe": "qwen3moe"
+    "phi": "phi2", "gemma3_text": "gemma3", "granitemoehybrid": "granite", "ministral3": "mistral3",
+    "olmo3": "olmo2", "hunyuan_v1_dense": "hunyuan-dense", "qwen3_5_text": "qwen35",
+    "qwen3_moe": "qwen3moe",
 }  # fmt: skip
-PERMUTED = ("llama", "internlm2")
+PERMUTED = ("llama", "internlm2", "granite", "smollm3", "mistral3", "minicpm")
 NAMES = {
     "model.embed_tokens": "token_embd", "lm_head": "output", "model.norm": "output_norm",
     "model.final_layernorm": "output_norm", "self_attn.q_proj": "attn_q",
@@ -34,7 +36,12 @@ NAMES = {
     "mlp.down_exps": "ffn_down_exps", "mlp.fc1": "ffn_up", "mlp.fc2": "ffn_down",
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm", "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm", "mlp.gate": "ffn_gate_inp",
+    "self_attn.k_norm": "attn_k_norm", "self_attn.query_layernorm": "attn_q_norm",
+    "self_attn.key_layernorm": "attn_k_norm", "shared_mlp.input_linear": "ffn_gate_up",
+    "shared_mlp.output_linear": "ffn_down", "mlp.gate": "ffn_gate_inp",
+}  # fmt: skip
+GLM4_NAMES = {
+    "post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm",
 }  # fmt: skip
 INTERNLM2_NAMES = {
     "model.tok_embeddings": "token_embd", "output": "output", "attention.wq": "attn_q",
@@ -56,6 +63,7 @@ QWEN35_NAMES = {
 OWN_NAMES = {
     "qwen35": QWEN35_NAMES,
     "gemma2": SANDWICH_NAMES, "gemma3": SANDWICH_NAMES, "internlm2": INTERNLM2_NAMES,
+    "olmo2": SANDWICH_NAMES, "exaone4": SANDWICH_NAMES, "glm4": GLM4_NAMES,
 }  # fmt: skip
 FLOATS = {GGMLQuantizationType.F32: np.float32, GGMLQuantizationType.F16: np.float16}
 
@@ -147,7 +155,7 @@ def metadata(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
     found: dict[str, Any] = {
         "embedding_length": raw["hidden_size"],
         "block_count": raw["num_hidden_layers"],
-        "feed_forward_length": raw["intermediate_size"],
+        "feed_forward_length": raw.get("shared_intermediate_size", raw["intermediate_size"]),
         "attention.head_count": heads,
         "attention.head_count_kv": raw.get("num_key_value_heads", heads),
         "attention.key_length": head_dim,
@@ -171,6 +179,10 @@ def metadata(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
     ):
         if raw.get(ours) is not None:
             found[theirs] = raw[ours]
+    if raw["model_type"] == "hunyuan_v1_dense" and rope.get("alpha"):
+        stretch = rope["alpha"] ** (head_dim / (head_dim - 2))
+        found["rope.freq_base"] = float(rope["rope_theta"] * stretch)
+        rope = {}
     if local:
         found["rope.freq_base_swa"] = float(local["rope_theta"])
     if rope.get("rope_type", "default") not in ("default", "llama3"):
@@ -190,9 +202,24 @@ def scaling(rope: Mapping[str, Any]) -> dict[str, Any]:
 def own_metadata(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Entries that converters write for one architecture alone."""
     match name:
-        case "gemma3":
+        case "gemma3" | "exaone4" | "cohere2" | "olmo2" if raw.get("sliding_window"):
             sliding = [x == "sliding_attention" for x in raw["layer_types"]]
-            return {"attention.sliding_window_pattern": sliding}
+            scale = {"logit_scale": raw["logit_scale"]} if name == "cohere2" else {}
+            return {"attention.sliding_window_pattern": sliding, **scale}
+        case "granite":
+            return {
+                "embedding_scale": raw["embedding_multiplier"],
+                "residual_scale": raw["residual_multiplier"],
+                "attention.scale": raw["attention_multiplier"],
+                "logit_scale": raw["logits_scaling"],
+                "rope.scaling.finetuned": raw.get("position_embedding_type", "rope") == "rope",
+            }
+        case "mistral3":
+            rope = raw["rope_parameters"]
+            return {
+                "attention.temperature_scale": rope["llama_4_scaling_beta"],
+                "rope.scaling.yarn_log_multiplier": rope.get("mscale_all_dim", 0.0),
+            }
         case "qwen35":
             heads, size = raw["linear_num_value_heads"], raw["linear_value_head_dim"]
             return {
@@ -230,6 +257,9 @@ def named_tensors(raw: Mapping[str, Any], name: str, source: Mapping[str, Any]) 
             value = value + 1
         if name == "qwen35":
             value = of_delta_net(raw, renamed, value)
+        if renamed == "ffn_gate_up":
+            gate, value = np.split(value, 2)
+            found[f"{prefix}ffn_gate.{suffix}"], renamed = gate, "ffn_up"
         found[f"{prefix}{renamed}.{suffix}".rstrip(".")] = value
     for layer in range(raw["num_hidden_layers"] if name == "phi2" else 0):
         for suffix in ("weight", "bias"):

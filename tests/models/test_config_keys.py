@@ -15,8 +15,11 @@ from hetero.models.config_keys import NEUTRAL, NEUTRAL_ROPE, SAME, UNREAD
 from tests.models.test_model_config import BASE, of
 
 # In transformers 5 these come with the model's own code.
-CLASSES = {x.name: x.class_name.replace("ForCausalLM", "Config") for x in ARCHITECTURES.values()
-           if x.name != "internlm2"} | {"gemma3_text": "Gemma3TextConfig"}  # fmt: skip
+CLASSES = {
+    x.name: x.class_name.replace("ForCausalLM", "Config")
+    for x in ARCHITECTURES.values()
+    if x.name not in ("internlm2", "minicpm")
+} | {"gemma3_text": "Gemma3TextConfig"}
 
 USED = {
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -33,6 +36,7 @@ HARMLESS = {
     "_name_or_path", "id2label", "label2id", "output_attentions", "output_hidden_states",
     "problem_type", "return_dict", "transformers_version",
 }  # fmt: skip
+SCALES = {"embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"}
 OWN = {
     "llama": {"attention_bias", "mlp_bias"},
     "mistral": {"sliding_window"},
@@ -49,11 +53,35 @@ OWN = {
                     "attn_logit_softcapping", "final_logit_softcapping", "sliding_window_pattern",
                     "rope_local_base_freq",
                     "_sliding_window_pattern"},  # what layer_types was made of
+    "granite": {"attention_bias", "mlp_bias"} | SCALES,
+    "granitemoehybrid": {
+        "attention_bias", "layer_types", "shared_intermediate_size", "position_embedding_type",
+        *SCALES,
+        # of Mamba layers and of experts, which are refused
+        "num_experts_per_tok", "output_router_logits", "router_aux_loss_coef", "time_step_limit",
+        "mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv",
+        "mamba_expand", "mamba_chunk_size", "mamba_conv_bias", "mamba_proj_bias",
+    },
+    "smollm3": {"attention_bias", "mlp_bias", "use_sliding_window", "sliding_window", "layer_types",
+                "no_rope_layers", "no_rope_layer_interval"},
+    "ministral3": {"sliding_window"},
+    "olmo2": {"attention_bias"},
+    "olmo3": {"attention_bias", "sliding_window", "layer_types"},
+    "exaone4": {"sliding_window", "sliding_window_pattern", "layer_types"},
+    "glm4": {"attention_bias", "partial_rotary_factor"},
+    "ernie4_5": {"use_bias"},
+    "hunyuan_v1_dense": {"attention_bias", "eod_token_id"},  # tokenizers know the other
+    "cohere2": {"attention_bias", "layer_norm_eps", "logit_scale", "sliding_window", "layer_types",
+                "sliding_window_pattern"},
     "phi": {"qk_layernorm"},  # refused where it is true
     "phi3": {"sliding_window", "original_max_position_embeddings"},
     "opt": {"ffn_dim", "activation_function", "enable_bias", "do_layer_norm_before",
             "_remove_final_layer_norm", "word_embed_proj_dim", "layer_norm_elementwise_affine"},
 }  # fmt: skip
+
+
+# The defaults of `transformers` are of a model that has Mamba layers and experts.
+WITHOUT_OTHERS = {"granitemoehybrid": {"layer_types": ["attention"] * 32, "num_local_experts": 0}}
 
 
 def defaults(family: str) -> dict[str, Any]:
@@ -72,6 +100,7 @@ def test_every_field_has_a_rule(family: str) -> None:
 @pytest.mark.parametrize("family", CLASSES)
 def test_the_defaults_of_a_family_are_taken(family: str) -> None:
     raw = defaults(family) | {"architectures": [ARCHITECTURES[family].class_name]}
+    raw |= WITHOUT_OTHERS.get(family, {})
     assert ModelConfig.from_dict(raw).architecture == family
 
 
@@ -102,6 +131,55 @@ def test_a_field_of_other_scalings_is_refused(holder: str, name: str) -> None:
         (of("llama", query_pre_attn_scalar=144), "query_pre_attn_scalar must be 8 with"),
         (of("gemma", final_logit_softcapping=30.0), "final_logit_softcapping must be 0.0 with"),
         (of("llama", no_rope_layers=[1, 1, 1, 0]), "no_rope_layers must be"),
+        (of("smollm3", no_rope_layers=[1, 0]), "no_rope_layers must list 0 or 1 for each of 4 l"),
+        (of("smollm3", no_rope_layers=[1, 0, 2, 1]), r"got \[1, 0, 2, 1\]; correct the file"),
+        (
+            of("granitemoehybrid", layer_types=["mamba"] * 4, shared_intermediate_size=9),
+            "layer_types must be attention in every layer, got",
+        ),
+        (
+            of(
+                "granitemoehybrid",
+                layer_types=["attention"] * 4,
+                num_local_experts=8,
+                shared_intermediate_size=9,
+            ),
+            "num_local_experts is not supported, got 8; choose ano",
+        ),
+        (
+            of(
+                "granitemoehybrid",
+                layer_types=["attention"] * 4,
+                shared_intermediate_size=9,
+                position_embedding_type="alibi",
+            ),
+            "position_embedding_type must be rope or nope, got 'alibi'; choose another model",
+        ),
+        (of("granite", residual_multiplier=0), "residual_multiplier must be a positive number, g"),
+        (of("llama", residual_multiplier=0.5), "residual_multiplier other than 1 is not supported"),
+        (of("exaone4", sliding_window_pattern="LGLG"), "must be a number, or L … L G, got 'LGLG'"),
+        (of("ministral3"), "rope_parameters must be given for ministral3, but it is missing; corr"),
+        (
+            of("ministral3", rope_scaling={"type": "default", "llama_4_scaling_beta": 0.1}),
+            "original_max_position_embeddings must be a positive integer, but it is missing",
+        ),
+        (
+            of("olmo3", layer_types=["full_attention"] * 5),
+            "layer_types must list full_at",
+        ),
+        (of("cohere2", logit_scale="x"), "logit_scale must be a positive number, got 'x'; corr"),
+        (
+            of("gemma3_text", rope_parameters={"full_attention": {"rope_type": "x"}}),
+            "rope_parameters: full_attention: rope_type must be one of default",
+        ),
+        (
+            of("llama", rope_parameters={"full_attention": {"rope_type": "linear", "factor": 2.0}}),
+            "rope_parameters per layer type is not supported, got full_attention; choose a model",
+        ),
+        (
+            of("hunyuan_v1_dense", rope_scaling={"type": "dynamic", "alpha": -1}),
+            "rope_scaling: alpha must be a positive number, got -1; correct the file",
+        ),
         (of("gemma", use_bidirectional_attention="all"), "use_bidirectional_attention is not"),
     ],
 )

@@ -41,6 +41,13 @@ LLAMA3_ROPE = {
 }
 
 
+SCALES = {"embedding_multiplier": 12.0, "residual_multiplier": 0.25, "logits_scaling": 8.0,
+          "attention_multiplier": 0.015625}  # fmt: skip
+ATTENTION = {"layer_types": ["attention"] * 4, "shared_intermediate_size": 172}
+MINISTRAL = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32,
+             "llama_4_scaling_beta": 0.1}  # fmt: skip
+
+
 def of(architecture: str, **changes: Any) -> dict[str, Any]:
     """A config.json of an architecture."""
     head = ARCHITECTURES[architecture].class_name
@@ -366,6 +373,27 @@ def test_any_value_gives_a_configuration_or_a_model_error(name: str, value: Any)
                 "sliding_attention": {"rope_type": "yarn", "factor": 4.0},
             },
         ),
+        of("granite", **SCALES, attention_bias=True),
+        of("granitemoehybrid", **SCALES, **ATTENTION, position_embedding_type="rope"),
+        of("granitemoehybrid", **SCALES, **ATTENTION),
+        of("minicpm", scale_emb=12, scale_depth=1.4, dim_model_base=16),
+        of("smollm3"),
+        of("smollm3", no_rope_layers=[0, 1, 1, 0], use_sliding_window=True, sliding_window=7),
+        of("ministral3", rope_parameters=MINISTRAL, sliding_window=5),
+        of("ministral3", rope_scaling={"rope_type": "default"}),
+        of(
+            "ministral3",
+            rope_parameters={"llama_4_scaling_beta": 1, "original_max_position_embeddings": 5},
+        ),
+        of("olmo2", attention_bias=True),
+        of("olmo3", rope_theta=3e5, rope_scaling={"type": "yarn", "factor": 3.0}),
+        of("exaone4", sliding_window=None),
+        of("exaone4", sliding_window_pattern="LLG", sliding_window=8),
+        of("exaone4", layer_types=["full_attention"] * 4),
+        of("glm4", attention_bias=False, partial_rotary_factor=0.25),
+        of("ernie4_5", use_bias=True),
+        of("hunyuan_v1_dense", rope_scaling={"type": "dynamic", "alpha": 100.0}),
+        of("cohere2", logit_scale=0.3, sliding_window_pattern=2),
         of("phi", hidden_size=640, partial_rotary_factor=0.4, layer_norm_eps=1e-3),
         of("phi3", sliding_window=5, partial_rotary_factor=0.75),
         of("phi3"),

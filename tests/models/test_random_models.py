@@ -42,6 +42,21 @@ PARAMETERS = {
     "gemma-3-270m": 268,
     "gemma-3-1b": 1000,
     "gemma-3-4b": 3880,
+    "phi-3.5-mini": 3821,
+    "phi-4-mini": 3836,
+    "granite-3.3-2b": 2534,
+    "granite-4.0-micro": 3403,
+    "minicpm-2b": 2725,
+    "smollm3-3b": 3075,
+    "ministral-3-3b": 3429,
+    "ministral-3-8b": 8490,
+    "olmo-2-1b": 1485,
+    "olmo-3-7b": 7298,
+    "exaone-4.0-1.2b": 1279,
+    "glm-4-9b": 9400,
+    "ernie-4.5-0.3b": 361,
+    "hunyuan-1.8b": 1791,
+    "command-r7b": 8028,
 }
 
 

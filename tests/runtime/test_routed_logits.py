@@ -23,8 +23,9 @@ from hetero import LLM
 from hetero.compiling.calibration import calibrated
 from hetero.errors import ModelError, UserError
 from hetero.models import open_model
+from hetero.models.gguf import GgufFile
 from hetero.models.quantized import save
-from tests.models.gguf_files import convert
+from tests.models.gguf_files import convert, write
 from tests.support.checkpoints import Case, make_checkpoint, relative_error
 from tests.support.selection import examples
 
@@ -142,6 +143,28 @@ def test_quantised_gguf_has_the_numbers_of_its_floats(
         with LLM(str(tmp_path / "m.gguf"), device=device, weights=weights, kv="f32") as llm:
             logits.append(llm.logits(tokens))
     assert relative_error(*logits) <= 3e-3
+
+
+def test_experts_that_a_gguf_file_lacks(tmp_path: Path) -> None:
+    folder, _ = drawn("Qwen3Moe", QWEN3_GGUF)
+    tensors = convert(folder, tmp_path / "m.gguf")
+    entries = {
+        key: value.tolist() if isinstance(value, np.ndarray) else value
+        for key, value in GgufFile(tmp_path / "m.gguf").metadata.items()
+        if key.partition(".")[0] in ("qwen3moe", "tokenizer")
+    }
+    name = "blk.1.ffn_up_exps.weight"
+    others = {key: x for key, x in tensors.items() if key != name}
+    few = others | {name: tensors[name][:7]}
+    chosen = "qwen3moe.expert_used_count"
+    for present, changes, rule in (
+        (others, {}, f"tensor {name} is missing; download the file again"),
+        (few, {}, rf"tensor {name} must have the shape \[8, 64, 64\] .*got \[7, 64, 64\]"),
+        (tensors, {chosen: 9}, "num_experts_per_tok must be at most the 8 of num_experts, got 9"),
+    ):
+        write(tmp_path / "bad.gguf", "qwen3moe", entries | changes, present)
+        with pytest.raises(ModelError, match=rule):
+            open_model(tmp_path / "bad.gguf")
 
 
 @pytest.mark.parametrize("weights", ["w4a16", "w8a8"])

@@ -13,7 +13,8 @@ Changes: TypeAlias = dict[str, Any]
 
 LAYERS = 3
 MAX_POSITION = 512
-NO_PADDING = {"pad_token_id": 0}
+PADDING = {"pad_token_id": st.just(0)}
+WINDOW = st.sampled_from([5, 24])
 ORIGINAL = 24  # tokens of the first training, of scaled rotary embeddings
 KINDS = st.lists(
     st.sampled_from(["full_attention", "sliding_attention"]), min_size=LAYERS, max_size=LAYERS
@@ -28,6 +29,12 @@ YARN = st.fixed_dictionaries(
     }
 )
 PLAIN = st.just({"rope_type": "default"})
+SCALES: dict[str, st.SearchStrategy[Any]] = {
+    "embedding_multiplier": st.sampled_from([1.0, 12.0]),
+    "residual_multiplier": st.sampled_from([1.0, 0.22, 1.7]),
+    "attention_multiplier": st.sampled_from([0.35, 0.0156]),
+    "logits_scaling": st.sampled_from([1.0, 8.0, 3.3]),
+}
 
 
 def with_theta(ropes: st.SearchStrategy[Changes]) -> st.SearchStrategy[Changes]:
@@ -37,10 +44,149 @@ def with_theta(ropes: st.SearchStrategy[Changes]) -> st.SearchStrategy[Changes]:
 
 # By class name of the family in `transformers`: the changes of a configuration.
 FAMILIES: dict[str, st.SearchStrategy[Changes]] = {
+    "Granite": st.fixed_dictionaries(
+        {
+            **SCALES,
+            "attention_bias": st.booleans(),
+            "mlp_bias": st.booleans(),
+            "tie_word_embeddings": st.booleans(),
+            "rope_parameters": with_theta(PLAIN | LINEAR | YARN),
+        }
+    ),
+    "GraniteMoeHybrid": st.fixed_dictionaries(
+        {
+            **SCALES,
+            "attention_bias": st.booleans(),
+            "shared_intermediate_size": st.just(172),
+            "num_local_experts": st.just(0),
+            "position_embedding_type": st.sampled_from(["rope", None]),
+            "layer_types": st.just(["full_attention"] * LAYERS),
+            "tie_word_embeddings": st.booleans(),
+            "rope_parameters": with_theta(PLAIN),
+        }
+    ),
+    "SmolLM3": st.fixed_dictionaries(
+        {
+            "no_rope_layers": st.lists(st.sampled_from([0, 1]), min_size=LAYERS, max_size=LAYERS),
+            "use_sliding_window": st.booleans(),
+            "sliding_window": WINDOW,
+            "layer_types": KINDS,
+            "attention_bias": st.booleans(),
+            "mlp_bias": st.booleans(),
+            "tie_word_embeddings": st.booleans(),
+            "rope_parameters": with_theta(PLAIN | YARN),
+            **PADDING,
+        }
+    ),
+    "Ministral3": st.fixed_dictionaries(
+        {
+            "head_dim": st.sampled_from([8, 16]),
+            "sliding_window": st.none() | WINDOW,
+            "tie_word_embeddings": st.booleans(),
+            "rope_parameters": with_theta(
+                st.builds(
+                    lambda rope, beta, mscale: rope | beta | mscale,
+                    YARN,
+                    st.builds(lambda x: {"llama_4_scaling_beta": x}, st.sampled_from([0.1, 0.7])),
+                    st.sampled_from([{}, {"mscale": 1.0, "mscale_all_dim": 1.0}]),
+                )
+            ),
+            **PADDING,
+        }
+    ),
+    "Olmo2": st.fixed_dictionaries(
+        {
+            "attention_bias": st.booleans(),
+            "tie_word_embeddings": st.booleans(),
+            "rope_parameters": with_theta(PLAIN | YARN),
+            **PADDING,
+        }
+    ),
+    "Olmo3": st.fixed_dictionaries(
+        {
+            "attention_bias": st.booleans(),
+            "sliding_window": WINDOW,
+            "layer_types": KINDS,
+            "rope_parameters": st.fixed_dictionaries(
+                {
+                    "full_attention": with_theta(PLAIN | YARN),
+                    "sliding_attention": with_theta(PLAIN),
+                }
+            ),
+            **PADDING,
+        }
+    ),
+    "Exaone4": st.fixed_dictionaries(
+        {
+            "sliding_window": st.none() | WINDOW,
+            "layer_types": KINDS,
+            "tie_word_embeddings": st.booleans(),
+            "rope_parameters": with_theta(PLAIN | LINEAR),
+        }
+    ).map(lambda x: x if x["sliding_window"] else x | {"layer_types": ["full_attention"] * LAYERS}),
+    "Glm4": st.fixed_dictionaries(
+        {
+            "head_dim": st.sampled_from([8, 16]),
+            "attention_bias": st.booleans(),
+            "tie_word_embeddings": st.booleans(),
+            "rope_parameters": st.builds(
+                lambda rope, part: rope | {"partial_rotary_factor": part},
+                with_theta(PLAIN),
+                st.sampled_from([0.5, 0.25, 1.0]),
+            ),
+            **PADDING,
+        }
+    ),
+    "Ernie4_5": st.fixed_dictionaries(
+        {
+            "head_dim": st.sampled_from([8, 16]),
+            "use_bias": st.booleans(),
+            "tie_word_embeddings": st.booleans(),
+            "rope_parameters": with_theta(PLAIN | LINEAR),
+        }
+    ),
+    "HunYuanDenseV1": st.fixed_dictionaries(
+        {
+            "head_dim": st.sampled_from([8, 16]),
+            "attention_bias": st.booleans(),
+            "tie_word_embeddings": st.booleans(),
+            "rope_parameters": with_theta(
+                PLAIN | YARN | st.just({"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0})
+            ),
+        }
+    ),
+    "Cohere2": st.fixed_dictionaries(
+        {
+            "attention_bias": st.booleans(),
+            "logit_scale": st.sampled_from([0.0625, 1.7]),
+            "sliding_window": WINDOW,
+            "layer_types": KINDS,
+            "tie_word_embeddings": st.booleans(),
+            "rope_parameters": with_theta(PLAIN | LINEAR),
+        }
+    ),
+    "Phi3": st.fixed_dictionaries(
+        {
+            "sliding_window": st.none() | WINDOW,
+            "tie_word_embeddings": st.booleans(),
+            # every text is longer: transformers goes by the text, not by the context
+            "original_max_position_embeddings": st.just(4),
+            "rope_parameters": st.fixed_dictionaries(
+                {
+                    "rope_type": st.just("longrope"),
+                    "rope_theta": THETA,
+                    "partial_rotary_factor": st.just(0.75),
+                    "short_factor": st.just([1.0, 1.5, 2.0]),
+                    "long_factor": st.just([1.5, 3.0, 7.0]),
+                }
+            ),
+            **PADDING,
+        }
+    ),
     "Gemma3": st.fixed_dictionaries(
         {
             "head_dim": st.sampled_from([8, 16]),
-            "sliding_window": st.sampled_from([5, 24]),
+            "sliding_window": WINDOW,
             "layer_types": KINDS,
             "query_pre_attn_scalar": st.sampled_from([8, 16, 29]),
             "final_logit_softcapping": st.sampled_from([None, 3.0]),
@@ -51,7 +197,7 @@ FAMILIES: dict[str, st.SearchStrategy[Changes]] = {
                 }
             ),
             "tie_word_embeddings": st.booleans(),
-            **{key: st.just(x) for key, x in NO_PADDING.items()},
+            **PADDING,
         }
     ),
 }
@@ -62,5 +208,22 @@ def in_files(family: str, changes: Changes) -> Changes:
     match family:
         case "Gemma3":
             return {"query_pre_attn_scalar": changes["head_dim"]}
+        case "SmolLM3":
+            return {
+                "num_hidden_layers": 4,
+                "no_rope_layers": [1, 1, 1, 0],
+                "use_sliding_window": False,
+                "sliding_window": None,
+                "layer_types": ["full_attention"] * 4,
+            }
+        case "Ministral3":
+            return {"sliding_window": None}
+        case "HunYuanDenseV1":
+            kept = {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+            }  # a stretched theta is rounded to f32
+            stretched = "alpha" in changes["rope_parameters"]
+            return {"rope_parameters": kept} if stretched else {}
         case _:
             return {}

@@ -1,9 +1,11 @@
-// Rotary embedding ("rotate half") of queries and keys, with optional RMSNorm per head; values are
-// copied. A work-item takes ITEM_HEADS heads of one token. `count` is m · TOTAL_HEADS / ITEM_HEADS.
+// Rotary embedding ("rotate half") of queries and keys, with optional RMSNorm per head or, with
+// ROW_NORM, over all heads; with NORM_AFTER (what the rotation multiplies squares by) its weight
+// multiplies what is rotated. Values are copied. A work-item takes ITEM_HEADS heads of one token.
+// `count` is m · TOTAL_HEADS / ITEM_HEADS.
 //
 // GATE_HEADS heads between queries and keys are gates, which others read.
 // HEADS, KV_HEADS, HEAD_DIM, ROTATED come from the record; HV divides HEAD_DIM and RV ROTATED / 2.
-// cosines and sines: [max_position][ROTATED / 2].
+// cosines and sines: [max_position][TABLES][ROTATED / 2]; of two tables the second is of queries.
 
 #define TOTAL_HEADS (HEADS + 2 * KV_HEADS)
 #define HALF (ROTATED / 2)
@@ -41,21 +43,30 @@ INLINE void rotate_head(__global const float *from, __global float *to,
 }
 
 #ifdef EPS
-INLINE void rotate_normed(__global const float *from, __global float *to,
-                          __global const float *cosines, __global const float *sines,
-                          __global const float *weight) {
+INLINE float head_squares(__global const float *from) {
   hfloat squares = 0;
   for (int d = 0; d < HEAD_DIM; d += HV) {
     const hfloat x = HLOAD(from + d);
     squares = x * x + squares;
   }
-  const float factor = 1.0f / sqrt(HSUM(squares) * (1.0f / HEAD_DIM) + EPS);
+  return HSUM(squares);
+}
+
+INLINE void rotate_normed(__global const float *from, __global float *to,
+                          __global const float *cosines, __global const float *sines,
+                          __global const float *weight, const float factor) {
   for (int d = 0; d < HALF; d += RV) {
+    const rfloat c = RLOAD(cosines + d), s = RLOAD(sines + d);
+#ifdef NORM_AFTER
+    const rfloat low = factor * RLOAD(from + d), high = factor * RLOAD(from + HALF + d);
+    RSTORE((low * c - high * s) * RLOAD(weight + d), to + d);
+    RSTORE((high * c + low * s) * RLOAD(weight + HALF + d), to + HALF + d);
+#else
     const rfloat low = factor * RLOAD(from + d) * RLOAD(weight + d);
     const rfloat high = factor * RLOAD(from + HALF + d) * RLOAD(weight + HALF + d);
-    const rfloat c = RLOAD(cosines + d), s = RLOAD(sines + d);
     RSTORE(low * c - high * s, to + d);
     RSTORE(high * c + low * s, to + HALF + d);
+#endif
   }
   for (int d = ROTATED; d < HEAD_DIM; d++) to[d] = factor * from[d] * weight[d];
 }
@@ -70,9 +81,28 @@ __kernel void rope(const int count, PANELS(const float, qkv), ARRAY(const int, p
   AT(position); AT(out);
   const int token = item / (TOTAL_HEADS / ITEM_HEADS);
   const int first = item % (TOTAL_HEADS / ITEM_HEADS) * ITEM_HEADS;
-  const size_t at = (size_t)(position[0] + token) * HALF;
+  const size_t at = (size_t)(position[0] + token) * (HALF * TABLES);
   cosines += at;
   sines += at;
+#ifdef ROW_NORM
+  float rows[2] = {0, 0};  // sums of squares of all queries, of all keys
+  for (int head = 0; head < HEADS + KV_HEADS; head++) {
+    if (ITEM_HEADS == 1 && (head < HEADS) != (first < HEADS)) continue;
+    const int column = (head < HEADS ? head : head + GATE_HEADS) * HEAD_DIM;
+    const int panel = panel_of(qkv_table, qkv_count, column);
+    float squares = 0;
+    if (PANEL_STOP(qkv, panel) < column + HEAD_DIM) {
+      for (int d = 0; d < HEAD_DIM; d++) {
+        const int p = panel_of(qkv_table, qkv_count, column + d);
+        const float x = PANEL_ROW(qkv, p, token)[column + d];
+        squares += x * x;
+      }
+    } else {
+      squares = head_squares(PANEL_ROW(qkv, panel, token) + column);
+    }
+    rows[head >= HEADS] += squares;
+  }
+#endif
   for (int head = first; head < first + ITEM_HEADS; head++) {
     const size_t offset = ((size_t)token * TOTAL_HEADS + head) * HEAD_DIM;
     __global float *to = out + offset;
@@ -89,10 +119,25 @@ __kernel void rope(const int count, PANELS(const float, qkv), ARRAY(const int, p
     if (head >= HEADS + KV_HEADS) {
       copy_dims(from, to);
     } else {
+      const bool query = head < HEADS;
+      const int table = query ? (TABLES - 1) * HALF : 0;
 #ifdef EPS
-      rotate_normed(from, to, cosines, sines, head < HEADS ? q_norm : k_norm);
+#ifdef ROW_NORM
+      const float mean = rows[!query] * (1.0f / ((query ? HEADS : KV_HEADS) * HEAD_DIM));
+      const int weights = (query ? head : head - HEADS) * HEAD_DIM;
 #else
-      rotate_head(from, to, cosines, sines);
+      const float mean = head_squares(from) * (1.0f / HEAD_DIM);
+      const int weights = 0;
+#endif
+#ifdef NORM_AFTER
+      const float factor = 1.0f / sqrt(mean * NORM_AFTER + EPS);
+#else
+      const float factor = 1.0f / sqrt(mean + EPS);
+#endif
+      rotate_normed(from, to, cosines + table, sines + table,
+                    (query ? q_norm : k_norm) + weights, factor);
+#else
+      rotate_head(from, to, cosines + table, sines + table);
 #endif
     }
   }

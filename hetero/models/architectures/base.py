@@ -43,6 +43,10 @@ class Decoder(Protocol):
     @property
     def num_layers(self) -> int: ...
     @property
+    def rope_theta(self) -> float: ...
+    @property
+    def rms_norm_eps(self) -> float: ...
+    @property
     def rotates(self) -> tuple[bool, ...]: ...
     @property
     def mixers(self) -> tuple[str, ...]: ...
@@ -128,12 +132,14 @@ class Architecture:
                       kv_heads None: as many as heads; head_dim None: hidden_size / heads;
                       ids: (bos, eos)
     grouped           query heads may share key/value heads; else config.json is not asked
-    read, write       fields that only this family has
+    read, write       fields that only this family has; `read` may also return `rotary_factor`,
+                      `rotates` (by layer) and `adjust_rope`, a function of the rotary embedding
     row_order         the rows of a checkpoint's tensor, by its module, if in another order
     column_order      its columns
     used              fields that are refused elsewhere (`hetero.models.config_keys`)
     defaults          fields that the text part of a larger model may leave out
     norm_offset       added to every norm's weight when it is read
+    norm_bias         whether a LayerNorm has a bias
     theta             base period of the rotary embedding where config.json gives none
     local_theta       that of layers with a sliding window, whose embedding is never scaled by
                       `rope_scaling`; None: all layers have one embedding
@@ -158,6 +164,7 @@ class Architecture:
     norm_offset: float = 0.0
     used: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    norm_bias: bool = True
     theta: float = 10000.0
     local_theta: float | None = None
 
@@ -231,3 +238,29 @@ def write_switched_window(windows: Sequence[int]) -> dict[str, Any]:
         "sliding_window": window or None,
         "layer_types": kinds_of(windows),
     }
+
+
+def halves_of_pairs(heads: int, head_dim: int, rotated: int) -> npt.NDArray[np.int64]:
+    """Return the order of rows that are rotated pair by pair, such that they rotate half by half.
+
+    Of each head's first `rotated` rows, row 2 i + j (pair i) becomes row j · rotated / 2 + i.
+    """
+    rows = np.arange(heads * head_dim, dtype=np.int64).reshape(heads, head_dim)
+    pairs = rows[:, :rotated].reshape(heads, rotated // 2, 2).swapaxes(1, 2)
+    return np.concatenate([pairs.reshape(heads, -1), rows[:, rotated:]], axis=1).reshape(-1)
+
+
+def _rotated(config: Decoder) -> int:
+    return config.rotary_dim or config.head_dim
+
+
+ROTATED_IN_PAIRS: Mapping[str, RowOrder] = {
+    "self_attn.q_proj": lambda x: halves_of_pairs(x.heads, x.head_dim, _rotated(x)),
+    "self_attn.k_proj": lambda x: halves_of_pairs(x.kv_heads, x.head_dim, _rotated(x)),
+}
+"""`row_order` of families with interleaved rotary embeddings."""
+
+
+def scale(source: Fields, name: str, default: float = 1.0) -> float:
+    """Return a factor of the model, greater than 0."""
+    return source.positive_float(name, default)

@@ -29,6 +29,7 @@ class GgufFamily:
     fields       the fields of config.json that only it has, from entries and the fields so far
     used         entries that most others do not have; `eps` is that of its norms
     pairs        rows of queries and keys lie pair by pair (llama.cpp's "normal" rotary embedding)
+    frequencies  a tensor `rope_freqs` has divisors of the frequencies (Llama 3.1's scaling)
     biases       whether attention and feed-forward have biases is seen in the tensors
     tensors      those of a block's vectors that have other names than most: of a module, or whole
     """
@@ -38,6 +39,7 @@ class GgufFamily:
     used: tuple[str, ...] = ()
     eps: str = RMS_EPS
     pairs: bool = False
+    frequencies: bool = False
     biases: bool = False
     tensors: Mapping[str, str] = field(default_factory=dict)
 
@@ -104,6 +106,91 @@ def _layer_types(entry: Entry, layers: object, default: int | None = None) -> li
     return [SLIDING if x else FULL for x in np.atleast_1d(pattern).tolist()]
 
 
+def _granite(entry: Entry, raw: Raw) -> dict[str, Any]:
+    """Return the factors; 0 is none. `rope.scaling.finetuned` says whether heads are rotated."""
+    names = {
+        "embedding_multiplier": "embedding_scale",
+        "residual_multiplier": "residual_scale",
+        "logits_scaling": "logit_scale",
+    }
+    fields = {name: entry(key) or 1.0 for name, key in names.items()}
+    fields["attention_multiplier"] = entry("attention.scale") or _own_scale(raw)
+    if entry("rope.scaling.finetuned") is not False:
+        return fields
+    layers = raw.get(_LAYERS)
+    return {
+        **fields,
+        "model_type": "granitemoehybrid",
+        "position_embedding_type": "nope",
+        "layer_types": [FULL] * layers if isinstance(layers, int) else None,
+        "shared_intermediate_size": raw.get("intermediate_size"),
+    }
+
+
+def _own_scale(raw: Raw) -> float:
+    size = raw.get("head_dim")
+    return float(size) ** -0.5 if is_number(size) and size > 0 else 1.0
+
+
+def _minicpm(entry: Entry, raw: Raw) -> dict[str, Any]:
+    """Return the fields of a Granite with these factors, and llama.cpp's defaults for old files."""
+    layers, hidden = (x if is_number(x := raw.get(y)) else 1 for y in (_LAYERS, "hidden_size"))
+    residual, logits = 1.4 / max(layers, 1) ** 0.5, hidden / 256
+    given = {
+        "embedding_multiplier": (entry("embedding_scale"), 12.0),
+        "residual_multiplier": (entry("residual_scale"), residual),
+        "logits_scaling": (entry("logit_scale"), logits),
+    }
+    fields = {name: default if value is None else value for name, (value, default) in given.items()}
+    return {**fields, "attention_multiplier": _own_scale(raw)}
+
+
+def _ministral3(entry: Entry, raw: Raw) -> dict[str, Any]:
+    """Return YaRN with its own attention factor taken out, and the scale of queries by position."""
+    rope = dict(raw.get("rope_scaling") or {"rope_type": "default"})
+    if entry("rope.scaling.yarn_log_multiplier"):
+        rope |= {"mscale": 1.0, "mscale_all_dim": entry("rope.scaling.yarn_log_multiplier")}
+    if entry("attention.temperature_scale"):
+        original = entry("rope.scaling.original_context_length")
+        rope |= {"llama_4_scaling_beta": entry("attention.temperature_scale")}
+        rope |= {"original_max_position_embeddings": original}
+    for name in ("beta_fast", "beta_slow"):
+        if entry(f"rope.scaling.yarn_{name}") is not None:
+            rope[name] = entry(f"rope.scaling.yarn_{name}")
+    return {"rope_scaling": rope, "sliding_window": raw.get("sliding_window") or None}
+
+
+def _olmo(entry: Entry, raw: Raw) -> dict[str, Any]:
+    """Return the fields of OLMo 3 if there are windows: their layers are rotated unscaled."""
+    if not raw.get("sliding_window"):
+        return {}
+    full = {**(raw.get("rope_scaling") or {}), "rope_theta": raw.get("rope_theta", 1e4)}
+    local = entry("rope.freq_base_swa")
+    theta = full["rope_theta"] if local is None else local
+    return {
+        "model_type": "olmo3",
+        "layer_types": _layer_types(entry, raw.get(_LAYERS), 4),
+        "rope_parameters": {FULL: full, SLIDING: {"rope_theta": theta}},
+        "rope_scaling": None,
+    }
+
+
+def _exaone4(entry: Entry, raw: Raw) -> dict[str, Any]:
+    if not raw.get("sliding_window"):
+        return {"sliding_window": None}
+    return {"layer_types": _layer_types(entry, raw.get(_LAYERS), 4)}
+
+
+def _cohere2(entry: Entry, raw: Raw) -> dict[str, Any]:
+    layers = raw.get(_LAYERS)
+    return {
+        "logit_scale": entry("logit_scale"),
+        "layer_types": _layer_types(entry, layers, 4),
+    }
+
+
+_LAYERS: Final = "num_hidden_layers"
+_SCALES: Final = ("embedding_scale", "residual_scale", "logit_scale")
 _DELTA: Final = {
     "linear_num_key_heads": "ssm.group_count",
     "linear_num_value_heads": "ssm.time_step_rank",
@@ -115,7 +202,7 @@ _DELTA_HEADS: Final = ("ssm.time_step_rank", "ssm.inner_size")
 _WINDOWS: Final = ("attention.sliding_window", "attention.sliding_window_pattern")
 _CAPS: Final = ("attn_logit_softcapping", "final_logit_softcapping")
 FAMILIES: Final[Mapping[str, GgufFamily]] = {
-    "llama": GgufFamily(model_type="llama", pairs=True, biases=True),
+    "llama": GgufFamily(model_type="llama", pairs=True, frequencies=True, biases=True),
     "qwen2": GgufFamily(model_type="qwen2"),
     "qwen3": GgufFamily(model_type="qwen3", biases=True),
     "qwen3moe": GgufFamily(
@@ -144,5 +231,49 @@ FAMILIES: Final[Mapping[str, GgufFamily]] = {
         model_type="phi3",
         fields=_phi3,
         used=("attention.sliding_window", "rope.dimension_count"),
+    ),
+    "granite": GgufFamily(
+        model_type="granite",
+        fields=_granite,
+        used=(*_SCALES, "attention.scale", "rope.scaling.finetuned"),
+        pairs=True,
+        frequencies=True,
+        biases=True,
+    ),
+    "minicpm": GgufFamily(
+        model_type="granite", fields=_minicpm, used=_SCALES, pairs=True, biases=True
+    ),
+    "smollm3": GgufFamily(model_type="smollm3", pairs=True, frequencies=True, biases=True),
+    "mistral3": GgufFamily(
+        model_type="ministral3",
+        fields=_ministral3,
+        used=(
+            "attention.temperature_scale",
+            "rope.scaling.yarn_log_multiplier",
+            "rope.scaling.yarn_beta_fast",
+            "rope.scaling.yarn_beta_slow",
+        ),
+        pairs=True,
+    ),
+    "olmo2": GgufFamily(
+        model_type="olmo2", fields=_olmo, used=(*_WINDOWS, "rope.freq_base_swa"), biases=True
+    ),
+    "exaone4": GgufFamily(model_type="exaone4", fields=_exaone4, used=_WINDOWS, frequencies=True),
+    "glm4": GgufFamily(
+        model_type="glm4",
+        fields=_partial_rotary,
+        used=("rope.dimension_count",),
+        pairs=True,
+        biases=True,
+    ),
+    "ernie4_5": GgufFamily(model_type="ernie4_5", pairs=True, biases=True),
+    "hunyuan-dense": GgufFamily(model_type="hunyuan_v1_dense", biases=True),
+    "cohere2": GgufFamily(
+        model_type="cohere2",
+        fields=_cohere2,
+        used=(*_WINDOWS, "logit_scale"),
+        eps=EPS,
+        pairs=True,
+        biases=True,
     ),
 }

@@ -12,6 +12,8 @@ import numpy.typing as npt
 from hetero.backends.formats import StorageFormat, WeightFormat
 from hetero.backends.weights import ROW_BLOCK, Float32Array, PackedWeight, packed_bytes
 from hetero.errors import ModelError
+from hetero.models.architectures import ARCHITECTURES
+from hetero.models.architectures.base import halves_of_pairs
 from hetero.models.architectures.qwen3_5 import queries_first
 from hetero.models.checkpoint import is_taps
 from hetero.models.config import ModelConfig
@@ -80,6 +82,8 @@ class GgufWeights(ModelWeights):
 
     def model_vector(self, name: str) -> Float32Array:
         """Return a vector outside of the blocks."""
+        if self._is_left_out(name):
+            return np.zeros(self.config.hidden_size, np.float32)
         module, suffix = _named(_ENDS, name)
         return self._with_logit_scale(name, self._vector(f"{module}.{suffix}"))
 
@@ -220,7 +224,10 @@ class GgufWeights(ModelWeights):
         config = self.config
         if module == "attn_q" and config.output_gate:
             return queries_first(config)
-        queries, keys = (half_by_half(x, config.head_dim) for x in (config.heads, config.kv_heads))
+        rotated = config.rotary_dim or config.head_dim
+        queries, keys = (
+            halves_of_pairs(x, config.head_dim, rotated) for x in (config.heads, config.kv_heads)
+        )
         if module == "attn_qkv" and self._family.pairs:
             values = np.arange(len(keys))
             return np.concatenate([queries, keys + len(queries), values + len(queries) + len(keys)])
@@ -228,6 +235,8 @@ class GgufWeights(ModelWeights):
 
     def _block_vector(self, prefix: str, name: str) -> Float32Array:
         matmul = name.removesuffix("_bias")
+        if self._is_left_out(name):
+            return np.zeros(self.config.hidden_size, np.float32)
         if matmul not in _MATRICES:
             values = self._vector(prefix + self._tensor_of(name))
             return (
@@ -239,6 +248,11 @@ class GgufWeights(ModelWeights):
             values = self._vector(bias) if bias in self.file.tensors else np.zeros(n, np.float32)
             parts.append(values if order is None else values[order])
         return np.concatenate(parts)
+
+    def _is_left_out(self, name: str) -> bool:
+        """Return whether a vector is the bias of a norm that the family has without one."""
+        family = ARCHITECTURES[self.config.architecture]
+        return name.endswith("norm_bias") and not family.norm_bias
 
     def _bias_rows(self, prefix: str, name: str) -> list[tuple[str, int]]:
         """Return the modules of a matmul's biases; those of a fused qkv may be separate."""
@@ -287,8 +301,8 @@ class GgufWeights(ModelWeights):
 
     def _read_before(self) -> tuple[str, ...]:
         """Return the tensors that the configuration was read from."""
-        llama = self.file.metadata["general.architecture"] == "llama"
-        if llama and _FREQUENCIES in self.file.tensors:
+        family = FAMILIES[self.file.metadata["general.architecture"]]
+        if family.frequencies and _FREQUENCIES in self.file.tensors:
             return (_FREQUENCIES,)
         return _FACTORS if self.config.rope_scaling.kind == "longrope" else ()
 
@@ -311,7 +325,8 @@ class GgufWeights(ModelWeights):
         for matrix in embedding_matrices(self.config):
             shapes[f"{_ENDS[matrix.name]}.weight"] = (matrix.n, matrix.k)
         for vector in model_vectors(self.config, self.weight_format.storage):
-            shapes[".".join(_named(_ENDS, vector.name))] = (vector.n,)
+            if not self._is_left_out(vector.name):
+                shapes[".".join(_named(_ENDS, vector.name))] = (vector.n,)
         for index in range(self.config.num_layers):
             prefix = f"blk.{index}."
             for matmul in self.config.block_matmuls(index):
@@ -319,12 +334,10 @@ class GgufWeights(ModelWeights):
                     shapes[f"{prefix}{module}.weight"] = (n, matmul.k)
                 if matmul.bias:
                     shapes |= self._expected_biases(prefix, matmul.name)
-            for matrix in expert_matrices(self.config, index):
-                (module,) = self._modules(prefix, matrix.name)
-                count = self.config.experts.count if self.config.experts else 1
-                shapes[f"{prefix}{module}.weight"] = (count, matrix.n // count, matrix.k)
+            shapes |= _expert_shapes(self.config, index)
             for vector in self.vectors(index):
-                if vector.name.removesuffix("_bias") not in _MATRICES:
+                of_matmul = vector.name.removesuffix("_bias") in _MATRICES
+                if not of_matmul and not self._is_left_out(vector.name):
                     taps = self.config.conv_taps
                     shape = (vector.n // taps, taps) if is_taps(vector.name) else vector.shape
                     shapes[prefix + self._tensor_of(vector.name)] = shape
@@ -353,14 +366,15 @@ class GgufWeights(ModelWeights):
         return [(module, n // len(modules)) for module in modules]
 
 
-def half_by_half(heads: int, head_dim: int) -> npt.NDArray[np.int64]:
-    """Return the row order of rotated heads that the file stores pair by pair.
-
-    Converters of models with llama.cpp's "normal" rotary embedding move row j · D/2 + i of a head
-    (half j, pair i) to 2 i + j (`LlamaModel.permute` of convert_hf_to_gguf.py).
-    """
-    rows = np.arange(heads * head_dim, dtype=np.int64).reshape(heads, head_dim // 2, 2)
-    return rows.swapaxes(1, 2).reshape(-1)
+def _expert_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
+    """Return the tensors of a layer's routed experts, each [experts, rows, features]."""
+    experts = config.routed(layer)
+    if experts is None:
+        return {}
+    return {
+        f"blk.{layer}.{_MATRICES[x.name][0][0]}.weight": (experts.count, x.n // experts.count, x.k)
+        for x in expert_matrices(config, layer)
+    }
 
 
 def _named(names: dict[str, str], vector: str) -> tuple[str, str]:

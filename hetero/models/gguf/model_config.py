@@ -65,7 +65,7 @@ def read_config(file: GgufFile) -> ModelConfig:
     raw = _raw(file, name)
     config = ModelConfig.from_dict(raw, where=str(file.path))
     factors = file.tensors.get("rope_freqs.weight")
-    if factors is not None and name == "llama":
+    if factors is not None and FAMILIES[name].frequencies:
         raw["rope_scaling"] = _frequency_scaling(file, config)
         config = ModelConfig.from_dict(raw, where=str(file.path))
     check_metadata(file, name, config)
@@ -88,7 +88,7 @@ def _raw(file: GgufFile, name: str) -> dict[str, Any]:
     raw.setdefault("vocab_size", _vocabulary(file))
     raw["tie_word_embeddings"] = "output.weight" not in file.tensors
     if family.biases:  # the others always have them, or never
-        raw["attention_bias"] = raw["bias"] = _has_bias(file, ".attn_")
+        raw["attention_bias"] = raw["bias"] = raw["use_bias"] = _has_bias(file, ".attn_")
         raw["mlp_bias"] = _has_bias(file, ".ffn_")
     raw |= {"bos_token_id": special_id(value, "bos"), "eos_token_id": list(end_ids(value)) or None}
     raw["rope_scaling"] = rope_scaling(file, name)
@@ -171,7 +171,7 @@ def _frequency_scaling(file: GgufFile, config: ModelConfig) -> dict[str, Any]:
 
 
 def _divisors(config: ModelConfig, scaling: RopeScaling) -> npt.NDArray[np.float64]:
-    rope = rope_of(config, 0)
-    assert rope is not None
+    ropes = (rope_of(config, i) for i in range(config.num_layers))
+    rope = next(x for x in ropes if x is not None)
     plain = replace(rope, scaling=RopeScaling())
     return inverse_frequencies(plain) / inverse_frequencies(replace(rope, scaling=scaling))

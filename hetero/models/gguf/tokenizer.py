@@ -2,7 +2,8 @@
 
 `llama` is SentencePiece's BPE with scores (a pair is merged if its token is in the vocabulary, best
 score first) and bytes for what is unknown; `gpt2` is BPE over bytes with a list of merges and a
-pattern that `tokenizer.ggml.pre` names.
+pattern that `tokenizer.ggml.pre` names (`hetero.models.gguf.splitting`); `gemma4` is BPE over
+characters, with `▁` for spaces, a list of merges, and bytes for what is unknown.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, Final, cast
 
 import numpy as np
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, processors
 
 from hetero.errors import ModelError
 from hetero.models.gguf.file import NO_UTF8, GgufFile
@@ -29,38 +30,11 @@ from hetero.models.gguf.special_tokens import (
     token_types,
     vocabulary,
 )
+from hetero.models.gguf.splitting import SPLITTINGS, Splitting
 from hetero.models.tokenizer import REPLACEMENT, HfTokenizer
 from hetero.models.tokenizer_limits import check_tokens
 from hetero.terminal.notices import notify_once
 
-_LLAMA3: Final = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_QWEN2: Final = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
-# What `tokenizer.ggml.pre` may be, by how llama.cpp splits text for it.
-_WHOLE_WORDS: Final = (
-    "llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0", "lfm2",
-)  # fmt: skip  # as Llama 3: a known word is not merged piece by piece, and BOS goes first
-_PATTERNS: Final = {
-    **dict.fromkeys((*_WHOLE_WORDS, "smaug-bpe", "dbrx"), _LLAMA3),
-    **dict.fromkeys(
-        ("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2", "hunyuan", "solar-open"), _QWEN2
-    ),
-}
-_PLAIN: Final = (
-    "gpt-2", "phi-2", "gigachat", "a.x-4.0", "mellum", "exaone4", "olmo", "mpt", "jais", "trillion",
-)  # fmt: skip
-_DIGITS: Final = (
-    "smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b",
-)  # fmt: skip  # as GPT-2, and every digit is a word
-# llama.cpp's for a file that names none: each pattern splits what the ones before it left.
-_DEFAULT: Final = (
-    r"[\p{P}\$\+<=>\^~\|]+",
-    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
-    r"\p{N}+",
-    r"[0-9][0-9][0-9]",
-)
 _NAMES: Final = ("bos", "eos", "unknown", "padding", "separator")
 _HF_NAMES: Final = {
     "bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token",
@@ -81,9 +55,13 @@ def read_tokenizer(file: GgufFile) -> HfTokenizer:
         backend = _sentencepiece(file, tokens)
     elif kind == "gpt2":
         backend = _bytes(file, tokens)
+    elif kind == "gemma4":
+        backend = _characters(file, tokens)
     else:
         given = metadata.get("tokenizer.ggml.model")
-        raise _error(file, f"has a tokenizer of the kind {given!r}, supported are llama and gpt2")
+        raise _error(
+            file, f"has a tokenizer of the kind {given!r}, supported are llama, gpt2 and gemma4"
+        )
     _add_special(file, backend, tokens)
     if re.search(NO_UTF8, "\n".join(tokens)):
         mend = decoders.Replace(Regex(NO_UTF8), REPLACEMENT)
@@ -103,17 +81,23 @@ def _sentencepiece(file: GgufFile, tokens: Sequence[str]) -> tokenizers.Tokenize
     scores = _numbers(file, "scores", len(tokens))
     if scores is None:
         raise _error(file, "must give a score to every token (tokenizer.ggml.scores)")
-    unknown = _token_of(file.metadata, "unknown", tokens)
     known = dict(zip(tokens, range(len(tokens)), strict=True))
-    model = models.BPE(
-        known,
-        _merges_of_scores(known, scores),
-        unk_token=unknown,
-        fuse_unk=True,
-        byte_fallback=True,
-    )
-    backend = tokenizers.Tokenizer(model)
     prefix = file.metadata.get("tokenizer.ggml.add_space_prefix", True) is not False
+    return _spaced(file, tokens, _merges_of_scores(known, scores), prefix=prefix)
+
+
+def _characters(file: GgufFile, tokens: Sequence[str]) -> tokenizers.Tokenizer:
+    prefix = file.metadata.get("tokenizer.ggml.add_space_prefix") is True
+    return _spaced(file, tokens, _merges(file), prefix=prefix)
+
+
+def _spaced(
+    file: GgufFile, tokens: Sequence[str], merges: Sequence[tuple[str, str]], *, prefix: bool
+) -> tokenizers.Tokenizer:
+    """Return BPE over characters with `▁` for spaces, and before the text with a `prefix`."""
+    unknown = _token_of(file.metadata, "unknown", tokens)
+    model = _bpe(file, tokens, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    backend = tokenizers.Tokenizer(model)
     spaces = [normalizers.Prepend("▁")] if prefix else []
     backend.normalizer = normalizers.Sequence([*spaces, normalizers.Replace(" ", "▁")])
     strip = [decoders.Strip(" ", 1, 0)] if prefix else []
@@ -142,22 +126,24 @@ def _merges_of_scores(known: Mapping[str, int], scores: Sequence[float]) -> list
 
 
 def _bytes(file: GgufFile, tokens: Sequence[str]) -> tokenizers.Tokenizer:
-    merges = _merges(file)
-    pre = _text(file.metadata, "tokenizer.ggml.pre") or "default"
-    try:
-        model = models.BPE(
-            dict(zip(tokens, range(len(tokens)), strict=True)),
-            merges,
-            ignore_merges=pre in _WHOLE_WORDS,
-        )
-    except Exception as error:  # the library raises bare Exception
-        raise _error(file, f"has merges that do not fit its vocabulary ({error})") from error
+    splitting = _splitting(file)
+    model = _bpe(file, tokens, _merges(file), ignore_merges=splitting.whole_words)
     backend = tokenizers.Tokenizer(model)
-    backend.pre_tokenizer = _pre_tokenizer(file, pre)
-    if pre == "qwen2":
+    backend.pre_tokenizer = splitting.pre_tokenizer()
+    if splitting.nfc:
         backend.normalizer = normalizers.NFC()
     backend.decoder = decoders.ByteLevel()
     return backend
+
+
+def _bpe(
+    file: GgufFile, tokens: Sequence[str], merges: Sequence[tuple[str, str]], **options: Any
+) -> models.BPE:
+    try:
+        known = dict(zip(tokens, range(len(tokens)), strict=True))
+        return models.BPE(known, list(merges), **options)
+    except Exception as error:  # the library raises bare Exception
+        raise _error(file, f"has merges that do not fit its vocabulary ({error})") from error
 
 
 def _merges(file: GgufFile) -> list[tuple[str, str]]:
@@ -181,32 +167,20 @@ def _numbers(file: GgufFile, name: str, count: int) -> list[float] | None:
     return numbers
 
 
-def _pre_tokenizer(file: GgufFile, pre: object) -> Any:
-    if pre in _PLAIN:
-        return pre_tokenizers.ByteLevel(add_prefix_space=False)
-    if pre == "default":
-        return _default_pre_tokenizer(file)
-    if pre in _DIGITS:
-        digits = pre_tokenizers.Digits(individual_digits=True)
-        return pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
-    if pre not in _PATTERNS:
-        known = ", ".join((*_PATTERNS, *_PLAIN, *_DIGITS, "default"))
+def _splitting(file: GgufFile) -> Splitting:
+    pre = _text(file.metadata, "tokenizer.ggml.pre") or "default"
+    if pre not in SPLITTINGS:
         given = file.metadata.get("tokenizer.ggml.pre")
-        raise _error(file, f"splits text in the way {given!r}, supported are {known}")
-    split = pre_tokenizers.Split(Regex(_PATTERNS[str(pre)]), behavior="isolated")
-    plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    return pre_tokenizers.Sequence([split, plain])
-
-
-def _default_pre_tokenizer(file: GgufFile) -> Any:
-    notify_once(
-        f"{file.path}: tokenizer.ggml.pre does not say how this model splits text, so llama.cpp's "
-        "default pattern does, which is wrong for Llama 3, Qwen 2 and others: convert the model "
-        "again with a current convert_hf_to_gguf.py"
-    )
-    splits = [pre_tokenizers.Split(Regex(x), behavior="isolated") for x in _DEFAULT]
-    plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    return pre_tokenizers.Sequence([*splits, plain])
+        raise _error(
+            file, f"splits text in the way {given!r}, supported are {', '.join(SPLITTINGS)}"
+        )
+    if pre == "default":
+        notify_once(
+            f"{file.path}: tokenizer.ggml.pre does not say how this model splits text, so "
+            "llama.cpp's default pattern does, which is wrong for Llama 3, Qwen 2 and others: "
+            "convert the model again with a current convert_hf_to_gguf.py"
+        )
+    return SPLITTINGS[pre]
 
 
 def _add_special(file: GgufFile, backend: tokenizers.Tokenizer, tokens: Sequence[str]) -> None:
@@ -251,7 +225,8 @@ def _adds_bos(metadata: Mapping[str, Any], kind: object) -> bool:
     given = metadata.get("tokenizer.ggml.add_bos_token")
     if isinstance(given, bool):
         return given
-    return kind == "llama" or _text(metadata, "tokenizer.ggml.pre") in _WHOLE_WORDS
+    splitting = SPLITTINGS.get(_text(metadata, "tokenizer.ggml.pre"))
+    return kind == "llama" or (splitting is not None and splitting.bos)
 
 
 def _templates(metadata: Mapping[str, Any]) -> dict[str, str]:

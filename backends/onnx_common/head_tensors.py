@@ -1,0 +1,57 @@
+"""Some heads of an attention on tensors of their own, for graphs that have no others.
+
+Of a cache these heads are a run of memory; of the queries, keys and values, and of the output, they
+are columns, which are copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from hetero.backends.memory import Tensor
+from hetero.backends.onnx_common.binding import Array
+from hetero.backends.ops import AttentionHeads
+from hetero.backends.protocol import CACHE_PORTS
+
+
+class HeadTensors(NamedTuple):
+    """`own`: the tensors of `AttentionHeads.alone`; `wanted`: the columns of the output."""
+
+    own: dict[str, Tensor]
+    columns: list[tuple[Array, Array]]
+    wanted: Array
+
+    @classmethod
+    def of(
+        cls,
+        op: AttentionHeads,
+        tensors: Mapping[str, Tensor],
+        m: int,
+        room: Callable[[int, int], Tensor],
+    ) -> HeadTensors:
+        """Return them for m tokens; `room` has a tensor [m, width] to work in."""
+        of = op.attention
+        qkv, out = room(m, op.alone.width), room(m, op.alone.heads * of.head_dim)
+        own = {"position": tensors["position"], "qkv": qkv, "out": out}
+        own |= {port: tensors[port].rows(op.first, op.first + op.count) for port in CACHE_PORTS}
+        start, stop = op.columns
+        taken = [(start, stop)] + [
+            (first * of.head_dim, (first + op.count) * of.head_dim)
+            for first in (of.heads + op.first, of.heads + of.kv_heads + op.first)
+        ]
+        given = tensors["qkv"].array[:m]
+        at = np.cumsum([0, *(b - a for a, b in taken)]).tolist()
+        columns = [
+            (qkv.array[:, i:j], given[:, a:b])
+            for (a, b), (i, j) in zip(taken, pairwise(at), strict=True)
+        ]
+        return cls(own, columns, tensors["out"].array[:m, start:stop])
+
+    def gather(self) -> None:
+        """Copy the queries, keys and values of these heads."""
+        for target, source in self.columns:
+            np.copyto(target, source)
