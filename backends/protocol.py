@@ -322,7 +322,8 @@ def check_shape(
 
 
 CACHE_PORTS = ("k_cache", "v_cache")
-FIXED_PORTS = frozenset({"position", "codes", "score_sums", *CACHE_PORTS, *ops.STATE_PORTS})
+CONTEXT_PORTS = (*CACHE_PORTS, *ops.STATE_PORTS)  # tensors of a context, updated in place
+FIXED_PORTS = frozenset({"position", "codes", "score_sums", *CONTEXT_PORTS})
 _INT32_PORTS = frozenset({"tokens", "position", "table"})
 
 

@@ -38,15 +38,18 @@ from hetero.backends.ops import (
     Op,
     Rope,
     document,
+    has_state,
 )
-from hetero.backends.protocol import CACHE_PORTS, port_shape
+from hetero.backends.protocol import CONTEXT_PORTS, port_shape
 from hetero.backends.weights import packed_bytes
 
 SCHEMA_VERSION: Final = 1
 MAX_NODES: Final = 1 << 17
 MAX_LAYERS: Final = 4096
 LARGEST: Final = 2**31 - 1  # sizes are int32 on devices
-MAY_BE_ZERO: Final = frozenset({"hot", "window", "rotary_dim", "offset", "original_max_position"})
+MAY_BE_ZERO: Final = frozenset(
+    {"hot", "window", "rotary_dim", "offset", "original_max_position", "width"}
+)
 
 # Matmuls that plans may cut, and the members of fused ones.
 MATMUL_ROLES: Final = (
@@ -368,6 +371,11 @@ class ModelGraph(BaseModel):
         """Return the distinct operations that no plan cuts, in order of their first run."""
         return tuple(dict.fromkeys(node.op for node in self.nodes if node.plan_op is None))
 
+    @cached_property
+    def stateful(self) -> bool:
+        """Return whether some layers have a state, which cannot be cut at a token."""
+        return any(has_state(op) for op in self.others)
+
     @property
     def matmul_weight_bytes(self) -> int:
         """Return the bytes of packed weights that one decode step reads.
@@ -527,13 +535,13 @@ def _matmuls_by_layer(nodes: Iterable[Node]) -> dict[int, tuple[OpName, ...]]:
 def _check_slots(nodes: Sequence[Node]) -> None:
     """Check that what is read was written before and has one shape.
 
-    Tokens, position and caches are inputs of the graph.
+    Tokens, position, caches and states are inputs of the graph.
     """
     slot_shapes(nodes)
     written: set[str] = set()
     for node in nodes:
         for port, slot in node.slots.items():
-            given = port in ("tokens", "position", *CACHE_PORTS)
+            given = port in ("tokens", "position", *CONTEXT_PORTS)
             if port not in OUTPUT_PORTS and not given and slot not in written:
                 raise ValueError(f"{node.name}: nothing wrote slot {slot} before it is read")
         written |= node.writes

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hetero.backends.groups import Group, GroupStep
-from hetero.backends.ops import OUTPUT_PORTS, Attention
+from hetero.backends.ops import OUTPUT_PORTS, Attention, has_state
 from hetero.profiler.model_graph import Node, role_of_op
 from hetero.solver.plan import ON_THE_GPU, FusedGroup
 
@@ -33,7 +33,7 @@ def node_groups(nodes: Sequence[Node], fused: Sequence[FusedGroup]) -> dict[str,
     """Return groups by the name of their first node.
 
     A larger one goes before what is inside it. None has operations in it that the GPU
-    computes (`ON_THE_GPU`).
+    computes (`ON_THE_GPU`), nor a state, which padded tokens would change.
     """
     groups: dict[str, NodeGroup] = {}
     i = 0
@@ -54,7 +54,9 @@ def _longest(
     kinds: tuple[FusedGroup, ...] = ("block", "static", "feed_forward")
     for kind in kinds:
         count = _length(nodes[start - 1 : start], members, kind) if kind in fused else 0
-        if count and not any(isinstance(x.op, ON_THE_GPU) for x in members[:count]):
+        if count and not any(
+            isinstance(x.op, ON_THE_GPU) or has_state(x.op) for x in members[:count]
+        ):
             return kind, count
     return "block", 0
 
@@ -73,12 +75,17 @@ def _length(before: Sequence[Node], members: Sequence[Node], kind: FusedGroup) -
         case "feed_forward":
             return 2 if role_of_op(members[0].plan_op or "") == "gate_up" else 0
         case "static":
-            if not (first or isinstance(before[0].op, (Attention, *ON_THE_GPU))):
+            if not (first or _ends_static(before[0])):
                 return 0
-            ends = (i for i, x in enumerate(members) if isinstance(x.op, (Attention, *ON_THE_GPU)))
+            ends = (i for i, x in enumerate(members) if _ends_static(x))
             count = next(ends, len(members))
             matmul = any(x.plan_op is not None for x in members[:count])
             return count if count > 1 and matmul else 0
+
+
+def _ends_static(node: Node) -> bool:
+    """Return whether a node is not part of a graph of padded tokens."""
+    return isinstance(node.op, (Attention, *ON_THE_GPU)) or has_state(node.op)
 
 
 def _group(nodes: Sequence[Node], start: int, count: int, kind: FusedGroup) -> NodeGroup:

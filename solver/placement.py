@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 
-from hetero.backends.ops import Attention, MatMul
+from hetero.backends.ops import Attention, MatMul, has_state
 from hetero.backends.protocol import DeviceKind, prepared_sizes
 from hetero.profiler.model_graph import ModelGraph, Node
 from hetero.solver.assignments import Assignment, Heads, Part
@@ -168,9 +168,10 @@ class Placement:
 
     def _other(self, node: Node, phase: Phase, m: int) -> tuple[DeviceKind, int]:
         """Return device and tokens of a node that is no matmul."""
-        # As many tokens as the rest, for a padded graph reads what is written here.
         kind = device_of_other(node.op, self.non_matmul(phase), self._capabilities)
-        return kind, self.padded(phase, m)
+        # As many tokens as the rest, for a padded graph reads what is written here; but a state is
+        # that after the last token.
+        return kind, m if has_state(node.op) else self.padded(phase, m)
 
     def padded(self, phase: Phase, m: int) -> int:
         """Return the tokens that all operations but the matmuls compute.

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from hetero.cli.options import JsonOption
 
 
-def models_command(as_json: JsonOption = False) -> None:
-    """List models that can be opened without a network: here, and in the hub's cache."""
+def models_command(
+    catalogue: Annotated[
+        bool, typer.Option("--catalogue", help="List models that one command downloads.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """List models that can be opened without a network: here, and downloaded before."""
+    if catalogue:
+        _show_catalogue(as_json)
+        return
     from hetero.cli.tables import show_or_print
     from hetero.models import DEMO_DIRECTORY
     from hetero.models.hub import models_here
@@ -25,5 +36,18 @@ def models_command(as_json: JsonOption = False) -> None:
     if as_json:
         print(json.dumps([model._asdict() for model in models]))
         return
+    note = "" if len(models) > 1 else "`hetero models --catalogue` lists models to download."
     rows = tuple((model.name, model.format, units.size(model.nbytes)) for model in models)
-    show_or_print(TableData("", ("MODEL", "format", "size"), rows, numbers=("size",)))
+    show_or_print(TableData("", ("MODEL", "format", "size"), rows, note, numbers=("size",)))
+
+
+def _show_catalogue(as_json: bool) -> None:
+    from hetero.cli.tables import show_or_print
+    from hetero.models.catalogue import CATALOGUE
+    from hetero.profiler.table_data import TableData
+
+    if as_json:
+        print(json.dumps([model._asdict() for model in CATALOGUE]))
+        return
+    rows = tuple((model.name, model.about, f"{model.gigabytes:.2f} GB") for model in CATALOGUE)
+    show_or_print(TableData("", ("MODEL", "what it is", "download"), rows, numbers=("download",)))

@@ -75,7 +75,7 @@ ModelArgument = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="A directory, a .gguf file, OWNER/NAME of the hub, demo or random:NAME.",
+        help="A directory, a .gguf file, OWNER/NAME of the hub, pypi:PACKAGE, demo or random:NAME.",
     ),
 ]
 DeviceOption = Annotated[

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from hetero.backends.formats import WeightFormat
 from hetero.backends.ops import MatMul
-from hetero.backends.protocol import CACHE_PORTS, WeightValue, port_dtype, port_shape
+from hetero.backends.protocol import CONTEXT_PORTS, WeightValue, port_dtype, port_shape
 from hetero.backends.reference.compute import Program, program
 from hetero.backends.weights import Float32Array, PackedWeight
 from hetero.models.graph import model_graph
@@ -102,5 +102,5 @@ def run_node(node: Node, run: Program, state: Slots) -> None:
         arrays[port] = state[slot]
     run(arrays)
     for port, slot in node.slots.items():
-        if port in CACHE_PORTS:
+        if port in CONTEXT_PORTS:
             del state[slot]  # of this layer only

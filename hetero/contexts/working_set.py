@@ -184,7 +184,7 @@ class WorkingSet:
             last = attempt == TRIES - 1  # a disk that keeps failing: the text alone
             same = takewhile(lambda c: tuple(tokens[c.start : c.stop]) == c.tokens, text.chunks)
             known = list(same)  # after another prefix keys and values differ
-            chunks = [] if last else known
+            chunks = [] if last or self._active.cache.layout.states else known  # without states
             try:
                 with self._memory.pinned(chunks):
                     switch = self._enter(text, tokens, chunks)

@@ -99,8 +99,7 @@ class AnswerContexts:
         whole = not config.reuse or (config.echo and config.logprobs is not None)
         kept = 0 if whole else context.shared(tokens[:-1])
         context.rewind(kept)
-        if context.cached < kept:  # windows have lost what it would go on from
-            context.rewind(0)
+        context.rewind(context.cached)  # windows or states may have lost what it would go on from
         return context.cached
 
     def _without_start(self, context: Context, tokens: list[int]) -> list[int]:

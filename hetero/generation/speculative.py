@@ -75,9 +75,13 @@ class LookupDecoder:
             self._taken += 1
             return self._row(self._taken - 1)
         self.close()
-        self._start = self._context.cached
-        self._draft = self._guess()
-        self._rows = self._engine.verify(self._context, [token, *self._draft])
+        left = list(self._context.pending)  # a state went on with wrong guesses
+        self._start = self._context.cached + len(left)
+        self._draft = self._guess(len(left))
+        if self._draft:
+            self._context.cache.keep_state()
+        rows = self._engine.verify(self._context, [*left, token, *self._draft])
+        self._rows = rows[len(left) :]
         self._taken = 1
         self.statistics.calls += 1
         self.statistics.drafted += len(self._draft)
@@ -94,10 +98,13 @@ class LookupDecoder:
         row: Logits = self._rows[index]
         return row
 
-    def _guess(self) -> list[int]:
-        """Return tokens that followed the last occurrence of the end of the text."""
-        room = self._engine.max_seq_len - self._context.cached - 1
-        longest = min(self._longest, room)
+    def _guess(self, left: int) -> list[int]:
+        """Return tokens that followed the last occurrence of the end of the text.
+
+        `left` tokens of the text are computed in the same step.
+        """
+        room = self._engine.max_seq_len - self._context.cached - left - 1
+        longest = min(self._longest, room, LONGEST_VERIFIED - 1 - left)
         history = np.asarray(self._history)
         for length in range(min(LONGEST_MATCH, len(history) - 1), SHORTEST_MATCH - 1, -1):
             if longest < 1:

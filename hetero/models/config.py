@@ -6,6 +6,7 @@ import difflib
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Self, TypeAlias
 
@@ -128,7 +129,7 @@ class ModelConfig(Extensible):
             object.__setattr__(self, "windows", (0,) * self.num_layers)
         if all(rope == self.rope for rope in self.layer_ropes):
             object.__setattr__(self, "layer_ropes", ())
-        if not self.mixers:
+        if {*self.mixers} <= {"attention"}:
             object.__setattr__(self, "mixers", ("attention",) * self.num_layers)
 
     def for_context(self, length: int) -> Self:
@@ -154,6 +155,20 @@ class ModelConfig(Extensible):
     def rotates(self) -> tuple[bool, ...]:
         """Return by layer whether it has a rotary embedding."""
         return tuple(self.rope_at(i) is not None for i in range(self.num_layers))
+
+    @property
+    def shifts(self) -> bool:
+        """Return whether all that is kept of a text can be moved to other positions."""
+        return not self.positions and set(self.mixers) == {"attention"}
+
+    @cached_property
+    def cache_numbers(self) -> tuple[int, ...]:
+        """Return the number of each layer's keys and values, or of its state.
+
+        Layers with attention are numbered first, then those with a state.
+        """
+        order = sorted(range(self.num_layers), key=lambda i: (self.mixers[i] != "attention", i))
+        return tuple(order.index(layer) for layer in range(self.num_layers))
 
     @property
     def qkv_width(self) -> int:
@@ -358,7 +373,9 @@ def _sizes(source: Fields, architecture: Architecture) -> dict[str, Any]:
     heads, kv_heads, head_dim = _heads(source, architecture)
     return {
         "hidden_size": source.positive_int("hidden_size"),
-        "intermediate_size": source.positive_int(architecture.key("intermediate_size")),
+        "intermediate_size": source.positive_int(
+            architecture.key("intermediate_size"), architecture.intermediate_size
+        ),
         "heads": heads,
         "kv_heads": kv_heads,
         "head_dim": head_dim,

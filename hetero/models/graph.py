@@ -31,7 +31,6 @@ from typing import Final, TypeAlias
 
 from hetero.backends.formats import CacheFormat, WeightFormat
 from hetero.backends.ops import (
-    STATE_PORTS,
     Act,
     Add,
     AddPositions,
@@ -51,7 +50,7 @@ from hetero.backends.ops import (
     ShortConv,
     SigmoidGate,
 )
-from hetero.backends.protocol import CACHE_PORTS
+from hetero.backends.protocol import CONTEXT_PORTS
 from hetero.models.config import ModelConfig
 from hetero.models.expert_config import ExpertConfig
 from hetero.models.sliding import Sliding
@@ -76,7 +75,8 @@ def model_graph(
     """Return the graph of a model, from token ids in slot `tokens` to `logits`.
 
     KV caches have `capacity` tokens (None: all positions) in the format `kv`; those of `sliding`
-    have room for its `rows`, and attention appends to them at the slot `cache_row`.
+    have room for its `rows`, and attention appends to them at the slot `cache_row`. Caches and
+    states are numbered by `ModelConfig.cache_numbers`.
     """
     stored = WeightFormat(weight_format)
     decoder = _Decoder(
@@ -99,7 +99,7 @@ def slot_widths(config: ModelConfig, shadows: Shadows | None = None) -> dict[str
     return {
         slot: shape[-1]
         for slot, shape in slot_shapes(nodes).items()
-        if slot not in OF_THE_POOL and slot.partition(".")[0] not in (*CACHE_PORTS, *STATE_PORTS)
+        if slot not in OF_THE_POOL and slot.partition(".")[0] not in CONTEXT_PORTS
     }
 
 
@@ -129,9 +129,10 @@ def rope_of(config: ModelConfig, layer: int, capacity: int | None = None) -> Rop
 def movable_ropes(config: ModelConfig) -> tuple[Rope | None, ...] | None:
     """Return the rotary embedding of each layer by which cached keys move to other positions.
 
-    None where they cannot: positions are learned, or the weights of the norm of keys came after.
+    None where they cannot: positions are learned, the weights of the norm of keys came after, or
+    layers have states.
     """
-    if config.positions or config.qk_norm_after:
+    if config.qk_norm_after or not config.shifts:
         return None
     return tuple(rope_of(config, i) for i in range(config.num_layers))
 
@@ -212,7 +213,7 @@ class _Decoder:
         conv = ShortConv(
             d=config.hidden_size, taps=config.conv_taps, gated=True, bias=config.conv_bias
         )
-        slots = {"position": "position", "conv_state": f"conv_state.{layer}"}
+        slots = {"position": "position", "conv_state": f"conv_state.{config.cache_numbers[layer]}"}
         self._add("conv", conv, x="conv_in", y="convolved", **slots)
         self._matmul("conv_out", "convolved", target)
 
@@ -232,8 +233,9 @@ class _Decoder:
             eps=config.rms_norm_eps,
             width=width,
         )
-        conv_slots = {"position": "position", "conv_state": f"conv_state.{layer}"}
-        slots = {"position": "position", "delta_state": f"delta_state.{layer}"}
+        number = config.cache_numbers[layer]
+        conv_slots = {"position": "position", "conv_state": f"conv_state.{number}"}
+        slots = {"position": "position", "delta_state": f"delta_state.{number}"}
         self._add("conv", conv, x="delta_in", y="convolved", **conv_slots)
         self._add("delta", delta, x="convolved", gates="delta_in", y="recalled", **slots)
         self._matmul("delta_out", "recalled", target)
@@ -245,7 +247,8 @@ class _Decoder:
         if rope is not None:
             turned = "rotated"
             self._add("rope", rope, qkv="qkv", position="position", out=turned)
-        slides = self.sliding is not None and layer in self.sliding.layers
+        number = config.cache_numbers[layer]
+        slides = self.sliding is not None and number in self.sliding.layers
         attention = Attention(
             heads=config.heads,
             kv_heads=config.kv_heads,
@@ -262,8 +265,8 @@ class _Decoder:
             qkv=turned,
             position="cache_row" if slides else "position",
             out="attended",
-            k_cache=f"k_cache.{layer}",
-            v_cache=f"v_cache.{layer}",
+            k_cache=f"k_cache.{number}",
+            v_cache=f"v_cache.{number}",
         )
         attended = "attended"
         if config.output_gate:

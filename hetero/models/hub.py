@@ -23,6 +23,7 @@ from typing import Any, Final, NamedTuple
 from hetero.backends.host.extras import is_here
 from hetero.backends.host.files import atomic_write
 from hetero.errors import ModelError
+from hetero.models.package_index import kept_models
 from hetero.models.split_files import split_names
 
 PREFIX: Final = "hf:"
@@ -236,7 +237,7 @@ class Here(NamedTuple):
 
 
 def models_here(folder: Path | None, demo: Path) -> list[Here]:
-    """Return the demo, the models in a folder, and those in the hub's cache that can be opened.
+    """Return the demo, the models in a folder, and those that were downloaded before.
 
     Raises `OSError` for a folder that cannot be listed.
     """
@@ -249,7 +250,8 @@ def models_here(folder: Path | None, demo: Path) -> list[Here]:
         for path, form in forms.items()
         if form != "GGUF" or path in sizes
     )
-    return models + list(_cached())
+    packaged = [Here(name, "GGUF", _bytes(path), str(path)) for name, path in kept_models()]
+    return models + packaged + list(_cached())
 
 
 def _cached() -> Iterator[Here]:

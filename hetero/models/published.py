@@ -31,6 +31,12 @@ def _model(
     return {"model_type": model_type, **shape, **common, **fields}
 
 
+def _qwen3_5(sizes: tuple[int, ...], values: int, *, tied: bool = True) -> dict[str, Any]:
+    rope = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
+    fields = {"linear_num_value_heads": values, "tie_word_embeddings": tied}
+    return _model("qwen3_5_text", sizes, 262144, 1e-6, rope_parameters=rope, **fields)
+
+
 PUBLISHED: Final[dict[str, dict[str, Any]]] = {
     "gemma-3-270m": _model(
         "gemma3_text", (640, 2048, 18, 4, 1, 256, 262144), 32768, 1e-6, sliding_window=512
@@ -46,6 +52,11 @@ PUBLISHED: Final[dict[str, dict[str, Any]]] = {
         sliding_window=1024,
         rope_scaling={"rope_type": "linear", "factor": 8.0},
     ),
+    "qwen3.5-0.8b": _qwen3_5((1024, 3584, 24, 8, 2, 256, 248320), 16),
+    "qwen3.5-2b": _qwen3_5((2048, 6144, 24, 8, 2, 256, 248320), 16),
+    "qwen3.5-4b": _qwen3_5((2560, 9216, 32, 16, 4, 256, 248320), 32),
+    "qwen3.5-9b": _qwen3_5((4096, 12288, 32, 16, 4, 256, 248320), 32, tied=False),
+    "qwen3.5-27b": _qwen3_5((5120, 17408, 64, 24, 4, 256, 248320), 48, tied=False),
     "phi-3.5-mini": _model("phi3", (3072, 8192, 32, 32, 32, 96, 32064), 131072, 1e-5, **_PHI),
     "phi-4-mini": _model(
         "phi3",

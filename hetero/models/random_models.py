@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -82,6 +83,23 @@ def _qwen3_moe(
 ) -> ModelConfig:
     routed = ExpertConfig(count=experts, chosen=8, width=width)
     return _config("qwen3_moe", sizes, 40960, 1e6, 1e-6, qk_norm=True, experts=routed)
+
+
+def _lfm2(
+    sizes: tuple[int, int, int, int, int, int, int], attending: Collection[int]
+) -> ModelConfig:
+    """Return a model whose other layers are short convolutions."""
+    return _config(
+        "lfm2",
+        sizes,
+        128000,
+        1e6,
+        1e-5,
+        qk_norm=True,
+        mixers=tuple("attention" if i in attending else "conv" for i in range(sizes[2])),
+        conv_taps=3,
+        tie_word_embeddings=True,
+    )
 
 
 # d, f, layers, H, G, D, vocabulary; from each model's published config.json
@@ -172,6 +190,7 @@ KNOWN_MODELS: dict[str, ModelConfig] = {
         mlp_bias=True,
         tie_word_embeddings=True,
     ),
+    "lfm2-1.2b": _lfm2((2048, 8192, 16, 32, 8, 64, 65536), (2, 5, 8, 10, 12, 14)),
 }
 KNOWN_MODELS |= {name: ModelConfig.from_dict(raw, where=name) for name, raw in PUBLISHED.items()}
 
@@ -239,6 +258,8 @@ class RandomWeights(ModelWeights):
         if name.endswith("_x_scale"):
             return np.full(n, 4 / INT8_STATIC.largest, dtype=np.float32)
         values = self._generator(name).uniform(-0.1, 0.1, n).astype(np.float32)
+        if name.endswith(".delta_decay"):  # negative, or states would grow from token to token
+            return 5 * values - 1
         return values + np.float32(name.endswith("_norm"))
 
     def _draw(self, name: str, storage: StorageFormat, n: int, k: int) -> PackedWeight:

@@ -1,4 +1,4 @@
-"""Calls that work on the keys and values of the context that a step runs on.
+"""Calls that work on the keys, values and states of the context that a step runs on.
 
 A launch has its addresses bound into it, so a launch of attention exists once for each context that
 runs a step. Everything else of the step is shared, and the executor walks bound calls alone: the
@@ -13,7 +13,7 @@ from functools import partial
 from typing import Final
 
 from hetero.backends.protocol import BoundCall, Completion, Kernel, Operand
-from hetero.runtime.kv.kv_cache import KvCache
+from hetero.runtime.kv.kv_cache import KvCache, number_of
 from hetero.runtime.kv.layer_gate import LayerGate
 from hetero.runtime.program import PREQUEUE, RUN, SUBMIT, WAIT_LAYER, Action, Launch
 
@@ -41,8 +41,8 @@ class CacheCall(BoundCall):
 
     @property
     def layer(self) -> int:
-        """Return the layer of the keys and values that it uses."""
-        return int(next(iter(self._caches.values())).rpartition(".")[2])
+        """Return the number of the keys and values, or of the state, that it uses."""
+        return number_of(next(iter(self._caches.values())))
 
     def on(self, cache: KvCache) -> BoundCall:
         """Return the call on a context's caches, bound on first use.
@@ -100,11 +100,11 @@ def wait_for_layers(
 ) -> tuple[Action, ...]:
     """Return a program that waits for a layer before it starts a launch that works on it.
 
-    `layers` are those of such launches.
+    `layers` are those of such launches; states do not come through the gate.
     """
     actions: list[Action] = []
     for action in program:
-        if action.code in LAUNCHING and action.launch in layers:
+        if action.code in LAUNCHING and layers.get(action.launch, gate.layers) < gate.layers:
             wait = partial(gate.wait, layers[action.launch])
             actions.append(Action(WAIT_LAYER, action.launch, action.kind, wait))
         actions.append(action)

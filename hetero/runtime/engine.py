@@ -158,6 +158,7 @@ class Engine(Closing):
         contexts, tokens = [context for context, _ in rows], [token for _, token in rows]
         for context, token in rows:
             self.check(context, (token,))
+            self._recover(context)
             context.slide()
         if not 2 <= len({*map(id, contexts)}) == len(rows) <= self.max_rows:
             raise ValueError(f"one step decodes 2 to {self.max_rows} contexts, each once")
@@ -169,6 +170,8 @@ class Engine(Closing):
             self._drop(error)
             if len(rows) > self.max_rows:
                 return [None] * len(rows)
+            for context in contexts:
+                self._recover(context)
             step = self.runner.run_contexts(contexts, tokens, on_device_busy)
         logits = self.deployment.logits.of_contexts(step, len(rows))
         for (context, token), row in zip(rows, logits, strict=True):
@@ -290,6 +293,7 @@ class Engine(Closing):
     ) -> Step:
         """Run a step of these tokens, in one call or several."""
         chunks = tuple(chunks) or (len(tokens),)
+        self._recover(context)
         context.slide()
         try:
             step = self.runner.run(context, phase, tokens, logit_rows, chunks, mode, on_device_busy)
@@ -301,14 +305,20 @@ class Engine(Closing):
                     raise _ShorterCallsError from error
                 *_, (step, _) = self._prompt_calls(context, tokens)
                 return step
+            self._recover(context)
             step = self.runner.run(
                 context, phase, tokens, logit_rows, chunks, on_device_busy=on_device_busy
             )
-        context.advance(tokens)
+        context.advance(tokens, keep_state=phase == "prefill")
         adapter = self.deployment.adapter
         if adapter is not None and (change := adapter.proposal()) is not None:
             self.deployment.change_cuts(change)
         return step
+
+    def _recover(self, context: Context) -> None:
+        """Compute again what a step that did not end has left without states."""
+        if lost := context.recover():
+            list(self._prompt_calls(context, lost))
 
     def _drop(self, error: DeviceError) -> None:
         self.deployment.drop(error)

@@ -20,7 +20,7 @@ from hetero.backends.memory import HostBuffer, Panels, Tensor
 from hetero.backends.ops import ADDED_PORTS, OUTPUT_PORTS
 from hetero.backends.optional import SupportsHandovers, SupportsTransfer
 from hetero.backends.protocol import (
-    CACHE_PORTS,
+    CONTEXT_PORTS,
     FIXED_PORTS,
     BoundCall,
     Device,
@@ -56,7 +56,7 @@ class Handover:
         self._written: dict[HostBuffer, list[tuple[Side, Tensor]]] = {}
         self.in_place = mirrors is None
         # Inputs and caches of a step are in coherent memory where the GPU has mirrors.
-        self._shared = frozenset(CACHE_PORTS) if self.in_place else SHARED_PORTS
+        self._shared = frozenset(CONTEXT_PORTS) if self.in_place else SHARED_PORTS
 
     def own(self, kind: DeviceKind | None, operands: Mapping[str, Operand]) -> dict[str, Operand]:
         """Return the operands as a device sees them: the GPU's are in its own buffers."""

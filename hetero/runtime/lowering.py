@@ -27,9 +27,9 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from hetero.backends.memory import HostBuffer, Panels, Tensor
-from hetero.backends.ops import OUTPUT_PORTS, Attention, MatMul, SumScores, describe
+from hetero.backends.ops import OUTPUT_PORTS, Attention, MatMul, SumScores, describe, has_state
 from hetero.backends.protocol import (
-    CACHE_PORTS,
+    CONTEXT_PORTS,
     BoundCall,
     DeviceKind,
     Operand,
@@ -332,7 +332,7 @@ class _Chunk:
         Not where memory is not coherent: the caches of a layer are one side's there.
         """
         operands, reads, writes = self._operands(node, kind)
-        caches = {port: slot for port, slot in node.slots.items() if port in CACHE_PORTS}
+        caches = {port: slot for port, slot in node.slots.items() if port in CONTEXT_PORTS}
         items = []
         for part in heads:
             kernel = self.kernels.heads(node, part)
@@ -350,7 +350,7 @@ class _Chunk:
         again.
         """
         operands, reads, writes = self._operands(node, kind)
-        graph, items = self.placement.row_graph, []
+        graph, items = 1 if has_state(node.op) else self.placement.row_graph, []
         for row in range(self.m):
             own = {
                 port: operand.rows(row, row + graph)
@@ -370,7 +370,7 @@ class _Chunk:
         graph: int,
         row: int = 0,
     ) -> BoundCall:
-        caches = {port: slot for port, slot in node.slots.items() if port in CACHE_PORTS}
+        caches = {port: slot for port, slot in node.slots.items() if port in CONTEXT_PORTS}
         kernel, own = self.kernels.other(node, kind), self._own(kind, operands)
         if not caches:
             return kernel.bind(own, graph)
@@ -384,7 +384,7 @@ class _Chunk:
         reads, writes = self._slots(node, kind)
         operands: dict[str, Operand] = {}
         for port, slot in node.slots.items():
-            if port in CACHE_PORTS:
+            if port in CONTEXT_PORTS:
                 continue
             operand = self._operand(slot)
             if isinstance(operand, Panels):
@@ -444,7 +444,7 @@ class _Chunk:
         for port, slot in zip(sorted(OUTPUT_PORTS), group.group.outputs, strict=False):
             self.layout.pop(slot, None)
             handed[port] = operands.setdefault(slot, self._tensor(slot))
-        caches = {port: slot for port, slot in group.fixed.items() if port in CACHE_PORTS}
+        caches = {port: slot for port, slot in group.fixed.items() if port in CONTEXT_PORTS}
         operands |= {p: self._tensor(slot) for p, slot in group.fixed.items() if p not in caches}
         kernel = self.kernels.group(group)
         name, bind = group.name, kernel.bind
@@ -523,7 +523,7 @@ class _Chunk:
         slots = {port: self._seen_by(kind, port, slot) for port, slot in node.slots.items()}
         reads = {slot for port, slot in slots.items() if port not in OUTPUT_PORTS}
         writes = {
-            slot for port, slot in slots.items() if port in OUTPUT_PORTS or port in CACHE_PORTS
+            slot for port, slot in slots.items() if port in OUTPUT_PORTS or port in CONTEXT_PORTS
         }
         return frozenset(reads), frozenset(writes)
 

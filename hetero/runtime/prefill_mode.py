@@ -15,7 +15,7 @@ from itertools import accumulate
 from typing import Final, NamedTuple
 
 from hetero.backends.ops import OUTPUT_PORTS
-from hetero.backends.protocol import CACHE_PORTS, Capabilities, DeviceKind
+from hetero.backends.protocol import CONTEXT_PORTS, Capabilities, DeviceKind
 from hetero.profiler.cost import CostModel
 from hetero.profiler.errors import ProfileError
 from hetero.profiler.model_graph import ModelGraph, Node
@@ -244,7 +244,7 @@ def _slots(node: Node, chunk: int) -> tuple[frozenset[SlotRef], frozenset[SlotRe
     """Return the slots that a node reads and writes: caches both."""
     slots = {port: slot_of(slot, chunk) for port, slot in node.slots.items()}
     reads = {slot for port, slot in slots.items() if port not in OUTPUT_PORTS}
-    writes = {x for port, x in slots.items() if port in OUTPUT_PORTS or port in CACHE_PORTS}
+    writes = {x for port, x in slots.items() if port in OUTPUT_PORTS or port in CONTEXT_PORTS}
     return frozenset(reads), frozenset(writes)
 
 

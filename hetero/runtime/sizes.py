@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Final, TypedDict
 
 from hetero.backends.formats import CacheFormat, WeightFormat
+from hetero.backends.ops import STATE_PORTS
+from hetero.backends.protocol import port_shape
 from hetero.models.config import ModelConfig
 from hetero.models.graph import Shadows, model_graph
 from hetero.models.sliding import Sliding
-from hetero.runtime.kv.kv_cache import CacheLayout
+from hetero.runtime.kv.kv_cache import CacheLayout, number_of
 from hetero.runtime.pool import nbytes_of, slot_shapes
 from hetero.runtime.prefill_mode import WINDOW, max_in_flight
 from hetero.solver.execution_plan import ExecutionPlan
@@ -58,14 +60,27 @@ def cache_layout(
     Where layers have windows and a step writes up to `written` tokens, those layers' caches have
     what such a step needs (None: all tokens).
     """
+    attending = [i for i, mixer in enumerate(config.mixers) if mixer == "attention"]
     return CacheLayout(
-        layers=config.num_layers,
+        layers=len(attending),
+        states=_states(config) if len(attending) < config.num_layers else (),
         kv_heads=config.kv_heads,
         capacity=capacity,
         head_dim=config.head_dim,
         kv=kv,
-        sliding=Sliding.of(config.windows, capacity, written),
+        sliding=Sliding.of([config.windows[i] for i in attending], capacity, written),
     )
+
+
+def _states(config: ModelConfig) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Return the slots of the layers' states, with their shapes, by their numbers."""
+    shapes = {
+        slot: port_shape(node.op, port, 1)
+        for node in model_graph(config, WeightFormat.F32, capacity=1).nodes
+        for port, slot in node.slots.items()
+        if port in STATE_PORTS
+    }
+    return tuple(sorted(shapes.items(), key=lambda x: number_of(x[0])))
 
 
 def planned_layout(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-from hetero.backends.protocol import CACHE_PORTS, DeviceKind
+from hetero.backends.protocol import CONTEXT_PORTS, DeviceKind
 
-SHARED: Final = frozenset({"logits", *CACHE_PORTS})  # one for all chunks of a prompt
+SHARED: Final = frozenset({"logits", *CONTEXT_PORTS})  # one for all chunks of a prompt
 
 
 class SlotRef(NamedTuple):

@@ -74,7 +74,8 @@ class StepCache:
     ) -> Step:
         """Return the step of prompt chunks (tokens of each) that are in flight together."""
         at = rounded(context.cached)
-        if logit_rows == 1 and not sums_scores and self._pads_chunks:
+        exact = self.lowering.placement.graph.stateful  # a state is that after the last token
+        if logit_rows == 1 and not sums_scores and self._pads_chunks and not exact:
             chunks = padded_chunks(chunks, self._max_seq_len - context.cached)
         key = StepKey("prefill", tuple(chunks), logit_rows, False, at, sums_scores, mode=mode)
         return self._bound(self._cached(key), context)

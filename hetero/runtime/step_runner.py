@@ -18,6 +18,7 @@ from hetero.runtime.gpu_share import GpuShare, gpu_busy_s
 from hetero.runtime.kernels import Devices
 from hetero.runtime.kv.cache_sync import Side
 from hetero.runtime.kv.context import Context
+from hetero.runtime.kv.layer_states import UNKNOWN
 from hetero.runtime.pool import ActivationPool
 from hetero.runtime.step import Step
 from hetero.runtime.step_cache import StepCache
@@ -95,6 +96,7 @@ class StepRunner:
         adapter = self._adapter if len(chunks) == 1 and not sums_scores else None
         timed = adapter is not None and adapter.due(phase, len(tokens))
         self.set_timing(timed)
+        context.cache.states.at = UNKNOWN  # until the step has ended
         run = self._execute(step, on_device_busy)
         context.cache.leave(sides, context.cached, context.cached + len(tokens))
         if timed and adapter is not None:
@@ -121,6 +123,8 @@ class StepRunner:
         self._pool.feed_rows(tokens, positions, [context.cache.base for context in contexts])
         self.set_timing(False)
         sides = self._enter(contexts, step)
+        for context in contexts:
+            context.cache.states.at = UNKNOWN
         run = self._execute(step, on_device_busy)
         for row, context in enumerate(contexts):
             context.cache.leave(sides, context.cached, context.cached + 1)
@@ -137,6 +141,8 @@ class StepRunner:
         """Fuse launches of the steps and check their results; run unfused where they differ."""
         for step in steps:
             self._enter(contexts, step)
+        for context in contexts:
+            context.cache.states.at = UNKNOWN
         with self.control.on_core():
             self.fuses = self.fuses and fused_results_match(
                 steps, contexts, self._pool, self._devices, self.executor, vocab_size, max_seq_len

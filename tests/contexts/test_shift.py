@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from hetero.runtime.kv.shift import forget, turned_back
 from tests.contexts.models import open_llm
 from tests.contexts.test_contexts import ids
 from tests.runtime.models import tiny_model
-from tests.support.checkpoints import CASES, make_checkpoint
+from tests.support.checkpoints import CASES, Case, make_checkpoint
 
 FULL = 32
 
@@ -122,6 +123,32 @@ def test_keys_turn_back(rotary: int, kv: CacheFormat, scaling: RopeScaling) -> N
     np.testing.assert_allclose(keys[:, moved[5:]], wanted[:, source[5:]], atol=bound, rtol=bound)
     np.testing.assert_array_equal(values[:, moved], said[:, source])
     np.testing.assert_array_equal(turned_back(keys[:, :3], op, 0), keys[:, :3])
+
+
+def test_every_layer_has_its_own_rotary_embedding() -> None:
+    """Keys of a layer without one stay as they are."""
+    rng = np.random.default_rng(2)
+    local = Rope(heads=4, kv_heads=2, head_dim=8, theta=1e4, max_position=64)
+    far = replace(local, theta=1e6, scaling=RopeScaling(kind="linear", factor=8.0))
+    layout = CacheLayout(layers=3, kv_heads=2, capacity=40, head_dim=8, kv=CacheFormat.F32)
+    cache = KvCache(layout, HostBuffer)
+    before = rng.standard_normal((3, 2, 2, 40, 8), dtype=np.float32)  # layers, keys and values
+    cache.write(0, before)
+    forget(cache, [local, None, far], 3, 8, 40)
+    after = cache.read(0, 35)
+    for layer, rope in enumerate((local, None, far)):
+        keys = before[layer, 0, :, 8:]
+        moved = keys if rope is None else turned_back(keys, rope, 5)
+        np.testing.assert_array_equal(after[layer, 0, :, 3:], moved)
+        np.testing.assert_array_equal(after[layer, 1, :, 3:], before[layer, 1, :, 8:])
+
+
+def test_keys_that_are_normed_after_their_rotation_do_not_move(tmp_path: Path) -> None:
+    make_checkpoint(Case("hunyuan", "HunYuanDenseV1", {"head_dim": 16}), tmp_path)
+    with open_llm(tmp_path, "npu", max_seq_len=FULL) as llm, llm.new_context() as context:
+        llm.generate([1, 2, 3], max_tokens=1, context=context)
+        with pytest.raises(UserError, match="keys are normed after their rotation: leave out"):
+            context.shift(1, 1)
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,15 @@ QWEN35_NAMES = {
     "linear_attn.norm": "ssm_norm", "linear_attn.out_proj": "ssm_out",
     "linear_attn.A_log": "ssm_a", "linear_attn.dt_bias": "ssm_dt.bias",
 }  # fmt: skip
+LFM2_NAMES = {
+    "model.embedding_norm": "token_embd_norm", "operator_norm": "attn_norm", "ffn_norm": "ffn_norm",
+    "self_attn.out_proj": "attn_output", "self_attn.q_layernorm": "attn_q_norm",
+    "self_attn.k_layernorm": "attn_k_norm", "feed_forward.w1": "ffn_gate",
+    "feed_forward.w3": "ffn_up", "feed_forward.w2": "ffn_down", "conv.conv": "shortconv.conv",
+    "conv.in_proj": "shortconv.in_proj", "conv.out_proj": "shortconv.out_proj",
+}  # fmt: skip
 OWN_NAMES = {
+    "lfm2": LFM2_NAMES,
     "qwen35": QWEN35_NAMES,
     "gemma2": SANDWICH_NAMES, "gemma3": SANDWICH_NAMES, "internlm2": INTERNLM2_NAMES,
     "olmo2": SANDWICH_NAMES, "exaone4": SANDWICH_NAMES, "glm4": GLM4_NAMES,
@@ -102,9 +110,11 @@ def write(
     for key, value in entries.items():
         add_entry(writer, key, value)
     for key, value in tensors.items():
-        whole = value.ndim > 1 and value.shape[-1] % 32 == 0  # llama.cpp too keeps others in floats
-        whole = whole and "ffn_gate_inp" not in key  # routers are never quantised
-        chosen = kind if whole or (kind in FLOATS and value.ndim > 1) else GGMLQuantizationType.F32
+        # routers and taps are never quantised
+        own = ("conv.weight", "conv1d.weight", "ffn_gate_inp.weight")
+        matrix = value.ndim > 1 and not key.endswith(own)
+        whole = matrix and value.shape[-1] % 32 == 0  # llama.cpp too keeps others in floats
+        chosen = kind if whole or (kind in FLOATS and matrix) else GGMLQuantizationType.F32
         if chosen in FLOATS:
             writer.add_tensor(key, value.astype(FLOATS[chosen]))
         else:
@@ -165,8 +175,9 @@ def metadata(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
         "rope.dimension_count": int(head_dim * rotated),
         "vocab_size": raw["vocab_size"],
     }
-    if "rms_norm_eps" in raw:
-        found["attention.layer_norm_rms_epsilon"] = float(raw["rms_norm_eps"])
+    if "rms_norm_eps" in raw or "norm_eps" in raw:
+        eps = raw.get("rms_norm_eps", raw.get("norm_eps"))
+        found["attention.layer_norm_rms_epsilon"] = float(eps)
     else:
         found["attention.layer_norm_epsilon"] = float(raw["layer_norm_eps"])
     for ours, theirs in (
@@ -206,6 +217,19 @@ def own_metadata(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
             sliding = [x == "sliding_attention" for x in raw["layer_types"]]
             scale = {"logit_scale": raw["logit_scale"]} if name == "cohere2" else {}
             return {"attention.sliding_window_pattern": sliding, **scale}
+        case "lfm2":
+            width = raw["intermediate_size"]
+            if raw["block_auto_adjust_ff_dim"]:
+                width, step = int(2 * width / 3), raw["block_multiple_of"]
+                if raw["block_ffn_dim_multiplier"] is not None:
+                    width = -(-int(raw["block_ffn_dim_multiplier"] * width) // step) * step
+            heads = raw["num_key_value_heads"]
+            attends = [x == "full_attention" for x in raw["layer_types"]]
+            return {
+                "attention.head_count_kv": [heads * x for x in attends],
+                "feed_forward_length": width,
+                "shortconv.l_cache": raw["conv_L_cache"],
+            }
         case "granite":
             return {
                 "embedding_scale": raw["embedding_multiplier"],
@@ -255,6 +279,8 @@ def named_tensors(raw: Mapping[str, Any], name: str, source: Mapping[str, Any]) 
             value = permute(value, raw[field])
         if name.startswith("gemma") and renamed.endswith("norm"):
             value = value + 1
+        if name == "lfm2" and value.ndim == 3:
+            value = value.squeeze(1)
         if name == "qwen35":
             value = of_delta_net(raw, renamed, value)
         if renamed == "ffn_gate_up":

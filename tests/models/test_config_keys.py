@@ -19,7 +19,7 @@ CLASSES = {
     x.name: x.class_name.replace("ForCausalLM", "Config")
     for x in ARCHITECTURES.values()
     if x.name not in ("internlm2", "minicpm")
-} | {"gemma3_text": "Gemma3TextConfig"}
+} | {"gemma3_text": "Gemma3TextConfig", "qwen3_5_text": "Qwen3_5TextConfig"}
 
 USED = {
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -53,6 +53,9 @@ OWN = {
                     "attn_logit_softcapping", "final_logit_softcapping", "sliding_window_pattern",
                     "rope_local_base_freq",
                     "_sliding_window_pattern"},  # what layer_types was made of
+    "qwen3_5_text": {"attention_bias", "layer_types", "linear_conv_kernel_dim",
+                     "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads",
+                     "linear_num_value_heads"},
     "granite": {"attention_bias", "mlp_bias"} | SCALES,
     "granitemoehybrid": {
         "attention_bias", "layer_types", "shared_intermediate_size", "position_embedding_type",
@@ -75,6 +78,8 @@ OWN = {
                 "sliding_window_pattern"},
     "phi": {"qk_layernorm"},  # refused where it is true
     "phi3": {"sliding_window", "original_max_position_embeddings"},
+    "lfm2": {"norm_eps", "layer_types", "full_attn_idxs", "conv_L_cache", "conv_bias",
+             "block_ffn_dim_multiplier", "block_auto_adjust_ff_dim", "block_multiple_of"},
     "opt": {"ffn_dim", "activation_function", "enable_bias", "do_layer_norm_before",
             "_remove_final_layer_norm", "word_embed_proj_dim", "layer_norm_elementwise_affine"},
 }  # fmt: skip

@@ -315,6 +315,22 @@ WRONG: list[tuple[dict[str, Any], str]] = [
      "attention_bias must be false for Gemma, got True; choose another model"),
     (of("gemma2", final_logit_softcapping=-1),
      "final_logit_softcapping must be a positive number, got -1; correct the file"),
+    (of("lfm2", layer_types=["conv"] * 3),
+     "layer_types must list conv or full_attention for each of the 4 layers, got "
+     "['conv', 'conv', 'conv']; correct the file"),
+    (of("lfm2", layer_types=["conv", "full_attention", "mamba", "conv"]),
+     "layer_types must list conv or full_attention for each of the 4 layers, got "
+     "['conv', 'full_attention', 'mamba', 'conv']; correct the file"),
+    (of("lfm2", layer_types=["conv"] * 4),
+     "layer_types must have a layer of full_attention, got ['conv', 'conv', 'conv', 'conv']; "
+     "choose a model with attention"),
+    (of("lfm2", full_attn_idxs=[1, 4]),
+     "full_attn_idxs must list layers from 0 to 3, got [1, 4]; correct the file"),
+    (of("lfm2", full_attn_idxs=[True]),
+     "full_attn_idxs must list layers from 0 to 3, got [True]; correct the file"),
+    (of("lfm2", conv_L_cache=1), "conv_L_cache must be at least 2, got 1; correct the file"),
+    (of("lfm2", intermediate_size=1, block_ffn_dim_multiplier=0),
+     "intermediate_size must leave a width of at least 1, got 1; correct the file"),
 ]  # fmt: skip
 
 
@@ -354,6 +370,9 @@ def test_any_value_gives_a_configuration_or_a_model_error(name: str, value: Any)
         of("qwen2", use_sliding_window=True, sliding_window=5, max_window_layers=2),
         of("qwen3", head_dim=32, attention_bias=True),
         of("internlm2", bias=False, rope_scaling={"type": "dynamic", "factor": 2.0}),
+        of("lfm2", layer_types=["conv", "full_attention"] * 2, conv_bias=True, conv_L_cache=4),
+        of("lfm2", full_attn_idxs=[1], block_ff_dim=90, block_multiple_of=8, norm_eps=1e-3),
+        of("lfm2", block_ffn_dim_multiplier=None, tie_embedding=False),
         of("gemma"),
         of("gemma", hidden_activation="gelu", tie_word_embeddings=False),
         of("gemma2", query_pre_attn_scalar=144, sliding_window=9),
@@ -372,6 +391,17 @@ def test_any_value_gives_a_configuration_or_a_model_error(name: str, value: Any)
                 "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 3e5},
                 "sliding_attention": {"rope_type": "yarn", "factor": 4.0},
             },
+        ),
+        of("qwen3_5_text", head_dim=16, attention_bias=True, full_attention_interval=2),
+        of(
+            "qwen3_5_text",
+            layer_types=["full_attention", *["linear_attention"] * 3],
+            linear_num_key_heads=3,
+            linear_num_value_heads=6,
+            linear_key_head_dim=24,
+            linear_value_head_dim=40,
+            linear_conv_kernel_dim=2,
+            rope_parameters={"rope_theta": 1e7, "partial_rotary_factor": 0.5},
         ),
         of("granite", **SCALES, attention_bias=True),
         of("granitemoehybrid", **SCALES, **ATTENTION, position_embedding_type="rope"),

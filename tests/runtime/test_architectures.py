@@ -32,6 +32,8 @@ LENGTH = 128
 
 def small(config: ModelConfig) -> ModelConfig:
     """The same kind of model with three layers of hidden size 64."""
+    half, scaling = 4 if config.rotary_dim else 8, config.rope_scaling
+    factors = {x: getattr(scaling, x)[:half] for x in ("short_factor", "long_factor")}
     return replace(
         config,
         hidden_size=64,
@@ -44,7 +46,9 @@ def small(config: ModelConfig) -> ModelConfig:
         max_position=LENGTH,
         positions=config.positions and LENGTH + config.position_offset,
         windows=tuple(min(window, 24) for window in config.windows[:3]),
+        rope_scaling=replace(scaling, **factors),
         layer_ropes=config.layer_ropes[:3],
+        mixers=config.mixers[:3],
         rotary_dim=config.rotary_dim and 8,
         embed_scale=min(config.embed_scale, 8.0),
     )

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from hetero import LLM
 from hetero.models import open_model
+from hetero.models.quantized import save
 from tests.models.gguf_files import convert
 from tests.models.test_gguf import check_same_weights
 from tests.support.checkpoints import Case, make_checkpoint, reference_logits, relative_error
@@ -51,6 +52,22 @@ def test_logits_are_those_of_transformers(
             got += [llm.engine.decode(context, token).copy() for token in tokens[length:]]
         error = relative_error(np.stack(got), expected[length - 1 :])
         assert error <= TOLERANCE, f"{device}: off by {error:.2g}"
+
+
+@pytest.mark.parametrize("family", ["Granite", "Cohere2", "Ernie4_5", "Olmo2", "Gemma3"])
+@settings(max_examples=examples(4), **QUICK)
+@given(data=st.data())
+def test_a_quantised_directory_is_the_same_model(
+    family: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """What is folded into vectors, and the order of rows, is not applied once more."""
+    folder = tmp_path_factory.mktemp(family)
+    make_checkpoint(Case(family, family, data.draw(FAMILIES[family])), folder)
+    theirs = open_model(folder, weights="w8a16")
+    save(theirs.weights, folder / "quantised")
+    ours = open_model(folder / "quantised")
+    assert ours.config == theirs.config
+    check_same_weights(ours, theirs)
 
 
 def test_minicpm_is_granite_with_its_factors(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ FEWER = (1, 31, 300)  # of architectures that are not checked in every format
 DECODED = 6
 # float32 and float16 against the checkpoint itself; quantised against the same dequantised weights.
 TOLERANCE = {"f32": 2e-5, "f16": 3e-3, "w4a16": 3e-3, "w4a8": 2e-2, "w8a16": 3e-3}
-QUANTISED = ("w4a16", "w4a8", "w8a16")
+ROUNDED = ("f16", "w4a16", "w4a8", "w8a16")  # compared with the numbers that are stored
 # Formats are a matter of the matmuls, which all architectures share: two of them are checked in
 # every format and length on every device, the others in these and at fewer lengths (all of them
 # with `--exhaustive`).
@@ -78,7 +78,7 @@ def test_logits_match_transformers(
     with LLM(str(folder), device=device, weights=weights, kv="f32") as llm:
         assert llm.devices.fallback == ""
         original = {name: value.clone() for name, value in model.state_dict().items()}
-        if weights in QUANTISED:
+        if weights in ROUNDED:
             load_dequantized(model, llm.model)
         try:
             for length in LENGTHS if checked_whole(checkpoint["name"]) else FEWER:

@@ -110,6 +110,27 @@ CASES = (
                          "partial_rotary_factor": 0.5}),
     Case("phi3-window", "Phi3", {"sliding_window": 24, "pad_token_id": 0}),
     Case("phi3-partial", "Phi3", {"partial_rotary_factor": 0.5, "pad_token_id": 0}),
+    Case(
+        "qwen3.5",
+        "Qwen3_5",
+        {
+            "head_dim": 16,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 32,
+            "pad_token_id": 0,
+        },
+    ),
+    Case(
+        "lfm2",
+        "Lfm2",
+        {
+            "layer_types": ["conv", "full_attention", "conv"],
+            "block_multiple_of": 4,
+        },
+    ),
     Case("opt", "OPT", {"ffn_dim": 172, "word_embed_proj_dim": 64}),
     Case("opt-untied", "OPT", {"ffn_dim": 172, "word_embed_proj_dim": 64, "enable_bias": False,
                                "tie_word_embeddings": False}),
@@ -200,15 +221,20 @@ def load_dequantized(model: Any, loaded: LoadedModel) -> Any:
     """Put the numbers that `loaded` computes with into the reference model."""
     config = loaded.config
     named = "llama" if config.architecture == "internlm2" else config.architecture
-    names = ARCHITECTURES[named].names
+    architecture = ARCHITECTURES[named]
+    names = architecture.names
     own = model.state_dict()
     state: dict[str, torch.Tensor] = {}
 
-    def put(weight: PackedWeight, modules: Sequence[str]) -> None:
+    def put(weight: PackedWeight, modules: Sequence[str], prefix: str = "") -> None:
         values, start = weight.dequantize(), 0
         for module in modules:
-            rows = own[f"{module}.weight"].shape[0]
-            state[f"{module}.weight"] = torch.from_numpy(values[start : start + rows].copy())
+            rows = own[f"{prefix}{module}.weight"].shape[0]
+            part = values[start : start + rows].copy()
+            for axis, orders in enumerate((architecture.row_order, architecture.column_order)):
+                if module in orders:
+                    part = np.take(part, np.argsort(orders[module](config)), axis=axis)
+            state[f"{prefix}{module}.weight"] = torch.from_numpy(part)
             start += rows
         assert start == weight.n
 
@@ -216,12 +242,23 @@ def load_dequantized(model: Any, loaded: LoadedModel) -> Any:
     put(loaded.weights.lm_head(), [names.model_modules["lm_head"]])
     for i in range(config.num_layers):
         block = loaded.weights.block(i)
-        for name, modules in names.matmuls.items():
-            put(block.matrix(name), [names.block.format(i) + module for module in modules])
+        for name in block.matrices:
+            modules = names.matmuls[name]
+            put(block.matrix(name), modules, names.block.format(i))
     missing, unexpected = model.load_state_dict(state, strict=False)
     assert not unexpected
     assert all(
-        name.endswith(("norm.weight", "bias", "embed_positions.weight")) for name in missing
+        name.endswith(
+            (
+                "norm.weight",
+                "bias",
+                "embed_positions.weight",
+                "conv.conv.weight",
+                "conv1d.weight",
+                "A_log",
+            )
+        )
+        for name in missing
     ), missing
     return model
 

@@ -44,6 +44,36 @@ def with_theta(ropes: st.SearchStrategy[Changes]) -> st.SearchStrategy[Changes]:
 
 # By class name of the family in `transformers`: the changes of a configuration.
 FAMILIES: dict[str, st.SearchStrategy[Changes]] = {
+    "Qwen3_5": st.fixed_dictionaries(
+        {
+            "head_dim": st.sampled_from([8, 16]),
+            "attention_bias": st.booleans(),
+            "layer_types": st.lists(
+                st.sampled_from(["linear_attention", "full_attention"]),
+                min_size=LAYERS,
+                max_size=LAYERS,
+            ).filter(lambda kinds: "full_attention" in kinds),
+            "linear_conv_kernel_dim": st.sampled_from([2, 4]),
+            "linear_num_key_heads": st.sampled_from([1, 2]),
+            "linear_num_value_heads": st.sampled_from([2, 6]),
+            "linear_key_head_dim": st.just(16),
+            "linear_value_head_dim": st.sampled_from([8, 32]),
+            "rms_norm_eps": st.sampled_from([1e-6, 1e-2]),
+            "rope_parameters": st.builds(
+                lambda theta, factor: {
+                    "rope_type": "default",
+                    "rope_theta": theta,
+                    "partial_rotary_factor": factor,
+                    "mrope_section": [1, 1, 1],
+                    "mrope_interleaved": True,
+                },
+                THETA,
+                st.sampled_from([0.25, 1.0]),
+            ),
+            "tie_word_embeddings": st.booleans(),
+            **PADDING,
+        }
+    ),
     "Granite": st.fixed_dictionaries(
         {
             **SCALES,
@@ -183,6 +213,21 @@ FAMILIES: dict[str, st.SearchStrategy[Changes]] = {
             **PADDING,
         }
     ),
+    "Lfm2": st.fixed_dictionaries(
+        {
+            "layer_types": st.lists(
+                st.sampled_from(["conv", "full_attention"]), min_size=LAYERS, max_size=LAYERS
+            ).filter(lambda x: "full_attention" in x),
+            "conv_L_cache": st.integers(2, 5),
+            "conv_bias": st.booleans(),
+            "norm_eps": st.sampled_from([1e-5, 1e-2]),
+            "tie_word_embeddings": st.booleans(),
+            "block_auto_adjust_ff_dim": st.booleans(),
+            "block_ffn_dim_multiplier": st.sampled_from([1.0, 1.3]),
+            "block_multiple_of": st.sampled_from([4, 32]),
+            "rope_parameters": with_theta(PLAIN | LINEAR | YARN),
+        }
+    ),
     "Gemma3": st.fixed_dictionaries(
         {
             "head_dim": st.sampled_from([8, 16]),
@@ -216,6 +261,8 @@ def in_files(family: str, changes: Changes) -> Changes:
                 "sliding_window": None,
                 "layer_types": ["full_attention"] * 4,
             }
+        case "Lfm2":
+            return {"conv_bias": False}
         case "Ministral3":
             return {"sliding_window": None}
         case "HunYuanDenseV1":

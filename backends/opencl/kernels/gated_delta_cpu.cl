@@ -10,6 +10,7 @@
 #define KEYS (K_HEADS * DK)
 #define WIDTH (2 * KEYS + V_HEADS * DV)
 #define TILE 32
+#define EACH_PART(b) _Pragma("unroll") for (int b = 0; b < BV; b++)
 
 typedef struct {
   float kept;    // e^g
@@ -77,10 +78,10 @@ __kernel void gated_delta(const int count, ARRAY(const float, x), PANELS(const f
                                    GATE_B(t, head), GATE_A(t, head) + dt_bias[head], decay[head]);
     for (int c = 0; c < DV; c += BLOCK) {
       hfloat by_k[BV], by_q[BV], u[BV]; // Sᵀkᵣ and Sᵀqᵣ of the token
-      for (int b = 0; b < BV; b++) by_k[b] = by_q[b] = 0.0f;
+      EACH_PART(b) by_k[b] = by_q[b] = 0.0f;
       for (int i = 0; i < DK; i++) {
         const float ki = k[(size_t)start * WIDTH + i], qi = q[(size_t)start * WIDTH + i];
-        for (int b = 0; b < BV; b++) {
+        EACH_PART(b) {
           const hfloat s = HLOAD(state + i * DV + c + b * HV);
           by_k[b] += s * ki;
           by_q[b] += s * qi;
@@ -89,7 +90,7 @@ __kernel void gated_delta(const int count, ARRAY(const float, x), PANELS(const f
       for (int t = start; t < stop; t++) {
         const token_t token = tokens[t - start];
         const size_t row = (size_t)t * WIDTH;
-        for (int b = 0; b < BV; b++) {
+        EACH_PART(b) {
           const hfloat known = by_k[b] * (token.kept * token.by_key);
           u[b] = (HLOAD(v + row + c + b * HV) - known) * token.beta;
           const hfloat out = by_q[b] * (token.kept * token.by_query) + u[b] * token.both;
@@ -98,9 +99,9 @@ __kernel void gated_delta(const int count, ARRAY(const float, x), PANELS(const f
           by_k[b] = by_q[b] = 0.0f;
         }
         const size_t next = t + 1 < stop ? row + WIDTH : row; // of the last its sums are not used
-        for (int i = 0; i < DK; i++) {
+        _Pragma("unroll 4") for (int i = 0; i < DK; i++) {
           const float ki = k[row + i], next_k = k[next + i], next_q = q[next + i];
-          for (int b = 0; b < BV; b++) {
+          EACH_PART(b) {
             __global float *at = state + i * DV + c + b * HV;
             const hfloat s = HLOAD(at) * token.kept + u[b] * ki;
             HSTORE(s, at);

@@ -53,6 +53,8 @@ class Decoder(Protocol):
     @property
     def conv_taps(self) -> int: ...
     @property
+    def conv_bias(self) -> bool: ...
+    @property
     def delta(self) -> DeltaNet | None: ...
     @property
     def qkv_bias(self) -> bool: ...
@@ -127,7 +129,7 @@ class Architecture:
 
     name, class_name  `model_type` and `architectures` of config.json
     keys              fields of config.json that have another name here (ours: theirs)
-    max_position, kv_heads, head_dim, ids, tied, activation, eps
+    max_position, intermediate_size, kv_heads, head_dim, ids, tied, activation, eps
                       what `transformers` takes where config.json leaves the field out;
                       kv_heads None: as many as heads; head_dim None: hidden_size / heads;
                       ids: (bos, eos)
@@ -149,6 +151,7 @@ class Architecture:
     class_name: str
     keys: Mapping[str, str] = field(default_factory=dict)
     max_position: int = 2048
+    intermediate_size: int | None = None
     kv_heads: int | None = None
     grouped: bool = True
     head_dim: int | None = None

@@ -33,23 +33,37 @@ def _read(source: Fields, layers: int) -> dict[str, Any]:
         "output_gate": True,
         "mixers": tuple(MIXERS[kind] for kind in _layer_types(source, layers)),
         "delta": read_delta_net(source),
-        "conv_taps": source.positive_int("linear_conv_kernel_dim", 4),
+        "conv_taps": _taps(source),
         "rotary_factor": rotary_factor(source, ROTATED),
     }
+
+
+def _taps(source: Fields) -> int:
+    taps = source.positive_int("linear_conv_kernel_dim", 4)
+    if taps < 2:
+        raise source.error("linear_conv_kernel_dim", "must be at least 2", "correct the file")
+    return taps
 
 
 def _layer_types(source: Fields, layers: int) -> list[str]:
     types = source.raw.get("layer_types")
     if types is None:
         interval = source.positive_int("full_attention_interval", INTERVAL)
+        if interval > layers:
+            raise source.error(
+                "full_attention_interval",
+                f"must be at most the {layers} layers, for one to have attention",
+                "correct the file",
+            )
         return [LINEAR if (i + 1) % interval else FULL for i in range(layers)]
-    if not isinstance(types, list) or len(types) != layers or any(x not in MIXERS for x in types):
+    known = isinstance(types, list) and all(x in MIXERS for x in types)
+    if not known or len(types) != layers or FULL not in types:
         raise source.error(
             "layer_types",
-            f"must list {LINEAR} or {FULL} for each of the {layers} layers",
+            f"must list {LINEAR} or {FULL} for each of the {layers} layers, and some {FULL}",
             "correct the file",
         )
-    return types
+    return list(types)
 
 
 def _write(config: Decoder) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 
+from hetero.models.architectures.lfm2 import CONV
 from hetero.models.delta_net import LINEAR
 from hetero.models.fields import is_number
 from hetero.models.sliding import FULL, SLIDING
@@ -31,6 +32,8 @@ class GgufFamily:
     pairs        rows of queries and keys lie pair by pair (llama.cpp's "normal" rotary embedding)
     frequencies  a tensor `rope_freqs` has divisors of the frequencies (Llama 3.1's scaling)
     biases       whether attention and feed-forward have biases is seen in the tensors
+    some         entries that are 0 for layers that have none of it
+    final_norm   the last norm
     tensors      those of a block's vectors that have other names than most: of a module, or whole
     """
 
@@ -41,6 +44,8 @@ class GgufFamily:
     pairs: bool = False
     frequencies: bool = False
     biases: bool = False
+    some: tuple[str, ...] = ()
+    final_norm: str = "output_norm"
     tensors: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -93,6 +98,19 @@ def _qwen35(entry: Entry, raw: Raw) -> dict[str, Any]:
         kinds = [LINEAR if x else FULL for x in np.atleast_1d(types).tolist()]
         fields["layer_types"] = kinds[: fields.get("num_hidden_layers", layers)]
     return fields | _partial_rotary(entry, raw)
+
+
+def _lfm2(entry: Entry, raw: Raw) -> dict[str, Any]:
+    """Return the kinds of layers: one without key/value heads is a convolution."""
+    fields = {
+        "norm_eps": raw.get("rms_norm_eps"),
+        "conv_L_cache": entry("shortconv.l_cache"),
+        "block_auto_adjust_ff_dim": False,
+    }
+    heads = entry("attention.head_count_kv")
+    if isinstance(heads, np.ndarray):
+        fields["layer_types"] = [FULL if x else CONV for x in heads.tolist()]
+    return fields
 
 
 def _layer_types(entry: Entry, layers: object, default: int | None = None) -> list[str] | None:
@@ -223,6 +241,34 @@ FAMILIES: Final[Mapping[str, GgufFamily]] = {
         model_type="gemma3_text",
         fields=_gemma3,
         used=(*_WINDOWS, "final_logit_softcapping", "rope.freq_base_swa"),
+    ),
+    "lfm2": GgufFamily(
+        model_type="lfm2",
+        fields=_lfm2,
+        used=("shortconv.l_cache",),
+        some=("attention.head_count_kv",),
+        final_norm="token_embd_norm",
+        tensors={"conv_taps": "shortconv.conv.weight"},
+    ),
+    "qwen35": GgufFamily(
+        model_type="qwen3_5_text",
+        fields=_qwen35,
+        used=(
+            *_DELTA.values(),
+            "ssm.inner_size",
+            "attention.recurrent_layers",
+            "nextn_predict_layers",
+            "rope.dimension_count",
+            "rope.dimension_sections",
+        ),
+        biases=True,
+        tensors={
+            "post_norm": "post_attention_norm.weight",
+            "conv_taps": "ssm_conv1d.weight",
+            "delta_decay": "ssm_a",
+            "delta_dt_bias": "ssm_dt.bias",
+            "delta_norm": "ssm_norm.weight",
+        },
     ),
     "phi2": GgufFamily(
         model_type="phi", fields=_partial_rotary, used=("rope.dimension_count",), eps=EPS

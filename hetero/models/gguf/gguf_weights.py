@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from pathlib import Path
 from typing import Final
 
@@ -43,6 +44,8 @@ from hetero.terminal.notices import notify_once
 _MATRICES: Final = {
     "qkv": (("attn_qkv",), ("attn_q", "attn_k", "attn_v")),
     "o": (("attn_output",),),
+    "conv_in": (("shortconv.in_proj",),),
+    "conv_out": (("shortconv.out_proj",),),
     "gate_up": (("ffn_gate", "ffn_up"), ("ffn_up",)),
     "down": (("ffn_down",),),
     "experts_gate": (("ffn_gate_exps",),),
@@ -61,6 +64,8 @@ _VECTORS: Final = {
     "router": "ffn_gate_inp",
 }
 _ENDS: Final = {"embed": "token_embd", "lm_head": "output", "final_norm": "output_norm"}
+_TAPS: Final = tuple(x.tensors["conv_taps"] for x in FAMILIES.values() if "conv_taps" in x.tensors)
+_NO_MATRICES: Final = (*_TAPS, ROUTER)
 _UNOPENED: Final = "unopened"
 _FREQUENCIES: Final = "rope_freqs.weight"
 _FACTORS: Final = ("rope_factors_long.weight", "rope_factors_short.weight")
@@ -78,13 +83,14 @@ class GgufWeights(ModelWeights):
         self.loss = Loss()
         self._store: StoreReader | StoreWriter | str | None = _UNOPENED
         self._family = FAMILIES[file.metadata["general.architecture"]]
+        self._ends = _ENDS | {"final_norm": self._family.final_norm}
         self._check()
 
     def model_vector(self, name: str) -> Float32Array:
         """Return a vector outside of the blocks."""
         if self._is_left_out(name):
             return np.zeros(self.config.hidden_size, np.float32)
-        module, suffix = _named(_ENDS, name)
+        module, suffix = _named(self._ends, name)
         return self._with_logit_scale(name, self._vector(f"{module}.{suffix}"))
 
     @property
@@ -93,11 +99,11 @@ class GgufWeights(ModelWeights):
         if not self.weight_format.of_file:
             return super().nbytes
         total = 0
-        for info in self.file.tensors.values():
-            if len(info.shape) > 1:
+        for name, info in self.file.tensors.items():
+            if len(info.shape) > 1 and not name.endswith(_NO_MATRICES):
                 total += packed_bytes(stored_as(info.kind), *rows_of(info.shape))
             else:
-                total += 4 * info.shape[0]
+                total += 4 * math.prod(info.shape)
         return total
 
     def requantised(self) -> dict[str, float]:
@@ -194,7 +200,7 @@ class GgufWeights(ModelWeights):
         start at a block of rows.
         """
         prefix, _, last = name.rpartition(".")
-        modules = self._modules(f"{prefix}.", last) if prefix else (_ENDS[name],)
+        modules = self._modules(f"{prefix}.", last) if prefix else (self._ends[name],)
         loss = self.loss if self.weight_format.storage.quantised else None
         sources = [
             GgufTensor(self.file, f"{prefix}.{x}.weight" if prefix else f"{x}.weight", loss, order)
@@ -294,8 +300,8 @@ class GgufWeights(ModelWeights):
         names = tuple(name for name in self.file.tensors if name.startswith(tuple(blocks)))
         if names:
             notify_once(
-                f"{self.file.path}: {len(blocks)} layers that predict further tokens "
-                f"({len(names)} tensors) are left out"
+                f"{self.file.path}: the blocks behind the {layers} layers, which predict further "
+                f"tokens, are left out ({len(names)} tensors)"
             )
         return names
 
@@ -313,7 +319,7 @@ class GgufWeights(ModelWeights):
                 f"metadata, got {list(info.shape)}; download the file again"
             )
         check_kind(str(self.file.path), name, info)
-        vector = len(shape) == 1 or name.endswith(ROUTER)
+        vector = len(shape) == 1 or name.endswith(_NO_MATRICES)
         if vector and info.kind not in FLOATS:
             raise ModelError(
                 f"{self.file.path}: tensor {name} must be one of "
@@ -323,10 +329,10 @@ class GgufWeights(ModelWeights):
     def _expected(self) -> dict[str, tuple[int, ...]]:
         shapes: dict[str, tuple[int, ...]] = {}
         for matrix in embedding_matrices(self.config):
-            shapes[f"{_ENDS[matrix.name]}.weight"] = (matrix.n, matrix.k)
+            shapes[f"{self._ends[matrix.name]}.weight"] = (matrix.n, matrix.k)
         for vector in model_vectors(self.config, self.weight_format.storage):
             if not self._is_left_out(vector.name):
-                shapes[".".join(_named(_ENDS, vector.name))] = (vector.n,)
+                shapes[".".join(_named(self._ends, vector.name))] = (vector.n,)
         for index in range(self.config.num_layers):
             prefix = f"blk.{index}."
             for matmul in self.config.block_matmuls(index):

@@ -92,7 +92,7 @@ def _raw(file: GgufFile, name: str) -> dict[str, Any]:
         raw["mlp_bias"] = _has_bias(file, ".ffn_")
     raw |= {"bos_token_id": special_id(value, "bos"), "eos_token_id": list(end_ids(value)) or None}
     raw["rope_scaling"] = rope_scaling(file, name)
-    return raw | family.fields(lambda entry: value.get(f"{name}.{entry}"), raw)
+    return raw | family.fields(lambda entry: file.metadata.get(f"{name}.{entry}"), raw)
 
 
 def _has_bias(file: GgufFile, module: str) -> bool:
@@ -102,7 +102,8 @@ def _has_bias(file: GgufFile, module: str) -> bool:
 def _one_for_all_layers(file: GgufFile, name: str) -> dict[str, Any]:
     """Return the metadata with one number where a list has it for every layer.
 
-    Raises `ModelError` for a list of different numbers: the decoder's layers are alike.
+    Raises `ModelError` for a list of different numbers: the decoder's layers are alike, but for
+    those that have 0 of what a family's layers may lack.
     """
     metadata = dict(file.metadata)
     for entry in (x.format(name) for x in (*_SIZES.values(), f"{{}}.{EPS}", f"{{}}.{RMS_EPS}")):
@@ -115,7 +116,9 @@ def _one_for_all_layers(file: GgufFile, name: str) -> dict[str, Any]:
                 f"{file.path}: {entry} must be one number or a list of {layers}, one for each "
                 f"layer, got {len(values)}; download the file again"
             )
-        if not isinstance(values, np.ndarray) or (values != values[0]).any():
+        if isinstance(values, np.ndarray) and entry in [f"{name}.{x}" for x in FAMILIES[name].some]:
+            values = values[values != 0]
+        if not isinstance(values, np.ndarray) or not len(values) or (values != values[0]).any():
             raise ModelError(
                 f"{file.path}: {entry} differs from layer to layer, which is not supported; choose "
                 "another model"

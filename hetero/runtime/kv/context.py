@@ -146,6 +146,7 @@ class Context(Closing):
         """
 
         def saved() -> None:
+            self.recover()
             save_session(
                 Path(path), self._home.identity, self.cache, self._tokens, self._cached, messages
             )
@@ -268,13 +269,20 @@ class Context(Closing):
         return other
 
     def rewind(self, tokens: int) -> None:
-        """Truncate, for the holder; where windows lost what precedes, all is computed again."""
+        """Truncate, for the holder; what no step can continue from is computed again."""
         self._cached = self._reached(min(self._cached, tokens))
         del self._tokens[tokens:]
 
     def _reached(self, cached: int) -> int:
-        """Return `cached`, or 0 where no step can continue from there."""
-        return cached if self._cache is None or self._cache.reaches(cached) else 0
+        """Return up to `cached` the last position that a step can continue from."""
+        return cached if self._cache is None else self._cache.continued(cached)
+
+    def recover(self) -> list[int]:
+        """Return what must be computed again because a step that did not end changed the states."""
+        if self._cache is None or not self._cache.layout.states:
+            return []
+        cached, self._cached = self._cached, self._reached(self._cached)
+        return self._tokens[self._cached : cached]
 
     def forget(self, keep: int, drop: int) -> None:
         """Shift, for the holder of the context."""
@@ -297,11 +305,13 @@ class Context(Closing):
         cache.slide(cached)
         self._cached = cached
 
-    def advance(self, tokens: Sequence[int]) -> None:
-        """Append these tokens, whose keys and values a step has computed after the cached ones."""
+    def advance(self, tokens: Sequence[int], *, keep_state: bool = False) -> None:
+        """Append tokens whose keys and values a step has computed after the cached ones."""
         stop = self._cached + len(tokens)
         self._tokens[self._cached : stop] = tokens
         self._cached = stop
+        if self._cache is not None:
+            self._cache.ended(stop, keep_state=keep_state)
 
     def note(self, text: Sequence[int]) -> None:
         """Set the whole text, not all of it computed yet; drop what was cached of another text."""
@@ -311,6 +321,8 @@ class Context(Closing):
 
     def adopt(self, tokens: Sequence[int]) -> None:
         """Set the tokens, whose keys and values are in the cache, or will be when `gate` opens."""
+        if self._cache is not None:
+            self._cache.states.forget(self.shared(tokens))
         self._tokens, self._cached, self.gate = list(tokens), len(tokens), None
 
     def shared(self, tokens: Sequence[int]) -> int:
@@ -351,7 +363,7 @@ def check_shift(home: Home) -> Ropes:
     if home.ropes is None:
         raise UserError(
             "the context of this model cannot be shifted, since its positions are learned and no "
-            "rotations, or keys are normed after their rotation: leave out context_shift, or open "
-            "the model with a larger max_seq_len"
+            "rotations, keys are normed after their rotation, or layers have states: leave out "
+            "context_shift, or open the model with a larger max_seq_len"
         )
     return home.ropes

@@ -1,4 +1,4 @@
-"""The memory of one context: keys and values of every layer, which attention works on in place.
+"""The memory of one context: keys and values, and states, which layers work on in place.
 
 Each layer has two tensors in buffers of their own, the slots `k_cache.i` and `v_cache.i` of a step:
 [kv_heads, capacity, head_dim] of floats, or codes with their scales (`hetero.backends.kv_rows`). A
@@ -10,12 +10,15 @@ for the first token.
 Layers that attend through a window keep room for a run of tokens (`Sliding`), whose first one,
 `KvCache.base`, moves up as the text grows: kernels see one run of rows and get the row at which a
 call begins. Keys were turned to their positions before, so that moving them changes nothing.
+
+Other layers have a state of a fixed size instead, which is that after the last token
+(`hetero.runtime.kv.layer_states`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -30,6 +33,7 @@ from hetero.backends.protocol import CACHE_PORTS
 from hetero.errors import memory_for
 from hetero.models.sliding import Sliding
 from hetero.runtime.kv.cache_sync import CacheSync, Side
+from hetero.runtime.kv.layer_states import States, copies_of
 
 Allocate: TypeAlias = Callable[[int], HostBuffer]
 Array: TypeAlias = npt.NDArray[Any]
@@ -40,7 +44,8 @@ class CacheLayout:
     """The shape of every cache of a model.
 
     `capacity` is in tokens, padding of calls included; layers that `sliding` names have room for
-    its `rows`.
+    its `rows`. `layers` have keys and values; `states` are the slots of all others, with their
+    shapes (float32).
     """
 
     layers: int
@@ -49,11 +54,30 @@ class CacheLayout:
     head_dim: int
     kv: CacheFormat = CacheFormat.F32
     sliding: Sliding | None = None
+    states: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     @property
     def slots(self) -> tuple[str, ...]:
         """Return the names of the tensors, as the decoder's nodes have them."""
-        return tuple(f"{port}.{layer}" for layer in range(self.layers) for port in CACHE_PORTS)
+        return (
+            *(f"{port}.{layer}" for layer in range(self.layers) for port in CACHE_PORTS),
+            *dict(self.states),
+        )
+
+    @property
+    def state_bytes(self) -> int:
+        """Return the address space of the states."""
+        return sum(_in_pages(4 * math.prod(shape)) for _, shape in self.states)
+
+    @property
+    def state_copies(self) -> int:
+        """Return how many copies of the states a context keeps."""
+        return copies_of(self.state_bytes)
+
+    @property
+    def state_numbers(self) -> tuple[int, ...]:
+        """Return the numbers of the layers' states, which follow those of keys and values."""
+        return tuple(sorted({number_of(slot) for slot, _ in self.states}))
 
     @property
     def slides(self) -> bool:
@@ -75,18 +99,19 @@ class CacheLayout:
 
     def slot_bytes(self, layer: int) -> int:
         """Return the address space of one of a layer's tensors: whole pages."""
-        size = math.prod(self.shape(layer)) * self.kv.dtype.itemsize
-        return -(-size // PAGE_BYTES) * PAGE_BYTES
+        return _in_pages(math.prod(self.shape(layer)) * self.kv.dtype.itemsize)
 
     @property
     def largest_bytes(self) -> int:
         """Return the address space of the largest tensor."""
-        return max(self.slot_bytes(layer) for layer in range(self.layers))
+        states = (4 * math.prod(shape) for _, shape in self.states)
+        return max([*(self.slot_bytes(layer) for layer in range(self.layers)), *states])
 
     @property
     def nbytes(self) -> int:
         """Return the address space of a context's cache; what is resident depends on its length."""
-        return len(CACHE_PORTS) * sum(self.slot_bytes(layer) for layer in range(self.layers))
+        rows = len(CACHE_PORTS) * sum(self.slot_bytes(layer) for layer in range(self.layers))
+        return rows + (1 + self.state_copies) * self.state_bytes
 
     def base(self, position: int) -> int:
         """Return the first token that has a row (`Sliding.base`); 0 where all have one."""
@@ -120,9 +145,15 @@ class KvCache:
                 for layer in range(layout.layers)
                 for port in CACHE_PORTS
             }
+            self.states = States(layout.states, allocate, layout.state_copies)
         tensors = [
             [self._slots[f"{port}.{index}"] for port in CACHE_PORTS]
             for index in range(layout.layers)
+        ]
+        self._slots |= self.states.tensors
+        tensors += [
+            [_row(self._slots[slot]) for slot in dict(layout.states) if number_of(slot) == number]
+            for number in layout.state_numbers
         ]
         self._sync = None if gpu is None else CacheSync(gpu, tensors)
         for index in range(layout.layers) if layout.kv.coded else ():
@@ -178,7 +209,8 @@ class KvCache:
         if self._sync is not None:
             for index, side in sides.items():
                 _, base = self.resident(index)
-                self._sync.wrote(side, index, start - base, stop - base)
+                rows = (start - base, stop - base) if index < self.layout.layers else (0, 1)
+                self._sync.wrote(side, index, *rows)
 
     @property
     def handed_over(self) -> bool:
@@ -191,11 +223,64 @@ class KvCache:
             rows = self.layout.shape(index)[1]
             self._sync.wrote("host", index, rows - CHANNEL_ROWS, rows)
 
-    # --- where windows slide ----------------------------------------------------------------
-
     def reaches(self, position: int) -> bool:
         """Return whether a call may begin at `position`: all that its tokens see is there."""
         return self.layout.sliding is None or self.low <= self.layout.sliding.seen(position)
+
+    # --- states ------------------------------------------------------------------------------
+
+    def keep_state(self) -> None:
+        """Keep a copy of the states, to which the text can be cut (`States.keep`)."""
+        if self.layout.states:
+            self._share_states()
+            self.states.keep()
+
+    def ended(self, position: int, *, keep_state: bool) -> None:
+        """Record that a step has ended after so many tokens; with `keep_state` keep the states."""
+        self.states.at = position
+        if keep_state:
+            self.keep_state()
+
+    def continued(self, position: int) -> int:
+        """Return the last position up to `position` that a call may begin at.
+
+        Its states are restored.
+        """
+        reached = self._restored(position) if self.reaches(position) else 0
+        return reached if self.reaches(reached) else 0
+
+    def _restored(self, position: int) -> int:
+        if not self.layout.states or self.states.at == position:
+            return position
+        self._share_states()
+        restored = self.states.restore(position)
+        self._wrote_states()
+        return restored
+
+    def state_arrays(self) -> list[Array]:
+        """Return views of the states, in their order."""
+        self._share_states()
+        return [x.array for x in self.states.tensors.values()]
+
+    def load_states(self, states: Sequence[Array], position: int) -> None:
+        """Set the states after so many tokens."""
+        self._share_states()
+        for tensor, state in zip(self.states.tensors.values(), states, strict=True):
+            tensor.array[...] = state
+        self.states.at = position
+        self._wrote_states()
+
+    def _share_states(self) -> None:
+        for index in self.layout.state_numbers if self._sync is not None else ():
+            assert self._sync is not None
+            self._sync.share("host", index)
+
+    def _wrote_states(self) -> None:
+        for index in self.layout.state_numbers if self._sync is not None else ():
+            assert self._sync is not None
+            self._sync.wrote("host", index, 0, 1)
+
+    # --- where windows slide ----------------------------------------------------------------
 
     def slide(self, position: int) -> None:
         """Move rows so that a call may begin at `position`, which it `reaches`."""
@@ -216,6 +301,7 @@ class KvCache:
         None of them is there yet.
         """
         base = self.layout.base(position)
+        self.states.forget(0)
         self._hold(base, min(max(low, base), position))
 
     def _hold(self, base: int, low: int) -> None:
@@ -287,6 +373,9 @@ class KvCache:
             for rows, source in zip(self.rows(index), other.rows(index), strict=True):
                 rows.copy(low - base, source, low - start, tokens - start)
             self.wrote(index, low, tokens)
+        other._share_states()
+        self.states.copy_from(other.states)
+        self._wrote_states()
 
     def _part(self, tokens: int) -> tuple[int, int, int]:
         return self.layout.kv_heads, tokens, self.layout.head_dim
@@ -303,3 +392,17 @@ class KvCache:
                 f"tokens [{start}, {stop}) are not all in a cache whose windows hold "
                 f"[{self.low}, {self.base + sliding.rows})"
             )
+
+
+def number_of(slot: str) -> int:
+    """Return the number of the keys and values, or of the state, that a slot is of."""
+    return int(slot.rpartition(".")[2])
+
+
+def _in_pages(nbytes: int) -> int:
+    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def _row(state: Tensor) -> Tensor:
+    """Return a state as [1, 1, size]: one row, which is handed over whole."""
+    return Tensor(state.buffer, (1, 1, math.prod(state.shape)), state.dtype)

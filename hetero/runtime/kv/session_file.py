@@ -92,6 +92,7 @@ class Session:
             cache.wrote(layer, low, self.cached)
             if kv.coded and cache.layout.kv.coded:
                 cache.wrote_channels(layer)
+        cache.load_states([self.file.array(x) for x in _state_names(cache)], self.cached)
 
 
 def save_session(
@@ -109,6 +110,7 @@ def save_session(
     arrays: dict[str, Array] = {"tokens": np.asarray(tokens, dtype=np.int32)}
     arrays |= {"first": np.array([cache.low], dtype=np.int32)} if cache.low else {}
     arrays |= {name: _saved(x, *rows) for name, x, rows in _caches(cache, cached)}
+    arrays |= dict(zip(_state_names(cache), cache.state_arrays(), strict=True))
     metadata = identity.of_file(coded=cache.layout.kv.coded) | {
         "kind": KIND,
         "schema_version": SLID if cache.low else WHOLE,
@@ -145,6 +147,7 @@ def read_session(path: Path, identity: Identity, cache: KvCache, limit: int) -> 
         "tokens",
         *(["first"] if first else []),
         *(name for name, *_ in _caches(cache, cached)),
+        *_state_names(cache),
     ]
     if _digest(file.array(name) for name in names) != file.metadata.get("sha256"):
         raise ModelError(f"{path}: session file is damaged (its hash differs); save it again")
@@ -161,6 +164,11 @@ def _caches(cache: KvCache, cached: int) -> Iterator[tuple[str, CacheRows, tuple
         low, base = cache.resident(layer)
         for kind, rows in zip("kv", cache.rows(layer), strict=True):
             yield f"{kind}.{layer}", rows, (low - base, cached - base)
+
+
+def _state_names(cache: KvCache) -> list[str]:
+    """Return the names of the layers' states in the file."""
+    return [f"s.{i}" for i in range(len(cache.layout.states))]
 
 
 def _saved(rows: CacheRows, start: int, stop: int) -> Array:
@@ -237,6 +245,8 @@ def _check_shapes(path: Path, file: SafetensorsFile, cache: KvCache) -> tuple[in
     for layer, start in enumerate(starts):
         shape = kv.shape(layout.kv_heads, cached - start, layout.head_dim)
         expected |= {f"{kind}.{layer}": (dtype, shape) for kind in "kv"}
+    for name, (_, state) in zip(_state_names(cache), layout.states, strict=True):
+        expected[name] = ("F32", state)
     stored = {name: (x.dtype, x.shape) for name, x in file.entries.items()}
     seen = 0 if layout.sliding is None else layout.sliding.seen(cached)
     if not (0 < cached <= min(count, layout.capacity) and 0 <= first <= seen) or stored != expected:
