@@ -15,7 +15,7 @@ class ExpertConfig:
 
     count, chosen      of experts, and how many a token has
     width              features of an expert's feed-forward
-    scores, renormalised, scale, eps, router_bias    as in `Router`
+    scores, renormalised, scale, eps, router_bias, choice_bias    as in `Router`
     bias               experts' matmuls have biases
     dense              layers whose feed-forward is a plain one
     """
@@ -28,6 +28,7 @@ class ExpertConfig:
     scale: float = 1.0
     eps: float = 0.0
     router_bias: bool = False
+    choice_bias: bool = False
     bias: bool = False
     dense: tuple[int, ...] = ()
 

@@ -284,6 +284,7 @@ class _Decoder:
             d=config.hidden_size,
             scores=experts.scores,
             bias=experts.router_bias,
+            choice_bias=experts.choice_bias,
             renormalised=experts.renormalised,
             eps=experts.eps,
             scale=experts.scale,

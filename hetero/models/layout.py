@@ -132,7 +132,8 @@ def _router_vectors(config: ModelConfig, layer: int) -> list[VectorShape]:
     if experts is None:
         return []
     weight = VectorShape("router", experts.count * config.hidden_size, config.hidden_size)
-    return [weight] + [VectorShape("router_bias", experts.count)] * experts.router_bias
+    given = {"router_bias": experts.router_bias, "choice_bias": experts.choice_bias}
+    return [weight] + [VectorShape(name, experts.count) for name, has in given.items() if has]
 
 
 def embedding_matrices(config: ModelConfig) -> tuple[MatrixShape, ...]:

@@ -7,7 +7,7 @@ good but for the last bits of a float, both choices are right: prompts are drawn
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -47,6 +47,23 @@ QWEN3 = st.fixed_dictionaries(
         "mlp_only_layers": st.sampled_from([(), (), (0,)]),
     }
 )
+LFM2 = st.fixed_dictionaries(
+    {
+        "num_experts": st.sampled_from([8, 5]),
+        "num_experts_per_tok": st.integers(1, 5),
+        "moe_intermediate_size": st.sampled_from([32, 48]),
+        "num_dense_layers": st.integers(0, 2),
+        "layer_types": st.sampled_from(
+            [("conv", "full_attention", "conv"), ("full_attention", "full_attention", "conv")]
+        ),
+        "num_hidden_layers": st.just(3),
+        "use_expert_bias": st.booleans(),
+        "norm_topk_prob": st.booleans(),
+        "routed_scaling_factor": st.sampled_from([1.0, 2.5]),
+        "conv_L_cache": st.sampled_from([3, 4]),
+        "conv_bias": st.booleans(),
+    }
+)
 QWEN3_GGUF = {
     "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "norm_topk_prob": True
 }  # fmt: skip
@@ -60,7 +77,13 @@ def drawn(kind: str, changes: Mapping[str, Any]) -> tuple[Path, Any]:
 @cache
 def _drawn(kind: str, changes: tuple[tuple[str, Any], ...]) -> tuple[Path, Any]:
     folder = Path(mkdtemp(prefix=kind))
-    return folder, make_checkpoint(Case(kind, kind, SIZES | lists(changes)), folder)
+    model = make_checkpoint(Case(kind, kind, SIZES | lists(changes)), folder)
+    biases = [x for name, x in model.named_buffers() if name.endswith("expert_bias")]
+    for bias in biases:
+        bias.copy_(torch.randn_like(bias) * 0.1)
+    if biases:
+        model.save_pretrained(folder)
+    return folder, model
 
 
 def lists(changes: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
@@ -72,16 +95,30 @@ def decided_prompt(model: Any, length: int, margin: float) -> tuple[list[int], A
     """`length` tokens that no router has a doubtful choice for, and their logits."""
     random, vocab = np.random.default_rng(length), model.config.vocab_size
     chosen = model.config.num_experts_per_tok
+    routers = [x for x in model.modules() if type(x).__name__.endswith("TopKRouter")]
     for _ in range(200):
         tokens = random.integers(3, vocab, length).tolist()
+        seen: list[torch.Tensor] = []
+        hooks = [x.register_forward_hook(partial(_preferred, seen)) for x in routers]
         with torch.no_grad():
-            output = model(torch.tensor([tokens]), output_router_logits=True)
-        routed = [x for x in output.router_logits if x is not None]
-        ranked = torch.cat(routed).softmax(-1).sort(descending=True).values
+            logits = model(torch.tensor([tokens])).logits[0].numpy()
+        for hook in hooks:
+            hook.remove()
+        ranked = torch.cat(seen).sort(descending=True).values
         gaps = ranked[:, chosen - 1 : chosen] - ranked[:, chosen : chosen + 1]
         if not gaps.numel() or float(gaps.min()) > margin:
-            return tokens, output.logits[0].numpy()
+            return tokens, logits
     raise AssertionError(f"no prompt of {length} tokens has gaps of {margin} between experts")
+
+
+def _preferred(seen: list[torch.Tensor], router: Any, given: Any, output: Any) -> None:
+    """Append what a router chooses by."""
+    logits = output[0]
+    if not type(router).__name__.startswith("Lfm2"):
+        seen.append(logits.softmax(-1))
+        return
+    bias = given[1] if len(given) > 1 and given[1] is not None else 0.0
+    seen.append(logits.sigmoid() + bias)
 
 
 def check(path: Path, model: Any, device: Any, weights: str, lengths: Sequence[int]) -> None:
@@ -105,6 +142,17 @@ def check(path: Path, model: Any, device: Any, weights: str, lengths: Sequence[i
 @given(changes=QWEN3)
 def test_qwen3_moe(device: str, changes: dict[str, Any]) -> None:
     folder, model = drawn("Qwen3Moe", changes)
+    check(folder, model, device, "f32", (1, 33))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@settings(
+    max_examples=examples(6), deadline=None, suppress_health_check=[HealthCheck.too_slow],
+    derandomize=True,
+)  # fmt: skip
+@given(changes=LFM2)
+def test_lfm2_moe(device: str, changes: dict[str, Any]) -> None:
+    folder, model = drawn("Lfm2Moe", changes)
     check(folder, model, device, "f32", (1, 33))
 
 
