@@ -250,7 +250,7 @@ class WorkingSet:
         lossy = self._lossy
         with self._memory.lock:
             fresh = [c for c in text.chunks if not c.stored and not lossy[c.start : c.stop].any()]
-        if fresh:
+        if fresh and not self._active.cache.layout.states:  # without which none is loaded
             self._swap.submit(SwapJob(fresh, self._active.cache, durable))
 
     def release(self, chunks: Sequence[Chunk]) -> None:

@@ -94,7 +94,8 @@ def model_graph(
 def slot_widths(config: ModelConfig, shadows: Shadows | None = None) -> dict[str, int]:
     """Return the features per token of every float32 slot but `logits` and the caches."""
     kinds = {(config.mixers[i], config.routed(i)) for i in range(config.num_layers)}
-    layers = None if shadows or len(kinds) > 1 else 1  # those without are alike
+    alike = not shadows and len(kinds) == 1 and not config.layer_ropes
+    layers = 1 if alike else None
     nodes = _Decoder(config, WeightFormat.F32, 1, shadows or {}, layers=layers).nodes()
     return {
         slot: shape[-1]

@@ -139,6 +139,10 @@ def test_a_field_of_other_scalings_is_refused(holder: str, name: str) -> None:
         (of("llama", query_pre_attn_scalar=144), "query_pre_attn_scalar must be 8 with"),
         (of("gemma", final_logit_softcapping=30.0), "final_logit_softcapping must be 0.0 with"),
         (of("llama", no_rope_layers=[1, 1, 1, 0]), "no_rope_layers must be"),
+        (
+            of("smollm3", layer_types=["sliding_attention"] * 4, sliding_window=4),
+            "layer_types must be full_attention without use_sliding_window and sliding_window, got",
+        ),
         (of("smollm3", no_rope_layers=[1, 0]), "no_rope_layers must list 0 or 1 for each of 4 l"),
         (of("smollm3", no_rope_layers=[1, 0, 2, 1]), r"got \[1, 0, 2, 1\]; correct the file"),
         (

@@ -124,3 +124,23 @@ def test_layers_that_predict_further_tokens_are_left_out_of_a_file(
     check_same_weights(ours, theirs)
     said = "the blocks behind the 3 layers, which predict further tokens, are left out (1 tensors)"
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("entry", "value"),
+    [
+        *((f"ssm.{key}", value)
+          for key in ("group_count", "state_size", "conv_kernel", "time_step_rank", "inner_size")
+          for value in (0, "4", 1.5, [2, 2], 1 << 30)),
+        ("nextn_predict_layers", 3),
+        ("attention.recurrent_layers", "no"),
+        ("attention.recurrent_layers", [True]),
+        ("block_count", "3"),
+    ],
+)  # fmt: skip
+def test_a_file_with_wrong_sizes_is_refused(
+    checkpoint: Path, tmp_path: Path, entry: str, value: Any
+) -> None:
+    convert(checkpoint, tmp_path / "model.gguf", **{f"qwen35.{entry}": value})
+    with pytest.raises(ModelError, match=r"model\.gguf"):
+        open_model(tmp_path / "model.gguf", weights="f32")

@@ -12,7 +12,7 @@ import pytest
 
 from hetero.errors import ModelError
 from hetero.models import open_model
-from hetero.models.gguf import metadata_rules
+from hetero.models.gguf import GgufFile, metadata_rules, read_config
 from hetero.models.gguf.families import FAMILIES
 from tests.models.gguf_files import PIECES, write_tiny
 
@@ -208,6 +208,23 @@ def test_other_lists_are_refused(values: list[Any], sentence: str, tmp_path: Pat
     path = three_layers(tmp_path / "m.gguf", attention__head_count_kv=values)
     with pytest.raises(ModelError, match=sentence.replace(".", r"\.")):
         open_model(path)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("value", [[1, 2], [0.5], "text", 1.5, True, 2**31, 0])
+@pytest.mark.parametrize("arch", [x for x in FAMILIES if x != "llama"])
+def test_any_value_of_a_familys_own_entries_gives_a_configuration_or_a_model_error(
+    arch: str, value: Any, tmp_path: Path
+) -> None:
+    names = [*FAMILIES[arch].used, "block_count", "rope.freq_base", "embedding_length"]
+    for name in names:
+        entries = {"attention__sliding_window": 16, "attention__layer_norm_epsilon": 1e-5}
+        entries |= {"logit_scale": 2.0, name.replace(".", "__"): value}
+        path = write_tiny(tmp_path / "m.gguf", arch=arch, **entries)
+        try:
+            read_config(GgufFile(path))
+        except ModelError as error:
+            assert str(path) in str(error)  # noqa: PT017
 
 
 @pytest.mark.few(2)

@@ -16,6 +16,7 @@ from hetero.backends.rope_tables import attention_factor, inverse_frequencies
 from hetero.errors import ModelError
 from hetero.models.architectures import ARCHITECTURES
 from hetero.models.config import ModelConfig
+from hetero.models.graph import model_graph
 from hetero.models.random_models import KNOWN_MODELS
 from tests.models.model_helpers import first_rope
 
@@ -356,6 +357,37 @@ def test_any_value_gives_a_configuration_or_a_model_error(name: str, value: Any)
         assert str(error).startswith("config.json: ")  # noqa: PT017
     else:
         assert config.heads % config.kv_heads == 0
+
+
+OWN_KEYS = sorted({
+    *SCALES, *MINISTRAL, "rope_parameters", "rope_scaling", "rope_local_base_freq", "alpha", "type",
+    "sliding_window", "sliding_window_pattern", "layer_types", "no_rope_layers", "logit_scale",
+    "no_rope_layer_interval", "position_embedding_type", "scale_emb", "scale_depth", "use_bias",
+    "dim_model_base", "head_dim", "partial_rotary_factor", "query_pre_attn_scalar", "text_config",
+})  # fmt: skip
+ODD = st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(
+    ["", "rope", "LLG", [1, 0, 1, 1], ["attention"] * 4, ["sliding_attention"] * 4, 1e308, 1e-308,
+     {"rope_type": "dynamic", "alpha": 1e300}, {"type": "yarn", "factor": 1e-300, "mscale": 2},
+     {"full_attention": {}, "sliding_attention": None}, {"full_attention": 5},
+     {"rope_type": "linear", "factor": 2.0, "llama_4_scaling_beta": 0.1}]
+)  # fmt: skip
+
+
+@settings(deadline=None, max_examples=300)
+@given(family=st.sampled_from([*ARCHITECTURES, "gemma3", "mistral3"]), data=st.data())
+def test_odd_values_of_a_family_give_a_configuration_or_a_model_error(
+    family: str, data: st.DataObject
+) -> None:
+    changes = data.draw(st.dictionaries(st.sampled_from(OWN_KEYS), ODD, max_size=4))
+    raw = BASE | {"model_type": family, "architectures": None, "layer_norm_eps": 1e-5}
+    raw |= {"shared_intermediate_size": 172, "ffn_dim": 172} | changes
+    try:
+        config = ModelConfig.from_dict(raw)
+    except ModelError as error:
+        assert str(error).startswith("config.json: ")  # noqa: PT017
+    else:
+        model_graph(config, "f32")
+        assert ModelConfig.from_dict(config.to_dict()).layer_ropes == config.layer_ropes
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,9 @@ from hetero.backends.ops import (
 )
 from hetero.backends.rope_tables import tables
 from hetero.models import model_spec
+from hetero.models.config import ModelConfig
 from hetero.models.graph import model_graph, slot_widths
+from hetero.models.published import PUBLISHED
 from hetero.models.random_models import KNOWN_MODELS, RandomWeights
 from hetero.profiler.model_graph import MatMulSpec, ModelGraph, Node
 from tests.models.model_helpers import small_config
@@ -220,3 +222,9 @@ def test_another_kind_of_node_is_data() -> None:
     norm = RMSNorm(d=24, eps=1e-6, add=True)
     assert after["o"] == pytest.approx({shadow: 1 / 3, Add(d=24): 1 / 3, norm: 1.0})
     assert longer.matmuls == graph.matmuls
+
+
+def test_slots_of_layers_that_are_not_like_the_first_have_room() -> None:
+    """A first layer without a rotary embedding has no slot for what is rotated."""
+    config = ModelConfig.from_dict(PUBLISHED["smollm3-3b"] | {"no_rope_layers": [0] + [1] * 35})
+    assert slot_widths(config)["rotated"] == config.qkv_width

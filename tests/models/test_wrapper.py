@@ -8,12 +8,22 @@ from typing import Any
 
 import pytest
 
+from hetero import LLM
 from hetero.errors import ModelError
 from hetero.models import open_model
 from hetero.models.config import ModelConfig
 from hetero.models.wrapper import WRAPPERS, text_tensors
 from tests.models.test_gguf import check_same_weights
-from tests.support.checkpoints import Case, make_checkpoint
+from tests.support.checkpoints import (
+    TINY,
+    Case,
+    make_checkpoint,
+    reference_logits,
+    relative_error,
+    torch,
+    transformers,
+    write_byte_tokenizer,
+)
 
 SPELLINGS = {  # of a tensor of the decoder, and of its output head
     "older": ("language_model.", "language_model."),
@@ -38,9 +48,43 @@ def test_the_text_part_is_the_same_model(
     assert notice in capsys.readouterr().err
 
 
+VISION = {
+    "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "head_dim": 16, "image_size": 28, "patch_size": 14,
+}  # fmt: skip
+WHOLE: dict[str, dict[str, Any]] = {
+    "Gemma3": {"text_config": {"sliding_window": 8}, "mm_tokens_per_image": 1},
+    "Mistral3": {
+        "text_config": {"model_type": "ministral3", "tie_word_embeddings": False},
+        "tie_word_embeddings": False,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", WHOLE)
+def test_logits_of_a_text_are_those_of_the_whole_model(kind: str, tmp_path: Path) -> None:
+    """As `transformers` saves it and computes it."""
+    torch.manual_seed(3)
+    changes = WHOLE[kind]
+    text = {**TINY, "head_dim": 16, "pad_token_id": 0, **changes["text_config"]}
+    vision = VISION | ({"model_type": "pixtral"} if kind == "Mistral3" else {})
+    config = getattr(transformers, f"{kind}Config")(
+        **changes | {"text_config": text, "vision_config": vision}
+    )
+    model = getattr(transformers, f"{kind}ForConditionalGeneration")(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn_like(parameter) * 0.1
+            parameter.copy_(noise if parameter.dim() > 1 else parameter + noise)
+    model.save_pretrained(tmp_path)
+    write_byte_tokenizer(tmp_path, TINY["vocab_size"])
+    tokens = list(range(5, 60))
+    with LLM(str(tmp_path), device="npu", weights="f32", kv="f32") as llm:
+        assert relative_error(llm.logits(tokens), reference_logits(model, tokens)) < 2e-5
+
+
 def wrap(source: Path, target: Path, spelling: str) -> None:
     """Write the model of text and pictures whose decoder is in `source`."""
-    import torch
     from safetensors.torch import load_file, save_file
 
     target.mkdir()

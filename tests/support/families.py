@@ -13,6 +13,7 @@ Changes: TypeAlias = dict[str, Any]
 
 LAYERS = 3
 MAX_POSITION = 512
+FULL = ["full_attention"] * LAYERS
 PADDING = {"pad_token_id": st.just(0)}
 WINDOW = st.sampled_from([5, 24])
 ORIGINAL = 24  # tokens of the first training, of scaled rotary embeddings
@@ -90,7 +91,7 @@ FAMILIES: dict[str, st.SearchStrategy[Changes]] = {
             "shared_intermediate_size": st.just(172),
             "num_local_experts": st.just(0),
             "position_embedding_type": st.sampled_from(["rope", None]),
-            "layer_types": st.just(["full_attention"] * LAYERS),
+            "layer_types": st.just(FULL),
             "tie_word_embeddings": st.booleans(),
             "rope_parameters": with_theta(PLAIN),
         }
@@ -107,7 +108,7 @@ FAMILIES: dict[str, st.SearchStrategy[Changes]] = {
             "rope_parameters": with_theta(PLAIN | YARN),
             **PADDING,
         }
-    ),
+    ).map(lambda x: x if x["use_sliding_window"] else x | {"layer_types": FULL}),
     "Ministral3": st.fixed_dictionaries(
         {
             "head_dim": st.sampled_from([8, 16]),
@@ -153,7 +154,7 @@ FAMILIES: dict[str, st.SearchStrategy[Changes]] = {
             "tie_word_embeddings": st.booleans(),
             "rope_parameters": with_theta(PLAIN | LINEAR),
         }
-    ).map(lambda x: x if x["sliding_window"] else x | {"layer_types": ["full_attention"] * LAYERS}),
+    ).map(lambda x: x if x["sliding_window"] else x | {"layer_types": FULL}),
     "Glm4": st.fixed_dictionaries(
         {
             "head_dim": st.sampled_from([8, 16]),

@@ -1,6 +1,6 @@
 """Select the tests that run.
 
-- `pytest` runs each behaviour once, in five to six minutes on two cores.
+- `pytest` runs each behaviour once, in six to eight minutes on two cores.
 - `pytest --full` runs all that the gate runs: the tests marked `full`, more parameter sets of those
   marked `sampled`, more random examples.
 - `pytest --exhaustive` also runs what takes hours: the tests marked `exhaustive`, every parameter

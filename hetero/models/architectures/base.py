@@ -265,5 +265,8 @@ ROTATED_IN_PAIRS: Mapping[str, RowOrder] = {
 
 
 def scale(source: Fields, name: str, default: float = 1.0) -> float:
-    """Return a factor of the model, greater than 0."""
-    return source.positive_float(name, default)
+    """Return a factor of the model, such that neither it nor 1 / factor² leaves float32."""
+    factor = source.positive_float(name, default)
+    if not 1e-9 <= factor <= 1e9:
+        raise source.error(name, "must be from 1e-9 to 1e9", "correct the file")
+    return factor

@@ -12,6 +12,8 @@ from hetero.models.architectures.base import Architecture, Decoder, TensorNames
 from hetero.models.fields import Fields
 from hetero.models.rope_config import rope_fields
 
+MAX_ALPHA = 1_000_000  # published: 1000
+
 
 def _read(source: Fields, _layers: int) -> dict[str, Any]:
     bias = source.boolean("attention_bias", False)
@@ -23,6 +25,8 @@ def _read(source: Fields, _layers: int) -> dict[str, Any]:
         size = source.positive_int("head_dim", 0) or source.positive_int(
             "hidden_size"
         ) // source.positive_int("num_attention_heads")
+        if rope.positive_float("alpha") > MAX_ALPHA:
+            raise rope.error("alpha", f"must be at most {MAX_ALPHA}", "correct the file")
         stretch = rope.positive_float("alpha") ** (size / max(size - 2, 1))
         fields["adjust_rope"] = lambda rope: replace(rope, theta=rope.theta * stretch)
     return fields

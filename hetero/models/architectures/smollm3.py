@@ -22,7 +22,14 @@ def _read(source: Fields, layers: int) -> dict[str, Any]:
     rotates = _rotates(source, layers)
     (window, *_) = one_window(source, layers, 0)
     window = window if source.boolean("use_sliding_window", False) else 0
-    kinds = layer_kinds(source, layers) or [FULL if x else SLIDING for x in rotates]
+    given = layer_kinds(source, layers)
+    if given is not None and SLIDING in given and not window:
+        raise source.error(
+            "layer_types",
+            f"must be {FULL} without use_sliding_window and sliding_window",
+            "correct the file",
+        )
+    kinds = given or [FULL if x else SLIDING for x in rotates]
     return {
         **LLAMA.read(source, layers),
         "rotates": rotates,

@@ -18,6 +18,7 @@ Entry: TypeAlias = Callable[[str], Any]
 Raw: TypeAlias = Mapping[str, Any]
 RMS_EPS: Final = "attention.layer_norm_rms_epsilon"
 EPS: Final = "attention.layer_norm_epsilon"
+MAX_LAYERS: Final = 4096  # more are refused
 _GEMMA2_27B_LAYERS: Final = 46
 _GEMMA3_27B_LAYERS: Final = 62
 
@@ -91,12 +92,12 @@ def _qwen35(entry: Entry, raw: Raw) -> dict[str, Any]:
     more, types = entry("nextn_predict_layers"), entry("attention.recurrent_layers")
     fields = {field: entry(name) for field, name in _DELTA.items() if entry(name) is not None}
     if is_number(layers) and is_number(more):
-        fields["num_hidden_layers"] = layers - more
+        fields["num_hidden_layers"] = layers = layers - more
     if is_number(inner) and is_number(heads) and heads > 0:
         fields["linear_value_head_dim"] = inner / heads if inner % heads else int(inner // heads)
     if types is not None:
         kinds = [LINEAR if x else FULL for x in np.atleast_1d(types).tolist()]
-        fields["layer_types"] = kinds[: fields.get("num_hidden_layers", layers)]
+        fields["layer_types"] = kinds[:layers] if isinstance(layers, int) else kinds
     return fields | _partial_rotary(entry, raw)
 
 
@@ -117,7 +118,7 @@ def _layer_types(entry: Entry, layers: object, default: int | None = None) -> li
     """Return `layer_types`: of each group of layers the last one has full attention."""
     pattern = entry("attention.sliding_window_pattern")
     pattern = default if pattern is None else pattern
-    if pattern is None or not isinstance(layers, int):
+    if pattern is None or not isinstance(layers, int) or layers > MAX_LAYERS:
         return None
     if is_number(pattern) and pattern >= 1:
         pattern = [i % pattern < pattern - 1 for i in range(layers)]
@@ -131,18 +132,27 @@ def _granite(entry: Entry, raw: Raw) -> dict[str, Any]:
         "residual_multiplier": "residual_scale",
         "logits_scaling": "logit_scale",
     }
-    fields = {name: entry(key) or 1.0 for name, key in names.items()}
-    fields["attention_multiplier"] = entry("attention.scale") or _own_scale(raw)
+    fields = {name: _given(entry(key), 1.0) for name, key in names.items()}
+    fields["attention_multiplier"] = _given(entry("attention.scale"), _own_scale(raw))
     if entry("rope.scaling.finetuned") is not False:
         return fields
-    layers = raw.get(_LAYERS)
     return {
         **fields,
         "model_type": "granitemoehybrid",
         "position_embedding_type": "nope",
-        "layer_types": [FULL] * layers if isinstance(layers, int) else None,
+        "layer_types": [],
         "shared_intermediate_size": raw.get("intermediate_size"),
     }
+
+
+def _given(value: Any, default: float) -> Any:
+    """Return an entry, and the default for none or 0."""
+    return default if value is None or (is_number(value) and not value) else value
+
+
+def _number(value: Any) -> Any:
+    """Return an entry, and -1 for one that is no number, which is refused."""
+    return value if value is None or is_number(value) else -1
 
 
 def _own_scale(raw: Raw) -> float:
@@ -166,12 +176,11 @@ def _minicpm(entry: Entry, raw: Raw) -> dict[str, Any]:
 def _ministral3(entry: Entry, raw: Raw) -> dict[str, Any]:
     """Return YaRN with its own attention factor taken out, and the scale of queries by position."""
     rope = dict(raw.get("rope_scaling") or {"rope_type": "default"})
-    if entry("rope.scaling.yarn_log_multiplier"):
-        rope |= {"mscale": 1.0, "mscale_all_dim": entry("rope.scaling.yarn_log_multiplier")}
-    if entry("attention.temperature_scale"):
+    if multiplier := _number(entry("rope.scaling.yarn_log_multiplier")):
+        rope |= {"mscale": 1.0, "mscale_all_dim": multiplier}
+    if beta := _number(entry("attention.temperature_scale")):
         original = entry("rope.scaling.original_context_length")
-        rope |= {"llama_4_scaling_beta": entry("attention.temperature_scale")}
-        rope |= {"original_max_position_embeddings": original}
+        rope |= {"llama_4_scaling_beta": beta, "original_max_position_embeddings": original}
     for name in ("beta_fast", "beta_slow"):
         if entry(f"rope.scaling.yarn_{name}") is not None:
             rope[name] = entry(f"rope.scaling.yarn_{name}")
@@ -202,7 +211,7 @@ def _exaone4(entry: Entry, raw: Raw) -> dict[str, Any]:
 def _cohere2(entry: Entry, raw: Raw) -> dict[str, Any]:
     layers = raw.get(_LAYERS)
     return {
-        "logit_scale": entry("logit_scale"),
+        "logit_scale": _given(entry("logit_scale"), 0.0),  # required
         "layer_types": _layer_types(entry, layers, 4),
     }
 

@@ -118,7 +118,12 @@ def _one_for_all_layers(file: GgufFile, name: str) -> dict[str, Any]:
             )
         if isinstance(values, np.ndarray) and entry in [f"{name}.{x}" for x in FAMILIES[name].some]:
             values = values[values != 0]
-        if not isinstance(values, np.ndarray) or not len(values) or (values != values[0]).any():
+            if not len(values):
+                raise ModelError(
+                    f"{file.path}: {entry} must be above 0 for a layer, got {layers} zeros; choose "
+                    "another model"
+                )
+        if not isinstance(values, np.ndarray) or (values != values[0]).any():
             raise ModelError(
                 f"{file.path}: {entry} differs from layer to layer, which is not supported; choose "
                 "another model"
