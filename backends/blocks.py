@@ -24,7 +24,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hetero.backends.formats import GROUP_SIZE, ROWS_OF_BLOCK, Blocks, StorageFormat
+from hetero.backends.formats import E2M1, GROUP_SIZE, ROWS_OF_BLOCK, Blocks, StorageFormat
 
 BLOCK_STORAGES: Final = tuple(x for x in StorageFormat if x.scales == "block")
 
@@ -83,11 +83,16 @@ def values_of(blocks: Blocks, parts: BlockParts) -> Float32Array:
     scale = _of_groups(blocks, parts.d, groups)[..., None] * parts.s.astype(np.float32).reshape(
         len(parts.s), groups, blocks.halves
     )
-    codes = parts.codes.astype(np.float32) - np.float32(blocks.zero)
+    codes = integers(blocks, parts.codes).astype(np.float32) - np.float32(blocks.zero)
     values = codes * np.repeat(scale, GROUP_SIZE // blocks.halves, axis=-1)
     if parts.e is not None and parts.t is not None:
         values -= (_of_groups(blocks, parts.e, groups) * parts.t.astype(np.float32))[..., None]
     return np.asarray(values, np.float32)
+
+
+def integers(blocks: Blocks, codes: Bytes | Words) -> Bytes | Words:
+    """Return the integers that are scaled: codes, or what stands in their place."""
+    return np.array(E2M1, np.uint8)[codes] if blocks.e2m1 else codes
 
 
 def group_scales(blocks: Blocks, parts: BlockParts) -> tuple[Float32Array, Float32Array | None]:
@@ -107,7 +112,7 @@ def rounded(blocks: Blocks, values: Float32Array) -> BlockParts:
     """
     rows, groups = values.shape[:2]
     count, span = block_count(blocks, groups), GROUP_SIZE // blocks.halves
-    most = (1 << blocks.bits) - 1
+    most = blocks.largest
     parts = values.reshape(rows, -1, span)
     low = parts.min(axis=-1).clip(max=0)
     if blocks.minimum:
@@ -123,7 +128,12 @@ def rounded(blocks: Blocks, values: Float32Array) -> BlockParts:
         e, t = _two_levels(-low, count, blocks.groups)
         parts = parts + (_of_groups(blocks, e, groups) * t.astype(np.float32))[..., None]
     inverse = np.divide(1, scale, out=np.zeros_like(scale), where=scale != 0)
-    codes = np.rint(parts * inverse[..., None] + shift).clip(0, most).astype(np.uint8)
+    wanted = parts * inverse[..., None] + shift
+    if blocks.e2m1:
+        codes = np.abs(wanted[..., None] - np.array(E2M1, np.float32)).argmin(axis=-1)
+    else:
+        codes = np.rint(wanted).clip(0, most)
+    codes = codes.astype(np.uint8)
     return BlockParts(codes.reshape(values.shape), d, s, e, t)
 
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,9 @@ from hetero.backends.ops import Op, describe, weight_names
 from hetero.backends.protocol import Acceptance, Capabilities, WeightValue
 from hetero.backends.weights import PackedWeight
 
+# Weights that are a `PackedWeight`; an RMSNorm's `weight` is a vector.
+PACKED_NAMES: Final = ("weight", "hot_weight", "experts_gate", "experts_up", "experts_down")
+
 
 def check_weights(op: Op, weights: Mapping[str, WeightValue]) -> None:
     """Validate names, shapes and formats of `Device.prepare`'s weights. Raises `ValueError`."""
@@ -26,8 +29,9 @@ def check_weights(op: Op, weights: Mapping[str, WeightValue]) -> None:
     if set(names) != set(weights):
         raise ValueError(f"{describe(op)} takes the weights {names}, got {tuple(weights)}")
     for name in names:
-        if name in ("weight", "hot_weight") and isinstance(
-            op, ops.MatMul | ops.Embed | ops.Outliers
+        if (
+            isinstance(op, ops.MatMul | ops.Embed | ops.Outliers | ops.Experts)
+            and name in PACKED_NAMES
         ):
             _check_packed(op, name, weights[name])
         elif name == "hot":
@@ -36,9 +40,9 @@ def check_weights(op: Op, weights: Mapping[str, WeightValue]) -> None:
             _check_vector(op, name, weights[name])
 
 
-def packed(weights: Mapping[str, WeightValue]) -> PackedWeight:
-    """Return `weights["weight"]` of an operation that passed `check_weights`."""
-    weight = weights["weight"]
+def packed(weights: Mapping[str, WeightValue], name: str = "weight") -> PackedWeight:
+    """Return a packed weight of an operation that passed `check_weights`."""
+    weight = weights[name]
     assert isinstance(weight, PackedWeight)
     return weight
 
@@ -50,6 +54,20 @@ def vector(weights: Mapping[str, WeightValue], name: str) -> npt.NDArray[np.floa
     assert value.dtype == np.float32
     values: npt.NDArray[np.float32] = value
     return values
+
+
+def expert_weights(
+    op: ops.Experts, name: str, weights: Mapping[str, WeightValue]
+) -> list[dict[str, WeightValue]]:
+    """Return the weights of every expert's matmul with one of the matrices, as views."""
+    n, whole = op.matmuls[name].n, packed(weights, name)
+    of_experts: list[dict[str, WeightValue]] = []
+    for start in range(0, op.experts * n, n):
+        own: dict[str, WeightValue] = {"weight": whole.rows(start, start + n)}
+        if op.bias:
+            own["bias"] = vector(weights, f"{name}_bias")[start : start + n]
+        of_experts.append(own)
+    return of_experts
 
 
 def slab(weights: Mapping[str, WeightValue]) -> tuple[npt.NDArray[np.int32], PackedWeight]:
@@ -80,8 +98,14 @@ def check_token_count(
 
 
 def accept_format(capabilities: Capabilities, op: Op) -> Acceptance:
-    """Return whether the weight format of a MatMul or Embed is among the device's."""
-    if isinstance(op, ops.MatMul | ops.Embed):
+    """Return whether the weight format of a MatMul, an Embed or Experts is among the device's.
+
+    Experts' inputs have no static scales.
+    """
+    if isinstance(op, ops.Experts) and op.weight_format.activations.static:
+        remedy = "choose weights without static scales of activations, such as w8a16"
+        return Acceptance(False, f"{op.weight_format} has no kernels of routed experts", remedy)
+    if isinstance(op, ops.MatMul | ops.Embed | ops.Experts):
         formats = capabilities.weight_formats
         if op.weight_format not in formats:
             return Acceptance(False, f"weight format {op.weight_format} is not one of {formats}")
@@ -145,7 +169,7 @@ class Health:
 
 
 def _check_packed(
-    op: ops.MatMul | ops.Embed | ops.Outliers, name: str, weight: WeightValue
+    op: ops.MatMul | ops.Embed | ops.Outliers | ops.Experts, name: str, weight: WeightValue
 ) -> None:
     if not isinstance(weight, PackedWeight):
         raise ValueError(f"{describe(op)} takes a PackedWeight, got {type(weight).__name__}")
@@ -154,6 +178,9 @@ def _check_packed(
             n, k, storage = op.n, op.k, op.weight_format.storage
         case ops.Embed():
             n, k, storage = op.vocab, op.d, op.weight_format.storage
+        case ops.Experts():
+            n, k = op.experts * op.matmuls[name].n, op.matmuls[name].k
+            storage = op.weight_format.storage
         case ops.Outliers() if name == "weight":
             n, k, storage = op.n, op.k, StorageFormat.Q8R
         case ops.Outliers():
@@ -163,8 +190,8 @@ def _check_packed(
             f"{describe(op)} takes {storage} weights of {n}×{k}, "
             f"got {weight.storage} of {weight.n}×{weight.k}"
         )
-    if isinstance(op, ops.Embed) and len(weight.parts) > 1:
-        raise ValueError(f"{describe(op)} takes a table of one part, got {len(weight.parts)}")
+    if isinstance(op, ops.Embed | ops.Experts) and len(weight.parts) > 1:
+        raise ValueError(f"{describe(op)} takes weights of one part, got {len(weight.parts)}")
 
 
 def _check_vector(op: Op, name: str, value: Any) -> None:
@@ -179,6 +206,10 @@ def _check_vector(op: Op, name: str, value: Any) -> None:
             length = op.rows * op.d
         case ops.DecodeChunks():
             length = op.kv_heads * op.head_dim
+        case ops.Router():
+            length = op.experts * (op.d if name == "router" else 1)
+        case ops.Experts():
+            length = op.experts * op.matmuls[name.removesuffix("_bias")].n
         case ops.GatedDelta():
             length = op.v_dim if name == "norm" else op.v_heads
         case ops.ShortConv():

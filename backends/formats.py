@@ -69,7 +69,7 @@ _CACHE_TYPES: Final = {CacheFormat.F32: "f4", CacheFormat.F16: "f2", CacheFormat
 class StorageFormat(StrEnum):
     """Format of stored weights (see `hetero.backends.weights.PackedWeight`).
 
-    `q4_1` to `q6_k` hold what GGUF calls so, exactly (`hetero.backends.blocks`). `mixed`: rows in
+    `q4_1` to `mxfp4` hold what GGUF calls so, exactly (`hetero.backends.blocks`). `mixed`: rows in
     parts, each of another storage, as the tensors of a file are.
     """
 
@@ -84,6 +84,7 @@ class StorageFormat(StrEnum):
     Q5_1 = "q5_1"
     Q5_K = "q5_k"
     Q6_K = "q6_k"
+    MXFP4 = "mxfp4"
     MIXED = "mixed"
 
     @property
@@ -131,12 +132,18 @@ class StorageFormat(StrEnum):
 ROWS_OF_BLOCK: Final = 16  # of the packed layout
 
 
+# Twice the values 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives, and 12 (OCP Microscaling
+# Formats, version 1.0, section 5.3.3).
+E2M1: Final = (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)
+
+
 class Blocks(NamedTuple):
     """Integer codes from 0 on, with scales of two levels.
 
     A weight is d · s · (code - zero), or with `minimum` d · s · code - e · t: d and e are fp16, of
     `groups` groups of 32 features of a row; s and t are int8, s of a group or, with 2 `halves`, of
-    16 features, t of a group.
+    16 features, t of a group. With `e2m1` a code is a float of 4 bits (sign, exponent of 2 bits,
+    one bit of mantissa), and `E2M1[code]` stands in its place: twice its value, and `zero`.
     """
 
     bits: int
@@ -144,6 +151,12 @@ class Blocks(NamedTuple):
     minimum: bool = False
     halves: int = 1
     zero: int = 0
+    e2m1: bool = False
+
+    @property
+    def largest(self) -> int:
+        """Return the largest code, or what stands in its place."""
+        return max(E2M1) if self.e2m1 else (1 << self.bits) - 1
 
     @property
     def features(self) -> int:
@@ -184,6 +197,7 @@ _STORAGE: Final = {
     StorageFormat.Q5_1: _blocks(Blocks(bits=6, groups=1, minimum=True)),
     StorageFormat.Q5_K: _blocks(Blocks(bits=6, groups=8, minimum=True)),
     StorageFormat.Q6_K: _blocks(Blocks(bits=6, groups=8, halves=2, zero=32)),
+    StorageFormat.MXFP4: _blocks(Blocks(bits=4, groups=1, zero=12, e2m1=True)),
     StorageFormat.MIXED: _Storage(bits=4, scales="parts"),
     StorageFormat.Q4: _Storage(bits=4, scales="group"),
     StorageFormat.Q8: _Storage(bits=8, scales="group"),

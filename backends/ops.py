@@ -26,6 +26,11 @@ from typing import Any, ClassVar, Final, Literal, TypeAlias, TypeVar
 from hetero.backends.formats import CacheFormat, WeightFormat
 
 Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "relu"]
+ExpertActivation: TypeAlias = Activation | Literal["swiglu_oai"]
+SWIGLU_LIMIT, SWIGLU_ALPHA = 7.0, 1.702
+RouterScores: TypeAlias = Literal["softmax", "softmax_chosen", "sigmoid"]
+ROWS_OF_EXPERT = 16  # the rows of an expert's matrices are a multiple of this
+PASS_TOKENS = 512  # whose experts are computed together at most: bounds the memory of their rows
 L2_EPS: Final = 1e-6  # of the norms of queries and keys in `GatedDelta`
 OperandOrder: TypeAlias = Literal["plain", "transposed"]
 _Value = TypeVar("_Value")
@@ -580,6 +585,98 @@ class Outliers:
             )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Router:
+    """Choose K of E experts for each token, and the weight of each.
+
+    Logits are z = x · Wᵀ (+ bias). With scores `softmax`, s = softmax(z) over all experts, with
+    `sigmoid` s = σ(z), with `softmax_chosen` s = z. The experts of the K largest s (with
+    `choice_bias`, of s + choice bias) are chosen, of equal ones the first. Their weights are s,
+    divided by (their sum + `eps`) if `renormalised`, or their softmax (`softmax_chosen`); then they
+    are multiplied by `scale`. (Mixtral, arXiv 2401.04088, section 2.1, has `softmax_chosen`;
+    DeepSeek-V3, arXiv 2412.19437, equations 14 to 16, `sigmoid` with a choice bias.)
+
+    Ports: `x` [m, d], `y` [m, 2K]: numbers of the chosen experts, as floats, the largest score
+    first, then their weights. Weights, all float32: `router` [E · d], row after row; `router_bias`
+    [E] if `bias`; `choice_bias` [E] if `choice_bias`.
+    """
+
+    experts: int
+    chosen: int
+    d: int
+    scores: RouterScores = "softmax"
+    bias: bool = False
+    choice_bias: bool = False
+    renormalised: bool = True
+    eps: float = 0.0
+    scale: float = 1.0
+    ports: ClassVar[tuple[str, ...]] = ("x", "y")
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.chosen <= self.experts:
+            raise ValueError(
+                f"a router chooses 1 to all of its {self.experts} experts, got {self.chosen}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """`y[t] = Σ_j weight_j · (down_e · (act(gate_e · x[t]) ⊙ up_e · x[t]))`, e the j-th chosen.
+
+    With `bias` each of the three products has its own. The activation `swiglu_oai` is that of
+    gpt-oss: with gate g at most 7 and up u within ±7, (u + 1) · g · σ(1.702 · g).
+
+    Ports: `x` [m, d], `routes` [m, 2K] (`Router`'s output), `y` [m, d]. Weights: `experts_gate` and
+    `experts_up` (PackedWeight of E·f × d, expert after expert) and `experts_down` (PackedWeight of
+    E·d × f), each of one part; with `bias` `experts_gate_bias` and `experts_up_bias` [E·f],
+    `experts_down_bias` [E·d] float32. d and f are multiples of 16, so that an expert begins at a
+    block of rows.
+    """
+
+    experts: int
+    chosen: int
+    d: int
+    f: int
+    weight_format: WeightFormat
+    activation: ExpertActivation = "silu"
+    bias: bool = False
+    ports: ClassVar[tuple[str, ...]] = ("x", "routes", "y")
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.chosen <= self.experts:
+            raise ValueError(f"{self.chosen} of {self.experts} experts cannot be chosen")
+        if self.d % ROWS_OF_EXPERT or self.f % ROWS_OF_EXPERT:
+            raise ValueError(
+                f"experts have multiples of {ROWS_OF_EXPERT} features, got {self.d} and {self.f}"
+            )
+
+    @property
+    def matmuls(self) -> dict[str, MatMul]:
+        """Return one expert's matmuls by the names of their weights."""
+        up = MatMul(n=self.f, k=self.d, weight_format=self.weight_format, bias=self.bias)
+        return {
+            "experts_gate": up,
+            "experts_up": up,
+            "experts_down": replace(up, n=self.d, k=self.f),
+        }
+
+    def row_bytes(self, m: int) -> int:
+        """Return the bytes of a GPU's rows for m tokens, at most.
+
+        A row is a pair of a token and an expert: its input, packed as well, and its products. Of
+        each expert up to 7 rows are padding.
+        """
+        pairs = min(m, PASS_TOKENS) * self.chosen
+        rows = pairs + 7 * min(self.experts, pairs)
+        widest = max(self.d, self.f)
+        words = widest + max(self.d, 2 * self.f) + 33 * (widest // 32 + 1) + 2
+        return 4 * (rows * words + pairs + 2 * self.experts + 64)
+
+    def distinct(self, m: int) -> float:
+        """Return how many experts m tokens are expected to need, all being equally likely."""
+        return self.experts * (1 - (1 - self.chosen / self.experts) ** m)
+
+
 Op: TypeAlias = (
     MatMul
     | Embed
@@ -598,6 +695,8 @@ Op: TypeAlias = (
     | AddPositions
     | Add
     | Outliers
+    | Router
+    | Experts
 )
 
 
@@ -637,11 +736,17 @@ def weight_names(op: Op) -> tuple[str, ...]:  # noqa: PLR0911
         case Outliers():
             slab = ("hot", "hot_weight") if op.hot else ()
             return (*slab, *(("weight", "x_scale") if op.excess else ()))
+        case Router():
+            given = {"router_bias": op.bias, "choice_bias": op.choice_bias}
+            return ("router", *(name for name, present in given.items() if present))
+        case Experts():
+            names = tuple(op.matmuls)
+            return names + tuple(f"{name}_bias" for name in names) * op.bias
         case _:
             return ()
 
 
-def describe(op: Op) -> str:  # noqa: PLR0911
+def describe(op: Op) -> str:  # noqa: PLR0911, PLR0912
     """Return short name for messages and traces, such as `MatMul(n=2048, k=8192, w4a16)`."""
     match op:
         case MatMul():
@@ -669,5 +774,10 @@ def describe(op: Op) -> str:  # noqa: PLR0911
             return f"Outliers(n={op.n}, k={op.k}, hot={op.hot}{excess})"
         case GatedAct() | Act():
             return f"{type(op).__name__}(f={op.f}, {op.activation})"
+        case Router():
+            return f"Router({op.chosen} of {op.experts}, d={op.d}, {op.scores})"
+        case Experts():
+            sizes = f"{op.chosen} of {op.experts}, d={op.d}, f={op.f}"
+            return f"Experts({sizes}, {op.weight_format})"
         case _:
             return f"{type(op).__name__}(d={op.d})"

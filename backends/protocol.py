@@ -406,6 +406,10 @@ def _width(op: Op, port: str) -> tuple[int, ...]:  # noqa: PLR0911, PLR0912
             return (op.room,) if port == "codes" else (3,)
         case ops.GatedAct():
             return (2 * op.f,) if port == "x" else (op.f,)
+        case ops.Router() if port == "y":
+            return (2 * op.chosen,)
+        case ops.Experts() if port == "routes":
+            return (2 * op.chosen,)
         case ops.GatedDelta():
             if port == "delta_state":
                 return (op.v_heads, op.k_dim, op.v_dim)

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from typing import Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from hetero.backends.formats import WeightFormat
-from hetero.backends.ops import Op, OperandOrder
+from hetero.backends.ops import Experts, MatMul, Op, OperandOrder, Router
 from hetero.backends.protocol import DeviceKind
 from hetero.profiler import predict, stats
 from hetero.profiler.errors import ProfileError
@@ -167,10 +168,10 @@ class CostModel:
     def other_s(self, device: DeviceKind, op: Op, m: int, context: int = 0) -> Cost:
         """Return the predicted seconds of an operation that is not a matmul.
 
-        Its cache has `context` tokens.
-
-        A device with static shapes is charged for the graph size.
+        Its cache has `context` tokens. A device with static shapes is charged for the graph size.
         """
+        if isinstance(op, Router | Experts):
+            return _routed_s(self, device, op, m)
         predictor = self.other(device, op)
         tokens = padded_count(self.device(device), m)
         seconds = np.asarray(predict.other_s(predictor, op, tokens, context))
@@ -235,11 +236,13 @@ class CostModel:
                 return Allowed(False, f"quarantined: {entry.detail}")
         return Allowed(True)
 
-    def allowed_op(self, device: DeviceKind, op: Op, m: int) -> Allowed:  # noqa: ARG002
+    def allowed_op(self, device: DeviceKind, op: Op, m: int) -> Allowed:
         """Return whether an operation that is not a matmul was measured and is correct.
 
         Where it was not, its proxy counts.
         """
+        if isinstance(op, Router | Experts):
+            return _routed_allowed(self, device, op, m)
         name = predict.op_name(op)
         source = self.measured_as(device, name)
         if source is None:
@@ -362,3 +365,32 @@ class CostModel:
 
     def _sync(self, device: DeviceKind) -> DeviceSync:
         return self.profile.sync.get(device, DeviceSync())
+
+
+def _routed_allowed(cost: CostModel, device: DeviceKind, op: Router | Experts, m: int) -> Allowed:
+    answers = (
+        cost.allowed(device, x.weight_format, tokens, x.n, x.k)
+        for tokens, x in _routed(cost, device, op, m)
+    )
+    return next((x for x in answers if not x), Allowed(True))
+
+
+def _routed_s(cost: CostModel, device: DeviceKind, op: Router | Experts, m: int) -> Cost:
+    costs = [
+        cost.matmul_s(device, x.weight_format, tokens, x.n, x.k)
+        for tokens, x in _routed(cost, device, op, m)
+    ]
+    outside = np.any([x.extrapolated for x in costs])
+    return Cost(np.sum([x.seconds for x in costs], axis=0), np.asarray(outside))
+
+
+def _routed(
+    cost: CostModel, device: DeviceKind, op: Router | Experts, m: int
+) -> list[tuple[int, MatMul]]:
+    """Return `predict.as_matmuls`; the router's is in the widest format that was measured."""
+    matmuls = predict.as_matmuls(op, m)
+    known = {x.weight_format for x in cost.profile.predictors if x.device == device}
+    if isinstance(op, Experts) or WeightFormat.F32 in known:
+        return matmuls
+    widest = max(known, key=lambda x: x.storage.bytes_per_weight, default=WeightFormat.F32)
+    return [(tokens, replace(x, weight_format=widest)) for tokens, x in matmuls]

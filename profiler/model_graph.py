@@ -33,6 +33,7 @@ from hetero.backends.ops import (
     OUTPUT_PORTS,
     Attention,
     Embed,
+    Experts,
     MatMul,
     Op,
     Rope,
@@ -283,7 +284,7 @@ class ModelGraph(BaseModel):
         """Return the same with weights of another format."""
 
         def fit(op: Op) -> Op:
-            if isinstance(op, MatMul | Embed):
+            if isinstance(op, MatMul | Embed | Experts):
                 return dataclasses.replace(op, weight_format=weight_format)
             return op
 
@@ -379,11 +380,24 @@ class ModelGraph(BaseModel):
     def matmul_weight_bytes(self) -> int:
         """Return the bytes of packed weights that one decode step reads.
 
-        All matmuls, lm_head included.
+        All matmuls, lm_head included, and the experts that a token chooses.
         """
         return sum(
             x.count * packed_bytes(self.weight_format.storage, x.n, x.k) for x in self.matmuls
-        )
+        ) + sum(op.chosen * self._expert_bytes(op) for op in self._experts)
+
+    @cached_property
+    def expert_weight_bytes(self) -> int:
+        """Return the bytes of all routed experts' packed weights."""
+        return sum(op.experts * self._expert_bytes(op) for op in self._experts)
+
+    @property
+    def _experts(self) -> list[Experts]:
+        return [node.op for node in self.nodes if isinstance(node.op, Experts)]
+
+    def _expert_bytes(self, op: Experts) -> int:
+        storage = self.weight_format.storage
+        return sum(packed_bytes(storage, x.n, x.k) for x in op.matmuls.values())
 
     def _stage(self, name: OpName, count: int) -> Stage:
         members = next(x.members for x in self.nodes if x.plan_op == name)
@@ -432,8 +446,8 @@ class ModelGraph(BaseModel):
 
     @property
     def intermediate_size(self) -> int:
-        """Return the features of the feed-forward."""
-        return self.shapes["down"][1]
+        """Return the features of the feed-forward, or of an expert's."""
+        return self._experts[0].f if self._experts else self.shapes["down"][1]
 
     @property
     def heads(self) -> int:

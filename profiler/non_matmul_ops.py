@@ -175,7 +175,7 @@ def graph_ops(graph: ModelGraph) -> list[Op]:
         match op:
             case ops.Attention() if op.window >= CAPACITY:
                 timed[replace(op, window=0)] = None
-            case ops.MatMul():  # timed with the others of its kind
+            case ops.MatMul() | ops.Router() | ops.Experts():  # as matmuls
                 pass
             case ops.Embed():
                 timed[replace(op, vocab=min(op.vocab, 4096))] = None

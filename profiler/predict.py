@@ -5,7 +5,7 @@ Notation: S shapes, F features, T knots.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Final, TypeAlias
 
@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hetero.backends import ops
-from hetero.backends.formats import CacheFormat
+from hetero.backends.formats import CacheFormat, WeightFormat
 from hetero.backends.ops import Op
 from hetero.profiler.features import columns, launches, padded_rows, padded_tokens
 from hetero.profiler.records import (
@@ -287,12 +287,30 @@ def work(op: Op, m: int, context: int = 0) -> dict[str, float]:
             terms["cached"] = float(2 * state)
         case ops.DecodeChunks():
             terms["elements"] = float(m * op.values)
+        case ops.Router():
+            terms["elements"] = float(m * (op.d + op.experts))
+        case ops.Experts():
+            terms["elements"] = float(m * op.d)
+            terms["products"] = float(m * op.chosen * op.d * op.f)
         case ops.Outliers():
             terms["elements"] = float(m * (op.n + op.excess * op.k))
             terms["products"] = float(m * op.n * op.hot)
         case _:
             terms["elements"] = float(m * op.d)
     return terms
+
+
+def as_matmuls(op: ops.Router | ops.Experts, m: int) -> list[tuple[int, ops.MatMul]]:
+    """Return the matmuls that a routed feed-forward of m tokens is, each with its tokens.
+
+    Those of the experts have the rows of as many as m tokens are expected to choose, and the tokens
+    that each of these has.
+    """
+    if isinstance(op, ops.Router):
+        return [(m, ops.MatMul(n=op.experts, k=op.d, weight_format=WeightFormat.F32))]
+    distinct = op.distinct(m)
+    tokens = max(round(m * op.chosen / distinct), 1)
+    return [(tokens, replace(x, n=round(distinct * x.n))) for x in op.matmuls.values()]
 
 
 def op_name(op: Op) -> str:

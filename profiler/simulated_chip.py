@@ -15,7 +15,7 @@ import numpy as np
 
 from hetero.backends import simulated
 from hetero.backends.host.clock import ManualClock
-from hetero.backends.ops import MatMul, Op
+from hetero.backends.ops import Experts, MatMul, Op, Router
 from hetero.backends.protocol import Device, DeviceKind
 from hetero.backends.simulated import (
     ChipTimes,
@@ -56,7 +56,7 @@ class ProfiledLaunches(LaunchModel):
             known = self._predictor(op) is not None
         else:
             name = predict.op_name(op)
-            known = self._others.measured_as(self._kind, name) is not None
+            known = bool(self._others.allowed_op(self._kind, op, 1))
         return "" if known else f"profile {self._profile.name} has no {name} on the {self._kind}"
 
     def load(self, op: Op, m: int, position: int) -> Load:
@@ -97,6 +97,8 @@ class ProfiledLaunches(LaunchModel):
         return Load(float(seconds[0]), float(nbytes))
 
     def _other(self, op: Op, m: int, position: int) -> Load:
+        if isinstance(op, Router | Experts):
+            return Load(float(self._others.other_s(self._kind, op, m).seconds))
         tokens = padded_count(self._device, m)
         return Load(predict.other_s(self._others.other(self._kind, op), op, tokens, position))
 

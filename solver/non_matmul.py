@@ -11,12 +11,14 @@ from typing import Final, TypeAlias
 from hetero.backends.ops import (
     Act,
     Attention,
+    Experts,
     GatedAct,
     LayerNorm,
     MatMul,
     Op,
     RMSNorm,
     Rope,
+    Router,
 )
 from hetero.backends.protocol import KINDS, DeviceKind
 from hetero.profiler.cost import Allowed, CostModel
@@ -37,6 +39,8 @@ WORK: Final[dict[type, str]] = {
     LayerNorm: "norm",
     GatedAct: "activation",
     Act: "activation",
+    Router: "experts",
+    Experts: "experts",
 }
 MAX_CACHED: Final = 1024  # times that are remembered
 Timer: TypeAlias = Callable[[int, int], float]  # of tokens (padded), and of those before them
@@ -110,7 +114,8 @@ class NonMatmulCosts:
         for kind in self.devices:
             for _, share in self._shares:
                 name = op_name(share.op)
-                source = self.cost.measured_as(kind, name)
+                routed = isinstance(share.op, Router | Experts)
+                source = "MatMul" if routed else self.cost.measured_as(kind, name)
                 if source is not None and source != name:
                     notes[Substitution(name, source).note] = None
         return tuple(notes)
@@ -145,6 +150,8 @@ def timer_of(cost: CostModel, kind: DeviceKind, op: Op) -> Timer:
     if isinstance(op, MatMul):
         whole = partial(cost.matmul_s, kind, op.weight_format, n=op.n, k=op.k, order=op.order)
         return lambda tokens, _: float(whole(tokens).seconds)
+    if isinstance(op, Router | Experts):
+        return lambda tokens, _: float(cost.other_s(kind, op, tokens).seconds)
     predictor = cost.other(kind, op)
     return lambda tokens, context: other_s(predictor, op, tokens, context)
 

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 from collections.abc import Container, Iterable, Mapping, Sequence
-from typing import Annotated, Any, Literal, Self, TypeAlias
+from typing import Annotated, Any, Final, Literal, Self, TypeAlias
 
 from pydantic import (
     AliasChoices,
@@ -26,7 +26,7 @@ from pydantic import (
 
 from hetero.backends.formats import WeightFormat
 from hetero.backends.host.files import LONGEST_DOCUMENT_BYTES, atomic_write, read_text
-from hetero.backends.ops import Op, OperandOrder, Outliers, has_state
+from hetero.backends.ops import Experts, Op, OperandOrder, Outliers, Router, has_state
 from hetero.backends.protocol import KINDS, DeviceKind
 from hetero.profiler.model_graph import ModelGraph, OpName
 from hetero.solver.errors import PlanError
@@ -529,13 +529,17 @@ class Plan(_Record):
             raise PlanError(f"the plan {path} is not valid: {where}: {first['msg']}") from None
 
 
+ON_THE_GPU: Final = (Outliers, Router, Experts)
+
+
 def device_of_other(op: Op, non_matmul: DeviceKind, devices: Container[DeviceKind]) -> DeviceKind:
     """Return the device of an operation that is no matmul of the plan, as a rule `non_matmul`.
 
-    Outliers are there to be computed while the NPU computes their matmul, and graphs of NPUs keep
-    no states: the GPU has these if there is one.
+    Outliers are there to be computed while the NPU computes their matmul, graphs of NPUs keep no
+    states, and which experts a token needs is not known before it is routed, which graphs of static
+    shapes have no use for: the GPU has these if there is one.
     """
-    of_gpu = isinstance(op, Outliers) or has_state(op)
+    of_gpu = isinstance(op, ON_THE_GPU) or has_state(op)
     return "gpu" if of_gpu and "gpu" in devices else non_matmul
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Iterable
 from functools import cached_property
 
 from hetero.backends.formats import StorageFormat, WeightFormat
-from hetero.backends.ops import MatMul, Op, OperandOrder, Outliers
+from hetero.backends.ops import Experts, MatMul, Op, OperandOrder, Outliers
 from hetero.backends.protocol import DeviceKind
 from hetero.backends.weights import packed_bytes
 from hetero.profiler.model_graph import ModelGraph, Node, OpName
@@ -113,6 +114,10 @@ class PlannedKernels:
         for node in self._graph.nodes:
             for kind in self._devices(node.op) if isinstance(node.op, Outliers) else ():
                 nbytes[kind] += _outlier_bytes(node.op)
+            if isinstance(node.op, Experts):
+                matmuls = all_experts(node.op)
+                for kind in self._devices(node.op):
+                    nbytes[kind] += sum(self._matmul_bytes(matmul, kind) for matmul in matmuls)
         return nbytes
 
     def _devices(self, op: Op) -> set[DeviceKind]:
@@ -126,11 +131,11 @@ class PlannedKernels:
     @property
     def stored_bytes(self) -> int:
         """Return the bytes of all weights that some device uses, counted once, as stored."""
-        return sum(
-            packed_bytes(node.op.weight_format.storage, node.op.n, node.op.k)
-            for node in self._graph.nodes
-            if isinstance(node.op, MatMul)
-        ) + sum(_outlier_bytes(x.op) for x in self._graph.nodes if isinstance(x.op, Outliers))
+        ops = [node.op for node in self._graph.nodes]
+        matmuls = [op for op in ops if isinstance(op, MatMul)]
+        matmuls += [x for op in ops if isinstance(op, Experts) for x in all_experts(op)]
+        outliers = sum(_outlier_bytes(op) for op in ops if isinstance(op, Outliers))
+        return outliers + sum(packed_bytes(op.weight_format.storage, op.n, op.k) for op in matmuls)
 
     def _rows_bytes(self, node: Node, segment: Segment, kind: DeviceKind) -> int:
         """Return the bytes of a run of rows on a device.
@@ -138,7 +143,10 @@ class PlannedKernels:
         They are as stored, or as the device says of its own layout.
         """
         assert isinstance(node.op, MatMul)
-        op, own = segment.op(node.op), self._capabilities[kind].weight_bytes
+        return self._matmul_bytes(segment.op(node.op), kind)
+
+    def _matmul_bytes(self, op: MatMul, kind: DeviceKind) -> int:
+        own = self._capabilities[kind].weight_bytes
         if op.weight_format in own:
             return math.ceil(own[op.weight_format] * op.n * op.k)
         return packed_bytes(op.weight_format.storage, op.n, op.k)
@@ -153,6 +161,11 @@ class PlannedKernels:
         if capabilities.per_graph_size != "weights" or node.name == "lm_head":
             return 1
         return max(len(capabilities.graph_sizes), 1)
+
+
+def all_experts(op: Experts) -> list[MatMul]:
+    """Return matmuls with the rows of all experts."""
+    return [dataclasses.replace(x, n=op.experts * x.n) for x in op.matmuls.values()]
 
 
 def rows_of(tile: Tile, shift: int) -> Span:

@@ -93,7 +93,8 @@ def weight_memory(planner: Tables, solutions: Iterable[Solution]) -> Memory:
     A row on both counts twice, on each as the device holds it, and one of an NPU whose graphs own
     their weights once for each graph size.
     """
-    gpu = npu = twice = graphs = 0.0
+    gpu, npu = (expert_bytes(planner, kind) for kind in KINDS)
+    twice = graphs = 0.0
     for name, resident in resident_by_op(planner, solutions).items():
         on_gpu, on_npu = resident_bytes(planner, name, resident)
         gpu, npu = gpu + on_gpu, npu + on_npu
@@ -129,12 +130,18 @@ def copies(planner: Tables, name: OpName) -> int:
 def holds_alone(planner: Tables, device: DeviceKind) -> bool:
     """Return whether a device can hold all weights as plans hold theirs: for each graph size."""
     _, *limits = limits_of(planner.profile)
-    on_npu, needed = device == "npu", 0.0
+    on_npu, needed = device == "npu", expert_bytes(planner, device)
     for matmul in planner.spec.matmuls:
         n, _ = planner.shape(matmul.name)
         every = ResidentRows(n, n) if on_npu else ResidentRows(0, 0)
         needed += resident_bytes(planner, matmul.name, every)[on_npu]
     return needed <= limits[on_npu]
+
+
+def expert_bytes(planner: Tables, device: DeviceKind) -> float:
+    """Return the bytes of routed experts on a device: all are the GPU's, if there is one."""
+    only = device == "gpu" or "gpu" not in planner.profile.devices
+    return float(planner.spec.expert_weight_bytes) if only else 0.0
 
 
 def graph_bytes(planner: Tables) -> float:

@@ -79,6 +79,21 @@ class Copied(NamedTuple):
         return np.copyto, (self.target, self.source)
 
 
+class HostStep(NamedTuple):
+    """A computation of the host on arrays, between sessions that it runs itself."""
+
+    compute: Callable[[Mapping[str, Array]], None]
+    arrays: Mapping[str, Array]
+
+    @property
+    def bound(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        """Return what to call, and with what."""
+        return self.compute, (self.arrays,)
+
+
+Launch: TypeAlias = SessionLaunch | Copied | HostStep
+
+
 def rows_between(tensors: Mapping[str, Tensor], start: int, stop: int) -> dict[str, Tensor]:
     """Return tokens [start, stop) of every tensor that has tokens."""
     return {

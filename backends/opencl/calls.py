@@ -89,6 +89,7 @@ INPUT_PORTS = frozenset(
         "codes",
         "table",
         "score_sums",
+        "routes",
         *STATE_PORTS,
     }
 )

@@ -58,10 +58,10 @@ def prepare_matmul(
     """
     weight = packed(weights)
     plans = [
-        _Plan(
+        MatMulPlan(
             device,
             op,
-            _operands(device, part, weights, first),
+            matmul_operands(device, part, weights, first),
             kind_of(op.weight_format, part.storage),
             first,
             part.n,
@@ -77,7 +77,7 @@ def prepare_matmul(
 
 
 def _all_launches(
-    plans: Sequence[_Plan],
+    plans: Sequence[MatMulPlan],
     tuning: CpuTuning | SimtTuning,
     operands: Mapping[str, Operand],
     m: int,
@@ -94,7 +94,7 @@ def _all_launches(
 
 
 @dataclass(frozen=True)
-class _Operands:
+class MatMulOperands:
     """Constant kernel arguments, in order: weights, scales and bias with their offsets.
 
     `x_scale` is the last argument of kernels for formats with a static one, else empty.
@@ -106,12 +106,12 @@ class _Operands:
 
 
 @dataclass(frozen=True)
-class _Plan:
+class MatMulPlan:
     """Rows [first, first + n) of the operation's, of one kind."""
 
     device: Resources
     op: MatMul
-    operands: _Operands
+    operands: MatMulOperands
     kind: Kind
     first: int
     n: int
@@ -137,7 +137,7 @@ def _capped(
 
 
 def cpu_launches(
-    plan: _Plan, tuning: CpuTuning, tensors: Mapping[str, Tensor], m: int
+    plan: MatMulPlan, tuning: CpuTuning, tensors: Mapping[str, Tensor], m: int
 ) -> list[KernelLaunch]:
     """Return one launch.
 
@@ -146,7 +146,7 @@ def cpu_launches(
     """
     op, device, x = plan.op, plan.device, tensors["x"]
     tile = tuning.tile(plan.kind, m)
-    program = _cpu_program(plan, tuning, tile)
+    program = cpu_program(plan, tuning, tile)
     tiles, token_tiles = -(-plan.n // (tuning.rows * tile.vectors)), -(-m // tile.tokens)
     groups = min(tiles, work_items(device, 2 if m == 1 else 4))
     group_words = tuning.group_words(plan.kind, tile)
@@ -176,7 +176,8 @@ def cpu_launches(
     return launches
 
 
-def _cpu_program(plan: _Plan, tuning: CpuTuning, tile: WorkTile) -> cl.Program:
+def cpu_program(plan: MatMulPlan, tuning: CpuTuning, tile: WorkTile, *files: str) -> cl.Program:
+    """Return the program of matmul_cpu.cl, or of `files` that follow it."""
     defines = {
         **kind_defines(plan.kind),
         "TOKENS": tile.tokens,
@@ -191,7 +192,8 @@ def _cpu_program(plan: _Plan, tuning: CpuTuning, tile: WorkTile) -> cl.Program:
         defines["PLANES"] = planes
     if planes or plan.kind.activations.static:
         defines["DOT"] = tuning.dot
-    return plan.device.programs.get("matmul_cpu.cl", defines, before=("matmul_pack.cl",))
+    sources = ("matmul_pack.cl", "matmul_cpu.cl", *files)
+    return plan.device.programs.get(sources[-1], defines, before=sources[:-1])
 
 
 def kind_defines(kind: Kind) -> dict[str, int]:
@@ -209,6 +211,7 @@ def block_defines(storage: StorageFormat) -> dict[str, int]:
         "HALVES": blocks.halves,
         "MINIMUM": int(blocks.minimum),
         "ZERO": blocks.zero,
+        "E2M1": int(blocks.e2m1),
     }
 
 
@@ -221,16 +224,16 @@ def work_items(device: Resources, each: int = 4) -> int:
 
 
 def simt_launches(
-    plan: _Plan, tuning: SimtTuning, tensors: Mapping[str, Tensor], m: int
+    plan: MatMulPlan, tuning: SimtTuning, tensors: Mapping[str, Tensor], m: int
 ) -> list[KernelLaunch]:
     """Round x if the format says so, then reduce (few tokens) or compute tiles."""
     op, splits = plan.op, tuning.splits
     tokens = next((t for t in (1, 2, 4, 8) if m <= t), 1)
-    program = _simt_program(plan, tokens=tokens, splits=splits)
+    program = simt_program(plan, tokens=tokens, splits=splits)
     launches: list[KernelLaunch] = []
     x_args: tuple[Argument, ...] = (tensors["x"],)
     if not plan.kind.activations.are_floats:
-        rounding, x_args = _simt_rounding(plan, program, tensors["x"], m)
+        rounding, x_args = simt_rounding(plan, program, tensors["x"], m)
         launches.append(rounding)
     sizes = (m, plan.n, op.k, plan.operands.has_bias)
     last = plan.operands.x_scale or (op.n,)
@@ -247,7 +250,8 @@ def simt_launches(
     return launches
 
 
-def _simt_program(plan: _Plan, *, tokens: int, splits: int) -> cl.Program:
+def simt_program(plan: MatMulPlan, *files: str, tokens: int, splits: int) -> cl.Program:
+    """Return the program of matmul_simt.cl, or of `files` that follow it."""
     device, kind = plan.device, plan.kind
     defines = {"TOKENS": tokens, "SPLITS": splits}
     if kind.activations.static:
@@ -257,15 +261,13 @@ def _simt_program(plan: _Plan, *, tokens: int, splits: int) -> cl.Program:
             options=("-cl-fp32-correctly-rounded-divide-sqrt",) * device.rounded_division,
         )
     half = device.half if kind.half_is_enough else 0
-    return device.programs.get(
-        "matmul_simt.cl",
-        defines | kind_defines(kind) | {"HALF": half},
-        before=("blocks.cl",) * isinstance(kind, BlockFormat),
-    )
+    sources = (*("blocks.cl",) * isinstance(kind, BlockFormat), "matmul_simt.cl", *files)
+    macros = defines | kind_defines(kind) | {"HALF": half}
+    return device.programs.get(sources[-1], macros, before=sources[:-1])
 
 
-def _simt_rounding(
-    plan: _Plan, program: cl.Program, x: Tensor, m: int
+def simt_rounding(
+    plan: MatMulPlan, program: cl.Program, x: Tensor, m: int
 ) -> tuple[KernelLaunch, tuple[Argument, ...]]:
     """Return the launch that rounds x, and the arguments that stand for x then."""
     op, device = plan.op, plan.device
@@ -285,9 +287,9 @@ def _simt_rounding(
     return KernelLaunch(program, name, (padded(count, SIMT_LANES),), (SIMT_LANES,), args), x_args
 
 
-def _operands(
+def matmul_operands(
     device: Resources, weight: PackedWeight, weights: Mapping[str, WeightValue], first: int
-) -> _Operands:
+) -> MatMulOperands:
     """Map weights, scales and bias of rows from `first` on.
 
     What is absent is stood in for by the weights.
@@ -298,7 +300,7 @@ def _operands(
     if "bias" in weights:
         bias = _mapped(device, vector(weights, "bias")[first : first + weight.n])
     x_scale = (float(vector(weights, "x_scale")[0]),) if "x_scale" in weights else ()
-    return _Operands((*data, *scales, *bias), int("bias" in weights), x_scale)
+    return MatMulOperands((*data, *scales, *bias), int("bias" in weights), x_scale)
 
 
 def _mapped(

@@ -13,6 +13,7 @@ from hetero.backends.opencl.elementwise import (
     prepare_sigmoid_gate,
 )
 from hetero.backends.opencl.embed import prepare_embed
+from hetero.backends.opencl.experts import accepts_experts, prepare_experts, prepare_router
 from hetero.backends.opencl.matmul import accepts_matmul, prepare_matmul
 from hetero.backends.opencl.norm import prepare_norm
 from hetero.backends.opencl.outliers import prepare_outliers
@@ -40,4 +41,6 @@ TABLE: dict[type[Op], KernelEntry] = {
     ops.AddPositions: KernelEntry(prepare_add_positions),
     ops.Add: KernelEntry(prepare_add),
     ops.Outliers: KernelEntry(prepare_outliers),
+    ops.Router: KernelEntry(prepare_router),
+    ops.Experts: KernelEntry(prepare_experts, accepts_experts),
 }

@@ -20,7 +20,7 @@ from hetero.backends.onnx_common import staging as weight_staging
 from hetero.backends.onnx_common.binding import NATIVE_ERRORS
 from hetero.backends.ops import Op, describe
 from hetero.backends.optional import SupportsCompaction
-from hetero.backends.ort_cpu import delta_graph, graphs, integers, kernels, mixed
+from hetero.backends.ort_cpu import delta_graph, graphs, integers, kernels, mixed, routing
 from hetero.backends.ort_cpu.session import BACKEND, device_error, new_session
 from hetero.backends.protocol import (
     CACHE_PORTS,
@@ -177,6 +177,13 @@ class OrtCpuDevice(Device, SupportsCompaction):
                 return kernel
             case ops.Add():
                 return kernels.OrtGraphKernel(self._host, op, self._session(op, graphs.add), {})
+            case ops.Router():
+                inputs = _vectors(weights)
+                inputs["router"] = inputs["router"].reshape(op.experts, op.d)
+                session = self._session(op, routing.router)
+                return kernels.OrtGraphKernel(self._host, op, session, inputs)
+            case ops.Experts():
+                return self._prepare_experts(op, weights)
 
     def _prepare_attention(self, op: ops.Attention) -> kernels.OrtKernel:
         floats = replace(op, kv=CacheFormat.F32)
@@ -258,6 +265,20 @@ class OrtCpuDevice(Device, SupportsCompaction):
         return kernels.OrtMatMulKernel(
             self._host, op, paths, extra, nbytes=kernel_bytes, keep=staged
         )
+
+    def _prepare_experts(
+        self, op: ops.Experts, weights: Mapping[str, WeightValue]
+    ) -> routing.ExpertsKernel:
+        products = {
+            name: [
+                self._prepare_matmul(matmul, own)
+                for own in checks.expert_weights(op, name, weights)
+            ]
+            for name, matmul in op.matmuls.items()
+        }
+        key = routing.ExpertActivation(op.f, op.activation)
+        session = self._session(key, routing.activation)
+        return routing.ExpertsKernel(self._host, op, products, session)
 
     def _paths(
         self, weight_format: WeightFormat, parts: tuple[mixed.WeightPart, ...] = ()

@@ -502,7 +502,7 @@ def short_conv(op: ops.ShortConv) -> bytes:
         product = graph.node("Mul", shifted, graph.slice(taps, j, j + 1, axis=0))
         total = graph.node("Add", product, total) if total else product
     if op.activation:
-        total = _activated(graph, op.activation, total)
+        total = activated(graph, op.activation, total)
     graph.node("Mul", total, parts[1], out="y") if op.gated else graph.node(
         "Identity", total, out="y"
     )
@@ -524,7 +524,7 @@ def gated_act(op: ops.GatedAct) -> bytes:
     graph.output("y", F32, ("m", op.f))
     gate = graph.slice(x, 0, op.f, axis=1)
     up = graph.slice(x, op.f, 2 * op.f, axis=1)
-    graph.node("Mul", _activated(graph, op.activation, gate), up, out="y")
+    graph.node("Mul", activated(graph, op.activation, gate), up, out="y")
     return graph.model()
 
 
@@ -544,11 +544,12 @@ def act(op: ops.Act) -> bytes:
     graph = GraphBuilder()
     x = graph.input("x", F32, ("m", op.f))
     graph.output("y", F32, ("m", op.f))
-    _activated(graph, op.activation, x, "y")
+    activated(graph, op.activation, x, "y")
     return graph.model()
 
 
-def _activated(graph: GraphBuilder, activation: Activation, x: str, out: str = "") -> str:
+def activated(graph: GraphBuilder, activation: Activation, x: str, out: str = "") -> str:
+    """Return act(x)."""
     match activation:
         case "silu":
             return graph.node("QuickGelu", x, domain=CONTRIB, alpha=1.0, out=out)

@@ -19,6 +19,7 @@ from hetero.backends.onnx_common.binding import (
     Argument,
     Array,
     Copied,
+    Launch,
     SessionLaunch,
     argument,
     io_binding,
@@ -40,7 +41,7 @@ from hetero.backends.protocol import (
 )
 
 # Graphs to run, what to compute before each run, and what to keep alive.
-Prepared: TypeAlias = tuple[Sequence[SessionLaunch | Copied], Callable[[], None] | None, object]
+Prepared: TypeAlias = tuple[Sequence[Launch], Callable[[], None] | None, object]
 
 CACHE_FRIENDLY_BYTES = 1 << 18
 ATTENTION_ROWS = 64
@@ -120,9 +121,21 @@ class OrtMatMulKernel(OrtKernel):
         self._keep = keep
 
     def launches(self, tensors: Mapping[str, Tensor], m: int) -> Prepared:
-        path = next((path for path in self._paths if m <= path.limit), self._paths[-1])
+        path = self._path(m)
         chunks = _chunks(path.session, tensors, m, min(path.chunk, m), self._extra)
         return chunks, None, (self._extra, self._keep)
+
+    def _path(self, m: int) -> MatMulPath:
+        return next((path for path in self._paths if m <= path.limit), self._paths[-1])
+
+    def product(self, x: Array) -> Array:
+        """Return y of x [m, k], of any m."""
+        path = self._path(len(x))
+        parts = [
+            path.session.run(None, {"x": x[start : start + path.chunk], **self._extra})[0]
+            for start in range(0, len(x), path.chunk)
+        ]
+        return np.concatenate(parts)
 
     def release(self) -> None:
         super().release()
@@ -317,7 +330,7 @@ class AttentionHeadsKernel(OrtKernel):
             if before is not None:
                 before()
 
-        steps: list[SessionLaunch | Copied] = []
+        steps: list[Launch] = []
         for i, chunk in enumerate(chunks):
             rows = slice(i * ATTENTION_ROWS, (i + 1) * ATTENTION_ROWS)
             steps += [chunk, Copied(heads.wanted[rows], heads.own["out"].array[rows])]

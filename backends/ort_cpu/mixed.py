@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hetero.backends import blocks, ops
-from hetero.backends.formats import GROUP_SIZE, Blocks, StorageFormat, activations_of
+from hetero.backends.formats import E2M1, GROUP_SIZE, Blocks, StorageFormat, activations_of
 from hetero.backends.host.processor import is_arm64
 from hetero.backends.onnx_common.builder import CONTRIB, GraphBuilder
 from hetero.backends.onnx_common.staging import Staging, slabs, stage
@@ -36,7 +36,8 @@ class WeightPart(NamedTuple):
         """Return the bits of the operator's codes, 0 for floats."""
         if not self.storage.quantised:
             return 0
-        return 4 if self.storage.bits == 4 else 8
+        floats = self.storage.scales == "block" and self.storage.blocks.e2m1
+        return 4 if self.storage.bits == 4 and not floats else 8
 
     @property
     def block(self) -> int:
@@ -189,7 +190,12 @@ def embed(op: ops.Embed, storage: StorageFormat) -> bytes:
 
     inside = of.groups * of.halves
     scale = builder.node("Mul", floats(parts // of.halves, 0), small(parts, of.float_bytes, inside))
-    codes = builder.node("Sub", _codes(builder, tokens, of, groups), builder.scalar(float(of.zero)))
+    codes = _codes(builder, tokens, of, groups)
+    if of.e2m1:
+        codes = builder.node(
+            "Gather", builder.constant(np.array(E2M1, F32)), builder.cast(codes, np.int64)
+        )
+    codes = builder.node("Sub", codes, builder.scalar(float(of.zero)))
     grouped = builder.node("Reshape", codes, builder.ints(0, len(parts), -1))
     values = builder.node("Mul", grouped, builder.node("Unsqueeze", scale, builder.ints(2)))
     if of.minimum:
@@ -252,7 +258,7 @@ def staged(weight: PackedWeight) -> dict[str, Staging]:
 
 def _stage_blocks(weight: PackedWeight) -> dict[str, Staging]:
     of, groups = weight.storage.blocks, weight.data.shape[1]
-    bits, halves = (4 if of.bits == 4 else 8), of.halves
+    bits, halves = (4 if of.bits == 4 and not of.e2m1 else 8), of.halves
     codes = Staging(weight.n, (groups * halves, GROUP_SIZE // halves * bits // 8), np.uint8)
     scales = Staging(weight.n, (groups * halves,), F32)
     shift = Staging(groups, (weight.n,), F32) if of.minimum else None
@@ -260,6 +266,7 @@ def _stage_blocks(weight: PackedWeight) -> dict[str, Staging]:
     assert weight.scales is not None
     for part in slabs(weight):
         apart = blocks.unpacked_parts(of, weight.data[part], weight.scales[part])
+        apart = apart._replace(codes=blocks.integers(of, apart.codes))
         rows = slice(part.start * ROW_BLOCK, part.stop * ROW_BLOCK)
         spread = _spread(apart.codes, zero) if bits == 8 else 1
         if bits == 4:

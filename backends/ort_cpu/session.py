@@ -11,7 +11,7 @@ import onnxruntime as ort
 
 from hetero.backends.checks import Health
 from hetero.backends.errors import DeviceError
-from hetero.backends.onnx_common.binding import NATIVE_ERRORS, Copied, SessionLaunch
+from hetero.backends.onnx_common.binding import NATIVE_ERRORS, Launch
 from hetero.backends.onnx_common.builder import PLACEHOLDER_FILE
 from hetero.backends.protocol import BoundCall
 
@@ -68,7 +68,7 @@ class OrtCall(BoundCall):
         name: str,
         m: int,
         health: Health,
-        launches: Sequence[SessionLaunch | Copied],
+        launches: Sequence[Launch],
         *,
         keep: object,
         before: Callable[[], None] | None = None,

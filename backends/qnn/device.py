@@ -106,7 +106,7 @@ class QnnDevice(Device, SupportsGroups):
         return buffer.address
 
     def accepts(self, op: Op) -> Acceptance:
-        """Accept every operation but outliers, and matmuls of the declared formats.
+        """Accept every operation but outliers and experts, and matmuls of the declared formats.
 
         Outliers are there to be computed elsewhere meanwhile; attention on caches in f32.
         """
@@ -115,6 +115,12 @@ class QnnDevice(Device, SupportsGroups):
                 False,
                 "outliers are floating-point sums for a GPU",
                 "use --device hetero, or quantise with --outliers none",
+            )
+        if isinstance(op, ops.Router | ops.Experts):
+            return Acceptance(
+                False,
+                "its graphs have fixed shapes, but not every expert has as many tokens",
+                "use --device hetero, where the GPU computes routed experts",
             )
         if lacks := _lacks(op):
             return Acceptance(False, lacks, "use --device hetero" if ops.has_state(op) else "")

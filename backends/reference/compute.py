@@ -67,6 +67,10 @@ def program(op: Op, weights: Weights) -> tuple[Program, int]:  # noqa: PLR0911, 
             return add, 0
         case ops.Outliers():
             return outliers(op, weights)
+        case ops.Router():
+            return partial(route, op, _wide(weights)), 0
+        case ops.Experts():
+            return experts(op, weights)
 
 
 def matmul(op: ops.MatMul, weight: PackedWeight, weights: Weights) -> tuple[Program, int]:
@@ -429,7 +433,7 @@ def activate(activation: Activation, x: Float64Array) -> Float64Array:
     """
     match activation:
         case "silu":
-            return x * 0.5 * (1.0 + np.tanh(0.5 * x))  # σ(x) without overflow
+            return x * _sigmoid(x)
         case "gelu":
             return x * 0.5 * (1.0 + _erf(x / math.sqrt(2.0)))
         case "gelu_tanh":
@@ -470,6 +474,70 @@ def excess(x: Array, scale: float | np.float32) -> Float64Array:
 def add(arrays: Arrays) -> None:
     """Compute x + residual."""
     arrays["y"][:] = arrays["x"].astype(np.float64) + arrays["residual"]
+
+
+def route(op: ops.Router, weights: Mapping[str, Float64Array], arrays: Arrays) -> None:
+    """Choose experts and weigh them."""
+    logits = arrays["x"].astype(np.float64) @ weights["router"].reshape(op.experts, op.d).T
+    logits = logits + weights.get("router_bias", 0.0)
+    scores = _sigmoid(logits) if op.scores == "sigmoid" else logits
+    if op.scores == "softmax":
+        scores = softmax(logits)
+    preferred = scores + weights.get("choice_bias", 0.0)
+    chosen = np.argsort(-preferred, axis=-1, kind="stable")[:, : op.chosen]
+    weighed = np.take_along_axis(scores, chosen, axis=-1)
+    if op.scores == "softmax_chosen":
+        weighed = softmax(weighed)
+    elif op.renormalised:
+        weighed = weighed / (weighed.sum(axis=-1, keepdims=True) + op.eps)
+    arrays["y"][:] = np.concatenate([chosen, weighed * op.scale], axis=-1)
+
+
+def softmax(x: Float64Array) -> Float64Array:
+    """Return the softmax over the last axis."""
+    powers = np.exp(x - x.max(axis=-1, keepdims=True))
+    shares: Float64Array = powers / powers.sum(axis=-1, keepdims=True)
+    return shares
+
+
+def experts(op: ops.Experts, weights: Weights) -> tuple[Program, int]:
+    """Compute expert by expert, each for the tokens that chose it."""
+    products = {
+        name: [matmul(of, packed(own), own)[0] for own in checks.expert_weights(op, name, weights)]
+        for name, of in op.matmuls.items()
+    }
+
+    def product(name: str, e: int, x: Array) -> Float64Array:
+        y = np.empty((len(x), op.matmuls[name].n))
+        products[name][e]({"x": x, "y": y})
+        return y
+
+    def run(arrays: Arrays) -> None:
+        x, y = arrays["x"], np.zeros(arrays["x"].shape)
+        chosen = arrays["routes"][:, : op.chosen].astype(np.int64)
+        shares = arrays["routes"][:, op.chosen :].astype(np.float64)
+        for e in np.unique(chosen).tolist():
+            tokens, places = np.nonzero(chosen == e)
+            gate, up = (product(name, e, x[tokens]) for name in ("experts_gate", "experts_up"))
+            hidden = expert_activation(op.activation, gate, up)
+            y[tokens] += shares[tokens, places, None] * product("experts_down", e, hidden)
+        arrays["y"][:] = y
+
+    return run, 8 * op.experts * sum(x.n * x.k for x in op.matmuls.values())
+
+
+def expert_activation(
+    activation: ops.ExpertActivation, gate: Float64Array, up: Float64Array
+) -> Float64Array:
+    """Return act(gate) · up."""
+    if activation != "swiglu_oai":
+        return activate(activation, gate) * up
+    gate, up = gate.clip(max=ops.SWIGLU_LIMIT), up.clip(-ops.SWIGLU_LIMIT, ops.SWIGLU_LIMIT)
+    return (up + 1.0) * gate * _sigmoid(ops.SWIGLU_ALPHA * gate)
+
+
+def _sigmoid(x: Float64Array) -> Float64Array:
+    return 0.5 * (1.0 + np.tanh(0.5 * x))  # without overflow
 
 
 _erf: Callable[[Float64Array], Float64Array] = np.vectorize(math.erf, otypes=[np.float64])

@@ -214,6 +214,11 @@ def calibrated(
     if not (weight_format.activations.static or weight_format.storage is StorageFormat.Q4):
         raise UserError(f"calibration has nothing to choose for {weights}: {_CHOICES}")
     loaded, words, sequences = calibration_sequences(model, text, limit)
+    if loaded.config.experts is not None:
+        raise UserError(
+            f"{model}: has routed experts, whose weights are not calibrated; quantise it without "
+            "--calibrate"
+        )
     if weight_format.activations.static:
         return static_weights(
             loaded.weights, sequences, outliers=outliers, text=words, progress=progress

@@ -7,7 +7,7 @@ memory grows by the packed bytes only.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -21,12 +21,17 @@ from hetero.models.architectures import ARCHITECTURES
 from hetero.models.architectures.base import RowOrder
 from hetero.models.config import ModelConfig
 from hetero.models.fields import read_json_object
-from hetero.models.layout import block_matrices, block_vectors, embedding_matrices, model_vectors
+from hetero.models.layout import (
+    MatrixShape,
+    block_matrices,
+    block_vectors,
+    embedding_matrices,
+    model_vectors,
+)
 from hetero.models.model_weights import BlockWeights, ModelWeights
 from hetero.models.packing import SourceTensor, check_finite, pack_rows
 from hetero.models.safetensors_file import FLOAT_DTYPES, SafetensorsFile
 from hetero.models.wrapper import text_tensors
-from hetero.profiler.model_graph import MatMulSpec
 from hetero.terminal.notices import notify_once
 
 SINGLE_FILE = "model.safetensors"
@@ -150,7 +155,7 @@ class CheckpointWeights(ModelWeights):
         if (zeros := self._norm_bias(name)) is not None:
             return zeros
         module, suffix = vector_module(self._names.model_modules, name)
-        vector = self._vector(f"{module}.{suffix}", norm=name == "final_norm").reshape(-1)
+        vector = self._vector(f"{module}.{suffix}", norm=name == "final_norm")
         return self._with_logit_scale(name, vector)
 
     def _load_block(self, index: int) -> BlockWeights:
@@ -166,7 +171,7 @@ class CheckpointWeights(ModelWeights):
     def _pack(self, prefix: str, name: str) -> PackedWeight:
         orders = self._architecture.row_order, self._architecture.column_order
         sources = []
-        for module in self._names.matmuls[name]:
+        for module in matrix_modules(self.config, name):
             tensor = f"{prefix}{module}.weight"
             rows, columns = (self._order(x, module) for x in orders)
             sources.append(SourceTensor(tensor, self.files.array(tensor), rows, columns))
@@ -208,7 +213,7 @@ class CheckpointWeights(ModelWeights):
         if is_taps(name):
             taps = self._vector(f"{prefix}{module}.{suffix}").reshape(-1, self.config.conv_taps)
             return self._ordered(module, taps).T.reshape(-1)
-        norm = suffix == "weight" and name != "delta_norm"
+        norm = suffix == "weight" and name not in ("delta_norm", "router")
         return self._vector(f"{prefix}{module}.{suffix}", norm=norm)
 
     def _ordered(self, module: str, values: Float32Array) -> Float32Array:
@@ -216,9 +221,17 @@ class CheckpointWeights(ModelWeights):
         return values if order is None else values[order]
 
     def _vector(self, name: str, *, norm: bool = False) -> Float32Array:
-        values: Float32Array = self.files.array(name).astype(np.float32)
+        values: Float32Array = self.files.array(name).astype(np.float32).reshape(-1)
         check_finite(name, values)
         return values + np.float32(self._architecture.norm_offset) if norm else values
+
+
+def matrix_modules(config: ModelConfig, name: str) -> Sequence[str]:
+    """Return the modules whose rows, one after the other, are a matrix of a block."""
+    names, experts = ARCHITECTURES[config.architecture].names, config.experts
+    if experts is None or name not in names.experts:
+        return names.matmuls.get(name, ())
+    return [names.experts[name].format(i) for i in range(experts.count)]
 
 
 def vector_module(modules: Mapping[str, str], name: str) -> tuple[str, str]:
@@ -255,13 +268,14 @@ def _block_tensors(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]
             continue
         if vector.name.removesuffix("_bias") not in names.matmuls:
             taps = config.conv_taps
-            shape = (vector.n // taps, 1, taps) if is_taps(vector.name) else (vector.n,)
+            shape = (vector.n // taps, 1, taps) if is_taps(vector.name) else vector.shape
             own = names.parameters.get(vector.name)
             shapes[own or ".".join(vector_module(names.vectors, vector.name))] = shape
-    for matmul in config.block_matmuls(layer):
-        for module, n in _module_rows(config, matmul):
-            shapes[f"{module}.weight"] = (n, matmul.k)
-            if matmul.bias:
+    biased = {x.name for x in config.block_matmuls(layer) if x.bias}
+    for matrix in block_matrices(config, layer):
+        for module, n in _module_rows(config, matrix):
+            shapes[f"{module}.weight"] = (n, matrix.k)
+            if matrix.name in biased:
                 shapes[f"{module}.bias"] = (n,)
     return shapes
 
@@ -274,14 +288,13 @@ def is_taps(vector: str) -> bool:
     return vector == "conv_taps"
 
 
-def _module_rows(config: ModelConfig, matmul: MatMulSpec) -> list[tuple[str, int]]:
+def _module_rows(config: ModelConfig, matrix: MatrixShape) -> list[tuple[str, int]]:
     """Return the modules of a block's fused weight, and how many rows each has."""
-    name, n = matmul.name, matmul.n
-    modules = ARCHITECTURES[config.architecture].names.matmuls[name]
-    if name == "qkv" and len(modules) == 3:
+    modules, n = matrix_modules(config, matrix.name), matrix.n
+    if matrix.name == "qkv" and len(modules) == 3:
         keys = config.kv_heads * config.head_dim
         return list(zip(modules, (n - 2 * keys, keys, keys), strict=True))
-    if name == "delta_in" and config.delta is not None:
+    if matrix.name == "delta_in" and config.delta is not None:
         return list(zip(modules, config.delta.projections, strict=True))
     return [(module, n // len(modules)) for module in modules]
 

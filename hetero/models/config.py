@@ -15,6 +15,7 @@ from hetero.errors import ModelError
 from hetero.models.architectures import ARCHITECTURES, Architecture
 from hetero.models.config_keys import notice_unread, refuse_unused
 from hetero.models.delta_net import DeltaNet
+from hetero.models.expert_config import ExpertConfig
 from hetero.models.fields import Fields, read_json_object
 from hetero.models.rope_config import (
     NO_SCALING,
@@ -67,6 +68,7 @@ class ModelConfig(Extensible):
     out_norms          the outputs of attention and feed-forward have another norm
     parallel           attention and feed-forward both read the one norm before them
     gated              the feed-forward multiplies by a gate; else it is up, activation, down
+    experts            the feed-forward is that of a few experts, chosen for each token
     attention_scale    on the scores, None for D^-0.5
     attention_softcap, logit_softcap    cap · tanh(x / cap) on scores and logits, 0 for none
     embed_scale        on the embeddings
@@ -104,6 +106,7 @@ class ModelConfig(Extensible):
     out_norms: bool = False
     parallel: bool = False
     gated: bool = True
+    experts: ExpertConfig | None = later(None)  # noqa: RUF009
     activation: Activation = "silu"
     attention_scale: float | None = None
     attention_softcap: float = 0.0
@@ -267,6 +270,17 @@ class ModelConfig(Extensible):
         return raw | architecture.write(self)
 
     @property
+    def weights_per_token(self) -> int:
+        """Return the weights that a token is multiplied with."""
+        total = sum(x.n * x.k * x.count for x in self.matmuls())
+        routed = (self.routed(i) for i in range(self.num_layers))
+        return total + sum(x.weights_per_token(self.hidden_size) for x in routed if x)
+
+    def routed(self, layer: int) -> ExpertConfig | None:
+        """Return the experts of a layer, None where its feed-forward is a plain one."""
+        return None if self.experts is None or layer in self.experts.dense else self.experts
+
+    @property
     def _sliding_rope(self) -> LayerRope | None:
         """Return the rotary embedding of layers with a window, where the family has one apart."""
         if ARCHITECTURES[self.architecture].local_theta is None:
@@ -274,7 +288,10 @@ class ModelConfig(Extensible):
         return next((self.rope_at(i) for i, window in enumerate(self.windows) if window), None)
 
     def block_matmuls(self, layer: int) -> tuple[MatMulSpec, ...]:
-        """Return the matmuls of a block in the order in which they run, each once."""
+        """Return the matmuls of a block in the order in which they run, each once.
+
+        Routed experts are none of them (`hetero.models.graph`).
+        """
         d, f = self.hidden_size, self.intermediate_size
         up = 2 * f if self.gated else f
         rows: list[tuple[MatMulName, int, int, bool]] = [
@@ -287,7 +304,8 @@ class ModelConfig(Extensible):
             assert self.delta is not None
             rows = [("delta_in", sum(self.delta.projections), d, False)]
             rows += [("delta_out", d, self.delta.values, False)]
-        rows += [("gate_up", up, d, self.mlp_bias), ("down", d, f, self.mlp_bias)]
+        if self.routed(layer) is None:
+            rows += [("gate_up", up, d, self.mlp_bias), ("down", d, f, self.mlp_bias)]
         return tuple(
             MatMulSpec(name=name, n=n, k=k, count=1, bias=bias) for name, n, k, bias in rows
         )

@@ -36,6 +36,7 @@ from hetero.backends.ops import (
     AddPositions,
     Attention,
     Embed,
+    Experts,
     GatedAct,
     GatedDelta,
     LayerNorm,
@@ -45,11 +46,13 @@ from hetero.backends.ops import (
     RMSNorm,
     Rope,
     RopeScaling,
+    Router,
     ShortConv,
     SigmoidGate,
 )
 from hetero.backends.protocol import CONTEXT_PORTS
 from hetero.models.config import ModelConfig
+from hetero.models.expert_config import ExpertConfig
 from hetero.models.sliding import Sliding
 from hetero.profiler.model_graph import MatMulName, ModelGraph, Node, OpName, slot_shapes
 
@@ -90,7 +93,8 @@ def model_graph(
 
 def slot_widths(config: ModelConfig, shadows: Shadows | None = None) -> dict[str, int]:
     """Return the features per token of every float32 slot but `logits` and the caches."""
-    alike = not shadows and len(set(config.mixers)) == 1 and not config.layer_ropes
+    kinds = {(config.mixers[i], config.routed(i)) for i in range(config.num_layers)}
+    alike = not shadows and len(kinds) == 1 and not config.layer_ropes
     layers = 1 if alike else None
     nodes = _Decoder(config, WeightFormat.F32, 1, shadows or {}, layers=layers).nodes()
     return {
@@ -274,7 +278,37 @@ class _Decoder:
             self._add("output_gate", gate, x="attended", gates="qkv", y=attended)
         self._matmul("o", attended, target)
 
+    def _experts(self, experts: ExpertConfig, source: str, target: str) -> None:
+        config = self.config
+        router = Router(
+            experts=experts.count,
+            chosen=experts.chosen,
+            d=config.hidden_size,
+            scores=experts.scores,
+            bias=experts.router_bias,
+            choice_bias=experts.choice_bias,
+            renormalised=experts.renormalised,
+            eps=experts.eps,
+            scale=experts.scale,
+        )
+        op = Experts(
+            experts=experts.count,
+            chosen=experts.chosen,
+            d=config.hidden_size,
+            f=experts.width,
+            weight_format=self.weight_format,
+            activation=config.activation,
+            bias=experts.bias,
+        )
+        self._add("router", router, x=source, y="routes")
+        self._add("experts", op, x=source, routes="routes", y=target)
+
     def _feed_forward(self, source: str, target: str) -> None:
+        assert self.layer is not None
+        experts = self.config.routed(self.layer)
+        if experts is not None:
+            self._experts(experts, source, target)
+            return
         self._matmul("gate_up", source, "gate_up")
         kind = GatedAct if self.config.gated else Act
         activation = kind(f=self.config.intermediate_size, activation=self.config.activation)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hetero.backends.formats import StorageFormat
 from hetero.backends.memory import PAGE_BYTES
@@ -25,15 +25,35 @@ class MatrixShape:
 
 @dataclass(frozen=True)
 class VectorShape:
-    """A float32 vector of n elements: a norm's weight or a bias."""
+    """A float32 vector of n elements: a norm's weight or a bias.
+
+    One of `width` elements a row is a matrix in files: the router's weight.
+    """
 
     name: str
     n: int
+    width: int = 0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape in files."""
+        return (self.n // self.width, self.width) if self.width else (self.n,)
 
 
 def block_matrices(config: ModelConfig, layer: int) -> tuple[MatrixShape, ...]:
     """Return the packed weights of one block."""
-    return tuple(MatrixShape(x.name, x.n, x.k) for x in config.block_matmuls(layer))
+    own = tuple(MatrixShape(x.name, x.n, x.k) for x in config.block_matmuls(layer))
+    return own + expert_matrices(config, layer)
+
+
+def expert_matrices(config: ModelConfig, layer: int) -> tuple[MatrixShape, ...]:
+    """Return the matrices of a block's routed experts, each with the rows of all experts."""
+    experts = config.routed(layer)
+    if experts is None:
+        return ()
+    up = MatrixShape("experts_gate", experts.count * experts.width, config.hidden_size)
+    down = MatrixShape("experts_down", experts.count * config.hidden_size, experts.width)
+    return up, replace(up, name="experts_up"), down
 
 
 def block_vectors(
@@ -58,6 +78,7 @@ def block_vectors(
     if config.mixers[layer] == "conv":
         norms += [VectorShape("conv_taps", config.conv_taps * config.hidden_size)]
         norms += [VectorShape("conv_bias", config.hidden_size)] if config.conv_bias else []
+    norms += _router_vectors(config, layer)
     biases = [x for x in config.block_matmuls(layer) if x.bias]
     scales = [VectorShape(f"{x.name}_x_scale", 1) for x in block_matrices(config, layer)]
     return (
@@ -103,6 +124,16 @@ def _norms(config: ModelConfig, names: list[str]) -> list[VectorShape]:
     if config.norm == "layer":
         shapes += [VectorShape(f"{name}_bias", config.hidden_size) for name in names]
     return shapes
+
+
+def _router_vectors(config: ModelConfig, layer: int) -> list[VectorShape]:
+    """Return the router's weight, row after row, and its bias."""
+    experts = config.routed(layer)
+    if experts is None:
+        return []
+    weight = VectorShape("router", experts.count * config.hidden_size, config.hidden_size)
+    given = {"router_bias": experts.router_bias, "choice_bias": experts.choice_bias}
+    return [weight] + [VectorShape(name, experts.count) for name, has in given.items() if has]
 
 
 def embedding_matrices(config: ModelConfig) -> tuple[MatrixShape, ...]:

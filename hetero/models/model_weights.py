@@ -36,11 +36,12 @@ class BlockWeights:
     `matrices` by the names of the block's matmuls: `qkv` [(H + 2G)·D, d]: rows of the query, key
     and value weights in this order; `o` [d, H·D]; `gate_up` [2f, d]: rows of gate, then up ([f, d]:
     up alone, without a gate); `down` [d, f]; of a short convolution `conv_in` [3d, d] and
-    `conv_out` [d, d].
+    `conv_out` [d, d]; of routed experts `experts_gate`, `experts_up` and `experts_down`, with the
+    rows of all of them.
     `vectors` are float32 norms, biases and other numbers that the block has, by name:
     `input_norm`; `post_norm`, the norm before the feed-forward; `o_norm` and `down_norm`, which
-    follow the matmuls of these names; `qkv_bias`, …; `conv_taps` [L · d]. A `qkv_x_scale` [1] is
-    the step of the codes of that matmul's input, where the format has one.
+    follow the matmuls of these names; `qkv_bias`, …; `conv_taps` [L · d]; `router` [experts · d]. A
+    `qkv_x_scale` [1] is the step of the codes of that matmul's input, where the format has one.
     `shadows` are hot channels by matmul, where calibration chose some; their columns are zero in
     every storage. `also` are the matrices in other storages, by name.
     """

@@ -20,6 +20,7 @@ from hetero.backends.ops import RopeScaling
 from hetero.backends.weights import ROW_BLOCK, Float32Array, PackedWeight
 from hetero.errors import ModelError
 from hetero.models.config import ModelConfig
+from hetero.models.expert_config import ExpertConfig
 from hetero.models.layout import block_matrices, embedding_matrices, model_vectors
 from hetero.models.model_weights import BlockWeights, ModelWeights
 from hetero.models.packing import empty_packed
@@ -77,6 +78,13 @@ def _qwen25(sizes: tuple[int, int, int, int, int, int, int], max_position: int) 
     return _config("qwen2", sizes, max_position, 1e6, 1e-6, qkv_bias=True, tie_word_embeddings=True)
 
 
+def _qwen3_moe(
+    sizes: tuple[int, int, int, int, int, int, int], experts: int, width: int
+) -> ModelConfig:
+    routed = ExpertConfig(count=experts, chosen=8, width=width)
+    return _config("qwen3_moe", sizes, 40960, 1e6, 1e-6, qk_norm=True, experts=routed)
+
+
 def _lfm2(
     sizes: tuple[int, int, int, int, int, int, int], attending: Collection[int]
 ) -> ModelConfig:
@@ -116,6 +124,9 @@ KNOWN_MODELS: dict[str, ModelConfig] = {
         qk_norm=True,
         tie_word_embeddings=True,
     ),
+    "qwen3-30b-a3b": _qwen3_moe((2048, 6144, 48, 32, 4, 128, 151936), 128, 768),
+    # No published one: what a laptop of 8 GB holds, with 8 of 64 experts.
+    "qwen3-moe-3b": _qwen3_moe((1024, 3072, 24, 16, 4, 64, 151936), 64, 512),
     "mistral-7b": _config(
         "mistral", (4096, 14336, 32, 32, 8, 128, 32000), 32768, 1e4, 1e-5, windows=(4096,) * 32
     ),

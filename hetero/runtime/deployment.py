@@ -122,7 +122,7 @@ class Deployment:
             layout, owner.allocate, self.admit, incoherent(self.devices)
         )
         self._runner.use(self.devices, self.pool, self.adapter)
-        flops = 2 * sum(x.n * x.k * x.count for x in self._config.matmuls())  # of a token
+        flops = 2 * self._config.weights_per_token
         with self._runner.control.on_core():
             self.synchroniser = Synchroniser(
                 self.devices,

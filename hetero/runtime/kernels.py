@@ -303,6 +303,8 @@ def node_weights(
 
 
 def _block_weight(block: BlockWeights, role: str, name: str) -> WeightValue:
+    if name in block.matrices:
+        return block.matrices[name]
     if role.endswith(SHADOW):
         role = role.removesuffix(SHADOW)
         if name in ("hot", "hot_weight"):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from hetero.backends.host.processor import memory_bytes
-from hetero.backends.ops import OUTPUT_PORTS, MatMul, Outliers
+from hetero.backends.ops import OUTPUT_PORTS, Experts, MatMul, Outliers
 from hetero.backends.protocol import Device, DeviceKind, takes_panels
 from hetero.errors import UserError
 from hetero.models.config import ModelConfig
@@ -49,7 +49,7 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """Return the bytes of the slots, a context and the plan's weights."""
     sizes = [nbytes_of(shape) for shape in slots.values()]
-    sizes.append(listed_bytes(placement))
+    sizes += [listed_bytes(placement), routed_bytes(placement)]
     weight_bytes = sum(placement.kernels.weight_bytes.values()) if weights_in_memory else 0
     return MemoryEstimate(
         pool_bytes=sum(sizes),
@@ -107,6 +107,12 @@ def listed_bytes(placement: Placement) -> int:
     shadows = (node.op for node in placement.graph.nodes if isinstance(node.op, Outliers))
     features = max((op.k for op in shadows if op.excess), default=-1)
     return 4 * placement.written * (1 + 2 * features) if features > 0 else 0
+
+
+def routed_bytes(placement: Placement) -> int:
+    """Return the bytes of the rows that a GPU sorts by expert; one buffer for all layers."""
+    routed = (node.op for node in placement.graph.nodes if isinstance(node.op, Experts))
+    return max((op.row_bytes(placement.written) for op in routed), default=0)
 
 
 def check_memory(

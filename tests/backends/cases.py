@@ -63,6 +63,8 @@ def tolerance(op: Op, device: Device) -> float:
         return _half_tolerance(op)
     if is_processor(device):
         return _processor_tolerance(op)
+    if isinstance(op, ops.Experts):
+        return 2 * _matmul_tolerance(op.weight_format)
     return _matmul_tolerance(op.weight_format) if isinstance(op, ops.MatMul) else TOLERANCE
 
 
@@ -96,6 +98,9 @@ def _processor_tolerance(op: Op) -> float:
     match op:
         case ops.MatMul():
             return _processor_matmul_tolerance(op.weight_format)
+        case ops.Experts():  # two matmuls in a row; a code of the second may be the next one
+            rounds = not op.weight_format.activations.are_floats
+            return 1e-3 if rounds else 3 * _processor_matmul_tolerance(op.weight_format)
         case ops.Embed():
             return 2e-7  # nothing is added up
         case ops.Attention() | ops.SumScores():
@@ -159,6 +164,11 @@ def make_weights(op: Op, rng: np.random.Generator) -> dict[str, WeightValue]:  #
     weights: dict[str, WeightValue] = {}
     for name in weight_names(op):
         match op:
+            case ops.Router():
+                size = op.experts * (op.d if name == "router" else 1)
+                weights[name] = rng.standard_normal(size, dtype=np.float32) / op.d**0.5
+            case ops.Experts():
+                weights[name] = expert_weight(op, name, rng)
             case ops.MatMul() | ops.Embed() if name == "weight":
                 n, k = (op.n, op.k) if isinstance(op, ops.MatMul) else (op.vocab, op.d)
                 values = rng.standard_normal((n, k), dtype=np.float32)
@@ -190,6 +200,26 @@ def make_weights(op: Op, rng: np.random.Generator) -> dict[str, WeightValue]:  #
             case _:
                 weights[name] = 1 + 0.3 * rng.standard_normal(op.d, dtype=np.float32)
     return weights
+
+
+def expert_weight(op: ops.Experts, name: str, rng: np.random.Generator) -> WeightValue:
+    """A matrix of all experts, or its biases."""
+    matmul = op.matmuls[name.removesuffix("_bias")]
+    n, storage = op.experts * matmul.n, op.weight_format.storage
+    if name.endswith("_bias"):
+        return rng.standard_normal(n, dtype=np.float32)
+    values = rng.standard_normal((n, matmul.k), dtype=np.float32) / np.float32(matmul.k**0.5)
+    if not op.weight_format.of_file:
+        return pack(values, storage)
+    return stacked([pack(values, PART_STORAGES[(n + len(name)) % len(PART_STORAGES)])])
+
+
+def random_routes(op: ops.Experts, m: int, rng: np.random.Generator) -> npt.NDArray[np.float32]:
+    """Different experts for each token, and weights that add up to 1."""
+    chosen = rng.random((m, op.experts)).argsort(axis=1)[:, : op.chosen]
+    shares = rng.random((m, op.chosen))
+    shares /= shares.sum(axis=1, keepdims=True)
+    return np.concatenate([chosen, shares], axis=1).astype(np.float32)
 
 
 def outlier_weight(op: ops.Outliers, name: str, rng: np.random.Generator) -> WeightValue:
@@ -239,6 +269,8 @@ def make_tensors(
             array[:] = np.nan
             if port not in OUTPUT_PORTS:
                 array[:m] = rng.standard_normal(array[:m].shape)
+    if isinstance(op, ops.Experts):
+        tensors["routes"].array[:m] = random_routes(op, m, rng)
     if isinstance(op, ops.DecodeChunks):
         tensors["codes"].array[:], tensors["table"].array[:m] = random_chunks(op, m, rng)
     return tensors
@@ -304,6 +336,9 @@ def check_run(
     execute(device, call)
     for port, tensor in tensors.items():
         what = f"{describe(op)} m={m}: {port}"
+        if isinstance(op, ops.Router) and port in OUTPUT_PORTS:
+            chosen = slice(0, op.chosen)  # numbers, which are exact
+            np.testing.assert_array_equal(tensor.array[:m, chosen], wanted[port][:m, chosen], what)
         if port in OUTPUT_PORTS:
             actual, limit = tensor.array[:m], tolerance(op, device)
             assert_close(actual, wanted[port][:m], limit, what, floor=floor(op, device))

@@ -19,7 +19,7 @@ from hetero.backends.memory import Tensor, new_tensor
 from hetero.backends.ops import OUTPUT_PORTS, STATE_PORTS, Op, RopeScaling
 from hetero.backends.optional import SupportsGroups, SupportsThreads
 from hetero.backends.protocol import FIXED_PORTS, BoundCall, Device
-from hetero.backends.weights import pack
+from hetero.backends.weights import pack, stacked
 from tests.backends.cases import (
     CACHES,
     check_call,
@@ -41,6 +41,9 @@ SHAPES = ((1, 32), (33, 96), (37, 172), (96, 32), (64, 320), (130, 64))
 
 ROPE = ops.Rope(heads=4, kv_heads=2, head_dim=16, theta=10000.0, max_position=64)
 ATTENTION = ops.Attention(heads=4, kv_heads=2, head_dim=16, capacity=70)
+
+ROUTER = ops.Router(experts=8, chosen=3, d=64)
+EXPERTS = ops.Experts(experts=8, chosen=3, d=64, f=32, weight_format=WeightFormat.W4A16)
 
 SMALL_OPS: dict[str, Op] = {
     "matmul": ops.MatMul(n=37, k=64, weight_format=WeightFormat.W4A16),
@@ -127,6 +130,19 @@ def test_matmul_of_extreme_inputs(device: Device, weight_format: WeightFormat) -
     np.testing.assert_array_equal(tensors["y"].array[0], 0)
 
 
+@pytest.mark.sampled
+@pytest.mark.parametrize("weight_format", [WeightFormat.GGUF_A16, WeightFormat.GGUF_A8])
+def test_matmul_of_floats_of_4_bits(device: Device, weight_format: WeightFormat) -> None:
+    op = ops.MatMul(n=48, k=172, weight_format=weight_format)
+    require(device, op)
+    rng = np.random.default_rng(4)
+    values = rng.standard_normal((op.n, op.k), dtype=np.float32)
+    weights: dict[str, Any] = {"weight": stacked([pack(values, StorageFormat.MXFP4)])}
+    for m in (1, 5, 33):
+        tensors = make_tensors(op, m, rng, device=device)
+        check_call(device, device.prepare(op, weights), weights, tensors, m)
+
+
 @pytest.mark.pairwise
 @pytest.mark.parametrize("weight_format", WeightFormat)
 @pytest.mark.parametrize("outlier", [1e3, 1e4, 6e4])
@@ -192,6 +208,58 @@ def test_embed(
 ) -> None:
     op = ops.Embed(vocab=vocab, d=d, weight_format=weight_format, scale=scale)
     check_op(device, op, EDGE_TOKENS)
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        ROUTER,
+        replace(ROUTER, renormalised=False, scale=2.5, bias=True),
+        replace(ROUTER, experts=33, chosen=4, scores="softmax_chosen", bias=True),
+        replace(ROUTER, scores="sigmoid", choice_bias=True, eps=1e-6, scale=1.5),
+        replace(ROUTER, d=37, experts=5, chosen=5, scores="sigmoid", renormalised=False),
+    ],
+    ids=ops.describe,
+)
+def test_router(device: Device, op: ops.Router) -> None:
+    check_op(device, op, EDGE_TOKENS)
+
+
+def test_router_prefers_the_first_of_equal_experts(device: Device) -> None:
+    require(device, ROUTER)
+    rng = np.random.default_rng(0)
+    weights = make_weights(ROUTER, rng)
+    weights["router"] = np.tile(checks.vector(weights, "router")[: 2 * ROUTER.d], 4)
+    tensors = make_tensors(ROUTER, 5, rng, device=device)
+    check_call(device, device.prepare(ROUTER, weights), weights, tensors, 5)
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("weight_format", WeightFormat)
+@pytest.mark.parametrize("bias", [False, True])
+def test_experts(device: Device, weight_format: WeightFormat, bias: bool) -> None:
+    check_op(device, replace(EXPERTS, weight_format=weight_format, bias=bias), (1, 5, 64))
+
+
+@pytest.mark.parametrize("activation", ["gelu_tanh", "swiglu_oai"])
+def test_experts_activations(device: Device, activation: ops.ExpertActivation) -> None:
+    op = replace(EXPERTS, activation=activation, bias=True, chosen=8, d=48, f=80)
+    check_op(device, op, (1, 33))
+
+
+def test_experts_of_few_and_of_all_tokens(device: Device) -> None:
+    """All tokens choose the same experts, then each its own."""
+    require(device, EXPERTS)
+    rng = np.random.default_rng(7)
+    weights = make_weights(EXPERTS, rng)
+    kernel = device.prepare(EXPERTS, weights)
+    tensors = make_tensors(EXPERTS, 33, rng, device=device)
+    routes = tensors["routes"].array
+    routes[:, : EXPERTS.chosen] = [7, 0, 3]
+    check_call(device, kernel, weights, tensors, 33)
+    routes[:, : EXPERTS.chosen] = [5, 6, 7]
+    routes[-1, : EXPERTS.chosen] = [0, 7, 1]
+    check_call(device, kernel, weights, tensors, 33)
 
 
 def test_embed_reaches_every_row(device: Device) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero.backends.blocks import BLOCK_STORAGES, BlockParts
-from hetero.backends.formats import StorageFormat, WeightFormat
+from hetero.backends.formats import E2M1, StorageFormat, WeightFormat
 from hetero.backends.weights import (
     GROUP_SIZE,
     PackedWeight,
@@ -192,7 +192,9 @@ def test_blocks_come_back_exactly(storage: StorageFormat, n: int, k: int, seed: 
     for row, feature in zip(rng.integers(0, n, 9), rng.integers(0, k, 9), strict=True):
         group, inside = divmod(int(feature), 32)
         scale = float(d[row, group // of.groups]) * float(s[row, int(feature) * of.halves // 32])
-        wanted = np.float32(scale * (int(codes[row, group, inside]) - of.zero))
+        code = int(codes[row, group, inside])
+        integer = E2M1[code] if of.e2m1 else code
+        wanted = np.float32(scale * (integer - of.zero))
         if of.minimum:
             least = float(e[row, group // of.groups]) * float(t[row, group])
             wanted = np.float32(wanted - np.float32(least))

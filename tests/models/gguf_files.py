@@ -23,6 +23,7 @@ Array = npt.NDArray[Any]
 ARCHITECTURES = {
     "phi": "phi2", "gemma3_text": "gemma3", "granitemoehybrid": "granite", "ministral3": "mistral3",
     "olmo3": "olmo2", "hunyuan_v1_dense": "hunyuan-dense", "qwen3_5_text": "qwen35",
+    "qwen3_moe": "qwen3moe",
 }  # fmt: skip
 PERMUTED = ("llama", "internlm2", "granite", "smollm3", "mistral3", "minicpm")
 NAMES = {
@@ -31,11 +32,13 @@ NAMES = {
     "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
     "self_attn.dense": "attn_output", "self_attn.qkv_proj": "attn_qkv", "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up", "mlp.gate_up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
-    "mlp.fc1": "ffn_up", "mlp.fc2": "ffn_down", "input_layernorm": "attn_norm",
+    "mlp.gate_exps": "ffn_gate_exps", "mlp.up_exps": "ffn_up_exps",
+    "mlp.down_exps": "ffn_down_exps", "mlp.fc1": "ffn_up", "mlp.fc2": "ffn_down",
+    "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm", "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm", "self_attn.query_layernorm": "attn_q_norm",
     "self_attn.key_layernorm": "attn_k_norm", "shared_mlp.input_linear": "ffn_gate_up",
-    "shared_mlp.output_linear": "ffn_down",
+    "shared_mlp.output_linear": "ffn_down", "mlp.gate": "ffn_gate_inp",
 }  # fmt: skip
 GLM4_NAMES = {
     "post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm",
@@ -107,7 +110,9 @@ def write(
     for key, value in entries.items():
         add_entry(writer, key, value)
     for key, value in tensors.items():
-        matrix = value.ndim > 1 and not key.endswith(("conv.weight", "conv1d.weight"))
+        # routers and taps are never quantised
+        own = ("conv.weight", "conv1d.weight", "ffn_gate_inp.weight")
+        matrix = value.ndim > 1 and not key.endswith(own)
         whole = matrix and value.shape[-1] % 32 == 0  # llama.cpp too keeps others in floats
         chosen = kind if whole or (kind in FLOATS and matrix) else GGMLQuantizationType.F32
         if chosen in FLOATS:
@@ -179,6 +184,9 @@ def metadata(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
         ("sliding_window", "attention.sliding_window"),
         ("attn_logit_softcapping", "attn_logit_softcapping"),
         ("final_logit_softcapping", "final_logit_softcapping"),
+        ("num_local_experts", "expert_count"),
+        ("num_experts_per_tok", "expert_used_count"),
+        ("moe_intermediate_size", "expert_feed_forward_length"),
     ):
         if raw.get(ours) is not None:
             found[theirs] = raw[ours]
@@ -259,6 +267,7 @@ def own_metadata(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 def named_tensors(raw: Mapping[str, Any], name: str, source: Mapping[str, Any]) -> dict[str, Array]:
     """Tensors under their names in GGUF, permuted, shifted and fused as the converter does."""
+    source = with_stacked_experts(raw, source)
     names = NAMES | OWN_NAMES.get(name, {})
     found: dict[str, Array] = {}
     for key, tensor in (split_groups(raw, source) if name == "internlm2" else source).items():
@@ -288,6 +297,22 @@ def named_tensors(raw: Mapping[str, Any], name: str, source: Mapping[str, Any]) 
         for suffix in ("weight", "bias"):
             parts = [found.pop(f"blk.{layer}.attn_{x}.{suffix}") for x in "qkv"]
             found[f"blk.{layer}.attn_qkv.{suffix}"] = np.concatenate(parts)
+    return found
+
+
+def with_stacked_experts(raw: Mapping[str, Any], source: Mapping[str, Any]) -> dict[str, Any]:
+    """The matrices of a layer's experts as one tensor each, expert after expert."""
+    import torch
+
+    found = {key: tensor for key, tensor in source.items() if ".experts." not in key}
+    for layer in range(raw["num_hidden_layers"] if len(found) < len(source) else 0):
+        for part in ("gate", "up", "down"):
+            keys = [
+                f"model.layers.{layer}.mlp.experts.{e}.{part}_proj.weight"
+                for e in range(raw["num_local_experts"])
+            ]
+            stacked = torch.stack([source[key] for key in keys])
+            found[f"model.layers.{layer}.mlp.{part}_exps.weight"] = stacked
     return found
 
 
@@ -410,6 +435,7 @@ FLOATS_OF = {
     GGMLQuantizationType.Q5_0: (0,), GGMLQuantizationType.Q5_1: (0, 2),
     GGMLQuantizationType.Q3_K: (108,), GGMLQuantizationType.Q4_K: (0, 2),
     GGMLQuantizationType.Q5_K: (0, 2), GGMLQuantizationType.Q6_K: (208,),
+    GGMLQuantizationType.MXFP4: (),
 }  # fmt: skip
 MIXED_KINDS = tuple(FLOATS_OF)
 
@@ -420,6 +446,10 @@ def random_blocks(
     """Rows [n, bytes] of random blocks whose weights are about `size` (0: of any size)."""
     elements, nbytes = gguf.GGML_QUANT_SIZES[kind]
     blocks = rng.integers(0, 256, (n, k // elements, nbytes), dtype=np.uint8)
+    if kind == GGMLQuantizationType.MXFP4:  # a power of two, of codes of size 2.8
+        low, high = (int(np.log2(size / 2.8)),) * 2 if size else (-23, 14)
+        blocks[..., 0] = rng.integers(127 + low, 129 + high, blocks.shape[:2])
+        return blocks.reshape(n, -1)
     floats = [rng.normal(0, 0.01, blocks.shape[:2]) for _ in FLOATS_OF[kind]]
     if size:
         unscaled = blocks.copy()

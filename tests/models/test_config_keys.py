@@ -29,6 +29,7 @@ USED = {
 }  # fmt: skip
 HARMLESS = {
     # how training went, and how a library computes the same numbers
+    "output_router_logits", "router_aux_loss_coef",
     "initializer_range", "init_std", "attention_dropout", "resid_pdrop", "embd_pdrop", "dropout",
     "layerdrop", "pretraining_tp", "use_cache", "pad_token_id", "chunk_size_feed_forward",
     # what a library notes
@@ -42,6 +43,12 @@ OWN = {
     "qwen2": {"use_sliding_window", "sliding_window", "max_window_layers", "layer_types"},
     "qwen3": {"attention_bias", "use_sliding_window", "sliding_window", "max_window_layers",
               "layer_types"},
+    "lfm2_moe": {"layer_types", "conv_L_cache", "conv_bias", "norm_eps", "num_dense_layers",
+                 "num_experts_per_tok", "moe_intermediate_size", "use_expert_bias",
+                 "routed_scaling_factor", "norm_topk_prob"},
+    "qwen3_moe": {"attention_bias", "use_sliding_window", "sliding_window", "decoder_sparse_step",
+                  "mlp_only_layers", "num_experts_per_tok", "moe_intermediate_size",
+                  "norm_topk_prob"},
     "gemma": {"attention_bias"},  # refused where it is true
     "gemma2": {"attention_bias", "sliding_window", "layer_types", "query_pre_attn_scalar",
                "attn_logit_softcapping", "final_logit_softcapping"},

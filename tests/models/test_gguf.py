@@ -176,7 +176,17 @@ def test_codes_are_taken_as_they_are(
     np.testing.assert_array_equal(packed.dequantize(), gguf.quants.dequantize(data, kind))
 
 
-KINDS = [Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q2_K, Kind.Q3_K, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K]
+KINDS = [
+    Kind.Q4_1,
+    Kind.Q5_0,
+    Kind.Q5_1,
+    Kind.Q2_K,
+    Kind.Q3_K,
+    Kind.Q4_K,
+    Kind.Q5_K,
+    Kind.Q6_K,
+    Kind.MXFP4,
+]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -44,6 +44,20 @@ def test_scales_that_are_not_finite_are_refused(kind: Kind, at: int, tmp_path: P
         pack_rows([GgufTensor(file, "x")], stored_as(kind))
 
 
+@pytest.mark.parametrize("exponent", [103, 144, 255])
+def test_powers_of_two_that_fp16_lacks_are_refused(exponent: int, tmp_path: Path) -> None:
+    """But where all values are zero, as in blocks of padding."""
+    data = random_blocks(np.random.default_rng(0), Kind.MXFP4, 16, 64, 1.0)
+    data[3, 0] = exponent
+    file = GgufFile(tensor_file(tmp_path / "x.gguf", data, gguf.GGMLQuantizationType.MXFP4))
+    with pytest.raises(ModelError, match="tensor x holds scales beyond fp16's"):
+        pack_rows([GgufTensor(file, "x")], stored_as(Kind.MXFP4))
+    data[3, 1:17] = 0
+    file = GgufFile(tensor_file(tmp_path / "y.gguf", data, gguf.GGMLQuantizationType.MXFP4))
+    packed = pack_rows([GgufTensor(file, "x")], stored_as(Kind.MXFP4))
+    assert not packed.dequantize()[3, :32].any()
+
+
 def exact(file: GgufFile, name: str) -> npt.NDArray[np.float32]:
     info = file.tensors[name]
     data = file.raw(name).reshape(int(np.prod(info.shape[:-1])), -1)

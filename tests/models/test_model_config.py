@@ -278,9 +278,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (BASE | {"model_type": "lama"},
      "architecture 'lama' is not supported; the nearest supported one is 'llama', choose a model "
      f"of one of: {', '.join(ARCHITECTURES)}"),
-    (BASE | {"architectures": ["Qwen3MoeForCausalLM"]},
-     "architecture 'Qwen3MoeForCausalLM' is not supported; the nearest supported one is "
-     f"'Qwen3ForCausalLM', choose a model of one of: {', '.join(CLASS_NAMES)}"),
+    (BASE | {"architectures": ["Qwen2MoeForCausalLM"]},
+     "architecture 'Qwen2MoeForCausalLM' is not supported; the nearest supported one is "
+     f"'Qwen3MoeForCausalLM', choose a model of one of: {', '.join(CLASS_NAMES)}"),
     (BASE | {"architectures": ["XYZ"]},
      f"architecture 'XYZ' is not supported; choose a model of one of: {', '.join(CLASS_NAMES)}"),
     (BASE | {"architectures": "LlamaForCausalLM"},

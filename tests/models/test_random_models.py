@@ -9,6 +9,7 @@ from hetero.backends.formats import StorageFormat, WeightFormat
 from hetero.backends.weights import Float32Array, PackedWeight, padded
 from hetero.errors import ModelError
 from hetero.models import open_model
+from hetero.models.layout import expert_matrices
 from hetero.models.random_models import (
     KNOWN_MODELS,
     MAX_POSITION,
@@ -29,6 +30,8 @@ PARAMETERS = {
     "qwen2.5-0.5b": 494,
     "qwen2.5-1.5b": 1544,
     "qwen3-0.6b": 596,
+    "qwen3-30b-a3b": 30532,
+    "qwen3-moe-3b": 2792,
     "mistral-7b": 7242,
     "qwen1.5-1.8b": 1837,
     "gemma-2b": 2506,
@@ -67,6 +70,9 @@ PARAMETERS = {
 def test_the_number_of_parameters_is_the_published_one(name: str) -> None:
     config = KNOWN_MODELS[name]
     total = sum(x.n * x.k * x.count for x in config.matmuls())
+    for i in range(config.num_layers):
+        total += sum(x.n * x.k for x in expert_matrices(config, i))
+        total += config.experts.count * config.hidden_size if config.routed(i) else 0
     total += 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
     total += config.positions * config.hidden_size
     assert total / 1e6 == pytest.approx(PARAMETERS[name], rel=2e-3)

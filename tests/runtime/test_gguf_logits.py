@@ -25,7 +25,7 @@ FILES: dict[str, tuple[Kind, ...]] = {
     "q4_k_m": (Kind.Q6_K, Kind.Q4_K, Kind.Q4_K, Kind.Q6_K, Kind.Q4_K),
     "every": (
         Kind.Q4_1, Kind.Q8_0, Kind.Q5_0, Kind.IQ4_NL, Kind.Q5_1, Kind.Q3_K, Kind.Q4_0, Kind.Q4_K,
-        Kind.F16, Kind.Q5_K, Kind.Q6_K,
+        Kind.F16, Kind.Q5_K, Kind.Q6_K, Kind.MXFP4,
     ),
 }  # fmt: skip
 TOLERANCE = 1e-3

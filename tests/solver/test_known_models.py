@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hetero.backends.ops import Add, MatMul
+from hetero.backends.ops import Add, Experts, MatMul
 from hetero.models import model_spec
 from hetero.models.random_models import KNOWN_MODELS
 from hetero.profiler.cost import CostModel
@@ -87,7 +87,7 @@ def test_blocks_of_a_llama_cost_what_they_did(known: tuple[str, str]) -> None:
 def test_profiles_have_what_graphs_need(name: str) -> None:
     """Of the reference sizes every kind, and of a model its own; what is lacking has a stand-in."""
     graph = model_spec(name)
-    wanted = {op_name(op) for op in graph.others}
+    wanted = {op_name(op) for op in graph.others} - {"Router", "Experts"}  # priced as matmuls
     measured = {op_name(op) for op in reference_ops(BLOCKS[0], graph.weight_format)}
     assert measured >= wanted
     assert {op_name(op) for op in graph_ops(graph)} == wanted
@@ -194,3 +194,21 @@ def test_integers_of_the_simulated_chip_are_those_of_the_paper() -> None:
     assert graph.layers * npu_s == pytest.approx(0.315, rel=1e-3)
     plan = strategy_plan(graph, cost.profile, "auto", [256])
     assert plan.devices() == {"gpu", "npu"}
+
+
+def test_routed_experts_cost_the_matmuls_of_those_that_tokens_choose() -> None:
+    """One token reads 8 of 128 experts, 64 tokens nearly all; the plan has all in its memory."""
+    name, profile = "qwen3-30b-a3b", "snapdragon-8-gen-3"
+    plan, graph = plan_of(name, profile, 64), model_spec(name)
+    assert graph.expert_weight_bytes == pytest.approx(48 * 128 * 3 * 2048 * 768 * 0.5625)
+    assert plan.memory is not None
+    assert plan.memory.gpu_bytes > graph.expert_weight_bytes
+    op = next(x for x in graph.others if isinstance(x, Experts))
+    assert op.distinct(1) == pytest.approx(8)
+    assert 120 < op.distinct(64) < 128
+    cost = CostModel(DeviceProfile.load(profile))
+    one = sum(
+        float(cost.matmul_s("gpu", op.weight_format, 1, 8 * x.n, x.k).seconds)
+        for x in op.matmuls.values()
+    )
+    assert float(cost.other_s("gpu", op, 1).seconds) == pytest.approx(one)

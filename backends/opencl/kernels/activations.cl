@@ -31,6 +31,11 @@
 
 #define RELU(real, EXP2) return x < 0.0f ? 0.0f : x;
 
+// The gate of gpt-oss, clamped: g · σ(ALPHA · g), g = min(x, LIMIT).
+#define SWIGLU_OAI(real, EXP2)                                             \
+  const real g = x > LIMIT ? (real)(LIMIT) : x;                            \
+  return g * SIGMOID(EXP2, g * ALPHA);
+
 // cap · tanh(x / cap), with tanh(z) = sign(z) · (1 - t) / (1 + t), t = e^(-2 |z|).
 #define SOFTCAP(real, EXP2)                                                \
   const real t = EXP2((x < 0.0f ? x : -x) * (2.0f * LOG2E / CAP));         \

@@ -1,6 +1,6 @@
 // Reading weights in blocks (hetero.backends.blocks) one feature at a time. Prepended to files that do.
 //
-// Defines: BITS, GROUPS, HALVES, MINIMUM, ZERO (hetero.backends.formats.Blocks).
+// Defines: BITS, GROUPS, HALVES, MINIMUM, ZERO, E2M1 (hetero.backends.formats.Blocks).
 
 #define ROWS 16
 #define GROUP 32
@@ -37,8 +37,15 @@ INLINE float shift_of(__global const uchar *p, const int block, const int g, con
 #endif
 }
 
+// Twice the value of a float of 4 bits.
+INLINE float e2m1(const uint code) {
+  const uint c = code & 7, b0 = c & 1, b1 = c >> 1 & 1, b2 = c >> 2;
+  const float size = (float)(c + (b2 & b0) + 2 * (b2 & b1) + 2 * (b2 & b1 & b0));
+  return code & 8 ? -size : size;
+}
+
 // Feature i of a word.
 INLINE float code_of(const uint2 word, const int i) {
   const uint low = (word.x >> (4 * i)) & 15, upper = (word.y >> (8 * (i / 2) + 2 * (i % 2))) & 3;
-  return (float)(low | upper << 4) - (float)CENTRE;
+  return E2M1 ? e2m1(low) : (float)(low | upper << 4) - (float)CENTRE;
 }

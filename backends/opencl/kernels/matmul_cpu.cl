@@ -5,7 +5,7 @@
 //
 // Defines: VEC, TOKENS, VECTORS; one of W4A16, W4A8, W8A16, W8A8, F16, F32; WIDEN (0: on the fly); for
 // W4A16 NIBBLES_STAY (nibbles are not shifted) or PLANES (2: x as two planes of int8), for W4A8 PLANES
-// (1); BLOCKS with PLANES, BITS, GROUPS, HALVES, MINIMUM and ZERO (hetero.backends.formats.Blocks);
+// (1); BLOCKS with PLANES, BITS, GROUPS, HALVES, MINIMUM, ZERO and E2M1 (hetero.backends.formats.Blocks);
 // where there are planes and for W8A8 DOT (2: AVX512-VNNI, 1: AVX512-BW, 0: what the compiler
 // finds), for these formats PREFETCH (32-bit words ahead, 0: not).
 // Layout of weights: hetero.backends.weights and blocks. Follows matmul_pack.cl, which packs x.
@@ -186,10 +186,37 @@ INLINE vfloat load_small(__global const uchar *p) {
   return __builtin_convertvector(*(__global const vchar_u *)p, vfloat);
 }
 
+#if E2M1
+// Floats of 4 bits (hetero.backends.formats.E2M1): in each byte twice the value, and 12.
+#define E2M1_TABLE (uint4)(0x0f0e0d0cu, 0x18141210u, 0x090a0b0cu, 0x00040608u)
+#if VEC == 16 && defined(__AVX512BW__)
+#define LOOK_UP(c) \
+  __builtin_ia32_pshufb512(FOURS((vuint)(E2M1_TABLE.s0123012301230123)), FOURS(c))
+#elif VEC == 8 && defined(__AVX2__)
+#define LOOK_UP(c) __builtin_ia32_pshufb256(FOURS((vuint)(E2M1_TABLE.s01230123)), FOURS(c))
+#endif
+typedef char fours_t __attribute__((ext_vector_type(4 * VEC)));
+#define FOURS(v) __builtin_astype(v, fours_t)
+
+INLINE vint e2m1(const vuint c) {
+#ifdef LOOK_UP
+  return __builtin_astype(LOOK_UP(c), vint);
+#else
+  const vuint b0 = c & 0x01010101u, b1 = (c >> 1) & 0x01010101u, b2 = (c >> 2) & 0x01010101u;
+  const vuint both = b2 & b1;
+  const vuint size = (c & 0x07070707u) + (b2 & b0) + (both << 1) + ((both & b0) << 1);
+  const vuint minus = ((c >> 3) & 0x01010101u) * 255u;
+  return AS_VINT(0x0c0c0c0cu - (size & minus) + (size & ~minus));
+#endif
+}
+#endif
+
 // Codes of 4 features of a word of 8, even or odd, with the upper bits of 6.
 INLINE vint codes_of(const vuint word, const vuint upper, const int j, const int odd) {
   const vuint low = (word >> (4 * odd)) & 0x0f0f0f0fu;
-#if BITS > 4
+#if E2M1
+  return e2m1(low);
+#elif BITS > 4
   const int up = 4 - 4 * (j & 1) - 2 * odd;
   return AS_VINT(low | ((up >= 0 ? upper << max(up, 0) : upper >> max(-up, 0)) & 0x30303030u));
 #else
@@ -470,8 +497,65 @@ INLINE void store_rows(const vfloat value, __global float *p, const int rows) {
 #define PACK_HERE 1  // each work-item packs x first, in a place of its own
 #define PACKED 2     // the kernel `pack` has run
 
-// y[m, n], whose tokens are `stride` apart, for row tiles [group * per_group, ...) of `count`. Tokens go in panels of `m_panel` and
-// features in panels of `k_panel`, so that a panel of x is still in cache for the next row tile;
+// Columns of row tile `tile` of y, from features [k0, k0 + k_panel) and tokens [m0, m1) of m; `row0` is
+// the first row of y in the weights. The last tile may have fewer vectors: it computes its last one
+// again.
+INLINE void row_tile(__global const weight_t *weights, __global const scale_t *all_scales,
+                     __global const float *bias, __global const x_t *inputs, __global float *y,
+                     const int tile, const int row0, const int n, const int stride, const int k,
+                     const int m, const int m0, const int m1, const int k0, const int k_panel,
+                     const int has_bias X_SCALE_PARAMETER) {
+  const int vectors = (n + VEC - 1) / VEC;
+  int row[VECTORS], lane[VECTORS];
+  __global const weight_t *w[VECTORS];
+  __global const scale_t *scales[VECTORS];
+  EACH_VEC {
+    row[r] = min(tile * VECTORS + r, vectors - 1) * VEC;
+    const size_t block = (row0 + row[r]) / ROWS;
+    lane[r] = (row0 + row[r]) % ROWS;
+    w[r] = weights + block * BLOCK_STRIDE(k) + BLOCK_STRIDE(k0) + lane[r];
+#if defined(W8A8)
+    scales[r] = all_scales + row0 + row[r];
+#elif defined(BLOCKS)
+    scales[r] = all_scales + block * SCALES_STRIDE(k) + SCALES_STRIDE(k0);
+#else
+    scales[r] = all_scales + (block * k + k0) / 2 + lane[r];
+#endif
+  }
+#if WIDEN
+  float panel[WIDEN * WIDTH];
+  widen(w, scales, panel, min(k_panel, k - k0));
+#endif
+  for (int t0 = m0; t0 < m1; t0 += TOKENS) {
+    vfloat sum[VECTORS][TOKENS];
+#if defined(W8A8)  // k_panel is k
+    scaled_sums(sum, w, scales, inputs + X_STRIDE(k) * (t0 / TOKENS), k, x_scale);
+    if (has_bias) EACH sum[r][t] += load_rows(bias + row[r], n - row[r]);
+#else
+    EACH {
+      const size_t token = min(t0 + t, m - 1);
+      sum[r][t] = 0.0f;
+      if (k0 > 0)
+        sum[r][t] = load_rows(y + token * stride + row[r], n - row[r]);
+      else if (has_bias)
+        sum[r][t] = load_rows(bias + row[r], n - row[r]);
+    }
+    __global const x_t *input = inputs + X_STRIDE(k) * (t0 / TOKENS) + X_STRIDE(k0);
+#if WIDEN
+    add_widened(sum, panel, input, min(k_panel, k - k0));
+#elif defined(BLOCKS)
+    add_blocks(sum, w, scales, lane, input, min(k_panel, k - k0));
+#else
+    add_products(sum, w, scales, input, min(k_panel, k - k0));
+#endif
+#endif
+    EACH if (tile * VECTORS + r < vectors && t0 + t < m)
+      store_rows(sum[r][t], y + (size_t)(t0 + t) * stride + row[r], n - row[r]);
+  }
+}
+
+// y[m, n], whose tokens are `stride` apart, for row tiles [group * per_group, ...) of `count`. Tokens
+// go in panels of `m_panel` and features in panels of `k_panel`, so that a panel of x is still in cache for the next row tile;
 // k_panel is a multiple of 64 (of whole blocks) or at least k, m_panel a multiple of TOKENS or at least m.
 __kernel __attribute__((reqd_work_group_size(1, 1, 1))) void matmul(
     const int count, ARRAY(const weight_t, weights), ARRAY(const scale_t, all_scales),
@@ -484,7 +568,6 @@ __kernel __attribute__((reqd_work_group_size(1, 1, 1))) void matmul(
   AT(x);
   AT(y);
   const int first = get_global_id(0) * per_group, last = min(first + per_group, count);
-  const int vectors = (n + VEC - 1) / VEC;
   if (packing == PACK_HERE && last > first) {
     const int token_tiles = (m + TOKENS - 1) / TOKENS;
     packed += (size_t)get_global_id(0) * token_tiles * X_STRIDE(k);
@@ -497,52 +580,7 @@ __kernel __attribute__((reqd_work_group_size(1, 1, 1))) void matmul(
 #endif
   for (int m0 = 0; m0 < m; m0 += m_panel)
     for (int k0 = 0; k0 < k; k0 += k_panel)
-      for (int tile = first; tile < last; tile++) {
-        int row[VECTORS], lane[VECTORS];
-        __global const weight_t *w[VECTORS];
-        __global const scale_t *scales[VECTORS];
-        EACH_VEC {  // the last tile may have fewer vectors: it computes its last one again
-          row[r] = min(tile * VECTORS + r, vectors - 1) * VEC;
-          const size_t block = row[r] / ROWS;
-          lane[r] = row[r] % ROWS;
-          w[r] = weights + block * BLOCK_STRIDE(k) + BLOCK_STRIDE(k0) + lane[r];
-#if defined(W8A8)
-          scales[r] = all_scales + row[r];
-#elif defined(BLOCKS)
-          scales[r] = all_scales + block * SCALES_STRIDE(k) + SCALES_STRIDE(k0);
-#else
-          scales[r] = all_scales + (block * k + k0) / 2 + lane[r];
-#endif
-        }
-#if WIDEN
-        float panel[WIDEN * WIDTH];
-        widen(w, scales, panel, min(k_panel, k - k0));
-#endif
-        for (int t0 = m0; t0 < min(m, m0 + m_panel); t0 += TOKENS) {
-          vfloat sum[VECTORS][TOKENS];
-#if defined(W8A8)  // k_panel is k
-          scaled_sums(sum, w, scales, inputs + X_STRIDE(k) * (t0 / TOKENS), k, x_scale);
-          if (has_bias) EACH sum[r][t] += load_rows(bias + row[r], n - row[r]);
-#else
-          EACH {
-            const size_t token = min(t0 + t, m - 1);
-            sum[r][t] = 0.0f;
-            if (k0 > 0)
-              sum[r][t] = load_rows(y + token * stride + row[r], n - row[r]);
-            else if (has_bias)
-              sum[r][t] = load_rows(bias + row[r], n - row[r]);
-          }
-          __global const x_t *input = inputs + X_STRIDE(k) * (t0 / TOKENS) + X_STRIDE(k0);
-#if WIDEN
-          add_widened(sum, panel, input, min(k_panel, k - k0));
-#elif defined(BLOCKS)
-          add_blocks(sum, w, scales, lane, input, min(k_panel, k - k0));
-#else
-          add_products(sum, w, scales, input, min(k_panel, k - k0));
-#endif
-#endif
-          EACH if (tile * VECTORS + r < vectors && t0 + t < m)
-            store_rows(sum[r][t], y + (size_t)(t0 + t) * stride + row[r], n - row[r]);
-        }
-      }
+      for (int tile = first; tile < last; tile++)
+        row_tile(weights, all_scales, bias, inputs, y, tile, 0, n, stride, k, m, m0,
+                 min(m, m0 + m_panel), k0, k_panel, has_bias X_SCALE);
 }

@@ -91,20 +91,10 @@ typedef float weight_t;
 #endif
 #endif
 
-// Local size (16, SPLITS); group (0, block). y[m, n] for m <= TOKENS, `stride` apart.
-__kernel __attribute__((reqd_work_group_size(ROWS, SPLITS, 1))) void gemv(
-    const int count, ARRAY(const weight_t, weights), ARRAY(const scale_t, scales),
-    ARRAY(const float, bias), ARRAY(const float, x), ARRAY(float, y), const int m, const int n,
-    const int k, const int has_bias, const int stride) {
-  __local float sums[SPLITS][TOKENS][ROWS];
-  AT(weights);
-  AT(scales);
-  AT(bias);
-  AT(x);
-  AT(y);
-  const int block = get_group_id(1), lane = get_local_id(0), split = get_local_id(1);
-  if (block >= count) return;
-  float sum[TOKENS];
+// Sums of a split's groups of features, of row `lane` of a block and the rows of x.
+INLINE void split_sums(float sum[TOKENS], __global const weight_t *weights,
+                       __global const scale_t *scales, __global const float *x, const int block,
+                       const int lane, const int split, const int m, const int k) {
   EACH_TOKEN sum[t] = 0.0f;
   for (int g = split; g * GROUP < k; g += SPLITS) {
     float part[TOKENS], whole[TOKENS];  // and the sum of x
@@ -152,6 +142,23 @@ __kernel __attribute__((reqd_work_group_size(ROWS, SPLITS, 1))) void gemv(
       }
     }
   }
+}
+
+// Local size (16, SPLITS); group (0, block). y[m, n] for m <= TOKENS, `stride` apart.
+__kernel __attribute__((reqd_work_group_size(ROWS, SPLITS, 1))) void gemv(
+    const int count, ARRAY(const weight_t, weights), ARRAY(const scale_t, scales),
+    ARRAY(const float, bias), ARRAY(const float, x), ARRAY(float, y), const int m, const int n,
+    const int k, const int has_bias, const int stride) {
+  __local float sums[SPLITS][TOKENS][ROWS];
+  AT(weights);
+  AT(scales);
+  AT(bias);
+  AT(x);
+  AT(y);
+  const int block = get_group_id(1), lane = get_local_id(0), split = get_local_id(1);
+  if (block >= count) return;
+  float sum[TOKENS];
+  split_sums(sum, weights, scales, x, block, lane, split, m, k);
   EACH_TOKEN sums[split][t][lane] = sum[t];
   barrier(CLK_LOCAL_MEM_FENCE);
   const int row = block * ROWS + lane;

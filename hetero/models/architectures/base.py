@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hetero.models.delta_net import DeltaNet
+from hetero.models.expert_config import ExpertConfig
 from hetero.models.fields import Fields, is_number
 from hetero.models.sliding import FULL, SLIDING
 
@@ -71,6 +72,8 @@ class Decoder(Protocol):
     def logit_softcap(self) -> float: ...
     @property
     def positions(self) -> int: ...
+    @property
+    def experts(self) -> ExpertConfig | None: ...
 
 
 # From the fields of config.json and the number of layers to parameters of `ModelConfig`.
@@ -87,8 +90,9 @@ class TensorNames:
 
     `matmuls` are the modules whose rows, one after the other, are the rows of our fused weight;
     `vectors` the modules of a block's norms; `parameters` tensors that are not a module's weight or
-    bias; `model_modules` those outside of the blocks. `.weight` and `.bias` are appended to these
-    modules. `block` is the prefix of a block.
+    bias; `experts` the modules of the experts' matrices, with `{}` for an expert's number;
+    `model_modules` those outside of the blocks. `.weight` and `.bias` are appended to modules.
+    `block` is the prefix of a block.
     """
 
     block: str = "model.layers.{}."
@@ -108,6 +112,7 @@ class TensorNames:
             "k_norm": "self_attn.k_norm",
         }
     )
+    experts: Mapping[str, str] = field(default_factory=dict)
     parameters: Mapping[str, str] = field(default_factory=dict)
     model_modules: Mapping[str, str] = field(
         default_factory=lambda: {

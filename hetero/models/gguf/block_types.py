@@ -21,6 +21,7 @@ Bytes: TypeAlias = npt.NDArray[np.uint8]
 IQ4_NL_VALUES: Final = np.array(
     [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8
 )
+MXFP4_EXPONENTS: Final = (-24, 15)  # of powers of two that fp16 has
 STORED: Final = {
     Kind.Q4_0: StorageFormat.Q4,
     Kind.Q8_0: StorageFormat.Q8,
@@ -32,6 +33,7 @@ STORED: Final = {
     Kind.Q4_K: StorageFormat.Q4_K,
     Kind.Q5_K: StorageFormat.Q5_K,
     Kind.Q6_K: StorageFormat.Q6_K,
+    Kind.MXFP4: StorageFormat.MXFP4,
 }
 
 
@@ -135,6 +137,20 @@ def _q3_k(blocks: Bytes) -> BlockParts:
     return BlockParts(codes + np.uint8(28), half(blocks, 108), scales.reshape(n, -1))
 
 
+def _mxfp4(blocks: Bytes) -> BlockParts:
+    """Return floats of 4 bits, with a power of two for 32: 2^(e - 127), of which codes have half.
+
+    Powers that fp16 does not have are given as infinite, but those of blocks of zeros.
+    """
+    exponent = blocks[..., 0].astype(np.int32) - 128
+    codes = np.ascontiguousarray(blocks[..., 1:])
+    lower = exponent.clip(*MXFP4_EXPONENTS)
+    scales = np.where(lower == exponent, np.ldexp(1.0, lower), np.inf)
+    scales[~(codes & 0x77).any(axis=-1)] = 0
+    words = words_of_halves(codes, 0, 16, 16)
+    return BlockParts(words, scales.astype(np.float16), _ones(*exponent.shape))
+
+
 _READERS: Final[dict[Kind, Callable[[Any], BlockParts]]] = {
     Kind.Q4_1: _q4_1,
     Kind.Q5_0: _q5_0,
@@ -143,4 +159,5 @@ _READERS: Final[dict[Kind, Callable[[Any], BlockParts]]] = {
     Kind.Q4_K: _q4_k,
     Kind.Q5_K: _q5_k,
     Kind.Q6_K: _q6_k,
+    Kind.MXFP4: _mxfp4,
 }

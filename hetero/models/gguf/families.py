@@ -232,6 +232,13 @@ FAMILIES: Final[Mapping[str, GgufFamily]] = {
     "llama": GgufFamily(model_type="llama", pairs=True, frequencies=True, biases=True),
     "qwen2": GgufFamily(model_type="qwen2"),
     "qwen3": GgufFamily(model_type="qwen3", biases=True),
+    "qwen3moe": GgufFamily(
+        model_type="qwen3_moe",
+        # llama.cpp's graph always divides by the sum
+        fields=lambda _entry, _raw: {"norm_topk_prob": True},
+        used=("expert_count", "expert_used_count", "expert_feed_forward_length"),
+        biases=True,
+    ),
     "internlm2": GgufFamily(model_type="internlm2", pairs=True, biases=True),
     "gemma": GgufFamily(model_type="gemma"),
     "gemma2": GgufFamily(

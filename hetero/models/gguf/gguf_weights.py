@@ -21,8 +21,21 @@ from hetero.models.config import ModelConfig
 from hetero.models.gguf.families import FAMILIES
 from hetero.models.gguf.file import GgufFile, TensorInfo
 from hetero.models.gguf.packed_store import PartShape, StoreReader, StoreWriter, joined, open_store
-from hetero.models.gguf.tensors import FLOATS, GgufTensor, Loss, check_kind, stored_as
-from hetero.models.layout import block_matrices, embedding_matrices, model_vectors
+from hetero.models.gguf.tensors import (
+    FLOATS,
+    ROUTER,
+    GgufTensor,
+    Loss,
+    check_kind,
+    rows_of,
+    stored_as,
+)
+from hetero.models.layout import (
+    block_matrices,
+    embedding_matrices,
+    expert_matrices,
+    model_vectors,
+)
 from hetero.models.model_weights import BlockWeights, ModelWeights
 from hetero.models.packing import check_finite, pack_rows
 from hetero.terminal.notices import notify_once
@@ -35,6 +48,9 @@ _MATRICES: Final = {
     "conv_out": (("shortconv.out_proj",),),
     "gate_up": (("ffn_gate", "ffn_up"), ("ffn_up",)),
     "down": (("ffn_down",),),
+    "experts_gate": (("ffn_gate_exps",),),
+    "experts_up": (("ffn_up_exps",),),
+    "experts_down": (("ffn_down_exps",),),
     "delta_in": (("attn_qkv", "attn_gate", "ssm_beta", "ssm_alpha"),),
     "delta_out": (("ssm_out",),),
 }
@@ -45,9 +61,11 @@ _VECTORS: Final = {
     "down_norm": "post_ffw_norm",
     "q_norm": "attn_q_norm",
     "k_norm": "attn_k_norm",
+    "router": "ffn_gate_inp",
 }
 _ENDS: Final = {"embed": "token_embd", "lm_head": "output", "final_norm": "output_norm"}
 _TAPS: Final = tuple(x.tensors["conv_taps"] for x in FAMILIES.values() if "conv_taps" in x.tensors)
+_NO_MATRICES: Final = (*_TAPS, ROUTER)
 _UNOPENED: Final = "unopened"
 _FREQUENCIES: Final = "rope_freqs.weight"
 _FACTORS: Final = ("rope_factors_long.weight", "rope_factors_short.weight")
@@ -82,8 +100,8 @@ class GgufWeights(ModelWeights):
             return super().nbytes
         total = 0
         for name, info in self.file.tensors.items():
-            if len(info.shape) > 1 and not name.endswith(_TAPS):
-                total += packed_bytes(stored_as(info.kind), *info.shape)
+            if len(info.shape) > 1 and not name.endswith(_NO_MATRICES):
+                total += packed_bytes(stored_as(info.kind), *rows_of(info.shape))
             else:
                 total += 4 * math.prod(info.shape)
         return total
@@ -301,7 +319,8 @@ class GgufWeights(ModelWeights):
                 f"metadata, got {list(info.shape)}; download the file again"
             )
         check_kind(str(self.file.path), name, info)
-        if (len(shape) == 1 or name.endswith(_TAPS)) and info.kind not in FLOATS:
+        vector = len(shape) == 1 or name.endswith(_NO_MATRICES)
+        if vector and info.kind not in FLOATS:
             raise ModelError(
                 f"{self.file.path}: tensor {name} must be one of "
                 f"{', '.join(x.name for x in FLOATS)}, got {info.kind.name}; choose another file"
@@ -321,11 +340,12 @@ class GgufWeights(ModelWeights):
                     shapes[f"{prefix}{module}.weight"] = (n, matmul.k)
                 if matmul.bias:
                     shapes |= self._expected_biases(prefix, matmul.name)
+            shapes |= _expert_shapes(self.config, index)
             for vector in self.vectors(index):
                 of_matmul = vector.name.removesuffix("_bias") in _MATRICES
                 if not of_matmul and not self._is_left_out(vector.name):
                     taps = self.config.conv_taps
-                    shape = (vector.n // taps, taps) if is_taps(vector.name) else (vector.n,)
+                    shape = (vector.n // taps, taps) if is_taps(vector.name) else vector.shape
                     shapes[prefix + self._tensor_of(vector.name)] = shape
         return shapes
 
@@ -350,6 +370,17 @@ class GgufWeights(ModelWeights):
         if name == "delta_in" and self.config.delta is not None:
             return list(zip(modules, self.config.delta.projections, strict=True))
         return [(module, n // len(modules)) for module in modules]
+
+
+def _expert_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
+    """Return the tensors of a layer's routed experts, each [experts, rows, features]."""
+    experts = config.routed(layer)
+    if experts is None:
+        return {}
+    return {
+        f"blk.{layer}.{_MATRICES[x.name][0][0]}.weight": (experts.count, x.n // experts.count, x.k)
+        for x in expert_matrices(config, layer)
+    }
 
 
 def _named(names: dict[str, str], vector: str) -> tuple[str, str]:

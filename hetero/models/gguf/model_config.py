@@ -42,6 +42,9 @@ _SIZES: Final = {
     "attn_logit_softcapping": "{}.attn_logit_softcapping",
     "final_logit_softcapping": "{}.final_logit_softcapping",
     "vocab_size": "{}.vocab_size",
+    "num_experts": "{}.expert_count",
+    "num_experts_per_tok": "{}.expert_used_count",
+    "moe_intermediate_size": "{}.expert_feed_forward_length",
 }
 
 

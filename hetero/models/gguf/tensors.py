@@ -8,6 +8,7 @@ the way (`Loss`).
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ FLOATS: Final[dict[Kind, np.dtype[Any]]] = {
     Kind.F16: np.dtype("<f2"),
     Kind.BF16: np.dtype(ml_dtypes.bfloat16),
 }
+ROUTER: Final = "ffn_gate_inp.weight"
 # What the library dequantises and people use; the others would be a guess.
 QUANTISED: Final = (*block_types.STORED, Kind.Q2_K)
 
@@ -44,12 +46,22 @@ def stored_as(kind: Kind) -> StorageFormat:
     return block_types.STORED.get(kind, StorageFormat.Q8)
 
 
+def rows_of(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Return rows and features of a matrix, or of the matrices of all experts."""
+    return math.prod(shape[:-1]), shape[-1]
+
+
 def default_format(file: GgufFile) -> WeightFormat:
     """Return the format that keeps a file's numbers.
 
-    It is that of the file's one type of matrices, if we have it; w4a16 of floats.
+    It is that of the file's one type of matrices, if we have it; w4a16 of floats. (Routers of
+    experts are always floats.)
     """
-    kinds = {info.kind for info in file.tensors.values() if len(info.shape) > 1}
+    kinds = {
+        info.kind
+        for name, info in file.tensors.items()
+        if len(info.shape) > 1 and not name.endswith(ROUTER)
+    }
     if kinds == {Kind.Q8_0}:
         return WeightFormat.W8A16
     if kinds == {Kind.Q4_0} or kinds <= FLOATS.keys():
@@ -109,7 +121,7 @@ class GgufTensor:
         self.order = order
         info = file.tensors[name]
         self.kind = info.kind
-        self.shape = (int(np.prod(info.shape[:-1], dtype=np.int64)), info.shape[-1])
+        self.shape = rows_of(info.shape)
         self._rows = file.raw(name).reshape(self.shape[0], -1)  # [rows, bytes of a row]
         self._loss = loss
 
@@ -152,9 +164,10 @@ class GgufTensor:
 
     def _check_scales(self, scales: npt.NDArray[np.float16]) -> None:
         if (scales.view(np.uint16) & 0x7C00 == 0x7C00).any():  # the exponent of what is not finite
-            raise ModelError(
-                f"tensor {self.name} holds a value that is not finite; download the model again"
-            )
+            fault = "a value that is not finite; download the model again"
+            if self.kind is Kind.MXFP4:
+                fault = "scales beyond fp16's 2^-24 to 2^15; load it with --weights f32"
+            raise ModelError(f"tensor {self.name} holds {fault}")
 
     @property
     def watch(self) -> Callable[[npt.NDArray[np.float32], npt.NDArray[np.float32]], None] | None:

@@ -43,6 +43,8 @@ OPS: tuple[Op, ...] = (
     ops.Act(f=64, activation="gelu"),
     ops.AddPositions(d=64, rows=80, offset=2),
     ops.Add(d=37),
+    ops.Router(experts=8, chosen=3, d=64),
+    ops.Experts(experts=8, chosen=3, d=64, f=32, weight_format=WeightFormat.W4A16),
 )
 
 
