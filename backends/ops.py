@@ -156,12 +156,13 @@ class RopeScaling(Extensible):
 
     LongRoPE divides each frequency by a factor of its own, of `short_factor`, or of `long_factor`
     where `long` says that the context is longer than the model was first trained for. With `zero`
-    all frequencies are 0: nothing is rotated (layers whose queries and keys are normed only).
+    all frequencies are 0: nothing is rotated (layers whose queries and keys are normed only). With
+    `proportional` all but the first `partial_rotary_factor` of them are 0 (Gemma 4).
     `llama_4_scaling_beta` β scales queries, not keys, at position p by
     1 + β · ln(1 + ⌊p / original_max_position⌋).
     """
 
-    kind: Literal["none", "linear", "llama3", "yarn", "longrope", "zero"] = "none"
+    kind: Literal["none", "linear", "llama3", "yarn", "longrope", "proportional", "zero"] = "none"
     factor: float = 1.0
     original_max_position: int = 0
     low_freq_factor: float = 1.0
@@ -176,6 +177,7 @@ class RopeScaling(Extensible):
     long_factor: tuple[float, ...] = ()
     long: bool = False
     llama_4_scaling_beta: float = later(0.0)
+    partial_rotary_factor: float = later(1.0)
 
     def for_length(self, length: int) -> RopeScaling:
         """Return the scaling in a context of up to `length` tokens.
@@ -195,7 +197,8 @@ class Rope(Extensible):
     [1] (position of the call's first token), `out` (like `qkv`; values are copied). With `qk_norm`,
     each head of q and k first goes through RMSNorm with weights `q_norm` [D], `k_norm` [D] and
     that eps; with `qk_norm_row` all heads of q, and all of k, together (weights [H·D] and [G·D]);
-    with `qk_norm_after` after they are rotated. `max_position` bounds position + m. `rotary_dim` ≤
+    with `qk_norm_after` after they are rotated. With `v_norm_eps` each head of v goes through
+    RMSNorm without a weight. `max_position` bounds position + m. `rotary_dim` ≤
     D dimensions are rotated. With `gated`, `qkv` has H·D gates of the output between queries and
     keys, which are not read here.
     """
@@ -210,6 +213,7 @@ class Rope(Extensible):
     qk_norm_eps: float | None = None
     qk_norm_row: bool = later(False)
     qk_norm_after: bool = later(False)
+    v_norm_eps: float | None = later(None)
     gated: bool = later(False)
     ports: ClassVar[tuple[str, ...]] = ("qkv", "position", "out")
 

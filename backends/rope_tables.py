@@ -12,7 +12,7 @@ from hetero.backends.ops import Rope, RopeScaling
 Float64Array = npt.NDArray[np.float64]
 
 
-def inverse_frequencies(op: Rope) -> Float64Array:
+def inverse_frequencies(op: Rope) -> Float64Array:  # noqa: PLR0911
     """Return rotation per position in radians, [rotated / 2], after scaling."""
     dim = op.rotated
     base = op.theta ** -(np.arange(0, dim, 2, dtype=np.float64) / dim)
@@ -23,6 +23,9 @@ def inverse_frequencies(op: Rope) -> Float64Array:
             return np.zeros_like(base)
         case "linear":
             return base / op.scaling.factor
+        case "proportional":
+            rotated = int(op.scaling.partial_rotary_factor * dim // 2)
+            return np.where(np.arange(dim // 2) < rotated, base / op.scaling.factor, 0.0)
         case "llama3":
             return _llama3(base, op.scaling)
         case "yarn":

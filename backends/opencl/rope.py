@@ -68,6 +68,8 @@ def _defines(device: Resources, op: Rope, item_heads: int) -> dict[str, Define]:
             defines["ROW_NORM"] = 1
         if op.qk_norm_after:
             defines["NORM_AFTER"] = float(rope_tables.attention_factor(op.scaling) ** 2)
+    if op.v_norm_eps is not None:
+        defines["V_EPS"] = float(op.v_norm_eps)
     return defines
 
 
@@ -76,8 +78,15 @@ def _tables(device: Resources, op: Rope) -> tuple[cl.Buffer, cl.Buffer]:
 
     Those of scaled queries follow those of keys, position by position.
     """
-    plain = {"qk_norm_eps": None, "qk_norm_row": False, "qk_norm_after": False, "gated": False}
-    key = dataclasses.replace(op, heads=1, kv_heads=1, **plain)  # type: ignore[arg-type]
+    plain = dict.fromkeys(("qk_norm_row", "qk_norm_after", "gated"), False)
+    key = dataclasses.replace(
+        op,
+        heads=1,
+        kv_heads=1,
+        qk_norm_eps=None,
+        v_norm_eps=None,
+        **plain,  # type: ignore[arg-type]
+    )
     if key not in device.rope_tables:
         scale = rope_tables.query_scale(op)[:, None]
         factors = (1, scale) if op.scales_queries else (1,)

@@ -332,6 +332,13 @@ def rotate(op: ops.Rope) -> bytes:
         keys = graph.slice(rotated, op.heads * op.head_dim, turned * op.head_dim, axis=2)
         rotated = graph.node("Concat", *_normed(graph, op, queries, keys), axis=2)
     values = graph.slice(qkv, turned * op.head_dim, op.width, axis=2)
+    if op.v_norm_eps is not None:
+        rows = graph.node("Reshape", values, graph.ints(0, 0, op.kv_heads, op.head_dim))
+        ones = graph.constant(np.ones(op.head_dim, np.float32))
+        normed = graph.node(
+            "SimplifiedLayerNormalization", rows, ones, axis=-1, epsilon=op.v_norm_eps
+        )
+        values = graph.node("Reshape", normed, graph.ints(0, 0, -1))
     graph.node("Concat", rotated, values, axis=2, out="out")
     return graph.model()
 

@@ -123,7 +123,7 @@ class QnnDevice(Device, SupportsGroups):
                 "use --device hetero, where the GPU computes routed experts",
             )
         if lacks := _lacks(op):
-            return Acceptance(False, lacks)
+            return Acceptance(False, lacks, "use --device hetero" if ops.has_state(op) else "")
         whole = op.attention if isinstance(op, ops.AttentionHeads) else op
         if isinstance(whole, ops.Attention) and whole.kv is not CacheFormat.F32:
             return Acceptance(
@@ -260,8 +260,6 @@ def _lacks(op: Op) -> str:
     match op:
         case ops.SumScores() | ops.DecodeChunks():
             return "what contexts as a service need is computed on the host"
-        case ops.SigmoidGate() | ops.Rope(gated=True):
-            return "its graphs have no output gates of attention"
         case ops.ShortConv() | ops.GatedDelta():
             return "its graphs keep no states from call to call"
         case _:

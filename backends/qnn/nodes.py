@@ -77,6 +77,9 @@ def _simple(op: Op, weights: Weights, site: NodeRef) -> str:
             result = _embed(op, checks.packed(weights), site)
         case ops.GatedAct():
             result = _gated_act(op, site)
+        case ops.SigmoidGate():
+            gates = graph.slice(site.inputs["gates"], op.first, op.first + op.d, axis=1)
+            result = graph.node("Mul", site.inputs["x"], graph.node("Sigmoid", gates), out=out)
         case ops.Act():
             result = _active(graph, op.activation, site.inputs["x"], out)
         case ops.Add():
@@ -210,6 +213,10 @@ def _rotate(op: ops.Rope, weights: Weights, site: NodeRef) -> str:
     """
     graph, m, qkv = site.graph, site.m, site.inputs["qkv"]
     half, turned = op.rotated // 2, op.heads + op.kv_heads
+    if op.gated:
+        queries = graph.slice(qkv, 0, op.gates, axis=1)
+        rest = graph.slice(qkv, 2 * op.gates, op.width + op.gates, axis=1)
+        qkv = graph.node("Concat", queries, rest, axis=1)
     parts = [(0, turned, "")]
     if op.scales_queries:
         parts = [(0, op.heads, "query_"), (op.heads, turned, "")]
@@ -233,6 +240,11 @@ def _rotate(op: ops.Rope, weights: Weights, site: NodeRef) -> str:
         heads = _normed_heads(op, weights, site, heads)
     flat = graph.node("Reshape", heads, graph.ints(m, -1))
     values = graph.slice(qkv, turned * op.head_dim, op.width, axis=1)
+    if op.v_norm_eps is not None:
+        ones = graph.constant(np.ones(op.head_dim, np.float32))
+        rows = graph.node("Reshape", values, graph.ints(-1, op.head_dim))
+        normed = graph.node("RMSNormalization", rows, ones, axis=-1, epsilon=op.v_norm_eps)
+        values = graph.node("Reshape", normed, graph.ints(m, -1))
     return graph.node("Concat", flat, values, axis=1, out=site.outputs["out"])
 
 

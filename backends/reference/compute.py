@@ -224,6 +224,8 @@ def rotate(op: ops.Rope, weights: Mapping[str, Float64Array]) -> tuple[Program, 
         if op.qk_norm_eps is not None and op.qk_norm_after:
             norm()
         heads[:, queries] *= query_scale[first : first + m, None, None]
+        if op.v_norm_eps is not None:
+            heads[:, keys.stop :] = rms_normalized(heads[:, keys.stop :], op.v_norm_eps)
         arrays["out"][:] = qkv
 
     return run, cos.nbytes + sin.nbytes

@@ -63,6 +63,7 @@ class ModelConfig(Extensible):
     rms_norm_eps       of every norm; `norm` says which kind they are
     qk_norm            norm of queries and keys: of each head or of their whole row, before or
                        after they are rotated
+    v_norm             norm of each head of values, without a weight
     in_norms           the inputs of attention and feed-forward are normed
     out_norms          the outputs of attention and feed-forward have another norm
     parallel           attention and feed-forward both read the one norm before them
@@ -118,6 +119,7 @@ class ModelConfig(Extensible):
     layer_ropes: tuple[LayerRope | None, ...] = later(())
     qk_norm_row: bool = later(False)
     qk_norm_after: bool = later(False)
+    v_norm: bool = later(False)
     in_norms: bool = later(True)
     delta: DeltaNet | None = later(None)  # noqa: RUF009
     output_gate: bool = later(False)

@@ -110,7 +110,7 @@ def rope_of(config: ModelConfig, layer: int, capacity: int | None = None) -> Rop
     It rotates by nothing where a layer has the norm alone, and is None where it has neither.
     """
     rope = config.rope_at(layer)
-    if config.positions or (rope is None and not config.qk_norm):
+    if config.positions or (rope is None and not config.qk_norm and not config.v_norm):
         return None
     return Rope(
         heads=config.heads,
@@ -123,6 +123,7 @@ def rope_of(config: ModelConfig, layer: int, capacity: int | None = None) -> Rop
         qk_norm_eps=config.rms_norm_eps if config.qk_norm else None,
         qk_norm_row=config.qk_norm_row,
         qk_norm_after=config.qk_norm_after,
+        v_norm_eps=config.rms_norm_eps if config.v_norm else None,
         gated=config.output_gate,
     )
 

@@ -14,7 +14,7 @@ from hetero.models.sliding import FULL, SLIDING
 NO_SCALING = RopeScaling()
 # "dynamic" stretches positions beyond max_position_embeddings only, and none are beyond it here.
 _UNSCALED = ("default", "dynamic")
-_KINDS = (*_UNSCALED, "linear", "llama3", "yarn", "longrope")
+_KINDS = (*_UNSCALED, "linear", "llama3", "yarn", "longrope", "proportional")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,11 +81,15 @@ def rotary_factor(source: Fields, default: float) -> float:
     """Return the rotated share of a head, `partial_rotary_factor` in either spelling."""
     for holder in (Fields(source.object("rope_parameters"), source.where), source):
         if holder.raw.get("partial_rotary_factor") is not None:
-            factor = holder.positive_float("partial_rotary_factor")
-            if factor > 1:
-                raise holder.error("partial_rotary_factor", "must be at most 1", "correct the file")
-            return factor
+            return _part(holder, default)
     return default
+
+
+def _part(holder: Fields, default: float) -> float:
+    factor = holder.positive_float("partial_rotary_factor", default)
+    if factor > 1:
+        raise holder.error("partial_rotary_factor", "must be at most 1", "correct the file")
+    return factor
 
 
 def refuse_partial_rotary(source: Fields) -> None:
@@ -123,6 +127,12 @@ def _scaling(source: Fields, rope: Fields, max_position: int) -> RopeScaling:
         return NO_SCALING
     if kind == "longrope":
         return _longrope_scaling(source, rope, max_position)
+    if kind == "proportional":
+        return RopeScaling(
+            kind="proportional",
+            factor=rope.positive_float("factor", 1.0),
+            partial_rotary_factor=_part(rope, 1.0),
+        )
     factor = rope.positive_float("factor")
     if kind == "linear":
         return RopeScaling(kind="linear", factor=factor)

@@ -139,8 +139,8 @@ def floor(op: Op, device: Device) -> float:
     match op:
         case ops.MatMul():
             return op.k**0.5
-        case ops.Add() | ops.AddPositions():
-            return 1.0
+        case ops.Add() | ops.AddPositions() | ops.SigmoidGate():
+            return 1.0  # a sigmoid, too, is rounded as a part of 1
         case _:
             return 0.0
 

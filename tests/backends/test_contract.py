@@ -301,6 +301,8 @@ NORMS = {
     "after, yarn": {"qk_norm_after": True, "scaling": RopeScaling(
         kind="yarn", factor=4.0, original_max_position=32)},
     "unrotated": {"scaling": RopeScaling(kind="zero")},
+    "values": {"v_norm_eps": 1e-2},
+    "values alone": {"v_norm_eps": 1e-2, "qk_norm_eps": None},
 }  # fmt: skip
 
 

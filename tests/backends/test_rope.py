@@ -63,6 +63,10 @@ SCALINGS: dict[str, tuple[RopeScaling, dict[str, Any]]] = {
             "truncate": False,
         },
     ),
+    "proportional": (
+        RopeScaling(kind="proportional", factor=2.0, partial_rotary_factor=0.3),
+        {"rope_type": "proportional", "factor": 2.0, "partial_rotary_factor": 0.3},
+    ),
     "yarn-mscale": (
         RopeScaling(
             kind="yarn", factor=40.0, original_max_position=100, mscale=0.8, mscale_all_dim=1.2

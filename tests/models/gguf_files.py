@@ -238,6 +238,12 @@ def own_metadata(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
                 "logit_scale": raw["logits_scaling"],
                 "rope.scaling.finetuned": raw.get("position_embedding_type", "rope") == "rope",
             }
+        case "minicpm":
+            return {
+                "embedding_scale": float(raw["scale_emb"]),
+                "residual_scale": raw["scale_depth"] / raw["num_hidden_layers"] ** 0.5,
+                "logit_scale": raw["hidden_size"] / raw["dim_model_base"],
+            }
         case "mistral3":
             rope = raw["rope_parameters"]
             return {

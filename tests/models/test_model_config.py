@@ -250,7 +250,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (BASE | {"eos_token_id": "2"},
      "eos_token_id must be a token id or a list of token ids, got '2'; correct the file"),
     (BASE | {"rope_scaling": {"type": "mrope"}},
-     "rope_scaling: type must be one of default, dynamic, linear, llama3, yarn, longrope, got "
+     "rope_scaling: type must be one of default, dynamic, linear, llama3, yarn, longrope, "
+     "proportional, got "
      "'mrope'; choose a model without this scaling"),
     (BASE | {"rope_scaling": {"type": "longrope", "long_factor": [1, 2, 3, 4]}},
      "rope_scaling: short_factor must be a list of positive numbers, but it is missing; correct "
@@ -421,7 +422,7 @@ def test_odd_values_of_a_family_give_a_configuration_or_a_model_error(
             "gemma3_text",
             rope_parameters={
                 "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 3e5},
-                "sliding_attention": {"rope_type": "yarn", "factor": 4.0},
+                "sliding_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25},
             },
         ),
         of("qwen3_5_text", head_dim=16, attention_bias=True, full_attention_interval=2),

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +17,11 @@ from hypothesis import strategies as st
 
 from hetero import LLM
 from hetero.models import open_model
+from hetero.models.gguf import GgufFile, read_config
 from hetero.models.quantized import save
-from tests.models.gguf_files import convert
+from tests.models.gguf_files import convert, write_tiny
 from tests.models.test_gguf import check_same_weights
+from tests.models.test_gguf_lfm2 import LLAMA_CPP
 from tests.support.checkpoints import Case, make_checkpoint, reference_logits, relative_error
 from tests.support.families import FAMILIES, in_files
 from tests.support.selection import examples
@@ -30,6 +35,42 @@ QUICK: Any = {  # shrinking would write hundreds of checkpoints
     "suppress_health_check": [HealthCheck.too_slow],
 }
 NO_GGUF = ("Phi3",)  # tests/runtime/test_longrope.py has it
+
+
+LARGER = {  # llama.cpp's caches need heads of 32 or more
+    "hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4, "head_dim": 64,
+    "num_key_value_heads": 2, "pad_token_id": 0,
+}  # fmt: skip
+ALTERNATING = {
+    "num_hidden_layers": 4, "sliding_window": 8,
+    "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+}  # fmt: skip
+PLAIN = {"rope_type": "default", "rope_theta": 1e4}
+YARN = PLAIN | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 24}
+FILED: dict[str, dict[str, Any]] = {
+    "Gemma3": {**ALTERNATING, "query_pre_attn_scalar": 64},
+    "Granite": {
+        "residual_multiplier": 0.22,
+        "embedding_multiplier": 12.0,
+        "logits_scaling": 8.0,
+        "attention_multiplier": 0.35,
+    },
+    "SmolLM3": {"num_hidden_layers": 4},
+    "Ministral3": {
+        "rope_parameters": {
+            **YARN, "llama_4_scaling_beta": 0.5, "mscale": 1.0, "mscale_all_dim": 1.0
+        }
+    },
+    "Olmo2": {"num_key_value_heads": 4},
+    "Olmo3": {
+        **ALTERNATING, "rope_parameters": {"full_attention": YARN, "sliding_attention": PLAIN}
+    },
+    "Exaone4": {"sliding_window": None, "layer_types": ["full_attention"] * 3},
+    "Glm4": {},
+    "Ernie4_5": {},
+    "HunYuanDenseV1": {},
+    "Cohere2": {**ALTERNATING, "logit_scale": 0.25},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -80,7 +121,6 @@ def test_minicpm_is_granite_with_its_factors(tmp_path: Path) -> None:
     }
     make_checkpoint(Case("minicpm", "Granite", factors), tmp_path)
     granite = open_model(tmp_path, weights="f32")
-    convert(tmp_path, tmp_path / "model.gguf")
     raw = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
     raw = {key: value for key, value in raw.items() if key not in factors}
     raw |= {"model_type": "minicpm", "architectures": ["MiniCPMForCausalLM"]}
@@ -90,6 +130,33 @@ def test_minicpm_is_granite_with_its_factors(tmp_path: Path) -> None:
     same = replace(granite.config, architecture="minicpm", attention_scale=None)
     assert ours.config == same
     check_same_weights(ours, granite)
+    convert(tmp_path, tmp_path / "model.gguf")
+    filed = open_model(tmp_path / "model.gguf", weights="f32")
+    check_same_weights(filed, granite)
+    for field in ("embed_scale", "residual_scale", "attention_scale", "logit_scale"):
+        assert getattr(filed.config, field) == pytest.approx(getattr(granite.config, field))
+
+
+def test_old_files_of_minicpm_have_llama_cpps_factors(tmp_path: Path) -> None:
+    config = read_config(GgufFile(write_tiny(tmp_path / "m.gguf", arch="minicpm")))
+    assert (config.embed_scale, config.residual_scale) == (12.0, 1.4)
+    assert config.logit_scale == 256 / 32
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", FILED)
+def test_llama_cpp_gives_the_same_logits(family: str, tmp_path: Path) -> None:
+    if find_spec("llama_cpp") is None:
+        pytest.skip("llama-cpp-python is not installed")
+    make_checkpoint(Case(family, family, LARGER | FILED[family]), tmp_path)
+    path, found = tmp_path / "model.gguf", tmp_path / "logits.npy"
+    convert(tmp_path, path)
+    tokens = np.random.default_rng(3).integers(3, 263, 40).tolist()
+    arguments = [str(path), str(found), json.dumps(tokens)]
+    subprocess.run([sys.executable, "-c", LLAMA_CPP, *arguments], check=True, timeout=120)
+    with LLM(str(path), device="npu", weights="f32", kv="f32") as llm:
+        error = relative_error(llm.logits(tokens), np.load(found))
+    assert error < 2e-3  # its caches are float16
 
 
 @pytest.mark.parametrize("family", [x for x in FAMILIES if x not in NO_GGUF])

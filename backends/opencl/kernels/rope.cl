@@ -1,6 +1,7 @@
 // Rotary embedding ("rotate half") of queries and keys, with optional RMSNorm per head or, with
 // ROW_NORM, over all heads; with NORM_AFTER (what the rotation multiplies squares by) its weight
-// multiplies what is rotated. Values are copied. A work-item takes ITEM_HEADS heads of one token.
+// multiplies what is rotated. Values are copied, or normed (V_EPS).
+// A work-item takes ITEM_HEADS heads of one token.
 // `count` is m · TOTAL_HEADS / ITEM_HEADS.
 //
 // GATE_HEADS heads between queries and keys are gates, which others read.
@@ -42,7 +43,7 @@ INLINE void rotate_head(__global const float *from, __global float *to,
   for (int d = ROTATED; d < HEAD_DIM; d++) to[d] = from[d];
 }
 
-#ifdef EPS
+#if defined(EPS) || defined(V_EPS)
 INLINE float head_squares(__global const float *from) {
   hfloat squares = 0;
   for (int d = 0; d < HEAD_DIM; d += HV) {
@@ -51,7 +52,9 @@ INLINE float head_squares(__global const float *from) {
   }
   return HSUM(squares);
 }
+#endif
 
+#ifdef EPS
 INLINE void rotate_normed(__global const float *from, __global float *to,
                           __global const float *cosines, __global const float *sines,
                           __global const float *weight, const float factor) {
@@ -117,7 +120,12 @@ __kernel void rope(const int count, PANELS(const float, qkv), ARRAY(const int, p
       from = to;
     }
     if (head >= HEADS + KV_HEADS) {
+#ifdef V_EPS
+      const float factor = 1.0f / sqrt(head_squares(from) * (1.0f / HEAD_DIM) + V_EPS);
+      for (int d = 0; d < HEAD_DIM; d += HV) HSTORE(factor * HLOAD(from + d), to + d);
+#else
       copy_dims(from, to);
+#endif
     } else {
       const bool query = head < HEADS;
       const int table = query ? (TABLES - 1) * HALF : 0;
