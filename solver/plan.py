@@ -536,8 +536,8 @@ def device_of_other(op: Op, non_matmul: DeviceKind, devices: Container[DeviceKin
     """Return the device of an operation that is no matmul of the plan, as a rule `non_matmul`.
 
     Outliers are there to be computed while the NPU computes their matmul, graphs of NPUs keep no
-    states, and which experts a token needs is not known before it is routed, which graphs of static
-    shapes have no use for: the GPU has these if there is one.
+    states, and which experts a token needs is not known before it is routed: the GPU has these if
+    there is one.
     """
     of_gpu = isinstance(op, ON_THE_GPU) or has_state(op)
     return "gpu" if of_gpu and "gpu" in devices else non_matmul
