@@ -178,6 +178,7 @@ def test_a_device_that_fails_in_the_middle_leaves_a_text_that_goes_on(
     assert relative_error(np.stack(found), np.stack(wanted)) < 2e-5
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("tokens", [39, 41, 107, 179])
 def test_long_prompts_in_several_calls(folder: Path, way: str, tokens: int) -> None:

@@ -62,6 +62,7 @@ def without_shared_heads(found: DeviceProfile) -> DeviceProfile:
     return found.model_copy(update={"devices": devices})
 
 
+@pytest.mark.few(8)
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("profile", PROFILES)
 @pytest.mark.parametrize("name", KNOWN_MODELS)

@@ -421,6 +421,7 @@ def planes_device(
     return any_family
 
 
+@pytest.mark.few(3)
 @pytest.mark.filterwarnings(WIDE_ARGUMENTS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_two_planes(planes_device: OpenCLDevice, shape: tuple[int, int, int]) -> None:
