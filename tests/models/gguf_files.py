@@ -188,7 +188,8 @@ def metadata(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
         ("num_experts_per_tok", "expert_used_count"),
         ("moe_intermediate_size", "expert_feed_forward_length"),
     ):
-        if raw.get(ours) is not None:
+        routes = bool(raw.get("num_local_experts")) or not theirs.startswith("expert")
+        if raw.get(ours) is not None and routes:
             found[theirs] = raw[ours]
     if raw["model_type"] == "hunyuan_v1_dense" and rope.get("alpha"):
         stretch = rope["alpha"] ** (head_dim / (head_dim - 2))
