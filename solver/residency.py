@@ -227,14 +227,14 @@ class _Builder:
 
     def _add_limits(self, limits: Limits) -> None:
         """Add a row for each limit, in parts of it."""
-        rows = [self._row(-np.inf, 1.0) if limit < np.inf else None for limit in limits]
+        rows = [self._row(-np.inf, min(limit, 1.0)) if limit < np.inf else None for limit in limits]
         for program, y in zip(self.programs, self.each, strict=True):
             for (name, resident), column in y.items():
                 gpu, npu = resident_bytes(program.planner, name, resident)
                 sizes = (gpu + npu, gpu, npu, copy_bytes(program.planner, name, resident))
                 for row, nbytes, limit in zip(rows, sizes, limits, strict=True):
                     if row is not None:
-                        self.entries.append((row, column, nbytes / limit))
+                        self.entries.append((row, column, nbytes / max(limit, 1.0)))
 
     def _row(self, low: float, high: float) -> int:
         self.low.append(low)

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from gguf import GGMLQuantizationType as Kind
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -29,6 +28,7 @@ from tests.models.gguf_files import convert, write
 from tests.support.checkpoints import Case, make_checkpoint, relative_error
 from tests.support.selection import examples
 
+torch = pytest.importorskip("torch")
 DEVICES = ("gpu", "npu", "hetero")
 TOLERANCE = {"f32": 2e-5, "w8a16": 3e-3}
 MARGIN = {"f32": 1e-5, "w8a16": 1e-3}  # of the probabilities of experts
