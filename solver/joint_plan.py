@@ -137,7 +137,8 @@ def solve_separately(
         best = _agree(
             parts, residency.solve_parts(parts, objective, limits, request.weight), objective
         )
-    tight = copies.tighter(parts, _memory(parts, best), limits, request)
+        memory = _memory(parts, best)
+    tight = copies.tighter(parts, memory, limits, request)
     if tight is None:
         return best
     try:

@@ -6,16 +6,33 @@ are columns, which are copied.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
-from hetero.backends.memory import Tensor
+from hetero.backends.memory import Tensor, new_tensor
 from hetero.backends.onnx_common.binding import Array
 from hetero.backends.ops import AttentionHeads
 from hetero.backends.protocol import CACHE_PORTS
+
+
+class Rooms:
+    """Tensors [m, width] to work in, one for all layers of a device while some call has it."""
+
+    def __init__(self) -> None:
+        self._rooms: weakref.WeakValueDictionary[tuple[int, int], Tensor] = (
+            weakref.WeakValueDictionary()
+        )
+
+    def room(self, m: int, width: int) -> Tensor:
+        """Return the tensor of a size, made unless it is in use already."""
+        room = self._rooms.get((m, width))
+        if room is None:
+            room = self._rooms[m, width] = new_tensor((m, width))
+        return room
 
 
 class HeadTensors(NamedTuple):
@@ -31,11 +48,12 @@ class HeadTensors(NamedTuple):
         op: AttentionHeads,
         tensors: Mapping[str, Tensor],
         m: int,
-        room: Callable[[int, int], Tensor],
+        rooms: Rooms,
     ) -> HeadTensors:
-        """Return them for m tokens; `room` has a tensor [m, width] to work in."""
+        """Return them for m tokens."""
         of = op.attention
-        qkv, out = room(m, op.alone.width), room(m, op.alone.heads * of.head_dim)
+        qkv = rooms.room(m, op.alone.width)
+        out = rooms.room(m, op.alone.heads * of.head_dim)
         own = {"position": tensors["position"], "qkv": qkv, "out": out}
         own |= {port: tensors[port].rows(op.first, op.first + op.count) for port in CACHE_PORTS}
         start, stop = op.columns

@@ -18,6 +18,7 @@ from hetero.backends.host.processor import cpu_name, is_arm64
 from hetero.backends.memory import HostBuffer, Tensor, new_tensor
 from hetero.backends.onnx_common import staging as weight_staging
 from hetero.backends.onnx_common.binding import NATIVE_ERRORS
+from hetero.backends.onnx_common.head_tensors import Rooms
 from hetero.backends.ops import Op, describe
 from hetero.backends.optional import SupportsCompaction
 from hetero.backends.ort_cpu import delta_graph, graphs, integers, kernels, mixed, routing
@@ -78,9 +79,7 @@ class OrtCpuDevice(Device, SupportsCompaction):
         self._sessions: dict[Any, ort.InferenceSession] = {}
         self._rope_tables: dict[Op, dict[str, npt.NDArray[Any]]] = {}
         self._kernels: weakref.WeakSet[kernels.OrtKernel] = weakref.WeakSet()
-        self._rooms: weakref.WeakValueDictionary[tuple[int, int], Tensor] = (
-            weakref.WeakValueDictionary()
-        )
+        self._rooms = Rooms()
         self._widened: dict[tuple[int, ...], dict[str, Tensor]] = {}
         self._packed_inputs: dict[tuple[Any, ...], frozenset[str]] = {}
 

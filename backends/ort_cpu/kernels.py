@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
@@ -26,7 +26,7 @@ from hetero.backends.onnx_common.binding import (
     rows_argument,
     rows_between,
 )
-from hetero.backends.onnx_common.head_tensors import HeadTensors
+from hetero.backends.onnx_common.head_tensors import HeadTensors, Rooms
 from hetero.backends.ops import OUTPUT_PORTS, STATE_PORTS, Op, describe
 from hetero.backends.ort_cpu.session import BACKEND, OrtCall, device_error
 from hetero.backends.protocol import (
@@ -316,13 +316,13 @@ class AttentionHeadsKernel(OrtKernel):
         host: OrtHost,
         op: ops.AttentionHeads,
         inner: OrtKernel,
-        rooms: MutableMapping[tuple[int, int], Tensor],
+        rooms: Rooms,
     ) -> None:
         super().__init__(host, op)
         self._heads, self._inner, self._rooms = op, inner, rooms
 
     def launches(self, tensors: Mapping[str, Tensor], m: int) -> Prepared:
-        heads = HeadTensors.of(self._heads, tensors, m, self._room)
+        heads = HeadTensors.of(self._heads, tensors, m, self._rooms)
         chunks, before, keep = self._inner.launches(heads.own, m)
 
         def prepare() -> None:
@@ -335,12 +335,6 @@ class AttentionHeadsKernel(OrtKernel):
             rows = slice(i * ATTENTION_ROWS, (i + 1) * ATTENTION_ROWS)
             steps += [chunk, Copied(heads.wanted[rows], heads.own["out"].array[rows])]
         return steps, prepare, (keep, heads.own)
-
-    def _room(self, m: int, width: int) -> Tensor:
-        room = self._rooms.get((m, width))
-        if room is None:
-            room = self._rooms[m, width] = new_tensor((m, width))
-        return room
 
 
 class WidenedAttentionKernel(OrtKernel):

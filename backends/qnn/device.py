@@ -13,7 +13,8 @@ import onnxruntime as ort
 from hetero.backends import checks, ops
 from hetero.backends.formats import CacheFormat
 from hetero.backends.groups import Group
-from hetero.backends.memory import HostBuffer, Tensor
+from hetero.backends.memory import HostBuffer
+from hetero.backends.onnx_common.head_tensors import Rooms
 from hetero.backends.ops import Op, describe
 from hetero.backends.optional import SupportsGroups
 from hetero.backends.protocol import (
@@ -79,7 +80,7 @@ class QnnDevice(Device, SupportsGroups):
         self._health = checks.Health(BACKEND)
         self._host = kernels.QnnHost(self._health, self.capabilities, self.store)
         self._masks = kernels.Masks()
-        self._rooms: dict[tuple[int, int], Tensor] = {}
+        self._rooms = Rooms()
         self._kernels: weakref.WeakSet[kernels.QnnKernel] = weakref.WeakSet()
 
     def allocate(self, nbytes: int, *, huge: bool = False) -> HostBuffer:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -12,7 +12,7 @@ import onnxruntime as ort
 
 from hetero.backends import checks, ops, rope_tables
 from hetero.backends.errors import DeviceError
-from hetero.backends.memory import Tensor, new_tensor
+from hetero.backends.memory import Tensor
 from hetero.backends.onnx_common.binding import (
     NATIVE_ERRORS,
     Argument,
@@ -21,7 +21,7 @@ from hetero.backends.onnx_common.binding import (
     rows_argument,
     rows_between,
 )
-from hetero.backends.onnx_common.head_tensors import HeadTensors
+from hetero.backends.onnx_common.head_tensors import HeadTensors, Rooms
 from hetero.backends.ops import OUTPUT_PORTS, Op, describe
 from hetero.backends.protocol import (
     BoundCall,
@@ -339,13 +339,13 @@ class QnnHeadsKernel(QnnKernel):
         host: QnnHost,
         op: ops.AttentionHeads,
         inner: AttentionKernel,
-        rooms: MutableMapping[tuple[int, int], Tensor],
+        rooms: Rooms,
     ) -> None:
         super().__init__(host, op)
         self._heads, self._inner, self._rooms = op, inner, rooms
 
     def chunk(self, tensors: Mapping[str, Tensor], offset: int) -> Run:
-        heads = HeadTensors.of(self._heads, tensors, tensors["qkv"].shape[0], self._room)
+        heads = HeadTensors.of(self._heads, tensors, tensors["qkv"].shape[0], self._rooms)
         attend, out = self._inner.chunk(heads.own, offset), heads.own["out"].array
 
         def run() -> None:
@@ -354,12 +354,6 @@ class QnnHeadsKernel(QnnKernel):
             np.copyto(heads.wanted, out)
 
         return run
-
-    def _room(self, m: int, width: int) -> Tensor:
-        room = self._rooms.get((m, width))
-        if room is None:
-            room = self._rooms[m, width] = new_tensor((m, width))
-        return room
 
 
 class Mask:

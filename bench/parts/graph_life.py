@@ -1,4 +1,4 @@
-"""What a graph of the NPU costs before its first run and after its last, by its token count."""
+"""Seconds of an NPU graph from its set-up to its release, by token count."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def life(device: Any, op: MatMul, weight: Any, m: int) -> list[str]:
     """Seconds of a graph's stages."""
     x, y = new_tensor((m, op.k)), new_tensor((m, op.n))
     x.array[:] = np.random.default_rng(m).standard_normal((m, op.k))
-    held = [device.prepare(op, {"weight": weight})]
-    call, built_s = timed(lambda: held[0].bind({"x": x, "y": y}, m))
+    references = [device.prepare(op, {"weight": weight})]
+    call, built_s = timed(lambda: references[0].bind({"x": x, "y": y}, m))
     _, first_s = timed(call.run)
     _, next_s = timed(call.run)
-    held.append(call)
+    references.append(call)
     del call
-    _, freed_s = timed(held.clear)
+    _, freed_s = timed(references.clear)
     return [f"{seconds:.4f}" for seconds in (built_s, first_s, next_s, freed_s)]
 
 
