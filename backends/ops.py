@@ -20,9 +20,10 @@ position 0 starts from zeros and does not read the state, which may hold anythin
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields, is_dataclass, replace
-from typing import Any, ClassVar, Final, Literal, TypeAlias, TypeVar
+from dataclasses import dataclass, replace
+from typing import ClassVar, Final, Literal, TypeAlias
 
+from hetero.backends.extensible import Extensible, later
 from hetero.backends.formats import CacheFormat, WeightFormat
 
 Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "relu"]
@@ -33,40 +34,6 @@ ROWS_OF_EXPERT = 16  # the rows of an expert's matrices are a multiple of this
 PASS_TOKENS = 512  # whose experts are computed together at most: bounds the memory of their rows
 L2_EPS: Final = 1e-6  # of the norms of queries and keys in `GatedDelta`
 OperandOrder: TypeAlias = Literal["plain", "transposed"]
-_Value = TypeVar("_Value")
-
-
-def later(default: _Value) -> _Value:
-    """Return a field that was added to a record after documents of it had been written.
-
-    With its default it is neither in `repr` nor in documents: what was stored under a record's
-    identity (compiled graphs, plans, saved contexts) stays valid.
-    """
-    value: _Value = field(default=default, metadata={"later": True})
-    return value
-
-
-def document(record: Any) -> dict[str, Any]:
-    """Return the fields of a record, and of records in it; `later` ones where they are set."""
-    named = {
-        x.name: getattr(record, x.name)
-        for x in fields(record)
-        if not x.metadata.get("later") or getattr(record, x.name) != x.default
-    }
-    return {name: document(x) if is_dataclass(x) else x for name, x in named.items()}
-
-
-class Extensible:
-    """A record, made with `repr=False`, whose `later` fields are shown only where they are set."""
-
-    def __repr__(self) -> str:
-        """Return what `dataclass` generates, without `later` fields at their defaults."""
-        named = [
-            f"{x.name}={getattr(self, x.name)!r}"
-            for x in fields(self)  # type: ignore[arg-type]
-            if not x.metadata.get("later") or getattr(self, x.name) != x.default
-        ]
-        return f"{type(self).__qualname__}({', '.join(named)})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,7 +167,7 @@ class Rope(Extensible):
     with `qk_norm_after` after they are rotated. With `v_norm_eps` each head of v goes through
     RMSNorm without a weight. `max_position` bounds position + m. `rotary_dim` ≤
     D dimensions are rotated. With `gated`, `qkv` has H·D gates of the output between queries and
-    keys, which are not read here.
+    keys, which are not read here. With G = 0 there are queries only, and no `k_norm`.
     """
 
     heads: int
@@ -254,8 +221,8 @@ class Rope(Extensible):
         return self.rotary_dim or self.head_dim
 
 
-@dataclass(frozen=True, kw_only=True)
-class Attention:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Attention(Extensible):
     """Append this call's keys and values to the caches, then attend causally.
 
     Positions are rows of the caches: a caller that omits tokens that no window reaches counts
@@ -267,7 +234,9 @@ class Attention:
     channels they have themselves. This call's own keys and values are read back from the caches.
     Token t attends to positions p ≤ position + t and, with `window` > 0, p > position + t - window.
     `scale` (default D^-0.5) multiplies the scores; with `softcap` > 0 they then become
-    softcap · tanh(score / softcap). Cache contents beyond position + m are never read.
+    softcap · tanh(score / softcap). Cache contents beyond position + m are never read. With `reads`
+    the caches are another layer's, which has appended this call's keys and values: nothing is
+    appended, and `qkv` has queries only, [m, H·D].
     """
 
     heads: int
@@ -278,10 +247,11 @@ class Attention:
     scale: float | None = None
     softcap: float = 0.0
     kv: CacheFormat = CacheFormat.F32
+    reads: bool = later(False)
     ports: ClassVar[tuple[str, ...]] = ("qkv", "position", "k_cache", "v_cache", "out")
 
     def __post_init__(self) -> None:
-        if self.heads % self.kv_heads:
+        if self.kv_heads < 1 or self.heads % self.kv_heads:
             raise ValueError(
                 f"query heads must be a multiple of key/value heads, got {self.heads} and "
                 f"{self.kv_heads}"
@@ -290,7 +260,7 @@ class Attention:
     @property
     def width(self) -> int:
         """Return the features of one token of `qkv`."""
-        return (self.heads + 2 * self.kv_heads) * self.head_dim
+        return (self.heads + (0 if self.reads else 2 * self.kv_heads)) * self.head_dim
 
     @property
     def softmax_scale(self) -> float:
@@ -525,6 +495,26 @@ class SigmoidGate:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GatedInput:
+    """`y = act(x) · (residual + inputs[:, first : first + d])`: a layer's own inputs (Gemma 4).
+
+    Ports: `x`, `residual` and `y` [m, d], `inputs` [m, width].
+    """
+
+    d: int
+    first: int
+    width: int
+    activation: Activation = "gelu_tanh"
+    ports: ClassVar[tuple[str, ...]] = ("x", "residual", "inputs", "y")
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.first <= self.width - self.d:
+            raise ValueError(
+                f"{self.d} inputs from column {self.first} on are not in {self.width} columns"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Act:
     """`y = act(x)`. Ports: `x`, `y`, both [m, f]."""
 
@@ -547,11 +537,15 @@ class AddPositions:
     ports: ClassVar[tuple[str, ...]] = ("x", "position", "y")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Add:
-    """`y = x + residual`. Ports: `x`, `residual`, `y`, all [m, d]."""
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Add(Extensible):
+    """`y = x + residual`; with `scaled` y = (x + residual) · weight.
+
+    Ports: `x`, `residual`, `y`, all [m, d]. Weights: with `scaled` `weight` [1] float32.
+    """
 
     d: int
+    scaled: bool = later(False)
     ports: ClassVar[tuple[str, ...]] = ("x", "residual", "y")
 
 
@@ -691,6 +685,7 @@ Op: TypeAlias = (
     | GatedDelta
     | GatedAct
     | SigmoidGate
+    | GatedInput
     | Act
     | AddPositions
     | Add
@@ -713,7 +708,7 @@ def has_state(op: Op) -> bool:
     return not set(STATE_PORTS).isdisjoint(op.ports)
 
 
-def weight_names(op: Op) -> tuple[str, ...]:  # noqa: PLR0911
+def weight_names(op: Op) -> tuple[str, ...]:  # noqa: PLR0911, PLR0912
     """Return the names of the weights that `Device.prepare` takes for `op`."""
     match op:
         case MatMul():
@@ -724,7 +719,10 @@ def weight_names(op: Op) -> tuple[str, ...]:  # noqa: PLR0911
         case LayerNorm():
             return ("weight", "bias")
         case Rope():
-            return ("q_norm", "k_norm") if op.qk_norm_eps is not None else ()
+            names = ("q_norm", "k_norm") if op.kv_heads else ("q_norm",)
+            return names if op.qk_norm_eps is not None else ()
+        case Add():
+            return ("weight",) if op.scaled else ()
         case AddPositions():
             return ("table",)
         case DecodeChunks():
@@ -740,8 +738,8 @@ def weight_names(op: Op) -> tuple[str, ...]:  # noqa: PLR0911
             given = {"router_bias": op.bias, "choice_bias": op.choice_bias}
             return ("router", *(name for name, present in given.items() if present))
         case Experts():
-            names = tuple(op.matmuls)
-            return names + tuple(f"{name}_bias" for name in names) * op.bias
+            matrices = tuple(op.matmuls)
+            return matrices + tuple(f"{name}_bias" for name in matrices) * op.bias
         case _:
             return ()
 

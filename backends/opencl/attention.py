@@ -131,6 +131,8 @@ def attention_defines(tuning: Tuning, op: Attention) -> dict[str, Define]:
         "SCALE": op.softmax_scale * math.log2(math.e),
     }
     shape |= CACHE_DEFINES[op.kv]
+    if op.reads:
+        shape["READS"] = 1
     if op.softcap:  # scores are in base 2
         shape |= {"ACTIVATION": "SOFTCAP", "CAP": op.softcap * math.log2(math.e)}
     if tuning.lanes > 1:
@@ -193,8 +195,9 @@ def _prepare_group(
         rest = (partial, splits, heads.first, *lengths(op))
         args = (m, qkv, position, k_cache, v_cache, out, *rest)
         some = (heads.first, heads.count, op.capacity)
+        appending = flat("append", appended, (qkv, position, k_cache, v_cache, *some))
         steps = [
-            flat("append", appended, (qkv, position, k_cache, v_cache, *some)),
+            *([] if op.reads else [appending]),
             KernelLaunch(
                 program,
                 "attend_group",

@@ -18,6 +18,7 @@ from hetero.backends.ops import (
     Attention,
     GatedAct,
     GatedDelta,
+    GatedInput,
     LayerNorm,
     Op,
     RMSNorm,
@@ -47,6 +48,7 @@ RECORDS: dict[str, Op] = {
     "Add": Add(d=WIDTH),
     "AddPositions": AddPositions(d=WIDTH, rows=512),
     "SigmoidGate": SigmoidGate(d=WIDTH, first=0, width=WIDTH),
+    "GatedInput": GatedInput(d=WIDTH, first=0, width=WIDTH),
     "ShortConv": ShortConv(d=WIDTH, taps=4, activation="silu"),
     "ShortConv+gated": ShortConv(d=WIDTH, taps=3, gated=True),
 }

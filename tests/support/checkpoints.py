@@ -39,7 +39,11 @@ TINY = {
 
 
 # Configurations of families whose name is that of a model of text and pictures.
-CONFIGS = {"Gemma3": "Gemma3TextConfig", "Qwen3_5": "Qwen3_5TextConfig"}
+CONFIGS = {
+    "Gemma3": "Gemma3TextConfig",
+    "Gemma4": "Gemma4TextConfig",
+    "Qwen3_5": "Qwen3_5TextConfig",
+}
 
 
 @dataclass(frozen=True)
@@ -159,6 +163,9 @@ def make_checkpoint(
                 embedding = spread * config.hidden_size**0.5  # of one feature
                 gain = embedding / (2 * config.num_hidden_layers) ** 0.5
                 parameter.copy_((1 + parameter) * gain - 1)
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.copy_(0.7 + 0.6 * torch.rand_like(buffer))
     model.to(dtype).save_pretrained(folder)
     if case.rewritten:
         rewrite_as_internlm2(folder)

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from hetero.models.delta_net import DeltaNet
 from hetero.models.expert_config import ExpertConfig
 from hetero.models.fields import Fields, is_number
+from hetero.models.layer_sizes import LayerSizes
 from hetero.models.sliding import FULL, SLIDING
 
 DEFAULT_WINDOW = 4096
@@ -74,6 +75,16 @@ class Decoder(Protocol):
     def positions(self) -> int: ...
     @property
     def experts(self) -> ExpertConfig | None: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def layer_sizes(self) -> tuple[LayerSizes, ...]: ...
+    @property
+    def kv_source(self) -> tuple[int, ...]: ...
+    @property
+    def keys_are_values(self) -> bool: ...
+    @property
+    def layer_inputs(self) -> int: ...
 
 
 # From the fields of config.json and the number of layers to parameters of `ModelConfig`.
@@ -91,7 +102,8 @@ class TensorNames:
     `matmuls` are the modules whose rows, one after the other, are the rows of our fused weight;
     `vectors` the modules of a block's norms; `parameters` tensors that are not a module's weight or
     bias; `experts` the modules of the experts' matrices, with `{}` for an expert's number;
-    `model_modules` those outside of the blocks. `.weight` and `.bias` are appended to modules.
+    `model_modules` those outside of the blocks; `shared` modules outside of them whose rows, or
+    whose one vector, all blocks share. `.weight` and `.bias` are appended to modules.
     `block` is the prefix of a block.
     """
 
@@ -114,6 +126,7 @@ class TensorNames:
     )
     experts: Mapping[str, str] = field(default_factory=dict)
     parameters: Mapping[str, str] = field(default_factory=dict)
+    shared: Mapping[str, str] = field(default_factory=dict)
     model_modules: Mapping[str, str] = field(
         default_factory=lambda: {
             "embed": "model.embed_tokens",
@@ -142,6 +155,7 @@ class Architecture:
     defaults          fields that the text part of a larger model may leave out
     norm_offset       added to every norm's weight when it is read
     norm_bias         whether a LayerNorm has a bias
+    ropes             `rope_parameters` where config.json has none
     theta             base period of the rotary embedding where config.json gives none
     local_theta       that of layers with a sliding window, whose embedding is never scaled by
                       `rope_scaling`; None: all layers have one embedding
@@ -168,6 +182,7 @@ class Architecture:
     used: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
     norm_bias: bool = True
+    ropes: Mapping[str, Any] = field(default_factory=dict)
     theta: float = 10000.0
     local_theta: float | None = None
 
