@@ -10,7 +10,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Self, TypeAlias
 
-from hetero.backends.ops import Activation, Extensible, RopeScaling, later
+from hetero.backends.extensible import Extensible, later
+from hetero.backends.ops import Activation, RopeScaling
 from hetero.errors import ModelError
 from hetero.models.architectures import ARCHITECTURES, Architecture
 from hetero.models.config_keys import notice_unread, refuse_unused
