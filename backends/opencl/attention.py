@@ -102,7 +102,7 @@ def _attend_few(
     partial = device.map(out.buffer)  # not touched where there is one part
     if parts > 1:
         partial = device.shared_scratch(4 * parts * m * op.heads * (op.head_dim + 2))
-    rest = (heads.first, partial, parts, *lengths(op), *sinks)
+    rest: tuple[Argument, ...] = (heads.first, partial, parts, *lengths(op), *sinks)
     args: tuple[Argument, ...] = (m, qkv, position, k_cache, v_cache, out, *rest)
     launches = [KernelLaunch(program, "attend_few", (heads.count, parts), (1, 1), args)]
     if parts > 1:
@@ -168,7 +168,7 @@ def _attend_tiles(
     packed = device.shared_scratch(4 * op.kv_heads * blocks * block * op.head_dim)
     qkv, position, k_cache, v_cache, out = (tensors[port] for port in op.ports)
     pack_args = (m, qkv, position, k_cache, v_cache, packed, heads.first, *lengths(op))
-    tail = (heads.first, *lengths(op), *sinks)
+    tail: tuple[Argument, ...] = (heads.first, *lengths(op), *sinks)
     args: tuple[Argument, ...] = (m, qkv, position, v_cache, out, packed, *tail)
     return [
         KernelLaunch(program, "pack_keys", (heads.count, blocks), (1, 1), pack_args),
@@ -205,7 +205,7 @@ def _prepare_group(
         partial = device.shared_scratch(4 * splits * m * op.heads * (op.head_dim + 2))
         blocks = -(-m * (op.heads // op.kv_heads) // GROUP_ROWS)
         appended = m * heads.count * (1 if op.kv.coded else op.head_dim)
-        rest = (partial, splits, heads.first, *lengths(op), *sinks)
+        rest: tuple[Argument, ...] = (partial, splits, heads.first, *lengths(op), *sinks)
         args: tuple[Argument, ...] = (m, qkv, position, k_cache, v_cache, out, *rest)
         some = (heads.first, heads.count, op.capacity)
         steps = [
