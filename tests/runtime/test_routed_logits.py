@@ -89,6 +89,15 @@ GPT_OSS = st.fixed_dictionaries(
 QWEN3_GGUF = {
     "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "norm_topk_prob": True
 }  # fmt: skip
+LFM2_GGUF = {
+    **QWEN3_GGUF, "num_dense_layers": 1, "num_hidden_layers": 3,
+    "layer_types": ("conv", "full_attention", "conv"),
+}  # fmt: skip
+GPT_OSS_GGUF = {
+    "num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 64, "sliding_window": 24,
+    "rope_parameters": tuple({**YARN, "truncate": False, "rope_theta": 150000.0}.items()),
+}  # fmt: skip
+IN_FILES = {"Qwen3Moe": QWEN3_GGUF, "Lfm2Moe": LFM2_GGUF, "GptOss": GPT_OSS_GGUF}
 
 
 def drawn(kind: str, changes: Mapping[str, Any]) -> tuple[Path, Any]:
@@ -205,8 +214,9 @@ def test_a_long_prompt(device: str) -> None:
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("device", DEVICES)
-def test_gguf_has_the_numbers_of_the_directory(device: Any, tmp_path: Path) -> None:
-    folder, _ = drawn("Qwen3Moe", QWEN3_GGUF)
+@pytest.mark.parametrize("kind", IN_FILES)
+def test_gguf_has_the_numbers_of_the_directory(device: Any, kind: str, tmp_path: Path) -> None:
+    folder, _ = drawn(kind, IN_FILES[kind])
     convert(folder, tmp_path / "m.gguf")
     tokens = np.random.default_rng(0).integers(3, 263, 40).tolist()
     logits = []
