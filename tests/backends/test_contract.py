@@ -81,7 +81,6 @@ def test_matmul(device: Device, shape: tuple[int, int], weight_format: WeightFor
     check_op(device, ops.MatMul(n=n, k=k, weight_format=weight_format), EDGE_TOKENS)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(
     "op",
     [
@@ -106,7 +105,6 @@ def test_matmul_bias(device: Device, k: int, weight_format: WeightFormat) -> Non
     check_op(device, ops.MatMul(n=35, k=k, weight_format=weight_format, bias=True), (1, 2, 33))
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("weight_format", WeightFormat)
 def test_operand_order_changes_no_result(device: Device, weight_format: WeightFormat) -> None:
     op = ops.MatMul(n=64, k=96, weight_format=weight_format, order="transposed")
@@ -130,7 +128,6 @@ def test_matmul_of_extreme_inputs(device: Device, weight_format: WeightFormat) -
     np.testing.assert_array_equal(tensors["y"].array[0], 0)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("weight_format", [WeightFormat.GGUF_A16, WeightFormat.GGUF_A8])
 def test_matmul_of_floats_of_4_bits(device: Device, weight_format: WeightFormat) -> None:
     op = ops.MatMul(n=48, k=172, weight_format=weight_format)
@@ -162,7 +159,6 @@ def test_matmul_of_outliers(
     check_call(device, device.prepare(op, weights), weights, tensors, m)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("excess", [False, True])
 @pytest.mark.parametrize(
     ("n", "k", "hot"), [(37, 76, 5), (64, 172, 172), (48, 1030, 1), (33, 40, 0)]
@@ -185,7 +181,7 @@ def test_outliers_without_any_excess_or_all_in_excess(device: Device, hot: int) 
         check_call(device, device.prepare(op, weights), weights, tensors, 5)
 
 
-@pytest.mark.sampled
+@pytest.mark.few(2)
 @pytest.mark.parametrize("weight_format", WeightFormat)
 def test_matmul_segments_make_the_whole(device: Device, weight_format: WeightFormat) -> None:
     """Rows of a cut weight, computed one segment after another, each into its own tensor."""
@@ -372,6 +368,7 @@ def test_attention(device: Device, heads: int, kv_heads: int, head_dim: int, win
         check_call(device, kernel, {}, tensors, m)
 
 
+@pytest.mark.few(2)
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("kv", [kv for kv in CacheFormat if kv is not CacheFormat.F32])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), ATTENTION_HEADS)
@@ -504,6 +501,7 @@ def test_chunks_are_decoded_to_the_bit(
     check_call(device, kernel, weights, tensors, 7)
 
 
+@pytest.mark.few(2)
 def test_chunks_are_decoded_during_other_calls(device: Device) -> None:
     """From another thread, in a queue of its own, into the same caches."""
     if not isinstance(device, SupportsThreads):
@@ -529,10 +527,12 @@ def test_chunks_are_decoded_during_other_calls(device: Device) -> None:
     assert not failures, failures
 
 
+@pytest.mark.few(2)
 def test_attention_scale(device: Device) -> None:
     check_op(device, replace(ATTENTION, scale=0.3), (1, 7))
 
 
+@pytest.mark.few(2)
 def test_attention_of_large_scores(device: Device) -> None:
     """The softmax must not overflow."""
     op = replace(ATTENTION, scale=40.0)
@@ -541,6 +541,7 @@ def test_attention_of_large_scores(device: Device) -> None:
     check_call(device, kernel, {}, tensors, 7)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("head_dim", [12, 16])
 def test_attention_of_a_prompt_in_pieces(device: Device, head_dim: int) -> None:
     """One pair of caches, bound by several calls, filled piece by piece at running positions."""
@@ -568,6 +569,7 @@ def test_attention_overwrites_forgotten_positions(device: Device) -> None:
     check_call(device, kernel, {}, tensors, 2)
 
 
+@pytest.mark.few(2)
 @pytest.mark.pairwise
 @pytest.mark.parametrize("softcap", [0.7, 50.0])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 16), (3, 1, 12), (2, 1, 256)])
@@ -763,7 +765,6 @@ def test_add(device: Device, d: int) -> None:
 # --- bindings and memory ------------------------------------------------------------------------
 
 
-@pytest.mark.sampled
 def test_bindings_of_one_kernel_are_independent(device: Device, small_op: Op) -> None:
     rng = np.random.default_rng(12)
     weights = make_weights(small_op, rng)
@@ -776,7 +777,6 @@ def test_bindings_of_one_kernel_are_independent(device: Device, small_op: Op) ->
         check_run(device, small_op, call, weights, tensors)
 
 
-@pytest.mark.sampled
 def test_a_call_sees_new_inputs(device: Device, small_op: Op) -> None:
     rng = np.random.default_rng(13)
     weights = make_weights(small_op, rng)
@@ -789,7 +789,6 @@ def test_a_call_sees_new_inputs(device: Device, small_op: Op) -> None:
         check_run(device, small_op, call, weights, tensors)
 
 
-@pytest.mark.sampled
 def test_a_call_keeps_its_kernel_and_memory_alive(device: Device, small_op: Op) -> None:
     rng = np.random.default_rng(14)
     weights = make_weights(small_op, rng)
@@ -802,7 +801,6 @@ def test_a_call_keeps_its_kernel_and_memory_alive(device: Device, small_op: Op) 
     assert np.isfinite(output.array).all()
 
 
-@pytest.mark.sampled
 def test_results_land_in_the_callers_memory(device: Device, small_op: Op) -> None:
     """Outputs are views of one pool buffer; not a byte next to them changes."""
     m = 5
@@ -845,7 +843,6 @@ def test_results_chain_through_shared_memory(device: Device) -> None:
     check_call(device, device.prepare(gate, {}), {}, second, 5)
 
 
-@pytest.mark.sampled
 def test_weights_are_not_written(device: Device, small_op: Op) -> None:
     rng = np.random.default_rng(18)
     weights = make_weights(small_op, rng)
@@ -903,7 +900,6 @@ def test_declared_data_is_sensible(any_device: Device) -> None:
     assert any_device.info.backend in any_device.info.fingerprint
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("weight_format", WeightFormat)
 def test_every_declared_format_is_accepted(any_device: Device, weight_format: WeightFormat) -> None:
     accepted = any_device.accepts(ops.MatMul(n=8, k=32, weight_format=weight_format))
@@ -911,7 +907,6 @@ def test_every_declared_format_is_accepted(any_device: Device, weight_format: We
     assert bool(accepted.reason) != accepted.ok
 
 
-@pytest.mark.sampled
 def test_accepts_what_a_decoder_needs(any_device: Device, small_op: Op) -> None:
     assert any_device.accepts(small_op)
 
@@ -928,7 +923,6 @@ def test_mapping_twice_is_once(any_device: Device) -> None:
     assert buffer.address % 4096 == 0
 
 
-@pytest.mark.sampled
 def test_calls_have_names_and_token_counts(any_device: Device, small_op: Op) -> None:
     rng = np.random.default_rng(20)
     call = any_device.prepare(small_op, make_weights(small_op, rng)).bind(
@@ -941,7 +935,6 @@ def test_calls_have_names_and_token_counts(any_device: Device, small_op: Op) -> 
 # --- refusals -----------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled
 def test_missing_tensor_is_refused(any_device: Device, small_op: Op) -> None:
     rng = np.random.default_rng(21)
     kernel = any_device.prepare(small_op, make_weights(small_op, rng))
@@ -952,7 +945,6 @@ def test_missing_tensor_is_refused(any_device: Device, small_op: Op) -> None:
             kernel.bind(tensors, 2)
 
 
-@pytest.mark.sampled
 def test_unknown_tensor_is_refused(any_device: Device, small_op: Op) -> None:
     rng = np.random.default_rng(22)
     kernel = any_device.prepare(small_op, make_weights(small_op, rng))
@@ -961,7 +953,6 @@ def test_unknown_tensor_is_refused(any_device: Device, small_op: Op) -> None:
         kernel.bind({**tensors, "extra": new_tensor((2, 2))}, 2)
 
 
-@pytest.mark.sampled
 def test_wrong_shape_or_dtype_is_refused(any_device: Device, small_op: Op) -> None:
     rng = np.random.default_rng(23)
     kernel = any_device.prepare(small_op, make_weights(small_op, rng))
@@ -974,7 +965,6 @@ def test_wrong_shape_or_dtype_is_refused(any_device: Device, small_op: Op) -> No
                 kernel.bind({**tensors, port: wrong}, 2)
 
 
-@pytest.mark.sampled
 def test_too_few_rows_are_refused(any_device: Device, small_op: Op) -> None:
     rng = np.random.default_rng(24)
     kernel = any_device.prepare(small_op, make_weights(small_op, rng))
@@ -998,7 +988,6 @@ def test_token_count_without_a_graph_is_refused(any_device: Device) -> None:
         assert kernel.bind(tensors, m).m == m
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -51,7 +51,6 @@ def by_hand(llm: LLM, prompt: list[int], count: int, keep: int) -> tuple[list[in
     return found, forgotten
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("keep", [0, 4, 11])
 def test_an_answer_goes_on_as_if_the_rest_were_all_that_was_said(llm: LLM, keep: int) -> None:
     prompt = ids(3 + keep, 20)

@@ -381,7 +381,8 @@ def _expert_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]
 
     Matrices are [experts, rows, features], biases [experts, rows].
     """
-    experts, shapes = config.routed(layer), {}
+    experts = config.routed(layer)
+    shapes: dict[str, tuple[int, ...]] = {}
     if experts is None:
         return {}
     for matrix in expert_matrices(config, layer):

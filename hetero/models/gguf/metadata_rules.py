@@ -50,6 +50,7 @@ UNREAD: Final[Mapping[str, tuple[object, ...]]] = {
     "rope.scaling.yarn_ext_factor": (1, -1), "rope.scaling.yarn_attn_factor": (1,),
     "rope.scaling.yarn_beta_fast": (32,), "rope.scaling.yarn_beta_slow": (1,),
 }  # fmt: skip
+_GATES: Final = {"softmax": 1, "sigmoid": 2, "softmax_chosen": 3}  # `llama_expert_gating_func_type`
 FIXED: Final[Mapping[str, Callable[[ModelConfig], tuple[object, ...]]]] = {
     "attention.value_length": lambda config: (config.head_dim,),
     "attention.key_length_swa": lambda config: (config.head_dim,),
@@ -70,7 +71,6 @@ FIXED: Final[Mapping[str, Callable[[ModelConfig], tuple[object, ...]]]] = {
     "expert_gating_func": lambda config: (_GATES[config.experts.scores] if config.experts else 0,),
     "expert_weights_norm": lambda config: (bool(config.experts and config.experts.renormalised),),
 }
-_GATES: Final = {"softmax": 1, "sigmoid": 2, "softmax_chosen": 3}  # `llama_expert_gating_func_type`
 _FOREIGN: Final = """
 activation.situ_beta activation.situ_linear_beta activation_sparsity_scale adapters.count
 adapters.lora_rank adapters.router_gain adapters.token_ids_activate

@@ -80,7 +80,6 @@ PAIRS = [
 ]
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(("variant", "name"), PAIRS, indirect=["variant"])
 @pytest.mark.parametrize(("position", "m"), CALLS)
 def test_attention(variant: OpenCLDevice, name: str, position: int, m: int) -> None:
