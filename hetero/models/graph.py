@@ -260,6 +260,7 @@ class _Decoder:
             scale=config.attention_scale,
             softcap=config.attention_softcap,
             kv=self.kv,
+            sinks=config.sinks,
         )
         self._add(
             "attention",
@@ -297,7 +298,7 @@ class _Decoder:
             d=config.hidden_size,
             f=experts.width,
             weight_format=self.weight_format,
-            activation=config.activation,
+            activation=experts.activation or config.activation,
             bias=experts.bias,
         )
         self._add("router", router, x=source, y="routes")
