@@ -200,6 +200,10 @@ def _check_vector(op: Op, name: str, value: Any) -> None:  # noqa: PLR0912
             length = 1 if name == "x_scale" else op.n
         case ops.Rope():
             length = op.norm_width(name)
+        case ops.Attention():
+            length = op.heads
+        case ops.AttentionHeads():
+            length = op.attention.heads
         case ops.RMSNorm() | ops.LayerNorm():
             length = op.d
         case ops.Add():

@@ -1,4 +1,4 @@
-"""Records that get new fields: identities that were stored before stay valid."""
+"""Records that get new fields after documents of them were written."""
 
 from __future__ import annotations
 

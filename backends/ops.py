@@ -25,6 +25,7 @@ from typing import ClassVar, Final, Literal, TypeAlias
 
 from hetero.backends.extensible import Extensible, later
 from hetero.backends.formats import CacheFormat, WeightFormat
+from hetero.backends.rope_scaling import RopeScaling
 
 Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "relu"]
 ExpertActivation: TypeAlias = Activation | Literal["swiglu_oai"]
@@ -118,45 +119,6 @@ class LayerNorm:
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class RopeScaling(Extensible):
-    """Frequency scaling of rotary embeddings, with the names of `config.json`'s `rope_scaling`.
-
-    LongRoPE divides each frequency by a factor of its own, of `short_factor`, or of `long_factor`
-    where `long` says that the context is longer than the model was first trained for. With `zero`
-    all frequencies are 0: nothing is rotated (layers whose queries and keys are normed only). With
-    `proportional` all but the first `partial_rotary_factor` of them are 0 (Gemma 4).
-    `llama_4_scaling_beta` β scales queries, not keys, at position p by
-    1 + β · ln(1 + ⌊p / original_max_position⌋).
-    """
-
-    kind: Literal["none", "linear", "llama3", "yarn", "longrope", "proportional", "zero"] = "none"
-    factor: float = 1.0
-    original_max_position: int = 0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool = True
-    short_factor: tuple[float, ...] = ()
-    long_factor: tuple[float, ...] = ()
-    long: bool = False
-    llama_4_scaling_beta: float = later(0.0)
-    partial_rotary_factor: float = later(1.0)
-
-    def for_length(self, length: int) -> RopeScaling:
-        """Return the scaling in a context of up to `length` tokens.
-
-        All positions of a context have the same one, as in llama.cpp and vLLM: keys are cached
-        after they are rotated. (`transformers` changes it when a text grows beyond the border.)
-        """
-        long = self.kind == "longrope" and length > self.original_max_position
-        return replace(self, long=long)
-
-
-@dataclass(frozen=True, kw_only=True, repr=False)
 class Rope(Extensible):
     """Rotate queries and keys by their positions ("rotate half", as Hugging Face stores weights).
 
@@ -237,6 +199,10 @@ class Attention(Extensible):
     softcap · tanh(score / softcap). Cache contents beyond position + m are never read. With `reads`
     the caches are another layer's, which has appended this call's keys and values: nothing is
     appended, and `qkv` has queries only, [m, H·D].
+
+    With `sinks` each head h has one more score, the weight `sinks[h]` ([H] float32), without a
+    value: the softmax is over the scores and the sink, whose share is dropped (gpt-oss; Xiao et
+    al., arXiv 2309.17453). The sink is neither scaled nor soft-capped.
     """
 
     heads: int
@@ -247,6 +213,7 @@ class Attention(Extensible):
     scale: float | None = None
     softcap: float = 0.0
     kv: CacheFormat = CacheFormat.F32
+    sinks: bool = later(False)
     reads: bool = later(False)
     ports: ClassVar[tuple[str, ...]] = ("qkv", "position", "k_cache", "v_cache", "out")
 
@@ -276,6 +243,7 @@ class AttentionHeads:
 
     Ports: those of `attention`, whole. Of `qkv` its heads' columns are read; of the caches and of
     `out` its heads are all that is touched, so that others may be computed at the same time.
+    Weights: `sinks` of all heads, if the attention has some.
     """
 
     attention: Attention
@@ -303,6 +271,12 @@ class AttentionHeads:
         width = of.heads // of.kv_heads * of.head_dim
         return self.first * width, (self.first + self.count) * width
 
+    @property
+    def queries(self) -> slice:
+        """Return the query heads among those of `attention`."""
+        group = self.attention.heads // self.attention.kv_heads
+        return slice(self.first * group, (self.first + self.count) * group)
+
 
 @dataclass(frozen=True, kw_only=True)
 class SumScores:
@@ -310,7 +284,7 @@ class SumScores:
 
     Rows are the tokens t of the call for which position + t + 1 is a multiple of `every`:
     `score_sums[g, c] += sum over them and over the H/G query heads of g of A[row, c] / H`, A
-    being the probabilities of `attention`.
+    being the probabilities of `attention`. It has no sinks: probabilities are among tokens.
 
     Ports: those of `attention` without its values and its output, which ran before (`k_cache` has
     the call's own keys), and `score_sums` [G, C] float32, updated in place at columns below
@@ -320,6 +294,10 @@ class SumScores:
     attention: Attention
     every: int
     ports: ClassVar[tuple[str, ...]] = ("qkv", "position", "k_cache", "score_sums")
+
+    def __post_init__(self) -> None:
+        if self.attention.sinks:
+            raise ValueError("scores are summed of attention without sinks")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -475,6 +453,12 @@ class GatedAct:
     ports: ClassVar[tuple[str, ...]] = ("x", "y")
 
 
+def _check_columns(op: SigmoidGate | GatedInput, what: str) -> None:
+    if not 0 <= op.first <= op.width - op.d:
+        first = f"from column {op.first} on"
+        raise ValueError(f"{op.d} {what} {first} are not in {op.width} columns")
+
+
 @dataclass(frozen=True, kw_only=True)
 class SigmoidGate:
     """`y = x · sigmoid(gates[:, first : first + d])`: the output gate of attention (Qwen3.5).
@@ -488,10 +472,7 @@ class SigmoidGate:
     ports: ClassVar[tuple[str, ...]] = ("x", "gates", "y")
 
     def __post_init__(self) -> None:
-        if not 0 <= self.first <= self.width - self.d:
-            raise ValueError(
-                f"{self.d} gates from column {self.first} on are not in {self.width} columns"
-            )
+        _check_columns(self, "gates")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -508,10 +489,7 @@ class GatedInput:
     ports: ClassVar[tuple[str, ...]] = ("x", "residual", "inputs", "y")
 
     def __post_init__(self) -> None:
-        if not 0 <= self.first <= self.width - self.d:
-            raise ValueError(
-                f"{self.d} inputs from column {self.first} on are not in {self.width} columns"
-            )
+        _check_columns(self, "inputs")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -703,6 +681,12 @@ ADDED_PORTS = frozenset({"score_sums"})
 STATE_PORTS = ("conv_state", "delta_state")
 
 
+def has_sinks(op: Op) -> bool:
+    """Return whether an operation is attention with sinks."""
+    whole = op.attention if isinstance(op, AttentionHeads) else op
+    return isinstance(whole, Attention) and whole.sinks
+
+
 def has_state(op: Op) -> bool:
     """Return whether a call replaces a state, for which its tokens must not be padded."""
     return not set(STATE_PORTS).isdisjoint(op.ports)
@@ -723,6 +707,8 @@ def weight_names(op: Op) -> tuple[str, ...]:  # noqa: PLR0911, PLR0912
             return names if op.qk_norm_eps is not None else ()
         case Add():
             return ("weight",) if op.scaled else ()
+        case Attention() | AttentionHeads():
+            return ("sinks",) if has_sinks(op) else ()
         case AddPositions():
             return ("table",)
         case DecodeChunks():

@@ -7,7 +7,7 @@ memory grows by the packed bytes only.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -22,6 +22,7 @@ from hetero.models.architectures.base import RowOrder
 from hetero.models.config import ModelConfig
 from hetero.models.fields import read_json_object
 from hetero.models.layout import (
+    EXPERTS,
     MatrixShape,
     block_matrices,
     block_vectors,
@@ -29,8 +30,9 @@ from hetero.models.layout import (
     model_vectors,
 )
 from hetero.models.model_weights import BlockWeights, ModelWeights
-from hetero.models.packing import SourceTensor, check_finite, pack_rows
+from hetero.models.packing import RowSource, SourceTensor, check_finite, pack_rows
 from hetero.models.safetensors_file import FLOAT_DTYPES, SafetensorsFile
+from hetero.models.stacked_experts import MXFP4_PARTS, Stacked, stacked_tensor
 from hetero.models.wrapper import text_tensors
 from hetero.terminal.notices import notify_once
 
@@ -61,7 +63,7 @@ class CheckpointFiles:
     def __iter__(self) -> Iterable[str]:
         return iter(self._file_of)
 
-    def __contains__(self, name: str) -> bool:
+    def __contains__(self, name: object) -> bool:
         return name in self._file_of
 
     def names(self) -> list[str]:
@@ -171,6 +173,10 @@ class CheckpointWeights(ModelWeights):
     def _pack(self, layer: int, name: str) -> PackedWeight:
         orders = self._architecture.row_order, self._architecture.column_order
         prefix, sources = self._names.block.format(layer), []
+        place = stacked_place(self.config, prefix, name, self.files)
+        if place is not None:
+            source = stacked_tensor(self.files, prefix, place)
+            return self._pack_tensors([source], source.names)
         if name in self._names.shared:
             tensor = f"{self._names.shared[name]}.weight"
             rows = self.config.layer_inputs
@@ -182,8 +188,10 @@ class CheckpointWeights(ModelWeights):
             sources.append(SourceTensor(tensor, self.files.array(tensor), order, columns))
         return self._pack_tensors(sources)
 
-    def _pack_tensors(self, sources: list[SourceTensor]) -> PackedWeight:
-        names = [source.name for source in sources]
+    def _pack_tensors(
+        self, sources: Sequence[RowSource], names: Sequence[str] | None = None
+    ) -> PackedWeight:
+        names = [source.name for source in sources] if names is None else names
         return pack_rows(
             sources, self.weight_format.storage, after_batch=lambda: self.files.forget(names)
         )
@@ -195,12 +203,18 @@ class CheckpointWeights(ModelWeights):
     def _block_vector(self, prefix: str, name: str) -> Float32Array:
         if (zeros := self._norm_bias(name)) is not None:
             return zeros
-        if name.removesuffix("_bias") not in self._names.matmuls:
+        matrix = name.removesuffix("_bias")
+        if matrix in EXPERTS:
+            place = self._names.stacked[matrix]
+            biases = self.files.array(f"{prefix}{place.module}_bias")
+            check_finite(name, values := place.own(biases).astype(np.float32).reshape(-1))
+            return values
+        if matrix not in self._names.matmuls:
             return self._own_vector(prefix, name)
         layer = int(prefix.rstrip(".").rpartition(".")[2])
         parts = [
             self._ordered(x, self._vector(f"{prefix}{x}.bias"))
-            for x in matrix_modules(self.config, layer, name.removesuffix("_bias"))
+            for x in matrix_modules(self.config, layer, matrix)
         ]
         return np.concatenate(parts)
 
@@ -244,10 +258,21 @@ def matrix_modules(config: ModelConfig, layer: int, name: str) -> Sequence[str]:
     names, experts = ARCHITECTURES[config.architecture].names, config.experts
     if experts is None or name not in names.experts:
         modules = names.matmuls.get(name, ())
-        if name == "qkv" and not config.values_apart[layer]:
+        if name == "qkv" and config.keys_are_values and not config.windows[layer]:
             return (*modules[:2], modules[1])
         return modules
     return [names.experts[name].format(i) for i in range(experts.count)]
+
+
+def stacked_place(
+    config: ModelConfig, prefix: str, name: str, present: Container[str]
+) -> Stacked | None:
+    """Return where a checkpoint has a matrix of experts; None: not in a tensor of all experts."""
+    names = ARCHITECTURES[config.architecture].names
+    place = names.stacked.get(name)
+    if place is None or name not in names.experts:
+        return place
+    return place if f"{prefix}{place.module}" in present else None
 
 
 def vector_module(modules: Mapping[str, str], name: str) -> tuple[str, str]:
@@ -257,8 +282,13 @@ def vector_module(modules: Mapping[str, str], name: str) -> tuple[str, str]:
     return modules[name.removesuffix("_taps")], "weight"
 
 
-def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the names and shapes of the tensors of a checkpoint of this configuration."""
+def expected_tensors(
+    config: ModelConfig, present: Container[str] = ()
+) -> dict[str, tuple[int, ...]]:
+    """Return the names and shapes of the tensors of a checkpoint of this configuration.
+
+    Where there is a choice it is by the tensors that are `present`.
+    """
     architecture, d = ARCHITECTURES[config.architecture], config.hidden_size
     names = architecture.names
     shapes: dict[str, tuple[int, ...]] = {}
@@ -270,8 +300,9 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         rows = (vector.n // d, d) if vector.name == "positions" else (vector.n,)
         shapes[".".join(vector_module(names.model_modules, vector.name))] = rows
     for index in range(config.num_layers):
-        for name, shape in _block_tensors(config, index).items():
-            shapes[f"{names.block.format(index)}{name}"] = shape
+        prefix = names.block.format(index)
+        for name, shape in _block_tensors(config, index, prefix, present).items():
+            shapes[f"{prefix}{name}"] = shape
     if config.layer_inputs:
         width = config.layer_inputs
         shapes[f"{names.shared['input_in']}.weight"] = (config.num_layers * width, d)
@@ -279,7 +310,9 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _block_tensors(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
+def _block_tensors(
+    config: ModelConfig, layer: int, prefix: str, present: Container[str]
+) -> dict[str, tuple[int, ...]]:
     architecture = ARCHITECTURES[config.architecture]
     names = architecture.names
     shapes: dict[str, tuple[int, ...]] = {}
@@ -287,13 +320,19 @@ def _block_tensors(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]
         left_out = vector.name.endswith("norm_bias") and not architecture.norm_bias
         if left_out or vector.name in names.shared:
             continue
-        if vector.name.removesuffix("_bias") not in names.matmuls:
+        if vector.name.removesuffix("_bias") not in (*names.matmuls, *EXPERTS):
             taps = config.conv_taps
             shape = (vector.n // taps, 1, taps) if is_taps(vector.name) else vector.shape
             own = names.parameters.get(vector.name)
             shapes[own or ".".join(vector_module(names.vectors, vector.name))] = shape
     biased = {x.name for x in config.block_matmuls(layer) if x.bias}
     for matrix in block_matrices(config, layer):
+        place = stacked_place(config, prefix, matrix.name, present)
+        if place is not None and config.experts is not None:
+            count, bias = config.experts.count, config.experts.bias
+            rows = matrix.n // count
+            shapes |= place.shapes(prefix, count, rows, matrix.k, bias=bias, present=present)
+            continue
         for module, n in _module_rows(config, layer, matrix):
             shapes[f"{module}.weight"] = (n, matrix.k)
             if matrix.name in biased:
@@ -322,7 +361,7 @@ def _module_rows(config: ModelConfig, layer: int, matrix: MatrixShape) -> list[t
 
 
 def _check_tensors(files: CheckpointFiles, config: ModelConfig) -> None:
-    expected = expected_tensors(config)
+    expected = expected_tensors(config, files)
     missing = [name for name in expected if name not in files]
     if missing:
         raise ModelError(
@@ -345,9 +384,10 @@ def _check_tensor(files: CheckpointFiles, name: str, shape: tuple[int, ...]) -> 
             f"{files.directory}: tensor {name} must have the shape {list(shape)} by config.json, "
             f"got {list(files.shape(name))}; check that config.json belongs to the weights"
         )
-    if files.dtype(name) not in FLOAT_DTYPES:
+    wanted = ("U8",) if name.endswith(MXFP4_PARTS) else FLOAT_DTYPES
+    if files.dtype(name) not in wanted:
         raise ModelError(
-            f"{files.directory}: tensor {name} must be one of {', '.join(FLOAT_DTYPES)}, "
+            f"{files.directory}: tensor {name} must be one of {', '.join(wanted)}, "
             f"got {files.dtype(name)}; convert the model to one of these"
         )
 

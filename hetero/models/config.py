@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, Literal, Self, TypeAlias
 
 from hetero.backends.extensible import Extensible, later
-from hetero.backends.ops import Activation, RopeScaling
+from hetero.backends.ops import Activation
+from hetero.backends.rope_scaling import RopeScaling
 from hetero.errors import ModelError
 from hetero.models.architectures import ARCHITECTURES, Architecture
 from hetero.models.config_keys import notice_unread, refuse_unused
@@ -79,6 +80,7 @@ class ModelConfig(Extensible):
     parallel           attention and feed-forward both read the one norm before them
     gated              the feed-forward multiplies by a gate; else it is up, activation, down
     experts            the feed-forward is that of a few experts, chosen for each token
+    sinks              each head of attention has a score without a value
     attention_scale    on the scores, None for D^-0.5
     attention_softcap, logit_softcap    cap · tanh(x / cap) on scores and logits, 0 for none
     embed_scale        on the embeddings
@@ -133,6 +135,7 @@ class ModelConfig(Extensible):
     in_norms: bool = later(True)
     delta: DeltaNet | None = later(None)  # noqa: RUF009
     output_gate: bool = later(False)
+    sinks: bool = later(False)
     residual_scale: float = later(1.0)
     logit_scale: float = later(1.0)
     layer_sizes: tuple[LayerSizes, ...] = later(())
@@ -148,15 +151,10 @@ class ModelConfig(Extensible):
             object.__setattr__(self, "layer_ropes", ())
         if {*self.mixers} <= {"attention"}:
             object.__setattr__(self, "mixers", ("attention",) * self.num_layers)
-        if {*self.layer_sizes} <= {self.sizes}:
+        if {*self.layer_sizes} <= {(self.kv_heads, self.head_dim, self.intermediate_size)}:
             object.__setattr__(self, "layer_sizes", ())
         if self.kv_source == tuple(range(self.num_layers)):
             object.__setattr__(self, "kv_source", ())
-
-    @property
-    def sizes(self) -> LayerSizes:
-        """Return the sizes of layers that have none of their own."""
-        return LayerSizes(self.kv_heads, self.head_dim, self.intermediate_size)
 
     def at(self, layer: int) -> Self:
         """Return the configuration of a model whose layers are all like this one in their sizes."""
@@ -167,11 +165,6 @@ class ModelConfig(Extensible):
     def reads(self, layer: int) -> bool:
         """Return whether a layer attends to the keys and values of another."""
         return bool(self.kv_source) and self.kv_source[layer] != layer
-
-    @property
-    def values_apart(self) -> tuple[bool, ...]:
-        """Return by layer whether values have a weight of their own."""
-        return tuple(not self.keys_are_values or window > 0 for window in self.windows)
 
     def for_context(self, length: int) -> Self:
         """Return the configuration in a context of up to `length` tokens (`RopeScaling`)."""
@@ -191,6 +184,11 @@ class ModelConfig(Extensible):
     def rope_at(self, layer: int) -> LayerRope | None:
         """Return the rotary embedding of a layer; None: it has none."""
         return self.layer_ropes[layer] if self.layer_ropes else self.rope
+
+    @property
+    def rope_scaled(self) -> bool:
+        """Return whether the frequencies of the rotary embedding are scaled."""
+        return self.rope_scaling != NO_SCALING
 
     @property
     def rotates(self) -> tuple[bool, ...]:
@@ -257,7 +255,7 @@ class ModelConfig(Extensible):
         architecture = _architecture(source)
         if architecture.ropes and source.raw.get("rope_parameters") is None:
             source = Fields({**source.raw, "rope_parameters": architecture.ropes}, source.where)
-        _refuse_quantised(source)
+        _refuse_quantised(source, architecture)
         _refuse_sinks(source)
         layers = source.positive_int("num_hidden_layers", limit=_MAX_LAYERS)
         sizes = _sizes(source, architecture)
@@ -411,10 +409,12 @@ def _unknown(source: Fields, name: str, known: list[str]) -> ModelError:
     )
 
 
-def _refuse_quantised(source: Fields) -> None:
+def _refuse_quantised(source: Fields, architecture: Architecture) -> None:
     quantisation = source.raw.get("quantization_config")
     if quantisation:
         method = quantisation.get("quant_method") if isinstance(quantisation, dict) else None
+        if method in architecture.quantised:
+            return
         raise ModelError(
             f"{source.where}: weights quantised with {method or 'quantization_config'!r} are not "
             "supported; use the model's original fp32, fp16 or bf16 files"

@@ -54,12 +54,12 @@ from hetero.backends.ops import (
     Outliers,
     RMSNorm,
     Rope,
-    RopeScaling,
     Router,
     ShortConv,
     SigmoidGate,
 )
 from hetero.backends.protocol import CONTEXT_PORTS, port_shape
+from hetero.backends.rope_scaling import RopeScaling
 from hetero.models.config import ModelConfig
 from hetero.models.expert_config import ExpertConfig
 from hetero.models.sliding import Sliding
@@ -303,6 +303,7 @@ class _Decoder:
             scale=config.attention_scale,
             softcap=config.attention_softcap,
             kv=self.kv,
+            sinks=config.sinks,
             reads=reads,
         )
         self._add(
@@ -341,7 +342,7 @@ class _Decoder:
             d=config.hidden_size,
             f=experts.width,
             weight_format=self.weight_format,
-            activation=config.activation,
+            activation=experts.activation or config.activation,
             bias=experts.bias,
         )
         self._add("router", router, x=source, y="routes")

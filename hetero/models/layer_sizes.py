@@ -35,6 +35,21 @@ class Sized(Protocol):
     def layer_sizes(self) -> tuple[LayerSizes, ...]: ...
     @property
     def kv_source(self) -> tuple[int, ...]: ...
+    @property
+    def keys_are_values(self) -> bool: ...
+
+
+def read_layers(source: Fields, kinds: Sequence[str]) -> dict[str, Any]:
+    """Return the parameters of `ModelConfig` in which layers of these kinds differ.
+
+    Raises `ModelError`.
+    """
+    shared = source.count("num_kv_shared_layers", 0, len(kinds) - 1)
+    return {
+        "layer_sizes": read_layer_sizes(source, kinds, shared),
+        "kv_source": kv_sources(source, kinds, shared),
+        "keys_are_values": source.boolean(KEYS_ARE_VALUES, False),
+    }
 
 
 def read_layer_sizes(source: Fields, kinds: Sequence[str], shared: int) -> tuple[LayerSizes, ...]:
@@ -96,12 +111,13 @@ def _by_layer(source: Fields, layers: int, own: LayerSizes) -> list[LayerSizes]:
     return sizes
 
 
-def write_layer_sizes(config: Sized) -> dict[str, Any]:
-    """Return the fields that `read_layer_sizes` and `kv_sources` read."""
+def write_layers(config: Sized) -> dict[str, Any]:
+    """Return the fields that `read_layers` reads."""
     base = {"head_dim": config.head_dim, "num_key_value_heads": config.kv_heads}
     own = [{"head_dim": x.head_dim, "num_key_value_heads": x.kv_heads} for x in config.layer_sizes]
     wide = [x.intermediate_size != config.intermediate_size for x in config.layer_sizes]
     return {
+        KEYS_ARE_VALUES: config.keys_are_values,
         "num_kv_shared_layers": sum(source != i for i, source in enumerate(config.kv_source)),
         "per_layer_config": {str(i): x for i, x in enumerate(own) if x != base},
         WIDE: any(wide),

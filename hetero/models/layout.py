@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Final
 
 from hetero.backends.formats import StorageFormat
 from hetero.backends.memory import PAGE_BYTES
@@ -40,6 +41,9 @@ class VectorShape:
         return (self.n // self.width, self.width) if self.width else (self.n,)
 
 
+EXPERTS: Final = ("experts_gate", "experts_up", "experts_down")
+
+
 def block_matrices(config: ModelConfig, layer: int) -> tuple[MatrixShape, ...]:
     """Return the packed weights of one block."""
     own = tuple(MatrixShape(x.name, x.n, x.k) for x in config.block_matmuls(layer))
@@ -51,9 +55,9 @@ def expert_matrices(config: ModelConfig, layer: int) -> tuple[MatrixShape, ...]:
     experts = config.routed(layer)
     if experts is None:
         return ()
-    up = MatrixShape("experts_gate", experts.count * experts.width, config.hidden_size)
-    down = MatrixShape("experts_down", experts.count * config.hidden_size, experts.width)
-    return up, replace(up, name="experts_up"), down
+    rows = experts.count * experts.width, experts.count * config.hidden_size
+    sizes = (rows[0], config.hidden_size), (rows[0], config.hidden_size), (rows[1], experts.width)
+    return tuple(MatrixShape(name, *size) for name, size in zip(EXPERTS, sizes, strict=True))
 
 
 def block_vectors(
@@ -80,6 +84,8 @@ def block_vectors(
     if config.mixers[layer] == "conv":
         norms += [VectorShape("conv_taps", config.conv_taps * config.hidden_size)]
         norms += [VectorShape("conv_bias", config.hidden_size)] if config.conv_bias else []
+    if attends and config.sinks:
+        norms += [VectorShape("sinks", config.heads)]
     norms += _router_vectors(config, layer)
     if config.layer_inputs:
         norms += [VectorShape("input_in_norm", config.layer_inputs)]
@@ -133,13 +139,15 @@ def _norms(config: ModelConfig, names: list[str]) -> list[VectorShape]:
 
 
 def _router_vectors(config: ModelConfig, layer: int) -> list[VectorShape]:
-    """Return the router's weight, row after row, and its bias."""
+    """Return the router's weight, row after row, its bias, and the biases of the experts."""
     experts = config.routed(layer)
     if experts is None:
         return []
     weight = VectorShape("router", experts.count * config.hidden_size, config.hidden_size)
     given = {"router_bias": experts.router_bias, "choice_bias": experts.choice_bias}
-    return [weight] + [VectorShape(name, experts.count) for name, has in given.items() if has]
+    vectors = [weight] + [VectorShape(name, experts.count) for name, has in given.items() if has]
+    matrices = expert_matrices(config, layer) if experts.bias else ()
+    return vectors + [VectorShape(f"{x.name}_bias", x.n) for x in matrices]
 
 
 def embedding_matrices(config: ModelConfig) -> tuple[MatrixShape, ...]:
@@ -150,7 +158,7 @@ def embedding_matrices(config: ModelConfig) -> tuple[MatrixShape, ...]:
         width = config.num_layers * config.layer_inputs
         shapes.append(MatrixShape("embed_inputs", config.vocab_size, width))
     if not config.tie_word_embeddings:
-        shapes.append(replace(embed, name="lm_head"))
+        shapes.append(MatrixShape("lm_head", config.vocab_size, config.hidden_size))
     return tuple(shapes)
 
 

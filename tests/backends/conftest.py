@@ -39,12 +39,12 @@ COMPUTING_NOTHING: dict[str, tuple[str, dict[str, Any]]] = {
     "null-asynchronous": ("null", {"asynchronous": True, "kind": "gpu"}),
 }
 
-# The formats of emulated fp16 compile for six seconds each; `test_opencl_half` runs some of them.
-LONG = ("opencl-half",)
+# What the default selection runs: one device of each backend that computes on its own.
+DEFAULT = ("reference", "ort-cpu", "qnn", "opencl", "null")
 
 
 def _params(names: Iterable[str]) -> list[Any]:
-    return [pytest.param(x, marks=pytest.mark.full) if x in LONG else x for x in names]
+    return [x if x in DEFAULT else pytest.param(x, marks=pytest.mark.full) for x in names]
 
 
 Opener: TypeAlias = Callable[[], Device]

@@ -16,9 +16,10 @@ from hetero.backends.errors import DeviceLostError
 from hetero.backends.formats import CacheFormat, StorageFormat, WeightFormat
 from hetero.backends.kv_rows import cache_rows
 from hetero.backends.memory import Tensor, new_tensor
-from hetero.backends.ops import OUTPUT_PORTS, STATE_PORTS, Op, RopeScaling
+from hetero.backends.ops import OUTPUT_PORTS, STATE_PORTS, Op
 from hetero.backends.optional import SupportsGroups, SupportsThreads
 from hetero.backends.protocol import FIXED_PORTS, BoundCall, Device
+from hetero.backends.rope_scaling import RopeScaling
 from hetero.backends.weights import pack, stacked
 from tests.backends.cases import (
     CACHES,
@@ -81,7 +82,6 @@ def test_matmul(device: Device, shape: tuple[int, int], weight_format: WeightFor
     check_op(device, ops.MatMul(n=n, k=k, weight_format=weight_format), EDGE_TOKENS)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(
     "op",
     [
@@ -106,7 +106,6 @@ def test_matmul_bias(device: Device, k: int, weight_format: WeightFormat) -> Non
     check_op(device, ops.MatMul(n=35, k=k, weight_format=weight_format, bias=True), (1, 2, 33))
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("weight_format", WeightFormat)
 def test_operand_order_changes_no_result(device: Device, weight_format: WeightFormat) -> None:
     op = ops.MatMul(n=64, k=96, weight_format=weight_format, order="transposed")
@@ -130,7 +129,6 @@ def test_matmul_of_extreme_inputs(device: Device, weight_format: WeightFormat) -
     np.testing.assert_array_equal(tensors["y"].array[0], 0)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("weight_format", [WeightFormat.GGUF_A16, WeightFormat.GGUF_A8])
 def test_matmul_of_floats_of_4_bits(device: Device, weight_format: WeightFormat) -> None:
     op = ops.MatMul(n=48, k=172, weight_format=weight_format)
@@ -162,7 +160,6 @@ def test_matmul_of_outliers(
     check_call(device, device.prepare(op, weights), weights, tensors, m)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("excess", [False, True])
 @pytest.mark.parametrize(
     ("n", "k", "hot"), [(37, 76, 5), (64, 172, 172), (48, 1030, 1), (33, 40, 0)]
@@ -185,7 +182,7 @@ def test_outliers_without_any_excess_or_all_in_excess(device: Device, hot: int) 
         check_call(device, device.prepare(op, weights), weights, tensors, 5)
 
 
-@pytest.mark.sampled
+@pytest.mark.few(2)
 @pytest.mark.parametrize("weight_format", WeightFormat)
 def test_matmul_segments_make_the_whole(device: Device, weight_format: WeightFormat) -> None:
     """Rows of a cut weight, computed one segment after another, each into its own tensor."""
@@ -372,6 +369,7 @@ def test_attention(device: Device, heads: int, kv_heads: int, head_dim: int, win
         check_call(device, kernel, {}, tensors, m)
 
 
+@pytest.mark.few(2)
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("kv", [kv for kv in CacheFormat if kv is not CacheFormat.F32])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), ATTENTION_HEADS)
@@ -386,6 +384,41 @@ def test_attention_on_narrow_caches(
         rng = np.random.default_rng(m)
         tensors = make_tensors(op, m, rng, position=position, spare_rows=1, device=device)
         check_call(device, kernel, {}, tensors, m)
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("kv", CacheFormat)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "window", "softcap"),
+    [(4, 2, 8, 0, 0.0), (3, 1, 12, 5, 0.0), (8, 1, 64, 0, 2.0), (6, 2, 16, 33, 0.0)],
+)
+def test_attention_with_sinks(
+    device: Device,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    window: int,
+    softcap: float,
+    kv: CacheFormat,
+) -> None:
+    """One more score of each head, without a value; whole and by some heads."""
+    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
+    op = replace(ATTENTION, **sizes, window=window, softcap=softcap, kv=kv, sinks=True)  # type: ignore[arg-type]
+    require(device, op)
+    weights = make_weights(op, np.random.default_rng(heads))
+    kernel = device.prepare(op, weights)
+    for m, position in ((1, 0), (7, 0), (33, 0), (1, 9), (1, 69), (2, 5), (31, 32), (33, 37)):
+        rng = np.random.default_rng(m)
+        tensors = make_tensors(op, m, rng, position=position, spare_rows=1, device=device)
+        check_call(device, kernel, weights, tensors, m)
+    last = ops.AttentionHeads(attention=op, first=kv_heads - 1, count=1)
+    if device.accepts(last):
+        tensors = make_tensors(op, 7, rng, position=2, device=device)
+        wanted = expected(op, weights, snapshot(tensors), 7)["out"]
+        device.prepare(last, weights).bind(tensors, 7).run()
+        own = slice(*last.columns)
+        limit = tolerance(op, device)
+        assert_close(tensors["out"].array[:7, own], wanted[:7, own], limit, "the last heads")
 
 
 @pytest.mark.pairwise
@@ -469,6 +502,7 @@ def test_chunks_are_decoded_to_the_bit(
     check_call(device, kernel, weights, tensors, 7)
 
 
+@pytest.mark.few(2)
 def test_chunks_are_decoded_during_other_calls(device: Device) -> None:
     """From another thread, in a queue of its own, into the same caches."""
     if not isinstance(device, SupportsThreads):
@@ -494,10 +528,12 @@ def test_chunks_are_decoded_during_other_calls(device: Device) -> None:
     assert not failures, failures
 
 
+@pytest.mark.few(2)
 def test_attention_scale(device: Device) -> None:
     check_op(device, replace(ATTENTION, scale=0.3), (1, 7))
 
 
+@pytest.mark.few(2)
 def test_attention_of_large_scores(device: Device) -> None:
     """The softmax must not overflow."""
     op = replace(ATTENTION, scale=40.0)
@@ -506,6 +542,7 @@ def test_attention_of_large_scores(device: Device) -> None:
     check_call(device, kernel, {}, tensors, 7)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("head_dim", [12, 16])
 def test_attention_of_a_prompt_in_pieces(device: Device, head_dim: int) -> None:
     """One pair of caches, bound by several calls, filled piece by piece at running positions."""
@@ -533,6 +570,7 @@ def test_attention_overwrites_forgotten_positions(device: Device) -> None:
     check_call(device, kernel, {}, tensors, 2)
 
 
+@pytest.mark.few(2)
 @pytest.mark.pairwise
 @pytest.mark.parametrize("softcap", [0.7, 50.0])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 16), (3, 1, 12), (2, 1, 256)])
@@ -761,7 +799,6 @@ def test_add(device: Device, d: int) -> None:
 # --- bindings and memory ------------------------------------------------------------------------
 
 
-@pytest.mark.sampled
 def test_bindings_of_one_kernel_are_independent(device: Device, small_op: Op) -> None:
     rng = np.random.default_rng(12)
     weights = make_weights(small_op, rng)
@@ -774,7 +811,6 @@ def test_bindings_of_one_kernel_are_independent(device: Device, small_op: Op) ->
         check_run(device, small_op, call, weights, tensors)
 
 
-@pytest.mark.sampled
 def test_a_call_sees_new_inputs(device: Device, small_op: Op) -> None:
     rng = np.random.default_rng(13)
     weights = make_weights(small_op, rng)
@@ -787,7 +823,6 @@ def test_a_call_sees_new_inputs(device: Device, small_op: Op) -> None:
         check_run(device, small_op, call, weights, tensors)
 
 
-@pytest.mark.sampled
 def test_a_call_keeps_its_kernel_and_memory_alive(device: Device, small_op: Op) -> None:
     rng = np.random.default_rng(14)
     weights = make_weights(small_op, rng)
@@ -800,7 +835,6 @@ def test_a_call_keeps_its_kernel_and_memory_alive(device: Device, small_op: Op) 
     assert np.isfinite(output.array).all()
 
 
-@pytest.mark.sampled
 def test_results_land_in_the_callers_memory(device: Device, small_op: Op) -> None:
     """Outputs are views of one pool buffer; not a byte next to them changes."""
     m = 5
@@ -843,7 +877,6 @@ def test_results_chain_through_shared_memory(device: Device) -> None:
     check_call(device, device.prepare(gate, {}), {}, second, 5)
 
 
-@pytest.mark.sampled
 def test_weights_are_not_written(device: Device, small_op: Op) -> None:
     rng = np.random.default_rng(18)
     weights = make_weights(small_op, rng)
@@ -901,7 +934,6 @@ def test_declared_data_is_sensible(any_device: Device) -> None:
     assert any_device.info.backend in any_device.info.fingerprint
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("weight_format", WeightFormat)
 def test_every_declared_format_is_accepted(any_device: Device, weight_format: WeightFormat) -> None:
     accepted = any_device.accepts(ops.MatMul(n=8, k=32, weight_format=weight_format))
@@ -909,7 +941,6 @@ def test_every_declared_format_is_accepted(any_device: Device, weight_format: We
     assert bool(accepted.reason) != accepted.ok
 
 
-@pytest.mark.sampled
 def test_accepts_what_a_decoder_needs(any_device: Device, small_op: Op) -> None:
     assert any_device.accepts(small_op)
 
@@ -926,7 +957,6 @@ def test_mapping_twice_is_once(any_device: Device) -> None:
     assert buffer.address % 4096 == 0
 
 
-@pytest.mark.sampled
 def test_calls_have_names_and_token_counts(any_device: Device, small_op: Op) -> None:
     rng = np.random.default_rng(20)
     call = any_device.prepare(small_op, make_weights(small_op, rng)).bind(
@@ -939,7 +969,6 @@ def test_calls_have_names_and_token_counts(any_device: Device, small_op: Op) -> 
 # --- refusals -----------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled
 def test_missing_tensor_is_refused(any_device: Device, small_op: Op) -> None:
     rng = np.random.default_rng(21)
     kernel = any_device.prepare(small_op, make_weights(small_op, rng))
@@ -950,7 +979,6 @@ def test_missing_tensor_is_refused(any_device: Device, small_op: Op) -> None:
             kernel.bind(tensors, 2)
 
 
-@pytest.mark.sampled
 def test_unknown_tensor_is_refused(any_device: Device, small_op: Op) -> None:
     rng = np.random.default_rng(22)
     kernel = any_device.prepare(small_op, make_weights(small_op, rng))
@@ -959,7 +987,6 @@ def test_unknown_tensor_is_refused(any_device: Device, small_op: Op) -> None:
         kernel.bind({**tensors, "extra": new_tensor((2, 2))}, 2)
 
 
-@pytest.mark.sampled
 def test_wrong_shape_or_dtype_is_refused(any_device: Device, small_op: Op) -> None:
     rng = np.random.default_rng(23)
     kernel = any_device.prepare(small_op, make_weights(small_op, rng))
@@ -972,7 +999,6 @@ def test_wrong_shape_or_dtype_is_refused(any_device: Device, small_op: Op) -> No
                 kernel.bind({**tensors, port: wrong}, 2)
 
 
-@pytest.mark.sampled
 def test_too_few_rows_are_refused(any_device: Device, small_op: Op) -> None:
     rng = np.random.default_rng(24)
     kernel = any_device.prepare(small_op, make_weights(small_op, rng))
@@ -996,7 +1022,6 @@ def test_token_count_without_a_graph_is_refused(any_device: Device) -> None:
         assert kernel.bind(tensors, m).m == m
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("change", "message"),
     [

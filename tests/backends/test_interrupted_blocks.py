@@ -45,7 +45,7 @@ def quiet_stdout() -> AbstractContextManager[None]:
     return quiet_stdout()
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "block",
     [

@@ -181,7 +181,6 @@ def test_a_full_disk_before_anything_is_measured(
     assert not list((tmp_path / "c").glob("speed*"))
 
 
-@pytest.mark.few(4)
 @pytest.mark.parametrize("seed", range(24))
 def test_damage_anywhere_is_a_sentence_or_costs_computing(
     llm: LLM, seed: int, tmp_path: Path, request: pytest.FixtureRequest

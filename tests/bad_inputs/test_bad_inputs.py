@@ -90,6 +90,7 @@ def test_the_corpus_is_large_and_its_names_differ() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits by RLIMIT_AS and /proc")
+@pytest.mark.few(80)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_bad_input_is_one_sentence(
     case: BadInput, good_session: Path, app: Any, monkeypatch: Any, capfd: Any

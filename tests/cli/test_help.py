@@ -229,6 +229,7 @@ def test_the_chat_template_is_the_default_where_a_model_has_one(command: Command
     assert tokens == sorted(set(tokens))
 
 
+@pytest.mark.full
 def test_a_model_is_sampled_as_its_authors_say(command: Command, tmp_path: Path) -> None:
     """In a chat, unless an option says otherwise; a raw text goes on greedily."""
     from hetero.generation.defaults import model_sampling

@@ -38,7 +38,6 @@ def logits(weights: ModelWeights, tokens: list[int]) -> Any:
     return model.logits(tokens)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_float_logits_have_the_same_bits(case: str, seed: int) -> None:

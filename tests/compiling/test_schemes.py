@@ -33,7 +33,6 @@ def floats(model: LoadedModel) -> SimulatedModel:
     return SimulatedModel(model, model.weights, 64, lambda node, x: program(node.op, x)[0])
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("scheme", ["naive", "none", "smooth", "per-token", "activations", "15%",
                                     "all", "paper"])  # fmt: skip
 @pytest.mark.parametrize("tied", [False, True])

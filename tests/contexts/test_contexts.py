@@ -52,6 +52,7 @@ def alone(llm: LLM) -> list[Any]:
 # --- beside each other ------------------------------------------------------------------------
 
 
+@pytest.mark.few(1)
 def test_streams_that_one_thread_reads_in_turn(llm: LLM, alone: list[Any]) -> None:
     streams = [
         llm.stream(prompt, context=llm.new_context(), seed=seed, **SAMPLED)
@@ -123,7 +124,7 @@ def test_going_back_forgets(llm: LLM) -> None:
         assert np.array_equal(found, llm.engine.decode(fresh, token))
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 def test_guesses_on_two_contexts_change_no_token(llm: LLM) -> None:
     prompts = [[9, 8, 7, 6] * 6, [5, 4, 5, 4] * 5]
     options: dict[str, Any] = {"max_tokens": 20}
@@ -213,7 +214,6 @@ def test_an_answer_that_is_left_leaves_what_was_read(one: LLM) -> None:
 # --- memory -----------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("drop", ["close", "forget"])
 def test_memory_comes_back(llm: LLM, drop: str) -> None:
     context: Context | None = llm.new_context()

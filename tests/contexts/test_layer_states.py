@@ -74,6 +74,7 @@ def test_copies_are_few_and_spread() -> None:
 REPEATS = pytest.mark.parametrize("folder", ["lfm2"], indirect=True)  # its text, so some are right
 
 
+@pytest.mark.full
 @REPEATS
 def test_guesses_change_no_token(llm: LLM) -> None:
     plain = llm.generate(PROMPT, max_tokens=80, logprobs=0)
@@ -97,6 +98,7 @@ def test_wrong_guesses_leave_the_state_of_the_text(llm: LLM) -> None:
     assert speculation.drafted > speculation.accepted
 
 
+@pytest.mark.few(1)
 def test_a_text_goes_on_and_back(llm: LLM) -> None:
     """A conversation, an answer made again, and another question, each as from an empty context."""
     with llm.new_context() as context:
@@ -118,6 +120,7 @@ def test_several_answers_to_one_prompt(llm: LLM) -> None:
     assert sorted(x.tokens for x in answers) == sorted(wanted)
 
 
+@pytest.mark.few(1)
 def test_kept_contexts_are_computed_again(llm: LLM, tmp_path: Path) -> None:
     """Chunks on the disk have no states."""
     with Service(llm, directory=tmp_path, context_memory="8MiB", context_disk="64MiB") as service:

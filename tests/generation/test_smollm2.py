@@ -82,7 +82,6 @@ def assert_greedy(llm: LLM, number: int, atol: float) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.sampled
 @pytest.mark.parametrize(
     "number",
     [

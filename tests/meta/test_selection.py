@@ -1,4 +1,4 @@
-"""What a selection leaves out has no parameter value that no other test runs."""
+"""Each level runs the parameter sets that `tests.support.selection` promises."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.selection import Level, selected
+from tests.support.selection import SETS, Level, selected
 
 
 def items(name: str, sizes: dict[str, int], *marks: Any) -> list[Any]:
@@ -33,41 +33,37 @@ def values(of: list[Any], together: int) -> set[Any]:
     return set(itertools.chain.from_iterable(each))
 
 
-@pytest.mark.parametrize("every", [(), (2,), (100,)])
+@pytest.mark.parametrize("marks", [(), (pytest.mark.few(1),), (pytest.mark.few(9),)])
 @pytest.mark.parametrize("sizes", SIZES)
-def test_every_value_is_run(sizes: dict[str, int], every: tuple[int, ...]) -> None:
-    given = items("test_x", sizes, pytest.mark.sampled(*every))
-    default, full = (selected(given, x) for x in (Level.DEFAULT, Level.FULL))
+def test_few_sets_of_many_values_run_by_default(sizes: dict[str, int], marks: Any) -> None:
+    given = items("test_x", sizes, *marks)
+    default = selected(given, Level.DEFAULT)
+    count = marks[0].args[0] if marks else SETS
+    assert default == [x for x in given if x in default]  # in their order
+    assert len(default) == min(count, len(given))
+    assert len(values(default, 1)) >= min(len(default), len(values(given, 1)))
+    assert selected(given, Level.FULL) == given
+
+
+@pytest.mark.parametrize("every", [2, 100])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_every_value_is_run_with_full(sizes: dict[str, int], every: int) -> None:
+    given = items("test_x", sizes, pytest.mark.sampled(every))
+    full = selected(given, Level.FULL)
     assert full == [x for x in given if x in full]
-    assert default == [x for x in full if x in default]  # in their order
-    assert values(default, 1) == values(full, 1) == values(given, 1)
-    assert len(default) <= sum(sizes.values())
-    assert len(full) >= len(given) / (*every, 1)[0]
+    assert values(full, 1) == values(given, 1)
+    assert len(full) >= len(given) / every
     assert selected(given, Level.EXHAUSTIVE) == given
 
 
 @pytest.mark.parametrize("sizes", SIZES)
-def test_every_pair_of_values_is_run(sizes: dict[str, int]) -> None:
+def test_every_pair_of_values_is_run_with_full(sizes: dict[str, int]) -> None:
     given = items("test_x", sizes, pytest.mark.pairwise)
-    kept = selected(given, Level.DEFAULT)
-    assert kept == selected(given, Level.FULL) == [x for x in given if x in kept]
+    kept = selected(given, Level.FULL)
+    assert kept == [x for x in given if x in kept]
     assert values(kept, 2) == values(given, 2)
     if len(sizes) > 2:
         assert 2 * len(kept) <= len(given) + 1
-
-
-@pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize("sizes", SIZES)
-def test_few_run_by_default_and_all_with_full(sizes: dict[str, int], count: int) -> None:
-    given = items("test_x", sizes, pytest.mark.sampled, pytest.mark.few(count))
-    default = selected(given, Level.DEFAULT)
-    assert default == [x for x in given if x in default]
-    assert len(default) == min(count, len(given))
-    sampled = items("test_x", sizes, pytest.mark.sampled)
-    ids = [x.nodeid for x in selected(sampled, Level.DEFAULT)]
-    assert len(default) == min(count, len(ids))
-    assert {x.nodeid for x in default} <= set(ids)
-    assert selected(given, Level.FULL) == given
 
 
 @pytest.mark.parametrize("level", [Level.FULL, Level.EXHAUSTIVE])

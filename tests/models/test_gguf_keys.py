@@ -210,7 +210,6 @@ def test_other_lists_are_refused(values: list[Any], sentence: str, tmp_path: Pat
         open_model(path)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("value", [[1, 2], [0.5], "text", 1.5, True, 2**31, 0])
 @pytest.mark.parametrize("arch", [x for x in FAMILIES if x != "llama"])
 def test_any_value_of_a_familys_own_entries_gives_a_configuration_or_a_model_error(

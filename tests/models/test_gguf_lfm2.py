@@ -30,6 +30,7 @@ numpy.save(found, numpy.array(model.scores[: len(tokens)]))
 KEY_VALUE_HEADS = "lfm2.attention.head_count_kv"
 
 
+@pytest.mark.full
 def test_llama_cpp_gives_the_same_logits(tmp_path: Path) -> None:
     if find_spec("llama_cpp") is None:
         pytest.skip("llama-cpp-python is not installed")

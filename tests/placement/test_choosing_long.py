@@ -99,7 +99,7 @@ def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hetero.placement.choosing.every_core_count", lambda: 2)
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 def test_times_and_devices_are_continuous_from_short_prompts_to_long_ones(case: Case) -> None:
     """From one length to the next every candidate's time grows, by no more than the calls of the
     tokens between take and what the answer attends to; the chosen device changes only where two

@@ -111,6 +111,7 @@ def test_it_is_measured_once_and_said_at_every_start(
     assert the_file(folder).stat().st_size < 1 << 13
 
 
+@pytest.mark.full
 def test_a_profile_of_this_machine_or_asked_for_is_as_it_is(
     host: DeviceProfile, spec: ModelGraph, machines: Machines, folder: Path
 ) -> None:
@@ -425,6 +426,7 @@ def test_a_profile_of_a_machine_twice_as_slow_makes_the_same_predictions(
         assert second == pytest.approx(first, rel=1e-9), task
 
 
+@pytest.mark.full
 def test_a_model_starts_with_it(folder: Path) -> None:
     """From Python, on the real devices: the second start does not measure again and says so too."""
     notes = []

@@ -75,6 +75,7 @@ def test_explain_shows_every_candidate_of_one_matmul(command: Command) -> None:
     assert "the plan's matmuls are" in wrong.stderr
 
 
+@pytest.mark.full
 def test_a_plan_beside_another_chip(command: Command, tmp_path: Path) -> None:
     for ending in ("html", "md", "json"):
         report = tmp_path / f"r.{ending}"

@@ -145,6 +145,7 @@ def test_memory_and_arithmetic_drift_separately() -> None:
     assert after[256].reference == pytest.approx(1.0, rel=0.02)
 
 
+@pytest.mark.full
 def test_a_task_that_drifts_is_measured_again_and_then_marked() -> None:
     clock = ManualClock()
 

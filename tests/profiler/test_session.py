@@ -429,7 +429,7 @@ SLOW = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("part", SLOW)
 def test_every_part_looks_at_the_budget(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, part: str

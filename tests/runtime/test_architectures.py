@@ -70,7 +70,6 @@ def run(engine: Engine) -> list[Any]:
 
 
 @pytest.mark.few(2)
-@pytest.mark.sampled
 @pytest.mark.parametrize(("strategy", "non_matmul"), [("hybrid-cut", "gpu"), ("row-cut", "npu")])
 def test_a_cut_model_gives_the_same_logits(name: str, strategy: str, non_matmul: str) -> None:
     """And launches every node of its graph in order."""
@@ -112,7 +111,6 @@ def test_the_command_lines_way_needs_nothing_else(name: str) -> None:
         assert llm.choice.plan is not None, llm.choice.reason
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("profile", shipped_names())
 def test_a_plan_is_found_on_every_shipped_profile(name: str, profile: str) -> None:
     """Both devices work in every prompt, were it in attention's heads alone."""

@@ -24,7 +24,6 @@ def opened(mode: str, kv: str, gpu: str = "opencl") -> LLM:
 
 
 @pytest.mark.few(1)
-@pytest.mark.sampled
 @pytest.mark.parametrize("kv", NARROW)
 @pytest.mark.parametrize("mode", MODES)
 def test_logits_are_those_of_floats_but_for_the_rounding(mode: str, kv: str) -> None:
@@ -39,7 +38,6 @@ def test_logits_are_those_of_floats_but_for_the_rounding(mode: str, kv: str) -> 
 
 
 @pytest.mark.few(1)
-@pytest.mark.sampled
 @pytest.mark.parametrize("kv", NARROW)
 @pytest.mark.parametrize("mode", MODES)
 def test_devices_agree_with_the_reference(mode: str, kv: str) -> None:

@@ -73,6 +73,7 @@ FILED: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=examples(4), **QUICK)
 @given(data=st.data())

@@ -97,7 +97,6 @@ def slow_down(engine: Engine, delay_s: Callable[[], float], kind: DeviceKind = "
     device.enqueue = late  # type: ignore[attr-defined]
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("failed", ["gpu", "npu"])
 @pytest.mark.parametrize("launch", [0, 7, 60, 150])
 def test_a_device_that_fails_is_dropped_with_one_warning(
@@ -325,7 +324,6 @@ def test_a_gate_that_gave_up_drops_the_gpu(
         assert set(engine.devices) == {"npu"}
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("launch", [0, 5])
 @pytest.mark.parametrize("call", ["score", "verify"])
 def test_every_logit_is_computed_where_the_device_left_has_shorter_calls(

@@ -81,7 +81,6 @@ def traced(engine: Engine, path: Path, tokens: int) -> tuple[int, ...]:
 
 
 @pytest.mark.few(2)
-@pytest.mark.sampled
 @pytest.mark.parametrize("tokens", [1, 40, 511, 512, 513, 1300, 4500, CONTEXT - 1])
 def test_the_engine_runs_exactly_the_calls_that_the_plan_names(
     llm: LLM, tmp_path: Path, tokens: int
@@ -105,7 +104,6 @@ def test_a_long_prompt_on_both_devices_is_planned(checkpoint: tuple[str, Any]) -
         assert set(llm.context.work.devices) == {"gpu", "npu"}
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("tokens", [600, 1300])
 def test_numbers_of_long_prompts_match_transformers(
     checkpoint: tuple[str, Any], llm: LLM, tokens: int

@@ -100,7 +100,6 @@ def test_rows_of_a_plan_of_layers(folder: Path) -> None:
         joins_and_leaves(llm.engine, random.Random())
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["opt", "gemma2", "phi2"])
 @pytest.mark.parametrize("non_matmul", ["gpu", "npu"])
 def test_rows_of_every_architecture(tmp_path: Path, name: str, non_matmul: str) -> None:

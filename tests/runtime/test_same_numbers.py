@@ -62,7 +62,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Any:
     return found
 
 
-@pytest.mark.sampled
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("checkpoint", "way"), product(*TOLERANCE), indirect=["checkpoint"])
 def test_logits_match_transformers(
     checkpoint: Any, way: Any, request: pytest.FixtureRequest
@@ -91,7 +91,6 @@ def test_logits_match_transformers(
 
 
 @pytest.mark.few(1)
-@pytest.mark.sampled
 @pytest.mark.parametrize(("checkpoint", "way"), product("w4a8"), indirect=["checkpoint"])
 def test_int8_activations_are_exact(checkpoint: Any, way: Any) -> None:
     # As near to the definition of w4a8 as float32 is to floats, where no rounding hangs by a bit.

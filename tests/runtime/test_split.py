@@ -101,7 +101,6 @@ SYNCS = [(strategy, "fast") for strategy in STRATEGIES]
 SYNCS += [("hybrid-cut", "event"), ("hybrid-cut", "finish")]
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize(("strategy", "sync"), SYNCS)
 def test_every_strategy(folder: Path, expected: Any, strategy: str, pair: str, sync: str) -> None:

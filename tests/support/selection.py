@@ -1,16 +1,15 @@
 """Select the tests that run.
 
-- `pytest` runs each behaviour once, in six to eight minutes on two cores.
-- `pytest --full` runs all that the gate runs: the tests marked `full`, more parameter sets of those
-  marked `sampled`, more random examples.
-- `pytest --exhaustive` also runs what takes hours: the tests marked `exhaustive`, every parameter
-  set, thousands of random examples.
+- `pytest` runs each behaviour once, in five minutes on two cores: at most `SETS` parameter sets of
+  a test (of one marked `few(n)`: n), such that as many values of its parameters as possible occur.
+- `pytest --full` runs all that the gate runs: the tests marked `full`, all parameter sets, more
+  random examples.
+- `pytest --exhaustive` also runs what takes hours: the tests marked `exhaustive`, thousands of
+  random examples, and the parameter sets that these marks leave out of `--full`: of a test marked
+  `pairwise`, a few run such that any two values of two parameters meet in one; of one marked
+  `sampled(n)`, one in n.
 
-Of the parameter sets of a test marked `sampled(n)`, the default runs as few as have every value of
-every parameter, and `--full` one in n (all, without n). Of one marked `pairwise`, both run a few
-such that any two values of two parameters meet in one of them. Of one marked `few(n)`, the default
-runs at most n of those sets. Which sets run is the same each time. A test that is named by its id
-always runs.
+Which sets run is the same each time. A test that is named by its id always runs.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ import pytest
 
 Values: TypeAlias = set[Hashable]
 DEFAULT_SHARE: Final = 4  # one random example in so many of those of `--full`
+SETS: Final = 3  # parameter sets of a test by default
 
 
 class Level(IntEnum):
@@ -53,9 +53,9 @@ def configure(config: pytest.Config) -> None:
     for line in (
         "full: runs with `--full` only",
         "exhaustive: runs with `--exhaustive` only",
-        "pairwise: runs every pair of values, `--exhaustive` all sets",
-        "few(n): runs n of the parameter sets, `--full` all",
-        "sampled(n): runs every value, `--full` one in n of the parameter sets, `--exhaustive` all",
+        f"few(n): runs n of the parameter sets by default, not {SETS}",
+        "pairwise: `--full` runs every pair of values, `--exhaustive` all parameter sets",
+        "sampled(n): `--full` runs one in n of the parameter sets, `--exhaustive` all",
     ):
         config.addinivalue_line("markers", line)
 
@@ -99,33 +99,35 @@ def _kept(items: list[pytest.Item], level: Level) -> set[str]:
     """Return the ids of those items of one test that run."""
     if level is Level.EXHAUSTIVE or not items:
         return {item.nodeid for item in items}
-    few = items[0].get_closest_marker("few") if level is Level.DEFAULT else None
+    if level is Level.DEFAULT:
+        few = items[0].get_closest_marker("few")
+        return _sample(items, SETS if few is None else few.args[0])
     if items[0].get_closest_marker("pairwise") is not None:
-        kept = _pairs(items)
-    elif (mark := items[0].get_closest_marker("sampled")) is not None:
-        kept = _sample(items, len(items) if level is Level.DEFAULT else (*mark.args, 1)[0])
-    else:
-        kept = {item.nodeid for item in items}
-    if few is None:
-        return kept
-    order = sorted((item for item in items if item.nodeid in kept), key=_mixed)
-    return {item.nodeid for item in order[: few.args[0]]}
+        return _pairs(items)
+    sampled = items[0].get_closest_marker("sampled")
+    share = 1 if sampled is None else (*sampled.args, 1)[0]
+    if share == 1:
+        return {item.nodeid for item in items}
+    return _sample(items, -(-len(items) // share)) | _new_values(items)
 
 
-def _sample(items: list[pytest.Item], every: int) -> set[str]:
-    """Return the ids of one in `every` items, and of as many more as bring a value of their own."""
+def _sample(items: list[pytest.Item], count: int) -> set[str]:
+    """Return the ids of so many items, first of those that bring a value of their own."""
     order = sorted(items, key=_mixed)
+    new = _new_values(items)
+    order.sort(key=lambda item: item.nodeid not in new)
+    return {item.nodeid for item in order[:count]}
+
+
+def _new_values(items: list[pytest.Item]) -> set[str]:
+    """Return the ids of items that have every value of every parameter."""
     seen: Values = set()
     kept: set[str] = set()
-    for item in order:
+    for item in sorted(items, key=_mixed):
         values = set(_values(item))
         if values - seen:
             seen |= values
             kept.add(item.nodeid)
-    for item in order:
-        if len(kept) * every >= len(items):
-            break
-        kept.add(item.nodeid)
     return kept
 
 

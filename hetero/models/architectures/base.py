@@ -14,6 +14,7 @@ from hetero.models.expert_config import ExpertConfig
 from hetero.models.fields import Fields, is_number
 from hetero.models.layer_sizes import LayerSizes
 from hetero.models.sliding import FULL, SLIDING
+from hetero.models.stacked_experts import Stacked
 
 DEFAULT_WINDOW = 4096
 
@@ -47,6 +48,8 @@ class Decoder(Protocol):
     def rope_theta(self) -> float: ...
     @property
     def rms_norm_eps(self) -> float: ...
+    @property
+    def rope_scaled(self) -> bool: ...
     @property
     def rotates(self) -> tuple[bool, ...]: ...
     @property
@@ -104,7 +107,8 @@ class TensorNames:
     bias; `experts` the modules of the experts' matrices, with `{}` for an expert's number;
     `model_modules` those outside of the blocks; `shared` modules outside of them whose rows, or
     whose one vector, all blocks share. `.weight` and `.bias` are appended to modules.
-    `block` is the prefix of a block.
+    `block` is the prefix of a block. `stacked` are the experts' matrices in tensors of all experts,
+    which a checkpoint may have instead.
     """
 
     block: str = "model.layers.{}."
@@ -125,6 +129,7 @@ class TensorNames:
         }
     )
     experts: Mapping[str, str] = field(default_factory=dict)
+    stacked: Mapping[str, Stacked] = field(default_factory=dict)
     parameters: Mapping[str, str] = field(default_factory=dict)
     shared: Mapping[str, str] = field(default_factory=dict)
     model_modules: Mapping[str, str] = field(
@@ -153,6 +158,7 @@ class Architecture:
     column_order      its columns
     used              fields that are refused elsewhere (`hetero.models.config_keys`)
     defaults          fields that the text part of a larger model may leave out
+    quantised         methods of `quantization_config` whose tensors are read
     norm_offset       added to every norm's weight when it is read
     norm_bias         whether a LayerNorm has a bias
     ropes             `rope_parameters` where config.json has none
@@ -181,6 +187,7 @@ class Architecture:
     norm_offset: float = 0.0
     used: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    quantised: tuple[str, ...] = ()
     norm_bias: bool = True
     ropes: Mapping[str, Any] = field(default_factory=dict)
     theta: float = 10000.0

@@ -27,10 +27,12 @@ from hetero.models.gguf.tensors import (
     GgufTensor,
     Loss,
     check_kind,
+    is_matrix,
     rows_of,
     stored_as,
 )
 from hetero.models.layout import (
+    EXPERTS,
     block_matrices,
     embedding_matrices,
     expert_matrices,
@@ -100,7 +102,7 @@ class GgufWeights(ModelWeights):
             return super().nbytes
         total = 0
         for name, info in self.file.tensors.items():
-            if len(info.shape) > 1 and not name.endswith(_NO_MATRICES):
+            if is_matrix(name, info) and not name.endswith(_NO_MATRICES):
                 total += packed_bytes(stored_as(info.kind), *rows_of(info.shape))
             else:
                 total += 4 * math.prod(info.shape)
@@ -243,6 +245,8 @@ class GgufWeights(ModelWeights):
         matmul = name.removesuffix("_bias")
         if self._is_left_out(name):
             return np.zeros(self.config.hidden_size, np.float32)
+        if matmul in EXPERTS:
+            return self._vector(f"{prefix}{_MATRICES[matmul][0][0]}.bias")
         if matmul not in _MATRICES:
             values = self._vector(prefix + self._tensor_of(name))
             return (
@@ -319,7 +323,7 @@ class GgufWeights(ModelWeights):
                 f"metadata, got {list(info.shape)}; download the file again"
             )
         check_kind(str(self.file.path), name, info)
-        vector = len(shape) == 1 or name.endswith(_NO_MATRICES)
+        vector = not is_matrix(name, info) or name.endswith(_NO_MATRICES)
         if vector and info.kind not in FLOATS:
             raise ModelError(
                 f"{self.file.path}: tensor {name} must be one of "
@@ -373,14 +377,20 @@ class GgufWeights(ModelWeights):
 
 
 def _expert_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
-    """Return the tensors of a layer's routed experts, each [experts, rows, features]."""
+    """Return the tensors of a layer's routed experts.
+
+    Matrices are [experts, rows, features], biases [experts, rows].
+    """
     experts = config.routed(layer)
+    shapes: dict[str, tuple[int, ...]] = {}
     if experts is None:
         return {}
-    return {
-        f"blk.{layer}.{_MATRICES[x.name][0][0]}.weight": (experts.count, x.n // experts.count, x.k)
-        for x in expert_matrices(config, layer)
-    }
+    for matrix in expert_matrices(config, layer):
+        module, rows = f"blk.{layer}.{_MATRICES[matrix.name][0][0]}", matrix.n // experts.count
+        shapes[f"{module}.weight"] = (experts.count, rows, matrix.k)
+        if experts.bias:
+            shapes[f"{module}.bias"] = (experts.count, rows)
+    return shapes
 
 
 def _named(names: dict[str, str], vector: str) -> tuple[str, str]:

@@ -42,7 +42,7 @@ def error(
     return float(np.linalg.norm(y.array - expected) / np.linalg.norm(expected))
 
 
-@pytest.mark.sampled
+@pytest.mark.few(1)
 @pytest.mark.parametrize("weight_format", FORMATS)
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 64, 512), (3, 33, 172), (40, 70, 96), (65, 64, 256)])
 def test_fp16_products_stay_within_fp16_error(
@@ -92,7 +92,6 @@ def test_outliers_overflow_nothing(gpu: OpenCLDevice, weight_format: WeightForma
             assert_close(y.array[row], wanted["y"][row], 1.5e-3, f"{outlier} row {row}")
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(
     "weight_format",  # whose scaling is one: each compiles for seconds
     [

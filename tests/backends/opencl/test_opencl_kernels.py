@@ -55,7 +55,6 @@ def test_add(variant: OpenCLDevice, rng: np.random.Generator, d: int, m: int) ->
     run_and_compare(variant, op, {}, tensors_for(op, m, rng, extra_rows=2), m)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu"])
 @pytest.mark.parametrize(("f", "m"), [(129, 1), (512, 4)])
 def test_gated_act(
@@ -78,7 +77,6 @@ def test_activation_survives_extremes(
     np.testing.assert_allclose(tensors["y"].array[0], np.tile([0, 0, 100, 1e4], 4), atol=1e-30)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("more", [{"gated": True}, {"activation": "silu", "taps": 4, "bias": True}])
 @pytest.mark.parametrize(("d", "m", "position"), [(37, 1, 5), (64, 2, 0), (200, 70, 1)])
 def test_short_conv(
@@ -91,7 +89,6 @@ def test_short_conv(
     run_and_compare(variant, op, weights, tensors, m)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(("k_dim", "v_dim"), [(8, 16), (12, 20), (128, 128), (200, 64)])
 @pytest.mark.parametrize(("m", "position"), [(1, 5), (2, 0), (70, 1)])
 def test_gated_delta(
@@ -104,7 +101,6 @@ def test_gated_delta(
     run_and_compare(variant, op, weights, tensors, m)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("add", [False, True])
 @pytest.mark.parametrize(("d", "m"), [(5, 2), (64, 1), (100, 7), (1000, 3)])
 def test_rms_norm(
@@ -115,7 +111,6 @@ def test_rms_norm(
     run_and_compare(variant, op, weights, tensors_for(op, m, rng, extra_rows=2), m)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("add", [False, True])
 @pytest.mark.parametrize(("d", "m"), [(5, 2), (1000, 3)])
 def test_layer_norm(
@@ -138,12 +133,11 @@ ROPES = {
     },
     "yarn": {
         "heads": 2, "kv_heads": 1, "head_dim": 32,
-        "scaling": ops.RopeScaling(kind="yarn", factor=4.0, original_max_position=64),
+        "scaling": RopeScaling(kind="yarn", factor=4.0, original_max_position=64),
     },
 }  # fmt: skip
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("name", ROPES)
 @pytest.mark.parametrize(("position", "m"), [(0, 1), (200, 9)])
 def test_rope(
@@ -168,7 +162,6 @@ def test_rope_tables_are_shared_between_layers(
 FORMATS = [WeightFormat.W4A16, WeightFormat.W8A16, WeightFormat.F16, WeightFormat.F32]
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("weight_format", FORMATS)
 @pytest.mark.parametrize(("d", "m"), [(64, 5), (45, 3)])
 def test_embed(

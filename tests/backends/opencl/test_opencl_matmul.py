@@ -220,6 +220,7 @@ CASES = [
 FORMATS = [pytest.param(x, marks=[pytest.mark.full] * x.of_file, id=x.value) for x in WeightFormat]
 
 
+@pytest.mark.few(2)
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", CASES)
 def test_shapes(any_family: OpenCLDevice, case: tuple[WeightFormat, tuple[int, int, int]]) -> None:
@@ -274,7 +275,7 @@ def test_long_rows(
     check(device, weight_format, shape, bias=True)
 
 
-@pytest.mark.sampled
+@pytest.mark.few(1)
 @pytest.mark.parametrize("weight_format", FORMATS)
 def test_several_threads(
     device: OpenCLDevice, weight_format: WeightFormat, monkeypatch: pytest.MonkeyPatch
@@ -421,7 +422,7 @@ def planes_device(
     return any_family
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.filterwarnings(WIDE_ARGUMENTS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_two_planes(planes_device: OpenCLDevice, shape: tuple[int, int, int]) -> None:
@@ -453,6 +454,7 @@ def test_two_planes_lose_less_than_fp16_would(planes_device: OpenCLDevice) -> No
     np.testing.assert_array_equal(run(kernel, 0 * x, n), np.zeros((2, n), dtype=np.float32))
 
 
+@pytest.mark.few(1)
 def test_discrete_memory_copies(variant: OpenCLDevice) -> None:
     """The other ways of sharing memory that a device may have."""
     for weight_format in (WeightFormat.W4A8, WeightFormat.F16):

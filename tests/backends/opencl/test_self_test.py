@@ -125,6 +125,7 @@ PROCESSORS = [
 FIRST = {level: name for name, _, level in reversed(PROCESSORS)}  # of each level
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "llvm", "level"),
     [
@@ -426,7 +427,7 @@ def test_a_child_that_works_is_no_hang(
     assert asked
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 @pytest.mark.parametrize("room", [True, False])
 def test_what_a_full_disk_breaks_is_not_kept(
     self_tests: SelfTests, pocl: DriverCandidate, monkeypatch: pytest.MonkeyPatch, room: bool
