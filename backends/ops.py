@@ -539,6 +539,19 @@ class Add:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GatedAdd:
+    """`y = residual + sigmoid(gates · weight) · x`: one gate of a token for all features.
+
+    It adds a shared expert to the chosen ones (Qwen1.5-MoE, Qwen3.5-MoE).
+
+    Ports: `x`, `gates`, `residual` and `y` [m, d]. Weights: `weight` [d] float32.
+    """
+
+    d: int
+    ports: ClassVar[tuple[str, ...]] = ("x", "gates", "residual", "y")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Outliers:
     """Outlying activations of a matmul of 8-bit codes, added to the residual stream.
 
@@ -677,6 +690,7 @@ Op: TypeAlias = (
     | Act
     | AddPositions
     | Add
+    | GatedAdd
     | Outliers
     | Router
     | Experts
@@ -708,7 +722,7 @@ def weight_names(op: Op) -> tuple[str, ...]:  # noqa: PLR0911, PLR0912
         case MatMul():
             static = op.weight_format.activations.static
             return ("weight", *["bias"] * op.bias, *["x_scale"] * static)
-        case Embed() | RMSNorm():
+        case Embed() | RMSNorm() | GatedAdd():
             return ("weight",)
         case LayerNorm():
             return ("weight", "bias")

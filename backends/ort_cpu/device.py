@@ -177,6 +177,10 @@ class OrtCpuDevice(Device, SupportsCompaction):
                 return kernel
             case ops.Add():
                 return kernels.OrtGraphKernel(self._host, op, self._session(op, graphs.add), {})
+            case ops.GatedAdd():
+                inputs = {"weight": checks.vector(weights, "weight").reshape(op.d, 1)}
+                session = self._session(op, graphs.gated_add)
+                return kernels.OrtGraphKernel(self._host, op, session, inputs)
             case ops.Router():
                 inputs = _vectors(weights)
                 inputs["router"] = inputs["router"].reshape(op.experts, op.d)

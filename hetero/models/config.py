@@ -298,7 +298,7 @@ class ModelConfig(Extensible):
     def block_matmuls(self, layer: int) -> tuple[MatMulSpec, ...]:
         """Return the matmuls of a block in the order in which they run, each once.
 
-        Routed experts are none of them (`hetero.models.graph`).
+        Routed experts are none of them (`hetero.models.graph`), a shared expert is.
         """
         d, f = self.hidden_size, self.intermediate_size
         up = 2 * f if self.gated else f
@@ -312,7 +312,8 @@ class ModelConfig(Extensible):
             assert self.delta is not None
             rows = [("delta_in", sum(self.delta.projections), d, False)]
             rows += [("delta_out", d, self.delta.values, False)]
-        if self.routed(layer) is None:
+        routed = self.routed(layer)
+        if routed is None or routed.shared:
             rows += [("gate_up", up, d, self.mlp_bias), ("down", d, f, self.mlp_bias)]
         return tuple(
             MatMulSpec(name=name, n=n, k=k, count=1, bias=bias) for name, n, k, bias in rows

@@ -737,6 +737,11 @@ def test_sigmoid_gate(device: Device, d: int, first: int, width: int) -> None:
     check_op(device, ops.SigmoidGate(d=d, first=first, width=width), EDGE_TOKENS)
 
 
+@pytest.mark.parametrize("d", [1, 64, 173])
+def test_gated_add(device: Device, d: int) -> None:
+    check_op(device, ops.GatedAdd(d=d), EDGE_TOKENS)
+
+
 def test_gates_outside_of_their_columns_are_refused() -> None:
     with pytest.raises(ValueError, match="8 gates from column 9 on are not in 16 columns"):
         ops.SigmoidGate(d=8, first=9, width=16)
