@@ -204,7 +204,7 @@ def _check_vector(op: Op, name: str, value: Any) -> None:  # noqa: PLR0912
             length = op.heads
         case ops.AttentionHeads():
             length = op.attention.heads
-        case ops.RMSNorm() | ops.LayerNorm():
+        case ops.RMSNorm() | ops.LayerNorm() | ops.GatedAdd():
             length = op.d
         case ops.Add():
             length = 1

@@ -25,7 +25,7 @@ from typing import ClassVar, Final, Literal, TypeAlias
 
 from hetero.backends.extensible import Extensible, later
 from hetero.backends.formats import CacheFormat, WeightFormat
-from hetero.backends.rope_scaling import RopeScaling
+from hetero.backends.frequency_scaling import RopeScaling
 
 Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "relu"]
 ExpertActivation: TypeAlias = Activation | Literal["swiglu_oai"]
@@ -138,7 +138,7 @@ class Rope(Extensible):
     theta: float
     max_position: int
     rotary_dim: int = 0
-    scaling: RopeScaling = RopeScaling()
+    scaling: RopeScaling = RopeScaling()  # noqa: RUF009
     qk_norm_eps: float | None = None
     qk_norm_row: bool = later(False)
     qk_norm_after: bool = later(False)
@@ -528,6 +528,19 @@ class Add(Extensible):
 
 
 @dataclass(frozen=True, kw_only=True)
+class GatedAdd:
+    """`y = residual + sigmoid(gates · weight) · x`: one gate of a token for all features.
+
+    It adds a shared expert to the chosen ones (Qwen1.5-MoE, Qwen3.5-MoE).
+
+    Ports: `x`, `gates`, `residual` and `y` [m, d]. Weights: `weight` [d] float32.
+    """
+
+    d: int
+    ports: ClassVar[tuple[str, ...]] = ("x", "gates", "residual", "y")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Outliers:
     """Outlying activations of a matmul of 8-bit codes, added to the residual stream.
 
@@ -667,6 +680,7 @@ Op: TypeAlias = (
     | Act
     | AddPositions
     | Add
+    | GatedAdd
     | Outliers
     | Router
     | Experts
@@ -698,7 +712,7 @@ def weight_names(op: Op) -> tuple[str, ...]:  # noqa: PLR0911, PLR0912
         case MatMul():
             static = op.weight_format.activations.static
             return ("weight", *["bias"] * op.bias, *["x_scale"] * static)
-        case Embed() | RMSNorm():
+        case Embed() | RMSNorm() | GatedAdd():
             return ("weight",)
         case LayerNorm():
             return ("weight", "bias")

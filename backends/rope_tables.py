@@ -7,8 +7,8 @@ import math
 import numpy as np
 import numpy.typing as npt
 
+from hetero.backends.frequency_scaling import RopeScaling
 from hetero.backends.ops import Rope
-from hetero.backends.rope_scaling import RopeScaling
 
 Float64Array = npt.NDArray[np.float64]
 

@@ -26,7 +26,16 @@ from pydantic import (
 
 from hetero.backends.formats import WeightFormat
 from hetero.backends.host.files import LONGEST_DOCUMENT_BYTES, atomic_write, read_text
-from hetero.backends.ops import Experts, Op, OperandOrder, Outliers, Router, has_sinks, has_state
+from hetero.backends.ops import (
+    Experts,
+    GatedAdd,
+    Op,
+    OperandOrder,
+    Outliers,
+    Router,
+    has_sinks,
+    has_state,
+)
 from hetero.backends.protocol import KINDS, DeviceKind
 from hetero.profiler.model_graph import ModelGraph, OpName
 from hetero.solver.errors import PlanError
@@ -529,7 +538,7 @@ class Plan(_Record):
             raise PlanError(f"the plan {path} is not valid: {where}: {first['msg']}") from None
 
 
-ON_THE_GPU: Final = (Outliers, Router, Experts)
+ON_THE_GPU: Final = (Outliers, Router, Experts, GatedAdd)
 
 
 def device_of_other(op: Op, non_matmul: DeviceKind, devices: Container[DeviceKind]) -> DeviceKind:

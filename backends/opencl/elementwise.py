@@ -1,4 +1,4 @@
-"""Add, GatedAct, SigmoidGate, GatedInput and Act."""
+"""Add, GatedAct, SigmoidGate, GatedInput, GatedAdd and Act."""
 
 from __future__ import annotations
 
@@ -9,7 +9,15 @@ from hetero.backends.opencl.calls import Argument, InPanels, KernelLaunch, OpenC
 from hetero.backends.opencl.program_source import Define
 from hetero.backends.opencl.resources import Resources
 from hetero.backends.opencl.tuning import Tuning
-from hetero.backends.ops import Act, Add, GatedAct, GatedInput, SigmoidGate, weight_names
+from hetero.backends.ops import (
+    Act,
+    Add,
+    GatedAct,
+    GatedAdd,
+    GatedInput,
+    SigmoidGate,
+    weight_names,
+)
 from hetero.backends.protocol import Operand, WeightValue, whole
 
 MACROS = {"silu": "SILU", "gelu": "GELU", "gelu_tanh": "GELU_TANH", "relu": "RELU"}
@@ -86,6 +94,22 @@ def prepare_gated_input(
         return [KernelLaunch(program, "gated_input", (items, m), (tuning.lanes, 1), args)]
 
     return OpenCLKernel(device, op, launches)
+
+
+def prepare_gated_add(
+    device: Resources, op: GatedAdd, weights: Mapping[str, WeightValue]
+) -> OpenCLKernel:
+    """Prepare `y = residual + sigmoid(gates · weight) · x`: one work-group per token."""
+    lanes = device.tuning.lanes
+    program = device.programs.get("gated_add.cl", {**device.tuning.defines, "D": op.d})
+    weight = device.constant(vector(weights, "weight"))
+
+    def launches(tensors: Mapping[str, Operand], m: int) -> list[KernelLaunch]:
+        rest = (whole(tensors[port]) for port in ("gates", "residual", "y"))
+        args: tuple[Argument, ...] = (m, InPanels(tensors["x"]), *rest, weight)
+        return [KernelLaunch(program, "gated_add", (m * lanes,), (lanes,), args)]
+
+    return OpenCLKernel(device, op, launches, keep=(weight,))
 
 
 def _activation(device: Resources, op: GatedAct | Act, kernel: str) -> OpenCLKernel:

@@ -180,6 +180,10 @@ class OrtCpuDevice(Device, SupportsCompaction):
                 kernel = kernels.OrtGraphKernel(self._host, op, session, inputs)
                 kernel.nbytes = sum(array.nbytes for array in inputs.values())
                 return kernel
+            case ops.GatedAdd():
+                inputs = {"weight": checks.vector(weights, "weight").reshape(op.d, 1)}
+                session = self._session(op, graphs.gated_add)
+                return kernels.OrtGraphKernel(self._host, op, session, inputs)
             case ops.Router():
                 inputs = _vectors(weights)
                 inputs["router"] = inputs["router"].reshape(op.experts, op.d)

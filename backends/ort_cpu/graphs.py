@@ -570,6 +570,17 @@ def gated_input(op: ops.GatedInput) -> bytes:
     return graph.model()
 
 
+def gated_add(op: ops.GatedAdd) -> bytes:
+    """Return residual + sigmoid(gates · weight) · x; `weight` [d, 1] is an input."""
+    graph = GraphBuilder()
+    x, gates, residual = (graph.input(name, F32, ("m", op.d)) for name in op.ports[:3])
+    graph.output("y", F32, ("m", op.d))
+    gate = graph.node("MatMul", gates, graph.input("weight", F32, (op.d, 1)))
+    shared = graph.node("Mul", x, graph.node("Sigmoid", gate))
+    graph.node("Add", residual, shared, out="y")
+    return graph.model()
+
+
 def act(op: ops.Act) -> bytes:
     """Return act(x)."""
     graph = GraphBuilder()

@@ -117,7 +117,7 @@ class QnnDevice(Device, SupportsGroups):
                 "outliers are floating-point sums for a GPU",
                 "use --device hetero, or quantise with --outliers none",
             )
-        if isinstance(op, ops.Router | ops.Experts):
+        if isinstance(op, ops.Router | ops.Experts | ops.GatedAdd):
             return Acceptance(
                 False,
                 "its graphs have fixed shapes, but not every expert has as many tokens",

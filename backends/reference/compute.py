@@ -67,6 +67,8 @@ def program(op: Op, weights: Weights) -> tuple[Program, int]:  # noqa: PLR0911, 
             return add_positions(op, _wide(weights)["table"])
         case ops.Add():
             return partial(add, float(vector(weights, "weight")[0]) if op.scaled else 1.0), 0
+        case ops.GatedAdd():
+            return partial(gated_add, _wide(weights)["weight"]), 0
         case ops.Outliers():
             return outliers(op, weights)
         case ops.Router():
@@ -410,6 +412,13 @@ def gated_act(op: ops.GatedAct, arrays: Arrays) -> None:
     """Compute act(gate) · up."""
     x = arrays["x"].astype(np.float64)
     arrays["y"][:] = activate(op.activation, x[:, : op.f]) * x[:, op.f :]
+
+
+def gated_add(weight: Float64Array, arrays: Arrays) -> None:
+    """Add what is gated to the residual."""
+    x, gates, residual = (arrays[port].astype(np.float64) for port in ("x", "gates", "residual"))
+    share = 1 / (1 + np.exp(-(gates @ weight)))
+    arrays["y"][:] = residual + share[:, None] * x
 
 
 def sigmoid_gate(op: ops.SigmoidGate, arrays: Arrays) -> None:

@@ -235,7 +235,7 @@ class CheckpointWeights(ModelWeights):
         if is_taps(name):
             taps = self._vector(f"{prefix}{module}.{suffix}").reshape(-1, self.config.conv_taps)
             return self._ordered(module, taps).T.reshape(-1)
-        norm = suffix == "weight" and name not in ("delta_norm", "router")
+        norm = suffix == "weight" and name not in ("delta_norm", "router", "shared_gate")
         return self._vector(f"{prefix}{module}.{suffix}", norm=norm)
 
     def _ordered(self, module: str, values: Float32Array) -> Float32Array:

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Literal, Self, TypeAlias
 
 from hetero.backends.extensible import Extensible, later
+from hetero.backends.frequency_scaling import RopeScaling
 from hetero.backends.ops import Activation
-from hetero.backends.rope_scaling import RopeScaling
 from hetero.errors import ModelError
 from hetero.models.architectures import ARCHITECTURES, Architecture
 from hetero.models.config_keys import notice_unread, refuse_unused
@@ -311,7 +311,7 @@ class ModelConfig(Extensible):
     def block_matmuls(self, layer: int) -> tuple[MatMulSpec, ...]:
         """Return the matmuls of a block in the order in which they run, each once.
 
-        Routed experts are none of them (`hetero.models.graph`).
+        Routed experts are none of them (`hetero.models.graph`), a shared expert is.
         """
         own, d = self.at(layer), self.hidden_size
         f, queries = own.intermediate_size, own.heads * own.head_dim
@@ -328,7 +328,8 @@ class ModelConfig(Extensible):
             assert self.delta is not None
             rows = [("delta_in", sum(self.delta.projections), d, False)]
             rows += [("delta_out", d, self.delta.values, False)]
-        if self.routed(layer) is None:
+        routed = self.routed(layer)
+        if routed is None or routed.shared:
             rows += [("gate_up", up, d, self.mlp_bias), ("down", d, f, self.mlp_bias)]
         if (width := self.layer_inputs) > 0:
             rows += [("input_in", width, d, False), ("input_gate", width, d, False)]

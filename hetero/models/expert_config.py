@@ -18,6 +18,7 @@ class ExpertConfig(Extensible):
     width              features of an expert's feed-forward
     scores, renormalised, scale, eps, router_bias, choice_bias    as in `Router`
     bias               experts' matmuls have biases
+    shared             each token also has a plain feed-forward, the shared expert, times a gate
     activation         that of the experts, None for the model's
     dense              layers whose feed-forward is a plain one
     """
@@ -33,6 +34,7 @@ class ExpertConfig(Extensible):
     choice_bias: bool = False
     bias: bool = False
     dense: tuple[int, ...] = ()
+    shared: bool = later(False)
     activation: ExpertActivation | None = later(None)  # noqa: RUF009
 
     def weights_per_token(self, hidden_size: int) -> int:

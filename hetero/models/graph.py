@@ -38,6 +38,7 @@ from dataclasses import replace
 from typing import Final, TypeAlias
 
 from hetero.backends.formats import CacheFormat, WeightFormat
+from hetero.backends.frequency_scaling import RopeScaling
 from hetero.backends.ops import (
     Act,
     Add,
@@ -46,6 +47,7 @@ from hetero.backends.ops import (
     Embed,
     Experts,
     GatedAct,
+    GatedAdd,
     GatedDelta,
     GatedInput,
     LayerNorm,
@@ -59,7 +61,6 @@ from hetero.backends.ops import (
     SigmoidGate,
 )
 from hetero.backends.protocol import CONTEXT_PORTS, port_shape
-from hetero.backends.rope_scaling import RopeScaling
 from hetero.models.config import ModelConfig
 from hetero.models.expert_config import ExpertConfig
 from hetero.models.sliding import Sliding
@@ -351,9 +352,19 @@ class _Decoder:
     def _feed_forward(self, source: str, target: str) -> None:
         assert self.layer is not None
         experts = self.config.routed(self.layer)
-        if experts is not None:
+        if experts is None:
+            self._plain_feed_forward(source, target)
+        elif not experts.shared:
             self._experts(experts, source, target)
-            return
+        else:
+            self._experts(experts, source, "chosen")
+            self._plain_feed_forward(source, "shared")
+            gate = GatedAdd(d=self.config.hidden_size)
+            slots = {"x": "shared", "gates": source, "residual": "chosen", "y": target}
+            self._add("shared_gate", gate, **slots)
+
+    def _plain_feed_forward(self, source: str, target: str) -> None:
+        assert self.layer is not None
         self._matmul("gate_up", source, "gate_up")
         kind = GatedAct if self.config.gated else Act
         f = self.config.at(self.layer).intermediate_size

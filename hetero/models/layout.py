@@ -28,7 +28,7 @@ class MatrixShape:
 class VectorShape:
     """A float32 vector of n elements: a norm's weight or a bias.
 
-    One of `width` elements a row is a matrix in files: the router's weight.
+    One of `width` elements a row is a matrix in files: the router's weight, a shared expert's gate.
     """
 
     name: str
@@ -139,13 +139,15 @@ def _norms(config: ModelConfig, names: list[str]) -> list[VectorShape]:
 
 
 def _router_vectors(config: ModelConfig, layer: int) -> list[VectorShape]:
-    """Return the router's weight, row after row, its bias, and the biases of the experts."""
+    """Return the router's weight, row after row, its biases, and what else experts have."""
     experts = config.routed(layer)
     if experts is None:
         return []
     weight = VectorShape("router", experts.count * config.hidden_size, config.hidden_size)
     given = {"router_bias": experts.router_bias, "choice_bias": experts.choice_bias}
     vectors = [weight] + [VectorShape(name, experts.count) for name, has in given.items() if has]
+    if experts.shared:
+        vectors += [VectorShape("shared_gate", config.hidden_size, config.hidden_size)]
     matrices = expert_matrices(config, layer) if experts.bias else ()
     return vectors + [VectorShape(f"{x.name}_bias", x.n) for x in matrices]
 

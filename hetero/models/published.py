@@ -67,6 +67,14 @@ PUBLISHED: Final[dict[str, dict[str, Any]]] = {
     "qwen3.5-4b": _qwen3_5((2560, 9216, 32, 16, 4, 256, 248320), 32),
     "qwen3.5-9b": _qwen3_5((4096, 12288, 32, 16, 4, 256, 248320), 32, tied=False),
     "qwen3.5-27b": _qwen3_5((5120, 17408, 64, 24, 4, 256, 248320), 48, tied=False),
+    "qwen3.5-35b-a3b": {
+        **_qwen3_5((2048, 512, 40, 16, 2, 256, 248320), 32, tied=False),
+        "model_type": "qwen3_5_moe_text",
+        "shared_expert_intermediate_size": 512,
+        "moe_intermediate_size": 512,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+    },
     "gpt-oss-20b": _gpt_oss(24, 32),
     "gpt-oss-120b": _gpt_oss(36, 128),
     "lfm2-8b-a1b": _model(

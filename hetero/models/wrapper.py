@@ -18,6 +18,7 @@ WRAPPERS: Final[Mapping[str, tuple[str, ...]]] = {
     "gemma4": ("gemma4_text",),
     "gemma4_unified": ("gemma4_unified_text",),
     "qwen3_5": ("qwen3_5_text",),
+    "qwen3_5_moe": ("qwen3_5_moe_text",),
     "mistral3": ("ministral3", "mistral"),
 }
 _OUTER: Final = ("bos_token_id", "eos_token_id", "tie_word_embeddings", "quantization_config")

@@ -14,12 +14,12 @@ import pytest
 from hetero.backends import checks, ops
 from hetero.backends.errors import DeviceLostError
 from hetero.backends.formats import CacheFormat, StorageFormat, WeightFormat
+from hetero.backends.frequency_scaling import RopeScaling
 from hetero.backends.kv_rows import cache_rows
 from hetero.backends.memory import Tensor, new_tensor
 from hetero.backends.ops import OUTPUT_PORTS, STATE_PORTS, Op
 from hetero.backends.optional import SupportsGroups, SupportsThreads
 from hetero.backends.protocol import FIXED_PORTS, BoundCall, Device
-from hetero.backends.rope_scaling import RopeScaling
 from hetero.backends.weights import pack, stacked
 from tests.backends.cases import (
     CACHES,
@@ -769,6 +769,11 @@ def test_attention_that_reads_the_caches_of_another_layer(
 ) -> None:
     op = replace(ATTENTION, head_dim=head_dim, window=window, kv=kv, reads=True, scale=1.0)
     check_op(device, op, (1, 2, 33))
+
+
+@pytest.mark.parametrize("d", [1, 64, 173])
+def test_gated_add(device: Device, d: int) -> None:
+    check_op(device, ops.GatedAdd(d=d), EDGE_TOKENS)
 
 
 def test_gates_outside_of_their_columns_are_refused() -> None:

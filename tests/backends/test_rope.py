@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from hetero.backends import rope_tables
+from hetero.backends.frequency_scaling import RopeScaling
 from hetero.backends.ops import Rope
-from hetero.backends.rope_scaling import RopeScaling
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -23,7 +23,8 @@ Array = npt.NDArray[Any]
 ARCHITECTURES = {
     "phi": "phi2", "gemma3_text": "gemma3", "granitemoehybrid": "granite", "ministral3": "mistral3",
     "olmo3": "olmo2", "hunyuan_v1_dense": "hunyuan-dense", "qwen3_5_text": "qwen35",
-    "qwen3_moe": "qwen3moe", "lfm2_moe": "lfm2moe", "gpt_oss": "gpt-oss",
+    "qwen3_5_moe_text": "qwen35moe", "qwen3_moe": "qwen3moe", "lfm2_moe": "lfm2moe",
+    "gpt_oss": "gpt-oss",
 }  # fmt: skip
 PERMUTED = ("llama", "internlm2", "granite", "smollm3", "mistral3", "minicpm")
 NAMES = {
@@ -60,6 +61,10 @@ QWEN35_NAMES = {
     "linear_attn.norm": "ssm_norm", "linear_attn.out_proj": "ssm_out",
     "linear_attn.A_log": "ssm_a", "linear_attn.dt_bias": "ssm_dt.bias",
 }  # fmt: skip
+QWEN35_MOE_NAMES = {
+    **QWEN35_NAMES, "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    **{f"mlp.shared_expert.{x}_proj": f"ffn_{x}_shexp" for x in ("gate", "up", "down")},
+}  # fmt: skip
 LFM2_NAMES = {
     "model.embedding_norm": "token_embd_norm", "operator_norm": "attn_norm", "ffn_norm": "ffn_norm",
     "self_attn.out_proj": "attn_output", "self_attn.q_layernorm": "attn_q_norm",
@@ -79,7 +84,7 @@ GPT_OSS_NAMES = {
 WHOLE_NAMES = ("A_log", "dt_bias", "sinks", "expert_bias")  # parameters that are no module's
 OWN_NAMES = {
     "lfm2": LFM2_NAMES, "lfm2moe": LFM2_MOE_NAMES, "gpt-oss": GPT_OSS_NAMES,
-    "qwen35": QWEN35_NAMES,
+    "qwen35": QWEN35_NAMES, "qwen35moe": QWEN35_MOE_NAMES,
     "gemma2": SANDWICH_NAMES, "gemma3": SANDWICH_NAMES, "internlm2": INTERNLM2_NAMES,
     "olmo2": SANDWICH_NAMES, "exaone4": SANDWICH_NAMES, "glm4": GLM4_NAMES,
 }  # fmt: skip
@@ -180,7 +185,7 @@ def metadata(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
     found: dict[str, Any] = {
         "embedding_length": raw["hidden_size"],
         "block_count": raw["num_hidden_layers"],
-        "feed_forward_length": raw.get("shared_intermediate_size", raw["intermediate_size"]),
+        "feed_forward_length": raw.get("shared_intermediate_size", raw.get("intermediate_size", 0)),
         "attention.head_count": heads,
         "attention.head_count_kv": raw.get("num_key_value_heads", heads),
         "attention.key_length": head_dim,
@@ -201,6 +206,7 @@ def metadata(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
         ("final_logit_softcapping", "final_logit_softcapping"),
         ("num_experts_per_tok", "expert_used_count"),
         ("moe_intermediate_size", "expert_feed_forward_length"),
+        ("shared_expert_intermediate_size", "expert_shared_feed_forward_length"),
     ):
         routes = bool(expert_count(raw)) or not theirs.startswith("expert")
         if raw.get(ours) is not None and routes:
@@ -280,7 +286,7 @@ def own_metadata(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
                 "attention.temperature_scale": rope["llama_4_scaling_beta"],
                 "rope.scaling.yarn_log_multiplier": rope.get("mscale_all_dim", 0.0),
             }
-        case "qwen35":
+        case "qwen35" | "qwen35moe":
             heads, size = raw["linear_num_value_heads"], raw["linear_value_head_dim"]
             return {
                 "ssm.conv_kernel": raw["linear_conv_kernel_dim"],
@@ -322,7 +328,7 @@ def named_tensors(raw: Mapping[str, Any], name: str, source: Mapping[str, Any]) 
             value = value + 1
         if name.startswith("lfm2") and renamed == "shortconv.conv":
             value = value.squeeze(1)
-        if name == "qwen35":
+        if name.startswith("qwen35"):
             value = of_delta_net(raw, renamed, value)
         if renamed == "ffn_gate_up":
             gate, value = np.split(value, 2)

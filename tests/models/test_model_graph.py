@@ -10,6 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from hetero.backends.formats import WeightFormat
+from hetero.backends.frequency_scaling import RopeScaling
 from hetero.backends.ops import (
     Add,
     Attention,
@@ -20,7 +21,6 @@ from hetero.backends.ops import (
     RMSNorm,
     Rope,
 )
-from hetero.backends.rope_scaling import RopeScaling
 from hetero.backends.rope_tables import tables
 from hetero.models import model_spec
 from hetero.models.config import ModelConfig

@@ -97,7 +97,37 @@ GPT_OSS_GGUF = {
     "num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 64, "sliding_window": 24,
     "rope_parameters": tuple({**YARN, "truncate": False, "rope_theta": 150000.0}.items()),
 }  # fmt: skip
-IN_FILES = {"Qwen3Moe": QWEN3_GGUF, "Lfm2Moe": LFM2_GGUF, "GptOss": GPT_OSS_GGUF}
+QWEN3_5 = st.fixed_dictionaries(
+    {
+        "num_experts": st.sampled_from([8, 5]),
+        "num_experts_per_tok": st.integers(1, 5),
+        "moe_intermediate_size": st.sampled_from([32, 48]),
+        "shared_expert_intermediate_size": st.sampled_from([32, 172]),
+        "hidden_act": st.sampled_from(["silu", "gelu_pytorch_tanh"]),
+        "attention_bias": st.booleans(),
+        "tie_word_embeddings": st.booleans(),
+        "layer_types": st.sampled_from(
+            [("linear_attention", "full_attention"), ("full_attention",) * 2]
+        ),
+        "linear_num_key_heads": st.just(2),
+        "linear_num_value_heads": st.sampled_from([2, 4]),
+        "linear_key_head_dim": st.just(16),
+        "linear_value_head_dim": st.just(32),
+        "pad_token_id": st.just(0),
+    }
+)
+QWEN3_5_GGUF = {
+    "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 96, "layer_types": ("linear_attention", "full_attention"),
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32, "pad_token_id": 0,
+}  # fmt: skip
+IN_FILES = {
+    "Qwen3_5Moe": QWEN3_5_GGUF,
+    "Qwen3Moe": QWEN3_GGUF,
+    "Lfm2Moe": LFM2_GGUF,
+    "GptOss": GPT_OSS_GGUF,
+}
 
 
 def drawn(kind: str, changes: Mapping[str, Any]) -> tuple[Path, Any]:
@@ -191,6 +221,17 @@ def test_qwen3_moe(device: str, changes: dict[str, Any]) -> None:
 @given(changes=LFM2)
 def test_lfm2_moe(device: str, changes: dict[str, Any]) -> None:
     folder, model = drawn("Lfm2Moe", changes)
+    check(folder, model, device, "f32", (1, 33))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@settings(
+    max_examples=examples(6), deadline=None, suppress_health_check=[HealthCheck.too_slow],
+    derandomize=True,
+)  # fmt: skip
+@given(changes=QWEN3_5)
+def test_qwen3_5_moe(device: str, changes: dict[str, Any]) -> None:
+    folder, model = drawn("Qwen3_5Moe", changes)
     check(folder, model, device, "f32", (1, 33))
 
 

@@ -43,6 +43,7 @@ CONFIGS = {
     "Gemma3": "Gemma3TextConfig",
     "Gemma4": "Gemma4TextConfig",
     "Qwen3_5": "Qwen3_5TextConfig",
+    "Qwen3_5Moe": "Qwen3_5MoeTextConfig",
 }
 
 
@@ -139,6 +140,24 @@ CASES = (
     Case("opt-untied", "OPT", {"ffn_dim": 172, "word_embed_proj_dim": 64, "enable_bias": False,
                                "tie_word_embeddings": False}),
 )  # fmt: skip
+
+
+GEMMA4 = Case(
+    "gemma4",
+    "Gemma4",
+    {
+        "num_hidden_layers": 5,
+        "layer_types": ["sliding_attention", "full_attention"] * 2 + ["full_attention"],
+        "sliding_window": 24,
+        "head_dim": 8,
+        "global_head_dim": 16,
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 16,
+        "vocab_size_per_layer_input": 263,
+        "pad_token_id": 0,
+    },
+)
 
 
 def make_checkpoint(

@@ -27,6 +27,7 @@ from hetero.models.architectures.phi3 import PHI3
 from hetero.models.architectures.qwen2 import QWEN2
 from hetero.models.architectures.qwen3 import QWEN3
 from hetero.models.architectures.qwen3_5 import QWEN3_5
+from hetero.models.architectures.qwen3_5_moe import QWEN3_5_MOE
 from hetero.models.architectures.qwen3_moe import QWEN3_MOE
 from hetero.models.architectures.smollm3 import SMOLLM3
 
@@ -35,6 +36,6 @@ __all__ = ["ARCHITECTURES", "Architecture", "TensorNames"]
 _ALL = (
     LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, INTERNLM2, GEMMA, GEMMA2, GEMMA3, GEMMA4,
     GEMMA4_UNIFIED, PHI, PHI3, OPT, GRANITE, GRANITE_HYBRID, MINICPM, SMOLLM3, MINISTRAL3, OLMO2,
-    OLMO3, EXAONE4, GLM4, ERNIE4_5, HUNYUAN, COHERE2, LFM2, LFM2_MOE, QWEN3_5, GPT_OSS,
+    OLMO3, EXAONE4, GLM4, ERNIE4_5, HUNYUAN, COHERE2, LFM2, LFM2_MOE, QWEN3_5, QWEN3_5_MOE, GPT_OSS,
 )  # fmt: skip
 ARCHITECTURES: dict[str, Architecture] = {x.name: x for x in _ALL}

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from hetero.backends.frequency_scaling import RopeScaling
 from hetero.backends.ops import SWIGLU_ALPHA, SWIGLU_LIMIT
-from hetero.backends.rope_scaling import RopeScaling
 from hetero.models.architectures.base import (
     Architecture,
     Decoder,

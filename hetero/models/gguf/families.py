@@ -101,6 +101,11 @@ def _qwen35(entry: Entry, raw: Raw) -> dict[str, Any]:
     return fields | _partial_rotary(entry, raw)
 
 
+def _qwen35moe(entry: Entry, raw: Raw) -> dict[str, Any]:
+    width = entry("expert_shared_feed_forward_length")
+    return {**_qwen35(entry, raw), "shared_expert_intermediate_size": width}
+
+
 def _lfm2(entry: Entry, raw: Raw) -> dict[str, Any]:
     """Return the kinds of layers: one without key/value heads is a convolution."""
     fields = {
@@ -250,6 +255,21 @@ _DELTA: Final = {
     "full_attention_interval": "full_attention_interval",
 }
 _DELTA_HEADS: Final = ("ssm.time_step_rank", "ssm.inner_size")
+_QWEN35_USED: Final = (
+    *_DELTA.values(),
+    "ssm.inner_size",
+    "attention.recurrent_layers",
+    "nextn_predict_layers",
+    "rope.dimension_count",
+    "rope.dimension_sections",
+)
+_QWEN35_TENSORS: Final = {
+    "post_norm": "post_attention_norm.weight",
+    "conv_taps": "ssm_conv1d.weight",
+    "delta_decay": "ssm_a",
+    "delta_dt_bias": "ssm_dt.bias",
+    "delta_norm": "ssm_norm.weight",
+}
 _WINDOWS: Final = ("attention.sliding_window", "attention.sliding_window_pattern")
 _CAPS: Final = ("attn_logit_softcapping", "final_logit_softcapping")
 FAMILIES: Final[Mapping[str, GgufFamily]] = {
@@ -306,22 +326,16 @@ FAMILIES: Final[Mapping[str, GgufFamily]] = {
     "qwen35": GgufFamily(
         model_type="qwen3_5_text",
         fields=_qwen35,
-        used=(
-            *_DELTA.values(),
-            "ssm.inner_size",
-            "attention.recurrent_layers",
-            "nextn_predict_layers",
-            "rope.dimension_count",
-            "rope.dimension_sections",
-        ),
+        used=_QWEN35_USED,
         biases=True,
-        tensors={
-            "post_norm": "post_attention_norm.weight",
-            "conv_taps": "ssm_conv1d.weight",
-            "delta_decay": "ssm_a",
-            "delta_dt_bias": "ssm_dt.bias",
-            "delta_norm": "ssm_norm.weight",
-        },
+        tensors=_QWEN35_TENSORS,
+    ),
+    "qwen35moe": GgufFamily(
+        model_type="qwen3_5_moe_text",
+        fields=_qwen35moe,
+        used=(*_QWEN35_USED, *_EXPERTS, "expert_shared_feed_forward_length"),
+        biases=True,
+        tensors=_QWEN35_TENSORS,
     ),
     "phi2": GgufFamily(
         model_type="phi", fields=_partial_rotary, used=("rope.dimension_count",), eps=EPS

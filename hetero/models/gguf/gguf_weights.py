@@ -64,10 +64,12 @@ _VECTORS: Final = {
     "q_norm": "attn_q_norm",
     "k_norm": "attn_k_norm",
     "router": "ffn_gate_inp",
+    "shared_gate": "ffn_gate_inp_shexp",
 }
 _ENDS: Final = {"embed": "token_embd", "lm_head": "output", "final_norm": "output_norm"}
 _TAPS: Final = tuple(x.tensors["conv_taps"] for x in FAMILIES.values() if "conv_taps" in x.tensors)
-_NO_MATRICES: Final = (*_TAPS, ROUTER)
+_NO_MATRICES: Final = (*_TAPS, *ROUTER)
+_SHARED: Final = {"gate_up": ("ffn_gate_shexp", "ffn_up_shexp"), "down": ("ffn_down_shexp",)}
 _UNOPENED: Final = "unopened"
 _FREQUENCIES: Final = "rope_freqs.weight"
 _FACTORS: Final = ("rope_factors_long.weight", "rope_factors_short.weight")
@@ -221,6 +223,8 @@ class GgufWeights(ModelWeights):
 
     def _modules(self, prefix: str, name: str) -> tuple[str, ...]:
         """Return the tensors that hold a weight; the first spelling where none is complete."""
+        if name in _SHARED and self.config.experts is not None and self.config.experts.shared:
+            return _SHARED[name]
         spellings = [x for x in _MATRICES[name] if self.config.gated or "ffn_gate" not in x]
         for modules in spellings:
             if all(f"{prefix}{module}.weight" in self.file.tensors for module in modules):
@@ -286,7 +290,7 @@ class GgufWeights(ModelWeights):
             raise ModelError(
                 f"{path}: tensor {missing[0]} is missing{_more(missing)}; download the file again"
             )
-        others = {*self._read_before(), *self._left_out()}
+        others = {*self._read_before(), *_further(self.file, self.config.num_layers)}
         unknown = [x for x in tensors if x not in expected and x not in others]
         if unknown:
             raise ModelError(
@@ -296,19 +300,6 @@ class GgufWeights(ModelWeights):
         for name, shape in expected.items():
             self._check_tensor(name, tensors[name], shape)
 
-    def _left_out(self) -> tuple[str, ...]:
-        """Return the tensors of blocks behind the model's, which predict more tokens."""
-        count = self.file.metadata.get(f"{self.file.metadata['general.architecture']}.block_count")
-        layers = self.config.num_layers
-        blocks = [f"blk.{i}." for i in range(layers, count if isinstance(count, int) else layers)]
-        names = tuple(name for name in self.file.tensors if name.startswith(tuple(blocks)))
-        if names:
-            notify_once(
-                f"{self.file.path}: the blocks behind the {layers} layers, which predict further "
-                f"tokens, are left out ({len(names)} tensors)"
-            )
-        return names
-
     def _read_before(self) -> tuple[str, ...]:
         """Return the tensors that the configuration was read from."""
         family = FAMILIES[self.file.metadata["general.architecture"]]
@@ -317,7 +308,7 @@ class GgufWeights(ModelWeights):
         return _FACTORS if self.config.rope_scaling.kind == "longrope" else ()
 
     def _check_tensor(self, name: str, info: TensorInfo, shape: tuple[int, ...]) -> None:
-        if info.shape != shape:
+        if info.shape != shape and not (name.endswith(ROUTER) and info.shape == (1, *shape)):
             raise ModelError(
                 f"{self.file.path}: tensor {name} must have the shape {list(shape)} by the file's "
                 f"metadata, got {list(info.shape)}; download the file again"
@@ -350,7 +341,8 @@ class GgufWeights(ModelWeights):
                 if not of_matmul and not self._is_left_out(vector.name):
                     taps = self.config.conv_taps
                     shape = (vector.n // taps, taps) if is_taps(vector.name) else vector.shape
-                    shapes[prefix + self._tensor_of(vector.name)] = shape
+                    name = prefix + self._tensor_of(vector.name)
+                    shapes[name] = shape if vector.name != "shared_gate" else (vector.n,)
         return shapes
 
     def _tensor_of(self, vector: str) -> str:
@@ -398,6 +390,19 @@ def _named(names: dict[str, str], vector: str) -> tuple[str, str]:
     if vector.endswith("_bias"):
         return names[vector.removesuffix("_bias")], "bias"
     return names[vector], "weight"
+
+
+def _further(file: GgufFile, layers: int) -> tuple[str, ...]:
+    """Return the tensors of blocks behind the model's, which are left out."""
+    count = file.metadata.get(f"{file.metadata['general.architecture']}.block_count")
+    blocks = [f"blk.{i}." for i in range(layers, count if isinstance(count, int) else layers)]
+    names = tuple(name for name in file.tensors if name.startswith(tuple(blocks)))
+    if names:
+        notify_once(
+            f"{file.path}: the blocks behind the {layers} layers, which predict further tokens, "
+            f"are left out ({len(names)} tensors)"
+        )
+    return names
 
 
 def _more(names: list[str]) -> str:

@@ -30,7 +30,7 @@ FLOATS: Final[dict[Kind, np.dtype[Any]]] = {
     Kind.F16: np.dtype("<f2"),
     Kind.BF16: np.dtype(ml_dtypes.bfloat16),
 }
-ROUTER: Final = "ffn_gate_inp.weight"
+ROUTER: Final = ("ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight")  # and a shared expert's gate
 # What the library dequantises and people use; the others would be a guess.
 QUANTISED: Final = (*block_types.STORED, Kind.Q2_K)
 

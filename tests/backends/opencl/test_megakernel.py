@@ -44,6 +44,8 @@ OPS: tuple[Op, ...] = (
     ops.Add(d=70, scaled=True),
     ops.Rope(heads=4, kv_heads=0, head_dim=16, theta=1e4, max_position=64, qk_norm_eps=1e-6),
     ops.Attention(heads=4, kv_heads=2, head_dim=16, capacity=64, reads=True),
+    ops.GatedAdd(d=70),
+    replace(ATTENTION, window=9, sinks=True),
     ops.Act(f=64, activation="gelu"),
     ops.AddPositions(d=64, rows=80, offset=2),
     ops.Add(d=37),

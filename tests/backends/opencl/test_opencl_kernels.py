@@ -11,6 +11,7 @@ import pytest
 
 from hetero.backends import ops
 from hetero.backends.formats import WeightFormat
+from hetero.backends.frequency_scaling import RopeScaling
 from hetero.backends.memory import Tensor
 from hetero.backends.opencl.device import OpenCLDevice
 from hetero.backends.weights import pack
