@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any, Final, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +40,14 @@ ROW_ALIGNMENT = 32
 COMPACT_S = 1.5  # the packs of a 1B model, nearly all: 0.7 s of loading for 2 to 3 % of each token
 SPLIT_PAYS_UP_TO = 16  # tokens; measured, see `open`
 SPLIT_CHUNK = 64  # tokens; longer chunks are no faster and their planes take more memory
+
+
+# Graphs of operations without weights, by their records.
+_PLAIN: Final[Mapping[type[Op], Callable[[Any], bytes]]] = {
+    ops.SigmoidGate: graphs.sigmoid_gate,
+    ops.Act: graphs.act,
+    ops.Add: graphs.add,
+}
 
 
 class OrtCpuDevice(Device, SupportsCompaction):
@@ -159,11 +167,8 @@ class OrtCpuDevice(Device, SupportsCompaction):
             case ops.GatedAct():
                 session = self._session(op, graphs.gated_act)
                 return kernels.OrtGraphKernel(self._host, op, session, {}, row_bytes=8 * op.f)
-            case ops.SigmoidGate():
-                session = self._session(op, graphs.sigmoid_gate)
-                return kernels.OrtGraphKernel(self._host, op, session, {})
-            case ops.Act():
-                session = self._session(op, graphs.act)
+            case ops.SigmoidGate() | ops.Act() | ops.Add():
+                session = self._session(op, _PLAIN[type(op)])
                 return kernels.OrtGraphKernel(self._host, op, session, {})
             case ops.AddPositions():
                 session = self._session(op, graphs.add_positions)
@@ -175,8 +180,6 @@ class OrtCpuDevice(Device, SupportsCompaction):
                 kernel = kernels.OrtGraphKernel(self._host, op, session, inputs)
                 kernel.nbytes = sum(array.nbytes for array in inputs.values())
                 return kernel
-            case ops.Add():
-                return kernels.OrtGraphKernel(self._host, op, self._session(op, graphs.add), {})
             case ops.GatedAdd():
                 inputs = {"weight": checks.vector(weights, "weight").reshape(op.d, 1)}
                 session = self._session(op, graphs.gated_add)

@@ -290,7 +290,7 @@ class GgufWeights(ModelWeights):
             raise ModelError(
                 f"{path}: tensor {missing[0]} is missing{_more(missing)}; download the file again"
             )
-        others = {*self._read_before(), *self._left_out()}
+        others = {*self._read_before(), *_left_out(self.file, self.config.num_layers)}
         unknown = [x for x in tensors if x not in expected and x not in others]
         if unknown:
             raise ModelError(
@@ -299,19 +299,6 @@ class GgufWeights(ModelWeights):
             )
         for name, shape in expected.items():
             self._check_tensor(name, tensors[name], shape)
-
-    def _left_out(self) -> tuple[str, ...]:
-        """Return the tensors of blocks behind the model's, which predict more tokens."""
-        count = self.file.metadata.get(f"{self.file.metadata['general.architecture']}.block_count")
-        layers = self.config.num_layers
-        blocks = [f"blk.{i}." for i in range(layers, count if isinstance(count, int) else layers)]
-        names = tuple(name for name in self.file.tensors if name.startswith(tuple(blocks)))
-        if names:
-            notify_once(
-                f"{self.file.path}: the blocks behind the {layers} layers, which predict further "
-                f"tokens, are left out ({len(names)} tensors)"
-            )
-        return names
 
     def _read_before(self) -> tuple[str, ...]:
         """Return the tensors that the configuration was read from."""
@@ -379,6 +366,19 @@ class GgufWeights(ModelWeights):
         if name == "delta_in" and self.config.delta is not None:
             return list(zip(modules, self.config.delta.projections, strict=True))
         return [(module, n // len(modules)) for module in modules]
+
+
+def _left_out(file: GgufFile, layers: int) -> tuple[str, ...]:
+    """Return the tensors of blocks behind the model's, which predict more tokens."""
+    count = file.metadata.get(f"{file.metadata['general.architecture']}.block_count")
+    blocks = [f"blk.{i}." for i in range(layers, count if isinstance(count, int) else layers)]
+    names = tuple(name for name in file.tensors if name.startswith(tuple(blocks)))
+    if names:
+        notify_once(
+            f"{file.path}: the blocks behind the {layers} layers, which predict further "
+            f"tokens, are left out ({len(names)} tensors)"
+        )
+    return names
 
 
 def _expert_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
