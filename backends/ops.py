@@ -20,9 +20,10 @@ position 0 starts from zeros and does not read the state, which may hold anythin
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields, is_dataclass, replace
-from typing import Any, ClassVar, Final, Literal, TypeAlias, TypeVar
+from dataclasses import dataclass, replace
+from typing import ClassVar, Final, Literal, TypeAlias
 
+from hetero.backends.extensible import Extensible, later
 from hetero.backends.formats import CacheFormat, WeightFormat
 
 Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "relu"]
@@ -33,40 +34,6 @@ ROWS_OF_EXPERT = 16  # the rows of an expert's matrices are a multiple of this
 PASS_TOKENS = 512  # whose experts are computed together at most: bounds the memory of their rows
 L2_EPS: Final = 1e-6  # of the norms of queries and keys in `GatedDelta`
 OperandOrder: TypeAlias = Literal["plain", "transposed"]
-_Value = TypeVar("_Value")
-
-
-def later(default: _Value) -> _Value:
-    """Return a field that was added to a record after documents of it had been written.
-
-    With its default it is neither in `repr` nor in documents: what was stored under a record's
-    identity (compiled graphs, plans, saved contexts) stays valid.
-    """
-    value: _Value = field(default=default, metadata={"later": True})
-    return value
-
-
-def document(record: Any) -> dict[str, Any]:
-    """Return the fields of a record, and of records in it; `later` ones where they are set."""
-    named = {
-        x.name: getattr(record, x.name)
-        for x in fields(record)
-        if not x.metadata.get("later") or getattr(record, x.name) != x.default
-    }
-    return {name: document(x) if is_dataclass(x) else x for name, x in named.items()}
-
-
-class Extensible:
-    """A record, made with `repr=False`, whose `later` fields are shown only where they are set."""
-
-    def __repr__(self) -> str:
-        """Return what `dataclass` generates, without `later` fields at their defaults."""
-        named = [
-            f"{x.name}={getattr(self, x.name)!r}"
-            for x in fields(self)  # type: ignore[arg-type]
-            if not x.metadata.get("later") or getattr(self, x.name) != x.default
-        ]
-        return f"{type(self).__qualname__}({', '.join(named)})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,8 +221,8 @@ class Rope(Extensible):
         return self.rotary_dim or self.head_dim
 
 
-@dataclass(frozen=True, kw_only=True)
-class Attention:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Attention(Extensible):
     """Append this call's keys and values to the caches, then attend causally.
 
     Positions are rows of the caches: a caller that omits tokens that no window reaches counts
@@ -268,6 +235,10 @@ class Attention:
     Token t attends to positions p ≤ position + t and, with `window` > 0, p > position + t - window.
     `scale` (default D^-0.5) multiplies the scores; with `softcap` > 0 they then become
     softcap · tanh(score / softcap). Cache contents beyond position + m are never read.
+
+    With `sinks` each head h has one more score, the weight `sinks[h]` ([H] float32), without a
+    value: the softmax is over the scores and the sink, whose share is dropped (gpt-oss; Xiao et
+    al., arXiv 2309.17453). The sink is neither scaled nor soft-capped.
     """
 
     heads: int
@@ -278,6 +249,7 @@ class Attention:
     scale: float | None = None
     softcap: float = 0.0
     kv: CacheFormat = CacheFormat.F32
+    sinks: bool = later(False)
     ports: ClassVar[tuple[str, ...]] = ("qkv", "position", "k_cache", "v_cache", "out")
 
     def __post_init__(self) -> None:
@@ -306,6 +278,7 @@ class AttentionHeads:
 
     Ports: those of `attention`, whole. Of `qkv` its heads' columns are read; of the caches and of
     `out` its heads are all that is touched, so that others may be computed at the same time.
+    Weights: `sinks` of all heads, if the attention has some.
     """
 
     attention: Attention
@@ -333,6 +306,12 @@ class AttentionHeads:
         width = of.heads // of.kv_heads * of.head_dim
         return self.first * width, (self.first + self.count) * width
 
+    @property
+    def queries(self) -> slice:
+        """Return the query heads among those of `attention`."""
+        group = self.attention.heads // self.attention.kv_heads
+        return slice(self.first * group, (self.first + self.count) * group)
+
 
 @dataclass(frozen=True, kw_only=True)
 class SumScores:
@@ -340,7 +319,7 @@ class SumScores:
 
     Rows are the tokens t of the call for which position + t + 1 is a multiple of `every`:
     `score_sums[g, c] += sum over them and over the H/G query heads of g of A[row, c] / H`, A
-    being the probabilities of `attention`.
+    being the probabilities of `attention`. It has no sinks: probabilities are among tokens.
 
     Ports: those of `attention` without its values and its output, which ran before (`k_cache` has
     the call's own keys), and `score_sums` [G, C] float32, updated in place at columns below
@@ -350,6 +329,10 @@ class SumScores:
     attention: Attention
     every: int
     ports: ClassVar[tuple[str, ...]] = ("qkv", "position", "k_cache", "score_sums")
+
+    def __post_init__(self) -> None:
+        if self.attention.sinks:
+            raise ValueError("scores are summed of attention without sinks")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -556,6 +539,19 @@ class Add:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GatedAdd:
+    """`y = residual + sigmoid(gates · weight) · x`: one gate of a token for all features.
+
+    It adds a shared expert to the chosen ones (Qwen1.5-MoE, Qwen3.5-MoE).
+
+    Ports: `x`, `gates`, `residual` and `y` [m, d]. Weights: `weight` [d] float32.
+    """
+
+    d: int
+    ports: ClassVar[tuple[str, ...]] = ("x", "gates", "residual", "y")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Outliers:
     """Outlying activations of a matmul of 8-bit codes, added to the residual stream.
 
@@ -694,6 +690,7 @@ Op: TypeAlias = (
     | Act
     | AddPositions
     | Add
+    | GatedAdd
     | Outliers
     | Router
     | Experts
@@ -708,23 +705,31 @@ ADDED_PORTS = frozenset({"score_sums"})
 STATE_PORTS = ("conv_state", "delta_state")
 
 
+def has_sinks(op: Op) -> bool:
+    """Return whether an operation is attention with sinks."""
+    whole = op.attention if isinstance(op, AttentionHeads) else op
+    return isinstance(whole, Attention) and whole.sinks
+
+
 def has_state(op: Op) -> bool:
     """Return whether a call replaces a state, for which its tokens must not be padded."""
     return not set(STATE_PORTS).isdisjoint(op.ports)
 
 
-def weight_names(op: Op) -> tuple[str, ...]:  # noqa: PLR0911
+def weight_names(op: Op) -> tuple[str, ...]:  # noqa: PLR0911, PLR0912
     """Return the names of the weights that `Device.prepare` takes for `op`."""
     match op:
         case MatMul():
             static = op.weight_format.activations.static
             return ("weight", *["bias"] * op.bias, *["x_scale"] * static)
-        case Embed() | RMSNorm():
+        case Embed() | RMSNorm() | GatedAdd():
             return ("weight",)
         case LayerNorm():
             return ("weight", "bias")
         case Rope():
             return ("q_norm", "k_norm") if op.qk_norm_eps is not None else ()
+        case Attention() | AttentionHeads():
+            return ("sinks",) if has_sinks(op) else ()
         case AddPositions():
             return ("table",)
         case DecodeChunks():

@@ -334,7 +334,7 @@ def takes_panels(op: Op, port: str) -> bool:  # noqa: PLR0911
             return port == ("residual" if op.add else "x")
         case ops.Rope():
             return port == "qkv"
-        case ops.GatedAct() | ops.Act() | ops.ShortConv():
+        case ops.GatedAct() | ops.Act() | ops.ShortConv() | ops.GatedAdd():
             return port == "x"
         case ops.GatedDelta() | ops.SigmoidGate():
             return port == "gates"

@@ -2,6 +2,7 @@
 
     pip install -e '.[peers]'
     python bench/peers.py --model llama-3.2-1b --profile host -p 256 -n 32 -r 3
+    python bench/peers.py --model qwen3.5-0.8b --layers 8 --only 2,auto,OpenCL,tensor
     python bench/peers.py levels --profile host      # tensor level, single devices, strategies
     python bench/peers.py starts --file-type Q4_K_M  # a file to its first text
 
@@ -25,6 +26,7 @@ import typer
 from common import MIB, Prompt, Rounds, Tokens, Worker, finish, new_app, spread, table
 from parts import engines
 from parts.gguf_files import write_random
+from parts.gguf_models import shallow_config, write_random_model
 from parts.gguf_starts import starts
 from parts.levels import levels
 
@@ -54,10 +56,15 @@ def make_workers(
     kv: list[str],
     folder: Path,
     file_type: str,
+    layers: int,
 ) -> Iterator[Worker]:
     """Everything that is compared; files are written to `folder`."""
-    spec, path = model_spec(model, WeightFormat.W4A8), folder / "random.gguf"
-    write_random(spec, path, context, file_type)
+    path = folder / "random.gguf"
+    config = shallow_config(model, layers)
+    if layers or config.mixers or config.experts:
+        write_random_model(config, path, context=context, file_type=file_type)
+    else:
+        write_random(model_spec(model, WeightFormat.W4A8), path, context, file_type)
     cores = sorted(os.sched_getaffinity(0))
     for cached in kv:
         said, both = "" if cached == kv[0] else f", {cached}", {"kv": cached, "context": context}
@@ -106,6 +113,7 @@ def peers(
     only: Annotated[str, typer.Option(help="parts of engines' names: 'llama.cpp,auto'")] = "",
     file_type: Annotated[str, typer.Option(help=", ".join(COMPUTED))] = "Q4_0",
     kv: Annotated[str, typer.Option(help="formats of everybody's caches: 'f16,q8'")] = "f16",
+    layers: Annotated[int, typer.Option(help="the model's first ones, 0 for all")] = 0,
     steps: Annotated[bool, typer.Option(help="the prompt once, rounds of decoding")] = False,
 ) -> None:
     """hetero and its peers on the same weights, quantisation, cores and prompts, interleaved."""
@@ -122,6 +130,7 @@ def peers(
                 kv.split(","),
                 Path(folder),
                 file_type,
+                layers,
             )
             if any(part in worker.name for part in only.split(","))
         ]

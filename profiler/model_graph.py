@@ -28,6 +28,7 @@ from pydantic import (
 )
 from pydantic.dataclasses import dataclass as checked_dataclass
 
+from hetero.backends.extensible import document
 from hetero.backends.formats import CacheFormat, WeightFormat
 from hetero.backends.ops import (
     OUTPUT_PORTS,
@@ -37,7 +38,6 @@ from hetero.backends.ops import (
     MatMul,
     Op,
     Rope,
-    document,
     has_state,
 )
 from hetero.backends.protocol import CONTEXT_PORTS, port_shape

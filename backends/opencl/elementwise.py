@@ -1,14 +1,15 @@
-"""Add, GatedAct, SigmoidGate and Act."""
+"""Add, GatedAct, SigmoidGate, GatedAdd and Act."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hetero.backends.opencl.calls import InPanels, KernelLaunch, OpenCLKernel
+from hetero.backends.checks import vector
+from hetero.backends.opencl.calls import Argument, InPanels, KernelLaunch, OpenCLKernel
 from hetero.backends.opencl.program_source import Define
 from hetero.backends.opencl.resources import Resources
 from hetero.backends.opencl.tuning import Tuning
-from hetero.backends.ops import Act, Add, GatedAct, SigmoidGate
+from hetero.backends.ops import Act, Add, GatedAct, GatedAdd, SigmoidGate
 from hetero.backends.protocol import Operand, WeightValue, whole
 
 MACROS = {"silu": "SILU", "gelu": "GELU", "gelu_tanh": "GELU_TANH", "relu": "RELU"}
@@ -61,6 +62,22 @@ def prepare_sigmoid_gate(
         return [KernelLaunch(program, "gate", (items, m), (tuning.lanes, 1), args)]
 
     return OpenCLKernel(device, op, launches)
+
+
+def prepare_gated_add(
+    device: Resources, op: GatedAdd, weights: Mapping[str, WeightValue]
+) -> OpenCLKernel:
+    """Prepare `y = residual + sigmoid(gates · weight) · x`: one work-group per token."""
+    lanes = device.tuning.lanes
+    program = device.programs.get("gated_add.cl", {**device.tuning.defines, "D": op.d})
+    weight = device.constant(vector(weights, "weight"))
+
+    def launches(tensors: Mapping[str, Operand], m: int) -> list[KernelLaunch]:
+        rest = (whole(tensors[port]) for port in ("gates", "residual", "y"))
+        args: tuple[Argument, ...] = (m, InPanels(tensors["x"]), *rest, weight)
+        return [KernelLaunch(program, "gated_add", (m * lanes,), (lanes,), args)]
+
+    return OpenCLKernel(device, op, launches, keep=(weight,))
 
 
 def _activation(device: Resources, op: GatedAct | Act, kernel: str) -> OpenCLKernel:

@@ -10,6 +10,7 @@ from hetero.backends.opencl.elementwise import (
     prepare_act,
     prepare_add,
     prepare_gated_act,
+    prepare_gated_add,
     prepare_sigmoid_gate,
 )
 from hetero.backends.opencl.embed import prepare_embed
@@ -40,6 +41,7 @@ TABLE: dict[type[Op], KernelEntry] = {
     ops.Act: KernelEntry(prepare_act),
     ops.AddPositions: KernelEntry(prepare_add_positions),
     ops.Add: KernelEntry(prepare_add),
+    ops.GatedAdd: KernelEntry(prepare_gated_add),
     ops.Outliers: KernelEntry(prepare_outliers),
     ops.Router: KernelEntry(prepare_router),
     ops.Experts: KernelEntry(prepare_experts, accepts_experts),

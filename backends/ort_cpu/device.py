@@ -138,9 +138,10 @@ class OrtCpuDevice(Device, SupportsCompaction):
                 tables = self._rope_tables.setdefault(op, kernels.rope_inputs(op))
                 return kernels.RopeKernel(self._host, op, session, tables | _vectors(weights))
             case ops.Attention():
-                return self._prepare_attention(op)
+                return self._prepare_attention(op, _vectors(weights))
             case ops.AttentionHeads():
-                inner = self._prepare(op.alone, weights)
+                own = {name: value[op.queries] for name, value in _vectors(weights).items()}
+                inner = self._prepare_attention(op.alone, own)
                 return kernels.AttentionHeadsKernel(self._host, op, inner, self._rooms)
             case ops.SumScores():
                 raise ValueError(f"{describe(op)}: {self.accepts(op).reason}")
@@ -176,6 +177,10 @@ class OrtCpuDevice(Device, SupportsCompaction):
                 return kernel
             case ops.Add():
                 return kernels.OrtGraphKernel(self._host, op, self._session(op, graphs.add), {})
+            case ops.GatedAdd():
+                inputs = {"weight": checks.vector(weights, "weight").reshape(op.d, 1)}
+                session = self._session(op, graphs.gated_add)
+                return kernels.OrtGraphKernel(self._host, op, session, inputs)
             case ops.Router():
                 inputs = _vectors(weights)
                 inputs["router"] = inputs["router"].reshape(op.experts, op.d)
@@ -184,15 +189,17 @@ class OrtCpuDevice(Device, SupportsCompaction):
             case ops.Experts():
                 return self._prepare_experts(op, weights)
 
-    def _prepare_attention(self, op: ops.Attention) -> kernels.OrtKernel:
+    def _prepare_attention(
+        self, op: ops.Attention, sinks: Mapping[str, npt.NDArray[Any]]
+    ) -> kernels.OrtKernel:
         floats = replace(op, kv=CacheFormat.F32)
         if op.head_dim % 8 or op != floats:
             session = self._session(op, graphs.composed_attention)
-            composed = kernels.ComposedAttentionKernel(self._host, op, session)
+            composed = kernels.ComposedAttentionKernel(self._host, op, session, sinks)
             if op.head_dim % 8:
                 return composed
         session = self._session(floats, graphs.fused_attention)
-        fused = kernels.FusedAttentionKernel(self._host, floats, session)
+        fused = kernels.FusedAttentionKernel(self._host, floats, session, sinks)
         if op == floats:
             return fused
         shape = op.kv_heads, op.capacity, op.head_dim

@@ -377,7 +377,7 @@ def fused_attention(op: ops.Attention) -> bytes:
 
     Inputs `qkv` [1, m, width], `past_k` and `past_v` [1, G, C, D], `last` int32 [1] (position of
     the last token), `length` int32 [] (tokens in the cache after the call); outputs `out`,
-    `present_k`, `present_v`. Head sizes are multiples of 8.
+    `present_k`, `present_v`. Head sizes are multiples of 8. With sinks there is the input `sinks`.
     """
     graph = GraphBuilder()
     cache = (1, op.kv_heads, op.capacity, op.head_dim)
@@ -389,9 +389,10 @@ def fused_attention(op: ops.Attention) -> bytes:
     graph.output("out", F32, (1, "m", op.heads * op.head_dim))
     graph.output("present_k", F32, cache)
     graph.output("present_v", F32, cache)
+    sinks = ("", "", "", "", graph.input("sinks", F32, (op.heads,))) if op.sinks else ()
     graph.node(
         "GroupQueryAttention",
-        *("qkv", "", "", "past_k", "past_v", "last", "length"),
+        *("qkv", "", "", "past_k", "past_v", "last", "length", *sinks),
         out=("out", "present_k", "present_v"),
         domain=CONTRIB,
         num_heads=op.heads,
@@ -410,7 +411,7 @@ def composed_attention(op: ops.Attention) -> bytes:
 
     The caller has appended keys and values. Inputs `qkv` [m, width], `k_cache` and `v_cache` as
     `Attention` has them, `first` int64 [1]; output `out` [m, H · D]. Of codes there are also
-    `k_words` and `v_words`: the same memory as float32.
+    `k_words` and `v_words`: the same memory as float32. With sinks there is the input `sinks`.
     """
     graph = GraphBuilder()
     graph.input("qkv", F32, ("m", op.width))
@@ -431,7 +432,15 @@ def composed_attention(op: ops.Attention) -> bytes:
     scaled = graph.node("Mul", scores, graph.scalar(op.softmax_scale))
     capped = softcapped(graph, scaled, op.softcap) if op.softcap else scaled
     masked = graph.node("Where", visible, capped, graph.scalar(-np.inf))
+    if op.sinks:
+        sinks = graph.node(
+            "Reshape", graph.input("sinks", F32, (op.heads,)), graph.ints(op.kv_heads, group, 1, 1)
+        )
+        rows = graph.node("Concat", graph.ints(1, 1), m, graph.ints(1), axis=0)
+        masked = graph.node("Concat", masked, graph.node("Expand", sinks, rows), axis=-1)
     weights = graph.node("Softmax", masked, axis=-1)
+    if op.sinks:
+        weights = graph.slice(weights, 0, -1, axis=3)
     mixed = graph.node("MatMul", weights, used_values)
     by_token = graph.node("Transpose", mixed, perm=[2, 0, 1, 3])  # [m, G, H/G, D]
     graph.node("Reshape", by_token, graph.ints(-1, op.heads * op.head_dim), out="out")
@@ -536,6 +545,17 @@ def sigmoid_gate(op: ops.SigmoidGate) -> bytes:
     graph.output("y", F32, ("m", op.d))
     own = graph.slice(gates, op.first, op.first + op.d, axis=1)
     graph.node("Mul", x, graph.node("Sigmoid", own), out="y")
+    return graph.model()
+
+
+def gated_add(op: ops.GatedAdd) -> bytes:
+    """Return residual + sigmoid(gates · weight) · x; `weight` [d, 1] is an input."""
+    graph = GraphBuilder()
+    x, gates, residual = (graph.input(name, F32, ("m", op.d)) for name in op.ports[:3])
+    graph.output("y", F32, ("m", op.d))
+    gate = graph.node("MatMul", gates, graph.input("weight", F32, (op.d, 1)))
+    shared = graph.node("Mul", x, graph.node("Sigmoid", gate))
+    graph.node("Add", residual, shared, out="y")
     return graph.model()
 
 

@@ -44,9 +44,9 @@ def program(op: Op, weights: Weights) -> tuple[Program, int]:  # noqa: PLR0911, 
         case ops.Rope():
             return rotate(op, _wide(weights))
         case ops.Attention():
-            return partial(attention, op), 0
+            return partial(attention, op, sinks=_wide(weights).get("sinks")), 0
         case ops.AttentionHeads():
-            return partial(attention_heads, op), 0
+            return partial(attention_heads, op, sinks=_wide(weights).get("sinks")), 0
         case ops.SumScores():
             return partial(sum_scores, op), 0
         case ops.DecodeChunks():
@@ -65,6 +65,8 @@ def program(op: Op, weights: Weights) -> tuple[Program, int]:  # noqa: PLR0911, 
             return add_positions(op, _wide(weights)["table"])
         case ops.Add():
             return add, 0
+        case ops.GatedAdd():
+            return partial(gated_add, _wide(weights)["weight"]), 0
         case ops.Outliers():
             return outliers(op, weights)
         case ops.Router():
@@ -231,7 +233,7 @@ def rotate(op: ops.Rope, weights: Mapping[str, Float64Array]) -> tuple[Program, 
     return run, cos.nbytes + sin.nbytes
 
 
-def attention(op: ops.Attention, arrays: Arrays) -> None:
+def attention(op: ops.Attention, arrays: Arrays, sinks: Float64Array | None = None) -> None:
     """Append keys and values, then grouped-query causal attention over the cache."""
     m = len(arrays["qkv"])
     heads = arrays["qkv"].reshape(m, -1, op.head_dim).transpose(1, 0, 2)  # [H + 2G, m, D]
@@ -250,13 +252,19 @@ def attention(op: ops.Attention, arrays: Arrays) -> None:
         q = heads[g * group : (g + 1) * group].astype(np.float64)  # [H/G, m, D]
         scores = softcapped(q @ keys[g].T * op.softmax_scale, op.softcap)
         scores = np.where(visible, scores, -np.inf)  # [H/G, m, end]
+        if sinks is not None:
+            own = sinks[g * group : (g + 1) * group, None, None]  # [H/G, 1, 1]
+            scores = np.concatenate([scores, np.broadcast_to(own, (group, m, 1))], axis=-1)
         weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-        mixed = (weights / weights.sum(axis=-1, keepdims=True)) @ values[g]  # [H/G, m, D]
+        weights /= weights.sum(axis=-1, keepdims=True)
+        mixed = weights[..., :end] @ values[g]  # [H/G, m, D]
         columns = slice(g * group * op.head_dim, (g + 1) * group * op.head_dim)
         arrays["out"][:, columns] = mixed.transpose(1, 0, 2).reshape(m, -1)
 
 
-def attention_heads(op: ops.AttentionHeads, arrays: Arrays) -> None:
+def attention_heads(
+    op: ops.AttentionHeads, arrays: Arrays, sinks: Float64Array | None = None
+) -> None:
     """Compute attention of these heads alone, on their part of every tensor."""
     of, (start, stop) = op.attention, op.columns
     keys = (of.heads + op.first) * of.head_dim
@@ -266,7 +274,7 @@ def attention_heads(op: ops.AttentionHeads, arrays: Arrays) -> None:
     caches = {port: arrays[port][op.first : op.first + op.count] for port in ("k_cache", "v_cache")}
     out = arrays["out"][:, start:stop]
     mine = {"qkv": np.concatenate(own, axis=1), "out": out, "position": arrays["position"]}
-    attention(op.alone, mine | caches)
+    attention(op.alone, mine | caches, None if sinks is None else sinks[op.queries])
 
 
 def sum_scores(op: ops.SumScores, arrays: Arrays) -> None:
@@ -400,6 +408,13 @@ def gated_act(op: ops.GatedAct, arrays: Arrays) -> None:
     """Compute act(gate) · up."""
     x = arrays["x"].astype(np.float64)
     arrays["y"][:] = activate(op.activation, x[:, : op.f]) * x[:, op.f :]
+
+
+def gated_add(weight: Float64Array, arrays: Arrays) -> None:
+    """Add what is gated to the residual."""
+    x, gates, residual = (arrays[port].astype(np.float64) for port in ("x", "gates", "residual"))
+    share = 1 / (1 + np.exp(-(gates @ weight)))
+    arrays["y"][:] = residual + share[:, None] * x
 
 
 def sigmoid_gate(op: ops.SigmoidGate, arrays: Arrays) -> None:

@@ -85,6 +85,17 @@ def new_writer(spec: ModelGraph, path: Path, context: int) -> Any:
     return writer
 
 
+def add_words(writer: Any, size: int) -> None:
+    """Add a tokenizer of words without meaning."""
+    writer.add_tokenizer_model("llama")
+    words = [b"<unk>", b"<s>", b"</s>", *(f"t{i}".encode() for i in range(size - 3))]
+    writer.add_token_list(words)
+    writer.add_token_scores([0.0] * size)
+    writer.add_token_types([2, 3, 3] + [1] * (size - 3))
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+
+
 def write_random(spec: ModelGraph, path: Path, context: int, file_type: str = "Q4_0") -> None:
     """A model of random weights with the shapes of `spec`."""
     import gguf
@@ -92,13 +103,7 @@ def write_random(spec: ModelGraph, path: Path, context: int, file_type: str = "Q
     writer = new_writer(spec, path, context)
     writer.add_rope_dimension_count(spec.head_dim)
     writer.add_vocab_size(spec.vocab_size)
-    writer.add_tokenizer_model("llama")
-    words = [b"<unk>", b"<s>", b"</s>", *(f"t{i}".encode() for i in range(spec.vocab_size - 3))]
-    writer.add_token_list(words)
-    writer.add_token_scores([0.0] * spec.vocab_size)
-    writer.add_token_types([2, 3, 3] + [1] * (spec.vocab_size - 3))
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
+    add_words(writer, spec.vocab_size)
     for name, kind, array in random_tensors(spec, file_type):
         writer.add_tensor(name, array, raw_dtype=gguf.GGMLQuantizationType[kind])
     writer.write_header_to_file()

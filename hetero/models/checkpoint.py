@@ -7,7 +7,7 @@ memory grows by the packed bytes only.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -22,6 +22,7 @@ from hetero.models.architectures.base import RowOrder
 from hetero.models.config import ModelConfig
 from hetero.models.fields import read_json_object
 from hetero.models.layout import (
+    EXPERTS,
     MatrixShape,
     block_matrices,
     block_vectors,
@@ -29,8 +30,9 @@ from hetero.models.layout import (
     model_vectors,
 )
 from hetero.models.model_weights import BlockWeights, ModelWeights
-from hetero.models.packing import SourceTensor, check_finite, pack_rows
+from hetero.models.packing import RowSource, SourceTensor, check_finite, pack_rows
 from hetero.models.safetensors_file import FLOAT_DTYPES, SafetensorsFile
+from hetero.models.stacked_experts import MXFP4_PARTS, Stacked, stacked_tensor
 from hetero.models.wrapper import text_tensors
 from hetero.terminal.notices import notify_once
 
@@ -61,7 +63,7 @@ class CheckpointFiles:
     def __iter__(self) -> Iterable[str]:
         return iter(self._file_of)
 
-    def __contains__(self, name: str) -> bool:
+    def __contains__(self, name: object) -> bool:
         return name in self._file_of
 
     def names(self) -> list[str]:
@@ -170,6 +172,10 @@ class CheckpointWeights(ModelWeights):
 
     def _pack(self, prefix: str, name: str) -> PackedWeight:
         orders = self._architecture.row_order, self._architecture.column_order
+        place = stacked_place(self.config, prefix, name, self.files)
+        if place is not None:
+            source = stacked_tensor(self.files, prefix, place)
+            return self._pack_tensors([source], source.names)
         sources = []
         for module in matrix_modules(self.config, name):
             tensor = f"{prefix}{module}.weight"
@@ -177,8 +183,10 @@ class CheckpointWeights(ModelWeights):
             sources.append(SourceTensor(tensor, self.files.array(tensor), rows, columns))
         return self._pack_tensors(sources)
 
-    def _pack_tensors(self, sources: list[SourceTensor]) -> PackedWeight:
-        names = [source.name for source in sources]
+    def _pack_tensors(
+        self, sources: Sequence[RowSource], names: Sequence[str] | None = None
+    ) -> PackedWeight:
+        names = [source.name for source in sources] if names is None else names
         return pack_rows(
             sources, self.weight_format.storage, after_batch=lambda: self.files.forget(names)
         )
@@ -190,11 +198,16 @@ class CheckpointWeights(ModelWeights):
     def _block_vector(self, prefix: str, name: str) -> Float32Array:
         if (zeros := self._norm_bias(name)) is not None:
             return zeros
-        if name.removesuffix("_bias") not in self._names.matmuls:
+        matrix = name.removesuffix("_bias")
+        if matrix in EXPERTS:
+            place = self._names.stacked[matrix]
+            biases = self.files.array(f"{prefix}{place.module}_bias")
+            check_finite(name, values := place.own(biases).astype(np.float32).reshape(-1))
+            return values
+        if matrix not in self._names.matmuls:
             return self._own_vector(prefix, name)
         parts = [
-            self._ordered(x, self._vector(f"{prefix}{x}.bias"))
-            for x in self._names.matmuls[name.removesuffix("_bias")]
+            self._ordered(x, self._vector(f"{prefix}{x}.bias")) for x in self._names.matmuls[matrix]
         ]
         return np.concatenate(parts)
 
@@ -213,7 +226,7 @@ class CheckpointWeights(ModelWeights):
         if is_taps(name):
             taps = self._vector(f"{prefix}{module}.{suffix}").reshape(-1, self.config.conv_taps)
             return self._ordered(module, taps).T.reshape(-1)
-        norm = suffix == "weight" and name not in ("delta_norm", "router")
+        norm = suffix == "weight" and name not in ("delta_norm", "router", "shared_gate")
         return self._vector(f"{prefix}{module}.{suffix}", norm=norm)
 
     def _ordered(self, module: str, values: Float32Array) -> Float32Array:
@@ -234,6 +247,17 @@ def matrix_modules(config: ModelConfig, name: str) -> Sequence[str]:
     return [names.experts[name].format(i) for i in range(experts.count)]
 
 
+def stacked_place(
+    config: ModelConfig, prefix: str, name: str, present: Container[str]
+) -> Stacked | None:
+    """Return where a checkpoint has a matrix of experts; None: not in a tensor of all experts."""
+    names = ARCHITECTURES[config.architecture].names
+    place = names.stacked.get(name)
+    if place is None or name not in names.experts:
+        return place
+    return place if f"{prefix}{place.module}" in present else None
+
+
 def vector_module(modules: Mapping[str, str], name: str) -> tuple[str, str]:
     """Return the module of a vector, and its tensor in that module."""
     if name.endswith("_bias"):
@@ -241,8 +265,13 @@ def vector_module(modules: Mapping[str, str], name: str) -> tuple[str, str]:
     return modules[name.removesuffix("_taps")], "weight"
 
 
-def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the names and shapes of the tensors of a checkpoint of this configuration."""
+def expected_tensors(
+    config: ModelConfig, present: Container[str] = ()
+) -> dict[str, tuple[int, ...]]:
+    """Return the names and shapes of the tensors of a checkpoint of this configuration.
+
+    Where there is a choice it is by the tensors that are `present`.
+    """
     architecture, d = ARCHITECTURES[config.architecture], config.hidden_size
     names = architecture.names
     shapes: dict[str, tuple[int, ...]] = {}
@@ -254,25 +283,34 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         rows = (vector.n // d, d) if vector.name == "positions" else (vector.n,)
         shapes[".".join(vector_module(names.model_modules, vector.name))] = rows
     for index in range(config.num_layers):
-        for name, shape in _block_tensors(config, index).items():
-            shapes[f"{names.block.format(index)}{name}"] = shape
+        prefix = names.block.format(index)
+        for name, shape in _block_tensors(config, index, prefix, present).items():
+            shapes[f"{prefix}{name}"] = shape
     return shapes
 
 
-def _block_tensors(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
+def _block_tensors(
+    config: ModelConfig, layer: int, prefix: str, present: Container[str]
+) -> dict[str, tuple[int, ...]]:
     architecture = ARCHITECTURES[config.architecture]
     names = architecture.names
     shapes: dict[str, tuple[int, ...]] = {}
     for vector in block_vectors(config, StorageFormat.F32, layer):
         if vector.name.endswith("norm_bias") and not architecture.norm_bias:
             continue
-        if vector.name.removesuffix("_bias") not in names.matmuls:
+        if vector.name.removesuffix("_bias") not in (*names.matmuls, *EXPERTS):
             taps = config.conv_taps
             shape = (vector.n // taps, 1, taps) if is_taps(vector.name) else vector.shape
             own = names.parameters.get(vector.name)
             shapes[own or ".".join(vector_module(names.vectors, vector.name))] = shape
     biased = {x.name for x in config.block_matmuls(layer) if x.bias}
     for matrix in block_matrices(config, layer):
+        place = stacked_place(config, prefix, matrix.name, present)
+        if place is not None and config.experts is not None:
+            count, bias = config.experts.count, config.experts.bias
+            rows = matrix.n // count
+            shapes |= place.shapes(prefix, count, rows, matrix.k, bias=bias, present=present)
+            continue
         for module, n in _module_rows(config, matrix):
             shapes[f"{module}.weight"] = (n, matrix.k)
             if matrix.name in biased:
@@ -300,7 +338,7 @@ def _module_rows(config: ModelConfig, matrix: MatrixShape) -> list[tuple[str, in
 
 
 def _check_tensors(files: CheckpointFiles, config: ModelConfig) -> None:
-    expected = expected_tensors(config)
+    expected = expected_tensors(config, files)
     missing = [name for name in expected if name not in files]
     if missing:
         raise ModelError(
@@ -323,9 +361,10 @@ def _check_tensor(files: CheckpointFiles, name: str, shape: tuple[int, ...]) -> 
             f"{files.directory}: tensor {name} must have the shape {list(shape)} by config.json, "
             f"got {list(files.shape(name))}; check that config.json belongs to the weights"
         )
-    if files.dtype(name) not in FLOAT_DTYPES:
+    wanted = ("U8",) if name.endswith(MXFP4_PARTS) else FLOAT_DTYPES
+    if files.dtype(name) not in wanted:
         raise ModelError(
-            f"{files.directory}: tensor {name} must be one of {', '.join(FLOAT_DTYPES)}, "
+            f"{files.directory}: tensor {name} must be one of {', '.join(wanted)}, "
             f"got {files.dtype(name)}; convert the model to one of these"
         )
 

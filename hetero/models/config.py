@@ -10,7 +10,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Self, TypeAlias
 
-from hetero.backends.ops import Activation, Extensible, RopeScaling, later
+from hetero.backends.extensible import Extensible, later
+from hetero.backends.ops import Activation, RopeScaling
 from hetero.errors import ModelError
 from hetero.models.architectures import ARCHITECTURES, Architecture
 from hetero.models.config_keys import notice_unread, refuse_unused
@@ -69,6 +70,7 @@ class ModelConfig(Extensible):
     parallel           attention and feed-forward both read the one norm before them
     gated              the feed-forward multiplies by a gate; else it is up, activation, down
     experts            the feed-forward is that of a few experts, chosen for each token
+    sinks              each head of attention has a score without a value
     attention_scale    on the scores, None for D^-0.5
     attention_softcap, logit_softcap    cap · tanh(x / cap) on scores and logits, 0 for none
     embed_scale        on the embeddings
@@ -123,6 +125,7 @@ class ModelConfig(Extensible):
     in_norms: bool = later(True)
     delta: DeltaNet | None = later(None)  # noqa: RUF009
     output_gate: bool = later(False)
+    sinks: bool = later(False)
     residual_scale: float = later(1.0)
     logit_scale: float = later(1.0)
 
@@ -152,6 +155,11 @@ class ModelConfig(Extensible):
     def rope_at(self, layer: int) -> LayerRope | None:
         """Return the rotary embedding of a layer; None: it has none."""
         return self.layer_ropes[layer] if self.layer_ropes else self.rope
+
+    @property
+    def rope_scaled(self) -> bool:
+        """Return whether the frequencies of the rotary embedding are scaled."""
+        return self.rope_scaling != NO_SCALING
 
     @property
     def rotates(self) -> tuple[bool, ...]:
@@ -206,7 +214,7 @@ class ModelConfig(Extensible):
         """
         source = Fields(*text_fields(raw, where))
         architecture = _architecture(source)
-        _refuse_quantised(source)
+        _refuse_quantised(source, architecture)
         _refuse_sinks(source)
         layers = source.positive_int("num_hidden_layers", limit=_MAX_LAYERS)
         sizes = _sizes(source, architecture)
@@ -290,7 +298,7 @@ class ModelConfig(Extensible):
     def block_matmuls(self, layer: int) -> tuple[MatMulSpec, ...]:
         """Return the matmuls of a block in the order in which they run, each once.
 
-        Routed experts are none of them (`hetero.models.graph`).
+        Routed experts are none of them (`hetero.models.graph`), a shared expert is.
         """
         d, f = self.hidden_size, self.intermediate_size
         up = 2 * f if self.gated else f
@@ -304,7 +312,8 @@ class ModelConfig(Extensible):
             assert self.delta is not None
             rows = [("delta_in", sum(self.delta.projections), d, False)]
             rows += [("delta_out", d, self.delta.values, False)]
-        if self.routed(layer) is None:
+        routed = self.routed(layer)
+        if routed is None or routed.shared:
             rows += [("gate_up", up, d, self.mlp_bias), ("down", d, f, self.mlp_bias)]
         return tuple(
             MatMulSpec(name=name, n=n, k=k, count=1, bias=bias) for name, n, k, bias in rows
@@ -350,10 +359,12 @@ def _unknown(source: Fields, name: str, known: list[str]) -> ModelError:
     )
 
 
-def _refuse_quantised(source: Fields) -> None:
+def _refuse_quantised(source: Fields, architecture: Architecture) -> None:
     quantisation = source.raw.get("quantization_config")
     if quantisation:
         method = quantisation.get("quant_method") if isinstance(quantisation, dict) else None
+        if method in architecture.quantised:
+            return
         raise ModelError(
             f"{source.where}: weights quantised with {method or 'quantization_config'!r} are not "
             "supported; use the model's original fp32, fp16 or bf16 files"

@@ -38,6 +38,7 @@ from hetero.backends.ops import (
     Embed,
     Experts,
     GatedAct,
+    GatedAdd,
     GatedDelta,
     LayerNorm,
     MatMul,
@@ -260,6 +261,7 @@ class _Decoder:
             scale=config.attention_scale,
             softcap=config.attention_softcap,
             kv=self.kv,
+            sinks=config.sinks,
         )
         self._add(
             "attention",
@@ -297,7 +299,7 @@ class _Decoder:
             d=config.hidden_size,
             f=experts.width,
             weight_format=self.weight_format,
-            activation=config.activation,
+            activation=experts.activation or config.activation,
             bias=experts.bias,
         )
         self._add("router", router, x=source, y="routes")
@@ -306,9 +308,18 @@ class _Decoder:
     def _feed_forward(self, source: str, target: str) -> None:
         assert self.layer is not None
         experts = self.config.routed(self.layer)
-        if experts is not None:
+        if experts is None:
+            self._plain_feed_forward(source, target)
+        elif not experts.shared:
             self._experts(experts, source, target)
-            return
+        else:
+            self._experts(experts, source, "chosen")
+            self._plain_feed_forward(source, "shared")
+            gate = GatedAdd(d=self.config.hidden_size)
+            slots = {"x": "shared", "gates": source, "residual": "chosen", "y": target}
+            self._add("shared_gate", gate, **slots)
+
+    def _plain_feed_forward(self, source: str, target: str) -> None:
         self._matmul("gate_up", source, "gate_up")
         kind = GatedAct if self.config.gated else Act
         activation = kind(f=self.config.intermediate_size, activation=self.config.activation)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Final
 
 from hetero.backends.formats import StorageFormat
 from hetero.backends.memory import PAGE_BYTES
@@ -27,7 +28,7 @@ class MatrixShape:
 class VectorShape:
     """A float32 vector of n elements: a norm's weight or a bias.
 
-    One of `width` elements a row is a matrix in files: the router's weight.
+    One of `width` elements a row is a matrix in files: the router's weight, a shared expert's gate.
     """
 
     name: str
@@ -38,6 +39,9 @@ class VectorShape:
     def shape(self) -> tuple[int, ...]:
         """Return the shape in files."""
         return (self.n // self.width, self.width) if self.width else (self.n,)
+
+
+EXPERTS: Final = ("experts_gate", "experts_up", "experts_down")
 
 
 def block_matrices(config: ModelConfig, layer: int) -> tuple[MatrixShape, ...]:
@@ -51,9 +55,9 @@ def expert_matrices(config: ModelConfig, layer: int) -> tuple[MatrixShape, ...]:
     experts = config.routed(layer)
     if experts is None:
         return ()
-    up = MatrixShape("experts_gate", experts.count * experts.width, config.hidden_size)
-    down = MatrixShape("experts_down", experts.count * config.hidden_size, experts.width)
-    return up, replace(up, name="experts_up"), down
+    rows = experts.count * experts.width, experts.count * config.hidden_size
+    sizes = (rows[0], config.hidden_size), (rows[0], config.hidden_size), (rows[1], experts.width)
+    return tuple(MatrixShape(name, *size) for name, size in zip(EXPERTS, sizes, strict=True))
 
 
 def block_vectors(
@@ -78,6 +82,8 @@ def block_vectors(
     if config.mixers[layer] == "conv":
         norms += [VectorShape("conv_taps", config.conv_taps * config.hidden_size)]
         norms += [VectorShape("conv_bias", config.hidden_size)] if config.conv_bias else []
+    if attends and config.sinks:
+        norms += [VectorShape("sinks", config.heads)]
     norms += _router_vectors(config, layer)
     biases = [x for x in config.block_matmuls(layer) if x.bias]
     scales = [VectorShape(f"{x.name}_x_scale", 1) for x in block_matrices(config, layer)]
@@ -127,13 +133,17 @@ def _norms(config: ModelConfig, names: list[str]) -> list[VectorShape]:
 
 
 def _router_vectors(config: ModelConfig, layer: int) -> list[VectorShape]:
-    """Return the router's weight, row after row, and its bias."""
+    """Return the router's weight, row after row, its biases, and what else experts have."""
     experts = config.routed(layer)
     if experts is None:
         return []
     weight = VectorShape("router", experts.count * config.hidden_size, config.hidden_size)
     given = {"router_bias": experts.router_bias, "choice_bias": experts.choice_bias}
-    return [weight] + [VectorShape(name, experts.count) for name, has in given.items() if has]
+    vectors = [weight] + [VectorShape(name, experts.count) for name, has in given.items() if has]
+    if experts.shared:
+        vectors += [VectorShape("shared_gate", config.hidden_size, config.hidden_size)]
+    matrices = expert_matrices(config, layer) if experts.bias else ()
+    return vectors + [VectorShape(f"{x.name}_bias", x.n) for x in matrices]
 
 
 def embedding_matrices(config: ModelConfig) -> tuple[MatrixShape, ...]:

@@ -194,6 +194,9 @@ def make_weights(op: Op, rng: np.random.Generator) -> dict[str, WeightValue]:  #
                 weights[name] = -values if name == "decay" else values - 2
             case ops.GatedDelta():
                 weights[name] = 1 + 0.3 * rng.standard_normal(op.v_dim, dtype=np.float32)
+            case ops.Attention() | ops.AttentionHeads():  # smaller and larger than any score
+                heads = op.attention.heads if isinstance(op, ops.AttentionHeads) else op.heads
+                weights[name] = 3 * rng.standard_normal(heads, dtype=np.float32)
             case ops.Rope():
                 width = op.norm_width(name)
                 weights[name] = 1 + 0.3 * rng.standard_normal(width, dtype=np.float32)

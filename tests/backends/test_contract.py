@@ -386,6 +386,41 @@ def test_attention_on_narrow_caches(
 
 
 @pytest.mark.pairwise
+@pytest.mark.parametrize("kv", CacheFormat)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "window", "softcap"),
+    [(4, 2, 8, 0, 0.0), (3, 1, 12, 5, 0.0), (8, 1, 64, 0, 2.0), (6, 2, 16, 33, 0.0)],
+)
+def test_attention_with_sinks(
+    device: Device,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    window: int,
+    softcap: float,
+    kv: CacheFormat,
+) -> None:
+    """One more score of each head, without a value; whole and by some heads."""
+    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
+    op = replace(ATTENTION, **sizes, window=window, softcap=softcap, kv=kv, sinks=True)  # type: ignore[arg-type]
+    require(device, op)
+    weights = make_weights(op, np.random.default_rng(heads))
+    kernel = device.prepare(op, weights)
+    for m, position in ((1, 0), (7, 0), (33, 0), (1, 9), (1, 69), (2, 5), (31, 32), (33, 37)):
+        rng = np.random.default_rng(m)
+        tensors = make_tensors(op, m, rng, position=position, spare_rows=1, device=device)
+        check_call(device, kernel, weights, tensors, m)
+    last = ops.AttentionHeads(attention=op, first=kv_heads - 1, count=1)
+    if device.accepts(last):
+        tensors = make_tensors(op, 7, rng, position=2, device=device)
+        wanted = expected(op, weights, snapshot(tensors), 7)["out"]
+        device.prepare(last, weights).bind(tensors, 7).run()
+        own = slice(*last.columns)
+        limit = tolerance(op, device)
+        assert_close(tensors["out"].array[:7, own], wanted[:7, own], limit, "the last heads")
+
+
+@pytest.mark.pairwise
 @pytest.mark.parametrize("every", [1, 2, 16])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "more"),
@@ -700,6 +735,11 @@ def test_gated_act(device: Device, f: int, activation: ops.Activation) -> None:
 @pytest.mark.parametrize(("d", "first", "width"), [(1, 0, 1), (64, 64, 130), (172, 9, 181)])
 def test_sigmoid_gate(device: Device, d: int, first: int, width: int) -> None:
     check_op(device, ops.SigmoidGate(d=d, first=first, width=width), EDGE_TOKENS)
+
+
+@pytest.mark.parametrize("d", [1, 64, 173])
+def test_gated_add(device: Device, d: int) -> None:
+    check_op(device, ops.GatedAdd(d=d), EDGE_TOKENS)
 
 
 def test_gates_outside_of_their_columns_are_refused() -> None:

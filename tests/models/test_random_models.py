@@ -63,6 +63,10 @@ PARAMETERS = {
     "ernie-4.5-0.3b": 361,
     "hunyuan-1.8b": 1791,
     "command-r7b": 8028,
+    "qwen3.5-35b-a3b": 34660,
+    "gpt-oss-20b": 20915,
+    "gpt-oss-120b": 116829,
+    "lfm2-8b-a1b": 8340,
 }
 
 

@@ -39,7 +39,11 @@ TINY = {
 
 
 # Configurations of families whose name is that of a model of text and pictures.
-CONFIGS = {"Gemma3": "Gemma3TextConfig", "Qwen3_5": "Qwen3_5TextConfig"}
+CONFIGS = {
+    "Gemma3": "Gemma3TextConfig",
+    "Qwen3_5": "Qwen3_5TextConfig",
+    "Qwen3_5Moe": "Qwen3_5MoeTextConfig",
+}
 
 
 @dataclass(frozen=True)

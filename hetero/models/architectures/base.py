@@ -13,6 +13,7 @@ from hetero.models.delta_net import DeltaNet
 from hetero.models.expert_config import ExpertConfig
 from hetero.models.fields import Fields, is_number
 from hetero.models.sliding import FULL, SLIDING
+from hetero.models.stacked_experts import Stacked
 
 DEFAULT_WINDOW = 4096
 
@@ -46,6 +47,8 @@ class Decoder(Protocol):
     def rope_theta(self) -> float: ...
     @property
     def rms_norm_eps(self) -> float: ...
+    @property
+    def rope_scaled(self) -> bool: ...
     @property
     def rotates(self) -> tuple[bool, ...]: ...
     @property
@@ -92,7 +95,8 @@ class TensorNames:
     `vectors` the modules of a block's norms; `parameters` tensors that are not a module's weight or
     bias; `experts` the modules of the experts' matrices, with `{}` for an expert's number;
     `model_modules` those outside of the blocks. `.weight` and `.bias` are appended to modules.
-    `block` is the prefix of a block.
+    `block` is the prefix of a block. `stacked` are the experts' matrices in tensors of all experts,
+    which a checkpoint may have instead.
     """
 
     block: str = "model.layers.{}."
@@ -113,6 +117,7 @@ class TensorNames:
         }
     )
     experts: Mapping[str, str] = field(default_factory=dict)
+    stacked: Mapping[str, Stacked] = field(default_factory=dict)
     parameters: Mapping[str, str] = field(default_factory=dict)
     model_modules: Mapping[str, str] = field(
         default_factory=lambda: {
@@ -140,6 +145,7 @@ class Architecture:
     column_order      its columns
     used              fields that are refused elsewhere (`hetero.models.config_keys`)
     defaults          fields that the text part of a larger model may leave out
+    quantised         methods of `quantization_config` whose tensors are read
     norm_offset       added to every norm's weight when it is read
     norm_bias         whether a LayerNorm has a bias
     theta             base period of the rotary embedding where config.json gives none
@@ -167,6 +173,7 @@ class Architecture:
     norm_offset: float = 0.0
     used: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    quantised: tuple[str, ...] = ()
     norm_bias: bool = True
     theta: float = 10000.0
     local_theta: float | None = None

@@ -40,6 +40,8 @@ OPS: tuple[Op, ...] = (
     ops.MatMul(n=50, k=64, weight_format=WeightFormat.F32, softcap=3.0),
     ops.GatedAct(f=129),
     ops.SigmoidGate(d=70, first=0, width=75),
+    ops.GatedAdd(d=70),
+    replace(ATTENTION, window=9, sinks=True),
     ops.Act(f=64, activation="gelu"),
     ops.AddPositions(d=64, rows=80, offset=2),
     ops.Add(d=37),
