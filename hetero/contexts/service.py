@@ -304,18 +304,25 @@ def _model(model: str | LLM, options: dict[str, Any]) -> LLM:
 
     It may be cut anywhere and continued.
     """
-    if not isinstance(model, LLM):
-        return LLM(model, **options | {"whole_caches": True})
-    if options:
+    if options and isinstance(model, LLM):
         raise UserError(
             f"{', '.join(options)}: options of opening a model, and this one is open already"
         )
-    if model.context.cache.layout.slides:
+    opened = model if isinstance(model, LLM) else LLM(model, **options | {"whole_caches": True})
+    layout = opened.context.cache.layout
+    if not layout.alike:
+        if opened is not model:
+            opened.close()
+        raise UserError(
+            "a service stores keys and values of one shape, and the layers of this model have "
+            "several: choose another model"
+        )
+    if layout.slides:
         raise UserError(
             "a service keeps all keys and values of a text, and this model was opened with caches "
             "that forget what its windows have left: open it with whole_caches=True"
         )
-    return model
+    return opened
 
 
 class App:
