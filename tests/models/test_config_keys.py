@@ -22,6 +22,7 @@ CLASSES = {
 } | {
     "gemma3_text": "Gemma3TextConfig", "gemma4_text": "Gemma4TextConfig",
     "gemma4_unified_text": "Gemma4UnifiedTextConfig", "qwen3_5_text": "Qwen3_5TextConfig",
+    "qwen3_5_moe_text": "Qwen3_5MoeTextConfig",
 }  # fmt: skip
 
 USED = {
@@ -72,6 +73,12 @@ OWN = {
     "qwen3_5_text": {"attention_bias", "layer_types", "linear_conv_kernel_dim",
                      "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads",
                      "linear_num_value_heads"},
+    "qwen3_5_moe_text": {"attention_bias", "layer_types", "linear_conv_kernel_dim",
+                         "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads",
+                         "linear_num_value_heads", "moe_intermediate_size", "num_experts_per_tok",
+                         "shared_expert_intermediate_size"},
+    "gpt_oss": {"attention_bias", "layer_types", "sliding_window", "num_experts_per_tok",
+                "swiglu_alpha", "swiglu_limit"},
     "granite": {"attention_bias", "mlp_bias"} | SCALES,
     "granitemoehybrid": {
         "attention_bias", "layer_types", "shared_intermediate_size", "position_embedding_type",

@@ -311,15 +311,19 @@ def test_experts_are_not_calibrated(weights: str, tmp_path: Path) -> None:
         calibrated(str(folder), weights, tmp_path / "text.txt", 200)
 
 
-def test_a_quantised_directory_has_the_experts(tmp_path: Path) -> None:
-    folder, _ = drawn("Qwen3Moe", QWEN3_GGUF)
+@pytest.mark.parametrize("kind", IN_FILES)
+def test_a_quantised_directory_has_the_experts(kind: str, tmp_path: Path) -> None:
+    folder, _ = drawn(kind, IN_FILES[kind])
     source = open_model(folder, weights="w4a16")
     save(source.weights, tmp_path / "out", name="routed")
     copy = open_model(tmp_path / "out", verify=True)
     for ours, theirs in ((copy.weights.block(i), source.weights.block(i)) for i in range(2)):
-        for name in ("experts_gate", "experts_up", "experts_down"):
+        assert set(ours.matrices) == set(theirs.matrices)
+        assert set(ours.vectors) == set(theirs.vectors)
+        for name in theirs.matrices:
             np.testing.assert_array_equal(ours.matrix(name).data, theirs.matrix(name).data)
-        np.testing.assert_array_equal(ours.vectors["router"], theirs.vectors["router"])
+        for name, vector in theirs.vectors.items():
+            np.testing.assert_array_equal(ours.vectors[name], vector)
     assert copy.config == source.config
 
 
