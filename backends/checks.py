@@ -194,14 +194,20 @@ def _check_packed(
         raise ValueError(f"{describe(op)} takes weights of one part, got {len(weight.parts)}")
 
 
-def _check_vector(op: Op, name: str, value: Any) -> None:
+def _check_vector(op: Op, name: str, value: Any) -> None:  # noqa: PLR0912
     match op:
         case ops.MatMul() | ops.Outliers():
             length = 1 if name == "x_scale" else op.n
         case ops.Rope():
             length = op.norm_width(name)
-        case ops.RMSNorm() | ops.LayerNorm():
+        case ops.Attention():
+            length = op.heads
+        case ops.AttentionHeads():
+            length = op.attention.heads
+        case ops.RMSNorm() | ops.LayerNorm() | ops.GatedAdd():
             length = op.d
+        case ops.Add():
+            length = 1
         case ops.AddPositions():
             length = op.rows * op.d
         case ops.DecodeChunks():

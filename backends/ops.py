@@ -20,10 +20,12 @@ position 0 starts from zeros and does not read the state, which may hold anythin
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields, is_dataclass, replace
-from typing import Any, ClassVar, Final, Literal, TypeAlias, TypeVar
+from dataclasses import dataclass, replace
+from typing import ClassVar, Final, Literal, TypeAlias
 
+from hetero.backends.extensible import Extensible, later
 from hetero.backends.formats import CacheFormat, WeightFormat
+from hetero.backends.frequency_scaling import RopeScaling
 
 Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "relu"]
 ExpertActivation: TypeAlias = Activation | Literal["swiglu_oai"]
@@ -33,40 +35,6 @@ ROWS_OF_EXPERT = 16  # the rows of an expert's matrices are a multiple of this
 PASS_TOKENS = 512  # whose experts are computed together at most: bounds the memory of their rows
 L2_EPS: Final = 1e-6  # of the norms of queries and keys in `GatedDelta`
 OperandOrder: TypeAlias = Literal["plain", "transposed"]
-_Value = TypeVar("_Value")
-
-
-def later(default: _Value) -> _Value:
-    """Return a field that was added to a record after documents of it had been written.
-
-    With its default it is neither in `repr` nor in documents: what was stored under a record's
-    identity (compiled graphs, plans, saved contexts) stays valid.
-    """
-    value: _Value = field(default=default, metadata={"later": True})
-    return value
-
-
-def document(record: Any) -> dict[str, Any]:
-    """Return the fields of a record, and of records in it; `later` ones where they are set."""
-    named = {
-        x.name: getattr(record, x.name)
-        for x in fields(record)
-        if not x.metadata.get("later") or getattr(record, x.name) != x.default
-    }
-    return {name: document(x) if is_dataclass(x) else x for name, x in named.items()}
-
-
-class Extensible:
-    """A record, made with `repr=False`, whose `later` fields are shown only where they are set."""
-
-    def __repr__(self) -> str:
-        """Return what `dataclass` generates, without `later` fields at their defaults."""
-        named = [
-            f"{x.name}={getattr(self, x.name)!r}"
-            for x in fields(self)  # type: ignore[arg-type]
-            if not x.metadata.get("later") or getattr(self, x.name) != x.default
-        ]
-        return f"{type(self).__qualname__}({', '.join(named)})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,45 +119,6 @@ class LayerNorm:
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class RopeScaling(Extensible):
-    """Frequency scaling of rotary embeddings, with the names of `config.json`'s `rope_scaling`.
-
-    LongRoPE divides each frequency by a factor of its own, of `short_factor`, or of `long_factor`
-    where `long` says that the context is longer than the model was first trained for. With `zero`
-    all frequencies are 0: nothing is rotated (layers whose queries and keys are normed only). With
-    `proportional` all but the first `partial_rotary_factor` of them are 0 (Gemma 4).
-    `llama_4_scaling_beta` β scales queries, not keys, at position p by
-    1 + β · ln(1 + ⌊p / original_max_position⌋).
-    """
-
-    kind: Literal["none", "linear", "llama3", "yarn", "longrope", "proportional", "zero"] = "none"
-    factor: float = 1.0
-    original_max_position: int = 0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool = True
-    short_factor: tuple[float, ...] = ()
-    long_factor: tuple[float, ...] = ()
-    long: bool = False
-    llama_4_scaling_beta: float = later(0.0)
-    partial_rotary_factor: float = later(1.0)
-
-    def for_length(self, length: int) -> RopeScaling:
-        """Return the scaling in a context of up to `length` tokens.
-
-        All positions of a context have the same one, as in llama.cpp and vLLM: keys are cached
-        after they are rotated. (`transformers` changes it when a text grows beyond the border.)
-        """
-        long = self.kind == "longrope" and length > self.original_max_position
-        return replace(self, long=long)
-
-
-@dataclass(frozen=True, kw_only=True, repr=False)
 class Rope(Extensible):
     """Rotate queries and keys by their positions ("rotate half", as Hugging Face stores weights).
 
@@ -200,7 +129,7 @@ class Rope(Extensible):
     with `qk_norm_after` after they are rotated. With `v_norm_eps` each head of v goes through
     RMSNorm without a weight. `max_position` bounds position + m. `rotary_dim` ≤
     D dimensions are rotated. With `gated`, `qkv` has H·D gates of the output between queries and
-    keys, which are not read here.
+    keys, which are not read here. With G = 0 there are queries only, and no `k_norm`.
     """
 
     heads: int
@@ -209,7 +138,7 @@ class Rope(Extensible):
     theta: float
     max_position: int
     rotary_dim: int = 0
-    scaling: RopeScaling = RopeScaling()
+    scaling: RopeScaling = RopeScaling()  # noqa: RUF009
     qk_norm_eps: float | None = None
     qk_norm_row: bool = later(False)
     qk_norm_after: bool = later(False)
@@ -254,8 +183,8 @@ class Rope(Extensible):
         return self.rotary_dim or self.head_dim
 
 
-@dataclass(frozen=True, kw_only=True)
-class Attention:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Attention(Extensible):
     """Append this call's keys and values to the caches, then attend causally.
 
     Positions are rows of the caches: a caller that omits tokens that no window reaches counts
@@ -267,7 +196,13 @@ class Attention:
     channels they have themselves. This call's own keys and values are read back from the caches.
     Token t attends to positions p ≤ position + t and, with `window` > 0, p > position + t - window.
     `scale` (default D^-0.5) multiplies the scores; with `softcap` > 0 they then become
-    softcap · tanh(score / softcap). Cache contents beyond position + m are never read.
+    softcap · tanh(score / softcap). Cache contents beyond position + m are never read. With `reads`
+    the caches are another layer's, which has appended this call's keys and values: nothing is
+    appended, and `qkv` has queries only, [m, H·D].
+
+    With `sinks` each head h has one more score, the weight `sinks[h]` ([H] float32), without a
+    value: the softmax is over the scores and the sink, whose share is dropped (gpt-oss; Xiao et
+    al., arXiv 2309.17453). The sink is neither scaled nor soft-capped.
     """
 
     heads: int
@@ -278,10 +213,12 @@ class Attention:
     scale: float | None = None
     softcap: float = 0.0
     kv: CacheFormat = CacheFormat.F32
+    sinks: bool = later(False)
+    reads: bool = later(False)
     ports: ClassVar[tuple[str, ...]] = ("qkv", "position", "k_cache", "v_cache", "out")
 
     def __post_init__(self) -> None:
-        if self.heads % self.kv_heads:
+        if self.kv_heads < 1 or self.heads % self.kv_heads:
             raise ValueError(
                 f"query heads must be a multiple of key/value heads, got {self.heads} and "
                 f"{self.kv_heads}"
@@ -290,7 +227,7 @@ class Attention:
     @property
     def width(self) -> int:
         """Return the features of one token of `qkv`."""
-        return (self.heads + 2 * self.kv_heads) * self.head_dim
+        return (self.heads + (0 if self.reads else 2 * self.kv_heads)) * self.head_dim
 
     @property
     def softmax_scale(self) -> float:
@@ -306,6 +243,7 @@ class AttentionHeads:
 
     Ports: those of `attention`, whole. Of `qkv` its heads' columns are read; of the caches and of
     `out` its heads are all that is touched, so that others may be computed at the same time.
+    Weights: `sinks` of all heads, if the attention has some.
     """
 
     attention: Attention
@@ -333,6 +271,12 @@ class AttentionHeads:
         width = of.heads // of.kv_heads * of.head_dim
         return self.first * width, (self.first + self.count) * width
 
+    @property
+    def queries(self) -> slice:
+        """Return the query heads among those of `attention`."""
+        group = self.attention.heads // self.attention.kv_heads
+        return slice(self.first * group, (self.first + self.count) * group)
+
 
 @dataclass(frozen=True, kw_only=True)
 class SumScores:
@@ -340,7 +284,7 @@ class SumScores:
 
     Rows are the tokens t of the call for which position + t + 1 is a multiple of `every`:
     `score_sums[g, c] += sum over them and over the H/G query heads of g of A[row, c] / H`, A
-    being the probabilities of `attention`.
+    being the probabilities of `attention`. It has no sinks: probabilities are among tokens.
 
     Ports: those of `attention` without its values and its output, which ran before (`k_cache` has
     the call's own keys), and `score_sums` [G, C] float32, updated in place at columns below
@@ -350,6 +294,10 @@ class SumScores:
     attention: Attention
     every: int
     ports: ClassVar[tuple[str, ...]] = ("qkv", "position", "k_cache", "score_sums")
+
+    def __post_init__(self) -> None:
+        if self.attention.sinks:
+            raise ValueError("scores are summed of attention without sinks")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -505,6 +453,12 @@ class GatedAct:
     ports: ClassVar[tuple[str, ...]] = ("x", "y")
 
 
+def _check_columns(op: SigmoidGate | GatedInput, what: str) -> None:
+    if not 0 <= op.first <= op.width - op.d:
+        first = f"from column {op.first} on"
+        raise ValueError(f"{op.d} {what} {first} are not in {op.width} columns")
+
+
 @dataclass(frozen=True, kw_only=True)
 class SigmoidGate:
     """`y = x · sigmoid(gates[:, first : first + d])`: the output gate of attention (Qwen3.5).
@@ -518,10 +472,24 @@ class SigmoidGate:
     ports: ClassVar[tuple[str, ...]] = ("x", "gates", "y")
 
     def __post_init__(self) -> None:
-        if not 0 <= self.first <= self.width - self.d:
-            raise ValueError(
-                f"{self.d} gates from column {self.first} on are not in {self.width} columns"
-            )
+        _check_columns(self, "gates")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedInput:
+    """`y = act(x) · (residual + inputs[:, first : first + d])`: a layer's own inputs (Gemma 4).
+
+    Ports: `x`, `residual` and `y` [m, d], `inputs` [m, width].
+    """
+
+    d: int
+    first: int
+    width: int
+    activation: Activation = "gelu_tanh"
+    ports: ClassVar[tuple[str, ...]] = ("x", "residual", "inputs", "y")
+
+    def __post_init__(self) -> None:
+        _check_columns(self, "inputs")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -547,12 +515,29 @@ class AddPositions:
     ports: ClassVar[tuple[str, ...]] = ("x", "position", "y")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Add:
-    """`y = x + residual`. Ports: `x`, `residual`, `y`, all [m, d]."""
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Add(Extensible):
+    """`y = x + residual`; with `scaled` y = (x + residual) · weight.
+
+    Ports: `x`, `residual`, `y`, all [m, d]. Weights: with `scaled` `weight` [1] float32.
+    """
 
     d: int
+    scaled: bool = later(False)
     ports: ClassVar[tuple[str, ...]] = ("x", "residual", "y")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedAdd:
+    """`y = residual + sigmoid(gates · weight) · x`: one gate of a token for all features.
+
+    It adds a shared expert to the chosen ones (Qwen1.5-MoE, Qwen3.5-MoE).
+
+    Ports: `x`, `gates`, `residual` and `y` [m, d]. Weights: `weight` [d] float32.
+    """
+
+    d: int
+    ports: ClassVar[tuple[str, ...]] = ("x", "gates", "residual", "y")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -691,9 +676,11 @@ Op: TypeAlias = (
     | GatedDelta
     | GatedAct
     | SigmoidGate
+    | GatedInput
     | Act
     | AddPositions
     | Add
+    | GatedAdd
     | Outliers
     | Router
     | Experts
@@ -708,23 +695,34 @@ ADDED_PORTS = frozenset({"score_sums"})
 STATE_PORTS = ("conv_state", "delta_state")
 
 
+def has_sinks(op: Op) -> bool:
+    """Return whether an operation is attention with sinks."""
+    whole = op.attention if isinstance(op, AttentionHeads) else op
+    return isinstance(whole, Attention) and whole.sinks
+
+
 def has_state(op: Op) -> bool:
     """Return whether a call replaces a state, for which its tokens must not be padded."""
     return not set(STATE_PORTS).isdisjoint(op.ports)
 
 
-def weight_names(op: Op) -> tuple[str, ...]:  # noqa: PLR0911
+def weight_names(op: Op) -> tuple[str, ...]:  # noqa: PLR0911, PLR0912
     """Return the names of the weights that `Device.prepare` takes for `op`."""
     match op:
         case MatMul():
             static = op.weight_format.activations.static
             return ("weight", *["bias"] * op.bias, *["x_scale"] * static)
-        case Embed() | RMSNorm():
+        case Embed() | RMSNorm() | GatedAdd():
             return ("weight",)
         case LayerNorm():
             return ("weight", "bias")
         case Rope():
-            return ("q_norm", "k_norm") if op.qk_norm_eps is not None else ()
+            names = ("q_norm", "k_norm") if op.kv_heads else ("q_norm",)
+            return names if op.qk_norm_eps is not None else ()
+        case Add():
+            return ("weight",) if op.scaled else ()
+        case Attention() | AttentionHeads():
+            return ("sinks",) if has_sinks(op) else ()
         case AddPositions():
             return ("table",)
         case DecodeChunks():
@@ -740,8 +738,8 @@ def weight_names(op: Op) -> tuple[str, ...]:  # noqa: PLR0911
             given = {"router_bias": op.bias, "choice_bias": op.choice_bias}
             return ("router", *(name for name, present in given.items() if present))
         case Experts():
-            names = tuple(op.matmuls)
-            return names + tuple(f"{name}_bias" for name in names) * op.bias
+            matrices = tuple(op.matmuls)
+            return matrices + tuple(f"{name}_bias" for name in matrices) * op.bias
         case _:
             return ()
 

@@ -1,6 +1,10 @@
 """A bundle that was solved by its chip's profile, on the emulated chip and this machine's OpenCL.
 
 python bench/bundles.py demo --soc sm8650 --profile snapdragon-8-gen-3
+python bench/bundles.py llama-3.2-1b --layers 2
+
+With --layers, the model is a known one of random weights with so many layers and a vocabulary of
+4096: its matrices are large enough for the chip's own profile to cut them in decoding, too.
 
 Its text is compared with that of the same model on the NPU of a PC. Times of planning and starting
 are measured here; the speed of an emulator is not that of a chip, and is not shown.
@@ -15,15 +19,20 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from common import finish, one_command, table
+from parts.gguf_files import write_random
 
 from hetero import LLM, DeviceProfile
+from hetero.backends.formats import WeightFormat
 from hetero.backends.protocol import KINDS
+from hetero.models.graph import model_graph
+from hetero.models.random_models import known_config
 from hetero.profiler.scaling import scaled
 from hetero.solver.plan import PHASES
 
@@ -55,11 +64,21 @@ def slower(profile: DeviceProfile, gpu: float) -> DeviceProfile:
     return scaled(profile, {key: gpu if key[0] == "gpu" else 1.0 for key in keys})
 
 
+def few_layers(name: str, layers: int, folder: Path) -> str:
+    """Write a known model of so many layers as a GGUF file, and return its path."""
+    config = replace(known_config(name), num_layers=layers, vocab_size=4096)
+    graph = model_graph(config, WeightFormat.W4A16, name)
+    path = folder / f"{name}-{layers}-layers.gguf"
+    write_random(graph, path, context=512)
+    return str(path)
+
+
 def bundles(
     model: Annotated[str, typer.Argument()] = "demo",
     soc: Annotated[str, typer.Option()] = "sm8650",
     profile: Annotated[str, typer.Option()] = "snapdragon-8-gen-3",
     gpu_slower: Annotated[float, typer.Option(help="Times of the profile's GPU, × this.")] = 1.0,
+    layers: Annotated[int, typer.Option(help="Of a known model with random weights.")] = 0,
     graph_sizes: Annotated[str, typer.Option(help="Default: solved.")] = "",
     lengths: Annotated[int, typer.Option(help="Prompt lengths that are planned.")] = 200,
     tokens: Annotated[int, typer.Option("-n")] = 24,
@@ -70,9 +89,11 @@ def bundles(
     """Compile, open and run a solved bundle: its cuts, its text, planning and starting it."""
     with tempfile.TemporaryDirectory() as folder:
         out, times = Path(folder) / "bundle", Path(folder) / "chip.json"
+        model = few_layers(model, layers, Path(folder)) if layers else model
         slower(DeviceProfile.load(profile), gpu_slower).save(times)
         command = [sys.executable, "-m", "hetero.start", "compile", model, "--soc", soc]
         command += ["--profile", str(times), "--max-seq-len", "512", "--out", str(out)]
+        command += ["--weights", "w4a16"]
         command += ["--graph-sizes", graph_sizes] if graph_sizes else []
         began_s = time.perf_counter()
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)

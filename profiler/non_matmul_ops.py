@@ -157,8 +157,10 @@ def reference_ops(
         ops.GatedDelta(k_heads=g, v_heads=h, k_dim=128, v_dim=128, eps=eps),
         ops.GatedAct(f=block.f),
         ops.SigmoidGate(d=block.d, first=block.d, width=3 * block.d),
+        ops.GatedInput(d=block.d, first=block.d, width=3 * block.d),
         ops.Act(f=block.f, activation="gelu_tanh"),
         ops.Add(d=block.d),
+        ops.GatedAdd(d=block.d),
         ops.AddPositions(d=block.d, rows=CAPACITY),
         ops.Embed(vocab=4096, d=block.d, weight_format=weight_format),
     ]
@@ -533,6 +535,12 @@ class NonMatmulMeter:
                 width *= op.rows
             case ops.ShortConv(), "taps":
                 width *= op.taps
+            case ops.Add(), _:
+                width = 1
+            case ops.Attention(), _:
+                width = op.heads
+            case ops.AttentionHeads(), _:
+                width = op.attention.heads
             case ops.GatedDelta(), _:
                 width = op.v_dim if name == "norm" else op.v_heads
         values = self._rng.uniform(0.5, 1.5, width).astype(np.float32)

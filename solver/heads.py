@@ -15,7 +15,7 @@ from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 
-from hetero.backends.ops import Attention, AttentionHeads
+from hetero.backends.ops import Attention, AttentionHeads, has_sinks
 from hetero.backends.protocol import KINDS, DeviceKind
 from hetero.profiler.cost import CostModel
 from hetero.profiler.features import padded_count
@@ -56,7 +56,7 @@ class HeadShares:
         attentions = [op for op in operations if isinstance(op, Attention)]
         counts = {op.kv_heads for op in attentions}
         stages = [stage for stage in graph.block if stage.attends]  # a plan has one number of heads
-        one = len(stages) == len(counts) == 1
+        one = len(stages) == len(counts) == 1 and not any(map(has_sinks, attentions))
         if one and all(self._able(kind, attentions) for kind in KINDS):
             self._heads = counts.pop()
             self._stages = [self._attending(stage) for stage in stages]

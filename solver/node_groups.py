@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hetero.backends.groups import Group, GroupStep
-from hetero.backends.ops import OUTPUT_PORTS, Attention, has_state
+from hetero.backends.ops import OUTPUT_PORTS, Attention
 from hetero.profiler.model_graph import Node, role_of_op
-from hetero.solver.plan import ON_THE_GPU, FusedGroup
+from hetero.solver.plan import FusedGroup, of_the_gpu
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class NodeGroup:
 def node_groups(nodes: Sequence[Node], fused: Sequence[FusedGroup]) -> dict[str, NodeGroup]:
     """Return groups by the name of their first node.
 
-    A larger one goes before what is inside it. None has operations in it that the GPU
-    computes (`ON_THE_GPU`), nor a state, which padded tokens would change.
+    A larger one goes before what is inside it. None has operations in it that are the GPU's
+    (`of_the_gpu`); a state, for one, would be changed by padded tokens.
     """
     groups: dict[str, NodeGroup] = {}
     i = 0
@@ -54,9 +54,7 @@ def _longest(
     kinds: tuple[FusedGroup, ...] = ("block", "static", "feed_forward")
     for kind in kinds:
         count = _length(nodes[start - 1 : start], members, kind) if kind in fused else 0
-        if count and not any(
-            isinstance(x.op, ON_THE_GPU) or has_state(x.op) for x in members[:count]
-        ):
+        if count and not any(of_the_gpu(x.op) for x in members[:count]):
             return kind, count
     return "block", 0
 
@@ -85,7 +83,7 @@ def _length(before: Sequence[Node], members: Sequence[Node], kind: FusedGroup) -
 
 def _ends_static(node: Node) -> bool:
     """Return whether a node is not part of a graph of padded tokens."""
-    return isinstance(node.op, (Attention, *ON_THE_GPU)) or has_state(node.op)
+    return isinstance(node.op, Attention) or of_the_gpu(node.op)
 
 
 def _group(nodes: Sequence[Node], start: int, count: int, kind: FusedGroup) -> NodeGroup:

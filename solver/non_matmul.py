@@ -13,6 +13,7 @@ from hetero.backends.ops import (
     Attention,
     Experts,
     GatedAct,
+    GatedAdd,
     LayerNorm,
     MatMul,
     Op,
@@ -40,6 +41,7 @@ WORK: Final[dict[type, str]] = {
     GatedAct: "activation",
     Act: "activation",
     Router: "experts",
+    GatedAdd: "experts",
     Experts: "experts",
 }
 MAX_CACHED: Final = 1024  # times that are remembered

@@ -26,7 +26,16 @@ from pydantic import (
 
 from hetero.backends.formats import WeightFormat
 from hetero.backends.host.files import LONGEST_DOCUMENT_BYTES, atomic_write, read_text
-from hetero.backends.ops import Experts, Op, OperandOrder, Outliers, Router, has_state
+from hetero.backends.ops import (
+    Experts,
+    GatedAdd,
+    Op,
+    OperandOrder,
+    Outliers,
+    Router,
+    has_sinks,
+    has_state,
+)
 from hetero.backends.protocol import KINDS, DeviceKind
 from hetero.profiler.model_graph import ModelGraph, OpName
 from hetero.solver.errors import PlanError
@@ -322,7 +331,7 @@ class Plan(_Record):
     memory_bytes: Bytes | None = None
     memory: Memory | None = None
     residency: dict[OpName, Residency] = {}
-    numbers: Literal["measured", "emulated", "predicted", "simulated"] | None = None
+    numbers: Literal["measured", "emulated", "predicted", "simulated", "fitted"] | None = None
     precision: Literal["auto", "a16", "a8", "any"] = "auto"
     weight_format: WeightFormat | None = None
     layers: Stop | None = None
@@ -529,18 +538,22 @@ class Plan(_Record):
             raise PlanError(f"the plan {path} is not valid: {where}: {first['msg']}") from None
 
 
-ON_THE_GPU: Final = (Outliers, Router, Experts)
+ON_THE_GPU: Final = (Outliers, Router, Experts, GatedAdd)
 
 
 def device_of_other(op: Op, non_matmul: DeviceKind, devices: Container[DeviceKind]) -> DeviceKind:
     """Return the device of an operation that is no matmul of the plan, as a rule `non_matmul`.
 
     Outliers are there to be computed while the NPU computes their matmul, graphs of NPUs keep no
-    states, and which experts a token needs is not known before it is routed: the GPU has these if
-    there is one.
+    states and have no sinks of attention, and which experts a token needs is not known before it is
+    routed: the GPU has these if there is one.
     """
-    of_gpu = isinstance(op, ON_THE_GPU) or has_state(op)
-    return "gpu" if of_gpu and "gpu" in devices else non_matmul
+    return "gpu" if of_the_gpu(op) and "gpu" in devices else non_matmul
+
+
+def of_the_gpu(op: Op) -> bool:
+    """Return whether an operation is the GPU's if there is one (`device_of_other`)."""
+    return isinstance(op, ON_THE_GPU) or has_state(op) or has_sinks(op)
 
 
 def entry_at(known: Mapping[int | None, OpPlan], m: int) -> OpPlan | None:

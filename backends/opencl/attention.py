@@ -6,11 +6,13 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+import numpy as np
 import pyopencl as cl
 
+from hetero.backends.checks import vector
 from hetero.backends.formats import CacheFormat
 from hetero.backends.memory import Tensor
-from hetero.backends.opencl.calls import KernelLaunch, OpenCLKernel
+from hetero.backends.opencl.calls import Argument, KernelLaunch, OpenCLKernel
 from hetero.backends.opencl.program_source import Define
 from hetero.backends.opencl.resources import Resources
 from hetero.backends.opencl.tuning import Tuning
@@ -30,27 +32,27 @@ GROUP_ROWS = 4  # rows of a work-group of the GPU kernel: private sums of HEAD_D
 
 
 def prepare_attention(
-    device: Resources, op: Attention, _weights: Mapping[str, WeightValue]
+    device: Resources, op: Attention, weights: Mapping[str, WeightValue]
 ) -> OpenCLKernel:
     """Compile for the record's heads; its capacity and window are arguments."""
     return prepare_attention_heads(
-        device, AttentionHeads(attention=op, first=0, count=op.kv_heads), {}, op
+        device, AttentionHeads(attention=op, first=0, count=op.kv_heads), weights, op
     )
 
 
 def prepare_attention_heads(
     device: Resources,
     heads: AttentionHeads,
-    _weights: Mapping[str, WeightValue],
+    weights: Mapping[str, WeightValue],
     whole: Attention | None = None,
 ) -> OpenCLKernel:
     """Prepare the program of all heads, launched for some.
 
     The program is that of the operation `whole`.
     """
-    op = heads.attention
+    op, sinks = heads.attention, _sinks(device, weights)
     if device.tuning.lanes > 1:
-        return _prepare_group(device, heads, whole)
+        return _prepare_group(device, heads, whole, sinks)
     parts = splits(heads.count, device.threads)
     program = device.programs.get(
         "attention_cpu.cl",
@@ -61,10 +63,17 @@ def prepare_attention_heads(
     def launches(operands: Mapping[str, Operand], m: int) -> Sequence[KernelLaunch]:
         tensors = tensors_of(operands)
         if m <= FEW_TOKENS:
-            return _attend_few(device, program, heads, tensors, m, parts)
-        return _attend_tiles(device, program, heads, tensors, m)
+            return _attend_few(device, program, heads, tensors, m, parts, sinks)
+        return _attend_tiles(device, program, heads, tensors, m, sinks)
 
-    return OpenCLKernel(device, whole or heads, launches)
+    return OpenCLKernel(device, whole or heads, launches, keep=sinks)
+
+
+def _sinks(device: Resources, weights: Mapping[str, WeightValue]) -> tuple[cl.Buffer, ...]:
+    """Return the sinks of all query heads, as scores are: in base 2; none without."""
+    if "sinks" not in weights:
+        return ()
+    return (device.constant(vector(weights, "sinks") * np.float32(math.log2(math.e))),)
 
 
 def splits(heads: int, workers: int) -> int:
@@ -86,14 +95,15 @@ def _attend_few(
     tensors: Mapping[str, Tensor],
     m: int,
     parts: int,
+    sinks: tuple[cl.Buffer, ...],
 ) -> list[KernelLaunch]:
     op = heads.attention
     qkv, position, k_cache, v_cache, out = (tensors[port] for port in op.ports)
     partial = device.map(out.buffer)  # not touched where there is one part
     if parts > 1:
         partial = device.shared_scratch(4 * parts * m * op.heads * (op.head_dim + 2))
-    rest = (heads.first, partial, parts, *lengths(op))
-    args = (m, qkv, position, k_cache, v_cache, out, *rest)
+    rest: tuple[Argument, ...] = (heads.first, partial, parts, *lengths(op), *sinks)
+    args: tuple[Argument, ...] = (m, qkv, position, k_cache, v_cache, out, *rest)
     launches = [KernelLaunch(program, "attend_few", (heads.count, parts), (1, 1), args)]
     if parts > 1:
         combined = (m, partial, out, heads.first, parts)
@@ -130,7 +140,8 @@ def attention_defines(tuning: Tuning, op: Attention) -> dict[str, Define]:
         "HEAD_DIM": op.head_dim,
         "SCALE": op.softmax_scale * math.log2(math.e),
     }
-    shape |= CACHE_DEFINES[op.kv]
+    shape |= CACHE_DEFINES[op.kv] | ({"SINKS": 1} if op.sinks else {})
+    shape |= {"READS": 1} if op.reads else {}
     if op.softcap:  # scores are in base 2
         shape |= {"ACTIVATION": "SOFTCAP", "CAP": op.softcap * math.log2(math.e)}
     if tuning.lanes > 1:
@@ -149,6 +160,7 @@ def _attend_tiles(
     heads: AttentionHeads,
     tensors: Mapping[str, Tensor],
     m: int,
+    sinks: tuple[cl.Buffer, ...],
 ) -> list[KernelLaunch]:
     op = heads.attention
     block = 2 * device.tuning.vector
@@ -157,7 +169,8 @@ def _attend_tiles(
     packed = device.shared_scratch(4 * op.kv_heads * blocks * block * op.head_dim)
     qkv, position, k_cache, v_cache, out = (tensors[port] for port in op.ports)
     pack_args = (m, qkv, position, k_cache, v_cache, packed, heads.first, *lengths(op))
-    args = (m, qkv, position, v_cache, out, packed, heads.first, *lengths(op))
+    tail: tuple[Argument, ...] = (heads.first, *lengths(op), *sinks)
+    args: tuple[Argument, ...] = (m, qkv, position, v_cache, out, packed, *tail)
     return [
         KernelLaunch(program, "pack_keys", (heads.count, blocks), (1, 1), pack_args),
         KernelLaunch(program, "attend_tile", (heads.count, tiles), (1, 1), args),
@@ -165,7 +178,10 @@ def _attend_tiles(
 
 
 def _prepare_group(
-    device: Resources, heads: AttentionHeads, whole: Attention | None
+    device: Resources,
+    heads: AttentionHeads,
+    whole: Attention | None,
+    sinks: tuple[cl.Buffer, ...],
 ) -> OpenCLKernel:
     """Return work-groups over rows.
 
@@ -190,11 +206,12 @@ def _prepare_group(
         partial = device.shared_scratch(4 * splits * m * op.heads * (op.head_dim + 2))
         blocks = -(-m * (op.heads // op.kv_heads) // GROUP_ROWS)
         appended = m * heads.count * (1 if op.kv.coded else op.head_dim)
-        rest = (partial, splits, heads.first, *lengths(op))
-        args = (m, qkv, position, k_cache, v_cache, out, *rest)
+        rest: tuple[Argument, ...] = (partial, splits, heads.first, *lengths(op), *sinks)
+        args: tuple[Argument, ...] = (m, qkv, position, k_cache, v_cache, out, *rest)
         some = (heads.first, heads.count, op.capacity)
+        appending = flat("append", appended, (qkv, position, k_cache, v_cache, *some))
         steps = [
-            flat("append", appended, (qkv, position, k_cache, v_cache, *some)),
+            *([] if op.reads else [appending]),
             KernelLaunch(
                 program,
                 "attend_group",
@@ -207,4 +224,4 @@ def _prepare_group(
             steps.append(flat("combine", m * op.heads * op.head_dim, (partial, out, splits)))
         return steps
 
-    return OpenCLKernel(device, whole or heads, launches)
+    return OpenCLKernel(device, whole or heads, launches, keep=sinks)

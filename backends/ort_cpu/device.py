@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any, Final, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +40,20 @@ ROW_ALIGNMENT = 32
 COMPACT_S = 1.5  # the packs of a 1B model, nearly all: 0.7 s of loading for 2 to 3 % of each token
 SPLIT_PAYS_UP_TO = 16  # tokens; measured, see `open`
 SPLIT_CHUNK = 64  # tokens; longer chunks are no faster and their planes take more memory
+
+
+<<<<<<< HEAD
+# Graphs of operations without weights, by their records.
+_PLAIN: Final[Mapping[type[Op], Callable[[Any], bytes]]] = {
+    ops.SigmoidGate: graphs.sigmoid_gate,
+=======
+_PLAIN: Final[Mapping[type[Op], Callable[[Any], bytes]]] = {
+    ops.SigmoidGate: graphs.sigmoid_gate,
+    ops.GatedInput: graphs.gated_input,
+>>>>>>> gemma
+    ops.Act: graphs.act,
+    ops.Add: graphs.add,
+}
 
 
 class OrtCpuDevice(Device, SupportsCompaction):
@@ -138,9 +152,10 @@ class OrtCpuDevice(Device, SupportsCompaction):
                 tables = self._rope_tables.setdefault(op, kernels.rope_inputs(op))
                 return kernels.RopeKernel(self._host, op, session, tables | _vectors(weights))
             case ops.Attention():
-                return self._prepare_attention(op)
+                return self._prepare_attention(op, _vectors(weights))
             case ops.AttentionHeads():
-                inner = self._prepare(op.alone, weights)
+                own = {name: value[op.queries] for name, value in _vectors(weights).items()}
+                inner = self._prepare_attention(op.alone, own)
                 return kernels.AttentionHeadsKernel(self._host, op, inner, self._rooms)
             case ops.SumScores():
                 raise ValueError(f"{describe(op)}: {self.accepts(op).reason}")
@@ -158,12 +173,15 @@ class OrtCpuDevice(Device, SupportsCompaction):
             case ops.GatedAct():
                 session = self._session(op, graphs.gated_act)
                 return kernels.OrtGraphKernel(self._host, op, session, {}, row_bytes=8 * op.f)
-            case ops.SigmoidGate():
-                session = self._session(op, graphs.sigmoid_gate)
+<<<<<<< HEAD
+            case ops.SigmoidGate() | ops.Act() | ops.Add():
+                session = self._session(op, _PLAIN[type(op)])
                 return kernels.OrtGraphKernel(self._host, op, session, {})
-            case ops.Act():
-                session = self._session(op, graphs.act)
-                return kernels.OrtGraphKernel(self._host, op, session, {})
+=======
+            case ops.SigmoidGate() | ops.GatedInput() | ops.Act() | ops.Add():
+                session = self._session(op, _PLAIN[type(op)])
+                return kernels.OrtGraphKernel(self._host, op, session, _vectors(weights))
+>>>>>>> gemma
             case ops.AddPositions():
                 session = self._session(op, graphs.add_positions)
                 table = checks.vector(weights, "table").reshape(op.rows, op.d)
@@ -174,8 +192,10 @@ class OrtCpuDevice(Device, SupportsCompaction):
                 kernel = kernels.OrtGraphKernel(self._host, op, session, inputs)
                 kernel.nbytes = sum(array.nbytes for array in inputs.values())
                 return kernel
-            case ops.Add():
-                return kernels.OrtGraphKernel(self._host, op, self._session(op, graphs.add), {})
+            case ops.GatedAdd():
+                inputs = {"weight": checks.vector(weights, "weight").reshape(op.d, 1)}
+                session = self._session(op, graphs.gated_add)
+                return kernels.OrtGraphKernel(self._host, op, session, inputs)
             case ops.Router():
                 inputs = _vectors(weights)
                 inputs["router"] = inputs["router"].reshape(op.experts, op.d)
@@ -184,15 +204,17 @@ class OrtCpuDevice(Device, SupportsCompaction):
             case ops.Experts():
                 return self._prepare_experts(op, weights)
 
-    def _prepare_attention(self, op: ops.Attention) -> kernels.OrtKernel:
+    def _prepare_attention(
+        self, op: ops.Attention, sinks: Mapping[str, npt.NDArray[Any]]
+    ) -> kernels.OrtKernel:
         floats = replace(op, kv=CacheFormat.F32)
-        if op.head_dim % 8 or op != floats:
+        if op.head_dim % 8 or op != floats or op.reads:
             session = self._session(op, graphs.composed_attention)
-            composed = kernels.ComposedAttentionKernel(self._host, op, session)
-            if op.head_dim % 8:
+            composed = kernels.ComposedAttentionKernel(self._host, op, session, sinks)
+            if op.head_dim % 8 or op.reads:
                 return composed
         session = self._session(floats, graphs.fused_attention)
-        fused = kernels.FusedAttentionKernel(self._host, floats, session)
+        fused = kernels.FusedAttentionKernel(self._host, floats, session, sinks)
         if op == floats:
             return fused
         shape = op.kv_heads, op.capacity, op.head_dim

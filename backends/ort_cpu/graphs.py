@@ -315,22 +315,27 @@ def rotate(op: ops.Rope) -> bytes:
     for table in ("cos", "sin", *(("query_cos", "query_sin") if apart else ())):
         graph.input(table, F32, (op.max_position, op.rotated // 2))
     queries, keys = graph.slice(qkv, 0, turned * op.head_dim, axis=2), ""
-    if apart or op.qk_norm_eps is not None:
+    if op.kv_heads and (apart or op.qk_norm_eps is not None):
         queries = graph.slice(qkv, 0, op.heads * op.head_dim, axis=2)
         keys = graph.slice(qkv, op.heads * op.head_dim, turned * op.head_dim, axis=2)
     if op.qk_norm_eps is not None and not op.qk_norm_after:
         queries, keys = _normed(graph, op, queries, keys)
     if apart:
         queries = _turned(graph, op, queries, op.heads, "query_")
-        keys = _turned(graph, op, keys, op.kv_heads)
-        rotated = graph.node("Concat", queries, keys, axis=2)
+        if op.kv_heads:
+            keys = _turned(graph, op, keys, op.kv_heads)
+        rotated = graph.node("Concat", queries, *([keys] if keys else []), axis=2)
     else:
         both = graph.node("Concat", queries, keys, axis=2) if keys else queries
         rotated = _turned(graph, op, both, turned)
     if op.qk_norm_eps is not None and op.qk_norm_after:
         queries = graph.slice(rotated, 0, op.heads * op.head_dim, axis=2)
         keys = graph.slice(rotated, op.heads * op.head_dim, turned * op.head_dim, axis=2)
-        rotated = graph.node("Concat", *_normed(graph, op, queries, keys), axis=2)
+        parts = _normed(graph, op, queries, keys if op.kv_heads else "")
+        rotated = graph.node("Concat", *(x for x in parts if x), axis=2)
+    if not op.kv_heads:
+        graph.node("Identity", rotated, out="out")
+        return graph.model()
     values = graph.slice(qkv, turned * op.head_dim, op.width, axis=2)
     if op.v_norm_eps is not None:
         rows = graph.node("Reshape", values, graph.ints(0, 0, op.kv_heads, op.head_dim))
@@ -358,9 +363,13 @@ def _turned(graph: GraphBuilder, op: ops.Rope, x: str, heads: int, tables: str =
 
 
 def _normed(graph: GraphBuilder, op: ops.Rope, queries: str, keys: str) -> tuple[str, str]:
-    """Return RMSNorm of each head of queries and keys, [1, m, heads · D], or of their rows."""
+    """Return RMSNorm of each head of queries and keys, [1, m, heads · D], or of their rows.
+
+    Without keys there are none.
+    """
     normed = []
-    for part, name, heads in ((queries, "q_norm", op.heads), (keys, "k_norm", op.kv_heads)):
+    parts = ((queries, "q_norm", op.heads), (keys, "k_norm", op.kv_heads))
+    for part, name, heads in parts[: len(ops.weight_names(op))]:
         width = op.norm_width(name)
         weight = graph.input(name, F32, (width,))
         rows = graph.ints(0, 0, heads * op.head_dim // width, width)
@@ -369,7 +378,7 @@ def _normed(graph: GraphBuilder, op: ops.Rope, queries: str, keys: str) -> tuple
             "SimplifiedLayerNormalization", shaped, weight, axis=-1, epsilon=op.qk_norm_eps
         )
         normed.append(graph.node("Reshape", y, graph.ints(0, 0, -1)))
-    return normed[0], normed[1]
+    return normed[0], normed[1] if keys else ""
 
 
 def fused_attention(op: ops.Attention) -> bytes:
@@ -377,7 +386,7 @@ def fused_attention(op: ops.Attention) -> bytes:
 
     Inputs `qkv` [1, m, width], `past_k` and `past_v` [1, G, C, D], `last` int32 [1] (position of
     the last token), `length` int32 [] (tokens in the cache after the call); outputs `out`,
-    `present_k`, `present_v`. Head sizes are multiples of 8.
+    `present_k`, `present_v`. Head sizes are multiples of 8. With sinks there is the input `sinks`.
     """
     graph = GraphBuilder()
     cache = (1, op.kv_heads, op.capacity, op.head_dim)
@@ -389,9 +398,10 @@ def fused_attention(op: ops.Attention) -> bytes:
     graph.output("out", F32, (1, "m", op.heads * op.head_dim))
     graph.output("present_k", F32, cache)
     graph.output("present_v", F32, cache)
+    sinks = ("", "", "", "", graph.input("sinks", F32, (op.heads,))) if op.sinks else ()
     graph.node(
         "GroupQueryAttention",
-        *("qkv", "", "", "past_k", "past_v", "last", "length"),
+        *("qkv", "", "", "past_k", "past_v", "last", "length", *sinks),
         out=("out", "present_k", "present_v"),
         domain=CONTRIB,
         num_heads=op.heads,
@@ -410,7 +420,7 @@ def composed_attention(op: ops.Attention) -> bytes:
 
     The caller has appended keys and values. Inputs `qkv` [m, width], `k_cache` and `v_cache` as
     `Attention` has them, `first` int64 [1]; output `out` [m, H · D]. Of codes there are also
-    `k_words` and `v_words`: the same memory as float32.
+    `k_words` and `v_words`: the same memory as float32. With sinks there is the input `sinks`.
     """
     graph = GraphBuilder()
     graph.input("qkv", F32, ("m", op.width))
@@ -431,7 +441,15 @@ def composed_attention(op: ops.Attention) -> bytes:
     scaled = graph.node("Mul", scores, graph.scalar(op.softmax_scale))
     capped = softcapped(graph, scaled, op.softcap) if op.softcap else scaled
     masked = graph.node("Where", visible, capped, graph.scalar(-np.inf))
+    if op.sinks:
+        sinks = graph.node(
+            "Reshape", graph.input("sinks", F32, (op.heads,)), graph.ints(op.kv_heads, group, 1, 1)
+        )
+        rows = graph.node("Concat", graph.ints(1, 1), m, graph.ints(1), axis=0)
+        masked = graph.node("Concat", masked, graph.node("Expand", sinks, rows), axis=-1)
     weights = graph.node("Softmax", masked, axis=-1)
+    if op.sinks:
+        weights = graph.slice(weights, 0, -1, axis=3)
     mixed = graph.node("MatMul", weights, used_values)
     by_token = graph.node("Transpose", mixed, perm=[2, 0, 1, 3])  # [m, G, H/G, D]
     graph.node("Reshape", by_token, graph.ints(-1, op.heads * op.head_dim), out="out")
@@ -539,6 +557,30 @@ def sigmoid_gate(op: ops.SigmoidGate) -> bytes:
     return graph.model()
 
 
+def gated_input(op: ops.GatedInput) -> bytes:
+    """Return act(x) · (residual + inputs)."""
+    graph = GraphBuilder()
+    x = graph.input("x", F32, ("m", op.d))
+    residual = graph.input("residual", F32, ("m", op.d))
+    inputs = graph.input("inputs", F32, ("m", op.width))
+    graph.output("y", F32, ("m", op.d))
+    own = graph.slice(inputs, op.first, op.first + op.d, axis=1)
+    total = graph.node("Add", residual, own)
+    graph.node("Mul", activated(graph, op.activation, x), total, out="y")
+    return graph.model()
+
+
+def gated_add(op: ops.GatedAdd) -> bytes:
+    """Return residual + sigmoid(gates · weight) · x; `weight` [d, 1] is an input."""
+    graph = GraphBuilder()
+    x, gates, residual = (graph.input(name, F32, ("m", op.d)) for name in op.ports[:3])
+    graph.output("y", F32, ("m", op.d))
+    gate = graph.node("MatMul", gates, graph.input("weight", F32, (op.d, 1)))
+    shared = graph.node("Mul", x, graph.node("Sigmoid", gate))
+    graph.node("Add", residual, shared, out="y")
+    return graph.model()
+
+
 def act(op: ops.Act) -> bytes:
     """Return act(x)."""
     graph = GraphBuilder()
@@ -579,12 +621,14 @@ def add_positions(op: ops.AddPositions) -> bytes:
 
 
 def add(op: ops.Add) -> bytes:
-    """Return x + residual."""
+    """Return x + residual, times an input `weight` [1] if the sum is scaled."""
     graph = GraphBuilder()
     x = graph.input("x", F32, ("m", op.d))
     residual = graph.input("residual", F32, ("m", op.d))
     graph.output("y", F32, ("m", op.d))
-    graph.node("Add", x, residual, out="y")
+    total = graph.node("Add", x, residual, out="" if op.scaled else "y")
+    if op.scaled:
+        graph.node("Mul", total, graph.input("weight", F32, (1,)), out="y")
     return graph.model()
 
 

@@ -228,10 +228,17 @@ class FusedAttentionKernel(OrtKernel):
     diagonal too and allocates them all: 1.3 to 1.6 times as fast for 256 tokens and more.
     """
 
-    def __init__(self, host: OrtHost, op: ops.Attention, session: ort.InferenceSession) -> None:
+    def __init__(
+        self,
+        host: OrtHost,
+        op: ops.Attention,
+        session: ort.InferenceSession,
+        sinks: Mapping[str, Array],
+    ) -> None:
         super().__init__(host, op)
         self._attention = op
         self._session = session
+        self._sinks = sinks
 
     def launches(self, tensors: Mapping[str, Tensor], m: int) -> Prepared:
         starts = range(0, m, ATTENTION_ROWS)
@@ -258,7 +265,8 @@ class FusedAttentionKernel(OrtKernel):
             key: _batch_of_one(tensors[f"{key}_cache"], self._attention.kv_heads)
             for key in ("k", "v")
         }
-        inputs = {f"past_{key}": cache for key, cache in caches.items()}
+        inputs = {name: argument(value) for name, value in self._sinks.items()}
+        inputs |= {f"past_{key}": cache for key, cache in caches.items()}
         inputs |= {"last": argument(last), "length": argument(length)}
         inputs["qkv"] = _batch_of_one(tensors["qkv"], rows)
         outputs = {f"present_{key}": cache for key, cache in caches.items()}
@@ -269,10 +277,17 @@ class FusedAttentionKernel(OrtKernel):
 class ComposedAttentionKernel(OrtKernel):
     """Appends with numpy, then runs the graph on chunks of tokens, which bounds the scores."""
 
-    def __init__(self, host: OrtHost, op: ops.Attention, session: ort.InferenceSession) -> None:
+    def __init__(
+        self,
+        host: OrtHost,
+        op: ops.Attention,
+        session: ort.InferenceSession,
+        sinks: Mapping[str, Array],
+    ) -> None:
         super().__init__(host, op)
         self._attention = op
         self._session = session
+        self._sinks = sinks
 
     def launches(self, tensors: Mapping[str, Tensor], m: int) -> Prepared:
         op = self._attention
@@ -287,8 +302,9 @@ class ComposedAttentionKernel(OrtKernel):
 
         def before() -> None:
             first = checks.first_position(BACKEND, name, position, m, op.capacity)
-            k_rows.write(first, keys)
-            v_rows.write(first, values)
+            if not op.reads:
+                k_rows.write(first, keys)
+                v_rows.write(first, values)
             firsts[:, 0] = starts + first
 
         chunks = []
@@ -296,6 +312,7 @@ class ComposedAttentionKernel(OrtKernel):
             rows = rows_between(tensors, start, m)
             count = min(ATTENTION_ROWS, m - start)
             inputs = {"first": argument(firsts[i]), "qkv": rows_argument(rows["qkv"], count)}
+            inputs |= {name: argument(value) for name, value in self._sinks.items()}
             inputs |= {"k_cache": argument(k_cache), "v_cache": argument(v_cache)}
             if op.kv.coded:
                 inputs["k_words"] = argument(k_cache.view(np.float32))

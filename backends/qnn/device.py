@@ -117,7 +117,7 @@ class QnnDevice(Device, SupportsGroups):
                 "outliers are floating-point sums for a GPU",
                 "use --device hetero, or quantise with --outliers none",
             )
-        if isinstance(op, ops.Router | ops.Experts):
+        if isinstance(op, ops.Router | ops.Experts | ops.GatedAdd):
             return Acceptance(
                 False,
                 "its graphs have fixed shapes, but not every expert has as many tokens",
@@ -125,6 +125,12 @@ class QnnDevice(Device, SupportsGroups):
             )
         if lacks := _lacks(op):
             return Acceptance(False, lacks, "use --device hetero" if ops.has_state(op) else "")
+        if ops.has_sinks(op):
+            return Acceptance(
+                False,
+                "its graphs have no sinks of attention",
+                "use --device hetero, where the GPU computes attention with sinks",
+            )
         whole = op.attention if isinstance(op, ops.AttentionHeads) else op
         if isinstance(whole, ops.Attention) and whole.kv is not CacheFormat.F32:
             return Acceptance(
@@ -263,5 +269,7 @@ def _lacks(op: Op) -> str:
             return "what contexts as a service need is computed on the host"
         case ops.ShortConv() | ops.GatedDelta():
             return "its graphs keep no states from call to call"
+        case ops.Attention(reads=True) | ops.Rope(kv_heads=0):
+            return "its attention reads the caches that it appends to"
         case _:
             return ""

@@ -21,7 +21,7 @@ from hetero.backends import checks, ops, rope_tables
 from hetero.backends.checks import packed, vector
 from hetero.backends.formats import GROUP_SIZE, INT8_STATIC, activations_of
 from hetero.backends.kv_rows import CacheRows
-from hetero.backends.ops import Activation, Op, describe
+from hetero.backends.ops import Activation, Op, describe, weight_names
 from hetero.backends.protocol import CACHE_PORTS, WeightValue
 from hetero.backends.weights import PackedWeight, padded
 
@@ -44,9 +44,9 @@ def program(op: Op, weights: Weights) -> tuple[Program, int]:  # noqa: PLR0911, 
         case ops.Rope():
             return rotate(op, _wide(weights))
         case ops.Attention():
-            return partial(attention, op), 0
+            return partial(attention, op, sinks=_wide(weights).get("sinks")), 0
         case ops.AttentionHeads():
-            return partial(attention_heads, op), 0
+            return partial(attention_heads, op, sinks=_wide(weights).get("sinks")), 0
         case ops.SumScores():
             return partial(sum_scores, op), 0
         case ops.DecodeChunks():
@@ -59,12 +59,16 @@ def program(op: Op, weights: Weights) -> tuple[Program, int]:  # noqa: PLR0911, 
             return partial(gated_act, op), 0
         case ops.SigmoidGate():
             return partial(sigmoid_gate, op), 0
+        case ops.GatedInput():
+            return partial(gated_input, op), 0
         case ops.Act():
             return partial(act, op), 0
         case ops.AddPositions():
             return add_positions(op, _wide(weights)["table"])
         case ops.Add():
-            return add, 0
+            return partial(add, float(vector(weights, "weight")[0]) if op.scaled else 1.0), 0
+        case ops.GatedAdd():
+            return partial(gated_add, _wide(weights)["weight"]), 0
         case ops.Outliers():
             return outliers(op, weights)
         case ops.Router():
@@ -208,7 +212,7 @@ def rotate(op: ops.Rope, weights: Mapping[str, Float64Array]) -> tuple[Program, 
 
         def norm() -> None:
             assert op.qk_norm_eps is not None
-            for part, name in ((queries, "q_norm"), (keys, "k_norm")):
+            for part, name in zip((queries, keys), weight_names(op), strict=False):
                 shape = (m, -1, op.norm_width(name))
                 normed = rms_normalized(heads[:, part].reshape(shape), op.qk_norm_eps)
                 heads[:, part] = (normed * weights[name]).reshape(m, -1, op.head_dim)
@@ -231,15 +235,16 @@ def rotate(op: ops.Rope, weights: Mapping[str, Float64Array]) -> tuple[Program, 
     return run, cos.nbytes + sin.nbytes
 
 
-def attention(op: ops.Attention, arrays: Arrays) -> None:
+def attention(op: ops.Attention, arrays: Arrays, sinks: Float64Array | None = None) -> None:
     """Append keys and values, then grouped-query causal attention over the cache."""
     m = len(arrays["qkv"])
     heads = arrays["qkv"].reshape(m, -1, op.head_dim).transpose(1, 0, 2)  # [H + 2G, m, D]
     first = _first_position(arrays, op, m, op.capacity)
     end = first + m
     k_rows, v_rows = (CacheRows(arrays[port], op.kv, op.head_dim) for port in CACHE_PORTS)
-    k_rows.write(first, heads[op.heads : op.heads + op.kv_heads])
-    v_rows.write(first, heads[op.heads + op.kv_heads :])
+    if not op.reads:
+        k_rows.write(first, heads[op.heads : op.heads + op.kv_heads])
+        v_rows.write(first, heads[op.heads + op.kv_heads :])
     keys, values = (rows.read(0, end).astype(np.float64) for rows in (k_rows, v_rows))
     query, key = np.arange(first, end)[:, None], np.arange(end)[None, :]
     visible = key <= query
@@ -250,23 +255,30 @@ def attention(op: ops.Attention, arrays: Arrays) -> None:
         q = heads[g * group : (g + 1) * group].astype(np.float64)  # [H/G, m, D]
         scores = softcapped(q @ keys[g].T * op.softmax_scale, op.softcap)
         scores = np.where(visible, scores, -np.inf)  # [H/G, m, end]
+        if sinks is not None:
+            own = sinks[g * group : (g + 1) * group, None, None]  # [H/G, 1, 1]
+            scores = np.concatenate([scores, np.broadcast_to(own, (group, m, 1))], axis=-1)
         weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-        mixed = (weights / weights.sum(axis=-1, keepdims=True)) @ values[g]  # [H/G, m, D]
+        weights /= weights.sum(axis=-1, keepdims=True)
+        mixed = weights[..., :end] @ values[g]  # [H/G, m, D]
         columns = slice(g * group * op.head_dim, (g + 1) * group * op.head_dim)
         arrays["out"][:, columns] = mixed.transpose(1, 0, 2).reshape(m, -1)
 
 
-def attention_heads(op: ops.AttentionHeads, arrays: Arrays) -> None:
+def attention_heads(
+    op: ops.AttentionHeads, arrays: Arrays, sinks: Float64Array | None = None
+) -> None:
     """Compute attention of these heads alone, on their part of every tensor."""
     of, (start, stop) = op.attention, op.columns
     keys = (of.heads + op.first) * of.head_dim
     values = keys + of.kv_heads * of.head_dim
     width, qkv = op.count * of.head_dim, arrays["qkv"]
-    own = [qkv[:, start:stop], qkv[:, keys : keys + width], qkv[:, values : values + width]]
+    own = [qkv[:, start:stop]]
+    own += [] if of.reads else [qkv[:, x : x + width] for x in (keys, values)]
     caches = {port: arrays[port][op.first : op.first + op.count] for port in ("k_cache", "v_cache")}
     out = arrays["out"][:, start:stop]
     mine = {"qkv": np.concatenate(own, axis=1), "out": out, "position": arrays["position"]}
-    attention(op.alone, mine | caches)
+    attention(op.alone, mine | caches, None if sinks is None else sinks[op.queries])
 
 
 def sum_scores(op: ops.SumScores, arrays: Arrays) -> None:
@@ -402,10 +414,25 @@ def gated_act(op: ops.GatedAct, arrays: Arrays) -> None:
     arrays["y"][:] = activate(op.activation, x[:, : op.f]) * x[:, op.f :]
 
 
+def gated_add(weight: Float64Array, arrays: Arrays) -> None:
+    """Add what is gated to the residual."""
+    x, gates, residual = (arrays[port].astype(np.float64) for port in ("x", "gates", "residual"))
+    share = 1 / (1 + np.exp(-(gates @ weight)))
+    arrays["y"][:] = residual + share[:, None] * x
+
+
 def sigmoid_gate(op: ops.SigmoidGate, arrays: Arrays) -> None:
     """Compute x · sigmoid(gates)."""
     gates = arrays["gates"][:, op.first : op.first + op.d].astype(np.float64)
     arrays["y"][:] = arrays["x"] * (0.5 * (1.0 + np.tanh(0.5 * gates)))
+
+
+def gated_input(op: ops.GatedInput, arrays: Arrays) -> None:
+    """Compute act(x) · (residual + inputs)."""
+    own = arrays["inputs"][:, op.first : op.first + op.d].astype(np.float64)
+    arrays["y"][:] = activate(op.activation, arrays["x"].astype(np.float64)) * (
+        arrays["residual"] + own
+    )
 
 
 def act(op: ops.Act, arrays: Arrays) -> None:
@@ -471,9 +498,9 @@ def excess(x: Array, scale: float | np.float32) -> Float64Array:
     return beyond
 
 
-def add(arrays: Arrays) -> None:
-    """Compute x + residual."""
-    arrays["y"][:] = arrays["x"].astype(np.float64) + arrays["residual"]
+def add(scale: float, arrays: Arrays) -> None:
+    """Compute (x + residual) · scale."""
+    arrays["y"][:] = (arrays["x"].astype(np.float64) + arrays["residual"]) * scale
 
 
 def route(op: ops.Router, weights: Mapping[str, Float64Array], arrays: Arrays) -> None:

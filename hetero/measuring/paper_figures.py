@@ -136,13 +136,11 @@ def _bars(number: int, shown: Figure, chip: PaperChip) -> FigureNumbers:
         for row in rows
     )
     title = f"Figure {number}: {shown.title} ({shown.unit})"
-    apart = any("slow(" in x.formula for x in shown.numbers())
-    note = NOTE + (f" Of cuts, {claims['apart']['joins']}." if apart else "")
-    return FigureNumbers(TableData(title, head, cells, note, numbers=head[1:5]), tuple(rows))
+    return FigureNumbers(TableData(title, head, cells, NOTE, numbers=head[1:5]), tuple(rows))
 
 
 def _claims() -> dict[str, Any]:
-    """Return what the paper's text states, and why executed and predicted numbers differ."""
+    """Return what the paper's text states."""
     file = resources.files("hetero.measuring") / "data" / "paper_claims.toml"
     return tomllib.loads(file.read_text(encoding="utf-8"))
 

@@ -7,7 +7,7 @@ memory grows by the packed bytes only.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -22,6 +22,7 @@ from hetero.models.architectures.base import RowOrder
 from hetero.models.config import ModelConfig
 from hetero.models.fields import read_json_object
 from hetero.models.layout import (
+    EXPERTS,
     MatrixShape,
     block_matrices,
     block_vectors,
@@ -29,8 +30,9 @@ from hetero.models.layout import (
     model_vectors,
 )
 from hetero.models.model_weights import BlockWeights, ModelWeights
-from hetero.models.packing import SourceTensor, check_finite, pack_rows
+from hetero.models.packing import RowSource, SourceTensor, check_finite, pack_rows
 from hetero.models.safetensors_file import FLOAT_DTYPES, SafetensorsFile
+from hetero.models.stacked_experts import MXFP4_PARTS, Stacked, stacked_tensor
 from hetero.models.wrapper import text_tensors
 from hetero.terminal.notices import notify_once
 
@@ -61,7 +63,7 @@ class CheckpointFiles:
     def __iter__(self) -> Iterable[str]:
         return iter(self._file_of)
 
-    def __contains__(self, name: str) -> bool:
+    def __contains__(self, name: object) -> bool:
         return name in self._file_of
 
     def names(self) -> list[str]:
@@ -160,7 +162,7 @@ class CheckpointWeights(ModelWeights):
 
     def _load_block(self, index: int) -> BlockWeights:
         prefix = self._names.block.format(index)
-        packed = {x.name: self._pack(prefix, x.name) for x in block_matrices(self.config, index)}
+        packed = {x.name: self._pack(index, x.name) for x in block_matrices(self.config, index)}
         vectors = {x.name: self._block_vector(prefix, x.name) for x in self.vectors(index)}
         return BlockWeights(packed, vectors)
 
@@ -168,17 +170,28 @@ class CheckpointWeights(ModelWeights):
         tensor = f"{self._names.model_modules[name]}.weight"
         return self._pack_tensors([SourceTensor(tensor, self.files.array(tensor))])
 
-    def _pack(self, prefix: str, name: str) -> PackedWeight:
+    def _pack(self, layer: int, name: str) -> PackedWeight:
         orders = self._architecture.row_order, self._architecture.column_order
-        sources = []
-        for module in matrix_modules(self.config, name):
+        prefix, sources = self._names.block.format(layer), []
+        place = stacked_place(self.config, prefix, name, self.files)
+        if place is not None:
+            source = stacked_tensor(self.files, prefix, place)
+            return self._pack_tensors([source], source.names)
+        if name in self._names.shared:
+            tensor = f"{self._names.shared[name]}.weight"
+            rows = self.config.layer_inputs
+            own = self.files.array(tensor)[layer * rows : (layer + 1) * rows]
+            return self._pack_tensors([SourceTensor(tensor, own)])
+        for module in matrix_modules(self.config, layer, name):
             tensor = f"{prefix}{module}.weight"
-            rows, columns = (self._order(x, module) for x in orders)
-            sources.append(SourceTensor(tensor, self.files.array(tensor), rows, columns))
+            order, columns = (self._order(x, module) for x in orders)
+            sources.append(SourceTensor(tensor, self.files.array(tensor), order, columns))
         return self._pack_tensors(sources)
 
-    def _pack_tensors(self, sources: list[SourceTensor]) -> PackedWeight:
-        names = [source.name for source in sources]
+    def _pack_tensors(
+        self, sources: Sequence[RowSource], names: Sequence[str] | None = None
+    ) -> PackedWeight:
+        names = [source.name for source in sources] if names is None else names
         return pack_rows(
             sources, self.weight_format.storage, after_batch=lambda: self.files.forget(names)
         )
@@ -190,11 +203,18 @@ class CheckpointWeights(ModelWeights):
     def _block_vector(self, prefix: str, name: str) -> Float32Array:
         if (zeros := self._norm_bias(name)) is not None:
             return zeros
-        if name.removesuffix("_bias") not in self._names.matmuls:
+        matrix = name.removesuffix("_bias")
+        if matrix in EXPERTS:
+            place = self._names.stacked[matrix]
+            biases = self.files.array(f"{prefix}{place.module}_bias")
+            check_finite(name, values := place.own(biases).astype(np.float32).reshape(-1))
+            return values
+        if matrix not in self._names.matmuls:
             return self._own_vector(prefix, name)
+        layer = int(prefix.rstrip(".").rpartition(".")[2])
         parts = [
             self._ordered(x, self._vector(f"{prefix}{x}.bias"))
-            for x in self._names.matmuls[name.removesuffix("_bias")]
+            for x in matrix_modules(self.config, layer, matrix)
         ]
         return np.concatenate(parts)
 
@@ -209,11 +229,13 @@ class CheckpointWeights(ModelWeights):
             tensor = self._names.parameters[name]
             values = self._ordered(tensor, self._vector(prefix + tensor))
             return -np.exp(values) if name == "delta_decay" else values
+        if name in self._names.shared:
+            return input_norm(self._vector(f"{self._names.shared[name]}.weight"))
         module, suffix = vector_module(self._names.vectors, name)
         if is_taps(name):
             taps = self._vector(f"{prefix}{module}.{suffix}").reshape(-1, self.config.conv_taps)
             return self._ordered(module, taps).T.reshape(-1)
-        norm = suffix == "weight" and name not in ("delta_norm", "router")
+        norm = suffix == "weight" and name not in ("delta_norm", "router", "shared_gate")
         return self._vector(f"{prefix}{module}.{suffix}", norm=norm)
 
     def _ordered(self, module: str, values: Float32Array) -> Float32Array:
@@ -226,12 +248,31 @@ class CheckpointWeights(ModelWeights):
         return values + np.float32(self._architecture.norm_offset) if norm else values
 
 
-def matrix_modules(config: ModelConfig, name: str) -> Sequence[str]:
+def input_norm(weight: Float32Array) -> Float32Array:
+    """Return the weight of the norm of a layer's inputs: their sum with another has the factor."""
+    return weight * np.float32(0.5**0.5)
+
+
+def matrix_modules(config: ModelConfig, layer: int, name: str) -> Sequence[str]:
     """Return the modules whose rows, one after the other, are a matrix of a block."""
     names, experts = ARCHITECTURES[config.architecture].names, config.experts
     if experts is None or name not in names.experts:
-        return names.matmuls.get(name, ())
+        modules = names.matmuls.get(name, ())
+        if name == "qkv" and config.keys_are_values and not config.windows[layer]:
+            return (*modules[:2], modules[1])
+        return modules
     return [names.experts[name].format(i) for i in range(experts.count)]
+
+
+def stacked_place(
+    config: ModelConfig, prefix: str, name: str, present: Container[str]
+) -> Stacked | None:
+    """Return where a checkpoint has a matrix of experts; None: not in a tensor of all experts."""
+    names = ARCHITECTURES[config.architecture].names
+    place = names.stacked.get(name)
+    if place is None or name not in names.experts:
+        return place
+    return place if f"{prefix}{place.module}" in present else None
 
 
 def vector_module(modules: Mapping[str, str], name: str) -> tuple[str, str]:
@@ -241,8 +282,13 @@ def vector_module(modules: Mapping[str, str], name: str) -> tuple[str, str]:
     return modules[name.removesuffix("_taps")], "weight"
 
 
-def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the names and shapes of the tensors of a checkpoint of this configuration."""
+def expected_tensors(
+    config: ModelConfig, present: Container[str] = ()
+) -> dict[str, tuple[int, ...]]:
+    """Return the names and shapes of the tensors of a checkpoint of this configuration.
+
+    Where there is a choice it is by the tensors that are `present`.
+    """
     architecture, d = ARCHITECTURES[config.architecture], config.hidden_size
     names = architecture.names
     shapes: dict[str, tuple[int, ...]] = {}
@@ -254,26 +300,40 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         rows = (vector.n // d, d) if vector.name == "positions" else (vector.n,)
         shapes[".".join(vector_module(names.model_modules, vector.name))] = rows
     for index in range(config.num_layers):
-        for name, shape in _block_tensors(config, index).items():
-            shapes[f"{names.block.format(index)}{name}"] = shape
+        prefix = names.block.format(index)
+        for name, shape in _block_tensors(config, index, prefix, present).items():
+            shapes[f"{prefix}{name}"] = shape
+    if config.layer_inputs:
+        width = config.layer_inputs
+        shapes[f"{names.shared['input_in']}.weight"] = (config.num_layers * width, d)
+        shapes[f"{names.shared['input_in_norm']}.weight"] = (width,)
     return shapes
 
 
-def _block_tensors(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
+def _block_tensors(
+    config: ModelConfig, layer: int, prefix: str, present: Container[str]
+) -> dict[str, tuple[int, ...]]:
     architecture = ARCHITECTURES[config.architecture]
     names = architecture.names
     shapes: dict[str, tuple[int, ...]] = {}
     for vector in block_vectors(config, StorageFormat.F32, layer):
-        if vector.name.endswith("norm_bias") and not architecture.norm_bias:
+        left_out = vector.name.endswith("norm_bias") and not architecture.norm_bias
+        if left_out or vector.name in names.shared:
             continue
-        if vector.name.removesuffix("_bias") not in names.matmuls:
+        if vector.name.removesuffix("_bias") not in (*names.matmuls, *EXPERTS):
             taps = config.conv_taps
             shape = (vector.n // taps, 1, taps) if is_taps(vector.name) else vector.shape
             own = names.parameters.get(vector.name)
             shapes[own or ".".join(vector_module(names.vectors, vector.name))] = shape
     biased = {x.name for x in config.block_matmuls(layer) if x.bias}
     for matrix in block_matrices(config, layer):
-        for module, n in _module_rows(config, matrix):
+        place = stacked_place(config, prefix, matrix.name, present)
+        if place is not None and config.experts is not None:
+            count, bias = config.experts.count, config.experts.bias
+            rows = matrix.n // count
+            shapes |= place.shapes(prefix, count, rows, matrix.k, bias=bias, present=present)
+            continue
+        for module, n in _module_rows(config, layer, matrix):
             shapes[f"{module}.weight"] = (n, matrix.k)
             if matrix.name in biased:
                 shapes[f"{module}.bias"] = (n,)
@@ -288,11 +348,12 @@ def is_taps(vector: str) -> bool:
     return vector == "conv_taps"
 
 
-def _module_rows(config: ModelConfig, matrix: MatrixShape) -> list[tuple[str, int]]:
+def _module_rows(config: ModelConfig, layer: int, matrix: MatrixShape) -> list[tuple[str, int]]:
     """Return the modules of a block's fused weight, and how many rows each has."""
-    modules, n = matrix_modules(config, matrix.name), matrix.n
+    modules, n = matrix_modules(config, layer, matrix.name), matrix.n
     if matrix.name == "qkv" and len(modules) == 3:
-        keys = config.kv_heads * config.head_dim
+        own = config.at(layer)
+        keys = own.kv_heads * own.head_dim
         return list(zip(modules, (n - 2 * keys, keys, keys), strict=True))
     if matrix.name == "delta_in" and config.delta is not None:
         return list(zip(modules, config.delta.projections, strict=True))
@@ -300,7 +361,7 @@ def _module_rows(config: ModelConfig, matrix: MatrixShape) -> list[tuple[str, in
 
 
 def _check_tensors(files: CheckpointFiles, config: ModelConfig) -> None:
-    expected = expected_tensors(config)
+    expected = expected_tensors(config, files)
     missing = [name for name in expected if name not in files]
     if missing:
         raise ModelError(
@@ -323,16 +384,25 @@ def _check_tensor(files: CheckpointFiles, name: str, shape: tuple[int, ...]) -> 
             f"{files.directory}: tensor {name} must have the shape {list(shape)} by config.json, "
             f"got {list(files.shape(name))}; check that config.json belongs to the weights"
         )
-    if files.dtype(name) not in FLOAT_DTYPES:
+    wanted = ("U8",) if name.endswith(MXFP4_PARTS) else FLOAT_DTYPES
+    if files.dtype(name) not in wanted:
         raise ModelError(
-            f"{files.directory}: tensor {name} must be one of {', '.join(FLOAT_DTYPES)}, "
+            f"{files.directory}: tensor {name} must be one of {', '.join(wanted)}, "
             f"got {files.dtype(name)}; convert the model to one of these"
         )
 
 
 def _is_derived(name: str, config: ModelConfig) -> bool:
-    """Return whether a tensor is redundant: stored rotary tables, a copy of tied embeddings."""
+    """Return whether a tensor is redundant.
+
+    Such are stored rotary tables, a copy of tied embeddings, and keys and values of layers that
+    read those of others.
+    """
     head = ARCHITECTURES[config.architecture].names.model_modules["lm_head"]
+    unused = ("self_attn.k_proj.", "self_attn.v_proj.", "self_attn.k_norm.")
+    layer = name.partition("layers.")[2].partition(".")[0]
+    if any(x in name for x in unused) and layer.isdecimal() and int(layer) < config.num_layers:
+        return config.reads(int(layer))
     return name.endswith("rotary_emb.inv_freq") or (
         config.tie_word_embeddings and name == f"{head}.weight"
     )

@@ -5,18 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from hetero.backends.ops import ROWS_OF_EXPERT, RouterScores
+from hetero.backends.extensible import Extensible, later
+from hetero.backends.ops import ROWS_OF_EXPERT, ExpertActivation, RouterScores
 from hetero.models.fields import Fields
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExpertConfig:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class ExpertConfig(Extensible):
     """The routed feed-forwards of a model (`hetero.backends.ops.Router`, `Experts`).
 
     count, chosen      of experts, and how many a token has
     width              features of an expert's feed-forward
     scores, renormalised, scale, eps, router_bias, choice_bias    as in `Router`
     bias               experts' matmuls have biases
+    shared             each token also has a plain feed-forward, the shared expert, times a gate
+    activation         that of the experts, None for the model's
     dense              layers whose feed-forward is a plain one
     """
 
@@ -31,6 +34,8 @@ class ExpertConfig:
     choice_bias: bool = False
     bias: bool = False
     dense: tuple[int, ...] = ()
+    shared: bool = later(False)
+    activation: ExpertActivation | None = later(None)  # noqa: RUF009
 
     def weights_per_token(self, hidden_size: int) -> int:
         """Return the weights of a layer that a token is multiplied with."""

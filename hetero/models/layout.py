@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Final
 
 from hetero.backends.formats import StorageFormat
 from hetero.backends.memory import PAGE_BYTES
@@ -27,7 +28,7 @@ class MatrixShape:
 class VectorShape:
     """A float32 vector of n elements: a norm's weight or a bias.
 
-    One of `width` elements a row is a matrix in files: the router's weight.
+    One of `width` elements a row is a matrix in files: the router's weight, a shared expert's gate.
     """
 
     name: str
@@ -38,6 +39,9 @@ class VectorShape:
     def shape(self) -> tuple[int, ...]:
         """Return the shape in files."""
         return (self.n // self.width, self.width) if self.width else (self.n,)
+
+
+EXPERTS: Final = ("experts_gate", "experts_up", "experts_down")
 
 
 def block_matrices(config: ModelConfig, layer: int) -> tuple[MatrixShape, ...]:
@@ -51,9 +55,9 @@ def expert_matrices(config: ModelConfig, layer: int) -> tuple[MatrixShape, ...]:
     experts = config.routed(layer)
     if experts is None:
         return ()
-    up = MatrixShape("experts_gate", experts.count * experts.width, config.hidden_size)
-    down = MatrixShape("experts_down", experts.count * config.hidden_size, experts.width)
-    return up, replace(up, name="experts_up"), down
+    rows = experts.count * experts.width, experts.count * config.hidden_size
+    sizes = (rows[0], config.hidden_size), (rows[0], config.hidden_size), (rows[1], experts.width)
+    return tuple(MatrixShape(name, *size) for name, size in zip(EXPERTS, sizes, strict=True))
 
 
 def block_vectors(
@@ -70,15 +74,23 @@ def block_vectors(
     names += ["o_norm", "down_norm"] if config.out_norms else []
     norms = _norms(config, names)
     if attends and config.qk_norm:
-        heads = (config.heads, config.kv_heads) if config.qk_norm_row else (1, 1)
-        sizes = zip(("q_norm", "k_norm"), heads, strict=True)
-        norms += [VectorShape(name, count * config.head_dim) for name, count in sizes]
+        own = config.at(layer)
+        heads = (own.heads, own.kv_heads) if config.qk_norm_row else (1, 1)
+        names = ["q_norm"] if config.reads(layer) else ["q_norm", "k_norm"]
+        sizes = zip(names, heads, strict=False)
+        norms += [VectorShape(name, count * own.head_dim) for name, count in sizes]
     if config.mixers[layer] == "delta":
         norms += _delta_vectors(config)
     if config.mixers[layer] == "conv":
         norms += [VectorShape("conv_taps", config.conv_taps * config.hidden_size)]
         norms += [VectorShape("conv_bias", config.hidden_size)] if config.conv_bias else []
+    if attends and config.sinks:
+        norms += [VectorShape("sinks", config.heads)]
     norms += _router_vectors(config, layer)
+    if config.layer_inputs:
+        norms += [VectorShape("input_in_norm", config.layer_inputs)]
+        norms += [VectorShape("input_out_norm", config.hidden_size)]
+    norms += [VectorShape("layer_scale", 1)] if config.layer_scale else []
     biases = [x for x in config.block_matmuls(layer) if x.bias]
     scales = [VectorShape(f"{x.name}_x_scale", 1) for x in block_matrices(config, layer)]
     return (
@@ -127,21 +139,29 @@ def _norms(config: ModelConfig, names: list[str]) -> list[VectorShape]:
 
 
 def _router_vectors(config: ModelConfig, layer: int) -> list[VectorShape]:
-    """Return the router's weight, row after row, and its bias."""
+    """Return the router's weight, row after row, its biases, and what else experts have."""
     experts = config.routed(layer)
     if experts is None:
         return []
     weight = VectorShape("router", experts.count * config.hidden_size, config.hidden_size)
     given = {"router_bias": experts.router_bias, "choice_bias": experts.choice_bias}
-    return [weight] + [VectorShape(name, experts.count) for name, has in given.items() if has]
+    vectors = [weight] + [VectorShape(name, experts.count) for name, has in given.items() if has]
+    if experts.shared:
+        vectors += [VectorShape("shared_gate", config.hidden_size, config.hidden_size)]
+    matrices = expert_matrices(config, layer) if experts.bias else ()
+    return vectors + [VectorShape(f"{x.name}_bias", x.n) for x in matrices]
 
 
 def embedding_matrices(config: ModelConfig) -> tuple[MatrixShape, ...]:
-    """Return the embedding and, unless tied to it, the output head."""
+    """Return the embeddings, also those of the layers' inputs, and the output head unless tied."""
     embed = MatrixShape("embed", config.vocab_size, config.hidden_size)
-    if config.tie_word_embeddings:
-        return (embed,)
-    return (embed, MatrixShape("lm_head", config.vocab_size, config.hidden_size))
+    shapes = [embed]
+    if config.layer_inputs:
+        width = config.num_layers * config.layer_inputs
+        shapes.append(MatrixShape("embed_inputs", config.vocab_size, width))
+    if not config.tie_word_embeddings:
+        shapes.append(MatrixShape("lm_head", config.vocab_size, config.hidden_size))
+    return tuple(shapes)
 
 
 def total_bytes(config: ModelConfig, storage: StorageFormat) -> int:

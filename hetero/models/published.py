@@ -13,6 +13,8 @@ _GRANITE: Final = {
     "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.015625,
     "rope_theta": 1e7, "tie_word_embeddings": True,
 }  # fmt: skip
+_QWEN3: Final = {"rope_theta": 1e6, "tie_word_embeddings": True}
+_SMOLLM2: Final = {"rope_theta": 1e5, "tie_word_embeddings": True}
 _YARN: Final = {
     "rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 16384, "mscale": 1.0,
     "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1, "rope_theta": 1e6,
@@ -37,7 +39,25 @@ def _qwen3_5(sizes: tuple[int, ...], values: int, *, tied: bool = True) -> dict[
     return _model("qwen3_5_text", sizes, 262144, 1e-6, rope_parameters=rope, **fields)
 
 
+def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
+    sizes = (2880, 2880, layers, 64, 8, 64, 201088)
+    rope = {
+        "rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096,
+        "truncate": False,
+    }  # fmt: skip
+    routed = {"num_local_experts": experts, "num_experts_per_tok": 4, "sliding_window": 128}
+    return _model("gpt_oss", sizes, 131072, 1e-5, rope_theta=150000.0, rope_scaling=rope, **routed)
+
+
 PUBLISHED: Final[dict[str, dict[str, Any]]] = {
+    "qwen3-1.7b": _model("qwen3", (2048, 6144, 28, 16, 8, 128, 151936), 40960, 1e-6, **_QWEN3),
+    "qwen3-4b": _model("qwen3", (2560, 9728, 36, 32, 8, 128, 151936), 40960, 1e-6, **_QWEN3),
+    "qwen3-8b": _model("qwen3", (4096, 12288, 36, 32, 8, 128, 151936), 40960, 1e-6, rope_theta=1e6),
+    "smollm2-135m": _model("llama", (576, 1536, 30, 9, 3, 64, 49152), 8192, 1e-5, **_SMOLLM2),
+    "smollm2-1.7b": _model("llama", (2048, 8192, 24, 32, 32, 64, 49152), 8192, 1e-5, **_SMOLLM2),
+    "falcon3-7b": _model(
+        "llama", (3072, 23040, 28, 12, 4, 256, 131072), 32768, 1e-6, rope_theta=1000042.0
+    ),
     "gemma-3-270m": _model(
         "gemma3_text", (640, 2048, 18, 4, 1, 256, 262144), 32768, 1e-6, sliding_window=512
     ),
@@ -57,6 +77,30 @@ PUBLISHED: Final[dict[str, dict[str, Any]]] = {
     "qwen3.5-4b": _qwen3_5((2560, 9216, 32, 16, 4, 256, 248320), 32),
     "qwen3.5-9b": _qwen3_5((4096, 12288, 32, 16, 4, 256, 248320), 32, tied=False),
     "qwen3.5-27b": _qwen3_5((5120, 17408, 64, 24, 4, 256, 248320), 48, tied=False),
+    "qwen3.5-35b-a3b": {
+        **_qwen3_5((2048, 512, 40, 16, 2, 256, 248320), 32, tied=False),
+        "model_type": "qwen3_5_moe_text",
+        "shared_expert_intermediate_size": 512,
+        "moe_intermediate_size": 512,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+    },
+    "gpt-oss-20b": _gpt_oss(24, 32),
+    "gpt-oss-120b": _gpt_oss(36, 128),
+    "lfm2-8b-a1b": _model(
+        "lfm2_moe",
+        (2048, 7168, 24, 32, 8, 64, 65536),
+        128000,
+        1e-5,
+        layer_types=[
+            "full_attention" if i in (2, 6, 10, 14, 18, 21) else "conv" for i in range(24)
+        ],
+        num_experts=32,
+        num_experts_per_tok=4,
+        moe_intermediate_size=1792,
+        num_dense_layers=2,
+        rope_theta=1e6,
+    ),
     "phi-3.5-mini": _model("phi3", (3072, 8192, 32, 32, 32, 96, 32064), 131072, 1e-5, **_PHI),
     "phi-4-mini": _model(
         "phi3",

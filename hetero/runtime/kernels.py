@@ -170,13 +170,19 @@ class KernelSet:
                 if placement.online:
                     self._weights[node.name] = values
         if isinstance(node.op, Attention):
-            self._add_heads(node, node.op, placement)
+            self._add_heads(node, node.op, values, placement)
 
-    def _add_heads(self, node: Node, whole: Attention, placement: Placement) -> None:
+    def _add_heads(
+        self,
+        node: Node,
+        whole: Attention,
+        values: Mapping[str, WeightValue],
+        placement: Placement,
+    ) -> None:
         for kind, device in self._devices.items():
             for run in placement.kernels.shared_heads(kind):
                 op = Heads(kind, *run, graph=0).op(whole)
-                self._heads[node.name, kind, run] = _prepare(device, node, op, {})
+                self._heads[node.name, kind, run] = _prepare(device, node, op, values)
 
     def _in_place(self, node: Node, part: Part) -> Kernel:
         key = (node.name, part.kind, part.segment)

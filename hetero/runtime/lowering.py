@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -406,6 +407,7 @@ class _Chunk:
         caches = {"k_cache": node.slots["k_cache"]}
         reads = frozenset(map(self._ref, (node.slots["qkv"], at, node.slots["k_cache"])))
         writes = frozenset({SlotRef("score_sums")})
+        op = replace(op, sinks=False)
         added = SumScores(attention=op, every=EVERY[self.phase])
         # Rows' scores are the host's, but where it would have to fetch all keys for them.
         own = None if self.rows and not self.in_place else self.row_scores.kernel(kind, added)

@@ -57,15 +57,18 @@ Schedule: TypeAlias = tuple[Start | Await, ...]
 def in_order(graph: LaunchGraph, *, eager: bool = True) -> Schedule:
     """Schedule stage after stage.
 
-    Without `eager` a stage's waits all come before its first launch: for waits that are for a whole
-    queue, whatever was submitted to it.
+    Without `eager` a stage's waits all come before its first launch, and both parts of a cut have
+    ended before the next stage: for waits that are for a whole queue, whatever was submitted to it.
     """
     order = _Order(graph)
+    cut: tuple[int, ...] = ()
     for _, stage in groupby(range(len(graph.launches)), key=lambda i: graph.launches[i].stage):
         members = sorted(stage, key=lambda i: not graph.launches[i].asynchronous)
         if not eager:
+            order.join(cut, members[0])
             for i in members:
                 order.meet(i)
+            cut = tuple(members) if len({graph.launches[i].kind for i in members}) > 1 else ()
         for i in members:
             order.start(i)
     return order.end()
@@ -216,6 +219,14 @@ class _Order:
         spec = self._graph.launches[launch]
         if spec.asynchronous:
             self._last[spec.kind] = launch
+
+    def join(self, parts: Iterable[int], before: int) -> None:
+        """Wait for launches that were started, whether or not `before` needs what they wrote."""
+        launches = self._graph.launches
+        last = {launches[i].kind: i for i in parts if launches[i].asynchronous}
+        for kind, launch in sorted(last.items(), key=_by_kind):
+            if self._places[launch] > self._waited.get(kind, -1):
+                self._wait(launch, before)
 
     def end(self) -> Schedule:
         """Wait for the last of every queue; return the schedule."""

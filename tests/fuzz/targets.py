@@ -64,7 +64,8 @@ class Gguf(Target):
 
     name = "gguf"
     json = False
-    dictionary = ("GGUF", "llama", "qwen2", "phi3", "gemma2", "tokenizer.ggml.model",
+    dictionary = ("GGUF", "llama", "qwen2", "phi3", "gemma2", "gpt-oss", "lfm2moe", "qwen35moe",
+                  "expert_count", "expert_used_count", "tokenizer.ggml.model",
                   "general.architecture", "general.alignment", "blk.0.attn_qkv.weight")  # fmt: skip
 
     def seeds(self) -> list[bytes]:
@@ -100,6 +101,8 @@ class Config(Target):
                   "qwen2", "qwen3", "gemma", "gemma2", "phi", "phi3", "opt", "internlm2",
                   "gemma3_text", "granite", "smollm3", "ministral3", "olmo2", "olmo3", "exaone4",
                   "glm4", "ernie4_5", "hunyuan_v1_dense", "cohere2", "minicpm", "text_config",
+                  "gpt_oss", "lfm2_moe", "qwen3_moe", "qwen3_5_moe", "num_experts",
+                  "num_experts_per_tok", "mlp_only_layers", "quantization_config", "mxfp4",
                   "full_attention", "sliding_attention", "no_rope_layers", "alpha",
                   "Infinity", "NaN", "1e999", "true", "-1", "2147483647")  # fmt: skip
 

@@ -13,7 +13,7 @@ CHIP = "snapdragon-8-gen-3"
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("number", [14, 16, 19])
+@pytest.mark.parametrize("number", [14, 15, 16, 17, 19])
 def test_every_bar_is_executed_as_it_is_predicted(number: int) -> None:
     shown = figure(number, CHIP)
     assert len(shown.rows) == len(shown.table.rows)
@@ -24,11 +24,10 @@ def test_every_bar_is_executed_as_it_is_predicted(number: int) -> None:
 
 
 @pytest.mark.full
-def test_fast_synchronisation_gains_as_in_the_paper_but_a_wait_less_for_each_cut() -> None:
+def test_fast_synchronisation_gains_in_decoding() -> None:
     shown = figure(17, CHIP)
     speeds = [row["executed"] for row in shown.rows]
     assert all(fast > 1.5 * slow for fast, slow in zip(speeds[::2], speeds[1::2], strict=True))
-    assert "waits for the GPU's part of each cut" in shown.table.note
     assert shown.rows[0]["paper_value"] == 14.01
 
 

@@ -23,7 +23,8 @@ Array = npt.NDArray[Any]
 ARCHITECTURES = {
     "phi": "phi2", "gemma3_text": "gemma3", "granitemoehybrid": "granite", "ministral3": "mistral3",
     "olmo3": "olmo2", "hunyuan_v1_dense": "hunyuan-dense", "qwen3_5_text": "qwen35",
-    "qwen3_moe": "qwen3moe",
+    "qwen3_5_moe_text": "qwen35moe", "qwen3_moe": "qwen3moe", "lfm2_moe": "lfm2moe",
+    "gpt_oss": "gpt-oss",
 }  # fmt: skip
 PERMUTED = ("llama", "internlm2", "granite", "smollm3", "mistral3", "minicpm")
 NAMES = {
@@ -60,6 +61,10 @@ QWEN35_NAMES = {
     "linear_attn.norm": "ssm_norm", "linear_attn.out_proj": "ssm_out",
     "linear_attn.A_log": "ssm_a", "linear_attn.dt_bias": "ssm_dt.bias",
 }  # fmt: skip
+QWEN35_MOE_NAMES = {
+    **QWEN35_NAMES, "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    **{f"mlp.shared_expert.{x}_proj": f"ffn_{x}_shexp" for x in ("gate", "up", "down")},
+}  # fmt: skip
 LFM2_NAMES = {
     "model.embedding_norm": "token_embd_norm", "operator_norm": "attn_norm", "ffn_norm": "ffn_norm",
     "self_attn.out_proj": "attn_output", "self_attn.q_layernorm": "attn_q_norm",
@@ -67,9 +72,19 @@ LFM2_NAMES = {
     "feed_forward.w3": "ffn_up", "feed_forward.w2": "ffn_down", "conv.conv": "shortconv.conv",
     "conv.in_proj": "shortconv.in_proj", "conv.out_proj": "shortconv.out_proj",
 }  # fmt: skip
+LFM2_MOE_NAMES = {
+    **LFM2_NAMES, "feed_forward.gate": "ffn_gate_inp",
+    "feed_forward.expert_bias": "exp_probs_b.bias",
+    **{f"mlp.{x}_exps": f"ffn_{x}_exps" for x in ("gate", "up", "down")},
+}  # fmt: skip
+GPT_OSS_NAMES = {
+    "post_attention_layernorm": "post_attention_norm", "mlp.router": "ffn_gate_inp",
+    "self_attn.sinks": "attn_sinks.weight",
+}  # fmt: skip
+WHOLE_NAMES = ("A_log", "dt_bias", "sinks", "expert_bias")  # parameters that are no module's
 OWN_NAMES = {
-    "lfm2": LFM2_NAMES,
-    "qwen35": QWEN35_NAMES,
+    "lfm2": LFM2_NAMES, "lfm2moe": LFM2_MOE_NAMES, "gpt-oss": GPT_OSS_NAMES,
+    "qwen35": QWEN35_NAMES, "qwen35moe": QWEN35_MOE_NAMES,
     "gemma2": SANDWICH_NAMES, "gemma3": SANDWICH_NAMES, "internlm2": INTERNLM2_NAMES,
     "olmo2": SANDWICH_NAMES, "exaone4": SANDWICH_NAMES, "glm4": GLM4_NAMES,
 }  # fmt: skip
@@ -80,11 +95,13 @@ def convert(
     source: Path,
     target: Path,
     kind: GGMLQuantizationType = GGMLQuantizationType.F32,
+    experts: GGMLQuantizationType | None = None,
     **changes: Any,
 ) -> dict[str, Array]:
     """Write a Hugging Face directory as GGUF; returns the tensors as they were given to the file.
 
     `changes` to the metadata have `__` for a dot; None leaves an entry out. Vectors stay F32.
+    Experts are in the type `experts`, if given.
     """
     from safetensors.torch import load_file  # takes bfloat16; torch is heavy
 
@@ -93,7 +110,8 @@ def convert(
     own = {key.replace("__", "."): value for key, value in changes.items()}
     entries = metadata(raw, name) | tokenizer(source) | own
     tensors = named_tensors(raw, name, load_file(source / "model.safetensors"))
-    write(target, name, {k: v for k, v in entries.items() if v is not None}, tensors, kind)
+    kept = {k: v for k, v in entries.items() if v is not None}
+    write(target, name, kept, tensors, kind, experts=experts)
     return tensors
 
 
@@ -104,6 +122,7 @@ def write(
     tensors: Mapping[str, Array],
     kind: GGMLQuantizationType = GGMLQuantizationType.F32,
     split: int = 0,
+    experts: GGMLQuantizationType | None = None,
 ) -> None:
     """Write metadata and tensors, matrices in `kind`, `split` tensors to a file (0: all)."""
     writer = GGUFWriter(target, name, split_max_tensors=split)
@@ -111,10 +130,11 @@ def write(
         add_entry(writer, key, value)
     for key, value in tensors.items():
         # routers and taps are never quantised
-        own = ("conv.weight", "conv1d.weight", "ffn_gate_inp.weight")
+        own = ("conv.weight", "conv1d.weight", "ffn_gate_inp.weight", ".bias")
         matrix = value.ndim > 1 and not key.endswith(own)
         whole = matrix and value.shape[-1] % 32 == 0  # llama.cpp too keeps others in floats
-        chosen = kind if whole or (kind in FLOATS and matrix) else GGMLQuantizationType.F32
+        given = experts if experts is not None and key.endswith("_exps.weight") else kind
+        chosen = given if whole or (given in FLOATS and matrix) else GGMLQuantizationType.F32
         if chosen in FLOATS:
             writer.add_tensor(key, value.astype(FLOATS[chosen]))
         else:
@@ -165,7 +185,7 @@ def metadata(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
     found: dict[str, Any] = {
         "embedding_length": raw["hidden_size"],
         "block_count": raw["num_hidden_layers"],
-        "feed_forward_length": raw.get("shared_intermediate_size", raw["intermediate_size"]),
+        "feed_forward_length": raw.get("shared_intermediate_size", raw.get("intermediate_size", 0)),
         "attention.head_count": heads,
         "attention.head_count_kv": raw.get("num_key_value_heads", heads),
         "attention.key_length": head_dim,
@@ -184,13 +204,15 @@ def metadata(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
         ("sliding_window", "attention.sliding_window"),
         ("attn_logit_softcapping", "attn_logit_softcapping"),
         ("final_logit_softcapping", "final_logit_softcapping"),
-        ("num_local_experts", "expert_count"),
         ("num_experts_per_tok", "expert_used_count"),
         ("moe_intermediate_size", "expert_feed_forward_length"),
+        ("shared_expert_intermediate_size", "expert_shared_feed_forward_length"),
     ):
-        routes = bool(raw.get("num_local_experts")) or not theirs.startswith("expert")
+        routes = bool(expert_count(raw)) or not theirs.startswith("expert")
         if raw.get(ours) is not None and routes:
             found[theirs] = raw[ours]
+    if expert_count(raw):
+        found["expert_count"] = expert_count(raw)
     if raw["model_type"] == "hunyuan_v1_dense" and rope.get("alpha"):
         stretch = rope["alpha"] ** (head_dim / (head_dim - 2))
         found["rope.freq_base"] = float(rope["rope_theta"] * stretch)
@@ -200,6 +222,11 @@ def metadata(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
     if rope.get("rope_type", "default") not in ("default", "llama3", "longrope"):
         found |= scaling(rope)
     return {f"{name}.{key}": value for key, value in (found | own_metadata(raw, name)).items()}
+
+
+def expert_count(raw: Mapping[str, Any]) -> int:
+    """The number of experts, in either spelling."""
+    return int(raw.get("num_local_experts", raw.get("num_experts")) or 0)
 
 
 def scaling(rope: Mapping[str, Any]) -> dict[str, Any]:
@@ -218,9 +245,16 @@ def own_metadata(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
             sliding = [x == "sliding_attention" for x in raw["layer_types"]]
             scale = {"logit_scale": raw["logit_scale"]} if name == "cohere2" else {}
             return {"attention.sliding_window_pattern": sliding, **scale}
-        case "lfm2":
+        case "gpt-oss":
+            return {
+                "expert_feed_forward_length": raw["intermediate_size"],
+                "attention.sliding_window_pattern": [
+                    x == "sliding_attention" for x in raw["layer_types"]
+                ],
+            }
+        case "lfm2" | "lfm2moe":
             width = raw["intermediate_size"]
-            if raw["block_auto_adjust_ff_dim"]:
+            if raw.get("block_auto_adjust_ff_dim"):
                 width, step = int(2 * width / 3), raw["block_multiple_of"]
                 if raw["block_ffn_dim_multiplier"] is not None:
                     width = -(-int(raw["block_ffn_dim_multiplier"] * width) // step) * step
@@ -230,6 +264,7 @@ def own_metadata(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
                 "attention.head_count_kv": [heads * x for x in attends],
                 "feed_forward_length": width,
                 "shortconv.l_cache": raw["conv_L_cache"],
+                **(routed_lfm2(raw) if name == "lfm2moe" else {}),
             }
         case "granite":
             return {
@@ -251,7 +286,7 @@ def own_metadata(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
                 "attention.temperature_scale": rope["llama_4_scaling_beta"],
                 "rope.scaling.yarn_log_multiplier": rope.get("mscale_all_dim", 0.0),
             }
-        case "qwen35":
+        case "qwen35" | "qwen35moe":
             heads, size = raw["linear_num_value_heads"], raw["linear_value_head_dim"]
             return {
                 "ssm.conv_kernel": raw["linear_conv_kernel_dim"],
@@ -266,6 +301,11 @@ def own_metadata(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
             return {}
 
 
+def routed_lfm2(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Entries of the router of LFM2-MoE (`Lfm2MoeModel` of the converter)."""
+    return {"leading_dense_block_count": raw["num_dense_layers"], "expert_gating_func": 2}
+
+
 def named_tensors(raw: Mapping[str, Any], name: str, source: Mapping[str, Any]) -> dict[str, Array]:
     """Tensors under their names in GGUF, permuted, shifted and fused as the converter does."""
     source = with_stacked_experts(raw, source)
@@ -274,7 +314,7 @@ def named_tensors(raw: Mapping[str, Any], name: str, source: Mapping[str, Any]) 
     for key, tensor in (split_groups(raw, source) if name == "internlm2" else source).items():
         value: Array = tensor.float().numpy()
         module, suffix = key.rsplit(".", 1)
-        if suffix in ("A_log", "dt_bias"):
+        if suffix in WHOLE_NAMES:
             module, suffix = key, ""
         prefix = ""
         if module.startswith("model.layers."):
@@ -286,9 +326,9 @@ def named_tensors(raw: Mapping[str, Any], name: str, source: Mapping[str, Any]) 
             value = permute(value, raw[field])
         if name.startswith("gemma") and renamed.endswith("norm"):
             value = value + 1
-        if name == "lfm2" and value.ndim == 3:
+        if name.startswith("lfm2") and renamed == "shortconv.conv":
             value = value.squeeze(1)
-        if name == "qwen35":
+        if name.startswith("qwen35"):
             value = of_delta_net(raw, renamed, value)
         if renamed == "ffn_gate_up":
             gate, value = np.split(value, 2)
@@ -306,15 +346,32 @@ def with_stacked_experts(raw: Mapping[str, Any], source: Mapping[str, Any]) -> d
     import torch
 
     found = {key: tensor for key, tensor in source.items() if ".experts." not in key}
-    for layer in range(raw["num_hidden_layers"] if len(found) < len(source) else 0):
-        for part in ("gate", "up", "down"):
-            keys = [
-                f"model.layers.{layer}.mlp.experts.{e}.{part}_proj.weight"
-                for e in range(raw["num_local_experts"])
-            ]
+    for layer in {key.partition(".experts.")[0] for key in source if ".experts." in key}:
+        if f"{layer}.experts.gate_up_proj_bias" in source:
+            found |= split_experts(layer, source)
+            continue
+        w1 = f"{layer}.experts.0.w1.weight" in source
+        names = ("w1", "w3", "w2") if w1 else ("gate_proj", "up_proj", "down_proj")
+        for part, name in zip(("gate", "up", "down"), names, strict=True):
+            keys = [f"{layer}.experts.{e}.{name}.weight" for e in range(expert_count(raw))]
             stacked = torch.stack([source[key] for key in keys])
-            found[f"model.layers.{layer}.mlp.{part}_exps.weight"] = stacked
+            own = layer.replace("feed_forward", "mlp")
+            found[f"{own}.{part}_exps.weight"] = stacked
     return found
+
+
+def split_experts(layer: str, source: Mapping[str, Any]) -> dict[str, Any]:
+    """gpt-oss: gate and up apart, rows and features in the order of matrices."""
+    both, bias = (source[f"{layer}.experts.gate_up_proj{x}"] for x in ("", "_bias"))
+    down, down_bias = (source[f"{layer}.experts.down_proj{x}"] for x in ("", "_bias"))
+    return {
+        f"{layer}.gate_exps.weight": both[..., ::2].mT,
+        f"{layer}.up_exps.weight": both[..., 1::2].mT,
+        f"{layer}.gate_exps.bias": bias[:, ::2],
+        f"{layer}.up_exps.bias": bias[:, 1::2],
+        f"{layer}.down_exps.weight": down.mT,
+        f"{layer}.down_exps.bias": down_bias,
+    }
 
 
 def of_delta_net(raw: Mapping[str, Any], name: str, value: Array) -> Array:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import sys
 from pathlib import Path
 
 import gguf
@@ -16,9 +17,9 @@ from hetero.backends.host.files import is_in_use
 from hetero.errors import ModelError
 from hetero.models import open_model
 from hetero.models.gguf import GgufWeights, packed_store
-from hetero.models.layout import block_matrices
+from hetero.models.layout import EXPERTS, block_matrices
 from hetero.models.model_weights import ModelWeights
-from tests.models.gguf_files import write_mixed
+from tests.models.gguf_files import PIECES, add_entry, finish, random_blocks, write_mixed
 
 
 @pytest.fixture(autouse=True)
@@ -214,3 +215,71 @@ def test_a_store_that_cannot_be_written_leaves_nothing(
     for ours, theirs in zip(read_all(open_model(path, weights="f32").weights), wanted, strict=True):
         np.testing.assert_array_equal(ours, theirs)
     assert kept(stores) == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.MXFP4])
+def test_experts_stay_mapped(kind: Kind, tmp_path: Path) -> None:
+    """Opening a packed file again takes no memory of its own for its weights."""
+    path = write_routed(tmp_path / "m.gguf", kind)
+    weights = open_model(path).weights
+    for i in range(weights.config.num_layers):
+        weights.block(i)
+        weights.release(i)
+    weights.embed(), weights.lm_head()
+    weights.release_embeddings()
+    weights.close()
+    del weights
+    gc.collect()
+    before = anonymous_bytes()
+    again = open_model(path).weights
+    blocks = [again.block(i) for i in range(again.config.num_layers)]
+    spans = [part for block in blocks for x in EXPERTS for _, part in block.matrix(x).spans()]
+    assert all(part.data.any() for part in spans)
+    assert all(np.isfinite(part.data.sum(dtype=np.float64)) for part in spans)  # reads all
+    taken = anonymous_bytes() - before
+    assert taken <= 0.15 * path.stat().st_size, f"{taken / path.stat().st_size:.0%}"
+
+
+def anonymous_bytes() -> int:
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return 1024 * next(int(x.split()[1]) for x in lines if x.startswith("RssAnon"))
+
+
+def write_routed(path: Path, kind: Kind) -> Path:
+    """A Qwen3-MoE of 26 million weights, nearly all of them experts'."""
+    experts, width, hidden, layers = 32, 512, 256, 2
+    entries = {
+        "embedding_length": hidden, "block_count": layers, "feed_forward_length": width,
+        "context_length": 64, "attention.head_count": 4, "attention.head_count_kv": 2,
+        "attention.key_length": 64, "attention.layer_norm_rms_epsilon": 1e-5, "vocab_size": 259,
+        "expert_count": experts, "expert_used_count": 4, "expert_feed_forward_length": width,
+    }  # fmt: skip
+    writer = gguf.GGUFWriter(path, "qwen3moe")
+    for key, value in entries.items():
+        add_entry(writer, f"qwen3moe.{key}", value)
+    for key, value in {
+        "model": "llama", "tokens": PIECES[:259], "scores": [-float(i) for i in range(259)],
+        "token_type": [2, 3, 3, *[6] * 256],
+    }.items():  # fmt: skip
+        add_entry(writer, f"tokenizer.ggml.{key}", value)
+    rng = np.random.default_rng(2)
+    matrices = {"token_embd.weight": (259, hidden), "output.weight": (259, hidden)}
+    sizes = {"attn_q": 256, "attn_k": 128, "attn_v": 128, "attn_output": hidden}
+    routed = {"ffn_gate_exps": (width, hidden), "ffn_up_exps": (width, hidden),
+              "ffn_down_exps": (hidden, width)}  # fmt: skip
+    vectors = {"output_norm.weight": (hidden,)}
+    for i in range(layers):
+        matrices |= {f"blk.{i}.{name}.weight": (n, hidden) for name, n in sizes.items()}
+        vectors |= {f"blk.{i}.{name}_norm.weight": (hidden,) for name in ("attn", "ffn")}
+        vectors |= {f"blk.{i}.attn_{x}_norm.weight": (64,) for x in "qk"}
+        vectors[f"blk.{i}.ffn_gate_inp.weight"] = (experts, hidden)
+        for name, (n, k) in routed.items():
+            blocks = random_blocks(rng, kind, experts * n, k, 0.05).reshape(experts, n, -1)
+            writer.add_tensor(f"blk.{i}.{name}.weight", blocks, raw_dtype=kind)
+    for name, (n, k) in matrices.items():
+        writer.add_tensor(name, random_blocks(rng, kind, n, k, 0.05), raw_dtype=kind)
+    for name, shape in vectors.items():
+        writer.add_tensor(name, rng.uniform(0.5, 1.0, shape).astype(np.float32))
+    finish(writer)
+    return path

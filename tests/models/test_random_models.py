@@ -30,6 +30,12 @@ PARAMETERS = {
     "qwen2.5-0.5b": 494,
     "qwen2.5-1.5b": 1544,
     "qwen3-0.6b": 596,
+    "qwen3-1.7b": 1721,
+    "qwen3-4b": 4022,
+    "qwen3-8b": 8191,
+    "smollm2-135m": 134.5,
+    "smollm2-1.7b": 1711,
+    "falcon3-7b": 7456,
     "qwen3-30b-a3b": 30532,
     "qwen3-moe-3b": 2792,
     "mistral-7b": 7242,
@@ -63,6 +69,10 @@ PARAMETERS = {
     "ernie-4.5-0.3b": 361,
     "hunyuan-1.8b": 1791,
     "command-r7b": 8028,
+    "qwen3.5-35b-a3b": 34660,
+    "gpt-oss-20b": 20915,
+    "gpt-oss-120b": 116829,
+    "lfm2-8b-a1b": 8340,
 }
 
 

@@ -64,9 +64,70 @@ LFM2 = st.fixed_dictionaries(
         "conv_bias": st.booleans(),
     }
 )
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 24}
+GPT_OSS = st.fixed_dictionaries(
+    {
+        "num_local_experts": st.sampled_from([8, 5]),
+        "num_experts_per_tok": st.integers(1, 5),
+        "intermediate_size": st.sampled_from([32, 48]),
+        "attention_bias": st.booleans(),
+        "tie_word_embeddings": st.booleans(),
+        "sliding_window": st.sampled_from([5, 24]),
+        "layer_types": st.sampled_from(
+            [None, ("full_attention", "sliding_attention"), ("sliding_attention",) * 2]
+        ),
+        "rope_parameters": st.sampled_from(
+            [
+                None,
+                tuple({"rope_type": "default", "rope_theta": 1e4}.items()),
+                tuple({**YARN, "truncate": False, "rope_theta": 150000.0}.items()),
+                tuple({**YARN, "truncate": True, "rope_theta": 100.0}.items()),
+            ]
+        ),
+    }
+)
 QWEN3_GGUF = {
     "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "norm_topk_prob": True
 }  # fmt: skip
+LFM2_GGUF = {
+    **QWEN3_GGUF, "num_dense_layers": 1, "num_hidden_layers": 3,
+    "layer_types": ("conv", "full_attention", "conv"),
+}  # fmt: skip
+GPT_OSS_GGUF = {
+    "num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 64, "sliding_window": 24,
+    "rope_parameters": tuple({**YARN, "truncate": False, "rope_theta": 150000.0}.items()),
+}  # fmt: skip
+QWEN3_5 = st.fixed_dictionaries(
+    {
+        "num_experts": st.sampled_from([8, 5]),
+        "num_experts_per_tok": st.integers(1, 5),
+        "moe_intermediate_size": st.sampled_from([32, 48]),
+        "shared_expert_intermediate_size": st.sampled_from([32, 172]),
+        "hidden_act": st.sampled_from(["silu", "gelu_pytorch_tanh"]),
+        "attention_bias": st.booleans(),
+        "tie_word_embeddings": st.booleans(),
+        "layer_types": st.sampled_from(
+            [("linear_attention", "full_attention"), ("full_attention",) * 2]
+        ),
+        "linear_num_key_heads": st.just(2),
+        "linear_num_value_heads": st.sampled_from([2, 4]),
+        "linear_key_head_dim": st.just(16),
+        "linear_value_head_dim": st.just(32),
+        "pad_token_id": st.just(0),
+    }
+)
+QWEN3_5_GGUF = {
+    "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 96, "layer_types": ("linear_attention", "full_attention"),
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32, "pad_token_id": 0,
+}  # fmt: skip
+IN_FILES = {
+    "Qwen3_5Moe": QWEN3_5_GGUF,
+    "Qwen3Moe": QWEN3_GGUF,
+    "Lfm2Moe": LFM2_GGUF,
+    "GptOss": GPT_OSS_GGUF,
+}
 
 
 def drawn(kind: str, changes: Mapping[str, Any]) -> tuple[Path, Any]:
@@ -81,14 +142,21 @@ def _drawn(kind: str, changes: tuple[tuple[str, Any], ...]) -> tuple[Path, Any]:
     biases = [x for name, x in model.named_buffers() if name.endswith("expert_bias")]
     for bias in biases:
         bias.copy_(torch.randn_like(bias) * 0.1)
-    if biases:
+    sinks = [x for name, x in model.named_parameters() if name.endswith("sinks")]
+    with torch.no_grad():
+        for values in sinks:
+            values.normal_(0.0, 2.0)  # below and above the scores
+    if biases or sinks:
         model.save_pretrained(folder)
     return folder, model
 
 
 def lists(changes: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
     """The changes, with lists where they were made hashable."""
-    return {name: list(x) if isinstance(x, tuple) else x for name, x in changes}
+    made = {name: list(x) if isinstance(x, tuple) else x for name, x in changes}
+    if made.get("rope_parameters"):
+        made["rope_parameters"] = dict(made["rope_parameters"])
+    return made
 
 
 def decided_prompt(model: Any, length: int, margin: float) -> tuple[list[int], Any]:
@@ -157,14 +225,37 @@ def test_lfm2_moe(device: str, changes: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@settings(
+    max_examples=examples(6), deadline=None, suppress_health_check=[HealthCheck.too_slow],
+    derandomize=True,
+)  # fmt: skip
+@given(changes=QWEN3_5)
+def test_qwen3_5_moe(device: str, changes: dict[str, Any]) -> None:
+    folder, model = drawn("Qwen3_5Moe", changes)
+    check(folder, model, device, "f32", (1, 33))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@settings(
+    max_examples=examples(6), deadline=None, suppress_health_check=[HealthCheck.too_slow],
+    derandomize=True,
+)  # fmt: skip
+@given(changes=GPT_OSS)
+def test_gpt_oss(device: str, changes: dict[str, Any]) -> None:
+    folder, model = drawn("GptOss", changes)
+    check(folder, model, device, "f32", (1, 33))
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_a_long_prompt(device: str) -> None:
     folder, model = drawn("Qwen3Moe", QWEN3_GGUF)
     check(folder, model, device, "f32", (300,))
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_gguf_has_the_numbers_of_the_directory(device: Any, tmp_path: Path) -> None:
-    folder, _ = drawn("Qwen3Moe", QWEN3_GGUF)
+@pytest.mark.parametrize("kind", IN_FILES)
+def test_gguf_has_the_numbers_of_the_directory(device: Any, kind: str, tmp_path: Path) -> None:
+    folder, _ = drawn(kind, IN_FILES[kind])
     convert(folder, tmp_path / "m.gguf")
     tokens = np.random.default_rng(0).integers(3, 263, 40).tolist()
     logits = []
@@ -220,15 +311,19 @@ def test_experts_are_not_calibrated(weights: str, tmp_path: Path) -> None:
         calibrated(str(folder), weights, tmp_path / "text.txt", 200)
 
 
-def test_a_quantised_directory_has_the_experts(tmp_path: Path) -> None:
-    folder, _ = drawn("Qwen3Moe", QWEN3_GGUF)
+@pytest.mark.parametrize("kind", IN_FILES)
+def test_a_quantised_directory_has_the_experts(kind: str, tmp_path: Path) -> None:
+    folder, _ = drawn(kind, IN_FILES[kind])
     source = open_model(folder, weights="w4a16")
     save(source.weights, tmp_path / "out", name="routed")
     copy = open_model(tmp_path / "out", verify=True)
     for ours, theirs in ((copy.weights.block(i), source.weights.block(i)) for i in range(2)):
-        for name in ("experts_gate", "experts_up", "experts_down"):
+        assert set(ours.matrices) == set(theirs.matrices)
+        assert set(ours.vectors) == set(theirs.vectors)
+        for name in theirs.matrices:
             np.testing.assert_array_equal(ours.matrix(name).data, theirs.matrix(name).data)
-        np.testing.assert_array_equal(ours.vectors["router"], theirs.vectors["router"])
+        for name, vector in theirs.vectors.items():
+            np.testing.assert_array_equal(ours.vectors[name], vector)
     assert copy.config == source.config
 
 

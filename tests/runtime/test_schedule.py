@@ -58,8 +58,9 @@ def needed(launches: Sequence[LaunchSpec], i: int) -> Iterator[int]:
 
 def slow_in_order(launches: Sequence[LaunchSpec], eager: bool) -> Schedule:
     """Every launch after every earlier one that is in its way; a wait where that is queued
-    elsewhere and no wait has covered it.
+    elsewhere and no wait has covered it. Unless eager, both parts of a cut end before the next.
     """
+    cut: list[int] = []
     schedule: list[Start | Await] = []
     started: list[int] = []
     ended: set[int] = set()
@@ -80,8 +81,10 @@ def slow_in_order(launches: Sequence[LaunchSpec], eager: bool) -> Schedule:
         queued = [i for i in members if launches[i].asynchronous]
         order = queued + [i for i in members if i not in queued]
         if not eager:
+            wait([j for j in cut if launches[j].asynchronous and j not in ended], order[0])
             for i in order:
                 meet(i)
+            cut = order if len({launches[i].kind for i in order}) > 1 else []
         for i in order:
             meet(i)
             schedule.append(Start(i))

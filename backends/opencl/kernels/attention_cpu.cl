@@ -31,6 +31,14 @@
 
 #define LINE (64 / (int)sizeof(cache_t))
 
+// With SINKS the softmax of a row begins with a score of its head that has no value, `sinks` [HEADS],
+// in base 2.
+#ifdef SINKS
+#define SINKS_ARGUMENT , __global const float *restrict sinks
+#else
+#define SINKS_ARGUMENT
+#endif
+
 // A token of a head to where it belongs in caches of a head; the values lie `apart` from the keys.
 INLINE void append_row(__global const float *from, const int apart, const int key,
                        __global cache_t *k_head, __global cache_t *v_head, const int capacity) {
@@ -60,12 +68,14 @@ __kernel void pack_keys(const int count, ARRAY(const float, qkv), ARRAY(const in
   v_cache = HEAD_OF(v_cache, g, capacity);
   packed += (g * BLOCKS_OF(capacity) + block) * KT * HEAD_DIM;
   const int keys = min(KT, stop - key0);
+#ifndef READS
   for (int i = 0; i < keys; i++) {
     const int key = key0 + i;
     if (key < start) continue;
     __global const float *from = qkv + (size_t)(key - start) * WIDTH + (HEADS + g) * HEAD_DIM;
     append_row(from, KV_HEADS * HEAD_DIM, key, k_cache, v_cache, capacity);
   }
+#endif
   pack_block(k_cache, capacity, key0, keys, packed);
 }
 
@@ -124,7 +134,7 @@ INLINE void soften(float *restrict s, const int keys, float *restrict top, vfloa
 __kernel void attend_tile(const int count, ARRAY(const float, qkv), ARRAY(const int, position),
                           ARRAY(const cache_t, v_cache), ARRAY(float, out),
                           __global const float *restrict packed, const int first,
-                          const int capacity, const int window) {
+                          const int capacity, const int window SINKS_ARGUMENT) {
 #define SLABS ((TOKENS * GROUP + ROWS - 1) / ROWS)
   const int g = first + get_global_id(0), t0 = get_global_id(1) * TOKENS;
   if (t0 >= count) return;
@@ -145,8 +155,15 @@ __kernel void attend_tile(const int count, ARRAY(const float, qkv), ARRAY(const 
     float *to = q + (r / ROWS) * HEAD_DIM * ROWS + r % ROWS;
     for (int d = 0; d < HEAD_DIM; d++) to[d * ROWS] = from[d] * SCALE;
     for (int c = 0; c < CHUNKS; c++) HSTORE((hfloat)0, o + r * HEAD_DIM + c * HV);
+#ifdef SINKS
+    float lanes[VEC];
+    for (int i = 0; i < VEC; i++) lanes[i] = i == 0;
+    top[r] = sinks[g * GROUP + row % GROUP];
+    sum[r] = VLOAD(lanes);
+#else
     top[r] = LOWEST;
     sum[r] = 0;
+#endif
   }
 
   const int begin = window_start(start + t0 + 1, window) / KT * KT;
@@ -411,6 +428,18 @@ INLINE void few_begin(few_t *restrict few, __global const float *restrict from,
   for (int b = 0; b < PADDED_GROUP / FEW; b++) few->sum[b] = few->steps[b] = 0;
 }
 
+#ifdef SINKS
+// The softmax begins with the sinks of GROUP rows.
+INLINE void few_sinks(few_t *restrict few, __global const float *restrict sinks) {
+  for (int r = 0; r < GROUP; r++) few->top[r] = sinks[r];
+  for (int b = 0; b < PADDED_GROUP / FEW; b++) {
+    float lanes[VEC];
+    for (int i = 0; i < VEC; i++) lanes[i] = i < FEW && b * FEW + i < GROUP;
+    few->sum[b] = VLOAD(lanes);
+  }
+}
+#endif
+
 // A run of at most KEYS keys; who is the first to read it has what follows fetched.
 INLINE void few_run(few_t *restrict few, __global const cache_t *restrict k,
                     __global const cache_t *restrict v, const int keys, const bool fetch) {
@@ -459,7 +488,7 @@ INLINE void few_run(few_t *restrict few, __global const cache_t *restrict k,
 __kernel void attend_few(const int count, ARRAY(const float, qkv), ARRAY(const int, position),
                          ARRAY(cache_t, k_cache), ARRAY(cache_t, v_cache), ARRAY(float, out),
                          const int first, __global float *restrict partial, const int parts,
-                         const int capacity, const int window) {
+                         const int capacity, const int window SINKS_ARGUMENT) {
   const int g = first + get_global_id(0), part = get_global_id(1);
   const bool is_last = part == parts - 1;
   if (count == 0) return;
@@ -467,14 +496,19 @@ __kernel void attend_few(const int count, ARRAY(const float, qkv), ARRAY(const i
   const int start = position[0];
   k_cache = HEAD_OF(k_cache, g, capacity);
   v_cache = HEAD_OF(v_cache, g, capacity);
+#ifndef READS
   for (int t = 0; t < (is_last ? count : 0); t++) {
     __global const float *from = qkv + (size_t)t * WIDTH + (HEADS + g) * HEAD_DIM;
     append_row(from, KV_HEADS * HEAD_DIM, start + t, k_cache, v_cache, capacity);
   }
+#endif
   few_t few[FEW_TOKENS];
   int low[FEW_TOKENS], end[FEW_TOKENS], longest = 0;
   for (int t = 0; t < count; t++) {
     few_begin(few + t, qkv + (size_t)t * WIDTH + g * GROUP * HEAD_DIM, k_cache, capacity);
+#ifdef SINKS
+    if (is_last) few_sinks(few + t, sinks + g * GROUP);
+#endif
     const int begin = window_start(start + t + 1, window), before = max(start - begin, 0);
     const int each = ((before + parts - 1) / parts + KEYS - 1) / KEYS * KEYS;
     low[t] = begin + min(part * each, before);

@@ -9,10 +9,22 @@
 // HEAD_DIM sums, the maximum and the weight.
 
 #define GROUP (HEADS / KV_HEADS)
+#ifdef READS  // queries alone: the caches are another layer's
+#define WIDTH (HEADS * HEAD_DIM)
+#else
 #define WIDTH ((HEADS + 2 * KV_HEADS) * HEAD_DIM)
+#endif
 #define LOWEST -1e30f
 #define DIMS ((HEAD_DIM + LANES - 1) / LANES)
 #define RECORD (HEAD_DIM + 2)
+
+// With SINKS the softmax of a row begins with a score of its head that has no value, `sinks` [HEADS],
+// in base 2.
+#ifdef SINKS
+#define SINKS_ARGUMENT , __global const float *restrict sinks
+#else
+#define SINKS_ARGUMENT
+#endif
 
 inline int window_start(int last, int window) {
   return window > 0 && last > window ? last - window : 0;
@@ -50,7 +62,7 @@ __kernel void attend_group(const int count, ARRAY(const float, qkv), ARRAY(const
                            ARRAY(const cache_t, k_cache), ARRAY(const cache_t, v_cache),
                            ARRAY(float, out), __global float *restrict partial,
                            const int splits, const int first, const int capacity,
-                           const int window) {
+                           const int window SINKS_ARGUMENT) {
   __local float q[ROWS * HEAD_DIM], p[ROWS * LANES], red[ROWS * LANES];
   AT(qkv); AT(position); AT(k_cache); AT(v_cache); AT(out);
   const int g = first + get_group_id(1), row0 = get_group_id(0) * ROWS, split = get_group_id(2);
@@ -70,6 +82,12 @@ __kernel void attend_group(const int count, ARRAY(const float, qkv), ARRAY(const
   for (int r = 0; r < ROWS; r++) {
     top[r] = LOWEST;
     sum[r] = 0;
+#ifdef SINKS
+    if (split == 0 && rows > 0) {
+      top[r] = sinks[g * GROUP + (row0 + min(r, rows - 1)) % GROUP];
+      sum[r] = LANE == 0;
+    }
+#endif
     for (int c = 0; c < DIMS; c++) acc[r][c] = 0;
   }
 

@@ -101,6 +101,11 @@ def _qwen35(entry: Entry, raw: Raw) -> dict[str, Any]:
     return fields | _partial_rotary(entry, raw)
 
 
+def _qwen35moe(entry: Entry, raw: Raw) -> dict[str, Any]:
+    width = entry("expert_shared_feed_forward_length")
+    return {**_qwen35(entry, raw), "shared_expert_intermediate_size": width}
+
+
 def _lfm2(entry: Entry, raw: Raw) -> dict[str, Any]:
     """Return the kinds of layers: one without key/value heads is a convolution."""
     fields = {
@@ -112,6 +117,29 @@ def _lfm2(entry: Entry, raw: Raw) -> dict[str, Any]:
     if isinstance(heads, np.ndarray):
         fields["layer_types"] = [FULL if x else CONV for x in heads.tolist()]
     return fields
+
+
+def _lfm2_moe(entry: Entry, raw: Raw) -> dict[str, Any]:
+    """Return the router's fields; llama.cpp's graph always divides by the sum of the weights."""
+    dense, scale = entry("leading_dense_block_count"), entry("expert_weights_scale")
+    return {
+        **_lfm2(entry, raw),
+        "num_dense_layers": 0 if dense is None else dense,
+        "routed_scaling_factor": _given(scale, 1.0),
+        "norm_topk_prob": True,
+        "use_expert_bias": True,
+    }
+
+
+def _gpt_oss(entry: Entry, raw: Raw) -> dict[str, Any]:
+    """Return the windows of every other layer, and YaRN whose ramp is not rounded."""
+    layers, scaling = raw.get(_LAYERS), raw.get("rope_scaling") or {"rope_type": "default"}
+    return {
+        "rope_scaling": {**scaling, "truncate": False},
+        "intermediate_size": entry("expert_feed_forward_length"),
+        "layer_types": _layer_types(entry, layers, 2),
+        "sliding_window": raw.get("sliding_window") or None,
+    }
 
 
 def _layer_types(entry: Entry, layers: object, default: int | None = None) -> list[str] | None:
@@ -218,6 +246,7 @@ def _cohere2(entry: Entry, raw: Raw) -> dict[str, Any]:
 
 _LAYERS: Final = "num_hidden_layers"
 _SCALES: Final = ("embedding_scale", "residual_scale", "logit_scale")
+_EXPERTS: Final = ("expert_count", "expert_used_count", "expert_feed_forward_length")
 _DELTA: Final = {
     "linear_num_key_heads": "ssm.group_count",
     "linear_num_value_heads": "ssm.time_step_rank",
@@ -226,6 +255,21 @@ _DELTA: Final = {
     "full_attention_interval": "full_attention_interval",
 }
 _DELTA_HEADS: Final = ("ssm.time_step_rank", "ssm.inner_size")
+_QWEN35_USED: Final = (
+    *_DELTA.values(),
+    "ssm.inner_size",
+    "attention.recurrent_layers",
+    "nextn_predict_layers",
+    "rope.dimension_count",
+    "rope.dimension_sections",
+)
+_QWEN35_TENSORS: Final = {
+    "post_norm": "post_attention_norm.weight",
+    "conv_taps": "ssm_conv1d.weight",
+    "delta_decay": "ssm_a",
+    "delta_dt_bias": "ssm_dt.bias",
+    "delta_norm": "ssm_norm.weight",
+}
 _WINDOWS: Final = ("attention.sliding_window", "attention.sliding_window_pattern")
 _CAPS: Final = ("attn_logit_softcapping", "final_logit_softcapping")
 FAMILIES: Final[Mapping[str, GgufFamily]] = {
@@ -236,7 +280,7 @@ FAMILIES: Final[Mapping[str, GgufFamily]] = {
         model_type="qwen3_moe",
         # llama.cpp's graph always divides by the sum
         fields=lambda _entry, _raw: {"norm_topk_prob": True},
-        used=("expert_count", "expert_used_count", "expert_feed_forward_length"),
+        used=_EXPERTS,
         biases=True,
     ),
     "internlm2": GgufFamily(model_type="internlm2", pairs=True, biases=True),
@@ -259,25 +303,39 @@ FAMILIES: Final[Mapping[str, GgufFamily]] = {
         final_norm="token_embd_norm",
         tensors={"conv_taps": "shortconv.conv.weight"},
     ),
+    "lfm2moe": GgufFamily(
+        model_type="lfm2_moe",
+        fields=_lfm2_moe,
+        used=(
+            *_EXPERTS,
+            "shortconv.l_cache",
+            "leading_dense_block_count",
+            "expert_weights_scale",
+        ),
+        some=("attention.head_count_kv",),
+        final_norm="token_embd_norm",
+        tensors={"conv_taps": "shortconv.conv.weight", "choice_bias": "exp_probs_b.bias"},
+    ),
+    "gpt-oss": GgufFamily(
+        model_type="gpt_oss",
+        fields=_gpt_oss,
+        used=(*_EXPERTS, "attention.sliding_window", "attention.sliding_window_pattern"),
+        biases=True,
+        tensors={"post_norm": "post_attention_norm.weight", "sinks": "attn_sinks.weight"},
+    ),
     "qwen35": GgufFamily(
         model_type="qwen3_5_text",
         fields=_qwen35,
-        used=(
-            *_DELTA.values(),
-            "ssm.inner_size",
-            "attention.recurrent_layers",
-            "nextn_predict_layers",
-            "rope.dimension_count",
-            "rope.dimension_sections",
-        ),
+        used=_QWEN35_USED,
         biases=True,
-        tensors={
-            "post_norm": "post_attention_norm.weight",
-            "conv_taps": "ssm_conv1d.weight",
-            "delta_decay": "ssm_a",
-            "delta_dt_bias": "ssm_dt.bias",
-            "delta_norm": "ssm_norm.weight",
-        },
+        tensors=_QWEN35_TENSORS,
+    ),
+    "qwen35moe": GgufFamily(
+        model_type="qwen3_5_moe_text",
+        fields=_qwen35moe,
+        used=(*_QWEN35_USED, *_EXPERTS, "expert_shared_feed_forward_length"),
+        biases=True,
+        tensors=_QWEN35_TENSORS,
     ),
     "phi2": GgufFamily(
         model_type="phi", fields=_partial_rotary, used=("rope.dimension_count",), eps=EPS

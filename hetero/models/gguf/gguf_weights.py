@@ -27,10 +27,12 @@ from hetero.models.gguf.tensors import (
     GgufTensor,
     Loss,
     check_kind,
+    is_matrix,
     rows_of,
     stored_as,
 )
 from hetero.models.layout import (
+    EXPERTS,
     block_matrices,
     embedding_matrices,
     expert_matrices,
@@ -62,10 +64,12 @@ _VECTORS: Final = {
     "q_norm": "attn_q_norm",
     "k_norm": "attn_k_norm",
     "router": "ffn_gate_inp",
+    "shared_gate": "ffn_gate_inp_shexp",
 }
 _ENDS: Final = {"embed": "token_embd", "lm_head": "output", "final_norm": "output_norm"}
 _TAPS: Final = tuple(x.tensors["conv_taps"] for x in FAMILIES.values() if "conv_taps" in x.tensors)
-_NO_MATRICES: Final = (*_TAPS, ROUTER)
+_NO_MATRICES: Final = (*_TAPS, *ROUTER)
+_SHARED: Final = {"gate_up": ("ffn_gate_shexp", "ffn_up_shexp"), "down": ("ffn_down_shexp",)}
 _UNOPENED: Final = "unopened"
 _FREQUENCIES: Final = "rope_freqs.weight"
 _FACTORS: Final = ("rope_factors_long.weight", "rope_factors_short.weight")
@@ -100,7 +104,7 @@ class GgufWeights(ModelWeights):
             return super().nbytes
         total = 0
         for name, info in self.file.tensors.items():
-            if len(info.shape) > 1 and not name.endswith(_NO_MATRICES):
+            if is_matrix(name, info) and not name.endswith(_NO_MATRICES):
                 total += packed_bytes(stored_as(info.kind), *rows_of(info.shape))
             else:
                 total += 4 * math.prod(info.shape)
@@ -219,6 +223,8 @@ class GgufWeights(ModelWeights):
 
     def _modules(self, prefix: str, name: str) -> tuple[str, ...]:
         """Return the tensors that hold a weight; the first spelling where none is complete."""
+        if name in _SHARED and self.config.experts is not None and self.config.experts.shared:
+            return _SHARED[name]
         spellings = [x for x in _MATRICES[name] if self.config.gated or "ffn_gate" not in x]
         for modules in spellings:
             if all(f"{prefix}{module}.weight" in self.file.tensors for module in modules):
@@ -243,6 +249,8 @@ class GgufWeights(ModelWeights):
         matmul = name.removesuffix("_bias")
         if self._is_left_out(name):
             return np.zeros(self.config.hidden_size, np.float32)
+        if matmul in EXPERTS:
+            return self._vector(f"{prefix}{_MATRICES[matmul][0][0]}.bias")
         if matmul not in _MATRICES:
             values = self._vector(prefix + self._tensor_of(name))
             return (
@@ -282,7 +290,11 @@ class GgufWeights(ModelWeights):
             raise ModelError(
                 f"{path}: tensor {missing[0]} is missing{_more(missing)}; download the file again"
             )
-        others = {*self._read_before(), *self._left_out()}
+<<<<<<< HEAD
+        others = {*self._read_before(), *_left_out(self.file, self.config.num_layers)}
+=======
+        others = {*self._read_before(), *_further(self.file, self.config.num_layers)}
+>>>>>>> gemma
         unknown = [x for x in tensors if x not in expected and x not in others]
         if unknown:
             raise ModelError(
@@ -292,19 +304,6 @@ class GgufWeights(ModelWeights):
         for name, shape in expected.items():
             self._check_tensor(name, tensors[name], shape)
 
-    def _left_out(self) -> tuple[str, ...]:
-        """Return the tensors of blocks behind the model's, which predict more tokens."""
-        count = self.file.metadata.get(f"{self.file.metadata['general.architecture']}.block_count")
-        layers = self.config.num_layers
-        blocks = [f"blk.{i}." for i in range(layers, count if isinstance(count, int) else layers)]
-        names = tuple(name for name in self.file.tensors if name.startswith(tuple(blocks)))
-        if names:
-            notify_once(
-                f"{self.file.path}: the blocks behind the {layers} layers, which predict further "
-                f"tokens, are left out ({len(names)} tensors)"
-            )
-        return names
-
     def _read_before(self) -> tuple[str, ...]:
         """Return the tensors that the configuration was read from."""
         family = FAMILIES[self.file.metadata["general.architecture"]]
@@ -313,13 +312,13 @@ class GgufWeights(ModelWeights):
         return _FACTORS if self.config.rope_scaling.kind == "longrope" else ()
 
     def _check_tensor(self, name: str, info: TensorInfo, shape: tuple[int, ...]) -> None:
-        if info.shape != shape:
+        if info.shape != shape and not (name.endswith(ROUTER) and info.shape == (1, *shape)):
             raise ModelError(
                 f"{self.file.path}: tensor {name} must have the shape {list(shape)} by the file's "
                 f"metadata, got {list(info.shape)}; download the file again"
             )
         check_kind(str(self.file.path), name, info)
-        vector = len(shape) == 1 or name.endswith(_NO_MATRICES)
+        vector = not is_matrix(name, info) or name.endswith(_NO_MATRICES)
         if vector and info.kind not in FLOATS:
             raise ModelError(
                 f"{self.file.path}: tensor {name} must be one of "
@@ -346,7 +345,8 @@ class GgufWeights(ModelWeights):
                 if not of_matmul and not self._is_left_out(vector.name):
                     taps = self.config.conv_taps
                     shape = (vector.n // taps, taps) if is_taps(vector.name) else vector.shape
-                    shapes[prefix + self._tensor_of(vector.name)] = shape
+                    name = prefix + self._tensor_of(vector.name)
+                    shapes[name] = shape if vector.name != "shared_gate" else (vector.n,)
         return shapes
 
     def _tensor_of(self, vector: str) -> str:
@@ -372,15 +372,34 @@ class GgufWeights(ModelWeights):
         return [(module, n // len(modules)) for module in modules]
 
 
+def _left_out(file: GgufFile, layers: int) -> tuple[str, ...]:
+    """Return the tensors of blocks behind the model's, which predict more tokens."""
+    count = file.metadata.get(f"{file.metadata['general.architecture']}.block_count")
+    blocks = [f"blk.{i}." for i in range(layers, count if isinstance(count, int) else layers)]
+    names = tuple(name for name in file.tensors if name.startswith(tuple(blocks)))
+    if names:
+        notify_once(
+            f"{file.path}: the blocks behind the {layers} layers, which predict further "
+            f"tokens, are left out ({len(names)} tensors)"
+        )
+    return names
+
+
 def _expert_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
-    """Return the tensors of a layer's routed experts, each [experts, rows, features]."""
+    """Return the tensors of a layer's routed experts.
+
+    Matrices are [experts, rows, features], biases [experts, rows].
+    """
     experts = config.routed(layer)
+    shapes: dict[str, tuple[int, ...]] = {}
     if experts is None:
         return {}
-    return {
-        f"blk.{layer}.{_MATRICES[x.name][0][0]}.weight": (experts.count, x.n // experts.count, x.k)
-        for x in expert_matrices(config, layer)
-    }
+    for matrix in expert_matrices(config, layer):
+        module, rows = f"blk.{layer}.{_MATRICES[matrix.name][0][0]}", matrix.n // experts.count
+        shapes[f"{module}.weight"] = (experts.count, rows, matrix.k)
+        if experts.bias:
+            shapes[f"{module}.bias"] = (experts.count, rows)
+    return shapes
 
 
 def _named(names: dict[str, str], vector: str) -> tuple[str, str]:
@@ -388,6 +407,19 @@ def _named(names: dict[str, str], vector: str) -> tuple[str, str]:
     if vector.endswith("_bias"):
         return names[vector.removesuffix("_bias")], "bias"
     return names[vector], "weight"
+
+
+def _further(file: GgufFile, layers: int) -> tuple[str, ...]:
+    """Return the tensors of blocks behind the model's, which are left out."""
+    count = file.metadata.get(f"{file.metadata['general.architecture']}.block_count")
+    blocks = [f"blk.{i}." for i in range(layers, count if isinstance(count, int) else layers)]
+    names = tuple(name for name in file.tensors if name.startswith(tuple(blocks)))
+    if names:
+        notify_once(
+            f"{file.path}: the blocks behind the {layers} layers, which predict further tokens, "
+            f"are left out ({len(names)} tensors)"
+        )
+    return names
 
 
 def _more(names: list[str]) -> str:

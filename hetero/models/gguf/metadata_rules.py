@@ -50,6 +50,7 @@ UNREAD: Final[Mapping[str, tuple[object, ...]]] = {
     "rope.scaling.yarn_ext_factor": (1, -1), "rope.scaling.yarn_attn_factor": (1,),
     "rope.scaling.yarn_beta_fast": (32,), "rope.scaling.yarn_beta_slow": (1,),
 }  # fmt: skip
+_GATES: Final = {"softmax": 1, "sigmoid": 2, "softmax_chosen": 3}  # `llama_expert_gating_func_type`
 FIXED: Final[Mapping[str, Callable[[ModelConfig], tuple[object, ...]]]] = {
     "attention.value_length": lambda config: (config.head_dim,),
     "attention.key_length_swa": lambda config: (config.head_dim,),
@@ -67,6 +68,8 @@ FIXED: Final[Mapping[str, Callable[[ModelConfig], tuple[object, ...]]]] = {
     "residual_scale": lambda _: (1, 0),
     "embedding_scale": lambda _: (1, 0),
     "expert_weights_scale": lambda _: (1, 0),
+    "expert_gating_func": lambda config: (_GATES[config.experts.scores] if config.experts else 0,),
+    "expert_weights_norm": lambda config: (bool(config.experts and config.experts.renormalised),),
 }
 _FOREIGN: Final = """
 activation.situ_beta activation.situ_linear_beta activation_sparsity_scale adapters.count
@@ -87,9 +90,9 @@ attention.value_residual_mix_lora_rank attention.value_scale attn_logit_softcapp
 attn_res.block_size block_size conv_group_size conv_kernel_size convnext.block_count
 convnext.embedding_length decoder_block_count decoder_start_token_id deepstack_mapping
 embedding_length_per_layer_input expert_chunk_feed_forward_length expert_count
-expert_feed_forward_length expert_gating_func expert_group_count expert_group_scale
+expert_feed_forward_length expert_group_count expert_group_scale
 expert_group_used_count expert_latent_length expert_shared_count
-expert_shared_feed_forward_length expert_used_count expert_weights_norm experts_per_group
+expert_shared_feed_forward_length expert_used_count experts_per_group
 features_length final_logit_softcapping full_attention_interval hash_layer_count hrm.h_cycles
 hrm.l_cycles hrm.layers_per_stack hrm.prefix_lm hyper_connection.count hyper_connection.epsilon
 hyper_connection.low_rank hyper_connection.magnitude hyper_connection.sinkhorn_iterations

@@ -30,7 +30,7 @@ FLOATS: Final[dict[Kind, np.dtype[Any]]] = {
     Kind.F16: np.dtype("<f2"),
     Kind.BF16: np.dtype(ml_dtypes.bfloat16),
 }
-ROUTER: Final = "ffn_gate_inp.weight"
+ROUTER: Final = ("ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight")  # and a shared expert's gate
 # What the library dequantises and people use; the others would be a guess.
 QUANTISED: Final = (*block_types.STORED, Kind.Q2_K)
 
@@ -51,6 +51,11 @@ def rows_of(shape: tuple[int, ...]) -> tuple[int, int]:
     return math.prod(shape[:-1]), shape[-1]
 
 
+def is_matrix(name: str, info: TensorInfo) -> bool:
+    """Return whether a tensor is a matrix, or has those of all experts; their biases are none."""
+    return len(info.shape) > 1 and not name.endswith(".bias")
+
+
 def default_format(file: GgufFile) -> WeightFormat:
     """Return the format that keeps a file's numbers.
 
@@ -60,7 +65,7 @@ def default_format(file: GgufFile) -> WeightFormat:
     kinds = {
         info.kind
         for name, info in file.tensors.items()
-        if len(info.shape) > 1 and not name.endswith(ROUTER)
+        if is_matrix(name, info) and not name.endswith(ROUTER)
     }
     if kinds == {Kind.Q8_0}:
         return WeightFormat.W8A16

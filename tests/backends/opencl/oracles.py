@@ -67,7 +67,7 @@ def expected(op: ops.Op, inputs: Arrays, weights: Mapping[str, Any], m: int) -> 
         case ops.Rope():
             return {"out": _rope(op, inputs, weights, m)}
         case ops.Attention():
-            return attention(op, inputs, m)
+            return attention(op, inputs, weights, m)
         case ops.Embed():
             table = weights["weight"].dequantize().astype(np.float64)
             return {"y": op.scale * table[inputs["tokens"][:m]]}
@@ -123,8 +123,9 @@ def activation(name: str, x: Array) -> Array:
     return 0.5 * x * erfc(-x / np.sqrt(2))
 
 
-def attention(op: ops.Attention, inputs: Arrays, m: int) -> Arrays:
+def attention(op: ops.Attention, inputs: Arrays, weights: Mapping[str, Any], m: int) -> Arrays:
     """The m × context scores in full."""
+    sinks = weights.get("sinks", np.full(op.heads, -np.inf)).astype(np.float64)
     position = int(inputs["position"][0])
     heads = _wide(inputs, "qkv", m).reshape(m, -1, op.head_dim)
     new_k, new_v = heads[:, op.heads : op.heads + op.kv_heads], heads[:, op.heads + op.kv_heads :]
@@ -146,8 +147,10 @@ def attention(op: ops.Attention, inputs: Arrays, m: int) -> Arrays:
         scores = heads[:, head] @ k[group, :end].T * op.softmax_scale
         scores = op.softcap * np.tanh(scores / op.softcap) if op.softcap else scores
         scores = np.where(seen, scores, -np.inf)
-        weight = np.exp(scores - scores.max(axis=1, keepdims=True))
-        out[:, head] = weight / weight.sum(axis=1, keepdims=True) @ v[group, :end]
+        top = np.maximum(scores.max(axis=1, keepdims=True), sinks[head])
+        weight = np.exp(scores - top)
+        total = weight.sum(axis=1, keepdims=True) + np.exp(sinks[head] - top)
+        out[:, head] = weight / total @ v[group, :end]
     return {"out": out.reshape(m, -1), **caches}
 
 

@@ -14,6 +14,7 @@ from hetero.backends.memory import Tensor
 from hetero.backends.opencl import attention
 from hetero.backends.opencl.device import OpenCLDevice
 from hetero.backends.ops import Attention
+from tests.backends.cases import make_weights
 from tests.backends.opencl.oracles import expected, relative_error, tensors_for
 
 TOLERANCE = 1e-5
@@ -35,6 +36,7 @@ OPS = {
     "twelve_codes": Attention(
         heads=6, kv_heads=2, head_dim=12, capacity=200, window=40, kv=CacheFormat.Q8
     ),
+    "sinks": Attention(heads=14, kv_heads=2, head_dim=16, capacity=300, window=40, sinks=True),
     "twelve_halves": Attention(
         heads=6, kv_heads=2, head_dim=12, capacity=200, window=40, kv=CacheFormat.F16
     ),
@@ -46,8 +48,9 @@ def run_and_compare(
     device: OpenCLDevice, op: Attention, tensors: dict[str, Tensor], m: int
 ) -> None:
     before = {port: tensor.array.copy() for port, tensor in tensors.items()}
-    wanted = expected(op, before, {}, m)
-    device.prepare(op, {}).bind(tensors, m).run()
+    weights = make_weights(op, np.random.default_rng(5))
+    wanted = expected(op, before, weights, m)
+    device.prepare(op, weights).bind(tensors, m).run()
     for cache in ("k_cache", "v_cache"):  # appended bit for bit, NaN beyond
         np.testing.assert_array_equal(tensors[cache].array, wanted[cache])
     error = relative_error(tensors["out"].array, wanted["out"])
@@ -64,13 +67,14 @@ PAIRS = [
             "window",
             "odd",
             "capped",
+            "sinks",
             "halves",
             "odd_halves",
             "codes",
             "odd_codes",
         )
     ),
-    *(("narrow", name) for name in ("llama", "twelve", "capped", "halves", "codes")),
+    *(("narrow", name) for name in ("llama", "twelve", "capped", "sinks", "halves", "codes")),
     ("copies", "llama"),
     ("mapped", "llama"),
 ]
@@ -84,7 +88,9 @@ def test_attention(variant: OpenCLDevice, name: str, position: int, m: int) -> N
     run_and_compare(variant, op, tensors_for(op, m, rng, position=position), m)
 
 
-@pytest.mark.parametrize("name", ["llama", "window_of_one", "capped", "odd_codes", "twelve_halves"])
+@pytest.mark.parametrize(
+    "name", ["llama", "window_of_one", "capped", "sinks", "odd_codes", "twelve_halves"]
+)
 def test_contexts_in_parts(
     device: OpenCLDevice, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
