@@ -42,15 +42,10 @@ SPLIT_PAYS_UP_TO = 16  # tokens; measured, see `open`
 SPLIT_CHUNK = 64  # tokens; longer chunks are no faster and their planes take more memory
 
 
-<<<<<<< HEAD
-# Graphs of operations without weights, by their records.
-_PLAIN: Final[Mapping[type[Op], Callable[[Any], bytes]]] = {
-    ops.SigmoidGate: graphs.sigmoid_gate,
-=======
+# Graphs of operations, by their records.
 _PLAIN: Final[Mapping[type[Op], Callable[[Any], bytes]]] = {
     ops.SigmoidGate: graphs.sigmoid_gate,
     ops.GatedInput: graphs.gated_input,
->>>>>>> gemma
     ops.Act: graphs.act,
     ops.Add: graphs.add,
 }
@@ -173,15 +168,9 @@ class OrtCpuDevice(Device, SupportsCompaction):
             case ops.GatedAct():
                 session = self._session(op, graphs.gated_act)
                 return kernels.OrtGraphKernel(self._host, op, session, {}, row_bytes=8 * op.f)
-<<<<<<< HEAD
-            case ops.SigmoidGate() | ops.Act() | ops.Add():
-                session = self._session(op, _PLAIN[type(op)])
-                return kernels.OrtGraphKernel(self._host, op, session, {})
-=======
             case ops.SigmoidGate() | ops.GatedInput() | ops.Act() | ops.Add():
                 session = self._session(op, _PLAIN[type(op)])
                 return kernels.OrtGraphKernel(self._host, op, session, _vectors(weights))
->>>>>>> gemma
             case ops.AddPositions():
                 session = self._session(op, graphs.add_positions)
                 table = checks.vector(weights, "table").reshape(op.rows, op.d)
