@@ -24,7 +24,7 @@ ARCHITECTURES = {
     "phi": "phi2", "gemma3_text": "gemma3", "granitemoehybrid": "granite", "ministral3": "mistral3",
     "olmo3": "olmo2", "hunyuan_v1_dense": "hunyuan-dense", "qwen3_5_text": "qwen35",
     "qwen3_5_moe_text": "qwen35moe", "qwen3_moe": "qwen3moe", "lfm2_moe": "lfm2moe",
-    "gpt_oss": "gpt-oss",
+    "gpt_oss": "gpt-oss", "gemma4_text": "gemma4",
 }  # fmt: skip
 PERMUTED = ("llama", "internlm2", "granite", "smollm3", "mistral3", "minicpm")
 NAMES = {
@@ -81,11 +81,25 @@ GPT_OSS_NAMES = {
     "post_attention_layernorm": "post_attention_norm", "mlp.router": "ffn_gate_inp",
     "self_attn.sinks": "attn_sinks.weight",
 }  # fmt: skip
-WHOLE_NAMES = ("A_log", "dt_bias", "sinks", "expert_bias")  # parameters that are no module's
+GEMMA4_NAMES = {
+    **SANDWICH_NAMES, "model.embed_tokens_per_layer": "per_layer_token_embd",
+    "model.per_layer_model_projection": "per_layer_model_proj",
+    "model.per_layer_projection_norm": "per_layer_proj_norm",
+    "per_layer_input_gate": "inp_gate", "per_layer_projection": "proj",
+    "post_per_layer_input_norm": "post_norm", "layer_scalar": "layer_output_scale.weight",
+}  # fmt: skip
+WHOLE_NAMES = (
+    "layer_scalar",
+    "A_log",
+    "dt_bias",
+    "sinks",
+    "expert_bias",
+)  # parameters that are no module's
 OWN_NAMES = {
     "lfm2": LFM2_NAMES, "lfm2moe": LFM2_MOE_NAMES, "gpt-oss": GPT_OSS_NAMES,
     "qwen35": QWEN35_NAMES, "qwen35moe": QWEN35_MOE_NAMES,
-    "gemma2": SANDWICH_NAMES, "gemma3": SANDWICH_NAMES, "internlm2": INTERNLM2_NAMES,
+    "gemma4": GEMMA4_NAMES, "gemma2": SANDWICH_NAMES, "gemma3": SANDWICH_NAMES,
+    "internlm2": INTERNLM2_NAMES,
     "olmo2": SANDWICH_NAMES, "exaone4": SANDWICH_NAMES, "glm4": GLM4_NAMES,
 }  # fmt: skip
 FLOATS = {GGMLQuantizationType.F32: np.float32, GGMLQuantizationType.F16: np.float16}
@@ -219,7 +233,7 @@ def metadata(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
         rope = {}
     if local:
         found["rope.freq_base_swa"] = float(local["rope_theta"])
-    if rope.get("rope_type", "default") not in ("default", "llama3", "longrope"):
+    if rope.get("rope_type", "default") not in ("default", "llama3", "longrope", "proportional"):
         found |= scaling(rope)
     return {f"{name}.{key}": value for key, value in (found | own_metadata(raw, name)).items()}
 
@@ -245,6 +259,27 @@ def own_metadata(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
             sliding = [x == "sliding_attention" for x in raw["layer_types"]]
             scale = {"logit_scale": raw["logit_scale"]} if name == "cohere2" else {}
             return {"attention.sliding_window_pattern": sliding, **scale}
+        case "gemma4":
+            layers, shared = raw["num_hidden_layers"], raw["num_kv_shared_layers"]
+            own = raw["per_layer_config"]
+            at = [own.get(str(i), {}) for i in range(layers)]
+            wide = [raw["use_double_wide_mlp"] and i >= layers - shared for i in range(layers)]
+            sliding = [x == "sliding_attention" for x in raw["layer_types"]]
+            size = at[sliding.index(False)].get("head_dim", raw["head_dim"])
+            heads = raw["num_key_value_heads"]
+            return {
+                "attention.key_length": size,
+                "attention.value_length": size,
+                "attention.key_length_swa": raw["head_dim"],
+                "attention.value_length_swa": raw["head_dim"],
+                "rope.dimension_count": size,
+                "rope.dimension_count_swa": raw["head_dim"],
+                "attention.head_count_kv": [x.get("num_key_value_heads", heads) for x in at],
+                "feed_forward_length": [raw["intermediate_size"] * (1 + x) for x in wide],
+                "attention.sliding_window_pattern": sliding,
+                "attention.shared_kv_layers": shared,
+                "embedding_length_per_layer_input": raw["hidden_size_per_layer_input"],
+            }
         case "gpt-oss":
             return {
                 "expert_feed_forward_length": raw["intermediate_size"],
@@ -324,7 +359,7 @@ def named_tensors(raw: Mapping[str, Any], name: str, source: Mapping[str, Any]) 
         if name in PERMUTED and renamed in ("attn_q", "attn_k"):
             field = "num_attention_heads" if renamed == "attn_q" else "num_key_value_heads"
             value = permute(value, raw[field])
-        if name.startswith("gemma") and renamed.endswith("norm"):
+        if name.startswith("gemma") and name != "gemma4" and renamed.endswith("norm"):
             value = value + 1
         if name.startswith("lfm2") and renamed == "shortconv.conv":
             value = value.squeeze(1)
@@ -334,6 +369,13 @@ def named_tensors(raw: Mapping[str, Any], name: str, source: Mapping[str, Any]) 
             gate, value = np.split(value, 2)
             found[f"{prefix}ffn_gate.{suffix}"], renamed = gate, "ffn_up"
         found[f"{prefix}{renamed}.{suffix}".rstrip(".")] = value
+    if name == "gemma4":
+        full = raw["rope_parameters"]["full_attention"]
+        last = raw["per_layer_config"].get(str(raw["num_hidden_layers"] - 1), {})
+        size = last.get("head_dim", raw["head_dim"])
+        part = int(full.get("partial_rotary_factor", 1.0) * size // 2)
+        ones, rest = np.ones(part), np.full(size // 2 - part, 1e30)
+        found["rope_freqs.weight"] = np.concatenate([ones, rest]).astype(np.float32)
     for layer in range(raw["num_hidden_layers"] if name == "phi2" else 0):
         for suffix in ("weight", "bias"):
             parts = [found.pop(f"blk.{layer}.attn_{x}.{suffix}") for x in "qkv"]

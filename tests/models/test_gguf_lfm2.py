@@ -23,7 +23,9 @@ LLAMA_CPP = """
 import json, sys
 import llama_cpp, numpy
 path, found, tokens = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
-model = llama_cpp.Llama(path, n_ctx=64, logits_all=True, verbose=False, n_threads=1)
+model = llama_cpp.Llama(
+    path, n_ctx=64, logits_all=True, verbose=False, n_threads=1, type_k=0, type_v=0
+)
 model.eval(tokens)
 numpy.save(found, numpy.array(model.scores[: len(tokens)]))
 """  # in a process of its own: it leaves files open

@@ -265,6 +265,9 @@ FAMILIES: dict[str, st.SearchStrategy[Changes]] = {
             "tie_word_embeddings": st.booleans(),
             **PADDING,
         }
+    ).map(
+        # transformers slices a layer's inputs that it has not
+        lambda x: x if x["hidden_size_per_layer_input"] else x | {"num_kv_shared_layers": 0}
     ),
     "Gemma3": st.fixed_dictionaries(
         {
@@ -291,6 +294,8 @@ def in_files(family: str, changes: Changes) -> Changes:
     match family:
         case "Gemma3":
             return {"query_pre_attn_scalar": changes["head_dim"]}
+        case "Gemma4":
+            return {"attention_bias": False}
         case "SmolLM3":
             return {
                 "num_hidden_layers": 4,

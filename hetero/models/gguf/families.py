@@ -32,6 +32,9 @@ class GgufFamily:
     used         entries that most others do not have; `eps` is that of its norms
     pairs        rows of queries and keys lie pair by pair (llama.cpp's "normal" rotary embedding)
     frequencies  a tensor `rope_freqs` has divisors of the frequencies (Llama 3.1's scaling)
+    rotated_part that tensor is 1 for the part of the frequencies that layers with full attention
+                 have, and so large for the others that nothing is rotated
+    lists        entries with a number for each layer, which `fields` reads
     biases       whether attention and feed-forward have biases is seen in the tensors
     some         entries that are 0 for layers that have none of it
     final_norm   the last norm
@@ -44,6 +47,8 @@ class GgufFamily:
     eps: str = RMS_EPS
     pairs: bool = False
     frequencies: bool = False
+    rotated_part: bool = False
+    lists: tuple[str, ...] = ()
     biases: bool = False
     some: tuple[str, ...] = ()
     final_norm: str = "output_norm"
@@ -84,6 +89,38 @@ def _gemma3(entry: Entry, raw: Raw) -> dict[str, Any]:
         fields |= {"sliding_window": None, "layer_types": None, "sliding_window_pattern": 1}
     local = entry("rope.freq_base_swa")
     return fields if local is None else fields | {"rope_local_base_freq": local}
+
+
+def _gemma4(entry: Entry, raw: Raw) -> dict[str, Any]:
+    """Return the fields in which layers differ; the last shared ones may be twice as wide."""
+    layers, full = raw.get(_LAYERS), raw.get("head_dim")
+    types = _layer_types(entry, layers)
+    size, shared = (entry(x) for x in ("attention.key_length_swa", "attention.shared_kv_layers"))
+    inputs = entry("embedding_length_per_layer_input")
+    heads, widths = (np.atleast_1d(entry(x)).tolist() for x in _GEMMA4_LISTS)
+    fields = {
+        "head_dim": full if size is None else size,
+        "layer_types": types,
+        "num_kv_shared_layers": shared,
+        "use_double_wide_mlp": widths[-1] != widths[0],
+        "hidden_size_per_layer_input": 0 if inputs is None else inputs,
+        "vocab_size_per_layer_input": raw.get("vocab_size"),
+        "rope_parameters": {
+            FULL: {"rope_theta": raw.get("rope_theta", 1e6)},
+            SLIDING: {"rope_theta": entry("rope.freq_base_swa")},
+        },
+        "rope_scaling": None,
+    }
+    if types is None or not isinstance(layers, int):
+        return fields
+    counts = heads if len(heads) == layers else heads[:1] * layers
+    own = list(zip(types, counts, strict=False))
+    fields["num_key_value_heads"] = next((n for x, n in own if x == SLIDING), heads[0])
+    fields["per_layer_config"] = {
+        str(i): {"head_dim": full if x == FULL else fields["head_dim"], "num_key_value_heads": n}
+        for i, (x, n) in enumerate(own)
+    }
+    return fields
 
 
 def _qwen35(entry: Entry, raw: Raw) -> dict[str, Any]:
@@ -270,6 +307,7 @@ _QWEN35_TENSORS: Final = {
     "delta_dt_bias": "ssm_dt.bias",
     "delta_norm": "ssm_norm.weight",
 }
+_GEMMA4_LISTS: Final = ("attention.head_count_kv", "feed_forward_length")
 _WINDOWS: Final = ("attention.sliding_window", "attention.sliding_window_pattern")
 _CAPS: Final = ("attn_logit_softcapping", "final_logit_softcapping")
 FAMILIES: Final[Mapping[str, GgufFamily]] = {
@@ -294,6 +332,24 @@ FAMILIES: Final[Mapping[str, GgufFamily]] = {
         model_type="gemma3_text",
         fields=_gemma3,
         used=(*_WINDOWS, "final_logit_softcapping", "rope.freq_base_swa"),
+    ),
+    "gemma4": GgufFamily(
+        model_type="gemma4_text",
+        fields=_gemma4,
+        used=(
+            *_WINDOWS,
+            "final_logit_softcapping",
+            "rope.freq_base_swa",
+            "rope.dimension_count",
+            "rope.dimension_count_swa",
+            "attention.key_length_swa",
+            "attention.value_length",
+            "attention.value_length_swa",
+            "attention.shared_kv_layers",
+            "embedding_length_per_layer_input",
+        ),
+        rotated_part=True,
+        lists=_GEMMA4_LISTS,
     ),
     "lfm2": GgufFamily(
         model_type="lfm2",

@@ -16,7 +16,7 @@ from hetero.errors import ModelError
 from hetero.models.architectures import ARCHITECTURES
 from hetero.models.architectures.base import halves_of_pairs
 from hetero.models.architectures.qwen3_5 import queries_first
-from hetero.models.checkpoint import is_taps
+from hetero.models.checkpoint import input_norm, is_taps
 from hetero.models.config import ModelConfig
 from hetero.models.gguf.families import FAMILIES
 from hetero.models.gguf.file import GgufFile, TensorInfo
@@ -45,6 +45,10 @@ from hetero.terminal.notices import notify_once
 # Our weights and the tensors that hold them, the fused spelling first.
 _MATRICES: Final = {
     "qkv": (("attn_qkv",), ("attn_q", "attn_k", "attn_v")),
+    "q_only": (("attn_q",),),
+    "input_in": (("per_layer_model_proj",),),
+    "input_gate": (("inp_gate",),),
+    "input_out": (("proj",),),
     "o": (("attn_output",),),
     "conv_in": (("shortconv.in_proj",),),
     "conv_out": (("shortconv.out_proj",),),
@@ -63,10 +67,18 @@ _VECTORS: Final = {
     "down_norm": "post_ffw_norm",
     "q_norm": "attn_q_norm",
     "k_norm": "attn_k_norm",
+    "input_in_norm": "per_layer_proj_norm",
+    "input_out_norm": "post_norm",
+    "layer_scale": "layer_output_scale",
     "router": "ffn_gate_inp",
     "shared_gate": "ffn_gate_inp_shexp",
 }
-_ENDS: Final = {"embed": "token_embd", "lm_head": "output", "final_norm": "output_norm"}
+_ENDS: Final = {
+    "embed": "token_embd",
+    "embed_inputs": "per_layer_token_embd",
+    "lm_head": "output",
+    "final_norm": "output_norm",
+}
 _TAPS: Final = tuple(x.tensors["conv_taps"] for x in FAMILIES.values() if "conv_taps" in x.tensors)
 _NO_MATRICES: Final = (*_TAPS, *ROUTER)
 _SHARED: Final = {"gate_up": ("ffn_gate_shexp", "ffn_up_shexp"), "down": ("ffn_down_shexp",)}
@@ -206,10 +218,11 @@ class GgufWeights(ModelWeights):
         prefix, _, last = name.rpartition(".")
         modules = self._modules(f"{prefix}.", last) if prefix else (self._ends[name],)
         loss = self.loss if self.weight_format.storage.quantised else None
+        orders = [self._order(x, f"{prefix}.") if prefix else None for x in modules]
+        names = [_path(f"{prefix}.", x) if prefix else x for x in modules]
         sources = [
-            GgufTensor(self.file, f"{prefix}.{x}.weight" if prefix else f"{x}.weight", loss, order)
-            for x in modules
-            for order in [self._order(x) if prefix else None]
+            GgufTensor(self.file, f"{x}.weight", loss, order)
+            for x, order in zip(names, orders, strict=True)
         ]
         if not self.weight_format.of_file:
             return [(self.weight_format.storage, sources)]
@@ -226,14 +239,19 @@ class GgufWeights(ModelWeights):
         if name in _SHARED and self.config.experts is not None and self.config.experts.shared:
             return _SHARED[name]
         spellings = [x for x in _MATRICES[name] if self.config.gated or "ffn_gate" not in x]
+        full = not self.config.windows[_layer(prefix)]
+        if name == "qkv" and full and self.config.keys_are_values:
+            return "attn_q", "attn_k", "attn_k"
         for modules in spellings:
-            if all(f"{prefix}{module}.weight" in self.file.tensors for module in modules):
+            if all(f"{_path(prefix, module)}.weight" in self.file.tensors for module in modules):
                 return modules
         return spellings[-1] if name == "qkv" else spellings[0]
 
-    def _order(self, module: str) -> npt.NDArray[np.int64] | None:
+    def _order(self, module: str, prefix: str) -> npt.NDArray[np.int64] | None:
         """Return the order of the rows of queries and keys: of pairs, or with gates between."""
         config = self.config
+        if module == _MATRICES["input_in"][0][0]:
+            return _layer(prefix) * config.layer_inputs + np.arange(config.layer_inputs)
         if module == "attn_q" and config.output_gate:
             return queries_first(config)
         rotated = config.rotary_dim or config.head_dim
@@ -252,13 +270,15 @@ class GgufWeights(ModelWeights):
         if matmul in EXPERTS:
             return self._vector(f"{prefix}{_MATRICES[matmul][0][0]}.bias")
         if matmul not in _MATRICES:
-            values = self._vector(prefix + self._tensor_of(name))
+            values = self._vector(_path(prefix, self._tensor_of(name)))
+            if name == "input_in_norm":
+                return input_norm(values)
             return (
                 values.reshape(-1, self.config.conv_taps).T.reshape(-1) if is_taps(name) else values
             )
         parts = []
         for module, n in self._bias_rows(prefix, matmul):
-            order, bias = self._order(module), f"{prefix}{module}.bias"
+            order, bias = self._order(module, prefix), f"{prefix}{module}.bias"
             values = self._vector(bias) if bias in self.file.tensors else np.zeros(n, np.float32)
             parts.append(values if order is None else values[order])
         return np.concatenate(parts)
@@ -270,8 +290,7 @@ class GgufWeights(ModelWeights):
 
     def _bias_rows(self, prefix: str, name: str) -> list[tuple[str, int]]:
         """Return the modules of a matmul's biases; those of a fused qkv may be separate."""
-        layer = int(prefix.split(".")[1])
-        matmul = next(x for x in self.config.block_matmuls(layer) if x.name == name)
+        matmul = next(x for x in self.config.block_matmuls(_layer(prefix)) if x.name == name)
         apart = name == "qkv" and f"{prefix}attn_qkv.bias" not in self.file.tensors
         return self._rows(prefix, name, matmul.n, _MATRICES["qkv"][-1] if apart else None)
 
@@ -303,7 +322,7 @@ class GgufWeights(ModelWeights):
     def _read_before(self) -> tuple[str, ...]:
         """Return the tensors that the configuration was read from."""
         family = FAMILIES[self.file.metadata["general.architecture"]]
-        if family.frequencies and _FREQUENCIES in self.file.tensors:
+        if (family.frequencies or family.rotated_part) and _FREQUENCIES in self.file.tensors:
             return (_FREQUENCIES,)
         return _FACTORS if self.config.rope_scaling.kind == "longrope" else ()
 
@@ -332,7 +351,8 @@ class GgufWeights(ModelWeights):
             prefix = f"blk.{index}."
             for matmul in self.config.block_matmuls(index):
                 for module, n in self._rows(prefix, matmul.name, matmul.n):
-                    shapes[f"{prefix}{module}.weight"] = (n, matmul.k)
+                    of_all = self.config.num_layers if matmul.name == "input_in" else 1
+                    shapes[f"{_path(prefix, module)}.weight"] = (of_all * n, matmul.k)
                 if matmul.bias:
                     shapes |= self._expected_biases(prefix, matmul.name)
             shapes |= _expert_shapes(self.config, index)
@@ -341,7 +361,7 @@ class GgufWeights(ModelWeights):
                 if not of_matmul and not self._is_left_out(vector.name):
                     taps = self.config.conv_taps
                     shape = (vector.n // taps, taps) if is_taps(vector.name) else vector.shape
-                    name = prefix + self._tensor_of(vector.name)
+                    name = _path(prefix, self._tensor_of(vector.name))
                     shapes[name] = shape if vector.name != "shared_gate" else (vector.n,)
         return shapes
 
@@ -361,7 +381,8 @@ class GgufWeights(ModelWeights):
     ) -> list[tuple[str, int]]:
         modules = modules or self._modules(prefix, name)
         if len(modules) == 3:
-            keys = self.config.kv_heads * self.config.head_dim
+            own = self.config.at(_layer(prefix))
+            keys = own.kv_heads * own.head_dim
             return list(zip(modules, (n - 2 * keys, keys, keys), strict=True))
         if name == "delta_in" and self.config.delta is not None:
             return list(zip(modules, self.config.delta.projections, strict=True))
@@ -396,6 +417,16 @@ def _expert_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]
         if experts.bias:
             shapes[f"{module}.bias"] = (experts.count, rows)
     return shapes
+
+
+def _layer(prefix: str) -> int:
+    """Return the layer of a block's prefix (`blk.3.`)."""
+    return int(prefix.split(".")[1])
+
+
+def _path(prefix: str, module: str) -> str:
+    """Return a module's name in the file; some have the rows of all layers."""
+    return module if module.startswith("per_layer_") else f"{prefix}{module}"
 
 
 def _named(names: dict[str, str], vector: str) -> tuple[str, str]:

@@ -24,7 +24,8 @@ from hetero.models.gguf.metadata_rules import USED, check_metadata, check_requir
 from hetero.models.gguf.rope_scaling import rope_scaling
 from hetero.models.gguf.special_tokens import end_ids, special_id
 from hetero.models.graph import rope_of
-from hetero.models.rope_config import rope_dict
+from hetero.models.rope_config import rope_dict, rotary_factor_of
+from hetero.models.sliding import FULL
 
 LLAMA3_ORIGINAL: Final = 8192
 
@@ -63,6 +64,8 @@ def read_config(file: GgufFile) -> ModelConfig:
         )
     check_required(file, name)
     raw = _raw(file, name)
+    if FAMILIES[name].rotated_part:
+        raw |= _of_full_layers(file, raw)
     config = ModelConfig.from_dict(raw, where=str(file.path))
     factors = file.tensors.get("rope_freqs.weight")
     if factors is not None and FAMILIES[name].frequencies:
@@ -95,6 +98,35 @@ def _raw(file: GgufFile, name: str) -> dict[str, Any]:
     return raw | family.fields(lambda entry: file.metadata.get(f"{name}.{entry}"), raw)
 
 
+def _of_full_layers(file: GgufFile, raw: dict[str, Any]) -> dict[str, Any]:
+    """Return what tensors say of layers with full attention: what is rotated, and their values.
+
+    Without a weight of values these are the keys. Raises `ModelError`.
+    """
+    info, size = file.tensors.get("rope_freqs.weight"), raw["head_dim"]
+    own = raw.get("per_layer_config") or {}
+    kinds = raw.get("layer_types") or []
+    full = [i for i, kind in enumerate(kinds) if kind == FULL]
+    names = [f"blk.{i}.attn_v.weight" for i in full if f"blk.{i}.attn_k.weight" in file.tensors]
+    fields: dict[str, Any] = {"attention_k_eq_v": any(name not in file.tensors for name in names)}
+    if info is None:
+        return fields
+    size = next((own[str(i)]["head_dim"] for i in full if str(i) in own), size)
+    half = size // 2 if isinstance(size, int) else 0
+    divisors = np.array([0.0])
+    if info.kind.name == "F32" and info.shape == (half,):
+        divisors = file.raw("rope_freqs.weight").view("<f4")
+    ones = int((divisors == 1).sum())
+    if not ones or not (divisors[:ones] == 1).all() or not (divisors[ones:] >= 1e20).all():
+        raise ModelError(
+            f"{file.path}: tensor rope_freqs.weight must be {half} F32 numbers, ones and then "
+            f"1e30, got {list(info.shape)} of {info.kind.name}; download the file again"
+        )
+    part = {"rope_type": "proportional", "partial_rotary_factor": rotary_factor_of(ones, half)}
+    ropes = raw["rope_parameters"]
+    return fields | {"rope_parameters": ropes | {FULL: ropes[FULL] | part}}
+
+
 def _has_bias(file: GgufFile, module: str) -> bool:
     return any(module in name and name.endswith(".bias") for name in file.tensors)
 
@@ -123,6 +155,8 @@ def _one_for_all_layers(file: GgufFile, name: str) -> dict[str, Any]:
                     f"{file.path}: {entry} must be above 0 for a layer, got {layers} zeros; choose "
                     "another model"
                 )
+        if entry in [f"{name}.{x}" for x in FAMILIES[name].lists]:
+            values = values[:1]
         if not isinstance(values, np.ndarray) or (values != values[0]).any():
             raise ModelError(
                 f"{file.path}: {entry} differs from layer to layer, which is not supported; choose "

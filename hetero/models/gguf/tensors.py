@@ -112,7 +112,8 @@ def check_kind(where: str, name: str, info: TensorInfo) -> None:
 class GgufTensor:
     """A [rows, k] tensor as a source of `hetero.models.packing.pack_rows`.
 
-    `order` lists its rows in the order of the packed weight, if the file has another.
+    `order` lists its rows in the order of the packed weight, if the file has another; it may be of
+    some of them.
     """
 
     def __init__(
@@ -128,6 +129,8 @@ class GgufTensor:
         self.kind = info.kind
         self.shape = rows_of(info.shape)
         self._rows = file.raw(name).reshape(self.shape[0], -1)  # [rows, bytes of a row]
+        if order is not None:
+            self.shape = len(order), self.shape[1]
         self._loss = loss
 
     def rows(self, start: int, stop: int) -> npt.NDArray[np.float32]:
