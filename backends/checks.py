@@ -206,6 +206,8 @@ def _check_vector(op: Op, name: str, value: Any) -> None:  # noqa: PLR0912
             length = op.attention.heads
         case ops.RMSNorm() | ops.LayerNorm() | ops.GatedAdd():
             length = op.d
+        case ops.Add():
+            length = 1
         case ops.AddPositions():
             length = op.rows * op.d
         case ops.DecodeChunks():

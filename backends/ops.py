@@ -25,6 +25,7 @@ from typing import ClassVar, Final, Literal, TypeAlias
 
 from hetero.backends.extensible import Extensible, later
 from hetero.backends.formats import CacheFormat, WeightFormat
+from hetero.backends.frequency_scaling import RopeScaling
 
 Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "relu"]
 ExpertActivation: TypeAlias = Activation | Literal["swiglu_oai"]
@@ -118,45 +119,6 @@ class LayerNorm:
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class RopeScaling(Extensible):
-    """Frequency scaling of rotary embeddings, with the names of `config.json`'s `rope_scaling`.
-
-    LongRoPE divides each frequency by a factor of its own, of `short_factor`, or of `long_factor`
-    where `long` says that the context is longer than the model was first trained for. With `zero`
-    all frequencies are 0: nothing is rotated (layers whose queries and keys are normed only). With
-    `proportional` all but the first `partial_rotary_factor` of them are 0 (Gemma 4).
-    `llama_4_scaling_beta` β scales queries, not keys, at position p by
-    1 + β · ln(1 + ⌊p / original_max_position⌋).
-    """
-
-    kind: Literal["none", "linear", "llama3", "yarn", "longrope", "proportional", "zero"] = "none"
-    factor: float = 1.0
-    original_max_position: int = 0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool = True
-    short_factor: tuple[float, ...] = ()
-    long_factor: tuple[float, ...] = ()
-    long: bool = False
-    llama_4_scaling_beta: float = later(0.0)
-    partial_rotary_factor: float = later(1.0)
-
-    def for_length(self, length: int) -> RopeScaling:
-        """Return the scaling in a context of up to `length` tokens.
-
-        All positions of a context have the same one, as in llama.cpp and vLLM: keys are cached
-        after they are rotated. (`transformers` changes it when a text grows beyond the border.)
-        """
-        long = self.kind == "longrope" and length > self.original_max_position
-        return replace(self, long=long)
-
-
-@dataclass(frozen=True, kw_only=True, repr=False)
 class Rope(Extensible):
     """Rotate queries and keys by their positions ("rotate half", as Hugging Face stores weights).
 
@@ -167,7 +129,7 @@ class Rope(Extensible):
     with `qk_norm_after` after they are rotated. With `v_norm_eps` each head of v goes through
     RMSNorm without a weight. `max_position` bounds position + m. `rotary_dim` ≤
     D dimensions are rotated. With `gated`, `qkv` has H·D gates of the output between queries and
-    keys, which are not read here.
+    keys, which are not read here. With G = 0 there are queries only, and no `k_norm`.
     """
 
     heads: int
@@ -176,7 +138,7 @@ class Rope(Extensible):
     theta: float
     max_position: int
     rotary_dim: int = 0
-    scaling: RopeScaling = RopeScaling()
+    scaling: RopeScaling = RopeScaling()  # noqa: RUF009
     qk_norm_eps: float | None = None
     qk_norm_row: bool = later(False)
     qk_norm_after: bool = later(False)
@@ -234,7 +196,9 @@ class Attention(Extensible):
     channels they have themselves. This call's own keys and values are read back from the caches.
     Token t attends to positions p ≤ position + t and, with `window` > 0, p > position + t - window.
     `scale` (default D^-0.5) multiplies the scores; with `softcap` > 0 they then become
-    softcap · tanh(score / softcap). Cache contents beyond position + m are never read.
+    softcap · tanh(score / softcap). Cache contents beyond position + m are never read. With `reads`
+    the caches are another layer's, which has appended this call's keys and values: nothing is
+    appended, and `qkv` has queries only, [m, H·D].
 
     With `sinks` each head h has one more score, the weight `sinks[h]` ([H] float32), without a
     value: the softmax is over the scores and the sink, whose share is dropped (gpt-oss; Xiao et
@@ -250,10 +214,11 @@ class Attention(Extensible):
     softcap: float = 0.0
     kv: CacheFormat = CacheFormat.F32
     sinks: bool = later(False)
+    reads: bool = later(False)
     ports: ClassVar[tuple[str, ...]] = ("qkv", "position", "k_cache", "v_cache", "out")
 
     def __post_init__(self) -> None:
-        if self.heads % self.kv_heads:
+        if self.kv_heads < 1 or self.heads % self.kv_heads:
             raise ValueError(
                 f"query heads must be a multiple of key/value heads, got {self.heads} and "
                 f"{self.kv_heads}"
@@ -262,7 +227,7 @@ class Attention(Extensible):
     @property
     def width(self) -> int:
         """Return the features of one token of `qkv`."""
-        return (self.heads + 2 * self.kv_heads) * self.head_dim
+        return (self.heads + (0 if self.reads else 2 * self.kv_heads)) * self.head_dim
 
     @property
     def softmax_scale(self) -> float:
@@ -488,6 +453,12 @@ class GatedAct:
     ports: ClassVar[tuple[str, ...]] = ("x", "y")
 
 
+def _check_columns(op: SigmoidGate | GatedInput, what: str) -> None:
+    if not 0 <= op.first <= op.width - op.d:
+        first = f"from column {op.first} on"
+        raise ValueError(f"{op.d} {what} {first} are not in {op.width} columns")
+
+
 @dataclass(frozen=True, kw_only=True)
 class SigmoidGate:
     """`y = x · sigmoid(gates[:, first : first + d])`: the output gate of attention (Qwen3.5).
@@ -501,10 +472,24 @@ class SigmoidGate:
     ports: ClassVar[tuple[str, ...]] = ("x", "gates", "y")
 
     def __post_init__(self) -> None:
-        if not 0 <= self.first <= self.width - self.d:
-            raise ValueError(
-                f"{self.d} gates from column {self.first} on are not in {self.width} columns"
-            )
+        _check_columns(self, "gates")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedInput:
+    """`y = act(x) · (residual + inputs[:, first : first + d])`: a layer's own inputs (Gemma 4).
+
+    Ports: `x`, `residual` and `y` [m, d], `inputs` [m, width].
+    """
+
+    d: int
+    first: int
+    width: int
+    activation: Activation = "gelu_tanh"
+    ports: ClassVar[tuple[str, ...]] = ("x", "residual", "inputs", "y")
+
+    def __post_init__(self) -> None:
+        _check_columns(self, "inputs")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -530,11 +515,15 @@ class AddPositions:
     ports: ClassVar[tuple[str, ...]] = ("x", "position", "y")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Add:
-    """`y = x + residual`. Ports: `x`, `residual`, `y`, all [m, d]."""
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Add(Extensible):
+    """`y = x + residual`; with `scaled` y = (x + residual) · weight.
+
+    Ports: `x`, `residual`, `y`, all [m, d]. Weights: with `scaled` `weight` [1] float32.
+    """
 
     d: int
+    scaled: bool = later(False)
     ports: ClassVar[tuple[str, ...]] = ("x", "residual", "y")
 
 
@@ -687,6 +676,7 @@ Op: TypeAlias = (
     | GatedDelta
     | GatedAct
     | SigmoidGate
+    | GatedInput
     | Act
     | AddPositions
     | Add
@@ -727,7 +717,10 @@ def weight_names(op: Op) -> tuple[str, ...]:  # noqa: PLR0911, PLR0912
         case LayerNorm():
             return ("weight", "bias")
         case Rope():
-            return ("q_norm", "k_norm") if op.qk_norm_eps is not None else ()
+            names = ("q_norm", "k_norm") if op.kv_heads else ("q_norm",)
+            return names if op.qk_norm_eps is not None else ()
+        case Add():
+            return ("weight",) if op.scaled else ()
         case Attention() | AttentionHeads():
             return ("sinks",) if has_sinks(op) else ()
         case AddPositions():
@@ -745,8 +738,8 @@ def weight_names(op: Op) -> tuple[str, ...]:  # noqa: PLR0911, PLR0912
             given = {"router_bias": op.bias, "choice_bias": op.choice_bias}
             return ("router", *(name for name, present in given.items() if present))
         case Experts():
-            names = tuple(op.matmuls)
-            return names + tuple(f"{name}_bias" for name in names) * op.bias
+            matrices = tuple(op.matmuls)
+            return matrices + tuple(f"{name}_bias" for name in matrices) * op.bias
         case _:
             return ()
 

@@ -338,7 +338,7 @@ def takes_panels(op: Op, port: str) -> bool:  # noqa: PLR0911
             return port == "x"
         case ops.GatedDelta() | ops.SigmoidGate():
             return port == "gates"
-        case ops.Add():
+        case ops.Add() | ops.GatedInput():
             return port in ("x", "residual")
         case ops.Outliers():
             return port == "residual"
@@ -389,8 +389,8 @@ def _width(op: Op, port: str) -> tuple[int, ...]:  # noqa: PLR0911, PLR0912
             return (op.k,) if port == "x" else (op.n,)
         case ops.Rope():
             return (op.width + op.gates if port == "qkv" else op.width,)
-        case ops.SigmoidGate():
-            return (op.width if port == "gates" else op.d,)
+        case ops.SigmoidGate() | ops.GatedInput():
+            return (op.width if port in ("gates", "inputs") else op.d,)
         case ops.Attention():
             if port in FIXED_PORTS:
                 return op.kv.shape(op.kv_heads, op.capacity, op.head_dim)

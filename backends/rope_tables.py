@@ -7,7 +7,8 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from hetero.backends.ops import Rope, RopeScaling
+from hetero.backends.frequency_scaling import RopeScaling
+from hetero.backends.ops import Rope
 
 Float64Array = npt.NDArray[np.float64]
 

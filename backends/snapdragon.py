@@ -66,6 +66,8 @@ CHIPS = {
         Chip("sm8750", "Snapdragon 8 Elite", 69, 79),
         Chip("sm8850", "Snapdragon 8 Elite Gen 5", 87, 81),
         Chip("sc8380xp", "Snapdragon X Elite", 60, 73),
+        Chip("sc8480xp", "Snapdragon X2 Elite", 88, 81),
+        Chip("qcs9075", "IQ-9075", 77, 73),
     )
 }
 DEFAULT_CHIP = "sm8650"

@@ -2,6 +2,7 @@
 
 python bench/quality.py forms MODEL --text FILE --calibrate OTHER -s 15% -s naive
 python bench/quality.py outliers MODEL --text FILE --calibrate OTHER    # with outliers folded in
+python bench/quality.py formats FILE.gguf --text FILE    # weights and caches, and llama.cpp's
 python bench/quality.py kept MODEL --text FILE --bits 8 --bits mixed    # keys and values
 """
 
@@ -13,9 +14,11 @@ from typing import Annotated
 import typer
 from common import finish, new_app, table
 from lab.kv_quality import RANDOM, KvQuality, kv_quality
+from lab.perplexities import scores
 from lab.schemes import Schemes
 from parts.outliers import outliers
 
+from hetero.backends.formats import WeightFormat
 from hetero.compiling.calibration import calibration_sequences
 from hetero.generation.llm import LLM
 from hetero.measuring.evaluation import DEFAULT_WINDOW, evaluate, read_tokens
@@ -49,6 +52,24 @@ def forms(
             score = evaluate(schemes.model_of(name), tokens, reference=exact, window=size)
             rows.append([name, score.tokens, f"{score.perplexity:.4f}", f"{score.kl_mean:.5f}"])
     table("w8a8, simulated|tokens|perplexity|KL mean (nats)", rows)
+    finish()
+
+
+@app.command("formats")
+def formats(
+    model: Path,
+    text: Text,
+    weights: Annotated[list[str] | None, typer.Option(help="default: all but w8a8")] = None,
+    max_tokens: Annotated[int, typer.Option(help="score this much of the text")] = 1024,
+    window: Window = 256,
+    device: str = "npu",
+) -> None:
+    """Perplexity in every format of weights and caches, and llama.cpp's (a GGUF file)."""
+    with LLM(str(model), device=device) as llm:  # type: ignore[arg-type]
+        tokens = read_tokens(llm, text, max_tokens)
+    chosen = weights or [x.value for x in WeightFormat if x is not WeightFormat.W8A8]
+    found = scores(model, tokens, chosen, device=device, window=window)
+    table("weights|keys and values|perplexity", ([*x[:2], f"{x.perplexity:.4f}"] for x in found))
     finish()
 
 

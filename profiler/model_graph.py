@@ -48,12 +48,13 @@ MAX_NODES: Final = 1 << 17
 MAX_LAYERS: Final = 4096
 LARGEST: Final = 2**31 - 1  # sizes are int32 on devices
 MAY_BE_ZERO: Final = frozenset(
-    {"hot", "window", "rotary_dim", "offset", "original_max_position", "width"}
+    {"hot", "window", "rotary_dim", "offset", "first", "original_max_position", "width"}
 )
 
 # Matmuls that plans may cut, and the members of fused ones.
 MATMUL_ROLES: Final = (
     "qkv",
+    "q_only",
     "o",
     "conv_in",
     "conv_out",
@@ -61,6 +62,9 @@ MATMUL_ROLES: Final = (
     "delta_out",
     "gate_up",
     "down",
+    "input_in",
+    "input_gate",
+    "input_out",
     "lm_head",
 )
 ROLES: Final = (*MATMUL_ROLES, "q", "k", "v", "gate", "up")
@@ -120,6 +124,7 @@ def _refuse_unknown(kind: Any, fields: Mapping[str, Any]) -> None:
 
 
 def _check_numbers(record: Any) -> None:
+    record_is_rope = isinstance(record, Rope)
     for field in dataclasses.fields(record):
         value = getattr(record, field.name)
         if dataclasses.is_dataclass(value):
@@ -129,7 +134,8 @@ def _check_numbers(record: Any) -> None:
         elif isinstance(value, tuple) and not all(0 < x < math.inf for x in value):
             raise ValueError(f"{field.name} must have positive numbers, got {value}")
         elif isinstance(value, int) and not isinstance(value, bool):
-            least = 0 if field.name in MAY_BE_ZERO else 1
+            may_be_zero = field.name in MAY_BE_ZERO or (record_is_rope and field.name == "kv_heads")
+            least = 0 if may_be_zero else 1
             if not least <= value <= LARGEST:
                 raise ValueError(f"{field.name} is from {least} to {LARGEST}, got {value}")
 

@@ -157,6 +157,7 @@ def reference_ops(
         ops.GatedDelta(k_heads=g, v_heads=h, k_dim=128, v_dim=128, eps=eps),
         ops.GatedAct(f=block.f),
         ops.SigmoidGate(d=block.d, first=block.d, width=3 * block.d),
+        ops.GatedInput(d=block.d, first=block.d, width=3 * block.d),
         ops.Act(f=block.f, activation="gelu_tanh"),
         ops.Add(d=block.d),
         ops.GatedAdd(d=block.d),
@@ -534,6 +535,8 @@ class NonMatmulMeter:
                 width *= op.rows
             case ops.ShortConv(), "taps":
                 width *= op.taps
+            case ops.Add(), _:
+                width = 1
             case ops.Attention(), _:
                 width = op.heads
             case ops.AttentionHeads(), _:

@@ -28,7 +28,7 @@ DECODE_TOKENS: Final = 8  # largest token count of the decode phase (speculative
 MIN_SAMPLES: Final = 5  # of a row that says how its kind varies
 
 Phase: TypeAlias = Literal["prefill", "decode"]
-Numbers: TypeAlias = Literal["measured", "emulated", "compiler-predicted", "simulated"]
+Numbers: TypeAlias = Literal["measured", "emulated", "compiler-predicted", "simulated", "fitted"]
 Flag: TypeAlias = Literal["unconverged", "drifted", "disturbed"]
 Kind: TypeAlias = tuple[DeviceKind, Phase, WeightFormat]  # of matmul kernels
 # Values beyond these are no time, speed or size of anything, and would overflow somewhere.

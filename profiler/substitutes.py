@@ -29,7 +29,7 @@ from hetero.profiler.records import (
 TENSORS: Final = {
     "RMSNorm": 2, "RMSNorm+add": 4, "LayerNorm": 2, "LayerNorm+add": 4,
     "GatedAct": 3, "Act": 2, "Add": 3, "AddPositions": 3, "ShortConv": 2, "ShortConv+gated": 4,
-    "SigmoidGate": 3, "GatedAdd": 4,
+    "SigmoidGate": 3, "GatedInput": 4, "GatedAdd": 4,
 }  # fmt: skip
 # and the proxies of each, the most similar first.
 SUBSTITUTES: Final = {
@@ -37,6 +37,7 @@ SUBSTITUTES: Final = {
     "LayerNorm+add": ("RMSNorm+add",),
     "Act": ("GatedAct",),
     "SigmoidGate": ("GatedAct", "Add"),
+    "GatedInput": ("SigmoidGate", "GatedAct", "Add"),
     "Add": ("RMSNorm+add", "RMSNorm"),
     "GatedAdd": ("RMSNorm+add", "Add"),
     "ShortConv": ("ShortConv+gated", "Act", "GatedAct"),

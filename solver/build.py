@@ -35,7 +35,7 @@ from hetero.solver.sizing import planner_for
 from hetero.solver.solution import Scenario, Solution
 from hetero.solver.weight_memory import resident_by_op, weight_memory
 
-Numbers: TypeAlias = Literal["emulated", "predicted", "simulated"]
+Numbers: TypeAlias = Literal["emulated", "predicted", "simulated", "fitted"]
 Clock = Callable[[], float]
 
 
@@ -314,9 +314,8 @@ def _total(planner: Planner, done: Prompt, singles: Mapping[DeviceKind, Prompt |
 def numbers_of(profile: DeviceProfile) -> Numbers:
     """Return what kind of numbers a plan of this profile has."""
     kinds = {device.numbers for device in profile.devices.values()}
-    if "simulated" in kinds:
-        return "simulated"
-    return "emulated" if "emulated" in kinds else "predicted"
+    of_chips: tuple[Numbers, ...] = ("simulated", "fitted", "emulated")
+    return next((x for x in of_chips if x in kinds), "predicted")
 
 
 def non_matmul_devices_of(solutions: Sequence[Solution]) -> NonMatmulDevices:

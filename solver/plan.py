@@ -331,7 +331,7 @@ class Plan(_Record):
     memory_bytes: Bytes | None = None
     memory: Memory | None = None
     residency: dict[OpName, Residency] = {}
-    numbers: Literal["measured", "emulated", "predicted", "simulated"] | None = None
+    numbers: Literal["measured", "emulated", "predicted", "simulated", "fitted"] | None = None
     precision: Literal["auto", "a16", "a8", "any"] = "auto"
     weight_format: WeightFormat | None = None
     layers: Stop | None = None

@@ -60,6 +60,7 @@ class HeadTensors(NamedTuple):
         taken = [(start, stop)] + [
             (first * of.head_dim, (first + op.count) * of.head_dim)
             for first in (of.heads + op.first, of.heads + of.kv_heads + op.first)
+            if not of.reads
         ]
         given = tensors["qkv"].array[:m]
         at = np.cumsum([0, *(b - a for a, b in taken)]).tolist()
@@ -70,6 +71,6 @@ class HeadTensors(NamedTuple):
         return cls(own, columns, tensors["out"].array[:m, start:stop])
 
     def gather(self) -> None:
-        """Copy the queries, keys and values of these heads."""
+        """Copy the queries, keys and values of these heads (queries alone where it `reads`)."""
         for target, source in self.columns:
             np.copyto(target, source)

@@ -141,6 +141,7 @@ def attention_defines(tuning: Tuning, op: Attention) -> dict[str, Define]:
         "SCALE": op.softmax_scale * math.log2(math.e),
     }
     shape |= CACHE_DEFINES[op.kv] | ({"SINKS": 1} if op.sinks else {})
+    shape |= {"READS": 1} if op.reads else {}
     if op.softcap:  # scores are in base 2
         shape |= {"ACTIVATION": "SOFTCAP", "CAP": op.softcap * math.log2(math.e)}
     if tuning.lanes > 1:
@@ -208,8 +209,9 @@ def _prepare_group(
         rest: tuple[Argument, ...] = (partial, splits, heads.first, *lengths(op), *sinks)
         args: tuple[Argument, ...] = (m, qkv, position, k_cache, v_cache, out, *rest)
         some = (heads.first, heads.count, op.capacity)
+        appending = flat("append", appended, (qkv, position, k_cache, v_cache, *some))
         steps = [
-            flat("append", appended, (qkv, position, k_cache, v_cache, *some)),
+            *([] if op.reads else [appending]),
             KernelLaunch(
                 program,
                 "attend_group",

@@ -1,4 +1,4 @@
-"""Add, GatedAct, SigmoidGate, GatedAdd and Act."""
+"""Add, GatedAct, SigmoidGate, GatedInput, GatedAdd and Act."""
 
 from __future__ import annotations
 
@@ -9,28 +9,39 @@ from hetero.backends.opencl.calls import Argument, InPanels, KernelLaunch, OpenC
 from hetero.backends.opencl.program_source import Define
 from hetero.backends.opencl.resources import Resources
 from hetero.backends.opencl.tuning import Tuning
-from hetero.backends.ops import Act, Add, GatedAct, GatedAdd, SigmoidGate
+from hetero.backends.ops import (
+    Act,
+    Add,
+    GatedAct,
+    GatedAdd,
+    GatedInput,
+    SigmoidGate,
+    weight_names,
+)
 from hetero.backends.protocol import Operand, WeightValue, whole
 
 MACROS = {"silu": "SILU", "gelu": "GELU", "gelu_tanh": "GELU_TANH", "relu": "RELU"}
 
 
-def prepare_add(device: Resources, op: Add, _weights: Mapping[str, WeightValue]) -> OpenCLKernel:
+def prepare_add(device: Resources, op: Add, weights: Mapping[str, WeightValue]) -> OpenCLKernel:
     """Prepare `y = x + residual`: one row of items per token."""
     tuning = device.tuning
     program = device.programs.get("elementwise.cl", tuning.defines)
+    name = "add_scaled" if op.scaled else "add"
+    scale = [device.constant(vector(weights, x)) for x in weight_names(op)]
 
     def launches(tensors: Mapping[str, Operand], m: int) -> list[KernelLaunch]:
         chunk, items = split_floats(tuning, op.d)
-        args = (
+        args: tuple[Argument, ...] = (
             m,
             InPanels(tensors["x"]),
             InPanels(tensors["residual"]),
             whole(tensors["y"]),
             op.d,
             chunk,
+            *scale,
         )
-        return [KernelLaunch(program, "add", (items, m), (tuning.lanes, 1), args)]
+        return [KernelLaunch(program, name, (items, m), (tuning.lanes, 1), args)]
 
     return OpenCLKernel(device, op, launches)
 
@@ -60,6 +71,27 @@ def prepare_sigmoid_gate(
         x, gates = InPanels(tensors["x"]), InPanels(tensors["gates"])
         args = (m, x, gates, whole(tensors["y"]), op.d, op.first, chunk)
         return [KernelLaunch(program, "gate", (items, m), (tuning.lanes, 1), args)]
+
+    return OpenCLKernel(device, op, launches)
+
+
+def prepare_gated_input(
+    device: Resources, op: GatedInput, _weights: Mapping[str, WeightValue]
+) -> OpenCLKernel:
+    """Prepare `y = act(x) · (residual + inputs)`: one row of items per token."""
+    tuning = device.tuning
+    program = device.programs.get(
+        "elementwise.cl",
+        {**tuning.defines, "ACTIVATION": MACROS[op.activation]},
+        before=("activations.cl",),
+    )
+
+    def launches(tensors: Mapping[str, Operand], m: int) -> list[KernelLaunch]:
+        chunk, items = split_floats(tuning, op.d)
+        x, residual = InPanels(tensors["x"]), InPanels(tensors["residual"])
+        inputs, y = whole(tensors["inputs"]), whole(tensors["y"])
+        args = (m, x, residual, inputs, y, op.d, op.first, op.width, chunk)
+        return [KernelLaunch(program, "gated_input", (items, m), (tuning.lanes, 1), args)]
 
     return OpenCLKernel(device, op, launches)
 

@@ -44,6 +44,7 @@ from hetero.backends.weights import ROW_BLOCK, padded
 
 SIMT_TOKENS: Final = 8  # rows of a tile on a GPU
 EACH_LOGIT: Final = 8  # experts of a work-item on a processor
+LOGIT_TILES: Final = {16: (4, 4), 8: (2, 4)}  # tokens and experts of sums in registers, by vector
 
 Place: TypeAlias = tuple[cl.Buffer, int]  # a buffer, and the first of its 32-bit words
 
@@ -58,8 +59,10 @@ def prepare_router(
 ) -> OpenCLKernel:
     """Prepare two launches: the logits of all experts, and the choice."""
     tuning = device.tuning
+    tokens, experts = LOGIT_TILES[tuning.vector] if tuning.lanes == 1 else (1, 1)
     defines: dict[str, Define] = {
-        **tuning.defines, "D": op.d, "E": op.experts, "K": op.chosen, op.scores.upper(): 1,
+        **tuning.defines, "TILE_TOKENS": tokens, "TILE_EXPERTS": experts,
+        "D": op.d, "E": op.experts, "K": op.chosen, op.scores.upper(): 1,
         "CHOICE_BIAS": int(op.choice_bias), "EPS": float(op.eps), "SCALE": float(op.scale),
         "RENORMALISED": int(op.renormalised or op.scores == "softmax_chosen"),
     }  # fmt: skip
@@ -76,7 +79,7 @@ def prepare_router(
         tensors = tensors_of(operands)
         logits: Place = (device.shared_scratch(4 * m * op.experts), 0)
         args = (m, tensors["x"], *logits, weight, bias, each, int(op.bias))
-        size, local = (tuning.lanes * groups, m), (tuning.lanes, 1)
+        size, local = (tuning.lanes * groups, -(-m // tokens)), (tuning.lanes, 1)
         return [
             KernelLaunch(program, "router_logits", size, local, args),
             KernelLaunch(program, "router_choose", (m,), (1,), (m, *logits, tensors["y"], choice)),

@@ -14,7 +14,7 @@ from hetero.backends.opencl.attention import head_vector
 from hetero.backends.opencl.calls import Argument, InPanels, KernelLaunch, OpenCLKernel
 from hetero.backends.opencl.program_source import Define
 from hetero.backends.opencl.resources import Resources
-from hetero.backends.ops import Rope
+from hetero.backends.ops import Rope, weight_names
 from hetero.backends.protocol import Operand, WeightValue, whole
 
 
@@ -28,8 +28,9 @@ def prepare_rope(device: Resources, op: Rope, weights: Mapping[str, WeightValue]
     norms = (
         (cosines, cosines)  # not read
         if op.qk_norm_eps is None
-        else tuple(device.constant(vector(weights, name)) for name in ("q_norm", "k_norm"))
+        else tuple(device.constant(vector(weights, name)) for name in weight_names(op))
     )
+    norms = norms if len(norms) == 2 else (*norms, *norms)
 
     def launches(tensors: Mapping[str, Operand], m: int) -> list[KernelLaunch]:
         items = m * (total // item_heads)

@@ -17,7 +17,7 @@ from hetero.backends.opencl.tuning import Tuning
 from hetero.backends.ops import L2_EPS, GatedDelta, ShortConv, weight_names
 from hetero.backends.protocol import Operand, WeightValue, whole
 
-BLOCK_COLUMNS = 32  # of a state that pass through the first cache together: 16 KB of 128 rows
+BLOCK_VECTORS = 4  # of a state's row that pass through the first cache together
 PRIVATE_ROWS = 64  # of a state's column that a lane has in registers
 TILE_TOKENS = 32  # of a work-item of the convolution, which reads L - 1 rows before them again
 
@@ -105,7 +105,7 @@ def prepare_gated_delta(
 def _blocks(op: GatedDelta, tuning: Tuning) -> dict[str, Define]:
     """Return the vector of a head and the vectors of a block: both divide a state's row."""
     width = head_vector(math.gcd(op.k_dim, op.v_dim), tuning.vector)
-    vectors = head_vector(op.v_dim // width, max(1, BLOCK_COLUMNS // width))
+    vectors = head_vector(op.v_dim // width, BLOCK_VECTORS)
     return {"HV": width, "BV": vectors}
 
 

@@ -11,6 +11,7 @@ from hetero.backends.opencl.elementwise import (
     prepare_add,
     prepare_gated_act,
     prepare_gated_add,
+    prepare_gated_input,
     prepare_sigmoid_gate,
 )
 from hetero.backends.opencl.embed import prepare_embed
@@ -38,6 +39,7 @@ TABLE: dict[type[Op], KernelEntry] = {
     ops.GatedDelta: KernelEntry(prepare_gated_delta),
     ops.GatedAct: KernelEntry(prepare_gated_act),
     ops.SigmoidGate: KernelEntry(prepare_sigmoid_gate),
+    ops.GatedInput: KernelEntry(prepare_gated_input),
     ops.Act: KernelEntry(prepare_act),
     ops.AddPositions: KernelEntry(prepare_add_positions),
     ops.Add: KernelEntry(prepare_add),

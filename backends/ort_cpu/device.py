@@ -42,9 +42,10 @@ SPLIT_PAYS_UP_TO = 16  # tokens; measured, see `open`
 SPLIT_CHUNK = 64  # tokens; longer chunks are no faster and their planes take more memory
 
 
-# Graphs of operations without weights, by their records.
+# Graphs of operations whose weights are vectors at most, by their records.
 _PLAIN: Final[Mapping[type[Op], Callable[[Any], bytes]]] = {
     ops.SigmoidGate: graphs.sigmoid_gate,
+    ops.GatedInput: graphs.gated_input,
     ops.Act: graphs.act,
     ops.Add: graphs.add,
 }
@@ -167,9 +168,9 @@ class OrtCpuDevice(Device, SupportsCompaction):
             case ops.GatedAct():
                 session = self._session(op, graphs.gated_act)
                 return kernels.OrtGraphKernel(self._host, op, session, {}, row_bytes=8 * op.f)
-            case ops.SigmoidGate() | ops.Act() | ops.Add():
+            case ops.SigmoidGate() | ops.GatedInput() | ops.Act() | ops.Add():
                 session = self._session(op, _PLAIN[type(op)])
-                return kernels.OrtGraphKernel(self._host, op, session, {})
+                return kernels.OrtGraphKernel(self._host, op, session, _vectors(weights))
             case ops.AddPositions():
                 session = self._session(op, graphs.add_positions)
                 table = checks.vector(weights, "table").reshape(op.rows, op.d)
@@ -196,10 +197,10 @@ class OrtCpuDevice(Device, SupportsCompaction):
         self, op: ops.Attention, sinks: Mapping[str, npt.NDArray[Any]]
     ) -> kernels.OrtKernel:
         floats = replace(op, kv=CacheFormat.F32)
-        if op.head_dim % 8 or op != floats:
+        if op.head_dim % 8 or op != floats or op.reads:
             session = self._session(op, graphs.composed_attention)
             composed = kernels.ComposedAttentionKernel(self._host, op, session, sinks)
-            if op.head_dim % 8:
+            if op.head_dim % 8 or op.reads:
                 return composed
         session = self._session(floats, graphs.fused_attention)
         fused = kernels.FusedAttentionKernel(self._host, floats, session, sinks)

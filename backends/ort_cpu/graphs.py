@@ -315,22 +315,27 @@ def rotate(op: ops.Rope) -> bytes:
     for table in ("cos", "sin", *(("query_cos", "query_sin") if apart else ())):
         graph.input(table, F32, (op.max_position, op.rotated // 2))
     queries, keys = graph.slice(qkv, 0, turned * op.head_dim, axis=2), ""
-    if apart or op.qk_norm_eps is not None:
+    if op.kv_heads and (apart or op.qk_norm_eps is not None):
         queries = graph.slice(qkv, 0, op.heads * op.head_dim, axis=2)
         keys = graph.slice(qkv, op.heads * op.head_dim, turned * op.head_dim, axis=2)
     if op.qk_norm_eps is not None and not op.qk_norm_after:
         queries, keys = _normed(graph, op, queries, keys)
     if apart:
         queries = _turned(graph, op, queries, op.heads, "query_")
-        keys = _turned(graph, op, keys, op.kv_heads)
-        rotated = graph.node("Concat", queries, keys, axis=2)
+        if op.kv_heads:
+            keys = _turned(graph, op, keys, op.kv_heads)
+        rotated = graph.node("Concat", queries, *([keys] if keys else []), axis=2)
     else:
         both = graph.node("Concat", queries, keys, axis=2) if keys else queries
         rotated = _turned(graph, op, both, turned)
     if op.qk_norm_eps is not None and op.qk_norm_after:
         queries = graph.slice(rotated, 0, op.heads * op.head_dim, axis=2)
         keys = graph.slice(rotated, op.heads * op.head_dim, turned * op.head_dim, axis=2)
-        rotated = graph.node("Concat", *_normed(graph, op, queries, keys), axis=2)
+        parts = _normed(graph, op, queries, keys if op.kv_heads else "")
+        rotated = graph.node("Concat", *(x for x in parts if x), axis=2)
+    if not op.kv_heads:
+        graph.node("Identity", rotated, out="out")
+        return graph.model()
     values = graph.slice(qkv, turned * op.head_dim, op.width, axis=2)
     if op.v_norm_eps is not None:
         rows = graph.node("Reshape", values, graph.ints(0, 0, op.kv_heads, op.head_dim))
@@ -358,9 +363,13 @@ def _turned(graph: GraphBuilder, op: ops.Rope, x: str, heads: int, tables: str =
 
 
 def _normed(graph: GraphBuilder, op: ops.Rope, queries: str, keys: str) -> tuple[str, str]:
-    """Return RMSNorm of each head of queries and keys, [1, m, heads · D], or of their rows."""
+    """Return RMSNorm of each head of queries and keys, [1, m, heads · D], or of their rows.
+
+    Without keys there are none.
+    """
     normed = []
-    for part, name, heads in ((queries, "q_norm", op.heads), (keys, "k_norm", op.kv_heads)):
+    parts = ((queries, "q_norm", op.heads), (keys, "k_norm", op.kv_heads))
+    for part, name, heads in parts[: len(ops.weight_names(op))]:
         width = op.norm_width(name)
         weight = graph.input(name, F32, (width,))
         rows = graph.ints(0, 0, heads * op.head_dim // width, width)
@@ -369,7 +378,7 @@ def _normed(graph: GraphBuilder, op: ops.Rope, queries: str, keys: str) -> tuple
             "SimplifiedLayerNormalization", shaped, weight, axis=-1, epsilon=op.qk_norm_eps
         )
         normed.append(graph.node("Reshape", y, graph.ints(0, 0, -1)))
-    return normed[0], normed[1]
+    return normed[0], normed[1] if keys else ""
 
 
 def fused_attention(op: ops.Attention) -> bytes:
@@ -548,6 +557,19 @@ def sigmoid_gate(op: ops.SigmoidGate) -> bytes:
     return graph.model()
 
 
+def gated_input(op: ops.GatedInput) -> bytes:
+    """Return act(x) · (residual + inputs)."""
+    graph = GraphBuilder()
+    x = graph.input("x", F32, ("m", op.d))
+    residual = graph.input("residual", F32, ("m", op.d))
+    inputs = graph.input("inputs", F32, ("m", op.width))
+    graph.output("y", F32, ("m", op.d))
+    own = graph.slice(inputs, op.first, op.first + op.d, axis=1)
+    total = graph.node("Add", residual, own)
+    graph.node("Mul", activated(graph, op.activation, x), total, out="y")
+    return graph.model()
+
+
 def gated_add(op: ops.GatedAdd) -> bytes:
     """Return residual + sigmoid(gates · weight) · x; `weight` [d, 1] is an input."""
     graph = GraphBuilder()
@@ -599,12 +621,14 @@ def add_positions(op: ops.AddPositions) -> bytes:
 
 
 def add(op: ops.Add) -> bytes:
-    """Return x + residual."""
+    """Return x + residual, times an input `weight` [1] if the sum is scaled."""
     graph = GraphBuilder()
     x = graph.input("x", F32, ("m", op.d))
     residual = graph.input("residual", F32, ("m", op.d))
     graph.output("y", F32, ("m", op.d))
-    graph.node("Add", x, residual, out="y")
+    total = graph.node("Add", x, residual, out="" if op.scaled else "y")
+    if op.scaled:
+        graph.node("Mul", total, graph.input("weight", F32, (1,)), out="y")
     return graph.model()
 
 

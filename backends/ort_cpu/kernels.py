@@ -302,8 +302,9 @@ class ComposedAttentionKernel(OrtKernel):
 
         def before() -> None:
             first = checks.first_position(BACKEND, name, position, m, op.capacity)
-            k_rows.write(first, keys)
-            v_rows.write(first, values)
+            if not op.reads:
+                k_rows.write(first, keys)
+                v_rows.write(first, values)
             firsts[:, 0] = starts + first
 
         chunks = []

@@ -269,5 +269,7 @@ def _lacks(op: Op) -> str:
             return "what contexts as a service need is computed on the host"
         case ops.ShortConv() | ops.GatedDelta():
             return "its graphs keep no states from call to call"
+        case ops.Attention(reads=True) | ops.Rope(kv_heads=0):
+            return "its attention reads the caches that it appends to"
         case _:
             return ""

@@ -80,10 +80,19 @@ def _simple(op: Op, weights: Weights, site: NodeRef) -> str:
         case ops.SigmoidGate():
             gates = graph.slice(site.inputs["gates"], op.first, op.first + op.d, axis=1)
             result = graph.node("Mul", site.inputs["x"], graph.node("Sigmoid", gates), out=out)
+        case ops.GatedInput():
+            own = graph.slice(site.inputs["inputs"], op.first, op.first + op.d, axis=1)
+            total = graph.node("Add", site.inputs["residual"], own)
+            active = _active(graph, op.activation, site.inputs["x"], "")
+            result = graph.node("Mul", active, total, out=out)
         case ops.Act():
             result = _active(graph, op.activation, site.inputs["x"], out)
         case ops.Add():
-            result = graph.node("Add", site.inputs["x"], site.inputs["residual"], out=out)
+            both = site.inputs["x"], site.inputs["residual"]
+            result = graph.node("Add", *both, out="" if op.scaled else out)
+            if op.scaled:
+                factor = site.vector("weight", weights.get("weight"), 1)
+                result = graph.node("Mul", result, factor, out=out)
         case ops.AddPositions():
             rows = site.feed("rows", F32, (site.m, op.d))
             result = graph.node("Add", site.inputs["x"], rows, out=out)

@@ -21,7 +21,7 @@ from hetero.backends import checks, ops, rope_tables
 from hetero.backends.checks import packed, vector
 from hetero.backends.formats import GROUP_SIZE, INT8_STATIC, activations_of
 from hetero.backends.kv_rows import CacheRows
-from hetero.backends.ops import Activation, Op, describe
+from hetero.backends.ops import Activation, Op, describe, weight_names
 from hetero.backends.protocol import CACHE_PORTS, WeightValue
 from hetero.backends.weights import PackedWeight, padded
 
@@ -59,12 +59,14 @@ def program(op: Op, weights: Weights) -> tuple[Program, int]:  # noqa: PLR0911, 
             return partial(gated_act, op), 0
         case ops.SigmoidGate():
             return partial(sigmoid_gate, op), 0
+        case ops.GatedInput():
+            return partial(gated_input, op), 0
         case ops.Act():
             return partial(act, op), 0
         case ops.AddPositions():
             return add_positions(op, _wide(weights)["table"])
         case ops.Add():
-            return add, 0
+            return partial(add, float(vector(weights, "weight")[0]) if op.scaled else 1.0), 0
         case ops.GatedAdd():
             return partial(gated_add, _wide(weights)["weight"]), 0
         case ops.Outliers():
@@ -210,7 +212,7 @@ def rotate(op: ops.Rope, weights: Mapping[str, Float64Array]) -> tuple[Program, 
 
         def norm() -> None:
             assert op.qk_norm_eps is not None
-            for part, name in ((queries, "q_norm"), (keys, "k_norm")):
+            for part, name in zip((queries, keys), weight_names(op), strict=False):
                 shape = (m, -1, op.norm_width(name))
                 normed = rms_normalized(heads[:, part].reshape(shape), op.qk_norm_eps)
                 heads[:, part] = (normed * weights[name]).reshape(m, -1, op.head_dim)
@@ -240,8 +242,9 @@ def attention(op: ops.Attention, arrays: Arrays, sinks: Float64Array | None = No
     first = _first_position(arrays, op, m, op.capacity)
     end = first + m
     k_rows, v_rows = (CacheRows(arrays[port], op.kv, op.head_dim) for port in CACHE_PORTS)
-    k_rows.write(first, heads[op.heads : op.heads + op.kv_heads])
-    v_rows.write(first, heads[op.heads + op.kv_heads :])
+    if not op.reads:
+        k_rows.write(first, heads[op.heads : op.heads + op.kv_heads])
+        v_rows.write(first, heads[op.heads + op.kv_heads :])
     keys, values = (rows.read(0, end).astype(np.float64) for rows in (k_rows, v_rows))
     query, key = np.arange(first, end)[:, None], np.arange(end)[None, :]
     visible = key <= query
@@ -270,7 +273,8 @@ def attention_heads(
     keys = (of.heads + op.first) * of.head_dim
     values = keys + of.kv_heads * of.head_dim
     width, qkv = op.count * of.head_dim, arrays["qkv"]
-    own = [qkv[:, start:stop], qkv[:, keys : keys + width], qkv[:, values : values + width]]
+    own = [qkv[:, start:stop]]
+    own += [] if of.reads else [qkv[:, x : x + width] for x in (keys, values)]
     caches = {port: arrays[port][op.first : op.first + op.count] for port in ("k_cache", "v_cache")}
     out = arrays["out"][:, start:stop]
     mine = {"qkv": np.concatenate(own, axis=1), "out": out, "position": arrays["position"]}
@@ -423,6 +427,14 @@ def sigmoid_gate(op: ops.SigmoidGate, arrays: Arrays) -> None:
     arrays["y"][:] = arrays["x"] * (0.5 * (1.0 + np.tanh(0.5 * gates)))
 
 
+def gated_input(op: ops.GatedInput, arrays: Arrays) -> None:
+    """Compute act(x) · (residual + inputs)."""
+    own = arrays["inputs"][:, op.first : op.first + op.d].astype(np.float64)
+    arrays["y"][:] = activate(op.activation, arrays["x"].astype(np.float64)) * (
+        arrays["residual"] + own
+    )
+
+
 def act(op: ops.Act, arrays: Arrays) -> None:
     """Compute act(x)."""
     arrays["y"][:] = activate(op.activation, arrays["x"].astype(np.float64))
@@ -486,9 +498,9 @@ def excess(x: Array, scale: float | np.float32) -> Float64Array:
     return beyond
 
 
-def add(arrays: Arrays) -> None:
-    """Compute x + residual."""
-    arrays["y"][:] = arrays["x"].astype(np.float64) + arrays["residual"]
+def add(scale: float, arrays: Arrays) -> None:
+    """Compute (x + residual) · scale."""
+    arrays["y"][:] = (arrays["x"].astype(np.float64) + arrays["residual"]) * scale
 
 
 def route(op: ops.Router, weights: Mapping[str, Float64Array], arrays: Arrays) -> None:

@@ -59,7 +59,7 @@ class RoundedWeights(DerivedWeights):
         return BlockWeights(packed, vectors)
 
     def _load_matrix(self, name: str) -> PackedWeight:
-        return self._pack(self.inner.embed() if name == "embed" else self.inner.lm_head(), name)
+        return self._pack(self.inner.outer_matrix(name), name)
 
     def _pack(self, weight: PackedWeight, name: str) -> PackedWeight:
         cold, _ = split_hot(weight.dequantize(), self._hot.get(name, NO_CHANNELS))
@@ -106,7 +106,7 @@ class CalibratedWeights(DerivedWeights):
     def _load_matrix(self, name: str) -> PackedWeight:
         if name == "lm_head" and self._head is not None:
             return self._head
-        return pack(self.inner.embed().dequantize(), StorageFormat.Q4)
+        return pack(self.inner.outer_matrix(name).dequantize(), StorageFormat.Q4)
 
     def _calibrate(self, progress: Progress | None) -> None:
         """Run the decoder node by node on all sequences; every matmul is quantised on the way."""

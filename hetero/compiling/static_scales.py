@@ -300,8 +300,8 @@ class StaticWeights(DerivedWeights):
         return BlockWeights(packed, steps | vectors, shadows=shadows)
 
     def _load_matrix(self, name: str) -> PackedWeight:
-        if name == "embed":
-            return pack_without(self.inner.embed().dequantize(), NO_CHANNELS)
+        if name != "lm_head":
+            return pack_without(self.inner.outer_matrix(name).dequantize(), NO_CHANNELS)
         return self._pack(self.inner.lm_head().dequantize(), self.chosen["lm_head"])
 
     @staticmethod

@@ -14,7 +14,7 @@ from typing import BinaryIO
 from hetero.contexts.budget import ByteBudget
 from hetero.contexts.chunk_format import ChunkError, ChunkFile, ChunkFormat, Entry
 from hetero.contexts.chunks import Chunk, Place
-from hetero.contexts.codec import CHUNK_TOKENS, RAW, ChunkCodec, Codes
+from hetero.contexts.codec import CHUNK_TOKENS, RAW, STATES, ChunkCodec, Codes
 from hetero.contexts.encryption import Vault
 
 
@@ -52,6 +52,11 @@ class ChunkFiles:
                 places[entry.key] = Place(number, index, entry.bits), entry.density
         return places
 
+    def states(self) -> set[int]:
+        """Return the numbers of tokens that there are states after."""
+        entries = (entry for file in self._files.values() for entry in file.entries)
+        return {entry.tokens for entry in entries if entry.bits == STATES}
+
     def adopt(self, place: Place) -> None:
         """Add a chunk's reference to its file."""
         self._files[place.file].live.add(place.index)
@@ -71,14 +76,14 @@ class ChunkFiles:
 
     def nbytes(self, chunks: Sequence[tuple[Chunk, Codes]]) -> int:
         """Return the most bytes that a file of these chunks takes."""
-        return self._format.room([Entry(c.key, x.tokens, x.bits, 0.0) for c, x in chunks])
+        return self._format.room([_entry_of(chunk, codes) for chunk, codes in chunks])
 
     def write(self, chunks: Sequence[tuple[Chunk, Codes]], *, durable: bool = True) -> list[Place]:
         """Write a new file of these chunks, which is on the disk (`durable`) when this returns.
 
         Raises `OSError`, and leaves nothing, where that fails.
         """
-        entries = [Entry(c.key, x.tokens, x.bits, c.density) for c, x in chunks]
+        entries = [_entry_of(chunk, codes) for chunk, codes in chunks]
         return self._write(entries, _planes(chunks, self.codec.layers), durable=durable)
 
     def _write(
@@ -250,7 +255,8 @@ class Reader:
         self._open: dict[int, BinaryIO] = {}
         codec = files.codec
         raw = codec.nbytes(CHUNK_TOKENS, RAW)  # half of it: see `workspace_bytes`
-        self._most = max(raw // 2, files.layer_bytes(CHUNK_TOKENS, RAW))
+        states = (files.layer_bytes(0, x.bits) for x in self._places if x.bits == STATES)
+        self._most = max(raw // 2, files.layer_bytes(CHUNK_TOKENS, RAW), *states)
         self._buffer = memoryview(bytearray(self._most))
         self.at = 0  # which chunk was read last
         self.nbytes = 0
@@ -287,6 +293,12 @@ class Reader:
             room -= size
         if codes:
             yield start, len(codes)
+
+
+def _entry_of(chunk: Chunk, codes: Codes) -> Entry:
+    """Return the header's record of a chunk with these codes."""
+    tokens = chunk.start if codes.bits == STATES else codes.tokens
+    return Entry(chunk.key, tokens, codes.bits, chunk.density)
 
 
 def _planes(chunks: Sequence[tuple[Chunk, Codes]], layers: int) -> Iterator[bytes]:

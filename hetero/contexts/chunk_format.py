@@ -30,7 +30,7 @@ import numpy as np
 
 from hetero.backends.host.files import atomic_writer
 from hetero.contexts.chunks import Place
-from hetero.contexts.codec import HALF, RAW, ChunkCodec, Codes
+from hetero.contexts.codec import HALF, RAW, STATES, ChunkCodec, Codes
 from hetero.contexts.encryption import SALT_BYTES, TAG_BYTES, Box, SealError, Vault
 
 MAGIC: Final = b"HTKV\x00\x00\x00\x01"
@@ -50,7 +50,7 @@ class ChunkError(Exception):
 
 @dataclass(frozen=True)
 class Entry:
-    """A chunk in a file's header."""
+    """A chunk in a file's header. `tokens` of states are those that they are the states after."""
 
     key: bytes
     tokens: int
@@ -234,6 +234,7 @@ def _plane(
 def _entry(item: Any) -> Entry:
     """Return a header's entry. Raises `ValueError` or `TypeError` for what is none."""
     key, tokens, bits, density = item
-    if not (isinstance(tokens, int) and 0 < tokens <= 16 and bits in (2, 4, 8, HALF, RAW)):
+    most = {STATES: 1 << 40} | dict.fromkeys((2, 4, 8, HALF, RAW), 16)
+    if not (isinstance(tokens, int) and 0 < tokens <= most.get(bits, 0)):
         raise ValueError("no chunk")
     return Entry(bytes.fromhex(key), tokens, bits, float(density))

@@ -10,10 +10,10 @@ of texts of one app have equal keys and share chunks, and those of two apps neve
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from hetero.contexts.codec import CHUNK_TOKENS, Codes
+from hetero.contexts.codec import CHUNK_TOKENS, RAW, STATES, Codes
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class Chunk:
 
     @property
     def full(self) -> bool:
-        """Return whether it cannot grow: true for all but a text's last chunk."""
-        return len(self.tokens) == CHUNK_TOKENS
+        """Return whether it cannot grow: true for all but a text's last chunk, and for states."""
+        return len(self.tokens) == CHUNK_TOKENS or self.bits == STATES
 
     @property
     def stored(self) -> bool:
@@ -67,6 +67,32 @@ class Chunk:
     def dirty(self) -> bool:
         """Return whether its keys and values are only in memory."""
         return self.codes is not None and self.place is None
+
+
+@dataclass(frozen=True, eq=False)
+class Snapshot:
+    """The states after a number of tokens, in a chunk without tokens of its own.
+
+    `tail` has the keys and values of the tokens since the last full chunk, if there are any.
+    """
+
+    states: Chunk
+    tail: Chunk | None
+
+    @property
+    def at(self) -> int:
+        """Return the number of tokens that it is the state after."""
+        return self.states.start
+
+    @property
+    def chunks(self) -> tuple[Chunk, ...]:
+        """Return the chunks that it refers to."""
+        return (self.states,) if self.tail is None else (self.states, self.tail)
+
+    @property
+    def stored(self) -> bool:
+        """Return whether all that it refers to is in memory or on the disk."""
+        return all(chunk.stored for chunk in self.chunks)
 
 
 def spans(tokens: Sequence[int]) -> Iterator[tuple[int, tuple[int, ...]]]:
@@ -80,6 +106,18 @@ def chained_key(parent: bytes, tokens: Sequence[int]) -> bytes:
     digest = hashlib.blake2b(parent, digest_size=32)
     digest.update(b"".join(token.to_bytes(4, "little") for token in tokens))
     return digest.digest()
+
+
+def end_keys(root: bytes, tokens: Sequence[int], places: Iterable[int]) -> dict[int, bytes]:
+    """Return the keys of the last chunks of the texts that end at some places of a text."""
+    keys = [root]
+    for _, part in spans(tokens):
+        keys.append(chained_key(keys[-1], part))
+    ends = {}
+    for at in (x for x in places if x <= len(tokens)):
+        full, left = divmod(at, CHUNK_TOKENS)
+        ends[at] = chained_key(keys[full], tokens[at - left : at]) if left else keys[full]
+    return ends
 
 
 class ChunkTable:
@@ -100,16 +138,36 @@ class ChunkTable:
 
         New ones have no keys and values yet.
         """
-        known, parent, chunks = self._chunks.setdefault(app, {}), root, []
+        parent, chunks = root, []
         for start, part in spans(tokens):
             parent = chained_key(parent, part)
-            chunk = known.get(parent)
-            if chunk is None:
-                chunk = known[parent] = Chunk(app, parent, start, part, bits)
-            assert chunk.tokens == part, "equal keys of unequal texts"
-            chunk.refs += 1
-            chunks.append(chunk)
+            chunks.append(self._referred(app, parent, start, part, bits))
         return chunks
+
+    def _referred(
+        self, app: str, key: bytes, start: int, part: tuple[int, ...], bits: int
+    ) -> Chunk:
+        known = self._chunks.setdefault(app, {})
+        chunk = known.get(key)
+        if chunk is None:
+            chunk = known[key] = Chunk(app, key, start, part, bits)
+        assert (chunk.start, chunk.tokens) == (start, part), "equal keys of unequal texts"
+        chunk.refs += 1
+        return chunk
+
+    def refer_snapshot(self, app: str, root: bytes, tokens: Sequence[int]) -> Snapshot:
+        """Return the snapshot after all of a text, each of its chunks with one more reference."""
+        at, left = len(tokens), len(tokens) % CHUNK_TOKENS
+        key, part = end_keys(root, tokens, [at])[at], tuple(tokens[at - left :])
+        tail = self._referred(app, key, at - left, part, RAW) if left else None
+        return Snapshot(self._referred(app, chained_key(key, ()), at, (), STATES), tail)
+
+    def refer_snapshots(self, app: str, root: bytes, tokens: Sequence[int]) -> list[Snapshot]:
+        """Return the known snapshots of a text and its beginnings, with one more reference."""
+        known = self._chunks.get(app, {})
+        keys = end_keys(root, tokens, {x.start for x in known.values() if x.bits == STATES})
+        places = sorted(at for at, key in keys.items() if chained_key(key, ()) in known)
+        return [self.refer_snapshot(app, root, tokens[:at]) for at in places]
 
     def known(self, app: str, root: bytes, tokens: Sequence[int]) -> int:
         """Return how many leading tokens of a text have keys and values in memory or on disk."""

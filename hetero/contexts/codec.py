@@ -27,6 +27,7 @@ costs as much as a chunk's layer of a small model.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
@@ -42,12 +43,13 @@ CODEC_VERSION: Final = 1
 CHUNK_TOKENS: Final = 16
 RAW: Final = 32
 HALF: Final = 16
+STATES: Final = 64  # in the place of a chunk's bits: it is the states of layers, exact
 DECODED_TOGETHER: Final = 1 << 15  # values: more are fresh pages for every step of decoding
 NESTED: Final = (8, 4, 2)
 TOKEN_AMPLITUDES_FROM: Final = 64  # head sizes whose values have an amplitude for each token
 
 Array: TypeAlias = npt.NDArray[Any]
-_PLANES: Final = {RAW: 1, HALF: 1, 2: 1, 4: 2, 8: 3}
+_PLANES: Final = {STATES: 1, RAW: 1, HALF: 1, 2: 1, 4: 2, 8: 3}
 
 
 class CodecError(ValueError):
@@ -56,7 +58,10 @@ class CodecError(ValueError):
 
 @dataclass(frozen=True)
 class Codes:
-    """A chunk of `tokens` tokens in `bits` bits; `planes` are uint8 [L, bytes], never written."""
+    """A chunk of `tokens` tokens in `bits` bits; `planes` are uint8 [L, bytes], never written.
+
+    Those of states (`STATES`) have no tokens.
+    """
 
     bits: int
     tokens: int
@@ -92,6 +97,8 @@ class ChunkCodec:
         self.kv = layout.kv
         self.by_token = self.size >= TOKEN_AMPLITUDES_FROM or self.kv.coded
         self.keys_by_token = self.kv.coded
+        self._states = [shape for _, shape in layout.states]
+        self._state_values = sum(map(math.prod, self._states))
 
     @property
     def exact(self) -> tuple[int, ...]:
@@ -101,6 +108,8 @@ class ChunkCodec:
     def plane_bytes(self, tokens: int, bits: int) -> tuple[int, ...]:
         """Return the bytes of a layer in each plane."""
         values = 2 * self.heads * tokens * self.size
+        if bits == STATES:
+            return (4 * -(-self._state_values // self.layers),)
         if bits == RAW and self.kv.coded:
             return (2 * self.heads * tokens * self.kv.row(self.size),)
         if bits > 8:
@@ -116,10 +125,12 @@ class ChunkCodec:
     def workspace_bytes(self) -> int:
         """Return a bound on the workspace of encoding one chunk while a batch is decoded.
 
-        Without the codes: 4.1 raw chunks, and 9 bytes for each value of the batch.
+        Without the codes: 4.1 raw chunks, 9 bytes for each value of the batch, and a part of the
+        states that is read and opened.
         """
         raw = 2 * self.nbytes(CHUNK_TOKENS, HALF)
-        return 5 * raw + 10 * max(DECODED_TOGETHER, raw // 4 // self.layers)
+        (states,) = self.plane_bytes(0, STATES)
+        return 5 * raw + 10 * max(DECODED_TOGETHER, raw // 4 // self.layers) + 3 * states
 
     def empty(self, tokens: int, bits: int) -> Codes:
         """Return codes to read into, of undefined contents."""
@@ -162,6 +173,21 @@ class ChunkCodec:
         codes = np.array([[x.codes[:, start:stop] for x in rows] for rows in both])
         amplitudes = (steps * 128).reshape(self.layers, -1)
         return self._packed(codes.view(np.uint8) ^ 128, amplitudes, stop - start).lowered(bits)
+
+    def encode_states(self, states: Sequence[Array]) -> Codes:
+        """Encode a model's states, in their order: all values after each other, in equal parts."""
+        codes = self.empty(0, STATES)
+        flat = codes.planes[0].reshape(-1).view(np.float32)
+        np.concatenate([x.reshape(-1) for x in states], out=flat[: self._state_values])
+        flat[self._state_values :] = 0
+        return codes
+
+    def decode_states(self, codes: Codes) -> list[Array]:
+        """Return what `encode_states` was given."""
+        flat = codes.planes[0].reshape(-1).view(np.float32)
+        stops = np.cumsum([math.prod(shape) for shape in self._states])
+        parts = np.split(flat[: self._state_values], stops[:-1])
+        return [part.reshape(shape) for part, shape in zip(parts, self._states, strict=True)]
 
     def _exact(self, values: Array) -> Array:
         """Return the exact (`RAW`) form: floats, or the bytes that a cache of codes stores."""

@@ -93,8 +93,10 @@ class RecentTexts:
                 table = service.memory.table
                 known = 0 if whole else table.known(self.app.name, root, tokens)
                 chunks = table.refer(self.app.name, root, tokens[:known], RAW)
-            before, text.cached = text.cached, CachedText(self.app.name, root, tokens, chunks)
-            service._working.release(before.chunks)
+                snapshots = [] if whole else table.refer_snapshots(self.app.name, root, tokens)
+            before = text.cached
+            text.cached = CachedText(self.app.name, root, tokens, chunks, snapshots)
+            service._working.release(before.all_chunks)
             ended: list[GenerationResult] = []
             with service._slots.taken(root, tokens) as slot:
                 run = partial(self._run, slot, text, tokens, options, ended)
@@ -127,7 +129,7 @@ class RecentTexts:
             text = self.texts[at]
             service._slots.forget(text.cached.root)
             service.swap.drain()
-            service._working.release(text.cached.chunks)
+            service._working.release(text.cached.all_chunks)
             compact(self.app.files, service.memory, self.app.name, everything=True)
             sync_directory(self.app.folder)
             count = len(text.cached.tokens)
@@ -158,14 +160,16 @@ class RecentTexts:
     def forget(self, name: str) -> None:
         """Drop the keys and values of a saved text."""
         if (cached := self._saved.pop(name, None)) is not None:
-            self.app.service._working.release(cached.chunks)
+            self.app.service._working.release(cached.all_chunks)
 
     def _again(self, cached: CachedText) -> CachedText:
         memory = self.app.service.memory
         with memory.lock:
             known = cached.chunks[-1].stop if cached.chunks else 0
-            chunks = memory.table.refer(cached.app, cached.root, cached.tokens[:known], RAW)
-        return CachedText(cached.app, cached.root, list(cached.tokens), chunks)
+            tokens, table = cached.tokens[:known], memory.table
+            chunks = table.refer(cached.app, cached.root, tokens, RAW)
+            snapshots = table.refer_snapshots(cached.app, cached.root, tokens)
+        return CachedText(cached.app, cached.root, list(cached.tokens), chunks, snapshots)
 
     def _run(
         self,

@@ -26,6 +26,7 @@ from hetero.backends.host.signals import WholeSteps, whole
 from hetero.contexts.budget import ByteBudget
 from hetero.contexts.chunk_files import ChunkFiles
 from hetero.contexts.chunk_memory import ChunkMemory
+from hetero.contexts.chunks import chained_key, end_keys
 from hetero.contexts.codec import ChunkCodec
 from hetero.contexts.compaction import compact, make_room
 from hetero.contexts.compression import Compression, KvBits
@@ -46,6 +47,7 @@ from hetero.contexts.prompt_times import predict_prompts
 from hetero.contexts.ratios import Rule
 from hetero.contexts.service_lock import WAIT_S, ServiceLock
 from hetero.contexts.slot_pool import Slot, SlotPool
+from hetero.contexts.snapshots import StatefulWorkingSet
 from hetero.contexts.swap_out import SwapOut, When
 from hetero.contexts.text_log import Text, TextLog
 from hetero.contexts.unbound import UnboundApps
@@ -149,7 +151,8 @@ class Service(Closing):
         """
         if mixed:
             active.score_stats = ScoreStats(self.llm.max_seq_len)
-        working = WorkingSet(
+        kind = StatefulWorkingSet if active.cache.layout.states else WorkingSet
+        working = kind(
             active,
             self.memory,
             self._codec,
@@ -301,18 +304,25 @@ def _model(model: str | LLM, options: dict[str, Any]) -> LLM:
 
     It may be cut anywhere and continued.
     """
-    if not isinstance(model, LLM):
-        return LLM(model, **options | {"whole_caches": True})
-    if options:
+    if options and isinstance(model, LLM):
         raise UserError(
             f"{', '.join(options)}: options of opening a model, and this one is open already"
         )
-    if model.context.cache.layout.slides:
+    opened = model if isinstance(model, LLM) else LLM(model, **options | {"whole_caches": True})
+    layout = opened.context.cache.layout
+    if not layout.alike:
+        if opened is not model:
+            opened.close()
+        raise UserError(
+            "a service stores keys and values of one shape, and the layers of this model have "
+            "several: choose another model"
+        )
+    if layout.slides:
         raise UserError(
             "a service keeps all keys and values of a text, and this model was opened with caches "
             "that forget what its windows have left: open it with whole_caches=True"
         )
-    return model
+    return opened
 
 
 class App:
@@ -384,8 +394,9 @@ class App:
         for name, log in sorted(logs, key=lambda x: x[1].text.created):
             self._contexts[name] = AppContext(self, name, log)
         places = self.files.scan()
+        states = self.files.states()
         for context in self._contexts.values():
-            context._find(places)
+            context._find(places, states)
         self.files.sweep()
 
 
@@ -424,7 +435,7 @@ class AppContext:
 
     def nbytes(self) -> int:
         """Return the bytes of its chunks in memory."""
-        return self.app.service.memory.nbytes(self._cached.chunks)
+        return self.app.service.memory.nbytes(dict.fromkeys(self._cached.all_chunks))
 
     @whole
     def become(self, tokens: Sequence[int]) -> None:
@@ -487,9 +498,11 @@ class AppContext:
             )
             with service.memory.lock:
                 cached = self._cached.chunks[-1].stop if self._cached.chunks else 0
-                other._cached.chunks = service.memory.table.refer(
-                    self.app.name, self.app.root, text.tokens[:cached], service.compression.first
+                tokens, table, app = text.tokens[:cached], service.memory.table, self.app
+                other._cached.chunks = table.refer(
+                    app.name, app.root, tokens, service.compression.first
                 )
+                other._cached.snapshots = table.refer_snapshots(app.name, app.root, tokens)
             return other
 
     @whole
@@ -503,10 +516,10 @@ class AppContext:
             service._slots.forget(self._cached.root)
             service.swap.drain()
             self._log.delete()
-            service._working.release(self._cached.chunks)
+            service._working.release(self._cached.all_chunks)
             compact(self.app.files, service.memory, self.app.name, everything=True)
             sync_directory(self.app.folder)
-            self._cached.chunks, self._deleted = [], True
+            self._cached.chunks, self._cached.snapshots, self._deleted = [], [], True
             del self.app._contexts[self.id]
 
     # --- a call -----------------------------------------------------------------------------
@@ -590,8 +603,11 @@ class AppContext:
         count = next((i for i, (a, b) in pairs if a != b), 0)
         return [*self.tokens, *one[-count:]] if count else []
 
-    def _find(self, places: dict[bytes, Any]) -> None:
-        """Find its chunks, and their places on the disk."""
+    def _find(self, places: dict[bytes, Any], states: set[int]) -> None:
+        """Find its chunks and snapshots, and their places on the disk.
+
+        Snapshots are after `states` tokens.
+        """
         service = self.app.service
         first, used = service.compression.first, self._log.text.used
         service._working.tick(used)
@@ -604,13 +620,19 @@ class AppContext:
                 if chunks[-1].full or chunks[-1].key in places or length == lengths[-1]:
                     break
                 table.release(chunks)
-            for chunk in chunks if self.tokens else ():
+            keys = end_keys(root, self.tokens, states)
+            self._cached.chunks = chunks if self.tokens else []
+            self._cached.snapshots = [
+                table.refer_snapshot(name, root, self.tokens[:at])
+                for at, key in keys.items()
+                if chained_key(key, ()) in places
+            ]
+            for chunk in self._cached.all_chunks:
                 chunk.used = max(chunk.used, used)
                 if chunk.place is None and chunk.key in places:
                     chunk.place, chunk.density = places[chunk.key]
                     chunk.bits = chunk.place.bits if chunk.full else chunk.bits
                     self.app.files.adopt(chunk.place)
-            self._cached.chunks = chunks if self.tokens else []
 
     def _check(self) -> None:
         if self._deleted:

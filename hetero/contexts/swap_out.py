@@ -10,7 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, TypeAlias
 
@@ -19,7 +19,7 @@ from hetero.contexts.budget import ByteBudget
 from hetero.contexts.chunk_files import ChunkFiles
 from hetero.contexts.chunk_memory import ChunkMemory
 from hetero.contexts.chunks import Chunk
-from hetero.contexts.codec import RAW, ChunkCodec, CodecError, Codes
+from hetero.contexts.codec import RAW, STATES, Array, ChunkCodec, CodecError, Codes
 from hetero.contexts.compaction import compact, make_room
 from hetero.contexts.unbound import UnboundApps
 from hetero.errors import UserError
@@ -42,12 +42,14 @@ def stalled(what: str, wait_s: float) -> UserError:
 class SwapJob:
     """Chunks of one text that are only in a cache, in order.
 
-    `durable` chunks survive a crash of the system, which takes most of the time.
+    `durable` chunks survive a crash of the system, which takes most of the time. `states` are those
+    of snapshots: copies that do not change.
     """
 
     chunks: Sequence[Chunk]
     cache: KvCache
     durable: bool = True
+    states: Mapping[Chunk, Sequence[Array]] = field(default_factory=dict)
     encoded: threading.Event = field(default_factory=threading.Event)
 
 
@@ -144,19 +146,26 @@ class SwapOut:
         try:
             sizes = (self._codec.nbytes(len(x.tokens), max(x.bits, 8)) for x in job.chunks)
             self._memory.free(sum(sizes))
-            for chunk in job.chunks:
-                self._steps += 1
-                codes = self._encoded(chunk, job, batch)
-                if codes is not None:
-                    if self.when == "ahead":
-                        with self._memory.lock:
-                            chunk.pins += 1  # until it is written
-                            batch.append(chunk)
-                    self._memory.keep(chunk, codes)
+            self._encode(job.chunks, job, batch)
             job.encoded.set()
             self._write(batch, durable=job.durable)
+            for chunk in job.states:  # in a file of its own, which goes with it
+                self._encode([chunk], job, batch)
+                self._write(batch, durable=job.durable)
         finally:
             self._unpin(batch)
+
+    def _encode(self, chunks: Iterable[Chunk], job: SwapJob, batch: list[Chunk]) -> None:
+        """Encode chunks into the memory, and add those to write to the batch."""
+        for chunk in chunks:
+            self._steps += 1
+            codes = self._encoded(chunk, job, batch)
+            if codes is not None:
+                if self.when == "ahead":
+                    with self._memory.lock:
+                        chunk.pins += 1  # until it is written
+                        batch.append(chunk)
+                self._memory.keep(chunk, codes)
 
     def _write_back(self, chunks: Sequence[Chunk]) -> None:
         """Write chunks that are about to leave the memory, under its lock."""
@@ -181,6 +190,8 @@ class SwapOut:
             if not self._memory.claim(room):
                 return None
         try:
+            if bits == STATES:
+                return self._codec.encode_states(job.states[chunk])
             codes = self._codec.encode_cached(job.cache, chunk.start, chunk.stop, bits)
         except CodecError:  # text alone can stand for it
             self._memory.budget.give(room)

@@ -23,7 +23,7 @@ import numpy as np
 from hetero.backends.host.affinity import unpinned
 from hetero.contexts.chunk_files import ChunkFiles, Reader
 from hetero.contexts.chunk_memory import ChunkMemory
-from hetero.contexts.chunks import Chunk
+from hetero.contexts.chunks import Chunk, Snapshot
 from hetero.contexts.codec import CHUNK_TOKENS, ChunkCodec, Codes
 from hetero.contexts.decoding import ChunkDecoder, HostDecoder
 from hetero.contexts.load_plan import LoadItem, LoadPlan, Rates, plan_load
@@ -61,12 +61,18 @@ class LiveContext(Protocol):
 
 @dataclass(eq=False)
 class CachedText:
-    """A text of an app, and its known chunks."""
+    """A text of an app, and its known chunks and snapshots."""
 
     app: str
     root: bytes
     tokens: list[int] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
+    snapshots: list[Snapshot] = field(default_factory=list)
+
+    @property
+    def all_chunks(self) -> list[Chunk]:
+        """Return its chunks with those of its snapshots: one for each of its references."""
+        return [*self.chunks, *(chunk for x in self.snapshots for chunk in x.chunks)]
 
 
 @dataclass
@@ -157,7 +163,7 @@ class WorkingSet:
         # Tokens whose keys and values there came from codes: encoded again they would drift.
         self._lossy = np.zeros(active.cache.layout.capacity, np.bool_)
         self._reading: Future[None] | None = None
-        self._load: _Load | None = None
+        self._loading: _Load | None = None
         self._times = times or CallTimes()
         self._thread = ThreadPoolExecutor(1, "hetero load", initializer=unpinned)
 
@@ -182,13 +188,11 @@ class WorkingSet:
         """
         for attempt in range(TRIES):
             last = attempt == TRIES - 1  # a disk that keeps failing: the text alone
-            same = takewhile(lambda c: tuple(tokens[c.start : c.stop]) == c.tokens, text.chunks)
-            known = list(same)  # after another prefix keys and values differ
-            chunks = [] if last or self._active.cache.layout.states else known  # without states
+            chunks = [] if last else self._known(text, tokens)
             try:
                 with self._memory.pinned(chunks):
                     switch = self._enter(text, tokens, chunks)
-                    switch.faults = attempt
+                    switch.faults += attempt
                     gate = self._active.gate
                     yield from run(switch)
                     switch.waited_s = 0.0 if gate is None else gate.waited_s
@@ -250,7 +254,7 @@ class WorkingSet:
         lossy = self._lossy
         with self._memory.lock:
             fresh = [c for c in text.chunks if not c.stored and not lossy[c.start : c.stop].any()]
-        if fresh and not self._active.cache.layout.states:  # without which none is loaded
+        if fresh:
             self._swap.submit(SwapJob(fresh, self._active.cache, durable))
 
     def release(self, chunks: Sequence[Chunk]) -> None:
@@ -273,15 +277,21 @@ class WorkingSet:
         self._active.adopt(tokens[:reused])
         self._lossy[reused:] = False
         self._root, switch.reused_tokens = text.root, reused
-        wanted = [c for c in chunks if c.stop > reused and c.stop < len(tokens)]
-        if wanted:
-            self._fill(wanted, tokens, switch)
+        self._load(tokens, chunks, switch)
         switch.ready_s = time.perf_counter() - start_s
         return switch
 
-    def _fill(self, wanted: Sequence[Chunk], tokens: Sequence[int], switch: Switch) -> None:
-        """Load consecutive chunks into the cache, or plan to compute them."""
-        active, claimed = self._active, self._claimed(wanted)
+    def _known(self, text: CachedText, tokens: Sequence[int]) -> list[Chunk]:
+        """Return a text's chunks that can be used: after another prefix keys and values differ."""
+        return list(takewhile(lambda c: tuple(tokens[c.start : c.stop]) == c.tokens, text.chunks))
+
+    def _load(self, tokens: Sequence[int], chunks: Sequence[Chunk], switch: Switch) -> None:
+        """Load the chunks after the tokens in the cache, or plan to compute them."""
+        active = self._active
+        wanted = [c for c in chunks if c.stop > active.cached and c.stop < len(tokens)]
+        if not wanted:
+            return
+        claimed = self._claimed(wanted)
         plan = self._planned(wanted, claimed, len(tokens), switch)
         for chunk in wanted[plan.stop :]:
             self._unclaim(claimed.pop(chunk, None))
@@ -311,21 +321,15 @@ class WorkingSet:
 
     def _claimed(self, chunks: Sequence[Chunk]) -> dict[Chunk, Codes]:
         """Claim memory for the chunks that are only on the disk, as far as it goes."""
+        absent = [(x, x.place) for x in chunks if x.codes is None and x.place is not None]
+        self._memory.free(sum(self._codec.nbytes(len(x.tokens), y.bits) for x, y in absent))
         claimed = {}
-        self._memory.free(
-            sum(
-                self._codec.nbytes(len(chunk.tokens), chunk.place.bits)
-                for chunk in chunks
-                if chunk.codes is None and chunk.place is not None
-            )
-        )
-        for chunk in chunks:
-            if chunk.codes is None and (place := chunk.place) is not None:
-                floats = max(place.bits, chunk.bits) > 8
-                bits = place.bits if floats else min(place.bits, chunk.bits)
-                if not self._memory.claim(self._codec.nbytes(len(chunk.tokens), bits)):
-                    break
-                claimed[chunk] = self._codec.empty(len(chunk.tokens), bits)
+        for chunk, place in absent:
+            floats = max(place.bits, chunk.bits) > 8
+            bits = place.bits if floats else min(place.bits, chunk.bits)
+            if not self._memory.claim(self._codec.nbytes(len(chunk.tokens), bits)):
+                break
+            claimed[chunk] = self._codec.empty(len(chunk.tokens), bits)
         return claimed
 
     def _unclaim(self, codes: Codes | None) -> None:
@@ -371,11 +375,11 @@ class WorkingSet:
         for chunk, codes, _ in items:
             self._lossy[chunk.start : chunk.stop] = codes.bits not in self._codec.exact
         switch.loaded_bytes += sum(codes.nbytes for _, codes, read in items if read)
-        self._load = _Load(items, LayerGate(self._codec.layers))
-        self._reading = self._thread.submit(self._read, self._load, self._active.cache)
+        self._loading = _Load(items, LayerGate(self._codec.layers))
+        self._reading = self._thread.submit(self._read, self._loading, self._active.cache)
         for chunk in chunks:  # the thread's from here on
             claimed.pop(chunk, None)
-        return self._load.gate
+        return self._loading.gate
 
     def _read(self, load: _Load, cache: KvCache) -> None:
         """Load layer by layer (the thread); chunks that were read completely stay in memory."""
@@ -406,14 +410,14 @@ class WorkingSet:
 
     def _join_reader(self) -> None:
         """Wait until the thread no longer uses the cache."""
-        reading, load = self._reading, self._load
+        reading, load = self._reading, self._loading
         if reading is None or load is None:
             return
         try:
             reading.result(self.wait_s)
         except TimeoutError:
             raise stalled("read", self.wait_s) from None
-        self._reading, self._load = None, None  # or what is evicted would stay in memory
+        self._reading, self._loading = None, None  # or what is evicted would stay in memory
         if not load.gate.done:  # the caller may have ended before a step failed on it
             self._root = b""
             self._active.adopt(())

@@ -178,7 +178,7 @@ class CheckpointWeights(ModelWeights):
 
     def _load_block(self, index: int) -> BlockWeights:
         prefix = self._names.block.format(index)
-        packed = {x.name: self._pack(prefix, x.name) for x in block_matrices(self.config, index)}
+        packed = {x.name: self._pack(index, x.name) for x in block_matrices(self.config, index)}
         vectors = {x.name: self._block_vector(prefix, x.name) for x in self.vectors(index)}
         return BlockWeights(packed, vectors)
 
@@ -186,17 +186,22 @@ class CheckpointWeights(ModelWeights):
         tensor = f"{self._names.model_modules[name]}.weight"
         return self._pack_tensors([SourceTensor(tensor, self.files.array(tensor))])
 
-    def _pack(self, prefix: str, name: str) -> PackedWeight:
+    def _pack(self, layer: int, name: str) -> PackedWeight:
         orders = self._architecture.row_order, self._architecture.column_order
+        prefix, sources = self._names.block.format(layer), []
         place = stacked_place(self.config, prefix, name, self.files)
         if place is not None:
             source = stacked_tensor(self.files, prefix, place)
             return self._pack_tensors([source], source.names)
-        sources = []
-        for module in matrix_modules(self.config, name):
+        if name in self._names.shared:
+            tensor = f"{self._names.shared[name]}.weight"
+            rows = self.config.layer_inputs
+            own = self.files.array(tensor)[layer * rows : (layer + 1) * rows]
+            return self._pack_tensors([SourceTensor(tensor, own)])
+        for module in matrix_modules(self.config, layer, name):
             tensor = f"{prefix}{module}.weight"
-            rows, columns = (self._order(x, module) for x in orders)
-            sources.append(SourceTensor(tensor, self.files.array(tensor), rows, columns))
+            order, columns = (self._order(x, module) for x in orders)
+            sources.append(SourceTensor(tensor, self.files.array(tensor), order, columns))
         return self._pack_tensors(sources)
 
     def _pack_tensors(
@@ -228,8 +233,10 @@ class CheckpointWeights(ModelWeights):
             return values
         if matrix not in self._names.matmuls:
             return self._own_vector(prefix, name)
+        layer = int(prefix.rstrip(".").rpartition(".")[2])
         parts = [
-            self._ordered(x, self._vector(f"{prefix}{x}.bias")) for x in self._names.matmuls[matrix]
+            self._ordered(x, self._vector(f"{prefix}{x}.bias"))
+            for x in matrix_modules(self.config, layer, matrix)
         ]
         return np.concatenate(parts)
 
@@ -244,6 +251,8 @@ class CheckpointWeights(ModelWeights):
             tensor = self._names.parameters[name]
             values = self._ordered(tensor, self._vector(prefix + tensor))
             return -np.exp(values) if name == "delta_decay" else values
+        if name in self._names.shared:
+            return input_norm(self._vector(f"{self._names.shared[name]}.weight"))
         module, suffix = vector_module(self._names.vectors, name)
         if is_taps(name):
             taps = self._vector(f"{prefix}{module}.{suffix}").reshape(-1, self.config.conv_taps)
@@ -268,11 +277,19 @@ def has_mxfp4(directory: Path) -> bool:
     return isinstance(config, dict) and config.get("quant_method") == "mxfp4"
 
 
-def matrix_modules(config: ModelConfig, name: str) -> Sequence[str]:
+def input_norm(weight: Float32Array) -> Float32Array:
+    """Return the weight of the norm of a layer's inputs: their sum with another has the factor."""
+    return weight * np.float32(0.5**0.5)
+
+
+def matrix_modules(config: ModelConfig, layer: int, name: str) -> Sequence[str]:
     """Return the modules whose rows, one after the other, are a matrix of a block."""
     names, experts = ARCHITECTURES[config.architecture].names, config.experts
     if experts is None or name not in names.experts:
-        return names.matmuls.get(name, ())
+        modules = names.matmuls.get(name, ())
+        if name == "qkv" and config.keys_are_values and not config.windows[layer]:
+            return (*modules[:2], modules[1])
+        return modules
     return [names.experts[name].format(i) for i in range(experts.count)]
 
 
@@ -315,6 +332,10 @@ def expected_tensors(
         prefix = names.block.format(index)
         for name, shape in _block_tensors(config, index, prefix, present).items():
             shapes[f"{prefix}{name}"] = shape
+    if config.layer_inputs:
+        width = config.layer_inputs
+        shapes[f"{names.shared['input_in']}.weight"] = (config.num_layers * width, d)
+        shapes[f"{names.shared['input_in_norm']}.weight"] = (width,)
     return shapes
 
 
@@ -325,7 +346,8 @@ def _block_tensors(
     names = architecture.names
     shapes: dict[str, tuple[int, ...]] = {}
     for vector in block_vectors(config, StorageFormat.F32, layer):
-        if vector.name.endswith("norm_bias") and not architecture.norm_bias:
+        left_out = vector.name.endswith("norm_bias") and not architecture.norm_bias
+        if left_out or vector.name in names.shared:
             continue
         if vector.name.removesuffix("_bias") not in (*names.matmuls, *EXPERTS):
             taps = config.conv_taps
@@ -340,7 +362,7 @@ def _block_tensors(
             rows = matrix.n // count
             shapes |= place.shapes(prefix, count, rows, matrix.k, bias=bias, present=present)
             continue
-        for module, n in _module_rows(config, matrix):
+        for module, n in _module_rows(config, layer, matrix):
             shapes[f"{module}.weight"] = (n, matrix.k)
             if matrix.name in biased:
                 shapes[f"{module}.bias"] = (n,)
@@ -355,11 +377,12 @@ def is_taps(vector: str) -> bool:
     return vector == "conv_taps"
 
 
-def _module_rows(config: ModelConfig, matrix: MatrixShape) -> list[tuple[str, int]]:
+def _module_rows(config: ModelConfig, layer: int, matrix: MatrixShape) -> list[tuple[str, int]]:
     """Return the modules of a block's fused weight, and how many rows each has."""
-    modules, n = matrix_modules(config, matrix.name), matrix.n
+    modules, n = matrix_modules(config, layer, matrix.name), matrix.n
     if matrix.name == "qkv" and len(modules) == 3:
-        keys = config.kv_heads * config.head_dim
+        own = config.at(layer)
+        keys = own.kv_heads * own.head_dim
         return list(zip(modules, (n - 2 * keys, keys, keys), strict=True))
     if matrix.name == "delta_in" and config.delta is not None:
         return list(zip(modules, config.delta.projections, strict=True))
@@ -399,8 +422,16 @@ def _check_tensor(files: CheckpointFiles, name: str, shape: tuple[int, ...]) -> 
 
 
 def _is_derived(name: str, config: ModelConfig) -> bool:
-    """Return whether a tensor is redundant: stored rotary tables, a copy of tied embeddings."""
+    """Return whether a tensor is redundant.
+
+    Such are stored rotary tables, a copy of tied embeddings, and keys and values of layers that
+    read those of others.
+    """
     head = ARCHITECTURES[config.architecture].names.model_modules["lm_head"]
+    unused = ("self_attn.k_proj.", "self_attn.v_proj.", "self_attn.k_norm.")
+    layer = name.partition("layers.")[2].partition(".")[0]
+    if any(x in name for x in unused) and layer.isdecimal() and int(layer) < config.num_layers:
+        return config.reads(int(layer))
     return name.endswith("rotary_emb.inv_freq") or (
         config.tie_word_embeddings and name == f"{head}.weight"
     )

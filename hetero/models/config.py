@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import Any, Literal, Self, TypeAlias
 
 from hetero.backends.extensible import Extensible, later
-from hetero.backends.ops import Activation, RopeScaling
+from hetero.backends.frequency_scaling import RopeScaling
+from hetero.backends.ops import Activation
 from hetero.errors import ModelError
 from hetero.models.architectures import ARCHITECTURES, Architecture
 from hetero.models.config_keys import notice_unread, refuse_unused
 from hetero.models.delta_net import DeltaNet
 from hetero.models.expert_config import ExpertConfig
 from hetero.models.fields import Fields, read_json_object
+from hetero.models.layer_sizes import LayerSizes
 from hetero.models.rope_config import (
     NO_SCALING,
     LayerRope,
@@ -50,6 +52,14 @@ _MAX_LAYERS = 4096
 class ModelConfig(Extensible):
     """Hyperparameters of a decoder-only model (notation of `hetero.backends.ops`).
 
+    layer_sizes        one entry per layer where key/value heads, their size or the feed-forward's
+                       features differ (`at`); else those of the model are of all layers
+    kv_source          one entry per layer: the layer whose keys and values it attends to, itself
+                       or one before it; empty: itself
+    keys_are_values    in layers with full attention the values are the keys, before their norm
+    layer_inputs       features of a layer's own inputs, from the token and its embedding, 0 for
+                       none
+    layer_scale        the residual stream is multiplied by a number after each block
     layer_ropes        one entry per layer where their rotary embeddings differ, None for a layer
                        without; else `rope_theta` and `rope_scaling` are of all layers
     windows            one entry per layer: the sliding attention window in tokens, 0 for full
@@ -128,6 +138,11 @@ class ModelConfig(Extensible):
     sinks: bool = later(False)
     residual_scale: float = later(1.0)
     logit_scale: float = later(1.0)
+    layer_sizes: tuple[LayerSizes, ...] = later(())
+    kv_source: tuple[int, ...] = later(())
+    keys_are_values: bool = later(False)
+    layer_inputs: int = later(0)
+    layer_scale: bool = later(False)
 
     def __post_init__(self) -> None:
         if not self.windows:
@@ -136,6 +151,20 @@ class ModelConfig(Extensible):
             object.__setattr__(self, "layer_ropes", ())
         if {*self.mixers} <= {"attention"}:
             object.__setattr__(self, "mixers", ("attention",) * self.num_layers)
+        if {*self.layer_sizes} <= {(self.kv_heads, self.head_dim, self.intermediate_size)}:
+            object.__setattr__(self, "layer_sizes", ())
+        if self.kv_source == tuple(range(self.num_layers)):
+            object.__setattr__(self, "kv_source", ())
+
+    def at(self, layer: int) -> Self:
+        """Return the configuration of a model whose layers are all like this one in their sizes."""
+        if not self.layer_sizes:
+            return self
+        return replace(self, **self.layer_sizes[layer]._asdict(), layer_sizes=())
+
+    def reads(self, layer: int) -> bool:
+        """Return whether a layer attends to the keys and values of another."""
+        return bool(self.kv_source) and self.kv_source[layer] != layer
 
     def for_context(self, length: int) -> Self:
         """Return the configuration in a context of up to `length` tokens (`RopeScaling`)."""
@@ -175,14 +204,24 @@ class ModelConfig(Extensible):
     def cache_numbers(self) -> tuple[int, ...]:
         """Return the number of each layer's keys and values, or of its state.
 
-        Layers with attention are numbered first, then those with a state.
+        Layers with attention are numbered first, then those with a state. A layer that reads those
+        of another has its number.
         """
-        order = sorted(range(self.num_layers), key=lambda i: (self.mixers[i] != "attention", i))
-        return tuple(order.index(layer) for layer in range(self.num_layers))
+        sources = self.kv_source or tuple(range(self.num_layers))
+        order = sorted(set(sources), key=lambda i: (self.mixers[i] != "attention", i))
+        return tuple(order.index(source) for source in sources)
+
+    @property
+    def cached_layers(self) -> list[int]:
+        """Return the layers with keys and values of their own, in the order of their numbers."""
+        return [i for i, x in enumerate(self.mixers) if x == "attention" and not self.reads(i)]
 
     @property
     def qkv_width(self) -> int:
-        """Return the rows of the fused query, key and value weight: (H + 2G)·D, and gates."""
+        """Return the rows of the fused query, key and value weight: (H + 2G)·D, and gates.
+
+        For layers of their own sizes see `at`.
+        """
         heads = 2 * self.heads if self.output_gate else self.heads
         return (heads + 2 * self.kv_heads) * self.head_dim
 
@@ -214,6 +253,8 @@ class ModelConfig(Extensible):
         """
         source = Fields(*text_fields(raw, where))
         architecture = _architecture(source)
+        if architecture.ropes and source.raw.get("rope_parameters") is None:
+            source = Fields({**source.raw, "rope_parameters": architecture.ropes}, source.where)
         _refuse_quantised(source, architecture)
         _refuse_sinks(source)
         layers = source.positive_int("num_hidden_layers", limit=_MAX_LAYERS)
@@ -254,28 +295,7 @@ class ModelConfig(Extensible):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the contents of a `config.json` that `from_dict` turns into this configuration."""
-        architecture = ARCHITECTURES[self.architecture]
-        raw: dict[str, Any] = {
-            "architectures": [architecture.class_name],
-            "model_type": self.architecture,
-            "hidden_size": self.hidden_size,
-            architecture.key("intermediate_size"): self.intermediate_size,
-            "num_hidden_layers": self.num_layers,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads,
-            "head_dim": self.head_dim,
-            "vocab_size": self.vocab_size,
-            "max_position_embeddings": self.max_position,
-            architecture.key("rms_norm_eps"): self.rms_norm_eps,
-            **write_ropes(self.rope, self._sliding_rope),
-            architecture.key("hidden_act"): _ACTIVATION_NAMES[self.activation],
-            "tie_word_embeddings": self.tie_word_embeddings,
-            "bos_token_id": self.bos_id,
-            "eos_token_id": list(self.eos_ids) or None,
-        }
-        if self.dtype is not None:
-            raw["dtype"] = self.dtype
-        return raw | architecture.write(self)
+        return _document(self)
 
     @property
     def weights_per_token(self) -> int:
@@ -288,23 +308,19 @@ class ModelConfig(Extensible):
         """Return the experts of a layer, None where its feed-forward is a plain one."""
         return None if self.experts is None or layer in self.experts.dense else self.experts
 
-    @property
-    def _sliding_rope(self) -> LayerRope | None:
-        """Return the rotary embedding of layers with a window, where the family has one apart."""
-        if ARCHITECTURES[self.architecture].local_theta is None:
-            return None
-        return next((self.rope_at(i) for i, window in enumerate(self.windows) if window), None)
-
     def block_matmuls(self, layer: int) -> tuple[MatMulSpec, ...]:
         """Return the matmuls of a block in the order in which they run, each once.
 
         Routed experts are none of them (`hetero.models.graph`), a shared expert is.
         """
-        d, f = self.hidden_size, self.intermediate_size
+        own, d = self.at(layer), self.hidden_size
+        f, queries = own.intermediate_size, own.heads * own.head_dim
         up = 2 * f if self.gated else f
         rows: list[tuple[MatMulName, int, int, bool]] = [
-            ("qkv", self.qkv_width, d, self.qkv_bias),
-            ("o", d, self.heads * self.head_dim, self.o_bias),
+            ("q_only", queries, d, self.qkv_bias)
+            if self.reads(layer)
+            else ("qkv", own.qkv_width, d, self.qkv_bias),
+            ("o", d, queries, self.o_bias),
         ]
         if self.mixers[layer] == "conv":
             rows = [("conv_in", 3 * d, d, self.conv_bias), ("conv_out", d, d, self.conv_bias)]
@@ -315,6 +331,9 @@ class ModelConfig(Extensible):
         routed = self.routed(layer)
         if routed is None or routed.shared:
             rows += [("gate_up", up, d, self.mlp_bias), ("down", d, f, self.mlp_bias)]
+        if (width := self.layer_inputs) > 0:
+            rows += [("input_in", width, d, False), ("input_gate", width, d, False)]
+            rows += [("input_out", d, width, False)]
         return tuple(
             MatMulSpec(name=name, n=n, k=k, count=1, bias=bias) for name, n, k, bias in rows
         )
@@ -326,6 +345,38 @@ class ModelConfig(Extensible):
             name="lm_head", n=self.vocab_size, k=self.hidden_size, count=1, bias=self.head_bias
         )
         return (*(replace(x, count=count) for x, count in counts.items()), head)
+
+
+def _document(config: ModelConfig) -> dict[str, Any]:
+    architecture = ARCHITECTURES[config.architecture]
+    raw: dict[str, Any] = {
+        "architectures": [architecture.class_name],
+        "model_type": config.architecture,
+        "hidden_size": config.hidden_size,
+        architecture.key("intermediate_size"): config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.max_position,
+        architecture.key("rms_norm_eps"): config.rms_norm_eps,
+        **write_ropes(config.rope, _sliding_rope(config)),
+        architecture.key("hidden_act"): _ACTIVATION_NAMES[config.activation],
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "bos_token_id": config.bos_id,
+        "eos_token_id": list(config.eos_ids) or None,
+    }
+    if config.dtype is not None:
+        raw["dtype"] = config.dtype
+    return raw | architecture.write(config)
+
+
+def _sliding_rope(config: ModelConfig) -> LayerRope | None:
+    """Return the rotary embedding of layers with a window, where the family has one apart."""
+    if ARCHITECTURES[config.architecture].local_theta is None:
+        return None
+    return next((config.rope_at(i) for i, window in enumerate(config.windows) if window), None)
 
 
 def _architecture(source: Fields) -> Architecture:

@@ -24,8 +24,7 @@ class ConvertedWeights(DerivedWeights):
         return BlockWeights(packed, vectors)
 
     def _load_matrix(self, name: str) -> PackedWeight:
-        inner = self.inner.embed() if name == "embed" else self.inner.lm_head()
-        return self._packed(inner)
+        return self._packed(self.inner.outer_matrix(name))
 
     def _packed(self, weight: PackedWeight) -> PackedWeight:
         source = SourceTensor("weight", weight.dequantize())

@@ -68,6 +68,15 @@ class Fields:
             raise self.error(name, f"must be at most {limit}", "correct the file")
         return value
 
+    def count(self, name: str, default: int, limit: int = MAX_SIZE) -> int:
+        """Return an integer from 0 to `limit`."""
+        value = self.raw.get(name)
+        if value == 0 and not isinstance(value, bool):
+            return 0
+        if isinstance(value, int) and value > limit >= 0:
+            raise self.error(name, f"must be at most {limit}", "correct the file")
+        return self.positive_int(name, default, max(limit, 1))
+
     def positive_float(self, name: str, default: float | None = None) -> float:
         """Return a finite number > 0."""
         value = self.raw.get(name)

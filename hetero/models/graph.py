@@ -14,6 +14,14 @@ A factor r on what is added to x (`residual_scale`) costs no operation: the stre
 whose embedding is divided by r, and norms of it have eps / r², which gives the norms of x. A factor
 on the logits (`logit_scale`) is in the weights of the final norm (`ModelWeights`).
 
+A layer may attend to the keys and values of a layer before it (`kv_source`): it has queries only.
+With `layer_inputs` it also has inputs of its own, which are gated by the stream after its
+feed-forward; p are columns of a second embedding of the token, e is its first one:
+
+    x += norm(out · (act(gate · x) ⊙ (norm(in · e) + p)))
+
+With `layer_scale` x is then multiplied by a number.
+
 The residual stream alternates between the slots `x` and `x2`; a norm adds what is in `t` (or in
 `added`) to it, writes the sum to the other slot, and the normed sum to `h`.
 
@@ -30,6 +38,7 @@ from dataclasses import replace
 from typing import Final, TypeAlias
 
 from hetero.backends.formats import CacheFormat, WeightFormat
+from hetero.backends.frequency_scaling import RopeScaling
 from hetero.backends.ops import (
     Act,
     Add,
@@ -40,18 +49,18 @@ from hetero.backends.ops import (
     GatedAct,
     GatedAdd,
     GatedDelta,
+    GatedInput,
     LayerNorm,
     MatMul,
     Op,
     Outliers,
     RMSNorm,
     Rope,
-    RopeScaling,
     Router,
     ShortConv,
     SigmoidGate,
 )
-from hetero.backends.protocol import CONTEXT_PORTS
+from hetero.backends.protocol import CONTEXT_PORTS, port_shape
 from hetero.models.config import ModelConfig
 from hetero.models.expert_config import ExpertConfig
 from hetero.models.sliding import Sliding
@@ -88,19 +97,20 @@ def model_graph(
         architecture=config.architecture,
         max_position=config.max_position,
         weight_format=stored,
-        nodes=tuple(_numbered_by_kind(decoder.nodes())),
+        nodes=tuple(_numbered_by_kind(_of_one_shape(decoder.nodes()))),
     )
 
 
 def slot_widths(config: ModelConfig, shadows: Shadows | None = None) -> dict[str, int]:
     """Return the features per token of every float32 slot but `logits` and the caches."""
     kinds = {(config.mixers[i], config.routed(i)) for i in range(config.num_layers)}
-    alike = not shadows and len(kinds) == 1 and not config.layer_ropes
+    own = config.layer_ropes or config.layer_sizes or config.kv_source
+    alike = not shadows and len(kinds) == 1 and not own
     layers = 1 if alike else None
     nodes = _Decoder(config, WeightFormat.F32, 1, shadows or {}, layers=layers).nodes()
     return {
         slot: shape[-1]
-        for slot, shape in slot_shapes(nodes).items()
+        for slot, shape in slot_shapes(_of_one_shape(nodes)).items()
         if slot not in OF_THE_POOL and slot.partition(".")[0] not in CONTEXT_PORTS
     }
 
@@ -110,12 +120,12 @@ def rope_of(config: ModelConfig, layer: int, capacity: int | None = None) -> Rop
 
     It rotates by nothing where a layer has the norm alone, and is None where it has neither.
     """
-    rope = config.rope_at(layer)
+    rope, config, reads = config.rope_at(layer), config.at(layer), config.reads(layer)
     if config.positions or (rope is None and not config.qk_norm and not config.v_norm):
         return None
     return Rope(
         heads=config.heads,
-        kv_heads=config.kv_heads,
+        kv_heads=0 if reads else config.kv_heads,
         head_dim=config.head_dim,
         theta=rope.theta if rope else config.rope_theta,
         max_position=capacity or config.max_position,
@@ -124,20 +134,20 @@ def rope_of(config: ModelConfig, layer: int, capacity: int | None = None) -> Rop
         qk_norm_eps=config.rms_norm_eps if config.qk_norm else None,
         qk_norm_row=config.qk_norm_row,
         qk_norm_after=config.qk_norm_after,
-        v_norm_eps=config.rms_norm_eps if config.v_norm else None,
+        v_norm_eps=config.rms_norm_eps if config.v_norm and not reads else None,
         gated=config.output_gate,
     )
 
 
 def movable_ropes(config: ModelConfig) -> tuple[Rope | None, ...] | None:
-    """Return the rotary embedding of each layer by which cached keys move to other positions.
+    """Return the rotary embedding by which a layer's cached keys move, by the keys' number.
 
-    None where they cannot: positions are learned, the weights of the norm of keys came after, or
-    layers have states.
+    None where they cannot be moved to other positions: these are learned, the weights of the norm
+    of keys came after, or layers have states.
     """
     if config.qk_norm_after or not config.shifts:
         return None
-    return tuple(rope_of(config, i) for i in range(config.num_layers))
+    return tuple(rope_of(config, i) for i in config.cached_layers)
 
 
 class _Decoder:
@@ -166,12 +176,17 @@ class _Decoder:
         self._embed()
         for layer in range(self.layers):
             self.layer = layer
-            if layer == 0 and self.config.in_norms:
+            if self.config.in_norms and (layer == 0 or self.config.layer_scale):
                 self._add("input_norm", self._norm_op(), x=self.stream, y="h")
             self._block(layer)
             last = layer == self.layers - 1
+            if self.config.layer_scale:
+                self._sum("layer_scale", scaled=True)
             self.layer = None if last else layer + 1
-            self._norm("final_norm" if last else "input_norm")
+            if not self.config.layer_scale:
+                self._norm("final_norm" if last else "input_norm")
+        if self.config.layer_scale:
+            self._add("final_norm", self._norm_op(), x=self.stream, y="h")
         self._matmul("lm_head", "h", "logits")
         return self.built
 
@@ -183,8 +198,14 @@ class _Decoder:
             weight_format=self.weight_format,
             scale=config.embed_scale / config.residual_scale,
         )
+        if config.layer_inputs:
+            width = config.num_layers * config.layer_inputs
+            scale = (config.layer_inputs / 2) ** 0.5
+            inputs = replace(embed, d=width, scale=scale)
+            self._add("embed_inputs", inputs, tokens="tokens", y="inputs")
+            self.stream = "embedded"
         if not config.positions:
-            self._add("embed", embed, tokens="tokens", y="x")
+            self._add("embed", embed, tokens="tokens", y=self.stream)
             return
         positions = AddPositions(
             d=config.hidden_size, rows=config.positions, offset=config.position_offset
@@ -205,6 +226,10 @@ class _Decoder:
         self._norm("post_norm")
         self._feed_forward("h" if self.config.in_norms else self.stream, "t")
         self._out_norm("down_norm")
+        if self.config.layer_inputs:
+            self._sum("down_add")
+            self._layer_inputs(layer)
+            self._out_norm("input_out_norm")
 
     def _mix(self, layer: int, source: str, target: str) -> None:
         mixers = {"attention": self._attention, "conv": self._convolution, "delta": self._delta}
@@ -243,9 +268,27 @@ class _Decoder:
         self._add("delta", delta, x="convolved", gates="delta_in", y="recalled", **slots)
         self._matmul("delta_out", "recalled", target)
 
+    def _layer_inputs(self, layer: int) -> None:
+        """Add what a layer makes of its own inputs, in `t`."""
+        config, width = self.config, self.config.layer_inputs
+        eps = config.rms_norm_eps * config.hidden_size  # the product has a factor d^-0.5
+        gate = GatedInput(
+            d=width,
+            first=layer * width,
+            width=config.num_layers * width,
+            activation=config.activation,
+        )
+        self._matmul("input_in", "embedded", "input_in")
+        self._add("input_in_norm", RMSNorm(d=width, eps=eps), x="input_in", y="input_normed")
+        self._matmul("input_gate", self.stream, "input_gate")
+        ports = {"x": "input_gate", "residual": "input_normed", "inputs": "inputs"}
+        self._add("gated_input", gate, **ports, y="input_gated")
+        self._matmul("input_out", "input_gated", "t")
+
     def _attention(self, layer: int, source: str, target: str) -> None:
-        config = self.config
-        self._matmul("qkv", source, "qkv")
+        config = self.config.at(layer)
+        reads = config.reads(layer)
+        self._matmul("q_only" if reads else "qkv", source, "qkv")
         turned, rope = "qkv", rope_of(config, layer, self.capacity)
         if rope is not None:
             turned = "rotated"
@@ -262,6 +305,7 @@ class _Decoder:
             softcap=config.attention_softcap,
             kv=self.kv,
             sinks=config.sinks,
+            reads=reads,
         )
         self._add(
             "attention",
@@ -320,9 +364,11 @@ class _Decoder:
             self._add("shared_gate", gate, **slots)
 
     def _plain_feed_forward(self, source: str, target: str) -> None:
+        assert self.layer is not None
         self._matmul("gate_up", source, "gate_up")
         kind = GatedAct if self.config.gated else Act
-        activation = kind(f=self.config.intermediate_size, activation=self.config.activation)
+        f = self.config.at(self.layer).intermediate_size
+        activation = kind(f=f, activation=self.config.activation)
         self._add("activation", activation, x="gate_up", y="activated")
         self._matmul("down", "activated", target)
 
@@ -333,14 +379,25 @@ class _Decoder:
     def _norm(self, name: str) -> None:
         """Add to the residual stream, and norm the sum into `h`, if what follows is normed."""
         added = "added" if self.config.out_norms or self.config.parallel else "t"
-        before = self.shadowed or self.stream
-        self.shadowed, self.stream = None, "x2" if self.stream == "x" else "x"
         if name != "final_norm" and not self.config.in_norms:
-            add = Add(d=self.config.hidden_size)
-            self._add(name.replace("norm", "add"), add, x=before, residual=added, y=self.stream)
+            self._sum(name.replace("norm", "add"))
             return
+        before = self._next_stream()
         norm = self._norm_op(add=True)
         self._add(name, norm, x=before, residual=added, sum=self.stream, y="h")
+
+    def _sum(self, name: str, *, scaled: bool = False) -> None:
+        """Add to the residual stream, and norm nothing."""
+        added = "added" if self.config.out_norms or self.config.parallel else "t"
+        add = Add(d=self.config.hidden_size, scaled=scaled)
+        before = self._next_stream()
+        self._add(name, add, x=before, residual=added, y=self.stream)
+
+    def _next_stream(self) -> str:
+        """Return the slot of the residual stream; it goes on in another one."""
+        before = self.shadowed or self.stream
+        self.shadowed, self.stream = None, "x2" if self.stream == "x" else "x"
+        return before
 
     def _norm_op(self, *, add: bool = False) -> RMSNorm | LayerNorm:
         config = self.config
@@ -374,7 +431,7 @@ class _Decoder:
 
     def _add(self, name: str, op: Op, *, plan_op: OpName | None = None, **slots: str) -> None:
         full = name if self.layer is None else f"layer{self.layer}.{name}"
-        members = _members(name, self.config)
+        members = _members(name, self.config if self.layer is None else self.config.at(self.layer))
         self.built.append(
             Node(name=full, op=op, slots=slots, plan_op=plan_op, layer=self.layer, members=members)
         )
@@ -406,6 +463,21 @@ def _numbered_by_kind(nodes: Sequence[Node]) -> Iterator[Node]:
         else:
             members = tuple((f"{name}.{number}", start) for name, start in node.members)
             yield replace(node, plan_op=f"{node.plan_op}.{number}", members=members)
+
+
+def _of_one_shape(nodes: Sequence[Node]) -> list[Node]:
+    """Return the nodes with slots of one shape each: what is wider in some layers is numbered."""
+    shapes: dict[str, list[tuple[int, ...]]] = {}
+
+    def named(node: Node, port: str, slot: str) -> str:
+        known, shape = shapes.setdefault(slot, []), port_shape(node.op, port, 1)
+        if shape not in known:
+            known.append(shape)
+        number = 1 + known.index(shape)
+        return slot if number == 1 else f"{slot}.{number}"
+
+    renamed = [{port: named(x, port, slot) for port, slot in x.slots.items()} for x in nodes]
+    return [replace(node, slots=slots) for node, slots in zip(nodes, renamed, strict=True)]
 
 
 def _members(name: str, config: ModelConfig) -> tuple[tuple[OpName, int], ...]:

@@ -74,9 +74,11 @@ def block_vectors(
     names += ["o_norm", "down_norm"] if config.out_norms else []
     norms = _norms(config, names)
     if attends and config.qk_norm:
-        heads = (config.heads, config.kv_heads) if config.qk_norm_row else (1, 1)
-        sizes = zip(("q_norm", "k_norm"), heads, strict=True)
-        norms += [VectorShape(name, count * config.head_dim) for name, count in sizes]
+        own = config.at(layer)
+        heads = (own.heads, own.kv_heads) if config.qk_norm_row else (1, 1)
+        names = ["q_norm"] if config.reads(layer) else ["q_norm", "k_norm"]
+        sizes = zip(names, heads, strict=False)
+        norms += [VectorShape(name, count * own.head_dim) for name, count in sizes]
     if config.mixers[layer] == "delta":
         norms += _delta_vectors(config)
     if config.mixers[layer] == "conv":
@@ -85,6 +87,10 @@ def block_vectors(
     if attends and config.sinks:
         norms += [VectorShape("sinks", config.heads)]
     norms += _router_vectors(config, layer)
+    if config.layer_inputs:
+        norms += [VectorShape("input_in_norm", config.layer_inputs)]
+        norms += [VectorShape("input_out_norm", config.hidden_size)]
+    norms += [VectorShape("layer_scale", 1)] if config.layer_scale else []
     biases = [x for x in config.block_matmuls(layer) if x.bias]
     scales = [VectorShape(f"{x.name}_x_scale", 1) for x in block_matrices(config, layer)]
     return (
@@ -147,11 +153,15 @@ def _router_vectors(config: ModelConfig, layer: int) -> list[VectorShape]:
 
 
 def embedding_matrices(config: ModelConfig) -> tuple[MatrixShape, ...]:
-    """Return the embedding and, unless tied to it, the output head."""
+    """Return the embeddings, also those of the layers' inputs, and the output head unless tied."""
     embed = MatrixShape("embed", config.vocab_size, config.hidden_size)
-    if config.tie_word_embeddings:
-        return (embed,)
-    return (embed, MatrixShape("lm_head", config.vocab_size, config.hidden_size))
+    shapes = [embed]
+    if config.layer_inputs:
+        width = config.num_layers * config.layer_inputs
+        shapes.append(MatrixShape("embed_inputs", config.vocab_size, width))
+    if not config.tie_word_embeddings:
+        shapes.append(MatrixShape("lm_head", config.vocab_size, config.hidden_size))
+    return tuple(shapes)
 
 
 def total_bytes(config: ModelConfig, storage: StorageFormat) -> int:

@@ -34,14 +34,16 @@ class BlockWeights:
     """Weights of one transformer block (notation of `hetero.backends.ops`).
 
     `matrices` by the names of the block's matmuls: `qkv` [(H + 2G)·D, d]: rows of the query, key
-    and value weights in this order; `o` [d, H·D]; `gate_up` [2f, d]: rows of gate, then up ([f, d]:
-    up alone, without a gate); `down` [d, f]; of a short convolution `conv_in` [3d, d] and
-    `conv_out` [d, d]; of routed experts `experts_gate`, `experts_up` and `experts_down`, with the
-    rows of all of them.
+    and value weights in this order, or `q_only` [H·D, d] where keys and values are another layer's;
+    `o` [d, H·D]; `gate_up` [2f, d]: rows of gate, then up ([f, d]: up alone, without a gate);
+    `down` [d, f]; of a short convolution `conv_in` [3d, d] and `conv_out` [d, d]; of a layer's own
+    inputs `input_in`, `input_gate` and `input_out`; of routed experts `experts_gate`, `experts_up`
+    and `experts_down`, with the rows of all of them.
     `vectors` are float32 norms, biases and other numbers that the block has, by name:
     `input_norm`; `post_norm`, the norm before the feed-forward; `o_norm` and `down_norm`, which
-    follow the matmuls of these names; `qkv_bias`, …; `conv_taps` [L · d]; `router` [experts · d]. A
-    `qkv_x_scale` [1] is the step of the codes of that matmul's input, where the format has one.
+    follow the matmuls of these names; `layer_scale` [1], which multiplies the stream after the
+    block; `qkv_bias`, …; `conv_taps` [L · d]; `router` [experts · d]. A `qkv_x_scale` [1] is the
+    step of the codes of that matmul's input, where the format has one.
     `shadows` are hot channels by matmul, where calibration chose some; their columns are zero in
     every storage. `also` are the matrices in other storages, by name.
     """
@@ -82,8 +84,7 @@ class ModelWeights(ABC):
         self.config = config
         self.weight_format = weight_format
         self._blocks: dict[int, BlockWeights] = {}
-        self._embed: PackedWeight | None = None
-        self._lm_head: PackedWeight | None = None
+        self._outer: dict[str, PackedWeight] = {}
 
     @property
     def nbytes(self) -> int:
@@ -116,22 +117,24 @@ class ModelWeights(ABC):
 
     def embed(self) -> PackedWeight:
         """Return the token embeddings [vocab, d]."""
-        if self._embed is None:
-            self._embed = self._load_matrix("embed")
-        return self._embed
+        return self.outer_matrix("embed")
 
     def lm_head(self) -> PackedWeight:
         """Return the output head [vocab, d]; the embeddings themselves if tied."""
-        if self.config.tie_word_embeddings:
-            return self.embed()
-        if self._lm_head is None:
-            self._lm_head = self._load_matrix("lm_head")
-        return self._lm_head
+        return self.embed() if self.config.tie_word_embeddings else self.outer_matrix("lm_head")
+
+    def outer_matrix(self, name: str) -> PackedWeight:
+        """Return a matrix of `layout.embedding_matrices`."""
+        if name not in self._outer:
+            self._outer[name] = self._load_matrix(name)
+        return self._outer[name]
 
     def outer_weight(self, role: str, name: str) -> PackedWeight | Float32Array:
         """Return a weight outside of the blocks, by operation and name in `ops.weight_names`."""
-        if name == "weight" and role in ("embed", "lm_head"):
-            return self.embed() if role == "embed" else self.lm_head()
+        if name == "weight" and role == "lm_head":
+            return self.lm_head()
+        if name == "weight" and role.startswith("embed"):
+            return self.outer_matrix(role)
         return self.model_vector(f"{role}_{name}" if name in ("bias", "x_scale") else role)
 
     def head_in(self, storage: StorageFormat) -> PackedWeight:
@@ -172,7 +175,7 @@ class ModelWeights(ABC):
 
     def release_embeddings(self) -> None:
         """Drop embeddings and output head, as `release` drops a block."""
-        self._embed = self._lm_head = None
+        self._outer.clear()
 
     def prefetch(self) -> None:  # noqa: B027
         """Read mapped files ahead, before all weights are used in place."""
@@ -186,7 +189,7 @@ class ModelWeights(ABC):
 
     @abstractmethod
     def _load_matrix(self, name: str) -> PackedWeight:
-        """Make `embed` or `lm_head`."""
+        """Make a matrix of `layout.embedding_matrices`."""
 
 
 class DerivedWeights(ModelWeights):

@@ -13,6 +13,8 @@ _GRANITE: Final = {
     "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "attention_multiplier": 0.015625,
     "rope_theta": 1e7, "tie_word_embeddings": True,
 }  # fmt: skip
+_QWEN3: Final = {"rope_theta": 1e6, "tie_word_embeddings": True}
+_SMOLLM2: Final = {"rope_theta": 1e5, "tie_word_embeddings": True}
 _YARN: Final = {
     "rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 16384, "mscale": 1.0,
     "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1, "rope_theta": 1e6,
@@ -48,6 +50,14 @@ def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
 
 
 PUBLISHED: Final[dict[str, dict[str, Any]]] = {
+    "qwen3-1.7b": _model("qwen3", (2048, 6144, 28, 16, 8, 128, 151936), 40960, 1e-6, **_QWEN3),
+    "qwen3-4b": _model("qwen3", (2560, 9728, 36, 32, 8, 128, 151936), 40960, 1e-6, **_QWEN3),
+    "qwen3-8b": _model("qwen3", (4096, 12288, 36, 32, 8, 128, 151936), 40960, 1e-6, rope_theta=1e6),
+    "smollm2-135m": _model("llama", (576, 1536, 30, 9, 3, 64, 49152), 8192, 1e-5, **_SMOLLM2),
+    "smollm2-1.7b": _model("llama", (2048, 8192, 24, 32, 32, 64, 49152), 8192, 1e-5, **_SMOLLM2),
+    "falcon3-7b": _model(
+        "llama", (3072, 23040, 28, 12, 4, 256, 131072), 32768, 1e-6, rope_theta=1000042.0
+    ),
     "gemma-3-270m": _model(
         "gemma3_text", (640, 2048, 18, 4, 1, 256, 262144), 32768, 1e-6, sliding_window=512
     ),

@@ -244,7 +244,7 @@ def _matrices(weights: ModelWeights) -> Iterator[Iterator[npt.NDArray[Any]]]:
             yield matrix_arrays(block.matrix(shape.name))
         weights.release(index)
     for shape in embedding_matrices(weights.config):
-        yield matrix_arrays(weights.embed() if shape.name == "embed" else weights.lm_head())
+        yield matrix_arrays(weights.outer_matrix(shape.name))
     weights.release_embeddings()
 
 
@@ -257,10 +257,10 @@ def _parts(weights: ModelWeights) -> Iterator[Iterator[npt.NDArray[Any]]]:
     for index in range(config.num_layers):
         yield block_arrays(weights.block(index), config, storage, index)
         weights.release(index)
-    yield matrix_arrays(weights.embed())
-    if not config.tie_word_embeddings:
-        weights.release_embeddings()
-        yield matrix_arrays(weights.lm_head())
+    for i, shape in enumerate(embedding_matrices(config)):
+        if i:
+            weights.release_embeddings()
+        yield matrix_arrays(weights.outer_matrix(shape.name))
     vectors = model_vectors(config, storage)
     yield (np.asarray(weights.model_vector(x.name), dtype=np.float32) for x in vectors)
     weights.release_embeddings()

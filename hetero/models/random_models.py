@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hetero.backends.formats import GROUP_SIZE, INT8_STATIC, StorageFormat, WeightFormat
-from hetero.backends.ops import RopeScaling
+from hetero.backends.frequency_scaling import RopeScaling
 from hetero.backends.weights import ROW_BLOCK, Float32Array, PackedWeight
 from hetero.errors import ModelError
 from hetero.models.config import ModelConfig

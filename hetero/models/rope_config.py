@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any
 
-from hetero.backends.ops import RopeScaling
+from hetero.backends.frequency_scaling import RopeScaling
 from hetero.errors import ModelError
 from hetero.models.fields import Fields
 from hetero.models.sliding import FULL, SLIDING

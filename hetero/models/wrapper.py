@@ -15,6 +15,8 @@ from hetero.models.fields import Fields
 # `model_type` of a wrapper: those of the decoders that it may have.
 WRAPPERS: Final[Mapping[str, tuple[str, ...]]] = {
     "gemma3": ("gemma3_text",),
+    "gemma4": ("gemma4_text",),
+    "gemma4_unified": ("gemma4_unified_text",),
     "qwen3_5": ("qwen3_5_text",),
     "qwen3_5_moe": ("qwen3_5_moe_text",),
     "mistral3": ("ministral3", "mistral"),

@@ -33,7 +33,7 @@ class StepScores:
 
     def __init__(self, columns: int, layers: int) -> None:
         self._sums, self._layers, self._layers_seen = np.zeros(columns), layers, 0
-        self._added: dict[DeviceKind, Tensor] = {}
+        self._added: dict[tuple[DeviceKind, int], Tensor] = {}
 
     def begin(self) -> None:
         """Reset the sums for the next step."""
@@ -48,10 +48,10 @@ class StepScores:
 
     def on(self, kind: DeviceKind, device: Device, heads: int) -> Tensor:
         """Return the tensor that a device adds to, float32 [heads, columns]."""
-        if kind not in self._added:
+        if (kind, heads) not in self._added:
             shape = heads, len(self._sums)
-            self._added[kind] = Tensor(device.allocate(4 * heads * len(self._sums)), shape)
-        return self._added[kind]
+            self._added[kind, heads] = Tensor(device.allocate(4 * heads * len(self._sums)), shape)
+        return self._added[kind, heads]
 
     def end(self, chunks: int) -> npt.NDArray[Any] | None:
         """Return the means over layers of a step of `chunks` chunks.

@@ -60,14 +60,16 @@ def cache_layout(
     Where layers have windows and a step writes up to `written` tokens, those layers' caches have
     what such a step needs (None: all tokens).
     """
-    attending = [i for i, mixer in enumerate(config.mixers) if mixer == "attention"]
+    attending = config.cached_layers
+    sizes = [config.at(i) for i in attending]
     return CacheLayout(
         layers=len(attending),
-        states=_states(config) if len(attending) < config.num_layers else (),
+        states=_states(config) if set(config.mixers) != {"attention"} else (),
         kv_heads=config.kv_heads,
         capacity=capacity,
         head_dim=config.head_dim,
         kv=kv,
+        heads_of=tuple((x.kv_heads, x.head_dim) for x in sizes),
         sliding=Sliding.of([config.windows[i] for i in attending], capacity, written),
     )
 

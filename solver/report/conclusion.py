@@ -75,6 +75,13 @@ def _certainty(plan: Plan) -> str:
             "the chip is simulated from published timings of its parts "
             "(docs/reference/simulated-snapdragon.md); differences of a few percent say nothing"
         )
+    if plan.numbers == "fitted":
+        off = ", ".join(f"{100 * x:.0f} % in {phase}" for phase, x in plan.errors.items())
+        return (
+            "the chip is fitted to published rates of whole models "
+            "(docs/reference/fitted-chips.md); those of a model that was left out were predicted "
+            f"with a mean error of {off}"
+        )
     if plan.numbers == "emulated":
         return "predicted from times of an emulator, which say nothing of the chip's speed"
     if not plan.errors:

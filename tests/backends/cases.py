@@ -115,6 +115,8 @@ def _half_tolerance(op: Op) -> float:
             return CODES_TOLERANCE
         case ops.MatMul() if op.softcap:
             return HALF_TOLERANCE_CHAIN
+        case ops.Add(scaled=True):
+            return HALF_TOLERANCE_CHAIN
         case ops.MatMul() | ops.Embed() | ops.Add() | ops.AddPositions():
             return HALF_TOLERANCE
         case ops.Attention():
@@ -139,7 +141,7 @@ def floor(op: Op, device: Device) -> float:
     match op:
         case ops.MatMul():
             return op.k**0.5
-        case ops.Add() | ops.AddPositions() | ops.SigmoidGate():
+        case ops.Add() | ops.AddPositions() | ops.SigmoidGate() | ops.GatedInput():
             return 1.0  # a sigmoid, too, is rounded as a part of 1
         case _:
             return 0.0
@@ -194,6 +196,8 @@ def make_weights(op: Op, rng: np.random.Generator) -> dict[str, WeightValue]:  #
                 weights[name] = -values if name == "decay" else values - 2
             case ops.GatedDelta():
                 weights[name] = 1 + 0.3 * rng.standard_normal(op.v_dim, dtype=np.float32)
+            case ops.Add():
+                weights[name] = rng.standard_normal(1, dtype=np.float32)
             case ops.Attention() | ops.AttentionHeads():  # smaller and larger than any score
                 heads = op.attention.heads if isinstance(op, ops.AttentionHeads) else op.heads
                 weights[name] = 3 * rng.standard_normal(heads, dtype=np.float32)
@@ -262,7 +266,8 @@ def make_tensors(
             assert isinstance(op, ops.Embed)
             array[:] = rng.integers(0, op.vocab, len(array))
         elif port in CACHES:
-            known = position + (m if isinstance(op, ops.SumScores) else 0)
+            appended = isinstance(op, ops.SumScores) or getattr(op, "reads", False)
+            known = position + (m if appended else 0)
             random_rows(cache_rows(op, array), known, rng, keys=port == "k_cache")
         elif port in ADDED_PORTS:
             array[:] = rng.random(array.shape)

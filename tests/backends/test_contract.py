@@ -14,9 +14,10 @@ import pytest
 from hetero.backends import checks, ops
 from hetero.backends.errors import DeviceLostError
 from hetero.backends.formats import CacheFormat, StorageFormat, WeightFormat
+from hetero.backends.frequency_scaling import RopeScaling
 from hetero.backends.kv_rows import cache_rows
 from hetero.backends.memory import Tensor, new_tensor
-from hetero.backends.ops import OUTPUT_PORTS, STATE_PORTS, Op, RopeScaling
+from hetero.backends.ops import OUTPUT_PORTS, STATE_PORTS, Op
 from hetero.backends.optional import SupportsGroups, SupportsThreads
 from hetero.backends.protocol import FIXED_PORTS, BoundCall, Device
 from hetero.backends.weights import pack, stacked
@@ -735,6 +736,39 @@ def test_gated_act(device: Device, f: int, activation: ops.Activation) -> None:
 @pytest.mark.parametrize(("d", "first", "width"), [(1, 0, 1), (64, 64, 130), (172, 9, 181)])
 def test_sigmoid_gate(device: Device, d: int, first: int, width: int) -> None:
     check_op(device, ops.SigmoidGate(d=d, first=first, width=width), EDGE_TOKENS)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize(("d", "first", "width"), [(1, 0, 1), (16, 32, 64), (172, 9, 181)])
+def test_gated_input(
+    device: Device, d: int, first: int, width: int, activation: ops.Activation
+) -> None:
+    op = ops.GatedInput(d=d, first=first, width=width, activation=activation)
+    check_op(device, op, EDGE_TOKENS)
+
+
+def test_inputs_outside_of_their_columns_are_refused() -> None:
+    with pytest.raises(ValueError, match="8 inputs from column 9 on are not in 16 columns"):
+        ops.GatedInput(d=8, first=9, width=16)
+
+
+@pytest.mark.parametrize("d", [1, 172])
+def test_scaled_add(device: Device, d: int) -> None:
+    check_op(device, ops.Add(d=d, scaled=True), EDGE_TOKENS)
+
+
+@pytest.mark.parametrize("norm", [None, 1e-6])
+def test_rope_of_queries_alone(device: Device, norm: float | None) -> None:
+    check_op(device, replace(ROPE, kv_heads=0, qk_norm_eps=norm), (1, 2, 33))
+
+
+@pytest.mark.parametrize("kv", list(CacheFormat))
+@pytest.mark.parametrize(("head_dim", "window"), [(16, 0), (12, 0), (16, 9)])
+def test_attention_that_reads_the_caches_of_another_layer(
+    device: Device, head_dim: int, window: int, kv: CacheFormat
+) -> None:
+    op = replace(ATTENTION, head_dim=head_dim, window=window, kv=kv, reads=True, scale=1.0)
+    check_op(device, op, (1, 2, 33))
 
 
 @pytest.mark.parametrize("d", [1, 64, 173])

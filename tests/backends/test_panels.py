@@ -33,6 +33,8 @@ OPERATIONS: list[Op] = [
     dataclasses.replace(ROPE, head_dim=24, qk_norm_eps=1e-6, gated=True),
     ops.GatedAct(f=90),
     ops.SigmoidGate(d=90, first=33, width=130),
+    ops.GatedInput(d=90, first=33, width=130),
+    ops.Add(d=90, scaled=True),
     ops.GatedAdd(d=90),
     ops.GatedDelta(k_heads=1, v_heads=2, k_dim=16, v_dim=32, eps=1e-6, width=90),
     ops.ShortConv(d=33, taps=3, gated=True),

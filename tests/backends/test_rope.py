@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from hetero.backends import rope_tables
-from hetero.backends.ops import Rope, RopeScaling
+from hetero.backends.frequency_scaling import RopeScaling
+from hetero.backends.ops import Rope
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -18,6 +18,7 @@ import pytest
 
 from hetero import LLM, Service
 from tests.support import tiny_files
+from tests.support.checkpoints import CASES, make_checkpoint
 
 KILLS = int(os.environ.get("HETERO_KILLS", "4"))
 LONGEST_S = 0.25  # a few rounds of the child's loop: calls, swap-out, compaction, delete, fork
@@ -58,9 +59,14 @@ for i in itertools.count():
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL")
-def test_nothing_acknowledged_is_lost(tmp_path: Path) -> None:
+@pytest.mark.parametrize("states", [False, True])
+def test_nothing_acknowledged_is_lost(states: bool, tmp_path: Path) -> None:
+    """Also of a model with states, whose snapshots are among the files."""
     chance = random.Random(5)
-    tiny_files.write_directory(tmp_path / "model")
+    if states:
+        make_checkpoint(next(x for x in CASES if x.name == "lfm2"), tmp_path / "model")
+    else:
+        tiny_files.write_directory(tmp_path / "model")
     texts: dict[str, list[int]] = {}
     seen = 0
     with LLM(str(tmp_path / "model"), device="npu") as llm:

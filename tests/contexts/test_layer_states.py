@@ -13,7 +13,6 @@ import pytest
 
 from hetero import LLM, ModelError, UserError
 from hetero.backends.memory import HostBuffer
-from hetero.contexts.service import Service
 from hetero.errors import FallbackWarning
 from hetero.runtime.engine import Engine
 from hetero.runtime.kv.layer_states import States, copies_of
@@ -121,23 +120,6 @@ def test_several_answers_to_one_prompt(llm: LLM) -> None:
 
 
 @pytest.mark.few(1)
-def test_kept_contexts_are_computed_again(llm: LLM, tmp_path: Path) -> None:
-    """Chunks on the disk have no states."""
-    with Service(llm, directory=tmp_path, context_memory="8MiB", context_disk="64MiB") as service:
-        app = service.bind("a")
-        contexts = [app.new_context(chat=False) for _ in range(2)]
-        for turn in range(3):
-            for i, context in enumerate(contexts):
-                before = list(context.tokens)
-                found = context.call(f"{turn} of {i}, and so on", max_tokens=5)
-                text = list(context.tokens)
-                fresh = llm.new_context()
-                asked = text[: len(text) - len(found.tokens)]
-                assert asked[: len(before)] == before
-                assert llm.generate(asked, max_tokens=5, context=fresh).tokens == found.tokens
-                fresh.close()
-
-
 def test_a_shift_is_refused(llm: LLM) -> None:
     context = llm.new_context()
     llm.generate(PROMPT, max_tokens=2, context=context)

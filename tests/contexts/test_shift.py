@@ -12,8 +12,9 @@ import pytest
 
 from hetero import LLM, UserError
 from hetero.backends.formats import CacheFormat
+from hetero.backends.frequency_scaling import RopeScaling
 from hetero.backends.memory import HostBuffer
-from hetero.backends.ops import Rope, RopeScaling
+from hetero.backends.ops import Rope
 from hetero.backends.rope_tables import tables
 from hetero.runtime.kv.kv_cache import CacheLayout, KvCache
 from hetero.runtime.kv.shift import forget, turned_back

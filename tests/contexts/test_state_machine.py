@@ -18,7 +18,7 @@ from hetero import Context, UserError
 from hetero.runtime.engine import ContextFullError, Engine
 from hetero.runtime.kv.layer_states import UNKNOWN
 from tests.runtime.test_faults import make_engine
-from tests.support.checkpoints import CASES, make_checkpoint, relative_error
+from tests.support.checkpoints import CASES, GEMMA4, make_checkpoint, relative_error
 from tests.support.selection import examples
 
 ROOM = 5  # contexts within the budget, with the twin's
@@ -169,12 +169,12 @@ class Contexts(RuleBasedStateMachine):
 
 @pytest.mark.few(1)
 @pytest.mark.hypothesis
-@pytest.mark.parametrize("kind", ["llama-tied", "lfm2", "qwen3.5"])
+@pytest.mark.parametrize("kind", ["llama-tied", "lfm2", "qwen3.5", "gemma4"])
 def test_any_order_of_operations(kind: str, tmp_path: Path) -> None:
     """Also of a model some of whose layers have a state, which cannot be cut at a token."""
     global engine, twin  # noqa: PLW0603, a machine takes no arguments
     folder = tmp_path
-    make_checkpoint(next(x for x in CASES if x.name == kind), folder)
+    make_checkpoint(next(x for x in (*CASES, GEMMA4) if x.name == kind), folder)
     with make_engine(folder) as free:
         needs = free.memory
     budget = needs.total_bytes + (ROOM - 1) * needs.context_bytes

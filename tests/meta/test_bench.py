@@ -41,6 +41,7 @@ BRIEFLY = {
     "paper.py graph-life --shapes 64x64 -m 32": "| 64x64 | 32 |",
     "starts.py demo --later 1 -n 2": "| later |",
     "paper.py fit --check": "files are up to date",
+    "chips.py --check": "files are up to date",
     "paper.py limits --models llama-3.2-1b -p 64": "| llama-3.2-1b | weights once, one domain |",
     "paper.py orders --shapes 64x64 -m 32": "| 64 × 64 | 32 | input |",
     "ablations.py decode demo -n 1 -r 2": "| signals |",

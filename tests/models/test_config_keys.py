@@ -19,8 +19,11 @@ CLASSES = {
     x.name: x.class_name.replace("ForCausalLM", "Config")
     for x in ARCHITECTURES.values()
     if x.name not in ("internlm2", "minicpm")
-} | {"gemma3_text": "Gemma3TextConfig", "qwen3_5_text": "Qwen3_5TextConfig",
-     "qwen3_5_moe_text": "Qwen3_5MoeTextConfig"}  # fmt: skip
+} | {
+    "gemma3_text": "Gemma3TextConfig", "gemma4_text": "Gemma4TextConfig",
+    "gemma4_unified_text": "Gemma4UnifiedTextConfig", "qwen3_5_text": "Qwen3_5TextConfig",
+    "qwen3_5_moe_text": "Qwen3_5MoeTextConfig",
+}  # fmt: skip
 
 USED = {
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -38,6 +41,10 @@ HARMLESS = {
     "problem_type", "return_dict", "transformers_version",
 }  # fmt: skip
 SCALES = {"embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"}
+GEMMA4 = {
+    "attention_bias", "attention_k_eq_v", "final_logit_softcapping", "layer_types",
+    "num_kv_shared_layers", "per_layer_config", "sliding_window", "use_double_wide_mlp",
+}  # fmt: skip
 OWN = {
     "llama": {"attention_bias", "mlp_bias"},
     "mistral": {"sliding_window"},
@@ -57,6 +64,12 @@ OWN = {
                     "attn_logit_softcapping", "final_logit_softcapping", "sliding_window_pattern",
                     "rope_local_base_freq",
                     "_sliding_window_pattern"},  # what layer_types was made of
+    "gemma4_text": {
+        *GEMMA4, "hidden_size_per_layer_input", "vocab_size_per_layer_input",
+        # of experts, which are refused
+        "enable_moe_block", "top_k_experts", "moe_intermediate_size",
+    },
+    "gemma4_unified_text": GEMMA4,
     "qwen3_5_text": {"attention_bias", "layer_types", "linear_conv_kernel_dim",
                      "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads",
                      "linear_num_value_heads"},

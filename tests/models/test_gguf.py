@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 from hetero import LLM
 from hetero.backends.formats import StorageFormat
-from hetero.backends.ops import RopeScaling
+from hetero.backends.frequency_scaling import RopeScaling
 from hetero.backends.rope_tables import attention_factor, inverse_frequencies
 from hetero.models import DEMO_DIRECTORY, LoadedModel, open_model
 from hetero.models.gguf import GgufFile, GgufWeights, kinds

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero.backends.ops import RopeScaling
+from hetero.backends.frequency_scaling import RopeScaling
 from hetero.backends.rope_tables import attention_factor, inverse_frequencies
 from hetero.errors import ModelError
 from hetero.models.architectures import ARCHITECTURES

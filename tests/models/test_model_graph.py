@@ -10,6 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from hetero.backends.formats import WeightFormat
+from hetero.backends.frequency_scaling import RopeScaling
 from hetero.backends.ops import (
     Add,
     Attention,
@@ -19,7 +20,6 @@ from hetero.backends.ops import (
     Op,
     RMSNorm,
     Rope,
-    RopeScaling,
 )
 from hetero.backends.rope_tables import tables
 from hetero.models import model_spec

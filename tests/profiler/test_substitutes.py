@@ -19,6 +19,7 @@ from hetero.backends.ops import (
     GatedAct,
     GatedAdd,
     GatedDelta,
+    GatedInput,
     LayerNorm,
     Op,
     RMSNorm,
@@ -49,6 +50,7 @@ RECORDS: dict[str, Op] = {
     "AddPositions": AddPositions(d=WIDTH, rows=512),
     "GatedAdd": GatedAdd(d=WIDTH),
     "SigmoidGate": SigmoidGate(d=WIDTH, first=0, width=WIDTH),
+    "GatedInput": GatedInput(d=WIDTH, first=0, width=WIDTH),
     "ShortConv": ShortConv(d=WIDTH, taps=4, activation="silu"),
     "ShortConv+gated": ShortConv(d=WIDTH, taps=3, gated=True),
 }

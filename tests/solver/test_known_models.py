@@ -14,6 +14,7 @@ from hetero.profiler.cost import CostModel
 from hetero.profiler.model_graph import Node
 from hetero.profiler.non_matmul_ops import BLOCKS, graph_ops, reference_ops
 from hetero.profiler.predict import op_name
+from hetero.profiler.profile_files import shipped_names
 from hetero.profiler.records import DeviceProfile
 from hetero.profiler.substitutes import SUBSTITUTES
 from hetero.solver import residency
@@ -28,7 +29,7 @@ from hetero.solver.strategy_plans import strategy_plan
 from hetero.solver.weight_memory import Limits
 from tests.support.helpers import Command
 
-PROFILES = ("host", "host-amx", "host-avx2", "snapdragon-8-gen-3", "snapdragon-8-gen-3-strong-npu")
+PROFILES = shipped_names()
 LENGTHS = (64, 135, 256, 1024)
 # Seconds of prompts of these lengths and of a decoding step, as they were before blocks were
 # graphs: what is derived from nodes is what was written down for a Llama's block. Of the simulated
@@ -63,7 +64,7 @@ def without_shared_heads(found: DeviceProfile) -> DeviceProfile:
 
 
 @pytest.mark.few(8)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("profile", PROFILES)
 @pytest.mark.parametrize("name", KNOWN_MODELS)
 def test_every_known_model_is_planned_on_every_shipped_profile(name: str, profile: str) -> None:

@@ -41,6 +41,7 @@ TINY = {
 # Configurations of families whose name is that of a model of text and pictures.
 CONFIGS = {
     "Gemma3": "Gemma3TextConfig",
+    "Gemma4": "Gemma4TextConfig",
     "Qwen3_5": "Qwen3_5TextConfig",
     "Qwen3_5Moe": "Qwen3_5MoeTextConfig",
 }
@@ -141,6 +142,24 @@ CASES = (
 )  # fmt: skip
 
 
+GEMMA4 = Case(
+    "gemma4",
+    "Gemma4",
+    {
+        "num_hidden_layers": 5,
+        "layer_types": ["sliding_attention", "full_attention"] * 2 + ["full_attention"],
+        "sliding_window": 24,
+        "head_dim": 8,
+        "global_head_dim": 16,
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 16,
+        "vocab_size_per_layer_input": 263,
+        "pad_token_id": 0,
+    },
+)
+
+
 def make_checkpoint(
     case: Case, folder: Path, *, dtype: torch.dtype = torch.float32, spread: float = HARD
 ) -> Any:
@@ -163,6 +182,9 @@ def make_checkpoint(
                 embedding = spread * config.hidden_size**0.5  # of one feature
                 gain = embedding / (2 * config.num_hidden_layers) ** 0.5
                 parameter.copy_((1 + parameter) * gain - 1)
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.copy_(0.7 + 0.6 * torch.rand_like(buffer))
     model.to(dtype).save_pretrained(folder)
     if case.rewritten:
         rewrite_as_internlm2(folder)

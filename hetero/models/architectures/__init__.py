@@ -9,6 +9,7 @@ from hetero.models.architectures.exaone4 import EXAONE4
 from hetero.models.architectures.gemma import GEMMA
 from hetero.models.architectures.gemma2 import GEMMA2
 from hetero.models.architectures.gemma3 import GEMMA3
+from hetero.models.architectures.gemma4 import GEMMA4, GEMMA4_UNIFIED
 from hetero.models.architectures.glm4 import GLM4
 from hetero.models.architectures.gpt_oss import GPT_OSS
 from hetero.models.architectures.granite import GRANITE, GRANITE_HYBRID, MINICPM
@@ -33,8 +34,8 @@ from hetero.models.architectures.smollm3 import SMOLLM3
 __all__ = ["ARCHITECTURES", "Architecture", "TensorNames"]
 
 _ALL = (
-    LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, INTERNLM2, GEMMA, GEMMA2, GEMMA3, PHI, PHI3, OPT,
-    GRANITE, GRANITE_HYBRID, MINICPM, SMOLLM3, MINISTRAL3, OLMO2, OLMO3, EXAONE4, GLM4, ERNIE4_5,
-    HUNYUAN, COHERE2, LFM2, LFM2_MOE, QWEN3_5, QWEN3_5_MOE, GPT_OSS,
+    LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, INTERNLM2, GEMMA, GEMMA2, GEMMA3, GEMMA4,
+    GEMMA4_UNIFIED, PHI, PHI3, OPT, GRANITE, GRANITE_HYBRID, MINICPM, SMOLLM3, MINISTRAL3, OLMO2,
+    OLMO3, EXAONE4, GLM4, ERNIE4_5, HUNYUAN, COHERE2, LFM2, LFM2_MOE, QWEN3_5, QWEN3_5_MOE, GPT_OSS,
 )  # fmt: skip
 ARCHITECTURES: dict[str, Architecture] = {x.name: x for x in _ALL}

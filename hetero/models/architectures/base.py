@@ -12,6 +12,7 @@ import numpy.typing as npt
 from hetero.models.delta_net import DeltaNet
 from hetero.models.expert_config import ExpertConfig
 from hetero.models.fields import Fields, is_number
+from hetero.models.layer_sizes import LayerSizes
 from hetero.models.sliding import FULL, SLIDING
 from hetero.models.stacked_experts import Stacked
 
@@ -77,6 +78,16 @@ class Decoder(Protocol):
     def positions(self) -> int: ...
     @property
     def experts(self) -> ExpertConfig | None: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def layer_sizes(self) -> tuple[LayerSizes, ...]: ...
+    @property
+    def kv_source(self) -> tuple[int, ...]: ...
+    @property
+    def keys_are_values(self) -> bool: ...
+    @property
+    def layer_inputs(self) -> int: ...
 
 
 # From the fields of config.json and the number of layers to parameters of `ModelConfig`.
@@ -94,7 +105,8 @@ class TensorNames:
     `matmuls` are the modules whose rows, one after the other, are the rows of our fused weight;
     `vectors` the modules of a block's norms; `parameters` tensors that are not a module's weight or
     bias; `experts` the modules of the experts' matrices, with `{}` for an expert's number;
-    `model_modules` those outside of the blocks. `.weight` and `.bias` are appended to modules.
+    `model_modules` those outside of the blocks; `shared` modules outside of them whose rows, or
+    whose one vector, all blocks share. `.weight` and `.bias` are appended to modules.
     `block` is the prefix of a block. `stacked` are the experts' matrices in tensors of all experts,
     which a checkpoint may have instead.
     """
@@ -119,6 +131,7 @@ class TensorNames:
     experts: Mapping[str, str] = field(default_factory=dict)
     stacked: Mapping[str, Stacked] = field(default_factory=dict)
     parameters: Mapping[str, str] = field(default_factory=dict)
+    shared: Mapping[str, str] = field(default_factory=dict)
     model_modules: Mapping[str, str] = field(
         default_factory=lambda: {
             "embed": "model.embed_tokens",
@@ -148,6 +161,7 @@ class Architecture:
     quantised         methods of `quantization_config` whose tensors are read
     norm_offset       added to every norm's weight when it is read
     norm_bias         whether a LayerNorm has a bias
+    ropes             `rope_parameters` where config.json has none
     theta             base period of the rotary embedding where config.json gives none
     local_theta       that of layers with a sliding window, whose embedding is never scaled by
                       `rope_scaling`; None: all layers have one embedding
@@ -175,6 +189,7 @@ class Architecture:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     quantised: tuple[str, ...] = ()
     norm_bias: bool = True
+    ropes: Mapping[str, Any] = field(default_factory=dict)
     theta: float = 10000.0
     local_theta: float | None = None
 

@@ -22,7 +22,7 @@ from hetero.models.architectures.gemma import gemma_fields
 from hetero.models.fields import Fields
 
 
-def _cap(source: Fields, name: str, default: float) -> float:
+def cap(source: Fields, name: str, default: float) -> float:
     """Return a soft cap; null is none."""
     if name in source.raw and source.raw[name] is None:
         return 0.0
@@ -38,8 +38,8 @@ def gemma2_numbers(source: Fields, caps: tuple[float, float]) -> dict[str, Any]:
     return {
         "out_norms": True,
         "attention_scale": source.positive_float("query_pre_attn_scalar", 256.0) ** -0.5,
-        "attention_softcap": _cap(source, "attn_logit_softcapping", scores),
-        "logit_softcap": _cap(source, "final_logit_softcapping", logits),
+        "attention_softcap": cap(source, "attn_logit_softcapping", scores),
+        "logit_softcap": cap(source, "final_logit_softcapping", logits),
     }
 
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from hetero.backends.ops import SWIGLU_ALPHA, SWIGLU_LIMIT, RopeScaling
+from hetero.backends.frequency_scaling import RopeScaling
+from hetero.backends.ops import SWIGLU_ALPHA, SWIGLU_LIMIT
 from hetero.models.architectures.base import (
     Architecture,
     Decoder,

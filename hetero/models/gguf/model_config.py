@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from hetero.backends.ops import RopeScaling
+from hetero.backends.frequency_scaling import RopeScaling
 from hetero.backends.rope_tables import inverse_frequencies
 from hetero.errors import ModelError
 from hetero.models.config import ModelConfig

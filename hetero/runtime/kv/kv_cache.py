@@ -44,8 +44,9 @@ class CacheLayout:
     """The shape of every cache of a model.
 
     `capacity` is in tokens, padding of calls included; layers that `sliding` names have room for
-    its `rows`. `layers` have keys and values; `states` are the slots of all others, with their
-    shapes (float32).
+    its `rows`. `layers` have keys and values, in `kv_heads` heads of `head_dim`, or where they
+    differ from layer to layer in those of `heads_of`; `states` are the slots of all others, with
+    their shapes (float32).
     """
 
     layers: int
@@ -55,6 +56,20 @@ class CacheLayout:
     kv: CacheFormat = CacheFormat.F32
     sliding: Sliding | None = None
     states: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    heads_of: tuple[tuple[int, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        if {*self.heads_of} <= {(self.kv_heads, self.head_dim)}:
+            object.__setattr__(self, "heads_of", ())
+
+    @property
+    def alike(self) -> bool:
+        """Return whether all layers have equally many heads of one size."""
+        return not self.heads_of
+
+    def heads(self, layer: int) -> tuple[int, int]:
+        """Return a layer's heads, and their size."""
+        return self.heads_of[layer] if self.heads_of else (self.kv_heads, self.head_dim)
 
     @property
     def slots(self) -> tuple[str, ...]:
@@ -95,7 +110,8 @@ class CacheLayout:
 
     def shape(self, layer: int) -> tuple[int, int, int]:
         """Return the shape of a layer's tensors."""
-        return self.kv.shape(self.kv_heads, self.rows(layer), self.head_dim)
+        heads, size = self.heads(layer)
+        return self.kv.shape(heads, self.rows(layer), size)
 
     def slot_bytes(self, layer: int) -> int:
         """Return the address space of one of a layer's tensors: whole pages."""
@@ -182,7 +198,7 @@ class KvCache:
     def rows(self, index: int) -> tuple[CacheRows, CacheRows]:
         """Return the keys and values of a layer as `CacheRows`. Raises as `layer` does."""
         keys, values = (
-            CacheRows(x, self.layout.kv, self.layout.head_dim) for x in self.layer(index)
+            CacheRows(x, self.layout.kv, self.layout.heads(index)[1]) for x in self.layer(index)
         )
         return keys, values
 
@@ -319,13 +335,13 @@ class KvCache:
     # --- channels and tokens ----------------------------------------------------------------
 
     @property
-    def channels(self) -> Array | None:
-        """Return the scales of coded keys' channels [layers, kv_heads, head_dim]."""
+    def channels(self) -> list[Array] | None:
+        """Return the scales of coded keys' channels, [kv_heads, head_dim] of each layer."""
         if not self.layout.kv.coded:
             return None
-        return np.stack([self.rows(i)[0].channels for i in range(self.layout.layers)])
+        return [self.rows(i)[0].channels for i in range(self.layout.layers)]
 
-    def scale_by(self, channels: Array | None) -> None:
+    def scale_by(self, channels: Sequence[Array] | Array | None) -> None:
         """Set the scales for coming tokens; there are none yet. None: unchanged."""
         if channels is not None and self.layout.kv.coded:
             for index in range(self.layout.layers):
@@ -333,32 +349,39 @@ class KvCache:
                 self.wrote_channels(index)
 
     def read(self, start: int, stop: int) -> Array:
-        """Return a copy of tokens [start, stop).
+        """Return a copy of tokens [start, stop) where layers are alike.
 
         float32 [layers, 2 (k and v), kv_heads, tokens, dim].
         """
+        return np.stack(self.read_layers(start, stop))
+
+    def read_layers(self, start: int, stop: int) -> list[Array]:
+        """Return a copy of tokens [start, stop), float32 [2, kv_heads, tokens, dim] by layer."""
         self._check(start, stop)
-        tokens = np.empty((self.layout.layers, 2, *self._part(stop - start)), np.float32)
+        layers = []
         for index in range(self.layout.layers):
             _, base = self.resident(index)
-            for into, rows in zip(tokens[index], self.rows(index), strict=True):
-                into[:] = rows.read(start - base, stop - base)
-        return tokens
+            part = [rows.read(start - base, stop - base) for rows in self.rows(index)]
+            layers.append(np.array(part, np.float32))
+        return layers
 
-    def write(self, start: int, values: Array) -> None:
-        """Write what `read` returned, from token `start` on.
+    def write(self, start: int, values: Sequence[Array] | Array) -> None:
+        """Write what `read` or `read_layers` returned, from token `start` on.
 
         Raises `ValueError` for another shape.
         """
-        wanted = (self.layout.layers, 2, *self._part(values.shape[3] if values.ndim == 5 else 0))
-        if values.shape != wanted:
-            raise ValueError(f"a part of this cache has the shape {wanted}, got {values.shape}")
-        self._check(start, start + values.shape[3])
+        shapes = [x.shape for x in values]
+        tokens = shapes[0][2] if shapes and len(shapes[0]) == 4 else 0
+        heads = map(self.layout.heads, range(self.layout.layers))
+        wanted = [(2, count, tokens, size) for count, size in heads]
+        if shapes != wanted:
+            raise ValueError(f"a part of this cache has the shapes {wanted}, got {shapes}")
+        self._check(start, start + tokens)
         for index in range(self.layout.layers):
             _, base = self.resident(index)
             for rows, part in zip(self.rows(index), values[index], strict=True):
                 rows.write(start - base, part)
-            self.wrote(index, start, start + values.shape[3])
+            self.wrote(index, start, start + tokens)
 
     def copy_from(self, other: KvCache, tokens: int) -> None:
         """Copy only the first tokens of another cache of the same model, whatever its capacity.
@@ -376,9 +399,6 @@ class KvCache:
         other._share_states()
         self.states.copy_from(other.states)
         self._wrote_states()
-
-    def _part(self, tokens: int) -> tuple[int, int, int]:
-        return self.layout.kv_heads, tokens, self.layout.head_dim
 
     def _check(self, start: int, stop: int) -> None:
         """Raise `ValueError` for tokens that have no room, or no rows any more."""

@@ -31,6 +31,13 @@ def copies_of(nbytes: int) -> int:
     return min(max(COPIES_BYTES // nbytes, FEWEST_COPIES), MOST_COPIES)
 
 
+def crowded(positions: Sequence[int]) -> int:
+    """Return the one of several rising positions whose neighbours are closest, but not the last."""
+    places = (0, *positions)
+    gaps = {b: c - a for a, b, c in zip(places, places[1:], places[2:], strict=False)}
+    return min(gaps, key=gaps.__getitem__)
+
+
 class States:
     """The states of one context, in memory that `allocate` gives, with up to `copies` copies.
 
@@ -67,9 +74,11 @@ class States:
             return
         self._copies[self.at] = [x.array.copy() for x in self.tensors.values()]
         if len(self._copies) > self._most:
-            places = (0, *self.kept)
-            gaps = {b: c - a for a, b, c in zip(places, places[1:], places[2:], strict=False)}
-            del self._copies[min(gaps, key=gaps.__getitem__)]
+            del self._copies[crowded(self.kept)]
+
+    def copy(self, position: int) -> list[Array]:
+        """Return the copy at a position, to be read only; an empty list without one."""
+        return self._copies.get(position, [])
 
     def restore(self, position: int) -> int:
         """Restore the last states up to `position`, drop those after it, and return where it is."""

@@ -79,11 +79,12 @@ class Session:
 
     def restore(self, cache: KvCache) -> None:
         """Copy the keys and values into a cache."""
-        kv, size = _format_of(self.file), cache.layout.head_dim
+        kv = _format_of(self.file)
         cache.begin(self.first, self.cached)
         for layer in range(cache.layout.layers):
             low, base = cache.resident(layer)
             start = self.first if cache.layout.windowed(layer) else 0
+            size = cache.layout.heads(layer)[1]
             for kind, into in zip("kv", cache.rows(layer), strict=True):
                 source = CacheRows(self.file.array(f"{kind}.{layer}"), kv, size)
                 if kv.coded and cache.layout.kv.coded:
@@ -243,7 +244,8 @@ def _check_shapes(path: Path, file: SafetensorsFile, cache: KvCache) -> tuple[in
     expected: dict[str, tuple[str, tuple[int, ...]]] = {"tokens": ("I32", (count,))}
     expected |= {"first": ("I32", (1,))} if slid else {}
     for layer, start in enumerate(starts):
-        shape = kv.shape(layout.kv_heads, cached - start, layout.head_dim)
+        heads, size = layout.heads(layer)
+        shape = kv.shape(heads, cached - start, size)
         expected |= {f"{kind}.{layer}": (dtype, shape) for kind in "kv"}
     for name, (_, state) in zip(_state_names(cache), layout.states, strict=True):
         expected[name] = ("F32", state)

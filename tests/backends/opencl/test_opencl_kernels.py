@@ -11,6 +11,7 @@ import pytest
 
 from hetero.backends import ops
 from hetero.backends.formats import WeightFormat
+from hetero.backends.frequency_scaling import RopeScaling
 from hetero.backends.memory import Tensor
 from hetero.backends.opencl.device import OpenCLDevice
 from hetero.backends.weights import pack
@@ -133,7 +134,7 @@ ROPES = {
     },
     "yarn": {
         "heads": 2, "kv_heads": 1, "head_dim": 32,
-        "scaling": ops.RopeScaling(kind="yarn", factor=4.0, original_max_position=64),
+        "scaling": RopeScaling(kind="yarn", factor=4.0, original_max_position=64),
     },
 }  # fmt: skip
 
