@@ -42,7 +42,7 @@ SPLIT_PAYS_UP_TO = 16  # tokens; measured, see `open`
 SPLIT_CHUNK = 64  # tokens; longer chunks are no faster and their planes take more memory
 
 
-# Graphs of operations whose weights are vectors at most, by their records.
+# Graphs of operations, by their records.
 _PLAIN: Final[Mapping[type[Op], Callable[[Any], bytes]]] = {
     ops.SigmoidGate: graphs.sigmoid_gate,
     ops.GatedInput: graphs.gated_input,

@@ -290,7 +290,7 @@ class GgufWeights(ModelWeights):
             raise ModelError(
                 f"{path}: tensor {missing[0]} is missing{_more(missing)}; download the file again"
             )
-        others = {*self._read_before(), *_further(self.file, self.config.num_layers)}
+        others = {*self._read_before(), *_left_out(self.file, self.config.num_layers)}
         unknown = [x for x in tensors if x not in expected and x not in others]
         if unknown:
             raise ModelError(
@@ -368,6 +368,19 @@ class GgufWeights(ModelWeights):
         return [(module, n // len(modules)) for module in modules]
 
 
+def _left_out(file: GgufFile, layers: int) -> tuple[str, ...]:
+    """Return the tensors of blocks behind the model's, which predict more tokens."""
+    count = file.metadata.get(f"{file.metadata['general.architecture']}.block_count")
+    blocks = [f"blk.{i}." for i in range(layers, count if isinstance(count, int) else layers)]
+    names = tuple(name for name in file.tensors if name.startswith(tuple(blocks)))
+    if names:
+        notify_once(
+            f"{file.path}: the blocks behind the {layers} layers, which predict further "
+            f"tokens, are left out ({len(names)} tensors)"
+        )
+    return names
+
+
 def _expert_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
     """Return the tensors of a layer's routed experts.
 
@@ -390,19 +403,6 @@ def _named(names: dict[str, str], vector: str) -> tuple[str, str]:
     if vector.endswith("_bias"):
         return names[vector.removesuffix("_bias")], "bias"
     return names[vector], "weight"
-
-
-def _further(file: GgufFile, layers: int) -> tuple[str, ...]:
-    """Return the tensors of blocks behind the model's, which are left out."""
-    count = file.metadata.get(f"{file.metadata['general.architecture']}.block_count")
-    blocks = [f"blk.{i}." for i in range(layers, count if isinstance(count, int) else layers)]
-    names = tuple(name for name in file.tensors if name.startswith(tuple(blocks)))
-    if names:
-        notify_once(
-            f"{file.path}: the blocks behind the {layers} layers, which predict further tokens, "
-            f"are left out ({len(names)} tensors)"
-        )
-    return names
 
 
 def _more(names: list[str]) -> str:
