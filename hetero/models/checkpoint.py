@@ -270,16 +270,16 @@ class CheckpointWeights(ModelWeights):
         return values + np.float32(self._architecture.norm_offset) if norm else values
 
 
+def input_norm(weight: Float32Array) -> Float32Array:
+    """Return the weight of the norm of a layer's inputs: their sum with another has the factor."""
+    return weight * np.float32(0.5**0.5)
+
+
 def has_mxfp4(directory: Path) -> bool:
     """Return whether a checkpoint says that it has matrices in MXFP4."""
     path = directory / "config.json"
     config = read_json_object(path).get("quantization_config") if path.is_file() else None
     return isinstance(config, dict) and config.get("quant_method") == "mxfp4"
-
-
-def input_norm(weight: Float32Array) -> Float32Array:
-    """Return the weight of the norm of a layer's inputs: their sum with another has the factor."""
-    return weight * np.float32(0.5**0.5)
 
 
 def matrix_modules(config: ModelConfig, layer: int, name: str) -> Sequence[str]:

@@ -99,9 +99,11 @@ INLINE void relate(chunk_t *chunk, const token_t *tokens, __global const float *
     }
     UNROLL for (int r = 0; r < QUAD; r++) {
       const token_t token = tokens[first + r];
-      VSTORE(VLOAD(chunk->left) * token.kept, chunk->left);
+      const vfloat before = VLOAD(chunk->left) * token.kept;
+      VSTORE(FORGET(before), chunk->left);
       chunk->left[first + r] = 1.0f;
-      chunk->kept[first + r] = kept *= token.kept;
+      kept *= token.kept;
+      chunk->kept[first + r] = kept = FORGET(kept);
       const vfloat left = VLOAD(chunk->left);
       VSTORE(by_k[r] * left * (token.beta * token.by_key), chunk->by_keys[first + r]);
       VSTORE(by_q[r] * left * token.by_query, chunk->by_queries[first + r]);

@@ -96,7 +96,8 @@ def test_gated_delta(
     variant: OpenCLDevice, rng: np.random.Generator, k_dim: int, v_dim: int, m: int, position: int
 ) -> None:
     op = ops.GatedDelta(k_heads=2, v_heads=4, k_dim=k_dim, v_dim=v_dim, eps=1e-6, width=700)
-    weights = {"decay": -np.abs(vector(rng, 4)), "dt_bias": vector(rng, 4)}
+    decay = -np.array([0.01, 0.7, 8, 60], np.float32)  # the last forgets all from token to token
+    weights = {"decay": decay, "dt_bias": vector(rng, 4)}
     weights["norm"] = vector(rng, v_dim)
     tensors = tensors_for(op, m, rng, position=position, extra_rows=2)
     run_and_compare(variant, op, weights, tensors, m)
