@@ -27,11 +27,13 @@ from pydantic import (
 from hetero.backends.formats import WeightFormat
 from hetero.backends.host.files import LONGEST_DOCUMENT_BYTES, atomic_write, read_text
 from hetero.backends.ops import (
+    Attention,
     Experts,
     GatedAdd,
     Op,
     OperandOrder,
     Outliers,
+    Rope,
     Router,
     has_sinks,
     has_state,
@@ -545,15 +547,17 @@ def device_of_other(op: Op, non_matmul: DeviceKind, devices: Container[DeviceKin
     """Return the device of an operation that is no matmul of the plan, as a rule `non_matmul`.
 
     Outliers are there to be computed while the NPU computes their matmul, graphs of NPUs keep no
-    states and have no sinks of attention, and which experts a token needs is not known before it is
-    routed: the GPU has these if there is one.
+    states, have no sinks of attention and do not attend to another layer's caches, and which
+    experts a token needs is not known before it is routed: the GPU has these if there is one.
     """
     return "gpu" if of_the_gpu(op) and "gpu" in devices else non_matmul
 
 
 def of_the_gpu(op: Op) -> bool:
     """Return whether an operation is the GPU's if there is one (`device_of_other`)."""
-    return isinstance(op, ON_THE_GPU) or has_state(op) or has_sinks(op)
+    reads = isinstance(op, Attention) and op.reads
+    queries_alone = reads or (isinstance(op, Rope) and not op.kv_heads)
+    return isinstance(op, ON_THE_GPU) or has_state(op) or has_sinks(op) or queries_alone
 
 
 def entry_at(known: Mapping[int | None, OpPlan], m: int) -> OpPlan | None:

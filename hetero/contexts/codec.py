@@ -93,7 +93,8 @@ class ChunkCodec:
         scales = np.ones(shape, np.float32) if channels is None else channels.astype(np.float32)
         if scales.shape != shape or not (np.isfinite(scales) & (scales > 0)).all():
             raise ValueError(f"channels must be positive numbers of the shape {shape}")
-        self.channels = scales
+        self.channels: Sequence[Array] | Array = scales
+        self._scales = scales
         self.kv = layout.kv
         self.by_token = self.size >= TOKEN_AMPLITUDES_FROM or self.kv.coded
         self.keys_by_token = self.kv.coded
@@ -107,9 +108,9 @@ class ChunkCodec:
 
     def plane_bytes(self, tokens: int, bits: int) -> tuple[int, ...]:
         """Return the bytes of a layer in each plane."""
-        values = 2 * self.heads * tokens * self.size
         if bits == STATES:
             return (4 * -(-self._state_values // self.layers),)
+        values = 2 * self.heads * tokens * self.size
         if bits == RAW and self.kv.coded:
             return (2 * self.heads * tokens * self.kv.row(self.size),)
         if bits > 8:
@@ -138,8 +139,9 @@ class ChunkCodec:
         planes = tuple(np.empty((self.layers, size), np.uint8) for size in sizes)
         return Codes(bits, tokens, planes)
 
-    def encode(self, values: Array, bits: int) -> Codes:
+    def encode(self, values: Sequence[Array] | Array, bits: int) -> Codes:
         """Encode float32 values [L, 2 (k and v), G, T, D]. Raises `CodecError`."""
+        values = np.asarray(values)
         tokens = values.shape[3]
         if values.shape != (self.layers, 2, self.heads, tokens, self.size):
             raise ValueError(f"a chunk of this model has another shape than {values.shape}")
@@ -149,7 +151,7 @@ class ChunkCodec:
         if bits == HALF:
             return Codes(HALF, tokens, (_halves(values).view(np.uint8).reshape(self.layers, -1),))
         scaled = values.astype(np.float32)
-        scaled[:, 0] /= self.channels[:, :, None, :]
+        scaled[:, 0] /= self._scales[:, :, None, :]
         amplitudes = self._measured(scaled)
         divisors = spread(amplitudes, self.heads, self._rows(tokens))
         scaled /= np.where(divisors > 0, divisors, np.float32(1))
@@ -158,15 +160,21 @@ class ChunkCodec:
 
     def encode_cached(self, cache: KvCache, start: int, stop: int, bits: int) -> Codes:
         """Encode tokens [start, stop) of a cache. Raises `CodecError`."""
-        own = cache.channels
-        if own is None or bits == HALF or not np.array_equal(own, self.channels):
-            return self.encode(cache.read(start, stop), bits)
+        return self.encode_rows([cache.rows(i) for i in range(self.layers)], start, stop, bits)
+
+    def encode_rows(
+        self, both: Sequence[tuple[CacheRows, CacheRows]], start: int, stop: int, bits: int
+    ) -> Codes:
+        """Encode rows [start, stop) of each layer's keys and values. Raises `CodecError`."""
+        own = self.kv.coded and np.array_equal([x.channels for x, _ in both], self._scales)
+        if not own or bits == HALF:
+            read = [[x.read(start, stop) for x in rows] for rows in both]
+            return self.encode(np.array(read, np.float32), bits)
         if bits == RAW:
-            rows = [[x[:, start:stop] for x in cache.layer(i)] for i in range(self.layers)]
+            rows = [[x.array[:, start:stop] for x in layer] for layer in both]
             return Codes(
                 RAW, stop - start, (np.array(rows).view(np.uint8).reshape(self.layers, -1),)
             )
-        both = [cache.rows(i) for i in range(self.layers)]
         steps = np.array([[x.steps[:, start:stop] for x in rows] for rows in both])
         if not (steps < 65504 / 128).all():  # nor NaN
             raise CodecError("keys or values are not finite, or too large for codes")
@@ -198,7 +206,7 @@ class ChunkCodec:
         for layer, both in enumerate(values):
             for kind, (part, array) in enumerate(zip(both, codes[layer], strict=True)):
                 rows = CacheRows(array, self.kv, self.size)
-                rows.channels[:] = 1 if kind else self.channels[layer]
+                rows.channels[:] = 1 if kind else self._scales[layer]
                 rows.write(0, part)
         return np.ascontiguousarray(codes[:, :, :, : values.shape[3]])
 
@@ -213,7 +221,7 @@ class ChunkCodec:
         )
         return Codes(8, tokens, planes)
 
-    def decode(self, codes: Codes) -> Array:
+    def decode(self, codes: Codes) -> Sequence[Array] | Array:
         """Return the values of codes, float32 [L, 2, G, T, D]."""
         return self._decoded(codes.bits, codes.tokens, codes.planes, slice(None))
 
@@ -224,7 +232,7 @@ class ChunkCodec:
 
         Chunks of equal bits are decoded `DECODED_TOGETHER` values at a time.
         """
-        if self.kv.coded and np.array_equal(keys.channels, self.channels[layer]):
+        if self.kv.coded and np.array_equal(keys.channels, self._scales[layer]):
             chunks = [x for x in chunks if not self._moved(*x, layer, (keys, values))]
         kinds: dict[tuple[int, int], list[tuple[int, Codes]]] = {}
         for start, codes in chunks:
@@ -265,7 +273,7 @@ class ChunkCodec:
         if bits == HALF:
             return planes[0].reshape(-1).view(np.float16).astype(np.float32).reshape(shape)
         heads = self.heads, tokens, self.size
-        scales, both = self.channels[layers], (self.by_token, self.keys_by_token)
+        scales, both = self._scales[layers], (self.by_token, self.keys_by_token)
         return decoded(bits, planes, heads, scales, by_token=both[0], keys_by_token=both[1])
 
     def _of_raw(self, plane: Array, shape: tuple[int, ...], layers: slice) -> Array:
@@ -276,7 +284,7 @@ class ChunkCodec:
         rows = plane.view(np.int8).reshape(*shape[:-1], row)
         steps = np.ascontiguousarray(rows[..., -4:]).view(np.float32)
         steps = np.broadcast_to(steps, shape).copy()
-        steps[:, 0] *= self.channels[layers][..., None, :]
+        steps[:, 0] *= self._scales[layers][..., None, :]
         values: Array = (rows[..., : self.size] + np.float32(0.5)) * steps
         return values
 
@@ -304,6 +312,83 @@ class ChunkCodec:
         return rounded_up(exact)
 
 
+class LayeredCodec(ChunkCodec):
+    """The same for layers whose heads differ in number or size: each has a codec of its own.
+
+    Values, and `channels`, are lists by layer. Planes are as wide as the widest layer's: what is
+    behind another layer's bytes is nothing.
+    """
+
+    def __init__(self, layout: CacheLayout, channels: Sequence[Array] | None = None) -> None:
+        self._own = []
+        for layer in range(layout.layers):
+            heads, size = layout.heads(layer)
+            one = CacheLayout(
+                layers=1, kv_heads=heads, head_dim=size, capacity=layout.capacity, kv=layout.kv
+            )
+            self._own.append(ChunkCodec(one, None if channels is None else channels[layer][None]))
+        self.layers, self.kv = layout.layers, layout.kv
+        self._states = [shape for _, shape in layout.states]
+        self._state_values = sum(map(math.prod, self._states))
+        self.channels = [x.channels[0] for x in self._own]
+
+    def plane_bytes(self, tokens: int, bits: int) -> tuple[int, ...]:
+        """Return the bytes of the widest layer in each plane."""
+        if bits == STATES:
+            return super().plane_bytes(0, bits)
+        each = (x.plane_bytes(tokens, bits) for x in self._own)
+        return tuple(map(max, zip(*each, strict=True)))
+
+    def encode(self, values: Sequence[Array] | Array, bits: int) -> Codes:
+        """Encode float32 values [2, G, T, D] by layer. Raises `CodecError`."""
+        pairs = zip(self._own, values, strict=True)
+        return self._joined([own.encode(part[None], bits) for own, part in pairs])
+
+    def encode_rows(
+        self, both: Sequence[tuple[CacheRows, CacheRows]], start: int, stop: int, bits: int
+    ) -> Codes:
+        """Encode rows [start, stop) of each layer's keys and values. Raises `CodecError`."""
+        pairs = zip(self._own, both, strict=True)
+        return self._joined([own.encode_rows([rows], start, stop, bits) for own, rows in pairs])
+
+    def decode(self, codes: Codes) -> list[Array]:
+        """Return the values of codes, float32 [2, G, T, D] by layer."""
+        return [x.decode(self._part(codes, i))[0] for i, x in enumerate(self._own)]
+
+    def decode_into(
+        self, chunks: Sequence[tuple[int, Codes]], layer: int, keys: CacheRows, values: CacheRows
+    ) -> None:
+        """Decode a layer of chunks, each at its first token, into a cache's keys and values."""
+        parts = [(start, self._part(codes, layer)) for start, codes in chunks]
+        self._own[layer].decode_into(parts, 0, keys, values)
+
+    def _joined(self, layers: Sequence[Codes]) -> Codes:
+        """Return the codes of all layers as one chunk."""
+        bits, tokens = layers[0].bits, layers[0].tokens
+        joined = Codes(
+            bits,
+            tokens,
+            tuple(np.zeros((self.layers, x), np.uint8) for x in self.plane_bytes(tokens, bits)),
+        )
+        for layer, codes in enumerate(layers):
+            for plane, own in zip(joined.planes, codes.planes, strict=True):
+                plane[layer, : own.shape[1]] = own[0]
+        return joined
+
+    def _part(self, codes: Codes, layer: int) -> Codes:
+        """Return a layer of a chunk, as its codec has it."""
+        sizes = self._own[layer].plane_bytes(codes.tokens, codes.bits)
+        planes = (x[layer : layer + 1, :size] for x, size in zip(codes.planes, sizes, strict=True))
+        return Codes(codes.bits, codes.tokens, tuple(planes))
+
+
+def codec_of(layout: CacheLayout, channels: Sequence[Array] | None = None) -> ChunkCodec:
+    """Return the codec of a model's chunks, with the scales of the keys' channels by layer."""
+    if layout.alike:
+        return ChunkCodec(layout, None if channels is None else np.array(channels, np.float32))
+    return LayeredCodec(layout, channels)
+
+
 def _batched(items: Sequence[Any], count: int) -> Iterator[Sequence[Any]]:
     for start in range(0, len(items), count):
         yield items[start : start + count]
@@ -328,18 +413,26 @@ def channel_scales(values: Array) -> Array:
     return scales
 
 
-def relative_errors(codec: ChunkCodec, values: Array) -> dict[int, float]:
+def relative_errors(codec: ChunkCodec, values: Sequence[Array] | Array) -> dict[int, float]:
     """Return the error of keys and values at 8, 4 and 2 bits, relative to their root mean square.
 
-    It is the mean of the keys' and the values' errors.
+    It is the mean of the keys' and the values' errors; `values` are [2, G, T, D] by layer.
     """
     codes, errors = codec.encode(values, 8), {}
-    size = np.sqrt(np.square(values.astype(np.float64)).mean(axis=(0, 2, 3, 4)))
+    size = _root_mean_squares(values)
     for bits in NESTED:
-        wrong = codec.decode(codes.lowered(bits)).astype(np.float64) - values
-        rms = np.sqrt(np.square(wrong).mean(axis=(0, 2, 3, 4)))
+        decoded = codec.decode(codes.lowered(bits))
+        wrong = [x.astype(np.float64) - y for x, y in zip(decoded, values, strict=True)]
+        rms = _root_mean_squares(wrong)
         errors[bits] = float((rms / np.where(size > 0, size, 1)).mean())
     return errors
+
+
+def _root_mean_squares(values: Sequence[Array] | Array) -> Array:
+    """Return those of keys and of values, over all layers."""
+    sums = sum(np.square(x.astype(np.float64)).sum(axis=(1, 2, 3)) for x in values)
+    roots: Array = np.sqrt(sums / sum(x[0].size for x in values))
+    return roots
 
 
 def _packed2(codes: Array) -> Array:

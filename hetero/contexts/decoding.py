@@ -168,7 +168,7 @@ def decoders(
     Their caches are coherent with the host.
     """
     yield HostDecoder(codec)
-    if layout.head_dim * CHUNK_TOKENS % 4:
+    if layout.head_dim * CHUNK_TOKENS % 4 or not layout.alike:
         return
     op = decode_operation(codec, layout)
     for kind, device in devices.items():

@@ -163,7 +163,9 @@ class ServiceDirectory:
 
 def _described(identity: Identity, layout: CacheLayout) -> dict[str, Any]:
     """Return everything that the keys and values of equal texts depend on."""
+    own = [x for heads in layout.heads_of for x in heads]
+    heads = own or [layout.kv_heads, layout.head_dim]
     return identity.metadata | {
         "codec": CODEC_VERSION,
-        "cache": [layout.layers, layout.kv_heads, layout.head_dim, *[layout.kv] * layout.kv.coded],
+        "cache": [layout.layers, *heads, *[layout.kv] * layout.kv.coded],
     }

@@ -23,6 +23,7 @@ from hetero.contexts.codec import (
     ChunkCodec,
     Codes,
     channel_scales,
+    codec_of,
     relative_errors,
 )
 from hetero.contexts.decoding import ChunkDecoder, HostDecoder
@@ -51,13 +52,13 @@ def measure_channels(context: Context, vocabulary: int, prefill: Prefill) -> dic
     tokens = min(SAMPLE_TOKENS, context.home.max_tokens - 1)
     context.adopt(())
     prefill(sample(vocabulary, tokens))
-    values = context.cache.read(0, tokens)
+    values = context.cache.read_layers(0, tokens)
     context.adopt(())
-    scales = channel_scales(values)
-    codec = ChunkCodec(context.cache.layout, scales)
+    scales = [channel_scales(x[None])[0] for x in values]
+    codec = codec_of(context.cache.layout, scales)
     errors = relative_errors(codec, values)
     return {
-        "channels": [float(x) for x in scales.ravel()],
+        "channels": [float(x) for layer in scales for x in layer.ravel()],
         "errors": {str(bits): error for bits, error in errors.items()},
     }
 
@@ -138,8 +139,9 @@ def measure_chunks(
     fastest at 8 bits, which is named.
     """
     shape = context.cache.layout
-    sizes = shape.layers, 2, shape.kv_heads, CHUNK_TOKENS, shape.head_dim
-    values = np.random.default_rng(0).standard_normal(sizes).astype(np.float32)
+    random, heads = np.random.default_rng(0), map(shape.heads, range(shape.layers))
+    sizes = [(2, count, CHUNK_TOKENS, size) for count, size in heads]
+    values = [random.standard_normal(x).astype(np.float32) for x in sizes]
     count = max(1, min(16, shape.capacity // CHUNK_TOKENS))
     encoded = {bits: codec.encode(values, bits) for bits in (RAW, HALF, *NESTED)}
     seconds: dict[str, dict[str, float]] = {}

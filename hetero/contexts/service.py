@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
+import numpy.typing as npt
 
 from hetero.arguments import check_count, check_one_of
 from hetero.backends.host.closing import Closing
@@ -27,7 +28,7 @@ from hetero.contexts.budget import ByteBudget
 from hetero.contexts.chunk_files import ChunkFiles
 from hetero.contexts.chunk_memory import ChunkMemory
 from hetero.contexts.chunks import chained_key, end_keys
-from hetero.contexts.codec import ChunkCodec
+from hetero.contexts.codec import ChunkCodec, codec_of
 from hetero.contexts.compaction import compact, make_room
 from hetero.contexts.compression import Compression, KvBits
 from hetero.contexts.decoding import ChunkDecoder, SharedDecoder, decoders
@@ -59,6 +60,7 @@ from hetero.generation.loop import Delta, GenerationResult, Pending, decode_toge
 from hetero.placement.planning import parse_size
 from hetero.runtime.kv.attention_stats import ScoreStats
 from hetero.runtime.kv.context import Context
+from hetero.runtime.kv.kv_cache import CacheLayout
 from hetero.runtime.usage import Work, total
 
 
@@ -273,10 +275,7 @@ class Service(Closing):
         vocabulary, layout = self.llm.model.config.vocab_size, self._active.cache.layout
         if not {"channels", "errors"} <= about.keys():
             directory.save(**measure_channels(self._active, vocabulary, self._prefill))
-        shape = (layout.layers, layout.kv_heads, layout.head_dim)
-        codec = directory.read(
-            lambda facts: ChunkCodec(layout, np.array(facts["channels"], np.float32).reshape(shape))
-        )
+        codec = directory.read(lambda facts: codec_of(layout, _by_layer(layout, facts["channels"])))
         engine = self.llm.engine
         engine.contexts.scale_by(codec.channels)
         able = {} if engine.runner.gpu_share is not None else engine.devices
@@ -299,6 +298,16 @@ class Service(Closing):
         return codec, directory.read(lambda facts: known[facts["decodes"]])
 
 
+def _by_layer(layout: CacheLayout, channels: Sequence[float]) -> list[npt.NDArray[np.float32]]:
+    """Return the scales of each layer's channels. Raises `ValueError` for another number."""
+    shapes = [layout.heads(layer) for layer in range(layout.layers)]
+    stops = np.cumsum([heads * size for heads, size in shapes])
+    if len(channels) != stops[-1]:
+        raise ValueError(f"there are {stops[-1]} channels, got {len(channels)} scales")
+    parts = np.split(np.array(channels, np.float32), stops[:-1])
+    return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
 def _model(model: str | LLM, options: dict[str, Any]) -> LLM:
     """Return a service's model, whose caches keep a whole text.
 
@@ -310,13 +319,6 @@ def _model(model: str | LLM, options: dict[str, Any]) -> LLM:
         )
     opened = model if isinstance(model, LLM) else LLM(model, **options | {"whole_caches": True})
     layout = opened.context.cache.layout
-    if not layout.alike:
-        if opened is not model:
-            opened.close()
-        raise UserError(
-            "a service stores keys and values of one shape, and the layers of this model have "
-            "several: choose another model"
-        )
     if layout.slides:
         raise UserError(
             "a service keeps all keys and values of a text, and this model was opened with caches "

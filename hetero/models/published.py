@@ -49,6 +49,17 @@ def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
     return _model("gpt_oss", sizes, 131072, 1e-5, rope_theta=150000.0, rope_scaling=rope, **routed)
 
 
+def _gemma4(
+    sizes: tuple[int, ...], window: int, sliding: int, *, kind: str = "gemma4_text", **fields: Any
+) -> dict[str, Any]:
+    """Return a model of `sliding` layers with a window for each with full attention."""
+    types = [*["sliding_attention"] * sliding, "full_attention"] * (sizes[2] // (sliding + 1))
+    common = {"sliding_window": window, "layer_types": types, "final_logit_softcapping": 30.0}
+    position = 131072 if window == 512 else 262144
+    return _model(kind, (*sizes, 256, 262144), position, 1e-6, **common, **fields)
+
+
+_KEYS_ONLY: Final[dict[str, Any]] = {"attention_k_eq_v": True, "hidden_size_per_layer_input": 0}
 PUBLISHED: Final[dict[str, dict[str, Any]]] = {
     "qwen3-1.7b": _model("qwen3", (2048, 6144, 28, 16, 8, 128, 151936), 40960, 1e-6, **_QWEN3),
     "qwen3-4b": _model("qwen3", (2560, 9728, 36, 32, 8, 128, 151936), 40960, 1e-6, **_QWEN3),
@@ -71,6 +82,21 @@ PUBLISHED: Final[dict[str, dict[str, Any]]] = {
         1e-6,
         sliding_window=1024,
         rope_scaling={"rope_type": "linear", "factor": 8.0},
+    ),
+    "gemma-4-e2b": _gemma4(
+        (1536, 6144, 35, 8, 1), 512, 4, num_kv_shared_layers=20, use_double_wide_mlp=True
+    ),
+    "gemma-4-e4b": _gemma4((2560, 10240, 42, 8, 2), 512, 5, num_kv_shared_layers=18),
+    "gemma-4-12b": _gemma4(
+        (3840, 15360, 48, 16, 8),
+        1024,
+        5,
+        kind="gemma4_unified_text",
+        num_global_key_value_heads=1,
+        **_KEYS_ONLY,
+    ),
+    "gemma-4-31b": _gemma4(
+        (5376, 21504, 60, 32, 16), 1024, 5, num_global_key_value_heads=4, **_KEYS_ONLY
     ),
     "qwen3.5-0.8b": _qwen3_5((1024, 3584, 24, 8, 2, 256, 248320), 16),
     "qwen3.5-2b": _qwen3_5((2048, 6144, 24, 8, 2, 256, 248320), 16),

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hetero.backends.formats import E2M1, GROUP_SIZE, Blocks, StorageFormat
+from hetero.errors import ModelError
 from hetero.models.packing import Codes, Watch
 
 Array = npt.NDArray[Any]
@@ -131,10 +132,39 @@ class Mxfp4Tensor(StackedTensor):
         experts, rows, blocks, _ = self._values.shape
         return experts * rows, blocks * GROUP_SIZE
 
+    def codes(self, start: int, stop: int, storage: StorageFormat) -> Codes | None:
+        """Return the rows as blocks, where they are stored as such.
+
+        Raises `ModelError` for a power of two that fp16 does not have.
+        """
+        if storage is not StorageFormat.MXFP4:
+            return None
+        from hetero.models.gguf.block_types import block_parts
+        from hetero.models.gguf.kinds import Kind
+
+        rows = np.concatenate([self._blocks(*part) for part in self._parts(start, stop)])
+        parts = block_parts(Kind.MXFP4, rows.reshape(stop - start, -1))
+        if not np.isfinite(parts.d).all():
+            raise ModelError(
+                f"tensor {self.name} holds scales beyond fp16's 2^-24 to 2^15; load it with "
+                "--weights f32"
+            )
+        return parts
+
+    def _blocks(self, expert: int, rows: slice) -> Array:
+        """Return blocks [rows, groups, 17] of ggml: the scale, then codes by halves of a group."""
+        scales, codes = self._scales[expert, rows, :, None], self._codes(expert, rows)
+        low, high = codes[..., : GROUP_SIZE // 2], codes[..., GROUP_SIZE // 2 :]
+        return np.concatenate([scales, low | high << np.uint8(4)], axis=-1)
+
+    def _codes(self, expert: int, rows: slice) -> Array:
+        """Return codes [rows, groups, 32]."""
+        pairs = self._values[expert, rows]
+        return np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(*pairs.shape[:-1], GROUP_SIZE)
+
     def _floats(self, expert: int, rows: slice) -> npt.NDArray[np.float32]:
-        coded, scales = self._values[expert, rows], self._scales[expert, rows, :, None]
-        codes = np.stack([coded & 15, coded >> 4], axis=-1).reshape(*coded.shape[:-1], GROUP_SIZE)
+        codes, scales = self._codes(expert, rows), self._scales[expert, rows, :, None]
         with np.errstate(over="ignore"):  # what is not finite is refused by the caller
             values = np.ldexp(_VALUES[codes], scales.astype(np.int32) - _BIAS)
         values[(scales == _NO_NUMBER)[..., 0]] = np.nan
-        return values.reshape(len(coded), -1)
+        return values.reshape(len(codes), -1)

@@ -19,6 +19,7 @@ from hetero.contexts.codec import (
     ChunkCodec,
     CodecError,
     channel_scales,
+    codec_of,
     relative_errors,
 )
 from hetero.runtime.kv.kv_cache import CacheLayout
@@ -59,6 +60,28 @@ def oracle(codec: ChunkCodec, values: Any, bits: int) -> tuple[Any, Any]:
         read[layer, kind, head, token, i] = size * ((2 * code + 1) / 2**bits - 1)
         bound[layer, kind, head, token, i] = size / 2**bits
     return read, bound
+
+
+@pytest.mark.parametrize("kv", ["f32", "q8"])
+@pytest.mark.parametrize("bits", [RAW, HALF, *NESTED])
+def test_layers_of_several_widths_are_coded_each_by_itself(bits: int, kv: str) -> None:
+    random, heads = np.random.default_rng(bits), ((2, 8), (1, 64), (2, 8))
+    mixed = CacheLayout(
+        layers=3, kv_heads=2, head_dim=8, capacity=64, heads_of=heads, kv=CacheFormat(kv)
+    )
+    values = [random.standard_normal((2, g, 5, d)).astype(np.float32) for g, d in heads]
+    channels = [np.exp(random.standard_normal(x)).astype(np.float32) for x in heads]
+    codec = codec_of(mixed, channels)
+    codes = codec.encode(values, bits)
+    assert codes.nbytes == codec.nbytes(5, bits)
+    for (count, size), part, scales, read in zip(
+        heads, values, channels, codec.decode(codes), strict=True
+    ):
+        alone = CacheLayout(
+            layers=1, kv_heads=count, head_dim=size, capacity=64, kv=CacheFormat(kv)
+        )
+        own = ChunkCodec(alone, scales[None])
+        assert np.array_equal(read, own.decode(own.encode(part[None], bits))[0])
 
 
 @pytest.mark.parametrize("bits", NESTED)

@@ -14,6 +14,7 @@ import pytest
 import hetero
 from hetero import LLM, Service, UserError
 from hetero.contexts import chunk_files
+from tests.support.checkpoints import GEMMA4, make_checkpoint
 
 PROMPTS = ["Once upon a time there was a fox", " The fox saw", " In the end", " Then"]
 OPTIONS: dict[str, Any] = {"max_tokens": 24, "logprobs": 2}
@@ -72,6 +73,25 @@ def test_through_the_disk_and_back_to_the_same_bits(llm: LLM, tmp_path: Path, me
         assert switch.recomputed_tokens == 0
         assert service.memory.budget.peak <= service.memory.budget.limit
         service.memory.check()
+
+
+@pytest.mark.parametrize("kv", ["q8", "f32"])
+def test_caches_of_several_widths_come_back_to_the_same_bits(tmp_path: Path, kv: str) -> None:
+    """Layers with heads of other sizes, and layers that read the caches of others."""
+    make_checkpoint(GEMMA4, tmp_path / "model")
+    with (
+        LLM(str(tmp_path / "model"), device="npu", kv=kv, whole_caches=True) as llm,
+        opened(llm, tmp_path / "contexts", recompute=False) as service,
+    ):
+        wanted = story(llm)
+        context = service.bind("a").new_context(chat=False)
+        for prompt, expected in zip(PROMPTS, wanted, strict=True):
+            assert numbers(context.call(prompt, **OPTIONS)) == expected
+            evicted(service, disk=True)
+        switch = context.last_switch
+        assert switch is not None
+        assert switch.loaded_bytes > 0
+        assert switch.recomputed_tokens == 0
 
 
 @pytest.mark.parametrize("bits", ["8", "raw"])

@@ -167,7 +167,16 @@ def test_a_field_of_other_scalings_is_refused(holder: str, name: str) -> None:
         (of("smollm3", no_rope_layers=[1, 0, 2, 1]), r"got \[1, 0, 2, 1\]; correct the file"),
         (
             of("granitemoehybrid", layer_types=["mamba"] * 4, shared_intermediate_size=9),
-            "layer_types must be attention in every layer, got",
+            "layer_types must list attention or full_attention for each of the 4 layers, got",
+        ),
+        (
+            of("granitemoehybrid", layers_block_type=["attention"], shared_intermediate_size=9),
+            r"layers_block_type must list attention or full_attention for each of the 4 layers, "
+            r"got \['attention'\]; choose a model without Mamba",
+        ),
+        (
+            of("granitemoehybrid", shared_intermediate_size=9),
+            "layer_types must be attention in every layer, but it is missing",
         ),
         (
             of(

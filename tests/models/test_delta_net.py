@@ -60,9 +60,11 @@ def test_one_of_four_layers_has_attention() -> None:
          "for one to have attention, got 5; correct the file"),
         *(
             ({"layer_types": types}, "layer_types must list linear_attention or full_attention for "
-             "each of the 4 layers, and some full_attention, got")
-            for types in (5, ["full_attention"], ["conv"] * 4, ["linear_attention"] * 4)
+             "each of the 4 layers, got")
+            for types in (5, ["full_attention"], ["conv"] * 4, [["full_attention"]] * 4)
         ),
+        ({"layer_types": ["linear_attention"] * 4}, "layer_types must have a layer of "
+         "full_attention, got"),
     ],
 )  # fmt: skip
 def test_impossible_sizes_are_refused(changes: dict[str, Any], sentence: str) -> None:

@@ -323,6 +323,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (of("lfm2", layer_types=["conv", "full_attention", "mamba", "conv"]),
      "layer_types must list conv or full_attention for each of the 4 layers, got "
      "['conv', 'full_attention', 'mamba', 'conv']; correct the file"),
+    (of("lfm2", layer_types=[["conv"]] * 4),
+     "layer_types must list conv or full_attention for each of the 4 layers, got "
+     "[['conv'], ['conv'], ['conv'], ['conv']]; correct the file"),
     (of("lfm2", layer_types=["conv"] * 4),
      "layer_types must have a layer of full_attention, got ['conv', 'conv', 'conv', 'conv']; "
      "choose a model with attention"),

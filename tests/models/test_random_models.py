@@ -49,6 +49,11 @@ PARAMETERS = {
     "gemma-3-270m": 268,
     "gemma-3-1b": 1000,
     "gemma-3-4b": 3880,
+    # Of the text, with keys that are values twice, and without the table of the layers' inputs.
+    "gemma-4-e2b": 2279,
+    "gemma-4-e4b": 4644,
+    "gemma-4-12b": 11922,
+    "gemma-4-31b": 30806,
     "qwen3.5-0.8b": 752,
     "qwen3.5-2b": 1882,
     "qwen3.5-4b": 4206,

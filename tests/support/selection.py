@@ -105,10 +105,7 @@ def _kept(items: list[pytest.Item], level: Level) -> set[str]:
     if items[0].get_closest_marker("pairwise") is not None:
         return _pairs(items)
     sampled = items[0].get_closest_marker("sampled")
-    share = 1 if sampled is None else (*sampled.args, 1)[0]
-    if share == 1:
-        return {item.nodeid for item in items}
-    return _sample(items, -(-len(items) // share)) | _new_values(items)
+    return _sample(items, -(-len(items) // (1 if sampled is None else sampled.args[0])))
 
 
 def _sample(items: list[pytest.Item], count: int) -> set[str]:

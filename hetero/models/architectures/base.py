@@ -198,25 +198,24 @@ class Architecture:
         return self.keys.get(name, name)
 
 
-def layer_kinds(source: Fields, layers: int) -> list[str] | None:
-    """Return `layer_types`: full or sliding attention of each layer; None if absent.
-
-    Raises `ModelError`.
-    """
-    types = source.raw.get("layer_types")
+def layer_kinds(
+    source: Fields,
+    layers: int,
+    kinds: tuple[str, ...] = (FULL, SLIDING),
+    *,
+    name: str = "layer_types",
+    remedy: str = "correct the file",
+) -> list[str] | None:
+    """Return `layer_types`, one of `kinds` for each layer; None if absent. Raises `ModelError`."""
+    types = source.raw.get(name)
     if types is None:
         return None
-    if (
-        not isinstance(types, list)
-        or len(types) != layers
-        or any(kind not in (FULL, SLIDING) for kind in types)
-    ):
+    known = isinstance(types, list) and all(kind in kinds for kind in types)
+    if not known or len(types) != layers:
         raise source.error(
-            "layer_types",
-            f"must list {FULL} or {SLIDING} for each of the {layers} layers",
-            "correct the file",
+            name, f"must list {' or '.join(kinds)} for each of the {layers} layers", remedy
         )
-    return types
+    return list(types)
 
 
 def windows_of(kinds: Sequence[str], window: int) -> tuple[int, ...]:

@@ -9,7 +9,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from hetero.models.architectures.base import Architecture, Decoder, TensorNames, scale
+from hetero.models.architectures.base import (
+    Architecture,
+    Decoder,
+    TensorNames,
+    layer_kinds,
+    scale,
+)
 from hetero.models.architectures.llama import LLAMA
 from hetero.models.fields import Fields
 from hetero.models.sliding import FULL
@@ -42,13 +48,10 @@ def _write(config: Any) -> dict[str, Any]:
 
 def _read_hybrid(source: Fields, layers: int) -> dict[str, Any]:
     for name in ("layer_types", "layers_block_type"):
-        kinds = source.raw.get(name)
-        if kinds is None and (name != "layer_types" or "layers_block_type" in source.raw):
-            continue
-        if not isinstance(kinds, list) or any(kind not in _ATTENTION for kind in kinds):
-            raise source.error(
-                name, f"must be {_ATTENTION[0]} in every layer", "choose a model without Mamba"
-            )
+        remedy = "choose a model without Mamba"
+        kinds = layer_kinds(source, layers, _ATTENTION, name=name, remedy=remedy)
+        if kinds is None and name == "layer_types" and "layers_block_type" not in source.raw:
+            raise source.error(name, f"must be {_ATTENTION[0]} in every layer", remedy)
     positions = source.text(_POSITIONS, "nope")
     if positions not in ("rope", "nope"):
         raise source.error(_POSITIONS, "must be rope or nope", "choose another model")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hetero.models.architectures.base import Architecture, Decoder, TensorNames
+from hetero.models.architectures.base import Architecture, Decoder, TensorNames, layer_kinds
 from hetero.models.fields import Fields
 from hetero.models.sliding import FULL
 
@@ -17,7 +17,7 @@ CONV = "conv"
 
 def _mixers(source: Fields, layers: int) -> tuple[str, ...]:
     """Return how each layer mixes tokens: by `layer_types`, else by `full_attn_idxs`."""
-    types = source.raw.get("layer_types")
+    types = layer_kinds(source, layers, (CONV, FULL))
     if types is None:
         places = source.raw.get("full_attn_idxs")
         if places is None:
@@ -29,12 +29,6 @@ def _mixers(source: Fields, layers: int) -> tuple[str, ...]:
                 "full_attn_idxs", f"must list layers from 0 to {layers - 1}", "correct the file"
             )
         types = [FULL if i in places else CONV for i in range(layers)]
-    if not isinstance(types, list) or len(types) != layers or not {*types} <= {FULL, CONV}:
-        raise source.error(
-            "layer_types",
-            f"must list {CONV} or {FULL} for each of the {layers} layers",
-            "correct the file",
-        )
     if FULL not in types:
         raise source.error(
             "layer_types", f"must have a layer of {FULL}", "choose a model with attention"

@@ -11,7 +11,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hetero.models.architectures.base import Architecture, Decoder, RowOrder, TensorNames
+from hetero.models.architectures.base import (
+    Architecture,
+    Decoder,
+    RowOrder,
+    TensorNames,
+    layer_kinds,
+)
 from hetero.models.architectures.qwen3 import QWEN3
 from hetero.models.delta_net import LINEAR, DeltaNet, read_delta_net, write_delta_net
 from hetero.models.fields import Fields
@@ -46,7 +52,7 @@ def _taps(source: Fields) -> int:
 
 
 def _layer_types(source: Fields, layers: int) -> list[str]:
-    types = source.raw.get("layer_types")
+    types = layer_kinds(source, layers, (LINEAR, FULL))
     if types is None:
         interval = source.positive_int("full_attention_interval", INTERVAL)
         if interval > layers:
@@ -56,14 +62,11 @@ def _layer_types(source: Fields, layers: int) -> list[str]:
                 "correct the file",
             )
         return [LINEAR if (i + 1) % interval else FULL for i in range(layers)]
-    known = isinstance(types, list) and all(x in MIXERS for x in types)
-    if not known or len(types) != layers or FULL not in types:
+    if FULL not in types:
         raise source.error(
-            "layer_types",
-            f"must list {LINEAR} or {FULL} for each of the {layers} layers, and some {FULL}",
-            "correct the file",
+            "layer_types", f"must have a layer of {FULL}", "choose a model with attention"
         )
-    return list(types)
+    return types
 
 
 def _write(config: Decoder) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from hetero.backends.errors import DeviceLostError
@@ -35,7 +35,7 @@ class ContextStore:
         self.ropes = ropes
         self._lock = lock
         self._open: weakref.WeakSet[Context] = weakref.WeakSet()
-        self._channels: Array | None = None
+        self._channels: Sequence[Array] | Array | None = None
         forks.in_child(self._forked)
 
     def provide(
@@ -55,7 +55,7 @@ class ContextStore:
         moved = [(x, x.move(KvCache(layout, allocate, gpu))) for x in self.open_contexts()]
         return [(context, lost) for context, lost in moved if lost]
 
-    def scale_by(self, channels: Array) -> None:
+    def scale_by(self, channels: Sequence[Array] | Array) -> None:
         """Set the scales of channels of coded keys, for contexts that are empty from now on."""
         self._channels = channels
         for context in self.open_contexts():

@@ -80,6 +80,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize(("variant", "name"), PAIRS, indirect=["variant"])
 @pytest.mark.parametrize(("position", "m"), CALLS)
 def test_attention(variant: OpenCLDevice, name: str, position: int, m: int) -> None:
