@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
+from typing import Final
 
-from hetero.backends.protocol import DeviceKind
+from hetero.backends.protocol import KINDS, DeviceKind
 from hetero.profiler.model_graph import OpName
 from hetero.solver import copies, residency
 from hetero.solver.cuts import row_cuts
@@ -16,6 +17,8 @@ from hetero.solver.planner import Planner
 from hetero.solver.request import PlanRequest
 from hetero.solver.solution import Scenario, Solution
 from hetero.solver.weight_memory import Limits, limits_of, weight_memory
+
+EQUAL: Final = 1e-9  # relative: what sums in another order may differ by
 
 
 def solve_jointly(
@@ -32,6 +35,8 @@ def solve_jointly(
     """
     if planner.sizes:
         limited, best = _with_own_cuts(planner, scenarios, objective)
+        if any(_loses(planner, solution) for solution in best):
+            limited, best = _with_paying_cuts(planner, best, objective, request)
         limits = limits_of(planner.profile, request.memory_budget_bytes)
         if limits.hold(weight_memory(limited, best)):
             return _joint_with_few_copies(planner, limited, best, objective, request, notes)
@@ -82,6 +87,33 @@ def _with_own_cuts(
         cuts,
         lambda limited: solve_free(limited, scenarios, objective),
     )
+
+
+def _loses(planner: Planner, solution: Solution) -> bool:
+    """Return whether one device alone is faster than a step of a plan."""
+    alone = (planner.whole_rows.single(solution.scenario, kind) for kind in KINDS)
+    return any(x is not None and x.seconds < solution.seconds * (1 - EQUAL) for x in alone)
+
+
+def _with_paying_cuts(
+    planner: Planner, best: list[Solution], objective: Objective, request: PlanRequest
+) -> tuple[Planner, list[Solution]]:
+    """Take away the cuts of each matmul that cost other steps more calls than they gain in theirs.
+
+    Each step counts as the request weighs it.
+    """
+    scenarios = [solution.scenario for solution in best]
+
+    def cost(solutions: Iterable[Solution]) -> float:
+        return sum(request.weight(x.scenario) * x.path.cost for x in solutions)
+
+    cuts = cuts_of(planner, best)
+    for name in [name for name, rows in cuts.items() if rows]:
+        fewer = cuts | {name: ()}
+        solutions = solve_free(planner.with_rows(fewer), scenarios, objective)
+        if cost(solutions) < cost(best):
+            cuts, best = fewer, solutions
+    return planner.with_rows(cuts), best
 
 
 def with_used_cuts(

@@ -108,9 +108,9 @@ class ChunkCodec:
 
     def plane_bytes(self, tokens: int, bits: int) -> tuple[int, ...]:
         """Return the bytes of a layer in each plane."""
-        values = 2 * self.heads * tokens * self.size
         if bits == STATES:
             return (4 * -(-self._state_values // self.layers),)
+        values = 2 * self.heads * tokens * self.size
         if bits == RAW and self.kv.coded:
             return (2 * self.heads * tokens * self.kv.row(self.size),)
         if bits > 8:
@@ -328,10 +328,14 @@ class LayeredCodec(ChunkCodec):
             )
             self._own.append(ChunkCodec(one, None if channels is None else channels[layer][None]))
         self.layers, self.kv = layout.layers, layout.kv
+        self._states = [shape for _, shape in layout.states]
+        self._state_values = sum(map(math.prod, self._states))
         self.channels = [x.channels[0] for x in self._own]
 
     def plane_bytes(self, tokens: int, bits: int) -> tuple[int, ...]:
         """Return the bytes of the widest layer in each plane."""
+        if bits == STATES:
+            return super().plane_bytes(0, bits)
         each = (x.plane_bytes(tokens, bits) for x in self._own)
         return tuple(map(max, zip(*each, strict=True)))
 

@@ -28,7 +28,7 @@ from hetero.runtime.sizes import pool_bytes
 from hetero.runtime.waits import SyncMethod
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.names import NamedStrategy
-from hetero.solver.plan import STEP_TOKENS
+from hetero.solver.plan import STEP_TOKENS, device_of_other
 from hetero.solver.prepared import PreparedSolver
 
 DEFAULT_CONTEXT: Final = 4096
@@ -259,6 +259,9 @@ class ModelLoader:
         if npu is None or not (attends or self.plan.fused):
             return
         for op in {node.op for node in self._spec.nodes if isinstance(node.op, Attention)}:
+            elsewhere = device_of_other(op, "npu", self.devices.devices) != "npu"
+            if elsewhere or not npu.accepts(replace(op, kv=CacheFormat.F32)):
+                continue  # what no format helps is said when kernels are prepared
             accepted = npu.accepts(replace(op, kv=self.kv))
             if not accepted and self._options.kv is not None:
                 why = "; ".join(filter(None, (accepted.reason, accepted.remedy)))

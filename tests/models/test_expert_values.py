@@ -40,6 +40,21 @@ ENTRIES = (
 )  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("kind", "absent"),
+    [("GptOss", "attention.sliding_window_pattern"), ("Qwen3_5Moe", "feed_forward_length")],
+)
+def test_what_converters_leave_out(kind: str, absent: str, tmp_path: Path) -> None:
+    """Every other layer of gpt-oss has a window; Qwen3.5-MoE has no plain feed-forward."""
+    folder, _ = drawn(kind, IN_FILES[kind])
+    convert(folder, tmp_path / "whole.gguf")
+    file = GgufFile(tmp_path / "whole.gguf")
+    name = f"{file.metadata['general.architecture']}.{absent}"
+    assert name in file.metadata
+    convert(folder, tmp_path / "m.gguf", **{name: None})
+    assert read_config(GgufFile(tmp_path / "m.gguf")) == read_config(file)
+
+
 def error_of(action: Callable[[], object]) -> str:
     """The sentence that an action is refused with, "" if it is not."""
     try:

@@ -101,6 +101,25 @@ def test_what_a_gguf_file_lacks_is_said(name: str, change: Any, rule: str, tmp_p
         open_model(tmp_path / "bad.gguf")
 
 
+def test_a_shared_gate_may_be_a_row(tmp_path: Path) -> None:
+    """Some converters write it as a matrix of one row."""
+    folder, _ = drawn("Qwen3_5Moe", QWEN3_5_GGUF)
+    tensors = convert(folder, tmp_path / "m.gguf")
+    entries = {
+        key: value.tolist() if isinstance(value, np.ndarray) else value
+        for key, value in GgufFile(tmp_path / "m.gguf").metadata.items()
+        if key.partition(".")[0] in ("qwen35moe", "tokenizer")
+    }
+    gates = {x: y for x, y in tensors.items() if x.endswith("ffn_gate_inp_shexp.weight")}
+    for shape in ((-1,), (1, -1)):
+        changed = {name: gate.reshape(shape) for name, gate in gates.items()}
+        write(tmp_path / "other.gguf", "qwen35moe", entries, tensors | changed)
+        vectors = open_model(tmp_path / "other.gguf").weights.block(0).vectors
+        np.testing.assert_array_equal(
+            vectors["shared_gate"], gates["blk.0.ffn_gate_inp_shexp.weight"].reshape(-1)
+        )
+
+
 @given(st.data())
 def test_rows_of_any_experts(data: st.DataObject) -> None:
     """Rows go on from expert to expert."""

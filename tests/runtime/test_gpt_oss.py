@@ -14,10 +14,13 @@ from gguf import GGMLQuantizationType as Kind
 from safetensors.numpy import load_file, save_file
 
 from hetero import LLM
+from hetero.backends.errors import DeviceError
 from hetero.backends.formats import StorageFormat, WeightFormat
+from hetero.backends.ops import Attention
 from hetero.errors import ModelError
 from hetero.models import default_weights, model_spec, open_model
 from hetero.models.layout import EXPERTS
+from hetero.solver.plan import device_of_other
 from tests.models.gguf_files import convert
 from tests.runtime.test_routed_logits import DEVICES, GPT_OSS_GGUF, drawn
 from tests.support.checkpoints import relative_error
@@ -71,6 +74,21 @@ def test_the_same_numbers_from_both_kinds_of_files(
     expected = logits(published, device, "f32")
     np.testing.assert_array_equal(logits(tmp_path / "m.gguf", device, "f32"), expected)
     assert relative_error(logits(tmp_path / "m.gguf", device, None), expected) <= 3e-3
+
+
+def test_a_gpu_and_qnn_share_the_model_and_qnn_alone_says_what_it_lacks(published: Path) -> None:
+    """Attention with sinks and the experts are the GPU's."""
+    pytest.importorskip("onnxruntime_qnn")
+    sinks = Attention(heads=4, kv_heads=2, head_dim=16, capacity=70, sinks=True)
+    assert device_of_other(sinks, "npu", ("gpu", "npu")) == "gpu"
+    exact = logits(published, "gpu", "f32")
+    with LLM(str(published), device="hetero", npu="qnn", weights="f16", kv="f32") as llm:
+        assert llm.devices.devices["npu"].info.backend == "qnn"
+        assert relative_error(llm.logits(TOKENS), exact) < 2e-2
+        refused = llm.devices.devices["npu"].accepts(sinks)
+    assert refused.reason == "its graphs have no sinks of attention"
+    with pytest.raises(DeviceError, match="use --device hetero, where the GPU computes"):
+        LLM(str(published), device="npu", npu="qnn", weights="f16", kv="f32")
 
 
 def test_codes_of_a_directory_stay_as_they_are(published: Path, tmp_path: Path) -> None:

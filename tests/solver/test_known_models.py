@@ -86,6 +86,16 @@ def test_blocks_of_a_llama_cost_what_they_did(known: tuple[str, str]) -> None:
     assert [total.predicted_s for total in totals] == pytest.approx(SECONDS[known], rel=1e-5)
 
 
+@pytest.mark.parametrize("name", ["qwen3-4b", "llama-3.2-1b", "llama-3-8b"])
+@pytest.mark.parametrize("profile", [x for x in PROFILES if not x.startswith("host")])
+def test_a_cut_that_one_step_wants_makes_no_other_lose_to_one_device(
+    profile: str, name: str
+) -> None:
+    """A call of a fitted chip's NPU takes as long as a small matmul: cuts are not free."""
+    for total in plan_of(name, profile, 64, 256, 512, 1024).totals:
+        assert total.predicted_s <= (1 + PlanRequest().margin) * total.best_single_device_s
+
+
 @pytest.mark.parametrize("name", KNOWN_MODELS)
 def test_profiles_have_what_graphs_need(name: str) -> None:
     """Of the reference sizes every kind, and of a model its own; what is lacking has a stand-in."""
