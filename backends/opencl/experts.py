@@ -184,11 +184,12 @@ class _Pass:
         launch = partial(KernelLaunch, program)
         routes = self.tensors["routes"]
         down, target = place["both"], self.tensors["y"]
+        gather = launch(
+            "gather", by_row, local, (self.rows, x, *plan, *place["wide"], self.m, op.d)
+        )
         return [
             launch("sort_routes", (lanes,), (lanes,), (self.m, routes, *plan, self.rows)),
-            launch(
-                "gather", by_row, local, (self.rows, x, *plan, *place["wide"], self.m, op.d)
-            ),
+            *[gather] * (not all(self._packs_routed(name) for name in op.matmuls)),
             *self._products(("experts_gate", "experts_up"), place["both"], 2 * op.f),
             launch(
                 "activate_rows", by_row, local,
@@ -245,8 +246,21 @@ class _Pass:
             return []
         count = self.rows // tile.tokens
         packed_rows, _ = self.places["packed"]
+        if name != "experts_down" and self._packs_routed(name):
+            op, (buffer, start) = self.experts.op, self.places["plan"]
+            source: Place = (buffer, start + 2 * op.experts + 1 + self.m * op.chosen)
+            sizes = (op.experts, plan.op.k, plan.k)
+            routed = (count, self.tensors["x"], buffer, start, *source, packed_rows, *sizes)
+            return [KernelLaunch(program, "pack_routed", (count,), (1,), routed)]
         args = (count, *self.places["wide"], packed_rows, self.rows, plan.op.k, plan.k)
         return [KernelLaunch(program, "pack", (count,), (1,), args)]
+
+    def _packs_routed(self, name: str) -> bool:
+        """Return whether rows are packed from the tokens that they belong to."""
+        tuning = self.experts.tuning
+        return isinstance(tuning, CpuTuning) and bool(
+            tuning.planes(self.experts.plans[name].kind, self.tiles[name])
+        )
 
     def _packed_words(self, name: str) -> int:
         plan, tuning = self.experts.plans[name], self.experts.tuning

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.models.gguf_files import write_tiny
+
 ROOT = Path(__file__).resolve().parents[2]
 BENCH = ROOT / "bench"
 SAMPLES = ROOT / "docs/demo-model/samples.md"
@@ -40,6 +42,7 @@ BRIEFLY = {
     "paper.py game --prompts 1": "| PPL-OpenCL |",
     "paper.py graph-life --shapes 64x64 -m 32": "| 64x64 | 32 |",
     "starts.py demo --later 1 -n 2": "| later |",
+    "peak.py GGUF --device npu --context 32": "| tiny.gguf | later |",
     "paper.py fit --check": "files are up to date",
     "chips.py --check": "files are up to date",
     "paper.py limits --models llama-3.2-1b -p 64": "| llama-3.2-1b | weights once, one domain |",
@@ -99,8 +102,11 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.full
 @pytest.mark.parametrize("command", BRIEFLY)
-def test_a_bench_runs(command: str, rows: Path) -> None:
-    name, *options = command.replace("ROWS", str(rows)).replace("TEXT", str(SAMPLES)).split()
+def test_a_bench_runs(command: str, rows: Path, tmp_path: Path) -> None:
+    files = {"ROWS": str(rows), "TEXT": str(SAMPLES), "GGUF": str(tmp_path / "tiny.gguf")}
+    if "GGUF" in command:
+        write_tiny(tmp_path / "tiny.gguf")
+    name, *options = [files.get(word, word) for word in command.split()]
     done = run([name if name == "-m" else str(BENCH / name), *options])
     assert done.returncode == 0 or GROWS in command, done.stdout[-500:] + done.stderr[-2000:]
     assert BRIEFLY[command] in done.stdout, done.stdout[-1500:] + done.stderr[-2000:]

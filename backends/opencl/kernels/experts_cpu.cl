@@ -25,3 +25,25 @@ __kernel __attribute__((reqd_work_group_size(1, 1, 1))) void expert_rows(
                  stop, start, stop, k0, k_panel, has_bias);
   }
 }
+
+#if PLANES
+// x [m, width] into tiles of sorted rows, as `gather` and `pack` make them; `source` is the token of
+// each row (experts.cl).
+__kernel __attribute__((reqd_work_group_size(1, 1, 1))) void pack_routed(
+    const int count, ARRAY(const float, x), ARRAY(const int, starts), ARRAY(const int, source),
+    __global x_t *packed, const int experts, const int width, const int k) {
+  AT(x);
+  AT(starts);
+  AT(source);
+  const int tile = get_global_id(0);
+  if (tile >= count || tile * TOKENS >= starts[experts]) return;
+  packed += tile * X_STRIDE(k);
+  for (int t = 0; t < TOKENS; t++) {
+    const int token = source[tile * TOKENS + t];
+    __global const float *row = x + (size_t)max(token, 0) * width;
+    for (int g = 0; g < k / GROUP; g++)
+      quantize_group(row + g * GROUP, (token < 0 ? 0 : width) - g * GROUP,
+                     packed + g * X_WORDS * TOKENS + t);
+  }
+}
+#endif
