@@ -7,6 +7,7 @@ memory grows by the packed bytes only.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any
@@ -278,7 +279,8 @@ def input_norm(weight: Float32Array) -> Float32Array:
 def has_mxfp4(directory: Path) -> bool:
     """Return whether a checkpoint says that it has matrices in MXFP4."""
     path = directory / "config.json"
-    config = read_json_object(path).get("quantization_config") if path.is_file() else None
+    known = os.path.isfile(path)  # false where it cannot be looked for
+    config = read_json_object(path).get("quantization_config") if known else None
     return isinstance(config, dict) and config.get("quant_method") == "mxfp4"
 
 

@@ -64,6 +64,7 @@ def logits(path: Path, device: Any, weights: str | None) -> Any:
         return llm.logits(TOKENS)
 
 
+@pytest.mark.few(1)
 @pytest.mark.sampled
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_same_numbers_from_both_kinds_of_files(
@@ -76,6 +77,7 @@ def test_the_same_numbers_from_both_kinds_of_files(
     assert relative_error(logits(tmp_path / "m.gguf", device, None), expected) <= 3e-3
 
 
+@pytest.mark.full
 def test_a_gpu_and_qnn_share_the_model_and_qnn_alone_says_what_it_lacks(published: Path) -> None:
     """Attention with sinks and the experts are the GPU's."""
     pytest.importorskip("onnxruntime_qnn")
@@ -91,6 +93,7 @@ def test_a_gpu_and_qnn_share_the_model_and_qnn_alone_says_what_it_lacks(publishe
         LLM(str(published), device="npu", npu="qnn", weights="f16", kv="f32")
 
 
+@pytest.mark.full
 def test_codes_of_a_directory_stay_as_they_are(published: Path, tmp_path: Path) -> None:
     folder, _ = drawn("GptOss", GPT_OSS_GGUF)
     convert(folder, tmp_path / "m.gguf", experts=Kind.MXFP4)

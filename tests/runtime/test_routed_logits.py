@@ -202,6 +202,7 @@ def check(path: Path, model: Any, device: Any, weights: str, lengths: Sequence[i
             assert relative_error(scored, expected) <= TOLERANCE[weights]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("device", DEVICES)
 @settings(
     max_examples=examples(6), deadline=None, suppress_health_check=[HealthCheck.too_slow],
@@ -213,6 +214,7 @@ def test_qwen3_moe(device: str, changes: dict[str, Any]) -> None:
     check(folder, model, device, "f32", (1, 33))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("device", DEVICES)
 @settings(
     max_examples=examples(6), deadline=None, suppress_health_check=[HealthCheck.too_slow],
@@ -224,6 +226,7 @@ def test_lfm2_moe(device: str, changes: dict[str, Any]) -> None:
     check(folder, model, device, "f32", (1, 33))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("device", DEVICES)
 @settings(
     max_examples=examples(6), deadline=None, suppress_health_check=[HealthCheck.too_slow],
@@ -235,6 +238,7 @@ def test_qwen3_5_moe(device: str, changes: dict[str, Any]) -> None:
     check(folder, model, device, "f32", (1, 33))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("device", DEVICES)
 @settings(
     max_examples=examples(6), deadline=None, suppress_health_check=[HealthCheck.too_slow],
@@ -265,6 +269,7 @@ def test_gguf_has_the_numbers_of_the_directory(device: Any, kind: str, tmp_path:
     np.testing.assert_array_equal(*logits)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0])
 def test_quantised_gguf_has_the_numbers_of_its_floats(

@@ -125,6 +125,7 @@ def test_a_fused_launch_computes_the_same_as_its_calls(device: OpenCLDevice, m: 
     assert not any(np.isnan(np.frombuffer(x, np.float32)).all() for x in wanted)
 
 
+@pytest.mark.full
 def test_several_runs(device: OpenCLDevice) -> None:
     """One program, a fused launch for each."""
     made = Calls(device, OPS, 1, seed=11)
