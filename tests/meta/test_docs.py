@@ -14,6 +14,8 @@ import pytest
 import hetero
 from hetero.cli.commands import COMMANDS
 
+pytestmark = pytest.mark.few(10_000)  # every page by default: they are quick
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("hetero", "backends", "profiler", "solver")
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
