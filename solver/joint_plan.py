@@ -113,7 +113,7 @@ def _with_paying_cuts(
         solutions = solve_free(planner.with_rows(fewer), scenarios, objective)
         if cost(solutions) < cost(best):
             cuts, best = fewer, solutions
-    return planner.with_rows(cuts), best
+    return with_used_cuts(planner, cuts, lambda x: solve_free(x, scenarios, objective))
 
 
 def with_used_cuts(

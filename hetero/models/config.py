@@ -405,7 +405,7 @@ def _unknown(source: Fields, name: str, known: list[str]) -> ModelError:
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     hint = f"the nearest supported one is {near[0]!r}, " if near else ""
     return ModelError(
-        f"{source.where}: architecture {name!r} is not supported; {hint}"
+        f"{source.where}: architecture {name[:64]!r} is not supported; {hint}"
         f"choose a model of one of: {', '.join(known)}"
     )
 

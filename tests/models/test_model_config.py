@@ -292,8 +292,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (of("mistral", attention_sink_size=4),
      "attention_sink_size asks for attention sinks, which no supported architecture has, got 4; "
      "choose another model"),
-    (BASE | {"model_type": "gpt_oss", "sliding_window": 128},
-     "architecture 'gpt_oss' is not supported; choose a model of one of: "
+    (BASE | {"model_type": "xverse", "sliding_window": 128},
+     "architecture 'xverse' is not supported; choose a model of one of: "
      f"{', '.join(ARCHITECTURES)}"),
     (of("qwen2", use_sliding_window=True, layer_types=["full_attention"]),
      "layer_types must list full_attention or sliding_attention for each of the 4 layers, got "

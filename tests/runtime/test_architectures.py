@@ -51,6 +51,9 @@ def small(config: ModelConfig) -> ModelConfig:
         mixers=config.mixers[1:4],  # with attention, whatever the others are
         rotary_dim=config.rotary_dim and 8,
         embed_scale=min(config.embed_scale, 8.0),
+        layer_sizes=(),
+        kv_source=config.kv_source[:3],
+        layer_inputs=min(config.layer_inputs, 16),
     )
 
 

@@ -132,7 +132,8 @@ def test_never_more_cuts_than_asked_for(count: int) -> None:
 def test_a_plan_of_several_lengths_costs_what_its_own_cuts_cost(seed: int) -> None:
     planner = planner_of(random_instance(seed, tiny=False), margin=-99.0)  # no cut is barred
     objective, scenarios = planner.objective(), scenarios_of(planner)
-    limited, solutions = solve_jointly(planner, scenarios, objective, PlanRequest(), [])
+    request = PlanRequest(tuple(x.m for x in scenarios if x.phase == "prefill"))
+    limited, solutions = solve_jointly(planner, scenarios, objective, request, [])
     used: dict[OpName, set[int]] = {name: set() for name in NAMES}
     for solution in solutions:
         for name, option in solution.options.items():

@@ -17,7 +17,8 @@ _COUNT = ("num_experts", "num_local_experts")
 def _read(source: Fields, layers: int) -> dict[str, Any]:
     plain = Fields({**source.raw, "block_auto_adjust_ff_dim": False}, source.where)
     name = "num_dense_layers"
-    dense = 0 if source.raw.get(name) == 0 else source.positive_int(name, 2)
+    none = isinstance(given := source.raw.get(name), int) and given == 0
+    dense = 0 if none else source.positive_int(name, 2)
     if dense >= layers:
         raise source.error(name, f"must be less than the {layers} layers", "use model_type lfm2")
     experts = read_experts(

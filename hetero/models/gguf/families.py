@@ -201,11 +201,13 @@ def _granite(entry: Entry, raw: Raw) -> dict[str, Any]:
     fields["attention_multiplier"] = _given(entry("attention.scale"), _own_scale(raw))
     if entry("rope.scaling.finetuned") is not False:
         return fields
+    layers = raw.get("num_hidden_layers")
+    kinds = ["attention"] * layers if isinstance(layers, int) and layers <= MAX_LAYERS else None
     return {
         **fields,
         "model_type": "granitemoehybrid",
         "position_embedding_type": "nope",
-        "layer_types": [],
+        "layer_types": kinds,
         "shared_intermediate_size": raw.get("intermediate_size"),
     }
 
