@@ -97,7 +97,7 @@ class Rate(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """What a processor does, with a model's weights in 4 bits.
+    """The rates of a processor, with a model's weights in 4 bits.
 
     bandwidth_bytes_per_s       weights and activations
     flops_per_s                 of matmuls

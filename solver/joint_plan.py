@@ -124,8 +124,6 @@ def with_used_cuts(
     """Reduce the row cuts until the solutions use all that are left.
 
     Return the planner that has those, and its solutions.
-
-    The planner that has those, and its solutions.
     """
     while True:
         limited = planner.with_rows(cuts)

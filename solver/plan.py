@@ -563,9 +563,6 @@ def of_the_gpu(op: Op) -> bool:
 def entry_at(known: Mapping[int | None, OpPlan], m: int) -> OpPlan | None:
     """Return the entry for m tokens among one matmul's entries by token count.
 
-    The one for exactly m, else for any, else the next longer one cut off at m; None if there is
-    none.
-
     That for exactly m, else that for any, else the next longer one cut off at m; None if there is
     none.
     """

@@ -1,4 +1,4 @@
-"""The perplexity of one text in every format of weights and caches, beside llama.cpp's."""
+"""The perplexity of one text in every format of weights and caches, and llama.cpp's."""
 
 from __future__ import annotations
 

@@ -394,7 +394,7 @@ class _Decoder:
         self._add(name, add, x=before, residual=added, y=self.stream)
 
     def _next_stream(self) -> str:
-        """Return the slot of the residual stream; it goes on in another one."""
+        """Return the slot of the residual stream, which continues in another one."""
         before = self.shadowed or self.stream
         self.shadowed, self.stream = None, "x2" if self.stream == "x" else "x"
         return before

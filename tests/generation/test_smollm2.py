@@ -138,7 +138,7 @@ def test_greedy_answers_equal_float32_more_nearly_with_exact_caches() -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("device", ["gpu", pytest.param("npu", marks=pytest.mark.exhaustive)])
 def test_perplexities_are_at_most_llama_cpps(device: str) -> None:
-    """Of every cache, and of weights as stored; llama.cpp rounds activations as `a8` does."""
+    """Compare every cache, and weights as stored; llama.cpp rounds activations as `a8` does."""
     if find_spec("llama_cpp") is None:
         pytest.skip("llama-cpp-python is not installed")
     path = find_model(SMOLLM2)

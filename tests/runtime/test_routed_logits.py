@@ -30,6 +30,12 @@ from tests.support.selection import examples
 
 torch = pytest.importorskip("torch")
 DEVICES = ("gpu", "npu", "hetero")
+DRAWN = settings(
+    max_examples=examples(6),
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    derandomize=True,
+)
 TOLERANCE = {"f32": 2e-5, "w8a16": 3e-3}
 MARGIN = {"f32": 1e-5, "w8a16": 1e-3}  # of the probabilities of experts
 DECODED = 4
@@ -204,10 +210,7 @@ def check(path: Path, model: Any, device: Any, weights: str, lengths: Sequence[i
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("device", DEVICES)
-@settings(
-    max_examples=examples(6), deadline=None, suppress_health_check=[HealthCheck.too_slow],
-    derandomize=True,
-)  # fmt: skip
+@DRAWN
 @given(changes=QWEN3)
 def test_qwen3_moe(device: str, changes: dict[str, Any]) -> None:
     folder, model = drawn("Qwen3Moe", changes)
@@ -216,10 +219,7 @@ def test_qwen3_moe(device: str, changes: dict[str, Any]) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("device", DEVICES)
-@settings(
-    max_examples=examples(6), deadline=None, suppress_health_check=[HealthCheck.too_slow],
-    derandomize=True,
-)  # fmt: skip
+@DRAWN
 @given(changes=LFM2)
 def test_lfm2_moe(device: str, changes: dict[str, Any]) -> None:
     folder, model = drawn("Lfm2Moe", changes)
@@ -228,10 +228,7 @@ def test_lfm2_moe(device: str, changes: dict[str, Any]) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("device", DEVICES)
-@settings(
-    max_examples=examples(6), deadline=None, suppress_health_check=[HealthCheck.too_slow],
-    derandomize=True,
-)  # fmt: skip
+@DRAWN
 @given(changes=QWEN3_5)
 def test_qwen3_5_moe(device: str, changes: dict[str, Any]) -> None:
     folder, model = drawn("Qwen3_5Moe", changes)
@@ -240,10 +237,7 @@ def test_qwen3_5_moe(device: str, changes: dict[str, Any]) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("device", DEVICES)
-@settings(
-    max_examples=examples(6), deadline=None, suppress_health_check=[HealthCheck.too_slow],
-    derandomize=True,
-)  # fmt: skip
+@DRAWN
 @given(changes=GPT_OSS)
 def test_gpt_oss(device: str, changes: dict[str, Any]) -> None:
     folder, model = drawn("GptOss", changes)

@@ -12,24 +12,18 @@ import numpy.typing as npt
 from hetero.models.delta_net import DeltaNet
 from hetero.models.expert_config import ExpertConfig
 from hetero.models.fields import Fields, is_number
-from hetero.models.layer_sizes import LayerSizes
+from hetero.models.layer_sizes import Sized
 from hetero.models.sliding import FULL, SLIDING
 from hetero.models.stacked_experts import Stacked
 
 DEFAULT_WINDOW = 4096
 
 
-class Decoder(Protocol):
+class Decoder(Sized, Protocol):
     """The parts of `hetero.models.config.ModelConfig` that architectures read."""
 
     @property
     def heads(self) -> int: ...
-    @property
-    def kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def intermediate_size(self) -> int: ...
     @property
     def windows(self) -> tuple[int, ...]: ...
     @property
@@ -80,12 +74,6 @@ class Decoder(Protocol):
     def experts(self) -> ExpertConfig | None: ...
     @property
     def vocab_size(self) -> int: ...
-    @property
-    def layer_sizes(self) -> tuple[LayerSizes, ...]: ...
-    @property
-    def kv_source(self) -> tuple[int, ...]: ...
-    @property
-    def keys_are_values(self) -> bool: ...
     @property
     def layer_inputs(self) -> int: ...
 
