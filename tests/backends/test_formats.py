@@ -55,8 +55,8 @@ def test_a_new_format_is_a_change_of_one_file(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:]
     listed = subprocess.run(
-        [sys.executable, "-m", "pytest", "--collect-only", "-q", "-k", "reference and w8a8g",
-         "-o", "addopts=", "tests/backends/test_contract.py"],
+        [sys.executable, "-m", "pytest", "--collect-only", "-q", "--full",
+         "-k", "reference and w8a8g", "-o", "addopts=", "tests/backends/test_contract.py"],
         cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)},
         capture_output=True, text=True, check=False,
     )  # fmt: skip

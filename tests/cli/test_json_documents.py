@@ -15,7 +15,6 @@ from hetero.profiler.profile_files import shipped_path
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["plan.json", "profile.json", "cache.json"])
 def test_schemas_are_those_of_the_records(name: str) -> None:
     made = runpy.run_path(str(DOCS / "schemas" / "make.py"))
