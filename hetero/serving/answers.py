@@ -7,6 +7,7 @@ import json
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any, Final, TypeVar
@@ -157,11 +158,17 @@ class StreamWriter(ABC):
 
 
 async def streamed(
-    state: State, request: Request, wanted: AnswerOptions, writer: StreamWriter
+    state: State,
+    request: Request,
+    wanted: AnswerOptions,
+    writer: StreamWriter,
+    until_end: AsyncExitStack | None = None,
 ) -> Response:
     """Return the answer as server-sent events.
 
-    An error before the first token has a status of its own; a later one is an event.
+    An error before the first token has a status of its own; a later one is an event. What
+    `until_end` would close is closed when the response was sent, or its client is gone; where this
+    raises, it is still the caller's.
     """
     stream = await _submit(state, request, wanted)
     try:
@@ -190,22 +197,26 @@ async def streamed(
         except ApiError as error:
             yield b"".join([*lines, writer.failed(error)])
 
-    return _EventStream(bodies(), stream)
+    until_end = AsyncExitStack() if until_end is None else until_end.pop_all()
+    return _EventStream(bodies(), stream, until_end)
 
 
 class _EventStream(StreamingResponse):
     """A response that cancels the answer when the client disconnects, sent or not."""
 
-    def __init__(self, bodies: AsyncIterator[bytes], stream: AnswerStream) -> None:
+    def __init__(
+        self, bodies: AsyncIterator[bytes], stream: AnswerStream, until_end: AsyncExitStack
+    ) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(bodies, media_type="text/event-stream", headers=headers)
-        self._question = stream
+        self._stream, self._until_end = stream, until_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self._question.close()
+            self._stream.close()
+            await self._until_end.aclose()
 
 
 def split_template(make: Callable[..., bytes], values: int = 1) -> list[bytes]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from json.encoder import encode_basestring_ascii as quoted
@@ -122,14 +123,18 @@ async def create_response(body: ResponseRequest, request: HttpRequest) -> Respon
     """Create an answer, which is stored unless `store` is false."""
     state: State = request.app.state.hetero
     app: str = request.state.app
-    turn = await _turn(state, app, body)
-    if body.stream:
-        writer = _Writer(state, app, body, turn)
-        return await answers.streamed(state, request, turn.wanted, writer)
-    answer = await answers.gather(state, request, turn.wanted)
-    _complete(state, turn, answer.choices[0], answer.end)
-    await _keep(state, app, body, turn, answer.choices[0], answer.end)
-    return answers.answer_json(turn.body)
+    async with AsyncExitStack() as until_end:
+        if (conversation := body.conversation_id) is not None:
+            waiting = until_end.enter_async_context(state.turns.of((app, conversation)))
+            await answers.unless_disconnected(request, waiting)
+        turn = await _turn(state, app, body)
+        if body.stream:
+            writer = _Writer(state, app, body, turn)
+            return await answers.streamed(state, request, turn.wanted, writer, until_end)
+        answer = await answers.gather(state, request, turn.wanted)
+        _complete(state, turn, answer.choices[0], answer.end)
+        await _keep(state, app, body, turn, answer.choices[0], answer.end)
+        return answers.answer_json(turn.body)
 
 
 @router.get("/v1/responses/{name}")

@@ -19,6 +19,7 @@ from hetero.serving.engine_client import EngineClient
 from hetero.serving.errors import ApiError
 from hetero.serving.grammars import TokenBytes
 from hetero.serving.metrics import Metrics
+from hetero.serving.turns import Turns
 
 T = TypeVar("T")
 SHORT: Final = 1000  # characters
@@ -38,6 +39,7 @@ class State:
     token_bytes: TokenBytes
     slots: int
     metrics: Metrics = field(default_factory=Metrics)
+    turns: Turns = field(default_factory=Turns)  # by (app, conversation)
     failed: UserError | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import sqlite3
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from hetero.serving.messages import (
     encode,
 )
 from hetero.serving.tools import ToolUse
+from hetero.serving.turns import Turns
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=60))
@@ -51,6 +54,36 @@ def test_what_was_cancelled_is_no_longer_waited_for() -> None:
         turns.add(app, item)
     assert turns.remove(lambda item: item == 2) == [2]
     assert [turns.next(), turns.next(), turns.next()] == [1, 3, None]
+
+
+@given(st.lists(st.sampled_from("ab"), max_size=8), st.sets(st.integers(0, 7)))
+def test_calls_of_one_key_follow_each_other_and_those_that_give_up_are_passed_over(
+    keys: list[str], given_up: set[int]
+) -> None:
+    turns, log, inside = Turns(), list[tuple[str, int]](), Counter[str]()
+
+    async def call(key: str, number: int) -> None:
+        async with turns.of(key):
+            inside[key] += 1
+            assert inside[key] == 1
+            await asyncio.sleep(0)
+            log.append((key, number))
+            inside[key] -= 1
+
+    async def main() -> None:
+        tasks = [asyncio.create_task(call(key, i)) for i, key in enumerate(keys)]
+        await asyncio.sleep(0)
+        first = {keys.index(key) for key in keys}  # these are inside already
+        for number in given_up & set(range(len(keys))) - first:
+            tasks[number].cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for key in "ab":
+            own = [i for i, each in enumerate(keys) if each == key]
+            expected = [i for i in own if i in first or i not in given_up]
+            assert [number for each, number in log if each == key] == expected
+
+    asyncio.run(main())
+    assert not len(turns)
 
 
 @given(st.text(), st.integers(0, 9), st.booleans(), st.none() | st.just([-0.5, [[1, -0.5]]]))
