@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -22,6 +23,7 @@ from hetero.serving.messages import Done, Run, TokenEvent
 from hetero.serving.state import State
 from hetero.serving.tools import ToolUse
 
+log = logging.getLogger("hetero.serving")
 T = TypeVar("T")
 DONE: Final = b"data: [DONE]\n\n"  # what OpenAI's streams end with
 _json: Final = json.JSONEncoder(separators=(",", ":")).encode  # one for all events
@@ -196,6 +198,10 @@ async def streamed(
                 events = await stream.events()
         except ApiError as error:
             yield b"".join([*lines, writer.failed(error)])
+        except Exception as error:  # the status is sent already: the client learns of it here
+            log.error("a streamed answer failed", exc_info=error)
+            broken = ApiError(500, "the server failed: see its own messages")
+            yield b"".join([*lines, writer.failed(broken)])
 
     until_end = AsyncExitStack() if until_end is None else until_end.pop_all()
     return _EventStream(bodies(), stream, until_end)

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero.serving.database import Records, StoredResponse
+from hetero.serving.database import Records, StoredResponse, item_id
 from hetero.serving.errors import ApiError
 from hetero.serving.fair_queue import FairQueue
 from hetero.serving.messages import (
@@ -208,3 +208,41 @@ def test_calls_are_read_out_of_a_text() -> None:
     for other in ("plain", '{"name": "fly", "arguments": {}}', "<tool_call>{</tool_call>", "[1]"):
         assert use.read(other) == (other, [])
     assert ToolUse(use.functions, silent=True).read(call) == (call, [])
+
+
+def test_a_full_disk_is_said_so_and_goes_on_when_there_is_room(tmp_path: Path) -> None:
+    records = Records(tmp_path / "records")
+    records.keep_response("a", response("resp_1"))
+    (pages,) = records._db.execute("pragma page_count").fetchone()
+    records._db.execute(f"pragma max_page_count={pages}")
+    long = StoredResponse({"id": "resp_2", "text": "x" * 100_000}, [])
+    with pytest.raises(ApiError, match="make room") as refused:
+        records.keep_response("a", long)
+    assert refused.value.status == 507
+    with pytest.raises(ApiError, match="make room"):
+        records.new_conversation("a", "c", {"x": "y" * 100_000}, [], 9)
+    stored = records.response("a", "resp_1")
+    assert stored is not None
+    assert records.response("a", "resp_2") is None
+    records._db.execute("pragma max_page_count=1000000")
+    records.keep_response("a", long)
+    assert records.delete_response("a", "resp_1")
+    records.close()
+
+
+def test_an_item_is_in_a_conversation_or_in_a_responses_output(tmp_path: Path) -> None:
+    records = Records(tmp_path / "records")
+    mine = {"id": item_id("msg", "resp_ab", 0), "text": "mine"}
+    records.keep_response("a", StoredResponse({"id": "resp_ab", "output": [mine]}, []))
+    records.new_conversation("a", "c", {}, [{"id": "msg_x", "text": "of it"}], 9)
+    assert records.item("a", mine["id"]) == mine
+    assert records.item("a", "msg_x") == {"id": "msg_x", "text": "of it"}
+    for app, name in (
+        ("b", mine["id"]),
+        ("b", "msg_x"),
+        ("a", "msg_ab0001"),
+        ("a", ""),
+        ("a", "x"),
+    ):
+        assert records.item(app, name) is None
+    records.close()
