@@ -220,6 +220,7 @@ CASES = [
 FORMATS = [pytest.param(x, marks=[pytest.mark.full] * x.of_file, id=x.value) for x in WeightFormat]
 
 
+@pytest.mark.few(1)
 @pytest.mark.few(2)
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", CASES)
@@ -454,6 +455,7 @@ def test_two_planes_lose_less_than_fp16_would(planes_device: OpenCLDevice) -> No
     np.testing.assert_array_equal(run(kernel, 0 * x, n), np.zeros((2, n), dtype=np.float32))
 
 
+@pytest.mark.full
 @pytest.mark.few(1)
 def test_discrete_memory_copies(variant: OpenCLDevice) -> None:
     """The other ways of sharing memory that a device may have."""

@@ -66,6 +66,7 @@ def outcomes(result: SelfTestResult) -> list[tuple[str, str]]:
 FAULTS = {"crash": "crashed", "hang": "hung", "wrong": "wrong"}
 
 
+@pytest.mark.full
 @pytest.mark.few(1)
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("fault", FAULTS)
