@@ -68,7 +68,6 @@ def test_a_command_that_is_ended_says_so(number: int, code: int) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("words", "begun"),
     [

@@ -145,7 +145,6 @@ def whole_gpu(spec: ModelGraph) -> ExecutionPlan:
 
 
 @pytest.mark.full
-@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("kind", "seed"),
     [

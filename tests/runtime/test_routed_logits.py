@@ -266,7 +266,6 @@ def test_gguf_has_the_numbers_of_the_directory(device: Any, kind: str, tmp_path:
 
 
 @pytest.mark.full
-@pytest.mark.few(1)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0])
 def test_quantised_gguf_has_the_numbers_of_its_floats(

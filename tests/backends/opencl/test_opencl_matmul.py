@@ -221,7 +221,6 @@ FORMATS = [pytest.param(x, marks=[pytest.mark.full] * x.of_file, id=x.value) for
 
 
 @pytest.mark.few(1)
-@pytest.mark.few(2)
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", CASES)
 def test_shapes(any_family: OpenCLDevice, case: tuple[WeightFormat, tuple[int, int, int]]) -> None:
@@ -456,7 +455,6 @@ def test_two_planes_lose_less_than_fp16_would(planes_device: OpenCLDevice) -> No
 
 
 @pytest.mark.full
-@pytest.mark.few(1)
 def test_discrete_memory_copies(variant: OpenCLDevice) -> None:
     """The other ways of sharing memory that a device may have."""
     for weight_format in (WeightFormat.W4A8, WeightFormat.F16):

@@ -67,7 +67,6 @@ FAULTS = {"crash": "crashed", "hang": "hung", "wrong": "wrong"}
 
 
 @pytest.mark.full
-@pytest.mark.few(1)
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize(
