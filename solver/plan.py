@@ -314,8 +314,10 @@ class Plan(_Record):
     attentions (`static`), or a whole block. `attention` says which device computes which heads;
     none means the device of the other operators, all. `in_flight` are other modes of a prompt's
     calls, for lengths at which they are faster. `counts` are how many layers have each matmul,
-    where layers differ (else all have it). `errors` are mean relative errors of the profile's
-    predictions of matmuls that it left out, of the device whose are larger.
+    where layers differ (else all have it). `prompt_layers`, where these are not all of the
+    `layers`, see all tokens of a prompt; its last token alone passes through the others. `errors`
+    are mean relative errors of the profile's predictions of matmuls that it left out, of the device
+    whose are larger.
     """
 
     schema_version: Literal[1] = 1
@@ -349,13 +351,16 @@ class Plan(_Record):
     in_flight: tuple[InFlight, ...] = ()
     attention: Annotated[tuple[AttentionShare, ...], Field(max_length=1024)] = ()
     counts: dict[OpName, Stop] = {}
+    prompt_layers: Annotated[int, Field(ge=0, lt=2**31)] | None = None
 
     @model_serializer(mode="wrap")
-    def _without_counts(self, serialise: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out `counts` of a model whose layers are alike."""
+    def _of_unlike_layers(self, serialise: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out what only models have whose layers differ."""
         document: dict[str, Any] = serialise(self)
         if not self.counts:
             document.pop("counts", None)
+        if self.prompt_layers is None:
+            document.pop("prompt_layers", None)
         return document
 
     @model_validator(mode="after")
