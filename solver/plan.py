@@ -348,6 +348,10 @@ class Plan(_Record):
     where layers differ (else all have it). `errors` are mean relative errors of the profile's
     predictions of matmuls that it left out, of the device whose are larger. `fastest` says where
     prompts and decode steps are fastest by their depth, single devices included.
+    where layers differ (else all have it). `prompt_layers`, where these are not all of the
+    `layers`, see all tokens of a prompt; its last token alone passes through the others. `errors`
+    are mean relative errors of the profile's predictions of matmuls that it left out, of the device
+    whose are larger.
     """
 
     schema_version: Literal[1] = 1
@@ -390,6 +394,16 @@ class Plan(_Record):
         for key in ("counts", "fastest"):
             if not document.get(key):
                 document.pop(key, None)
+    prompt_layers: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+
+    @model_serializer(mode="wrap")
+    def _of_unlike_layers(self, serialise: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out what only models have whose layers differ."""
+        document: dict[str, Any] = serialise(self)
+        if not self.counts:
+            document.pop("counts", None)
+        if self.prompt_layers is None:
+            document.pop("prompt_layers", None)
         return document
 
     @model_validator(mode="after")
