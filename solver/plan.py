@@ -386,22 +386,15 @@ class Plan(_Record):
     attention: Annotated[tuple[AttentionShare, ...], Field(max_length=1024)] = ()
     counts: dict[OpName, Stop] = {}
     fastest: Annotated[tuple[FastestDevices, ...], Field(max_length=64)] = ()
+    prompt_layers: Annotated[int, Field(ge=0, lt=2**31)] | None = None
 
     @model_serializer(mode="wrap")
-    def _without_counts(self, serialise: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out `counts` of a model whose layers are alike, and `fastest` of none."""
+    def _without_absent(self, serialise: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out what only models have whose layers differ, and `fastest` where it is empty."""
         document: dict[str, Any] = serialise(self)
         for key in ("counts", "fastest"):
             if not document.get(key):
                 document.pop(key, None)
-    prompt_layers: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-
-    @model_serializer(mode="wrap")
-    def _of_unlike_layers(self, serialise: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out what only models have whose layers differ."""
-        document: dict[str, Any] = serialise(self)
-        if not self.counts:
-            document.pop("counts", None)
         if self.prompt_layers is None:
             document.pop("prompt_layers", None)
         return document
