@@ -137,8 +137,8 @@ def test_the_shipped_host_profile_comes_with_a_notice(
     found = choose(spec, PlacementRequest(mode="auto"))
     assert found.notes == (
         "this machine has no profile yet (`hetero profile` takes one), so the shipped profile "
-        "`host` is used (as it is here), its times not scaled to this machine because profile here has no times of "
-        "kernels that ran",
+        "`host` is used (as it is here), its times not scaled to this machine "
+        "because profile here has no times of kernels that ran",
     )
 
 
