@@ -30,9 +30,11 @@ from hetero.models.gguf.tensors import (
     is_matrix,
     rows_of,
     stored_as,
+    tensor_rows,
 )
 from hetero.models.layout import (
     EXPERTS,
+    MAPPED,
     block_matrices,
     embedding_matrices,
     expert_matrices,
@@ -40,6 +42,7 @@ from hetero.models.layout import (
 )
 from hetero.models.model_weights import BlockWeights, ModelWeights
 from hetero.models.packing import check_finite, pack_rows
+from hetero.models.row_tables import RowTable
 from hetero.terminal.notices import notify_once
 
 # Our weights and the tensors that hold them, the fused spelling first.
@@ -146,9 +149,13 @@ class GgufWeights(ModelWeights):
     def _load_matrix(self, name: str) -> PackedWeight:
         return self._packed(name)
 
+    def table(self, name: str) -> RowTable:
+        """Return the rows of a matrix of `layout.MAPPED`, read from the file."""
+        return tensor_rows(self.file, f"{self._ends[name]}.weight")
+
     def _packed(self, name: str) -> PackedWeight:
         """Return a matrix (`blk.3.qkv`, `embed`) from the store, or packed for it."""
-        store = self._opened_store()
+        store = None if name in MAPPED else self._opened_store()
         if isinstance(store, StoreReader):
             return joined(self.weight_format, store.matrix(name))
         runs = self._runs(name)
@@ -170,12 +177,9 @@ class GgufWeights(ModelWeights):
     def _opened_store(self) -> StoreReader | StoreWriter | None:
         """Return the store, opened for the first matrix; None while tests measure the loss."""
         if self._store is _UNOPENED:
-            names = [
-                f"blk.{i}.{x.name}"
-                for i in range(self.config.num_layers)
-                for x in block_matrices(self.config, i)
-            ]
-            names += [x.name for x in embedding_matrices(self.config)]
+            config, layers = self.config, range(self.config.num_layers)
+            names = [f"blk.{i}.{x.name}" for i in layers for x in block_matrices(config, i)]
+            names += [x.name for x in embedding_matrices(config) if x.name not in MAPPED]
             shapes = {
                 name: [
                     PartShape(kind, sum(x.shape[0] for x in members), members[0].shape[1])
@@ -285,8 +289,7 @@ class GgufWeights(ModelWeights):
 
     def _is_left_out(self, name: str) -> bool:
         """Return whether a vector is the bias of a norm that the family has without one."""
-        family = ARCHITECTURES[self.config.architecture]
-        return name.endswith("norm_bias") and not family.norm_bias
+        return name.endswith("norm_bias") and not ARCHITECTURES[self.config.architecture].norm_bias
 
     def _bias_rows(self, prefix: str, name: str) -> list[tuple[str, int]]:
         """Return the modules of a matmul's biases; those of a fused qkv may be separate."""
@@ -321,8 +324,8 @@ class GgufWeights(ModelWeights):
 
     def _read_before(self) -> tuple[str, ...]:
         """Return the tensors that the configuration was read from."""
-        family = FAMILIES[self.file.metadata["general.architecture"]]
-        if (family.frequencies or family.rotated_part) and _FREQUENCIES in self.file.tensors:
+        reads = self._family.frequencies or self._family.rotated_part
+        if reads and _FREQUENCIES in self.file.tensors:
             return (_FREQUENCIES,)
         return _FACTORS if self.config.rope_scaling.kind == "longrope" else ()
 
