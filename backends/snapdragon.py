@@ -10,10 +10,11 @@ from __future__ import annotations
 import difflib
 import os
 import platform
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from hetero.backends.host.processor import is_arm64
+from hetero.backends.host.processor import is_arm64, registered_processor
 
 MIB = 2**20
 # A process domain on the NPU has 32-bit addresses. Of these, what its code, stacks and I/O need.
@@ -46,6 +47,11 @@ class Chip:
         return f"{self.title} ({self.name}, Hexagon v{self.htp_arch})"
 
     @property
+    def profile_name(self) -> str:
+        """Return the name that a shipped profile of the chip has."""
+        return self.title.lower().replace(" ", "-")
+
+    @property
     def domains(self) -> int:
         """Return how many process domains the contexts of one program may be in."""
         return DOMAINS if self.htp_arch >= DOMAINS_SINCE else 1
@@ -73,9 +79,16 @@ CHIPS = {
 DEFAULT_CHIP = "sm8650"
 
 
-# The kernel's name of a chip where it is not ours.
-MACHINES = {"x1e80100": "sc8380xp", "x1e78100": "sc8380xp"}
+# The kernel's name of a chip where it is not ours: a part's number, or the platform's code name.
+MACHINES = {
+    "x1e80100": "sc8380xp", "x1e78100": "sc8380xp", "hamoa": "sc8380xp", "x2e80100": "sc8480xp",
+    "glymur": "sc8480xp", "canoe": "sm8850", "sun": "sm8750", "pineapple": "sm8650",
+    "kalama": "sm8550", "waipio": "sm8450", "lemans": "qcs9075",
+}  # fmt: skip
+# Smaller parts of a laptop's chip, by what the system calls them.
+RELATIVES = {r"\bx2p|x2 plus": "sc8480xp", r"\bx1p|x plus|\bx1-2": "sc8380xp"}
 MACHINE_FILE = Path("/sys/devices/soc0/machine")  # written by Linux's qcom-socinfo
+DEVICE_TREE = Path("/proc/device-tree/compatible")
 ROOT = Path("/")
 NODES = "fastrpc-cdsp*"  # of Linux's FastRPC driver; the QNN provider looks for them, too
 NODE_REMEDY = (
@@ -105,6 +118,44 @@ def chip_here() -> Chip | None:
     except (OSError, UnicodeDecodeError):
         return None
     return CHIPS.get(MACHINES.get(name, name))
+
+
+def chip_named(text: str) -> Chip | None:
+    """Return the chip that a sentence names: `Snapdragon(R) X Elite - X1E80100 - Qualcomm …`.
+
+    By its number, the kernel's name, or its title; None where it names none of `CHIPS`.
+    """
+    words = f" {_words(text)} "
+    titles = {_words(x.title.removeprefix("Snapdragon ")): x for x in CHIPS.values()}
+    numbers = dict(CHIPS) | {name: CHIPS[of] for name, of in MACHINES.items()}
+    for names in (numbers, titles):
+        for name in sorted(names, key=len, reverse=True):
+            if f" {name} " in words:
+                return names[name]
+    return None
+
+
+def _words(text: str) -> str:
+    return " ".join(re.sub(r"[^a-z0-9+]+", " ", text.lower()).split())
+
+
+def relative_of(text: str) -> Chip | None:
+    """Return the chip of which a sentence names a smaller part, such as X Plus of X Elite."""
+    plain = text.lower()
+    return next((CHIPS[x] for form, x in RELATIVES.items() if re.search(form, plain)), None)
+
+
+def reported() -> str:
+    """Return all names of this machine's chip: the kernel's, the device tree's, and Windows'."""
+    names = [_text(MACHINE_FILE), _text(DEVICE_TREE).replace("\0", " "), registered_processor()]
+    return " ".join(filter(None, names))
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
 
 
 def find_chip(name: str) -> Chip:

@@ -17,10 +17,12 @@ from hetero.errors import UserError
 from hetero.models import AUTO, LONGEST_NAME, model_path, model_spec, open_model
 from hetero.models.manifest import is_quantised
 from hetero.placement.first_start import scaled_here
+from hetero.placement.where_fastest import with_fastest
 from hetero.profiler import profile_files
 from hetero.profiler.cost import CostModel
 from hetero.profiler.errors import ProfileError
 from hetero.profiler.model_graph import ModelGraph
+from hetero.profiler.nearest_profile import nearest_shipped
 from hetero.profiler.records import DeviceProfile
 from hetero.runtime.prefill_mode import with_modes
 from hetero.solver.build import make_plan
@@ -51,14 +53,15 @@ def plan(
     weights: str | None = None,
     kv: str | None = None,
     curves: bool = True,
+    fastest: bool = False,
 ) -> ExecutionPlan:
     """Return the best cut of every matmul of `model` on the device of `profile`.
 
     `model` is a MODEL or the name of a known one; `profile` a `DeviceProfile`, a file, a shipped
     name, or None for this machine's. `seq_lens` are prompt lengths, or how often a prompt of each
     comes; `kv` is the caches' format (`planned_cache`). `curves` adds what a report draws (a second
-    or so); the rest is as in `hetero plan --help`. Raises `UserError`, `PlanError` or
-    `ProfileError`.
+    or so), `fastest` where prompts and answers are fastest by depth; the rest is as in `hetero plan
+    --help`. Raises `UserError`, `PlanError` or `ProfileError`.
     """
     if isinstance(model, ModelGraph):
         spec, device_profile = model, find_profile(profile)
@@ -79,7 +82,8 @@ def plan(
         margin=margin,
         curves=curves,
     )
-    return planned(spec, device_profile, request)
+    finished = planned(spec, device_profile, request)
+    return with_fastest(finished, spec, device_profile, request) if fastest else finished
 
 
 def spec_on(
@@ -141,8 +145,8 @@ def planned(spec: ModelGraph, profile: DeviceProfile, request: PlanRequest) -> E
 def find_profile(profile: ProfileLike) -> DeviceProfile:
     """Return the named profile, this machine's from the cache, or a shipped one.
 
-    The shipped one is of a PC like this, scaled to this machine, with a notice on stderr. Raises
-    `UserError` or `ProfileError`.
+    The shipped one is the nearest of this machine's kind, scaled to it where that can be measured,
+    with a notice on stderr. Raises `UserError` or `ProfileError`.
     """
     scaled, notice = scaled_here(*locate_profile(profile))
     if notice:
@@ -150,8 +154,11 @@ def find_profile(profile: ProfileLike) -> DeviceProfile:
     return scaled
 
 
-def locate_profile(profile: ProfileLike) -> tuple[DeviceProfile, str]:
-    """Return the profile as `find_profile` does, but unscaled, and its notice (empty if none)."""
+def locate_profile(profile: ProfileLike, npu: str | None = None) -> tuple[DeviceProfile, str]:
+    """Return the profile as `find_profile` does, but unscaled, and its notice (empty if none).
+
+    `npu` is the backend that is to be opened as NPU, where one is (`nearest_shipped`).
+    """
     if isinstance(profile, DeviceProfile):
         return profile, ""
     shipped = profile_files.shipped_names()
@@ -170,9 +177,9 @@ def locate_profile(profile: ProfileLike) -> tuple[DeviceProfile, str]:
             return DeviceProfile.load(cached), ""
         except ProfileError as error:  # caches are disposable
             problem = str(error)
-    if (host := profile_files.shipped_host()) is not None:
-        notice = f"{problem}, so the shipped profile `{host}` is used"
-        return DeviceProfile.load(profile_files.shipped_path(host)), notice
+    if (nearest := nearest_shipped(npu)) is not None:
+        notice = f"{problem}, so the shipped profile `{nearest.name}` is used ({nearest.why})"
+        return nearest.load(), notice
     raise UserError(
         "this machine has no profile: take one with `hetero profile`, or name a shipped one with "
         f"--profile: {', '.join(shipped)}"

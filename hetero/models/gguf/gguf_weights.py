@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -41,7 +42,7 @@ from hetero.models.layout import (
     model_vectors,
 )
 from hetero.models.model_weights import BlockWeights, ModelWeights
-from hetero.models.packing import check_finite, pack_rows
+from hetero.models.packing import Destination, check_finite, pack_rows
 from hetero.models.row_tables import RowTable
 from hetero.terminal.notices import notify_once
 
@@ -90,6 +91,9 @@ _FREQUENCIES: Final = "rope_freqs.weight"
 _FACTORS: Final = ("rope_factors_long.weight", "rope_factors_short.weight")
 
 
+Run: TypeAlias = tuple[StorageFormat, list[GgufTensor]]  # rows of one storage
+
+
 class GgufWeights(ModelWeights):
     """Weights of a GGUF file, packed on demand; `loss` is the loss of quantising again so far."""
 
@@ -125,6 +129,20 @@ class GgufWeights(ModelWeights):
                 total += 4 * math.prod(info.shape)
         return total
 
+    @property
+    def mapped(self) -> bool:
+        """Return whether a store has, or will have, the packed weights."""
+        store = self._opened_store()
+        return isinstance(store, StoreReader) or (
+            store is not None
+            and not any(
+                source.watch and source.codes(0, 1, kind) is None
+                for name in _matrix_names(self.config)
+                for kind, members in self._runs(name)
+                for source in members
+            )
+        )
+
     def requantised(self) -> dict[str, float]:
         """Return the relative errors of `Loss`."""
         return self.loss.by_kind()
@@ -135,7 +153,7 @@ class GgufWeights(ModelWeights):
         for name in self.file.tensors:
             if name.startswith(f"blk.{index}."):
                 self.file.forget(name)
-        if isinstance(self._store, StoreReader):
+        if isinstance(self._store, StoreReader | StoreWriter):
             for matrix in block_matrices(self.config, index):
                 self._store.forget(f"blk.{index}.{matrix.name}")
 
@@ -154,39 +172,38 @@ class GgufWeights(ModelWeights):
         return tensor_rows(self.file, f"{self._ends[name]}.weight")
 
     def _packed(self, name: str) -> PackedWeight:
-        """Return a matrix (`blk.3.qkv`, `embed`) from the store, or packed for it."""
+        """Return a matrix (`blk.3.qkv`, `embed`) from the store, or packed into it."""
         store = None if name in MAPPED else self._opened_store()
-        if isinstance(store, StoreReader):
-            return joined(self.weight_format, store.matrix(name))
-        runs = self._runs(name)
-        used = [source.name for _, members in runs for source in members]
-
-        def forget() -> None:
-            for tensor in used:
-                self.file.forget(tensor)
-
-        parts = [pack_rows(members, kind, after_batch=forget) for kind, members in runs]
-        if isinstance(store, StoreWriter):
-            if self.loss.by_kind():  # it would not be said of the store
-                store.abandon()
-                self._store = None
-            else:
-                store.add(name, parts)
+        parts = None if store is None else store.matrix(name)
+        if parts is None:
+            assert not isinstance(store, StoreReader)
+            parts = self._pack(name, store)
         return joined(self.weight_format, parts)
+
+    def _pack(self, name: str, store: StoreWriter | None) -> list[PackedWeight]:
+        """Pack a matrix into the store, or without one into memory of this process."""
+        runs = self._runs(name)
+        if store is None:
+            return _packed(self.file, runs)
+        try:
+            parts = _packed(self.file, runs, store.places(name))
+        except OSError:  # the disk is full
+            self._leave(store)
+            return _packed(self.file, runs)
+        store.add(name)
+        if self.loss.by_kind():  # it would not be said of the store
+            self._leave(store)
+        return parts
+
+    def _leave(self, store: StoreWriter) -> None:
+        store.abandon()
+        self._store = None
 
     def _opened_store(self) -> StoreReader | StoreWriter | None:
         """Return the store, opened for the first matrix; None while tests measure the loss."""
         if self._store is _UNOPENED:
-            config, layers = self.config, range(self.config.num_layers)
-            names = [f"blk.{i}.{x.name}" for i in layers for x in block_matrices(config, i)]
-            names += [x.name for x in embedding_matrices(config) if x.name not in MAPPED]
-            shapes = {
-                name: [
-                    PartShape(kind, sum(x.shape[0] for x in members), members[0].shape[1])
-                    for kind, members in self._runs(name)
-                ]
-                for name in names
-            }
+            runs = {name: self._runs(name) for name in _matrix_names(self.config)}
+            shapes = {name: [_part_shape(*run) for run in x] for name, x in runs.items()}
             self._store = open_store(self.file, self.weight_format, shapes)
         assert not isinstance(self._store, str)
         return self._store
@@ -197,15 +214,13 @@ class GgufWeights(ModelWeights):
         Raises `ModelError` where the file is not the one that was packed.
         """
         super().release_embeddings()
-        if isinstance(self._store, StoreReader):
+        if isinstance(self._store, StoreReader | StoreWriter):
             self._store.check()
-        elif isinstance(self._store, StoreWriter):
-            self._store.finish()
 
     def prefetch(self) -> None:
         """Read the mapped store ahead."""
-        if isinstance(self._store, StoreReader):
-            self._store.file.prefetch()
+        if isinstance(self._store, StoreReader | StoreWriter):
+            self._store.prefetch()
 
     def close(self) -> None:
         """Wait for the store that is being written; release the file."""
@@ -213,7 +228,7 @@ class GgufWeights(ModelWeights):
             self._store.close()
         self.file.release()
 
-    def _runs(self, name: str) -> list[tuple[StorageFormat, list[GgufTensor]]]:
+    def _runs(self, name: str) -> list[Run]:
         """Return the tensors of a matrix by their storage, neighbours of one storage merged.
 
         In the formats of files each has its own storage, but all are float32 where a part would not
@@ -320,7 +335,7 @@ class GgufWeights(ModelWeights):
                 f"model of this file's metadata{_more(unknown)}; choose another file"
             )
         for name, shape in expected.items():
-            self._check_tensor(name, tensors[name], shape)
+            _check_tensor(path, name, tensors[name], shape)
 
     def _read_before(self) -> tuple[str, ...]:
         """Return the tensors that the configuration was read from."""
@@ -328,20 +343,6 @@ class GgufWeights(ModelWeights):
         if reads and _FREQUENCIES in self.file.tensors:
             return (_FREQUENCIES,)
         return _FACTORS if self.config.rope_scaling.kind == "longrope" else ()
-
-    def _check_tensor(self, name: str, info: TensorInfo, shape: tuple[int, ...]) -> None:
-        if info.shape != shape and not (name.endswith(ROUTER) and info.shape == (1, *shape)):
-            raise ModelError(
-                f"{self.file.path}: tensor {name} must have the shape {list(shape)} by the file's "
-                f"metadata, got {list(info.shape)}; download the file again"
-            )
-        check_kind(str(self.file.path), name, info)
-        vector = not is_matrix(name, info) or name.endswith(_NO_MATRICES)
-        if vector and info.kind not in FLOATS:
-            raise ModelError(
-                f"{self.file.path}: tensor {name} must be one of "
-                f"{', '.join(x.name for x in FLOATS)}, got {info.kind.name}; choose another file"
-            )
 
     def _expected(self) -> dict[str, tuple[int, ...]]:
         shapes: dict[str, tuple[int, ...]] = {}
@@ -390,6 +391,49 @@ class GgufWeights(ModelWeights):
         if name == "delta_in" and self.config.delta is not None:
             return list(zip(modules, self.config.delta.projections, strict=True))
         return [(module, n // len(modules)) for module in modules]
+
+
+def _matrix_names(config: ModelConfig) -> list[str]:
+    """Return the names of the matrices in a store, in the order in which they are packed."""
+    blocks = range(config.num_layers)
+    names = [f"blk.{i}.{x.name}" for i in blocks for x in block_matrices(config, i)]
+    return names + [x.name for x in embedding_matrices(config) if x.name not in MAPPED]
+
+
+def _part_shape(storage: StorageFormat, members: Sequence[GgufTensor]) -> PartShape:
+    return PartShape(storage, sum(x.shape[0] for x in members), members[0].shape[1])
+
+
+def _packed(
+    file: GgufFile, runs: Sequence[Run], places: Sequence[Destination] = ()
+) -> list[PackedWeight]:
+    """Pack a matrix to its places (none: in memory), and drop the file's pages on the way."""
+
+    def forget() -> None:
+        for _, members in runs:
+            for source in members:
+                file.forget(source.name)
+
+    return [
+        pack_rows(members, kind, after_batch=forget, destination=place)
+        for (kind, members), place in itertools.zip_longest(runs, places)
+    ]
+
+
+def _check_tensor(path: Path, name: str, info: TensorInfo, shape: tuple[int, ...]) -> None:
+    """Raise `ModelError` unless a tensor has the shape, in a type that is supported."""
+    if info.shape != shape and not (name.endswith(ROUTER) and info.shape == (1, *shape)):
+        raise ModelError(
+            f"{path}: tensor {name} must have the shape {list(shape)} by the file's "
+            f"metadata, got {list(info.shape)}; download the file again"
+        )
+    check_kind(str(path), name, info)
+    vector = not is_matrix(name, info) or name.endswith(_NO_MATRICES)
+    if vector and info.kind not in FLOATS:
+        raise ModelError(
+            f"{path}: tensor {name} must be one of "
+            f"{', '.join(x.name for x in FLOATS)}, got {info.kind.name}; choose another file"
+        )
 
 
 def _left_out(file: GgufFile, layers: int) -> tuple[str, ...]:
