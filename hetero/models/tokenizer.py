@@ -192,8 +192,8 @@ class HfTokenizer(Tokenizer):
 
     def special_named(self, texts: Iterable[str]) -> frozenset[int]:
         """Return the ids of those of these texts that are special tokens."""
-        ids = {self._backend.token_to_id(text) for text in texts}
-        return frozenset(ids & self._special)
+        ids = map(self._backend.token_to_id, texts)
+        return frozenset(id_ for id_ in ids if id_ in self._special)
 
     def to_json(self) -> str:
         """Return the contents of `tokenizer.json`."""

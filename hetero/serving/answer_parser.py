@@ -45,7 +45,7 @@ _PYTHON: Final = re.compile(r"(?:```tool_code\s*)?\[?\s*(\w[\w.]*)(\(?)")
 
 
 @dataclass
-class Part:
+class AnswerPart:
     """A part of an answer; the `text` of a call are its arguments.
 
     `whole`: it is complete, else `raw` is what the model wrote.
@@ -63,7 +63,7 @@ class Part:
 class Piece:
     """A text that was added to a part: to one that is new with `begins`."""
 
-    part: Part
+    part: AnswerPart
     text: str
     begins: bool = False
 
@@ -140,7 +140,7 @@ class _OpenCall:
     name: str = ""  # where the form has it outside of the arguments
     outer: _Braces = field(default_factory=_Braces)
     inner: _Braces = field(default_factory=_Braces)
-    part: Part | None = None
+    part: AnswerPart | None = None
     start: int = 0
     sent: int = 0
 
@@ -163,10 +163,10 @@ class AnswerParser:
         self._form = form
         self._schemas: Schemas = schemas or {}
         self._calls = form.calls if self._schemas else ()
-        self.parts: list[Part] = []
+        self.parts: list[AnswerPart] = []
         self._pieces: list[Piece] = []
         self._rest = ""
-        self._ends = (closes,) if closes else ()
+        self._ends: tuple[str, ...] = (closes,) if closes else ()
         self._mode: Mode = "thought" if closes else "header" if form.channels else "text"
         self._call = _OpenCall()
         self._strips = True  # space is not part of what comes next
@@ -241,9 +241,9 @@ class AnswerParser:
 
         With `trims` space before a marker is left out, so it is kept back.
         """
-        found = [(at, mark) for mark in markers if (at := self._rest.find(mark)) >= 0]
-        if found:
-            at, marker = min(found, key=lambda x: (x[0], -len(x[1])))
+        matches = [(at, mark) for mark in markers if (at := self._rest.find(mark)) >= 0]
+        if matches:
+            at, marker = min(matches, key=lambda x: (x[0], -len(x[1])))
             text, self._rest = self._rest[:at], self._rest[at + len(marker) :]
             self._add(kind, text.rstrip() if trims else text)
             return marker
@@ -262,7 +262,7 @@ class AnswerParser:
         self._strips = False
         begins = not self.parts or self.parts[-1].kind != kind
         if begins:
-            self.parts.append(Part(kind))
+            self.parts.append(AnswerPart(kind))
         self.parts[-1].text += text
         self._pieces.append(Piece(self.parts[-1], text, begins))
 
@@ -347,9 +347,9 @@ class AnswerParser:
         """Return the offsets of a call's end and behind its end marker; -1 while it is open."""
         call, text = self._call, self._rest
         if call.name:
-            found = [(at, x) for x in self._ends if (at := text.find(x)) >= 0]
-            if found:
-                at, marker = min(found)
+            matches = [(at, x) for x in self._ends if (at := text.find(x)) >= 0]
+            if matches:
+                at, marker = min(matches)
                 return at, at if marker == _START else at + len(marker)
         elif call.form is not None and call.form.end:
             start = len(text) - len(text.lstrip())
@@ -380,8 +380,8 @@ class AnswerParser:
             call.part.text += added
             self._pieces.append(Piece(call.part, added))
 
-    def _begin_call(self, name: str, arguments: str, *, whole: bool) -> Part:
-        part = Part("call", arguments, name, f"call_{secrets.token_hex(12)}", whole)
+    def _begin_call(self, name: str, arguments: str, *, whole: bool) -> AnswerPart:
+        part = AnswerPart("call", arguments, name, f"call_{secrets.token_hex(12)}", whole)
         self.parts.append(part)
         self._fresh = False
         self._pieces.append(Piece(part, arguments, begins=True))
@@ -406,13 +406,13 @@ def _overlap(text: str, marker: str) -> int:
     return next((n for n in range(longest, 0, -1) if text.endswith(marker[:n])), 0)
 
 
-def whole_parts(parts: Collection[Part]) -> list[Part]:
+def whole_parts(parts: Collection[AnswerPart]) -> list[AnswerPart]:
     """Return the parts of a whole answer: calls that are not complete are text."""
-    merged: list[Part] = []
+    merged: list[AnswerPart] = []
     for given in parts:
-        part = given if given.kind != "call" or given.whole else Part("text", given.raw)
+        part = given if given.kind != "call" or given.whole else AnswerPart("text", given.raw)
         if merged and merged[-1].kind == part.kind == "text":
-            merged[-1] = Part("text", merged[-1].text + part.text)
+            merged[-1] = AnswerPart("text", merged[-1].text + part.text)
         else:
             merged.append(part)
     return merged

@@ -20,7 +20,7 @@ _FENCE: Final = re.compile(r"\s*```(?:json|tool_code|tool_call)?\s*(.*?)\s*(?:``
 
 @dataclass(frozen=True)
 class CallForm:
-    """Text between markers that is one call or several. `end` is empty where it ends the answer."""
+    """A form of calls: text between two markers. `end` is empty where the answer ends it."""
 
     begin: str
     end: str

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero.serving.answer_parser import AnswerForm, AnswerParser, Part, Piece, whole_parts
+from hetero.serving.answer_parser import AnswerForm, AnswerParser, AnswerPart, Piece, whole_parts
 from hetero.serving.call_forms import FORMS, HERMES
 
 SCHEMAS: dict[str, Any] = {
@@ -182,7 +182,7 @@ CHANNELS = [
 ]  # fmt: skip
 
 
-def read(parser: AnswerParser, texts: list[str]) -> list[Part]:
+def read(parser: AnswerParser, texts: list[str]) -> list[AnswerPart]:
     """The parts of an answer in pieces; the pieces are checked to be the parts."""
     pieces: list[Piece] = [piece for text in texts for piece in parser.feed(text)]
     pieces += parser.feed("", last=True)
@@ -192,7 +192,7 @@ def read(parser: AnswerParser, texts: list[str]) -> list[Part]:
     return whole_parts(parser.parts)
 
 
-def shown(parts: list[Part]) -> tuple[str, str, list[tuple[str, Any]]]:
+def shown(parts: list[AnswerPart]) -> tuple[str, str, list[tuple[str, Any]]]:
     text, thoughts = (
         "".join(part.text for part in parts if part.kind == kind) for kind in ("text", "thought")
     )
