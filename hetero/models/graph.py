@@ -201,7 +201,7 @@ class _Decoder:
         if config.layer_inputs:
             width = config.num_layers * config.layer_inputs
             scale = (config.layer_inputs / 2) ** 0.5
-            inputs = replace(embed, d=width, scale=scale)
+            inputs = replace(embed, d=width, scale=scale, mapped=True)
             self._add("embed_inputs", inputs, tokens="tokens", y="inputs")
             self.stream = "embedded"
         if not config.positions:
