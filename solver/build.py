@@ -87,11 +87,8 @@ def assemble(
         if separate
         else weight_memory(planner, solutions)
     )
-    reasons = (
-        Reasons(budget=request.memory_budget_bytes is not None)
-        if request.explain and strategy == "auto"
-        else None
-    )
+    explains = request.explain and strategy == "auto"
+    reasons = Reasons(budget=request.memory_budget_bytes is not None) if explains else None
     return ExecutionPlan(
         model=spec.name,
         strategy=strategy,
@@ -121,6 +118,7 @@ def assemble(
         errors=errors_of(profile, spec.base or spec.weight_format),
         notes=(*notes, *planner.notes),
         attention=attention_of(planner, solutions),
+        experts=planner.settings.experts,
     )
 
 

@@ -19,11 +19,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hetero import LLM
+from hetero.backends.ops import Experts
 from hetero.compiling.calibration import calibrated
 from hetero.errors import ModelError, UserError
 from hetero.models import open_model
 from hetero.models.gguf import GgufFile
 from hetero.models.quantized import save
+from hetero.solver.errors import PlanError
+from hetero.solver.handmade import single_device
 from tests.models.gguf_files import convert, write
 from tests.support.checkpoints import Case, make_checkpoint, relative_error
 from tests.support.selection import examples
@@ -195,9 +198,11 @@ def _preferred(seen: list[torch.Tensor], router: Any, given: Any, output: Any) -
     seen.append(logits.sigmoid() + bias)
 
 
-def check(path: Path, model: Any, device: Any, weights: str, lengths: Sequence[int]) -> None:
+def check(
+    path: Path, model: Any, device: Any, weights: str, lengths: Sequence[int], **options: Any
+) -> None:
     """Prefill, then token by token, then all logits of the prompt."""
-    with LLM(str(path), device=device, weights=weights, kv="f32") as llm:
+    with LLM(str(path), device=device, weights=weights, kv="f32", **options) as llm:
         for length in lengths:
             tokens, expected = decided_prompt(model, length + DECODED, MARGIN[weights])
             llm.context.truncate(0)
@@ -242,6 +247,23 @@ def test_qwen3_5_moe(device: str, changes: dict[str, Any]) -> None:
 def test_gpt_oss(device: str, changes: dict[str, Any]) -> None:
     folder, model = drawn("GptOss", changes)
     check(folder, model, device, "f32", (1, 33))
+
+
+def test_a_plan_has_the_experts_on_the_npu() -> None:
+    """Everything else is the GPU's; experts take any number of tokens."""
+    weights = "f32"
+    folder, model = drawn("Qwen3Moe", QWEN3_GGUF)
+    graph = open_model(folder, weights=weights).spec()
+    plan = single_device(graph, "gpu").model_copy(update={"experts": "npu"})
+    check(folder, model, "hetero", weights, (1, 33), plan=plan)
+    with LLM(str(folder), plan=plan, weights=weights) as llm:
+        placement = llm.engine.placement
+        routed = [x for x in graph.nodes if isinstance(x.op, Experts)]
+        assert {kind for x in routed for kind in placement.devices(x)} == {"npu"}
+        held = placement.kernels.weight_bytes
+        assert held["npu"] >= graph.expert_weight_bytes > held["gpu"]
+    with pytest.raises(PlanError, match="experts on the npu, which has no kernels of them: make a"):
+        LLM(str(folder), plan=plan, weights=weights, npu="null")
 
 
 @pytest.mark.few(1)
