@@ -345,10 +345,12 @@ class Plan(_Record):
     attentions (`static`), or a whole block. `attention` says which device computes which heads;
     none means the device of the other operators, all. `in_flight` are other modes of a prompt's
     calls, for lengths at which they are faster. `counts` are how many layers have each matmul,
-    where layers differ (else all have it). `experts` is the device of routed experts, in both
-    phases; none means the GPU, if there is one. `errors` are mean relative errors of the profile's
-    predictions of matmuls that it left out, of the device whose are larger. `fastest` says where
-    prompts and decode steps are fastest by their depth, single devices included.
+    where layers differ (else all have it). `prompt_layers`, where these are not all of the
+    `layers`, see all tokens of a prompt; its last token alone passes through the others. `experts`
+    is the device of routed experts, in both phases; none means the GPU, if there is one. `errors`
+    are mean relative errors of the profile's predictions of matmuls that it left out, of the device
+    whose are larger. `fastest` says where prompts and decode steps are fastest by their depth,
+    single devices included.
     """
 
     schema_version: Literal[1] = 1
@@ -384,14 +386,17 @@ class Plan(_Record):
     counts: dict[OpName, Stop] = {}
     fastest: Annotated[tuple[FastestDevices, ...], Field(max_length=64)] = ()
     experts: DeviceKind | None = None
+    prompt_layers: Annotated[int, Field(ge=0, lt=2**31)] | None = None
 
     @model_serializer(mode="wrap")
-    def _without_counts(self, serialise: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out `counts` of a model whose layers are alike, and `fastest` of none."""
+    def _without_absent(self, serialise: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out what only models have whose layers differ, and `fastest` where it is empty."""
         document: dict[str, Any] = serialise(self)
         for key in ("counts", "fastest", "experts"):
             if not document.get(key):
                 document.pop(key, None)
+        if self.prompt_layers is None:
+            document.pop("prompt_layers", None)
         return document
 
     @model_validator(mode="after")

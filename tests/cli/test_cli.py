@@ -52,6 +52,7 @@ ROW_KEYS = {
     "copied_bytes",
     "cores",
     "fastest",
+    "depth",
 }
 
 
