@@ -56,6 +56,16 @@ RatesOption = Annotated[
 ]
 
 
+CheckOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--check",
+        metavar="FILE",
+        help="Measure nothing: check a profile that was sent, or the one in a doctor's report.",
+    ),
+]
+
+
 def profile_command(
     out: Annotated[
         Path | None, typer.Option(help="File to write.", show_default="this machine's")
@@ -74,6 +84,7 @@ def profile_command(
     weights: FormatsOption = None,
     soc: SocOption = None,
     rates: RatesOption = None,
+    check: CheckOption = None,
     gpu: GpuOption = "auto",
     npu: NpuOption = "auto",
     as_json: JsonOption = False,
@@ -87,10 +98,15 @@ def profile_command(
     from hetero.profiler.records import DeviceProfile
     from hetero.terminal.notices import notify
 
-    if rates is not None:
+    if rates is not None or check is not None:
         others = {"quick": quick, "budget": budget, "resume": resume, "add": add, "model": model}
-        _refuse_with_rates(others | {"weights": weights})
-        _fit_rates(rates, out, soc, as_json=as_json)
+        _refuse_to_measure("check" if check else "from", others | {"weights": weights})
+        if check is not None:
+            _refuse_to_measure("check", {"from": rates, "out": out, "soc": soc})
+            _check(check, as_json=as_json)
+        else:
+            assert rates is not None
+            _fit_rates(rates, out, soc, as_json=as_json)
         return
     path = out or own_profile_path()
     if add:
@@ -140,11 +156,21 @@ def profile_command(
     report(taken, path, as_json)
 
 
-def _refuse_with_rates(others: Mapping[str, object]) -> None:
+def _refuse_to_measure(option: str, others: Mapping[str, object]) -> None:
     """Raise `UserError` for an option of measuring."""
     given = next((name for name, value in others.items() if value), None)
     if given is not None:
-        raise UserError(f"--from measures nothing: leave out --{given}")
+        raise UserError(f"--{option} measures nothing: leave out --{given}")
+
+
+def _check(path: Path, *, as_json: bool) -> None:
+    """Print the findings of a contributed profile; exit with code 1 where one failed."""
+    from hetero.cli.doctor import print_findings
+    from hetero.measuring.profile_checks import check_profile
+
+    findings = print_findings(check_profile(path), as_json, ("PASS", "FAIL"))
+    if not all(finding.ok for finding in findings):
+        raise typer.Exit(1)
 
 
 def _fit_rates(rates: Path, out: Path | None, soc: str | None, *, as_json: bool) -> None:
