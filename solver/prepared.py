@@ -109,6 +109,12 @@ def _fastest_formats(
     return min(solvers, key=lambda x: sum(x.expected_s(request, phase) for phase in PHASES))
 
 
+def _sampled_options(planner: Planner, solution: Solution) -> dict[OpName, Option]:
+    """Return what a solution chose for the matmuls of sampled rows, free of what is around them."""
+    options, sampled = solution.options, planner.spec.sampled
+    return {name: x.unrestricted() for name, x in options.items() if name in sampled}
+
+
 class PreparedSolver:
     """Solves one length at a time with prepared row cuts and residency.
 
@@ -145,11 +151,11 @@ class PreparedSolver:
             self._decoder = decoder.with_rows(few)
             parts = [(self._planner, prompts), (self._decoder, [DECODE])]
             before, (decoding,) = solve_separately(parts, self._objective, calls, said)
-            head = decoding.options["lm_head"].unrestricted()
+            sampled = _sampled_options(planner, decoding)
             before = [
                 self._planner.evaluate(
                     s.scenario,
-                    {**s.options, "lm_head": head},
+                    {**s.options, **sampled},
                     s.non_matmul.device,
                     self._objective,
                     heads=s.heads,
@@ -165,10 +171,9 @@ class PreparedSolver:
         self._decoding = solutions[-1]
         self._chooser = Chooser(planner.overheads, planner.settings.rules, self._objective)
         self._non_matmul_devices = {s.scenario.phase: s.non_matmul.device for s in solutions}
-        self._block: list[OpName] = [name for name in names if name != "lm_head"]
+        self._block: list[OpName] = [x for x in names if x not in planner.spec.sampled]
         self._joint = self._join()
-        heads = {s.scenario.phase: s.options.get("lm_head") for s in solutions}
-        self._lm_head_options = {phase: x and x.unrestricted() for phase, x in heads.items()}
+        self._sampled = {s.scenario.phase: _sampled_options(planner, s) for s in solutions}
         self._plans: dict[tuple[Phase, int], ExecutionPlan] = {}
         longest = shortest(
             planner.step_tokens, planner.longest_with(self._non_matmul_devices["prefill"])
@@ -177,7 +182,7 @@ class PreparedSolver:
         fixed = {"step_tokens": longest, "step_sizes": ()}
         flights = in_flight_of(self._planner, solutions, request)
         self.plan = plan.model_copy(update={**fixed, "in_flight": flights})
-        self._head_entries = tuple(op for op in self.plan.ops if op.op == "lm_head")
+        self._sampled_entries = tuple(x for x in self.plan.ops if x.op in planner.spec.sampled)
 
     @property
     def formats(self) -> tuple[WeightFormat, WeightFormat]:
@@ -230,20 +235,21 @@ class PreparedSolver:
         changed._decoder = self._decoder.drifted(factors) if separate else changed._planner
         changed._joint = changed._join()
         changed._plans = {}
-        changed._lm_head_options = dict(self._lm_head_options) if separate else {}
+        changed._sampled = dict(self._sampled) if separate else {x: {} for x in self._sampled}
         options = changed.solution_for(DECODE).options
-        if (head := options.get("lm_head")) is not None:
-            changed._lm_head_options = dict.fromkeys(self._lm_head_options, head.unrestricted())
-            changed._head_entries = tuple(
-                entry(changed._decoder, Scenario(op.phase, 1), "lm_head", head)
-                for op in self._head_entries
-            )
+        sampled = {op.op: options[op.op] for op in self._sampled_entries if op.op in options}
+        restricted = {name: option.unrestricted() for name, option in sampled.items()}
+        changed._sampled = dict.fromkeys(self._sampled, restricted)
+        changed._sampled_entries = tuple(
+            entry(changed._decoder, Scenario(op.phase, 1), op.op, sampled[op.op])
+            for op in self._sampled_entries
+        )
         first = min(op.m for op in self.plan.ops if op.phase == "prefill" and op.m is not None)
         parts = (changed.plan_for(1, "decode"), changed.plan_for(first))
-        ops = [op for part in parts for op in part.ops if op.op != "lm_head"]
+        ops = [op for part in parts for op in part.ops if op.op in self._block]
         changed.plan = self.plan.model_copy(
             update={
-                "ops": (*ops, *changed._head_entries),
+                "ops": (*ops, *changed._sampled_entries),
                 "totals": (),
                 "residency": {},
                 "attention": parts[1].attention,
@@ -255,7 +261,7 @@ class PreparedSolver:
         solution = self.solution_for(scenario)
         planner = self._decoder if scenario.phase == "decode" else self._planner
         ops = [entry(planner, scenario, name, solution.options[name]) for name in self._block]
-        update: dict[str, object] = {"ops": (*ops, *self._head_entries), "totals": ()}
+        update: dict[str, object] = {"ops": (*ops, *self._sampled_entries), "totals": ()}
         if self.npu_head_counts and scenario.phase == "prefill":
             update["attention"] = (share_of(planner, solution),)
         return self.plan.model_copy(update=update)
@@ -275,10 +281,10 @@ class PreparedSolver:
             options = self._joint.options(scenario.m, self._chooser)
         else:
             options = {name: self._options(name, scenario.m) for name in self._block}
-        if (head := self._lm_head_options.get(scenario.phase)) is not None:
-            options["lm_head"] = [head]
-        elif "lm_head" in self.resident:
-            options["lm_head"] = self._options("lm_head", 1)
+        sampled = self._sampled.get(scenario.phase, {})
+        for name in self._planner.spec.sampled & self.resident.keys() - sampled.keys():
+            options[name] = self._options(name, 1)
+        options |= {name: [option] for name, option in sampled.items()}
         non_matmul_device = self._non_matmul_devices[scenario.phase]
         return self._planner.solve(
             scenario, self._objective, options=options, non_matmul_device=non_matmul_device
