@@ -91,27 +91,28 @@ def profile_command(
 ) -> None:
     """Measure this device once; the solver and the runtime predict from it."""
     from hetero.measuring.compiler_mode import compiled_profile, is_compiled_for
-    from hetero.measuring.profiling import complete_profile, parse_budget, profile_device
+    from hetero.measuring.profiling import parse_budget, profile_device
     from hetero.profiler.journal import journal_path
     from hetero.profiler.options import DEFAULT_BUDGET_S, QUICK_BUDGET_S
     from hetero.profiler.profile_files import own_profile_path
     from hetero.profiler.records import DeviceProfile
     from hetero.terminal.notices import notify
 
-    if rates is not None or check is not None:
-        others = {"quick": quick, "budget": budget, "resume": resume, "add": add, "model": model}
-        _refuse_to_measure("check" if check else "from", others | {"weights": weights})
-        if check is not None:
-            _refuse_to_measure("check", {"from": rates, "out": out, "soc": soc})
-            _check(check, as_json=as_json)
-        else:
-            assert rates is not None
-            _fit_rates(rates, out, soc, as_json=as_json)
+    kept = {"quick": quick, "budget": budget, "resume": resume, "model": model}
+    measuring: dict[str, object] = {**kept, "weights": weights}
+    if check is not None:
+        _refuse_to_measure("check", measuring | {"add": add, "from": rates, "out": out, "soc": soc})
+        _check(check, as_json=as_json)
+        return
+    if rates is not None:
+        _refuse_to_measure("from", measuring | {"add": add})
+        _fit_rates(rates, out, soc, as_json=as_json)
         return
     path = out or own_profile_path()
     if add:
-        others = {"quick": quick, "budget": budget, "resume": resume, "model": model}
-        _refuse_with_add(others | {"weights": weights, "soc": soc})
+        _refuse_with_add(measuring | {"soc": soc})
+        _complete(path, gpu, npu, as_json=as_json)
+        return
     budget_s = parse_budget(budget) if budget is not None else None
     limit_s = budget_s or (QUICK_BUDGET_S if quick else DEFAULT_BUDGET_S)
     if soc is not None and is_compiled_for(soc):
@@ -119,13 +120,6 @@ def profile_command(
         with progress(limit_s) as show:
             taken = compiled_profile(soc, out, model=model, budget_s=limit_s, progress=show)
         report(taken, out or Path(f"{soc}.json"), as_json)
-        return
-    if add:
-        with stderr.status("measuring"):
-            taken, notes = complete_profile(path, gpu=gpu, npu=npu)
-        for sentence in notes or ["it has all kernels that these devices have"]:
-            notify(f"{path}: {sentence}")
-        report(taken, path, as_json)
         return
     journal = journal_path(path)
     begun = journal is not None and journal.exists()
@@ -195,6 +189,18 @@ def _fit_rates(rates: Path, out: Path | None, soc: str | None, *, as_json: bool)
     show(units_table(taken.units), stderr)
     print(path)
     stderr.print(shown(_next_command(path)))
+
+
+def _complete(path: Path, gpu: str, npu: str, *, as_json: bool) -> None:
+    """Measure the kernels that a finished profile lacks."""
+    from hetero.measuring.profiling import complete_profile
+    from hetero.terminal.notices import notify
+
+    with stderr.status("measuring"):
+        taken, notes = complete_profile(path, gpu=gpu, npu=npu)
+    for sentence in notes or ["it has all kernels that these devices have"]:
+        notify(f"{path}: {sentence}")
+    report(taken, path, as_json)
 
 
 def _refuse_with_add(others: Mapping[str, object]) -> None:

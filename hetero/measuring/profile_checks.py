@@ -1,4 +1,4 @@
-"""Checks of a profile that somebody else took, or made: `hetero profile --check`.
+"""Checks of a contributed profile: `hetero profile --check`.
 
 Its schema is checked by reading it. Then: whether it predicts (`quality.grade`), whether every
 device and every measured row is as fast as a processor may be, by the chips that are known from
@@ -31,7 +31,7 @@ AGAIN: Final = "take it again with `hetero profile`, on a machine that does noth
 
 
 class Speed(NamedTuple):
-    """What a matmul reaches: arithmetic of many tokens, bytes of weights of one."""
+    """The speed of a matmul: arithmetic of many tokens, bytes of weights of one."""
 
     flops_per_s: float
     bytes_per_s: float
