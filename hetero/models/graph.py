@@ -365,12 +365,11 @@ class _Decoder:
         else:
             self._experts(experts, source, "chosen")
             self._plain_feed_forward(source, "shared")
-            gate = GatedAdd(d=self.config.hidden_size)
             slots = {"x": "shared", "gates": source, "residual": "chosen", "y": target}
-            self._add("shared_gate", gate, **slots)
+            self._add("shared_gate", GatedAdd(d=self.config.hidden_size), **slots)
 
     def _parallel_experts(self, experts: ExpertConfig, source: str, target: str) -> None:
-        """Add experts beside the plain feed-forward, each in norms of its own."""
+        """Add experts parallel to the plain feed-forward, each in norms of its own."""
         norm = self._norm_op()
         self._add("router_norm", norm, x=self.stream, y="router_in")
         self._add("experts_norm", norm, x=self.stream, y="experts_in")
@@ -384,8 +383,7 @@ class _Decoder:
     def _plain_feed_forward(self, source: str, target: str) -> None:
         assert self.layer is not None
         self._matmul("gate_up", source, "gate_up")
-        kind = GatedAct if self.config.gated else Act
-        f = self.config.at(self.layer).intermediate_size
+        kind, f = GatedAct if self.config.gated else Act, self.config.at(self.layer).intermediate_size
         activation = kind(f=f, activation=self.config.activation)
         self._add("activation", activation, x="gate_up", y="activated")
         self._matmul("down", "activated", target)
@@ -401,8 +399,7 @@ class _Decoder:
             self._sum(name.replace("norm", "add"))
             return
         before = self._next_stream()
-        norm = self._norm_op(add=True)
-        self._add(name, norm, x=before, residual=added, sum=self.stream, y="h")
+        self._add(name, self._norm_op(add=True), x=before, residual=added, sum=self.stream, y="h")
 
     def _sum(self, name: str, *, scaled: bool = False) -> None:
         """Add to the residual stream, and norm nothing."""
