@@ -383,8 +383,8 @@ class _Decoder:
     def _plain_feed_forward(self, source: str, target: str) -> None:
         assert self.layer is not None
         self._matmul("gate_up", source, "gate_up")
-        kind, f = GatedAct if self.config.gated else Act, self.config.at(self.layer).intermediate_size
-        activation = kind(f=f, activation=self.config.activation)
+        kind, sizes = GatedAct if self.config.gated else Act, self.config.at(self.layer)
+        activation = kind(f=sizes.intermediate_size, activation=self.config.activation)
         self._add("activation", activation, x="gate_up", y="activated")
         self._matmul("down", "activated", target)
 
