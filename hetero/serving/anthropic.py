@@ -26,7 +26,7 @@ from hetero.serving.answers import (
 from hetero.serving.errors import ApiError
 from hetero.serving.grammars import json_grammar
 from hetero.serving.messages import Done, Run, TokenEvent
-from hetero.serving.requests import Request, checked_grammar, stop_texts
+from hetero.serving.requests import Request, Sampling, checked_grammar, stop_texts
 from hetero.serving.state import State
 from hetero.serving.template_chat import Message as PlainMessage
 from hetero.serving.template_chat import (
@@ -119,8 +119,13 @@ class MessagesRequest(CountRequest):
     stream: bool | None = False
     stop_sequences: list[str] | None = None
     temperature: float | None = Field(None, ge=0, le=1)
-    top_p: float | None = Field(None, gt=0, le=1)
+    top_p: float | None = Field(None, ge=0, le=1)
     top_k: int | None = Field(None, ge=0, lt=2**31)
+
+    def sampling(self) -> Sampling:
+        """Return the options of sampling as the other APIs have them."""
+        given = self.model_dump(include={"temperature", "top_p", "top_k"})
+        return Sampling.model_validate(given)
 
     def variables(self) -> dict[str, Any]:
         """Return the variables of the template."""
@@ -161,15 +166,11 @@ async def messages(body: MessagesRequest, request: HttpRequest) -> Response:
         options={
             "chat": True,
             "max_tokens": body.max_tokens,
-            "temperature": 1.0 if body.temperature is None else body.temperature,
-            "top_p": 1.0 if body.top_p is None else body.top_p,
-            "top_k": body.top_k or 0,
+            **body.sampling().options(state.sampling),
             "stop": stop_texts(body.stop_sequences),
         },
         grammar=await checked_grammar(state, await state.texts(body.wanted_grammar, use)),
     )
-    if 0 < wanted.options["temperature"] < 1e-6:
-        wanted.options["temperature"] = 0.0
     parser = answers.parser_of(state, use, wanted, guided=bool(wanted.grammar))
     head = {"id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant"}
     head["model"] = model

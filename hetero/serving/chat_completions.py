@@ -151,7 +151,7 @@ async def _wanted(state: State, body: ChatRequest, use: ToolUse) -> AnswerOption
         rendered, state, messages, use, body.variables(), continues=body.continues
     )
     answers.check_room(state, tokens, "messages")
-    options = body.options() | {
+    options = body.options(state.sampling) | {
         "chat": True,
         "max_tokens": most_tokens(
             body.max_completion_tokens, body.max_tokens, default=state.max_seq_len

@@ -116,7 +116,7 @@ async def _wanted(state: State, body: CompletionRequest, prompt: str | list[int]
         state.check_length(len(tokens), "prompt")
         tokens = await state.encoded(tokens) if tokens else []
     answers.check_room(state, tokens)
-    options = body.options() | {
+    options = body.options(state.sampling) | {
         "max_tokens": max(
             most_tokens(
                 16 if body.max_tokens is None else body.max_tokens, default=state.max_seq_len

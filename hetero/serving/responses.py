@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -233,7 +233,7 @@ async def _turn(state: State, app: str, body: ResponseRequest) -> _Turn:
     given = [await _referenced(state, app, item) for item in read_items(body.input)]
     before, tokens = await _before(state, app, body)
     grammar = await state.texts(body.wanted_grammar, use)
-    options = body.options() | {
+    options = body.options(state.sampling) | {
         "chat": True,
         "max_tokens": most_tokens(body.max_output_tokens, default=state.max_seq_len),
     }
@@ -267,7 +267,7 @@ async def _turn(state: State, app: str, body: ResponseRequest) -> _Turn:
     )
     parser = answers.parser_of(state, use, wanted, guided=bool(wanted.grammar))
     summarised = body.reasoning is not None and body.reasoning.summarised
-    begun = _begun(body, model)
+    begun = _begun(body, model, options)
     return _Turn(begun, use, given, before, wanted, logprobs, parser, summarised, conversation)
 
 
@@ -311,7 +311,7 @@ async def _before(state: State, app: str, body: ResponseRequest) -> tuple[list[I
     return items, chain[0].tokens if same else []
 
 
-def _begun(body: ResponseRequest, model: str) -> dict[str, Any]:
+def _begun(body: ResponseRequest, model: str, sampling: Mapping[str, Any]) -> dict[str, Any]:
     conversation = body.conversation_id
     form: dict[str, Any] = {"type": "text"}
     if body.text is not None and body.text.format is not None:
@@ -338,12 +338,12 @@ def _begun(body: ResponseRequest, model: str) -> dict[str, Any]:
             "summary": None if body.reasoning is None else body.reasoning.summary,
         },
         "store": body.store is not False,
-        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "temperature": sampling.get("temperature", 0.0),
         "text": {"format": form},
         "tool_choice": body.tool_choice or "auto",
         "tools": body.tools or [],
         "top_logprobs": body.top_logprobs or 0,
-        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "top_p": sampling.get("top_p", 1.0),
         "truncation": body.truncation or "disabled",
         "usage": None,
         "user": body.user,

@@ -41,7 +41,7 @@ def writer_of(kind: str, *, usage: bool, tools: bool) -> StreamWriter:
     if kind == "anthropic":
         return anthropic._Writer(HEAD, 3, parser)
     wanted = responses.ResponseRequest(input="x")
-    begun, given_ = responses._begun(wanted, "m"), AnswerOptions(tokens=[1], options={})
+    begun, given_ = responses._begun(wanted, "m", {}), AnswerOptions(tokens=[1], options={})
     turn = responses._Turn(begun, use, [], [], given_, logprobs=False, parser=parser)
     return responses._Writer(STATE, "app", wanted, turn)
 
