@@ -61,6 +61,7 @@ class Placement:
         )
         self._check_graphs()
         self._check_heads()
+        self._check_experts()
 
     def with_plan(self, plan: ExecutionPlan, source: PlanSource) -> Placement:
         """Return the same devices and kernels with another plan within the same cuts."""
@@ -88,6 +89,17 @@ class Placement:
                     f"the plan shares the heads of attention between both devices, and the {kind} "
                     "computes all of them or none: make a plan with a profile of this device"
                 )
+
+    def _check_experts(self) -> None:
+        """Check that the device of routed experts has kernels of them."""
+        kind = self.plan.experts
+        if kind is not None and not (
+            kind in self._capabilities and self._capabilities[kind].experts
+        ):
+            raise PlanError(
+                f"the plan has the routed experts on the {kind}, which has no kernels of them: "
+                "make a plan with a profile of this device"
+            )
 
     @property
     def online(self) -> bool:
@@ -175,7 +187,9 @@ class Placement:
 
     def _other(self, node: Node, phase: Phase, m: int) -> tuple[DeviceKind, int]:
         """Return device and tokens of a node that is no matmul."""
-        kind = device_of_other(node.op, self.non_matmul(phase), self._capabilities)
+        kind = device_of_other(
+            node.op, self.non_matmul(phase), self._capabilities, self.plan.experts
+        )
         # As many tokens as the rest, for a padded graph reads what is written here; but a state is
         # that after the last token.
         return kind, m if has_state(node.op) else self.padded(phase, m)

@@ -267,6 +267,8 @@ class CheckpointWeights(ModelWeights):
         if name in self._names.parameters:
             tensor = self._names.parameters[name]
             values = self._ordered(tensor, self._vector(prefix + tensor))
+            if name == "router_norm":
+                return values * np.float32(self.config.hidden_size**-0.5)
             return -np.exp(values) if name == "delta_decay" else values
         if name in self._names.shared:
             return input_norm(self._vector(f"{self._names.shared[name]}.weight"))
