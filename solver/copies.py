@@ -15,6 +15,7 @@ from typing import Final
 from hetero.solver import residency
 from hetero.solver.options import INF
 from hetero.solver.plan import Memory
+from hetero.solver.planner import Planner
 from hetero.solver.request import PlanRequest
 from hetero.solver.solution import Solution
 from hetero.solver.weight_memory import Limits
@@ -23,6 +24,7 @@ SHARE: Final = 0.25
 WORTH: Final = 0.10
 NEGLIGIBLE_BYTES: Final = 64 << 20  # in all: not worth the time to solve again
 PLACES: Final = 4  # of each row limit, besides those that the steps want
+MANY: Final = 16  # matmuls of a model from which on there is a place less
 
 
 def tighter(
@@ -36,6 +38,11 @@ def tighter(
     if request.memory_budget_bytes is not None or memory.twice_bytes <= max(most, NEGLIGIBLE_BYTES):
         return None
     return limits._replace(copies=most)
+
+
+def places_of(planner: Planner) -> int:
+    """Return the places of each row limit that are tried."""
+    return PLACES if len(planner.spec.matmuls) < MANY else PLACES - 1
 
 
 def weights_of(parts: Sequence[residency.Part]) -> int:
