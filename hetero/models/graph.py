@@ -324,10 +324,7 @@ class _Decoder:
             self._add("output_gate", gate, x="attended", gates="qkv", y=attended)
         self._matmul("o", attended, target)
 
-    def _experts(
-        self, experts: ExpertConfig, source: str, target: str, *, routed: str = ""
-    ) -> None:
-        """Add experts of `source`, which are chosen by `routed` if that is given."""
+    def _experts(self, experts: ExpertConfig, source: str, target: str, by: str = "") -> None:
         config = self.config
         router = Router(
             experts=experts.count,
@@ -350,7 +347,7 @@ class _Decoder:
             activation=experts.activation or config.activation,
             bias=experts.bias,
         )
-        self._add("router", router, x=routed or source, y="routes")
+        self._add("router", router, x=by or source, y="routes")
         self._add("experts", op, x=source, routes="routes", y=target)
 
     def _feed_forward(self, source: str, target: str) -> None:
@@ -370,11 +367,11 @@ class _Decoder:
             self._add("shared_gate", gate, **slots)
 
     def _parallel_experts(self, experts: ExpertConfig, source: str, target: str) -> None:
-        """Add experts beside the plain feed-forward, each in norms of its own."""
+        """Add experts and the plain feed-forward, each in norms of its own."""
         norm = self._norm_op()
         self._add("router_norm", norm, x=self.stream, y="router_in")
         self._add("experts_norm", norm, x=self.stream, y="experts_in")
-        self._experts(experts, "experts_in", "chosen", routed="router_in")
+        self._experts(experts, "experts_in", "chosen", "router_in")
         self._add("chosen_norm", norm, x="chosen", y="chosen_normed")
         self._plain_feed_forward(source, "plain")
         self._add("plain_norm", norm, x="plain", y="plain_normed")
