@@ -68,18 +68,20 @@ class MatMul:
         return 2 * m * self.n * self.k
 
 
-@dataclass(frozen=True, kw_only=True)
-class Embed:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Embed(Extensible):
     """`y[t] = scale · W[tokens[t]]`. Ports: `tokens` int32 [m], `y` [m, d].
 
     Weights: `weight` (PackedWeight of vocab × d; activations do not matter here). Token ids outside
-    [0, vocab) are undefined behaviour: the caller checks them.
+    [0, vocab) are undefined behaviour: the caller checks them. Where the table is `mapped` no
+    device computes it: the control thread reads the rows from the model's file.
     """
 
     vocab: int
     d: int
     weight_format: WeightFormat
     scale: float = 1.0
+    mapped: bool = later(False)
     ports: ClassVar[tuple[str, ...]] = ("tokens", "y")
 
 
@@ -785,3 +787,8 @@ def describe(op: Op) -> str:  # noqa: PLR0911, PLR0912
             return f"Experts({sizes}, {op.weight_format})"
         case _:
             return f"{type(op).__name__}(d={op.d})"
+
+
+def is_mapped(op: Op) -> bool:
+    """Return whether the control thread computes an operation, from the model's file."""
+    return isinstance(op, Embed) and op.mapped

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 
-from hetero.backends.ops import Attention, MatMul, has_state
+from hetero.backends.ops import Attention, MatMul, has_state, is_mapped
 from hetero.backends.protocol import DeviceKind, prepared_sizes
 from hetero.profiler.model_graph import ModelGraph, Node
 from hetero.solver.assignments import Assignment, Heads, Part
@@ -126,9 +126,10 @@ class Placement:
     ) -> Iterator[Assignment]:
         """Yield what computes a call of m tokens, in the model's order.
 
-        What sees sampled rows alone sees the last `logit_rows` tokens, and is left out where that
-        is none. Rows of several contexts decode so, too; but what knows a position runs for each of
-        them, on the same device (`row_graph`). `mode`: of calls in flight.
+        Tables that are mapped are the control thread's. What sees sampled rows alone sees the last
+        `logit_rows` tokens, and is left out where that is none. Rows of several contexts decode so,
+        too; but what knows a position runs for each of them, on the same device (`row_graph`).
+        `mode`: of calls in flight.
         """
         inside: set[str] = set()  # nodes of groups that were yielded
         for node in self.graph.nodes:
@@ -148,6 +149,8 @@ class Placement:
 
     def tokens_of(self, node: Node, m: int, logit_rows: int) -> int:
         """Return how many of the last tokens of a call of m a node computes; 0: it does not run."""
+        if is_mapped(node.op):
+            return 0
         return logit_rows if node.name in self.graph.sampled_nodes else m
 
     def parts(
@@ -266,6 +269,8 @@ class Placement:
 
     def devices(self, node: Node) -> frozenset[DeviceKind]:
         """Return the devices that run a node in any phase."""
+        if is_mapped(node.op):
+            return frozenset()
         if node.plan_op is None:
             return frozenset(self._other(node, phase, 1)[0] for phase in PHASES)
         return frozenset(tile.device for _, tile, _ in self._entries.listed(node))

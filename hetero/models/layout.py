@@ -159,6 +159,9 @@ def _router_vectors(config: ModelConfig, layer: int) -> list[VectorShape]:
     return vectors + [VectorShape(f"{x.name}_bias", x.n) for x in matrices]
 
 
+MAPPED: Final = ("embed_inputs",)  # whose rows are read from the file, one by one
+
+
 def embedding_matrices(config: ModelConfig) -> tuple[MatrixShape, ...]:
     """Return the embeddings, also those of the layers' inputs, and the output head unless tied."""
     embed = MatrixShape("embed", config.vocab_size, config.hidden_size)

@@ -31,9 +31,11 @@ from hetero.models.gguf.tensors import (
     is_matrix,
     rows_of,
     stored_as,
+    tensor_rows,
 )
 from hetero.models.layout import (
     EXPERTS,
+    MAPPED,
     block_matrices,
     embedding_matrices,
     expert_matrices,
@@ -41,6 +43,7 @@ from hetero.models.layout import (
 )
 from hetero.models.model_weights import BlockWeights, ModelWeights
 from hetero.models.packing import Destination, check_finite, pack_rows
+from hetero.models.row_tables import RowTable
 from hetero.terminal.notices import notify_once
 
 FUSED_EXPERTS: Final = "ffn_gate_up_exps"  # of each expert gate, then up
@@ -168,9 +171,13 @@ class GgufWeights(ModelWeights):
     def _load_matrix(self, name: str) -> PackedWeight:
         return self._packed(name)
 
+    def table(self, name: str) -> RowTable:
+        """Return the rows of a matrix of `layout.MAPPED`, read from the file."""
+        return tensor_rows(self.file, f"{self._ends[name]}.weight")
+
     def _packed(self, name: str) -> PackedWeight:
         """Return a matrix (`blk.3.qkv`, `embed`) from the store, or packed into it."""
-        store = self._opened_store()
+        store = None if name in MAPPED else self._opened_store()
         parts = None if store is None else store.matrix(name)
         if parts is None:
             assert not isinstance(store, StoreReader)
@@ -288,11 +295,9 @@ class GgufWeights(ModelWeights):
         if matmul in EXPERTS:
             return self._vector(f"{prefix}{_MATRICES[matmul][-1][0]}.bias")
         if matmul not in _MATRICES:
-            values = self._vector(_path(prefix, self._tensor_of(name)))
+            values = self._vector(_path(prefix, self._tensor_of(name))) * _factor(self.config, name)
             if name == "input_in_norm":
                 return input_norm(values)
-            if name == "router_norm":
-                return values * np.float32(self.config.hidden_size**-0.5)
             return (
                 values.reshape(-1, self.config.conv_taps).T.reshape(-1) if is_taps(name) else values
             )
@@ -305,8 +310,7 @@ class GgufWeights(ModelWeights):
 
     def _is_left_out(self, name: str) -> bool:
         """Return whether a vector is the bias of a norm that the family has without one."""
-        family = ARCHITECTURES[self.config.architecture]
-        return name.endswith("norm_bias") and not family.norm_bias
+        return name.endswith("norm_bias") and not ARCHITECTURES[self.config.architecture].norm_bias
 
     def _bias_rows(self, prefix: str, name: str) -> list[tuple[str, int]]:
         """Return the modules of a matmul's biases; those of a fused qkv may be separate."""
@@ -341,8 +345,8 @@ class GgufWeights(ModelWeights):
 
     def _read_before(self) -> tuple[str, ...]:
         """Return the tensors that the configuration was read from."""
-        family = FAMILIES[self.file.metadata["general.architecture"]]
-        if (family.frequencies or family.rotated_part) and _FREQUENCIES in self.file.tensors:
+        reads = self._family.frequencies or self._family.rotated_part
+        if reads and _FREQUENCIES in self.file.tensors:
             return (_FREQUENCIES,)
         return _FACTORS if self.config.rope_scaling.kind == "longrope" else ()
 
@@ -396,10 +400,10 @@ class GgufWeights(ModelWeights):
 
 
 def _matrix_names(config: ModelConfig) -> list[str]:
-    """Return the names of all matrices, in the order in which they are packed."""
+    """Return the names of the matrices in a store, in the order in which they are packed."""
     blocks = range(config.num_layers)
     names = [f"blk.{i}.{x.name}" for i in blocks for x in block_matrices(config, i)]
-    return names + [x.name for x in embedding_matrices(config)]
+    return names + [x.name for x in embedding_matrices(config) if x.name not in MAPPED]
 
 
 def _part_shape(storage: StorageFormat, members: Sequence[GgufTensor]) -> PartShape:
@@ -449,6 +453,11 @@ def _left_out(file: GgufFile, layers: int) -> tuple[str, ...]:
             f"tokens, are left out ({len(names)} tensors)"
         )
     return names
+
+
+def _factor(config: ModelConfig, vector: str) -> np.float32:
+    """Return the factor of a block's vector that the file leaves to the reader."""
+    return np.float32(config.hidden_size**-0.5 if vector == "router_norm" else 1.0)
 
 
 def _fused_rows(config: ModelConfig, name: str) -> npt.NDArray[np.int64]:
