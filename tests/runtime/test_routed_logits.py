@@ -24,6 +24,7 @@ from hetero.compiling.calibration import calibrated
 from hetero.errors import ModelError, UserError
 from hetero.models import open_model
 from hetero.models.gguf import GgufFile
+from hetero.models.layout import EXPERTS
 from hetero.models.quantized import save
 from hetero.solver.errors import PlanError
 from hetero.solver.handmade import single_device
@@ -160,6 +161,7 @@ IN_FILES = {
     "Qwen3Moe": QWEN3_GGUF,
     "Lfm2Moe": LFM2_GGUF,
     "GptOss": GPT_OSS_GGUF,
+    "Gemma4": GEMMA4_GGUF,
 }
 
 
@@ -347,14 +349,33 @@ def test_quantised_gguf_has_the_numbers_of_its_floats(
     assert relative_error(*logits) <= 3e-3
 
 
+def test_gate_and_up_of_experts_in_one_tensor_or_in_two(tmp_path: Path) -> None:
+    folder, _ = drawn("Gemma4", GEMMA4_GGUF)
+    tensors = convert(folder, tmp_path / "fused.gguf")
+    for i in range(2):
+        both = tensors.pop(f"blk.{i}.ffn_gate_up_exps.weight")
+        for name, rows in zip(("gate", "up"), np.split(both, 2, axis=1), strict=True):
+            tensors[f"blk.{i}.ffn_{name}_exps.weight"] = rows
+    write(tmp_path / "apart.gguf", "gemma4", entries_of(tmp_path / "fused.gguf"), tensors)
+    fused, apart = (open_model(tmp_path / f"{x}.gguf").weights for x in ("fused", "apart"))
+    for ours, theirs in ((fused.block(i), apart.block(i)) for i in range(2)):
+        for name in EXPERTS:
+            np.testing.assert_array_equal(ours.matrix(name).data, theirs.matrix(name).data)
+
+
+def entries_of(path: Path) -> dict[str, Any]:
+    """The metadata of a file as `write` takes it."""
+    return {
+        key: value.tolist() if isinstance(value, np.ndarray) else value
+        for key, value in GgufFile(path).metadata.items()
+        if key.partition(".")[0] not in ("general", "GGUF")
+    }
+
+
 def test_experts_that_a_gguf_file_lacks(tmp_path: Path) -> None:
     folder, _ = drawn("Qwen3Moe", QWEN3_GGUF)
     tensors = convert(folder, tmp_path / "m.gguf")
-    entries = {
-        key: value.tolist() if isinstance(value, np.ndarray) else value
-        for key, value in GgufFile(tmp_path / "m.gguf").metadata.items()
-        if key.partition(".")[0] in ("qwen3moe", "tokenizer")
-    }
+    entries = entries_of(tmp_path / "m.gguf")
     name = "blk.1.ffn_up_exps.weight"
     others = {key: x for key, x in tensors.items() if key != name}
     few = others | {name: tensors[name][:7]}
