@@ -480,6 +480,20 @@ class Plan(_Record):
         both = KINDS if self.shares_attention else ()
         return frozenset(tiles | {self.non_matmul.prefill, self.non_matmul.decode, *both})
 
+    def devices_of(self, phase: Phase) -> frozenset[DeviceKind]:
+        """Return the device kinds that work in a phase, but for an output head that is not cut."""
+        ops = [op for op in self.all_ops if op.phase == phase]
+        parts = [{tile.device for tile in op.tiles} for op in ops if op.op != "lm_head"]
+        heads = [{tile.device for tile in op.tiles} for op in ops if op.op == "lm_head"]
+        other = self.non_matmul.prefill if phase == "prefill" else self.non_matmul.decode
+        both = KINDS if phase == "prefill" and self.shares_attention else ()
+        return frozenset({other, *both}).union(*parts, *(x for x in heads if len(x) > 1))
+
+    @property
+    def apart(self) -> bool:
+        """Return whether the devices never compute at once: each phase has one of them."""
+        return all(len(self.devices_of(phase)) == 1 for phase in PHASES)
+
     def check_heads(self, spec: ModelGraph) -> None:
         """Raise `PlanError` unless the plan shares as many heads of attention as the model has."""
         counts = {x.heads.gpu + x.heads.npu for x in self.attention}

@@ -113,6 +113,7 @@ class ModelLoader:
             npu=options.npu,
             compiled=compiled,
             graph_sizes=self.choice.graph_sizes,
+            apart=self.choice.plan is not None and self.choice.plan.apart,
         )
         try:
             try:

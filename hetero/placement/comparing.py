@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product, starmap
 from typing import Final, NamedTuple
 
 from hetero.backends.protocol import DeviceKind
 from hetero.backends.registry import EVERY_CORE
 from hetero.solver.handmade import single_device
+from hetero.solver.options import INF
+from hetero.solver.plan import PHASES, Phase
 from hetero.solver.planner import Planner
 from hetero.solver.prepared import PreparedSolver
 from hetero.solver.prompts import prompt_alone
@@ -50,10 +53,93 @@ class Seconds(NamedTuple):
     calls: int
     decode_s: float
 
+
+class PhaseSeconds(NamedTuple):
+    """Predicted seconds of all prompts of a `PromptMix`, and of all answers."""
+
+    prompts_s: float
+    answers_s: float
+
     @property
-    def work_s(self) -> float:
-        """Return the prompt and the answer."""
-        return self.prompt_s + ANSWER_TOKENS * self.decode_s
+    def total_s(self) -> float:
+        """Return both phases together."""
+        return self.prompts_s + self.answers_s
+
+    def of(self, phase: Phase) -> float:
+        """Return the seconds of one phase."""
+        return self.prompts_s if phase == "prefill" else self.answers_s
+
+
+@dataclass(frozen=True)
+class PhaseChoice:
+    """The device set of a phase with its predicted seconds, and the best other one with its own.
+
+    `device_set` is `gpu`, `npu`, `EVERY_CORE` or `TENSOR_LEVEL`. Without a comparison, seconds are
+    None, and `other` is empty.
+    """
+
+    phase: Phase
+    device_set: str
+    predicted_s: float | None = None
+    other: str = ""
+    other_s: float | None = None
+
+    def __str__(self) -> str:
+        what = "prompt" if self.phase == "prefill" else "answer"
+        text = f"{what}: {_named(self.device_set)}"
+        if not self.predicted_s or not self.other_s:
+            return text
+        times = self.other_s / self.predicted_s
+        other = self.other if self.other == TENSOR_LEVEL else f"the {self.other}"
+        return f"{text} ({times:.{1 if times >= 1.1 else 2}f} x {other})"
+
+
+class DeviceSets(NamedTuple):
+    """The names of what computes prompts, and of what computes answers."""
+
+    prompts: str
+    answers: str
+
+    def of(self, phase: Phase) -> str:
+        """Return the name in one phase."""
+        return self.prompts if phase == "prefill" else self.answers
+
+    @property
+    def same(self) -> bool:
+        """Return whether one set of devices computes everything."""
+        return self.prompts == self.answers
+
+    @property
+    def kinds(self) -> dict[Phase, DeviceKind]:
+        """Return the device of each phase that one computes alone."""
+        kinds: dict[Phase, DeviceKind] = {}
+        for phase in PHASES:
+            if (name := self.of(phase)) != TENSOR_LEVEL:
+                kinds[phase] = "npu" if name == "npu" else "gpu"
+        return kinds
+
+    def phases(self, seconds: Mapping[str, PhaseSeconds]) -> tuple[PhaseChoice, ...]:
+        """Return each phase with its seconds, and the best of the others."""
+        return tuple(_compared(phase, self.of(phase), seconds) for phase in PHASES)
+
+    def __str__(self) -> str:
+        return self.prompts if self.same else f"{self.prompts} then {self.answers}"
+
+
+def described(phases: Sequence[PhaseChoice]) -> str:
+    """Return a sentence for people: "prompt: npu alone (1.4 x the gpu); answer: gpu alone"."""
+    return "; ".join(map(str, phases))
+
+
+def _compared(phase: Phase, name: str, seconds: Mapping[str, PhaseSeconds]) -> PhaseChoice:
+    times = {x: s.of(phase) for x, s in seconds.items()}
+    own_s = times.pop(name)
+    other = min(times, key=times.__getitem__, default="")
+    return PhaseChoice(phase, name, own_s, other, times.get(other))
+
+
+def _named(name: str) -> str:
+    return name if name == TENSOR_LEVEL else f"{name} alone"
 
 
 def compare(
@@ -63,29 +149,55 @@ def compare(
     *,
     kinds: Sequence[str],
     cores: int = 0,
-) -> dict[str, float]:
+) -> dict[str, PhaseSeconds]:
     """Return the predicted seconds of the work on each device alone, and on both devices.
 
     The devices are those of `kinds` that can do it (`gpu`, `npu`, `EVERY_CORE` with so many
     `cores`).
     """
-    seconds: dict[str, float] = {}
+    seconds: dict[str, PhaseSeconds] = {}
     for name in (*kinds, TENSOR_LEVEL):
         parts = [predicted(planner, solver, name, tokens, cores) for tokens in work.prompts]
-        known = [part.work_s for part in parts if part is not None]
+        known = [part for part in parts if part is not None]
         if len(known) == len(parts):
-            seconds[name] = sum(known)
+            answers_s = sum(ANSWER_TOKENS * part.decode_s for part in known)
+            seconds[name] = PhaseSeconds(sum(part.prompt_s for part in known), answers_s)
     return seconds
 
 
-def fastest(seconds: dict[str, float], *, derived: bool = False) -> str:
-    """Return the name of the fastest.
+def fastest(
+    seconds: Mapping[str, PhaseSeconds],
+    *,
+    derived: bool = False,
+    gain_of: Callable[[DeviceSets], float] = lambda _: INF,
+) -> DeviceSets:
+    """Return what computes prompts and what computes answers fastest.
 
-    A single device is simpler, so both must be faster by a margin, as a cut must be; by a larger
-    one where times are `derived` from another format's.
+    A single device is simpler, so two must be faster by a margin, as a cut must be; by a larger one
+    where times are `derived` from another format's. In each phase that both share they must be so
+    as well. `gain_of` returns by which fraction sets that differ between the phases must be faster
+    than a single device, infinity where one engine cannot have both.
     """
     margin = DERIVED_MARGIN if derived else MARGIN
-    return min(seconds, key=lambda x: seconds[x] / (1 - margin if x == TENSOR_LEVEL else 1.0))
+
+    def careful_s(sets: DeviceSets) -> float:
+        """Return the seconds with the margin of phases that both devices share."""
+        names = [(phase, sets.of(phase)) for phase in PHASES]
+        return sum(
+            seconds[x].of(phase) / (1 - margin if x == TENSOR_LEVEL else 1.0) for phase, x in names
+        )
+
+    def total_s(sets: DeviceSets) -> float:
+        return sum(seconds[sets.of(phase)].of(phase) for phase in PHASES)
+
+    alone = [DeviceSets(name, name) for name in seconds if name != TENSOR_LEVEL]
+    best = min(alone, key=total_s, default=DeviceSets(TENSOR_LEVEL, TENSOR_LEVEL))
+    limit_s = total_s(best) if alone else INF
+    others = [x for x in starmap(DeviceSets, product(seconds, seconds)) if x not in alone]
+    worth = [
+        x for x in others if total_s(x) < limit_s * (1 - max(margin, 0 if x.same else gain_of(x)))
+    ]
+    return min(worth, key=careful_s, default=best)
 
 
 def predicted(
