@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import os
 import platform
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,8 +74,12 @@ CHIPS = {
 DEFAULT_CHIP = "sm8650"
 
 
-# The kernel's name of a chip where it is not ours.
-MACHINES = {"x1e80100": "sc8380xp", "x1e78100": "sc8380xp"}
+# The kernel's name of a chip where it is not ours: a part's number, or the platform's code name.
+MACHINES = {
+    "x1e80100": "sc8380xp", "x1e78100": "sc8380xp", "hamoa": "sc8380xp", "x2e80100": "sc8480xp",
+    "glymur": "sc8480xp", "canoe": "sm8850", "sun": "sm8750", "pineapple": "sm8650",
+    "kalama": "sm8550", "waipio": "sm8450", "lemans": "qcs9075",
+}  # fmt: skip
 MACHINE_FILE = Path("/sys/devices/soc0/machine")  # written by Linux's qcom-socinfo
 ROOT = Path("/")
 NODES = "fastrpc-cdsp*"  # of Linux's FastRPC driver; the QNN provider looks for them, too
@@ -105,6 +110,25 @@ def chip_here() -> Chip | None:
     except (OSError, UnicodeDecodeError):
         return None
     return CHIPS.get(MACHINES.get(name, name))
+
+
+def chip_named(text: str) -> Chip | None:
+    """Return the chip that a sentence names: `Snapdragon(R) X Elite - X1E80100 - Qualcomm …`.
+
+    By its number, the kernel's name, or its title; None where it names none of `CHIPS`.
+    """
+    words = f" {_words(text)} "
+    titles = {_words(x.title.removeprefix("Snapdragon ")): x for x in CHIPS.values()}
+    numbers = dict(CHIPS) | {name: CHIPS[of] for name, of in MACHINES.items()}
+    for names in (numbers, titles):
+        for name in sorted(names, key=len, reverse=True):
+            if f" {name} " in words:
+                return names[name]
+    return None
+
+
+def _words(text: str) -> str:
+    return " ".join(re.sub(r"[^a-z0-9+]+", " ", text.lower()).split())
 
 
 def find_chip(name: str) -> Chip:

@@ -11,10 +11,18 @@ import os
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Annotated, Final, Literal, Self, TypeAlias, get_args
+from typing import Annotated, Any, Final, Literal, Self, TypeAlias, get_args
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
 
 from hetero.backends.formats import WeightFormat
 from hetero.backends.ops import OperandOrder
@@ -30,6 +38,7 @@ MIN_SAMPLES: Final = 5  # of a row that says how its kind varies
 Phase: TypeAlias = Literal["prefill", "decode"]
 Numbers: TypeAlias = Literal["measured", "emulated", "compiler-predicted", "simulated", "fitted"]
 Flag: TypeAlias = Literal["unconverged", "drifted", "disturbed"]
+UnitKind: TypeAlias = Literal["cpu", "gpu", "npu"]
 Kind: TypeAlias = tuple[DeviceKind, Phase, WeightFormat]  # of matmul kernels
 # Values beyond these are no time, speed or size of anything, and would overflow somewhere.
 Seconds = Annotated[float, Field(ge=0, le=1e9)]
@@ -481,6 +490,35 @@ class EveryCore(Record):
         return one_s / self.speedup + layers * self.layer_s
 
 
+class FittedUnit(Record):
+    """A processor as six numbers, fitted to an engine's rates of whole models (`fitted_units`).
+
+    It predicts whole models on that processor alone: plans neither cut for it nor ask it.
+
+    engine                      that reached the rates, such as `llama.cpp`
+    bytes_per_weight            of the rates' models; call_tokens: of one call of a prompt
+    bandwidth_bytes_per_s       weights and activations
+    flops_per_s                 of matmuls
+    attention_flops_per_s       of scores and their sums
+    cache_bytes_per_s           cached keys and values
+    call_s                      each operation, whatever its size
+    state_flops_per_s           of a gated delta rule
+    validation                  of models that were left out of the fit, whole
+    """
+
+    device: UnitKind
+    engine: str
+    bytes_per_weight: Positive
+    call_tokens: Tokens
+    bandwidth_bytes_per_s: Positive
+    flops_per_s: Positive
+    attention_flops_per_s: Positive
+    cache_bytes_per_s: Positive
+    call_s: Seconds
+    state_flops_per_s: Positive
+    validation: tuple[Validation, ...] = ()
+
+
 class Power(Record):
     """Mean power while the device works, and energy source; what cannot be read is absent."""
 
@@ -556,6 +594,7 @@ class DeviceProfile(Record):
     sync: dict[DeviceKind, DeviceSync] = {}
     host_sync: HostSync = HostSync()
     every_core: tuple[EveryCore, ...] = ()
+    units: tuple[FittedUnit, ...] = ()
     power: Power | None = None
     predictors: tuple[MatMulPredictor, ...] = ()
     other_predictors: tuple[NonMatmulPredictor, ...] = ()
@@ -566,6 +605,14 @@ class DeviceProfile(Record):
     references: tuple[ReferencePoint, ...] = ()
     stage_checks: tuple[StageCheck, ...] = ()
     notes: tuple[str, ...] = ()
+
+    @model_serializer(mode="wrap")
+    def _without_units(self, serialise: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out `units` where there are none: documents and fingerprints stay as they were."""
+        document: dict[str, Any] = serialise(self)
+        if not self.units:
+            document.pop("units", None)
+        return document
 
     def __repr__(self) -> str:
         """Return which profile it is; its document is `model_dump_json()`."""

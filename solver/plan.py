@@ -239,6 +239,37 @@ class Total(_Record):
         return self
 
 
+class PredictedRun(_Record):
+    """A prompt, or a decode step, on these devices: `gpu`, `npu`, `cpu`, or two that share it.
+
+    `error` is the mean relative error of such predictions, where the profile says it.
+    """
+
+    devices: tuple[str, ...]
+    predicted_s: Positive
+    tokens_per_s: Positive
+    error: Quantity | None = None
+
+
+class FastestDevices(_Record):
+    """The `devices` on which a prompt of `depth` tokens, or a token after them, is fastest.
+
+    `candidates` are all predictions, the fastest first; `gain` is the next one's seconds over the
+    fastest one's, `over` its devices, and `confidence` the probability that their order is right,
+    by the errors of both.
+    """
+
+    phase: Phase
+    depth: Stop
+    devices: tuple[str, ...]
+    predicted_s: Positive
+    tokens_per_s: Positive
+    over: tuple[str, ...] = ()
+    gain: Quantity | None = None
+    confidence: Annotated[float, Field(ge=0, le=1)] | None = None
+    candidates: tuple[PredictedRun, ...]
+
+
 class NonMatmulDevices(_Record):
     """Device of everything that is not a matmul (embedding, norms, RoPE, attention, …)."""
 
@@ -315,7 +346,8 @@ class Plan(_Record):
     none means the device of the other operators, all. `in_flight` are other modes of a prompt's
     calls, for lengths at which they are faster. `counts` are how many layers have each matmul,
     where layers differ (else all have it). `errors` are mean relative errors of the profile's
-    predictions of matmuls that it left out, of the device whose are larger.
+    predictions of matmuls that it left out, of the device whose are larger. `fastest` says where
+    prompts and decode steps are fastest by their depth, single devices included.
     """
 
     schema_version: Literal[1] = 1
@@ -349,13 +381,15 @@ class Plan(_Record):
     in_flight: tuple[InFlight, ...] = ()
     attention: Annotated[tuple[AttentionShare, ...], Field(max_length=1024)] = ()
     counts: dict[OpName, Stop] = {}
+    fastest: Annotated[tuple[FastestDevices, ...], Field(max_length=64)] = ()
 
     @model_serializer(mode="wrap")
     def _without_counts(self, serialise: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out `counts` of a model whose layers are alike."""
+        """Leave out `counts` of a model whose layers are alike, and `fastest` of none."""
         document: dict[str, Any] = serialise(self)
-        if not self.counts:
-            document.pop("counts", None)
+        for key in ("counts", "fastest"):
+            if not document.get(key):
+                document.pop(key, None)
         return document
 
     @model_validator(mode="after")

@@ -295,7 +295,7 @@ def _new_partial(target: Path) -> tuple[Path, BinaryIO]:
     """Return a new, locked file next to `target`."""
     while True:
         partial = _partial_name(target)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _OPEN
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | _OPEN
         file = os.fdopen(os.open(partial, flags, 0o666), "wb")
         _lock(file.fileno())
         if partial.exists():  # else another writer took it away before it was locked

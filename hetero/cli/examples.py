@@ -34,6 +34,7 @@ hetero plan ./my-model --explain qkv    # why this cut, and why not the others
     "profile": """
 hetero profile --quick    # a minute; a full one takes ten
 hetero profile --resume    # go on where Ctrl-C ended a run
+hetero profile --from rates.jsonl --soc sm8750    # a phone's, from llama-bench -o jsonl
 """,
     "report": """
 hetero report plan.json --out plan.html

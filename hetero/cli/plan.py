@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,7 +15,9 @@ from hetero.errors import UserError
 from hetero.terminal import json_line
 
 if TYPE_CHECKING:
+    from hetero.placement.engine_arguments import OtherEngine
     from hetero.profiler.model_graph import ModelGraph
+    from hetero.profiler.records import DeviceProfile
     from hetero.profiler.table_data import TableData
     from hetero.solver.execution_plan import ExecutionPlan
     from hetero.solver.request import GraphSizes, PlanRequest
@@ -34,6 +37,13 @@ class PrecisionChoice(StrEnum):
     A16 = "a16"
     A8 = "a8"
     ANY = "any"
+
+
+class EngineChoice(StrEnum):
+    """Values of --print-args."""
+
+    LLAMA_CPP = "llama.cpp"
+    GENIEX = "geniex"
 
 
 def _ending(report: Path | None) -> Path | None:
@@ -127,6 +137,14 @@ PlannedProfile = Annotated[
 ]
 
 
+PrintArguments = Annotated[
+    EngineChoice | None,
+    typer.Option(
+        "--print-args", help="No plan: arguments of another engine, for its best device here."
+    ),
+]
+
+
 def plan_command(
     model: PlannedModel,
     profile: PlannedProfile = None,
@@ -164,10 +182,12 @@ def plan_command(
     out: Annotated[Path | None, typer.Option(help="Save the plan (JSON).")] = None,
     report: ReportOption = None,
     explain: Explained = None,
+    print_args: PrintArguments = None,
     as_json: JsonOption = False,
 ) -> None:
     """Find the best cut of every matmul of MODEL between GPU and NPU."""
     from hetero.placement.planning import parse_lengths, parse_size, planned, spec_on
+    from hetero.placement.where_fastest import with_fastest
     from hetero.solver.request import PlanRequest
     from hetero.terminal.notices import notify
 
@@ -188,8 +208,11 @@ def plan_command(
         curves=report is not None,
     )
     spec, measured = spec_on(model, weights, profile, kv and kv.value)
+    if print_args is not None:
+        show_arguments(print_args.value, spec, measured, request, as_json=as_json)
+        return
     with stderr.status("solving"):
-        finished = planned(spec, measured, request)
+        finished = with_fastest(planned(spec, measured, request), spec, measured, request)
     others = [] if compare is None else [other(compare, spec, request)]
     if out is not None:
         finished.save(out)
@@ -197,6 +220,28 @@ def plan_command(
         finished.report(report, compare=others)
         notify(f"{report} is written: open it in a browser")
     show_plan(finished, others, explain, as_json=as_json)
+
+
+def show_arguments(
+    engine: OtherEngine,
+    spec: ModelGraph,
+    profile: DeviceProfile,
+    request: PlanRequest,
+    *,
+    as_json: bool,
+) -> None:
+    """Print the arguments of another engine on stdout, and why on stderr."""
+    from hetero.placement.engine_arguments import engine_arguments
+    from hetero.terminal.notices import notify
+
+    request.check()
+    best = engine_arguments(engine, spec, profile, request)
+    if as_json:
+        print(json.dumps(best.document(engine)), flush=True)
+        return
+    needed = "".join(f"; set {name}={value}" for name, value in best.environment.items())
+    notify(best.reason + needed)
+    print(" ".join(best.arguments), flush=True)
 
 
 def parse_sizes(value: str | None) -> GraphSizes:
@@ -232,7 +277,7 @@ def _print_plan(plan: ExecutionPlan, others: list[ExecutionPlan], explain: str |
     from rich.console import Console
 
     from hetero.cli.tables import say, show
-    from hetero.solver.report import brief, conclusion, content, units
+    from hetero.solver.report import brief, conclusion, content, fastest_table, units
 
     console = Console()
     if explain is not None:
@@ -246,7 +291,12 @@ def _print_plan(plan: ExecutionPlan, others: list[ExecutionPlan], explain: str |
     )
     for sentence in conclusion.sentences(plan):
         say(sentence, console)
-    tables = [brief.gains(plan), content.modes(plan), brief.operators(plan)]
+    tables = [
+        fastest_table.table(plan),
+        brief.gains(plan),
+        content.modes(plan),
+        brief.operators(plan),
+    ]
     for table in (
         *tables,
         content.attention(plan),

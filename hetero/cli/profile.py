@@ -45,6 +45,17 @@ ShapesOption = Annotated[
 ]
 
 
+RatesOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--from",
+        metavar="FILE",
+        help="Measure nothing: fit a chip to what llama-bench printed (-o json, -o jsonl), or to a "
+        "table of published rates (CSV).",
+    ),
+]
+
+
 def profile_command(
     out: Annotated[
         Path | None, typer.Option(help="File to write.", show_default="this machine's")
@@ -62,6 +73,7 @@ def profile_command(
     model: ShapesOption = None,
     weights: FormatsOption = None,
     soc: SocOption = None,
+    rates: RatesOption = None,
     gpu: GpuOption = "auto",
     npu: NpuOption = "auto",
     as_json: JsonOption = False,
@@ -75,6 +87,11 @@ def profile_command(
     from hetero.profiler.records import DeviceProfile
     from hetero.terminal.notices import notify
 
+    if rates is not None:
+        others = {"quick": quick, "budget": budget, "resume": resume, "add": add, "model": model}
+        _refuse_with_rates(others | {"weights": weights})
+        _fit_rates(rates, out, soc, as_json=as_json)
+        return
     path = out or own_profile_path()
     if add:
         others = {"quick": quick, "budget": budget, "resume": resume, "model": model}
@@ -121,6 +138,37 @@ def profile_command(
             notify("measurements are kept: the same command with --resume continues")
         raise
     report(taken, path, as_json)
+
+
+def _refuse_with_rates(others: Mapping[str, object]) -> None:
+    """Raise `UserError` for an option of measuring."""
+    given = next((name for name, value in others.items() if value), None)
+    if given is not None:
+        raise UserError(f"--from measures nothing: leave out --{given}")
+
+
+def _fit_rates(rates: Path, out: Path | None, soc: str | None, *, as_json: bool) -> None:
+    """Write the profile that is fitted to a file of rates."""
+    from hetero.cli.tables import show
+    from hetero.measuring.rate_profile import profile_of_rates, units_table
+    from hetero.profiler.profile_files import refuse_folder
+    from hetero.terminal.notices import notify
+
+    with stderr.status("fitting"):
+        taken, notes = profile_of_rates(rates, soc)
+    path = out or Path(f"{taken.name}.json")
+    refuse_folder(path)
+    taken.save(path)
+    for note in notes:
+        notify(note)
+    if as_json:
+        units = [unit.model_dump(mode="json") for unit in taken.units]
+        named = {"out": str(path), "name": taken.name, "fingerprint": taken.fingerprint}
+        print(json.dumps({**named, "units": units, "notes": list(notes)}), flush=True)
+        return
+    show(units_table(taken.units), stderr)
+    print(path)
+    stderr.print(shown(_next_command(path)))
 
 
 def _refuse_with_add(others: Mapping[str, object]) -> None:

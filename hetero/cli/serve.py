@@ -37,6 +37,10 @@ def serve_command(
     allow_host: Annotated[
         list[str] | None, typer.Option(help="Another name of this machine that clients may use.")
     ] = None,
+    allow_origin: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ORIGIN", help="Of pages elsewhere that may use it; `*`: all."),
+    ] = None,
     directory: Annotated[
         Path | None,
         typer.Option(
@@ -80,6 +84,7 @@ def serve_command(
         port=port,
         keys=keys,
         hosts=allow_host or [],
+        origins=allow_origin or [],
         names=alias or [],
         queue=queue,
         weights=weights,

@@ -38,7 +38,7 @@ from hetero.errors import ModelError
 # than arithmetic, which threads do one after the other. Codes are mostly copied.
 CHUNK_ELEMENTS = 1 << 17
 CODED_ELEMENTS = 1 << 20
-_BATCH_CHUNKS = 64
+_BATCH_ELEMENTS = 1 << 24  # between two calls of `after_batch`
 _LARGEST_FREED = 31 << 20  # bytes
 _MAX_THREADS = 4  # each holds the memory of one piece
 _ARENA = Arena()
@@ -99,6 +99,33 @@ class SourceTensor:
         return None
 
 
+class Destination(Protocol):
+    """The place of a packed weight, which is filled a few blocks of rows at a time by any thread.
+
+    `put` writes blocks from number `first` on, and may raise `OSError`; `packed` is the whole
+    weight, once all blocks are there.
+    """
+
+    def put(self, first: int, chunk: PackedWeight) -> None: ...
+    def packed(self) -> PackedWeight: ...
+
+
+class _Memory:
+    """A destination in memory of this process."""
+
+    def __init__(self, storage: StorageFormat, n: int, k: int) -> None:
+        self._whole = empty_packed(storage, n, k)
+
+    def put(self, first: int, chunk: PackedWeight) -> None:
+        last = first + chunk.data.shape[0]
+        self._whole.data[first:last] = chunk.data
+        if self._whole.scales is not None:
+            self._whole.scales[first:last] = chunk.scales
+
+    def packed(self) -> PackedWeight:
+        return self._whole
+
+
 def empty_packed(storage: StorageFormat, n: int, k: int) -> PackedWeight:
     """Return a zero-filled weight in page-aligned memory, to be filled once.
 
@@ -115,33 +142,33 @@ def pack_rows(
     sources: Sequence[RowSource],
     storage: StorageFormat,
     after_batch: Callable[[], None] = lambda: None,
+    destination: Destination | None = None,
 ) -> PackedWeight:
     """Pack the rows of `sources`, one tensor after the other, on all cores.
 
-    `after_batch` is called now and then, so that pages of a mapped source can be dropped. Raises
-    `ModelError` for a value that is not finite or beyond the storage format's range.
+    `after_batch` is called now and then, so that pages of a mapped source can be dropped. Without a
+    `destination` the weight is in memory of this process. Raises `ModelError` for a value that is
+    not finite or beyond the storage format's range, and `OSError` where the destination does.
     """
     _keep_freed_memory()
     k = sources[0].shape[1]
     n = sum(source.shape[0] for source in sources)
-    packed = empty_packed(storage, n, k)
+    destination = destination or _Memory(storage, n, k)
     coded = all(source.codes(0, 1, storage) is not None for source in sources)
     elements = CODED_ELEMENTS if coded else CHUNK_ELEMENTS
     step = max(ROW_BLOCK, elements // k // ROW_BLOCK * ROW_BLOCK)
 
     def pack_chunk(start: int) -> None:
         chunk = _pack_chunk(_parts(sources, start, min(start + step, n)), k, storage)
-        first, last = start // ROW_BLOCK, start // ROW_BLOCK + chunk.data.shape[0]
-        packed.data[first:last] = chunk.data
-        if packed.scales is not None:
-            packed.scales[first:last] = chunk.scales
+        destination.put(start // ROW_BLOCK, chunk)
 
     starts = range(0, n, step)
+    chunks = max(_BATCH_ELEMENTS // (step * k), 1)
     with ThreadPoolExecutor(min(len(starts), core_count(), _MAX_THREADS)) as pool:
-        for batch in range(0, len(starts), _BATCH_CHUNKS):
-            list(pool.map(pack_chunk, starts[batch : batch + _BATCH_CHUNKS]))
+        for batch in range(0, len(starts), chunks):
+            list(pool.map(pack_chunk, starts[batch : batch + chunks]))
             after_batch()
-    return packed
+    return destination.packed()
 
 
 @cache

@@ -17,6 +17,7 @@ from hetero.errors import UserError
 from hetero.models import AUTO, LONGEST_NAME, model_path, model_spec, open_model
 from hetero.models.manifest import is_quantised
 from hetero.placement.first_start import scaled_here
+from hetero.placement.where_fastest import with_fastest
 from hetero.profiler import profile_files
 from hetero.profiler.cost import CostModel
 from hetero.profiler.errors import ProfileError
@@ -51,14 +52,15 @@ def plan(
     weights: str | None = None,
     kv: str | None = None,
     curves: bool = True,
+    fastest: bool = False,
 ) -> ExecutionPlan:
     """Return the best cut of every matmul of `model` on the device of `profile`.
 
     `model` is a MODEL or the name of a known one; `profile` a `DeviceProfile`, a file, a shipped
     name, or None for this machine's. `seq_lens` are prompt lengths, or how often a prompt of each
     comes; `kv` is the caches' format (`planned_cache`). `curves` adds what a report draws (a second
-    or so); the rest is as in `hetero plan --help`. Raises `UserError`, `PlanError` or
-    `ProfileError`.
+    or so), `fastest` where prompts and answers are fastest by depth; the rest is as in `hetero plan
+    --help`. Raises `UserError`, `PlanError` or `ProfileError`.
     """
     if isinstance(model, ModelGraph):
         spec, device_profile = model, find_profile(profile)
@@ -79,7 +81,8 @@ def plan(
         margin=margin,
         curves=curves,
     )
-    return planned(spec, device_profile, request)
+    finished = planned(spec, device_profile, request)
+    return with_fastest(finished, spec, device_profile, request) if fastest else finished
 
 
 def spec_on(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any, Final, TypeVar
@@ -21,6 +23,7 @@ from hetero.serving.messages import Done, Run, TokenEvent
 from hetero.serving.state import State
 from hetero.serving.tools import ToolUse
 
+log = logging.getLogger("hetero.serving")
 T = TypeVar("T")
 DONE: Final = b"data: [DONE]\n\n"  # what OpenAI's streams end with
 _json: Final = json.JSONEncoder(separators=(",", ":")).encode  # one for all events
@@ -157,11 +160,17 @@ class StreamWriter(ABC):
 
 
 async def streamed(
-    state: State, request: Request, wanted: AnswerOptions, writer: StreamWriter
+    state: State,
+    request: Request,
+    wanted: AnswerOptions,
+    writer: StreamWriter,
+    until_end: AsyncExitStack | None = None,
 ) -> Response:
     """Return the answer as server-sent events.
 
-    An error before the first token has a status of its own; a later one is an event.
+    An error before the first token has a status of its own; a later one is an event. What
+    `until_end` would close is closed when the response was sent, or its client is gone; where this
+    raises, it is still the caller's.
     """
     stream = await _submit(state, request, wanted)
     try:
@@ -189,23 +198,31 @@ async def streamed(
                 events = await stream.events()
         except ApiError as error:
             yield b"".join([*lines, writer.failed(error)])
+        except Exception as error:  # the status is sent already: the client learns of it here
+            log.error("a streamed answer failed", exc_info=error)
+            broken = ApiError(500, "the server failed: see its own messages")
+            yield b"".join([*lines, writer.failed(broken)])
 
-    return _EventStream(bodies(), stream)
+    until_end = AsyncExitStack() if until_end is None else until_end.pop_all()
+    return _EventStream(bodies(), stream, until_end)
 
 
 class _EventStream(StreamingResponse):
     """A response that cancels the answer when the client disconnects, sent or not."""
 
-    def __init__(self, bodies: AsyncIterator[bytes], stream: AnswerStream) -> None:
+    def __init__(
+        self, bodies: AsyncIterator[bytes], stream: AnswerStream, until_end: AsyncExitStack
+    ) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(bodies, media_type="text/event-stream", headers=headers)
-        self._question = stream
+        self._stream, self._until_end = stream, until_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self._question.close()
+            self._stream.close()
+            await self._until_end.aclose()
 
 
 def split_template(make: Callable[..., bytes], values: int = 1) -> list[bytes]:

@@ -21,12 +21,22 @@ from hetero.serving.answers import (
     sse,
 )
 from hetero.serving.errors import ApiError
+from hetero.serving.grammars import json_grammar
 from hetero.serving.messages import Done, Run, TokenEvent
 from hetero.serving.requests import Request, checked_grammar, stop_texts
 from hetero.serving.state import State
-from hetero.serving.tools import ToolUse, rendered, tool_use
+from hetero.serving.template_chat import Message as PlainMessage
+from hetero.serving.template_chat import (
+    answer_message,
+    characters,
+    plain_text,
+    rendered,
+    result_message,
+)
+from hetero.serving.tools import ToolUse, tool_use
 
 router = APIRouter()
+_FIELDS: Final = {"name": "name", "description": "description", "input_schema": "parameters"}
 
 
 class Message(Request):
@@ -39,7 +49,7 @@ class Message(Request):
 class CountRequest(Request):
     """A request to count tokens."""
 
-    model: str = ""
+    model: str | None = None
     messages: list[Message] = Field(min_length=1)
     system: str | list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
@@ -49,11 +59,9 @@ class CountRequest(Request):
         """Return the tools in OpenAI's form. Raises `ApiError`."""
         tools = [
             {
-                "type": "function" if tool.get("type", "custom") == "custom" else tool["type"],
+                "type": "function" if (tool.get("type") or "custom") == "custom" else tool["type"],
                 "function": {
-                    "name": tool.get("name"),
-                    "description": tool.get("description", ""),
-                    "parameters": tool.get("input_schema", {}),
+                    ours: tool[theirs] for theirs, ours in _FIELDS.items() if theirs in tool
                 },
             }
             for tool in self.tools or ()
@@ -70,21 +78,55 @@ class CountRequest(Request):
         """Return the messages in the form of chat completions. Raises `ApiError`."""
         messages: list[dict[str, Any]] = []
         if self.system:
-            messages.append({"role": "system", "content": _text(self.system)})
-        for message in self.messages:
-            messages += _plain(message)
+            messages.append({"role": "system", "content": plain_text(self.system, "system")})
+        for i, message in enumerate(self.messages):
+            messages += _plain(message, f"messages.{i}")
         return messages
+
+
+class AnswerFormat(Request):
+    """`output_config.format`."""
+
+    type: Literal["json_schema"]
+    json_schema: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Request):
+    """`output_config`."""
+
+    format: AnswerFormat | None = None
 
 
 class MessagesRequest(CountRequest):
     """Anthropic's request."""
 
     max_tokens: int = Field(ge=1)
+    output_config: OutputConfig | None = None
+    output_format: AnswerFormat | None = None  # of the beta
+    thread: Any = None
     stream: bool | None = False
     stop_sequences: list[str] | None = None
     temperature: float | None = Field(None, ge=0, le=1)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=0, lt=2**31)
+
+    def check(self) -> None:
+        """Raise `ApiError` for fields that change the meaning of the others."""
+        if self.thread is not None:  # the official client then sends the whole conversation
+            raise ApiError(
+                400,
+                "threads are not kept here: send the whole conversation without `thread`",
+                param="thread",
+                code="thread_unsupported_request",
+            )
+
+    def wanted_grammar(self, use: ToolUse) -> str:
+        """Return llguidance's grammar of the answer; empty: none. Raises `UserError`."""
+        config = self.output_config
+        form = self.output_format if config is None else config.format or self.output_format
+        if use.forced or form is None:
+            return use.grammar()
+        return json_grammar(form.json_schema)
 
 
 @router.post("/v1/messages")
@@ -92,7 +134,10 @@ async def messages(body: MessagesRequest, request: HttpRequest) -> Response:
     """Return the next message of a conversation."""
     state: State = request.app.state.hetero
     model, use = state.check_model(body.model), body.use()
-    tokens = await state.texts(rendered, state, body.plain(), use)
+    body.check()
+    plain = body.plain()
+    state.check_length(characters(plain), "messages")
+    tokens = await state.texts(rendered, state, plain, use, continues=True)
     answers.check_room(state, tokens, "messages")
     wanted = AnswerOptions(
         tokens=tokens,
@@ -104,7 +149,7 @@ async def messages(body: MessagesRequest, request: HttpRequest) -> Response:
             "top_k": body.top_k or 0,
             "stop": stop_texts(body.stop_sequences),
         },
-        grammar=await checked_grammar(state, await state.texts(use.grammar)),
+        grammar=await checked_grammar(state, await state.texts(body.wanted_grammar, use)),
     )
     if 0 < wanted.options["temperature"] < 1e-6:
         wanted.options["temperature"] = 0.0
@@ -133,40 +178,35 @@ async def count_tokens(body: CountRequest, request: HttpRequest) -> Response:
     """Return the number of tokens of a request's prompt."""
     state: State = request.app.state.hetero
     state.check_model(body.model)
-    tokens = await state.texts(rendered, state, body.plain(), body.use())
+    tokens = await state.texts(rendered, state, body.plain(), body.use(), continues=True)
     return answers.answer_json({"input_tokens": len(tokens)})
 
 
-def _text(content: str | list[dict[str, Any]]) -> str:
-    if isinstance(content, str):
-        return content
-    if all(x.get("type") == "text" and isinstance(x.get("text"), str) for x in content):
-        return "".join(block["text"] for block in content)
-    raise ApiError(400, "content is text here; pictures and files are not read")
-
-
-def _plain(message: Message) -> list[dict[str, Any]]:
-    """Return a message's blocks: text, tool calls, and tool results."""
-    if isinstance(message.content, str):
-        return [{"role": message.role, "content": message.content}]
-    plain_messages = list[dict[str, Any]]()
-    text, calls = list[dict[str, Any]](), list[dict[str, Any]]()
-    for block in message.content:
+def _plain(message: Message, where: str) -> list[PlainMessage]:
+    """Return a message's blocks as messages: results of tools, then the rest as one."""
+    blocks = message.content
+    if isinstance(blocks, str):
+        blocks = [{"type": "text", "text": blocks}]
+    plain, calls = list[PlainMessage](), list[dict[str, Any]]()
+    text, thoughts = list[dict[str, Any]](), list[str]()
+    for block in blocks:
         kind = block.get("type")
         if kind == "tool_result":
-            content = _text(block.get("content") or "")
-            name = str(block.get("tool_use_id", ""))
-            plain_messages.append({"role": "tool", "content": content, "tool_call_id": name})
+            content = plain_text(block.get("content"), f"{where}.content")
+            plain.append(result_message(content, str(block.get("tool_use_id", ""))))
         elif kind == "tool_use" and isinstance(block.get("name"), str):
             function = {"name": block["name"], "arguments": block.get("input") or {}}
-            call = {"id": str(block.get("id", "")), "type": "function", "function": function}
-            calls.append(call)
-        elif kind not in ("thinking", "redacted_thinking"):  # which is never sent back
+            calls.append({"id": str(block.get("id", "")), "type": "function", "function": function})
+        elif kind == "thinking":
+            thoughts.append(str(block.get("thinking", "")))
+        elif kind != "redacted_thinking":
             text.append(block)
-    if text or calls or not plain_messages:
-        plain: dict[str, Any] = {"role": message.role, "content": _text(text)}
-        plain_messages.append(plain | ({"tool_calls": calls} if calls else {}))
-    return plain_messages
+    if message.role == "assistant":
+        words = plain_text(text, f"{where}.content")
+        plain.append(answer_message(words, calls, "\n".join(filter(None, thoughts))))
+    elif text or not plain:
+        plain.append({"role": message.role, "content": plain_text(text, f"{where}.content")})
+    return plain
 
 
 def _blocks(choice: AnswerChoice, use: ToolUse) -> list[dict[str, Any]]:

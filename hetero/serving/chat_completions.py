@@ -32,11 +32,14 @@ from hetero.serving.requests import (
     Guided,
     Penalties,
     Request,
+    TokenLimit,
     checked_grammar,
+    most_tokens,
     seconds,
 )
 from hetero.serving.state import State
-from hetero.serving.tools import ToolCall, ToolUse, plain_messages, rendered, tool_use
+from hetero.serving.template_chat import characters, plain_messages, rendered
+from hetero.serving.tools import ToolCall, ToolUse, tool_use
 
 router = APIRouter()
 
@@ -50,10 +53,10 @@ class StreamOptions(Request):
 class ChatRequest(Penalties, Guided):
     """OpenAI's request, with extensions of vLLM and llama-server."""
 
-    model: str = ""
+    model: str | None = None
     messages: list[dict[str, Any]] = Field(min_length=1)
-    max_tokens: int | None = Field(None, ge=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_tokens: TokenLimit | None = None
+    max_completion_tokens: TokenLimit | None = None
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     stream: bool | None = False
     stream_options: StreamOptions | None = None
@@ -66,9 +69,27 @@ class ChatRequest(Penalties, Guided):
     audio: Any = None
     cache_salt: str = Field("", max_length=1000)
     id_slot: int = -1
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+    @property
+    def continues(self) -> bool:
+        """Return whether an answer that was begun is to be continued.
+
+        It is unless a field says otherwise, as in llama-server.
+        """
+        if self.continue_final_message is not None:
+            return self.continue_final_message
+        return not self.add_generation_prompt
 
     def check(self) -> None:
         """Raise `ApiError` for fields that are not supported, or not together."""
+        if self.continue_final_message and self.messages[-1].get("role") != "assistant":
+            raise ApiError(
+                400,
+                "continue_final_message is for a last message of the assistant",
+                param="continue_final_message",
+            )
         if self.functions or self.audio or (self.modalities or ["text"]) != ["text"]:
             raise ApiError(400, "functions (use tools), audio and other modalities: not done here")
         if self.top_logprobs and not self.logprobs:
@@ -86,6 +107,7 @@ async def chat_completions(body: ChatRequest, request: HttpRequest) -> Response:
     use = tool_use(body.tools, body.tool_choice)
     wanted = await _wanted(state, body, use)
     head = {"id": f"chatcmpl-{secrets.token_hex(16)}", "created": seconds(), "model": model}
+    head["system_fingerprint"] = state.engine.about["plan_id"]
     if body.stream:
         writer = _Writer(state, body, use, head)
         return await answers.streamed(state, request, wanted, writer)
@@ -100,18 +122,21 @@ async def chat_completions(body: ChatRequest, request: HttpRequest) -> Response:
             "object": "chat.completion",
             "choices": choices,
             "usage": usage(answer.end),
-            "system_fingerprint": state.engine.about["plan_id"],
             "hetero": answer.end.about,
         }
     )
 
 
 async def _wanted(state: State, body: ChatRequest, use: ToolUse) -> AnswerOptions:
-    tokens = await state.texts(rendered, state, plain_messages(body.messages), use)
+    messages = plain_messages(body.messages)
+    state.check_length(characters(messages), "messages")
+    tokens = await state.texts(rendered, state, messages, use, continues=body.continues)
     answers.check_room(state, tokens, "messages")
     options = body.options() | {
         "chat": True,
-        "max_tokens": body.max_completion_tokens or body.max_tokens or state.max_seq_len,
+        "max_tokens": most_tokens(
+            body.max_completion_tokens, body.max_tokens, default=state.max_seq_len
+        ),
     }
     if body.logprobs:
         options["logprobs"] = body.top_logprobs or 0

@@ -23,6 +23,7 @@ from hetero.serving.requests import (
     Penalties,
     Token,
     checked_grammar,
+    most_tokens,
     seconds,
 )
 from hetero.serving.state import State
@@ -34,11 +35,11 @@ MAX_PROMPTS = 256
 class CompletionRequest(Penalties, Guided):
     """OpenAI's request. With `echo` and `max_tokens` 0 a text is only scored."""
 
-    model: str = ""
+    model: str | None = None
     prompt: str | list[str] | list[Token] | list[list[Token]] = Field(
         default="", description="A text, token ids, or several of them."
     )
-    max_tokens: int | None = Field(16, ge=0)
+    max_tokens: int | None = Field(16, ge=-1)
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     best_of: int | None = Field(None, ge=1, le=MAX_CHOICES)
     echo: bool | None = False
@@ -85,6 +86,7 @@ async def completions(body: CompletionRequest, request: HttpRequest) -> Response
         "object": "text_completion",
         "created": seconds(),
         "model": model,
+        "system_fingerprint": state.engine.about["plan_id"],
     }
     if body.stream:
         writer = _Writer(state, body, wanted[0], head)
@@ -111,10 +113,16 @@ def _sum(ends: Sequence[Done]) -> dict[str, Any]:
 async def _wanted(state: State, body: CompletionRequest, prompt: str | list[int]) -> AnswerOptions:
     tokens = prompt
     if isinstance(tokens, str):
+        state.check_length(len(tokens), "prompt")
         tokens = await state.encoded(tokens) if tokens else []
     answers.check_room(state, tokens)
     options = body.options() | {
-        "max_tokens": max(16 if body.max_tokens is None else body.max_tokens, 1)
+        "max_tokens": max(
+            most_tokens(
+                16 if body.max_tokens is None else body.max_tokens, default=state.max_seq_len
+            ),
+            1,
+        )
     }
     if body.logprobs is not None:
         options["logprobs"] = body.logprobs

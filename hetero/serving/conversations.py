@@ -127,8 +127,10 @@ async def add_items(name: str, body: ItemsRequest, request: HttpRequest) -> Resp
     """Append items to a conversation without an answer."""
     state: State = request.app.state.hetero
     items = read_items(body.items, "items")
-    if not await state.disk(state.records.add_items, request.state.app, name, items):
-        raise missing("conversation")
+    app: str = request.state.app
+    async with state.turns.of((app, name)):
+        if not await state.disk(state.records.add_items, app, name, items):
+            raise missing("conversation")
     return answers.answer_json(listing(items, more=False))
 
 
@@ -149,6 +151,8 @@ async def delete_item(name: str, item: str, request: HttpRequest) -> Response:
     """Delete an item; keys and values of the old text are deleted with the next answer."""
     state: State = request.app.state.hetero
     shown = await _found(request, name)
-    if not await state.disk(state.records.delete_item, request.state.app, name, item):
-        raise missing("item")
+    app: str = request.state.app
+    async with state.turns.of((app, name)):
+        if not await state.disk(state.records.delete_item, app, name, item):
+            raise missing("item")
     return answers.answer_json(shown)

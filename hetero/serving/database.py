@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from hetero.contexts.encryption import SALT_BYTES, Box, SealError, Vault, check_key
 from hetero.errors import UserError
@@ -78,6 +78,16 @@ class StoredResponse:
     previous: str | None = None
     conversation: str | None = None
     tokens: list[int] = field(default_factory=list)
+
+
+def item_id(kind: str, response: str, index: int) -> str:
+    """Return the id of an item of a response's output; `response_of` finds the response by it."""
+    return f"{kind}_{response.removeprefix('resp_')}{index:04x}"
+
+
+def response_of(item: str) -> str:
+    """Return the id of the response whose output has an item of this id."""
+    return f"resp_{item.partition('_')[2][:-4]}"
 
 
 class Records:
@@ -174,6 +184,17 @@ class Records:
             return None
         get = partial(self._get, app)
         return StoredResponse(get(row[0]), get(row[1]), row[2], row[3], get(row[4]))
+
+    def item(self, app: str, name: str) -> Item | None:
+        """Return an item of one of an app's conversations, or of a response's output."""
+        row = self._db.execute(
+            "select body from items where id=? and app=?", (name, app)
+        ).fetchone()
+        if row is not None:
+            return cast(Item, self._get(app, row[0]))
+        stored = self.response(app, response_of(name))
+        output = [] if stored is None else stored.body["output"]
+        return next((item for item in output if item["id"] == name), None)
 
     def delete_response(self, app: str, name: str) -> bool:
         """Delete it; return whether it existed. Later responses keep their copies."""
@@ -311,17 +332,18 @@ class Records:
     @contextmanager
     def _change(self) -> Iterator[sqlite3.Connection]:
         with self._lock:
-            self._db.execute("begin immediate")
             try:
+                self._db.execute("begin immediate")
                 yield self._db
-            except BaseException:
-                self._db.execute("rollback")
-                raise
-            try:
                 self._db.execute("commit")
-            except sqlite3.Error as error:
-                self._db.execute("rollback")
-                raise ApiError(507, "the disk cannot keep this: make room") from error
+            except BaseException as error:
+                if self._db.in_transaction:  # SQLite has undone some by itself: of a full disk
+                    self._db.execute("rollback")
+                if isinstance(error, sqlite3.OperationalError):
+                    raise ApiError(
+                        507, f"the disk cannot store this ({error}): make room"
+                    ) from error
+                raise
 
     def _insert(self, app: str, conversation: str, items: Sequence[Item]) -> None:
         self._db.executemany(

@@ -27,7 +27,8 @@ _ANTHROPIC: Final = {500: "api_error"}
 class ApiError(Exception):
     """A status, and one sentence: the thing, the rule, the remedy.
 
-    `param` is the field at fault, `code` a word for programs, `retry_s` the time until a retry.
+    `param` is the field at fault, `code` a word for programs (Anthropic's API has it in `details`),
+    `retry_s` the time until a retry.
     """
 
     def __init__(
@@ -54,7 +55,9 @@ class ApiError(Exception):
     def body(self, path: str) -> dict[str, Any]:
         """Return the error in the form of the API that the path belongs to."""
         if path.startswith("/v1/messages"):
-            error = {"type": self._kind(_ANTHROPIC), "message": self.message}
+            error: dict[str, Any] = {"type": self._kind(_ANTHROPIC), "message": self.message}
+            if self.code is not None:
+                error["details"] = {"error_code": self.code}
             return {"type": "error", "error": error}
         return {
             "error": {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, Final
 
 import llguidance
@@ -15,6 +16,9 @@ from hetero.models import LoadedModel
 from hetero.models.tokenizer import HfTokenizer, Tokenizer
 
 LONGEST_GRAMMAR: Final = 256 << 10  # characters
+# Keys that add other schemas to an object, or say what else it has.
+_SHARING: Final = {"patternProperties", "unevaluatedProperties", "anyOf", "oneOf", "not", "if",
+                   "$ref", "$dynamicRef", "dependentSchemas"}  # fmt: skip
 
 
 class TokenBytes:
@@ -32,6 +36,11 @@ class TokenBytes:
         self.tokenizer = llguidance.LLTokenizer(source, n_vocab=vocabulary, eos_token=eos or [0])
         self._ends = bool(eos)
 
+    @cached_property
+    def longest(self) -> int:
+        """Return the most bytes of a token."""
+        return max(len(self.of(token)) for token in range(self.tokenizer.vocab_size))
+
     def of(self, token: int) -> bytes:
         """Return the bytes of one id."""
         return self.tokenizer.decode_bytes([token])
@@ -48,28 +57,58 @@ class TokenBytes:
             grammar, self.tokenizer
         )
         if failed:
-            raise UserError(
-                f"the grammar or schema cannot be used: {messages[0] if messages else ''}"
-            )
+            raise UserError(_unusable(messages[0] if messages else ""))
+
+
+def _unusable(reason: str) -> str:
+    """Return the message of a grammar's error, without llguidance's dump of its state."""
+    return f"the grammar or schema cannot be used: {reason.partition('<state>')[0].strip()}"
 
 
 def json_grammar(schema: Any) -> str:
     """Return the grammar of the JSON values that a schema allows (True: any object).
 
-    Raises `UserError`.
+    Objects have their `properties` alone unless the schema says otherwise (`_closed`). Raises
+    `UserError`.
     """
     if schema is True:
         schema = {"type": "object"}
     if not isinstance(schema, dict):
         raise UserError(f"a JSON schema must be an object, got {str(schema)[:80]!r}")
     try:
+        text = json.dumps(schema)
+        if '"allOf"' not in text:  # any object may be one of those that it adds up
+            text = json.dumps(_closed(schema))
         return str(
             llguidance.LLMatcher.grammar_from_json_schema(
-                json.dumps(schema), overrides={"whitespace_flexible": False}
+                text, overrides={"whitespace_flexible": False}
             )
         )
+    except RecursionError:
+        raise UserError("the JSON schema cannot be used: it is nested too deeply") from None
     except ValueError as error:
         raise UserError(f"the JSON schema cannot be used: {error}") from error
+
+
+def _closed(schema: Any) -> Any:
+    """Return a schema whose objects with `properties` have no others, as llama.cpp reads them.
+
+    Small models otherwise make up properties without end. An object that other schemas describe
+    too stays open, since the others' properties are not among its own.
+    """
+    if not isinstance(schema, dict):
+        return schema
+    own, inner = "properties" in schema, dict(schema)
+    for key, value in schema.items():
+        if key in ("properties", "$defs", "definitions") and isinstance(value, dict):
+            inner[key] = {name: _closed(each) for name, each in value.items()}
+        elif key in ("anyOf", "oneOf", "prefixItems") and not own and isinstance(value, list):
+            inner[key] = [_closed(each) for each in value]
+        elif key in ("items", "additionalProperties"):
+            inner[key] = _closed(value)
+    if own and not _SHARING & schema.keys():
+        inner.setdefault("additionalProperties", False)
+    return inner
 
 
 def lark_grammar(text: str) -> str:
@@ -118,7 +157,7 @@ class GrammarConstraint:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise UserError(f"the grammar or schema cannot be used: {self._matcher.get_error()}")
+            raise UserError(_unusable(self._matcher.get_error()))
 
 
 class _Bytes(llguidance.TokenizerWrapper):

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any, Final, TypeAlias
 
 from hetero.serving.errors import ApiError
+from hetero.serving.json_text import whole_characters
 from hetero.serving.keys import LOCAL, Keys
 
 Scope: TypeAlias = MutableMapping[str, Any]
@@ -26,7 +27,8 @@ LOOPBACK: Final = ("localhost", "127.0.0.1", "[::1]")
 class Guard:
     """Middleware that sets `scope["state"]["app"]`, and reads the body before anything else.
 
-    `hosts` are names that requests may be addressed to; None: any (keys protect then).
+    `hosts` are names that requests may be addressed to; None: any (keys protect then). Without
+    keys, pages of other origins than `origins` (`*`: any) can change nothing.
     """
 
     def __init__(
@@ -35,12 +37,14 @@ class Guard:
         keys: Keys | None,
         hosts: Iterable[str] | None,
         *,
+        origins: Iterable[str] = (),
         longest_body: int = LONGEST_BODY,
         max_bytes: int = MAX_BYTES,
         deadline_s: float = BODY_DEADLINE_S,
     ) -> None:
         self._inner, self._keys = inner, keys
         self._hosts = None if hosts is None else frozenset(hosts)
+        self._origins = frozenset(origins)
         self._longest, self._deadline_s = longest_body, deadline_s
         self._free = max_bytes
 
@@ -52,6 +56,8 @@ class Guard:
         headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
         try:
             self._check_host(headers.get(b"host", ""))
+            if self._keys is None and scope["method"] not in ("GET", "HEAD", "OPTIONS"):
+                self._check_origin(headers)
             scope.setdefault("state", {})["app"] = self._app(scope["path"], headers)
             room = self._room(headers)
         except ApiError as error:
@@ -63,7 +69,7 @@ class Guard:
         except ApiError as error:
             await _answer(send, error, scope["path"])
         else:
-            await self._inner(scope, _replayed(body, receive), send)
+            await self._inner(scope, _replayed(whole_characters(body), receive), send)
         finally:
             self._free += room
 
@@ -78,6 +84,20 @@ class Guard:
                 421,
                 "this server does not answer to that Host: use its address, or start it with "
                 "--allow-host NAME",
+            )
+
+    def _check_origin(self, headers: dict[bytes, str]) -> None:
+        """Raise `ApiError` for a request that a page elsewhere makes a browser send."""
+        origin = headers.get(b"origin")
+        if origin is None:
+            foreign = headers.get(b"sec-fetch-site") == "cross-site"
+        else:
+            foreign = origin.partition("://")[2] != headers.get(b"host")
+        if foreign and not self._origins & {origin, "*"}:
+            raise ApiError(
+                403,
+                "pages of another origin may not use this server: start it with --allow-origin "
+                "ORIGIN",
             )
 
     def _app(self, path: str, headers: dict[bytes, str]) -> str:

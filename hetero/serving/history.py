@@ -8,74 +8,136 @@ from typing import Any
 
 from hetero.serving.errors import ApiError
 from hetero.serving.state import State
-from hetero.serving.tools import ToolUse, plain_text, rendered
+from hetero.serving.template_chat import (
+    Message,
+    answer_message,
+    plain_call,
+    plain_text,
+    rendered,
+    result_message,
+)
+from hetero.serving.tools import ToolUse
 
 Item = dict[str, Any]
 
 
 def read_items(given: str | Sequence[dict[str, Any]], param: str = "input") -> list[Item]:
-    """Return the items of a request, with ids and nothing but text. Raises `ApiError`."""
+    """Return the items of a request, with ids and nothing but text.
+
+    `item_reference` is left for who can look it up. Raises `ApiError`.
+    """
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
     return [_item(item, f"{param}.{i}") for i, item in enumerate(given)]
 
 
 def _item(item: dict[str, Any], where: str) -> Item:
-    kind = item.get("type", "message")
-    if kind == "message":
-        role = item.get("role")
-        if role not in ("system", "developer", "user", "assistant"):
+    kind = item.get("type") or "message"
+    match kind:
+        case "message":
+            return _message(item, where)
+        case "item_reference" if isinstance(item.get("id"), str):
+            return {"type": kind, "id": item["id"]}
+        case "reasoning":
+            return reasoning_item(plain_reasoning(item, where))
+        case "function_call":
+            fields = {name: item.get(name) for name in ("call_id", "name", "arguments")}
+            if isinstance(item.get("namespace"), str):
+                fields["namespace"] = item["namespace"]
+            prefix = "fc"
+        case "function_call_output":
+            output = plain_text(item.get("output"), f"{where}.output")
+            fields, prefix = {"call_id": item.get("call_id"), "output": output}, "fco"
+        case _:
             raise ApiError(
-                400, "a message's role is system, developer, user or assistant", param=where
+                400,
+                "an item is a message, function_call, function_call_output, reasoning or "
+                "item_reference here",
+                param=where,
             )
-        text = plain_text(item.get("content"), f"{where}.content")
-        part: Item = {"type": "input_text", "text": text}
-        if role == "assistant":
-            part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-        return {
-            "id": f"msg_{secrets.token_hex(16)}",
-            "type": "message",
-            "status": "completed",
-            "role": role,
-            "content": [part],
-        }
-    if kind == "function_call":
-        fields, prefix = ["call_id", "name", "arguments"], "fc"
-    elif kind == "function_call_output":
-        fields, prefix = ["call_id", "output"], "fco"
-    else:
-        raise ApiError(
-            400, "an item is a message, function_call or function_call_output here", param=where
-        )
-    if not all(isinstance(item.get(name), str) for name in fields):
+    if not all(isinstance(value, str) for value in fields.values()):
         raise ApiError(400, f"a {kind} has the texts {', '.join(fields)}", param=where)
+    if kind == "function_call":  # so that what is stored can be rendered
+        plain_call({"function": fields}, f"{where}.arguments")
+    name = f"{prefix}_{secrets.token_hex(16)}"
+    return {"id": name, "type": kind, "status": "completed", **fields}
+
+
+def _message(item: dict[str, Any], where: str) -> Item:
+    role = item.get("role")
+    if role not in ("system", "developer", "user", "assistant"):
+        raise ApiError(400, "a message's role is system, developer, user or assistant", param=where)
+    text = plain_text(item.get("content"), f"{where}.content")
+    part: Item = {"type": "input_text", "text": text}
+    if role == "assistant":
+        part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
     return {
-        "id": f"{prefix}_{secrets.token_hex(16)}",
-        "type": kind,
+        "id": f"msg_{secrets.token_hex(16)}",
+        "type": "message",
         "status": "completed",
-        **{name: item[name] for name in fields},
+        "role": role,
+        "content": [part],
     }
 
 
-def messages_of(items: Sequence[Item]) -> list[dict[str, Any]]:
-    """Return the messages in the form of chat completions."""
-    messages: list[dict[str, Any]] = []
+def plain_reasoning(item: dict[str, Any], where: str) -> str:
+    """Return the thoughts of a `reasoning` item; empty where they are encrypted or left out.
+
+    Raises `ApiError`.
+    """
+    content = item.get("content") or ()
+    parts = [part for part in content if isinstance(part, dict)]
+    texts = [part.get("text") for part in parts if part.get("type") == "reasoning_text"]
+    if len(texts) != len(content) or not all(isinstance(text, str) for text in texts):
+        raise ApiError(400, "content of reasoning is reasoning_text", param=f"{where}.content")
+    return "\n".join(map(str, texts))
+
+
+def reasoning_item(text: str) -> Item:
+    """Return an item of thoughts."""
+    return {
+        "id": f"rs_{secrets.token_hex(16)}",
+        "type": "reasoning",
+        "status": "completed",
+        "summary": [],
+        "content": [{"type": "reasoning_text", "text": text}] if text else [],
+    }
+
+
+def messages_of(items: Sequence[Item]) -> list[Message]:
+    """Return the messages that a chat template takes.
+
+    What an answer consists of (thoughts, text, calls) is one message, as in the other APIs.
+    """
+    messages, thoughts = list[Message](), ""
     for item in items:
-        if item["type"] == "message":
-            role = "system" if item["role"] == "developer" else item["role"]
-            messages.append({"role": role, "content": "".join(x["text"] for x in item["content"])})
-        elif item["type"] == "function_call":
-            call = {
-                "id": item["call_id"],
-                "type": "function",
-                "function": {"name": item["name"], "arguments": item["arguments"]},
-            }
-            messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+        kind = item["type"]
+        if kind == "reasoning":
+            thoughts = "\n".join(part["text"] for part in item["content"])
+            continue
+        if kind == "function_call_output":
+            messages.append(result_message(item["output"], item["call_id"]))
+        elif kind == "function_call":
+            call = _call(item)
+            if messages and messages[-1]["role"] == "assistant" and not thoughts:
+                messages[-1].setdefault("tool_calls", []).append(call)
+            else:
+                messages.append(answer_message("", [call], thoughts))
         else:
-            messages.append(
-                {"role": "tool", "content": item["output"], "tool_call_id": item["call_id"]}
-            )
+            text = "\n".join(part["text"] for part in item["content"])
+            role = "system" if item["role"] == "developer" else item["role"]
+            if role == "assistant":
+                messages.append(answer_message(text, thoughts=thoughts))
+            else:
+                messages.append({"role": role, "content": text})
+        thoughts = ""
     return messages
+
+
+def _call(item: Item) -> dict[str, Any]:
+    """Return the call of an item in the form of chat completions, with parsed arguments."""
+    function = {"name": item["name"], "arguments": item["arguments"]}
+    return plain_call({"id": item["call_id"], "function": function}, "input")
 
 
 def tokens_of(

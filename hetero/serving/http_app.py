@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 from fastapi import APIRouter, FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 
@@ -45,9 +46,16 @@ _ROUTERS: tuple[APIRouter, ...] = (
 
 
 def make_app(
-    state: State, keys: Keys | None, hosts: list[str] | None, on_ready: Callable[[], None]
+    state: State,
+    keys: Keys | None,
+    hosts: list[str] | None,
+    on_ready: Callable[[], None],
+    origins: Sequence[str] = (),
 ) -> AsgiApp:
-    """Return the application with everything that a request passes."""
+    """Return the application with everything that a request passes.
+
+    `origins` are those of pages elsewhere whose scripts may use it (`*`: all).
+    """
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
@@ -69,13 +77,21 @@ def make_app(
     app.state.hetero = state
     for router in _ROUTERS:
         app.include_router(router)
-    app.add_api_route("/", _page, include_in_schema=False)
+    app.add_api_route("/", _page, methods=["GET", "HEAD"], include_in_schema=False)
     app.add_exception_handler(ApiError, _failed)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _no_route)
     app.add_exception_handler(ClientDisconnectedError, _disconnected)
     app.add_exception_handler(Exception, _broken)
-    return _Counted(Guard(app, keys, hosts), state)
+    guarded: AsgiApp = Guard(app, keys, hosts, origins=origins)
+    if origins:  # outside of the guard, since browsers send no key with a preflight request
+        guarded = CORSMiddleware(
+            guarded,
+            allow_origins=origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+        )
+    return _Counted(guarded, state)
 
 
 class _Counted:
@@ -121,6 +137,9 @@ async def _invalid(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     first: dict[str, Any] = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"] if part not in ("body", "query", "path"))
+    if "json" not in request.headers.get("content-type", "") and first["loc"] == ("body",):
+        what = "send the body as JSON, with the header `Content-Type: application/json`"
+        return await _failed(request, ApiError(400, what))
     what = "the body is not JSON" if first["type"] == "json_invalid" else f"{where}: {first['msg']}"
     wrong = ApiError(400, what if where else f"the request's body: {first['msg']}", param=where)
     return await _failed(request, wrong)
@@ -128,8 +147,11 @@ async def _invalid(request: Request, error: Exception) -> Response:
 
 async def _no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    event = {404: "there is no such endpoint", 405: "this endpoint has another method"}
-    wrong = ApiError(error.status_code, event.get(error.status_code, str(error.detail)))
+    missing_here = "there is no such endpoint"
+    if not request.url.path.startswith("/v1"):
+        missing_here += ": the API is under /v1, so a base URL ends with it"
+    texts = {404: missing_here, 405: "this endpoint has another method"}
+    wrong = ApiError(error.status_code, texts.get(error.status_code, str(error.detail)))
     response = await _failed(request, wrong)
     for name, value in (error.headers or {}).items():
         response.headers[name] = value

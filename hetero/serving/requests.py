@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from hetero.serving.errors import ApiError
 from hetero.serving.grammars import (
@@ -22,6 +22,15 @@ MAX_CHOICES = 16
 MAX_LOGPROBS = 20
 
 
+def _not_none(limit: int) -> int:
+    if limit == 0:
+        raise ValueError("give at least 1 token, or -1 for no limit")
+    return limit
+
+
+TokenLimit = Annotated[int, Field(ge=-1), AfterValidator(_not_none)]
+
+
 class Request(BaseModel):
     """A request. Unknown fields are ignored, as by other servers."""
 
@@ -32,7 +41,7 @@ class Sampling(Request):
     """Sampling options. `top_k`, `min_p`, `repetition_penalty`: as in vLLM and llama-server."""
 
     temperature: float | None = Field(None, ge=0, le=100)
-    top_p: float | None = Field(None, gt=0, le=1)
+    top_p: float | None = Field(None, ge=0, le=1)
     top_k: int | None = Field(None, ge=-1, lt=2**31)
     min_p: float | None = Field(None, ge=0, le=1)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
@@ -41,7 +50,7 @@ class Sampling(Request):
         """Return the options of `LLM.stream`, with OpenAI's documented defaults."""
         options: dict[str, Any] = {
             "temperature": 1.0 if self.temperature is None else self.temperature,
-            "top_p": 1.0 if self.top_p is None else self.top_p,
+            "top_p": 1.0 if self.top_p is None else max(self.top_p, 1e-6),  # 0: the likeliest
             "top_k": max(self.top_k or 0, 0),
             "min_p": self.min_p or 0.0,
         }
@@ -142,6 +151,12 @@ async def checked_grammar(state: State, grammar: str) -> str:
     if grammar:
         await state.texts(state.token_bytes.check, grammar)
     return grammar
+
+
+def most_tokens(*given: int | None, default: int) -> int:
+    """Return the first limit that is given. -1 is none, as in llama-server: the `default`."""
+    limit = next((x for x in given if x is not None), -1)
+    return default if limit == -1 else limit
 
 
 def stop_texts(stop: str | list[str] | None) -> list[str]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from json.encoder import encode_basestring_ascii as quoted
-from typing import Annotated, Any, Final, Literal
+from typing import Any, Final, Literal
 
 from fastapi import APIRouter
 from pydantic import Field
@@ -17,20 +18,23 @@ from starlette.responses import Response
 from hetero.serving import answers
 from hetero.serving.answers import AnswerChoice, AnswerOptions, StreamWriter, split_template, sse
 from hetero.serving.chat_completions import score
-from hetero.serving.database import StoredResponse
+from hetero.serving.database import StoredResponse, item_id
 from hetero.serving.errors import ApiError, missing
 from hetero.serving.grammars import json_grammar
-from hetero.serving.history import Item, read_items, tokens_of
+from hetero.serving.history import Item, messages_of, read_items, tokens_of
 from hetero.serving.messages import Done, Run, TokenEvent
 from hetero.serving.requests import (
     MAX_LOGPROBS,
     Metadata,
     Request,
     Sampling,
+    TokenLimit,
     checked_grammar,
+    most_tokens,
     seconds,
 )
 from hetero.serving.state import State
+from hetero.serving.template_chat import characters
 from hetero.serving.tools import ToolUse, tool_use
 
 router = APIRouter()
@@ -62,14 +66,14 @@ class ConversationName(Request):
 class ResponseRequest(Sampling):
     """OpenAI's request."""
 
-    model: str = ""
+    model: str | None = None
     input: str | list[dict[str, Any]] = ""
     instructions: str | None = None
     previous_response_id: str | None = None
     conversation: str | ConversationName | None = None
     store: bool | None = True
     stream: bool | None = False
-    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_output_tokens: TokenLimit | None = None
     metadata: Metadata | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
@@ -90,7 +94,7 @@ class ResponseRequest(Sampling):
 
     def use(self) -> ToolUse:
         """Return the tools, which have no `function` around them here."""
-        tools = [{"type": tool.get("type"), "function": tool} for tool in self.tools or ()]
+        tools = [{"function": tool, **tool} for tool in self.tools or ()]
         return tool_use(tools, self.tool_choice)
 
     def wanted_grammar(self, use: ToolUse) -> str:
@@ -122,14 +126,27 @@ async def create_response(body: ResponseRequest, request: HttpRequest) -> Respon
     """Create an answer, which is stored unless `store` is false."""
     state: State = request.app.state.hetero
     app: str = request.state.app
-    turn = await _turn(state, app, body)
-    if body.stream:
-        writer = _Writer(state, app, body, turn)
-        return await answers.streamed(state, request, turn.wanted, writer)
-    answer = await answers.gather(state, request, turn.wanted)
-    _complete(state, turn, answer.choices[0], answer.end)
-    await _keep(state, app, body, turn, answer.choices[0], answer.end)
-    return answers.answer_json(turn.body)
+    async with AsyncExitStack() as until_end:
+        if (conversation := body.conversation_id) is not None:
+            waiting = until_end.enter_async_context(state.turns.of((app, conversation)))
+            await answers.unless_disconnected(request, waiting)
+        turn = await _turn(state, app, body)
+        if body.stream:
+            writer = _Writer(state, app, body, turn)
+            return await answers.streamed(state, request, turn.wanted, writer, until_end)
+        answer = await answers.gather(state, request, turn.wanted)
+        _complete(state, turn, answer.choices[0], answer.end)
+        await _keep(state, app, body, turn, answer.choices[0], answer.end)
+        return answers.answer_json(turn.body)
+
+
+@router.post("/v1/responses/input_tokens")
+async def count_input(body: ResponseRequest, request: HttpRequest) -> Response:
+    """Return the number of tokens of a request's text."""
+    state: State = request.app.state.hetero
+    turn = await _turn(state, request.state.app, body)
+    record = {"object": "response.input_tokens", "input_tokens": len(turn.wanted.tokens)}
+    return answers.answer_json(record)
 
 
 @router.get("/v1/responses/{name}")
@@ -182,12 +199,12 @@ async def _turn(state: State, app: str, body: ResponseRequest) -> _Turn:
         raise ApiError(
             400, "conversation and previous_response_id do not go together", param="conversation"
         )
-    given = read_items(body.input)
+    given = [await _referenced(state, app, item) for item in read_items(body.input)]
     before, tokens = await _before(state, app, body)
     grammar = await state.texts(body.wanted_grammar, use)
     options = body.options() | {
         "chat": True,
-        "max_tokens": body.max_output_tokens or state.max_seq_len,
+        "max_tokens": most_tokens(body.max_output_tokens, default=state.max_seq_len),
     }
     logprobs = body.top_logprobs is not None or "message.output_text.logprobs" in (
         body.include or ()
@@ -196,6 +213,8 @@ async def _turn(state: State, app: str, body: ResponseRequest) -> _Turn:
         options["logprobs"] = body.top_logprobs or 0
     if not (before or given):
         raise ApiError(400, "input is empty: give a text or items", param="input")
+    if body.truncation != "auto":
+        state.check_length(characters(messages_of([*before, *given])), "input")
     whole = await state.texts(
         tokens_of,
         state,
@@ -204,7 +223,7 @@ async def _turn(state: State, app: str, body: ResponseRequest) -> _Turn:
         tokens,
         use,
         drops=body.truncation == "auto",
-        answer=body.max_output_tokens or 1,
+        answer=most_tokens(body.max_output_tokens, default=1),
     )
     answers.check_room(state, whole, "input")
     wanted = AnswerOptions(
@@ -215,6 +234,17 @@ async def _turn(state: State, app: str, body: ResponseRequest) -> _Turn:
         grammar=await checked_grammar(state, grammar),
     )
     return _Turn(_begun(body, model), use, given, before, wanted, logprobs, conversation)
+
+
+async def _referenced(state: State, app: str, item: Item) -> Item:
+    """Return the item, or a copy of the stored one that an `item_reference` names."""
+    if item["type"] != "item_reference":
+        return item
+    stored = await state.disk(state.records.item, app, item["id"])
+    if stored is None:
+        raise missing("item", "input")
+    prefix = item["id"].partition("_")[0]
+    return {**stored, "id": f"{prefix}_{secrets.token_hex(16)}"}
 
 
 async def _before(state: State, app: str, body: ResponseRequest) -> tuple[list[Item], list[int]]:
@@ -282,8 +312,8 @@ def _begun(body: ResponseRequest, model: str) -> dict[str, Any]:
     }
 
 
-def _complete(state: State, turn: _Turn, choice: AnswerChoice, end: Done, name: str = "") -> None:
-    """Return the complete response. `name` is the message's id if it has one already."""
+def _complete(state: State, turn: _Turn, choice: AnswerChoice, end: Done) -> None:
+    """Complete the response."""
     text, calls = turn.use.read(choice.text)
     whole = choice.finish != "length"
     status = "completed" if whole else "incomplete"
@@ -292,7 +322,7 @@ def _complete(state: State, turn: _Turn, choice: AnswerChoice, end: Done, name: 
         part = {"type": "output_text", "text": text, "annotations": [], "logprobs": scores}
         turn.output.append(
             {
-                "id": name or f"msg_{secrets.token_hex(16)}",
+                "id": item_id("msg", turn.body["id"], 0),
                 "type": "message",
                 "status": status,
                 "role": "assistant",
@@ -301,14 +331,15 @@ def _complete(state: State, turn: _Turn, choice: AnswerChoice, end: Done, name: 
         )
     turn.output += [
         {
-            "id": f"fc_{secrets.token_hex(16)}",
+            "id": item_id("fc", turn.body["id"], len(turn.output) + i),
             "type": "function_call",
             "status": status,
             "call_id": call.id,
             "name": call.name,
             "arguments": call.arguments,
+            **_namespace(turn.use, call.name),
         }
-        for call in calls
+        for i, call in enumerate(calls)
     ]
     prompt, completion = end.usage["prompt_tokens"], end.usage["completion_tokens"]
     turn.body |= {
@@ -324,6 +355,11 @@ def _complete(state: State, turn: _Turn, choice: AnswerChoice, end: Done, name: 
         },
         "hetero": end.about,
     }
+
+
+def _namespace(use: ToolUse, name: str) -> dict[str, str]:
+    """Return the field of a call of a function in a namespace."""
+    return {"namespace": use.namespaces[name]} if name in use.namespaces else {}
 
 
 async def _keep(
@@ -358,7 +394,7 @@ class _Writer(StreamWriter):
         super().__init__(use=turn.use)
         self._state, self._app, self._body, self._turn = state, app, body, turn
         self._number = 0
-        name = f"msg_{secrets.token_hex(16)}"
+        name = item_id("msg", turn.body["id"], 0)
         self._at: dict[str, Any] = {"item_id": name, "output_index": 0, "content_index": 0}
         self._template = split_template(partial(_delta, self._at), 2)
 
@@ -385,7 +421,7 @@ class _Writer(StreamWriter):
     async def end(self, end: Done) -> list[bytes]:
         """Return the complete items and the response, when everything is on the disk."""
         turn, choice = self._turn, self._choices[0]
-        _complete(self._state, turn, choice, end, self._at["item_id"])
+        _complete(self._state, turn, choice, end)
         await _keep(self._state, self._app, self._body, turn, choice, end)
         lines = [line for i, item in enumerate(turn.output) for line in self._done(i, item)]
         kind = "completed" if turn.body["status"] == "completed" else "incomplete"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import socket
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -37,6 +39,7 @@ def serve(
     port: int,
     keys: Path | None,
     hosts: Sequence[str],
+    origins: Sequence[str],
     names: Sequence[str],
     queue: int,
     weights: str | None,
@@ -73,7 +76,7 @@ def serve(
         print(f"serving {names[0] if names else model.name} at http://{at}:{port}", flush=True)
 
     allowed = None if known is not None and host not in _LOCAL else [*LOOPBACK, *hosts]
-    app = make_app(state, known, allowed, ready)
+    app = make_app(state, known, allowed, ready, origins)
     logging.getLogger("hetero").addHandler(logging.StreamHandler())
     server = uvicorn.Server(_config(app, host, port))
     # What the user can mend is one sentence, below; uvicorn has a traceback.
@@ -156,19 +159,36 @@ def _allow_connections() -> None:
 
 
 class _Protocol(H11Protocol):
-    """A connection that is closed if its request's head does not arrive in time."""
+    """A connection that is closed if the head of a request does not arrive in time.
+
+    The time begins with the connection, and then with the first byte of each further request:
+    uvicorn's limit for idle connections ends there. Used in the event loop's thread.
+    """
+
+    _deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         """Follow asyncio's protocol."""
         super().connection_made(transport)
-        self._deadline = self.loop.call_later(HEADER_DEADLINE_S, self._check_begun)
+        self._start()
+
+    def data_received(self, data: bytes) -> None:
+        """Follow asyncio's protocol."""
+        super().data_received(data)
+        if self.conn.their_state is not h11.IDLE:  # the head is complete
+            self._stop()
+        elif self._deadline is None:
+            self._start()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Follow asyncio's protocol."""
-        self._deadline.cancel()
+        self._stop()
         super().connection_lost(exc)
 
-    def _check_begun(self) -> None:
-        begun: object = self.cycle
-        if begun is None:
-            self.transport.close()
+    def _start(self) -> None:
+        self._deadline = self.loop.call_later(HEADER_DEADLINE_S, self.transport.close)
+
+    def _stop(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None

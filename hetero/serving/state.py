@@ -6,19 +6,20 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Final, TypeVar
 
 import anyio.to_thread
 
 from hetero.errors import UserError
 from hetero.models import LoadedModel
-from hetero.models.tokenizer import HfTokenizer
 from hetero.serving.database import Records
 from hetero.serving.engine_client import EngineClient
 from hetero.serving.errors import ApiError
 from hetero.serving.grammars import TokenBytes
 from hetero.serving.metrics import Metrics
+from hetero.serving.template_facts import TemplateFacts
+from hetero.serving.turns import Turns
 
 T = TypeVar("T")
 SHORT: Final = 1000  # characters
@@ -38,6 +39,7 @@ class State:
     token_bytes: TokenBytes
     slots: int
     metrics: Metrics = field(default_factory=Metrics)
+    turns: Turns = field(default_factory=Turns)  # by (app, conversation)
     failed: UserError | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -76,6 +78,21 @@ class State:
             )
         return slot
 
+    def check_length(self, characters: int, param: str) -> None:
+        """Raise `ApiError` for a text that has more tokens than the context, however it is split.
+
+        Long texts would keep the threads of tokenizer and template from other apps' requests.
+        """
+        room = self.max_seq_len
+        if characters > 4 * room and characters > self.token_bytes.longest * room:
+            raise ApiError(
+                400,
+                f"this model's context has {room} tokens, and the text has {characters} "
+                "characters: shorten it",
+                param=param,
+                code="context_length_exceeded",
+            )
+
     async def texts(self, work: Callable[..., T], *arguments: Any, **options: Any) -> T:
         """Run work of tokenizer, template or grammar in a thread.
 
@@ -110,11 +127,7 @@ class State:
         self._disk.shutdown()
         self.records.close()
 
-    @property
-    def template_kinds(self) -> tuple[bool, bool]:
-        """Return whether the template supports tools, and tool calls."""
-        tokenizer = self.model.tokenizer
-        if not isinstance(tokenizer, HfTokenizer) or tokenizer.chat_template is None:
-            return False, False
-        sources = " ".join(tokenizer.chat_template.templates.values())
-        return "tools" in sources, "tool_calls" in sources
+    @cached_property
+    def template_facts(self) -> TemplateFacts:
+        """Return the abilities of the chat template; trying them out takes milliseconds."""
+        return TemplateFacts.of(self.model.tokenizer)

@@ -13,7 +13,8 @@ from hetero.models.tokenizer import HfTokenizer
 from hetero.serving.errors import ApiError
 from hetero.serving.requests import Request, Token
 from hetero.serving.state import State
-from hetero.serving.tools import plain_messages, rendered, tool_use
+from hetero.serving.template_chat import plain_messages, rendered
+from hetero.serving.tools import tool_use
 
 router = APIRouter()
 
@@ -21,7 +22,7 @@ router = APIRouter()
 class TokenizeRequest(Request):
     """A text (`prompt`, or llama-server's `content`), or messages."""
 
-    model: str = ""
+    model: str | None = None
     prompt: str | None = None
     content: str | None = None
     messages: list[dict[str, Any]] | None = Field(None, min_length=1)
@@ -35,7 +36,7 @@ class TokenizeRequest(Request):
 class DetokenizeRequest(Request):
     """Token ids."""
 
-    model: str = ""
+    model: str | None = None
     tokens: list[Token]
 
 
@@ -44,6 +45,8 @@ class TemplateRequest(Request):
 
     messages: list[dict[str, Any]] = Field(min_length=1)
     tools: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 def _state(request: HttpRequest) -> State:
@@ -51,8 +54,8 @@ def _state(request: HttpRequest) -> State:
     return state
 
 
-@router.get("/health")
-@router.get("/v1/health", include_in_schema=False)
+@router.api_route("/health", methods=["GET", "HEAD"])
+@router.api_route("/v1/health", methods=["GET", "HEAD"], include_in_schema=False)
 async def health(request: HttpRequest) -> Response:
     """Return whether the server answers."""
     if not _state(request).engine.alive:
@@ -61,6 +64,7 @@ async def health(request: HttpRequest) -> Response:
 
 
 @router.get("/v1/models")
+@router.get("/v1/models/", include_in_schema=False)
 async def models(request: HttpRequest) -> Response:
     """Return the model, by each of its names."""
     state = _state(request)
@@ -145,7 +149,10 @@ async def apply_template(body: TemplateRequest, request: HttpRequest) -> Respons
     """Return the prompt of messages."""
     state = _state(request)
     use = tool_use(body.tools, None)
-    tokens = await state.texts(rendered, state, plain_messages(body.messages), use)
+    variables = dict(body.chat_template_kwargs or {})
+    if body.add_generation_prompt is not None:
+        variables["add_generation_prompt"] = body.add_generation_prompt
+    tokens = await state.texts(rendered, state, plain_messages(body.messages), use, variables)
     text = await state.texts(state.model.tokenizer.decode, tokens, skip_special_tokens=False)
     return JSONResponse({"prompt": text})
 

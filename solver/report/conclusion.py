@@ -77,10 +77,10 @@ def _certainty(plan: Plan) -> str:
         )
     if plan.numbers == "fitted":
         off = ", ".join(f"{100 * x:.0f} % in {phase}" for phase, x in plan.errors.items())
+        checked = f"were predicted with a mean error of {off}" if off else "were not predicted"
         return (
-            "the chip is fitted to published rates of whole models "
-            "(docs/reference/fitted-chips.md); those of a model that was left out were predicted "
-            f"with a mean error of {off}"
+            "the chip is fitted to rates of whole models (docs/reference/fitted-chips.md); those "
+            f"of a model that was left out {checked}"
         )
     if plan.numbers == "emulated":
         return "predicted from times of an emulator, which say nothing of the chip's speed"

@@ -66,6 +66,7 @@ def hetero(*arguments: str, env: dict[str, str] | None = None) -> subprocess.Com
     )
 
 
+@pytest.mark.full
 def test_generate_tells_a_story_from_two_processors() -> None:
     result = hetero(
         "generate", "demo", "Once upon a time", "--raw", "--max-tokens", "60", "--json",

@@ -67,7 +67,7 @@ def test_a_command_that_is_ended_says_so(number: int, code: int) -> None:
     assert ended(process) == (code, b"\ninterrupted\n")
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("words", "begun"),
     [

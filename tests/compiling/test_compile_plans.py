@@ -144,7 +144,7 @@ def whole_gpu(spec: ModelGraph) -> ExecutionPlan:
     return single_device(spec, "gpu", graph_sizes=GRAPHS)
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "seed"),
     [

@@ -93,6 +93,7 @@ def with_slow_gpu(profile: DeviceProfile) -> DeviceProfile:
     return profile.model_copy(update={"predictors": predictors})
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "family", [FAMILIES[0], *(pytest.param(x, marks=pytest.mark.full) for x in FAMILIES[1:])]
 )

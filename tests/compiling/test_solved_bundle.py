@@ -93,6 +93,7 @@ def test_it_has_the_graphs_of_every_length_and_of_other_speeds(bundle: Path) -> 
         assert len(strategies) > 1
 
 
+@pytest.mark.full
 def test_it_gives_the_text_of_a_pc(model: str, bundle: Path) -> None:
     with LLM(model, device="npu", max_seq_len=CONTEXT, weights="w4a16", npu="reference") as llm:
         wanted = llm.generate(PROMPT, max_tokens=6).tokens

@@ -119,6 +119,7 @@ def test_an_answer_that_is_not_read_to_its_end_leaves_no_guess_in_the_context(
     assert np.allclose(found, wanted, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.full
 def test_a_conversation_says_the_same_with_guesses(demo: LLM) -> None:
     talks = [demo.conversation(), demo.conversation()]
     for asked in ("Tell me a story.", "Tell me a story.", "And then?"):

@@ -107,6 +107,7 @@ def is_gone(pid: int) -> bool:
     return False
 
 
+@pytest.mark.full
 @pytest.mark.few(1)
 @linux
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def test_every_pair_of_values_is_run_with_full(sizes: dict[str, int]) -> None:
 
 @pytest.mark.parametrize("level", [Level.FULL, Level.EXHAUSTIVE])
 def test_a_mark_is_the_least_level_that_runs_a_test(level: Level) -> None:
-    plain = items("test_x", {"a": 3})
+    plain = items("test_x", {"a": SETS})
     marked = items("test_y", {"a": 2}, getattr(pytest.mark, level.name.lower()))
     assert selected(plain + marked, Level(level - 1)) == plain
     assert selected(plain + marked, level) == plain + marked

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import itertools
 import os
 import sys
 from pathlib import Path
@@ -69,8 +70,13 @@ def test_the_second_opening_reads_what_the_first_packed(
 @pytest.mark.full
 def test_a_store_is_held_as_long_as_a_matrix_of_it_is(stores: Path, tmp_path: Path) -> None:
     path = write_mixed(tmp_path / "m.gguf", np.random.default_rng(0))
-    read_all(open_model(path).weights)
+    weights = open_model(path).weights
+    matrix = weights.embed()
+    read_all(weights)
+    del weights
     (name,) = kept(stores)
+    gc.collect()
+    assert is_in_use(stores / name)
     weights = open_model(path).weights
     matrix = weights.lm_head()
     del weights
@@ -187,10 +193,14 @@ def test_a_file_that_changes_while_it_is_packed_has_no_store(
     assert kept(stores) == []
 
 
-def test_a_model_that_is_given_up_leaves_nothing(stores: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("prepared", [True, False])
+def test_a_model_that_is_given_up_leaves_nothing(
+    stores: Path, tmp_path: Path, prepared: bool
+) -> None:
     weights = open_model(write_mixed(tmp_path / "m.gguf", np.random.default_rng(0))).weights
     weights.block(0)
-    weights.release_embeddings()
+    if prepared:
+        weights.release_embeddings()
     weights.close()
     assert kept(stores) == []
 
@@ -203,18 +213,57 @@ def test_a_file_that_was_just_written_is_read_again(stores: Path, tmp_path: Path
     assert note.read_text() == f"\n{path}"  # whose it is, but nothing to tell that it is the same
 
 
-def test_a_store_that_cannot_be_written_leaves_nothing(
-    stores: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("writes", [0, 7])
+def test_a_disk_that_fills_up_costs_only_the_store(
+    stores: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writes: int
 ) -> None:
+    """What was packed into it before stays, and the others are packed into memory."""
     path = write_mixed(tmp_path / "m.gguf", np.random.default_rng(0))
     wanted = read_all(open_model(path, weights="f32").weights)
-    full = OSError(errno.ENOSPC, "No space left on device")
-    monkeypatch.setattr(os, "pwrite", lambda *_: (_ for _ in ()).throw(full))
     for old in stores.iterdir():
         old.unlink()
+    real, done = os.pwrite, itertools.count()
+
+    def pwrite(descriptor: int, data: bytes, offset: int) -> int:
+        if next(done) >= writes:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(descriptor, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
     for ours, theirs in zip(read_all(open_model(path, weights="f32").weights), wanted, strict=True):
         np.testing.assert_array_equal(ours, theirs)
     assert kept(stores) == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_first_opening_uses_what_it_packs_from_the_mapped_store(
+    stores: Path, tmp_path: Path
+) -> None:
+    """A matrix that is read again is not packed again, and no weight is in anonymous memory."""
+    weights = open_model(write_routed(tmp_path / "m.gguf", Kind.Q8_0)).weights
+    for i in range(weights.config.num_layers):
+        weights.block(i)
+        weights.release(i)
+    for i in range(weights.config.num_layers):
+        for matrix in block_matrices(weights.config, i):
+            for _, part in weights.block(i).matrix(matrix.name).spans():
+                assert part.scales is not None
+                assert str(stores) in mapped_from(part.data)
+                assert str(stores) in mapped_from(part.scales)
+    assert all(str(stores) in mapped_from(part.data) for _, part in weights.embed().spans())
+    weights.release_embeddings()
+    weights.close()
+
+
+def mapped_from(array: np.ndarray) -> str:
+    """The file whose mapping has an array's first byte; empty for anonymous memory."""
+    address = array.ctypes.data
+    for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
+        span, *fields = line.split(maxsplit=5)
+        start, stop = (int(x, 16) for x in span.split("-"))
+        if start <= address < stop:
+            return fields[4] if len(fields) == 5 else ""
+    raise AssertionError("an array without memory")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

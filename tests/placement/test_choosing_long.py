@@ -264,6 +264,7 @@ def test_what_cannot_be_shared_is_told_beside_what_is_known_of_the_profile(
     assert found.notes == ("a notice", found.reason)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("options", "reason"),
     [

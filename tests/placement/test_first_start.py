@@ -127,6 +127,7 @@ def test_a_profile_of_this_machine_or_asked_for_is_as_it_is(
     assert machines.starts == 0
 
 
+@pytest.mark.full
 def test_auto_compares_the_scaled_times(
     host: DeviceProfile, spec: ModelGraph, machines: Machines
 ) -> None:

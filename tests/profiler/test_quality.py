@@ -146,6 +146,7 @@ def test_the_page_of_a_chip_that_is_not_here_has_nothing_of_measuring() -> None:
     assert len(lines) == len(set(lines))
 
 
+@pytest.mark.full
 def test_the_page_shows_the_grade_in_the_colours_of_plans(host: DeviceProfile) -> None:
     page = to_html(host)
     for said in grade(host).sentences:

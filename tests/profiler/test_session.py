@@ -92,6 +92,7 @@ def test_a_profile_has_every_part(whole: DeviceProfile) -> None:
     assert DeviceProfile.model_validate(json.loads(whole.to_json())) == whole
 
 
+@pytest.mark.full
 def test_formats_of_files_are_measured() -> None:
     """On weights of a usual file's parts, and then not derived from others."""
     formats = (WeightFormat.GGUF_A16, WeightFormat.GGUF_A8)

@@ -204,6 +204,7 @@ def test_interrupted_steps_are_drained(folder: Path) -> None:
         assert not engine.devices["gpu"]._queue  # type: ignore[attr-defined]
 
 
+@pytest.mark.full
 def test_two_models_in_two_threads(folder: Path) -> None:
     tokens: dict[str, Any] = {}
 

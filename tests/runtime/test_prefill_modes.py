@@ -191,6 +191,7 @@ def engine() -> Iterator[Engine]:
         yield found
 
 
+@pytest.mark.full
 def test_every_form_gives_the_same_answer(engine: Engine) -> None:
     assert set(engine.devices) == set(KINDS)
     assert engine.deployment.window == 4

@@ -244,12 +244,14 @@ def test_gpt_oss(device: str, changes: dict[str, Any]) -> None:
     check(folder, model, device, "f32", (1, 33))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_long_prompt(device: str) -> None:
     folder, model = drawn("Qwen3Moe", QWEN3_GGUF)
     check(folder, model, device, "f32", (300,))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", IN_FILES)
 def test_gguf_has_the_numbers_of_the_directory(device: Any, kind: str, tmp_path: Path) -> None:
@@ -263,7 +265,7 @@ def test_gguf_has_the_numbers_of_the_directory(device: Any, kind: str, tmp_path:
     np.testing.assert_array_equal(*logits)
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0])
 def test_quantised_gguf_has_the_numbers_of_its_floats(

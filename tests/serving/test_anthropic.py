@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -90,6 +91,35 @@ def test_a_tool_that_must_be_used(client: Any) -> None:
     ]
     again = client.messages.create(**{**asked, "messages": more, "tool_choice": {"type": "none"}})
     assert again.content[0].type == "text"
+
+
+def test_a_thread_is_refused_in_the_way_that_the_client_understands(
+    client: Any, anthropic: Any
+) -> None:
+    """It then sends the whole conversation."""
+    with pytest.raises(anthropic.BadRequestError) as refused:
+        client.messages.create(
+            model="demo", max_tokens=4, messages=STORY, extra_body={"thread": {"type": "create"}}
+        )
+    details = refused.value.body["error"]["details"]
+    assert details["error_code"] == "thread_unsupported_request"
+
+
+def test_an_output_format_is_a_grammar(client: Any) -> None:
+    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+    form = {"type": "json_schema", "schema": schema}
+    said = client.messages.create(
+        model="demo", max_tokens=60, messages=STORY, extra_body={"output_config": {"format": form}}
+    )
+    assert set(json.loads(said.content[0].text)) == {"ok"}
+
+
+def test_an_answer_that_was_begun_is_continued(client: Any) -> None:
+    begun = [*STORY, {"role": "assistant", "content": "Once upon a time"}]
+    tokens = client.messages.count_tokens(model="demo", messages=begun).input_tokens
+    asked = client.messages.count_tokens(model="demo", messages=STORY).input_tokens
+    assert asked < tokens <= asked + 6
+    assert client.messages.create(**GREEDY, messages=begun, max_tokens=4).content[0].text
 
 
 def test_errors_have_the_shape_of_that_api(client: Any, anthropic: Any) -> None:

@@ -151,3 +151,33 @@ def test_a_mask_is_what_the_matcher_takes(llm: LLM, tokens: TokenBytes) -> None:
         and any(each.startswith(data) for each in whole)
     }
     assert found == wanted
+
+
+OWN = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "value", "open_"),
+    [
+        (OWN, {"a": 1}, False),
+        ({"type": "array", "items": OWN}, [{"a": 1}], False),
+        ({"anyOf": [OWN, {"type": "null"}]}, {"a": 1}, False),
+        ({"$ref": "#/$defs/own", "$defs": {"own": OWN}}, {"a": 1}, False),
+        (OWN | {"additionalProperties": True}, {"a": 1}, True),
+        ({"type": "object"}, {"a": 1}, True),
+        ({"allOf": [OWN, {"properties": {"b": {"type": "integer"}}}]}, {"a": 1, "b": 1}, True),
+    ],
+)
+def test_an_object_has_the_properties_of_its_schema_alone(
+    tokens: TokenBytes, schema: dict[str, Any], value: Any, open_: bool
+) -> None:
+    def accepts(given: Any) -> bool:
+        matcher = GrammarConstraint(tokens, json_grammar(schema), 10**6)._matcher
+        ids = tokens.tokenizer.tokenize_str(json.dumps(given, separators=(",", ":")))
+        return bool(matcher.validate_tokens(ids) == len(ids))
+
+    def with_more(given: Any) -> Any:
+        return [with_more(x) for x in given] if isinstance(given, list) else {**given, "more": 1}
+
+    assert accepts(value)
+    assert accepts(with_more(value)) == open_

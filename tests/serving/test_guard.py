@@ -42,7 +42,7 @@ def asked(
             sent.append(message)
 
         pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
-        scope = {"type": "http", "path": "/v1/completions", "headers": pairs}
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": pairs}
         await guard(scope, receive, send)
 
     asyncio.run(run())
@@ -87,3 +87,26 @@ def test_all_bodies_together_are_bounded_and_room_comes_back() -> None:
     for parts in ([b"abc"], [], [b"abcd"], [b"abc"]):
         asked(full, parts, HERE | {"content-length": "3"})
     assert asked(full, [b"abc"], HERE | {"content-length": "3"}) == (200, b"abc")
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"origin": "http://localhost:1"}, 200),
+        ({"origin": "http://localhost:2"}, 403),
+        ({"origin": "https://evil.example"}, 403),
+        ({"origin": "null"}, 403),
+        ({"origin": "https://good.example"}, 200),
+        ({"sec-fetch-site": "cross-site"}, 403),
+        ({"sec-fetch-site": "same-origin"}, 200),
+    ],
+)
+def test_pages_elsewhere_change_nothing(headers: dict[str, str], status: int) -> None:
+    allowing = guard(origins=["https://good.example"])
+    sent = HERE | headers | {"content-length": "1"}
+    assert asked(allowing, [b"a"], sent)[0] == status
+
+
+def test_half_a_character_does_not_come_in() -> None:
+    _, body = asked(guard(), [rb'"cut \ud8', rb'3d"'], HERE | {"content-length": "12"})
+    assert body == rb'"cut \ufffd"'

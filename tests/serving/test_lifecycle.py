@@ -94,6 +94,7 @@ def test_applications_take_turns(server: Server) -> None:
     assert done.index("mail") < len(done) - 1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("number", "code"),
     [

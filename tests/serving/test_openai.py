@@ -178,6 +178,66 @@ def test_responses_go_on_and_fork(client: Any) -> None:
         client.responses.retrieve(kept.id)
 
 
+def test_an_item_of_an_earlier_answer_is_referenced_by_its_id(client: Any) -> None:
+    """The AI SDK sends stored answers so."""
+    asked = {**GREEDY, "max_output_tokens": 10}
+    first = client.responses.create(**asked, input="Tell me a story")
+    user = {"role": "user", "content": "Tell me a story"}
+    answer = {"type": "item_reference", "id": first.output[0].id}
+    more = {"role": "user", "content": "And then?"}
+    by_id = client.responses.create(**asked, input=[user, answer, more])
+    told = {"role": "assistant", "content": first.output_text}
+    assert client.responses.create(**asked, input=[user, told, more]).output_text == (
+        by_id.output_text
+    )
+    counted = client.post(
+        "/responses/input_tokens", body={"input": [user, answer, more]}, cast_to=object
+    )
+    assert counted["input_tokens"] == by_id.usage.input_tokens
+    conversation = client.conversations.create(items=[user])
+    for _ in range(2):  # its copy has an id of its own each time
+        client.responses.create(**asked, input=[answer, more], conversation=conversation.id)
+    client.conversations.delete(conversation.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.create(**asked, input=[{**answer, "id": "msg_00"}])
+
+
+def test_half_a_character_is_stored_as_a_whole_one(client: Any) -> None:
+    conversation = client.conversations.create()
+    body = b'{"conversation": "%b", "input": "cut \\ud83d", "max_output_tokens": 2}'
+    answer = client._client.post(
+        f"{client.base_url}responses",
+        content=body % conversation.id.encode(),
+        headers={"Authorization": f"Bearer {client.api_key}", "Content-Type": "application/json"},
+    )
+    assert answer.status_code == 200, answer.text
+    items = client.conversations.items.list(conversation.id, order="asc").data
+    assert items[0].content[0].text == "cut \ufffd"
+    client.conversations.delete(conversation.id)
+
+
+@pytest.mark.parametrize(
+    "change", [{"max_tokens": -1}, {"top_p": 0}, {"model": None}, {"continue_final_message": True}]
+)
+def test_what_other_servers_accept_is_accepted(client: Any, change: dict[str, Any]) -> None:
+    told = [*STORY, {"role": "assistant", "content": "Once upon a time, there was"}]
+    body = {**GREEDY, "messages": told, "stop": ["."], "max_tokens": 30} | change
+    said = client.post("/chat/completions", body=body, cast_to=object)
+    assert said["usage"]["completion_tokens"] > 0
+
+
+def test_an_answer_that_was_begun_is_continued(client: Any, llm: LLM) -> None:
+    begun = "Once upon a time, there was a"
+    told = [*STORY, {"role": "assistant", "content": begun}]
+    said = client.chat.completions.create(**GREEDY, messages=told, max_tokens=8)
+    new = client.chat.completions.create(
+        **GREEDY, messages=told, max_tokens=8, extra_body={"add_generation_prompt": True}
+    )
+    assert new.usage.prompt_tokens > said.usage.prompt_tokens
+    whole = [*llm.encode_chat(STORY), *llm.model.encode(begun)]
+    assert said.usage.prompt_tokens in range(len(whole) - 2, len(whole) + 2)
+
+
 def test_a_conversation_has_its_items_until_it_is_deleted(client: Any) -> None:
     asked = {**GREEDY, "max_output_tokens": 10}
     said = [{"role": "system", "content": "Be short."}]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import sqlite3
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero.serving.database import Records, StoredResponse
+from hetero.serving.database import Records, StoredResponse, item_id
 from hetero.serving.errors import ApiError
 from hetero.serving.fair_queue import FairQueue
 from hetero.serving.messages import (
@@ -25,6 +27,7 @@ from hetero.serving.messages import (
     encode,
 )
 from hetero.serving.tools import ToolUse
+from hetero.serving.turns import Turns
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=60))
@@ -51,6 +54,36 @@ def test_what_was_cancelled_is_no_longer_waited_for() -> None:
         turns.add(app, item)
     assert turns.remove(lambda item: item == 2) == [2]
     assert [turns.next(), turns.next(), turns.next()] == [1, 3, None]
+
+
+@given(st.lists(st.sampled_from("ab"), max_size=8), st.sets(st.integers(0, 7)))
+def test_calls_of_one_key_follow_each_other_and_those_that_give_up_are_passed_over(
+    keys: list[str], given_up: set[int]
+) -> None:
+    turns, log, inside = Turns(), list[tuple[str, int]](), Counter[str]()
+
+    async def call(key: str, number: int) -> None:
+        async with turns.of(key):
+            inside[key] += 1
+            assert inside[key] == 1
+            await asyncio.sleep(0)
+            log.append((key, number))
+            inside[key] -= 1
+
+    async def main() -> None:
+        tasks = [asyncio.create_task(call(key, i)) for i, key in enumerate(keys)]
+        await asyncio.sleep(0)
+        first = {keys.index(key) for key in keys}  # these are inside already
+        for number in given_up & set(range(len(keys))) - first:
+            tasks[number].cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for key in "ab":
+            own = [i for i, each in enumerate(keys) if each == key]
+            expected = [i for i in own if i in first or i not in given_up]
+            assert [number for each, number in log if each == key] == expected
+
+    asyncio.run(main())
+    assert not len(turns)
 
 
 @given(st.text(), st.integers(0, 9), st.booleans(), st.none() | st.just([-0.5, [[1, -0.5]]]))
@@ -175,3 +208,41 @@ def test_calls_are_read_out_of_a_text() -> None:
     for other in ("plain", '{"name": "fly", "arguments": {}}', "<tool_call>{</tool_call>", "[1]"):
         assert use.read(other) == (other, [])
     assert ToolUse(use.functions, silent=True).read(call) == (call, [])
+
+
+def test_a_full_disk_is_said_so_and_goes_on_when_there_is_room(tmp_path: Path) -> None:
+    records = Records(tmp_path / "records")
+    records.keep_response("a", response("resp_1"))
+    (pages,) = records._db.execute("pragma page_count").fetchone()
+    records._db.execute(f"pragma max_page_count={pages}")
+    long = StoredResponse({"id": "resp_2", "text": "x" * 100_000}, [])
+    with pytest.raises(ApiError, match="make room") as refused:
+        records.keep_response("a", long)
+    assert refused.value.status == 507
+    with pytest.raises(ApiError, match="make room"):
+        records.new_conversation("a", "c", {"x": "y" * 100_000}, [], 9)
+    stored = records.response("a", "resp_1")
+    assert stored is not None
+    assert records.response("a", "resp_2") is None
+    records._db.execute("pragma max_page_count=1000000")
+    records.keep_response("a", long)
+    assert records.delete_response("a", "resp_1")
+    records.close()
+
+
+def test_an_item_is_in_a_conversation_or_in_a_responses_output(tmp_path: Path) -> None:
+    records = Records(tmp_path / "records")
+    mine = {"id": item_id("msg", "resp_ab", 0), "text": "mine"}
+    records.keep_response("a", StoredResponse({"id": "resp_ab", "output": [mine]}, []))
+    records.new_conversation("a", "c", {}, [{"id": "msg_x", "text": "of it"}], 9)
+    assert records.item("a", mine["id"]) == mine
+    assert records.item("a", "msg_x") == {"id": "msg_x", "text": "of it"}
+    for app, name in (
+        ("b", mine["id"]),
+        ("b", "msg_x"),
+        ("a", "msg_ab0001"),
+        ("a", ""),
+        ("a", "x"),
+    ):
+        assert records.item(app, name) is None
+    records.close()

@@ -86,19 +86,27 @@ def test_one_of_several_may_go(server: Server) -> None:
     wait_for(lambda: idle(server), 5)
 
 
-def test_two_calls_of_one_conversation_follow_each_other(server: Server) -> None:
+@pytest.mark.parametrize("streams", [False, True])
+def test_two_calls_of_one_conversation_follow_each_other(server: Server, streams: bool) -> None:
     with server.client() as client:
         conversation = client.post("/v1/conversations", json={}).json()["id"]
+        body = {"conversation": conversation, "max_output_tokens": 20, "stream": streams}
 
         def say(text: str) -> Any:
-            body = {"input": text, "conversation": conversation, "max_output_tokens": 20}
             with server.client() as own:
-                return own.post("/v1/responses", json=body)
+                answer = own.post("/v1/responses", json=body | {"input": text})
+                assert answer.status_code == 200
+                if not streams:
+                    return answer.json()
+                last = answer.text.strip().split("\n\n")[-1]  # completed, or incomplete
+                return json.loads(last.partition("data: ")[2])["response"]
 
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
             answers = list(pool.map(say, ["One", "Two"]))
-        assert {answer.status_code for answer in answers} <= {200, 409}
-        assert any(answer.status_code == 200 for answer in answers)
+        first, second = sorted((x["usage"] for x in answers), key=lambda x: x["input_tokens"])
+        assert second["input_tokens"] > first["total_tokens"]  # the text of the other is in it
+        assert say("Three")["usage"]["input_tokens"] > second["total_tokens"]
         items = client.get(f"/v1/conversations/{conversation}/items").json()["data"]
-        assert len(items) == 2 * sum(answer.status_code == 200 for answer in answers)
+        roles = [item["role"] for item in reversed(items)]
+        assert roles == ["user", "assistant"] * 3
         assert client.delete(f"/v1/conversations/{conversation}").status_code == 200

@@ -177,6 +177,7 @@ def document(**changes: Any) -> dict[str, Any]:
     return {**plan.model_dump(mode="json"), "attention": [share], **changes}
 
 
+@pytest.mark.full
 def test_random_shares_cover_all_heads_once() -> None:
     rng, spec = random.Random(3), model_spec(MODEL)
     for _ in range(20):

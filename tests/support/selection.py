@@ -25,7 +25,7 @@ import pytest
 
 Values: TypeAlias = set[Hashable]
 DEFAULT_SHARE: Final = 4  # one random example in so many of those of `--full`
-SETS: Final = 3  # parameter sets of a test by default
+SETS: Final = 2  # parameter sets of a test by default
 
 
 class Level(IntEnum):

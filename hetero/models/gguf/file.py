@@ -72,10 +72,10 @@ class Shard:
         self.metadata, self.tensors, self.header_bytes = reader.read()
         self.bytes: npt.NDArray[np.uint8] = np.frombuffer(self._map, dtype=np.uint8)
 
-    def forget(self, info: TensorInfo) -> None:
-        """Drop the pages of a tensor from memory."""
-        low = -(-info.start // mmap.PAGESIZE) * mmap.PAGESIZE
-        high = info.stop // mmap.PAGESIZE * mmap.PAGESIZE
+    def forget(self, start: int, stop: int) -> None:
+        """Drop the whole pages of bytes [start, stop) from memory."""
+        low = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+        high = min(stop, self.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
         if low < high and hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED, low, high - low)
 
@@ -135,7 +135,8 @@ class GgufFile:
 
     def forget(self, name: str) -> None:
         """Drop the pages of a tensor from memory; they are read again when touched."""
-        self._homes[name].forget(self.tensors[name])
+        info = self.tensors[name]
+        self._homes[name].forget(info.start, info.stop)
 
     def fingerprint(self) -> str:
         """Return a hash of sizes, mtimes and headers; no weight is read."""

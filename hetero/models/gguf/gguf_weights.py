@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -39,7 +40,7 @@ from hetero.models.layout import (
     model_vectors,
 )
 from hetero.models.model_weights import BlockWeights, ModelWeights
-from hetero.models.packing import check_finite, pack_rows
+from hetero.models.packing import Destination, check_finite, pack_rows
 from hetero.terminal.notices import notify_once
 
 # Our weights and the tensors that hold them, the fused spelling first.
@@ -87,6 +88,9 @@ _FREQUENCIES: Final = "rope_freqs.weight"
 _FACTORS: Final = ("rope_factors_long.weight", "rope_factors_short.weight")
 
 
+Run: TypeAlias = tuple[StorageFormat, list[GgufTensor]]  # rows of one storage
+
+
 class GgufWeights(ModelWeights):
     """Weights of a GGUF file, packed on demand; `loss` is the loss of quantising again so far."""
 
@@ -132,7 +136,7 @@ class GgufWeights(ModelWeights):
         for name in self.file.tensors:
             if name.startswith(f"blk.{index}."):
                 self.file.forget(name)
-        if isinstance(self._store, StoreReader):
+        if isinstance(self._store, StoreReader | StoreWriter):
             for matrix in block_matrices(self.config, index):
                 self._store.forget(f"blk.{index}.{matrix.name}")
 
@@ -147,42 +151,38 @@ class GgufWeights(ModelWeights):
         return self._packed(name)
 
     def _packed(self, name: str) -> PackedWeight:
-        """Return a matrix (`blk.3.qkv`, `embed`) from the store, or packed for it."""
+        """Return a matrix (`blk.3.qkv`, `embed`) from the store, or packed into it."""
         store = self._opened_store()
-        if isinstance(store, StoreReader):
-            return joined(self.weight_format, store.matrix(name))
-        runs = self._runs(name)
-        used = [source.name for _, members in runs for source in members]
-
-        def forget() -> None:
-            for tensor in used:
-                self.file.forget(tensor)
-
-        parts = [pack_rows(members, kind, after_batch=forget) for kind, members in runs]
-        if isinstance(store, StoreWriter):
-            if self.loss.by_kind():  # it would not be said of the store
-                store.abandon()
-                self._store = None
-            else:
-                store.add(name, parts)
+        parts = None if store is None else store.matrix(name)
+        if parts is None:
+            assert not isinstance(store, StoreReader)
+            parts = self._pack(name, store)
         return joined(self.weight_format, parts)
+
+    def _pack(self, name: str, store: StoreWriter | None) -> list[PackedWeight]:
+        """Pack a matrix into the store, or without one into memory of this process."""
+        runs = self._runs(name)
+        if store is None:
+            return _packed(self.file, runs)
+        try:
+            parts = _packed(self.file, runs, store.places(name))
+        except OSError:  # the disk is full
+            self._leave(store)
+            return _packed(self.file, runs)
+        store.add(name)
+        if self.loss.by_kind():  # it would not be said of the store
+            self._leave(store)
+        return parts
+
+    def _leave(self, store: StoreWriter) -> None:
+        store.abandon()
+        self._store = None
 
     def _opened_store(self) -> StoreReader | StoreWriter | None:
         """Return the store, opened for the first matrix; None while tests measure the loss."""
         if self._store is _UNOPENED:
-            names = [
-                f"blk.{i}.{x.name}"
-                for i in range(self.config.num_layers)
-                for x in block_matrices(self.config, i)
-            ]
-            names += [x.name for x in embedding_matrices(self.config)]
-            shapes = {
-                name: [
-                    PartShape(kind, sum(x.shape[0] for x in members), members[0].shape[1])
-                    for kind, members in self._runs(name)
-                ]
-                for name in names
-            }
+            runs = {name: self._runs(name) for name in _matrix_names(self.config)}
+            shapes = {name: [_part_shape(*run) for run in x] for name, x in runs.items()}
             self._store = open_store(self.file, self.weight_format, shapes)
         assert not isinstance(self._store, str)
         return self._store
@@ -193,15 +193,13 @@ class GgufWeights(ModelWeights):
         Raises `ModelError` where the file is not the one that was packed.
         """
         super().release_embeddings()
-        if isinstance(self._store, StoreReader):
+        if isinstance(self._store, StoreReader | StoreWriter):
             self._store.check()
-        elif isinstance(self._store, StoreWriter):
-            self._store.finish()
 
     def prefetch(self) -> None:
         """Read the mapped store ahead."""
-        if isinstance(self._store, StoreReader):
-            self._store.file.prefetch()
+        if isinstance(self._store, StoreReader | StoreWriter):
+            self._store.prefetch()
 
     def close(self) -> None:
         """Wait for the store that is being written; release the file."""
@@ -209,7 +207,7 @@ class GgufWeights(ModelWeights):
             self._store.close()
         self.file.release()
 
-    def _runs(self, name: str) -> list[tuple[StorageFormat, list[GgufTensor]]]:
+    def _runs(self, name: str) -> list[Run]:
         """Return the tensors of a matrix by their storage, neighbours of one storage merged.
 
         In the formats of files each has its own storage, but all are float32 where a part would not
@@ -387,6 +385,33 @@ class GgufWeights(ModelWeights):
         if name == "delta_in" and self.config.delta is not None:
             return list(zip(modules, self.config.delta.projections, strict=True))
         return [(module, n // len(modules)) for module in modules]
+
+
+def _matrix_names(config: ModelConfig) -> list[str]:
+    """Return the names of all matrices, in the order in which they are packed."""
+    blocks = range(config.num_layers)
+    names = [f"blk.{i}.{x.name}" for i in blocks for x in block_matrices(config, i)]
+    return names + [x.name for x in embedding_matrices(config)]
+
+
+def _part_shape(storage: StorageFormat, members: Sequence[GgufTensor]) -> PartShape:
+    return PartShape(storage, sum(x.shape[0] for x in members), members[0].shape[1])
+
+
+def _packed(
+    file: GgufFile, runs: Sequence[Run], places: Sequence[Destination] = ()
+) -> list[PackedWeight]:
+    """Pack a matrix to its places (none: in memory), and drop the file's pages on the way."""
+
+    def forget() -> None:
+        for _, members in runs:
+            for source in members:
+                file.forget(source.name)
+
+    return [
+        pack_rows(members, kind, after_batch=forget, destination=place)
+        for (kind, members), place in itertools.zip_longest(runs, places)
+    ]
 
 
 def _left_out(file: GgufFile, layers: int) -> tuple[str, ...]:

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
+import mmap
 import os
 import shutil
 import sys
@@ -22,11 +24,13 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from hetero.backends.formats import StorageFormat, WeightFormat
 from hetero.backends.host.background import Background, Latch, in_background
-from hetero.backends.host.files import atomic_write, atomic_writer
+from hetero.backends.host.files import atomic_write, atomic_writer, hold
 from hetero.backends.host.folders import cache_folder
+from hetero.backends.host.mapped import prefetch
 from hetero.backends.weights import (
     PackedWeight,
     data_dtype,
@@ -50,6 +54,7 @@ STABLE_S: Final = 2.0
 DEFERRED_BYTES: Final = 1 << 30
 AFTER_S: Final = 2.0
 WRITTEN_BYTES: Final = 1 << 24  # at once: a process that ends waits for no more
+_TENSORS: Final = ("data", "scales")
 _DTYPES: Final = {"uint32": "U32", "int8": "I8", "uint8": "U8", "float16": "F16", "float32": "F32"}
 
 
@@ -123,6 +128,10 @@ class StoreReader:
         prefix = f"{name}."
         self.file.forget([x for x in self.file.entries if x.startswith(prefix)])
 
+    def prefetch(self) -> None:
+        """Start a thread that maps all pages, which are used soon."""
+        self.file.prefetch()
+
     def check(self) -> None:
         """Wait for the file's hash. Raises `ModelError` if the store is another file's."""
         content, self._content = self._content, None
@@ -142,11 +151,12 @@ class StoreReader:
 class StoreWriter:
     """A new store, which takes matrices in any order and exists once it has them all.
 
-    A store of up to `DEFERRED_BYTES` is written by a thread of low priority, from `AFTER_S` after
-    `finish` or from `close` on: packing and the first answer need the processor more. Its matrices
-    stay in memory until then, as devices that compute in place keep them anyway. Of a larger one a
-    thread writes a matrix while the next one is packed. `add`, `finish`, `close` and `abandon` are
-    called by one thread, which waits for that one first where it must.
+    Matrices are packed straight into the file (`places`), whose pages devices then use: they are
+    the system's to write back and to drop, so a model that is opened for the first time takes no
+    more memory than later. The hash of a file of up to `DEFERRED_BYTES` is computed by a thread of
+    low priority, from `AFTER_S` after `finish` or from `close` on: packing and the first answer
+    need the processor more. That of a larger one is computed while it is packed and its pages are
+    in memory. All is called by one thread, but places are filled by any.
     """
 
     def __init__(self, path: Path, file: GgufFile, shapes: Shapes) -> None:
@@ -160,10 +170,9 @@ class StoreWriter:
         for tensor in self._plan:
             self._at[tensor.name] = at
             at += page_padded(tensor.nbytes)
-        self._deferred: dict[str, Sequence[PackedWeight]] = {}
         self._content = None if at <= DEFERRED_BYTES else Content(file)
         self._missing = set(shapes)
-        self._writing: Background[None] | None = None
+        self._finishing: Background[None] | None = None
         self._now = Latch()
         self._stack = contextlib.ExitStack()
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -171,84 +180,90 @@ class StoreWriter:
             raise OSError(f"{path.parent} has no room for {at} bytes")
         self._out: BinaryIO = self._stack.enter_context(atomic_writer(path, durable=False))
         os.truncate(self._out.fileno(), at)
+        self._map = mmap.mmap(self._out.fileno(), at, access=mmap.ACCESS_READ)
+        self._bytes = np.frombuffer(self._map, np.uint8)
 
-    def add(self, name: str, parts: Sequence[PackedWeight]) -> None:
-        """Add a matrix, which must not change from now on. Errors of the store stay in it."""
-        if self._content is not None:
-            self._wait()
-        if name not in self._missing:
-            return
-        self._missing.remove(name)
-        if self._content is None:
-            self._deferred[name] = parts
-        else:
-            add = partial(self._add, name, parts, last=not self._missing)
-            (self._writing,) = in_background("hetero-store", [add])
+    def places(self, name: str) -> list[StorePlace]:
+        """Return the places of a matrix's parts."""
+        return [StorePlace(self, f"{name}.{i}", part) for i, part in enumerate(self._shapes[name])]
 
-    def finish(self) -> None:
+    def add(self, name: str) -> None:
+        """Count a matrix as packed: all its places are filled and do not change from now on."""
+        self._missing.discard(name)
+
+    def matrix(self, name: str) -> list[PackedWeight] | None:
+        """Return the parts of a matrix, views of the mapped file; None if it is not packed yet."""
+        return None if name in self._missing else [x.packed() for x in self.places(name)]
+
+    def forget(self, name: str) -> None:
+        """Drop the pages of a matrix from memory until they are read again."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            for tensor in self._plan:
+                if tensor.name.startswith(f"{name}."):
+                    start, length = self._at[tensor.name], page_padded(tensor.nbytes)
+                    self._map.madvise(mmap.MADV_DONTNEED, start, length)
+
+    def prefetch(self) -> None:
+        """Start a thread that maps all pages, which are used soon."""
+        prefetch(self._bytes)
+
+    def check(self) -> None:
         """Finish the store; one that lacks a matrix is discarded."""
-        if self._missing or self._content is not None:
+        if self._missing:
             self.abandon()
-        elif self._writing is None:
-            (self._writing,) = in_background("hetero-store", [self._write_deferred])
+        elif self._finishing is None:
+            (self._finishing,) = in_background("hetero-store", [self._finish])
 
     def close(self) -> None:
-        """Wait until everything is written."""
+        """Wait until everything is written; discard a store that was not checked."""
         self._now.open()
-        self._wait()
+        if self._finishing is None:
+            self._drop()
+        else:
+            self._finishing.result()
 
     def abandon(self) -> None:
-        """Remove the store unless it is complete."""
-        self._now.open()
-        self._wait()
-        self._missing = set()
-        self._deferred.clear()
-        self._drop()
+        """Remove the store unless it is complete; matrices that were packed into it stay."""
+        self.close()
+        self._missing = set(self._shapes)
 
-    def _wait(self) -> None:
-        if self._writing is not None:
-            try:
-                self._writing.result()
-            except OSError:
-                self._writing = None
-                self.abandon()
-            self._writing = None
+    def write(self, array: npt.NDArray[Any], name: str, start: int = 0) -> None:
+        """Write a part of a tensor from byte `start` of it on. Raises `OSError`."""
+        self._write(array, self._at[name] + start)
+
+    def view(self, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> npt.NDArray[Any]:
+        """Return a tensor, a view of the mapped file."""
+        start = self._at[name]
+        nbytes = math.prod(shape) * dtype.itemsize
+        return self._bytes[start : start + nbytes].view(dtype).reshape(shape)
 
     def _drop(self) -> None:
         with contextlib.suppress(_AbandonedError, OSError), self._stack:
             raise _AbandonedError
 
-    def _write_deferred(self) -> None:
-        """Write all matrices, on the thread."""
-        _be_last()
-        self._now.wait(AFTER_S)
+    def _finish(self) -> None:
+        """Write the header with the file's hash, on the thread."""
+        if self._content is None:
+            _be_last()
+            self._now.wait(AFTER_S)
         try:
-            while self._deferred:
-                name, parts = self._deferred.popitem()
-                self._add(name, parts, last=not self._deferred)
-        except OSError:
-            self._deferred.clear()
-            self._drop()
-
-    def _add(self, name: str, parts: Sequence[PackedWeight], *, last: bool) -> None:
-        for i, part in enumerate(parts):
-            for kind, array in zip(("data", "scales"), matrix_arrays(part), strict=False):
-                self._write(array, self._at[f"{name}.{i}.{kind}"])
-        if last:
-            header = self._made_header(self._hexdigest())
-            self._write(np.frombuffer(header, np.uint8), 0)
+            self._write(np.frombuffer(self._made_header(self._hexdigest()), np.uint8), 0)
             if self._file.identity() != self._identity:
                 raise OSError(f"{self._file.path} was written meanwhile")
+            hold(self._out.fileno())  # as a reader's, from before it has its name
             self._stack.close()
             _keep_newest(self.path)
             _note_seen(self.path, self._identity if self._stable else "", self._file)
+        except OSError:
+            self._drop()
 
     def _hexdigest(self) -> str:
-        if self._content is not None:
-            return self._content.hexdigest()
+        content, self._content = self._content, None
+        if content is not None:
+            return content.hexdigest()
         return _digest_of(_part_digest(*part) for part in _part_offsets(self._file))
 
-    def _write(self, array: Any, at: int) -> None:
+    def _write(self, array: npt.NDArray[Any], at: int) -> None:
         left = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
         while left:
             done = os.pwrite(self._out.fileno(), left[:WRITTEN_BYTES], at)
@@ -258,6 +273,29 @@ class StoreWriter:
         return file_header(
             self._plan, {"format": "hetero-packed", "version": VERSION, "content": content}
         )
+
+
+class StorePlace:
+    """The place of rows of one storage in a store, a `packing.Destination`."""
+
+    def __init__(self, writer: StoreWriter, name: str, part: PartShape) -> None:
+        self._writer, self._name, self._part = writer, name, part
+
+    def put(self, first: int, chunk: PackedWeight) -> None:
+        """Write blocks of rows from number `first` on. Raises `OSError`."""
+        for kind, array in zip(_TENSORS, matrix_arrays(chunk), strict=False):
+            start = first * (array.nbytes // len(array))
+            self._writer.write(array, f"{self._name}.{kind}", start)
+
+    def packed(self) -> PackedWeight:
+        """Return the rows, views of the mapped file."""
+        storage, n, k = self._part
+        view, name = self._writer.view, self._name
+        data = view(f"{name}.data", data_dtype(storage), data_shape(storage, n, k))
+        if not storage.quantised:
+            return PackedWeight(storage, n, k, data)
+        scales = view(f"{name}.scales", scales_dtype(storage), scales_shape(storage, n, k))
+        return PackedWeight(storage, n, k, data, scales)
 
 
 class _AbandonedError(Exception):
@@ -360,7 +398,9 @@ def _part_offsets(file: GgufFile) -> Iterator[tuple[Shard, int]]:
 
 
 def _part_digest(shard: Shard, start: int) -> bytes:
-    return hashlib.sha256(shard.bytes[start : start + PART_BYTES].data).digest()
+    digest = hashlib.sha256(shard.bytes[start : start + PART_BYTES].data).digest()
+    shard.forget(start, start + PART_BYTES)
+    return digest
 
 
 def joined(weight_format: WeightFormat, parts: Sequence[PackedWeight]) -> PackedWeight:

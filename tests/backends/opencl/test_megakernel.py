@@ -104,6 +104,7 @@ STATES: tuple[Op, ...] = (
 )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("m", [pytest.param(1, marks=pytest.mark.full), 7])
 def test_a_fused_launch_replaces_states_once(device: OpenCLDevice, m: int) -> None:
     made = Calls(device, STATES, m, seed=m)
@@ -205,6 +206,7 @@ with open_device("opencl-cores") as device:
 """
 
 
+@pytest.mark.full
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 @pytest.mark.parametrize(
     "patience",

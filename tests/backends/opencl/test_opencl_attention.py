@@ -80,6 +80,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.pairwise
 @pytest.mark.parametrize(("variant", "name"), PAIRS, indirect=["variant"])
 @pytest.mark.parametrize(("position", "m"), CALLS)

@@ -152,6 +152,7 @@ def test_launches_complete_in_order(device: OpenCLDevice) -> None:
     assert all(completion.done() for completion in completions)
 
 
+@pytest.mark.few(1)
 def test_binding_writes_nothing(variant: OpenCLDevice) -> None:
     """Warming up launches every kernel with count 0."""
     rng = np.random.default_rng(2)
@@ -457,6 +458,7 @@ class TestEnvironment:
         assert os.environ["POCL_CACHE_DIR"] == "/mine"
 
 
+@pytest.mark.full
 def test_a_process_loads_what_children_compiled() -> None:
     """No kernel file appears that neither the store nor a child has made."""
     out = in_new_process(

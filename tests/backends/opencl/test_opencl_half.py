@@ -56,6 +56,7 @@ FEW = (WeightFormat.W4A16, WeightFormat.W4A8)  # the others run with `--full`
 OUTLIERS = (500.0, 1000.0, 4000.0, 1e4, 6e4, 7e4, 1e6, 1e30)
 
 
+@pytest.mark.few(1)
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "weight_format",

@@ -220,7 +220,7 @@ CASES = [
 FORMATS = [pytest.param(x, marks=[pytest.mark.full] * x.of_file, id=x.value) for x in WeightFormat]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", CASES)
 def test_shapes(any_family: OpenCLDevice, case: tuple[WeightFormat, tuple[int, int, int]]) -> None:
@@ -454,7 +454,7 @@ def test_two_planes_lose_less_than_fp16_would(planes_device: OpenCLDevice) -> No
     np.testing.assert_array_equal(run(kernel, 0 * x, n), np.zeros((2, n), dtype=np.float32))
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 def test_discrete_memory_copies(variant: OpenCLDevice) -> None:
     """The other ways of sharing memory that a device may have."""
     for weight_format in (WeightFormat.W4A8, WeightFormat.F16):

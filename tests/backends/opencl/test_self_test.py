@@ -66,7 +66,7 @@ def outcomes(result: SelfTestResult) -> list[tuple[str, str]]:
 FAULTS = {"crash": "crashed", "hang": "hung", "wrong": "wrong"}
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize(

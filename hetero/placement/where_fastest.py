@@ -1,0 +1,130 @@
+"""The devices that compute a prompt and its answer fastest, the gain, and the certainty.
+
+Compared are each device alone, the plan that shares the matmuls, and the processor's cores: of a
+measured profile by what OpenCL on every core was measured to gain, of a fitted one by its `cpu`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Final
+
+from hetero.profiler.fitted_units import ModelWork, unit_s
+from hetero.profiler.model_graph import ModelGraph
+from hetero.profiler.records import DeviceProfile, EveryCore, Validation
+from hetero.solver.build import make_plan
+from hetero.solver.execution_plan import ExecutionPlan
+from hetero.solver.plan import FastestDevices, Phase, PredictedRun, Total
+from hetero.solver.request import PlanRequest
+
+DEPTHS: Final = (512, 4096, 16384)
+NORMAL: Final = math.sqrt(math.pi / 2)  # of a normal error, its standard deviation over its mean
+BOTH: Final = ("gpu", "npu")
+
+
+def with_fastest(
+    plan: ExecutionPlan, spec: ModelGraph, profile: DeviceProfile, request: PlanRequest
+) -> ExecutionPlan:
+    """Return the plan with the fastest devices at the depths that the model's context holds."""
+    depths = [x for x in DEPTHS if x <= spec.max_position] or [spec.max_position]
+    return plan.model_copy(update={"fastest": tuple(fastest_of(spec, profile, depths, request))})
+
+
+def fastest_of(
+    spec: ModelGraph,
+    profile: DeviceProfile,
+    depths: Iterable[int],
+    request: PlanRequest,
+) -> Iterator[FastestDevices]:
+    """Yield where a prompt of each depth is fastest, and a token after it.
+
+    Raises `PlanError` or `ProfileError`.
+    """
+    work = ModelWork(spec)
+    for depth in depths:
+        asked = replace(request, seq_lens=(depth,), length_weights=(), context=depth)
+        fastest = replace(asked, objective="latency", curves=False, explain=False)
+        totals = make_plan(spec, profile, fastest).totals
+        for total in totals:
+            yield choose_fastest(total.phase, depth, _runs(total, depth, spec, profile, work))
+
+
+def choose_fastest(phase: Phase, depth: int, runs: Iterable[PredictedRun]) -> FastestDevices:
+    """Return the first of all candidates, and by how much."""
+    first, *others = ordered = sorted(runs, key=lambda run: run.predicted_s)
+    fastest = FastestDevices(
+        phase=phase,
+        depth=depth,
+        devices=first.devices,
+        predicted_s=first.predicted_s,
+        tokens_per_s=first.tokens_per_s,
+        candidates=tuple(ordered),
+    )
+    if not others:
+        return fastest
+    gain = others[0].predicted_s / first.predicted_s
+    sure = confidence(gain, first.error, others[0].error)
+    more = {"over": others[0].devices, "gain": gain, "confidence": sure}
+    return fastest.model_copy(update=more)
+
+
+def confidence(gain: float, error: float | None, next_error: float | None) -> float | None:
+    """Return the probability that what is `gain` times as fast by predictions is faster.
+
+    The logarithms of the predictions are off normally, with these mean errors.
+    """
+    if error is None or next_error is None:
+        return None
+    spread = NORMAL * math.hypot(error, next_error)
+    if not spread:
+        return 1.0
+    return 0.5 * (1 + math.erf(math.log(gain) / spread / math.sqrt(2)))
+
+
+def _runs(
+    total: Total, depth: int, spec: ModelGraph, profile: DeviceProfile, work: ModelWork
+) -> Iterator[PredictedRun]:
+    """Yield the candidates of a step that was planned."""
+    phase, tokens = total.phase, total.m
+    for kind, seconds in total.single_devices.items():
+        yield _run((kind,), seconds, tokens, error_of(profile, kind, phase, spec))
+    if total.predicted_s not in total.single_devices.values():
+        errors = [error_of(profile, kind, phase, spec) for kind in BOTH]
+        known = [x for x in errors if x is not None]
+        yield _run(BOTH, total.predicted_s, tokens, max(known, default=None))
+    for unit in profile.units:
+        if unit.device == "cpu":
+            seconds = unit_s(unit, work, phase, tokens, depth if phase == "decode" else 0)
+            yield _run(("cpu",), seconds, tokens, _mean_error(unit.validation, phase))
+    gpu_s = total.single_devices.get("gpu")
+    if gpu_s is not None and (cores := _every_core(profile, spec, phase)) is not None:
+        layers = spec.layers * max(len(total.steps), 1)
+        error = error_of(profile, "gpu", phase, spec)
+        yield _run(("cpu",), cores.seconds(gpu_s, layers), tokens, error)
+
+
+def _run(
+    devices: tuple[str, ...], seconds: float, tokens: int, error: float | None
+) -> PredictedRun:
+    rate = tokens / seconds
+    return PredictedRun(devices=devices, predicted_s=seconds, tokens_per_s=rate, error=error)
+
+
+def _every_core(profile: DeviceProfile, spec: ModelGraph, phase: Phase) -> EveryCore | None:
+    """Return what OpenCL on every core gains over one; None where that was not measured."""
+    known = (x for x in profile.every_core if x.weight_format == spec.weight_format)
+    return next((x for x in known if x.phase == phase), None)
+
+
+def error_of(profile: DeviceProfile, device: str, phase: Phase, spec: ModelGraph) -> float | None:
+    """Return the mean error of predicting a device: in the model's format, else its worst one."""
+    of_device = [x for x in profile.predictors if x.device == device]
+    own = [x for x in of_device if x.weight_format is (spec.base or spec.weight_format)]
+    errors = (_mean_error(x.validation, phase) for x in own or of_device)
+    return max((x for x in errors if x is not None), default=None)
+
+
+def _mean_error(validation: Iterable[Validation], phase: Phase) -> float | None:
+    return next((x.mape for x in validation if x.phase == phase), None)

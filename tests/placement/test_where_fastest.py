@@ -1,0 +1,156 @@
+"""Where prompts and answers are fastest, and the arguments of other engines for that."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from typer.testing import CliRunner
+
+import hetero
+from hetero.cli.app import app
+from hetero.errors import UserError
+from hetero.models import model_spec
+from hetero.placement.engine_arguments import engine_arguments
+from hetero.placement.where_fastest import DEPTHS, choose_fastest, confidence
+from hetero.profiler.records import DeviceProfile
+from hetero.solver.plan import FastestDevices, PredictedRun
+from hetero.solver.report import fastest_table
+from hetero.solver.request import PlanRequest
+
+X2, PHONE = "snapdragon-x2-elite", "snapdragon-8-elite"
+
+
+def answers_of(model: str, profile: str) -> dict[tuple[str, int], FastestDevices]:
+    plan = hetero.plan(model, profile, seq_lens=(64,), curves=False, fastest=True)
+    return {(x.phase, x.depth): x for x in plan.fastest}
+
+
+def test_every_depth_and_phase_has_an_answer_whose_order_is_that_of_the_seconds() -> None:
+    answers = answers_of("qwen3-4b", X2)
+    assert list(answers) == [(p, d) for d in DEPTHS for p in ("prefill", "decode")]
+    for (phase, depth), answer in answers.items():
+        seconds = [x.predicted_s for x in answer.candidates]
+        assert seconds == sorted(seconds)
+        assert answer.devices == answer.candidates[0].devices
+        assert answer.over == answer.candidates[1].devices
+        assert answer.gain == pytest.approx(seconds[1] / seconds[0])
+        assert {("gpu",), ("npu",), ("cpu",)} <= {x.devices for x in answer.candidates}
+        assert answer.tokens_per_s == pytest.approx(
+            (depth if phase == "prefill" else 1) / answer.predicted_s
+        )
+
+
+def test_on_a_phone_the_npu_alone_has_prompts_and_the_answer_changes_devices_with_depth() -> None:
+    answers = answers_of("qwen3-0.6b", PHONE)
+    assert {answers["prefill", depth].devices for depth in DEPTHS} == {("npu",)}
+    assert answers["decode", 512].devices == ("cpu",)
+    assert answers["decode", 16384].devices == ("npu",)
+
+
+def test_a_measured_profile_compares_every_core_with_the_errors_of_its_predictors() -> None:
+    answers = answers_of("llama-3.2-1b", "host")
+    for answer in answers.values():
+        assert ("cpu",) in {x.devices for x in answer.candidates}
+        assert all(x.error is not None and 0 < x.error < 0.3 for x in answer.candidates)
+        assert answer.confidence is not None
+        assert 0.5 <= answer.confidence <= 1
+
+
+@pytest.mark.parametrize(
+    ("model", "depths"), [("llama-2-7b", [512, 4096]), ("demo", [512]), ("gemma-2b", [512, 4096])]
+)
+def test_no_answer_is_beyond_the_models_context(model: str, depths: list[int]) -> None:
+    assert sorted({depth for _, depth in answers_of(model, "host")}) == depths
+
+
+def test_a_plan_that_was_not_asked_has_no_such_key() -> None:
+    plan = hetero.plan("llama-3.2-1b", X2, seq_lens=(64,), curves=False)
+    assert "fastest" not in json.loads(plan.model_dump_json())
+    assert fastest_table.table(plan) is None
+
+
+@pytest.mark.parametrize(
+    ("gain", "errors", "expected"),
+    [
+        (1.0, (0.1, 0.1), 0.5),
+        (1.1, (None, 0.1), None),
+        (1.1, (0.0, 0.0), 1.0),
+        (1.2, (0.1, 0.0), 0.927),  # Φ(ln 1.2 / (0.1 · √(π/2)))
+        (1.2, (0.3, 0.4), 0.614),
+    ],
+)
+def test_confidence_is_the_probability_that_the_order_is_right(
+    gain: float, errors: tuple[float | None, float | None], expected: float | None
+) -> None:
+    assert confidence(gain, *errors) == (
+        expected if expected is None else pytest.approx(expected, abs=2e-3)
+    )
+
+
+def test_one_candidate_is_an_answer_without_a_gain() -> None:
+    run = PredictedRun(devices=("npu",), predicted_s=2.0, tokens_per_s=0.5)
+    answer = choose_fastest("decode", 512, [run])
+    assert (answer.devices, answer.gain, answer.over, answer.confidence) == (
+        ("npu",),
+        None,
+        (),
+        None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("profile", "model", "lengths", "words", "environment"),
+    [
+        (PHONE, "llama-3.2-1b", (4096,), "--device HTP0 -ngl 99 -t 6", {}),
+        (PHONE, "llama-3-8b", (4096,), "--device HTP0,HTP1 -ngl 99 -t 6",
+         {"GGML_HEXAGON_NDEV": "2"}),
+        (X2, "qwen3-4b", (64,), "--device none -ngl 0 -t 6", {}),
+    ],
+)  # fmt: skip
+def test_llama_cpp_gets_the_device_that_its_own_rates_make_the_fastest(
+    profile: str, model: str, lengths: tuple[int, ...], words: str, environment: dict[str, str]
+) -> None:
+    asked = PlanRequest(seq_lens=lengths)
+    best = engine_arguments("llama.cpp", model_spec(model), DeviceProfile.load(profile), asked)
+    assert (" ".join(best.arguments), dict(best.environment)) == (words, environment)
+    assert list(best.seconds.values()) == sorted(best.seconds.values())
+    assert all("llama.cpp" in name for name in best.seconds)
+
+
+def test_an_adreno_and_few_cores_have_their_own_names() -> None:
+    profile = DeviceProfile.load(X2)
+    gpu = tuple(x for x in profile.units if x.device == "gpu")
+    few = profile.environment.model_copy(update={"cores": 4})
+    only = profile.model_copy(update={"units": gpu, "environment": few})
+    best = engine_arguments("llama.cpp", model_spec("qwen3-4b"), only, PlanRequest())
+    assert " ".join(best.arguments) == "--device GPUOpenCL -ngl 99 -t 4"
+    best = engine_arguments("geniex", model_spec("qwen3-4b"), only, PlanRequest())
+    assert best.arguments == ("--compute", "gpu")
+
+
+def test_prompts_count_as_often_as_they_come() -> None:
+    graph, profile = model_spec("qwen3-4b"), DeviceProfile.load(X2)
+    asked = PlanRequest(seq_lens=(64, 4096))
+    rare = replace(asked, length_weights=(99.0, 1.0))
+    one, other = (engine_arguments("geniex", graph, profile, x).seconds for x in (asked, rare))
+    assert other["GPU (llama.cpp)"] < one["GPU (llama.cpp)"]
+
+
+def test_a_profile_without_an_engines_rates_says_where_to_get_them() -> None:
+    with pytest.raises(UserError, match=r"profile host has no rates of geniex: .*--from"):
+        engine_arguments(
+            "geniex", model_spec("qwen3-4b"), DeviceProfile.load("host"), PlanRequest()
+        )
+
+
+def test_the_command_prints_answers_and_arguments() -> None:
+    runner = CliRunner()
+    shown = runner.invoke(app, ["plan", "qwen3-4b", "--profile", X2, "--seq-lens", "64"])
+    assert "Where it is fastest (fitted)" in shown.stdout
+    words = ["plan", "qwen3-4b", "--profile", X2, "--print-args", "geniex"]
+    assert runner.invoke(app, words).stdout == "--compute npu\n"
+    document = json.loads(runner.invoke(app, [*words, "--json"]).stdout)
+    assert document["arguments"] == ["--compute", "npu"]
+    assert document["reason"].startswith("NPU (qairt)")
