@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product, starmap
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from hetero.backends.protocol import DeviceKind
 from hetero.backends.registry import EVERY_CORE
@@ -20,6 +20,7 @@ from hetero.solver.solution import Scenario
 PROMPTS: Final = (64, 256, 1024)  # tokens, where the lengths of prompts are not known
 ANSWER_TOKENS: Final = 64
 TENSOR_LEVEL: Final = "tensor level"
+LAYER_LEVEL: Final = "layer level"
 MARGIN: Final = 0.03
 DERIVED_MARGIN: Final = 0.1  # where a file's format was not measured: kernels differ by as much
 
@@ -74,8 +75,8 @@ class PhaseSeconds(NamedTuple):
 class PhaseChoice:
     """The device set of a phase with its predicted seconds, and the best other one with its own.
 
-    `device_set` is `gpu`, `npu`, `EVERY_CORE` or `TENSOR_LEVEL`. Without a comparison, seconds are
-    None, and `other` is empty.
+    `device_set` is `gpu`, `npu`, `EVERY_CORE`, `TENSOR_LEVEL` or `LAYER_LEVEL`. Without a
+    comparison, seconds are None, and `other` is empty.
     """
 
     phase: Phase
@@ -84,12 +85,31 @@ class PhaseChoice:
     other: str = ""
     other_s: float | None = None
 
+    @property
+    def gain(self) -> float | None:
+        """Return the other one's seconds over these."""
+        if not self.predicted_s or not self.other_s:
+            return None
+        return self.other_s / self.predicted_s
+
+    def document(self) -> dict[str, Any]:
+        """Return the JSON document, without the phase's depth."""
+        kinds = ["gpu", "npu"] if self.device_set in (TENSOR_LEVEL, LAYER_LEVEL) else None
+        return {
+            "phase": self.phase,
+            "depth_from": 0,
+            "devices": kinds or ["npu" if self.device_set == "npu" else "gpu"],
+            "device_set": self.device_set,
+            "predicted_s": self.predicted_s,
+            "over": self.other or None,
+            "gain": self.gain,
+        }
+
     def __str__(self) -> str:
         what = "prompt" if self.phase == "prefill" else "answer"
         text = f"{what}: {_named(self.device_set)}"
-        if not self.predicted_s or not self.other_s:
+        if (times := self.gain) is None:
             return text
-        times = self.other_s / self.predicted_s
         other = self.other if self.other == TENSOR_LEVEL else f"the {self.other}"
         return f"{text} ({times:.{1 if times >= 1.1 else 2}f} x {other})"
 
@@ -139,7 +159,7 @@ def _compared(phase: Phase, name: str, seconds: Mapping[str, PhaseSeconds]) -> P
 
 
 def _named(name: str) -> str:
-    return name if name == TENSOR_LEVEL else f"{name} alone"
+    return name if name in (TENSOR_LEVEL, LAYER_LEVEL) else f"{name} alone"
 
 
 def compare(

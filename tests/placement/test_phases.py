@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,12 +21,14 @@ from hetero.placement.comparing import (
     TENSOR_LEVEL,
     DeviceSets,
     PhaseSeconds,
+    described,
     fastest,
 )
+from hetero.placement.phases import phases_of
 from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.records import DeviceProfile
 from hetero.runtime.engine import Engine
-from hetero.solver.handmade import single_device
+from hetero.solver.handmade import layer_level, single_device
 from hetero.solver.plan import PHASES, Phase
 from hetero.solver.prepared import PreparedSolver
 from hetero.solver.request import PlanRequest
@@ -209,3 +212,39 @@ def test_tokens_are_those_of_one_device(tmp_path: Path, prompts: DeviceKind | No
 def test_pairs_read_as_people_say_them() -> None:
     assert str(DeviceSets("npu", "gpu")) == "npu then gpu"
     assert str(DeviceSets("gpu", "gpu")) == "gpu"
+
+
+def test_open_devices_say_what_computes_each_phase(
+    spec: ModelGraph, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the times that were compared as long as it runs as chosen; by the plan otherwise."""
+    devices: Any = {kind: open_device("reference", kind=kind) for kind in ("gpu", "npu")}
+    choice = chosen(spec, monkeypatch)
+    assert choice.plan is not None
+    assert phases_of(choice.plan, devices, choice) == choice.phases
+    prompt = choice.phases[0].document()
+    assert (prompt["phase"], prompt["devices"], prompt["over"]) == (
+        "prefill",
+        ["npu"],
+        TENSOR_LEVEL,
+    )
+    assert prompt["gain"] == pytest.approx(1.1)
+    moved = single_device(spec, "gpu")
+    assert described(phases_of(moved, devices, choice)) == (
+        "prompt: gpu alone; answer: gpu alone (1.03 x tensor level)"
+    )
+    layers = phases_of(layer_level(spec), devices, Choice("hetero"))
+    assert described(layers) == "prompt: layer level; answer: gpu alone"
+    assert layers[0].document()["devices"] == ["gpu", "npu"]
+    shared = choose(spec, PlacementRequest(mode="hetero", profile="host-avx2", seq_lens=(64,)))
+    assert shared.plan is not None
+    assert described(phases_of(shared.plan, devices, shared)).startswith("prompt: tensor level; ")
+
+
+def test_a_phase_of_every_core_is_named_so() -> None:
+    plan = single_device(model_spec("demo"), "gpu")
+    info = SimpleNamespace(backend=EVERY_CORE)
+    devices: Any = {"gpu": SimpleNamespace(info=info)}
+    assert described(phases_of(plan, devices, Choice("gpu"))) == (
+        "prompt: opencl-cores alone; answer: opencl-cores alone"
+    )
