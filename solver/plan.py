@@ -216,6 +216,7 @@ class Total(_Record):
     device, by its kind; `non_matmul_s` those of the other operators in the first call, each time:
     `head` before the layers, then by what they do (`steps.seconds_by_kind`). `modes` are predicted
     seconds of the prompt's modes, with calls in flight together, of which the runtime takes `mode`.
+    `devices` work in it, the output head aside.
     """
 
     phase: Phase
@@ -231,12 +232,25 @@ class Total(_Record):
     non_matmul_s: Annotated[dict[str, Quantity], _also("non_matmul_s", "rest_s")] = {}
     mode: Annotated[PrefillMode, _also("mode", "form")] = "cut"
     modes: Annotated[dict[PrefillMode, Positive], _also("modes", "forms")] = {}
+    devices: tuple[DeviceKind, ...] = ()
 
     @model_validator(mode="after")
     def _steps_are_the_prompt(self) -> Self:
         if self.steps and sum(self.steps) != self.m:
             raise ValueError(f"calls of {self.steps} tokens are no prompt of {self.m}")
         return self
+
+
+class PlannedPhase(_Record):
+    """The devices that compute a phase from a depth of the context on, the output head aside.
+
+    `predicted_s` is of a decode step, or of the longest prompt.
+    """
+
+    phase: Phase
+    depth_from: Start = 0
+    devices: tuple[DeviceKind, ...]
+    predicted_s: Positive
 
 
 class PredictedRun(_Record):
@@ -347,7 +361,8 @@ class Plan(_Record):
     calls, for lengths at which they are faster. `counts` are how many layers have each matmul,
     where layers differ (else all have it). `errors` are mean relative errors of the profile's
     predictions of matmuls that it left out, of the device whose are larger. `fastest` says where
-    prompts and decode steps are fastest by their depth, single devices included.
+    prompts and decode steps are fastest by their depth, single devices included, `phases` which
+    devices compute them by this plan.
     """
 
     schema_version: Literal[1] = 1
@@ -382,12 +397,13 @@ class Plan(_Record):
     attention: Annotated[tuple[AttentionShare, ...], Field(max_length=1024)] = ()
     counts: dict[OpName, Stop] = {}
     fastest: Annotated[tuple[FastestDevices, ...], Field(max_length=64)] = ()
+    phases: Annotated[tuple[PlannedPhase, ...], Field(max_length=64)] = ()
 
     @model_serializer(mode="wrap")
     def _without_counts(self, serialise: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out `counts` of a model whose layers are alike, and `fastest` of none."""
+        """Leave out `counts` of a model whose layers are alike, `fastest` and `phases` of none."""
         document: dict[str, Any] = serialise(self)
-        for key in ("counts", "fastest"):
+        for key in ("counts", "fastest", "phases"):
             if not document.get(key):
                 document.pop(key, None)
         return document

@@ -328,6 +328,7 @@ class PreparedSolver:
         update = {
             "ops": (*ops, *self._head_entries),
             "totals": (),
+            "phases": (),
             "residency": {},
             "attention": tuple(x for part in parts[1:] for x in part.attention),
             "non_matmul": NonMatmulDevices(prefill=devices["prefill"], decode=devices["decode"]),
