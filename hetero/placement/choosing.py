@@ -23,10 +23,13 @@ from hetero.placement.comparing import (
     TENSOR_LEVEL,
     DeviceSets,
     PhaseChoice,
+    Price,
     PromptMix,
+    cache_bytes,
     compare,
     described,
     fastest,
+    total_s,
 )
 from hetero.placement.decisions import Decision
 from hetero.placement.device_set import DRIVEN, DeviceMode, DeviceSet, backend_name
@@ -45,7 +48,7 @@ from hetero.solver.handmade import layer_level, single_device
 from hetero.solver.matmul_entries import share_heads
 from hetero.solver.names import NamedStrategy
 from hetero.solver.placement import Placement
-from hetero.solver.plan import PHASES, STEP_TOKENS, Phase, of_the_gpu
+from hetero.solver.plan import STEP_TOKENS, Phase, of_the_gpu
 from hetero.solver.planner import Planner
 from hetero.solver.prepared import PreparedSolver, prepare_solver, spread_lengths
 from hetero.solver.report.units import duration
@@ -292,10 +295,10 @@ def _fastest(planner: Planner, solver: PreparedSolver, request: PlacementRequest
     one_core = bool(alone) and _shares_one_core(request)
     seconds = alone if one_core else seconds
     derived = file_substitution(planner.profile, planner.spec.weight_format) is not None
-    prices = _Prices(planner, solver, request, one_core=one_core)
-    sets = fastest(seconds, derived=derived, gain_of=prices.least_gain)
+    prices = _Prices(planner, solver, work, request.weight_budget_bytes, one_core=one_core)
+    sets = fastest(seconds, derived=derived, price_of=prices.of)
     totals = {name: s.total_s for name, s in seconds.items()}
-    totals[str(sets)] = sum(seconds[sets.of(phase)].of(phase) for phase in PHASES)
+    totals[str(sets)] = total_s(sets, seconds)
     times = ", ".join(f"{name} {duration(s)}" for name, s in totals.items())
     phases = sets.phases(seconds)
     chosen = f"{sets} alone" if sets.same else described(phases)
@@ -330,6 +333,8 @@ def _solver_of(sets: DeviceSets, planner: Planner, solver: PreparedSolver) -> Pr
     """Return the solver for what computes each phase; None where one device computes all."""
     if sets.same:
         return solver if sets.prompts == TENSOR_LEVEL else None
+    if all(solver.plan.devices_of(phase) == {kind} for phase, kind in sets.kinds.items()):
+        return solver  # it has found so itself
     factors: dict[tuple[DeviceKind, Phase], float] = {}
     if EVERY_CORE in sets:
         stored = planner.spec.weight_format
@@ -344,22 +349,36 @@ class _Prices:
 
     planner: Planner
     solver: PreparedSolver
-    request: PlacementRequest
+    work: PromptMix
+    budget_bytes: int | None
     one_core: bool
 
-    def least_gain(self, sets: DeviceSets) -> float:
-        """Return by which fraction they must be faster than one device, infinity if impossible.
+    def of(self, sets: DeviceSets) -> Price:
+        """Return the price of sets.
 
-        Weights that both devices hold are paid for by it, and the memory budget bounds them.
+        Weights that both devices hold are paid for by the gain, and the memory budget bounds them.
         """
         spec = self.planner.spec
         if self.one_core or not _fit_one_engine(sets) or len(set(self.solver.formats)) > 1:
-            return math.inf
+            return Price(math.inf)
         if "npu" in sets and any(of_the_gpu(node.op) for node in spec.nodes):
-            return math.inf  # an open GPU takes these from the NPU
+            return Price(math.inf)  # an open GPU takes these from the NPU
         memory = self.solver.memory_in(sets.kinds)
-        limits = limits_of(self.planner.profile, self.request.weight_budget_bytes)
-        return least_gain(memory, spec.matmul_weight_bytes, limits)
+        limits = limits_of(self.planner.profile, self.budget_bytes)
+        gain = least_gain(memory, spec.matmul_weight_bytes, limits)
+        return Price(gain, self._handover_s(sets))
+
+    def _handover_s(self, sets: DeviceSets) -> float:
+        """Return the seconds of copying the prompts' keys and values to the answers' device.
+
+        0 where memory is unified, or attention stays where it is.
+        """
+        shared = self.solver.plan.non_matmul
+        attends = {"prefill": shared.prefill, "decode": shared.decode, **sets.kinds}
+        if attends["prefill"] == attends["decode"]:
+            return 0.0
+        token_bytes = cache_bytes(self.planner.spec)
+        return sum(self.planner.overheads.copy(m * token_bytes) for m in self.work.prompts)
 
 
 def _fit_one_engine(sets: DeviceSets) -> bool:

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from itertools import product, starmap
 from typing import Any, Final, NamedTuple
 
+from hetero.backends.ops import Attention
 from hetero.backends.protocol import DeviceKind
 from hetero.backends.registry import EVERY_CORE
+from hetero.profiler.model_graph import ModelGraph
 from hetero.solver.handmade import single_device
 from hetero.solver.options import INF
 from hetero.solver.plan import PHASES, Phase
@@ -22,6 +24,7 @@ ANSWER_TOKENS: Final = 64
 TENSOR_LEVEL: Final = "tensor level"
 LAYER_LEVEL: Final = "layer level"
 MARGIN: Final = 0.03
+ALIKE: Final = 0.005  # gains below this are not worth a word
 DERIVED_MARGIN: Final = 0.1  # where a file's format was not measured: kernels differ by as much
 
 
@@ -108,7 +111,8 @@ class PhaseChoice:
     def __str__(self) -> str:
         what = "prompt" if self.phase == "prefill" else "answer"
         text = f"{what}: {_named(self.device_set)}"
-        if (times := self.gain) is None:
+        times = self.gain
+        if times is None or abs(times - 1) < ALIKE:
             return text
         other = self.other if self.other == TENSOR_LEVEL else f"the {self.other}"
         return f"{text} ({times:.{1 if times >= 1.1 else 2}f} x {other})"
@@ -144,6 +148,17 @@ class DeviceSets(NamedTuple):
 
     def __str__(self) -> str:
         return self.prompts if self.same else f"{self.prompts} then {self.answers}"
+
+
+class Price(NamedTuple):
+    """The price of device sets that differ between the phases.
+
+    By `least_gain`, a fraction, they must be faster than a single device: infinity where one engine
+    cannot have both. `handover_s` are the seconds of handing over keys and values.
+    """
+
+    least_gain: float
+    handover_s: float = 0.0
 
 
 def described(phases: Sequence[PhaseChoice]) -> str:
@@ -189,35 +204,42 @@ def fastest(
     seconds: Mapping[str, PhaseSeconds],
     *,
     derived: bool = False,
-    gain_of: Callable[[DeviceSets], float] = lambda _: INF,
+    price_of: Callable[[DeviceSets], Price] = lambda _: Price(INF),
 ) -> DeviceSets:
     """Return what computes prompts and what computes answers fastest.
 
     A single device is simpler, so two must be faster by a margin, as a cut must be; by a larger one
     where times are `derived` from another format's. In each phase that both share they must be so
-    as well. `gain_of` returns by which fraction sets that differ between the phases must be faster
-    than a single device, infinity where one engine cannot have both.
+    as well. `price_of` returns the price of sets that differ between the phases.
     """
     margin = DERIVED_MARGIN if derived else MARGIN
 
     def careful_s(sets: DeviceSets) -> float:
         """Return the seconds with the margin of phases that both devices share."""
         names = [(phase, sets.of(phase)) for phase in PHASES]
-        return sum(
+        handover_s = 0.0 if sets.same else price_of(sets).handover_s
+        return handover_s + sum(
             seconds[x].of(phase) / (1 - margin if x == TENSOR_LEVEL else 1.0) for phase, x in names
         )
 
-    def total_s(sets: DeviceSets) -> float:
-        return sum(seconds[sets.of(phase)].of(phase) for phase in PHASES)
+    def is_worth(sets: DeviceSets) -> bool:
+        spent_s = total_s(sets, seconds)
+        if sets.same or spent_s >= limit_s * (1 - margin):
+            return spent_s < limit_s * (1 - margin)
+        price = price_of(sets)
+        return spent_s + price.handover_s < limit_s * (1 - max(margin, price.least_gain))
 
     alone = [DeviceSets(name, name) for name in seconds if name != TENSOR_LEVEL]
-    best = min(alone, key=total_s, default=DeviceSets(TENSOR_LEVEL, TENSOR_LEVEL))
-    limit_s = total_s(best) if alone else INF
-    others = [x for x in starmap(DeviceSets, product(seconds, seconds)) if x not in alone]
-    worth = [
-        x for x in others if total_s(x) < limit_s * (1 - max(margin, 0 if x.same else gain_of(x)))
-    ]
-    return min(worth, key=careful_s, default=best)
+    simple = DeviceSets(TENSOR_LEVEL, TENSOR_LEVEL)
+    best = min(alone, key=lambda x: total_s(x, seconds), default=simple)
+    limit_s = total_s(best, seconds) if alone else INF
+    pairs = [x for x in starmap(DeviceSets, product(seconds, seconds)) if x not in alone]
+    return min(filter(is_worth, pairs), key=careful_s, default=best)
+
+
+def total_s(sets: DeviceSets, seconds: Mapping[str, PhaseSeconds]) -> float:
+    """Return the seconds of both phases, each on its own set."""
+    return sum(seconds[sets.of(phase)].of(phase) for phase in PHASES)
 
 
 def predicted(
@@ -234,6 +256,12 @@ def predicted(
             return _on_every_core(planner, tokens, cores)
     prompt, decode = solver.prompt(tokens), solver.solution_for(answering(tokens))
     return Seconds(prompt.seconds, len(prompt.calls), decode.seconds)
+
+
+def cache_bytes(spec: ModelGraph) -> int:
+    """Return the bytes of a token's keys and values in all layers."""
+    ops = [node.op for node in spec.nodes if isinstance(node.op, Attention) and not node.op.reads]
+    return sum(2 * x.kv_heads * x.kv.row(x.head_dim) * x.kv.dtype.itemsize for x in ops)
 
 
 def answering(tokens: int) -> Scenario:

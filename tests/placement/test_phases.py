@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,8 @@ from hetero.placement.comparing import (
     TENSOR_LEVEL,
     DeviceSets,
     PhaseSeconds,
+    Price,
+    cache_bytes,
     described,
     fastest,
 )
@@ -29,7 +32,9 @@ from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.records import DeviceProfile
 from hetero.runtime.engine import Engine
 from hetero.solver.handmade import layer_level, single_device
+from hetero.solver.overheads import Overheads
 from hetero.solver.plan import PHASES, Phase
+from hetero.solver.planner import Planner
 from hetero.solver.prepared import PreparedSolver
 from hetero.solver.request import PlanRequest
 from hetero.solver.solution import Scenario
@@ -49,8 +54,8 @@ def possible(prompts: str, answers: str) -> bool:
     return prompts == answers or EVERY_CORE not in pair or pair == {EVERY_CORE, "npu"}
 
 
-def gain_of(least: float) -> Any:
-    return lambda sets: least if possible(*sets) else float("inf")
+def price_of(least: float, handover_s: float) -> Any:
+    return lambda sets: Price(least if possible(*sets) else float("inf"), handover_s)
 
 
 @pytest.mark.parametrize("seed", range(examples(60, 300)))
@@ -63,11 +68,12 @@ def test_the_choice_is_the_best_of_all_pairs(seed: int) -> None:
         return
     derived, least = bool(rng.integers(2)), float(rng.choice([0.0, 0.05, 0.2]))
     margin = DERIVED_MARGIN if derived else MARGIN
-    chosen = fastest(times, derived=derived, gain_of=gain_of(least))
+    handover_s = float(rng.choice([0.0, 0.03]))
+    chosen = fastest(times, derived=derived, price_of=price_of(least, handover_s))
     single_s = min((sum(times[x]) for x in names if x != TENSOR_LEVEL), default=float("inf"))
     best_s, pairs = single_s, []
     for a, b in itertools.product(names, names):
-        total_s = times[a][0] + times[b][1]
+        total_s = times[a][0] + times[b][1] + (handover_s if a != b else 0.0)
         needed = margin if a == b else max(margin, least)
         one = a == b != TENSOR_LEVEL
         if possible(a, b) and (one or total_s < single_s * (1 - needed)):
@@ -77,6 +83,7 @@ def test_the_choice_is_the_best_of_all_pairs(seed: int) -> None:
             best_s = min(best_s, total_s)
     assert possible(*chosen)
     total_s = times[chosen.prompts][0] + times[chosen.answers][1]
+    total_s += 0.0 if chosen.same else handover_s
     assert total_s <= single_s
     worth = [x for x in pairs if not x[3]]
     if worth:
@@ -207,6 +214,18 @@ def test_tokens_are_those_of_one_device(tmp_path: Path, prompts: DeviceKind | No
             assert engine.plan.devices_of(phase) == {kind}
         works = {kind for kind, calls in engine.runner.last_run.counts.items() if calls}
         assert works == {kinds["decode"]}
+
+
+@pytest.mark.parametrize(("unified", "mode"), [(True, "hetero"), (False, "gpu")])
+def test_keys_and_values_are_handed_over_where_memory_is_not_unified(
+    spec: ModelGraph, monkeypatch: pytest.MonkeyPatch, unified: bool, mode: str
+) -> None:
+    """Copying those of 64 tokens takes longer than the NPU gains here."""
+    copying = Overheads(copy_s=0.0, copy_s_per_byte=0.0 if unified else 1e-6)
+    monkeypatch.setattr(choosing, "Planner", partial(Planner, overheads=copying))
+    times = {name: s for name, s in TIMES.items() if name != TENSOR_LEVEL}
+    assert cache_bytes(spec) == 2 * 16 * 8 * 64 * 4
+    assert chosen(spec, monkeypatch, times).mode == mode
 
 
 def test_pairs_read_as_people_say_them() -> None:
