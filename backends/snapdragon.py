@@ -14,7 +14,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from hetero.backends.host.processor import is_arm64
+from hetero.backends.host.processor import is_arm64, registered_processor
 
 MIB = 2**20
 # A process domain on the NPU has 32-bit addresses. Of these, what its code, stacks and I/O need.
@@ -45,6 +45,11 @@ class Chip:
     def label(self) -> str:
         """Return the name for people: `Snapdragon 8 Gen 3 (sm8650, Hexagon v75)`."""
         return f"{self.title} ({self.name}, Hexagon v{self.htp_arch})"
+
+    @property
+    def profile_name(self) -> str:
+        """Return the name that a shipped profile of the chip has."""
+        return self.title.lower().replace(" ", "-")
 
     @property
     def domains(self) -> int:
@@ -80,7 +85,10 @@ MACHINES = {
     "glymur": "sc8480xp", "canoe": "sm8850", "sun": "sm8750", "pineapple": "sm8650",
     "kalama": "sm8550", "waipio": "sm8450", "lemans": "qcs9075",
 }  # fmt: skip
+# Smaller parts of a laptop's chip, by what the system calls them.
+RELATIVES = {r"\bx2p|x2 plus": "sc8480xp", r"\bx1p|x plus|\bx1-2": "sc8380xp"}
 MACHINE_FILE = Path("/sys/devices/soc0/machine")  # written by Linux's qcom-socinfo
+DEVICE_TREE = Path("/proc/device-tree/compatible")
 ROOT = Path("/")
 NODES = "fastrpc-cdsp*"  # of Linux's FastRPC driver; the QNN provider looks for them, too
 NODE_REMEDY = (
@@ -129,6 +137,25 @@ def chip_named(text: str) -> Chip | None:
 
 def _words(text: str) -> str:
     return " ".join(re.sub(r"[^a-z0-9+]+", " ", text.lower()).split())
+
+
+def relative_of(text: str) -> Chip | None:
+    """Return the chip of which a sentence names a smaller part, such as X Plus of X Elite."""
+    plain = text.lower()
+    return next((CHIPS[x] for form, x in RELATIVES.items() if re.search(form, plain)), None)
+
+
+def reported() -> str:
+    """Return all names of this machine's chip: the kernel's, the device tree's, and Windows'."""
+    names = [_text(MACHINE_FILE), _text(DEVICE_TREE).replace("\0", " "), registered_processor()]
+    return " ".join(filter(None, names))
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
 
 
 def find_chip(name: str) -> Chip:

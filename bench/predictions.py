@@ -79,7 +79,7 @@ def kernels(
     runners: dict[str, TaskRunner] = {}
     with pinned(others.control_core):
         for name, shape in shapes.items():
-            tokens = 1 if name == "lm_head" else m
+            tokens = loaded.spec().tokens_of(name, m)
             task = Task("gpu", WeightFormat(weights), "plain", tokens, shape.n, shape.k)
             runners[name] = workload.runner(task)
             workload.warm_up(runners[name])

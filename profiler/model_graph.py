@@ -193,10 +193,14 @@ class MatMulSpec:
 
 
 class Share(NamedTuple):
-    """An operation, and how often a layer (before the layers: a step) launches it on average."""
+    """An operation, and how often a layer (before the layers: a step) launches it on average.
+
+    `sampled`: prompts run it for sampled rows alone (`ModelGraph.sampled_nodes`).
+    """
 
     op: Op
     times: float
+    sampled: bool = False
 
 
 class Stage(NamedTuple):
@@ -216,10 +220,14 @@ class Stage(NamedTuple):
 
 
 class LayerKind(NamedTuple):
-    """The matmuls of a layer of one kind, and the number of such layers."""
+    """The matmuls of a layer of one kind, and the number of such layers.
+
+    `sampled` as in `Share`.
+    """
 
     stages: tuple[Stage, ...]
     layers: int
+    sampled: bool = False
 
 
 class ModelGraph(BaseModel):
@@ -348,7 +356,9 @@ class ModelGraph(BaseModel):
     def kinds(self) -> tuple[LayerKind, ...]:
         """Return the kinds of layers in the order of their first layers."""
         return tuple(
-            LayerKind(tuple(self._stage(name, count) for name in names), count)
+            LayerKind(
+                tuple(self._stage(name, count) for name in names), count, names[0] in self.sampled
+            )
             for names, count in self._layers_by_matmuls.items()
         )
 
@@ -371,6 +381,45 @@ class ModelGraph(BaseModel):
             for stage in (*self.block, *self.tail)
             for name in (stage.name, *stage.members)
         }
+
+    @cached_property
+    def sampled_nodes(self) -> frozenset[str]:
+        """Return the names of the nodes that a prompt runs for rows that are sampled from alone.
+
+        These are all nodes after the last layer that writes keys, values or a state, and in any
+        model the matmuls after the layers.
+        """
+        written = [x.layer for x in self.nodes if _is_remembered(x.op) and x.layer is not None]
+        last = max(written, default=self.layers)
+        first = next((i for i, x in enumerate(self.nodes) if (x.layer or 0) > last), None)
+        if first is not None:
+            before, after = self.nodes[:first], self.nodes[first:]
+            if {x.plan_op for x in before} & {x.plan_op for x in after} <= {None}:
+                return frozenset(x.name for x in after)  # a plan says one thing of a name
+        return frozenset(x.name for x in self.nodes if x.layer is None and x.plan_op is not None)
+
+    @cached_property
+    def sampled(self) -> frozenset[OpName]:
+        """Return the plan's names of the matmuls among `sampled_nodes`, and of their members."""
+        nodes = [x for x in self.nodes if x.name in self.sampled_nodes]
+        members = (name for node in nodes for name, _ in node.members)
+        return frozenset([*(x.plan_op for x in nodes if x.plan_op is not None), *members])
+
+    def sampled_in(self, phase: str) -> frozenset[OpName]:
+        """Return the matmuls of a phase that see sampled rows alone, however many are fed.
+
+        All rows of a decode step are sampled: there it is the matmuls after the layers.
+        """
+        return self.sampled if phase == "prefill" else frozenset(x.name for x in self.tail)
+
+    def tokens_of(self, name: OpName, m: int) -> int:
+        """Return the rows of a matmul in a call of m tokens with one sampled row."""
+        return 1 if name in self.sampled else m
+
+    @cached_property
+    def prompt_layers(self) -> int:
+        """Return the number of layers that all tokens of a prompt pass through."""
+        return self.layers - sum(kind.layers for kind in self.kinds if kind.sampled)
 
     @cached_property
     def others(self) -> tuple[Op, ...]:
@@ -426,13 +475,16 @@ class ModelGraph(BaseModel):
         return Counter(_matmuls_by_layer(self.nodes).values())
 
     @cached_property
-    def _ops_after(self) -> dict[OpName | None, list[Op]]:
-        """Return operations by the matmul that they follow; None: before all of them."""
-        followers: dict[OpName | None, list[Op]] = {None: []}
+    def _ops_after(self) -> dict[OpName | None, list[tuple[Op, bool]]]:
+        """Return operations by the matmul that they follow, and whether rows of them are sampled.
+
+        None: before all matmuls.
+        """
+        followers: dict[OpName | None, list[tuple[Op, bool]]] = {None: []}
         last: OpName | None = None
         for node in self.nodes:
             if node.plan_op is None:
-                followers[last].append(node.op)
+                followers[last].append((node.op, node.name in self.sampled_nodes))
             else:
                 last = node.plan_op
                 followers.setdefault(last, [])
@@ -553,12 +605,17 @@ def _check_slots(nodes: Sequence[Node]) -> None:
         written |= node.writes
 
 
-def _shares(operations: Iterable[Op], count: int) -> tuple[Share, ...]:
+def _is_remembered(op: Op) -> bool:
+    """Return whether an operation writes what later tokens read."""
+    return has_state(op) or (isinstance(op, Attention) and not op.reads)
+
+
+def _shares(operations: Iterable[tuple[Op, bool]], count: int) -> tuple[Share, ...]:
     """Return distinct operations by their kinds' order; of one kind (windows) by their sizes."""
     ops = Counter(operations)
-    kinds = list(dict.fromkeys(type(op) for op in ops))
-    ordered = sorted(ops, key=lambda op: (kinds.index(type(op)), repr(op)))
-    return tuple(Share(op, ops[op] / count) for op in ordered)
+    kinds = list(dict.fromkeys(type(op) for op, _ in ops))
+    ordered = sorted(ops, key=lambda x: (kinds.index(type(x[0])), repr(x[0]), x[1]))
+    return tuple(Share(op, ops[op, sampled] / count, sampled) for op, sampled in ordered)
 
 
 def _with_op(node: Node, op: Op) -> Node:

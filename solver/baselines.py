@@ -61,7 +61,7 @@ def layer_level(planner: Planner, scenario: Scenario) -> Solution:
     chooser = Chooser(planner.overheads, Rules(margin=0.0), Objective())
     options: dict[OpName, list[Option]] = {}
     for name in _matmuls(planner):
-        m = 1 if name == "lm_head" else scenario.m
+        m = planner.spec.tokens_of(name, scenario.m)
         choices = chooser.options(planner.space(name), m)
         options[name] = [o for o in choices if not o.is_cut and o.strategy != "multi-sequence-cut"]
         if len(options[name]) < 2:
@@ -74,7 +74,7 @@ def _only(planner: Planner, scenario: Scenario, strategy: str) -> Solution:
     chooser = Chooser(planner.overheads, Rules(margin=0.0), Objective())
     options: dict[OpName, list[Option]] = {}
     for name in _matmuls(planner):
-        m = 1 if name == "lm_head" else scenario.m
+        m = planner.spec.tokens_of(name, scenario.m)
         named = chooser.named(planner.space(name), m)
         options[name] = [o for o in named if o.strategy == strategy] or [
             o for o in named if not o.is_cut
@@ -94,7 +94,7 @@ def _npu(planner: Planner, scenario: Scenario, strategy: str) -> Solution:
     }[strategy]
     options: dict[OpName, list[Option]] = {}
     for name in _matmuls(planner):
-        if name == "lm_head":
+        if name in planner.spec.sampled:
             options[name] = _whole(planner, name)
         else:
             space = planner.space(name)
@@ -150,7 +150,7 @@ def _pipe(planner: Planner, m: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _sum_s(planner: Planner, graphs: tuple[int, ...]) -> float:
-    names = [x for x in _matmuls(planner) if x != "lm_head"]
+    names = [x for x in _matmuls(planner) if x not in planner.spec.sampled]
     return sum(
         float(planner.kernels.table("npu", graphs, [n], k).seconds.sum())
         for n, k in map(planner.shape, names)

@@ -114,6 +114,7 @@ def assemble(
         weight_format=spec.base or spec.weight_format,
         layers=spec.layers,
         counts=layer_counts(spec),
+        prompt_layers=spec.prompt_layers if spec.prompt_layers < spec.layers else None,
         max_gpu_share=request.max_gpu_share,
         margin=request.margin,
         profile_fingerprint=profile.fingerprint,
@@ -212,17 +213,18 @@ def entries(
 ) -> Iterable[OpPlan]:
     """Return the plan's entries: one for each matmul and scenario.
 
-    The output head once per phase.
+    Those of sampled rows once per phase.
     """
-    heads: set[str] = set()
+    once: set[tuple[str, OpName]] = set()
     decoder = decoder or planner
     for solution in solutions:
         scenario = solution.scenario
         for name, option in solution.options.items():
-            if name == "lm_head" and scenario.phase in heads:
-                continue
-            heads.update([scenario.phase] if name == "lm_head" else [])
-            own = decoder if name == "lm_head" or scenario.phase == "decode" else planner
+            if name in solution.sampled:
+                if (scenario.phase, name) in once:
+                    continue
+                once.add((scenario.phase, name))
+            own = decoder if name in solution.sampled or scenario.phase == "decode" else planner
             planned = entry(own, scenario, name, option, pipe=pipe)
             if reasons is not None:
                 others = reasons.explain(own, solution, name, planned.m or 1)
@@ -240,16 +242,16 @@ def entry(
 ) -> OpPlan:
     """Return one matmul, without what lost.
 
-    The output head sees one token in either phase and holds for every length.
+    Of sampled rows there is one, and the entry holds for every length.
     """
     space = planner.space(name)
-    head = name == "lm_head"
-    m = 1 if head else scenario.m
-    tiles = tiles_of(space, option, m, open_ended=head)
+    sampled = name in planner.spec.sampled_in(scenario.phase)
+    m = 1 if sampled else scenario.m
+    tiles = tiles_of(space, option, m, open_ended=sampled)
     energy = option.joules(planner.power) if planner.power is not None else None
     return OpPlan(
         phase=scenario.phase,
-        m=None if head else m,
+        m=None if sampled else m,
         op=name,
         n=space.n,
         k=space.k,

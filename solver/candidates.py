@@ -94,7 +94,7 @@ class Reasons:
                 f"faster alone, but the step is {100 * (after / before - 1):.2g} % slower with it"
             )
         chooser = Chooser(planner.overheads, planner.settings.rules, planner.objective())
-        m = 1 if name == "lm_head" else solution.scenario.m
+        m = planner.spec.tokens_of(name, solution.scenario.m)
         prepared = [
             o.seconds_alone()
             for o in chooser.named(planner.space(name), m)

@@ -90,7 +90,10 @@ class _Wanted:
     ) -> None:
         space = planner.space(name)
         chooser = Chooser(planner.overheads, planner.settings.rules, objective)
-        made = [_call(chooser, space, m, share) for m, share in _shares(name, scenarios).items()]
+        made = [
+            _call(chooser, space, m, share)
+            for m, share in _shares(planner, name, scenarios).items()
+        ]
         calls = [call for call in made if min(call.alone, float(call.cost.min())) < INF]
         columns = sorted({c for call in calls if (c := _column(call)) < len(space.rows) - 1})
         self.rows: list[int] = space.rows[columns].tolist()
@@ -161,12 +164,12 @@ def _best(call: _Call, column: int) -> tuple[float, Ints]:
     return float(call.cost[cut, column]), graphs
 
 
-def _shares(name: OpName, scenarios: Sequence[Scenario]) -> dict[int, float]:
+def _shares(planner: Planner, name: OpName, scenarios: Sequence[Scenario]) -> dict[int, float]:
     """Return the weights of the token counts that a matmul sees."""
     prefill = sum(s.phase == "prefill" for s in scenarios)
     shares: dict[int, float] = {}
     for scenario in scenarios:
-        m = 1 if name == "lm_head" else scenario.m
+        m = planner.spec.tokens_of(name, scenario.m)
         share = 1.0 if scenario.phase == "decode" else 1.0 / prefill
         shares[m] = shares.get(m, 0.0) + share
     return shares

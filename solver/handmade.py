@@ -29,7 +29,7 @@ def layer_level(
 
     The default is the paper's layer level: matmuls on the NPU and the rest on the GPU in prefill,
     the GPU alone in decode, because an NPU is slower at one token (section 5.3). The output head
-    sees one token in both phases, so it follows `decode`.
+    sees one token in both phases, so it follows `decode`, as all matmuls of sampled rows do.
     """
     devices: dict[Phase, DeviceKind] = {"prefill": prefill, "decode": decode}
     entries = [
@@ -38,7 +38,7 @@ def layer_level(
             matmul.name,
             matmul.n,
             matmul.k,
-            decode if matmul.name == "lm_head" else devices[phase],
+            decode if matmul.name in spec.sampled else devices[phase],
         )
         for phase in PHASES
         for matmul in spec.matmuls

@@ -80,7 +80,7 @@ def in_flight(
         kind not in planner.profile.devices for kind in ("gpu", "npu")
     ):
         return ()
-    names = [stage.name for stage in planner.spec.block]
+    names = [x.name for x in planner.spec.block if x.name not in planner.spec.sampled]
     every = [_ways(planner, name, m) for name in names]
     if not _fits(planner, every, resident, limits):
         every = [_within(x, resident.get(x.name, ResidentRows(0, x.space.n))) for x in every]
@@ -90,7 +90,7 @@ def in_flight(
     factor = planner.cost.contention("gpu", phase_of(m), planner.kernels.weight_format)
     spec = planner.spec
     non_matmul_s = factor * sum(
-        x.gpu_s * (spec.counts[name] / spec.layers)
+        x.gpu_s * (spec.counts[name] / spec.prompt_layers)
         for name, x in non_matmul.after.items()
         if name in names
     )
@@ -143,7 +143,7 @@ def _ways(planner: Planner, name: OpName, m: int) -> _Ways:
     gpu_s = space.gpu_table(np.asarray([m]), left)[0]
     key = (phase_of(m), planner.kernels.weight_format)
     a, b = (planner.cost.contention(kind, *key) for kind in ("gpu", "npu"))
-    share = planner.spec.counts[name] / planner.spec.layers
+    share = planner.spec.counts[name] / planner.spec.prompt_layers
     return _Ways(name, share, space, [0, *rows], a * gpu_s, b * npu_s)
 
 

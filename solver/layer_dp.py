@@ -13,17 +13,25 @@ Priced = list[list[tuple[Option, Costs]]]
 
 
 class Repeated(NamedTuple):
-    """The stages of a layer of one kind, and the number of such layers."""
+    """The stages of a layer of one kind, and the number of such layers.
+
+    `sampled`: calls of a prompt that sample nothing leave them out.
+    """
 
     stages: Stages
     layers: int
+    sampled: bool = False
 
 
 class ChosenLayers(NamedTuple):
-    """The chosen options of a layer of one kind, and the number of such layers."""
+    """The chosen options of a layer of one kind, and the number of such layers.
+
+    `sampled` as in `Repeated`.
+    """
 
     options: tuple[Option, ...]
     layers: int
+    sampled: bool = False
 
 
 class LayerPath(NamedTuple):
@@ -38,6 +46,10 @@ class LayerPath(NamedTuple):
     def block(self) -> tuple[Option, ...]:
         """Return the options of a layer of each kind."""
         return tuple(option for kind in self.blocks for option in kind.options)
+
+    def without_sampled(self) -> LayerPath:
+        """Return the path of a call that samples nothing."""
+        return self._replace(blocks=tuple(x for x in self.blocks if not x.sampled), tail=())
 
 
 def solve_layers(
@@ -69,7 +81,7 @@ def solve_layers(
                 total = before + sum(inside for inside, _ in each) + after
                 if total < INF and (best is None or total < best.cost):
                     blocks = tuple(
-                        ChosenLayers(options, kind.layers)
+                        ChosenLayers(options, kind.layers, kind.sampled)
                         for (_, options), kind in zip(each, kinds, strict=True)
                     )
                     best = LayerPath(total, opening, blocks, last)
@@ -127,7 +139,7 @@ def walk(path: LayerPath) -> Walk:
         steps.append((option, state, 1))
         state = option.leaves
     wrap = path.block[-1].leaves
-    for options, layers in path.blocks:
+    for options, layers, _ in path.blocks:
         for i, option in enumerate(options):
             if i == 0 and state != wrap:
                 steps.append((option, state, 1))

@@ -136,10 +136,11 @@ class NonMatmulCosts:
             self._timers[kind] = [
                 timer_of(self.cost, self._where(kind, x.op), x.op) for _, x in self._shares
             ]
-        tokens = padded_count(self.cost.device(kind), m)
+        tokens, row = (padded_count(self.cost.device(kind), x) for x in (m, 1))
         times: dict[OpName | None, float] = {None: 0.0}
         for (name, share), timer in zip(self._shares, self._timers[kind], strict=True):
-            times[name] = times.get(name, 0.0) + share.times * timer(tokens, context)
+            sizes = (row, context + m - 1) if share.sampled else (tokens, context)
+            times[name] = times.get(name, 0.0) + share.times * timer(*sizes)
         overheads = self.overheads.at(m)
         return NonMatmulTimes(
             _option(kind, times.pop(None), overheads),

@@ -114,25 +114,29 @@ class Placement:
     ) -> Iterator[Assignment]:
         """Yield what computes a call of m tokens, in the model's order.
 
-        The output head sees the last `logit_rows` tokens, and is left out where that is none. Rows
-        of several contexts decode so, too; but what knows a position runs for each of them, on the
-        same device (`row_graph`). `mode`: of calls in flight.
+        What sees sampled rows alone sees the last `logit_rows` tokens, and is left out where that
+        is none. Rows of several contexts decode so, too; but what knows a position runs for each of
+        them, on the same device (`row_graph`). `mode`: of calls in flight.
         """
         inside: set[str] = set()  # nodes of groups that were yielded
         for node in self.graph.nodes:
-            if node.name in inside or (node.name == "lm_head" and not logit_rows):
+            tokens = self.tokens_of(node, m, logit_rows)
+            if node.name in inside or not tokens:
                 continue
             group = self.groups.get(node.name) if mode == "cut" else None
-            graph = None if group is None else self.fused(group, phase, m)
+            graph = None if group is None else self.fused(group, phase, tokens)
             if group is not None and graph is not None:
                 inside.update(member.name for member in group.nodes)
                 yield Assignment(node, "npu", graph, group=group)
             elif node.plan_op is not None:
-                tokens = logit_rows if node.name == "lm_head" else m
                 yield Assignment(node, parts=self.parts(node, phase, tokens, mode))
             else:
-                heads = self.heads(phase, m, mode) if isinstance(node.op, Attention) else ()
-                yield Assignment(node, *self._other(node, phase, m), heads=heads)
+                heads = self.heads(phase, tokens, mode) if isinstance(node.op, Attention) else ()
+                yield Assignment(node, *self._other(node, phase, tokens), heads=heads)
+
+    def tokens_of(self, node: Node, m: int, logit_rows: int) -> int:
+        """Return how many of the last tokens of a call of m a node computes; 0: it does not run."""
+        return logit_rows if node.name in self.graph.sampled_nodes else m
 
     def parts(
         self, node: Node, phase: Phase, m: int, mode: PrefillMode = "cut"
@@ -207,29 +211,32 @@ class Placement:
     def entries(self, phase: Phase, m: int) -> tuple[OpPlan, ...]:
         """Return what computes the matmuls of a call of m tokens, in order.
 
-        The output head sees one.
+        One row is sampled.
         """
+        sampled = self.graph.sampled_in(phase)
         first = {node.plan_op: node for node in reversed(self.graph.nodes) if node.plan_op}
         return tuple(
             entry
             for node in reversed(first.values())
-            for entry, _ in self._entries.at(node, phase, 1 if node.plan_op == "lm_head" else m)
+            for entry, _ in self._entries.at(node, phase, 1 if node.plan_op in sampled else m)
         )
 
     def block_entries(self, phase: Phase, m: int) -> tuple[OpPlan, ...]:
-        """Do the same as `entries`, without the output head."""
-        return tuple(entry for entry in self.entries(phase, m) if entry.op != "lm_head")
+        """Do the same as `entries`, without the matmuls of sampled rows alone."""
+        sampled = self.graph.sampled_in(phase)
+        return tuple(entry for entry in self.entries(phase, m) if entry.op not in sampled)
 
     def is_prepared(self, phase: Phase, m: int) -> bool:
         """Return whether the kernels have all that a call of m tokens asks of static devices.
 
         A plan for other speeds may want other formats or operand orders than were prepared.
         """
+        sampled = self.graph.sampled_in(phase)
         parts = (
             (node, part)
             for node in self.graph.nodes
             if node.plan_op is not None
-            for part in self.parts(node, phase, 1 if node.name == "lm_head" else m)
+            for part in self.parts(node, phase, 1 if node.plan_op in sampled else m)
         )
         return all(
             part.segment in self.kernels.segments(node, part.kind)
@@ -238,7 +245,7 @@ class Placement:
         )
 
     def working(self, m: int) -> frozenset[DeviceKind]:
-        """Return the devices that work in a prompt's call of m tokens, the output head aside."""
+        """Return the devices that work in a prompt's call of m tokens, sampled rows aside."""
         tiles = {tile.device for x in self.block_entries("prefill", m) for tile in x.tiles}
         heads = {part.kind for part in self.heads("prefill", m)}
         return frozenset({self.non_matmul("prefill"), *tiles, *heads})

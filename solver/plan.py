@@ -362,7 +362,8 @@ class Plan(_Record):
     where layers differ (else all have it). `errors` are mean relative errors of the profile's
     predictions of matmuls that it left out, of the device whose are larger. `fastest` says where
     prompts and decode steps are fastest by their depth, single devices included, `phases` which
-    devices compute them by this plan.
+    devices compute them by this plan. `prompt_layers`, where these are not all of the `layers`, see
+    all tokens of a prompt; its last token alone passes through the others.
     """
 
     schema_version: Literal[1] = 1
@@ -398,14 +399,17 @@ class Plan(_Record):
     counts: dict[OpName, Stop] = {}
     fastest: Annotated[tuple[FastestDevices, ...], Field(max_length=64)] = ()
     phases: Annotated[tuple[PlannedPhase, ...], Field(max_length=64)] = ()
+    prompt_layers: Annotated[int, Field(ge=0, lt=2**31)] | None = None
 
     @model_serializer(mode="wrap")
-    def _without_counts(self, serialise: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out `counts` of a model whose layers are alike, `fastest` and `phases` of none."""
+    def _without_absent(self, serialise: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out what only models have whose layers differ, and `fastest` where it is empty."""
         document: dict[str, Any] = serialise(self)
         for key in ("counts", "fastest", "phases"):
             if not document.get(key):
                 document.pop(key, None)
+        if self.prompt_layers is None:
+            document.pop("prompt_layers", None)
         return document
 
     @model_validator(mode="after")

@@ -154,11 +154,11 @@ class PlannedKernels:
     def _copies(self, node: Node, kind: DeviceKind) -> int:
         """Return how often a device may come to hold the weights of a matmul.
 
-        Prompts of other lengths than the plan lists use any graph that it has, the output head
-        always sees one token.
+        Prompts of other lengths than the plan lists use any graph that it has, but for matmuls of
+        sampled rows.
         """
         capabilities = self._capabilities[kind]
-        if capabilities.per_graph_size != "weights" or node.name == "lm_head":
+        if capabilities.per_graph_size != "weights" or node.name in self._graph.sampled_nodes:
             return 1
         return max(len(capabilities.graph_sizes), 1)
 

@@ -106,7 +106,7 @@ class Planner:
         candidates = dict(options or {})
         for name in self.names(unfused=self.settings.unfused and options is None):
             if name not in candidates:
-                m = 1 if name == "lm_head" else scenario.m
+                m = self.spec.tokens_of(name, scenario.m)
                 candidates[name] = self.candidates(name, m, objective)
         search, heads = self._search(scenario, objective), self.heads
         times = self.non_matmul_times(scenario, non_matmul_device).values()
@@ -269,7 +269,7 @@ class Planner:
             return None
         options: dict[OpName, Option] = {}
         for name in self.names(unfused=False):
-            m = 1 if name == "lm_head" else scenario.m
+            m = self.spec.tokens_of(name, scenario.m)
             candidates = self.candidates(name, m, Objective(power=self.power))
             fitting = [
                 o.unrestricted() for o in candidates if o.mode == device and o.elapsed_s < INF
@@ -286,7 +286,7 @@ class Planner:
         """
         weight_format, times = self.spec.weight_format, self.cost.preparation
         shared, total = times.layers_share("npu", weight_format), 0.0
-        for block in self.spec.kinds:
+        for block in (x for x in self.spec.kinds if not x.sampled):
             shapes = [self.shape(stage.name) for stage in block.stages]
             one = sum(times.seconds("npu", weight_format, *shape, m=m) for shape in shapes)
             total += one if shared else block.layers * one

@@ -112,6 +112,12 @@ def _fastest_formats(
     return min(solvers, key=lambda x: sum(x.expected_s(request, phase) for phase in PHASES))
 
 
+def _sampled_options(planner: Planner, solution: Solution) -> dict[OpName, Option]:
+    """Return what a solution chose for the matmuls of sampled rows, free of what is around them."""
+    options, sampled = solution.options, planner.spec.sampled
+    return {name: x.unrestricted() for name, x in options.items() if name in sampled}
+
+
 class PreparedSolver:
     """Solves one length at a time with prepared row cuts and residency.
 
@@ -151,11 +157,11 @@ class PreparedSolver:
             self._decoder = decoder.with_rows(few)
             parts = [(self._planner, prompts), (self._decoder, [DECODE])]
             before, (decoding,) = solve_separately(parts, self._objective, calls, said)
-            head = decoding.options["lm_head"].unrestricted()
+            sampled = _sampled_options(planner, decoding)
             before = [
                 self._planner.evaluate(
                     s.scenario,
-                    {**s.options, "lm_head": head},
+                    {**s.options, **sampled},
                     s.non_matmul.device,
                     self._objective,
                     heads=s.heads,
@@ -171,10 +177,9 @@ class PreparedSolver:
         self._decoding = solutions[-1]
         self._chooser = Chooser(planner.overheads, planner.settings.rules, self._objective)
         self._non_matmul_devices = {s.scenario.phase: s.non_matmul.device for s in solutions}
-        self._block: list[OpName] = [name for name in names if name != "lm_head"]
+        self._block: list[OpName] = [x for x in names if x not in planner.spec.sampled]
         self._joint = self._join()
-        heads = {s.scenario.phase: s.options.get("lm_head") for s in solutions}
-        self._lm_head_options = {phase: x and x.unrestricted() for phase, x in heads.items()}
+        self._sampled = {s.scenario.phase: _sampled_options(planner, s) for s in solutions}
         self._plans: dict[tuple[Phase, int], ExecutionPlan] = {}
         longest = shortest(
             planner.step_tokens, planner.longest_with(self._non_matmul_devices["prefill"])
@@ -183,7 +188,7 @@ class PreparedSolver:
         fixed = {"step_tokens": longest, "step_sizes": ()}
         flights = in_flight_of(self._planner, solutions, request)
         self.plan = plan.model_copy(update={**fixed, "in_flight": flights})
-        self._head_entries = tuple(op for op in self.plan.ops if op.op == "lm_head")
+        self._sampled_entries = tuple(x for x in self.plan.ops if x.op in planner.spec.sampled)
 
     @property
     def formats(self) -> tuple[WeightFormat, WeightFormat]:
@@ -236,7 +241,7 @@ class PreparedSolver:
         changed._decoder = self._decoder.drifted(factors) if separate else changed._planner
         changed._joint = changed._join()
         changed._plans = {}
-        changed._lm_head_options = dict(self._lm_head_options) if separate else {}
+        changed._sampled = dict(self._sampled) if separate else {x: {} for x in self._sampled}
         changed.alone = {phase: changed._fastest_alone(phase) for phase in self.alone}
         first = min(self.plan.listed_tokens)
         changed.plan = changed._planned([first])
@@ -270,7 +275,7 @@ class PreparedSolver:
         changed._non_matmul_devices = {**self._non_matmul_devices, **devices}
         changed._joint = changed._join()
         changed._plans = {}
-        changed._lm_head_options = {}
+        changed._sampled = {x: {} for x in self._sampled}
         longest = changed._longest
         lengths = [m for m in self.plan.listed_tokens if longest is None or m <= longest]
         changed.plan = changed._planned(lengths or [min(self.plan.listed_tokens[0], longest or 1)])
@@ -294,7 +299,7 @@ class PreparedSolver:
     def _resident_of(self, name: OpName, rows: ResidentRows) -> ResidentRows:
         """Return the rows of a matmul on each device, with all where one is alone in a phase."""
         n, _ = self._planner.shape(name)
-        if name == "lm_head":
+        if name in self._planner.spec.sampled:
             whole = {"gpu": ResidentRows(0, 0), "npu": ResidentRows(n, n)}
             return whole[self.alone["decode"]] if "decode" in self.alone else rows
         kinds, everywhere = set(self.alone.values()), len(self.alone) == len(PHASES)
@@ -315,18 +320,19 @@ class PreparedSolver:
 
     def _planned(self, lengths: Sequence[int]) -> ExecutionPlan:
         """Return the plan of decoding and of prompts of these lengths, as far as it is prepared."""
-        head = self.solution_for(DECODE).options.get("lm_head")
-        if head is not None and not self._lm_head_options:
-            self._lm_head_options = dict.fromkeys(PHASES, head.unrestricted())
-            self._head_entries = tuple(
-                entry(self._decoder, Scenario(op.phase, 1), "lm_head", head)
-                for op in self._head_entries
-            )
+        options = self.solution_for(DECODE).options
+        sampled = {op.op: options[op.op] for op in self._sampled_entries if op.op in options}
+        free = {name: option.unrestricted() for name, option in sampled.items()}
+        self._sampled = dict.fromkeys(self._sampled, free)
+        self._sampled_entries = tuple(
+            entry(self._decoder, Scenario(op.phase, 1), op.op, sampled[op.op])
+            for op in self._sampled_entries
+        )
         parts = [self.plan_for(1, "decode"), *map(self.plan_for, lengths)]
-        ops = [op for part in parts for op in part.ops if op.op != "lm_head"]
+        ops = [op for part in parts for op in part.ops if op.op in self._block]
         devices = {**self._non_matmul_devices, **self.alone}
         update = {
-            "ops": (*ops, *self._head_entries),
+            "ops": (*ops, *self._sampled_entries),
             "totals": (),
             "phases": (),
             "residency": {},
@@ -341,7 +347,7 @@ class PreparedSolver:
         solution = self.solution_for(scenario)
         planner = self._decoder if scenario.phase == "decode" else self._planner
         ops = [entry(planner, scenario, name, solution.options[name]) for name in self._block]
-        update: dict[str, object] = {"ops": (*ops, *self._head_entries), "totals": ()}
+        update: dict[str, object] = {"ops": (*ops, *self._sampled_entries), "totals": ()}
         if self.npu_head_counts and scenario.phase == "prefill":
             update["attention"] = (share_of(planner, solution),)
         return self.plan.model_copy(update=update)
@@ -368,8 +374,9 @@ class PreparedSolver:
 
     def _solved_alone(self, scenario: Scenario, kind: DeviceKind) -> Solution:
         """Return the call on one device but for the output head. Raises `PlanError`."""
+        sampled = self._planner.spec.sampled
         options = {
-            name: [x.unrestricted() for x in tilings if x.devices == {kind} or name == "lm_head"]
+            name: [x.unrestricted() for x in tilings if name in sampled or x.devices == {kind}]
             for name, tilings in self._candidates(scenario).items()
         }
         solution = self._planner.solve(
@@ -385,11 +392,10 @@ class PreparedSolver:
             options = self._joint.options(scenario.m, self._chooser)
         else:
             options = {name: self._options(name, scenario.m) for name in self._block}
-        if (head := self._lm_head_options.get(scenario.phase)) is not None:
-            options["lm_head"] = [head]
-        elif "lm_head" in self.resident:
-            options["lm_head"] = self._options("lm_head", 1)
-        return options
+        sampled = self._sampled.get(scenario.phase, {})
+        for name in self._planner.spec.sampled & self.resident.keys() - sampled.keys():
+            options[name] = self._options(name, 1)
+        return options | {name: [option] for name, option in sampled.items()}
 
     def _join(self) -> JointSpace | None:
         spaces = {name: self._planner.space(name) for name in self._block}

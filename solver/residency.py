@@ -50,12 +50,12 @@ def solve_parts(
 ) -> list[list[Solution]]:
     """Do the same as `solve` for planners whose weights are stored separately in one memory.
 
-    The output head is the last one's alone.
+    Matmuls that see sampled rows alone are the last one's.
     """
     programs = []
     for planner, scenarios in parts:
-        head = planner is parts[-1][0]
-        wanted: list[OpName] = [x.name for x in planner.spec.matmuls if head or x.name != "lm_head"]
+        left_out = frozenset() if planner is parts[-1][0] else planner.spec.sampled
+        wanted: list[OpName] = [x.name for x in planner.spec.matmuls if x.name not in left_out]
         weights = [weight(scenario) for scenario in scenarios]
         programs.append(_Program(planner, scenarios, weights, objective, wanted, places))
     solved = []
@@ -120,7 +120,7 @@ class _Program:
         """Return what a matmul may choose from when these rows live on each device."""
         key = (scenario, name, resident)
         if key not in self._options:
-            m = 1 if name == "lm_head" else scenario.m
+            m = self.planner.spec.tokens_of(name, scenario.m)
             grid = self._grid(name, m)
             mask = mask_of(grid, resident, m, self.planner.shape(name)[0])
             self._options[key] = self.chooser.options(
@@ -157,7 +157,7 @@ class _Program:
 
     def _best_rows(self, name: OpName, scenario: Scenario) -> int:
         """Return the row cut that this scenario alone would like."""
-        m = 1 if name == "lm_head" else scenario.m
+        m = self.planner.spec.tokens_of(name, scenario.m)
         grid = self._grid(name, m)
         j = int(np.argmin(np.min(grid.elapsed_s, axis=0)))
         return int(grid.rows[j])
@@ -268,7 +268,8 @@ class _Builder:
         program, graph = self.program, self.program.planner.spec
         named = [stage for stage in graph.tail if stage.name in program.names]
         chain: list[_Link] = []
-        for i, block in enumerate(graph.kinds):
+        kinds = [block for block in graph.kinds if block.stages[0].name in program.names]
+        for i, block in enumerate(kinds):
             chain += _links(block.stages, non_matmul, block.layers, first=i == 0)
         chain += _links(named, non_matmul, 1, first=False)
         head = non_matmul.head

@@ -29,6 +29,7 @@ class Solution(NamedTuple):
 
     `around_s` is what the step takes besides its operators (`Overheads.around_s`). `attention` is
     what was chosen of attention (and what else is after that matmul), None where it has no choice.
+    `sampled` are the matmuls that see sampled rows alone (`ModelGraph.sampled_in`).
     """
 
     scenario: Scenario
@@ -38,14 +39,15 @@ class Solution(NamedTuple):
     power: PowerModel | None
     around_s: float = 0.0
     attention: Option | None = None
+    sampled: frozenset[OpName] = frozenset({"lm_head"})
 
     @property
     def devices(self) -> frozenset[DeviceKind]:
         """Return the devices that work in the step.
 
-        The output head of a prompt, one token, does not count.
+        Matmuls of sampled rows alone do not count.
         """
-        block = [option.devices for name, option in self.options.items() if name != "lm_head"]
+        block = [x.devices for name, x in self.options.items() if name not in self.sampled]
         block += [self.attention.devices] if self.attention is not None else []
         return frozenset({self.non_matmul.device}).union(*block)
 
@@ -64,9 +66,8 @@ class Solution(NamedTuple):
 
     def without_head(self) -> Solution:
         """Return the same step without logits: a call that is not the last one of its prompt."""
-        options = dict(self.options)
-        options.pop("lm_head", None)
-        return self._replace(options=options, path=self.path._replace(tail=()))
+        options = {name: x for name, x in self.options.items() if name not in self.sampled}
+        return self._replace(options=options, path=self.path.without_sampled())
 
     @property
     def seconds(self) -> float:

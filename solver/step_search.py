@@ -57,7 +57,7 @@ class StepSearch:
         tried: list[Solution | None] = []
         for name in candidates:
             moved = [o.unrestricted() for o in candidates[name] if o.devices != alone.devices]
-            if moved and name != "lm_head":
+            if moved and name not in self.spec.sampled:
                 choice = {**candidates, name: moved}
                 tried.append(self.best([alone.non_matmul], choice, heads))
         shared = [s for s in tried if s is not None and len(s.devices) == 2]
@@ -120,7 +120,11 @@ class StepSearch:
             for block, own in zip(self.spec.kinds, groups, strict=True)
         ]
         ending = _Run(candidates, after, tail)
-        kinds = [Repeated(x.stages, b.layers) for x, b in zip(runs, self.spec.kinds, strict=True)]
+        prefill = self.scenario.phase == "prefill"
+        kinds = [
+            Repeated(run.stages, block.layers, prefill and block.sampled)
+            for run, block in zip(runs, self.spec.kinds, strict=True)
+        ]
         path = solve_layers([[non_matmul.head]], kinds, ending.stages, self.objective)
         if path is None:
             return None
@@ -132,10 +136,11 @@ class StepSearch:
         chosen |= ending.chosen(path.tail)
         around_s = self.overheads.around_s(non_matmul.device)
         attention = next((o for o in others if o.rows), None)
+        sampled = self.spec.sampled_in(self.scenario.phase)
         solution = Solution(
-            self.scenario, chosen, non_matmul, path, self.power, around_s, attention
+            self.scenario, chosen, non_matmul, path, self.power, around_s, attention, sampled
         )
-        if self.scenario.phase == "prefill" or not solution.alone_on("gpu"):
+        if prefill or not solution.alone_on("gpu"):
             return solution
         saved_s = min(self.overheads.chained_s(len(self.spec.nodes)), MAX_SAVED * solution.seconds)
         return solution._replace(around_s=around_s - saved_s)

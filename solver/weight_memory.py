@@ -82,7 +82,7 @@ def resident_by_op(planner: Tables, solutions: Iterable[Solution]) -> dict[OpNam
     for solution in solutions:
         for name, option in solution.options.items():
             n, _ = planner.shape(name)
-            m = 1 if name == "lm_head" else solution.scenario.m
+            m = planner.spec.tokens_of(name, solution.scenario.m)
             needed.setdefault(name, []).append(rows_needed(option, m, n))
     return {name: union(rows, planner.shape(name)[0]) for name, rows in needed.items()}
 
@@ -127,7 +127,7 @@ def copy_bytes(planner: Tables, name: OpName, resident: ResidentRows) -> float:
 
 def copies(planner: Tables, name: OpName) -> int:
     """Return how often the NPU holds the rows that it has of a matmul."""
-    if name == "lm_head" or not _graphs_own_weights(planner):  # the head always sees one token
+    if name in planner.spec.sampled or not _graphs_own_weights(planner):  # prompts give it one row
         return 1
     return max(len(planner.sizes), 1)
 
@@ -156,7 +156,7 @@ def graph_bytes(planner: Tables) -> float:
     """
     if not _graphs_own_weights(planner):
         return 0.0
-    names = [x.name for x in planner.spec.matmuls if x.name != "lm_head"]
+    names = [x.name for x in planner.spec.matmuls if x.name not in planner.spec.sampled]
     return sum(row_bytes(planner, "npu", name) * planner.shape(name)[0] for name in names)
 
 

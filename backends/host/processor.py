@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
+from contextlib import suppress
 from pathlib import Path
 
 CPUINFO = Path("/proc/cpuinfo")
+WINDOWS_PROCESSOR = r"HARDWARE\DESCRIPTION\System\CentralProcessor\0"
 
 
 def cpu_flags(cpuinfo: Path = CPUINFO) -> frozenset[str]:
@@ -27,6 +30,16 @@ def cpu_name(cpuinfo: Path = CPUINFO) -> str:
     makers, parts = (_all(f"CPU {key}", cpuinfo) for key in ("implementer", "part"))
     kinds = dict.fromkeys(f"{maker}:{part}" for maker, part in zip(makers, parts, strict=False))
     return f"{machine} ({' '.join(kinds)})" if kinds else machine
+
+
+def registered_processor() -> str:
+    """Return the processor's name in Windows' registry; empty elsewhere."""
+    if sys.platform == "win32":
+        import winreg
+
+        with suppress(OSError), winreg.OpenKey(winreg.HKEY_LOCAL_MACHINE, WINDOWS_PROCESSOR) as key:
+            return str(winreg.QueryValueEx(key, "ProcessorNameString")[0]).strip()
+    return ""
 
 
 def is_arm64() -> bool:

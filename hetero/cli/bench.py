@@ -44,6 +44,7 @@ class OutputFormat(StrEnum):
 
     MD = "md"
     JSON = "json"
+    JSONL = "jsonl"
     CSV = "csv"
 
 
@@ -76,6 +77,19 @@ SyncsOption = Annotated[
 ]
 
 
+DepthsOption = Annotated[
+    list[int] | None,
+    typer.Option(
+        "-d",
+        min=0,
+        max=MAX_TOKENS,
+        metavar="DEPTH",
+        help="Tokens before each test; repeat for several.",
+        show_default="none before -p, -p before -n",
+    ),
+]
+
+
 def bench_command(
     model: ModelArgument,
     prompt_tokens: Annotated[
@@ -84,6 +98,7 @@ def bench_command(
     decode_tokens: Annotated[
         int, typer.Option("-n", min=0, max=MAX_TOKENS, help="Decoded tokens.")
     ] = 64,
+    depth: DepthsOption = None,
     rounds: Annotated[int, typer.Option("-r", min=1, max=1000, help="Rounds.")] = 5,
     device: DevicesOption = None,
     gpu: GpuOption = "auto",
@@ -111,6 +126,7 @@ def bench_command(
     options = BenchOptions(
         prompt_tokens=prompt_tokens,
         decode_tokens=decode_tokens,
+        depths=tuple(sorted(set(depth or ()))),
         rounds=rounds,
         devices=tuple(dict.fromkeys(modes)),
         gpu=gpu,
@@ -134,6 +150,8 @@ def bench_command(
             show_or_print(report.table(), [report.title], report.remarks())
         case OutputFormat.JSON:
             print(report.to_json())
+        case OutputFormat.JSONL:
+            print(report.to_jsonl())
         case OutputFormat.CSV:
             print(printable(report.to_csv()))
 

@@ -149,7 +149,7 @@ def all_jobs(placement: Placement, max_seq_len: int, every_size: Sequence[int] =
             jobs_by_key.setdefault(use.key, (use, set()))[1].add(use.graph)
     for use in (*_segments(placement), *_heads(placement)) if every_size else ():
         own = every_size
-        if use.node.name == "lm_head":  # which sees as many tokens as are verified
+        if use.node.name in placement.graph.sampled_nodes:  # as many tokens as are verified
             own = sorted({padded_size(m, every_size) for m in range(1, LONGEST_VERIFIED + 1)})
         jobs_by_key.setdefault(use.key, (use, set()))[1].update(own)
     order = {node.name: i for i, node in enumerate(placement.graph.nodes)}

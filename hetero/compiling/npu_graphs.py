@@ -203,7 +203,7 @@ def prepare_by_default(request: CompileRequest) -> Compilation:
     if request.plan is not None or request.profile is not None or request.strategy == "layer":
         return prepare(request)
     chip = _find_chip(request.soc)
-    name = chip.title.lower().replace(" ", "-")
+    name = chip.profile_name
     remedy = "give --profile with one that was taken on the device"
     if name not in shipped_names():
         why = f"no profile of {chip.title} is shipped: {remedy}"

@@ -121,7 +121,9 @@ class Generation(Iterator[Delta], Closing):
         self._meter = AnswerMeter(context, clock)
         self._seen = [*context.tokens, *rest]
         continues = not config.chat
-        decoder = model.tokenizer.decoder(self._prompt if continues else ())
+        decoder = model.tokenizer.decoder(
+            self._prompt if continues else (), shown=config.shown_tokens
+        )
         echo = model.tokenizer.decode(prompt) if config.echo else ""
         self._text = AnswerText(decoder, config.stop, echo)
         self._end = frozenset(model.eos_ids)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
@@ -49,6 +49,7 @@ class GenerateOptions(SamplingOptions, total=False):
                  first `keep` are forgotten, the rest moves up without being computed again. Only
                  nearly what the model would say (`hetero.runtime.kv.shift`)
     keep         tokens that a shift leaves at the beginning (default 4)
+    shown_tokens  special tokens whose text is part of the answer's text
     """
 
     context: Context | None
@@ -63,6 +64,7 @@ class GenerateOptions(SamplingOptions, total=False):
     sampling: SamplingParams | None
     context_shift: bool
     keep: int
+    shown_tokens: Collection[int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +83,7 @@ class GenerationConfig:
     sampling: SamplingParams
     context_shift: bool
     keep: int
+    shown_tokens: Collection[int]
 
 
 def read_options(options: GenerateOptions) -> GenerationConfig:
@@ -104,6 +107,7 @@ def read_options(options: GenerateOptions) -> GenerationConfig:
         echo=bool(given.pop("echo", False)),
         context_shift=shift,
         keep=check_count("keep", given.pop("keep", SINKS), 0),
+        shown_tokens=frozenset(given.pop("shown_tokens", ())),
         constraint=constraint,
         sampling=_sampling(given, given.pop("sampling", None)),
     )

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, ClassVar, NamedTuple
+from itertools import product
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from hetero.backends.host.processor import cpu_name
 from hetero.errors import UserError
@@ -33,7 +34,7 @@ class BenchRow:
 
     `devices` compute the test: `gpu`, `npu`, `opencl-cores`, `tensor level` or `layer level`.
     `cores` of the processor compute (a GPU or NPU of its own is none); `fastest` of all rows of the
-    test.
+    test. `depth` tokens are before it (None: none before a prompt, the prompt before decoding).
     """
 
     test: str
@@ -47,6 +48,7 @@ class BenchRow:
     cores: int = 0
     fastest: bool = False
     devices: str = ""
+    depth: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +84,11 @@ class BenchReport:
     def to_json(self) -> str:
         """Return one line of JSON (docs/reference/json.md)."""
         return json.dumps(asdict(self))
+
+    def to_jsonl(self) -> str:
+        """Return a line of JSON for each row, with the model and the machine in it."""
+        shared = {"model": self.model, "environment": self.environment}
+        return "\n".join(json.dumps(asdict(row) | shared) for row in self.rows)
 
     def to_csv(self) -> str:
         """Return a header and one line per row."""
@@ -135,6 +142,7 @@ def _device_of(row: BenchRow) -> str:
 class BenchOptions:
     """Options of a benchmark: prompt and decode lengths in tokens, rounds, contenders side by side.
 
+    With `depths` prompts and decoding are measured after so many tokens each, as by llama-bench.
     Every device runs with every way of synchronising; strategies are for `hetero`, in place of its
     own plan. `profile` is what strategies are planned with; `plan` and the others are those of
     `LLM`, for all contenders.
@@ -142,6 +150,7 @@ class BenchOptions:
 
     prompt_tokens: int = 256
     decode_tokens: int = 64
+    depths: tuple[int, ...] = ()
     rounds: int = 5
     devices: tuple[DeviceMode, ...] = ("auto",)
     strategies: tuple[NamedStrategy, ...] = ()
@@ -203,7 +212,7 @@ def run_benchmark(
         first = next(iter(entries.values()))
         load_warm_s = first.reopen_s()
     rows = [_row(test, who, entries[who], values) for (test, who), values in samples.items()]
-    best = {t: max(r.tokens_per_s_median for r in rows if r.test == t) for t, _ in samples}
+    best = {t: max(r.tokens_per_s_median for r in rows if r.test == t) for t in _names(rows)}
     rows = [replace(r, fastest=r.tokens_per_s_median == best[r.test]) for r in rows]
     kinds = {entry.opened.numbers for entry in entries.values()}
     return BenchReport(
@@ -257,39 +266,68 @@ def _llm_options(who: Contender, options: BenchOptions) -> dict[str, Any]:
     return {**own, **shared, "prompt_lengths": [options.prompt_tokens]}
 
 
+class BenchTest(NamedTuple):
+    """A test in the vocabulary of llama-bench: `pp256`, or `tg64 @ d4096`."""
+
+    kind: Literal["pp", "tg"]
+    tokens: int
+    depth: int | None
+
+    @property
+    def name(self) -> str:
+        """Return the name."""
+        at = "" if self.depth is None else f" @ d{self.depth}"
+        return f"{self.kind}{self.tokens}{at}"
+
+
+def _names(rows: Iterable[BenchRow]) -> dict[str, None]:
+    return dict.fromkeys(row.test for row in rows)
+
+
 def _measure(
     entries: Mapping[Contender, Contestant], options: BenchOptions, note: Callable[[str], None]
-) -> dict[tuple[str, Contender], list[Sample]]:
+) -> dict[tuple[BenchTest, Contender], list[Sample]]:
     _check_room(min(entry.opened.max_seq_len for entry in entries.values()), options)
-    samples: dict[tuple[str, Contender], list[Sample]] = {}
-    prompt_tokens, decode_tokens = options.prompt_tokens, options.decode_tokens
+    samples: dict[tuple[BenchTest, Contender], list[Sample]] = {}
+    prompt, decode = options.prompt_tokens, options.decode_tokens
+    depths: Sequence[int | None] = options.depths or (None,)
     for entry in entries.values():
-        entry.round(prompt_tokens, WARMUP_DECODE_TOKENS)
-    for turn in range(options.rounds):
+        entry.round(prompt, WARMUP_DECODE_TOKENS)
+    for turn, depth in product(range(options.rounds), depths):
         note(f"round {turn + 1} of {options.rounds}")
         for who, entry in entries.items():
-            measured = entry.round(prompt_tokens, decode_tokens)
-            if prompt_tokens:
-                samples.setdefault((f"pp{prompt_tokens}", who), []).append(measured.prefill)
-            if decode_tokens:
-                samples.setdefault((f"tg{decode_tokens}", who), []).append(measured.decode)
-    return dict(sorted(samples.items(), key=lambda item: item[0][0]))
+            measured = entry.round(prompt, decode, depth)
+            if prompt:
+                samples.setdefault((BenchTest("pp", prompt, depth), who), []).append(
+                    measured.prefill
+                )
+            if decode:
+                samples.setdefault((BenchTest("tg", decode, depth), who), []).append(
+                    measured.decode
+                )
+    return dict(sorted(samples.items(), key=lambda item: (item[0][0].kind, item[0][0].depth or 0)))
 
 
 def _check_room(room: int, options: BenchOptions) -> None:
-    needed = options.prompt_tokens + max(options.decode_tokens, WARMUP_DECODE_TOKENS)
+    prompt, decode = options.prompt_tokens, max(options.decode_tokens, WARMUP_DECODE_TOKENS)
+    needed, deepest = prompt + decode, max(options.depths, default=None)
     if needed > room:
         raise UserError(
-            f"-p {options.prompt_tokens} and -n {options.decode_tokens} need a context of {needed} "
-            f"tokens, this model's has {room}: choose a smaller -p or -n"
+            f"-p {prompt} and -n {options.decode_tokens} need a context of {needed} tokens, this "
+            f"model's has {room}: choose a smaller -p or -n"
+        )
+    if deepest is not None and (needed := deepest + max(prompt, decode)) > room:
+        raise UserError(
+            f"-d {deepest} with -p {prompt} and -n {options.decode_tokens} needs a context of "
+            f"{needed} tokens, this model's has {room}: choose a smaller -d"
         )
 
 
-def _row(test: str, who: Contender, entry: Contestant, samples: Sequence[Sample]) -> BenchRow:
+def _row(test: BenchTest, who: Contender, entry: Contestant, samples: Sequence[Sample]) -> BenchRow:
     values = [sample.tokens_per_s for sample in samples]
-    phase = "prefill" if test.startswith("pp") else "decode"
+    phase = "prefill" if test.name.startswith("pp") else "decode"
     return BenchRow(
-        test=test,
+        test=test.name,
         device=who.device,
         strategy=who.strategy or entry.opened.strategy,
         sync=who.sync,
@@ -299,4 +337,5 @@ def _row(test: str, who: Contender, entry: Contestant, samples: Sequence[Sample]
         copied_bytes=max(sample.copied_bytes for sample in samples),
         cores=entry.opened.cores[phase],
         devices=entry.opened.device_sets[phase],
+        depth=test.depth,
     )

@@ -23,6 +23,7 @@ from hetero.backends.host.json_child import ChildDiedError, JsonChild, serving
 from hetero.errors import FallbackWarning, UserError
 from hetero.generation.llm import LLM
 from hetero.profiler.errors import ProfileWarning
+from hetero.runtime.logits import Logits
 from hetero.solver.plan import PHASES, Phase
 
 SILENCE_S: Final = 600.0  # the longest wait for a message, kernels compiled on a slow machine
@@ -49,10 +50,11 @@ class Open:
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """Compute a prompt, and decode after it."""
+    """Compute a prompt, and decode after it; with a `depth` each after so many tokens instead."""
 
     prompt_tokens: int
     decode_tokens: int
+    depth: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,10 +156,10 @@ class Contestant:
         self.opened = self._ask(request, Opened, SILENCE_S, note)
         return self.opened
 
-    def round(self, prompt_tokens: int, decode_tokens: int) -> Measured:
+    def round(self, prompt_tokens: int, decode_tokens: int, depth: int | None = None) -> Measured:
         """Measure a round there, while no other contender does. Raises as `open`."""
-        limit_s = SILENCE_S + SLOWEST_TOKEN_S * (prompt_tokens + decode_tokens)
-        request = Round(prompt_tokens=prompt_tokens, decode_tokens=decode_tokens)
+        limit_s = SILENCE_S + SLOWEST_TOKEN_S * (prompt_tokens + decode_tokens + (depth or 0))
+        request = Round(prompt_tokens=prompt_tokens, decode_tokens=decode_tokens, depth=depth)
         measured = self._ask(request, Measured, limit_s)
         self.peak_rss_bytes = max(self.peak_rss_bytes, measured.peak_rss_bytes)
         return measured
@@ -235,7 +237,11 @@ class _Bench:
     def round(self, request: Round) -> Measured:
         """Measure both tests."""
         prompt = _prompt(self.llm, request.prompt_tokens)
-        prefill, decode = time_round(self.llm, prompt, request.decode_tokens)
+        if request.depth is None:
+            prefill, decode = time_round(self.llm, prompt, request.decode_tokens)
+        else:
+            depth = _prompt(self.llm, request.depth)
+            prefill, decode = time_at_depth(self.llm, depth, prompt, request.decode_tokens)
         return Measured(prefill=prefill, decode=decode, peak_rss_bytes=peak_rss_bytes())
 
     def reopen(self) -> Reopened:
@@ -254,21 +260,60 @@ def _planned(llm: LLM) -> str:
 
 def time_round(llm: LLM, prompt: Sequence[int], decode_tokens: int) -> tuple[Sample, Sample]:
     """Return prefill and decode of one warm round; decode follows the prompt."""
+    go_to(llm, [])
+    prefill, logits = _time_prompt(llm, prompt)
+    return prefill, _time_decode(llm, decode_tokens, int(np.argmax(logits)))
+
+
+def time_at_depth(
+    llm: LLM, depth: Sequence[int], prompt: Sequence[int], decode_tokens: int
+) -> tuple[Sample, Sample]:
+    """Return prefill and decode of one warm round, each after the tokens of `depth`."""
+    prefill = Sample(0.0, 0)
+    if prompt:
+        go_to(llm, depth)
+        prefill, _ = _time_prompt(llm, prompt)
+    go_to(llm, depth)
+    return prefill, _time_decode(llm, decode_tokens, 0)
+
+
+def go_to(llm: LLM, tokens: Sequence[int]) -> None:
+    """Bring the context to these tokens, of which it keeps those that it begins with.
+
+    The last ones are decoded: caches are warm, and what a model with states has to compute again
+    after a cut is computed.
+    """
     engine, context = llm.engine, llm.context
-    context.truncate(0)
-    for _ in range(WARM_STEPS):
-        engine.decode(context, 0)
-    context.truncate(0)
-    before, start = engine.runner.copied_bytes, time.perf_counter()
-    logits = engine.prefill(context, prompt if prompt else [0])
-    between, middle = engine.runner.copied_bytes, time.perf_counter()
-    for _ in range(decode_tokens):
-        logits = engine.decode(context, int(np.argmax(logits)))
-    after, end = engine.runner.copied_bytes, time.perf_counter()
-    return (
-        Sample(len(prompt) / (middle - start), (between - before) // max(len(prompt), 1)),
-        Sample(decode_tokens / (end - middle), (after - between) // max(decode_tokens, 1)),
-    )
+    kept = tokens[: max(len(tokens) - WARM_STEPS, 0)]
+    context.truncate(context.shared(kept))
+    if missing := kept[context.cached :]:
+        engine.prefill(context, missing)
+    for token in tokens[len(kept) :] or [0] * WARM_STEPS:
+        engine.decode(context, token)
+    if not tokens:
+        context.truncate(0)
+
+
+def _time_prompt(llm: LLM, prompt: Sequence[int]) -> tuple[Sample, Logits]:
+    """Return the speed of a prompt, and its last logits."""
+    runner = llm.engine.runner
+    copied, start = runner.copied_bytes, time.perf_counter()
+    logits = llm.engine.prefill(llm.context, prompt if prompt else [0])
+    seconds = time.perf_counter() - start
+    copied = runner.copied_bytes - copied
+    return Sample(len(prompt) / seconds, copied // max(len(prompt), 1)), logits
+
+
+def _time_decode(llm: LLM, tokens: int, token: int) -> Sample:
+    """Return the speed of decoding; `token` is the first one's input."""
+    if not tokens:
+        return Sample(0.0, 0)
+    runner = llm.engine.runner
+    copied, start = runner.copied_bytes, time.perf_counter()
+    for _ in range(tokens):
+        token = int(np.argmax(llm.engine.decode(llm.context, token)))
+    seconds = time.perf_counter() - start
+    return Sample(tokens / seconds, (runner.copied_bytes - copied) // tokens)
 
 
 def _prompt(llm: LLM, count: int) -> list[int]:

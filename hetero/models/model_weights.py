@@ -87,6 +87,11 @@ class ModelWeights(ABC):
         self._outer: dict[str, PackedWeight] = {}
 
     @property
+    def mapped(self) -> bool:
+        """Return whether the packed weights are those of a mapped file, which are no copies."""
+        return False
+
+    @property
     def nbytes(self) -> int:
         """Return the bytes of all packed weights, norms, biases and hot channels."""
         packed = total_bytes(self.config, self.weight_format.storage)

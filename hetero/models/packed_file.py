@@ -96,6 +96,11 @@ class QuantizedWeights(ModelWeights):
             x.weight_format.storage: StoredMatrices(directory / x.file, config, x) for x in also
         }
 
+    @property
+    def mapped(self) -> bool:
+        """Return True: all are views of the file."""
+        return True
+
     def model_vector(self, name: str) -> Float32Array:
         """Return a vector outside of the blocks."""
         return self.file.array(name)
@@ -218,6 +223,11 @@ class OtherStorage(DerivedWeights):
     def __init__(self, inner: QuantizedWeights, weight_format: WeightFormat) -> None:
         super().__init__(inner, weight_format)
         self.calibration, self._stored = inner.calibration, inner.besides[weight_format.storage]
+
+    @property
+    def mapped(self) -> bool:
+        """Return True: all are views of files."""
+        return True
 
     def release_embeddings(self) -> None:
         """Drop embeddings and output head here and in the files."""

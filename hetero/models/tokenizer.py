@@ -8,7 +8,7 @@ import os
 import tempfile
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -78,9 +78,15 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def decoder(
-        self, context: Sequence[int] = (), *, skip_special_tokens: bool = True
+        self,
+        context: Sequence[int] = (),
+        *,
+        skip_special_tokens: bool = True,
+        shown: Collection[int] = (),
     ) -> StreamDecoder:
         """Return a streaming decoder for text that continues `context` (its ids are not repeated).
+
+        Of special tokens, those of `shown` are text.
 
         With the prompt as context the first delta keeps the space that separates it from the
         prompt; without, it starts a text of its own (an answer in a chat).
@@ -184,6 +190,11 @@ class HfTokenizer(Tokenizer):
         """Return the ids of special tokens, which are no text."""
         return frozenset(self._special)
 
+    def special_named(self, texts: Iterable[str]) -> frozenset[int]:
+        """Return the ids of those of these texts that are special tokens."""
+        ids = map(self._backend.token_to_id, texts)
+        return frozenset(id_ for id_ in ids if id_ in self._special)
+
     def to_json(self) -> str:
         """Return the contents of `tokenizer.json`."""
         text: str = self._backend.to_str()
@@ -213,12 +224,15 @@ class HfTokenizer(Tokenizer):
         return text
 
     def decoder(
-        self, context: Sequence[int] = (), *, skip_special_tokens: bool = True
+        self,
+        context: Sequence[int] = (),
+        *,
+        skip_special_tokens: bool = True,
+        shown: Collection[int] = (),
     ) -> StreamDecoder:
         """Return a streaming decoder for text that continues `context`."""
-        stream = _WindowDecoder(
-            self._backend, self._special if skip_special_tokens else set(), self._byte_tokens
-        )
+        skipped = self._special - set(shown) if skip_special_tokens else set[int]()
+        stream = _WindowDecoder(self._backend, skipped, self._byte_tokens)
         stream.skip(context[-_CONTEXT_TOKENS:])
         return stream
 
@@ -332,6 +346,7 @@ class ByteTokenizer(Tokenizer):
         context: Sequence[int] = (),  # noqa: ARG002  (bytes need none)
         *,
         skip_special_tokens: bool = True,  # noqa: ARG002
+        shown: Collection[int] = (),  # noqa: ARG002
     ) -> StreamDecoder:
         """Return a streaming decoder."""
         return _ByteDecoder()

@@ -493,7 +493,7 @@ def _find_profile(request: PlacementRequest) -> tuple[DeviceProfile, str]:
     Raises `ProfileError` where one that was not asked for is of other backends, or of another
     OpenCL driver: PoCL's times say nothing of a graphics card, nor of Intel's runtime.
     """
-    profile, notice = locate_profile(request.profile)
+    profile, notice = locate_profile(request.profile, request.backend("npu"))
     if request.profile is not None:
         return scaled_here(profile, notice)
     for kind in KINDS:

@@ -40,6 +40,7 @@ from hetero.profiler.environment import hetero_version, package_versions
 from hetero.profiler.errors import ProfileError
 from hetero.profiler.grid import Task
 from hetero.profiler.interference import find_interference
+from hetero.profiler.nearest_profile import nearest_shipped
 from hetero.profiler.records import DeviceProfile, Phase, Record, phase_of
 from hetero.profiler.scaling import (
     MAX_FACTOR,
@@ -244,8 +245,9 @@ def profile_facts() -> dict[str, Any] | None:
     file, or the times are to be measured (again).
     """
     machine, own = Machine.here(), profile_files.taken_profile_path()
-    shipped = profile_files.shipped_host()
-    paths = [own, machine.path, *([] if shipped is None else [profile_files.shipped_path(shipped)])]
+    nearest = (nearest_shipped(npu) for npu in (None, "ort-cpu"))
+    shipped = {profile_files.shipped_path(x.name): None for x in nearest if x is not None}
+    paths = [own, machine.path, *shipped]
     off = os.environ.get(SWITCH, "").strip().lower() == "off"
     try:
         read = {str(path): path.read_bytes() for path in paths if os.path.exists(path)}

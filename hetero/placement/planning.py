@@ -22,6 +22,7 @@ from hetero.profiler import profile_files
 from hetero.profiler.cost import CostModel
 from hetero.profiler.errors import ProfileError
 from hetero.profiler.model_graph import ModelGraph
+from hetero.profiler.nearest_profile import nearest_shipped
 from hetero.profiler.records import DeviceProfile
 from hetero.runtime.prefill_mode import with_modes
 from hetero.solver.build import make_plan
@@ -144,8 +145,8 @@ def planned(spec: ModelGraph, profile: DeviceProfile, request: PlanRequest) -> E
 def find_profile(profile: ProfileLike) -> DeviceProfile:
     """Return the named profile, this machine's from the cache, or a shipped one.
 
-    The shipped one is of a PC like this, scaled to this machine, with a notice on stderr. Raises
-    `UserError` or `ProfileError`.
+    The shipped one is the nearest of this machine's kind, scaled to it where that can be measured,
+    with a notice on stderr. Raises `UserError` or `ProfileError`.
     """
     scaled, notice = scaled_here(*locate_profile(profile))
     if notice:
@@ -153,8 +154,11 @@ def find_profile(profile: ProfileLike) -> DeviceProfile:
     return scaled
 
 
-def locate_profile(profile: ProfileLike) -> tuple[DeviceProfile, str]:
-    """Return the profile as `find_profile` does, but unscaled, and its notice (empty if none)."""
+def locate_profile(profile: ProfileLike, npu: str | None = None) -> tuple[DeviceProfile, str]:
+    """Return the profile as `find_profile` does, but unscaled, and its notice (empty if none).
+
+    `npu` is the backend that is to be opened as NPU, where one is (`nearest_shipped`).
+    """
     if isinstance(profile, DeviceProfile):
         return profile, ""
     shipped = profile_files.shipped_names()
@@ -173,9 +177,9 @@ def locate_profile(profile: ProfileLike) -> tuple[DeviceProfile, str]:
             return DeviceProfile.load(cached), ""
         except ProfileError as error:  # caches are disposable
             problem = str(error)
-    if (host := profile_files.shipped_host()) is not None:
-        notice = f"{problem}, so the shipped profile `{host}` is used"
-        return DeviceProfile.load(profile_files.shipped_path(host)), notice
+    if (nearest := nearest_shipped(npu)) is not None:
+        notice = f"{problem}, so the shipped profile `{nearest.name}` is used ({nearest.why})"
+        return nearest.load(), notice
     raise UserError(
         "this machine has no profile: take one with `hetero profile`, or name a shipped one with "
         f"--profile: {', '.join(shipped)}"

@@ -86,7 +86,9 @@ class Adapter:
     clock: Callable[[], float] = SystemClock.now
 
     def __post_init__(self) -> None:
-        self._first = self.placement
+        self._first, graph = self.placement, self.placement.graph
+        after = frozenset(x.name for x in graph.nodes if x.layer is None)
+        self._left_out = {"prefill": graph.sampled_nodes, "decode": after}
         self._applied: dict[Key, float] = {}
         self._asked: dict[Key, float] = {}  # factors that the solver was last asked with
         self._ratios: dict[Key, deque[float]] = {}
@@ -122,7 +124,7 @@ class Adapter:
     def observe(self, step: Step, stamps: Sequence[float]) -> None:
         """Learn from a step that was timed."""
         self._note_price(step.phase, stamps[-1] - stamps[0] if stamps else 0.0)
-        measured = matmul_seconds(step, stamps)
+        measured = matmul_seconds(step, stamps, self._left_out[step.phase])
         predicted = self._predicted(step.phase, step.tokens)
         for kind, seconds in measured.items():
             if seconds > 0 and predicted[kind] > 0:
@@ -204,8 +206,10 @@ class Adapter:
         }
 
 
-def matmul_seconds(step: Step, stamps: Sequence[float]) -> dict[DeviceKind, float]:
-    """Return the seconds of a step's matmuls in the blocks, by device.
+def matmul_seconds(
+    step: Step, stamps: Sequence[float], left_out: frozenset[str]
+) -> dict[DeviceKind, float]:
+    """Return the seconds of a step's matmuls by device, without those of some nodes.
 
     They are the host's for blocking devices, the device's own clock's for others; one without a
     clock is left out.
@@ -213,11 +217,11 @@ def matmul_seconds(step: Step, stamps: Sequence[float]) -> dict[DeviceKind, floa
     seconds: dict[DeviceKind, float] = {}
     for at, (code, index, kind, _) in enumerate(step.program):
         launch = step.launches[index]
-        if launch.rows is not None and code == RUN and launch.node != "lm_head":
+        if launch.rows is not None and code == RUN and launch.node not in left_out:
             name = step.kinds[kind]
             seconds[name] = seconds.get(name, 0.0) + stamps[at + 1] - stamps[at]
     for launch, completion in zip(step.launches, step.completions, strict=True):
-        if completion is None or launch.rows is None or launch.node == "lm_head":
+        if completion is None or launch.rows is None or launch.node in left_out:
             continue
         if (span := completion.span()) is not None:
             seconds[launch.kind] = seconds.get(launch.kind, 0.0) + span[1] - span[0]

@@ -164,6 +164,7 @@ class Deployment:
             shadows=self._weights.outliers(),
             budget_bytes=options.memory_budget_bytes,
             weights_in_memory=self._weights.in_memory,
+            mapped=lambda: self._weights.mapped,
         )
 
     def _place(self, plan: ExecutionPlan, source: Solver | None) -> tuple[Placement, CacheLayout]:

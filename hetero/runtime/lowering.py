@@ -13,6 +13,9 @@ that).
 Chunks. Several chunks of a prompt can be lowered into one program, each in slots of its own; they
 meet in the context's caches, where a chunk's attention reads what those before it have written.
 
+Sampled rows. Nodes that a prompt runs for the rows that are sampled from alone
+(`ModelGraph.sampled_nodes`) work on these rows of the same slots, with a position of their own.
+
 Rows. Tokens of several contexts can be one step that decodes: all of it is computed for all rows
 together, as when guesses are verified, but what knows a position (the rotary embedding, learned
 positions, attention): that is a launch for each row, at its position and on its context's caches.
@@ -40,11 +43,12 @@ from hetero.backends.protocol import (
 from hetero.profiler.model_graph import Node
 from hetero.runtime.attention_scores import EVERY, HostScores, RowScores, ScoreReader
 from hetero.runtime.cache_calls import CacheCall
+from hetero.runtime.chunk_slots import ChunkSlots
 from hetero.runtime.handover import SHARED_PORTS, Handover
 from hetero.runtime.kernels import Devices, KernelSet
 from hetero.runtime.pool import ActivationPool
 from hetero.runtime.schedule import Cost, Orders, in_order
-from hetero.runtime.slot_refs import SlotRef, position_of, slot_of
+from hetero.runtime.slot_refs import SlotRef, position_of
 from hetero.runtime.step import BoundLaunches, PendingLaunch, Step
 from hetero.runtime.waits import Synchroniser
 from hetero.solver.assignments import Heads, Part, Span
@@ -121,7 +125,8 @@ class Lowering:
         self.pool = pool
         self.devices = devices
         self.synchroniser = synchroniser
-        attentions = [x.op for x in placement.graph.nodes if isinstance(x.op, Attention)]
+        ops = [x.op for x in placement.graph.nodes]
+        attentions = [x for x in ops if isinstance(x, Attention) and not x.reads]
         columns = max((op.capacity for op in attentions), default=0)
         self.row_scores = RowScores(columns, len(attentions), devices)
         self._mirrors: dict[HostBuffer, HostBuffer] = {}
@@ -242,7 +247,7 @@ class _ChunkKey(NamedTuple):
 
 
 class _Chunk:
-    """The launches of one chunk (`stages`, in order); `layout` of the slots after its nodes."""
+    """The launches of one chunk (`stages`, in order)."""
 
     def __init__(self, lowering: Lowering, key: _ChunkKey, handover: Handover | None) -> None:
         # Not `lowering` itself, which keeps chunks: a circle would outlive the model's end.
@@ -257,8 +262,9 @@ class _Chunk:
             key
         )
         self.devices, self.pool = lowering.devices, lowering.pool
-        self.layout: dict[str, Operand] = {}
-        self.stages: list[tuple[str, Sequence[PendingLaunch]]] = []
+        self.slots = ChunkSlots(self.pool, self.chunk, self.m)
+        self.stages: list[tuple[str, int, Sequence[PendingLaunch]]] = []
+        self._pads = self.placement.graph.prompt_layers == self.placement.graph.layers
         # Where devices add up columns: of which row, of how many layers.
         self._added: dict[Tensor, tuple[int, int]] = {}
         self.gathered_bytes = 0
@@ -268,17 +274,19 @@ class _Chunk:
         """Append all launches to a step, then what the host reads."""
         if placed.handover is not None:
             placed.handover.feed(self._added)
-        for node, items in self.stages:
-            placed.stage(node, self.chunk, self.m, items)
+        for node, m, items in self.stages:
+            placed.stage(node, self.chunk, m, items)
         placed.copied_bytes += self.gathered_bytes
         if self.logit_rows:
-            placed.logits = self._operand("logits")
+            placed.logits = self.slots.whole("logits")
             placed.hand_over("end", self.chunk, self.m, None, {"x": placed.logits})
 
     def _bind(self) -> None:
-        for node, kind, graph, parts, group, heads in self.placement.at(
+        for assigned, kind, graph, parts, group, heads in self.placement.at(
             self.phase, self.m, self.logit_rows, mode=self.mode
         ):
+            rows = self.placement.tokens_of(assigned, self.m, self.logit_rows)
+            node = self.slots.begin(assigned, rows)
             if group is not None:
                 self._place(group.name, [self._group_item(group, graph)])
             elif kind is not None:
@@ -288,12 +296,13 @@ class _Chunk:
                 else:
                     items = self._row_items if apart else self._other_items
                     self._place(node.name, items(node, kind, graph))
-                if self.sums_scores and isinstance(node.op, Attention):
+                if self.sums_scores and isinstance(node.op, Attention) and not node.op.reads:
                     self._place_tap(node, node.op, kind)
             else:
-                if node.name == "lm_head" and self.chunk and self.mirrors is None:
+                if node.layer is None and self._pads and self.chunk and self.mirrors is None:
                     self._place("last row", [self._last_row(node.slots["x"])])
                 self._place(node.name, self._matmul_items(node, parts))
+        self.slots.span = 0, self.m
         for tensor, (row, layers) in self._added.items():
             reader = ScoreReader(self.row_scores.of(row), tensor, layers, self.m)
             slots, summed = frozenset({SlotRef("score_sums")}), {"score_sums": tensor}
@@ -301,29 +310,19 @@ class _Chunk:
             self._place("score_sums", [item])
 
     def _place(self, node: str, items: Sequence[PendingLaunch]) -> None:
-        self.stages.append((node, items))
+        self.stages.append((node, self.slots.span[1] - self.slots.span[0], items))
 
     def _last_row(self, slot: str) -> PendingLaunch:
-        x, both = self._operand(slot), frozenset({self._ref(slot)})
+        x, both = self.slots.whole(slot), frozenset({self.slots.ref(slot)})
         call = _LastRow(self.pool, self.chunk, x, self.m)
         return PendingLaunch(None, call, both, both, (0, self.m), None, {"x": x, "y": x})
 
     # --- operands ---------------------------------------------------------------------------
 
-    def _ref(self, slot: str) -> SlotRef:
-        return slot_of(slot, self.chunk)
-
-    def _tensor(self, slot: str) -> Tensor:
-        """Return a whole slot of this chunk."""
-        return self.pool[self._ref(slot)]
-
-    def _operand(self, slot: str) -> Operand:
-        return self.layout.get(slot, self._tensor(slot))
-
     def _other_items(self, node: Node, kind: DeviceKind, graph: int) -> list[PendingLaunch]:
         operands, reads, writes = self._operands(node, kind)
         call = self._other_call(node, kind, operands, graph)
-        return [PendingLaunch(kind, call, reads, writes, (0, self.m), None, operands)]
+        return [PendingLaunch(kind, call, reads, writes, self.slots.span, None, operands)]
 
     def _head_items(
         self, node: Node, kind: DeviceKind, heads: Sequence[Heads]
@@ -340,7 +339,7 @@ class _Chunk:
             call = CacheCall(describe(kernel.op), kernel, operands, caches, part.graph)
             run = (part.first, part.stop)
             items.append(
-                PendingLaunch(part.kind, call, reads, writes, (0, self.m), None, operands, run)
+                PendingLaunch(part.kind, call, reads, writes, self.slots.span, None, operands, run)
             )
         return items
 
@@ -387,25 +386,25 @@ class _Chunk:
         for port, slot in node.slots.items():
             if port in CONTEXT_PORTS:
                 continue
-            operand = self._operand(slot)
+            operand = self.slots.operand(slot)
             if isinstance(operand, Panels):
                 if port in OUTPUT_PORTS:
-                    operand = self._tensor(slot)
+                    operand = self.slots.tensor(slot)
                 elif not (capabilities.reads_panels and takes_panels(node.op, port)):
                     operand = self._gathered(node, slot, operand)
                     reads = self._instead(reads, kind, port, slot)
             if port in OUTPUT_PORTS:
-                self.layout.pop(slot, None)
+                self.slots.layout.pop(slot, None)
             operands[port] = operand
         return operands, reads, writes
 
     def _place_tap(self, node: Node, op: Attention, kind: DeviceKind) -> None:
         at = node.slots["position"]
-        qkv, position = self._operand(node.slots["qkv"]), self._tensor(at)
+        qkv, position = self.slots.operand(node.slots["qkv"]), self.slots.tensor(at)
         if isinstance(qkv, Panels) or self.mirrors is not None:
             return
         caches = {"k_cache": node.slots["k_cache"]}
-        reads = frozenset(map(self._ref, (node.slots["qkv"], at, node.slots["k_cache"])))
+        reads = frozenset(map(self.slots.ref, (node.slots["qkv"], at, node.slots["k_cache"])))
         writes = frozenset({SlotRef("score_sums")})
         op = replace(op, sinks=False)
         added = SumScores(attention=op, every=EVERY[self.phase])
@@ -435,46 +434,48 @@ class _Chunk:
 
     def _group_item(self, group: NodeGroup, graph: int) -> PendingLaunch:
         operands: dict[str, Operand] = {}
-        reads = frozenset(map(self._ref, (*group.group.inputs, *group.fixed.values())))
+        reads = frozenset(map(self.slots.ref, (*group.group.inputs, *group.fixed.values())))
         for slot in group.group.inputs:
-            operand = self._operand(slot)
+            operand = self.slots.operand(slot)
             if isinstance(operand, Panels):
                 operand = self._gathered(group.nodes[0], slot, operand)
                 reads = self._instead(reads, "npu", "x", slot)
             operands[slot] = operand
         handed = dict(operands)
         for port, slot in zip(sorted(OUTPUT_PORTS), group.group.outputs, strict=False):
-            self.layout.pop(slot, None)
-            handed[port] = operands.setdefault(slot, self._tensor(slot))
+            self.slots.layout.pop(slot, None)
+            handed[port] = operands.setdefault(slot, self.slots.tensor(slot))
         caches = {port: slot for port, slot in group.fixed.items() if port in CONTEXT_PORTS}
-        operands |= {p: self._tensor(slot) for p, slot in group.fixed.items() if p not in caches}
+        operands |= {
+            p: self.slots.tensor(slot) for p, slot in group.fixed.items() if p not in caches
+        }
         kernel = self.kernels.group(group)
         name, bind = group.name, kernel.bind
         call = CacheCall(name, kernel, operands, caches, graph) if caches else bind(operands, graph)
-        writes = frozenset(map(self._ref, (*caches.values(), *group.group.outputs)))
-        return PendingLaunch("npu", call, reads, writes, (0, self.m), None, handed)
+        writes = frozenset(map(self.slots.ref, (*caches.values(), *group.group.outputs)))
+        return PendingLaunch("npu", call, reads, writes, self.slots.span, None, handed)
 
     def _gathered(self, node: Node, slot: str, panels: Panels) -> Tensor:
-        source = self._ref(slot)
+        source = self.slots.ref(slot)
         room = source._replace(gathered=True)
-        target = self.pool[room]
-        call = _Gather(node.name, panels, target, min(self.m, panels.shape[0]))
+        first, stop = self.slots.span
+        target = self.pool[room].rows(first, self.pool[room].shape[0])
+        call = _Gather(node.name, panels, target, min(stop - first, panels.shape[0]))
         self.gathered_bytes += 4 * call.m * panels.shape[1]
         operands: dict[str, Operand] = {"x": panels, "y": target}
         slots = frozenset({source}), frozenset({room})
-        self._place(node.name, [PendingLaunch(None, call, *slots, (0, self.m), None, operands)])
+        self._place(node.name, [PendingLaunch(None, call, *slots, self.slots.span, None, operands)])
         return target
 
     def _matmul_items(self, node: Node, parts: Sequence[Part]) -> list[PendingLaunch]:
-        first = self.m - self.logit_rows if node.name == "lm_head" else 0
         panels = self._panels(node, parts)
-        source, gathered = self._operand(node.slots["x"]), False
+        source, gathered = self.slots.operand(node.slots["x"]), False
         if isinstance(source, Panels):
             source, gathered = self._gathered(node, node.slots["x"], source), True
         items = []
         for part in parts:
             start = part.tokens[0]
-            x = source.rows(first + start, first + part.stop)
+            x = source.rows(start, part.stop)
             y = panels[part.rows].rows(start, part.stop)
             operands = {"x": x, "y": y}
             kernel = self.kernels.matmul(node, part)
@@ -491,14 +492,15 @@ class _Chunk:
         """Return the panel of each run of rows of the output; note it for the next operation."""
         assert isinstance(node.op, MatMul)
         slot = node.slots["y"]
-        tensor = self._tensor(slot)
         spans = sorted({part.rows for part in parts})
         if len(spans) == 1:
-            self.layout.pop(slot, None)
-            return {spans[0]: tensor}
-        tokens = max(part.stop for part in parts)
-        if node.name != "lm_head":  # a padded graph reads rows after the last token, too
-            tokens = max(tokens, self.placement.padded(self.phase, self.m))
+            self.slots.layout.pop(slot, None)
+            return {spans[0]: self.slots.tensor(slot)}
+        tensor, first = self.pool[self.slots.ref(slot)], self.slots.first_row(slot)
+        tokens = first + max(part.stop for part in parts)
+        if node.layer is not None:  # a padded graph reads rows after the last token, too
+            counts = {self.m - first} if self._pads else {self.m - first, self.logit_rows} - {0}
+            tokens = max(tokens, *map(self._reach, counts))
             if self.rows:
                 tokens = max(tokens, self.m - 1 + self.placement.row_graph)
         panels = {
@@ -510,8 +512,12 @@ class _Chunk:
         whole = Panels(tuple(panels[span] for span in spans))
         if whole.shape[1] != node.op.n or whole.nbytes > tensor.nbytes:
             raise PlanError(f"{node.name}: the parts {spans} do not make {node.op.n} rows")
-        self.layout[slot] = whole
-        return panels
+        self.slots.layout[slot] = whole
+        return {span: panel.rows(first, tokens) for span, panel in panels.items()}
+
+    def _reach(self, count: int) -> int:
+        """Return the row after the last one that a node on the last `count` tokens reads."""
+        return self.m - count + self.placement.padded(self.phase, count)
 
     # --- slots ------------------------------------------------------------------------------
 
@@ -532,7 +538,7 @@ class _Chunk:
     def _seen_by(self, kind: DeviceKind, port: str, slot: str) -> SlotRef:
         """Return the slot that a device works on; the GPU has its own where hand-overs copy."""
         apart = self.mirrors is not None and kind == "gpu" and port not in SHARED_PORTS
-        return self._ref(slot)._replace(owner="gpu" if apart else None)
+        return self.slots.ref(slot)._replace(owner="gpu" if apart else None)
 
     def _instead(
         self, reads: frozenset[SlotRef], kind: DeviceKind, port: str, slot: str

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from hetero.backends.host.processor import memory_bytes
@@ -24,7 +24,9 @@ class MemoryEstimate:
     """Bytes of the pool, the weights on each device, the contexts, and the largest buffer.
 
     The pool has the slots and lists of outliers; of the weights' rows `copied_bytes` are in
-    addition to one copy as stored; keys and values are of each of so many `contexts`.
+    addition to one copy as stored; keys and values are of each of so many `contexts`. Of the
+    weights the system drops `mapped_bytes` where the machine's memory is short, and reads them
+    again from their file.
     """
 
     pool_bytes: int
@@ -33,6 +35,7 @@ class MemoryEstimate:
     largest_bytes: int
     copied_bytes: int = 0
     contexts: int = 1
+    mapped_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -70,10 +73,12 @@ def fitting_window(
     shadows: Shadows | None,
     budget_bytes: int | None,
     weights_in_memory: bool = True,
+    mapped: Callable[[], bool] = lambda: False,
 ) -> tuple[int, dict[SlotRef, Shape], MemoryEstimate]:
     """Return how many calls of a prompt may be in flight, with their slots and memory.
 
-    At most `most`. Raises `UserError` where not even one fits.
+    At most `most`. `mapped`: whether the weights are those of a mapped file, asked only where all
+    together exceed the machine's memory. Raises `UserError` where not even one fits.
     """
     gathered = gathered_slots(placement, devices)
     for window in range(most, 0, -1):
@@ -89,6 +94,8 @@ def fitting_window(
             slides=layout.slides,
         )
         needs = estimate_memory(slots, layout, placement, weights_in_memory=weights_in_memory)
+        if _lacking(needs, None) is not None and mapped():
+            needs = replace(needs, mapped_bytes=bytes_in_place(placement, devices))
         try:
             check_memory(needs, devices, budget_bytes)
         except UserError:
@@ -97,6 +104,13 @@ def fitting_window(
         else:
             break
     return window, slots, needs
+
+
+def bytes_in_place(placement: Placement, devices: Mapping[DeviceKind, Device]) -> int:
+    """Return the bytes of weights that devices use where they are stored, without a copy."""
+    able = {kind: device.capabilities for kind, device in devices.items()}
+    in_place = [kind for kind, x in able.items() if x.unified_memory and not x.static_shapes]
+    return sum(placement.kernels.weight_bytes.get(kind, 0) for kind in in_place)
 
 
 def listed_bytes(placement: Placement) -> int:
@@ -152,10 +166,11 @@ def check_contexts(needs: MemoryEstimate, count: int, budget_bytes: int | None) 
 
 def _lacking(needs: MemoryEstimate, budget_bytes: int | None) -> str | None:
     """Return the limit that is exceeded, as a clause."""
-    limits = {"the memory budget": budget_bytes, "this machine's memory": memory_bytes()}
-    for what, limit in limits.items():
-        if limit is not None and needs.total_bytes > limit:
-            return f"{what} is {_gib(limit)}"
+    if budget_bytes is not None and needs.total_bytes > budget_bytes:
+        return f"the memory budget is {_gib(budget_bytes)}"
+    memory = memory_bytes()
+    if memory is not None and needs.total_bytes - needs.mapped_bytes > memory:
+        return f"this machine's memory is {_gib(memory)}"
     return None
 
 

@@ -21,7 +21,7 @@ from hetero.backends.protocol import Device
 from hetero.errors import memory_for
 from hetero.models.config import ModelConfig
 from hetero.models.graph import Shadows, slot_widths
-from hetero.runtime.slot_refs import SlotRef, position_of, slot_of
+from hetero.runtime.slot_refs import SlotRef, position_of, sampled_position_of, slot_of
 
 Shape = tuple[tuple[int, ...], np.dtype[Any]]
 FLOAT32, INT32 = np.dtype(np.float32), np.dtype(np.int32)
@@ -43,14 +43,17 @@ def slot_shapes(
     Each of `chunks` chunks in flight has `slot_widths` of the decoder, `tokens`, `position` [1],
     and room to gather panels in, for the slots in `gathered` with their widths. All of them share
     `logits` [logit_rows, vocab], and a `position` for each of `rows` contexts that decode together.
-    Where caches slide there is a `cache_row` for each position.
+    Where caches slide there is a `cache_row` for each position. With attention that prompts compute
+    for sampled rows alone each chunk has a position of these, too.
     """
-    positions = ("position", "cache_row") if slides else ("position",)
+    positions: tuple[str, ...] = ("position", "cache_row") if slides else ("position",)
     widths = {SlotRef(name): n for name, n in slot_widths(config, shadows).items()}
     widths |= {SlotRef(name, gathered=True): n for name, n in (gathered or {}).items()}
     each: dict[SlotRef, Shape] = {slot: ((tokens, n), FLOAT32) for slot, n in widths.items()}
     each |= {SlotRef("tokens"): ((tokens,), INT32)}
     each |= {SlotRef(name): ((1,), INT32) for name in positions}
+    if config.reads(config.num_layers - 1):
+        each |= {SlotRef(sampled_position_of(x)): ((1,), INT32) for x in positions}
     shapes = {
         slot._replace(chunk=chunk): shape for chunk in range(chunks) for slot, shape in each.items()
     }
@@ -101,18 +104,30 @@ class ActivationPool:
         names = ("position", "cache_row")
         return tokens + [x for slot, x in self._slots.items() if slot.name.startswith(names)]
 
-    def feed(self, tokens: Sequence[int], position: int, *, chunk: int = 0, base: int = 0) -> None:
+    def feed(
+        self,
+        tokens: Sequence[int],
+        position: int,
+        *,
+        chunk: int = 0,
+        base: int = 0,
+        logit_rows: int = 1,
+    ) -> None:
         """Write the inputs of a chunk: its tokens, the first of them at `position`.
 
-        Caches that slide have the token `base` in their first row.
+        Caches that slide have the token `base` in their first row. The last `logit_rows` rows are
+        sampled.
         """
         ids = self[slot_of("tokens", chunk)].array
         ids[: len(tokens)] = tokens
         ids[len(tokens) :] = 0
         self.fed[chunk] = len(tokens)
-        self[slot_of("position", chunk)].array[0] = position
-        if self._slides:
-            self[slot_of("cache_row", chunk)].array[0] = position - base
+        first = {"position": position} | ({"cache_row": position - base} if self._slides else {})
+        for name, value in first.items():
+            self[slot_of(name, chunk)].array[0] = value
+            sampled = self._slots.get(slot_of(sampled_position_of(name), chunk))
+            if sampled is not None:
+                sampled.array[0] = value + len(tokens) - logit_rows
 
     def feed_rows(
         self, tokens: Sequence[int], positions: Sequence[int], bases: Sequence[int]

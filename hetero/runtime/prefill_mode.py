@@ -181,11 +181,14 @@ class PrefillModes:
         launches = self._specs(mode, chunks, logit_rows, layers)
         assert self._costs is not None
         ends, costs_s = tuple(accumulate(chunks, initial=position)), []
+        sampled = self._placement.graph.sampled_nodes
         for launch in launches:
-            m = chunks[launch.chunk]
-            if mode == "cut" or launch.node == "lm_head":
+            m, context = chunks[launch.chunk], ends[launch.chunk]
+            if mode == "cut" or launch.node in sampled:
                 m = launch.tokens[1] - launch.tokens[0]
-            costs_s.append(self._costs.seconds(launch, m, ends[launch.chunk], mode))
+            if launch.node in sampled:
+                context = ends[launch.chunk + 1] - m
+            costs_s.append(self._costs.seconds(launch, m, context, mode))
         return self._orders.shortest(launches, costs_s, self._submit_s)[0]
 
     def _specs(
@@ -210,11 +213,12 @@ class PrefillModes:
                 if node.layer is not None and node.layer >= layers:
                     continue
                 stage += 1
+                own = m - self._placement.tokens_of(node, m, rows), m
                 parts_of: list[tuple[DeviceKind, Span, Span | None, Span | None]]
                 if heads:
-                    parts_of = [(x.kind, (0, m), None, (x.first, x.stop)) for x in heads]
+                    parts_of = [(x.kind, own, None, (x.first, x.stop)) for x in heads]
                 elif kind is not None:
-                    parts_of = [(kind, (0, m), None, None)]
+                    parts_of = [(kind, own, None, None)]
                 else:
                     parts_of = [(part.kind, part.tokens, part.rows, None) for part in parts]
                 for kind_of, tokens, span, of in parts_of:

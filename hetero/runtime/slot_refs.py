@@ -31,6 +31,11 @@ class SlotRef(NamedTuple):
         return " ".join(words)
 
 
+def sampled_position_of(name: str = "position") -> str:
+    """Return the slot of the position (or `cache_row`) of the first sampled row of a prompt."""
+    return f"{name}.sampled"
+
+
 def position_of(row: int, name: str = "position") -> SlotRef:
     """Return the slot of a row's position (or `cache_row`) in a step of several contexts."""
     return SlotRef(f"{name}.{row}" if row else name)

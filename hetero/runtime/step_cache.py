@@ -74,7 +74,9 @@ class StepCache:
     ) -> Step:
         """Return the step of prompt chunks (tokens of each) that are in flight together."""
         at = rounded(context.cached)
-        exact = self.lowering.placement.graph.stateful  # a state is that after the last token
+        graph = self.lowering.placement.graph
+        # A state is that after the last token, and of the last one there are layers' rows alone.
+        exact = graph.stateful or graph.prompt_layers < graph.layers
         if logit_rows == 1 and not sums_scores and self._pads_chunks and not exact:
             chunks = padded_chunks(chunks, self._max_seq_len - context.cached)
         key = StepKey("prefill", tuple(chunks), logit_rows, False, at, sums_scores, mode=mode)

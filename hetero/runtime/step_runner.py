@@ -91,7 +91,13 @@ class StepRunner:
         stops = list(accumulate(chunks, initial=0))
         for chunk, (start, stop) in enumerate(pairwise(stops)):
             at = context.cached + start
-            self._pool.feed(tokens[start:stop], at, chunk=chunk, base=context.cache.base)
+            self._pool.feed(
+                tokens[start:stop],
+                at,
+                chunk=chunk,
+                base=context.cache.base,
+                logit_rows=logit_rows,
+            )
         sides = self._enter((context,), step)
         adapter = self._adapter if len(chunks) == 1 and not sums_scores else None
         timed = adapter is not None and adapter.due(phase, len(tokens))

@@ -17,7 +17,7 @@ def gains(plan: Plan) -> TableData:
     rows = tuple(map(_gain, plan.totals))
     if not any(row[-1] for row in rows):
         head, rows = head[:-1], tuple(row[:-1] for row in rows)
-    note = "Of whole steps: every layer, attention, norms, output head."
+    note = f"Of whole steps: {content.layers(plan)}, attention, norms, output head."
     title = f"Gain over the best single device ({content.kind(plan)})"
     return TableData(title, head, rows, note, numbers=("plan", "tokens/s", "gain", "energy"))
 

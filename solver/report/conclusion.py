@@ -41,11 +41,13 @@ def _who(plan: Plan) -> Sequence[str]:
 def _times(op: OpPlan, total: Total, plan: Plan) -> float:
     """Return how often, for each token.
 
-    The output head comes once, of a prompt for its last token.
+    The output head comes once, and of a prompt for its last token, as the layers that only this
+    passes through.
     """
-    if op.op != "lm_head":
-        return float(plan.counts.get(op.op, plan.layers or 1))
-    return 1 / drawn_tokens(total) if total.phase == "prefill" else 1.0
+    head = op.op == "lm_head"
+    times = 1.0 if head else float(plan.counts.get(op.op, plan.layers or 1))
+    last = head or (plan.prompt_layers is not None and op.m is None)
+    return times / drawn_tokens(total) if total.phase == "prefill" and last else times
 
 
 def _why(totals: Iterable[Total]) -> Iterator[str]:

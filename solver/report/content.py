@@ -62,10 +62,20 @@ def gains(plan: Plan) -> TableData:
         )
     head = ("step", "plan", "tokens/s", "best single device", "speed", "energy", "energy, change")
     note = (
-        f"{_kind(plan)} times of whole steps: every layer, attention, norms, output "
+        f"{_kind(plan)} times of whole steps: {layers(plan)}, attention, norms, output "
         "head. A single device runs all matmuls, and the rest if it can."
     )
     return TableData("Gain over the best single device", head, tuple(rows), note)
+
+
+def layers(plan: Plan) -> str:
+    """Return which layers a step passes through."""
+    if plan.prompt_layers is None:
+        return "every layer"
+    return (
+        f"{plan.prompt_layers} of {plan.layers} layers (all {plan.layers} for the last token of a "
+        "prompt and in decoding)"
+    )
 
 
 def operators(plan: Plan) -> TableData:

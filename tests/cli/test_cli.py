@@ -53,6 +53,7 @@ ROW_KEYS = {
     "cores",
     "fastest",
     "devices",
+    "depth",
 }
 
 

@@ -168,7 +168,8 @@ ABSURD: dict[str, tuple[Callable[[], list[Any]], str]] = {
                  "has no row to fit (1 of the unknown model x.gguf)"),
     "another tool": (lambda: [{"tool": "x"}], "row 1 of {}: no 'avg_ts'"),
     "prompts alone": (change(), "has no rate of answers (-n) on the NPU"),
-    "answers alone": (change(n_prompt=0, n_gen=9, avg_ts=50), "has no rate of prompts (-p) on the NPU"),
+    "answers alone": (
+        change(n_prompt=0, n_gen=9, avg_ts=50), "has no rate of prompts (-p) on the NPU"),
     "the CPU alone": (lambda: bench(units=["cpu"]), "has rates of the CPU only"),
 }  # fmt: skip
 

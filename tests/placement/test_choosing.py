@@ -18,6 +18,7 @@ from hetero.placement.choosing import Choice, PlacementRequest, choose, plan_on
 from hetero.placement.comparing import TENSOR_LEVEL, PhaseSeconds
 from hetero.profiler.errors import ProfileError, ProfileWarning
 from hetero.profiler.model_graph import ModelGraph
+from hetero.profiler.nearest_profile import Nearest
 from hetero.profiler.profile_files import shipped_host
 from hetero.profiler.records import DeviceProfile, EveryCore
 from hetero.solver.errors import PlanError
@@ -130,11 +131,14 @@ def test_the_shipped_host_profile_comes_with_a_notice(
 ) -> None:
     monkeypatch.setattr("hetero.placement.planning.profile_files.shipped_names", lambda: ("host",))
     monkeypatch.setattr("hetero.placement.planning.DeviceProfile.load", lambda _: named(chip))
+    monkeypatch.setattr(
+        "hetero.placement.planning.nearest_shipped", lambda _: Nearest("host", "as it is here")
+    )
     found = choose(spec, PlacementRequest(mode="auto"))
     assert found.notes == (
         "this machine has no profile yet (`hetero profile` takes one), so the shipped profile "
-        "`host` is used, its times not scaled to this machine because profile here has no times of "
-        "kernels that ran",
+        "`host` is used (as it is here), its times not scaled to this machine "
+        "because profile here has no times of kernels that ran",
     )
 
 
@@ -259,7 +263,7 @@ def test_auto_takes_every_core_of_a_pc_where_that_is_fastest(
     slow = named(chip, npu_scale=100.0)
     asked = PlacementRequest(**({"mode": "auto", "expected": (600,)} | options), profile=None)
     monkeypatch.setattr(
-        "hetero.placement.choosing.locate_profile", lambda _: (with_every_core(slow), "")
+        "hetero.placement.choosing.locate_profile", lambda *_: (with_every_core(slow), "")
     )
     found = choose(spec, asked)
     assert (found.gpu == "opencl-cores") == chosen

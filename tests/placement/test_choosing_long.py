@@ -239,7 +239,7 @@ def test_a_model_that_cannot_be_planned_says_so_whatever_was_asked_for(
 ) -> None:
     case = Case("host", "w4a16")
     monkeypatch.setattr(
-        "hetero.placement.choosing.locate_profile", lambda _: (unplannable(case), "")
+        "hetero.placement.choosing.locate_profile", lambda *_: (unplannable(case), "")
     )
     found = choose(case.spec, PlacementRequest(mode=mode, strategy=strategy))
     assert (found.mode, found.plan) == ("hetero", None)
@@ -255,7 +255,7 @@ def test_what_cannot_be_shared_is_told_beside_what_is_known_of_the_profile(
     case = Case("host", "w4a16")
     gpu = tuple(p for p in case.profile.predictors if p.device == "gpu")
     alone = case.profile.model_copy(update={"predictors": gpu})
-    monkeypatch.setattr("hetero.placement.choosing.locate_profile", lambda _: (alone, "a notice"))
+    monkeypatch.setattr("hetero.placement.choosing.locate_profile", lambda *_: (alone, "a notice"))
     found = choose(case.spec, PlacementRequest())
     assert found.plan is None
     assert found.reason == (

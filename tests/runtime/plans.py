@@ -95,6 +95,8 @@ def tiles_of(
         )
     if strategy == "row-cut" or not fitting:
         npu = [tile("npu", (0, m), (0, rows), min(covering))] if covering else []
+        if npu and rows == n:  # too few rows to cut
+            return npu
         return [*npu, tile("gpu", (0, m), (rows if npu else 0, n))]
     if strategy == "sequence-cut":
         return cut_tokens([rng.choice(fitting)], m, n, n, rng)

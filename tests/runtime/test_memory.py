@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from hetero.backends.memory import HostBuffer
 from hetero.backends.ops import MatMul, Outliers
 from hetero.backends.registry import open_device
 from hetero.models import open_model
+from hetero.models.gguf import packed_store
 from hetero.models.graph import model_graph
 from hetero.runtime import memory_estimate
 from hetero.runtime.engine import Engine
@@ -23,6 +25,7 @@ from hetero.runtime.slot_refs import SlotRef
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.handmade import layer_level, single_device
 from hetero.solver.placement import Placement
+from tests.models.gguf_files import write_mixed
 from tests.runtime.models import context_of, tiny_model
 from tests.runtime.plans import random_plan
 
@@ -133,6 +136,36 @@ def test_a_plan_that_does_not_fit_is_refused_before_anything_is_allocated(
     with pytest.raises(UserError, match=sentence):
         make_engine(folder, plan_of(folder, "cut"), **options)
     assert made == []
+
+
+def test_a_mapped_model_larger_than_the_memory_runs_where_it_is_used_in_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first time and later; not on a device that makes copies, nor beyond a budget."""
+    monkeypatch.setattr(packed_store, "folder", lambda: tmp_path / "stores")
+    monkeypatch.setattr(packed_store, "SMALLEST_BYTES", 0)
+    path = str(write_mixed(tmp_path / "m.gguf", np.random.default_rng(0)))
+    wanted, needs = answer(path, device="gpu")
+    for store in (tmp_path / "stores").iterdir():
+        store.unlink()
+    others = needs.total_bytes - needs.weight_bytes
+    monkeypatch.setattr(memory_estimate, "memory_bytes", lambda: others + needs.weight_bytes // 2)
+    for _ in range(2):
+        tokens, mapped = answer(path, device="gpu")
+        assert tokens == wanted
+        assert mapped.mapped_bytes == needs.weight_bytes
+    with pytest.raises(UserError, match="this machine's memory is"):
+        LLM(path, device="npu", max_seq_len=64)
+    with pytest.raises(UserError, match="the memory budget is"):
+        LLM(path, device="gpu", max_seq_len=64, memory_budget=needs.weight_bytes)
+    monkeypatch.setattr(packed_store, "SMALLEST_BYTES", 1 << 40)
+    with pytest.raises(UserError, match="this machine's memory is"):
+        LLM(path, device="gpu", max_seq_len=64)
+
+
+def answer(path: str, **options: Any) -> tuple[list[int], memory_estimate.MemoryEstimate]:
+    with LLM(path, max_seq_len=64, **options) as llm:
+        return llm.generate([5, 6, 7], max_tokens=4).tokens, llm.engine.memory
 
 
 def test_a_budget_is_said_in_units_and_bounds_plan_and_pool(folder: str) -> None:

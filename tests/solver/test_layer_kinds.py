@@ -10,6 +10,8 @@ from pydantic import ValidationError
 
 from hetero.backends.ops import GatedAct, MatMul
 from hetero.models import model_spec
+from hetero.models.config import ModelConfig
+from hetero.models.graph import model_graph
 from hetero.profiler.model_graph import ModelGraph, Node
 from hetero.profiler.records import DeviceProfile
 from hetero.solver import residency
@@ -20,11 +22,19 @@ from hetero.solver.options import Objective
 from hetero.solver.planner import Planner, PlannerSettings
 from hetero.solver.prepared import prepare_solver
 from hetero.solver.report.conclusion import sentences
+from hetero.solver.report.markdown import to_markdown
 from hetero.solver.request import PlanRequest
 from hetero.solver.solution import Scenario
 from hetero.solver.weight_memory import Limits, weight_memory
 
 WIDE = (1, 4, 5)  # layers of the second kind
+SHARED = {  # the last two of four layers read the caches of the first two
+    "model_type": "gemma4_text", "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512,
+    "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32,
+    "global_head_dim": 64, "hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 512,
+    "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2,
+    "max_position_embeddings": 4096,
+}  # fmt: skip
 
 
 def numbered(name: str | None) -> str | None:
@@ -178,3 +188,93 @@ def test_plans_of_models_of_one_kind_are_what_they_were(
     """Their placements, as they were before layers had kinds."""
     request = PlanRequest(seq_lens=(64, 256))
     assert make_plan(model_spec(model), DeviceProfile.load(profile), request).plan_id == plan_id
+
+
+def shared() -> ModelGraph:
+    return model_graph(ModelConfig.from_dict(SHARED), "w4a16", "shared")
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "of_prompts"),
+    [("gemma-4-e2b", 35, 15), ("gemma-4-e4b", 42, 24), ("gemma-4-12b", 48, 48), ("phi-2", 32, 32)],
+)
+def test_prompts_pass_through_the_layers_that_later_tokens_read(
+    name: str, layers: int, of_prompts: int
+) -> None:
+    graph = model_spec(name)
+    assert (graph.layers, graph.prompt_layers) == (layers, of_prompts)
+    sampled = {x.layer for x in graph.nodes if x.name in graph.sampled_nodes}
+    assert sampled == {*range(of_prompts, layers), None}
+    assert graph.sampled_in("decode") == {"lm_head"}
+    if layers == of_prompts:
+        assert graph.sampled_nodes == graph.sampled == {"lm_head"}
+
+
+def test_a_kind_with_a_layer_that_prompts_pass_through_is_not_sampled() -> None:
+    """A plan says one thing of all layers of a kind."""
+    alike = SHARED | {"layer_types": ["full_attention"] * 4, "use_double_wide_mlp": False}
+    config = replace(ModelConfig.from_dict(alike), kv_source=(0, 0, 2, 2))
+    graph = model_graph(config, "w4a16")
+    assert graph.counts["q_only"] == 2
+    assert graph.sampled_nodes == {"lm_head"}
+    assert graph.prompt_layers == 4
+    wider = config.layer_sizes[3]._replace(intermediate_size=1024)
+    config = replace(config, layer_sizes=(*config.layer_sizes[:3], wider))
+    assert model_graph(config, "w4a16").prompt_layers == 3
+
+
+@pytest.mark.parametrize("m", [1, 256])
+def test_a_prompt_costs_its_sampled_rows(m: int) -> None:
+    graph = shared()
+    planner = Planner(graph, DeviceProfile.load("host"))
+    scenario = Scenario("decode" if m == 1 else "prefill", m, 64)
+    solution = planner.single(scenario, "gpu")
+    assert solution is not None
+    wanted = {True: 0.0, False: 0.0}
+    for node in graph.nodes:
+        sampled = node.name in graph.sampled_nodes
+        rows = 1 if sampled else m
+        if node.plan_op is None:
+            after = 64 + m - rows
+            seconds = float(planner.cost.other_s("gpu", node.op, rows, after).seconds)
+        else:
+            assert isinstance(node.op, MatMul)
+            own = planner.cost.matmul_s("gpu", graph.weight_format, rows, node.op.n, node.op.k)
+            seconds = float(own.seconds)
+        wanted[sampled] += seconds
+    steps = sum(count * option.elapsed_s for option, _, count in walk(solution.path).steps)
+    assert steps == pytest.approx(sum(wanted.values()), rel=1e-9)
+    if m == 1:
+        return
+    first = solution.without_head()
+    assert set(first.options) == {x.name for x in graph.matmuls} - graph.sampled
+    steps = sum(count * option.elapsed_s for option, _, count in walk(first.path).steps)
+    norm = float(planner.cost.other_s("gpu", graph.nodes[0].op, 1).seconds)
+    assert wanted[False] <= steps <= wanted[False] + 4 * norm  # of the next layer, not sampled
+
+
+@pytest.mark.parametrize("profile", ["host", "snapdragon-8-gen-3"])
+def test_plans_say_which_layers_prompts_pass_through(profile: str) -> None:
+    graph, request = shared(), PlanRequest(seq_lens=(64, 600))
+    plan = make_plan(graph, DeviceProfile.load(profile), request)
+    assert (plan.layers, plan.prompt_layers) == (4, 2)
+    document = json.loads(plan.model_dump_json())
+    assert document["prompt_layers"] == 2
+    assert ExecutionPlan.parse(json.dumps(document), "plan.json") == plan
+    once = {x.op for x in plan.ops if x.phase == "prefill" and x.m is None}
+    assert {"q_only", "down.3", "lm_head"} <= once
+    assert not {"qkv", "down", "qkv.2"} & once
+    assert {x.m for x in plan.ops if x.phase == "decode" and x.op == "q_only"} == {1}
+    assert "2 of 4 layers (all 4 for the last token" in to_markdown(plan)
+    assert len(sentences(plan)) >= 3
+    solver = prepare_solver(graph, DeviceProfile.load(profile), request)
+    for m in (1, 40, 512):
+        ops = {x.op for x in solver.plan_for(m).ops if x.phase == "prefill"}
+        assert ops == {x.name for x in graph.matmuls}
+    slower = solver.drifted({("gpu", "decode"): 2.0, ("gpu", "prefill"): 2.0})
+    assert {x.op for x in slower.plan.ops} == {x.name for x in graph.matmuls}
+
+
+def test_plans_of_models_whose_layers_all_see_prompts_say_nothing_of_it() -> None:
+    plan = make_plan(model_spec("phi-2"), DeviceProfile.load("host"), PlanRequest(seq_lens=(64,)))
+    assert "prompt_layers" not in plan.model_dump_json()

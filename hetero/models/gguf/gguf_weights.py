@@ -126,6 +126,20 @@ class GgufWeights(ModelWeights):
                 total += 4 * math.prod(info.shape)
         return total
 
+    @property
+    def mapped(self) -> bool:
+        """Return whether a store has, or will have, the packed weights."""
+        store = self._opened_store()
+        return isinstance(store, StoreReader) or (
+            store is not None
+            and not any(
+                source.watch and source.codes(0, 1, kind) is None
+                for name in _matrix_names(self.config)
+                for kind, members in self._runs(name)
+                for source in members
+            )
+        )
+
     def requantised(self) -> dict[str, float]:
         """Return the relative errors of `Loss`."""
         return self.loss.by_kind()
@@ -315,7 +329,7 @@ class GgufWeights(ModelWeights):
                 f"model of this file's metadata{_more(unknown)}; choose another file"
             )
         for name, shape in expected.items():
-            self._check_tensor(name, tensors[name], shape)
+            _check_tensor(path, name, tensors[name], shape)
 
     def _read_before(self) -> tuple[str, ...]:
         """Return the tensors that the configuration was read from."""
@@ -323,20 +337,6 @@ class GgufWeights(ModelWeights):
         if (family.frequencies or family.rotated_part) and _FREQUENCIES in self.file.tensors:
             return (_FREQUENCIES,)
         return _FACTORS if self.config.rope_scaling.kind == "longrope" else ()
-
-    def _check_tensor(self, name: str, info: TensorInfo, shape: tuple[int, ...]) -> None:
-        if info.shape != shape and not (name.endswith(ROUTER) and info.shape == (1, *shape)):
-            raise ModelError(
-                f"{self.file.path}: tensor {name} must have the shape {list(shape)} by the file's "
-                f"metadata, got {list(info.shape)}; download the file again"
-            )
-        check_kind(str(self.file.path), name, info)
-        vector = not is_matrix(name, info) or name.endswith(_NO_MATRICES)
-        if vector and info.kind not in FLOATS:
-            raise ModelError(
-                f"{self.file.path}: tensor {name} must be one of "
-                f"{', '.join(x.name for x in FLOATS)}, got {info.kind.name}; choose another file"
-            )
 
     def _expected(self) -> dict[str, tuple[int, ...]]:
         shapes: dict[str, tuple[int, ...]] = {}
@@ -412,6 +412,22 @@ def _packed(
         pack_rows(members, kind, after_batch=forget, destination=place)
         for (kind, members), place in itertools.zip_longest(runs, places)
     ]
+
+
+def _check_tensor(path: Path, name: str, info: TensorInfo, shape: tuple[int, ...]) -> None:
+    """Raise `ModelError` unless a tensor has the shape, in a type that is supported."""
+    if info.shape != shape and not (name.endswith(ROUTER) and info.shape == (1, *shape)):
+        raise ModelError(
+            f"{path}: tensor {name} must have the shape {list(shape)} by the file's "
+            f"metadata, got {list(info.shape)}; download the file again"
+        )
+    check_kind(str(path), name, info)
+    vector = not is_matrix(name, info) or name.endswith(_NO_MATRICES)
+    if vector and info.kind not in FLOATS:
+        raise ModelError(
+            f"{path}: tensor {name} must be one of "
+            f"{', '.join(x.name for x in FLOATS)}, got {info.kind.name}; choose another file"
+        )
 
 
 def _left_out(file: GgufFile, layers: int) -> tuple[str, ...]:
