@@ -255,6 +255,8 @@ class _Bench:
 def _planned(llm: LLM) -> str:
     if len(llm.plan.devices()) < 2:
         return f"{llm.devices.mode}-only"
+    if llm.plan.apart:
+        return "apart"
     return "layer" if llm.choice.solver is None else "auto"  # by rule, or by the solver
 
 

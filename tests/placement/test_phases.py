@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hetero import LLM
 from hetero.backends.protocol import DeviceKind
 from hetero.backends.registry import EVERY_CORE, open_device
 from hetero.models import model_spec, open_model
@@ -28,6 +29,7 @@ from hetero.placement.comparing import (
     fastest,
 )
 from hetero.placement.phases import phases_of
+from hetero.profiler.errors import ProfileWarning
 from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.records import DeviceProfile
 from hetero.runtime.engine import Engine
@@ -267,3 +269,28 @@ def test_a_phase_of_every_core_is_named_so() -> None:
     assert described(phases_of(plan, devices, Choice("gpu"))) == (
         "prompt: opencl-cores alone; answer: opencl-cores alone"
     )
+
+
+def test_auto_answers_on_a_device_for_each_phase(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model opened by a choice of two devices, from its prompt to its statistics."""
+    folder = str(tiny_model(tmp_path))
+    times = {name: s for name, s in TIMES.items() if name != TENSOR_LEVEL}
+    monkeypatch.setattr(choosing, "compare", lambda *_, **__: times)
+    options: Any = {"gpu": "reference", "npu": "reference", "max_seq_len": 128}
+    with LLM(folder, device="gpu", **options) as llm:
+        assert described(llm.phases) == "prompt: gpu alone; answer: gpu alone"
+        wanted = llm.generate(TOKENS, max_tokens=20).tokens
+    with (
+        pytest.warns(ProfileWarning, match="was taken elsewhere"),
+        LLM(folder, device="auto", profile="host-avx2", **options) as llm,
+    ):
+        assert described(llm.phases) == (
+            "prompt: npu alone (1.4 x the gpu); answer: gpu alone (3.0 x the npu)"
+        )
+        result = llm.generate(TOKENS, max_tokens=20)
+        assert result.tokens == wanted
+        assert result.stats.choice.startswith(f"auto: {described(llm.phases)}, predicted for")
+        assert set(result.stats.placement) == {"gpu", "npu"}
+        assert llm.engine.deployment.adapter is not None
