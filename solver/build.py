@@ -122,6 +122,7 @@ def assemble(
         errors=errors_of(profile, spec.base or spec.weight_format),
         notes=(*notes, *planner.notes),
         attention=attention_of(planner, solutions),
+        experts=planner.settings.experts,
     )
 
 

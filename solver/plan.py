@@ -359,11 +359,12 @@ class Plan(_Record):
     attentions (`static`), or a whole block. `attention` says which device computes which heads;
     none means the device of the other operators, all. `in_flight` are other modes of a prompt's
     calls, for lengths at which they are faster. `counts` are how many layers have each matmul,
-    where layers differ (else all have it). `errors` are mean relative errors of the profile's
-    predictions of matmuls that it left out, of the device whose are larger. `fastest` says where
-    prompts and decode steps are fastest by their depth, single devices included, `phases` which
-    devices compute them by this plan. `prompt_layers`, where these are not all of the `layers`, see
-    all tokens of a prompt; its last token alone passes through the others.
+    where layers differ (else all have it). `prompt_layers`, where these are not all of the
+    `layers`, see all tokens of a prompt; its last token alone passes through the others. `experts`
+    is the device of routed experts, in both phases; none means the GPU, if there is one. `errors`
+    are mean relative errors of the profile's predictions of matmuls that it left out, of the device
+    whose are larger. `fastest` says where prompts and decode steps are fastest by their depth,
+    single devices included, `phases` which devices compute them by this plan.
     """
 
     schema_version: Literal[1] = 1
@@ -398,6 +399,7 @@ class Plan(_Record):
     attention: Annotated[tuple[AttentionShare, ...], Field(max_length=1024)] = ()
     counts: dict[OpName, Stop] = {}
     fastest: Annotated[tuple[FastestDevices, ...], Field(max_length=64)] = ()
+    experts: DeviceKind | None = None
     phases: Annotated[tuple[PlannedPhase, ...], Field(max_length=64)] = ()
     prompt_layers: Annotated[int, Field(ge=0, lt=2**31)] | None = None
 
@@ -405,7 +407,7 @@ class Plan(_Record):
     def _without_absent(self, serialise: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Leave out what only models have whose layers differ, and `fastest` where it is empty."""
         document: dict[str, Any] = serialise(self)
-        for key in ("counts", "fastest", "phases"):
+        for key in ("counts", "fastest", "experts", "phases"):
             if not document.get(key):
                 document.pop(key, None)
         if self.prompt_layers is None:
@@ -434,6 +436,7 @@ class Plan(_Record):
         ops = sorted(op.model_dump_json(include=what) for op in self.all_ops)
         head = self.model_dump_json(include={"model", "non_matmul", "graph_sizes", "fused"})
         heads = [f"{x.m} {x.heads}" for x in self.attention] if self.shares_attention else []
+        heads += [f"experts {self.experts}"] if self.experts is not None else []
         return hashlib.sha256("\n".join([head, *ops, *sorted(heads)]).encode()).hexdigest()[:12]
 
     def partition(self, phase: Phase, m: int, op: str) -> tuple[Tile, ...]:
@@ -532,7 +535,9 @@ class Plan(_Record):
         """Return the device kinds that the plan uses."""
         tiles = {tile.device for op in self.all_ops for tile in op.tiles}
         both = KINDS if self.shares_attention else ()
-        return frozenset(tiles | {self.non_matmul.prefill, self.non_matmul.decode, *both})
+        experts = () if self.experts is None else (self.experts,)
+        others = {self.non_matmul.prefill, self.non_matmul.decode, *both, *experts}
+        return frozenset(tiles | others)
 
     def devices_of(self, phase: Phase) -> frozenset[DeviceKind]:
         """Return the device kinds that work in a phase, but for an output head that is not cut."""
@@ -541,7 +546,8 @@ class Plan(_Record):
         heads = [{tile.device for tile in op.tiles} for op in ops if op.op == "lm_head"]
         other = self.non_matmul.prefill if phase == "prefill" else self.non_matmul.decode
         both = KINDS if phase == "prefill" and self.shares_attention else ()
-        return frozenset({other, *both}).union(*parts, *(x for x in heads if len(x) > 1))
+        experts = () if self.experts is None else (self.experts,)
+        return frozenset({other, *both, *experts}).union(*parts, *(x for x in heads if len(x) > 1))
 
     @property
     def apart(self) -> bool:
@@ -611,13 +617,21 @@ class Plan(_Record):
 ON_THE_GPU: Final = (Outliers, Router, Experts, GatedAdd)
 
 
-def device_of_other(op: Op, non_matmul: DeviceKind, devices: Container[DeviceKind]) -> DeviceKind:
+def device_of_other(
+    op: Op,
+    non_matmul: DeviceKind,
+    devices: Container[DeviceKind],
+    experts: DeviceKind | None = None,
+) -> DeviceKind:
     """Return the device of an operation that is no matmul of the plan, as a rule `non_matmul`.
 
     Outliers are there to be computed while the NPU computes their matmul, graphs of NPUs keep no
     states, have no sinks of attention and do not attend to another layer's caches, and which
-    experts a token needs is not known before it is routed: the GPU has these if there is one.
+    experts a token needs is not known before it is routed: the GPU has these if there is one. But
+    routed experts are on the device that a plan names (`experts`).
     """
+    if experts is not None and isinstance(op, Experts):
+        return experts
     return "gpu" if of_the_gpu(op) and "gpu" in devices else non_matmul
 
 

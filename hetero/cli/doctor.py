@@ -7,12 +7,14 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from hetero.cli.options import JsonOption
+from hetero.cli.options import JsonOption, stderr
 from hetero.terminal import printable
+from hetero.terminal.notices import notify
 
 if TYPE_CHECKING:
     from hetero.measuring.device_checks import Finding
@@ -25,11 +27,30 @@ def devices_command(as_json: JsonOption = False) -> None:
     print_findings(list_devices(), as_json, ("found", "missing"))
 
 
-def doctor_command(as_json: JsonOption = False) -> None:
+ReportOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--report",
+        metavar="FILE",
+        help="Also benchmark the demo model, and write a report to send: FILE.md and FILE.json, "
+        "without names of persons, machines or folders.",
+    ),
+]
+
+
+def doctor_command(report: ReportOption = None, as_json: JsonOption = False) -> None:
     """Run a small operation on every device; PASS or FAIL with the reason and the remedy."""
     from hetero.measuring.device_checks import diagnose
 
+    if report is not None:
+        from hetero.measuring.doctor_report import report_paths, write_report
+
+        report_paths(report)  # refused before anything is measured
     findings = print_findings(diagnose(), as_json, ("PASS", "FAIL"))
+    if report is not None:
+        with stderr.status("benchmarking") as status:
+            written = write_report(report, findings, note=status.update)
+        notify(f"the report is in {written[1]} and {written[0]}: look through it, then send both")
     if not as_json:
         print(next_step(findings))
     if not all(finding.ok for finding in findings if finding.needed):

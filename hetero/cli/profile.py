@@ -56,6 +56,16 @@ RatesOption = Annotated[
 ]
 
 
+CheckOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--check",
+        metavar="FILE",
+        help="Measure nothing: check a profile that was sent, or the one in a doctor's report.",
+    ),
+]
+
+
 def profile_command(
     out: Annotated[
         Path | None, typer.Option(help="File to write.", show_default="this machine's")
@@ -74,28 +84,35 @@ def profile_command(
     weights: FormatsOption = None,
     soc: SocOption = None,
     rates: RatesOption = None,
+    check: CheckOption = None,
     gpu: GpuOption = "auto",
     npu: NpuOption = "auto",
     as_json: JsonOption = False,
 ) -> None:
     """Measure this device once; the solver and the runtime predict from it."""
     from hetero.measuring.compiler_mode import compiled_profile, is_compiled_for
-    from hetero.measuring.profiling import complete_profile, parse_budget, profile_device
+    from hetero.measuring.profiling import parse_budget, profile_device
     from hetero.profiler.journal import journal_path
     from hetero.profiler.options import DEFAULT_BUDGET_S, QUICK_BUDGET_S
     from hetero.profiler.profile_files import own_profile_path
     from hetero.profiler.records import DeviceProfile
     from hetero.terminal.notices import notify
 
+    kept = {"quick": quick, "budget": budget, "resume": resume, "model": model}
+    measuring: dict[str, object] = {**kept, "weights": weights}
+    if check is not None:
+        _refuse_to_measure("check", measuring | {"add": add, "from": rates, "out": out, "soc": soc})
+        _check(check, as_json=as_json)
+        return
     if rates is not None:
-        others = {"quick": quick, "budget": budget, "resume": resume, "add": add, "model": model}
-        _refuse_with_rates(others | {"weights": weights})
+        _refuse_to_measure("from", measuring | {"add": add})
         _fit_rates(rates, out, soc, as_json=as_json)
         return
     path = out or own_profile_path()
     if add:
-        others = {"quick": quick, "budget": budget, "resume": resume, "model": model}
-        _refuse_with_add(others | {"weights": weights, "soc": soc})
+        _refuse_with_add(measuring | {"soc": soc})
+        _complete(path, gpu, npu, as_json=as_json)
+        return
     budget_s = parse_budget(budget) if budget is not None else None
     limit_s = budget_s or (QUICK_BUDGET_S if quick else DEFAULT_BUDGET_S)
     if soc is not None and is_compiled_for(soc):
@@ -103,13 +120,6 @@ def profile_command(
         with progress(limit_s) as show:
             taken = compiled_profile(soc, out, model=model, budget_s=limit_s, progress=show)
         report(taken, out or Path(f"{soc}.json"), as_json)
-        return
-    if add:
-        with stderr.status("measuring"):
-            taken, notes = complete_profile(path, gpu=gpu, npu=npu)
-        for sentence in notes or ["it has all kernels that these devices have"]:
-            notify(f"{path}: {sentence}")
-        report(taken, path, as_json)
         return
     journal = journal_path(path)
     begun = journal is not None and journal.exists()
@@ -140,11 +150,21 @@ def profile_command(
     report(taken, path, as_json)
 
 
-def _refuse_with_rates(others: Mapping[str, object]) -> None:
+def _refuse_to_measure(option: str, others: Mapping[str, object]) -> None:
     """Raise `UserError` for an option of measuring."""
     given = next((name for name, value in others.items() if value), None)
     if given is not None:
-        raise UserError(f"--from measures nothing: leave out --{given}")
+        raise UserError(f"--{option} measures nothing: leave out --{given}")
+
+
+def _check(path: Path, *, as_json: bool) -> None:
+    """Print the findings of a contributed profile; exit with code 1 where one failed."""
+    from hetero.cli.doctor import print_findings
+    from hetero.measuring.profile_checks import check_profile
+
+    findings = print_findings(check_profile(path), as_json, ("PASS", "FAIL"))
+    if not all(finding.ok for finding in findings):
+        raise typer.Exit(1)
 
 
 def _fit_rates(rates: Path, out: Path | None, soc: str | None, *, as_json: bool) -> None:
@@ -169,6 +189,18 @@ def _fit_rates(rates: Path, out: Path | None, soc: str | None, *, as_json: bool)
     show(units_table(taken.units), stderr)
     print(path)
     stderr.print(shown(_next_command(path)))
+
+
+def _complete(path: Path, gpu: str, npu: str, *, as_json: bool) -> None:
+    """Measure the kernels that a finished profile lacks."""
+    from hetero.measuring.profiling import complete_profile
+    from hetero.terminal.notices import notify
+
+    with stderr.status("measuring"):
+        taken, notes = complete_profile(path, gpu=gpu, npu=npu)
+    for sentence in notes or ["it has all kernels that these devices have"]:
+        notify(f"{path}: {sentence}")
+    report(taken, path, as_json)
 
 
 def _refuse_with_add(others: Mapping[str, object]) -> None:

@@ -363,6 +363,8 @@ class _Prices:
             return Price(math.inf)
         if "npu" in sets and any(of_the_gpu(node.op) for node in spec.nodes):
             return Price(math.inf)  # an open GPU takes these from the NPU
+        if self.solver.plan.experts is not None:
+            return Price(math.inf)  # of both phases
         memory = self.solver.memory_in(sets.kinds)
         limits = limits_of(self.planner.profile, self.budget_bytes)
         gain = least_gain(memory, spec.matmul_weight_bytes, limits)

@@ -13,6 +13,7 @@ import anyio.to_thread
 
 from hetero.errors import UserError
 from hetero.models import LoadedModel
+from hetero.serving.answer_parser import AnswerForm
 from hetero.serving.database import Records
 from hetero.serving.engine_client import EngineClient
 from hetero.serving.errors import ApiError
@@ -131,3 +132,8 @@ class State:
     def template_facts(self) -> TemplateFacts:
         """Return the abilities of the chat template; trying them out takes milliseconds."""
         return TemplateFacts.of(self.model.tokenizer)
+
+    @cached_property
+    def answer_form(self) -> AnswerForm:
+        """Return how the model writes thoughts and calls."""
+        return AnswerForm.of(self.model.tokenizer)

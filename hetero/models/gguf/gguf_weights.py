@@ -31,9 +31,11 @@ from hetero.models.gguf.tensors import (
     is_matrix,
     rows_of,
     stored_as,
+    tensor_rows,
 )
 from hetero.models.layout import (
     EXPERTS,
+    MAPPED,
     block_matrices,
     embedding_matrices,
     expert_matrices,
@@ -41,6 +43,7 @@ from hetero.models.layout import (
 )
 from hetero.models.model_weights import BlockWeights, ModelWeights
 from hetero.models.packing import Destination, check_finite, pack_rows
+from hetero.models.row_tables import RowTable
 from hetero.terminal.notices import notify_once
 
 # Our weights and the tensors that hold them, the fused spelling first.
@@ -164,9 +167,13 @@ class GgufWeights(ModelWeights):
     def _load_matrix(self, name: str) -> PackedWeight:
         return self._packed(name)
 
+    def table(self, name: str) -> RowTable:
+        """Return the rows of a matrix of `layout.MAPPED`, read from the file."""
+        return tensor_rows(self.file, f"{self._ends[name]}.weight")
+
     def _packed(self, name: str) -> PackedWeight:
         """Return a matrix (`blk.3.qkv`, `embed`) from the store, or packed into it."""
-        store = self._opened_store()
+        store = None if name in MAPPED else self._opened_store()
         parts = None if store is None else store.matrix(name)
         if parts is None:
             assert not isinstance(store, StoreReader)
@@ -297,8 +304,7 @@ class GgufWeights(ModelWeights):
 
     def _is_left_out(self, name: str) -> bool:
         """Return whether a vector is the bias of a norm that the family has without one."""
-        family = ARCHITECTURES[self.config.architecture]
-        return name.endswith("norm_bias") and not family.norm_bias
+        return name.endswith("norm_bias") and not ARCHITECTURES[self.config.architecture].norm_bias
 
     def _bias_rows(self, prefix: str, name: str) -> list[tuple[str, int]]:
         """Return the modules of a matmul's biases; those of a fused qkv may be separate."""
@@ -333,8 +339,8 @@ class GgufWeights(ModelWeights):
 
     def _read_before(self) -> tuple[str, ...]:
         """Return the tensors that the configuration was read from."""
-        family = FAMILIES[self.file.metadata["general.architecture"]]
-        if (family.frequencies or family.rotated_part) and _FREQUENCIES in self.file.tensors:
+        reads = self._family.frequencies or self._family.rotated_part
+        if reads and _FREQUENCIES in self.file.tensors:
             return (_FREQUENCIES,)
         return _FACTORS if self.config.rope_scaling.kind == "longrope" else ()
 
@@ -388,10 +394,10 @@ class GgufWeights(ModelWeights):
 
 
 def _matrix_names(config: ModelConfig) -> list[str]:
-    """Return the names of all matrices, in the order in which they are packed."""
+    """Return the names of the matrices in a store, in the order in which they are packed."""
     blocks = range(config.num_layers)
     names = [f"blk.{i}.{x.name}" for i in blocks for x in block_matrices(config, i)]
-    return names + [x.name for x in embedding_matrices(config)]
+    return names + [x.name for x in embedding_matrices(config) if x.name not in MAPPED]
 
 
 def _part_shape(storage: StorageFormat, members: Sequence[GgufTensor]) -> PartShape:
