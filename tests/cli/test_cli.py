@@ -31,6 +31,7 @@ GENERATE_KEYS = {
     "device",
     "gpu",
     "npu",
+    "phases",
     "plan_id",
     "peak_rss_bytes",
     "weight_bytes",
