@@ -68,6 +68,17 @@ def worth(limits: Limits, request: PlanRequest) -> float:
     return WORTH if limits.npu < INF else request.margin
 
 
+def least_gain(memory: Memory, weights: int, limits: Limits) -> float:
+    """Return by which fraction a plan with this memory must be faster than one without copies.
+
+    Infinite where it does not fit the limits; `weights` are the bytes of the model's.
+    """
+    if not limits.hold(memory):
+        return INF
+    few = memory.twice_bytes <= max(SHARE * weights, NEGLIGIBLE_BYTES)
+    return WORTH if limits.npu < INF and not few else 0.0
+
+
 def note_of(before: Memory, after: Memory, weights: int, slower: float, *, kept: bool) -> str:
     """Return the sentence of a plan about the copies that are `kept` of the best plan's, or not."""
     size = before.twice_bytes / 2**20

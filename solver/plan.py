@@ -216,6 +216,7 @@ class Total(_Record):
     device, by its kind; `non_matmul_s` those of the other operators in the first call, each time:
     `head` before the layers, then by what they do (`steps.seconds_by_kind`). `modes` are predicted
     seconds of the prompt's modes, with calls in flight together, of which the runtime takes `mode`.
+    `devices` work in it, the output head aside.
     """
 
     phase: Phase
@@ -231,12 +232,25 @@ class Total(_Record):
     non_matmul_s: Annotated[dict[str, Quantity], _also("non_matmul_s", "rest_s")] = {}
     mode: Annotated[PrefillMode, _also("mode", "form")] = "cut"
     modes: Annotated[dict[PrefillMode, Positive], _also("modes", "forms")] = {}
+    devices: tuple[DeviceKind, ...] = ()
 
     @model_validator(mode="after")
     def _steps_are_the_prompt(self) -> Self:
         if self.steps and sum(self.steps) != self.m:
             raise ValueError(f"calls of {self.steps} tokens are no prompt of {self.m}")
         return self
+
+
+class PlannedPhase(_Record):
+    """The devices that compute a phase from a depth of the context on, the output head aside.
+
+    `predicted_s` is of a decode step, or of the longest prompt.
+    """
+
+    phase: Phase
+    depth_from: Start = 0
+    devices: tuple[DeviceKind, ...]
+    predicted_s: Positive
 
 
 class PredictedRun(_Record):
@@ -350,7 +364,7 @@ class Plan(_Record):
     is the device of routed experts, in both phases; none means the GPU, if there is one. `errors`
     are mean relative errors of the profile's predictions of matmuls that it left out, of the device
     whose are larger. `fastest` says where prompts and decode steps are fastest by their depth,
-    single devices included.
+    single devices included, `phases` which devices compute them by this plan.
     """
 
     schema_version: Literal[1] = 1
@@ -386,13 +400,14 @@ class Plan(_Record):
     counts: dict[OpName, Stop] = {}
     fastest: Annotated[tuple[FastestDevices, ...], Field(max_length=64)] = ()
     experts: DeviceKind | None = None
+    phases: Annotated[tuple[PlannedPhase, ...], Field(max_length=64)] = ()
     prompt_layers: Annotated[int, Field(ge=0, lt=2**31)] | None = None
 
     @model_serializer(mode="wrap")
     def _without_absent(self, serialise: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Leave out what only models have whose layers differ, and `fastest` where it is empty."""
         document: dict[str, Any] = serialise(self)
-        for key in ("counts", "fastest", "experts"):
+        for key in ("counts", "fastest", "experts", "phases"):
             if not document.get(key):
                 document.pop(key, None)
         if self.prompt_layers is None:
@@ -523,6 +538,21 @@ class Plan(_Record):
         experts = () if self.experts is None else (self.experts,)
         others = {self.non_matmul.prefill, self.non_matmul.decode, *both, *experts}
         return frozenset(tiles | others)
+
+    def devices_of(self, phase: Phase) -> frozenset[DeviceKind]:
+        """Return the device kinds that work in a phase, but for an output head that is not cut."""
+        ops = [op for op in self.all_ops if op.phase == phase]
+        parts = [{tile.device for tile in op.tiles} for op in ops if op.op != "lm_head"]
+        heads = [{tile.device for tile in op.tiles} for op in ops if op.op == "lm_head"]
+        other = self.non_matmul.prefill if phase == "prefill" else self.non_matmul.decode
+        both = KINDS if phase == "prefill" and self.shares_attention else ()
+        experts = () if self.experts is None else (self.experts,)
+        return frozenset({other, *both, *experts}).union(*parts, *(x for x in heads if len(x) > 1))
+
+    @property
+    def apart(self) -> bool:
+        """Return whether the devices never compute at once: each phase has one of them."""
+        return all(len(self.devices_of(phase)) == 1 for phase in PHASES)
 
     def check_heads(self, spec: ModelGraph) -> None:
         """Raise `PlanError` unless the plan shares as many heads of attention as the model has."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple, Protocol
 
 from hetero.backends.protocol import KINDS, DeviceKind
@@ -93,14 +93,19 @@ def resident_by_op(planner: Tables, solutions: Iterable[Solution]) -> dict[OpNam
 
 
 def weight_memory(planner: Tables, solutions: Iterable[Solution]) -> Memory:
-    """Return the bytes by device.
+    """Return the bytes by device (`memory_of_rows`)."""
+    return memory_of_rows(planner, resident_by_op(planner, solutions))
+
+
+def memory_of_rows(planner: Tables, rows: Mapping[OpName, ResidentRows]) -> Memory:
+    """Return the bytes by device of the rows of every matmul that live there.
 
     A row on both counts twice, on each as the device holds it, and one of an NPU whose graphs own
     their weights once for each graph size.
     """
     gpu, npu = (expert_bytes(planner, kind) for kind in KINDS)
     twice = graphs = 0.0
-    for name, resident in resident_by_op(planner, solutions).items():
+    for name, resident in rows.items():
         on_gpu, on_npu = resident_bytes(planner, name, resident)
         gpu, npu = gpu + on_gpu, npu + on_npu
         twice += copy_bytes(planner, name, resident)
