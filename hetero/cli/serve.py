@@ -69,6 +69,9 @@ def serve_command(
     ] = 8,
     slots: Annotated[int, typer.Option(min=1, max=64, help="Recent texts kept for each app.")] = 8,
     queue: Annotated[int, typer.Option(min=1, help="Answers made or waited for.")] = 64,
+    reasoning_budget: Annotated[
+        int, typer.Option(min=-1, help="Most tokens of a thought; -1: no limit.")
+    ] = -1,
     *,
     engine: EngineFlags,
 ) -> None:
@@ -87,6 +90,7 @@ def serve_command(
         origins=allow_origin or [],
         names=alias or [],
         queue=queue,
+        reasoning_budget=reasoning_budget,
         weights=weights,
         engine={
             **opening,

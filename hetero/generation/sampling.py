@@ -131,8 +131,8 @@ class TokenLogprob:
 class Constraint(Protocol):
     """Restricts an answer token by token (a grammar)."""
 
-    def allowed(self) -> npt.NDArray[np.bool_]:
-        """Return the tokens [vocab] that may come next, at least one.
+    def allowed(self) -> npt.NDArray[np.bool_] | None:
+        """Return the tokens [vocab] that may come next, at least one. None: all.
 
         An id that ends a text is among them where it may end.
         """

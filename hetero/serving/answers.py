@@ -42,27 +42,43 @@ class AnswerOptions:
     salt: str = ""
     slot: int = -1
     grammar: str = ""
+    thoughts: dict[str, Any] = field(default_factory=dict)
 
 
 ParserMaker: TypeAlias = Callable[[], AnswerParser | None]
 
 
 def parser_of(
-    state: State, use: ToolUse, wanted: AnswerOptions, *, guided: bool = False
+    state: State, use: ToolUse, wanted: AnswerOptions, budget: int | None = None
 ) -> ParserMaker:
     """Return a maker of the parser of each choice; of None where an answer can be only text.
 
-    An answer that is `guided` by a grammar is not taken apart. Sets the options that the parser
-    needs.
+    An answer under a grammar is not taken apart. Sets the options that the parser needs, and the
+    limit of thoughts: so many tokens, else the server's.
     """
     form, schemas = state.answer_form, use.schemas
     if use.forced:
         return partial(AnswerParser, form, schemas, only_call=True)
-    if guided or not (schemas or form.thoughts or form.channels):
+    if wanted.grammar or not (schemas or form.thoughts or form.channels):
         return _no_parser
     tail = state.model.tokenizer.decode(wanted.tokens[-8:], skip_special_tokens=False)
     wanted.options["shown_tokens"] = sorted(form.shown)
-    return partial(AnswerParser, form, schemas, closes=form.opened_by(tail))
+    closes = form.opened_by(tail)
+    budget = state.reasoning_budget if budget is None else budget
+    if form.thoughts and budget >= 0:
+        wanted.thoughts = _limit(state, budget, begun=bool(closes))
+    return partial(AnswerParser, form, schemas, closes=closes)
+
+
+def _limit(state: State, tokens: int, *, begun: bool) -> dict[str, Any]:
+    """Return the fields of a `ThoughtLimit`."""
+    begin, end = state.answer_form.thoughts[0]
+    texts = {"begin": begin, "end": end, "forced": f"\n{end}\n\n"}
+    encode = partial(state.model.tokenizer.encode, add_special_tokens=False)
+    return {name: encode(text) for name, text in texts.items()} | {
+        "tokens": tokens,
+        "begun": begun,
+    }
 
 
 def _no_parser() -> None:

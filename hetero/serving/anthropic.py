@@ -106,6 +106,7 @@ class Thinking(Request):
     """`thinking`."""
 
     type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = Field(None, ge=0)
 
 
 class MessagesRequest(CountRequest):
@@ -171,7 +172,8 @@ async def messages(body: MessagesRequest, request: HttpRequest) -> Response:
         },
         grammar=await checked_grammar(state, await state.texts(body.wanted_grammar, use)),
     )
-    parser = answers.parser_of(state, use, wanted, guided=bool(wanted.grammar))
+    budget = None if body.thinking is None else body.thinking.budget_tokens
+    parser = answers.parser_of(state, use, wanted, budget)
     head = {"id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant"}
     head["model"] = model
     if body.stream:

@@ -79,6 +79,7 @@ class ChatRequest(Penalties, Guided):
     cache_salt: str = Field("", max_length=1000)
     id_slot: int = -1
     reasoning_effort: str | None = None
+    reasoning_budget: int | None = Field(None, ge=-1)
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -122,7 +123,7 @@ async def chat_completions(body: ChatRequest, request: HttpRequest) -> Response:
     model = state.check_model(body.model)
     use = tool_use(body.tools, body.tool_choice)
     wanted = await _wanted(state, body, use)
-    parser = answers.parser_of(state, use, wanted, guided=bool(wanted.grammar))
+    parser = answers.parser_of(state, use, wanted, body.reasoning_budget)
     head = {"id": f"chatcmpl-{secrets.token_hex(16)}", "created": seconds(), "model": model}
     head["system_fingerprint"] = state.engine.about["plan_id"]
     if body.stream:

@@ -57,6 +57,7 @@ from hetero.serving.messages import (
     TokenEvent,
     decode,
 )
+from hetero.serving.thought_budget import ThoughtBudget, ThoughtLimit
 
 FLUSH_INTERVAL_S: Final = 0.01
 ORPHAN_S: Final = 30.0
@@ -279,6 +280,10 @@ class ServingEngine:
                 self._bytes = TokenBytes(self.service.llm.model)
             vocabulary = self.service.llm.model.config.vocab_size
             options["constraint"] = GrammarConstraint(self._bytes, request.grammar, vocabulary)
+        elif request.thoughts:
+            vocabulary = self.service.llm.model.config.vocab_size
+            limit = ThoughtLimit(**request.thoughts)
+            options["constraint"] = ThoughtBudget(limit, vocabulary)
         return options
 
     def _done(

@@ -14,7 +14,8 @@ class GenerateRequest:
 
     `context` is the id of a persistent context, whose text this becomes; without one the text is
     among the app's recent ones, in slot `slot` (-1: any), separate from those of another `salt`.
-    `options` are those of `LLM.stream`; `grammar` is llguidance's (empty: none).
+    `options` are those of `LLM.stream`; `grammar` is llguidance's (empty: none), `thoughts` are the
+    fields of a `ThoughtLimit` (empty: none).
     """
 
     id: int
@@ -26,6 +27,7 @@ class GenerateRequest:
     salt: str = ""
     slot: int = -1
     grammar: str = ""
+    thoughts: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -71,6 +71,7 @@ class Reasoning(Request):
     effort: str | None = None
     summary: str | None = None
     generate_summary: str | None = None  # its older name
+    max_tokens: int | None = Field(None, ge=-1)  # OpenRouter's
 
     @property
     def summarised(self) -> bool:
@@ -265,7 +266,8 @@ async def _turn(state: State, app: str, body: ResponseRequest) -> _Turn:
         salt=body.cache_salt,
         grammar=await checked_grammar(state, grammar),
     )
-    parser = answers.parser_of(state, use, wanted, guided=bool(wanted.grammar))
+    budget = None if body.reasoning is None else body.reasoning.max_tokens
+    parser = answers.parser_of(state, use, wanted, budget)
     summarised = body.reasoning is not None and body.reasoning.summarised
     begun = _begun(body, model, options)
     return _Turn(begun, use, given, before, wanted, logprobs, parser, summarised, conversation)

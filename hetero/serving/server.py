@@ -42,6 +42,7 @@ def serve(
     origins: Sequence[str],
     names: Sequence[str],
     queue: int,
+    reasoning_budget: int,
     weights: str | None,
     engine: dict[str, Any],
 ) -> None:
@@ -67,6 +68,7 @@ def serve(
         records=Records(directory / "responses.sqlite", vault=vault_of(engine["encryption_key"])),
         token_bytes=TokenBytes(model),
         slots=engine["slots"],
+        reasoning_budget=reasoning_budget,
     )
 
     def ready() -> None:

@@ -32,6 +32,7 @@ class State:
     """The shared objects, used in one event loop.
 
     `names` are the model's names (`*`: any), `failed` is the reason why the engine did not start.
+    `reasoning_budget` is the most tokens of a thought (-1: no limit).
     """
 
     model: LoadedModel
@@ -40,6 +41,7 @@ class State:
     records: Records
     token_bytes: TokenBytes
     slots: int
+    reasoning_budget: int = -1
     metrics: Metrics = field(default_factory=Metrics)
     turns: Turns = field(default_factory=Turns)  # by (app, conversation)
     failed: UserError | None = None

@@ -7,12 +7,14 @@ import json
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hetero.serving.answer_parser import AnswerForm, AnswerParser, AnswerPart, Piece, whole_parts
 from hetero.serving.call_forms import FORMS, HERMES
+from hetero.serving.thought_budget import ThoughtBudget, ThoughtLimit
 
 SCHEMAS: dict[str, Any] = {
     "go": {
@@ -276,3 +278,31 @@ def test_text_and_arguments_come_as_they_are_written() -> None:
     assert "".join(x.text for x in parser.feed('": "Ro')).endswith('": "Ro')
     assert [x.text for x in parser.feed('me"}}</tool_call>')] == ['me"}']
     assert parser.parts[-1].whole
+
+
+@given(
+    st.lists(st.sampled_from([1, 2, 3, 4]), max_size=30),
+    st.integers(0, 5),
+    st.booleans(),
+)
+def test_a_thought_has_so_many_tokens_at_most(chosen: list[int], most: int, begun: bool) -> None:
+    """1 begins a thought, 2 ends it; 9 and 2 are forced."""
+    limit = ThoughtLimit(tokens=most, begin=[1], end=[2], forced=[9, 2], begun=begun)
+    budget, thought = ThoughtBudget(limit, 10), 0 if begun else -1
+    for token in chosen:
+        mask = budget.allowed()
+        if mask is not None:
+            assert thought == most
+            (forced,) = np.flatnonzero(mask)
+            assert forced == 9
+            budget.accept(9)
+            mask = budget.allowed()
+            assert mask is not None
+            assert list(np.flatnonzero(mask)) == [2]
+            budget.accept(2)
+            thought = -1
+            continue
+        assert thought < most or thought == -1
+        budget.accept(token)
+        before = thought + 1 if thought >= 0 else -1
+        thought = {1: 0 if before < 0 else before, 2: -1}.get(token, before)
