@@ -27,7 +27,17 @@ BOTH: Final = ("gpu", "npu")
 def with_fastest(
     plan: ExecutionPlan, spec: ModelGraph, profile: DeviceProfile, request: PlanRequest
 ) -> ExecutionPlan:
-    """Return the plan with the fastest devices at the depths that the model's context holds."""
+    """Return the plan with the fastest devices at the depths that the model's context holds.
+
+    They are compared with the graphs that the plan has.
+    """
+    if request.graph_sizes == "auto":
+        request = replace(
+            request,
+            graph_sizes=plan.graph_sizes,
+            preparation_budget_s=None,
+            graph_memory_bytes=None,
+        )
     depths = [x for x in DEPTHS if x <= spec.max_position] or [spec.max_position]
     return plan.model_copy(update={"fastest": tuple(fastest_of(spec, profile, depths, request))})
 
