@@ -29,16 +29,13 @@ def with_fastest(
 ) -> ExecutionPlan:
     """Return the plan with the fastest devices at the depths that the model's context holds.
 
-    They are compared with the graphs that the plan has.
+    The NPU has the graphs of the plan there: budgets to prepare them were for its own lengths.
     """
-    if request.graph_sizes == "auto":
-        request = replace(
-            request,
-            graph_sizes=plan.graph_sizes,
-            preparation_budget_s=None,
-            graph_memory_bytes=None,
-        )
     depths = [x for x in DEPTHS if x <= spec.max_position] or [spec.max_position]
+    sizes = plan.graph_sizes or None
+    request = replace(
+        request, graph_sizes=sizes, graph_memory_bytes=None, preparation_budget_s=None
+    )
     return plan.model_copy(update={"fastest": tuple(fastest_of(spec, profile, depths, request))})
 
 
