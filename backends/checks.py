@@ -87,9 +87,10 @@ def check_token_count(
 ) -> None:
     """Raise `ValueError` for a token count that a device with static shapes has no graph for.
 
-    `own` is the kernel's `graph`. Operations with a state take any: padding would change it.
+    `own` is the kernel's `graph`. Operations with a state take any: padding would change it; so do
+    experts, each of which has its own tokens.
     """
-    if ops.has_state(op):
+    if ops.has_state(op) or isinstance(op, ops.Experts):
         return
     if capabilities.static_shapes and m not in (own, *capabilities.graph_sizes):
         raise ValueError(

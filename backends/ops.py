@@ -68,18 +68,20 @@ class MatMul:
         return 2 * m * self.n * self.k
 
 
-@dataclass(frozen=True, kw_only=True)
-class Embed:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Embed(Extensible):
     """`y[t] = scale · W[tokens[t]]`. Ports: `tokens` int32 [m], `y` [m, d].
 
     Weights: `weight` (PackedWeight of vocab × d; activations do not matter here). Token ids outside
-    [0, vocab) are undefined behaviour: the caller checks them.
+    [0, vocab) are undefined behaviour: the caller checks them. Where the table is `mapped` no
+    device computes it: the control thread reads the rows from the model's file.
     """
 
     vocab: int
     d: int
     weight_format: WeightFormat
     scale: float = 1.0
+    mapped: bool = later(False)
     ports: ClassVar[tuple[str, ...]] = ("tokens", "y")
 
 
@@ -570,20 +572,21 @@ class Outliers:
             )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Router:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Router(Extensible):
     """Choose K of E experts for each token, and the weight of each.
 
     Logits are z = x · Wᵀ (+ bias). With scores `softmax`, s = softmax(z) over all experts, with
     `sigmoid` s = σ(z), with `softmax_chosen` s = z. The experts of the K largest s (with
     `choice_bias`, of s + choice bias) are chosen, of equal ones the first. Their weights are s,
     divided by (their sum + `eps`) if `renormalised`, or their softmax (`softmax_chosen`); then they
-    are multiplied by `scale`. (Mixtral, arXiv 2401.04088, section 2.1, has `softmax_chosen`;
+    are multiplied by `scale`, and with `expert_scale` by a factor of each expert (Gemma 4).
+    (Mixtral, arXiv 2401.04088, section 2.1, has `softmax_chosen`;
     DeepSeek-V3, arXiv 2412.19437, equations 14 to 16, `sigmoid` with a choice bias.)
 
     Ports: `x` [m, d], `y` [m, 2K]: numbers of the chosen experts, as floats, the largest score
     first, then their weights. Weights, all float32: `router` [E · d], row after row; `router_bias`
-    [E] if `bias`; `choice_bias` [E] if `choice_bias`.
+    [E] if `bias`; `choice_bias` [E] if `choice_bias`; `expert_scale` [E] if `expert_scale`.
     """
 
     experts: int
@@ -595,6 +598,7 @@ class Router:
     renormalised: bool = True
     eps: float = 0.0
     scale: float = 1.0
+    expert_scale: bool = later(False)
     ports: ClassVar[tuple[str, ...]] = ("x", "y")
 
     def __post_init__(self) -> None:
@@ -735,7 +739,11 @@ def weight_names(op: Op) -> tuple[str, ...]:  # noqa: PLR0911, PLR0912
             slab = ("hot", "hot_weight") if op.hot else ()
             return (*slab, *(("weight", "x_scale") if op.excess else ()))
         case Router():
-            given = {"router_bias": op.bias, "choice_bias": op.choice_bias}
+            given = {
+                "router_bias": op.bias,
+                "choice_bias": op.choice_bias,
+                "expert_scale": op.expert_scale,
+            }
             return ("router", *(name for name, present in given.items() if present))
         case Experts():
             matrices = tuple(op.matmuls)
@@ -779,3 +787,8 @@ def describe(op: Op) -> str:  # noqa: PLR0911, PLR0912
             return f"Experts({sizes}, {op.weight_format})"
         case _:
             return f"{type(op).__name__}(d={op.d})"
+
+
+def is_mapped(op: Op) -> bool:
+    """Return whether the control thread computes an operation, from the model's file."""
+    return isinstance(op, Embed) and op.mapped

@@ -82,6 +82,7 @@ class Capabilities:
     every_core           it computes on the control thread's core as well: polling slows it down
     attention_heads      it computes some heads of an attention while a device has the others
                          (`ops.AttentionHeads`)
+    experts              it computes routed experts (`ops.Experts`)
     launch_tokens        (k, tokens) by format: from k input features on a launch of a matmul takes
                          so many tokens at most, and a call of more runs several; formats that are
                          not listed run one launch
@@ -110,6 +111,7 @@ class Capabilities:
     attention_heads: bool = False
     launch_tokens: Mapping[WeightFormat, tuple[tuple[int, int], ...]] = field(default_factory=dict)
     reads_panels: bool = False
+    experts: bool = False
 
 
 class Graphs(Protocol):

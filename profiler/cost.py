@@ -376,12 +376,14 @@ def _routed_allowed(cost: CostModel, device: DeviceKind, op: Router | Experts, m
 
 
 def _routed_s(cost: CostModel, device: DeviceKind, op: Router | Experts, m: int) -> Cost:
-    costs = [
-        cost.matmul_s(device, x.weight_format, tokens, x.n, x.k)
-        for tokens, x in _routed(cost, device, op, m)
-    ]
+    matmuls, calls = _routed(cost, device, op, m), 1.0
+    if isinstance(op, Experts) and cost.device(device).capabilities.static_shapes:
+        # Each expert is a call of its own there, elsewhere all are one launch.
+        calls = op.distinct(m)
+        matmuls = [(matmuls[0][0], x) for x in op.matmuls.values()]
+    costs = [cost.matmul_s(device, x.weight_format, tokens, x.n, x.k) for tokens, x in matmuls]
     outside = np.any([x.extrapolated for x in costs])
-    return Cost(np.sum([x.seconds for x in costs], axis=0), np.asarray(outside))
+    return Cost(calls * np.sum([x.seconds for x in costs], axis=0), np.asarray(outside))
 
 
 def _routed(

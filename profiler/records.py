@@ -87,6 +87,15 @@ class CapabilityRecord(Record):
     per_graph_size: PerGraphSize = "nothing"
     attention_heads: bool = False
     launch_tokens: dict[WeightFormat, LaunchTokens] = {}
+    experts: bool = False
+
+    @model_serializer(mode="wrap")
+    def _without_experts(self, serialise: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out `experts` where there are none: fingerprints of profiles stay as they were."""
+        document: dict[str, Any] = serialise(self)
+        if not self.experts:
+            document.pop("experts", None)
+        return document
 
     @classmethod
     def of(cls, capabilities: Capabilities) -> Self:

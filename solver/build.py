@@ -20,10 +20,12 @@ from hetero.solver.non_matmul import seconds_by_kind
 from hetero.solver.options import Option
 from hetero.solver.place import tiles_of
 from hetero.solver.plan import (
+    PHASES,
     AttentionShare,
     HeadCounts,
     NonMatmulDevices,
     OpPlan,
+    PlannedPhase,
     Residency,
     Total,
 )
@@ -78,8 +80,8 @@ def assemble(
     decodes, and has the output head.
     """
     spec, profile = planner.spec, planner.profile
-    separate = decoder is not None and decoder is not planner
-    decoder = decoder if decoder is not None and separate else planner
+    decoder = decoder or planner
+    separate = decoder is not planner
     prompts = [s for s in solutions if s.scenario.phase == "prefill"]
     others = [s for s in solutions if s.scenario.phase == "decode"]
     memory = (
@@ -89,6 +91,8 @@ def assemble(
     )
     explains = request.explain and strategy == "auto"
     reasons = Reasons(budget=request.memory_budget_bytes is not None) if explains else None
+    limit = longest or planner.step_tokens
+    totals = totals_of(planner, solutions, request.seq_lens, limit, decoder)
     return ExecutionPlan(
         model=spec.name,
         strategy=strategy,
@@ -99,9 +103,8 @@ def assemble(
             entries(planner, solutions, reasons=reasons, pipe=strategy == "pipe", decoder=decoder)
         ),
         non_matmul=non_matmul_devices_of(solutions),
-        totals=totals_of(
-            planner, solutions, request.seq_lens, longest or planner.step_tokens, decoder
-        ),
+        totals=totals,
+        phases=planned_phases(totals),
         graph_sizes=planner.sizes,
         memory_bytes=memory.total_bytes,
         memory=memory.model_copy(update={"budget_bytes": request.memory_budget_bytes}),
@@ -119,7 +122,19 @@ def assemble(
         errors=errors_of(profile, spec.base or spec.weight_format),
         notes=(*notes, *planner.notes),
         attention=attention_of(planner, solutions),
+        experts=planner.settings.experts,
     )
+
+
+def planned_phases(totals: Sequence[Total]) -> tuple[PlannedPhase, ...]:
+    """Return the devices of each phase that has totals."""
+    phases = []
+    for phase in PHASES:
+        if own := [x for x in totals if x.phase == phase]:
+            kinds = tuple(sorted({kind for total in own for kind in total.devices}))
+            seconds = max(own, key=lambda x: x.m).predicted_s
+            phases.append(PlannedPhase(phase=phase, devices=kinds, predicted_s=seconds))
+    return tuple(phases)
 
 
 def layer_counts(spec: ModelGraph) -> dict[OpName, int]:
@@ -306,6 +321,7 @@ def _total(planner: Planner, done: Prompt, singles: Mapping[DeviceKind, Prompt |
         single_devices={kind: single.seconds for kind, single in alone.items()},
         energy_j=done.joules,
         best_single_device_j=best.joules,
+        devices=tuple(sorted(frozenset().union(*(call.devices for call in done.calls)))),
         non_matmul_s=seconds_by_kind(planner.spec, first.non_matmul),
     )
 

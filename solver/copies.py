@@ -15,6 +15,7 @@ from typing import Final
 from hetero.solver import residency
 from hetero.solver.options import INF
 from hetero.solver.plan import Memory
+from hetero.solver.planner import Planner
 from hetero.solver.request import PlanRequest
 from hetero.solver.solution import Solution
 from hetero.solver.weight_memory import Limits
@@ -23,6 +24,7 @@ SHARE: Final = 0.25
 WORTH: Final = 0.10
 NEGLIGIBLE_BYTES: Final = 64 << 20  # in all: not worth the time to solve again
 PLACES: Final = 4  # of each row limit, besides those that the steps want
+MANY: Final = 16  # matmuls of a model from which on there is a place less
 
 
 def tighter(
@@ -36,6 +38,11 @@ def tighter(
     if request.memory_budget_bytes is not None or memory.twice_bytes <= max(most, NEGLIGIBLE_BYTES):
         return None
     return limits._replace(copies=most)
+
+
+def places_of(planner: Planner) -> int:
+    """Return the places of each row limit that are tried."""
+    return PLACES if len(planner.spec.matmuls) < MANY else PLACES - 1
 
 
 def weights_of(parts: Sequence[residency.Part]) -> int:
@@ -59,6 +66,17 @@ def slowdown(best: Iterable[Solution], others: Iterable[Solution], request: Plan
 def worth(limits: Limits, request: PlanRequest) -> float:
     """Return the least gain of a step, as a share of its time, that more copies are for."""
     return WORTH if limits.npu < INF else request.margin
+
+
+def least_gain(memory: Memory, weights: int, limits: Limits) -> float:
+    """Return by which fraction a plan with this memory must be faster than one without copies.
+
+    Infinite where it does not fit the limits; `weights` are the bytes of the model's.
+    """
+    if not limits.hold(memory):
+        return INF
+    few = memory.twice_bytes <= max(SHARE * weights, NEGLIGIBLE_BYTES)
+    return WORTH if limits.npu < INF and not few else 0.0
 
 
 def note_of(before: Memory, after: Memory, weights: int, slower: float, *, kept: bool) -> str:

@@ -61,7 +61,7 @@ def _joint_with_few_copies(
 
     def solve(with_cuts: Planner) -> list[Solution]:
         solved = residency.solve(
-            with_cuts, scenarios, objective, tight, request.weight, places=copies.PLACES
+            with_cuts, scenarios, objective, tight, request.weight, places=copies.places_of(planner)
         )
         return agree(with_cuts, solved, objective)
 
@@ -172,7 +172,9 @@ def solve_separately(
     if tight is None:
         return best
     try:
-        fewer = residency.solve_parts(parts, objective, tight, request.weight, places=copies.PLACES)
+        fewer = residency.solve_parts(
+            parts, objective, tight, request.weight, places=copies.places_of(planner)
+        )
     except PlanError:
         return best
     fewer = _agree(parts, fewer, objective)

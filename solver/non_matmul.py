@@ -76,8 +76,14 @@ class NonMatmulCosts:
     Raises `ProfileError` if no device has all of them.
     """
 
-    def __init__(self, cost: CostModel, graph: ModelGraph, overheads: Overheads) -> None:
-        self.cost, self.graph, self.overheads = cost, graph, overheads
+    def __init__(
+        self,
+        cost: CostModel,
+        graph: ModelGraph,
+        overheads: Overheads,
+        experts: DeviceKind | None = None,
+    ) -> None:
+        self.cost, self.graph, self.overheads, self.experts = cost, graph, overheads, experts
         self._known: dict[tuple[DeviceKind, int, int], NonMatmulTimes] = {}
         stages = (*graph.block, *graph.tail)
         self._shares: list[tuple[OpName | None, Share]] = [
@@ -102,7 +108,13 @@ class NonMatmulCosts:
 
     def _where(self, kind: DeviceKind, op: Op) -> DeviceKind:
         """Return where it runs if `kind` runs the non-matmul ops."""
-        return device_of_other(op, kind, self.cost.profile.devices)
+        return device_of_other(op, kind, self.cost.profile.devices, self.experts)
+
+    def _crossing_s(self, kind: DeviceKind, op: Op) -> float:
+        """Return what waiting for the GPU costs where experts are on the device chosen for them."""
+        if self.experts in (None, kind) or not isinstance(op, Experts):
+            return 0.0
+        return self.overheads.wait_s + self.overheads.submit_s
 
     def _allowed(self, kind: DeviceKind, op: Op) -> Allowed:
         if isinstance(op, MatMul):  # one that is not cut
@@ -140,7 +152,8 @@ class NonMatmulCosts:
         times: dict[OpName | None, float] = {None: 0.0}
         for (name, share), timer in zip(self._shares, self._timers[kind], strict=True):
             sizes = (row, context + m - 1) if share.sampled else (tokens, context)
-            times[name] = times.get(name, 0.0) + share.times * timer(*sizes)
+            seconds = timer(*sizes) + self._crossing_s(kind, share.op)
+            times[name] = times.get(name, 0.0) + share.times * seconds
         overheads = self.overheads.at(m)
         return NonMatmulTimes(
             _option(kind, times.pop(None), overheads),

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 
-from hetero.backends.ops import Attention, MatMul, has_state
+from hetero.backends.ops import Attention, MatMul, has_state, is_mapped
 from hetero.backends.protocol import DeviceKind, prepared_sizes
 from hetero.profiler.model_graph import ModelGraph, Node
 from hetero.solver.assignments import Assignment, Heads, Part
@@ -61,6 +61,7 @@ class Placement:
         )
         self._check_graphs()
         self._check_heads()
+        self._check_experts()
 
     def with_plan(self, plan: ExecutionPlan, source: PlanSource) -> Placement:
         """Return the same devices and kernels with another plan within the same cuts."""
@@ -89,6 +90,17 @@ class Placement:
                     "computes all of them or none: make a plan with a profile of this device"
                 )
 
+    def _check_experts(self) -> None:
+        """Check that the device of routed experts has kernels of them."""
+        kind = self.plan.experts
+        if kind is not None and not (
+            kind in self._capabilities and self._capabilities[kind].experts
+        ):
+            raise PlanError(
+                f"the plan has the routed experts on the {kind}, which has no kernels of them: "
+                "make a plan with a profile of this device"
+            )
+
     @property
     def online(self) -> bool:
         """Return whether graphs are prepared while a prompt waits."""
@@ -114,9 +126,10 @@ class Placement:
     ) -> Iterator[Assignment]:
         """Yield what computes a call of m tokens, in the model's order.
 
-        What sees sampled rows alone sees the last `logit_rows` tokens, and is left out where that
-        is none. Rows of several contexts decode so, too; but what knows a position runs for each of
-        them, on the same device (`row_graph`). `mode`: of calls in flight.
+        Tables that are mapped are the control thread's. What sees sampled rows alone sees the last
+        `logit_rows` tokens, and is left out where that is none. Rows of several contexts decode so,
+        too; but what knows a position runs for each of them, on the same device (`row_graph`).
+        `mode`: of calls in flight.
         """
         inside: set[str] = set()  # nodes of groups that were yielded
         for node in self.graph.nodes:
@@ -136,6 +149,8 @@ class Placement:
 
     def tokens_of(self, node: Node, m: int, logit_rows: int) -> int:
         """Return how many of the last tokens of a call of m a node computes; 0: it does not run."""
+        if is_mapped(node.op):
+            return 0
         return logit_rows if node.name in self.graph.sampled_nodes else m
 
     def parts(
@@ -172,7 +187,9 @@ class Placement:
 
     def _other(self, node: Node, phase: Phase, m: int) -> tuple[DeviceKind, int]:
         """Return device and tokens of a node that is no matmul."""
-        kind = device_of_other(node.op, self.non_matmul(phase), self._capabilities)
+        kind = device_of_other(
+            node.op, self.non_matmul(phase), self._capabilities, self.plan.experts
+        )
         # As many tokens as the rest, for a padded graph reads what is written here; but a state is
         # that after the last token.
         return kind, m if has_state(node.op) else self.padded(phase, m)
@@ -252,6 +269,8 @@ class Placement:
 
     def devices(self, node: Node) -> frozenset[DeviceKind]:
         """Return the devices that run a node in any phase."""
+        if is_mapped(node.op):
+            return frozenset()
         if node.plan_op is None:
             return frozenset(self._other(node, phase, 1)[0] for phase in PHASES)
         return frozenset(tile.device for _, tile, _ in self._entries.listed(node))

@@ -216,6 +216,7 @@ class Total(_Record):
     device, by its kind; `non_matmul_s` those of the other operators in the first call, each time:
     `head` before the layers, then by what they do (`steps.seconds_by_kind`). `modes` are predicted
     seconds of the prompt's modes, with calls in flight together, of which the runtime takes `mode`.
+    `devices` work in it, the output head aside.
     """
 
     phase: Phase
@@ -231,12 +232,25 @@ class Total(_Record):
     non_matmul_s: Annotated[dict[str, Quantity], _also("non_matmul_s", "rest_s")] = {}
     mode: Annotated[PrefillMode, _also("mode", "form")] = "cut"
     modes: Annotated[dict[PrefillMode, Positive], _also("modes", "forms")] = {}
+    devices: tuple[DeviceKind, ...] = ()
 
     @model_validator(mode="after")
     def _steps_are_the_prompt(self) -> Self:
         if self.steps and sum(self.steps) != self.m:
             raise ValueError(f"calls of {self.steps} tokens are no prompt of {self.m}")
         return self
+
+
+class PlannedPhase(_Record):
+    """The devices that compute a phase from a depth of the context on, the output head aside.
+
+    `predicted_s` is of a decode step, or of the longest prompt.
+    """
+
+    phase: Phase
+    depth_from: Start = 0
+    devices: tuple[DeviceKind, ...]
+    predicted_s: Positive
 
 
 class PredictedRun(_Record):
@@ -345,13 +359,12 @@ class Plan(_Record):
     attentions (`static`), or a whole block. `attention` says which device computes which heads;
     none means the device of the other operators, all. `in_flight` are other modes of a prompt's
     calls, for lengths at which they are faster. `counts` are how many layers have each matmul,
-    where layers differ (else all have it). `errors` are mean relative errors of the profile's
-    predictions of matmuls that it left out, of the device whose are larger. `fastest` says where
-    prompts and decode steps are fastest by their depth, single devices included.
     where layers differ (else all have it). `prompt_layers`, where these are not all of the
-    `layers`, see all tokens of a prompt; its last token alone passes through the others. `errors`
+    `layers`, see all tokens of a prompt; its last token alone passes through the others. `experts`
+    is the device of routed experts, in both phases; none means the GPU, if there is one. `errors`
     are mean relative errors of the profile's predictions of matmuls that it left out, of the device
-    whose are larger.
+    whose are larger. `fastest` says where prompts and decode steps are fastest by their depth,
+    single devices included, `phases` which devices compute them by this plan.
     """
 
     schema_version: Literal[1] = 1
@@ -386,13 +399,15 @@ class Plan(_Record):
     attention: Annotated[tuple[AttentionShare, ...], Field(max_length=1024)] = ()
     counts: dict[OpName, Stop] = {}
     fastest: Annotated[tuple[FastestDevices, ...], Field(max_length=64)] = ()
+    experts: DeviceKind | None = None
+    phases: Annotated[tuple[PlannedPhase, ...], Field(max_length=64)] = ()
     prompt_layers: Annotated[int, Field(ge=0, lt=2**31)] | None = None
 
     @model_serializer(mode="wrap")
     def _without_absent(self, serialise: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Leave out what only models have whose layers differ, and `fastest` where it is empty."""
         document: dict[str, Any] = serialise(self)
-        for key in ("counts", "fastest"):
+        for key in ("counts", "fastest", "experts", "phases"):
             if not document.get(key):
                 document.pop(key, None)
         if self.prompt_layers is None:
@@ -421,6 +436,7 @@ class Plan(_Record):
         ops = sorted(op.model_dump_json(include=what) for op in self.all_ops)
         head = self.model_dump_json(include={"model", "non_matmul", "graph_sizes", "fused"})
         heads = [f"{x.m} {x.heads}" for x in self.attention] if self.shares_attention else []
+        heads += [f"experts {self.experts}"] if self.experts is not None else []
         return hashlib.sha256("\n".join([head, *ops, *sorted(heads)]).encode()).hexdigest()[:12]
 
     def partition(self, phase: Phase, m: int, op: str) -> tuple[Tile, ...]:
@@ -519,7 +535,24 @@ class Plan(_Record):
         """Return the device kinds that the plan uses."""
         tiles = {tile.device for op in self.all_ops for tile in op.tiles}
         both = KINDS if self.shares_attention else ()
-        return frozenset(tiles | {self.non_matmul.prefill, self.non_matmul.decode, *both})
+        experts = () if self.experts is None else (self.experts,)
+        others = {self.non_matmul.prefill, self.non_matmul.decode, *both, *experts}
+        return frozenset(tiles | others)
+
+    def devices_of(self, phase: Phase) -> frozenset[DeviceKind]:
+        """Return the device kinds that work in a phase, but for an output head that is not cut."""
+        ops = [op for op in self.all_ops if op.phase == phase]
+        parts = [{tile.device for tile in op.tiles} for op in ops if op.op != "lm_head"]
+        heads = [{tile.device for tile in op.tiles} for op in ops if op.op == "lm_head"]
+        other = self.non_matmul.prefill if phase == "prefill" else self.non_matmul.decode
+        both = KINDS if phase == "prefill" and self.shares_attention else ()
+        experts = () if self.experts is None else (self.experts,)
+        return frozenset({other, *both, *experts}).union(*parts, *(x for x in heads if len(x) > 1))
+
+    @property
+    def apart(self) -> bool:
+        """Return whether the devices never compute at once: each phase has one of them."""
+        return all(len(self.devices_of(phase)) == 1 for phase in PHASES)
 
     def check_heads(self, spec: ModelGraph) -> None:
         """Raise `PlanError` unless the plan shares as many heads of attention as the model has."""
@@ -584,13 +617,21 @@ class Plan(_Record):
 ON_THE_GPU: Final = (Outliers, Router, Experts, GatedAdd)
 
 
-def device_of_other(op: Op, non_matmul: DeviceKind, devices: Container[DeviceKind]) -> DeviceKind:
+def device_of_other(
+    op: Op,
+    non_matmul: DeviceKind,
+    devices: Container[DeviceKind],
+    experts: DeviceKind | None = None,
+) -> DeviceKind:
     """Return the device of an operation that is no matmul of the plan, as a rule `non_matmul`.
 
     Outliers are there to be computed while the NPU computes their matmul, graphs of NPUs keep no
     states, have no sinks of attention and do not attend to another layer's caches, and which
-    experts a token needs is not known before it is routed: the GPU has these if there is one.
+    experts a token needs is not known before it is routed: the GPU has these if there is one. But
+    routed experts are on the device that a plan names (`experts`).
     """
+    if experts is not None and isinstance(op, Experts):
+        return experts
     return "gpu" if of_the_gpu(op) and "gpu" in devices else non_matmul
 
 

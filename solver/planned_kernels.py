@@ -124,7 +124,7 @@ class PlannedKernels:
         """Return the devices that run an operation that is no matmul."""
         devices = self._plan.non_matmul
         return {
-            device_of_other(op, kind, self._capabilities)
+            device_of_other(op, kind, self._capabilities, self._plan.experts)
             for kind in (devices.prefill, devices.decode)
         }
 

@@ -35,6 +35,7 @@ class PlannerSettings:
     row_steps       at most this many row cuts for each matmul; None: every alignment step
     unfused         try q, k, v and gate, up unfused
     step_tokens     tokens of the longest call; None: what two graphs hold
+    experts         device of routed experts; None: the GPU, if there is one
     """
 
     precision: Precision = "auto"
@@ -43,6 +44,7 @@ class PlannerSettings:
     unfused: bool = True
     row_steps: int | None = None
     step_tokens: int | None = None
+    experts: DeviceKind | None = None
 
 
 class Planner:
@@ -74,7 +76,8 @@ class Planner:
         self.whole = self  # the same with all row cuts
         self._spaces: dict[OpName, MatMulSpace] = {}
         self._candidates: dict[tuple[OpName, int, Objective], list[Option]] = {}
-        self._refuse_foreign_formats()
+        if not any(self.kernels.options.values()):
+            raise _no_times(self)
 
     def objective(self, seconds: float = 1.0, joules: float = 0.0) -> Objective:
         """Return the weights of seconds and joules.
@@ -150,11 +153,12 @@ class Planner:
         profile: DeviceProfile | None = None,
         cost: CostModel | None = None,
         rows: Mapping[OpName, Sequence[int]] | None = None,
+        settings: PlannerSettings | None = None,
     ) -> Planner:
         return Planner(
             self.spec,
             profile or self.profile,
-            self.settings,
+            settings or self.settings,
             cost=cost or self.cost,
             overheads=self.overheads,
             rows=self.rows if rows is None else rows,
@@ -265,6 +269,9 @@ class Planner:
 
         None if it cannot compute or hold them all.
         """
+        if self.settings.experts is not None:
+            without_choice = self._with(settings=replace(self.settings, experts=None))
+            return without_choice.single(scenario, device)
         if not holds_alone(self, device):
             return None
         options: dict[OpName, Option] = {}
@@ -299,11 +306,16 @@ class Planner:
 
     @cached_property
     def _non_matmul_costs(self) -> NonMatmulCosts:
-        return NonMatmulCosts(self.cost, self.spec, self.overheads)
+        return NonMatmulCosts(self.cost, self.spec, self.overheads, self.settings.experts)
 
     @cached_property
     def _head_shares(self) -> HeadShares:
         return HeadShares(self.cost, self.spec, self.kernels, self.overheads)
+
+    @property
+    def experts(self) -> DeviceKind | None:
+        """Return the device of routed experts, None for the one without a choice."""
+        return self.settings.experts
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -336,14 +348,15 @@ class Planner:
                 f"got {scenario.m}: cut the prompt as `ExecutionPlan.steps` does"
             )
 
-    def _refuse_foreign_formats(self) -> None:
-        if not any(self.kernels.options.values()):
-            known = sorted({p.weight_format.value for p in self.profile.predictors})
-            raise PlanError(
-                f"profile {self.profile.name} has no times of {self.spec.weight_format.value} "
-                f"(precision {self.settings.precision}), only of {', '.join(known) or 'nothing'}: "
-                "choose another --weights or --precision, or measure it with `hetero profile`"
-            )
+
+def _no_times(planner: Planner) -> PlanError:
+    """Return what is raised where a profile lacks the formats of a model."""
+    known = sorted({p.weight_format.value for p in planner.profile.predictors})
+    return PlanError(
+        f"profile {planner.profile.name} has no times of {planner.spec.weight_format.value} "
+        f"(precision {planner.settings.precision}), only of {', '.join(known) or 'nothing'}: "
+        "choose another --weights or --precision, or measure it with `hetero profile`"
+    )
 
 
 def shortest(*limits: int | None) -> int | None:

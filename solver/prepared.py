@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Final
 
 from hetero.backends.formats import WeightFormat
+from hetero.backends.protocol import DeviceKind
 from hetero.profiler.errors import ProfileError
 from hetero.profiler.model_graph import ModelGraph, OpName
 from hetero.profiler.records import DECODE_TOKENS, DeviceProfile
@@ -26,14 +29,14 @@ from hetero.solver.in_flight import in_flight_of
 from hetero.solver.joint import JointSpace
 from hetero.solver.joint_plan import solve_separately, solve_within
 from hetero.solver.options import Option
-from hetero.solver.plan import PHASES, Phase
+from hetero.solver.plan import PHASES, Memory, NonMatmulDevices, Phase
 from hetero.solver.planner import Planner, shortest
 from hetero.solver.prompts import Prompt, solve_prompt
 from hetero.solver.request import DECODE, MAX_LENGTHS, PlanRequest, scenarios_of
 from hetero.solver.residency import mask_of
 from hetero.solver.sizing import planner_for
 from hetero.solver.solution import Scenario, Solution
-from hetero.solver.weight_memory import ResidentRows, resident_by_op
+from hetero.solver.weight_memory import ResidentRows, memory_of_rows, resident_by_op
 
 CUTS: Final = 4  # row cuts of one matmul that are prepared
 LONGEST: Final = 2048  # tokens whose GPU times are looked up ahead on devices without graphs
@@ -120,9 +123,12 @@ class PreparedSolver:
 
     `plan` is the plan that it was prepared with; `plan_for` has entries of the same kind for any
     token count. `rows` are the row cuts that may be used, `npu_head_counts` the numbers of
-    attention's heads on the NPU, `resident` the rows on each device. Not for several threads at
+    attention's heads on the NPU, `resident` the rows on each device, `alone` the device that
+    computes all of a phase, for phases in which one does (`alone_in`). Not for several threads at
     once.
     """
+
+    alone: Mapping[Phase, DeviceKind] = MappingProxyType({})
 
     def __init__(
         self,
@@ -236,26 +242,106 @@ class PreparedSolver:
         changed._joint = changed._join()
         changed._plans = {}
         changed._sampled = dict(self._sampled) if separate else {x: {} for x in self._sampled}
-        options = changed.solution_for(DECODE).options
+        changed.alone = {phase: changed._fastest_alone(phase) for phase in self.alone}
+        first = min(self.plan.listed_tokens)
+        changed.plan = changed._planned([first])
+        return changed
+
+    def alone_in(
+        self, devices: Mapping[Phase, DeviceKind], factors: Factors = MappingProxyType({})
+    ) -> PreparedSolver:
+        """Return the same where one device computes all of some phases, but for the output head.
+
+        The head is computed where decoding is. A device that is alone in a phase holds all rows.
+        `factors` are seconds of the opened devices over those of the profile. `drifted` solvers
+        choose the devices of these phases again, among those that this one has in some phase.
+        Raises `PlanError` where prompts and answers have formats of their own, or a device cannot
+        compute all.
+        """
+        if self._decoder is not self._planner:
+            raise PlanError("prompts and answers in different formats are planned together")
+        changed = copy.copy(self)
+        changed.alone = {**self.alone, **devices}
+        everywhere = len(changed.alone) == len(PHASES)
+        planner = self._planner
+        if everywhere:
+            changed.rows = dict.fromkeys(self.rows, ())
+            planner = planner.with_rows(changed.rows)
+        if "prefill" in changed.alone:
+            changed.npu_head_counts = ()
+            planner = planner.with_heads(())
+        changed._planner = changed._decoder = planner.drifted(factors)
+        changed.resident = changed._all_resident()
+        changed._non_matmul_devices = {**self._non_matmul_devices, **devices}
+        changed._joint = changed._join()
+        changed._plans = {}
+        changed._sampled = {x: {} for x in self._sampled}
+        longest = changed._longest
+        lengths = [m for m in self.plan.listed_tokens if longest is None or m <= longest]
+        changed.plan = changed._planned(lengths or [min(self.plan.listed_tokens[0], longest or 1)])
+        return changed
+
+    @property
+    def _longest(self) -> int | None:
+        """Return the tokens of the longest call."""
+        device = self.alone.get("prefill", self._non_matmul_devices["prefill"])
+        return shortest(self.plan.step_tokens, self._planner.longest_with(device))
+
+    def memory_in(self, devices: Mapping[Phase, DeviceKind]) -> Memory:
+        """Return the bytes of the weights of `alone_in`."""
+        changed = copy.copy(self)
+        changed.alone = {**self.alone, **devices}
+        return memory_of_rows(self._planner, changed._all_resident())
+
+    def _all_resident(self) -> dict[OpName, ResidentRows]:
+        return {name: self._resident_of(name, rows) for name, rows in self.resident.items()}
+
+    def _resident_of(self, name: OpName, rows: ResidentRows) -> ResidentRows:
+        """Return the rows of a matmul on each device, with all where one is alone in a phase."""
+        n, _ = self._planner.shape(name)
+        if name in self._planner.spec.sampled:
+            whole = {"gpu": ResidentRows(0, 0), "npu": ResidentRows(n, n)}
+            return whole[self.alone["decode"]] if "decode" in self.alone else rows
+        kinds, everywhere = set(self.alone.values()), len(self.alone) == len(PHASES)
+        npu, gpu = (0, n) if everywhere else rows
+        return ResidentRows(n if "npu" in kinds else npu, 0 if "gpu" in kinds else gpu)
+
+    def _fastest_alone(self, phase: Phase) -> DeviceKind:
+        """Return the device that computes a phase fastest alone, of those that could be prepared.
+
+        They are prepared for the other operators of some phase; rows may be missing.
+        """
+        m = 1 if phase == "decode" else self.plan.listed_tokens[len(self.plan.listed_tokens) // 2]
+        seconds: dict[DeviceKind, float] = {}
+        for kind in sorted(set(self._non_matmul_devices.values())):
+            with suppress(PlanError):
+                seconds[kind] = self._solved_alone(Scenario(phase, m), kind).seconds
+        return min(seconds, key=seconds.__getitem__, default=self.alone[phase])
+
+    def _planned(self, lengths: Sequence[int]) -> ExecutionPlan:
+        """Return the plan of decoding and of prompts of these lengths, as far as it is prepared."""
+        options = self.solution_for(DECODE).options
         sampled = {op.op: options[op.op] for op in self._sampled_entries if op.op in options}
-        restricted = {name: option.unrestricted() for name, option in sampled.items()}
-        changed._sampled = dict.fromkeys(self._sampled, restricted)
-        changed._sampled_entries = tuple(
-            entry(changed._decoder, Scenario(op.phase, 1), op.op, sampled[op.op])
+        free = {name: option.unrestricted() for name, option in sampled.items()}
+        self._sampled = dict.fromkeys(self._sampled, free)
+        self._sampled_entries = tuple(
+            entry(self._decoder, Scenario(op.phase, 1), op.op, sampled[op.op])
             for op in self._sampled_entries
         )
-        first = min(op.m for op in self.plan.ops if op.phase == "prefill" and op.m is not None)
-        parts = (changed.plan_for(1, "decode"), changed.plan_for(first))
+        parts = [self.plan_for(1, "decode"), *map(self.plan_for, lengths)]
         ops = [op for part in parts for op in part.ops if op.op in self._block]
-        changed.plan = self.plan.model_copy(
-            update={
-                "ops": (*ops, *changed._sampled_entries),
-                "totals": (),
-                "residency": {},
-                "attention": parts[1].attention,
-            }
-        )
-        return changed
+        devices = {**self._non_matmul_devices, **self.alone}
+        update = {
+            "ops": (*ops, *self._sampled_entries),
+            "totals": (),
+            "phases": (),
+            "residency": {},
+            "attention": tuple(x for part in parts[1:] for x in part.attention),
+            "non_matmul": NonMatmulDevices(prefill=devices["prefill"], decode=devices["decode"]),
+        }
+        if "prefill" in self.alone:
+            update |= {"in_flight": (), "attention": (), "step_tokens": self._longest}
+        return self.plan.model_copy(update=update)
 
     def _solve(self, scenario: Scenario) -> ExecutionPlan:
         solution = self.solution_for(scenario)
@@ -277,6 +363,31 @@ class PreparedSolver:
             return self._decoder.evaluate(
                 scenario, known.options, known.non_matmul.device, self._objective
             )
+        if (alone := self.alone.get(scenario.phase)) is not None:
+            return self._solved_alone(scenario, alone)
+        return self._planner.solve(
+            scenario,
+            self._objective,
+            options=self._candidates(scenario),
+            non_matmul_device=self._non_matmul_devices[scenario.phase],
+        )
+
+    def _solved_alone(self, scenario: Scenario, kind: DeviceKind) -> Solution:
+        """Return the call on one device but for the output head. Raises `PlanError`."""
+        sampled = self._planner.spec.sampled
+        options = {
+            name: [x.unrestricted() for x in tilings if name in sampled or x.devices == {kind}]
+            for name, tilings in self._candidates(scenario).items()
+        }
+        solution = self._planner.solve(
+            scenario, self._objective, options=options, non_matmul_device=kind
+        )
+        if solution.devices != {kind}:
+            raise PlanError(f"the {kind} alone cannot compute {self._planner.spec.name}")
+        return solution
+
+    def _candidates(self, scenario: Scenario) -> dict[OpName, list[Option]]:
+        """Return what each matmul may choose from, within what is prepared."""
         if self._joint is not None and scenario.m <= self._joint.longest:
             options = self._joint.options(scenario.m, self._chooser)
         else:
@@ -284,11 +395,7 @@ class PreparedSolver:
         sampled = self._sampled.get(scenario.phase, {})
         for name in self._planner.spec.sampled & self.resident.keys() - sampled.keys():
             options[name] = self._options(name, 1)
-        options |= {name: [option] for name, option in sampled.items()}
-        non_matmul_device = self._non_matmul_devices[scenario.phase]
-        return self._planner.solve(
-            scenario, self._objective, options=options, non_matmul_device=non_matmul_device
-        )
+        return options | {name: [option] for name, option in sampled.items()}
 
     def _join(self) -> JointSpace | None:
         spaces = {name: self._planner.space(name) for name in self._block}

@@ -19,6 +19,9 @@ from hetero.solver.tilings import Grid
 from hetero.solver.weight_memory import Limits, ResidentRows, copy_bytes, resident_bytes
 
 GRID_ROWS = 12  # places for each of the two row limits on large matmuls
+# Of the limit of copies: what a matmul may have at most so that its copies are not counted, and no
+# device has some of its rows. Which of many such ones fill the limit takes longest to find out.
+SMALL = 1 / 80
 STATES = (GPU, HOST)
 Part: TypeAlias = tuple[Planner, Sequence[Scenario]]
 
@@ -57,7 +60,8 @@ def solve_parts(
         left_out = frozenset() if planner is parts[-1][0] else planner.spec.sampled
         wanted: list[OpName] = [x.name for x in planner.spec.matmuls if x.name not in left_out]
         weights = [weight(scenario) for scenario in scenarios]
-        programs.append(_Program(planner, scenarios, weights, objective, wanted, places))
+        small = frozenset(x for x in wanted if is_small(planner, x, limits))
+        programs.append(_Program(planner, scenarios, weights, objective, wanted, places, small))
     solved = []
     for program, resident in zip(programs, _minimise(programs, limits), strict=True):
         solutions = []
@@ -97,6 +101,12 @@ def _minimise(programs: Sequence[_Program], limits: Limits) -> list[dict[OpName,
     )
 
 
+def is_small(planner: Planner, name: OpName, limits: Limits) -> bool:
+    """Return whether a matmul is too small for a limit of copies to be about it."""
+    every = ResidentRows(planner.shape(name)[0], 0)
+    return limits.copies < INF and copy_bytes(planner, name, every) < SMALL * limits.copies
+
+
 class _Program:
     """Variables: y[op, residency] (integer) and flows z[scenario, wrap, op, residency, in, out]."""
 
@@ -108,19 +118,21 @@ class _Program:
         objective: Objective,
         names: Sequence[OpName],
         places: int,
+        small: frozenset[OpName] = frozenset(),
     ) -> None:
+        self.small = small
         self.planner, self.scenarios, self.weights = planner, scenarios, weights
         self.objective, self.names, self.places = objective, names, places
         self.chooser = Chooser(planner.overheads, planner.settings.rules, objective)
         self._grids: dict[tuple[OpName, int], Grid] = {}
         self.choices = {name: self._residencies(name) for name in names}
-        self._options: dict[tuple[Scenario, OpName, ResidentRows], list[Option]] = {}
+        self._options: dict[tuple[int, OpName, ResidentRows], list[Option]] = {}
 
     def options(self, scenario: Scenario, name: OpName, resident: ResidentRows) -> list[Option]:
         """Return what a matmul may choose from when these rows live on each device."""
-        key = (scenario, name, resident)
+        m = self.planner.spec.tokens_of(name, scenario.m)
+        key = (m, name, resident)
         if key not in self._options:
-            m = self.planner.spec.tokens_of(name, scenario.m)
             grid = self._grid(name, m)
             mask = mask_of(grid, resident, m, self.planner.shape(name)[0])
             self._options[key] = self.chooser.options(
@@ -149,6 +161,8 @@ class _Program:
         """
         rows = [int(r) for r in self.planner.space(name).rows]
         n = rows[-1]
+        if name in self.small:
+            return [ResidentRows(0, 0), ResidentRows(n, n), ResidentRows(n, 0)]
         if len(rows) > self.places:
             wanted = {self._best_rows(name, s) for s in self.scenarios}
             spread = [rows[i] for i in np.linspace(0, len(rows) - 1, self.places).astype(int)]
@@ -226,12 +240,14 @@ class _Builder:
         ]
 
     def _add_limits(self, limits: Limits) -> None:
-        """Add a row for each limit, in parts of it."""
+        """Add a row for each limit, in parts of it; copies of small matmuls do not count."""
         rows = [self._row(-np.inf, min(limit, 1.0)) if limit < np.inf else None for limit in limits]
         for program, y in zip(self.programs, self.each, strict=True):
             for (name, resident), column in y.items():
                 gpu, npu = resident_bytes(program.planner, name, resident)
-                sizes = (gpu + npu, gpu, npu, copy_bytes(program.planner, name, resident))
+                small = name in program.small
+                copied = 0.0 if small else copy_bytes(program.planner, name, resident)
+                sizes = (gpu + npu, gpu, npu, copied)
                 for row, nbytes, limit in zip(rows, sizes, limits, strict=True):
                     if row is not None:
                         self.entries.append((row, column, nbytes / max(limit, 1.0)))

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from hetero.profiler.cost import CostModel
 from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.records import DeviceProfile
 from hetero.profiler.substitutes import file_substitution
 from hetero.solver import graph_sizes as sizes_module
 from hetero.solver.chooser import Rules
 from hetero.solver.errors import PlanError
+from hetero.solver.expert_choice import choose_experts
+from hetero.solver.host_queue import HostQueue
 from hetero.solver.joint_plan import solve_jointly
 from hetero.solver.options import INF
 from hetero.solver.planner import Planner, PlannerSettings, with_graph_sizes
@@ -18,14 +21,27 @@ from hetero.solver.request import PlanRequest, scenarios_of
 
 
 def planner_for(
-    spec: ModelGraph, profile: DeviceProfile, request: PlanRequest, *, unfused: bool = True
+    spec: ModelGraph,
+    profile: DeviceProfile,
+    request: PlanRequest,
+    *,
+    unfused: bool = True,
+    experts: bool = True,
 ) -> tuple[Planner, list[str]]:
-    """Return a planner with the requested graph sizes, and notes on them."""
+    """Return a planner with the requested graph sizes, and notes on them.
+
+    `experts`: it chooses the device of routed experts.
+    """
     rules = Rules(request.margin, request.max_gpu_share, request.shared)
     step = request.step_tokens
     settings = PlannerSettings(request.precision, rules, request.context, unfused, step_tokens=step)
     substitution = file_substitution(profile, spec.weight_format)
     notes = [] if substitution is None else [substitution.note]
+    if experts:
+        cost = CostModel(profile)
+        choice = choose_experts(cost, spec, HostQueue.of(cost))
+        settings = replace(settings, experts=choice.device)
+        notes += [choice.note] if choice.note else []
     if request.graph_sizes == "auto":
         planner = Planner(spec, profile, settings)
         settings = replace(settings, step_tokens=planner.step_tokens)

@@ -44,7 +44,7 @@ def strategy_plan(
     if not token_counts or min(token_counts) < 1:
         raise PlanError(f"prompt lengths are token counts from 1 on, got {list(token_counts)}")
     request = replace(request or PlanRequest(), seq_lens=tuple(token_counts), length_weights=())
-    planner, notes = planner_for(spec, profile, request, unfused=False)
+    planner, notes = planner_for(spec, profile, request, unfused=False, experts=strategy == "auto")
     longest = longest_step(planner, strategy)
     calls = request.in_calls(longest)
     if strategy == "auto":

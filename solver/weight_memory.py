@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple, Protocol
 
 from hetero.backends.protocol import KINDS, DeviceKind
 from hetero.profiler.features import weight_bytes
 from hetero.profiler.model_graph import ModelGraph, OpName
 from hetero.profiler.records import DeviceProfile
+from hetero.solver.expert_choice import bytes_of_experts
 from hetero.solver.options import INF, Option
 from hetero.solver.plan import Memory
 from hetero.solver.solution import Solution
@@ -20,6 +21,10 @@ class Tables(Protocol):
     spec: ModelGraph
     profile: DeviceProfile
     sizes: tuple[int, ...]
+
+    @property
+    def experts(self) -> DeviceKind | None:
+        """Return the device of routed experts, None for the one without a choice."""
 
     def shape(self, name: OpName) -> tuple[int, int]:
         """Return (n, k) of a fused or separate matmul."""
@@ -88,14 +93,19 @@ def resident_by_op(planner: Tables, solutions: Iterable[Solution]) -> dict[OpNam
 
 
 def weight_memory(planner: Tables, solutions: Iterable[Solution]) -> Memory:
-    """Return the bytes by device.
+    """Return the bytes by device (`memory_of_rows`)."""
+    return memory_of_rows(planner, resident_by_op(planner, solutions))
+
+
+def memory_of_rows(planner: Tables, rows: Mapping[OpName, ResidentRows]) -> Memory:
+    """Return the bytes by device of the rows of every matmul that live there.
 
     A row on both counts twice, on each as the device holds it, and one of an NPU whose graphs own
     their weights once for each graph size.
     """
     gpu, npu = (expert_bytes(planner, kind) for kind in KINDS)
     twice = graphs = 0.0
-    for name, resident in resident_by_op(planner, solutions).items():
+    for name, resident in rows.items():
         on_gpu, on_npu = resident_bytes(planner, name, resident)
         gpu, npu = gpu + on_gpu, npu + on_npu
         twice += copy_bytes(planner, name, resident)
@@ -139,9 +149,10 @@ def holds_alone(planner: Tables, device: DeviceKind) -> bool:
 
 
 def expert_bytes(planner: Tables, device: DeviceKind) -> float:
-    """Return the bytes of routed experts on a device: all are the GPU's, if there is one."""
-    only = device == "gpu" or "gpu" not in planner.profile.devices
-    return float(planner.spec.expert_weight_bytes) if only else 0.0
+    """Return the bytes of routed experts on a device: one has all (`Tables.experts`)."""
+    known = planner.profile.devices
+    home = planner.experts or ("gpu" if "gpu" in known else "npu")
+    return bytes_of_experts(planner.spec, planner.profile, device) if device == home else 0.0
 
 
 def graph_bytes(planner: Tables) -> float:

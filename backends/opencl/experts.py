@@ -64,13 +64,14 @@ def prepare_router(
         **tuning.defines, "TILE_TOKENS": tokens, "TILE_EXPERTS": experts,
         "D": op.d, "E": op.experts, "K": op.chosen, op.scores.upper(): 1,
         "CHOICE_BIAS": int(op.choice_bias), "EPS": float(op.eps), "SCALE": float(op.scale),
+        "EXPERT_SCALE": int(op.expert_scale),
         "RENORMALISED": int(op.renormalised or op.scores == "softmax_chosen"),
     }  # fmt: skip
     program = device.programs.get("router.cl", defines)
     weight = device.constant(vector(weights, "router"))
-    bias, choice = (
+    bias, choice, scale = (
         device.constant(vector(weights, name)) if name in weights else weight
-        for name in ("router_bias", "choice_bias")
+        for name in ("router_bias", "choice_bias", "expert_scale")
     )
     each = EACH_LOGIT if tuning.lanes == 1 else 1
     groups = -(-op.experts // each)
@@ -80,13 +81,14 @@ def prepare_router(
         logits: Place = (device.shared_scratch(4 * m * op.experts), 0)
         args = (m, tensors["x"], *logits, weight, bias, each, int(op.bias))
         size, local = (tuning.lanes * groups, -(-m // tokens)), (tuning.lanes, 1)
+        chosen = (m, *logits, tensors["y"], choice, scale)
         return [
             KernelLaunch(program, "router_logits", size, local, args),
-            KernelLaunch(program, "router_choose", (m,), (1,), (m, *logits, tensors["y"], choice)),
+            KernelLaunch(program, "router_choose", (m,), (1,), chosen),
         ]
 
     copied = 0 if device.capabilities.unified_memory else 4 * op.experts * op.d
-    return OpenCLKernel(device, op, launches, keep=(weight, bias, choice), nbytes=copied)
+    return OpenCLKernel(device, op, launches, keep=(weight, bias, choice, scale), nbytes=copied)
 
 
 def prepare_experts(

@@ -42,5 +42,6 @@ def capabilities_of(
         max_allocation_bytes=max_allocation_bytes,
         every_core=every_core,
         attention_heads=coherent,
+        experts=True,
         reads_panels=True,
     )

@@ -78,6 +78,7 @@ class OrtCpuDevice(Device, SupportsCompaction):
             row_alignment=ROW_ALIGNMENT,
             early_visibility=False,
             attention_heads=True,
+            experts=True,
             weight_bytes={
                 known: _own_bytes(known, [split for _, split in self._paths(known)])
                 for known in formats

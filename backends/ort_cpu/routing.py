@@ -44,6 +44,9 @@ def router(op: ops.Router) -> bytes:
         total = graph.node("ReduceSum", shares, graph.ints(1), keepdims=1)
         shares = graph.node("Div", shares, graph.node("Add", total, graph.scalar(op.eps)))
     shares = graph.node("Mul", shares, graph.scalar(op.scale))
+    if op.expert_scale:
+        factors = graph.input("expert_scale", F32, (op.experts,))
+        shares = graph.node("Mul", shares, graph.node("Gather", factors, "chosen"))
     graph.node("Concat", graph.cast("chosen", F32), shares, axis=1, out="y")
     return graph.model()
 

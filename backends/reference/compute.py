@@ -517,7 +517,10 @@ def route(op: ops.Router, weights: Mapping[str, Float64Array], arrays: Arrays) -
         weighed = softmax(weighed)
     elif op.renormalised:
         weighed = weighed / (weighed.sum(axis=-1, keepdims=True) + op.eps)
-    arrays["y"][:] = np.concatenate([chosen, weighed * op.scale], axis=-1)
+    weighed = weighed * op.scale
+    if op.expert_scale:
+        weighed = weighed * weights["expert_scale"][chosen]
+    arrays["y"][:] = np.concatenate([chosen, weighed], axis=-1)
 
 
 def softmax(x: Float64Array) -> Float64Array:

@@ -67,6 +67,7 @@ class ReferenceDevice(Device, SupportsTransfer):
             token_alignment=token_alignment,
             early_visibility=False,
             attention_heads=True,
+            experts=True,
             reads_panels=True,
         )
         self.health = checks.Health("reference")

@@ -167,7 +167,7 @@ class SimulatedService:
     def _codes(self, chunk: Chunk) -> Codes:
         """Of no contents: one byte that is everywhere."""
         bits, none = chunk.bits if chunk.full else RAW, np.zeros(1, np.uint8)
-        sizes = self.codec.plane_bytes(len(chunk.tokens), bits)
+        sizes = self.codec.plane_bytes(len(chunk.tokens), bits, 0)  # of layers that are alike
         planes: tuple[Any, ...] = tuple(
             np.broadcast_to(none, (self.codec.layers, size)) for size in sizes
         )

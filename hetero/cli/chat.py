@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from hetero.generation.conversation import Conversation
     from hetero.generation.llm import LLM
-    from hetero.generation.options import GenerateOptions, SamplingOptions
+    from hetero.generation.options import GenerateOptions
 
 
 @expanded
@@ -50,23 +50,19 @@ def chat_command(
     stats: StatsOption = False,
 ) -> None:
     """Talk with MODEL in the terminal; Ctrl-C stops an answer, Ctrl-D or /exit ends."""
-    from hetero.generation.defaults import model_sampling
+    from hetero.generation.defaults import CHAT_SAMPLING, model_sampling
     from hetero.generation.options import read_options
 
     options: GenerateOptions = {**answer.arguments(), "speculative": speculative}
     given = answer.sampling()
     read_options({**options, **given})
     with open_llm(model, **engine.arguments(), whole_caches=whole_caches) as llm:
-        options = {**options, **(model_sampling(llm.model.source) or SAMPLING), **given}
+        options = {**options, **(model_sampling(llm.model.source) or CHAT_SAMPLING), **given}
         talk = Talk(llm, llm.conversation(system=system), options, session, stats=stats)
         talk.begin()
         for line in lines():
             if not talk.take(line):
                 break
-
-
-# Where the model says nothing of its own.
-SAMPLING: Final[SamplingOptions] = {"temperature": 0.7, "top_k": 40, "top_p": 0.95}
 
 
 HISTORY_FILE: Final = "chat-history"

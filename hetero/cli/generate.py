@@ -240,6 +240,7 @@ def document(llm: LLM, result: GenerationResult, options: GenerateOptions) -> di
         "chat": options["chat"],
         "device": llm.devices.mode,
         "choice": stats.choice,
+        "phases": [x.document() for x in llm.phases],
         "notes": list(llm.choice.notes),
         "gpu_share": stats.gpu_share,
         "npu_idle_share": stats.npu_idle_share,
@@ -269,6 +270,7 @@ def print_stats(llm: LLM, result: GenerationResult) -> None:
 
     from hetero.generation.answer_stats import DeviceShare
     from hetero.measuring.contender import peak_rss_bytes
+    from hetero.placement.comparing import described
     from hetero.solver.report.units import size
 
     stats = result.stats
@@ -288,6 +290,7 @@ def print_stats(llm: LLM, result: GenerationResult) -> None:
             table.add_row(kind, shown(share))
     _work_rows(table, stats)
     rows = [("adapted", reason) for reason in stats.adaptations]
+    rows.insert(0, ("devices", described(llm.phases)))
     rows.insert(0, ("attention", _heads(llm, stats.prompt_tokens)))
     for what, text in [("prompt's calls", stats.prefill_mode), *rows, ("chosen", stats.choice)]:
         if text:

@@ -161,14 +161,14 @@ class ChunkFiles:
         about = self._files.get(number)
         if about is None:
             return True
-        starts = self._format.starts(about)
         dead = [i for i in range(len(about.entries)) if i not in about.live]
         try:
             with about.path.open("r+b") as file:
                 for layer in range(self.codec.layers):
                     for index in dead:
-                        file.seek(about.data + layer * starts[-1] + starts[index])
-                        file.write(bytes(starts[index + 1] - starts[index]))
+                        entry = about.entries[index]
+                        file.seek(self._format.start(about, index, layer))
+                        file.write(bytes(self.layer_bytes(entry.tokens, entry.bits, layer)))
                 file.flush()
                 os.fsync(file.fileno())
         except OSError:
@@ -226,9 +226,9 @@ class ChunkFiles:
                 raise
         return count
 
-    def layer_bytes(self, tokens: int, bits: int) -> int:
+    def layer_bytes(self, tokens: int, bits: int, layer: int) -> int:
         """Return the bytes of a layer of a chunk in a file, checksums included."""
-        return self._format.layer_bytes(tokens, bits)
+        return self._format.layer_bytes(tokens, bits, layer)
 
     def _place(self, chunk: Chunk) -> Place:
         if chunk.place is None or chunk.place.file not in self._files:
@@ -255,15 +255,16 @@ class Reader:
         self._open: dict[int, BinaryIO] = {}
         codec = files.codec
         raw = codec.nbytes(CHUNK_TOKENS, RAW)  # half of it: see `workspace_bytes`
-        states = (files.layer_bytes(0, x.bits) for x in self._places if x.bits == STATES)
-        self._most = max(raw // 2, files.layer_bytes(CHUNK_TOKENS, RAW), *states)
+        states = (files.layer_bytes(0, x.bits, 0) for x in self._places if x.bits == STATES)
+        layers = (files.layer_bytes(CHUNK_TOKENS, RAW, layer) for layer in set(codec.kinds))
+        self._most = max(raw // 2, *layers, *states)
         self._buffer = memoryview(bytearray(self._most))
         self.at = 0  # which chunk was read last
         self.nbytes = 0
 
     def layer(self, layer: int, codes: Sequence[Codes]) -> None:
         """Fill a layer of every chunk's codes. Raises `ChunkError`."""
-        for start, stop in self._runs(codes):
+        for start, stop in self._runs(codes, layer):
             self.at, place = start, self._places[start]
             if place.file not in self._open:
                 file = self._stack.enter_context(self._files._open(place.file))
@@ -280,11 +281,11 @@ class Reader:
         """Close the files."""
         self._stack.close()
 
-    def _runs(self, codes: Sequence[Codes]) -> Iterator[tuple[int, int]]:
+    def _runs(self, codes: Sequence[Codes], layer: int) -> Iterator[tuple[int, int]]:
         """Yield runs of adjacent chunks, of which all planes of all but the last are wanted."""
         start, room = 0, self._most
         for i, (place, each) in enumerate(zip(self._places, codes, strict=True)):
-            size = self._files.layer_bytes(each.tokens, each.bits)
+            size = self._files.layer_bytes(each.tokens, each.bits, layer)
             before = self._places[i - 1]
             near = (place.file, place.index) == (before.file, before.index + 1)
             if i > start and not (near and codes[i - 1].bits == before.bits and size <= room):

@@ -20,6 +20,7 @@ import json
 import os
 import struct
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -68,7 +69,7 @@ class ChunkFile:
     entries: tuple[Entry, ...]
     box: Box | None = None
     live: set[int] = field(default_factory=set)
-    starts: list[int] = field(default_factory=list)
+    starts: dict[int, list[int]] = field(default_factory=dict)  # by kind of layers
 
 
 class ChunkFormat:
@@ -82,13 +83,14 @@ class ChunkFormat:
         """Return how many bytes a file of these chunks takes at most."""
         return _HEAD.size + sum(220 + self._size(e.tokens, e.bits) for e in entries)
 
-    def layer_bytes(self, tokens: int, bits: int) -> int:
+    def layer_bytes(self, tokens: int, bits: int, layer: int) -> int:
         """Return the bytes of a layer of a chunk, checksums included."""
-        sizes = self.codec.plane_bytes(tokens, bits)
+        sizes = self.codec.plane_bytes(tokens, bits, layer)
         return sum(sizes) + self._tail * len(sizes)
 
     def _size(self, tokens: int, bits: int) -> int:
-        return self.codec.layers * self.layer_bytes(tokens, bits)
+        counts = Counter(self.codec.kinds)
+        return sum(n * self.layer_bytes(tokens, bits, layer) for layer, n in counts.items())
 
     def write(
         self, path: Path, entries: Sequence[Entry], planes: Iterator[bytes], *, durable: bool
@@ -138,24 +140,29 @@ class ChunkFormat:
 
     def _order(self, entries: Sequence[Entry]) -> Iterator[tuple[Entry, int, int, int]]:
         """Yield records in the order of a file: chunk, its number there, layer, plane."""
-        counts = [len(self.codec.plane_bytes(entry.tokens, entry.bits)) for entry in entries]
+        counts = [len(self.codec.plane_bytes(x.tokens, x.bits, 0)) for x in entries]
         for layer in range(self.codec.layers):
             for index, entry in enumerate(entries):
                 for plane in range(counts[index]):
                     yield entry, index, layer, plane
 
-    def starts(self, about: ChunkFile) -> list[int]:
-        """Return where each chunk begins in a layer, and where the layer ends."""
-        if not about.starts:
-            sizes = (self.layer_bytes(entry.tokens, entry.bits) for entry in about.entries)
-            about.starts = list(accumulate(sizes, initial=0))
-        return about.starts
+    def start(self, about: ChunkFile, index: int, layer: int) -> int:
+        """Return where a chunk's layer begins in a file."""
+        kinds = self.codec.kinds
+        before = sum(self._starts(about, kind)[-1] for kind in kinds[:layer])
+        return about.data + before + self._starts(about, kinds[layer])[index]
+
+    def _starts(self, about: ChunkFile, kind: int) -> list[int]:
+        """Return where each chunk begins in a layer of a kind, and where the layer ends."""
+        if kind not in about.starts:
+            sizes = (self.layer_bytes(x.tokens, x.bits, kind) for x in about.entries)
+            about.starts[kind] = list(accumulate(sizes, initial=0))
+        return about.starts[kind]
 
     def planes(self, file: BinaryIO, about: ChunkFile, index: int, layer: int) -> Iterator[bytes]:
         """Yield the planes of a chunk's layer, checked. Raises `ChunkError`."""
-        entry, starts = about.entries[index], self.starts(about)
-        offset = about.data + layer * starts[-1] + starts[index]
-        for number, size in enumerate(self.codec.plane_bytes(entry.tokens, entry.bits)):
+        entry, offset = about.entries[index], self.start(about, index, layer)
+        for number, size in enumerate(self.codec.plane_bytes(entry.tokens, entry.bits, layer)):
             try:
                 file.seek(offset)
                 data = file.read(size + self._tail)
@@ -179,16 +186,15 @@ class ChunkFormat:
 
         Raises `OSError`, and `ChunkError` for a damaged record.
         """
-        starts, first = self.starts(about), run[0][0].index
-        sizes = [self.layer_bytes(x.tokens, x.bits) for _, x in run]
+        sizes = [self.layer_bytes(x.tokens, x.bits, layer) for _, x in run]
         data = buffer[: sum(sizes)]
-        file.seek(about.data + layer * starts[-1] + starts[first])
+        file.seek(self.start(about, run[0][0].index, layer))
         count = file.readinto(data)  # type: ignore[attr-defined]
         at = 0
         for nth, (place, codes) in enumerate(run):
             entry = about.entries[place.index]
             for number, plane in enumerate(codes.planes):
-                stop = at + plane.shape[1] + self._tail
+                stop = at + len(plane[layer]) + self._tail
                 whole = data[at : min(stop, count)]
                 content = _plane(about.box, whole, entry, place.index, layer, number)
                 if content is None:

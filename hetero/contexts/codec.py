@@ -9,9 +9,10 @@ floor((y + 1)·2^(b-1)), read back at the middle of its bin: x' = s·a·((2c + 1
 - x'| <= s·a/2^b. The 4-bit code is the upper half of the 8-bit one, and the 2-bit code the upper
 half of the 4-bit one: dropping bits neither reads nor writes a value.
 
-A chunk is stored in planes, each [L, bytes], contiguous by layer: amplitudes with the upper two
-bits, the two bits below them, the lower four. 2, 4 and 8 bits are one, two and three planes. 32
-bits are one plane of the float32 values themselves, which is exact, 16 bits one of float16.
+A chunk is stored in planes, each [L, bytes], contiguous by layer (`LayerBytes` where layers differ
+in size): amplitudes with the upper two bits, the two bits below them, the lower four. 2, 4 and 8
+bits are one, two and three planes. 32 bits are one plane of the float32 values themselves, which is
+exact, 16 bits one of float16.
 
 The values that share an amplitude are the chunk's T·D values of a layer and head; for values, each
 token's D where D is at least 64 (KIVI: keys by channel, values by token). Amplitudes count as
@@ -28,6 +29,7 @@ costs as much as a chunk's layer of a small model.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
@@ -40,6 +42,7 @@ from hetero.backends.kv_rows import CacheRows, rounded_up
 from hetero.runtime.kv.kv_cache import CacheLayout, KvCache
 
 CODEC_VERSION: Final = 1
+LAYERED_VERSION: Final = 2  # 1 had planes of equal layers, as wide as the widest
 CHUNK_TOKENS: Final = 16
 RAW: Final = 32
 HALF: Final = 16
@@ -56,6 +59,36 @@ class CodecError(ValueError):
     """Values that codes cannot hold: not finite, or beyond the range of an amplitude."""
 
 
+class LayerBytes:
+    """A plane whose layers have so many bytes each: uint8 [L][bytes] in one piece of memory."""
+
+    def __init__(self, sizes: Sequence[int], data: Array | None = None) -> None:
+        self._sizes = sizes
+        self.data = np.empty(sum(sizes), np.uint8) if data is None else data
+        self._layers = np.split(self.data, np.cumsum(sizes[:-1]))
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of all layers."""
+        return self.data.nbytes
+
+    def __getitem__(self, layer: int) -> Array:
+        return self._layers[layer]
+
+    def __setitem__(self, layer: int, values: Array) -> None:
+        self._layers[layer][:] = values
+
+    def __iter__(self) -> Iterator[Array]:
+        return iter(self._layers)
+
+    def copy(self) -> LayerBytes:
+        """Return the same bytes in memory of their own."""
+        return LayerBytes(self._sizes, self.data.copy())
+
+
+Plane: TypeAlias = Array | LayerBytes
+
+
 @dataclass(frozen=True)
 class Codes:
     """A chunk of `tokens` tokens in `bits` bits; `planes` are uint8 [L, bytes], never written.
@@ -65,7 +98,7 @@ class Codes:
 
     bits: int
     tokens: int
-    planes: tuple[Array, ...]
+    planes: tuple[Plane, ...]
 
     @property
     def nbytes(self) -> int:
@@ -106,7 +139,12 @@ class ChunkCodec:
         """Return the bits that lose nothing of what caches store."""
         return (RAW, 8) if self.kv.coded else (RAW,)
 
-    def plane_bytes(self, tokens: int, bits: int) -> tuple[int, ...]:
+    @property
+    def kinds(self) -> Sequence[int]:
+        """Return the first layer whose planes have the same sizes, by layer."""
+        return [0] * self.layers
+
+    def plane_bytes(self, tokens: int, bits: int, layer: int) -> tuple[int, ...]:  # noqa: ARG002
         """Return the bytes of a layer in each plane."""
         if bits == STATES:
             return (4 * -(-self._state_values // self.layers),)
@@ -120,7 +158,8 @@ class ChunkCodec:
 
     def nbytes(self, tokens: int, bits: int) -> int:
         """Return the bytes of a chunk, amplitudes included."""
-        return self.layers * sum(self.plane_bytes(tokens, bits))
+        counts = Counter(self.kinds)
+        return sum(n * sum(self.plane_bytes(tokens, bits, x)) for x, n in counts.items())
 
     @property
     def workspace_bytes(self) -> int:
@@ -130,12 +169,14 @@ class ChunkCodec:
         states that is read and opened.
         """
         raw = 2 * self.nbytes(CHUNK_TOKENS, HALF)
-        (states,) = self.plane_bytes(0, STATES)
-        return 5 * raw + 10 * max(DECODED_TOGETHER, raw // 4 // self.layers) + 3 * states
+        (states,) = self.plane_bytes(0, STATES, 0)
+        halves = (self.plane_bytes(CHUNK_TOKENS, HALF, layer) for layer in set(self.kinds))
+        widest = max(nbytes // 2 for (nbytes,) in halves)  # values
+        return 5 * raw + 10 * max(DECODED_TOGETHER, widest) + 3 * states
 
     def empty(self, tokens: int, bits: int) -> Codes:
         """Return codes to read into, of undefined contents."""
-        sizes = self.plane_bytes(tokens, bits)
+        sizes = self.plane_bytes(tokens, bits, 0)
         planes = tuple(np.empty((self.layers, size), np.uint8) for size in sizes)
         return Codes(bits, tokens, planes)
 
@@ -184,15 +225,16 @@ class ChunkCodec:
 
     def encode_states(self, states: Sequence[Array]) -> Codes:
         """Encode a model's states, in their order: all values after each other, in equal parts."""
-        codes = self.empty(0, STATES)
-        flat = codes.planes[0].reshape(-1).view(np.float32)
+        (size,) = self.plane_bytes(0, STATES, 0)
+        codes = Codes(STATES, 0, (np.empty((self.layers, size), np.uint8),))
+        flat = _flat(codes).view(np.float32)
         np.concatenate([x.reshape(-1) for x in states], out=flat[: self._state_values])
         flat[self._state_values :] = 0
         return codes
 
     def decode_states(self, codes: Codes) -> list[Array]:
         """Return what `encode_states` was given."""
-        flat = codes.planes[0].reshape(-1).view(np.float32)
+        flat = _flat(codes).view(np.float32)
         stops = np.cumsum([math.prod(shape) for shape in self._states])
         parts = np.split(flat[: self._state_values], stops[:-1])
         return [part.reshape(shape) for part, shape in zip(parts, self._states, strict=True)]
@@ -223,7 +265,8 @@ class ChunkCodec:
 
     def decode(self, codes: Codes) -> Sequence[Array] | Array:
         """Return the values of codes, float32 [L, 2, G, T, D]."""
-        return self._decoded(codes.bits, codes.tokens, codes.planes, slice(None))
+        planes = [x for x in codes.planes if not isinstance(x, LayerBytes)]
+        return self._decoded(codes.bits, codes.tokens, planes, slice(None))
 
     def decode_into(
         self, chunks: Sequence[tuple[int, Codes]], layer: int, keys: CacheRows, values: CacheRows
@@ -252,7 +295,7 @@ class ChunkCodec:
     ) -> bool:
         """Copy a chunk into caches of codes with the same channels; return whether it was."""
         stop, shape = start + codes.tokens, (2, self.heads, codes.tokens, -1)
-        planes = [plane[layer : layer + 1] for plane in codes.planes]
+        planes = [plane[layer][None] for plane in codes.planes]
         if codes.bits == RAW:
             for rows, part in zip(into, planes[0].view(np.int8).reshape(shape), strict=True):
                 rows.array[:, start:stop] = part
@@ -315,8 +358,7 @@ class ChunkCodec:
 class LayeredCodec(ChunkCodec):
     """The same for layers whose heads differ in number or size: each has a codec of its own.
 
-    Values, and `channels`, are lists by layer. Planes are as wide as the widest layer's: what is
-    behind another layer's bytes is nothing.
+    Values, and `channels`, are lists by layer.
     """
 
     def __init__(self, layout: CacheLayout, channels: Sequence[Array] | None = None) -> None:
@@ -328,16 +370,27 @@ class LayeredCodec(ChunkCodec):
             )
             self._own.append(ChunkCodec(one, None if channels is None else channels[layer][None]))
         self.layers, self.kv = layout.layers, layout.kv
+        shapes = [layout.heads(layer) for layer in range(layout.layers)]
+        self._kinds = [shapes.index(shape) for shape in shapes]
         self._states = [shape for _, shape in layout.states]
         self._state_values = sum(map(math.prod, self._states))
         self.channels = [x.channels[0] for x in self._own]
 
-    def plane_bytes(self, tokens: int, bits: int) -> tuple[int, ...]:
-        """Return the bytes of the widest layer in each plane."""
+    @property
+    def kinds(self) -> Sequence[int]:
+        """Return the first layer whose planes have the same sizes, by layer."""
+        return self._kinds
+
+    def plane_bytes(self, tokens: int, bits: int, layer: int) -> tuple[int, ...]:
+        """Return the bytes of a layer in each plane."""
         if bits == STATES:
-            return super().plane_bytes(0, bits)
-        each = (x.plane_bytes(tokens, bits) for x in self._own)
-        return tuple(map(max, zip(*each, strict=True)))
+            return super().plane_bytes(0, bits, layer)
+        return self._own[layer].plane_bytes(tokens, bits, 0)
+
+    def empty(self, tokens: int, bits: int) -> Codes:
+        """Return codes to read into, of undefined contents."""
+        each = [self.plane_bytes(tokens, bits, layer) for layer in range(self.layers)]
+        return Codes(bits, tokens, tuple(map(LayerBytes, zip(*each, strict=True))))
 
     def encode(self, values: Sequence[Array] | Array, bits: int) -> Codes:
         """Encode float32 values [2, G, T, D] by layer. Raises `CodecError`."""
@@ -364,22 +417,15 @@ class LayeredCodec(ChunkCodec):
 
     def _joined(self, layers: Sequence[Codes]) -> Codes:
         """Return the codes of all layers as one chunk."""
-        bits, tokens = layers[0].bits, layers[0].tokens
-        joined = Codes(
-            bits,
-            tokens,
-            tuple(np.zeros((self.layers, x), np.uint8) for x in self.plane_bytes(tokens, bits)),
-        )
+        joined = self.empty(layers[0].tokens, layers[0].bits)
         for layer, codes in enumerate(layers):
             for plane, own in zip(joined.planes, codes.planes, strict=True):
-                plane[layer, : own.shape[1]] = own[0]
+                plane[layer] = own[0]
         return joined
 
     def _part(self, codes: Codes, layer: int) -> Codes:
         """Return a layer of a chunk, as its codec has it."""
-        sizes = self._own[layer].plane_bytes(codes.tokens, codes.bits)
-        planes = (x[layer : layer + 1, :size] for x, size in zip(codes.planes, sizes, strict=True))
-        return Codes(codes.bits, codes.tokens, tuple(planes))
+        return Codes(codes.bits, codes.tokens, tuple(x[layer][None] for x in codes.planes))
 
 
 def codec_of(layout: CacheLayout, channels: Sequence[Array] | None = None) -> ChunkCodec:
@@ -387,6 +433,12 @@ def codec_of(layout: CacheLayout, channels: Sequence[Array] | None = None) -> Ch
     if layout.alike:
         return ChunkCodec(layout, None if channels is None else np.array(channels, np.float32))
     return LayeredCodec(layout, channels)
+
+
+def _flat(states: Codes) -> Array:
+    """Return the bytes of all layers' parts of states, one after the other."""
+    plane = states.planes[0]
+    return plane.data if isinstance(plane, LayerBytes) else plane.reshape(-1)
 
 
 def _batched(items: Sequence[Any], count: int) -> Iterator[Sequence[Any]]:

@@ -24,7 +24,7 @@ from typing import Any, Final, TypeVar
 from filelock import FileLock, Timeout
 
 from hetero.backends.host.files import LONGEST_DOCUMENT_BYTES, atomic_write, read_text
-from hetero.contexts.codec import CODEC_VERSION
+from hetero.contexts.codec import CODEC_VERSION, LAYERED_VERSION
 from hetero.contexts.encryption import SealError, Vault, check_key
 from hetero.errors import UserError
 from hetero.runtime.kv.kv_cache import CacheLayout
@@ -166,6 +166,6 @@ def _described(identity: Identity, layout: CacheLayout) -> dict[str, Any]:
     own = [x for heads in layout.heads_of for x in heads]
     heads = own or [layout.kv_heads, layout.head_dim]
     return identity.metadata | {
-        "codec": CODEC_VERSION,
+        "codec": CODEC_VERSION if layout.alike else LAYERED_VERSION,
         "cache": [layout.layers, *heads, *[layout.kv] * layout.kv.coded],
     }

@@ -12,6 +12,10 @@ from hetero.generation.sampling import SamplingParams
 from hetero.models.fields import read_json_object
 
 FILE: Final = "generation_config.json"
+# Of chats with a model whose authors set nothing, as in llama.cpp.
+CHAT_SAMPLING: Final[SamplingOptions] = {
+    "temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05,
+}  # fmt: skip
 # `transformers` draws with these where the file asks for drawing and names no others.
 _DRAWN: Final[SamplingOptions] = {"temperature": 1.0, "top_k": 50}
 _NAMES: Final = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")

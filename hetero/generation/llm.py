@@ -30,7 +30,9 @@ from hetero.generation.options import GenerateOptions, GenerationConfig, read_op
 from hetero.generation.tracing import traced
 from hetero.models import LoadedModel
 from hetero.models.tokenizer import Tokenizer
+from hetero.placement.comparing import PhaseChoice
 from hetero.placement.device_set import DeviceMode
+from hetero.placement.phases import phases_of
 from hetero.placement.planning import ProfileLike
 from hetero.runtime.engine import Engine
 from hetero.runtime.kernels import Progress
@@ -167,6 +169,11 @@ class LLM(Closing):
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of token ids, which may end in the middle of a character."""
         return self.tokenizer.decode(check_ids(tokens))
+
+    @property
+    def phases(self) -> tuple[PhaseChoice, ...]:
+        """Return what computes prompts and what computes answers, by the plan as it is now."""
+        return phases_of(self._engine.plan, self._engine.devices, self.choice)
 
     @property
     def tokenizer(self) -> Tokenizer:

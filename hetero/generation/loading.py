@@ -113,6 +113,7 @@ class ModelLoader:
             npu=options.npu,
             compiled=compiled,
             graph_sizes=self.choice.graph_sizes,
+            apart=self.choice.plan is not None and self.choice.plan.apart,
         )
         try:
             try:
@@ -212,6 +213,8 @@ class ModelLoader:
         model = (self.model.fingerprint, str(self.model.weights.weight_format))
         plan = self.choice.plan
         how = "by rule" if plan is None else f"{plan.strategy} of {plan.profile}"
+        alone = {} if self.choice.solver is None else self.choice.solver.alone
+        how += "".join(f", {phase} on the {alone[phase]} alone" for phase in sorted(alone))
         return repr((*model, str(self.kv), self._whole_caches, names, self.choice.mode, how))
 
     def _opened(self, *, warm: bool) -> tuple[Engine, OwnContexts]:

@@ -32,6 +32,7 @@ WARMUP_DECODE_TOKENS = 2
 class BenchRow:
     """One test on one device. Speeds in tokens/s, measured; `copied_bytes` by a token.
 
+    `devices` compute the test: `gpu`, `npu`, `opencl-cores`, `tensor level` or `layer level`.
     `cores` of the processor compute (a GPU or NPU of its own is none); `fastest` of all rows of the
     test. `depth` tokens are before it (None: none before a prompt, the prompt before decoding).
     """
@@ -46,6 +47,7 @@ class BenchRow:
     copied_bytes: int = 0
     cores: int = 0
     fastest: bool = False
+    devices: str = ""
     depth: int | None = None
 
 
@@ -75,7 +77,8 @@ class BenchReport:
     choices: dict[str, str]
     processes: dict[str, BenchProcess]
     HEAD: ClassVar = (
-        "test", "device", "strategy", "sync", "cores", "tokens/s", "min", "max", "copied B/token",
+        "test", "device", "strategy", "on", "sync", "cores", "tokens/s", "min", "max",
+        "copied B/token",
     )  # fmt: skip
 
     def to_json(self) -> str:
@@ -98,7 +101,7 @@ class BenchReport:
     def table(self) -> TableData:
         """Return a line for each row."""
         numbers = ("cores", "tokens/s", "min", "max", "copied B/token")
-        return TableData("", self.HEAD, tuple(map(_cells, self.rows)), lead=4, numbers=numbers)
+        return TableData("", self.HEAD, tuple(map(_cells, self.rows)), lead=5, numbers=numbers)
 
     @property
     def title(self) -> str:
@@ -123,7 +126,7 @@ def _cells(row: BenchRow) -> tuple[str, ...]:
     mark = "**" if row.fastest else ""
     median = f"{mark}{row.tokens_per_s_median:.2f}{mark}"
     spread = (f"{row.tokens_per_s_min:.2f}", f"{row.tokens_per_s_max:.2f}")
-    names = (row.test, row.device, row.strategy, row.sync, str(row.cores))
+    names = (row.test, row.device, row.strategy, row.devices, row.sync, str(row.cores))
     return (*names, median, *spread, str(row.copied_bytes))
 
 
@@ -322,6 +325,7 @@ def _check_room(room: int, options: BenchOptions) -> None:
 
 def _row(test: BenchTest, who: Contender, entry: Contestant, samples: Sequence[Sample]) -> BenchRow:
     values = [sample.tokens_per_s for sample in samples]
+    phase = "prefill" if test.name.startswith("pp") else "decode"
     return BenchRow(
         test=test.name,
         device=who.device,
@@ -331,6 +335,7 @@ def _row(test: BenchTest, who: Contender, entry: Contestant, samples: Sequence[S
         tokens_per_s_min=min(values),
         tokens_per_s_max=max(values),
         copied_bytes=max(sample.copied_bytes for sample in samples),
-        cores=entry.opened.cores,
+        cores=entry.opened.cores[phase],
+        devices=entry.opened.device_sets[phase],
         depth=test.depth,
     )

@@ -24,6 +24,7 @@ from hetero.errors import FallbackWarning, UserError
 from hetero.generation.llm import LLM
 from hetero.profiler.errors import ProfileWarning
 from hetero.runtime.logits import Logits
+from hetero.solver.plan import PHASES, Phase
 
 SILENCE_S: Final = 600.0  # the longest wait for a message, kernels compiled on a slow machine
 SLOWEST_TOKEN_S: Final = 5.0  # and for each token of a round
@@ -71,12 +72,17 @@ class Loading:
 
 @dataclass(frozen=True, kw_only=True)
 class Opened:
-    """The opened model. `strategy` is that of the plan; `numbers` `measured` or `emulated`."""
+    """The opened model.
+
+    `strategy` is that of the plan, `numbers` `measured` or `emulated`; `cores` and `device_sets`
+    are by phase.
+    """
 
     load_s: float
     choice: str
     strategy: str
-    cores: int
+    cores: dict[str, int]
+    device_sets: dict[str, str]
     max_seq_len: int
     weights: str
     numbers: str
@@ -220,7 +226,8 @@ class _Bench:
             load_s=self.load_s,
             choice=llm.choice.reason,
             strategy=_planned(llm),
-            cores=processor_cores(llm),
+            cores={phase: processor_cores(llm, phase) for phase in PHASES},
+            device_sets={x.phase: x.device_set for x in llm.phases},
             max_seq_len=llm.max_seq_len,
             weights=",".join((stored.weight_format, *stored.also)),
             numbers=llm.devices.numbers,
@@ -248,6 +255,8 @@ class _Bench:
 def _planned(llm: LLM) -> str:
     if len(llm.plan.devices()) < 2:
         return f"{llm.devices.mode}-only"
+    if llm.plan.apart:
+        return "apart"
     return "layer" if llm.choice.solver is None else "auto"  # by rule, or by the solver
 
 
@@ -314,17 +323,17 @@ def _prompt(llm: LLM, count: int) -> list[int]:
     return [int(token) for token in random.integers(3, llm.model.config.vocab_size, count)]
 
 
-def processor_cores(llm: LLM) -> int:
-    """Return how many cores of the processor a model's devices compute on.
+def processor_cores(llm: LLM, phase: Phase) -> int:
+    """Return how many cores of the processor the devices of a phase compute on.
 
     One for a device that is a core, all for OpenCL on every core, none for a separate GPU or NPU.
     """
     count = 0
-    for device in llm.devices.devices.values():
-        details = device.info.details
-        on_core = "cpu" in details or "emulated" in details
-        if on_core or device.info.backend in ("ort-cpu", "reference"):
-            count += int(details.get("cores", "1"))
+    for kind in llm.engine.plan.devices_of(phase) & set(llm.devices.devices):
+        info = llm.devices.devices[kind].info
+        on_core = "cpu" in info.details or "emulated" in info.details
+        if on_core or info.backend in ("ort-cpu", "reference"):
+            count += int(info.details.get("cores", "1"))
     return count
 
 

@@ -32,6 +32,7 @@ from hetero.models.layout import (
 )
 from hetero.models.model_weights import BlockWeights, ModelWeights
 from hetero.models.packing import RowSource, SourceTensor, check_finite, pack_rows
+from hetero.models.row_tables import Ids, RowTable
 from hetero.models.safetensors_file import FLOAT_DTYPES, SafetensorsFile
 from hetero.models.stacked_experts import MXFP4_PARTS, Mxfp4Tensor, Stacked, stacked_tensor
 from hetero.models.wrapper import text_tensors
@@ -74,6 +75,10 @@ class CheckpointFiles:
     def array(self, name: str) -> npt.NDArray[Any]:
         """Return a view of a tensor in its mapped file."""
         return self._file_of[name].array(self._stored[name])
+
+    def rows(self, name: str, ids: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Return a copy of some rows of a matrix; no others are read."""
+        return self._file_of[name].rows(self._stored[name], ids)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor."""
@@ -177,6 +182,17 @@ class CheckpointWeights(ModelWeights):
         vector = self._vector(f"{module}.{suffix}", norm=name == "final_norm")
         return self._with_logit_scale(name, vector)
 
+    def table(self, name: str) -> RowTable:
+        """Return the rows of a matrix of `layout.MAPPED`, read from the file."""
+        tensor, files = f"{self._names.model_modules[name]}.weight", self.files
+
+        def rows(ids: Ids) -> Float32Array:
+            values: Float32Array = files.rows(tensor, ids).astype(np.float32)
+            check_finite(tensor, values)
+            return values
+
+        return rows
+
     def _load_block(self, index: int) -> BlockWeights:
         prefix = self._names.block.format(index)
         packed = {x.name: self._pack(index, x.name) for x in block_matrices(self.config, index)}
@@ -251,6 +267,8 @@ class CheckpointWeights(ModelWeights):
         if name in self._names.parameters:
             tensor = self._names.parameters[name]
             values = self._ordered(tensor, self._vector(prefix + tensor))
+            if name == "router_norm":
+                return values * np.float32(self.config.hidden_size**-0.5)
             return -np.exp(values) if name == "delta_decay" else values
         if name in self._names.shared:
             return input_norm(self._vector(f"{self._names.shared[name]}.weight"))

@@ -329,7 +329,7 @@ class ModelConfig(Extensible):
             rows = [("delta_in", sum(self.delta.projections), d, False)]
             rows += [("delta_out", d, self.delta.values, False)]
         routed = self.routed(layer)
-        if routed is None or routed.shared:
+        if routed is None or routed.plain:
             rows += [("gate_up", up, d, self.mlp_bias), ("down", d, f, self.mlp_bias)]
         if (width := self.layer_inputs) > 0:
             rows += [("input_in", width, d, False), ("input_gate", width, d, False)]

@@ -19,6 +19,8 @@ class ExpertConfig(Extensible):
     scores, renormalised, scale, eps, router_bias, choice_bias    as in `Router`
     bias               experts' matmuls have biases
     shared             each token also has a plain feed-forward, the shared expert, times a gate
+    parallel           experts and the layer's plain feed-forward see the same stream, each in norms
+                       of its own, the router in another; every expert has a factor (Gemma 4)
     activation         that of the experts, None for the model's
     dense              layers whose feed-forward is a plain one
     """
@@ -35,7 +37,13 @@ class ExpertConfig(Extensible):
     bias: bool = False
     dense: tuple[int, ...] = ()
     shared: bool = later(False)
+    parallel: bool = later(False)
     activation: ExpertActivation | None = later(None)  # noqa: RUF009
+
+    @property
+    def plain(self) -> bool:
+        """Return whether layers with experts have a plain feed-forward as well."""
+        return self.shared or self.parallel
 
     def weights_per_token(self, hidden_size: int) -> int:
         """Return the weights of a layer that a token is multiplied with."""

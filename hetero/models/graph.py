@@ -201,7 +201,7 @@ class _Decoder:
         if config.layer_inputs:
             width = config.num_layers * config.layer_inputs
             scale = (config.layer_inputs / 2) ** 0.5
-            inputs = replace(embed, d=width, scale=scale)
+            inputs = replace(embed, d=width, scale=scale, mapped=True)
             self._add("embed_inputs", inputs, tokens="tokens", y="inputs")
             self.stream = "embedded"
         if not config.positions:
@@ -324,7 +324,10 @@ class _Decoder:
             self._add("output_gate", gate, x="attended", gates="qkv", y=attended)
         self._matmul("o", attended, target)
 
-    def _experts(self, experts: ExpertConfig, source: str, target: str) -> None:
+    def _experts(
+        self, experts: ExpertConfig, source: str, target: str, *, routed: str = ""
+    ) -> None:
+        """Add experts of `source`, which are chosen by `routed` if that is given."""
         config = self.config
         router = Router(
             experts=experts.count,
@@ -336,6 +339,7 @@ class _Decoder:
             renormalised=experts.renormalised,
             eps=experts.eps,
             scale=experts.scale,
+            expert_scale=experts.parallel,
         )
         op = Experts(
             experts=experts.count,
@@ -346,7 +350,7 @@ class _Decoder:
             activation=experts.activation or config.activation,
             bias=experts.bias,
         )
-        self._add("router", router, x=source, y="routes")
+        self._add("router", router, x=routed or source, y="routes")
         self._add("experts", op, x=source, routes="routes", y=target)
 
     def _feed_forward(self, source: str, target: str) -> None:
@@ -354,21 +358,33 @@ class _Decoder:
         experts = self.config.routed(self.layer)
         if experts is None:
             self._plain_feed_forward(source, target)
+        elif experts.parallel:
+            self._parallel_experts(experts, source, target)
         elif not experts.shared:
             self._experts(experts, source, target)
         else:
             self._experts(experts, source, "chosen")
             self._plain_feed_forward(source, "shared")
-            gate = GatedAdd(d=self.config.hidden_size)
             slots = {"x": "shared", "gates": source, "residual": "chosen", "y": target}
-            self._add("shared_gate", gate, **slots)
+            self._add("shared_gate", GatedAdd(d=self.config.hidden_size), **slots)
+
+    def _parallel_experts(self, experts: ExpertConfig, source: str, target: str) -> None:
+        """Add experts parallel to the plain feed-forward, each in norms of its own."""
+        norm = self._norm_op()
+        self._add("router_norm", norm, x=self.stream, y="router_in")
+        self._add("experts_norm", norm, x=self.stream, y="experts_in")
+        self._experts(experts, "experts_in", "chosen", routed="router_in")
+        self._add("chosen_norm", norm, x="chosen", y="chosen_normed")
+        self._plain_feed_forward(source, "plain")
+        self._add("plain_norm", norm, x="plain", y="plain_normed")
+        add = Add(d=self.config.hidden_size)
+        self._add("experts_add", add, x="plain_normed", residual="chosen_normed", y=target)
 
     def _plain_feed_forward(self, source: str, target: str) -> None:
         assert self.layer is not None
         self._matmul("gate_up", source, "gate_up")
-        kind = GatedAct if self.config.gated else Act
-        f = self.config.at(self.layer).intermediate_size
-        activation = kind(f=f, activation=self.config.activation)
+        kind, sizes = GatedAct if self.config.gated else Act, self.config.at(self.layer)
+        activation = kind(f=sizes.intermediate_size, activation=self.config.activation)
         self._add("activation", activation, x="gate_up", y="activated")
         self._matmul("down", "activated", target)
 
@@ -383,8 +399,7 @@ class _Decoder:
             self._sum(name.replace("norm", "add"))
             return
         before = self._next_stream()
-        norm = self._norm_op(add=True)
-        self._add(name, norm, x=before, residual=added, sum=self.stream, y="h")
+        self._add(name, self._norm_op(add=True), x=before, residual=added, sum=self.stream, y="h")
 
     def _sum(self, name: str, *, scaled: bool = False) -> None:
         """Add to the residual stream, and norm nothing."""

@@ -41,6 +41,7 @@ class VectorShape:
         return (self.n // self.width, self.width) if self.width else (self.n,)
 
 
+PARALLEL_NORMS: Final = ("router_norm", "experts_norm", "chosen_norm", "plain_norm")
 EXPERTS: Final = ("experts_gate", "experts_up", "experts_down")
 
 
@@ -144,12 +145,21 @@ def _router_vectors(config: ModelConfig, layer: int) -> list[VectorShape]:
     if experts is None:
         return []
     weight = VectorShape("router", experts.count * config.hidden_size, config.hidden_size)
-    given = {"router_bias": experts.router_bias, "choice_bias": experts.choice_bias}
+    given = {
+        "router_bias": experts.router_bias,
+        "choice_bias": experts.choice_bias,
+        "expert_scale": experts.parallel,
+    }
     vectors = [weight] + [VectorShape(name, experts.count) for name, has in given.items() if has]
     if experts.shared:
         vectors += [VectorShape("shared_gate", config.hidden_size, config.hidden_size)]
+    if experts.parallel:
+        vectors += [VectorShape(name, config.hidden_size) for name in PARALLEL_NORMS]
     matrices = expert_matrices(config, layer) if experts.bias else ()
     return vectors + [VectorShape(f"{x.name}_bias", x.n) for x in matrices]
+
+
+MAPPED: Final = ("embed_inputs",)  # whose rows are read from the file, one by one
 
 
 def embedding_matrices(config: ModelConfig) -> tuple[MatrixShape, ...]:

@@ -16,6 +16,7 @@ from hetero.backends.weights import Float32Array, PackedWeight
 from hetero.models.calibration_record import Calibration, hot_bytes, matmul_shapes
 from hetero.models.config import ModelConfig
 from hetero.models.layout import VectorShape, block_vectors, total_bytes
+from hetero.models.row_tables import RowTable, packed_rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,6 +135,10 @@ class ModelWeights(ABC):
             self._outer[name] = self._load_matrix(name)
         return self._outer[name]
 
+    def table(self, name: str) -> RowTable:
+        """Return the rows of a matrix of `layout.MAPPED`, read where they are stored."""
+        return packed_rows(self.outer_matrix(name))
+
     def outer_weight(self, role: str, name: str) -> PackedWeight | Float32Array:
         """Return a weight outside of the blocks, by operation and name in `ops.weight_names`."""
         if name == "weight" and role == "lm_head":
@@ -207,6 +212,10 @@ class DerivedWeights(ModelWeights):
     def model_vector(self, name: str) -> Float32Array:
         """Return a vector outside of the blocks."""
         return self.inner.model_vector(name)
+
+    def table(self, name: str) -> RowTable:
+        """Return the rows of a matrix of `layout.MAPPED`, of the inner weights."""
+        return self.inner.table(name)
 
     def release(self, index: int) -> None:
         """Forget a block here and in the source."""

@@ -98,6 +98,17 @@ PUBLISHED: Final[dict[str, dict[str, Any]]] = {
     "gemma-4-31b": _gemma4(
         (5376, 21504, 60, 32, 16), 1024, 5, num_global_key_value_heads=4, **_KEYS_ONLY
     ),
+    "gemma-4-26b-a4b": _gemma4(
+        (2816, 2112, 30, 16, 8),
+        1024,
+        5,
+        num_global_key_value_heads=2,
+        **_KEYS_ONLY,
+        enable_moe_block=True,
+        num_experts=128,
+        top_k_experts=8,
+        moe_intermediate_size=704,
+    ),
     "qwen3.5-0.8b": _qwen3_5((1024, 3584, 24, 8, 2, 256, 248320), 16),
     "qwen3.5-2b": _qwen3_5((2048, 6144, 24, 8, 2, 256, 248320), 16),
     "qwen3.5-4b": _qwen3_5((2560, 9216, 32, 16, 4, 256, 248320), 32),

@@ -80,6 +80,13 @@ class SafetensorsFile:
             raw = raw.copy()  # another program's file may leave tensors unaligned
         return raw.view(_DTYPES[entry.dtype]).reshape(entry.shape)
 
+    def rows(self, name: str, ids: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Return a copy of some rows of a matrix; no others are read."""
+        entry = self.entries[name]
+        raw = self._bytes[entry.start : entry.stop].reshape(entry.shape[0], -1)
+        chosen: npt.NDArray[Any] = raw[ids].view(_DTYPES[entry.dtype])
+        return chosen
+
     def header(self) -> bytes:
         """Return the raw header, the eight length bytes excluded."""
         return bytes(self._map[8 : 8 + self.header_bytes])

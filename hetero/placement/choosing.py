@@ -19,7 +19,18 @@ from hetero.backends.qnn import hexagon
 from hetero.backends.registry import EVERY_CORE, split_driver
 from hetero.errors import UserError
 from hetero.placement import decisions
-from hetero.placement.comparing import TENSOR_LEVEL, PromptMix, compare, fastest
+from hetero.placement.comparing import (
+    TENSOR_LEVEL,
+    DeviceSets,
+    PhaseChoice,
+    Price,
+    PromptMix,
+    cache_bytes,
+    compare,
+    described,
+    fastest,
+    total_s,
+)
 from hetero.placement.decisions import Decision
 from hetero.placement.device_set import DRIVEN, DeviceMode, DeviceSet, backend_name
 from hetero.placement.first_start import forget_if_other, profile_facts, scaled_here
@@ -31,17 +42,19 @@ from hetero.profiler.records import DeviceProfile
 from hetero.profiler.substitutes import file_substitution
 from hetero.runtime.launch_costs import check_priced
 from hetero.runtime.prefill_mode import capabilities_of, with_modes
+from hetero.solver.copies import least_gain
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.handmade import layer_level, single_device
 from hetero.solver.matmul_entries import share_heads
 from hetero.solver.names import NamedStrategy
 from hetero.solver.placement import Placement
-from hetero.solver.plan import STEP_TOKENS
+from hetero.solver.plan import STEP_TOKENS, Phase, of_the_gpu
 from hetero.solver.planner import Planner
 from hetero.solver.prepared import PreparedSolver, prepare_solver, spread_lengths
 from hetero.solver.report.units import duration
 from hetero.solver.request import MAX_LENGTHS_AUTO, PlanRequest
 from hetero.solver.strategy_plans import strategy_plan
+from hetero.solver.weight_memory import limits_of
 
 ONE_CORE: Final = "two devices need two cores"
 LONG: Final = 1024  # tokens of a prompt by which forms of calls in flight are judged
@@ -56,7 +69,8 @@ class Choice:
     what was chosen and why, also where that is layer level for want of a plan; `notes` are for
     people to see once; `profile` is the one that was asked for; `solver` answers for prompt lengths
     that the plan does not have; `seconds` are what `auto` compared, by name; `cost` is by which.
-    The NPU is opened with graphs of `graph_sizes` (empty: with those of its own).
+    `phases` are what `auto` compared of each phase. The NPU is opened with graphs of `graph_sizes`
+    (empty: with those of its own).
     """
 
     mode: DeviceMode
@@ -69,6 +83,7 @@ class Choice:
     seconds: Mapping[str, float] = field(default_factory=dict)
     cost: CostModel | None = None
     graph_sizes: tuple[int, ...] = ()
+    phases: tuple[PhaseChoice, ...] = ()
 
     def opened(self, devices: DeviceSet) -> Choice:
         """Return the choice after its devices were opened.
@@ -142,8 +157,9 @@ def choose(spec: ModelGraph, request: PlacementRequest) -> Choice:
 
     A plan that was given, and a device that was named, need no profile. Else the times of a profile
     decide: by a named strategy, or by the solver's plan for both devices, which `auto` compares
-    with one device alone. Raises `UserError`, `PlanError` or `ProfileError` for what was asked for
-    by name and is impossible; anything else that goes wrong means layer level, by rule.
+    with one device alone, phase by phase. Raises `UserError`, `PlanError` or `ProfileError` for
+    what was asked for by name and is impossible; anything else that goes wrong means layer level,
+    by rule.
     """
     _check_share(request)
     choice = _as_named(spec, request)
@@ -265,9 +281,10 @@ def _lengths(profile: DeviceProfile, request: PlacementRequest) -> tuple[int, ..
 
 
 def _fastest(planner: Planner, solver: PreparedSolver, request: PlacementRequest) -> Choice:
-    """Return the plan for both devices, or one device alone where that is predicted to be as fast.
+    """Return what computes prompts and answers, each by what is predicted to be fastest.
 
-    That is the GPU, the NPU, or on a PC the GPU with the NPU's core and all others.
+    That is a plan for both devices, or one alone where that is as fast: the GPU, the NPU, or on a
+    PC the GPU with the NPU's core and all others.
     """
     kinds = KINDS if request.max_gpu_share >= 1 else ("npu",)
     every_core = request.gpu == "auto" and "gpu" in kinds
@@ -278,33 +295,101 @@ def _fastest(planner: Planner, solver: PreparedSolver, request: PlacementRequest
     one_core = bool(alone) and _shares_one_core(request)
     seconds = alone if one_core else seconds
     derived = file_substitution(planner.profile, planner.spec.weight_format) is not None
-    best = fastest(seconds, derived=derived)
-    times = ", ".join(f"{name} {duration(s)}" for name, s in seconds.items())
-    reason = (
-        f"auto: {best if best == TENSOR_LEVEL else best + ' alone'}, predicted for {work}: {times} "
-        f"(profile {planner.profile.name})"
-    )
+    prices = _Prices(planner, solver, work, request.weight_budget_bytes, one_core=one_core)
+    sets = fastest(seconds, derived=derived, price_of=prices.of)
+    totals = {name: s.total_s for name, s in seconds.items()}
+    totals[str(sets)] = total_s(sets, seconds)
+    times = ", ".join(f"{name} {duration(s)}" for name, s in totals.items())
+    phases = sets.phases(seconds)
+    chosen = f"{sets} alone" if sets.same else described(phases)
+    chosen = TENSOR_LEVEL if sets.same and sets.prompts == TENSOR_LEVEL else chosen
+    reason = f"auto: {chosen}, predicted for {work}: {times} (profile {planner.profile.name})"
     if one_core:
         reason += f"; {ONE_CORE}"
     notes: tuple[str, ...] = ()
     if every_core and cores == 0 and planner.profile.every_core:
         reason += f"; {EVERY_CORE} needs a process in which OpenCL does not run yet"
         possible = compare(planner, solver, work, kinds=(EVERY_CORE,), cores=core_count())
-        if possible.get(EVERY_CORE, math.inf) < seconds[best]:
+        if EVERY_CORE in possible and possible[EVERY_CORE].total_s < totals[str(sets)]:
             notes = (
-                f"{EVERY_CORE} would be faster ({duration(possible[EVERY_CORE])}), but OpenCL runs "
-                "in this process already: open this model first, or in a process of its own",
+                f"{EVERY_CORE} would be faster ({duration(possible[EVERY_CORE].total_s)}), but "
+                "OpenCL runs in this process already: open this model first, or in a process of "
+                "its own",
             )
-    both = best == TENSOR_LEVEL
+    both = _solver_of(sets, planner, solver)
     return Choice(
-        "hetero" if both else "npu" if best == "npu" else "gpu",
-        solver.plan if both else None,
-        gpu=EVERY_CORE if best == EVERY_CORE else None,
+        "hetero" if both is not None else "npu" if sets.prompts == "npu" else "gpu",
+        both.plan if both is not None else None,
+        gpu=EVERY_CORE if EVERY_CORE in sets else None,
         reason=reason,
         notes=notes,
-        solver=solver if both else None,
-        seconds=seconds,
+        solver=both,
+        seconds=totals,
+        phases=phases,
     )
+
+
+def _solver_of(sets: DeviceSets, planner: Planner, solver: PreparedSolver) -> PreparedSolver | None:
+    """Return the solver for what computes each phase; None where one device computes all."""
+    if sets.same:
+        return solver if sets.prompts == TENSOR_LEVEL else None
+    if all(solver.plan.devices_of(phase) == {kind} for phase, kind in sets.kinds.items()):
+        return solver  # it has found so itself
+    factors: dict[tuple[DeviceKind, Phase], float] = {}
+    if EVERY_CORE in sets:
+        stored = planner.spec.weight_format
+        gains = [x for x in planner.profile.every_core if x.weight_format == stored]
+        factors = {("gpu", x.phase): 1 / x.speedup for x in gains}
+    return solver.alone_in(sets.kinds, factors)
+
+
+@dataclass(frozen=True)
+class _Prices:
+    """The costs of device sets that differ between the phases, by what one engine can have."""
+
+    planner: Planner
+    solver: PreparedSolver
+    work: PromptMix
+    budget_bytes: int | None
+    one_core: bool
+
+    def of(self, sets: DeviceSets) -> Price:
+        """Return the price of sets.
+
+        Weights that both devices hold are paid for by the gain, and the memory budget bounds them.
+        """
+        spec = self.planner.spec
+        if self.one_core or not _fit_one_engine(sets) or len(set(self.solver.formats)) > 1:
+            return Price(math.inf)
+        if "npu" in sets and any(of_the_gpu(node.op) for node in spec.nodes):
+            return Price(math.inf)  # an open GPU takes these from the NPU
+        if self.solver.plan.experts is not None:
+            return Price(math.inf)  # of both phases
+        memory = self.solver.memory_in(sets.kinds)
+        limits = limits_of(self.planner.profile, self.budget_bytes)
+        gain = least_gain(memory, spec.matmul_weight_bytes, limits)
+        return Price(gain, self._handover_s(sets))
+
+    def _handover_s(self, sets: DeviceSets) -> float:
+        """Return the seconds of copying the prompts' keys and values to the answers' device.
+
+        0 where memory is unified, or attention stays where it is.
+        """
+        shared = self.solver.plan.non_matmul
+        attends = {"prefill": shared.prefill, "decode": shared.decode, **sets.kinds}
+        if attends["prefill"] == attends["decode"]:
+            return 0.0
+        token_bytes = cache_bytes(self.planner.spec)
+        return sum(self.planner.overheads.copy(m * token_bytes) for m in self.work.prompts)
+
+
+def _fit_one_engine(sets: DeviceSets) -> bool:
+    """Return whether one process can open what computes each phase.
+
+    The number of OpenCL's cores is fixed in a process: with all of them, the NPU computes only
+    while OpenCL does not.
+    """
+    return EVERY_CORE not in sets or set(sets) == {EVERY_CORE, "npu"}
 
 
 def _by_rule(request: PlacementRequest, why: str) -> Choice:

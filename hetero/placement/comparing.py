@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from itertools import product, starmap
+from typing import Any, Final, NamedTuple
 
+from hetero.backends.ops import Attention
 from hetero.backends.protocol import DeviceKind
 from hetero.backends.registry import EVERY_CORE
+from hetero.profiler.model_graph import ModelGraph
 from hetero.solver.handmade import single_device
+from hetero.solver.options import INF
+from hetero.solver.plan import PHASES, Phase
 from hetero.solver.planner import Planner
 from hetero.solver.prepared import PreparedSolver
 from hetero.solver.prompts import prompt_alone
@@ -17,7 +22,9 @@ from hetero.solver.solution import Scenario
 PROMPTS: Final = (64, 256, 1024)  # tokens, where the lengths of prompts are not known
 ANSWER_TOKENS: Final = 64
 TENSOR_LEVEL: Final = "tensor level"
+LAYER_LEVEL: Final = "layer level"
 MARGIN: Final = 0.03
+ALIKE: Final = 0.005  # gains below this are not worth a word
 DERIVED_MARGIN: Final = 0.1  # where a file's format was not measured: kernels differ by as much
 
 
@@ -50,10 +57,124 @@ class Seconds(NamedTuple):
     calls: int
     decode_s: float
 
+
+class PhaseSeconds(NamedTuple):
+    """Predicted seconds of all prompts of a `PromptMix`, and of all answers."""
+
+    prompts_s: float
+    answers_s: float
+
     @property
-    def work_s(self) -> float:
-        """Return the prompt and the answer."""
-        return self.prompt_s + ANSWER_TOKENS * self.decode_s
+    def total_s(self) -> float:
+        """Return both phases together."""
+        return self.prompts_s + self.answers_s
+
+    def of(self, phase: Phase) -> float:
+        """Return the seconds of one phase."""
+        return self.prompts_s if phase == "prefill" else self.answers_s
+
+
+@dataclass(frozen=True)
+class PhaseChoice:
+    """The device set of a phase with its predicted seconds, and the best other one with its own.
+
+    `device_set` is `gpu`, `npu`, `EVERY_CORE`, `TENSOR_LEVEL` or `LAYER_LEVEL`. Without a
+    comparison, seconds are None, and `other` is empty.
+    """
+
+    phase: Phase
+    device_set: str
+    predicted_s: float | None = None
+    other: str = ""
+    other_s: float | None = None
+
+    @property
+    def gain(self) -> float | None:
+        """Return the other one's seconds over these."""
+        if not self.predicted_s or not self.other_s:
+            return None
+        return self.other_s / self.predicted_s
+
+    def document(self) -> dict[str, Any]:
+        """Return the JSON document, without the phase's depth."""
+        kinds = ["gpu", "npu"] if self.device_set in (TENSOR_LEVEL, LAYER_LEVEL) else None
+        return {
+            "phase": self.phase,
+            "depth_from": 0,
+            "devices": kinds or ["npu" if self.device_set == "npu" else "gpu"],
+            "device_set": self.device_set,
+            "predicted_s": self.predicted_s,
+            "over": self.other or None,
+            "gain": self.gain,
+        }
+
+    def __str__(self) -> str:
+        what = "prompt" if self.phase == "prefill" else "answer"
+        text = f"{what}: {_named(self.device_set)}"
+        times = self.gain
+        if times is None or abs(times - 1) < ALIKE:
+            return text
+        other = self.other if self.other == TENSOR_LEVEL else f"the {self.other}"
+        return f"{text} ({times:.{1 if times >= 1.1 else 2}f} x {other})"
+
+
+class DeviceSets(NamedTuple):
+    """The names of what computes prompts, and of what computes answers."""
+
+    prompts: str
+    answers: str
+
+    def of(self, phase: Phase) -> str:
+        """Return the name in one phase."""
+        return self.prompts if phase == "prefill" else self.answers
+
+    @property
+    def same(self) -> bool:
+        """Return whether one set of devices computes everything."""
+        return self.prompts == self.answers
+
+    @property
+    def kinds(self) -> dict[Phase, DeviceKind]:
+        """Return the device of each phase that one computes alone."""
+        kinds: dict[Phase, DeviceKind] = {}
+        for phase in PHASES:
+            if (name := self.of(phase)) != TENSOR_LEVEL:
+                kinds[phase] = "npu" if name == "npu" else "gpu"
+        return kinds
+
+    def phases(self, seconds: Mapping[str, PhaseSeconds]) -> tuple[PhaseChoice, ...]:
+        """Return each phase with its seconds, and the best of the others."""
+        return tuple(_compared(phase, self.of(phase), seconds) for phase in PHASES)
+
+    def __str__(self) -> str:
+        return self.prompts if self.same else f"{self.prompts} then {self.answers}"
+
+
+class Price(NamedTuple):
+    """The price of device sets that differ between the phases.
+
+    By `least_gain`, a fraction, they must be faster than a single device: infinity where one engine
+    cannot have both. `handover_s` are the seconds of handing over keys and values.
+    """
+
+    least_gain: float
+    handover_s: float = 0.0
+
+
+def described(phases: Sequence[PhaseChoice]) -> str:
+    """Return a sentence for people: "prompt: npu alone (1.4 x the gpu); answer: gpu alone"."""
+    return "; ".join(map(str, phases))
+
+
+def _compared(phase: Phase, name: str, seconds: Mapping[str, PhaseSeconds]) -> PhaseChoice:
+    times = {x: s.of(phase) for x, s in seconds.items()}
+    own_s = times.pop(name)
+    other = min(times, key=times.__getitem__, default="")
+    return PhaseChoice(phase, name, own_s, other, times.get(other))
+
+
+def _named(name: str) -> str:
+    return name if name in (TENSOR_LEVEL, LAYER_LEVEL) else f"{name} alone"
 
 
 def compare(
@@ -63,29 +184,62 @@ def compare(
     *,
     kinds: Sequence[str],
     cores: int = 0,
-) -> dict[str, float]:
+) -> dict[str, PhaseSeconds]:
     """Return the predicted seconds of the work on each device alone, and on both devices.
 
     The devices are those of `kinds` that can do it (`gpu`, `npu`, `EVERY_CORE` with so many
     `cores`).
     """
-    seconds: dict[str, float] = {}
+    seconds: dict[str, PhaseSeconds] = {}
     for name in (*kinds, TENSOR_LEVEL):
         parts = [predicted(planner, solver, name, tokens, cores) for tokens in work.prompts]
-        known = [part.work_s for part in parts if part is not None]
+        known = [part for part in parts if part is not None]
         if len(known) == len(parts):
-            seconds[name] = sum(known)
+            answers_s = sum(ANSWER_TOKENS * part.decode_s for part in known)
+            seconds[name] = PhaseSeconds(sum(part.prompt_s for part in known), answers_s)
     return seconds
 
 
-def fastest(seconds: dict[str, float], *, derived: bool = False) -> str:
-    """Return the name of the fastest.
+def fastest(
+    seconds: Mapping[str, PhaseSeconds],
+    *,
+    derived: bool = False,
+    price_of: Callable[[DeviceSets], Price] = lambda _: Price(INF),
+) -> DeviceSets:
+    """Return what computes prompts and what computes answers fastest.
 
-    A single device is simpler, so both must be faster by a margin, as a cut must be; by a larger
-    one where times are `derived` from another format's.
+    A single device is simpler, so two must be faster by a margin, as a cut must be; by a larger one
+    where times are `derived` from another format's. In each phase that both share they must be so
+    as well. `price_of` returns the price of sets that differ between the phases.
     """
     margin = DERIVED_MARGIN if derived else MARGIN
-    return min(seconds, key=lambda x: seconds[x] / (1 - margin if x == TENSOR_LEVEL else 1.0))
+
+    def careful_s(sets: DeviceSets) -> float:
+        """Return the seconds with the margin of phases that both devices share."""
+        names = [(phase, sets.of(phase)) for phase in PHASES]
+        handover_s = 0.0 if sets.same else price_of(sets).handover_s
+        return handover_s + sum(
+            seconds[x].of(phase) / (1 - margin if x == TENSOR_LEVEL else 1.0) for phase, x in names
+        )
+
+    def is_worth(sets: DeviceSets) -> bool:
+        spent_s = total_s(sets, seconds)
+        if sets.same or spent_s >= limit_s * (1 - margin):
+            return spent_s < limit_s * (1 - margin)
+        price = price_of(sets)
+        return spent_s + price.handover_s < limit_s * (1 - max(margin, price.least_gain))
+
+    alone = [DeviceSets(name, name) for name in seconds if name != TENSOR_LEVEL]
+    simple = DeviceSets(TENSOR_LEVEL, TENSOR_LEVEL)
+    best = min(alone, key=lambda x: total_s(x, seconds), default=simple)
+    limit_s = total_s(best, seconds) if alone else INF
+    pairs = [x for x in starmap(DeviceSets, product(seconds, seconds)) if x not in alone]
+    return min(filter(is_worth, pairs), key=careful_s, default=best)
+
+
+def total_s(sets: DeviceSets, seconds: Mapping[str, PhaseSeconds]) -> float:
+    """Return the seconds of both phases, each on its own set."""
+    return sum(seconds[sets.of(phase)].of(phase) for phase in PHASES)
 
 
 def predicted(
@@ -102,6 +256,12 @@ def predicted(
             return _on_every_core(planner, tokens, cores)
     prompt, decode = solver.prompt(tokens), solver.solution_for(answering(tokens))
     return Seconds(prompt.seconds, len(prompt.calls), decode.seconds)
+
+
+def cache_bytes(spec: ModelGraph) -> int:
+    """Return the bytes of a token's keys and values in all layers."""
+    ops = [node.op for node in spec.nodes if isinstance(node.op, Attention) and not node.op.reads]
+    return sum(2 * x.kv_heads * x.kv.row(x.head_dim) * x.kv.dtype.itemsize for x in ops)
 
 
 def answering(tokens: int) -> Scenario:

@@ -15,7 +15,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Final, get_args
@@ -24,6 +24,7 @@ from hetero import backends, placement, profiler, runtime, solver
 from hetero.backends.host.files import atomic_write
 from hetero.backends.host.folders import cache_folder
 from hetero.backends.protocol import DeviceKind
+from hetero.placement.comparing import PhaseChoice
 from hetero.profiler.environment import hetero_version
 
 VERSION: Final = 1  # of the files
@@ -36,7 +37,7 @@ DECIDING: Final = (backends, placement, profiler, runtime, solver)
 class Decision:
     """One device alone: its kind and backend, the reason, the notices, and the compared seconds.
 
-    The backend is None for the requested one.
+    The backend is None for the requested one. `phases` say what each phase takes there.
     """
 
     mode: DeviceKind
@@ -44,6 +45,7 @@ class Decision:
     reason: str
     notes: tuple[str, ...]
     seconds: Mapping[str, float]
+    phases: tuple[PhaseChoice, ...] = ()
 
 
 def folder() -> Path:
@@ -114,6 +116,7 @@ def _content(key: str, decision: Decision) -> dict[str, Any]:
         "reason": decision.reason,
         "notes": list(decision.notes),
         "seconds": dict(decision.seconds),
+        "phases": [asdict(x) for x in decision.phases],
     }
 
 
@@ -129,6 +132,7 @@ def _read(data: bytes, key: str) -> Decision | None:
         return None
     content.pop("code", None)
     content["notes"] = tuple(content["notes"])
+    content["phases"] = tuple(PhaseChoice(**x) for x in content["phases"])
     return Decision(**content)
 
 

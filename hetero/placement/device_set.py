@@ -92,11 +92,13 @@ def open_devices(
     npu: str = "auto",
     compiled: Mapping[str, Any] | None = None,
     graph_sizes: tuple[int, ...] = (),
+    apart: bool = False,
 ) -> DeviceSet:
     """Open what `mode` needs. A missing device leaves the other to do its work, with one warning.
 
     `compiled` are the options of `qnn` for a compiled model, which is then the automatic NPU. Else
-    the NPU is opened with graphs of `graph_sizes`, where some are given.
+    the NPU is opened with graphs of `graph_sizes`, where some are given. Devices that work `apart`,
+    never both at once, may share cores.
     Raises `ModelError` for an unknown name and `DeviceUnavailableError` if nothing can be opened.
     """
     if mode not in get_args(DeviceMode):
@@ -104,7 +106,7 @@ def open_devices(
     if compiled and npu == "auto":
         npu = "qnn"
     names = {"gpu": backend_name("gpu", gpu), "npu": backend_name("npu", npu)}
-    if split_driver(names["gpu"])[0] == EVERY_CORE and mode != "gpu":
+    if split_driver(names["gpu"])[0] == EVERY_CORE and mode != "gpu" and not apart:
         raise ModelError(f"{EVERY_CORE} leaves the NPU no core: use --device gpu")
     cores = assign_cores()
     sized = {"graph_sizes": graph_sizes} if graph_sizes else {}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Protocol, Self, TypeAlias
 
@@ -154,16 +154,21 @@ class Adapter:
         if not _moved(self._asked, factors):
             return None
         self._asked, self._changed = factors, self._steps
-        placement = self._placed(factors) or self._placed(_in_every_phase(factors))
+        # Of a phase that one device computes, the other's speed is that of the other phase.
+        tried = [factors] * (not self.placement.plan.apart) + [_in_every_phase(factors)]
+        placement = next(filter(None, map(self._placed, tried)), None)
         if placement is None:
             return None
+        if self.placement.plan.apart:
+            self._asked = factors = dict(tried[-1])
         gains = {phase: self._gain(placement, phase, factors) for phase in PHASES}
         phase = max(PHASES, key=lambda p: gains[p])
         if gains[phase] < self.policy.gain:
             return None
         self.placement, self._applied = placement, factors
         self._ratios.clear()
-        return Adaptation(placement, _reason(factors, phase, gains[phase], self._steps))
+        moved = placement.plan.devices_of(phase) if placement.plan.apart else frozenset()
+        return Adaptation(placement, _reason(factors, phase, gains[phase], self._steps, moved))
 
     def _placed(self, factors: Factors) -> Placement | None:
         """Return the best cuts at these speeds; None if they need kernels that are not prepared."""
@@ -254,11 +259,19 @@ def _a_length(plan: ExecutionPlan, phase: Phase) -> int:
     return lengths[len(lengths) // 2]
 
 
-def _reason(factors: Mapping[Key, float], phase: Phase, gain: float, steps: int) -> str:
+def _reason(
+    factors: Mapping[Key, float],
+    phase: Phase,
+    gain: float,
+    steps: int,
+    alone: Collection[DeviceKind],
+) -> str:
+    """Return why cuts changed, or which device is `alone` in a phase from now on."""
     speeds = ", ".join(
         f"{kind} {factors[kind, phase]:.2f}" for kind in KINDS if (kind, phase) in factors
     )
+    change = f"{phase} on the {' and '.join(alone)} alone" if alone else "new cuts"
     return (
-        f"after {steps} steps: new cuts because matmuls in {phase} take other times than planned "
+        f"after {steps} steps: {change} because matmuls in {phase} take other times than planned "
         f"(measured / predicted: {speeds}); predicted to save {gain:.0%} of them"
     )

@@ -10,11 +10,13 @@ from dataclasses import dataclass, field
 from hetero.backends.errors import DeviceError, DeviceLostError, WaitTimeoutError
 from hetero.backends.formats import CacheFormat
 from hetero.backends.host.clock import Clock, SystemClock
+from hetero.backends.ops import Embed
 from hetero.backends.optional import SupportsCompaction, SupportsHandovers
 from hetero.backends.protocol import DEFAULT_DEADLINE_S, DeviceKind, memory_owner
 from hetero.errors import FallbackWarning
 from hetero.models.graph import model_graph
 from hetero.models.model_weights import ModelWeights
+from hetero.models.row_tables import RowTable, scaled
 from hetero.profiler.cost import CostModel
 from hetero.runtime.adaptive import Adaptation, Adapter, Solver
 from hetero.runtime.handover import incoherent
@@ -116,7 +118,7 @@ class Deployment:
             if isinstance(device, SupportsHandovers):
                 device.set_explicit_handovers(not device.capabilities.coherent)
         owner = memory_owner(self.devices)
-        self.pool = ActivationPool(slots, owner)
+        self.pool = ActivationPool(slots, owner, self._tables())
         self.pool.map_to(self.devices.values())
         self.lost = self._contexts.provide(
             layout, owner.allocate, self.admit, incoherent(self.devices)
@@ -147,6 +149,14 @@ class Deployment:
             self._steps.lowered(phase, m, 1)
         for context in self._contexts.open_contexts():
             self.warm(context)
+
+    def _tables(self) -> dict[str, RowTable]:
+        """Return what tokens are looked up in, with its scale, by the slot for the rows."""
+        tables: dict[str, RowTable] = {}
+        for node in self.placement.graph.nodes:
+            if isinstance(node.op, Embed) and node.op.mapped:
+                tables[node.slots["y"]] = scaled(self._weights.table(node.name), node.op.scale)
+        return tables
 
     def _sized(self, layout: CacheLayout) -> tuple[int, dict[SlotRef, Shape], MemoryEstimate]:
         """Return the calls in flight that fit the memory, as `fitting_window` does."""

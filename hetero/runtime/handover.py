@@ -67,9 +67,12 @@ class Handover:
             for port, operand in operands.items()
         }
 
-    def feed(self, inputs: Iterable[Tensor]) -> None:
-        """Record that the host writes these before the step begins."""
-        for tensor in inputs if self.in_place else ():
+    def feed(self, inputs: Iterable[Tensor], looked_up: Iterable[Tensor] = ()) -> None:
+        """Record that the host writes these before the step begins.
+
+        The GPU has mirrors of activations that were `looked_up`, but not of other inputs.
+        """
+        for tensor in inputs if self.in_place else looked_up:
             self._written.setdefault(tensor.buffer, [("host", tensor)])
 
     def before(self, kind: DeviceKind | None, operands: Mapping[str, Operand]) -> list[Transfer]:

@@ -8,7 +8,7 @@ from weakref import WeakValueDictionary
 
 from hetero.backends.errors import DeviceError
 from hetero.backends.formats import StorageFormat
-from hetero.backends.ops import Attention, MatMul, Op, describe, weight_names
+from hetero.backends.ops import Attention, MatMul, Op, describe, is_mapped, weight_names
 from hetero.backends.optional import SupportsGroups
 from hetero.backends.protocol import (
     Acceptance,
@@ -276,7 +276,7 @@ def prepare_kernels(
     for done, (layer, members) in enumerate(by_layer.items(), start=1):
         with memory_for("the embeddings" if layer is None else f"the weights of layer {layer}"):
             block = None if layer is None else weights.block(layer)
-            for node in members:
+            for node in (x for x in members if not is_mapped(x.op)):
                 values = node_weights(node, block, weights, besides=True)
                 kernels.add(node, values, placement)
                 if (group := placement.groups.get(node.name)) is not None:

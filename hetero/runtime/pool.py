@@ -21,6 +21,7 @@ from hetero.backends.protocol import Device
 from hetero.errors import memory_for
 from hetero.models.config import ModelConfig
 from hetero.models.graph import Shadows, slot_widths
+from hetero.models.row_tables import RowTable
 from hetero.runtime.slot_refs import SlotRef, position_of, sampled_position_of, slot_of
 
 Shape = tuple[tuple[int, ...], np.dtype[Any]]
@@ -72,10 +73,16 @@ class ActivationPool:
     """The tensors of the slots, for calls of up to `tokens` tokens, `chunks` of them in flight.
 
     Owned by the control thread. `slots` are those of `slot_shapes`; nothing is added later. A plain
-    name is the slot of the first chunk.
+    name is the slot of the first chunk. `tables` are what `feed` looks tokens up in, by slot.
     """
 
-    def __init__(self, slots: Mapping[SlotRef, Shape], owner: Device) -> None:
+    def __init__(
+        self,
+        slots: Mapping[SlotRef, Shape],
+        owner: Device,
+        tables: Mapping[str, RowTable] | None = None,
+    ) -> None:
+        self.tables = dict(tables or {})
         self.tokens: int = slots[SlotRef("tokens")][0][0]
         self.chunks = 1 + max(slot.chunk for slot in slots)
         self.fed = [0] * self.chunks  # tokens of each chunk
@@ -102,7 +109,13 @@ class ActivationPool:
         """Return what the host writes before a step of so many tokens (`feed`, `feed_rows`)."""
         tokens = [self[slot_of("tokens", i)].rows(0, m) for i, m in enumerate(chunks)]
         names = ("position", "cache_row")
-        return tokens + [x for slot, x in self._slots.items() if slot.name.startswith(names)]
+        tokens += [x for slot, x in self._slots.items() if slot.name.startswith(names)]
+        return tokens + self.looked_up(chunks)
+
+    def looked_up(self, chunks: Sequence[int]) -> list[Tensor]:
+        """Return the rows that the host looks up in `tables` before a step of so many tokens."""
+        every = ((name, i, m) for name in self.tables for i, m in enumerate(chunks))
+        return [self[slot_of(name, i)].rows(0, m) for name, i, m in every]
 
     def feed(
         self,
@@ -121,6 +134,8 @@ class ActivationPool:
         ids = self[slot_of("tokens", chunk)].array
         ids[: len(tokens)] = tokens
         ids[len(tokens) :] = 0
+        for name, table in self.tables.items():
+            self[slot_of(name, chunk)].array[: len(tokens)] = table(ids[: len(tokens)])
         self.fed[chunk] = len(tokens)
         first = {"position": position} | ({"cache_row": position - base} if self._slides else {})
         for name, value in first.items():

@@ -41,8 +41,12 @@ SAMPLED: Final = (2, 3)  # layers that are scheduled
 
 
 def max_in_flight(plan: ExecutionPlan, max_seq_len: int, order: Order) -> int:
-    """Return how many calls of a prompt may be in flight in a context of that many tokens."""
-    if order == "fifo" or plan.strategy == "online-prepare":
+    """Return how many calls of a prompt may be in flight in a context of that many tokens.
+
+    One where a device alone computes prompts: there is nothing to overlap.
+    """
+    alone = len(plan.devices_of("prefill")) == 1
+    if order == "fifo" or plan.strategy == "online-prepare" or alone:
         return 1
     longest = plan.step_tokens
     assert longest is not None

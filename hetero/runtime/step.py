@@ -206,7 +206,7 @@ class BoundLaunches:
         self._host: DeviceKind = "npu" if "npu" in devices else "gpu"
         self._pool, self._synchroniser = pool, synchroniser
         if handover is not None:
-            handover.feed(pool.inputs(chunks))
+            handover.feed(pool.inputs(chunks), pool.looked_up(chunks))
         self._specs: list[LaunchSpec] = []
         self._items: list[PendingLaunch] = []
         self._stages = itertools.count()

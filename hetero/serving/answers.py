@@ -10,13 +10,15 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from json.encoder import encode_basestring_ascii as quoted
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from hetero.serving.answer_parser import AnswerParser, AnswerPart, Piece
 from hetero.serving.engine_client import AnswerStream
 from hetero.serving.errors import ApiError
 from hetero.serving.messages import Done, Run, TokenEvent
@@ -42,27 +44,75 @@ class AnswerOptions:
     grammar: str = ""
 
 
+ParserMaker: TypeAlias = Callable[[], AnswerParser | None]
+
+
+def parser_of(
+    state: State, use: ToolUse, wanted: AnswerOptions, *, guided: bool = False
+) -> ParserMaker:
+    """Return a maker of the parser of each choice; of None where an answer can be only text.
+
+    An answer that is `guided` by a grammar is not taken apart. Sets the options that the parser
+    needs.
+    """
+    form, schemas = state.answer_form, use.schemas
+    if use.forced:
+        return partial(AnswerParser, form, schemas, only_call=True)
+    if guided or not (schemas or form.thoughts or form.channels):
+        return _no_parser
+    tail = state.model.tokenizer.decode(wanted.tokens[-8:], skip_special_tokens=False)
+    wanted.options["shown_tokens"] = sorted(form.shown)
+    return partial(AnswerParser, form, schemas, closes=form.opened_by(tail))
+
+
+def _no_parser() -> None:
+    return None
+
+
 @dataclass
 class AnswerChoice:
-    """One text of an answer. `logprobs` are (id, [log-probability, alternatives])."""
+    """One text of an answer. `logprobs` are (id, [log-probability, alternatives]).
+
+    `parser` takes it apart, `reasoning_tokens` counts what was thought.
+    """
 
     texts: list[str] = field(default_factory=list)  # deltas, in order
     tokens: list[int] = field(default_factory=list)
     logprobs: list[tuple[int, list[Any]]] = field(default_factory=list)
     finish: str = ""
     ended: bool = False  # by a token, not by a stop text or a limit
+    parser: AnswerParser | None = None
+    reasoning_tokens: int = 0
 
     @property
     def text(self) -> str:
         """Return the whole text so far."""
         return "".join(self.texts)
 
-    def add(self, event: TokenEvent | Run) -> None:
-        """Append one delta, or several."""
+    @property
+    def parts(self) -> list[AnswerPart]:
+        """Return the parts so far, as they are streamed."""
+        if self.parser is None:
+            return [AnswerPart("text", self.text)]
+        return self.parser.parts
+
+    @property
+    def calls(self) -> list[AnswerPart]:
+        """Return the calls that are complete."""
+        return [part for part in self.parts if part.kind == "call" and part.whole]
+
+    @property
+    def reason(self) -> str:
+        """Return OpenAI's `finish_reason`."""
+        cut = any(not part.whole for part in self.parts)
+        return "tool_calls" if self.calls and not cut else self.finish
+
+    def add(self, event: TokenEvent | Run) -> list[Piece]:
+        """Append one delta, or several. Return the pieces of the parts, if it is taken apart."""
         if isinstance(event, Run):
             self.texts += event.texts
             self.tokens += event.tokens
-            return
+            return [piece for text in event.texts for piece in self._parsed(text)]
         self.texts.append(event.text)
         if not event.end:
             self.tokens.append(event.token)
@@ -71,6 +121,15 @@ class AnswerChoice:
         if event.finish:
             self.finish = "stop" if event.finish == "stop" else "length"
             self.ended = event.end
+        return self._parsed(event.text, last=bool(event.finish))
+
+    def _parsed(self, text: str, *, last: bool = False) -> list[Piece]:
+        if self.parser is None:
+            return []
+        thinking = self.parser.thinking
+        pieces = self.parser.feed(text, last=last)
+        self.reasoning_tokens += thinking or self.parser.thinking
+        return pieces
 
 
 @dataclass
@@ -85,20 +144,22 @@ class ClientDisconnectedError(Exception):
     """The client closed the connection before its answer was complete."""
 
 
-async def gather(state: State, request: Request, wanted: AnswerOptions) -> Answer:
-    """Return the whole answer.
+async def gather(
+    state: State, request: Request, wanted: AnswerOptions, parser: ParserMaker = _no_parser
+) -> Answer:
+    """Return the whole answer, each choice taken apart by a parser of its own.
 
     Raises `ApiError`, and `ClientDisconnectedError` where the client disconnected.
     """
     stream = await _submit(state, request, wanted)
     try:
-        return await unless_disconnected(request, _whole(state, stream, wanted.choices))
+        return await unless_disconnected(request, _whole(state, stream, wanted.choices, parser))
     finally:
         stream.close()
 
 
-async def _whole(state: State, stream: AnswerStream, count: int) -> Answer:
-    choices = [AnswerChoice() for _ in range(count)]
+async def _whole(state: State, stream: AnswerStream, count: int, parser: ParserMaker) -> Answer:
+    choices = [AnswerChoice(parser=parser()) for _ in range(count)]
     while True:
         for event in await stream.events():
             if isinstance(event, Done):
@@ -110,16 +171,14 @@ async def _whole(state: State, stream: AnswerStream, count: int) -> Answer:
 class StreamWriter(ABC):
     """An encoder of one answer's events as server-sent events; each protocol has a subclass.
 
-    `buffers` keeps text back until the choice is complete, because it may be a tool call.
+    A choice that a parser takes apart is sent in its pieces, one that is only text as it comes.
     """
 
     path = ""  # of the endpoint, for the form of its errors
     error_event = ""  # name of the event that an error is sent as
 
-    def __init__(self, choices: int = 1, use: ToolUse | None = None) -> None:
-        self._choices = [AnswerChoice() for _ in range(choices)]
-        self._use = use or ToolUse()
-        self._buffers = bool(self._use.functions) and not self._use.silent
+    def __init__(self, choices: int = 1, parser: ParserMaker = _no_parser) -> None:
+        self._choices = [AnswerChoice(parser=parser()) for _ in range(choices)]
 
     def begin(self) -> list[bytes]:
         """Return the events before the first token."""
@@ -127,16 +186,21 @@ class StreamWriter(ABC):
 
     def token(self, event: TokenEvent) -> list[bytes]:
         """Return the events of one token."""
-        self._choices[event.choice].add(event)
-        if self._buffers:
-            return self._buffered(event)
+        choice = self._choices[event.choice]
+        pieces = choice.add(event)
+        if choice.parser is not None:
+            return self._taken_apart(event, pieces)
         shown = event.text or (event.logprob is not None and not event.end)
         return self._delta(event) if shown else []
 
     def run(self, run: Run) -> list[bytes]:
         """Return the events of several tokens: the same bytes as `token` of each in turn."""
-        self._choices[run.choice].add(run)
-        return [] if self._buffers else self._deltas(run)
+        choice = self._choices[run.choice]
+        pieces = choice.add(run)
+        return self._deltas(run) if choice.parser is None else self._taken_apart(run, pieces)
+
+    def _taken_apart(self, event: TokenEvent | Run, pieces: list[Piece]) -> list[bytes]:
+        return [line for piece in pieces for line in self._piece(event.choice, piece)]
 
     @abstractmethod
     async def end(self, end: Done) -> list[bytes]:
@@ -146,8 +210,8 @@ class StreamWriter(ABC):
         """Return the event of an error after the first token."""
         return sse(error.body(self.path), self.error_event)
 
-    def _buffered(self, event: TokenEvent) -> list[bytes]:  # noqa: ARG002
-        """Return the events of a token whose text is buffered."""
+    def _piece(self, index: int, piece: Piece) -> list[bytes]:  # noqa: ARG002
+        """Return the events of a piece of a choice."""
         return []
 
     @abstractmethod
@@ -305,7 +369,7 @@ def check_room(state: State, tokens: Sequence[int], param: str = "prompt") -> No
         )
 
 
-def usage(end: Done) -> dict[str, Any]:
+def usage(end: Done, reasoning_tokens: int = 0) -> dict[str, Any]:
     """Return token counts in the form of OpenAI's completions."""
     prompt, completion = end.usage["prompt_tokens"], end.usage["completion_tokens"]
     return {
@@ -313,5 +377,5 @@ def usage(end: Done) -> dict[str, Any]:
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": end.usage["cached_tokens"]},
-        "completion_tokens_details": {"reasoning_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
     }

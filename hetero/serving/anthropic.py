@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import secrets
 from typing import Any, Final, Literal
@@ -12,9 +13,11 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from hetero.serving import answers
+from hetero.serving.answer_parser import AnswerPart, Piece, whole_parts
 from hetero.serving.answers import (
     AnswerChoice,
     AnswerOptions,
+    ParserMaker,
     StreamWriter,
     fill_template,
     split_template,
@@ -23,7 +26,7 @@ from hetero.serving.answers import (
 from hetero.serving.errors import ApiError
 from hetero.serving.grammars import json_grammar
 from hetero.serving.messages import Done, Run, TokenEvent
-from hetero.serving.requests import Request, checked_grammar, stop_texts
+from hetero.serving.requests import Request, Sampling, checked_grammar, stop_texts
 from hetero.serving.state import State
 from hetero.serving.template_chat import Message as PlainMessage
 from hetero.serving.template_chat import (
@@ -32,10 +35,12 @@ from hetero.serving.template_chat import (
     plain_text,
     rendered,
     result_message,
+    thinking_variables,
 )
 from hetero.serving.tools import ToolUse, tool_use
 
 router = APIRouter()
+_EMPTY: Final = {"type": "text", "text": ""}
 _FIELDS: Final = {"name": "name", "description": "description", "input_schema": "parameters"}
 
 
@@ -97,6 +102,12 @@ class OutputConfig(Request):
     format: AnswerFormat | None = None
 
 
+class Thinking(Request):
+    """`thinking`."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+
+
 class MessagesRequest(CountRequest):
     """Anthropic's request."""
 
@@ -104,11 +115,22 @@ class MessagesRequest(CountRequest):
     output_config: OutputConfig | None = None
     output_format: AnswerFormat | None = None  # of the beta
     thread: Any = None
+    thinking: Thinking | None = None
     stream: bool | None = False
     stop_sequences: list[str] | None = None
     temperature: float | None = Field(None, ge=0, le=1)
-    top_p: float | None = Field(None, gt=0, le=1)
+    top_p: float | None = Field(None, ge=0, le=1)
     top_k: int | None = Field(None, ge=0, lt=2**31)
+
+    def sampling(self) -> Sampling:
+        """Return the options of sampling as the other APIs have them."""
+        given = self.model_dump(include={"temperature", "top_p", "top_k"})
+        return Sampling.model_validate(given)
+
+    def variables(self) -> dict[str, Any]:
+        """Return the variables of the template."""
+        enabled = None if self.thinking is None else self.thinking.type != "disabled"
+        return thinking_variables(None, enabled=enabled)
 
     def check(self) -> None:
         """Raise `ApiError` for fields that change the meaning of the others."""
@@ -137,30 +159,27 @@ async def messages(body: MessagesRequest, request: HttpRequest) -> Response:
     body.check()
     plain = body.plain()
     state.check_length(characters(plain), "messages")
-    tokens = await state.texts(rendered, state, plain, use, continues=True)
+    tokens = await state.texts(rendered, state, plain, use, body.variables(), continues=True)
     answers.check_room(state, tokens, "messages")
     wanted = AnswerOptions(
         tokens=tokens,
         options={
             "chat": True,
             "max_tokens": body.max_tokens,
-            "temperature": 1.0 if body.temperature is None else body.temperature,
-            "top_p": 1.0 if body.top_p is None else body.top_p,
-            "top_k": body.top_k or 0,
+            **body.sampling().options(state.sampling),
             "stop": stop_texts(body.stop_sequences),
         },
         grammar=await checked_grammar(state, await state.texts(body.wanted_grammar, use)),
     )
-    if 0 < wanted.options["temperature"] < 1e-6:
-        wanted.options["temperature"] = 0.0
+    parser = answers.parser_of(state, use, wanted, guided=bool(wanted.grammar))
     head = {"id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant"}
     head["model"] = model
     if body.stream:
-        writer = _Writer(use, head, len(tokens))
+        writer = _Writer(head, len(tokens), parser)
         return await answers.streamed(state, request, wanted, writer)
-    answer = await answers.gather(state, request, wanted)
-    content = _blocks(answer.choices[0], use)
-    reason, stop = _reason(answer.choices[0], answer.end, content)
+    answer = await answers.gather(state, request, wanted, parser)
+    content = [_block(part) for part in whole_parts(answer.choices[0].parts)] or [_EMPTY]
+    reason, stop = _reason(answer.choices[0], answer.end)
     return answers.answer_json(
         {
             **head,
@@ -209,23 +228,29 @@ def _plain(message: Message, where: str) -> list[PlainMessage]:
     return plain
 
 
-def _blocks(choice: AnswerChoice, use: ToolUse) -> list[dict[str, Any]]:
-    text, calls = use.read(choice.text)
-    blocks: list[dict[str, Any]] = []
-    if text or not calls:
-        blocks.append({"type": "text", "text": text})
-    for call in calls:
-        name = call.id.replace("call_", "toolu_")
-        blocks.append(
-            {"type": "tool_use", "id": name, "name": call.name, "input": json.loads(call.arguments)}
-        )
-    return blocks
+def _block(part: AnswerPart) -> dict[str, Any]:
+    """Return a part of an answer as a content block."""
+    match part.kind:
+        case "thought":
+            return {"type": "thinking", "thinking": part.text, "signature": _signature(part)}
+        case "call":
+            return {**_call_block(part), "input": json.loads(part.text)}
+        case "text":
+            return {"type": "text", "text": part.text}
 
 
-def _reason(
-    choice: AnswerChoice, end: Done, content: list[dict[str, Any]]
-) -> tuple[str, str | None]:
-    if content[-1]["type"] == "tool_use":
+def _call_block(part: AnswerPart) -> dict[str, Any]:
+    name = part.id.replace("call_", "toolu_")
+    return {"type": "tool_use", "id": name, "name": part.name, "input": {}}
+
+
+def _signature(part: AnswerPart) -> str:
+    """Return what clients want to have of a thought, and send back. It is not checked."""
+    return hashlib.sha256(part.text.encode()).hexdigest()
+
+
+def _reason(choice: AnswerChoice, end: Done) -> tuple[str, str | None]:
+    if choice.reason == "tool_calls":
         return "tool_use", None
     if end.stops and end.stops[0]:
         return "stop_sequence", end.stops[0]
@@ -246,9 +271,10 @@ def _usage(end: Done) -> dict[str, int]:
 class _Writer(StreamWriter):
     path, error_event = "/v1/messages", "error"
 
-    def __init__(self, use: ToolUse, head: dict[str, Any], prompt: int) -> None:
-        super().__init__(use=use)
+    def __init__(self, head: dict[str, Any], prompt: int, parser: ParserMaker) -> None:
+        super().__init__(1, parser)
         self._head, self._prompt = head, prompt
+        self._index, self._open = -1, AnswerPart("text")  # the block that is being sent
 
     def begin(self) -> list[bytes]:
         """Return the start of the message and of its text."""
@@ -256,46 +282,58 @@ class _Writer(StreamWriter):
         usage |= {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
         message = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None}
         lines = [_event("message_start", message={**message, "usage": usage}), _event("ping")]
-        return lines if self._buffers else [*lines, _start(0, {"type": "text", "text": ""})]
+        return lines if self._choices[0].parser is not None else [*lines, *self._begin(self._open)]
 
     async def end(self, end: Done) -> list[bytes]:
         """Return the rest of the content, and the reason why the answer ended."""
-        choice = self._choices[0]
-        content = _blocks(choice, self._use)
-        reason, stop = _reason(choice, end, content)
+        lines = [] if self._index >= 0 else self._begin(self._open)  # of an empty answer
+        reason, stop = _reason(self._choices[0], end)
         delta = {"stop_reason": reason, "stop_sequence": stop}
         last = _event("message_delta", delta=delta, usage=_usage(end), hetero=end.about)
-        return [*self._rest(content), last, _event("message_stop")]
+        return [*lines, *self._stop(), last, _event("message_stop")]
 
     def _delta(self, event: TokenEvent) -> list[bytes]:
-        return [_text_delta(event.text)]
+        return [_text_delta(event.text)] if event.text else []
 
     def _deltas(self, run: Run) -> list[bytes]:
         return fill_template(_TEXT_DELTA, run.texts)
 
-    def _rest(self, content: list[dict[str, Any]]) -> list[bytes]:
-        if not self._buffers:
-            return [_event("content_block_stop", index=0)]
+    def _piece(self, index: int, piece: Piece) -> list[bytes]:  # noqa: ARG002  (there is one choice)
         lines = []
-        for i, block in enumerate(content):
-            if block["type"] == "text":
-                lines.append(_start(i, {"type": "text", "text": ""}))
-                lines.append(_delta(i, {"type": "text_delta", "text": block["text"]}))
-            else:
-                lines.append(_start(i, {**block, "input": {}}))
-                arguments = json.dumps(block["input"])
-                delta = {"type": "input_json_delta", "partial_json": arguments}
-                lines.append(_delta(i, delta))
-            lines.append(_event("content_block_stop", index=i))
+        if piece.begins:
+            lines = [*(self._stop() if self._index >= 0 else []), *self._begin(piece.part)]
+        if not piece.text:
+            return lines
+        match piece.part.kind:
+            case "thought":
+                delta = {"type": "thinking_delta", "thinking": piece.text}
+            case "call":
+                delta = {"type": "input_json_delta", "partial_json": piece.text}
+            case "text":
+                delta = {"type": "text_delta", "text": piece.text}
+        return [*lines, _delta(self._index, delta)]
+
+    def _begin(self, part: AnswerPart) -> list[bytes]:
+        self._index, self._open = self._index + 1, part
+        match part.kind:
+            case "thought":
+                block: dict[str, Any] = {"type": "thinking", "thinking": "", "signature": ""}
+            case "call":
+                block = _call_block(part)
+            case "text":
+                block = _EMPTY
+        return [_event("content_block_start", index=self._index, content_block=block)]
+
+    def _stop(self) -> list[bytes]:
+        lines = [_event("content_block_stop", index=self._index)]
+        if self._open.kind == "thought":
+            signed = {"type": "signature_delta", "signature": _signature(self._open)}
+            return [_delta(self._index, signed), *lines]
         return lines
 
 
 def _event(kind: str, **fields: Any) -> bytes:
     return sse({"type": kind, **fields}, kind)
-
-
-def _start(index: int, block: dict[str, Any]) -> bytes:
-    return _event("content_block_start", index=index, content_block=block)
 
 
 def _delta(index: int, delta: dict[str, Any]) -> bytes:

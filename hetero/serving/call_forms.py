@@ -1,5 +1,5 @@
 # ruff: noqa: RUF001  (the bars of DeepSeek's markers are wide)
-"""How families of models write calls of functions, and the readers of those forms."""
+"""Forms of calls of functions, by family of models, and their readers."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,10 +15,12 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from hetero.serving import answers
+from hetero.serving.answer_parser import AnswerPart, Piece, whole_parts
 from hetero.serving.answers import (
     DONE,
     AnswerChoice,
     AnswerOptions,
+    ParserMaker,
     StreamWriter,
     fill_template,
     split_template,
@@ -38,8 +41,14 @@ from hetero.serving.requests import (
     seconds,
 )
 from hetero.serving.state import State
-from hetero.serving.template_chat import characters, plain_messages, rendered
-from hetero.serving.tools import ToolCall, ToolUse, tool_use
+from hetero.serving.template_chat import (
+    characters,
+    checked_variables,
+    plain_messages,
+    rendered,
+    thinking_variables,
+)
+from hetero.serving.tools import ToolUse, tool_use
 
 router = APIRouter()
 
@@ -69,6 +78,8 @@ class ChatRequest(Penalties, Guided):
     audio: Any = None
     cache_salt: str = Field("", max_length=1000)
     id_slot: int = -1
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
@@ -81,6 +92,11 @@ class ChatRequest(Penalties, Guided):
         if self.continue_final_message is not None:
             return self.continue_final_message
         return not self.add_generation_prompt
+
+    def variables(self) -> dict[str, Any]:
+        """Return the variables of the template. Raises `ApiError`."""
+        own = checked_variables(self.chat_template_kwargs)
+        return thinking_variables(self.reasoning_effort) | own
 
     def check(self) -> None:
         """Raise `ApiError` for fields that are not supported, or not together."""
@@ -106,14 +122,15 @@ async def chat_completions(body: ChatRequest, request: HttpRequest) -> Response:
     model = state.check_model(body.model)
     use = tool_use(body.tools, body.tool_choice)
     wanted = await _wanted(state, body, use)
+    parser = answers.parser_of(state, use, wanted, guided=bool(wanted.grammar))
     head = {"id": f"chatcmpl-{secrets.token_hex(16)}", "created": seconds(), "model": model}
     head["system_fingerprint"] = state.engine.about["plan_id"]
     if body.stream:
-        writer = _Writer(state, body, use, head)
+        writer = _Writer(state, body, head, parser)
         return await answers.streamed(state, request, wanted, writer)
-    answer = await answers.gather(state, request, wanted)
+    answer = await answers.gather(state, request, wanted, parser)
     choices = [
-        _choice(state, i, choice, use, logprobs=bool(body.logprobs))
+        _choice(state, i, choice, logprobs=bool(body.logprobs))
         for i, choice in enumerate(answer.choices)
     ]
     return answers.answer_json(
@@ -121,7 +138,7 @@ async def chat_completions(body: ChatRequest, request: HttpRequest) -> Response:
             **head,
             "object": "chat.completion",
             "choices": choices,
-            "usage": usage(answer.end),
+            "usage": usage(answer.end, sum(x.reasoning_tokens for x in answer.choices)),
             "hetero": answer.end.about,
         }
     )
@@ -130,9 +147,11 @@ async def chat_completions(body: ChatRequest, request: HttpRequest) -> Response:
 async def _wanted(state: State, body: ChatRequest, use: ToolUse) -> AnswerOptions:
     messages = plain_messages(body.messages)
     state.check_length(characters(messages), "messages")
-    tokens = await state.texts(rendered, state, messages, use, continues=body.continues)
+    tokens = await state.texts(
+        rendered, state, messages, use, body.variables(), continues=body.continues
+    )
     answers.check_room(state, tokens, "messages")
-    options = body.options() | {
+    options = body.options(state.sampling) | {
         "chat": True,
         "max_tokens": most_tokens(
             body.max_completion_tokens, body.max_tokens, default=state.max_seq_len
@@ -155,25 +174,27 @@ async def _wanted(state: State, body: ChatRequest, use: ToolUse) -> AnswerOption
     )
 
 
-def _choice(
-    state: State, index: int, choice: AnswerChoice, use: ToolUse, *, logprobs: bool
-) -> dict[str, Any]:
-    text, calls = use.read(choice.text)
+def _choice(state: State, index: int, choice: AnswerChoice, *, logprobs: bool) -> dict[str, Any]:
+    parts = whole_parts(choice.parts)
+    text, thoughts = (
+        "".join(part.text for part in parts if part.kind == kind) for kind in ("text", "thought")
+    )
     message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
-    finish = choice.finish
-    if calls:
+    if thoughts:
+        message["reasoning_content"] = thoughts
+    if calls := [call_json(part) for part in parts if part.kind == "call"]:
         message["content"] = text or None
-        message["tool_calls"] = [call_json(call) for call in calls]
-        finish = "tool_calls"
+        message["tool_calls"] = calls
     scores = None
     if logprobs:
         scores = {"content": [score(state, *x) for x in choice.logprobs], "refusal": None}
+    finish = choice.reason
     return {"index": index, "message": message, "logprobs": scores, "finish_reason": finish}
 
 
-def call_json(call: ToolCall) -> dict[str, Any]:
+def call_json(call: AnswerPart) -> dict[str, Any]:
     """Return a tool call in the form of chat completions."""
-    function = {"name": call.name, "arguments": call.arguments}
+    function = {"name": call.name, "arguments": call.text}
     return {"id": call.id, "type": "function", "function": function}
 
 
@@ -207,9 +228,9 @@ class ChunkWriter(StreamWriter):
         head: dict[str, Any],
         choices: int,
         options: StreamOptions | None,
-        use: ToolUse | None = None,
+        parser: ParserMaker | None = None,
     ) -> None:
-        super().__init__(choices, use)
+        super().__init__(choices, *([] if parser is None else [parser]))
         self._head, self._usage = head, bool(options is not None and options.include_usage)
         count = len(self._choices)
         self._templates = [split_template(partial(self._text, i)) for i in range(count)]
@@ -225,7 +246,9 @@ class ChunkWriter(StreamWriter):
         """Return the last choice's end, and usage if requested."""
         lines = [self._last(len(self._choices) - 1, end.about)]
         if self._usage:
-            record = self._head | {"choices": [], "usage": usage(end), "hetero": end.about}
+            reasoning = sum(choice.reasoning_tokens for choice in self._choices)
+            counts = usage(end, reasoning)
+            record = self._head | {"choices": [], "usage": counts, "hetero": end.about}
             lines.append(sse(record))
         return [*lines, DONE]
 
@@ -243,22 +266,15 @@ class ChunkWriter(StreamWriter):
     def _last(self, index: int, about: dict[str, Any] | None = None) -> bytes:
         """Return the event that ends a choice."""
 
-    @abstractmethod
-    def _scores(self, token: int, logprob: list[Any]) -> dict[str, Any]:
-        """Return the log-probabilities of a token."""
-
     def _chunk(
         self,
         index: int,
         content: Any,
-        event: TokenEvent | None = None,
+        scores: dict[str, Any] | None = None,
         *,
         finish: str | None = None,
         about: dict[str, Any] | None = None,
     ) -> bytes:
-        scores = None
-        if event is not None and event.logprob is not None:
-            scores = self._scores(event.token, event.logprob)
         choice = {"index": index, self.content: content, "logprobs": scores}
         record: dict[str, Any] = self._head | {"choices": [choice | {"finish_reason": finish}]}
         if self._usage:
@@ -271,10 +287,13 @@ class ChunkWriter(StreamWriter):
 class _Writer(ChunkWriter):
     content = "delta"
 
-    def __init__(self, state: State, body: ChatRequest, use: ToolUse, head: dict[str, Any]) -> None:
+    def __init__(
+        self, state: State, body: ChatRequest, head: dict[str, Any], parser: ParserMaker
+    ) -> None:
         self._state = state
         head = {**head, "object": "chat.completion.chunk"}
-        super().__init__(head, body.n or 1, body.stream_options, use)
+        super().__init__(head, body.n or 1, body.stream_options, parser)
+        self._unsent = [list[dict[str, Any]]() for _ in self._choices]  # scores of kept-back text
 
     def begin(self) -> list[bytes]:
         """Return a chunk with the role of each choice."""
@@ -282,23 +301,40 @@ class _Writer(ChunkWriter):
         return [self._chunk(i, role) for i in range(len(self._choices))]
 
     def _text(self, index: int, text: str, event: TokenEvent | None = None) -> bytes:
-        return self._chunk(index, {"content": text}, event)
+        scores = None
+        if event is not None and event.logprob is not None:
+            scores = [score(self._state, event.token, event.logprob)]
+        return self._scored_chunk(index, {"content": text}, scores)
 
     def _last(self, index: int, about: dict[str, Any] | None = None) -> bytes:
-        return self._chunk(index, {}, finish=self._choices[index].finish, about=about)
+        scores, self._unsent[index] = self._unsent[index], []
+        finish = self._choices[index].reason
+        return self._scored_chunk(index, {}, scores, finish=finish, about=about)
 
-    def _scores(self, token: int, logprob: list[Any]) -> dict[str, Any]:
-        return {"content": [score(self._state, token, logprob)], "refusal": None}
+    def _scored_chunk(
+        self, index: int, content: Any, scores: list[dict[str, Any]] | None, **options: Any
+    ) -> bytes:
+        record = {"content": scores, "refusal": None} if scores else None
+        return self._chunk(index, content, record, **options)
 
-    def _buffered(self, event: TokenEvent) -> list[bytes]:
-        """Return a whole choice, once it is known whether it is a call."""
-        if not event.finish:
-            return []
-        index, choice = event.choice, self._choices[event.choice]
-        text, calls = self._use.read(choice.text)
-        lines = [self._chunk(index, {"content": text})] if text else []
-        if calls:
-            choice.finish = "tool_calls"
-            deltas = [{"index": i, **call_json(call)} for i, call in enumerate(calls)]
-            lines.append(self._chunk(index, {"tool_calls": deltas}))
-        return lines
+    def _taken_apart(self, event: TokenEvent | Run, pieces: list[Piece]) -> list[bytes]:
+        if isinstance(event, TokenEvent) and event.logprob is not None and not event.end:
+            self._unsent[event.choice].append(score(self._state, event.token, event.logprob))
+        return super()._taken_apart(event, pieces)
+
+    def _piece(self, index: int, piece: Piece) -> list[bytes]:
+        part, scores = piece.part, self._unsent[index]
+        self._unsent[index] = []
+        match part.kind:
+            case "text":
+                content: dict[str, Any] = {"content": piece.text}
+            case "thought":
+                content = {"reasoning_content": piece.text}
+            case "call":
+                calls = [x for x in self._choices[index].parts if x.kind == "call"]
+                number = next(i for i, call in enumerate(calls) if call is part)
+                delta: dict[str, Any] = {"function": {"arguments": piece.text}}
+                if piece.begins:
+                    delta = call_json(replace(part, text=piece.text))
+                content = {"tool_calls": [{"index": number, **delta}]}
+        return [self._scored_chunk(index, content, scores)]

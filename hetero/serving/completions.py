@@ -116,7 +116,7 @@ async def _wanted(state: State, body: CompletionRequest, prompt: str | list[int]
         state.check_length(len(tokens), "prompt")
         tokens = await state.encoded(tokens) if tokens else []
     answers.check_room(state, tokens)
-    options = body.options() | {
+    options = body.options(state.sampling) | {
         "max_tokens": max(
             most_tokens(
                 16 if body.max_tokens is None else body.max_tokens, default=state.max_seq_len
@@ -216,11 +216,12 @@ class _Writer(ChunkWriter):
         return [] if self._scored_only else super()._deltas(run)
 
     def _text(self, index: int, text: str, event: TokenEvent | None = None) -> bytes:
-        return self._chunk(index, text, event)
+        scores = None
+        if event is not None and event.logprob is not None:
+            tokens = [(event.token, event.logprob)]
+            scores = _logprobs(self._state, tokens, self._body.logprobs or 0)
+        return self._chunk(index, text, scores)
 
     def _last(self, index: int, about: dict[str, Any] | None = None) -> bytes:
         finish = "length" if self._scored_only else self._choices[index].finish
         return self._chunk(index, "", finish=finish, about=about)
-
-    def _scores(self, token: int, logprob: list[Any]) -> dict[str, Any]:
-        return _logprobs(self._state, [(token, logprob)], self._body.logprobs or 0)

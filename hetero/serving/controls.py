@@ -42,6 +42,7 @@ def about(engine: ControlTarget) -> dict[str, Any]:
         "plan_id": llm.plan.plan_id,
         "notes": list(llm.choice.notes),
         "choice": llm.choice.reason,
+        "phases": [x.document() for x in llm.phases],
         "context_memory": engine.service.memory.budget.limit,
         "context_disk": engine.service.disk.limit,
         "contexts_per_app": engine.service.contexts_per_app,

@@ -27,6 +27,7 @@ from hetero.serving.errors import ApiError
 VERSION: Final = 1
 SEALED: Final = 2  # the version of one that is encrypted
 BYTES_PER_APP: Final = 256 << 20
+TITLE: Final = 60  # characters
 _SCHEMA: Final = """
 create table responses (id text primary key, app text not null, conversation text,
     previous text, body text not null, input text not null, tokens text not null);
@@ -235,12 +236,29 @@ class Records:
         ).fetchone()
         return None if row is None else (row[0], self._get(app, row[1]), self._get(app, row[2]))
 
-    def conversations(self, app: str) -> list[str]:
-        """Return the ids of an app's conversations, the oldest first."""
+    def conversations(self, app: str) -> list[tuple[str, str]]:
+        """Return id and title of an app's conversations, the oldest first.
+
+        A title is that of the metadata, else the beginning of the first text of the user.
+        """
         rows = self._db.execute(
-            "select id from conversations where app=? order by created, id", (app,)
-        )
-        return [name for (name,) in rows]
+            "select id, metadata, (select body from items where conversation=conversations.id and "
+            "app=conversations.app order by position limit 1), (select body from items where "
+            "conversation=conversations.id and app=conversations.app order by position limit 1 "
+            "offset 1) from conversations where app=? order by created, id",
+            (app,),
+        ).fetchall()
+        return [(name, self._title(app, *parts)) for name, *parts in rows]
+
+    def _title(self, app: str, metadata: Value, *first: Value | None) -> str:
+        given: dict[str, str] = self._get(app, metadata)
+        if given.get("title"):
+            return given["title"]
+        for item in (self._get(app, body) for body in first if body is not None):
+            if item.get("role") == "user":
+                text = " ".join(part["text"] for part in item["content"])
+                return " ".join(text.split())[:TITLE]
+        return ""
 
     def set_metadata(self, app: str, name: str, metadata: dict[str, str]) -> bool:
         """Set a conversation's metadata; return whether it exists."""

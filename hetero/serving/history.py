@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hetero.serving.errors import ApiError
@@ -93,13 +93,13 @@ def plain_reasoning(item: dict[str, Any], where: str) -> str:
     return "\n".join(map(str, texts))
 
 
-def reasoning_item(text: str) -> Item:
-    """Return an item of thoughts."""
+def reasoning_item(text: str, *, summarised: bool = False) -> Item:
+    """Return an item of thoughts, which are their own summary."""
     return {
         "id": f"rs_{secrets.token_hex(16)}",
         "type": "reasoning",
         "status": "completed",
-        "summary": [],
+        "summary": [{"type": "summary_text", "text": text}] if summarised else [],
         "content": [{"type": "reasoning_text", "text": text}] if text else [],
     }
 
@@ -117,6 +117,8 @@ def messages_of(items: Sequence[Item]) -> list[Message]:
             continue
         if kind == "function_call_output":
             messages.append(result_message(item["output"], item["call_id"]))
+        elif kind == "function_call" and item["status"] == "incomplete":  # was cut off
+            messages.append(answer_message(f"{item['name']}({item['arguments']}", (), thoughts))
         elif kind == "function_call":
             call = _call(item)
             if messages and messages[-1]["role"] == "assistant" and not thoughts:
@@ -146,6 +148,7 @@ def tokens_of(
     items: Sequence[Item],
     before: Sequence[int],
     use: ToolUse,
+    variables: Mapping[str, Any],
     *,
     drops: bool,
     answer: int,
@@ -158,8 +161,8 @@ def tokens_of(
     """
     system = [{"role": "system", "content": instructions}] if instructions else []
     messages = [*system, *messages_of(items)]
-    whole = rendered(state, messages, use)
-    if before and (going_on := _with_turn(state, messages, before, use)):
+    whole = rendered(state, messages, use, variables)
+    if before and (going_on := _with_turn(state, messages, before, use, variables)):
         whole = going_on
     room = state.max_seq_len - max(1, min(answer, state.max_seq_len // 2))
     turns = messages[len(system) :]
@@ -168,12 +171,16 @@ def tokens_of(
         if not later:
             break
         turns = turns[later:]
-        whole = rendered(state, [*system, *turns], use)
+        whole = rendered(state, [*system, *turns], use, variables)
     return whole
 
 
 def _with_turn(
-    state: State, messages: Sequence[dict[str, Any]], before: Sequence[int], use: ToolUse
+    state: State,
+    messages: Sequence[Message],
+    before: Sequence[int],
+    use: ToolUse,
+    variables: Mapping[str, Any],
 ) -> list[int]:
     """Return `before` with the template's text after its last answer.
 
@@ -183,9 +190,14 @@ def _with_turn(
     at = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=-1)
     if at < 0 or messages[at].get("tool_calls"):
         return []
-    whole = rendered(state, messages, use)
+    whole = rendered(state, messages, use, variables)
     one, other = (
-        rendered(state, [*messages[:at], {**messages[at], "content": x}, *messages[at + 1 :]], use)
+        rendered(
+            state,
+            [*messages[:at], {**messages[at], "content": x}, *messages[at + 1 :]],
+            use,
+            variables,
+        )
         for x in ("0", "z")
     )
     pairs = enumerate(zip(reversed(one), reversed(other), strict=False))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
@@ -46,15 +47,15 @@ class Sampling(Request):
     min_p: float | None = Field(None, ge=0, le=1)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
 
-    def options(self) -> dict[str, Any]:
-        """Return the options of `LLM.stream`, with OpenAI's documented defaults."""
-        options: dict[str, Any] = {
-            "temperature": 1.0 if self.temperature is None else self.temperature,
-            "top_p": 1.0 if self.top_p is None else max(self.top_p, 1e-6),  # 0: the likeliest
-            "top_k": max(self.top_k or 0, 0),
-            "min_p": self.min_p or 0.0,
-        }
-        if 0 < options["temperature"] < 1e-6:  # as good as greedy, and its inverse stays finite
+    def options(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the options of `LLM.stream`, with `defaults` of what is not given."""
+        names = ("temperature", "top_p", "top_k", "min_p")
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        options = {**defaults, **given}
+        if "top_p" in options:
+            options["top_p"] = max(options["top_p"], 1e-6)  # 0: the likeliest
+        options["top_k"] = max(options.get("top_k", 0), 0)
+        if 0 < options.get("temperature", 1) < 1e-6:  # greedy, and its inverse stays finite
             options["temperature"] = 0.0
         if self.seed is not None:
             options["seed"] = self.seed % 2**64
@@ -70,9 +71,9 @@ class Penalties(Sampling):
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     stop: str | list[str] | None = None
 
-    def options(self) -> dict[str, Any]:
+    def options(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
         """Return the options of `Sampling`, and the penalties."""
-        options = super().options()
+        options = super().options(defaults)
         for name in ("frequency_penalty", "presence_penalty"):
             if (value := getattr(self, name)) is not None:
                 options[name] = value

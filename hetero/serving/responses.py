@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any, Final, Literal
@@ -16,12 +16,20 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from hetero.serving import answers
-from hetero.serving.answers import AnswerChoice, AnswerOptions, StreamWriter, split_template, sse
+from hetero.serving.answer_parser import AnswerPart, Piece, whole_parts
+from hetero.serving.answers import (
+    AnswerChoice,
+    AnswerOptions,
+    ParserMaker,
+    StreamWriter,
+    split_template,
+    sse,
+)
 from hetero.serving.chat_completions import score
 from hetero.serving.database import StoredResponse, item_id
 from hetero.serving.errors import ApiError, missing
 from hetero.serving.grammars import json_grammar
-from hetero.serving.history import Item, messages_of, read_items, tokens_of
+from hetero.serving.history import Item, messages_of, read_items, reasoning_item, tokens_of
 from hetero.serving.messages import Done, Run, TokenEvent
 from hetero.serving.requests import (
     MAX_LOGPROBS,
@@ -34,7 +42,7 @@ from hetero.serving.requests import (
     seconds,
 )
 from hetero.serving.state import State
-from hetero.serving.template_chat import characters
+from hetero.serving.template_chat import characters, checked_variables, thinking_variables
 from hetero.serving.tools import ToolUse, tool_use
 
 router = APIRouter()
@@ -55,6 +63,19 @@ class TextOptions(Request):
     """`text`."""
 
     format: TextFormat | None = None
+
+
+class Reasoning(Request):
+    """`reasoning`."""
+
+    effort: str | None = None
+    summary: str | None = None
+    generate_summary: str | None = None  # its older name
+
+    @property
+    def summarised(self) -> bool:
+        """Return whether the thoughts are sent as a summary too, which is all that many show."""
+        return (self.summary or self.generate_summary) not in (None, "none")
 
 
 class ConversationName(Request):
@@ -78,6 +99,8 @@ class ResponseRequest(Sampling):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     text: TextOptions | None = None
+    reasoning: Reasoning | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     truncation: Literal["auto", "disabled"] | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     include: list[str] | None = None
@@ -96,6 +119,11 @@ class ResponseRequest(Sampling):
         """Return the tools, which have no `function` around them here."""
         tools = [{"function": tool, **tool} for tool in self.tools or ()]
         return tool_use(tools, self.tool_choice)
+
+    def variables(self) -> dict[str, Any]:
+        """Return the variables of the template. Raises `ApiError`."""
+        effort = None if self.reasoning is None else self.reasoning.effort
+        return thinking_variables(effort) | checked_variables(self.chat_template_kwargs)
 
     def wanted_grammar(self, use: ToolUse) -> str:
         """Return llguidance's grammar. Raises `UserError`, `ApiError`."""
@@ -117,6 +145,8 @@ class _Turn:
     before: list[Item]  # everything that was said before
     wanted: AnswerOptions
     logprobs: bool
+    parser: ParserMaker
+    summarised: bool = False
     conversation: str | None = None
     output: list[Item] = field(default_factory=list)
 
@@ -134,8 +164,9 @@ async def create_response(body: ResponseRequest, request: HttpRequest) -> Respon
         if body.stream:
             writer = _Writer(state, app, body, turn)
             return await answers.streamed(state, request, turn.wanted, writer, until_end)
-        answer = await answers.gather(state, request, turn.wanted)
-        _complete(state, turn, answer.choices[0], answer.end)
+        answer = await answers.gather(state, request, turn.wanted, turn.parser)
+        choice = answer.choices[0]
+        _complete(state, turn, choice, whole_parts(choice.parts), answer.end)
         await _keep(state, app, body, turn, answer.choices[0], answer.end)
         return answers.answer_json(turn.body)
 
@@ -202,7 +233,7 @@ async def _turn(state: State, app: str, body: ResponseRequest) -> _Turn:
     given = [await _referenced(state, app, item) for item in read_items(body.input)]
     before, tokens = await _before(state, app, body)
     grammar = await state.texts(body.wanted_grammar, use)
-    options = body.options() | {
+    options = body.options(state.sampling) | {
         "chat": True,
         "max_tokens": most_tokens(body.max_output_tokens, default=state.max_seq_len),
     }
@@ -222,6 +253,7 @@ async def _turn(state: State, app: str, body: ResponseRequest) -> _Turn:
         [*before, *given],
         tokens,
         use,
+        body.variables(),
         drops=body.truncation == "auto",
         answer=most_tokens(body.max_output_tokens, default=1),
     )
@@ -233,7 +265,10 @@ async def _turn(state: State, app: str, body: ResponseRequest) -> _Turn:
         salt=body.cache_salt,
         grammar=await checked_grammar(state, grammar),
     )
-    return _Turn(_begun(body, model), use, given, before, wanted, logprobs, conversation)
+    parser = answers.parser_of(state, use, wanted, guided=bool(wanted.grammar))
+    summarised = body.reasoning is not None and body.reasoning.summarised
+    begun = _begun(body, model, options)
+    return _Turn(begun, use, given, before, wanted, logprobs, parser, summarised, conversation)
 
 
 async def _referenced(state: State, app: str, item: Item) -> Item:
@@ -276,7 +311,7 @@ async def _before(state: State, app: str, body: ResponseRequest) -> tuple[list[I
     return items, chain[0].tokens if same else []
 
 
-def _begun(body: ResponseRequest, model: str) -> dict[str, Any]:
+def _begun(body: ResponseRequest, model: str, sampling: Mapping[str, Any]) -> dict[str, Any]:
     conversation = body.conversation_id
     form: dict[str, Any] = {"type": "text"}
     if body.text is not None and body.text.format is not None:
@@ -298,63 +333,71 @@ def _begun(body: ResponseRequest, model: str) -> dict[str, Any]:
         "parallel_tool_calls": True,
         "previous_response_id": body.previous_response_id,
         "prompt_cache_key": body.prompt_cache_key,
-        "reasoning": {"effort": None, "summary": None},
+        "reasoning": {
+            "effort": None if body.reasoning is None else body.reasoning.effort,
+            "summary": None if body.reasoning is None else body.reasoning.summary,
+        },
         "store": body.store is not False,
-        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "temperature": sampling.get("temperature", 0.0),
         "text": {"format": form},
         "tool_choice": body.tool_choice or "auto",
         "tools": body.tools or [],
         "top_logprobs": body.top_logprobs or 0,
-        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "top_p": sampling.get("top_p", 1.0),
         "truncation": body.truncation or "disabled",
         "usage": None,
         "user": body.user,
     }
 
 
-def _complete(state: State, turn: _Turn, choice: AnswerChoice, end: Done) -> None:
-    """Complete the response."""
-    text, calls = turn.use.read(choice.text)
+def _complete(
+    state: State, turn: _Turn, choice: AnswerChoice, parts: Sequence[AnswerPart], end: Done
+) -> None:
+    """Complete the response with the parts of its answer."""
     whole = choice.finish != "length"
-    status = "completed" if whole else "incomplete"
-    if text or not calls:
-        scores = [score(state, *x) for x in choice.logprobs] if turn.logprobs else []
-        part = {"type": "output_text", "text": text, "annotations": [], "logprobs": scores}
-        turn.output.append(
-            {
-                "id": item_id("msg", turn.body["id"], 0),
-                "type": "message",
-                "status": status,
-                "role": "assistant",
-                "content": [part],
-            }
-        )
-    turn.output += [
-        {
-            "id": item_id("fc", turn.body["id"], len(turn.output) + i),
-            "type": "function_call",
-            "status": status,
-            "call_id": call.id,
-            "name": call.name,
-            "arguments": call.arguments,
-            **_namespace(turn.use, call.name),
-        }
-        for i, call in enumerate(calls)
-    ]
+    scores = [score(state, *x) for x in choice.logprobs] if turn.logprobs else []
+    for i, part in enumerate(parts or [AnswerPart("text")]):
+        item = _item(turn, part, i, "completed" if whole or i < len(parts) - 1 else "incomplete")
+        if part.kind == "text" and scores:
+            item["content"][0]["logprobs"], scores = scores, []
+        turn.output.append(item)
     prompt, completion = end.usage["prompt_tokens"], end.usage["completion_tokens"]
     turn.body |= {
-        "status": status,
+        "status": "completed" if whole else "incomplete",
         "incomplete_details": None if whole else {"reason": "max_output_tokens"},
         "output": turn.output,
         "usage": {
             "input_tokens": prompt,
             "input_tokens_details": {"cached_tokens": end.usage["cached_tokens"]},
             "output_tokens": completion,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": choice.reasoning_tokens},
             "total_tokens": prompt + completion,
         },
         "hetero": end.about,
     }
+
+
+def _item(turn: _Turn, part: AnswerPart, index: int, status: str) -> Item:
+    """Return a part of an answer as an item of the output."""
+    match part.kind:
+        case "thought":
+            item = reasoning_item(part.text, summarised=turn.summarised)
+            kind = "rs"
+        case "call":
+            kind = "fc"
+            item = {
+                "type": "function_call",
+                "call_id": part.id,
+                "name": part.name,
+                "arguments": part.text,
+                **_namespace(turn.use, part.name),
+            }
+        case "text":
+            kind = "msg"
+            item = {"type": "message", "role": "assistant", "content": [_text_part(part.text)]}
+    if part.kind == "call" and not part.whole:
+        status = "incomplete"
+    return {**item, "id": item_id(kind, turn.body["id"], index), "status": status}
 
 
 def _namespace(use: ToolUse, name: str) -> dict[str, str]:
@@ -367,10 +410,11 @@ async def _keep(
 ) -> None:
     """Store the response, which is on the disk when this returns.
 
-    The tokens are those of the text, unless a stop text cut it or a tool call was parsed from it.
+    The tokens are those of the text, unless a stop text cut it, or thoughts or calls are in it,
+    which templates write in another way.
     """
-    exact = (choice.ended or choice.finish == "length") and not any(
-        item["type"] == "function_call" for item in turn.output
+    exact = (choice.ended or choice.finish == "length") and all(
+        item["type"] == "message" for item in turn.output
     )
     tokens = [*turn.wanted.tokens, *end.tokens] if exact else []
     stored = StoredResponse(
@@ -387,13 +431,15 @@ async def _keep(
 class _Writer(StreamWriter):
     """A writer of numbered events, the last of which is `response.completed`.
 
-    It is sent once everything is on the disk.
+    It is sent once everything is on the disk. The items are the answer's parts, in order.
     """
 
     def __init__(self, state: State, app: str, body: ResponseRequest, turn: _Turn) -> None:
-        super().__init__(use=turn.use)
+        super().__init__(1, turn.parser)
         self._state, self._app, self._body, self._turn = state, app, body, turn
         self._number = 0
+        self._index, self._open = -1, AnswerPart("text")  # the item that is being sent
+        self._unsent = list[dict[str, Any]]()  # log-probabilities of text that is kept back
         name = item_id("msg", turn.body["id"], 0)
         self._at: dict[str, Any] = {"item_id": name, "output_index": 0, "content_index": 0}
         self._template = split_template(partial(_delta, self._at), 2)
@@ -409,21 +455,20 @@ class _Writer(StreamWriter):
         return self._event("response.failed", response=self._turn.body)
 
     def begin(self) -> list[bytes]:
-        """Return the start of the response and of its message."""
-        turn, name = self._turn, self._at["item_id"]
+        """Return the start of the response, and of its message if it is nothing else."""
+        turn = self._turn
         lines = [self._event(f"response.{x}", response=turn.body) for x in _BEGINNING]
-        if not self._buffers:
-            empty = {"id": name, "type": "message", "status": "in_progress", "role": "assistant"}
-            lines.append(self._added({**empty, "content": []}, 0))
-            lines.append(self._part(self._at, "added", ""))
-        return lines
+        return lines if self._choices[0].parser is not None else [*lines, *self._begin(self._open)]
 
     async def end(self, end: Done) -> list[bytes]:
         """Return the complete items and the response, when everything is on the disk."""
         turn, choice = self._turn, self._choices[0]
-        _complete(self._state, turn, choice, end)
+        lines = [] if self._index >= 0 else self._begin(self._open)  # of an empty answer
+        if choice.parser is None:
+            self._open = choice.parts[0]
+        _complete(self._state, turn, choice, choice.parts, end)
         await _keep(self._state, self._app, self._body, turn, choice, end)
-        lines = [line for i, item in enumerate(turn.output) for line in self._done(i, item)]
+        lines += self._done(turn.output[-1])
         kind = "completed" if turn.body["status"] == "completed" else "incomplete"
         return [*lines, self._event(f"response.{kind}", response=turn.body)]
 
@@ -446,32 +491,94 @@ class _Writer(StreamWriter):
             self._number += 1
         return lines
 
-    def _added(self, item: Item, index: int) -> bytes:
-        return self._event("response.output_item.added", output_index=index, item=item)
+    def _taken_apart(self, event: TokenEvent | Run, pieces: list[Piece]) -> list[bytes]:
+        if self._turn.logprobs and isinstance(event, TokenEvent) and event.logprob is not None:
+            self._unsent.append(score(self._state, event.token, event.logprob))
+        return super()._taken_apart(event, pieces)
 
-    def _part(self, at: dict[str, Any], what: str, text: str) -> bytes:
-        part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    def _piece(self, index: int, piece: Piece) -> list[bytes]:  # noqa: ARG002  (there is one choice)
+        part, lines = piece.part, list[bytes]()
+        if piece.begins:
+            if self._index >= 0:
+                lines = self._done(_item(self._turn, self._open, self._index, "completed"))
+            lines += self._begin(part)
+        if not piece.text:
+            return lines
+        at = {**self._item_at(), "content_index": 0}
+        match part.kind:
+            case "thought":
+                lines.append(self._event("response.reasoning_text.delta", **at, delta=piece.text))
+                if self._turn.summarised:
+                    kind = "response.reasoning_summary_text.delta"
+                    where = {**self._item_at(), "summary_index": 0}
+                    lines.append(self._event(kind, **where, delta=piece.text))
+            case "call":
+                kind = "response.function_call_arguments.delta"
+                lines.append(self._event(kind, **self._item_at(), delta=piece.text))
+            case "text":
+                scores, self._unsent = self._unsent, []
+                lines.append(self._event(_DELTA, **at, delta=piece.text, logprobs=scores))
+        return lines
+
+    def _item_at(self) -> dict[str, Any]:
+        name = _item(self._turn, self._open, self._index, "")["id"]
+        return {"item_id": name, "output_index": self._index}
+
+    def _begin(self, part: AnswerPart) -> list[bytes]:
+        """Return the start of an item."""
+        self._index, self._open = self._index + 1, part
+        empty = _item(self._turn, replace(part, text=""), self._index, "in_progress")
+        at, content = self._item_at(), empty.get("content")
+        if content is not None:
+            empty |= {"content": []}
+        if "summary" in empty:
+            empty |= {"summary": []}
+        lines = [self._event("response.output_item.added", output_index=self._index, item=empty)]
+        if part.kind == "text":
+            lines.append(self._part({**at, "content_index": 0}, "added", _text_part("")))
+        if part.kind == "thought":
+            lines.append(self._part({**at, "content_index": 0}, "added", _thought_part("")))
+            if self._turn.summarised:
+                lines.append(self._summary_part("added", ""))
+        return lines
+
+    def _part(self, at: dict[str, Any], what: str, part: dict[str, Any]) -> bytes:
         return self._event(f"response.content_part.{what}", **at, part=part)
 
-    def _done(self, index: int, item: Item) -> list[bytes]:
-        at: dict[str, Any] = {"item_id": item["id"], "output_index": index}
-        lines: list[bytes] = []
-        if item["type"] == "message":
-            text, inner = item["content"][0]["text"], {**at, "content_index": 0}
-            if self._buffers:
-                lines.append(self._added({**item, "status": "in_progress", "content": []}, index))
-                lines.append(self._part(inner, "added", ""))
-                delta: Callable[..., bytes] = self._event
-                lines.append(delta(_DELTA, **inner, delta=text, logprobs=[]))
-            lines.append(self._event("response.output_text.done", **inner, text=text, logprobs=[]))
-            lines.append(self._part(inner, "done", text))
-        else:
-            arguments = item["arguments"]
-            lines.append(self._added({**item, "status": "in_progress", "arguments": ""}, index))
-            kind = "response.function_call_arguments"
-            lines.append(self._event(f"{kind}.delta", **at, delta=arguments))
-            lines.append(self._event(f"{kind}.done", **at, arguments=arguments, name=item["name"]))
-        return [*lines, self._event("response.output_item.done", output_index=index, item=item)]
+    def _summary_part(self, what: str, text: str) -> bytes:
+        at, part = self._item_at(), {"type": "summary_text", "text": text}
+        kind = f"response.reasoning_summary_part.{what}"
+        return self._event(kind, **at, summary_index=0, part=part)
+
+    def _done(self, item: Item) -> list[bytes]:
+        """Return the end of the item that is being sent."""
+        at, text = self._item_at(), self._open.text
+        inner = {**at, "content_index": 0}
+        match self._open.kind:
+            case "text":
+                done = self._event("response.output_text.done", **inner, text=text, logprobs=[])
+                lines = [done, self._part(inner, "done", _text_part(text))]
+            case "thought":
+                lines = [self._event("response.reasoning_text.done", **inner, text=text)]
+                lines.append(self._part(inner, "done", _thought_part(text)))
+                if self._turn.summarised:
+                    kind = "response.reasoning_summary_text.done"
+                    lines.append(self._event(kind, **at, summary_index=0, text=text))
+                    lines.append(self._summary_part("done", text))
+            case "call":
+                kind = "response.function_call_arguments.done"
+                name = item["name"]
+                lines = [self._event(kind, **at, arguments=item["arguments"], name=name)]
+        number = at["output_index"]
+        return [*lines, self._event("response.output_item.done", output_index=number, item=item)]
+
+
+def _text_part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _thought_part(text: str) -> dict[str, Any]:
+    return {"type": "reasoning_text", "text": text}
 
 
 def _event(kind: str, number: int | str, **fields: Any) -> bytes:

@@ -16,12 +16,8 @@ from hetero.serving.requests import Request
 from hetero.serving.state import State
 
 router = APIRouter()
-_PARAMS: dict[str, Any] = {  # what a completion gets where nothing is given
+_PARAMS: dict[str, Any] = {  # of a completion, where nothing is given, but for sampling
     "seed": 2**32 - 1,  # which is llama-server's for: any
-    "temperature": 1.0,
-    "top_k": 0,
-    "top_p": 1.0,
-    "min_p": 0.0,
     "repeat_penalty": 1.0,
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
@@ -99,7 +95,7 @@ async def props(request: HttpRequest) -> Response:
         {
             "default_generation_settings": {
                 "n_ctx": state.max_seq_len,
-                "params": _PARAMS,
+                "params": {**_PARAMS, **state.sampling},
             },
             "total_slots": state.slots,
             "model_alias": state.names[0],
@@ -123,15 +119,16 @@ async def contexts(request: HttpRequest) -> Response:
     state: State = request.app.state.hetero
     app: str = request.state.app
     status: dict[str, Any] = await state.engine.control(app, "status")
-    names = await state.disk(state.records.conversations, app)
+    listed = await state.disk(state.records.conversations, app)
     known = {context["id"]: context for context in status["contexts"]}
     status["conversations"] = [
         known.pop(name.removeprefix("conv_"), {"tokens": 0, "chunks": {}, "bytes": 0})
-        | {"id": name}
-        for name in names
+        | {"id": name, "title": title}
+        for name, title in listed
     ]
     status["saved_slots"] = list(known.values())
     del status["contexts"]
     status["model"] = state.names[0]
+    status["placement"] = state.engine.about["choice"]
     status["now_s"] = time.time()
     return JSONResponse(status)

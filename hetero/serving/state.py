@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -12,7 +12,9 @@ from typing import Any, Final, TypeVar
 import anyio.to_thread
 
 from hetero.errors import UserError
+from hetero.generation.defaults import CHAT_SAMPLING, model_sampling
 from hetero.models import LoadedModel
+from hetero.serving.answer_parser import AnswerForm
 from hetero.serving.database import Records
 from hetero.serving.engine_client import EngineClient
 from hetero.serving.errors import ApiError
@@ -131,3 +133,13 @@ class State:
     def template_facts(self) -> TemplateFacts:
         """Return the abilities of the chat template; trying them out takes milliseconds."""
         return TemplateFacts.of(self.model.tokenizer)
+
+    @cached_property
+    def answer_form(self) -> AnswerForm:
+        """Return how the model writes thoughts and calls."""
+        return AnswerForm.of(self.model.tokenizer)
+
+    @cached_property
+    def sampling(self) -> Mapping[str, Any]:
+        """Return the sampling options of requests that give none: the authors', else a chat's."""
+        return {**(model_sampling(self.model.source) or CHAT_SAMPLING)}

@@ -24,6 +24,7 @@ _INSTRUCTIONS: Final = (
     "You may call these functions:\n{tools}\nTo call one, answer with "
     '<tool_call>{{"name": NAME, "arguments": OBJECT}}</tool_call> and nothing else.'
 )
+_EFFORTS: Final = {"none": "low", "minimal": "low", "xhigh": "high", "max": "high"}  # gpt-oss has 3
 _TEXT_PARTS: Final = ("text", "input_text", "output_text", "refusal")
 
 
@@ -57,13 +58,44 @@ def rendered(
     try:
         if continues and chat[-1]["role"] == "assistant" and not chat[-1].get("tool_calls"):
             return _continued(state.model.tokenizer, chat, options)
-        return state.model.tokenizer.encode_chat(chat, **options)
+        tokens = state.model.tokenizer.encode_chat(chat, **options)
     except ModelError as error:
         text = str(error).replace(*_REMEDY)
         template = getattr(state.model.tokenizer, "chat_template", None)
         if template is not None:  # a client has no business with the server's paths
             text = text.replace(template.where, "the chat template")
         raise ModelError(text) from error
+    if options.get("enable_thinking") is False:
+        tokens += _thought_closed(state, tokens)
+    return tokens
+
+
+def _thought_closed(state: State, tokens: Sequence[int]) -> list[int]:
+    """Return the end of a thought that the template begins although thinking is off."""
+    tokenizer = state.model.tokenizer
+    tail = tokenizer.decode(tokens[-8:], skip_special_tokens=False)
+    end = state.answer_form.opened_by(tail)
+    return tokenizer.encode(f"{end}\n\n", add_special_tokens=False) if end else []
+
+
+def thinking_variables(effort: str | None, *, enabled: bool | None = None) -> dict[str, Any]:
+    """Return the variables of a template that say how much to think: Qwen's and gpt-oss's."""
+    if effort is not None:
+        enabled = effort != "none"
+    variables: dict[str, Any] = {} if enabled is None else {"enable_thinking": enabled}
+    if effort is not None:
+        variables["reasoning_effort"] = _EFFORTS.get(effort, effort)
+    return variables
+
+
+def checked_variables(given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return `chat_template_kwargs`. Raises `ApiError` for names that are no variables."""
+    wrong = sorted({"messages", "tools", "documents", "template"} & (given or {}).keys())
+    if wrong:
+        raise ApiError(
+            400, f"`{wrong[0]}` is no variable of a template", param="chat_template_kwargs"
+        )
+    return dict(given or {})
 
 
 def characters(messages: Sequence[Message]) -> int:

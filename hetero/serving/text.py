@@ -13,7 +13,7 @@ from hetero.models.tokenizer import HfTokenizer
 from hetero.serving.errors import ApiError
 from hetero.serving.requests import Request, Token
 from hetero.serving.state import State
-from hetero.serving.template_chat import plain_messages, rendered
+from hetero.serving.template_chat import checked_variables, plain_messages, rendered
 from hetero.serving.tools import tool_use
 
 router = APIRouter()
@@ -149,7 +149,7 @@ async def apply_template(body: TemplateRequest, request: HttpRequest) -> Respons
     """Return the prompt of messages."""
     state = _state(request)
     use = tool_use(body.tools, None)
-    variables = dict(body.chat_template_kwargs or {})
+    variables = checked_variables(body.chat_template_kwargs)
     if body.add_generation_prompt is not None:
         variables["add_generation_prompt"] = body.add_generation_prompt
     tokens = await state.texts(rendered, state, plain_messages(body.messages), use, variables)

@@ -1,29 +1,15 @@
-"""Tools: how they are described to a model, and how its calls are parsed."""
+"""Tools of a request: functions, and which of them may or must be called."""
 
 from __future__ import annotations
 
-import json
-import re
-import secrets
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from hetero.serving.errors import ApiError
 from hetero.serving.grammars import json_grammar
-from hetero.serving.json_text import parse_json
 
 _NOT_SHOWN: Final = ("type", "strict", "defer_loading", "allowed_callers", "output_schema")
-_CALL: Final = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
-
-
-@dataclass(frozen=True)
-class ToolCall:
-    """One call of a function; `arguments` is a JSON text."""
-
-    id: str
-    name: str
-    arguments: str
 
 
 @dataclass(frozen=True)
@@ -45,6 +31,14 @@ class ToolUse:
         """Return the names of the functions that may be called."""
         return self.allowed or frozenset(f["name"] for f in self.functions)
 
+    @property
+    def schemas(self) -> dict[str, dict[str, Any]]:
+        """Return the parameters of the functions that may be called, by name."""
+        if self.silent:
+            return {}
+        named = [f for f in self.functions if f["name"] in self.names]
+        return {f["name"]: f.get("parameters") or {} for f in named}
+
     def grammar(self) -> str:
         """Return the grammar of an answer that must be a call."""
         if not self.forced:
@@ -63,36 +57,6 @@ class ToolUse:
             for f in wanted
         ]
         return json_grammar(calls[0] if len(calls) == 1 else {"anyOf": calls})
-
-    def read(self, text: str) -> tuple[str, list[ToolCall]]:
-        """Return an answer's text and its calls. An incomplete call stays text."""
-        if not self.functions or self.silent:
-            return text, []
-        names = self.names
-        if self.forced:
-            call = _read_call(text, names)
-            return ("", [call]) if call else (text, [])
-        matches = [(part, _read_call(part[1], names)) for part in _CALL.finditer(text)]
-        calls = [call for _, call in matches if call]
-        if not calls and (call := _read_call(text.strip(), names)):
-            return "", [call]
-        for part, call in matches:
-            if call:
-                text = text.replace(part[0], "")
-        return text.strip() if calls else text, calls
-
-
-def _read_call(text: str, names: Collection[str]) -> ToolCall | None:
-    try:
-        record = parse_json(text)
-    except ValueError:
-        return None
-    if not isinstance(record, dict) or record.get("name") not in names:
-        return None
-    arguments = record.get("arguments", record.get("parameters", {}))
-    if not isinstance(arguments, dict):
-        return None
-    return ToolCall(f"call_{secrets.token_hex(12)}", record["name"], json.dumps(arguments))
 
 
 def tool_use(tools: Sequence[dict[str, Any]] | None, choice: Any) -> ToolUse:

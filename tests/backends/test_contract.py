@@ -214,6 +214,7 @@ def test_embed(
         replace(ROUTER, renormalised=False, scale=2.5, bias=True),
         replace(ROUTER, experts=33, chosen=4, scores="softmax_chosen", bias=True),
         replace(ROUTER, scores="sigmoid", choice_bias=True, eps=1e-6, scale=1.5),
+        replace(ROUTER, expert_scale=True, scale=1.5),
         replace(ROUTER, d=37, experts=5, chosen=5, scores="sigmoid", renormalised=False),
     ],
     ids=ops.describe,

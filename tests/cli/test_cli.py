@@ -31,6 +31,7 @@ GENERATE_KEYS = {
     "device",
     "gpu",
     "npu",
+    "phases",
     "plan_id",
     "peak_rss_bytes",
     "weight_bytes",
@@ -52,6 +53,7 @@ ROW_KEYS = {
     "copied_bytes",
     "cores",
     "fastest",
+    "devices",
     "depth",
 }
 
@@ -155,8 +157,12 @@ def test_bench_shows_three_devices_side_by_side(command: Command) -> None:
     assert {(row["test"], row["device"]) for row in report["rows"]} == {
         (test, device) for test in ("pp32", "tg4") for device in ("gpu", "npu", "hetero")
     }
-    cores = {row["device"]: row["cores"] for row in report["rows"]}
-    assert cores == {"gpu": 1, "npu": 1, "hetero": 2}
+    for row in report["rows"]:
+        alone = row["device"] if row["device"] != "hetero" else row["devices"]
+        assert row["devices"] == alone
+        assert row["cores"] == (1 if alone in ("gpu", "npu") else 2)
+    shared = [x for x in report["rows"] if (x["test"], x["device"]) == ("pp32", "hetero")]
+    assert [x["devices"] for x in shared] == ["tensor level"]
     for test in ("pp32", "tg4"):
         rows = [row for row in report["rows"] if row["test"] == test]
         (best,) = [row for row in rows if row["fastest"]]

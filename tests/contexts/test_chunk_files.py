@@ -15,7 +15,8 @@ from hetero.contexts.budget import ByteBudget
 from hetero.contexts.chunk_files import ChunkFiles, Reader
 from hetero.contexts.chunk_format import ChunkError
 from hetero.contexts.chunks import Chunk
-from hetero.contexts.codec import CHUNK_TOKENS, HALF, RAW, ChunkCodec, Codes
+from hetero.contexts.codec import CHUNK_TOKENS, HALF, RAW, ChunkCodec, Codes, codec_of
+from hetero.runtime.kv.kv_cache import CacheLayout
 from tests.contexts.fake_service import LAYOUT
 
 CODEC = ChunkCodec(LAYOUT)
@@ -105,6 +106,51 @@ def test_the_chunk_that_is_damaged_is_named(
         with pytest.raises(ChunkError):
             every_layer(reader, found)
         assert reader.at == damaged
+
+
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(kinds=KINDS, seed=st.integers(0, 9))
+def test_layers_of_several_sizes_take_what_each_needs(
+    tmp_path: Path, kinds: list[tuple[int, int]], seed: int
+) -> None:
+    """They are read, copied to another file and scrubbed at places of their own."""
+    heads = ((2, 8), (1, 64), (2, 8), (1, 16))
+    layout = CacheLayout(layers=4, kv_heads=2, head_dim=8, capacity=64, heads_of=heads)
+    codec, random = codec_of(layout), np.random.default_rng(seed)
+    files = ChunkFiles(tmp_path, codec, ByteBudget(1 << 30))
+    chunks, codes = [], []
+    for i, (bits, _) in enumerate(kinds):
+        shapes = [(2, count, CHUNK_TOKENS, size) for count, size in heads]
+        values = [random.standard_normal(x).astype(np.float32) for x in shapes]
+        codes.append(codec.encode(values, bits))
+        chunks.append(Chunk("", bytes([i]), 0, (0,) * CHUNK_TOKENS, bits))
+    pairs = list(zip(chunks, codes, strict=True))
+    for chunk, place in zip(chunks, files.write(pairs), strict=True):
+        chunk.place = place
+    number = chunks[0].place.file if chunks[0].place is not None else 0
+    (path,) = tmp_path.glob(f"{number:08d}.kv")
+    assert sum(x.nbytes for x in codes) < path.stat().st_size <= files.nbytes(pairs)
+
+    def check(wanted: list[Chunk]) -> None:
+        found = [codec.empty(CHUNK_TOKENS, x.bits) for x in wanted]
+        with closing(files.reader(wanted)) as reader:
+            for layer in range(4):
+                reader.layer(layer, found)
+        for chunk, each in zip(wanted, found, strict=True):
+            for one, other in zip(each.planes, codes[chunks.index(chunk)].planes, strict=True):
+                assert all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+
+    check([chunks[i] for i in random.permutation(len(chunks))])
+    kept = chunks[::2]
+    for chunk in chunks[1::2]:
+        assert chunk.place is not None
+        files.drop(chunk.place)
+    assert files.scrub(number)
+    check(kept)
+    for chunk, place in files.copy(number, kept).items():
+        chunk.place = place
+    files.remove(number)
+    check(kept)
 
 
 class _Broken:

@@ -73,7 +73,8 @@ def test_layers_of_several_widths_are_coded_each_by_itself(bits: int, kv: str) -
     channels = [np.exp(random.standard_normal(x)).astype(np.float32) for x in heads]
     codec = codec_of(mixed, channels)
     codes = codec.encode(values, bits)
-    assert codes.nbytes == codec.nbytes(5, bits)
+    assert codes.nbytes == codec.nbytes(5, bits) == codec.empty(5, bits).nbytes
+    needed = 0
     for (count, size), part, scales, read in zip(
         heads, values, channels, codec.decode(codes), strict=True
     ):
@@ -82,6 +83,8 @@ def test_layers_of_several_widths_are_coded_each_by_itself(bits: int, kv: str) -
         )
         own = ChunkCodec(alone, scales[None])
         assert np.array_equal(read, own.decode(own.encode(part[None], bits))[0])
+        needed += own.nbytes(5, bits)
+    assert codes.nbytes == needed
 
 
 @pytest.mark.parametrize("bits", NESTED)

@@ -115,7 +115,7 @@ def test_chunks_are_sealed_each_in_its_place(tmp_path: Path) -> None:
         chunk.place = place
     (path,) = tmp_path.glob("*.kv")
     sound = path.read_bytes()
-    size = codec.plane_bytes(CHUNK_TOKENS, RAW)[0]
+    size = codec.plane_bytes(CHUNK_TOKENS, RAW, 0)[0]
     assert codes.planes[0][0].tobytes() not in sound
 
     def read(vault: Vault | None = vault) -> bool:

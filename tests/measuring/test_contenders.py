@@ -41,8 +41,10 @@ def test_none_decides_the_threads_of_another(first: str) -> None:
     with pinned(assign_cores().control):  # which their processes do not inherit
         entries = {name: opened(name, name, [8]) for name in (first, second)}
     with entries[first], entries[second]:
-        cores = {name: entry.opened.cores for name, entry in entries.items()}
+        cores = {name: entry.opened.cores["decode"] for name, entry in entries.items()}
         assert cores == {"opencl": 1, "opencl-cores": len(allowed_cores())}
+        sets = {name: set(entry.opened.device_sets.values()) for name, entry in entries.items()}
+        assert sets == {"opencl": {"gpu"}, "opencl-cores": {"opencl-cores"}}
 
 
 @pytest.mark.full

@@ -87,6 +87,11 @@ GEMMA4_NAMES = {
     "model.per_layer_projection_norm": "per_layer_proj_norm",
     "per_layer_input_gate": "inp_gate", "per_layer_projection": "proj",
     "post_per_layer_input_norm": "post_norm", "layer_scalar": "layer_output_scale.weight",
+    "router.proj": "ffn_gate_inp", "router.scale": "ffn_gate_inp.scale",
+    "router.per_expert_scale": "ffn_down_exps.scale", "gate_up_exps": "ffn_gate_up_exps",
+    "down_exps": "ffn_down_exps", "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+    "post_feedforward_layernorm_1": "post_ffw_norm_1",
+    "post_feedforward_layernorm_2": "post_ffw_norm_2",
 }  # fmt: skip
 WHOLE_NAMES = (
     "layer_scalar",
@@ -94,6 +99,8 @@ WHOLE_NAMES = (
     "dt_bias",
     "sinks",
     "expert_bias",
+    "scale",
+    "per_expert_scale",
 )  # parameters that are no module's
 OWN_NAMES = {
     "lfm2": LFM2_NAMES, "lfm2moe": LFM2_MOE_NAMES, "gpt-oss": GPT_OSS_NAMES,
@@ -219,6 +226,7 @@ def metadata(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
         ("attn_logit_softcapping", "attn_logit_softcapping"),
         ("final_logit_softcapping", "final_logit_softcapping"),
         ("num_experts_per_tok", "expert_used_count"),
+        ("top_k_experts", "expert_used_count"),
         ("moe_intermediate_size", "expert_feed_forward_length"),
         ("shared_expert_intermediate_size", "expert_shared_feed_forward_length"),
     ):
@@ -391,6 +399,10 @@ def with_stacked_experts(raw: Mapping[str, Any], source: Mapping[str, Any]) -> d
     for layer in {key.partition(".experts.")[0] for key in source if ".experts." in key}:
         if f"{layer}.experts.gate_up_proj_bias" in source:
             found |= split_experts(layer, source)
+            continue
+        if f"{layer}.experts.gate_up_proj" in source:
+            found[f"{layer}.gate_up_exps.weight"] = source[f"{layer}.experts.gate_up_proj"]
+            found[f"{layer}.down_exps.weight"] = source[f"{layer}.experts.down_proj"]
             continue
         w1 = f"{layer}.experts.0.w1.weight" in source
         names = ("w1", "w3", "w2") if w1 else ("gate_proj", "up_proj", "down_proj")

@@ -66,7 +66,6 @@ OWN = {
                     "_sliding_window_pattern"},  # what layer_types was made of
     "gemma4_text": {
         *GEMMA4, "hidden_size_per_layer_input", "vocab_size_per_layer_input",
-        # of experts, which are refused
         "enable_moe_block", "top_k_experts", "moe_intermediate_size",
     },
     "gemma4_unified_text": GEMMA4,

@@ -54,7 +54,12 @@ def test_shared_layers_read_the_last_one_of_their_kind() -> None:
         ),
         ({"global_head_dim": 7}, "layer 1 must have key/value heads that divide"),
         ({"vocab_size_per_layer_input": 99}, "must be vocab_size (263), got 99; correct the file"),
-        ({"enable_moe_block": True}, "enable_moe_block is not supported, got True; choose another"),
+        ({"enable_moe_block": True}, "num_experts must be a positive integer, but it is missing"),
+        (
+            {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 5}
+            | {"moe_intermediate_size": 32},
+            "top_k_experts must be at most the 4 of num_experts, got 5; correct the file",
+        ),
         (
             {"use_bidirectional_attention": "all"},
             "use_bidirectional_attention is not supported, got 'all'; choose another model",

@@ -27,7 +27,7 @@ from hetero.models.config import ModelConfig
 from hetero.models.graph import model_graph, slot_widths
 from hetero.models.published import PUBLISHED
 from hetero.models.random_models import KNOWN_MODELS, RandomWeights
-from hetero.profiler.model_graph import MatMulSpec, ModelGraph, Node
+from hetero.profiler.model_graph import MatMulSpec, ModelGraph, Node, Share
 from tests.models.model_helpers import small_config
 
 WINDOWED = small_config(
@@ -97,7 +97,7 @@ def test_stages_are_what_runs_behind_each_matmul() -> None:
     ]  # fmt: skip
     (rope, whole, windowed), norm, activation, last = (stage.after for stage in graph.block)
     assert (rope.times, whole.times, windowed.times) == pytest.approx((1, 1 / 3, 2 / 3))
-    assert norm == last == ((RMSNorm(d=24, eps=1e-6, add=True), 1.0),)
+    assert norm == last == (Share(RMSNorm(d=24, eps=1e-6, add=True), 1.0),)
     assert [share.times for share in activation] == [1.0]
     assert [stage.name for stage in graph.block if stage.attends] == ["qkv"]
     assert [(stage.name, stage.after) for stage in graph.tail] == [("lm_head", ())]
@@ -218,7 +218,7 @@ def test_another_kind_of_node_is_data() -> None:
         replace(nodes[at], slots=nodes[at].slots | {"residual": "sum"}),
     ]
     longer = graph.model_copy(update={"nodes": tuple(nodes)})
-    after = {stage.name: dict(stage.after) for stage in longer.block}
+    after = {stage.name: {x.op: x.times for x in stage.after} for stage in longer.block}
     norm = RMSNorm(d=24, eps=1e-6, add=True)
     assert after["o"] == pytest.approx({shadow: 1 / 3, Add(d=24): 1 / 3, norm: 1.0})
     assert longer.matmuls == graph.matmuls

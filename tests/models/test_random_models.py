@@ -54,6 +54,7 @@ PARAMETERS = {
     "gemma-4-e4b": 4644,
     "gemma-4-12b": 11922,
     "gemma-4-31b": 30806,
+    "gemma-4-26b-a4b": 25200,
     "qwen3.5-0.8b": 752,
     "qwen3.5-2b": 1882,
     "qwen3.5-4b": 4206,

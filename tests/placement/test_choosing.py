@@ -15,7 +15,7 @@ from hetero.backends.opencl import driver_of
 from hetero.backends.opencl.drivers.levels import LEVELS
 from hetero.models import model_spec
 from hetero.placement.choosing import Choice, PlacementRequest, choose, plan_on
-from hetero.placement.comparing import TENSOR_LEVEL
+from hetero.placement.comparing import TENSOR_LEVEL, PhaseSeconds
 from hetero.profiler.errors import ProfileError, ProfileWarning
 from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.nearest_profile import Nearest
@@ -192,7 +192,8 @@ def test_derived_times_must_be_better_by_more(
     monkeypatch: pytest.MonkeyPatch, host: DeviceProfile, weights: str, share: float, mode: str
 ) -> None:
     """The profile has no times of files."""
-    seconds = {"gpu": 1.0, "npu": 2.0, TENSOR_LEVEL: share}
+    times = {"gpu": 1.0, "npu": 2.0, TENSOR_LEVEL: share}
+    seconds = {name: PhaseSeconds(s / 2, s / 2) for name, s in times.items()}
     monkeypatch.setattr("hetero.placement.choosing.compare", lambda *_, **__: seconds)
     request = PlacementRequest(mode="auto", profile=host, seq_lens=(64,))
     assert choose(model_spec("qwen2.5-0.5b", weights), request).mode == mode

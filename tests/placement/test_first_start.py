@@ -142,8 +142,8 @@ def test_auto_compares_the_scaled_times(
         for profile in (host, scaled_here(host, NOTICE)[0])
     }
     for device in ("gpu", "npu"):
-        assert found.seconds[device] == times["host, scaled here"][device]
-        assert found.seconds[device] != times["host"][device]
+        assert found.seconds[device] == times["host, scaled here"][device].total_s
+        assert found.seconds[device] != times["host"][device].total_s
         assert f"{device} {duration(found.seconds[device])}" in found.reason
     assert machines.starts == 1
     hetero_mode = choose(spec, PlacementRequest(mode="hetero"))

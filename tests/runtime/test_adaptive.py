@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,12 @@ from hetero.backends.registry import open_device
 from hetero.models import LoadedModel, open_model
 from hetero.profiler.cost import CostModel
 from hetero.profiler.records import DeviceProfile
-from hetero.runtime.adaptive import Adapter, AdaptPolicy
+from hetero.runtime.adaptive import Adaptation, Adapter, AdaptPolicy
 from hetero.runtime.engine import Engine
 from hetero.runtime.kv.context import Context
 from hetero.solver.overheads import Overheads
 from hetero.solver.placement import Placement
+from hetero.solver.plan import PHASES
 from hetero.solver.planner import Planner
 from hetero.solver.prepared import PreparedSolver
 from hetero.solver.request import PlanRequest
@@ -43,10 +45,10 @@ class EvenCost(CostModel):
         return 1.0
 
 
-def even_profile() -> DeviceProfile:
+def even_profile(**options: Any) -> DeviceProfile:
     instance = random_instance(1)
-    instance.sizes = GRAPHS
-    profile = profile_of(instance)
+    instance.sizes, instance.non_matmul_s = GRAPHS, {"gpu": 1e-5, "npu": 1e-5}
+    profile = profile_of(instance, **options)
     devices = {
         kind: record.model_copy(
             update={"capabilities": record.capabilities.model_copy(update={"row_alignment": 32})}
@@ -62,9 +64,9 @@ def loaded(tmp_path_factory: Any) -> LoadedModel:
     return open_model(str(folder), weights="f32")
 
 
-def solver_of(loaded: LoadedModel) -> PreparedSolver:
+def solver_of(loaded: LoadedModel, **options: Any) -> PreparedSolver:
     spec = loaded.spec().model_copy(update={"weight_format": WeightFormat.F32})
-    profile = even_profile()
+    profile = even_profile(**options)
     planner = Planner(spec, profile, cost=EvenCost(profile), overheads=Overheads(0.0, 0.0, 0.0))
     return PreparedSolver(planner, PlanRequest(seq_lens=(40, 70)))
 
@@ -75,8 +77,10 @@ def npu_rows(placement: Placement, phase: Any, m: int) -> int:
     return sum(tile.rows[1] - tile.rows[0] for tile in tiles)
 
 
-def make_engine(loaded: LoadedModel, **options: Any) -> Engine:
-    solver = solver_of(loaded)
+def make_engine(
+    loaded: LoadedModel, solver: PreparedSolver | None = None, **options: Any
+) -> Engine:
+    solver = solver or solver_of(loaded)
     devices: Any = {
         "gpu": open_device("reference", kind="gpu", asynchronous=True),
         "npu": open_device("reference", kind="npu", graph_sizes=GRAPHS),
@@ -114,6 +118,49 @@ def test_a_device_that_drifts_gets_less_to_do_and_no_token_changes(
         assert after < before if slow == "gpu" else after > before
         assert answer(engine, 30) == wanted
         assert len(engine.adaptations) == 1, "it does not swing"
+
+
+@pytest.mark.parametrize("slow", ["gpu", "npu"])
+def test_a_phase_moves_to_the_other_device_when_its_own_is_slow(
+    loaded: LoadedModel, slow: DeviceKind
+) -> None:
+    """Prompts on the NPU, answers on the GPU, both alone; no token changes."""
+    solver = solver_of(loaded, non_matmul_on_npu=True)
+    apart = solver.alone_in({"prefill": "npu", "decode": "gpu"})
+    with make_engine(loaded, apart, adapt=False) as engine:
+        wanted = answer(engine, 10)
+        assert [engine.plan.devices_of(x) for x in PHASES] == [{"npu"}, {"gpu"}]
+    other: DeviceKind = "npu" if slow == "gpu" else "gpu"
+    with make_engine(loaded, apart) as engine:
+        slow_down(engine, lambda: 1e-3, slow)
+        for _ in range(6):
+            assert answer(engine, 10) == wanted
+        assert [engine.plan.devices_of(x) for x in PHASES] == [{other}, {other}]
+        phase = "prefill" if slow == "npu" else "decode"
+        assert [x.split(" because ")[0].split(": ")[1] for x in engine.adaptations] == [
+            f"{phase} on the {other} alone"
+        ]
+
+
+def test_a_machine_on_which_all_is_slower_moves_no_phase(loaded: LoadedModel) -> None:
+    """The device that a phase does not use is taken to be as slow as it is in the other one."""
+    apart = solver_of(loaded, non_matmul_on_npu=True).alone_in({"prefill": "npu", "decode": "gpu"})
+    with make_engine(loaded, apart) as engine:
+        adapter = engine.deployment.adapter
+        assert adapter is not None
+        assert proposed(adapter, npu=5.0, gpu=4.9) is None
+        change = proposed(adapter, npu=5.0, gpu=1.0)
+        assert change is not None
+        assert change.placement.plan.devices_of("prefill") == {"gpu"}
+
+
+def proposed(adapter: Adapter, *, npu: float, gpu: float) -> Adaptation | None:
+    """The change after prompts on the NPU and answers on the GPU took so many times as long."""
+    measured: dict[Any, float] = {("npu", "prefill"): npu, ("gpu", "decode"): gpu}
+    count = adapter.policy.samples
+    adapter._ratios = {key: deque([x] * count, maxlen=count) for key, x in measured.items()}
+    adapter._steps += adapter.policy.every
+    return adapter.proposal()
 
 
 def test_a_context_goes_on_elsewhere_after_the_cuts_changed(

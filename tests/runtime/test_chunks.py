@@ -70,7 +70,8 @@ def chunked(engine: Engine, chunks: int) -> tuple[ActivationPool, Lowering]:
         chunks=chunks,
         rows=LONGEST_VERIFIED,
     )
-    pool = ActivationPool(shapes, engine.devices.get("npu") or engine.devices["gpu"])
+    owner = engine.devices.get("npu") or engine.devices["gpu"]
+    pool = ActivationPool(shapes, owner, engine.deployment.pool.tables)
     pool.map_to(engine.devices.values())
     lowering = Lowering(
         engine.placement,

@@ -19,11 +19,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hetero import LLM
+from hetero.backends.ops import Experts
 from hetero.compiling.calibration import calibrated
 from hetero.errors import ModelError, UserError
 from hetero.models import open_model
 from hetero.models.gguf import GgufFile
+from hetero.models.layout import EXPERTS
 from hetero.models.quantized import save
+from hetero.solver.errors import PlanError
+from hetero.solver.handmade import single_device
 from tests.models.gguf_files import convert, write
 from tests.support.checkpoints import Case, make_checkpoint, relative_error
 from tests.support.selection import examples
@@ -128,11 +132,36 @@ QWEN3_5_GGUF = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
     "linear_value_head_dim": 32, "pad_token_id": 0,
 }  # fmt: skip
+GEMMA4 = st.fixed_dictionaries(
+    {
+        "enable_moe_block": st.just(True),
+        "num_experts": st.sampled_from([8, 5]),
+        "top_k_experts": st.integers(1, 5),
+        "moe_intermediate_size": st.sampled_from([32, 48]),
+        "global_head_dim": st.sampled_from([16, 32]),
+        "layer_types": st.just(("sliding_attention", "full_attention")),
+        "sliding_window": st.sampled_from([5, 24]),
+        "attention_k_eq_v": st.booleans(),
+        "num_global_key_value_heads": st.sampled_from([None, 1]),
+        "hidden_size_per_layer_input": st.sampled_from([0, 16]),
+        "vocab_size_per_layer_input": st.just(263),
+        "final_logit_softcapping": st.sampled_from([None, 3.0]),
+        "tie_word_embeddings": st.booleans(),
+        "pad_token_id": st.just(0),
+    }
+)
+GEMMA4_GGUF = {
+    "enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 64,
+    "layer_types": ("sliding_attention", "full_attention"), "sliding_window": 24,
+    "global_head_dim": 32, "attention_k_eq_v": True, "num_global_key_value_heads": 1,
+    "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 263, "pad_token_id": 0,
+}  # fmt: skip
 IN_FILES = {
     "Qwen3_5Moe": QWEN3_5_GGUF,
     "Qwen3Moe": QWEN3_GGUF,
     "Lfm2Moe": LFM2_GGUF,
     "GptOss": GPT_OSS_GGUF,
+    "Gemma4": GEMMA4_GGUF,
 }
 
 
@@ -152,7 +181,12 @@ def _drawn(kind: str, changes: tuple[tuple[str, Any], ...]) -> tuple[Path, Any]:
     with torch.no_grad():
         for values in sinks:
             values.normal_(0.0, 2.0)  # below and above the scores
-    if biases or sinks:
+    scales = [x for name, x in model.named_parameters() if name.endswith(("r.scale", "t_scale"))]
+    scales += [x for name, x in model.named_parameters() if name.endswith("norm_2.weight")]
+    with torch.no_grad():
+        for values in scales:
+            values.uniform_(0.5, 2.0)  # they are 1 in a new model
+    if biases or sinks or scales:
         model.save_pretrained(folder)
     return folder, model
 
@@ -168,8 +202,10 @@ def lists(changes: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
 def decided_prompt(model: Any, length: int, margin: float) -> tuple[list[int], Any]:
     """`length` tokens that no router has a doubtful choice for, and their logits."""
     random, vocab = np.random.default_rng(length), model.config.vocab_size
-    chosen = model.config.num_experts_per_tok
-    routers = [x for x in model.modules() if type(x).__name__.endswith("TopKRouter")]
+    chosen = getattr(model.config, "top_k_experts", None) or model.config.num_experts_per_tok
+    routers = [
+        x for x in model.modules() if type(x).__name__.endswith(("TopKRouter", "TextRouter"))
+    ]
     for _ in range(200):
         tokens = random.integers(3, vocab, length).tolist()
         seen: list[torch.Tensor] = []
@@ -188,6 +224,9 @@ def decided_prompt(model: Any, length: int, margin: float) -> tuple[list[int], A
 def _preferred(seen: list[torch.Tensor], router: Any, given: Any, output: Any) -> None:
     """Append what a router chooses by."""
     logits = output[0]
+    if type(router).__name__.startswith("Gemma4"):
+        seen.append(logits)  # probabilities
+        return
     if not type(router).__name__.startswith("Lfm2"):
         seen.append(logits.softmax(-1))
         return
@@ -195,9 +234,11 @@ def _preferred(seen: list[torch.Tensor], router: Any, given: Any, output: Any) -
     seen.append(logits.sigmoid() + bias)
 
 
-def check(path: Path, model: Any, device: Any, weights: str, lengths: Sequence[int]) -> None:
+def check(
+    path: Path, model: Any, device: Any, weights: str, lengths: Sequence[int], **options: Any
+) -> None:
     """Prefill, then token by token, then all logits of the prompt."""
-    with LLM(str(path), device=device, weights=weights, kv="f32") as llm:
+    with LLM(str(path), device=device, weights=weights, kv="f32", **options) as llm:
         for length in lengths:
             tokens, expected = decided_prompt(model, length + DECODED, MARGIN[weights])
             llm.context.truncate(0)
@@ -246,6 +287,32 @@ def test_gpt_oss(device: str, changes: dict[str, Any]) -> None:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("device", DEVICES)
+@DRAWN
+@given(changes=GEMMA4)
+def test_gemma_4(device: str, changes: dict[str, Any]) -> None:
+    folder, model = drawn("Gemma4", changes)
+    check(folder, model, device, "f32", (1, 33))
+
+
+def test_a_plan_has_the_experts_on_the_npu() -> None:
+    """Everything else is the GPU's; experts take any number of tokens."""
+    weights = "f32"
+    folder, model = drawn("Qwen3Moe", QWEN3_GGUF)
+    graph = open_model(folder, weights=weights).spec()
+    plan = single_device(graph, "gpu").model_copy(update={"experts": "npu"})
+    check(folder, model, "hetero", weights, (1, 33), plan=plan)
+    with LLM(str(folder), plan=plan, weights=weights) as llm:
+        placement = llm.engine.placement
+        routed = [x for x in graph.nodes if isinstance(x.op, Experts)]
+        assert {kind for x in routed for kind in placement.devices(x)} == {"npu"}
+        held = placement.kernels.weight_bytes
+        assert held["npu"] >= graph.expert_weight_bytes > held["gpu"]
+    with pytest.raises(PlanError, match="experts on the npu, which has no kernels of them: make a"):
+        LLM(str(folder), plan=plan, weights=weights, npu="null")
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("device", DEVICES)
 def test_a_long_prompt(device: str) -> None:
     folder, model = drawn("Qwen3Moe", QWEN3_GGUF)
     check(folder, model, device, "f32", (300,))
@@ -282,14 +349,33 @@ def test_quantised_gguf_has_the_numbers_of_its_floats(
     assert relative_error(*logits) <= 3e-3
 
 
+def test_gate_and_up_of_experts_in_one_tensor_or_in_two(tmp_path: Path) -> None:
+    folder, _ = drawn("Gemma4", GEMMA4_GGUF)
+    tensors = convert(folder, tmp_path / "fused.gguf")
+    for i in range(2):
+        both = tensors.pop(f"blk.{i}.ffn_gate_up_exps.weight")
+        for name, rows in zip(("gate", "up"), np.split(both, 2, axis=1), strict=True):
+            tensors[f"blk.{i}.ffn_{name}_exps.weight"] = rows
+    write(tmp_path / "apart.gguf", "gemma4", entries_of(tmp_path / "fused.gguf"), tensors)
+    fused, apart = (open_model(tmp_path / f"{x}.gguf").weights for x in ("fused", "apart"))
+    for ours, theirs in ((fused.block(i), apart.block(i)) for i in range(2)):
+        for name in EXPERTS:
+            np.testing.assert_array_equal(ours.matrix(name).data, theirs.matrix(name).data)
+
+
+def entries_of(path: Path) -> dict[str, Any]:
+    """The metadata of a file as `write` takes it."""
+    return {
+        key: value.tolist() if isinstance(value, np.ndarray) else value
+        for key, value in GgufFile(path).metadata.items()
+        if key.partition(".")[0] not in ("general", "GGUF")
+    }
+
+
 def test_experts_that_a_gguf_file_lacks(tmp_path: Path) -> None:
     folder, _ = drawn("Qwen3Moe", QWEN3_GGUF)
     tensors = convert(folder, tmp_path / "m.gguf")
-    entries = {
-        key: value.tolist() if isinstance(value, np.ndarray) else value
-        for key, value in GgufFile(tmp_path / "m.gguf").metadata.items()
-        if key.partition(".")[0] in ("qwen3moe", "tokenizer")
-    }
+    entries = entries_of(tmp_path / "m.gguf")
     name = "blk.1.ffn_up_exps.weight"
     others = {key: x for key, x in tensors.items() if key != name}
     few = others | {name: tensors[name][:7]}

@@ -26,7 +26,6 @@ from hetero.serving.messages import (
     decode,
     encode,
 )
-from hetero.serving.tools import ToolUse
 from hetero.serving.turns import Turns
 
 
@@ -196,18 +195,6 @@ def test_no_row_is_read_to_keep_another(tmp_path: Path) -> None:
     assert said
     assert not any("sum(" in statement for statement in said)
     records.close()
-
-
-def test_calls_are_read_out_of_a_text() -> None:
-    use = ToolUse(({"name": "go"}, {"name": "stop"}))
-    call = json.dumps({"name": "go", "arguments": {"to": "</b>"}})
-    text, calls = use.read(f"Well. <tool_call>{call}</tool_call>")
-    assert text == "Well."
-    assert [(x.name, json.loads(x.arguments)) for x in calls] == [("go", {"to": "</b>"})]
-    assert use.read(call)[1][0].name == "go"
-    for other in ("plain", '{"name": "fly", "arguments": {}}', "<tool_call>{</tool_call>", "[1]"):
-        assert use.read(other) == (other, [])
-    assert ToolUse(use.functions, silent=True).read(call) == (call, [])
 
 
 def test_a_full_disk_is_said_so_and_goes_on_when_there_is_room(tmp_path: Path) -> None:

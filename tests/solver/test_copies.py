@@ -2,13 +2,17 @@
 
 import pytest
 
+from hetero.models import model_spec
 from hetero.placement.planning import spec_on
 from hetero.profiler.records import DeviceProfile
 from hetero.solver.build import make_plan
 from hetero.solver.copies import NEGLIGIBLE_BYTES, SHARE, WORTH
 from hetero.solver.execution_plan import ExecutionPlan
+from hetero.solver.planner import Planner
 from hetero.solver.prepared import prepare_solver
 from hetero.solver.request import PlanRequest
+from hetero.solver.residency import is_small
+from hetero.solver.weight_memory import Limits
 
 LENGTHS = (64, 256)
 PLENTY = PlanRequest(seq_lens=LENGTHS, memory_budget_bytes=1 << 50)
@@ -69,3 +73,19 @@ def test_both_devices_still_share_prompts_that_they_must_share() -> None:
     for m in LENGTHS:
         tiles = [tile for op in plan.ops if op.m == m for tile in op.tiles]
         assert {tile.device for tile in tiles} == {"gpu", "npu"}
+
+
+def test_copies_of_small_matmuls_are_not_counted() -> None:
+    """Those of the layers' own inputs of Gemma 4; no other known model has any that small."""
+    profile = DeviceProfile.load("snapdragon-8-elite")
+
+    def small(name: str) -> set[str]:
+        planner = Planner(model_spec(name), profile)
+        limits = Limits(copies=SHARE * planner.spec.matmul_weight_bytes)
+        return {x.name for x in planner.spec.matmuls if is_small(planner, x.name, limits)}
+
+    assert {x.partition(".")[0] for x in small("gemma-4-e2b")} == {
+        "input_in", "input_gate", "input_out",
+    }  # fmt: skip
+    for name in ("llama-3-8b", "smollm2-135m", "qwen3.5-0.8b", "lfm2-8b-a1b", "gemma-4-12b"):
+        assert not small(name)

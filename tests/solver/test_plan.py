@@ -252,3 +252,43 @@ def test_what_is_faster_alone_has_one_reason_not_three() -> None:
         assert sum(cause in reason for cause in causes) == 1, (place, reason)
     assert any("memory budget" in reason for reason in of.values())
     assert any("all lengths share it takes" in x.reason for op in free.ops for x in op.candidates)
+
+
+def test_a_plan_names_the_devices_of_each_phase(tmp_path: Path) -> None:
+    """By its totals and as a whole; the devices of a phase are those of its entries."""
+    chip = DeviceProfile.load("snapdragon-8-gen-3")
+    solved = make_plan(model_spec("llama-3-8b"), chip, PlanRequest(seq_lens=(64, 256)))
+    assert [(x.phase, x.depth_from, x.devices) for x in solved.phases] == [
+        ("prefill", 0, ("gpu", "npu")),
+        ("decode", 0, ("gpu", "npu")),
+    ]
+    for planned in solved.phases:
+        assert set(planned.devices) == solved.devices_of(planned.phase)
+        totals = [x for x in solved.totals if x.phase == planned.phase]
+        assert {kind for x in totals for kind in x.devices} == set(planned.devices)
+        assert planned.predicted_s == max(totals, key=lambda x: x.m).predicted_s
+    solved.save(tmp_path / "plan.json")
+    assert ExecutionPlan.load(tmp_path / "plan.json") == solved
+
+
+@pytest.mark.parametrize(
+    ("head", "devices"), [("gpu", {"npu"}), ("npu", {"npu"}), ("both", {"gpu", "npu"})]
+)
+def test_an_output_head_that_is_cut_is_work_of_both(head: str, devices: set[str]) -> None:
+    npu = {"device": "npu", "tokens": [0, None], "rows": [0, 64]}
+    gpu = {**npu, "device": "gpu"}
+    halves = [{**npu, "rows": [0, 32]}, {**gpu, "rows": [32, 64]}]
+    tiles = {"gpu": [gpu], "npu": [npu], "both": halves}[head]
+    strategy = "row-cut" if head == "both" else f"{head}-only"
+    ops = [
+        changed
+        for phase in ("prefill", "decode")
+        for changed in (
+            op(phase=phase),
+            op(phase=phase, op="lm_head", tiles=tiles, strategy=strategy),
+        )
+    ]
+    on_npu = NonMatmulDevices(prefill="npu", decode="npu")
+    planned = plan(*ops).model_copy(update={"non_matmul": on_npu})
+    assert planned.devices_of("prefill") == planned.devices_of("decode") == devices
+    assert planned.apart == (head != "both")

@@ -1,6 +1,6 @@
 // Router (hetero.backends.ops): logits of all experts, then a choice for each token.
 // D is the width of x, E the number of experts, K how many are chosen. SOFTMAX, SOFTMAX_CHOSEN or
-// SIGMOID say what scores are; CHOICE_BIAS and RENORMALISED are 0 or 1, EPS and SCALE floats.
+// SIGMOID say what scores are; CHOICE_BIAS, RENORMALISED and EXPERT_SCALE are 0 or 1, EPS and SCALE floats.
 
 // Products of T tokens from the item's first on with experts e to e + TILE_EXPERTS, the last of which
 // may be beyond the item's.
@@ -50,7 +50,8 @@ __kernel void router_logits(const int count, ARRAY(const float, x), ARRAY(float,
 
 // y[token] = numbers of the chosen experts, then their weights. Logits become scores in place.
 __kernel void router_choose(const int count, ARRAY(float, logits), ARRAY(float, y),
-                            __global const float *restrict choice_bias) {
+                            __global const float *restrict choice_bias,
+                            __global const float *restrict expert_scale) {
   const int token = get_global_id(0);
   if (token >= count) return;
   __global float *s = logits + logits_at + (size_t)token * E;
@@ -89,5 +90,5 @@ __kernel void router_choose(const int count, ARRAY(float, logits), ARRAY(float, 
 #if RENORMALISED
   for (int j = 0; j < K; j++) y[K + j] /= total + EPS;
 #endif
-  for (int j = 0; j < K; j++) y[K + j] *= SCALE;
+  for (int j = 0; j < K; j++) y[K + j] *= EXPERT_SCALE ? SCALE * expert_scale[(int)y[j]] : SCALE;
 }

@@ -20,10 +20,19 @@ from hetero.models.architectures.base import (
 )
 from hetero.models.architectures.gemma2 import cap
 from hetero.models.architectures.gemma3 import GEMMA3
+from hetero.models.expert_config import ExpertConfig, read_experts
 from hetero.models.fields import Fields
 from hetero.models.layer_sizes import read_layers, write_layers
 from hetero.models.sliding import FULL, SLIDING
+from hetero.models.stacked_experts import Stacked
 
+BIDIRECTIONAL: Final = "use_bidirectional_attention"
+ROUTER: Final = {
+    "router": "router.proj",
+    "experts_norm": "pre_feedforward_layernorm_2",
+    "plain_norm": "post_feedforward_layernorm_1",
+    "chosen_norm": "post_feedforward_layernorm_2",
+}
 INPUTS: Final = {"input_gate": ("per_layer_input_gate",), "input_out": ("per_layer_projection",)}
 SHARED: Final = {
     "input_in": "model.per_layer_model_projection",
@@ -36,9 +45,8 @@ ROPES: Final = {
 
 
 def _read(source: Fields, layers: int, inputs: int = 256) -> dict[str, Any]:
-    for name in ("enable_moe_block", "use_bidirectional_attention"):
-        if source.raw.get(name) not in (None, False, "vision"):  # pictures, which are left out
-            raise source.error(name, "is not supported", "choose another model")
+    if source.raw.get(BIDIRECTIONAL) not in (None, False, "vision"):  # pictures are left out
+        raise source.error(BIDIRECTIONAL, "is not supported", "choose another model")
     (window, *_) = one_window(source, layers, 512)
     kinds = [*(layer_kinds(source, layers) or every(6, layers))[:-1], FULL]
     width = source.count("hidden_size_per_layer_input", inputs)
@@ -48,6 +56,7 @@ def _read(source: Fields, layers: int, inputs: int = 256) -> dict[str, Any]:
         raise source.error("vocab_size_per_layer_input", rule, "correct the file")
     bias = source.boolean("attention_bias", False)
     return {
+        "experts": _experts(source) if source.boolean("enable_moe_block", False) else None,
         "windows": windows_of(kinds, window),
         **read_layers(source, kinds),
         "layer_inputs": width,
@@ -63,8 +72,30 @@ def _read(source: Fields, layers: int, inputs: int = 256) -> dict[str, Any]:
     }
 
 
+def _experts(source: Fields) -> ExpertConfig:
+    return read_experts(
+        source,
+        count=("num_experts",),
+        chosen="top_k_experts",
+        width="moe_intermediate_size",
+        parallel=True,
+    )
+
+
 def _write(config: Decoder) -> dict[str, Any]:
+    experts = config.experts
+    routed = (
+        {}
+        if experts is None
+        else {
+            "enable_moe_block": True,
+            "num_experts": experts.count,
+            "top_k_experts": experts.chosen,
+            "moe_intermediate_size": experts.width,
+        }
+    )
     return {
+        **routed,
         "attention_bias": config.qkv_bias,
         "final_logit_softcapping": config.logit_softcap or None,
         "hidden_size_per_layer_input": config.layer_inputs,
@@ -91,14 +122,27 @@ GEMMA4 = Architecture(
     ropes=ROPES,
     read=_read,
     write=_write,
-    used=("use_bidirectional_attention",),
+    used=(BIDIRECTIONAL, "num_experts"),
     defaults={"vocab_size": 262144, "num_hidden_layers": 30, "num_attention_heads": 8}
     | {"hidden_size": 2304},
     names=replace(
         GEMMA3.names,
         matmuls={**GEMMA3.names.matmuls, "q_only": ("self_attn.q_proj",), **INPUTS},
-        vectors={**GEMMA3.names.vectors, "input_out_norm": "post_per_layer_input_norm"},
-        parameters={"layer_scale": "layer_scalar"},
+        vectors={
+            **GEMMA3.names.vectors,
+            **ROUTER,
+            "input_out_norm": "post_per_layer_input_norm",
+        },
+        parameters={
+            "layer_scale": "layer_scalar",
+            "router_norm": "router.scale",
+            "expert_scale": "router.per_expert_scale",
+        },
+        stacked={
+            "experts_gate": Stacked(module="experts.gate_up_proj", parts=2, part=0),
+            "experts_up": Stacked(module="experts.gate_up_proj", parts=2, part=1),
+            "experts_down": Stacked(module="experts.down_proj"),
+        },
         shared=SHARED,
         model_modules={
             **GEMMA3.names.model_modules,

@@ -111,6 +111,10 @@ def _gemma4(entry: Entry, raw: Raw) -> dict[str, Any]:
         },
         "rope_scaling": None,
     }
+    if entry("expert_count"):
+        names = ("num_experts", "top_k_experts", "moe_intermediate_size")
+        values = (entry(x) for x in _EXPERTS)
+        fields |= {"enable_moe_block": True, **dict(zip(names, values, strict=True))}
     if types is None or not isinstance(layers, int):
         return fields
     counts = heads if len(heads) == layers else heads[:1] * layers
@@ -349,7 +353,9 @@ FAMILIES: Final[Mapping[str, GgufFamily]] = {
             "attention.value_length_swa",
             "attention.shared_kv_layers",
             "embedding_length_per_layer_input",
+            *_EXPERTS,
         ),
+        tensors={"router_norm": "ffn_gate_inp.scale", "expert_scale": "ffn_down_exps.scale"},
         rotated_part=True,
         lists=_GEMMA4_LISTS,
     ),

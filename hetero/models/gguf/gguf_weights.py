@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Final, TypeAlias
 
@@ -31,9 +31,11 @@ from hetero.models.gguf.tensors import (
     is_matrix,
     rows_of,
     stored_as,
+    tensor_rows,
 )
 from hetero.models.layout import (
     EXPERTS,
+    MAPPED,
     block_matrices,
     embedding_matrices,
     expert_matrices,
@@ -41,8 +43,10 @@ from hetero.models.layout import (
 )
 from hetero.models.model_weights import BlockWeights, ModelWeights
 from hetero.models.packing import Destination, check_finite, pack_rows
+from hetero.models.row_tables import RowTable
 from hetero.terminal.notices import notify_once
 
+FUSED_EXPERTS: Final = "ffn_gate_up_exps"  # of each expert gate, then up
 # Our weights and the tensors that hold them, the fused spelling first.
 _MATRICES: Final = {
     "qkv": (("attn_qkv",), ("attn_q", "attn_k", "attn_v")),
@@ -55,8 +59,8 @@ _MATRICES: Final = {
     "conv_out": (("shortconv.out_proj",),),
     "gate_up": (("ffn_gate", "ffn_up"), ("ffn_up",)),
     "down": (("ffn_down",),),
-    "experts_gate": (("ffn_gate_exps",),),
-    "experts_up": (("ffn_up_exps",),),
+    "experts_gate": ((FUSED_EXPERTS,), ("ffn_gate_exps",)),
+    "experts_up": ((FUSED_EXPERTS,), ("ffn_up_exps",)),
     "experts_down": (("ffn_down_exps",),),
     "delta_in": (("attn_qkv", "attn_gate", "ssm_beta", "ssm_alpha"),),
     "delta_out": (("ssm_out",),),
@@ -73,6 +77,9 @@ _VECTORS: Final = {
     "layer_scale": "layer_output_scale",
     "router": "ffn_gate_inp",
     "shared_gate": "ffn_gate_inp_shexp",
+    "experts_norm": "pre_ffw_norm_2",
+    "plain_norm": "post_ffw_norm_1",
+    "chosen_norm": "post_ffw_norm_2",
 }
 _ENDS: Final = {
     "embed": "token_embd",
@@ -164,9 +171,13 @@ class GgufWeights(ModelWeights):
     def _load_matrix(self, name: str) -> PackedWeight:
         return self._packed(name)
 
+    def table(self, name: str) -> RowTable:
+        """Return the rows of a matrix of `layout.MAPPED`, read from the file."""
+        return tensor_rows(self.file, f"{self._ends[name]}.weight")
+
     def _packed(self, name: str) -> PackedWeight:
         """Return a matrix (`blk.3.qkv`, `embed`) from the store, or packed into it."""
-        store = self._opened_store()
+        store = None if name in MAPPED else self._opened_store()
         parts = None if store is None else store.matrix(name)
         if parts is None:
             assert not isinstance(store, StoreReader)
@@ -230,7 +241,7 @@ class GgufWeights(ModelWeights):
         prefix, _, last = name.rpartition(".")
         modules = self._modules(f"{prefix}.", last) if prefix else (self._ends[name],)
         loss = self.loss if self.weight_format.storage.quantised else None
-        orders = [self._order(x, f"{prefix}.") if prefix else None for x in modules]
+        orders = [self._order(x, f"{prefix}.", last) if prefix else None for x in modules]
         names = [_path(f"{prefix}.", x) if prefix else x for x in modules]
         sources = [
             GgufTensor(self.file, f"{x}.weight", loss, order)
@@ -257,11 +268,13 @@ class GgufWeights(ModelWeights):
         for modules in spellings:
             if all(f"{_path(prefix, module)}.weight" in self.file.tensors for module in modules):
                 return modules
-        return spellings[-1] if name == "qkv" else spellings[0]
+        return spellings[-1] if name == "qkv" or name in EXPERTS else spellings[0]
 
-    def _order(self, module: str, prefix: str) -> npt.NDArray[np.int64] | None:
-        """Return the order of the rows of queries and keys: of pairs, or with gates between."""
+    def _order(self, module: str, prefix: str, name: str) -> npt.NDArray[np.int64] | None:
+        """Return the order of rows: of pairs, with gates between, or those of matrix `name`."""
         config = self.config
+        if module == FUSED_EXPERTS:
+            return _fused_rows(config, name)
         if module == _MATRICES["input_in"][0][0]:
             return _layer(prefix) * config.layer_inputs + np.arange(config.layer_inputs)
         if module == "attn_q" and config.output_gate:
@@ -280,9 +293,9 @@ class GgufWeights(ModelWeights):
         if self._is_left_out(name):
             return np.zeros(self.config.hidden_size, np.float32)
         if matmul in EXPERTS:
-            return self._vector(f"{prefix}{_MATRICES[matmul][0][0]}.bias")
+            return self._vector(f"{prefix}{_MATRICES[matmul][-1][0]}.bias")
         if matmul not in _MATRICES:
-            values = self._vector(_path(prefix, self._tensor_of(name)))
+            values = self._vector(_path(prefix, self._tensor_of(name))) * _factor(self.config, name)
             if name == "input_in_norm":
                 return input_norm(values)
             return (
@@ -290,15 +303,14 @@ class GgufWeights(ModelWeights):
             )
         parts = []
         for module, n in self._bias_rows(prefix, matmul):
-            order, bias = self._order(module, prefix), f"{prefix}{module}.bias"
+            order, bias = self._order(module, prefix, matmul), f"{prefix}{module}.bias"
             values = self._vector(bias) if bias in self.file.tensors else np.zeros(n, np.float32)
             parts.append(values if order is None else values[order])
         return np.concatenate(parts)
 
     def _is_left_out(self, name: str) -> bool:
         """Return whether a vector is the bias of a norm that the family has without one."""
-        family = ARCHITECTURES[self.config.architecture]
-        return name.endswith("norm_bias") and not family.norm_bias
+        return name.endswith("norm_bias") and not ARCHITECTURES[self.config.architecture].norm_bias
 
     def _bias_rows(self, prefix: str, name: str) -> list[tuple[str, int]]:
         """Return the modules of a matmul's biases; those of a fused qkv may be separate."""
@@ -333,8 +345,8 @@ class GgufWeights(ModelWeights):
 
     def _read_before(self) -> tuple[str, ...]:
         """Return the tensors that the configuration was read from."""
-        family = FAMILIES[self.file.metadata["general.architecture"]]
-        if (family.frequencies or family.rotated_part) and _FREQUENCIES in self.file.tensors:
+        reads = self._family.frequencies or self._family.rotated_part
+        if reads and _FREQUENCIES in self.file.tensors:
             return (_FREQUENCIES,)
         return _FACTORS if self.config.rope_scaling.kind == "longrope" else ()
 
@@ -353,7 +365,7 @@ class GgufWeights(ModelWeights):
                     shapes[f"{_path(prefix, module)}.weight"] = (of_all * n, matmul.k)
                 if matmul.bias:
                     shapes |= self._expected_biases(prefix, matmul.name)
-            shapes |= _expert_shapes(self.config, index)
+            shapes |= _expert_shapes(self.config, index, self.file.tensors)
             for vector in self.vectors(index):
                 of_matmul = vector.name.removesuffix("_bias") in _MATRICES
                 if not of_matmul and not self._is_left_out(vector.name):
@@ -388,10 +400,10 @@ class GgufWeights(ModelWeights):
 
 
 def _matrix_names(config: ModelConfig) -> list[str]:
-    """Return the names of all matrices, in the order in which they are packed."""
+    """Return the names of the matrices in a store, in the order in which they are packed."""
     blocks = range(config.num_layers)
     names = [f"blk.{i}.{x.name}" for i in blocks for x in block_matrices(config, i)]
-    return names + [x.name for x in embedding_matrices(config)]
+    return names + [x.name for x in embedding_matrices(config) if x.name not in MAPPED]
 
 
 def _part_shape(storage: StorageFormat, members: Sequence[GgufTensor]) -> PartShape:
@@ -443,17 +455,38 @@ def _left_out(file: GgufFile, layers: int) -> tuple[str, ...]:
     return names
 
 
-def _expert_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
+def _factor(config: ModelConfig, vector: str) -> np.float32:
+    """Return the factor of a block's vector that the file leaves to the reader."""
+    return np.float32(config.hidden_size**-0.5 if vector == "router_norm" else 1.0)
+
+
+def _fused_rows(config: ModelConfig, name: str) -> npt.NDArray[np.int64]:
+    """Return the rows of experts' gates, or ups, where each expert has gate, then up."""
+    assert config.experts is not None
+    width, up = config.experts.width, name == "experts_up"
+    first = 2 * width * np.arange(config.experts.count)[:, None]
+    return (first + up * width + np.arange(width)).reshape(-1)
+
+
+def _expert_shapes(
+    config: ModelConfig, layer: int, present: Container[str]
+) -> dict[str, tuple[int, ...]]:
     """Return the tensors of a layer's routed experts.
 
-    Matrices are [experts, rows, features], biases [experts, rows].
+    Matrices are [experts, rows, features], biases [experts, rows]. Gate and up are one tensor where
+    it is `present`.
     """
     experts = config.routed(layer)
     shapes: dict[str, tuple[int, ...]] = {}
     if experts is None:
         return {}
+    fused = f"blk.{layer}.{FUSED_EXPERTS}.weight"
     for matrix in expert_matrices(config, layer):
-        module, rows = f"blk.{layer}.{_MATRICES[matrix.name][0][0]}", matrix.n // experts.count
+        rows = matrix.n // experts.count
+        if matrix.name != "experts_down" and fused in present and not experts.bias:
+            shapes[fused] = (experts.count, 2 * rows, matrix.k)
+            continue
+        module = f"blk.{layer}.{_MATRICES[matrix.name][-1][0]}"
         shapes[f"{module}.weight"] = (experts.count, rows, matrix.k)
         if experts.bias:
             shapes[f"{module}.bias"] = (experts.count, rows)

@@ -24,6 +24,8 @@ from hetero.errors import ModelError
 from hetero.models.gguf import block_types
 from hetero.models.gguf.file import GgufFile, TensorInfo
 from hetero.models.gguf.kinds import Kind
+from hetero.models.packing import check_finite
+from hetero.models.row_tables import Ids, RowTable
 
 FLOATS: Final[dict[Kind, np.dtype[Any]]] = {
     Kind.F32: np.dtype("<f4"),
@@ -107,6 +109,17 @@ def check_kind(where: str, name: str, info: TensorInfo) -> None:
             f"{where}: tensor {name} has the type {info.kind.name}, supported are "
             f"{', '.join(names)}; download another quantisation of this model"
         )
+
+
+def tensor_rows(file: GgufFile, name: str) -> RowTable:
+    """Return the rows of a tensor, read from the file when they are asked for."""
+
+    def rows(ids: Ids) -> npt.NDArray[np.float32]:
+        values = GgufTensor(file, name, order=ids.astype(np.int64)).rows(0, len(ids))
+        check_finite(name, values)
+        return values
+
+    return rows
 
 
 class GgufTensor:

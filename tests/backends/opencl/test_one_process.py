@@ -116,3 +116,36 @@ def test_auto_says_what_it_would_have_taken_in_a_process_of_its_own(tmp_path: Pa
         """,
         tmp_path,
     )
+
+
+@pytest.mark.full
+def test_every_core_computes_answers_after_prompts_of_the_npu() -> None:
+    """In one process: the NPU computes only while OpenCL does not; tokens are one device's."""
+    run(
+        """
+        from hetero.models import open_model
+        from hetero.solver.handmade import layer_level
+        from hetero.solver.plan import NonMatmulDevices
+        spec = open_model("demo", weights="f32").spec()
+        apart = layer_level(spec, prefill="npu", decode="gpu").model_copy(
+            update={"non_matmul": NonMatmulDevices(prefill="npu", decode="gpu")}
+        )
+        prompt = "Once upon a time there was a little girl who"
+        with LLM("demo", plan=apart, gpu="opencl-cores", weights="f32") as llm:
+            assert llm.devices.control_core is None
+            assert places() == {every}
+            ids = [llm.generate(prompt, max_tokens=30).tokens for _ in range(2)]
+            counts = llm.engine.runner.last_run.counts
+            assert counts["gpu"] and not counts.get("npu")
+        with LLM("demo", device="npu", weights="f32") as llm:
+            wanted = llm.generate(prompt, max_tokens=30).tokens
+        assert ids == [wanted, wanted], (ids, wanted)
+        shared = layer_level(spec, prefill="npu", decode="gpu")
+        try:
+            LLM("demo", plan=shared, gpu="opencl-cores", weights="f32")
+        except Exception as error:
+            assert "leaves the NPU no core" in str(error), error
+        else:
+            raise AssertionError("both devices work in prompts")
+        """
+    )

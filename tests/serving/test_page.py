@@ -1,0 +1,158 @@
+"""The chat page in a real browser, as a person uses it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.serving.servers import KEYS, Server, serving
+from tests.serving.test_lifecycle import wait_for
+
+DRIVER = shutil.which("chromedriver")
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(DRIVER is None, reason="needs Chromium and its driver"),
+]
+webdriver: Any = pytest.importorskip("selenium.webdriver")
+OPTIONS = (
+    "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync",
+    "--window-size=1200,800",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    options = webdriver.ChromeOptions()
+    for option in (*OPTIONS, f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
+        options.add_argument(option)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    started = webdriver.Chrome(options, webdriver.ChromeService(DRIVER))
+    yield started
+    started.quit()
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(tmp_path_factory.mktemp("page"), keys=False) as started:
+        yield started
+
+
+class Page:
+    """The page, by what is on it."""
+
+    def __init__(self, browser: Any, url: str) -> None:
+        self._browser = browser
+        browser.get("about:blank")
+        browser.get(url)
+
+    def all(self, css: str) -> list[Any]:
+        return list(self._browser.find_elements("css selector", css))
+
+    def one(self, css: str) -> Any:
+        (element,) = self.all(css)
+        return element
+
+    def run(self, script: str) -> Any:
+        return self._browser.execute_script(script)
+
+    def wait(self, condition: Callable[[], object]) -> None:
+        wait_for(lambda: bool(condition()), 30)
+
+    def write(self, text: str) -> None:
+        self.one("#text").send_keys(text, "\ue007")
+
+    def say(self, text: str) -> None:
+        """Send a text, and wait for the whole answer."""
+        notes = len(self.all(".note"))
+        self.write(text)
+        self.wait(lambda: len(self.all(".note")) > notes)
+
+    def texts(self, css: str) -> list[str]:
+        return self.run(f"return [...document.querySelectorAll({css!r})].map((x) => x.textContent)")
+
+    def errors(self) -> list[str]:
+        log = self._browser.get_log("browser")
+        return [line["message"] for line in log if line["level"] == "SEVERE"]
+
+
+def test_conversations_are_listed_opened_renamed_and_deleted(browser: Any, local: Server) -> None:
+    page = Page(browser, local.url)
+    page.say("Tell me a story")
+    assert len(page.all(".said.user")) == 1
+    assert not page.one("#key").is_displayed()
+    answer = page.texts(".said.model")[0]
+    assert answer
+    page.wait(lambda: page.texts(".row .open") == ["Tell me a story"])
+    browser.refresh()
+    page.wait(lambda: page.texts(".said") == ["Tell me a story", answer])
+    page.one("#new").click()
+    page.wait(lambda: not page.all(".said"))
+    page.say("Another one")
+    page.wait(lambda: page.texts(".row .open") == ["Another one", "Tell me a story"])
+    page.all(".row .open")[1].click()
+    page.wait(lambda: page.texts(".said") == ["Tell me a story", answer])
+    page.run("window.prompt = () => 'My title'; window.confirm = () => true")
+    page.all(".row [title=Rename]")[0].click()
+    page.wait(lambda: page.texts(".row .open") == ["My title", "Tell me a story"])
+    page.all(".row [title=Delete]")[1].click()  # the one that is shown
+    page.wait(lambda: page.texts(".row .open") == ["My title"])
+    page.wait(lambda: not page.all(".said"))
+    page.all(".row [title=Delete]")[0].click()
+    page.wait(lambda: not page.all(".row"))
+    assert page.errors() == []
+
+
+BEGIN = "$('text').value = 'Tell me a story'; $('form').requestSubmit(); "
+
+
+def test_an_answer_is_stopped_by_button_and_by_new(browser: Any, local: Server) -> None:
+    page = Page(browser, local.url)
+    for _ in range(2):
+        assert page.run(BEGIN + "return $('send').textContent") == "Stop"
+        page.run("$('send').click()")
+        assert page.texts("#send") == ["Send"]
+    page.wait(lambda: page.texts(".said .failed") == ["stopped: not part of the conversation"] * 2)
+    page.run(BEGIN + "$('new').click()")
+    page.wait(lambda: not page.all(".said"))
+    page.say("A new one")
+    assert page.texts(".said.user") == ["A new one"]
+
+
+def test_markup_is_text_and_code_is_code(browser: Any, local: Server) -> None:
+    page = Page(browser, local.url)
+    text = "<b>x</b> `a<b` and **bold**\\n```py\\nif a < b:\\n    go()\\n```"
+    page.run(f'say("model", "{text}")')
+    assert page.texts(".said code") == ["a<b", "if a < b:\n    go()"]
+    assert page.texts(".said strong") == ["bold"]
+    assert page.all(".said b") == []
+    page.run('const line = answerLine(); line.think("Hm."); line.write("Well.")')
+    assert page.texts("details.thought div") == ["Hm."]
+    assert not page.one("details.thought div").is_displayed()
+
+
+def test_enter_that_ends_a_composition_does_not_send(browser: Any, local: Server) -> None:
+    page = Page(browser, local.url)
+    page.run(
+        "document.querySelector('#text').value = 'x'; document.querySelector('#text')"
+        ".dispatchEvent(new KeyboardEvent('keydown', {key: 'Enter', isComposing: true}))"
+    )
+    assert page.all(".said") == []
+    page.one("#text").clear()
+    page.one("#send").click()
+    assert page.all(".said") == []
+
+
+def test_a_key_is_asked_for_once(browser: Any, tmp_path: Path) -> None:
+    with serving(tmp_path / "keyed") as server:
+        page = Page(browser, server.url)
+        page.wait(lambda: page.one("#key").is_displayed())
+        assert page.texts("#model") == ["this server needs a key"]
+        page.one("#key").send_keys(KEYS["notes"], "\ue004")
+        page.wait(lambda: page.texts("#model")[0].startswith("demo"))
+        page.say("Tell me a story")
+        assert page.texts(".said.failed") == []
