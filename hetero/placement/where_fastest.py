@@ -27,8 +27,15 @@ BOTH: Final = ("gpu", "npu")
 def with_fastest(
     plan: ExecutionPlan, spec: ModelGraph, profile: DeviceProfile, request: PlanRequest
 ) -> ExecutionPlan:
-    """Return the plan with the fastest devices at the depths that the model's context holds."""
+    """Return the plan with the fastest devices at the depths that the model's context holds.
+
+    The NPU has the graphs of the plan there: budgets to prepare them were for its own lengths.
+    """
     depths = [x for x in DEPTHS if x <= spec.max_position] or [spec.max_position]
+    sizes = plan.graph_sizes or None
+    request = replace(
+        request, graph_sizes=sizes, graph_memory_bytes=None, preparation_budget_s=None
+    )
     return plan.model_copy(update={"fastest": tuple(fastest_of(spec, profile, depths, request))})
 
 
