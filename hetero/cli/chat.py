@@ -79,6 +79,33 @@ class SlashCommand(NamedTuple):
     run: Callable[[str], bool]
 
 
+class AnswerPrinter:
+    """Prints an answer as it comes; its thoughts are dim on a terminal."""
+
+    def __init__(self, llm: LLM) -> None:
+        from hetero.serving.answer_parser import AnswerForm, AnswerParser
+
+        tokenizer = llm.model.tokenizer
+        form = AnswerForm.of(tokenizer)
+        prompt = llm.encode_chat([{"role": "user", "content": "x"}])
+        tail = tokenizer.decode(prompt[-8:], skip_special_tokens=False)
+        self.shown_tokens = form.shown if form.thoughts or form.channels else frozenset[int]()
+        self._parser = AnswerParser(form, closes=form.opened_by(tail))
+        self._dims, self._begun = sys.stdout.isatty(), False
+
+    def write(self, text: str, *, last: bool = False) -> None:
+        """Print the text that an answer grew by."""
+        for piece in self._parser.feed(text, last=last):
+            thought = piece.part.kind == "thought"
+            if piece.begins and self._begun:
+                print("\n")
+            self._begun = True
+            printed = answer_text(piece.text)
+            if thought and self._dims:
+                printed = f"\x1b[2m{printed}\x1b[22m"
+            print(printed, end="", flush=True)
+
+
 class Talk:
     """A conversation and its commands."""
 
@@ -145,10 +172,12 @@ class Talk:
         conversation, dropped = self.conversation, self.conversation.dropped
         texts: list[str] = []
         try:
-            for delta in conversation.stream(line, **self._options):
-                text = delta.text if "".join(texts).strip() else delta.text.lstrip()
+            printer = AnswerPrinter(self._llm)
+            options: GenerateOptions = {**self._options, "shown_tokens": printer.shown_tokens}
+            for delta in conversation.stream(line, **options):
                 texts.append(delta.text)
-                print(answer_text(text), end="", flush=True)
+                printer.write(delta.text)
+            printer.write("", last=True)
         except UserError as error:
             _complain(error)
             return

@@ -151,12 +151,16 @@ async def _wanted(state: State, body: ChatRequest, use: ToolUse) -> AnswerOption
         rendered, state, messages, use, body.variables(), continues=body.continues
     )
     answers.check_room(state, tokens, "messages")
-    options = body.options(state.sampling) | {
-        "chat": True,
-        "max_tokens": most_tokens(
-            body.max_completion_tokens, body.max_tokens, default=state.max_seq_len
-        ),
-    }
+    options = (
+        body.options(state.sampling)
+        | body.without_ends(state.model.eos_ids)
+        | {
+            "chat": True,
+            "max_tokens": most_tokens(
+                body.max_completion_tokens, body.max_tokens, default=state.max_seq_len
+            ),
+        }
+    )
     if body.logprobs:
         options["logprobs"] = body.top_logprobs or 0
     grammar = await state.texts(body.wanted_grammar) if body.guided else ""

@@ -116,14 +116,18 @@ async def _wanted(state: State, body: CompletionRequest, prompt: str | list[int]
         state.check_length(len(tokens), "prompt")
         tokens = await state.encoded(tokens) if tokens else []
     answers.check_room(state, tokens)
-    options = body.options(state.sampling) | {
-        "max_tokens": max(
-            most_tokens(
-                16 if body.max_tokens is None else body.max_tokens, default=state.max_seq_len
-            ),
-            1,
-        )
-    }
+    options = (
+        body.options(state.sampling)
+        | body.without_ends(state.model.eos_ids)
+        | {
+            "max_tokens": max(
+                most_tokens(
+                    16 if body.max_tokens is None else body.max_tokens, default=state.max_seq_len
+                ),
+                1,
+            )
+        }
+    )
     if body.logprobs is not None:
         options["logprobs"] = body.logprobs
         options["echo"] = bool(body.echo)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
@@ -70,6 +70,7 @@ class Penalties(Sampling):
     repetition_penalty: float | None = Field(None, gt=0, le=100)
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     stop: str | list[str] | None = None
+    ignore_eos: bool | None = False
 
     def options(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
         """Return the options of `Sampling`, and the penalties."""
@@ -85,6 +86,12 @@ class Penalties(Sampling):
             options["logit_bias"] = self.logit_bias
         options["stop"] = stop_texts(self.stop)
         return options
+
+    def without_ends(self, eos_ids: Sequence[int]) -> dict[str, Any]:
+        """Return the `logit_bias` of an answer that no token ends, with `ignore_eos`."""
+        if not self.ignore_eos:
+            return {}
+        return {"logit_bias": {**(self.logit_bias or {}), **{str(x): -1e4 for x in eos_ids}}}
 
 
 class JsonSchema(Request):

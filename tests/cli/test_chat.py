@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,8 +11,9 @@ import pytest
 
 from hetero import LLM
 from hetero.cli import chat as chat_module
-from hetero.cli.chat import Talk
+from hetero.cli.chat import AnswerPrinter, Talk
 from hetero.generation.options import GenerateOptions
+from hetero.serving.answer_parser import AnswerForm
 from tests.support.helpers import Command
 
 pytest.importorskip("termios")  # a terminal of POSIX
@@ -164,3 +166,20 @@ def test_a_full_disk_costs_a_line_of_the_history(tmp_path: Path) -> None:
     kept = chat_module._kept_history(tmp_path / "history")
     kept.append_string("said")
     assert "+said" in (tmp_path / "history").read_text()
+
+
+def test_thoughts_are_dim_on_a_terminal(
+    llm: LLM, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    form = AnswerForm(thoughts=(("<think>", "</think>"),))
+    monkeypatch.setattr(AnswerForm, "of", lambda _tokenizer: form)
+    for terminal in (True, False):
+        monkeypatch.setattr(sys.stdout, "isatty", lambda is_one=terminal: is_one)
+        printer = AnswerPrinter(llm)
+        for text in ("<th", "ink>\nHm", ".</think>", "\n\nWell", "."):
+            printer.write(text)
+        printer.write("", last=True)
+        text = capsys.readouterr().out
+        plain = text.replace("\x1b[2m", "").replace("\x1b[22m", "")
+        assert plain == "Hm.\n\nWell."
+        assert ("\x1b[2mHm\x1b[22m" in text) == terminal

@@ -226,6 +226,15 @@ def test_what_other_servers_accept_is_accepted(client: Any, change: dict[str, An
     assert said["usage"]["completion_tokens"] > 0
 
 
+def test_no_token_ends_an_answer_that_ignores_it(client: Any) -> None:
+    asked = {**GREEDY, "prompt": "Once upon a time", "max_tokens": 400}
+    ended = client.completions.create(**asked)
+    assert ended.choices[0].finish_reason == "stop"
+    longer = client.completions.create(**asked, extra_body={"ignore_eos": True})
+    assert longer.choices[0].finish_reason == "length"
+    assert longer.usage.completion_tokens == 400
+
+
 def test_an_answer_that_was_begun_is_continued(client: Any, llm: LLM) -> None:
     begun = "Once upon a time, there was a"
     told = [*STORY, {"role": "assistant", "content": begun}]
