@@ -9,7 +9,7 @@ files `models/*/perf.yaml` of Qualcomm's package qai-hub-models 0.65.0 (2026-10-
 Two engines of one NPU are in it: `qairt`, whose graphs are those that hetero makes by QNN, and
 llama.cpp's Hexagon backend. The GPU is llama.cpp's, by OpenCL.
 
-A unit of a chip is six numbers (`hetero.profiler.fitted_units`). Each model is predicted by a fit
+A unit of a chip is seven numbers (`hetero.profiler.fitted_units`). Each model is predicted by a fit
 to the others: that is the error which the profiles state. Costs between the devices are not in such
 rows: those of the simulated Snapdragon 8 Gen 3 are taken, and memory is assumed to give both units
 together no more than the fastest one has been seen to read.

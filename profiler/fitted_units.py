@@ -1,8 +1,8 @@
 """Processors that are fitted to rates of whole models: tokens per second of prompts and answers.
 
-A processor is six numbers (`UnitRates`, of which `FittedUnit` is the record). A fit is the least
-squares of relative errors, drawn a little towards the processors of the shipped chips where there
-are few rows. What it is worth is measured by predicting each model from a fit to the others.
+A processor is seven numbers (`UnitRates`, of which `FittedUnit` is the record). A fit is the least
+squares of relative errors, drawn a little towards a typical processor, which decides what no row
+shows. What it is worth is measured by predicting each model from a fit to the others.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_M, MAX_CONTEXT = 1024, 4096
 
 
 class UnitRates(NamedTuple):
-    """The six numbers of a processor (`FittedUnit` says of what)."""
+    """The seven numbers of a processor (`FittedUnit` says of what)."""
 
     bandwidth_bytes_per_s: float
     flops_per_s: float
@@ -35,11 +35,14 @@ class UnitRates(NamedTuple):
     cache_bytes_per_s: float
     call_s: float
     state_flops_per_s: float
+    state_call_s: float
 
 
-START: Final = UnitRates(5e10, 5e12, 2e12, 3e10, 2e-5, 1e12)
-LEAST: Final = UnitRates(1e9, 1e10, 1e9, 1e8, 1e-8, 1e8)
-MOST: Final = UnitRates(1e12, 3e14, 1e15, 1e13, 1e-2, 1e15)
+PRIOR_WEIGHT: Final = 0.02  # of a factor e from `START`: decides what no row shows
+OF_STATES: Final = 5  # the first number that only models with states show
+START: Final = UnitRates(5e10, 5e12, 2e12, 3e10, 2e-5, 1e12, 1e-5)
+LEAST: Final = UnitRates(1e9, 1e10, 1e9, 1e8, 1e-8, 1e8, 1e-8)
+MOST: Final = UnitRates(1e12, 3e14, 1e15, 1e13, 1e-2, 1e15, 1e-1)
 
 
 class ModelWork:
@@ -52,7 +55,8 @@ class ModelWork:
     def step(self, m: int, context: int) -> tuple[Floats, Counter[str]]:
         """Return the matmuls [4, …] (tokens, n, k, count) of a step, and all other work by kind.
 
-        The kinds are those of `predict.work`, and `state`: the pairs of a gated delta rule.
+        The kinds are those of `predict.work`, and of gated delta rules `state`, their pairs, and
+        `state_calls`.
         """
         if (m, context) not in self._steps:
             self._steps[m, context] = self._work(m, context)
@@ -71,6 +75,7 @@ class ModelWork:
             of_state = isinstance(node.op, ops.GatedDelta)
             for kind, amount in work(node.op, m, context).items():
                 rest["state" if kind == "pairs" and of_state else kind] += amount  # type: ignore[assignment]
+            rest["state_calls"] += of_state
         rows = [(*key, count) for key, count in matmuls.items()]
         return np.asarray(rows, np.float64).T, rest
 
@@ -119,6 +124,7 @@ def coefficients(rates: UnitRates) -> dict[str, float]:
         "pairs": 4 / rates.attention_flops_per_s,
         "cached": CACHE_BYTES / rates.cache_bytes_per_s,
         "state": 4 / rates.state_flops_per_s,
+        "state_calls": rates.state_call_s,
     }
 
 
@@ -142,27 +148,27 @@ def predicted(rates: UnitRates, stack: Stack, rate: Rate) -> float:
     return tokens / run_s(rates, stack, rate.model, rate.phase, tokens, rate.depth)
 
 
-def fit(
-    rows: Sequence[Rate], stack: Stack, prior: UnitRates = START, weight: float = 0.0
-) -> UnitRates:
-    """Fit a processor, with less weight for rows that are far off.
-
-    `weight` draws the logarithms of its numbers towards those of `prior`.
-    """
+def fit(rows: Sequence[Rate], stack: Stack) -> UnitRates:
+    """Fit a processor, with less weight for rows that are far off."""
     from scipy.optimize import least_squares
 
-    centre = np.log(np.asarray(prior))
+    centre = np.log(np.asarray(START))
+    with_states = any(row.model.step(1, 0)[1]["state_calls"] for row in rows)
+    free = np.arange(len(centre) if with_states else OF_STATES)  # the others stay
+
+    def filled(x: Floats) -> Floats:
+        return np.concatenate((x, centre[len(x) :]))
 
     def errors(x: Floats) -> Floats:
-        rates = UnitRates(*map(float, np.exp(x)))
+        rates = UnitRates(*map(float, np.exp(filled(x))))
         off = [np.log(predicted(rates, stack, row) / row.tokens_per_s) for row in rows]
-        return np.asarray([*off, *(weight * (x - centre))] if weight else off, np.float64)
+        return np.asarray([*off, *(PRIOR_WEIGHT * (x - centre[free]))], np.float64)
 
-    bounds = tuple(np.log(np.asarray(x)) for x in (LEAST, MOST))
-    start = np.clip(centre, *bounds)
+    bounds = tuple(np.log(np.asarray(x))[free] for x in (LEAST, MOST))
+    start = np.clip(centre[free], *bounds)
     solved = least_squares(errors, start, loss="soft_l1", f_scale=0.1, bounds=bounds)
     # Rounded: logarithms differ in their last bits from one processor to the next.
-    return UnitRates(*(float(f"{x:.4g}") for x in np.exp(solved.x)))
+    return UnitRates(*(float(f"{x:.4g}") for x in np.exp(filled(solved.x))))
 
 
 class LeftOut(NamedTuple):
@@ -172,14 +178,12 @@ class LeftOut(NamedTuple):
     error: float
 
 
-def left_out(
-    rows: Sequence[Rate], stack: Stack, prior: UnitRates = START, weight: float = 0.0
-) -> list[LeftOut]:
+def left_out(rows: Sequence[Rate], stack: Stack) -> list[LeftOut]:
     """Return every row, its model predicted by a fit to the others; nothing of a single model."""
     names = sorted({row.model.name for row in rows})
     errors: list[LeftOut] = []
     for name in names if len(names) > 1 else ():
-        rates = fit([x for x in rows if x.model.name != name], stack, prior, weight)
+        rates = fit([x for x in rows if x.model.name != name], stack)
         own = (row for row in rows if row.model.name == name)
         errors += [LeftOut(x, predicted(rates, stack, x) / x.tokens_per_s - 1) for x in own]
     return errors
@@ -233,11 +237,12 @@ def knots(rates: UnitRates, bytes_per_weight: float) -> dict[str, Any]:
 def other_predictors(device: str, rates: UnitRates, plain: Iterable[str]) -> list[dict[str, Any]]:
     """Return predictors of all operations but matmuls, `plain` ones by their elements alone."""
     costs = coefficients(rates)
-    state, common = costs.pop("state"), {key: costs[key] for key in ("calls", "elements")}
+    state, state_call_s = costs.pop("state"), costs.pop("state_calls")
+    common = {key: costs[key] for key in ("calls", "elements")}
     attention = costs | {"cached": 2 * costs["cached"]}  # the bytes that its format has
     by_op = dict.fromkeys(plain, common)
     by_op |= {f"Attention{kv}": attention for kv in ("", "+f16", "+q8")}
-    by_op["GatedDelta"] = costs | {"pairs": state}
+    by_op["GatedDelta"] = costs | {"pairs": state, "calls": costs["calls"] + state_call_s}
     shape = {"device": device, "max_m": MAX_M, "max_context": MAX_CONTEXT}
     return [shape | {"op": op, "coefficients": by_op[op]} for op in sorted(by_op)]
 

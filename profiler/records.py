@@ -500,7 +500,7 @@ class EveryCore(Record):
 
 
 class FittedUnit(Record):
-    """A processor as six numbers, fitted to an engine's rates of whole models (`fitted_units`).
+    """A processor as seven numbers, fitted to an engine's rates of whole models (`fitted_units`).
 
     It predicts whole models on that processor alone: plans neither cut for it nor ask it.
 
@@ -511,7 +511,7 @@ class FittedUnit(Record):
     attention_flops_per_s       of scores and their sums
     cache_bytes_per_s           cached keys and values
     call_s                      each operation, whatever its size
-    state_flops_per_s           of a gated delta rule
+    state_flops_per_s           of a gated delta rule; state_call_s: each, beyond `call_s`
     validation                  of models that were left out of the fit, whole
     """
 
@@ -525,6 +525,7 @@ class FittedUnit(Record):
     cache_bytes_per_s: Positive
     call_s: Seconds
     state_flops_per_s: Positive
+    state_call_s: Seconds = 0.0
     validation: tuple[Validation, ...] = ()
 
 

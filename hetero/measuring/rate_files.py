@@ -29,7 +29,7 @@ COLUMNS: Final = (
     "model", "chip", "engine", "precision", "unit", "context", "prefill_tokens_per_s",
     "decode_tokens_per_s",
 )  # fmt: skip
-FOUR_BITS: Final = ("q4_0", "w4a16")
+FOUR_BITS: Final = ("q4_0", "w4a16", "mxfp4")
 MADE_BY: Final = "give what `llama-bench -o json`, or `-o jsonl`, printed, or the published table"
 # Published names of models whose shapes are those of a known one.
 SAME_SHAPES: Final = {"llama318b": "llama-3-8b", "lfm2512b": "lfm2-1.2b"}

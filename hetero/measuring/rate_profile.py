@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -13,17 +12,13 @@ from hetero.errors import UserError
 from hetero.measuring.rate_files import Source, known_graphs, read_rates
 from hetero.profiler.fitted_profiles import About, fitted_profile
 from hetero.profiler.fitted_units import (
-    START,
     Rate,
-    UnitRates,
     fit,
     left_out,
     plain_ops,
-    rates_of,
     stack_of,
     unit_of,
 )
-from hetero.profiler.profile_files import shipped_names
 from hetero.profiler.records import DeviceProfile, FittedUnit, Phase
 from hetero.profiler.table_data import TableData
 
@@ -31,7 +26,6 @@ from hetero.profiler.table_data import TableData
 ORDER: Final = (
     ("gpu", "llama.cpp"), ("npu", "qairt"), ("npu", "llama.cpp"), ("cpu", "llama.cpp"),
 )  # fmt: skip
-PRIOR_WEIGHT: Final = 0.02  # of a factor e from the shipped chips' mean: decides what no row shows
 PHASES: Final[dict[Phase, str]] = {"prefill": "prompts (-p)", "decode": "answers (-n)"}
 
 
@@ -111,26 +105,9 @@ def _unit(path: str | Path, source: Source, rows: Sequence[Rate]) -> FittedUnit:
                 f"{path} has no rate of {name} on the {source.unit.upper()} ({source.engine}): a "
                 "fit needs both"
             )
-    stack, prior = stack_of(source.engine), _prior(source)
-    errors = left_out(rows, stack, prior, PRIOR_WEIGHT)
-    rates = fit(rows, stack, prior, PRIOR_WEIGHT)
+    stack = stack_of(source.engine)
+    errors, rates = left_out(rows, stack), fit(rows, stack)
     return unit_of(source.unit, source.engine, stack, rates, errors)
-
-
-def _prior(source: Source) -> UnitRates:
-    """Return the geometric mean of the shipped chips' units of this kind."""
-    shipped = (DeviceProfile.load(name) for name in shipped_names())
-    like = [
-        rates_of(unit)[0]
-        for profile in shipped
-        for unit in profile.units
-        if (unit.device, unit.engine) == (source.unit, source.engine)
-    ]
-    if not like:
-        return START
-    return UnitRates(
-        *(math.exp(math.fsum(map(math.log, x)) / len(x)) for x in zip(*like, strict=True))
-    )
 
 
 def units_table(units: Iterable[FittedUnit]) -> TableData:

@@ -26,9 +26,9 @@ MODELS = {
 }
 CHIP = "Snapdragon(R) X Elite - X1E80100 - Qualcomm(R) Oryon(TM) CPU"
 UNITS = {
-    "npu": ("HTP0", 99, UnitRates(4e10, 8e12, 1e12, 1e10, 3e-5, 1e12)),
-    "gpu": ("GPUOpenCL", 99, UnitRates(6e10, 2e12, 1e11, 2e10, 2e-5, 1e12)),
-    "cpu": ("none", 0, UnitRates(8e10, 1e12, 2e11, 5e9, 2e-6, 1e12)),
+    "npu": ("HTP0", 99, UnitRates(4e10, 8e12, 1e12, 1e10, 3e-5, 1e12, 1e-5)),
+    "gpu": ("GPUOpenCL", 99, UnitRates(6e10, 2e12, 1e11, 2e10, 2e-5, 1e12, 1e-5)),
+    "cpu": ("none", 0, UnitRates(8e10, 1e12, 2e11, 5e9, 2e-6, 1e12, 1e-5)),
 }
 TESTS = ((512, 0, 0), (2048, 0, 0), (0, 128, 0), (0, 128, 4096), (256, 0, 4096))
 ROWS = Path(__file__).parents[2] / "bench" / "data" / "published_llm_rates.csv"

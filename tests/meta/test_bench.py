@@ -45,6 +45,7 @@ BRIEFLY = {
     "peak.py GGUF --device npu --context 32": "| tiny.gguf | later |",
     "paper.py fit --check": "files are up to date",
     "chips.py --check": "files are up to date",
+    "chip_errors.py": "fastest named, %",
     "paper.py limits --models llama-3.2-1b -p 64": "| llama-3.2-1b | weights once, one domain |",
     "paper.py orders --shapes 64x64 -m 32": "| 64 × 64 | 32 | input |",
     "ablations.py decode demo -n 1 -r 2": "| signals |",

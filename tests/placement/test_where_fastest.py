@@ -58,6 +58,12 @@ def test_a_measured_profile_compares_every_core_with_the_errors_of_its_predictor
         assert 0.5 <= answer.confidence <= 1
 
 
+def test_a_fit_is_not_sure_of_models_with_experts_which_it_does_not_know() -> None:
+    for model, profile, sure in (("qwen3-moe-3b", X2, False), ("qwen3-4b", X2, True)):
+        answers = answers_of(model, profile).values()
+        assert {x.confidence is not None for x in answers} == {sure}
+
+
 @pytest.mark.parametrize(
     ("model", "depths"), [("llama-2-7b", [512, 4096]), ("demo", [512]), ("gemma-2b", [512, 4096])]
 )
