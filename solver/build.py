@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Literal, TypeAlias
 
 from hetero.backends.formats import WeightFormat
@@ -48,9 +50,38 @@ def make_plan(
     *,
     clock: Clock = time.perf_counter,
 ) -> ExecutionPlan:
-    """Solve all lengths and decoding. Raises `PlanError` or `ProfileError`."""
+    """Solve all lengths and decoding. Raises `PlanError` or `ProfileError`.
+
+    Calls longer than a graph need the GPU for the operators between matmuls. Where the NPU alone is
+    faster than such prompts, calls that one graph holds are tried as well.
+    """
     request.check()
     start_s = clock()
+    plan = _solved(spec, profile, request)
+    if _longer_than_a_graph(plan) and _loses_to_npu(plan):
+        shorter = replace(request, step_tokens=plan.graph_sizes[-1], graph_sizes=plan.graph_sizes)
+        plan = min(plan, _solved(spec, profile, shorter), key=lambda x: _expected_s(x, request))
+    return plan.model_copy(update={"solve_s": clock() - start_s})
+
+
+def _longer_than_a_graph(plan: ExecutionPlan) -> bool:
+    sizes, longest = plan.graph_sizes, plan.step_tokens
+    return bool(sizes) and longest is not None and longest > sizes[-1]
+
+
+def _loses_to_npu(plan: ExecutionPlan) -> bool:
+    """Return whether the NPU alone is faster than some prompt of a plan."""
+    prompts = [total for total in plan.totals if total.phase == "prefill"]
+    return any(x.single_devices.get("npu", math.inf) < x.predicted_s for x in prompts)
+
+
+def _expected_s(plan: ExecutionPlan, request: PlanRequest) -> float:
+    """Return seconds of the request's prompts, as often as each comes."""
+    prompts = {total.m: total.predicted_s for total in plan.totals if total.phase == "prefill"}
+    return sum(request.distribution[m] * prompts[m] for m in request.seq_lens)
+
+
+def _solved(spec: ModelGraph, profile: DeviceProfile, request: PlanRequest) -> ExecutionPlan:
     planner, notes = planner_for(spec, profile, request)
     calls = request.in_calls(planner.step_tokens)
     objective = planner.objective(*request.weights)
@@ -60,8 +91,7 @@ def make_plan(
     notes += _share_notes(request, solutions)
     plan = assemble(planner, solutions, request, notes)
     flights = in_flight_of(planner, solutions, request)
-    more = {"in_flight": flights} | _drawn(planner.whole, request)
-    return plan.model_copy(update={"solve_s": clock() - start_s} | more)
+    return plan.model_copy(update={"in_flight": flights} | _drawn(planner.whole, request))
 
 
 def assemble(

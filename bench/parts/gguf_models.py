@@ -39,6 +39,13 @@ def shallow_config(model: str, layers: int) -> ModelConfig:
     for key, value in raw.items():
         if layers and isinstance(value, list) and len(value) == all_layers:
             raw[key] = value[:layers]
+    if layers and (shared := raw.get("num_kv_shared_layers")):
+        # About as large a part of the layers, after one of full attention as llama.cpp assumes.
+        own = layers - shared * layers // all_layers
+        full = [i for i, kind in enumerate(raw["layer_types"][:own]) if kind == "full_attention"]
+        raw["num_kv_shared_layers"] = layers - full[-1] - 1
+        own = raw.get("per_layer_config") or {}
+        raw["per_layer_config"] = {i: sizes for i, sizes in own.items() if int(i) < layers}
     raw["num_hidden_layers"] = layers or all_layers
     return ModelConfig.from_dict(raw, where=model)
 
@@ -79,6 +86,8 @@ def entries(config: ModelConfig, context: int) -> dict[str, int | float | list[A
             "full_attention_interval": [*attends, True].index(True) + 1,
             "rope.dimension_sections": [11, 11, 10, 0],
         }
+    if config.to_dict()["model_type"] == "gemma4_text":
+        found |= gemma4_entries(config.to_dict())
     if (experts := config.experts) is not None:
         found |= {
             "expert_count": experts.count,
@@ -86,6 +95,29 @@ def entries(config: ModelConfig, context: int) -> dict[str, int | float | list[A
             "expert_feed_forward_length": experts.width,
         }
     return found
+
+
+def gemma4_entries(raw: dict[str, Any]) -> dict[str, int | float | list[Any]]:
+    """What differs from layer to layer of Gemma 4: sizes of heads, windows, widths."""
+    layers, shared = raw["num_hidden_layers"], raw["num_kv_shared_layers"]
+    wide = [raw["use_double_wide_mlp"] and i >= layers - shared for i in range(layers)]
+    local, full = raw["head_dim"], raw["per_layer_config"][str(layers - 1)]["head_dim"]
+    return {
+        "attention.key_length": full,
+        "attention.value_length": full,
+        "attention.key_length_swa": local,
+        "attention.value_length_swa": local,
+        "rope.dimension_count": full,
+        "rope.dimension_count_swa": local,
+        "rope.freq_base": raw["rope_parameters"]["full_attention"]["rope_theta"],
+        "rope.freq_base_swa": raw["rope_parameters"]["sliding_attention"]["rope_theta"],
+        "feed_forward_length": [raw["intermediate_size"] * (1 + x) for x in wide],
+        "attention.sliding_window": raw["sliding_window"],
+        "attention.sliding_window_pattern": [x == "sliding_attention" for x in raw["layer_types"]],
+        "attention.shared_kv_layers": shared,
+        "embedding_length_per_layer_input": raw["hidden_size_per_layer_input"],
+        "final_logit_softcapping": raw["final_logit_softcapping"],
+    }
 
 
 def add_tensor(
@@ -126,6 +158,10 @@ def write_random_model(
     rng = np.random.default_rng(0)
     for name, shape in TensorShapes(config, architecture).shapes.items():
         add_tensor(writer, name, shape, file_type, rng)
+    if architecture == "gemma4":  # a quarter of a wide head is rotated
+        size = entries(config, context)["rope.dimension_count"] // 2  # type: ignore[operator]
+        freqs = np.where(np.arange(size) < size // 4, 1.0, 1e30)
+        writer.add_tensor("rope_freqs.weight", freqs.astype(np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
