@@ -182,6 +182,10 @@ class _Protocol(H11Protocol):
         elif self._deadline is None:
             self._start()
 
+    def _should_upgrade(self) -> bool:
+        """Return that nothing is upgraded: uvicorn would log how to install WebSockets."""
+        return False
+
     def connection_lost(self, exc: Exception | None) -> None:
         """Follow asyncio's protocol."""
         self._stop()
