@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Final
@@ -91,8 +92,14 @@ def _with_own_cuts(
 
 def _loses(planner: Planner, solution: Solution) -> bool:
     """Return whether one device alone is faster than a step of a plan."""
-    alone = (planner.whole_rows.single(solution.scenario, kind) for kind in KINDS)
-    return any(x is not None and x.seconds < solution.seconds * (1 - EQUAL) for x in alone)
+    return _loss(planner, solution) > EQUAL
+
+
+def _loss(planner: Planner, solution: Solution) -> float:
+    """Return by how much of the best device's time a step of a plan is slower; at least 0."""
+    alone = [planner.whole_rows.single(solution.scenario, kind) for kind in KINDS]
+    best_s = min((x.seconds for x in alone if x is not None), default=math.inf)
+    return max(solution.seconds / best_s - 1, 0.0)
 
 
 def _with_paying_cuts(
@@ -100,12 +107,13 @@ def _with_paying_cuts(
 ) -> tuple[Planner, list[Solution]]:
     """Take away the cuts of each matmul that cost other steps more calls than they gain in theirs.
 
-    Each step counts as the request weighs it.
+    Each step counts as the request weighs it, but none may lose more than the margin to one device.
     """
     scenarios = [solution.scenario for solution in best]
 
-    def cost(solutions: Iterable[Solution]) -> float:
-        return sum(request.weight(x.scenario) * x.path.cost for x in solutions)
+    def cost(solutions: Sequence[Solution]) -> tuple[float, float]:
+        lost = sum(max(_loss(planner, x) - request.margin, 0.0) for x in solutions)
+        return lost, sum(request.weight(x.scenario) * x.path.cost for x in solutions)
 
     cuts = cuts_of(planner, best)
     for name in [name for name, rows in cuts.items() if rows]:

@@ -19,6 +19,7 @@ from hetero.profiler.records import DeviceProfile
 from hetero.profiler.substitutes import SUBSTITUTES
 from hetero.solver import residency
 from hetero.solver.build import make_plan
+from hetero.solver.copies import WORTH
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.options import Objective
 from hetero.solver.planner import Planner, PlannerSettings
@@ -91,9 +92,14 @@ def test_blocks_of_a_llama_cost_what_they_did(known: tuple[str, str]) -> None:
 def test_a_cut_that_one_step_wants_makes_no_other_lose_to_one_device(
     profile: str, name: str
 ) -> None:
-    """A call of a fitted chip's NPU takes as long as a small matmul: cuts are not free."""
-    for total in plan_of(name, profile, 64, 256, 512, 1024).totals:
-        assert total.predicted_s <= (1 + PlanRequest().margin) * total.best_single_device_s
+    """A call of a fitted chip's NPU takes as long as a small matmul: cuts are not free.
+
+    A plan that bounds the weights held twice may lose what more copies would gain.
+    """
+    plan = plan_of(name, profile, 64, 256, 512, 1024)
+    bounded = any("more copies would gain" in note for note in plan.notes)
+    most = 1 + (WORTH if bounded else PlanRequest().margin)
+    assert all(total.predicted_s <= most * total.best_single_device_s for total in plan.totals)
 
 
 @pytest.mark.parametrize("name", KNOWN_MODELS)
