@@ -182,7 +182,6 @@ def test_outliers_without_any_excess_or_all_in_excess(device: Device, hot: int) 
         check_call(device, device.prepare(op, weights), weights, tensors, 5)
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("weight_format", WeightFormat)
 def test_matmul_segments_make_the_whole(device: Device, weight_format: WeightFormat) -> None:
     """Rows of a cut weight, computed one segment after another, each into its own tensor."""

@@ -48,8 +48,8 @@ def test_a_new_format_is_a_change_of_one_file(tmp_path: Path) -> None:
     text = text.replace("_FORMATS: Final = {\n", "_FORMATS: Final = {\n" + record)
     path.write_text(text, encoding="utf-8")
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "reference",
-         "tests/backends/test_contract.py"],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--full",
+         "-k", "reference and w8a8g", "tests/backends/test_contract.py"],
         cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)},
         capture_output=True, text=True, check=False,
     )  # fmt: skip

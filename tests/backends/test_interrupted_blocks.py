@@ -45,7 +45,6 @@ def quiet_stdout() -> AbstractContextManager[None]:
     return quiet_stdout()
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "block",
     [

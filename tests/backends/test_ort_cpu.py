@@ -172,7 +172,6 @@ def test_int8_activations_are_quantised_as_in_the_reference(ort_cpu: OrtCpuDevic
     assert relative_difference(tensors["y"].array, wanted) < 1e-4
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8])
 @pytest.mark.parametrize(("n", "k"), [(37, 172), (2100, 4100)])
 def test_codes_of_rows_are_staged_by_feature(n: int, k: int, dtype: npt.DTypeLike) -> None:

@@ -144,6 +144,7 @@ def test_devices_compute_below_a_home_that_is_no_folder(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.full
 def test_bench_shows_three_devices_side_by_side(command: Command) -> None:
     devices = ("--device", "gpu", "--device", "npu", "--device", "hetero")
     result = command("bench", "demo", *devices, "-p", "32", "-n", "4", "-r", "2", "-o", "json")

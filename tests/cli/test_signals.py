@@ -55,7 +55,6 @@ def ended(process: subprocess.Popen[bytes]) -> tuple[int, bytes]:
     return process.returncode, errors
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 130)]
 )
@@ -89,7 +88,6 @@ def test_what_was_begun_is_taken_away(words: tuple[str, ...], begun: str, tmp_pa
     assert not list(tmp_path.rglob("*.partial"))
 
 
-@pytest.mark.few(1)
 @compiler
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_compilers_process_ends_without_a_word(number: int, tmp_path: Path) -> None:

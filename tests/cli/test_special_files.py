@@ -28,7 +28,6 @@ CASES = [
 ]
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("words", CASES)
 def test_a_device_stays_one(words: tuple[str, ...], tmp_path: Path, command: Command) -> None:
     null = tmp_path / "null"
@@ -42,7 +41,6 @@ def test_a_device_stays_one(words: tuple[str, ...], tmp_path: Path, command: Com
     assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("words", CASES)
 def test_a_link_stays_one(words: tuple[str, ...], tmp_path: Path, command: Command) -> None:
     (tmp_path / "real").write_text("old", encoding="utf-8")
@@ -52,7 +50,6 @@ def test_a_link_stays_one(words: tuple[str, ...], tmp_path: Path, command: Comma
     assert len((tmp_path / "real").read_bytes()) > 1000
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["profile", "plan"])
 def test_a_report_of_what_comes_from_a_pipe(kind: str, tmp_path: Path, command: Command) -> None:
     text = shipped_path("host").read_text(encoding="utf-8")

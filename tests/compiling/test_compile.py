@@ -63,6 +63,7 @@ def test_a_begun_bundle_is_not_gone_on_with_differently(interrupted: Path) -> No
         compile_model(prepare(replace(REQUEST, soc="sm8750")), interrupted)
 
 
+@pytest.mark.full
 def test_a_bundle_runs_as_it_is(bundle: Path) -> None:
     count = 8 if exhaustive() else 3  # of tokens, which take the emulator a second each
     with LLM("demo", device="gpu", max_seq_len=96) as llm:

@@ -42,7 +42,6 @@ def reference(model: str, count: int) -> tuple[list[int], list[Any]]:
     return tokens, logits
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(("name", "device"), TOKENS)
 def test_greedy_text_equals_the_references(name: str, device: Any) -> None:
     model = name if name == "demo" else str(find_model("stories260K"))

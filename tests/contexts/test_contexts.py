@@ -52,7 +52,6 @@ def alone(llm: LLM) -> list[Any]:
 # --- beside each other ------------------------------------------------------------------------
 
 
-@pytest.mark.few(1)
 def test_streams_that_one_thread_reads_in_turn(llm: LLM, alone: list[Any]) -> None:
     streams = [
         llm.stream(prompt, context=llm.new_context(), seed=seed, **SAMPLED)
@@ -508,7 +507,6 @@ def test_a_file_of_the_version_before_is_read(one: LLM, folder: Path, tmp_path: 
     assert np.array_equal(*found)
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [

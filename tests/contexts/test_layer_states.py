@@ -97,7 +97,6 @@ def test_wrong_guesses_leave_the_state_of_the_text(llm: LLM) -> None:
     assert speculation.drafted > speculation.accepted
 
 
-@pytest.mark.few(1)
 def test_a_text_goes_on_and_back(llm: LLM) -> None:
     """A conversation, an answer made again, and another question, each as from an empty context."""
     with llm.new_context() as context:
@@ -119,7 +118,6 @@ def test_several_answers_to_one_prompt(llm: LLM) -> None:
     assert sorted(x.tokens for x in answers) == sorted(wanted)
 
 
-@pytest.mark.few(1)
 def test_a_shift_is_refused(llm: LLM) -> None:
     context = llm.new_context()
     llm.generate(PROMPT, max_tokens=2, context=context)
@@ -163,7 +161,6 @@ def test_a_device_that_fails_in_the_middle_leaves_a_text_that_goes_on(
     assert relative_error(np.stack(found), np.stack(wanted)) < 2e-5
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("tokens", [39, 41, 107, 179])
 def test_long_prompts_in_several_calls(folder: Path, way: str, tokens: int) -> None:

@@ -223,7 +223,6 @@ def cut(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("harm", [flip, cut, Path.unlink])
 def test_damaged_chunks_cost_computing_them(llm: LLM, tmp_path: Path, harm: Any) -> None:
     wanted = story(llm)
@@ -243,7 +242,6 @@ def test_damaged_chunks_cost_computing_them(llm: LLM, tmp_path: Path, harm: Any)
         service.memory.check()
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO])
 def test_a_disk_that_cannot_be_written_costs_no_answer(
     llm: LLM, tmp_path: Path, error: int, monkeypatch: pytest.MonkeyPatch
@@ -295,7 +293,6 @@ def test_a_log_that_ends_in_the_middle_loses_that_call_alone(llm: LLM, tmp_path:
         again.call(PROMPTS[1], max_tokens=10)
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("at", [3, 20, 150])
 def test_a_log_that_is_damaged_before_its_end_is_refused(llm: LLM, tmp_path: Path, at: int) -> None:
     """Nothing that was acknowledged is thrown away without a word."""

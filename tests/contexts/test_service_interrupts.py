@@ -62,6 +62,7 @@ def check_books(service: Service, workspace: int) -> None:
     assert service.disk.used == sum(path.stat().st_size for path in files)
 
 
+@pytest.mark.full
 def test_a_signal_at_any_instruction(service: Service) -> None:
     workspace = service.memory.budget.used
     app = service.bind("a")

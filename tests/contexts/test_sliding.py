@@ -296,7 +296,6 @@ def test_what_a_text_shares_with_the_last_one_is_kept_where_it_can_be(llm: LLM) 
         assert found.tokens == llm.generate(again, max_tokens=4).tokens
 
 
-@pytest.mark.few(1)
 def test_answers_to_one_prompt_and_guesses(llm: LLM, folder: Path) -> None:
     """A fork of the prompt after an answer that is longer than what windows keep behind them."""
     with open_llm(folder, "reference npu", max_seq_len=LENGTH, whole_caches=True) as whole:

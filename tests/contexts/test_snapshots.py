@@ -107,7 +107,6 @@ def test_snapshots_of_equal_beginnings_are_one() -> None:
     assert table.refer_snapshots("a", b"other", text) == []
 
 
-@pytest.mark.few(1)
 def test_through_the_disk_and_back_to_the_same_bits(llm: LLM, tmp_path: Path) -> None:
     """Also after a restart: keys, values and states are read, and nothing is computed again."""
     wanted = story(llm)

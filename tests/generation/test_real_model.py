@@ -35,7 +35,6 @@ def reference_tokens() -> tuple[Path, list[int], list[int]]:
     return folder, prompt, ids[0, len(prompt) :].tolist()
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("device", ["gpu", "npu", "hetero"])
 def test_greedy_text_in_float32_equals_transformers(
     device: Any, reference_tokens: tuple[Path, list[int], list[int]]

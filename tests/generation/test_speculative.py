@@ -32,7 +32,6 @@ def tiny(tmp_path_factory: Any) -> Iterator[LLM]:
         yield opened
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("prompt", "guesses", "options"),
     [

@@ -12,7 +12,7 @@ from hetero.measuring.paper_figures import SHOWN, figure
 CHIP = "snapdragon-8-gen-3"
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 @pytest.mark.parametrize("number", [14, 15, 16, 17, 19])
 def test_every_bar_is_executed_as_it_is_predicted(number: int) -> None:
     shown = figure(number, CHIP)

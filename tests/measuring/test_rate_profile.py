@@ -118,6 +118,7 @@ def test_a_unit_is_named_by_its_devices_else_by_what_the_program_has(tmp_path: P
         assert list(rates) == [Source(CHIP, "llama.cpp", unit)]
 
 
+@pytest.mark.full
 def test_the_published_table_is_fitted_chip_by_chip() -> None:
     taken = profile_of_rates(ROWS, "x-elite").profile
     assert {(x.device, x.engine) for x in taken.units} == {

@@ -74,7 +74,6 @@ def test_an_npu_works_on() -> None:
     assert "right\n" in fork("npu", GENERATE).stdout
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("mode", ["gpu", "hetero", "npu"])
 def test_a_model_of_the_childs_own(mode: str) -> None:
     """OpenCL cannot be opened twice by parent and child; the other device is, with one warning."""
@@ -83,7 +82,6 @@ def test_a_model_of_the_childs_own(mode: str) -> None:
     assert done.stderr.count(LOST) == (mode != "npu")
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("mode", ["gpu", "hetero", "npu"])
 @pytest.mark.parametrize("child", ["llm.close()", "del llm; import gc; gc.collect()", "pass"])
 def test_a_child_closes_and_ends(mode: str, child: str) -> None:

@@ -37,6 +37,7 @@ while True:
 """
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL")
 def test_a_kill_leaves_whole_files_or_none(tmp_path: Path) -> None:
     chance = random.Random(5)

@@ -297,7 +297,6 @@ def test_hetero_is_at_least_layer_level(spec: ModelGraph, chip: DeviceProfile) -
     assert plan.devices() == {"gpu", "npu"}
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("npu_scale", [1.0, 8.0, 100.0])
 def test_hetero_shares_every_prompt_and_leaves_the_others_as_they_are(
     spec: ModelGraph, chip: DeviceProfile, npu_scale: float
@@ -410,7 +409,6 @@ def test_a_model_runs_by_a_profile_and_says_so(chip: DeviceProfile, tmp_path: Pa
         assert llm.choice.reason.startswith("auto: ")
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("stats", [0, 1])
 def test_the_command_says_its_choice_in_its_statistics(
     chip: DeviceProfile, tmp_path: Path, stats: int
@@ -427,7 +425,6 @@ def test_the_command_says_its_choice_in_its_statistics(
     assert json.loads(said.stdout.splitlines()[-1])["choice"].startswith("auto: ")
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(("here", "fits"), [("pocl", True), ("intel", False), ("vendor", False)])
 def test_a_profile_of_another_opencl_driver_is_not_used(
     monkeypatch: pytest.MonkeyPatch, here: str, fits: bool

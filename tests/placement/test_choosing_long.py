@@ -129,7 +129,6 @@ def name_of(choice: Choice) -> str:
     return choice.gpu or choice.mode
 
 
-@pytest.mark.few(1)
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("mode", ["auto", "hetero"])
 def test_no_length_falls_to_layer_level(case: Case, mode: str) -> None:
@@ -264,7 +263,6 @@ def test_what_cannot_be_shared_is_told_beside_what_is_known_of_the_profile(
     assert found.notes == ("a notice", found.reason)
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("options", "reason"),
     [

@@ -146,7 +146,6 @@ def test_a_broken_file_is_decided_anew(
     assert path.read_text("utf-8") == whole
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("damage", [{"more": 1}, {"notes": 7}, {"notes": None}])
 def test_what_another_version_has_written_is_decided_anew(
     profile: Path, spec: ModelGraph, damage: dict[str, Any]

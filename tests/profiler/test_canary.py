@@ -30,7 +30,6 @@ W4 = WeightFormat.W4A16
 SHAPES = [(1, 200, 96), (40, 96, 300), (33, 256, 64)]
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("weight_format", ["gguf-a16", "gguf-a8"])
 @pytest.mark.parametrize("name", ["opencl", "ort-cpu"])
 def test_formats_of_files_are_measured_on_weights_that_compute_right(

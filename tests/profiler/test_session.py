@@ -430,7 +430,6 @@ SLOW = {
 }
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("part", SLOW)
 def test_every_part_looks_at_the_budget(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, part: str

@@ -100,7 +100,6 @@ def answer(engine: Engine, steps: int) -> list[int]:
     return found
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("slow", ["gpu", "npu"])
 def test_a_device_that_drifts_gets_less_to_do_and_no_token_changes(
     loaded: LoadedModel, slow: DeviceKind

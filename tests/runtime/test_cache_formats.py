@@ -23,7 +23,6 @@ def opened(mode: str, kv: str, gpu: str = "opencl") -> LLM:
     return LLM("demo", device=mode, gpu=gpu, kv=kv)  # type: ignore[arg-type]
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("kv", NARROW)
 @pytest.mark.parametrize("mode", MODES)
 def test_logits_are_those_of_floats_but_for_the_rounding(mode: str, kv: str) -> None:
@@ -37,7 +36,6 @@ def test_logits_are_those_of_floats_but_for_the_rounding(mode: str, kv: str) -> 
         ).text  # fmt: skip
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("kv", NARROW)
 @pytest.mark.parametrize("mode", MODES)
 def test_devices_agree_with_the_reference(mode: str, kv: str) -> None:
@@ -57,7 +55,6 @@ def test_a_context_takes_a_part_of_the_memory(kv: str, part: float) -> None:
         assert halves.context.cache.nbytes == narrow
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("kv", NARROW)
 def test_narrow_contexts_are_forked_cut_and_kept(tmp_path: Path, kv: str) -> None:
     """What is saved is what was computed with: the answer goes on as if it had not been."""
@@ -79,7 +76,6 @@ def test_narrow_contexts_are_forked_cut_and_kept(tmp_path: Path, kv: str) -> Non
         assert whole.startswith(part)
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(("saved", "opens"), [("f32", "q8"), ("q8", "f32"), ("q8", "f16")])
 def test_sessions_are_read_into_caches_of_another_format(
     tmp_path: Path, saved: str, opens: str

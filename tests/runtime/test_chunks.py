@@ -119,7 +119,6 @@ def one_after_another(engine: Engine, ids: Sequence[int]) -> list[Any]:
     return found
 
 
-@pytest.mark.few(1)
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "seed", [0, 1, *(pytest.param(i, marks=pytest.mark.full) for i in range(2, 6))]

@@ -21,7 +21,6 @@ def no_collector() -> Iterator[None]:
     gc.enable()
 
 
-@pytest.mark.few(1)
 @pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize("mode", ["gpu", "npu", "hetero"])
 def test_nothing_of_a_closed_model_waits_for_the_collector(mode: DeviceMode) -> None:

@@ -131,7 +131,6 @@ def test_two_models_side_by_side_do_not_disturb_each_other(folder: str, llm: LLM
         assert relative_error(other.logits(tokens), expected) < 2e-5
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(("missing", "left"), [("gpu", "npu"), ("npu", "gpu")])
 def test_a_missing_device_is_named_once_and_its_work_done(
     folder: str, monkeypatch: pytest.MonkeyPatch, missing: str, left: str
@@ -157,7 +156,6 @@ def test_a_missing_device_is_named_once_and_its_work_done(
     assert llm.devices.mode == left
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("as_path", [str, Path])
 def test_a_plan_file_decides_the_placement(folder: str, tmp_path: Path, as_path: Any) -> None:
     with LLM(folder) as llm:

@@ -85,7 +85,6 @@ def file(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return write_mixed(path, np.random.default_rng(7), FILES[request.param])
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("file", "device"),
     [

@@ -314,7 +314,6 @@ def test_spans_are_joined(spans: list[tuple[int, int]]) -> None:
     assert all(a[1] < b[0] for a, b in pairwise(result))
 
 
-@pytest.mark.few(1)
 @pytest.mark.usefixtures("coherent_device")
 @pytest.mark.parametrize("memory", ["mapped", "copied"])
 def test_a_plan_of_coherent_memory_runs_without_shared_heads(

@@ -44,7 +44,7 @@ class Builds:
         return found
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("case", "kv"), [("llama-tied", "f16"), ("gemma2", "f16"), ("mistral-window", "q8")]
 )

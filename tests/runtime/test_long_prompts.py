@@ -104,7 +104,6 @@ def test_a_long_prompt_on_both_devices_is_planned(checkpoint: tuple[str, Any]) -
         assert set(llm.context.work.devices) == {"gpu", "npu"}
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("tokens", [600, 1300])
 def test_numbers_of_long_prompts_match_transformers(
     checkpoint: tuple[str, Any], llm: LLM, tokens: int

@@ -51,7 +51,6 @@ def as_gguf(folder: Path, target: Path) -> Path:
     return target / "m.gguf"
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("device", ["gpu", "npu"])
 @pytest.mark.parametrize("gguf", [False, True], ids=["directory", "gguf"])
 @pytest.mark.parametrize(("context", "length"), [(ORIGINAL, ORIGINAL), (512, 200), (65, 65)])

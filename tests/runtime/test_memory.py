@@ -138,6 +138,7 @@ def test_a_plan_that_does_not_fit_is_refused_before_anything_is_allocated(
     assert made == []
 
 
+@pytest.mark.full
 def test_a_mapped_model_larger_than_the_memory_runs_where_it_is_used_in_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

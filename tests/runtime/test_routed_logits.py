@@ -249,7 +249,6 @@ def check(
             assert relative_error(scored, expected) <= TOLERANCE[weights]
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("device", DEVICES)
 @DRAWN
 @given(changes=QWEN3)
@@ -285,7 +284,7 @@ def test_gpt_oss(device: str, changes: dict[str, Any]) -> None:
     check(folder, model, device, "f32", (1, 33))
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 @pytest.mark.parametrize("device", DEVICES)
 @DRAWN
 @given(changes=GEMMA4)
@@ -294,6 +293,7 @@ def test_gemma_4(device: str, changes: dict[str, Any]) -> None:
     check(folder, model, device, "f32", (1, 33))
 
 
+@pytest.mark.full
 def test_a_plan_has_the_experts_on_the_npu() -> None:
     """Everything else is the GPU's; experts take any number of tokens."""
     weights = "f32"
@@ -311,14 +311,12 @@ def test_a_plan_has_the_experts_on_the_npu() -> None:
         LLM(str(folder), plan=plan, weights=weights, npu="null")
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_long_prompt(device: str) -> None:
     folder, model = drawn("Qwen3Moe", QWEN3_GGUF)
     check(folder, model, device, "f32", (300,))
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", IN_FILES)
 def test_gguf_has_the_numbers_of_the_directory(device: Any, kind: str, tmp_path: Path) -> None:

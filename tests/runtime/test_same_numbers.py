@@ -90,7 +90,7 @@ def test_logits_match_transformers(
             model.load_state_dict(original)
 
 
-@pytest.mark.few(1)
+@pytest.mark.full
 @pytest.mark.parametrize(("checkpoint", "way"), product("w4a8"), indirect=["checkpoint"])
 def test_int8_activations_are_exact(checkpoint: Any, way: Any) -> None:
     # As near to the definition of w4a8 as float32 is to floats, where no rounding hangs by a bit.

@@ -47,6 +47,7 @@ def rows_by_layer(engine: Engine, step: Step) -> dict[int, set[int]]:
     return rows
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("device", ["gpu", "npu", "hetero"])
 def test_shared_layers_compute_sampled_rows_alone(folder: Path, device: str) -> None:
     with LLM(str(folder), device=device, weights="f32", kv="f32", order="fifo") as llm:
@@ -110,6 +111,7 @@ def test_by_other_waits_the_logits_are_the_same(folder: Path, tmp_path: Path, sy
     assert relative_error(logits, expected[-1]) <= TOLERANCE
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("device", ["npu", "hetero"])
 def test_guesses_do_not_change_the_text(folder: Path, device: str) -> None:
     prompt = "abcabcabcabcabcabc"

@@ -73,7 +73,6 @@ def off(found: Any, wanted: Any) -> float:
     return float(np.linalg.norm(found - wanted) / np.linalg.norm(wanted))
 
 
-@pytest.mark.few(1)
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("pair", ["reference", "real"])
 @pytest.mark.parametrize("device", ["gpu", "npu"])
@@ -83,7 +82,6 @@ def test_one_device_computes_both(case: Case, device: str, pair: str) -> None:
         assert off(found, case.wanted) < TOLERANCE
 
 
-@pytest.mark.few(1)
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("pair", ["reference", "real"])
 @pytest.mark.parametrize("strategy", ["npu-only", "row-cut", "hybrid-cut"])

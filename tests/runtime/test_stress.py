@@ -44,7 +44,6 @@ def test_two_threads_on_two_contexts_of_late_devices_change_no_bit(folder: Path,
     assert stress_contexts(folder, 40, seed) >= 40
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("launch", [0, 5, 14])
 def test_an_opencl_failure_in_a_generation_leaves_the_other_device(
     folder: Path, monkeypatch: pytest.MonkeyPatch, launch: int

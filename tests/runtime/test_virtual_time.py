@@ -98,7 +98,6 @@ def run(chip: VirtualChip, engine: Engine, steps: int) -> list[float]:
     return seconds
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("strategy", ["row-cut", "hybrid-cut", "layer"])
 def test_the_answer_is_that_of_this_machine(
     demo: LoadedModel, profile: DeviceProfile, strategy: str

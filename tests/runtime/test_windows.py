@@ -53,7 +53,6 @@ def logits(llm: LLM, prompt: list[int] = PROMPT) -> np.ndarray:
     return llm.engine.prefill(llm.context, prompt).copy()
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("order", ["paper", "best"])
 @pytest.mark.parametrize(("tokens", "last"), [(257, 1), (300, 64), (450, 224)])
 def test_the_order_changes_no_bit(fifo: LLM, order: str, tokens: int, last: int) -> None:

@@ -46,7 +46,6 @@ def writer_of(kind: str, *, usage: bool, tools: bool) -> StreamWriter:
     return responses._Writer(STATE, "app", wanted, turn)
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["chat", "completions", "anthropic", "responses"])
 @given(TEXTS, TEXTS, st.booleans(), st.booleans())
 def test_events_of_a_run_are_those_of_its_pieces(

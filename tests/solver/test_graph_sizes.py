@@ -83,7 +83,6 @@ class Brute:
         return min((self.seconds(s) for s in sets if allowed(s)), default=INF)
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("seed", range(examples(14, 40)))
 def test_the_chosen_sizes_are_the_best_of_all_sets(seed: int) -> None:
     rng = np.random.default_rng(seed)

@@ -54,7 +54,6 @@ def planner(found: DeviceProfile, **rules: Any) -> Planner:
     return Planner(model_spec(MODEL), found, settings, cost=cost, overheads=Overheads.of(cost))
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("speed", [0.1, 0.6, 1.0, 3.0])
 def test_the_number_of_heads_is_the_best_one(speed: float) -> None:
     """Of an NPU that takes other times for attention than the profile says: as good as the best of
@@ -123,7 +122,6 @@ def test_decoding_and_named_strategies_cut_no_attention() -> None:
     assert strategy_plan(model_spec(MODEL), found, "auto", [512]).shares_attention
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["gpu", "npu"])
 def test_a_device_that_computes_all_heads_or_none_shares_none(kind: str) -> None:
     able = without_heads(profile(), kind)

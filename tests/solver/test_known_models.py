@@ -78,7 +78,6 @@ def test_every_known_model_is_planned_on_every_shipped_profile(name: str, profil
     assert bool(lacking) == any("was not measured" in note for note in plan.notes)
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("known", SECONDS)
 def test_blocks_of_a_llama_cost_what_they_did(known: tuple[str, str]) -> None:
     name, request = known[1], PlanRequest(seq_lens=LENGTHS)

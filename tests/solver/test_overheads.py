@@ -43,7 +43,6 @@ def test_a_chip_without_measured_corrections_has_the_papers_costs_and_a_queue() 
     assert paper != queued
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("correction", sorted(CORRECTIONS - {"chains", "queue"}))
 def test_each_correction_shows_in_the_profile_that_it_was_measured_for(correction: str) -> None:
     profile = DeviceProfile.load("host")

@@ -233,7 +233,6 @@ def test_the_reason_of_a_cut_stands_where_it_is_drawn(plan: ExecutionPlan, tmp_p
     assert "the GPU alone would take" in text
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("ending", [".pdf", ".png", ".htmll"])
 def test_other_endings_are_refused(plan: ExecutionPlan, tmp_path: Path, ending: str) -> None:
     with pytest.raises(PlanError, match=f"is not written as {ending}"):

@@ -1,7 +1,7 @@
 """Select the tests that run.
 
-- `pytest` runs each behaviour once, in five minutes on two cores: at most `SETS` parameter sets of
-  a test (of one marked `few(n)`: n), such that as many values of its parameters as possible occur.
+- `pytest` runs each behaviour once, in five minutes on two cores: one parameter set of a test, of
+  one marked `few(n)` n, such that as many values of its parameters as possible occur.
 - `pytest --full` runs all that the gate runs: the tests marked `full`, all parameter sets, more
   random examples.
 - `pytest --exhaustive` also runs what takes hours: the tests marked `exhaustive`, thousands of
@@ -25,7 +25,7 @@ import pytest
 
 Values: TypeAlias = set[Hashable]
 DEFAULT_SHARE: Final = 4  # one random example in so many of those of `--full`
-SETS: Final = 2  # parameter sets of a test by default
+SETS: Final = 1  # parameter sets of a test by default
 
 
 class Level(IntEnum):

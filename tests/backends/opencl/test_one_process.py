@@ -55,7 +55,6 @@ def test_every_core_after_one() -> None:
     )
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("second", ["gpu", "hetero"])
 def test_one_core_next_to_every_core(second: str) -> None:
     run(

@@ -80,7 +80,6 @@ PAIRS = [
 ]
 
 
-@pytest.mark.few(1)
 @pytest.mark.pairwise
 @pytest.mark.parametrize(("variant", "name"), PAIRS, indirect=["variant"])
 @pytest.mark.parametrize(("position", "m"), CALLS)

@@ -25,7 +25,6 @@ from hetero.errors import FallbackWarning
 START = (sys.executable, "-P", "-m", "hetero.start")
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("device", ["gpu", "hetero"])
 def test_a_compiler_that_dies_costs_a_warning(
     device: Literal["gpu", "hetero"], monkeypatch: pytest.MonkeyPatch

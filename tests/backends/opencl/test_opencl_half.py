@@ -42,7 +42,6 @@ def error(
     return float(np.linalg.norm(y.array - expected) / np.linalg.norm(expected))
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("weight_format", FORMATS)
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 64, 512), (3, 33, 172), (40, 70, 96), (65, 64, 256)])
 def test_fp16_products_stay_within_fp16_error(
@@ -56,7 +55,6 @@ FEW = (WeightFormat.W4A16, WeightFormat.W4A8)  # the others run with `--full`
 OUTLIERS = (500.0, 1000.0, 4000.0, 1e4, 6e4, 7e4, 1e6, 1e30)
 
 
-@pytest.mark.few(1)
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "weight_format",

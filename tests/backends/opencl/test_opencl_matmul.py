@@ -220,7 +220,6 @@ CASES = [
 FORMATS = [pytest.param(x, marks=[pytest.mark.full] * x.of_file, id=x.value) for x in WeightFormat]
 
 
-@pytest.mark.few(1)
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", CASES)
 def test_shapes(any_family: OpenCLDevice, case: tuple[WeightFormat, tuple[int, int, int]]) -> None:
@@ -275,7 +274,6 @@ def test_long_rows(
     check(device, weight_format, shape, bias=True)
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("weight_format", FORMATS)
 def test_several_threads(
     device: OpenCLDevice, weight_format: WeightFormat, monkeypatch: pytest.MonkeyPatch
@@ -422,7 +420,6 @@ def planes_device(
     return any_family
 
 
-@pytest.mark.few(1)
 @pytest.mark.filterwarnings(WIDE_ARGUMENTS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_two_planes(planes_device: OpenCLDevice, shape: tuple[int, int, int]) -> None:

@@ -125,7 +125,6 @@ PROCESSORS = [
 FIRST = {level: name for name, _, level in reversed(PROCESSORS)}  # of each level
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "llvm", "level"),
     [
@@ -224,7 +223,6 @@ def test_after_a_run_that_was_killed_it_says_so(
     assert said == [CHECKING]
 
 
-@pytest.mark.few(1)
 @pytest.mark.parametrize("damage", ["", "{}", "[1", '{"key": 3}'])
 def test_a_broken_result_is_made_again(
     self_tests: SelfTests, pocl: DriverCandidate, monkeypatch: pytest.MonkeyPatch, damage: str
