@@ -98,7 +98,7 @@ def entries(config: ModelConfig, context: int) -> dict[str, int | float | list[A
 
 
 def gemma4_entries(raw: dict[str, Any]) -> dict[str, int | float | list[Any]]:
-    """What differs from layer to layer of Gemma 4: sizes of heads, windows, widths."""
+    """Entries that differ from layer to layer of Gemma 4: heads, windows, widths."""
     layers, shared = raw["num_hidden_layers"], raw["num_kv_shared_layers"]
     wide = [raw["use_double_wide_mlp"] and i >= layers - shared for i in range(layers)]
     local, full = raw["head_dim"], raw["per_layer_config"][str(layers - 1)]["head_dim"]

@@ -88,9 +88,8 @@ class AnswerPrinter:
         tokenizer = llm.model.tokenizer
         form = AnswerForm.of(tokenizer)
         prompt = llm.encode_chat([{"role": "user", "content": "x"}])
-        tail = tokenizer.decode(prompt[-8:], skip_special_tokens=False)
         self.shown_tokens = form.shown if form.thoughts or form.channels else frozenset[int]()
-        self._parser = AnswerParser(form, closes=form.opened_by(tail))
+        self._parser = AnswerParser(form, closes=form.begun_in(prompt, tokenizer))
         self._dims, self._begun = sys.stdout.isatty(), False
 
     def write(self, text: str, *, last: bool = False) -> None:

@@ -26,6 +26,7 @@ _THOUGHTS: Final = (
     ("<seed:think>", "</seed:think>"),
     ("<thought>", "</thought>"),  # EXAONE Deep
 )
+_TAIL: Final = 8  # tokens that a beginning and the space behind it have at most
 _CHANNEL, _START, _MESSAGE = "<|channel|>", "<|start|>", "<|message|>"  # of gpt-oss
 _ENDS: Final = ("<|end|>", "<|call|>", "<|return|>")
 _SPECIAL: Final = (
@@ -94,8 +95,14 @@ class AnswerForm:
             shown=tokenizer.special_named(_SPECIAL),
         )
 
+    def begun_in(self, prompt: Sequence[int], tokenizer: Tokenizer) -> str:
+        """Return the end of a thought that the last tokens of a prompt begin; or nothing."""
+        if not self.thoughts:
+            return ""
+        return self.opened_by(tokenizer.decode(prompt[-_TAIL:], skip_special_tokens=False))
+
     def opened_by(self, prompt: str) -> str:
-        """Return the end of a thought whose beginning is at the end of the prompt; or nothing."""
+        """Return the end of a thought whose beginning is at the end of a text; or nothing."""
         tail = prompt.rstrip()
         return next((end for begin, end in self.thoughts if tail.endswith(begin.strip())), "")
 

@@ -61,9 +61,8 @@ def parser_of(
         return partial(AnswerParser, form, schemas, only_call=True)
     if wanted.grammar or not (schemas or form.thoughts or form.channels):
         return _no_parser
-    tail = state.model.tokenizer.decode(wanted.tokens[-8:], skip_special_tokens=False)
     wanted.options["shown_tokens"] = sorted(form.shown)
-    closes = form.opened_by(tail)
+    closes = form.begun_in(wanted.tokens, state.model.tokenizer)
     budget = state.reasoning_budget if budget is None else budget
     if form.thoughts and budget >= 0:
         wanted.thoughts = _limit(state, budget, begun=bool(closes))

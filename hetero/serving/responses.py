@@ -441,6 +441,7 @@ class _Writer(StreamWriter):
         self._state, self._app, self._body, self._turn = state, app, body, turn
         self._number = 0
         self._index, self._open = -1, AnswerPart("text")  # the item that is being sent
+        self._name = ""  # its id
         self._unsent = list[dict[str, Any]]()  # log-probabilities of text that is kept back
         name = item_id("msg", turn.body["id"], 0)
         self._at: dict[str, Any] = {"item_id": name, "output_index": 0, "content_index": 0}
@@ -523,18 +524,15 @@ class _Writer(StreamWriter):
         return lines
 
     def _item_at(self) -> dict[str, Any]:
-        name = _item(self._turn, self._open, self._index, "")["id"]
-        return {"item_id": name, "output_index": self._index}
+        return {"item_id": self._name, "output_index": self._index}
 
     def _begin(self, part: AnswerPart) -> list[bytes]:
         """Return the start of an item."""
         self._index, self._open = self._index + 1, part
         empty = _item(self._turn, replace(part, text=""), self._index, "in_progress")
-        at, content = self._item_at(), empty.get("content")
-        if content is not None:
-            empty |= {"content": []}
-        if "summary" in empty:
-            empty |= {"summary": []}
+        empty |= {name: [] for name in ("content", "summary") if name in empty}
+        self._name = empty["id"]
+        at = self._item_at()
         lines = [self._event("response.output_item.added", output_index=self._index, item=empty)]
         if part.kind == "text":
             lines.append(self._part({**at, "content_index": 0}, "added", _text_part("")))

@@ -73,8 +73,7 @@ def rendered(
 def _thought_closed(state: State, tokens: Sequence[int]) -> list[int]:
     """Return the end of a thought that the template begins although thinking is off."""
     tokenizer = state.model.tokenizer
-    tail = tokenizer.decode(tokens[-8:], skip_special_tokens=False)
-    end = state.answer_form.opened_by(tail)
+    end = state.answer_form.begun_in(tokens, tokenizer)
     return tokenizer.encode(f"{end}\n\n", add_special_tokens=False) if end else []
 
 

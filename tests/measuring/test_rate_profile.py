@@ -35,7 +35,7 @@ ROWS = Path(__file__).parents[2] / "bench" / "data" / "published_llm_rates.csv"
 
 
 def bench(models: Iterable[str] = MODELS, units: Iterable[str] = UNITS) -> list[dict[str, Any]]:
-    """What llama-bench would print on a chip of three such processors."""
+    """Rows as llama-bench prints them, of a chip of three such processors."""
     return [row_of(model, unit, *test) for model in models for unit in units for test in TESTS]
 
 

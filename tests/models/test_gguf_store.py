@@ -217,7 +217,7 @@ def test_a_file_that_was_just_written_is_read_again(stores: Path, tmp_path: Path
 def test_a_disk_that_fills_up_costs_only_the_store(
     stores: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writes: int
 ) -> None:
-    """What was packed into it before stays, and the others are packed into memory."""
+    """Tensors that were packed into it stay, and the others are packed into memory."""
     path = write_mixed(tmp_path / "m.gguf", np.random.default_rng(0))
     wanted = read_all(open_model(path, weights="f32").weights)
     for old in stores.iterdir():

@@ -72,7 +72,7 @@ def test_a_row_that_is_not_finite_is_refused(tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/smaps")
 @pytest.mark.parametrize("filed", [False, True])
 def test_the_table_takes_no_memory(tmp_path: Path, filed: bool) -> None:
-    """Of its 160 MiB as float32, which the other weights have a tenth of."""
+    """It has 160 MiB as float32, ten times as much as the other weights."""
     wide = {"vocab_size": LARGE, "vocab_size_per_layer_input": LARGE}
     shared_model(tmp_path, **wide, hidden_size_per_layer_input=128)
     path = tmp_path

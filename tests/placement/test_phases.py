@@ -1,4 +1,4 @@
-"""What computes prompts and what computes answers: each by its own predicted times."""
+"""Devices of prompts and of answers are chosen each by its own predicted times."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from hetero.solver.prepared import PreparedSolver
 from hetero.solver.request import PlanRequest
 from hetero.solver.solution import Scenario
 from tests.placement.test_choosing import with_every_core
-from tests.runtime.models import emptied, tiny_model
+from tests.runtime.models import greedy_tokens, tiny_model
 from tests.runtime.test_adaptive import GRAPHS, solver_of
 from tests.solver.instances import planner_of, random_instance
 from tests.support.selection import examples
@@ -51,7 +51,7 @@ TOKENS = np.random.default_rng(6).integers(0, 263, 40).tolist()
 
 
 def possible(prompts: str, answers: str) -> bool:
-    """OpenCL has one number of cores in a process, and the NPU none of its own beside all."""
+    """OpenCL has one number of cores in a process; with all of them the NPU has none of its own."""
     pair = {prompts, answers}
     return prompts == answers or EVERY_CORE not in pair or pair == {EVERY_CORE, "npu"}
 
@@ -193,12 +193,7 @@ def engine_of(model: Any, solver: PreparedSolver | None, kind: DeviceKind | None
 
 
 def answer(engine: Engine, steps: int = 20) -> list[int]:
-    context = emptied(engine)
-    logits, tokens = engine.prefill(context, TOKENS), []
-    for _ in range(steps):
-        tokens.append(int(np.argmax(logits)))
-        logits = engine.decode(context, tokens[-1])
-    return tokens
+    return greedy_tokens(engine, TOKENS, steps)
 
 
 @pytest.mark.parametrize("prompts", ["npu", "gpu", None])

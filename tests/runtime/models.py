@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from hetero.runtime.engine import Engine
 from hetero.runtime.kv.context import Context
@@ -32,3 +35,13 @@ def emptied(engine: Engine) -> Context:
     context = context_of(engine)
     context.truncate(0)
     return context
+
+
+def greedy_tokens(engine: Engine, prompt: Sequence[int], steps: int) -> list[int]:
+    """The likeliest tokens after a prompt."""
+    context = emptied(engine)
+    logits, tokens = engine.prefill(context, prompt), list[int]()
+    for _ in range(steps):
+        tokens.append(int(np.argmax(logits)))
+        logits = engine.decode(context, tokens[-1])
+    return tokens

@@ -24,7 +24,7 @@ from hetero.solver.plan import PHASES
 from hetero.solver.planner import Planner
 from hetero.solver.prepared import PreparedSolver
 from hetero.solver.request import PlanRequest
-from tests.runtime.models import context_of, emptied, tiny_model
+from tests.runtime.models import context_of, greedy_tokens, tiny_model
 from tests.runtime.test_faults import slow_down
 from tests.solver.instances import profile_of, random_instance
 
@@ -92,12 +92,7 @@ def make_engine(
 
 
 def answer(engine: Engine, steps: int) -> list[int]:
-    context = emptied(engine)
-    logits, found = engine.prefill(context, TOKENS), []
-    for _ in range(steps):
-        found.append(int(np.argmax(logits)))
-        logits = engine.decode(context, found[-1])
-    return found
+    return greedy_tokens(engine, TOKENS, steps)
 
 
 @pytest.mark.parametrize("slow", ["gpu", "npu"])

@@ -26,7 +26,7 @@ from hetero.runtime.step import Step
 from hetero.runtime.waits import WaitPolicy
 from hetero.runtime.waits.trials import Trials
 from hetero.solver.handmade import single_device
-from tests.runtime.models import context_of, emptied, tiny_model
+from tests.runtime.models import context_of, greedy_tokens, tiny_model
 from tests.runtime.plans import random_plan
 from tests.support.checkpoints import relative_error
 
@@ -56,13 +56,7 @@ def make_engine(
 
 
 def answer(engine: Engine, steps: int = 12) -> list[int]:
-    """Greedy tokens after a prompt."""
-    context = emptied(engine)
-    logits, found = engine.prefill(context, TOKENS), []
-    for _ in range(steps):
-        found.append(int(np.argmax(logits)))
-        logits = engine.decode(context, found[-1])
-    return found
+    return greedy_tokens(engine, TOKENS, steps)
 
 
 @pytest.fixture(scope="module")
