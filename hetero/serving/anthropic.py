@@ -100,6 +100,7 @@ class OutputConfig(Request):
     """`output_config`."""
 
     format: AnswerFormat | None = None
+    effort: str | None = None
 
 
 class Thinking(Request):
@@ -131,7 +132,11 @@ class MessagesRequest(CountRequest):
     def variables(self) -> dict[str, Any]:
         """Return the variables of the template."""
         enabled = None if self.thinking is None else self.thinking.type != "disabled"
-        return thinking_variables(None, enabled=enabled)
+        effort = None if self.output_config is None else self.output_config.effort
+        variables = thinking_variables(effort) | thinking_variables(None, enabled=enabled)
+        if enabled is None:  # the effort of an answer, which may have no thoughts
+            variables.pop("enable_thinking", None)
+        return variables
 
     def check(self) -> None:
         """Raise `ApiError` for fields that change the meaning of the others."""

@@ -397,7 +397,7 @@ def _item(turn: _Turn, part: AnswerPart, index: int, status: str) -> Item:
         case "text":
             kind = "msg"
             item = {"type": "message", "role": "assistant", "content": [_text_part(part.text)]}
-    if part.kind == "call" and not part.whole:
+    if part.kind == "call" and not part.whole and status == "completed":
         status = "incomplete"
     return {**item, "id": item_id(kind, turn.body["id"], index), "status": status}
 

@@ -43,6 +43,7 @@ def rendered(
     the answer goes on with it. Raises `UserError`.
     """
     facts = state.template_facts
+    messages = _with_ordered_results(messages)
     chat = list(messages) if facts.calls else _in_words(messages)
     options: dict[str, Any] = dict(variables or {})
     if use.functions and not use.silent:
@@ -137,6 +138,22 @@ def _without_system(chat: list[Message]) -> list[Message]:
     if texts:
         messages.append({"role": "user", "content": "\n\n".join(texts)})
     return messages
+
+
+def _with_ordered_results(messages: Sequence[Message]) -> list[Message]:
+    """Return messages in which results follow each other as their calls do.
+
+    Clients send them as they come, with ids, which many templates do not show.
+    """
+    ordered, places, begin = list[Message](), dict[str, int](), 0
+    for message in messages:
+        ordered.append(message)
+        if message["role"] != "tool":
+            calls = message.get("tool_calls", ())
+            places, begin = {call["id"]: i for i, call in enumerate(calls)}, len(ordered)
+        elif all(result["tool_call_id"] in places for result in ordered[begin:]):
+            ordered[begin:] = sorted(ordered[begin:], key=lambda x: places[x["tool_call_id"]])
+    return ordered
 
 
 def _with_short_ids(message: Message) -> Message:

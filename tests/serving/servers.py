@@ -9,10 +9,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -48,6 +49,8 @@ def start(
     keys: bool = True,
     port: int | None = None,
     model: str = "demo",
+    module: str = "hetero.start",
+    env: Mapping[str, str] | None = None,
 ) -> Server:
     """Return when it answers."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -64,12 +67,12 @@ def start(
     log = (folder / "server.log").open("a")
     try:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "hetero.start", *words],
+            [sys.executable, "-P", "-m", module, *words],
             stdout=log,
             stderr=log,
             text=True,
             start_new_session=True,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            env={**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})},
         )
     finally:
         signal.signal(signal.SIGINT, before)
@@ -89,9 +92,9 @@ def start(
 
 @contextmanager
 def serving(
-    folder: Path, *options: str, keys: bool = True, model: str = "demo"
+    folder: Path, *options: str, keys: bool = True, model: str = "demo", **more: Any
 ) -> Iterator[Server]:
-    server = start(folder, *options, keys=keys, model=model)
+    server = start(folder, *options, keys=keys, model=model, **more)
     try:
         yield server
     finally:
