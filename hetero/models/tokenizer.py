@@ -134,6 +134,7 @@ class HfTokenizer(Tokenizer):
         settings = config or {}
         added = backend.get_added_tokens_decoder()
         self._special = {id_ for id_, token in added.items() if token.special}
+        self.added_tokens = {token.content: id_ for id_, token in added.items()}
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
         self.special_tokens = _special_tokens(settings)
         self.bos_id = self._id_of("bos_token")

@@ -156,7 +156,7 @@ class AnswerParser:
     """Takes an answer apart while it comes. Owned by the task that reads the answer.
 
     `schemas` are the parameters of the functions that may be called. `closes` is the end of a
-    thought that the prompt began; with `only_call` the answer is a call in JSON and nothing else.
+    thought that the prompt began; without `bare` only what the family's markers begin is a call.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class AnswerParser:
         schemas: Mapping[str, Any] | None = None,
         *,
         closes: str = "",
-        only_call: bool = False,
+        bare: bool = True,
     ) -> None:
         self._form = form
         self._schemas: Schemas = schemas or {}
@@ -177,9 +177,7 @@ class AnswerParser:
         self._mode: Mode = "thought" if closes else "header" if form.channels else "text"
         self._call = _OpenCall()
         self._strips = True  # space is not part of what comes next
-        self._fresh = bool(self._schemas)  # the answer may be a call and nothing else
-        if only_call:
-            self._mode, self._strips = "whole", False
+        self._fresh = bare and bool(self._schemas)  # it may be a call and nothing else
 
     @property
     def thinking(self) -> bool:

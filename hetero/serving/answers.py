@@ -22,6 +22,7 @@ from hetero.serving.answer_parser import AnswerParser, AnswerPart, Piece
 from hetero.serving.engine_client import AnswerStream
 from hetero.serving.errors import ApiError
 from hetero.serving.messages import Done, Run, TokenEvent
+from hetero.serving.requests import checked_grammar
 from hetero.serving.state import State
 from hetero.serving.tools import ToolUse
 
@@ -48,25 +49,32 @@ class AnswerOptions:
 ParserMaker: TypeAlias = Callable[[], AnswerParser | None]
 
 
-def parser_of(
-    state: State, use: ToolUse, wanted: AnswerOptions, budget: int | None = None
+async def parser_of(
+    state: State,
+    use: ToolUse,
+    wanted: AnswerOptions,
+    budget: int | None = None,
+    schema: Any = None,
 ) -> ParserMaker:
     """Return a maker of the parser of each choice; of None where an answer can be only text.
 
-    An answer under a grammar is not taken apart. Sets the options that the parser needs, and the
-    limit of thoughts: so many tokens, else the server's.
+    An answer under another grammar is not taken apart. Sets the options that the parser needs, the
+    grammar of calls, beside answers of `schema` if given, and the limit of thoughts: so many
+    tokens, else the server's. Raises `ApiError`.
     """
-    form, schemas = state.answer_form, use.schemas
-    if use.forced:
-        return partial(AnswerParser, form, schemas, only_call=True)
+    form, schemas, bare = state.answer_form, use.schemas, True
     if wanted.grammar or not (schemas or form.thoughts or form.channels):
         return _no_parser
-    wanted.options["shown_tokens"] = sorted(form.shown)
     closes = form.begun_in(wanted.tokens, state.model.tokenizer)
+    if use.constrains or (schemas and schema is not None):
+        made = await state.texts(state.call_writer.grammar, use, closes, schema)
+        form, bare = made.form, made.bare
+        wanted.grammar = await checked_grammar(state, made.text)
+    wanted.options["shown_tokens"] = sorted(form.shown)
     budget = state.reasoning_budget if budget is None else budget
     if form.thoughts and budget >= 0:
         wanted.thoughts = _limit(state, budget, begun=bool(closes))
-    return partial(AnswerParser, form, schemas, closes=closes)
+    return partial(AnswerParser, form, schemas, closes=closes, bare=bare)
 
 
 def _limit(state: State, tokens: int, *, begun: bool) -> dict[str, Any]:

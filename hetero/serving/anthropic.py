@@ -41,7 +41,8 @@ from hetero.serving.tools import ToolUse, tool_use
 
 router = APIRouter()
 _EMPTY: Final = {"type": "text", "text": ""}
-_FIELDS: Final = {"name": "name", "description": "description", "input_schema": "parameters"}
+_FIELDS: Final = {"name": "name", "description": "description", "input_schema": "parameters",
+                  "strict": "strict"}  # fmt: skip
 
 
 class Message(Request):
@@ -73,11 +74,12 @@ class CountRequest(Request):
         ]
         choice = self.tool_choice or {"type": "auto"}
         kinds = {"auto": "auto", "any": "required", "none": "none"}
+        parallel = not choice.get("disable_parallel_tool_use")
         if choice.get("type") == "tool":
-            return tool_use(tools, {"name": choice.get("name")})
+            return tool_use(tools, {"name": choice.get("name")}, parallel=parallel)
         if choice.get("type") not in kinds:
             raise ApiError(400, "tool_choice's type is auto, any, tool or none")
-        return tool_use(tools, kinds[choice["type"]])
+        return tool_use(tools, kinds[choice["type"]], parallel=parallel)
 
     def plain(self) -> list[dict[str, Any]]:
         """Return the messages in the form of chat completions. Raises `ApiError`."""
@@ -148,13 +150,11 @@ class MessagesRequest(CountRequest):
                 code="thread_unsupported_request",
             )
 
-    def wanted_grammar(self, use: ToolUse) -> str:
-        """Return llguidance's grammar of the answer; empty: none. Raises `UserError`."""
+    def answer_schema(self) -> dict[str, Any] | None:
+        """Return the schema of an answer; None: any text."""
         config = self.output_config
         form = self.output_format if config is None else config.format or self.output_format
-        if use.forced or form is None:
-            return use.grammar()
-        return json_grammar(form.json_schema)
+        return None if form is None else form.json_schema
 
 
 @router.post("/v1/messages")
@@ -175,10 +175,13 @@ async def messages(body: MessagesRequest, request: HttpRequest) -> Response:
             **body.sampling().options(state.sampling),
             "stop": stop_texts(body.stop_sequences),
         },
-        grammar=await checked_grammar(state, await state.texts(body.wanted_grammar, use)),
     )
+    schema = body.answer_schema()
+    if schema is not None and not use.schemas:
+        grammar = await state.texts(json_grammar, schema)
+        wanted.grammar = await checked_grammar(state, grammar)
     budget = None if body.thinking is None else body.thinking.budget_tokens
-    parser = answers.parser_of(state, use, wanted, budget)
+    parser = await answers.parser_of(state, use, wanted, budget, schema)
     head = {"id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant"}
     head["model"] = model
     if body.stream:

@@ -7,6 +7,7 @@ import ast
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
@@ -65,16 +66,46 @@ def _call(name: str, arguments: Any, schemas: Schemas) -> Call:
     return name, json.dumps(arguments)
 
 
+_MISTRAL: Final = re.compile(
+    r"\s*(?:\[TOOL_CALLS\])?\s*([\w.-]+)\s*(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*"
+)
+
+
 def read_named_json(text: str, schemas: Schemas) -> list[Call]:
     """Return calls as Mistral's models write them: JSON, or `name[ARGS]{…}`, or `name{…}`."""
     if text.lstrip()[:1] in ("{", "["):
         return read_json(text, schemas)
-    calls = []
-    for part in text.split("[TOOL_CALLS]"):
-        head, brace, body = part.partition("{")
-        name = head.partition("[CALL_ID]")[0].partition("[ARGS]")[0].strip()
-        calls.append(_call(name, parse_json(brace + body), schemas))
+    return _scanned(text, _MISTRAL, _BLANK, schemas)
+
+
+_BLANK: Final = re.compile(r"\s*")
+
+
+def _scanned(
+    text: str, head: re.Pattern[str], tail: re.Pattern[str], schemas: Schemas
+) -> list[Call]:
+    """Return calls that are a `head`, which has the name, JSON and a `tail`.
+
+    Raises `ValueError`.
+    """
+    calls, at = list[Call](), 0
+    while at < len(text):
+        begin = head.match(text, at)
+        if begin is None:
+            raise ValueError("is no call")
+        end = _end_of_json(text, begin.end())
+        calls.append(_call(begin[1], parse_json(text[begin.end() : end]), schemas))
+        match = tail.match(text, end)
+        at = end if match is None else match.end()
     return calls
+
+
+def _end_of_json(text: str, begin: int) -> int:
+    """Return the end of a JSON value. Raises `ValueError`."""
+    try:
+        return json.JSONDecoder().raw_decode(text, begin)[1]
+    except RecursionError as error:
+        raise ValueError("is nested too deeply") from error
 
 
 _FUNCTION: Final = re.compile(r"<function=([^>\n]+)>(.*?)(?:</function>|$)", re.DOTALL)
@@ -107,12 +138,15 @@ def _read_function(text: str, schemas: Schemas) -> list[Call]:
 
 def _xml_call(name: str, given: Sequence[tuple[str, str]], schemas: Schemas) -> Call:
     """Return a call whose arguments are texts: what the schema says is no text is JSON."""
-    properties = schemas.get(name, {}).get("properties") or {}
+    root = schemas.get(name, {})
+    properties = root.get("properties") or {}
     arguments: dict[str, Any] = {}
     for key, text in given:
         value: Any = text.removeprefix("\n").removesuffix("\n")
         schema = properties.get(key.strip())
-        if not _is_text(schema):
+        if value == "null" and kinds(schema, root) == {"string", "null"}:
+            value = None
+        elif not takes_text(schema, root):
             try:
                 value = parse_json(value)
             except ValueError:
@@ -121,17 +155,55 @@ def _xml_call(name: str, given: Sequence[tuple[str, str]], schemas: Schemas) -> 
     return _call(name, arguments, schemas)
 
 
-def _is_text(schema: Any) -> bool:
-    """Return whether a schema has texts; what it does not say may be one."""
-    kind = schema.get("type", "string") if isinstance(schema, dict) else "string"
-    return "string" in kind
+_KINDS: Final = frozenset(("string", "number", "boolean", "null", "array", "object"))
+_DEEPEST: Final = 20  # reference in a schema
+
+
+def kinds(schema: Any, root: Any, depth: int = 0) -> frozenset[str]:
+    """Return the kinds of JSON values that a schema allows; all where it does not say.
+
+    `root` has what it refers to.
+    """
+    if not isinstance(schema, dict) or depth > _DEEPEST:
+        return _KINDS
+    if isinstance(at := schema.get("$ref"), str) and at.startswith("#/"):
+        found = root
+        for key in at[2:].split("/"):
+            found = found.get(key) if isinstance(found, dict) else None
+        return kinds(found, root, depth + 1)
+    options = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if isinstance(options, list):
+        return frozenset(map(_kind, options))
+    if "type" in schema:
+        names = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
+        return frozenset("number" if name == "integer" else str(name) for name in names)
+    for key in ("anyOf", "oneOf"):
+        if isinstance(schema.get(key), list):
+            each = (kinds(inner, root, depth + 1) for inner in schema[key])
+            return frozenset[str]().union(*each)
+    return _KINDS
+
+
+def _kind(value: Any) -> str:
+    for kind, types in (("boolean", bool), ("number", int | float), ("string", str)):
+        if isinstance(value, types):
+            return kind
+    return {list: "array", dict: "object"}.get(type(value), "null")
+
+
+def takes_text(schema: Any, root: Any) -> bool:
+    """Return whether a text between tags is a value as it is, not JSON."""
+    found = kinds(schema, root)
+    return found in (_KINDS, frozenset(("string",)), frozenset(("string", "null")))
 
 
 def read_python(text: str, schemas: Schemas) -> list[Call]:
     """Return calls in Python's form, `[go(to="Rome"), stop()]` (LFM2, Llama 3.2, Gemma 3).
 
-    Raises `ValueError`.
+    Values are JSON or Python's. Raises `ValueError`.
     """
+    with suppress(ValueError):
+        return _json_arguments(text.strip(), schemas)
     try:
         tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, RecursionError, MemoryError) as error:
@@ -143,6 +215,38 @@ def read_python(text: str, schemas: Schemas) -> list[Call]:
             raise ValueError("is no call with named arguments")
         arguments = {str(x.arg): _literal(x.value) for x in node.keywords}
         calls.append(_call(ast.unparse(node.func), arguments, schemas))
+    return calls
+
+
+_PYTHON_NAME: Final = re.compile(r"\s*,?\s*([\w.-]+)\(")
+_PYTHON_KEY: Final = re.compile(r"\s*,?\s*(?:(\w+)\s*=\s*|\*\*\s*)")
+_PYTHON_END: Final = re.compile(r"\s*\)\s*")
+
+
+def _json_arguments(text: str, schemas: Schemas) -> list[Call]:
+    """Return calls whose values are JSON, whose texts differ from Python's in their escapes.
+
+    Raises `ValueError`.
+    """
+    if text.startswith("[") and text.endswith("]"):
+        text = text[1:-1]
+    calls, at = list[Call](), 0
+    while at < len(text):
+        name = _PYTHON_NAME.match(text, at)
+        if name is None:
+            raise ValueError("is no call")
+        at, arguments = name.end(), dict[str, Any]()
+        while (end := _PYTHON_END.match(text, at)) is None:
+            key = _PYTHON_KEY.match(text, at)
+            if key is None:
+                raise ValueError("is no call with named arguments")
+            at = _end_of_json(text, key.end())
+            value = parse_json(text[key.end() : at])
+            if key[1] is None and not isinstance(value, dict):
+                raise ValueError("is no object")
+            arguments |= value if key[1] is None else {key[1]: value}
+        calls.append(_call(name[1], arguments, schemas))
+        at = end.end()
     return calls
 
 
@@ -167,22 +271,15 @@ def _literal(node: ast.expr) -> Any:
 
 
 _DEEPSEEK: Final = re.compile(
-    r"(?:function<｜tool▁sep｜>(?P<old>[^\n<]+)\s*```json\s*(?P<body>.*?)\s*```"
-    r"|(?P<new>[^\n<]+)<｜tool▁sep｜>(?P<json>.*?))\s*(?:<｜tool▁call▁end｜>|$)",
-    re.DOTALL,
+    r"\s*<｜tool▁call▁begin｜>\s*(?:function<｜tool▁sep｜>)?([\w.-]+)\s*(?:<｜tool▁sep｜>)?\s*"
+    r"(?:```json)?\s*"
 )
+_DEEPSEEK_END: Final = re.compile(r"\s*(?:```)?\s*(?:<｜tool▁call▁end｜>)?\s*")
 
 
 def read_deepseek(text: str, schemas: Schemas) -> list[Call]:
     """Return the calls of DeepSeek's models (R1, V3 and V3.1). Raises `ValueError`."""
-    calls = []
-    for part in text.split("<｜tool▁call▁begin｜>")[1:]:
-        match = _DEEPSEEK.match(part.strip())
-        if match is None:
-            raise ValueError("is no call")
-        name, body = match["old"] or match["new"], match["body"] or match["json"] or "{}"
-        calls.append(_call(name.strip(), parse_json(body), schemas))
-    return calls
+    return _scanned(text, _DEEPSEEK, _DEEPSEEK_END, schemas)
 
 
 _QUOTE: Final = '<|"|>'
@@ -195,6 +292,9 @@ def read_gemma(text: str, schemas: Schemas) -> list[Call]:
     match = _GEMMA_CALL.fullmatch(text)
     if match is None:
         raise ValueError("is no call")
+
+    with suppress(ValueError):
+        return [_call(match[1], parse_json(match[2]), schemas)]
 
     def quoted(token: re.Match[str]) -> str:
         if token[3] is not None:

@@ -73,6 +73,7 @@ class ChatRequest(Penalties, Guided):
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     functions: list[Any] | None = None
     modalities: list[str] | None = None
     audio: Any = None
@@ -121,9 +122,10 @@ async def chat_completions(body: ChatRequest, request: HttpRequest) -> Response:
     state: State = request.app.state.hetero
     body.check()
     model = state.check_model(body.model)
-    use = tool_use(body.tools, body.tool_choice)
+    use = tool_use(body.tools, body.tool_choice, parallel=body.parallel_tool_calls)
     wanted = await _wanted(state, body, use)
-    parser = answers.parser_of(state, use, wanted, body.reasoning_budget)
+    schema = body.answer_schema() if use.schemas else None
+    parser = await answers.parser_of(state, use, wanted, body.reasoning_budget, schema)
     head = {"id": f"chatcmpl-{secrets.token_hex(16)}", "created": seconds(), "model": model}
     head["system_fingerprint"] = state.engine.about["plan_id"]
     if body.stream:
@@ -165,10 +167,10 @@ async def _wanted(state: State, body: ChatRequest, use: ToolUse) -> AnswerOption
     if body.logprobs:
         options["logprobs"] = body.top_logprobs or 0
     grammar = await state.texts(body.wanted_grammar) if body.guided else ""
-    if use.forced:
-        if grammar:
-            raise ApiError(400, "a call of a tool has a schema of its own: give no other")
-        grammar = await state.texts(use.grammar)
+    if use.forced and grammar:
+        raise ApiError(400, "a call of a tool has a schema of its own: give no other")
+    if use.schemas and body.answer_schema() is not None:
+        grammar = ""  # of the answer or a call: `answers.parser_of`
     return AnswerOptions(
         tokens=tokens,
         options=options,

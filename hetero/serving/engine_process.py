@@ -280,10 +280,10 @@ class ServingEngine:
                 self._bytes = TokenBytes(self.service.llm.model)
             vocabulary = self.service.llm.model.config.vocab_size
             options["constraint"] = GrammarConstraint(self._bytes, request.grammar, vocabulary)
-        elif request.thoughts:
+        if request.thoughts:
             vocabulary = self.service.llm.model.config.vocab_size
             limit = ThoughtLimit(**request.thoughts)
-            options["constraint"] = ThoughtBudget(limit, vocabulary)
+            options["constraint"] = ThoughtBudget(limit, vocabulary, options.get("constraint"))
         return options
 
     def _done(

@@ -90,6 +90,19 @@ def json_grammar(schema: Any) -> str:
         raise UserError(f"the JSON schema cannot be used: {error}") from error
 
 
+def inline_json(schema: Any) -> str:
+    """Return the expression of a schema's values in a Lark grammar, spaced as Python's `json` does.
+
+    So do templates, and models write what they have read. True: any object. Raises `UserError`.
+    """
+    schema = {"type": "object"} if schema is True else dict(schema)
+    json_grammar(schema)  # raises for what cannot be used
+    if '"allOf"' not in json.dumps(schema):
+        schema = _closed(schema)
+    spaces = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+    return f"%json {json.dumps({**schema, 'x-guidance': spaces})}"
+
+
 def _closed(schema: Any) -> Any:
     """Return a schema whose objects with `properties` have no others, as llama.cpp reads them.
 

@@ -135,6 +135,14 @@ class Guided(Request):
             raise ApiError(400, "an answer can obey one grammar or schema: give one of them")
         return grammars[0] if grammars else ""
 
+    def answer_schema(self) -> Any:
+        """Return the schema of `response_format` (True: any object); None if there is none."""
+        form = self.response_format
+        if form is None or form.type == "text":
+            return None
+        inner = form.json_schema.json_schema if form.json_schema else form.json_schema_
+        return True if inner is None else inner
+
     def _grammars(self) -> list[str]:
         schemas = [x for x in (self.guided_json, self.json_schema) if x is not None]
         grammars = [json_grammar(schema) for schema in schemas]

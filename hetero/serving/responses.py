@@ -99,6 +99,7 @@ class ResponseRequest(Sampling):
     metadata: Metadata | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -119,21 +120,21 @@ class ResponseRequest(Sampling):
     def use(self) -> ToolUse:
         """Return the tools, which have no `function` around them here."""
         tools = [{"function": tool, **tool} for tool in self.tools or ()]
-        return tool_use(tools, self.tool_choice)
+        return tool_use(tools, self.tool_choice, parallel=self.parallel_tool_calls)
 
     def variables(self) -> dict[str, Any]:
         """Return the variables of the template. Raises `ApiError`."""
         effort = None if self.reasoning is None else self.reasoning.effort
         return thinking_variables(effort) | checked_variables(self.chat_template_kwargs)
 
-    def wanted_grammar(self, use: ToolUse) -> str:
-        """Return llguidance's grammar. Raises `UserError`, `ApiError`."""
+    def answer_schema(self) -> Any:
+        """Return the schema of an answer (True: any object), None: any text. Raises `ApiError`."""
         form = self.text.format if self.text is not None else None
-        if use.forced or form is None or form.type == "text":
-            return use.grammar()
+        if form is None or form.type == "text":
+            return None
         if form.type == "json_schema" and form.json_schema is None:
             raise ApiError(400, "a json_schema needs its `schema`", param="text.format.schema")
-        return json_grammar(True if form.json_schema is None else form.json_schema)
+        return True if form.json_schema is None else form.json_schema
 
 
 @dataclass
@@ -233,7 +234,9 @@ async def _turn(state: State, app: str, body: ResponseRequest) -> _Turn:
         )
     given = [await _referenced(state, app, item) for item in read_items(body.input)]
     before, tokens = await _before(state, app, body)
-    grammar = await state.texts(body.wanted_grammar, use)
+    schema, grammar = body.answer_schema(), ""
+    if schema is not None and not use.schemas:
+        grammar = await state.texts(json_grammar, schema)
     options = body.options(state.sampling) | {
         "chat": True,
         "max_tokens": most_tokens(body.max_output_tokens, default=state.max_seq_len),
@@ -267,7 +270,7 @@ async def _turn(state: State, app: str, body: ResponseRequest) -> _Turn:
         grammar=await checked_grammar(state, grammar),
     )
     budget = None if body.reasoning is None else body.reasoning.max_tokens
-    parser = answers.parser_of(state, use, wanted, budget)
+    parser = await answers.parser_of(state, use, wanted, budget, schema)
     summarised = body.reasoning is not None and body.reasoning.summarised
     begun = _begun(body, model, options)
     return _Turn(begun, use, given, before, wanted, logprobs, parser, summarised, conversation)
@@ -332,7 +335,7 @@ def _begun(body: ResponseRequest, model: str, sampling: Mapping[str, Any]) -> di
         "metadata": body.metadata or {},
         "model": model,
         "output": [],
-        "parallel_tool_calls": True,
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": body.previous_response_id,
         "prompt_cache_key": body.prompt_cache_key,
         "reasoning": {

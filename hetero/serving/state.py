@@ -15,6 +15,7 @@ from hetero.errors import UserError
 from hetero.generation.defaults import CHAT_SAMPLING, model_sampling
 from hetero.models import LoadedModel
 from hetero.serving.answer_parser import AnswerForm
+from hetero.serving.call_grammars import CallWriter
 from hetero.serving.database import Records
 from hetero.serving.engine_client import EngineClient
 from hetero.serving.errors import ApiError
@@ -140,6 +141,11 @@ class State:
     def answer_form(self) -> AnswerForm:
         """Return how the model writes thoughts and calls."""
         return AnswerForm.of(self.model.tokenizer)
+
+    @cached_property
+    def call_writer(self) -> CallWriter:
+        """Return the maker of grammars of answers with calls."""
+        return CallWriter.of(self.model.tokenizer, self.answer_form, self.token_bytes)
 
     @cached_property
     def sampling(self) -> Mapping[str, Any]:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from hetero.generation.sampling import Constraint
+
 
 @dataclass(frozen=True, kw_only=True)
 class ThoughtLimit:
@@ -24,25 +26,32 @@ class ThoughtLimit:
 
 
 class ThoughtBudget:
-    """The state of one answer under a limit (`hetero.generation.sampling.Constraint`)."""
+    """The state of one answer under a limit (`hetero.generation.sampling.Constraint`).
 
-    def __init__(self, limit: ThoughtLimit, vocabulary: int) -> None:
-        self._limit, self._vocabulary = limit, vocabulary
+    `grammar` is that of the answer, which allows what the limit forces.
+    """
+
+    def __init__(
+        self, limit: ThoughtLimit, vocabulary: int, grammar: Constraint | None = None
+    ) -> None:
+        self._limit, self._vocabulary, self._grammar = limit, vocabulary, grammar
         self._tokens: list[int] = []
         self._thinking, self._count = limit.begun, 0
         self._forced: list[int] = []
         self._force()
 
     def allowed(self) -> npt.NDArray[np.bool_] | None:
-        """Return the token that ends the thought, once it is due; None: all may come next."""
+        """Return the token that ends the thought, once it is due, else what the grammar allows."""
         if not self._forced:
-            return None
+            return None if self._grammar is None else self._grammar.allowed()
         mask = np.zeros(self._vocabulary, dtype=np.bool_)
         mask[self._forced[0]] = True
         return mask
 
     def accept(self, token: int) -> None:
         """Advance by a token."""
+        if self._grammar is not None:
+            self._grammar.accept(token)
         self._tokens.append(token)
         if self._forced:
             del self._forced[0]

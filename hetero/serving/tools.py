@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from hetero.serving.errors import ApiError
-from hetero.serving.grammars import json_grammar
 
 _NOT_SHOWN: Final = ("type", "strict", "defer_loading", "allowed_callers", "output_schema")
 
@@ -16,12 +15,17 @@ _NOT_SHOWN: Final = ("type", "strict", "defer_loading", "allowed_callers", "outp
 class ToolUse:
     """The tools of a request, as OpenAI's `function` objects.
 
-    `forced`: an answer is a call. `silent`: no call is made. `allowed` are the names of those that
-    may be called (empty: all), `namespaces` the group of each function that is in one.
+    `forced`: an answer is a call, `named`: of the one function that is allowed. `silent`: no call
+    is made. `allowed` are the names of those that may be called (empty: all), `namespaces` the
+    group of each function that is in one. `strict`: arguments obey their schemas even where the
+    model chooses to call. Without `parallel` an answer has one call.
     """
 
     functions: tuple[dict[str, Any], ...] = ()
     forced: bool = False
+    named: bool = False
+    strict: bool = False
+    parallel: bool = True
     silent: bool = False
     allowed: frozenset[str] = frozenset()
     namespaces: Mapping[str, str] = field(default_factory=dict)
@@ -39,40 +43,30 @@ class ToolUse:
         named = [f for f in self.functions if f["name"] in self.names]
         return {f["name"]: f.get("parameters") or {} for f in named}
 
-    def grammar(self) -> str:
-        """Return the grammar of an answer that must be a call."""
-        if not self.forced:
-            return ""
-        wanted = [f for f in self.functions if f["name"] in self.names]
-        calls = [
-            {
-                "type": "object",
-                "properties": {
-                    "name": {"const": f["name"]},
-                    "arguments": f.get("parameters") or {"type": "object"},
-                },
-                "required": ["name", "arguments"],
-                "additionalProperties": False,
-            }
-            for f in wanted
-        ]
-        return json_grammar(calls[0] if len(calls) == 1 else {"anyOf": calls})
+    @property
+    def constrains(self) -> bool:
+        """Return whether an answer needs a grammar."""
+        return bool(self.schemas) and (self.forced or self.strict or not self.parallel)
 
 
-def tool_use(tools: Sequence[dict[str, Any]] | None, choice: Any) -> ToolUse:
-    """Parse `tools` and `tool_choice` as chat completions have them.
+def tool_use(
+    tools: Sequence[dict[str, Any]] | None, choice: Any, *, parallel: bool | None = True
+) -> ToolUse:
+    """Parse `tools`, `tool_choice` and `parallel_tool_calls` as chat completions have them.
 
     Tools that are no functions (a search on the web, a shell, grammars of calls) cannot run here:
     they are left out, as by other local servers. Raises `ApiError`.
     """
     functions, namespaces = list[dict[str, Any]](), dict[str, str]()
+    strict = False
     for i, tool in enumerate(tools or ()):
+        inner = tool.get("function")
+        strict = strict or (isinstance(inner, dict) and inner.get("strict") is True)
         if tool.get("type") == "namespace":
-            inner = [x for x in tool.get("tools") or () if isinstance(x, dict)]
             named = [
                 _function({"function": x, **x}, f"tools.{i}")
-                for x in inner
-                if x.get("type") == "function"
+                for x in tool.get("tools") or ()
+                if isinstance(x, dict) and x.get("type") == "function"
             ]
             namespaces |= {f["name"]: str(tool.get("name", "")) for f in named}
             functions += named
@@ -89,6 +83,9 @@ def tool_use(tools: Sequence[dict[str, Any]] | None, choice: Any) -> ToolUse:
     return ToolUse(
         tuple(functions),
         forced=mode == "required",
+        named=mode == "required" and len(wanted or names) == 1,
+        strict=strict,
+        parallel=parallel is not False,
         silent=mode == "none",
         allowed=wanted,
         namespaces=namespaces,

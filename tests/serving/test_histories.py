@@ -109,7 +109,7 @@ def test_each_api_gives_the_same_functions() -> None:
     function = {"name": "go", "description": "Goes.", "parameters": schema}
     chat = tool_use([{"type": "function", "function": {**function, "strict": True}}], None)
     asked = ResponseRequest(tools=[{"type": "function", **function, "strict": True}])
-    own = {"name": "go", "description": "Goes.", "input_schema": schema}
+    own = {"name": "go", "description": "Goes.", "input_schema": schema, "strict": True}
     anthropic = CountRequest(messages=[USER], tools=[own])
     assert chat.functions == (function,)
     assert asked.use() == anthropic.use() == chat

@@ -8,10 +8,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
 
 from tests.models.gguf_files import write
 from tests.serving.servers import KEYS, Server, serving
@@ -72,13 +68,13 @@ class Assistant:
 
 
 @contextmanager
-def assistant(folder: Path, *, template: str | None = None, most: int = 16384) -> Iterator[Assistant]:
+def assistant(
+    folder: Path, *, template: str | None = None, most: int = 16384
+) -> Iterator[Assistant]:
     model = write_assistant(folder / "assistant.gguf", template)
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     env = {"HETERO_SCRIPT": str(folder), "PYTHONPATH": path}
     module = f"{__package__}.scripted_server"
     options = ("--alias", "*", "--max-seq-len", str(most))
-    with serving(
-        folder / "server", *options, model=str(model), module=module, env=env
-    ) as server:
+    with serving(folder / "server", *options, model=str(model), module=module, env=env) as server:
         yield Assistant(server, folder)

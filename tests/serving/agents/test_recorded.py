@@ -11,6 +11,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,12 +74,16 @@ CLIENTS: list[tuple[str, list[Turn], Sent, Expected]] = [
 ]
 
 
+def _known(ids: dict[str, str], match: re.Match[str]) -> str:
+    return ids[match[0]]
+
+
 def exchange(assistant: Assistant, recorded: dict[str, Any]) -> list[str]:
     """Send the requests, and return what the server sent."""
     answers, known = list[str](), dict[str, str]()
     with assistant.server.client() as client:
         for request, old in zip(recorded["requests"], recorded["ids"], strict=True):
-            body = IDS.sub(lambda match: known[match[0]], json.dumps(request))
+            body = IDS.sub(partial(_known, known), json.dumps(request))
             headers = {**recorded["headers"], "Content-Type": "application/json"}
             answer = client.post(recorded["path"], content=body, headers=headers)
             assert answer.status_code == 200, answer.text
