@@ -156,7 +156,19 @@ def _xml_call(name: str, given: Sequence[tuple[str, str]], schemas: Schemas) -> 
 
 
 _KINDS: Final = frozenset(("string", "number", "boolean", "null", "array", "object"))
-_DEEPEST: Final = 20  # reference in a schema
+_DEEPEST: Final = 20  # references and alternatives in a schema
+
+
+def resolved(schema: Any, root: Any) -> Any:
+    """Return the schema that references within `root` lead to."""
+    for _ in range(_DEEPEST):
+        at = schema.get("$ref") if isinstance(schema, dict) else None
+        if not isinstance(at, str) or not at.startswith("#/"):
+            break
+        schema = root
+        for key in at[2:].split("/"):
+            schema = schema.get(key) if isinstance(schema, dict) else None
+    return schema
 
 
 def kinds(schema: Any, root: Any, depth: int = 0) -> frozenset[str]:
@@ -164,13 +176,9 @@ def kinds(schema: Any, root: Any, depth: int = 0) -> frozenset[str]:
 
     `root` has what it refers to.
     """
+    schema = resolved(schema, root)
     if not isinstance(schema, dict) or depth > _DEEPEST:
         return _KINDS
-    if isinstance(at := schema.get("$ref"), str) and at.startswith("#/"):
-        found = root
-        for key in at[2:].split("/"):
-            found = found.get(key) if isinstance(found, dict) else None
-        return kinds(found, root, depth + 1)
     options = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if isinstance(options, list):
         return frozenset(map(_kind, options))

@@ -15,7 +15,7 @@ from typing import Any, Final, TypeAlias
 from hetero.errors import UserError
 from hetero.models.tokenizer import HfTokenizer, Tokenizer
 from hetero.serving.answer_parser import AnswerForm
-from hetero.serving.call_forms import FORMS, HERMES, CallForm, kinds, takes_text
+from hetero.serving.call_forms import FORMS, HERMES, CallForm, kinds, resolved, takes_text
 from hetero.serving.grammars import TokenBytes, inline_json, lark_grammar
 from hetero.serving.tools import ToolUse
 
@@ -23,7 +23,7 @@ MOST_CALLS: Final = 16  # of an answer that must call; small models would go on
 _NO_PARAMETERS: Final = {"type": "object", "properties": {}}
 _OPEN: Final = ("patternProperties", "anyOf", "oneOf", "allOf", "not", "if", "$ref",
                 "dependentSchemas", "minProperties", "maxProperties", "propertyNames")  # fmt: skip
-_NO_CALL: Final = r"([^ \n\t{[`](?s:.*))?"  # a text that is not read as a call without markers
+_NO_CALL: Final = r"([^ \n\t{\[`](?s:.*))?"  # a text that is not read as a call without markers
 _HARMONY: Final = tuple(
     f"<|{x}|>" for x in ("channel", "message", "start", "end", "call", "return", "constrain")
 )
@@ -151,9 +151,10 @@ def _properties(schema: Schema) -> list[tuple[str, dict[str, Any], bool]]:
     required = schema.get("required") or ()
     if any(name not in own for name in required):
         raise _OtherFormError
+    inner = {name: resolved(value, schema) for name, value in own.items()}
     return [
         (name, {**shared, **value} if isinstance(value, dict) else {}, name in required)
-        for name, value in own.items()
+        for name, value in inner.items()
     ]
 
 
@@ -245,27 +246,35 @@ def _gemma_object(rules: Rules, schema: Schema) -> str:
 
 def _gemma_value(rules: Rules, schema: Schema) -> str:
     """Return the expression of a value. Raises `_OtherFormError` for what the form cannot say."""
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    schema = {**shared, **resolved(schema, schema)}
     found = kinds(schema, schema)
     if not found & {"string", "array", "object"}:
         return inline_json(schema)
-    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-    if "anyOf" in schema:
-        return rules.add(" | ".join(_gemma_value(rules, {**shared, **x}) for x in schema["anyOf"]))
+    several = schema.get("anyOf", ())
+    if "enum" in schema and len(found) > 1:
+        several = [{"const": value} for value in schema["enum"]]
+    if several:
+        return rules.add(" | ".join(_gemma_value(rules, {**shared, **x}) for x in several))
     if found == {"string"}:
         return f"{rules.mark(_QUOTE)} {_text_value(rules, schema, ['<tool_call|>'], _QUOTE)}"
     if found == {"object"}:
         return _gemma_object(rules, schema)
-    if found == {"array"} and isinstance(schema.get("items"), dict) and "prefixItems" not in schema:
-        if schema.get("uniqueItems"):
-            raise _OtherFormError
-        value = _gemma_value(rules, {**shared, **schema["items"]})
-        least, most = int(schema.get("minItems", 0)), schema.get("maxItems")
-        if most == 0:
-            return '"[" "]"'
-        bounds = f"{max(least - 1, 0)},{'' if most is None else int(most) - 1}"
-        inner = f'{value} ("," {value}){{{bounds}}}'
-        return rules.add(f'"[" ({inner}){"" if least else "?"} "]"')
-    raise _OtherFormError
+    return _gemma_list(rules, schema, shared)
+
+
+def _gemma_list(rules: Rules, schema: Schema, shared: Schema) -> str:
+    inner = schema.get("items")
+    unusual = "prefixItems" in schema or schema.get("uniqueItems")
+    if kinds(schema, schema) != {"array"} or not isinstance(inner, dict) or unusual:
+        raise _OtherFormError
+    value = _gemma_value(rules, {**shared, **inner})
+    least, most = int(schema.get("minItems", 0)), schema.get("maxItems")
+    if most == 0:
+        return '"[" "]"'
+    bounds = f"{max(least - 1, 0)},{'' if most is None else int(most) - 1}"
+    items = f'({value} ("," {value}){{{bounds}}})'
+    return rules.add(f'"[" {items}{"" if least else "?"} "]"')
 
 
 _CODER: Final = _xml_call(
@@ -423,8 +432,9 @@ class CallWriter:
     def _free(self, rules: Rules, alone: str, calls: str, answer: Any) -> str:
         """Return the expression of an answer that may call."""
         writing = self.writing
-        if answer is not None:
-            return f"{alone} | {inline_json(answer)}"
+        if answer is not None:  # calls without markers could not be told from it
+            own = inline_json(answer)
+            return own if writing.form is None else f"{alone} | {own}"
         kept_out = [begin for begin, _ in self.form.thoughts]
         if writing.form is None:
             return f"{alone} | {rules.without(kept_out, _NO_CALL)}"

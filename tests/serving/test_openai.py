@@ -298,11 +298,12 @@ def test_a_forced_call_of_a_tool_has_the_arguments_schema(client: Any) -> None:
     for choice in ("required", {"type": "function", "function": {"name": "trains"}}):
         said = client.chat.completions.create(**asked, tool_choice=choice).choices[0]
         assert said.finish_reason == "tool_calls"
-        (call,) = said.message.tool_calls
-        arguments = json.loads(call.function.arguments)
-        assert arguments["days"] in (1, 2, 3)
-        assert call.function.name in ("weather", "trains")
-        assert choice == "required" or call.function.name == "trains"
+        for call in said.message.tool_calls:
+            arguments = json.loads(call.function.arguments)
+            assert arguments["days"] in (1, 2, 3)
+            assert call.function.name in ("weather", "trains")
+            assert choice == "required" or call.function.name == "trains"
+        assert choice == "required" or len(said.message.tool_calls) == 1
     given = [
         *STORY,
         {"role": "assistant", "tool_calls": [call.model_dump()]},
