@@ -88,6 +88,8 @@ def embed(
     width = check_dimensions(dimensions, model.config.hidden_size)
     pooling = pooling_of(model.source, options.get("pooling"))
     prompts = [check_prompt(text) for text in texts]
+    if not all(prompts):
+        raise UserError("a text is empty: give some text to embed")
     ids = [model.encode(text) if isinstance(text, str) else text for text in prompts]
     found = np.empty((len(ids), width), np.float32)
     for row, tokens in zip(found, ids, strict=True):

@@ -376,6 +376,11 @@ def check_room(state: State, tokens: Sequence[int], param: str = "prompt") -> No
             param=param,
             code="context_length_exceeded",
         )
+    check_ids(state, tokens, param)
+
+
+def check_ids(state: State, tokens: Sequence[int], param: str) -> None:
+    """Raise `ApiError` for a token id that the model does not have."""
     vocabulary = state.model.config.vocab_size
     bad = next((x for x in tokens if not 0 <= x < vocabulary), None)
     if bad is not None:

@@ -18,6 +18,7 @@ since each flush wakes another process, which on two cores is at the devices' ex
 
 from __future__ import annotations
 
+import base64
 import json
 import logging
 import os
@@ -34,12 +35,15 @@ from typing import Any, Final
 
 from hetero.backends.errors import DeviceError, DeviceLostError
 from hetero.contexts.recent import RecentTexts
+from hetero.contexts.scratch import embeddings
 from hetero.contexts.service import App, Service
 from hetero.contexts.working_set import Switch
 from hetero.errors import DiskFullError, QuotaError, UserError
 from hetero.generation.answer_stats import DeviceShare
+from hetero.generation.embedding import shortened
 from hetero.generation.loop import Delta, GenerationResult, Pending
 from hetero.generation.sampling import TokenLogprob
+from hetero.models.pooling import pooling_of
 from hetero.runtime.watchdog import WATCHDOG
 from hetero.serving import controls
 from hetero.serving.fair_queue import FairQueue
@@ -49,6 +53,8 @@ from hetero.serving.messages import (
     Control,
     ControlResult,
     Done,
+    Embedded,
+    EmbedRequest,
     ErrorReply,
     FromEngine,
     GenerateRequest,
@@ -76,7 +82,7 @@ class RunningAnswer:
     `reading`: its prompt is being read. `pending`: its next message needs no device.
     """
 
-    request: GenerateRequest
+    request: GenerateRequest | EmbedRequest
     messages: Generator[FromEngine | Pending | None]
     reading: bool = True
     pending: bool = False
@@ -94,7 +100,7 @@ class ServingEngine:
     send: Send
     flush: Callable[[], None] = lambda: None
     slots: int = 8
-    waiting: FairQueue[GenerateRequest] = field(default_factory=FairQueue)
+    waiting: FairQueue[GenerateRequest | EmbedRequest] = field(default_factory=FairQueue)
     recent: dict[str, RecentTexts] = field(default_factory=dict)
     running: list[RunningAnswer] = field(default_factory=list)
 
@@ -114,7 +120,9 @@ class ServingEngine:
                 self._control()
                 while (request := self.waiting.next(self._can_begin)) is not None:
                     self._flush_due(now=True)
-                    answer = RunningAnswer(request, self._messages(request))
+                    embeds = isinstance(request, EmbedRequest)
+                    messages = self._embed(request) if embeds else self._messages(request)
+                    answer = RunningAnswer(request, messages)
                     self.running.append(answer)
                     self._step(answer)
                 self._flush_due()
@@ -143,8 +151,9 @@ class ServingEngine:
 
     @property
     def requests(self) -> list[GenerateRequest]:
-        """Return the requests that are being answered."""
-        return [answer.request for answer in self.running]
+        """Return the requests for answers that are being made."""
+        requests = (answer.request for answer in self.running)
+        return [request for request in requests if isinstance(request, GenerateRequest)]
 
     def _read(self, *, wait: bool) -> None:
         """Take the messages that have arrived; with `wait` at least one."""
@@ -154,7 +163,7 @@ class ServingEngine:
             except queue.Empty:
                 return
             wait = False
-            if isinstance(message, GenerateRequest):
+            if isinstance(message, GenerateRequest | EmbedRequest):
                 self.waiting.add(message.app, message)
             elif isinstance(message, Cancel):
                 self._cancel(message.id)
@@ -183,8 +192,10 @@ class ServingEngine:
         for control in ready:
             self._reply(control)
 
-    def _can_begin(self, request: GenerateRequest) -> bool:
+    def _can_begin(self, request: GenerateRequest | EmbedRequest) -> bool:
         """Return whether no answer runs on the same text, and there is a cache for it."""
+        if isinstance(request, EmbedRequest):
+            return self.service.room()
         if any(control.app == request.app for control in self._controls):
             return False
         app = self.service.bound(request.app)
@@ -226,6 +237,17 @@ class ServingEngine:
         self._urgent = True
         if message is not None:
             self.send(message)
+
+    def _embed(self, request: EmbedRequest) -> Generator[FromEngine | Pending | None]:
+        found = list[str]()
+        pooling = pooling_of(None, request.pooling)
+        with closing(embeddings(self.service, request.texts, pooling)) as steps:
+            for embedding in steps:
+                if embedding is not None:
+                    part = shortened(embedding, request.dimensions or None)
+                    found.append(base64.b64encode(part.astype("<f4").tobytes()).decode())
+                yield None
+        yield Embedded(id=request.id, embeddings=found)
 
     def _messages(self, request: GenerateRequest) -> Generator[FromEngine | Pending | None]:
         app = self.service.bind(request.app)

@@ -31,8 +31,19 @@ class GenerateRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EmbedRequest:
+    """Compute the embeddings of `texts`, token ids each; `dimensions` of them, 0: all."""
+
+    id: int
+    app: str
+    texts: list[list[int]]
+    pooling: str
+    dimensions: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Cancel:
-    """Cancel an answer."""
+    """Cancel an answer, or embeddings."""
 
     id: int
 
@@ -104,6 +115,14 @@ class Done:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Embedded:
+    """The embeddings of an `EmbedRequest`, in order: base64 of their float32, little-endian."""
+
+    id: int
+    embeddings: list[str]
+
+
+@dataclass(frozen=True, kw_only=True)
 class ControlResult:
     """The result of a `Control`."""
 
@@ -124,8 +143,8 @@ class ErrorReply:
     message: str
 
 
-ToEngine: TypeAlias = GenerateRequest | Cancel | Control | Stop
-FromEngine: TypeAlias = Ready | TokenEvent | Run | Done | ControlResult | ErrorReply
+ToEngine: TypeAlias = GenerateRequest | EmbedRequest | Cancel | Control | Stop
+FromEngine: TypeAlias = Ready | TokenEvent | Run | Done | Embedded | ControlResult | ErrorReply
 _KINDS: Final = {kind.__name__: kind for kind in (*get_args(ToEngine), *get_args(FromEngine))}
 
 _json: Final = json.JSONEncoder(separators=(",", ":")).encode  # one for all

@@ -62,6 +62,10 @@ class Metrics:
         self.swap.labels("in").inc(end.about["loaded_bytes"])
         self.recomputed.inc(end.about["recomputed_tokens"])
 
+    def embedded(self, tokens: int) -> None:
+        """Count embeddings of so many tokens."""
+        self.tokens.labels("prompt").inc(tokens)
+
     def text(self, totals: dict[str, Any], waiting: int) -> bytes:
         """Return the page, with the engine's current counters."""
         self.queue.set(waiting)

@@ -43,6 +43,7 @@ def serve(
     names: Sequence[str],
     queue: int,
     reasoning_budget: int,
+    pooling: str | None,
     weights: str | None,
     engine: dict[str, Any],
 ) -> None:
@@ -69,6 +70,7 @@ def serve(
         token_bytes=TokenBytes(model),
         slots=engine["slots"],
         reasoning_budget=reasoning_budget,
+        pooling=pooling,
     )
 
     def ready() -> None:

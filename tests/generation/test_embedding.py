@@ -125,8 +125,9 @@ def test_what_cannot_be_embedded_is_refused(llm: LLM) -> None:
             llm.embed(TEXTS, **options)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="give \\[text\\]"):
         llm.embed("a")
-    with pytest.raises(UserError, match="the prompt is empty"):
-        llm.embed([[]])
+    for empty in ("", []):
+        with pytest.raises(UserError, match="a text is empty"):
+            llm.embed(["a", empty])
     with pytest.raises(UserError, match="do not fit the context"):
         llm.embed([[5] * 513])
     assert llm.embed([]).shape == (0, 64)
