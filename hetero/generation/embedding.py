@@ -91,11 +91,11 @@ def embed(
     if not all(prompts):
         raise UserError("a text is empty: give some text to embed")
     ids = [model.encode(text) if isinstance(text, str) else text for text in prompts]
-    found = np.empty((len(ids), width), np.float32)
-    for row, tokens in zip(found, ids, strict=True):
+    embeddings = np.empty((len(ids), width), np.float32)
+    for row, tokens in zip(embeddings, ids, strict=True):
         with emptied() as context:
             row[:] = shortened(_result(embedding_steps(engine, context, tokens, pooling)), width)
-    return found
+    return embeddings
 
 
 def check_dimensions(wanted: int | None, width: int) -> int:
@@ -113,5 +113,5 @@ def _result(steps: Generator[None, None, Embedding]) -> Embedding:
         try:
             next(steps)
         except StopIteration as end:
-            found: Embedding = end.value
-            return found
+            embedding: Embedding = end.value
+            return embedding

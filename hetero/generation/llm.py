@@ -249,7 +249,7 @@ class LLM(Closing):
                 yield _finish(first)
                 for i in range(1, n):
                     sampling = replace(config.sampling, seed=None if seed is None else seed + i)
-                    with first.fork(sampling) as other, other.context:
+                    with first.fork(sampling, config.constraint) as other, other.context:
                         yield _finish(other)
         finally:
             if given is not None and config.context is not None:

@@ -1,4 +1,4 @@
-"""How the hidden states of a text's tokens become one embedding, by the model's own files.
+"""The pooling of a text's hidden states to one embedding, by the model's own files.
 
 A directory of sentence-transformers says it in `1_Pooling/config.json`, a GGUF file in
 `ARCHITECTURE.pooling_type` (the numbers of llama.cpp's `llama_pooling_type`).
@@ -86,12 +86,12 @@ def _mode(raw: Mapping[str, Any]) -> str | None:
 
 def _modules(path: Path) -> list[Any]:
     try:
-        found = json.loads(read_text(path))
+        modules = json.loads(read_text(path))
     except (ValueError, RecursionError) as error:
         if isinstance(error, ModelError):
             raise
         raise ModelError(f"{path}: is not valid JSON ({error}); download the file again") from error
-    return found if isinstance(found, list) else []
+    return modules if isinstance(modules, list) else []
 
 
 def _is_dense(module: object) -> bool:

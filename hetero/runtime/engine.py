@@ -121,9 +121,7 @@ class Engine(Closing):
 
     def prefill(self, context: Context, tokens: Sequence[int]) -> Logits:
         """Append a prompt to a context, in the plan's calls; return the last logits [vocab]."""
-        *_, logits = self.prefill_calls(context, tokens)
-        assert logits is not None
-        return logits
+        return next(x for x in self.prefill_calls(context, tokens) if x is not None)
 
     def prefill_calls(self, context: Context, tokens: Sequence[int]) -> Iterator[Logits | None]:
         """Yield once for each step of a prompt; the last item is the logits.
@@ -278,11 +276,11 @@ class Engine(Closing):
             chunks = steps.pop(0)
             part = tokens[start : start + sum(chunks)]
             start += len(part)
-            rows = int(head and start == len(tokens))
-            step = self._run(context, "prefill", part, rows, chunks, mode)
-            if start < len(tokens):
+            is_last = start == len(tokens)
+            step = self._run(context, "prefill", part, int(head and is_last), chunks, mode)
+            if not is_last:
                 self.deployment.logits.check_stream(context, step)
-            yield step, start == len(tokens)
+            yield step, is_last
 
     def _run(
         self,

@@ -44,7 +44,7 @@ async def embed(body: EmbeddingRequest, request: HttpRequest) -> Response:
         )
     pooling = await state.texts(pooling_of, state.model.source, state.pooling)
     texts = [await _tokens(state, x) for x in inputs(body.input, MAX_INPUTS, "input")]
-    found = await answers.unless_disconnected(
+    embeddings = await answers.unless_disconnected(
         request,
         state.engine.embed(
             request.state.app, texts=texts, pooling=pooling, dimensions=body.dimensions or 0
@@ -55,7 +55,7 @@ async def embed(body: EmbeddingRequest, request: HttpRequest) -> Response:
     coded = body.encoding_format == "base64"
     data = [
         {"object": "embedding", "index": i, "embedding": x if coded else _floats(x)}
-        for i, x in enumerate(found)
+        for i, x in enumerate(embeddings)
     ]
     usage = {"prompt_tokens": count, "total_tokens": count}
     return answers.answer_json({"object": "list", "data": data, "model": model, "usage": usage})
@@ -82,5 +82,5 @@ async def _tokens(state: State, text: str | list[int]) -> list[int]:
 
 
 def _floats(data: str) -> list[Any]:
-    found: list[Any] = np.frombuffer(base64.b64decode(data), "<f4").tolist()
-    return found
+    floats: list[Any] = np.frombuffer(base64.b64decode(data), "<f4").tolist()
+    return floats

@@ -34,25 +34,24 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from hetero.backends.errors import DeviceError, DeviceLostError
+from hetero.backends.host.signals import WholeSteps
 from hetero.contexts.recent import RecentTexts
-from hetero.contexts.scratch import embeddings
+from hetero.contexts.scratch import another_answer, embeddings
 from hetero.contexts.service import App, Service
 from hetero.contexts.working_set import Switch
 from hetero.errors import DiskFullError, QuotaError, UserError
-from hetero.generation.answer_stats import DeviceShare
 from hetero.generation.embedding import shortened
 from hetero.generation.loop import Delta, GenerationResult, Pending
-from hetero.generation.sampling import TokenLogprob
 from hetero.models.pooling import pooling_of
 from hetero.runtime.watchdog import WATCHDOG
 from hetero.serving import controls
+from hetero.serving.choices import Choices, scored
 from hetero.serving.fair_queue import FairQueue
 from hetero.serving.grammars import GrammarConstraint, TokenBytes
 from hetero.serving.messages import (
     Cancel,
     Control,
     ControlResult,
-    Done,
     Embedded,
     EmbedRequest,
     ErrorReply,
@@ -79,11 +78,13 @@ class Stopped(Exception):  # noqa: N818  (no error: what runs is given up)
 class RunningAnswer:
     """A running answer: its `messages`, None for a step without one.
 
-    `reading`: its prompt is being read. `pending`: its next message needs no device.
+    `choices`: which it begins others of. `reading`: its prompt is being read. `pending`: its next
+    message needs no device.
     """
 
     request: GenerateRequest | EmbedRequest
     messages: Generator[FromEngine | Pending | None]
+    choices: Choices | None = None
     reading: bool = True
     pending: bool = False
 
@@ -120,9 +121,7 @@ class ServingEngine:
                 self._control()
                 while (request := self.waiting.next(self._can_begin)) is not None:
                     self._flush_due(now=True)
-                    embeds = isinstance(request, EmbedRequest)
-                    messages = self._embed(request) if embeds else self._messages(request)
-                    answer = RunningAnswer(request, messages)
+                    answer = self._answer(request)
                     self.running.append(answer)
                     self._step(answer)
                 self._flush_due()
@@ -134,6 +133,12 @@ class ServingEngine:
                 answer.messages.close()
         finally:
             self.flush()
+
+    def _answer(self, request: GenerateRequest | EmbedRequest) -> RunningAnswer:
+        if isinstance(request, EmbedRequest):
+            return RunningAnswer(request, self._embed(request))
+        choices = Choices(request)
+        return RunningAnswer(request, self._messages(choices), choices)
 
     def _on_device_busy(self) -> None:
         """Send pending messages while the devices compute."""
@@ -211,7 +216,9 @@ class ServingEngine:
     # --- an answer --------------------------------------------------------------------------
 
     def _step(self, answer: RunningAnswer) -> None:
-        """Advance an answer by a step and send its message."""
+        """Advance an answer by a step and send its message; an error ends all its choices."""
+        if answer not in self.running:
+            return
         number = answer.request.id
         message: FromEngine | Pending | None
         try:
@@ -232,53 +239,80 @@ class ServingEngine:
                 self._urgent = self._urgent or first_or_last
                 answer.reading = False
                 self.send(message)
+            if answer.choices is not None and isinstance(message, TokenEvent):
+                self._begin_others(answer.choices)
             return
         self.running.remove(answer)
         self._urgent = True
         if message is not None:
+            self._cancel(number)
             self.send(message)
 
     def _embed(self, request: EmbedRequest) -> Generator[FromEngine | Pending | None]:
-        found = list[str]()
+        coded = list[str]()
         pooling = pooling_of(None, request.pooling)
         with closing(embeddings(self.service, request.texts, pooling)) as steps:
             for embedding in steps:
                 if embedding is not None:
                     part = shortened(embedding, request.dimensions or None)
-                    found.append(base64.b64encode(part.astype("<f4").tobytes()).decode())
+                    coded.append(base64.b64encode(part.astype("<f4").tobytes()).decode())
                 yield None
-        yield Embedded(id=request.id, embeddings=found)
+        yield Embedded(id=request.id, embeddings=coded)
 
-    def _messages(self, request: GenerateRequest) -> Generator[FromEngine | Pending | None]:
-        app = self.service.bind(request.app)
-        results: list[GenerationResult] = []
-        first, chunks = Switch(), list[str]()
-        for choice in range(request.choices):
-            deltas, switch, where = self._deltas_of(request, app, choice, results)
-            with closing(deltas):
-                for delta in deltas:
-                    if not isinstance(delta, Delta):
-                        yield delta
-                        continue
-                    end = delta.token in self._eos and delta.finish_reason is not None
-                    yield TokenEvent(
-                        id=request.id,
-                        choice=choice,
-                        text=delta.text,
-                        token=delta.token,
-                        end=end,
-                        logprob=None if end else _logprob(delta.logprob),
-                        finish=delta.finish_reason or "",
-                    )
-            if choice == 0:
-                first, chunks = switch(), where()
-        yield self._done(request, results, first, chunks)
+    def _messages(self, choices: Choices) -> Generator[FromEngine | Pending | None]:
+        """Yield the messages of the first choice, and of those that there was no slot for."""
+        request, app = choices.request, self.service.bind(choices.request.app)
+        while (choice := choices.next()) is not None:
+            options, results = self._options(request, choice), list[GenerationResult]()
+            if request.choices > 1:
+                options["prompt"] = choices.prompt
+            deltas, switch, where = self._deltas_of(request, app, options, results)
+            yield from self._events(request, choice, deltas)
+            yield from choices.ended(choice, results[0], switch(), where())
+
+    def _another(self, choices: Choices, choice: int) -> Generator[FromEngine | Pending | None]:
+        """Yield the messages of a choice beside the first one."""
+        options, results = self._options(choices.request, choice), list[GenerationResult]()
+        deltas = another_answer(self.service, choices.prompt, results, options)
+        yield from self._events(choices.request, choice, deltas)
+        yield from choices.ended(choice, results[0])
+
+    def _begin_others(self, choices: Choices) -> None:
+        """Begin the next choices beside a running one, as long as nobody else waits for a slot."""
+        while choices.prompt.answer is not None and not self.waiting and self.service.room():
+            if (choice := choices.next()) is None:
+                return
+            answer = RunningAnswer(choices.request, self._another(choices, choice))
+            self.running.append(answer)
+            self._step(answer)
+
+    def _events(
+        self, request: GenerateRequest, choice: int, deltas: WholeSteps[Delta | Pending | None]
+    ) -> Generator[TokenEvent | Pending | None]:
+        with closing(deltas):
+            for delta in deltas:
+                if not isinstance(delta, Delta):
+                    yield delta
+                    continue
+                end = delta.token in self._eos and delta.finish_reason is not None
+                yield TokenEvent(
+                    id=request.id,
+                    choice=choice,
+                    text=delta.text,
+                    token=delta.token,
+                    end=end,
+                    logprob=None if end else scored(delta.logprob),
+                    finish=delta.finish_reason or "",
+                )
 
     def _deltas_of(
-        self, request: GenerateRequest, app: App, choice: int, results: list[GenerationResult]
+        self,
+        request: GenerateRequest,
+        app: App,
+        options: dict[str, Any],
+        results: list[GenerationResult],
     ) -> tuple[Any, Callable[[], Switch], Callable[[], Any]]:
         """Return the deltas of a choice, and a function for its switch and its chunks' places."""
-        options = self._options(request, choice)
         histogram = self.service.memory.histogram
         if request.context:
             name = request.context
@@ -308,41 +342,6 @@ class ServingEngine:
             options["constraint"] = ThoughtBudget(limit, vocabulary)
         return options
 
-    def _done(
-        self, request: GenerateRequest, results: list[GenerationResult], switch: Switch, where: Any
-    ) -> Done:
-        stats = results[0].stats
-        apart = switch.recomputed_tokens - switch.riding_tokens
-        usage = {
-            "prompt_tokens": len(request.tokens),
-            "completion_tokens": sum(len(result.tokens) for result in results),
-            "cached_tokens": max(stats.reused_tokens - apart, 0),
-        }
-        about: dict[str, Any] = {
-            "switch_s": switch.switch_s,
-            "loaded_bytes": switch.loaded_bytes,
-            "recomputed_tokens": switch.recomputed_tokens,
-            "bits": where,
-            "placement": {
-                kind: {"ops": share.ops, "busy_s": share.busy_s}
-                if isinstance(share, DeviceShare)
-                else share
-                for kind, share in stats.placement.items()
-            },
-            "ttft_s": stats.ttft_s,
-            "prefill_tokens_per_s": stats.prefill_tokens_per_s,
-            "decode_tokens_per_s": stats.decode_tokens_per_s,
-        }
-        scores = [[x.token, *(_logprob(x) or ())] for x in results[0].prompt_logprobs]
-        return Done(
-            id=request.id,
-            usage=usage,
-            about=about,
-            prompt_logprobs=scores,
-            tokens=list(results[0].tokens),
-            stops=[result.stop for result in results],
-        )
-
     def recent_of(self, app: App) -> RecentTexts:
         """Return an app's recent texts."""
         if app.name not in self.recent:
@@ -364,10 +363,6 @@ class ServingEngine:
 def _error_reply(number: int, error: UserError) -> ErrorReply:
     kinds = {QuotaError: "quota", DiskFullError: "disk"}
     return ErrorReply(id=number, kind=kinds.get(type(error), "user"), message=str(error))
-
-
-def _logprob(score: TokenLogprob | None) -> list[Any] | None:
-    return None if score is None else [score.logprob, [list(pair) for pair in score.top]]
 
 
 def _lines(source: int, incoming: queue.SimpleQueue[Any]) -> None:

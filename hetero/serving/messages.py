@@ -171,25 +171,28 @@ def _has_more_than_text(event: TokenEvent) -> bool:
 class Outbox:
     """A buffer of the engine's messages until `flush` writes them.
 
-    Consecutive `TokenEvent`s of a choice become a `Run`; the messages about one answer stay in
-    order.
+    Consecutive `TokenEvent`s of a choice become a `Run`; the messages about one choice stay in
+    order, and what ends an answer comes after them.
     """
 
     def __init__(self, write: Callable[[bytes], object]) -> None:
         self._write = write
         self._messages: list[FromEngine] = []
-        self._runs: dict[int, Run] = {}  # by answer, while no other message follows
+        self._runs: dict[tuple[int, int], Run] = {}  # by answer and choice
 
     def send(self, message: FromEngine) -> None:
         """Send a message with the next `flush`."""
-        if not isinstance(message, TokenEvent) or _has_more_than_text(message):
-            self._runs.pop(-1 if isinstance(message, Ready) else message.id, None)
+        if not isinstance(message, TokenEvent):
+            self._runs.clear()
             self._messages.append(message)
             return
-        run = self._runs.get(message.id)
-        if run is None or run.choice != message.choice:
-            run = Run(id=message.id, choice=message.choice, texts=[], tokens=[])
-            self._runs[message.id] = run
+        at = message.id, message.choice
+        if _has_more_than_text(message):
+            self._runs.pop(at, None)
+            self._messages.append(message)
+            return
+        if (run := self._runs.get(at)) is None:
+            run = self._runs[at] = Run(id=message.id, choice=message.choice, texts=[], tokens=[])
             self._messages.append(run)
         run.texts.append(message.text)
         run.tokens.append(message.token)

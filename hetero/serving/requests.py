@@ -167,7 +167,7 @@ Inputs = str | list[str] | list[Token] | list[list[Token]]
 def inputs(given: Inputs, most: int, param: str) -> list[str | list[int]]:
     """Return each of one or several texts or lists of token ids. Raises `ApiError`."""
     if isinstance(given, str) or (given and isinstance(given[0], int)):
-        return [given]  # type: ignore[list-item]
+        return [given]
     if not 1 <= len(given) <= most:
         raise ApiError(400, f"{param} is 1 to {most} texts", param=param)
     return list(given)  # type: ignore[arg-type]

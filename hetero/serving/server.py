@@ -86,10 +86,7 @@ def serve(
     # What the user can mend is one sentence, below; uvicorn has a traceback.
     logging.getLogger("uvicorn.error").addFilter(lambda _: state.failed is None)
 
-    def ended() -> None:
-        server.should_exit = True
-
-    client.on_end = ended
+    client.on_end = lambda: setattr(server, "should_exit", True)
     _allow_connections()
     _run(server, state, f"{host}:{port}")
     if client.about and not client.is_stopping:
