@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from hetero.backends.host.signals import WholeSteps
 from hetero.contexts.service import Service
 from hetero.contexts.slot_pool import Slot
 from hetero.generation.embedding import Embedding, embedding_steps
 from hetero.generation.loop import Delta, Generation, GenerationResult, Pending
-from hetero.generation.options import read_options
+from hetero.generation.options import GenerateOptions, read_options
 from hetero.models.pooling import Pooling
 
 
@@ -76,7 +76,7 @@ def _another(
     options: dict[str, Any],
 ) -> Iterator[Delta | Pending | None]:
     given = {name: value for name, value in options.items() if name != "ahead"}
-    config, first = read_options(given), prompt.answer
+    config, first = read_options(cast("GenerateOptions", given)), prompt.answer
     assert first is not None, "the first answer has ended"
     with _scratch(service) as slot:
         with first.fork(config.sampling, config.constraint, slot.active) as answer:

@@ -44,18 +44,18 @@ async def embed(body: EmbeddingRequest, request: HttpRequest) -> Response:
         )
     pooling = await state.texts(pooling_of, state.model.source, state.pooling)
     texts = [await _tokens(state, x) for x in inputs(body.input, MAX_INPUTS, "input")]
-    embeddings = await answers.unless_disconnected(
+    answer = await answers.unless_disconnected(
         request,
         state.engine.embed(
             request.state.app, texts=texts, pooling=pooling, dimensions=body.dimensions or 0
         ),
     )
     count = sum(map(len, texts))
-    state.metrics.embedded(count)
+    state.metrics.embedded(count, answer.queued_s)
     coded = body.encoding_format == "base64"
     data = [
         {"object": "embedding", "index": i, "embedding": x if coded else _floats(x)}
-        for i, x in enumerate(embeddings)
+        for i, x in enumerate(answer.embeddings)
     ]
     usage = {"prompt_tokens": count, "total_tokens": count}
     return answers.answer_json({"object": "list", "data": data, "model": model, "usage": usage})

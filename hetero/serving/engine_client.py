@@ -217,8 +217,8 @@ class EngineClient:
             raise
         return stream
 
-    async def embed(self, app: str, **fields: Any) -> list[str]:
-        """Return the embeddings of an `EmbedRequest`. Raises `ApiError`."""
+    async def embed(self, app: str, **fields: Any) -> Embedded:
+        """Return the answer to an `EmbedRequest`. Raises `ApiError`."""
         self.admit(app)
         number = next(self._numbers)
         inbox, event = self.listen(number, app), None
@@ -230,7 +230,7 @@ class EngineClient:
         if isinstance(event, ErrorReply):
             raise _error(event)
         assert isinstance(event, Embedded)
-        return event.embeddings
+        return event
 
     def listen(self, number: int, app: str) -> Inbox:
         """Return the inbox of a number, which counts towards an app from now on."""

@@ -45,7 +45,6 @@ from hetero.generation.loop import Delta, GenerationResult, Pending
 from hetero.models.pooling import pooling_of
 from hetero.runtime.watchdog import WATCHDOG
 from hetero.serving import controls
-from hetero.serving.choices import Choices, scored
 from hetero.serving.fair_queue import FairQueue
 from hetero.serving.grammars import GrammarConstraint, TokenBytes
 from hetero.serving.messages import (
@@ -62,6 +61,7 @@ from hetero.serving.messages import (
     TokenEvent,
     decode,
 )
+from hetero.serving.request_choices import RequestChoices, scored
 from hetero.serving.thought_budget import ThoughtBudget, ThoughtLimit
 
 FLUSH_INTERVAL_S: Final = 0.01
@@ -84,7 +84,7 @@ class RunningAnswer:
 
     request: GenerateRequest | EmbedRequest
     messages: Generator[FromEngine | Pending | None]
-    choices: Choices | None = None
+    choices: RequestChoices | None = None
     reading: bool = True
     pending: bool = False
 
@@ -111,6 +111,7 @@ class ServingEngine:
         self._eos = frozenset(model.eos_ids)
         self._bytes: TokenBytes | None = None
         self._urgent, self._flushed_s = False, 0.0
+        self._arrived_s: dict[int, float] = {}  # of requests that wait
 
     def run(self) -> None:
         """Run the loop of the module's docstring."""
@@ -135,9 +136,10 @@ class ServingEngine:
             self.flush()
 
     def _answer(self, request: GenerateRequest | EmbedRequest) -> RunningAnswer:
+        queued_s = time.monotonic() - self._arrived_s.pop(request.id)
         if isinstance(request, EmbedRequest):
-            return RunningAnswer(request, self._embed(request))
-        choices = Choices(request)
+            return RunningAnswer(request, self._embed(request, queued_s))
+        choices = RequestChoices(request, queued_s)
         return RunningAnswer(request, self._messages(choices), choices)
 
     def _on_device_busy(self) -> None:
@@ -160,6 +162,12 @@ class ServingEngine:
         requests = (answer.request for answer in self.running)
         return [request for request in requests if isinstance(request, GenerateRequest)]
 
+    @property
+    def counts(self) -> dict[str, int]:
+        """Return how many requests run, and how many wait."""
+        running = {answer.request.id for answer in self.running}
+        return {"running": len(running), "waiting": len(self.waiting)}
+
     def _read(self, *, wait: bool) -> None:
         """Take the messages that have arrived; with `wait` at least one."""
         while True:
@@ -170,6 +178,7 @@ class ServingEngine:
             wait = False
             if isinstance(message, GenerateRequest | EmbedRequest):
                 self.waiting.add(message.app, message)
+                self._arrived_s[message.id] = time.monotonic()
             elif isinstance(message, Cancel):
                 self._cancel(message.id)
             elif isinstance(message, Control) and message.action in controls.AT_ONCE:
@@ -180,6 +189,7 @@ class ServingEngine:
                 raise Stopped
 
     def _cancel(self, number: int) -> None:
+        self._arrived_s.pop(number, None)
         for answer in self.running:
             if answer.request.id == number:
                 answer.messages.close()
@@ -248,7 +258,9 @@ class ServingEngine:
             self._cancel(number)
             self.send(message)
 
-    def _embed(self, request: EmbedRequest) -> Generator[FromEngine | Pending | None]:
+    def _embed(
+        self, request: EmbedRequest, queued_s: float
+    ) -> Generator[FromEngine | Pending | None]:
         coded = list[str]()
         pooling = pooling_of(None, request.pooling)
         with closing(embeddings(self.service, request.texts, pooling)) as steps:
@@ -257,9 +269,9 @@ class ServingEngine:
                     part = shortened(embedding, request.dimensions or None)
                     coded.append(base64.b64encode(part.astype("<f4").tobytes()).decode())
                 yield None
-        yield Embedded(id=request.id, embeddings=coded)
+        yield Embedded(id=request.id, embeddings=coded, queued_s=queued_s)
 
-    def _messages(self, choices: Choices) -> Generator[FromEngine | Pending | None]:
+    def _messages(self, choices: RequestChoices) -> Generator[FromEngine | Pending | None]:
         """Yield the messages of the first choice, and of those that there was no slot for."""
         request, app = choices.request, self.service.bind(choices.request.app)
         while (choice := choices.next()) is not None:
@@ -270,15 +282,17 @@ class ServingEngine:
             yield from self._events(request, choice, deltas)
             yield from choices.ended(choice, results[0], switch(), where())
 
-    def _another(self, choices: Choices, choice: int) -> Generator[FromEngine | Pending | None]:
-        """Yield the messages of a choice beside the first one."""
+    def _another(
+        self, choices: RequestChoices, choice: int
+    ) -> Generator[FromEngine | Pending | None]:
+        """Yield the messages of a choice that runs together with the first one."""
         options, results = self._options(choices.request, choice), list[GenerationResult]()
         deltas = another_answer(self.service, choices.prompt, results, options)
         yield from self._events(choices.request, choice, deltas)
         yield from choices.ended(choice, results[0])
 
-    def _begin_others(self, choices: Choices) -> None:
-        """Begin the next choices beside a running one, as long as nobody else waits for a slot."""
+    def _begin_others(self, choices: RequestChoices) -> None:
+        """Begin choices while another one runs, as long as no other request waits for a slot."""
         while choices.prompt.answer is not None and not self.waiting and self.service.room():
             if (choice := choices.next()) is None:
                 return

@@ -116,10 +116,14 @@ class Done:
 
 @dataclass(frozen=True, kw_only=True)
 class Embedded:
-    """The embeddings of an `EmbedRequest`, in order: base64 of their float32, little-endian."""
+    """The embeddings of an `EmbedRequest`, in order: base64 of their float32, little-endian.
+
+    The request waited for `queued_s`.
+    """
 
     id: int
     embeddings: list[str]
+    queued_s: float
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from hetero import Service
 from hetero.runtime.engine import Engine
-from hetero.serving.choices import Choices
 from hetero.serving.engine_process import ServingEngine
 from hetero.serving.messages import (
     Cancel,
@@ -23,6 +22,7 @@ from hetero.serving.messages import (
     GenerateRequest,
     TokenEvent,
 )
+from hetero.serving.request_choices import RequestChoices
 from tests.support.selection import examples
 
 PROMPT = [300, *range(100, 140)]
@@ -36,14 +36,23 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         yield opened
 
 
-def answered(service: Service, *requests: Any, after: Sequence[Any] = ()) -> list[Any]:
-    """What is sent until all is answered; `after` arrive once a token is sent."""
+def answered(
+    service: Service,
+    *requests: Any,
+    after: Sequence[Any] = (),
+    counts: list[dict[str, int]] | None = None,
+) -> list[Any]:
+    """What is sent until all is answered; `after` arrive once a token is sent. `counts` gets how
+    many run and wait, for each message.
+    """
     incoming: queue.SimpleQueue[Any] = queue.SimpleQueue()
     sent: list[Any] = []
     later = list(after)
 
     def send(message: Any) -> None:
         sent.append(message)
+        if counts is not None:
+            counts.append(engine.counts)
         while later and isinstance(message, TokenEvent):
             incoming.put(later.pop(0))
 
@@ -123,6 +132,20 @@ def test_each_choice_has_its_own_grammar_stops_and_limit(service: Service) -> No
     assert [x.finish for x in sent if isinstance(x, TokenEvent)] == ["length"] * 3
 
 
+def test_the_time_in_the_queue_is_measured(service: Service) -> None:
+    """Five requests for four slots: the last one waits until another has ended."""
+    sent = answered(service, *(request(i, max_tokens=8) for i in range(5)), counts=(counts := []))
+    assert counts[0] == {"running": 1, "waiting": 4}
+    assert {"running": 4, "waiting": 1} in counts
+    assert counts[-1] == {"running": 1, "waiting": 0}
+    waited = {x.id: x.about["queued_s"] for x in sent if isinstance(x, Done)}
+    assert waited.keys() == set(range(5))
+    others = max(waited[i] for i in range(4))
+    assert waited[4] > others >= 0
+    (embedded,) = answered(service, EmbedRequest(id=9, app="a", texts=[[5]], pooling="last"))
+    assert 0 <= embedded.queued_s < 5
+
+
 def test_a_cancelled_request_ends_all_its_choices(service: Service) -> None:
     sent = answered(service, request(choices=4, max_tokens=200, seed=1), after=[Cancel(id=0)])
     assert not any(isinstance(x, Done) for x in sent)
@@ -134,7 +157,7 @@ def test_an_error_of_one_choice_ends_the_others(
 ) -> None:
     another = ServingEngine._another
 
-    def failing(self: ServingEngine, choices: Choices, choice: int) -> Any:
+    def failing(self: ServingEngine, choices: RequestChoices, choice: int) -> Any:
         if choice == 2:
             yield from ()
             raise ValueError("this choice fails")

@@ -15,14 +15,16 @@ from hetero.serving.messages import Done, GenerateRequest
 
 
 @dataclass(eq=False)
-class Choices:
-    """The choices of a request. `prompt` is shared by those that run beside another one.
+class RequestChoices:
+    """The choices of a request, which has waited for `queued_s`.
 
+    `prompt` is shared by those that run together with another one.
     `switch` and `chunks` are the first choice's: what loading its context cost, and where its
     chunks are.
     """
 
     request: GenerateRequest
+    queued_s: float
     prompt: SharedPrompt = field(default_factory=SharedPrompt)
     results: dict[int, GenerationResult] = field(default_factory=dict)
     begun: int = 0
@@ -69,6 +71,7 @@ class Choices:
                 else share
                 for kind, share in stats.placement.items()
             },
+            "queued_s": self.queued_s,
             "ttft_s": stats.ttft_s,
             "prefill_tokens_per_s": stats.prefill_tokens_per_s,
             "decode_tokens_per_s": stats.decode_tokens_per_s,
