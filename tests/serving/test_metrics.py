@@ -5,6 +5,7 @@ from __future__ import annotations
 import httpx
 
 from tests.serving.servers import Server
+from tests.serving.test_lifecycle import wait_for
 
 
 def value(client: httpx.Client, name: str) -> float:
@@ -18,11 +19,13 @@ def test_requests_run_and_have_waited(server: Server) -> None:
     with server.client("mail") as client:
         before = value(client, "hetero_queue_seconds_count")
         with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as answer:
-            next(answer.iter_lines())
+            lines = answer.iter_lines()  # which ends the answer when it is dropped
+            next(lines)
             assert value(client, 'hetero_engine_requests{state="running"}') == 1
             assert value(client, 'hetero_engine_requests{state="waiting"}') == 0
+        del lines
         client.post("/v1/completions", json=body | {"max_tokens": 2, "n": 1})
         client.post("/v1/embeddings", json={"input": ["a", "b"]})
-        assert value(client, 'hetero_engine_requests{state="running"}') == 0
+        wait_for(lambda: value(client, 'hetero_engine_requests{state="running"}') == 0)
         assert value(client, "hetero_queue_seconds_count") == before + 2  # of whole answers
         assert value(client, "hetero_queue_seconds_sum") > 0
