@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from hetero import LLM
 from hetero.errors import ModelError, UserError
+from hetero.generation import embedding
 from hetero.models import open_model, quantized
 from hetero.models.pooling import pooling_of
 from tests.models.gguf_files import write_tiny
@@ -202,3 +203,24 @@ def test_a_quantised_directory_keeps_the_pooling(qwen3: tuple[Path, Any], tmp_pa
     assert pooling_of(quantized.save(open_model(path, weights="f32").weights, tmp_path / "b")) == (
         "mean"
     )
+
+
+def test_a_text_is_read_again_where_a_device_has_failed(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The call that the other device repeated in parts has left only its last states."""
+    expected_rows = llm.embed(TEXTS, pooling="mean")
+    whole, deployment = embedding.hidden_states, llm.engine.deployment
+    monkeypatch.setattr(deployment, "fallback", "")
+
+    def failing(*arguments: Any, **options: Any) -> Iterator[Any]:
+        for states in whole(*arguments, **options):
+            if not deployment.fallback:
+                monkeypatch.setattr(deployment, "fallback", "one device has failed")
+                yield states[-1:]
+            else:
+                yield states
+
+    monkeypatch.setattr(embedding, "hidden_states", failing)
+    assert (llm.embed(TEXTS, pooling="mean") == expected_rows).all()
+    assert deployment.fallback
