@@ -196,7 +196,9 @@ def _kind(value: Any) -> str:
     for kind, types in (("boolean", bool), ("number", int | float), ("string", str)):
         if isinstance(value, types):
             return kind
-    return {list: "array", dict: "object"}.get(type(value), "null")
+    if isinstance(value, list):
+        return "array"
+    return "object" if isinstance(value, dict) else "null"
 
 
 def takes_text(schema: Any, root: Any) -> bool:
