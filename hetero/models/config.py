@@ -88,6 +88,8 @@ class ModelConfig(Extensible):
     logit_scale        on the logits, before their soft cap
     eos_ids            end a generation; ids outside the vocabulary are dropped
     dtype              of the source as written, for information
+    mtp                the decoder is the head of another model that predicts one token more
+                       (`mtp_head`): its input is a token and the hidden state before it
     """
 
     architecture: str
@@ -143,6 +145,7 @@ class ModelConfig(Extensible):
     keys_are_values: bool = later(False)
     layer_inputs: int = later(0)
     layer_scale: bool = later(False)
+    mtp: bool = later(False)
 
     def __post_init__(self) -> None:
         if not self.windows:
@@ -161,6 +164,10 @@ class ModelConfig(Extensible):
         if not self.layer_sizes:
             return self
         return replace(self, **self.layer_sizes[layer]._asdict(), layer_sizes=())
+
+    def mtp_head(self) -> Self:
+        """Return the configuration of this model's head for multi-token prediction: one block."""
+        return replace(self, num_layers=1, mixers=(), windows=(), mtp=True)
 
     def reads(self, layer: int) -> bool:
         """Return whether a layer attends to the keys and values of another."""

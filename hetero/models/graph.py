@@ -22,6 +22,12 @@ feed-forward; p are columns of a second embedding of the token, e is its first o
 
 With `layer_scale` x is then multiplied by a number.
 
+The head of a model that predicts one token more (`mtp`) begins with the embedding e of the next
+token and the hidden state in slot `hidden`, which the model's final norm has written; what its own
+final norm writes to `h` is the `hidden` of the token after that:
+
+    x = W · [norm(e), norm(hidden)]
+
 The residual stream alternates between the slots `x` and `x2`; a norm adds what is in `t` (or in
 `added`) to it, writes the sum to the other slot, and the normed sum to `h`.
 
@@ -63,8 +69,9 @@ from hetero.backends.ops import (
 from hetero.backends.protocol import CONTEXT_PORTS, port_shape
 from hetero.models.config import ModelConfig
 from hetero.models.expert_config import ExpertConfig
+from hetero.models.layout import MTP_HALVES
 from hetero.models.sliding import Sliding
-from hetero.profiler.model_graph import MatMulName, ModelGraph, Node, OpName, slot_shapes
+from hetero.profiler.model_graph import HIDDEN, MatMulName, ModelGraph, Node, OpName, slot_shapes
 
 SHADOW: Final = "_shadow"  # of a node, behind the name of its matmul
 UNROTATED: Final = RopeScaling(kind="zero")
@@ -176,7 +183,9 @@ class _Decoder:
         self._embed()
         for layer in range(self.layers):
             self.layer = layer
-            if self.config.in_norms and (layer == 0 or self.config.layer_scale):
+            if self.config.mtp:
+                self._norm("input_norm")
+            elif self.config.in_norms and (layer == 0 or self.config.layer_scale):
                 self._add("input_norm", self._norm_op(), x=self.stream, y="h")
             self._block(layer)
             last = layer == self.layers - 1
@@ -204,6 +213,10 @@ class _Decoder:
             inputs = replace(embed, d=width, scale=scale, mapped=True)
             self._add("embed_inputs", inputs, tokens="tokens", y="inputs")
             self.stream = "embedded"
+        if config.mtp:
+            self._add("embed", embed, tokens="tokens", y="embedded")
+            self._joined()
+            return
         if not config.positions:
             self._add("embed", embed, tokens="tokens", y=self.stream)
             return
@@ -212,6 +225,16 @@ class _Decoder:
         )
         self._add("embed", embed, tokens="tokens", y="x2")
         self._add("positions", positions, x="x2", position="position", y="x")
+
+    def _joined(self) -> None:
+        """Add the product of the embedding and the hidden state, one half to the stream."""
+        d = self.config.hidden_size
+        half = MatMul(n=d, k=d, weight_format=self.weight_format)
+        for name, source, target in zip(
+            MTP_HALVES, ("embedded", HIDDEN), (self.stream, "t"), strict=True
+        ):
+            self._add(f"{name}_norm", self._norm_op(), x=source, y="h")
+            self._add(name, half, x="h", y=target)
 
     def _block(self, layer: int) -> None:
         """Add everything from a block's input norm up to the norm that follows the block."""

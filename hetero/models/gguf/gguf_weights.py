@@ -36,6 +36,7 @@ from hetero.models.gguf.tensors import (
 from hetero.models.layout import (
     EXPERTS,
     MAPPED,
+    MTP_HALVES,
     block_matrices,
     embedding_matrices,
     expert_matrices,
@@ -86,7 +87,12 @@ _ENDS: Final = {
     "embed_inputs": "per_layer_token_embd",
     "lm_head": "output",
     "final_norm": "output_norm",
+    "mtp_embed": "nextn.eh_proj",
+    "mtp_hidden": "nextn.eh_proj",
+    "mtp_embed_norm": "nextn.enorm",
+    "mtp_hidden_norm": "nextn.hnorm",
 }
+_HEAD_NORM: Final = "nextn.shared_head_norm.weight"
 _TAPS: Final = tuple(x.tensors["conv_taps"] for x in FAMILIES.values() if "conv_taps" in x.tensors)
 _NO_MATRICES: Final = (*_TAPS, *ROUTER)
 _SHARED: Final = {"gate_up": ("ffn_gate_shexp", "ffn_up_shexp"), "down": ("ffn_down_shexp",)}
@@ -112,6 +118,15 @@ class GgufWeights(ModelWeights):
         self._family = FAMILIES[file.metadata["general.architecture"]]
         self._ends = _ENDS | {"final_norm": self._family.final_norm}
         self._check()
+        own = {} if config.mtp else _head_tensors(file, config)
+        if own:
+            ends = (f"{_ENDS[x]}.weight" for x in ("embed", "lm_head"))
+            view = file.renamed(own | {x: x for x in ends if x in file.tensors})
+            infos = (file.tensors[x] for x in own.values())
+            self.keep_head(
+                lambda: GgufWeights(view, config.mtp_head(), weight_format),
+                sum(x.stop - x.start for x in infos),
+            )
 
     def model_vector(self, name: str) -> Float32Array:
         """Return a vector outside of the blocks."""
@@ -125,8 +140,8 @@ class GgufWeights(ModelWeights):
         """Return the bytes of all packed weights, norms and biases."""
         if not self.weight_format.of_file:
             return super().nbytes
-        total = 0
-        for name, info in self.file.tensors.items():
+        total, behind = 0, set(_blocks_behind(self.file, self.config.num_layers))
+        for name, info in ((x, y) for x, y in self.file.tensors.items() if x not in behind):
             if is_matrix(name, info) and not name.endswith(_NO_MATRICES):
                 total += packed_bytes(stored_as(info.kind), *rows_of(info.shape))
             else:
@@ -205,6 +220,8 @@ class GgufWeights(ModelWeights):
 
     def _opened_store(self) -> StoreReader | StoreWriter | None:
         """Return the store, opened for the first matrix; None while tests measure the loss."""
+        if self.config.mtp:
+            return None
         if self._store is _UNOPENED:
             runs = {name: self._runs(name) for name in _matrix_names(self.config)}
             shapes = {name: [_part_shape(*run) for run in x] for name, x in runs.items()}
@@ -243,8 +260,9 @@ class GgufWeights(ModelWeights):
         loss = self.loss if self.weight_format.storage.quantised else None
         orders = [self._order(x, f"{prefix}.", last) if prefix else None for x in modules]
         names = [_path(f"{prefix}.", x) if prefix else x for x in modules]
+        half = MTP_HALVES.index(last) if last in MTP_HALVES else None
         sources = [
-            GgufTensor(self.file, f"{x}.weight", loss, order)
+            GgufTensor(self.file, f"{x}.weight", loss, order, half)
             for x, order in zip(names, orders, strict=True)
         ]
         if not self.weight_format.of_file:
@@ -333,7 +351,7 @@ class GgufWeights(ModelWeights):
             raise ModelError(
                 f"{path}: tensor {missing[0]} is missing{_more(missing)}; download the file again"
             )
-        others = {*self._read_before(), *_left_out(self.file, self.config.num_layers)}
+        others = {*self._read_before(), *_blocks_behind(self.file, self.config.num_layers)}
         unknown = [x for x in tensors if x not in expected and x not in others]
         if unknown:
             raise ModelError(
@@ -353,7 +371,8 @@ class GgufWeights(ModelWeights):
     def _expected(self) -> dict[str, tuple[int, ...]]:
         shapes: dict[str, tuple[int, ...]] = {}
         for matrix in embedding_matrices(self.config):
-            shapes[f"{self._ends[matrix.name]}.weight"] = (matrix.n, matrix.k)
+            halves = 2 if matrix.name in MTP_HALVES else 1
+            shapes[f"{self._ends[matrix.name]}.weight"] = (matrix.n, halves * matrix.k)
         for vector in model_vectors(self.config, self.weight_format.storage):
             if not self._is_left_out(vector.name):
                 shapes[".".join(_named(self._ends, vector.name))] = (vector.n,)
@@ -442,16 +461,31 @@ def _check_tensor(path: Path, name: str, info: TensorInfo, shape: tuple[int, ...
         )
 
 
-def _left_out(file: GgufFile, layers: int) -> tuple[str, ...]:
+def _blocks_behind(file: GgufFile, layers: int) -> tuple[str, ...]:
     """Return the tensors of blocks behind the model's, which predict more tokens."""
     count = file.metadata.get(f"{file.metadata['general.architecture']}.block_count")
     blocks = [f"blk.{i}." for i in range(layers, count if isinstance(count, int) else layers)]
-    names = tuple(name for name in file.tensors if name.startswith(tuple(blocks)))
-    if names:
+    return tuple(name for name in file.tensors if name.startswith(tuple(blocks)))
+
+
+def _head_tensors(file: GgufFile, config: ModelConfig) -> dict[str, str]:
+    """Return the tensors of a head for multi-token prediction: by a model's names those in files.
+
+    It is the block behind the model's.
+    """
+    prefix = f"blk.{config.num_layers}."
+    behind = _blocks_behind(file, config.num_layers)
+    first = [name for name in behind if name.startswith(prefix)]
+    if len(first) < len(behind):
         notify_once(
-            f"{file.path}: the blocks behind the {layers} layers, which predict further "
-            f"tokens, are left out ({len(names)} tensors)"
+            f"{file.path}: blocks behind its first head for multi-token prediction are left out "
+            f"({len(behind) - len(first)} tensors)"
         )
+    names = {}
+    for name in first:
+        own = name.removeprefix(prefix)
+        model_name = own if own.startswith("nextn.") else f"blk.0.{own}"
+        names["output_norm.weight" if own == _HEAD_NORM else model_name] = name
     return names
 
 
