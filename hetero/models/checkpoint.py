@@ -21,7 +21,7 @@ from hetero.backends.weights import Float32Array, PackedWeight, stacked
 from hetero.errors import ModelError
 from hetero.models.architectures import ARCHITECTURES
 from hetero.models.architectures.base import RowOrder
-from hetero.models.config import ModelConfig
+from hetero.models.config import ModelConfig, mtp_head
 from hetero.models.fields import read_json_object
 from hetero.models.layout import (
     EXPERTS,
@@ -32,6 +32,7 @@ from hetero.models.layout import (
     block_vectors,
     embedding_matrices,
     model_vectors,
+    stored_shape,
 )
 from hetero.models.model_weights import BlockWeights, ModelWeights
 from hetero.models.packing import RowSource, SourceTensor, check_finite, pack_rows
@@ -192,7 +193,7 @@ class CheckpointWeights(ModelWeights):
         modules = self._names.model_modules
         head = self.files.head(f"{modules[x]}.weight" for x in ("embed", "lm_head"))
         if head is not None:
-            of_head = (directory, config.mtp_head(), weight_format, head)
+            of_head = (directory, mtp_head(config), weight_format, head)
             self.keep_head(lambda: CheckpointWeights(*of_head), self.files.head_bytes)
 
     @property
@@ -395,8 +396,7 @@ def expected_tensors(
     names = architecture.names
     shapes: dict[str, tuple[int, ...]] = {}
     for matrix in embedding_matrices(config):
-        halves = 2 if matrix.name in MTP_HALVES else 1
-        shapes[f"{names.model_modules[matrix.name]}.weight"] = (matrix.n, halves * matrix.k)
+        shapes[f"{names.model_modules[matrix.name]}.weight"] = stored_shape(matrix)
     for vector in model_vectors(config, StorageFormat.F32):
         if vector.name == "final_norm_bias" and not architecture.norm_bias:
             continue

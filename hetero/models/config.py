@@ -89,7 +89,7 @@ class ModelConfig(Extensible):
     eos_ids            end a generation; ids outside the vocabulary are dropped
     dtype              of the source as written, for information
     mtp                the decoder is the head of another model that predicts one token more
-                       (`mtp_head`): its input is a token and the hidden state before it
+                       (`mtp_head` below): its input is a token and the hidden state before it
     """
 
     architecture: str
@@ -164,10 +164,6 @@ class ModelConfig(Extensible):
         if not self.layer_sizes:
             return self
         return replace(self, **self.layer_sizes[layer]._asdict(), layer_sizes=())
-
-    def mtp_head(self) -> Self:
-        """Return the configuration of this model's head for multi-token prediction: one block."""
-        return replace(self, num_layers=1, mixers=(), windows=(), mtp=True)
 
     def reads(self, layer: int) -> bool:
         """Return whether a layer attends to the keys and values of another."""
@@ -352,6 +348,11 @@ class ModelConfig(Extensible):
             name="lm_head", n=self.vocab_size, k=self.hidden_size, count=1, bias=self.head_bias
         )
         return (*(replace(x, count=count) for x, count in counts.items()), head)
+
+
+def mtp_head(config: ModelConfig) -> ModelConfig:
+    """Return the configuration of a model's head for multi-token prediction: one block."""
+    return replace(config, num_layers=1, mixers=(), windows=(), mtp=True)
 
 
 def _document(config: ModelConfig) -> dict[str, Any]:

@@ -184,6 +184,11 @@ def embedding_matrices(config: ModelConfig) -> tuple[MatrixShape, ...]:
     return tuple(shapes)
 
 
+def stored_shape(matrix: MatrixShape) -> tuple[int, int]:
+    """Return the shape of the tensor of a matrix outside of the blocks, or of two halves."""
+    return matrix.n, matrix.k * (2 if matrix.name in MTP_HALVES else 1)
+
+
 def total_bytes(config: ModelConfig, storage: StorageFormat) -> int:
     """Return the bytes of all packed weights and vectors of a model, without page padding."""
     layers = range(config.num_layers)

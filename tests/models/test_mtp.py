@@ -19,6 +19,7 @@ import pytest
 from hetero.backends.reference.compute import program
 from hetero.compiling.walk import fresh_slots, run_node
 from hetero.models import LoadedModel, model_spec, open_model
+from hetero.models.config import mtp_head
 from hetero.models.graph import model_graph
 from hetero.profiler.model_graph import HIDDEN, ModelGraph
 from hetero.runtime.kernels import node_weights
@@ -211,7 +212,7 @@ def test_a_file_has_the_head_of_its_directory(
     ours, theirs = (open_model(x, weights="f32") for x in (file, checkpoint[0]))
     check_same_weights(ours, theirs)
     check_same_weights(head_of(ours), head_of(theirs))
-    assert ours.config.mtp_head() == ours.weights.mtp.config  # type: ignore[union-attr]
+    assert mtp_head(ours.config) == ours.weights.mtp.config  # type: ignore[union-attr]
     for name in ("mtp_embed", "mtp_hidden"):
         one, other = (head_of(x).weights.outer_matrix(name).dequantize() for x in (ours, theirs))
         np.testing.assert_array_equal(one, other)
@@ -267,11 +268,11 @@ def test_a_graph_of_a_head_is_a_document_as_others() -> None:
     from hetero.models.random_models import known_config
 
     config = replace(known_config("qwen3-0.6b"), output_gate=True)
-    graph = model_graph(config.mtp_head(), "w4a16", capacity=64)
+    graph = model_graph(mtp_head(config), "w4a16", capacity=64)
     assert ModelGraph.model_validate_json(graph.model_dump_json()) == graph
-    begin = [node.name for node in graph.nodes[:6]]
+    begin = [node.name for node in graph.nodes[:7]]
     assert begin == [
         "embed", "mtp_embed_norm", "mtp_embed", "mtp_hidden_norm", "mtp_hidden",
-        "layer0.input_norm",
+        "join", "layer0.input_norm",
     ]  # fmt: skip
     assert graph.layers == 1

@@ -18,7 +18,7 @@ from hetero.models.architectures import ARCHITECTURES
 from hetero.models.architectures.base import halves_of_pairs
 from hetero.models.architectures.qwen3_5 import queries_first
 from hetero.models.checkpoint import input_norm, is_taps
-from hetero.models.config import ModelConfig
+from hetero.models.config import ModelConfig, mtp_head
 from hetero.models.gguf.families import FAMILIES
 from hetero.models.gguf.file import GgufFile, TensorInfo
 from hetero.models.gguf.packed_store import PartShape, StoreReader, StoreWriter, joined, open_store
@@ -41,6 +41,7 @@ from hetero.models.layout import (
     embedding_matrices,
     expert_matrices,
     model_vectors,
+    stored_shape,
 )
 from hetero.models.model_weights import BlockWeights, ModelWeights
 from hetero.models.packing import Destination, check_finite, pack_rows
@@ -114,19 +115,11 @@ class GgufWeights(ModelWeights):
         self.source = file.path
         self.file = file
         self.loss = Loss()
-        self._store: StoreReader | StoreWriter | str | None = _UNOPENED
+        self._store: StoreReader | StoreWriter | str | None = None if config.mtp else _UNOPENED
         self._family = FAMILIES[file.metadata["general.architecture"]]
         self._ends = _ENDS | {"final_norm": self._family.final_norm}
         self._check()
-        own = {} if config.mtp else _head_tensors(file, config)
-        if own:
-            ends = (f"{_ENDS[x]}.weight" for x in ("embed", "lm_head"))
-            view = file.renamed(own | {x: x for x in ends if x in file.tensors})
-            infos = (file.tensors[x] for x in own.values())
-            self.keep_head(
-                lambda: GgufWeights(view, config.mtp_head(), weight_format),
-                sum(x.stop - x.start for x in infos),
-            )
+        _keep_head(self)
 
     def model_vector(self, name: str) -> Float32Array:
         """Return a vector outside of the blocks."""
@@ -220,8 +213,6 @@ class GgufWeights(ModelWeights):
 
     def _opened_store(self) -> StoreReader | StoreWriter | None:
         """Return the store, opened for the first matrix; None while tests measure the loss."""
-        if self.config.mtp:
-            return None
         if self._store is _UNOPENED:
             runs = {name: self._runs(name) for name in _matrix_names(self.config)}
             shapes = {name: [_part_shape(*run) for run in x] for name, x in runs.items()}
@@ -260,9 +251,8 @@ class GgufWeights(ModelWeights):
         loss = self.loss if self.weight_format.storage.quantised else None
         orders = [self._order(x, f"{prefix}.", last) if prefix else None for x in modules]
         names = [_path(f"{prefix}.", x) if prefix else x for x in modules]
-        half = MTP_HALVES.index(last) if last in MTP_HALVES else None
         sources = [
-            GgufTensor(self.file, f"{x}.weight", loss, order, half)
+            GgufTensor(self.file, f"{x}.weight", loss, order, _half(last))
             for x, order in zip(names, orders, strict=True)
         ]
         if not self.weight_format.of_file:
@@ -371,8 +361,7 @@ class GgufWeights(ModelWeights):
     def _expected(self) -> dict[str, tuple[int, ...]]:
         shapes: dict[str, tuple[int, ...]] = {}
         for matrix in embedding_matrices(self.config):
-            halves = 2 if matrix.name in MTP_HALVES else 1
-            shapes[f"{self._ends[matrix.name]}.weight"] = (matrix.n, halves * matrix.k)
+            shapes[f"{self._ends[matrix.name]}.weight"] = stored_shape(matrix)
         for vector in model_vectors(self.config, self.weight_format.storage):
             if not self._is_left_out(vector.name):
                 shapes[".".join(_named(self._ends, vector.name))] = (vector.n,)
@@ -468,6 +457,18 @@ def _blocks_behind(file: GgufFile, layers: int) -> tuple[str, ...]:
     return tuple(name for name in file.tensors if name.startswith(tuple(blocks)))
 
 
+def _keep_head(weights: GgufWeights) -> None:
+    """Open the head for multi-token prediction that a model's file has, if it has one."""
+    file, config = weights.file, weights.config
+    own = {} if config.mtp else _head_tensors(file, config)
+    if not own:
+        return
+    ends = (f"{_ENDS[x]}.weight" for x in ("embed", "lm_head"))
+    view = file.renamed(own | {x: x for x in ends if x in file.tensors})
+    size = sum(x.stop - x.start for x in (file.tensors[y] for y in own.values()))
+    weights.keep_head(lambda: GgufWeights(view, mtp_head(config), weights.weight_format), size)
+
+
 def _head_tensors(file: GgufFile, config: ModelConfig) -> dict[str, str]:
     """Return the tensors of a head for multi-token prediction: by a model's names those in files.
 
@@ -525,6 +526,11 @@ def _expert_shapes(
         if experts.bias:
             shapes[f"{module}.bias"] = (experts.count, rows)
     return shapes
+
+
+def _half(matrix: str) -> int | None:
+    """Return which half of its tensor's features a matrix has; None: all of them."""
+    return MTP_HALVES.index(matrix) if matrix in MTP_HALVES else None
 
 
 def _layer(prefix: str) -> int:
