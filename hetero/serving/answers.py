@@ -59,7 +59,7 @@ async def parser_of(
     """Return a maker of the parser of each choice; of None where an answer can be only text.
 
     An answer under another grammar is not taken apart. Sets the options that the parser needs, the
-    grammar of calls, beside answers of `schema` if given, and the limit of thoughts: so many
+    grammar of calls, or answers of `schema` if given, and the limit of thoughts: so many
     tokens, else the server's. Raises `ApiError`.
     """
     form, schemas, bare = state.answer_form, use.schemas, True

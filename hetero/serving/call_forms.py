@@ -203,8 +203,8 @@ def _kind(value: Any) -> str:
 
 def takes_text(schema: Any, root: Any) -> bool:
     """Return whether a text between tags is a value as it is, not JSON."""
-    found = kinds(schema, root)
-    return found in (_KINDS, frozenset(("string",)), frozenset(("string", "null")))
+    allowed = kinds(schema, root)
+    return allowed in (_KINDS, frozenset(("string",)), frozenset(("string", "null")))
 
 
 def read_python(text: str, schemas: Schemas) -> list[Call]:

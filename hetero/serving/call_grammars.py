@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias
 
-from hetero.errors import UserError
 from hetero.models.tokenizer import HfTokenizer, Tokenizer
 from hetero.serving.answer_parser import AnswerForm
 from hetero.serving.call_forms import FORMS, HERMES, CallForm, kinds, resolved, takes_text
@@ -34,7 +33,7 @@ class _OtherFormError(Exception):
     """The family's form cannot express a schema: it is written as JSON."""
 
 
-class Rules:
+class GrammarRules:
     """The rules of a grammar. `special` are tokens that are no text for llguidance, by text."""
 
     def __init__(self, special: Mapping[str, int]) -> None:
@@ -55,10 +54,10 @@ class Rules:
 
     def mark(self, text: str) -> str:
         """Return the expression of a text, in which tokens of `special` are those."""
-        found = [(at, -len(x), x) for x in self._special if (at := text.find(x)) >= 0]
-        if not found:
+        matches = [(at, -len(x), x) for x in self._special if (at := text.find(x)) >= 0]
+        if not matches:
             return json.dumps(text, ensure_ascii=False) if text else ""
-        at, _, token = min(found)
+        at, _, token = min(matches)
         before, after = text[:at], text[at + len(token) :]
         inner = f"{self.mark(before)} <[{self._special[token]}]> {self.mark(after)}"
         return inner.strip()
@@ -96,7 +95,7 @@ def _escaped(text: str) -> str:
     return "".join(f"\\{x}" if x in r"\.^$|?*+()[]{}/" else x for x in text)
 
 
-Write: TypeAlias = Callable[[Rules, str, Schema], str]
+Write: TypeAlias = Callable[[GrammarRules, str, Schema], str]
 
 
 @dataclass(frozen=True)
@@ -116,7 +115,7 @@ class CallWriting:
 
 
 def _json_call(key: str = "arguments", after: str = "") -> Write:
-    def write(rules: Rules, name: str, schema: Schema) -> str:
+    def write(rules: GrammarRules, name: str, schema: Schema) -> str:
         head = f'{{"name": {json.dumps(name)}, "{key}": '
         return f"{rules.mark(head)} {inline_json(schema)} {rules.mark('}' + after)}"
 
@@ -126,14 +125,14 @@ def _json_call(key: str = "arguments", after: str = "") -> Write:
 def _named_call(before: str, middle: str, after: str = "") -> Write:
     """Return a writer of JSON behind a function's name."""
 
-    def write(rules: Rules, name: str, schema: Schema) -> str:
+    def write(rules: GrammarRules, name: str, schema: Schema) -> str:
         head = rules.mark(f"{before}{name}{middle}")
         return f"{head} {inline_json(schema)} {rules.mark(after)}"
 
     return write
 
 
-def _mistral_call(rules: Rules, name: str, schema: Schema) -> str:
+def _mistral_call(rules: GrammarRules, name: str, schema: Schema) -> str:
     number = f"{rules.mark('[CALL_ID]')} /[a-zA-Z0-9]{{9}}/"
     return f"{rules.mark(name)} {number} {rules.mark('[ARGS]')} {inline_json(schema)}"
 
@@ -158,7 +157,7 @@ def _properties(schema: Schema) -> list[tuple[str, dict[str, Any], bool]]:
     ]
 
 
-def _text_value(rules: Rules, schema: Schema, kept_out: Sequence[str], end: str) -> str:
+def _text_value(rules: GrammarRules, schema: Schema, kept_out: Sequence[str], end: str) -> str:
     """Return the rule of a text that is written as it is, and its end.
 
     Raises `_OtherFormError`.
@@ -185,7 +184,7 @@ def _xml_call(before: str, key: tuple[str, str, str], after: str, kept_out: Sequ
     """Return a writer of arguments between tags; `key` is around each name and behind the value."""
     begin, middle, end = key
 
-    def write(rules: Rules, name: str, schema: Schema) -> str:
+    def write(rules: GrammarRules, name: str, schema: Schema) -> str:
         items = []
         for own, inner, required in _properties(schema):
             if not _is_word(own):
@@ -206,7 +205,7 @@ def _is_word(text: str) -> bool:
     return text.replace("-", "_").replace(".", "_").replace("$", "_").isidentifier()
 
 
-def _python_call(rules: Rules, name: str, schema: Schema) -> str:
+def _python_call(rules: GrammarRules, name: str, schema: Schema) -> str:
     """Write `go(to="Rome")`, whose values are JSON."""
     try:
         items = [
@@ -226,7 +225,7 @@ def _raise() -> bool:
 _QUOTE: Final = '<|"|>'
 
 
-def _gemma_call(rules: Rules, name: str, schema: Schema) -> str:
+def _gemma_call(rules: GrammarRules, name: str, schema: Schema) -> str:
     head, end = rules.mark(f"call:{name}"), rules.mark("<tool_call|>")
     try:
         return f"{head} {_gemma_object(rules, schema)} {end}"
@@ -234,7 +233,7 @@ def _gemma_call(rules: Rules, name: str, schema: Schema) -> str:
         return f"{head} {inline_json(schema)} {end}"
 
 
-def _gemma_object(rules: Rules, schema: Schema) -> str:
+def _gemma_object(rules: GrammarRules, schema: Schema) -> str:
     items = []
     for own, inner, required in _properties(schema):
         if not _is_word(own):
@@ -244,26 +243,26 @@ def _gemma_object(rules: Rules, schema: Schema) -> str:
     return rules.add(f'"{{" {rules.members(items, ",")} "}}"')
 
 
-def _gemma_value(rules: Rules, schema: Schema) -> str:
+def _gemma_value(rules: GrammarRules, schema: Schema) -> str:
     """Return the expression of a value. Raises `_OtherFormError` for what the form cannot say."""
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     schema = {**shared, **resolved(schema, schema)}
-    found = kinds(schema, schema)
-    if not found & {"string", "array", "object"}:
+    allowed = kinds(schema, schema)
+    if not allowed & {"string", "array", "object"}:
         return inline_json(schema)
     several = schema.get("anyOf", ())
-    if "enum" in schema and len(found) > 1:
+    if "enum" in schema and len(allowed) > 1:
         several = [{"const": value} for value in schema["enum"]]
     if several:
         return rules.add(" | ".join(_gemma_value(rules, {**shared, **x}) for x in several))
-    if found == {"string"}:
+    if allowed == {"string"}:
         return f"{rules.mark(_QUOTE)} {_text_value(rules, schema, ['<tool_call|>'], _QUOTE)}"
-    if found == {"object"}:
+    if allowed == {"object"}:
         return _gemma_object(rules, schema)
     return _gemma_list(rules, schema, shared)
 
 
-def _gemma_list(rules: Rules, schema: Schema, shared: Schema) -> str:
+def _gemma_list(rules: GrammarRules, schema: Schema, shared: Schema) -> str:
     inner = schema.get("items")
     unusual = "prefixItems" in schema or schema.get("uniqueItems")
     if kinds(schema, schema) != {"array"} or not isinstance(inner, dict) or unusual:
@@ -298,7 +297,7 @@ _BARE: Final = CallWriting(None, "", _json_call(), single=True)
 def _tagged(write: Write) -> CallWriting:
     """Return the writing of tags in `<tool_call>`, and of JSON where tags cannot say it."""
 
-    def call(rules: Rules, name: str, schema: Schema) -> str:
+    def call(rules: GrammarRules, name: str, schema: Schema) -> str:
         try:
             return write(rules, name, schema)
         except _OtherFormError:
@@ -310,13 +309,13 @@ def _tagged(write: Write) -> CallWriting:
 def writing_of(source: str) -> CallWriting:
     """Return how the family of a chat template writes calls."""
     makers = (_tagged_of, _marked_of, _listed_of)
-    found = next((made for make in makers if (made := make(source)) is not None), None)
-    if found is not None:
-        return found
+    writing = next((made for make in makers if (made := make(source)) is not None), None)
+    if writing is not None:
+        return writing
     if "<|python_tag|>" in source:
         return CallWriting(None, "", _json_call("parameters"), single=True)
-    told = "<tool_call>" in source or "tools" not in source  # in words: `template_chat`
-    return _HERMES if told else _BARE
+    in_words = "tools" not in source  # `template_chat` then describes them
+    return _HERMES if in_words or "<tool_call>" in source else _BARE
 
 
 def _tagged_of(source: str) -> CallWriting | None:
@@ -400,7 +399,7 @@ class CallWriter:
         `closes` ends a thought that the prompt began; `answer` is the schema of an answer that is
         no call (None: any text). Raises `UserError`.
         """
-        writing, rules = self.writing, Rules(self.special)
+        writing, rules = self.writing, GrammarRules(self.special)
         names = [f for f in use.functions if f["name"] in use.names]
         if self.form.channels:
             start = self._channels(rules, names, use, answer)
@@ -417,7 +416,7 @@ class CallWriter:
         start = f"{self._thought(rules, closes)} ({body})"
         return CallGrammar(lark_grammar(rules.text(start)), form, bare=writing.form is None)
 
-    def _thought(self, rules: Rules, closes: str) -> str:
+    def _thought(self, rules: GrammarRules, closes: str) -> str:
         """Return the expression of the thought before an answer."""
 
         def rest(end: str) -> str:
@@ -429,7 +428,7 @@ class CallWriter:
             f"({rules.mark(begin)} {rest(end)})?" for begin, end in self.form.thoughts[:1]
         )
 
-    def _free(self, rules: Rules, alone: str, calls: str, answer: Any) -> str:
+    def _free(self, rules: GrammarRules, alone: str, calls: str, answer: Any) -> str:
         """Return the expression of an answer that may call."""
         writing = self.writing
         if answer is not None:  # calls without markers could not be told from it
@@ -442,7 +441,7 @@ class CallWriter:
         return f"{rules.until(text, writing.begin)} {calls} | {text}"
 
     def _channels(
-        self, rules: Rules, names: Sequence[Mapping[str, Any]], use: ToolUse, answer: Any
+        self, rules: GrammarRules, names: Sequence[Mapping[str, Any]], use: ToolUse, answer: Any
     ) -> str:
         """Return gpt-oss's form: a call is a message to a function, which ends the answer."""
         text = rules.without(_HARMONY)
@@ -458,12 +457,3 @@ class CallWriter:
         thought = f"{rules.mark('analysis<|message|>')} {text}"
         between = rules.mark("<|end|><|start|>assistant<|channel|>")
         return f"{begin} ({thought} {between})? ({' | '.join(body)})"
-
-
-def checked_names(use: ToolUse) -> None:
-    """Raise `UserError` for a function whose name the forms of calls cannot have."""
-    for function in use.functions:
-        if not _is_word(function["name"]):
-            raise UserError(
-                f"a function's name has letters, digits, `_`, `-` and `.`: {function['name']!r}"
-            )
