@@ -100,7 +100,7 @@ Write: TypeAlias = Callable[[GrammarRules, str, Schema], str]
 
 @dataclass(frozen=True)
 class CallWriting:
-    """How a family writes calls: `begin`, `opens`, calls by `write` with `between`, `end`.
+    """The writing of calls by a family: `begin`, `opens`, calls by `write` with `between`, `end`.
 
     `form` reads it; None: nothing marks it, the answer is JSON. `single`: one call at a time.
     """
