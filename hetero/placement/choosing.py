@@ -25,7 +25,6 @@ from hetero.placement.comparing import (
     PhaseChoice,
     Price,
     PromptMix,
-    cache_bytes,
     compare,
     described,
     fastest,
@@ -43,6 +42,7 @@ from hetero.profiler.substitutes import file_substitution
 from hetero.runtime.launch_costs import check_priced
 from hetero.runtime.prefill_mode import capabilities_of, with_modes
 from hetero.solver.copies import least_gain
+from hetero.solver.decode_bands import LONGEST, cache_bytes
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.handmade import layer_level, single_device
 from hetero.solver.matmul_entries import share_heads

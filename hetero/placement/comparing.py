@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from itertools import product, starmap
 from typing import Any, Final, NamedTuple
 
-from hetero.backends.ops import Attention
 from hetero.backends.protocol import DeviceKind
 from hetero.backends.registry import EVERY_CORE
-from hetero.profiler.model_graph import ModelGraph
 from hetero.solver.handmade import single_device
 from hetero.solver.options import INF
 from hetero.solver.plan import PHASES, Phase
@@ -256,12 +254,6 @@ def predicted(
             return _on_every_core(planner, tokens, cores)
     prompt, decode = solver.prompt(tokens), solver.solution_for(answering(tokens))
     return Seconds(prompt.seconds, len(prompt.calls), decode.seconds)
-
-
-def cache_bytes(spec: ModelGraph) -> int:
-    """Return the bytes of a token's keys and values in all layers."""
-    ops = [node.op for node in spec.nodes if isinstance(node.op, Attention) and not node.op.reads]
-    return sum(2 * x.kv_heads * x.kv.row(x.head_dim) * x.kv.dtype.itemsize for x in ops)
 
 
 def answering(tokens: int) -> Scenario:

@@ -99,7 +99,10 @@ class StepRunner:
                 logit_rows=logit_rows,
             )
         sides = self._enter((context,), step)
-        adapter = self._adapter if len(chunks) == 1 and not sums_scores else None
+        # Of decode steps, the adapter knows those of the first band.
+        watched = len(chunks) == 1 and not sums_scores
+        watched = watched and (phase == "prefill" or not self.steps.band_of([context]))
+        adapter = self._adapter if watched else None
         timed = adapter is not None and adapter.due(phase, len(tokens))
         self.set_timing(timed)
         context.cache.states.at = UNKNOWN  # until the step has ended

@@ -24,7 +24,6 @@ from hetero.placement.comparing import (
     DeviceSets,
     PhaseSeconds,
     Price,
-    cache_bytes,
     described,
     fastest,
 )
@@ -33,6 +32,7 @@ from hetero.profiler.errors import ProfileWarning
 from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.records import DeviceProfile
 from hetero.runtime.engine import Engine
+from hetero.solver.decode_bands import cache_bytes
 from hetero.solver.handmade import layer_level, single_device
 from hetero.solver.overheads import Overheads
 from hetero.solver.plan import PHASES, Phase
