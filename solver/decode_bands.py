@@ -26,7 +26,9 @@ from hetero.solver.solution import Scenario, Solution
 from hetero.solver.weight_memory import Limits, ResidentRows, memory_of_rows, union
 
 STEP: Final = 64  # tokens; bands begin at multiples
-LONGEST: Final = 32768  # tokens of a context, where nothing is said: profiles measure no longer ones
+LONGEST: Final = (
+    32768  # tokens of a context, where nothing is said: profiles measure no longer ones
+)
 Name = TypeVar("Name")
 
 
@@ -185,9 +187,7 @@ def _variants(
     return found
 
 
-def _with_all(
-    planner: Planner, name: OpName, rows: ResidentRows, kind: DeviceKind
-) -> ResidentRows:
+def _with_all(planner: Planner, name: OpName, rows: ResidentRows, kind: DeviceKind) -> ResidentRows:
     """Return the rows on each device with all of a block's matmul on one, too."""
     n, _ = planner.shape(name)
     if name in planner.spec.sampled:

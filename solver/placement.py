@@ -64,7 +64,9 @@ class Placement:
         self._check_heads()
         self._check_experts()
         self.bands = tuple(
-            Placement(self.plan.in_band(x), graph, capabilities, source=source, kernels=self.kernels)
+            Placement(
+                self.plan.in_band(x), graph, capabilities, source=source, kernels=self.kernels
+            )
             for x in self.plan.bands
         )
 

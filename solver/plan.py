@@ -576,6 +576,11 @@ class Plan(_Record):
         groups = (*self.in_flight, *self.bands)
         return (*self.ops, *(op for group in groups for op in group.ops))
 
+    def in_phase(self, phase: Phase) -> list[OpPlan]:
+        """Return the entries of a phase in all modes; of decoding, those of the first tokens."""
+        flights = (op for flight in self.in_flight for op in flight.ops)
+        return [op for op in (*self.ops, *flights) if op.phase == phase]
+
     def in_band(self, band: DecodeBand) -> Self:
         """Return the plan whose decode steps are those of a band, at any depth."""
         names = {op.op for op in band.ops}
@@ -602,8 +607,7 @@ class Plan(_Record):
 
         In decoding they are those of the first tokens (`bands`).
         """
-        flights = (op for flight in self.in_flight for op in flight.ops)
-        ops = [op for op in (*self.ops, *flights) if op.phase == phase]
+        ops = self.in_phase(phase)
         parts = [{tile.device for tile in op.tiles} for op in ops if op.op != "lm_head"]
         heads = [{tile.device for tile in op.tiles} for op in ops if op.op == "lm_head"]
         other = self.non_matmul.prefill if phase == "prefill" else self.non_matmul.decode

@@ -161,9 +161,7 @@ class Lowering:
         It has `wait_values` where they gain; with `rows` each token is of a context of its own.
         `band` is that of the plan's decode steps by the context's depth (`Placement.band_at`).
         """
-        placed = self.place(
-            phase, (m,), logit_rows, sums_scores=sums_scores, rows=rows, band=band
-        )
+        placed = self.place(phase, (m,), logit_rows, sums_scores=sums_scores, rows=rows, band=band)
         schedule = in_order(placed.graph(), eager=self.synchroniser.eager)
         return placed.bound(schedule, self.synchroniser.signals if wait_values else {})
 

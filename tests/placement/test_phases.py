@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -255,6 +256,32 @@ def test_open_devices_say_what_computes_each_phase(
     shared = choose(spec, PlacementRequest(mode="hetero", profile="host-avx2", seq_lens=(64,)))
     assert shared.plan is not None
     assert described(phases_of(shared.plan, devices, shared)).startswith("prompt: tensor level; ")
+
+
+def test_phases_say_from_which_depth_on_decoding_is_elsewhere(spec: ModelGraph) -> None:
+    devices: Any = {kind: open_device("reference", kind=kind) for kind in ("gpu", "npu")}
+    request = PlacementRequest(mode="hetero", profile="snapdragon-8-elite", context=4096)
+    choice = choose(spec, request)
+    assert choice.plan is not None
+    (band,) = choice.plan.bands
+    assert choice.reason.endswith(f"; from {band.depth_from} tokens on, answers on the npu")
+    phases = phases_of(choice.plan, devices, choice)
+    assert [(x.phase, x.depth_from) for x in phases] == [
+        ("prefill", 0),
+        ("decode", 0),
+        ("decode", band.depth_from),
+    ]
+    assert described(phases).endswith(
+        f" until {band.depth_from} tokens, then npu alone (1.1 x {phases[1].device_set})"
+        if phases[1].device_set == TENSOR_LEVEL
+        else f" until {band.depth_from} tokens, then npu alone (1.1 x the gpu)"
+    )
+    last = phases[-1].document()
+    assert (last["depth_from"], last["devices"]) == (band.depth_from, ["npu"])
+    assert last["gain"] == pytest.approx(1.1, rel=0.05)
+    short = choose(spec, replace(request, context=band.depth_from - 64))
+    assert short.plan is not None
+    assert short.plan.bands == ()
 
 
 def test_a_phase_of_every_core_is_named_so() -> None:
