@@ -36,7 +36,7 @@ from hetero.runtime.engine import Engine
 from hetero.solver.decode_bands import cache_bytes
 from hetero.solver.handmade import layer_level, single_device
 from hetero.solver.overheads import Overheads
-from hetero.solver.plan import PHASES, Phase
+from hetero.solver.plan import PHASES, DecodeBand, Phase
 from hetero.solver.planner import Planner
 from hetero.solver.prepared import PreparedSolver
 from hetero.solver.request import PlanRequest
@@ -260,7 +260,9 @@ def test_open_devices_say_what_computes_each_phase(
 
 def test_phases_say_from_which_depth_on_decoding_is_elsewhere(spec: ModelGraph) -> None:
     devices: Any = {kind: open_device("reference", kind=kind) for kind in ("gpu", "npu")}
-    request = PlacementRequest(mode="hetero", profile="snapdragon-8-elite", context=4096)
+    request = PlacementRequest(
+        mode="hetero", profile="snapdragon-8-elite", seq_lens=(64, 512), context=4096
+    )
     choice = choose(spec, request)
     assert choice.plan is not None
     (band,) = choice.plan.bands
@@ -282,6 +284,24 @@ def test_phases_say_from_which_depth_on_decoding_is_elsewhere(spec: ModelGraph) 
     short = choose(spec, replace(request, context=band.depth_from - 64))
     assert short.plan is not None
     assert short.plan.bands == ()
+
+
+def test_an_opened_model_decodes_by_its_bands_and_says_so(tmp_path: Path) -> None:
+    folder = str(tiny_model(tmp_path))
+    options: Any = {"gpu": "reference", "npu": "reference", "max_seq_len": 128}
+    with LLM(folder, device="gpu", **options) as llm:
+        wanted = llm.generate(TOKENS, max_tokens=20).tokens
+        graph = llm.model.spec()
+    alone = {kind: single_device(graph, kind) for kind in ("gpu", "npu")}
+    ops = tuple(x for x in alone["npu"].ops if x.phase == "decode" and x.op not in graph.sampled)
+    band = DecodeBand(depth_from=48, device="npu", devices=("npu",), ops=ops)
+    plan = alone["gpu"].model_copy(update={"bands": (band,)})
+    with LLM(folder, plan=plan, **options) as llm:
+        said = described(llm.phases)
+        assert said == "prompt: gpu alone; answer: gpu alone until 48 tokens, then npu alone"
+        result = llm.generate(TOKENS, max_tokens=20)
+        assert result.tokens == wanted
+        assert result.stats.placement["npu"].ops > 0
 
 
 def test_a_phase_of_every_core_is_named_so() -> None:
