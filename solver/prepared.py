@@ -141,6 +141,19 @@ def resident_alone(
     return {name: of(name, rows) for name, rows in resident.items()}
 
 
+def joint_space(
+    planner: Planner, names: Sequence[OpName], resident: Mapping[OpName, ResidentRows]
+) -> JointSpace | None:
+    """Return the tilings of a block's matmuls in one table; None where one has none on the NPU."""
+    spaces = {name: planner.space(name) for name in names}
+    if not all(space.has_npu for space in spaces.values()):
+        return None
+    for space in spaces.values():
+        space.kernels.remember("npu", space.sizes, space.rows.tolist(), space.k)
+    longest = planner.longest_with("gpu")
+    return JointSpace(spaces, resident, longest or LONGEST)
+
+
 class PreparedSolver:
     """Solves one length at a time with prepared row cuts and residency.
 
@@ -203,7 +216,7 @@ class PreparedSolver:
         self._chooser = Chooser(planner.overheads, planner.settings.rules, self._objective)
         self._non_matmul_devices = {s.scenario.phase: s.non_matmul.device for s in solutions}
         self._block: list[OpName] = [x for x in names if x not in planner.spec.sampled]
-        self._joint = self._join()
+        self._joint = joint_space(self._planner, self._block, self.resident)
         self._sampled = {s.scenario.phase: _sampled_options(planner, s) for s in solutions}
         self._plans: dict[tuple[Phase, int], ExecutionPlan] = {}
         longest = shortest(
@@ -264,7 +277,7 @@ class PreparedSolver:
         changed._planner = self._planner.drifted(factors)
         separate = self._decoder is not self._planner
         changed._decoder = self._decoder.drifted(factors) if separate else changed._planner
-        changed._joint = changed._join()
+        changed._joint = joint_space(changed._planner, self._block, changed.resident)
         changed._plans = {}
         changed._sampled = dict(self._sampled) if separate else {x: {} for x in self._sampled}
         changed.alone = {phase: changed._fastest_alone(phase) for phase in self.alone}
@@ -300,7 +313,7 @@ class PreparedSolver:
         changed._planner = changed._decoder = planner.drifted(factors)
         changed.resident = resident_alone(self._planner, self.resident, changed.alone)
         changed._non_matmul_devices = {**self._non_matmul_devices, **devices}
-        changed._joint = changed._join()
+        changed._joint = joint_space(changed._planner, self._block, changed.resident)
         changed._plans = {}
         changed._sampled = {x: {} for x in self._sampled}
         longest = changed._longest
@@ -434,15 +447,6 @@ class PreparedSolver:
         for name in self._planner.spec.sampled & self.resident.keys() - sampled.keys():
             options[name] = self._options(name, 1)
         return options | {name: [option] for name, option in sampled.items()}
-
-    def _join(self) -> JointSpace | None:
-        spaces = {name: self._planner.space(name) for name in self._block}
-        if not all(space.has_npu for space in spaces.values()):
-            return None
-        for space in spaces.values():
-            space.kernels.remember("npu", space.sizes, space.rows.tolist(), space.k)
-        longest = self._planner.longest_with("gpu")
-        return JointSpace(spaces, self.resident, longest or LONGEST)
 
     def _options(self, name: OpName, m: int) -> list[Option]:
         resident = self.resident[name]
