@@ -49,9 +49,9 @@ class BandRequest:
 
 
 class Band(NamedTuple):
-    """What decodes from a depth on, solved there, and the seconds of what decodes before it.
+    """A solved decode step from a depth on, and the seconds of what decodes before it there.
 
-    `more_bytes` of weights are held for it alone.
+    `more_bytes` of weights are there for it alone.
     """
 
     depth: int
@@ -107,12 +107,12 @@ def decode_bands(
 
     every = range(len(variants))
     bands, before = [], 0
-    held = memory_of_rows(planner, resident).total_bytes
+    stored_bytes = memory_of_rows(planner, resident).total_bytes
     for depth, index in switches(
         0, every, lambda i, depth: at(i, depth).seconds, needed, request.longest
     ):
         rows = variants[index].resident
-        more = memory_of_rows(planner, rows).total_bytes - held
+        more = memory_of_rows(planner, rows).total_bytes - stored_bytes
         bands.append(Band(depth, at(index, depth), at(before, depth).seconds, more, rows))
         before = index
     return bands
@@ -136,7 +136,7 @@ def switches(
         limit_s = seconds(before, depth) * (1 - needed(before, after, depth))
         return seconds(after, depth) < limit_s
 
-    found: list[tuple[int, Name]] = []
+    moves: list[tuple[int, Name]] = []
     current, low, last = first, 0, longest // STEP
     stop = 1
     while low < last:
@@ -148,10 +148,10 @@ def switches(
             while high - low > 1:
                 middle = (low + high) // 2
                 low, high = (low, middle) if wins(best, current, middle * STEP) else (middle, high)
-            found.append((high * STEP, best))
+            moves.append((high * STEP, best))
             current = best
         low, stop = stop, 2 * stop
-    return found
+    return moves
 
 
 def cache_bytes(spec: ModelGraph) -> int:
@@ -167,7 +167,7 @@ def _variants(
     request: BandRequest,
 ) -> list[_Variant]:
     """Return what decodes with the other device attending: on the rows that are there, or alone."""
-    found: list[_Variant] = []
+    variants: list[_Variant] = []
     for kind in planner.non_matmul_devices(1):
         if kind == base.non_matmul.device:
             continue
@@ -183,8 +183,8 @@ def _variants(
                 Scenario("decode", 1, request.longest), options=options, non_matmul_device=kind
             )
             needed = max(request.tolerance, least)
-            found.append(_Variant(solution.options, kind, needed, rows))
-    return found
+            variants.append(_Variant(solution.options, kind, needed, rows))
+    return variants
 
 
 def _with_all(planner: Planner, name: OpName, rows: ResidentRows, kind: DeviceKind) -> ResidentRows:
@@ -206,10 +206,10 @@ def _options(
     None if a matmul has nothing. What sees sampled rows alone stays as it is.
     """
     chooser = Chooser(planner.overheads, planner.settings.rules, Objective(power=planner.power))
-    found: dict[OpName, list[Option]] = {}
+    choices: dict[OpName, list[Option]] = {}
     for name in (x.name for x in planner.spec.matmuls):
         if name in planner.spec.sampled:
-            found[name] = [base.options[name].unrestricted()]
+            choices[name] = [base.options[name].unrestricted()]
             continue
         space = planner.space(name)
         grid, rows = space.grid(1), resident[name]
@@ -219,5 +219,5 @@ def _options(
             options = [x.unrestricted() for x in options if x.devices == {only}]
         if not any(option.elapsed_s < INF for option in options):
             return None
-        found[name] = options
-    return found
+        choices[name] = options
+    return choices

@@ -166,7 +166,7 @@ class PreparedSolver:
 
     alone: Mapping[Phase, DeviceKind] = MappingProxyType({})
     _bands: BandRequest | None = None  # of decode's, once asked for
-    _held: Mapping[OpName, ResidentRows] = MappingProxyType({})  # rows with those of bands
+    _stored: Mapping[OpName, ResidentRows] = MappingProxyType({})  # rows with those of bands
 
     def __init__(
         self,
@@ -342,7 +342,7 @@ class PreparedSolver:
             return self
         changed, apart = copy.copy(self), self.plan.apart
         changed._bands = band_request(self._planner, self._request, longest, apart=apart)
-        changed._held = self.resident
+        changed._stored = self.resident
         changed._move_decoding()
         return changed if changed.plan.bands else self
 
@@ -351,9 +351,9 @@ class PreparedSolver:
         if self._bands is None:
             return
         decoding = self.solution_for(DECODE)
-        bands = decode_bands(self._planner, decoding, self._held, self._bands)
+        bands = decode_bands(self._planner, decoding, self._stored, self._bands)
         for band in bands:
-            self._held = band.resident
+            self._stored = band.resident
         update = {"bands": tuple(band_of(self._planner, band) for band in bands)}
         self.plan, self._plans = self.plan.model_copy(update=update), {}
 

@@ -90,21 +90,21 @@ def fastest_answers(
     @cache
     def runs(depth: int) -> dict[tuple[str, ...], tuple[float, float]]:
         """Return seconds and mean error of each candidate that can decode."""
-        step, found = Scenario("decode", 1, depth), {}
+        step, times = Scenario("decode", 1, depth), {}
         errors = {kind: error_of(profile, kind, "decode", spec) or 0.0 for kind in BOTH}
         alone = {kind: planner.whole_rows.single(step, kind) for kind in KINDS}
         for kind, solved in alone.items():
             if solved is not None:
-                found[(kind,)] = (solved.seconds, errors[kind])
+                times[(kind,)] = (solved.seconds, errors[kind])
         both_s = planner.solve(step).seconds
-        least_s = min((s for s, _ in found.values()), default=INF) * (1 - request.margin)
-        found[BOTH] = (both_s if both_s < least_s else INF, max(errors.values()))
+        least_s = min((s for s, _ in times.values()), default=INF) * (1 - request.margin)
+        times[BOTH] = (both_s if both_s < least_s else INF, max(errors.values()))
         if cores is not None and (gpu := alone.get("gpu")) is not None:
-            found[("cpu",)] = (cores.seconds(gpu.seconds, spec.layers), errors["gpu"])
+            times[("cpu",)] = (cores.seconds(gpu.seconds, spec.layers), errors["gpu"])
         for unit in units:
             error = _mean_error(unit.validation, "decode") or 0.0
-            found[("cpu",)] = (unit_s(unit, work, "decode", 1, depth), error)
-        return found
+            times[("cpu",)] = (unit_s(unit, work, "decode", 1, depth), error)
+        return times
 
     def needed(before: tuple[str, ...], after: tuple[str, ...], depth: int) -> float:
         return max(request.margin, runs(depth)[before][1], runs(depth)[after][1])
