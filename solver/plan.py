@@ -573,8 +573,8 @@ class Plan(_Record):
     @property
     def all_ops(self) -> tuple[OpPlan, ...]:
         """Return the entries of all modes and bands."""
-        groups = (*self.in_flight, *self.bands)
-        return (*self.ops, *(op for group in groups for op in group.ops))
+        groups = (*(x.ops for x in self.in_flight), *(x.ops for x in self.bands))
+        return (*self.ops, *(op for group in groups for op in group))
 
     def in_phase(self, phase: Phase) -> list[OpPlan]:
         """Return the entries of a phase in all modes; of decoding, those of the first tokens."""

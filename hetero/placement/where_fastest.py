@@ -90,7 +90,8 @@ def fastest_answers(
     @cache
     def runs(depth: int) -> dict[tuple[str, ...], tuple[float, float]]:
         """Return seconds and mean error of each candidate that can decode."""
-        step, times = Scenario("decode", 1, depth), {}
+        step = Scenario("decode", 1, depth)
+        times: dict[tuple[str, ...], tuple[float, float]] = {}
         errors = {kind: error_of(profile, kind, "decode", spec) or 0.0 for kind in BOTH}
         alone = {kind: planner.whole_rows.single(step, kind) for kind in KINDS}
         for kind, solved in alone.items():
