@@ -6,19 +6,21 @@
     python bench/peers.py levels --profile host      # tensor level, single devices, strategies
     python bench/peers.py starts --file-type Q4_K_M  # a file to its first text
 
-Without a subcommand: hetero and llama.cpp read one GGUF file of random weights, and compute with
-int8 activations (`w4a8`, `gguf-a8`). Every engine has a process of its own; rounds are interleaved;
-two threads mean both cores. A peer that is not installed, or that fails, is named instead of
-measured.
+Without a subcommand: hetero, llama.cpp and OpenVINO GenAI read one GGUF file, of random weights or
+`--file`, and compute with int8 activations (`w4a8`, `gguf-a8`). Every engine has a process of its
+own; rounds are interleaved; two threads mean both cores. A peer that is not installed, or that
+fails, is named instead of measured.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import statistics
 import sys
 import tempfile
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated
 
@@ -57,13 +59,15 @@ def make_workers(
     folder: Path,
     file_type: str,
     layers: int,
+    file: Path | None,
+    steps: bool,
 ) -> Iterator[Worker]:
     """Everything that is compared; files are written to `folder`."""
-    path = folder / "random.gguf"
+    path = file or folder / "random.gguf"
     config = shallow_config(model, layers)
-    if layers or config.mixers or config.experts:
+    if not file and (layers or config.mixers or config.experts):
         write_random_model(config, path, context=context, file_type=file_type)
-    else:
+    elif not file:
         write_random(model_spec(model, WeightFormat.W4A8), path, context, file_type)
     cores = sorted(os.sched_getaffinity(0))
     for cached in kv:
@@ -72,6 +76,10 @@ def make_workers(
         for threads in (1, 2):
             name, pinned = f"llama.cpp, {threads} thread{'s' * (threads > 1)}", cores[-threads:]
             yield Worker(name + said, engines.LlamaCpp, threads=threads, cores=pinned, **both)
+        if not steps:  # it decodes behind a prompt of its own only
+            name = "OpenVINO GenAI, 2 threads" + said
+            given = {"path": str(path), "kv": cached, "threads": 2, "cores": cores[-2:]}
+            yield Worker(name, engines.OpenVino, **given)
         for device, name in MODES.items():
             given = {"profile": profile, "length": length, "device": device}
             given["weights"] = COMPUTED[file_type]
@@ -102,6 +110,13 @@ def rows(found: dict[str, Samples], memory: dict[str, int], base: str) -> Iterat
             yield [name, test, *spread(samples[test]), ratio, f"{nbytes / MIB:.0f}"]
 
 
+def versions() -> Iterator[str]:
+    """The installed peers, with their versions."""
+    for package in ("llama-cpp-python", "openvino-genai"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            yield f"{package} {metadata.version(package)}"
+
+
 @app.callback(invoke_without_command=True, no_args_is_help=False)
 def peers(
     ctx: typer.Context,
@@ -114,6 +129,7 @@ def peers(
     file_type: Annotated[str, typer.Option(help=", ".join(COMPUTED))] = "Q4_0",
     kv: Annotated[str, typer.Option(help="formats of everybody's caches: 'f16,q8'")] = "f16",
     layers: Annotated[int, typer.Option(help="the model's first ones, 0 for all")] = 0,
+    file: Annotated[Path | None, typer.Option(help="a GGUF file instead of random weights")] = None,
     steps: Annotated[bool, typer.Option(help="the prompt once, rounds of decoding")] = False,
 ) -> None:
     """hetero and its peers on the same weights, quantisation, cores and prompts, interleaved."""
@@ -131,6 +147,8 @@ def peers(
                 Path(folder),
                 file_type,
                 layers,
+                file,
+                steps,
             )
             if any(part in worker.name for part in only.split(","))
         ]
@@ -150,10 +168,11 @@ def peers(
     if not workers:
         raise SystemExit("no engine ran: see the lines above")
     base = BASE if BASE in found else workers[0].name
-    print(f"measured; {model} {file_type}, caches {kv}, prompt {p}, decode {n}, {r} rounds\n")
+    measured = file.name if file else f"{model} {file_type}"
+    print(f"measured; {measured}, caches {kv}, prompt {p}, decode {n}, {r} rounds\n")
     head = f"engine|test|tokens/s (median)|min|max|× {base}|PSS MiB"
     table(head, rows(found, memory, base))
-    finish()
+    finish(f"peers: {', '.join(versions()) or 'none installed'}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""llama.cpp and hetero behind one method: `round`."""
+"""llama.cpp, OpenVINO GenAI and hetero behind one method: `round`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ import numpy as np
 from hetero.generation.llm import LLM
 
 GGML_TYPES = {"f32": 0, "f16": 1, "q8": 8}  # 8 bits: Q8_0, which needs flash attention
+KV_PRECISIONS = {"f32": "f32", "f16": "f16", "q8": "u8"}
 
 
-def tokens_of(prompt: int, decode: int) -> tuple[list[int], list[int]]:
+def tokens_of(prompt: int, decode: int, seed: int = 0) -> tuple[list[int], list[int]]:
     """The same token ids for every engine."""
-    drawn = np.random.default_rng(0).integers(3, 32000, prompt + decode).tolist()
+    drawn = np.random.default_rng(seed).integers(3, 32000, prompt + decode).tolist()
     return drawn[:prompt], drawn[prompt:]
 
 
@@ -103,3 +104,37 @@ class LlamaCpp:
     def steps(self, decode: int) -> dict[str, float]:
         """Decoding behind what is there."""
         return paced(decode, lambda token: self._model.eval([token]))
+
+
+class OpenVino:
+    """OpenVINO GenAI with a number of threads, each on a core of its own.
+
+    It decodes the tokens that it chooses itself, which costs it a search for the largest logit.
+    Prompts differ from round to round: it keeps the blocks of earlier ones.
+    """
+
+    def __init__(self, *, path: str, threads: int, cores: list[int], kv: str) -> None:
+        os.sched_setaffinity(0, cores)
+        import openvino_genai
+
+        options = {"INFERENCE_NUM_THREADS": threads, "KV_CACHE_PRECISION": KV_PRECISIONS[kv]}
+        self._model: Any = openvino_genai.LLMPipeline(path, "CPU", **options)
+        self._rounds = 0
+
+    def round(self, prompt: int, decode: int) -> dict[str, float]:
+        """One prefill and the decode after it."""
+        import openvino
+        import openvino_genai
+
+        self._rounds += 1
+        ids = np.array([tokens_of(prompt, 0, self._rounds)[0]], np.int64)
+        tensors = openvino.Tensor(ids), openvino.Tensor(np.ones_like(ids))
+        wanted = openvino_genai.GenerationConfig(
+            max_new_tokens=decode + 1, min_new_tokens=decode + 1, ignore_eos=True, do_sample=False
+        )
+        answer = self._model.generate(openvino_genai.TokenizedInputs(*tensors), wanted)
+        measured = answer.perf_metrics
+        if measured.get_num_generated_tokens() != decode + 1:
+            raise RuntimeError(f"{measured.get_num_generated_tokens()} tokens, not {decode + 1}")
+        first_s, step_s = measured.get_ttft().mean / 1e3, measured.get_tpot().mean / 1e3
+        return {"prefill": prompt / first_s, "decode": 1 / step_s}

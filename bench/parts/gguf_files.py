@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice, product
 from pathlib import Path
+from string import ascii_lowercase
 from typing import Any
 
 import numpy as np
+from tokenizers.pre_tokenizers import ByteLevel
 
 from hetero.profiler.model_graph import ModelGraph
 
@@ -86,14 +89,23 @@ def new_writer(spec: ModelGraph, path: Path, context: int) -> Any:
 
 
 def add_words(writer: Any, size: int) -> None:
-    """Add a tokenizer of words without meaning."""
-    writer.add_tokenizer_model("llama")
-    words = [b"<unk>", b"<s>", b"</s>", *(f"t{i}".encode() for i in range(size - 3))]
+    """Add a byte-level tokenizer of words without meaning: pairs of letters, and pairs of them.
+
+    Every engine reads this kind; OpenVINO GenAI no other.
+    """
+    bytes_ = sorted(ByteLevel.alphabet())
+    pairs = [x + y for x, y in product(ascii_lowercase, repeat=2)]
+    fours = (x + y for x, y in product(pairs, repeat=2))
+    words = [*bytes_, *pairs, *islice(fours, max(0, size - len(bytes_) - len(pairs) - 2))]
+    words = [*words[: size - 2], "<s>", "</s>"]
+    writer.add_file_type(2)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("llama-bpe")
     writer.add_token_list(words)
-    writer.add_token_scores([0.0] * size)
-    writer.add_token_types([2, 3, 3] + [1] * (size - 3))
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
+    writer.add_token_types([1] * (size - 2) + [3, 3])
+    writer.add_token_merges([f"{x[: len(x) // 2]} {x[len(x) // 2 :]}" for x in words[256:-2]])
+    writer.add_bos_token_id(size - 2)
+    writer.add_eos_token_id(size - 1)
 
 
 def write_random(spec: ModelGraph, path: Path, context: int, file_type: str = "Q4_0") -> None:

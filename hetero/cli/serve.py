@@ -23,6 +23,13 @@ class KvBitsChoice(StrEnum):
     MIXED = "mixed"
 
 
+class PoolingChoice(StrEnum):
+    """Values of --pooling."""
+
+    LAST = "last"
+    MEAN = "mean"
+
+
 @expanded
 def serve_command(
     model: ModelArgument,
@@ -72,6 +79,10 @@ def serve_command(
     reasoning_budget: Annotated[
         int, typer.Option(min=-1, help="Most tokens of a thought; -1: no limit.")
     ] = -1,
+    pooling: Annotated[
+        PoolingChoice | None,
+        typer.Option(help="Of embeddings.", show_default="what MODEL's files say, else last"),
+    ] = None,
     *,
     engine: EngineFlags,
 ) -> None:
@@ -91,6 +102,7 @@ def serve_command(
         names=alias or [],
         queue=queue,
         reasoning_budget=reasoning_budget,
+        pooling=None if pooling is None else pooling.value,
         weights=weights,
         engine={
             **opening,

@@ -11,7 +11,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -56,7 +56,7 @@ from hetero.contexts.working_set import CachedText, CallTimes, Switch, WorkingSe
 from hetero.errors import QuotaError, UserError
 from hetero.generation.conversation import Conversation
 from hetero.generation.llm import LLM
-from hetero.generation.loop import Delta, GenerationResult, Pending, decode_together
+from hetero.generation.loop import Delta, Generation, GenerationResult, Pending, decode_together
 from hetero.placement.planning import parse_size
 from hetero.runtime.kv.attention_stats import ScoreStats
 from hetero.runtime.kv.context import Context
@@ -253,17 +253,23 @@ class Service(Closing):
         """Yield the text deltas of the answer to a whole text in a slot, step by step.
 
         With the option `ahead` there may be a `PENDING` before a delta, but not before the first.
+        An option `prompt`, a `SharedPrompt`, lets other answers continue the prompt meanwhile.
         """
         options = options | {"context": slot.active, "reuse": True}
-        ahead, begun = options.pop("ahead", False), False
+        ahead, prompt = options.pop("ahead", False), options.pop("prompt", None)
         with self.llm.stream(tokens, **options) as answer:
             slot.answer = answer
-            while not answer.finished:
-                delta = answer.advance() if ahead and begun else answer.step()
-                begun = begun or delta is not None
-                yield delta
-                self._lock.check()
+            with nullcontext() if prompt is None else prompt.read_by(answer):
+                yield from self._advanced(answer, ahead=ahead)
         results.append(answer.result())
+
+    def _advanced(self, answer: Generation, *, ahead: bool) -> Iterator[Delta | Pending | None]:
+        begun = False
+        while not answer.finished:
+            delta = answer.advance() if ahead and begun else answer.step()
+            begun = begun or delta is not None
+            yield delta
+            self._lock.check()
 
     def _opened(self, path: Path) -> ServiceDirectory:
         identity, layout = self.llm.engine.contexts.identity, self._active.cache.layout

@@ -59,7 +59,7 @@ class SlotPool:
         """Lend a slot for a call on a text of this root.
 
         It is the idle one whose cache shares the longest prefix with it, else the least recently
-        used. Raises `UserError` if all are busy.
+        used; without a root an empty one before others. Raises `UserError` if all are busy.
         """
         if not self.room():
             raise UserError(
@@ -67,7 +67,8 @@ class SlotPool:
                 "`parallel` allows: read a stream to its end or close() it before the next call"
             )
         idle = [slot for slot in self._slots if not slot.busy]
-        slot = max(idle, key=lambda x: (x.working.shared(root, tokens), -x.used))
+        empty = {id(x) for x in idle if not root and x.working.holds(root)}
+        slot = max(idle, key=lambda x: (x.working.shared(root, tokens), id(x) in empty, -x.used))
         self._calls += 1
         slot.busy, slot.used = True, self._calls
         try:

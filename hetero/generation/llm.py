@@ -24,6 +24,7 @@ from hetero.backends.host.gc_pause import gc_paused
 from hetero.errors import ModelError, UserError
 from hetero.generation.answer_contexts import AnswerContexts
 from hetero.generation.conversation import Conversation
+from hetero.generation.embedding import Embedding, EmbedOptions, Texts, embed
 from hetero.generation.loading import LoadOptions, ModelLoader
 from hetero.generation.loop import Generation, GenerationResult
 from hetero.generation.options import GenerateOptions, GenerationConfig, read_options
@@ -248,7 +249,7 @@ class LLM(Closing):
                 yield _finish(first)
                 for i in range(1, n):
                     sampling = replace(config.sampling, seed=None if seed is None else seed + i)
-                    with first.fork(sampling) as other, other.context:
+                    with first.fork(sampling, config.constraint) as other, other.context:
                         yield _finish(other)
         finally:
             if given is not None and config.context is not None:
@@ -300,6 +301,10 @@ class LLM(Closing):
         ids = check_ids(tokens)
         with self._answers.cleared() as context:
             return self._engine.score(context, ids)
+
+    def embed(self, texts: Texts, **options: Unpack[EmbedOptions]) -> Embedding:
+        """Return embeddings float32 [texts, features] of length 1 of texts or token ids."""
+        return embed(self._engine, self._loaded, self._answers.cleared, texts, options)
 
     @contextmanager
     def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:

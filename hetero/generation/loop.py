@@ -17,7 +17,7 @@ from hetero.generation.answer_stats import AnswerMeter, Stats, TimeSource
 from hetero.generation.answer_text import AnswerText
 from hetero.generation.options import GenerationConfig
 from hetero.generation.prompt_reader import PromptReader
-from hetero.generation.sampling import Logits, SamplingParams, TokenLogprob
+from hetero.generation.sampling import Constraint, Logits, SamplingParams, TokenLogprob
 from hetero.generation.speculative import LookupDecoder
 from hetero.generation.token_chooser import TokenChooser
 from hetero.models import LoadedModel
@@ -88,8 +88,8 @@ class Generation(Iterator[Delta], Closing):
     `hold` is its use of the context, and `ended` is called when that is over. `prompt` continues
     the text of `context`. The first `reused` tokens of it are there already and counted only. With
     `logprobs` (how many alternatives) every token's log-probability is kept; with `echo` the prompt
-    is part of the text, and of the log-probabilities. With `keep_prompt` the context is not
-    released before `close`, and `fork` gives further answers.
+    is part of the text, and of the log-probabilities. With `keeps_prompt`, which is set before the
+    first step, the context is not released before `close`, and `fork` gives further answers.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Generation(Iterator[Delta], Closing):
         self.context, self._hold, self._ended = context, hold, ended
         self._engine, self._model, self._config = engine, model, config
         self._prompt, self._reused = list(prompt), reused
-        self._keeps, self._started = keep_prompt, False
+        self.keeps_prompt, self._started = keep_prompt, False
         self._fallback, self._choice, self._clock = fallback, choice, clock
         rest = self._prompt[reused:]
         scored = config.logprobs if config.echo else None
@@ -194,7 +194,7 @@ class Generation(Iterator[Delta], Closing):
             raise
         if delta.finish_reason is not None:
             self._end_text()
-            if not self._keeps:
+            if not self.keeps_prompt:
                 self.close()
         return delta
 
@@ -246,16 +246,21 @@ class Generation(Iterator[Delta], Closing):
         if hasattr(self, "_hold"):
             self.close()
 
-    def fork(self, sampling: SamplingParams) -> Generation:
-        """Return another answer to the same prompt, on a fork of the context.
+    def fork(
+        self,
+        sampling: SamplingParams,
+        constraint: Constraint | None = None,
+        target: Context | None = None,
+    ) -> Generation:
+        """Return another answer to the same prompt, on a fork of the context (`Context.copy`).
 
         The prompt is not read again. Close that context when it is done. Raises `UserError` where
         there is no memory for it.
         """
         read = self._reader.read
         assert self._hold.active
-        assert read.logits is not None, "keep_prompt, and a step behind the prompt"
-        context = self.context.copy()
+        assert read.logits is not None, "keeps_prompt, and a step behind the prompt"
+        context = self.context.copy(target)
         context.rewind(read.length)
         other = Generation(
             self._engine,
@@ -263,7 +268,7 @@ class Generation(Iterator[Delta], Closing):
             context.hold(),
             self._model,
             self._prompt,
-            replace(self._config, sampling=sampling),
+            replace(self._config, sampling=sampling, constraint=constraint),
             reused=len(self._prompt),
             fallback=self._fallback,
             choice=self._choice,
@@ -301,7 +306,7 @@ class Generation(Iterator[Delta], Closing):
                     self._engine, self.context, self._seen, self._config.speculative
                 )
             self._meter.start()
-        logits = self._reader.step(keeps=self._keeps)
+        logits = self._reader.step(keeps=self.keeps_prompt)
         if logits is None:
             return None
         token = self._chooser.choose(logits, self._seen, self._tokens)

@@ -47,6 +47,7 @@ from hetero.models.packed_file import (
     open_directory,
     weight_plan,
 )
+from hetero.models.pooling import POOLING_FILE, pooling_document, stored_pooling
 
 __all__ = ["Progress", "check_destination", "open_directory", "save"]
 
@@ -58,6 +59,8 @@ TOKENIZER_FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
     "generation_config.json",
+    "modules.json",
+    "1_Pooling/config.json",
     "chat_template.jinja",
     "chat_template.json",
     "additional_chat_templates/*.jinja",
@@ -173,6 +176,9 @@ def _write_directory(
 
         for path in read_tokenizer(GgufFile(weights.source)).save(directory):
             _sync_file(path)
+        if (pooling := stored_pooling(weights.source)) is not None:
+            (directory / POOLING_FILE).parent.mkdir()
+            _write_text(directory / POOLING_FILE, json.dumps(pooling_document(pooling)) + "\n")
     elif weights.source is not None:
         _copy_tokenizer(weights.source, directory)
     others = [x for x in directory.rglob("*") if x.is_file() and x.name not in records]

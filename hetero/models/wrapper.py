@@ -52,9 +52,12 @@ def text_fields(raw: Mapping[str, Any], where: str) -> tuple[Mapping[str, Any], 
 def text_tensors(names: Iterable[str]) -> tuple[dict[str, str], list[str]]:
     """Return the tensors of the decoder, by the name that it has without a wrapper, and the others.
 
-    Without a wrapper all names are as they are.
+    Without a wrapper all names are as they are, or without `model.` in front where the decoder was
+    saved without its output head (Qwen3-Embedding).
     """
     stored = list(names)
+    if "embed_tokens.weight" in stored:
+        return {x if x.startswith("lm_head.") else f"model.{x}": x for x in stored}, []
     if not any(name.startswith(_PREFIXES) for name in stored):
         return {name: name for name in stored}, []
     decoder = {}

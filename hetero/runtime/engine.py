@@ -121,9 +121,7 @@ class Engine(Closing):
 
     def prefill(self, context: Context, tokens: Sequence[int]) -> Logits:
         """Append a prompt to a context, in the plan's calls; return the last logits [vocab]."""
-        *_, logits = self.prefill_calls(context, tokens)
-        assert logits is not None
-        return logits
+        return next(x for x in self.prefill_calls(context, tokens) if x is not None)
 
     def prefill_calls(self, context: Context, tokens: Sequence[int]) -> Iterator[Logits | None]:
         """Yield once for each step of a prompt; the last item is the logits.
@@ -131,7 +129,7 @@ class Engine(Closing):
         Steps of other contexts may run between two items.
         """
         self.check(context, tokens)
-        for step, is_last in self._prompt_calls(context, tokens):
+        for step, is_last in self.prompt_calls(context, tokens):
             yield self.deployment.logits.last(context, step) if is_last else None
 
     def decode(
@@ -260,8 +258,10 @@ class Engine(Closing):
         """Release the devices; idempotent."""
         self.deployment.close()
 
-    def _prompt_calls(self, context: Context, tokens: Sequence[int]) -> Iterator[tuple[Step, bool]]:
-        """Yield each call's step and whether it is the last, by the plan as it is at that time."""
+    def prompt_calls(
+        self, context: Context, tokens: Sequence[int], *, head: bool = True
+    ) -> Iterator[tuple[Step, bool]]:
+        """Yield each call's step and whether it is the last, which with `head` has logits."""
         plan: ExecutionPlan | None = None
         steps: list[tuple[int, ...]] = []
         mode: PrefillMode = "cut"
@@ -276,10 +276,11 @@ class Engine(Closing):
             chunks = steps.pop(0)
             part = tokens[start : start + sum(chunks)]
             start += len(part)
-            step = self._run(context, "prefill", part, int(start == len(tokens)), chunks, mode)
-            if start < len(tokens):
+            is_last = start == len(tokens)
+            step = self._run(context, "prefill", part, int(head and is_last), chunks, mode)
+            if not is_last:
                 self.deployment.logits.check_stream(context, step)
-            yield step, start == len(tokens)
+            yield step, is_last
 
     def _run(
         self,
@@ -303,7 +304,7 @@ class Engine(Closing):
             if len(chunks) > 1 or len(tokens) > self.placement.longest:
                 if logit_rows > 1:  # which several calls do not leave in one place
                     raise _ShorterCallsError from error
-                *_, (step, _) = self._prompt_calls(context, tokens)
+                *_, (step, _) = self.prompt_calls(context, tokens)
                 return step
             self._recover(context)
             step = self.runner.run(
@@ -318,12 +319,12 @@ class Engine(Closing):
     def _recover(self, context: Context) -> None:
         """Compute again what a step that did not end has left without states."""
         if lost := context.recover():
-            list(self._prompt_calls(context, lost))
+            list(self.prompt_calls(context, lost))
 
     def _drop(self, error: DeviceError) -> None:
         self.deployment.drop(error)
         for context, tokens in self.deployment.lost:
-            list(self._prompt_calls(context, tokens))
+            list(self.prompt_calls(context, tokens))
 
     def check(self, context: Context, tokens: Sequence[int]) -> None:
         """Raise what `prefill` would raise, without running anything."""

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from hetero.backends.memory import Tensor
 from hetero.backends.protocol import Device, DeviceKind, parts_of
+from hetero.errors import UserError
 from hetero.runtime.control import ControlThread
 from hetero.runtime.finite import all_finite, first_not_finite, norms_finite, not_finite
 from hetero.runtime.handover import fetch, incoherent
@@ -54,6 +55,19 @@ class LogitsReader:
         Raises `DeviceError`, and discards the step's tokens, where a value is not finite.
         """
         return self._checked(context, step, self._view(step, step.tokens).copy())
+
+    def inputs(self, context: Context, step: Step, *, every: bool) -> Logits:
+        """Return a copy of what the output head reads of a prompt's step [rows, d].
+
+        The rows are those of `every` token, or of the last. Raises as `rows` does.
+        """
+        if self._copies:
+            raise UserError("--sync copy keeps hidden states from the host: choose another --sync")
+        counts = self._pool.fed[: len(step.chunks)]
+        first = 0 if every else len(counts) - 1
+        parts = [self._input(step, i, count) for i, count in enumerate(counts) if i >= first]
+        rows = np.concatenate(parts)
+        return self._finite(context, step, rows if every else rows[-1:])
 
     def of_contexts(self, step: Step, count: int) -> list[Logits | None]:
         """Return copies of the logits [vocab] of so many contexts; None where not finite."""

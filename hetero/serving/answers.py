@@ -178,7 +178,7 @@ async def _whole(state: State, stream: AnswerStream, count: int, parser: ParserM
     while True:
         for event in await stream.events():
             if isinstance(event, Done):
-                state.metrics.answered(event)
+                state.metrics.answered(event, sum(x.reasoning_tokens for x in choices))
                 return Answer(choices, event)
             choices[event.choice].add(event)
 
@@ -194,6 +194,11 @@ class StreamWriter(ABC):
 
     def __init__(self, choices: int = 1, parser: ParserMaker = _no_parser) -> None:
         self._choices = [AnswerChoice(parser=parser()) for _ in range(choices)]
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Return how many tokens of all choices were thoughts so far."""
+        return sum(choice.reasoning_tokens for choice in self._choices)
 
     def begin(self) -> list[bytes]:
         """Return the events before the first token."""
@@ -269,7 +274,7 @@ async def streamed(
                     elif isinstance(event, TokenEvent):
                         lines += writer.token(event)
                     else:
-                        state.metrics.answered(event)
+                        state.metrics.answered(event, writer.reasoning_tokens)
                         lines += await writer.end(event)
                 if lines:
                     yield b"".join(lines)
@@ -376,6 +381,11 @@ def check_room(state: State, tokens: Sequence[int], param: str = "prompt") -> No
             param=param,
             code="context_length_exceeded",
         )
+    check_ids(state, tokens, param)
+
+
+def check_ids(state: State, tokens: Sequence[int], param: str) -> None:
+    """Raise `ApiError` for a token id that the model does not have."""
     vocabulary = state.model.config.vocab_size
     bad = next((x for x in tokens if not 0 <= x < vocabulary), None)
     if bad is not None:

@@ -251,8 +251,7 @@ class ChunkWriter(StreamWriter):
         """Return the last choice's end, and usage if requested."""
         lines = [self._last(len(self._choices) - 1, end.about)]
         if self._usage:
-            reasoning = sum(choice.reasoning_tokens for choice in self._choices)
-            counts = usage(end, reasoning)
+            counts = usage(end, self.reasoning_tokens)
             record = self._head | {"choices": [], "usage": counts, "hetero": end.about}
             lines.append(sse(record))
         return [*lines, DONE]

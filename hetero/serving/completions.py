@@ -20,9 +20,10 @@ from hetero.serving.requests import (
     MAX_CHOICES,
     MAX_LOGPROBS,
     Guided,
+    Inputs,
     Penalties,
-    Token,
     checked_grammar,
+    inputs,
     most_tokens,
     seconds,
 )
@@ -36,9 +37,7 @@ class CompletionRequest(Penalties, Guided):
     """OpenAI's request. With `echo` and `max_tokens` 0 a text is only scored."""
 
     model: str | None = None
-    prompt: str | list[str] | list[Token] | list[list[Token]] = Field(
-        default="", description="A text, token ids, or several of them."
-    )
+    prompt: Inputs = Field(default="", description="A text, token ids, or several of them.")
     max_tokens: int | None = Field(16, ge=-1)
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     best_of: int | None = Field(None, ge=1, le=MAX_CHOICES)
@@ -61,15 +60,6 @@ class CompletionRequest(Penalties, Guided):
         if self.stream and self.echo and self.logprobs is not None:
             raise ApiError(400, "echo with logprobs is not streamed: leave stream out")
 
-    def prompts(self) -> list[str | list[int]]:
-        """Return each prompt."""
-        given = self.prompt
-        if isinstance(given, str) or (given and isinstance(given[0], int)):
-            return [given]
-        if not 1 <= len(given) <= MAX_PROMPTS:
-            raise ApiError(400, f"prompt is 1 to {MAX_PROMPTS} prompts", param="prompt")
-        return list(given)  # type: ignore[arg-type]
-
 
 @router.post("/v1/completions")
 async def completions(body: CompletionRequest, request: HttpRequest) -> Response:
@@ -77,7 +67,7 @@ async def completions(body: CompletionRequest, request: HttpRequest) -> Response
     state: State = request.app.state.hetero
     body.check()
     model = state.check_model(body.model)
-    prompts = body.prompts()
+    prompts = inputs(body.prompt, MAX_PROMPTS, "prompt")
     if body.stream and len(prompts) > 1:
         raise ApiError(400, "one prompt is streamed at a time", param="prompt")
     wanted = [await _wanted(state, body, prompt) for prompt in prompts]

@@ -27,6 +27,10 @@ class ControlTarget(Protocol):
     def requests(self) -> list[GenerateRequest]:
         """Return the requests that are being answered."""
 
+    @property
+    def counts(self) -> dict[str, int]:
+        """Return how many requests run, and how many wait."""
+
     def recent_of(self, app: App) -> RecentTexts:
         """Return an app's recent texts."""
 
@@ -97,6 +101,7 @@ def totals(engine: ControlTarget, control: Control) -> dict[str, Any]:  # noqa: 
             if chunk.codes is not None:
                 chunks["memory", str(chunk.codes.bits)] += chunk.codes.nbytes
     return {
+        "requests": engine.counts,
         "memory": {"used": service.memory.budget.used, "limit": service.memory.budget.limit},
         "disk": {"used": service.disk.used, "limit": service.disk.limit},
         "evictions": dict(service.memory.evictions),

@@ -19,6 +19,8 @@ from hetero.serving.messages import (
     Control,
     ControlResult,
     Done,
+    Embedded,
+    EmbedRequest,
     ErrorReply,
     GenerateRequest,
     Ready,
@@ -36,7 +38,7 @@ READ_BYTES: Final = 1 << 20  # at a time
 STOP_S: Final = 30.0  # for the engine to write what is to be written, and end
 TERMINATE_S: Final = 5.0
 _STATUS: Final = {"user": 400, "quota": 429, "disk": 507, "missing": 404, "engine": 500}
-Event = TokenEvent | Run | Done | ControlResult | ErrorReply
+Event = TokenEvent | Run | Done | Embedded | ControlResult | ErrorReply
 
 
 class Inbox:
@@ -84,7 +86,7 @@ class AnswerStream:
                 if isinstance(event, ErrorReply):
                     self._error = event
                 else:
-                    assert not isinstance(event, ControlResult)
+                    assert not isinstance(event, ControlResult | Embedded)
                     events.append(event)
                 self._over = isinstance(event, Done | ErrorReply)
                 if self._over:
@@ -214,6 +216,21 @@ class EngineClient:
             stream.close()
             raise
         return stream
+
+    async def embed(self, app: str, **fields: Any) -> Embedded:
+        """Return the answer to an `EmbedRequest`. Raises `ApiError`."""
+        self.admit(app)
+        number = next(self._numbers)
+        inbox, event = self.listen(number, app), None
+        try:
+            await self._send(EmbedRequest(id=number, app=app, **fields))
+            event = (await inbox.take())[0]  # the engine's end may follow
+        finally:
+            self.leave(number, app, cancel=event is None)
+        if isinstance(event, ErrorReply):
+            raise _error(event)
+        assert isinstance(event, Embedded)
+        return event
 
     def listen(self, number: int, app: str) -> Inbox:
         """Return the inbox of a number, which counts towards an app from now on."""

@@ -18,6 +18,7 @@ since each flush wakes another process, which on two cores is at the devices' ex
 
 from __future__ import annotations
 
+import base64
 import json
 import logging
 import os
@@ -33,13 +34,15 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from hetero.backends.errors import DeviceError, DeviceLostError
+from hetero.backends.host.signals import WholeSteps
 from hetero.contexts.recent import RecentTexts
+from hetero.contexts.scratch import another_answer, embeddings
 from hetero.contexts.service import App, Service
 from hetero.contexts.working_set import Switch
 from hetero.errors import DiskFullError, QuotaError, UserError
-from hetero.generation.answer_stats import DeviceShare
+from hetero.generation.embedding import shortened
 from hetero.generation.loop import Delta, GenerationResult, Pending
-from hetero.generation.sampling import TokenLogprob
+from hetero.models.pooling import pooling_of
 from hetero.runtime.watchdog import WATCHDOG
 from hetero.serving import controls
 from hetero.serving.fair_queue import FairQueue
@@ -48,7 +51,8 @@ from hetero.serving.messages import (
     Cancel,
     Control,
     ControlResult,
-    Done,
+    Embedded,
+    EmbedRequest,
     ErrorReply,
     FromEngine,
     GenerateRequest,
@@ -57,6 +61,7 @@ from hetero.serving.messages import (
     TokenEvent,
     decode,
 )
+from hetero.serving.request_choices import RequestChoices, scored
 from hetero.serving.thought_budget import ThoughtBudget, ThoughtLimit
 
 FLUSH_INTERVAL_S: Final = 0.01
@@ -73,11 +78,13 @@ class Stopped(Exception):  # noqa: N818  (no error: what runs is given up)
 class RunningAnswer:
     """A running answer: its `messages`, None for a step without one.
 
-    `reading`: its prompt is being read. `pending`: its next message needs no device.
+    `choices`: which it begins others of. `reading`: its prompt is being read. `pending`: its next
+    message needs no device.
     """
 
-    request: GenerateRequest
+    request: GenerateRequest | EmbedRequest
     messages: Generator[FromEngine | Pending | None]
+    choices: RequestChoices | None = None
     reading: bool = True
     pending: bool = False
 
@@ -94,7 +101,7 @@ class ServingEngine:
     send: Send
     flush: Callable[[], None] = lambda: None
     slots: int = 8
-    waiting: FairQueue[GenerateRequest] = field(default_factory=FairQueue)
+    waiting: FairQueue[GenerateRequest | EmbedRequest] = field(default_factory=FairQueue)
     recent: dict[str, RecentTexts] = field(default_factory=dict)
     running: list[RunningAnswer] = field(default_factory=list)
 
@@ -104,6 +111,7 @@ class ServingEngine:
         self._eos = frozenset(model.eos_ids)
         self._bytes: TokenBytes | None = None
         self._urgent, self._flushed_s = False, 0.0
+        self._arrived_s: dict[int, float] = {}  # of requests that wait
 
     def run(self) -> None:
         """Run the loop of the module's docstring."""
@@ -114,7 +122,7 @@ class ServingEngine:
                 self._control()
                 while (request := self.waiting.next(self._can_begin)) is not None:
                     self._flush_due(now=True)
-                    answer = RunningAnswer(request, self._messages(request))
+                    answer = self._answer(request)
                     self.running.append(answer)
                     self._step(answer)
                 self._flush_due()
@@ -126,6 +134,13 @@ class ServingEngine:
                 answer.messages.close()
         finally:
             self.flush()
+
+    def _answer(self, request: GenerateRequest | EmbedRequest) -> RunningAnswer:
+        queued_s = time.monotonic() - self._arrived_s.pop(request.id)
+        if isinstance(request, EmbedRequest):
+            return RunningAnswer(request, self._embed(request, queued_s))
+        choices = RequestChoices(request, queued_s)
+        return RunningAnswer(request, self._messages(choices), choices)
 
     def _on_device_busy(self) -> None:
         """Send pending messages while the devices compute."""
@@ -143,8 +158,15 @@ class ServingEngine:
 
     @property
     def requests(self) -> list[GenerateRequest]:
-        """Return the requests that are being answered."""
-        return [answer.request for answer in self.running]
+        """Return the requests for answers that are being made."""
+        requests = (answer.request for answer in self.running)
+        return [request for request in requests if isinstance(request, GenerateRequest)]
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Return how many requests run, and how many wait."""
+        running = {answer.request.id for answer in self.running}
+        return {"running": len(running), "waiting": len(self.waiting)}
 
     def _read(self, *, wait: bool) -> None:
         """Take the messages that have arrived; with `wait` at least one."""
@@ -154,8 +176,9 @@ class ServingEngine:
             except queue.Empty:
                 return
             wait = False
-            if isinstance(message, GenerateRequest):
+            if isinstance(message, GenerateRequest | EmbedRequest):
                 self.waiting.add(message.app, message)
+                self._arrived_s[message.id] = time.monotonic()
             elif isinstance(message, Cancel):
                 self._cancel(message.id)
             elif isinstance(message, Control) and message.action in controls.AT_ONCE:
@@ -166,6 +189,7 @@ class ServingEngine:
                 raise Stopped
 
     def _cancel(self, number: int) -> None:
+        self._arrived_s.pop(number, None)
         for answer in self.running:
             if answer.request.id == number:
                 answer.messages.close()
@@ -183,8 +207,10 @@ class ServingEngine:
         for control in ready:
             self._reply(control)
 
-    def _can_begin(self, request: GenerateRequest) -> bool:
+    def _can_begin(self, request: GenerateRequest | EmbedRequest) -> bool:
         """Return whether no answer runs on the same text, and there is a cache for it."""
+        if isinstance(request, EmbedRequest):
+            return self.service.room()
         if any(control.app == request.app for control in self._controls):
             return False
         app = self.service.bound(request.app)
@@ -200,7 +226,9 @@ class ServingEngine:
     # --- an answer --------------------------------------------------------------------------
 
     def _step(self, answer: RunningAnswer) -> None:
-        """Advance an answer by a step and send its message."""
+        """Advance an answer by a step and send its message; an error ends all its choices."""
+        if answer not in self.running:
+            return
         number = answer.request.id
         message: FromEngine | Pending | None
         try:
@@ -221,42 +249,84 @@ class ServingEngine:
                 self._urgent = self._urgent or first_or_last
                 answer.reading = False
                 self.send(message)
+            if answer.choices is not None and isinstance(message, TokenEvent):
+                self._begin_others(answer.choices)
             return
         self.running.remove(answer)
         self._urgent = True
         if message is not None:
+            self._cancel(number)
             self.send(message)
 
-    def _messages(self, request: GenerateRequest) -> Generator[FromEngine | Pending | None]:
-        app = self.service.bind(request.app)
-        results: list[GenerationResult] = []
-        first, chunks = Switch(), list[str]()
-        for choice in range(request.choices):
-            deltas, switch, where = self._deltas_of(request, app, choice, results)
-            with closing(deltas):
-                for delta in deltas:
-                    if not isinstance(delta, Delta):
-                        yield delta
-                        continue
-                    end = delta.token in self._eos and delta.finish_reason is not None
-                    yield TokenEvent(
-                        id=request.id,
-                        choice=choice,
-                        text=delta.text,
-                        token=delta.token,
-                        end=end,
-                        logprob=None if end else _logprob(delta.logprob),
-                        finish=delta.finish_reason or "",
-                    )
-            if choice == 0:
-                first, chunks = switch(), where()
-        yield self._done(request, results, first, chunks)
+    def _embed(
+        self, request: EmbedRequest, queued_s: float
+    ) -> Generator[FromEngine | Pending | None]:
+        coded = list[str]()
+        pooling = pooling_of(None, request.pooling)
+        with closing(embeddings(self.service, request.texts, pooling)) as steps:
+            for embedding in steps:
+                if embedding is not None:
+                    part = shortened(embedding, request.dimensions or None)
+                    coded.append(base64.b64encode(part.astype("<f4").tobytes()).decode())
+                yield None
+        yield Embedded(id=request.id, embeddings=coded, queued_s=queued_s)
+
+    def _messages(self, choices: RequestChoices) -> Generator[FromEngine | Pending | None]:
+        """Yield the messages of the first choice, and of those that there was no slot for."""
+        request, app = choices.request, self.service.bind(choices.request.app)
+        while (choice := choices.next()) is not None:
+            options, results = self._options(request, choice), list[GenerationResult]()
+            if request.choices > 1:
+                options["prompt"] = choices.prompt
+            deltas, switch, where = self._deltas_of(request, app, options, results)
+            yield from self._events(request, choice, deltas)
+            yield from choices.ended(choice, results[0], switch(), where())
+
+    def _another(
+        self, choices: RequestChoices, choice: int
+    ) -> Generator[FromEngine | Pending | None]:
+        """Yield the messages of a choice that runs together with the first one."""
+        options, results = self._options(choices.request, choice), list[GenerationResult]()
+        deltas = another_answer(self.service, choices.prompt, results, options)
+        yield from self._events(choices.request, choice, deltas)
+        yield from choices.ended(choice, results[0])
+
+    def _begin_others(self, choices: RequestChoices) -> None:
+        """Begin choices while another one runs, as long as no other request waits for a slot."""
+        while choices.prompt.answer is not None and not self.waiting and self.service.room():
+            if (choice := choices.next()) is None:
+                return
+            answer = RunningAnswer(choices.request, self._another(choices, choice))
+            self.running.append(answer)
+            self._step(answer)
+
+    def _events(
+        self, request: GenerateRequest, choice: int, deltas: WholeSteps[Delta | Pending | None]
+    ) -> Generator[TokenEvent | Pending | None]:
+        with closing(deltas):
+            for delta in deltas:
+                if not isinstance(delta, Delta):
+                    yield delta
+                    continue
+                end = delta.token in self._eos and delta.finish_reason is not None
+                yield TokenEvent(
+                    id=request.id,
+                    choice=choice,
+                    text=delta.text,
+                    token=delta.token,
+                    end=end,
+                    logprob=None if end else scored(delta.logprob),
+                    finish=delta.finish_reason or "",
+                )
 
     def _deltas_of(
-        self, request: GenerateRequest, app: App, choice: int, results: list[GenerationResult]
+        self,
+        request: GenerateRequest,
+        app: App,
+        options: dict[str, Any],
+        results: list[GenerationResult],
     ) -> tuple[Any, Callable[[], Switch], Callable[[], Any]]:
         """Return the deltas of a choice, and a function for its switch and its chunks' places."""
-        options = self._options(request, choice)
         histogram = self.service.memory.histogram
         if request.context:
             name = request.context
@@ -286,41 +356,6 @@ class ServingEngine:
             options["constraint"] = ThoughtBudget(limit, vocabulary)
         return options
 
-    def _done(
-        self, request: GenerateRequest, results: list[GenerationResult], switch: Switch, where: Any
-    ) -> Done:
-        stats = results[0].stats
-        apart = switch.recomputed_tokens - switch.riding_tokens
-        usage = {
-            "prompt_tokens": len(request.tokens),
-            "completion_tokens": sum(len(result.tokens) for result in results),
-            "cached_tokens": max(stats.reused_tokens - apart, 0),
-        }
-        about: dict[str, Any] = {
-            "switch_s": switch.switch_s,
-            "loaded_bytes": switch.loaded_bytes,
-            "recomputed_tokens": switch.recomputed_tokens,
-            "bits": where,
-            "placement": {
-                kind: {"ops": share.ops, "busy_s": share.busy_s}
-                if isinstance(share, DeviceShare)
-                else share
-                for kind, share in stats.placement.items()
-            },
-            "ttft_s": stats.ttft_s,
-            "prefill_tokens_per_s": stats.prefill_tokens_per_s,
-            "decode_tokens_per_s": stats.decode_tokens_per_s,
-        }
-        scores = [[x.token, *(_logprob(x) or ())] for x in results[0].prompt_logprobs]
-        return Done(
-            id=request.id,
-            usage=usage,
-            about=about,
-            prompt_logprobs=scores,
-            tokens=list(results[0].tokens),
-            stops=[result.stop for result in results],
-        )
-
     def recent_of(self, app: App) -> RecentTexts:
         """Return an app's recent texts."""
         if app.name not in self.recent:
@@ -342,10 +377,6 @@ class ServingEngine:
 def _error_reply(number: int, error: UserError) -> ErrorReply:
     kinds = {QuotaError: "quota", DiskFullError: "disk"}
     return ErrorReply(id=number, kind=kinds.get(type(error), "user"), message=str(error))
-
-
-def _logprob(score: TokenLogprob | None) -> list[Any] | None:
-    return None if score is None else [score.logprob, [list(pair) for pair in score.top]]
 
 
 def _lines(source: int, incoming: queue.SimpleQueue[Any]) -> None:

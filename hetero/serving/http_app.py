@@ -22,6 +22,7 @@ from hetero.serving import (
     chat_completions,
     completions,
     conversations,
+    embeddings,
     responses,
     slots,
     text,
@@ -37,6 +38,7 @@ PAGE = Path(__file__).parent / "page.html"
 _ROUTERS: tuple[APIRouter, ...] = (
     chat_completions.router,
     completions.router,
+    embeddings.router,
     responses.router,
     conversations.router,
     anthropic.router,

@@ -31,8 +31,19 @@ class GenerateRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EmbedRequest:
+    """Compute the embeddings of `texts`, token ids each; `dimensions` of them, 0: all."""
+
+    id: int
+    app: str
+    texts: list[list[int]]
+    pooling: str
+    dimensions: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Cancel:
-    """Cancel an answer."""
+    """Cancel an answer, or embeddings."""
 
     id: int
 
@@ -104,6 +115,18 @@ class Done:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Embedded:
+    """The embeddings of an `EmbedRequest`, in order: base64 of their float32, little-endian.
+
+    The request waited for `queued_s`.
+    """
+
+    id: int
+    embeddings: list[str]
+    queued_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class ControlResult:
     """The result of a `Control`."""
 
@@ -124,8 +147,8 @@ class ErrorReply:
     message: str
 
 
-ToEngine: TypeAlias = GenerateRequest | Cancel | Control | Stop
-FromEngine: TypeAlias = Ready | TokenEvent | Run | Done | ControlResult | ErrorReply
+ToEngine: TypeAlias = GenerateRequest | EmbedRequest | Cancel | Control | Stop
+FromEngine: TypeAlias = Ready | TokenEvent | Run | Done | Embedded | ControlResult | ErrorReply
 _KINDS: Final = {kind.__name__: kind for kind in (*get_args(ToEngine), *get_args(FromEngine))}
 
 _json: Final = json.JSONEncoder(separators=(",", ":")).encode  # one for all
@@ -152,25 +175,28 @@ def _has_more_than_text(event: TokenEvent) -> bool:
 class Outbox:
     """A buffer of the engine's messages until `flush` writes them.
 
-    Consecutive `TokenEvent`s of a choice become a `Run`; the messages about one answer stay in
-    order.
+    Consecutive `TokenEvent`s of a choice become a `Run`; the messages about one choice stay in
+    order, and what ends an answer comes after them.
     """
 
     def __init__(self, write: Callable[[bytes], object]) -> None:
         self._write = write
         self._messages: list[FromEngine] = []
-        self._runs: dict[int, Run] = {}  # by answer, while no other message follows
+        self._runs: dict[tuple[int, int], Run] = {}  # by answer and choice
 
     def send(self, message: FromEngine) -> None:
         """Send a message with the next `flush`."""
-        if not isinstance(message, TokenEvent) or _has_more_than_text(message):
-            self._runs.pop(-1 if isinstance(message, Ready) else message.id, None)
+        if not isinstance(message, TokenEvent):
+            self._runs.clear()
             self._messages.append(message)
             return
-        run = self._runs.get(message.id)
-        if run is None or run.choice != message.choice:
-            run = Run(id=message.id, choice=message.choice, texts=[], tokens=[])
-            self._runs[message.id] = run
+        at = message.id, message.choice
+        if _has_more_than_text(message):
+            self._runs.pop(at, None)
+            self._messages.append(message)
+            return
+        if (run := self._runs.get(at)) is None:
+            run = self._runs[at] = Run(id=message.id, choice=message.choice, texts=[], tokens=[])
             self._messages.append(run)
         run.texts.append(message.text)
         run.tokens.append(message.token)

@@ -27,6 +27,10 @@ class Metrics:
             "hetero_ttft_seconds", "From the start of a call to its first token.",
             buckets=_SECONDS, registry=registry,
         )  # fmt: skip
+        self.queued = Histogram(
+            "hetero_queue_seconds", "From a request's arrival to the start of its call.",
+            buckets=_SECONDS, registry=registry,
+        )  # fmt: skip
         self.switch = Histogram(
             "hetero_context_switch_seconds", "Of getting a context in place.", ["cause"],
             buckets=_SECONDS, registry=registry,
@@ -39,6 +43,10 @@ class Metrics:
             "hetero_recomputed_tokens", "Tokens computed again.", registry=registry
         )
         self.queue = Gauge("hetero_queue_length", "Answers made or waited for.", registry=registry)
+        self.engine_requests = Gauge(
+            "hetero_engine_requests", "Requests by what they do: running, waiting.", ["state"],
+            registry=registry,
+        )  # fmt: skip
         self.budget = Gauge(
             "hetero_budget_bytes", "Budgets of contexts.", ["of", "kind"], registry=registry
         )
@@ -47,13 +55,15 @@ class Metrics:
         )
         self.engine = _Engine()
         registry.register(self.engine)
-        for kind in ("prompt", "cached", "completion"):
+        for kind in ("prompt", "cached", "completion", "reasoning"):
             self.tokens.labels(kind)
 
-    def answered(self, end: Done) -> None:
-        """Count a complete answer."""
+    def answered(self, end: Done, reasoning_tokens: int) -> None:
+        """Count a complete answer, of whose tokens so many are thoughts."""
         for kind in ("prompt", "cached", "completion"):
             self.tokens.labels(kind).inc(end.usage[f"{kind}_tokens"])
+        self.tokens.labels("reasoning").inc(reasoning_tokens)
+        self.queued.observe(end.about["queued_s"])
         self.ttft.observe(end.about["ttft_s"])
         cause = "load" if end.about["loaded_bytes"] else "compute"
         if not end.about["recomputed_tokens"] and cause == "compute":
@@ -62,9 +72,16 @@ class Metrics:
         self.swap.labels("in").inc(end.about["loaded_bytes"])
         self.recomputed.inc(end.about["recomputed_tokens"])
 
+    def embedded(self, tokens: int, queued_s: float) -> None:
+        """Count a request for embeddings of so many tokens, which waited so long."""
+        self.tokens.labels("prompt").inc(tokens)
+        self.queued.observe(queued_s)
+
     def text(self, totals: dict[str, Any], waiting: int) -> bytes:
         """Return the page, with the engine's current counters."""
         self.queue.set(waiting)
+        for state, count in totals["requests"].items():
+            self.engine_requests.labels(state).set(count)
         for of in ("memory", "disk"):
             for kind, value in totals[of].items():
                 self.budget.labels(of, kind).set(value)

@@ -161,6 +161,18 @@ async def checked_grammar(state: State, grammar: str) -> str:
     return grammar
 
 
+Inputs = str | list[str] | list[Token] | list[list[Token]]
+
+
+def inputs(given: Inputs, most: int, param: str) -> list[str | list[int]]:
+    """Return each of one or several texts or lists of token ids. Raises `ApiError`."""
+    if isinstance(given, str) or (given and isinstance(given[0], int)):
+        return [given]
+    if not 1 <= len(given) <= most:
+        raise ApiError(400, f"{param} is 1 to {most} texts", param=param)
+    return list(given)  # type: ignore[arg-type]
+
+
 def most_tokens(*given: int | None, default: int) -> int:
     """Return the first limit that is given. -1 is none, as in llama-server: the `default`."""
     limit = next((x for x in given if x is not None), -1)

@@ -43,6 +43,7 @@ def serve(
     names: Sequence[str],
     queue: int,
     reasoning_budget: int,
+    pooling: str | None,
     weights: str | None,
     engine: dict[str, Any],
 ) -> None:
@@ -69,6 +70,7 @@ def serve(
         token_bytes=TokenBytes(model),
         slots=engine["slots"],
         reasoning_budget=reasoning_budget,
+        pooling=pooling,
     )
 
     def ready() -> None:
@@ -84,10 +86,7 @@ def serve(
     # What the user can mend is one sentence, below; uvicorn has a traceback.
     logging.getLogger("uvicorn.error").addFilter(lambda _: state.failed is None)
 
-    def ended() -> None:
-        server.should_exit = True
-
-    client.on_end = ended
+    client.on_end = lambda: setattr(server, "should_exit", True)
     _allow_connections()
     _run(server, state, f"{host}:{port}")
     if client.about and not client.is_stopping:

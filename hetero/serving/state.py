@@ -32,7 +32,8 @@ class State:
     """The shared objects, used in one event loop.
 
     `names` are the model's names (`*`: any), `failed` is the reason why the engine did not start.
-    `reasoning_budget` is the most tokens of a thought (-1: no limit).
+    `reasoning_budget` is the most tokens of a thought (-1: no limit), `pooling` that of embeddings
+    (None: what the model's files say).
     """
 
     model: LoadedModel
@@ -42,6 +43,7 @@ class State:
     token_bytes: TokenBytes
     slots: int
     reasoning_budget: int = -1
+    pooling: str | None = None
     metrics: Metrics = field(default_factory=Metrics)
     turns: Turns = field(default_factory=Turns)  # by (app, conversation)
     failed: UserError | None = None

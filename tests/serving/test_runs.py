@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from types import SimpleNamespace
 from typing import Any
@@ -98,8 +99,12 @@ def test_what_is_told_of_an_answer_stays_in_order(
             continue
         for text, token in zip(event.texts, event.tokens, strict=True):
             found.append(TokenEvent(id=event.id, choice=event.choice, text=text, token=token))
-    for number in range(3):
-        assert [x for x in found if x.id == number] == [x for x in sent if x.id == number]  # type: ignore[union-attr]
+    for number, choice in itertools.product(range(3), range(2)):
+        one, other = (
+            [x for x in each if x.id == number and getattr(x, "choice", choice) == choice]  # type: ignore[union-attr]
+            for each in (found, sent)
+        )
+        assert one == other
 
 
 def test_a_choice_is_the_same_however_it_was_told() -> None:

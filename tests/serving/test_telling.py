@@ -12,20 +12,22 @@ import pytest
 from hetero.generation.loop import PENDING
 from hetero.serving import engine_process
 from hetero.serving.engine_process import ServingEngine
-from hetero.serving.messages import Done, GenerateRequest, TokenEvent
+from hetero.serving.messages import Done, EmbedRequest, GenerateRequest, TokenEvent
+from hetero.serving.request_choices import RequestChoices
 
 
 class Scripted(ServingEngine):
     """Reads a prompt in two calls, then says five tokens."""
 
-    def _messages(self, ask: GenerateRequest) -> Generator[Any]:
+    def _messages(self, choices: RequestChoices) -> Generator[Any]:
+        ask = choices.request
         self.service.log.append(f"prompt of {ask.id}")  # type: ignore[attr-defined]
         yield None
         for token in range(5):
             yield TokenEvent(id=ask.id, choice=0, text="x", token=token)
         yield Done(id=ask.id, usage={}, about={})
 
-    def _can_begin(self, ask: GenerateRequest) -> bool:
+    def _can_begin(self, ask: GenerateRequest | EmbedRequest) -> bool:
         return True
 
 
@@ -99,8 +101,8 @@ def test_quick_tokens_are_told_together_and_the_first_at_once(
 class Ahead(Scripted):
     """Says a token after it was chosen, all but the first."""
 
-    def _messages(self, ask: GenerateRequest) -> Generator[Any]:
-        for message in super()._messages(ask):
+    def _messages(self, choices: RequestChoices) -> Generator[Any]:
+        for message in super()._messages(choices):
             if isinstance(message, TokenEvent) and message.token:
                 yield PENDING
             yield message

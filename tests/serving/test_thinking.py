@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -44,6 +45,24 @@ def test_a_thought_is_bounded(client: httpx.Client, budget: int | None) -> None:
     message = said["choices"][0]["message"]
     assert bool(message.get("reasoning_content")) >= (most > 3)
     assert "think" not in message["content"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_thoughts_are_counted(client: httpx.Client, stream: bool) -> None:
+    def counted() -> float:
+        lines = client.get("/metrics").text.splitlines()
+        (line,) = (x for x in lines if x.startswith('hetero_tokens_total{kind="reasoning"}'))
+        return float(line.split()[1])
+
+    before, path = counted(), "/v1/chat/completions"
+    if stream:
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        lines = client.post(path, json=ASKED | options).text.splitlines()
+        usage = json.loads(lines[-4].removeprefix("data: "))["usage"]
+    else:
+        usage = sent(client, path, ASKED)["usage"]
+    count = usage["completion_tokens_details"]["reasoning_tokens"]
+    assert counted() - before == count > 0
 
 
 def test_thinking_is_off(client: httpx.Client) -> None:

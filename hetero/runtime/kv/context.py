@@ -261,9 +261,9 @@ class Context(Closing):
         finally:
             hold.active = False
 
-    def copy(self) -> Context:
-        """Return a copy, for the holder of the context."""
-        cache, other = self.cache, self._home.open()
+    def copy(self, target: Context | None = None) -> Context:
+        """Return a copy, for the holder of the context: `target`, or a new context."""
+        cache, other = self.cache, target or self._home.open()
         other.cache.copy_from(cache, self._cached)
         other._tokens, other._cached = list(self._tokens), self._cached
         return other

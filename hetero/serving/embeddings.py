@@ -1,0 +1,86 @@
+"""`POST /v1/embeddings`."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any, Literal
+
+import numpy as np
+from fastapi import APIRouter
+from pydantic import Field
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from hetero.models.pooling import pooling_of
+from hetero.serving import answers
+from hetero.serving.errors import ApiError
+from hetero.serving.requests import Inputs, Request, inputs
+from hetero.serving.state import State
+
+router = APIRouter()
+MAX_INPUTS = 2048  # OpenAI's
+
+
+class EmbeddingRequest(Request):
+    """OpenAI's request."""
+
+    model: str | None = None
+    input: Inputs = Field(description="A text, token ids, or several of them.")
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = Field(None, ge=1)
+
+
+@router.post("/v1/embeddings")
+async def embed(body: EmbeddingRequest, request: HttpRequest) -> Response:
+    """Return the embeddings of texts, each of length 1."""
+    state: State = request.app.state.hetero
+    model = state.check_model(body.model)
+    width = state.model.config.hidden_size
+    if body.dimensions is not None and body.dimensions > width:
+        raise ApiError(
+            400,
+            f"an embedding of this model has {width} dimensions: ask for fewer",
+            param="dimensions",
+        )
+    pooling = await state.texts(pooling_of, state.model.source, state.pooling)
+    texts = [await _tokens(state, x) for x in inputs(body.input, MAX_INPUTS, "input")]
+    answer = await answers.unless_disconnected(
+        request,
+        state.engine.embed(
+            request.state.app, texts=texts, pooling=pooling, dimensions=body.dimensions or 0
+        ),
+    )
+    count = sum(map(len, texts))
+    state.metrics.embedded(count, answer.queued_s)
+    coded = body.encoding_format == "base64"
+    data = [
+        {"object": "embedding", "index": i, "embedding": x if coded else _floats(x)}
+        for i, x in enumerate(answer.embeddings)
+    ]
+    usage = {"prompt_tokens": count, "total_tokens": count}
+    return answers.answer_json({"object": "list", "data": data, "model": model, "usage": usage})
+
+
+async def _tokens(state: State, text: str | list[int]) -> list[int]:
+    """Return the token ids of an input. Raises `ApiError`."""
+    if not text:
+        raise ApiError(400, "an input is empty: give some text", param="input")
+    tokens = text
+    if isinstance(tokens, str):
+        state.check_length(len(tokens), "input")
+        tokens = await state.encoded(tokens)
+    if len(tokens) > state.max_seq_len:
+        raise ApiError(
+            400,
+            f"this model's context has {state.max_seq_len} tokens, and an input has "
+            f"{len(tokens)}: shorten it",
+            param="input",
+            code="context_length_exceeded",
+        )
+    answers.check_ids(state, tokens, "input")
+    return tokens
+
+
+def _floats(data: str) -> list[Any]:
+    floats: list[Any] = np.frombuffer(base64.b64decode(data), "<f4").tolist()
+    return floats
