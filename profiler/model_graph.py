@@ -44,6 +44,7 @@ from hetero.backends.protocol import CONTEXT_PORTS, port_shape
 from hetero.backends.weights import packed_bytes
 
 SCHEMA_VERSION: Final = 1
+HIDDEN: Final = "hidden"  # slot of another model's hidden state, behind its final norm
 MAX_NODES: Final = 1 << 17
 MAX_LAYERS: Final = 4096
 LARGEST: Final = 2**31 - 1  # sizes are int32 on devices
@@ -593,13 +594,13 @@ def _matmuls_by_layer(nodes: Iterable[Node]) -> dict[int, tuple[OpName, ...]]:
 def _check_slots(nodes: Sequence[Node]) -> None:
     """Check that what is read was written before and has one shape.
 
-    Tokens, position, caches and states are inputs of the graph.
+    Tokens, position, caches, states and the hidden state of another graph are inputs.
     """
     slot_shapes(nodes)
     written: set[str] = set()
     for node in nodes:
         for port, slot in node.slots.items():
-            given = port in ("tokens", "position", *CONTEXT_PORTS)
+            given = port in ("tokens", "position", *CONTEXT_PORTS) or slot == HIDDEN
             if port not in OUTPUT_PORTS and not given and slot not in written:
                 raise ValueError(f"{node.name}: nothing wrote slot {slot} before it is read")
         written |= node.writes

@@ -214,7 +214,9 @@ class QnnDevice(Device, SupportsGroups):
                 return self._prepare_attention(op)
             case _:
                 vectors = graphs.vectors_of(op, weights)
-                return kernels.QnnGraphKernel(self._host, op, self._sessions(op, weights), vectors)
+                conv = isinstance(op, ops.ShortConv)
+                kind = kernels.ConvKernel if conv else kernels.QnnGraphKernel
+                return kind(self._host, op, self._sessions(op, weights), vectors)
 
     def _prepare_attention(self, op: ops.Attention | ops.AttentionHeads) -> kernels.QnnKernel:
         whole = op.alone if isinstance(op, ops.AttentionHeads) else op
@@ -267,8 +269,8 @@ def _lacks(op: Op) -> str:
     match op:
         case ops.SumScores() | ops.DecodeChunks():
             return "what contexts as a service need is computed on the host"
-        case ops.ShortConv() | ops.GatedDelta():
-            return "its graphs keep no states from call to call"
+        case ops.GatedDelta():
+            return "its graphs have no recurrence from token to token"
         case ops.Attention(reads=True) | ops.Rope(kv_heads=0):
             return "its attention reads the caches that it appends to"
         case _:

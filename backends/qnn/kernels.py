@@ -272,6 +272,72 @@ class PositionKernel(QnnKernel):
         return run
 
 
+class ConvKernel(QnnGraphKernel):
+    """A short convolution: the graph computes rows, the host keeps the state.
+
+    Its calls are of any number of tokens, for padded ones would change the state. Graphs are of
+    powers of two of them; rows behind a call's last are zeros.
+    """
+
+    def __init__(
+        self, host: QnnHost, op: Op, sessions: Sessions, vectors: Mapping[str, Array]
+    ) -> None:
+        super().__init__(host, op, sessions, vectors)
+        assert isinstance(op, ops.ShortConv)
+        self._conv = op
+        gains = np.abs(vectors["taps"].reshape(op.taps, op.d)).sum(axis=0)
+        self._gain = max(float(gains.max()), 1.0)  # of the largest sum over the largest row
+
+    def chunk(self, tensors: Mapping[str, Tensor], offset: int) -> Run:
+        op, own, target = self._conv, tensors["x"].array, tensors["y"].array
+        m, name = len(own), self.call_name(len(own))
+        rows = 1 << (m - 1).bit_length()
+        session, state = self._sessions(rows), tensors["conv_state"].array
+        before = np.zeros((op.taps - 1, op.d), np.float32)
+        x, y = own, target
+        if rows > m:
+            x = np.zeros((rows, own.shape[1]), np.float32)
+            y = np.empty((rows, op.d), np.float32)
+        inputs = {key: argument(array) for key, array in self._vectors.items()}
+        inputs |= {"x": argument(x), "before": argument(before)}
+        binding = io_binding(session, inputs, {"y": argument(y)})
+        used, position = own[:, : op.columns], tensors["position"].array
+        keep = (tensors, x, y, before)
+        guard = ranges.RangeGuard(name, [used, before], [y[:m]], keep=keep)
+
+        def run() -> None:
+            before[...] = 0 if position[0] + offset == 0 else state
+            guard.before()
+            self._check_sums(used, name)
+            last = self._rows(used[-(op.taps - 1) :])
+            if rows > m:
+                x[:m, : op.columns] = used
+            session.run_with_iobinding(binding)
+            guard.after()
+            if rows > m:
+                target[...] = y[:m]
+            state[...] = np.concatenate([before, last])[-len(before) :]
+
+        return run
+
+    def _rows(self, used: Array) -> Array:
+        """Return what is convolved."""
+        d = self._conv.d
+        return used[:, :d] * used[:, 2 * d :] if self._conv.gated else used[:, :d].copy()
+
+    def _check_sums(self, used: Array, name: str) -> None:
+        """Raise `DeviceError` where a sum inside the graph may leave fp16."""
+        d, gated = self._conv.d, self._conv.gated
+        parts = (used[:, :d], used[:, 2 * d :]) if gated else (used[:, :d],)
+        bound = self._gain
+        for part in parts:
+            bound *= max(float(part.max()), -float(part.min()))
+        if bound >= ranges.LARGEST:
+            exact = self._gain * float(np.abs(self._rows(used)).max())
+            if exact >= ranges.LARGEST:
+                raise ranges.overflow(name)
+
+
 class AttentionKernel(QnnKernel):
     """Appends keys and values on the host, then attends with the graph that holds the context."""
 

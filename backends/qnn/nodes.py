@@ -77,6 +77,8 @@ def _simple(op: Op, weights: Weights, site: NodeRef) -> str:
             result = _embed(op, checks.packed(weights), site)
         case ops.GatedAct():
             result = _gated_act(op, site)
+        case ops.ShortConv():
+            result = _short_conv(op, weights, site)
         case ops.SigmoidGate():
             gates = graph.slice(site.inputs["gates"], op.first, op.first + op.d, axis=1)
             result = graph.node("Mul", site.inputs["x"], graph.node("Sigmoid", gates), out=out)
@@ -199,6 +201,32 @@ def _embed(op: ops.Embed, weight: PackedWeight, site: NodeRef) -> str:
     return graph.cast(
         graph.node("Gather", table, site.inputs["tokens"]), F32, out=site.outputs["y"]
     )
+
+
+def _short_conv(op: ops.ShortConv, weights: Weights, site: NodeRef) -> str:
+    """Return the convolution as a product for each tap, whose vectors all layers' graphs share.
+
+    Fed: `before` [L - 1, d], the rows before the call's first.
+    """
+    graph, m, d, x, out = site.graph, site.m, op.d, site.inputs["x"], site.outputs["y"]
+    rows = graph.slice(x, 0, d, axis=1)
+    if op.gated:
+        rows = graph.node("Mul", rows, graph.slice(x, 2 * d, 3 * d, axis=1))
+    rows = graph.node("Concat", site.feed("before", F32, (op.taps - 1, d)), rows, axis=0)
+    vector = site.vector("taps", weights.get("taps"), op.taps * d)
+    taps = graph.node("Reshape", vector, graph.ints(op.taps, d))
+    total = ""
+    for j in range(op.taps):
+        tap = graph.slice(taps, j, j + 1, axis=0)
+        term = graph.node("Mul", graph.slice(rows, j, j + m, axis=0), tap)
+        total = graph.node("Add", total, term) if total else term
+    if op.bias:
+        total = graph.node("Add", total, site.vector("bias", weights.get("bias"), d))
+    if op.activation:
+        total = _active(graph, op.activation, total)
+    if op.gated:
+        return graph.node("Mul", total, graph.slice(x, d, 2 * d, axis=1), out=out)
+    return graph.node("Identity", total, out=out)
 
 
 def _norm(op: ops.RMSNorm | ops.LayerNorm, weights: Weights, site: NodeRef) -> dict[str, str]:

@@ -19,8 +19,9 @@ from hetero.backends.host.background import Background, in_background
 from hetero.backends.host.folders import expand_user
 from hetero.errors import ModelError
 from hetero.models import hub, package_index, quantized, random_models
+from hetero.models.architectures import ARCHITECTURES
 from hetero.models.chat_template import Message
-from hetero.models.checkpoint import CheckpointWeights, has_mxfp4
+from hetero.models.checkpoint import CheckpointWeights, has_mxfp4, has_weights
 from hetero.models.config import ModelConfig
 from hetero.models.converted import ConvertedWeights
 from hetero.models.graph import model_graph
@@ -242,7 +243,17 @@ def model_spec(model: str | Path, weights: str | None = None) -> ModelGraph:
         return model_graph(random_models.known_config(name), weight_format, name.lower())
     path = _path(str(model), shapes=True)
     config = gguf_config(path) if path.is_file() else ModelConfig.from_directory(path)
+    if ARCHITECTURES[config.architecture].mtp:
+        _announce_head(path, config)
     return model_graph(config, weight_format, path.name)
+
+
+def _announce_head(path: Path, config: ModelConfig) -> None:
+    """Give the notice of a head for multi-token prediction, if weights are there to have one."""
+    if path.is_file():
+        _open_gguf(path, WeightFormat.F32)
+    elif has_weights(path):
+        CheckpointWeights(path, config, WeightFormat.F32)
 
 
 def _weight_format(weights: str) -> WeightFormat:

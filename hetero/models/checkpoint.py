@@ -6,6 +6,7 @@ memory grows by the packed bytes only.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import os
 from collections.abc import Container, Iterable, Mapping, Sequence
@@ -20,15 +21,18 @@ from hetero.backends.weights import Float32Array, PackedWeight, stacked
 from hetero.errors import ModelError
 from hetero.models.architectures import ARCHITECTURES
 from hetero.models.architectures.base import RowOrder
-from hetero.models.config import ModelConfig
+from hetero.models.config import ModelConfig, mtp_head
 from hetero.models.fields import read_json_object
 from hetero.models.layout import (
     EXPERTS,
+    MTP_HALVES,
+    MTP_NORMS,
     MatrixShape,
     block_matrices,
     block_vectors,
     embedding_matrices,
     model_vectors,
+    stored_shape,
 )
 from hetero.models.model_weights import BlockWeights, ModelWeights
 from hetero.models.packing import RowSource, SourceTensor, check_finite, pack_rows
@@ -40,12 +44,16 @@ from hetero.terminal.notices import notify_once
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+MTP = "mtp."  # prefix of the tensors of a head for multi-token prediction
 
 
 class CheckpointFiles:
-    """The tensors of a directory by name, across its shards."""
+    """The tensors of a directory by name, across its shards.
 
-    def __init__(self, directory: Path) -> None:
+    With `mtp` those of a head for multi-token prediction are apart (`head`).
+    """
+
+    def __init__(self, directory: Path, *, mtp: bool = False) -> None:
         self.directory = directory
         self.files: dict[str, SafetensorsFile] = {}
         self._file_of: dict[str, SafetensorsFile] = {}
@@ -53,7 +61,8 @@ class CheckpointFiles:
             self._open_shards()
         else:
             self._open_single()
-        self._stored, left_out = text_tensors(self._file_of)
+        self._head = {x: file for x, file in self._file_of.items() if mtp and x.startswith(MTP)}
+        self._stored, left_out = text_tensors(x for x in self._file_of if x not in self._head)
         if left_out:
             parts = sorted({name.removeprefix("model.").partition(".")[0] for name in left_out})
             notify_once(
@@ -61,6 +70,24 @@ class CheckpointFiles:
                 f"({len(left_out)} tensors) left out"
             )
         self._file_of = {name: self._file_of[old] for name, old in self._stored.items()}
+
+    def head(self, shared: Iterable[str]) -> CheckpointFiles | None:
+        """Return the head's tensors by the names of a model of one block, with `shared` ones."""
+        if not self._head:
+            return None
+        files = copy.copy(self)
+        files._stored = {model_name_of(x): x for x in self._head}
+        files._file_of = {model_name_of(x): file for x, file in self._head.items()}
+        for name in (x for x in shared if x in self):
+            files._stored[name], files._file_of[name] = self._stored[name], self._file_of[name]
+        files._head = {}
+        return files
+
+    @property
+    def head_bytes(self) -> int:
+        """Return the bytes of a head for multi-token prediction."""
+        entries = (file.entries[x] for x, file in self._head.items())
+        return sum(x.stop - x.start for x in entries)
 
     def __iter__(self) -> Iterable[str]:
         return iter(self._file_of)
@@ -150,13 +177,24 @@ class CheckpointWeights(ModelWeights):
 
     source: Path
 
-    def __init__(self, directory: Path, config: ModelConfig, weight_format: WeightFormat) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        config: ModelConfig,
+        weight_format: WeightFormat,
+        files: CheckpointFiles | None = None,
+    ) -> None:
         super().__init__(config, weight_format)
         self.source = directory
-        self.files = CheckpointFiles(directory)
-        _check_tensors(self.files, config)
         self._architecture = ARCHITECTURES[config.architecture]
+        self.files = files or CheckpointFiles(directory, mtp=self._architecture.mtp)
+        _check_tensors(self.files, config)
         self._names = self._architecture.names
+        modules = self._names.model_modules
+        head = self.files.head(f"{modules[x]}.weight" for x in ("embed", "lm_head"))
+        if head is not None:
+            of_head = (directory, mtp_head(config), weight_format, head)
+            self.keep_head(lambda: CheckpointWeights(*of_head), self.files.head_bytes)
 
     @property
     def nbytes(self) -> int:
@@ -179,7 +217,7 @@ class CheckpointWeights(ModelWeights):
         if (zeros := self._norm_bias(name)) is not None:
             return zeros
         module, suffix = vector_module(self._names.model_modules, name)
-        vector = self._vector(f"{module}.{suffix}", norm=name == "final_norm")
+        vector = self._vector(f"{module}.{suffix}", norm=name in ("final_norm", *MTP_NORMS))
         return self._with_logit_scale(name, vector)
 
     def table(self, name: str) -> RowTable:
@@ -201,7 +239,10 @@ class CheckpointWeights(ModelWeights):
 
     def _load_matrix(self, name: str) -> PackedWeight:
         tensor = f"{self._names.model_modules[name]}.weight"
-        return self._pack_tensors([SourceTensor(tensor, self.files.array(tensor))])
+        values = self.files.array(tensor)
+        if name in MTP_HALVES:
+            values = np.split(values, 2, axis=1)[MTP_HALVES.index(name)]
+        return self._pack_tensors([SourceTensor(tensor, values)])
 
     def _pack(self, layer: int, name: str) -> PackedWeight:
         orders = self._architecture.row_order, self._architecture.column_order
@@ -289,6 +330,14 @@ class CheckpointWeights(ModelWeights):
         return values + np.float32(self._architecture.norm_offset) if norm else values
 
 
+def model_name_of(name: str) -> str:
+    """Return the name that a tensor of a head for multi-token prediction has in a model."""
+    for part in ("layers.", "norm."):
+        if name.startswith(MTP + part):
+            return "model." + name.removeprefix(MTP)
+    return name
+
+
 def input_norm(weight: Float32Array) -> Float32Array:
     """Return the weight of the norm of a layer's inputs: their sum with another has the factor."""
     return weight * np.float32(0.5**0.5)
@@ -300,6 +349,11 @@ def has_mxfp4(directory: Path) -> bool:
     known = os.path.isfile(path)  # false where it cannot be looked for
     config = read_json_object(path).get("quantization_config") if known else None
     return isinstance(config, dict) and config.get("quant_method") == "mxfp4"
+
+
+def has_weights(directory: Path) -> bool:
+    """Return whether a directory has a checkpoint's tensors."""
+    return any((directory / name).is_file() for name in (SINGLE_FILE, INDEX_FILE))
 
 
 def matrix_modules(config: ModelConfig, layer: int, name: str) -> Sequence[str]:
@@ -342,7 +396,7 @@ def expected_tensors(
     names = architecture.names
     shapes: dict[str, tuple[int, ...]] = {}
     for matrix in embedding_matrices(config):
-        shapes[f"{names.model_modules[matrix.name]}.weight"] = (matrix.n, matrix.k)
+        shapes[f"{names.model_modules[matrix.name]}.weight"] = stored_shape(matrix)
     for vector in model_vectors(config, StorageFormat.F32):
         if vector.name == "final_norm_bias" and not architecture.norm_bias:
             continue

@@ -88,6 +88,8 @@ class ModelConfig(Extensible):
     logit_scale        on the logits, before their soft cap
     eos_ids            end a generation; ids outside the vocabulary are dropped
     dtype              of the source as written, for information
+    mtp                the decoder is the head of another model that predicts one token more
+                       (`mtp_head` below): its input is a token and the hidden state before it
     """
 
     architecture: str
@@ -143,6 +145,7 @@ class ModelConfig(Extensible):
     keys_are_values: bool = later(False)
     layer_inputs: int = later(0)
     layer_scale: bool = later(False)
+    mtp: bool = later(False)
 
     def __post_init__(self) -> None:
         if not self.windows:
@@ -345,6 +348,11 @@ class ModelConfig(Extensible):
             name="lm_head", n=self.vocab_size, k=self.hidden_size, count=1, bias=self.head_bias
         )
         return (*(replace(x, count=count) for x, count in counts.items()), head)
+
+
+def mtp_head(config: ModelConfig) -> ModelConfig:
+    """Return the configuration of a model's head for multi-token prediction: one block."""
+    return replace(config, num_layers=1, mixers=(), windows=(), mtp=True)
 
 
 def _document(config: ModelConfig) -> dict[str, Any]:

@@ -22,6 +22,12 @@ feed-forward; p are columns of a second embedding of the token, e is its first o
 
 With `layer_scale` x is then multiplied by a number.
 
+The head of a model that predicts one token more (`mtp`) begins with the embedding e of the next
+token and the hidden state in slot `hidden`, which the model's final norm has written; what its own
+final norm writes to `h` is the `hidden` of the token after that:
+
+    x = W · [norm(e), norm(hidden)]
+
 The residual stream alternates between the slots `x` and `x2`; a norm adds what is in `t` (or in
 `added`) to it, writes the sum to the other slot, and the normed sum to `h`.
 
@@ -63,8 +69,9 @@ from hetero.backends.ops import (
 from hetero.backends.protocol import CONTEXT_PORTS, port_shape
 from hetero.models.config import ModelConfig
 from hetero.models.expert_config import ExpertConfig
+from hetero.models.layout import MTP_HALVES
 from hetero.models.sliding import Sliding
-from hetero.profiler.model_graph import MatMulName, ModelGraph, Node, OpName, slot_shapes
+from hetero.profiler.model_graph import HIDDEN, MatMulName, ModelGraph, Node, OpName, slot_shapes
 
 SHADOW: Final = "_shadow"  # of a node, behind the name of its matmul
 UNROTATED: Final = RopeScaling(kind="zero")
@@ -167,17 +174,19 @@ class _Decoder:
         self.shadows, self.kv, self.sliding = shadows, kv, sliding
         self.shadowed: str | None = None  # the residual stream with shadows added to it
         self.layers = layers or config.num_layers
-        self.stream = "x"
+        self.stream = "embedded" if config.mtp else "x"
         self.layer: int | None = None
         self.built: list[Node] = []
 
     def nodes(self) -> list[Node]:
         """Return the nodes of `model_graph`."""
         self._embed()
+        if self.config.mtp:
+            _join(self)
         for layer in range(self.layers):
             self.layer = layer
             if self.config.in_norms and (layer == 0 or self.config.layer_scale):
-                self._add("input_norm", self._norm_op(), x=self.stream, y="h")
+                self.add("input_norm", self.norm_op(), x=self.stream, y="h")
             self._block(layer)
             last = layer == self.layers - 1
             if self.config.layer_scale:
@@ -186,7 +195,7 @@ class _Decoder:
             if not self.config.layer_scale:
                 self._norm("final_norm" if last else "input_norm")
         if self.config.layer_scale:
-            self._add("final_norm", self._norm_op(), x=self.stream, y="h")
+            self.add("final_norm", self.norm_op(), x=self.stream, y="h")
         self._matmul("lm_head", "h", "logits")
         return self.built
 
@@ -202,16 +211,16 @@ class _Decoder:
             width = config.num_layers * config.layer_inputs
             scale = (config.layer_inputs / 2) ** 0.5
             inputs = replace(embed, d=width, scale=scale, mapped=True)
-            self._add("embed_inputs", inputs, tokens="tokens", y="inputs")
+            self.add("embed_inputs", inputs, tokens="tokens", y="inputs")
             self.stream = "embedded"
         if not config.positions:
-            self._add("embed", embed, tokens="tokens", y=self.stream)
+            self.add("embed", embed, tokens="tokens", y=self.stream)
             return
         positions = AddPositions(
             d=config.hidden_size, rows=config.positions, offset=config.position_offset
         )
-        self._add("embed", embed, tokens="tokens", y="x2")
-        self._add("positions", positions, x="x2", position="position", y="x")
+        self.add("embed", embed, tokens="tokens", y="x2")
+        self.add("positions", positions, x="x2", position="position", y="x")
 
     def _block(self, layer: int) -> None:
         """Add everything from a block's input norm up to the norm that follows the block."""
@@ -219,7 +228,7 @@ class _Decoder:
         if self.config.parallel:
             self._mix(layer, read, "t")
             self._feed_forward(read, "t2")
-            self._add("join", Add(d=self.config.hidden_size), x="t", residual="t2", y="added")
+            self.add("join", Add(d=self.config.hidden_size), x="t", residual="t2", y="added")
             return
         self._mix(layer, read, "t")
         self._out_norm("o_norm")
@@ -242,7 +251,7 @@ class _Decoder:
             d=config.hidden_size, taps=config.conv_taps, gated=True, bias=config.conv_bias
         )
         slots = {"position": "position", "conv_state": f"conv_state.{config.cache_numbers[layer]}"}
-        self._add("conv", conv, x="conv_in", y="convolved", **slots)
+        self.add("conv", conv, x="conv_in", y="convolved", **slots)
         self._matmul("conv_out", "convolved", target)
 
     def _delta(self, layer: int, source: str, target: str) -> None:
@@ -264,8 +273,8 @@ class _Decoder:
         number = config.cache_numbers[layer]
         conv_slots = {"position": "position", "conv_state": f"conv_state.{number}"}
         slots = {"position": "position", "delta_state": f"delta_state.{number}"}
-        self._add("conv", conv, x="delta_in", y="convolved", **conv_slots)
-        self._add("delta", delta, x="convolved", gates="delta_in", y="recalled", **slots)
+        self.add("conv", conv, x="delta_in", y="convolved", **conv_slots)
+        self.add("delta", delta, x="convolved", gates="delta_in", y="recalled", **slots)
         self._matmul("delta_out", "recalled", target)
 
     def _layer_inputs(self, layer: int) -> None:
@@ -279,10 +288,10 @@ class _Decoder:
             activation=config.activation,
         )
         self._matmul("input_in", "embedded", "input_in")
-        self._add("input_in_norm", RMSNorm(d=width, eps=eps), x="input_in", y="input_normed")
+        self.add("input_in_norm", RMSNorm(d=width, eps=eps), x="input_in", y="input_normed")
         self._matmul("input_gate", self.stream, "input_gate")
         ports = {"x": "input_gate", "residual": "input_normed", "inputs": "inputs"}
-        self._add("gated_input", gate, **ports, y="input_gated")
+        self.add("gated_input", gate, **ports, y="input_gated")
         self._matmul("input_out", "input_gated", "t")
 
     def _attention(self, layer: int, source: str, target: str) -> None:
@@ -292,7 +301,7 @@ class _Decoder:
         turned, rope = "qkv", rope_of(config, layer, self.capacity)
         if rope is not None:
             turned = "rotated"
-            self._add("rope", rope, qkv="qkv", position="position", out=turned)
+            self.add("rope", rope, qkv="qkv", position="position", out=turned)
         number = config.cache_numbers[layer]
         slides = self.sliding is not None and number in self.sliding.layers
         attention = Attention(
@@ -307,7 +316,7 @@ class _Decoder:
             sinks=config.sinks,
             reads=reads,
         )
-        self._add(
+        self.add(
             "attention",
             attention,
             qkv=turned,
@@ -321,12 +330,10 @@ class _Decoder:
             width = config.heads * config.head_dim
             gate = SigmoidGate(d=width, first=width, width=config.qkv_width)
             attended = "gated"
-            self._add("output_gate", gate, x="attended", gates="qkv", y=attended)
+            self.add("output_gate", gate, x="attended", gates="qkv", y=attended)
         self._matmul("o", attended, target)
 
-    def _experts(
-        self, experts: ExpertConfig, source: str, target: str, *, routed: str = ""
-    ) -> None:
+    def _experts(self, experts: ExpertConfig, source: str, target: str, routed: str = "") -> None:
         """Add experts of `source`, which are chosen by `routed` if that is given."""
         config = self.config
         router = Router(
@@ -350,8 +357,8 @@ class _Decoder:
             activation=experts.activation or config.activation,
             bias=experts.bias,
         )
-        self._add("router", router, x=routed or source, y="routes")
-        self._add("experts", op, x=source, routes="routes", y=target)
+        self.add("router", router, x=routed or source, y="routes")
+        self.add("experts", op, x=source, routes="routes", y=target)
 
     def _feed_forward(self, source: str, target: str) -> None:
         assert self.layer is not None
@@ -366,31 +373,31 @@ class _Decoder:
             self._experts(experts, source, "chosen")
             self._plain_feed_forward(source, "shared")
             slots = {"x": "shared", "gates": source, "residual": "chosen", "y": target}
-            self._add("shared_gate", GatedAdd(d=self.config.hidden_size), **slots)
+            self.add("shared_gate", GatedAdd(d=self.config.hidden_size), **slots)
 
     def _parallel_experts(self, experts: ExpertConfig, source: str, target: str) -> None:
         """Add experts parallel to the plain feed-forward, each in norms of its own."""
-        norm = self._norm_op()
-        self._add("router_norm", norm, x=self.stream, y="router_in")
-        self._add("experts_norm", norm, x=self.stream, y="experts_in")
+        norm = self.norm_op()
+        self.add("router_norm", norm, x=self.stream, y="router_in")
+        self.add("experts_norm", norm, x=self.stream, y="experts_in")
         self._experts(experts, "experts_in", "chosen", routed="router_in")
-        self._add("chosen_norm", norm, x="chosen", y="chosen_normed")
+        self.add("chosen_norm", norm, x="chosen", y="chosen_normed")
         self._plain_feed_forward(source, "plain")
-        self._add("plain_norm", norm, x="plain", y="plain_normed")
+        self.add("plain_norm", norm, x="plain", y="plain_normed")
         add = Add(d=self.config.hidden_size)
-        self._add("experts_add", add, x="plain_normed", residual="chosen_normed", y=target)
+        self.add("experts_add", add, x="plain_normed", residual="chosen_normed", y=target)
 
     def _plain_feed_forward(self, source: str, target: str) -> None:
         assert self.layer is not None
         self._matmul("gate_up", source, "gate_up")
         kind, sizes = GatedAct if self.config.gated else Act, self.config.at(self.layer)
         activation = kind(f=sizes.intermediate_size, activation=self.config.activation)
-        self._add("activation", activation, x="gate_up", y="activated")
+        self.add("activation", activation, x="gate_up", y="activated")
         self._matmul("down", "activated", target)
 
     def _out_norm(self, name: str) -> None:
         if self.config.out_norms:
-            self._add(name, self._norm_op(), x="t", y="added")
+            self.add(name, self.norm_op(), x="t", y="added")
 
     def _norm(self, name: str) -> None:
         """Add to the residual stream, and norm the sum into `h`, if what follows is normed."""
@@ -399,14 +406,14 @@ class _Decoder:
             self._sum(name.replace("norm", "add"))
             return
         before = self._next_stream()
-        self._add(name, self._norm_op(add=True), x=before, residual=added, sum=self.stream, y="h")
+        self.add(name, self.norm_op(add=True), x=before, residual=added, sum=self.stream, y="h")
 
     def _sum(self, name: str, *, scaled: bool = False) -> None:
         """Add to the residual stream, and norm nothing."""
         added = "added" if self.config.out_norms or self.config.parallel else "t"
         add = Add(d=self.config.hidden_size, scaled=scaled)
         before = self._next_stream()
-        self._add(name, add, x=before, residual=added, y=self.stream)
+        self.add(name, add, x=before, residual=added, y=self.stream)
 
     def _next_stream(self) -> str:
         """Return the slot of the residual stream, which continues in another one."""
@@ -414,7 +421,7 @@ class _Decoder:
         self.shadowed, self.stream = None, "x2" if self.stream == "x" else "x"
         return before
 
-    def _norm_op(self, *, add: bool = False) -> RMSNorm | LayerNorm:
+    def norm_op(self, *, add: bool = False) -> RMSNorm | LayerNorm:
         config = self.config
         kind = LayerNorm if config.norm == "layer" else RMSNorm
         return kind(
@@ -431,7 +438,7 @@ class _Decoder:
         if shadow is not None and of_stream:
             stream = self.shadowed or self.stream
             self.shadowed = "x4" if self.shadowed == "x3" else "x3"
-            self._add(name + SHADOW, shadow, x=source, residual=stream, y=self.shadowed)
+            self.add(name + SHADOW, shadow, x=source, residual=stream, y=self.shadowed)
         product = f"{target}_codes" if shadow is not None and not of_stream else target
         op = MatMul(
             n=spec.n,
@@ -440,16 +447,27 @@ class _Decoder:
             bias=spec.bias,
             softcap=self.config.logit_softcap if name == "lm_head" else 0.0,
         )
-        self._add(name, op, plan_op=name, x=source, y=product)
+        self.add(name, op, plan_op=name, x=source, y=product)
         if shadow is not None and not of_stream:
-            self._add(name + SHADOW, shadow, x=source, residual=product, y=target)
+            self.add(name + SHADOW, shadow, x=source, residual=product, y=target)
 
-    def _add(self, name: str, op: Op, *, plan_op: OpName | None = None, **slots: str) -> None:
+    def add(self, name: str, op: Op, *, plan_op: OpName | None = None, **slots: str) -> None:
         full = name if self.layer is None else f"layer{self.layer}.{name}"
         members = _members(name, self.config if self.layer is None else self.config.at(self.layer))
         self.built.append(
             Node(name=full, op=op, slots=slots, plan_op=plan_op, layer=self.layer, members=members)
         )
+
+
+def _join(decoder: _Decoder) -> None:
+    """Begin a head for multi-token prediction with the product of embedding and hidden state."""
+    d = decoder.config.hidden_size
+    half = MatMul(n=d, k=d, weight_format=decoder.weight_format)
+    for name, source, target in zip(MTP_HALVES, ("embedded", HIDDEN), ("x", "t"), strict=True):
+        decoder.add(f"{name}_norm", decoder.norm_op(), x=source, y="h")
+        decoder.add(name, half, x="h", y=target)
+    decoder.add("join", Add(d=d), x="x", residual="t", y="x2")
+    decoder.stream = "x2"
 
 
 def _numbered_by_kind(nodes: Sequence[Node]) -> Iterator[Node]:

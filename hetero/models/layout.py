@@ -122,7 +122,7 @@ def scaled_inputs(storage: StorageFormat) -> bool:
 
 def model_vectors(config: ModelConfig, storage: StorageFormat) -> tuple[VectorShape, ...]:
     """Return the float32 vectors outside of the blocks; the table of positions row after row."""
-    vectors = _norms(config, ["final_norm"])
+    vectors = _norms(config, ["final_norm", *(MTP_NORMS if config.mtp else ())])
     if config.head_bias:
         vectors.append(VectorShape("lm_head_bias", config.vocab_size))
     if config.positions:
@@ -160,10 +160,17 @@ def _router_vectors(config: ModelConfig, layer: int) -> list[VectorShape]:
 
 
 MAPPED: Final = ("embed_inputs",)  # whose rows are read from the file, one by one
+# Of a head for multi-token prediction: the left and right half of one weight [d, 2d], and norms.
+MTP_HALVES: Final = ("mtp_embed", "mtp_hidden")
+MTP_NORMS: Final = ("mtp_embed_norm", "mtp_hidden_norm")
 
 
 def embedding_matrices(config: ModelConfig) -> tuple[MatrixShape, ...]:
-    """Return the embeddings, also those of the layers' inputs, and the output head unless tied."""
+    """Return the matrices outside of the blocks.
+
+    They are the embeddings, also those of the layers' inputs, the output head unless tied, and what
+    a head for multi-token prediction begins with.
+    """
     embed = MatrixShape("embed", config.vocab_size, config.hidden_size)
     shapes = [embed]
     if config.layer_inputs:
@@ -171,7 +178,15 @@ def embedding_matrices(config: ModelConfig) -> tuple[MatrixShape, ...]:
         shapes.append(MatrixShape("embed_inputs", config.vocab_size, width))
     if not config.tie_word_embeddings:
         shapes.append(MatrixShape("lm_head", config.vocab_size, config.hidden_size))
+    if config.mtp:
+        d = config.hidden_size
+        shapes += [MatrixShape(name, d, d) for name in MTP_HALVES]
     return tuple(shapes)
+
+
+def stored_shape(matrix: MatrixShape) -> tuple[int, int]:
+    """Return the shape of the tensor of a matrix outside of the blocks, or of two halves."""
+    return matrix.n, matrix.k * (2 if matrix.name in MTP_HALVES else 1)
 
 
 def total_bytes(config: ModelConfig, storage: StorageFormat) -> int:

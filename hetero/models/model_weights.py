@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,10 +13,12 @@ import numpy.typing as npt
 from hetero.backends.formats import StorageFormat, WeightFormat
 from hetero.backends.ops import Outliers
 from hetero.backends.weights import Float32Array, PackedWeight
+from hetero.errors import ModelError
 from hetero.models.calibration_record import Calibration, hot_bytes, matmul_shapes
 from hetero.models.config import ModelConfig
-from hetero.models.layout import VectorShape, block_vectors, total_bytes
+from hetero.models.layout import VectorShape, block_vectors, embedding_matrices, total_bytes
 from hetero.models.row_tables import RowTable, packed_rows
+from hetero.terminal.notices import notify_once
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +71,9 @@ class ModelWeights(ABC):
     refers to them. One thread at a time. `source` is the directory that the weights come from, None
     if they were generated; `calibration` is the origin of static scales of activations, if they
     come from a text; `also` are other formats in which all matrices are stored too;
-    `in_memory`: they have values, which take memory.
+    `in_memory`: they have values, which take memory; `mtp` are the weights of the model's head for
+    multi-token prediction, which stay in their file until they are asked for, and whose `trunk`
+    are these weights, with the embeddings and the output head of both.
 
     Reading a block raises `ModelError` when its tensors hold values that are not finite.
     """
@@ -80,6 +84,8 @@ class ModelWeights(ABC):
     calibration: Calibration | None = None
     also: tuple[WeightFormat, ...] = ()
     in_memory: bool = True
+    mtp: ModelWeights | None = None
+    trunk: ModelWeights | None = None
 
     def __init__(self, config: ModelConfig, weight_format: WeightFormat) -> None:
         self.config = config
@@ -97,6 +103,22 @@ class ModelWeights(ABC):
         """Return the bytes of all packed weights, norms, biases and hot channels."""
         packed = total_bytes(self.config, self.weight_format.storage)
         return packed + hot_bytes(self.config, self.calibration)
+
+    def keep_head(self, opened: Callable[[], ModelWeights], size: int) -> None:
+        """Keep the weights of a head for multi-token prediction, of so many bytes in its file.
+
+        A notice says so, or why a head that is not as expected is left out.
+        """
+        try:
+            head = opened()
+        except ModelError as error:
+            notify_once(f"{error}; the head for multi-token prediction is left out")
+            return
+        self.mtp, head.trunk = head, self
+        notify_once(
+            f"{self.source}: its head for multi-token prediction ({size / 2**20:.1f} MiB) stays in "
+            "the file, since nothing here guesses tokens with it yet"
+        )
 
     def outliers(self) -> dict[str, Outliers]:
         """Return the operations of the shadows, by block and matmul (`blocks.3.down`)."""
@@ -131,6 +153,8 @@ class ModelWeights(ABC):
 
     def outer_matrix(self, name: str) -> PackedWeight:
         """Return a matrix of `layout.embedding_matrices`."""
+        if self.trunk is not None and name in ("embed", "lm_head"):
+            return self.trunk.outer_matrix(name)
         if name not in self._outer:
             self._outer[name] = self._load_matrix(name)
         return self._outer[name]
@@ -143,7 +167,7 @@ class ModelWeights(ABC):
         """Return a weight outside of the blocks, by operation and name in `ops.weight_names`."""
         if name == "weight" and role == "lm_head":
             return self.lm_head()
-        if name == "weight" and role.startswith("embed"):
+        if name == "weight" and any(x.name == role for x in embedding_matrices(self.config)):
             return self.outer_matrix(role)
         return self.model_vector(f"{role}_{name}" if name in ("bias", "x_scale") else role)
 

@@ -119,6 +119,8 @@ def _half_tolerance(op: Op) -> float:
             return HALF_TOLERANCE_CHAIN
         case ops.MatMul() | ops.Embed() | ops.Add() | ops.AddPositions():
             return HALF_TOLERANCE
+        case ops.ShortConv():  # a gate's product, each tap's, their sum, an activation, a gate
+            return 2 * HALF_TOLERANCE_CHAIN
         case ops.Attention():
             # A score of size s is off by s·2⁻¹², which multiplies its weight; s is about scale·D.
             # A cap rounds it twice more.
@@ -143,6 +145,8 @@ def floor(op: Op, device: Device) -> float:
             return op.k**0.5
         case ops.Add() | ops.AddPositions() | ops.SigmoidGate() | ops.GatedInput():
             return 1.0  # a sigmoid, too, is rounded as a part of 1
+        case ops.ShortConv():
+            return op.taps**0.5
         case _:
             return 0.0
 

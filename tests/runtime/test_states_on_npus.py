@@ -1,4 +1,7 @@
-"""Layers with states where the NPU's graphs keep none: the GPU has them."""
+"""Layers with states on QNN, whose graphs keep none: the GPU has them if there is one.
+
+Alone the NPU computes short convolutions, whose state the host keeps, and no delta nets.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,9 @@ from hetero import LLM
 from hetero.backends import ops
 from hetero.backends.errors import DeviceError
 from hetero.backends.formats import WeightFormat
+from hetero.backends.registry import open_device
 from hetero.solver.plan import device_of_other
+from tests.backends.cases import make_tensors
 from tests.support.checkpoints import CASES, make_checkpoint, reference_logits, relative_error
 
 HALF_TOLERANCE = 1e-2  # the NPU computes its rows in fp16
@@ -46,5 +51,53 @@ def test_a_gpu_and_an_npu_share_a_model_of_delta_nets(checkpoint: tuple[Path, ob
 
 def test_an_npu_alone_says_what_it_lacks(checkpoint: tuple[Path, object]) -> None:
     folder, _ = checkpoint
-    with pytest.raises(DeviceError, match="keep no states from call to call; use --device h"):
+    with pytest.raises(DeviceError, match="no recurrence from token to token; use --device h"):
         LLM(str(folder), device="npu", npu="qnn", weights=WeightFormat.F16, kv="f32")
+
+
+@pytest.mark.parametrize("pieces", [(20,), (1, 2, 17)])
+def test_an_npu_alone_computes_short_convolutions(
+    tmp_path_factory: pytest.TempPathFactory, pieces: tuple[int, ...]
+) -> None:
+    """LFM2 as `transformers` computes it, in calls that no graph has the token count of."""
+    folder = tmp_path_factory.mktemp("lfm2")
+    model = make_checkpoint(next(x for x in CASES if x.kind == "Lfm2"), folder, spread=0.05)
+    tokens = np.random.default_rng(0).integers(3, 263, 23).tolist()
+    expected = reference_logits(model, tokens)
+    with LLM(str(folder), device="npu", npu="qnn", weights=WeightFormat.F16, kv="f32") as llm:
+        got, start = [], 0
+        for count in pieces:
+            got = [llm.engine.prefill(llm.context, tokens[start : start + count]).copy()]
+            start += count
+        got += [llm.engine.decode(llm.context, token).copy() for token in tokens[20:]]
+    assert relative_error(np.stack(got), expected[19:]) <= HALF_TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("op", "sentence"),
+    [
+        (ops.GatedDelta(k_heads=1, v_heads=1, k_dim=8, v_dim=8, eps=1e-6),
+         "its graphs have no recurrence from token to token"),
+        (ops.Attention(heads=2, kv_heads=1, head_dim=8, capacity=8, reads=True),
+         "its attention reads the caches that it appends to"),
+        (ops.Attention(heads=2, kv_heads=1, head_dim=8, capacity=8, sinks=True),
+         "its graphs have no sinks of attention"),
+    ],
+)  # fmt: skip
+def test_what_the_graphs_lack_is_planned_on_the_gpu_and_said(op: ops.Op, sentence: str) -> None:
+    assert device_of_other(op, "npu", ("gpu", "npu")) == "gpu"
+    with open_device("qnn", graph_sizes=(1,), cache=None) as device:
+        refused = device.accepts(op)
+    assert not refused
+    assert refused.reason == sentence
+
+
+def test_sums_beyond_half_precision_are_an_error() -> None:
+    """A sum inside the graph could saturate without a word: it is refused before."""
+    op = ops.ShortConv(d=2, taps=3, gated=True)
+    with open_device("qnn", graph_sizes=(1,), cache=None) as device:
+        kernel = device.prepare(op, {"taps": np.full(6, 1e-6, np.float32)})
+        tensors = make_tensors(op, 1, np.random.default_rng(0), device=device)
+        tensors["x"].array[:] = 300.0
+        with pytest.raises(DeviceError, match="FP16_OVERFLOW"):
+            kernel.bind(tensors, 1).run()

@@ -125,6 +125,10 @@ class TensorNames:
             "embed": "model.embed_tokens",
             "lm_head": "lm_head",
             "final_norm": "model.norm",
+            "mtp_embed": "mtp.fc",
+            "mtp_hidden": "mtp.fc",
+            "mtp_embed_norm": "mtp.pre_fc_norm_embedding",
+            "mtp_hidden_norm": "mtp.pre_fc_norm_hidden",
         }
     )
 
@@ -153,6 +157,7 @@ class Architecture:
     theta             base period of the rotary embedding where config.json gives none
     local_theta       that of layers with a sliding window, whose embedding is never scaled by
                       `rope_scaling`; None: all layers have one embedding
+    mtp               checkpoints may have a head that predicts one token more
     """
 
     name: str
@@ -180,6 +185,7 @@ class Architecture:
     ropes: Mapping[str, Any] = field(default_factory=dict)
     theta: float = 10000.0
     local_theta: float | None = None
+    mtp: bool = False
 
     def key(self, name: str) -> str:
         """Return the field's name in config.json."""

@@ -110,6 +110,7 @@ QWEN3_5 = Architecture(
     read=_read,
     write=_write,
     norm_offset=1.0,
+    mtp=True,
     used=("layer_types",),
     defaults={
         "vocab_size": 248320,

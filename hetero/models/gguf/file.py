@@ -6,11 +6,13 @@ or hostile file costs no memory; the `gguf` library trusts them. Layout: `docs/g
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import mmap
 import os
 import re
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -94,6 +96,13 @@ class GgufFile:
         self.nbytes = sum(shard.nbytes for shard in self.shards)
         self._homes = {name: shard for shard in self.shards for name in shard.tensors}
         self.tensors = {name: shard.tensors[name] for name, shard in self._homes.items()}
+
+    def renamed(self, names: Mapping[str, str]) -> GgufFile:
+        """Return the same mapped model with some tensors alone, by other names (new: own)."""
+        view = copy.copy(self)
+        view.tensors = {new: self.tensors[name] for new, name in names.items()}
+        view._homes = {new: self._homes[name] for new, name in names.items()}
+        return view
 
     @classmethod
     def opened(cls, path: Path) -> GgufFile:

@@ -18,7 +18,7 @@ from hetero.models.architectures import ARCHITECTURES
 from hetero.models.architectures.base import halves_of_pairs
 from hetero.models.architectures.qwen3_5 import queries_first
 from hetero.models.checkpoint import input_norm, is_taps
-from hetero.models.config import ModelConfig
+from hetero.models.config import ModelConfig, mtp_head
 from hetero.models.gguf.families import FAMILIES
 from hetero.models.gguf.file import GgufFile, TensorInfo
 from hetero.models.gguf.packed_store import PartShape, StoreReader, StoreWriter, joined, open_store
@@ -36,10 +36,12 @@ from hetero.models.gguf.tensors import (
 from hetero.models.layout import (
     EXPERTS,
     MAPPED,
+    MTP_HALVES,
     block_matrices,
     embedding_matrices,
     expert_matrices,
     model_vectors,
+    stored_shape,
 )
 from hetero.models.model_weights import BlockWeights, ModelWeights
 from hetero.models.packing import Destination, check_finite, pack_rows
@@ -86,7 +88,12 @@ _ENDS: Final = {
     "embed_inputs": "per_layer_token_embd",
     "lm_head": "output",
     "final_norm": "output_norm",
+    "mtp_embed": "nextn.eh_proj",
+    "mtp_hidden": "nextn.eh_proj",
+    "mtp_embed_norm": "nextn.enorm",
+    "mtp_hidden_norm": "nextn.hnorm",
 }
+_HEAD_NORM: Final = "nextn.shared_head_norm.weight"
 _TAPS: Final = tuple(x.tensors["conv_taps"] for x in FAMILIES.values() if "conv_taps" in x.tensors)
 _NO_MATRICES: Final = (*_TAPS, *ROUTER)
 _SHARED: Final = {"gate_up": ("ffn_gate_shexp", "ffn_up_shexp"), "down": ("ffn_down_shexp",)}
@@ -108,10 +115,11 @@ class GgufWeights(ModelWeights):
         self.source = file.path
         self.file = file
         self.loss = Loss()
-        self._store: StoreReader | StoreWriter | str | None = _UNOPENED
+        self._store: StoreReader | StoreWriter | str | None = None if config.mtp else _UNOPENED
         self._family = FAMILIES[file.metadata["general.architecture"]]
         self._ends = _ENDS | {"final_norm": self._family.final_norm}
         self._check()
+        _keep_head(self)
 
     def model_vector(self, name: str) -> Float32Array:
         """Return a vector outside of the blocks."""
@@ -125,8 +133,8 @@ class GgufWeights(ModelWeights):
         """Return the bytes of all packed weights, norms and biases."""
         if not self.weight_format.of_file:
             return super().nbytes
-        total = 0
-        for name, info in self.file.tensors.items():
+        total, behind = 0, set(_blocks_behind(self.file, self.config.num_layers))
+        for name, info in ((x, y) for x, y in self.file.tensors.items() if x not in behind):
             if is_matrix(name, info) and not name.endswith(_NO_MATRICES):
                 total += packed_bytes(stored_as(info.kind), *rows_of(info.shape))
             else:
@@ -244,7 +252,7 @@ class GgufWeights(ModelWeights):
         orders = [self._order(x, f"{prefix}.", last) if prefix else None for x in modules]
         names = [_path(f"{prefix}.", x) if prefix else x for x in modules]
         sources = [
-            GgufTensor(self.file, f"{x}.weight", loss, order)
+            GgufTensor(self.file, f"{x}.weight", loss, order, _half(last))
             for x, order in zip(names, orders, strict=True)
         ]
         if not self.weight_format.of_file:
@@ -333,7 +341,7 @@ class GgufWeights(ModelWeights):
             raise ModelError(
                 f"{path}: tensor {missing[0]} is missing{_more(missing)}; download the file again"
             )
-        others = {*self._read_before(), *_left_out(self.file, self.config.num_layers)}
+        others = {*self._read_before(), *_blocks_behind(self.file, self.config.num_layers)}
         unknown = [x for x in tensors if x not in expected and x not in others]
         if unknown:
             raise ModelError(
@@ -353,7 +361,7 @@ class GgufWeights(ModelWeights):
     def _expected(self) -> dict[str, tuple[int, ...]]:
         shapes: dict[str, tuple[int, ...]] = {}
         for matrix in embedding_matrices(self.config):
-            shapes[f"{self._ends[matrix.name]}.weight"] = (matrix.n, matrix.k)
+            shapes[f"{self._ends[matrix.name]}.weight"] = stored_shape(matrix)
         for vector in model_vectors(self.config, self.weight_format.storage):
             if not self._is_left_out(vector.name):
                 shapes[".".join(_named(self._ends, vector.name))] = (vector.n,)
@@ -442,16 +450,43 @@ def _check_tensor(path: Path, name: str, info: TensorInfo, shape: tuple[int, ...
         )
 
 
-def _left_out(file: GgufFile, layers: int) -> tuple[str, ...]:
+def _blocks_behind(file: GgufFile, layers: int) -> tuple[str, ...]:
     """Return the tensors of blocks behind the model's, which predict more tokens."""
     count = file.metadata.get(f"{file.metadata['general.architecture']}.block_count")
     blocks = [f"blk.{i}." for i in range(layers, count if isinstance(count, int) else layers)]
-    names = tuple(name for name in file.tensors if name.startswith(tuple(blocks)))
-    if names:
+    return tuple(name for name in file.tensors if name.startswith(tuple(blocks)))
+
+
+def _keep_head(weights: GgufWeights) -> None:
+    """Open the head for multi-token prediction that a model's file has, if it has one."""
+    file, config = weights.file, weights.config
+    own = {} if config.mtp else _head_tensors(file, config)
+    if not own:
+        return
+    ends = (f"{_ENDS[x]}.weight" for x in ("embed", "lm_head"))
+    view = file.renamed(own | {x: x for x in ends if x in file.tensors})
+    size = sum(x.stop - x.start for x in (file.tensors[y] for y in own.values()))
+    weights.keep_head(lambda: GgufWeights(view, mtp_head(config), weights.weight_format), size)
+
+
+def _head_tensors(file: GgufFile, config: ModelConfig) -> dict[str, str]:
+    """Return the tensors of a head for multi-token prediction: by a model's names those in files.
+
+    It is the block behind the model's.
+    """
+    prefix = f"blk.{config.num_layers}."
+    behind = _blocks_behind(file, config.num_layers)
+    first = [name for name in behind if name.startswith(prefix)]
+    if len(first) < len(behind):
         notify_once(
-            f"{file.path}: the blocks behind the {layers} layers, which predict further "
-            f"tokens, are left out ({len(names)} tensors)"
+            f"{file.path}: blocks behind its first head for multi-token prediction are left out "
+            f"({len(behind) - len(first)} tensors)"
         )
+    names = {}
+    for name in first:
+        own = name.removeprefix(prefix)
+        model_name = own if own.startswith("nextn.") else f"blk.0.{own}"
+        names["output_norm.weight" if own == _HEAD_NORM else model_name] = name
     return names
 
 
@@ -491,6 +526,11 @@ def _expert_shapes(
         if experts.bias:
             shapes[f"{module}.bias"] = (experts.count, rows)
     return shapes
+
+
+def _half(matrix: str) -> int | None:
+    """Return which half of its tensor's features a matrix has; None: all of them."""
+    return MTP_HALVES.index(matrix) if matrix in MTP_HALVES else None
 
 
 def _layer(prefix: str) -> int:

@@ -46,7 +46,7 @@ from hetero.models.packed_file import PlannedTensor, file_header, matrix_arrays
 from hetero.models.safetensors_file import SafetensorsFile
 
 VERSION: Final = "2"  # of the layout and of how blocks are packed
-SMALLEST_BYTES: Final = 256 << 20  # what is less is packed in less than a second
+SMALLEST_BYTES: Final = 64 << 20  # what is less is packed in a few tenths of a second
 MAX_STORES: Final = 4
 PART_BYTES: Final = 16 << 20
 SAMPLES: Final = 64

@@ -23,7 +23,7 @@ from hetero.backends.formats import GROUP_SIZE, StorageFormat, WeightFormat
 from hetero.errors import ModelError
 from hetero.models.gguf import block_types
 from hetero.models.gguf.file import GgufFile, TensorInfo
-from hetero.models.gguf.kinds import Kind
+from hetero.models.gguf.kinds import SIZES, Kind
 from hetero.models.packing import check_finite
 from hetero.models.row_tables import Ids, RowTable
 
@@ -122,11 +122,20 @@ def tensor_rows(file: GgufFile, name: str) -> RowTable:
     return rows
 
 
+def _check_halves(name: str, features: int, kind: Kind) -> None:
+    block, _ = SIZES[kind]
+    if features % (2 * block):
+        raise ModelError(
+            f"tensor {name} has {features} features in blocks of {block}, which cannot be halved; "
+            "download another quantisation of this model"
+        )
+
+
 class GgufTensor:
     """A [rows, k] tensor as a source of `hetero.models.packing.pack_rows`.
 
     `order` lists its rows in the order of the packed weight, if the file has another; it may be of
-    some of them.
+    some of them. With `half` it is the left (0) or the right half (1) of its features.
     """
 
     def __init__(
@@ -135,6 +144,7 @@ class GgufTensor:
         name: str,
         loss: Loss | None = None,
         order: npt.NDArray[np.int64] | None = None,
+        half: int | None = None,
     ) -> None:
         self.name = name
         self.order = order
@@ -144,6 +154,10 @@ class GgufTensor:
         self._rows = file.raw(name).reshape(self.shape[0], -1)  # [rows, bytes of a row]
         if order is not None:
             self.shape = len(order), self.shape[1]
+        if half is not None:
+            _check_halves(name, self.shape[1], self.kind)
+            self._rows = np.split(self._rows, 2, axis=1)[half]
+            self.shape = self.shape[0], self.shape[1] // 2
         self._loss = loss
 
     def rows(self, start: int, stop: int) -> npt.NDArray[np.float32]:
