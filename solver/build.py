@@ -14,6 +14,7 @@ from hetero.profiler.model_graph import ModelGraph, OpName
 from hetero.profiler.records import DeviceProfile, Phase
 from hetero.solver.candidates import Reasons
 from hetero.solver.curves import front, strategy_curves
+from hetero.solver.decode_bands import Band, BandRequest, decode_bands
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.in_flight import in_flight_of
 from hetero.solver.joint_plan import cuts_of, memory_of, solve_jointly
@@ -24,6 +25,7 @@ from hetero.solver.place import tiles_of
 from hetero.solver.plan import (
     PHASES,
     AttentionShare,
+    DecodeBand,
     HeadCounts,
     NonMatmulDevices,
     OpPlan,
@@ -37,7 +39,7 @@ from hetero.solver.prompts import Prompt, call_scenarios, prompt_alone, prompt_o
 from hetero.solver.request import DEFAULT_REQUEST, PlanRequest, scenarios_of
 from hetero.solver.sizing import planner_for
 from hetero.solver.solution import Scenario, Solution
-from hetero.solver.weight_memory import resident_by_op, weight_memory
+from hetero.solver.weight_memory import limits_of, resident_by_op, weight_memory
 
 Numbers: TypeAlias = Literal["emulated", "predicted", "simulated", "fitted"]
 Clock = Callable[[], float]
@@ -91,7 +93,8 @@ def _solved(spec: ModelGraph, profile: DeviceProfile, request: PlanRequest) -> E
     notes += _share_notes(request, solutions)
     plan = assemble(planner, solutions, request, notes)
     flights = in_flight_of(planner, solutions, request)
-    return plan.model_copy(update={"in_flight": flights} | _drawn(planner.whole, request))
+    update = {"in_flight": flights, "bands": _bands_of(planner, solutions, request)}
+    return plan.model_copy(update=update | _drawn(planner.whole, request))
 
 
 def assemble(
@@ -153,6 +156,52 @@ def assemble(
         notes=(*notes, *planner.notes),
         attention=attention_of(planner, solutions),
         experts=planner.settings.experts,
+    )
+
+
+def _bands_of(
+    planner: Planner, solutions: Sequence[Solution], request: PlanRequest
+) -> tuple[DecodeBand, ...]:
+    """Return decode's bands with the row cuts of a plan, where the request asks for them."""
+    asked = band_request(planner, request, request.longest)
+    if asked is None:
+        return ()
+    decoding = next(s for s in solutions if s.scenario.phase == "decode")
+    limited = planner.with_rows(cuts_of(planner, solutions))
+    resident = resident_by_op(planner, solutions)
+    bands = decode_bands(limited, decoding, resident, asked)
+    return tuple(band_of(limited, band) for band in bands)
+
+
+def band_request(
+    planner: Planner, request: PlanRequest, longest: int | None, *, apart: bool = False
+) -> BandRequest | None:
+    """Return what bounds decode's bands in contexts of so many tokens; None where there are none.
+
+    Bands are for the least time with both devices free to use.
+    """
+    if longest is None or request.objective == "energy" or request.max_gpu_share < 1:
+        return None
+    spec = planner.spec
+    errors = errors_of(planner.profile, spec.base or spec.weight_format)
+    tolerance = max(request.margin, errors.get("decode", 0.0))
+    limits = limits_of(planner.profile, request.memory_budget_bytes)
+    return BandRequest(longest=longest, tolerance=tolerance, limits=limits, apart=apart)
+
+
+def band_of(planner: Planner, band: Band) -> DecodeBand:
+    """Return the entries of a band; the output head has the plan's own."""
+    solution = band.solution
+    blocks = (name for name in solution.options if name not in planner.spec.sampled)
+    scenario = Scenario("decode", 1)
+    return DecodeBand(
+        depth_from=band.depth,
+        device=solution.non_matmul.device,
+        devices=tuple(sorted(solution.devices)),
+        predicted_s=solution.seconds,
+        before_s=band.before_s,
+        more_bytes=band.more_bytes,
+        ops=tuple(entry(planner, scenario, x, solution.options[x]) for x in blocks),
     )
 
 

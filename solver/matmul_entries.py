@@ -54,6 +54,7 @@ class MatmulEntries:
         self._flights: dict[PrefillMode, OpsByName] = {
             flight.mode: _by_name(flight.ops) for flight in plan.in_flight
         }
+        self._bands = [_by_name(band.ops) for band in plan.bands]
 
     def at(
         self, node: Node, phase: Phase, m: int, mode: PrefillMode = "cut"
@@ -72,7 +73,7 @@ class MatmulEntries:
         return [(entry, shift) for entry, _, shift in parts if entry is not None]
 
     def listed(self, node: Node) -> Iterator[tuple[OpPlan, Tile, int]]:
-        """Yield all tiles of a matmul, with the entry and the first row of each."""
+        """Yield all tiles of a matmul, in bands too, with the entry and the first row of each."""
         for name, shift in self._names(node):
             for phase in PHASES:
                 for entry in self._ops.get((phase, name), {}).values():
@@ -80,6 +81,10 @@ class MatmulEntries:
                         yield entry, tile, shift
         for flight in self._flights.values():
             for entry in flight.get(("prefill", node.plan_op or ""), {}).values():
+                for tile in entry.tiles:
+                    yield entry, tile, 0
+        for band in self._bands:
+            for entry in band.get(("decode", node.plan_op or ""), {}).values():
                 for tile in entry.tiles:
                     yield entry, tile, 0
 

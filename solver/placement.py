@@ -24,7 +24,7 @@ from hetero.solver.matmul_entries import (
 )
 from hetero.solver.matmul_launches import MatmulLaunches, no_graph
 from hetero.solver.node_groups import NodeGroup, node_groups
-from hetero.solver.plan import PHASES, HeadCounts, OpPlan, Phase, PrefillMode, device_of_other
+from hetero.solver.plan import HeadCounts, OpPlan, Phase, PrefillMode, device_of_other
 from hetero.solver.planned_kernels import PlannedKernels
 from hetero.solver.prompt_calls import padded_size
 
@@ -35,8 +35,9 @@ class Placement:
     `plan` is the one that was given, in calls that the devices' graphs can run (`fitted`). A token
     count that it does not list takes the entry of the next larger one, its tiles cut off at the
     call's end, unless `source` gives a plan for it. Decoding several tokens at once (verification)
-    takes the entry of one token. `kernels` are those that are prepared, of this plan unless given
-    ones of a plan with the same cuts. Raises `PlanError` for what cannot run.
+    takes the entry of one token. `bands` are the placements of decode steps from the depths of the
+    plan's bands on. `kernels` are those that are prepared, of this plan unless given ones of a plan
+    with the same cuts. Raises `PlanError` for what cannot run.
     """
 
     def __init__(
@@ -62,6 +63,12 @@ class Placement:
         self._check_graphs()
         self._check_heads()
         self._check_experts()
+        self.bands = tuple(
+            Placement(
+                self.plan.in_band(x), graph, capabilities, source=source, kernels=self.kernels
+            )
+            for x in self.plan.bands
+        )
 
     def with_plan(self, plan: ExecutionPlan, source: PlanSource) -> Placement:
         """Return the same devices and kernels with another plan within the same cuts."""
@@ -116,6 +123,14 @@ class Placement:
     def written(self) -> int:
         """Return the tokens that the longest call writes, padding included."""
         return reach(self.plan, self._capabilities)
+
+    def band_at(self, depth: int) -> int:
+        """Return how many of the plan's bands begin within so many tokens of context."""
+        return sum(band.depth_from <= depth for band in self.plan.bands)
+
+    def in_band(self, band: int) -> Placement:
+        """Return the placement of steps that `band_at` gives this number."""
+        return self.bands[band - 1] if band else self
 
     def non_matmul(self, phase: Phase) -> DeviceKind:
         """Return the device of everything that is not a matmul."""
@@ -272,7 +287,10 @@ class Placement:
         if is_mapped(node.op):
             return frozenset()
         if node.plan_op is None:
-            return frozenset(self._other(node, phase, 1)[0] for phase in PHASES)
+            able, experts = self._capabilities, self.plan.experts
+            return frozenset(
+                device_of_other(node.op, kind, able, experts) for kind in self.plan.other_devices
+            )
         return frozenset(tile.device for _, tile, _ in self._entries.listed(node))
 
     @cached_property

@@ -253,6 +253,29 @@ class PlannedPhase(_Record):
     predicted_s: Positive
 
 
+class DecodeBand(_Record):
+    """Decode steps from a depth of the context on: their matmuls and the `device` of all else.
+
+    `devices` work in them, the output head aside, which is computed where the plan says. A step
+    takes `predicted_s` at that depth, and `before_s` by what decodes before it. `more_bytes` are
+    weights that no other step needs on these devices.
+    """
+
+    depth_from: Stop
+    device: DeviceKind
+    devices: tuple[DeviceKind, ...]
+    predicted_s: Positive | None = None
+    before_s: Positive | None = None
+    more_bytes: Bytes = 0
+    ops: Annotated[tuple[OpPlan, ...], Field(min_length=1, max_length=64)]
+
+    @model_validator(mode="after")
+    def _decodes(self) -> Self:
+        if any(x.phase != "decode" or x.m not in (1, None) for x in self.ops):
+            raise ValueError("a band's entries are for decoding one token")
+        return self
+
+
 class PredictedRun(_Record):
     """A prompt, or a decode step, on these devices: `gpu`, `npu`, `cpu`, or two that share it.
 
@@ -282,6 +305,19 @@ class FastestDevices(_Record):
     gain: Quantity | None = None
     confidence: Annotated[float, Field(ge=0, le=1)] | None = None
     candidates: tuple[PredictedRun, ...]
+
+
+class FastestAnswers(_Record):
+    """The `devices` on which tokens after at least `depth_from` others are fastest.
+
+    `gain` is the seconds of those before over theirs at that depth: more than the error of either
+    prediction. None for the first.
+    """
+
+    depth_from: Start
+    devices: tuple[str, ...]
+    predicted_s: Positive
+    gain: Quantity | None = None
 
 
 class NonMatmulDevices(_Record):
@@ -364,7 +400,9 @@ class Plan(_Record):
     is the device of routed experts, in both phases; none means the GPU, if there is one. `errors`
     are mean relative errors of the profile's predictions of matmuls that it left out, of the device
     whose are larger. `fastest` says where prompts and decode steps are fastest by their depth,
-    single devices included, `phases` which devices compute them by this plan.
+    single devices included, `phases` which devices compute them by this plan. `bands` are decode
+    steps that move to other devices from a depth on, the depths rising, and `fastest_answers` where
+    they are fastest by depth.
     """
 
     schema_version: Literal[1] = 1
@@ -402,12 +440,14 @@ class Plan(_Record):
     experts: DeviceKind | None = None
     phases: Annotated[tuple[PlannedPhase, ...], Field(max_length=64)] = ()
     prompt_layers: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    bands: Annotated[tuple[DecodeBand, ...], Field(max_length=16)] = ()
+    fastest_answers: Annotated[tuple[FastestAnswers, ...], Field(max_length=16)] = ()
 
     @model_serializer(mode="wrap")
     def _without_absent(self, serialise: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Leave out what only models have whose layers differ, and `fastest` where it is empty."""
         document: dict[str, Any] = serialise(self)
-        for key in ("counts", "fastest", "experts", "phases"):
+        for key in ("counts", "fastest", "experts", "phases", "bands", "fastest_answers"):
             if not document.get(key):
                 document.pop(key, None)
         if self.prompt_layers is None:
@@ -424,6 +464,9 @@ class Plan(_Record):
             raise ValueError("attention's heads are shared in one way at each token count")
         if self.shares_attention and self.non_matmul.prefill != "gpu":
             raise ValueError("attention's heads are shared where the GPU has the other operators")
+        depths = [band.depth_from for band in self.bands]
+        if depths != sorted(set(depths)):
+            raise ValueError("the depths of decode's bands rise")
         return self
 
     @property
@@ -437,6 +480,7 @@ class Plan(_Record):
         head = self.model_dump_json(include={"model", "non_matmul", "graph_sizes", "fused"})
         heads = [f"{x.m} {x.heads}" for x in self.attention] if self.shares_attention else []
         heads += [f"experts {self.experts}"] if self.experts is not None else []
+        heads += [f"{x.depth_from} {x.device}" for x in self.bands]
         return hashlib.sha256("\n".join([head, *ops, *sorted(heads)]).encode()).hexdigest()[:12]
 
     def partition(self, phase: Phase, m: int, op: str) -> tuple[Tile, ...]:
@@ -528,20 +572,42 @@ class Plan(_Record):
 
     @property
     def all_ops(self) -> tuple[OpPlan, ...]:
-        """Return the entries of all modes."""
-        return (*self.ops, *(op for flight in self.in_flight for op in flight.ops))
+        """Return the entries of all modes and bands."""
+        groups = (*(x.ops for x in self.in_flight), *(x.ops for x in self.bands))
+        return (*self.ops, *(op for group in groups for op in group))
+
+    def in_phase(self, phase: Phase) -> list[OpPlan]:
+        """Return the entries of a phase in all modes; of decoding, those of the first tokens."""
+        flights = (op for flight in self.in_flight for op in flight.ops)
+        return [op for op in (*self.ops, *flights) if op.phase == phase]
+
+    def in_band(self, band: DecodeBand) -> Self:
+        """Return the plan whose decode steps are those of a band, at any depth."""
+        names = {op.op for op in band.ops}
+        kept = (op for op in self.ops if op.phase != "decode" or op.op not in names)
+        devices = self.non_matmul.model_copy(update={"decode": band.device})
+        update = {"ops": (*kept, *band.ops), "non_matmul": devices, "bands": (), "fused": ()}
+        return self.model_copy(update=update)
+
+    @property
+    def other_devices(self) -> frozenset[DeviceKind]:
+        """Return the devices of what is no matmul, in all phases and bands."""
+        bands = (band.device for band in self.bands)
+        return frozenset({self.non_matmul.prefill, self.non_matmul.decode, *bands})
 
     def devices(self) -> frozenset[DeviceKind]:
         """Return the device kinds that the plan uses."""
         tiles = {tile.device for op in self.all_ops for tile in op.tiles}
         both = KINDS if self.shares_attention else ()
         experts = () if self.experts is None else (self.experts,)
-        others = {self.non_matmul.prefill, self.non_matmul.decode, *both, *experts}
-        return frozenset(tiles | others)
+        return self.other_devices.union(tiles, both, experts)
 
     def devices_of(self, phase: Phase) -> frozenset[DeviceKind]:
-        """Return the device kinds that work in a phase, but for an output head that is not cut."""
-        ops = [op for op in self.all_ops if op.phase == phase]
+        """Return the device kinds that work in a phase, but for an output head that is not cut.
+
+        In decoding they are those of the first tokens (`bands`).
+        """
+        ops = self.in_phase(phase)
         parts = [{tile.device for tile in op.tiles} for op in ops if op.op != "lm_head"]
         heads = [{tile.device for tile in op.tiles} for op in ops if op.op == "lm_head"]
         other = self.non_matmul.prefill if phase == "prefill" else self.non_matmul.decode
@@ -551,8 +617,9 @@ class Plan(_Record):
 
     @property
     def apart(self) -> bool:
-        """Return whether the devices never compute at once: each phase has one of them."""
-        return all(len(self.devices_of(phase)) == 1 for phase in PHASES)
+        """Return whether the devices never compute at once: each phase and band has one."""
+        bands = (band.devices for band in self.bands)
+        return all(len(x) == 1 for x in (*map(self.devices_of, PHASES), *bands))
 
     def check_heads(self, spec: ModelGraph) -> None:
         """Raise `PlanError` unless the plan shares as many heads of attention as the model has."""

@@ -122,10 +122,9 @@ class PlannedKernels:
 
     def _devices(self, op: Op) -> set[DeviceKind]:
         """Return the devices that run an operation that is no matmul."""
-        devices = self._plan.non_matmul
         return {
             device_of_other(op, kind, self._capabilities, self._plan.experts)
-            for kind in (devices.prefill, devices.decode)
+            for kind in self._plan.other_devices
         }
 
     @property

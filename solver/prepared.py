@@ -19,9 +19,10 @@ from hetero.backends.protocol import DeviceKind
 from hetero.profiler.errors import ProfileError
 from hetero.profiler.model_graph import ModelGraph, OpName
 from hetero.profiler.records import DECODE_TOKENS, DeviceProfile
-from hetero.solver.build import assemble, entry, share_of
+from hetero.solver.build import assemble, band_of, band_request, entry, share_of
 from hetero.solver.chooser import Chooser
 from hetero.solver.cuts import row_cuts
+from hetero.solver.decode_bands import BandRequest, decode_bands
 from hetero.solver.drift import Factors
 from hetero.solver.errors import PlanError
 from hetero.solver.execution_plan import ExecutionPlan
@@ -36,7 +37,12 @@ from hetero.solver.request import DECODE, MAX_LENGTHS, PlanRequest, scenarios_of
 from hetero.solver.residency import mask_of
 from hetero.solver.sizing import planner_for
 from hetero.solver.solution import Scenario, Solution
-from hetero.solver.weight_memory import ResidentRows, memory_of_rows, resident_by_op
+from hetero.solver.weight_memory import (
+    Limits,
+    ResidentRows,
+    memory_of_rows,
+    resident_by_op,
+)
 
 CUTS: Final = 4  # row cuts of one matmul that are prepared
 LONGEST: Final = 2048  # tokens whose GPU times are looked up ahead on devices without graphs
@@ -118,6 +124,36 @@ def _sampled_options(planner: Planner, solution: Solution) -> dict[OpName, Optio
     return {name: x.unrestricted() for name, x in options.items() if name in sampled}
 
 
+def resident_alone(
+    planner: Planner, resident: Mapping[OpName, ResidentRows], alone: Mapping[Phase, DeviceKind]
+) -> dict[OpName, ResidentRows]:
+    """Return the rows on each device, all of them where one is alone in a phase."""
+    kinds, everywhere = set(alone.values()), len(alone) == len(PHASES)
+
+    def of(name: OpName, rows: ResidentRows) -> ResidentRows:
+        n, _ = planner.shape(name)
+        if name in planner.spec.sampled:
+            whole = {"gpu": ResidentRows(0, 0), "npu": ResidentRows(n, n)}
+            return whole[alone["decode"]] if "decode" in alone else rows
+        npu, gpu = (0, n) if everywhere else rows
+        return ResidentRows(n if "npu" in kinds else npu, 0 if "gpu" in kinds else gpu)
+
+    return {name: of(name, rows) for name, rows in resident.items()}
+
+
+def joint_space(
+    planner: Planner, names: Sequence[OpName], resident: Mapping[OpName, ResidentRows]
+) -> JointSpace | None:
+    """Return the tilings of a block's matmuls in one table; None where one has none on the NPU."""
+    spaces = {name: planner.space(name) for name in names}
+    if not all(space.has_npu for space in spaces.values()):
+        return None
+    for space in spaces.values():
+        space.kernels.remember("npu", space.sizes, space.rows.tolist(), space.k)
+    longest = planner.longest_with("gpu")
+    return JointSpace(spaces, resident, longest or LONGEST)
+
+
 class PreparedSolver:
     """Solves one length at a time with prepared row cuts and residency.
 
@@ -129,6 +165,8 @@ class PreparedSolver:
     """
 
     alone: Mapping[Phase, DeviceKind] = MappingProxyType({})
+    _bands: BandRequest | None = None  # of decode's, once asked for
+    _stored: Mapping[OpName, ResidentRows] = MappingProxyType({})  # rows with those of bands
 
     def __init__(
         self,
@@ -139,7 +177,7 @@ class PreparedSolver:
         notes: Sequence[str] = (),
         decoder: Planner | None = None,
     ) -> None:
-        said = list(notes)
+        self._request, said = request, list(notes)
         calls = request.in_calls(planner.step_tokens)
         scenarios = scenarios_of(calls.seq_lens)
         self._objective = planner.objective(*request.weights)
@@ -178,7 +216,7 @@ class PreparedSolver:
         self._chooser = Chooser(planner.overheads, planner.settings.rules, self._objective)
         self._non_matmul_devices = {s.scenario.phase: s.non_matmul.device for s in solutions}
         self._block: list[OpName] = [x for x in names if x not in planner.spec.sampled]
-        self._joint = self._join()
+        self._joint = joint_space(self._planner, self._block, self.resident)
         self._sampled = {s.scenario.phase: _sampled_options(planner, s) for s in solutions}
         self._plans: dict[tuple[Phase, int], ExecutionPlan] = {}
         longest = shortest(
@@ -239,12 +277,14 @@ class PreparedSolver:
         changed._planner = self._planner.drifted(factors)
         separate = self._decoder is not self._planner
         changed._decoder = self._decoder.drifted(factors) if separate else changed._planner
-        changed._joint = changed._join()
+        changed._joint = joint_space(changed._planner, self._block, changed.resident)
         changed._plans = {}
         changed._sampled = dict(self._sampled) if separate else {x: {} for x in self._sampled}
         changed.alone = {phase: changed._fastest_alone(phase) for phase in self.alone}
-        first = min(self.plan.listed_tokens)
-        changed.plan = changed._planned([first])
+        changed.plan = changed._planned([min(self.plan.listed_tokens)])
+        if changed._bands is not None:
+            changed._bands = replace(changed._bands, limits=Limits(copies=0.0))
+            changed._move_decoding()
         return changed
 
     def alone_in(
@@ -271,9 +311,9 @@ class PreparedSolver:
             changed.npu_head_counts = ()
             planner = planner.with_heads(())
         changed._planner = changed._decoder = planner.drifted(factors)
-        changed.resident = changed._all_resident()
+        changed.resident = resident_alone(self._planner, self.resident, changed.alone)
         changed._non_matmul_devices = {**self._non_matmul_devices, **devices}
-        changed._joint = changed._join()
+        changed._joint = joint_space(changed._planner, self._block, changed.resident)
         changed._plans = {}
         changed._sampled = {x: {} for x in self._sampled}
         longest = changed._longest
@@ -289,22 +329,33 @@ class PreparedSolver:
 
     def memory_in(self, devices: Mapping[Phase, DeviceKind]) -> Memory:
         """Return the bytes of the weights of `alone_in`."""
-        changed = copy.copy(self)
-        changed.alone = {**self.alone, **devices}
-        return memory_of_rows(self._planner, changed._all_resident())
+        rows = resident_alone(self._planner, self.resident, {**self.alone, **devices})
+        return memory_of_rows(self._planner, rows)
 
-    def _all_resident(self) -> dict[OpName, ResidentRows]:
-        return {name: self._resident_of(name, rows) for name, rows in self.resident.items()}
+    def with_bands(self, longest: int) -> PreparedSolver:
+        """Return the same with decode steps that move to other devices (`decode_bands`).
 
-    def _resident_of(self, name: OpName, rows: ResidentRows) -> ResidentRows:
-        """Return the rows of a matmul on each device, with all where one is alone in a phase."""
-        n, _ = self._planner.shape(name)
-        if name in self._planner.spec.sampled:
-            whole = {"gpu": ResidentRows(0, 0), "npu": ResidentRows(n, n)}
-            return whole[self.alone["decode"]] if "decode" in self.alone else rows
-        kinds, everywhere = set(self.alone.values()), len(self.alone) == len(PHASES)
-        npu, gpu = (0, n) if everywhere else rows
-        return ResidentRows(n if "npu" in kinds else npu, 0 if "gpu" in kinds else gpu)
+        They do in contexts of up to `longest` tokens; `drifted` solvers decide it again, within the
+        rows that this one holds. The same solver where nothing moves.
+        """
+        if self._decoder is not self._planner:
+            return self
+        changed, apart = copy.copy(self), self.plan.apart
+        changed._bands = band_request(self._planner, self._request, longest, apart=apart)
+        changed._stored = self.resident
+        changed._move_decoding()
+        return changed if changed.plan.bands else self
+
+    def _move_decoding(self) -> None:
+        """Set the bands of the plan, and the rows that they hold."""
+        if self._bands is None:
+            return
+        decoding = self.solution_for(DECODE)
+        bands = decode_bands(self._planner, decoding, self._stored, self._bands)
+        for band in bands:
+            self._stored = band.resident
+        update = {"bands": tuple(band_of(self._planner, band) for band in bands)}
+        self.plan, self._plans = self.plan.model_copy(update=update), {}
 
     def _fastest_alone(self, phase: Phase) -> DeviceKind:
         """Return the device that computes a phase fastest alone, of those that could be prepared.
@@ -396,15 +447,6 @@ class PreparedSolver:
         for name in self._planner.spec.sampled & self.resident.keys() - sampled.keys():
             options[name] = self._options(name, 1)
         return options | {name: [option] for name, option in sampled.items()}
-
-    def _join(self) -> JointSpace | None:
-        spaces = {name: self._planner.space(name) for name in self._block}
-        if not all(space.has_npu for space in spaces.values()):
-            return None
-        for space in spaces.values():
-            space.kernels.remember("npu", space.sizes, space.rows.tolist(), space.k)
-        longest = self._planner.longest_with("gpu")
-        return JointSpace(spaces, self.resident, longest or LONGEST)
 
     def _options(self, name: OpName, m: int) -> list[Option]:
         resident = self.resident[name]

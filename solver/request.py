@@ -32,6 +32,7 @@ class PlanRequest:
     `length_weights`: how often prompts of each of `seq_lens` come, in any unit (empty: all alike).
     `shared`: both devices work in every prompt (`Rules`); a memory budget comes first.
     `preparation_budget_s` and `graph_memory_bytes` bound what `graph_sizes="auto"` may choose.
+    `longest`: most tokens of a context in which decoding may move to other devices (None: never).
     `decode_tokens_per_prompt` weighs decoding against prompts where both share a memory budget;
     `curves` adds what a report draws: times by length and the latency-energy front.
     """
@@ -48,6 +49,7 @@ class PlanRequest:
     preparation_budget_s: float | None = None
     graph_memory_bytes: int | None = None
     context: int = 256
+    longest: int | None = None
     margin: float = 0.03
     decode_tokens_per_prompt: int = 64
     explain: bool = True

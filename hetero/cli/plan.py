@@ -305,6 +305,8 @@ def _print_plan(plan: ExecutionPlan, others: list[ExecutionPlan], explain: str |
     ):
         if table is not None:
             show(table, console)
+    for sentence in fastest_table.answers(plan):
+        say(sentence, console)
     for note in plan.notes:
         say(f"note: {note}", console)
 

@@ -139,8 +139,10 @@ def all_jobs(placement: Placement, max_seq_len: int, every_size: Sequence[int] =
     in_flight = placement.plan.in_flight if max_seq_len > chunk else ()  # else never chosen
     modes: tuple[PrefillMode, ...] = tuple(flight.mode for flight in in_flight)
     for phase, m, logit_rows, mode in _calls(longest, chunk, modes):
+        placements = (placement, *placement.bands) if phase == "decode" else (placement,)
         try:
-            called = [x for y in placement.at(phase, m, logit_rows, mode=mode) for x in _uses(y)]
+            at = [y for x in placements for y in x.at(phase, m, logit_rows, mode=mode)]
+            called = [use for assignment in at for use in _uses(assignment)]
         except PlanError:
             if logit_rows == 1:
                 raise

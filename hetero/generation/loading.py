@@ -257,8 +257,8 @@ class ModelLoader:
 
         Raises `ModelError` if another format was requested.
         """
-        npu, non_matmul = self.devices.devices.get("npu"), self.plan.non_matmul
-        attends = "npu" in (non_matmul.prefill, non_matmul.decode) or self.plan.shares_attention
+        npu = self.devices.devices.get("npu")
+        attends = "npu" in self.plan.other_devices or self.plan.shares_attention
         if npu is None or not (attends or self.plan.fused):
             return
         for op in {node.op for node in self._spec.nodes if isinstance(node.op, Attention)}:

@@ -92,9 +92,14 @@ def opened(
     plan: ExecutionPlan,
     sync: SyncMethod = "fast",
     rendering: Rendering | None = None,
+    max_seq_len: int | None = None,
 ) -> Iterator[tuple[VirtualChip, Engine, Context]]:
-    """Open a known model on the profile's chip, with an empty context."""
-    chip, tokens = VirtualChip(profile, rendering=rendering), 2 * (plan.step_tokens or 1)
+    """Open a known model on the profile's chip, with an empty context.
+
+    It holds `max_seq_len` tokens, by default two of the plan's longest calls.
+    """
+    chip = VirtualChip(profile, rendering=rendering)
+    tokens = max_seq_len or 2 * (plan.step_tokens or 1)
     weight_format = plan.weight_format or WeightFormat.W4A16
     weights = ShapeWeights(limited(known_config(model)), weight_format)
     with Engine(

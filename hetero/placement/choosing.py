@@ -25,7 +25,6 @@ from hetero.placement.comparing import (
     PhaseChoice,
     Price,
     PromptMix,
-    cache_bytes,
     compare,
     described,
     fastest,
@@ -43,6 +42,7 @@ from hetero.profiler.substitutes import file_substitution
 from hetero.runtime.launch_costs import check_priced
 from hetero.runtime.prefill_mode import capabilities_of, with_modes
 from hetero.solver.copies import least_gain
+from hetero.solver.decode_bands import LONGEST, cache_bytes
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.handmade import layer_level, single_device
 from hetero.solver.matmul_entries import share_heads
@@ -247,12 +247,13 @@ def _by_profile(spec: ModelGraph, profile: DeviceProfile, request: PlacementRequ
     solver.plan = with_modes(solver.plan, spec, CostModel(profile), solver, lengths=lengths)
     if request.mode == "auto":
         return _fastest(Planner(spec, profile), solver, request)
+    solver = solver.with_bands(_longest_context(spec, request))
     if request.promises_both and not _shares_every_prompt(solver, spec, profile):
         why = f"by profile {profile.name} no plan has both devices in every prompt"
         return _by_rule(request, why)  # at least layer level, as `hetero` promises
     prompts, answers = solver.formats
     formats = f", prompts in {prompts}, answers in {answers}" if spec.also else ""
-    reason = f"hetero: {TENSOR_LEVEL}{formats} (profile {profile.name})"
+    reason = f"hetero: {TENSOR_LEVEL}{formats} (profile {profile.name}){_moving(solver.plan)}"
     return Choice("hetero", solver.plan, solver=solver, reason=reason)
 
 
@@ -317,6 +318,9 @@ def _fastest(planner: Planner, solver: PreparedSolver, request: PlacementRequest
                 "its own",
             )
     both = _solver_of(sets, planner, solver)
+    if both is not None:
+        both = both.with_bands(_longest_context(planner.spec, request))
+        reason += _moving(both.plan)
     return Choice(
         "hetero" if both is not None else "npu" if sets.prompts == "npu" else "gpu",
         both.plan if both is not None else None,
@@ -326,6 +330,19 @@ def _fastest(planner: Planner, solver: PreparedSolver, request: PlacementRequest
         solver=both,
         seconds=totals,
         phases=phases,
+    )
+
+
+def _longest_context(spec: ModelGraph, request: PlacementRequest) -> int:
+    return request.context or min(spec.max_position, LONGEST)
+
+
+def _moving(plan: ExecutionPlan) -> str:
+    """Return what a reason says of the depths at which decoding moves."""
+    return "".join(
+        f"; from {x.depth_from} tokens on, answers on the {' and '.join(x.devices)}"
+        + (f" with attention on the {x.device}" if len(x.devices) > 1 else "")
+        for x in plan.bands
     )
 
 

@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from itertools import product, starmap
 from typing import Any, Final, NamedTuple
 
-from hetero.backends.ops import Attention
 from hetero.backends.protocol import DeviceKind
 from hetero.backends.registry import EVERY_CORE
-from hetero.profiler.model_graph import ModelGraph
 from hetero.solver.handmade import single_device
 from hetero.solver.options import INF
 from hetero.solver.plan import PHASES, Phase
@@ -79,7 +77,8 @@ class PhaseChoice:
     """The device set of a phase with its predicted seconds, and the best other one with its own.
 
     `device_set` is `gpu`, `npu`, `EVERY_CORE`, `TENSOR_LEVEL` or `LAYER_LEVEL`. Without a
-    comparison, seconds are None, and `other` is empty.
+    comparison, seconds are None, and `other` is empty. From `depth_from` tokens of context on
+    (above 0: of a plan's bands), `attends` computes attention, and `other` decodes before it.
     """
 
     phase: Phase
@@ -87,6 +86,8 @@ class PhaseChoice:
     predicted_s: float | None = None
     other: str = ""
     other_s: float | None = None
+    depth_from: int = 0
+    attends: str = ""
 
     @property
     def gain(self) -> float | None:
@@ -96,11 +97,11 @@ class PhaseChoice:
         return self.other_s / self.predicted_s
 
     def document(self) -> dict[str, Any]:
-        """Return the JSON document, without the phase's depth."""
+        """Return the JSON document."""
         kinds = ["gpu", "npu"] if self.device_set in (TENSOR_LEVEL, LAYER_LEVEL) else None
         return {
             "phase": self.phase,
-            "depth_from": 0,
+            "depth_from": self.depth_from,
             "devices": kinds or ["npu" if self.device_set == "npu" else "gpu"],
             "device_set": self.device_set,
             "predicted_s": self.predicted_s,
@@ -109,12 +110,15 @@ class PhaseChoice:
         }
 
     def __str__(self) -> str:
-        what = "prompt" if self.phase == "prefill" else "answer"
-        text = f"{what}: {_named(self.device_set)}"
+        what = "prompt: " if self.phase == "prefill" else "answer: "
+        text = f"{'' if self.depth_from else what}{_named(self.device_set)}"
+        if self.attends and self.device_set in (TENSOR_LEVEL, LAYER_LEVEL):
+            text += f" with attention on the {self.attends}"
         times = self.gain
         if times is None or abs(times - 1) < ALIKE:
             return text
-        other = self.other if self.other == TENSOR_LEVEL else f"the {self.other}"
+        shared = self.other in (TENSOR_LEVEL, LAYER_LEVEL)
+        other = self.other if shared else f"the {self.other}"
         return f"{text} ({times:.{1 if times >= 1.1 else 2}f} x {other})"
 
 
@@ -162,8 +166,17 @@ class Price(NamedTuple):
 
 
 def described(phases: Sequence[PhaseChoice]) -> str:
-    """Return a sentence for people: "prompt: npu alone (1.4 x the gpu); answer: gpu alone"."""
-    return "; ".join(map(str, phases))
+    """Return a sentence for people: "prompt: npu alone (1.4 x the gpu); answer: gpu alone".
+
+    Where decoding moves it goes on: "answer: gpu alone until 2944 tokens, then npu alone".
+    """
+    text = ""
+    for phase in phases:
+        if phase.depth_from:
+            text += f" until {phase.depth_from} tokens, then {phase}"
+        else:
+            text += f"; {phase}" if text else str(phase)
+    return text
 
 
 def _compared(phase: Phase, name: str, seconds: Mapping[str, PhaseSeconds]) -> PhaseChoice:
@@ -256,12 +269,6 @@ def predicted(
             return _on_every_core(planner, tokens, cores)
     prompt, decode = solver.prompt(tokens), solver.solution_for(answering(tokens))
     return Seconds(prompt.seconds, len(prompt.calls), decode.seconds)
-
-
-def cache_bytes(spec: ModelGraph) -> int:
-    """Return the bytes of a token's keys and values in all layers."""
-    ops = [node.op for node in spec.nodes if isinstance(node.op, Attention) and not node.op.reads]
-    return sum(2 * x.kv_heads * x.kv.row(x.head_dim) * x.kv.dtype.itemsize for x in ops)
 
 
 def answering(tokens: int) -> Scenario:

@@ -15,7 +15,10 @@ from hetero.solver.plan import PHASES, Phase
 def phases_of(
     plan: ExecutionPlan, devices: Mapping[DeviceKind, Device], choice: Choice
 ) -> tuple[PhaseChoice, ...]:
-    """Return each phase, with the seconds that `auto` compared as long as it runs as chosen."""
+    """Return each phase, with the seconds that `auto` compared as long as it runs as chosen.
+
+    After them, the depths from which decoding is on other devices.
+    """
     compared = {x.phase: x for x in choice.phases}
     phases = []
     for phase in PHASES:
@@ -23,6 +26,10 @@ def phases_of(
         shared = name in (TENSOR_LEVEL, LAYER_LEVEL)
         chosen = known is not None and known.device_set == (TENSOR_LEVEL if shared else name)
         phases.append(known if known and chosen else PhaseChoice(phase, name))
+    for band in plan.bands:
+        name = _set_of(plan.in_band(band), "decode", devices)
+        seconds = band.predicted_s, phases[-1].device_set, band.before_s
+        phases.append(PhaseChoice("decode", name, *seconds, band.depth_from, band.device))
     return tuple(phases)
 
 
@@ -32,6 +39,5 @@ def _set_of(plan: ExecutionPlan, phase: Phase, devices: Mapping[DeviceKind, Devi
     if len(kinds) == 1:
         (kind,) = kinds
         return EVERY_CORE if devices[kind].info.backend == EVERY_CORE else kind
-    ops = [op for op in plan.all_ops if op.phase == phase]
-    cut = any(len({tile.device for tile in op.tiles}) > 1 for op in ops)
+    cut = any(len({tile.device for tile in op.tiles}) > 1 for op in plan.in_phase(phase))
     return TENSOR_LEVEL if cut else LAYER_LEVEL

@@ -8,6 +8,7 @@ import math
 import os
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -26,6 +27,7 @@ from hetero.profiler.nearest_profile import nearest_shipped
 from hetero.profiler.records import DeviceProfile
 from hetero.runtime.prefill_mode import with_modes
 from hetero.solver.build import make_plan
+from hetero.solver.decode_bands import LONGEST
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.kernel_times import Precision
 from hetero.solver.prepared import prepare_solver
@@ -132,6 +134,7 @@ def planned(spec: ModelGraph, profile: DeviceProfile, request: PlanRequest) -> E
     note names. Raises `PlanError` or `ProfileError`.
     """
     cost = CostModel(profile)
+    request = replace(request, longest=min(spec.max_position, LONGEST))
     if not spec.also:
         return with_modes(make_plan(spec, profile, request), spec, cost)
     start_s = time.perf_counter()

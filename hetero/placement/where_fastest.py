@@ -9,16 +9,22 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Final
+from functools import cache
+from typing import Any, Final
 
 from hetero.backends.ops import Experts
+from hetero.backends.protocol import KINDS
 from hetero.profiler.fitted_units import ModelWork, unit_s
 from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.records import DeviceProfile, EveryCore, Validation
 from hetero.solver.build import make_plan
+from hetero.solver.decode_bands import LONGEST, STEP, switches
 from hetero.solver.execution_plan import ExecutionPlan
-from hetero.solver.plan import FastestDevices, Phase, PredictedRun, Total
+from hetero.solver.options import INF
+from hetero.solver.plan import FastestAnswers, FastestDevices, Phase, PredictedRun, Total
 from hetero.solver.request import PlanRequest
+from hetero.solver.sizing import planner_for
+from hetero.solver.solution import Scenario
 
 DEPTHS: Final = (512, 4096, 16384)
 NORMAL: Final = math.sqrt(math.pi / 2)  # of a normal error, its standard deviation over its mean
@@ -30,14 +36,17 @@ def with_fastest(
 ) -> ExecutionPlan:
     """Return the plan with the fastest devices at the depths that the model's context holds.
 
-    The NPU has the graphs of the plan there: budgets to prepare them were for its own lengths.
+    It also says at which depths answers are fastest elsewhere. The NPU has the graphs of the plan
+    there: budgets to prepare them were for its own lengths.
     """
     depths = [x for x in DEPTHS if x <= spec.max_position] or [spec.max_position]
     sizes = plan.graph_sizes or None
     request = replace(
         request, graph_sizes=sizes, graph_memory_bytes=None, preparation_budget_s=None
     )
-    return plan.model_copy(update={"fastest": tuple(fastest_of(spec, profile, depths, request))})
+    fastest = tuple(fastest_of(spec, profile, depths, request))
+    answers = fastest_answers(spec, profile, request)
+    return plan.model_copy(update={"fastest": fastest, "fastest_answers": answers})
 
 
 def fastest_of(
@@ -60,6 +69,59 @@ def fastest_of(
             if not checked:
                 runs = (run.model_copy(update={"error": None}) for run in runs)
             yield choose_fastest(total.phase, depth, runs)
+
+
+def fastest_answers(
+    spec: ModelGraph, profile: DeviceProfile, request: PlanRequest
+) -> tuple[FastestAnswers, ...]:
+    """Return the devices on which decode steps are fastest, from the first token to `LONGEST`.
+
+    Others take over at the depth from which they are faster by more than the error of either
+    prediction, and two devices where they are faster than one by the margin. Empty for models of
+    which the profile's errors do not hold. Raises `PlanError` or `ProfileError`.
+    """
+    if not _is_checked(spec, profile):
+        return ()
+    graphs = replace(request, graph_sizes=None) if request.graph_sizes == "auto" else request
+    planner, _ = planner_for(spec, profile, graphs)
+    work, units = ModelWork(spec), [x for x in profile.units if x.device == "cpu"]
+    cores = _every_core(profile, spec, "decode")
+
+    @cache
+    def runs(depth: int) -> dict[tuple[str, ...], tuple[float, float]]:
+        """Return seconds and mean error of each candidate that can decode."""
+        step = Scenario("decode", 1, depth)
+        times: dict[tuple[str, ...], tuple[float, float]] = {}
+        errors = {kind: error_of(profile, kind, "decode", spec) or 0.0 for kind in BOTH}
+        alone = {kind: planner.whole_rows.single(step, kind) for kind in KINDS}
+        for kind, solved in alone.items():
+            if solved is not None:
+                times[(kind,)] = (solved.seconds, errors[kind])
+        both_s = planner.solve(step).seconds
+        least_s = min((s for s, _ in times.values()), default=INF) * (1 - request.margin)
+        times[BOTH] = (both_s if both_s < least_s else INF, max(errors.values()))
+        if cores is not None and (gpu := alone.get("gpu")) is not None:
+            times[("cpu",)] = (cores.seconds(gpu.seconds, spec.layers), errors["gpu"])
+        for unit in units:
+            error = _mean_error(unit.validation, "decode") or 0.0
+            times[("cpu",)] = (unit_s(unit, work, "decode", 1, depth), error)
+        return times
+
+    def needed(before: tuple[str, ...], after: tuple[str, ...], depth: int) -> float:
+        return max(request.margin, runs(depth)[before][1], runs(depth)[after][1])
+
+    def seconds(devices: tuple[str, ...], depth: int) -> float:
+        return runs(depth)[devices][0]
+
+    names = list(runs(STEP))
+    first = min(names, key=lambda x: (seconds(x, STEP), len(x)))
+    longest = min(spec.max_position, LONGEST)
+    answers = [FastestAnswers(depth_from=0, devices=first, predicted_s=seconds(first, STEP))]
+    for depth, devices in switches(first, names, seconds, needed, longest):
+        own_s, before_s = (seconds(x, depth) for x in (devices, answers[-1].devices))
+        later: dict[str, Any] = {"depth_from": depth, "devices": devices, "predicted_s": own_s}
+        answers.append(FastestAnswers(**later, gain=before_s / own_s))
+    return tuple(answers)
 
 
 def _is_checked(spec: ModelGraph, profile: DeviceProfile) -> bool:

@@ -174,6 +174,8 @@ class Adapter:
         """Return the best cuts at these speeds; None if they need kernels that are not prepared."""
         solver = self.solver.drifted(factors)
         placement = self._first.with_plan(solver.plan, solver)
+        if not all(band.is_prepared("decode", 1) for band in placement.bands):
+            placement = self._first.with_plan(solver.plan.model_copy(update={"bands": ()}), solver)
         lengths = {phase: _a_length(solver.plan, phase) for phase in PHASES}
         prepared = all(placement.is_prepared(phase, m) for phase, m in lengths.items())
         return placement if prepared else None

@@ -147,6 +147,8 @@ class Deployment:
         self.lower()
         for phase, m in () if self._warmed else self._warm_steps():
             self._steps.lowered(phase, m, 1)
+        for band in self._later_bands:  # so that no answer waits for it
+            self._steps.lowered("decode", 1, 1, band=band)
         for context in self._contexts.open_contexts():
             self.warm(context)
 
@@ -200,12 +202,18 @@ class Deployment:
         phases = [x for x in WARM_STEPS if x[0] == "decode" or not self.placement.online]
         return [(phase, min(m, self.placement.longest)) for phase, m in phases]
 
+    @property
+    def _later_bands(self) -> range:
+        """Return the numbers of decode's bands after the first (`Placement.band_at`)."""
+        return range(1, len(self.placement.bands) + 1)
+
     def warm(self, context: Context) -> None:
         """Launch the usual steps once, which may compile what was never launched."""
         if not self._warmed:
             self._warmed = True
             self._runner.fuses = True
             steps = [self._steps.step(context, phase, m) for phase, m in self._warm_steps()]
+            steps += [self._steps.step(context, "decode", 1, band=x) for x in self._later_bands]
             self.validate(steps, [context])
 
     @property
@@ -216,7 +224,9 @@ class Deployment:
     def warm_rows(self, contexts: Sequence[Context]) -> None:
         """Lower and compile what decodes up to so many contexts, so that no answer waits for it."""
         for m in range(2, min(len(contexts), self.max_rows) + 1):
-            self.validate([self._steps.of_contexts(contexts[:m])], contexts[:m])
+            bands = (0, *self._later_bands)
+            steps = [self._steps.of_contexts(contexts[:m], band=band) for band in bands]
+            self.validate(steps, contexts[:m])
 
     def validate(self, steps: Sequence[Step], contexts: Sequence[Context]) -> None:
         """Fuse launches of the steps and check their results (`StepRunner.validate`)."""

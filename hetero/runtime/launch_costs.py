@@ -23,7 +23,7 @@ def check_priced(cost: CostModel, spec: ModelGraph, plan: ExecutionPlan) -> None
             stored = tile.precision or spec.weight_format
             cost.matmul_s(tile.device, stored, 32, entry.n, entry.k, order=tile.order)
     others = [node.op for node in spec.nodes if not isinstance(node.op, MatMul)]
-    for kind in {plan.non_matmul.prefill, plan.non_matmul.decode}:
+    for kind in plan.other_devices:
         for op in others:
             cost.other_s(kind, op, 32)
 

@@ -96,7 +96,7 @@ class StepKey(NamedTuple):
     """The key of a lowered step.
 
     `position` of a window: about where its context is. `sums_scores`: it sums the attention of its
-    sampled rows. `rows`: each belongs to a context of its own.
+    sampled rows. `rows`: each belongs to a context of its own. `band`: of decode's (`band_at`).
     """
 
     phase: Phase
@@ -107,6 +107,7 @@ class StepKey(NamedTuple):
     sums_scores: bool = False
     rows: bool = False
     mode: PrefillMode = "cut"
+    band: int = 0
 
 
 class Lowering:
@@ -153,12 +154,14 @@ class Lowering:
         wait_values: bool,
         sums_scores: bool = False,
         rows: bool = False,
+        band: int = 0,
     ) -> Step:
         """Return the step of m tokens whose last `logit_rows` rows get logits.
 
         It has `wait_values` where they gain; with `rows` each token is of a context of its own.
+        `band` is that of the plan's decode steps by the context's depth (`Placement.band_at`).
         """
-        placed = self.place(phase, (m,), logit_rows, sums_scores=sums_scores, rows=rows)
+        placed = self.place(phase, (m,), logit_rows, sums_scores=sums_scores, rows=rows, band=band)
         schedule = in_order(placed.graph(), eager=self.synchroniser.eager)
         return placed.bound(schedule, self.synchroniser.signals if wait_values else {})
 
@@ -204,6 +207,7 @@ class Lowering:
         sums_scores: bool = False,
         rows: bool = False,
         mode: PrefillMode = "cut",
+        band: int = 0,
     ) -> BoundLaunches:
         """Return the launches of a step's chunks.
 
@@ -214,7 +218,7 @@ class Lowering:
         )
         for i, m in enumerate(chunks):
             ends = logit_rows if i == len(chunks) - 1 else 0
-            key = _ChunkKey(phase, m, ends, i, sums_scores, rows, mode)
+            key = _ChunkKey(phase, m, ends, i, sums_scores, rows, mode, band)
             self._chunk(key, placed.handover).place(placed)
         return placed
 
@@ -234,7 +238,7 @@ class Lowering:
 class _ChunkKey(NamedTuple):
     """The key of a chunk's bound launches.
 
-    `chunk`: in which set of slots; `rows`: of several contexts.
+    `chunk`: in which set of slots; `rows`: of several contexts; `band`: of decode's.
     """
 
     phase: Phase
@@ -244,6 +248,7 @@ class _ChunkKey(NamedTuple):
     sums_scores: bool
     rows: bool
     mode: PrefillMode
+    band: int
 
 
 class _Chunk:
@@ -252,15 +257,14 @@ class _Chunk:
     def __init__(self, lowering: Lowering, key: _ChunkKey, handover: Handover | None) -> None:
         # Not `lowering` itself, which keeps chunks: a circle would outlive the model's end.
         self.placement, self.kernels, self.row_scores = (
-            lowering.placement,
+            lowering.placement.in_band(key.band),
             lowering.kernels,
             lowering.row_scores,
         )
         self.mirrors = handover if handover is not None and not handover.in_place else None
         self.in_place = handover is not None and handover.in_place
-        self.phase, self.m, self.logit_rows, self.chunk, self.sums_scores, self.rows, self.mode = (
-            key
-        )
+        self.phase, self.m, self.logit_rows, self.chunk, self.sums_scores = key[:5]
+        self.rows, self.mode = key.rows, key.mode
         self.devices, self.pool = lowering.devices, lowering.pool
         self.slots = ChunkSlots(self.pool, self.chunk, self.m)
         self.stages: list[tuple[str, int, Sequence[PendingLaunch]]] = []

@@ -16,7 +16,6 @@ from hetero.runtime.pool import Shape, nbytes_of, slot_shapes
 from hetero.runtime.sizes import LONGEST_VERIFIED, SCORING_PIECE
 from hetero.runtime.slot_refs import SlotRef
 from hetero.solver.placement import Placement
-from hetero.solver.plan import PHASES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,7 +180,7 @@ def gathered_slots(placement: Placement, devices: Mapping[DeviceKind, Device]) -
     or an operation takes none (attention right after qkv, where positions are learned).
     """
     nodes = placement.graph.nodes
-    non_matmul = {placement.non_matmul(phase) for phase in PHASES} & set(devices)
+    non_matmul = placement.plan.other_devices & set(devices)
     panels = all(devices[kind].capabilities.reads_panels for kind in non_matmul)
     whole = {
         slot

@@ -51,17 +51,26 @@ class StepCache:
         *,
         wait_values: bool = True,
         sums_scores: bool = False,
+        band: int | None = None,
     ) -> Step:
         """Return the step of m tokens on a context whose last `logit_rows` rows get logits.
 
         It is lowered and bound on first use. Steps that decode have wait values where they gain;
-        `wait_values` false: the same step without. Prompts of an `online-prepare` plan prepare
-        their graphs every time: that is what it compares.
+        `wait_values` false: the same step without. They are of the `band` of the context's depth,
+        unless of a given one. Prompts of an `online-prepare` plan prepare their graphs every time:
+        that is what it compares.
         """
-        return self._bound(
-            self.lowered(phase, m, logit_rows, wait_values=wait_values, sums_scores=sums_scores),
-            context,
+        if band is None:
+            band = self.band_of([context]) if phase == "decode" else 0
+        step = self.lowered(
+            phase, m, logit_rows, wait_values=wait_values, sums_scores=sums_scores, band=band
         )
+        return self._bound(step, context)
+
+    def band_of(self, contexts: Sequence[Context]) -> int:
+        """Return the band of a step that decodes a token of each context: of their mean depth."""
+        depth = sum(context.cached for context in contexts) // len(contexts)
+        return self.lowering.placement.band_at(depth)
 
     def window(
         self,
@@ -83,12 +92,23 @@ class StepCache:
         return self._bound(self._cached(key), context)
 
     def of_contexts(
-        self, contexts: Sequence[Context], *, wait_values: bool = True, sums_scores: bool = False
+        self,
+        contexts: Sequence[Context],
+        *,
+        wait_values: bool = True,
+        sums_scores: bool = False,
+        band: int | None = None,
     ) -> Step:
-        """Return the step that decodes one token of each context."""
+        """Return the step that decodes one token of each context, in a band as `step` does."""
         count = len(contexts)
         step = self.lowered(
-            "decode", count, count, wait_values=wait_values, sums_scores=sums_scores, rows=True
+            "decode",
+            count,
+            count,
+            wait_values=wait_values,
+            sums_scores=sums_scores,
+            rows=True,
+            band=self.band_of(contexts) if band is None else band,
         )
         with memory_for(f"the step of {count} contexts"):
             return step.on_rows([context.cache for context in contexts])
@@ -102,12 +122,21 @@ class StepCache:
         wait_values: bool = True,
         sums_scores: bool = False,
         rows: bool = False,
+        band: int = 0,
     ) -> Step:
         """Return a step that is not bound to any context; see `step`, and `StepKey` for `rows`."""
         signals = self.lowering.synchroniser.signals
         wait_values = wait_values and not sums_scores and phase == "decode" and bool(signals)
         step = self._cached(
-            StepKey(phase, (m,), logit_rows, wait_values, sums_scores=sums_scores, rows=rows)
+            StepKey(
+                phase,
+                (m,),
+                logit_rows,
+                wait_values,
+                sums_scores=sums_scores,
+                rows=rows,
+                band=band,
+            )
         )
         if self.lowering.placement.online and phase == "prefill":
             self._prepare_online(step)
@@ -132,6 +161,7 @@ class StepCache:
                 wait_values=key.wait_values,
                 sums_scores=key.sums_scores,
                 rows=key.rows,
+                band=key.band,
             )
         assert self._costs is not None
         return self.lowering.lower_chunks(

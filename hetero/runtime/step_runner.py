@@ -88,8 +88,7 @@ class StepRunner:
                 sums_scores=sums_scores,
             )
         step = self._loading(context, step)
-        stops = list(accumulate(chunks, initial=0))
-        for chunk, (start, stop) in enumerate(pairwise(stops)):
+        for chunk, (start, stop) in enumerate(pairwise(accumulate(chunks, initial=0))):
             at = context.cached + start
             self._pool.feed(
                 tokens[start:stop],
@@ -99,7 +98,8 @@ class StepRunner:
                 logit_rows=logit_rows,
             )
         sides = self._enter((context,), step)
-        adapter = self._adapter if len(chunks) == 1 and not sums_scores else None
+        first = phase == "prefill" or not self.steps.band_of([context])  # which the adapter knows
+        adapter = self._adapter if len(chunks) == 1 and first and not sums_scores else None
         timed = adapter is not None and adapter.due(phase, len(tokens))
         self.set_timing(timed)
         context.cache.states.at = UNKNOWN  # until the step has ended

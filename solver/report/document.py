@@ -8,7 +8,7 @@ from typing import Any
 
 from hetero.profiler.table_data import TableData
 from hetero.solver.plan import REPORT_KEY, Plan
-from hetero.solver.report import content
+from hetero.solver.report import content, fastest_table
 
 
 def to_json(plan: Plan, others: Sequence[Plan] = ()) -> str:
@@ -16,12 +16,12 @@ def to_json(plan: Plan, others: Sequence[Plan] = ()) -> str:
 
     What its numbers are, the tables, and why the alternatives lost.
     """
-    document = plan.model_dump(mode="json")
+    document, fastest = plan.model_dump(mode="json"), fastest_table.table(plan)
     document[REPORT_KEY] = {
         "title": content.name(plan),
         "plan_id": plan.plan_id,
         "numbers": content.kind(plan),
-        "tables": [_table(table) for table in content.tables(plan, others)],
+        "tables": [_table(x) for x in (fastest, *content.tables(plan, others)) if x is not None],
         "alternatives": [_table(table) for table in content.alternatives(plan)],
     }
     return json.dumps(document, indent=1, ensure_ascii=False) + "\n"

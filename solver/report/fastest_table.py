@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from hetero.profiler.table_data import TableData
-from hetero.solver.plan import FastestDevices, Plan
+from hetero.solver.plan import DecodeBand, FastestDevices, Plan
 from hetero.solver.report import content, units
 
 PHASES = {"prefill": "prompt", "decode": "answer"}
@@ -23,6 +23,30 @@ def table(plan: Plan) -> TableData | None:
     title = f"Where it is fastest ({content.kind(plan)})"
     numbers = ("tokens/s", "gain", "sure")
     return TableData(title, head, tuple(map(_line, plan.fastest)), note, 2, numbers)
+
+
+def answers(plan: Plan) -> tuple[str, ...]:
+    """Return the sentences on decoding by depth: where it is fastest, and where this plan moves."""
+    said = []
+    if len(plan.fastest_answers) > 1:
+        steps = [(x.depth_from, named(x.devices)) for x in plan.fastest_answers]
+        said.append(f"Answers are fastest on {_moving(steps)} ({content.kind(plan)}).")
+    if plan.bands:
+        steps = [(0, named(sorted(plan.devices_of("decode"))))]
+        steps += [(x.depth_from, _band(x)) for x in plan.bands]
+        said.append(f"This plan decodes on {_moving(steps)}.")
+    return tuple(said)
+
+
+def _moving(steps: Sequence[tuple[int, str]]) -> str:
+    """Return `CPU until 2,944 tokens, then NPU`."""
+    (_, text), *others = steps
+    return text + "".join(f" until {depth:,} tokens, then {name}" for depth, name in others)
+
+
+def _band(band: DecodeBand) -> str:
+    shared = f" with attention on {band.device.upper()}" if len(band.devices) > 1 else ""
+    return named(band.devices) + shared
 
 
 def _line(step: FastestDevices) -> tuple[str, ...]:

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 
 from hetero.profiler.table_data import TableData, markdown_table
 from hetero.solver.plan import Plan
-from hetero.solver.report import content
+from hetero.solver.report import content, fastest_table
 
 
 def to_markdown(plan: Plan, others: Sequence[Plan] = ()) -> str:
     """Return all tables of the report."""
     parts = [f"# {content.name(plan)}", f"Plan {plan.plan_id}; numbers are {content.kind(plan)}."]
-    parts += [f"- {note}" for note in plan.notes]
+    parts += [f"- {note}" for note in (*plan.notes, *fastest_table.answers(plan))]
+    parts += [_table(x, "##") for x in (fastest_table.table(plan),) if x is not None]
     parts += [_table(table, "##") for table in content.tables(plan, others)]
     parts.append("## Why the others lost")
     parts += [_table(table, "###") for table in content.alternatives(plan)]

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from hetero.profiler.pages import render
 from hetero.profiler.table_data import TableData
 from hetero.solver.plan import Plan, Total
-from hetero.solver.report import conclusion, content, drawings, units
+from hetero.solver.report import conclusion, content, drawings, fastest_table, units
 
 NUMERIC = (
     "plan", "tokens/s", "speed", "energy", "energy, change", "time", "size", "tokens", "mean power",
+    "gain", "sure",
 )  # fmt: skip
 
 
@@ -36,7 +37,7 @@ def to_html(plan: Plan, others: Sequence[Plan] = ()) -> str:
         kind=content.kind(plan),
         facts="; ".join(_facts(plan)),
         notes=plan.notes,
-        conclusion=conclusion.sentences(plan),
+        conclusion=(*conclusion.sentences(plan), *fastest_table.answers(plan)),
         numbers=[
             (
                 f"{units.rate(t.tokens_per_s)} tokens/s",
@@ -45,7 +46,9 @@ def to_html(plan: Plan, others: Sequence[Plan] = ()) -> str:
             )
             for t in plan.totals
         ],
-        first=_tables(content.gains(plan), content.what_if(plan, others)),
+        first=_tables(
+            fastest_table.table(plan), content.gains(plan), content.what_if(plan, others)
+        ),
         legend=drawings.LEGEND,
         lanes=[bars for t in pictured if (bars := drawings.block(plan, t)) is not None],
         cuts=steps,

@@ -20,7 +20,7 @@ from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.records import DeviceProfile
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.handmade import layer_level, single_device
-from hetero.solver.plan import AttentionShare, HeadCounts, OpPlan, Tile
+from hetero.solver.plan import AttentionShare, DecodeBand, HeadCounts, OpPlan, Tile
 from tests.runtime.plans import random_plan
 from tests.support.checkpoints import Case, make_checkpoint
 from tests.support.helpers import assert_close
@@ -36,7 +36,7 @@ KINDS = (
     "layer level", "npu only", "row-cut", "sequence-cut", "multi-sequence-cut", "hybrid-cut",
     "chunked", "cuts of two lengths", "q, k and v apart", "precision", "orders",
     "cut on the other device", "feed-forward", "block, cut where it is decoded", "shared heads",
-    "random",
+    "a band of decoding", "random",
 )  # fmt: skip
 
 # What a hybrid cut, or another kind, has in it as well.
@@ -126,8 +126,12 @@ def plan_of(kind: str, spec: ModelGraph, seed: int = 0) -> ExecutionPlan:
             heads = HeadCounts(gpu=3, npu=1)
             share = AttentionShare(phase="prefill", m=None, heads=heads)
             return whole.model_copy(update={"attention": (share,)})
-        case "feed-forward":
-            return npu.model_copy(update={"fused": ("feed_forward",)})
+        case "feed-forward" | "a band of decoding":
+            ops = tuple(x for x in npu.ops if x.phase == "decode" and x.op not in spec.sampled)
+            band = DecodeBand(depth_from=8, device="npu", devices=("npu",), ops=ops)
+            banded = whole_gpu(spec).model_copy(update={"bands": (band,)})
+            fused = npu.model_copy(update={"fused": ("feed_forward",)})
+            return fused if kind == "feed-forward" else banded
         case "block, cut where it is decoded":
             cut = entry(spec, "down", rows("npu", 0, CUT), rows("gpu", CUT, 64), phase="decode")
             return replaced(npu.model_copy(update={"fused": ("block",)}), cut)

@@ -24,7 +24,6 @@ from hetero.placement.comparing import (
     DeviceSets,
     PhaseSeconds,
     Price,
-    cache_bytes,
     described,
     fastest,
 )
@@ -33,9 +32,10 @@ from hetero.profiler.errors import ProfileWarning
 from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.records import DeviceProfile
 from hetero.runtime.engine import Engine
+from hetero.solver.decode_bands import cache_bytes
 from hetero.solver.handmade import layer_level, single_device
 from hetero.solver.overheads import Overheads
-from hetero.solver.plan import PHASES, Phase
+from hetero.solver.plan import PHASES, DecodeBand, Phase
 from hetero.solver.planner import Planner
 from hetero.solver.prepared import PreparedSolver
 from hetero.solver.request import PlanRequest
@@ -255,6 +255,48 @@ def test_open_devices_say_what_computes_each_phase(
     shared = choose(spec, PlacementRequest(mode="hetero", profile="host-avx2", seq_lens=(64,)))
     assert shared.plan is not None
     assert described(phases_of(shared.plan, devices, shared)).startswith("prompt: tensor level; ")
+
+
+@pytest.mark.full
+def test_phases_say_from_which_depth_on_decoding_is_elsewhere(spec: ModelGraph) -> None:
+    devices: Any = {kind: open_device("reference", kind=kind) for kind in ("gpu", "npu")}
+    request = PlacementRequest(mode="hetero", profile="snapdragon-8-elite", context=4096)
+    choice = choose(spec, request)
+    assert choice.plan is not None
+    (band,) = choice.plan.bands
+    assert choice.reason.endswith(f"; from {band.depth_from} tokens on, answers on the npu")
+    phases = phases_of(choice.plan, devices, choice)
+    assert [(x.phase, x.depth_from) for x in phases] == [
+        ("prefill", 0),
+        ("decode", 0),
+        ("decode", band.depth_from),
+    ]
+    assert described(phases).endswith(
+        f" until {band.depth_from} tokens, then npu alone (1.1 x {phases[1].device_set})"
+        if phases[1].device_set == TENSOR_LEVEL
+        else f" until {band.depth_from} tokens, then npu alone (1.1 x the gpu)"
+    )
+    last = phases[-1].document()
+    assert (last["depth_from"], last["devices"]) == (band.depth_from, ["npu"])
+    assert last["gain"] == pytest.approx(1.1, rel=0.05)
+
+
+def test_an_opened_model_decodes_by_its_bands_and_says_so(tmp_path: Path) -> None:
+    folder = str(tiny_model(tmp_path))
+    options: Any = {"gpu": "reference", "npu": "reference", "max_seq_len": 128}
+    with LLM(folder, device="gpu", **options) as llm:
+        wanted = llm.generate(TOKENS, max_tokens=20).tokens
+        graph = llm.model.spec()
+    alone = {kind: single_device(graph, kind) for kind in ("gpu", "npu")}
+    ops = tuple(x for x in alone["npu"].ops if x.phase == "decode" and x.op not in graph.sampled)
+    band = DecodeBand(depth_from=48, device="npu", devices=("npu",), ops=ops)
+    plan = alone["gpu"].model_copy(update={"bands": (band,)})
+    with LLM(folder, plan=plan, **options) as llm:
+        said = described(llm.phases)
+        assert said == "prompt: gpu alone; answer: gpu alone until 48 tokens, then npu alone"
+        result = llm.generate(TOKENS, max_tokens=20)
+        assert result.tokens == wanted
+        assert result.stats.placement["npu"].ops > 0
 
 
 def test_a_phase_of_every_core_is_named_so() -> None:

@@ -13,8 +13,16 @@ from hetero.cli.app import app
 from hetero.errors import UserError
 from hetero.models import model_spec
 from hetero.placement.engine_arguments import engine_arguments
-from hetero.placement.where_fastest import DEPTHS, choose_fastest, confidence
+from hetero.placement.where_fastest import (
+    DEPTHS,
+    choose_fastest,
+    confidence,
+    fastest_answers,
+    fastest_of,
+)
+from hetero.profiler.fitted_units import ModelWork, unit_s
 from hetero.profiler.records import DeviceProfile
+from hetero.solver.decode_bands import STEP
 from hetero.solver.plan import FastestDevices, PredictedRun
 from hetero.solver.report import fastest_table
 from hetero.solver.request import PlanRequest
@@ -47,6 +55,29 @@ def test_on_a_phone_the_npu_alone_has_prompts_and_the_answer_changes_devices_wit
     assert {answers["prefill", depth].devices for depth in DEPTHS} == {("npu",)}
     assert answers["decode", 512].devices == ("cpu",)
     assert answers["decode", 16384].devices == ("npu",)
+
+
+def test_answers_move_where_the_gain_is_beyond_the_error_of_predictions() -> None:
+    spec, profile = model_spec("qwen3-4b"), DeviceProfile.load(PHONE)
+    first, second = fastest_answers(spec, profile, PlanRequest())
+    assert (first.depth_from, first.devices, first.gain) == (0, ("cpu",), None)
+    assert second.devices == ("npu",)
+    cpu = next(x for x in profile.units if x.device == "cpu")
+    (error,) = (x.mape for x in cpu.validation if x.phase == "decode")
+    work = ModelWork(spec)
+    npu_s = {
+        depth: next(
+            x.predicted_s
+            for x in fastest_of(spec, profile, [depth], PlanRequest())
+            if x.phase == "decode"
+            for x in x.candidates
+            if x.devices == ("npu",)
+        )
+        for depth in (second.depth_from - STEP, second.depth_from)
+    }
+    cpu_s = {depth: unit_s(cpu, work, "decode", 1, depth) for depth in npu_s}
+    before, after = (npu_s[depth] < cpu_s[depth] * (1 - error) for depth in npu_s)
+    assert (before, after) == (False, True)
 
 
 def test_a_measured_profile_compares_every_core_with_the_errors_of_its_predictors() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import hetero
 from hetero.models import model_spec
 from hetero.profiler.errors import ProfileError
 from hetero.profiler.records import DeviceProfile
@@ -18,7 +19,7 @@ from hetero.solver.build import make_plan
 from hetero.solver.errors import PlanError
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.plan import NonMatmulDevices, OpPlan, Tile
-from hetero.solver.report import content, units
+from hetero.solver.report import content, fastest_table, units
 from hetero.solver.report.conclusion import sentences
 from hetero.solver.report.drawings import block_bars
 from hetero.solver.request import PlanRequest
@@ -249,3 +250,24 @@ def test_rates_have_no_exponents() -> None:
         "12.9",
         "0.50",
     ]
+
+
+def test_every_form_of_a_report_says_where_it_is_fastest(tmp_path: Path) -> None:
+    """The table of `hetero plan`, and the depths at which decoding moves."""
+    chip = "snapdragon-8-elite-gen-5"
+    plan = hetero.plan("qwen3-4b", chip, seq_lens=(64,), curves=False, fastest=True)
+    said = fastest_table.answers(plan)
+    assert said[0].startswith("Answers are fastest on CPU until ")
+    assert said[0].endswith(" tokens, then NPU (fitted).")
+    table = fastest_table.table(plan)
+    assert table is not None
+    for ending in ("html", "md", "json"):
+        plan.report(tmp_path / f"r.{ending}")
+        text = (tmp_path / f"r.{ending}").read_text()
+        assert table.title in text, ending
+        assert table.rows[-1][3] in text, ending
+        assert ending == "json" or said[0] in text, ending
+    Page((tmp_path / "r.html").read_text())
+    bare = plan.model_copy(update={"fastest": (), "fastest_answers": ()})
+    assert fastest_table.table(bare) is None
+    assert fastest_table.answers(bare) == ()
