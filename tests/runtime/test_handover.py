@@ -315,6 +315,7 @@ def test_spans_are_joined(spans: list[tuple[int, int]]) -> None:
 
 
 @pytest.mark.usefixtures("coherent_device")
+@pytest.mark.filterwarnings("ignore:profile .* was taken elsewhere")
 @pytest.mark.parametrize("memory", ["mapped", "copied"])
 def test_a_plan_of_coherent_memory_runs_without_shared_heads(
     memory: str, monkeypatch: pytest.MonkeyPatch
