@@ -292,7 +292,7 @@ def read_deepseek(text: str, schemas: Schemas) -> list[Call]:
     return _scanned(text, _DEEPSEEK, _DEEPSEEK_END, schemas)
 
 
-_QUOTE: Final = '<|"|>'
+QUOTE: Final = '<|"|>'
 _GEMMA_CALL: Final = re.compile(r"\s*call:([\w.-]+)\s*(\{.*\})\s*", re.DOTALL)
 _GEMMA_TOKEN: Final = re.compile(r'<\|"\|>(.*?)<\|"\|>|([{,]\s*)([\w.$-]+)\s*(?=:)', re.DOTALL)
 
@@ -333,7 +333,7 @@ MARKERS: Final = (
     "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>", "<|tool_call_start|>",
     "<|tool_call_end|>", "<|tool_call|>", "<|/tool_call|>", "<|action_start|>", "<|plugin|>",
     "<|action_end|>", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>",
-    "<｜tool▁call▁end｜>", "<｜tool▁sep｜>", "<|tool_call>", "<tool_call|>", _QUOTE, "<tool_call>",
+    "<｜tool▁call▁end｜>", "<｜tool▁sep｜>", "<|tool_call>", "<tool_call|>", QUOTE, "<tool_call>",
     "</tool_call>",
 )  # fmt: skip
 

@@ -14,7 +14,7 @@ from typing import Any, Final, TypeAlias
 
 from hetero.models.tokenizer import HfTokenizer, Tokenizer
 from hetero.serving.answer_parser import AnswerForm
-from hetero.serving.call_forms import FORMS, HERMES, CallForm, kinds, resolved, takes_text
+from hetero.serving.call_forms import FORMS, HERMES, QUOTE, CallForm, kinds, resolved, takes_text
 from hetero.serving.grammars import TokenBytes, inline_json, lark_grammar
 from hetero.serving.tools import ToolUse
 
@@ -208,21 +208,16 @@ def _is_word(text: str) -> bool:
 def _python_call(rules: GrammarRules, name: str, schema: Schema) -> str:
     """Write `go(to="Rome")`, whose values are JSON."""
     try:
-        items = [
-            (rules.add(f"{rules.mark(own + '=')} {inline_json(inner)}"), required)
-            for own, inner, required in _properties(schema)
-            if own.isidentifier() or _raise()
-        ]
+        own_properties = _properties(schema)
+        if not all(own.isidentifier() for own, _, _ in own_properties):
+            raise _OtherFormError
     except _OtherFormError:
         return f"{rules.mark(name + '(**')} {inline_json(schema)} {rules.mark(')')}"
+    items = [
+        (rules.add(f"{rules.mark(own + '=')} {inline_json(inner)}"), required)
+        for own, inner, required in own_properties
+    ]
     return f"{rules.mark(name + '(')} {rules.members(items, ', ')} {rules.mark(')')}"
-
-
-def _raise() -> bool:
-    raise _OtherFormError
-
-
-_QUOTE: Final = '<|"|>'
 
 
 def _gemma_call(rules: GrammarRules, name: str, schema: Schema) -> str:
@@ -256,7 +251,7 @@ def _gemma_value(rules: GrammarRules, schema: Schema) -> str:
     if several:
         return rules.add(" | ".join(_gemma_value(rules, {**shared, **x}) for x in several))
     if allowed == {"string"}:
-        return f"{rules.mark(_QUOTE)} {_text_value(rules, schema, ['<tool_call|>'], _QUOTE)}"
+        return f"{rules.mark(QUOTE)} {_text_value(rules, schema, ['<tool_call|>'], QUOTE)}"
     if allowed == {"object"}:
         return _gemma_object(rules, schema)
     return _gemma_list(rules, schema, shared)
