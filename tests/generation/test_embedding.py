@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from safetensors.torch import load_file, save_file
+from safetensors.numpy import load_file, save_file
 
 from hetero import LLM
 from hetero.errors import ModelError, UserError
