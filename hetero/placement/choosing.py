@@ -20,6 +20,7 @@ from hetero.backends.registry import EVERY_CORE, split_driver
 from hetero.errors import UserError
 from hetero.placement import decisions
 from hetero.placement.comparing import (
+    OPENING_S,
     TENSOR_LEVEL,
     DeviceSets,
     PhaseChoice,
@@ -297,7 +298,8 @@ def _fastest(planner: Planner, solver: PreparedSolver, request: PlacementRequest
     seconds = alone if one_core else seconds
     derived = file_substitution(planner.profile, planner.spec.weight_format) is not None
     prices = _Prices(planner, solver, work, request.weight_budget_bytes, one_core=one_core)
-    sets = fastest(seconds, derived=derived, price_of=prices.of)
+    opening_s = OPENING_S * len(work.prompts)
+    sets = fastest(seconds, derived=derived, price_of=prices.of, opening_s=opening_s)
     totals = {name: s.total_s for name, s in seconds.items()}
     totals[str(sets)] = total_s(sets, seconds)
     times = ", ".join(f"{name} {duration(s)}" for name, s in totals.items())

@@ -23,6 +23,7 @@ TENSOR_LEVEL: Final = "tensor level"
 LAYER_LEVEL: Final = "layer level"
 MARGIN: Final = 0.03
 ALIKE: Final = 0.005  # gains below this are not worth a word
+OPENING_S: Final = 0.02  # of each request: half a second of a start, for 25 of them
 DERIVED_MARGIN: Final = 0.1  # where a file's format was not measured: kernels differ by as much
 
 
@@ -218,12 +219,14 @@ def fastest(
     *,
     derived: bool = False,
     price_of: Callable[[DeviceSets], Price] = lambda _: Price(INF),
+    opening_s: float = 0.0,
 ) -> DeviceSets:
     """Return what computes prompts and what computes answers fastest.
 
     A single device is simpler, so two must be faster by a margin, as a cut must be; by a larger one
     where times are `derived` from another format's. In each phase that both share they must be so
-    as well. `price_of` returns the price of sets that differ between the phases.
+    as well. `price_of` returns the price of sets that differ between the phases. Two must also save
+    `opening_s` a request, the time that opening and planning for the second takes.
     """
     margin = DERIVED_MARGIN if derived else MARGIN
 
@@ -236,7 +239,7 @@ def fastest(
         )
 
     def is_worth(sets: DeviceSets) -> bool:
-        spent_s = total_s(sets, seconds)
+        spent_s = total_s(sets, seconds) + opening_s
         if sets.same or spent_s >= limit_s * (1 - margin):
             return spent_s < limit_s * (1 - margin)
         price = price_of(sets)

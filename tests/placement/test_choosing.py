@@ -192,7 +192,7 @@ def test_derived_times_must_be_better_by_more(
     monkeypatch: pytest.MonkeyPatch, host: DeviceProfile, weights: str, share: float, mode: str
 ) -> None:
     """The profile has no times of files."""
-    times = {"gpu": 1.0, "npu": 2.0, TENSOR_LEVEL: share}
+    times = {"gpu": 10.0, "npu": 20.0, TENSOR_LEVEL: 10 * share}
     seconds = {name: PhaseSeconds(s / 2, s / 2) for name, s in times.items()}
     monkeypatch.setattr("hetero.placement.choosing.compare", lambda *_, **__: seconds)
     request = PlacementRequest(mode="auto", profile=host, seq_lens=(64,))
