@@ -41,20 +41,23 @@ class DraftLength:
         return self._right[kind] / self._seen[kind]
 
     def seconds(self, rows: int) -> float:
-        """Return the expected seconds of a call, 0 while none of at most as many rows was run."""
-        known = [x for x in self._seconds if x <= rows]
-        return statistics.median(self._seconds[max(known)]) if known else 0.0
+        """Return the expected seconds of a call; plain steps must have been run."""
+        return statistics.median(self._seconds[max(x for x in self._seconds if x <= rows)])
 
     def best(self, kind: int, most: int, guess_s: float = 0.0) -> int:
-        """Return the best number of guesses up to `most`, each of which takes `guess_s` to make."""
+        """Return the best number of guesses up to `most`, each of which takes `guess_s` to make.
+
+        0 before the first call, which shows what plain steps take.
+        """
+        if 1 not in self._seconds:
+            return 0
         rate, best, best_speed = self.rate(kind), 0, 0.0
         tokens, probability = 1.0, 1.0
         for count in range(most + 1):
             if count:
                 probability *= rate
                 tokens += probability
-            spent_s = self.seconds(count + 1) + count * guess_s
-            speed = tokens / spent_s if spent_s > 0 else float(count + 1)
+            speed = tokens / (self.seconds(count + 1) + count * guess_s)
             if speed > best_speed:
                 best, best_speed = count, speed
         return best
