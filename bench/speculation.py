@@ -36,9 +36,11 @@ CODE = '''class Account:
         self.balance -= amount
         self.history.append(("withdraw", amount))
 '''
+FIRST, _, _ = CODE.partition("    def withdraw")
 EDIT = (
-    "Here is a Python class:\n\n```python\n" + CODE + "```\n\n"
-    "Here is the same class again, with `owner` renamed to `holder`:\n\n```python\nclass Account:\n"
+    "The class before the change:\n\n```python\n" + CODE + "```\n\n"
+    "The class after `owner` was renamed to `holder`:\n\n```python\n"
+    + FIRST.replace("owner", "holder")
 )
 STORY = "An unusual list of random words that have nothing to do with each other:"
 TEXTS: dict[str, tuple[str, dict[str, Any]]] = {
