@@ -1,4 +1,4 @@
-"""How many guesses one call of a model verifies: as many as pay, by what was measured so far."""
+"""The number of guesses that one call verifies: as many as pay, by what was measured so far."""
 
 from __future__ import annotations
 

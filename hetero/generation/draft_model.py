@@ -18,6 +18,7 @@ from hetero.generation.loading import LoadOptions, ModelLoader
 from hetero.generation.speculative import Drafter, Guess
 from hetero.models import LoadedModel
 from hetero.placement.device_set import DeviceMode
+from hetero.runtime.engine import Engine
 from hetero.runtime.kv.context import Context, Hold
 from hetero.runtime.sizes import LONGEST_VERIFIED
 
@@ -39,33 +40,6 @@ class DraftModel(Closing):
         self._vocabulary = target.config.vocab_size
         self._engine, self._own = loader.load()
         self.model, self.choice, self.devices = loader.model, loader.choice, loader.devices
-
-    @classmethod
-    def of(
-        cls, path: str, device: DeviceMode, target: ModelLoader, options: LoadOptions
-    ) -> DraftModel:
-        """Open a draft model for an open model, with those of its options that suit both.
-
-        Raises `UserError` for a memory budget, which is one model's.
-        """
-        if options.memory_budget is not None:
-            raise UserError(
-                "memory_budget bounds one model, and a draft model takes memory too: leave one out"
-            )
-        every = EVERY_CORE in map(target.devices.name, target.devices.devices)
-        own = replace(
-            options,
-            device=device,
-            gpu=EVERY_CORE if every and device in ("auto", "gpu") else options.gpu,
-            plan=None,
-            strategy=None,
-            weights=None,
-            prompt_lengths=(),
-            first_prompt=None,
-            max_seq_len=target.max_seq_len,
-            shortens=True,
-        )
-        return cls(path, target.model, own)
 
     def drafter(self, text: Sequence[int]) -> Drafter:
         """Return what guesses on from a text, with a context that shares most of its beginning."""
@@ -106,6 +80,45 @@ class DraftModel(Closing):
         with self._engine.lock:
             self._engine.close()
         self.model.weights.close()
+
+
+def open_draft(
+    path: str | None,
+    device: DeviceMode,
+    target: ModelLoader,
+    options: LoadOptions,
+    engine: Engine,
+) -> DraftModel | None:
+    """Open a draft model for an open one, with those of its options that suit both.
+
+    Where it fails the open model's engine is closed. Raises `UserError` for a memory budget, which
+    is one model's.
+    """
+    if path is None:
+        return None
+    every = EVERY_CORE in map(target.devices.name, target.devices.devices)
+    own = replace(
+        options,
+        device=device,
+        gpu=EVERY_CORE if every and device in ("auto", "gpu") else options.gpu,
+        plan=None,
+        strategy=None,
+        weights=None,
+        prompt_lengths=(),
+        first_prompt=None,
+        max_seq_len=target.max_seq_len,
+        shortens=True,
+    )
+    try:
+        if options.memory_budget is not None:
+            raise UserError(
+                "memory_budget bounds one model, and a draft model takes memory too: leave one out"
+            )
+        return DraftModel(path, target.model, own)
+    except BaseException:
+        engine.close()
+        target.model.weights.close()
+        raise
 
 
 class _ModelDrafter(Drafter):

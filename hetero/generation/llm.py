@@ -24,7 +24,7 @@ from hetero.backends.host.gc_pause import gc_paused
 from hetero.errors import ModelError, UserError
 from hetero.generation.answer_contexts import AnswerContexts
 from hetero.generation.conversation import Conversation
-from hetero.generation.draft_model import DraftModel
+from hetero.generation.draft_model import open_draft
 from hetero.generation.embedding import Embedding, EmbedOptions, Texts, embed
 from hetero.generation.loading import LoadOptions, ModelLoader
 from hetero.generation.loop import Generation, GenerationResult
@@ -131,13 +131,7 @@ class LLM(Closing):
         self._loaded: LoadedModel = loader.model
         self.kv, self.max_seq_len = loader.kv, loader.max_seq_len
         self.choice, self.devices, self.plan = loader.choice, loader.devices, loader.plan
-        self.draft: DraftModel | None = None
-        try:
-            if draft_model is not None:
-                self.draft = DraftModel.of(draft_model, draft_device, loader, options)
-        except BaseException:
-            self.close()
-            raise
+        self.draft = open_draft(draft_model, draft_device, loader, options, self._engine)
         self._answers = AnswerContexts(
             self._engine, self._loaded, self._own, self.devices, self.choice, self.draft
         )

@@ -114,8 +114,7 @@ class Generation(Iterator[Delta], Closing):
         self._engine, self._model, self._config = engine, model, config
         self._prompt, self._reused = list(prompt), reused
         self.keeps_prompt, self._started = keep_prompt, False
-        self._fallback, self._choice, self._clock = fallback, choice, clock
-        self._drafts = drafts
+        self._fallback, self._choice, self._clock, self._drafts = fallback, choice, clock, drafts
         rest = self._prompt[reused:]
         scored = config.logprobs if config.echo else None
         self._reader = PromptReader(
