@@ -619,7 +619,8 @@ class Experts:
     `experts_up` (PackedWeight of E·f × d, expert after expert) and `experts_down` (PackedWeight of
     E·d × f), each of one part; with `bias` `experts_gate_bias` and `experts_up_bias` [E·f],
     `experts_down_bias` [E·d] float32. d and f are multiples of 16, so that an expert begins at a
-    block of rows.
+    block of rows. Where only some experts are `held` (rising; empty: all) the sum is over these:
+    the rest is another device's.
     """
 
     experts: int
@@ -629,15 +630,24 @@ class Experts:
     weight_format: WeightFormat
     activation: ExpertActivation = "silu"
     bias: bool = False
+    held: tuple[int, ...] = later(())
     ports: ClassVar[tuple[str, ...]] = ("x", "routes", "y")
 
     def __post_init__(self) -> None:
+        rising = list(self.held) == sorted(set(self.held))
+        if not rising or (self.held and not 0 <= self.held[0] <= self.held[-1] < self.experts):
+            raise ValueError(f"held experts are rising numbers below {self.experts}")
         if not 1 <= self.chosen <= self.experts:
             raise ValueError(f"{self.chosen} of {self.experts} experts cannot be chosen")
         if self.d % ROWS_OF_EXPERT or self.f % ROWS_OF_EXPERT:
             raise ValueError(
                 f"experts have multiples of {ROWS_OF_EXPERT} features, got {self.d} and {self.f}"
             )
+
+    @property
+    def own(self) -> tuple[int, ...]:
+        """Return the numbers of the experts that it computes."""
+        return self.held or tuple(range(self.experts))
 
     @property
     def matmuls(self) -> dict[str, MatMul]:
@@ -662,8 +672,12 @@ class Experts:
         return 4 * (rows * words + pairs + 2 * self.experts + 64)
 
     def distinct(self, m: int) -> float:
-        """Return how many experts m tokens are expected to need, all being equally likely."""
-        return self.experts * (1 - (1 - self.chosen / self.experts) ** m)
+        """Return how many held experts m tokens are expected to need, all being equally likely."""
+        return len(self.own) * (1 - (1 - self.chosen / self.experts) ** m)
+
+    def tokens_each(self, m: int) -> float:
+        """Return how many of m tokens each needed expert is expected to have."""
+        return m * self.chosen / self.experts * len(self.own) / self.distinct(m)
 
 
 Op: TypeAlias = (

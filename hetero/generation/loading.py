@@ -28,7 +28,8 @@ from hetero.runtime.sizes import pool_bytes
 from hetero.runtime.waits import SyncMethod
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.names import NamedStrategy
-from hetero.solver.plan import STEP_TOKENS, device_of_other
+from hetero.solver.non_matmul_devices import device_of_other
+from hetero.solver.plan import STEP_TOKENS
 from hetero.solver.prepared import PreparedSolver
 
 DEFAULT_CONTEXT: Final = 4096

@@ -16,6 +16,7 @@ from hetero.runtime.pool import Shape, nbytes_of, slot_shapes
 from hetero.runtime.sizes import LONGEST_VERIFIED, SCORING_PIECE
 from hetero.runtime.slot_refs import SlotRef
 from hetero.solver.placement import Placement
+from hetero.solver.shared_experts import part_widths
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +92,7 @@ def fitting_window(
             shadows=shadows,
             rows=LONGEST_VERIFIED,
             slides=layout.slides,
+            parts=part_widths(placement.graph),
         )
         needs = estimate_memory(slots, layout, placement, weights_in_memory=weights_in_memory)
         if _lacking(needs, None) is not None and mapped():
