@@ -244,7 +244,7 @@ def _note(
         f"{what} {1e3 * a:.4g} ms" + (f", on the GPU alone {1e3 * b:.4g} ms" if npu else "")
         for what, a, b in zip(("a token", "prompts"), own, alone, strict=True)
     )
-    by = "by equal shares: `hetero eval --count-experts` counts them"
+    by = "by equal shares; `hetero eval --count-experts` counts them"
     if routing is not None:
         by = f"by their shares of {routing.tokens} tokens"
     return f"routed experts: {describe(times, npu)} ({spans}; {by})"

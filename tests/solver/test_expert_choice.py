@@ -1,17 +1,32 @@
-"""Routed experts are placed on the device that is faster with them, and counted there."""
+"""Routed experts are placed on the devices that are faster with them, and counted there."""
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Sequence
+from itertools import combinations, product
 
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hetero.backends.formats import WeightFormat
+from hetero.backends.ops import Experts
 from hetero.models import model_spec
+from hetero.profiler.cost import CostModel
 from hetero.profiler.records import DeviceProfile
 from hetero.solver.build import make_plan
+from hetero.solver.errors import PlanError
 from hetero.solver.execution_plan import ExecutionPlan
+from hetero.solver.expert_choice import Room, expert_bytes, knapsack, shared_best
+from hetero.solver.expert_times import ExpertTimes, RoutedLayer
+from hetero.solver.host_queue import HostQueue
+from hetero.solver.options import INF
 from hetero.solver.prepared import prepare_solver
 from hetero.solver.request import PlanRequest
+from hetero.solver.routing import Routing
 from hetero.solver.strategy_plans import strategy_plan
 from tests.solver.test_repredict import slower
+from tests.support.selection import examples
 
 MODEL, LENGTHS = "qwen3-moe-3b", (64,)
 EXPERTS = ("gpu", "npu")
@@ -73,11 +88,107 @@ def test_they_are_counted_where_they_are() -> None:
     assert on_npu.memory.gpu_bytes < graph.expert_weight_bytes
 
 
-def test_a_gpu_without_room_leaves_them_to_the_npu() -> None:
+def test_a_gpu_without_room_leaves_the_rest_to_the_npu() -> None:
     limit = model_spec(MODEL).expert_weight_bytes // 2
     plan = plan_on(profile(*EXPERTS, gpu_factor=0.01, limit_bytes=limit))
-    assert plan.experts == "npu"
-    assert "the GPU holds" in note_of(plan)
+    counts = [len(x.npu) for x in plan.npu_experts]
+    assert 24 * 32 <= sum(counts) <= 24 * 36
+    assert plan.memory is not None
+    assert "the rest on the GPU" in note_of(plan)
+
+
+def test_both_devices_compute_where_both_are_fast() -> None:
+    plan, without = plan_on(profile(*EXPERTS, gpu_factor=4)), plan_on(profile(gpu_factor=4))
+    assert plan.experts is None
+    assert len(plan.npu_experts) == 24
+    assert all(0 < len(x.npu) < 64 for x in plan.npu_experts)
+    assert all(a < b for a, b in zip(seconds(plan), seconds(without), strict=True))
+    assert ExecutionPlan.parse(plan.model_dump_json(), "plan.json") == plan
+    assert plan.plan_id != plan.model_copy(update={"npu_experts": ()}).plan_id
+    assert "of 64 in layers 0 to 23, the rest on the GPU" in note_of(plan)
+    assert "equal shares" in note_of(plan)
+
+
+def test_a_gain_within_the_margin_is_none() -> None:
+    request = PlanRequest(seq_lens=LENGTHS, margin=0.5)
+    plan = make_plan(model_spec(MODEL), profile(*EXPERTS, gpu_factor=4), request)
+    assert plan.experts is None
+    assert plan.npu_experts == ()
+
+
+def test_measured_shares_say_which_experts() -> None:
+    """Of two layers one has a few busy experts; both keep most work with the faster device."""
+    counts = [1000] * 4 + [1] * 60
+    routing = Routing(model=MODEL, tokens=8, layers=dict.fromkeys(range(24), tuple(counts)))
+    request = PlanRequest(seq_lens=LENGTHS, routing=routing)
+    graph = model_spec(MODEL)
+    plan = make_plan(graph, profile(*EXPERTS, gpu_factor=4), request)
+    assert "by their shares of 8 tokens" in note_of(plan)
+    assert plan.npu_experts
+    busy = {0, 1, 2, 3}
+    assert all(busy >= set(x.npu) or not busy & set(x.npu) for x in plan.npu_experts)
+    few = routing.model_copy(update={"layers": {0: (1,)}})
+    with pytest.raises(PlanError, match="none of the 64 experts of layer 0 .*: count them with"):
+        few.checked(graph)
+
+
+@settings(max_examples=examples(20), deadline=None)
+@given(data=st.data())
+def test_no_other_placement_is_faster(data: st.DataObject) -> None:
+    """All subsets of experts of two layers are tried, within the devices' room."""
+    count = data.draw(st.integers(3, 5))
+    equal = data.draw(st.booleans())
+    counts = (
+        st.just([1] * count)
+        if equal
+        else st.lists(st.integers(0, 50), min_size=count, max_size=count).filter(any)
+    )
+    layers = {i: tuple(data.draw(counts)) for i in range(2)}
+    taken = profile(*EXPERTS, gpu_factor=data.draw(st.sampled_from([0.5, 2, 4, 8])))
+    op = Experts(experts=count, chosen=2, d=1024, f=512, weight_format=WeightFormat.W4A16)
+    times = small_times(taken, op, Routing(model="small", tokens=1, layers=layers))
+    each = expert_bytes(op, taken, "npu")
+    least = data.draw(st.integers(0, count))
+    room = Room(least * each, data.draw(st.integers(least, 2 * count)) * each)
+    phases = (((1, 1.0),), ((64, 1.0),))
+    found = shared_best(times, taken, room, phases)
+
+    def cost(parts: Sequence[tuple[int, ...]]) -> float:
+        total = 0.0
+        for routed, ids in zip(times.layers, parts, strict=True):
+            for steps in phases:
+                alone_s, own_s = (times.steps_s(routed, x, steps) for x in ((), ids))
+                total += INF if own_s > alone_s and not least else own_s / alone_s
+        return total
+
+    subsets = [x for size in range(count + 1) for x in combinations(range(count), size)]
+    fitting = [
+        x for x in product(subsets, subsets) if room.least <= each * sum(map(len, x)) <= room.most
+    ]
+    best = min(map(cost, fitting))
+    assert found is not None
+    assert room.least <= each * sum(map(len, found)) <= room.most
+    assert cost(found) <= best * (1 + (1e-9 if equal else 0.05))
+
+
+def small_times(taken: DeviceProfile, op: Experts, routing: Routing) -> ExpertTimes:
+    """Times of a graph of two layers with these experts alone."""
+    cost = CostModel(taken)
+    times = ExpertTimes(cost, model_spec(MODEL), HostQueue.of(cost), routing)
+    times.layers = tuple(  # type: ignore[misc]
+        RoutedLayer(i, op, times._shares(i, op)) for i in range(2)
+    )
+    return times
+
+
+def test_a_knapsack_takes_the_cheapest_that_fits() -> None:
+    options = [[(2.0, 0.0), (1.0, 10.0)], [(5.0, 0.0), (1.0, 20.0), (3.0, 10.0)]]
+    assert knapsack(options, 0, INF) == [1, 1]
+    assert knapsack(options, 0, 20) == [0, 1]
+    assert knapsack(options, 0, 19) == [0, 2]
+    assert knapsack(options, 15, 29) == [0, 1]
+    assert knapsack(options, 40, 50) is None
+    assert knapsack(options, 0, 0) == [0, 0]
 
 
 @pytest.mark.parametrize("strategy", ["gpu-only", "layer"])
