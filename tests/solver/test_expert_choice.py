@@ -128,7 +128,7 @@ def test_measured_shares_say_which_experts() -> None:
     busy = {0, 1, 2, 3}
     assert all(busy >= set(x.npu) or not busy & set(x.npu) for x in plan.npu_experts)
     few = routing.model_copy(update={"layers": {0: (1,)}})
-    with pytest.raises(PlanError, match="none of the 64 experts of layer 0 .*: count them with"):
+    with pytest.raises(PlanError, match=r"none of the 64 experts of layer 0 .*: count them with"):
         few.checked(graph)
 
 
@@ -169,6 +169,10 @@ def test_no_other_placement_is_faster(data: st.DataObject) -> None:
     assert found is not None
     assert room.least <= each * sum(map(len, found)) <= room.most
     assert cost(found) <= best * (1 + (1e-9 if equal else 0.05))
+
+
+def fits(room: Room, each: float, parts: Sequence[tuple[int, ...]]) -> bool:
+    return room.least <= each * sum(map(len, parts)) <= room.most
 
 
 def small_times(taken: DeviceProfile, op: Experts, routing: Routing) -> ExpertTimes:
