@@ -162,7 +162,7 @@ def assemble(
 def _experts_of(planner: Planner) -> dict[str, Any]:
     """Return the fields of routed experts."""
     choice = planner.experts
-    if choice is None:
+    if choice is None or not choice.npu:
         return {}
     return {"npu_experts": choice.npu} if choice.device is None else {"experts": choice.device}
 

@@ -32,12 +32,19 @@ UNITS: Final = 4096  # of memory, at most, in which parts are counted where they
 class ExpertsChoice:
     """The NPU's experts of each layer that has some there, and why, in words.
 
-    `times` predicts them. Without a choice there is neither: one device has them.
+    `times` predicts them. Without a choice there is neither: one device has them. `in_file`: the
+    budget has no room, so a GPU that computes in place reads them from the model's mapped file.
     """
 
     npu: tuple[LayerExperts, ...] = ()
     note: str = ""
     times: ExpertTimes | None = None
+    in_file: bool = False
+
+    @property
+    def is_one(self) -> bool:
+        """Return whether anything differs from one device that has all, in memory."""
+        return bool(self.npu) or self.in_file
 
     @property
     def device(self) -> DeviceKind | None:
@@ -54,6 +61,8 @@ class ExpertsChoice:
 
     def bytes_on(self, profile: DeviceProfile, kind: DeviceKind) -> float:
         """Return the bytes of the routed experts that a device has, in its own layout."""
+        if self.in_file:
+            return 0.0
         assert self.times is not None
         npu = {x.layer: len(x.npu) for x in self.npu}
         counts = ((x.op, npu.get(x.layer, 0)) for x in self.times.layers)
@@ -80,16 +89,15 @@ def choose_experts(
     or the budget has no room for is the other's.
     """
     ops = [x.op for x in graph.nodes if isinstance(x.op, Experts)]
-    if not ops or set(cost.profile.devices) != set(KINDS):
+    if not ops or "gpu" not in cost.profile.devices:
         return ExpertsChoice()
-    if why := _refusal(cost, "npu", ops):
-        return ExpertsChoice((), f"routed experts: on the GPU ({why})")
-    times, phases = ExpertTimes(cost, graph, overheads, routing), (DECODE, prompts)
-    everything = tuple(
-        LayerExperts(layer=x.layer, npu=tuple(range(x.op.experts))) for x in times.layers
-    )
+    times, phases, why = ExpertTimes(cost, graph, overheads, routing), (DECODE, prompts), ""
+    if budget_bytes is not None and _in_file(cost.profile, graph, budget_bytes):
+        return ExpertsChoice((), _file_note(times, graph, budget_bytes), times, in_file=True)
+    if set(cost.profile.devices) != set(KINDS) or (why := _refusal(cost, "npu", ops)):
+        return ExpertsChoice((), f"routed experts: on the GPU ({why})" if why else "")
     if why := _refusal(cost, "gpu", ops):
-        return ExpertsChoice(everything, f"routed experts: on the NPU ({why})", times)
+        return ExpertsChoice(_all(times), f"routed experts: on the NPU ({why})", times)
     room = _room(cost.profile, graph, ops, budget_bytes)
     parts = shared_best(times, cost.profile, room, phases)
     if parts is None:
@@ -104,6 +112,11 @@ def choose_experts(
     if not room.least and max(gains) <= margin:
         npu, own = (), alone
     return ExpertsChoice(npu, _note(times, npu, alone, own, routing), times)
+
+
+def _all(times: ExpertTimes) -> tuple[LayerExperts, ...]:
+    """Return all experts of all layers."""
+    return tuple(LayerExperts(layer=x.layer, npu=tuple(range(x.op.experts))) for x in times.layers)
 
 
 @dataclass(frozen=True)
@@ -127,7 +140,7 @@ def _room(
     """
     gpu, npu = (sum(op.experts * expert_bytes(op, profile, kind) for op in ops) for kind in KINDS)
     limits = {kind: x.capabilities.memory_limit_bytes or INF for kind, x in profile.devices.items()}
-    matmuls = sum(x.count * weight_bytes(graph.weight_format, x.n, x.k) for x in graph.matmuls)
+    matmuls = matmul_bytes(graph)
     most = limits["npu"] * gpu / (gpu + matmuls)
     if budget_bytes is not None and npu > gpu:
         most = min(most, max(budget_bytes - matmuls - gpu, 0.0) * npu / (npu - gpu))
@@ -210,6 +223,29 @@ def bytes_of_experts(graph: ModelGraph, profile: DeviceProfile, device: DeviceKi
     """Return the bytes of all routed experts in a device's own layout."""
     ops = (x.op for x in graph.nodes if isinstance(x.op, Experts))
     return sum(op.experts * expert_bytes(op, profile, device) for op in ops)
+
+
+def matmul_bytes(graph: ModelGraph) -> float:
+    """Return the bytes of the matmuls that plans cut, as stored."""
+    return sum(x.count * weight_bytes(graph.weight_format, x.n, x.k) for x in graph.matmuls)
+
+
+def _in_file(profile: DeviceProfile, graph: ModelGraph, budget_bytes: float) -> bool:
+    """Return whether experts have no room, and the GPU reads them where they are stored."""
+    gpu = profile.devices["gpu"].capabilities
+    needed = matmul_bytes(graph) + bytes_of_experts(graph, profile, "gpu")
+    return needed > budget_bytes and gpu.unified_memory and not gpu.static_shapes
+
+
+def _file_note(times: ExpertTimes, graph: ModelGraph, budget_bytes: float) -> str:
+    """Return what a token reads of experts that stay in the file."""
+    whole, room = graph.expert_weight_bytes, max(budget_bytes - matmul_bytes(graph), 0.0)
+    read = sum(x.op.chosen / x.op.experts for x in times.layers) / len(times.layers) * whole
+    return (
+        f"routed experts: on the GPU, {_gib(whole)} in the model's mapped file, of which the "
+        f"budget has room for {_gib(room)}; a token uses {_gib(read)} of them and reads "
+        f"{_gib(read * times.missed(room / whole))} if the busiest stay in memory"
+    )
 
 
 def _refusal(cost: CostModel, kind: DeviceKind, ops: Sequence[Experts]) -> str:

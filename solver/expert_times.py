@@ -65,6 +65,12 @@ class ExpertTimes:
         total = sum(counts)
         return tuple(min(op.chosen * x / total, 1.0) for x in counts)
 
+    def missed(self, room: float) -> float:
+        """Return the share of a token's experts beyond the busiest, which are `room` of all."""
+        shares = sorted((x for routed in self.layers for x in routed.shares), reverse=True)
+        held = int(room * len(shares))
+        return sum(shares[held:]) / sum(shares)
+
     def steps_s(self, routed: RoutedLayer, npu: Ids, steps: Steps) -> float:
         """Return the seconds of a layer in several calls."""
         return sum(weight * self.seconds(routed, npu, m) for m, weight in steps)

@@ -49,7 +49,7 @@ def planner_for(
             margin=request.margin,
             budget_bytes=request.memory_budget_bytes,
         )
-        settings = replace(settings, experts=choice if choice.npu else None)
+        settings = replace(settings, experts=choice if choice.is_one else None)
         notes += [choice.note] if choice.note else []
     if request.graph_sizes == "auto":
         planner = Planner(spec, profile, settings)

@@ -113,7 +113,13 @@ class Deployment:
             self.adapter = Adapter(source, self.placement, clock=self._options.clock.now)
         self.window, slots, self.memory = self._sized(layout)
         self.admit(len(self._contexts.open_contexts()))
-        self.kernels = prepare_kernels(self._weights, self.placement, self.devices, progress)
+        self.kernels = prepare_kernels(
+            self._weights,
+            self.placement,
+            self.devices,
+            progress,
+            prefetch=not self.memory.file_bytes,
+        )
         for device in self.devices.values():
             if isinstance(device, SupportsCompaction):
                 device.compact_weights()
