@@ -12,6 +12,7 @@ from hetero.backends.weights import packed_bytes
 from hetero.errors import UserError
 from hetero.models.config import ModelConfig
 from hetero.models.graph import Shadows
+from hetero.profiler.model_graph import ModelGraph
 from hetero.runtime.kv.kv_cache import CacheLayout
 from hetero.runtime.pool import Shape, nbytes_of, slot_shapes
 from hetero.runtime.sizes import LONGEST_VERIFIED, SCORING_PIECE
@@ -135,6 +136,19 @@ def _in_place(devices: Mapping[DeviceKind, Device]) -> frozenset[DeviceKind]:
     """Return the devices that compute with the packed weights where they are."""
     able = {kind: device.capabilities for kind, device in devices.items()}
     return frozenset(k for k, x in able.items() if x.unified_memory and not x.static_shapes)
+
+
+def file_note(needs: MemoryEstimate, graph: ModelGraph) -> str:
+    """Return what a token reads where routed experts stay in their file; empty where none do."""
+    if not needs.file_bytes:
+        return ""
+    ops = [x.op for x in graph.nodes if isinstance(x.op, Experts)]
+    used = sum(x.chosen for x in ops) / sum(x.experts for x in ops)
+    return (
+        f"{_gib(needs.file_bytes)} of routed experts stay in the model's file, for the memory "
+        f"budget has no room for them: a token uses {_gib(round(used * needs.file_bytes))}, and "
+        "reads what the system does not keep of it, so answers may be as slow as the disk"
+    )
 
 
 def listed_bytes(placement: Placement) -> int:

@@ -9,7 +9,9 @@ import pytest
 
 from hetero import LLM
 from hetero.backends.ops import Experts
+from hetero.errors import UserError
 from hetero.models import open_model
+from hetero.models.quantized import save
 from hetero.solver.errors import PlanError
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.handmade import single_device
@@ -93,3 +95,25 @@ def test_choices_are_counted(device: str) -> None:
         for layer, chosen in enumerate(seen):
             expected = np.bincount(chosen.astype(np.int64).ravel(), minlength=8)
             np.testing.assert_array_equal(counts.layers[layer], expected)
+
+
+def test_experts_stay_in_the_file_where_a_budget_has_no_room(tmp_path: Path) -> None:
+    """The same answer; a device that makes copies of them refuses."""
+    folder, _ = drawn("Qwen3Moe", QWEN3_GGUF)
+    save(open_model(folder, weights="w4a16").weights, tmp_path / "out", name="routed")
+    path, said = str(tmp_path / "out"), "of routed experts stay in the model's file"
+    with LLM(path, device="gpu", max_seq_len=64) as llm:
+        wanted, needs = llm.generate([5, 6, 7], max_tokens=4).tokens, llm.engine.memory
+        experts = llm.engine.placement.graph.expert_weight_bytes
+        assert needs.file_bytes == 0
+        assert not any(said in note for note in llm.choice.notes)
+    budget = needs.total_bytes - experts // 2
+    with LLM(path, device="gpu", max_seq_len=64, memory_budget=budget) as llm:
+        assert llm.generate([5, 6, 7], max_tokens=4).tokens == wanted
+        assert llm.engine.memory.file_bytes == experts
+        assert any(said in note for note in llm.choice.notes)
+    for device, least in (("gpu", needs.total_bytes - experts - 1), ("npu", budget)):
+        with pytest.raises(UserError, match="the memory budget is"):
+            LLM(path, device=device, max_seq_len=64, memory_budget=least)
+    with pytest.raises(UserError, match="the memory budget is"):  # not of a mapped file
+        LLM(str(folder), device="gpu", max_seq_len=64, memory_budget=budget, weights="w4a16")

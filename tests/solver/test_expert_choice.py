@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import combinations, product
 
 import pytest
@@ -130,6 +131,23 @@ def test_measured_shares_say_which_experts() -> None:
     few = routing.model_copy(update={"layers": {0: (1,)}})
     with pytest.raises(PlanError, match=r"none of the 64 experts of layer 0 .*: count them with"):
         few.checked(graph)
+
+
+def test_a_budget_without_room_leaves_them_in_the_file() -> None:
+    """Where the GPU computes in place; the note says what a token reads."""
+    graph = model_spec(MODEL)
+    budget = graph.matmul_weight_bytes + graph.expert_weight_bytes // 2
+    request = PlanRequest(seq_lens=LENGTHS, memory_budget_bytes=budget)
+    plan = make_plan(graph, profile(*EXPERTS, gpu_factor=100), request)
+    assert plan.expert_devices == frozenset()
+    assert "in the model's mapped file" in note_of(plan)
+    assert plan.memory is not None
+    assert plan.memory.total_bytes <= budget
+    busy = dict.fromkeys(range(24), (1000,) * 8 + (1,) * 56)
+    counted = Routing(model=MODEL, tokens=8, layers=busy)
+    assert "reads 0.00 GiB" in note_of(
+        make_plan(graph, profile(), replace(request, routing=counted))
+    )
 
 
 @settings(max_examples=examples(20), deadline=None)
