@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple, TypeAlias
@@ -86,21 +85,23 @@ class ExpertTimes:
             waits = self._overheads.wait_s + self._overheads.submit_s
             return self._part(op, "npu", shares, m) + waits
         if m == 1:
-            elapsed = self._token(op, float(shares[on_npu].sum()))
+            elapsed = self._token(op, chances(shares[on_npu], shares[~on_npu], op.chosen))
         else:
             of_gpu = self._part(op, "gpu", shares[~on_npu], m)
             of_npu = self._part(op, "npu", shares[on_npu], m)
             elapsed = max(of_gpu, self._overheads.wait_s + of_npu)
         return elapsed + self._overheads.submit_s + self._join(op.d, m)
 
-    def _token(self, op: Experts, expected: float) -> float:
-        """Return the mean over how many of a token's experts are the NPU's, `expected` of them."""
-        share, count, total = min(expected / op.chosen, 1.0), op.chosen, 0.0
-        for x in range(count + 1):
-            of_npu = self._overheads.wait_s + self._calls("npu", op, x, 1)
-            chance = math.comb(count, x) * share**x * (1 - share) ** (count - x)
-            total += chance * max(self._calls("gpu", op, count - x, 1), of_npu)
-        return total
+    def _token(self, op: Experts, of_npu: Sequence[float]) -> float:
+        """Return the mean over how many of a token's experts are the NPU's, by their chances."""
+        return sum(
+            chance
+            * max(
+                self._calls("gpu", op, op.chosen - x, 1),
+                self._overheads.wait_s + self._calls("npu", op, x, 1),
+            )
+            for x, chance in enumerate(of_npu)
+        )
 
     def _part(
         self, op: Experts, kind: DeviceKind, shares: npt.NDArray[np.float64], m: int
@@ -122,14 +123,33 @@ class ExpertTimes:
         return self._joins[d, m]
 
 
-def candidates(routed: RoutedLayer, steps: int) -> Sequence[Ids]:
-    """Return what the NPU may have of a layer: none, and the most or the least chosen experts.
+def chances(
+    held: npt.NDArray[np.float64], others: npt.NDArray[np.float64], chosen: int
+) -> list[float]:
+    """Return the chances that 0 to `chosen` of a token's experts are among the held ones.
 
-    In `steps` sizes, the last of which is all.
+    Each is chosen by itself, but all together are `chosen`: of equal shares the hypergeometric
+    distribution.
+    """
+    counts = [np.ones(1), np.ones(1)]
+    for side, shares in enumerate((held, others)):
+        for share in shares.clip(1e-6, 1 - 1e-6).tolist():
+            counts[side] = np.convolve(counts[side], (1 - share, share))[: chosen + 1]
+    own, rest = (np.pad(x, (0, chosen + 1 - len(x))) for x in counts)
+    both = own * rest[::-1]
+    chance: list[float] = (both / both.sum()).tolist()
+    return chance
+
+
+def candidates(routed: RoutedLayer, steps: int) -> Sequence[Ids]:
+    """Return what the NPU may have of a layer, in `steps` sizes, the last of which is all.
+
+    None; the most or the least chosen experts; or some of all ranks.
     """
     count, order = routed.op.experts, routed.hottest
     sizes = sorted({-(-count * i // steps) for i in range(1, steps + 1)})
     found = {(), *(tuple(sorted(order[:x])) for x in sizes)}
     if len(set(routed.shares)) > 1:
         found |= {tuple(sorted(order[-x:])) for x in sizes}
+        found |= {tuple(sorted(order[i * count // x] for i in range(x))) for x in sizes}
     return sorted(found, key=lambda ids: (len(ids), ids))
