@@ -619,8 +619,8 @@ class Experts:
     `experts_up` (PackedWeight of E·f × d, expert after expert) and `experts_down` (PackedWeight of
     E·d × f), each of one part; with `bias` `experts_gate_bias` and `experts_up_bias` [E·f],
     `experts_down_bias` [E·d] float32. d and f are multiples of 16, so that an expert begins at a
-    block of rows. Where only some experts are `held` (rising; empty: all) the sum is over these:
-    the rest is another device's.
+    block of rows. The sum is over a `subset` of experts (rising; empty: all): the rest is another
+    device's.
     """
 
     experts: int
@@ -630,13 +630,12 @@ class Experts:
     weight_format: WeightFormat
     activation: ExpertActivation = "silu"
     bias: bool = False
-    held: tuple[int, ...] = later(())
+    subset: tuple[int, ...] = later(())
     ports: ClassVar[tuple[str, ...]] = ("x", "routes", "y")
 
     def __post_init__(self) -> None:
-        rising = list(self.held) == sorted(set(self.held))
-        if not rising or (self.held and not 0 <= self.held[0] <= self.held[-1] < self.experts):
-            raise ValueError(f"held experts are rising numbers below {self.experts}")
+        if list(self.subset) != sorted({*self.subset} & {*range(self.experts)}):
+            raise ValueError(f"a subset is of rising numbers below {self.experts}: {self.subset}")
         if not 1 <= self.chosen <= self.experts:
             raise ValueError(f"{self.chosen} of {self.experts} experts cannot be chosen")
         if self.d % ROWS_OF_EXPERT or self.f % ROWS_OF_EXPERT:
@@ -647,7 +646,7 @@ class Experts:
     @property
     def own(self) -> tuple[int, ...]:
         """Return the numbers of the experts that it computes."""
-        return self.held or tuple(range(self.experts))
+        return self.subset or tuple(range(self.experts))
 
     @property
     def matmuls(self) -> dict[str, MatMul]:
@@ -672,12 +671,8 @@ class Experts:
         return 4 * (rows * words + pairs + 2 * self.experts + 64)
 
     def distinct(self, m: int) -> float:
-        """Return how many held experts m tokens are expected to need, all being equally likely."""
+        """Return how many of its experts m tokens are expected to need, equally likely."""
         return len(self.own) * (1 - (1 - self.chosen / self.experts) ** m)
-
-    def tokens_each(self, m: int) -> float:
-        """Return how many of m tokens each needed expert is expected to have."""
-        return m * self.chosen / self.experts * len(self.own) / self.distinct(m)
 
 
 Op: TypeAlias = (
@@ -753,11 +748,8 @@ def weight_names(op: Op) -> tuple[str, ...]:  # noqa: PLR0911, PLR0912
             slab = ("hot", "hot_weight") if op.hot else ()
             return (*slab, *(("weight", "x_scale") if op.excess else ()))
         case Router():
-            given = {
-                "router_bias": op.bias,
-                "choice_bias": op.choice_bias,
-                "expert_scale": op.expert_scale,
-            }
+            given = {"router_bias": op.bias, "choice_bias": op.choice_bias}
+            given["expert_scale"] = op.expert_scale
             return ("router", *(name for name, present in given.items() if present))
         case Experts():
             matrices = tuple(op.matmuls)

@@ -179,13 +179,6 @@ class CostModel:
         outside = tokens > predictor.max_m or context > predictor.max_context
         return Cost(self._sound(seconds), np.asarray(outside))
 
-    def experts_s(
-        self, device: DeviceKind, op: Experts, distinct: float, tokens_each: float
-    ) -> float:
-        """Return the predicted seconds of so many of the experts, each with so many tokens."""
-        matmuls = predict.expert_matmuls(op, distinct, tokens_each)
-        return float(_experts_s(self, device, op, matmuls, distinct).seconds)
-
     def _sound(self, seconds: Floats) -> Floats:
         """Return the seconds.
 
@@ -386,6 +379,14 @@ def _routed_allowed(cost: CostModel, device: DeviceKind, op: Router | Experts, m
 def _routed_s(cost: CostModel, device: DeviceKind, op: Router | Experts, m: int) -> Cost:
     distinct = op.distinct(m) if isinstance(op, Experts) else 1.0
     return _experts_s(cost, device, op, _routed(cost, device, op, m), distinct)
+
+
+def experts_s(
+    cost: CostModel, device: DeviceKind, op: Experts, distinct: float, tokens_each: float
+) -> float:
+    """Return the predicted seconds of so many of the experts, each with so many tokens."""
+    matmuls = predict.expert_matmuls(op, distinct, tokens_each)
+    return float(_experts_s(cost, device, op, matmuls, distinct).seconds)
 
 
 def _experts_s(

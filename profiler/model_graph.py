@@ -49,7 +49,7 @@ MAX_NODES: Final = 1 << 17
 MAX_LAYERS: Final = 4096
 LARGEST: Final = 2**31 - 1  # sizes are int32 on devices
 MAY_BE_ZERO: Final = frozenset(
-    {"hot", "window", "rotary_dim", "offset", "first", "original_max_position", "width", "held"}
+    {"hot", "window", "rotary_dim", "offset", "first", "original_max_position", "width", "subset"}
 )
 
 # Matmuls that plans may cut, and the members of fused ones.
@@ -439,9 +439,7 @@ class ModelGraph(BaseModel):
         """
         return sum(
             x.count * packed_bytes(self.weight_format.storage, x.n, x.k) for x in self.matmuls
-        ) + sum(
-            op.chosen * len(op.own) * self._expert_bytes(op) // op.experts for op in self._experts
-        )
+        ) + sum(op.chosen * self._expert_bytes(op) for op in self._experts)
 
     @cached_property
     def expert_weight_bytes(self) -> int:

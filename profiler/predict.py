@@ -308,7 +308,8 @@ def as_matmuls(op: ops.Router | ops.Experts, m: int) -> list[tuple[int, ops.MatM
     """
     if isinstance(op, ops.Router):
         return [(m, ops.MatMul(n=op.experts, k=op.d, weight_format=WeightFormat.F32))]
-    return expert_matmuls(op, op.distinct(m), op.tokens_each(m))
+    distinct = op.distinct(m)
+    return expert_matmuls(op, distinct, m * op.chosen * len(op.own) / op.experts / distinct)
 
 
 def expert_matmuls(

@@ -1,4 +1,4 @@
-"""Which routed experts the NPU has, layer by layer; each is stored once, for both phases."""
+"""The NPU's routed experts, layer by layer; each is stored once, for both phases."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from hetero.profiler.cost import CostModel
 from hetero.profiler.features import weight_bytes
 from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.records import DeviceProfile
+from hetero.solver.expert_shares import Routing
 from hetero.solver.expert_times import ExpertTimes, Ids, Steps, candidates
 from hetero.solver.options import INF
 from hetero.solver.overheads import Overheads
 from hetero.solver.plan import LayerExperts
-from hetero.solver.routing import Routing
 
 DECODE: Final = ((1, 1.0),)
 USUAL: Final = ((256, 1.0),)  # a prompt's call
@@ -82,7 +82,7 @@ def choose_experts(
     margin: float = 0.0,
     budget_bytes: float | None = None,
 ) -> ExpertsChoice:
-    """Return the experts of each layer that are faster on the NPU, beside the GPU's.
+    """Return the experts of each layer that are faster on the NPU.
 
     No layer is slower in decoding or in the prompts' calls for it, and all layers, with the matmuls
     of the model on the GPU, are faster by more than the margin; else the GPU has all. What a device
@@ -160,12 +160,12 @@ def shared_best(
             continue
         alone = [times.steps_s(routed, (), steps) for steps in phases]
         each = expert_bytes(routed.op, profile, "npu")
-        found = options[key] = []
+        tried = options[key] = []
         for ids in candidates(routed, STEPS):
             own = [times.steps_s(routed, ids, steps) for steps in phases]
             if room.least or all(b <= a for a, b in zip(alone, own, strict=True)):
                 relative = sum(b / a for a, b in zip(alone, own, strict=True))
-                found.append((ids, relative, each * len(ids)))
+                tried.append((ids, relative, each * len(ids)))
     layers = [options[x[1:]] for x in times.layers]
     taken = knapsack([[x[1:] for x in layer] for layer in layers], room.least, room.most)
     if taken is None:
@@ -181,7 +181,7 @@ def knapsack(
     None if there is none. It is exact where bytes are multiples of one size, of which all together
     are at most `UNITS`; else bytes are rounded up.
     """
-    cheapest = [min(range(len(x)), key=lambda i, x=x: x[i]) for x in options]
+    cheapest = [min(range(len(x)), key=x.__getitem__) for x in options]
     chosen = sum(x[i][1] for x, i in zip(options, cheapest, strict=True))
     if least <= chosen <= most:
         return cheapest
@@ -202,11 +202,11 @@ def knapsack(
     first = math.ceil(least / unit - 1e-9)
     if first >= width or not np.isfinite(best[first:]).any():
         return None
-    used, found = first + int(best[first:].argmin()), []
+    used, chosen_options = first + int(best[first:].argmin()), []
     for choice, own in zip(reversed(taken), reversed(sizes), strict=True):
-        found.append(int(choice[used]))
-        used -= own[found[-1]]
-    return found[::-1]
+        chosen_options.append(int(choice[used]))
+        used -= own[chosen_options[-1]]
+    return chosen_options[::-1]
 
 
 def expert_bytes(op: Experts, profile: DeviceProfile, kind: DeviceKind) -> float:
@@ -227,7 +227,7 @@ def bytes_of_experts(graph: ModelGraph, profile: DeviceProfile, device: DeviceKi
 
 def matmul_bytes(graph: ModelGraph) -> float:
     """Return the bytes of the matmuls that plans cut, as stored."""
-    return sum(x.count * weight_bytes(graph.weight_format, x.n, x.k) for x in graph.matmuls)
+    return float(sum(x.count * weight_bytes(graph.weight_format, x.n, x.k) for x in graph.matmuls))
 
 
 def _in_file(profile: DeviceProfile, graph: ModelGraph, budget_bytes: float) -> bool:

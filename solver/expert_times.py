@@ -11,10 +11,10 @@ import numpy.typing as npt
 
 from hetero.backends.ops import Add, Experts
 from hetero.backends.protocol import DeviceKind
-from hetero.profiler.cost import CostModel
+from hetero.profiler.cost import CostModel, experts_s
 from hetero.profiler.model_graph import ModelGraph
+from hetero.solver.expert_shares import Routing
 from hetero.solver.overheads import Overheads
-from hetero.solver.routing import Routing
 
 Ids: TypeAlias = tuple[int, ...]
 Steps: TypeAlias = Sequence[tuple[int, float]]  # tokens of a call, and how often it comes
@@ -67,8 +67,8 @@ class ExpertTimes:
     def missed(self, room: float) -> float:
         """Return the share of a token's experts beyond the busiest, which are `room` of all."""
         shares = sorted((x for routed in self.layers for x in routed.shares), reverse=True)
-        held = int(room * len(shares))
-        return sum(shares[held:]) / sum(shares)
+        kept = int(room * len(shares))
+        return sum(shares[kept:]) / sum(shares)
 
     def steps_s(self, routed: RoutedLayer, npu: Ids, steps: Steps) -> float:
         """Return the seconds of a layer in several calls."""
@@ -114,7 +114,7 @@ class ExpertTimes:
         """Return the seconds of so many experts, each with so many tokens."""
         key = (kind, op, round(distinct, 1), max(round(tokens), 1))
         if key not in self._known:
-            self._known[key] = self.cost.experts_s(*key) if key[2] else 0.0
+            self._known[key] = experts_s(self.cost, *key) if key[2] else 0.0
         return self._known[key]
 
     def _join(self, d: int, m: int) -> float:
@@ -124,19 +124,19 @@ class ExpertTimes:
 
 
 def chances(
-    held: npt.NDArray[np.float64], others: npt.NDArray[np.float64], chosen: int
+    own: npt.NDArray[np.float64], others: npt.NDArray[np.float64], chosen: int
 ) -> list[float]:
-    """Return the chances that 0 to `chosen` of a token's experts are among the held ones.
+    """Return the chances that 0 to `chosen` of a token's experts are among the NPU's.
 
     Each is chosen by itself, but all together are `chosen`: of equal shares the hypergeometric
     distribution.
     """
     counts = [np.ones(1), np.ones(1)]
-    for side, shares in enumerate((held, others)):
+    for side, shares in enumerate((own, others)):
         for share in shares.clip(1e-6, 1 - 1e-6).tolist():
             counts[side] = np.convolve(counts[side], (1 - share, share))[: chosen + 1]
-    own, rest = (np.pad(x, (0, chosen + 1 - len(x))) for x in counts)
-    both = own * rest[::-1]
+    taken, rest = (np.pad(x, (0, chosen + 1 - len(x))) for x in counts)
+    both = taken * rest[::-1]
     chance: list[float] = (both / both.sum()).tolist()
     return chance
 
@@ -148,8 +148,8 @@ def candidates(routed: RoutedLayer, steps: int) -> Sequence[Ids]:
     """
     count, order = routed.op.experts, routed.hottest
     sizes = sorted({-(-count * i // steps) for i in range(1, steps + 1)})
-    found = {(), *(tuple(sorted(order[:x])) for x in sizes)}
+    sets = {(), *(tuple(sorted(order[:x])) for x in sizes)}
     if len(set(routed.shares)) > 1:
-        found |= {tuple(sorted(order[-x:])) for x in sizes}
-        found |= {tuple(sorted(order[i * count // x] for i in range(x))) for x in sizes}
-    return sorted(found, key=lambda ids: (len(ids), ids))
+        sets |= {tuple(sorted(order[-x:])) for x in sizes}
+        sets |= {tuple(sorted(order[i * count // x] for i in range(x))) for x in sizes}
+    return sorted(sets, key=lambda ids: (len(ids), ids))

@@ -574,8 +574,8 @@ class Plan(_Record):
     @property
     def expert_devices(self) -> frozenset[DeviceKind]:
         """Return the devices that the plan names for routed experts."""
-        named = {self.experts, "npu" if self.npu_experts else None}
-        return frozenset(x for x in named if x is not None)
+        npu: tuple[DeviceKind, ...] = ("npu",) if self.npu_experts else ()
+        return frozenset({*npu, *(() if self.experts is None else (self.experts,))})
 
     def heads(self, m: int) -> HeadCounts | None:
         """Return which device has which heads of attention in a prompt's call of m tokens.

@@ -166,7 +166,7 @@ class PlannedKernels:
 
 
 def all_experts(op: Experts) -> list[MatMul]:
-    """Return matmuls with the rows of all held experts."""
+    """Return matmuls with the rows of all its experts."""
     return [dataclasses.replace(x, n=len(op.own) * x.n) for x in op.matmuls.values()]
 
 

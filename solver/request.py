@@ -9,11 +9,11 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from hetero.solver.errors import PlanError
+from hetero.solver.expert_shares import Routing
 from hetero.solver.kernel_times import Precision
 from hetero.solver.names import MAX_TOKENS
 from hetero.solver.options import INF
 from hetero.solver.prompt_calls import split
-from hetero.solver.routing import Routing
 from hetero.solver.solution import Scenario
 
 GraphSizes: TypeAlias = Sequence[int] | Literal["auto"] | None

@@ -47,21 +47,21 @@ def experts_device(node: Node, plan: ExecutionPlan) -> DeviceKind | None:
     """Return the device that a plan names for a node's experts; None: it names none."""
     if not isinstance(node.op, Experts):
         return None
-    if node.op.held:
+    if node.op.subset:
         return "npu" if node.name.endswith(NPU_PART) else None
     return "npu" if node.layer in {x.layer for x in plan.npu_experts} else plan.experts
 
 
 def part_widths(graph: ModelGraph) -> dict[str, int]:
     """Return the slots of the parts that are summed up, with their widths."""
-    held = (node for node in graph.nodes if isinstance(node.op, Experts) and node.op.held)
-    return {node.slots["y"]: node.op.d for node in held if isinstance(node.op, Experts)}
+    parts = (node for node in graph.nodes if isinstance(node.op, Experts) and node.op.subset)
+    return {node.slots["y"]: node.op.d for node in parts if isinstance(node.op, Experts)}
 
 
 def _parts(node: Node, shared: dict[int, tuple[int, ...]]) -> Iterator[Node]:
     """Yield what a node becomes."""
     op, layer = node.op, node.layer
-    if not isinstance(op, Experts) or op.held or layer not in shared:
+    if not isinstance(op, Experts) or op.subset or layer not in shared:
         yield node
         return
     rest = tuple(e for e in range(op.experts) if e not in set(shared[layer]))
@@ -69,11 +69,11 @@ def _parts(node: Node, shared: dict[int, tuple[int, ...]]) -> Iterator[Node]:
         yield node
         return
     inputs = {port: node.slots[port] for port in ("x", "routes")}
-    yield replace(node, op=replace(op, held=rest), slots=inputs | {"y": GPU_PART})
+    yield replace(node, op=replace(op, subset=rest), slots=inputs | {"y": GPU_PART})
     yield replace(
         node,
         name=f"layer{layer}.{NPU_PART}",
-        op=replace(op, held=shared[layer]),
+        op=replace(op, subset=shared[layer]),
         slots=inputs | {"y": NPU_PART},
     )
     yield Node(

@@ -96,9 +96,9 @@ def prepare_experts(
 ) -> OpenCLKernel:
     """Prepare the launches of every pass of up to `PASS_TOKENS` tokens."""
     plans = {name: _plan(device, op, name, weights) for name in op.matmuls}
-    held = np.zeros(op.experts, np.int32)
-    held[list(op.own)] = 1
-    mask = device.constant(held)
+    is_own = np.zeros(op.experts, np.int32)
+    is_own[list(op.own)] = 1
+    mask = device.constant(is_own)
     experts = _Experts(device, op, plans, matmul_tuning(device.tuning.family), mask)
 
     def launches(operands: Mapping[str, Operand], m: int) -> list[KernelLaunch]:
@@ -113,7 +113,7 @@ def prepare_experts(
     copied = 0
     if not device.capabilities.unified_memory:
         copied = sum(packed(weights, name).nbytes for name in plans)
-    keep = (*(plan.operands for plan in plans.values()), *weights.values(), mask, held)
+    keep = (*(plan.operands for plan in plans.values()), *weights.values(), mask, is_own)
     return OpenCLKernel(device, op, launches, keep=keep, nbytes=copied)
 
 
@@ -137,14 +137,15 @@ class _Experts:
     op: Experts
     plans: Mapping[str, MatMulPlan]
     tuning: CpuTuning | SimtTuning
-    held: DeviceMemory
+    is_own: DeviceMemory
 
     def tile(self, name: str, m: int) -> WorkTile:
         """Return the register tile of a matrix for the tokens that m tokens give an expert."""
         if isinstance(self.tuning, SimtTuning):
             return WorkTile(SIMT_TOKENS, SIMT_TOKENS, 1)
-        each = max(round(self.op.tokens_each(m)), 1)
-        return self.tuning.tile(self.plans[name].kind, each)
+        op = self.op
+        each = round(m * op.chosen * len(op.own) / op.experts / op.distinct(m))
+        return self.tuning.tile(self.plans[name].kind, max(each, 1))
 
     def program(self, tile: int) -> cl.Program:
         """Return the program that sorts rows into tiles, and sums them up."""
@@ -190,7 +191,7 @@ class _Pass:
         launch = partial(KernelLaunch, program)
         routes = self.tensors["routes"]
         down, target = place["both"], self.tensors["y"]
-        sort = (self.m, routes, *plan, self.rows, self.experts.held)
+        sort = (self.m, routes, *plan, self.rows, self.experts.is_own)
         gather = launch(
             "gather", by_row, local, (self.rows, x, *plan, *place["wide"], self.m, op.d)
         )

@@ -75,7 +75,7 @@ def activation(key: ExpertActivation) -> bytes:
 
 
 class ExpertsKernel(OrtKernel):
-    """`products` has the kernel of each held expert by the name of its matrix."""
+    """`products` has the kernel of each own expert by the name of its matrix."""
 
     def __init__(
         self,

@@ -201,8 +201,8 @@ def plan_command(
     """Find the best cut of every matmul of MODEL between GPU and NPU."""
     from hetero.placement.planning import parse_lengths, parse_size, planned, spec_on
     from hetero.placement.where_fastest import with_fastest
+    from hetero.solver.expert_shares import Routing
     from hetero.solver.request import PlanRequest
-    from hetero.solver.routing import Routing
     from hetero.terminal.notices import notify
 
     lengths, length_weights = parse_lengths(seq_lens, "--seq-lens")

@@ -1,4 +1,4 @@
-"""How often the tokens of a text choose each routed expert, for plans that share them."""
+"""Counts of how often the tokens of a text choose each routed expert, for plans that share them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hetero.errors import UserError
 from hetero.generation.llm import LLM
 from hetero.measuring.evaluation import DEFAULT_WINDOW, Progress, windows
-from hetero.solver.routing import Routing
+from hetero.solver.expert_shares import Routing
 
 
 def count_experts(

@@ -266,11 +266,8 @@ class _Chunk:
 
     def __init__(self, lowering: Lowering, key: _ChunkKey, handover: Handover | None) -> None:
         # Not `lowering` itself, which keeps chunks: a circle would outlive the model's end.
-        self.placement, self.kernels, self.row_scores = (
-            lowering.placement.in_band(key.band),
-            lowering.kernels,
-            lowering.row_scores,
-        )
+        self.placement = lowering.placement.in_band(key.band)
+        self.kernels, self.row_scores = lowering.kernels, lowering.row_scores
         self.mirrors = handover if handover is not None and not handover.in_place else None
         self.in_place = handover is not None and handover.in_place
         self.phase, self.m, self.logit_rows, self.chunk, self.sums_scores = key[:5]

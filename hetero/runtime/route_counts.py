@@ -1,4 +1,4 @@
-"""How often a model's routers choose each expert, counted behind every router of a step."""
+"""Counts of how often a model's routers choose each expert, made behind every router of a step."""
 
 from __future__ import annotations
 

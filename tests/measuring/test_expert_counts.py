@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
+from hetero.models import model_path
 from hetero.solver.errors import PlanError
-from hetero.solver.routing import Routing
-from tests.models.gguf_files import convert
+from hetero.solver.expert_shares import Routing
 from tests.runtime.test_routed_logits import QWEN3_GGUF, drawn
 from tests.support.helpers import Command
 
 
+@pytest.mark.full
 def test_a_plan_by_the_counts_of_a_text(command: Command, tmp_path: Path) -> None:
-    folder, _ = drawn("Qwen3Moe", QWEN3_GGUF)
-    model, text, counts = (str(tmp_path / x) for x in ("m.gguf", "text.txt", "counts.json"))
-    convert(folder, Path(model))
+    folder, _ = drawn("Qwen3Moe", QWEN3_GGUF | {"vocab_size": 2048})
+    model, text, counts = (str(tmp_path / x) for x in ("model", "text.txt", "counts.json"))
+    shutil.copytree(folder, model)
+    shutil.copy(model_path("demo") / "tokenizer.json", model)
     Path(text).write_text("the words of a text " * 12, encoding="utf-8")
     done = command("eval", model, "--text", text, "--count-experts", counts, "--max-tokens", "40")
     assert done.returncode == 0, done.stderr

@@ -2,7 +2,7 @@
 // and an expert that it chose are rows, sorted by expert; each expert begins at a multiple of TILE.
 // E experts, K of them chosen; SHIFTED: up is clamped and 1 is added to it (swiglu_oai).
 //
-// Pairs of experts that are not `held` [E] have no row.
+// Pairs of experts for which `is_own` [E] is 0 have no row.
 //
 // `plan` holds starts[E + 1] (first row of each expert), next[E], place[m * K] (row of each pair, -1:
 // none),
@@ -27,7 +27,7 @@ INLINE int expert_of(__global const float *routes, const int pair) {
 
 // One work-group for all `count` tokens.
 __kernel void sort_routes(const int count, ARRAY(const float, routes), ARRAY(int, plan),
-                          const int rows, __global const int *held) {
+                          const int rows, __global const int *is_own) {
   AT(routes);
   AT(plan);
   __global int *next = NEXT(plan), *source = SOURCE(plan, count), *experts = source + rows;
@@ -36,7 +36,7 @@ __kernel void sort_routes(const int count, ARRAY(const float, routes), ARRAY(int
   MEET;
   EACH_ITEM(p, count * K) {
     const int e = expert_of(routes, p);
-    if (held[e]) TAKE(next + e);
+    if (is_own[e]) TAKE(next + e);
   }
   MEET;
   if (LANE == 0) {
@@ -51,7 +51,7 @@ __kernel void sort_routes(const int count, ARRAY(const float, routes), ARRAY(int
   }
   MEET;
   EACH_ITEM(p, count * K) {
-    const int e = expert_of(routes, p), row = held[e] ? TAKE(next + e) : -1;
+    const int e = expert_of(routes, p), row = is_own[e] ? TAKE(next + e) : -1;
     PLACE(plan)[p] = row;
     if (row >= 0) source[row] = p / K;
   }

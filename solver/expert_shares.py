@@ -1,4 +1,4 @@
-"""How often the tokens of a text chose each expert of each layer."""
+"""Counts of how often the tokens of a text chose each expert of each layer."""
 
 from __future__ import annotations
 
