@@ -59,10 +59,10 @@ def vector(weights: Mapping[str, WeightValue], name: str) -> npt.NDArray[np.floa
 def expert_weights(
     op: ops.Experts, name: str, weights: Mapping[str, WeightValue]
 ) -> list[dict[str, WeightValue]]:
-    """Return the weights of every expert's matmul with one of the matrices, as views."""
+    """Return the weights of each own expert's matmul with one of the matrices, as views."""
     n, whole = op.matmuls[name].n, packed(weights, name)
     of_experts: list[dict[str, WeightValue]] = []
-    for start in range(0, op.experts * n, n):
+    for start in (e * n for e in op.own):
         own: dict[str, WeightValue] = {"weight": whole.rows(start, start + n)}
         if op.bias:
             own["bias"] = vector(weights, f"{name}_bias")[start : start + n]

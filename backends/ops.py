@@ -619,7 +619,8 @@ class Experts:
     `experts_up` (PackedWeight of E·f × d, expert after expert) and `experts_down` (PackedWeight of
     E·d × f), each of one part; with `bias` `experts_gate_bias` and `experts_up_bias` [E·f],
     `experts_down_bias` [E·d] float32. d and f are multiples of 16, so that an expert begins at a
-    block of rows.
+    block of rows. The sum is over a `subset` of experts (rising; empty: all): the rest is another
+    device's.
     """
 
     experts: int
@@ -629,15 +630,23 @@ class Experts:
     weight_format: WeightFormat
     activation: ExpertActivation = "silu"
     bias: bool = False
+    subset: tuple[int, ...] = later(())
     ports: ClassVar[tuple[str, ...]] = ("x", "routes", "y")
 
     def __post_init__(self) -> None:
+        if list(self.subset) != sorted({*self.subset} & {*range(self.experts)}):
+            raise ValueError(f"a subset is of rising numbers below {self.experts}: {self.subset}")
         if not 1 <= self.chosen <= self.experts:
             raise ValueError(f"{self.chosen} of {self.experts} experts cannot be chosen")
         if self.d % ROWS_OF_EXPERT or self.f % ROWS_OF_EXPERT:
             raise ValueError(
                 f"experts have multiples of {ROWS_OF_EXPERT} features, got {self.d} and {self.f}"
             )
+
+    @property
+    def own(self) -> tuple[int, ...]:
+        """Return the numbers of the experts that it computes."""
+        return self.subset or tuple(range(self.experts))
 
     @property
     def matmuls(self) -> dict[str, MatMul]:
@@ -662,8 +671,8 @@ class Experts:
         return 4 * (rows * words + pairs + 2 * self.experts + 64)
 
     def distinct(self, m: int) -> float:
-        """Return how many experts m tokens are expected to need, all being equally likely."""
-        return self.experts * (1 - (1 - self.chosen / self.experts) ** m)
+        """Return how many of its experts m tokens are expected to need, equally likely."""
+        return len(self.own) * (1 - (1 - self.chosen / self.experts) ** m)
 
 
 Op: TypeAlias = (
@@ -739,11 +748,8 @@ def weight_names(op: Op) -> tuple[str, ...]:  # noqa: PLR0911, PLR0912
             slab = ("hot", "hot_weight") if op.hot else ()
             return (*slab, *(("weight", "x_scale") if op.excess else ()))
         case Router():
-            given = {
-                "router_bias": op.bias,
-                "choice_bias": op.choice_bias,
-                "expert_scale": op.expert_scale,
-            }
+            given = {"router_bias": op.bias, "choice_bias": op.choice_bias}
+            given["expert_scale"] = op.expert_scale
             return ("router", *(name for name, present in given.items() if present))
         case Experts():
             matrices = tuple(op.matmuls)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final, Literal, NamedTuple, TypeAlias
 
@@ -376,11 +377,29 @@ def _routed_allowed(cost: CostModel, device: DeviceKind, op: Router | Experts, m
 
 
 def _routed_s(cost: CostModel, device: DeviceKind, op: Router | Experts, m: int) -> Cost:
-    matmuls, calls = _routed(cost, device, op, m), 1.0
+    distinct = op.distinct(m) if isinstance(op, Experts) else 1.0
+    return _experts_s(cost, device, op, _routed(cost, device, op, m), distinct)
+
+
+def experts_s(
+    cost: CostModel, device: DeviceKind, op: Experts, distinct: float, tokens_each: float
+) -> float:
+    """Return the predicted seconds of so many of the experts, each with so many tokens."""
+    matmuls = predict.expert_matmuls(op, distinct, tokens_each)
+    return float(_experts_s(cost, device, op, matmuls, distinct).seconds)
+
+
+def _experts_s(
+    cost: CostModel,
+    device: DeviceKind,
+    op: Router | Experts,
+    matmuls: Sequence[tuple[int, MatMul]],
+    distinct: float,
+) -> Cost:
+    calls = 1.0
     if isinstance(op, Experts) and cost.device(device).capabilities.static_shapes:
         # Each expert is a call of its own there, elsewhere all are one launch.
-        calls = op.distinct(m)
-        matmuls = [(matmuls[0][0], x) for x in op.matmuls.values()]
+        calls, matmuls = distinct, [(matmuls[0][0], x) for x in op.matmuls.values()]
     costs = [cost.matmul_s(device, x.weight_format, tokens, x.n, x.k) for tokens, x in matmuls]
     outside = np.any([x.extrapolated for x in costs])
     return Cost(calls * np.sum([x.seconds for x in costs], axis=0), np.asarray(outside))

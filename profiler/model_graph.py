@@ -49,7 +49,7 @@ MAX_NODES: Final = 1 << 17
 MAX_LAYERS: Final = 4096
 LARGEST: Final = 2**31 - 1  # sizes are int32 on devices
 MAY_BE_ZERO: Final = frozenset(
-    {"hot", "window", "rotary_dim", "offset", "first", "original_max_position", "width"}
+    {"hot", "window", "rotary_dim", "offset", "first", "original_max_position", "width", "subset"}
 )
 
 # Matmuls that plans may cut, and the members of fused ones.
@@ -127,16 +127,15 @@ def _refuse_unknown(kind: Any, fields: Mapping[str, Any]) -> None:
 def _check_numbers(record: Any) -> None:
     record_is_rope = isinstance(record, Rope)
     for field in dataclasses.fields(record):
-        value = getattr(record, field.name)
+        value, zero = getattr(record, field.name), field.name in MAY_BE_ZERO
         if dataclasses.is_dataclass(value):
             _check_numbers(value)
         elif isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"{field.name} must be finite, got {value}")
-        elif isinstance(value, tuple) and not all(0 < x < math.inf for x in value):
+        elif isinstance(value, tuple) and not all(0 < x < math.inf for x in value if x or not zero):
             raise ValueError(f"{field.name} must have positive numbers, got {value}")
         elif isinstance(value, int) and not isinstance(value, bool):
-            may_be_zero = field.name in MAY_BE_ZERO or (record_is_rope and field.name == "kv_heads")
-            least = 0 if may_be_zero else 1
+            least = 0 if zero or (record_is_rope and field.name == "kv_heads") else 1
             if not least <= value <= LARGEST:
                 raise ValueError(f"{field.name} is from {least} to {LARGEST}, got {value}")
 
@@ -445,7 +444,7 @@ class ModelGraph(BaseModel):
     @cached_property
     def expert_weight_bytes(self) -> int:
         """Return the bytes of all routed experts' packed weights."""
-        return sum(op.experts * self._expert_bytes(op) for op in self._experts)
+        return sum(len(op.own) * self._expert_bytes(op) for op in self._experts)
 
     @property
     def _experts(self) -> list[Experts]:

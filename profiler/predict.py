@@ -309,8 +309,15 @@ def as_matmuls(op: ops.Router | ops.Experts, m: int) -> list[tuple[int, ops.MatM
     if isinstance(op, ops.Router):
         return [(m, ops.MatMul(n=op.experts, k=op.d, weight_format=WeightFormat.F32))]
     distinct = op.distinct(m)
-    tokens = max(round(m * op.chosen / distinct), 1)
-    return [(tokens, replace(x, n=round(distinct * x.n))) for x in op.matmuls.values()]
+    return expert_matmuls(op, distinct, m * op.chosen * len(op.own) / op.experts / distinct)
+
+
+def expert_matmuls(
+    op: ops.Experts, distinct: float, tokens_each: float
+) -> list[tuple[int, ops.MatMul]]:
+    """Return the matmuls of so many experts, each with so many tokens."""
+    tokens = max(round(tokens_each), 1)
+    return [(tokens, replace(x, n=max(round(distinct * x.n), 1))) for x in op.matmuls.values()]
 
 
 def op_name(op: Op) -> str:

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from hetero.backends.formats import WeightFormat
 from hetero.backends.protocol import KINDS, DeviceKind
@@ -155,8 +155,16 @@ def assemble(
         errors=errors_of(profile, spec.base or spec.weight_format),
         notes=(*notes, *planner.notes),
         attention=attention_of(planner, solutions),
-        experts=planner.settings.experts,
+        **_experts_of(planner),
     )
+
+
+def _experts_of(planner: Planner) -> dict[str, Any]:
+    """Return the fields of routed experts."""
+    choice = planner.experts
+    if choice is None or not choice.npu:
+        return {}
+    return {"npu_experts": choice.npu} if choice.device is None else {"experts": choice.device}
 
 
 def _bands_of(

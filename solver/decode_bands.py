@@ -18,8 +18,8 @@ from hetero.backends.protocol import DeviceKind
 from hetero.profiler.model_graph import ModelGraph, OpName
 from hetero.solver.chooser import Chooser
 from hetero.solver.copies import least_gain
+from hetero.solver.non_matmul_devices import of_the_gpu
 from hetero.solver.options import INF, Objective, Option
-from hetero.solver.plan import of_the_gpu
 from hetero.solver.planner import Planner
 from hetero.solver.residency import mask_of
 from hetero.solver.solution import Scenario, Solution

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from hetero.backends.groups import Group, GroupStep
 from hetero.backends.ops import OUTPUT_PORTS, Attention
 from hetero.profiler.model_graph import Node, role_of_op
-from hetero.solver.plan import FusedGroup, of_the_gpu
+from hetero.solver.non_matmul_devices import of_the_gpu
+from hetero.solver.plan import FusedGroup
 
 
 @dataclass(frozen=True)

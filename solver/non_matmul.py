@@ -28,9 +28,10 @@ from hetero.profiler.features import padded_count
 from hetero.profiler.model_graph import ModelGraph, OpName, Share
 from hetero.profiler.predict import op_name, other_s
 from hetero.profiler.substitutes import Substitution
+from hetero.solver.expert_choice import ExpertsChoice
+from hetero.solver.non_matmul_devices import device_of_other
 from hetero.solver.options import GPU, HOST, Option
 from hetero.solver.overheads import Overheads
-from hetero.solver.plan import device_of_other
 
 # What operators do, for people.
 WORK: Final[dict[type, str]] = {
@@ -81,7 +82,7 @@ class NonMatmulCosts:
         cost: CostModel,
         graph: ModelGraph,
         overheads: Overheads,
-        experts: DeviceKind | None = None,
+        experts: ExpertsChoice | None = None,
     ) -> None:
         self.cost, self.graph, self.overheads, self.experts = cost, graph, overheads, experts
         self._known: dict[tuple[DeviceKind, int, int], NonMatmulTimes] = {}
@@ -108,13 +109,14 @@ class NonMatmulCosts:
 
     def _where(self, kind: DeviceKind, op: Op) -> DeviceKind:
         """Return where it runs if `kind` runs the non-matmul ops."""
-        return device_of_other(op, kind, self.cost.profile.devices, self.experts)
+        experts = None if self.experts is None else self.experts.device
+        return device_of_other(op, kind, self.cost.profile.devices, experts)
 
-    def _crossing_s(self, kind: DeviceKind, op: Op) -> float:
-        """Return what waiting for the GPU costs where experts are on the device chosen for them."""
-        if self.experts in (None, kind) or not isinstance(op, Experts):
-            return 0.0
-        return self.overheads.wait_s + self.overheads.submit_s
+    def _timer(self, kind: DeviceKind, op: Op) -> Timer:
+        if self.experts is None or not isinstance(op, Experts):
+            return timer_of(self.cost, self._where(kind, op), op)
+        shared = partial(self.experts.seconds, op)
+        return lambda tokens, _: shared(tokens)
 
     def _allowed(self, kind: DeviceKind, op: Op) -> Allowed:
         if isinstance(op, MatMul):  # one that is not cut
@@ -145,15 +147,12 @@ class NonMatmulCosts:
 
     def _times(self, kind: DeviceKind, m: int, context: int) -> NonMatmulTimes:
         if kind not in self._timers:
-            self._timers[kind] = [
-                timer_of(self.cost, self._where(kind, x.op), x.op) for _, x in self._shares
-            ]
+            self._timers[kind] = [self._timer(kind, x.op) for _, x in self._shares]
         tokens, row = (padded_count(self.cost.device(kind), x) for x in (m, 1))
         times: dict[OpName | None, float] = {None: 0.0}
         for (name, share), timer in zip(self._shares, self._timers[kind], strict=True):
             sizes = (row, context + m - 1) if share.sampled else (tokens, context)
-            seconds = timer(*sizes) + self._crossing_s(kind, share.op)
-            times[name] = times.get(name, 0.0) + share.times * seconds
+            times[name] = times.get(name, 0.0) + share.times * timer(*sizes)
         overheads = self.overheads.at(m)
         return NonMatmulTimes(
             _option(kind, times.pop(None), overheads),

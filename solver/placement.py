@@ -24,9 +24,11 @@ from hetero.solver.matmul_entries import (
 )
 from hetero.solver.matmul_launches import MatmulLaunches, no_graph
 from hetero.solver.node_groups import NodeGroup, node_groups
-from hetero.solver.plan import HeadCounts, OpPlan, Phase, PrefillMode, device_of_other
+from hetero.solver.non_matmul_devices import device_of_other
+from hetero.solver.plan import HeadCounts, OpPlan, Phase, PrefillMode, check_heads
 from hetero.solver.planned_kernels import PlannedKernels
 from hetero.solver.prompt_calls import padded_size
+from hetero.solver.shared_experts import check_experts, experts_device, with_shared_experts
 
 
 class Placement:
@@ -50,12 +52,13 @@ class Placement:
         kernels: PlannedKernels | None = None,
     ) -> None:
         self.plan = fitted(plan, capabilities, solved=source is not None)
-        self.graph = graph
+        check_experts(self.plan, graph)
+        self.graph = with_shared_experts(graph, plan)
         self._capabilities = dict(capabilities)
         self._source = source
         self._entries = MatmulEntries(plan, self._capabilities, source)
         self.kernels = kernels or PlannedKernels(
-            self.plan, graph, self._capabilities, self._entries, source
+            self.plan, self.graph, self._capabilities, self._entries, source
         )
         self._launches = MatmulLaunches(
             self._entries, self.kernels, self._capabilities, online=self.online
@@ -89,7 +92,7 @@ class Placement:
         """Check that devices that share attention are able to."""
         if not self.plan.shares_attention:
             return
-        self.plan.check_heads(self.graph)
+        check_heads(self.plan, self.graph)
         for kind, able in self._capabilities.items():
             if not able.attention_heads:
                 raise PlanError(
@@ -99,14 +102,12 @@ class Placement:
 
     def _check_experts(self) -> None:
         """Check that the device of routed experts has kernels of them."""
-        kind = self.plan.experts
-        if kind is not None and not (
-            kind in self._capabilities and self._capabilities[kind].experts
-        ):
-            raise PlanError(
-                f"the plan has the routed experts on the {kind}, which has no kernels of them: "
-                "make a plan with a profile of this device"
-            )
+        for kind in self.plan.expert_devices:
+            if kind not in self._capabilities or not self._capabilities[kind].experts:
+                raise PlanError(
+                    f"the plan has routed experts on the {kind}, which has no kernels of them: "
+                    "make a plan with a profile of this device"
+                )
 
     @property
     def online(self) -> bool:
@@ -203,7 +204,10 @@ class Placement:
     def _other(self, node: Node, phase: Phase, m: int) -> tuple[DeviceKind, int]:
         """Return device and tokens of a node that is no matmul."""
         kind = device_of_other(
-            node.op, self.non_matmul(phase), self._capabilities, self.plan.experts
+            node.op,
+            self.non_matmul(phase),
+            self._capabilities,
+            experts_device(node, self.plan),
         )
         # As many tokens as the rest, for a padded graph reads what is written here; but a state is
         # that after the last token.
@@ -287,7 +291,7 @@ class Placement:
         if is_mapped(node.op):
             return frozenset()
         if node.plan_op is None:
-            able, experts = self._capabilities, self.plan.experts
+            able, experts = self._capabilities, experts_device(node, self.plan)
             return frozenset(
                 device_of_other(node.op, kind, able, experts) for kind in self.plan.other_devices
             )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Final, Literal, Self, TypeAlias
 
 from pydantic import (
@@ -27,19 +27,10 @@ from pydantic import (
 from hetero.backends.formats import WeightFormat
 from hetero.backends.host.files import LONGEST_DOCUMENT_BYTES, atomic_write, read_text
 from hetero.backends.ops import (
-    Attention,
-    Experts,
-    GatedAdd,
-    Op,
     OperandOrder,
-    Outliers,
-    Rope,
-    Router,
-    has_sinks,
-    has_state,
 )
 from hetero.backends.protocol import KINDS, DeviceKind
-from hetero.profiler.model_graph import ModelGraph, OpName
+from hetero.profiler.model_graph import MAX_LAYERS, ModelGraph, OpName
 from hetero.solver.errors import PlanError
 from hetero.solver.names import NamedStrategy
 from hetero.solver.prompt_calls import split
@@ -56,6 +47,7 @@ STEP_TOKENS = 512  # of a call, where a plan holds for any token count
 # Sizes are int32 on devices; what is beyond these is no time and no size of anything.
 Start = Annotated[int, Field(ge=0, lt=2**31)]
 Stop = Annotated[int, Field(ge=1, lt=2**31)]
+MAX_EXPERTS: Final = 4096  # of a layer
 Bytes = Annotated[int, Field(ge=0, lt=2**63)]
 Positive = Annotated[float, Field(ge=1e-30, le=1e30)]
 Quantity = Annotated[float, Field(ge=0, le=1e30)]
@@ -186,6 +178,19 @@ class AttentionShare(_Record):
     predicted_s: Positive | None = None
     gpu_s: Quantity | None = None
     npu_s: Quantity | None = None
+
+
+class LayerExperts(_Record):
+    """The routed experts of a layer that the NPU has, by rising numbers; the GPU has the others."""
+
+    layer: Annotated[int, Field(ge=0, lt=MAX_LAYERS)]
+    npu: Annotated[tuple[Start, ...], Field(min_length=1, max_length=MAX_EXPERTS)]
+
+    @model_validator(mode="after")
+    def _rises(self) -> Self:
+        if list(self.npu) != sorted(set(self.npu)):
+            raise ValueError(f"layer {self.layer}: the numbers of the NPU's experts rise")
+        return self
 
 
 class InFlight(_Record):
@@ -397,7 +402,8 @@ class Plan(_Record):
     calls, for lengths at which they are faster. `counts` are how many layers have each matmul,
     where layers differ (else all have it). `prompt_layers`, where these are not all of the
     `layers`, see all tokens of a prompt; its last token alone passes through the others. `experts`
-    is the device of routed experts, in both phases; none means the GPU, if there is one. `errors`
+    is the device of routed experts, in both phases; none means the GPU, if there is one.
+    `npu_experts` are layers of which the NPU has some experts, or all. `errors`
     are mean relative errors of the profile's predictions of matmuls that it left out, of the device
     whose are larger. `fastest` says where prompts and decode steps are fastest by their depth,
     single devices included, `phases` which devices compute them by this plan. `bands` are decode
@@ -438,6 +444,7 @@ class Plan(_Record):
     counts: dict[OpName, Stop] = {}
     fastest: Annotated[tuple[FastestDevices, ...], Field(max_length=64)] = ()
     experts: DeviceKind | None = None
+    npu_experts: Annotated[tuple[LayerExperts, ...], Field(max_length=MAX_LAYERS)] = ()
     phases: Annotated[tuple[PlannedPhase, ...], Field(max_length=64)] = ()
     prompt_layers: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     bands: Annotated[tuple[DecodeBand, ...], Field(max_length=16)] = ()
@@ -447,7 +454,8 @@ class Plan(_Record):
     def _without_absent(self, serialise: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Leave out what only models have whose layers differ, and `fastest` where it is empty."""
         document: dict[str, Any] = serialise(self)
-        for key in ("counts", "fastest", "experts", "phases", "bands", "fastest_answers"):
+        later = ("counts", "fastest", "experts", "npu_experts", "phases", "bands")
+        for key in (*later, "fastest_answers"):
             if not document.get(key):
                 document.pop(key, None)
         if self.prompt_layers is None:
@@ -464,6 +472,8 @@ class Plan(_Record):
             raise ValueError("attention's heads are shared in one way at each token count")
         if self.shares_attention and self.non_matmul.prefill != "gpu":
             raise ValueError("attention's heads are shared where the GPU has the other operators")
+        if len({x.layer for x in self.npu_experts}) < len(self.npu_experts):
+            raise ValueError("each layer's experts are shared in one way")
         depths = [band.depth_from for band in self.bands]
         if depths != sorted(set(depths)):
             raise ValueError("the depths of decode's bands rise")
@@ -480,6 +490,7 @@ class Plan(_Record):
         head = self.model_dump_json(include={"model", "non_matmul", "graph_sizes", "fused"})
         heads = [f"{x.m} {x.heads}" for x in self.attention] if self.shares_attention else []
         heads += [f"experts {self.experts}"] if self.experts is not None else []
+        heads += [f"experts {x.layer} {x.npu}" for x in self.npu_experts]
         heads += [f"{x.depth_from} {x.device}" for x in self.bands]
         return hashlib.sha256("\n".join([head, *ops, *sorted(heads)]).encode()).hexdigest()[:12]
 
@@ -560,6 +571,12 @@ class Plan(_Record):
         """Return whether both devices have heads of some attention."""
         return any(x.heads.shared for x in self.attention)
 
+    @property
+    def expert_devices(self) -> frozenset[DeviceKind]:
+        """Return the devices that the plan names for routed experts."""
+        npu: tuple[DeviceKind, ...] = ("npu",) if self.npu_experts else ()
+        return frozenset({*npu, *(() if self.experts is None else (self.experts,))})
+
     def heads(self, m: int) -> HeadCounts | None:
         """Return which device has which heads of attention in a prompt's call of m tokens.
 
@@ -599,8 +616,7 @@ class Plan(_Record):
         """Return the device kinds that the plan uses."""
         tiles = {tile.device for op in self.all_ops for tile in op.tiles}
         both = KINDS if self.shares_attention else ()
-        experts = () if self.experts is None else (self.experts,)
-        return self.other_devices.union(tiles, both, experts)
+        return self.other_devices.union(tiles, both, self.expert_devices)
 
     def devices_of(self, phase: Phase) -> frozenset[DeviceKind]:
         """Return the device kinds that work in a phase, but for an output head that is not cut.
@@ -612,23 +628,14 @@ class Plan(_Record):
         heads = [{tile.device for tile in op.tiles} for op in ops if op.op == "lm_head"]
         other = self.non_matmul.prefill if phase == "prefill" else self.non_matmul.decode
         both = KINDS if phase == "prefill" and self.shares_attention else ()
-        experts = () if self.experts is None else (self.experts,)
-        return frozenset({other, *both, *experts}).union(*parts, *(x for x in heads if len(x) > 1))
+        known = frozenset({other, *both}) | self.expert_devices
+        return known.union(*parts, *(x for x in heads if len(x) > 1))
 
     @property
     def apart(self) -> bool:
         """Return whether the devices never compute at once: each phase and band has one."""
         bands = (band.devices for band in self.bands)
         return all(len(x) == 1 for x in (*map(self.devices_of, PHASES), *bands))
-
-    def check_heads(self, spec: ModelGraph) -> None:
-        """Raise `PlanError` unless the plan shares as many heads of attention as the model has."""
-        counts = {x.heads.gpu + x.heads.npu for x in self.attention}
-        if counts and counts != {spec.kv_heads}:
-            raise PlanError(
-                f"the plan shares {min(counts)} key/value heads of attention; {spec.name} has "
-                f"{spec.kv_heads}: make a plan for this model"
-            )
 
     def check_fits(self, spec: ModelGraph) -> None:
         """Raise `PlanError` unless every matmul of the plan has the model's shape.
@@ -637,7 +644,7 @@ class Plan(_Record):
 
         Names are not compared: a quantised copy of a model may be called otherwise.
         """
-        self.check_heads(spec)
+        check_heads(self, spec)
         shapes: dict[str, tuple[int, int]] = {m.name: (m.n, m.k) for m in spec.matmuls}
         stored = {x.storage for x in (spec.weight_format, *spec.also)}
         for op in self.all_ops:
@@ -681,32 +688,14 @@ class Plan(_Record):
             raise PlanError(f"the plan {path} is not valid: {where}: {first['msg']}") from None
 
 
-ON_THE_GPU: Final = (Outliers, Router, Experts, GatedAdd)
-
-
-def device_of_other(
-    op: Op,
-    non_matmul: DeviceKind,
-    devices: Container[DeviceKind],
-    experts: DeviceKind | None = None,
-) -> DeviceKind:
-    """Return the device of an operation that is no matmul of the plan, as a rule `non_matmul`.
-
-    Outliers are there to be computed while the NPU computes their matmul, graphs of NPUs keep no
-    states, have no sinks of attention and do not attend to another layer's caches, and which
-    experts a token needs is not known before it is routed: the GPU has these if there is one. But
-    routed experts are on the device that a plan names (`experts`).
-    """
-    if experts is not None and isinstance(op, Experts):
-        return experts
-    return "gpu" if of_the_gpu(op) and "gpu" in devices else non_matmul
-
-
-def of_the_gpu(op: Op) -> bool:
-    """Return whether an operation is the GPU's if there is one (`device_of_other`)."""
-    reads = isinstance(op, Attention) and op.reads
-    queries_alone = reads or (isinstance(op, Rope) and not op.kv_heads)
-    return isinstance(op, ON_THE_GPU) or has_state(op) or has_sinks(op) or queries_alone
+def check_heads(plan: Plan, spec: ModelGraph) -> None:
+    """Raise `PlanError` unless the plan shares as many heads of attention as the model has."""
+    counts = {x.heads.gpu + x.heads.npu for x in plan.attention}
+    if counts and counts != {spec.kv_heads}:
+        raise PlanError(
+            f"the plan shares {min(counts)} key/value heads of attention; {spec.name} has "
+            f"{spec.kv_heads}: make a plan for this model"
+        )
 
 
 def entry_at(known: Mapping[int | None, OpPlan], m: int) -> OpPlan | None:

@@ -21,7 +21,9 @@ from hetero.solver.matmul_entries import (
     PlanSource,
     share_heads,
 )
-from hetero.solver.plan import Tile, device_of_other
+from hetero.solver.non_matmul_devices import device_of_other
+from hetero.solver.plan import Tile
+from hetero.solver.shared_experts import experts_device
 
 
 class PlannedKernels:
@@ -112,18 +114,19 @@ class PlannedKernels:
             for kind in self._capabilities
         }
         for node in self._graph.nodes:
-            for kind in self._devices(node.op) if isinstance(node.op, Outliers) else ():
+            for kind in self._devices(node) if isinstance(node.op, Outliers) else ():
                 nbytes[kind] += _outlier_bytes(node.op)
             if isinstance(node.op, Experts):
                 matmuls = all_experts(node.op)
-                for kind in self._devices(node.op):
+                for kind in self._devices(node):
                     nbytes[kind] += sum(self._matmul_bytes(matmul, kind) for matmul in matmuls)
         return nbytes
 
-    def _devices(self, op: Op) -> set[DeviceKind]:
-        """Return the devices that run an operation that is no matmul."""
+    def _devices(self, node: Node) -> set[DeviceKind]:
+        """Return the devices that run a node that is no matmul."""
+        experts = experts_device(node, self._plan)
         return {
-            device_of_other(op, kind, self._capabilities, self._plan.experts)
+            device_of_other(node.op, kind, self._capabilities, experts)
             for kind in self._plan.other_devices
         }
 
@@ -163,8 +166,8 @@ class PlannedKernels:
 
 
 def all_experts(op: Experts) -> list[MatMul]:
-    """Return matmuls with the rows of all experts."""
-    return [dataclasses.replace(x, n=op.experts * x.n) for x in op.matmuls.values()]
+    """Return matmuls with the rows of all its experts."""
+    return [dataclasses.replace(x, n=len(op.own) * x.n) for x in op.matmuls.values()]
 
 
 def rows_of(tile: Tile, shift: int) -> Span:

@@ -15,6 +15,7 @@ from hetero.profiler.records import DeviceProfile
 from hetero.solver.chooser import Chooser, Rules
 from hetero.solver.drift import DriftedCost, Factors
 from hetero.solver.errors import PlanError
+from hetero.solver.expert_choice import ExpertsChoice
 from hetero.solver.heads import Heads, HeadShares
 from hetero.solver.host_queue import HostQueue
 from hetero.solver.kernel_times import KernelTimes, Precision
@@ -35,7 +36,7 @@ class PlannerSettings:
     row_steps       at most this many row cuts for each matmul; None: every alignment step
     unfused         try q, k, v and gate, up unfused
     step_tokens     tokens of the longest call; None: what two graphs hold
-    experts         device of routed experts; None: the GPU, if there is one
+    experts         the NPU's routed experts; None: the GPU has all, if there is one
     """
 
     precision: Precision = "auto"
@@ -44,7 +45,7 @@ class PlannerSettings:
     unfused: bool = True
     row_steps: int | None = None
     step_tokens: int | None = None
-    experts: DeviceKind | None = None
+    experts: ExpertsChoice | None = None
 
 
 class Planner:
@@ -313,8 +314,8 @@ class Planner:
         return HeadShares(self.cost, self.spec, self.kernels, self.overheads)
 
     @property
-    def experts(self) -> DeviceKind | None:
-        """Return the device of routed experts, None for the one without a choice."""
+    def experts(self) -> ExpertsChoice | None:
+        """Return the NPU's routed experts; None where one device has all without a choice."""
         return self.settings.experts
 
     @property

@@ -9,6 +9,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from hetero.solver.errors import PlanError
+from hetero.solver.expert_shares import Routing
 from hetero.solver.kernel_times import Precision
 from hetero.solver.names import MAX_TOKENS
 from hetero.solver.options import INF
@@ -33,6 +34,7 @@ class PlanRequest:
     `shared`: both devices work in every prompt (`Rules`); a memory budget comes first.
     `preparation_budget_s` and `graph_memory_bytes` bound what `graph_sizes="auto"` may choose.
     `longest`: most tokens of a context in which decoding may move to other devices (None: never).
+    `routing`: how often each routed expert is chosen (None: all alike).
     `decode_tokens_per_prompt` weighs decoding against prompts where both share a memory budget;
     `curves` adds what a report draws: times by length and the latency-energy front.
     """
@@ -51,6 +53,7 @@ class PlanRequest:
     context: int = 256
     longest: int | None = None
     margin: float = 0.03
+    routing: Routing | None = None
     decode_tokens_per_prompt: int = 64
     explain: bool = True
     curves: bool = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from hetero.backends.ops import PASS_TOKENS
 from hetero.profiler.cost import CostModel
 from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.records import DeviceProfile
@@ -30,7 +31,7 @@ def planner_for(
 ) -> tuple[Planner, list[str]]:
     """Return a planner with the requested graph sizes, and notes on them.
 
-    `experts`: it chooses the device of routed experts.
+    `experts`: it chooses the devices of routed experts.
     """
     rules = Rules(request.margin, request.max_gpu_share, request.shared)
     step = request.step_tokens
@@ -39,8 +40,16 @@ def planner_for(
     notes = [] if substitution is None else [substitution.note]
     if experts:
         cost = CostModel(profile)
-        choice = choose_experts(cost, spec, HostQueue.of(cost))
-        settings = replace(settings, experts=choice.device)
+        choice = choose_experts(
+            cost,
+            spec,
+            HostQueue.of(cost),
+            routing=request.routing,
+            prompts=_calls_of(request),
+            margin=request.margin,
+            budget_bytes=request.memory_budget_bytes,
+        )
+        settings = replace(settings, experts=choice if choice.is_one else None)
         notes += [choice.note] if choice.note else []
     if request.graph_sizes == "auto":
         planner = Planner(spec, profile, settings)
@@ -55,6 +64,15 @@ def planner_for(
             sizes.add(1)  # decoding keeps its graph
         profile = with_graph_sizes(profile, sizes)
     return Planner(spec, profile, settings), notes
+
+
+def _calls_of(request: PlanRequest) -> list[tuple[int, float]]:
+    """Return the tokens of calls that stand for the request's prompts, and how often they come."""
+    weights = request.in_calls(request.step_tokens or PASS_TOKENS).distribution
+    lengths = sorted(weights)
+    few = sorted({lengths[0], lengths[len(lengths) // 2], lengths[-1]})
+    total = sum(weights[m] for m in few)
+    return [(m, weights[m] / total) for m in few]
 
 
 def _choose_sizes(planner: Planner, request: PlanRequest) -> sizes_module.GraphChoice:

@@ -9,7 +9,7 @@ from hetero.backends.protocol import KINDS, DeviceKind
 from hetero.profiler.features import weight_bytes
 from hetero.profiler.model_graph import ModelGraph, OpName
 from hetero.profiler.records import DeviceProfile
-from hetero.solver.expert_choice import bytes_of_experts
+from hetero.solver.expert_choice import ExpertsChoice, bytes_of_experts
 from hetero.solver.options import INF, Option
 from hetero.solver.plan import Memory
 from hetero.solver.solution import Solution
@@ -23,8 +23,8 @@ class Tables(Protocol):
     sizes: tuple[int, ...]
 
     @property
-    def experts(self) -> DeviceKind | None:
-        """Return the device of routed experts, None for the one without a choice."""
+    def experts(self) -> ExpertsChoice | None:
+        """Return the NPU's routed experts; None where one device has all without a choice."""
 
     def shape(self, name: OpName) -> tuple[int, int]:
         """Return (n, k) of a fused or separate matmul."""
@@ -149,9 +149,10 @@ def holds_alone(planner: Tables, device: DeviceKind) -> bool:
 
 
 def expert_bytes(planner: Tables, device: DeviceKind) -> float:
-    """Return the bytes of routed experts on a device: one has all (`Tables.experts`)."""
-    known = planner.profile.devices
-    home = planner.experts or ("gpu" if "gpu" in known else "npu")
+    """Return the bytes of routed experts on a device, of all where it has them without a choice."""
+    if planner.experts is not None:
+        return planner.experts.bytes_on(planner.profile, device)
+    home = "gpu" if "gpu" in planner.profile.devices else "npu"
     return bytes_of_experts(planner.spec, planner.profile, device) if device == home else 0.0
 
 

@@ -37,7 +37,7 @@ from hetero.backends.opencl.matmul_tuning import (
     matmul_tuning,
 )
 from hetero.backends.opencl.program_source import Define
-from hetero.backends.opencl.resources import Resources
+from hetero.backends.opencl.resources import DeviceMemory, Resources
 from hetero.backends.ops import PASS_TOKENS, SWIGLU_ALPHA, SWIGLU_LIMIT, Experts, Router
 from hetero.backends.protocol import Acceptance, Capabilities, Operand, WeightValue, tensors_of
 from hetero.backends.weights import ROW_BLOCK, padded
@@ -96,7 +96,10 @@ def prepare_experts(
 ) -> OpenCLKernel:
     """Prepare the launches of every pass of up to `PASS_TOKENS` tokens."""
     plans = {name: _plan(device, op, name, weights) for name in op.matmuls}
-    experts = _Experts(device, op, plans, matmul_tuning(device.tuning.family))
+    is_own = np.zeros(op.experts, np.int32)
+    is_own[list(op.own)] = 1
+    mask = device.constant(is_own)
+    experts = _Experts(device, op, plans, matmul_tuning(device.tuning.family), mask)
 
     def launches(operands: Mapping[str, Operand], m: int) -> list[KernelLaunch]:
         tensors = tensors_of(operands)
@@ -110,7 +113,7 @@ def prepare_experts(
     copied = 0
     if not device.capabilities.unified_memory:
         copied = sum(packed(weights, name).nbytes for name in plans)
-    keep = (*(plan.operands for plan in plans.values()), *weights.values())
+    keep = (*(plan.operands for plan in plans.values()), *weights.values(), mask, is_own)
     return OpenCLKernel(device, op, launches, keep=keep, nbytes=copied)
 
 
@@ -134,12 +137,14 @@ class _Experts:
     op: Experts
     plans: Mapping[str, MatMulPlan]
     tuning: CpuTuning | SimtTuning
+    is_own: DeviceMemory
 
     def tile(self, name: str, m: int) -> WorkTile:
         """Return the register tile of a matrix for the tokens that m tokens give an expert."""
         if isinstance(self.tuning, SimtTuning):
             return WorkTile(SIMT_TOKENS, SIMT_TOKENS, 1)
-        each = round(m * self.op.chosen / self.op.distinct(m))
+        op = self.op
+        each = round(m * op.chosen * len(op.own) / op.experts / op.distinct(m))
         return self.tuning.tile(self.plans[name].kind, max(each, 1))
 
     def program(self, tile: int) -> cl.Program:
@@ -186,11 +191,12 @@ class _Pass:
         launch = partial(KernelLaunch, program)
         routes = self.tensors["routes"]
         down, target = place["both"], self.tensors["y"]
+        sort = (self.m, routes, *plan, self.rows, self.experts.is_own)
         gather = launch(
             "gather", by_row, local, (self.rows, x, *plan, *place["wide"], self.m, op.d)
         )
         return [
-            launch("sort_routes", (lanes,), (lanes,), (self.m, routes, *plan, self.rows)),
+            launch("sort_routes", (lanes,), (lanes,), sort),
             *[gather] * (not all(self._packs_routed(name) for name in op.matmuls)),
             *self._products(("experts_gate", "experts_up"), place["both"], 2 * op.f),
             launch(

@@ -75,7 +75,7 @@ def activation(key: ExpertActivation) -> bytes:
 
 
 class ExpertsKernel(OrtKernel):
-    """`products` has the kernel of each expert by the name of its matrix."""
+    """`products` has the kernel of each own expert by the name of its matrix."""
 
     def __init__(
         self,
@@ -86,22 +86,23 @@ class ExpertsKernel(OrtKernel):
     ) -> None:
         nbytes = sum(kernel.nbytes for kernels in products.values() for kernel in kernels)
         super().__init__(host, op, nbytes=nbytes)
-        self._experts, self._products, self._activation = op, dict(products), session
+        self._products, self._activation = dict(products), session
+        self._own = np.asarray(op.own)
 
     def launches(self, tensors: Mapping[str, Tensor], m: int) -> Prepared:
         arrays = {port: tensor.array[:m] for port, tensor in tensors.items()}
         return [HostStep(self._compute, arrays)], None, None
 
     def _compute(self, arrays: Mapping[str, Array]) -> None:
-        op, x, y = self._experts, arrays["x"], arrays["y"]
+        x, y = arrays["x"], arrays["y"]
         chosen, shares = np.split(arrays["routes"], 2, axis=1)
         y[...] = 0
-        for e in np.unique(chosen.astype(np.int64).clip(0, op.experts - 1)).tolist():
-            tokens, places = np.nonzero(chosen == e)
+        for i in np.flatnonzero(np.isin(self._own, chosen)).tolist():
+            tokens, places = np.nonzero(chosen == self._own[i])
             rows = x[tokens]
-            gate, up = (self._products[k][e].product(rows) for k in ("experts_gate", "experts_up"))
+            gate, up = (self._products[k][i].product(rows) for k in ("experts_gate", "experts_up"))
             hidden = self._activation.run(None, {"gate": gate, "up": up})[0]
-            product = self._products["experts_down"][e].product(hidden)
+            product = self._products["experts_down"][i].product(hidden)
             y[tokens] += shares[tokens, places, None] * product
 
     def release(self) -> None:

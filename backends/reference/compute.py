@@ -533,7 +533,10 @@ def softmax(x: Float64Array) -> Float64Array:
 def experts(op: ops.Experts, weights: Weights) -> tuple[Program, int]:
     """Compute expert by expert, each for the tokens that chose it."""
     products = {
-        name: [matmul(of, packed(own), own)[0] for own in checks.expert_weights(op, name, weights)]
+        name: {
+            e: matmul(of, packed(own), own)[0]
+            for e, own in zip(op.own, checks.expert_weights(op, name, weights), strict=True)
+        }
         for name, of in op.matmuls.items()
     }
 
@@ -546,14 +549,14 @@ def experts(op: ops.Experts, weights: Weights) -> tuple[Program, int]:
         x, y = arrays["x"], np.zeros(arrays["x"].shape)
         chosen = arrays["routes"][:, : op.chosen].astype(np.int64)
         shares = arrays["routes"][:, op.chosen :].astype(np.float64)
-        for e in np.unique(chosen).tolist():
+        for e in sorted({*np.unique(chosen).tolist()} & {*op.own}):
             tokens, places = np.nonzero(chosen == e)
             gate, up = (product(name, e, x[tokens]) for name in ("experts_gate", "experts_up"))
             hidden = expert_activation(op.activation, gate, up)
             y[tokens] += shares[tokens, places, None] * product("experts_down", e, hidden)
         arrays["y"][:] = y
 
-    return run, 8 * op.experts * sum(x.n * x.k for x in op.matmuls.values())
+    return run, 8 * len(op.own) * sum(x.n * x.k for x in op.matmuls.values())
 
 
 def expert_activation(

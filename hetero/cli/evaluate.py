@@ -51,6 +51,16 @@ ReferenceOption = Annotated[
 ]
 
 
+CountsOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--count-experts",
+        metavar="FILE",
+        help="No score: write how often the text's tokens choose each routed expert.",
+    ),
+]
+
+
 def eval_command(
     model: ModelArgument,
     text: Annotated[Path | None, typer.Option(help="A text file in UTF-8.")] = None,
@@ -70,6 +80,7 @@ def eval_command(
     max_questions: Annotated[
         int | None, typer.Option(min=1, help="Ask this many of the questions.")
     ] = None,
+    count_experts: CountsOption = None,
     kv: FormatsOption = None,
     device: DeviceOption = DeviceChoice.NPU,
     gpu: GpuOption = "auto",
@@ -92,10 +103,10 @@ def eval_command(
         raise UserError("eval scores a --text or the answers of --choices: give one of them")
     if text is None:
         assert choices is not None
-        if reference or no_reference or window or stride or max_tokens:
+        if reference or no_reference or window or stride or max_tokens or count_experts:
             raise UserError(
-                "--reference, --no-reference, --window, --stride and --max-tokens are for --text: "
-                "leave them out"
+                "--reference, --no-reference, --window, --stride, --max-tokens and "
+                "--count-experts are for --text: leave them out"
             )
         asked: list[dict[str, Any]] = [{"kv": x.value, "weights": formats[0]} for x in kv or ()]
         asked = asked or [{"weights": x} for x in formats]
@@ -103,6 +114,9 @@ def eval_command(
         return
     if max_questions is not None:
         raise UserError("--max-questions is for --choices: leave it out")
+    if count_experts is not None:
+        write_counts(count_experts, partial(opened, model, weights=formats[0]), text, max_tokens)
+        return
     sizes: Any = {"limit": max_tokens, "window": window, "stride": stride}
     if kv:
         own = partial(opened, model, weights=formats[0])
@@ -120,6 +134,21 @@ def eval_command(
     finally:
         if base is not None:
             base.close()
+
+
+def write_counts(path: Path, opened: Callable[[], LLM], text: Path, limit: int | None) -> None:
+    """Count which experts the tokens of a text choose, and write it for `hetero plan`."""
+    from hetero.measuring.evaluation import read_tokens
+    from hetero.measuring.expert_counts import count_experts
+    from hetero.terminal.notices import notify
+
+    with opened() as llm, progress_bar("counting experts") as advance:
+        routing = count_experts(llm, read_tokens(llm, text, limit), progress=advance)
+    routing.save(path)
+    notify(
+        f"{path} is written, of {routing.tokens} tokens: the busiest experts have "
+        f"{routing.busiest:.1f} times an equal share; `hetero plan --experts {path}` uses it"
+    )
 
 
 def print_accuracies(

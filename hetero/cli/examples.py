@@ -42,6 +42,7 @@ hetero report snapdragon-8-gen-3 --out chip.html
 """,
     "eval": """
 hetero eval ./my-model --text book.txt --weights w4a16 --weights w8a16
+hetero eval ./my-model --text book.txt --count-experts counts.json    # for plan --experts
 """,
     "compile": """
 hetero compile ./my-model --soc sm8650 --dry-run    # sizes, time and memory

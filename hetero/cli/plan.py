@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -80,6 +81,17 @@ PlannedModel = Annotated[
     str,
     typer.Argument(
         metavar="MODEL", help="As for generate, or the name of known shapes, such as llama-3-8b."
+    ),
+]
+
+
+CountedExperts = Annotated[
+    Path | None,
+    typer.Option(
+        "--experts",
+        metavar="FILE",
+        help="How often experts are chosen, of eval --count-experts.",
+        show_default="equal shares",
     ),
 ]
 
@@ -174,6 +186,7 @@ def plan_command(
     margin: Annotated[
         float, typer.Option(help="Gain that a cut must bring over one device.")
     ] = 0.03,
+    experts: CountedExperts = None,
     weights: PlannedWeights = None,
     kv: PlannedCache = None,
     compare: Annotated[
@@ -188,6 +201,7 @@ def plan_command(
     """Find the best cut of every matmul of MODEL between GPU and NPU."""
     from hetero.placement.planning import parse_lengths, parse_size, planned, spec_on
     from hetero.placement.where_fastest import with_fastest
+    from hetero.solver.expert_shares import Routing
     from hetero.solver.request import PlanRequest
     from hetero.terminal.notices import notify
 
@@ -208,6 +222,8 @@ def plan_command(
         curves=report is not None,
     )
     spec, measured = spec_on(model, weights, profile, kv and kv.value)
+    if experts is not None:
+        request = replace(request, routing=Routing.load(experts).checked(spec))
     if print_args is not None:
         show_arguments(print_args.value, spec, measured, request, as_json=as_json)
         return

@@ -72,6 +72,8 @@ def quantize_command(
     print(f"{out}: {printable(loaded.name)} as {stored}, {size / 2**20:.1f} MiB")
     if source.calibration is not None:
         print(shadows(source.calibration))
+    if loaded.weights.mtp is not None:
+        print("the model's head for multi-token prediction is left out of the copy")
     for kind, error in loaded.weights.requantised().items():
         print(f"{printable(kind)} was quantised again: relative error {error:.3f} (measured)")
 

@@ -23,12 +23,14 @@ from hetero.placement.planning import ProfileLike, parse_size
 from hetero.profiler.records import DeviceProfile
 from hetero.runtime.engine import Engine
 from hetero.runtime.kernels import Progress
+from hetero.runtime.memory_estimate import file_note
 from hetero.runtime.schedule import Order
 from hetero.runtime.sizes import pool_bytes
 from hetero.runtime.waits import SyncMethod
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.names import NamedStrategy
-from hetero.solver.plan import STEP_TOKENS, device_of_other
+from hetero.solver.non_matmul_devices import device_of_other
+from hetero.solver.plan import STEP_TOKENS
 from hetero.solver.prepared import PreparedSolver
 
 DEFAULT_CONTEXT: Final = 4096
@@ -254,6 +256,8 @@ class ModelLoader:
             whole_caches=self._whole_caches,
             warm=warm,
         )
+        if note := file_note(engine.memory, engine.placement.graph):
+            self.choice = replace(self.choice, notes=(*self.choice.notes, note))
         return engine, OwnContexts(partial(engine.new_context, waits=True))
 
     def _check_caches(self) -> None:

@@ -48,8 +48,9 @@ from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.handmade import layer_level, single_device
 from hetero.solver.matmul_entries import share_heads
 from hetero.solver.names import NamedStrategy
+from hetero.solver.non_matmul_devices import of_the_gpu
 from hetero.solver.placement import Placement
-from hetero.solver.plan import STEP_TOKENS, Phase, of_the_gpu
+from hetero.solver.plan import STEP_TOKENS, Phase
 from hetero.solver.planner import Planner
 from hetero.solver.prepared import PreparedSolver, prepare_solver, spread_lengths
 from hetero.solver.report.units import duration
@@ -382,7 +383,7 @@ class _Prices:
             return Price(math.inf)
         if "npu" in sets and any(of_the_gpu(node.op) for node in spec.nodes):
             return Price(math.inf)  # an open GPU takes these from the NPU
-        if self.solver.plan.experts is not None:
+        if self.solver.plan.expert_devices:
             return Price(math.inf)  # of both phases
         memory = self.solver.memory_in(sets.kinds)
         limits = limits_of(self.planner.profile, self.budget_bytes)

@@ -30,6 +30,7 @@ from hetero.runtime.lowering import Lowering
 from hetero.runtime.memory_estimate import MemoryEstimate, check_contexts, fitting_window
 from hetero.runtime.pool import ActivationPool, Shape
 from hetero.runtime.prefill_mode import WHOLE_QUEUES, PrefillModes, max_in_flight
+from hetero.runtime.route_counts import RouteCounts
 from hetero.runtime.schedule import Order
 from hetero.runtime.sizes import LONGEST_VERIFIED, Caches, place, planned_layout
 from hetero.runtime.slot_refs import SlotRef
@@ -101,6 +102,7 @@ class Deployment:
         self._lock, self._contexts, self._steps, self._runner = lock, contexts, steps, runner
         self._warmed = not warm
         self._closed = False
+        self._route_counts: RouteCounts | None = None
 
     def build(self, plan: ExecutionPlan, source: Solver | None, progress: Progress | None) -> None:
         """Build everything for a plan on the devices as they are now."""
@@ -111,7 +113,13 @@ class Deployment:
             self.adapter = Adapter(source, self.placement, clock=self._options.clock.now)
         self.window, slots, self.memory = self._sized(layout)
         self.admit(len(self._contexts.open_contexts()))
-        self.kernels = prepare_kernels(self._weights, self.placement, self.devices, progress)
+        self.kernels = prepare_kernels(
+            self._weights,
+            self.placement,
+            self.devices,
+            progress,
+            prefetch=not self.memory.file_bytes,
+        )
         for device in self.devices.values():
             if isinstance(device, SupportsCompaction):
                 device.compact_weights()
@@ -241,12 +249,23 @@ class Deployment:
         """Lower all steps again, by the placement as it is now."""
         cost, order = self._options.cost, self._options.order
         lowering = Lowering(
-            self.placement, self.kernels, self.pool, self.devices, self.synchroniser
+            self.placement,
+            self.kernels,
+            self.pool,
+            self.devices,
+            self.synchroniser,
+            self._route_counts,
         )
         costs = None if cost is None else LaunchCosts(cost, self.placement)
         self._steps.reset(lowering, costs)
         able = {kind: device.capabilities for kind, device in self.devices.items()}
         self.prefill_modes = PrefillModes(self.placement, costs, order, able, window=self.window)
+
+    def count_routes(self) -> RouteCounts:
+        """Return what all later steps count: how often each routed expert is chosen."""
+        self._route_counts = RouteCounts(self.placement.graph)
+        self.lower()
+        return self._route_counts
 
     def change_cuts(self, change: Adaptation) -> None:
         """Continue with other cuts of the same kernels."""

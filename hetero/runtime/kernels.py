@@ -263,11 +263,14 @@ def prepare_kernels(
     placement: Placement,
     devices: Devices,
     progress: Progress | None = None,
+    *,
+    prefetch: bool = True,
 ) -> KernelSet:
     """Compile every node for its devices, and groups as one graph, layer by layer.
 
-    Each layer's host weights are released. Raises `DeviceError` that names the first node a device
-    does not take, `UserError` where the system refuses the memory.
+    Each layer's host weights are released; with `prefetch` a mapped file is read ahead. Raises
+    `DeviceError` that names the first node a device does not take, `UserError` where the system
+    refuses the memory.
     """
     kernels = KernelSet(devices)
     by_layer: dict[int | None, list[Node]] = {}
@@ -286,7 +289,7 @@ def prepare_kernels(
         if progress is not None:
             progress(done, len(by_layer))
     weights.release_embeddings()
-    if all(kernels.maps(kind) for kind in devices):
+    if prefetch and all(kernels.maps(kind) for kind in devices):
         weights.prefetch()
     return kernels
 

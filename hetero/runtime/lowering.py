@@ -31,7 +31,15 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from hetero.backends.memory import HostBuffer, Panels, Tensor
-from hetero.backends.ops import OUTPUT_PORTS, Attention, MatMul, SumScores, describe, has_state
+from hetero.backends.ops import (
+    OUTPUT_PORTS,
+    Attention,
+    MatMul,
+    Router,
+    SumScores,
+    describe,
+    has_state,
+)
 from hetero.backends.protocol import (
     CONTEXT_PORTS,
     BoundCall,
@@ -47,6 +55,7 @@ from hetero.runtime.chunk_slots import ChunkSlots
 from hetero.runtime.handover import SHARED_PORTS, Handover
 from hetero.runtime.kernels import Devices, KernelSet
 from hetero.runtime.pool import ActivationPool
+from hetero.runtime.route_counts import RouteCounts
 from hetero.runtime.schedule import Cost, Orders, in_order
 from hetero.runtime.slot_refs import SlotRef, position_of
 from hetero.runtime.step import BoundLaunches, PendingLaunch, Step
@@ -120,8 +129,9 @@ class Lowering:
         pool: ActivationPool,
         devices: Devices,
         synchroniser: Synchroniser,
+        route_counts: RouteCounts | None = None,
     ) -> None:
-        self.placement = placement
+        self.placement, self.route_counts = placement, route_counts
         self.kernels = kernels
         self.pool = pool
         self.devices = devices
@@ -256,15 +266,12 @@ class _Chunk:
 
     def __init__(self, lowering: Lowering, key: _ChunkKey, handover: Handover | None) -> None:
         # Not `lowering` itself, which keeps chunks: a circle would outlive the model's end.
-        self.placement, self.kernels, self.row_scores = (
-            lowering.placement.in_band(key.band),
-            lowering.kernels,
-            lowering.row_scores,
-        )
+        self.placement = lowering.placement.in_band(key.band)
+        self.kernels, self.row_scores = lowering.kernels, lowering.row_scores
         self.mirrors = handover if handover is not None and not handover.in_place else None
         self.in_place = handover is not None and handover.in_place
         self.phase, self.m, self.logit_rows, self.chunk, self.sums_scores = key[:5]
-        self.rows, self.mode = key.rows, key.mode
+        self.rows, self.mode, self.counts = key.rows, key.mode, lowering.route_counts
         self.devices, self.pool = lowering.devices, lowering.pool
         self.slots = ChunkSlots(self.pool, self.chunk, self.m)
         self.stages: list[tuple[str, int, Sequence[PendingLaunch]]] = []
@@ -300,6 +307,8 @@ class _Chunk:
                 else:
                     items = self._row_items if apart else self._other_items
                     self._place(node.name, items(node, kind, graph))
+                if self.counts is not None and isinstance(node.op, Router):
+                    self._place(*self.counts.launch(node, self.slots))
                 if self.sums_scores and isinstance(node.op, Attention) and not node.op.reads:
                     self._place_tap(node, node.op, kind)
             else:

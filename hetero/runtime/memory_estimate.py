@@ -8,14 +8,18 @@ from dataclasses import dataclass, replace
 from hetero.backends.host.processor import memory_bytes
 from hetero.backends.ops import OUTPUT_PORTS, Experts, MatMul, Outliers
 from hetero.backends.protocol import Device, DeviceKind, takes_panels
+from hetero.backends.weights import packed_bytes
 from hetero.errors import UserError
 from hetero.models.config import ModelConfig
 from hetero.models.graph import Shadows
+from hetero.profiler.model_graph import ModelGraph
 from hetero.runtime.kv.kv_cache import CacheLayout
 from hetero.runtime.pool import Shape, nbytes_of, slot_shapes
 from hetero.runtime.sizes import LONGEST_VERIFIED, SCORING_PIECE
 from hetero.runtime.slot_refs import SlotRef
 from hetero.solver.placement import Placement
+from hetero.solver.planned_kernels import all_experts
+from hetero.solver.shared_experts import part_widths
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +29,7 @@ class MemoryEstimate:
     The pool has the slots and lists of outliers; of the weights' rows `copied_bytes` are in
     addition to one copy as stored; keys and values are of each of so many `contexts`. Of the
     weights the system drops `mapped_bytes` where the machine's memory is short, and reads them
-    again from their file.
+    again from their file; those of `file_bytes`, routed experts, where the budget is.
     """
 
     pool_bytes: int
@@ -35,6 +39,7 @@ class MemoryEstimate:
     copied_bytes: int = 0
     contexts: int = 1
     mapped_bytes: int = 0
+    file_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
@@ -91,10 +96,15 @@ def fitting_window(
             shadows=shadows,
             rows=LONGEST_VERIFIED,
             slides=layout.slides,
+            parts=part_widths(placement.graph),
         )
         needs = estimate_memory(slots, layout, placement, weights_in_memory=weights_in_memory)
-        if _lacking(needs, None) is not None and mapped():
-            needs = replace(needs, mapped_bytes=bytes_in_place(placement, devices))
+        if _lacking(needs, budget_bytes) is not None and mapped():
+            needs = replace(
+                needs,
+                mapped_bytes=bytes_in_place(placement, devices),
+                file_bytes=experts_in_place(placement, devices),
+            )
         try:
             check_memory(needs, devices, budget_bytes)
         except UserError:
@@ -107,9 +117,38 @@ def fitting_window(
 
 def bytes_in_place(placement: Placement, devices: Mapping[DeviceKind, Device]) -> int:
     """Return the bytes of weights that devices use where they are stored, without a copy."""
+    return sum(placement.kernels.weight_bytes.get(kind, 0) for kind in _in_place(devices))
+
+
+def experts_in_place(placement: Placement, devices: Mapping[DeviceKind, Device]) -> int:
+    """Return the bytes of routed experts among these."""
+    held = (x for x in placement.graph.nodes if isinstance(x.op, Experts))
+    ops = (x.op for x in held if placement.devices(x) <= _in_place(devices))
+    return sum(
+        packed_bytes(x.weight_format.storage, x.n, x.k)
+        for op in ops
+        if isinstance(op, Experts)
+        for x in all_experts(op)
+    )
+
+
+def _in_place(devices: Mapping[DeviceKind, Device]) -> frozenset[DeviceKind]:
+    """Return the devices that compute with the packed weights where they are."""
     able = {kind: device.capabilities for kind, device in devices.items()}
-    in_place = [kind for kind, x in able.items() if x.unified_memory and not x.static_shapes]
-    return sum(placement.kernels.weight_bytes.get(kind, 0) for kind in in_place)
+    return frozenset(k for k, x in able.items() if x.unified_memory and not x.static_shapes)
+
+
+def file_note(needs: MemoryEstimate, graph: ModelGraph) -> str:
+    """Return what a token reads where routed experts stay in their file; empty where none do."""
+    if not needs.file_bytes:
+        return ""
+    ops = [x.op for x in graph.nodes if isinstance(x.op, Experts)]
+    used = sum(x.chosen for x in ops) / sum(x.experts for x in ops)
+    return (
+        f"{_gib(needs.file_bytes)} of routed experts stay in the model's file, for the memory "
+        f"budget has no room for them: a token uses {_gib(round(used * needs.file_bytes))}, and "
+        "reads what the system does not keep of it, so answers may be as slow as the disk"
+    )
 
 
 def listed_bytes(placement: Placement) -> int:
@@ -165,7 +204,7 @@ def check_contexts(needs: MemoryEstimate, count: int, budget_bytes: int | None) 
 
 def _lacking(needs: MemoryEstimate, budget_bytes: int | None) -> str | None:
     """Return the limit that is exceeded, as a clause."""
-    if budget_bytes is not None and needs.total_bytes > budget_bytes:
+    if budget_bytes is not None and needs.total_bytes - needs.file_bytes > budget_bytes:
         return f"the memory budget is {_gib(budget_bytes)}"
     memory = memory_bytes()
     if memory is not None and needs.total_bytes - needs.mapped_bytes > memory:

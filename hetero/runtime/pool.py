@@ -38,6 +38,7 @@ def slot_shapes(
     shadows: Shadows | None = None,
     rows: int = 1,
     slides: bool = False,
+    parts: Mapping[str, int] | None = None,
 ) -> dict[SlotRef, Shape]:
     """Return the shapes of all slots of a pool.
 
@@ -45,10 +46,12 @@ def slot_shapes(
     and room to gather panels in, for the slots in `gathered` with their widths. All of them share
     `logits` [logit_rows, vocab], and a `position` for each of `rows` contexts that decode together.
     Where caches slide there is a `cache_row` for each position. With attention that prompts compute
-    for sampled rows alone each chunk has a position of these, too.
+    for sampled rows alone each chunk has a position of these, too. `parts` are slots of a plan's
+    own, with their widths.
     """
     positions: tuple[str, ...] = ("position", "cache_row") if slides else ("position",)
     widths = {SlotRef(name): n for name, n in slot_widths(config, shadows).items()}
+    widths |= {SlotRef(name): n for name, n in (parts or {}).items()}
     widths |= {SlotRef(name, gathered=True): n for name, n in (gathered or {}).items()}
     each: dict[SlotRef, Shape] = {slot: ((tokens, n), FLOAT32) for slot, n in widths.items()}
     each |= {SlotRef("tokens"): ((tokens,), INT32)}

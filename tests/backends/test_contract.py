@@ -245,6 +245,11 @@ def test_experts_activations(device: Device, activation: ops.ExpertActivation) -
     check_op(device, op, (1, 33))
 
 
+@pytest.mark.parametrize("subset", [(0,), (1, 2, 6), (0, 3, 5, 7)])
+def test_experts_of_which_a_device_has_some(device: Device, subset: tuple[int, ...]) -> None:
+    check_op(device, replace(EXPERTS, subset=subset), (1, 33))
+
+
 def test_experts_of_few_and_of_all_tokens(device: Device) -> None:
     """All tokens choose the same experts, then each its own."""
     require(device, EXPERTS)

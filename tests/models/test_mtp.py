@@ -27,6 +27,7 @@ from tests.models.gguf_files import metadata, named_tensors, tokenizer, write
 from tests.models.test_delta_net import TINY
 from tests.models.test_gguf import check_same_weights
 from tests.support.checkpoints import Case, make_checkpoint, torch
+from tests.support.helpers import Command
 
 LAYERS = 3
 KEPT = r"its head for multi-token prediction \(0\.\d MiB\) stays in the file"
@@ -142,6 +143,14 @@ def test_the_model_is_the_same_with_a_head(
     check_same_weights(ours, theirs)
     assert head_of(ours).weights.embed() is ours.weights.embed()
     assert_said(capsys, KEPT)
+
+
+def test_quantising_says_that_a_head_is_left_out(
+    command: Command, checkpoint: tuple[Path, Any, dict[str, Any]], tmp_path: Path
+) -> None:
+    done = command("quantize", str(checkpoint[0]), "--out", str(tmp_path / "out"))
+    assert "head for multi-token prediction is left out" in done.stdout
+    assert open_model(tmp_path / "out").weights.mtp is None
 
 
 def each_expert(tensors: dict[str, Any]) -> dict[str, Any]:

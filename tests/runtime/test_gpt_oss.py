@@ -20,7 +20,7 @@ from hetero.backends.ops import Attention
 from hetero.errors import ModelError
 from hetero.models import default_weights, model_spec, open_model
 from hetero.models.layout import EXPERTS
-from hetero.solver.plan import device_of_other
+from hetero.solver.non_matmul_devices import device_of_other
 from tests.models.gguf_files import convert
 from tests.runtime.test_routed_logits import DEVICES, GPT_OSS_GGUF, drawn
 from tests.support.checkpoints import relative_error

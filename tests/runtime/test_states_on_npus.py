@@ -17,7 +17,7 @@ from hetero.backends import ops
 from hetero.backends.errors import DeviceError
 from hetero.backends.formats import WeightFormat
 from hetero.backends.registry import open_device
-from hetero.solver.plan import device_of_other
+from hetero.solver.non_matmul_devices import device_of_other
 from tests.backends.cases import make_tensors
 from tests.support.checkpoints import CASES, make_checkpoint, reference_logits, relative_error
 

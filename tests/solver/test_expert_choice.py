@@ -1,17 +1,36 @@
-"""Routed experts are placed on the device that is faster with them, and counted there."""
+"""Routed experts are placed on the devices that are faster with them, and counted there."""
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from itertools import combinations, product
+from math import comb
 
+import numpy as np
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from hetero.backends.formats import WeightFormat
+from hetero.backends.ops import Experts
 from hetero.models import model_spec
+from hetero.profiler.cost import CostModel
 from hetero.profiler.records import DeviceProfile
 from hetero.solver.build import make_plan
+from hetero.solver.errors import PlanError
 from hetero.solver.execution_plan import ExecutionPlan
+from hetero.solver.expert_choice import Room, expert_bytes, knapsack, shared_best
+from hetero.solver.expert_shares import Routing
+from hetero.solver.expert_times import ExpertTimes, RoutedLayer, chances
+from hetero.solver.host_queue import HostQueue
+from hetero.solver.options import INF
 from hetero.solver.prepared import prepare_solver
 from hetero.solver.request import PlanRequest
 from hetero.solver.strategy_plans import strategy_plan
 from tests.solver.test_repredict import slower
+from tests.support.selection import examples
 
 MODEL, LENGTHS = "qwen3-moe-3b", (64,)
 EXPERTS = ("gpu", "npu")
@@ -73,11 +92,135 @@ def test_they_are_counted_where_they_are() -> None:
     assert on_npu.memory.gpu_bytes < graph.expert_weight_bytes
 
 
-def test_a_gpu_without_room_leaves_them_to_the_npu() -> None:
+def test_a_gpu_without_room_leaves_the_rest_to_the_npu() -> None:
     limit = model_spec(MODEL).expert_weight_bytes // 2
     plan = plan_on(profile(*EXPERTS, gpu_factor=0.01, limit_bytes=limit))
-    assert plan.experts == "npu"
-    assert "the GPU holds" in note_of(plan)
+    counts = [len(x.npu) for x in plan.npu_experts]
+    assert 24 * 32 <= sum(counts) <= 24 * 36
+    assert plan.memory is not None
+    assert "the rest on the GPU" in note_of(plan)
+
+
+def test_both_devices_compute_where_both_are_fast() -> None:
+    plan, without = plan_on(profile(*EXPERTS, gpu_factor=4)), plan_on(profile(gpu_factor=4))
+    assert plan.experts is None
+    assert len(plan.npu_experts) == 24
+    assert all(0 < len(x.npu) < 64 for x in plan.npu_experts)
+    assert all(a < b for a, b in zip(seconds(plan), seconds(without), strict=True))
+    assert ExecutionPlan.parse(plan.model_dump_json(), "plan.json") == plan
+    assert plan.plan_id != plan.model_copy(update={"npu_experts": ()}).plan_id
+    assert "of 64 in layers 0 to 23, the rest on the GPU" in note_of(plan)
+    assert "equal shares" in note_of(plan)
+
+
+def test_a_gain_within_the_margin_is_none() -> None:
+    request = PlanRequest(seq_lens=LENGTHS, margin=0.5)
+    plan = make_plan(model_spec(MODEL), profile(*EXPERTS, gpu_factor=4), request)
+    assert plan.experts is None
+    assert plan.npu_experts == ()
+
+
+def test_measured_shares_say_which_experts() -> None:
+    """Four experts that every token chooses, and sixty that share the rest."""
+    counts = [1000] * 4 + [67] * 60  # four always, four of the others
+    routing = Routing(model=MODEL, tokens=8, layers=dict.fromkeys(range(24), tuple(counts)))
+    request = PlanRequest(seq_lens=LENGTHS, routing=routing)
+    graph = model_spec(MODEL)
+    plan = make_plan(graph, profile(*EXPERTS, gpu_factor=4), request)
+    assert "by their shares of 8 tokens" in note_of(plan)
+    assert plan.npu_experts
+    busy = {0, 1, 2, 3}
+    assert all(busy >= set(x.npu) or not busy & set(x.npu) for x in plan.npu_experts)
+    few = routing.model_copy(update={"layers": {0: (1,)}})
+    with pytest.raises(PlanError, match=r"none of the 64 experts of layer 0 .*: count them with"):
+        few.checked(graph)
+
+
+def test_a_budget_without_room_leaves_them_in_the_file() -> None:
+    """Where the GPU computes in place; the note says what a token reads."""
+    graph = model_spec(MODEL)
+    budget = graph.matmul_weight_bytes + graph.expert_weight_bytes // 2
+    request = PlanRequest(seq_lens=LENGTHS, memory_budget_bytes=budget)
+    plan = make_plan(graph, profile(*EXPERTS, gpu_factor=100), request)
+    assert plan.expert_devices == frozenset()
+    assert "in the model's mapped file" in note_of(plan)
+    assert plan.memory is not None
+    assert plan.memory.total_bytes <= budget
+    busy = dict.fromkeys(range(24), (1000,) * 8 + (1,) * 56)
+    counted = Routing(model=MODEL, tokens=8, layers=busy)
+    assert "reads 0.00 GiB" in note_of(
+        make_plan(graph, profile(), replace(request, routing=counted))
+    )
+
+
+@settings(max_examples=examples(8), deadline=None, derandomize=True, phases=[Phase.generate])
+@given(data=st.data())
+def test_no_other_placement_is_faster(data: st.DataObject) -> None:
+    """All subsets of experts of two layers are tried, within the devices' room.
+
+    With equal shares none is better, with others hardly.
+    """
+    count, equal = data.draw(st.integers(3, 4)), data.draw(st.booleans())
+    shares = (
+        st.just([1] * count)
+        if equal
+        else st.lists(st.integers(1, 50), min_size=count, max_size=count)
+    )
+    layers = {i: tuple(data.draw(shares)) for i in range(2)}
+    taken = profile(*EXPERTS, gpu_factor=data.draw(st.sampled_from([0.5, 2, 4, 8])))
+    op = Experts(experts=count, chosen=2, d=1024, f=512, weight_format=WeightFormat.W4A16)
+    times = small_times(taken, op, Routing(model="small", tokens=1, layers=layers))
+    each, least = expert_bytes(op, taken, "npu"), data.draw(st.integers(0, count))
+    room = Room(least * each, data.draw(st.integers(least, 2 * count)) * each)
+    phases = (((1, 1.0),), ((64, 1.0),))
+    found = shared_best(times, taken, room, phases)
+
+    @cache
+    def cost(layer: int, ids: tuple[int, ...]) -> float:
+        total, routed = 0.0, times.layers[layer]
+        for steps in phases:
+            alone_s, own_s = (times.steps_s(routed, x, steps) for x in ((), ids))
+            total += INF if own_s > alone_s and not least else own_s / alone_s
+        return total
+
+    subsets = [x for size in range(count + 1) for x in combinations(range(count), size)]
+    pairs = [x for x in product(subsets, subsets) if fits(room, each, x)]
+    best = min(cost(0, first) + cost(1, second) for first, second in pairs)
+    assert found is not None
+    assert fits(room, each, found)
+    assert cost(0, found[0]) + cost(1, found[1]) <= best * (1 + (1e-9 if equal else 0.05))
+
+
+def fits(room: Room, each: float, parts: Sequence[tuple[int, ...]]) -> bool:
+    return room.least <= each * sum(map(len, parts)) <= room.most
+
+
+def small_times(taken: DeviceProfile, op: Experts, routing: Routing) -> ExpertTimes:
+    """Times of a graph of two layers with these experts alone."""
+    cost = CostModel(taken)
+    times = ExpertTimes(cost, model_spec(MODEL), HostQueue.of(cost), routing)
+    times.layers = tuple(  # type: ignore[misc]
+        RoutedLayer(i, op, times._shares(i, op)) for i in range(2)
+    )
+    return times
+
+
+def test_how_many_experts_of_a_token_a_device_has() -> None:
+    held, others = np.full(6, 0.25), np.full(10, 0.25)
+    expected = [comb(6, x) * comb(10, 4 - x) / comb(16, 4) for x in range(5)]
+    np.testing.assert_allclose(chances(held, others, 4), expected)
+    always = chances(np.ones(2), np.full(8, 0.25), 4)
+    np.testing.assert_allclose(always, [0, 0, 1, 0, 0], atol=1e-4)
+
+
+def test_a_knapsack_takes_the_cheapest_that_fits() -> None:
+    options = [[(2.0, 0.0), (1.0, 10.0)], [(5.0, 0.0), (1.0, 20.0), (3.0, 10.0)]]
+    assert knapsack(options, 0, INF) == [1, 1]
+    assert knapsack(options, 0, 20) == [0, 1]
+    assert knapsack(options, 0, 19) == [0, 2]
+    assert knapsack(options, 15, 29) == [0, 1]
+    assert knapsack(options, 40, 50) is None
+    assert knapsack(options, 0, 0) == [0, 0]
 
 
 @pytest.mark.parametrize("strategy", ["gpu-only", "layer"])

@@ -2,7 +2,10 @@
 // and an expert that it chose are rows, sorted by expert; each expert begins at a multiple of TILE.
 // E experts, K of them chosen; SHIFTED: up is clamped and 1 is added to it (swiglu_oai).
 //
-// `plan` holds starts[E + 1] (first row of each expert), next[E], place[m * K] (row of each pair),
+// Pairs of experts for which `is_own` [E] is 0 have no row.
+//
+// `plan` holds starts[E + 1] (first row of each expert), next[E], place[m * K] (row of each pair, -1:
+// none),
 // source[rows] (token of each row, -1: none), experts[tiles] (of each run of TILE rows).
 #define STARTS(plan) (plan)
 #define NEXT(plan) ((plan) + E + 1)
@@ -24,14 +27,17 @@ INLINE int expert_of(__global const float *routes, const int pair) {
 
 // One work-group for all `count` tokens.
 __kernel void sort_routes(const int count, ARRAY(const float, routes), ARRAY(int, plan),
-                          const int rows) {
+                          const int rows, __global const int *is_own) {
   AT(routes);
   AT(plan);
   __global int *next = NEXT(plan), *source = SOURCE(plan, count), *experts = source + rows;
   if (count == 0) return;
   EACH_ITEM(e, E) next[e] = 0;
   MEET;
-  EACH_ITEM(p, count * K) TAKE(next + expert_of(routes, p));
+  EACH_ITEM(p, count * K) {
+    const int e = expert_of(routes, p);
+    if (is_own[e]) TAKE(next + e);
+  }
   MEET;
   if (LANE == 0) {
     int at = 0;
@@ -45,9 +51,9 @@ __kernel void sort_routes(const int count, ARRAY(const float, routes), ARRAY(int
   }
   MEET;
   EACH_ITEM(p, count * K) {
-    const int row = TAKE(next + expert_of(routes, p));
+    const int e = expert_of(routes, p), row = is_own[e] ? TAKE(next + e) : -1;
     PLACE(plan)[p] = row;
-    source[row] = p / K;
+    if (row >= 0) source[row] = p / K;
   }
 }
 
@@ -101,12 +107,14 @@ __kernel void combine(const int count, ARRAY(const float, products), ARRAY(const
   __global const int *place = PLACE(plan) + token * K;
   EACH_VECTOR(i, width) {
     vfloat sum = 0.0f;
-    for (int j = 0; j < K; j++) sum += VLOAD(products + (size_t)place[j] * width + i) * routes[K + j];
+    for (int j = 0; j < K; j++)
+      if (place[j] >= 0) sum += VLOAD(products + (size_t)place[j] * width + i) * routes[K + j];
     VSTORE(sum, y + i);
   }
   EACH_REST(i, width) {
     float sum = 0.0f;
-    for (int j = 0; j < K; j++) sum += products[(size_t)place[j] * width + i] * routes[K + j];
+    for (int j = 0; j < K; j++)
+      if (place[j] >= 0) sum += products[(size_t)place[j] * width + i] * routes[K + j];
     y[i] = sum;
   }
 }
