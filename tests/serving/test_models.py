@@ -65,6 +65,7 @@ def engines(server: Server) -> list[int]:
     ]
 
 
+@pytest.mark.full
 def test_models_take_turns_and_answer_as_alone(one_at_a_time: Server) -> None:
     """In turn and at once, streamed and whole: each answer is its model's, none is refused."""
     server = one_at_a_time
@@ -90,10 +91,10 @@ def test_models_take_turns_and_answer_as_alone(one_at_a_time: Server) -> None:
         assert text == alone[name, prompt]
         assert list(states(server).values()).count("loaded") <= 1
 
-    for i in range(4):
+    for i in (0, 2):
         one(i)
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(one, range(24)))
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(one, range(12)))
     assert len(engines(server)) == 1
     with server.client() as client:
         loads = [value(client, f'hetero_model_loads_total{{model="{name}"}}') for name in NAMES]
@@ -102,7 +103,7 @@ def test_models_take_turns_and_answer_as_alone(one_at_a_time: Server) -> None:
             for name in NAMES
         ]
     assert all(2 <= count <= 20 for count in loads)  # those that wait for a model share its turn
-    assert sum(tokens) == 12 * (len(alone) + 28)
+    assert sum(tokens) == 12 * (len(alone) + 14)
 
 
 def test_first_requests_load_once(one_at_a_time: Server) -> None:
@@ -161,17 +162,16 @@ def test_a_conversation_goes_on_with_another_model(one_at_a_time: Server) -> Non
     with one_at_a_time.client() as client:
         name = client.post("/v1/conversations", json={}).json()["id"]
         context = name.removeprefix("conv_")
-        counts = []
+        items: list[dict[str, Any]] = []
         for model in ("assistant", "tiny", "assistant"):
+            said = {"type": "message", "role": "user", "content": "abc"}
+            whole = {"model": model, "input": [*items, said]}
+            count = client.post("/v1/responses/input_tokens", json=whole).json()["input_tokens"]
             body = {**asked, "model": model, "input": "abc", "conversation": name}
             answer = client.post("/v1/responses", json=body)
             assert answer.status_code == 200, answer.text
+            assert answer.json()["usage"]["input_tokens"] == count  # by the model's own tokens
             items = client.get(f"/v1/conversations/{name}/items?order=asc").json()["data"]
-            counted = client.post(
-                "/v1/responses/input_tokens", json={"model": model, "input": items}
-            )
-            counts.append(counted.json()["input_tokens"])
-        assert counts == sorted(counts)
         assert len(items) >= 6
         assert len(list(root.glob(f"*/apps/*/ctx-{context}.log"))) == 2
         assert client.delete(f"/v1/conversations/{name}").json()["deleted"]
