@@ -187,7 +187,7 @@ async def _whole(state: State, stream: AnswerStream, count: int, parser: ParserM
         for event in await stream.events():
             if isinstance(event, Done):
                 thoughts = sum(x.reasoning_tokens for x in choices)
-                state.metrics.answered(state.name, event, thoughts)
+                state.metrics.answered(state.model.name, event, thoughts)
                 return Answer(choices, event)
             choices[event.choice].add(event)
 
@@ -283,7 +283,7 @@ async def streamed(
                     elif isinstance(event, TokenEvent):
                         lines += writer.token(event)
                     else:
-                        state.metrics.answered(state.name, event, writer.reasoning_tokens)
+                        state.metrics.answered(state.model.name, event, writer.reasoning_tokens)
                         lines += await writer.end(event)
                 if lines:
                     yield b"".join(lines)

@@ -52,7 +52,7 @@ async def embed(body: EmbeddingRequest, request: HttpRequest) -> Response:
         ),
     )
     count = sum(map(len, texts))
-    state.metrics.embedded(state.name, count, answer.queued_s)
+    state.metrics.embedded(state.model.name, count, answer.queued_s)
     coded = body.encoding_format == "base64"
     data = [
         {"object": "embedding", "index": i, "embedding": x if coded else _floats(x)}

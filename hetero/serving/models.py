@@ -52,8 +52,8 @@ class ServedModel:
 
     @property
     def name(self) -> str:
-        """Return its first name."""
-        return self.state.name
+        """Return its own name, which is no alias."""
+        return self.state.model.name
 
     @property
     def loaded(self) -> bool:
