@@ -26,6 +26,7 @@ hetero chat ./my-model --session talk.session    # goes on there the next time
     "serve": """
 hetero serve demo    # OpenAI's and Anthropic's forms, on 127.0.0.1:8080
 hetero serve ./my-model --keys keys.json --host 0.0.0.0
+hetero serve demo ./my-model --models-max 1    # loaded when a request names it
 """,
     "plan": """
 hetero plan llama-3-8b --profile snapdragon-8-gen-3 --report plan.html

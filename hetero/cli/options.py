@@ -71,13 +71,10 @@ else:
 
 # Panels of the help.
 SAMPLING, DEVICES, OUTPUT = "Sampling", "Devices and plans", "Output"
-ModelArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL",
-        help="A directory, a .gguf file, OWNER/NAME of the hub, pypi:PACKAGE, demo or random:NAME.",
-    ),
-]
+MODEL_HELP: Final = (
+    "A directory, a .gguf file, OWNER/NAME of the hub, pypi:PACKAGE, demo or random:NAME."
+)
+ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
 DeviceOption = Annotated[
     DeviceChoice,
     typer.Option(

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from hetero.cli.options import EngineFlags, ModelArgument, expanded
+from hetero.cli.options import MODEL_HELP, EngineFlags, expanded
 from hetero.errors import UserError
 
 
@@ -32,14 +32,17 @@ class PoolingChoice(StrEnum):
 
 @expanded
 def serve_command(
-    model: ModelArgument,
+    model: Annotated[
+        list[str],
+        typer.Argument(metavar="MODEL...", help=f"{MODEL_HELP} Several: loaded when asked for."),
+    ],
     host: Annotated[str, typer.Option(help="Address.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port.")] = 8080,
     keys: Annotated[
         Path | None, typer.Option(help="Applications' keys (`hetero serve-key`).")
     ] = None,
     alias: Annotated[
-        list[str] | None, typer.Option(help="Another name of MODEL; `*`: any.")
+        list[str] | None, typer.Option(help="Another name of the first MODEL; `*`: any.")
     ] = None,
     allow_host: Annotated[
         list[str] | None, typer.Option(help="Another name of this machine that clients may use.")
@@ -53,7 +56,7 @@ def serve_command(
         typer.Option(
             metavar="DIR",
             help="Where contexts are kept.",
-            show_default="one for MODEL among the user's data",
+            show_default="one for MODEL... among the user's data",
         ),
     ] = None,
     context_memory: Annotated[
@@ -76,6 +79,13 @@ def serve_command(
     ] = 8,
     slots: Annotated[int, typer.Option(min=1, max=64, help="Recent texts kept for each app.")] = 8,
     queue: Annotated[int, typer.Option(min=1, help="Answers made or waited for.")] = 64,
+    models_max: Annotated[int, typer.Option(min=0, help="Models in memory at a time; 0: all.")] = 4,
+    sleep_idle_seconds: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS", min=-1, help="Unload a MODEL that is idle so long; -1: never."
+        ),
+    ] = -1,
     reasoning_budget: Annotated[
         int, typer.Option(min=-1, help="Most tokens of a thought; -1: no limit.")
     ] = -1,
@@ -94,20 +104,22 @@ def serve_command(
     opening = engine.arguments()
     weights = opening.pop("weights")
     serve(
+        model,
         host=host,
         port=port,
         keys=keys,
         hosts=allow_host or [],
         origins=allow_origin or [],
-        names=alias or [],
+        aliases=alias or [],
         queue=queue,
+        models_max=models_max,
+        sleep_idle_s=sleep_idle_seconds,
         reasoning_budget=reasoning_budget,
         pooling=None if pooling is None else pooling.value,
         weights=weights,
+        directory=directory or _default_directory(*model),
         engine={
             **opening,
-            "model": model,
-            "directory": str(directory or _default_directory(model)),
             "slots": slots,
             "parallel": parallel,
             "context_memory": context_memory,
@@ -129,12 +141,12 @@ def serve_key_command(
     print(add_key(file, app))
 
 
-def _default_directory(model: str) -> Path:
+def _default_directory(*models: str) -> Path:
     from hetero.backends.host.folders import data_is_temporary
     from hetero.serving.server import default_directory
     from hetero.terminal.notices import notify
 
-    folder = default_directory(model)
+    folder = default_directory(*models)
     if data_is_temporary():
         notify(f"contexts are kept in {folder}, which the system may empty: name a --directory")
     return folder

@@ -186,7 +186,8 @@ async def _whole(state: State, stream: AnswerStream, count: int, parser: ParserM
     while True:
         for event in await stream.events():
             if isinstance(event, Done):
-                state.metrics.answered(event, sum(x.reasoning_tokens for x in choices))
+                thoughts = sum(x.reasoning_tokens for x in choices)
+                state.metrics.answered(state.model.name, event, thoughts)
                 return Answer(choices, event)
             choices[event.choice].add(event)
 
@@ -282,7 +283,7 @@ async def streamed(
                     elif isinstance(event, TokenEvent):
                         lines += writer.token(event)
                     else:
-                        state.metrics.answered(event, writer.reasoning_tokens)
+                        state.metrics.answered(state.model.name, event, writer.reasoning_tokens)
                         lines += await writer.end(event)
                 if lines:
                     yield b"".join(lines)

@@ -29,6 +29,7 @@ from hetero.serving.answers import (
 )
 from hetero.serving.errors import ApiError
 from hetero.serving.messages import Done, Run, TokenEvent
+from hetero.serving.models import held
 from hetero.serving.requests import (
     MAX_CHOICES,
     MAX_LOGPROBS,
@@ -119,9 +120,9 @@ class ChatRequest(Penalties, Guided):
 @router.post("/v1/chat/completions")
 async def chat_completions(body: ChatRequest, request: HttpRequest) -> Response:
     """Return the next message of a conversation."""
-    state: State = request.app.state.hetero
     body.check()
-    model = state.check_model(body.model)
+    state = await held(request, body.model)
+    model = state.named(body.model)
     use = tool_use(body.tools, body.tool_choice, parallel=body.parallel_tool_calls)
     wanted = await _wanted(state, body, use)
     schema = body.answer_schema() if use.schemas else None

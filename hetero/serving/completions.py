@@ -16,6 +16,7 @@ from hetero.serving.answers import Answer, AnswerChoice, AnswerOptions, usage
 from hetero.serving.chat_completions import ChunkWriter, StreamOptions
 from hetero.serving.errors import ApiError
 from hetero.serving.messages import Done, Run, TokenEvent
+from hetero.serving.models import held
 from hetero.serving.requests import (
     MAX_CHOICES,
     MAX_LOGPROBS,
@@ -64,9 +65,9 @@ class CompletionRequest(Penalties, Guided):
 @router.post("/v1/completions")
 async def completions(body: CompletionRequest, request: HttpRequest) -> Response:
     """Continue a text."""
-    state: State = request.app.state.hetero
     body.check()
-    model = state.check_model(body.model)
+    state = await held(request, body.model)
+    model = state.named(body.model)
     prompts = inputs(body.prompt, MAX_PROMPTS, "prompt")
     if body.stream and len(prompts) > 1:
         raise ApiError(400, "one prompt is streamed at a time", param="prompt")

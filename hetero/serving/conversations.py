@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from contextlib import ExitStack
 from typing import Any, Literal
 
 from fastapi import APIRouter
@@ -13,9 +14,9 @@ from starlette.responses import Response
 from hetero.serving import answers
 from hetero.serving.errors import missing
 from hetero.serving.history import read_items
+from hetero.serving.models import models_of, store_of
 from hetero.serving.requests import Metadata, Request
 from hetero.serving.responses import listing
-from hetero.serving.state import State
 
 router = APIRouter()
 MAX_ITEMS = 20
@@ -43,15 +44,15 @@ class ItemsRequest(Request):
 @router.post("/v1/conversations")
 async def create_conversation(body: ConversationRequest, request: HttpRequest) -> Response:
     """Create a conversation, empty or with earlier items."""
-    state: State = request.app.state.hetero
+    store = store_of(request)
     name, metadata = f"conv_{secrets.token_hex(16)}", body.metadata or {}
-    created = await state.disk(
-        state.records.new_conversation,
+    created = await store.disk(
+        store.records.new_conversation,
         request.state.app,
         name,
         metadata,
         read_items(body.items or [], "items"),
-        state.engine.about["contexts_per_app"],
+        models_of(request).served[0].options["contexts_per_app"],
     )
     return answers.answer_json(_shown(name, created, metadata))
 
@@ -66,8 +67,8 @@ def _shown(name: str, created: int, metadata: dict[str, str]) -> dict[str, Any]:
 
 
 async def _found(request: HttpRequest, name: str) -> dict[str, Any]:
-    state: State = request.app.state.hetero
-    conversation = await state.disk(state.records.conversation, request.state.app, name)
+    store = store_of(request)
+    conversation = await store.disk(store.records.conversation, request.state.app, name)
     if conversation is None:
         raise missing("conversation")
     return _shown(name, conversation[0], conversation[1])
@@ -82,19 +83,24 @@ async def read_conversation(name: str, request: HttpRequest) -> Response:
 @router.post("/v1/conversations/{name}")
 async def update_conversation(name: str, body: MetadataRequest, request: HttpRequest) -> Response:
     """Replace a conversation's metadata."""
-    state: State = request.app.state.hetero
-    await state.disk(state.records.set_metadata, request.state.app, name, body.metadata)
+    store = store_of(request)
+    await store.disk(store.records.set_metadata, request.state.app, name, body.metadata)
     return answers.answer_json(await _found(request, name))
 
 
 @router.delete("/v1/conversations/{name}")
 async def delete_conversation(name: str, request: HttpRequest) -> Response:
     """Delete a conversation: its items, responses, keys and values are then off the disk."""
-    state: State = request.app.state.hetero
+    store = store_of(request)
     app: str = request.state.app
     await _found(request, name)
-    await state.engine.control(app, "delete_context", context=name.removeprefix("conv_"))
-    if not await state.disk(state.records.delete_conversation, app, name):
+    context = name.removeprefix("conv_")
+    models = models_of(request)
+    for model in models.keepers(context):
+        with ExitStack() as held:
+            await models.hold(model, held)
+            await model.state.engine.control(app, "delete_context", context=context)
+    if not await store.disk(store.records.delete_conversation, app, name):
         raise missing("conversation")
     return answers.answer_json({"id": name, "object": "conversation.deleted", "deleted": True})
 
@@ -108,9 +114,9 @@ async def read_items_of(
     order: Literal["asc", "desc"] = "desc",
 ) -> Response:
     """Return the items, the newest first unless `order` is asc."""
-    state: State = request.app.state.hetero
+    store = store_of(request)
     await _found(request, name)
-    items = await state.disk(state.records.items, request.state.app, name)
+    items = await store.disk(store.records.items, request.state.app, name)
     if order == "desc":
         items.reverse()
     if after is not None:
@@ -125,11 +131,11 @@ async def read_items_of(
 @router.post("/v1/conversations/{name}/items")
 async def add_items(name: str, body: ItemsRequest, request: HttpRequest) -> Response:
     """Append items to a conversation without an answer."""
-    state: State = request.app.state.hetero
+    store = store_of(request)
     items = read_items(body.items, "items")
     app: str = request.state.app
-    async with state.turns.of((app, name)):
-        if not await state.disk(state.records.add_items, app, name, items):
+    async with store.turns.of((app, name)):
+        if not await store.disk(store.records.add_items, app, name, items):
             raise missing("conversation")
     return answers.answer_json(listing(items, more=False))
 
@@ -137,9 +143,9 @@ async def add_items(name: str, body: ItemsRequest, request: HttpRequest) -> Resp
 @router.get("/v1/conversations/{name}/items/{item}")
 async def read_item(name: str, item: str, request: HttpRequest) -> Response:
     """Return one item of a conversation."""
-    state: State = request.app.state.hetero
+    store = store_of(request)
     await _found(request, name)
-    items = await state.disk(state.records.items, request.state.app, name)
+    items = await store.disk(store.records.items, request.state.app, name)
     match = next((each for each in items if each["id"] == item), None)
     if match is None:
         raise missing("item")
@@ -149,10 +155,10 @@ async def read_item(name: str, item: str, request: HttpRequest) -> Response:
 @router.delete("/v1/conversations/{name}/items/{item}")
 async def delete_item(name: str, item: str, request: HttpRequest) -> Response:
     """Delete an item; keys and values of the old text are deleted with the next answer."""
-    state: State = request.app.state.hetero
+    store = store_of(request)
     shown = await _found(request, name)
     app: str = request.state.app
-    async with state.turns.of((app, name)):
-        if not await state.disk(state.records.delete_item, app, name, item):
+    async with store.turns.of((app, name)):
+        if not await store.disk(store.records.delete_item, app, name, item):
             raise missing("item")
     return answers.answer_json(shown)

@@ -63,6 +63,7 @@ end;
 )
 _SEAL: Final = "create table seal (key text not null, salt blob not null);"
 Item = dict[str, Any]
+StoredTokens = list[int] | dict[str, Any]  # ids of the model `model` in `ids`, or of the only one
 Value = str | bytes  # of a column: JSON, or that sealed
 
 
@@ -78,7 +79,7 @@ class StoredResponse:
     input: list[Item]
     previous: str | None = None
     conversation: str | None = None
-    tokens: list[int] = field(default_factory=list)
+    tokens: StoredTokens = field(default_factory=list)
 
 
 def item_id(kind: str, response: str, index: int) -> str:
@@ -229,7 +230,7 @@ class Records:
             self._insert(app, name, items)
         return created
 
-    def conversation(self, app: str, name: str) -> tuple[int, dict[str, str], list[int]] | None:
+    def conversation(self, app: str, name: str) -> tuple[int, dict[str, str], StoredTokens] | None:
         """Return a conversation's time, its metadata, and the known tokens of its text."""
         row = self._db.execute(
             "select created, metadata, tokens from conversations where id=? and app=?", (name, app)

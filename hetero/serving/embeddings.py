@@ -14,6 +14,7 @@ from starlette.responses import Response
 from hetero.models.pooling import pooling_of
 from hetero.serving import answers
 from hetero.serving.errors import ApiError
+from hetero.serving.models import held
 from hetero.serving.requests import Inputs, Request, inputs
 from hetero.serving.state import State
 
@@ -33,8 +34,8 @@ class EmbeddingRequest(Request):
 @router.post("/v1/embeddings")
 async def embed(body: EmbeddingRequest, request: HttpRequest) -> Response:
     """Return the embeddings of texts, each of length 1."""
-    state: State = request.app.state.hetero
-    model = state.check_model(body.model)
+    state = await held(request, body.model)
+    model = state.named(body.model)
     width = state.model.config.hidden_size
     if body.dimensions is not None and body.dimensions > width:
         raise ApiError(
@@ -51,7 +52,7 @@ async def embed(body: EmbeddingRequest, request: HttpRequest) -> Response:
         ),
     )
     count = sum(map(len, texts))
-    state.metrics.embedded(count, answer.queued_s)
+    state.metrics.embedded(state.model.name, count, answer.queued_s)
     coded = body.encoding_format == "base64"
     data = [
         {"object": "embedding", "index": i, "embedding": x if coded else _floats(x)}

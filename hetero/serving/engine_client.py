@@ -35,6 +35,7 @@ from hetero.serving.messages import (
 log = logging.getLogger("hetero.serving")
 LONGEST_LINE: Final = 256 << 20  # bytes
 READ_BYTES: Final = 1 << 20  # at a time
+START_S: Final = 1800.0  # for it to load the model
 STOP_S: Final = 30.0  # for the engine to write what is to be written, and end
 TERMINATE_S: Final = 5.0
 _STATUS: Final = {"user": 400, "quota": 429, "disk": 507, "missing": 404, "engine": 500}
@@ -144,7 +145,14 @@ class EngineClient:
             start_new_session=True,  # Ctrl-C is for this process, which then ends that one
         )
         assert self._process.stdout is not None
-        line = await self._process.stdout.readline()
+        try:
+            line = await asyncio.wait_for(self._process.stdout.readline(), START_S)
+        except BaseException as error:
+            self._process.kill()
+            await self._process.wait()
+            if isinstance(error, TimeoutError):
+                raise UserError(f"the engine did not start within {START_S:g} s") from None
+            raise
         first = decode(line) if line else None
         if not isinstance(first, Ready):
             await self._end()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 
-from hetero.errors import UserError
 from hetero.serving import (
     anthropic,
     chat_completions,
@@ -31,7 +30,7 @@ from hetero.serving.answers import ClientDisconnectedError
 from hetero.serving.errors import ApiError
 from hetero.serving.guard import AsgiApp, Guard, Message, Receive, Scope, Send
 from hetero.serving.keys import Keys
-from hetero.serving.state import State
+from hetero.serving.models import Models
 
 log = logging.getLogger("hetero.serving")
 PAGE = Path(__file__).parent / "page.html"
@@ -48,7 +47,7 @@ _ROUTERS: tuple[APIRouter, ...] = (
 
 
 def make_app(
-    state: State,
+    models: Models,
     keys: Keys | None,
     hosts: list[str] | None,
     on_ready: Callable[[], None],
@@ -61,22 +60,17 @@ def make_app(
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        try:
-            await state.engine.start()
-        except UserError as error:
-            state.failed = error
-            raise
+        await models.start()
         on_ready()
         try:
             yield
         finally:
-            await state.engine.stop()
-            state.close()
+            await models.stop()
 
     app = FastAPI(
         title="hetero", version=version("hetero"), lifespan=lifespan, docs_url=None, redoc_url=None
     )
-    app.state.hetero = state
+    app.state.hetero = models
     for router in _ROUTERS:
         app.include_router(router)
     app.add_api_route("/", _page, methods=["GET", "HEAD"], include_in_schema=False)
@@ -93,14 +87,17 @@ def make_app(
             allow_methods=["*"],
             allow_headers=["*"],
         )
-    return _Counted(guarded, state)
+    return _Requests(guarded, models)
 
 
-class _Counted:
-    """Middleware that counts requests by status and path: an existing path, or `other`."""
+class _Requests:
+    """Middleware that counts requests by status and path: an existing path, or `other`.
 
-    def __init__(self, inner: AsgiApp, state: State) -> None:
-        self._inner, self._state = inner, state
+    `scope["state"]["held"]` is closed when the response was sent: it holds the request's model.
+    """
+
+    def __init__(self, inner: AsgiApp, models: Models) -> None:
+        self._inner, self._models = inner, models
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a request, as ASGI defines it."""
@@ -111,10 +108,12 @@ class _Counted:
         async def seen(message: Message) -> None:
             if message["type"] == "http.response.start":
                 path = getattr(scope.get("route"), "path", "other")
-                self._state.metrics.requests.labels(path, str(message["status"])).inc()
+                self._models.metrics.requests.labels(path, str(message["status"])).inc()
             await send(message)
 
-        await self._inner(scope, receive, seen)
+        with ExitStack() as held:
+            scope["state"] = {**scope.get("state", {}), "held": held}
+            await self._inner(scope, receive, seen)
 
 
 async def _page() -> Response:

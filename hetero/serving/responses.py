@@ -31,6 +31,7 @@ from hetero.serving.errors import ApiError, missing
 from hetero.serving.grammars import json_grammar
 from hetero.serving.history import Item, messages_of, read_items, reasoning_item, tokens_of
 from hetero.serving.messages import Done, Run, TokenEvent
+from hetero.serving.models import held, store_of
 from hetero.serving.requests import (
     MAX_LOGPROBS,
     Metadata,
@@ -156,12 +157,13 @@ class _Turn:
 @router.post("/v1/responses")
 async def create_response(body: ResponseRequest, request: HttpRequest) -> Response:
     """Create an answer, which is stored unless `store` is false."""
-    state: State = request.app.state.hetero
     app: str = request.state.app
     async with AsyncExitStack() as until_end:
         if (conversation := body.conversation_id) is not None:
-            waiting = until_end.enter_async_context(state.turns.of((app, conversation)))
+            turns = store_of(request).turns
+            waiting = until_end.enter_async_context(turns.of((app, conversation)))
             await answers.unless_disconnected(request, waiting)
+        state = await held(request, body.model)
         turn = await _turn(state, app, body)
         if body.stream:
             writer = _Writer(state, app, body, turn)
@@ -176,7 +178,7 @@ async def create_response(body: ResponseRequest, request: HttpRequest) -> Respon
 @router.post("/v1/responses/input_tokens")
 async def count_input(body: ResponseRequest, request: HttpRequest) -> Response:
     """Return the number of tokens of a request's text."""
-    state: State = request.app.state.hetero
+    state = await held(request, body.model)
     turn = await _turn(state, request.state.app, body)
     record = {"object": "response.input_tokens", "input_tokens": len(turn.wanted.tokens)}
     return answers.answer_json(record)
@@ -198,8 +200,8 @@ async def read_input(name: str, request: HttpRequest, limit: int = 20) -> Respon
 @router.delete("/v1/responses/{name}")
 async def delete_response(name: str, request: HttpRequest) -> Response:
     """Delete a response; it is then off the disk."""
-    state: State = request.app.state.hetero
-    if not await state.disk(state.records.delete_response, request.state.app, name):
+    store = store_of(request)
+    if not await store.disk(store.records.delete_response, request.state.app, name):
         raise missing("response")
     return answers.answer_json({"id": name, "object": "response", "deleted": True})
 
@@ -216,15 +218,15 @@ def listing(items: list[Item], *, more: bool) -> dict[str, Any]:
 
 
 async def _stored(request: HttpRequest, name: str) -> StoredResponse:
-    state: State = request.app.state.hetero
-    response = await state.disk(state.records.response, request.state.app, name)
+    store = store_of(request)
+    response = await store.disk(store.records.response, request.state.app, name)
     if response is None:
         raise missing("response")
     return response
 
 
 async def _turn(state: State, app: str, body: ResponseRequest) -> _Turn:
-    model, use = state.check_model(body.model), body.use()
+    model, use = state.named(body.model), body.use()
     if body.background:
         raise ApiError(400, "background responses are not made here", param="background")
     conversation = body.conversation_id
@@ -280,7 +282,8 @@ async def _referenced(state: State, app: str, item: Item) -> Item:
     """Return the item, or a copy of the stored one that an `item_reference` names."""
     if item["type"] != "item_reference":
         return item
-    stored = await state.disk(state.records.item, app, item["id"])
+    store = state.store
+    stored = await store.disk(store.records.item, app, item["id"])
     if stored is None:
         raise missing("item", "input")
     prefix = item["id"].partition("_")[0]
@@ -289,18 +292,19 @@ async def _referenced(state: State, app: str, item: Item) -> Item:
 
 async def _before(state: State, app: str, body: ResponseRequest) -> tuple[list[Item], list[int]]:
     """Return the items before the input, and their tokens as far as they are known."""
+    store = state.store
     if (name := body.conversation_id) is not None:
-        conversation = await state.disk(state.records.conversation, app, name)
+        conversation = await store.disk(store.records.conversation, app, name)
         if conversation is None:
             raise missing("conversation", "conversation")
-        tokens = [] if body.instructions else conversation[2]
-        return await state.disk(state.records.items, app, name), tokens
+        tokens = [] if body.instructions else state.tokens_of(conversation[2])
+        return await store.disk(store.records.items, app, name), tokens
     if (last := body.previous_response_id) is None:
         return [], []
     chain: list[StoredResponse] = []
     at: str | None = last
     while at is not None and len(chain) < _LONGEST_CHAIN:
-        stored = await state.disk(state.records.response, app, at)
+        stored = await store.disk(store.records.response, app, at)
         if stored is None:
             if not chain:
                 raise missing("response", "previous_response_id")
@@ -313,7 +317,7 @@ async def _before(state: State, app: str, body: ResponseRequest) -> tuple[list[I
         at = stored.previous
     items = [item for stored in reversed(chain) for item in [*stored.input, *stored.body["output"]]]
     same = (body.instructions or None) == chain[0].body["instructions"]
-    return items, chain[0].tokens if same else []
+    return items, state.tokens_of(chain[0].tokens) if same else []
 
 
 def _begun(body: ResponseRequest, model: str, sampling: Mapping[str, Any]) -> dict[str, Any]:
@@ -421,15 +425,16 @@ async def _keep(
     exact = (choice.ended or choice.finish == "length") and all(
         item["type"] == "message" for item in turn.output
     )
-    tokens = [*turn.wanted.tokens, *end.tokens] if exact else []
+    tokens = state.stored_tokens([*turn.wanted.tokens, *end.tokens] if exact else [])
+    store = state.store
     stored = StoredResponse(
         turn.body, turn.given, body.previous_response_id, turn.conversation, tokens
     )
     if body.store is not False:
-        await state.disk(state.records.keep_response, app, stored, [*turn.given, *turn.output])
+        await store.disk(store.records.keep_response, app, stored, [*turn.given, *turn.output])
     elif turn.conversation is not None:
-        await state.disk(
-            state.records.add_items, app, turn.conversation, [*turn.given, *turn.output]
+        await store.disk(
+            store.records.add_items, app, turn.conversation, [*turn.given, *turn.output]
         )
 
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import socket
-import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -25,7 +25,10 @@ from hetero.serving.grammars import TokenBytes
 from hetero.serving.guard import LOOPBACK, AsgiApp
 from hetero.serving.http_app import make_app
 from hetero.serving.keys import Keys
+from hetero.serving.metrics import Metrics
+from hetero.serving.models import Models, ServedModel
 from hetero.serving.state import State
+from hetero.serving.store import Store
 
 GRACE_S: Final = 5  # for running answers when the server ends
 HEADER_DEADLINE_S: Final = 30
@@ -34,23 +37,27 @@ _LOCAL: Final = ("127.0.0.1", "::1", "localhost")
 
 
 def serve(
+    names: Sequence[str],
     *,
     host: str,
     port: int,
     keys: Path | None,
     hosts: Sequence[str],
     origins: Sequence[str],
-    names: Sequence[str],
+    aliases: Sequence[str],
     queue: int,
+    models_max: int,
+    sleep_idle_s: float,
     reasoning_budget: int,
     pooling: str | None,
     weights: str | None,
+    directory: Path,
     engine: dict[str, Any],
 ) -> None:
-    """Serve until a signal ends it.
+    """Serve the models of `names` until a signal ends it.
 
-    `engine` are options of the engine process: `model`, `directory`, `slots` and those of
-    `Service`. Raises `UserError` for what cannot be served.
+    `engine` are options of each engine process: `slots` and those of `Service`. Raises `UserError`
+    for what cannot be served.
     """
     if keys is None and host not in _LOCAL:
         raise UserError(
@@ -59,49 +66,62 @@ def serve(
         )
     _check_address(host, port)
     known = None if keys is None else Keys.load(keys)
-    model = open_model(engine["model"], weights=weights)
-    directory = Path(engine["directory"])
-    client = EngineClient({**engine, "weights": weights}, queue)
-    state = State(
-        model=model,
-        names=[*names, model.name],
-        engine=client,
-        records=Records(directory / "responses.sqlite", vault=vault_of(engine["encryption_key"])),
-        token_bytes=TokenBytes(model),
-        slots=engine["slots"],
-        reasoning_budget=reasoning_budget,
-        pooling=pooling,
-    )
+    opened = [open_model(name, weights=weights) for name in names]
+    _check_names([model.name for model in opened], aliases)
+    vault = vault_of(engine["encryption_key"])
+    store = Store(Records(directory / "responses.sqlite", vault=vault))
+    metrics = Metrics([model.name for model in opened])
+    served = list[ServedModel]()
+    for given, model in zip(names, opened, strict=True):
+        folder = directory if len(names) == 1 else directory / file_name(model.name)
+        options = {**engine, "model": given, "directory": str(folder), "weights": weights}
+        state = State(
+            model=model,
+            names=[*(() if served else aliases), model.name],
+            engine=EngineClient(options, queue),
+            store=store,
+            metrics=metrics,
+            token_bytes=TokenBytes(model),
+            slots=engine["slots"],
+            reasoning_budget=reasoning_budget,
+            pooling=pooling,
+        )
+        served.append(ServedModel(state, options, queue))
+    models = Models(served, store, metrics, most=models_max, idle_s=sleep_idle_s)
 
     def ready() -> None:
-        for note in client.about["notes"]:
-            print(f"hetero: {note}", file=sys.stderr)
         at = f"[{host}]" if ":" in host else host
-        print(f"serving {names[0] if names else model.name} at http://{at}:{port}", flush=True)
+        told = ", ".join(model.name for model in served)
+        print(f"serving {told} at http://{at}:{port}", flush=True)
 
     allowed = None if known is not None and host not in _LOCAL else [*LOOPBACK, *hosts]
-    app = make_app(state, known, allowed, ready, origins)
+    app = make_app(models, known, allowed, ready, origins)
     logging.getLogger("hetero").addHandler(logging.StreamHandler())
     server = uvicorn.Server(_config(app, host, port))
     # What the user can mend is one sentence, below; uvicorn has a traceback.
-    logging.getLogger("uvicorn.error").addFilter(lambda _: state.failed is None)
+    logging.getLogger("uvicorn.error").addFilter(lambda _: models.failed is None)
 
-    client.on_end = lambda: setattr(server, "should_exit", True)
+    models.on_end = lambda: setattr(server, "should_exit", True)
     _allow_connections()
-    _run(server, state, f"{host}:{port}")
-    if client.about and not client.is_stopping:
-        raise UserError("the engine ended by itself: see its message above")
+    _run(server, models, f"{host}:{port}")
 
 
-def _run(server: uvicorn.Server, state: State, at: str) -> None:
-    """Serve until a signal ends it. Raises `UserError` where it could not start."""
+def _check_names(names: Sequence[str], aliases: Sequence[str]) -> None:
+    """Raise `UserError` where two models have one name."""
+    for name, count in Counter([*names, *set(aliases) - set(names[:1])]).items():
+        if count > 1:
+            raise UserError(f"two models would be called {name!r}: rename one, or serve it alone")
+
+
+def _run(server: uvicorn.Server, models: Models, at: str) -> None:
+    """Serve until a signal ends it. Raises `UserError` where it could not start or go on."""
     try:
         server.run()
     except SystemExit:  # how uvicorn says that it could not start
-        if state.failed is None:
+        if models.failed is None:
             raise
-    if state.failed is not None:
-        raise state.failed
+    if models.failed is not None:
+        raise models.failed
     if not server.started:
         raise UserError(f"nothing is served at {at}: see the message above")
 
@@ -141,10 +161,14 @@ def _check_address(host: str, port: int) -> None:
         ) from error
 
 
-def default_directory(model: str) -> Path:
-    """Return the default folder of a model's contexts."""
-    name = "".join(c if c.isalnum() or c in "-._" else "_" for c in Path(model).name) or "model"
-    return data_folder() / "contexts" / name
+def default_directory(*models: str) -> Path:
+    """Return the default folder of the contexts of models that are served together."""
+    return data_folder() / "contexts" / "+".join(file_name(Path(model).name) for model in models)
+
+
+def file_name(name: str) -> str:
+    """Return the name of a model's folder."""
+    return "".join(c if c.isalnum() or c in "-._" else "_" for c in name) or "model"
 
 
 def _allow_connections() -> None:

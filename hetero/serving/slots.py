@@ -12,8 +12,8 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from hetero.serving.errors import ApiError, missing
+from hetero.serving.models import held, models_of
 from hetero.serving.requests import Request
-from hetero.serving.state import State
 
 router = APIRouter()
 _PARAMS: dict[str, Any] = {  # of a completion, where nothing is given, but for sampling
@@ -34,9 +34,9 @@ class SlotRequest(Request):
 
 
 @router.get("/slots")
-async def slots(request: HttpRequest) -> Response:
+async def slots(request: HttpRequest, model: str | None = None) -> Response:
     """Return the app's recent texts."""
-    state: State = request.app.state.hetero
+    state = await held(request, model)
     status = await state.engine.control(request.state.app, "status")
     listed = status["slots"] or [{"id": i, "tokens": 0} for i in range(state.slots)]
     for slot in listed:
@@ -51,9 +51,11 @@ async def change_slot(
     action: Literal["save", "restore", "erase"],
     request: HttpRequest,
     body: SlotRequest | None = None,
+    model: str | None = None,
 ) -> Response:
     """Save a recent text under a name, restore it, or erase it."""
-    state: State = request.app.state.hetero
+    state = await held(request, model)
+    store = state.store
     app: str = request.state.app
     if not 0 <= number < state.slots:
         raise missing("slot")
@@ -66,13 +68,13 @@ async def change_slot(
         raise ApiError(
             400, "filename is up to 100 letters, digits, `.`, `-` and `_`", param="filename"
         )
-    context = await state.disk(state.records.slot, app, name)
+    context = await store.disk(store.records.slot, app, name)
     if action == "restore" and context is None:
         raise missing("saved slot")
     context = context or secrets.token_hex(16)
     value = await state.engine.control(app, f"{action}_slot", slot=number, context=context)
     if action == "save":
-        await state.disk(state.records.keep_slot, app, name, context)
+        await store.disk(store.records.keep_slot, app, name, context)
     took_ms = (time.perf_counter() - start_s) * 1e3
     counts = {
         "save": {"n_saved": value["tokens"], "n_written": value["bytes"]},
@@ -85,9 +87,9 @@ async def change_slot(
 
 
 @router.get("/props")
-async def props(request: HttpRequest) -> Response:
-    """Return the server's properties."""
-    state: State = request.app.state.hetero
+async def props(request: HttpRequest, model: str | None = None) -> Response:
+    """Return a model's properties."""
+    state = await held(request, model)
     about = state.engine.about
     tokenizer = state.model.tokenizer
     eos = state.model.eos_ids
@@ -98,7 +100,7 @@ async def props(request: HttpRequest) -> Response:
                 "params": {**_PARAMS, **state.sampling},
             },
             "total_slots": state.slots,
-            "model_alias": state.names[0],
+            "model_alias": state.name,
             "model_path": state.model.name,
             "modalities": {"vision": False, "audio": False},
             "chat_template": state.template,
@@ -111,15 +113,19 @@ async def props(request: HttpRequest) -> Response:
 
 
 @router.get("/v1/hetero/contexts")
-async def contexts(request: HttpRequest) -> Response:
+async def contexts(request: HttpRequest, model: str | None = None) -> Response:
     """Return the app's conversations and recent texts, and the devices' work so far.
 
-    Each has its tokens, bits, bytes, and the place of each chunk.
+    Each has its tokens, bits, bytes, and the place of each chunk. A model is not loaded for it.
     """
-    state: State = request.app.state.hetero
-    app: str = request.state.app
-    status: dict[str, Any] = await state.engine.control(app, "status")
-    listed = await state.disk(state.records.conversations, app)
+    models, app = models_of(request), request.state.app
+    served = models.find(model)
+    state, store = served.state, models.store
+    status: dict[str, Any] = {"contexts": [], "slots": [], "running": False, "devices": {}}
+    loaded = models.look(served, request.state.held)
+    if loaded:
+        status = await state.engine.control(app, "status")
+    listed = await store.disk(store.records.conversations, app)
     known = {context["id"]: context for context in status["contexts"]}
     status["conversations"] = [
         known.pop(name.removeprefix("conv_"), {"tokens": 0, "chunks": {}, "bytes": 0})
@@ -128,7 +134,8 @@ async def contexts(request: HttpRequest) -> Response:
     ]
     status["saved_slots"] = list(known.values())
     del status["contexts"]
-    status["model"] = state.names[0]
-    status["placement"] = state.engine.about["choice"]
+    status["model"] = state.name
+    status["models"] = [{"id": x.name, "status": x.status} for x in models.served]
+    status["placement"] = state.engine.about["choice"] if loaded else ""
     status["now_s"] = time.time()
     return JSONResponse(status)

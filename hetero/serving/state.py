@@ -1,10 +1,9 @@
-"""The shared objects of the endpoints: model (its tokenizer), engine, records, metrics."""
+"""What the endpoints need of a model: its tokenizer, its engine, and what all models share."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, Final, TypeVar
@@ -16,13 +15,13 @@ from hetero.generation.defaults import CHAT_SAMPLING, model_sampling
 from hetero.models import LoadedModel
 from hetero.serving.answer_parser import AnswerForm
 from hetero.serving.call_grammars import CallWriter
-from hetero.serving.database import Records
+from hetero.serving.database import StoredTokens
 from hetero.serving.engine_client import EngineClient
 from hetero.serving.errors import ApiError
 from hetero.serving.grammars import TokenBytes
 from hetero.serving.metrics import Metrics
+from hetero.serving.store import Store
 from hetero.serving.template_facts import TemplateFacts
-from hetero.serving.turns import Turns
 
 T = TypeVar("T")
 SHORT: Final = 1000  # characters
@@ -30,28 +29,25 @@ SHORT: Final = 1000  # characters
 
 @dataclass(kw_only=True)
 class State:
-    """The shared objects, used in one event loop.
+    """One model's objects, used in one event loop.
 
-    `names` are the model's names (`*`: any), `failed` is the reason why the engine did not start.
-    `reasoning_budget` is the most tokens of a thought (-1: no limit), `pooling` that of embeddings
-    (None: what the model's files say).
+    `names` are the model's names (`*`: any), `engine` is replaced when it is loaded again, `store`
+    and `metrics` are the server's. `reasoning_budget` is the most tokens of a thought (-1: no
+    limit), `pooling` that of embeddings (None: what the model's files say).
     """
 
     model: LoadedModel
     names: Sequence[str]
     engine: EngineClient
-    records: Records
+    store: Store
+    metrics: Metrics
     token_bytes: TokenBytes
     slots: int
     reasoning_budget: int = -1
     pooling: str | None = None
-    metrics: Metrics = field(default_factory=Metrics)
-    turns: Turns = field(default_factory=Turns)  # by (app, conversation)
-    failed: UserError | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
-        self._disk = ThreadPoolExecutor(1, thread_name_prefix="hetero records")
         self._texts = anyio.CapacityLimiter(2)
 
     @property
@@ -65,17 +61,24 @@ class State:
         template = self.model.tokenizer.chat_template
         return "" if template is None else template.templates.get("default", "")
 
-    def check_model(self, name: str | None) -> str:
-        """Return the model's name for a response. Raises `ApiError` for an unknown one."""
-        if not name or name in self.names or "*" in self.names:
-            return name or self.names[0]
-        raise ApiError(
-            404,
-            f"there is no model of this name here: use {self.names[0]!r}, or start the server with "
-            "--alias NAME",
-            param="model",
-            code="model_not_found",
-        )
+    @property
+    def name(self) -> str:
+        """Return the model's first name."""
+        return next(name for name in self.names if name != "*")
+
+    def named(self, name: str | None) -> str:
+        """Return the model's name for a response: the one that it was asked for by."""
+        return name or self.name
+
+    def stored_tokens(self, tokens: list[int]) -> StoredTokens:
+        """Return tokens as the records have them: with the model that they are of."""
+        return {"model": self.model.name, "ids": tokens}
+
+    def tokens_of(self, stored: StoredTokens) -> list[int]:
+        """Return stored tokens; none of another model's."""
+        if isinstance(stored, list):  # of a version that served one model
+            return stored
+        return stored["ids"] if stored["model"] == self.model.name else []
 
     def check_slot(self, slot: int) -> int:
         """Return a slot's number, or -1. Raises `ApiError`."""
@@ -120,19 +123,9 @@ class State:
         except UserError as error:
             raise ApiError(400, str(error)) from error
 
-    async def disk(self, work: Callable[..., T], *arguments: Any, **options: Any) -> T:
-        """Run a query of the records in their thread."""
-        call = partial(work, *arguments, **options)
-        return await anyio.to_thread.run_sync(self._disk.submit(call).result)
-
     def token_text(self, token: int) -> str:
         """Return a token's text for clients: bytes that are no character are U+FFFD."""
         return self.token_bytes.of(token).decode("utf-8", "replace")
-
-    def close(self) -> None:
-        """Close the records, which are then on the disk."""
-        self._disk.shutdown()
-        self.records.close()
 
     @cached_property
     def template_facts(self) -> TemplateFacts:

@@ -11,8 +11,9 @@ from starlette.responses import JSONResponse, Response
 
 from hetero.models.tokenizer import HfTokenizer
 from hetero.serving.errors import ApiError
+from hetero.serving.metrics import EngineTotals
+from hetero.serving.models import ServedModel, held, models_of
 from hetero.serving.requests import Request, Token
-from hetero.serving.state import State
 from hetero.serving.template_chat import checked_variables, plain_messages, rendered
 from hetero.serving.tools import tool_use
 
@@ -43,43 +44,40 @@ class DetokenizeRequest(Request):
 class TemplateRequest(Request):
     """Messages."""
 
+    model: str | None = None
     messages: list[dict[str, Any]] = Field(min_length=1)
     tools: list[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-def _state(request: HttpRequest) -> State:
-    state: State = request.app.state.hetero
-    return state
-
-
 @router.api_route("/health", methods=["GET", "HEAD"])
 @router.api_route("/v1/health", methods=["GET", "HEAD"], include_in_schema=False)
 async def health(request: HttpRequest) -> Response:
     """Return whether the server answers."""
-    if not _state(request).engine.alive:
-        raise ApiError(503, "the engine is not ready", retry_s=1)
+    if models_of(request).ending:
+        raise ApiError(503, "the server is ending", retry_s=1)
     return JSONResponse({"status": "ok"})
 
 
 @router.get("/v1/models")
 @router.get("/v1/models/", include_in_schema=False)
 async def models(request: HttpRequest) -> Response:
-    """Return the model, by each of its names."""
-    state = _state(request)
-    cards = [_card(state, name) for name in state.names if name != "*"]
+    """Return the models, each by all of its names."""
+    served = models_of(request).served
+    cards = [_card(model, name) for model in served for name in model.state.names if name != "*"]
     return JSONResponse({"object": "list", "data": cards})
 
 
 @router.get("/v1/models/{name:path}")
 async def model_of_name(name: str, request: HttpRequest) -> Response:
-    """Return the model by one name."""
-    state = _state(request)
-    return JSONResponse(_card(state, state.check_model(name)))
+    """Return the model of one name."""
+    return JSONResponse(_card(models_of(request).find(name), name))
 
 
-def _card(state: State, name: str) -> dict[str, Any]:
+def _card(model: ServedModel, name: str) -> dict[str, Any]:
+    state = model.state
+    status = {"value": model.status} | ({"failed": True} if model.failed else {})
     return {
         "id": name,
         "object": "model",
@@ -87,7 +85,8 @@ def _card(state: State, name: str) -> dict[str, Any]:
         "owned_by": "hetero",
         "root": state.model.name,
         "parent": None,
-        "max_model_len": state.max_seq_len,
+        "max_model_len": state.engine.about.get("max_seq_len"),
+        "status": status,
     }
 
 
@@ -98,8 +97,7 @@ async def tokenize(body: TokenizeRequest, request: HttpRequest) -> Response:
     A text gets what the model expects around a prompt, unless `add_special_tokens` is false;
     `content` only if `add_special` is true.
     """
-    state = _state(request)
-    state.check_model(body.model)
+    state = await held(request, body.model)
     given = [x for x in (body.prompt, body.content, body.messages) if x is not None]
     if len(given) != 1:
         raise ApiError(400, "give one of prompt, content and messages", param="prompt")
@@ -135,8 +133,7 @@ def _shown(data: bytes) -> str | list[int]:
 @router.post("/detokenize")
 async def detokenize(body: DetokenizeRequest, request: HttpRequest) -> Response:
     """Return the text of ids."""
-    state = _state(request)
-    state.check_model(body.model)
+    state = await held(request, body.model)
     most = state.model.config.vocab_size
     if any(token >= most for token in body.tokens):
         raise ApiError(400, f"a token id is below {most}", param="tokens")
@@ -147,7 +144,7 @@ async def detokenize(body: DetokenizeRequest, request: HttpRequest) -> Response:
 @router.post("/apply-template")
 async def apply_template(body: TemplateRequest, request: HttpRequest) -> Response:
     """Return the prompt of messages."""
-    state = _state(request)
+    state = await held(request, body.model)
     use = tool_use(body.tools, None)
     variables = checked_variables(body.chat_template_kwargs)
     if body.add_generation_prompt is not None:
@@ -158,9 +155,9 @@ async def apply_template(body: TemplateRequest, request: HttpRequest) -> Respons
 
 
 @router.get("/tokenizer_info")
-async def tokenizer_info(request: HttpRequest) -> Response:
+async def tokenizer_info(request: HttpRequest, model: str | None = None) -> Response:
     """Return facts about the tokenizer."""
-    state = _state(request)
+    state = await held(request, model)
     tokenizer = state.model.tokenizer
     special = tokenizer.special_tokens if isinstance(tokenizer, HfTokenizer) else {}
     return JSONResponse(
@@ -179,7 +176,12 @@ async def tokenizer_info(request: HttpRequest) -> Response:
 @router.get("/metrics")
 async def metrics(request: HttpRequest) -> Response:
     """Return the metrics for Prometheus."""
-    state = _state(request)
-    totals = await state.engine.control("", "totals")
-    text = state.metrics.text(totals, state.engine.waiting.total())
+    models = models_of(request)
+    engines: dict[str, EngineTotals | None] = {}
+    for model in models.served:
+        engines[model.name] = None
+        if models.look(model, request.state.held):
+            engine = model.state.engine
+            engines[model.name] = await engine.control("", "totals"), engine.waiting.total()
+    text = models.metrics.text(engines)
     return Response(text, media_type="text/plain; version=0.0.4")

@@ -29,7 +29,7 @@ LONG: dict[str, Any] = {"prompt": "Once", "max_tokens": 480, "logit_bias": {"1":
 def idle(server: Server) -> bool:
     with server.client() as client:
         text = client.get("/metrics").text
-    return "hetero_queue_length 0.0" in text
+    return 'hetero_queue_length{model="demo"} 0.0' in text
 
 
 def wait_for(condition: Any, limit_s: float = 20) -> None:

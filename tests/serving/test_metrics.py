@@ -17,15 +17,17 @@ def value(client: httpx.Client, name: str) -> float:
 def test_requests_run_and_have_waited(server: Server) -> None:
     body = {"prompt": "Once", "max_tokens": 480, "n": 16, "logit_bias": {"1": -100}}
     with server.client("mail") as client:
-        before = value(client, "hetero_queue_seconds_count")
+        before = value(client, 'hetero_queue_seconds_count{model="demo"}')
         with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as answer:
             lines = answer.iter_lines()  # which ends the answer when it is dropped
             next(lines)
-            assert value(client, 'hetero_engine_requests{state="running"}') == 1
-            assert value(client, 'hetero_engine_requests{state="waiting"}') == 0
+            assert value(client, 'hetero_engine_requests{model="demo",state="running"}') == 1
+            assert value(client, 'hetero_engine_requests{model="demo",state="waiting"}') == 0
         del lines
         client.post("/v1/completions", json=body | {"max_tokens": 2, "n": 1})
         client.post("/v1/embeddings", json={"input": ["a", "b"]})
-        wait_for(lambda: value(client, 'hetero_engine_requests{state="running"}') == 0)
-        assert value(client, "hetero_queue_seconds_count") == before + 2  # of whole answers
-        assert value(client, "hetero_queue_seconds_sum") > 0
+        wait_for(lambda: value(client, 'hetero_engine_requests{model="demo",state="running"}') == 0)
+        assert (
+            value(client, 'hetero_queue_seconds_count{model="demo"}') == before + 2
+        )  # of whole answers
+        assert value(client, 'hetero_queue_seconds_sum{model="demo"}') > 0

@@ -51,7 +51,7 @@ def test_a_thought_is_bounded(client: httpx.Client, budget: int | None) -> None:
 def test_thoughts_are_counted(client: httpx.Client, stream: bool) -> None:
     def counted() -> float:
         lines = client.get("/metrics").text.splitlines()
-        (line,) = (x for x in lines if x.startswith('hetero_tokens_total{kind="reasoning"}'))
+        (line,) = (x for x in lines if x.startswith('hetero_tokens_total{kind="reasoning",'))
         return float(line.split()[1])
 
     before, path = counted(), "/v1/chat/completions"
