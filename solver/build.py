@@ -278,6 +278,7 @@ def residency_of(planner: Planner, solutions: Iterable[Solution]) -> dict[OpName
             cuts=cuts[name],
             npu_rows=resident.npu,
             gpu_from=resident.gpu,
+            cpu_rows=resident.cpu if resident.cpu[1] else None,
         )
         for name, resident in resident_by_op(planner, solutions).items()
     }
@@ -340,6 +341,7 @@ def entry(
         predicted_s=option.seconds_alone(),
         gpu_s=option.gpu_s,
         npu_s=option.npu_s,
+        cpu_s=option.cpu_s or None,
         energy_j=energy,
         pipe=pipe,
     )

@@ -70,6 +70,15 @@ class _Record(BaseModel):
     model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid", allow_inf_nan=False)
 
 
+class _OfThree(_Record):
+    """A record with a CPU's numbers, which documents of plans for two devices leave out."""
+
+    @model_serializer(mode="wrap")
+    def _without_cpu(self, serialise: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        document: dict[str, Any] = serialise(self)
+        return {key: x for key, x in document.items() if x or not key.startswith("cpu_")}
+
+
 class Tile(_Record):
     """Rectangle tokens × rows of one matmul's output and the device that computes it.
 
@@ -114,7 +123,7 @@ class Candidate(_Record):
     detail: str = ""
 
 
-class OpPlan(_Record):
+class OpPlan(_OfThree):
     """The partition of one matmul (all layers alike) for a phase and token count.
 
     `pipe` marks the paper's NPU-only comparison of that name, which alone may give the NPU more
@@ -131,6 +140,7 @@ class OpPlan(_Record):
     predicted_s: Positive | None = None
     gpu_s: Quantity | None = None
     npu_s: Quantity | None = None
+    cpu_s: Quantity | None = None
     energy_j: Quantity | None = None
     candidates: tuple[Candidate, ...] = ()
     pipe: bool = False
@@ -352,8 +362,8 @@ class FrontPoint(_Record):
     energy_j: Quantity
 
 
-class Memory(_Record):
-    """Weight bytes: of each device in its own layout, and of rows that both have (in both).
+class Memory(_OfThree):
+    """Weight bytes: of each device in its own layout, and of rows that several have (in all).
 
     `graphs_bytes` is the part of `npu_bytes` that the same rows take again in graphs of other
     sizes, where each has its own copy.
@@ -361,25 +371,28 @@ class Memory(_Record):
 
     gpu_bytes: Bytes
     npu_bytes: Bytes
+    cpu_bytes: Bytes = 0
     twice_bytes: Bytes
     graphs_bytes: Bytes = 0
     budget_bytes: Bytes | None = None
 
     @property
     def total_bytes(self) -> int:
-        """Return both devices together."""
-        return self.gpu_bytes + self.npu_bytes
+        """Return all devices together."""
+        return self.gpu_bytes + self.npu_bytes + self.cpu_bytes
 
 
-class Residency(_Record):
+class Residency(_OfThree):
     """Rows of one matmul by device: [0, npu_rows) on the NPU, [gpu_from, n) on the GPU.
 
+    `cpu_rows` are the first and the end of a CPU's.
     `cuts` are the row cuts of the plan's tilings: the ends of segments to prepare.
     """
 
     cuts: tuple[Stop, ...]
     npu_rows: Start
     gpu_from: Start
+    cpu_rows: tuple[Start, Stop] | None = None
 
 
 class Plan(_Record):

@@ -10,7 +10,7 @@ from functools import cached_property
 
 from hetero.backends.formats import StorageFormat, WeightFormat
 from hetero.backends.ops import Experts, MatMul, Op, OperandOrder, Outliers
-from hetero.backends.protocol import DeviceKind
+from hetero.backends.protocol import KINDS, DeviceKind
 from hetero.backends.weights import packed_bytes
 from hetero.profiler.model_graph import ModelGraph, Node, OpName
 from hetero.solver.assignments import Segment, Span
@@ -90,7 +90,7 @@ class PlannedKernels:
 
     def shared_heads(self, kind: DeviceKind) -> tuple[tuple[int, int], ...]:
         """Return the runs of key/value heads that a device computes of some attention."""
-        if not share_heads(self._capabilities):
+        if kind not in KINDS or not share_heads(self._capabilities):
             return ()
         last = self._graph.kv_heads
         return tuple((0, x) if kind == "npu" else (x, last) for x in self.head_cuts)
