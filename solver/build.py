@@ -38,7 +38,7 @@ from hetero.solver.prompt_calls import split
 from hetero.solver.prompts import Prompt, call_scenarios, prompt_alone, prompt_of, steps_alone
 from hetero.solver.request import DEFAULT_REQUEST, PlanRequest, scenarios_of
 from hetero.solver.sizing import planner_for
-from hetero.solver.solution import Scenario, Solution
+from hetero.solver.solution import Scenario, Solution, uses_third
 from hetero.solver.weight_memory import limits_of, resident_by_op, weight_memory
 
 Numbers: TypeAlias = Literal["emulated", "predicted", "simulated", "fitted"]
@@ -152,7 +152,9 @@ def assemble(
         margin=request.margin,
         profile_fingerprint=profile.fingerprint,
         model_fingerprint=planner.model_fingerprint,
-        errors=errors_of(profile, spec.base or spec.weight_format),
+        errors=errors_of(
+            profile, spec.base or spec.weight_format, third=any(map(uses_third, solutions))
+        ),
         notes=(*notes, *planner.notes),
         attention=attention_of(planner, solutions),
         experts=planner.settings.experts,
@@ -248,11 +250,16 @@ def share_of(planner: Planner, call: Solution) -> AttentionShare:
     )
 
 
-def errors_of(profile: DeviceProfile, weight_format: WeightFormat) -> dict[Phase, float]:
-    """Return by phase the mean relative error of the device that is predicted worse."""
+def errors_of(
+    profile: DeviceProfile, weight_format: WeightFormat, *, third: bool = False
+) -> dict[Phase, float]:
+    """Return by phase the mean relative error of the device that is predicted worst.
+
+    A CPU is one of them where it is the `third`.
+    """
     errors: dict[Phase, float] = {}
     for predictor in profile.predictors:
-        if predictor.weight_format is weight_format:
+        if predictor.weight_format is weight_format and (third or predictor.device in KINDS):
             for entry in predictor.validation:
                 errors[entry.phase] = max(errors.get(entry.phase, 0.0), entry.mape)
     return errors

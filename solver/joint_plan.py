@@ -13,7 +13,7 @@ from hetero.profiler.model_graph import OpName
 from hetero.solver import copies, residency
 from hetero.solver.cuts import row_cuts
 from hetero.solver.errors import PlanError
-from hetero.solver.options import GPU, Objective
+from hetero.solver.options import GPU, HOST, Objective, Option
 from hetero.solver.plan import PHASES, Memory
 from hetero.solver.planner import Planner
 from hetero.solver.request import PlanRequest
@@ -148,9 +148,9 @@ def _with_third(
     on a few of the steps.
     """
     scenarios = [solution.scenario for solution in best]
-    prompts = [x for x in scenarios if x.phase == "prefill"]
+    prompts = [x for x in best if x.scenario.phase == "prefill"]
     places = sorted({0, len(prompts) // 2, len(prompts) - 1})
-    some = [*(prompts[i] for i in places), *(x for x in scenarios if x.phase == "decode")]
+    some = [*(prompts[i].scenario for i in places), *scenarios[len(prompts) :]]
     cuts = before = cuts_of(planner, best)
     least = _cost(planner, request, [x for x in best if x.scenario in some])
     for stage in planner.spec.block:
@@ -170,13 +170,21 @@ def _with_third(
 
 
 def _for_three(
-    planner: Planner, name: OpName, scenario: Scenario, objective: Objective
+    planner: Planner, name: OpName, step: Solution, objective: Objective
 ) -> tuple[int, ...]:
-    """Return the row cuts of a matmul's best option for three devices; none where none gains."""
-    options = planner.candidates(name, planner.spec.tokens_of(name, scenario.m), objective)
-    three = [x for x in options if x.cpu_rows]
-    best = min(three, key=lambda x: objective.cost_alone(x.unrestricted(), GPU), default=None)
-    return () if best is None else best.row_cuts
+    """Return the row cuts of a matmul's best option for three devices; none where none gains.
+
+    It is entered from the device of the operators between matmuls, which continues after it.
+    """
+
+    def cost(option: Option) -> float:
+        if step.non_matmul.device == "gpu":
+            return objective.cost_alone(option, GPU)
+        return objective.cost(option, HOST)
+
+    options = planner.candidates(name, planner.spec.tokens_of(name, step.scenario.m), objective)
+    three = [x for x in options if x.cpu_rows and cost(x) < math.inf]
+    return min(three, key=cost).row_cuts if three else ()
 
 
 def with_used_cuts(

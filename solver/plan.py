@@ -287,7 +287,7 @@ class DecodeBand(_Record):
 
 
 class PredictedRun(_Record):
-    """A prompt, or a decode step, on these devices: `gpu`, `npu`, `cpu`, or two that share it.
+    """A prompt, or a decode step, on these devices: `gpu`, `npu`, `cpu`, or several that share it.
 
     `error` is the mean relative error of such predictions, where the profile says it.
     """

@@ -57,8 +57,8 @@ class PlannedKernels:
     def edges(self, node: Node, kind: DeviceKind, storage: StorageFormat) -> frozenset[int]:
         """Return rows where a device's kernels of a matmul end.
 
-        They end at the edges of every tile that it meets (its own, the other device's), so
-        that all parts of a call meet in rows. Kernels of another storage, where phases have
+        They end at the edges of every tile that it meets (its own, and others' within its rows),
+        so that all parts of a call meet in rows. Kernels of another storage, where phases have
         different ones, are not cut for these.
         """
         assert node.plan_op is not None
@@ -69,8 +69,9 @@ class PlannedKernels:
                 tiles = [x for x in entry.tiles if storage_of(node, x.precision) is storage]
                 if tiles and entry.phase == "prefill":
                     edges.update(self._entries.later_cuts(node))
-                if any(tile.device == kind for tile in tiles):
-                    edges.update(edge + shift for tile in entry.tiles for edge in tile.rows)
+                own = [tile.rows for tile in tiles if tile.device == kind]
+                met = (x for tile in entry.tiles for x in tile.rows)
+                edges.update(x + shift for x in met if any(a <= x <= b for a, b in own))
             self._edges[key] = frozenset(edges)
         return self._edges[key]
 

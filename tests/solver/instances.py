@@ -46,6 +46,7 @@ class Instance:
     rows: dict[str, int]
     ks: dict[str, int]
     npu_scale: float = 1.0
+    crowding: float = 1.0
 
     def seconds(self, device: str, m: int, n: int, k: int) -> float:
         if m == 0 or n == 0:
@@ -70,6 +71,9 @@ class TableCost(CostModel):
         m, n = np.asarray(ms, int)[:, None], np.asarray(ns, int)[None, :]
         scale = self.instance.npu_scale if device == "npu" else 1.0
         return scale * self.instance.tables[device][int(k)][m, n]
+
+    def crowding(self, phase: Any, weight_format: Any = None) -> float:
+        return self.instance.crowding
 
     def contention(self, device: Any, phase: Any, weight_format: Any = None) -> float:
         return self.instance.contention[0 if device == "gpu" else 1]
@@ -118,17 +122,19 @@ def profile_of(
     instance: Instance,
     *,
     npu: bool = True,
+    cpu: bool = False,
     non_matmul_on_npu: bool = False,
     npu_bytes: float | None = None,
     per_graph_size: PerGraphSize = "nothing",
 ) -> DeviceProfile:
     """A profile with the instance's capabilities; times come from `TableCost`. A weight takes
-    `npu_bytes` in the NPU's own layout.
+    `npu_bytes` in the NPU's own layout. With a `cpu` as third device no power is known.
     """
     own = {"weight_bytes": {F32: npu_bytes} if npu_bytes else {}, "per_graph_size": per_graph_size}
     knots = Knots(tokens=(1,), coefficients=((0.0, 0.0, 0.0, 0.0),))
     shape = ShapeRange(m=(1, 99), n=(1, 99), k=(1, 99))
     kinds = ("gpu", "npu") if npu else ("gpu",)
+    kinds += ("cpu",) if cpu else ()
     devices = {
         kind: DeviceRecord(
             backend="null",
@@ -157,7 +163,9 @@ def profile_of(
         created="now",
         hetero_version="0",
         devices=devices,
-        power=Power(source="test", gpu_w=3.0, npu_w=1.0, both_w=3.5, idle_w=0.5),
+        power=None
+        if cpu
+        else Power(source="test", gpu_w=3.0, npu_w=1.0, both_w=3.5, idle_w=0.5),
         predictors=tuple(
             MatMulPredictor(device=d, weight_format=F32, knots=knots, measured=shape) for d in kinds
         ),
@@ -166,7 +174,7 @@ def profile_of(
 
 
 def _capabilities(kind: str, instance: Instance) -> CapabilityRecord:
-    if kind == "gpu":
+    if kind != "npu":
         return CapabilityRecord(asynchronous=True, weight_formats=(F32,))
     return CapabilityRecord(
         static_shapes=True, graph_sizes=instance.sizes, weight_formats=(F32,), row_alignment=ALIGN
@@ -208,7 +216,7 @@ def _node(name: str, op: Op, **own: Any) -> Node:
 
 def planner_of(instance: Instance, *, unfused: bool = False, **changes: Any) -> Planner:
     """A planner whose shapes are the instance's."""
-    known = ("non_matmul_on_npu", "npu_bytes", "per_graph_size")
+    known = ("cpu", "non_matmul_on_npu", "npu_bytes", "per_graph_size")
     own = {key: changes.pop(key) for key in known if key in changes}
     profile = profile_of(instance, **own)
     rules = Rules(margin=changes.pop("margin", instance.margin), **changes)
