@@ -27,7 +27,8 @@ from hetero.backends.weights import PackedWeight
 
 DeviceKind: TypeAlias = Literal["gpu", "npu", "cpu"]
 EVERY_KIND: Final[tuple[DeviceKind, ...]] = get_args(DeviceKind)
-KINDS: Final = EVERY_KIND[:2]  # that compute whole models; a CPU only helps them with matmuls
+# Those that compute whole models; a CPU only takes rows of their matmuls.
+KINDS: Final[tuple[Literal["gpu", "npu"], ...]] = ("gpu", "npu")
 PerGraphSize: TypeAlias = Literal["nothing", "graph", "weights"]
 WeightValue: TypeAlias = PackedWeight | npt.NDArray[np.float32] | npt.NDArray[np.int32]
 Operand: TypeAlias = Tensor | Panels

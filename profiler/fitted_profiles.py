@@ -36,7 +36,9 @@ def fitted_profile(
     """
     first = by_kind(units)
     kinds = [kind for kind in KINDS if kind in first]
-    planned = [*kinds, "cpu"] if len(kinds) == len(KINDS) and "cpu" in first else kinds
+    planned: list[DeviceKind] = [*kinds]
+    if len(kinds) == len(KINDS) and "cpu" in first:
+        planned.append("cpu")
     plain = tuple(plain)
     base = DeviceProfile.load(BASE).model_dump(mode="json")
     base |= {

@@ -381,7 +381,7 @@ def _prompt_total(
         for scenario in call_scenarios(steps)
         for known in [solved[scenario.m]]
     )
-    singles = {
+    singles: dict[DeviceKind, Prompt | None] = {
         kind: prompt_alone(planner.whole_rows, steps_alone(planner, tokens, kind), kind)
         for kind in KINDS
     }
@@ -390,7 +390,9 @@ def _prompt_total(
 
 def _decode_total(planner: Planner, solution: Solution) -> Total:
     alone = {kind: planner.whole_rows.single(solution.scenario, kind) for kind in KINDS}
-    singles = {kind: s and Prompt((s,)) for kind, s in alone.items()}
+    singles: dict[DeviceKind, Prompt | None] = {
+        kind: s and Prompt((s,)) for kind, s in alone.items()
+    }
     total = _total(planner, Prompt((solution,)), singles)
     return total.model_copy(update={"context": planner.settings.context})
 

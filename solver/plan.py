@@ -477,6 +477,8 @@ class Plan(_Record):
             raise ValueError("attention's heads are shared in one way at each token count")
         if self.shares_attention and self.non_matmul.prefill != "gpu":
             raise ValueError("attention's heads are shared where the GPU has the other operators")
+        if "cpu" in {*self.other_devices, self.experts}:
+            raise ValueError("a CPU takes rows of matmuls and computes nothing else")
         depths = [band.depth_from for band in self.bands]
         if depths != sorted(set(depths)):
             raise ValueError("the depths of decode's bands rise")

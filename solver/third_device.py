@@ -13,6 +13,7 @@ from typing import Final
 
 import numpy as np
 
+from hetero.backends.protocol import EVERY_KIND
 from hetero.profiler.records import phase_of
 from hetero.solver.kernel_times import Floats
 from hetero.solver.npu_tiles import npu_choices
@@ -27,7 +28,7 @@ def takes_third(space: MatMulSpace) -> bool:
 
     Profiles have no power of CPUs, and memory that is not shared would have to be copied.
     """
-    able = all(map(space.kernels.has, ("gpu", "npu", "cpu"))) and len(space.rows) > 2
+    able = all(space.kernels.has(kind) for kind in EVERY_KIND) and len(space.rows) > 2
     return able and space.kernels.cost.profile.power is None and not space.overheads.copies
 
 

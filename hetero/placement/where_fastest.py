@@ -77,8 +77,8 @@ def fastest_answers(
     """Return the devices on which decode steps are fastest, from the first token to `LONGEST`.
 
     Others take over at the depth from which they are faster by more than the error of either
-    prediction, and GPU and NPU together where they are faster than one by the margin. Empty for models of
-    which the profile's errors do not hold. Raises `PlanError` or `ProfileError`.
+    prediction, and GPU and NPU together where they are faster than one by the margin. Empty for
+    models of which the profile's errors do not hold. Raises `PlanError` or `ProfileError`.
     """
     if not _is_checked(spec, profile):
         return ()

@@ -12,7 +12,7 @@ from hetero.backends.formats import CacheFormat
 from hetero.backends.host.clock import Clock, SystemClock
 from hetero.backends.ops import Embed
 from hetero.backends.optional import SupportsCompaction, SupportsHandovers
-from hetero.backends.protocol import DEFAULT_DEADLINE_S, KINDS, DeviceKind, memory_owner
+from hetero.backends.protocol import DEFAULT_DEADLINE_S, KINDS, Device, DeviceKind, memory_owner
 from hetero.errors import FallbackWarning
 from hetero.models.graph import model_graph
 from hetero.models.model_weights import ModelWeights
@@ -255,7 +255,7 @@ class Deployment:
         self.lower()
 
     def drop(self, error: DeviceError) -> None:
-        """Continue on one device without the one that failed, from the same state, with one warning.
+        """Continue on one of the other devices, from the same state, with one warning.
 
         Raises the error where no other device is left. Activations and every context's keys and
         values get new memory, because a device that hangs may still write into the old one. Where
@@ -266,7 +266,7 @@ class Deployment:
         if failed is None or not able:
             raise error
         kind = able[0]
-        rest = {kind: self.devices[kind]}
+        rest: dict[DeviceKind, Device] = {kind: self.devices[kind]}
         self.fallback = (
             f"going on with {kind} ({rest[kind].info.backend}) alone because the {failed} failed: "
             f"{error}"

@@ -58,8 +58,15 @@ def plan_of(spec: ModelGraph, cuts: list[float]) -> ExecutionPlan:
             for kind, rows in (("npu", (0, a)), ("gpu", (b, op.n)), ("cpu", (a, b)))
         ]
         entries.append(
-            OpPlan(phase=op.phase, m=None, op=op.op, n=op.n, k=op.k, strategy="row-cut",
-                   tiles=tuple(tiles))  # fmt: skip
+            OpPlan(
+                phase=op.phase,
+                m=None,
+                op=op.op,
+                n=op.n,
+                k=op.k,
+                strategy="row-cut",
+                tiles=tuple(tiles),
+            )
         )
     return base.model_copy(update={"ops": tuple(entries)})
 

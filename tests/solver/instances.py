@@ -163,9 +163,7 @@ def profile_of(
         created="now",
         hetero_version="0",
         devices=devices,
-        power=None
-        if cpu
-        else Power(source="test", gpu_w=3.0, npu_w=1.0, both_w=3.5, idle_w=0.5),
+        power=None if cpu else Power(source="test", gpu_w=3.0, npu_w=1.0, both_w=3.5, idle_w=0.5),
         predictors=tuple(
             MatMulPredictor(device=d, weight_format=F32, knots=knots, measured=shape) for d in kinds
         ),

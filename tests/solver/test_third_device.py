@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,14 +12,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero.models import model_spec
+import hetero
+from hetero.errors import UserError
+from hetero.models import model_spec, open_model
 from hetero.profiler.records import DeviceProfile
 from hetero.solver.build import make_plan
 from hetero.solver.chooser import Chooser, Rules
+from hetero.solver.errors import PlanError
+from hetero.solver.execution_plan import ExecutionPlan
+from hetero.solver.handmade import single_device
 from hetero.solver.options import GPU, HOST, INF, Objective
 from hetero.solver.place import tiles_of
-from hetero.solver.plan import OpPlan
+from hetero.solver.plan import OpPlan, Tile
 from hetero.solver.planner import Planner
+from hetero.solver.report import brief, conclusion
 from hetero.solver.request import PlanRequest
 from hetero.solver.solution import Scenario
 from hetero.solver.weight_memory import weight_memory
@@ -129,9 +137,7 @@ def test_each_row_counts_where_it_is(seed: int) -> None:
     solution = planner.solve(Scenario("prefill", instance.sizes[-1]))
     memory = weight_memory(planner, [solution])
     rows = {x: 4 * planner.spec.counts[x] * planner.shape(x)[1] for x in solution.options}
-    assert memory.cpu_bytes == sum(
-        row * solution.options[x].cpu_rows for x, row in rows.items()
-    )
+    assert memory.cpu_bytes == sum(row * solution.options[x].cpu_rows for x, row in rows.items())
     weights = sum(row * planner.shape(x)[0] for x, row in rows.items())
     assert memory.total_bytes == weights + memory.twice_bytes
 
@@ -177,6 +183,49 @@ def test_a_memory_budget_counts_the_rows_of_a_third_device(chip: DeviceProfile) 
     plan = make_plan(spec, chip, request)
     assert plan.memory is not None
     assert plan.memory.total_bytes <= budget
+
+
+@pytest.fixture(scope="module")
+def plan(chip: DeviceProfile) -> ExecutionPlan:
+    return make_plan(model_spec(MODEL), chip, PlanRequest(seq_lens=(512,), third=True))
+
+
+def test_a_report_names_the_third_device_and_its_share(plan: ExecutionPlan, tmp_path: Path) -> None:
+    assert plan.memory is not None
+    cut = next(op for op in plan.ops if op.cpu_s)
+    first, stop = next(tile.rows for tile in cut.tiles if tile.device == "cpu")
+    share = f"CPU {100 * (stop - first) / cut.n:.0f} %"
+    for name in ("plan.md", "plan.html", "plan.json"):
+        plan.report(tmp_path / name)
+        text = (tmp_path / name).read_text("utf-8")
+        assert share in text, name
+        assert "on the CPU" in text, name
+    bar = next(row for row in brief.operators(plan).rows if row[1] == cut.op)[3]
+    assert "▒" in bar
+    assert bar.split()[-1].count(":") == 2
+    assert "CPU" in conclusion.sentences(plan)[0]
+    again = ExecutionPlan.parse(plan.model_dump_json(), "here")
+    assert again == plan
+
+
+def test_a_cpu_computes_nothing_but_matmuls(plan: ExecutionPlan) -> None:
+    document = plan.model_dump(mode="json")
+    document["non_matmul"]["prefill"] = "cpu"
+    with pytest.raises(PlanError, match="a CPU takes rows of matmuls"):
+        ExecutionPlan.parse(json.dumps(document), "here")
+
+
+def test_a_plan_for_three_is_refused_where_no_backend_plays_the_cpu() -> None:
+    spec = open_model("demo").spec()
+    ops = []
+    for op in single_device(spec, "gpu").ops:
+        tiles = [("npu", (0, 16)), ("cpu", (16, 32)), ("gpu", (32, op.n))]
+        document = {"device": "", "tokens": (0, None), "rows": ()}
+        cut = [Tile.model_validate(document | {"device": x, "rows": rows}) for x, rows in tiles]
+        ops.append(op.model_copy(update={"tiles": tuple(cut), "strategy": "row-cut"}))
+    own = single_device(spec, "gpu").model_copy(update={"ops": tuple(ops)})
+    with pytest.raises(UserError, match="which only simulated chips run: leave out the plan"):
+        hetero.LLM("demo", plan=own)
 
 
 def test_decoding_is_not_shared_by_three_where_two_take_all_of_the_memory(
