@@ -31,7 +31,7 @@ def choose_experts(cost: CostModel, graph: ModelGraph, overheads: Overheads) -> 
     On the NPU each layer waits for the GPU and submits to it again, which counts.
     """
     ops = [x.op for x in graph.nodes if isinstance(x.op, Experts)]
-    if not ops or set(cost.profile.devices) != set(KINDS):
+    if not ops or not set(KINDS) <= set(cost.profile.devices):
         return ExpertsChoice()
     if why := _refusal(cost, graph, "npu", ops):
         return ExpertsChoice(None, f"routed experts: on the GPU ({why})")

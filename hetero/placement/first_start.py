@@ -295,7 +295,8 @@ def _measured(profile: DeviceProfile, tasks: Sequence[Task], machine: Machine) -
         "machine": machine, "profile": profile.fingerprint, "at_s": time.time(),
     }  # fmt: skip
     try:
-        backends = {kind: record.backend for kind, record in profile.devices.items()}
+        known = profile.devices
+        backends: dict[DeviceKind, str] = {x: known[x].backend for x in KINDS if x in known}
         answer = _in_process(tasks, backends, machine.cores)
         factors = factors_of(profile, tasks, answer["seconds"])
         return FirstStart(

@@ -110,7 +110,9 @@ def alone(folder: Path) -> list[Any]:
         return run(engine)
 
 
-@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(cuts=st.lists(st.floats(0, 1), min_size=1, max_size=5))
 def test_three_devices_compute_what_one_does(
     folder: Path, alone: list[Any], cuts: list[float]
