@@ -75,8 +75,7 @@ class _OfThree(_Record):
 
     @model_serializer(mode="wrap")
     def _without_cpu(self, serialise: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        document: dict[str, Any] = serialise(self)
-        return {key: x for key, x in document.items() if x or not key.startswith("cpu_")}
+        return {k: x for k, x in serialise(self).items() if x or not k.startswith("cpu_")}
 
 
 class Tile(_Record):
@@ -158,9 +157,7 @@ class OpPlan(_OfThree):
     def clipped(self, m: int) -> OpPlan:
         """Return the same partition with the outputs of the first m tokens only.
 
-        m is at most the entry's.
-
-        Its times are those of the longer call.
+        m is at most the entry's. Its times are those of the longer call.
         """
         tiles = (tile.clipped(m) for tile in self.tiles if tile.tokens[0] < m)
         return self.model_copy(update={"m": m, "tiles": tuple(tiles)})
@@ -186,8 +183,6 @@ class AttentionShare(_Record):
 
     None of m: of any number; all heads on one device mean that of the other operators. Predicted
     seconds are of a layer.
-
-    All heads on one device mean that of the other operators. Predicted seconds are of a layer.
     """
 
     phase: Literal["prefill"]
@@ -648,9 +643,8 @@ class Plan(_Record):
     def check_fits(self, spec: ModelGraph) -> None:
         """Raise `PlanError` unless every matmul of the plan has the model's shape.
 
-        Every tile must compute with weights as the model stores them.
-
-        Names are not compared: a quantised copy of a model may be called otherwise.
+        Every tile must compute with weights as the model stores them. Names are not compared: a
+        quantised copy of a model may be called otherwise.
         """
         self.check_heads(spec)
         shapes: dict[str, tuple[int, int]] = {m.name: (m.n, m.k) for m in spec.matmuls}

@@ -63,11 +63,7 @@ def in_order(graph: LaunchGraph, *, eager: bool = True) -> Schedule:
     order = _Order(graph)
     cut: tuple[int, ...] = ()
     for _, stage in groupby(range(len(graph.launches)), key=lambda i: graph.launches[i].stage):
-        # Those of a third device after those of the queue that has their operand: these wait for
-        # nothing.
-        members = sorted(
-            stage, key=lambda i: (not graph.launches[i].asynchronous, bool(order.awaited(i)))
-        )
+        members = sorted(stage, key=lambda i: not graph.launches[i].asynchronous)
         if not eager:
             order.join(cut, members[0])
             for i in members:
