@@ -21,7 +21,7 @@ from hetero.backends.protocol import EVERY_KIND
 from hetero.measuring.executed import execute
 from hetero.models import model_spec
 from hetero.profiler.records import DeviceProfile
-from hetero.solver.planner import Planner, PlannerSettings
+from hetero.solver.planner import Planner, PlannerSettings, for_two
 from hetero.solver.solution import Scenario, Solution
 
 
@@ -48,14 +48,14 @@ def main(
     settings = PlannerSettings()
     rules = replace(settings.rules, third=True)
     planner = Planner(model_spec(model), known, replace(settings, rules=rules))
-    three, two = planner.solve(scenario), planner.for_two().solve(scenario)
+    three, two = planner.solve(scenario), for_two(planner).solve(scenario)
     ideal = ideal_s(planner, three)
     steps = {"NPU": planner.single(scenario, "npu"), "GPU, NPU": two, "GPU, NPU, CPU": three}
     lines = []
     for name, solution in steps.items():
         if solution is None:
             continue
-        own = planner if solution is three else planner.for_two()
+        own = planner if solution is three else for_two(planner)
         strategy = "npu-only" if name == "NPU" else "auto"
         executed = execute(own, model, scenario, strategy).seconds
         lines.append([

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from hetero.backends.formats import WeightFormat
 from hetero.backends.ops import Experts, MatMul, Op, OperandOrder, Router
-from hetero.backends.protocol import KINDS, DeviceKind
+from hetero.backends.protocol import DeviceKind
 from hetero.profiler import predict, stats
 from hetero.profiler.errors import ProfileError
 from hetero.profiler.features import padded_count
@@ -312,22 +312,6 @@ class CostModel:
         known = self._contention
         entry = known.get((phase, weight_format)) or known.get((phase, None))
         return 1.0 if entry is None else max(1.0, entry.gpu if device == "gpu" else entry.npu)
-
-    def crowding(self, phase: Phase, weight_format: WeightFormat | None = None) -> float:
-        """Return by how much (>= 1) kernels are slower while GPU, NPU and CPU all work.
-
-        In decoding by what they would read over what the memory gives; infinite where that is not
-        known. Else by as much as two are.
-        """
-        two = max(self.contention(kind, phase, weight_format) for kind in KINDS)
-        if phase == "prefill":
-            return two
-        cpu = (x.bandwidth_bytes_per_s for x in self.profile.units if x.device == "cpu")
-        each = (self.bandwidth("gpu"), self.bandwidth("npu"), next(cpu, None))
-        together, known = self.bandwidth("both"), [x for x in each if x is not None]
-        if together is None or len(known) < len(each):
-            return math.inf
-        return max(two, sum(known) / together)
 
     def spread(self, device: DeviceKind, phase: Phase, weight_format: WeightFormat) -> float:
         """Return relative standard deviation of a matmul kernel's time.

@@ -152,9 +152,7 @@ def assemble(
         margin=request.margin,
         profile_fingerprint=profile.fingerprint,
         model_fingerprint=planner.model_fingerprint,
-        errors=errors_of(
-            profile, spec.base or spec.weight_format, third=any(map(uses_third, solutions))
-        ),
+        errors=errors_of(profile, spec.base or spec.weight_format, solutions),
         notes=(*notes, *planner.notes),
         attention=attention_of(planner, solutions),
         experts=planner.settings.experts,
@@ -251,12 +249,13 @@ def share_of(planner: Planner, call: Solution) -> AttentionShare:
 
 
 def errors_of(
-    profile: DeviceProfile, weight_format: WeightFormat, *, third: bool = False
+    profile: DeviceProfile, weight_format: WeightFormat, solutions: Iterable[Solution] = ()
 ) -> dict[Phase, float]:
     """Return by phase the mean relative error of the device that is predicted worst.
 
-    A CPU is one of them where it is the `third`.
+    A CPU is one of them where the solutions use it.
     """
+    third = any(map(uses_third, solutions))
     errors: dict[Phase, float] = {}
     for predictor in profile.predictors:
         if predictor.weight_format is weight_format and (third or predictor.device in KINDS):

@@ -15,7 +15,7 @@ from hetero.solver.cuts import row_cuts
 from hetero.solver.errors import PlanError
 from hetero.solver.options import GPU, HOST, Objective, Option
 from hetero.solver.plan import PHASES, Memory
-from hetero.solver.planner import Planner
+from hetero.solver.planner import Planner, for_two
 from hetero.solver.request import PlanRequest
 from hetero.solver.solution import Scenario, Solution
 from hetero.solver.weight_memory import Limits, limits_of, weight_memory
@@ -36,7 +36,7 @@ def solve_jointly(
     a memory limit that binds all rows are free again: which of them fit comes first.
     """
     if planner.sizes:
-        two = planner.for_two()
+        two = for_two(planner)
         limited, best = _with_own_cuts(two, scenarios, objective)
         if any(_loses(two, solution) for solution in best):
             limited, best = _with_paying_cuts(two, best, objective, request)

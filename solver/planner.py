@@ -129,13 +129,6 @@ class Planner:
         profile = with_graph_sizes(self.profile, sizes)
         return self._with(profile=profile, cost=self.cost.with_profile(profile))
 
-    def for_two(self) -> Planner:
-        """Return the same for the GPU and the NPU alone; itself where there is no third device."""
-        rules = self.settings.rules
-        if not (rules.third and self.kernels.has("cpu")):
-            return self
-        return self._with(settings=replace(self.settings, rules=replace(rules, third=False)))
-
     def with_heads(self, heads: tuple[int, ...]) -> Planner:
         """Return the same with one of these numbers of attention's heads on the NPU, or none."""
         planner = copy.copy(self)  # the tables are shared, what depends on heads is not
@@ -354,6 +347,14 @@ class Planner:
                 f"one call takes at most {self._holds} tokens (graphs of up to {self.sizes[-1]}), "
                 f"got {scenario.m}: cut the prompt as `ExecutionPlan.steps` does"
             )
+
+
+def for_two(planner: Planner) -> Planner:
+    """Return the same for the GPU and the NPU alone; itself where there is no third device."""
+    rules = planner.settings.rules
+    if not (rules.third and planner.kernels.has("cpu")):
+        return planner
+    return planner._with(settings=replace(planner.settings, rules=replace(rules, third=False)))
 
 
 def _no_times(planner: Planner) -> PlanError:

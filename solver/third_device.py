@@ -13,8 +13,10 @@ from typing import Final
 
 import numpy as np
 
-from hetero.backends.protocol import EVERY_KIND
-from hetero.profiler.records import phase_of
+from hetero.backends.formats import WeightFormat
+from hetero.backends.protocol import EVERY_KIND, KINDS
+from hetero.profiler.cost import CostModel
+from hetero.profiler.records import Phase, phase_of
 from hetero.solver.kernel_times import Floats
 from hetero.solver.npu_tiles import npu_choices
 from hetero.solver.options import GPU, HOST, INF, Objective, Option
@@ -32,12 +34,29 @@ def takes_third(space: MatMulSpace) -> bool:
     return able and space.kernels.cost.profile.power is None and not space.overheads.copies
 
 
+def crowding(cost: CostModel, phase: Phase, weight_format: WeightFormat | None = None) -> float:
+    """Return by how much (>= 1) kernels are slower while GPU, NPU and CPU all work.
+
+    In decoding by what they would read over what the memory gives; infinite where that is not
+    known. Else by as much as two are.
+    """
+    two = max(cost.contention(kind, phase, weight_format) for kind in KINDS)
+    if phase == "prefill":
+        return two
+    cpu = (x.bandwidth_bytes_per_s for x in cost.profile.units if x.device == "cpu")
+    each = (cost.bandwidth("gpu"), cost.bandwidth("npu"), next(cpu, None))
+    together, known = cost.bandwidth("both"), [x for x in each if x is not None]
+    if together is None or len(known) < len(each):
+        return INF
+    return max(two, sum(known) / together)
+
+
 def cuts_for_three(
     space: MatMulSpace, m: int, objective: Objective, max_gpu_share: float
 ) -> Iterator[Option]:
     """Yield the best cut for three of each mode, open to both states.
 
-    While all three work each is slower by `CostModel.crowding`, which is charged until the last is
+    While all three work each is slower by `crowding`, which is charged until the last is
     done.
     """
     choices = npu_choices(m, space.sizes, space.alignment)
@@ -46,7 +65,7 @@ def cuts_for_three(
     last, rows = len(choices.cuts) - 1, space.rows[:-1]
     npu, every = space.npu_times(choices)
     kernels, overheads = space.kernels, space.overheads.at(m)
-    slower = kernels.cost.crowding(phase_of(m), kernels.weight_format)
+    slower = crowding(kernels.cost, phase_of(m), kernels.weight_format)
     npu_s, cpu_s = slower * npu[last, :-1], slower * _cpu_times(space, m)
     known_s = overheads.wait_s - overheads.npu_restart_s  # after its end; a cut adds the restart
     host_s = np.maximum(npu_s[:, None], cpu_s + known_s)

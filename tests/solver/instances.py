@@ -14,9 +14,11 @@ from hetero.backends.protocol import PerGraphSize
 from hetero.profiler.cost import CostModel
 from hetero.profiler.model_graph import ModelGraph, Node, OpName
 from hetero.profiler.records import (
+    Bandwidth,
     CapabilityRecord,
     DeviceProfile,
     DeviceRecord,
+    FittedUnit,
     Knots,
     MatMulPredictor,
     NonMatmulPredictor,
@@ -30,6 +32,25 @@ from hetero.solver.planner import Planner, PlannerSettings
 F32 = WeightFormat.F32
 NAMES: tuple[OpName, ...] = ("qkv", "o", "gate_up", "down")
 ALIGN = 4
+# Of memory that gives two of three devices what each reads alone.
+BANDWIDTH = Bandwidth(
+    gpu_alone_bytes_per_s=1.0,
+    npu_alone_bytes_per_s=1.0,
+    gpu_together_bytes_per_s=1.0,
+    npu_together_bytes_per_s=1.0,
+)
+CPU = FittedUnit(
+    device="cpu",
+    engine="llama.cpp",
+    bytes_per_weight=4.0,
+    call_tokens=1,
+    bandwidth_bytes_per_s=1.0,
+    flops_per_s=1.0,
+    attention_flops_per_s=1.0,
+    cache_bytes_per_s=1.0,
+    call_s=0.0,
+    state_flops_per_s=1.0,
+)
 
 
 @dataclass
@@ -46,7 +67,6 @@ class Instance:
     rows: dict[str, int]
     ks: dict[str, int]
     npu_scale: float = 1.0
-    crowding: float = 1.0
 
     def seconds(self, device: str, m: int, n: int, k: int) -> float:
         if m == 0 or n == 0:
@@ -71,9 +91,6 @@ class TableCost(CostModel):
         m, n = np.asarray(ms, int)[:, None], np.asarray(ns, int)[None, :]
         scale = self.instance.npu_scale if device == "npu" else 1.0
         return scale * self.instance.tables[device][int(k)][m, n]
-
-    def crowding(self, phase: Any, weight_format: Any = None) -> float:
-        return self.instance.crowding
 
     def contention(self, device: Any, phase: Any, weight_format: Any = None) -> float:
         return self.instance.contention[0 if device == "gpu" else 1]
@@ -168,6 +185,8 @@ def profile_of(
             MatMulPredictor(device=d, weight_format=F32, knots=knots, measured=shape) for d in kinds
         ),
         other_predictors=tuple(others),
+        bandwidth=BANDWIDTH if cpu else Bandwidth(),
+        units=(CPU,) if cpu else (),
     )
 
 

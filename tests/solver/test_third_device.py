@@ -28,6 +28,7 @@ from hetero.solver.planner import Planner
 from hetero.solver.report import brief, conclusion
 from hetero.solver.request import PlanRequest
 from hetero.solver.solution import Scenario
+from hetero.solver.third_device import crowding
 from hetero.solver.weight_memory import weight_memory
 from tests.solver.instances import (
     ALIGN,
@@ -54,13 +55,13 @@ def instance_of(seed: int) -> Instance:
     instance.sync = replace(instance.sync, copy_s=0.0)
     scale = float(rng.choice([0.1, 0.3, 1.0]))
     instance.tables["cpu"] = {k: scale * x for k, x in instance.tables["gpu"].items()}
-    instance.crowding = float(rng.choice([1.0, 1.0, 1.5]))
     return instance
 
 
 def ways_of_three(instance: Instance, name: str, m: int) -> list[Way]:
     """Every cut of all tokens for three devices, one after another."""
-    n, k, slow = instance.rows[name], instance.ks[name], instance.crowding
+    n, k = instance.rows[name], instance.ks[name]
+    slow = max(*instance.contention, 1.5 if m <= 8 else 1.0)
     sync, _ = sync_at(instance, m)
     tiles = [(g,) for g in instance.sizes if g >= m]
     tiles += [(g, h) for g in instance.sizes if g < m for h in instance.sizes if g >= h >= m - g]
@@ -244,12 +245,12 @@ def test_decoding_is_not_shared_by_three_where_two_take_all_of_the_memory(
 ) -> None:
     """All together read as fast as the fastest one alone, by the fit."""
     planner = Planner(model_spec(MODEL), chip)
-    assert planner.cost.crowding("prefill") == 1.0
+    assert crowding(planner.cost, "prefill") == 1.0
     speeds = {unit.device: unit.bandwidth_bytes_per_s for unit in reversed(chip.units)}
     slower = sum(speeds.values()) / max(speeds.values())
-    assert planner.cost.crowding("decode") == pytest.approx(slower)
+    assert crowding(planner.cost, "decode") == pytest.approx(slower)
     without = chip.model_copy(update={"units": ()})
-    assert Planner(model_spec(MODEL), without).cost.crowding("decode") == INF
+    assert crowding(Planner(model_spec(MODEL), without).cost, "decode") == INF
 
 
 @pytest.mark.parametrize("profile", ["snapdragon-8-gen-3", "host-avx2"])
