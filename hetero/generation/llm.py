@@ -24,6 +24,7 @@ from hetero.backends.host.gc_pause import gc_paused
 from hetero.errors import ModelError, UserError
 from hetero.generation.answer_contexts import AnswerContexts
 from hetero.generation.conversation import Conversation
+from hetero.generation.draft_model import open_draft
 from hetero.generation.embedding import Embedding, EmbedOptions, Texts, embed
 from hetero.generation.loading import LoadOptions, ModelLoader
 from hetero.generation.loop import Generation, GenerationResult
@@ -68,6 +69,8 @@ class LLM(Closing):
     q8, codes of 8 bits, half of that again; or f32, the default of an NPU alone that reads no
     others. Layers with a sliding window keep the keys and values that it reaches and a few before;
     with `whole_caches` all, so that a context can be cut anywhere without being computed again.
+    `draft_model`, a smaller model of the same vocabulary on a `draft_device`, guesses tokens ahead
+    (`speculative`).
 
     A prompt is answered on a context: one of `new_context`, which the prompt goes on from, or the
     model's own (`context`), from the start unless `reuse`. While a stream uses that, further calls
@@ -99,6 +102,8 @@ class LLM(Closing):
         order: Order = "best",
         kv: str | None = None,
         whole_caches: bool = False,
+        draft_model: str | None = None,
+        draft_device: DeviceMode = "auto",
         progress: Progress | None = None,
     ) -> None:
         options = LoadOptions(
@@ -126,8 +131,9 @@ class LLM(Closing):
         self._loaded: LoadedModel = loader.model
         self.kv, self.max_seq_len = loader.kv, loader.max_seq_len
         self.choice, self.devices, self.plan = loader.choice, loader.devices, loader.plan
+        self.draft = open_draft(draft_model, draft_device, loader, options, self._engine)
         self._answers = AnswerContexts(
-            self._engine, self._loaded, self._own, self.devices, self.choice
+            self._engine, self._loaded, self._own, self.devices, self.choice, self.draft
         )
 
     @property
@@ -200,7 +206,7 @@ class LLM(Closing):
 
         With `chat` a text goes through the chat template first; ids are taken as they are, and the
         answer is a text of its own instead of continuing the prompt. Equal seeds give equal answers
-        on one machine and plan. `speculative` tokens are guessed ahead from the text so far
+        on one machine and plan. Up to `speculative` tokens are guessed ahead
         (`hetero.generation.speculative`), which changes no answer.
         """
         if isinstance(prompt, list) and prompt and all(isinstance(x, str) for x in prompt):
@@ -323,6 +329,8 @@ class LLM(Closing):
         with self._engine.lock:
             self._engine.close()
         self._loaded.weights.close()
+        if self.draft is not None:
+            self.draft.close()
 
     def _begin(
         self, prompt: str | Sequence[int], config: GenerationConfig, *, keep_prompt: bool = False
