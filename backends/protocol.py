@@ -25,8 +25,10 @@ from hetero.backends.memory import HostBuffer, Panels, Tensor
 from hetero.backends.ops import Op
 from hetero.backends.weights import PackedWeight
 
-DeviceKind: TypeAlias = Literal["gpu", "npu"]
-KINDS: Final[tuple[DeviceKind, ...]] = get_args(DeviceKind)
+DeviceKind: TypeAlias = Literal["gpu", "npu", "cpu"]
+EVERY_KIND: Final[tuple[DeviceKind, ...]] = get_args(DeviceKind)
+# Those that compute whole models; a CPU only takes rows of their matmuls.
+KINDS: Final[tuple[Literal["gpu", "npu"], ...]] = ("gpu", "npu")
 PerGraphSize: TypeAlias = Literal["nothing", "graph", "weights"]
 WeightValue: TypeAlias = PackedWeight | npt.NDArray[np.float32] | npt.NDArray[np.int32]
 Operand: TypeAlias = Tensor | Panels
@@ -57,7 +59,7 @@ class Acceptance(NamedTuple):
 class Capabilities:
     """Capabilities of a device, as data that is read before planning.
 
-    kind                 which of the two roles it plays
+    kind                 which of the roles it plays
     unified_memory       kernels work on `HostBuffer` memory in place; else copies are real work
     coherent             host and device see each other's writes when a call is complete; else each
                          tensor that another processor wrote or reads is handed over

@@ -7,7 +7,7 @@ from typing import Any, Final, NamedTuple
 
 from hetero.backends.formats import WeightFormat
 from hetero.backends.opencl import gpu_capabilities
-from hetero.backends.protocol import DeviceKind
+from hetero.backends.protocol import KINDS, Capabilities, DeviceKind
 from hetero.backends.qnn import npu_capabilities
 from hetero.backends.snapdragon import Chip
 from hetero.profiler.environment import hetero_version
@@ -15,7 +15,6 @@ from hetero.profiler.fitted_units import by_kind, knots, other_predictors, rates
 from hetero.profiler.records import CapabilityRecord, DeviceProfile, FittedUnit
 
 BASE: Final = "snapdragon-8-gen-3"  # whose costs between the devices are taken
-KINDS: Final[tuple[DeviceKind, ...]] = ("gpu", "npu")
 
 
 class About(NamedTuple):
@@ -32,10 +31,14 @@ def fitted_profile(
 ) -> DeviceProfile:
     """Return the profile of a chip by its units, the first of each kind.
 
-    `plain` are `fitted_units.plain_ops` of the models that it is for. There is a GPU or an NPU.
+    `plain` are `fitted_units.plain_ops` of the models that it is for. There is a GPU or an NPU; a
+    CPU besides both may take rows of their matmuls.
     """
     first = by_kind(units)
     kinds = [kind for kind in KINDS if kind in first]
+    planned: list[DeviceKind] = [*kinds]
+    if len(kinds) == len(KINDS) and "cpu" in first:
+        planned.append("cpu")
     plain = tuple(plain)
     base = DeviceProfile.load(BASE).model_dump(mode="json")
     base |= {
@@ -46,15 +49,18 @@ def fitted_profile(
         "power": None,
         "notes": [f"{about.source}; costs between devices: {BASE}'s"],
         "units": [unit.model_dump(mode="json") for unit in units],
-        "devices": {kind: base["devices"][kind] | _device(about, chip, kind) for kind in kinds},
+        "devices": {
+            kind: base["devices"][KINDS[0]] | _device(about, chip, kind) for kind in planned
+        },
         "sync": {kind: base["sync"][kind] for kind in kinds},
         "other_predictors": [
             x for kind in kinds for x in other_predictors(kind, rates_of(first[kind])[0], plain)
         ],
         "predictors": [
-            x | _predictor(first[x["device"]])
+            x | {"device": kind} | _predictor(first[kind])
+            for kind in planned
             for x in base["predictors"]
-            if x["weight_format"] == "w4a16" and x["device"] in kinds
+            if (x["device"], x["weight_format"]) == (kind if kind in KINDS else "gpu", "w4a16")
         ],
         "preparation_predictors": [
             x for x in base["preparation_predictors"] if x["device"] in kinds
@@ -68,12 +74,15 @@ def fitted_profile(
 
 def _device(about: About, chip: Chip, kind: DeviceKind) -> dict[str, Any]:
     """Return the record of a device; bundles for the NPU share weights."""
-    sizes = npu_capabilities.STANDARD_GRAPH_SIZES
-    able = (
-        gpu_capabilities.capabilities_of()
-        if kind == "gpu"
-        else npu_capabilities.capabilities_of(chip, sizes, shared_weights=True)
-    )
+    match kind:
+        case "gpu":
+            able = gpu_capabilities.capabilities_of()
+        case "npu":
+            sizes = npu_capabilities.STANDARD_GRAPH_SIZES
+            able = npu_capabilities.capabilities_of(chip, sizes, shared_weights=True)
+        case "cpu":  # on cores of its own, so that launches are submitted
+            formats = (WeightFormat.W4A16,)
+            able = Capabilities(kind="cpu", asynchronous=True, weight_formats=formats)
     return {
         "numbers": "fitted",
         "name": f"{kind.upper()} of {about.title} (fitted)",

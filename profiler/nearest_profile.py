@@ -33,13 +33,14 @@ class Nearest(NamedTuple):
     why: str
 
     def load(self) -> DeviceProfile:
-        """Return the profile, a chip's with the backends that open its devices."""
+        """Return the profile, a chip's with the backends that open its devices (no CPU)."""
         profile = DeviceProfile.load(profile_files.shipped_path(self.name))
         devices = {
             kind: record.model_copy(update={"backend": BACKENDS[kind]})
             if record.backend == "simulated"
             else record
             for kind, record in profile.devices.items()
+            if kind in BACKENDS
         }
         return profile.model_copy(update={"devices": devices})
 

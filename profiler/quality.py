@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from hetero.backends.formats import WeightFormat
+from hetero.backends.protocol import KINDS
 from hetero.profiler.cost import CostModel
 from hetero.profiler.errors import ProfileError
 from hetero.profiler.records import DeviceProfile, Phase
@@ -61,7 +62,7 @@ def _left(profile: DeviceProfile) -> str:
 
 def _speeds(profile: DeviceProfile) -> Iterator[str]:
     """Yield the faster device in each phase, at the largest weight that both were measured at."""
-    if set(profile.devices) != {"gpu", "npu"}:
+    if not set(KINDS) <= set(profile.devices):
         return
     faster: dict[str, str] = {}
     phases: tuple[tuple[Phase, int], ...] = (("prefill", PREFILL_TOKENS), ("decode", 1))
@@ -84,7 +85,7 @@ def _seconds(profile: DeviceProfile, m: int) -> tuple[float, float] | None:
     formats: dict[WeightFormat, set[str]] = {}
     for row in profile.predictors:
         formats.setdefault(row.weight_format, set()).add(row.device)
-    both = [name for name, devices in formats.items() if len(devices) == 2]
+    both = [name for name, devices in formats.items() if set(KINDS) <= devices]
     pairs = [{(r.n, r.k) for r in profile.matmuls if r.device == kind} for kind in ("gpu", "npu")]
     n, k = max(pairs[0] & pairs[1] or {(4096, 4096)}, key=lambda pair: pair[0] * pair[1])
     if not both:

@@ -502,7 +502,7 @@ class EveryCore(Record):
 class FittedUnit(Record):
     """A processor as seven numbers, fitted to an engine's rates of whole models (`fitted_units`).
 
-    It predicts whole models on that processor alone: plans neither cut for it nor ask it.
+    It predicts whole models on that processor alone; plans ask the predictors of `devices`.
 
     engine                      that reached the rates, such as `llama.cpp`
     bytes_per_weight            of the rates' models; call_tokens: of one call of a prompt

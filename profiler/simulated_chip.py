@@ -104,7 +104,7 @@ class ProfiledLaunches(LaunchModel):
 
 
 class VirtualChip:
-    """Both devices of a profile's chip on one virtual `clock`; `numbers`: they compute results.
+    """The devices of a profile's chip on one virtual `clock`; `numbers`: they compute results.
 
     `devices` are for `hetero.runtime.engine.Engine`, with the clock. `drift` are factors by which
     devices are slower than their profile says (`SimulatedDevice.drift`). `rendering` uses the GPU

@@ -38,7 +38,7 @@ from hetero.solver.prompt_calls import split
 from hetero.solver.prompts import Prompt, call_scenarios, prompt_alone, prompt_of, steps_alone
 from hetero.solver.request import DEFAULT_REQUEST, PlanRequest, scenarios_of
 from hetero.solver.sizing import planner_for
-from hetero.solver.solution import Scenario, Solution
+from hetero.solver.solution import Scenario, Solution, uses_third
 from hetero.solver.weight_memory import limits_of, resident_by_op, weight_memory
 
 Numbers: TypeAlias = Literal["emulated", "predicted", "simulated", "fitted"]
@@ -152,7 +152,7 @@ def assemble(
         margin=request.margin,
         profile_fingerprint=profile.fingerprint,
         model_fingerprint=planner.model_fingerprint,
-        errors=errors_of(profile, spec.base or spec.weight_format),
+        errors=errors_of(profile, spec.base or spec.weight_format, solutions),
         notes=(*notes, *planner.notes),
         attention=attention_of(planner, solutions),
         **_experts_of(planner),
@@ -256,11 +256,17 @@ def share_of(planner: Planner, call: Solution) -> AttentionShare:
     )
 
 
-def errors_of(profile: DeviceProfile, weight_format: WeightFormat) -> dict[Phase, float]:
-    """Return by phase the mean relative error of the device that is predicted worse."""
+def errors_of(
+    profile: DeviceProfile, weight_format: WeightFormat, solutions: Iterable[Solution] = ()
+) -> dict[Phase, float]:
+    """Return by phase the mean relative error of the device that is predicted worst.
+
+    A CPU is one of them where the solutions use it.
+    """
+    third = any(map(uses_third, solutions))
     errors: dict[Phase, float] = {}
     for predictor in profile.predictors:
-        if predictor.weight_format is weight_format:
+        if predictor.weight_format is weight_format and (third or predictor.device in KINDS):
             for entry in predictor.validation:
                 errors[entry.phase] = max(errors.get(entry.phase, 0.0), entry.mape)
     return errors
@@ -286,6 +292,7 @@ def residency_of(planner: Planner, solutions: Iterable[Solution]) -> dict[OpName
             cuts=cuts[name],
             npu_rows=resident.npu,
             gpu_from=resident.gpu,
+            cpu_rows=resident.cpu if resident.cpu[1] else None,
         )
         for name, resident in resident_by_op(planner, solutions).items()
     }
@@ -348,6 +355,7 @@ def entry(
         predicted_s=option.seconds_alone(),
         gpu_s=option.gpu_s,
         npu_s=option.npu_s,
+        cpu_s=option.cpu_s or None,
         energy_j=energy,
         pipe=pipe,
     )
@@ -380,7 +388,7 @@ def _prompt_total(
         for scenario in call_scenarios(steps)
         for known in [solved[scenario.m]]
     )
-    singles = {
+    singles: dict[DeviceKind, Prompt | None] = {
         kind: prompt_alone(planner.whole_rows, steps_alone(planner, tokens, kind), kind)
         for kind in KINDS
     }
@@ -389,7 +397,9 @@ def _prompt_total(
 
 def _decode_total(planner: Planner, solution: Solution) -> Total:
     alone = {kind: planner.whole_rows.single(solution.scenario, kind) for kind in KINDS}
-    singles = {kind: s and Prompt((s,)) for kind, s in alone.items()}
+    singles: dict[DeviceKind, Prompt | None] = {
+        kind: s and Prompt((s,)) for kind, s in alone.items()
+    }
     total = _total(planner, Prompt((solution,)), singles)
     return total.model_copy(update={"context": planner.settings.context})
 

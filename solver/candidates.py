@@ -115,6 +115,8 @@ class Reasons:
 def _limit(option: Option) -> str:
     if not option.is_cut:
         return f"the {option.mode.upper()} alone takes {units.duration(option.elapsed_s)}"
+    if option.cpu_s > max(option.gpu_s, option.npu_s):
+        return f"waits for the CPU ({units.duration(option.cpu_s)})"
     if option.gpu_s > option.npu_s:
         return f"waits for the GPU ({units.duration(option.gpu_s)})"
     return f"waits for the NPU ({units.duration(option.npu_s)})"
@@ -148,5 +150,6 @@ def describe(option: Option, m: int, n: int) -> str:
     npu = f"NPU {option.npu_tiles.tokens} × {option.rows} (graph {graphs})"
     if not option.is_cut:
         return npu
-    share = 1 - option.npu_tiles.tokens * option.rows / (m * n)
-    return f"{npu}, GPU {100 * share:.0f} % of the outputs"
+    share = 1 - option.npu_tiles.tokens * option.rows / (m * n) - option.cpu_rows / n
+    cpu = f", CPU {100 * option.cpu_rows / n:.0f} %" if option.cpu_rows else ""
+    return f"{npu}{cpu}, GPU {100 * share:.0f} % of the outputs"

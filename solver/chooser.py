@@ -6,7 +6,7 @@ states. Times are seconds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, TypeAlias
 
@@ -17,6 +17,7 @@ from hetero.solver.npu_tiles import NpuTiles
 from hetero.solver.options import GPU, HOST, INF, Objective, Option
 from hetero.solver.overheads import Overheads
 from hetero.solver.plan import Strategy
+from hetero.solver.third_device import cuts_for_three, takes_third
 from hetero.solver.tilings import Grid, MatMulSpace
 
 ACTIVATION_BYTES = 4  # float32
@@ -33,11 +34,13 @@ class Rules:
                     more than the NPU's predicted time may be off; 0: any gain will do
     max_gpu_share   the GPU is busy for at most this share of a matmul's time
     shared          both devices work in every prompt, also where one alone would be faster
+    third           a CPU that the profile has may take rows of a matmul besides both
     """
 
     margin: float = 0.03
     max_gpu_share: float = 1.0
     shared: bool = False
+    third: bool = False
 
     def least_gain(self, cut: Option) -> float:
         """Return by which fraction a cut must be faster than the best single device."""
@@ -107,11 +110,16 @@ class Chooser:
 
         `mask` [T, R] says which tilings may be used (residency); all if None; `gpu_alone`
         whether the GPU holds all rows. A gpu-only option comes first and is closed where the rules
-        forbid it, unless nothing else can compute the matmul.
+        forbid it, unless nothing else can compute the matmul. Without a mask a CPU may take rows
+        where that beats every other option by as much as a cut must beat a device.
         """
         grid = grid or space.grid(m)
         gpu_s = grid.gpu_only_s if gpu_alone else None
-        return self.made(space, m, grid, self._pick(space, m, grid, mask, gpu_s))
+        options = self.made(space, m, grid, self._pick(space, m, grid, mask, gpu_s))
+        if mask is None and self.rules.third and takes_third(space):
+            share = self.rules.max_gpu_share
+            options += self._with_margin(options, cuts_for_three(space, m, self.objective, share))
+        return options
 
     def made(self, space: MatMulSpace, m: int, grid: Grid, picked: SelectedCuts) -> list[Option]:
         """Return the options of these places, the margin applied (`options`)."""
@@ -276,15 +284,17 @@ class Chooser:
             uncertainty=space.uncertainty(npu_tiles, r),
         )
 
-    def _with_margin(self, singles: list[Option], cuts: list[Option]) -> Iterator[Option]:
-        """Yield cuts, forbidden from each state where they do not beat one device enough."""
+    def _with_margin(self, others: list[Option], cuts: Iterable[Option]) -> list[Option]:
+        """Return cuts, forbidden from each state where they do not beat the others enough."""
         cost, states = self.objective.cost_alone, (GPU, HOST)
-        best = [min([cost(s, state) for s in singles], default=INF) for state in states]
+        best = [min([cost(x, state) for x in others], default=INF) for state in states]
+        worth = []
         for cut in cuts:
             most = 1 - self.rules.least_gain(cut)
             closed = [state for state in states if cost(cut, state) > most * best[state]]
             if len(closed) < 2 or self.rules.shared:  # a prompt may need a cut that loses
-                yield cut.forbid(*closed) if closed else cut
+                worth.append(cut.forbid(*closed) if closed else cut)
+        return worth
 
 
 def strategy_name(m: int, n: int, rows: int, npu_tiles: NpuTiles) -> Strategy:

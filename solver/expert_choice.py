@@ -94,7 +94,7 @@ def choose_experts(
     times, phases, why = ExpertTimes(cost, graph, overheads, routing), (DECODE, prompts), ""
     if budget_bytes is not None and _in_file(cost.profile, graph, budget_bytes):
         return ExpertsChoice((), _file_note(times, graph, budget_bytes), times, in_file=True)
-    if set(cost.profile.devices) != set(KINDS) or (why := _refusal(cost, "npu", ops)):
+    if not set(KINDS) <= set(cost.profile.devices) or (why := _refusal(cost, "npu", ops)):
         return ExpertsChoice((), f"routed experts: on the GPU ({why})" if why else "")
     if why := _refusal(cost, "gpu", ops):
         return ExpertsChoice(_all(times), f"routed experts: on the NPU ({why})", times)

@@ -26,7 +26,7 @@ from hetero.solver.kernel_times import Bools, Floats
 from hetero.solver.plan import InFlight, OpPlan, Strategy, Tile
 from hetero.solver.planner import Planner
 from hetero.solver.request import PlanRequest
-from hetero.solver.solution import Scenario, Solution
+from hetero.solver.solution import Scenario, Solution, uses_third
 from hetero.solver.tilings import MatMulSpace
 from hetero.solver.weight_memory import (
     Limits,
@@ -111,11 +111,13 @@ def in_flight_of(
     """Do the same as `in_flight`, given the rows that a plan's solutions keep resident.
 
     None where energy is what counts, or the GPU's share is bounded: those modes are for latency
-    alone.
+    alone; and none where a CPU takes rows, since they are for two devices.
     """
     longest = max(x.scenario.m for x in solutions if x.scenario.phase == "prefill")
     chunk = min(chunk_tokens(planner, CHUNKED_AT), longest)
     if request.max_gpu_share < 1 or request.objective == "energy":
+        return ()
+    if any(map(uses_third, solutions)):
         return ()
     resident = resident_by_op(planner, solutions)
     limits = limits_of(planner.profile, request.memory_budget_bytes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import chain
 from typing import Final
 
@@ -12,9 +13,9 @@ from hetero.profiler.model_graph import OpName
 from hetero.solver import copies, residency
 from hetero.solver.cuts import row_cuts
 from hetero.solver.errors import PlanError
-from hetero.solver.options import Objective
+from hetero.solver.options import GPU, HOST, Objective, Option
 from hetero.solver.plan import PHASES, Memory
-from hetero.solver.planner import Planner
+from hetero.solver.planner import Planner, for_two
 from hetero.solver.request import PlanRequest
 from hetero.solver.solution import Scenario, Solution
 from hetero.solver.weight_memory import Limits, limits_of, weight_memory
@@ -35,9 +36,12 @@ def solve_jointly(
     a memory limit that binds all rows are free again: which of them fit comes first.
     """
     if planner.sizes:
-        limited, best = _with_own_cuts(planner, scenarios, objective)
-        if any(_loses(planner, solution) for solution in best):
-            limited, best = _with_paying_cuts(planner, best, objective, request)
+        two = for_two(planner)
+        limited, best = _with_own_cuts(two, scenarios, objective)
+        if any(_loses(two, solution) for solution in best):
+            limited, best = _with_paying_cuts(two, best, objective, request)
+        if two is not planner:
+            limited, best = _with_third(planner, limited, best, objective, request)
         limits = limits_of(planner.profile, request.memory_budget_bytes)
         if limits.hold(weight_memory(limited, best)):
             return _joint_with_few_copies(planner, limited, best, objective, request, notes)
@@ -110,11 +114,7 @@ def _with_paying_cuts(
     Each step counts as the request weighs it, but none may lose more than the margin to one device.
     """
     scenarios = [solution.scenario for solution in best]
-
-    def cost(solutions: Sequence[Solution]) -> tuple[float, float]:
-        lost = sum(max(_loss(planner, x) - request.margin, 0.0) for x in solutions)
-        return lost, sum(request.weight(x.scenario) * x.path.cost for x in solutions)
-
+    cost = partial(_cost, planner, request)
     cuts = cuts_of(planner, best)
     for name in [name for name, rows in cuts.items() if rows]:
         fewer = cuts | {name: ()}
@@ -122,6 +122,69 @@ def _with_paying_cuts(
         if cost(solutions) < cost(best):
             cuts, best = fewer, solutions
     return with_used_cuts(planner, cuts, lambda x: solve_free(x, scenarios, objective))
+
+
+def _cost(
+    planner: Planner, request: PlanRequest, solutions: Iterable[Solution]
+) -> tuple[float, float]:
+    """Return what steps lose beyond the margin to one device, and their cost as they come."""
+    lost = cost = 0.0
+    for solution in solutions:
+        lost += max(_loss(planner, solution) - request.margin, 0.0)
+        cost += request.weight(solution.scenario) * solution.path.cost
+    return lost, cost
+
+
+def _with_third(
+    planner: Planner,
+    limited: Planner,
+    best: list[Solution],
+    objective: Objective,
+    request: PlanRequest,
+) -> tuple[Planner, list[Solution]]:
+    """Return the same with row cuts for three devices in place of those for two, where they pay.
+
+    Each matmul, and the members of a fused one, is tried with what the longest prompt wants of it,
+    on a few of the steps.
+    """
+    scenarios = [solution.scenario for solution in best]
+    prompts = [x for x in best if x.scenario.phase == "prefill"]
+    places = sorted({0, len(prompts) // 2, len(prompts) - 1})
+    some = [*(prompts[i].scenario for i in places), *scenarios[len(prompts) :]]
+    cuts = before = cuts_of(planner, best)
+    least = _cost(planner, request, [x for x in best if x.scenario in some])
+    for stage in planner.spec.block:
+        for names in filter(None, ((stage.name,), stage.members)):
+            wanted = {x: _for_three(planner, x, prompts[-1], objective) for x in names}
+            if not any(wanted.values()):
+                continue
+            more = cuts | {name: rows for name, rows in wanted.items() if rows}
+            tried = _cost(planner, request, solve_free(planner.with_rows(more), some, objective))
+            if tried < least:
+                least, cuts = tried, more
+    if cuts == before:
+        return limited, best
+    solved = with_used_cuts(planner, cuts, lambda x: solve_free(x, scenarios, objective))
+    better = _cost(planner, request, solved[1]) < _cost(planner, request, best)
+    return solved if better else (limited, best)
+
+
+def _for_three(
+    planner: Planner, name: OpName, step: Solution, objective: Objective
+) -> tuple[int, ...]:
+    """Return the row cuts of a matmul's best option for three devices; none where none gains.
+
+    It is entered from the device of the operators between matmuls, which continues after it.
+    """
+
+    def cost(option: Option) -> float:
+        if step.non_matmul.device == "gpu":
+            return objective.cost_alone(option, GPU)
+        return objective.cost(option, HOST)
+
+    options = planner.candidates(name, planner.spec.tokens_of(name, step.scenario.m), objective)
+    three = [x for x in options if x.cpu_rows and cost(x) < math.inf]
+    return min(three, key=cost).row_cuts if three else ()
 
 
 def with_used_cuts(
@@ -223,7 +286,7 @@ def memory_of(parts: Iterable[tuple[Planner, Sequence[Solution]]]) -> Memory:
     *others, (last, solutions) = parts
     each = [weight_memory(x, [s.without_head() for s in solved]) for x, solved in others]
     each.append(weight_memory(last, solutions))
-    fields = ("gpu_bytes", "npu_bytes", "twice_bytes", "graphs_bytes")
+    fields = ("gpu_bytes", "npu_bytes", "cpu_bytes", "twice_bytes", "graphs_bytes")
     return Memory(**{name: sum(getattr(x, name) for x in each) for name in fields})
 
 
@@ -243,6 +306,7 @@ def _limit_notes(planner: Planner, memory: Memory, limits: Limits) -> Iterable[s
     for kind, nbytes, limit in (
         ("GPU", memory.gpu_bytes, limits.gpu),
         ("NPU", memory.npu_bytes, limits.npu),
+        ("CPU", memory.cpu_bytes, limits.cpu),
     ):
         if nbytes > limit:
             fewer = "; fewer --graph-sizes, or auto, may be faster" if memory.graphs_bytes else ""
@@ -299,7 +363,7 @@ def cuts_of(planner: Planner, solutions: Iterable[Solution]) -> dict[OpName, tup
     cuts: dict[OpName, set[int]] = {}
     for solution in solutions:
         for name, option in solution.options.items():
-            cuts.setdefault(name, set()).add(option.rows)
+            cuts.setdefault(name, set()).update(option.row_cuts)
     return {
         name: tuple(sorted(r for r in rows if 0 < r < planner.shape(name)[0]))
         for name, rows in cuts.items()

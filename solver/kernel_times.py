@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from hetero.backends.formats import WeightFormat
 from hetero.backends.ops import OperandOrder
-from hetero.backends.protocol import KINDS, DeviceKind
+from hetero.backends.protocol import EVERY_KIND, KINDS, DeviceKind
 from hetero.profiler.cost import CostModel
 from hetero.profiler.grid import WIDE
 from hetero.profiler.records import phase_of
@@ -45,7 +45,7 @@ class TimeTable(NamedTuple):
 
 
 class KernelTimes:
-    """Times of both devices under one rule of precision.
+    """Times of the devices under one rule of precision.
 
     Immutable. `base` is the format of tiles that name none.
     """
@@ -61,14 +61,16 @@ class KernelTimes:
         self.base = base or weight_format
         self._quarantined = {entry.device for entry in cost.profile.quarantined}
         self.options: dict[DeviceKind, tuple[KernelOption, ...]] = {
-            kind: self._options(kind) for kind in KINDS
+            kind: self._options(kind)
+            for kind in EVERY_KIND
+            if kind in KINDS or kind in cost.profile.devices
         }
         self._choices: dict[tuple[DeviceKind, int, int, int], KernelOption] = {}
         self._allowed: dict[tuple[DeviceKind, KernelOption, str, str], bool] = {}
 
     def has(self, device: DeviceKind) -> bool:
         """Return whether the device has any kernel for this model."""
-        return bool(self.options[device])
+        return bool(self.options.get(device))
 
     def table(self, device: DeviceKind, ms: npt.ArrayLike, ns: npt.ArrayLike, k: int) -> TimeTable:
         """Return times of all pairs of token counts [M] and rows [N]; nothing (0) costs nothing."""

@@ -16,7 +16,7 @@ CapabilitiesByDevice: TypeAlias = Mapping[DeviceKind, Capabilities]
 
 def share_heads(able: CapabilitiesByDevice) -> bool:
     """Return whether both devices can compute some of the heads of an attention each."""
-    return len(able) == len(KINDS) and all(x.attention_heads for x in able.values())
+    return all(kind in able and able[kind].attention_heads for kind in KINDS)
 
 
 OpsByName: TypeAlias = dict[tuple[Phase, str], dict[int | None, OpPlan]]

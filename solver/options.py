@@ -80,6 +80,7 @@ class Option(NamedTuple):
     """One tiling of one operator, with its times.
 
     gpu_s, npu_s    how long each device is busy (contention included)
+    cpu_rows, cpu_s rows of a third device, after the NPU's, and how long it is busy
     elapsed_s       from the start until both are done and (with stream signals) the next launches
                     are queued, without other synchronisation
     enter_s         T_sync + T_copy when entered from `GPU` and from `HOST`
@@ -100,18 +101,27 @@ class Option(NamedTuple):
     rows: int = 0
     npu_tiles: NpuTiles | None = None
     tokens_first: bool = False
+    cpu_rows: int = 0
+    cpu_s: float = 0.0
     uncertainty: float = 0.0
     forbidden: frozenset[int] = frozenset()
 
     @property
     def is_cut(self) -> bool:
-        """Return whether both devices compute."""
+        """Return whether several devices compute."""
         return self.mode.endswith("dominant")
 
     @property
     def devices(self) -> frozenset[DeviceKind]:
         """Return the devices that compute."""
-        return BOTH if self.is_cut else frozenset({"gpu" if self.mode == "gpu" else "npu"})
+        if not self.is_cut:
+            return frozenset({"gpu" if self.mode == "gpu" else "npu"})
+        return BOTH | {"cpu"} if self.cpu_rows else BOTH
+
+    @property
+    def row_cuts(self) -> tuple[int, ...]:
+        """Return the rows where one device's end and another's begin, or all rows."""
+        return (self.rows, self.rows + self.cpu_rows) if self.cpu_rows else (self.rows,)
 
     def seconds(self, state: int = GPU) -> float:
         """Return the time on a path when entered from a state."""

@@ -16,7 +16,7 @@ def tiles_of(
     space: MatMulSpace, option: Option, m: int, *, open_ended: bool = False
 ) -> tuple[Tile, ...]:
     """Return the rectangles of a tiling at m tokens; with `open_ended`, for any token count."""
-    placed = [*_npu(space, option), *_gpu(space, option, m)]
+    placed = [*_npu(space, option), *_gpu(space, option, m), *_cpu(space, option, m)]
     if open_ended:
         placed = [t.model_copy(update={"tokens": (0, None)}) for t in placed]
     return tuple(placed)
@@ -31,7 +31,7 @@ def _npu(space: MatMulSpace, option: Option) -> Iterator[Tile]:
 
 def _gpu(space: MatMulSpace, option: Option, m: int) -> Iterator[Tile]:
     """Yield the complement of the NPU's rows × tokens, cut the way that was costed."""
-    n, r = space.n, option.rows
+    n, r = space.n, option.row_cuts[-1]
     t = option.npu_tiles.tokens if option.npu_tiles is not None else 0
     if option.npu_tiles is None or r == 0:
         yield _tile(space, "gpu", (0, m), (0, n), None)
@@ -47,16 +47,22 @@ def _gpu(space: MatMulSpace, option: Option, m: int) -> Iterator[Tile]:
             yield _tile(space, "gpu", (t, m), (0, r), None)
 
 
+def _cpu(space: MatMulSpace, option: Option, m: int) -> Iterator[Tile]:
+    if option.cpu_rows:
+        yield _tile(space, "cpu", (0, m), option.row_cuts, None)
+
+
 def _tile(
-    space: MatMulSpace, device: DeviceKind, tokens: Span, rows: Span, size: int | None
+    space: MatMulSpace, device: DeviceKind, tokens: Span, rows: tuple[int, ...], size: int | None
 ) -> Tile:
+    first, stop = rows
     count = size or tokens[1] - tokens[0]
-    chosen = space.kernels.choice(device, count, rows[1] - rows[0], space.k)
+    chosen = space.kernels.choice(device, count, stop - first, space.k)
     own = chosen.weight_format is space.kernels.base
     return Tile(
         device=device,
         tokens=tokens,
-        rows=rows,
+        rows=(first, stop),
         graph_size=size,
         order=chosen.order,
         precision=None if own else chosen.weight_format,

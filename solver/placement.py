@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 
 from hetero.backends.ops import Attention, MatMul, has_state, is_mapped
-from hetero.backends.protocol import DeviceKind, prepared_sizes
+from hetero.backends.protocol import KINDS, DeviceKind, prepared_sizes
 from hetero.profiler.model_graph import ModelGraph, Node
 from hetero.solver.assignments import Assignment, Heads, Part
 from hetero.solver.errors import PlanError
@@ -94,7 +94,7 @@ class Placement:
             return
         check_heads(self.plan, self.graph)
         for kind, able in self._capabilities.items():
-            if not able.attention_heads:
+            if kind in KINDS and not able.attention_heads:
                 raise PlanError(
                     f"the plan shares the heads of attention between both devices, and the {kind} "
                     "computes all of them or none: make a plan with a profile of this device"

@@ -62,6 +62,14 @@ class _Record(BaseModel):
     model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid", allow_inf_nan=False)
 
 
+class _OfThree(_Record):
+    """A record with a CPU's numbers, which documents of plans for two devices leave out."""
+
+    @model_serializer(mode="wrap")
+    def _without_cpu(self, serialise: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {k: x for k, x in serialise(self).items() if x or not k.startswith("cpu_")}
+
+
 class Tile(_Record):
     """Rectangle tokens × rows of one matmul's output and the device that computes it.
 
@@ -106,7 +114,7 @@ class Candidate(_Record):
     detail: str = ""
 
 
-class OpPlan(_Record):
+class OpPlan(_OfThree):
     """The partition of one matmul (all layers alike) for a phase and token count.
 
     `pipe` marks the paper's NPU-only comparison of that name, which alone may give the NPU more
@@ -123,6 +131,7 @@ class OpPlan(_Record):
     predicted_s: Positive | None = None
     gpu_s: Quantity | None = None
     npu_s: Quantity | None = None
+    cpu_s: Quantity | None = None
     energy_j: Quantity | None = None
     candidates: tuple[Candidate, ...] = ()
     pipe: bool = False
@@ -140,9 +149,7 @@ class OpPlan(_Record):
     def clipped(self, m: int) -> OpPlan:
         """Return the same partition with the outputs of the first m tokens only.
 
-        m is at most the entry's.
-
-        Its times are those of the longer call.
+        m is at most the entry's. Its times are those of the longer call.
         """
         tiles = (tile.clipped(m) for tile in self.tiles if tile.tokens[0] < m)
         return self.model_copy(update={"m": m, "tiles": tuple(tiles)})
@@ -168,8 +175,6 @@ class AttentionShare(_Record):
 
     None of m: of any number; all heads on one device mean that of the other operators. Predicted
     seconds are of a layer.
-
-    All heads on one device mean that of the other operators. Predicted seconds are of a layer.
     """
 
     phase: Literal["prefill"]
@@ -282,7 +287,7 @@ class DecodeBand(_Record):
 
 
 class PredictedRun(_Record):
-    """A prompt, or a decode step, on these devices: `gpu`, `npu`, `cpu`, or two that share it.
+    """A prompt, or a decode step, on these devices: `gpu`, `npu`, `cpu`, or several that share it.
 
     `error` is the mean relative error of such predictions, where the profile says it.
     """
@@ -357,8 +362,8 @@ class FrontPoint(_Record):
     energy_j: Quantity
 
 
-class Memory(_Record):
-    """Weight bytes: of each device in its own layout, and of rows that both have (in both).
+class Memory(_OfThree):
+    """Weight bytes: of each device in its own layout, and of rows that several have (in all).
 
     `graphs_bytes` is the part of `npu_bytes` that the same rows take again in graphs of other
     sizes, where each has its own copy.
@@ -366,25 +371,28 @@ class Memory(_Record):
 
     gpu_bytes: Bytes
     npu_bytes: Bytes
+    cpu_bytes: Bytes = 0
     twice_bytes: Bytes
     graphs_bytes: Bytes = 0
     budget_bytes: Bytes | None = None
 
     @property
     def total_bytes(self) -> int:
-        """Return both devices together."""
-        return self.gpu_bytes + self.npu_bytes
+        """Return all devices together."""
+        return self.gpu_bytes + self.npu_bytes + self.cpu_bytes
 
 
-class Residency(_Record):
+class Residency(_OfThree):
     """Rows of one matmul by device: [0, npu_rows) on the NPU, [gpu_from, n) on the GPU.
 
+    `cpu_rows` are the first and the end of a CPU's.
     `cuts` are the row cuts of the plan's tilings: the ends of segments to prepare.
     """
 
     cuts: tuple[Stop, ...]
     npu_rows: Start
     gpu_from: Start
+    cpu_rows: tuple[Start, Stop] | None = None
 
 
 class Plan(_Record):
@@ -474,6 +482,8 @@ class Plan(_Record):
             raise ValueError("attention's heads are shared where the GPU has the other operators")
         if len({x.layer for x in self.npu_experts}) < len(self.npu_experts):
             raise ValueError("each layer's experts are shared in one way")
+        if "cpu" in {*self.other_devices, self.experts}:
+            raise ValueError("a CPU takes rows of matmuls and computes nothing else")
         depths = [band.depth_from for band in self.bands]
         if depths != sorted(set(depths)):
             raise ValueError("the depths of decode's bands rise")
@@ -640,9 +650,8 @@ class Plan(_Record):
     def check_fits(self, spec: ModelGraph) -> None:
         """Raise `PlanError` unless every matmul of the plan has the model's shape.
 
-        Every tile must compute with weights as the model stores them.
-
-        Names are not compared: a quantised copy of a model may be called otherwise.
+        Every tile must compute with weights as the model stores them. Names are not compared: a
+        quantised copy of a model may be called otherwise.
         """
         check_heads(self, spec)
         shapes: dict[str, tuple[int, int]] = {m.name: (m.n, m.k) for m in spec.matmuls}

@@ -10,7 +10,7 @@ from functools import cached_property
 
 from hetero.backends.formats import StorageFormat, WeightFormat
 from hetero.backends.ops import Experts, MatMul, Op, OperandOrder, Outliers
-from hetero.backends.protocol import DeviceKind
+from hetero.backends.protocol import KINDS, DeviceKind
 from hetero.backends.weights import packed_bytes
 from hetero.profiler.model_graph import ModelGraph, Node, OpName
 from hetero.solver.assignments import Segment, Span
@@ -59,8 +59,8 @@ class PlannedKernels:
     def edges(self, node: Node, kind: DeviceKind, storage: StorageFormat) -> frozenset[int]:
         """Return rows where a device's kernels of a matmul end.
 
-        They end at the edges of every tile that it meets (its own, the other device's), so
-        that all parts of a call meet in rows. Kernels of another storage, where phases have
+        They end at the edges of every tile that it meets (its own, and others' within its rows),
+        so that all parts of a call meet in rows. Kernels of another storage, where phases have
         different ones, are not cut for these.
         """
         assert node.plan_op is not None
@@ -71,8 +71,9 @@ class PlannedKernels:
                 tiles = [x for x in entry.tiles if storage_of(node, x.precision) is storage]
                 if tiles and entry.phase == "prefill":
                     edges.update(self._entries.later_cuts(node))
-                if any(tile.device == kind for tile in tiles):
-                    edges.update(edge + shift for tile in entry.tiles for edge in tile.rows)
+                own = [tile.rows for tile in tiles if tile.device == kind]
+                met = (x for tile in entry.tiles for x in tile.rows)
+                edges.update(x + shift for x in met if any(a <= x <= b for a, b in own))
             self._edges[key] = frozenset(edges)
         return self._edges[key]
 
@@ -92,7 +93,7 @@ class PlannedKernels:
 
     def shared_heads(self, kind: DeviceKind) -> tuple[tuple[int, int], ...]:
         """Return the runs of key/value heads that a device computes of some attention."""
-        if not share_heads(self._capabilities):
+        if kind not in KINDS or not share_heads(self._capabilities):
             return ()
         last = self._graph.kv_heads
         return tuple((0, x) if kind == "npu" else (x, last) for x in self.head_cuts)

@@ -350,6 +350,14 @@ class Planner:
             )
 
 
+def for_two(planner: Planner) -> Planner:
+    """Return the same for the GPU and the NPU alone; itself where there is no third device."""
+    rules = planner.settings.rules
+    if not (rules.third and planner.kernels.has("cpu")):
+        return planner
+    return planner._with(settings=replace(planner.settings, rules=replace(rules, third=False)))
+
+
 def _no_times(planner: Planner) -> PlanError:
     """Return what is raised where a profile lacks the formats of a model."""
     known = sorted({p.weight_format.value for p in planner.profile.predictors})

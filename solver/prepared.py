@@ -135,7 +135,7 @@ def resident_alone(
         if name in planner.spec.sampled:
             whole = {"gpu": ResidentRows(0, 0), "npu": ResidentRows(n, n)}
             return whole[alone["decode"]] if "decode" in alone else rows
-        npu, gpu = (0, n) if everywhere else rows
+        npu, gpu = (0, n) if everywhere else rows[:2]
         return ResidentRows(n if "npu" in kinds else npu, 0 if "gpu" in kinds else gpu)
 
     return {name: of(name, rows) for name, rows in resident.items()}

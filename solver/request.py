@@ -32,6 +32,7 @@ class PlanRequest:
     as two NPU graphs hold).
     `length_weights`: how often prompts of each of `seq_lens` come, in any unit (empty: all alike).
     `shared`: both devices work in every prompt (`Rules`); a memory budget comes first.
+    `third`: a CPU that the profile has may take rows of matmuls, too.
     `preparation_budget_s` and `graph_memory_bytes` bound what `graph_sizes="auto"` may choose.
     `longest`: most tokens of a context in which decoding may move to other devices (None: never).
     `routing`: how often each routed expert is chosen (None: all alike).
@@ -47,6 +48,7 @@ class PlanRequest:
     precision: Precision = "auto"
     max_gpu_share: float = 1.0
     shared: bool = False
+    third: bool = False
     memory_budget_bytes: int | None = None
     preparation_budget_s: float | None = None
     graph_memory_bytes: int | None = None

@@ -247,7 +247,7 @@ class _Builder:
                 gpu, npu = resident_bytes(program.planner, name, resident)
                 small = name in program.small
                 copied = 0.0 if small else copy_bytes(program.planner, name, resident)
-                sizes = (gpu + npu, gpu, npu, copied)
+                sizes = (gpu + npu, gpu, npu, copied, 0.0)  # none of these rows is a CPU's
                 for row, nbytes, limit in zip(rows, sizes, limits, strict=True):
                     if row is not None:
                         self.entries.append((row, column, nbytes / max(limit, 1.0)))

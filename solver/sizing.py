@@ -33,7 +33,7 @@ def planner_for(
 
     `experts`: it chooses the devices of routed experts.
     """
-    rules = Rules(request.margin, request.max_gpu_share, request.shared)
+    rules = Rules(request.margin, request.max_gpu_share, request.shared, request.third)
     step = request.step_tokens
     settings = PlannerSettings(request.precision, rules, request.context, unfused, step_tokens=step)
     substitution = file_substitution(profile, spec.weight_format)

@@ -81,3 +81,8 @@ class Solution(NamedTuple):
             return None
         steps = walk(self.path).steps
         return sum(count * o.joules(self.power, state) for o, state, count in steps)
+
+
+def uses_third(solution: Solution) -> bool:
+    """Return whether a CPU computes rows of a matmul in the step."""
+    return any(option.cpu_rows for option in solution.options.values())

@@ -60,7 +60,7 @@ class StepSearch:
             if moved and name not in self.spec.sampled:
                 choice = {**candidates, name: moved}
                 tried.append(self.best([alone.non_matmul], choice, heads))
-        shared = [s for s in tried if s is not None and len(s.devices) == 2]
+        shared = [s for s in tried if s is not None and len(s.devices) > 1]
         return min(shared, key=lambda s: s.path.cost, default=None)
 
     def _with_groups(

@@ -114,7 +114,7 @@ class MatMulSpace:
         if not self.has_npu:
             return self._gpu_grid(m)
         choices = npu_choices(m, self.sizes, self.alignment, every=every)
-        npu, every_npu = self._npu_times(choices)
+        npu, every_npu = self.npu_times(choices)
         gpu, tokens_first, alone = self._gpu_times(m, choices.cuts)
         gpu, npu = contend(self.kernels, m, gpu, npu)
         return Grid(
@@ -183,7 +183,8 @@ class MatMulSpace:
             return sums, sums
         return np.minimum.reduceat(sums, choices.starts, axis=0), sums
 
-    def _npu_times(self, choices: Choices) -> tuple[Floats, Floats]:
+    def npu_times(self, choices: Choices) -> tuple[Floats, Floats]:
+        """Return `fastest` of the NPU's tiles, each row cut in the runs that are prepared."""
         if self.sizes:
             return self.fastest(choices, self._graphs)
         free = self.npu_table(choices.cuts)

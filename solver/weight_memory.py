@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple, Protocol
 
-from hetero.backends.protocol import KINDS, DeviceKind
+from hetero.backends.protocol import EVERY_KIND, KINDS, DeviceKind
 from hetero.profiler.features import weight_bytes
 from hetero.profiler.model_graph import ModelGraph, OpName
 from hetero.profiler.records import DeviceProfile
@@ -31,7 +31,7 @@ class Tables(Protocol):
 
 
 class Limits(NamedTuple):
-    """Most bytes of weights: of both devices together, of each, and of rows that both hold.
+    """Most bytes of weights: of all devices together, of each, and of rows that several hold.
 
     Infinite without a limit.
     """
@@ -40,25 +40,33 @@ class Limits(NamedTuple):
     gpu: float = INF
     npu: float = INF
     copies: float = INF
+    cpu: float = INF
 
     def hold(self, memory: Memory) -> bool:
         """Return whether a plan with this memory fits."""
-        parts = (memory.total_bytes, memory.gpu_bytes, memory.npu_bytes, memory.twice_bytes)
+        parts = (
+            memory.total_bytes,
+            memory.gpu_bytes,
+            memory.npu_bytes,
+            memory.twice_bytes,
+            memory.cpu_bytes,
+        )
         return all(nbytes <= limit for nbytes, limit in zip(parts, self, strict=True))
 
 
 def limits_of(profile: DeviceProfile, budget_bytes: float | None = None) -> Limits:
-    """Return a budget for both devices together, and what each can hold (`memory_limit_bytes`)."""
+    """Return a budget for all devices together, and what each can hold (`memory_limit_bytes`)."""
     resident = {kind: x.capabilities.memory_limit_bytes for kind, x in profile.devices.items()}
-    gpu, npu = (resident.get(kind) or INF for kind in KINDS)
-    return Limits(INF if budget_bytes is None else budget_bytes, gpu, npu)
+    gpu, npu, cpu = (resident.get(kind) or INF for kind in EVERY_KIND)
+    return Limits(INF if budget_bytes is None else budget_bytes, gpu, npu, cpu=cpu)
 
 
 class ResidentRows(NamedTuple):
-    """Rows that live on each device: [0, npu) and [gpu, n)."""
+    """Rows that live on each device: [0, npu), [gpu, n), and those of a CPU."""
 
     npu: int
     gpu: int
+    cpu: tuple[int, int] = (0, 0)
 
 
 def rows_needed(option: Option, m: int, n: int) -> ResidentRows:
@@ -67,15 +75,20 @@ def rows_needed(option: Option, m: int, n: int) -> ResidentRows:
         return ResidentRows(0, 0)
     if option.npu_tiles.tokens < m:
         return ResidentRows(option.rows, 0)
+    if option.cpu_rows:
+        first, stop = option.row_cuts
+        return ResidentRows(first, stop, (first, stop))
     return ResidentRows(option.rows, option.rows if option.rows < n else n)
 
 
 def union(resident: Iterable[ResidentRows], n: int) -> ResidentRows:
     """Return the rows for all of several tilings."""
-    npu, gpu = 0, n
+    npu, gpu, cpu = 0, n, (0, 0)
     for rows in resident:
         npu, gpu = max(npu, rows.npu), min(gpu, rows.gpu)
-    return ResidentRows(npu, gpu)
+        if rows.cpu[1]:
+            cpu = (min(cpu[0], rows.cpu[0]) if cpu[1] else rows.cpu[0], max(cpu[1], rows.cpu[1]))
+    return ResidentRows(npu, gpu, cpu)
 
 
 def resident_by_op(planner: Tables, solutions: Iterable[Solution]) -> dict[OpName, ResidentRows]:
@@ -104,15 +117,17 @@ def memory_of_rows(planner: Tables, rows: Mapping[OpName, ResidentRows]) -> Memo
     their weights once for each graph size.
     """
     gpu, npu = (expert_bytes(planner, kind) for kind in KINDS)
-    twice = graphs = 0.0
+    twice = graphs = cpu = 0.0
     for name, resident in rows.items():
         on_gpu, on_npu = resident_bytes(planner, name, resident)
         gpu, npu = gpu + on_gpu, npu + on_npu
         twice += copy_bytes(planner, name, resident)
+        cpu += row_bytes(planner, "cpu", name) * (resident.cpu[1] - resident.cpu[0])
         graphs += on_npu - row_bytes(planner, "npu", name) * resident.npu
     return Memory(
         gpu_bytes=round(gpu),
         npu_bytes=round(npu),
+        cpu_bytes=round(cpu),
         twice_bytes=round(twice),
         graphs_bytes=round(graphs),
     )
@@ -126,8 +141,14 @@ def resident_bytes(planner: Tables, name: OpName, resident: ResidentRows) -> tup
 
 
 def copy_bytes(planner: Tables, name: OpName, resident: ResidentRows) -> float:
-    """Return the bytes, in all layers, of the NPU's rows of a matmul that the GPU has as well."""
-    return row_bytes(planner, "npu", name) * max(resident.npu - resident.gpu, 0)
+    """Return the bytes, in all layers, of the rows of a matmul that are on a device more.
+
+    They are the NPU's that the GPU has as well, and the CPU's that either has.
+    """
+    twice = row_bytes(planner, "npu", name) * max(resident.npu - resident.gpu, 0)
+    start, stop = resident.cpu
+    alone = max(min(stop, resident.gpu) - max(start, resident.npu), 0)
+    return twice + row_bytes(planner, "cpu", name) * (stop - start - alone)
 
 
 def copies(planner: Tables, name: OpName) -> int:

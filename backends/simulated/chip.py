@@ -1,7 +1,7 @@
-"""Two processors on one virtual clock: queues, submission, and slowing each other down.
+"""The processors of a chip on one virtual clock: queues, submission, and slowing each other down.
 
-Work is measured in seconds that a launch takes alone. While both processors work, each runs at
-1 / its contention factor, and the memory gives both together no more than its bandwidth.
+Work is measured in seconds that a launch takes alone. While several processors work, each runs at
+1 / its contention factor, and the memory gives all together no more than its bandwidth.
 
 The host's own code takes no time: what the control thread spends on a submission, a wait or a copy
 is what `ChipTimes` says.
@@ -19,7 +19,7 @@ import numpy as np
 
 from hetero.backends.errors import DeviceError
 from hetero.backends.host.clock import ManualClock
-from hetero.backends.protocol import DeviceKind
+from hetero.backends.protocol import EVERY_KIND, DeviceKind
 
 EVER: Final = float("inf")
 SPIN_S: Final = 100e-6  # that a polling thread lets pass at most between two looks at the clock
@@ -72,7 +72,7 @@ class ChipJob:
 
 @dataclass(frozen=True)
 class ChipTimes:
-    """Costs between the processors, seconds.
+    """Costs between the processors, in seconds.
 
     submit_busy_s     host time of a submission after another launch
     submit_empty_s    how much later a launch starts in a queue that has run dry
@@ -81,7 +81,7 @@ class ChipTimes:
                       whole queue
     copy_fixed_s, copy_s_per_byte    a copy between the host's memory and the GPU's own
     gpu_slowdown, npu_slowdown    factors (>= 1) while the other works too
-    bytes_per_s       most that the memory gives both together; None: as much as both ask for
+    bytes_per_s       most that the memory gives all together; None: as much as they ask for
     """
 
     submit_busy_s: float = 0.0
@@ -111,7 +111,7 @@ class Rendering:
 
 @dataclass
 class SimulatedChip:
-    """The state of both processors. Shared by the devices of one simulated chip.
+    """The state of all processors. Shared by the devices of one simulated chip.
 
     `frames` are those of `rendering` that were submitted, in order.
     """
@@ -121,11 +121,11 @@ class SimulatedChip:
     rendering: Rendering | None = None
     frames: list[ChipJob] = field(default_factory=list)
     finished: dict[DeviceKind, list[ChipJob]] = field(
-        default_factory=lambda: {"gpu": [], "npu": []}
+        default_factory=lambda: {kind: [] for kind in EVERY_KIND}
     )
 
     def __post_init__(self) -> None:
-        self._queues: dict[DeviceKind, deque[ChipJob]] = {"gpu": deque(), "npu": deque()}
+        self._queues: dict[DeviceKind, deque[ChipJob]] = {kind: deque() for kind in EVERY_KIND}
         self._now_s = self.clock.now()
         self._polled: tuple[ChipJob, float] | None = None
 
@@ -209,7 +209,7 @@ class SimulatedChip:
         return True
 
     def advance(self) -> None:
-        """Bring both processors to the clock's time."""
+        """Bring all processors to the clock's time."""
         now_s = self.clock.now()
         while self._now_s < now_s:
             self._step(now_s)
@@ -272,7 +272,5 @@ class SimulatedChip:
         if self.times.bytes_per_s is not None:
             wanted = sum(job.load.bytes_per_s for job in active.values())
             shared = max(1.0, wanted / self.times.bytes_per_s)
-        return {
-            "gpu": max(shared, self.times.gpu_slowdown),
-            "npu": max(shared, self.times.npu_slowdown),
-        }
+        own = {"gpu": self.times.gpu_slowdown, "npu": self.times.npu_slowdown}
+        return {kind: max(shared, own.get(kind, 1.0)) for kind in active}

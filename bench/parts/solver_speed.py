@@ -19,6 +19,7 @@ from hetero.solver.prepared import prepare_solver, spread_lengths
 from hetero.solver.request import PlanRequest
 from hetero.solver.solution import Scenario
 
+THREE = "snapdragon-x2-elite"  # has a CPU besides GPU and NPU
 TEN_LENGTHS = (64, 128, 135, 256, 300, 512, 525, 600, 1000, 1024)
 PLAN_BOUND_S = 1.0
 QUERY_BOUND_S = 2e-3
@@ -30,8 +31,12 @@ HEAD = (
 
 
 def measure(spec: ModelGraph, profile: DeviceProfile, rounds: int) -> dict[str, list[float]]:
-    """Seconds of plans, of preparing, of queries; predicted losses by prepared cuts."""
-    request, planner = PlanRequest(seq_lens=TEN_LENGTHS), Planner(spec, profile)
+    """Seconds of plans, of preparing, of queries; predicted losses by prepared cuts.
+
+    Plans are for three devices where the profile has a CPU.
+    """
+    request = PlanRequest(seq_lens=TEN_LENGTHS, third=True)
+    planner = Planner(spec, profile)
     lengths = PlanRequest(seq_lens=spread_lengths(planner.sizes, LONGEST), explain=False)
     found: dict[str, list[float]] = {"plan": [], "prepare": [], "query": []}
     for turn in range(rounds):
@@ -69,7 +74,7 @@ def solver_speed(
     """
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-    names = profile or ["snapdragon-8-gen-3", "snapdragon-8-gen-3-strong-npu"]
+    names = profile or ["snapdragon-8-gen-3", "snapdragon-8-gen-3-strong-npu", THREE]
     found = {x: measure(model_spec(model), DeviceProfile.load(x), rounds) for x in names}
     print(f"measured; {model}, {rounds} rounds; losses predicted\n")
     table(HEAD, [list(cells(name, times)) for name, times in found.items()])

@@ -207,6 +207,7 @@ def plan_command(
 
     lengths, length_weights = parse_lengths(seq_lens, "--seq-lens")
     request = PlanRequest(
+        third=True,
         seq_lens=lengths,
         length_weights=length_weights,
         graph_sizes=parse_sizes(graph_sizes),

@@ -300,7 +300,14 @@ class ModelLoader:
 def _device_of(plan: ExecutionPlan, device: DeviceMode) -> DeviceMode:
     """Return devices that a plan needs. Raises `UserError` if others were asked for."""
     kinds: frozenset[DeviceKind] = plan.devices()
-    needed: DeviceMode = "hetero" if len(kinds) == 2 else next(iter(kinds))
+    if "cpu" in kinds:
+        raise UserError(
+            f"plan {plan.plan_id} has rows of matmuls on a CPU besides GPU and NPU, which only "
+            "simulated chips run: leave out the plan, and the model is planned for two devices"
+        )
+    needed: DeviceMode = (
+        "hetero" if len(kinds) == 2 else next(kind for kind in KINDS if kind in kinds)
+    )
     if device not in ("auto", needed):
         raise UserError(
             f"plan {plan.plan_id} runs on {needed}, not on {device}: leave out the device, or make "

@@ -17,6 +17,7 @@ from hetero.backends.errors import DeviceError
 from hetero.backends.formats import WeightFormat
 from hetero.backends.host.affinity import assign_cores, pinned
 from hetero.backends.host.folders import cache_folder
+from hetero.backends.protocol import KINDS
 from hetero.errors import UserError
 from hetero.measuring.every_core import ROUNDS, can_use_every_core, measure_every_core
 from hetero.measuring.step_cost import measure_step_s
@@ -100,7 +101,8 @@ def complete_profile(
     """
     with _alone(path):
         profile = DeviceProfile.load(path)
-        device: DeviceMode = "hetero" if len(profile.devices) > 1 else next(iter(profile.devices))
+        kinds = [kind for kind in KINDS if kind in profile.devices]
+        device: DeviceMode = "hetero" if len(kinds) > 1 else kinds[0]
         opened = open_devices(device, gpu=gpu, npu=npu)
         options = Options(
             weight_formats=tuple(dict.fromkeys(x.weight_format for x in profile.predictors)),

@@ -544,5 +544,5 @@ def _mode_of(plan: ExecutionPlan) -> DeviceMode:
     kinds = plan.devices()
     if len(kinds) == 2:
         return "hetero"
-    (only,) = kinds
+    (only,) = (kind for kind in KINDS if kind in kinds)
     return only

@@ -184,7 +184,7 @@ def _try_open(
 
 def _note_fallback(result: DeviceSet, failures: dict[DeviceKind, DeviceError]) -> None:
     """Record and warn once that the remaining device does everything."""
-    (remaining,) = result.devices
+    (remaining,) = (kind for kind in KINDS if kind in result.devices)
     result.mode = remaining
     reasons = "; ".join(str(error) for error in failures.values())
     result.fallback = f"running on {remaining} ({result.name(remaining)}) alone because {reasons}"

@@ -32,7 +32,7 @@ from hetero.backends.host.child import child_command
 from hetero.backends.host.clock import SystemClock
 from hetero.backends.host.processor import cpu_flags, cpu_name
 from hetero.backends.host.time_limits import time_limit
-from hetero.backends.protocol import Device, DeviceKind
+from hetero.backends.protocol import KINDS, Device, DeviceKind
 from hetero.errors import UserError, one_sentence
 from hetero.placement.device_set import DeviceMode, open_devices
 from hetero.profiler import profile_files
@@ -295,7 +295,8 @@ def _measured(profile: DeviceProfile, tasks: Sequence[Task], machine: Machine) -
         "machine": machine, "profile": profile.fingerprint, "at_s": time.time(),
     }  # fmt: skip
     try:
-        backends = {kind: record.backend for kind, record in profile.devices.items()}
+        known = profile.devices
+        backends: dict[DeviceKind, str] = {x: known[x].backend for x in KINDS if x in known}
         answer = _in_process(tasks, backends, machine.cores)
         factors = factors_of(profile, tasks, answer["seconds"])
         return FirstStart(
@@ -369,7 +370,7 @@ def time_here(tasks: Sequence[Task], backends: dict[DeviceKind, str]) -> dict[st
     For a process of its own, which ends if it takes too long. Raises `DeviceError`, `UserError` or
     `ProfileError`.
     """
-    mode: DeviceMode = "hetero" if len(backends) == 2 else next(iter(backends))
+    mode: DeviceMode = "hetero" if len(backends) == 2 else next(x for x in KINDS if x in backends)
     opened = open_devices(mode, gpu=backends.get("gpu", "auto"), npu=backends.get("npu", "auto"))
     try:
         if opened.fallback:

@@ -83,6 +83,7 @@ def plan(
         step_tokens=step_tokens,
         margin=margin,
         curves=curves,
+        third=True,
     )
     finished = planned(spec, device_profile, request)
     return with_fastest(finished, spec, device_profile, request) if fastest else finished

@@ -77,12 +77,13 @@ def fastest_answers(
     """Return the devices on which decode steps are fastest, from the first token to `LONGEST`.
 
     Others take over at the depth from which they are faster by more than the error of either
-    prediction, and two devices where they are faster than one by the margin. Empty for models of
-    which the profile's errors do not hold. Raises `PlanError` or `ProfileError`.
+    prediction, and GPU and NPU together where they are faster than one by the margin. Empty for
+    models of which the profile's errors do not hold. Raises `PlanError` or `ProfileError`.
     """
     if not _is_checked(spec, profile):
         return ()
     graphs = replace(request, graph_sizes=None) if request.graph_sizes == "auto" else request
+    graphs = replace(graphs, third=False)
     planner, _ = planner_for(spec, profile, graphs)
     work, units = ModelWork(spec), [x for x in profile.units if x.device == "cpu"]
     cores = _every_core(profile, spec, "decode")
@@ -170,9 +171,10 @@ def _runs(
     for kind, seconds in total.single_devices.items():
         yield _run((kind,), seconds, tokens, error_of(profile, kind, phase, spec))
     if total.predicted_s not in total.single_devices.values():
-        errors = [error_of(profile, kind, phase, spec) for kind in BOTH]
+        kinds = total.devices if "cpu" in total.devices else BOTH
+        errors = [error_of(profile, kind, phase, spec) for kind in kinds]
         known = [x for x in errors if x is not None]
-        yield _run(BOTH, total.predicted_s, tokens, max(known, default=None))
+        yield _run(kinds, total.predicted_s, tokens, max(known, default=None))
     for unit in profile.units:
         if unit.device == "cpu":
             seconds = unit_s(unit, work, phase, tokens, depth if phase == "decode" else 0)

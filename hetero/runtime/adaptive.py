@@ -246,7 +246,7 @@ def _in_every_phase(factors: Mapping[Key, float]) -> Factors:
 
     Else one token in a graph of many would look faster than its own, in another format.
     """
-    filled = {
+    filled: Factors = {
         (kind, phase): factors[kind, other]
         for kind in KINDS
         for phase in PHASES

@@ -12,7 +12,7 @@ from hetero.backends.formats import CacheFormat
 from hetero.backends.host.clock import Clock, SystemClock
 from hetero.backends.ops import Embed
 from hetero.backends.optional import SupportsCompaction, SupportsHandovers
-from hetero.backends.protocol import DEFAULT_DEADLINE_S, DeviceKind, memory_owner
+from hetero.backends.protocol import DEFAULT_DEADLINE_S, KINDS, Device, DeviceKind, memory_owner
 from hetero.errors import FallbackWarning
 from hetero.models.graph import model_graph
 from hetero.models.model_weights import ModelWeights
@@ -274,26 +274,28 @@ class Deployment:
         self.lower()
 
     def drop(self, error: DeviceError) -> None:
-        """Continue without the device that failed, from the same state, with one warning.
+        """Continue on one of the other devices, from the same state, with one warning.
 
         Raises the error where no other device is left. Activations and every context's keys and
         values get new memory, because a device that hangs may still write into the old one. Where
         the other device cannot take over (memory, for one) the model is closed.
         """
         failed = self._culprit(error)
-        rest = {kind: device for kind, device in self.devices.items() if kind != failed}
-        if failed is None or not rest:
+        able = [kind for kind in KINDS if kind in self.devices and kind != failed]
+        if failed is None or not able:
             raise error
-        (kind,) = rest
+        kind = able[0]
+        rest: dict[DeviceKind, Device] = {kind: self.devices[kind]}
         self.fallback = (
             f"going on with {kind} ({rest[kind].info.backend}) alone because the {failed} failed: "
             f"{error}"
         )
         warnings.warn(self.fallback, FallbackWarning, stacklevel=5)
-        lost = self.devices[failed]
+        others = [device for own, device in self.devices.items() if own != kind]
         self.devices = rest
-        with suppress(DeviceError):
-            lost.close()
+        for other in others:
+            with suppress(DeviceError):
+                other.close()
         stored, shadows = self._weights.weight_format, self._weights.outliers()
         spec = model_graph(self._config, stored, self.placement.plan.model, shadows=shadows)
         try:

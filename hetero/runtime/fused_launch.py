@@ -12,7 +12,7 @@ from itertools import groupby
 from typing import Final, TypeAlias
 
 from hetero.backends.optional import SupportsFusedLaunch
-from hetero.backends.protocol import KINDS, BoundCall, Device, DeviceKind
+from hetero.backends.protocol import EVERY_KIND, BoundCall, Device, DeviceKind
 from hetero.runtime.program import SIGNAL, SUBMIT, WAIT, Action, Launch
 
 LONGEST: Final = 64  # launches
@@ -29,7 +29,7 @@ def fuse_program(
     for kind in {run[0].kind for run in runs}:
         own = [at for at, run in enumerate(runs) if run[0].kind == kind and len(run) >= SHORTEST]
         stages = [_stages(runs[at], launches) for at in own]
-        device = devices[KINDS[kind]]
+        device = devices[EVERY_KIND[kind]]
         calls = device.fuse(stages) if stages and isinstance(device, SupportsFusedLaunch) else None
         for at, call in zip(own, calls or (), strict=bool(calls)):
             instead[at] = runs[at][-1]._replace(target=call.submit)

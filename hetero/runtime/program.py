@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple, TypeAlias
 
 from hetero.backends.optional import StreamSignal
-from hetero.backends.protocol import KINDS, BoundCall, Completion, DeviceKind, Operand
+from hetero.backends.protocol import EVERY_KIND, BoundCall, Completion, DeviceKind, Operand
 
 Span: TypeAlias = tuple[int, int]
 Place: TypeAlias = tuple[int, int]  # the group at work, and before which other action
@@ -57,7 +57,7 @@ class Action(NamedTuple):
 
     SUBMIT, RUN, WAIT for its completion; PREQUEUE: submit it behind a closed gate; SIGNAL: open the
     gate of the group that completes with the launch; WAIT_LAYER: wait until the cache layer that
-    the launch works on is loaded. `kind` is the device's index in `KINDS`.
+    the launch works on is loaded. `kind` is the device's index in `EVERY_KIND`.
     """
 
     code: int
@@ -75,7 +75,7 @@ def raise_flags(
     """Put a flag after every launch that is waited for, but wait values; wait for the flag."""
     flagged: dict[int, int] = {}
     for action in program:
-        flag = flags.get(KINDS[action.kind]) if action.code == WAIT else None
+        flag = flags.get(EVERY_KIND[action.kind]) if action.code == WAIT else None
         if flag is not None and action.launch not in flagged:
             launch = launches[action.launch]
             if signal is not None and launch.call is signal.wait_value:
@@ -100,7 +100,7 @@ def prequeue(
 ) -> tuple[list[Action], StreamSignal | None]:
     """Return the program with wait values, and its signal; unchanged where they gain nothing."""
     kinds = {action.kind for action in program if action.code == SUBMIT}
-    signal = signals.get(KINDS[min(kinds)]) if len(kinds) == 1 else None
+    signal = signals.get(EVERY_KIND[min(kinds)]) if len(kinds) == 1 else None
     if signal is None:
         return program, None
     ahead = _Ahead(program, launches, signal, min(kinds))

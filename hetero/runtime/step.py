@@ -12,7 +12,7 @@ from typing import Final, NamedTuple, TypeAlias
 
 from hetero.backends.ops import OUTPUT_PORTS
 from hetero.backends.optional import StreamSignal
-from hetero.backends.protocol import KINDS, BoundCall, Completion, DeviceKind, Operand
+from hetero.backends.protocol import EVERY_KIND, BoundCall, Completion, DeviceKind, Operand
 from hetero.runtime.cache_calls import CacheCall, bind_program, wait_for_layers
 from hetero.runtime.fused_launch import fuse_program
 from hetero.runtime.handover import Handover
@@ -70,7 +70,7 @@ class Step:
     completions: list[Completion | None] = field(default_factory=list)
     signal: StreamSignal | None = None
     chunks: tuple[int, ...] = ()
-    kinds: tuple[DeviceKind, ...] = KINDS
+    kinds: tuple[DeviceKind, ...] = EVERY_KIND
     layers: Mapping[int, int] = field(default_factory=dict)
     bound: weakref.WeakKeyDictionary[KvCache, Step] = field(
         default_factory=weakref.WeakKeyDictionary
@@ -285,7 +285,7 @@ class BoundLaunches:
             else:
                 site = self._wait_point(step.launch, step.before)
                 wait_points.append(site)
-                kind = KINDS.index(site.kind)
+                kind = EVERY_KIND.index(site.kind)
                 actions.append(Action(WAIT, places[step.launch], kind, site.wait))
         program, signal = prequeue(actions, launches, signals)
         program = raise_flags(program, launches, self._synchroniser.flags, signal)
@@ -311,7 +311,7 @@ class BoundLaunches:
 
     def _start(self, i: int, place: int) -> Action:
         spec, call = self._specs[i], self._items[i].call
-        number = KINDS.index(self._account(spec))
+        number = EVERY_KIND.index(self._account(spec))
         if spec.asynchronous:
             return Action(SUBMIT, place, number, call.submit)
         return Action(RUN, place, number, call.run)

@@ -12,14 +12,14 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from hetero.backends.host.files import atomic_write
-from hetero.backends.protocol import KINDS
+from hetero.backends.protocol import EVERY_KIND
 from hetero.errors import UserError
 from hetero.runtime.program import PREQUEUE, RUN, SIGNAL, SUBMIT, WAIT_LAYER, Launch
 from hetero.runtime.step import Step
 from hetero.runtime.usage import StepRun
 
-LANES: Final = {lane: kind.upper() for lane, kind in enumerate(KINDS, start=1)}
-CONTROL: Final = len(KINDS) + 1
+LANES: Final = {lane: kind.upper() for lane, kind in enumerate(EVERY_KIND, start=1)}
+CONTROL: Final = len(EVERY_KIND) + 1
 NAMES: Final = LANES | {CONTROL: "control"}
 
 
@@ -57,7 +57,7 @@ class Trace:
         for action, start_s, end_s in zip(step.program, run.stamps, run.stamps[1:], strict=False):
             launch = step.launches[action.launch]
             if action.code == RUN:
-                lane = KINDS.index(launch.kind) + 1
+                lane = EVERY_KIND.index(launch.kind) + 1
                 self._add(launch.node, lane, start_s, end_s, _arguments(launch))
             elif action.code == SIGNAL:
                 self._add(f"ring for {launch.node}", CONTROL, start_s, end_s, {})
@@ -81,7 +81,7 @@ class Trace:
         span = completion.span() if completion is not None else None
         start_s, end_s = span or (submitted_s, seen_s)
         known = "driver's clock" if span else "submitted to seen"
-        lane = KINDS.index(launch.kind) + 1
+        lane = EVERY_KIND.index(launch.kind) + 1
         self._add(launch.node, lane, start_s, end_s, _arguments(launch) | {"times": known})
 
     def _add(

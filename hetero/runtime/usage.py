@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from hetero.backends.protocol import KINDS, DeviceKind
+from hetero.backends.protocol import EVERY_KIND, DeviceKind
 from hetero.solver.plan import Phase
 
 
@@ -35,7 +35,7 @@ class StepRun(NamedTuple):
     busy: Sequence[float]
     stamps: list[float]
     slept: list[float]
-    kinds: Sequence[DeviceKind] = KINDS
+    kinds: Sequence[DeviceKind] = EVERY_KIND
 
     @property
     def usage(self) -> dict[DeviceKind, Usage]:

@@ -41,14 +41,20 @@ def operators(plan: Plan) -> TableData:
         (content.where(op), op.op, op.strategy, _bar(op), units.duration(op.predicted_s))
         for op in plan.ops
     ]
-    head = ("step", "matmul", "strategy", "NPU ▇ GPU ░, %", "time")
+    cpu = "CPU ▒ " if any(op.cpu_s for op in plan.ops) else ""
+    head = ("step", "matmul", "strategy", f"NPU ▇ {cpu}GPU ░, %", "time")
     note = f"{content.kind(plan).capitalize()} times of one layer; --explain MATMUL says why."
     return TableData("The cut of every matmul", head, tuple(rows), note, 2, ("time",))
 
 
 def _bar(op: OpPlan) -> str:
-    """Return `▇▇▇▇▇▇▇▇▇░ 88:12`."""
-    npu = content.npu_share(op)
+    """Return `▇▇▇▇▇▇▇▇▇░ 88:12`, or of three devices `▇▇▇▇▇▇▇▇▒░ 80:8:12`."""
+    npu, cpu = content.device_share(op, "npu"), content.device_share(op, "cpu")
+    if cpu:
+        few = [max(round(BAR_CELLS * x), 1) for x in (cpu, 1 - npu - cpu)]
+        bar = f"{'▇' * (BAR_CELLS - sum(few))}{'▒' * few[0]}{'░' * few[1]}"
+        shares = round(100 * npu), round(100 * cpu)
+        return f"{bar} {shares[0]}:{shares[1]}:{100 - sum(shares)}"
     cells = round(BAR_CELLS * npu)
     if 0 < npu < 1:  # a part of each is seen
         cells = min(max(cells, 1), BAR_CELLS - 1)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Final
 
 from hetero.solver.plan import OpPlan, Plan, Total
 from hetero.solver.report import units
-from hetero.solver.report.content import drawn_tokens, npu_share
+from hetero.solver.report.content import device_share, drawn_tokens
+
+NPU: Final = "npu"
+CPU: Final = "cpu"
 
 
 def sentences(plan: Plan) -> tuple[str, ...]:
@@ -22,19 +26,23 @@ def sentences(plan: Plan) -> tuple[str, ...]:
 
 
 def _who(plan: Plan) -> Sequence[str]:
-    """Return the NPU's share of all matmuls' outputs, weighted by the work of each."""
+    """Return each device's share of all matmuls' outputs, weighted by the work of each."""
     said = []
     for total in plan.totals:
         m = drawn_tokens(total)
         ops = [op for op in plan.ops if op.phase == total.phase and op.m in (m, None)]
         works = [op.n * op.k * _times(op, total, plan) for op in ops]
-        parts = zip(works, map(npu_share, ops), strict=True)
-        share = sum(work * part for work, part in parts) / (sum(works) or 1)
+        share, cpu = (
+            sum(work * device_share(op, kind) for work, op in zip(works, ops, strict=True))
+            / (sum(works) or 1)
+            for kind in (NPU, CPU)
+        )
         if share in (0.0, 1.0):
             said.append(f"{short(total)} the {'NPU' if share else 'GPU'} alone")
         else:
-            npu = round(100 * share)
-            said.append(f"{short(total)} NPU {npu} %, GPU {100 - npu} %")
+            npu, third = round(100 * share), round(100 * cpu)
+            more = f"CPU {third} %, " if third else ""
+            said.append(f"{short(total)} NPU {npu} %, {more}GPU {100 - npu - third} %")
     return said
 
 

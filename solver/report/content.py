@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from hetero.backends.protocol import KINDS
+from hetero.backends.protocol import KINDS, DeviceKind
 from hetero.profiler.table_data import TableData
 from hetero.solver.plan import OpPlan, Plan, PrefillMode, Total
 from hetero.solver.report import units
@@ -81,8 +81,10 @@ def layers(plan: Plan) -> str:
 def operators(plan: Plan) -> TableData:
     """Return the chosen strategy of every matmul."""
     rows = []
+    third = any(op.cpu_s for op in plan.ops)
     for op in plan.ops:
         busy = f"{units.duration(op.gpu_s)} / {units.duration(op.npu_s)}"
+        busy += f" / {units.duration(op.cpu_s)}" if third else ""
         rows.append(
             (
                 where(op),
@@ -100,7 +102,7 @@ def operators(plan: Plan) -> TableData:
         "rows × features",
         "strategy",
         "computed by",
-        "GPU / NPU busy",
+        "GPU / NPU / CPU busy" if third else "GPU / NPU busy",
         "time",
     )
     note = f"{_kind(plan)} times of one layer, synchronisation included."
@@ -156,18 +158,17 @@ def where(op: OpPlan) -> str:
 
 def share(op: OpPlan) -> str:
     """Return the part of the outputs that each device computes, and graphs."""
-    npu = npu_share(op)
+    npu, cpu = device_share(op, "npu"), device_share(op, "cpu")
+    parts = (("NPU", npu), ("CPU", cpu), ("GPU", 1 - npu - cpu))
     graphs = [str(t.graph_size) for t in op.tiles if t.graph_size]
-    text = " + ".join(
-        f"{name} {100 * part:.0f} %" for name, part in (("NPU", npu), ("GPU", 1 - npu)) if part > 0
-    )
+    text = " + ".join(f"{name} {100 * part:.0f} %" for name, part in parts if part > 0)
     return text + (f" (graph {'+'.join(graphs)})" if graphs else "")
 
 
-def npu_share(op: OpPlan) -> float:
-    """Return the part of the outputs that the NPU computes."""
+def device_share(op: OpPlan, kind: DeviceKind) -> float:
+    """Return the part of the outputs that a device computes."""
     m = op.m or 1
-    return sum(_area(t, m) for t in op.tiles if t.device == "npu") / (m * op.n)
+    return sum(_area(t, m) for t in op.tiles if t.device == kind) / (m * op.n)
 
 
 def _area(tile: object, m: int) -> int:
@@ -187,7 +188,11 @@ def memory(plan: Plan) -> TableData | None:
     rows = [
         ("on the GPU", units.size(needed.gpu_bytes)),
         ("on the NPU", units.size(needed.npu_bytes)),
-        ("of these on both", units.size(needed.twice_bytes)),
+        *([("on the CPU", units.size(needed.cpu_bytes))] if needed.cpu_bytes else []),
+        (
+            "of these on several" if needed.cpu_bytes else "of these on both",
+            units.size(needed.twice_bytes),
+        ),
         *graphs,
         ("together", units.size(needed.total_bytes)),
     ]

@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 
 from markupsafe import Markup
 
-from hetero.backends.protocol import KINDS
+from hetero.backends.protocol import EVERY_KIND, KINDS
 from hetero.profiler.model_graph import role_of_op
 from hetero.profiler.pages import COLORS, LINES, markup
 from hetero.profiler.table_data import TableData
@@ -35,6 +35,7 @@ from hetero.solver.report.content import (
 WIDTH: Final = 960.0
 MIN_LABEL: Final = 4.0  # percent of the width, below which a bar has no name in it
 LEGEND: Final = (("gpu", "GPU"), ("npu", "NPU"), ("rest", "other operators (norms, attention, …)"))
+LEGEND_OF_THREE: Final = (*LEGEND[:2], ("cpu", "CPU"), LEGEND[2])
 
 
 class Bar(NamedTuple):
@@ -120,13 +121,15 @@ def block_bars(plan: Plan, total: Total) -> list[Bar]:
     for op in plan.ops:
         if op.phase != total.phase or op.m != drawn_tokens(total) or op.op == "lm_head":
             continue
-        gpu, npu = op.gpu_s or 0.0, op.npu_s or 0.0
-        whole = max(op.predicted_s or 0.0, gpu, npu)
-        start = now + whole - max(gpu, npu)  # synchronisation comes first
+        gpu, npu, cpu = op.gpu_s or 0.0, op.npu_s or 0.0, op.cpu_s or 0.0
+        whole = max(op.predicted_s or 0.0, gpu, npu, cpu)
+        start = now + whole - max(gpu, npu, cpu)  # synchronisation comes first
         if npu:
             bars.append(Bar("npu", start, start + npu, op.op))
         if gpu:
             bars.append(Bar("gpu", start, start + gpu, op.op))
+        if cpu:
+            bars.append(Bar("cpu", start, start + cpu, op.op))
         now += whole
         part = op.op if op.op in total.non_matmul_s else between.get(role_of_op(op.op), "")
         seconds = total.non_matmul_s.get(part, 0.0)
@@ -143,7 +146,8 @@ def block(plan: Plan, total: Total) -> Block | None:
     if not bars:
         return None
     end_s = max(bar.end_s for bar in bars)
-    lanes = tuple(_lane(kind, [b for b in bars if b.lane == kind], end_s) for kind in KINDS)
+    kinds = [kind for kind in EVERY_KIND if kind in KINDS or any(b.lane == kind for b in bars)]
+    lanes = tuple(_lane(kind, [b for b in bars if b.lane == kind], end_s) for kind in kinds)
     matmuls: dict[str, list[str]] = {}
     for bar in bars:
         took = f"{bar.lane.upper()} {units.duration(bar.end_s - bar.start_s)}"
@@ -277,4 +281,4 @@ def front(plan: Plan) -> Any:
         return Chart(title, note, svg_of(axes, title))
 
 
-__all__ = ["LEGEND", "block", "curves", "front", "step"]
+__all__ = ["LEGEND", "LEGEND_OF_THREE", "block", "curves", "front", "step"]

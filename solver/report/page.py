@@ -49,7 +49,7 @@ def to_html(plan: Plan, others: Sequence[Plan] = ()) -> str:
         first=_tables(
             fastest_table.table(plan), content.gains(plan), content.what_if(plan, others)
         ),
-        legend=drawings.LEGEND,
+        legend=drawings.LEGEND_OF_THREE if any(x.cpu_s for x in plan.ops) else drawings.LEGEND,
         lanes=[bars for t in pictured if (bars := drawings.block(plan, t)) is not None],
         cuts=steps,
         operators=_numeric(content.operators(plan)),

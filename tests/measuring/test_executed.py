@@ -11,7 +11,8 @@ from hetero.measuring.executed import execute
 from hetero.models import model_spec
 from hetero.profiler.records import DeviceProfile
 from hetero.solver.baselines import latency_s
-from hetero.solver.planner import Planner
+from hetero.solver.chooser import Rules
+from hetero.solver.planner import Planner, PlannerSettings, for_two
 from hetero.solver.request import DECODE
 from hetero.solver.solution import Scenario
 
@@ -27,6 +28,22 @@ def test_the_best_plan_is_executed_in_the_time_that_is_predicted(model: str, m: 
     planner, scenario = planner_of(model), Scenario("prefill", m) if m else DECODE
     executed = execute(planner, model, scenario)
     assert executed.seconds == pytest.approx(planner.solve(scenario).seconds, rel=0.05)
+
+
+@pytest.mark.parametrize("model", ["qwen3-4b", "llama-3.2-1b"])
+@pytest.mark.parametrize("m", [512, 900])
+def test_a_prompt_over_three_devices_is_executed_in_the_time_that_is_predicted(
+    model: str, m: int
+) -> None:
+    rules = Rules(third=True)
+    chip, scenario = DeviceProfile.load("snapdragon-x2-elite"), Scenario("prefill", m)
+    planner = Planner(model_spec(model), chip, PlannerSettings(rules=rules))
+    three, two = planner.solve(scenario), for_two(planner).solve(scenario)
+    assert three.devices == {"gpu", "npu", "cpu"}
+    executed = execute(planner, model, scenario)
+    assert executed.seconds == pytest.approx(three.seconds, rel=0.05)
+    assert executed.seconds < two.seconds
+    assert execute(for_two(planner), model, scenario).seconds > executed.seconds
 
 
 STRATEGIES = ("gpu-only", "layer", "row-cut", "hybrid-cut", "sequence-cut", "multi-sequence-cut",

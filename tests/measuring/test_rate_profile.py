@@ -61,7 +61,11 @@ def written(path: Path, rows: Iterable[Any], *, lines: bool = False) -> Path:
 @pytest.mark.parametrize("lines", [False, True])
 def test_a_chip_is_fitted_to_what_llama_bench_printed(tmp_path: Path, lines: bool) -> None:
     taken = profile_of_rates(written(tmp_path / "phone.json", bench(), lines=lines)).profile
-    assert (taken.name, taken.numbers, set(taken.devices)) == ("sc8380xp", "fitted", {"gpu", "npu"})
+    assert (taken.name, taken.numbers, set(taken.devices)) == (
+        "sc8380xp",
+        "fitted",
+        {"gpu", "npu", "cpu"},
+    )
     assert [x.device for x in taken.units] == ["gpu", "npu", "cpu"]
     for unit in taken.units:
         fitted, stack = rates_of(unit)

@@ -47,6 +47,7 @@ BRIEFLY = {
     "paper.py fit --check": "files are up to date",
     "chips.py --check": "files are up to date",
     "chip_errors.py": "fastest named, %",
+    "three_devices.py --model qwen3-0.6b -m 64": "| ideal of three |",
     "paper.py limits --models llama-3.2-1b -p 64": "| llama-3.2-1b | weights once, one domain |",
     "paper.py orders --shapes 64x64 -m 32": "| 64 × 64 | 32 | input |",
     "ablations.py decode demo -n 1 -r 2": "| signals |",

@@ -14,9 +14,11 @@ from hetero.backends.protocol import PerGraphSize
 from hetero.profiler.cost import CostModel
 from hetero.profiler.model_graph import ModelGraph, Node, OpName
 from hetero.profiler.records import (
+    Bandwidth,
     CapabilityRecord,
     DeviceProfile,
     DeviceRecord,
+    FittedUnit,
     Knots,
     MatMulPredictor,
     NonMatmulPredictor,
@@ -30,6 +32,25 @@ from hetero.solver.planner import Planner, PlannerSettings
 F32 = WeightFormat.F32
 NAMES: tuple[OpName, ...] = ("qkv", "o", "gate_up", "down")
 ALIGN = 4
+# Of memory that gives two of three devices what each reads alone.
+BANDWIDTH = Bandwidth(
+    gpu_alone_bytes_per_s=1.0,
+    npu_alone_bytes_per_s=1.0,
+    gpu_together_bytes_per_s=1.0,
+    npu_together_bytes_per_s=1.0,
+)
+CPU = FittedUnit(
+    device="cpu",
+    engine="llama.cpp",
+    bytes_per_weight=4.0,
+    call_tokens=1,
+    bandwidth_bytes_per_s=1.0,
+    flops_per_s=1.0,
+    attention_flops_per_s=1.0,
+    cache_bytes_per_s=1.0,
+    call_s=0.0,
+    state_flops_per_s=1.0,
+)
 
 
 @dataclass
@@ -118,17 +139,19 @@ def profile_of(
     instance: Instance,
     *,
     npu: bool = True,
+    cpu: bool = False,
     non_matmul_on_npu: bool = False,
     npu_bytes: float | None = None,
     per_graph_size: PerGraphSize = "nothing",
 ) -> DeviceProfile:
     """A profile with the instance's capabilities; times come from `TableCost`. A weight takes
-    `npu_bytes` in the NPU's own layout.
+    `npu_bytes` in the NPU's own layout. With a `cpu` as third device no power is known.
     """
     own = {"weight_bytes": {F32: npu_bytes} if npu_bytes else {}, "per_graph_size": per_graph_size}
     knots = Knots(tokens=(1,), coefficients=((0.0, 0.0, 0.0, 0.0),))
     shape = ShapeRange(m=(1, 99), n=(1, 99), k=(1, 99))
     kinds = ("gpu", "npu") if npu else ("gpu",)
+    kinds += ("cpu",) if cpu else ()
     devices = {
         kind: DeviceRecord(
             backend="null",
@@ -157,16 +180,18 @@ def profile_of(
         created="now",
         hetero_version="0",
         devices=devices,
-        power=Power(source="test", gpu_w=3.0, npu_w=1.0, both_w=3.5, idle_w=0.5),
+        power=None if cpu else Power(source="test", gpu_w=3.0, npu_w=1.0, both_w=3.5, idle_w=0.5),
         predictors=tuple(
             MatMulPredictor(device=d, weight_format=F32, knots=knots, measured=shape) for d in kinds
         ),
         other_predictors=tuple(others),
+        bandwidth=BANDWIDTH if cpu else Bandwidth(),
+        units=(CPU,) if cpu else (),
     )
 
 
 def _capabilities(kind: str, instance: Instance) -> CapabilityRecord:
-    if kind == "gpu":
+    if kind != "npu":
         return CapabilityRecord(asynchronous=True, weight_formats=(F32,))
     return CapabilityRecord(
         static_shapes=True, graph_sizes=instance.sizes, weight_formats=(F32,), row_alignment=ALIGN
@@ -208,7 +233,7 @@ def _node(name: str, op: Op, **own: Any) -> Node:
 
 def planner_of(instance: Instance, *, unfused: bool = False, **changes: Any) -> Planner:
     """A planner whose shapes are the instance's."""
-    known = ("non_matmul_on_npu", "npu_bytes", "per_graph_size")
+    known = ("cpu", "non_matmul_on_npu", "npu_bytes", "per_graph_size")
     own = {key: changes.pop(key) for key in known if key in changes}
     profile = profile_of(instance, **own)
     rules = Rules(margin=changes.pop("margin", instance.margin), **changes)

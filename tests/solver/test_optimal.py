@@ -303,7 +303,7 @@ def _brute_residency(
     totals = [
         sum(p[1] for p in combo)
         for combo in itertools.product(*fronts)
-        if np.all(sum(p[0] for p in combo) <= np.asarray(limits) * (1 + 1e-12))
+        if np.all(sum(p[0] for p in combo) <= np.asarray(limits[:4]) * (1 + 1e-12))
     ]
     return min(totals, default=np.inf) + fixed
 
