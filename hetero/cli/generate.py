@@ -219,8 +219,8 @@ def _check_early(prompt: str, options: GenerateOptions, *, as_json: bool) -> Non
 
 
 def document(llm: LLM, result: GenerationResult, options: GenerateOptions) -> dict[str, Any]:
+    from hetero.backends.host.peak_memory import peak_rss_bytes
     from hetero.generation.answer_stats import DeviceShare
-    from hetero.measuring.contender import peak_rss_bytes
 
     stats = result.stats
     record = {
@@ -268,8 +268,8 @@ def document(llm: LLM, result: GenerationResult, options: GenerateOptions) -> di
 def print_stats(llm: LLM, result: GenerationResult) -> None:
     from rich.table import Table
 
+    from hetero.backends.host.peak_memory import peak_rss_bytes
     from hetero.generation.answer_stats import DeviceShare
-    from hetero.measuring.contender import peak_rss_bytes
     from hetero.placement.comparing import described
     from hetero.solver.report.units import size
 
@@ -309,7 +309,7 @@ def print_stats(llm: LLM, result: GenerationResult) -> None:
     table.add_row("weights", _weights(llm.engine.memory))
     table.add_row("keys and values", f"up to {size(llm.engine.memory.context_bytes)} a context")
     table.add_row("peak memory", f"{peak_rss_bytes() / 2**20:.0f} MiB")
-    stderr.print(table)
+    stderr().print(table)
 
 
 def _weights(memory: MemoryEstimate) -> str:

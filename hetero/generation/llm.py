@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Unpack, cast, overload
+from typing import TYPE_CHECKING, Any, Unpack, cast, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,6 @@ from hetero.backends.host.gc_pause import gc_paused
 from hetero.errors import ModelError, UserError
 from hetero.generation.answer_contexts import AnswerContexts
 from hetero.generation.conversation import Conversation
-from hetero.generation.embedding import Embedding, EmbedOptions, Texts, embed
 from hetero.generation.loading import LoadOptions, ModelLoader
 from hetero.generation.loop import Generation, GenerationResult
 from hetero.generation.options import GenerateOptions, GenerationConfig, read_options
@@ -42,6 +41,9 @@ from hetero.runtime.schedule import Order
 from hetero.runtime.waits import SyncMethod
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.names import NamedStrategy
+
+if TYPE_CHECKING:
+    from hetero.generation.embedding import Embedding, EmbedOptions, Texts
 
 
 class LLM(Closing):
@@ -304,6 +306,8 @@ class LLM(Closing):
 
     def embed(self, texts: Texts, **options: Unpack[EmbedOptions]) -> Embedding:
         """Return embeddings float32 [texts, features] of length 1 of texts or token ids."""
+        from hetero.generation.embedding import embed
+
         return embed(self._engine, self._loaded, self._answers.cleared, texts, options)
 
     @contextmanager
