@@ -162,6 +162,16 @@ CacheOption = Annotated[
         help="Format of cached keys and values.", show_default="f16", rich_help_panel=DEVICES
     ),
 ]
+WaitOption = Annotated[
+    bool,
+    typer.Option(
+        "--wait-for-plan",
+        help="No text on the NPU alone while a first start compiles kernels.",
+        envvar="HETERO_WAIT_FOR_PLAN",
+        show_envvar=False,
+        rich_help_panel=DEVICES,
+    ),
+]
 WholeOption = Annotated[
     bool,
     typer.Option("--whole-caches", help="Layers with a window keep all.", rich_help_panel=DEVICES),
@@ -203,6 +213,7 @@ class EngineFlags:
     adapt: AdaptOption = True
     order: OrderOption = OrderChoice.BEST
     kv: CacheOption = None
+    wait_for_plan: WaitOption = False
 
     def arguments(self) -> dict[str, Any]:
         """Return them as arguments of `LLM`. Raises `UserError`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 from hetero.errors import UserError
 from hetero.generation.loop import Generation
@@ -16,10 +17,17 @@ from hetero.runtime.engine import ContextFullError, Engine
 from hetero.runtime.kv.context import Context, check_shift
 
 
+class Opened(Protocol):
+    """A model's devices as they are now, and why these."""
+
+    devices: DeviceSet
+    choice: Choice
+
+
 class AnswerContexts:
     """Starts answers on contexts, `own` where the caller gives none.
 
-    `devices` and `choice` say in an answer's statistics why it ran where it did (`Stats`).
+    What is `opened` says in an answer's statistics why it ran where it did (`Stats`).
     """
 
     def __init__(
@@ -27,11 +35,9 @@ class AnswerContexts:
         engine: Engine,
         model: LoadedModel,
         own: OwnContexts,
-        devices: DeviceSet,
-        choice: Choice,
+        opened: Opened,
     ) -> None:
-        self._engine, self._model, self._own = engine, model, own
-        self._devices, self._choice = devices, choice
+        self._engine, self._model, self._own, self._opened = engine, model, own, opened
 
     def begin(
         self,
@@ -70,8 +76,8 @@ class AnswerContexts:
                 ended=self._own.end,
                 reused=reused,
                 keep_prompt=keep_prompt,
-                fallback=self._devices.fallback,
-                choice=self._choice.reason,
+                fallback=self._opened.devices.fallback,
+                choice=self._opened.choice.reason,
             )
         except BaseException:
             hold.active = False

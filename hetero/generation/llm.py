@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,7 +25,8 @@ from hetero.backends.host.gc_pause import gc_paused
 from hetero.errors import ModelError, UserError
 from hetero.generation.answer_contexts import AnswerContexts
 from hetero.generation.conversation import Conversation
-from hetero.generation.loading import LoadOptions, ModelLoader
+from hetero.generation.early_loading import EarlyLoader
+from hetero.generation.loading import LoadOptions
 from hetero.generation.loop import Generation, GenerationResult
 from hetero.generation.options import GenerateOptions, GenerationConfig, read_options
 from hetero.generation.tracing import traced
@@ -70,6 +72,9 @@ class LLM(Closing):
     q8, codes of 8 bits, half of that again; or f32, the default of an NPU alone that reads no
     others. Layers with a sliding window keep the keys and values that it reaches and a few before;
     with `whole_caches` all, so that a context can be cut anywhere without being computed again.
+    A first start compiles kernels for seconds: `wait_for_plan` off answers on the NPU alone
+    meanwhile, and moves to the plan's devices (`choice`, `devices` and `plan` then change) between
+    two steps. Programs that measure, or compare answers bit by bit, wait, as is the default.
 
     A prompt is answered on a context: one of `new_context`, which the prompt goes on from, or the
     model's own (`context`), from the start unless `reuse`. While a stream uses that, further calls
@@ -101,36 +106,38 @@ class LLM(Closing):
         order: Order = "best",
         kv: str | None = None,
         whole_caches: bool = False,
+        wait_for_plan: bool = True,
         progress: Progress | None = None,
     ) -> None:
         options = LoadOptions(
-            device=device,
-            gpu=gpu,
-            npu=npu,
-            profile=profile,
-            plan=plan,
-            weights=weights,
-            max_seq_len=max_seq_len,
-            sync=sync,
-            strategy=strategy,
-            prompt_lengths=prompt_lengths,
-            first_prompt=first_prompt,
-            max_gpu_share=max_gpu_share,
-            memory_budget=memory_budget,
-            adapt=adapt,
-            order=order,
-            kv=kv,
-            whole_caches=whole_caches,
-            progress=progress,
-        )
-        loader = ModelLoader(model, options)
+            device=device, gpu=gpu, npu=npu, profile=profile, plan=plan, weights=weights,
+            max_seq_len=max_seq_len, sync=sync, strategy=strategy, prompt_lengths=prompt_lengths,
+            first_prompt=first_prompt, max_gpu_share=max_gpu_share, memory_budget=memory_budget,
+            adapt=adapt, order=order, kv=kv, whole_caches=whole_caches,
+            wait_for_plan=wait_for_plan, progress=progress,
+        )  # fmt: skip
+        self._opened = loader = EarlyLoader(model, options)
         self._engine, self._own = loader.load()
         self._loaded: LoadedModel = loader.model
         self.kv, self.max_seq_len = loader.kv, loader.max_seq_len
-        self.choice, self.devices, self.plan = loader.choice, loader.devices, loader.plan
-        self._answers = AnswerContexts(
-            self._engine, self._loaded, self._own, self.devices, self.choice
-        )
+        self._moved()
+        loader.moved = self._moved
+        self._answers = AnswerContexts(self._engine, self._loaded, self._own, loader)
+
+    def _moved(self) -> None:
+        """Note the devices that compute from now on."""
+        opened = self._opened
+        self.choice, self.devices, self.plan = opened.choice, opened.devices, opened.plan
+
+    @property
+    def prepared(self) -> bool:
+        """Return whether later starts find all prepared (or preparing it has failed)."""
+        return self._opened.late is None or self._opened.late.wait(0)
+
+    def finish_preparing(self) -> None:
+        """Wait until it is `prepared`."""
+        while not self.prepared:
+            time.sleep(0.02)
 
     @property
     def engine(self) -> Engine:
@@ -324,6 +331,8 @@ class LLM(Closing):
 
         Later calls, and streams that are unfinished, raise `DeviceLostError`.
         """
+        if self._opened.late is not None:
+            self._opened.late.close()
         with self._engine.lock:
             self._engine.close()
         self._loaded.weights.close()
