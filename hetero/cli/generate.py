@@ -98,7 +98,7 @@ def _finish_preparing(llm: LLM) -> None:
     """Wait for what a first start prepares; Ctrl-C leaves it to the next one."""
     from hetero.terminal.notices import notify
 
-    if not llm.prepared:
+    if not llm.finish_preparing(0):
         notify("the answer is complete; kernels for later starts are still prepared (Ctrl-C ends)")
         with suppress(KeyboardInterrupt):
             llm.finish_preparing()

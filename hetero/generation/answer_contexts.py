@@ -17,7 +17,7 @@ from hetero.runtime.engine import ContextFullError, Engine
 from hetero.runtime.kv.context import Context, check_shift
 
 
-class Opened(Protocol):
+class OpenModel(Protocol):
     """A model's devices as they are now, and why these."""
 
     devices: DeviceSet
@@ -35,7 +35,7 @@ class AnswerContexts:
         engine: Engine,
         model: LoadedModel,
         own: OwnContexts,
-        opened: Opened,
+        opened: OpenModel,
     ) -> None:
         self._engine, self._model, self._own, self._opened = engine, model, own, opened
 

@@ -26,7 +26,7 @@ class DeviceShare:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AnswerPart:
+class DevicePart:
     """Tokens of prompt and answer that were computed while these devices (backends) were open."""
 
     devices: dict[str, str]
@@ -70,7 +70,7 @@ class Stats:
     adaptations: tuple[str, ...] = ()
     choice: str = ""
     shifted_tokens: int = 0
-    parts: tuple[AnswerPart, ...] = ()
+    parts: tuple[DevicePart, ...] = ()
 
 
 class AnswerMeter:
@@ -147,7 +147,7 @@ class AnswerMeter:
             choice=choice,
             shifted_tokens=self.shifted_tokens,
             parts=tuple(
-                AnswerPart(devices=dict(open), prompt_tokens=prompt, answer_tokens=answer)
+                DevicePart(devices=dict(open), prompt_tokens=prompt, answer_tokens=answer)
                 for open, (prompt, answer) in work.parts.items()
             ),
         )

@@ -40,11 +40,11 @@ class LatePlan:
     profile and packs weights into the cache as a start that waits does. The thread then chooses the
     devices from what is cached; it touches neither engine nor devices. `before_step` is the
     engine's: the thread that has the engine's lock waits there while the child times the machine,
-    and moves the engine when all is prepared. So whoever runs a step owns the devices, as always.
+    and moves the engine when all is prepared. So the thread that runs a step owns the devices, as always.
 
-    What fails leaves the model where it is, with one `FallbackWarning`; `fallback` says why. A
-    move that is interrupted is made again before the next step. `close` ends child and thread; a
-    process that ends otherwise takes the child with it.
+    What fails leaves the model where it is, with one `FallbackWarning`; `Deployment.fallback` says
+    why. A move that is interrupted is made again before the next step. `close` ends child and
+    thread; a process that ends otherwise takes the child with it.
     """
 
     def __init__(
@@ -54,7 +54,6 @@ class LatePlan:
         choose: Callable[[], Choice],
         move: Callable[[Choice], None],
     ) -> None:
-        self.fallback = ""
         self._engine, self._question, self._choose, self._move = engine, question, choose, move
         self._process: subprocess.Popen[str] | None = None
         self._closed = False
@@ -71,8 +70,9 @@ class LatePlan:
         try:
             self._move(self._job.result())
         except (PreparationError, DeviceError, UserError, MemoryError, OSError) as error:
-            self.fallback = f"{STAYS} {one_sentence(str(error) or type(error).__name__)}"
-            warnings.warn(self.fallback, FallbackWarning, stacklevel=2)
+            fallback = f"{STAYS} {one_sentence(str(error) or type(error).__name__)}"
+            self._engine.deployment.fallback = fallback
+            warnings.warn(fallback, FallbackWarning, stacklevel=2)
             return False
         except BaseException:
             self._engine.before_step = self.before_step

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 import os
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -129,15 +129,10 @@ class LLM(Closing):
         opened = self._opened
         self.choice, self.devices, self.plan = opened.choice, opened.devices, opened.plan
 
-    @property
-    def prepared(self) -> bool:
-        """Return whether later starts find all prepared (or preparing it has failed)."""
-        return self._opened.late is None or self._opened.late.wait(0)
-
-    def finish_preparing(self) -> None:
-        """Wait until it is `prepared`."""
-        while not self.prepared:
-            time.sleep(0.02)
+    def finish_preparing(self, limit_s: float = math.inf) -> bool:
+        """Return whether later starts find all prepared, at the latest after `limit_s`."""
+        late = self._opened.late
+        return late is None or late.wait(limit_s)
 
     @property
     def engine(self) -> Engine:

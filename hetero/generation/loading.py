@@ -21,7 +21,7 @@ from hetero.placement.choosing import Choice, PlacementRequest, choose, plan_on
 from hetero.placement.device_set import DeviceMode, DeviceSet, open_devices
 from hetero.placement.planning import ProfileLike, parse_size
 from hetero.profiler.records import DeviceProfile
-from hetero.runtime.deployment import Target
+from hetero.runtime.deployment import MoveTarget
 from hetero.runtime.engine import Engine
 from hetero.runtime.kernels import Progress
 from hetero.runtime.schedule import Order
@@ -261,7 +261,7 @@ class ModelLoader:
         )
         return engine, OwnContexts(partial(engine.new_context, waits=True))
 
-    def _target(self, *, warm: bool) -> Target:
+    def _target(self, *, warm: bool) -> MoveTarget:
         """Return the open devices, with the plan for them."""
         devices = self.devices.devices
         self.choice = self.choice.opened(self.devices)
@@ -269,7 +269,7 @@ class ModelLoader:
         self._check_caches()
         if self._options.order == "fifo":
             self.plan = self.plan.model_copy(update={"in_flight": ()})
-        return Target(
+        return MoveTarget(
             devices=devices,
             plan=self.plan,
             source=self.choice.solver_on(devices),

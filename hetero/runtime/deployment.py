@@ -65,7 +65,7 @@ class DeploymentOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Target:
+class MoveTarget:
     """Devices to move to, with the plan for them and what `Engine` takes with it.
 
     `warm`: launch the usual steps once, for nothing has compiled what they need.
@@ -304,7 +304,7 @@ class Deployment:
             self.close()
             raise
 
-    def move(self, to: Target) -> None:
+    def move(self, to: MoveTarget) -> None:
         """Continue on other devices, from the same state of every context, and close these.
 
         Where they cannot take over everything is as before, but for the devices of `to`, which are
