@@ -15,7 +15,7 @@ from hetero.cli.options import (
     AnswerFlags,
     EngineFlags,
     ModelArgument,
-    SpeculativeOption,
+    SpeculationFlags,
     StatsOption,
     SystemOption,
     WholeOption,
@@ -45,7 +45,7 @@ def chat_command(
     *,
     answer: AnswerFlags,
     engine: EngineFlags,
-    speculative: SpeculativeOption = 0,
+    speculation: SpeculationFlags,
     whole_caches: WholeOption = False,
     stats: StatsOption = False,
 ) -> None:
@@ -53,10 +53,11 @@ def chat_command(
     from hetero.generation.defaults import CHAT_SAMPLING, model_sampling
     from hetero.generation.options import read_options
 
-    options: GenerateOptions = {**answer.arguments(), "speculative": speculative}
+    options: GenerateOptions = {**answer.arguments(), "speculative": speculation.speculative}
     given = answer.sampling()
     read_options({**options, **given})
-    with open_llm(model, **engine.arguments(), whole_caches=whole_caches) as llm:
+    opening = {**engine.arguments(), **speculation.arguments(), "whole_caches": whole_caches}
+    with open_llm(model, **opening) as llm:
         options = {**options, **(model_sampling(llm.model.source) or CHAT_SAMPLING), **given}
         talk = Talk(llm, llm.conversation(system=system), options, session, stats=stats)
         talk.begin()

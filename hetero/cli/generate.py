@@ -17,7 +17,7 @@ from hetero.cli.options import (
     EngineFlags,
     JsonOption,
     ModelArgument,
-    SpeculativeOption,
+    SpeculationFlags,
     StatsOption,
     SystemOption,
     WholeOption,
@@ -59,7 +59,7 @@ def generate_command(
     *,
     answer: AnswerFlags,
     engine: EngineFlags,
-    speculative: SpeculativeOption = 0,
+    speculation: SpeculationFlags,
     whole_caches: WholeOption = False,
     echo: Annotated[
         bool,
@@ -81,10 +81,11 @@ def generate_command(
 ) -> None:
     """Answer PROMPT; the text streams to stdout."""
     options = answer.arguments()
-    options |= {"echo": echo, "logprobs": logprobs, "speculative": speculative}
+    options |= {"echo": echo, "logprobs": logprobs, "speculative": speculation.speculative}
     given = answer.sampling()
     text = checked_prompt(prompt, file, {**options, **given}, as_json=as_json)
-    opened = open_llm(model, **engine.arguments(), whole_caches=whole_caches, first_prompt=text)
+    opening = {**engine.arguments(), **speculation.arguments(), "whole_caches": whole_caches}
+    opened = open_llm(model, **opening, first_prompt=text)
     with opened as llm, llm.trace(trace) if trace is not None else nullcontext():
         prompt_ids, options = question(llm, text, system, chat, options, given)
         result = answered(llm, prompt_ids, options, quiet=as_json, stats=stats, prompt_text=text)

@@ -176,12 +176,38 @@ WholeOption = Annotated[
     bool,
     typer.Option("--whole-caches", help="Layers with a window keep all.", rich_help_panel=DEVICES),
 ]
-SpeculativeOption = Annotated[
-    int,
-    typer.Option(
-        min=0, help="Tokens guessed ahead from the text; 0: none.", rich_help_panel=DEVICES
-    ),
-]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculationFlags:
+    """Options of speculative decoding, for `generate` and `chat`; see `expanded`."""
+
+    speculative: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Most tokens guessed ahead, from the text or by --draft-model.",
+            show_default="0, 7 with --draft-model",
+            rich_help_panel=DEVICES,
+        ),
+    ] = None
+    draft_model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="A smaller model of the same vocabulary, which guesses tokens ahead.",
+            rich_help_panel=DEVICES,
+        ),
+    ] = None
+    draft_device: Annotated[
+        DeviceChoice, typer.Option(help="What computes the draft model.", rich_help_panel=DEVICES)
+    ] = DeviceChoice.AUTO
+
+    def arguments(self) -> dict[str, Any]:
+        """Return those that open a model as arguments of `LLM`."""
+        return {"draft_model": self.draft_model, "draft_device": self.draft_device.value}
+
+
 SystemOption = Annotated[str | None, typer.Option(help="System message, for the chat template.")]
 StatsOption = Annotated[
     bool, typer.Option("--stats", help="Print speeds and placement.", rich_help_panel=OUTPUT)

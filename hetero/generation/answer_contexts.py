@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from dataclasses import replace
+from typing import TYPE_CHECKING, Protocol
 
 from hetero.errors import UserError
 from hetero.generation.loop import Generation
 from hetero.generation.options import GenerationConfig
 from hetero.generation.own_contexts import OwnContexts
+from hetero.generation.speculative import LookupDrafter
 from hetero.models import LoadedModel
 from hetero.placement.choosing import Choice
 from hetero.placement.device_set import DeviceSet
 from hetero.runtime.engine import ContextFullError, Engine
 from hetero.runtime.kv.context import Context, check_shift
+from hetero.runtime.sizes import LONGEST_VERIFIED
+
+if TYPE_CHECKING:
+    from hetero.generation.draft_model import DraftModel
 
 
 class OpenModel(Protocol):
@@ -27,7 +33,8 @@ class OpenModel(Protocol):
 class AnswerContexts:
     """Starts answers on contexts, `own` where the caller gives none.
 
-    What is `opened` says in an answer's statistics why it ran where it did (`Stats`).
+    What is `opened` says in an answer's statistics why it ran where it did (`Stats`). `draft`
+    guesses tokens ahead, the text so far where there is none.
     """
 
     def __init__(
@@ -36,8 +43,10 @@ class AnswerContexts:
         model: LoadedModel,
         own: OwnContexts,
         opened: OpenModel,
+        draft: DraftModel | None = None,
     ) -> None:
-        self._engine, self._model, self._own, self._opened = engine, model, own, opened
+        self._engine, self._model, self._own = engine, model, own
+        self._opened, self._draft = opened, draft
 
     def begin(
         self,
@@ -52,6 +61,10 @@ class AnswerContexts:
         `is_text`: the prompt was a text, whose beginning token is dropped where it goes on from
         another. Raises `UserError`.
         """
+        drafts = self._draft.drafter if self._draft is not None else lambda _: LookupDrafter()
+        if config.speculative is None:
+            guesses = 0 if self._draft is None else LONGEST_VERIFIED - 1
+            config = replace(config, speculative=guesses)
         if config.context is None:
             context, hold = self._own.take(tokens[:-1], reuse=config.reuse)
         else:
@@ -78,6 +91,7 @@ class AnswerContexts:
                 keep_prompt=keep_prompt,
                 fallback=self._opened.devices.fallback,
                 choice=self._opened.choice.reason,
+                drafts=drafts,
             )
         except BaseException:
             hold.active = False

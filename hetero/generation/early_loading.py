@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import partial
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from hetero.backends.errors import DeviceError
 from hetero.backends.formats import DEFAULT_CACHE, CacheFormat
@@ -21,6 +21,9 @@ from hetero.placement.choosing import Choice, PlacementRequest, choose
 from hetero.placement.device_set import DRIVEN, DeviceSet, control_core
 from hetero.runtime.engine import Engine
 from hetero.runtime.executor import nothing
+
+if TYPE_CHECKING:
+    from hetero.generation.llm import LLM
 
 EARLY_NPU: Final = "ort-cpu"  # which compiles nothing
 EARLY: Final = (
@@ -118,3 +121,8 @@ class EarlyLoader(ModelLoader):
             list(engine.prompt_calls(context, tokens))
         decisions.note_prepared(key)
         self.moved()
+
+
+def tell(loader: ModelLoader, llm: LLM) -> None:
+    """Set a model's devices to those that were opened last."""
+    llm.choice, llm.devices, llm.plan = loader.choice, loader.devices, loader.plan

@@ -40,7 +40,7 @@ class LatePlan:
     profile and packs weights into the cache as a start that waits does. The thread then chooses the
     devices from what is cached; it touches neither engine nor devices. `before_step` is the
     engine's: the thread that has the engine's lock waits there while the child times the machine,
-    and moves the engine when all is prepared. So the thread that runs a step owns the devices, as always.
+    and moves the engine when all is prepared. So a step's thread owns the devices.
 
     What fails leaves the model where it is, with one `FallbackWarning`; `Deployment.fallback` says
     why. A move that is interrupted is made again before the next step. `close` ends child and

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, cast, overload
 
@@ -25,7 +26,8 @@ from hetero.backends.host.gc_pause import gc_paused
 from hetero.errors import ModelError, UserError
 from hetero.generation.answer_contexts import AnswerContexts
 from hetero.generation.conversation import Conversation
-from hetero.generation.early_loading import EarlyLoader
+from hetero.generation.draft_model import open_draft
+from hetero.generation.early_loading import EarlyLoader, tell
 from hetero.generation.loading import LoadOptions
 from hetero.generation.loop import Generation, GenerationResult
 from hetero.generation.options import GenerateOptions, GenerationConfig, read_options
@@ -72,6 +74,8 @@ class LLM(Closing):
     q8, codes of 8 bits, half of that again; or f32, the default of an NPU alone that reads no
     others. Layers with a sliding window keep the keys and values that it reaches and a few before;
     with `whole_caches` all, so that a context can be cut anywhere without being computed again.
+    `draft_model`, a smaller model of the same vocabulary on a `draft_device`, guesses tokens ahead
+    (`speculative`).
     A first start compiles kernels for seconds: `wait_for_plan` off answers on the NPU alone
     meanwhile, and moves to the plan's devices (`choice`, `devices` and `plan` then change) between
     two steps. Programs that measure, or compare answers bit by bit, wait, as is the default.
@@ -107,6 +111,8 @@ class LLM(Closing):
         kv: str | None = None,
         whole_caches: bool = False,
         wait_for_plan: bool = True,
+        draft_model: str | None = None,
+        draft_device: DeviceMode = "auto",
         progress: Progress | None = None,
     ) -> None:
         options = LoadOptions(
@@ -114,20 +120,17 @@ class LLM(Closing):
             max_seq_len=max_seq_len, sync=sync, strategy=strategy, prompt_lengths=prompt_lengths,
             first_prompt=first_prompt, max_gpu_share=max_gpu_share, memory_budget=memory_budget,
             adapt=adapt, order=order, kv=kv, whole_caches=whole_caches,
-            wait_for_plan=wait_for_plan, progress=progress,
+            progress=progress,
+            wait_for_plan=wait_for_plan or draft_model is not None,
         )  # fmt: skip
         self._opened = loader = EarlyLoader(model, options)
         self._engine, self._own = loader.load()
         self._loaded: LoadedModel = loader.model
         self.kv, self.max_seq_len = loader.kv, loader.max_seq_len
-        self._moved()
-        loader.moved = self._moved
-        self._answers = AnswerContexts(self._engine, self._loaded, self._own, loader)
-
-    def _moved(self) -> None:
-        """Note the devices that compute from now on."""
-        opened = self._opened
-        self.choice, self.devices, self.plan = opened.choice, opened.devices, opened.plan
+        self.choice, self.devices, self.plan = loader.choice, loader.devices, loader.plan
+        loader.moved = partial(tell, loader, self)
+        self.draft = open_draft(draft_model, draft_device, loader, options, self._engine)
+        self._answers = AnswerContexts(self._engine, self._loaded, self._own, loader, self.draft)
 
     def finish_preparing(self, limit_s: float = math.inf) -> bool:
         """Return whether later starts find all prepared, at the latest after `limit_s`."""
@@ -204,7 +207,7 @@ class LLM(Closing):
 
         With `chat` a text goes through the chat template first; ids are taken as they are, and the
         answer is a text of its own instead of continuing the prompt. Equal seeds give equal answers
-        on one machine and plan. `speculative` tokens are guessed ahead from the text so far
+        on one machine and plan. Up to `speculative` tokens are guessed ahead
         (`hetero.generation.speculative`), which changes no answer.
         """
         if isinstance(prompt, list) and prompt and all(isinstance(x, str) for x in prompt):
@@ -331,6 +334,8 @@ class LLM(Closing):
         with self._engine.lock:
             self._engine.close()
         self._loaded.weights.close()
+        if self.draft is not None:
+            self.draft.close()
 
     def _begin(
         self, prompt: str | Sequence[int], config: GenerationConfig, *, keep_prompt: bool = False

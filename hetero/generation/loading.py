@@ -41,7 +41,10 @@ OTHER_SOLVER: Final = (
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
-    """Options of `LLM`, which explains them."""
+    """Options of `LLM`, which explains them.
+
+    `shortens`: a model with fewer positions than `max_seq_len` gets a shorter context.
+    """
 
     device: DeviceMode
     gpu: str
@@ -62,6 +65,7 @@ class LoadOptions:
     whole_caches: bool
     wait_for_plan: bool
     progress: Progress | None
+    shortens: bool = False
 
 
 class ModelLoader:
@@ -308,6 +312,8 @@ class ModelLoader:
         if max_seq_len is None:
             return min(limit, DEFAULT_CONTEXT)
         check_count("max_seq_len", max_seq_len)
+        if self._options.shortens:
+            return min(limit, max_seq_len)
         if not 1 <= max_seq_len <= limit:
             raise ModelError(
                 f"max_seq_len must be in [1, {limit}] for {self.model.name}, got {max_seq_len}"

@@ -18,7 +18,7 @@ from hetero.generation.answer_text import AnswerText
 from hetero.generation.options import GenerationConfig
 from hetero.generation.prompt_reader import PromptReader
 from hetero.generation.sampling import Constraint, Logits, SamplingParams, TokenLogprob
-from hetero.generation.speculative import LookupDecoder
+from hetero.generation.speculative import Drafter, LookupDrafter, SpeculativeDecoder
 from hetero.generation.token_chooser import TokenChooser
 from hetero.models import LoadedModel
 from hetero.runtime.engine import Engine
@@ -90,6 +90,7 @@ class Generation(Iterator[Delta], Closing):
     `logprobs` (how many alternatives) every token's log-probability is kept; with `echo` the prompt
     is part of the text, and of the log-probabilities. With `keeps_prompt`, which is set before the
     first step, the context is not released before `close`, and `fork` gives further answers.
+    `drafts` returns what guesses tokens of a text, where they are guessed (`config.speculative`).
     """
 
     def __init__(
@@ -107,12 +108,13 @@ class Generation(Iterator[Delta], Closing):
         fallback: str = "",
         choice: str = "",
         clock: TimeSource = time.perf_counter,
+        drafts: Callable[[Sequence[int]], Drafter] = lambda _: LookupDrafter(),
     ) -> None:
         self.context, self._hold, self._ended = context, hold, ended
         self._engine, self._model, self._config = engine, model, config
         self._prompt, self._reused = list(prompt), reused
         self.keeps_prompt, self._started = keep_prompt, False
-        self._fallback, self._choice, self._clock = fallback, choice, clock
+        self._fallback, self._choice, self._clock, self._drafts = fallback, choice, clock, drafts
         rest = self._prompt[reused:]
         scored = config.logprobs if config.echo else None
         self._reader = PromptReader(
@@ -130,7 +132,7 @@ class Generation(Iterator[Delta], Closing):
         self._chooser = TokenChooser(config, self._end)
         self._tokens: list[int] = []
         self._reason: FinishReason | None = None
-        self._lookup: LookupDecoder | None = None
+        self._guesses: SpeculativeDecoder | None = None
         self._next: int | None = None  # the token that was chosen last
         self._pending_token: int | None = None  # the same, while no delta was made of it
         self._given: Logits | None = None  # those behind it
@@ -224,7 +226,7 @@ class Generation(Iterator[Delta], Closing):
 
         Not while the prompt is read, nor where tokens are guessed, or some must be dropped first.
         """
-        free = not (self.finished or self._lookup or self._given is not None or self._is_full())
+        free = not (self.finished or self._guesses or self._given is not None or self._is_full())
         return self._next if free and not self.context.pending else None
 
     def give(self, logits: Logits) -> None:
@@ -273,6 +275,7 @@ class Generation(Iterator[Delta], Closing):
             fallback=self._fallback,
             choice=self._choice,
             clock=self._clock,
+            drafts=self._drafts,
         )
         other._reader.read, other._seen = read, self._seen[: len(self._seen) - len(self._tokens)]
         return other
@@ -289,7 +292,7 @@ class Generation(Iterator[Delta], Closing):
                 completion_tokens=len(self._tokens),
                 reused_tokens=self._reused,
                 fallback=self._fallback,
-                speculation=self._lookup.statistics if self._lookup is not None else None,
+                speculation=self._guesses.statistics if self._guesses is not None else None,
                 choice=self._choice,
             ),
             logprobs=tuple(self._chooser.logprobs),
@@ -302,9 +305,10 @@ class Generation(Iterator[Delta], Closing):
         if not self._started:
             self._started = True
             if self._config.speculative:
-                self._lookup = LookupDecoder(
-                    self._engine, self.context, self._seen, self._config.speculative
-                )
+                self._guesses = SpeculativeDecoder(
+                    self._engine, self.context, self._seen, self._config.speculative,
+                    self._drafts(self._seen), self._clock,
+                )  # fmt: skip
             self._meter.start()
         logits = self._reader.step(keeps=self.keeps_prompt)
         if logits is None:
@@ -329,10 +333,10 @@ class Generation(Iterator[Delta], Closing):
             self._shift()
         if self.context.pending:  # windows have lost what it would go on from
             self._engine.prefill(self.context, self.context.pending)
-        if self._lookup is None:
+        if self._guesses is None:
             self._given = self._engine.decode(self.context, token)
         else:
-            self._given = self._lookup.decode(token)
+            self._given = self._guesses.decode(token)
 
     def _is_full(self) -> bool:
         return len(self._seen) >= self._engine.max_seq_len
@@ -366,8 +370,8 @@ class Generation(Iterator[Delta], Closing):
         if self._pending_token is not None:
             self._delta()
         work = self._meter.work
-        if self._lookup is not None:
-            self._lookup.close()
+        if self._guesses is not None:
+            self._guesses.close()
         if self._next is not None:  # the prompt was read
             self.context.note(self._seen)
         self._meter.end(work)  # last: an end that was interrupted is repeated

@@ -44,7 +44,8 @@ class GenerateOptions(SamplingOptions, total=False):
     echo         the prompt is part of the result's text (and of its log-probabilities)
     constraint   which tokens an answer may go on with (`hetero.generation.sampling.Constraint`)
     sampling     a `SamplingParams`, in place of its fields one by one
-    speculative  tokens that are guessed ahead from the text so far; changes no answer
+    speculative  at most so many tokens are guessed ahead, by the draft model if the LLM has one
+                 (default then: 7), else from the text so far; changes no answer
     context_shift  go on where prompt and answer fill the context: half of the tokens behind the
                  first `keep` are forgotten, the rest moves up without being computed again. Only
                  nearly what the model would say (`hetero.runtime.kv.shift`)
@@ -58,7 +59,7 @@ class GenerateOptions(SamplingOptions, total=False):
     chat: bool
     reuse: bool
     logprobs: int | None
-    speculative: int
+    speculative: int | None
     echo: bool
     constraint: Constraint | None
     sampling: SamplingParams | None
@@ -69,7 +70,7 @@ class GenerateOptions(SamplingOptions, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationConfig:
-    """Checked options, with their defaults."""
+    """Checked options, with their defaults; `speculative` is None for the model's."""
 
     context: Context | None
     max_tokens: int
@@ -77,7 +78,7 @@ class GenerationConfig:
     chat: bool
     reuse: bool
     logprobs: int | None
-    speculative: int
+    speculative: int | None
     echo: bool
     constraint: Constraint | None
     sampling: SamplingParams
@@ -89,13 +90,14 @@ class GenerationConfig:
 def read_options(options: GenerateOptions) -> GenerationConfig:
     """Check everything that needs no model. Raises `UserError`."""
     given: dict[str, Any] = {**options}
-    logprobs = given.pop("logprobs", None)
+    logprobs, guesses = given.pop("logprobs", None), given.pop("speculative", None)
     constraint = given.pop("constraint", None)
-    if constraint is not None and given.get("speculative"):
+    if constraint is not None and guesses:
         raise UserError("speculative tokens cannot be guessed under a constraint: ask for 0")
     shift = bool(given.pop("context_shift", False))
-    if shift and given.get("speculative"):
+    if shift and guesses:
         raise UserError("speculative tokens cannot be guessed with context_shift: ask for 0")
+    guesses = 0 if constraint is not None or shift else guesses
     return GenerationConfig(
         context=given.pop("context", None),
         max_tokens=check_count("max_tokens", given.pop("max_tokens", DEFAULT_MAX_TOKENS)),
@@ -103,7 +105,7 @@ def read_options(options: GenerateOptions) -> GenerationConfig:
         chat=bool(given.pop("chat", False)),
         reuse=bool(given.pop("reuse", False)),
         logprobs=None if logprobs is None else check_count("logprobs", logprobs, 0),
-        speculative=check_count("speculative", given.pop("speculative", 0), 0),
+        speculative=None if guesses is None else check_count("speculative", guesses, 0),
         echo=bool(given.pop("echo", False)),
         context_shift=shift,
         keep=check_count("keep", given.pop("keep", SINKS), 0),

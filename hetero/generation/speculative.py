@@ -1,21 +1,26 @@
-"""Speculative decoding without a second model: drafts looked up in the text so far.
+"""Speculative decoding: one call of the model verifies several guessed tokens.
 
-What follows the last occurrence of the last few tokens is a guess at what comes next (prompt-lookup
-decoding; Saxena 2023). The model computes all guessed positions in one call, which costs little
-more than one token where weights are streamed. Every token is still the one that the sampler picks
-from the model's own logits: guesses only save calls, they never change the text.
+Guesses are looked up in the text so far, what followed the last occurrence of its last few tokens
+(prompt-lookup decoding; Saxena 2023), or come from a smaller model (`draft_model`; Leviathan et al.
+2023). The model computes all guessed positions in one call, which costs little more than one token
+where weights are streamed. Every token is still the one that the sampler picks from the model's own
+logits: guesses only save calls, they never change the text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from hetero.backends.host.closing import Closing
 from hetero.errors import UserError
+from hetero.generation.draft_length import DraftLength
 from hetero.runtime.engine import Engine
 from hetero.runtime.kv.context import Context
 from hetero.runtime.sizes import LONGEST_VERIFIED
@@ -39,48 +44,97 @@ class DraftStats:
         return self.accepted / self.drafted if self.drafted else 0.0
 
 
-class LookupDecoder:
+class Guess(NamedTuple):
+    """Tokens that may follow a text; those of one `kind` are right about equally often."""
+
+    tokens: Sequence[int] = ()
+    kind: int = 0
+
+
+class Drafter(Closing):
+    """Guesses the next tokens of one text, which only grows from call to call.
+
+    `guess_s` are the seconds that each guess takes: 0 where guessing is free.
+    """
+
+    guess_s: float = 0.0
+
+    @abstractmethod
+    def guess(self, text: Sequence[int], most: int) -> Guess:
+        """Return at most `most` tokens that may follow."""
+
+
+class LookupDrafter(Drafter):
+    """Guesses what followed the last occurrence of the text's end; `kind` is its length."""
+
+    def __init__(self) -> None:
+        self._ends: dict[tuple[int, ...], int] = {}  # some tokens -> where they last ended
+        self._indexed = 0
+
+    def guess(self, text: Sequence[int], most: int) -> Guess:
+        """Return the tokens behind the longest match that is not the end itself."""
+        for end in range(self._indexed, len(text)):
+            for length in range(SHORTEST_MATCH, min(LONGEST_MATCH, end) + 1):
+                self._ends[tuple(text[end - length : end])] = end
+        self._indexed = len(text)
+        for length in range(min(LONGEST_MATCH, len(text) - 1), SHORTEST_MATCH - 1, -1):
+            if (after := self._ends.get(tuple(text[-length:]))) is not None:
+                return Guess(text[after : after + most], length)
+        return Guess()
+
+    def close(self) -> None:
+        """Release nothing: an index is its answer's own."""
+
+
+class SpeculativeDecoder:
     """Gives the logits after each token, as `Engine.decode` does, computing several at once.
 
     `tokens` is the text when `decode` is first called. The steps that verify guesses are lowered at
-    once, so that no kernel is compiled while an answer waits. Owned by the generation; `close`
-    leaves the context at the tokens that were taken.
+    once, so that no kernel is compiled while an answer waits. At most `draft_tokens` are guessed,
+    fewer or none where that is faster (`DraftLength`). Owned by the generation; `close` leaves the
+    context at the tokens that were taken.
     """
 
     def __init__(
-        self, engine: Engine, context: Context, tokens: Sequence[int], draft_tokens: int
+        self,
+        engine: Engine,
+        context: Context,
+        tokens: Sequence[int],
+        draft_tokens: int,
+        drafter: Drafter,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        if not 1 <= draft_tokens < LONGEST_VERIFIED:
-            raise UserError(
-                f"speculative decoding guesses 1 to {LONGEST_VERIFIED - 1} tokens ahead, got "
-                f"{draft_tokens}"
-            )
+        check_draft_tokens(draft_tokens)
         self.statistics = DraftStats()
-        self._engine, self._context = engine, context
+        self._engine, self._context, self._clock = engine, context, clock
+        self._drafter, self._length = drafter, DraftLength()
         self._history = list(tokens)
         self._longest = draft_tokens
         for count in range(1, draft_tokens + 2):
             engine.steps.step(context, "decode", count, count)
         self._start = 0  # context before the last call
-        self._draft: list[int] = []
+        self._guess, self._right = Guess(), 0  # the last one, and how much of it the text confirms
+        self._draft: Sequence[int] = ()  # the part of it that the last call verified
         self._rows: Logits | None = None
         self._taken = 0  # tokens of the last call that are part of the text
 
     def decode(self, token: int) -> Logits:
         """Return logits [vocab] after `token`."""
         self._history.append(token)
-        guessed = self._draft[self._taken - 1 : self._taken] if self._rows is not None else []
-        if guessed == [token]:
+        self._compare(token)
+        if self._rows is not None and list(self._draft[self._taken - 1 : self._taken]) == [token]:
             self.statistics.accepted += 1
             self._taken += 1
             return self._row(self._taken - 1)
-        self.close()
+        self._forget_wrong()
         left = list(self._context.pending)  # a state went on with wrong guesses
         self._start = self._context.cached + len(left)
-        self._draft = self._guess(len(left))
+        self._draft = self._drafted(len(left))
         if self._draft:
             self._context.cache.keep_state()
+        before_s = self._clock()
         rows = self._engine.verify(self._context, [*left, token, *self._draft])
+        self._length.took(len(rows), self._clock() - before_s)
         self._rows = rows[len(left) :]
         self._taken = 1
         self.statistics.calls += 1
@@ -88,7 +142,11 @@ class LookupDecoder:
         return self._row(0)
 
     def close(self) -> None:
-        """Forget what was computed for guesses that were wrong."""
+        """Forget what was computed for guesses that were wrong, and release the drafter."""
+        self._forget_wrong()
+        self._drafter.close()
+
+    def _forget_wrong(self) -> None:
         if self._rows is not None:
             self._context.rewind(self._start + self._taken)
             self._rows = None
@@ -98,20 +156,30 @@ class LookupDecoder:
         row: Logits = self._rows[index]
         return row
 
-    def _guess(self, left: int) -> list[int]:
-        """Return tokens that followed the last occurrence of the end of the text.
+    def _compare(self, token: int) -> None:
+        """Learn from the next token whether the last guess goes on being right."""
+        if self._right < len(self._guess.tokens):
+            right = self._guess.tokens[self._right] == token
+            self._length.saw(self._guess.kind, right=right)
+            self._right += 1
+            if not right:
+                self._guess = Guess()
 
-        `left` tokens of the text are computed in the same step.
-        """
+    def _drafted(self, left: int) -> Sequence[int]:
+        """Return the guesses of the next call, in which `left` tokens of the text are computed."""
         room = self._engine.max_seq_len - self._context.cached - left - 1
-        longest = min(self._longest, room, LONGEST_VERIFIED - 1 - left)
-        history = np.asarray(self._history)
-        for length in range(min(LONGEST_MATCH, len(history) - 1), SHORTEST_MATCH - 1, -1):
-            if longest < 1:
-                break
-            windows = np.lib.stride_tricks.sliding_window_view(history[:-1], length)
-            matches = np.flatnonzero((windows == history[-length:]).all(axis=1))
-            if matches.size:
-                after = int(matches[-1]) + length
-                return [int(token) for token in history[after : after + longest]]
-        return []
+        most = max(min(self._longest, room, LONGEST_VERIFIED - 1 - left), 0)
+        drafter, length = self._drafter, self._length
+        if drafter.guess_s:
+            most = length.best_or_probe(0, most, drafter.guess_s)
+        self._guess, self._right = drafter.guess(self._history, most) if most else Guess(), 0
+        tokens = self._guess.tokens
+        return tokens if drafter.guess_s else tokens[: length.best(self._guess.kind, len(tokens))]
+
+
+def check_draft_tokens(count: int) -> None:
+    """Raise `UserError` for more guesses than one step verifies."""
+    if not 1 <= count < LONGEST_VERIFIED:
+        raise UserError(
+            f"speculative decoding guesses 1 to {LONGEST_VERIFIED - 1} tokens ahead, got {count}"
+        )

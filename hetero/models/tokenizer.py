@@ -92,6 +92,10 @@ class Tokenizer(ABC):
         prompt; without, it starts a text of its own (an answer in a chat).
         """
 
+    @abstractmethod
+    def vocabulary(self) -> Mapping[int, str]:
+        """Return the tokens by id, as the tokenizer spells them."""
+
     def render_chat(self, messages: Sequence[Message], **options: Any) -> str:
         """Return the text of a conversation (options as in `ChatTemplate.render`).
 
@@ -195,6 +199,10 @@ class HfTokenizer(Tokenizer):
         """Return the ids of those of these texts that are special tokens."""
         ids = map(self._backend.token_to_id, texts)
         return frozenset(id_ for id_ in ids if id_ in self._special)
+
+    def vocabulary(self) -> Mapping[int, str]:
+        """Return the tokens by id, added ones included."""
+        return {id_: text for text, id_ in self._backend.get_vocab().items()}
 
     def to_json(self) -> str:
         """Return the contents of `tokenizer.json`."""
@@ -332,6 +340,10 @@ class ByteTokenizer(Tokenizer):
         self.eos_ids = ()
         self.bos_id = None
         self.chat_template = None
+
+    def vocabulary(self) -> Mapping[int, str]:
+        """Return the bytes by id, as Latin-1 spells them."""
+        return {id_: chr(id_) for id_ in range(min(self.vocab_size, 256))}
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:  # noqa: ARG002
         """Return the bytes of the text in UTF-8."""

@@ -93,7 +93,8 @@ def test_what_opens_a_model_has_the_same_options_everywhere(built: Any) -> None:
 
     named = set(inspect.signature(LLM.__init__).parameters)
     assert named - set(OPENING) == {
-        "self", "model", "progress", "prompt_lengths", "first_prompt",
+        "self", "model", "progress", "prompt_lengths", "first_prompt", "draft_model",
+        "draft_device",
     }  # fmt: skip
     found = {
         command: {p.name: p for p in built.get_command(None, command).params}
@@ -109,7 +110,16 @@ def test_what_opens_a_model_has_the_same_options_everywhere(built: Any) -> None:
     for command, without in lacking.items():
         assert {*OPENING, *drawing} - set(found[command]) == without, command
     repeated = {"device", "sync", "strategy", "weights", "kv", "max_tokens"}
-    for name in (*OPENING, *drawing, "speculative", "stats", "system", "as_json"):
+    for name in (
+        *OPENING,
+        *drawing,
+        "speculative",
+        "draft_model",
+        "draft_device",
+        "stats",
+        "system",
+        "as_json",
+    ):
         texts = {
             (found[x][name].help, tuple(found[x][name].opts))
             for x in found

@@ -41,6 +41,7 @@ BRIEFLY = {
     "mllm_npu.py pruning -p 64": "| 85% |",
     "paper.py game --prompts 1": "| PPL-OpenCL |",
     "paper.py graph-life --shapes 64x64 -m 32": "| 64x64 | 32 |",
+    "speculation.py demo --draft-model demo -n 8 -r 1": "| plain | 8 |",
     "starts.py demo --later 1 -n 2": "| later |",
     "peak.py GGUF --device npu --context 32": "| tiny.gguf | later |",
     "paper.py fit --check": "files are up to date",

@@ -1,0 +1,159 @@
+"""A draft model: a smaller model of the same vocabulary, which guesses what a larger one says."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+import numpy as np
+
+from hetero.backends.host.closing import Closing
+from hetero.backends.registry import EVERY_CORE
+from hetero.errors import ModelError, UserError
+from hetero.generation.loading import LoadOptions, ModelLoader
+from hetero.generation.speculative import Drafter, Guess
+from hetero.models import LoadedModel
+from hetero.placement.device_set import DeviceMode
+from hetero.runtime.engine import Engine
+from hetero.runtime.kv.context import Context, Hold
+from hetero.runtime.sizes import LONGEST_VERIFIED
+
+LEAST_PROBABILITY: Final = 0.5  # of a guess, by the draft model: those behind are not worth it
+FIRST_GUESS_S: Final = 1e-6  # until a guess was timed: it costs something, but is worth trying
+
+
+class DraftModel(Closing):
+    """A draft model on devices of its own, for any number of answers at once.
+
+    Each answer has a context of it, and goes on from what the last one left there. Its engine's
+    lock orders the guesses of answers in different threads. Raises `ModelError` for a model of
+    another vocabulary.
+    """
+
+    def __init__(self, path: str, target: LoadedModel, options: LoadOptions) -> None:
+        loader = ModelLoader(path, options)
+        check_vocabulary(loader.model, target)
+        self._vocabulary = target.config.vocab_size
+        self._engine, self._own = loader.load()
+        self.model, self.choice, self.devices = loader.model, loader.choice, loader.devices
+
+    def drafter(self, text: Sequence[int]) -> Drafter:
+        """Return what guesses on from a text, with a context that shares most of its beginning."""
+        return _ModelDrafter(self, *self._own.take(text[:-1], reuse=True))
+
+    def guess(self, context: Context, text: Sequence[int], most: int) -> tuple[list[int], int]:
+        """Return tokens that may follow a text, and how many steps they took beyond its own."""
+        engine = self._engine
+        tokens: list[int] = []
+        if len(text) + most > engine.max_seq_len:
+            return tokens, 0
+        engine.lock.check()
+        with engine.lock:
+            context.rewind(context.shared(text[:-1]))
+            context.rewind(context.cached)  # states may have lost what it would go on from
+            missing = text[context.cached :]
+            if len(missing) <= LONGEST_VERIFIED:
+                logits = engine.verify(context, missing)[-1]
+            else:
+                logits = engine.prefill(context, missing)
+            while True:
+                token = int(np.argmax(logits[: self._vocabulary]))
+                if LEAST_PROBABILITY * float(np.exp(logits - logits[token]).sum()) > 1:
+                    break
+                tokens.append(token)
+                if len(tokens) == most:
+                    break
+                logits = engine.decode(context, token)
+        return tokens, max(len(tokens) - (len(tokens) == most), 0)
+
+    def end(self, hold: Hold) -> None:
+        """End the use of a context."""
+        hold.active = False
+        self._own.end()
+
+    def close(self) -> None:
+        """Free its devices; idempotent."""
+        with self._engine.lock:
+            self._engine.close()
+        self.model.weights.close()
+
+
+def open_draft(
+    path: str | None,
+    device: DeviceMode,
+    target: ModelLoader,
+    options: LoadOptions,
+    engine: Engine,
+) -> DraftModel | None:
+    """Open a draft model for an open one, with those of its options that suit both.
+
+    Where it fails the open model's engine is closed. Raises `UserError` for a memory budget, which
+    is one model's.
+    """
+    if path is None:
+        return None
+    every = EVERY_CORE in map(target.devices.name, target.devices.devices)
+    own = replace(
+        options,
+        device=device,
+        gpu=EVERY_CORE if every and device in ("auto", "gpu") else options.gpu,
+        plan=None,
+        strategy=None,
+        weights=None,
+        prompt_lengths=(),
+        first_prompt=None,
+        max_seq_len=target.max_seq_len,
+        shortens=True,
+    )
+    try:
+        if options.memory_budget is not None:
+            raise UserError(
+                "memory_budget bounds one model, and a draft model takes memory too: leave one out"
+            )
+        return DraftModel(path, target.model, own)
+    except BaseException:
+        engine.close()
+        target.model.weights.close()
+        raise
+
+
+class _ModelDrafter(Drafter):
+    """Guesses of a draft model for one answer."""
+
+    def __init__(self, draft: DraftModel, context: Context, hold: Hold) -> None:
+        self._draft, self._context, self._hold = draft, context, hold
+        self._times: deque[float] = deque(maxlen=9)
+        self._computed = 0  # tokens of the text at the last guess
+        self.guess_s = FIRST_GUESS_S
+
+    def guess(self, text: Sequence[int], most: int) -> Guess:
+        """Return the likeliest tokens, up to the first that is not likely."""
+        before_s = time.perf_counter()
+        tokens, steps = self._draft.guess(self._context, text, most)
+        if self._computed and len(text) - self._computed <= LONGEST_VERIFIED:
+            self._times.append((time.perf_counter() - before_s) / (steps + 1))
+            self.guess_s = statistics.median(self._times)
+        self._computed = len(text)
+        return Guess(tokens)
+
+    def close(self) -> None:
+        """Release the context for other answers."""
+        if self._hold.active:
+            self._draft.end(self._hold)
+
+
+def check_vocabulary(draft: LoadedModel, target: LoadedModel) -> None:
+    """Raise `ModelError` unless ids mean the same to both models."""
+    ours, theirs = draft.tokenizer.vocabulary(), target.tokenizer.vocabulary()
+    if ours == theirs:
+        return
+    other = next(x for x in sorted(set(ours) | set(theirs)) if ours.get(x) != theirs.get(x))
+    raise ModelError(
+        f"{draft.name} has another vocabulary than {target.name} (token {other} is "
+        f"{ours.get(other)!r} there, {theirs.get(other)!r} here): a draft model needs the same "
+        "tokenizer, so take a smaller model of the same family"
+    )
