@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import Final, Protocol
 
 from hetero.backends.errors import DeviceError
 from hetero.backends.formats import DEFAULT_CACHE, CacheFormat
@@ -21,9 +21,7 @@ from hetero.placement.choosing import Choice, PlacementRequest, choose
 from hetero.placement.device_set import DRIVEN, DeviceSet, control_core
 from hetero.runtime.engine import Engine
 from hetero.runtime.executor import nothing
-
-if TYPE_CHECKING:
-    from hetero.generation.llm import LLM
+from hetero.solver.execution_plan import ExecutionPlan
 
 EARLY_NPU: Final = "ort-cpu"  # which compiles nothing
 EARLY: Final = (
@@ -123,6 +121,12 @@ class EarlyLoader(ModelLoader):
         self.moved()
 
 
-def tell(loader: ModelLoader, llm: LLM) -> None:
+class _Told(Protocol):
+    choice: Choice
+    devices: DeviceSet
+    plan: ExecutionPlan
+
+
+def tell(loader: ModelLoader, llm: _Told) -> None:
     """Set a model's devices to those that were opened last."""
     llm.choice, llm.devices, llm.plan = loader.choice, loader.devices, loader.plan
