@@ -121,12 +121,12 @@ class EarlyLoader(ModelLoader):
         self.moved()
 
 
-class _Told(Protocol):
+class _Noted(Protocol):
     choice: Choice
     devices: DeviceSet
     plan: ExecutionPlan
 
 
-def tell(loader: ModelLoader, llm: _Told) -> None:
+def note_opened(loader: ModelLoader, llm: _Noted) -> None:
     """Set a model's devices to those that were opened last."""
     llm.choice, llm.devices, llm.plan = loader.choice, loader.devices, loader.plan

@@ -27,7 +27,7 @@ from hetero.errors import ModelError, UserError
 from hetero.generation.answer_contexts import AnswerContexts
 from hetero.generation.conversation import Conversation
 from hetero.generation.draft_model import open_draft
-from hetero.generation.early_loading import EarlyLoader, tell
+from hetero.generation.early_loading import EarlyLoader, note_opened
 from hetero.generation.loading import LoadOptions
 from hetero.generation.loop import Generation, GenerationResult
 from hetero.generation.options import GenerateOptions, GenerationConfig, read_options
@@ -128,7 +128,7 @@ class LLM(Closing):
         self._loaded: LoadedModel = loader.model
         self.kv, self.max_seq_len = loader.kv, loader.max_seq_len
         self.choice, self.devices, self.plan = loader.choice, loader.devices, loader.plan
-        loader.moved = partial(tell, loader, self)
+        loader.moved = partial(note_opened, loader, self)
         self.draft = open_draft(draft_model, draft_device, loader, options, self._engine)
         self._answers = AnswerContexts(self._engine, self._loaded, self._own, loader, self.draft)
 
