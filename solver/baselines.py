@@ -16,13 +16,13 @@ from hetero.solver.npu_tiles import NpuTiles
 from hetero.solver.options import HOST, Objective, Option
 from hetero.solver.plan import Strategy
 from hetero.solver.planner import Planner, shortest
+from hetero.solver.prompt_calls import chunk_size
 from hetero.solver.solution import Scenario, Solution
 from hetero.solver.tilings import MatMulSpace
 
 NPU_NAMES: Final = ("padding", "pipe", "chunked", "online-prepare")
 CUT_NAMES: Final = ("row-cut", "sequence-cut", "multi-sequence-cut", "hybrid-cut")
 STRATEGIES: Final = ("auto", "gpu-only", "npu-only", "layer", *NPU_NAMES, *CUT_NAMES)
-CHUNK_TOKENS: Final = 256  # mllm-NPU's fixed chunk, or the graph next to it
 CHUNKED_AT: Final = 1 << 20  # a prompt longer than any chunk
 
 
@@ -160,12 +160,6 @@ def _sum_s(planner: Planner, graphs: tuple[int, ...]) -> float:
 def chunk_tokens(planner: Planner, m: int) -> int:
     """Return the tokens of one chunk of a prompt of m tokens (mllm-NPU)."""
     return chunk_size(planner.sizes, m)
-
-
-def chunk_size(graph_sizes: Iterable[int], longest: int) -> int:
-    """Return the graph size of a chunk; without graphs as many tokens, at most the longest call."""
-    sizes = [g for g in graph_sizes if g > 1]
-    return min(sizes, key=lambda g: abs(g - CHUNK_TOKENS)) if sizes else min(longest, CHUNK_TOKENS)
 
 
 def longest_step(planner: Planner, strategy: str) -> int | None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from typing import Final
 
 # Running a graph at all costs about as much as this many tokens in it (weights are read once per
 # call whatever its size); decides between padding one graph and running several.
 CALL_OVERHEAD_TOKENS = 16
+CHUNK_TOKENS: Final = 256  # mllm-NPU's fixed chunk, or the graph next to it
 
 
 def split(tokens: int, sizes: Sequence[int], longest: int) -> tuple[int, ...]:
@@ -53,3 +55,9 @@ def _best(tokens: int, sizes: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
         cost, calls = _best(tokens - size, sizes)
         options.append((cost + size + CALL_OVERHEAD_TOKENS, (size, *calls)))
     return min(options, key=lambda option: (option[0], len(option[1])))
+
+
+def chunk_size(graph_sizes: Iterable[int], longest: int) -> int:
+    """Return the graph size of a chunk; without graphs as many tokens, at most the longest call."""
+    sizes = [g for g in graph_sizes if g > 1]
+    return min(sizes, key=lambda g: abs(g - CHUNK_TOKENS)) if sizes else min(longest, CHUNK_TOKENS)

@@ -153,6 +153,19 @@ def pinned(core: int | None) -> Iterator[None]:
                 del _before[thread]
 
 
+def move_pin(core: int | None) -> None:
+    """Hold the calling thread to another core from now on, if it is inside `pinned`.
+
+    None lets it run on all that it had before.
+    """
+    thread = threading.get_native_id()
+    if thread in _before:
+        os.sched_setaffinity(thread, _before[thread] if core is None else {core})
+        _pinned.pop(thread, None)
+        if core is not None:
+            _pinned[thread] = core
+
+
 def unpinned() -> None:
     """Let the calling thread run on every core of the process.
 

@@ -43,7 +43,7 @@ def rows(
                 context.truncate(p)
             return found
 
-        with engine.control.on_core():
+        with engine.runner.control.on_core():
             found = in_turns({count: partial(steps, count) for count in integers(counts)}, r)
     one = statistics.median(found[min(found)])
     print(f"{model} on {device} ({gpu}), {p} tokens each, measured; medians of {n} steps\n")

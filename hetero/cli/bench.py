@@ -143,7 +143,7 @@ def bench_command(
         kv=kv,
         whole_caches=whole_caches,
     )
-    with stderr.status("loading") as status:
+    with stderr().status("loading") as status:
         report = run_benchmark(model, options, note=status.update)
     match OutputFormat.JSON if as_json else output:
         case OutputFormat.MD:
@@ -173,7 +173,7 @@ def sync_bench_command(
     """Measure what a wait costs: each method's added latency and CPU time."""
     from hetero.measuring.sync_bench import run_sync_bench
 
-    with stderr.status("measuring"):
+    with stderr().status("measuring"):
         report = run_sync_bench(gpu=gpu, rounds=rounds)
     if as_json:
         print(report.to_json())

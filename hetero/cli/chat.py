@@ -139,7 +139,7 @@ class Talk:
             visible = [m for m in self.conversation.messages if m["role"] in ("user", "assistant")]
             _note(f"{self._session}: going on after {len(visible)} messages")
             for message in visible[-2:]:
-                stderr.print(
+                stderr().print(
                     Text("> " if message["role"] == "user" else "", style="bold"),
                     shown(str(message.get("content", "")).strip()),
                     style="dim",
@@ -233,7 +233,7 @@ class Talk:
         text = str(messages[questions[-1]]["content"])
         del messages[questions[-1] :]
         self._save_session()
-        stderr.print(Text("(forgotten: "), shown(text), Text(")"), style="dim", sep="")
+        stderr().print(Text("(forgotten: "), shown(text), Text(")"), style="dim", sep="")
         return True
 
     def _system(self, text: str) -> bool:
@@ -264,11 +264,11 @@ class Talk:
 
 
 def _note(text: str) -> None:
-    stderr.print(shown(text), style="dim")
+    stderr().print(shown(text), style="dim")
 
 
 def _complain(error: Exception) -> None:
-    stderr.print(shown(f"hetero: {error}"), soft_wrap=True)
+    stderr().print(shown(f"hetero: {error}"), soft_wrap=True)
 
 
 def lines() -> Iterator[str]:

@@ -60,7 +60,7 @@ COMMANDS: Final = {
     command.name: command
     for command in (
         Command("generate", "generate", USE, "Answer PROMPT; the text streams to stdout.",
-                ("generation.llm", "measuring.contender")),
+                ("generation.llm",)),
         Command("chat", "chat", USE, "Talk with MODEL in the terminal.", ("generation.llm",)),
         Command("serve", "serve", USE, "Serve MODEL over HTTP, with contexts that persist."),
         Command("models", "models", PREPARE, "List models that can be opened without a network.",

@@ -48,7 +48,7 @@ def doctor_command(report: ReportOption = None, as_json: JsonOption = False) -> 
         report_paths(report)  # refused before anything is measured
     findings = print_findings(diagnose(), as_json, ("PASS", "FAIL"))
     if report is not None:
-        with stderr.status("benchmarking") as status:
+        with stderr().status("benchmarking") as status:
             written = write_report(report, findings, note=status.update)
         notify(f"the report is in {written[1]} and {written[0]}: look through it, then send both")
     if not as_json:

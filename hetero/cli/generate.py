@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -91,7 +91,18 @@ def generate_command(
         result = answered(llm, prompt_ids, options, quiet=as_json, stats=stats, prompt_text=text)
         if as_json:
             print(json.dumps(document(llm, result, options)), flush=True)
+        _finish_preparing(llm)
     report_trace(trace)
+
+
+def _finish_preparing(llm: LLM) -> None:
+    """Wait for what a first start prepares; Ctrl-C leaves it to the next one."""
+    from hetero.terminal.notices import notify
+
+    if not llm.finish_preparing(0):
+        notify("the answer is complete; kernels for later starts are still prepared (Ctrl-C ends)")
+        with suppress(KeyboardInterrupt):
+            llm.finish_preparing()
 
 
 def report_trace(trace: Path | None) -> None:
@@ -220,8 +231,8 @@ def _check_early(prompt: str, options: GenerateOptions, *, as_json: bool) -> Non
 
 
 def document(llm: LLM, result: GenerationResult, options: GenerateOptions) -> dict[str, Any]:
+    from hetero.backends.host.peak_memory import peak_rss_bytes
     from hetero.generation.answer_stats import DeviceShare
-    from hetero.measuring.contender import peak_rss_bytes
 
     stats = result.stats
     record = {
@@ -238,6 +249,7 @@ def document(llm: LLM, result: GenerationResult, options: GenerateOptions) -> di
             else share
             for kind, share in stats.placement.items()
         },
+        "parts": [asdict(part) for part in stats.parts],
         "chat": options["chat"],
         "device": llm.devices.mode,
         "choice": stats.choice,
@@ -269,8 +281,8 @@ def document(llm: LLM, result: GenerationResult, options: GenerateOptions) -> di
 def print_stats(llm: LLM, result: GenerationResult) -> None:
     from rich.table import Table
 
+    from hetero.backends.host.peak_memory import peak_rss_bytes
     from hetero.generation.answer_stats import DeviceShare
-    from hetero.measuring.contender import peak_rss_bytes
     from hetero.placement.comparing import described
     from hetero.solver.report.units import size
 
@@ -289,6 +301,8 @@ def print_stats(llm: LLM, result: GenerationResult) -> None:
             table.add_row(kind, f"{share.ops} operations, busy {share.busy_s * 1e3:.1f} ms")
         else:
             table.add_row(kind, shown(share))
+    if len(stats.parts) > 1:
+        table.add_row("parts", "; then ".join(map(str, stats.parts)))
     _work_rows(table, stats)
     rows = [("adapted", reason) for reason in stats.adaptations]
     rows.insert(0, ("devices", described(llm.phases)))
@@ -310,7 +324,7 @@ def print_stats(llm: LLM, result: GenerationResult) -> None:
     table.add_row("weights", _weights(llm.engine.memory))
     table.add_row("keys and values", f"up to {size(llm.engine.memory.context_bytes)} a context")
     table.add_row("peak memory", f"{peak_rss_bytes() / 2**20:.0f} MiB")
-    stderr.print(table)
+    stderr().print(table)
 
 
 def _weights(memory: MemoryEstimate) -> str:

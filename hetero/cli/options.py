@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass
 from enum import Enum, StrEnum
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, cast, get_args, get_type_hints
 
 import typer
-from rich.console import Console
-from rich.text import Text
 
 from hetero.backends.formats import CacheFormat, WeightFormat
 from hetero.backends.registry import choices_text
@@ -24,10 +24,19 @@ from hetero.solver.names import NamedStrategy
 from hetero.terminal import printable
 
 if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
     from hetero.generation.llm import LLM
     from hetero.generation.options import GenerateOptions, SamplingOptions
 
-stderr = Console(stderr=True)
+
+@cache
+def stderr() -> Console:
+    """Return what tables and bars are drawn on."""
+    from rich.console import Console
+
+    return Console(stderr=True)
 
 
 class DeviceChoice(StrEnum):
@@ -150,6 +159,16 @@ CacheOption = Annotated[
         help="Format of cached keys and values.", show_default="f16", rich_help_panel=DEVICES
     ),
 ]
+WaitOption = Annotated[
+    bool,
+    typer.Option(
+        "--wait-for-plan",
+        help="No text on the NPU alone while a first start compiles kernels.",
+        envvar="HETERO_WAIT_FOR_PLAN",
+        show_envvar=False,
+        rich_help_panel=DEVICES,
+    ),
+]
 WholeOption = Annotated[
     bool,
     typer.Option("--whole-caches", help="Layers with a window keep all.", rich_help_panel=DEVICES),
@@ -217,6 +236,7 @@ class EngineFlags:
     adapt: AdaptOption = True
     order: OrderOption = OrderChoice.BEST
     kv: CacheOption = None
+    wait_for_plan: WaitOption = False
 
     def arguments(self) -> dict[str, Any]:
         """Return them as arguments of `LLM`. Raises `UserError`."""
@@ -320,6 +340,8 @@ def open_llm(model: str, **options: Any) -> LLM:
 
 def shown(text: str) -> Text:
     """Return the text of a file for a console, without markup and control characters."""
+    from rich.text import Text
+
     return Text(printable(text))
 
 
@@ -336,6 +358,9 @@ def parse_strategy(name: str) -> NamedStrategy:
 @contextmanager
 def progress_bar(what: str) -> Iterator[Any]:
     """Show a progress bar on stderr, removed when done; yield a function of (done, total)."""
+    if sys.stderr is None or not sys.stderr.isatty():
+        yield lambda _done, _total: None
+        return
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -344,6 +369,7 @@ def progress_bar(what: str) -> Iterator[Any]:
         TextColumn,
         TimeRemainingColumn,
     )
+    from rich.text import Text
 
     class Count(MofNCompleteColumn):
         """A count that is empty while the total is unknown."""
@@ -352,8 +378,7 @@ def progress_bar(what: str) -> Iterator[Any]:
             return Text("") if task.total is None else super().render(task)
 
     columns = (TextColumn(what), BarColumn(), Count(), TimeRemainingColumn())
-    silent = not stderr.is_terminal
-    with Progress(*columns, console=stderr, transient=True, disable=silent) as bar:
+    with Progress(*columns, console=stderr(), transient=True) as bar:
         task = bar.add_task(what, total=None)
 
         def advance(done: int, total: int) -> None:

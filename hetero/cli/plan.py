@@ -228,7 +228,7 @@ def plan_command(
     if print_args is not None:
         show_arguments(print_args.value, spec, measured, request, as_json=as_json)
         return
-    with stderr.status("solving"):
+    with stderr().status("solving"):
         finished = with_fastest(planned(spec, measured, request), spec, measured, request)
     others = [] if compare is None else [other(compare, spec, request)]
     if out is not None:

@@ -174,7 +174,7 @@ def _fit_rates(rates: Path, out: Path | None, soc: str | None, *, as_json: bool)
     from hetero.profiler.profile_files import refuse_folder
     from hetero.terminal.notices import notify
 
-    with stderr.status("fitting"):
+    with stderr().status("fitting"):
         taken, notes = profile_of_rates(rates, soc)
     path = out or Path(f"{taken.name}.json")
     refuse_folder(path)
@@ -186,9 +186,9 @@ def _fit_rates(rates: Path, out: Path | None, soc: str | None, *, as_json: bool)
         named = {"out": str(path), "name": taken.name, "fingerprint": taken.fingerprint}
         print(json.dumps({**named, "units": units, "notes": list(notes)}), flush=True)
         return
-    show(units_table(taken.units), stderr)
+    show(units_table(taken.units), stderr())
     print(path)
-    stderr.print(shown(_next_command(path)))
+    stderr().print(shown(_next_command(path)))
 
 
 def _complete(path: Path, gpu: str, npu: str, *, as_json: bool) -> None:
@@ -196,7 +196,7 @@ def _complete(path: Path, gpu: str, npu: str, *, as_json: bool) -> None:
     from hetero.measuring.profiling import complete_profile
     from hetero.terminal.notices import notify
 
-    with stderr.status("measuring"):
+    with stderr().status("measuring"):
         taken, notes = complete_profile(path, gpu=gpu, npu=npu)
     for sentence in notes or ["it has all kernels that these devices have"]:
         notify(f"{path}: {sentence}")
@@ -251,7 +251,7 @@ def report(taken: DeviceProfile, path: Path, as_json: bool) -> None:
     else:
         print_summary(taken)
         for sentence in quality.sentences:
-            stderr.print(shown(sentence), style="bold" if sentence.startswith("Bad") else "")
+            stderr().print(shown(sentence), style="bold" if sentence.startswith("Bad") else "")
         print(path)
     if not quality.good:
         print(
@@ -261,7 +261,7 @@ def report(taken: DeviceProfile, path: Path, as_json: bool) -> None:
         )
         raise typer.Exit(1)
     if not as_json:
-        stderr.print(shown(_next_command(path)))
+        stderr().print(shown(_next_command(path)))
 
 
 def summary(profile: DeviceProfile) -> dict[str, Any]:
@@ -309,11 +309,11 @@ def print_summary(profile: DeviceProfile) -> None:
         f"{profile.numbers} {coverage.measured_tasks} of {coverage.grid_tasks} matmuls in "
         f"{coverage.spent_s:.0f} s"
     )
-    show(TableData(title, head, tuple(rows), lead=3, numbers=head[3:]), stderr)
+    show(TableData(title, head, tuple(rows), lead=3, numbers=head[3:]), stderr())
     for bad in profile.quarantined:
-        stderr.print(shown(f"wrong results on {bad.device}, not used: {bad.detail}"), style="red")
+        stderr().print(shown(f"wrong results on {bad.device}, not used: {bad.detail}"), style="red")
     for note in profile.notes:
-        stderr.print(shown(note), style="dim")
+        stderr().print(shown(note), style="dim")
 
 
 # Parts of a profile, in plain words.
@@ -373,8 +373,8 @@ def progress(budget_s: float | None) -> Iterator[Callable[[Event], None]]:
 
     labels = LABELS | dict.fromkeys(BANDWIDTH_REPEATS, "both devices at once")
     columns = (TimeBar(), TimeLeft(), TextColumn("{task.description}", markup=False))
-    silent = not stderr.is_terminal
-    with Progress(*columns, console=stderr, transient=True, disable=silent) as bar:
+    silent = not stderr().is_terminal
+    with Progress(*columns, console=stderr(), transient=True, disable=silent) as bar:
         shown = bar.add_task("opening devices", total=budget_s)
 
         def show(event: Event) -> None:

@@ -37,7 +37,7 @@ def reproduce_command(
     if figure is not None:
         _show_figure(figure, profile, report, as_json=as_json)
         return
-    with stderr.status("solving and executing"):
+    with stderr().status("solving and executing"):
         reproduction = reproduce(profile)
     if report is not None:
         reproduction.report(report)
@@ -55,7 +55,7 @@ def _show_figure(number: int, profile: str, report: Path | None, *, as_json: boo
 
     if report is not None:
         raise UserError("--report draws all claims on a page: leave out --figure")
-    with stderr.status("solving and executing"):
+    with stderr().status("solving and executing"):
         shown = paper_figures.figure(number, profile)
     if as_json:
         print(json.dumps({"figure": number, "rows": shown.rows}))

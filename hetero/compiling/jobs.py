@@ -15,12 +15,11 @@ from hetero.models.sliding import Sliding
 from hetero.profiler.model_graph import Node
 from hetero.runtime.sizes import LONGEST_VERIFIED, SCORING_PIECE
 from hetero.solver.assignments import Assignment, Heads, Segment
-from hetero.solver.baselines import chunk_size
 from hetero.solver.errors import PlanError
 from hetero.solver.node_groups import NodeGroup
 from hetero.solver.placement import Placement
 from hetero.solver.plan import Phase, PrefillMode
-from hetero.solver.prompt_calls import padded_size
+from hetero.solver.prompt_calls import chunk_size, padded_size
 
 if TYPE_CHECKING:
     from hetero.backends.qnn.catalog import GraphShape

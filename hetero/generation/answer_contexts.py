@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from hetero.errors import UserError
 from hetero.generation.loop import Generation
@@ -23,10 +23,17 @@ if TYPE_CHECKING:
     from hetero.generation.draft_model import DraftModel
 
 
+class OpenModel(Protocol):
+    """A model's devices as they are now, and why these."""
+
+    devices: DeviceSet
+    choice: Choice
+
+
 class AnswerContexts:
     """Starts answers on contexts, `own` where the caller gives none.
 
-    `devices` and `choice` say in an answer's statistics why it ran where it did (`Stats`). `draft`
+    What is `opened` says in an answer's statistics why it ran where it did (`Stats`). `draft`
     guesses tokens ahead, the text so far where there is none.
     """
 
@@ -35,12 +42,11 @@ class AnswerContexts:
         engine: Engine,
         model: LoadedModel,
         own: OwnContexts,
-        devices: DeviceSet,
-        choice: Choice,
+        opened: OpenModel,
         draft: DraftModel | None = None,
     ) -> None:
         self._engine, self._model, self._own = engine, model, own
-        self._devices, self._choice, self._draft = devices, choice, draft
+        self._opened, self._draft = opened, draft
 
     def begin(
         self,
@@ -83,8 +89,8 @@ class AnswerContexts:
                 ended=self._own.end,
                 reused=reused,
                 keep_prompt=keep_prompt,
-                fallback=self._devices.fallback,
-                choice=self._choice.reason,
+                fallback=self._opened.devices.fallback,
+                choice=self._opened.choice.reason,
                 drafts=drafts,
             )
         except BaseException:

@@ -26,6 +26,19 @@ class DeviceShare:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DevicePart:
+    """Tokens of prompt and answer that were computed while these devices (backends) were open."""
+
+    devices: dict[str, str]
+    prompt_tokens: int
+    answer_tokens: int
+
+    def __str__(self) -> str:
+        names = " and ".join(f"{kind} ({backend})" for kind, backend in self.devices.items())
+        return f"{self.prompt_tokens} tokens of the prompt, {self.answer_tokens} more on {names}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Stats:
     """Measured on this machine. Speeds in tokens/s; `ttft_s` is the time to the first token.
 
@@ -39,7 +52,8 @@ class Stats:
     predicted of the other ways, where it has several.
     `adaptations` are the changes of the cuts since the model was opened, with their reasons.
     `choice` is why `--device auto` chose what it did; empty otherwise.
-    `shifted_tokens` are those that a full context forgot, with `context_shift`.
+    `shifted_tokens` are those that a full context forgot, with `context_shift`. `parts` are those
+    of the text on other devices: several where the model moved (`wait_for_plan`), or one failed.
     """
 
     prompt_tokens: int
@@ -56,6 +70,7 @@ class Stats:
     adaptations: tuple[str, ...] = ()
     choice: str = ""
     shifted_tokens: int = 0
+    parts: tuple[DevicePart, ...] = ()
 
 
 class AnswerMeter:
@@ -112,8 +127,8 @@ class AnswerMeter:
         placement: dict[str, DeviceShare | str] = {
             kind: DeviceShare(ops=use.ops, busy_s=use.busy_s) for kind, use in work.devices.items()
         }
-        if engine.fallback or fallback:
-            placement["fallback"] = engine.fallback or fallback
+        if engine.deployment.fallback or fallback:
+            placement["fallback"] = engine.deployment.fallback or fallback
         ttft_s, decode_s = max(self._first_s - self._start_s, 0.0), self._last_s - self._first_s
         limited = engine.runner.gpu_share is not None and work.wall_s > 0
         return Stats(
@@ -125,10 +140,14 @@ class AnswerMeter:
             reused_tokens=reused_tokens,
             placement=placement,
             speculation=speculation,
-            adaptations=tuple(engine.adaptations),
+            adaptations=tuple(engine.deployment.adaptations),
             gpu_share=work.gpu_busy_s / work.wall_s if limited else None,
             npu_idle_share=work.idle_share("npu") if len(work.devices) == 2 else None,
             prefill_mode=work.mode,
             choice=choice,
             shifted_tokens=self.shifted_tokens,
+            parts=tuple(
+                DevicePart(devices=dict(open), prompt_tokens=prompt, answer_tokens=answer)
+                for open, (prompt, answer) in work.parts.items()
+            ),
         )

@@ -44,11 +44,11 @@ def embedding_steps(
 ) -> Generator[None, None, Embedding]:
     """Compute the embedding [d] of a text on a context, whose own text is dropped, step by step.
 
-    It begins again where a device has failed: a call that the other one repeats in parts has left
+    It begins again where devices have changed: a call that others repeat in parts has left
     only the hidden states of its last part.
     """
     while True:
-        failed = engine.fallback
+        devices = engine.devices
         total, last, states = np.zeros(engine.config.hidden_size), None, None
         with engine.lock:
             context.rewind(0)
@@ -60,7 +60,7 @@ def embedding_steps(
                 break
             total, last = total + states.sum(axis=0, dtype=np.float64), states[-1]
             yield
-        if engine.fallback == failed:
+        if engine.devices is devices:
             assert last is not None
             return shortened(total if pooling == "mean" else last)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Unpack, cast, overload
+from typing import TYPE_CHECKING, Any, Unpack, cast, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -25,8 +27,8 @@ from hetero.errors import ModelError, UserError
 from hetero.generation.answer_contexts import AnswerContexts
 from hetero.generation.conversation import Conversation
 from hetero.generation.draft_model import open_draft
-from hetero.generation.embedding import Embedding, EmbedOptions, Texts, embed
-from hetero.generation.loading import LoadOptions, ModelLoader
+from hetero.generation.early_loading import EarlyLoader, note_opened
+from hetero.generation.loading import LoadOptions
 from hetero.generation.loop import Generation, GenerationResult
 from hetero.generation.options import GenerateOptions, GenerationConfig, read_options
 from hetero.generation.tracing import traced
@@ -43,6 +45,9 @@ from hetero.runtime.schedule import Order
 from hetero.runtime.waits import SyncMethod
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.names import NamedStrategy
+
+if TYPE_CHECKING:
+    from hetero.generation.embedding import Embedding, EmbedOptions, Texts
 
 
 class LLM(Closing):
@@ -71,6 +76,9 @@ class LLM(Closing):
     with `whole_caches` all, so that a context can be cut anywhere without being computed again.
     `draft_model`, a smaller model of the same vocabulary on a `draft_device`, guesses tokens ahead
     (`speculative`).
+    A first start compiles kernels for seconds: `wait_for_plan` off answers on the NPU alone
+    meanwhile, and moves to the plan's devices (`choice`, `devices` and `plan` then change) between
+    two steps. Programs that measure, or compare answers bit by bit, wait, as is the default.
 
     A prompt is answered on a context: one of `new_context`, which the prompt goes on from, or the
     model's own (`context`), from the start unless `reuse`. While a stream uses that, further calls
@@ -102,39 +110,32 @@ class LLM(Closing):
         order: Order = "best",
         kv: str | None = None,
         whole_caches: bool = False,
+        wait_for_plan: bool = True,
         draft_model: str | None = None,
         draft_device: DeviceMode = "auto",
         progress: Progress | None = None,
     ) -> None:
         options = LoadOptions(
-            device=device,
-            gpu=gpu,
-            npu=npu,
-            profile=profile,
-            plan=plan,
-            weights=weights,
-            max_seq_len=max_seq_len,
-            sync=sync,
-            strategy=strategy,
-            prompt_lengths=prompt_lengths,
-            first_prompt=first_prompt,
-            max_gpu_share=max_gpu_share,
-            memory_budget=memory_budget,
-            adapt=adapt,
-            order=order,
-            kv=kv,
-            whole_caches=whole_caches,
+            device=device, gpu=gpu, npu=npu, profile=profile, plan=plan, weights=weights,
+            max_seq_len=max_seq_len, sync=sync, strategy=strategy, prompt_lengths=prompt_lengths,
+            first_prompt=first_prompt, max_gpu_share=max_gpu_share, memory_budget=memory_budget,
+            adapt=adapt, order=order, kv=kv, whole_caches=whole_caches,
             progress=progress,
-        )
-        loader = ModelLoader(model, options)
+            wait_for_plan=wait_for_plan or draft_model is not None,
+        )  # fmt: skip
+        self._opened = loader = EarlyLoader(model, options)
         self._engine, self._own = loader.load()
         self._loaded: LoadedModel = loader.model
         self.kv, self.max_seq_len = loader.kv, loader.max_seq_len
         self.choice, self.devices, self.plan = loader.choice, loader.devices, loader.plan
+        loader.moved = partial(note_opened, loader, self)
         self.draft = open_draft(draft_model, draft_device, loader, options, self._engine)
-        self._answers = AnswerContexts(
-            self._engine, self._loaded, self._own, self.devices, self.choice, self.draft
-        )
+        self._answers = AnswerContexts(self._engine, self._loaded, self._own, loader, self.draft)
+
+    def finish_preparing(self, limit_s: float = math.inf) -> bool:
+        """Return whether later starts find all prepared, at the latest after `limit_s`."""
+        late = self._opened.late
+        return late is None or late.wait(limit_s)
 
     @property
     def engine(self) -> Engine:
@@ -310,6 +311,8 @@ class LLM(Closing):
 
     def embed(self, texts: Texts, **options: Unpack[EmbedOptions]) -> Embedding:
         """Return embeddings float32 [texts, features] of length 1 of texts or token ids."""
+        from hetero.generation.embedding import embed
+
         return embed(self._engine, self._loaded, self._answers.cleared, texts, options)
 
     @contextmanager
@@ -326,6 +329,8 @@ class LLM(Closing):
 
         Later calls, and streams that are unfinished, raise `DeviceLostError`.
         """
+        if self._opened.late is not None:
+            self._opened.late.close()
         with self._engine.lock:
             self._engine.close()
         self._loaded.weights.close()

@@ -21,6 +21,7 @@ from hetero.placement.choosing import Choice, PlacementRequest, choose, plan_on
 from hetero.placement.device_set import DeviceMode, DeviceSet, open_devices
 from hetero.placement.planning import ProfileLike, parse_size
 from hetero.profiler.records import DeviceProfile
+from hetero.runtime.deployment import MoveTarget
 from hetero.runtime.engine import Engine
 from hetero.runtime.kernels import Progress
 from hetero.runtime.memory_estimate import file_note
@@ -64,6 +65,7 @@ class LoadOptions:
     order: Order
     kv: str | None
     whole_caches: bool
+    wait_for_plan: bool
     progress: Progress | None
     shortens: bool = False
 
@@ -99,8 +101,12 @@ class ModelLoader:
         A GPU that cannot compile the model's kernels is left out, with a warning. What was opened
         is closed again where it fails.
         """
+        self._choose(self._request())
+        return self._on_devices()
+
+    def _choose(self, request: PlacementRequest) -> None:
+        """Set the choice, and whether its cuts may adapt."""
         options = self._options
-        request = self._request()
         self.choice: Choice = choose(self._spec, request)
         bundled = request.plan is not None and options.plan is None
         record = self._bundle.solver if bundled and self._bundle is not None else None
@@ -112,6 +118,10 @@ class ModelLoader:
                 "--order paper sorts calls by the times of a profile, and there is none: name one "
                 "with --profile"
             )
+
+    def _open_devices(self) -> None:
+        """Open the devices of the choice."""
+        options = self._options
         compiled = {} if self._bundle is None else self._bundle.npu_options(self._path)
         self.devices: DeviceSet = open_devices(
             self.choice.mode,
@@ -121,12 +131,16 @@ class ModelLoader:
             graph_sizes=self.choice.graph_sizes,
             apart=self.choice.plan is not None and self.choice.plan.apart,
         )
+
+    def _on_devices(self) -> tuple[Engine, OwnContexts]:
+        """Open the devices, and build the engine on them."""
+        self._open_devices()
         try:
             try:
                 with self.devices.prewarm(self.purpose) as prewarmed:
                     return self._opened(warm=not prewarmed)
             except KernelBuildError as error:
-                self.devices.without_gpu(str(error), options.npu)
+                self.devices.without_gpu(str(error), self._options.npu)
                 return self._opened(warm=True)
         except BaseException:
             self.devices.close()
@@ -231,34 +245,48 @@ class ModelLoader:
         """
         options = self._options
         self.model.reading_tokenizer()
-        devices = self.devices.devices
-        self.choice = self.choice.opened(self.devices)
-        self.plan = plan_on(self.choice, self._spec, devices)
-        self._check_caches()
-        if options.order == "fifo":
-            self.plan = self.plan.model_copy(update={"in_flight": ()})
+        target = self._target(warm=warm)
         engine = Engine(
             self.model.weights,
-            self.plan,
-            devices,
+            target.plan,
+            target.devices,
             max_seq_len=self.max_seq_len,
-            control_core=self.devices.control_core,
+            control_core=target.control_core,
             progress=options.progress,
             sync=options.sync,
-            solver=self.choice.solver_on(devices),
-            adapt=self._adapts and self.devices.numbers == "measured",
+            solver=target.source,
+            adapt=target.adapts,
             memory_budget_bytes=self._budget_bytes,
             max_gpu_share=options.max_gpu_share,
             fingerprint=self.model.fingerprint,
             kv=self.kv,
-            order=options.order,
-            cost=self.choice.cost if self.choice.plan_on(devices) is not None else None,
+            order=target.order,
+            cost=target.cost,
             whole_caches=self._whole_caches,
             warm=warm,
         )
         if note := file_note(engine.memory, engine.placement.graph):
             self.choice = replace(self.choice, notes=(*self.choice.notes, note))
         return engine, OwnContexts(partial(engine.new_context, waits=True))
+
+    def _target(self, *, warm: bool) -> MoveTarget:
+        """Return the open devices, with the plan for them."""
+        devices = self.devices.devices
+        self.choice = self.choice.opened(self.devices)
+        self.plan = plan_on(self.choice, self._spec, devices)
+        self._check_caches()
+        if self._options.order == "fifo":
+            self.plan = self.plan.model_copy(update={"in_flight": ()})
+        return MoveTarget(
+            devices=devices,
+            plan=self.plan,
+            source=self.choice.solver_on(devices),
+            adapts=self._adapts and self.devices.numbers == "measured",
+            order=self._options.order,
+            cost=self.choice.cost if self.choice.plan_on(devices) is not None else None,
+            control_core=self.devices.control_core,
+            warm=warm,
+        )
 
     def _check_caches(self) -> None:
         """Set float32 caches where an NPU computes attention and cannot read the default format.

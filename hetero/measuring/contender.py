@@ -7,7 +7,6 @@ process blocks on its input, so that the others have the cores. The last message
 
 from __future__ import annotations
 
-import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +19,7 @@ import numpy as np
 from hetero.backends.errors import DeviceError
 from hetero.backends.host.affinity import allowed_cores, run_on
 from hetero.backends.host.json_child import ChildDiedError, JsonChild, serving
+from hetero.backends.host.peak_memory import peak_rss_bytes
 from hetero.errors import FallbackWarning, UserError
 from hetero.generation.llm import LLM
 from hetero.profiler.errors import ProfileWarning
@@ -335,18 +335,6 @@ def processor_cores(llm: LLM, phase: Phase) -> int:
         if on_core or info.backend in ("ort-cpu", "reference"):
             count += int(info.details.get("cores", "1"))
     return count
-
-
-def peak_rss_bytes() -> int:
-    """Return the largest resident memory of this process so far."""
-    if sys.platform == "win32":
-        import psutil
-
-        return int(psutil.Process().memory_info().peak_wset)
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def _answer(bench: _Bench, request: ToContender) -> FromContender:

@@ -6,6 +6,9 @@ asked for, the profile's bytes with the factors that scale it here, and the mach
 flags, cores, packages, the variables that choose devices, the driver and how many cores it would
 have). Choices that come with a plan for two devices are not kept, for their solver would have to be
 prepared all the same. What is broken, or of another question, is decided again.
+
+Next to them is a file `prepared-KEY.json` for each model and options of a start that ended: its
+kernels are compiled, its times scaled and its weights packed, so the next start waits for nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -25,6 +28,7 @@ from hetero.backends.host.files import atomic_write
 from hetero.backends.host.folders import cache_folder
 from hetero.backends.protocol import DeviceKind
 from hetero.placement.comparing import PhaseChoice
+from hetero.placement.first_start import Machine
 from hetero.profiler.environment import hetero_version
 
 VERSION: Final = 1  # of the files
@@ -83,6 +87,44 @@ def keep(key: str, decision: Decision) -> None:
         text = json.dumps({**content, "check": _check(content)}, indent=1)
         atomic_write(folder() / f"{key[:40]}.json", text + "\n", durable=False)
         _keep_newest()
+
+
+def prepared_key(model: str, request: Sequence[str]) -> str:
+    """Return the key of a model (its fingerprint) that is opened with these options here."""
+    return key_of(
+        {"prepared": model, "request": list(request), "machine": Machine.here().model_dump()}
+    )
+
+
+def is_prepared(key: str) -> bool:
+    """Return whether a start of this key has ended, so that the next one compiles nothing."""
+    path = _prepared_path(key)
+    with contextlib.suppress(OSError):
+        os.utime(path)
+    return path.is_file()
+
+
+def note_prepared(key: str) -> None:
+    """Note that a start of this key has ended, where the cache can be written."""
+    if not is_prepared(key):
+        with contextlib.suppress(OSError):
+            folder().mkdir(parents=True, exist_ok=True)
+            text = json.dumps({"code": code_stamp(), "prepared": key}) + "\n"
+            atomic_write(_prepared_path(key), text, durable=False)
+            _keep_newest()
+
+
+def can_note() -> bool:
+    """Return whether the cache can be written."""
+    try:
+        folder().mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return os.access(folder(), os.W_OK | os.X_OK)
+
+
+def _prepared_path(key: str) -> Path:
+    return folder() / f"prepared-{key[:40]}.json"
 
 
 def is_reachable(path: Path) -> bool:

@@ -35,6 +35,7 @@ from hetero.backends.host.time_limits import time_limit
 from hetero.backends.protocol import KINDS, Device, DeviceKind
 from hetero.errors import UserError, one_sentence
 from hetero.placement.device_set import DeviceMode, open_devices
+from hetero.placement.timing_lock import timing
 from hetero.profiler import profile_files
 from hetero.profiler.environment import hetero_version, package_versions
 from hetero.profiler.errors import ProfileError
@@ -381,7 +382,7 @@ def time_here(tasks: Sequence[Task], backends: dict[DeviceKind, str]) -> dict[st
             )
             runners = prepare_references(workload, tasks)
             start_s = time.perf_counter()
-            with _at_most(time_limit(LIMITS.timing_s)):
+            with timing(), _at_most(time_limit(LIMITS.timing_s)):
                 max_s = time_limit(LIMITS.max_s)
                 seconds = time_references(workload, runners, LIMITS.timed_s, max_s)
             spent_s = time.perf_counter() - start_s

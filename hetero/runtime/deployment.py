@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hetero.backends.errors import DeviceError, DeviceLostError, WaitTimeoutError
 from hetero.backends.formats import CacheFormat
@@ -30,8 +30,12 @@ from hetero.runtime.lowering import Lowering
 from hetero.runtime.memory_estimate import MemoryEstimate, check_contexts, fitting_window
 from hetero.runtime.pool import ActivationPool, Shape
 from hetero.runtime.prefill_mode import WHOLE_QUEUES, PrefillModes, max_in_flight
+<<<<<<< HEAD
 from hetero.runtime.route_counts import RouteCounts
 from hetero.runtime.schedule import Order
+=======
+from hetero.runtime.schedule import Order, Orders
+>>>>>>> first
 from hetero.runtime.sizes import LONGEST_VERIFIED, Caches, place, planned_layout
 from hetero.runtime.slot_refs import SlotRef
 from hetero.runtime.step import Step
@@ -65,6 +69,23 @@ class DeploymentOptions:
     clock: Clock = field(default_factory=SystemClock)
 
 
+@dataclass(frozen=True, kw_only=True)
+class MoveTarget:
+    """Devices to move to, with the plan for them and what `Engine` takes with it.
+
+    `warm`: launch the usual steps once, for nothing has compiled what they need.
+    """
+
+    devices: Devices
+    plan: ExecutionPlan
+    source: Solver | None = None
+    adapts: bool = True
+    order: Order = "fifo"
+    cost: CostModel | None = None
+    control_core: int | None = None
+    warm: bool = True
+
+
 class Deployment:
     """Everything that depends on the plan and the devices. Owned by the control thread.
 
@@ -72,7 +93,8 @@ class Deployment:
     `adapts` cuts then follow the devices' measured speeds (`change_cuts`), and `adaptations` says
     when and why. A device that fails is dropped with one warning and `fallback` says why; the other
     continues from the same state of every context (`drop`), but for `lost`: the tokens of contexts
-    whose keys and values only the failed device has seen.
+    whose keys and values only the failed device has seen. `move` continues on other devices, from
+    the same state too.
 
     `memory` is that of pool, weights and one context, computed before any is allocated; more than
     `memory_budget_bytes`, than the machine has or than a device allocates at once is refused
@@ -102,7 +124,11 @@ class Deployment:
         self._lock, self._contexts, self._steps, self._runner = lock, contexts, steps, runner
         self._warmed = not warm
         self._closed = False
+<<<<<<< HEAD
         self._route_counts: RouteCounts | None = None
+=======
+        self._rows = 1  # contexts that decode together, for whose steps everything is compiled
+>>>>>>> first
 
     def build(self, plan: ExecutionPlan, source: Solver | None, progress: Progress | None) -> None:
         """Build everything for a plan on the devices as they are now."""
@@ -231,6 +257,7 @@ class Deployment:
 
     def warm_rows(self, contexts: Sequence[Context]) -> None:
         """Lower and compile what decodes up to so many contexts, so that no answer waits for it."""
+        self._rows = max(self._rows, len(contexts))
         for m in range(2, min(len(contexts), self.max_rows) + 1):
             bands = (0, *self._later_bands)
             steps = [self._steps.of_contexts(contexts[:m], band=band) for band in bands]
@@ -304,6 +331,41 @@ class Deployment:
         except BaseException:
             self.close()
             raise
+
+    def move(self, to: MoveTarget) -> None:
+        """Continue on other devices, from the same state of every context, and close these.
+
+        Where they cannot take over everything is as before, but for the devices of `to`, which are
+        closed, and the error is raised.
+        """
+        before, options, plan = self.devices, self._options, self.placement.plan
+        core, orders = self._runner.control.core, self._steps.orders
+        order: Order = "fifo" if to.cost is None else to.order
+        try:
+            self._use(to.devices, replace(options, adapts=to.adapts, order=order, cost=to.cost))
+            self._runner.control.move_to(to.control_core)
+            self._steps.orders = Orders(order)
+            self._warmed = not to.warm
+            self.build(to.plan, to.source, None)
+            rows = self._contexts.open_contexts()[: self._rows]
+            if len(rows) > 1:
+                self.warm_rows(rows)
+        except BaseException:
+            for device in to.devices.values():
+                with suppress(DeviceError):
+                    device.close()
+            self._use(before, options)
+            self._runner.control.move_to(core)
+            self._steps.orders, self._warmed = orders, True
+            self.build(plan, None, None)
+            raise
+        for device in before.values():
+            with suppress(DeviceError):
+                device.close()
+
+    def _use(self, devices: Devices, options: DeploymentOptions) -> None:
+        self.devices, self._options = dict(devices), options
+        self._runner.fuses = True
 
     def _culprit(self, error: DeviceError) -> DeviceKind | None:
         """Return the kind of the device that an error names."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
 import numpy as np
@@ -58,6 +58,8 @@ class Engine(Closing):
     (`StepCache`). Tokens are appended to a context by `prefill` and `decode`, which return float32
     logits [vocab] of the last token as a view that the next step of any context overwrites.
     `deployment` is what is built for the plan on the devices; it documents the other options.
+    `before_step` is called in the thread that has the lock, before a step and never within one: it
+    may move the deployment to other devices, and then returns True.
 
     `contexts` are those of `new_context`; `fingerprint` is the model's, for contexts on disk. A
     step's cost is in its context's `work`, and in `runner.last_run`. `max_gpu_share` below 1 bounds
@@ -94,6 +96,7 @@ class Engine(Closing):
         self.config = config
         self.max_seq_len = max_seq_len
         self.lock = StepLock()
+        self.before_step: Callable[[], bool | None] = nothing
         identity = Identity(
             model=fingerprint, weights=str(weights.weight_format), vocabulary=config.vocab_size
         )
@@ -160,7 +163,9 @@ class Engine(Closing):
             context.slide()
         if not 2 <= len({*map(id, contexts)}) == len(rows) <= self.max_rows:
             raise ValueError(f"one step decodes 2 to {self.max_rows} contexts, each once")
-        if any(context.gate is not None and not context.gate.done for context in contexts):
+        self.before_step()
+        loading = any(context.gate is not None and not context.gate.done for context in contexts)
+        if loading or len(rows) > self.max_rows:
             return [None] * len(rows)
         try:
             step = self.runner.run_contexts(contexts, tokens, on_device_busy)
@@ -225,16 +230,6 @@ class Engine(Closing):
         return self.deployment.devices
 
     @property
-    def fallback(self) -> str:
-        """Return which device failed and why; empty while none has."""
-        return self.deployment.fallback
-
-    @property
-    def adaptations(self) -> list[str]:
-        """Return when and why cuts changed."""
-        return self.deployment.adaptations
-
-    @property
     def memory(self) -> MemoryEstimate:
         """Return the bytes of pool, weights and one context."""
         return self.deployment.memory
@@ -248,11 +243,6 @@ class Engine(Closing):
     def plan(self) -> ExecutionPlan:
         """Return the current plan, in calls that the devices' graphs can run."""
         return self.placement.plan
-
-    @property
-    def control(self) -> ControlThread:
-        """Return the thread that runs steps."""
-        return self.runner.control
 
     def close(self) -> None:
         """Release the devices; idempotent."""
@@ -294,18 +284,18 @@ class Engine(Closing):
     ) -> Step:
         """Run a step of these tokens, in one call or several."""
         chunks = tuple(chunks) or (len(tokens),)
+        moved = self.before_step()
+        again = self._in_shorter_calls(context, tokens, logit_rows, chunks) if moved else None
+        if again is not None:
+            return again
         self._recover(context)
         context.slide()
         try:
             step = self.runner.run(context, phase, tokens, logit_rows, chunks, mode, on_device_busy)
         except DeviceError as error:
             self._drop(error)
-            # The other device has no windows, and may have shorter calls.
-            if len(chunks) > 1 or len(tokens) > self.placement.longest:
-                if logit_rows > 1:  # which several calls do not leave in one place
-                    raise _ShorterCallsError from error
-                *_, (step, _) = self.prompt_calls(context, tokens)
-                return step
+            if (again := self._in_shorter_calls(context, tokens, logit_rows, chunks)) is not None:
+                return again
             self._recover(context)
             step = self.runner.run(
                 context, phase, tokens, logit_rows, chunks, on_device_busy=on_device_busy
@@ -314,6 +304,17 @@ class Engine(Closing):
         adapter = self.deployment.adapter
         if adapter is not None and (change := adapter.proposal()) is not None:
             self.deployment.change_cuts(change)
+        return step
+
+    def _in_shorter_calls(
+        self, context: Context, tokens: Sequence[int], logit_rows: int, chunks: Sequence[int]
+    ) -> Step | None:
+        """Run the tokens of a call where other devices need several; None where they do not."""
+        if len(chunks) == 1 and len(tokens) <= self.placement.longest:
+            return None
+        if logit_rows > 1:  # which several calls do not leave in one place
+            raise _ShorterCallsError
+        *_, (step, _) = self.prompt_calls(context, tokens)
         return step
 
     def _recover(self, context: Context) -> None:

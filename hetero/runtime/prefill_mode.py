@@ -24,12 +24,11 @@ from hetero.runtime.launch_costs import LaunchCosts
 from hetero.runtime.launch_graph import LaunchSpec, Span
 from hetero.runtime.schedule import Order, Orders, windows
 from hetero.runtime.slot_refs import SlotRef, slot_of
-from hetero.solver.baselines import chunk_size
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.matmul_entries import CapabilitiesByDevice, PlanSource
 from hetero.solver.placement import Placement
 from hetero.solver.plan import PrefillMode
-from hetero.solver.prompt_calls import split
+from hetero.solver.prompt_calls import chunk_size, split
 from hetero.solver.report.content import MODE_NAMES
 from hetero.solver.report.units import duration
 

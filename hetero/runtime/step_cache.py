@@ -27,7 +27,7 @@ class StepCache:
     """
 
     def __init__(self, orders: Orders, max_seq_len: int, *, pads_chunks: bool) -> None:
-        self._orders, self._max_seq_len, self._pads_chunks = orders, max_seq_len, pads_chunks
+        self.orders, self._max_seq_len, self._pads_chunks = orders, max_seq_len, pads_chunks
         self._steps: OrderedDict[StepKey, Step] = OrderedDict()
         self._online: list[OnlineCall] = []  # whose graphs the last prompt prepared
         self._costs: LaunchCosts | None = None
@@ -169,7 +169,7 @@ class StepCache:
             key.logit_rows,
             cost=self._costs.at(key.position, key.chunks, key.mode),
             submit_s=self._costs.submit_s(self.lowering.devices),
-            orders=self._orders,
+            orders=self.orders,
             sums_scores=key.sums_scores,
             mode=key.mode,
         )

@@ -52,6 +52,7 @@ class StepRunner:
     def use(self, devices: Devices, pool: ActivationPool, adapter: Adapter | None) -> None:
         """Run the next steps on these devices. `adapter` observes steps that are due."""
         self._devices, self._pool, self._adapter = devices, pool, adapter
+        self._open = tuple((kind, device.info.backend) for kind, device in devices.items())
         self.set_timing(False)
 
     def run(
@@ -111,7 +112,7 @@ class StepRunner:
             sums = self.steps.lowering.row_scores.of(0).end(len(chunks))
             if sums is not None:
                 context.score_stats.add(sums, rows)
-        context.work.add(run, len(tokens), phase)
+        context.work.add(run, len(tokens), phase, self._open)
         self._share((context,), step, run)
         return step
 
@@ -134,7 +135,7 @@ class StepRunner:
         run = self._execute(step, on_device_busy)
         for row, context in enumerate(contexts):
             context.cache.leave(sides, context.cached, context.cached + 1)
-            context.work.add(run.of_row(row, len(contexts)), 1, "decode")
+            context.work.add(run.of_row(row, len(contexts)), 1, "decode", self._open)
             sums = self.steps.lowering.row_scores.of(row).end(1) if sampled[row] else None
             if sums is not None and context.score_stats is not None:
                 context.score_stats.add(sums, [context.cached])

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from hetero.backends.protocol import EVERY_KIND, DeviceKind
 from hetero.solver.plan import Phase
+
+OpenDevices: TypeAlias = tuple[tuple[DeviceKind, str], ...]  # kinds, and their backends
 
 
 @dataclass
@@ -67,7 +69,8 @@ class Work:
     `tokens` were computed (guesses that were wrong among them). `gpu_busy_s` and `wall_s` are what
     `GpuShare` counts, pauses included: 0 where no share bounds the GPU. Of the steps with a prompt
     `prompt_s` is the time, `prompt_busy_s` the part of it that each device was busy; `mode` is the
-    mode of the last prompt that had several, for people.
+    mode of the last prompt that had several, for people. `parts` has the tokens of prompts and of
+    answers that were computed while these devices were open, in the order in which they were.
     """
 
     devices: dict[DeviceKind, Usage] = field(default_factory=dict)
@@ -77,10 +80,14 @@ class Work:
     prompt_s: float = 0.0
     prompt_busy_s: Counter[DeviceKind] = field(default_factory=Counter)
     mode: str = ""
+    parts: dict[OpenDevices, tuple[int, int]] = field(default_factory=dict)
 
-    def add(self, run: StepRun, tokens: int, phase: Phase) -> None:
-        """Add a step of `tokens` tokens."""
+    def add(self, run: StepRun, tokens: int, phase: Phase, devices: OpenDevices = ()) -> None:
+        """Add a step of `tokens` tokens on a model's open devices."""
         self.tokens += tokens
+        prompt, answer = self.parts.get(devices, (0, 0))
+        of_prompt = tokens if phase == "prefill" else 0
+        self.parts[devices] = prompt + of_prompt, answer + tokens - of_prompt
         if phase == "prefill":
             self.prompt_s += run.wall_s
             self.prompt_busy_s.update({kind: use.busy_s for kind, use in run.usage.items()})
@@ -102,13 +109,16 @@ class Work:
         self.wall_s += other.wall_s
         self.prompt_s += other.prompt_s
         self.prompt_busy_s.update(other.prompt_busy_s)
+        for devices, (prompt, answer) in other.parts.items():
+            before = self.parts.get(devices, (0, 0))
+            self.parts[devices] = before[0] + prompt, before[1] + answer
 
     def copy(self) -> Work:
         """Return a copy."""
         devices = {kind: Usage(use.ops, use.busy_s) for kind, use in self.devices.items()}
         busy_s = self.prompt_busy_s.copy()
         done = (self.tokens, self.gpu_busy_s, self.wall_s, self.prompt_s)
-        return Work(devices, *done, busy_s, self.mode)
+        return Work(devices, *done, busy_s, self.mode, dict(self.parts))
 
     def idle_share(self, kind: DeviceKind) -> float | None:
         """Return the idle share of a device in the prompt's time; None without a prompt."""
@@ -121,6 +131,11 @@ class Work:
             was = before.devices.get(kind, Usage())
             if use.ops > was.ops:
                 devices[kind] = Usage(use.ops - was.ops, use.busy_s - was.busy_s)
+        parts = {}
+        for key, (prompt, answer) in self.parts.items():
+            start = before.parts.get(key, (0, 0))
+            if (prompt, answer) != start:
+                parts[key] = prompt - start[0], answer - start[1]
         return Work(
             devices,
             self.tokens - before.tokens,
@@ -129,6 +144,7 @@ class Work:
             self.prompt_s - before.prompt_s,
             self.prompt_busy_s - before.prompt_busy_s,
             self.mode,
+            parts,
         )
 
 

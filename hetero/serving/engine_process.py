@@ -431,7 +431,7 @@ def main() -> None:
             outbox.send(Ready(about=controls.about(engine)))
             # For good: to be moved there for each step takes as long as a tenth of it and more,
             # where clients and HTTP have the core that the system would choose.
-            with service.llm.engine.control.on_core():
+            with service.llm.engine.runner.control.on_core():
                 engine.run()
     except (UserError, DeviceError, OSError, MemoryError) as error:
         outbox.send(ErrorReply(id=-1, kind="engine", message=str(error)))

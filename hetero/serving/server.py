@@ -7,7 +7,7 @@ import logging
 import os
 import socket
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -66,6 +66,43 @@ def serve(
         )
     _check_address(host, port)
     known = None if keys is None else Keys.load(keys)
+    models = _opened(
+        names, aliases, queue, weights, directory, engine, models_max, sleep_idle_s,
+        reasoning_budget=reasoning_budget, pooling=pooling,
+    )  # fmt: skip
+
+    def ready() -> None:
+        at = f"[{host}]" if ":" in host else host
+        told = ", ".join(x.state.model.name for x in models.served)
+        print(f"serving {told} at http://{at}:{port}", flush=True)
+
+    allowed = None if known is not None and host not in _LOCAL else [*LOOPBACK, *hosts]
+    app = make_app(models, known, allowed, ready, origins)
+    logging.getLogger("hetero").addHandler(logging.StreamHandler())
+    server = uvicorn.Server(_config(app, host, port))
+    # What the user can mend is one sentence, below; uvicorn has a traceback.
+    logging.getLogger("uvicorn.error").addFilter(lambda _: models.failed is None)
+
+    models.on_end = lambda: setattr(server, "should_exit", True)
+    _allow_connections()
+    _run(server, models, f"{host}:{port}")
+
+
+def _opened(
+    names: Sequence[str],
+    aliases: Sequence[str],
+    queue: int,
+    weights: str | None,
+    directory: Path,
+    engine: Mapping[str, Any],
+    models_max: int,
+    sleep_idle_s: float,
+    **of_requests: Any,
+) -> Models:
+    """Return the models of `names`, whose engines are not started yet.
+
+    `of_requests` are fields of each model's `State`.
+    """
     opened = [open_model(name, weights=weights) for name in names]
     _check_names([model.name for model in opened], aliases)
     vault = vault_of(engine["encryption_key"])
@@ -83,27 +120,10 @@ def serve(
             metrics=metrics,
             token_bytes=TokenBytes(model),
             slots=engine["slots"],
-            reasoning_budget=reasoning_budget,
-            pooling=pooling,
+            **of_requests,
         )
         served.append(ServedModel(state, options, queue))
-    models = Models(served, store, metrics, most=models_max, idle_s=sleep_idle_s)
-
-    def ready() -> None:
-        at = f"[{host}]" if ":" in host else host
-        told = ", ".join(model.name for model in served)
-        print(f"serving {told} at http://{at}:{port}", flush=True)
-
-    allowed = None if known is not None and host not in _LOCAL else [*LOOPBACK, *hosts]
-    app = make_app(models, known, allowed, ready, origins)
-    logging.getLogger("hetero").addHandler(logging.StreamHandler())
-    server = uvicorn.Server(_config(app, host, port))
-    # What the user can mend is one sentence, below; uvicorn has a traceback.
-    logging.getLogger("uvicorn.error").addFilter(lambda _: models.failed is None)
-
-    models.on_end = lambda: setattr(server, "should_exit", True)
-    _allow_connections()
-    _run(server, models, f"{host}:{port}")
+    return Models(served, store, metrics, most=models_max, idle_s=sleep_idle_s)
 
 
 def _check_names(names: Sequence[str], aliases: Sequence[str]) -> None:

@@ -157,7 +157,7 @@ def test_a_device_that_fails_in_the_middle_leaves_a_text_that_goes_on(
     with make_engine(folder, **faults) as engine, warnings.catch_warnings():
         warnings.simplefilter("ignore", FallbackWarning)
         found = numbers(engine)
-        assert engine.fallback
+        assert engine.deployment.fallback
     assert relative_error(np.stack(found), np.stack(wanted)) < 2e-5
 
 

@@ -101,17 +101,17 @@ def test_a_device_that_drifts_gets_less_to_do_and_no_token_changes(
 ) -> None:
     with make_engine(loaded, adapt=False) as engine:
         wanted = answer(engine, 30)
-        assert engine.adaptations == []
+        assert engine.deployment.adaptations == []
     with make_engine(loaded) as engine:
         before = gpu_part(engine)
         slow_down(engine, lambda: 1e-3, slow)
         assert answer(engine, 30) == wanted
-        assert len(engine.adaptations) == 1, engine.adaptations
-        assert "new cuts because matmuls in" in engine.adaptations[0]
+        assert len(engine.deployment.adaptations) == 1, engine.deployment.adaptations
+        assert "new cuts because matmuls in" in engine.deployment.adaptations[0]
         after = gpu_part(engine)
         assert after < before if slow == "gpu" else after > before
         assert answer(engine, 30) == wanted
-        assert len(engine.adaptations) == 1, "it does not swing"
+        assert len(engine.deployment.adaptations) == 1, "it does not swing"
 
 
 @pytest.mark.parametrize("slow", ["gpu", "npu"])
@@ -131,7 +131,7 @@ def test_a_phase_moves_to_the_other_device_when_its_own_is_slow(
             assert answer(engine, 10) == wanted
         assert [engine.plan.devices_of(x) for x in PHASES] == [{other}, {other}]
         phase = "prefill" if slow == "npu" else "decode"
-        assert [x.split(" because ")[0].split(": ")[1] for x in engine.adaptations] == [
+        assert [x.split(" because ")[0].split(": ")[1] for x in engine.deployment.adaptations] == [
             f"{phase} on the {other} alone"
         ]
 
@@ -165,7 +165,7 @@ def test_a_context_goes_on_elsewhere_after_the_cuts_changed(
         before = engine.plan.plan_id
         slow_down(engine, lambda: 1e-3, "gpu")
         answer(engine, 30)
-        assert engine.adaptations
+        assert engine.deployment.adaptations
         assert engine.plan.plan_id != before
         context_of(engine).save(tmp_path / "c")
         wanted = greedy(engine, context_of(engine), 10)

@@ -104,8 +104,11 @@ def test_a_device_that_fails_is_dropped_with_one_warning(
             left = "npu" if failed == "gpu" else "gpu"
             assert set(engine.devices) == {left}
     assert [w.category for w in caught] == [FallbackWarning]
-    assert f"going on with {left} (reference) alone because the {failed} failed" in engine.fallback
-    assert "INJECTED_FAILURE" in engine.fallback
+    assert (
+        f"going on with {left} (reference) alone because the {failed} failed"
+        in engine.deployment.fallback
+    )
+    assert "INJECTED_FAILURE" in engine.deployment.fallback
 
 
 def test_both_failing_is_an_error_and_the_next_model_works(folder: Path, wanted: list[int]) -> None:

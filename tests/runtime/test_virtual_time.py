@@ -162,7 +162,7 @@ def test_a_device_that_throttles_is_adapted_to_in_virtual_time(profile: DevicePr
         *_, usual_s = run(chip, engine, 12)
         chip.simulated["npu"].drift = 1.4
         seconds = run(chip, engine, 40)
-        assert "npu 1.3" in engine.adaptations[0]
+        assert "npu 1.3" in engine.deployment.adaptations[0]
         assert max(seconds[1:]) > 1.25 * usual_s
 
 

@@ -1,0 +1,132 @@
+"""Opens a model so that its first text comes at once: on the NPU, while the rest is prepared."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import fields, replace
+from functools import partial
+from typing import Final, Protocol
+
+from hetero.backends.errors import DeviceError
+from hetero.backends.formats import DEFAULT_CACHE, CacheFormat
+from hetero.backends.protocol import Device, DeviceKind
+from hetero.backends.registry import EVERY_CORE, open_device, split_driver
+from hetero.errors import UserError, one_sentence
+from hetero.generation.late_plan import LatePlan
+from hetero.generation.loading import LoadOptions, ModelLoader
+from hetero.generation.own_contexts import OwnContexts
+from hetero.placement import decisions
+from hetero.placement.choosing import Choice, PlacementRequest, choose
+from hetero.placement.device_set import DRIVEN, DeviceSet, control_core
+from hetero.runtime.engine import Engine
+from hetero.runtime.executor import nothing
+from hetero.solver.execution_plan import ExecutionPlan
+
+EARLY_NPU: Final = "ort-cpu"  # which compiles nothing
+EARLY: Final = (
+    "the first text comes from the NPU alone (ort-cpu) while OpenCL's kernels are prepared, once "
+    "on this machine (--wait-for-plan waits)"
+)
+
+
+class EarlyLoader(ModelLoader):
+    """A `ModelLoader` that does not wait for kernels to be compiled, unless `wait_for_plan`.
+
+    A model that was not opened with these options here before is opened on the NPU alone, where
+    that computes it; `late` then moves it to the devices of its plan. `choice`, `devices` and
+    `plan` change with it, and `moved` is called.
+    """
+
+    def __init__(self, model: str, options: LoadOptions) -> None:
+        super().__init__(model, options)
+        self.late: LatePlan | None = None
+        self.moved: Callable[[], object] = nothing
+
+    def load(self) -> tuple[Engine, OwnContexts]:
+        """See `ModelLoader.load`. Why a first text has to wait is a note of the choice."""
+        request, key, waits = self._request(), self._prepared_key(), tuple[str, ...]()
+        if self._may_begin_early(request) and not decisions.is_prepared(key):
+            try:
+                return self._begun_early(request, key)
+            except (DeviceError, UserError) as error:
+                waits = (f"the first text waits for the plan because {one_sentence(str(error))}",)
+                self.kv = CacheFormat(self._options.kv or DEFAULT_CACHE)
+        opened = super().load()
+        self.choice = replace(self.choice, notes=(*waits, *self.choice.notes))
+        decisions.note_prepared(key)
+        return opened
+
+    def _prepared_key(self) -> str:
+        """Return the key of starts that need the same kernels (`decisions.is_prepared`)."""
+        options = self._options
+        named = (options.device, options.gpu, options.npu, options.sync, options.strategy)
+        how = (self.kv, self.model.weights.weight_format, self._whole_caches, options.max_gpu_share)
+        return decisions.prepared_key(self.model.fingerprint, [str(x) for x in (*named, *how)])
+
+    def _may_begin_early(self, request: PlacementRequest) -> bool:
+        """Return whether the options leave it to hetero what computes the first text.
+
+        What a cache that cannot be written would forget is not prepared in another process.
+        """
+        options = self._options
+        named = options.device not in ("auto", "hetero") or options.order == "paper"
+        if options.wait_for_plan or named:
+            return False
+        given = (options.plan, options.profile, options.strategy, options.memory_budget)
+        if any(x is not None for x in (*given, self._bundle)) or request.needs_plan:
+            return False
+        compiles = split_driver(request.backend("gpu"))[0] in (*DRIVEN, EVERY_CORE)
+        return compiles and request.backend("npu") == EARLY_NPU and decisions.can_note()
+
+    def _begun_early(self, request: PlacementRequest, key: str) -> tuple[Engine, OwnContexts]:
+        """Return the engine on the NPU alone, which moves to its plan's devices later.
+
+        Raises `DeviceError` or `UserError` where the NPU alone does not compute the model.
+        """
+        opened: dict[DeviceKind, Device] = {"npu": open_device(EARLY_NPU)}
+        self.choice, self._adapts = Choice("npu", reason=EARLY, notes=(EARLY,)), False
+        self.devices = DeviceSet(self._options.device, "npu", opened, control_core(opened))
+        try:
+            engine, own = self._opened(warm=False)
+        except BaseException:
+            self.devices.close()
+            raise
+        options = {x.name: getattr(self._options, x.name) for x in fields(self._options)}
+        question = {"model": os.fspath(self._path), "options": options | {"progress": None}}
+        self.late = LatePlan(
+            engine,
+            question,
+            partial(choose, self._spec, request),
+            partial(self._move, engine, key),
+        )
+        return engine, own
+
+    def _move(self, engine: Engine, key: str, choice: Choice) -> None:
+        """Move the engine to the chosen devices; for the thread that has its lock."""
+        before = self.choice, self.devices, self.plan, self._adapts
+        try:
+            self.choice, self._adapts = choice, self._options.adapt
+            self._open_devices()
+            with self.devices.prewarm(self.purpose) as prewarmed:
+                engine.deployment.move(self._target(warm=not prewarmed))
+        except BaseException:
+            if self.devices is not before[1]:
+                self.devices.close()
+            self.choice, self.devices, self.plan, self._adapts = before
+            raise
+        for context, tokens in engine.deployment.lost:
+            list(engine.prompt_calls(context, tokens))
+        decisions.note_prepared(key)
+        self.moved()
+
+
+class _Noted(Protocol):
+    choice: Choice
+    devices: DeviceSet
+    plan: ExecutionPlan
+
+
+def note_opened(loader: ModelLoader, llm: _Noted) -> None:
+    """Set a model's devices to those that were opened last."""
+    llm.choice, llm.devices, llm.plan = loader.choice, loader.devices, loader.plan
