@@ -162,8 +162,8 @@ CacheOption = Annotated[
 WaitOption = Annotated[
     bool,
     typer.Option(
-        "--wait-for-plan",
-        help="No text on the NPU alone while a first start compiles kernels.",
+        "--wait-for-plan/--no-wait-for-plan",
+        help="On a first start: wait for kernels, or begin on the NPU alone and move.",
         envvar="HETERO_WAIT_FOR_PLAN",
         show_envvar=False,
         rich_help_panel=DEVICES,
@@ -236,7 +236,7 @@ class EngineFlags:
     adapt: AdaptOption = True
     order: OrderOption = OrderChoice.BEST
     kv: CacheOption = None
-    wait_for_plan: WaitOption = False
+    wait_for_plan: WaitOption = True
 
     def arguments(self) -> dict[str, Any]:
         """Return them as arguments of `LLM`. Raises `UserError`."""

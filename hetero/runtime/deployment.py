@@ -30,12 +30,8 @@ from hetero.runtime.lowering import Lowering
 from hetero.runtime.memory_estimate import MemoryEstimate, check_contexts, fitting_window
 from hetero.runtime.pool import ActivationPool, Shape
 from hetero.runtime.prefill_mode import WHOLE_QUEUES, PrefillModes, max_in_flight
-<<<<<<< HEAD
 from hetero.runtime.route_counts import RouteCounts
-from hetero.runtime.schedule import Order
-=======
 from hetero.runtime.schedule import Order, Orders
->>>>>>> first
 from hetero.runtime.sizes import LONGEST_VERIFIED, Caches, place, planned_layout
 from hetero.runtime.slot_refs import SlotRef
 from hetero.runtime.step import Step
@@ -124,11 +120,8 @@ class Deployment:
         self._lock, self._contexts, self._steps, self._runner = lock, contexts, steps, runner
         self._warmed = not warm
         self._closed = False
-<<<<<<< HEAD
         self._route_counts: RouteCounts | None = None
-=======
         self._rows = 1  # contexts that decode together, for whose steps everything is compiled
->>>>>>> first
 
     def build(self, plan: ExecutionPlan, source: Solver | None, progress: Progress | None) -> None:
         """Build everything for a plan on the devices as they are now."""
