@@ -16,8 +16,6 @@ import typer
 
 # Before anything imports huggingface_hub: no test asks a network (the hub's tests ask their own).
 os.environ["HF_HUB_OFFLINE"] = "1"
-# Tests look at what the plan's devices do; those of first texts leave it out.
-os.environ["HETERO_WAIT_FOR_PLAN"] = "1"
 # Before numpy: threads of two processes that share the cores would wait for each other.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

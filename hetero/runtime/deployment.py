@@ -96,9 +96,8 @@ class Deployment:
     `memory_budget_bytes`, than the machine has or than a device allocates at once is refused
     (`UserError`). By an `order` other than `fifo` and a cost model, `window` calls of a prompt are
     one step, whose launches run in an order that is predicted to be shorter; in it nothing is
-    adapted, and what is not finite costs the tokens of all of them. `modes` says how a prompt is
-    cut. With `whole_caches` layers that have a window keep what it has left, too. `warm`: lower
-    usual steps in `build`.
+    adapted, and what is not finite costs the tokens of all of them. With `whole_caches` layers that
+    have a window keep what it has left, too. `warm`: lower usual steps in `build`.
     """
 
     def __init__(
