@@ -26,8 +26,8 @@ from hetero.serving.answers import (
 from hetero.serving.errors import ApiError
 from hetero.serving.grammars import json_grammar
 from hetero.serving.messages import Done, Run, TokenEvent
-from hetero.serving.models import held
 from hetero.serving.requests import Request, Sampling, checked_grammar, stop_texts
+from hetero.serving.served_models import acquire
 from hetero.serving.template_chat import Message as PlainMessage
 from hetero.serving.template_chat import (
     answer_message,
@@ -162,7 +162,7 @@ async def messages(body: MessagesRequest, request: HttpRequest) -> Response:
     """Return the next message of a conversation."""
     use = body.use()
     body.check()
-    state = await held(request, body.model)
+    state = await acquire(request, body.model)
     model = state.named(body.model)
     plain = body.plain()
     state.check_length(characters(plain), "messages")
@@ -206,7 +206,7 @@ async def messages(body: MessagesRequest, request: HttpRequest) -> Response:
 @router.post("/v1/messages/count_tokens")
 async def count_tokens(body: CountRequest, request: HttpRequest) -> Response:
     """Return the number of tokens of a request's prompt."""
-    state = await held(request, body.model)
+    state = await acquire(request, body.model)
     tokens = await state.texts(rendered, state, body.plain(), body.use(), continues=True)
     return answers.answer_json({"input_tokens": len(tokens)})
 

@@ -29,7 +29,6 @@ from hetero.serving.answers import (
 )
 from hetero.serving.errors import ApiError
 from hetero.serving.messages import Done, Run, TokenEvent
-from hetero.serving.models import held
 from hetero.serving.requests import (
     MAX_CHOICES,
     MAX_LOGPROBS,
@@ -41,6 +40,7 @@ from hetero.serving.requests import (
     most_tokens,
     seconds,
 )
+from hetero.serving.served_models import acquire
 from hetero.serving.state import State
 from hetero.serving.template_chat import (
     characters,
@@ -121,7 +121,7 @@ class ChatRequest(Penalties, Guided):
 async def chat_completions(body: ChatRequest, request: HttpRequest) -> Response:
     """Return the next message of a conversation."""
     body.check()
-    state = await held(request, body.model)
+    state = await acquire(request, body.model)
     model = state.named(body.model)
     use = tool_use(body.tools, body.tool_choice, parallel=body.parallel_tool_calls)
     wanted = await _wanted(state, body, use)

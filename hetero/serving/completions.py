@@ -16,7 +16,6 @@ from hetero.serving.answers import Answer, AnswerChoice, AnswerOptions, usage
 from hetero.serving.chat_completions import ChunkWriter, StreamOptions
 from hetero.serving.errors import ApiError
 from hetero.serving.messages import Done, Run, TokenEvent
-from hetero.serving.models import held
 from hetero.serving.requests import (
     MAX_CHOICES,
     MAX_LOGPROBS,
@@ -28,6 +27,7 @@ from hetero.serving.requests import (
     most_tokens,
     seconds,
 )
+from hetero.serving.served_models import acquire
 from hetero.serving.state import State
 
 router = APIRouter()
@@ -66,7 +66,7 @@ class CompletionRequest(Penalties, Guided):
 async def completions(body: CompletionRequest, request: HttpRequest) -> Response:
     """Continue a text."""
     body.check()
-    state = await held(request, body.model)
+    state = await acquire(request, body.model)
     model = state.named(body.model)
     prompts = inputs(body.prompt, MAX_PROMPTS, "prompt")
     if body.stream and len(prompts) > 1:

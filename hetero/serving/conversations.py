@@ -14,9 +14,9 @@ from starlette.responses import Response
 from hetero.serving import answers
 from hetero.serving.errors import missing
 from hetero.serving.history import read_items
-from hetero.serving.models import models_of, store_of
 from hetero.serving.requests import Metadata, Request
 from hetero.serving.responses import listing
+from hetero.serving.served_models import models_of, store_of
 
 router = APIRouter()
 MAX_ITEMS = 20
@@ -97,8 +97,8 @@ async def delete_conversation(name: str, request: HttpRequest) -> Response:
     context = name.removeprefix("conv_")
     models = models_of(request)
     for model in models.keepers(context):
-        with ExitStack() as held:
-            await models.hold(model, held)
+        with ExitStack() as leases:
+            await models.hold(model, leases)
             await model.state.engine.control(app, "delete_context", context=context)
     if not await store.disk(store.records.delete_conversation, app, name):
         raise missing("conversation")

@@ -14,8 +14,8 @@ from starlette.responses import Response
 from hetero.models.pooling import pooling_of
 from hetero.serving import answers
 from hetero.serving.errors import ApiError
-from hetero.serving.models import held
 from hetero.serving.requests import Inputs, Request, inputs
+from hetero.serving.served_models import acquire
 from hetero.serving.state import State
 
 router = APIRouter()
@@ -34,7 +34,7 @@ class EmbeddingRequest(Request):
 @router.post("/v1/embeddings")
 async def embed(body: EmbeddingRequest, request: HttpRequest) -> Response:
     """Return the embeddings of texts, each of length 1."""
-    state = await held(request, body.model)
+    state = await acquire(request, body.model)
     model = state.named(body.model)
     width = state.model.config.hidden_size
     if body.dimensions is not None and body.dimensions > width:

@@ -30,7 +30,7 @@ from hetero.serving.answers import ClientDisconnectedError
 from hetero.serving.errors import ApiError
 from hetero.serving.guard import AsgiApp, Guard, Message, Receive, Scope, Send
 from hetero.serving.keys import Keys
-from hetero.serving.models import Models
+from hetero.serving.served_models import Models
 
 log = logging.getLogger("hetero.serving")
 PAGE = Path(__file__).parent / "page.html"
@@ -93,7 +93,7 @@ def make_app(
 class _Requests:
     """Middleware that counts requests by status and path: an existing path, or `other`.
 
-    `scope["state"]["held"]` is closed when the response was sent: it holds the request's model.
+    `scope["state"]["leases"]` is closed when the response was sent: it holds the request's model.
     """
 
     def __init__(self, inner: AsgiApp, models: Models) -> None:
@@ -111,8 +111,8 @@ class _Requests:
                 self._models.metrics.requests.labels(path, str(message["status"])).inc()
             await send(message)
 
-        with ExitStack() as held:
-            scope["state"] = {**scope.get("state", {}), "held": held}
+        with ExitStack() as leases:
+            scope["state"] = {**scope.get("state", {}), "leases": leases}
             await self._inner(scope, receive, seen)
 
 

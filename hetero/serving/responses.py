@@ -31,7 +31,6 @@ from hetero.serving.errors import ApiError, missing
 from hetero.serving.grammars import json_grammar
 from hetero.serving.history import Item, messages_of, read_items, reasoning_item, tokens_of
 from hetero.serving.messages import Done, Run, TokenEvent
-from hetero.serving.models import held, store_of
 from hetero.serving.requests import (
     MAX_LOGPROBS,
     Metadata,
@@ -42,6 +41,7 @@ from hetero.serving.requests import (
     most_tokens,
     seconds,
 )
+from hetero.serving.served_models import acquire, store_of
 from hetero.serving.state import State
 from hetero.serving.template_chat import characters, checked_variables, thinking_variables
 from hetero.serving.tools import ToolUse, tool_use
@@ -163,7 +163,7 @@ async def create_response(body: ResponseRequest, request: HttpRequest) -> Respon
             turns = store_of(request).turns
             waiting = until_end.enter_async_context(turns.of((app, conversation)))
             await answers.unless_disconnected(request, waiting)
-        state = await held(request, body.model)
+        state = await acquire(request, body.model)
         turn = await _turn(state, app, body)
         if body.stream:
             writer = _Writer(state, app, body, turn)
@@ -178,7 +178,7 @@ async def create_response(body: ResponseRequest, request: HttpRequest) -> Respon
 @router.post("/v1/responses/input_tokens")
 async def count_input(body: ResponseRequest, request: HttpRequest) -> Response:
     """Return the number of tokens of a request's text."""
-    state = await held(request, body.model)
+    state = await acquire(request, body.model)
     turn = await _turn(state, request.state.app, body)
     record = {"object": "response.input_tokens", "input_tokens": len(turn.wanted.tokens)}
     return answers.answer_json(record)

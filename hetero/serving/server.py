@@ -26,7 +26,7 @@ from hetero.serving.guard import LOOPBACK, AsgiApp
 from hetero.serving.http_app import make_app
 from hetero.serving.keys import Keys
 from hetero.serving.metrics import Metrics
-from hetero.serving.models import Models, ServedModel
+from hetero.serving.served_models import Models, ServedModel
 from hetero.serving.state import State
 from hetero.serving.store import Store
 
@@ -73,8 +73,8 @@ def serve(
 
     def ready() -> None:
         at = f"[{host}]" if ":" in host else host
-        told = ", ".join(x.state.model.name for x in models.served)
-        print(f"serving {told} at http://{at}:{port}", flush=True)
+        listed = ", ".join(x.state.model.name for x in models.served)
+        print(f"serving {listed} at http://{at}:{port}", flush=True)
 
     allowed = None if known is not None and host not in _LOCAL else [*LOOPBACK, *hosts]
     app = make_app(models, known, allowed, ready, origins)

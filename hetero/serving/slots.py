@@ -12,8 +12,8 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from hetero.serving.errors import ApiError, missing
-from hetero.serving.models import held, models_of
 from hetero.serving.requests import Request
+from hetero.serving.served_models import acquire, models_of
 
 router = APIRouter()
 _PARAMS: dict[str, Any] = {  # of a completion, where nothing is given, but for sampling
@@ -36,7 +36,7 @@ class SlotRequest(Request):
 @router.get("/slots")
 async def slots(request: HttpRequest, model: str | None = None) -> Response:
     """Return the app's recent texts."""
-    state = await held(request, model)
+    state = await acquire(request, model)
     status = await state.engine.control(request.state.app, "status")
     listed = status["slots"] or [{"id": i, "tokens": 0} for i in range(state.slots)]
     for slot in listed:
@@ -54,7 +54,7 @@ async def change_slot(
     model: str | None = None,
 ) -> Response:
     """Save a recent text under a name, restore it, or erase it."""
-    state = await held(request, model)
+    state = await acquire(request, model)
     store = state.store
     app: str = request.state.app
     if not 0 <= number < state.slots:
@@ -89,7 +89,7 @@ async def change_slot(
 @router.get("/props")
 async def props(request: HttpRequest, model: str | None = None) -> Response:
     """Return a model's properties."""
-    state = await held(request, model)
+    state = await acquire(request, model)
     about = state.engine.about
     tokenizer = state.model.tokenizer
     eos = state.model.eos_ids
@@ -122,7 +122,7 @@ async def contexts(request: HttpRequest, model: str | None = None) -> Response:
     served = models.find(model)
     state, store = served.state, models.store
     status: dict[str, Any] = {"contexts": [], "slots": [], "running": False, "devices": {}}
-    loaded = models.look(served, request.state.held)
+    loaded = models.look(served, request.state.leases)
     if loaded:
         status = await state.engine.control(app, "status")
     listed = await store.disk(store.records.conversations, app)

@@ -1,4 +1,4 @@
-"""What the endpoints need of a model: its tokenizer, its engine, and what all models share."""
+"""The endpoints' view of a model: its tokenizer, its engine, and what all models share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is kept for all models: the database, its thread, and turns on conversations."""
+"""The store of all models: the database, its thread, and turns on conversations."""
 
 from __future__ import annotations
 

@@ -12,8 +12,8 @@ from starlette.responses import JSONResponse, Response
 from hetero.models.tokenizer import HfTokenizer
 from hetero.serving.errors import ApiError
 from hetero.serving.metrics import EngineTotals
-from hetero.serving.models import ServedModel, held, models_of
 from hetero.serving.requests import Request, Token
+from hetero.serving.served_models import ServedModel, acquire, models_of
 from hetero.serving.template_chat import checked_variables, plain_messages, rendered
 from hetero.serving.tools import tool_use
 
@@ -97,7 +97,7 @@ async def tokenize(body: TokenizeRequest, request: HttpRequest) -> Response:
     A text gets what the model expects around a prompt, unless `add_special_tokens` is false;
     `content` only if `add_special` is true.
     """
-    state = await held(request, body.model)
+    state = await acquire(request, body.model)
     given = [x for x in (body.prompt, body.content, body.messages) if x is not None]
     if len(given) != 1:
         raise ApiError(400, "give one of prompt, content and messages", param="prompt")
@@ -133,7 +133,7 @@ def _shown(data: bytes) -> str | list[int]:
 @router.post("/detokenize")
 async def detokenize(body: DetokenizeRequest, request: HttpRequest) -> Response:
     """Return the text of ids."""
-    state = await held(request, body.model)
+    state = await acquire(request, body.model)
     most = state.model.config.vocab_size
     if any(token >= most for token in body.tokens):
         raise ApiError(400, f"a token id is below {most}", param="tokens")
@@ -144,7 +144,7 @@ async def detokenize(body: DetokenizeRequest, request: HttpRequest) -> Response:
 @router.post("/apply-template")
 async def apply_template(body: TemplateRequest, request: HttpRequest) -> Response:
     """Return the prompt of messages."""
-    state = await held(request, body.model)
+    state = await acquire(request, body.model)
     use = tool_use(body.tools, None)
     variables = checked_variables(body.chat_template_kwargs)
     if body.add_generation_prompt is not None:
@@ -157,7 +157,7 @@ async def apply_template(body: TemplateRequest, request: HttpRequest) -> Respons
 @router.get("/tokenizer_info")
 async def tokenizer_info(request: HttpRequest, model: str | None = None) -> Response:
     """Return facts about the tokenizer."""
-    state = await held(request, model)
+    state = await acquire(request, model)
     tokenizer = state.model.tokenizer
     special = tokenizer.special_tokens if isinstance(tokenizer, HfTokenizer) else {}
     return JSONResponse(
@@ -180,7 +180,7 @@ async def metrics(request: HttpRequest) -> Response:
     engines: dict[str, EngineTotals | None] = {}
     for model in models.served:
         engines[model.name] = None
-        if models.look(model, request.state.held):
+        if models.look(model, request.state.leases):
             engine = model.state.engine
             engines[model.name] = await engine.control("", "totals"), engine.waiting.total()
     text = models.metrics.text(engines)

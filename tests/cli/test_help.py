@@ -94,7 +94,7 @@ def test_what_opens_a_model_has_the_same_options_everywhere(built: Any) -> None:
     named = set(inspect.signature(LLM.__init__).parameters)
     assert named - set(OPENING) == {
         "self", "model", "progress", "prompt_lengths", "first_prompt", "draft_model",
-        "draft_device",
+        "draft_device", "wait_for_plan",
     }  # fmt: skip
     found = {
         command: {p.name: p for p in built.get_command(None, command).params}
@@ -110,16 +110,8 @@ def test_what_opens_a_model_has_the_same_options_everywhere(built: Any) -> None:
     for command, without in lacking.items():
         assert {*OPENING, *drawing} - set(found[command]) == without, command
     repeated = {"device", "sync", "strategy", "weights", "kv", "max_tokens"}
-    for name in (
-        *OPENING,
-        *drawing,
-        "speculative",
-        "draft_model",
-        "draft_device",
-        "stats",
-        "system",
-        "as_json",
-    ):
+    others = ("speculative", "draft_model", "draft_device", "wait_for_plan", "stats", "system")
+    for name in (*OPENING, *drawing, *others, "as_json"):
         texts = {
             (found[x][name].help, tuple(found[x][name].opts))
             for x in found
@@ -307,7 +299,9 @@ def test_a_bar_has_no_count_before_it_knows_one(monkeypatch: pytest.MonkeyPatch)
     from hetero.cli import options
 
     said = StringIO()
-    monkeypatch.setattr(options, "stderr", Console(file=said, force_terminal=True, width=80))
+    console = Console(file=said, force_terminal=True, width=80)
+    monkeypatch.setattr(options, "stderr", lambda: console)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     with options.progress_bar("loading") as advance:
         pass
     assert "/?" not in said.getvalue()

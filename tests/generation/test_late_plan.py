@@ -134,10 +134,10 @@ def test_kernels_that_cannot_be_compiled_leave_the_model_on_the_npu(
 ) -> None:
     prepare = deployment.prepare_kernels
 
-    def failing(weights: Any, placement: Any, devices: Any, progress: Any) -> Any:
+    def failing(weights: Any, placement: Any, devices: Any, progress: Any, **more: Any) -> Any:
         if "gpu" in devices:
             raise KernelBuildError("opencl", "building x.cl", "injected", "none")
-        return prepare(weights, placement, devices, progress)
+        return prepare(weights, placement, devices, progress, **more)
 
     monkeypatch.setattr(deployment, "prepare_kernels", failing)
     with LLM("demo", **EXACT, wait_for_plan=False) as llm:
@@ -158,10 +158,10 @@ def test_an_interrupted_move_is_made_again(
 ) -> None:
     prepare, interrupts = deployment.prepare_kernels, [KeyboardInterrupt]
 
-    def interrupted(weights: Any, placement: Any, devices: Any, progress: Any) -> Any:
+    def interrupted(weights: Any, placement: Any, devices: Any, progress: Any, **more: Any) -> Any:
         if "gpu" in devices and interrupts:
             raise interrupts.pop()
-        return prepare(weights, placement, devices, progress)
+        return prepare(weights, placement, devices, progress, **more)
 
     monkeypatch.setattr(deployment, "prepare_kernels", interrupted)
     with LLM("demo", **EXACT, wait_for_plan=False) as llm:

@@ -1,7 +1,7 @@
 """The models that a server has, by name: loaded when asked for, unloaded for others or when idle.
 
 Each loaded model has an engine process. A request holds its model until the response was sent, and
-a model that is held is not unloaded. Requests pass one gate in the order of their arrival: while
+a model in use is not unloaded. Requests pass one gate in the order of their arrival: while
 one waits there until a model can be unloaded for its own, those behind it wait too, so that two
 models that are asked for all the time take turns. Loading itself happens behind the gate.
 """
@@ -75,7 +75,7 @@ class ServedModel:
 class Models:
     """The models of a server, of which at most `most` are in memory (0: all), in one event loop.
 
-    One that nobody held for `idle_s` is unloaded (-1: never). The only model of a server is loaded
+    One that is unused for `idle_s` is unloaded (-1: never). The only model of a server is loaded
     from the start, and the server ends with it: `on_end` is called.
     """
 
@@ -123,8 +123,8 @@ class Models:
         """Return the models that may keep a context."""
         return [x for x in self.served if self.only is not None or x.keeps(context)]
 
-    async def hold(self, model: ServedModel, held: ExitStack) -> None:
-        """Load a model, if it is not, and hold it until `held` is closed. Raises `ApiError`."""
+    async def hold(self, model: ServedModel, leases: ExitStack) -> None:
+        """Load a model, if it is not, and hold it until `leases` is closed. Raises `ApiError`."""
         give_up_s = asyncio.get_running_loop().time() + WAIT_S
         try:
             async with asyncio.timeout_at(give_up_s), self._gate:
@@ -137,14 +137,14 @@ class Models:
                 retry_s=RETRY_S,
             ) from None
         model.holders += 1
-        held.callback(self.release, model)
+        leases.callback(self.release, model)
         await self._loaded(model, give_up_s)
 
-    def look(self, model: ServedModel, held: ExitStack) -> bool:
+    def look(self, model: ServedModel, leases: ExitStack) -> bool:
         """Hold a model as `hold` does if it is loaded, which is no use of it; return whether."""
         if model.loaded:
             model.holders += 1
-            held.callback(self.release, model, used=False)
+            leases.callback(self.release, model, used=False)
         return model.loaded
 
     async def _loaded(self, model: ServedModel, give_up_s: float) -> None:
@@ -303,14 +303,14 @@ def store_of(request: Request) -> Store:
     return models_of(request).store
 
 
-async def held(request: Request, name: str | None) -> State:
-    """Return the model of a name, loaded, and held until the response was sent.
+async def acquire(request: Request, name: str | None) -> State:
+    """Return the model of a name, loaded and in use until the response was sent.
 
     Raises `ApiError`, and `ClientDisconnectedError` where the client does not wait for it.
     """
     models = models_of(request)
     model = models.find(name)
-    holding = models.hold(model, request.state.held)
+    holding = models.hold(model, request.state.leases)
     if model.loaded and not models.contended:
         await holding
     else:
