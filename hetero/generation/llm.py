@@ -119,8 +119,7 @@ class LLM(Closing):
             device=device, gpu=gpu, npu=npu, profile=profile, plan=plan, weights=weights,
             max_seq_len=max_seq_len, sync=sync, strategy=strategy, prompt_lengths=prompt_lengths,
             first_prompt=first_prompt, max_gpu_share=max_gpu_share, memory_budget=memory_budget,
-            adapt=adapt, order=order, kv=kv, whole_caches=whole_caches,
-            progress=progress,
+            adapt=adapt, order=order, kv=kv, whole_caches=whole_caches, progress=progress,
             wait_for_plan=wait_for_plan or draft_model is not None,
         )  # fmt: skip
         self._opened = loader = EarlyLoader(model, options)
@@ -128,7 +127,8 @@ class LLM(Closing):
         self._loaded: LoadedModel = loader.model
         self.kv, self.max_seq_len = loader.kv, loader.max_seq_len
         self.choice, self.devices, self.plan = loader.choice, loader.devices, loader.plan
-        loader.moved = partial(note_opened, loader, self)
+        if loader.late is not None:  # else nothing of a closed model waits for the collector
+            loader.moved = partial(note_opened, loader, self)
         self.draft = open_draft(draft_model, draft_device, loader, options, self._engine)
         self._answers = AnswerContexts(self._engine, self._loaded, self._own, loader, self.draft)
 

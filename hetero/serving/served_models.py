@@ -218,7 +218,8 @@ class Models:
             await engine.start()
         except UserError as error:
             model.loading, model.failed = None, True
-            log.error("%s could not be loaded: %s", model.name, error)
+            if model is not self.only:  # whose server ends with the same sentence
+                log.error("%s could not be loaded: %s", model.name, error)
             return error
         except BaseException:
             model.loading = None

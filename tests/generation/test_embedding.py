@@ -211,16 +211,16 @@ def test_a_text_is_read_again_where_a_device_has_failed(
     """The call that the other device repeated in parts has left only its last states."""
     expected_rows = llm.embed(TEXTS, pooling="mean")
     whole, deployment = embedding.hidden_states, llm.engine.deployment
-    monkeypatch.setattr(deployment, "fallback", "")
+    before = deployment.devices
 
     def failing(*arguments: Any, **options: Any) -> Iterator[Any]:
         for states in whole(*arguments, **options):
-            if not deployment.fallback:
-                monkeypatch.setattr(deployment, "fallback", "one device has failed")
+            if deployment.devices is before:
+                monkeypatch.setattr(deployment, "devices", dict(before))
                 yield states[-1:]
             else:
                 yield states
 
     monkeypatch.setattr(embedding, "hidden_states", failing)
     assert (llm.embed(TEXTS, pooling="mean") == expected_rows).all()
-    assert deployment.fallback
+    assert deployment.devices is not before
