@@ -52,7 +52,7 @@ from hetero.profiler.records import DeviceProfile
 from hetero.runtime.kernels import cut_weights, node_weights, stored_for
 from hetero.runtime.launch_costs import check_priced
 from hetero.runtime.sizes import place
-from hetero.solver.execution_plan import ExecutionPlan
+from hetero.solver.execution_plan import ExecutionPlan, check_two_devices
 from hetero.solver.handmade import layer_level
 from hetero.solver.placement import Placement
 
@@ -156,6 +156,7 @@ def prepare(request: CompileRequest) -> Compilation:
     if plan is None:
         plan = layer_level(spec, graph_sizes=sizes)
     plan.check_fits(spec)
+    check_two_devices(plan)
     if request.profile is not None and solved is None:
         check_priced(CostModel(request.profile), spec, plan)
     npu = npu_capabilities.capabilities_of(chip, sizes)

@@ -28,7 +28,7 @@ from hetero.runtime.memory_estimate import file_note
 from hetero.runtime.schedule import Order
 from hetero.runtime.sizes import pool_bytes
 from hetero.runtime.waits import SyncMethod
-from hetero.solver.execution_plan import ExecutionPlan
+from hetero.solver.execution_plan import ExecutionPlan, check_two_devices
 from hetero.solver.names import NamedStrategy
 from hetero.solver.non_matmul_devices import device_of_other
 from hetero.solver.plan import STEP_TOKENS
@@ -327,12 +327,8 @@ class ModelLoader:
 
 def _device_of(plan: ExecutionPlan, device: DeviceMode) -> DeviceMode:
     """Return devices that a plan needs. Raises `UserError` if others were asked for."""
+    check_two_devices(plan)
     kinds: frozenset[DeviceKind] = plan.devices()
-    if "cpu" in kinds:
-        raise UserError(
-            f"plan {plan.plan_id} has rows of matmuls on a CPU besides GPU and NPU, which only "
-            "simulated chips run: leave out the plan, and the model is planned for two devices"
-        )
     needed: DeviceMode = (
         "hetero" if len(kinds) == 2 else next(kind for kind in KINDS if kind in kinds)
     )

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hetero
+from hetero.compiling.npu_graphs import CompileRequest, prepare_by_default
 from hetero.errors import UserError
 from hetero.models import model_spec, open_model
 from hetero.profiler.records import DeviceProfile
@@ -230,6 +231,8 @@ def test_a_plan_for_three_is_refused_where_no_backend_plays_the_cpu() -> None:
     own = single_device(spec, "gpu").model_copy(update={"ops": tuple(ops)})
     with pytest.raises(UserError, match="which only simulated chips run: leave out the plan"):
         hetero.LLM("demo", plan=own)
+    with pytest.raises(UserError, match="which only simulated chips run: leave out the plan"):
+        prepare_by_default(CompileRequest("demo", "sm8650", plan=own))
 
 
 def test_a_profile_whose_cpu_no_backend_plays_is_planned_for_two(chip: DeviceProfile) -> None:
