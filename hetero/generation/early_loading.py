@@ -93,7 +93,8 @@ class EarlyLoader(ModelLoader):
             self.devices.close()
             raise
         options = {x.name: getattr(self._options, x.name) for x in fields(self._options)}
-        question = {"model": os.fspath(self._path), "options": options | {"progress": None}}
+        del options["shortens"], options["progress"]  # of a draft model; of this process
+        question = {"model": os.fspath(self._path), "options": options}
         self.late = LatePlan(
             engine,
             question,

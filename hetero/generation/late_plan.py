@@ -33,6 +33,9 @@ class PreparationError(Exception):
     """The child process that prepares a plan failed; the message says how."""
 
 
+FAILURES: Final = (PreparationError, DeviceError, UserError, MemoryError, OSError)
+
+
 class LatePlan:
     """Prepares a plan in a child process, and moves the engine to its devices between two steps.
 
@@ -69,10 +72,8 @@ class LatePlan:
         self._engine.before_step = nothing
         try:
             self._move(self._job.result())
-        except (PreparationError, DeviceError, UserError, MemoryError, OSError) as error:
-            fallback = f"{STAYS} {one_sentence(str(error) or type(error).__name__)}"
-            self._engine.deployment.fallback = fallback
-            warnings.warn(fallback, FallbackWarning, stacklevel=2)
+        except FAILURES as error:
+            self._stay(error)
             return False
         except BaseException:
             self._engine.before_step = self.before_step
@@ -81,7 +82,20 @@ class LatePlan:
 
     def wait(self, limit_s: float = math.inf) -> bool:
         """Return whether everything is prepared, or has failed, at the latest after `limit_s`."""
-        return self._job.wait(limit_s)
+        ended = self._job.wait(limit_s)
+        if ended and self._engine.before_step == self.before_step:
+            try:
+                self._job.result()
+            except FAILURES as error:
+                self._engine.before_step = nothing
+                self._stay(error)
+        return ended
+
+    def _stay(self, error: BaseException) -> None:
+        """Say that the model stays on the NPU, and why."""
+        fallback = f"{STAYS} {one_sentence(str(error) or type(error).__name__)}"
+        self._engine.deployment.fallback = fallback
+        warnings.warn(fallback, FallbackWarning, stacklevel=3)
 
     def close(self) -> None:
         """End the child and the thread; idempotent."""

@@ -119,12 +119,15 @@ def test_a_child_that_fails_leaves_the_model_on_the_npu(
     code = f"import sys; print({told!r}, file=sys.stderr) if {told!r} else 0; sys.exit(3)"
     monkeypatch.setattr(late_plan, "child_command", lambda *_: [sys.executable, "-c", code])
     with LLM("demo", **EXACT, wait_for_plan=False) as llm:
-        assert llm.finish_preparing(60)
+        late = llm._opened.late
+        assert late is not None
+        assert late._job.wait(60)
         with pytest.warns(FallbackWarning, match=told or "it ended with 3"):
             result = llm.generate(PROMPT, max_tokens=24)
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # it is said once
             llm.generate(PROMPT, max_tokens=2)
+            assert llm.finish_preparing(0)
     assert [*result.tokens] == expected
     assert (told or "ended with 3") in str(result.stats.placement["fallback"])
 
@@ -193,7 +196,13 @@ def test_closing_ends_the_child(child_ends: Ends) -> None:
 
 
 @pytest.mark.parametrize(
-    "named", [{"device": "gpu"}, {"max_gpu_share": 0.5}, {"strategy": "layer"}, {"gpu": "null"}]
+    "named",
+    [
+        {"device": "gpu"},
+        {"max_gpu_share": 0.5, "weights": "w4a16"},
+        {"strategy": "layer"},
+        {"gpu": "null"},
+    ],
 )
 def test_what_was_asked_for_by_name_computes_from_the_first_token_on(
     cache: Path, named: dict[str, Any]
@@ -223,3 +232,25 @@ def test_a_step_waits_while_the_machine_is_timed(cache: Path) -> None:
     thread.join()
     assert 0.05 < waited[0] < 3
     assert timing_lock.wait_while_timed(0.0)
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("cache")
+def test_a_real_child_prepares_the_plan(expected: list[int]) -> None:
+    with LLM("demo", **EXACT, wait_for_plan=False) as llm:
+        assert set(llm.engine.devices) == {"npu"}
+        assert llm.finish_preparing(200)
+        assert [*llm.generate(PROMPT, max_tokens=24).tokens] == expected
+        assert set(llm.engine.devices) == {"gpu", "npu"}
+
+
+@pytest.mark.usefixtures("cache")
+def test_a_child_that_fails_is_said_where_no_step_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "import sys; sys.exit('injected')"
+    monkeypatch.setattr(late_plan, "child_command", lambda *_: [sys.executable, "-c", code])
+    with LLM("demo", **EXACT, wait_for_plan=False) as llm:
+        with pytest.warns(FallbackWarning, match="npu alone because .* injected"):
+            assert llm.finish_preparing(60)
+        assert "injected" in llm.engine.deployment.fallback
+        assert llm.finish_preparing(0)
+        assert llm.generate(PROMPT, max_tokens=2).tokens
