@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -57,12 +58,12 @@ def states(server: Server) -> dict[str, str]:
 
 
 def engines(server: Server) -> list[int]:
-    found = children(server.process.pid)
-    return [
-        pid
-        for pid in found
-        if b"hetero.serving.engine_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    ]
+    found = []
+    for pid in children(server.process.pid):
+        with suppress(OSError):  # it has ended meanwhile
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+            found += [pid] if b"hetero.serving.engine_process" in command else []
+    return found
 
 
 @pytest.mark.full
