@@ -72,7 +72,7 @@ def generate_command(
     trace: Annotated[
         Path | None,
         typer.Option(
-            help="Write a Chrome/Perfetto trace: GPU, NPU and control lanes.",
+            help="Write a Chrome/Perfetto trace.",
             rich_help_panel=OUTPUT,
         ),
     ] = None,

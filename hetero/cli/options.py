@@ -162,8 +162,8 @@ CacheOption = Annotated[
 WaitOption = Annotated[
     bool,
     typer.Option(
-        "--wait-for-plan/--no-wait-for-plan",
-        help="On a first start: wait for kernels, or begin on the NPU alone and move.",
+        "--wait/--no-wait",
+        help="Wait for the plan.",
         envvar="HETERO_WAIT_FOR_PLAN",
         show_envvar=False,
         rich_help_panel=DEVICES,
@@ -183,8 +183,8 @@ class SpeculationFlags:
         int | None,
         typer.Option(
             min=0,
-            help="Most tokens guessed ahead, from the text or by --draft-model.",
-            show_default="0, 7 with --draft-model",
+            help="Most guesses.",
+            show_default="0; draft 7",
             rich_help_panel=DEVICES,
         ),
     ] = None
@@ -192,12 +192,12 @@ class SpeculationFlags:
         str | None,
         typer.Option(
             metavar="MODEL",
-            help="A smaller model of the same vocabulary, which guesses tokens ahead.",
+            help="Model that guesses tokens ahead.",
             rich_help_panel=DEVICES,
         ),
     ] = None
     draft_device: Annotated[
-        DeviceChoice, typer.Option(help="What computes the draft model.", rich_help_panel=DEVICES)
+        DeviceChoice, typer.Option(help="For the draft model.", rich_help_panel=DEVICES)
     ] = DeviceChoice.AUTO
 
     def arguments(self) -> dict[str, Any]:

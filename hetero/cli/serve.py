@@ -82,9 +82,7 @@ def serve_command(
     models_max: Annotated[int, typer.Option(min=0, help="Models in memory at a time; 0: all.")] = 4,
     sleep_idle_seconds: Annotated[
         float,
-        typer.Option(
-            metavar="SECONDS", min=-1, help="Unload a MODEL that is idle so long; -1: never."
-        ),
+        typer.Option(metavar="N", min=-1, help="Unload a MODEL that is idle so long; -1: never."),
     ] = -1,
     reasoning_budget: Annotated[
         int, typer.Option(min=-1, help="Most tokens of a thought; -1: no limit.")

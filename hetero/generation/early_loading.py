@@ -26,7 +26,7 @@ from hetero.solver.execution_plan import ExecutionPlan
 EARLY_NPU: Final = "ort-cpu"  # which compiles nothing
 EARLY: Final = (
     "the first text comes from the NPU alone (ort-cpu) while OpenCL's kernels are prepared, once "
-    "on this machine (--wait-for-plan waits)"
+    "on this machine (--wait waits)"
 )
 
 
