@@ -7,12 +7,14 @@ python bench/speculation.py demo --draft-model demo -n 100
 from __future__ import annotations
 
 import statistics
+from functools import partial
 from typing import Annotated, Any
 
 import typer
 from common import Rounds, Tokens, finish, in_turns, one_command, spread, table
 
 from hetero import LLM
+from hetero.generation.loop import GenerationResult
 
 CODE = '''class Account:
     """An account with a balance in cents, which never becomes negative."""
@@ -49,9 +51,21 @@ TEXTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def decode(
+    llm: LLM,
+    ids: list[int],
+    options: dict[str, Any],
+    last: dict[str, GenerationResult],
+    who: str,
+) -> float:
+    """Tokens a second of an answer, which is kept as a contender's last."""
+    last[who] = llm.generate(ids, **options)
+    return last[who].stats.decode_tokens_per_s
+
+
 def speculation(
     model: Annotated[str, typer.Argument()] = "demo",
-    draft_model: Annotated[str | None, typer.Option(help="guesses, beside the text itself")] = None,
+    draft_model: Annotated[str | None, typer.Option(help="guesses instead of the text")] = None,
     device: Annotated[str, typer.Option()] = "auto",
     tokens: Tokens = 256,
     rounds: Rounds = 3,
@@ -61,32 +75,26 @@ def speculation(
     Temperatures have a seed, so that plain and speculative answers have the same tokens.
     """
     rows = []
-    guessing: dict[str, dict[str, Any]] = {"text": {"speculative": 7}}
+    guesses = {"text": {"speculative": 7}} if draft_model is None else {draft_model: {}}
     with LLM(model, device=device, draft_model=draft_model) as llm:  # type: ignore[arg-type]
-        if draft_model is not None:
-            guessing = {draft_model: {}}
         for name, (prompt, options) in TEXTS.items():
             ids = llm.encode(prompt)[-(llm.max_seq_len - tokens) :]  # a small model's last part
-            wanted = {"max_tokens": tokens, "seed": 1, "speculative": 0, **options}
-            last: dict[str, Any] = {}
-
-            def decode(who: str, more: dict[str, Any]) -> float:
-                last[who] = llm.generate(ids, **{**wanted, **more})  # noqa: B023
-                return float(last[who].stats.decode_tokens_per_s)  # noqa: B023
-
-            contenders: dict[str, dict[str, Any]] = {"plain": {}, **guessing}
-            found = in_turns(
-                {who: lambda w=who, m=more: decode(w, m) for who, more in contenders.items()},
-                rounds,
-            )
-            for who, speeds in found.items():
-                ratios = [b / a for a, b in zip(found["plain"], speeds, strict=True)]
-                guesses = last[who].stats.speculation
-                right = "" if guesses is None else f"{guesses.accepted} of {guesses.drafted}"
+            common = {"max_tokens": tokens, "seed": 1, **options}
+            wanted = {"plain": {"speculative": 0}} | guesses
+            last: dict[str, GenerationResult] = {}
+            contenders = {
+                who: partial(decode, llm, ids, {**common, **more}, last, who)
+                for who, more in wanted.items()
+            }
+            all_speeds = in_turns(contenders, rounds)
+            for who, speeds in all_speeds.items():
+                pairs = zip(all_speeds["plain"], speeds, strict=True)
+                ratio = statistics.median(after / before for before, after in pairs)
+                drafts, count = last[who].stats.speculation, last[who].stats.completion_tokens
+                right = "" if drafts is None else f"{drafts.accepted} of {drafts.drafted}"
                 same = last[who].tokens == last["plain"].tokens
-                n = last[who].stats.completion_tokens
-                ratio = f"{statistics.median(ratios):.2f}"
-                rows.append([name, who, n, *spread(speeds, digits=1), ratio, right, same])
+                shown = spread(speeds, digits=1)
+                rows.append([name, who, count, *shown, f"{ratio:.2f}", right, same])
     table("text|guesses by|tokens|tokens/s|min|max|x plain|guesses right|same tokens", rows)
     finish()
 

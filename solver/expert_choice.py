@@ -288,8 +288,8 @@ def _note(
 
 def describe(times: ExpertTimes, npu: Sequence[LayerExperts]) -> str:
     """Return how many experts of which layers are on the NPU."""
-    held = {x.layer: len(x.npu) for x in npu}
-    layers = [(x.layer, held.get(x.layer, 0), x.op.experts) for x in times.layers]
+    counts = {x.layer: len(x.npu) for x in npu}
+    layers = [(x.layer, counts.get(x.layer, 0), x.op.experts) for x in times.layers]
     if not npu or all(count == every for _, count, every in layers):
         return f"on the {'NPU' if npu else 'GPU'}"
     runs = []

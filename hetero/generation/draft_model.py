@@ -14,6 +14,7 @@ import numpy as np
 from hetero.backends.host.closing import Closing
 from hetero.backends.registry import EVERY_CORE
 from hetero.errors import ModelError, UserError
+from hetero.generation.draft_length import RECENT
 from hetero.generation.loading import LoadOptions, ModelLoader
 from hetero.generation.speculative import Drafter, Guess
 from hetero.models import LoadedModel
@@ -35,11 +36,11 @@ class DraftModel(Closing):
     """
 
     def __init__(self, path: str, target: LoadedModel, options: LoadOptions) -> None:
-        loader = ModelLoader(path, options)
+        loader = ModelLoader(path, options, shortens=True)
         check_vocabulary(loader.model, target)
         self._vocabulary = target.config.vocab_size
         self._engine, self._own = loader.load()
-        self.model, self.choice, self.devices = loader.model, loader.choice, loader.devices
+        self._model = loader.model
 
     def drafter(self, text: Sequence[int]) -> Drafter:
         """Return what guesses on from a text, with a context that shares most of its beginning."""
@@ -68,7 +69,7 @@ class DraftModel(Closing):
                 if len(tokens) == most:
                     break
                 logits = engine.decode(context, token)
-        return tokens, max(len(tokens) - (len(tokens) == most), 0)
+        return tokens, len(tokens) - (len(tokens) == most)
 
     def end(self, hold: Hold) -> None:
         """End the use of a context."""
@@ -79,7 +80,7 @@ class DraftModel(Closing):
         """Free its devices; idempotent."""
         with self._engine.lock:
             self._engine.close()
-        self.model.weights.close()
+        self._model.weights.close()
 
 
 def open_draft(
@@ -107,7 +108,6 @@ def open_draft(
         prompt_lengths=(),
         first_prompt=None,
         max_seq_len=target.max_seq_len,
-        shortens=True,
     )
     try:
         if options.memory_budget is not None:
@@ -126,7 +126,7 @@ class _ModelDrafter(Drafter):
 
     def __init__(self, draft: DraftModel, context: Context, hold: Hold) -> None:
         self._draft, self._context, self._hold = draft, context, hold
-        self._times: deque[float] = deque(maxlen=9)
+        self._times: deque[float] = deque(maxlen=RECENT)
         self._computed = 0  # tokens of the text at the last guess
         self.guess_s = FIRST_GUESS_S
 

@@ -52,7 +52,8 @@ class EarlyLoader(ModelLoader):
             except (DeviceError, UserError) as error:
                 waits = (f"the first text waits for the plan because {one_sentence(str(error))}",)
                 self.kv = CacheFormat(self._options.kv or DEFAULT_CACHE)
-        opened = super().load()
+        self._choose(request)
+        opened = self._on_devices()
         self.choice = replace(self.choice, notes=(*waits, *self.choice.notes))
         decisions.note_prepared(key)
         return opened
@@ -93,8 +94,7 @@ class EarlyLoader(ModelLoader):
             self.devices.close()
             raise
         options = {x.name: getattr(self._options, x.name) for x in fields(self._options)}
-        del options["shortens"], options["progress"]  # of a draft model; of this process
-        question = {"model": os.fspath(self._path), "options": options}
+        question = {"model": os.fspath(self._path), "options": options | {"progress": None}}
         self.late = LatePlan(
             engine,
             question,

@@ -43,10 +43,7 @@ OTHER_SOLVER: Final = (
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
-    """Options of `LLM`, which explains them.
-
-    `shortens`: a model with fewer positions than `max_seq_len` gets a shorter context.
-    """
+    """Options of `LLM`, which explains them."""
 
     device: DeviceMode
     gpu: str
@@ -67,7 +64,6 @@ class LoadOptions:
     whole_caches: bool
     wait_for_plan: bool
     progress: Progress | None
-    shortens: bool = False
 
 
 class ModelLoader:
@@ -77,12 +73,12 @@ class ModelLoader:
     why, `devices` are open, `plan` is what the engine runs at first.
     """
 
-    def __init__(self, model: str, options: LoadOptions) -> None:
+    def __init__(self, model: str, options: LoadOptions, *, shortens: bool = False) -> None:
         check_one_of("order", options.order, get_args(Order))
         kv = DEFAULT_CACHE if options.kv is None else options.kv
         check_one_of("kv", kv, [*CacheFormat])
         self.kv = CacheFormat(kv)
-        self._path, self._options = model, options
+        self._path, self._options, self._shortens = model, options, shortens
         self.model: LoadedModel = open_model(model, weights=options.weights)
         self._bundle = bundle = find_bundle(model)
         length = options.max_seq_len
@@ -316,7 +312,7 @@ class ModelLoader:
         if max_seq_len is None:
             return min(limit, DEFAULT_CONTEXT)
         check_count("max_seq_len", max_seq_len)
-        if self._options.shortens:
+        if self._shortens:
             return min(limit, max_seq_len)
         if not 1 <= max_seq_len <= limit:
             raise ModelError(

@@ -18,7 +18,7 @@ from hetero.generation.answer_text import AnswerText
 from hetero.generation.options import GenerationConfig
 from hetero.generation.prompt_reader import PromptReader
 from hetero.generation.sampling import Constraint, Logits, SamplingParams, TokenLogprob
-from hetero.generation.speculative import Drafter, LookupDrafter, SpeculativeDecoder
+from hetero.generation.speculative import Drafter, SpeculativeDecoder, look_up
 from hetero.generation.token_chooser import TokenChooser
 from hetero.models import LoadedModel
 from hetero.runtime.engine import Engine
@@ -108,7 +108,7 @@ class Generation(Iterator[Delta], Closing):
         fallback: str = "",
         choice: str = "",
         clock: TimeSource = time.perf_counter,
-        drafts: Callable[[Sequence[int]], Drafter] = lambda _: LookupDrafter(),
+        drafts: Callable[[Sequence[int]], Drafter] = look_up,
     ) -> None:
         self.context, self._hold, self._ended = context, hold, ended
         self._engine, self._model, self._config = engine, model, config

@@ -86,6 +86,11 @@ class LookupDrafter(Drafter):
         """Release nothing: an index is its answer's own."""
 
 
+def look_up(_text: Sequence[int]) -> Drafter:
+    """Return what guesses from a text itself."""
+    return LookupDrafter()
+
+
 class SpeculativeDecoder:
     """Gives the logits after each token, as `Engine.decode` does, computing several at once.
 
@@ -104,7 +109,11 @@ class SpeculativeDecoder:
         drafter: Drafter,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        check_draft_tokens(draft_tokens)
+        if not 1 <= draft_tokens < LONGEST_VERIFIED:
+            raise UserError(
+                f"speculative decoding guesses 1 to {LONGEST_VERIFIED - 1} tokens ahead, got "
+                f"{draft_tokens}"
+            )
         self.statistics = DraftStats()
         self._engine, self._context, self._clock = engine, context, clock
         self._drafter, self._length = drafter, DraftLength()
@@ -175,11 +184,3 @@ class SpeculativeDecoder:
         self._guess, self._right = drafter.guess(self._history, most) if most else Guess(), 0
         tokens = self._guess.tokens
         return tokens if drafter.guess_s else tokens[: length.best(self._guess.kind, len(tokens))]
-
-
-def check_draft_tokens(count: int) -> None:
-    """Raise `UserError` for more guesses than one step verifies."""
-    if not 1 <= count < LONGEST_VERIFIED:
-        raise UserError(
-            f"speculative decoding guesses 1 to {LONGEST_VERIFIED - 1} tokens ahead, got {count}"
-        )

@@ -122,13 +122,12 @@ def bytes_in_place(placement: Placement, devices: Mapping[DeviceKind, Device]) -
 
 def experts_in_place(placement: Placement, devices: Mapping[DeviceKind, Device]) -> int:
     """Return the bytes of routed experts among these."""
-    held = (x for x in placement.graph.nodes if isinstance(x.op, Experts))
-    ops = (x.op for x in held if placement.devices(x) <= _in_place(devices))
+    in_place = _in_place(devices)
     return sum(
         packed_bytes(x.weight_format.storage, x.n, x.k)
-        for op in ops
-        if isinstance(op, Experts)
-        for x in all_experts(op)
+        for node in placement.graph.nodes
+        if isinstance(node.op, Experts) and placement.devices(node) <= in_place
+        for x in all_experts(node.op)
     )
 
 

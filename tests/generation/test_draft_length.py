@@ -106,5 +106,5 @@ def test_lookups_find_what_a_search_finds(text: list[int], most: int) -> None:
             if ends:
                 wanted = part[ends[-1] : ends[-1] + most], length
                 break
-        found = drafter.guess(part, most)
-        assert (list(found.tokens), found.kind) == wanted
+        guess = drafter.guess(part, most)
+        assert (list(guess.tokens), guess.kind) == wanted

@@ -49,10 +49,10 @@ def test_a_draft_changes_no_token(plain: LLM, guessed: LLM, options: dict[str, A
 
 def test_its_own_guesses_are_accepted(guessed: LLM) -> None:
     """All but those of near ties, which rows of several tokens may turn."""
-    found = guessed.generate("Once upon a time", max_tokens=100).stats.speculation
-    assert found is not None
-    assert found.drafted > 0
-    assert found.rate > 0.9
+    drafts = guessed.generate("Once upon a time", max_tokens=100).stats.speculation
+    assert drafts is not None
+    assert drafts.drafted > 0
+    assert drafts.rate > 0.9
 
 
 def test_speculation_can_be_left_out(guessed: LLM) -> None:

@@ -7,6 +7,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,19 @@ def expected() -> Iterator[list[int]]:
     """The tokens of a model that waits for its plan."""
     with LLM("demo", **EXACT) as llm:
         yield list(llm.generate(PROMPT, max_tokens=24).tokens)
+
+
+def fail_on_gpus(monkeypatch: pytest.MonkeyPatch, errors: Iterator[BaseException]) -> None:
+    """Preparing kernels where a GPU is open raises these, one a time, and then works."""
+    prepare = deployment.prepare_kernels
+
+    def failing(weights: Any, placement: Any, devices: Any, *more: Any, **options: Any) -> Any:
+        error = next(errors, None) if "gpu" in devices else None
+        if error is not None:
+            raise error
+        return prepare(weights, placement, devices, *more, **options)
+
+    monkeypatch.setattr(deployment, "prepare_kernels", failing)
 
 
 def read(answer: Generation, count: int) -> None:
@@ -111,38 +125,31 @@ def test_the_second_start_waits_for_nothing(child_ends: Ends) -> None:
         assert (llm.devices.mode, llm.finish_preparing(0)) == ("hetero", True)
 
 
-@pytest.mark.parametrize("told", ["the disk is full", ""])
+@pytest.mark.parametrize("message", ["the disk is full", ""])
 def test_a_child_that_fails_leaves_the_model_on_the_npu(
-    cache: Path, monkeypatch: pytest.MonkeyPatch, expected: list[int], told: str
+    cache: Path, monkeypatch: pytest.MonkeyPatch, expected: list[int], message: str
 ) -> None:
     assert cache
-    code = f"import sys; print({told!r}, file=sys.stderr) if {told!r} else 0; sys.exit(3)"
+    code = f"import sys; print({message!r}, file=sys.stderr) if {message!r} else 0; sys.exit(3)"
     monkeypatch.setattr(late_plan, "child_command", lambda *_: [sys.executable, "-c", code])
     with LLM("demo", **EXACT, wait_for_plan=False) as llm:
         late = llm._opened.late
         assert late is not None
         assert late._job.wait(60)
-        with pytest.warns(FallbackWarning, match=told or "it ended with 3"):
+        with pytest.warns(FallbackWarning, match=message or "it ended with 3"):
             result = llm.generate(PROMPT, max_tokens=24)
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # it is said once
             llm.generate(PROMPT, max_tokens=2)
             assert llm.finish_preparing(0)
     assert [*result.tokens] == expected
-    assert (told or "ended with 3") in str(result.stats.placement["fallback"])
+    assert (message or "ended with 3") in str(result.stats.placement["fallback"])
 
 
 def test_kernels_that_cannot_be_compiled_leave_the_model_on_the_npu(
     child_ends: Ends, monkeypatch: pytest.MonkeyPatch, expected: list[int]
 ) -> None:
-    prepare = deployment.prepare_kernels
-
-    def failing(weights: Any, placement: Any, devices: Any, progress: Any, **more: Any) -> Any:
-        if "gpu" in devices:
-            raise KernelBuildError("opencl", "building x.cl", "injected", "none")
-        return prepare(weights, placement, devices, progress, **more)
-
-    monkeypatch.setattr(deployment, "prepare_kernels", failing)
+    fail_on_gpus(monkeypatch, repeat(KernelBuildError("opencl", "building", "injected", "none")))
     with LLM("demo", **EXACT, wait_for_plan=False) as llm:
         answer = llm.stream(PROMPT, max_tokens=24)
         read(answer, 4)
@@ -159,14 +166,7 @@ def test_kernels_that_cannot_be_compiled_leave_the_model_on_the_npu(
 def test_an_interrupted_move_is_made_again(
     child_ends: Ends, monkeypatch: pytest.MonkeyPatch, expected: list[int]
 ) -> None:
-    prepare, interrupts = deployment.prepare_kernels, [KeyboardInterrupt]
-
-    def interrupted(weights: Any, placement: Any, devices: Any, progress: Any, **more: Any) -> Any:
-        if "gpu" in devices and interrupts:
-            raise interrupts.pop()
-        return prepare(weights, placement, devices, progress, **more)
-
-    monkeypatch.setattr(deployment, "prepare_kernels", interrupted)
+    fail_on_gpus(monkeypatch, iter([KeyboardInterrupt()]))
     with LLM("demo", **EXACT, wait_for_plan=False) as llm:
         answer = llm.stream(PROMPT, max_tokens=24)
         read(answer, 4)
