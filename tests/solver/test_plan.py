@@ -176,7 +176,7 @@ def test_the_keys_of_earlier_plans_are_read() -> None:
         ({"schema_version": 2}, "schema_version: Input should be 1"),
         (
             {"non_matmul": {"prefill": "cpu", "decode": "gpu"}},
-            "non_matmul.prefill: Input should be 'gpu'",
+            "a CPU takes rows of matmuls and computes nothing else",
         ),
     ],
 )
