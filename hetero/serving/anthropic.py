@@ -31,10 +31,10 @@ from hetero.serving.served_models import acquire
 from hetero.serving.template_chat import Message as PlainMessage
 from hetero.serving.template_chat import (
     answer_message,
-    characters,
     plain_text,
     rendered,
     result_message,
+    texts_of,
     thinking_variables,
 )
 from hetero.serving.tools import ToolUse, tool_use
@@ -165,7 +165,7 @@ async def messages(body: MessagesRequest, request: HttpRequest) -> Response:
     state = await acquire(request, body.model)
     model = state.named(body.model)
     plain = body.plain()
-    state.check_length(characters(plain), "messages")
+    await state.check_length(texts_of(plain), "messages")
     tokens = await state.texts(rendered, state, plain, use, body.variables(), continues=True)
     answers.check_room(state, tokens, "messages")
     wanted = AnswerOptions(

@@ -43,11 +43,11 @@ from hetero.serving.requests import (
 from hetero.serving.served_models import acquire
 from hetero.serving.state import State
 from hetero.serving.template_chat import (
-    characters,
     checked_variables,
     plain_messages,
     rendered,
     thinking_variables,
+    texts_of,
 )
 from hetero.serving.tools import ToolUse, tool_use
 
@@ -150,7 +150,7 @@ async def chat_completions(body: ChatRequest, request: HttpRequest) -> Response:
 
 async def _wanted(state: State, body: ChatRequest, use: ToolUse) -> AnswerOptions:
     messages = plain_messages(body.messages)
-    state.check_length(characters(messages), "messages")
+    await state.check_length(texts_of(messages), "messages")
     tokens = await state.texts(
         rendered, state, messages, use, body.variables(), continues=body.continues
     )

@@ -103,7 +103,7 @@ def _sum(body: CompletionRequest, ends: Sequence[Done]) -> Done:
 async def _wanted(state: State, body: CompletionRequest, prompt: str | list[int]) -> AnswerOptions:
     tokens = prompt
     if isinstance(tokens, str):
-        state.check_length(len(tokens), "prompt")
+        await state.check_length([tokens], "prompt")
         tokens = await state.encoded(tokens) if tokens else []
     answers.check_room(state, tokens)
     options = (

@@ -43,7 +43,7 @@ from hetero.serving.requests import (
 )
 from hetero.serving.served_models import acquire, store_of
 from hetero.serving.state import State
-from hetero.serving.template_chat import characters, checked_variables, thinking_variables
+from hetero.serving.template_chat import checked_variables, texts_of, thinking_variables
 from hetero.serving.tools import ToolUse, tool_use
 
 router = APIRouter()
@@ -251,7 +251,7 @@ async def _turn(state: State, app: str, body: ResponseRequest) -> _Turn:
     if not (before or given):
         raise ApiError(400, "input is empty: give a text or items", param="input")
     if body.truncation != "auto":
-        state.check_length(characters(messages_of([*before, *given])), "input")
+        await state.check_length(texts_of(messages_of([*before, *given])), "input")
     whole = await state.texts(
         tokens_of,
         state,
