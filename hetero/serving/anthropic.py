@@ -26,7 +26,7 @@ from hetero.serving.answers import (
 from hetero.serving.errors import ApiError
 from hetero.serving.grammars import json_grammar
 from hetero.serving.messages import Done, Run, TokenEvent
-from hetero.serving.requests import Request, Sampling, checked_grammar, stop_texts
+from hetero.serving.requests import NotDone, Request, Sampling, checked_grammar, stop_texts
 from hetero.serving.served_models import acquire
 from hetero.serving.template_chat import Message as PlainMessage
 from hetero.serving.template_chat import (
@@ -119,6 +119,8 @@ class MessagesRequest(CountRequest):
     output_config: OutputConfig | None = None
     output_format: AnswerFormat | None = None  # of the beta
     thread: Any = None
+    container: NotDone = None
+    mcp_servers: NotDone = None
     thinking: Thinking | None = None
     stream: bool | None = False
     stop_sequences: list[str] | None = None

@@ -22,6 +22,7 @@ from hetero.serving.requests import (
     MAX_LOGPROBS,
     Guided,
     Inputs,
+    NotDone,
     Penalties,
     checked_grammar,
     inputs,
@@ -47,14 +48,14 @@ class CompletionRequest(Penalties, Guided):
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    suffix: str | None = None
+    suffix: NotDone = None
     cache_salt: str = Field("", max_length=1000)
     id_slot: int = -1
 
     def check(self) -> None:
         """Raise `ApiError` for fields that are not supported, or not together."""
-        if self.suffix or (self.best_of or 1) > (self.n or 1):
-            raise ApiError(400, "suffix, and best_of above n, are not done here")
+        if (self.best_of or 1) > (self.n or 1):
+            raise ApiError(400, "best_of above n is not done here", param="best_of")
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options needs stream: true", param="stream_options")
         if self.max_tokens == 0 and not self.echo:
