@@ -167,6 +167,7 @@ class Contexts(RuleBasedStateMachine):
         gc.collect()
 
 
+@pytest.mark.full
 @pytest.mark.hypothesis
 @pytest.mark.parametrize("kind", ["llama-tied", "lfm2", "qwen3.5", "gemma4"])
 def test_any_order_of_operations(kind: str, tmp_path: Path) -> None:

@@ -114,6 +114,7 @@ def test_the_command_lines_way_needs_nothing_else(name: str) -> None:
         assert llm.choice.plan is not None, llm.choice.reason
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("profile", shipped_names())
 def test_a_plan_is_found_on_every_shipped_profile(name: str, profile: str) -> None:
     """Both devices work in every prompt, were it in attention's heads alone."""

@@ -55,6 +55,7 @@ def test_an_npu_alone_says_what_it_lacks(checkpoint: tuple[Path, object]) -> Non
         LLM(str(folder), device="npu", npu="qnn", weights=WeightFormat.F16, kv="f32")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("pieces", [(20,), (1, 2, 17)])
 def test_an_npu_alone_computes_short_convolutions(
     tmp_path_factory: pytest.TempPathFactory, pieces: tuple[int, ...]
