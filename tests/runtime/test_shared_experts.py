@@ -18,6 +18,8 @@ from hetero.solver.handmade import single_device
 from hetero.solver.plan import LayerExperts
 from tests.runtime.test_routed_logits import GEMMA4_GGUF, GPT_OSS_GGUF, QWEN3_GGUF, check, drawn
 
+pytestmark = pytest.mark.random_models
+
 SHARED = (LayerExperts(layer=0, npu=(1, 4, 7)), LayerExperts(layer=1, npu=(0, 2)))
 
 
