@@ -92,7 +92,8 @@ def one_core_of_opencl(monkeypatch: pytest.MonkeyPatch) -> None:
     """`auto` takes OpenCL on every core only where a test asks for it: how many threads it has is
     fixed for the rest of the process, whose other tests open it on one core.
     """
-    monkeypatch.setattr("hetero.placement.choosing.every_core_count", lambda: 0)
+    for module in ("by_profile", "choosing"):
+        monkeypatch.setattr(f"hetero.placement.{module}.every_core_count", lambda: 0)
 
 
 @pytest.fixture(autouse=True)

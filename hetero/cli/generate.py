@@ -283,7 +283,7 @@ def print_stats(llm: LLM, result: GenerationResult) -> None:
 
     from hetero.backends.host.peak_memory import peak_rss_bytes
     from hetero.generation.answer_stats import DeviceShare
-    from hetero.placement.comparing import described
+    from hetero.placement.phase_choice import described
     from hetero.solver.report.units import size
 
     stats = result.stats

@@ -17,7 +17,8 @@ from hetero.generation.late_plan import LatePlan
 from hetero.generation.loading import LoadOptions, ModelLoader
 from hetero.generation.own_contexts import OwnContexts
 from hetero.placement import decisions
-from hetero.placement.choosing import Choice, PlacementRequest, choose
+from hetero.placement.choice import Choice, PlacementRequest
+from hetero.placement.choosing import choose
 from hetero.placement.device_set import DRIVEN, DeviceSet, control_core
 from hetero.runtime.engine import Engine
 from hetero.runtime.executor import nothing

@@ -6,9 +6,9 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Final, get_args
+from typing import TYPE_CHECKING, Final, get_args
 
-from hetero.arguments import check_count, check_one_of
+from hetero.arguments import check_count, check_one_of, parse_size
 from hetero.backends.errors import KernelBuildError
 from hetero.backends.formats import DEFAULT_CACHE, CacheFormat
 from hetero.backends.ops import Attention
@@ -17,10 +17,9 @@ from hetero.errors import ModelError, UserError
 from hetero.generation.own_contexts import OwnContexts
 from hetero.models import LoadedModel, open_model
 from hetero.models.bundle import find_bundle
-from hetero.placement.choosing import Choice, PlacementRequest, choose, plan_on
+from hetero.placement.choice import Choice, PlacementRequest
+from hetero.placement.choosing import choose, plan_on
 from hetero.placement.device_set import DeviceMode, DeviceSet, open_devices
-from hetero.placement.planning import ProfileLike, parse_size
-from hetero.profiler.records import DeviceProfile
 from hetero.runtime.deployment import MoveTarget
 from hetero.runtime.engine import Engine
 from hetero.runtime.kernels import Progress
@@ -32,7 +31,11 @@ from hetero.solver.execution_plan import ExecutionPlan, check_two_devices
 from hetero.solver.names import NamedStrategy
 from hetero.solver.non_matmul_devices import device_of_other
 from hetero.solver.plan import STEP_TOKENS
-from hetero.solver.prepared import PreparedSolver
+
+if TYPE_CHECKING:
+    from hetero.placement.planning import ProfileLike
+    from hetero.profiler.records import DeviceProfile
+    from hetero.solver.prepared import PreparedSolver
 
 DEFAULT_CONTEXT: Final = 4096
 OTHER_SOLVER: Final = (
