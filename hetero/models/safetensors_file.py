@@ -120,7 +120,8 @@ def _dtype(name: str) -> np.dtype[Any]:
     if name == "BF16":
         import ml_dtypes
 
-        return np.dtype(ml_dtypes.bfloat16)
+        brain: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+        return brain
     return np.dtype(_DTYPES[name])
 
 
