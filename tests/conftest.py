@@ -16,6 +16,8 @@ import typer
 
 # Before anything imports huggingface_hub: no test asks a network (the hub's tests ask their own).
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Tests compare what a plan's devices answer; those of first texts say so themselves.
+os.environ["HETERO_WAIT_FOR_PLAN"] = "1"
 # Before numpy: threads of two processes that share the cores would wait for each other.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

@@ -88,6 +88,8 @@ COMMANDS: Final = {
                 ("cli.tables", "placement.planning", "solver.report")),
         Command("report", "profile", DECIDE, "Draw a saved profile or plan as one page.",
                 ("placement.planning",)),
+        Command("warm", "warm", PREPARE, "Prepare what a first start of MODEL would, once.",
+                ("generation.llm", "cache")),
         Command("quantize", "quantize", PREPARE,
                 "Quantise MODEL, into a directory that loads fast.",
                 ("compiling.calibration", "models.quantized")),

@@ -90,6 +90,9 @@ class ModelLoader:
         self.max_seq_len = self._context_length(length)
         self.model = self.model.for_context(self.max_seq_len)
         self._whole_caches = options.whole_caches or (bundle is not None and bundle.whole_caches)
+        # For keys of prepared kernels: only of layers with windows or states is there more to keep.
+        forgets = any(self.model.config.windows) or bool(self.model.config.mixers)
+        self._kept_whole = self._whole_caches and forgets
         self._spec = self.model.spec(self.kv)
         memory = options.memory_budget
         self._budget_bytes = None if memory is None else parse_size(memory)
@@ -234,7 +237,7 @@ class ModelLoader:
         how = "by rule" if plan is None else f"{plan.strategy} of {plan.profile}"
         alone = {} if self.choice.solver is None else self.choice.solver.alone
         how += "".join(f", {phase} on the {alone[phase]} alone" for phase in sorted(alone))
-        return repr((*model, str(self.kv), self._whole_caches, names, self.choice.mode, how))
+        return repr((*model, str(self.kv), self._kept_whole, names, self.choice.mode, how))
 
     def _opened(self, *, warm: bool) -> tuple[Engine, OwnContexts]:
         """Return the engine of the plan on the devices that are open, and its first context.
