@@ -54,7 +54,7 @@ def warm_command(
     before, start_s = _files(), time.perf_counter()
     opening = {**engine.arguments(), "whole_caches": whole_caches, "wait_for_plan": True}
     with open_llm(model, **opening) as llm:
-        found: dict[str, Any] = {
+        opened: dict[str, Any] = {
             "model": llm.model.name,
             "choice": llm.choice.reason,
             "gpu": llm.devices.name("gpu"),
@@ -64,23 +64,25 @@ def warm_command(
     made = _made(before)
     if as_json:
         rows = [entry._asdict() for entry in made]
-        print(json_line(json.dumps({**found, "seconds": seconds, "ready": not made, "made": rows})))
+        print(
+            json_line(json.dumps({**opened, "seconds": seconds, "ready": not made, "made": rows}))
+        )
     else:
-        _show(found, seconds, made)
+        _show(opened, seconds, made)
 
 
 def _files() -> dict[Path, int]:
     """Return the bytes of each cached file, but for what only a running process has."""
     from hetero.cache import kinds_of
 
-    found = {}
+    sizes = {}
     for kind in kinds_of(PREPARED):
         for path in kind.folder().rglob("*"):
             passing = path.suffix in (".lock", ".born", ".partial") or "runs" in path.parts
             with suppress(OSError):
                 if not passing and path.is_file():
-                    found[path] = path.stat().st_size
-    return found
+                    sizes[path] = path.stat().st_size
+    return sizes
 
 
 def _made(before: dict[Path, int]) -> list[Made]:
@@ -97,11 +99,11 @@ def _made(before: dict[Path, int]) -> list[Made]:
     return made
 
 
-def _show(found: dict[str, Any], seconds: float, made: list[Made]) -> None:
+def _show(opened: dict[str, Any], seconds: float, made: list[Made]) -> None:
     from hetero.solver.report.units import size
 
     done = "prepared" if made else "all is ready, opened"
-    print(printable(f"{found['model']}: {done} in {seconds:.1f} s; {found['choice']}"))
+    print(printable(f"{opened['model']}: {done} in {seconds:.1f} s; {opened['choice']}"))
     for kind in made:
         files = f"{kind.files} file{'' if kind.files == 1 else 's'}, {size(kind.nbytes)}"
         print(printable(f"{kind.kind} ({kind.what}): {files} in {kind.path}"))

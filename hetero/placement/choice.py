@@ -1,4 +1,4 @@
-"""What a placement is asked, and what it answers: devices, a plan for them, and the reason."""
+"""Requests of a placement and its answers: devices, a plan for them, and the reason."""
 
 from __future__ import annotations
 

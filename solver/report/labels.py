@@ -1,4 +1,4 @@
-"""What reports, and statistics of a run, call the modes of a prompt's calls."""
+"""Names of the modes of a prompt's calls, in reports and in statistics of a run."""
 
 from __future__ import annotations
 
