@@ -126,6 +126,7 @@ def commands() -> list[list[str]]:
     return found
 
 
+@pytest.mark.full
 def test_every_command_of_the_results_parses() -> None:
     told = commands()
     old = [

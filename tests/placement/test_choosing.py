@@ -128,6 +128,7 @@ def test_a_cached_profile_of_other_backends_is_not_used(
     )
 
 
+@pytest.mark.full
 def test_the_shipped_host_profile_comes_with_a_notice(
     spec: ModelGraph, chip: DeviceProfile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,6 +170,7 @@ def test_the_shipped_profile_of_a_pc_like_this(
     assert shipped_host() == name
 
 
+@pytest.mark.full
 def test_auto_takes_what_is_predicted_fastest(spec: ModelGraph, chip: DeviceProfile) -> None:
     both = choose(spec, PlacementRequest(mode="auto", profile=named(chip)))
     assert both.mode == "hetero"
@@ -208,6 +210,7 @@ def one_core(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hetero.placement.choice.computes_on_processor", lambda _: True)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("one_core")
 def test_auto_never_takes_two_devices_on_one_core(spec: ModelGraph, chip: DeviceProfile) -> None:
     found = choose(spec, PlacementRequest(mode="auto", profile=named(chip)))
@@ -290,6 +293,7 @@ def test_auto_with_every_core_named_needs_no_profile(spec: ModelGraph) -> None:
     assert found.reason == "auto: gpu alone, because opencl-cores leaves no other core"
 
 
+@pytest.mark.full
 def test_hetero_is_at_least_layer_level(spec: ModelGraph, chip: DeviceProfile) -> None:
     no_npu = named(chip).model_copy(update={"predictors": named(chip).predictors[:1]})
     assert {p.device for p in no_npu.predictors} == {"gpu"}
@@ -299,6 +303,7 @@ def test_hetero_is_at_least_layer_level(spec: ModelGraph, chip: DeviceProfile) -
     assert plan.devices() == {"gpu", "npu"}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("npu_scale", [1.0, 8.0, 100.0])
 def test_hetero_shares_every_prompt_and_leaves_the_others_as_they_are(
     spec: ModelGraph, chip: DeviceProfile, npu_scale: float
@@ -317,6 +322,7 @@ def test_hetero_shares_every_prompt_and_leaves_the_others_as_they_are(
     assert (alone > 0) == (npu_scale > 1)
 
 
+@pytest.mark.full
 def test_plans_are_tensor_level_for_any_length(spec: ModelGraph, chip: DeviceProfile) -> None:
     found = choose(spec, PlacementRequest(mode="auto", profile=named(chip), step_tokens=512))
     assert found.reason.startswith("auto: tensor level, predicted for")
@@ -326,6 +332,7 @@ def test_plans_are_tensor_level_for_any_length(spec: ModelGraph, chip: DevicePro
     assert {op.m for op in found.solver.plan_for(301).ops} == {301, None}
 
 
+@pytest.mark.full
 def test_graph_sizes_are_chosen_where_each_has_something_of_its_own(
     spec: ModelGraph, chip: DeviceProfile, host: DeviceProfile
 ) -> None:
@@ -411,6 +418,7 @@ def test_a_model_runs_by_a_profile_and_says_so(chip: DeviceProfile, tmp_path: Pa
         assert llm.choice.reason.startswith("auto: ")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stats", [0, 1])
 def test_the_command_says_its_choice_in_its_statistics(
     chip: DeviceProfile, tmp_path: Path, stats: int
@@ -427,6 +435,7 @@ def test_the_command_says_its_choice_in_its_statistics(
     assert json.loads(said.stdout.splitlines()[-1])["choice"].startswith("auto: ")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("here", "fits"), [("pocl", True), ("intel", False), ("vendor", False)])
 def test_a_profile_of_another_opencl_driver_is_not_used(
     monkeypatch: pytest.MonkeyPatch, here: str, fits: bool

@@ -130,6 +130,7 @@ def name_of(choice: Choice) -> str:
     return choice.gpu or choice.mode
 
 
+@pytest.mark.full
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("mode", ["auto", "hetero"])
 def test_no_length_falls_to_layer_level(case: Case, mode: str) -> None:
@@ -266,6 +267,7 @@ def test_what_cannot_be_shared_is_told_beside_what_is_known_of_the_profile(
     assert found.notes == ("a notice", found.reason)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
@@ -312,6 +314,7 @@ def test_the_first_prompts_length_decides_where_it_is_known(tmp_path: Path) -> N
             assert f" of {said}" in llm.choice.reason
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("two_cores", "one_core")  # in this order
 def test_generate_tells_its_choice_and_notes(command: Command, tmp_path: Path) -> None:
     folder = str(tiny_model(tmp_path / "model"))

@@ -123,6 +123,7 @@ def test_another_question_is_decided_anew(
     assert len(times) == 2
 
 
+@pytest.mark.full
 @pytest.mark.few(2)
 @pytest.mark.parametrize("damage", ["short", "mode", "reason", "key", "list", "deep"])
 def test_a_broken_file_is_decided_anew(
@@ -147,6 +148,7 @@ def test_a_broken_file_is_decided_anew(
     assert path.read_text("utf-8") == whole
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("damage", [{"more": 1}, {"notes": 7}, {"notes": None}])
 def test_what_another_version_has_written_is_decided_anew(
     profile: Path, spec: ModelGraph, damage: dict[str, Any]
@@ -163,6 +165,7 @@ def test_what_another_version_has_written_is_decided_anew(
     assert replace(choose(spec, AUTO), cost=first.cost) == first
 
 
+@pytest.mark.full
 def test_a_cache_that_can_only_be_read_is_read(
     profile: Path, spec: ModelGraph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,6 +212,7 @@ def test_plans_and_what_is_asked_for_by_name_are_not_kept(
     assert choose(spec, AUTO).mode == "gpu"  # a cache that cannot be written
 
 
+@pytest.mark.full
 def test_the_oldest_go(profile: Path, spec: ModelGraph, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decisions, "MAX_DECISIONS", 2)
     for context in (256, 512, 1024):

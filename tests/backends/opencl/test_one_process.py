@@ -55,6 +55,7 @@ def test_every_core_after_one() -> None:
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("second", ["gpu", "hetero"])
 def test_one_core_next_to_every_core(second: str) -> None:
     run(
