@@ -16,6 +16,8 @@ import typer
 
 # Before anything imports huggingface_hub: no test asks a network (the hub's tests ask their own).
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Tests compare what a plan's devices answer; those of first texts say so themselves.
+os.environ["HETERO_WAIT_FOR_PLAN"] = "1"
 # Before numpy: threads of two processes that share the cores would wait for each other.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -113,7 +115,8 @@ def one_core_of_opencl(monkeypatch: pytest.MonkeyPatch) -> None:
     """`auto` takes OpenCL on every core only where a test asks for it: how many threads it has is
     fixed for the rest of the process, whose other tests open it on one core.
     """
-    monkeypatch.setattr("hetero.placement.choosing.every_core_count", lambda: 0)
+    for module in ("by_profile", "choosing"):
+        monkeypatch.setattr(f"hetero.placement.{module}.every_core_count", lambda: 0)
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from hetero.cli.options import MODEL_HELP, EngineFlags, expanded
+from hetero.cli.options import MODEL_HELP, EngineFlags, WaitOption, expanded
 from hetero.errors import UserError
 
 
@@ -94,6 +94,7 @@ def serve_command(
     ] = None,
     *,
     engine: EngineFlags,
+    wait_for_plan: WaitOption = False,
 ) -> None:
     """Serve MODEL over HTTP: OpenAI's and Anthropic's APIs, contexts that persist."""
     if any(importlib.util.find_spec(x) is None for x in ("fastapi", "uvicorn", "llguidance")):
@@ -120,6 +121,7 @@ def serve_command(
         directory=directory or _default_directory(*model),
         engine={
             **opening,
+            "wait_for_plan": wait_for_plan,
             "slots": slots,
             "parallel": parallel,
             "context_memory": context_memory,

@@ -20,7 +20,7 @@ from typing import Any, get_args
 import numpy as np
 import numpy.typing as npt
 
-from hetero.arguments import check_count, check_one_of
+from hetero.arguments import check_count, check_one_of, parse_size
 from hetero.backends.host.closing import Closing
 from hetero.backends.host.files import sync_directory
 from hetero.backends.host.signals import WholeSteps, whole
@@ -57,7 +57,6 @@ from hetero.errors import QuotaError, UserError
 from hetero.generation.conversation import Conversation
 from hetero.generation.llm import LLM
 from hetero.generation.loop import Delta, Generation, GenerationResult, Pending, decode_together
-from hetero.placement.planning import parse_size
 from hetero.runtime.kv.attention_stats import ScoreStats
 from hetero.runtime.kv.context import Context
 from hetero.runtime.kv.kv_cache import CacheLayout

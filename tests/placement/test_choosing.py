@@ -14,8 +14,10 @@ from hetero import LLM, UserError
 from hetero.backends.opencl import driver_of
 from hetero.backends.opencl.drivers.levels import LEVELS
 from hetero.models import model_spec
-from hetero.placement.choosing import Choice, PlacementRequest, choose, plan_on
-from hetero.placement.comparing import TENSOR_LEVEL, PhaseSeconds
+from hetero.placement.choice import Choice, PlacementRequest
+from hetero.placement.choosing import choose, plan_on
+from hetero.placement.comparing import PhaseSeconds
+from hetero.placement.phase_choice import TENSOR_LEVEL
 from hetero.profiler.errors import ProfileError, ProfileWarning
 from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.nearest_profile import Nearest
@@ -196,7 +198,7 @@ def test_derived_times_must_be_better_by_more(
     """The profile has no times of files."""
     times = {"gpu": 10.0, "npu": 20.0, TENSOR_LEVEL: 10 * share}
     seconds = {name: PhaseSeconds(s / 2, s / 2) for name, s in times.items()}
-    monkeypatch.setattr("hetero.placement.choosing.compare", lambda *_, **__: seconds)
+    monkeypatch.setattr("hetero.placement.by_profile.compare", lambda *_, **__: seconds)
     request = PlacementRequest(mode="auto", profile=host, seq_lens=(64,))
     assert choose(model_spec("qwen2.5-0.5b", weights), request).mode == mode
 
@@ -204,8 +206,8 @@ def test_derived_times_must_be_better_by_more(
 @pytest.fixture
 def one_core(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU quota of one, whose only core plays the GPU as well."""
-    monkeypatch.setattr("hetero.placement.choosing.core_count", lambda: 1)
-    monkeypatch.setattr("hetero.placement.choosing.computes_on_processor", lambda _: True)
+    monkeypatch.setattr("hetero.placement.choice.core_count", lambda: 1)
+    monkeypatch.setattr("hetero.placement.choice.computes_on_processor", lambda _: True)
 
 
 @pytest.mark.full
@@ -227,7 +229,7 @@ def test_auto_never_takes_two_devices_on_one_core(spec: ModelGraph, chip: Device
 def test_devices_of_their_own_share_no_core(
     spec: ModelGraph, chip: DeviceProfile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hetero.placement.choosing.computes_on_processor", lambda _: False)
+    monkeypatch.setattr("hetero.placement.choice.computes_on_processor", lambda _: False)
     assert choose(spec, PlacementRequest(mode="auto", profile=named(chip))).mode == "hetero"
 
 
@@ -262,11 +264,11 @@ def test_auto_takes_every_core_of_a_pc_where_that_is_fastest(
     options: dict[str, Any],
     chosen: bool,
 ) -> None:
-    monkeypatch.setattr("hetero.placement.choosing.every_core_count", lambda: here)
+    monkeypatch.setattr("hetero.placement.by_profile.every_core_count", lambda: here)
     slow = named(chip, npu_scale=100.0)
     asked = PlacementRequest(**({"mode": "auto", "expected": (600,)} | options), profile=None)
     monkeypatch.setattr(
-        "hetero.placement.choosing.locate_profile", lambda *_: (with_every_core(slow), "")
+        "hetero.placement.by_profile.locate_profile", lambda *_: (with_every_core(slow), "")
     )
     found = choose(spec, asked)
     assert (found.gpu == "opencl-cores") == chosen
@@ -440,7 +442,7 @@ def test_a_profile_of_another_opencl_driver_is_not_used(
 ) -> None:
     """Times of PoCL say nothing of a graphics card; a profile that is asked for is taken."""
     monkeypatch.setattr("hetero.placement.planning.profile_files.shipped_names", lambda: ("host",))
-    monkeypatch.setattr("hetero.placement.choosing.driver_here", lambda _wanted: here)
+    monkeypatch.setattr("hetero.placement.by_profile.driver_here", lambda _wanted: here)
     spec = model_spec("llama-3.2-1b")
     choice = choose(spec, PlacementRequest(mode="auto"))
     assert ("the OpenCL driver pocl, here it is" in choice.reason) != fits

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from hetero.models import model_spec
-from hetero.placement import choosing, decisions, first_start
-from hetero.placement.choosing import Choice, PlacementRequest, choose
+from hetero.placement import by_profile, choosing, decisions, first_start
+from hetero.placement.choice import Choice, PlacementRequest
+from hetero.placement.choosing import choose
 from hetero.placement.first_start import FirstStart, Machine
 from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.records import DeviceProfile
@@ -43,13 +44,13 @@ def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def solved(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Grows by an item for each choice that is solved."""
     found: list[object] = []
-    solve = choosing._by_profile
+    solve = by_profile.by_profile
 
     def counted(*args: Any) -> Choice:
         found.append(args)
         return solve(*args)
 
-    monkeypatch.setattr(choosing, "_by_profile", counted)
+    monkeypatch.setattr(by_profile, "by_profile", counted)
     return found
 
 

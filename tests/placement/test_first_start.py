@@ -18,7 +18,8 @@ from hetero.backends.registry import open_device
 from hetero.errors import UserError
 from hetero.models import model_spec
 from hetero.placement import first_start, planning
-from hetero.placement.choosing import PlacementRequest, choose, plan_on
+from hetero.placement.choice import PlacementRequest
+from hetero.placement.choosing import choose, plan_on
 from hetero.placement.comparing import PromptMix, compare
 from hetero.placement.device_set import open_devices
 from hetero.placement.first_start import FirstStart, Machine, forget_if_other, scaled_here

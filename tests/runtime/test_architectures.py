@@ -14,7 +14,8 @@ from hetero.backends.registry import open_device
 from hetero.models import open_model, random_models
 from hetero.models.config import ModelConfig
 from hetero.models.random_models import KNOWN_MODELS
-from hetero.placement.choosing import PlacementRequest, choose
+from hetero.placement.choice import PlacementRequest
+from hetero.placement.choosing import choose
 from hetero.profiler.profile_files import shipped_names
 from hetero.profiler.records import DeviceProfile
 from hetero.runtime.engine import Engine

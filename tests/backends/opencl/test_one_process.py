@@ -105,7 +105,8 @@ def test_auto_says_what_it_would_have_taken_in_a_process_of_its_own(tmp_path: Pa
     run(
         """
         from hetero.models import model_spec
-        from hetero.placement.choosing import PlacementRequest, choose
+        from hetero.placement.choice import PlacementRequest
+        from hetero.placement.choosing import choose
         spec, request = model_spec("qwen2.5-0.5b"), PlacementRequest(mode="auto", seq_lens=(12,))
         alone = choose(spec, request)
         LLM("demo", device="gpu").close()
