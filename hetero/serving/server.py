@@ -15,11 +15,11 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from hetero.arguments import parse_size
 from hetero.backends.host.folders import data_folder
 from hetero.contexts.encryption import vault_of
 from hetero.errors import UserError
 from hetero.models import open_model
-from hetero.placement.planning import parse_size
 from hetero.serving.database import Records
 from hetero.serving.engine_client import EngineClient
 from hetero.serving.grammars import TokenBytes
