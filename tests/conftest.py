@@ -86,7 +86,7 @@ def devices_share_programs() -> Iterator[None]:
 def quick_compiler(request: pytest.FixtureRequest) -> Iterator[None]:
     """Compile OpenCL's kernels without optimisation, which is most of what a test of them takes.
 
-    The gate compiles them as users do, but for modules with `random_models`.
+    The gate compiles for the remaining tests as users do, but for modules with `random_models`.
     """
     room = request.node.path.relative_to(Path(__file__).parent).parts[0]
     random_models = request.node.get_closest_marker("random_models") is not None
