@@ -145,10 +145,6 @@ class Planner:
         limited.whole = self.whole
         return limited
 
-    def with_fused(self, names: Iterable[OpName]) -> Planner:
-        """Return the same, which tries no members of these groups."""
-        return self._with(settings=replace(self.settings, fused=frozenset(names)))
-
     def drifted(self, factors: Factors) -> Planner:
         """Return the same with devices that take so many times as long as the profile says."""
         return self._with(cost=DriftedCost(self.cost, factors))
@@ -353,6 +349,11 @@ class Planner:
                 f"one call takes at most {self._holds} tokens (graphs of up to {self.sizes[-1]}), "
                 f"got {scenario.m}: cut the prompt as `ExecutionPlan.steps` does"
             )
+
+
+def keeping_fused(planner: Planner, names: Iterable[OpName]) -> Planner:
+    """Return the same, which tries no members of these groups."""
+    return planner._with(settings=replace(planner.settings, fused=frozenset(names)))
 
 
 def for_two(planner: Planner) -> Planner:
