@@ -54,7 +54,8 @@ QUICK_TOKENS: Final = (1, 256)
 CONTEXTS: Final = (0, 256, 1000)
 CACHES: Final = (CacheFormat.F16, CacheFormat.Q8, CacheFormat.F32)  # the default first
 CAPACITY: Final = 2048  # tokens of the caches that attention is timed with
-EXPERTS: Final = {"experts": 8, "chosen": 2}  # that are timed
+EXPERTS: Final = 8  # that are timed,
+CHOSEN: Final = 2  # of which a token has so many
 EXPERT_TOKENS: Final = 256  # at most, with them
 
 
@@ -165,7 +166,11 @@ def reference_ops(
         ops.Add(d=block.d),
         ops.GatedAdd(d=block.d),
         ops.Experts(
-            **EXPERTS, d=block.d, f=max(block.f // 128, 1) * 16, weight_format=weight_format
+            experts=EXPERTS,
+            chosen=CHOSEN,
+            d=block.d,
+            f=max(block.f // 128, 1) * 16,
+            weight_format=weight_format,
         ),
         ops.AddPositions(d=block.d, rows=CAPACITY),
         ops.Embed(vocab=4096, d=block.d, weight_format=weight_format),

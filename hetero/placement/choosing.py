@@ -45,6 +45,7 @@ from hetero.runtime.prefill_mode import capabilities_of, with_modes
 from hetero.solver.copies import least_gain
 from hetero.solver.decode_bands import LONGEST, cache_bytes
 from hetero.solver.execution_plan import ExecutionPlan
+from hetero.solver.expert_shares import Routing
 from hetero.solver.handmade import layer_level, single_device
 from hetero.solver.matmul_entries import share_heads
 from hetero.solver.names import NamedStrategy
@@ -116,7 +117,8 @@ class PlacementRequest:
     `seq_lens` are prompt lengths to plan for, and to compare devices by; without them plans are for
     any length, and devices are compared by the `expected` lengths, else by those that a `context`
     of so many tokens holds. `solver` is that of the `plan`, where it was solved. `step_tokens` is
-    the longest call; `weight_budget_bytes` bounds the weights, None for no limit.
+    the longest call; `weight_budget_bytes` bounds the weights, None for no limit; `routing` says
+    how often experts are chosen.
     """
 
     mode: DeviceMode = "hetero"
@@ -132,12 +134,14 @@ class PlacementRequest:
     step_tokens: int = STEP_TOKENS
     max_gpu_share: float = 1.0
     weight_budget_bytes: int | None = None
+    routing: Routing | None = None
 
     @property
     def needs_plan(self) -> bool:
         """Return whether layer level by rule would break what was asked for by name."""
         named = self.profile is not None or self.strategy not in ("auto", "layer")
-        return named or self.max_gpu_share < 1 or self.weight_budget_bytes is not None
+        bounded = self.max_gpu_share < 1 or self.weight_budget_bytes is not None
+        return named or bounded or self.routing is not None
 
     @property
     def compiles_graphs(self) -> bool:
@@ -164,6 +168,7 @@ def choose(spec: ModelGraph, request: PlacementRequest) -> Choice:
     by rule.
     """
     _check_share(request)
+    _check_routing(request)
     choice = _as_named(spec, request)
     if choice is not None:
         return choice
@@ -237,6 +242,7 @@ def _by_profile(spec: ModelGraph, profile: DeviceProfile, request: PlacementRequ
         explain=False,
         max_gpu_share=request.max_gpu_share,
         memory_budget_bytes=request.weight_budget_bytes,
+        routing=request.routing,
         shared=request.strategy == "auto" and request.promises_both,
     )
     if request.strategy != "auto":
@@ -476,6 +482,16 @@ def _check_share(request: PlacementRequest) -> None:
         raise UserError(
             f"the plan {request.plan.plan_id} was made for a GPU share of up to "
             f"{request.plan.max_gpu_share:g}: make one with `hetero plan --max-gpu-share {share:g}`"
+        )
+
+
+def _check_routing(request: PlacementRequest) -> None:
+    """Raise `UserError` where nothing would be planned by how often experts are chosen."""
+    planned = request.plan is None and request.mode in ("hetero", "auto")
+    if request.routing is not None and not (planned and request.strategy == "auto"):
+        raise UserError(
+            "--experts says by which counts experts are shared between both devices, and here no "
+            "plan is made: leave it out, or --plan, --strategy and a single --device"
         )
 
 
