@@ -77,8 +77,7 @@ class LLM(Closing):
     without being computed again. `draft_model`, a smaller model of the same vocabulary on a
     `draft_device`, guesses tokens ahead (`speculative`). A first start compiles kernels for
     seconds: `wait_for_plan` off answers on the NPU alone meanwhile, and moves to the plan's devices
-    (`choice`, `devices` and `plan` then change) between two steps. Programs that measure, or
-    compare answers bit by bit, wait, as is the default.
+    (`choice`, `devices` and `plan` then change) between two steps. Programs that measure wait.
 
     A prompt is answered on a context: one of `new_context`, which the prompt goes on from, or the
     model's own (`context`), from the start unless `reuse`. While a stream uses that, further calls
@@ -120,9 +119,8 @@ class LLM(Closing):
             device=device, gpu=gpu, npu=npu, profile=profile, plan=plan, experts=experts,
             weights=weights, max_seq_len=max_seq_len, sync=sync, strategy=strategy,
             prompt_lengths=prompt_lengths, first_prompt=first_prompt, max_gpu_share=max_gpu_share,
-            memory_budget=memory_budget, adapt=adapt, order=order, kv=kv,
-            whole_caches=whole_caches, progress=progress,
-            wait_for_plan=wait_for_plan or draft_model is not None,
+            memory_budget=memory_budget, adapt=adapt, order=order, kv=kv, whole_caches=whole_caches,
+            progress=progress, wait_for_plan=wait_for_plan or draft_model is not None,
         )  # fmt: skip
         self._opened = loader = EarlyLoader(model, options)
         self._engine, self._own = loader.load()
