@@ -54,8 +54,8 @@ QUICK_TOKENS: Final = (1, 256)
 CONTEXTS: Final = (0, 256, 1000)
 CACHES: Final = (CacheFormat.F16, CacheFormat.Q8, CacheFormat.F32)  # the default first
 CAPACITY: Final = 2048  # tokens of the caches that attention is timed with
-EXPERTS: Final = 8  # that are timed,
-CHOSEN: Final = 2  # of which a token has so many
+EXPERTS: Final = 8  # of a layer that is timed, of which a token takes
+EXPERTS_CHOSEN: Final = 2
 EXPERT_TOKENS: Final = 256  # at most, with them
 
 
@@ -167,7 +167,7 @@ def reference_ops(
         ops.GatedAdd(d=block.d),
         ops.Experts(
             experts=EXPERTS,
-            chosen=CHOSEN,
+            chosen=EXPERTS_CHOSEN,
             d=block.d,
             f=max(block.f // 128, 1) * 16,
             weight_format=weight_format,

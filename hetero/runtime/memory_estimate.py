@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from hetero.backends.host.processor import memory_bytes
 from hetero.backends.ops import OUTPUT_PORTS, Experts, MatMul, Outliers
@@ -13,7 +14,6 @@ from hetero.errors import UserError
 from hetero.models.config import ModelConfig
 from hetero.models.graph import Shadows
 from hetero.profiler.model_graph import ModelGraph
-from hetero.profiler.records import Storage
 from hetero.runtime.kv.kv_cache import CacheLayout
 from hetero.runtime.pool import Shape, nbytes_of, slot_shapes
 from hetero.runtime.sizes import LONGEST_VERIFIED, SCORING_PIECE
@@ -21,6 +21,9 @@ from hetero.runtime.slot_refs import SlotRef
 from hetero.solver.placement import Placement
 from hetero.solver.planned_kernels import all_experts
 from hetero.solver.shared_experts import part_widths
+
+if TYPE_CHECKING:
+    from hetero.profiler.records import Storage
 
 
 @dataclass(frozen=True, kw_only=True)

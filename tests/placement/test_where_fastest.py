@@ -36,6 +36,7 @@ def answers_of(model: str, profile: str) -> dict[tuple[str, int], FastestDevices
     return {(x.phase, x.depth): x for x in plan.fastest}
 
 
+@pytest.mark.full
 def test_every_depth_and_phase_has_an_answer_whose_order_is_that_of_the_seconds() -> None:
     answers = answers_of("qwen3-4b", X2)
     assert list(answers) == [(p, d) for d in DEPTHS for p in ("prefill", "decode")]
@@ -81,6 +82,7 @@ def test_answers_move_where_the_gain_is_beyond_the_error_of_predictions() -> Non
     assert (before, after) == (False, True)
 
 
+@pytest.mark.full
 def test_a_measured_profile_compares_every_core_with_the_errors_of_its_predictors() -> None:
     answers = answers_of("llama-3.2-1b", "host")
     for answer in answers.values():
@@ -90,6 +92,7 @@ def test_a_measured_profile_compares_every_core_with_the_errors_of_its_predictor
         assert 0.5 <= answer.confidence <= 1
 
 
+@pytest.mark.full
 def test_a_fit_is_not_sure_of_models_with_experts_which_it_does_not_know() -> None:
     for model, profile, sure in (("qwen3-moe-3b", X2, False), ("qwen3-4b", X2, True)):
         answers = answers_of(model, profile).values()

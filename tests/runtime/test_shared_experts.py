@@ -14,7 +14,7 @@ from hetero.backends.ops import Experts
 from hetero.errors import UserError
 from hetero.models import model_spec, open_model
 from hetero.models.quantized import save
-from hetero.placement import choosing
+from hetero.placement import by_profile
 from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.records import DeviceProfile, Storage
 from hetero.runtime.memory_estimate import MemoryEstimate, file_note
@@ -28,6 +28,8 @@ from hetero.solver.request import PlanRequest
 from tests.runtime.test_routed_logits import GEMMA4_GGUF, GPT_OSS_GGUF, QWEN3_GGUF, check, drawn
 from tests.solver.test_expert_choice import able_at
 
+pytestmark = pytest.mark.random_models
+
 SHARED = (LayerExperts(layer=0, npu=(1, 4, 7)), LayerExperts(layer=1, npu=(0, 2)))
 
 
@@ -36,6 +38,7 @@ def shared_plan(folder: Path, npu: tuple[LayerExperts, ...] = SHARED) -> Executi
     return single_device(graph, "gpu").model_copy(update={"npu_experts": npu})
 
 
+@pytest.mark.full
 def test_both_devices_compute_experts_of_a_layer() -> None:
     folder, model = drawn("Qwen3Moe", QWEN3_GGUF)
     plan = shared_plan(folder)
@@ -107,6 +110,7 @@ def test_choices_are_counted(device: str) -> None:
             np.testing.assert_array_equal(counts.layers[layer], expected)
 
 
+@pytest.mark.full
 def test_experts_stay_in_the_file_where_a_budget_has_no_room(tmp_path: Path) -> None:
     """The same answer; a device that makes copies of them refuses."""
     folder, _ = drawn("Qwen3Moe", QWEN3_GGUF)
@@ -136,13 +140,13 @@ def test_counts_of_experts_reach_the_plan(tmp_path: Path, monkeypatch: pytest.Mo
     path, counts = tmp_path / "counts.json", (9, 1, 1, 1, 1, 1, 1, 1)
     Routing(model="drawn", tokens=8, layers=dict.fromkeys((0, 1), counts)).save(path)
     asked: list[Routing | None] = []
-    solve = choosing.prepare_solver
+    solve = by_profile.prepare_solver
 
     def noted(spec: ModelGraph, profile: DeviceProfile, request: PlanRequest) -> PreparedSolver:
         asked.append(request.routing)
         return solve(spec, profile, request)
 
-    monkeypatch.setattr(choosing, "prepare_solver", noted)
+    monkeypatch.setattr(by_profile, "prepare_solver", noted)
     options: dict[str, Any] = {"weights": "w4a16", "max_seq_len": 64}
     able = able_at(DeviceProfile.load("host-amx"), "gpu", "npu")
     with LLM(str(folder), device="hetero", profile=able, experts=path, **options) as llm:

@@ -93,6 +93,7 @@ def test_the_faster_device_has_them() -> None:
     assert "npu" in plan.devices()
 
 
+@pytest.mark.full
 def test_they_are_counted_where_they_are() -> None:
     graph = model_spec(MODEL)
     on_gpu, on_npu = plan_on(profile()), plan_on(profile(*EXPERTS, gpu_factor=100))
