@@ -90,7 +90,7 @@ def serve_command(
     ] = -1,
     pooling: Annotated[
         PoolingChoice | None,
-        typer.Option(help="Of embeddings.", show_default="what MODEL's files say, else last"),
+        typer.Option(help="Of embeddings.", show_default="MODEL's own, or last"),
     ] = None,
     *,
     engine: EngineFlags,
