@@ -351,17 +351,17 @@ class Planner:
             )
 
 
-def keeping_fused(planner: Planner, names: Iterable[OpName]) -> Planner:
-    """Return the same, which tries no members of these groups."""
-    return planner._with(settings=replace(planner.settings, fused=frozenset(names)))
-
-
 def for_two(planner: Planner) -> Planner:
     """Return the same for the GPU and the NPU alone; itself where there is no third device."""
     rules = planner.settings.rules
     if not (rules.third and planner.kernels.has("cpu")):
         return planner
     return planner._with(settings=replace(planner.settings, rules=replace(rules, third=False)))
+
+
+def with_fused(planner: Planner, names: Iterable[OpName]) -> Planner:
+    """Return the same, which tries no members of these groups."""
+    return planner._with(settings=replace(planner.settings, fused=frozenset(names)))
 
 
 def _no_times(planner: Planner) -> PlanError:
