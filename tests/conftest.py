@@ -27,7 +27,7 @@ from hetero.cli import app as cli
 from tests.support import gate, selection
 from tests.support.helpers import Command
 
-WHOLE_MODELS = ("compiling", "contexts", "generation", "models", "runtime")
+OF_KERNELS = ("backends", "compiling", "contexts", "generation", "models", "runtime")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -84,14 +84,13 @@ def devices_share_programs() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def quick_compiler(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Compile OpenCL's kernels without optimisation where whole models are judged.
+    """Compile OpenCL's kernels without optimisation, which is most of what a test of them takes.
 
-    Compiling is most of what those tests take. The gate compiles them as users do, but for modules
-    with `random_models`; the contract and the tests of kernels always do.
+    The gate compiles for the remaining tests as users do, but for modules with `random_models`.
     """
-    module = request.node.path.relative_to(Path(__file__).parent).parts[0]
+    room = request.node.path.relative_to(Path(__file__).parent).parts[0]
     random_models = request.node.get_closest_marker("random_models") is not None
-    quick = module in WHOLE_MODELS and (random_models or not selection.full())
+    quick = room in OF_KERNELS and (random_models or not selection.full())
     if not quick or importlib.util.find_spec("pyopencl") is None:
         yield
         return

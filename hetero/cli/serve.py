@@ -38,9 +38,7 @@ def serve_command(
     ],
     host: Annotated[str, typer.Option(help="Address.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port.")] = 8080,
-    keys: Annotated[
-        Path | None, typer.Option(help="Applications' keys (`hetero serve-key`).")
-    ] = None,
+    keys: Annotated[Path | None, typer.Option(help="Of applications (`hetero serve-key`).")] = None,
     alias: Annotated[
         list[str] | None, typer.Option(help="Another name of the first MODEL; `*`: any.")
     ] = None,
@@ -80,6 +78,9 @@ def serve_command(
     slots: Annotated[int, typer.Option(min=1, max=64, help="Recent texts kept for each app.")] = 8,
     queue: Annotated[int, typer.Option(min=1, help="Answers made or waited for.")] = 64,
     models_max: Annotated[int, typer.Option(min=0, help="Models in memory at a time; 0: all.")] = 4,
+    models_memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="For models in memory.")
+    ] = None,
     sleep_idle_seconds: Annotated[
         float,
         typer.Option(metavar="N", min=-1, help="Unload a MODEL that is idle so long; -1: never."),
@@ -89,7 +90,7 @@ def serve_command(
     ] = -1,
     pooling: Annotated[
         PoolingChoice | None,
-        typer.Option(help="Of embeddings.", show_default="what MODEL's files say, else last"),
+        typer.Option(help="Of embeddings.", show_default="MODEL's own, or last"),
     ] = None,
     *,
     engine: EngineFlags,
@@ -112,6 +113,7 @@ def serve_command(
         aliases=alias or [],
         queue=queue,
         models_max=models_max,
+        models_memory=models_memory,
         sleep_idle_s=sleep_idle_seconds,
         reasoning_budget=reasoning_budget,
         pooling=None if pooling is None else pooling.value,

@@ -196,6 +196,12 @@ class Service(Closing):
         """Return the devices' work for all calls."""
         return total(slot.active.work for slot in self._slots)
 
+    @property
+    def nbytes(self) -> int:
+        """Return the memory that the model, all streams' caches and kept contexts take at most."""
+        needs = replace(self.llm.engine.memory, contexts=self._slots.max_slots)
+        return needs.total_bytes + self.memory.budget.limit
+
     def room(self) -> bool:
         """Return whether this thread can begin another stream."""
         return self._slots.room()

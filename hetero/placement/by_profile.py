@@ -76,6 +76,8 @@ def cost_of(spec: ModelGraph, plan: ExecutionPlan, profile: ProfileLike) -> Cost
 
 def by_profile(spec: ModelGraph, profile: DeviceProfile, request: PlacementRequest) -> Choice:
     """Return the choice that the times of a profile lead to."""
+    if request.compiles_graphs:
+        profile = _without_npu_experts(profile)
     plan_request = PlanRequest(
         seq_lens=_lengths(profile, request),
         graph_sizes="auto" if _chooses_sizes(profile, request) else None,
@@ -105,6 +107,16 @@ def by_profile(spec: ModelGraph, profile: DeviceProfile, request: PlacementReque
     formats = f", prompts in {prompts}, answers in {answers}" if spec.also else ""
     reason = f"hetero: {TENSOR_LEVEL}{formats} (profile {profile.name}){_moving(solver.plan)}"
     return Choice("hetero", solver.plan, solver=solver, reason=reason)
+
+
+def _without_npu_experts(profile: DeviceProfile) -> DeviceProfile:
+    """Return the profile for an NPU without graphs of routed experts, which fitted ones predict."""
+    record = profile.devices.get("npu")
+    if record is None or not record.capabilities.experts:
+        return profile
+    able = record.capabilities.model_copy(update={"experts": False})
+    devices = {**profile.devices, "npu": record.model_copy(update={"capabilities": able})}
+    return profile.model_copy(update={"devices": devices})
 
 
 def _chooses_sizes(profile: DeviceProfile, request: PlacementRequest) -> bool:

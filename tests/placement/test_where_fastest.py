@@ -12,6 +12,7 @@ import hetero
 from hetero.cli.app import app
 from hetero.errors import UserError
 from hetero.models import model_spec
+from hetero.placement.choosing import PlacementRequest, choose
 from hetero.placement.engine_arguments import engine_arguments
 from hetero.placement.where_fastest import (
     DEPTHS,
@@ -194,3 +195,13 @@ def test_the_command_prints_answers_and_arguments() -> None:
     document = json.loads(runner.invoke(app, [*words, "--json"]).stdout)
     assert document["arguments"] == ["--compute", "npu"]
     assert document["reason"].startswith("NPU (qairt)")
+
+
+def test_an_npu_without_graphs_of_experts_is_given_none() -> None:
+    """Though the fitted profile of its chip predicts a gain."""
+    spec, request = model_spec("gpt-oss-20b"), PlacementRequest(profile=X2, seq_lens=(64,))
+    planned, for_qnn = (choose(spec, replace(request, npu=x)).plan for x in ("auto", "qnn"))
+    assert planned is not None
+    assert planned.npu_experts
+    assert for_qnn is not None
+    assert for_qnn.npu_experts == ()

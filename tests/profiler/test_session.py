@@ -82,7 +82,7 @@ def test_a_profile_has_every_part(whole: DeviceProfile) -> None:
         "RMSNorm", "RMSNorm+add", "LayerNorm", "LayerNorm+add", "Rope", "GatedAct", "Attention",
         "Attention+f16", "Attention+q8",
         "Act", "Add", "AddPositions", "Embed", "ShortConv", "ShortConv+gated", "GatedDelta",
-        "SigmoidGate", "GatedInput", "GatedAdd",
+        "SigmoidGate", "GatedInput", "GatedAdd", "Experts+w4a16",
     }  # fmt: skip
     assert {row.device for row in whole.preparation} == {"gpu", "npu"}
     kinds = {(entry.phase, entry.weight_format) for entry in whole.contention}
