@@ -45,6 +45,7 @@ def choose(spec: ModelGraph, request: PlacementRequest) -> Choice:
         from hetero.placement import by_profile
 
         choice = by_profile.chosen(spec, request)
+        key = key or _decision_key(spec, request)  # a first start has scaled the profile only now
         if key is not None and choice.plan is None and choice.mode in KINDS:
             names = Decision.__dataclass_fields__
             decisions.keep(key, Decision(**{name: getattr(choice, name) for name in names}))
