@@ -40,6 +40,7 @@ def about(engine: ControlTarget) -> dict[str, Any]:
     llm = engine.service.llm
     return {
         "max_seq_len": llm.max_seq_len,
+        "context_shift": llm.context.home.ropes is not None,
         "device": llm.devices.mode,
         "gpu": llm.devices.name("gpu"),
         "npu": llm.devices.name("npu"),
