@@ -148,10 +148,14 @@ class FakeService:
         return CachedText(app, app.encode())
 
     def call(
-        self, held: CachedText, tokens: Sequence[int], answer: Sequence[int] = (), old: int = 0
+        self,
+        held: CachedText,
+        tokens: Sequence[int],
+        answer: Sequence[int] = (),
+        old: int | None = None,
     ) -> Switch:
-        """A prompt (the whole text with it) and an answer, for which some of the first `old` tokens
-        are forgotten where the text is full.
+        """A prompt (the whole text with it) and an answer. With `old` a full text is shifted, at
+        the cost of the first `old` tokens where the prompt does not fit.
         """
         switches: list[Switch] = []
         active = self.active
@@ -160,12 +164,12 @@ class FakeService:
         def run(switch: Switch) -> Iterator[None]:
             switches.append(switch)
             text = list(tokens)
-            if old:
+            if old is not None:
                 self.working.settle()
-            if (over := len(text) + 1 - LONGEST) > 0:
-                drop = max(over, (old - KEEP) // 2)
-                active.forget(KEEP, drop)
-                del text[KEEP : KEEP + drop]
+                if (over := len(text) + 1 - LONGEST) > 0:
+                    drop = max(over, (old - KEEP) // 2)
+                    active.forget(KEEP, drop)
+                    del text[KEEP : KEEP + drop]
             active.compute(text[active.cached :])
             yield
 
