@@ -37,7 +37,7 @@ from hetero.contexts.encryption import vault_of
 from hetero.contexts.eviction import Policy
 from hetero.contexts.measured import (
     MEASURES,
-    errors_of,
+    SAMPLE_TEXT,
     measure_channels,
     measure_chunks,
     measure_disk,
@@ -71,8 +71,9 @@ class Service(Closing):
     `model` is what `LLM` takes, with `LLM`'s options, or an open `LLM`. `context_memory` bounds the
     keys and values in memory of all contexts of all apps, without the one cache that the devices
     compute in; `context_disk` bounds the folder; `contexts_per_app` is the most that an app may
-    have. `kv_bits` is the format of keys and values: `mixed` (by information density, `kv_ratio` of
-    the bytes of 8 bits overall), 16 (float16), 8, 4, 2, or `raw` (float32, exact).
+    have. `kv_bits` is the format of keys and values: `mixed` (`kv_ratio` of the bytes of 8 bits
+    overall; the first and the newest tokens have most), 16 (float16), 8, 4, 2, or `raw` (float32,
+    exact).
 
     The folder is encrypted with `encryption_key`: 32 bytes, or a file that has them (default:
     HETERO_ENCRYPTION_KEY of the environment, if set). It is then needed to open the folder again.
@@ -94,9 +95,9 @@ class Service(Closing):
         context_memory: str | int = "256MiB",
         context_disk: str | int = "4GiB",
         contexts_per_app: int = 8,
-        kv_bits: KvBits = "mixed",
+        kv_bits: KvBits = "8",
         kv_ratio: float = 0.5,
-        kv_rule: Rule = "error",
+        kv_rule: Rule = "newest",
         eviction: Policy = "lctru",
         swap: When = "ahead",
         recompute: bool = True,
@@ -125,14 +126,14 @@ class Service(Closing):
             self.disk = ByteBudget(parse_size(context_disk), "context_disk")
             self._unbound = UnboundApps(self._directory.path / "apps", self.disk)
             self.memory = ChunkMemory(memory, eviction)
-            errors, rates = self._directory.read(lambda facts: (errors_of(facts), rates_of(facts)))
-            self.compression = Compression(kv_bits, kv_ratio, kv_rule, codec, errors)
+            rates = self._directory.read(rates_of)
+            self.compression = Compression(kv_bits, kv_ratio, kv_rule, codec)
             swapping = SwapOut(self.memory, codec, self._files, self.disk, self._unbound, when=swap)
             self.swap = opened(closing(swapping))
             self._codec = codec
             slot = partial(
                 self._slot,
-                mixed=kv_bits == "mixed",
+                ranks=self.compression.ranks,
                 rates=rates,
                 recompute=recompute,
                 decoder=SharedDecoder(decoder),
@@ -147,12 +148,12 @@ class Service(Closing):
             self.close()
             raise
 
-    def _slot(self, active: Context, *, mixed: bool, **options: Any) -> Slot:
-        """Return a slot that streams on a context, with scores of its chunks where bits are mixed.
+    def _slot(self, active: Context, *, ranks: bool, **options: Any) -> Slot:
+        """Return a slot that streams on a context, with scores of its chunks where these `ranks`.
 
         `options` are those of its working set.
         """
-        if mixed:
+        if ranks:
             active.score_stats = ScoreStats(self.llm.max_seq_len)
         kind = StatefulWorkingSet if active.cache.layout.states else WorkingSet
         working = kind(
@@ -308,9 +309,11 @@ class Service(Closing):
         """Return the model's codec and the fastest decoder; the folder keeps the measurements."""
         directory, about = self._directory, self._directory.about
         vocabulary, layout = self.llm.model.config.vocab_size, self._active.cache.layout
-        if not {"channels", "errors"} <= about.keys():
-            directory.save(**measure_channels(self._active, vocabulary, self._prefill))
-        codec = directory.read(lambda facts: codec_of(layout, _by_layer(layout, facts["channels"])))
+        if "channels" not in about:
+            sample = self.llm.encode(SAMPLE_TEXT)
+            directory.save(**measure_channels(self._active, sample, self._prefill))
+        channels = directory.read(lambda facts: _by_layer(layout, facts["channels"]))
+        codec = codec_of(layout, channels, directory.codec)
         engine = self.llm.engine
         engine.contexts.scale_by(codec.channels)
         able = {} if engine.runner.gpu_share is not None else engine.devices
