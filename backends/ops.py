@@ -324,8 +324,8 @@ class DecodeChunks:
 
     Ports: `codes` uint8 [room]; `table` int32 [m, 3]: first position, bits (16, 8, 4, 3, 2, or 0:
     the row is no chunk) and first byte, which is even; `k_cache` and `v_cache` [G, C, D] in the
-    format `kv`, of which nothing but the chunks' positions is touched. Weights: `channels` [G·D] float32.
-    Positions and bytes beyond the tensors, and other bits, are undefined behaviour.
+    format `kv`, of which nothing but the chunks' positions is touched. Weights: `channels` [G·D]
+    float32. Positions and bytes beyond the tensors, and other bits, are undefined behaviour.
     """
 
     kv_heads: int

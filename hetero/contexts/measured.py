@@ -32,15 +32,17 @@ from hetero.runtime.kv.context import Context
 MEASURES: Final = 5  # version of what is measured: a folder of another one measures again
 SAMPLE_TOKENS: Final = 512
 # Prose and code, for scales of channels that fit what people write.
-SAMPLE_TEXT: Final = """The harbour lay quiet under a thin rain when the last ferry came in. Two \
-men in oilskins threw their ropes, and the captain, who had not slept since Tuesday, asked whether \
-the letter from Lisbon had arrived. "It has," said the clerk, "but it is not what you hoped for. They \
-offer 4,200 for the ship, half of it in May 1998, and nothing at all for the cargo."
+SAMPLE_TEXT: Final = """The harbour lay quiet under a thin rain when the last ferry came in. \
+Two men in oilskins threw their ropes, and the captain, who had not \
+slept since Tuesday, asked whether the letter from Lisbon had arrived. \
+"It has," said the clerk, "but it is not what you hoped for. They \
+offer 4,200 for the ship, half of it in May 1998, and nothing at all \
+for the cargo."
 
-Photosynthesis converts light into chemical energy: plants take in carbon dioxide and water, and \
-release oxygen. Most of it happens in the leaves, whose cells contain chlorophyll. In 1779 Jan \
-Ingenhousz showed that plants need light for it; the details of the cycle, however, were not known \
-before the 1950s, when carbon-14 made it possible to follow each step.
+Photosynthesis converts light into chemical energy: plants take in carbon dioxide and water, \
+and release oxygen. Most of it happens in the leaves, whose cells contain chlorophyll. In 1779 \
+Jan Ingenhousz showed that plants need light for it; the details of the cycle, however, were \
+not known before the 1950s, when carbon-14 made it possible to follow each step.
 
 def read_table(path, separator=","):
     rows = []
@@ -52,14 +54,17 @@ def read_table(path, separator=","):
             rows.append({"name": fields[0], "price": float(fields[1]), "count": int(fields[2])})
     return rows
 
-Q: How do I cancel my order? A: Open "My account", choose the order and press Cancel. You can do \
-this until it has been sent; after that, please write to us (support@example.com) within 14 days.
+Q: How do I cancel my order? A: Open "My account", choose the order and press Cancel. You can \
+do this until it has been sent; after that, please write to us (support@example.com) within 14 \
+days.
 
-* Mix the flour, the salt and a teaspoon of yeast. * Add 300 ml of warm water, little by little. \
-* Knead for ten minutes; let the dough rest, covered, for an hour. Heat the oven to 220 degrees.
+* Mix the flour, the salt and a teaspoon of yeast. * Add 300 ml of warm water, little by \
+little. * Knead for ten minutes; let the dough rest, covered, for an hour. Heat the oven to 220 \
+degrees.
 
 Theorem. There are infinitely many primes. Proof: suppose that p1, ..., pn are all of them, and \
-let N = p1 * p2 * ... * pn + 1. None of them divides N, so a prime divisor of N is not in the list.
+let N = p1 * p2 * ... * pn + 1. None of them divides N, so a prime divisor of N is not in the \
+list.
 """
 PROMPTS: Final = (1, 8, 16, 32, 64, 128, 256, 512)
 LONGEST_BEFORE: Final = 2048
