@@ -50,9 +50,9 @@ from parts.npu_figures import energy, memory
 
 from hetero.backends.formats import WeightFormat
 from hetero.backends.ops import Outliers
-from hetero.models import LoadedModel, model_spec, open_model
+from hetero.models import RANDOM_PREFIX, LoadedModel, model_spec, open_model
 from hetero.models.model_weights import BlockWeights, Shadow
-from hetero.models.random_models import PREFIX, RandomWeights, known_config, limited
+from hetero.models.random_models import RandomWeights, known_config, limited
 from hetero.placement.device_set import open_devices
 from hetero.placement.planning import planned
 from hetero.profiler.cost import CostModel
@@ -119,7 +119,9 @@ class Shadowed(RandomWeights):
     """
 
     def __init__(self, model: str, kept: float, hot: float) -> None:
-        super().__init__(limited(known_config(model.removeprefix(PREFIX))), WeightFormat.W8A8)
+        super().__init__(
+            limited(known_config(model.removeprefix(RANDOM_PREFIX))), WeightFormat.W8A8
+        )
         layers, f = self.config.num_layers, self.config.intermediate_size
         count = min(round(4 * layers * kept), layers)
         places = np.linspace(0, layers - 1, count).round().astype(int).tolist()
@@ -322,7 +324,7 @@ def formats(
     """One prompt at tensor level in w8a8, with shadows beside 15 % of the matmuls, and in w4a8;
     every core of one engine in both; llama.cpp with Q8_0 and Q4_0. Random weights.
     """
-    given = {"model": f"{PREFIX}{model}", "profile": profile, "p": p}
+    given = {"model": f"{RANDOM_PREFIX}{model}", "profile": profile, "p": p}
     runs = [("tensor level", w) for w in ("w8a8", "w8a8+", "w4a8")]
     runs += [("opencl-cores", w) for w in ("w8a8", "w4a8")]
     wanted = [x for x in runs if any(part in ", ".join(x) for part in only.split(","))]
@@ -398,7 +400,7 @@ def simulated(
     ]
     table("prefill|s|s to build its graphs|tokens/s with them|time × the step before", rows)
     cells = []
-    for tokens, theirs, llama_cpp in CLAIMS["table4"].get(model.removeprefix(PREFIX), []):
+    for tokens, theirs, llama_cpp in CLAIMS["table4"].get(model.removeprefix(RANDOM_PREFIX), []):
         request = PlanRequest(seq_lens=(tokens,), explain=False)
         plan = planned(open_model(model, weights="w8a8").spec(), taken, request)
         total, step = (x for x in plan.totals if x.phase == "decode" or x.m == tokens)

@@ -7,9 +7,10 @@
     python bench/peers.py starts --file-type Q4_K_M  # a file to its first text
 
 Without a subcommand: hetero, llama.cpp and OpenVINO GenAI read one GGUF file, of random weights or
-`--file`, and compute with int8 activations (`w4a8`, `gguf-a8`). Every engine has a process of its
-own; rounds are interleaved; two threads mean both cores. A peer that is not installed, or that
-fails, is named instead of measured.
+`--file`, and compute with int8 activations (`w4a8`, `gguf-a8`). ONNX Runtime GenAI, which reads no
+quantised GGUF, has the same shapes in 4 bits of its own (`parts/genai_models.py`). Every engine has
+a process of its own; rounds are interleaved; two threads mean both cores. A peer that is not
+installed, or that fails, is named instead of measured.
 """
 
 from __future__ import annotations
@@ -80,6 +81,10 @@ def make_workers(
             name = "OpenVINO GenAI, 2 threads" + said
             given = {"path": str(path), "kv": cached, "threads": 2, "cores": cores[-2:]}
             yield Worker(name, engines.OpenVino, **given)
+        if not steps and cached == "f16":  # its caches on processors are floats
+            given = {"model": model, "layers": layers, "file": file, "folder": folder}
+            given |= {"context": context, "threads": 2, "cores": cores[-2:]}
+            yield Worker("ONNX Runtime GenAI, 2 threads", engines.OnnxGenAi, **given)
         for device, name in MODES.items():
             given = {"profile": profile, "length": length, "device": device}
             given["weights"] = COMPUTED[file_type]
@@ -112,7 +117,7 @@ def rows(found: dict[str, Samples], memory: dict[str, int], base: str) -> Iterat
 
 def versions() -> Iterator[str]:
     """The installed peers, with their versions."""
-    for package in ("llama-cpp-python", "openvino-genai"):
+    for package in ("llama-cpp-python", "openvino-genai", "onnxruntime-genai"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             yield f"{package} {metadata.version(package)}"
 

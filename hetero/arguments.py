@@ -90,3 +90,22 @@ def _id(value: object) -> int:
 
 def _kind(value: object) -> str:
     return "nothing (None)" if value is None else f"{type(value).__name__} {str(value)[:40]!r}"
+
+
+_UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6,
+          "gb": 10**9, "k": 2**10, "m": 2**20, "g": 2**30}  # fmt: skip
+
+
+def parse_size(value: str | int) -> int:
+    """Return the bytes of `4GiB`, `500MB` or a number. Raises `UserError`."""
+    # By hand: pydantic's ByteSize takes bits as well, and its errors name neither value nor remedy.
+    value = str(value)
+    digits = value.strip().rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ")
+    unit = value.strip()[len(digits) :].strip().lower()
+    try:
+        nbytes = float(digits) * _UNITS[unit]
+    except (ValueError, KeyError):
+        raise UserError(f"{value!r} is not a size: write it like 4GiB or 500MB") from None
+    if not 1 <= nbytes < 2**63:
+        raise UserError(f"{value!r} is not a size of at least a byte: write it like 4GiB or 500MB")
+    return int(nbytes)

@@ -30,6 +30,8 @@ def _run(entry: str) -> None:
     """
     ended = _Ended()
     atexit.register(ended.leave)
+    # Else it reads what each installed package says of itself, for plugins that nothing here has.
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     with exit_quietly_on_sigint():
         from hetero.cli import app as cli
 

@@ -369,6 +369,9 @@ class CostModel:
 
 
 def _routed_allowed(cost: CostModel, device: DeviceKind, op: Router | Experts, m: int) -> Allowed:
+    for entry in cost.profile.quarantined:
+        if (entry.device, entry.op) == (device, predict.op_name(op)):
+            return Allowed(False, f"quarantined: {entry.detail}")
     answers = (
         cost.allowed(device, x.weight_format, tokens, x.n, x.k)
         for tokens, x in _routed(cost, device, op, m)
@@ -377,32 +380,48 @@ def _routed_allowed(cost: CostModel, device: DeviceKind, op: Router | Experts, m
 
 
 def _routed_s(cost: CostModel, device: DeviceKind, op: Router | Experts, m: int) -> Cost:
-    distinct = op.distinct(m) if isinstance(op, Experts) else 1.0
-    return _experts_s(cost, device, op, _routed(cost, device, op, m), distinct)
+    matmuls = _routed(cost, device, op, m)
+    if not isinstance(op, Experts):
+        return _matmuls_s(cost, device, matmuls)
+    return _experts_s(cost, device, op, op.distinct(m), matmuls[0][0])
 
 
 def experts_s(
     cost: CostModel, device: DeviceKind, op: Experts, distinct: float, tokens_each: float
 ) -> float:
     """Return the predicted seconds of so many of the experts, each with so many tokens."""
-    matmuls = predict.expert_matmuls(op, distinct, tokens_each)
-    return float(_experts_s(cost, device, op, matmuls, distinct).seconds)
+    return float(_experts_s(cost, device, op, distinct, tokens_each).seconds)
 
 
 def _experts_s(
-    cost: CostModel,
-    device: DeviceKind,
-    op: Router | Experts,
-    matmuls: Sequence[tuple[int, MatMul]],
-    distinct: float,
+    cost: CostModel, device: DeviceKind, op: Experts, distinct: float, tokens_each: float
 ) -> Cost:
-    calls = 1.0
-    if isinstance(op, Experts) and cost.device(device).capabilities.static_shapes:
+    """Return the seconds by measured experts in this format, else by those of their matmuls."""
+    if (measured := measured_experts(cost.profile, device, op)) is not None:
+        seconds = predict.experts_s(measured, op, distinct, tokens_each)
+        outside = distinct * tokens_each > measured.max_m * op.chosen
+        return Cost(np.asarray(seconds), np.asarray(outside))
+    matmuls, calls = predict.expert_matmuls(op, distinct, tokens_each), 1.0
+    if cost.device(device).capabilities.static_shapes:
         # Each expert is a call of its own there, elsewhere all are one launch.
         calls, matmuls = distinct, [(matmuls[0][0], x) for x in op.matmuls.values()]
+    whole = _matmuls_s(cost, device, matmuls)
+    return Cost(calls * whole.seconds, whole.extrapolated)
+
+
+def measured_experts(
+    profile: DeviceProfile, device: DeviceKind, op: Experts
+) -> NonMatmulPredictor | None:
+    """Return the predictor of routed experts in this format; None where none was measured."""
+    key = device, predict.op_name(op)
+    return next((x for x in profile.other_predictors if (x.device, x.op) == key), None)
+
+
+def _matmuls_s(cost: CostModel, device: DeviceKind, matmuls: Sequence[tuple[int, MatMul]]) -> Cost:
+    """Return the seconds of matmuls, each with its tokens, one after the other."""
     costs = [cost.matmul_s(device, x.weight_format, tokens, x.n, x.k) for tokens, x in matmuls]
     outside = np.any([x.extrapolated for x in costs])
-    return Cost(calls * np.sum([x.seconds for x in costs], axis=0), np.asarray(outside))
+    return Cost(np.sum([x.seconds for x in costs], axis=0), np.asarray(outside))
 
 
 def _routed(

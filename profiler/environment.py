@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import platform
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hetero.backends.host.processor import cpu_name, memory_bytes
 from hetero.backends.host.versions import installed_version
-from hetero.profiler.records import Environment
-from hetero.profiler.timing import last_level_cache_bytes
+
+if TYPE_CHECKING:
+    from hetero.profiler.records import Environment
 
 PACKAGES = ("numpy", "onnxruntime", "onnxruntime-qnn", "pyopencl", "pocl-binary-distribution")
 CPUS = Path("/sys/devices/system/cpu")
@@ -18,6 +20,10 @@ THERMAL = Path("/sys/class/thermal")
 
 def read_environment(*, gpu_core: int | None, control_core: int | None) -> Environment:
     """Return everything that can be read here."""
+    # Every start asks for versions: what a profile's records need is loaded for profiles alone.
+    from hetero.profiler.records import Environment
+    from hetero.profiler.timing import last_level_cache_bytes
+
     return Environment(
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
         processor=cpu_name(),

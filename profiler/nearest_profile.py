@@ -8,7 +8,7 @@ timed on it.
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from hetero.backends import snapdragon
 from hetero.backends.host.processor import cpu_flags
@@ -17,7 +17,9 @@ from hetero.backends.protocol import DeviceKind
 from hetero.backends.qnn import npu_driver
 from hetero.backends.snapdragon import CHIPS, DEFAULT_CHIP, Chip
 from hetero.profiler import profile_files
-from hetero.profiler.records import DeviceProfile
+
+if TYPE_CHECKING:
+    from hetero.profiler.records import DeviceProfile
 
 # Backends that a chip's devices are opened with, where its profile was made without them.
 BACKENDS: Final[dict[DeviceKind, str]] = {"gpu": "opencl", "npu": "qnn"}
@@ -34,6 +36,8 @@ class Nearest(NamedTuple):
 
     def load(self) -> DeviceProfile:
         """Return the profile, a chip's with the backends that open its devices (no CPU)."""
+        from hetero.profiler.records import DeviceProfile  # not at starts that know their decision
+
         profile = DeviceProfile.load(profile_files.shipped_path(self.name))
         devices = {
             kind: record.model_copy(update={"backend": BACKENDS[kind]})

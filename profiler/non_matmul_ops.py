@@ -24,6 +24,7 @@ from hetero.backends.protocol import (
     BoundCall,
     Device,
     DeviceKind,
+    Kernel,
     WeightValue,
     port_dtype,
     port_shape,
@@ -53,6 +54,9 @@ QUICK_TOKENS: Final = (1, 256)
 CONTEXTS: Final = (0, 256, 1000)
 CACHES: Final = (CacheFormat.F16, CacheFormat.Q8, CacheFormat.F32)  # the default first
 CAPACITY: Final = 2048  # tokens of the caches that attention is timed with
+EXPERTS: Final = 8  # of a layer that is timed, of which a token takes
+EXPERTS_CHOSEN: Final = 2
+EXPERT_TOKENS: Final = 256  # at most, with them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,6 +165,13 @@ def reference_ops(
         ops.Act(f=block.f, activation="gelu_tanh"),
         ops.Add(d=block.d),
         ops.GatedAdd(d=block.d),
+        ops.Experts(
+            experts=EXPERTS,
+            chosen=EXPERTS_CHOSEN,
+            d=block.d,
+            f=max(block.f // 128, 1) * 16,
+            weight_format=weight_format,
+        ),
         ops.AddPositions(d=block.d, rows=CAPACITY),
         ops.Embed(vocab=4096, d=block.d, weight_format=weight_format),
     ]
@@ -258,6 +269,7 @@ def cases(
             for m in tokens
             for context in contexts
             if context + m <= CAPACITY and not (m > 256 and context)
+            if m <= EXPERT_TOKENS or not isinstance(op, ops.Experts)
         ]
     return cases
 
@@ -267,12 +279,12 @@ class NonMatmulMeter:
 
     They are timed as in a step, after other reading of up to `cold` bytes (0: in a loop).
     Attention of a few tokens finds its caches in memory, as far as a model of `model_bytes` pushes
-    them there. Other calls come one by one: of a blocking device and few tokens, or in a model that
-    fits into the caches, after the reading of a layer's weights, else after all. A queue's calls
-    of few tokens take turns with matmuls of other weights (of `weight_format`), which push code out
-    of the caches: what they lengthen those by is theirs, because in a loop they would take what it
-    takes to submit them. A queue's of more tokens, in a model that fits into the caches, find all
-    there.
+    them there, and routed experts their weights. Other calls come one by one: of a blocking device
+    and few tokens, or in a model that fits into the caches, after the reading of a layer's weights,
+    else after all. A queue's calls of few tokens take turns with matmuls of other weights (of
+    `weight_format`), which push code out of the caches: what they lengthen those by is theirs,
+    because in a loop they would take what it takes to submit them. A queue's of more tokens, in a
+    model that fits into the caches, find all there.
     """
 
     def __init__(
@@ -297,6 +309,7 @@ class NonMatmulMeter:
         self._format = weight_format
         self._matmuls: dict[tuple[int, int], Matmuls] = {}
         self._weights: dict[Op, dict[str, WeightValue]] = {}
+        self._kernel: tuple[Op, Kernel] | None = None  # the last one of `_bind`
         self._buffers: dict[tuple[str, tuple[int, ...], np.dtype[Any]], Tensor] = {}
         self._cold = HostBuffer(cold) if cold else None
         self._model_bytes = model_bytes
@@ -344,7 +357,8 @@ class NonMatmulMeter:
         """Return the seconds of a launch, several times."""
         policy, samples = self.policy, range(self.policy.samples)
         count = int(min(max(policy.batched_s / max(self._batch([call]), 1e-9), 1), 64))
-        few, attends = case.m <= DECODE_TOKENS, isinstance(case.op, ops.Attention)
+        attends = isinstance(case.op, ops.Attention)
+        few = case.m <= DECODE_TOKENS and not isinstance(case.op, ops.Experts)
         queues = self.device.capabilities.asynchronous
         cheap = queues and not self.device.capabilities.static_shapes  # matmuls by the hundred
         if self._cold is not None and few and (attends or cheap):
@@ -364,9 +378,10 @@ class NonMatmulMeter:
     def _leaves_caches(self, case: OpCase) -> bool:
         """Return whether tensors have left the caches by the next layer.
 
-        Tensors of many tokens do, except in a model that fits into them.
+        Tensors of many tokens do, and experts, except in a model that fits into them.
         """
-        return case.m > DECODE_TOKENS and not self._small
+        large = case.m > DECODE_TOKENS or isinstance(case.op, ops.Experts)
+        return large and not self._small
 
     @property
     def _small(self) -> bool:
@@ -478,8 +493,9 @@ class NonMatmulMeter:
             tensors["position"].array[0] = context
         if isinstance(op, ops.Embed):  # tables of several models share the tokens
             tensors["tokens"].array[...] %= op.vocab
-        kernel = self.device.prepare(op, self._weights_of(op))
-        return kernel.bind(tensors, m), tensors
+        if self._kernel is None or self._kernel[0] != op:
+            self._kernel = op, self.device.prepare(op, self._weights_of(op))
+        return self._kernel[1].bind(tensors, m), tensors
 
     def _compare(self, op: Op, m: int) -> Quarantine | None:
         call, tensors = self._bind(op, m, 0)
@@ -502,11 +518,14 @@ class NonMatmulMeter:
                 rows = cache_rows(op, tensor.array)
                 random_rows(rows, rows.tokens, self._rng, keys=port == "k_cache")
             else:
-                tensor.array[...] = self._values(port, shape)
+                tensor.array[...] = self._values(op, port, shape)
             self._buffers[port, shape, dtype] = tensor
         return self._buffers[port, shape, dtype]
 
-    def _values(self, port: str, shape: tuple[int, ...]) -> npt.NDArray[Any]:
+    def _values(self, op: Op, port: str, shape: tuple[int, ...]) -> npt.NDArray[Any]:
+        if isinstance(op, ops.Experts) and port == "routes":
+            order = self._rng.random((shape[0], op.experts)).argsort(axis=1)[:, : op.chosen]
+            return np.concatenate([order, np.full(order.shape, 1 / op.chosen)], axis=1)
         if port == "tokens":
             return self._rng.integers(0, 4096, shape)
         if port == "position":
@@ -521,8 +540,8 @@ class NonMatmulMeter:
     def _weight(self, op: Op, name: str) -> WeightValue:
         width = op.head_dim if isinstance(op, ops.Rope) else getattr(op, "d", 1)
         match op, name:
-            case ops.Embed(), _:
-                return self._pool.table(op.weight_format.storage, op.vocab, op.d)
+            case ops.Embed() | ops.Experts(), _:
+                return self._pool.table(op.weight_format.storage, *_table_sizes(op, name))
             case ops.Outliers(), "hot":
                 return np.linspace(0, op.k - 1, op.hot).astype(np.int32)
             case ops.Outliers(), "hot_weight":
@@ -545,6 +564,14 @@ class NonMatmulMeter:
                 width = op.v_dim if name == "norm" else op.v_heads
         values = self._rng.uniform(0.5, 1.5, width).astype(np.float32)
         return -values if name == "decay" else values
+
+
+def _table_sizes(op: ops.Embed | ops.Experts, name: str) -> tuple[int, int]:
+    """Return rows and features of an embedding, or of a matrix of all experts."""
+    if isinstance(op, ops.Embed):
+        return op.vocab, op.d
+    matmul = op.matmuls[name]
+    return op.experts * matmul.n, matmul.k
 
 
 def sizes_of(op: Op) -> dict[str, int]:

@@ -257,7 +257,8 @@ def work(op: Op, m: int, context: int = 0) -> dict[str, float]:
     calls 1; tokens m; elements of the widest tensor; for attention also pairs (query, key, head
     feature), each of two multiply-adds, and the cached elements that are read, counted as float32
     by their bytes; for a gated delta rule as many pairs as have its multiply-adds, three for each
-    element of the state, which is read and written; for outliers products with hot features.
+    element of the state, which is read and written; for outliers products with hot features; for
+    experts `expert_work`.
     """
     terms = {"calls": 1.0, "tokens": float(m)}
     match op:
@@ -290,14 +291,28 @@ def work(op: Op, m: int, context: int = 0) -> dict[str, float]:
         case ops.Router():
             terms["elements"] = float(m * (op.d + op.experts))
         case ops.Experts():
-            terms["elements"] = float(m * op.d)
-            terms["products"] = float(m * op.chosen * op.d * op.f)
+            pairs = m * op.chosen * len(op.own) / op.experts
+            return expert_work(op, op.distinct(m), pairs)
         case ops.Outliers():
             terms["elements"] = float(m * (op.n + op.excess * op.k))
             terms["products"] = float(m * op.n * op.hot)
         case _:
             terms["elements"] = float(m * op.d)
     return terms
+
+
+def expert_work(op: ops.Experts, distinct: float, pairs: float) -> dict[str, float]:
+    """Return the work terms of so many experts, for pairs of a token and one that it chose.
+
+    calls 1; the experts; their weights, each read once; and multiply-adds.
+    """
+    weights = float(sum(x.n * x.k for x in op.matmuls.values()))
+    return {
+        "calls": 1.0,
+        "experts": distinct,
+        "streamed": distinct * weights,
+        "products": pairs * weights,
+    }
 
 
 def as_matmuls(op: ops.Router | ops.Experts, m: int) -> list[tuple[int, ops.MatMul]]:
@@ -312,6 +327,17 @@ def as_matmuls(op: ops.Router | ops.Experts, m: int) -> list[tuple[int, ops.MatM
     return expert_matmuls(op, distinct, m * op.chosen * len(op.own) / op.experts / distinct)
 
 
+def experts_s(
+    predictor: NonMatmulPredictor, op: ops.Experts, distinct: float, tokens_each: float
+) -> float:
+    """Return the seconds of so many experts, each with so many tokens, by measured ones."""
+    pairs = distinct * tokens_each
+    few = predictor.decode is not None and pairs <= DECODE_TOKENS * op.chosen
+    weights = predictor.decode if few and predictor.decode else predictor.coefficients
+    terms = expert_work(op, distinct, pairs).items()
+    return max(sum([weights.get(name, 0.0) * amount for name, amount in terms]), TINY_S)
+
+
 def expert_matmuls(
     op: ops.Experts, distinct: float, tokens_each: float
 ) -> list[tuple[int, ops.MatMul]]:
@@ -324,7 +350,8 @@ def op_name(op: Op) -> str:
     """Return the name under which an operation's kernel is measured.
 
     It is its class, `+add` if it is fused, `+gated` if a convolution's gates are, `+f16` or `+q8`
-    by the caches that attention reads. Some heads of an attention are an attention.
+    by the caches that attention reads, `+w4a16` and so on by the weights of experts. Some heads of
+    an attention are an attention.
     """
     if isinstance(op, ops.AttentionHeads):
         return op_name(op.alone)
@@ -332,5 +359,7 @@ def op_name(op: Op) -> str:
         return f"{type(op).__name__}+{op.kv}"
     if isinstance(op, ops.ShortConv) and op.gated:
         return f"{type(op).__name__}+gated"
+    if isinstance(op, ops.Experts):
+        return f"{type(op).__name__}+{op.weight_format}"
     fused = isinstance(op, ops.RMSNorm | ops.LayerNorm) and op.add
     return type(op).__name__ + ("+add" if fused else "")

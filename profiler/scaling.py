@@ -19,6 +19,7 @@ from hetero.backends.formats import WeightFormat
 from hetero.backends.protocol import KINDS, DeviceKind
 from hetero.profiler.cost import CostModel
 from hetero.profiler.errors import ProfileError
+from hetero.profiler.factors import MAX_FACTOR
 from hetero.profiler.grid import Task
 from hetero.profiler.measure import REFERENCE_SIZES, MeasureSettings
 from hetero.profiler.records import (
@@ -38,7 +39,6 @@ from hetero.profiler.workload import TaskRunner, Workload
 # Seconds here over a profile's, by device, phase and weight format; 1 where nothing is known.
 Factors: TypeAlias = Mapping[Kind, float]
 
-MAX_FACTOR: Final = 1000.0  # factor that can be: by more no machine differs from another
 PHASES: Final[tuple[Phase, ...]] = ("prefill", "decode")
 
 

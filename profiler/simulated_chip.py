@@ -98,7 +98,11 @@ class ProfiledLaunches(LaunchModel):
 
     def _other(self, op: Op, m: int, position: int) -> Load:
         if isinstance(op, Router | Experts):
-            return Load(float(self._others.other_s(self._kind, op, m).seconds))
+            nbytes = sum(
+                weight_bytes(x.weight_format, x.n, x.k) for _, x in predict.as_matmuls(op, m)
+            )
+            seconds = float(self._others.other_s(self._kind, op, m).seconds)
+            return Load(seconds, float(nbytes))
         tokens = padded_count(self._device, m)
         return Load(predict.other_s(self._others.other(self._kind, op), op, tokens, position))
 

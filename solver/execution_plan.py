@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from html import escape
 from pathlib import Path
 
 from hetero.solver.errors import PlanError
 from hetero.solver.plan import Plan, write
-from hetero.solver.report import document, markdown, page
 
 
 class ExecutionPlan(Plan):
@@ -27,6 +25,10 @@ class ExecutionPlan(Plan):
 
     def _repr_html_(self) -> str:
         """Return the report, for notebooks, in a frame of its own: its style is not theirs."""
+        from html import escape
+
+        from hetero.solver.report import page
+
         return (
             f'<iframe srcdoc="{escape(page.to_html(self), quote=True)}" '
             'style="width:100%;height:600px;border:0"></iframe>'
@@ -37,6 +39,9 @@ class ExecutionPlan(Plan):
 
         One in JSON can be loaded as the plan. Raises `PlanError`.
         """
+        # Every start loads this module: what draws is loaded when something is drawn.
+        from hetero.solver.report import document, markdown, page
+
         match report_ending(path):
             case ".md":
                 text = markdown.to_markdown(self, compare)

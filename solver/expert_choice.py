@@ -283,6 +283,8 @@ def _note(
     by = "by equal shares; `hetero eval --count-experts` counts them"
     if routing is not None:
         by = f"by their shares of {routing.tokens} tokens"
+    if npu and times.cost.profile.devices["npu"].numbers == "fitted":
+        by += "; fitted, with a graph for each expert, which `hetero compile` does not make yet"
     return f"routed experts: {describe(times, npu)} ({spans}; {by})"
 
 

@@ -10,11 +10,13 @@ import numpy as np
 import numpy.typing as npt
 
 from hetero.backends.ops import Add, Experts
-from hetero.backends.protocol import DeviceKind
+from hetero.backends.protocol import KINDS, DeviceKind
 from hetero.profiler.cost import CostModel, experts_s
 from hetero.profiler.model_graph import ModelGraph
+from hetero.profiler.records import phase_of
 from hetero.solver.expert_shares import Routing
 from hetero.solver.overheads import Overheads
+from hetero.solver.tilings import contended
 
 Ids: TypeAlias = tuple[int, ...]
 Steps: TypeAlias = Sequence[tuple[int, float]]  # tokens of a call, and how often it comes
@@ -89,19 +91,24 @@ class ExpertTimes:
         else:
             of_gpu = self._part(op, "gpu", shares[~on_npu], m)
             of_npu = self._part(op, "npu", shares[on_npu], m)
-            elapsed = max(of_gpu, self._overheads.wait_s + of_npu)
+            elapsed = self._both(op, of_gpu, of_npu, m)
         return elapsed + self._overheads.submit_s + self._join(op.d, m)
 
     def _token(self, op: Experts, of_npu: Sequence[float]) -> float:
         """Return the mean over how many of a token's experts are the NPU's, by their chances."""
         return sum(
             chance
-            * max(
-                self._calls("gpu", op, op.chosen - x, 1),
-                self._overheads.wait_s + self._calls("npu", op, x, 1),
+            * self._both(
+                op, self._calls("gpu", op, op.chosen - x, 1), self._calls("npu", op, x, 1), 1
             )
             for x, chance in enumerate(of_npu)
         )
+
+    def _both(self, op: Experts, gpu_s: float, npu_s: float, m: int) -> float:
+        """Return the seconds of both parts at once, each slower while the other works."""
+        a, b = (self.cost.contention(x, phase_of(m), op.weight_format) for x in KINDS)
+        gpu, npu = contended(a, b, np.asarray(gpu_s), np.asarray(npu_s))
+        return max(float(gpu), self._overheads.wait_s + float(npu))
 
     def _part(
         self, op: Experts, kind: DeviceKind, shares: npt.NDArray[np.float64], m: int

@@ -8,6 +8,8 @@ from functools import partial
 from itertools import chain
 from typing import Final
 
+import numpy as np
+
 from hetero.backends.protocol import KINDS, DeviceKind
 from hetero.profiler.model_graph import OpName
 from hetero.solver import copies, residency
@@ -36,16 +38,59 @@ def solve_jointly(
     a memory limit that binds all rows are free again: which of them fit comes first.
     """
     if planner.sizes:
-        two = for_two(planner)
-        limited, best = _with_own_cuts(two, scenarios, objective)
-        if any(_loses(two, solution) for solution in best):
-            limited, best = _with_paying_cuts(two, best, objective, request)
-        if two is not planner:
-            limited, best = _with_third(planner, limited, best, objective, request)
+        limited, best = _with_cuts(planner, scenarios, objective, request)
+        if edges := edges_of_mixed(planner, best):
+            limited = planner.with_rows(cuts_of(planner, best) | edges)
+            best = solve_free(limited, scenarios, objective)  # with the calls that it costs
+            whole = planner.with_fused(edges)
+            fused = _with_cuts(whole, scenarios, objective, request)
+            if _cost(planner, request, fused[1]) <= _cost(planner, request, best):
+                planner, (limited, best) = whole, fused
         limits = limits_of(planner.profile, request.memory_budget_bytes)
         if limits.hold(weight_memory(limited, best)):
             return _joint_with_few_copies(planner, limited, best, objective, request, notes)
     return planner, solve_within(planner, scenarios, objective, request, notes)
+
+
+def _with_cuts(
+    planner: Planner,
+    scenarios: Sequence[Scenario],
+    objective: Objective,
+    request: PlanRequest,
+) -> tuple[Planner, list[Solution]]:
+    """Solve with few row cuts, which pay for the calls that they cost."""
+    two = for_two(planner)
+    limited, best = _with_own_cuts(two, scenarios, objective)
+    if any(_loses(two, solution) for solution in best):
+        limited, best = _with_paying_cuts(two, best, objective, request)
+    if two is not planner:
+        limited, best = _with_third(planner, limited, best, objective, request)
+    return limited, best
+
+
+def edges_of_mixed(
+    planner: Planner, solutions: Sequence[Solution]
+) -> dict[OpName, tuple[int, ...]]:
+    """Return where the NPU's kernels end of matmuls that are fused in some steps and not in others.
+
+    Kernels of the whole weight then end at the edges of the members' and theirs at its edges.
+    """
+    edges: dict[OpName, tuple[int, ...]] = {}
+    for stage in planner.spec.block:
+        steps = [s.options for s in solutions if stage.name in s.options]
+        apart = [s.options for s in solutions if stage.name not in s.options]
+        apart = [x for x in apart if stage.members and stage.members[0] in x]
+        if not steps or not apart:
+            continue
+        starts = np.cumsum([0, *(planner.shape(x)[0] for x in stage.members)]).tolist()
+        ends = {row for x in steps if x[stage.name].rows for row in x[stage.name].row_cuts}
+        for name, start in zip(stage.members, starts, strict=False):
+            own = (x[name] for x in apart if x[name].rows)
+            ends |= {start + row for option in own for row in (0, *option.row_cuts)}
+        edges[stage.name] = tuple(sorted(ends))
+        for name, start in zip(stage.members, starts, strict=False):
+            edges[name] = tuple(sorted(row - start for row in ends if row > start))
+    return edges
 
 
 def _joint_with_few_copies(

@@ -34,7 +34,7 @@ class PlannerSettings:
 
     context         tokens in the KV cache before a decode step
     row_steps       at most this many row cuts for each matmul; None: every alignment step
-    unfused         try q, k, v and gate, up unfused
+    unfused         try q, k, v and gate, up unfused, but for the `fused` groups
     step_tokens     tokens of the longest call; None: what two graphs hold
     experts         the NPU's routed experts; None: the GPU has all, if there is one
     """
@@ -43,6 +43,7 @@ class PlannerSettings:
     rules: Rules = field(default_factory=Rules)
     context: int = 256
     unfused: bool = True
+    fused: frozenset[OpName] = frozenset()
     row_steps: int | None = None
     step_tokens: int | None = None
     experts: ExpertsChoice | None = None
@@ -143,6 +144,10 @@ class Planner:
         limited = self._with(rows=rows)
         limited.whole = self.whole
         return limited
+
+    def with_fused(self, names: Iterable[OpName]) -> Planner:
+        """Return the same, which tries no members of these groups."""
+        return self._with(settings=replace(self.settings, fused=frozenset(names)))
 
     def drifted(self, factors: Factors) -> Planner:
         """Return the same with devices that take so many times as long as the profile says."""
@@ -337,7 +342,7 @@ class Planner:
         unfused = self.settings.unfused if unfused is None else unfused
         for stage in (*self.spec.block, *self.spec.tail):
             yield stage.name
-            if unfused:
+            if unfused and stage.name not in self.settings.fused:
                 yield from stage.members
 
     def _check_length(self, scenario: Scenario) -> None:

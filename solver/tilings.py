@@ -217,7 +217,11 @@ def complement(
 def contend(kernels: KernelTimes, m: int, gpu_s: Floats, npu_s: Floats) -> tuple[Floats, Floats]:
     """Return the seconds of both devices, slowed down while both work; infinite where one is."""
     cost, key = kernels.cost, (phase_of(m), kernels.weight_format)
-    a, b = cost.contention("gpu", *key), cost.contention("npu", *key)
+    return contended(cost.contention("gpu", *key), cost.contention("npu", *key), gpu_s, npu_s)
+
+
+def contended(a: float, b: float, gpu_s: Floats, npu_s: Floats) -> tuple[Floats, Floats]:
+    """Return the seconds of GPU and NPU that take a and b times as long while both work."""
     if a == b == 1:
         return gpu_s, npu_s
     impossible = np.isinf(gpu_s + npu_s)

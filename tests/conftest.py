@@ -16,6 +16,8 @@ import typer
 
 # Before anything imports huggingface_hub: no test asks a network (the hub's tests ask their own).
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Tests compare what a plan's devices answer; those of first texts say so themselves.
+os.environ["HETERO_WAIT_FOR_PLAN"] = "1"
 # Before numpy: threads of two processes that share the cores would wait for each other.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -24,6 +26,8 @@ from hetero.backends.opencl import driver_reports
 from hetero.cli import app as cli
 from tests.support import gate, selection
 from tests.support.helpers import Command
+
+OF_KERNELS = ("backends", "compiling", "contexts", "generation", "models", "runtime")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -78,6 +82,24 @@ def devices_share_programs() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module", autouse=True)
+def quick_compiler(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Compile OpenCL's kernels without optimisation, which is most of what a test of them takes.
+
+    The gate compiles for the remaining tests as users do, but for modules with `random_models`.
+    """
+    room = request.node.path.relative_to(Path(__file__).parent).parts[0]
+    random_models = request.node.get_closest_marker("random_models") is not None
+    quick = room in OF_KERNELS and (random_models or not selection.full())
+    if not quick or importlib.util.find_spec("pyopencl") is None:
+        yield
+        return
+    from tests.support.sharing import unoptimised
+
+    with unoptimised():
+        yield
+
+
 @pytest.fixture
 def no_chains(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps as they are lowered: the program of a chain compiles for seconds for each model, which
@@ -92,7 +114,8 @@ def one_core_of_opencl(monkeypatch: pytest.MonkeyPatch) -> None:
     """`auto` takes OpenCL on every core only where a test asks for it: how many threads it has is
     fixed for the rest of the process, whose other tests open it on one core.
     """
-    monkeypatch.setattr("hetero.placement.choosing.every_core_count", lambda: 0)
+    for module in ("by_profile", "choosing"):
+        monkeypatch.setattr(f"hetero.placement.{module}.every_core_count", lambda: 0)
 
 
 @pytest.fixture(autouse=True)

@@ -1,17 +1,21 @@
-"""llama.cpp, OpenVINO GenAI and hetero behind one method: `round`."""
+"""llama.cpp, OpenVINO GenAI, ONNX Runtime GenAI and hetero behind one method: `round`."""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from hetero.generation.llm import LLM
+
+from .genai_models import genai_model
 
 GGML_TYPES = {"f32": 0, "f16": 1, "q8": 8}  # 8 bits: Q8_0, which needs flash attention
 KV_PRECISIONS = {"f32": "f32", "f16": "f16", "q8": "u8"}
@@ -138,3 +142,51 @@ class OpenVino:
             raise RuntimeError(f"{measured.get_num_generated_tokens()} tokens, not {decode + 1}")
         first_s, step_s = measured.get_ttft().mean / 1e3, measured.get_tpot().mean / 1e3
         return {"prefill": prompt / first_s, "decode": 1 / step_s}
+
+
+class OnnxGenAi:
+    """ONNX Runtime GenAI with a number of threads, each on a core of its own.
+
+    It decodes the tokens that it chooses itself. Prompts differ from round to round.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: str,
+        layers: int,
+        file: Path | None,
+        folder: Path,
+        threads: int,
+        cores: list[int],
+        context: int,
+    ) -> None:
+        os.sched_setaffinity(0, cores)
+        import onnxruntime_genai
+
+        config = onnxruntime_genai.Config(str(genai_model(model, layers, file, folder)))
+        options = {"intra_op_num_threads": threads, "inter_op_num_threads": 1}
+        config.overlay(json.dumps({"model": {"decoder": {"session_options": options}}}))
+        self._model: Any = onnxruntime_genai.Model(config)
+        self._context, self._rounds = context, 0
+
+    def round(self, prompt: int, decode: int) -> dict[str, float]:
+        """One prefill and the decode after it."""
+        import onnxruntime_genai
+
+        self._rounds += 1
+        parameters = onnxruntime_genai.GeneratorParams(self._model)
+        longest = min(self._context, prompt + decode + 1)
+        parameters.set_search_options(do_sample=False, max_length=longest, min_length=longest)
+        generator = onnxruntime_genai.Generator(self._model, parameters)
+        ids = np.array(tokens_of(prompt, 0, self._rounds)[0], np.int32)
+        start_s = time.perf_counter()
+        generator.append_tokens(ids)
+        generator.generate_next_token()  # of the prompt's logits
+        middle_s = time.perf_counter()
+        for _ in range(decode):
+            generator.generate_next_token()
+        end_s = time.perf_counter()
+        if generator.token_count() != prompt + decode + 1:
+            raise RuntimeError(f"{generator.token_count()} tokens, not {prompt + decode + 1}")
+        return {"prefill": prompt / (middle_s - start_s), "decode": decode / (end_s - middle_s)}

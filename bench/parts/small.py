@@ -14,8 +14,9 @@ from hetero.backends.host.affinity import core_count
 from hetero.backends.registry import EVERY_CORE
 from hetero.measuring.contender import Contestant
 from hetero.models import open_model
-from hetero.placement.comparing import ANSWER_TOKENS, TENSOR_LEVEL, Seconds, predicted
+from hetero.placement.comparing import ANSWER_TOKENS, Seconds, predicted
 from hetero.placement.first_start import scaled_here
+from hetero.placement.phase_choice import TENSOR_LEVEL
 from hetero.placement.planning import locate_profile
 from hetero.profiler.records import DeviceProfile
 from hetero.solver.planner import Planner

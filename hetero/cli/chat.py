@@ -18,8 +18,10 @@ from hetero.cli.options import (
     SpeculationFlags,
     StatsOption,
     SystemOption,
+    WaitOption,
     WholeOption,
     expanded,
+    finish_preparing,
     open_llm,
     shown,
     stderr,
@@ -46,6 +48,7 @@ def chat_command(
     answer: AnswerFlags,
     engine: EngineFlags,
     speculation: SpeculationFlags,
+    wait_for_plan: WaitOption = False,
     whole_caches: WholeOption = False,
     stats: StatsOption = False,
 ) -> None:
@@ -57,6 +60,7 @@ def chat_command(
     given = answer.sampling()
     read_options({**options, **given})
     opening = {**engine.arguments(), **speculation.arguments(), "whole_caches": whole_caches}
+    opening["wait_for_plan"] = wait_for_plan or answer.seed is not None  # to be repeated
     with open_llm(model, **opening) as llm:
         options = {**options, **(model_sampling(llm.model.source) or CHAT_SAMPLING), **given}
         talk = Talk(llm, llm.conversation(system=system), options, session, stats=stats)
@@ -64,6 +68,7 @@ def chat_command(
         for line in lines():
             if not talk.take(line):
                 break
+        finish_preparing(llm)
 
 
 HISTORY_FILE: Final = "chat-history"

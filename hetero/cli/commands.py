@@ -53,7 +53,24 @@ class Command:
             return function(*arguments, **options)
 
         add(run)
-        return typer.main.get_command(alone)
+        command = typer.main.get_command(alone)
+        for parameter in command.params:
+            _leave_default(parameter)
+        return command
+
+
+def _leave_default(parameter: Any) -> None:
+    """Take the default of an option that is not given as it is.
+
+    Typer makes a Pydantic validator for each option, 40 at every start, to check its own default.
+    """
+    process = parameter.process_value
+    checked = parameter.required or parameter.multiple or parameter.callback is not None
+
+    def value_of(ctx: Any, value: Any) -> Any:
+        return value if value is parameter.default and not checked else process(ctx, value)
+
+    parameter.process_value = value_of
 
 
 COMMANDS: Final = {
@@ -71,6 +88,8 @@ COMMANDS: Final = {
                 ("cli.tables", "placement.planning", "solver.report")),
         Command("report", "profile", DECIDE, "Draw a saved profile or plan as one page.",
                 ("placement.planning",)),
+        Command("warm", "warm", PREPARE, "Prepare what a first start of MODEL would, once.",
+                ("generation.llm", "cache")),
         Command("quantize", "quantize", PREPARE,
                 "Quantise MODEL, into a directory that loads fast.",
                 ("compiling.calibration", "models.quantized")),

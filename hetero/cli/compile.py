@@ -71,8 +71,9 @@ def compile_command(
     as_json: JsonOption = False,
 ) -> None:
     """Compile every NPU graph of MODEL for a chip, into a directory that `generate` runs."""
+    from hetero.arguments import parse_size
     from hetero.compiling.npu_graphs import CompileRequest, prepare_by_default
-    from hetero.placement.planning import locate_profile, parse_size, parse_tokens
+    from hetero.placement.planning import locate_profile, parse_tokens
     from hetero.solver.execution_plan import ExecutionPlan
 
     request = CompileRequest(

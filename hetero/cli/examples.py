@@ -53,6 +53,10 @@ hetero compile ./my-model --soc sm8650 --out bundle
 hetero quantize ./my-model --out small
 hetero quantize ./my-model --out small --calibrate text.txt    # 4 bits, chosen on a text
 """,
+    "warm": """
+hetero warm demo    # kernels, times and decision, before the first start
+hetero warm model.gguf --whole-caches    # as `hetero serve` runs it
+""",
     "cache": """
 hetero cache    # kinds, sizes, and when they were last used
 hetero cache packed    # the packed copies of GGUF files, and of which

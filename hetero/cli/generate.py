@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,8 +20,10 @@ from hetero.cli.options import (
     SpeculationFlags,
     StatsOption,
     SystemOption,
+    WaitOption,
     WholeOption,
     expanded,
+    finish_preparing,
     open_llm,
     shown,
     stderr,
@@ -60,6 +62,7 @@ def generate_command(
     answer: AnswerFlags,
     engine: EngineFlags,
     speculation: SpeculationFlags,
+    wait_for_plan: WaitOption = False,
     whole_caches: WholeOption = False,
     echo: Annotated[
         bool,
@@ -85,24 +88,18 @@ def generate_command(
     given = answer.sampling()
     text = checked_prompt(prompt, file, {**options, **given}, as_json=as_json)
     opening = {**engine.arguments(), **speculation.arguments(), "whole_caches": whole_caches}
+    # What is complete before anything of it is read, or is to be repeated, is the plan's.
+    opening["wait_for_plan"] = (
+        wait_for_plan or as_json or trace is not None or answer.seed is not None
+    )
     opened = open_llm(model, **opening, first_prompt=text)
     with opened as llm, llm.trace(trace) if trace is not None else nullcontext():
         prompt_ids, options = question(llm, text, system, chat, options, given)
         result = answered(llm, prompt_ids, options, quiet=as_json, stats=stats, prompt_text=text)
         if as_json:
             print(json.dumps(document(llm, result, options)), flush=True)
-        _finish_preparing(llm)
+        finish_preparing(llm)
     report_trace(trace)
-
-
-def _finish_preparing(llm: LLM) -> None:
-    """Wait for what a first start prepares; Ctrl-C leaves it to the next one."""
-    from hetero.terminal.notices import notify
-
-    if not llm.finish_preparing(0):
-        notify("the answer is complete; kernels for later starts are still prepared (Ctrl-C ends)")
-        with suppress(KeyboardInterrupt):
-            llm.finish_preparing()
 
 
 def report_trace(trace: Path | None) -> None:
@@ -283,7 +280,7 @@ def print_stats(llm: LLM, result: GenerationResult) -> None:
 
     from hetero.backends.host.peak_memory import peak_rss_bytes
     from hetero.generation.answer_stats import DeviceShare
-    from hetero.placement.comparing import described
+    from hetero.placement.phase_choice import described
     from hetero.solver.report.units import size
 
     stats = result.stats

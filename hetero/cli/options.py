@@ -6,7 +6,7 @@ import difflib
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, is_dataclass
 from enum import Enum, StrEnum
 from functools import cache
@@ -80,6 +80,7 @@ else:
 
 # Panels of the help.
 SAMPLING, DEVICES, OUTPUT = "Sampling", "Devices and plans", "Output"
+PREPARING_S: Final = 300.0  # of a first start, behind what was asked for
 MODEL_HELP: Final = (
     "A directory, a .gguf file, OWNER/NAME of the hub, pypi:PACKAGE, demo or random:NAME."
 )
@@ -162,8 +163,8 @@ CacheOption = Annotated[
 WaitOption = Annotated[
     bool,
     typer.Option(
-        "--wait/--no-wait",
-        help="Wait for the plan.",
+        "--wait-for-plan",
+        help="Answer when the plan's kernels are ready.",
         envvar="HETERO_WAIT_FOR_PLAN",
         show_envvar=False,
         rich_help_panel=DEVICES,
@@ -220,7 +221,7 @@ def _sampling(help: str, *, default: bool | str = True, metavar: str | None = No
 
 @dataclass(frozen=True, kw_only=True)
 class EngineFlags:
-    """Options of opening a model, for `generate`, `chat` and `serve`; see `expanded`."""
+    """Options of opening a model, for what runs one; see `expanded`."""
 
     device: DeviceOption = DeviceChoice.AUTO
     gpu: GpuOption = "auto"
@@ -236,7 +237,6 @@ class EngineFlags:
     adapt: AdaptOption = True
     order: OrderOption = OrderChoice.BEST
     kv: CacheOption = None
-    wait_for_plan: WaitOption = True
 
     def arguments(self) -> dict[str, Any]:
         """Return them as arguments of `LLM`. Raises `UserError`."""
@@ -336,6 +336,21 @@ def open_llm(model: str, **options: Any) -> LLM:
     for note in llm.choice.notes:
         notify(note)
     return llm
+
+
+def finish_preparing(llm: LLM) -> None:
+    """Wait for what a first start prepares, so that the next one has it.
+
+    Ctrl-C ends it; what is compiled by then stays in the cache.
+    """
+    from hetero.backends.host.time_limits import time_limit
+    from hetero.terminal.notices import notify
+
+    if llm.finish_preparing(0):
+        return
+    notify("still preparing OpenCL kernels for later starts (Ctrl-C leaves that to the next one)")
+    with suppress(KeyboardInterrupt):
+        llm.finish_preparing(time_limit(PREPARING_S))
 
 
 def shown(text: str) -> Text:

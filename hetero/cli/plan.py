@@ -199,7 +199,8 @@ def plan_command(
     as_json: JsonOption = False,
 ) -> None:
     """Find the best cut of every matmul of MODEL between GPU and NPU."""
-    from hetero.placement.planning import parse_lengths, parse_size, planned, spec_on
+    from hetero.arguments import parse_size
+    from hetero.placement.planning import parse_lengths, planned, spec_on
     from hetero.placement.where_fastest import with_fastest
     from hetero.solver.expert_shares import Routing
     from hetero.solver.request import PlanRequest

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from hetero.cli.options import MODEL_HELP, EngineFlags, expanded
+from hetero.cli.options import MODEL_HELP, EngineFlags, WaitOption, expanded
 from hetero.errors import UserError
 
 
@@ -93,6 +93,9 @@ def serve_command(
     slots: Annotated[int, typer.Option(min=1, max=64, help="Recent texts kept for each app.")] = 8,
     queue: Annotated[int, typer.Option(min=1, help="Answers made or waited for.")] = 64,
     models_max: Annotated[int, typer.Option(min=0, help="Models in memory at a time; 0: all.")] = 4,
+    models_memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="For models in memory.")
+    ] = None,
     sleep_idle_seconds: Annotated[
         float,
         typer.Option(metavar="N", min=-1, help="Unload an idle MODEL; -1: never."),
@@ -106,6 +109,7 @@ def serve_command(
     ] = None,
     *,
     engine: EngineFlags,
+    wait_for_plan: WaitOption = False,
 ) -> None:
     """Serve MODEL over HTTP: OpenAI's and Anthropic's APIs, contexts that persist."""
     if any(importlib.util.find_spec(x) is None for x in ("fastapi", "uvicorn", "llguidance")):
@@ -124,6 +128,7 @@ def serve_command(
         aliases=alias or [],
         queue=queue,
         models_max=models_max,
+        models_memory=models_memory,
         sleep_idle_s=sleep_idle_seconds,
         reasoning_budget=reasoning_budget,
         pooling=None if pooling is None else pooling.value,
@@ -131,6 +136,7 @@ def serve_command(
         directory=directory or _default_directory(*model),
         engine={
             **opening,
+            "wait_for_plan": wait_for_plan,
             "slots": slots,
             "parallel": parallel,
             "context_memory": context_memory,

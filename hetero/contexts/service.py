@@ -20,7 +20,7 @@ from typing import Any, get_args
 import numpy as np
 import numpy.typing as npt
 
-from hetero.arguments import check_count, check_one_of
+from hetero.arguments import check_count, check_one_of, parse_size
 from hetero.backends.host.closing import Closing
 from hetero.backends.host.files import sync_directory
 from hetero.backends.host.signals import WholeSteps, whole
@@ -57,7 +57,6 @@ from hetero.errors import QuotaError, UserError
 from hetero.generation.conversation import Conversation
 from hetero.generation.llm import LLM
 from hetero.generation.loop import Delta, Generation, GenerationResult, Pending, decode_together
-from hetero.placement.planning import parse_size
 from hetero.runtime.kv.attention_stats import ScoreStats
 from hetero.runtime.kv.constants import SINKS
 from hetero.runtime.kv.context import Context
@@ -198,6 +197,12 @@ class Service(Closing):
     def work(self) -> Work:
         """Return the devices' work for all calls."""
         return total(slot.active.work for slot in self._slots)
+
+    @property
+    def nbytes(self) -> int:
+        """Return the memory that the model, all streams' caches and kept contexts take at most."""
+        needs = replace(self.llm.engine.memory, contexts=self._slots.max_slots)
+        return needs.total_bytes + self.memory.budget.limit
 
     def room(self) -> bool:
         """Return whether this thread can begin another stream."""

@@ -13,7 +13,7 @@ from hetero.generation.options import GenerationConfig
 from hetero.generation.own_contexts import OwnContexts
 from hetero.generation.speculative import look_up
 from hetero.models import LoadedModel
-from hetero.placement.choosing import Choice
+from hetero.placement.choice import Choice
 from hetero.placement.device_set import DeviceSet
 from hetero.runtime.engine import ContextFullError, Engine
 from hetero.runtime.kv.context import Context, check_shift

@@ -17,7 +17,8 @@ from hetero.generation.late_plan import LatePlan
 from hetero.generation.loading import LoadOptions, ModelLoader
 from hetero.generation.own_contexts import OwnContexts
 from hetero.placement import decisions
-from hetero.placement.choosing import Choice, PlacementRequest, choose
+from hetero.placement.choice import Choice, PlacementRequest
+from hetero.placement.choosing import choose
 from hetero.placement.device_set import DRIVEN, DeviceSet, control_core
 from hetero.runtime.engine import Engine
 from hetero.runtime.executor import nothing
@@ -25,8 +26,8 @@ from hetero.solver.execution_plan import ExecutionPlan
 
 EARLY_NPU: Final = "ort-cpu"  # which compiles nothing
 EARLY: Final = (
-    "the first text comes from the NPU alone (ort-cpu) while OpenCL's kernels are prepared, once "
-    "on this machine (--wait waits)"
+    "preparing OpenCL kernels in another process, once on this machine: until then the NPU "
+    "(ort-cpu) answers alone (--wait-for-plan waits)"
 )
 
 
@@ -44,17 +45,17 @@ class EarlyLoader(ModelLoader):
         self.moved: Callable[[], object] = nothing
 
     def load(self) -> tuple[Engine, OwnContexts]:
-        """See `ModelLoader.load`. Why a first text has to wait is a note of the choice."""
-        request, key, waits = self._request(), self._prepared_key(), tuple[str, ...]()
+        """See `ModelLoader.load`. Why a first text has to wait is in the reason of the choice."""
+        request, key, waits = self._request(), self._prepared_key(), ""
         if self._may_begin_early(request) and not decisions.is_prepared(key):
             try:
                 return self._begun_early(request, key)
             except (DeviceError, UserError) as error:
-                waits = (f"the first text waits for the plan because {one_sentence(str(error))}",)
+                waits = f"; the first text waited for it because {one_sentence(str(error))}"
                 self.kv = CacheFormat(self._options.kv or DEFAULT_CACHE)
         self._choose(request)
         opened = self._on_devices()
-        self.choice = replace(self.choice, notes=(*waits, *self.choice.notes))
+        self.choice = replace(self.choice, reason=self.choice.reason + waits)
         decisions.note_prepared(key)
         return opened
 
@@ -62,7 +63,7 @@ class EarlyLoader(ModelLoader):
         """Return the key of starts that need the same kernels (`decisions.is_prepared`)."""
         options = self._options
         named = (options.device, options.gpu, options.npu, options.sync, options.strategy)
-        how = (self.kv, self.model.weights.weight_format, self._whole_caches, options.max_gpu_share)
+        how = (self.kv, self.model.weights.weight_format, self._kept_whole, options.max_gpu_share)
         return decisions.prepared_key(self.model.fingerprint, [str(x) for x in (*named, *how)])
 
     def _may_begin_early(self, request: PlacementRequest) -> bool:

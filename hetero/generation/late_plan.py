@@ -18,7 +18,7 @@ from hetero.backends.host.background import Background
 from hetero.backends.host.child import child_command
 from hetero.backends.host.time_limits import time_limit
 from hetero.errors import FallbackWarning, UserError, one_sentence
-from hetero.placement.choosing import Choice
+from hetero.placement.choice import Choice
 from hetero.placement.timing_lock import wait_while_timed
 from hetero.runtime.engine import Engine
 from hetero.runtime.executor import nothing

@@ -34,10 +34,9 @@ from hetero.generation.options import GenerateOptions, GenerationConfig, read_op
 from hetero.generation.tracing import traced
 from hetero.models import LoadedModel
 from hetero.models.tokenizer import Tokenizer
-from hetero.placement.comparing import PhaseChoice
 from hetero.placement.device_set import DeviceMode
+from hetero.placement.phase_choice import PhaseChoice
 from hetero.placement.phases import phases_of
-from hetero.placement.planning import ProfileLike
 from hetero.runtime.engine import Engine
 from hetero.runtime.kernels import Progress
 from hetero.runtime.kv.context import Context
@@ -48,6 +47,7 @@ from hetero.solver.names import NamedStrategy
 
 if TYPE_CHECKING:
     from hetero.generation.embedding import Embedding, EmbedOptions, Texts
+    from hetero.placement.planning import ProfileLike
 
 
 class LLM(Closing):

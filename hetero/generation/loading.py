@@ -6,9 +6,9 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Final, get_args
+from typing import TYPE_CHECKING, Final, get_args
 
-from hetero.arguments import check_count, check_one_of
+from hetero.arguments import check_count, check_one_of, parse_size
 from hetero.backends.errors import KernelBuildError
 from hetero.backends.formats import DEFAULT_CACHE, CacheFormat
 from hetero.backends.ops import Attention
@@ -17,10 +17,9 @@ from hetero.errors import ModelError, UserError
 from hetero.generation.own_contexts import OwnContexts
 from hetero.models import LoadedModel, open_model
 from hetero.models.bundle import find_bundle
-from hetero.placement.choosing import Choice, PlacementRequest, choose, plan_on
+from hetero.placement.choice import Choice, PlacementRequest
+from hetero.placement.choosing import choose, plan_on
 from hetero.placement.device_set import DeviceMode, DeviceSet, open_devices
-from hetero.placement.planning import ProfileLike, parse_size
-from hetero.profiler.records import DeviceProfile
 from hetero.runtime.deployment import MoveTarget
 from hetero.runtime.engine import Engine
 from hetero.runtime.kernels import Progress
@@ -32,7 +31,11 @@ from hetero.solver.execution_plan import ExecutionPlan, check_two_devices
 from hetero.solver.names import NamedStrategy
 from hetero.solver.non_matmul_devices import device_of_other
 from hetero.solver.plan import STEP_TOKENS
-from hetero.solver.prepared import PreparedSolver
+
+if TYPE_CHECKING:
+    from hetero.placement.planning import ProfileLike
+    from hetero.profiler.records import DeviceProfile
+    from hetero.solver.prepared import PreparedSolver
 
 DEFAULT_CONTEXT: Final = 4096
 OTHER_SOLVER: Final = (
@@ -87,6 +90,9 @@ class ModelLoader:
         self.max_seq_len = self._context_length(length)
         self.model = self.model.for_context(self.max_seq_len)
         self._whole_caches = options.whole_caches or (bundle is not None and bundle.whole_caches)
+        # For keys of prepared kernels: only of layers with windows or states is there more to keep.
+        forgets = any(self.model.config.windows) or bool(self.model.config.mixers)
+        self._kept_whole = self._whole_caches and forgets
         self._spec = self.model.spec(self.kv)
         memory = options.memory_budget
         self._budget_bytes = None if memory is None else parse_size(memory)
@@ -231,7 +237,7 @@ class ModelLoader:
         how = "by rule" if plan is None else f"{plan.strategy} of {plan.profile}"
         alone = {} if self.choice.solver is None else self.choice.solver.alone
         how += "".join(f", {phase} on the {alone[phase]} alone" for phase in sorted(alone))
-        return repr((*model, str(self.kv), self._whole_caches, names, self.choice.mode, how))
+        return repr((*model, str(self.kv), self._kept_whole, names, self.choice.mode, how))
 
     def _opened(self, *, warm: bool) -> tuple[Engine, OwnContexts]:
         """Return the engine of the plan on the devices that are open, and its first context.

@@ -18,7 +18,7 @@ from hetero.backends.formats import DEFAULT_CACHE, CacheFormat, WeightFormat
 from hetero.backends.host.background import Background, in_background
 from hetero.backends.host.folders import expand_user
 from hetero.errors import ModelError
-from hetero.models import hub, package_index, quantized, random_models
+from hetero.models import hub, package_index, quantized
 from hetero.models.architectures import ARCHITECTURES
 from hetero.models.chat_template import Message
 from hetero.models.checkpoint import CheckpointWeights, has_mxfp4, has_weights
@@ -44,6 +44,7 @@ __all__ = [
 ]
 
 DEMO_DIRECTORY = Path(__file__).parent / "demo"
+RANDOM_PREFIX = "random:"
 AUTO = "auto"  # of `weights`: what is stored
 LONGEST_NAME = 255  # characters, of every common file system
 
@@ -164,7 +165,7 @@ def model_path(model: str | os.PathLike[str]) -> Path:
     name = os.fspath(model)
     if name == "demo":
         return DEMO_DIRECTORY
-    if name.startswith(random_models.PREFIX):
+    if name.startswith(RANDOM_PREFIX):
         return DEMO_DIRECTORY / name
     return expand_user(name)
 
@@ -212,7 +213,7 @@ def open_model(
     """
     weights = None if weights == AUTO else weights
     weight_format = _weight_format(default_weights(model) if weights is None else weights)
-    if str(model).startswith(random_models.PREFIX):
+    if str(model).startswith(RANDOM_PREFIX):
         _refuse_of_file(str(model), weight_format)
         return _open_random(str(model), weight_format, seed)
     path = _path(str(model))
@@ -236,10 +237,12 @@ def model_spec(model: str | Path, weights: str | None = None) -> ModelGraph:
         own = own or _has_mxfp4(model_path(model))
         weights = default_weights(model) if own else WeightFormat.W4A16.value
     weight_format = _weight_format(weights)
-    name = str(model).removeprefix(random_models.PREFIX)
+    from hetero.models import random_models
+
+    name = str(model).removeprefix(RANDOM_PREFIX)
     if name.lower() in random_models.KNOWN_MODELS and not Path(model).is_dir():
         return model_graph(random_models.known_config(name), weight_format, name.lower())
-    if str(model).startswith(random_models.PREFIX):
+    if str(model).startswith(RANDOM_PREFIX):
         return model_graph(random_models.known_config(name), weight_format, name.lower())
     path = _path(str(model), shapes=True)
     config = gguf_config(path) if path.is_file() else ModelConfig.from_directory(path)
@@ -266,11 +269,13 @@ def _weight_format(weights: str) -> WeightFormat:
 
 
 def _open_random(model: str, weight_format: WeightFormat, seed: int) -> LoadedModel:
-    name = model.removeprefix(random_models.PREFIX).lower()
+    from hetero.models import random_models  # makes all known configurations
+
+    name = model.removeprefix(RANDOM_PREFIX).lower()
     config = random_models.limited(random_models.known_config(name))
     identity = f"{name}|{random_models.GENERATOR_VERSION}|{seed}|{weight_format.storage}|{config}"
     return LoadedModel(
-        name=random_models.PREFIX + name,
+        name=RANDOM_PREFIX + name,
         config=config,
         weights=random_models.RandomWeights(config, weight_format, seed),
         fingerprint=hashlib.sha256(identity.encode()).hexdigest(),
@@ -414,6 +419,8 @@ def _resolved_path(model: str, shapes: bool) -> Path:
         raise ModelError(f"{model}: is a file; give the model's directory, or a .gguf file")
     if (fetch := _fetcher(model)) is not None:
         return fetch()
+    from hetero.models import random_models
+
     kind = "file" if path.suffix.lower() == ".gguf" else "directory"
     last = f"one of {', '.join(random_models.KNOWN_MODELS)}" if shapes else "random:NAME"
     raise ModelError(
@@ -428,6 +435,8 @@ def _hint(model: str, shapes: bool) -> str:
     Random weights are never suggested in place of real ones: where a known model is named, the hint
     says that they are random.
     """
+    from hetero.models import random_models
+
     if near := _nearest(model):
         return f"did you mean {near!r}? "
     known = difflib.get_close_matches(model.lower(), random_models.KNOWN_MODELS, n=1, cutoff=0.8)
@@ -435,7 +444,7 @@ def _hint(model: str, shapes: bool) -> str:
         return f"did you mean {known[0]!r}? "
     if known:
         return (
-            f"for benchmarks there is {random_models.PREFIX + known[0]!r}, the shapes of that "
+            f"for benchmarks there is {RANDOM_PREFIX + known[0]!r}, the shapes of that "
             "model with random weights; "
         )
     return ""
@@ -458,5 +467,7 @@ def _nearest(model: str) -> str | None:
         return close[0]
     if not model.lower().startswith("rand"):
         return None
-    known = [random_models.PREFIX + name for name in random_models.KNOWN_MODELS]
+    from hetero.models import random_models
+
+    known = [RANDOM_PREFIX + name for name in random_models.KNOWN_MODELS]
     return next(iter(difflib.get_close_matches(model.lower(), known, n=1, cutoff=0.6)), None)

@@ -15,7 +15,7 @@ import hashlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -26,11 +26,13 @@ from hetero.models import model_path
 from hetero.models.sliding import Sliding
 from hetero.profiler.errors import ProfileError
 from hetero.profiler.model_graph import ModelGraph
-from hetero.profiler.records import DeviceProfile
 from hetero.solver.errors import PlanError
 from hetero.solver.execution_plan import ExecutionPlan
-from hetero.solver.prepared import PreparedSolver, prepare_solver
-from hetero.solver.request import PlanRequest
+
+if TYPE_CHECKING:
+    from hetero.profiler.records import DeviceProfile
+    from hetero.solver.prepared import PreparedSolver
+    from hetero.solver.request import PlanRequest
 
 BUNDLE_FILE = "compiled.json"
 PLAN_FILE = "plan.json"
@@ -73,6 +75,8 @@ class SolverRecord(BaseModel):
     @property
     def request(self) -> PlanRequest:
         """Return the request, of the profile's graph sizes."""
+        from hetero.solver.request import PlanRequest  # compiled models alone need the solver
+
         return PlanRequest(
             seq_lens=self.seq_lens, step_tokens=self.step_tokens, shared=self.shared, explain=False
         )
@@ -152,6 +156,8 @@ class BundleManifest(BaseModel):
         """Return the profile of the chip, if it was compiled with one. Raises as `load_plan`."""
         if not self.profile_sha256:
             return None
+        from hetero.profiler.records import DeviceProfile
+
         path = expand_user(directory) / PROFILE_FILE
         text = _verified(path, self.profile_sha256, "another profile with --profile")
         return DeviceProfile.parse(text, path)
@@ -165,6 +171,8 @@ class BundleManifest(BaseModel):
         """
         if self.solver is None:
             return None
+        from hetero.solver.prepared import prepare_solver
+
         try:
             solver = prepare_solver(spec, profile, self.solver.request)
         except (PlanError, ProfileError):

@@ -26,7 +26,6 @@ from hetero.models.model_weights import BlockWeights, ModelWeights
 from hetero.models.packing import empty_packed
 from hetero.models.published import PUBLISHED
 
-PREFIX = "random:"
 GENERATOR_VERSION = 1  # part of the fingerprint: raise it when the numbers change
 MAX_POSITION = 8192  # tokens; longer tables and caches would only cost memory
 

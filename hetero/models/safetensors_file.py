@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
@@ -22,17 +21,17 @@ from hetero.backends.host.mapped import prefetch
 from hetero.errors import ModelError
 
 MAX_HEADER_BYTES = 100_000_000
-_DTYPES: dict[str, np.dtype[Any]] = {
-    "F64": np.dtype("<f8"),
-    "F32": np.dtype("<f4"),
-    "F16": np.dtype("<f2"),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-    "I64": np.dtype("<i8"),
-    "I32": np.dtype("<i4"),
-    "U32": np.dtype("<u4"),
-    "I8": np.dtype("i1"),
-    "U8": np.dtype("u1"),
-    "BOOL": np.dtype("?"),
+_DTYPES = {
+    "F64": "<f8",
+    "F32": "<f4",
+    "F16": "<f2",
+    "BF16": "bfloat16",
+    "I64": "<i8",
+    "I32": "<i4",
+    "U32": "<u4",
+    "I8": "i1",
+    "U8": "u1",
+    "BOOL": "?",
 }
 FLOAT_DTYPES = ("F32", "F16", "BF16")
 
@@ -76,15 +75,15 @@ class SafetensorsFile:
         """Return a read-only view of a tensor in the mapped file."""
         entry = self.entries[name]
         raw = self._bytes[entry.start : entry.stop]
-        if entry.start % _DTYPES[entry.dtype].itemsize:
+        if entry.start % _dtype(entry.dtype).itemsize:
             raw = raw.copy()  # another program's file may leave tensors unaligned
-        return raw.view(_DTYPES[entry.dtype]).reshape(entry.shape)
+        return raw.view(_dtype(entry.dtype)).reshape(entry.shape)
 
     def rows(self, name: str, ids: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Return a copy of some rows of a matrix; no others are read."""
         entry = self.entries[name]
         raw = self._bytes[entry.start : entry.stop].reshape(entry.shape[0], -1)
-        chosen: npt.NDArray[Any] = raw[ids].view(_DTYPES[entry.dtype])
+        chosen: npt.NDArray[Any] = raw[ids].view(_dtype(entry.dtype))
         return chosen
 
     def header(self) -> bytes:
@@ -114,6 +113,16 @@ class SafetensorsFile:
             else:
                 runs.append((start, stop))
         return runs
+
+
+def _dtype(name: str) -> np.dtype[Any]:
+    """Return numpy's type of a tensor; one that numpy lacks is loaded where a file has it."""
+    if name == "BF16":
+        import ml_dtypes
+
+        brain: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+        return brain
+    return np.dtype(_DTYPES[name])
 
 
 def _read_header(path: Path, file: BinaryIO, size: int) -> bytes:
@@ -174,7 +183,7 @@ def _entry(path: Path, name: str, raw: Any, base: int) -> TensorEntry:
             f"{path}: tensor {name} has the data type {dtype}, supported are "
             f"{', '.join(FLOAT_DTYPES)}; convert the model"
         )
-    expected = _product(shape) * _DTYPES[dtype].itemsize
+    expected = _product(shape) * _dtype(dtype).itemsize
     if stop - start != expected:
         raise ModelError(
             f"{path}: tensor {name} of shape {shape} in {dtype} has {expected} bytes, "

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product, starmap
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from hetero.backends.protocol import DeviceKind
 from hetero.backends.registry import EVERY_CORE
+from hetero.placement.phase_choice import TENSOR_LEVEL, PhaseChoice
 from hetero.solver.handmade import single_device
 from hetero.solver.options import INF
 from hetero.solver.plan import PHASES, Phase
@@ -19,10 +20,7 @@ from hetero.solver.solution import Scenario
 
 PROMPTS: Final = (64, 256, 1024)  # tokens, where the lengths of prompts are not known
 ANSWER_TOKENS: Final = 64
-TENSOR_LEVEL: Final = "tensor level"
-LAYER_LEVEL: Final = "layer level"
 MARGIN: Final = 0.03
-ALIKE: Final = 0.005  # gains below this are not worth a word
 OPENING_S: Final = 0.02  # of each request: half a second of a start, for 25 of them
 DERIVED_MARGIN: Final = 0.1  # where a file's format was not measured: kernels differ by as much
 
@@ -73,56 +71,6 @@ class PhaseSeconds(NamedTuple):
         return self.prompts_s if phase == "prefill" else self.answers_s
 
 
-@dataclass(frozen=True)
-class PhaseChoice:
-    """The device set of a phase with its predicted seconds, and the best other one with its own.
-
-    `device_set` is `gpu`, `npu`, `EVERY_CORE`, `TENSOR_LEVEL` or `LAYER_LEVEL`. Without a
-    comparison, seconds are None, and `other` is empty. From `depth_from` tokens of context on
-    (above 0: of a plan's bands), `attends` computes attention, and `other` decodes before it.
-    """
-
-    phase: Phase
-    device_set: str
-    predicted_s: float | None = None
-    other: str = ""
-    other_s: float | None = None
-    depth_from: int = 0
-    attends: str = ""
-
-    @property
-    def gain(self) -> float | None:
-        """Return the other one's seconds over these."""
-        if not self.predicted_s or not self.other_s:
-            return None
-        return self.other_s / self.predicted_s
-
-    def document(self) -> dict[str, Any]:
-        """Return the JSON document."""
-        kinds = ["gpu", "npu"] if self.device_set in (TENSOR_LEVEL, LAYER_LEVEL) else None
-        return {
-            "phase": self.phase,
-            "depth_from": self.depth_from,
-            "devices": kinds or ["npu" if self.device_set == "npu" else "gpu"],
-            "device_set": self.device_set,
-            "predicted_s": self.predicted_s,
-            "over": self.other or None,
-            "gain": self.gain,
-        }
-
-    def __str__(self) -> str:
-        what = "prompt: " if self.phase == "prefill" else "answer: "
-        text = f"{'' if self.depth_from else what}{_named(self.device_set)}"
-        if self.attends and self.device_set in (TENSOR_LEVEL, LAYER_LEVEL):
-            text += f" with attention on the {self.attends}"
-        times = self.gain
-        if times is None or abs(times - 1) < ALIKE:
-            return text
-        shared = self.other in (TENSOR_LEVEL, LAYER_LEVEL)
-        other = self.other if shared else f"the {self.other}"
-        return f"{text} ({times:.{1 if times >= 1.1 else 2}f} x {other})"
-
-
 class DeviceSets(NamedTuple):
     """The names of what computes prompts, and of what computes answers."""
 
@@ -166,29 +114,11 @@ class Price(NamedTuple):
     handover_s: float = 0.0
 
 
-def described(phases: Sequence[PhaseChoice]) -> str:
-    """Return a sentence for people: "prompt: npu alone (1.4 x the gpu); answer: gpu alone".
-
-    Where decoding moves it goes on: "answer: gpu alone until 2944 tokens, then npu alone".
-    """
-    text = ""
-    for phase in phases:
-        if phase.depth_from:
-            text += f" until {phase.depth_from} tokens, then {phase}"
-        else:
-            text += f"; {phase}" if text else str(phase)
-    return text
-
-
 def _compared(phase: Phase, name: str, seconds: Mapping[str, PhaseSeconds]) -> PhaseChoice:
     times = {x: s.of(phase) for x, s in seconds.items()}
     own_s = times.pop(name)
     other = min(times, key=times.__getitem__, default="")
     return PhaseChoice(phase, name, own_s, other, times.get(other))
-
-
-def _named(name: str) -> str:
-    return name if name in (TENSOR_LEVEL, LAYER_LEVEL) else f"{name} alone"
 
 
 def compare(

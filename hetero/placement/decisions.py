@@ -27,8 +27,8 @@ from hetero import backends, placement, profiler, runtime, solver
 from hetero.backends.host.files import atomic_write
 from hetero.backends.host.folders import cache_folder
 from hetero.backends.protocol import DeviceKind
-from hetero.placement.comparing import PhaseChoice
 from hetero.placement.first_start import Machine
+from hetero.placement.phase_choice import PhaseChoice
 from hetero.profiler.environment import hetero_version
 
 VERSION: Final = 1  # of the files

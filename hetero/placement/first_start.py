@@ -21,15 +21,14 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from hetero.backends.errors import DeviceError
 from hetero.backends.formats import WeightFormat
 from hetero.backends.host.affinity import allowed_cores, core_count, pinned, run_on
 from hetero.backends.host.child import child_command
-from hetero.backends.host.clock import SystemClock
 from hetero.backends.host.processor import cpu_flags, cpu_name
 from hetero.backends.host.time_limits import time_limit
 from hetero.backends.protocol import KINDS, Device, DeviceKind
@@ -39,20 +38,14 @@ from hetero.placement.timing_lock import timing
 from hetero.profiler import profile_files
 from hetero.profiler.environment import hetero_version, package_versions
 from hetero.profiler.errors import ProfileError
-from hetero.profiler.grid import Task
-from hetero.profiler.interference import find_interference
+from hetero.profiler.factors import MAX_FACTOR
 from hetero.profiler.nearest_profile import nearest_shipped
-from hetero.profiler.records import DeviceProfile, Phase, Record, phase_of
-from hetero.profiler.scaling import (
-    MAX_FACTOR,
-    Factors,
-    factors_of,
-    prepare_references,
-    reference_tasks,
-    scaled,
-    time_references,
-)
-from hetero.profiler.workload import Workload
+from hetero.solver.plan import Phase
+
+if TYPE_CHECKING:
+    from hetero.profiler.grid import Task
+    from hetero.profiler.records import DeviceProfile
+    from hetero.profiler.scaling import Factors
 
 SWITCH: Final = "HETERO_SCALE"  # `off`: shipped profiles are taken as they are
 TOO_LATE: Final = 3  # exit code of the process that times, after `StartLimits.timing_s`
@@ -88,7 +81,15 @@ class StartLimits:
 LIMITS: Final = StartLimits()
 
 
-class Machine(Record):
+class _Record(BaseModel):
+    """Base of these records, which every start reads: a profile's own would be loaded with them."""
+
+    model_config = ConfigDict(
+        defer_build=True, frozen=True, extra="forbid", allow_inf_nan=False, ser_json_inf_nan="null"
+    )
+
+
+class Machine(_Record):
     """The facts that the factors depend on, known before any device is open.
 
     `flags` is a hash of the processor's; `cores` are those that this process may use, `core_count`
@@ -123,7 +124,7 @@ class Machine(Record):
         return folder / f"first-start-{_hash(self.model_dump_json())}.json"
 
 
-class Factor(Record):
+class Factor(_Record):
     """Seconds of a device's reference kernel here over those of the profile."""
 
     device: DeviceKind
@@ -132,7 +133,7 @@ class Factor(Record):
     value: Annotated[float, Field(ge=1 / MAX_FACTOR, le=MAX_FACTOR)]
 
 
-class FirstStart(Record):
+class FirstStart(_Record):
     """The measured factors, or why there are none (`reason`), and what they apply to.
 
     profile   fingerprint of the profile that is scaled
@@ -227,6 +228,8 @@ def scaled_here(profile: DeviceProfile, notice: str) -> tuple[DeviceProfile, str
         return profile, notice
     if os.environ.get(SWITCH, "").strip().lower() == "off":
         return profile, f"{notice}, its times not scaled to this machine because {SWITCH} is off"
+    from hetero.profiler.scaling import reference_tasks, scaled
+
     try:
         start = _find(profile, reference_tasks(profile))
         if start.reason:
@@ -267,6 +270,8 @@ def _find(profile: DeviceProfile, tasks: Sequence[Task]) -> FirstStart:
 
     Raises `ProfileError` without a cache.
     """
+    from hetero.profiler.records import phase_of
+
     machine = Machine.here()
     path, wanted = machine.path, profile.fingerprint
     cached = FirstStart.load(path)
@@ -292,6 +297,8 @@ def _check_folder(folder: Path) -> None:
 
 
 def _measured(profile: DeviceProfile, tasks: Sequence[Task], machine: Machine) -> FirstStart:
+    from hetero.profiler.scaling import factors_of
+
     common: dict[str, Any] = {
         "machine": machine, "profile": profile.fingerprint, "at_s": time.time(),
     }  # fmt: skip
@@ -371,6 +378,11 @@ def time_here(tasks: Sequence[Task], backends: dict[DeviceKind, str]) -> dict[st
     For a process of its own, which ends if it takes too long. Raises `DeviceError`, `UserError` or
     `ProfileError`.
     """
+    from hetero.backends.host.clock import SystemClock
+    from hetero.profiler.interference import find_interference
+    from hetero.profiler.scaling import prepare_references, time_references
+    from hetero.profiler.workload import Workload
+
     mode: DeviceMode = "hetero" if len(backends) == 2 else next(x for x in KINDS if x in backends)
     opened = open_devices(mode, gpu=backends.get("gpu", "auto"), npu=backends.get("npu", "auto"))
     try:
@@ -406,6 +418,8 @@ def _at_most(limit_s: float) -> Iterator[None]:
 
 def main() -> None:
     """Time the kernels of the request on stdin; print one line of JSON."""
+    from hetero.profiler.grid import Task
+
     request = json.load(sys.stdin)
     run_on(request["cores"])
     tasks = [Task(d, WeightFormat(f), order, *sizes) for d, f, order, *sizes in request["tasks"]]

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from hetero.backends.protocol import Device, DeviceKind
 from hetero.backends.registry import EVERY_CORE
-from hetero.placement.choosing import Choice
-from hetero.placement.comparing import LAYER_LEVEL, TENSOR_LEVEL, PhaseChoice
+from hetero.placement.choice import Choice
+from hetero.placement.phase_choice import LAYER_LEVEL, TENSOR_LEVEL, PhaseChoice
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.plan import PHASES, Phase
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from hetero.arguments import check_one_of
+from hetero.arguments import check_one_of, parse_size
 from hetero.backends.formats import DEFAULT_CACHE, CacheFormat
 from hetero.errors import UserError
 from hetero.models import AUTO, LONGEST_NAME, model_path, model_spec, open_model
@@ -188,25 +188,6 @@ def locate_profile(profile: ProfileLike, npu: str | None = None) -> tuple[Device
         "this machine has no profile: take one with `hetero profile`, or name a shipped one with "
         f"--profile: {', '.join(shipped)}"
     )
-
-
-_UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6,
-          "gb": 10**9, "k": 2**10, "m": 2**20, "g": 2**30}  # fmt: skip
-
-
-def parse_size(value: str | int) -> int:
-    """Return the bytes of `4GiB`, `500MB` or a number. Raises `UserError`."""
-    # By hand: pydantic's ByteSize takes bits as well, and its errors name neither value nor remedy.
-    value = str(value)
-    digits = value.strip().rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ")
-    unit = value.strip()[len(digits) :].strip().lower()
-    try:
-        nbytes = float(digits) * _UNITS[unit]
-    except (ValueError, KeyError):
-        raise UserError(f"{value!r} is not a size: write it like 4GiB or 500MB") from None
-    if not 1 <= nbytes < 2**63:
-        raise UserError(f"{value!r} is not a size of at least a byte: write it like 4GiB or 500MB")
-    return int(nbytes)
 
 
 def parse_tokens(value: str, option: str) -> tuple[int, ...]:

@@ -12,8 +12,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
-from filelock import FileLock, Timeout
-
 from hetero.backends.host.folders import cache_folder
 
 POLL_S: Final = 0.01
@@ -28,6 +26,8 @@ def lock_path() -> Path:
 @contextmanager
 def timing() -> Iterator[None]:
     """Let processes that compute wait inside, as far as they ask; without a cache none does."""
+    from filelock import FileLock, Timeout  # with asyncio's modules, which few starts need
+
     lock = FileLock(lock_path())
     with suppress(OSError, Timeout):
         lock_path().parent.mkdir(parents=True, exist_ok=True)
@@ -40,6 +40,8 @@ def timing() -> Iterator[None]:
 
 def wait_while_timed(limit_s: float) -> bool:
     """Return when no other process times this machine; whether that was before `limit_s`."""
+    from filelock import FileLock, Timeout
+
     give_up_s = time.monotonic() + limit_s
     lock = FileLock(lock_path())
     while True:

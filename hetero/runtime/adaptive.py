@@ -13,17 +13,19 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple, Protocol, Self, TypeAlias
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, Self, TypeAlias
 
 from hetero.backends.host.clock import SystemClock
 from hetero.backends.protocol import KINDS, DeviceKind
 from hetero.runtime.program import RUN
 from hetero.runtime.step import Step
-from hetero.solver.drift import Factors
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.matmul_entries import PlanSource
 from hetero.solver.placement import Placement
 from hetero.solver.plan import PHASES, OpPlan, Phase
+
+if TYPE_CHECKING:
+    from hetero.solver.drift import Factors
 
 Key: TypeAlias = tuple[DeviceKind, Phase]
 MOVED: Final = 0.1  # factors that changed by less are the same

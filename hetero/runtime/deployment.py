@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from hetero.backends.errors import DeviceError, DeviceLostError, WaitTimeoutError
 from hetero.backends.formats import CacheFormat
@@ -17,7 +18,6 @@ from hetero.errors import FallbackWarning
 from hetero.models.graph import model_graph
 from hetero.models.model_weights import ModelWeights
 from hetero.models.row_tables import RowTable, scaled
-from hetero.profiler.cost import CostModel
 from hetero.runtime.adaptive import Adaptation, Adapter, Solver
 from hetero.runtime.handover import incoherent
 from hetero.runtime.kernels import Devices, Progress, prepare_kernels
@@ -43,6 +43,9 @@ from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.handmade import single_device
 from hetero.solver.placement import Placement
 from hetero.solver.plan import Phase
+
+if TYPE_CHECKING:
+    from hetero.profiler.cost import CostModel
 
 SLOWEST_FLOPS = 2e10  # of a device that still works: bounds how long a step is waited for
 # Lowered when a model is opened at first, so that no kernel is compiled while a prompt waits.

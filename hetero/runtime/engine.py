@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -15,7 +16,6 @@ from hetero.backends.protocol import DEFAULT_DEADLINE_S, Device, DeviceKind
 from hetero.errors import UserError
 from hetero.models.graph import movable_ropes
 from hetero.models.model_weights import ModelWeights
-from hetero.profiler.cost import CostModel
 from hetero.runtime.adaptive import Solver
 from hetero.runtime.control import ControlThread
 from hetero.runtime.deployment import Deployment, DeploymentOptions
@@ -37,6 +37,9 @@ from hetero.runtime.waits import SyncMethod
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.placement import Placement
 from hetero.solver.plan import Phase, PrefillMode
+
+if TYPE_CHECKING:
+    from hetero.profiler.cost import CostModel
 
 
 class _ShorterCallsError(Exception):

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 from hetero.backends.ops import Attention, AttentionHeads, MatMul, Op
 from hetero.backends.protocol import CACHE_PORTS, DeviceKind
-from hetero.profiler.cost import CostModel
 from hetero.profiler.model_graph import ModelGraph, Node
 from hetero.runtime.launch_graph import LaunchSpec
 from hetero.runtime.schedule import Cost
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.placement import Placement
 from hetero.solver.plan import PrefillMode
+
+if TYPE_CHECKING:
+    from hetero.profiler.cost import CostModel
 
 
 def check_priced(cost: CostModel, spec: ModelGraph, plan: ExecutionPlan) -> None:

@@ -12,14 +12,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from hetero.backends.ops import OUTPUT_PORTS
 from hetero.backends.protocol import CONTEXT_PORTS, Capabilities, DeviceKind
-from hetero.profiler.cost import CostModel
 from hetero.profiler.errors import ProfileError
 from hetero.profiler.model_graph import ModelGraph, Node
-from hetero.profiler.records import DeviceProfile
 from hetero.runtime.launch_costs import LaunchCosts
 from hetero.runtime.launch_graph import LaunchSpec, Span
 from hetero.runtime.schedule import Order, Orders, windows
@@ -29,8 +27,12 @@ from hetero.solver.matmul_entries import CapabilitiesByDevice, PlanSource
 from hetero.solver.placement import Placement
 from hetero.solver.plan import PrefillMode
 from hetero.solver.prompt_calls import chunk_size, split
-from hetero.solver.report.content import MODE_NAMES
+from hetero.solver.report.labels import MODE_NAMES
 from hetero.solver.report.units import duration
+
+if TYPE_CHECKING:
+    from hetero.profiler.cost import CostModel
+    from hetero.profiler.records import DeviceProfile
 
 WINDOW: Final = 4  # calls of a prompt that are in flight together, at most
 WHOLE_QUEUES: Final = ("copy", "finish")  # ways to wait that are for whole queues

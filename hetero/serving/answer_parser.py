@@ -407,8 +407,12 @@ def _no_calls(_text: str, _schemas: Schemas) -> list[Call]:
 
 def _overlap(text: str, marker: str) -> int:
     """Return how many of the last characters may begin a marker."""
-    longest = min(len(marker) - 1, len(text))
-    return next((n for n in range(longest, 0, -1) if text.endswith(marker[:n])), 0)
+    start = max(len(text) - len(marker) + 1, 0)
+    while (start := text.find(marker[0], start)) >= 0:
+        if marker.startswith(text[start:]):
+            return len(text) - start
+        start += 1
+    return 0
 
 
 def whole_parts(parts: Collection[AnswerPart]) -> list[AnswerPart]:

@@ -9,7 +9,7 @@ import secrets
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any, Final, TypeAlias, TypeVar
@@ -252,20 +252,59 @@ class StreamWriter(ABC):
         """Return the events of several tokens' texts."""
 
 
+class _InTurn:
+    """The streams of several requests, one after the other, as one whose choices are numbered on.
+
+    There is a `Done` for each request.
+    """
+
+    def __init__(self, state: State, request: Request, wanted: Sequence[AnswerOptions]) -> None:
+        self._submit = partial(_submit, state, request)
+        self._wanted, self._first = list(wanted), 0  # choice of the request that is answered
+        self._stream: AnswerStream | None = None
+
+    async def events(self) -> list[TokenEvent | Run | Done]:
+        """Return the events so far, at least one; none after the last `Done`.
+
+        Raises `ApiError` as `AnswerStream.events` does, or where a request cannot be submitted.
+        """
+        while self._wanted:
+            if self._stream is None:
+                self._stream = await self._submit(self._wanted[0])
+            if events := await self._stream.events():
+                return [self._numbered(event) for event in events] if self._first else events
+            self.close()
+            self._first += self._wanted.pop(0).choices
+        return []
+
+    def _numbered(self, event: TokenEvent | Run | Done) -> TokenEvent | Run | Done:
+        if isinstance(event, Done):
+            return event
+        return replace(event, choice=event.choice + self._first)
+
+    def close(self) -> None:
+        """Cancel what is answered; idempotent."""
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
+
+
 async def streamed(
     state: State,
     request: Request,
     wanted: AnswerOptions,
     writer: StreamWriter,
     until_end: AsyncExitStack | None = None,
+    *,
+    then: Sequence[AnswerOptions] = (),
 ) -> Response:
-    """Return the answer as server-sent events.
+    """Return the answer as server-sent events, and those to the requests of `then` behind it.
 
     An error before the first token has a status of its own; a later one is an event. What
     `until_end` would close is closed when the response was sent, or its client is gone; where this
     raises, it is still the caller's.
     """
-    stream = await _submit(state, request, wanted)
+    stream = _InTurn(state, request, [wanted, *then])
     try:
         first = await unless_disconnected(request, stream.events())
     except BaseException:
@@ -304,7 +343,7 @@ class _EventStream(StreamingResponse):
     """A response that cancels the answer when the client disconnects, sent or not."""
 
     def __init__(
-        self, bodies: AsyncIterator[bytes], stream: AnswerStream, until_end: AsyncExitStack
+        self, bodies: AsyncIterator[bytes], stream: _InTurn, until_end: AsyncExitStack
     ) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(bodies, media_type="text/event-stream", headers=headers)

@@ -26,15 +26,15 @@ from hetero.serving.answers import (
 from hetero.serving.errors import ApiError
 from hetero.serving.grammars import json_grammar
 from hetero.serving.messages import Done, Run, TokenEvent
-from hetero.serving.requests import Request, Sampling, checked_grammar, stop_texts
+from hetero.serving.requests import NotDone, Request, Sampling, checked_grammar, stop_texts
 from hetero.serving.served_models import acquire
 from hetero.serving.template_chat import Message as PlainMessage
 from hetero.serving.template_chat import (
     answer_message,
-    characters,
     plain_text,
     rendered,
     result_message,
+    texts_of,
     thinking_variables,
 )
 from hetero.serving.tools import ToolUse, tool_use
@@ -119,6 +119,8 @@ class MessagesRequest(CountRequest):
     output_config: OutputConfig | None = None
     output_format: AnswerFormat | None = None  # of the beta
     thread: Any = None
+    container: NotDone = None
+    mcp_servers: NotDone = None
     thinking: Thinking | None = None
     stream: bool | None = False
     stop_sequences: list[str] | None = None
@@ -165,7 +167,7 @@ async def messages(body: MessagesRequest, request: HttpRequest) -> Response:
     state = await acquire(request, body.model)
     model = state.named(body.model)
     plain = body.plain()
-    state.check_length(characters(plain), "messages")
+    await state.check_length(texts_of(plain), "messages")
     tokens = await state.texts(rendered, state, plain, use, body.variables(), continues=True)
     answers.check_room(state, tokens, "messages")
     wanted = AnswerOptions(

@@ -33,6 +33,7 @@ from hetero.serving.requests import (
     MAX_CHOICES,
     MAX_LOGPROBS,
     Guided,
+    NotDone,
     Penalties,
     Request,
     TokenLimit,
@@ -43,10 +44,10 @@ from hetero.serving.requests import (
 from hetero.serving.served_models import acquire
 from hetero.serving.state import State
 from hetero.serving.template_chat import (
-    characters,
     checked_variables,
     plain_messages,
     rendered,
+    texts_of,
     thinking_variables,
 )
 from hetero.serving.tools import ToolUse, tool_use
@@ -75,9 +76,12 @@ class ChatRequest(Penalties, Guided):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    functions: list[Any] | None = None
+    functions: NotDone = None
+    function_call: NotDone = None
     modalities: list[str] | None = None
-    audio: Any = None
+    audio: NotDone = None
+    moderation: NotDone = None
+    web_search_options: NotDone = None
     cache_salt: str = Field("", max_length=1000)
     id_slot: int = -1
     reasoning_effort: str | None = None
@@ -109,8 +113,8 @@ class ChatRequest(Penalties, Guided):
                 "continue_final_message is for a last message of the assistant",
                 param="continue_final_message",
             )
-        if self.functions or self.audio or (self.modalities or ["text"]) != ["text"]:
-            raise ApiError(400, "functions (use tools), audio and other modalities: not done here")
+        if (self.modalities or ["text"]) != ["text"]:
+            raise ApiError(400, "answers are text here: leave modalities out", param="modalities")
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
         if self.stream_options is not None and not self.stream:
@@ -150,7 +154,7 @@ async def chat_completions(body: ChatRequest, request: HttpRequest) -> Response:
 
 async def _wanted(state: State, body: ChatRequest, use: ToolUse) -> AnswerOptions:
     messages = plain_messages(body.messages)
-    state.check_length(characters(messages), "messages")
+    await state.check_length(texts_of(messages), "messages")
     tokens = await state.texts(
         rendered, state, messages, use, body.variables(), continues=body.continues
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter
@@ -21,6 +22,7 @@ from hetero.serving.requests import (
     MAX_LOGPROBS,
     Guided,
     Inputs,
+    NotDone,
     Penalties,
     checked_grammar,
     inputs,
@@ -46,14 +48,14 @@ class CompletionRequest(Penalties, Guided):
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    suffix: str | None = None
+    suffix: NotDone = None
     cache_salt: str = Field("", max_length=1000)
     id_slot: int = -1
 
     def check(self) -> None:
         """Raise `ApiError` for fields that are not supported, or not together."""
-        if self.suffix or (self.best_of or 1) > (self.n or 1):
-            raise ApiError(400, "suffix, and best_of above n, are not done here")
+        if (self.best_of or 1) > (self.n or 1):
+            raise ApiError(400, "best_of above n is not done here", param="best_of")
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options needs stream: true", param="stream_options")
         if self.max_tokens == 0 and not self.echo:
@@ -69,8 +71,6 @@ async def completions(body: CompletionRequest, request: HttpRequest) -> Response
     state = await acquire(request, body.model)
     model = state.named(body.model)
     prompts = inputs(body.prompt, MAX_PROMPTS, "prompt")
-    if body.stream and len(prompts) > 1:
-        raise ApiError(400, "one prompt is streamed at a time", param="prompt")
     wanted = [await _wanted(state, body, prompt) for prompt in prompts]
     head = {
         "id": f"cmpl-{secrets.token_hex(16)}",
@@ -80,31 +80,31 @@ async def completions(body: CompletionRequest, request: HttpRequest) -> Response
         "system_fingerprint": state.engine.about["plan_id"],
     }
     if body.stream:
-        writer = _Writer(state, body, wanted[0], head)
-        return await answers.streamed(state, request, wanted[0], writer)
+        writer = _Writer(state, body, wanted, head)
+        return await answers.streamed(state, request, wanted[0], writer, then=wanted[1:])
     ends, choices = [], list[dict[str, Any]]()
     for each in wanted:
         answer = await answers.gather(state, request, each)
         for choice in answer.choices:
             choices.append(_choice(state, body, each, answer, choice) | {"index": len(choices)})
         ends.append(answer.end)
-    if body.max_tokens == 0:
-        for end in ends:
-            end.usage["completion_tokens"] = 0
     return answers.answer_json(
-        {**head, "choices": choices, "usage": _sum(ends), "hetero": ends[0].about}
+        {**head, "choices": choices, "usage": usage(_sum(body, ends)), "hetero": ends[0].about}
     )
 
 
-def _sum(ends: Sequence[Done]) -> dict[str, Any]:
+def _sum(body: CompletionRequest, ends: Sequence[Done]) -> Done:
+    """Return the last end, with the tokens of all."""
     total = {key: sum(end.usage[key] for end in ends) for key in ends[0].usage}
-    return usage(Done(id=0, usage=total, about={}))
+    if body.max_tokens == 0:
+        total["completion_tokens"] = 0
+    return replace(ends[-1], usage=total)
 
 
 async def _wanted(state: State, body: CompletionRequest, prompt: str | list[int]) -> AnswerOptions:
     tokens = prompt
     if isinstance(tokens, str):
-        state.check_length(len(tokens), "prompt")
+        await state.check_length([tokens], "prompt")
         tokens = await state.encoded(tokens) if tokens else []
     answers.check_room(state, tokens)
     options = (
@@ -189,23 +189,32 @@ class _Writer(ChunkWriter):
     content = "text"
 
     def __init__(
-        self, state: State, body: CompletionRequest, wanted: AnswerOptions, head: dict[str, Any]
+        self,
+        state: State,
+        body: CompletionRequest,
+        wanted: Sequence[AnswerOptions],
+        head: dict[str, Any],
     ) -> None:
         self._state, self._body, self._wanted = state, body, wanted
         self._scored_only = body.max_tokens == 0
-        super().__init__(head, body.n or 1, body.stream_options)
+        self._ends = list[Done]()  # of the prompts before
+        super().__init__(head, sum(each.choices for each in wanted), body.stream_options)
 
     def begin(self) -> list[bytes]:
         """Return the prompt for each choice, if it is to be echoed."""
         if not self._body.echo:
             return []
-        text = _echoed(self._state, self._wanted)
-        return [self._text(i, text) for i in range(len(self._choices))]
+        texts = [x for each in self._wanted for x in [_echoed(self._state, each)] * each.choices]
+        return [self._text(i, text) for i, text in enumerate(texts)]
 
-    def token(self, event: TokenEvent) -> list[bytes]:
-        """Return nothing where the prompt is only scored."""
-        lines = super().token(event)
-        return [] if self._scored_only else lines
+    async def end(self, end: Done) -> list[bytes]:
+        """Return the last choice's end with the tokens of all prompts; nothing before that."""
+        self._ends.append(end)
+        done = len(self._ends) == len(self._wanted)
+        return await super().end(_sum(self._body, self._ends)) if done else []
+
+    def _delta(self, event: TokenEvent) -> list[bytes]:
+        return [] if self._scored_only else super()._delta(event)
 
     def _deltas(self, run: Run) -> list[bytes]:
         return [] if self._scored_only else super()._deltas(run)

@@ -37,8 +37,9 @@ class ControlTarget(Protocol):
 
 def about(engine: ControlTarget) -> dict[str, Any]:
     """Return the facts about model and devices for `Ready`."""
-    llm = engine.service.llm
+    llm, service = engine.service.llm, engine.service
     return {
+        "memory_bytes": service.nbytes,
         "max_seq_len": llm.max_seq_len,
         "context_shift": llm.context.home.ropes is not None,
         "device": llm.devices.mode,
@@ -48,9 +49,9 @@ def about(engine: ControlTarget) -> dict[str, Any]:
         "notes": list(llm.choice.notes),
         "choice": llm.choice.reason,
         "phases": [x.document() for x in llm.phases],
-        "context_memory": engine.service.memory.budget.limit,
-        "context_disk": engine.service.disk.limit,
-        "contexts_per_app": engine.service.contexts_per_app,
+        "context_memory": service.memory.budget.limit,
+        "context_disk": service.disk.limit,
+        "contexts_per_app": service.contexts_per_app,
     }
 
 

@@ -68,7 +68,7 @@ async def _tokens(state: State, text: str | list[int]) -> list[int]:
         raise ApiError(400, "an input is empty: give some text", param="input")
     tokens = text
     if isinstance(tokens, str):
-        state.check_length(len(tokens), "input")
+        await state.check_length([tokens], "input")
         tokens = await state.encoded(tokens)
     if len(tokens) > state.max_seq_len:
         raise ApiError(

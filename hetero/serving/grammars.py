@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any, Final
 
 import llguidance
@@ -35,11 +34,6 @@ class TokenBytes:
         )
         self.tokenizer = llguidance.LLTokenizer(source, n_vocab=vocabulary, eos_token=eos or [0])
         self._ends = bool(eos)
-
-    @cached_property
-    def longest(self) -> int:
-        """Return the most bytes of a token."""
-        return max(len(self.of(token)) for token in range(self.tokenizer.vocab_size))
 
     def of(self, token: int) -> bytes:
         """Return the bytes of one id."""

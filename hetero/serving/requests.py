@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo
 
 from hetero.serving.errors import ApiError
 from hetero.serving.grammars import (
@@ -30,6 +30,20 @@ def _not_none(limit: int) -> int:
 
 
 TokenLimit = Annotated[int, Field(ge=-1), AfterValidator(_not_none)]
+
+
+def _not_done(value: Any, field: ValidationInfo) -> Any:
+    if value:
+        raise ApiError(
+            400,
+            f"`{field.field_name}` is not done here: leave it out",
+            param=field.field_name,
+            code="unsupported_parameter",
+        )
+    return value
+
+
+NotDone = Annotated[Any, AfterValidator(_not_done)]  # a field without which the answer is another
 
 
 class Request(BaseModel):

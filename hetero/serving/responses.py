@@ -34,6 +34,7 @@ from hetero.serving.messages import Done, Run, TokenEvent
 from hetero.serving.requests import (
     MAX_LOGPROBS,
     Metadata,
+    NotDone,
     Request,
     Sampling,
     TokenLimit,
@@ -43,7 +44,7 @@ from hetero.serving.requests import (
 )
 from hetero.serving.served_models import acquire, store_of
 from hetero.serving.state import State
-from hetero.serving.template_chat import characters, checked_variables, thinking_variables
+from hetero.serving.template_chat import checked_variables, texts_of, thinking_variables
 from hetero.serving.tools import ToolUse, tool_use
 
 router = APIRouter()
@@ -107,7 +108,9 @@ class ResponseRequest(Sampling):
     truncation: Literal["auto", "disabled"] | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     include: list[str] | None = None
-    background: bool | None = False
+    background: NotDone = False
+    moderation: NotDone = None
+    prompt: NotDone = None
     user: str | None = None
     prompt_cache_key: str | None = None
     cache_salt: str = Field("", max_length=1000)
@@ -227,8 +230,6 @@ async def _stored(request: HttpRequest, name: str) -> StoredResponse:
 
 async def _turn(state: State, app: str, body: ResponseRequest) -> _Turn:
     model, use = state.named(body.model), body.use()
-    if body.background:
-        raise ApiError(400, "background responses are not made here", param="background")
     conversation = body.conversation_id
     if conversation is not None and body.previous_response_id is not None:
         raise ApiError(
@@ -251,7 +252,7 @@ async def _turn(state: State, app: str, body: ResponseRequest) -> _Turn:
     if not (before or given):
         raise ApiError(400, "input is empty: give a text or items", param="input")
     if body.truncation != "auto":
-        state.check_length(characters(messages_of([*before, *given])), "input")
+        await state.check_length(texts_of(messages_of([*before, *given])), "input")
     whole = await state.texts(
         tokens_of,
         state,

@@ -37,12 +37,15 @@ RETRY_S: Final = 5
 class ServedModel:
     """A model, and who holds it. `options` are those of its engine process.
 
-    `loading` is the task that loads it, complete in a loaded model; None in one that has no place
-    in memory. `closing` ends its last engine. `failed` says why it could not be loaded.
+    `nbytes` is the memory that it takes: weights and kept contexts, and once an engine was loaded,
+    what that one said. `loading` is the task that loads it, complete in a loaded model; None in one
+    that has no place in memory. `closing` ends its last engine. `failed` says why it could not be
+    loaded.
     """
 
     state: State
     options: dict[str, Any]
+    nbytes: int = 0
     longest_queue: int = 64
     holders: int = 0
     used_s: float = 0.0
@@ -73,16 +76,18 @@ class ServedModel:
 
 @dataclass(eq=False)
 class Models:
-    """The models of a server, of which at most `most` are in memory (0: all), in one event loop.
+    """The models of a server, in one event loop.
 
-    One that is unused for `idle_s` is unloaded (-1: never). The only model of a server is loaded
-    from the start, and the server ends with it: `on_end` is called.
+    At most `most` are in memory (0: all), with `most_bytes` together (None: no limit). One that is
+    unused for `idle_s` is unloaded (-1: never). The only model of a server is loaded from the
+    start, and the server ends with it: `on_end` is called.
     """
 
     served: Sequence[ServedModel]
     store: Store
     metrics: Metrics
     most: int = 4
+    most_bytes: int | None = None
     idle_s: float = -1
     on_end: Callable[[], None] = lambda: None
     failed: UserError | None = None  # why the server could not start, or ended by itself
@@ -100,6 +105,29 @@ class Models:
     def contended(self) -> bool:
         """Return whether requests wait until a model can be unloaded."""
         return self._gate.locked()
+
+    @property
+    def idle(self) -> list[ServedModel]:
+        """Return the loaded models without a running request, the least recently used one first."""
+        idle = [x for x in self.served if x.loaded and not x.holders]
+        return sorted(idle, key=lambda x: x.used_s)
+
+    def check_sizes(self) -> None:
+        """Raise `UserError` for a model that is alone larger than what all may take."""
+        for model in self.served:
+            if self.most_bytes is not None and model.nbytes > self.most_bytes:
+                raise UserError(
+                    f"{model.name} takes {model.nbytes / 2**30:.2f} GiB with --context-memory, "
+                    "more than --models-memory allows: raise that, or lower --context-memory"
+                )
+
+    def _fits(self, *more: ServedModel) -> bool:
+        """Return whether there is a place in memory for `more` models than there are."""
+        models = [*(x for x in self.served if x.loading is not None), *more]
+        if self.most and len(models) > self.most:
+            return False
+        nbytes = sum(x.nbytes for x in models)
+        return len(models) < 2 or self.most_bytes is None or nbytes <= self.most_bytes
 
     def find(self, name: str | None) -> ServedModel:
         """Return the model of a name; without one, the first. Raises `ApiError`."""
@@ -132,7 +160,8 @@ class Models:
         except TimeoutError:
             raise ApiError(
                 503,
-                f"all {self.most} models that --models-max allows are at work: try again later",
+                "the models in memory are at work, and --models-max or --models-memory allows no "
+                "more: try again later",
                 code="models_busy",
                 retry_s=RETRY_S,
             ) from None
@@ -194,11 +223,10 @@ class Models:
         if model.loading is not None:
             return
         before = [] if model.closing is None else [model.closing]
-        while self.most and sum(x.loading is not None for x in self.served) >= self.most:
-            free = [x for x in self.served if x.loaded and not x.holders]
-            if free:
-                before.append(self._unload(min(free, key=lambda x: x.used_s)))
-                break
+        while not self._fits(model):
+            if idle := self.idle:
+                before.append(self._unload(idle[0]))
+                continue
             self._freed.clear()
             await self._freed.wait()
             if self.ending:
@@ -225,7 +253,10 @@ class Models:
             model.loading = None
             raise
         else:
-            model.failed = False
+            model.failed, model.nbytes = False, engine.about["memory_bytes"]
+            for other in self.idle:  # which have less room where it takes more than was known
+                if other is not model and not self._fits():
+                    self._unload(other)
             self.metrics.loads.labels(model.name).inc()
             for note in engine.about["notes"]:
                 print(f"hetero: {note}", file=sys.stderr)
@@ -265,7 +296,7 @@ class Models:
         """Unload what is idle."""
         now_s = asyncio.get_running_loop().time
         while True:
-            idle = [x for x in self.served if x.loaded and not x.holders]
+            idle = self.idle
             for model in idle:
                 if now_s() >= model.used_s + self.idle_s:
                     self._unload(model)

@@ -15,6 +15,7 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from hetero.arguments import parse_size
 from hetero.backends.host.folders import data_folder
 from hetero.contexts.encryption import vault_of
 from hetero.errors import UserError
@@ -47,6 +48,7 @@ def serve(
     aliases: Sequence[str],
     queue: int,
     models_max: int,
+    models_memory: str | None,
     sleep_idle_s: float,
     reasoning_budget: int,
     pooling: str | None,
@@ -66,10 +68,13 @@ def serve(
         )
     _check_address(host, port)
     known = None if keys is None else Keys.load(keys)
+    most_bytes = None if models_memory is None else parse_size(models_memory)
     models = _opened(
-        names, aliases, queue, weights, directory, engine, models_max, sleep_idle_s,
+        names, aliases, queue, weights, directory, engine,
         reasoning_budget=reasoning_budget, pooling=pooling,
     )  # fmt: skip
+    models.most, models.most_bytes, models.idle_s = models_max, most_bytes, sleep_idle_s
+    models.check_sizes()
 
     def ready() -> None:
         at = f"[{host}]" if ":" in host else host
@@ -95,8 +100,6 @@ def _opened(
     weights: str | None,
     directory: Path,
     engine: Mapping[str, Any],
-    models_max: int,
-    sleep_idle_s: float,
     **of_requests: Any,
 ) -> Models:
     """Return the models of `names`, whose engines are not started yet.
@@ -122,8 +125,9 @@ def _opened(
             slots=engine["slots"],
             **of_requests,
         )
-        served.append(ServedModel(state, options, queue))
-    return Models(served, store, metrics, most=models_max, idle_s=sleep_idle_s)
+        nbytes = model.weights.nbytes + parse_size(engine["context_memory"])
+        served.append(ServedModel(state, options, nbytes, queue))
+    return Models(served, store, metrics)
 
 
 def _check_names(names: Sequence[str], aliases: Sequence[str]) -> None:

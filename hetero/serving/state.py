@@ -25,6 +25,8 @@ from hetero.serving.template_facts import TemplateFacts
 
 T = TypeVar("T")
 SHORT: Final = 1000  # characters
+TOKEN_CHARACTERS: Final = 16  # which few tokens have
+CUT_TOKENS: Final = 16  # at most so many more has a text because it is cut off
 
 
 @dataclass(kw_only=True)
@@ -93,17 +95,22 @@ class State:
             )
         return slot
 
-    def check_length(self, characters: int, param: str) -> None:
-        """Raise `ApiError` for a text that has more tokens than the context, however it is split.
+    async def check_length(self, texts: Sequence[str], param: str) -> None:
+        """Raise `ApiError` for texts whose beginning alone has more tokens than the context.
 
-        Long texts would keep the threads of tokenizer and template from other apps' requests.
+        Only that is encoded of long texts, which would keep the threads of tokenizer and template
+        from other apps' requests.
         """
         room = self.max_seq_len
-        if characters > 4 * room and characters > self.token_bytes.longest * room:
+        beginning, whole = room * TOKEN_CHARACTERS, sum(map(len, texts))
+        if whole <= 2 * beginning:  # then encoding all of it takes no longer
+            return
+        tokens = await self.encoded("".join(texts)[:beginning])
+        if len(tokens) > room + CUT_TOKENS:
             raise ApiError(
                 400,
-                f"this model's context has {room} tokens, and the text has {characters} "
-                "characters: shorten it",
+                f"this model's context has {room} tokens, and of the text's {whole} characters the "
+                f"first {beginning} alone have more: shorten it",
                 param=param,
                 code="context_length_exceeded",
             )

@@ -98,9 +98,9 @@ def checked_variables(given: Mapping[str, Any] | None) -> dict[str, Any]:
     return dict(given or {})
 
 
-def characters(messages: Sequence[Message]) -> int:
-    """Return the number of characters of the messages' texts."""
-    return sum(len(message["content"]) for message in messages)
+def texts_of(messages: Sequence[Message]) -> list[str]:
+    """Return the messages' texts."""
+    return [message["content"] for message in messages]
 
 
 def _continued(tokenizer: Tokenizer, chat: list[Message], options: dict[str, Any]) -> list[int]:

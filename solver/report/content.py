@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Final
 
 from hetero.backends.protocol import KINDS, DeviceKind
 from hetero.profiler.table_data import TableData
-from hetero.solver.plan import OpPlan, Plan, PrefillMode, Total
+from hetero.solver.plan import OpPlan, Plan, Total
 from hetero.solver.report import units
-
-MODE_NAMES: Final[dict[PrefillMode, str]] = {
-    "cut": "cut in order",
-    "whole": "whole out of order",
-    "both": "cut and out of order",
-}
+from hetero.solver.report.labels import MODE_NAMES
 
 
 def kind(plan: Plan) -> str:

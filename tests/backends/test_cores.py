@@ -101,7 +101,8 @@ os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 from hetero.backends.host.affinity import core_count
 from hetero.backends.opencl import every_core_count
 from hetero.models import model_spec
-from hetero.placement.choosing import PlacementRequest, choose
+from hetero.placement.choice import PlacementRequest
+from hetero.placement.choosing import choose
 assert (core_count(), every_core_count()) == (1, 1)
 for model in ("llama-3.2-1b", "qwen2.5-0.5b"):
     found = choose(model_spec(model), PlacementRequest(mode="auto"))

@@ -118,6 +118,7 @@ def test_quotients_are_rounded_as_division_is(device: Device, x_scale: float) ->
     check(device, x, np.eye(32, dtype=np.int8), np.ones(32, np.float32), scale)
 
 
+@pytest.mark.full
 @settings(max_examples=40, deadline=None)
 @given(m=st.sampled_from(SIZES), n=st.integers(1, 90), k=st.integers(1, 400), seed=st.integers(0))
 def test_random_shapes(device: Device, m: int, n: int, k: int, seed: int) -> None:

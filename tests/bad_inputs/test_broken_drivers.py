@@ -12,6 +12,7 @@ import pytest
 COMMAND = (sys.executable, "-m", "hetero.cli.app", "generate", "demo", "hi", "--max-tokens", "1")
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="drivers are found by .icd files")
 def test_a_broken_driver_is_one_warning(tmp_path: Path) -> None:
     (tmp_path / "driver.so").write_text("not a library", encoding="utf-8")

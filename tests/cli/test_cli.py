@@ -96,6 +96,7 @@ def test_text_goes_to_stdout_and_stats_to_stderr(command: Command) -> None:
     assert "decode" not in plain.stdout
 
 
+@pytest.mark.full
 def test_without_opencl_the_npu_does_everything_and_says_so(tmp_path: Path) -> None:
     env = {"OCL_ICD_VENDORS": str(tmp_path / "none"), "OCL_ICD_FILENAMES": ""}
     result = hetero("generate", "demo", "One day", "--raw", "--max-tokens", "8", "--json", env=env)
@@ -264,6 +265,7 @@ def interruptible(command: list[str]) -> subprocess.Popen[Any]:
         signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.full
 def test_ctrl_c_ends_with_130() -> None:
     command = [sys.executable, "-m", "hetero.cli.app", "generate", "demo", "One day"]
     process = interruptible(
@@ -433,6 +435,7 @@ def test_an_error_is_the_only_line_on_stderr() -> None:
     assert len(hetero("quantize", "demo", "--out", __file__).stderr.splitlines()) == 1
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_full_disk_is_one_sentence() -> None:
     command = "exec hetero generate demo hi --max-tokens 2 > /dev/full".replace(

@@ -80,6 +80,7 @@ def own_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Path, 
     return own, old
 
 
+@pytest.mark.full
 def test_a_profile_is_data_and_the_old_place_is_read(own_folders: tuple[Path, Path]) -> None:
     own, old = own_folders
     assert NO_PROFILE in locate_profile(None)[1]

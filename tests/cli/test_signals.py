@@ -100,6 +100,7 @@ def test_the_compilers_process_ends_without_a_word(number: int, tmp_path: Path) 
     assert b"Traceback" not in errors
 
 
+@pytest.mark.full
 @compiler
 def test_a_compiler_whose_parent_is_killed_ends_without_a_word(tmp_path: Path) -> None:
     process = start((*COMPILE, str(tmp_path / "out")))
@@ -108,6 +109,7 @@ def test_a_compiler_whose_parent_is_killed_ends_without_a_word(tmp_path: Path) -
     assert b"Traceback" not in ended(process)[1]
 
 
+@pytest.mark.full
 def test_a_signal_that_was_ignored_stays_so() -> None:
     process = start(GENERATE, preexec_fn=lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN))
     assert process.stdout is not None

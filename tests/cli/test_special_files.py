@@ -28,6 +28,7 @@ CASES = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("words", CASES)
 def test_a_device_stays_one(words: tuple[str, ...], tmp_path: Path, command: Command) -> None:
     null = tmp_path / "null"
@@ -41,6 +42,7 @@ def test_a_device_stays_one(words: tuple[str, ...], tmp_path: Path, command: Com
     assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("words", CASES)
 def test_a_link_stays_one(words: tuple[str, ...], tmp_path: Path, command: Command) -> None:
     (tmp_path / "real").write_text("old", encoding="utf-8")
@@ -50,6 +52,7 @@ def test_a_link_stays_one(words: tuple[str, ...], tmp_path: Path, command: Comma
     assert len((tmp_path / "real").read_bytes()) > 1000
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["profile", "plan"])
 def test_a_report_of_what_comes_from_a_pipe(kind: str, tmp_path: Path, command: Command) -> None:
     text = shipped_path("host").read_text(encoding="utf-8")

@@ -38,7 +38,7 @@ RECORDS = {
     "doctor",
     "devices",
 }  # print what was measured
-ELSEWHERE = {"chat", "serve", "serve-key", "compile", "quantize"}  # print lines, no tables
+ELSEWHERE = {"chat", "serve", "serve-key", "compile", "quantize", "warm"}  # print lines, no tables
 # All commands in one process, whose terminal changes its width; those that measure print records.
 CHILD = """
 import fcntl, json, struct, sys, termios

@@ -98,6 +98,7 @@ def test_a_file_is_replaced_when_it_is_whole(
     assert [e for e in events if e != "sync folder" or name in DURABLE] == wanted
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", NAMES)
 def test_a_failure_leaves_the_old_file_and_nothing_else(
     name: str, writers: dict[str, Writer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -184,6 +185,7 @@ def writes(call: ast.Call) -> bool:
     return name in ("open", "fdopen") and any(mode[:1] in tuple("wax") for mode in constants)
 
 
+@pytest.mark.full
 def test_nothing_else_writes_files() -> None:
     """OpenCL's caches of compiled programs are its own matter."""
     found = {

@@ -148,6 +148,7 @@ def test_dry_run_writes_nothing(capsys: Any, tmp_path: Path, monkeypatch: Any) -
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.full
 def test_a_model_that_does_not_fit_names_the_smallest_change() -> None:
     large = CompileRequest("random:llama-3-8b", "sm8450", graph_sizes=(256,))
     with pytest.raises(UserError, match=r"need [\d,]+ MiB.*give some matmuls to the GPU"):

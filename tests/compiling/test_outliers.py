@@ -71,6 +71,7 @@ def divergence(wanted: Any, found: Any) -> float:
     return float((np.exp(a) * (a - b)).sum(axis=-1).mean())
 
 
+@pytest.mark.full
 def test_hot_channels_make_up_for_outliers() -> None:
     demo = open_model("demo", weights="f32")
     text = "Once upon a time, there was a young fox named Jasmund. He lived in the village. " * 9

@@ -61,6 +61,7 @@ def test_a_shipped_chip_times_only_what_its_backends_compute(name: str) -> None:
         assert predictor.model.bytes_per_weight == stored
 
 
+@pytest.mark.full
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("profile", CHIPS)
 @pytest.mark.parametrize("model", KNOWN_MODELS)

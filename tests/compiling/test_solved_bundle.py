@@ -107,6 +107,7 @@ def test_times_of_another_profile_are_refused(bundle: Path) -> None:
         LLM(str(bundle), profile=CHIP)
 
 
+@pytest.mark.full
 def test_a_solver_of_another_version_is_not_used(bundle: Path, tmp_path: Path) -> None:
     """Its plan, which the graphs are of, runs as it is."""
     copy = shutil.copytree(bundle, tmp_path / "bundle")

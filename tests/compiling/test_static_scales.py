@@ -191,6 +191,7 @@ def test_a_directory_holds_the_same(tmp_path: Path, outliers: str) -> None:
     assert first.read_bytes() == second.read_bytes()
 
 
+@pytest.mark.full
 def test_the_command_and_what_it_writes_generates(
     tmp_path: Path, command: Callable[..., Any]
 ) -> None:

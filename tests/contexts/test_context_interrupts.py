@@ -58,6 +58,7 @@ def changes(llm: LLM, folder: Path) -> dict[str, Callable[[Context], object]]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["cut", "load", "answer", "shift"])
 def test_keys_and_values_are_those_of_the_tokens(llm: LLM, name: str, tmp_path: Path) -> None:

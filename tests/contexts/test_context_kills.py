@@ -58,6 +58,7 @@ for i in itertools.count():
 """
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL")
 @pytest.mark.parametrize("states", [False, True])
 def test_nothing_acknowledged_is_lost(states: bool, tmp_path: Path) -> None:

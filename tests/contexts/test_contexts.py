@@ -213,6 +213,7 @@ def test_an_answer_that_is_left_leaves_what_was_read(one: LLM) -> None:
 # --- memory -----------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("drop", ["close", "forget"])
 def test_memory_comes_back(llm: LLM, drop: str) -> None:
     context: Context | None = llm.new_context()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from hetero import LLM
 from tests.contexts.drivers import random_operations, switches_between
 
@@ -12,6 +14,7 @@ def test_random_operations() -> None:
     assert random_operations(300, seed=7) == 300
 
 
+@pytest.mark.full
 def test_an_apps_values_never_reach_another(tmp_path: Path) -> None:
     with LLM("demo", device="npu") as llm:
         loaded, exact, wrong = switches_between(llm, tmp_path, 40, seed=3)

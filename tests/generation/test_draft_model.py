@@ -88,6 +88,7 @@ def test_answers_at_once_have_contexts_of_the_draft_each(plain: LLM, guessed: LL
     assert [answers[i] for i in range(len(prompts))] == wanted
 
 
+@pytest.mark.full
 def test_a_draft_of_fewer_positions_stops_guessing(tmp_path: Path) -> None:
     large = str(tiny_model(tmp_path / "large"))
     small = str(tiny_model(tmp_path / "small", max_position_embeddings=64))

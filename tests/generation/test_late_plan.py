@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 import sys
 import threading
 import time
@@ -14,17 +16,22 @@ from typing import Any
 import pytest
 
 from hetero import LLM
-from hetero.backends.errors import KernelBuildError
+from hetero.backends.errors import DeviceUnavailableError, KernelBuildError
+from hetero.backends.protocol import Device
+from hetero.cli import options
+from hetero.contexts.service import Service
 from hetero.errors import FallbackWarning
-from hetero.generation import late_plan
+from hetero.generation import early_loading, late_plan
 from hetero.generation.loop import Generation
 from hetero.placement import decisions, timing_lock
 from hetero.runtime import deployment
+from tests.support.helpers import Command
 
 pytest.importorskip("pyopencl")
 PROMPT = "Once upon a time"
 EXACT: dict[str, Any] = {"device": "hetero", "weights": "f32", "kv": "f32", "max_seq_len": 128}
 Ends = Callable[[], None]
+Result = subprocess.CompletedProcess[str]
 
 
 @pytest.fixture
@@ -254,3 +261,91 @@ def test_a_child_that_fails_is_said_where_no_step_follows(monkeypatch: pytest.Mo
         assert "injected" in llm.engine.deployment.fallback
         assert llm.finish_preparing(0)
         assert llm.generate(PROMPT, max_tokens=2).tokens
+
+
+GENERATE = ("generate", "demo", PROMPT, "--device", "hetero", "--raw", "--max-tokens", "6")
+
+
+def said(result: Result) -> list[str]:
+    """The notices on standard error."""
+    return [line for line in result.stderr.splitlines() if line.startswith("hetero: ")]
+
+
+def test_generate_answers_before_its_plan_is_ready(
+    command: Command, child_ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says what is prepared, and waits for it no longer than it may."""
+    assert child_ends
+    monkeypatch.delenv("HETERO_WAIT_FOR_PLAN")
+    monkeypatch.setattr(options, "PREPARING_S", 0.1)
+    start_s = time.monotonic()
+    result = command(*GENERATE, "--stats")
+    assert time.monotonic() - start_s < 30
+    assert (result.returncode, bool(result.stdout.strip())) == (0, True)
+    first, last = said(result)
+    assert "preparing OpenCL kernels in another process" in first
+    assert "preparing OpenCL kernels for later starts" in last
+    table = re.sub(r"\s+", " ", result.stderr)
+    assert "npu alone" in table
+    assert "gpu │" not in table
+
+
+@pytest.mark.parametrize(
+    "given",
+    [("--wait-for-plan",), ("--json",), ("--seed", "1"), ("--trace", "trace.json")],
+    ids=lambda given: given[0],
+)
+def test_what_is_read_at_once_or_repeated_waits_for_the_plan(
+    command: Command, cache: Path, monkeypatch: pytest.MonkeyPatch, given: tuple[str, ...]
+) -> None:
+    monkeypatch.delenv("HETERO_WAIT_FOR_PLAN")
+    monkeypatch.setattr(late_plan, "child_command", lambda *_: ["no-such-program"])
+    monkeypatch.chdir(cache)
+    result = command(*GENERATE, *given)
+    assert result.returncode == 0
+    assert not [line for line in said(result) if "another process" in line]
+    assert len(list(decisions.folder().glob("prepared-*.json"))) == 1
+
+
+def test_a_chat_answers_before_its_plan_is_ready(
+    command: Command, child_ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child_ends()
+    monkeypatch.delenv("HETERO_WAIT_FOR_PLAN")
+    talk = ("chat", "demo", "--device", "hetero", "--max-tokens", "4", "--temperature", "0")
+    result = command(*talk, stdin="Hello\nAnd then?\n")
+    assert result.returncode == 0
+    assert "preparing OpenCL kernels in another process" in said(result)[0]
+
+
+def test_why_a_first_text_has_to_wait_is_in_the_reason(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where ONNX Runtime is missing: the plan's devices are then one too."""
+    assert cache
+
+    def missing(*_: Any) -> Device:
+        raise DeviceUnavailableError("ort-cpu", "importing onnxruntime", "injected", "install it")
+
+    monkeypatch.setattr(early_loading, "open_device", missing)
+    with LLM("demo", **EXACT, wait_for_plan=False) as llm:
+        assert "gpu" in llm.engine.devices
+        assert "the first text waited for it because" in llm.choice.reason
+        assert not [note for note in llm.choice.notes if "first text" in note]
+
+
+def test_a_service_answers_before_its_plan_is_ready_and_after(
+    child_ends: Ends, tmp_path: Path
+) -> None:
+    kept: dict[str, Any] = {"directory": tmp_path / "kept", "kv_bits": "raw"}
+    with Service("demo", **kept, **EXACT, wait_for_plan=False) as service:
+        app, llm = service.bind("app"), service.llm
+        assert set(llm.engine.devices) == {"npu"}
+        context = app.new_context()
+        before = context.call(PROMPT, max_tokens=24)
+        child_ends()
+        assert llm.finish_preparing(60)
+        after = app.new_context().call(PROMPT, max_tokens=24)
+        assert set(llm.engine.devices) == {"gpu", "npu"}
+        assert context.call(" and", max_tokens=4).tokens
+    assert [*before.tokens] == [*after.tokens]

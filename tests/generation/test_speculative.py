@@ -60,6 +60,7 @@ def _ended(result: Any) -> int:
     return int(result.finish_reason == "stop")
 
 
+@pytest.mark.full
 def test_a_text_that_repeats_needs_few_calls(tiny: LLM) -> None:
     prompt = [9, 8, 7, 6] * 8
     plain = tiny.generate(prompt, max_tokens=80)

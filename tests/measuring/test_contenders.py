@@ -33,6 +33,7 @@ def opened(name: str, gpu: str, prompts: list[int]) -> Contestant:
     return contestant
 
 
+@pytest.mark.full
 @two_cores
 @pytest.mark.parametrize("first", ["opencl", "opencl-cores"])
 def test_none_decides_the_threads_of_another(first: str) -> None:
@@ -67,6 +68,7 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+@pytest.mark.full
 @linux
 @pytest.mark.parametrize("device", ["gpu", "npu", "hetero"])
 def test_a_contender_whose_turn_it_is_not_takes_no_processor(device: str) -> None:

@@ -47,6 +47,7 @@ def test_a_prompt_and_an_answer_are_timed_at_their_depth(monkeypatch: pytest.Mon
         assert min(prefill.tokens_per_s, decode.tokens_per_s) > 0
 
 
+@pytest.mark.full
 def test_every_depth_has_its_rows_in_lines_of_json(command: Command) -> None:
     depths = ("-d", "64", "-d", "0", "-d", "64")
     words = ("bench", "demo", "--device", "npu", "-p", "8", "-n", "2", "-r", "2", *depths)

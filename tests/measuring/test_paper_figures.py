@@ -31,6 +31,7 @@ def test_fast_synchronisation_gains_in_decoding() -> None:
     assert shown.rows[0]["paper_value"] == 14.01
 
 
+@pytest.mark.full
 def test_a_timeline_has_each_wait_after_its_kernel() -> None:
     rows = figure(11, CHIP).rows
     for phase in ("prefill", "decode"):

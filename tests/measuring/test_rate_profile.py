@@ -58,6 +58,7 @@ def written(path: Path, rows: Iterable[Any], *, lines: bool = False) -> Path:
     return path
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("lines", [False, True])
 def test_a_chip_is_fitted_to_what_llama_bench_printed(tmp_path: Path, lines: bool) -> None:
     taken = profile_of_rates(written(tmp_path / "phone.json", bench(), lines=lines)).profile
@@ -80,6 +81,7 @@ def test_a_chip_is_fitted_to_what_llama_bench_printed(tmp_path: Path, lines: boo
         assert all(x.folds == len(MODELS) and x.mape < 0.2 for x in unit.validation)
 
 
+@pytest.mark.full
 def test_the_profile_plans_and_answers(tmp_path: Path) -> None:
     taken = profile_of_rates(written(tmp_path / "a.json", bench())).profile
     plan = hetero.plan("llama-3-8b", taken, seq_lens=(256,), curves=False, fastest=True)
@@ -229,6 +231,7 @@ def test_a_damaged_table_names_its_row(
         read_rates(path)
 
 
+@pytest.mark.full
 def test_the_command_writes_and_reports(tmp_path: Path) -> None:
     path, out = written(tmp_path / "a.json", bench()), tmp_path / "chip.json"
     words = ["profile", "--from", str(path), "--out", str(out)]

@@ -31,6 +31,7 @@ def test_requirements_are_those_of_arm64(arm64_root: Any) -> None:
     assert not {"atheris", "psutil", "torch"} & set(asked)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("command", ["slice", "whole", "run -- true"])
 def test_without_a_root_one_line_names_the_command(command: str, tmp_path: Path) -> None:
     name, *rest = command.split()

@@ -56,6 +56,7 @@ BRIEFLY = {
     f"quality.py outliers demo {TEXTS} -s none --tokens 40": "| none |",
     "contexts.py figures 14 --hours 1": "| 16 |",
     "contexts.py figures 2": "| one context",
+    "serving.py demo -n 20 -r 1": "| parser / decode, % |",
     "bundles.py demo --graph-sizes 32 --lengths 3 --starts 1 -n 2": "| yes |",
     "paper_reproduction.py": "Order of strategies",
     "before_after.py --rounds 1 HEAD paper_reproduction.py": "| 1.000 |",
@@ -126,6 +127,7 @@ def commands() -> list[list[str]]:
     return found
 
 
+@pytest.mark.full
 def test_every_command_of_the_results_parses() -> None:
     told = commands()
     old = [

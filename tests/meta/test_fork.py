@@ -57,12 +57,14 @@ def fork(mode: str, child: str) -> subprocess.CompletedProcess[str]:
     return done
 
 
+@pytest.mark.full
 def test_a_gpu_that_was_opened_before_is_an_error_that_says_so() -> None:
     done = fork("gpu", GENERATE)
     assert "DeviceLostError opencl: using the device failed: it " + LOST in done.stdout
     assert "start processes by spawn" in done.stdout
 
 
+@pytest.mark.full
 def test_of_two_devices_the_npu_goes_on_alone() -> None:
     done = fork("hetero", GENERATE)
     assert "right\n" in done.stdout, done.stdout
@@ -74,6 +76,7 @@ def test_an_npu_works_on() -> None:
     assert "right\n" in fork("npu", GENERATE).stdout
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mode", ["gpu", "hetero", "npu"])
 def test_a_model_of_the_childs_own(mode: str) -> None:
     """OpenCL cannot be opened twice by parent and child; the other device is, with one warning."""
@@ -88,6 +91,7 @@ def test_a_child_closes_and_ends(mode: str, child: str) -> None:
     fork(mode, child)
 
 
+@pytest.mark.full
 def test_a_child_of_a_process_without_opencl_may_use_it() -> None:
     child = "own = LLM('demo', device='gpu'); print(own.generate('Once', max_tokens=5).text)"
     assert " upon a time, there\n" in fork("", child).stdout

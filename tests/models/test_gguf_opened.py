@@ -36,6 +36,7 @@ def test_threads_that_open_two_files_have_their_own(tmp_path: Path) -> None:
     assert not wrong
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_closed_models_file_is_not_mapped(tmp_path: Path) -> None:
     path = write_tiny(tmp_path / "a.gguf")

@@ -14,7 +14,7 @@ from hetero.backends.formats import DEFAULT_CACHE, WeightFormat
 from hetero.errors import ModelError
 from hetero.models import model_spec, open_model, quantized
 from hetero.models.graph import model_graph
-from hetero.models.random_models import KNOWN_MODELS
+from hetero.models.random_models import KNOWN_MODELS, RandomWeights
 from tests.models.model_helpers import byte_level_tokenizer, small_config
 
 
@@ -60,7 +60,7 @@ def test_the_demo_is_a_directory_of_the_package(
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_opening_reads_no_weight_and_releasing_gives_pages_back(tmp_path: Path) -> None:
     config = small_config(hidden_size=512, intermediate_size=2048, vocab_size=5000)
-    weights = models.random_models.RandomWeights(config, WeightFormat.F16)
+    weights = RandomWeights(config, WeightFormat.F16)
     path = quantized.save(weights, tmp_path / "large")
     model = open_model(path, weights="f16").weights
     block = model.block(2)

@@ -120,6 +120,7 @@ def test_a_shared_gate_may_be_a_row(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.full
 @given(st.data())
 def test_rows_of_any_experts(data: st.DataObject) -> None:
     """Rows go on from expert to expert."""

@@ -62,6 +62,7 @@ def test_families_make_no_text_longer(family: str) -> None:
     assert check_tokenizer(raw_of(normalizer, pre_tokenizer), "t") == expected
 
 
+@pytest.mark.full
 @settings(max_examples=300, deadline=None)
 @given(
     steps=st.lists(STEPS, min_size=1, max_size=5),

@@ -14,8 +14,10 @@ from hetero import LLM, UserError
 from hetero.backends.opencl import driver_of
 from hetero.backends.opencl.drivers.levels import LEVELS
 from hetero.models import model_spec
-from hetero.placement.choosing import Choice, PlacementRequest, choose, plan_on
-from hetero.placement.comparing import TENSOR_LEVEL, PhaseSeconds
+from hetero.placement.choice import Choice, PlacementRequest
+from hetero.placement.choosing import choose, plan_on
+from hetero.placement.comparing import PhaseSeconds
+from hetero.placement.phase_choice import TENSOR_LEVEL
 from hetero.profiler.errors import ProfileError, ProfileWarning
 from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.nearest_profile import Nearest
@@ -126,6 +128,7 @@ def test_a_cached_profile_of_other_backends_is_not_used(
     )
 
 
+@pytest.mark.full
 def test_the_shipped_host_profile_comes_with_a_notice(
     spec: ModelGraph, chip: DeviceProfile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,6 +170,7 @@ def test_the_shipped_profile_of_a_pc_like_this(
     assert shipped_host() == name
 
 
+@pytest.mark.full
 def test_auto_takes_what_is_predicted_fastest(spec: ModelGraph, chip: DeviceProfile) -> None:
     both = choose(spec, PlacementRequest(mode="auto", profile=named(chip)))
     assert both.mode == "hetero"
@@ -194,7 +198,7 @@ def test_derived_times_must_be_better_by_more(
     """The profile has no times of files."""
     times = {"gpu": 10.0, "npu": 20.0, TENSOR_LEVEL: 10 * share}
     seconds = {name: PhaseSeconds(s / 2, s / 2) for name, s in times.items()}
-    monkeypatch.setattr("hetero.placement.choosing.compare", lambda *_, **__: seconds)
+    monkeypatch.setattr("hetero.placement.by_profile.compare", lambda *_, **__: seconds)
     request = PlacementRequest(mode="auto", profile=host, seq_lens=(64,))
     assert choose(model_spec("qwen2.5-0.5b", weights), request).mode == mode
 
@@ -202,10 +206,11 @@ def test_derived_times_must_be_better_by_more(
 @pytest.fixture
 def one_core(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU quota of one, whose only core plays the GPU as well."""
-    monkeypatch.setattr("hetero.placement.choosing.core_count", lambda: 1)
-    monkeypatch.setattr("hetero.placement.choosing.computes_on_processor", lambda _: True)
+    monkeypatch.setattr("hetero.placement.choice.core_count", lambda: 1)
+    monkeypatch.setattr("hetero.placement.choice.computes_on_processor", lambda _: True)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("one_core")
 def test_auto_never_takes_two_devices_on_one_core(spec: ModelGraph, chip: DeviceProfile) -> None:
     found = choose(spec, PlacementRequest(mode="auto", profile=named(chip)))
@@ -224,7 +229,7 @@ def test_auto_never_takes_two_devices_on_one_core(spec: ModelGraph, chip: Device
 def test_devices_of_their_own_share_no_core(
     spec: ModelGraph, chip: DeviceProfile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hetero.placement.choosing.computes_on_processor", lambda _: False)
+    monkeypatch.setattr("hetero.placement.choice.computes_on_processor", lambda _: False)
     assert choose(spec, PlacementRequest(mode="auto", profile=named(chip))).mode == "hetero"
 
 
@@ -259,11 +264,11 @@ def test_auto_takes_every_core_of_a_pc_where_that_is_fastest(
     options: dict[str, Any],
     chosen: bool,
 ) -> None:
-    monkeypatch.setattr("hetero.placement.choosing.every_core_count", lambda: here)
+    monkeypatch.setattr("hetero.placement.by_profile.every_core_count", lambda: here)
     slow = named(chip, npu_scale=100.0)
     asked = PlacementRequest(**({"mode": "auto", "expected": (600,)} | options), profile=None)
     monkeypatch.setattr(
-        "hetero.placement.choosing.locate_profile", lambda *_: (with_every_core(slow), "")
+        "hetero.placement.by_profile.locate_profile", lambda *_: (with_every_core(slow), "")
     )
     found = choose(spec, asked)
     assert (found.gpu == "opencl-cores") == chosen
@@ -288,6 +293,7 @@ def test_auto_with_every_core_named_needs_no_profile(spec: ModelGraph) -> None:
     assert found.reason == "auto: gpu alone, because opencl-cores leaves no other core"
 
 
+@pytest.mark.full
 def test_hetero_is_at_least_layer_level(spec: ModelGraph, chip: DeviceProfile) -> None:
     no_npu = named(chip).model_copy(update={"predictors": named(chip).predictors[:1]})
     assert {p.device for p in no_npu.predictors} == {"gpu"}
@@ -297,6 +303,7 @@ def test_hetero_is_at_least_layer_level(spec: ModelGraph, chip: DeviceProfile) -
     assert plan.devices() == {"gpu", "npu"}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("npu_scale", [1.0, 8.0, 100.0])
 def test_hetero_shares_every_prompt_and_leaves_the_others_as_they_are(
     spec: ModelGraph, chip: DeviceProfile, npu_scale: float
@@ -315,6 +322,7 @@ def test_hetero_shares_every_prompt_and_leaves_the_others_as_they_are(
     assert (alone > 0) == (npu_scale > 1)
 
 
+@pytest.mark.full
 def test_plans_are_tensor_level_for_any_length(spec: ModelGraph, chip: DeviceProfile) -> None:
     found = choose(spec, PlacementRequest(mode="auto", profile=named(chip), step_tokens=512))
     assert found.reason.startswith("auto: tensor level, predicted for")
@@ -324,6 +332,7 @@ def test_plans_are_tensor_level_for_any_length(spec: ModelGraph, chip: DevicePro
     assert {op.m for op in found.solver.plan_for(301).ops} == {301, None}
 
 
+@pytest.mark.full
 def test_graph_sizes_are_chosen_where_each_has_something_of_its_own(
     spec: ModelGraph, chip: DeviceProfile, host: DeviceProfile
 ) -> None:
@@ -409,6 +418,7 @@ def test_a_model_runs_by_a_profile_and_says_so(chip: DeviceProfile, tmp_path: Pa
         assert llm.choice.reason.startswith("auto: ")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stats", [0, 1])
 def test_the_command_says_its_choice_in_its_statistics(
     chip: DeviceProfile, tmp_path: Path, stats: int
@@ -425,13 +435,14 @@ def test_the_command_says_its_choice_in_its_statistics(
     assert json.loads(said.stdout.splitlines()[-1])["choice"].startswith("auto: ")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("here", "fits"), [("pocl", True), ("intel", False), ("vendor", False)])
 def test_a_profile_of_another_opencl_driver_is_not_used(
     monkeypatch: pytest.MonkeyPatch, here: str, fits: bool
 ) -> None:
     """Times of PoCL say nothing of a graphics card; a profile that is asked for is taken."""
     monkeypatch.setattr("hetero.placement.planning.profile_files.shipped_names", lambda: ("host",))
-    monkeypatch.setattr("hetero.placement.choosing.driver_here", lambda _wanted: here)
+    monkeypatch.setattr("hetero.placement.by_profile.driver_here", lambda _wanted: here)
     spec = model_spec("llama-3.2-1b")
     choice = choose(spec, PlacementRequest(mode="auto"))
     assert ("the OpenCL driver pocl, here it is" in choice.reason) != fits

@@ -15,14 +15,15 @@ import pytest
 
 from hetero import LLM
 from hetero.models import model_spec
-from hetero.placement.choosing import Choice, PlacementRequest, choose
+from hetero.placement.choice import Choice, PlacementRequest
+from hetero.placement.choosing import choose
 from hetero.placement.comparing import (
     ANSWER_TOKENS,
-    TENSOR_LEVEL,
     PromptMix,
     answering,
     compare,
 )
+from hetero.placement.phase_choice import TENSOR_LEVEL
 from hetero.profiler.records import DeviceProfile
 from hetero.solver.plan import PHASES
 from hetero.solver.planner import Planner
@@ -48,7 +49,7 @@ SLACK = 0.02  # of a time, where neighbours have other cuts
 def _as_shipped(monkeypatch: pytest.MonkeyPatch) -> None:
     """Profiles are taken as they are."""
     monkeypatch.setattr(
-        "hetero.placement.choosing.scaled_here", lambda profile, notice: (profile, notice)
+        "hetero.placement.by_profile.scaled_here", lambda profile, notice: (profile, notice)
     )
 
 
@@ -98,7 +99,7 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 @pytest.fixture(autouse=True)
 def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hetero.placement.choosing.every_core_count", lambda: 2)
+    monkeypatch.setattr("hetero.placement.by_profile.every_core_count", lambda: 2)
 
 
 @pytest.mark.full
@@ -129,6 +130,7 @@ def name_of(choice: Choice) -> str:
     return choice.gpu or choice.mode
 
 
+@pytest.mark.full
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("mode", ["auto", "hetero"])
 def test_no_length_falls_to_layer_level(case: Case, mode: str) -> None:
@@ -238,7 +240,7 @@ def test_a_model_that_cannot_be_planned_says_so_whatever_was_asked_for(
 ) -> None:
     case = Case("host", "w4a16")
     monkeypatch.setattr(
-        "hetero.placement.choosing.locate_profile", lambda *_: (unplannable(case), "")
+        "hetero.placement.by_profile.locate_profile", lambda *_: (unplannable(case), "")
     )
     found = choose(case.spec, PlacementRequest(mode=mode, strategy=strategy))
     assert (found.mode, found.plan) == ("hetero", None)
@@ -254,7 +256,9 @@ def test_what_cannot_be_shared_is_told_beside_what_is_known_of_the_profile(
     case = Case("host", "w4a16")
     gpu = tuple(p for p in case.profile.predictors if p.device == "gpu")
     alone = case.profile.model_copy(update={"predictors": gpu})
-    monkeypatch.setattr("hetero.placement.choosing.locate_profile", lambda *_: (alone, "a notice"))
+    monkeypatch.setattr(
+        "hetero.placement.by_profile.locate_profile", lambda *_: (alone, "a notice")
+    )
     found = choose(case.spec, PlacementRequest())
     assert found.plan is None
     assert found.reason == (
@@ -263,6 +267,7 @@ def test_what_cannot_be_shared_is_told_beside_what_is_known_of_the_profile(
     assert found.notes == ("a notice", found.reason)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
@@ -295,7 +300,7 @@ def test_a_memory_budget_bounds_the_calls_of_strategies_too() -> None:
 @pytest.fixture
 def one_core(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests that open what is chosen: how many threads OpenCL has is fixed in a process."""
-    monkeypatch.setattr("hetero.placement.choosing.every_core_count", lambda: 0)
+    monkeypatch.setattr("hetero.placement.by_profile.every_core_count", lambda: 0)
 
 
 @pytest.mark.usefixtures("two_cores", "one_core")  # in this order
@@ -309,6 +314,7 @@ def test_the_first_prompts_length_decides_where_it_is_known(tmp_path: Path) -> N
             assert f" of {said}" in llm.choice.reason
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("two_cores", "one_core")  # in this order
 def test_generate_tells_its_choice_and_notes(command: Command, tmp_path: Path) -> None:
     folder = str(tiny_model(tmp_path / "model"))

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from hetero.models import model_spec
-from hetero.placement import choosing, decisions, first_start
-from hetero.placement.choosing import Choice, PlacementRequest, choose
+from hetero.placement import by_profile, choosing, decisions, first_start
+from hetero.placement.choice import Choice, PlacementRequest
+from hetero.placement.choosing import choose
 from hetero.placement.first_start import FirstStart, Machine
 from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.records import DeviceProfile
@@ -43,13 +44,13 @@ def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def solved(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Grows by an item for each choice that is solved."""
     found: list[object] = []
-    solve = choosing._by_profile
+    solve = by_profile.by_profile
 
     def counted(*args: Any) -> Choice:
         found.append(args)
         return solve(*args)
 
-    monkeypatch.setattr(choosing, "_by_profile", counted)
+    monkeypatch.setattr(by_profile, "by_profile", counted)
     return found
 
 
@@ -122,6 +123,7 @@ def test_another_question_is_decided_anew(
     assert len(times) == 2
 
 
+@pytest.mark.full
 @pytest.mark.few(2)
 @pytest.mark.parametrize("damage", ["short", "mode", "reason", "key", "list", "deep"])
 def test_a_broken_file_is_decided_anew(
@@ -146,6 +148,7 @@ def test_a_broken_file_is_decided_anew(
     assert path.read_text("utf-8") == whole
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("damage", [{"more": 1}, {"notes": 7}, {"notes": None}])
 def test_what_another_version_has_written_is_decided_anew(
     profile: Path, spec: ModelGraph, damage: dict[str, Any]
@@ -162,6 +165,7 @@ def test_what_another_version_has_written_is_decided_anew(
     assert replace(choose(spec, AUTO), cost=first.cost) == first
 
 
+@pytest.mark.full
 def test_a_cache_that_can_only_be_read_is_read(
     profile: Path, spec: ModelGraph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -208,6 +212,7 @@ def test_plans_and_what_is_asked_for_by_name_are_not_kept(
     assert choose(spec, AUTO).mode == "gpu"  # a cache that cannot be written
 
 
+@pytest.mark.full
 def test_the_oldest_go(profile: Path, spec: ModelGraph, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decisions, "MAX_DECISIONS", 2)
     for context in (256, 512, 1024):

@@ -18,7 +18,8 @@ from hetero.backends.registry import open_device
 from hetero.errors import UserError
 from hetero.models import model_spec
 from hetero.placement import first_start, planning
-from hetero.placement.choosing import PlacementRequest, choose, plan_on
+from hetero.placement.choice import PlacementRequest
+from hetero.placement.choosing import choose, plan_on
 from hetero.placement.comparing import PromptMix, compare
 from hetero.placement.device_set import open_devices
 from hetero.placement.first_start import FirstStart, Machine, forget_if_other, scaled_here
@@ -151,6 +152,7 @@ def test_auto_compares_the_scaled_times(
     assert hetero_mode.plan.profile == "host, scaled here"
 
 
+@pytest.mark.full
 def test_plan_without_a_profile_is_of_the_scaled_one(command: Command, machines: Machines) -> None:
     for _ in range(2):
         result = command("plan", "llama-3.2-1b", "--seq-lens", "64", "--json")
@@ -369,6 +371,7 @@ def test_a_call_that_never_returns_ends_the_process() -> None:
     assert (done.returncode, done.stdout) == (first_start.TOO_LATE, "before\n"), done.stderr
 
 
+@pytest.mark.full
 def test_devices_that_cannot_be_opened_say_why(host: DeviceProfile, tmp_path: Path) -> None:
     """In the process itself: its answer is the reason, with exit code 0."""
     request = {"tasks": reference_tasks(host), "backends": {"gpu": "opencl", "npu": "ort-cpu"},

@@ -15,18 +15,18 @@ from hetero import LLM
 from hetero.backends.protocol import DeviceKind
 from hetero.backends.registry import EVERY_CORE, open_device
 from hetero.models import model_spec, open_model
-from hetero.placement import choosing
-from hetero.placement.choosing import Choice, PlacementRequest, choose
+from hetero.placement import by_profile
+from hetero.placement.choice import Choice, PlacementRequest
+from hetero.placement.choosing import choose
 from hetero.placement.comparing import (
     DERIVED_MARGIN,
     MARGIN,
-    TENSOR_LEVEL,
     DeviceSets,
     PhaseSeconds,
     Price,
-    described,
     fastest,
 )
+from hetero.placement.phase_choice import TENSOR_LEVEL, described
 from hetero.placement.phases import phases_of
 from hetero.profiler.errors import ProfileWarning
 from hetero.profiler.model_graph import ModelGraph
@@ -116,8 +116,8 @@ def chosen(
     spec: ModelGraph, monkeypatch: pytest.MonkeyPatch, times: Any = TIMES, **options: Any
 ) -> Choice:
     profile = with_every_core(DeviceProfile.load("host-avx2"))
-    monkeypatch.setattr(choosing, "compare", lambda *_, **__: times)
-    monkeypatch.setattr(choosing, "every_core_count", lambda: 4)
+    monkeypatch.setattr(by_profile, "compare", lambda *_, **__: times)
+    monkeypatch.setattr(by_profile, "every_core_count", lambda: 4)
     return choose(spec, PlacementRequest(mode="auto", profile=profile, seq_lens=(64,), **options))
 
 
@@ -221,7 +221,7 @@ def test_keys_and_values_are_handed_over_where_memory_is_not_unified(
 ) -> None:
     """Copying those of 64 tokens takes longer than the NPU gains here."""
     copying = Overheads(copy_s=0.0, copy_s_per_byte=0.0 if unified else 1e-6)
-    monkeypatch.setattr(choosing, "Planner", partial(Planner, overheads=copying))
+    monkeypatch.setattr(by_profile, "Planner", partial(Planner, overheads=copying))
     times = {name: s for name, s in TIMES.items() if name != TENSOR_LEVEL}
     assert cache_bytes(spec) == 2 * 16 * 8 * 64 * 4
     assert chosen(spec, monkeypatch, times).mode == mode
@@ -316,7 +316,7 @@ def test_auto_answers_on_a_device_for_each_phase(
     """A model opened by a choice of two devices, from its prompt to its statistics."""
     folder = str(tiny_model(tmp_path))
     times = {name: s for name, s in TIMES.items() if name != TENSOR_LEVEL}
-    monkeypatch.setattr(choosing, "compare", lambda *_, **__: times)
+    monkeypatch.setattr(by_profile, "compare", lambda *_, **__: times)
     options: Any = {"gpu": "reference", "npu": "reference", "max_seq_len": 128}
     with LLM(folder, device="gpu", **options) as llm:
         assert described(llm.phases) == "prompt: gpu alone; answer: gpu alone"

@@ -49,6 +49,7 @@ def test_json_has_the_documented_keys_and_is_the_plans_file(
     assert all(c["reason"] for c in losers)
 
 
+@pytest.mark.full
 def test_the_best_graph_sizes_for_a_distribution(command: Command) -> None:
     arguments = ("plan", "llama-3-8b", *CHIP, "--graph-sizes", "auto", "--json")
     arguments += ("--preparation-budget", "1.0")
@@ -65,6 +66,7 @@ def test_a_budget_that_cannot_bind_says_so(command: Command) -> None:
     assert "graphs of all sizes share their weights on this NPU" in " ".join(result.stdout.split())
 
 
+@pytest.mark.full
 def test_explain_shows_every_candidate_of_one_matmul(command: Command) -> None:
     result = command("plan", "llama-3-8b", *CHIP, "--seq-lens", "300", "--explain", "down")
     assert result.returncode == 0

@@ -12,6 +12,7 @@ import hetero
 from hetero.cli.app import app
 from hetero.errors import UserError
 from hetero.models import model_spec
+from hetero.placement.choosing import PlacementRequest, choose
 from hetero.placement.engine_arguments import engine_arguments
 from hetero.placement.where_fastest import (
     DEPTHS,
@@ -35,6 +36,7 @@ def answers_of(model: str, profile: str) -> dict[tuple[str, int], FastestDevices
     return {(x.phase, x.depth): x for x in plan.fastest}
 
 
+@pytest.mark.full
 def test_every_depth_and_phase_has_an_answer_whose_order_is_that_of_the_seconds() -> None:
     answers = answers_of("qwen3-4b", X2)
     assert list(answers) == [(p, d) for d in DEPTHS for p in ("prefill", "decode")]
@@ -80,6 +82,7 @@ def test_answers_move_where_the_gain_is_beyond_the_error_of_predictions() -> Non
     assert (before, after) == (False, True)
 
 
+@pytest.mark.full
 def test_a_measured_profile_compares_every_core_with_the_errors_of_its_predictors() -> None:
     answers = answers_of("llama-3.2-1b", "host")
     for answer in answers.values():
@@ -89,6 +92,7 @@ def test_a_measured_profile_compares_every_core_with_the_errors_of_its_predictor
         assert 0.5 <= answer.confidence <= 1
 
 
+@pytest.mark.full
 def test_a_fit_is_not_sure_of_models_with_experts_which_it_does_not_know() -> None:
     for model, profile, sure in (("qwen3-moe-3b", X2, False), ("qwen3-4b", X2, True)):
         answers = answers_of(model, profile).values()
@@ -191,3 +195,13 @@ def test_the_command_prints_answers_and_arguments() -> None:
     document = json.loads(runner.invoke(app, [*words, "--json"]).stdout)
     assert document["arguments"] == ["--compute", "npu"]
     assert document["reason"].startswith("NPU (qairt)")
+
+
+def test_an_npu_without_graphs_of_experts_is_given_none() -> None:
+    """Though the fitted profile of its chip predicts a gain."""
+    spec, request = model_spec("gpt-oss-20b"), PlacementRequest(profile=X2, seq_lens=(64,))
+    planned, for_qnn = (choose(spec, replace(request, npu=x)).plan for x in ("auto", "qnn"))
+    assert planned is not None
+    assert planned.npu_experts
+    assert for_qnn is not None
+    assert for_qnn.npu_experts == ()

@@ -90,6 +90,7 @@ def test_a_kernel_that_computes_wrongly_is_no_measure(whole: DeviceProfile) -> N
     assert not lacking(old, devices(ManualClock()))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["Attention+q8", "Attention"])
 def test_a_kernel_that_computes_wrongly_is_not_added(
     whole: DeviceProfile, monkeypatch: pytest.MonkeyPatch, name: str

@@ -11,7 +11,8 @@ from hetero.backends import snapdragon
 from hetero.backends.opencl.drivers.levels import LEVELS
 from hetero.backends.qnn import npu_driver
 from hetero.models import model_spec
-from hetero.placement.choosing import PlacementRequest, choose
+from hetero.placement.choice import PlacementRequest
+from hetero.placement.choosing import choose
 from hetero.placement.planning import find_profile, locate_profile
 from hetero.profiler import nearest_profile, profile_files
 from hetero.profiler.nearest_profile import Nearest, nearest_shipped

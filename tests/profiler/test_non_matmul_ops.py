@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from hetero.backends import null, ops
@@ -10,6 +12,7 @@ from hetero.backends.host.clock import ManualClock, SystemClock
 from hetero.backends.ops import GatedAct, Op, RMSNorm
 from hetero.backends.protocol import DeviceKind
 from hetero.backends.registry import open_device
+from hetero.profiler.cost import CostModel, experts_s, measured_experts
 from hetero.profiler.non_matmul_ops import (
     BLOCKS,
     NonMatmulMeter,
@@ -20,8 +23,14 @@ from hetero.profiler.non_matmul_ops import (
     reference_ops,
     sizes_of,
 )
-from hetero.profiler.predict import other_s
-from hetero.profiler.records import DECODE_TOKENS, NonMatmulPredictor, NonMatmulRow
+from hetero.profiler.predict import op_name, other_s
+from hetero.profiler.records import (
+    DECODE_TOKENS,
+    DeviceProfile,
+    NonMatmulPredictor,
+    NonMatmulRow,
+    Quarantine,
+)
 
 WARM_S, FRESH_S = 8e-6, 30e-6
 NORM = RMSNorm(d=64, eps=1e-5)
@@ -185,3 +194,46 @@ def test_a_small_vocabulary_is_looked_up_within_its_table(backend: str) -> None:
         for vocab in (4096, 50):  # the smaller one after the larger one has drawn its tokens
             embed = ops.Embed(vocab=vocab, d=32, weight_format=WeightFormat.W4A16)
             assert meter.check(embed) is None
+
+
+def experts(count: int, chosen: int, d: int, f: int) -> ops.Experts:
+    return ops.Experts(experts=count, chosen=chosen, d=d, f=f, weight_format=WeightFormat.W4A16)
+
+
+def test_measured_experts_are_predicted_by_what_they_take() -> None:
+    """Not by their matmuls, whose times have no host that sorts tokens by expert between them."""
+
+    def seconds(distinct: float, pairs: float, op: ops.Experts) -> float:
+        return 1e-5 + 6e-5 * distinct + 3 * op.d * op.f * (1e-10 * distinct + 1e-11 * pairs)
+
+    rows = []
+    for d, f in ((2048, 1024), (896, 608), (512, 512)):
+        op = experts(8, 2, d, f)
+        for m in (1, 8, 64, 256):
+            row = NonMatmulRow(
+                device="npu", op=op_name(op), sizes=sizes_of(op), m=m, ci=0.0, spread=0.0,
+                samples=9, seconds=seconds(op.distinct(m), 2 * m, op),
+            )  # fmt: skip
+            rows.append((row, op))
+    (fitted,) = fit_non_matmul(rows)
+    assert fitted.op == "Experts+w4a16"
+    host = DeviceProfile.load("host")
+    cost = CostModel(host.model_copy(update={"other_predictors": (fitted,)}))
+    op = experts(64, 8, 1024, 768)
+    for m in (1, 64):
+        wanted = seconds(op.distinct(m), 8 * m, op)
+        assert float(cost.other_s("npu", op, m).seconds) == pytest.approx(wanted, rel=0.02)
+    assert experts_s(cost, "npu", op, 3, 1) == pytest.approx(seconds(3, 3, op), rel=0.02)
+    other = replace(op, weight_format=WeightFormat.W8A8)  # as before, by its matmuls
+    assert measured_experts(cost.profile, "npu", other) is None
+    assert cost.other_s("npu", other, 1).seconds > 0
+
+
+def test_experts_that_compute_wrongly_are_not_used() -> None:
+    op = experts(8, 2, 64, 32)
+    wrong = Quarantine(device="npu", op=op_name(op), tolerance=1e-4, detail="off by 2")
+    host = DeviceProfile.load("host").model_copy(update={"quarantined": (wrong,)})
+    assert CostModel(host).allowed_op("gpu", op, 1)
+    refused = CostModel(host).allowed_op("npu", op, 1)
+    assert not refused
+    assert refused.reason == "quarantined: off by 2"

@@ -82,7 +82,7 @@ def test_a_profile_has_every_part(whole: DeviceProfile) -> None:
         "RMSNorm", "RMSNorm+add", "LayerNorm", "LayerNorm+add", "Rope", "GatedAct", "Attention",
         "Attention+f16", "Attention+q8",
         "Act", "Add", "AddPositions", "Embed", "ShortConv", "ShortConv+gated", "GatedDelta",
-        "SigmoidGate", "GatedInput", "GatedAdd",
+        "SigmoidGate", "GatedInput", "GatedAdd", "Experts+w4a16",
     }  # fmt: skip
     assert {row.device for row in whole.preparation} == {"gpu", "npu"}
     kinds = {(entry.phase, entry.weight_format) for entry in whole.contention}
@@ -192,6 +192,7 @@ def test_a_models_shapes_are_the_grid() -> None:
     assert {(row.n, row.k) for row in found.matmuls} == own | {(256, 512), (256, 1024)}
 
 
+@pytest.mark.full
 def test_of_a_models_shapes_each_tokens_matmuls_come_before_the_prompts() -> None:
     pairs = [(256 * i, 256 * j) for i in range(1, 7) for j in range(1, 5)]
     shapes = tuple(Shape(f"{n}x{k}", n, k) for n, k in pairs)
@@ -213,6 +214,7 @@ def test_a_share_of_the_grid_is_measured_where_it_teaches(whole: DeviceProfile) 
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stop_after", [pytest.param(1, marks=FULL), 33])
 def test_an_interrupted_run_resumes_without_losing_a_row(
     tmp_path: Path, whole: DeviceProfile, stop_after: int
@@ -248,6 +250,7 @@ def test_what_every_core_gains_is_measured_once_and_said(tmp_path: Path) -> None
     assert "OpenCL alone on 8 cores instead of one: w4a16 decode 2.50 x" in taken.notes
 
 
+@pytest.mark.full
 def test_without_what_every_core_gains_a_profile_says_why() -> None:
     def broken(_: Callable[[], None]) -> list[EveryCore]:
         raise DeviceError("opencl-cores", "measuring it", "gone")
@@ -292,6 +295,7 @@ def test_resuming_with_other_options_is_refused(tmp_path: Path) -> None:
         take(out, resume=True, opts=matmuls_only(tokens=(1, 8)))
 
 
+@pytest.mark.full
 def test_without_resume_a_run_starts_over(tmp_path: Path) -> None:
     out = tmp_path / "p.json"
     with pytest.raises(KeyboardInterrupt):
@@ -430,6 +434,7 @@ SLOW = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("part", SLOW)
 def test_every_part_looks_at_the_budget(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, part: str

@@ -14,7 +14,8 @@ from hetero.backends.registry import open_device
 from hetero.models import open_model, random_models
 from hetero.models.config import ModelConfig
 from hetero.models.random_models import KNOWN_MODELS
-from hetero.placement.choosing import PlacementRequest, choose
+from hetero.placement.choice import PlacementRequest
+from hetero.placement.choosing import choose
 from hetero.profiler.profile_files import shipped_names
 from hetero.profiler.records import DeviceProfile
 from hetero.runtime.engine import Engine
@@ -22,7 +23,7 @@ from hetero.solver.handmade import single_device
 from tests.runtime.plans import random_plan
 from tests.support.helpers import assert_close
 
-pytestmark = pytest.mark.usefixtures("no_chains")
+pytestmark = [pytest.mark.usefixtures("no_chains"), pytest.mark.random_models]
 
 NAMES = {config.architecture: name for name, config in KNOWN_MODELS.items()}
 GRAPHS = (1, 8, 32, 64)
@@ -114,6 +115,7 @@ def test_the_command_lines_way_needs_nothing_else(name: str) -> None:
         assert llm.choice.plan is not None, llm.choice.reason
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("profile", shipped_names())
 def test_a_plan_is_found_on_every_shipped_profile(name: str, profile: str) -> None:
     """Both devices work in every prompt, were it in attention's heads alone."""

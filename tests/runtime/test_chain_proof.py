@@ -91,6 +91,7 @@ def test_a_driver_that_makes_other_values_of_a_chain_runs_call_by_call(
     assert made < 3
 
 
+@pytest.mark.full
 def test_what_is_not_tried_again_is_the_same_to_the_kernel(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,6 +168,7 @@ def test_rows_of_several_contexts_in_a_chain(folder: Path) -> None:
         assert few < 3 < many
 
 
+@pytest.mark.full
 def test_a_context_with_a_text_keeps_it_when_the_other_device_fails(folder: Path) -> None:
     """Chains of the device that is left are tried where nothing of the text is."""
     loaded = open_model(str(folder), weights="f32")

@@ -19,6 +19,8 @@ from hetero.profiler.substitutes import file_substitution
 from tests.models.gguf_files import write_mixed
 from tests.support.checkpoints import relative_error
 
+pytestmark = pytest.mark.random_models
+
 Array = npt.NDArray[np.float64]
 # Types of the Q4_K_M mix, and all that are stored, in turn.
 FILES: dict[str, tuple[Kind, ...]] = {
@@ -93,7 +95,7 @@ def file(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
             ("q4_k_m", "gpu", pytest.mark.full),
             ("q4_k_m", "npu", pytest.mark.full),
             ("q4_k_m", "hetero", ()),
-            ("every", "gpu", ()),
+            ("every", "gpu", pytest.mark.full),  # each kind of block compiles for seconds
             ("every", "npu", ()),  # both together run the same kernels
         )
     ],

@@ -75,6 +75,7 @@ def test_a_start_with_another_length_compiles_nothing(
     assert len(found[0]) > 10
 
 
+@pytest.mark.full
 def test_programs_of_another_length_are_foreseen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

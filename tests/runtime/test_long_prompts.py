@@ -92,6 +92,7 @@ def test_the_engine_runs_exactly_the_calls_that_the_plan_names(
     assert traced(llm.engine, tmp_path / "trace.json", tokens) == steps
 
 
+@pytest.mark.full
 def test_a_long_prompt_on_both_devices_is_planned(checkpoint: tuple[str, Any]) -> None:
     with LLM(
         checkpoint[0], device="hetero", weights=WEIGHTS, max_seq_len=CONTEXT,

@@ -74,6 +74,7 @@ def test_a_step_is_lowered_once_per_phase_and_length(llm: LLM) -> None:
     assert engine.steps.step(llm.context, "prefill", 7) is not first, "old steps are let go"
 
 
+@pytest.mark.full
 def test_kernels_of_cuts_that_no_step_has_are_let_go(llm: LLM) -> None:
     engine = llm.engine
     mapped = engine.deployment.kernels._mapped

@@ -128,6 +128,7 @@ def test_rows_that_do_not_fit_are_not_used() -> None:
     assert in_flight(planner, "npu", 256, 512, resident, Limits()) == ()
 
 
+@pytest.mark.full
 def test_a_plan_keeps_the_forms_that_its_prompts_take(
     solved: tuple[ModelGraph, CostModel, PreparedSolver],
 ) -> None:
@@ -143,6 +144,7 @@ def test_a_plan_keeps_the_forms_that_its_prompts_take(
     assert (again.plan_id == short.plan_id) == (not plan.in_flight)
 
 
+@pytest.mark.full
 def test_a_plan_tells_the_forms_of_its_prompts() -> None:
     spec, profile = model_spec("llama-3.2-1b", "w4a8"), DeviceProfile.load("host")
     plan = planned(spec, profile, PlanRequest(seq_lens=(64, 1024), step_tokens=512, explain=False))

@@ -32,6 +32,8 @@ from tests.models.gguf_files import convert, write
 from tests.support.checkpoints import Case, make_checkpoint, relative_error
 from tests.support.selection import examples
 
+pytestmark = pytest.mark.random_models
+
 torch = pytest.importorskip("torch")
 DEVICES = ("gpu", "npu", "hetero")
 DRAWN = settings(
@@ -311,12 +313,14 @@ def test_a_plan_has_the_experts_on_the_npu() -> None:
         LLM(str(folder), plan=plan, weights=weights, npu="null")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_long_prompt(device: str) -> None:
     folder, model = drawn("Qwen3Moe", QWEN3_GGUF)
     check(folder, model, device, "f32", (300,))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", IN_FILES)
 def test_gguf_has_the_numbers_of_the_directory(device: Any, kind: str, tmp_path: Path) -> None:

@@ -86,6 +86,7 @@ def test_logits_are_those_of_transformers_however_it_is_cut(
     assert relative_error(scored, expected[20:]) <= TOLERANCE
 
 
+@pytest.mark.full
 @pytest.mark.few(2)
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("backends", PAIRS)

@@ -401,6 +401,7 @@ def lowering_of(engine: Engine) -> Lowering:
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("first", range(0, examples(120, 320), 40))
 def test_programs_of_random_plans_wait_for_what_all_pairs_ask_for(folder: Path, first: int) -> None:
     for seed in range(first, first + 40):

@@ -82,6 +82,7 @@ def test_one_device_computes_both(case: Case, device: str, pair: str) -> None:
         assert off(found, case.wanted) < TOLERANCE
 
 
+@pytest.mark.full
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("pair", ["reference", "real"])
 @pytest.mark.parametrize("strategy", ["npu-only", "row-cut", "hybrid-cut"])

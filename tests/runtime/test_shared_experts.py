@@ -18,6 +18,8 @@ from hetero.solver.handmade import single_device
 from hetero.solver.plan import LayerExperts
 from tests.runtime.test_routed_logits import GEMMA4_GGUF, GPT_OSS_GGUF, QWEN3_GGUF, check, drawn
 
+pytestmark = pytest.mark.random_models
+
 SHARED = (LayerExperts(layer=0, npu=(1, 4, 7)), LayerExperts(layer=1, npu=(0, 2)))
 
 
@@ -26,6 +28,7 @@ def shared_plan(folder: Path, npu: tuple[LayerExperts, ...] = SHARED) -> Executi
     return single_device(graph, "gpu").model_copy(update={"npu_experts": npu})
 
 
+@pytest.mark.full
 def test_both_devices_compute_experts_of_a_layer() -> None:
     folder, model = drawn("Qwen3Moe", QWEN3_GGUF)
     plan = shared_plan(folder)
@@ -97,6 +100,7 @@ def test_choices_are_counted(device: str) -> None:
             np.testing.assert_array_equal(counts.layers[layer], expected)
 
 
+@pytest.mark.full
 def test_experts_stay_in_the_file_where_a_budget_has_no_room(tmp_path: Path) -> None:
     """The same answer; a device that makes copies of them refuses."""
     folder, _ = drawn("Qwen3Moe", QWEN3_GGUF)

@@ -184,6 +184,7 @@ def test_the_rest_on_the_npu_reads_split_results(folder: Path, expected: Any, pa
         assert (gathers > 0) == (pair == "real")  # ONNX Runtime takes whole tensors
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("pair", PAIRS)
 def test_attention_without_rope_gets_a_cut_qkv_gathered(tmp_path: Path, pair: str) -> None:
     """OPT: attention takes whole tensors, on every device."""

@@ -21,6 +21,7 @@ from hetero.solver.non_matmul_devices import device_of_other
 from tests.backends.cases import make_tensors
 from tests.support.checkpoints import CASES, make_checkpoint, reference_logits, relative_error
 
+pytestmark = pytest.mark.random_models
 HALF_TOLERANCE = 1e-2  # the NPU computes its rows in fp16
 CONV = ops.ShortConv(d=8, taps=3)
 
@@ -55,6 +56,7 @@ def test_an_npu_alone_says_what_it_lacks(checkpoint: tuple[Path, object]) -> Non
         LLM(str(folder), device="npu", npu="qnn", weights=WeightFormat.F16, kv="f32")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("pieces", [(20,), (1, 2, 17)])
 def test_an_npu_alone_computes_short_convolutions(
     tmp_path_factory: pytest.TempPathFactory, pieces: tuple[int, ...]

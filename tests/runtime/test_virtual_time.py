@@ -111,6 +111,7 @@ def test_the_answer_is_that_of_this_machine(
         assert set(counts) == ({"gpu"} if strategy == "layer" else {"gpu", "npu"})
 
 
+@pytest.mark.full
 def test_what_is_read_before_it_is_waited_for_is_not_there(
     demo: LoadedModel, profile: DeviceProfile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,6 +122,7 @@ def test_what_is_read_before_it_is_waited_for_is_not_there(
         assert answer(engine, demo) != right
 
 
+@pytest.mark.full
 def test_two_runs_take_the_same_time_to_the_nanosecond(profile: DeviceProfile) -> None:
     runs = []
     for _ in range(2):
@@ -130,6 +132,7 @@ def test_two_runs_take_the_same_time_to_the_nanosecond(profile: DeviceProfile) -
     assert runs[0] == runs[1]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("sync", ["fast", "event", "finish", "copy"])
 def test_every_way_to_wait_is_in_virtual_time(
     demo: LoadedModel, profile: DeviceProfile, sync: Any
@@ -145,6 +148,7 @@ def test_every_way_to_wait_is_in_virtual_time(
         assert waited_s == pytest.approx(fast_s, rel=0.05)
 
 
+@pytest.mark.full
 def test_a_device_that_is_slower_than_predicted_shows(profile: DeviceProfile) -> None:
     with shapes_on_a_chip(profile) as (chip, engine):
         *_, usual_s = run(chip, engine, 12)
@@ -157,6 +161,7 @@ def test_a_device_that_is_slower_than_predicted_shows(profile: DeviceProfile) ->
     assert slow_s == pytest.approx(1.2 * usual_s, rel=0.03)
 
 
+@pytest.mark.full
 def test_a_device_that_throttles_is_adapted_to_in_virtual_time(profile: DeviceProfile) -> None:
     with shapes_on_a_chip(profile) as (chip, engine):
         *_, usual_s = run(chip, engine, 12)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hetero.errors import ModelError
@@ -21,6 +21,7 @@ from hetero.serving.template_chat import plain_messages, rendered
 from hetero.serving.template_facts import TemplateFacts
 from hetero.serving.tools import ToolUse, tool_use
 from tests.models.model_helpers import byte_level_tokenizer
+from tests.support.selection import examples
 
 PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
 ASKS = "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -57,7 +58,7 @@ CALLS = st.lists(
 TURNS = st.lists(st.tuples(TEXT, TEXT.map(str.strip), TEXT, CALLS), min_size=1, max_size=4)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(1000), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(TEXT.filter(str.strip), TURNS)
 def test_each_api_gives_the_same_messages(
     system: str, turns: list[tuple[str, str, str, list[tuple[str, dict[str, int]]]]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -9,15 +10,18 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import anthropic
 import httpx
 import openai
 import pytest
 
+from hetero.serving.metrics import Metrics
+from hetero.serving.served_models import Models, ServedModel
 from tests.models.gguf_files import write_tiny
 from tests.serving.agents.assistant import write_assistant
 from tests.serving.servers import KEYS, Server, free_port, serving
@@ -222,11 +226,73 @@ def test_an_idle_model_is_unloaded_one_at_work_is_not(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+def test_the_memory_of_models_is_bounded(tmp_path: Path) -> None:
+    """Two of 256 MiB and a bit are not in 400 MiB together."""
+    first, second = models_in(tmp_path / "files")
+    options = (str(second), "--models-memory", "400MiB", "--max-seq-len", "256")
+    with serving(tmp_path, *options, model=str(first)) as server:
+        for name in (*NAMES, NAMES[0]):
+            assert complete(server, name, "abc").status_code == 200
+            assert [x for x, state in states(server).items() if state == "loaded"] == [name]
+
+
+class Engine:
+    """An engine that takes `sizes[model]` bytes."""
+
+    sizes: ClassVar[dict[str, int]] = {}
+
+    def __init__(self, options: dict[str, Any], _queue: int) -> None:
+        self.about = {"memory_bytes": self.sizes[options["model"]], "notes": []}
+
+    async def start(self) -> None:
+        """Take a moment."""
+        await asyncio.sleep(0)
+
+    async def stop(self) -> None:
+        """As `start`."""
+        await asyncio.sleep(0)
+
+
+def loaded_after(asked: str, sizes: dict[str, int], most_bytes: int | None, most: int = 0) -> str:
+    """The models in memory after each of `asked` was used, which were thought to take 1 byte."""
+
+    async def use() -> list[str]:
+        for name in asked:
+            with ExitStack() as leases:
+                await models.hold(models.find(name), leases)
+        return [x.name for x in models.served if x.loaded]
+
+    def state(name: str) -> Any:
+        return SimpleNamespace(names=[name], model=SimpleNamespace(name=name), engine=None)
+
+    served = [ServedModel(state(name), {"model": name}, 1) for name in sizes]
+    models = Models(served, None, Metrics(sizes), most=most, most_bytes=most_bytes)  # type: ignore[arg-type]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, "sizes", sizes)
+        patch.setattr("hetero.serving.served_models.EngineClient", Engine)
+        return "".join(asyncio.run(use()))
+
+
+def test_the_least_recently_used_models_make_room() -> None:
+    sizes = {"a": 1, "b": 2, "c": 3, "d": 8}
+    assert loaded_after("abc", sizes, None) == "abc"
+    assert loaded_after("abc", sizes, None, most=2) == "bc"
+    assert loaded_after("abc", sizes, 6) == "abc"
+    assert loaded_after("abac", sizes, 5) == "ac"
+    assert loaded_after("abc", sizes, 5) == "bc"  # what it takes is known once it is loaded
+    assert loaded_after("abcd", sizes, 6) == "d"  # alone even if it takes more
+    assert loaded_after("dad", sizes, 8) == "d"
+    assert loaded_after("abcab", sizes, 6, most=2) == "ab"
+
+
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("models", "said"),
     [
         (["demo", "demo"], "two models would be called 'demo': rename one, or serve it alone"),
         (["demo", "no/such.gguf"], "no/such.gguf"),
+        (["demo", "--models-memory", "99MiB"], "demo takes 0.25 GiB with --context-memory, more"),
+        (["demo", "--models-memory", "some"], "'some' is not a size: write it like 4GiB"),
     ],
 )
 def test_models_that_cannot_be_served_are_told_at_once(

@@ -13,6 +13,7 @@ from tests.serving.servers import serving
 MESSAGES = [{"role": "user", "content": "ab"}]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("template", [None, "{{ raise_exception('no system role') }}"])
 def test_a_chat_names_what_can_be_asked_instead(template: str | None, tmp_path: Path) -> None:
     """The command line's `--raw` is no remedy for a client."""

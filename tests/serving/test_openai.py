@@ -156,6 +156,31 @@ def test_completions_take_texts_ids_and_lists_of_them(client: Any, llm: LLM) -> 
     assert "".join(chunk.choices[0].text for chunk in chunks) == wanted
 
 
+@pytest.mark.parametrize("change", [{"n": 2, "echo": True}, {"max_tokens": 0, "echo": True}, {}])
+@pytest.mark.few(3)
+def test_several_prompts_are_streamed_as_they_are_answered(
+    client: Any, change: dict[str, Any]
+) -> None:
+    prompts = ["Once upon a time", "One day", "A cat"]
+    asked = {**GREEDY, "prompt": prompts, "max_tokens": 6} | change
+    whole = client.completions.create(**asked)
+    texts, finished = [""] * len(whole.choices), dict[int, str]()
+    chunks = list(
+        client.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    )
+    for choice in (choice for chunk in chunks for choice in chunk.choices):
+        texts[choice.index] += choice.text
+        if choice.finish_reason:
+            assert choice.index not in finished
+            finished[choice.index] = choice.finish_reason
+    assert texts == [choice.text for choice in whole.choices]
+    assert list(finished.items()) == [(x.index, x.finish_reason) for x in whole.choices]
+    assert [chunk.usage is None for chunk in chunks] == [True] * (len(chunks) - 1) + [False]
+    last, expected = chunks[-1].usage, whole.usage
+    assert last.prompt_tokens == expected.prompt_tokens
+    assert last.completion_tokens == expected.completion_tokens
+
+
 def test_responses_go_on_and_fork(client: Any) -> None:
     asked = {**GREEDY, "max_output_tokens": 10}
     first = client.responses.create(**asked, input="Tell me a story")

@@ -11,6 +11,7 @@ import pytest
 
 from tests.serving.servers import KEYS, Server, serving
 from tests.serving.test_lifecycle import wait_for
+from tests.serving.test_models import models_in
 
 DRIVER = shutil.which("chromedriver")
 pytestmark = [
@@ -145,6 +146,61 @@ def test_enter_that_ends_a_composition_does_not_send(browser: Any, local: Server
     page.one("#text").clear()
     page.one("#send").click()
     assert page.all(".said") == []
+
+
+WRITES = """
+events = async function* () {
+  for (let i = 0; i < 60; i++) {
+    yield { type: "response.output_text.delta", delta: "line " + i + "\\n" };
+    if (i === 40 && window.up) $("said").scrollTop = 0;
+    await new Promise((done) => setTimeout(done, 1));
+  }
+  throw new Error("network error");
+};
+"""
+
+
+def test_an_error_keeps_the_text_and_scrolling_up_stays(browser: Any, local: Server) -> None:
+    page = Page(browser, local.url)
+    page.run(WRITES)
+    for up in (False, True):
+        page.run(f"window.up = {str(up).lower()}")
+        count = len(page.all(".said .failed"))
+        page.write("x")
+        page.wait(lambda count=count: len(page.all(".said .failed")) > count)
+        assert page.texts(".said .failed")[-1] == "network error"
+        assert page.texts(".said.model")[-1].startswith("line 0\nline 1\n")
+        assert "line 59" in page.texts(".said.model")[-1]
+        top, end = page.run("const x = $('said'); return [x.scrollTop, x.scrollHeight]")
+        assert end > 1000
+        assert (top == 0) == up
+    assert page.run("return document.activeElement.id") == "text"
+
+
+def test_a_model_is_chosen_where_there_are_several(
+    browser: Any, local: Server, tmp_path: Path
+) -> None:
+    first, second = models_in(tmp_path / "files")
+    page = Page(browser, local.url)
+    page.wait(lambda: page.texts("#model") == ["demo"])
+    assert not page.one("#models").is_displayed()
+    options = (str(second), "--models-max", "1", "--max-seq-len", "256")
+    with serving(tmp_path / "two", *options, model=str(first), keys=False) as server:
+        page = Page(browser, server.url)
+        page.wait(lambda: page.one("#models").is_displayed())
+        unloaded = ["assistant (unloaded)", "tiny (unloaded)"]
+        assert page.texts("#models option") == unloaded
+        page.run("$('models').value = 'tiny'; $('models').dispatchEvent(new Event('change'))")
+        page.say("abc")
+        page.wait(lambda: page.texts("#models option") == [unloaded[0], "tiny"])
+        browser.refresh()
+        page.wait(lambda: page.run("return $('models').value") == "tiny")
+        page.run("$('models').value = 'assistant'; $('models').dispatchEvent(new Event('change'))")
+        page.say("abc")  # the conversation goes on with another model
+        page.wait(lambda: page.texts("#models option") == ["assistant", "tiny (unloaded)"])
+        assert page.texts(".said.failed") == []
+        assert page.errors() == []
+    page.run("localStorage.clear()")
 
 
 def test_a_key_is_asked_for_once(browser: Any, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ PLENTY = PlanRequest(seq_lens=LENGTHS, memory_budget_bytes=1 << 50)
 USUAL = PlanRequest(seq_lens=LENGTHS)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("prepared", [False, True])
 @pytest.mark.parametrize("model", ["llama-3.2-1b", "qwen3-0.6b", "gemma-2-2b"])
 @pytest.mark.parametrize(

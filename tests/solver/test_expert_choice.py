@@ -39,6 +39,11 @@ EXPERTS = ("gpu", "npu")
 def profile(*able: str, gpu_factor: float = 1.0, limit_bytes: int | None = None) -> DeviceProfile:
     """The host's, whose `able` devices say that they compute experts."""
     taken = slower(DeviceProfile.load("host"), "gpu", gpu_factor)
+    return able_at(taken, *able, limit_bytes=limit_bytes)
+
+
+def able_at(taken: DeviceProfile, *able: str, limit_bytes: int | None = None) -> DeviceProfile:
+    """A profile whose `able` devices say that they compute experts."""
     devices = {}
     for kind, record in taken.devices.items():
         changes: dict[str, object] = {"experts": kind in able}
@@ -82,6 +87,7 @@ def test_the_faster_device_has_them() -> None:
     assert "npu" in plan.devices()
 
 
+@pytest.mark.full
 def test_they_are_counted_where_they_are() -> None:
     graph = model_spec(MODEL)
     on_gpu, on_npu = plan_on(profile()), plan_on(profile(*EXPERTS, gpu_factor=100))
@@ -241,3 +247,42 @@ def test_a_written_plan_is_read_again() -> None:
     again = ExecutionPlan.parse(plan.model_dump_json(), "plan.json")
     assert again == plan
     assert again.plan_id != plan.model_copy(update={"experts": None}).plan_id
+
+
+@pytest.mark.parametrize(
+    ("model", "chip"), [("gpt-oss-20b", "snapdragon-x2-elite"), ("lfm2-8b-a1b", "iq-9075")]
+)
+def test_fitted_chips_share_them_where_that_gains(model: str, chip: str) -> None:
+    request = PlanRequest(seq_lens=(256,))
+    plan = make_plan(model_spec(model), DeviceProfile.load(chip), request)
+    without = able_at(DeviceProfile.load(chip), "gpu")
+    alone = make_plan(model_spec(model), without, request)
+    assert plan.npu_experts
+    assert all(a < b for a, b in zip(seconds(plan), seconds(alone), strict=True))
+    assert "fitted, with a graph for each expert" in note_of(plan)
+    assert alone.npu_experts == ()
+
+
+def test_fitted_chips_keep_them_on_one_device_where_that_is_faster() -> None:
+    request = PlanRequest(seq_lens=(256,))
+    plan = make_plan(model_spec(MODEL), DeviceProfile.load("snapdragon-x2-elite"), request)
+    assert plan.npu_experts == ()
+    assert note_of(plan).startswith("routed experts: on the GPU (a token ")
+
+
+def test_both_devices_at_once_are_slowed_down_by_the_memory() -> None:
+    graph, taken = model_spec(MODEL), profile(*EXPERTS, gpu_factor=4)
+    crowded = taken.model_copy(
+        update={"contention": tuple(x.model_copy(update={"gpu": 3.0, "npu": 3.0})
+                                    for x in taken.contention)}
+    )  # fmt: skip
+    spent = []
+    for own in (taken, crowded):
+        cost = CostModel(own)
+        times = ExpertTimes(cost, graph, HostQueue.of(cost), None)
+        layer = times.layers[0]
+        ids = tuple(range(32))
+        spent.append([times.seconds(layer, npu, m) for m in (1, 64) for npu in ((), ids)])
+    alone, shared = spent[0][::2], spent[0][1::2]
+    assert spent[1][::2] == alone  # the GPU alone waits for nobody
+    assert all(a < b for a, b in zip(shared, spent[1][1::2], strict=True))

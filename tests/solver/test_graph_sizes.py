@@ -172,6 +172,7 @@ def test_graphs_with_weights_of_their_own_count_once_for_each_size() -> None:
     assert own.memory.npu_bytes == pytest.approx(sizes * blocks + head, rel=1e-6)
 
 
+@pytest.mark.full
 def test_what_the_npu_holds_limits_its_rows_and_fewer_sizes_leave_it_more() -> None:
     spec, limit = model_spec("llama-3.2-1b"), 1 << 30
     free = make_plan(spec, hexagon(None), PlanRequest(seq_lens=(256,)))
@@ -195,6 +196,7 @@ def test_a_device_that_cannot_hold_a_model_is_no_single_device() -> None:
         assert set(plan.totals[0].single_devices) == expected
 
 
+@pytest.mark.full
 def test_single_devices_hold_their_weights_for_each_graph_size_as_plans_do() -> None:
     """Of the chip's sizes, an NPU that holds each row once has room for one."""
     spec, profile = model_spec("llama-3.2-3b"), hexagon(7 << 29)
@@ -222,6 +224,7 @@ def test_without_graphs_there_is_none_to_choose() -> None:
         make_plan(spec, chip.model_copy(update={"devices": devices}), request)
 
 
+@pytest.mark.full
 def test_weights_of_lengths_move_the_choice() -> None:
     spec, chip = model_spec("llama-3-8b"), DeviceProfile.load("snapdragon-8-gen-3")
     found = {}

@@ -54,6 +54,7 @@ def planner(found: DeviceProfile, **rules: Any) -> Planner:
     return Planner(model_spec(MODEL), found, settings, cost=cost, overheads=Overheads.of(cost))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("speed", [0.1, 0.6, 1.0, 3.0])
 def test_the_number_of_heads_is_the_best_one(speed: float) -> None:
     """Of an NPU that takes other times for attention than the profile says: as good as the best of
@@ -137,6 +138,7 @@ def profile_sizes() -> tuple[int, ...]:
     return profile().devices["npu"].capabilities.graph_sizes
 
 
+@pytest.mark.full
 def test_a_plan_says_who_has_which_heads_and_is_read_back() -> None:
     request = PlanRequest(seq_lens=(64, 512))
     plan = make_plan(model_spec(MODEL), profile(), request)

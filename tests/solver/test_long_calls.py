@@ -7,6 +7,7 @@ import pytest
 import hetero
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("model", ["qwen3-4b", "qwen2.5-0.5b"])
 @pytest.mark.parametrize("profile", ["snapdragon-x2-elite", "ventuno-q", "snapdragon-8-elite"])
 def test_a_plan_does_not_lose_to_the_npu_alone(profile: str, model: str) -> None:

@@ -66,6 +66,7 @@ def test_plans_need_no_row_that_is_not_there(seed: int) -> None:
                 assert tile.device == "npu" or low >= home.gpu_from
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("profile", ["snapdragon-8-gen-3", "snapdragon-8-gen-3-strong-npu"])
 def test_lengths_never_seen_cost_little_more_than_the_best_of_all_cuts(profile: str) -> None:
     spec, chip = model_spec("llama-3-8b"), DeviceProfile.load(profile)

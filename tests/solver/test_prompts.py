@@ -123,6 +123,7 @@ def test_every_strategy_plans_a_long_prompt(
     assert found == pytest.approx(total.predicted_s, rel=1e-9)
 
 
+@pytest.mark.full
 def test_graph_sizes_are_chosen_for_the_calls_of_long_prompts(spec: ModelGraph) -> None:
     chip = DeviceProfile.load("snapdragon-8-gen-3")
     request = PlanRequest(seq_lens=(5000,), graph_sizes="auto", explain=False)
@@ -202,6 +203,7 @@ def test_calls_of_plans_by_rule_fit_the_devices_graphs(
     assert found.for_graphs(graphs) is found
 
 
+@pytest.mark.full
 def test_a_document_is_for_the_lengths_that_it_lists(spec: ModelGraph) -> None:
     host = DeviceProfile.load("host")
     graphs: Any = {"gpu": (), "npu": (1, 64, 256, 1024)}

@@ -108,6 +108,7 @@ def slower(profile: DeviceProfile, device: str, factor: float) -> DeviceProfile:
     return profile.model_copy(update={"predictors": predictors, "matmuls": rows})
 
 
+@pytest.mark.full
 def test_a_slower_device_makes_its_steps_slower_and_no_others(spec: ModelGraph) -> None:
     profile = DeviceProfile.load("host")
     slow = slower(profile, "npu", 2.0)

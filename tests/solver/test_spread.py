@@ -80,6 +80,7 @@ def test_the_chance_that_a_queue_runs_dry(
     assert impossible.tolist() == [0.0, 0.0, 0.0]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("m", [64, 135])
 def test_a_cut_that_is_balanced_to_the_microsecond_pays_for_the_queue_that_may_run_dry(
     m: int,

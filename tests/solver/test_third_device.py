@@ -45,7 +45,7 @@ from tests.solver.instances import (
 )
 from tests.support.selection import examples
 
-CHIP = "snapdragon-x2-elite"
+CHIP = "snapdragon-x-elite"
 MODEL = "qwen3-4b"
 
 

@@ -42,6 +42,7 @@ def seconds(solver: PreparedSolver, phase: str) -> list[float]:
     return [x.predicted_s for x in solver.plan.totals if x.phase == phase]
 
 
+@pytest.mark.full
 def test_each_phase_has_the_faster_format(spec: ModelGraph, profile: DeviceProfile) -> None:
     both = solved(spec, profile, PLENTY)
     assert both.formats == (W8, W4)
@@ -84,6 +85,7 @@ def test_a_format_without_times_is_left_out(spec: ModelGraph, profile: DevicePro
         solved(spec, nothing)
 
 
+@pytest.mark.full
 def test_adapting_leaves_decoding_in_its_format(spec: ModelGraph, profile: DeviceProfile) -> None:
     drifted = solved(spec, profile).drifted({("npu", "prefill"): 2.0})  # type: ignore[dict-item]
     decoding = [op for op in drifted.plan.ops if op.phase == "decode"]

@@ -56,6 +56,7 @@ def configure(config: pytest.Config) -> None:
         f"few(n): runs n of the parameter sets by default, not {SETS}",
         "pairwise: `--full` runs every pair of values, `--exhaustive` all parameter sets",
         "sampled(n): `--full` runs one in n of the parameter sets, `--exhaustive` all",
+        "random_models: kernels are compiled without optimisation",
     ):
         config.addinivalue_line("markers", line)
 

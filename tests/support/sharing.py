@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from hetero.backends.opencl import platform, resources
-from hetero.backends.opencl.program_source import ProgramSource
+from hetero.backends.opencl import megakernel, platform, program_source, resources
+from hetero.backends.opencl.program_source import OPTIONS, ProgramSource
 from hetero.backends.opencl.self_test import program_compiler, supervisor
 from hetero.backends.opencl.self_test.program_compiler import Variant
 from hetero.backends.opencl.self_test.supervisor import Supervisor, WorkerJob
@@ -61,3 +61,12 @@ class _Child:
     def end(self) -> None:
         """End the child."""
         self._supervisor.close()
+
+
+@contextmanager
+def unoptimised() -> Iterator[None]:
+    """Until the end programs are compiled without optimisation, in less than half of the time."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (program_source, megakernel):
+            patch.setattr(module, "OPTIONS", (*OPTIONS, "-cl-opt-disable"))
+        yield

@@ -63,6 +63,7 @@ class WaitPolicy:
     Which ways of starting and watching a launch pay off (`trials`):
 
     trials            launches of each way, in turns
+    agreed            pairs that end them where one way was faster in all
     trial_width       elements of the operation that is launched
     flag_gain         a flag must be seen in less than this share of an event's time: it costs
                       another kernel submission, and a difference within the noise is none
@@ -100,6 +101,7 @@ class WaitPolicy:
     no_wait_value_steps: int = 64
 
     trials: int = 25
+    agreed: int = 8
     trial_width: int = 1 << 12
     flag_gain: float = 0.8
 

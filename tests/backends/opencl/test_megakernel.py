@@ -158,6 +158,7 @@ def test_calls_of_a_stage_wait_where_they_may_share_memory(
     assert not any(waits[1:3]) if apart else all(waits)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("patience", [-(1 << 60), megakernel.PATIENCE])
 def test_any_number_of_work_groups(
     device: OpenCLDevice, monkeypatch: pytest.MonkeyPatch, patience: int

@@ -55,6 +55,7 @@ def test_every_core_after_one() -> None:
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("second", ["gpu", "hetero"])
 def test_one_core_next_to_every_core(second: str) -> None:
     run(
@@ -104,7 +105,8 @@ def test_auto_says_what_it_would_have_taken_in_a_process_of_its_own(tmp_path: Pa
     run(
         """
         from hetero.models import model_spec
-        from hetero.placement.choosing import PlacementRequest, choose
+        from hetero.placement.choice import PlacementRequest
+        from hetero.placement.choosing import choose
         spec, request = model_spec("qwen2.5-0.5b"), PlacementRequest(mode="auto", seq_lens=(12,))
         alone = choose(spec, request)
         LLM("demo", device="gpu").close()

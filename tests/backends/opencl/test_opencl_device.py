@@ -152,6 +152,7 @@ def test_launches_complete_in_order(device: OpenCLDevice) -> None:
     assert all(completion.done() for completion in completions)
 
 
+@pytest.mark.full
 def test_binding_writes_nothing(variant: OpenCLDevice) -> None:
     """Warming up launches every kernel with count 0."""
     rng = np.random.default_rng(2)

@@ -28,6 +28,7 @@ def test_router(variant: OpenCLDevice) -> None:
     check_op(variant, ROUTER, (1, 33))
 
 
+@pytest.mark.full
 def test_several_passes(device: OpenCLDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 20 tokens each, the last one of fewer."""
     monkeypatch.setattr(experts, "PASS_TOKENS", 20)
@@ -38,6 +39,7 @@ def test_few_experts_take_wide_tiles(device: OpenCLDevice) -> None:
     check_op(device, replace(EXPERTS, experts=2, chosen=2), (3, 33))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("weight_format", [WeightFormat.W4A16, WeightFormat.F32])
 def test_rows_take_no_more_memory_than_is_said(
     device: OpenCLDevice, weight_format: WeightFormat, monkeypatch: pytest.MonkeyPatch

@@ -101,6 +101,7 @@ def test_attention_computes_the_same_bits_on_caches_of_any_length(
     assert programs(device) == known
 
 
+@pytest.mark.full
 @pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["default", "lanes"])
 @pytest.mark.parametrize("op", ELSE.values(), ids=ELSE)

@@ -368,6 +368,7 @@ def test_weights_are_not_copied(device: OpenCLDevice) -> None:
     assert kernel.nbytes == 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("m", [1, 6, 33])
 def test_zeros_are_exact(any_family: OpenCLDevice, m: int) -> None:
     """A group of zero activations has scale 0: the result is the bias, not NaN."""
@@ -428,6 +429,7 @@ def test_two_planes(planes_device: OpenCLDevice, shape: tuple[int, int, int]) ->
     check(planes_device, WeightFormat.W4A16, shape, bias=True)
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings(WIDE_ARGUMENTS)
 @pytest.mark.parametrize("lower", [0, 127, -128])
 @pytest.mark.parametrize("m", [1, 4])

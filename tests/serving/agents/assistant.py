@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,9 +50,12 @@ class Assistant:
     def key(self) -> str:
         return KEYS["notes"]
 
-    def script(self, answers: Sequence[str]) -> None:
-        """The texts of the next answers; forgets the prompts of those before."""
-        (self.folder / "answers.json").write_text(json.dumps(list(answers)))
+    def script(self, answers: Sequence[str] | Mapping[str, str]) -> None:
+        """The texts of the next answers, or of prompts that have given words, the first of which
+        count. Forgets the prompts of those before.
+        """
+        texts = dict(answers) if isinstance(answers, Mapping) else list(answers)
+        (self.folder / "answers.json").write_text(json.dumps(texts))
         (self.folder / "prompts.jsonl").write_text("")
 
     @property

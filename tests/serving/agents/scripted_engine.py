@@ -1,7 +1,8 @@
 """The engine process with a sampler that says given texts; everything else is the engine's own.
 
-The folder `HETERO_SCRIPT` has `answers.json`, the texts of the next answers, and gets
-`prompts.jsonl`, the text of each prompt. Started by `scripted_server` in the engine's place.
+The folder `HETERO_SCRIPT` has `answers.json`, the texts of the next answers or of prompts that have
+given words, and gets `prompts.jsonl`, the text of each prompt. Started by `scripted_server` in the
+engine's place.
 """
 
 from __future__ import annotations
@@ -42,17 +43,24 @@ class Script:
             self._own.accept(token)
 
 
+def answer_to(prompt: str) -> str:
+    """The next text; or that of the first words that a prompt has."""
+    path = FOLDER / "answers.json"
+    answers = json.loads(path.read_text())
+    if isinstance(answers, dict):
+        return next(text for words, text in answers.items() if words in prompt)
+    path.write_text(json.dumps(answers[1:]))
+    return str(answers[0])
+
+
 class ScriptedEngine(ServingEngine):
     def _options(self, request: GenerateRequest, choice: int) -> dict[str, Any]:
         options = super()._options(request, choice)
         model = self.service.llm.model
-        path = FOLDER / "answers.json"
-        text, *rest = json.loads(path.read_text())
-        path.write_text(json.dumps(rest))
+        prompt = model.tokenizer.decode(request.tokens, skip_special_tokens=False)
         with (FOLDER / "prompts.jsonl").open("a") as file:
-            prompt = model.tokenizer.decode(request.tokens, skip_special_tokens=False)
             file.write(json.dumps(prompt) + "\n")
-        tokens = model.tokenizer.encode(text, add_special_tokens=False)
+        tokens = model.tokenizer.encode(answer_to(prompt), add_special_tokens=False)
         script = [*tokens, model.eos_ids[0]]
         size = model.config.vocab_size
         return {**options, "constraint": Script(script, options.get("constraint"), size)}

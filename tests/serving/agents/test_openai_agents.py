@@ -39,6 +39,7 @@ async def finished(assistant: Assistant, kind: str, *, streams: bool) -> Any:
         return await run(client, kind, streams=streams)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("streams", [True, False])
 @pytest.mark.parametrize("kind", ["OpenAIResponsesModel", "OpenAIChatCompletionsModel"])
 def test_the_task_is_done(scripted: Assistant, kind: str, streams: bool) -> None:
