@@ -127,7 +127,7 @@ def _choosers(
     sizes = {bits: codec.nbytes(CHUNK_TOKENS, bits) for bits in codec.nested}
 
     def mixed(densities: Sequence[float]) -> list[int]:
-        return newest(len(densities), ratio * len(densities) * sizes[8], sizes)
+        return newest(len(densities), ratio, sizes)
 
     def dense(densities: Sequence[float]) -> list[int]:
         first, *others = mixed(densities)

@@ -19,7 +19,7 @@ KV_BITS: Final = ("raw", "16", "8", "4", "2", "mixed")
 class Compression:
     """The rule of one service.
 
-    `ratio` is the size of all `mixed` chunks together relative to 8-bit codes.
+    `ratio` is the size of all `mixed` chunks but a text's first together, relative to 8-bit codes.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Compression:
             return [self.first] * len(densities)
         if self.rule == "paper":
             return paper(densities, self.ratio)
-        return newest(len(densities), self.ratio * len(densities) * self._nbytes[8], self._nbytes)
+        return newest(len(densities), self.ratio, self._nbytes)
 
     def apply(self, memory: ChunkMemory, chunks: Sequence[Chunk]) -> None:
         """Lower chunks that have more bits than chosen.

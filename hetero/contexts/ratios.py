@@ -20,22 +20,20 @@ Rule: TypeAlias = Literal["newest", "paper"]
 RATIOS = {8: 1.0, 4: 0.5, 2: 0.25}  # of the paper: codes alone
 
 
-def newest(count: int, budget_bytes: float, nbytes: Mapping[int, int]) -> list[int]:
-    """Return the bits of each of a text's `count` chunks, in `budget_bytes`.
+def newest(count: int, ratio: float, nbytes: Mapping[int, int]) -> list[int]:
+    """Return the bits of each of a text's `count` chunks, in `ratio` of the bytes at 8 bits.
 
-    The first has 8 (`first_bits`). Of the others the newest have the next more bits than the rest,
-    as many as the bytes allow; all have the fewest where even these do not fit. `nbytes` are a
-    chunk's by bits.
+    The first, which does not count, has 8 (`first_bits`). Of the others the newest have the next
+    more bits than the rest, as many as the bytes allow; all have the fewest where even these do not
+    fit. A longer text never gives a chunk more. `nbytes` are a chunk's by bits.
     """
-    levels = sorted(nbytes)
-    left, room = count - 1, budget_bytes - nbytes[first_bits(levels[0])]
-    if left < 1:
-        return [first_bits(levels[0])] * count
-    low = max((x for x in levels if left * nbytes[x] <= room), default=levels[0])
+    levels, left = sorted(nbytes), count - 1
+    each = ratio * nbytes[levels[-1]]
+    low = max((x for x in levels if nbytes[x] <= each), default=levels[0])
     high = min((x for x in levels if x > low), default=low)
     more = nbytes[high] - nbytes[low]
-    top = min(left, max(0, int((room - left * nbytes[low]) // more))) if more else 0
-    return [first_bits(low), *[low] * (left - top), *[high] * top]
+    top = min(left, max(0, int(left * (each - nbytes[low]) // more))) if more else 0
+    return [first_bits(low), *[low] * (left - top), *[high] * top][:count]
 
 
 def paper(densities: Sequence[float], ratio: float = 0.5) -> list[int]:

@@ -29,6 +29,6 @@ def test_qualities_of_a_text() -> None:
     assert 0 < found["8"].kl_mean < found["4"].kl_mean < found["2"].kl_mean
     assert found["8"].ratio == 1
     assert 0.6 < found["4"].ratio < 0.64, "amplitudes count, and the first chunk has 8 bits"
-    assert found["mixed"].ratio <= 0.6
+    assert found["mixed"].ratio <= 0.7, "the first chunk, one of four, does not count"
     for name in ("random 0", "density"):
         assert found[name].ratio == found["mixed"].ratio

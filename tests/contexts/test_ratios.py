@@ -11,19 +11,20 @@ NBYTES = {8: 100, 4: 52, 3: 40, 2: 28}
 DENSITIES = st.lists(st.floats(0, 1), min_size=1, max_size=6)
 
 
-@given(count=st.integers(1, 40), part=st.floats(0.2, 1.1))
-def test_the_first_and_the_newest_chunks_have_most_bits(count: int, part: float) -> None:
-    budget = part * count * NBYTES[8]
-    found = newest(count, budget, NBYTES)
+@given(count=st.integers(1, 40), ratio=st.floats(0.2, 1))
+def test_the_first_and_the_newest_chunks_have_most_bits(count: int, ratio: float) -> None:
+    found, budget = newest(count, ratio, NBYTES), ratio * (count - 1) * NBYTES[8]
     assert len(found) == count
     assert found[0] == 8
     assert found[1:] == sorted(found[1:]), "the newest no fewer than others"
-    used, sizes = sum(NBYTES[x] for x in found), sorted(set(found[1:]))
-    assert used <= budget or set(found[1:]) <= {2}, "the fewest bits where nothing fits"
-    assert len(sizes) < 2 or [2, 3, 4, 8][[2, 3, 4, 8].index(sizes[0]) + 1] == sizes[1]
-    if used <= budget and sizes and sizes[0] < 8:  # one more would not fit
-        low, high = sizes[0], [2, 3, 4, 8][[2, 3, 4, 8].index(sizes[0]) + 1]
-        assert used + NBYTES[high] - NBYTES[low] > budget - 1e-6
+    used, levels = sum(NBYTES[x] for x in found[1:]), sorted(set(found[1:]))
+    assert used <= budget + 1e-6 or set(levels) == {2}, "the fewest bits where nothing fits"
+    assert [x for x in (2, 3, 4, 8) if levels[0] <= x <= levels[-1]] == levels if levels else True
+    if levels and levels[0] < 8 and used <= budget:  # one more would not fit
+        high = min(x for x in NBYTES if x > levels[0])
+        assert used + NBYTES[high] - NBYTES[levels[0]] > budget - 1e-6
+    longer = newest(count + 1, ratio, NBYTES)
+    assert all(after <= before for after, before in zip(longer, found, strict=False)), "bits fall"
 
 
 @given(densities=DENSITIES)
