@@ -147,7 +147,7 @@ BudgetOption = Annotated[
     str | None,
     typer.Option(
         metavar="SIZE",
-        help="For weights, activations and caches, such as 4GiB.",
+        help="For weights, activations, caches.",
         rich_help_panel=DEVICES,
     ),
 ]
