@@ -26,7 +26,7 @@ def decoded(
     by_token: bool,
     keys_by_token: bool = False,
 ) -> Array:
-    """Return float32 [n, 2, G, T, D] of n chunks in 8, 4 or 2 bits.
+    """Return float32 [n, 2, G, T, D] of n chunks in 8, 4, 3 or 2 bits.
 
     Their planes are uint8 [n, bytes].
 
@@ -37,8 +37,10 @@ def decoded(
     rows = tokens if keys_by_token else 1, tokens if by_token else 1
     codes, amplitudes = unpacked(bits, planes, heads * sum(rows))
     values = codes.astype(np.float32).reshape(len(codes), 2, *shape)
-    values += np.float32(0.5 - 2.0 ** (bits - 1))
-    scale = spread(amplitudes * np.float32(2.0 ** (1 - bits)), heads, rows)
+    scale = spread(amplitudes.astype(np.float32), heads, rows)
+    for kind, own in enumerate((4, 2) if bits == 3 else (bits, bits)):
+        values[:, kind] += np.float32(0.5 - 2.0 ** (own - 1))
+        scale[:, kind] *= np.float32(2.0 ** (1 - own))
     values[:, 1] *= scale[:, 1]
     values[:, 0] *= scale[:, 0] * channels[..., None, :]
     return values
@@ -48,7 +50,11 @@ def unpacked(bits: int, planes: Sequence[Array], count: int) -> tuple[Array, Arr
     """Return codes uint8 [n, values] of n chunks, and their `count` amplitudes, fp16 [n, count]."""
     amplitudes = np.ascontiguousarray(planes[0][:, : 2 * count]).view(np.float16)
     codes = unpacked2(planes[0][:, 2 * count :])  # words of four codes
-    if bits > 2:
+    if bits == 3:
+        keys = codes[:, : codes.shape[1] // 2]
+        keys <<= 2
+        keys |= unpacked2(planes[1])
+    elif bits > 2:
         codes <<= 2
         codes |= unpacked2(planes[1])
     if bits > 4:
@@ -99,7 +105,7 @@ def decode_chunks(op: DecodeChunks, channels: Array, arrays: dict[str, Array]) -
     quarter, by_channel = op.values // 4, channels.reshape(op.kv_heads, op.head_dim)
     caches = [CacheRows(arrays[port], op.kv, op.head_dim) for port in ("k_cache", "v_cache")]
     moves = op.kv.coded and np.array_equal(caches[0].channels, by_channel)
-    for bits in (16, 8, 4, 2):
+    for bits in (16, 8, 4, 3, 2):
         rows = table[table[:, 1] == bits]
         if not len(rows):
             continue
@@ -153,13 +159,13 @@ def random_chunks(
 
     They are for self-tests and tests.
 
-    Every fifth row is none.
+    Every sixth row is none.
     """
     codes = random.integers(0, 256, op.room, np.uint8)
     slots = random.permutation(op.capacity // op.tokens)[:m]
     table, at = np.zeros((m, 3), np.int32), 0
     for i in range(m):
-        bits = (8, 4, 16, 2, 0)[i % 5]
+        bits = (8, 4, 16, 3, 2, 0)[i % 6]
         table[i] = slots[i] * op.tokens, bits, at
         floats = {0: 0, 16: op.values}.get(bits, op.amplitudes)
         codes[at : at + 2 * floats] = (

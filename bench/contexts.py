@@ -29,7 +29,7 @@ from lab.simulated import Call, Machine, SimulatedService, most_tokens
 from parts import context_figures
 
 from hetero.arguments import check_one_of
-from hetero.contexts.codec import CHUNK_TOKENS, HALF, RAW, ChunkCodec
+from hetero.contexts.codec import CHUNK_TOKENS, HALF, NESTED, RAW, ChunkCodec
 from hetero.contexts.load_plan import Rates
 from hetero.contexts.service import AppContext, Service
 from hetero.generation.llm import LLM
@@ -130,7 +130,7 @@ def simulate(
     for disk, speed in DISKS.items():
         rates = Rates(prefill_s=lambda m, _: 0.02 + m / tokens_per_s, read_bytes_per_s=speed,
                       read_latency_s=0.01 if speed < 2e8 else 1e-4, read_chunk_s=1e-4,
-                      chunk_s=dict.fromkeys((2, 4, 8, HALF, RAW), raw / decode))  # fmt: skip
+                      chunk_s=dict.fromkeys((*NESTED, HALF, RAW), raw / decode))  # fmt: skip
         machine = Machine(rates=rates, write_bytes_per_s=speed / 2, encode_bytes_per_s=0.2e9)
         for count in integers(contexts):
             for name, manager in contenders(removed).items():

@@ -77,9 +77,9 @@ def formats(
 def kept(
     model: str,
     text: Text,
-    bits: Annotated[list[str], typer.Option(help="8, 4, 2, mixed, paper")],
+    bits: Annotated[list[str], typer.Option(help="see lab/kv_quality.py")],
     ratio: Annotated[float, typer.Option(help="of mixed, of the bytes at 8")] = 0.5,
-    seeds: Annotated[int, typer.Option(help="random orders to compare mixed with")] = 0,
+    seeds: Annotated[int, typer.Option(help="random orders of mixed bits")] = 0,
     weights: str | None = None,
     max_tokens: Limit = None,
     window: Window = 0,
@@ -101,13 +101,13 @@ def kept(
 
 
 def by_chance(found: dict[str, KvQuality]) -> list[str]:
-    """How many random orders of its densities `mixed` beats."""
+    """How many random orders of its bits `mixed` beats."""
     others = [x.kl_mean for name, x in found.items() if name.startswith(RANDOM)]
     if not others:
         return []
     better = sum(found["mixed"].kl_mean < kl for kl in others)
     return [
-        f"mixed is closer than {better} of {len(others)} random orders of its densities "
+        f"mixed is closer than {better} of {len(others)} random orders of its bits "
         f"(KL {min(others):.6f} to {max(others):.6f})"
     ]
 

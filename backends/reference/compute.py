@@ -320,18 +320,26 @@ def decode_chunks(op: ops.DecodeChunks, channels: Array) -> tuple[Program, int]:
                 )
             else:
                 codes, scale = _codes(op, part, bits)
-                own = by_channel[:, 0]
-                if bits == 8 and op.kv.coded and np.array_equal(caches[0].channels, own):
+                same = (
+                    np.array_equal(caches[0].channels, by_channel[:, 0]) if op.kv.coded else False
+                )
+                if bits == 8 and same:
                     for rows, values, steps in zip(caches, codes, scale, strict=True):
                         rows.codes[:, first : first + op.tokens] = values.astype(np.int16) - 128
                         rows.steps[:, first : first + op.tokens] = steps[..., :1]
                     continue
                 scale[0] *= by_channel
-                values_of = (codes + np.float32(0.5 - 2.0 ** (bits - 1))) * scale
+                centre = np.array([0.5 - 2.0 ** (own - 1) for own in _each(bits)], np.float32)
+                values_of = (codes + centre.reshape(2, 1, 1, 1)) * scale
             for rows, values in zip(caches, values_of, strict=True):
                 rows.write(first, values)
 
     return run, channels.nbytes
+
+
+def _each(bits: int) -> tuple[int, int]:
+    """Return the bits of keys and of values."""
+    return (4, 2) if bits == 3 else (bits, bits)
 
 
 def _codes(op: ops.DecodeChunks, part: Array, bits: int) -> tuple[Array, Array]:
@@ -342,16 +350,19 @@ def _codes(op: ops.DecodeChunks, part: Array, bits: int) -> tuple[Array, Array]:
     split, quarter = 2 * op.amplitudes, op.values // 4
     at = np.arange(op.values)
     codes = (part[split + at // 4] >> (2 * (at % 4))) & 3
-    if bits > 2:
-        codes = codes << 2 | (part[split + quarter + at // 4] >> (2 * (at % 4))) & 3
+    of_keys = at[: op.values // 2]
+    more = at if bits > 3 else of_keys[: len(of_keys) * (bits > 2)]
+    middle = (part[split + quarter + more // 4] >> (2 * (more % 4))) & 3
+    codes[: len(more)] = codes[: len(more)] << 2 | middle
     if bits > 4:
         codes = codes << 4 | (part[split + 2 * quarter + at // 2] >> (4 * (at % 2))) & 15
     amplitudes = np.frombuffer(part[:split].tobytes(), np.float16).astype(np.float32)
-    heads, (of_keys, of_values) = op.kv_heads, op.amplitude_rows
+    heads, rows = op.kv_heads, op.amplitude_rows
     scale = np.empty((2, heads, op.tokens, op.head_dim), np.float32)
-    scale[0] = amplitudes[: heads * of_keys].reshape(heads, of_keys, 1)
-    scale[1] = amplitudes[heads * of_keys :].reshape(heads, of_values, 1)
-    scale *= np.float32(2.0 ** (1 - bits))
+    scale[0] = amplitudes[: heads * rows[0]].reshape(heads, rows[0], 1)
+    scale[1] = amplitudes[heads * rows[0] :].reshape(heads, rows[1], 1)
+    for kind, own in enumerate(_each(bits)):
+        scale[kind] *= np.float32(2.0 ** (1 - own))
     return codes.astype(np.float32).reshape(scale.shape), scale
 
 

@@ -15,10 +15,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from hetero.contexts.chunks import Chunk, spans
-from hetero.contexts.codec import CHUNK_TOKENS, NESTED, ChunkCodec
-from hetero.contexts.measured import errors_of, measure_channels
-from hetero.contexts.ratios import least_error, paper
+from hetero.contexts.chunks import Chunk, first_bits, spans
+from hetero.contexts.codec import CHUNK_TOKENS, FIRST_VERSIONS, ChunkCodec
+from hetero.contexts.measured import SAMPLE_TEXT, measure_channels
+from hetero.contexts.ratios import newest, paper
 from hetero.errors import UserError
 from hetero.generation.llm import LLM
 from hetero.generation.sampling import log_softmax
@@ -27,6 +27,9 @@ from hetero.runtime.kv.context import Context
 
 RANDOM: Final = "random"  # mixed bits, by densities in another order
 Chooser = Callable[[Sequence[float]], list[int]]
+# From keys and values [L, 2, G, T, D], and densities of chunks, to what is read back, and bytes.
+Way = Callable[[Any, Sequence[float]], tuple[Any, int]]
+KIVI_GROUP: Final = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,10 +69,11 @@ class _Scores:
 def kv_quality(
     llm: LLM, tokens: Sequence[int], ways: Sequence[str], *, ratio: float, window: int, seeds: int
 ) -> dict[str, KvQuality]:
-    """Return qualities by name: `exact`, then `ways` (8, 4, 2, mixed, paper).
+    """Return qualities by name: `exact`, then `ways`.
 
-    With `mixed`, `seeds` random orders of its densities follow. Raises `UserError` for too little
-    text.
+    These are bits (8, 4, 3, 2), bits of the first version's codec (`first 4`), `kivi 3` (keys by
+    channel, values by token), `mixed`, its bits in the order of densities (`density`), and `paper`.
+    With `mixed`, `seeds` random orders of its bits follow. Raises `UserError` for too little text.
     """
     half = window // 2 // CHUNK_TOKENS * CHUNK_TOKENS
     starts = range(0, len(tokens) - window + 1, window)
@@ -84,16 +88,27 @@ def kv_quality(
             "windows have left: open it with whole_caches=True"
         )
     with llm.new_context() as context:
-        facts = measure_channels(context, llm.model.config.vocab_size, _prefill(llm, context))
+        facts = measure_channels(context, llm.encode(SAMPLE_TEXT), _prefill(llm, context))
         layout = context.cache.layout
         shape = layout.layers, layout.kv_heads, layout.head_dim
-        codec = ChunkCodec(layout, np.array(facts["channels"], np.float32).reshape(shape))
-        choosers = dict(_choosers(ways, codec, errors_of(facts), ratio, seeds))
-        scores = {name: _Scores() for name in ("exact", *choosers)}
+        scales = np.array(facts["channels"], np.float32).reshape(shape)
+        codec = ChunkCodec(layout, scales)
+        first = ChunkCodec(layout, scales, FIRST_VERSIONS[0])
+        coders = {
+            way: _kivi(int(way[4:]))
+            if way.startswith("kivi")
+            else _coded(first, partial(_same, int(way[5:])))
+            for way in ways
+            if way.startswith(("kivi", "first"))
+        }
+        others = [way for way in ways if way not in coders]
+        choosers = dict(_choosers(others, codec, ratio, seeds))
+        coders |= {name: _coded(codec, choose) for name, choose in choosers.items()}
+        scores = {name: _Scores() for name in ("exact", *coders)}
         eight = len(starts) * half // CHUNK_TOKENS * codec.nbytes(CHUNK_TOKENS, 8)
         for start in starts:
             part = list(tokens[start : start + window])
-            _window(llm, context, codec, part, half, choosers, scores)
+            _window(llm, context, part, half, coders, scores)
     return {name: sums.quality(eight) for name, sums in scores.items()}
 
 
@@ -106,13 +121,18 @@ def _prefill(llm: LLM, context: Context) -> Callable[[Sequence[int]], Any]:
 
 
 def _choosers(
-    ways: Sequence[str], codec: ChunkCodec, errors: dict[int, float], ratio: float, seeds: int
+    ways: Sequence[str], codec: ChunkCodec, ratio: float, seeds: int
 ) -> Iterator[tuple[str, Chooser]]:
     """Return functions from the densities of chunks to their bits."""
-    sizes = {bits: codec.nbytes(CHUNK_TOKENS, bits) for bits in NESTED}
+    sizes = {bits: codec.nbytes(CHUNK_TOKENS, bits) for bits in codec.nested}
 
     def mixed(densities: Sequence[float]) -> list[int]:
-        return least_error(densities, ratio * len(densities) * sizes[8], sizes, errors)
+        return newest(len(densities), ratio, sizes)
+
+    def dense(densities: Sequence[float]) -> list[int]:
+        first, *others = mixed(densities)
+        order = np.argsort(np.argsort(densities[1:], kind="stable"), kind="stable")
+        return [first, *(sorted(others)[i] for i in order)]
 
     for way in ways:
         if way == "mixed":
@@ -121,28 +141,69 @@ def _choosers(
                 random = np.random.default_rng(seed)
 
                 def shuffled(densities: Sequence[float], random: Any = random) -> list[int]:
-                    order = random.permutation(len(densities))
-                    bits = mixed(densities)
-                    return [bits[i] for i in order]
+                    first, *others = mixed(densities)
+                    return [first, *random.permutation(others)]
 
                 yield f"{RANDOM} {seed}", shuffled
+        elif way == "density":
+            yield way, dense
         elif way == "paper":
             yield way, lambda densities: paper(densities, ratio)
         else:
             yield way, partial(_same, int(way))
 
 
+def _coded(codec: ChunkCodec, choose: Chooser) -> Way:
+    """Return chunks in the bits that are chosen for them."""
+
+    def read_back(values: Any, densities: Sequence[float]) -> tuple[Any, int]:
+        found, nbytes = np.empty_like(values), 0
+        for i, bits in enumerate(choose(densities)):
+            part = np.s_[:, :, :, CHUNK_TOKENS * i : CHUNK_TOKENS * (i + 1)]
+            codes = codec.encode(values[part], bits)
+            found[part] = codec.decode(codes)
+            nbytes += codes.nbytes
+        return found, nbytes
+
+    return read_back
+
+
+def _kivi(bits: int) -> Way:
+    """Return KIVI's coding (arXiv 2402.02750): a minimum and a step, float16, for 32 values.
+
+    These are a key channel's in neighbouring tokens, or a token's in neighbouring value channels.
+    """
+
+    def rounded(values: Any, axis: int) -> Any:
+        low = values.min(axis=axis, keepdims=True).astype(np.float16).astype(np.float32)
+        step = (values.max(axis=axis, keepdims=True) - low) / (2**bits - 1)
+        step = np.maximum(step.astype(np.float16).astype(np.float32), np.float32(1e-7))
+        return np.clip(np.round((values - low) / step), 0, 2**bits - 1) * step + low
+
+    def read_back(values: Any, densities: Sequence[float]) -> tuple[Any, int]:  # noqa: ARG001
+        layers, _, heads, tokens, size = values.shape
+        found, group = np.empty_like(values), min(KIVI_GROUP, size)
+        for start in range(0, tokens, KIVI_GROUP):
+            part = np.s_[:, 0, :, start : start + KIVI_GROUP]
+            found[part] = rounded(values[part], 2)
+        by_group = values[:, 1].reshape(layers, heads, tokens, size // group, group)
+        found[:, 1] = rounded(by_group, 4).reshape(found[:, 1].shape)
+        groups = layers * heads * size * -(-tokens // KIVI_GROUP) + by_group[..., 0].size
+        return found, values.size * bits // 8 + 4 * groups
+
+    return read_back
+
+
 def _same(bits: int, densities: Sequence[float]) -> list[int]:
-    return [bits] * len(densities)
+    return [first_bits(bits), *[bits] * (len(densities) - 1)]
 
 
 def _window(
     llm: LLM,
     context: Context,
-    codec: ChunkCodec,
     part: list[int],
     half: int,
-    choosers: dict[str, Chooser],
+    coders: dict[str, Way],
     scores: dict[str, _Scores],
 ) -> None:
     """Score a window's second half on each way's first."""
@@ -163,10 +224,7 @@ def _window(
 
     wanted = logs()
     scores["exact"].add(wanted, wanted, targets, values.nbytes)
-    for name, choose in choosers.items():
-        nbytes = 0
-        for chunk, bits in zip(chunks, choose(densities), strict=True):
-            codes = codec.encode(values[:, :, :, chunk.start : chunk.stop], bits)
-            context.cache.write(chunk.start, codec.decode(codes))
-            nbytes += codes.nbytes
+    for name, read_back in coders.items():
+        decoded, nbytes = read_back(values, densities)
+        context.cache.write(0, decoded)
         scores[name].add(wanted, logs(), targets, nbytes)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
@@ -19,9 +19,6 @@ from hetero.contexts.codec import RAW, ChunkCodec, Codes
 from hetero.contexts.compression import Compression
 from hetero.contexts.load_plan import LoadItem, Rates, plan_load
 from lab.managers import Manager
-
-# Squares of relative errors by bits, where none were measured.
-ERRORS: Final = {8: 0.004**2, 4: 0.06**2, 2: 0.26**2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,12 +72,11 @@ class SimulatedService:
         memory_bytes: int,
         *,
         ratio: float = 0.5,
-        errors: dict[int, float] | None = None,
         seed: int = 0,
     ) -> None:
         self.codec, self.machine, self.manager = codec, machine, manager
         self.memory = ChunkMemory(ByteBudget(memory_bytes), manager.eviction)
-        self.compression = Compression(manager.kv_bits, ratio, "error", codec, errors or ERRORS)
+        self.compression = Compression(manager.kv_bits, ratio, "newest", codec)
         self.written_bytes = 0
         self._random = np.random.default_rng(seed)
         self._clock, self._encoded_s = 0, 0.0

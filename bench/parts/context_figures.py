@@ -13,7 +13,7 @@ from lab.managers import MANAGERS
 from lab.simulated import Call, Machine, SimulatedService
 
 from hetero.contexts import chunks, codec, compression, load_plan
-from hetero.contexts.codec import HALF, RAW, ChunkCodec
+from hetero.contexts.codec import HALF, NESTED, RAW, ChunkCodec
 from hetero.contexts.load_plan import Rates
 from hetero.models.random_models import KNOWN_MODELS
 from hetero.placement.planning import plan
@@ -52,7 +52,7 @@ def machine(read_bytes_per_s: float = DISK_BYTES_PER_S) -> Machine:
         read_bytes_per_s=read_bytes_per_s,
         read_latency_s=1e-4,
         read_chunk_s=1e-4,
-        chunk_s=dict.fromkeys((2, 4, 8, HALF, RAW), raw / 5e9),
+        chunk_s=dict.fromkeys((*NESTED, HALF, RAW), raw / 5e9),
     )
     return Machine(rates=rates, write_bytes_per_s=read_bytes_per_s / 2, encode_bytes_per_s=0.2e9)
 

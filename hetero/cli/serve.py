@@ -23,6 +23,15 @@ class KvBitsChoice(StrEnum):
     MIXED = "mixed"
 
 
+class EvictionChoice(StrEnum):
+    """Values of --eviction."""
+
+    LCTRU = "lctru"
+    PAPER = "lctru-paper"
+    LRU = "lru"
+    CONTEXT = "context"
+
+
 class PoolingChoice(StrEnum):
     """Values of --pooling."""
 
@@ -38,12 +47,12 @@ def serve_command(
     ],
     host: Annotated[str, typer.Option(help="Address.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port.")] = 8080,
-    keys: Annotated[Path | None, typer.Option(help="Of applications (`hetero serve-key`).")] = None,
+    keys: Annotated[Path | None, typer.Option(help="Keys of apps (`serve-key`).")] = None,
     alias: Annotated[
         list[str] | None, typer.Option(help="Another name of the first MODEL; `*`: any.")
     ] = None,
     allow_host: Annotated[
-        list[str] | None, typer.Option(help="Another name of this machine that clients may use.")
+        list[str] | None, typer.Option(help="Another name of this machine.")
     ] = None,
     allow_origin: Annotated[
         list[str] | None,
@@ -54,7 +63,7 @@ def serve_command(
         typer.Option(
             metavar="DIR",
             help="Where contexts are kept.",
-            show_default="one for MODEL... among the user's data",
+            show_default="of MODEL, in the user's data",
         ),
     ] = None,
     context_memory: Annotated[
@@ -70,8 +79,14 @@ def serve_command(
         int, typer.Option(min=1, help="Conversations that an app may have.")
     ] = 8,
     kv_bits: Annotated[
-        KvBitsChoice, typer.Option(help="Of kept keys and values; few are lossy.")
+        KvBitsChoice, typer.Option(help="Of kept keys and values.")
     ] = KvBitsChoice.EIGHT,
+    kv_ratio: Annotated[
+        float, typer.Option(min=0.25, max=1, help="Bytes of mixed bits, of those of 8.")
+    ] = 0.5,
+    eviction: Annotated[
+        EvictionChoice, typer.Option(help="What leaves the memory.")
+    ] = EvictionChoice.LCTRU,
     parallel: Annotated[
         int, typer.Option(min=1, max=64, help="Answers made at the same time.")
     ] = 8,
@@ -83,14 +98,14 @@ def serve_command(
     ] = None,
     sleep_idle_seconds: Annotated[
         float,
-        typer.Option(metavar="N", min=-1, help="Unload a MODEL that is idle so long; -1: never."),
+        typer.Option(metavar="N", min=-1, help="Unload an idle MODEL; -1: never."),
     ] = -1,
     reasoning_budget: Annotated[
-        int, typer.Option(min=-1, help="Most tokens of a thought; -1: no limit.")
+        int, typer.Option(min=-1, help="Tokens of a thought; -1: any.")
     ] = -1,
     pooling: Annotated[
         PoolingChoice | None,
-        typer.Option(help="Of embeddings.", show_default="MODEL's own, or last"),
+        typer.Option(help="Of embeddings.", show_default="MODEL's, else last"),
     ] = None,
     *,
     engine: EngineFlags,
@@ -129,6 +144,8 @@ def serve_command(
             "contexts_per_app": contexts_per_app,
             "encryption_key": None if encryption_key is None else str(encryption_key.absolute()),
             "kv_bits": kv_bits.value,
+            "kv_ratio": kv_ratio,
+            "eviction": eviction.value,
         },
     )
 

@@ -31,7 +31,15 @@ import numpy as np
 
 from hetero.backends.host.files import atomic_writer
 from hetero.contexts.chunks import Place
-from hetero.contexts.codec import HALF, RAW, STATES, ChunkCodec, Codes
+from hetero.contexts.codec import (
+    CHUNK_TOKENS,
+    HALF,
+    NESTED,
+    RAW,
+    STATES,
+    ChunkCodec,
+    Codes,
+)
 from hetero.contexts.encryption import SALT_BYTES, TAG_BYTES, Box, SealError, Vault
 
 MAGIC: Final = b"HTKV\x00\x00\x00\x01"
@@ -240,7 +248,7 @@ def _plane(
 def _entry(item: Any) -> Entry:
     """Return a header's entry. Raises `ValueError` or `TypeError` for what is none."""
     key, tokens, bits, density = item
-    most = {STATES: 1 << 40} | dict.fromkeys((2, 4, 8, HALF, RAW), 16)
+    most = {STATES: 1 << 40} | dict.fromkeys((*NESTED, HALF, RAW), CHUNK_TOKENS)
     if not (isinstance(tokens, int) and 0 < tokens <= most.get(bits, 0)):
         raise ValueError("no chunk")
     return Entry(bytes.fromhex(key), tokens, bits, float(density))

@@ -95,6 +95,14 @@ class Snapshot:
         return all(chunk.stored for chunk in self.chunks)
 
 
+def first_bits(bits: int) -> int:
+    """Return the bits of a text's first chunk where others have `bits`.
+
+    Much of all attention rests on the first tokens, so what they lose, every token loses.
+    """
+    return max(bits, 8)
+
+
 def spans(tokens: Sequence[int]) -> Iterator[tuple[int, tuple[int, ...]]]:
     """Yield the start and the tokens of every chunk of a text."""
     for start in range(0, len(tokens), CHUNK_TOKENS):
@@ -136,7 +144,8 @@ class ChunkTable:
     def refer(self, app: str, root: bytes, tokens: Sequence[int], bits: int) -> list[Chunk]:
         """Return the chunks of a text, each with one more reference.
 
-        New ones have no keys and values yet.
+        New ones have no keys and values yet, and so many bits, or 8: the first of a text
+        (`first_bits`).
         """
         parent, chunks = root, []
         for start, part in spans(tokens):
@@ -150,7 +159,7 @@ class ChunkTable:
         known = self._chunks.setdefault(app, {})
         chunk = known.get(key)
         if chunk is None:
-            chunk = known[key] = Chunk(app, key, start, part, bits)
+            chunk = known[key] = Chunk(app, key, start, part, bits if start else first_bits(bits))
         assert (chunk.start, chunk.tokens) == (start, part), "equal keys of unequal texts"
         chunk.refs += 1
         return chunk

@@ -1,4 +1,4 @@
-"""Keys and values of a chunk as codes of 8, 4 or 2 bits, nested: fewer bits are a prefix of more.
+"""Keys and values of a chunk as codes of 8 to 2 bits, nested: fewer bits are a prefix of more.
 
 Notation: L layers, G key/value heads, T tokens (at most `CHUNK_TOKENS`), D head size.
 
@@ -7,16 +7,18 @@ that nothing is clipped) and s the scale of its channel (keys only, one for each
 model: keys have channels that are large for every token, values have not). Its code of b bits is
 floor((y + 1)·2^(b-1)), read back at the middle of its bin: x' = s·a·((2c + 1)/2^b - 1), so that |x
 - x'| <= s·a/2^b. The 4-bit code is the upper half of the 8-bit one, and the 2-bit code the upper
-half of the 4-bit one: dropping bits neither reads nor writes a value.
+half of the 4-bit one: dropping bits neither reads nor writes a value. "3 bits" are 4 of keys and 2
+of values, whose errors cost far less.
 
 A chunk is stored in planes, each [L, bytes], contiguous by layer (`LayerBytes` where layers differ
-in size): amplitudes with the upper two bits, the two bits below them, the lower four. 2, 4 and 8
-bits are one, two and three planes. 32 bits are one plane of the float32 values themselves, which is
-exact, 16 bits one of float16.
+in size): amplitudes with the upper two bits; the two bits below them, of keys, then of values; the
+lower four. 2, 3, 4 and 8 bits are one to four planes (in folders of `FIRST_VERSIONS`, and where a
+token's keys do not fill bytes, both planes in the middle are one, and there are no 3 bits). 32 bits
+are one plane of the float32 values themselves, which is exact, 16 bits one of float16.
 
-The values that share an amplitude are the chunk's T·D values of a layer and head; for values, each
-token's D where D is at least 64 (KIVI: keys by channel, values by token). Amplitudes count as
-bytes.
+The values that share an amplitude are the chunk's T·D values of a layer and head; where D is at
+least 64, each token's D (folders of `FIRST_VERSIONS`: only of values). One token of a chunk whose
+keys are larger would otherwise cost the others most of their bits. Amplitudes count as bytes.
 
 Where caches store codes themselves (`hetero.backends.kv_rows`), keys and values have an amplitude
 for each token, as there, and 32 bits are the cache's own bytes. 8 bits are then the cache's own
@@ -41,18 +43,19 @@ from hetero.backends.kv_codes import decoded, spread, unpacked
 from hetero.backends.kv_rows import CacheRows, rounded_up
 from hetero.runtime.kv.kv_cache import CacheLayout, KvCache
 
-CODEC_VERSION: Final = 1
-LAYERED_VERSION: Final = 2  # 1 had planes of equal layers, as wide as the widest
+CODEC_VERSION: Final = 3
+FIRST_VERSIONS: Final = (1, 2)  # still read and written in their folders: equal layers, or not
 CHUNK_TOKENS: Final = 16
 RAW: Final = 32
 HALF: Final = 16
 STATES: Final = 64  # in the place of a chunk's bits: it is the states of layers, exact
 DECODED_TOGETHER: Final = 1 << 15  # values: more are fresh pages for every step of decoding
-NESTED: Final = (8, 4, 2)
-TOKEN_AMPLITUDES_FROM: Final = 64  # head sizes whose values have an amplitude for each token
+NESTED: Final = (8, 4, 3, 2)
+TOKEN_AMPLITUDES_FROM: Final = 64  # head sizes that have an amplitude for each token
 
 Array: TypeAlias = npt.NDArray[Any]
-_PLANES: Final = {STATES: 1, RAW: 1, HALF: 1, 2: 1, 4: 2, 8: 3}
+_PLANES: Final = {STATES: 1, RAW: 1, HALF: 1, 2: 1, 3: 2, 4: 3, 8: 4}
+_FEWER: Final = _PLANES | {4: 2, 8: 3}  # without those of keys alone
 
 
 class CodecError(ValueError):
@@ -109,7 +112,8 @@ class Codes:
         """Return the same chunk in fewer bits: planes are dropped, nothing is computed."""
         if bits > self.bits or (bits < self.bits and (bits > 8 or self.bits > 8)):
             raise ValueError(f"codes of {self.bits} bits do not hold any of {bits}")
-        return Codes(bits, self.tokens, self.planes[: _PLANES[bits]])
+        counts = _PLANES if len(self.planes) == _PLANES[self.bits] else _FEWER
+        return Codes(bits, self.tokens, self.planes[: counts[bits]])
 
 
 class ChunkCodec:
@@ -118,7 +122,9 @@ class ChunkCodec:
     `channels` are the scales of the keys' channels, float32 [L, G, D], none of them 0.
     """
 
-    def __init__(self, layout: CacheLayout, channels: Array | None = None) -> None:
+    def __init__(
+        self, layout: CacheLayout, channels: Array | None = None, version: int = CODEC_VERSION
+    ) -> None:
         self.layers, self.heads, self.size = layout.layers, layout.kv_heads, layout.head_dim
         if self.heads * self.size % 2:
             raise ValueError(f"{self.heads} heads of {self.size} values do not fill bytes")
@@ -130,9 +136,15 @@ class ChunkCodec:
         self._scales = scales
         self.kv = layout.kv
         self.by_token = self.size >= TOKEN_AMPLITUDES_FROM or self.kv.coded
-        self.keys_by_token = self.kv.coded
+        self.keys_by_token = self.by_token if version == CODEC_VERSION else self.kv.coded
+        self._split = version == CODEC_VERSION and self.heads * self.size % 4 == 0
         self._states = [shape for _, shape in layout.states]
         self._state_values = sum(map(math.prod, self._states))
+
+    @property
+    def nested(self) -> tuple[int, ...]:
+        """Return the numbers of bits that codes have, most first."""
+        return NESTED if self._split else tuple(x for x in NESTED if x != 3)
 
     @property
     def exact(self) -> tuple[int, ...]:
@@ -153,8 +165,10 @@ class ChunkCodec:
             return (2 * self.heads * tokens * self.kv.row(self.size),)
         if bits > 8:
             return (bits // 8 * values,)
-        each = (2 * self._amplitudes(tokens) + values // 4, values // 4, values // 2)
-        return each[: _PLANES[bits]]
+        first = 2 * self._amplitudes(tokens) + values // 4
+        if self._split:
+            return (first, values // 8, values // 8, values // 2)[: _PLANES[bits]]
+        return (first, values // 4, values // 2)[: _FEWER[bits]]
 
     def nbytes(self, tokens: int, bits: int) -> int:
         """Return the bytes of a chunk, amplitudes included."""
@@ -256,12 +270,19 @@ class ChunkCodec:
         """Pack 8-bit codes uint8 [L, 2, G, T, D] and amplitudes [L, of keys, then of values]."""
         flat = codes.reshape(self.layers, -1)
         head = amplitudes.astype(np.float16).view(np.uint8).reshape(self.layers, -1)
+        middle = _packed2((flat >> 4) & 3)
         planes: tuple[Array, ...] = (
             np.concatenate([head, _packed2(flat >> 6)], axis=1),
-            _packed2((flat >> 4) & 3),
+            *(np.split(middle, 2, axis=1) if self._split else [middle]),
             (flat[:, 0::2] & 15) | ((flat[:, 1::2] & 15) << 4),
         )
         return Codes(8, tokens, planes)
+
+    def _joined_planes(self, planes: Sequence[Array]) -> Sequence[Array]:
+        """Return planes with those of keys and of values as one."""
+        if self._split and len(planes) > 2:
+            return [planes[0], np.concatenate(planes[1:3], axis=-1), *planes[3:]]
+        return planes
 
     def decode(self, codes: Codes) -> Sequence[Array] | Array:
         """Return the values of codes, float32 [L, 2, G, T, D]."""
@@ -300,6 +321,7 @@ class ChunkCodec:
             for rows, part in zip(into, planes[0].view(np.int8).reshape(shape), strict=True):
                 rows.array[:, start:stop] = part
         elif codes.bits == 8:
+            planes = list(self._joined_planes(planes))
             moved, amplitudes = unpacked(8, planes, self._amplitudes(codes.tokens))
             steps = (amplitudes.astype(np.float32) / 128).reshape(shape)
             parts = (moved ^ 128).view(np.int8).reshape(shape)
@@ -316,6 +338,7 @@ class ChunkCodec:
         if bits == HALF:
             return planes[0].reshape(-1).view(np.float16).astype(np.float32).reshape(shape)
         heads = self.heads, tokens, self.size
+        planes = self._joined_planes(planes)
         scales, both = self._scales[layers], (self.by_token, self.keys_by_token)
         return decoded(bits, planes, heads, scales, by_token=both[0], keys_by_token=both[1])
 
@@ -361,14 +384,23 @@ class LayeredCodec(ChunkCodec):
     Values, and `channels`, are lists by layer.
     """
 
-    def __init__(self, layout: CacheLayout, channels: Sequence[Array] | None = None) -> None:
+    def __init__(
+        self,
+        layout: CacheLayout,
+        channels: Sequence[Array] | None = None,
+        version: int = CODEC_VERSION,
+    ) -> None:
         self._own = []
         for layer in range(layout.layers):
             heads, size = layout.heads(layer)
             one = CacheLayout(
                 layers=1, kv_heads=heads, head_dim=size, capacity=layout.capacity, kv=layout.kv
             )
-            self._own.append(ChunkCodec(one, None if channels is None else channels[layer][None]))
+            scales = None if channels is None else channels[layer][None]
+            self._own.append(ChunkCodec(one, scales, version))
+        self._split = all(x._split for x in self._own)
+        for own in self._own:
+            own._split = self._split
         self.layers, self.kv = layout.layers, layout.kv
         shapes = [layout.heads(layer) for layer in range(layout.layers)]
         self._kinds = [shapes.index(shape) for shape in shapes]
@@ -428,11 +460,14 @@ class LayeredCodec(ChunkCodec):
         return Codes(codes.bits, codes.tokens, tuple(x[layer][None] for x in codes.planes))
 
 
-def codec_of(layout: CacheLayout, channels: Sequence[Array] | None = None) -> ChunkCodec:
+def codec_of(
+    layout: CacheLayout, channels: Sequence[Array] | None = None, version: int = CODEC_VERSION
+) -> ChunkCodec:
     """Return the codec of a model's chunks, with the scales of the keys' channels by layer."""
-    if layout.alike:
-        return ChunkCodec(layout, None if channels is None else np.array(channels, np.float32))
-    return LayeredCodec(layout, channels)
+    if not layout.alike:
+        return LayeredCodec(layout, channels, version)
+    scales = None if channels is None else np.array(channels, np.float32)
+    return ChunkCodec(layout, scales, version)
 
 
 def _flat(states: Codes) -> Array:
@@ -463,28 +498,6 @@ def channel_scales(values: Array) -> Array:
     relative = np.sqrt(squares) / np.where(head > 0, head, 1)
     scales: Array = np.maximum(relative, 0.01).astype(np.float32)
     return scales
-
-
-def relative_errors(codec: ChunkCodec, values: Sequence[Array] | Array) -> dict[int, float]:
-    """Return the error of keys and values at 8, 4 and 2 bits, relative to their root mean square.
-
-    It is the mean of the keys' and the values' errors; `values` are [2, G, T, D] by layer.
-    """
-    codes, errors = codec.encode(values, 8), {}
-    size = _root_mean_squares(values)
-    for bits in NESTED:
-        decoded = codec.decode(codes.lowered(bits))
-        wrong = [x.astype(np.float64) - y for x, y in zip(decoded, values, strict=True)]
-        rms = _root_mean_squares(wrong)
-        errors[bits] = float((rms / np.where(size > 0, size, 1)).mean())
-    return errors
-
-
-def _root_mean_squares(values: Sequence[Array] | Array) -> Array:
-    """Return those of keys and of values, over all layers."""
-    sums = sum(np.square(x.astype(np.float64)).sum(axis=(1, 2, 3)) for x in values)
-    roots: Array = np.sqrt(sums / sum(x[0].size for x in values))
-    return roots
 
 
 def _packed2(codes: Array) -> Array:

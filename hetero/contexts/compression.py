@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Final, Literal, TypeAlias
 
 from hetero.arguments import check_one_of
 from hetero.contexts.chunk_memory import ChunkMemory
 from hetero.contexts.chunks import Chunk
-from hetero.contexts.codec import CHUNK_TOKENS, NESTED, RAW, ChunkCodec
-from hetero.contexts.ratios import Rule, least_error, paper
+from hetero.contexts.codec import CHUNK_TOKENS, RAW, ChunkCodec
+from hetero.contexts.ratios import Rule, newest, paper
 from hetero.errors import UserError
 
 KvBits: TypeAlias = Literal["raw", "16", "8", "4", "2", "mixed"]
@@ -19,8 +19,7 @@ KV_BITS: Final = ("raw", "16", "8", "4", "2", "mixed")
 class Compression:
     """The rule of one service.
 
-    `ratio` is the size of all `mixed` chunks together relative to 8-bit codes; `errors` are squares
-    of the model's relative errors by bits.
+    `ratio` is the size of all `mixed` chunks but a text's first together, relative to 8-bit codes.
     """
 
     def __init__(
@@ -29,15 +28,18 @@ class Compression:
         ratio: float,
         rule: Rule,
         codec: ChunkCodec,
-        errors: Mapping[int, float],
     ) -> None:
         check_one_of("kv_bits", bits, KV_BITS)
-        check_one_of("kv_rule", rule, ("error", "paper"))
+        check_one_of("kv_rule", rule, ("newest", "paper"))
         if not 0.25 <= ratio <= 1:
             raise UserError(f"kv_ratio is from 0.25 to 1 (of the bytes at 8 bits), got {ratio}")
         self.bits, self.ratio, self.rule = bits, ratio, rule
-        self._errors = dict(errors)
-        self._nbytes = {each: codec.nbytes(CHUNK_TOKENS, each) for each in NESTED}
+        self._nbytes = {each: codec.nbytes(CHUNK_TOKENS, each) for each in codec.nested}
+
+    @property
+    def ranks(self) -> bool:
+        """Return whether chunks are ranked by their densities."""
+        return self.bits == "mixed" and self.rule == "paper"
 
     @property
     def first(self) -> int:
@@ -47,20 +49,12 @@ class Compression:
         return 8 if self.bits == "mixed" else int(self.bits)
 
     def choose(self, densities: Sequence[float]) -> list[int]:
-        """Return the bits of each of a context's full chunks.
-
-        They are the same for all where no density is known (on a device that does not measure
-        attention by query).
-        """
+        """Return the bits of each of a context's full chunks."""
         if self.bits != "mixed":
             return [self.first] * len(densities)
-        if not any(densities):  # not measured
-            room = self.ratio * self._nbytes[8]
-            return [next((b for b in NESTED if self._nbytes[b] <= room), 2)] * len(densities)
         if self.rule == "paper":
             return paper(densities, self.ratio)
-        budget = self.ratio * len(densities) * self._nbytes[8]
-        return least_error(densities, budget, self._nbytes, self._errors)
+        return newest(len(densities), self.ratio, self._nbytes)
 
     def apply(self, memory: ChunkMemory, chunks: Sequence[Chunk]) -> None:
         """Lower chunks that have more bits than chosen.

@@ -17,14 +17,14 @@ import hashlib
 import json
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from filelock import FileLock, Timeout
 
 from hetero.backends.host.files import LONGEST_DOCUMENT_BYTES, atomic_write, read_text
-from hetero.contexts.codec import CODEC_VERSION, LAYERED_VERSION
+from hetero.contexts.codec import CODEC_VERSION, FIRST_VERSIONS
 from hetero.contexts.encryption import SealError, Vault, check_key
 from hetero.errors import UserError
 from hetero.runtime.kv.kv_cache import CacheLayout
@@ -60,7 +60,9 @@ class ServiceDirectory:
                 "another directory"
             ) from error
         try:
-            self.about = self._opened(_described(identity, layout))
+            versions = CODEC_VERSION, FIRST_VERSIONS[not layout.alike]
+            self.about = self._opened([_described(identity, layout, x) for x in versions])
+            self.codec = int(self.about["identity"]["codec"])
             self._secret = self._unsealed(bytes.fromhex(self.about["secret"]))
         except BaseException:
             self._lock.release()
@@ -125,12 +127,13 @@ class ServiceDirectory:
             return secret
         return self._vault.box("secret", b"").seal(secret, b"secret")
 
-    def _opened(self, described: dict[str, Any]) -> dict[str, Any]:
+    def _opened(self, known: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Return the facts of a folder of one of these identities; a new one has the first."""
         path = self.path / "service.json"
         if not path.exists():
             about = {
                 "version": VERSION,
-                "identity": described,
+                "identity": known[0],
                 "secret": self._made().hex(),
             }
             if self._vault is not None:
@@ -140,7 +143,7 @@ class ServiceDirectory:
             return about
         try:
             document = json.loads(read_text(path, LONGEST_DOCUMENT_BYTES))
-            same, secret = document["identity"] == described, bytes.fromhex(document["secret"])
+            same, secret = document["identity"] in known, bytes.fromhex(document["secret"])
             sealed = document.get("encryption", "")
             wanted = len(secret) > 32 if sealed else len(secret) == 32
             whole = document["version"] == VERSION and wanted and isinstance(sealed, str)
@@ -161,11 +164,11 @@ class ServiceDirectory:
         return dict(document)
 
 
-def _described(identity: Identity, layout: CacheLayout) -> dict[str, Any]:
+def _described(identity: Identity, layout: CacheLayout, codec: int) -> dict[str, Any]:
     """Return everything that the keys and values of equal texts depend on."""
     own = [x for heads in layout.heads_of for x in heads]
     heads = own or [layout.kv_heads, layout.head_dim]
     return identity.metadata | {
-        "codec": CODEC_VERSION if layout.alike else LAYERED_VERSION,
+        "codec": codec,
         "cache": [layout.layers, *heads, *[layout.kv] * layout.kv.coded],
     }

@@ -1,4 +1,4 @@
-"""Measurements of a service, made once, of its model (scales, errors, prompt times) and disk."""
+"""Measurements of a service, made once, of its model (scales, prompt times) and disk."""
 
 from __future__ import annotations
 
@@ -18,13 +18,10 @@ from hetero.contexts.chunks import Chunk
 from hetero.contexts.codec import (
     CHUNK_TOKENS,
     HALF,
-    NESTED,
     RAW,
     ChunkCodec,
     Codes,
     channel_scales,
-    codec_of,
-    relative_errors,
 )
 from hetero.contexts.decoding import ChunkDecoder, HostDecoder
 from hetero.contexts.load_plan import Rates
@@ -32,8 +29,43 @@ from hetero.contexts.prompt_times import CalibratedTimes, Point, PredictedTimes,
 from hetero.errors import UserError
 from hetero.runtime.kv.context import Context
 
-MEASURES: Final = 4  # version of what is measured: a folder of another one measures again
-SAMPLE_TOKENS: Final = 64
+MEASURES: Final = 5  # version of what is measured: a folder of another one measures again
+SAMPLE_TOKENS: Final = 512
+# Prose and code, for scales of channels that fit what people write.
+SAMPLE_TEXT: Final = """The harbour lay quiet under a thin rain when the last ferry came in. \
+Two men in oilskins threw their ropes, and the captain, who had not \
+slept since Tuesday, asked whether the letter from Lisbon had arrived. \
+"It has," said the clerk, "but it is not what you hoped for. They \
+offer 4,200 for the ship, half of it in May 1998, and nothing at all \
+for the cargo."
+
+Photosynthesis converts light into chemical energy: plants take in carbon dioxide and water, \
+and release oxygen. Most of it happens in the leaves, whose cells contain chlorophyll. In 1779 \
+Jan Ingenhousz showed that plants need light for it; the details of the cycle, however, were \
+not known before the 1950s, when carbon-14 made it possible to follow each step.
+
+def read_table(path, separator=","):
+    rows = []
+    with open(path, encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            fields = [field.strip() for field in line.split(separator)]
+            if len(fields) != 3:
+                raise ValueError(f"{path}:{number}: expected 3 fields, got {len(fields)}")
+            rows.append({"name": fields[0], "price": float(fields[1]), "count": int(fields[2])})
+    return rows
+
+Q: How do I cancel my order? A: Open "My account", choose the order and press Cancel. You can \
+do this until it has been sent; after that, please write to us (support@example.com) within 14 \
+days.
+
+* Mix the flour, the salt and a teaspoon of yeast. * Add 300 ml of warm water, little by \
+little. * Knead for ten minutes; let the dough rest, covered, for an hour. Heat the oven to 220 \
+degrees.
+
+Theorem. There are infinitely many primes. Proof: suppose that p1, ..., pn are all of them, and \
+let N = p1 * p2 * ... * pn + 1. None of them divides N, so a prime divisor of N is not in the \
+list.
+"""
 PROMPTS: Final = (1, 8, 16, 32, 64, 128, 256, 512)
 LONGEST_BEFORE: Final = 2048
 _DISK_BYTES: Final = 4 << 20
@@ -47,20 +79,18 @@ def sample(vocabulary: int, tokens: int) -> list[int]:
     return [int(x) for x in np.random.default_rng(0).integers(0, vocabulary, tokens)]
 
 
-def measure_channels(context: Context, vocabulary: int, prefill: Prefill) -> dict[str, Any]:
-    """Return the scales of the model's key channels, and its errors by bits, of `sample`."""
-    tokens = min(SAMPLE_TOKENS, context.home.max_tokens - 1)
+def measure_channels(context: Context, text: Sequence[int], prefill: Prefill) -> dict[str, Any]:
+    """Return the scales of the model's key channels on a text.
+
+    Random tokens would not do: of a trained model their keys are other ones.
+    """
+    tokens = min(len(text), SAMPLE_TOKENS, context.home.max_tokens - 1)
     context.adopt(())
-    prefill(sample(vocabulary, tokens))
+    prefill(text[:tokens])
     values = context.cache.read_layers(0, tokens)
     context.adopt(())
     scales = [channel_scales(x[None])[0] for x in values]
-    codec = codec_of(context.cache.layout, scales)
-    errors = relative_errors(codec, values)
-    return {
-        "channels": [float(x) for layer in scales for x in layer.ravel()],
-        "errors": {str(bits): error for bits, error in errors.items()},
-    }
+    return {"channels": [float(x) for layer in scales for x in layer.ravel()]}
 
 
 def measure_prompts(context: Context, vocabulary: int, prefill: Prefill) -> list[list[float]]:
@@ -143,7 +173,7 @@ def measure_chunks(
     sizes = [(2, count, CHUNK_TOKENS, size) for count, size in heads]
     values = [random.standard_normal(x).astype(np.float32) for x in sizes]
     count = max(1, min(16, shape.capacity // CHUNK_TOKENS))
-    encoded = {bits: codec.encode(values, bits) for bits in (RAW, HALF, *NESTED)}
+    encoded = {bits: codec.encode(values, bits) for bits in (RAW, HALF, *codec.nested)}
     seconds: dict[str, dict[str, float]] = {}
     for decoder in decoders:
         times = {}
@@ -197,15 +227,6 @@ def _min_s(run: Callable[[], object]) -> float:
     return min(times)
 
 
-def errors_of(facts: dict[str, Any]) -> dict[int, float]:
-    """Return the squares of the model's relative errors, by bits.
-
-    The Kullback-Leibler divergence of an answer's distribution grows with the square. Damaged facts
-    raise the errors of parsing them.
-    """
-    return {bits: _number(facts["errors"][str(bits)]) ** 2 for bits in NESTED}
-
-
 def rates_of(facts: dict[str, Any]) -> Rates:
     """Return the rates in the stored facts. Damaged facts raise the errors of parsing them."""
     prompts, priced = _points(facts["prompts"]), _points(facts["predicted"])
@@ -219,7 +240,7 @@ def rates_of(facts: dict[str, Any]) -> Rates:
         read_bytes_per_s=_number(facts["read_bytes_per_s"]),
         read_latency_s=_number(facts["read_latency_s"]),
         read_chunk_s=_number(facts["read_chunk_s"]),
-        chunk_s={bits: _number(facts["chunk_s"][str(bits)]) for bits in (RAW, HALF, *NESTED)},
+        chunk_s={int(bits): _number(x) for bits, x in facts["chunk_s"].items()},
         decodes_overlapped=facts["decodes"] == HostDecoder.name,
     )
 

@@ -1,10 +1,9 @@
 """The number of bits of each chunk of a context.
 
-`least_error` minimises the expected error sum(D_i · e(b_i)) for a number of bytes; D_i is a chunk's
-information density (LLMS, equation 1), e(b) the square of the model's measured relative error at b
-bits (with the error itself dense chunks get bits that cost the others more). `paper` is the paper's
-rule (equations 2 and 3): it maximises sum(D_i / ratio_i), which favours giving dense chunks few
-bits; it is there for comparison.
+`newest` gives the most bits to the first chunk, on whose tokens much of all attention rests, and to
+the newest ones. Information density (LLMS, equation 1) was no better at ranking the others, and
+needs the scores of attention: it is computed for `paper` alone, the paper's rule (equations 2 and
+3), which maximises sum(D_i / ratio_i) and favours giving dense chunks few bits.
 """
 
 from __future__ import annotations
@@ -15,35 +14,26 @@ from typing import Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from hetero.contexts.codec import NESTED
+from hetero.contexts.chunks import first_bits
 
-Rule: TypeAlias = Literal["error", "paper"]
+Rule: TypeAlias = Literal["newest", "paper"]
 RATIOS = {8: 1.0, 4: 0.5, 2: 0.25}  # of the paper: codes alone
 
 
-def least_error(
-    densities: Sequence[float],
-    budget_bytes: float,
-    nbytes: Mapping[int, int],
-    errors: Mapping[int, float],
-) -> list[int]:
-    """Return the bits of each chunk with the least sum(D · e) within `budget_bytes`.
+def newest(count: int, ratio: float, nbytes: Mapping[int, int]) -> list[int]:
+    """Return the bits of each of a text's `count` chunks, in `ratio` of the bytes at 8 bits.
 
-    All get 2 bits where even that does not fit. `nbytes` and `errors` are a chunk's by bits.
-
-    An optimum gives denser chunks no fewer bits, so two numbers describe it: how many chunks get 8
-    bits, and how many 4. Given the first, the second is as large as the bytes allow.
+    The first, which does not count, has 8 (`first_bits`). Of the others the newest have the next
+    more bits than the rest, as many as the bytes allow; all have the fewest where even these do not
+    fit. A longer text never gives a chunk more. `nbytes` are a chunk's by bits.
     """
-    order, sums = _ranked(densities)
-    count = len(densities)
-
-    def value(top: int, middle: int) -> float:
-        parts = (sums[top], sums[middle] - sums[top], sums[count] - sums[middle])
-        return float(sum(part * errors[bits] for part, bits in zip(parts, NESTED, strict=True)))
-
-    choices = _splits(count, budget_bytes, nbytes)
-    top, middle = min(choices, key=lambda split: value(*split), default=(0, 0))
-    return _spread(order, top, middle)
+    levels, left = sorted(nbytes), count - 1
+    each = ratio * nbytes[levels[-1]]
+    low = max((x for x in levels if nbytes[x] <= each), default=levels[0])
+    high = min((x for x in levels if x > low), default=low)
+    more = nbytes[high] - nbytes[low]
+    top = min(left, max(0, int(left * (each - nbytes[low]) // more))) if more else 0
+    return [first_bits(low), *[low] * (left - top), *[high] * top][:count]
 
 
 def paper(densities: Sequence[float], ratio: float = 0.5) -> list[int]:
@@ -52,21 +42,23 @@ def paper(densities: Sequence[float], ratio: float = 0.5) -> list[int]:
     Where chunks do not divide, the mean is below it by less than one step.
     """
     order, sums = _ranked(densities)
-    count = len(densities)
+    count, quarters = len(densities), {bits: round(4 * x) for bits, x in RATIOS.items()}
 
     def value(top: int, middle: int) -> float:
         parts = (sums[top], sums[middle] - sums[top], sums[count] - sums[middle])
-        return float(sum(part / RATIOS[bits] for part, bits in zip(parts, NESTED, strict=True)))
+        return float(sum(part / each for part, each in zip(parts, RATIOS.values(), strict=True)))
 
-    quarters = {bits: round(4 * RATIOS[bits]) for bits in NESTED}
     choices = _splits(count, 4 * ratio * count, quarters)
     top, middle = max(choices, key=lambda split: value(*split), default=(0, 0))
-    return _spread(order, top, middle)
+    bits = np.full(count, 2)
+    bits[order[:middle]] = 4
+    bits[order[:top]] = 8
+    return [int(x) for x in bits]
 
 
-def _splits(count: int, budget: float, nbytes: Mapping[int, int]) -> list[tuple[int, int]]:
+def _splits(count: int, budget: float, sizes: Mapping[int, int]) -> list[tuple[int, int]]:
     """Return every possible number of chunks with 8 bits, with the most that have at least 4."""
-    heavy, middle, light = (nbytes[bits] for bits in NESTED)
+    heavy, middle, light = (sizes[bits] for bits in RATIOS)
     splits = []
     for top in range(count + 1):
         left = budget - top * heavy - (count - top) * light
@@ -81,10 +73,3 @@ def _ranked(densities: Sequence[float]) -> tuple[npt.NDArray[np.intp], npt.NDArr
     values = np.asarray(densities, dtype=np.float64)
     order = np.argsort(-values, kind="stable")
     return order, np.concatenate([[0.0], np.cumsum(values[order])])
-
-
-def _spread(order: npt.NDArray[np.intp], top: int, middle: int) -> list[int]:
-    bits = np.full(len(order), 2)
-    bits[order[:middle]] = 4
-    bits[order[:top]] = 8
-    return [int(x) for x in bits]

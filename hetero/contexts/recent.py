@@ -52,7 +52,7 @@ class RecentTexts:
         """
         root, texts = self._root(salt), self.texts
         shares = {
-            i: _shared(x.cached.tokens, tokens) if x.cached.root == root else 0
+            i: _shared(x.cached.tokens, tokens) if x.cached.origin == root else 0
             for i, x in enumerate(texts)
             if i not in self.busy
         }
@@ -88,14 +88,16 @@ class RecentTexts:
         whole = options.get("echo") and options.get("logprobs") is not None
         with service._lock.taken(), self._working(at):
             self._calls += 1
-            root, text.used = self._root(salt), self._calls
+            origin, text.used = self._root(salt), self._calls
+            goes_on = tokens[: len(text.cached.tokens)] == text.cached.tokens
+            root = text.cached.root if goes_on and text.cached.origin == origin else origin
             with service.memory.lock:
                 table = service.memory.table
                 known = 0 if whole else table.known(self.app.name, root, tokens)
                 chunks = table.refer(self.app.name, root, tokens[:known], RAW)
                 snapshots = [] if whole else table.refer_snapshots(self.app.name, root, tokens)
             before = text.cached
-            text.cached = CachedText(self.app.name, root, tokens, chunks, snapshots)
+            text.cached = CachedText(self.app.name, root, tokens, chunks, snapshots, origin)
             service._working.release(before.all_chunks)
             ended: list[GenerationResult] = []
             with service._slots.taken(root, tokens) as slot:
@@ -169,7 +171,8 @@ class RecentTexts:
             tokens, table = cached.tokens[:known], memory.table
             chunks = table.refer(cached.app, cached.root, tokens, RAW)
             snapshots = table.refer_snapshots(cached.app, cached.root, tokens)
-        return CachedText(cached.app, cached.root, list(cached.tokens), chunks, snapshots)
+        tokens, origin = list(cached.tokens), cached.origin
+        return CachedText(cached.app, cached.root, tokens, chunks, snapshots, origin)
 
     def _run(
         self,

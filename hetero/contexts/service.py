@@ -37,7 +37,7 @@ from hetero.contexts.encryption import vault_of
 from hetero.contexts.eviction import Policy
 from hetero.contexts.measured import (
     MEASURES,
-    errors_of,
+    SAMPLE_TEXT,
     measure_channels,
     measure_chunks,
     measure_disk,
@@ -58,6 +58,7 @@ from hetero.generation.conversation import Conversation
 from hetero.generation.llm import LLM
 from hetero.generation.loop import Delta, Generation, GenerationResult, Pending, decode_together
 from hetero.runtime.kv.attention_stats import ScoreStats
+from hetero.runtime.kv.constants import SINKS
 from hetero.runtime.kv.context import Context
 from hetero.runtime.kv.kv_cache import CacheLayout
 from hetero.runtime.usage import Work, total
@@ -69,8 +70,9 @@ class Service(Closing):
     `model` is what `LLM` takes, with `LLM`'s options, or an open `LLM`. `context_memory` bounds the
     keys and values in memory of all contexts of all apps, without the one cache that the devices
     compute in; `context_disk` bounds the folder; `contexts_per_app` is the most that an app may
-    have. `kv_bits` is the format of keys and values: `mixed` (by information density, `kv_ratio` of
-    the bytes of 8 bits overall), 16 (float16), 8, 4, 2, or `raw` (float32, exact).
+    have. `kv_bits` is the format of keys and values: `mixed` (`kv_ratio` of the bytes of 8 bits
+    overall; the first and the newest tokens have most), 16 (float16), 8, 4, 2, or `raw` (float32,
+    exact).
 
     The folder is encrypted with `encryption_key`: 32 bytes, or a file that has them (default:
     HETERO_ENCRYPTION_KEY of the environment, if set). It is then needed to open the folder again.
@@ -92,9 +94,9 @@ class Service(Closing):
         context_memory: str | int = "256MiB",
         context_disk: str | int = "4GiB",
         contexts_per_app: int = 8,
-        kv_bits: KvBits = "mixed",
+        kv_bits: KvBits = "8",
         kv_ratio: float = 0.5,
-        kv_rule: Rule = "error",
+        kv_rule: Rule = "newest",
         eviction: Policy = "lctru",
         swap: When = "ahead",
         recompute: bool = True,
@@ -123,14 +125,14 @@ class Service(Closing):
             self.disk = ByteBudget(parse_size(context_disk), "context_disk")
             self._unbound = UnboundApps(self._directory.path / "apps", self.disk)
             self.memory = ChunkMemory(memory, eviction)
-            errors, rates = self._directory.read(lambda facts: (errors_of(facts), rates_of(facts)))
-            self.compression = Compression(kv_bits, kv_ratio, kv_rule, codec, errors)
+            rates = self._directory.read(rates_of)
+            self.compression = Compression(kv_bits, kv_ratio, kv_rule, codec)
             swapping = SwapOut(self.memory, codec, self._files, self.disk, self._unbound, when=swap)
             self.swap = opened(closing(swapping))
             self._codec = codec
             slot = partial(
                 self._slot,
-                mixed=kv_bits == "mixed",
+                ranks=self.compression.ranks,
                 rates=rates,
                 recompute=recompute,
                 decoder=SharedDecoder(decoder),
@@ -145,12 +147,12 @@ class Service(Closing):
             self.close()
             raise
 
-    def _slot(self, active: Context, *, mixed: bool, **options: Any) -> Slot:
-        """Return a slot that streams on a context, with scores of its chunks where bits are mixed.
+    def _slot(self, active: Context, *, ranks: bool, **options: Any) -> Slot:
+        """Return a slot that streams on a context, with scores of its chunks where these `ranks`.
 
         `options` are those of its working set.
         """
-        if mixed:
+        if ranks:
             active.score_stats = ScoreStats(self.llm.max_seq_len)
         kind = StatefulWorkingSet if active.cache.layout.states else WorkingSet
         working = kind(
@@ -259,14 +261,42 @@ class Service(Closing):
 
         With the option `ahead` there may be a `PENDING` before a delta, but not before the first.
         An option `prompt`, a `SharedPrompt`, lets other answers continue the prompt meanwhile.
+        With `context_shift`, some of the first `old` tokens (an option) make room for the others.
         """
         options = options | {"context": slot.active, "reuse": True}
+        tokens = self._fitted(slot, tokens, options.pop("old", 0), options)
         ahead, prompt = options.pop("ahead", False), options.pop("prompt", None)
         with self.llm.stream(tokens, **options) as answer:
             slot.answer = answer
             with nullcontext() if prompt is None else prompt.read_by(answer):
                 yield from self._advanced(answer, ahead=ahead)
-        results.append(answer.result())
+        result = answer.result()
+        if slot.active.forgotten:
+            stats = replace(result.stats, shifted_tokens=slot.active.forgotten)
+            result = replace(result, stats=stats)
+        results.append(result)
+
+    def _fitted(
+        self, slot: Slot, tokens: Sequence[int], old: int, options: dict[str, Any]
+    ) -> Sequence[int]:
+        """Return a text whose prompt and one token of an answer fit the context.
+
+        With `context_shift` that is at the cost of half of its first `old` tokens after those that
+        are kept, or more. They leave the slot's cache, too. Where they do not suffice the text is
+        as it was.
+        """
+        if not options.get("context_shift"):
+            return tokens
+        keep = check_count("keep", options.get("keep", SINKS), 0)
+        over, room = len(tokens) + 1 - self.llm.max_seq_len, old - keep
+        slot.working.settle()
+        if not 0 < over <= room:
+            return tokens
+        drop = max(over, room // 2)
+        self.llm.engine.lock.check()
+        with self.llm.engine.lock:
+            slot.active.forget(keep, drop)
+        return [*tokens[:keep], *tokens[keep + drop :]]
 
     def _advanced(self, answer: Generation, *, ahead: bool) -> Iterator[Delta | Pending | None]:
         begun = False
@@ -284,9 +314,11 @@ class Service(Closing):
         """Return the model's codec and the fastest decoder; the folder keeps the measurements."""
         directory, about = self._directory, self._directory.about
         vocabulary, layout = self.llm.model.config.vocab_size, self._active.cache.layout
-        if not {"channels", "errors"} <= about.keys():
-            directory.save(**measure_channels(self._active, vocabulary, self._prefill))
-        codec = directory.read(lambda facts: codec_of(layout, _by_layer(layout, facts["channels"])))
+        if "channels" not in about:
+            sample = self.llm.encode(SAMPLE_TEXT)
+            directory.save(**measure_channels(self._active, sample, self._prefill))
+        channels = directory.read(lambda facts: _by_layer(layout, facts["channels"]))
+        codec = codec_of(layout, channels, directory.codec)
         engine = self.llm.engine
         engine.contexts.scale_by(codec.channels)
         able = {} if engine.runner.gpu_share is not None else engine.devices
@@ -423,7 +455,9 @@ class AppContext:
         self.app, self.id = app, name
         self.last_switch: Switch | None = None
         self._log = log
-        self._cached = CachedText(app.name, app.root, list(log.text.tokens))
+        self._cached = CachedText(
+            app.name, log.text.root or app.root, list(log.text.tokens), origin=app.root
+        )
         self._deleted = self._busy = False
 
     @property
@@ -456,6 +490,7 @@ class AppContext:
         with self.app.service._lock.taken():
             self._check()
             self._log.append(tokens, ())
+            self._begin_again()
 
     def call(self, prompt: str, **options: Any) -> GenerationResult:
         """Return the answer to a prompt, once both are on the disk."""
@@ -478,7 +513,8 @@ class AppContext:
         """Return the steps of the answer to a whole text, which replaces the context's own.
 
         A common prefix is reused. A step is a text delta, or None where it gave none. The result is
-        added to `results` when all is on the disk. Options are those of `LLM.stream`.
+        added to `results` when all is on the disk. Options are those of `LLM.stream`, and `old`:
+        how many of the tokens may be forgotten with `context_shift` to make room for the others.
         """
         return WholeSteps(self._become_answered(tokens, results, options))
 
@@ -487,12 +523,12 @@ class AppContext:
     ) -> Iterator[Delta | Pending | None]:
         with self.app.service._lock.taken(), self._at_work():
             ended: list[GenerationResult] = []
+            if list(tokens[: len(self)]) != self._log.text.tokens:
+                self._begin_again()
             with self.app.service._slots.taken(self._cached.root, tokens) as slot:
                 run = partial(self._run, slot, list(tokens), options, ended)
                 yield from slot.working.answering(self._cached, list(tokens), run)
-                used = slot.working.tick()
-                self._log.append(slot.active.tokens, self._log.text.messages, used=used)
-                self._leave(slot)
+                self._leave(slot, self._log.text.messages)
             results += ended
 
     @whole
@@ -512,10 +548,11 @@ class AppContext:
             with service.memory.lock:
                 cached = self._cached.chunks[-1].stop if self._cached.chunks else 0
                 tokens, table, app = text.tokens[:cached], service.memory.table, self.app
+                root = self._cached.root
                 other._cached.chunks = table.refer(
-                    app.name, app.root, tokens, service.compression.first
+                    app.name, root, tokens, service.compression.first
                 )
-                other._cached.snapshots = table.refer_snapshots(app.name, app.root, tokens)
+                other._cached.snapshots = table.refer_snapshots(app.name, root, tokens)
             return other
 
     @whole
@@ -540,19 +577,22 @@ class AppContext:
     def _answer(
         self, prompt: str, options: dict[str, Any], results: list[GenerationResult]
     ) -> Iterator[Delta | Pending | None]:
-        for name in ("context", "reuse", "chat", "echo", "context_shift", "keep"):
+        for name in ("context", "reuse", "chat", "echo", "old"):
             if name in options:
                 raise UserError(f"{name!r} is not an option of a persistent context's call")
         service, text = self.app.service, self._log.text
         with service._lock.taken(), self._at_work():
             whole, messages = self._whole(prompt, options)
+            if options.get("context_shift") and text.chat and text.system:
+                options = {"keep": self._system_tokens()} | options
+            old = len(self) if whole[: len(self)] == text.tokens else 0
+            if not old:
+                self._begin_again()
             with service._slots.taken(self._cached.root, whole) as slot:
-                run = partial(self._run, slot, whole, options, results)
+                run = partial(self._run, slot, whole, options | {"old": old}, results)
                 yield from slot.working.answering(self._cached, whole, run)
                 history = [*messages, {"role": "assistant", "content": results[0].text}]
-                used = slot.working.tick()
-                self._log.append(slot.active.tokens, history if text.chat else (), used=used)
-                self._leave(slot)
+                self._leave(slot, history if text.chat else ())
 
     @contextmanager
     def _at_work(self) -> Iterator[None]:
@@ -576,9 +616,21 @@ class AppContext:
         options = {"chat": self._log.text.chat} | options
         yield from self.app.service._steps(slot, whole, options, results)
 
-    def _leave(self, slot: Slot) -> None:
-        service = self.app.service
-        chunks = slot.working.leave(self._cached, service.compression.first)
+    def _begin_again(self) -> None:
+        """Forget the keys and values of a text that was shifted: it becomes one that was not."""
+        cached, service = self._cached, self.app.service
+        if cached.shifted:
+            service._slots.forget(cached.root)
+            service._working.release(cached.all_chunks)
+            cached.root, cached.chunks, cached.snapshots = cached.origin, [], []
+
+    def _leave(self, slot: Slot, messages: Sequence[dict[str, Any]]) -> None:
+        """Take over the slot's text, once it is on the disk with the messages of a chat."""
+        service, cached = self.app.service, self._cached
+        used, root = slot.working.tick(), slot.working.root_after(cached)
+        kept = b"" if root == cached.origin else root
+        self._log.append(slot.active.tokens, messages, used=used, root=kept)
+        chunks = slot.working.leave(cached, service.compression.first, root)
         service.compression.apply(service.memory, chunks)
         slot.working.swap_out(self._cached)
 
@@ -589,7 +641,8 @@ class AppContext:
             history = [*text.messages, {"role": "user", "content": prompt}]
             answer = check_count("max_tokens", options.get("max_tokens", 1))
             tokens = self._continued(history)
-            if not tokens or len(tokens) + answer > service.llm.max_seq_len:
+            full = len(tokens) + answer > service.llm.max_seq_len
+            if not tokens or (full and not options.get("context_shift")):
                 tokens = Conversation(service.llm, context=service._active).fitting(history, answer)
             return tokens, history
         tokens = service.llm.encode(prompt)
@@ -616,6 +669,16 @@ class AppContext:
         count = next((i for i, (a, b) in pairs if a != b), 0)
         return [*self.tokens, *one[-count:]] if count else []
 
+    def _system_tokens(self) -> int:
+        """Return how many tokens a chat begins with before the first prompt."""
+        system = {"role": "system", "content": self._log.text.system}
+        one, other = (
+            self.app.service.llm.encode_chat([system, {"role": "user", "content": x}])
+            for x in ("0", "z")
+        )
+        pairs = enumerate(zip(one, other, strict=False))
+        return max(SINKS, next((i for i, (a, b) in pairs if a != b), 0))
+
     def _find(self, places: dict[bytes, Any], states: set[int]) -> None:
         """Find its chunks and snapshots, and their places on the disk.
 
@@ -625,7 +688,7 @@ class AppContext:
         first, used = service.compression.first, self._log.text.used
         service._working.tick(used)
         with service.memory.lock:
-            table, name, root = service.memory.table, self.app.name, self.app.root
+            table, name, root = service.memory.table, self.app.name, self._cached.root
             # A text's last token may not have been computed: its chunk is then another one.
             lengths = [len(self.tokens), len(self.tokens) - 1]
             for length in (n for n in lengths if n > 0):

@@ -32,11 +32,11 @@ class StatefulWorkingSet(WorkingSet):
 
     _snapshots: Sequence[Snapshot] = ()  # of the text that is loaded
 
-    def leave(self, text: CachedText, bits: int) -> list[Chunk]:
+    def leave(self, text: CachedText, bits: int, root: bytes | None = None) -> list[Chunk]:
         """Take over the active context's text, with snapshots of it."""
         before = text.snapshots
         with self._memory.lock:
-            chunks = super().leave(text, bits)
+            chunks = super().leave(text, bits, root)
             text.snapshots = self._taken(text, before)
             for snapshot in text.snapshots:
                 for chunk in snapshot.chunks:

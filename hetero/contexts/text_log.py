@@ -44,7 +44,8 @@ class Text:
     """The text of a context.
 
     `messages` are those of a chat; `created` is in seconds since 1970, `used` the logical time of
-    its last call, as a chunk's.
+    its last call, as a chunk's; `root` is that of a text which was shifted (`CachedText`), empty
+    where it never was.
     """
 
     system: str = ""
@@ -53,6 +54,7 @@ class Text:
     messages: list[dict[str, Any]] = field(default_factory=list)
     created: float = 0.0
     used: int = 0
+    root: bytes = b""
 
 
 class TextLog:
@@ -122,7 +124,12 @@ class TextLog:
         return cls(path, budget, text, make_room, records, stop)
 
     def append(
-        self, tokens: Sequence[int], messages: Sequence[dict[str, Any]] = (), *, used: int = 0
+        self,
+        tokens: Sequence[int],
+        messages: Sequence[dict[str, Any]] = (),
+        *,
+        used: int = 0,
+        root: bytes = b"",
     ) -> None:
         """Set the text; it is on the disk when this returns."""
         keep = _common(self.text.tokens, tokens)
@@ -134,6 +141,7 @@ class TextLog:
                 "told": same,
                 "messages": list(messages[same:]),
                 "used": used,
+                "root": root.hex(),
             }
         )
         self._take(len(record))
@@ -150,7 +158,7 @@ class TextLog:
         self._size += len(record)
         self._records.count += 1
         self.text.tokens, self.text.messages = list(tokens), list(messages)
-        self.text.used = used
+        self.text.used, self.text.root = used, root
         if self._size > _WASTE_BYTES + 16 * len(tokens):
             with suppress(UserError):  # the turn is on the disk; the next one tries again
                 self._rewrite()
@@ -172,7 +180,7 @@ class TextLog:
             "created": text.created,
         }
         turn = {"keep": 0, "tokens": text.tokens, "told": 0, "messages": text.messages}
-        turn |= {"used": text.used}
+        turn |= {"used": text.used, "root": text.root.hex()}
         records = _Records(self._records.vault, self.path.name)
         data = records.begun() + records.packed(about)
         records.count += 1
@@ -282,7 +290,8 @@ def _begun(record: dict[str, Any]) -> Text:
 def _continued(text: Text, record: dict[str, Any]) -> Text:
     tokens = [*text.tokens[: record["keep"]], *map(int, record["tokens"])]
     messages = [*text.messages[: record["told"]], *record["messages"]]
-    return replace(text, tokens=tokens, messages=messages, used=int(record.get("used", 0)))
+    used, root = int(record.get("used", 0)), bytes.fromhex(record.get("root", ""))
+    return replace(text, tokens=tokens, messages=messages, used=used, root=root)
 
 
 def _common(before: Sequence[Any], after: Sequence[Any]) -> int:

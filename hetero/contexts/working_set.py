@@ -10,6 +10,7 @@ Only chunks of the text itself, or of another text of the same app with the same
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -42,6 +43,7 @@ class LiveContext(Protocol):
 
     gate: LayerGate | None
     score_stats: ScoreStats | None
+    forgotten: int
 
     @property
     def cache(self) -> KvCache:
@@ -56,18 +58,34 @@ class LiveContext(Protocol):
         """Return the text."""
 
     def adopt(self, tokens: Sequence[int]) -> None:
-        """Set the text: the cache holds these tokens now."""
+        """Set the text: the cache holds these tokens now, none of which were `forgotten`."""
+
+    def forget(self, keep: int, drop: int) -> None:
+        """Drop tokens [keep, keep + drop); the cached ones after them move to their place."""
 
 
 @dataclass(eq=False)
 class CachedText:
-    """A text of an app, and its known chunks and snapshots."""
+    """A text of an app, and its known chunks and snapshots.
+
+    `root` is `origin` until the text has been shifted. Its keys and values are then no longer those
+    of its tokens, so each shift gives it a root that no other text has.
+    """
 
     app: str
     root: bytes
     tokens: list[int] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
     snapshots: list[Snapshot] = field(default_factory=list)
+    origin: bytes = b""
+
+    def __post_init__(self) -> None:
+        self.origin = self.origin or self.root
+
+    @property
+    def shifted(self) -> bool:
+        """Return whether it has lost tokens that its keys and values were computed from."""
+        return self.root != self.origin
 
     @property
     def all_chunks(self) -> list[Chunk]:
@@ -221,25 +239,43 @@ class WorkingSet:
 
     def shared(self, root: bytes, tokens: Sequence[int]) -> int:
         """Return how many leading tokens of a text of this root the cache holds."""
-        if self._root != root:
-            return 0
         active = self._active
+        if self._root != root or active.forgotten:
+            return 0
         pairs = zip(active.tokens[: active.cached], tokens, strict=False)
         differing = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
         return min(active.cached, len(tokens) - 1) if differing is None else differing
 
-    def leave(self, text: CachedText, bits: int) -> list[Chunk]:
+    # --- where a text is shifted --------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Wait until no other thread uses the cache, whose rows may then move.
+
+        Raises `LoadError` where keys and values could not be read.
+        """
+        self._join_reader()
+        self._swap.wait_encoded(self._active.cache)
+
+    def root_after(self, text: CachedText) -> bytes:
+        """Return the root that `leave` is to give a text: a new one if the call has shifted it."""
+        return secrets.token_bytes(32) if self._active.forgotten else text.root
+
+    def leave(self, text: CachedText, bits: int, root: bytes | None = None) -> list[Chunk]:
         """Take over the active context's text as of the last `tick`, and return its chunks.
 
-        `swap_out` follows.
+        `root` is the text's from now on (default: `root_after`). `swap_out` follows.
         """
         active = self._active
         with self._memory.lock:
+            shifted = active.forgotten > 0
+            text.root = self._root = self.root_after(text) if root is None else root
+            if shifted:  # its keys and values are whatever the cache holds, rounded or not
+                active.forgotten, self._lossy[:] = 0, False
             before, cached = text.chunks, active.tokens[: active.cached]
             text.chunks = self._memory.table.refer(text.app, text.root, cached, bits)
             for chunk in text.chunks:
                 chunk.used = self._times.last
-            if active.score_stats is not None:
+            if active.score_stats is not None and not shifted:
                 active.score_stats.give(text.chunks)
         text.tokens = list(active.tokens)
         self.release(before)

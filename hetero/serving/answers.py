@@ -412,7 +412,9 @@ async def _disconnected(request: Request) -> None:
 
 
 async def _submit(state: State, request: Request, wanted: AnswerOptions) -> AnswerStream:
-    check_room(state, wanted.tokens)
+    keep = wanted.options.get("keep", 0)
+    old = max(keep, wanted.options.get("old", 0))  # what the context may forget ends there
+    check_room(state, [*wanted.tokens[:keep], *wanted.tokens[old:]])
     return await state.engine.submit(request.state.app, **vars(wanted))
 
 

@@ -41,6 +41,7 @@ def about(engine: ControlTarget) -> dict[str, Any]:
     return {
         "memory_bytes": service.nbytes,
         "max_seq_len": llm.max_seq_len,
+        "context_shift": llm.context.home.ropes is not None,
         "device": llm.devices.mode,
         "gpu": llm.devices.name("gpu"),
         "npu": llm.devices.name("npu"),

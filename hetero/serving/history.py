@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from hetero.runtime.kv.constants import SINKS
 from hetero.serving.errors import ApiError
 from hetero.serving.state import State
 from hetero.serving.template_chat import (
@@ -142,6 +144,29 @@ def _call(item: Item) -> dict[str, Any]:
     return plain_call({"id": item["call_id"], "function": function}, "input")
 
 
+@dataclass(frozen=True)
+class WholeText:
+    """A text to answer, and what its context may forget where it is `full`.
+
+    That is all after the first `keep` of its first `old` tokens.
+    """
+
+    tokens: list[int]
+    full: bool = False
+    keep: int = 0
+    old: int = 0
+
+    @property
+    def least(self) -> list[int]:
+        """Return what is left when all is forgotten that may be."""
+        return [*self.tokens[: self.keep], *self.tokens[max(self.old, self.keep) :]]
+
+    def options(self) -> dict[str, Any]:
+        """Return the options of `AppContext.stream_text` for it."""
+        about = {"context_shift": True, "keep": self.keep, "old": self.old}
+        return about if self.full else {}
+
+
 def tokens_of(
     state: State,
     instructions: str,
@@ -152,18 +177,23 @@ def tokens_of(
     *,
     drops: bool,
     answer: int,
-) -> list[int]:
-    """Return the tokens of a conversation that is to be answered.
+) -> WholeText:
+    """Return the text of a conversation that is to be answered.
 
     `before` is the text up to the last answer in the model's own tokens: a text that is sent again
-    often has others. With `drops` the oldest turns are left out where there is no room. Raises
+    often has others. With `drops` the context forgets the oldest of those tokens where there is no
+    room, or, without `before` or where the model cannot, the oldest turns are left out. Raises
     `UserError`.
     """
     system = [{"role": "system", "content": instructions}] if instructions else []
     messages = [*system, *messages_of(items)]
-    whole = rendered(state, messages, use, variables)
+    whole, slides = rendered(state, messages, use, variables), drops and state.shifts
+    keep = _kept(state, system, use, variables) if slides else 0
     if before and (going_on := _with_turn(state, messages, before, use, variables)):
         whole = going_on
+        text = WholeText(whole, slides, keep, len(before))
+        if slides and len(whole) + answer > state.max_seq_len > len(text.least):
+            return text
     room = state.max_seq_len - max(1, min(answer, state.max_seq_len // 2))
     turns = messages[len(system) :]
     while drops and len(whole) > room:
@@ -172,7 +202,21 @@ def tokens_of(
             break
         turns = turns[later:]
         whole = rendered(state, [*system, *turns], use, variables)
-    return whole
+    return WholeText(whole, slides and len(whole) + answer > state.max_seq_len, keep)
+
+
+def _kept(
+    state: State, system: Sequence[Message], use: ToolUse, variables: Mapping[str, Any]
+) -> int:
+    """Return how many tokens stay in a full context: the instructions, if they are short."""
+    if not system:
+        return SINKS
+    one, other = (
+        rendered(state, [*system, {"role": "user", "content": x}], use, variables)
+        for x in ("0", "z")
+    )
+    same = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), 0)
+    return max(SINKS, same) if same <= state.max_seq_len // 4 else SINKS
 
 
 def _with_turn(

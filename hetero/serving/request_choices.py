@@ -64,6 +64,7 @@ class RequestChoices:
             "switch_s": switch.switch_s,
             "loaded_bytes": switch.loaded_bytes,
             "recomputed_tokens": switch.recomputed_tokens,
+            "shifted_tokens": stats.shifted_tokens,
             "bits": self.chunks,
             "placement": {
                 kind: {"ops": share.ops, "busy_s": share.busy_s}

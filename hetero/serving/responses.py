@@ -264,10 +264,10 @@ async def _turn(state: State, app: str, body: ResponseRequest) -> _Turn:
         drops=body.truncation == "auto",
         answer=most_tokens(body.max_output_tokens, default=1),
     )
-    answers.check_room(state, whole, "input")
+    answers.check_room(state, whole.least if whole.full else whole.tokens, "input")
     wanted = AnswerOptions(
-        tokens=whole,
-        options=options,
+        tokens=whole.tokens,
+        options=options | whole.options(),
         context="" if conversation is None else conversation.removeprefix("conv_"),
         salt=body.cache_salt,
         grammar=await checked_grammar(state, grammar),
@@ -426,7 +426,10 @@ async def _keep(
     exact = (choice.ended or choice.finish == "length") and all(
         item["type"] == "message" for item in turn.output
     )
-    tokens = state.stored_tokens([*turn.wanted.tokens, *end.tokens] if exact else [])
+    text = [*turn.wanted.tokens, *end.tokens] if exact else []
+    keep = turn.wanted.options.get("keep", 0)
+    del text[keep : keep + end.about["shifted_tokens"]]
+    tokens = state.stored_tokens(text)
     store = state.store
     stored = StoredResponse(
         turn.body, turn.given, body.previous_response_id, turn.conversation, tokens

@@ -58,6 +58,11 @@ class State:
         return int(self.engine.about["max_seq_len"])
 
     @property
+    def shifts(self) -> bool:
+        """Return whether a full context can forget tokens and go on (`context_shift`)."""
+        return bool(self.engine.about["context_shift"])
+
+    @property
     def template(self) -> str:
         """Return the chat template's source; empty if there is none."""
         template = self.model.tokenizer.chat_template

@@ -1,7 +1,8 @@
 """Contexts without a model: keys and values of a token are a function of the text up to it.
 
 `FakeActive.compute` is the fake engine: it writes them, layer by layer, behind the gate as a step
-does, and checks that everything before them is what it should be.
+does, and checks that everything before them is what it should be. Those of a text that was shifted
+are what its cache held then, or, computed again, what they are without the shift.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from hetero.runtime.kv.layer_gate import LayerGate
 
 LAYOUT = CacheLayout(layers=3, kv_heads=2, capacity=160, head_dim=4)
 LONGEST = 128
+KEEP = 4  # first tokens that a shift leaves
 TOLERANCE = {RAW: 0.0, 8: 1 / 128, 4: 1 / 8, 2: 1 / 2}  # of values in [-1, 1]
 
 
@@ -50,7 +52,8 @@ class FakeActive:
         self.gate: LayerGate | None = None
         self.score_stats = None
         self.tolerance = tolerance
-        self.computed = 0
+        self.computed = self.forgotten = 0
+        self.moved: Any = truth(())  # what a shift has left of the text
         self._tokens: list[int] = []
 
     @property
@@ -62,7 +65,30 @@ class FakeActive:
         return len(self._tokens)
 
     def adopt(self, tokens: Sequence[int]) -> None:
-        self._tokens, self.gate = list(tokens), None
+        self._tokens, self.gate, self.forgotten = list(tokens), None, 0
+
+    def check(self, layer: int, wanted: Any) -> None:
+        """Whether a layer holds what it should of the text."""
+        moved, count = self.moved[layer], self.moved.shape[3]
+        for kind, cache in enumerate(self.cache.layer(layer)):
+            found = cache[:, : self.cached]
+            off = np.abs(found - wanted[layer, kind, :, : self.cached])
+            apart = np.abs(found[:, :count] - moved[kind, :, : self.cached])
+            off[:, :count] = np.minimum(off[:, :count], apart)
+            worst = off.max(initial=0)
+            assert worst <= self.tolerance, f"layer {layer} of {self.cached} tokens: {worst}"
+
+    def forget(self, keep: int, drop: int) -> None:
+        """Shift; rows do not turn here."""
+        for layer in range(LAYOUT.layers):
+            self.check(layer, truth(self._tokens))
+            for cache in self.cache.layer(layer):
+                moved = cache[:, keep + drop : self.cached].copy()
+                cache[:, keep : self.cached] = np.nan
+                cache[:, keep : keep + moved.shape[1]] = moved
+        del self._tokens[keep : keep + drop]
+        self.forgotten += drop
+        self.moved = self.cache.read(0, self.cached)
 
     def compute(self, tokens: Sequence[int]) -> None:
         """Append tokens; rows behind them are spoilt, as padded calls do."""
@@ -71,10 +97,8 @@ class FakeActive:
         for layer in range(LAYOUT.layers):
             if self.gate is not None:
                 self.gate.wait(layer)
+            self.check(layer, wanted)
             for kind, cache in enumerate(self.cache.layer(layer)):
-                found = cache[:, :before]
-                off = np.abs(found - wanted[layer, kind, :, :before]).max(initial=0)
-                assert off <= self.tolerance, f"layer {layer} of {before} tokens: {off}"
                 cache[:, before : len(whole)] = wanted[layer, kind, :, before:]
                 cache[:, len(whole) : len(whole) + 8] = np.nan
         self._tokens, self.gate = whole, None
@@ -101,6 +125,7 @@ class FakeService:
         self.disk = ByteBudget(disk, "disk")
         self.memory = ChunkMemory(ByteBudget(memory), policy)
         self.apps: dict[str, ChunkFiles] = {}
+        self.moved: dict[bytes, Any] = {}  # of shifted texts by root: see `FakeActive.moved`
         self.swap = SwapOut(self.memory, self.codec, self.files, self.disk)
         self.working = WorkingSet(
             self.active,
@@ -122,20 +147,42 @@ class FakeService:
     def held(self, app: str) -> CachedText:
         return CachedText(app, app.encode())
 
-    def call(self, held: CachedText, tokens: Sequence[int], answer: Sequence[int] = ()) -> Switch:
-        """A prompt (the whole text with it) and an answer."""
+    def call(
+        self,
+        held: CachedText,
+        tokens: Sequence[int],
+        answer: Sequence[int] = (),
+        old: int | None = None,
+    ) -> Switch:
+        """A prompt (the whole text with it) and an answer. With `old` a full text is shifted, at
+        the cost of the first `old` tokens where the prompt does not fit.
+        """
         switches: list[Switch] = []
+        active = self.active
+        active.moved = self.moved[held.root] if held.shifted else truth(())
 
         def run(switch: Switch) -> Iterator[None]:
             switches.append(switch)
-            self.active.compute(tokens[self.active.cached :])
+            text = list(tokens)
+            if old is not None:
+                self.working.settle()
+                if (over := len(text) + 1 - LONGEST) > 0:
+                    drop = max(over, (old - KEEP) // 2)
+                    active.forget(KEEP, drop)
+                    del text[KEEP : KEEP + drop]
+            active.compute(text[active.cached :])
             yield
 
         for _ in self.working.answering(held, tokens, run):
             for token in answer:
-                self.active.compute([token])
+                if active.cached == LONGEST:
+                    active.forget(KEEP, (LONGEST - KEEP) // 2)
+                active.compute([token])
+        root = self.working.root_after(held)
+        if active.forgotten:
+            self.moved[root] = active.moved
         self.working.tick()
-        self.working.leave(held, self.bits)
+        self.working.leave(held, self.bits, root)
         self.working.swap_out(held)
         return switches[-1]
 

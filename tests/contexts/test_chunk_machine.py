@@ -6,6 +6,7 @@ chunk leaks, and nobody ever computes on a wrong value.
 from __future__ import annotations
 
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from hetero.contexts.chunks import spans
 from hetero.contexts.codec import CHUNK_TOKENS
 from hetero.contexts.working_set import CachedText
-from tests.contexts.fake_service import LONGEST, FakeService
+from tests.contexts.fake_service import KEEP, LONGEST, FakeService
 from tests.support.selection import examples
 
 APPS = st.sampled_from(["a", "b"])
@@ -65,6 +66,18 @@ class Machine(RuleBasedStateMachine):
         text += [*prompt, *answer]
 
     @precondition(lambda self: self.texts)
+    @rule(number=PICK, prompt=TOKENS, length=st.integers(0, LONGEST), token=st.integers(0, 3))
+    def stream_on(self, number: int, prompt: list[int], length: int, token: int) -> None:
+        """A call that forgets the oldest tokens where the text is full."""
+        held, answer = self.pick(number), [token] * length
+        text = self.texts[held]
+        self.service.call(held, [*text, *prompt], answer, old=len(text))
+        self.texts[held] = list(self.service.active.tokens)
+        said, kept = [*text, *prompt, *answer], len(self.texts[held])
+        assert kept <= LONGEST
+        assert self.texts[held] == said[:KEEP] + said[len(said) - kept + KEEP :]
+
+    @precondition(lambda self: self.texts)
     @rule(number=PICK, keep=st.floats(0, 1), prompt=TOKENS)
     def go_back(self, number: int, keep: float, prompt: list[int]) -> None:
         """A text that leaves the one before, as a chat whose oldest turns are dropped does."""
@@ -83,6 +96,7 @@ class Machine(RuleBasedStateMachine):
             with service.memory.lock:
                 table, cached = service.memory.table, held.chunks[-1].stop if held.chunks else 0
                 text = self.texts[held]
+                other.root = held.root
                 other.chunks = table.refer(held.app, held.root, text[:cached], service.bits)
             self.texts[other] = list(text)
 
@@ -131,6 +145,7 @@ class Machine(RuleBasedStateMachine):
         self.service.close()
         before = self.service
         self.open()
+        self.service.moved = before.moved  # roots are in the logs
         assert before.memory.budget.peak <= before.memory.budget.limit
         places = {app: self.service.files(app).scan() for app in ("a", "b")}
         for held, text in self.texts.items():
@@ -174,6 +189,27 @@ class Machine(RuleBasedStateMachine):
         self.service.close()
         self.service.memory.check()
         self.folder.cleanup()
+
+
+def test_rows_stay_until_they_are_encoded(tmp_path: Path) -> None:
+    """A fork needs chunks of the call before, whose rows the next call of the text moves."""
+    service = FakeService(tmp_path, memory=1 << 20, disk=1 << 20)
+    encode = service.codec.encode_cached
+
+    def slowly(*arguments: Any) -> Any:
+        time.sleep(0.02)
+        return encode(*arguments)
+
+    service.codec.encode_cached = slowly  # type: ignore[method-assign]
+    held, text = service.held("a"), [i % 4 for i in range(LONGEST - 4)]
+    service.call(held, text)
+    other = service.held("a")
+    with service.memory.lock:
+        other.chunks = service.memory.table.refer("a", held.root, text, service.bits)
+    service.call(held, [*text, 0, 1, 2, 3, 0, 1], old=len(text))
+    assert held.shifted
+    assert service.call(other, [*text, 1]).loaded_tokens > 0  # `FakeActive.check` compares
+    service.close()
 
 
 @pytest.mark.hypothesis

@@ -46,7 +46,7 @@ def chunks_of(codec: ChunkCodec, count: int, seed: int) -> list[tuple[int, Codes
     random = np.random.default_rng(seed)
     found = []
     for place, i in enumerate(random.permutation(count).tolist()):
-        bits = int(random.choice([2, 4, 8, HALF, RAW]))
+        bits = int(random.choice([*codec.nested, HALF, RAW]))
         tokens = CHUNK_TOKENS if i < count - 1 else 5
         shape = codec.layers, 2, codec.heads, tokens, codec.size
         values = random.standard_normal(shape).astype(np.float32)

@@ -2,39 +2,29 @@
 
 from __future__ import annotations
 
-import itertools
-
-import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetero.contexts.ratios import RATIOS, least_error, paper
+from hetero.contexts.ratios import RATIOS, newest, paper
 
-NBYTES = {8: 100, 4: 52, 2: 28}
-ERRORS = {8: 0.01, 4: 0.13, 2: 0.5}
+NBYTES = {8: 100, 4: 52, 3: 40, 2: 28}
 DENSITIES = st.lists(st.floats(0, 1), min_size=1, max_size=6)
 
 
-def error(densities: list[float], bits: tuple[int, ...] | list[int]) -> float:
-    return sum(d * ERRORS[b] for d, b in zip(densities, bits, strict=True))
-
-
-@given(densities=DENSITIES, part=st.floats(0.2, 1.1))
-def test_no_assignment_in_so_many_bytes_has_less_error(densities: list[float], part: float) -> None:
-    budget = part * len(densities) * NBYTES[8]
-    found = least_error(densities, budget, NBYTES, ERRORS)
-    fitting = [
-        bits
-        for bits in itertools.product((8, 4, 2), repeat=len(densities))
-        if sum(NBYTES[b] for b in bits) <= budget
-    ]
-    if not fitting:
-        assert found == [2] * len(densities)
-        return
-    assert sum(NBYTES[b] for b in found) <= budget
-    best = min(error(densities, bits) for bits in fitting)
-    assert error(densities, found) == pytest.approx(best, abs=1e-12)
+@given(count=st.integers(1, 40), ratio=st.floats(0.2, 1))
+def test_the_first_and_the_newest_chunks_have_most_bits(count: int, ratio: float) -> None:
+    found, budget = newest(count, ratio, NBYTES), ratio * (count - 1) * NBYTES[8]
+    assert len(found) == count
+    assert found[0] == 8
+    assert found[1:] == sorted(found[1:]), "the newest no fewer than others"
+    used, levels = sum(NBYTES[x] for x in found[1:]), sorted(set(found[1:]))
+    assert used <= budget + 1e-6 or set(levels) == {2}, "the fewest bits where nothing fits"
+    assert [x for x in (2, 3, 4, 8) if levels[0] <= x <= levels[-1]] == levels if levels else True
+    if levels and levels[0] < 8 and used <= budget:  # one more would not fit
+        high = min(x for x in NBYTES if x > levels[0])
+        assert used + NBYTES[high] - NBYTES[levels[0]] > budget - 1e-6
+    longer = newest(count + 1, ratio, NBYTES)
+    assert all(after <= before for after, before in zip(longer, found, strict=False)), "bits fall"
 
 
 @given(densities=DENSITIES)
@@ -51,17 +41,3 @@ def test_the_papers_rule_to_the_letter(densities: list[float]) -> None:
             if 0.5 * len(densities) - 0.25 < sum(RATIOS[b] for b in bits) <= 0.5 * len(densities):
                 other = sum(densities[i] / RATIOS[b] for i, b in zip(ranks, bits, strict=True))
                 assert info >= other - 1e-9
-
-
-def test_ours_has_less_error_than_the_papers() -> None:
-    densities = np.random.default_rng(0).exponential(size=60).tolist()
-    ours = least_error(densities, 60 * NBYTES[8] * 0.52, NBYTES, ERRORS)
-    assert error(densities, ours) < error(densities, paper(densities))
-    assert set(ours) == {8, 4, 2}, "an optimum inside"
-
-
-def test_of_equals_the_earlier_has_more() -> None:
-    assert least_error([1, 1, 1], 180, NBYTES, ERRORS) == sorted(
-        least_error([1, 1, 1], 180, NBYTES, ERRORS), reverse=True
-    )
-    assert least_error([], 0, NBYTES, ERRORS) == paper([]) == []

@@ -176,7 +176,9 @@ __kernel void decode_chunks(const int count, ARRAY(const int, table), ARRAY(cons
       DECODE(8);
     } else if (bits == 4) {
       DECODE(4);
-    } else if (bits == 2) {
+    } else if (bits == 3 && !is_value) {
+      DECODE(4);
+    } else if (bits == 2 || bits == 3) {
       DECODE(2);
     }
   }

@@ -74,6 +74,7 @@ class Context(Closing):
         self._cache: KvCache | None = cache
         self._tokens: list[int] = []
         self._cached = 0
+        self.forgotten = 0  # tokens that the text has lost by shifts since it was adopted
         self._waits, self.wait_s = waits, WAIT_S
         self._choosing = threading.RLock()  # also a signal handler may want the context
         self._hold: weakref.ref[Hold] | None = None
@@ -294,6 +295,7 @@ class Context(Closing):
             cached = self._reached(cached - (stop - keep))
         del self._tokens[keep : keep + drop]
         self._cached = cached
+        self.forgotten += drop
 
     def slide(self) -> None:
         """Move the rows of windows so that a step may begin.
@@ -324,6 +326,7 @@ class Context(Closing):
         if self._cache is not None:
             self._cache.states.forget(self.shared(tokens))
         self._tokens, self._cached, self.gate = list(tokens), len(tokens), None
+        self.forgotten = 0
 
     def shared(self, tokens: Sequence[int]) -> int:
         """Return how many of the first `tokens` are cached."""
