@@ -12,7 +12,8 @@ import hetero
 from hetero.cli.app import app
 from hetero.errors import UserError
 from hetero.models import model_spec
-from hetero.placement.choosing import PlacementRequest, choose
+from hetero.placement.choice import PlacementRequest
+from hetero.placement.choosing import choose
 from hetero.placement.engine_arguments import engine_arguments
 from hetero.placement.where_fastest import (
     DEPTHS,
