@@ -304,9 +304,7 @@ class SumScores:
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeChunks:
-    """Codes of m chunks of keys and values of one layer, written into the caches.
-
-    See LLMS, arXiv 2403.11805, section 3.2.
+    """Codes of m chunks of keys and values of one layer, written into the caches (LLMS, 3.2).
 
     A chunk is `tokens` tokens T, stored in `codes` as n = 2·G·T·D codes, keys before values, each
     [G, T, D]. With 16 bits they are float16. With 8, 4, 3 or 2 fp16 amplitudes come first: one for
