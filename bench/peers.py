@@ -81,8 +81,8 @@ def make_workers(
             name = "OpenVINO GenAI, 2 threads" + said
             given = {"path": str(path), "kv": cached, "threads": 2, "cores": cores[-2:]}
             yield Worker(name, engines.OpenVino, **given)
-        if not steps and cached == "f16":  # its caches on processors are floats
-            given = {"model": model, "layers": layers, "file": file, "folder": folder}
+        if not steps and not file and cached == "f16":  # it reads no quantised file
+            given = {"model": model, "layers": layers, "folder": folder}
             given |= {"context": context, "threads": 2, "cores": cores[-2:]}
             yield Worker("ONNX Runtime GenAI, 2 threads", engines.OnnxGenAi, **given)
         for device, name in MODES.items():

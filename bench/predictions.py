@@ -4,6 +4,7 @@ python bench/predictions.py plans --model random:qwen2.5-0.5b --weights w4a8 -p 
 python bench/predictions.py accuracy --held-budget 6m
 python bench/predictions.py left-out
 python bench/predictions.py kernels --model demo
+python bench/predictions.py phases --profile host-amx --profile measured.json
 python bench/predictions.py small random:qwen2.5-0.5b SmolLM2-135M-Instruct.Q4_1.gguf
 """
 
@@ -18,7 +19,7 @@ from common import CONTEXT, Rounds, context_of, finish, new_app, open_engine, ta
 from parts.accuracy import accuracy
 from parts.in_turns import plans
 from parts.left_out import left_out
-from parts.small import small
+from parts.small import phases, small
 
 from hetero.backends.formats import WeightFormat
 from hetero.backends.host.affinity import pinned
@@ -36,6 +37,7 @@ app.command("plans")(plans)
 app.command("accuracy")(accuracy)
 app.command("left-out")(left_out)
 app.command("small")(small)
+app.command("phases")(phases)
 STEPS = 4  # of a round, of one token; of more, one
 
 

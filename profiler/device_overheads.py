@@ -9,6 +9,7 @@ from typing import Any, Final, TypeVar
 
 from hetero.backends.formats import WeightFormat
 from hetero.backends.host.clock import Clock
+from hetero.backends.host.folders import cache_folder
 from hetero.backends.ops import Op
 from hetero.backends.optional import flag_of
 from hetero.backends.protocol import Device, DeviceKind
@@ -32,6 +33,7 @@ from hetero.profiler.records import (
     Record,
 )
 from hetero.profiler.stages import ROW_STAGES, TOKEN_STAGES, find_stage
+from hetero.profiler.storage import MaybeStorage, measure_storage
 from hetero.profiler.workload import Workload
 
 STAGE_TASK = (128, 2048)  # m and k of the matmuls whose rows show a stage
@@ -150,6 +152,12 @@ class DeviceOverheads:
     def sleep(self) -> list[HostSync]:
         """Return what the host's threads pay."""
         return [sync_costs.measure_host(self.clock, repeats=self.repeats, wake=not self.virtual)]
+
+    def storage(self) -> list[MaybeStorage]:
+        """Return the rate of reading mapped files that are not in memory."""
+        if self.virtual:
+            return [MaybeStorage()]
+        return [measure_storage(cache_folder(), self.clock)]
 
     def preparation(self) -> list[PreparationRow]:
         """Return preparing graphs and kernels."""

@@ -482,6 +482,13 @@ class HostSync(Record):
     step_s: Seconds | None = None
 
 
+class Storage(Record):
+    """Reading a mapped file whose pages are not in memory, in pieces of so many bytes."""
+
+    read_bytes_per_s: Positive
+    piece_bytes: Count
+
+
 class EveryCore(Record):
     """Times of steps where the GPU that is played by one core of a processor has all `cores`.
 
@@ -605,6 +612,7 @@ class DeviceProfile(Record):
     host_sync: HostSync = HostSync()
     every_core: tuple[EveryCore, ...] = ()
     units: tuple[FittedUnit, ...] = ()
+    storage: Storage | None = None
     power: Power | None = None
     predictors: tuple[MatMulPredictor, ...] = ()
     other_predictors: tuple[NonMatmulPredictor, ...] = ()
@@ -617,11 +625,12 @@ class DeviceProfile(Record):
     notes: tuple[str, ...] = ()
 
     @model_serializer(mode="wrap")
-    def _without_units(self, serialise: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out `units` where there are none: documents and fingerprints stay as they were."""
+    def _as_before(self, serialise: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out what was added later where there is none: fingerprints stay as they were."""
         document: dict[str, Any] = serialise(self)
-        if not self.units:
-            document.pop("units", None)
+        for name in ("units", "storage"):
+            if not getattr(self, name):
+                document.pop(name, None)
         return document
 
     def __repr__(self) -> str:

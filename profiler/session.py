@@ -41,6 +41,7 @@ from hetero.profiler.records import (
     PreparationRow,
     StageCheck,
 )
+from hetero.profiler.storage import MaybeStorage
 from hetero.profiler.workload import Workload
 
 # Takes a checkpoint to call between processes; see `ProfilingSession._checkpoint`.
@@ -194,6 +195,7 @@ class ProfilingSession:
             )
         self.parts.take("sleep", HostSync, self._host_sync)
         self.parts.take("every core", EveryCore, self._every_core, several=True)
+        self.parts.take("storage", MaybeStorage, around.storage)
         self.parts.take("preparation", PreparationRow, around.preparation, several=True)
         self._concurrent(1)
         self.parts.take("power", MaybePower, around.power)
@@ -329,6 +331,7 @@ class ProfilingSession:
             [self.parts[x][0] for x in BANDWIDTH_REPEATS if x in self.parts]
         )
         power: MaybePower = self.parts["power"][0]
+        storage: MaybeStorage = self.parts["storage"][0]
         spent_s = self.spent_s
         return DeviceProfile(
             name=self.options.name,
@@ -352,6 +355,7 @@ class ProfilingSession:
             sync={kind: self.parts[f"{kind} synchronisation"][0] for kind in self.devices},
             host_sync=self.parts["sleep"][0],
             every_core=tuple(self.parts["every core"]),
+            storage=storage.storage,
             power=power.power,
             predictors=fit.fit_all(
                 self.records, rows, validate=finished, fitting=self.options.fitting
@@ -363,7 +367,7 @@ class ProfilingSession:
             preparation=tuple(self.parts["preparation"]),
             references=tuple(self.grid.meter.points),
             stage_checks=tuple(self.parts.get("stage checks")),
-            notes=(*self.notes, *self._gains(), *([power.note] if power.note else [])),
+            notes=(*self.notes, *self._gains(), *filter(None, (storage.note, power.note))),
         )
 
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from hetero.backends.ops import Experts
 from hetero.backends.protocol import KINDS, DeviceKind
+from hetero.backends.weights import packed_bytes
 from hetero.profiler.cost import CostModel
 from hetero.profiler.features import weight_bytes
 from hetero.profiler.model_graph import ModelGraph
@@ -33,13 +34,16 @@ class ExpertsChoice:
     """The NPU's experts of each layer that has some there, and why, in words.
 
     `times` predicts them. Without a choice there is neither: one device has them. `in_file`: the
-    budget has no room, so a GPU that computes in place reads them from the model's mapped file.
+    budget has no room, so a GPU that computes in place reads them from the model's mapped file, at
+    `read_s` for each byte (0: not known) of the share that is `missed` in memory.
     """
 
     npu: tuple[LayerExperts, ...] = ()
     note: str = ""
     times: ExpertTimes | None = None
     in_file: bool = False
+    missed: float = 0.0
+    read_s: float = 0.0
 
     @property
     def is_one(self) -> bool:
@@ -57,7 +61,8 @@ class ExpertsChoice:
         assert self.times is not None
         own = [x for x in self.times.layers if x.op == op]
         npu = {x.layer: x.npu for x in self.npu}
-        return sum(self.times.seconds(x, npu.get(x.layer, ()), m) for x in own) / len(own)
+        reads_s = self.missed * self.read_s * op.distinct(m) * stored_bytes(op)
+        return reads_s + sum(self.times.seconds(x, npu.get(x.layer, ()), m) for x in own) / len(own)
 
     def bytes_on(self, profile: DeviceProfile, kind: DeviceKind) -> float:
         """Return the bytes of the routed experts that a device has, in its own layout."""
@@ -93,7 +98,7 @@ def choose_experts(
         return ExpertsChoice()
     times, phases, why = ExpertTimes(cost, graph, overheads, routing), (DECODE, prompts), ""
     if budget_bytes is not None and _in_file(cost.profile, graph, budget_bytes):
-        return ExpertsChoice((), _file_note(times, graph, budget_bytes), times, in_file=True)
+        return _left_in_file(times, graph, budget_bytes)
     if not set(KINDS) <= set(cost.profile.devices) or (why := _refusal(cost, "npu", ops)):
         return ExpertsChoice((), f"routed experts: on the GPU ({why})" if why else "")
     if why := _refusal(cost, "gpu", ops):
@@ -237,15 +242,32 @@ def _in_file(profile: DeviceProfile, graph: ModelGraph, budget_bytes: float) -> 
     return needed > budget_bytes and gpu.unified_memory and not gpu.static_shapes
 
 
-def _file_note(times: ExpertTimes, graph: ModelGraph, budget_bytes: float) -> str:
-    """Return what a token reads of experts that stay in the file."""
+def _left_in_file(times: ExpertTimes, graph: ModelGraph, budget_bytes: float) -> ExpertsChoice:
+    """Return experts that stay in the file, the busiest of them in what memory is left."""
     whole, room = graph.expert_weight_bytes, max(budget_bytes - matmul_bytes(graph), 0.0)
-    read = sum(x.op.chosen / x.op.experts for x in times.layers) / len(times.layers) * whole
-    return (
+    used = sum(x.op.chosen * stored_bytes(x.op) for x in times.layers)
+    missed, storage = times.missed(room / whole), times.cost.profile.storage
+    read_s = 0.0 if storage is None else 1 / storage.read_bytes_per_s
+    note = (
         f"routed experts: on the GPU, {_gib(whole)} in the model's mapped file, of which the "
-        f"budget has room for {_gib(room)}; a token uses {_gib(read)} of them and reads "
-        f"{_gib(read * times.missed(room / whole))} if the busiest stay in memory"
+        f"budget has room for {_gib(room)}; a token uses {_gib(used)} of them and reads "
+        f"{_gib(used * missed)} if the busiest stay in memory"
     )
+    if storage is None:
+        note += ", at the disk's speed, which this profile does not have (`hetero profile`)"
+    else:
+        token_s = _rest_s(times.cost, graph, DECODE) + used * missed * read_s
+        token_s += sum(times.steps_s(x, (), DECODE) for x in times.layers)
+        note += (
+            f", at {storage.read_bytes_per_s / 1e6:.0f} MB/s of the disk: at most "
+            f"{1 / token_s:.3g} tokens/s"
+        )
+    return ExpertsChoice((), note, times, in_file=True, missed=missed, read_s=read_s)
+
+
+def stored_bytes(op: Experts) -> float:
+    """Return the bytes of one expert as a file has them."""
+    return sum(packed_bytes(x.weight_format.storage, x.n, x.k) for x in op.matmuls.values())
 
 
 def _refusal(cost: CostModel, kind: DeviceKind, ops: Sequence[Experts]) -> str:

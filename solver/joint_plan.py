@@ -17,7 +17,7 @@ from hetero.solver.cuts import row_cuts
 from hetero.solver.errors import PlanError
 from hetero.solver.options import GPU, HOST, Objective, Option
 from hetero.solver.plan import PHASES, Memory
-from hetero.solver.planner import Planner, for_two
+from hetero.solver.planner import Planner, for_two, with_fused
 from hetero.solver.request import PlanRequest
 from hetero.solver.solution import Scenario, Solution
 from hetero.solver.weight_memory import Limits, limits_of, weight_memory
@@ -42,7 +42,7 @@ def solve_jointly(
         if edges := edges_of_mixed(planner, best):
             limited = planner.with_rows(cuts_of(planner, best) | edges)
             best = solve_free(limited, scenarios, objective)  # with the calls that it costs
-            whole = planner.with_fused(edges)
+            whole = with_fused(planner, edges)
             fused = _with_cuts(whole, scenarios, objective, request)
             if _cost(planner, request, fused[1]) <= _cost(planner, request, best):
                 planner, (limited, best) = whole, fused

@@ -145,10 +145,6 @@ class Planner:
         limited.whole = self.whole
         return limited
 
-    def with_fused(self, names: Iterable[OpName]) -> Planner:
-        """Return the same, which tries no members of these groups."""
-        return self._with(settings=replace(self.settings, fused=frozenset(names)))
-
     def drifted(self, factors: Factors) -> Planner:
         """Return the same with devices that take so many times as long as the profile says."""
         return self._with(cost=DriftedCost(self.cost, factors))
@@ -361,6 +357,11 @@ def for_two(planner: Planner) -> Planner:
     if not (rules.third and planner.kernels.has("cpu")):
         return planner
     return planner._with(settings=replace(planner.settings, rules=replace(rules, third=False)))
+
+
+def with_fused(planner: Planner, names: Iterable[OpName]) -> Planner:
+    """Return the same, which tries no members of these groups."""
+    return planner._with(settings=replace(planner.settings, fused=frozenset(names)))
 
 
 def _no_times(planner: Planner) -> PlanError:

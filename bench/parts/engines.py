@@ -155,7 +155,6 @@ class OnnxGenAi:
         *,
         model: str,
         layers: int,
-        file: Path | None,
         folder: Path,
         threads: int,
         cores: list[int],
@@ -164,7 +163,7 @@ class OnnxGenAi:
         os.sched_setaffinity(0, cores)
         import onnxruntime_genai
 
-        config = onnxruntime_genai.Config(str(genai_model(model, layers, file, folder)))
+        config = onnxruntime_genai.Config(str(genai_model(model, layers, folder)))
         options = {"intra_op_num_threads": threads, "inter_op_num_threads": 1}
         config.overlay(json.dumps({"model": {"decoder": {"session_options": options}}}))
         self._model: Any = onnxruntime_genai.Model(config)

@@ -1,7 +1,7 @@
 """A model for ONNX Runtime GenAI, which its builder exports from a Hugging Face directory.
 
-Its builder reads no quantised GGUF, so the weights are floats, random or those of `file`, that it
-rounds to 4 bits in blocks of 32 itself, with int8 activations (`accuracy_level` 4).
+Its builder reads no quantised GGUF, so the weights are random floats, which it rounds to 4 bits in
+blocks of 32 itself, with int8 activations (`accuracy_level` 4).
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ OPTIONS = ("int4_accuracy_level=4", "int4_block_size=32", "int4_algo_config=rtn"
 LIMIT_S = 1800.0
 
 
-def genai_model(model: str, layers: int, file: Path | None, folder: Path) -> Path:
+def genai_model(model: str, layers: int, folder: Path) -> Path:
     """The folder of the exported model, made by processes of their own, whose memory is theirs.
 
     Raises `RuntimeError` with the last line of what one of them said.
     """
     source, made = folder / "genai-floats", folder / "genai"
-    name = str(file) if file is not None else model
-    floats = [sys.executable, "-P", "-c", _CODE, name, str(layers), str(source)]
+    floats = [sys.executable, "-P", "-c", _CODE, model, str(layers), str(source)]
     export = [sys.executable, "-P", "-m", BUILDER, "-i", str(source), "-o", str(made)]
     export += ["-p", "int4", "-e", "cpu", "-c", str(folder / "genai-cache")]
     for command in (floats, [*export, "--extra_options", *OPTIONS]):
@@ -46,24 +45,16 @@ _CODE = "import sys; sys.path.insert(0, ''); from parts.genai_models import writ
 
 
 def write(arguments: list[str]) -> None:
-    """Write a Hugging Face directory of float16: of a GGUF file, or of random weights."""
+    """Write a Hugging Face directory of random weights in float16."""
     import torch
     from tokenizers import Tokenizer, models
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
     _, name, layers, folder = arguments
     torch.manual_seed(0)
-    if name.endswith(".gguf"):
-        path = Path(name)
-        found = AutoModelForCausalLM.from_pretrained(
-            path.parent, gguf_file=path.name, dtype=torch.float16
-        )
-    else:
-        raw = shallow_config(name, int(layers)).to_dict()
-        config = AutoConfig.for_model(**raw)
-        found = AutoModelForCausalLM.from_config(config, dtype=torch.float16)
-    found.save_pretrained(folder)
-    words = {f"w{i}": i for i in range(found.config.vocab_size)}
+    config = AutoConfig.for_model(**shallow_config(name, int(layers)).to_dict())
+    AutoModelForCausalLM.from_config(config, dtype=torch.float16).save_pretrained(folder)
+    words = {f"w{i}": i for i in range(config.vocab_size)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="w2", bos_token="w1"

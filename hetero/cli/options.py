@@ -126,6 +126,10 @@ StrategyOption = Annotated[
 PlanOption = Annotated[
     Path | None, typer.Option(help="A plan of `hetero plan`.", rich_help_panel=DEVICES)
 ]
+ExpertsOption = Annotated[
+    Path | None,
+    typer.Option(help="Of eval --count-experts.", rich_help_panel=DEVICES),
+]
 ContextOption = Annotated[
     int | None,
     typer.Option(
@@ -137,7 +141,7 @@ SyncOption = Annotated[
 ]
 ShareOption = Annotated[
     float,
-    typer.Option(help="Most of the time that the GPU is busy, 0 to 1.", rich_help_panel=DEVICES),
+    typer.Option(help="Most GPU time, 0 to 1.", rich_help_panel=DEVICES),
 ]
 BudgetOption = Annotated[
     str | None,
@@ -228,6 +232,7 @@ class EngineFlags:
     npu: NpuOption = "auto"
     weights: WeightsOption = None
     plan: PlanOption = None
+    experts: ExpertsOption = None
     profile: ProfileOption = None
     strategy: StrategyOption = None
     max_seq_len: ContextOption = None
@@ -242,8 +247,9 @@ class EngineFlags:
         """Return them as arguments of `LLM`. Raises `UserError`."""
         given = {key: x.value if isinstance(x, Enum) else x for key, x in vars(self).items()}
         plan = None if self.plan is None else str(self.plan)
+        experts = None if self.experts is None else str(self.experts)
         strategy = None if self.strategy is None else parse_strategy(self.strategy)
-        return {**given, "plan": plan, "strategy": strategy}
+        return {**given, "plan": plan, "experts": experts, "strategy": strategy}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -103,6 +103,7 @@ def open_draft(
         device=device,
         gpu=EVERY_CORE if every and device in ("auto", "gpu") else options.gpu,
         plan=None,
+        experts=None,
         strategy=None,
         weights=None,
         prompt_lengths=(),

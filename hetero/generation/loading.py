@@ -35,6 +35,7 @@ from hetero.solver.plan import STEP_TOKENS
 if TYPE_CHECKING:
     from hetero.placement.planning import ProfileLike
     from hetero.profiler.records import DeviceProfile
+    from hetero.solver.expert_shares import Routing
     from hetero.solver.prepared import PreparedSolver
 
 DEFAULT_CONTEXT: Final = 4096
@@ -53,6 +54,7 @@ class LoadOptions:
     npu: str
     profile: ProfileLike
     plan: ExecutionPlan | str | os.PathLike[str] | None
+    experts: str | os.PathLike[str] | None
     weights: str | None
     max_seq_len: int | None
     sync: SyncMethod
@@ -169,7 +171,17 @@ class ModelLoader:
             context=self.max_seq_len,
             max_gpu_share=options.max_gpu_share,
             weight_budget_bytes=self._weight_budget(),
+            routing=None if (path := options.experts) is None else self._routing(path),
         )
+
+    def _routing(self, path: str | os.PathLike[str]) -> Routing:
+        """Return how often experts are chosen. Raises `PlanError` of another model's counts."""
+        from hetero.solver.expert_shares import Routing
+
+        routing = Routing.load(path)
+        if self.model.config.experts is None:
+            raise UserError(f"{self.model.name}: has no routed experts: leave --experts out")
+        return routing.checked(self._spec)
 
     def _given_plan(self) -> ExecutionPlan | None:
         """Return the caller's plan, or that of a bundle. Raises `PlanError` if it does not fit."""
@@ -267,7 +279,10 @@ class ModelLoader:
             whole_caches=self._whole_caches,
             warm=warm,
         )
-        if note := file_note(engine.memory, engine.placement.graph):
+        cost = self.choice.cost
+        storage = None if cost is None else cost.profile.storage
+        graph, budget = engine.placement.graph, self._budget_bytes
+        if note := file_note(engine.memory, graph, budget, storage):
             self.choice = replace(self.choice, notes=(*self.choice.notes, note))
         return engine, OwnContexts(partial(engine.new_context, waits=True))
 

@@ -85,6 +85,7 @@ def by_profile(spec: ModelGraph, profile: DeviceProfile, request: PlacementReque
         explain=False,
         max_gpu_share=request.max_gpu_share,
         memory_budget_bytes=request.weight_budget_bytes,
+        routing=request.routing,
         shared=request.strategy == "auto" and request.promises_both,
     )
     if request.strategy != "auto":

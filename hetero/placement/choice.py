@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # half of what a start would import, for answers that are cac
     from hetero.placement.planning import ProfileLike
     from hetero.profiler.cost import CostModel
     from hetero.profiler.records import DeviceProfile
+    from hetero.solver.expert_shares import Routing
     from hetero.solver.prepared import PreparedSolver
 
 ONE_CORE: Final = "two devices need two cores"
@@ -79,7 +80,8 @@ class PlacementRequest:
     `seq_lens` are prompt lengths to plan for, and to compare devices by; without them plans are for
     any length, and devices are compared by the `expected` lengths, else by those that a `context`
     of so many tokens holds. `solver` is that of the `plan`, where it was solved. `step_tokens` is
-    the longest call; `weight_budget_bytes` bounds the weights, None for no limit.
+    the longest call; `weight_budget_bytes` bounds the weights, None for no limit; `routing` says
+    how often experts are chosen.
     """
 
     mode: DeviceMode = "hetero"
@@ -95,12 +97,14 @@ class PlacementRequest:
     step_tokens: int = STEP_TOKENS
     max_gpu_share: float = 1.0
     weight_budget_bytes: int | None = None
+    routing: Routing | None = None
 
     @property
     def needs_plan(self) -> bool:
         """Return whether layer level by rule would break what was asked for by name."""
         named = self.profile is not None or self.strategy not in ("auto", "layer")
-        return named or self.max_gpu_share < 1 or self.weight_budget_bytes is not None
+        bounded = self.max_gpu_share < 1 or self.weight_budget_bytes is not None
+        return named or bounded or self.routing is not None
 
     @property
     def compiles_graphs(self) -> bool:

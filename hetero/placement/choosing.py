@@ -32,6 +32,7 @@ def choose(spec: ModelGraph, request: PlacementRequest) -> Choice:
     by rule.
     """
     _check_share(request)
+    _check_routing(request)
     choice = _as_named(spec, request)
     if choice is not None:
         return choice
@@ -44,6 +45,7 @@ def choose(spec: ModelGraph, request: PlacementRequest) -> Choice:
         from hetero.placement import by_profile
 
         choice = by_profile.chosen(spec, request)
+        key = key or _decision_key(spec, request)  # a first start has scaled the profile only now
         if key is not None and choice.plan is None and choice.mode in KINDS:
             names = Decision.__dataclass_fields__
             decisions.keep(key, Decision(**{name: getattr(choice, name) for name in names}))
@@ -113,6 +115,16 @@ def plan_on(
         return Placement(planned, spec, able, source=choice.solver).plan
     plan = layer_level(spec) if kinds == set(KINDS) else single_device(spec, next(iter(kinds)))
     return Placement(plan, spec, able).plan
+
+
+def _check_routing(request: PlacementRequest) -> None:
+    """Raise `UserError` where nothing would be planned by how often experts are chosen."""
+    planned = request.plan is None and request.mode in ("hetero", "auto")
+    if request.routing is not None and not (planned and request.strategy == "auto"):
+        raise UserError(
+            "--experts says by which counts experts are shared between both devices, and here no "
+            "plan is made: leave it out, or --plan, --strategy and a single --device"
+        )
 
 
 def _check_share(request: PlacementRequest) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from hetero.backends.host.processor import memory_bytes
 from hetero.backends.ops import OUTPUT_PORTS, Experts, MatMul, Outliers
@@ -20,6 +21,9 @@ from hetero.runtime.slot_refs import SlotRef
 from hetero.solver.placement import Placement
 from hetero.solver.planned_kernels import all_experts
 from hetero.solver.shared_experts import part_widths
+
+if TYPE_CHECKING:
+    from hetero.profiler.records import Storage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,17 +141,29 @@ def _in_place(devices: Mapping[DeviceKind, Device]) -> frozenset[DeviceKind]:
     return frozenset(k for k, x in able.items() if x.unified_memory and not x.static_shapes)
 
 
-def file_note(needs: MemoryEstimate, graph: ModelGraph) -> str:
-    """Return what a token reads where routed experts stay in their file; empty where none do."""
+def file_note(
+    needs: MemoryEstimate, graph: ModelGraph, budget_bytes: int | None, storage: Storage | None
+) -> str:
+    """Return what a token reads where routed experts stay in their file; empty where none do.
+
+    With the disk's rate also how fast answers are at most, all experts equally likely.
+    """
     if not needs.file_bytes:
         return ""
     ops = [x.op for x in graph.nodes if isinstance(x.op, Experts)]
     used = sum(x.chosen for x in ops) / sum(x.experts for x in ops)
-    return (
+    used_bytes = round(used * needs.file_bytes)
+    note = (
         f"{_gib(needs.file_bytes)} of routed experts stay in the model's file, for the memory "
-        f"budget has no room for them: a token uses {_gib(round(used * needs.file_bytes))}, and "
+        f"budget has no room for them: a token uses {_gib(used_bytes)}, and "
         "reads what the system does not keep of it, so answers may be as slow as the disk"
     )
+    if storage is None or budget_bytes is None:
+        return note
+    room = max(budget_bytes - (needs.total_bytes - needs.file_bytes), 0)
+    read_s = max(1 - room / needs.file_bytes, 0.0) * used_bytes / storage.read_bytes_per_s
+    rate = f"{storage.read_bytes_per_s / 1e6:.0f} MB/s"
+    return f"{note} ({rate}: at most {1 / read_s:.3g} tokens/s)" if read_s else note
 
 
 def listed_bytes(placement: Placement) -> int:

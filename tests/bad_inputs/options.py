@@ -103,6 +103,8 @@ COMMANDS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("eval: no experts to count",
      ("eval", "{dir}", "--text", "{work}/words", "--count-experts", "{work}/counts"),
      "has no routed experts to count"),
+    ("generate: counts of no experts", ("generate", "demo", "x", "--experts", "{work}/none"),
+     "cannot read the counts"),
     ("plan: no counts", ("plan", "llama-3-8b", *HOST, "--experts", "{work}/none"),
      "cannot read the counts"),
     ("plan: counts that are none", ("plan", "llama-3-8b", *HOST, "--experts", "{dir}/config.json"),

@@ -94,7 +94,7 @@ def test_what_opens_a_model_has_the_same_options_everywhere(built: Any) -> None:
     named = set(inspect.signature(LLM.__init__).parameters)
     assert named - set(OPENING) == {
         "self", "model", "progress", "prompt_lengths", "first_prompt", "draft_model",
-        "draft_device", "wait_for_plan",
+        "draft_device", "wait_for_plan", "experts",
     }  # fmt: skip
     found = {
         command: {p.name: p for p in built.get_command(None, command).params}
@@ -110,7 +110,15 @@ def test_what_opens_a_model_has_the_same_options_everywhere(built: Any) -> None:
     for command, without in lacking.items():
         assert {*OPENING, *drawing} - set(found[command]) == without, command
     repeated = {"device", "sync", "strategy", "weights", "kv", "max_tokens"}
-    others = ("speculative", "draft_model", "draft_device", "wait_for_plan", "stats", "system")
+    others = (
+        "speculative",
+        "draft_model",
+        "draft_device",
+        "wait_for_plan",
+        "experts",
+        "stats",
+        "system",
+    )
     for name in (*OPENING, *drawing, *others, "as_json"):
         texts = {
             (found[x][name].help, tuple(found[x][name].opts))

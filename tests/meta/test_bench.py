@@ -22,6 +22,7 @@ BRIEFLY = {
     f"peers.py levels --profile host {DEMO} -p 16 -n 2 -r 1": "of ideal",
     "predictions.py accuracy --again --profile host --rows ROWS": "decision regret",
     "predictions.py small demo --profile host -p 4 -n 2 -r 1": "auto reaches",
+    "predictions.py phases demo --profile host -p 4 -n 2 -r 1": "| step |",
     "-m tests.profiler.ablation --profile host --rows start": "| host | start | ridge |",
     "kernels.py ceiling --mib 8 --seconds 0.02 -r 1": "both over the better one",
     "kernels.py matmul --formats w4a16 --tokens 1 --shapes 64x64 -r 1 --streamed-mb 1": "| 64x64 |",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,13 +12,21 @@ import pytest
 from hetero import LLM
 from hetero.backends.ops import Experts
 from hetero.errors import UserError
-from hetero.models import open_model
+from hetero.models import model_spec, open_model
 from hetero.models.quantized import save
+from hetero.placement import by_profile
+from hetero.profiler.model_graph import ModelGraph
+from hetero.profiler.records import DeviceProfile, Storage
+from hetero.runtime.memory_estimate import MemoryEstimate, file_note
 from hetero.solver.errors import PlanError
 from hetero.solver.execution_plan import ExecutionPlan
+from hetero.solver.expert_shares import Routing
 from hetero.solver.handmade import single_device
 from hetero.solver.plan import LayerExperts
+from hetero.solver.prepared import PreparedSolver
+from hetero.solver.request import PlanRequest
 from tests.runtime.test_routed_logits import GEMMA4_GGUF, GPT_OSS_GGUF, QWEN3_GGUF, check, drawn
+from tests.solver.test_expert_choice import able_at
 
 pytestmark = pytest.mark.random_models
 
@@ -121,3 +131,49 @@ def test_experts_stay_in_the_file_where_a_budget_has_no_room(tmp_path: Path) -> 
             LLM(path, device=device, max_seq_len=64, memory_budget=least)
     with pytest.raises(UserError, match="the memory budget is"):  # not of a mapped file
         LLM(str(folder), device="gpu", max_seq_len=64, memory_budget=budget, weights="w4a16")
+
+
+@pytest.mark.filterwarnings("ignore::hetero.profiler.errors.ProfileWarning")
+def test_counts_of_experts_reach_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model that is opened without a plan; where none would be made they are refused."""
+    folder, _ = drawn("Qwen3Moe", QWEN3_GGUF)
+    path, counts = tmp_path / "counts.json", (9, 1, 1, 1, 1, 1, 1, 1)
+    Routing(model="drawn", tokens=8, layers=dict.fromkeys((0, 1), counts)).save(path)
+    asked: list[Routing | None] = []
+    solve = by_profile.prepare_solver
+
+    def noted(spec: ModelGraph, profile: DeviceProfile, request: PlanRequest) -> PreparedSolver:
+        asked.append(request.routing)
+        return solve(spec, profile, request)
+
+    monkeypatch.setattr(by_profile, "prepare_solver", noted)
+    options: dict[str, Any] = {"weights": "w4a16", "max_seq_len": 64}
+    able = able_at(DeviceProfile.load("host-amx"), "gpu", "npu")
+    with LLM(str(folder), device="hetero", profile=able, experts=path, **options) as llm:
+        note = next(x for x in llm.engine.plan.notes if x.startswith("routed experts"))
+        assert llm.generate([5, 6, 7], max_tokens=2).tokens
+    assert [x.layers[0] for x in asked if x is not None] == [counts]
+    assert "by their shares of 8 tokens" in note
+    for other in ({"device": "gpu"}, {"device": "npu"}, {"strategy": "layer"}):
+        with pytest.raises(UserError, match="--experts says by which counts"):
+            LLM(str(folder), experts=path, **options, **other)
+    with pytest.raises(UserError, match="has no routed experts: leave --experts out"):
+        LLM("demo", experts=path)
+    Routing(model="other", tokens=8, layers={0: (1, 2)}).save(path)
+    with pytest.raises(PlanError, match="none of the 8 experts of layer 0"):
+        LLM(str(folder), experts=path, **options)
+
+
+def test_the_disks_rate_says_how_fast_answers_are() -> None:
+    graph = model_spec("qwen3-moe-3b")
+    whole = graph.expert_weight_bytes
+    needs = MemoryEstimate(
+        pool_bytes=10, weight_bytes=whole + 90, context_bytes=0, largest_bytes=10,
+        file_bytes=whole,
+    )  # fmt: skip
+    disk = Storage(read_bytes_per_s=1e9, piece_bytes=1 << 20)
+    said = file_note(needs, graph, 100 + whole // 2, disk)
+    rate = 1e9 / (whole / 8 / 2)  # 8 of 64, half of them in memory
+    assert said.endswith(f"(1000 MB/s: at most {rate:.3g} tokens/s)")
+    assert "MB/s" not in file_note(needs, graph, 100 + whole // 2, None)
+    assert file_note(replace(needs, file_bytes=0), graph, 100, disk) == ""

@@ -17,11 +17,17 @@ from hetero.backends.formats import WeightFormat
 from hetero.backends.ops import Experts
 from hetero.models import model_spec
 from hetero.profiler.cost import CostModel
-from hetero.profiler.records import DeviceProfile
+from hetero.profiler.records import DeviceProfile, Storage
 from hetero.solver.build import make_plan
 from hetero.solver.errors import PlanError
 from hetero.solver.execution_plan import ExecutionPlan
-from hetero.solver.expert_choice import Room, expert_bytes, knapsack, shared_best
+from hetero.solver.expert_choice import (
+    Room,
+    expert_bytes,
+    knapsack,
+    matmul_bytes,
+    shared_best,
+)
 from hetero.solver.expert_shares import Routing
 from hetero.solver.expert_times import ExpertTimes, RoutedLayer, chances
 from hetero.solver.host_queue import HostQueue
@@ -286,3 +292,26 @@ def test_both_devices_at_once_are_slowed_down_by_the_memory() -> None:
     alone, shared = spent[0][::2], spent[0][1::2]
     assert spent[1][::2] == alone  # the GPU alone waits for nobody
     assert all(a < b for a, b in zip(shared, spent[1][1::2], strict=True))
+
+
+def test_experts_in_a_file_are_predicted_at_the_disks_speed() -> None:
+    """The more of them the memory holds, the faster; without a rate a plan says so."""
+    graph, taken = model_spec(MODEL), profile()
+    disk = taken.model_copy(update={"storage": Storage(read_bytes_per_s=1e9, piece_bytes=1 << 20)})
+    speeds, rooms = [], (0.25, 0.5, 0.75)
+    for room in rooms:
+        budget = round(matmul_bytes(graph) + room * graph.expert_weight_bytes)
+        request = PlanRequest(seq_lens=LENGTHS, memory_budget_bytes=budget)
+        plan = make_plan(graph, disk, request)
+        unknown = make_plan(graph, taken, request)
+        read_s = (1 - room) * graph.expert_weight_bytes * 8 / 64 / 1e9
+        assert seconds(plan)[-1] - seconds(unknown)[-1] == pytest.approx(read_s, rel=0.02)
+        said = float(note_of(plan).partition("at most ")[2].removesuffix(" tokens/s"))
+        assert said == pytest.approx(1 / seconds(plan)[-1], rel=0.15)
+        assert "this profile does not have" in note_of(unknown)
+        speeds.append(said)
+    assert speeds == sorted(set(speeds))
+    busy = dict.fromkeys(range(24), (1000,) * 8 + (1,) * 56)
+    counted = replace(request, routing=Routing(model=MODEL, tokens=8, layers=busy))
+    known = make_plan(graph, disk, counted)
+    assert seconds(known)[-1] < seconds(plan)[-1]  # the busiest are in memory
