@@ -304,17 +304,15 @@ class SumScores:
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeChunks:
-    """Codes of m chunks of keys and values of one layer, written into the caches.
-
-    See LLMS, arXiv 2403.11805, section 3.2.
+    """Codes of m chunks of keys and values of one layer, written into the caches (LLMS, 3.2).
 
     A chunk is `tokens` tokens T, stored in `codes` as n = 2·G·T·D codes, keys before values, each
-    [G, T, D]. With 16 bits they are float16. With 8, 4, 3 or 2 fp16 amplitudes come first: one
-    for each head of the keys (`keys_by_token`: for each of its tokens), then one for each head of
-    the values (`by_token`: likewise). Then come the upper two bits of all codes, four in a byte,
-    the first in the lowest bits (n/4 bytes); with 4 bits and more the next two in the same way;
-    with 8 the lower four, two in a byte (n/2 bytes). With 3 bits keys have four and values two: the
-    next two are of the keys alone (n/8 bytes). A code c of b bits stands for
+    [G, T, D]. With 16 bits they are float16. With 8, 4, 3 or 2 fp16 amplitudes come first: one for
+    each head of the keys (`keys_by_token`: for each of its tokens), then one for each head of the
+    values (`by_token`: likewise). Then come the upper two bits of all codes, four in a byte, the
+    first in the lowest bits (n/4 bytes); with 4 bits and more the next two in the same way; with 8
+    the lower four, two in a byte (n/2 bytes). "3" are 4 of keys (n/8 bytes) and 2 of values. A code
+    c of b bits stands for
 
         (c + 1/2 - 2^(b-1)) · s,  s = amplitude · 2^(1-b) (· channels[g, d], for keys)
 
@@ -322,10 +320,10 @@ class DecodeChunks:
     round it with the scales of channels that they have. Where these are `channels`, codes of 8 bits
     go into such caches as they are, c - 128 with the step amplitude / 128.
 
-    Ports: `codes` uint8 [room]; `table` int32 [m, 3]: first position, bits (16, 8, 4, 3, 2, or 0:
-    the row is no chunk) and first byte, which is even; `k_cache` and `v_cache` [G, C, D] in the
-    format `kv`, of which nothing but the chunks' positions is touched. Weights: `channels` [G·D]
-    float32. Positions and bytes beyond the tensors, and other bits, are undefined behaviour.
+    Ports: `codes` uint8 [room]; `table` int32 [m, 3]: first position, bits (0: no chunk) and first
+    byte, which is even; `k_cache` and `v_cache` [G, C, D] in the format `kv`, where only the
+    chunks' positions are touched. Weights: `channels` [G·D] float32. Positions and bytes beyond the
+    tensors, and other bits, are undefined behaviour.
     """
 
     kv_heads: int

@@ -289,7 +289,7 @@ class Service(Closing):
             return tokens
         keep = check_count("keep", options.get("keep", SINKS), 0)
         over, room = len(tokens) + 1 - self.llm.max_seq_len, old - keep
-        slot.working.settle()
+        slot.working.wait_until_free()
         if not 0 < over <= room:
             return tokens
         drop = max(over, room // 2)

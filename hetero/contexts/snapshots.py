@@ -20,7 +20,7 @@ from hetero.contexts.chunk_format import ChunkError
 from hetero.contexts.chunks import Chunk, Snapshot, chained_key, end_keys
 from hetero.contexts.codec import STATES, Codes
 from hetero.contexts.swap_out import SwapJob
-from hetero.contexts.working_set import CachedText, Switch, WorkingSet
+from hetero.contexts.working_set import CachedText, Switch, WorkingSet, in_memory
 from hetero.runtime.kv.layer_gate import LayerGate
 from hetero.runtime.kv.layer_states import crowded
 
@@ -126,7 +126,7 @@ class StatefulWorkingSet(WorkingSet):
         active, states = self._active, snapshot.states
         claimed = self._claimed([*wanted, states])
         try:
-            loaded = all(self._in_memory(x, claimed) for x in [*wanted, states])
+            loaded = all(in_memory(x, claimed) for x in [*wanted, states])
             if loaded and not self._slower(snapshot.at, wanted, claimed, len(tokens), switch):
                 codes = self._states(states, claimed, switch)
                 if codes is not None:

@@ -242,17 +242,11 @@ class WorkingSet:
         active = self._active
         if self._root != root or active.forgotten:
             return 0
-        pairs = zip(active.tokens[: active.cached], tokens, strict=False)
-        differing = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+        differing = _shared(active.tokens[: active.cached], tokens)
         return min(active.cached, len(tokens) - 1) if differing is None else differing
 
-    # --- where a text is shifted --------------------------------------------------------------
-
-    def settle(self) -> None:
-        """Wait until no other thread uses the cache, whose rows may then move.
-
-        Raises `LoadError` where keys and values could not be read.
-        """
+    def wait_until_free(self) -> None:
+        """Wait until no other thread uses the cache, whose rows may then move."""
         self._join_reader()
         self._swap.wait_encoded(self._active.cache)
 
@@ -334,7 +328,7 @@ class WorkingSet:
         gate: LayerGate | None = None
         try:
             loaded = wanted[: plan.stop]
-            for missing, run in groupby(loaded, lambda c: not self._in_memory(c, claimed)):
+            for missing, run in groupby(loaded, lambda c: not in_memory(c, claimed)):
                 part = list(run)
                 start, stop = part[0].start, part[-1].stop
                 active.adopt(tokens[: max(start, active.cached) if missing else start])
@@ -372,23 +366,12 @@ class WorkingSet:
         if codes is not None:
             self._memory.budget.give(codes.nbytes)
 
-    def _in_memory(self, chunk: Chunk, claimed: dict[Chunk, Codes]) -> bool:
-        return chunk.codes is not None or chunk in claimed
-
     def _planned(
         self, wanted: Sequence[Chunk], claimed: dict[Chunk, Codes], tokens: int, switch: Switch
     ) -> LoadPlan:
         rates = self.rates
-        items = []
-        for chunk in wanted:
-            codes = chunk.codes or claimed.get(chunk)
-            if codes is None:
-                items.append(LoadItem(len(chunk.tokens), 0.0, 0, missing=True))
-            else:
-                read = codes.nbytes if chunk in claimed else 0
-                items.append(rates.load_item(len(chunk.tokens), codes.bits, read))
         plan = plan_load(
-            items,
+            _items(wanted, claimed, rates),
             tokens - wanted[-1].stop,
             rates,
             self._codec.layers,
@@ -396,8 +379,7 @@ class WorkingSet:
             recompute=self.recompute,
         )
         switch.predicted_s = plan.predicted_s
-        full = self._codec.nbytes(CHUNK_TOKENS, wanted[0].bits)
-        per_token = full / CHUNK_TOKENS
+        per_token = self._codec.nbytes(CHUNK_TOKENS, wanted[0].bits) / CHUNK_TOKENS
         switch.break_even_bytes_per_s = rates.break_even_bytes_per_s(per_token)
         switch.read_bytes_per_s = rates.read_bytes_per_s
         return plan
@@ -467,3 +449,27 @@ class WorkingSet:
             place, chunk.place = chunk.place, None
         if place is not None:
             self._files(chunk.app).drop(place)
+
+
+def in_memory(chunk: Chunk, claimed: dict[Chunk, Codes]) -> bool:
+    """Return whether a chunk is in memory, or has memory to be read into."""
+    return chunk.codes is not None or chunk in claimed
+
+
+def _items(wanted: Sequence[Chunk], claimed: dict[Chunk, Codes], rates: Rates) -> list[LoadItem]:
+    """Return what loading each chunk takes."""
+    items = []
+    for chunk in wanted:
+        codes = chunk.codes or claimed.get(chunk)
+        if codes is None:
+            items.append(LoadItem(len(chunk.tokens), 0.0, 0, missing=True))
+        else:
+            read = codes.nbytes if chunk in claimed else 0
+            items.append(rates.load_item(len(chunk.tokens), codes.bits, read))
+    return items
+
+
+def _shared(one: Sequence[int], other: Sequence[int]) -> int | None:
+    """Return where two texts first differ, None where one begins the other."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), None)

@@ -165,7 +165,7 @@ class FakeService:
             switches.append(switch)
             text = list(tokens)
             if old is not None:
-                self.working.settle()
+                self.working.wait_until_free()
                 if (over := len(text) + 1 - LONGEST) > 0:
                     drop = max(over, (old - KEEP) // 2)
                     active.forget(KEEP, drop)

@@ -73,8 +73,7 @@ class Context(Closing):
         self._home = home
         self._cache: KvCache | None = cache
         self._tokens: list[int] = []
-        self._cached = 0
-        self.forgotten = 0  # tokens that the text has lost by shifts since it was adopted
+        self._cached = self.forgotten = 0  # the latter by shifts, since the text was adopted
         self._waits, self.wait_s = waits, WAIT_S
         self._choosing = threading.RLock()  # also a signal handler may want the context
         self._hold: weakref.ref[Hold] | None = None
@@ -294,8 +293,7 @@ class Context(Closing):
             forget(self.cache, ropes, keep, stop, cached)
             cached = self._reached(cached - (stop - keep))
         del self._tokens[keep : keep + drop]
-        self._cached = cached
-        self.forgotten += drop
+        self._cached, self.forgotten = cached, self.forgotten + drop
 
     def slide(self) -> None:
         """Move the rows of windows so that a step may begin.
@@ -325,8 +323,7 @@ class Context(Closing):
         """Set the tokens, whose keys and values are in the cache, or will be when `gate` opens."""
         if self._cache is not None:
             self._cache.states.forget(self.shared(tokens))
-        self._tokens, self._cached, self.gate = list(tokens), len(tokens), None
-        self.forgotten = 0
+        self._tokens, self._cached, self.gate, self.forgotten = list(tokens), len(tokens), None, 0
 
     def shared(self, tokens: Sequence[int]) -> int:
         """Return how many of the first `tokens` are cached."""
