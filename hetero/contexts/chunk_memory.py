@@ -97,10 +97,10 @@ class ChunkMemory:
     def lower(self, chunk: Chunk, bits: int) -> None:
         """Limit a chunk to `bits` bits, for good.
 
-        Floats (16 bits and more) are left alone.
+        Floats (16 bits and more) are left alone, and chunks that are not full, which are floats.
         """
         with self.lock:
-            if max(bits, chunk.bits) > 8 or bits >= chunk.bits:
+            if max(bits, chunk.bits) > 8 or bits >= chunk.bits or not chunk.full:
                 return
             chunk.bits = bits
             if chunk.codes is not None and chunk.codes.bits > bits:
