@@ -75,9 +75,10 @@ def diagnose() -> Iterator[Finding]:
     for name, state in hexagon.other_checks():
         check = partial(_surrounding, name, state)
         yield from _checked(name, "npu", check, needed=hexagon.needed())
-    if {"opencl", names[-1]} <= working:
-        both = f"opencl + {names[-1]}"
-        yield from _checked(both, "both", partial(_check_together, "opencl", names[-1]))
+    npu = [name for name in names if find(name).kind == "npu"][-1]
+    if {"opencl", npu} <= working:
+        both = partial(_check_together, "opencl", npu)
+        yield from _checked(f"opencl + {npu}", "both", both)
 
 
 def _surrounding(name: str, state: Callable[[], CheckResult]) -> list[Finding]:
