@@ -84,6 +84,7 @@ def test_generate_tells_a_story_from_two_processors() -> None:
     assert all(share["ops"] > 0 and share["busy_s"] > 0 for share in answer["placement"].values())
 
 
+@pytest.mark.full
 def test_text_goes_to_stdout_and_stats_to_stderr(command: Command) -> None:
     plain = command(
         "generate", "demo", "One day", "--raw", "--max-tokens", "8", "--stats", "--device", "npu"
@@ -175,6 +176,7 @@ def test_bench_shows_three_devices_side_by_side(command: Command) -> None:
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("form", ["md", "csv"])
 def test_bench_writes_tables(command: Command, form: str) -> None:
     result = command(
@@ -234,6 +236,7 @@ def test_what_the_user_can_mend_is_one_sentence(
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.full
 def test_debug_shows_the_traceback() -> None:
     result = hetero("--debug", "generate", "nowhere", "hi")
     assert "Traceback" in result.stderr
@@ -248,6 +251,7 @@ def test_doctor_passes_and_devices_lists(command: Command) -> None:
     assert "ort-cpu" in command("devices").stdout
 
 
+@pytest.mark.full
 def test_doctor_fails_with_a_remedy(tmp_path: Path) -> None:
     result = hetero("doctor", env={"OCL_ICD_VENDORS": str(tmp_path / "none")})
     assert result.returncode == 1
@@ -295,6 +299,7 @@ def test_ctrl_c_while_the_imports_run_ends_with_130(module: str) -> None:
     assert b"interrupted" in errors
 
 
+@pytest.mark.full
 def test_chat_answers_in_turn(command: Command) -> None:
     result = command(
         "chat", "demo", "--max-tokens", "12", "--seed", "1",
@@ -334,6 +339,7 @@ def test_a_reader_that_goes_away_is_no_error(words: tuple[str, ...]) -> None:
     process.stderr.close()
 
 
+@pytest.mark.full
 def test_the_users_own_broken_pocl_cache_is_named() -> None:
     env = {"POCL_CACHE_DIR": "/proc/nope"}
     result = hetero("generate", "demo", "hi", "--max-tokens", "1", env=env)
@@ -342,6 +348,7 @@ def test_the_users_own_broken_pocl_cache_is_named() -> None:
     assert len(result.stderr.splitlines()) == 1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("env", "gpu", "said"),
     [
@@ -372,6 +379,7 @@ def test_a_plan_and_another_device_contradict_each_other(command: Command, tmp_p
     assert "leave out the device" in result.stderr
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("weights", ["f32", "f16", "w8a16"])
 def test_the_demo_serves_every_format(command: Command, weights: str) -> None:
     common = ("generate", "demo", "One day", "--raw", "--max-tokens", "10", "--device", "npu")
@@ -406,6 +414,7 @@ def test_penalties_biases_echo_and_log_probabilities(command: Command) -> None:
     assert "--logit-bias must be a token id and a number" in wrong.stderr
 
 
+@pytest.mark.full
 def test_chat_goes_on_when_its_context_is_full_and_from_its_session(
     command: Command, tmp_path: Path
 ) -> None:
@@ -419,6 +428,7 @@ def test_chat_goes_on_when_its_context_is_full_and_from_its_session(
     assert len([line for line in result.stdout.splitlines() if line.strip()]) >= 2
 
 
+@pytest.mark.full
 def test_bench_says_what_to_make_smaller(command: Command) -> None:
     result = command("bench", "demo", "-p", "512", "-r", "1", "--device", "npu")
     assert result.returncode == 2
@@ -431,6 +441,7 @@ def test_without_a_command_the_help_is_all(command: Command) -> None:
     assert "Usage" in result.stdout
 
 
+@pytest.mark.full
 def test_an_error_is_the_only_line_on_stderr() -> None:
     assert len(hetero("quantize", "demo", "--out", __file__).stderr.splitlines()) == 1
 
@@ -459,6 +470,7 @@ def test_text_outside_the_terminals_code_page_is_replaced() -> None:
     assert (result.returncode, result.stdout.strip()) == (0, b"?"), result.stderr
 
 
+@pytest.mark.full
 def test_chat_without_stdin_ends() -> None:
     command = f"exec '{sys.executable}' -m hetero.cli.app chat demo --device npu <&-"
     result = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)

@@ -233,6 +233,7 @@ def test_onnx_runtime_is_loaded_without_telemetry(backend: str) -> None:
     assert done.stdout == "1\n"
 
 
+@pytest.mark.full
 @pytest.mark.skipif(os.name != "posix", reason="closes a descriptor")
 @pytest.mark.parametrize("command", ["doctor", "devices"])
 def test_a_closed_output_is_no_fault(command: str) -> None:

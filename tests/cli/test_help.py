@@ -188,6 +188,7 @@ def test_completion_can_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert done.stdout.split() == ["generate"], done.stderr
 
 
+@pytest.mark.full
 def test_a_prompt_comes_from_the_command_a_file_or_stdin(command: Command, tmp_path: Path) -> None:
     file = tmp_path / "prompt.txt"
     file.write_text("Tell me a story\n", encoding="utf-8")
@@ -224,6 +225,7 @@ def test_prompts_that_cannot_be(
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.full
 def test_the_chat_template_is_the_default_where_a_model_has_one(command: Command) -> None:
     """With --raw, or --echo, the answer goes on from the prompt; --system goes before it."""
     told = {

@@ -65,6 +65,7 @@ def test_notices_can_be_turned_off(
         notify("x")
 
 
+@pytest.mark.full
 def test_quiet_is_an_option(command: Command, own_folders: tuple[Path, Path]) -> None:
     words = ("plan", "demo", "--seq-lens", "64")
     assert NO_PROFILE in command(*words).stderr

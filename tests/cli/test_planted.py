@@ -45,12 +45,14 @@ def test_the_traps_work(planted: Path) -> None:
     assert planted.exists()
 
 
+@pytest.mark.full
 def test_measuring_every_core(planted: Path) -> None:
     with pytest.raises(DeviceError, match="'' is not a valid WeightFormat"):
         measure_every_core(())  # its process ends at once, having imported all
     assert not planted.exists()
 
 
+@pytest.mark.full
 @pytest.mark.skipif(importlib.util.find_spec("onnxruntime_qnn") is None, reason="no compiler here")
 def test_compiling(planted: Path, tmp_path: Path) -> None:
     done = subprocess.run(

@@ -59,6 +59,7 @@ def test_a_tensors_name_in_a_sentence(tmp_path: Path, command: Command) -> None:
     assert "PWNED" in done.stderr
 
 
+@pytest.mark.full
 def test_names_of_plans_and_profiles_in_tables(tmp_path: Path, command: Command) -> None:
     """Neither control characters nor Rich's markup (`[/x]` would be a traceback)."""
     named = f"{TITLE}[/x][red]"
@@ -79,6 +80,7 @@ def test_names_of_plans_and_profiles_in_tables(tmp_path: Path, command: Command)
     assert "\x1b" not in done.stdout
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not hasattr(os, "openpty"), reason="needs a terminal")
 def test_what_is_streamed_to_a_terminal() -> None:
     words = ["generate", "demo", f"Once{TITLE}", "--device", "npu", "--max-tokens", "1", "--echo"]

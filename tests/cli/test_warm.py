@@ -33,6 +33,7 @@ def warm(cache: Path, *words: str) -> dict[str, Any]:
     return document
 
 
+@pytest.mark.full
 def test_a_second_warm_says_that_all_is_ready(tmp_path: Path) -> None:
     cache = own_cache(tmp_path)
     first = warm(cache, "demo", "--device", "npu")

@@ -227,6 +227,7 @@ def test_shared_weights_make_one_file_for_each_weight(tmp_path: Path) -> None:
     assert all(len(graph.files) == 3 for graph in manifest.graphs)
 
 
+@pytest.mark.full
 def test_fused_groups_are_compiled_as_the_runtime_asks_for_them(tmp_path: Path) -> None:
     make_checkpoint(Case("tiny", "Llama", {"num_hidden_layers": 2}), tmp_path / "model")
     request = CompileRequest(str(tmp_path / "model"), "sm8650", max_seq_len=40)

@@ -196,6 +196,7 @@ def test_a_bundle_has_the_graphs_that_any_prompt_runs(
     assert opened == {graph.entry for graph in manifest.graphs}
 
 
+@pytest.mark.full
 def test_both_devices_share_the_heads_of_a_bundle(model: str, tmp_path: Path) -> None:
     """The Hexagon computes one of four heads: logits are those of one device."""
     plan = plan_of("shared heads", open_model(model, weights="w4a16").spec())

@@ -44,6 +44,7 @@ def test_every_scheme_is_near_the_float_model(scheme: str, tied: bool) -> None:
     assert found.shape == (40, 301)
 
 
+@pytest.mark.full
 def test_without_shadows_it_is_what_the_engine_computes(tmp_path: Path) -> None:
     demo = open_model("demo", weights="f32")
     tokens = [demo.encode("Once upon a time there was a small fox who liked to play. " * 3)]

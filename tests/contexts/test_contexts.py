@@ -187,6 +187,7 @@ def test_a_text_that_goes_on_has_one_beginning(stories: Path) -> None:
         assert context.tokens[0] == start
 
 
+@pytest.mark.full
 def test_conversations_on_contexts_of_their_own_do_not_meet(one: LLM) -> None:
     with LLM("demo", device="npu", max_seq_len=200) as llm:
         talks = [llm.conversation(context=llm.new_context()) for _ in range(2)]
@@ -199,6 +200,7 @@ def test_conversations_on_contexts_of_their_own_do_not_meet(one: LLM) -> None:
         assert len(llm.context) == 0
 
 
+@pytest.mark.full
 def test_an_answer_that_is_left_leaves_what_was_read(one: LLM) -> None:
     prompt = ids(1, 12)
     with one.new_context() as context:
@@ -235,6 +237,7 @@ def test_memory_comes_back(llm: LLM, drop: str) -> None:
     assert llm.generate(ids(1, 30), max_tokens=3).tokens
 
 
+@pytest.mark.full
 def test_more_contexts_than_fit_are_refused_with_the_remedy(folder: Path) -> None:
     with open_llm(folder, "npu") as free:
         needs = free.engine.memory
@@ -428,6 +431,7 @@ def test_statistics_are_those_of_one_answer(llm: LLM) -> None:
         assert found.stats.decode_tokens_per_s > 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("own", [False, True])
 def test_several_answers_read_their_prompt_once(one: LLM, own: bool) -> None:
     """What was computed: the prompt once, and for each answer all tokens but the last."""
@@ -508,6 +512,7 @@ def test_a_file_of_the_version_before_is_read(one: LLM, folder: Path, tmp_path: 
     assert np.array_equal(*found)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [

@@ -101,6 +101,7 @@ def test_a_device_that_is_lost_leaves_decoding_to_the_host() -> None:
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("way", ["gpu", "tensor level, rest on the npu"])
 def test_a_service_restores_with_its_gpu(way: str, tmp_path: Path) -> None:
     """Whatever computes attention: the devices work on the same caches."""

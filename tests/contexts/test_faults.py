@@ -41,6 +41,7 @@ def opened(llm: LLM, folder: Path, **options: Any) -> Service:
 # --- closed -----------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_calls_after_close_are_one_sentence(llm: LLM, tmp_path: Path) -> None:
     service = opened(llm, tmp_path)
     app = service.bind("a")

@@ -55,6 +55,7 @@ def evicted(service: Service, *, disk: bool) -> None:
     service._working.forget()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("memory", ["8MiB", "1MiB"])
 def test_through_the_disk_and_back_to_the_same_bits(llm: LLM, tmp_path: Path, memory: str) -> None:
     """Exact codes, read and not computed again: every bit is that of a context that stayed."""
@@ -76,6 +77,7 @@ def test_through_the_disk_and_back_to_the_same_bits(llm: LLM, tmp_path: Path, me
         service.memory.check()
 
 
+@pytest.mark.full
 def test_a_folder_of_the_first_codec_goes_on(
     llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,6 +115,7 @@ def test_mixed_bits_fall_with_age(llm: LLM, tmp_path: Path) -> None:
         assert all(chunk.codes is None or chunk.codes.bits == chunk.bits for chunk in chunks)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kv", ["q8", "f32"])
 def test_caches_of_several_widths_come_back_to_the_same_bits(tmp_path: Path, kv: str) -> None:
     """Layers with heads of other sizes, and layers that read the caches of others."""
@@ -132,6 +135,7 @@ def test_caches_of_several_widths_come_back_to_the_same_bits(tmp_path: Path, kv:
         assert switch.recomputed_tokens == 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("bits", ["8", "raw"])
 def test_caches_of_codes_come_back_to_the_same_bits(tmp_path: Path, bits: Any) -> None:
     """Chunks of 8 bits are what such a cache holds, in the channels that the service measured."""
@@ -150,6 +154,7 @@ def test_caches_of_codes_come_back_to_the_same_bits(tmp_path: Path, bits: Any) -
         assert switch.recomputed_tokens == 0
 
 
+@pytest.mark.full
 def test_from_the_text_alone_to_the_same_text(llm: LLM, tmp_path: Path) -> None:
     """What is computed again differs in its last bits at most: other calls, the same operations."""
     wanted = story(llm)
@@ -232,6 +237,7 @@ def test_equal_beginnings_of_an_app_are_one(llm: LLM, tmp_path: Path) -> None:
         other.call(PROMPTS[2], max_tokens=2)
 
 
+@pytest.mark.full
 def test_deleting_leaves_nothing_on_the_disk(llm: LLM, tmp_path: Path) -> None:
     with opened(llm, tmp_path) as service:
         app = service.bind("a")
@@ -261,6 +267,7 @@ def cut(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("harm", [flip, cut, Path.unlink])
 def test_damaged_chunks_cost_computing_them(llm: LLM, tmp_path: Path, harm: Any) -> None:
     wanted = story(llm)
@@ -280,6 +287,7 @@ def test_damaged_chunks_cost_computing_them(llm: LLM, tmp_path: Path, harm: Any)
         service.memory.check()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO])
 def test_a_disk_that_cannot_be_written_costs_no_answer(
     llm: LLM, tmp_path: Path, error: int, monkeypatch: pytest.MonkeyPatch
@@ -302,6 +310,7 @@ def test_a_disk_that_cannot_be_written_costs_no_answer(
         assert service.disk.used == sum(p.stat().st_size for p in app.folder.iterdir())
 
 
+@pytest.mark.full
 def test_a_disk_that_is_full_keeps_the_newest(llm: LLM, tmp_path: Path) -> None:
     with opened(llm, tmp_path, context_disk="1MiB", contexts_per_app=20) as service:
         app = service.bind("a")
@@ -317,6 +326,7 @@ def test_a_disk_that_is_full_keeps_the_newest(llm: LLM, tmp_path: Path) -> None:
             context.call("more", max_tokens=2)
 
 
+@pytest.mark.full
 def test_a_log_that_ends_in_the_middle_loses_that_call_alone(llm: LLM, tmp_path: Path) -> None:
     with opened(llm, tmp_path) as service:
         context = service.bind("a").new_context(chat=False)
@@ -331,6 +341,7 @@ def test_a_log_that_ends_in_the_middle_loses_that_call_alone(llm: LLM, tmp_path:
         again.call(PROMPTS[1], max_tokens=10)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("at", [3, 20, 150])
 def test_a_log_that_is_damaged_before_its_end_is_refused(llm: LLM, tmp_path: Path, at: int) -> None:
     """Nothing that was acknowledged is thrown away without a word."""

@@ -199,6 +199,7 @@ def test_calls_of_a_prompt_that_are_in_flight_together(tmp_path: Path) -> None:
     assert relative_error(*found) < OFF["f16"]
 
 
+@pytest.mark.full
 @given(data=st.data())
 def test_rows_are_those_of_their_tokens(data: st.DataObject) -> None:
     """Without a model: tokens are appended and cut, and what a window sees is what was written."""
@@ -296,6 +297,7 @@ def test_what_a_text_shares_with_the_last_one_is_kept_where_it_can_be(llm: LLM) 
         assert found.tokens == llm.generate(again, max_tokens=4).tokens
 
 
+@pytest.mark.full
 def test_answers_to_one_prompt_and_guesses(llm: LLM, folder: Path) -> None:
     """A fork of the prompt after an answer that is longer than what windows keep behind them."""
     with open_llm(folder, "reference npu", max_seq_len=LENGTH, whole_caches=True) as whole:

@@ -109,6 +109,7 @@ def test_snapshots_of_equal_beginnings_are_one() -> None:
     assert table.refer_snapshots("a", b"other", text) == []
 
 
+@pytest.mark.full
 def test_through_the_disk_and_back_to_the_same_bits(llm: LLM, tmp_path: Path) -> None:
     """Also after a restart: keys, values and states are read, and nothing is computed again."""
     wanted = story(llm)
@@ -153,6 +154,7 @@ def test_without_the_disk_it_is_read_from_memory(llm: LLM, tmp_path: Path) -> No
         assert switched(contexts[0]).loaded_tokens > 0
 
 
+@pytest.mark.full
 def test_an_answer_is_made_again_from_the_end_of_its_prompt(llm: LLM, tmp_path: Path) -> None:
     text = [*PROMPTS[0], *PROMPTS[1]]
     with service_of(llm, tmp_path) as service:
@@ -167,6 +169,7 @@ def test_an_answer_is_made_again_from_the_end_of_its_prompt(llm: LLM, tmp_path: 
         assert switched(context).loaded_tokens == len(text)
 
 
+@pytest.mark.full
 def test_recent_texts_go_on(llm: LLM, tmp_path: Path) -> None:
     with service_of(llm, tmp_path) as service:
         recent = RecentTexts(service.bind("a"), 2)

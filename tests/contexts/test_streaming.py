@@ -89,6 +89,7 @@ def test_a_full_context_goes_on(llm: LLM, tmp_path: Path, between: str) -> None:
     service.close()
 
 
+@pytest.mark.full
 def test_a_prompt_and_a_chat_stream_on(llm: LLM, tmp_path: Path) -> None:
     with opened(llm, tmp_path) as service, LLM("demo", device="npu", max_seq_len=96) as demo:
         raw = service.bind("a").new_context(chat=False)

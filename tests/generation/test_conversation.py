@@ -31,6 +31,7 @@ def test_a_second_turn_prefills_only_what_is_new(llm: LLM) -> None:
     assert fresh.stats.reused_tokens == 0
 
 
+@pytest.mark.full
 def test_a_full_context_drops_the_oldest_turns_but_not_the_system_message(llm: LLM) -> None:
     talk = llm.conversation(system="You tell stories.")
     for _ in range(8):

@@ -28,6 +28,7 @@ def guessed() -> Iterator[LLM]:
         yield opened
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "options",
     [
@@ -47,6 +48,7 @@ def test_a_draft_changes_no_token(plain: LLM, guessed: LLM, options: dict[str, A
     assert wanted.stats.speculation is None
 
 
+@pytest.mark.full
 def test_its_own_guesses_are_accepted(guessed: LLM) -> None:
     """All but those of near ties, which rows of several tokens may turn."""
     drafts = guessed.generate("Once upon a time", max_tokens=100).stats.speculation
@@ -60,6 +62,7 @@ def test_speculation_can_be_left_out(guessed: LLM) -> None:
     assert guessed.generate("Once", max_tokens=5, context_shift=True).stats.speculation is None
 
 
+@pytest.mark.full
 def test_a_conversation_and_forks_go_on_with_the_draft(plain: LLM, guessed: LLM) -> None:
     talks = [llm.conversation() for llm in (plain, guessed)]
     for asked in ("Tell me a story.", "And then?"):
@@ -72,6 +75,7 @@ def test_a_conversation_and_forks_go_on_with_the_draft(plain: LLM, guessed: LLM)
     assert [x.tokens for x in drawn[0]] == [x.tokens for x in drawn[1]]
 
 
+@pytest.mark.full
 def test_answers_at_once_have_contexts_of_the_draft_each(plain: LLM, guessed: LLM) -> None:
     prompts = ["Once upon a time", "The fox", "A red ball", "One day"]
     wanted = [plain.generate(x, max_tokens=40).tokens for x in prompts]

@@ -102,6 +102,7 @@ def test_an_answer_moves_between_two_steps_and_its_tokens_are_the_same(
     assert [x.devices for x in again.stats.parts] == [second.devices]
 
 
+@pytest.mark.full
 def test_several_contexts_move_together(child_ends: Ends, expected: list[int]) -> None:
     prompts = [PROMPT, "One day", "The little dog"]
     with LLM("demo", **EXACT, wait_for_plan=False) as llm:
@@ -123,6 +124,7 @@ def test_several_contexts_move_together(child_ends: Ends, expected: list[int]) -
     assert [len(x.stats.parts) for x in results] == [2, 2, 1]
 
 
+@pytest.mark.full
 def test_the_second_start_waits_for_nothing(child_ends: Ends) -> None:
     with LLM("demo", **EXACT, wait_for_plan=False) as llm:
         child_ends()
@@ -170,6 +172,7 @@ def test_kernels_that_cannot_be_compiled_leave_the_model_on_the_npu(
     assert [*answer.result().tokens] == expected
 
 
+@pytest.mark.full
 def test_an_interrupted_move_is_made_again(
     child_ends: Ends, monkeypatch: pytest.MonkeyPatch, expected: list[int]
 ) -> None:
@@ -290,6 +293,7 @@ def test_generate_answers_before_its_plan_is_ready(
     assert "gpu │" not in table
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "given",
     [("--wait-for-plan",), ("--json",), ("--seed", "1"), ("--trace", "trace.json")],
@@ -334,6 +338,7 @@ def test_why_a_first_text_has_to_wait_is_in_the_reason(
         assert not [note for note in llm.choice.notes if "first text" in note]
 
 
+@pytest.mark.full
 def test_a_service_answers_before_its_plan_is_ready_and_after(
     child_ends: Ends, tmp_path: Path
 ) -> None:

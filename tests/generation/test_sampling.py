@@ -61,6 +61,7 @@ def sorted_whole(logits: np.ndarray, params: SamplingParams) -> dict[int, float]
     return dict(zip(ids.tolist(), (shares / shares.sum()).tolist(), strict=True))
 
 
+@pytest.mark.full
 @given(
     st.integers(0, 2**32 - 1),
     st.sampled_from([0.1, 0.7, 1.0, 3.0]),

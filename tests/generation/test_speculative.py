@@ -100,6 +100,7 @@ def test_a_stop_text_ends_the_answer(demo: LLM) -> None:
     assert (guessed.text, guessed.tokens) == (plain.text, plain.tokens)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("taken", [3, 4, 5, 6, 7, 8, 9, 10])
 def test_an_answer_that_is_not_read_to_its_end_leaves_no_guess_in_the_context(
     tiny: LLM, taken: int

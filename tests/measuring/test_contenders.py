@@ -147,6 +147,7 @@ def test_an_error_there_is_the_same_error_here() -> None:
         entry.open("demo", {"device": "tpu"}, print)
 
 
+@pytest.mark.full
 def test_a_warning_there_is_a_warning_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OCL_ICD_VENDORS", str(tmp_path / "none"))
     with Contestant("both") as entry, pytest.warns(FallbackWarning, match="^both: running on npu"):

@@ -48,6 +48,7 @@ def findings(home: Path) -> list[Finding]:
     ]
 
 
+@pytest.mark.full
 def test_a_report_has_everything_and_nothing_personal(home: Path, tmp_path: Path) -> None:
     written = write_report(tmp_path / "report", findings(home))
     assert [x.name for x in written] == ["report.json", "report.md"]
@@ -72,6 +73,7 @@ def test_a_report_has_everything_and_nothing_personal(home: Path, tmp_path: Path
         assert part in page
 
 
+@pytest.mark.full
 def test_a_reports_profile_is_checked_as_a_profile_is(home: Path, tmp_path: Path) -> None:
     document, _ = write_report(tmp_path / "r.md", [])
     assert json.loads(document.read_text("utf-8"))["bench_problem"] == "no device works"

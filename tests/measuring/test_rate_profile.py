@@ -90,6 +90,7 @@ def test_the_profile_plans_and_answers(tmp_path: Path) -> None:
     assert ("cpu",) in {x.devices for x in plan.fastest[0].candidates}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("unit", ["npu", "gpu"])
 def test_one_model_on_one_device_is_a_profile_without_a_check(tmp_path: Path, unit: str) -> None:
     rows = bench(["Qwen3-0.6B-Q4_0.gguf"], [unit])
@@ -100,6 +101,7 @@ def test_one_model_on_one_device_is_a_profile_without_a_check(tmp_path: Path, un
     assert {x.devices for x in plan.fastest} == {(unit,)}
 
 
+@pytest.mark.full
 def test_rows_of_no_one_processor_are_skipped_and_named(tmp_path: Path) -> None:
     others = [
         row_of("Qwen3-0.6B-Q4_0.gguf", "npu", 512, 0, 0) | change

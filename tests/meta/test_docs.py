@@ -180,6 +180,7 @@ def test_the_way_names_what_the_code_has() -> None:
     assert {x for name in names for x in re.findall(r"\w+", name)} - words() == set()
 
 
+@pytest.mark.full
 def test_the_drawing_of_the_packages_is_current() -> None:
     done = subprocess.run(
         [sys.executable, str(ROOT / "docs" / "draw_packages.py"), "--check"],

@@ -72,6 +72,7 @@ def test_of_two_devices_the_npu_goes_on_alone() -> None:
     assert LOST in done.stderr
 
 
+@pytest.mark.full
 def test_an_npu_works_on() -> None:
     assert "right\n" in fork("npu", GENERATE).stdout
 
@@ -85,6 +86,7 @@ def test_a_model_of_the_childs_own(mode: str) -> None:
     assert done.stderr.count(LOST) == (mode != "npu")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mode", ["gpu", "hetero", "npu"])
 @pytest.mark.parametrize("child", ["llm.close()", "del llm; import gc; gc.collect()", "pass"])
 def test_a_child_closes_and_ends(mode: str, child: str) -> None:
@@ -97,6 +99,7 @@ def test_a_child_of_a_process_without_opencl_may_use_it() -> None:
     assert " upon a time, there\n" in fork("", child).stdout
 
 
+@pytest.mark.full
 def test_a_pool_hands_the_error_on() -> None:
     code = """
 import multiprocessing, warnings
@@ -123,6 +126,7 @@ STREAM = """for _ in llm.stream("Once", max_tokens=5):
 IN_USE = "engine: running the model failed: another thread was using it"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("work", "answer"),
     [pytest.param(STEP, IN_USE, id="step"), pytest.param(STREAM, " upon a time", id="stream")],
@@ -161,6 +165,7 @@ print(llm.generate("Once", max_tokens=5).text)
     assert done.stdout.endswith(" upon a time, there\n"), done.stderr
 
 
+@pytest.mark.full
 def test_a_child_uses_the_contexts_that_no_other_thread_was_at_work_on() -> None:
     code = """
 import os, threading, warnings
@@ -198,6 +203,7 @@ thread.join()
     assert lines[2].startswith("engine: running the model failed: another thread was using it")
 
 
+@pytest.mark.full
 def test_parent_and_child_have_contexts_of_their_own() -> None:
     """What a child writes into activations and caches, its parent does not see."""
     code = """

@@ -121,6 +121,7 @@ def test_importing_hetero_is_cheap_and_probes_nothing() -> None:
     assert (result.returncode, result.stdout.strip()) == (0, "[] LLM"), result.stderr
 
 
+@pytest.mark.full
 def test_child_processes_run_no_code_of_the_current_directory() -> None:
     for _, name, path in modules():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -167,6 +168,7 @@ def definitions(name: str, tree: ast.AST) -> Iterator[tuple[str, int, int]]:
         yield from definitions(inner, node)
 
 
+@pytest.mark.full
 def test_files_classes_and_functions_keep_the_house_sizes() -> None:
     too_long = {}
     for _, name, path in modules():

@@ -79,6 +79,7 @@ def test_every_block_runs_or_says_why_not(page: Path) -> None:
             assert len(block.reason.split()) > 2, f"{page.name}:{block.line}: give the reason"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "page",
     [p for p in PAGES if any(b.language == "python" and not b.reason for b in blocks(p))],

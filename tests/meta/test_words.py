@@ -98,6 +98,7 @@ def assigns_found(function: Function) -> bool:
     )
 
 
+@pytest.mark.full
 def test_words_of_the_house_are_the_fields() -> None:
     """Packages that are clean stay clean; in others the count only falls."""
     found: dict[str, list[str]] = defaultdict(list)
@@ -111,6 +112,7 @@ def test_words_of_the_house_are_the_fields() -> None:
     assert counts == BANNED_LEFT, "fewer are left: lower BANNED_LEFT"
 
 
+@pytest.mark.full
 def test_docstrings_are_sentences() -> None:
     counts = Counter(
         package(name) for name, tree in trees() for text in docstrings(tree) if CLAUSE.match(text)
@@ -118,6 +120,7 @@ def test_docstrings_are_sentences() -> None:
     assert dict(counts) == CLAUSES_LEFT, "write a sentence, and lower CLAUSES_LEFT"
 
 
+@pytest.mark.full
 def test_variables_are_named_for_what_they_hold() -> None:
     counts = Counter(
         package(name)
@@ -128,6 +131,7 @@ def test_variables_are_named_for_what_they_hold() -> None:
     assert dict(counts) == FOUND_LEFT, "name what it holds instead of `found`, and lower FOUND_LEFT"
 
 
+@pytest.mark.full
 def test_no_two_public_classes_have_one_name() -> None:
     homes: dict[str, list[str]] = defaultdict(list)
     for name, tree in trees():

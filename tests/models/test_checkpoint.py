@@ -373,6 +373,7 @@ print(1024 * (kilobytes("VmHWM") - before), model.weights.nbytes)
 """
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("job", ["load", "save"])
 def test_the_peak_is_the_final_size_and_two_layers(

@@ -246,6 +246,7 @@ def test_a_quantised_directory_from_gguf(stories: Path, tmp_path: Path) -> None:
     assert copy.tokenizer.encode(TEXTS[0]) == source.tokenizer.encode(TEXTS[0])
 
 
+@pytest.mark.full
 def test_four_gigabytes_open_at_once(tmp_path: Path) -> None:
     """Mapped, not read: the file is sparse, and reading it would take longer than the limit."""
     path = write_large(tmp_path / "large.gguf")

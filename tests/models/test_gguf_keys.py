@@ -226,6 +226,7 @@ def test_any_value_of_a_familys_own_entries_gives_a_configuration_or_a_model_err
             assert str(path) in str(error)  # noqa: PT017
 
 
+@pytest.mark.full
 @pytest.mark.few(2)
 @pytest.mark.parametrize("value", [[1, 2], [0.5], ["a", "b"], "text", 1.5, True, 2**31])
 def test_a_value_of_any_type_gives_a_model_or_a_model_error(value: Any, tmp_path: Path) -> None:

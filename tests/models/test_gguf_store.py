@@ -266,6 +266,7 @@ def mapped_from(array: np.ndarray) -> str:
     raise AssertionError("an array without memory")
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.MXFP4])
 def test_experts_stay_mapped(kind: Kind, tmp_path: Path) -> None:

@@ -187,6 +187,7 @@ def test_a_split_model_is_downloaded_whole(server: Hub, file: str, tmp_path: Pat
     assert hub._in_cache(HubName("some-owner/split", file)) is None  # a part of it is no model
 
 
+@pytest.mark.full
 def test_a_download_that_breaks_off_is_resumed(server: Hub, tmp_path: Path) -> None:
     weights = max((tmp_path / "model").glob("*.safetensors"), key=lambda x: x.stat().st_size)
     server.cut_after = weights.stat().st_size // 2

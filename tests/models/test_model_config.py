@@ -377,6 +377,7 @@ ODD = st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(
 )  # fmt: skip
 
 
+@pytest.mark.full
 @settings(deadline=None, max_examples=300)
 @given(family=st.sampled_from([*ARCHITECTURES, "gemma3", "mistral3"]), data=st.data())
 def test_odd_values_of_a_family_give_a_configuration_or_a_model_error(

@@ -114,6 +114,7 @@ def test_stages_have_every_node_once(name: str) -> None:
     assert launches == pytest.approx(len(graph.nodes))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", KNOWN_MODELS)
 def test_a_graph_reads_back_the_same(name: str) -> None:
     graph = model_spec(name)

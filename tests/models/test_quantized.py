@@ -101,6 +101,7 @@ def configs(draw: st.DrawFn) -> ModelConfig:
     )
 
 
+@pytest.mark.full
 @settings(deadline=None, max_examples=40)
 @given(config=configs(), weights=st.sampled_from(STORED), seed=st.integers(0, 2**32))
 def test_any_model_reads_back_the_same(

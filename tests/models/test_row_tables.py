@@ -69,6 +69,7 @@ def test_a_row_that_is_not_finite_is_refused(tmp_path: Path) -> None:
             np.testing.assert_array_equal(llm.logits([5, 6, 7]), fine)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/smaps")
 @pytest.mark.parametrize("filed", [False, True])
 def test_the_table_takes_no_memory(tmp_path: Path, filed: bool) -> None:

@@ -30,6 +30,7 @@ def pieces(tokenizer: Tokenizer, ids: list[int], context: list[int] | None = Non
     return [*(stream.push(token) for token in ids), stream.finish()]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", FAMILIES)
 @RELAXED
 @given(text=TEXT)

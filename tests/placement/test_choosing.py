@@ -97,6 +97,7 @@ def test_without_any_profile_it_is_layer_level_and_says_why(spec: ModelGraph, mo
     assert found.notes == (found.reason,)
 
 
+@pytest.mark.full
 def test_this_machines_profile_is_found_in_the_cache(
     spec: ModelGraph, chip: DeviceProfile, empty_cache: Path
 ) -> None:
@@ -225,6 +226,7 @@ def test_auto_never_takes_two_devices_on_one_core(spec: ModelGraph, chip: Device
     assert asked.mode == "hetero"
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("one_core")
 def test_devices_of_their_own_share_no_core(
     spec: ModelGraph, chip: DeviceProfile, monkeypatch: pytest.MonkeyPatch
@@ -243,6 +245,7 @@ def with_every_core(profile: DeviceProfile, cores: int = 4) -> DeviceProfile:
     return profile.model_copy(update={"every_core": found})
 
 
+@pytest.mark.full
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("here", "options", "chosen"),
@@ -405,6 +408,7 @@ def test_graphs_that_the_device_does_not_have_are_refused(
         plan_on(Choice("hetero", choice.plan), spec, {"gpu": npu, "npu": npu})
 
 
+@pytest.mark.full
 def test_a_model_runs_by_a_profile_and_says_so(chip: DeviceProfile, tmp_path: Path) -> None:
     folder = str(tiny_model(tmp_path / "model"))
     profile = tmp_path / "here.json"

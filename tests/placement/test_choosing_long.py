@@ -147,6 +147,7 @@ def test_no_length_falls_to_layer_level(case: Case, mode: str) -> None:
             assert mode == "auto"
 
 
+@pytest.mark.full
 def test_predictions_are_those_of_the_calls_and_of_an_answer_behind_the_prompt() -> None:
     """A prompt of 3500 tokens: seven calls, each behind those before it, and 64 tokens that attend
     to 3532 on average.
@@ -173,6 +174,7 @@ def test_predictions_are_those_of_the_calls_and_of_an_answer_behind_the_prompt()
     assert decode.seconds > 1.3 * short.seconds
 
 
+@pytest.mark.full
 def test_a_device_that_is_worse_at_attention_is_chosen_for_short_prompts_only() -> None:
     """So the length that is asked for decides."""
     case = Case("host", "w4a8")
@@ -303,6 +305,7 @@ def one_core(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hetero.placement.by_profile.every_core_count", lambda: 0)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("two_cores", "one_core")  # in this order
 def test_the_first_prompts_length_decides_where_it_is_known(tmp_path: Path) -> None:
     """`generate` knows it; an API that does not compares the prompts that it states."""

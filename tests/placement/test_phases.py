@@ -310,6 +310,7 @@ def test_a_phase_of_every_core_is_named_so() -> None:
     )
 
 
+@pytest.mark.full
 def test_auto_answers_on_a_device_for_each_phase(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,6 +26,7 @@ TOTAL_KEYS = {"phase", "m", "predicted_s", "tokens_per_s", "best_single_device_s
 CHIP = ("--profile", "snapdragon-8-gen-3")
 
 
+@pytest.mark.full
 def test_json_has_the_documented_keys_and_is_the_plans_file(
     command: Command, tmp_path: Path
 ) -> None:
@@ -60,6 +61,7 @@ def test_the_best_graph_sizes_for_a_distribution(command: Command) -> None:
     assert any("graph sizes chosen for these lengths" in note for note in short["notes"])
 
 
+@pytest.mark.full
 def test_a_budget_that_cannot_bind_says_so(command: Command) -> None:
     arguments = ("plan", "llama-3.2-1b", *CHIP, "--graph-sizes", "auto", "--graph-memory", "1GiB")
     result = command(*arguments)
@@ -93,6 +95,7 @@ def test_a_plan_beside_another_chip(command: Command, tmp_path: Path) -> None:
             assert "llama-3.2-1b" in again.read_text(encoding="utf-8")
 
 
+@pytest.mark.full
 def test_the_api_takes_lengths_with_weights() -> None:
     plan = hetero.plan(
         "llama-3-8b", "snapdragon-8-gen-3", seq_lens={96: 50.0, 400: 1.0}, graph_sizes="auto",
@@ -150,6 +153,7 @@ def test_other_lengths_are_refused(value: str) -> None:
         parse_lengths(value, "--seq-lens")
 
 
+@pytest.mark.full
 def test_a_plan_is_made_for_caches_that_the_profile_timed_or_those_asked_for() -> None:
     own = profile = DeviceProfile.load("snapdragon-8-gen-3")
     assert planned_cache(own) == "f16"

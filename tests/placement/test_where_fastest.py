@@ -53,6 +53,7 @@ def test_every_depth_and_phase_has_an_answer_whose_order_is_that_of_the_seconds(
         )
 
 
+@pytest.mark.full
 def test_on_a_phone_the_npu_alone_has_prompts_and_the_answer_changes_devices_with_depth() -> None:
     answers = answers_of("qwen3-0.6b", PHONE)
     assert {answers["prefill", depth].devices for depth in DEPTHS} == {("npu",)}
@@ -60,6 +61,7 @@ def test_on_a_phone_the_npu_alone_has_prompts_and_the_answer_changes_devices_wit
     assert answers["decode", 16384].devices == ("npu",)
 
 
+@pytest.mark.full
 def test_answers_move_where_the_gain_is_beyond_the_error_of_predictions() -> None:
     spec, profile = model_spec("qwen3-4b"), DeviceProfile.load(PHONE)
     first, second = fastest_answers(spec, profile, PlanRequest())
@@ -187,6 +189,7 @@ def test_a_profile_without_an_engines_rates_says_where_to_get_them() -> None:
         )
 
 
+@pytest.mark.full
 def test_the_command_prints_answers_and_arguments() -> None:
     runner = CliRunner()
     shown = runner.invoke(app, ["plan", "qwen3-4b", "--profile", X2, "--seq-lens", "64"])
@@ -198,6 +201,7 @@ def test_the_command_prints_answers_and_arguments() -> None:
     assert document["reason"].startswith("NPU (qairt)")
 
 
+@pytest.mark.full
 def test_an_npu_without_graphs_of_experts_is_given_none() -> None:
     """Though the fitted profile of its chip predicts a gain."""
     spec, request = model_spec("gpt-oss-20b"), PlacementRequest(profile=X2, seq_lens=(64,))

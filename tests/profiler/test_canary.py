@@ -146,6 +146,7 @@ def test_other_kernels_are_checked_against_the_reference() -> None:
     assert clean.check(RMSNorm(d=64, eps=1e-5, add=True)) is None
 
 
+@pytest.mark.full
 def test_a_profile_keeps_a_wrong_kernel_from_the_solver(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

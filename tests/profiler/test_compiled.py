@@ -47,6 +47,7 @@ def test_known_constants_are_found_again() -> None:
         assert found.seconds(work) == pytest.approx(TRUE.seconds(work), rel=0.02)
 
 
+@pytest.mark.full
 def test_a_point_that_does_not_fit_shows_when_it_is_left_out() -> None:
     seconds = [TRUE.seconds(work) for work in WORKS]
     errors = leave_one_out(WORKS, seconds, TRUE.dram_bytes_per_s)
@@ -166,6 +167,7 @@ def test_a_name_that_is_no_chip_measures_this_machine(capsys: Any, monkeypatch: 
     assert asked["name"] == "my-laptop"
 
 
+@pytest.mark.full
 def test_the_command_writes_a_profile(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     pytest.importorskip("hetero.backends.qnn.opening", exc_type=ImportError)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -33,6 +33,7 @@ def answers(trees: tuple[Tree, ...], rows: Residuals) -> np.ndarray:  # type: ig
     return predict.evaluate_trees(trees, rows.columns)
 
 
+@pytest.mark.full
 def test_what_many_pairs_share_is_learnt_in_its_phase_alone() -> None:
     decode = np.tile(np.asarray(M) <= 8, 10)
     rows = residuals(np.where(decode, 0.0, 0.4), 10)
@@ -41,6 +42,7 @@ def test_what_many_pairs_share_is_learnt_in_its_phase_alone() -> None:
     np.testing.assert_allclose(left_out, answers(trees, rows), atol=0.06)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("seed", range(3))
 def test_noise_is_left_to_the_roofline_and_is_the_spread(seed: int) -> None:
     noise = np.random.default_rng(seed).normal(0, 0.1, 12)  # of each pair, as if it were its own
@@ -51,6 +53,7 @@ def test_noise_is_left_to_the_roofline_and_is_the_spread(seed: int) -> None:
     assert np.median(predict.tree_spread(trees, rows.columns)) == pytest.approx(0.1, rel=0.5)
 
 
+@pytest.mark.full
 def test_a_leaf_of_few_pairs_is_shrunk_more() -> None:
     def answer(pairs: int) -> float:
         rows = residuals(np.full(len(M) * pairs, 0.5), pairs)
@@ -94,6 +97,7 @@ def in_launches(m: int, n: int, k: int) -> float:
     return count * 1e-5 + 2.0 * m * n * k / 2e11
 
 
+@pytest.mark.full
 def test_a_call_of_several_launches_takes_so_many_times_as_long() -> None:
     chip = record(
         "npu", static_shapes=True, graph_sizes=(1, 32, 64, 128, 256, 512), launch_tokens=LAUNCHES

@@ -107,6 +107,7 @@ def test_drift_cancels_and_is_recorded() -> None:
             assert row.flags == ()
 
 
+@pytest.mark.full
 def test_a_slow_ramp_cancels_within_a_task() -> None:
     clock = ManualClock()
 

@@ -172,6 +172,7 @@ def test_the_model_that_is_measured_for_weighs_most() -> None:
     assert error(own) < 0.02 < error(alike)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", ["reference", "opencl", "ort-cpu"])
 def test_every_kind_is_checked_and_timed(backend: str) -> None:
     kind: DeviceKind = "gpu" if backend == "opencl" else "npu"

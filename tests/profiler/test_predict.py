@@ -239,6 +239,7 @@ def test_shapes_outside_the_measured_range_say_so() -> None:
     assert model.matmul_s("npu", W4, 257, 512, 512).extrapolated.item() is True
 
 
+@pytest.mark.full
 def test_costs_around_kernels() -> None:
     model = CostModel(profile())
     assert (model.submit_s("gpu"), model.submit_s("gpu", "empty")) == (1e-6, 9e-6)

@@ -74,6 +74,7 @@ def test_factors_of_one_change_nothing(host: DeviceProfile) -> None:
     assert scaled(host, factors(host, {})).fingerprint == host.fingerprint
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_factor_multiplies_its_device_and_phase_and_nothing_else(

@@ -121,6 +121,7 @@ def test_devices_that_do_not_share_anything_do_not_contend(whole: DeviceProfile)
     assert whole.bandwidth.npu_alone_bytes_per_s == pytest.approx(size / npu_cost(op, 1))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "bursts", [{0, 1}, pytest.param({2, 4}, marks=FULL), pytest.param({1, 3}, marks=FULL)]
 )
@@ -176,6 +177,7 @@ def test_stages_are_found(whole: DeviceProfile) -> None:
     assert whole.devices["gpu"].row_stage == whole.devices["gpu"].token_stage == 1
 
 
+@pytest.mark.full
 def test_sizes_of_one_stage_are_measured_once_and_checked() -> None:
     found = take(opts=matmuls_only(pairs=((960, 512), (1000, 512), (1024, 512), (512, 1024))))
     assert found.coverage.pruned_tasks == len(GRAPHS)
@@ -185,6 +187,7 @@ def test_sizes_of_one_stage_are_measured_once_and_checked() -> None:
         assert check.measured_s == pytest.approx(check.stage_s)
 
 
+@pytest.mark.full
 def test_a_models_shapes_are_the_grid() -> None:
     shapes = (Shape("qkv", 768, 512), Shape("o", 512, 512), Shape("down", 512, 1024))
     found = take(opts=matmuls_only(shapes=shapes, pairs=()))
@@ -203,6 +206,7 @@ def test_of_a_models_shapes_each_tokens_matmuls_come_before_the_prompts() -> Non
         assert any(row.m > 1 for row in rows)
 
 
+@pytest.mark.full
 def test_a_share_of_the_grid_is_measured_where_it_teaches(whole: DeviceProfile) -> None:
     part = take(opts=matmuls_only(share=0.25))
     assert len(part.matmuls) == -(-len(whole.matmuls) // 4)
@@ -234,6 +238,7 @@ def test_an_interrupted_run_resumes_without_losing_a_row(
     assert DeviceProfile.load(out) == again
 
 
+@pytest.mark.full
 def test_what_every_core_gains_is_measured_once_and_said(tmp_path: Path) -> None:
     found = [EveryCore(weight_format=W4, phase="decode", cores=8, speedup=2.5, layer_s=1e-5)]
     out, calls = tmp_path / "p.json", 0
@@ -260,6 +265,7 @@ def test_without_what_every_core_gains_a_profile_says_why() -> None:
     assert "opencl-cores: measuring it failed: gone" in taken.notes
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("cut", [pytest.param(1, marks=FULL), 200])
 def test_a_torn_journal_loses_its_last_line_only(tmp_path: Path, cut: int) -> None:
     out = tmp_path / "p.json"
@@ -272,6 +278,7 @@ def test_a_torn_journal_loses_its_last_line_only(tmp_path: Path, cut: int) -> No
     assert take(out, resume=True).coverage.finished
 
 
+@pytest.mark.full
 def test_a_journal_of_other_graphs_does_not_say_which_the_device_has(tmp_path: Path) -> None:
     out = tmp_path / "p.json"
     with pytest.raises(KeyboardInterrupt):
@@ -303,10 +310,12 @@ def test_without_resume_a_run_starts_over(tmp_path: Path) -> None:
     assert take(out).coverage.finished
 
 
+@pytest.mark.full
 def test_resuming_nothing_is_a_fresh_run(tmp_path: Path) -> None:
     assert take(tmp_path / "p.json", resume=True).coverage.finished
 
 
+@pytest.mark.full
 def test_a_small_budget_gives_a_partial_valid_profile() -> None:
     found = take(opts=matmuls_only(budget_s=0.5))
     assert 0 < len(found.matmuls) < found.coverage.grid_tasks
@@ -354,6 +363,7 @@ def test_a_foreign_line_ends_a_journal(tmp_path: Path) -> None:
     assert [entry.get("spent_s") for entry in read_entries(path)] == [None, 1.0, 4.0]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "change",
     [

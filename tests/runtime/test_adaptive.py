@@ -95,6 +95,7 @@ def answer(engine: Engine, steps: int) -> list[int]:
     return greedy_tokens(engine, TOKENS, steps)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("slow", ["gpu", "npu"])
 def test_a_device_that_drifts_gets_less_to_do_and_no_token_changes(
     loaded: LoadedModel, slow: DeviceKind
@@ -114,6 +115,7 @@ def test_a_device_that_drifts_gets_less_to_do_and_no_token_changes(
         assert len(engine.deployment.adaptations) == 1, "it does not swing"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("slow", ["gpu", "npu"])
 def test_a_phase_moves_to_the_other_device_when_its_own_is_slow(
     loaded: LoadedModel, slow: DeviceKind
@@ -157,6 +159,7 @@ def proposed(adapter: Adapter, *, npu: float, gpu: float) -> Adaptation | None:
     return adapter.proposal()
 
 
+@pytest.mark.full
 def test_a_context_goes_on_elsewhere_after_the_cuts_changed(
     loaded: LoadedModel, tmp_path: Path
 ) -> None:

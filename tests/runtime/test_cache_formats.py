@@ -23,6 +23,7 @@ def opened(mode: str, kv: str, gpu: str = "opencl") -> LLM:
     return LLM("demo", device=mode, gpu=gpu, kv=kv)  # type: ignore[arg-type]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kv", NARROW)
 @pytest.mark.parametrize("mode", MODES)
 def test_logits_are_those_of_floats_but_for_the_rounding(mode: str, kv: str) -> None:

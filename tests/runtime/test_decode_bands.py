@@ -144,6 +144,7 @@ def solver() -> PreparedSolver:
     )
 
 
+@pytest.mark.full
 def test_a_simulated_chip_decodes_faster_from_the_depth_on(solver: PreparedSolver) -> None:
     """In virtual time, with the step that moves no slower than the ones before it."""
     moving = solver.with_bands(4096)

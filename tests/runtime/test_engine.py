@@ -156,6 +156,7 @@ def test_a_missing_device_is_named_once_and_its_work_done(
     assert llm.devices.mode == left
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("as_path", [str, Path])
 def test_a_plan_file_decides_the_placement(folder: str, tmp_path: Path, as_path: Any) -> None:
     with LLM(folder) as llm:

@@ -255,6 +255,7 @@ def gated_engine(folder: Path, monkeypatch: pytest.MonkeyPatch, non_matmul: str)
     return engine
 
 
+@pytest.mark.full
 def test_a_core_that_others_use_gets_steps_without_gates(
     folder: Path, wanted: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -44,6 +44,7 @@ def broken(sound: Path, tmp_path_factory: Any) -> Path:
     return folder
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("device", "backend", "kind"),
     [("gpu", "opencl", "gpu"), ("npu", "ort-cpu", "npu"), ("hetero", "ort-cpu", "npu")],
@@ -64,6 +65,7 @@ def test_the_layer_and_the_device_are_named(
             assert len(llm.context) == 0
 
 
+@pytest.mark.full
 @pytest.mark.few(2)
 @pytest.mark.parametrize("device", ["gpu", "npu", "hetero"])
 @pytest.mark.parametrize("tokens", [1, 7])

@@ -278,6 +278,7 @@ def test_a_gpu_that_is_coherent_in_its_own_memory_allocates_pool_and_caches(
         assert sum(x.nbytes for x in own) >= engine.memory.context_bytes
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("coherent_device")
 def test_shared_virtual_memory_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(MEMORY_VARIABLE, "svm")

@@ -116,6 +116,7 @@ def test_a_signal_at_any_instruction(llm: LLM, name: str) -> None:
     assert raised > 0.8 * len(tried)  # else the signals came where nothing could raise
 
 
+@pytest.mark.full
 def test_signals_at_any_moment(llm: LLM) -> None:
     """With `--exhaustive` there are 2000.."""
     ask = partial(llm.generate, "Once upon a time", max_tokens=12)

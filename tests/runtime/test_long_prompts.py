@@ -141,6 +141,7 @@ def test_numbers_at_the_end_of_a_long_context_are_those_of_one_device(
     assert relative_error(np.stack(found), np.stack(expected)) <= 1e-3
 
 
+@pytest.mark.full
 @pytest.mark.few(2)
 @pytest.mark.parametrize("strategy", ["layer", "padding", "chunked", "hybrid-cut", "npu-only"])
 def test_plans_of_named_strategies_run_in_their_calls(

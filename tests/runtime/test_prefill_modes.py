@@ -71,6 +71,7 @@ def test_never_slower_than_the_better_of_cuts_and_of_whole_matmuls_out_of_order(
         assert found.seconds["cut"] <= cut_s * (1 + 1e-9)
 
 
+@pytest.mark.full
 def test_two_and_three_layers_stand_for_all(
     solved: tuple[ModelGraph, CostModel, PreparedSolver], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,6 +213,7 @@ def test_every_form_gives_the_same_answer(engine: Engine) -> None:
         assert np.abs(found[mode] - found["cut"]).max() <= 3e-3 * scale
 
 
+@pytest.mark.full
 def test_a_prompt_runs_in_the_form_that_is_decided(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -239,6 +239,7 @@ def test_blocks_that_are_one_graph_decode_alone(folder: Path) -> None:
         assert placement.joins is joins
 
 
+@pytest.mark.full
 def test_a_step_keeps_no_context_alive(folder: Path) -> None:
     with open_llm(folder, "npu") as llm:
         contexts = filled(llm.engine, 3, random.Random(1))

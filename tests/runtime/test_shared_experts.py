@@ -69,6 +69,7 @@ def test_every_way_to_wait(sync: str) -> None:
     check(folder, model, "hetero", "f32", (1, 33), plan=shared_plan(folder), sync=sync)
 
 
+@pytest.mark.full
 def test_one_layer_on_the_npu_and_one_on_the_gpu() -> None:
     folder, model = drawn("Qwen3Moe", QWEN3_GGUF)
     plan = shared_plan(folder, (LayerExperts(layer=1, npu=tuple(range(8))),))
@@ -88,6 +89,7 @@ def test_experts_that_the_model_lacks() -> None:
         LLM(str(folder), plan=shared_plan(folder), weights="f32", npu="null")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("device", ["gpu", "npu", "hetero"])
 def test_choices_are_counted(device: str) -> None:
     """In calls of a prompt and in decoding, padding aside."""
@@ -133,6 +135,7 @@ def test_experts_stay_in_the_file_where_a_budget_has_no_room(tmp_path: Path) -> 
         LLM(str(folder), device="gpu", max_seq_len=64, memory_budget=budget, weights="w4a16")
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore::hetero.profiler.errors.ProfileWarning")
 def test_counts_of_experts_reach_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a model that is opened without a plan; where none would be made they are refused."""

@@ -39,6 +39,7 @@ def test_the_gpu_has_what_keeps_a_state() -> None:
     assert device_of_other(ops.Add(d=8), "npu", ("gpu", "npu")) == "npu"
 
 
+@pytest.mark.full
 def test_a_gpu_and_an_npu_share_a_model_of_delta_nets(checkpoint: tuple[Path, object]) -> None:
     folder, model = checkpoint
     tokens = np.random.default_rng(0).integers(3, 263, 24).tolist()

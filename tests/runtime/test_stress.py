@@ -39,6 +39,7 @@ def test_late_launches_and_flags_change_no_bit(folder: Path, seed: int, sync: An
     assert stress(folder, 20, seed, sync) >= 20
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("seed", [1, 2])
 def test_two_threads_on_two_contexts_of_late_devices_change_no_bit(folder: Path, seed: int) -> None:
     assert stress_contexts(folder, 40, seed) >= 40

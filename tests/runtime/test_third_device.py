@@ -110,6 +110,7 @@ def alone(folder: Path) -> list[Any]:
         return run(engine)
 
 
+@pytest.mark.full
 @settings(
     max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )

@@ -54,6 +54,7 @@ def logits(llm: LLM, prompt: list[int] = PROMPT) -> np.ndarray:
     return llm.engine.prefill(llm.context, prompt).copy()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("order", ["paper", "best"])
 @pytest.mark.parametrize(("tokens", "last"), [(257, 1), (300, 64), (450, 224)])
 def test_the_order_changes_no_bit(fifo: LLM, order: str, tokens: int, last: int) -> None:
@@ -68,6 +69,7 @@ def test_the_order_changes_no_bit(fifo: LLM, order: str, tokens: int, last: int)
         assert more.tokens == fifo.generate(PROMPT[:tokens], max_tokens=12, temperature=0.0).tokens
 
 
+@pytest.mark.full
 def test_a_new_length_finds_its_launches_bound(fifo: LLM) -> None:
     """Up to the next multiple of 32; where the context ends sooner, it is computed exactly."""
     with opened("best") as llm:
@@ -83,6 +85,7 @@ def test_a_new_length_finds_its_launches_bound(fifo: LLM) -> None:
     assert padded_chunks((100, 97), 480) == (100, 97)
 
 
+@pytest.mark.full
 def test_several_contexts_share_a_windows_launches(fifo: LLM) -> None:
     other = PROMPT[::-1]
     with opened("best") as llm, llm.new_context() as one, llm.new_context() as two:
@@ -91,6 +94,7 @@ def test_several_contexts_share_a_windows_launches(fifo: LLM) -> None:
         assert np.array_equal(found[1], logits(fifo, other))
 
 
+@pytest.mark.full
 def test_a_device_that_fails_in_a_window_costs_no_token(
     fifo: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,6 +137,7 @@ def test_what_is_not_finite_costs_the_whole_window(tmp_path: Path) -> None:
         assert context.cached == 0
 
 
+@pytest.mark.full
 def test_a_window_counts_as_memory_and_shrinks_to_the_budget() -> None:
     with opened("best") as wide, opened("fifo") as narrow:
         assert wide.engine.memory.pool_bytes > 1.8 * narrow.engine.memory.pool_bytes
@@ -142,6 +147,7 @@ def test_a_window_counts_as_memory_and_shrinks_to_the_budget() -> None:
         assert llm.engine.memory.total_bytes <= between
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("options", [{"sync": "finish"}, {"sync": "copy"}, {"max_gpu_share": 0.9}])
 def test_what_waits_for_whole_queues_has_no_windows(options: dict[str, Any]) -> None:
     strategy = {"strategy": None} if "max_gpu_share" in options else {}
@@ -149,6 +155,7 @@ def test_what_waits_for_whole_queues_has_no_windows(options: dict[str, Any]) -> 
         assert llm.engine.deployment.window == 1
 
 
+@pytest.mark.full
 def test_idle_share_in_statistics_and_trace(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     with opened("best") as llm, llm.trace(path):

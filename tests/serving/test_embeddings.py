@@ -61,6 +61,7 @@ def test_base64_has_the_floats(server: Server) -> None:
     assert np.linalg.norm(floats) == pytest.approx(1, abs=1e-6)
 
 
+@pytest.mark.full
 def test_embeddings_and_answers_leave_each_other_alone(server: Server, llm: LLM) -> None:
     ask = {"prompt": "One day", "max_tokens": 40, "temperature": 0}
     with server.client() as client, concurrent.futures.ThreadPoolExecutor(8) as pool:

@@ -11,6 +11,7 @@ from tests.serving.servers import Server
 TURN = "The fox and the hare went over the hill to the old mill, and then they came home. " * 4
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("by", ["conversation", "previous_response_id"])
 def test_a_full_conversation_goes_on(server: Server, by: str) -> None:
     with server.client() as client:

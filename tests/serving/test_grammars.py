@@ -108,6 +108,7 @@ def fits(value: Any, schema: dict[str, Any]) -> bool:
     )
 
 
+@pytest.mark.full
 def test_answers_are_valid_over_random_schemas(llm: LLM, tokens: TokenBytes) -> None:
     seed = random.randrange(2**32)
     draw = random.Random(seed)

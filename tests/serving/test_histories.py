@@ -58,6 +58,7 @@ CALLS = st.lists(
 TURNS = st.lists(st.tuples(TEXT, TEXT.map(str.strip), TEXT, CALLS), min_size=1, max_size=4)
 
 
+@pytest.mark.full
 @settings(max_examples=examples(1000), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(TEXT.filter(str.strip), TURNS)
 def test_each_api_gives_the_same_messages(

@@ -74,6 +74,7 @@ def test_a_full_queue_says_when_to_come_again(tmp_path: Path) -> None:
         wait_for(lambda: idle(server))
 
 
+@pytest.mark.full
 def test_applications_take_turns(server: Server) -> None:
     """Six long answers of one app do not keep the one of another waiting for all of them."""
     done: list[str] = []
@@ -180,6 +181,7 @@ def test_neither_process_outlives_the_other(tmp_path: Path) -> None:
     assert "engine" in (tmp_path / "server.log").read_text()
 
 
+@pytest.mark.full
 def test_an_engine_that_hangs_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_client, "STOP_S", 0.5)
     monkeypatch.setattr(engine_client, "TERMINATE_S", 0.5)
@@ -208,6 +210,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.full
 def test_a_hung_engine_ends_with_its_server() -> None:
     engine = subprocess.Popen([sys.executable, "-c", HUNG], stdin=subprocess.PIPE)
     assert engine.stdin is not None

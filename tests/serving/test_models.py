@@ -122,6 +122,7 @@ def test_first_requests_load_once(one_at_a_time: Server) -> None:
         assert value(client, f'hetero_model_loaded{{model="{other}"}}') == 1
 
 
+@pytest.mark.full
 def test_every_api_asks_for_its_model(one_at_a_time: Server) -> None:
     requests = {
         "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2},

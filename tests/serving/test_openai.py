@@ -251,6 +251,7 @@ def test_what_other_servers_accept_is_accepted(client: Any, change: dict[str, An
     assert said["usage"]["completion_tokens"] > 0
 
 
+@pytest.mark.full
 def test_no_token_ends_an_answer_that_ignores_it(client: Any) -> None:
     asked = {**GREEDY, "prompt": "Once upon a time", "max_tokens": 400}
     ended = client.completions.create(**asked)
@@ -308,6 +309,7 @@ def test_a_conversation_has_its_items_until_it_is_deleted(client: Any) -> None:
             gone()
 
 
+@pytest.mark.full
 def test_a_forced_call_of_a_tool_has_the_arguments_schema(client: Any) -> None:
     schema = {
         "type": "object",

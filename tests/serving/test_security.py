@@ -180,6 +180,7 @@ def resident(server: Server) -> int:
     return int(line.split()[1]) << 10
 
 
+@pytest.mark.full
 def test_without_keys_only_this_machine_is_served(command: Command, tmp_path: Path) -> None:
     words = ("serve", "demo", "--host", "0.0.0.0", "--directory", str(tmp_path))
     refused = command(*words)

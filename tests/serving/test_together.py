@@ -68,6 +68,7 @@ def test_each_text_is_what_it_is_alone(exact: Server, llm: LLM) -> None:
     assert found == pytest.approx([x.logprob for x in expected.logprobs], abs=1e-3)
 
 
+@pytest.mark.full
 def test_one_of_several_may_go(server: Server) -> None:
     body = ASKED | {"prompt": [400, 101, 102], "max_tokens": 300, "stream": True}
     with server.client() as client, concurrent.futures.ThreadPoolExecutor(3) as pool:

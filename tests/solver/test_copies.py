@@ -58,6 +58,7 @@ def least_gain(device: DeviceProfile, plan: ExecutionPlan) -> float:
     return WORTH if limited else plan.margin
 
 
+@pytest.mark.full
 def test_a_budget_is_the_users_word() -> None:
     """A budget in which the copies fit keeps them."""
     spec, device = spec_on("llama-3.2-1b", "w4a8", "host")

@@ -71,6 +71,7 @@ def loss(
     return total
 
 
+@pytest.mark.full
 def test_row_cuts_cost_about_what_the_best_subset_costs() -> None:
     """Exactly costed, over all subsets of the rows that some length wants."""
     found, best, all_of_them = [], [], []

@@ -92,6 +92,7 @@ def test_a_band_begins_where_it_gains_more_than_the_error_of_predictions(
     assert solver.with_bands(band.depth_from - STEP) is solver
 
 
+@pytest.mark.full
 def test_a_plan_without_bands_has_the_same_document(spec: ModelGraph) -> None:
     """With them it differs by a key alone."""
     profile = DeviceProfile.load("snapdragon-8-elite-gen-5")

@@ -148,6 +148,7 @@ def test_measured_shares_say_which_experts() -> None:
         few.checked(graph)
 
 
+@pytest.mark.full
 def test_a_budget_without_room_leaves_them_in_the_file() -> None:
     """Where the GPU computes in place; the note says what a token reads."""
     graph = model_spec(MODEL)
@@ -294,6 +295,7 @@ def test_both_devices_at_once_are_slowed_down_by_the_memory() -> None:
     assert all(a < b for a, b in zip(shared, spent[1][1::2], strict=True))
 
 
+@pytest.mark.full
 def test_experts_in_a_file_are_predicted_at_the_disks_speed() -> None:
     """The more of them the memory holds, the faster; without a rate a plan says so."""
     graph, taken = model_spec(MODEL), profile()

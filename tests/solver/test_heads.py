@@ -123,6 +123,7 @@ def test_decoding_and_named_strategies_cut_no_attention() -> None:
     assert strategy_plan(model_spec(MODEL), found, "auto", [512]).shares_attention
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["gpu", "npu"])
 def test_a_device_that_computes_all_heads_or_none_shares_none(kind: str) -> None:
     able = without_heads(profile(), kind)
@@ -194,6 +195,7 @@ def test_random_shares_cover_all_heads_once() -> None:
         assert not Placement(plan, spec, ABLE).heads("decode", m)  # type: ignore[arg-type]
 
 
+@pytest.mark.full
 def test_what_a_plan_may_not_say_of_attention() -> None:
     share = document()["attention"][0]
     for changes, message in (

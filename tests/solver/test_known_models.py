@@ -196,6 +196,7 @@ def test_a_memory_limit_walks_the_same_stages(name: str) -> None:
     assert found.path.cost == pytest.approx(used.solve(scenario, objective).path.cost)
 
 
+@pytest.mark.full
 def test_the_command_line_says_what_was_not_measured(command: Command) -> None:
     done: Any = command("plan", "opt-1.3b", "--profile", "host", "--seq-lens", "64")
     assert done.returncode == 0, done.stderr

@@ -127,6 +127,7 @@ def test_a_memory_limit_walks_the_same_stages() -> None:
     assert found.path.cost == pytest.approx(used.solve(scenario, objective).path.cost)
 
 
+@pytest.mark.full
 def test_a_plan_under_a_budget_keeps_to_it() -> None:
     graph, profile = mixed(), DeviceProfile.load("snapdragon-8-gen-3")
     free = make_plan(graph, profile, PlanRequest(seq_lens=(256,)))
@@ -146,6 +147,7 @@ def test_every_row_of_every_layer_takes_memory() -> None:
     assert memory.gpu_bytes == pytest.approx(planner.spec.matmul_weight_bytes, rel=0.01)
 
 
+@pytest.mark.full
 def test_a_plan_has_every_matmul_and_says_how_often() -> None:
     profile, request = DeviceProfile.load("snapdragon-8-gen-3"), PlanRequest(seq_lens=(64, 256))
     plan = make_plan(mixed(), profile, request)
@@ -253,6 +255,7 @@ def test_a_prompt_costs_its_sampled_rows(m: int) -> None:
     assert wanted[False] <= steps <= wanted[False] + 4 * norm  # of the next layer, not sampled
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("profile", ["host", "snapdragon-8-gen-3"])
 def test_plans_say_which_layers_prompts_pass_through(profile: str) -> None:
     graph, request = shared(), PlanRequest(seq_lens=(64, 600))

@@ -110,6 +110,7 @@ def random_placement(model: ModelGraph, seed: int, tokens: int) -> Placement:
     return Placement(plan, model, {"npu": NPU, "gpu": Capabilities(kind="gpu")})
 
 
+@pytest.mark.full
 @settings(deadline=None, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 2**20), tokens=st.integers(1, 64), part=st.floats(0, 1))
 def test_tokens_and_rows_of_every_node_are_computed_once(

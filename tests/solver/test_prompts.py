@@ -77,6 +77,7 @@ def test_later_calls_cost_what_the_profile_says_of_attention(
     assert prompt.calls[2].seconds > prompt.calls[1].seconds > prompt.calls[0].seconds
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("step_tokens", [None, 512])
 def test_a_plan_answers_for_prompts_longer_than_a_call(
     spec: ModelGraph, profile: DeviceProfile, step_tokens: int | None

@@ -71,6 +71,7 @@ def written(plan: ExecutionPlan, path: Path, others: tuple[ExecutionPlan, ...] =
     return path.read_text(encoding="utf-8")
 
 
+@pytest.mark.full
 def test_the_page_stands_alone(plan: ExecutionPlan, other: ExecutionPlan, tmp_path: Path) -> None:
     text = written(plan, tmp_path / "r.html", (other,))
     page = Page(text)
@@ -252,6 +253,7 @@ def test_rates_have_no_exponents() -> None:
     ]
 
 
+@pytest.mark.full
 def test_every_form_of_a_report_says_where_it_is_fastest(tmp_path: Path) -> None:
     """The table of `hetero plan`, and the depths at which decoding moves."""
     chip = "snapdragon-8-elite-gen-5"

@@ -137,6 +137,7 @@ def npu_share(plan: ExecutionPlan, phase: str) -> float:
     return npu / whole
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("model", ["llama-3.2-1b", "qwen2.5-0.5b"])
 def test_a_profile_with_a_faster_npu_gives_it_more_and_a_slower_one_less(model: str) -> None:
     spec, base = model_spec(model, WeightFormat.W4A8), DeviceProfile.load("host")

@@ -124,6 +124,7 @@ def test_three_devices_are_taken_in_some_instances_and_not_in_others() -> None:
     assert len(taken) / 10 < sum(taken) < len(taken)
 
 
+@pytest.mark.full
 @settings(deadline=None)
 @given(seed=st.integers(0, 10**6))
 def test_a_third_device_never_makes_a_step_slower(seed: int) -> None:
@@ -152,6 +153,7 @@ def chip() -> DeviceProfile:
     return DeviceProfile.load(CHIP)
 
 
+@pytest.mark.full
 def test_a_prompt_of_a_large_model_is_planned_over_three(chip: DeviceProfile) -> None:
     spec = model_spec(MODEL)
     two, three = (
@@ -169,6 +171,7 @@ def test_a_prompt_of_a_large_model_is_planned_over_three(chip: DeviceProfile) ->
     assert three.residency[cut.op].cpu_rows == (first, stop)
 
 
+@pytest.mark.full
 def test_what_it_cannot_hold_is_not_planned_on_a_third_device(chip: DeviceProfile) -> None:
     record = chip.devices["cpu"]
     full = record.capabilities.model_copy(update={"memory_limit_bytes": 1 << 20})
@@ -179,6 +182,7 @@ def test_what_it_cannot_hold_is_not_planned_on_a_third_device(chip: DeviceProfil
     assert any("the CPU holds 0.00 GiB" in note for note in plan.notes)
 
 
+@pytest.mark.full
 def test_a_memory_budget_counts_the_rows_of_a_third_device(chip: DeviceProfile) -> None:
     spec = model_spec(MODEL)
     free = make_plan(spec, chip, PlanRequest(seq_lens=(512,), third=True))
@@ -235,6 +239,7 @@ def test_a_plan_for_three_is_refused_where_no_backend_plays_the_cpu() -> None:
         prepare_by_default(CompileRequest("demo", "sm8650", plan=own))
 
 
+@pytest.mark.full
 def test_a_profile_whose_cpu_no_backend_plays_is_planned_for_two(chip: DeviceProfile) -> None:
     """As on a Snapdragon without a profile of its own (`nearest_profile`)."""
     devices = {kind: x for kind, x in chip.devices.items() if kind != "cpu"}

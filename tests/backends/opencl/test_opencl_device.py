@@ -133,6 +133,7 @@ def test_a_call_keeps_its_buffers_alive(device: OpenCLDevice) -> None:
     assert len(junk) == 200
 
 
+@pytest.mark.full
 def test_weights_are_kept_alive(device: OpenCLDevice) -> None:
     op = ops.RMSNorm(d=4096, eps=0.0)
     kernel = device.prepare(op, {"weight": np.full(4096, 3, np.float32)})
@@ -277,6 +278,7 @@ class TestUnavailable:
             open_opencl(platform="no such platform")
         assert device.info.name in str(caught.value)
 
+    @pytest.mark.full
     @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs two cores")
     def test_too_late_for_one_worker(self) -> None:
         out = in_new_process(
@@ -300,6 +302,7 @@ class TestUnavailable:
 
 
 class TestPinning:
+    @pytest.mark.full
     def test_worker_runs_on_the_chosen_core(self) -> None:
         core = max(os.sched_getaffinity(0))
         out = in_new_process(
@@ -383,6 +386,7 @@ class TestEveryCore:
             str(count),
         ]
 
+    @pytest.mark.full
     def test_too_late(self) -> None:
         out = in_new_process(
             """
@@ -492,6 +496,7 @@ def test_a_process_loads_what_children_compiled() -> None:
     assert out == "[] True"
 
 
+@pytest.mark.full
 def test_bound_calls_leave_nothing_when_they_go() -> None:
     """pyopencl keeps the source of a function for every kernel object, in `linecache`; in a process
     of its own, since others that read sources empty that now and then.

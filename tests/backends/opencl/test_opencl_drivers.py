@@ -439,6 +439,7 @@ for line in worker._lines():
 """
 
 
+@pytest.mark.full
 def test_an_idle_worker_ends_by_itself() -> None:
     """Also where standard input cannot be polled."""
     process = subprocess.Popen(

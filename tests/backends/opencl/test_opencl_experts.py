@@ -18,6 +18,7 @@ EXPERTS = ops.Experts(experts=24, chosen=4, d=96, f=48, weight_format=WeightForm
 FORMATS = (WeightFormat.W4A16, WeightFormat.W4A8, WeightFormat.F16, WeightFormat.GGUF_A8)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("weight_format", FORMATS)
 def test_experts(variant: OpenCLDevice, weight_format: WeightFormat) -> None:
     op = replace(EXPERTS, weight_format=weight_format, bias=weight_format is WeightFormat.F16)

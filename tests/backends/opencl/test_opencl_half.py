@@ -42,6 +42,7 @@ def error(
     return float(np.linalg.norm(y.array - expected) / np.linalg.norm(expected))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("weight_format", FORMATS)
 @pytest.mark.parametrize(("m", "n", "k"), [(1, 64, 512), (3, 33, 172), (40, 70, 96), (65, 64, 256)])
 def test_fp16_products_stay_within_fp16_error(

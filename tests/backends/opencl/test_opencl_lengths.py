@@ -134,6 +134,7 @@ def test_one_program_does_for_every_window(opened_variant: Any, name: str) -> No
     assert programs(device) == known
 
 
+@pytest.mark.full
 def test_fused_launches_share_a_program(device: OpenCLDevice) -> None:
     """Layers that slide, layers that do not, and those of another start."""
     used = set()

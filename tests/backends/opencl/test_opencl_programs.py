@@ -141,6 +141,7 @@ def test_compilers_are_heard_where_others_build() -> None:
         cl.compiler_output("a warning")
 
 
+@pytest.mark.full
 def test_programs_of_others_find_every_function(device: OpenCLDevice) -> None:
     """Which no kernel here names."""
     kernel = "kernel void k(global float *x) { x[0] = tgamma(atan2pi(x[0], x[1])); }"

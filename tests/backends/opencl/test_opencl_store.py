@@ -30,6 +30,7 @@ NAMES = st.from_regex(r"[a-zA-Z0-9_-]{1,8}(/[a-zA-Z0-9._-]{1,8}){0,3}", fullmatc
 )
 
 
+@pytest.mark.full
 @given(st.dictionaries(NAMES, st.binary(max_size=200), max_size=5))
 def test_what_is_written_is_read(files: dict[str, bytes]) -> None:
     assert decode(encode(files)) == files

@@ -201,6 +201,7 @@ def test_kernels_of_an_earlier_run_are_not_blamed_on_the_level(
     assert outcomes(self_tests.examine(pocl)) == [(OWN[0].name, "passed")]
 
 
+@pytest.mark.full
 def test_a_run_that_was_killed_is_tried_again(
     self_tests: SelfTests, pocl: DriverCandidate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,6 +212,7 @@ def test_a_run_that_was_killed_is_tried_again(
     assert self_tests.known(pocl) is None
 
 
+@pytest.mark.full
 def test_after_a_run_that_was_killed_it_says_so(
     self_tests: SelfTests, pocl: DriverCandidate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -223,6 +225,7 @@ def test_after_a_run_that_was_killed_it_says_so(
     assert said == [CHECKING]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("damage", ["", "{}", "[1", '{"key": 3}'])
 def test_a_broken_result_is_made_again(
     self_tests: SelfTests, pocl: DriverCandidate, monkeypatch: pytest.MonkeyPatch, damage: str
@@ -278,6 +281,7 @@ class TestSupervisor:
         assert "error:" in str(caught.value)
         assert "test.cl" in caught.value.operation
 
+    @pytest.mark.full
     def test_a_kernel_that_crashes_costs_an_error(
         self, self_tests: SelfTests, pocl: DriverCandidate, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -286,6 +290,7 @@ class TestSupervisor:
         with pytest.raises(DeviceError, match=r"crashed.*SIGSEGV"):
             self.build(self_tests, pocl, crash, "down")
 
+    @pytest.mark.full
     def test_what_compiles_is_kept(
         self, self_tests: SelfTests, pocl: DriverCandidate, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -298,6 +303,7 @@ class TestSupervisor:
         assert store.get(Variant("fine", (1,), (1,), "i").entry(source))
 
 
+@pytest.mark.full
 def test_progress_is_said_once(
     self_tests: SelfTests,
     pocl: DriverCandidate,
@@ -392,6 +398,7 @@ def test_the_right_to_open_a_node_counts(tmp_path: Path, monkeypatch: pytest.Mon
     assert results.circumstances() != before
 
 
+@pytest.mark.full
 def test_a_driver_without_a_device_is_loaded_again_on_request(
     self_tests: SelfTests, pocl: DriverCandidate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -407,6 +414,7 @@ def test_a_driver_without_a_device_is_loaded_again_on_request(
     assert outcomes(self_tests.examine(pocl, retry=True))[0][1] == "passed"
 
 
+@pytest.mark.full
 def test_a_child_that_works_is_no_hang(
     self_tests: SelfTests, pocl: DriverCandidate, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -127,6 +127,7 @@ def run_add(device: Any) -> Any:
     return tensors
 
 
+@pytest.mark.full
 def test_a_compiler_that_dies_is_reported(target: Any, tmp_path: Path) -> None:
     compiler = GraphCompiler(target)
     compiler.compile(graphs.single(ADD, 1, {}), tmp_path / "first.onnx", "compiling Add")

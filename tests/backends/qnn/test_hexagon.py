@@ -196,6 +196,7 @@ def test_missing_fastrpc_has_a_remedy(monkeypatch: Any) -> None:
     assert "libcdsprpc.so" in found.detail
 
 
+@pytest.mark.full
 @emulated
 def test_doctor_checks_the_emulated_hexagon_and_both_at_once() -> None:
     pytest.importorskip("hetero.backends.qnn.opening", exc_type=ImportError)

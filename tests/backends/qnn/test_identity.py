@@ -97,6 +97,7 @@ def product(
     return found
 
 
+@pytest.mark.full
 @pytest.mark.few(2)
 @pytest.mark.parametrize(("activations", "form", "scales"), FORMS)
 def test_no_bit_depends_on_the_call(

@@ -77,6 +77,7 @@ def test_without_fastrpc_memory_is_ordinary() -> None:
         assert not isinstance(device.allocate(100), SharedBuffer)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 @pytest.mark.skipif(sys.platform != "linux", reason="anonymous files are Linux's")
 def test_the_provider_allocates_and_finds_addresses_inside(tmp_path: Path) -> None:
