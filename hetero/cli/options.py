@@ -128,7 +128,10 @@ PlanOption = Annotated[
 ]
 ExpertsOption = Annotated[
     Path | None,
-    typer.Option(help="Of eval --count-experts.", rich_help_panel=DEVICES),
+    typer.Option(
+        help="Counts of `hetero eval --count-experts`, to place experts by.",
+        rich_help_panel=DEVICES,
+    ),
 ]
 ContextOption = Annotated[
     int | None,
@@ -141,13 +144,13 @@ SyncOption = Annotated[
 ]
 ShareOption = Annotated[
     float,
-    typer.Option(help="Most GPU time, 0 to 1.", rich_help_panel=DEVICES),
+    typer.Option(help="Most of the time that the GPU is busy, 0 to 1.", rich_help_panel=DEVICES),
 ]
 BudgetOption = Annotated[
     str | None,
     typer.Option(
         metavar="SIZE",
-        help="For weights, activations, caches.",
+        help="For weights, activations and caches, such as 4GiB.",
         rich_help_panel=DEVICES,
     ),
 ]
@@ -156,7 +159,7 @@ AdaptOption = Annotated[
     typer.Option(help="Let cuts follow the devices' measured speeds.", rich_help_panel=DEVICES),
 ]
 OrderOption = Annotated[
-    OrderChoice, typer.Option(help="Of the chunks of a long prompt.", rich_help_panel=DEVICES)
+    OrderChoice, typer.Option(help="Order of the chunks of a long prompt.", rich_help_panel=DEVICES)
 ]
 CacheOption = Annotated[
     CacheFormat | None,
@@ -176,7 +179,11 @@ WaitOption = Annotated[
 ]
 WholeOption = Annotated[
     bool,
-    typer.Option("--whole-caches", help="Layers with a window keep all.", rich_help_panel=DEVICES),
+    typer.Option(
+        "--whole-caches",
+        help="Layers with a window keep all keys and values.",
+        rich_help_panel=DEVICES,
+    ),
 ]
 
 
@@ -188,7 +195,7 @@ class SpeculationFlags:
         int | None,
         typer.Option(
             min=0,
-            help="Most guesses.",
+            help="Most tokens guessed ahead.",
             show_default="0; draft 7",
             rich_help_panel=DEVICES,
         ),
@@ -202,7 +209,7 @@ class SpeculationFlags:
         ),
     ] = None
     draft_device: Annotated[
-        DeviceChoice, typer.Option(help="For the draft model.", rich_help_panel=DEVICES)
+        DeviceChoice, typer.Option(help="What computes the draft model.", rich_help_panel=DEVICES)
     ] = DeviceChoice.AUTO
 
     def arguments(self) -> dict[str, Any]:
@@ -271,18 +278,21 @@ class AnswerFlags:
         int | None, _sampling("Keep the k likeliest; 0: all.", default="0; chats: MODEL's")
     ] = None
     top_p: Annotated[
-        float | None, _sampling("Keep this much probability.", default="1; chats: MODEL's")
+        float | None,
+        _sampling("Keep the likeliest of this probability.", default="1; chats: MODEL's"),
     ] = None
     min_p: Annotated[
-        float | None, _sampling("Least share of the likeliest's.", default="0; chats: MODEL's")
+        float | None,
+        _sampling("Least probability, of the likeliest's.", default="0; chats: MODEL's"),
     ] = None
     repetition_penalty: Annotated[
-        float | None, _sampling("On tokens of the text; 1: none.", default="1; chats: MODEL's")
+        float | None,
+        _sampling("Penalty of tokens of the text; 1: none.", default="1; chats: MODEL's"),
     ] = None
     frequency_penalty: Annotated[float, _sampling("For each time a token was generated.")] = 0.0
     presence_penalty: Annotated[float, _sampling("For tokens that were generated at all.")] = 0.0
     logit_bias: Annotated[
-        list[str] | None, _sampling("To a token's logit; repeatable.", metavar="ID=BIAS")
+        list[str] | None, _sampling("Added to a token's logit; repeatable.", metavar="ID=BIAS")
     ] = None
     seed: Annotated[int | None, _sampling("Makes sampling repeatable.")] = None
 

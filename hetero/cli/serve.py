@@ -47,12 +47,14 @@ def serve_command(
     ],
     host: Annotated[str, typer.Option(help="Address.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port.")] = 8080,
-    keys: Annotated[Path | None, typer.Option(help="Keys of apps (`serve-key`).")] = None,
+    keys: Annotated[
+        Path | None, typer.Option(help="Keys of applications (`hetero serve-key`).")
+    ] = None,
     alias: Annotated[
         list[str] | None, typer.Option(help="Another name of the first MODEL; `*`: any.")
     ] = None,
     allow_host: Annotated[
-        list[str] | None, typer.Option(help="Another name of this machine.")
+        list[str] | None, typer.Option(help="Another name of this machine that clients may use.")
     ] = None,
     allow_origin: Annotated[
         list[str] | None,
@@ -79,13 +81,14 @@ def serve_command(
         int, typer.Option(min=1, help="Conversations that an app may have.")
     ] = 8,
     kv_bits: Annotated[
-        KvBitsChoice, typer.Option(help="Of kept keys and values.")
+        KvBitsChoice, typer.Option(help="Of kept keys and values; few are lossy.")
     ] = KvBitsChoice.EIGHT,
     kv_ratio: Annotated[
-        float, typer.Option(min=0.25, max=1, help="Bytes of mixed bits, of those of 8.")
+        float,
+        typer.Option(min=0.25, max=1, help="mixed: the bytes, as a share of those of 8 bits."),
     ] = 0.5,
     eviction: Annotated[
-        EvictionChoice, typer.Option(help="What leaves the memory.")
+        EvictionChoice, typer.Option(help="Which contexts leave the memory first.")
     ] = EvictionChoice.LCTRU,
     parallel: Annotated[
         int, typer.Option(min=1, max=64, help="Answers made at the same time.")
@@ -94,18 +97,18 @@ def serve_command(
     queue: Annotated[int, typer.Option(min=1, help="Answers made or waited for.")] = 64,
     models_max: Annotated[int, typer.Option(min=0, help="Models in memory at a time; 0: all.")] = 4,
     models_memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="For models in memory.")
+        str | None, typer.Option(metavar="SIZE", help="For models in memory, such as 8GiB.")
     ] = None,
     sleep_idle_seconds: Annotated[
         float,
-        typer.Option(metavar="N", min=-1, help="Unload an idle MODEL; -1: never."),
+        typer.Option(metavar="N", min=-1, help="Unload a MODEL that is idle so long; -1: never."),
     ] = -1,
     reasoning_budget: Annotated[
-        int, typer.Option(min=-1, help="Tokens of a thought; -1: any.")
+        int, typer.Option(min=-1, help="Most tokens of a thought; -1: no limit.")
     ] = -1,
     pooling: Annotated[
         PoolingChoice | None,
-        typer.Option(help="Of embeddings.", show_default="MODEL's, else last"),
+        typer.Option(help="How embeddings are pooled.", show_default="MODEL's, else last"),
     ] = None,
     *,
     engine: EngineFlags,
