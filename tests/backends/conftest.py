@@ -39,6 +39,9 @@ COMPUTING_NOTHING: dict[str, tuple[str, dict[str, Any]]] = {
     "null-asynchronous": ("null", {"asynchronous": True, "kind": "gpu"}),
 }
 
+# GPUs that are not here: their kernels run on this processor to judge their text, not its code.
+EMULATED = ("opencl-half", "opencl-work-groups", "lanes", "[other")
+
 # What the default selection runs: one device of each backend that computes on its own.
 DEFAULT = ("reference", "ort-cpu", "qnn", "opencl", "null")
 
@@ -63,6 +66,18 @@ def open_for_tests(name: str) -> Device:
     if "half" in options:
         device.half = options["half"]  # type: ignore[attr-defined]
     return device
+
+
+@pytest.fixture(autouse=True)
+def emulated_quickly(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Compile kernels of emulated GPUs without optimisation."""
+    if not any(name in request.node.name for name in EMULATED):
+        yield
+        return
+    from tests.support.sharing import unoptimised
+
+    with unoptimised():
+        yield
 
 
 @pytest.fixture(scope="session", params=_params(COMPUTING))
