@@ -323,6 +323,7 @@ class Machine(RuleBasedStateMachine):
             self.folder.cleanup()
 
 
+@pytest.mark.full
 @pytest.mark.hypothesis
 @pytest.mark.parametrize("kind", ["lfm2", "qwen3.5"])
 def test_any_order_of_operations(kind: str, tmp_path: Path) -> None:

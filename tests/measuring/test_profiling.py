@@ -49,6 +49,7 @@ def test_a_model_of_the_default_sizes_adds_nothing() -> None:
     assert found.cold_bytes > cold_bytes()
 
 
+@pytest.mark.full
 def test_what_a_step_costs_besides_its_launches_is_part_of_every_prediction() -> None:
     seconds = measure_step_s(model_bytes=1 << 16)
     assert 1e-6 < seconds < 0.1

@@ -45,6 +45,7 @@ def test_what_is_executed_is_close_to_what_was_predicted() -> None:
     assert row["difference"] == pytest.approx(-0.06)
 
 
+@pytest.mark.full
 def test_the_papers_numbers_are_drawn_beside_ours(tmp_path: Path) -> None:
     found = made(claim(109), claim(80, None), orders=("a < b",))
     found.report(tmp_path / "r.html")

@@ -149,6 +149,7 @@ def test_every_core_computes_answers_where_the_npu_computes_prompts(
     assert choice.gpu is None, "OpenCL has one number of cores in a process"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("options", "mode"), [({"weight_budget_bytes": 800 << 20}, "gpu"), ({}, "hetero")]
 )

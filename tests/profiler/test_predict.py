@@ -164,6 +164,7 @@ def test_the_two_regimes_of_a_gpu_are_read_from_its_times() -> None:
     assert regimes.knee_m == pytest.approx(4, rel=0.1)
 
 
+@pytest.mark.full
 def test_trees_learn_what_the_roofline_misses() -> None:
     rows = rows_of("npu", npu_cost)
     plain = fit.fit_unchecked(NPU, rows)

@@ -37,6 +37,7 @@ def test_logits_are_those_of_floats_but_for_the_rounding(mode: str, kv: str) -> 
         ).text  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kv", NARROW)
 @pytest.mark.parametrize("mode", MODES)
 def test_devices_agree_with_the_reference(mode: str, kv: str) -> None:

@@ -114,6 +114,7 @@ def test_what_shared_attention_takes_is_what_the_longer_part_does() -> None:
         assert option.is_cut
 
 
+@pytest.mark.full
 def test_decoding_and_named_strategies_cut_no_attention() -> None:
     found = profile()
     solver = planner(found)

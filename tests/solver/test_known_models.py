@@ -135,6 +135,7 @@ def test_a_path_has_the_nodes_of_a_layer_and_no_others(name: str, m: int) -> Non
     assert len(chain.block) == 4 + len(solution.non_matmul.after)
 
 
+@pytest.mark.full
 def test_a_parallel_block_has_nothing_between_o_and_gate_up() -> None:
     planner = Planner(model_spec("phi-2"), DeviceProfile.load("host"))
     solution = planner.solve(Scenario("prefill", 256))

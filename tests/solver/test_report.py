@@ -143,6 +143,7 @@ def test_all_formats_say_the_same(
             assert set(filter(None, row)) <= set(cells)
 
 
+@pytest.mark.full
 def test_numbers_say_what_they_are(plan: ExecutionPlan) -> None:
     for table in content.tables(plan, ()):
         if any(re.search(r"\d ?(ms|s|J|W)$", cell) for row in table.rows for cell in row):

@@ -81,6 +81,7 @@ def test_graphs_of_the_npu_only_strategies(spec: ModelGraph, chip: DeviceProfile
     assert graphs(chunked, 256) == graphs(chunked, 88) == (256,)
 
 
+@pytest.mark.full
 def test_online_preparation_uses_a_graph_that_is_not_prepared_and_pays_for_it(
     spec: ModelGraph, chip: DeviceProfile
 ) -> None:
