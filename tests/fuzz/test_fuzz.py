@@ -82,7 +82,7 @@ def test_what_the_fuzzer_found(edit: str, tmp_path: Path) -> None:
 def test_a_short_turn_guided_by_coverage(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.fuzz.worker", "gguf", str(tmp_path), "-runs=100"]
     done = subprocess.run(
-        [*command, "-timeout=5", "-rss_limit_mb=1024", "-print_final_stats=1"],
+        [*command, "-timeout=20", "-rss_limit_mb=1024", "-print_final_stats=1"],
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
