@@ -1,9 +1,9 @@
-"""What HTTP costs: a server and the library's service take turns on one machine.
+"""Measure the cost of HTTP: a server and the library's service take turns on one machine.
 
 python bench/serving.py demo --device gpu -r 15
 python bench/serving.py random:qwen2.5-0.5b --device gpu -r 5
 
-Ratios mean something, times only beside each other. The first token's time is compared for the same
+Ratios mean something, times only within a run. The first token's time is compared for the same
 call: the second one of a text whose beginning is in the cache. "parser" is what taking an answer
 with a thought and calls apart adds to a token, as a share of the time in which one is decoded.
 """
@@ -58,7 +58,7 @@ def prompt_of(i: int) -> list[int]:
 
 
 def timed(start: Callable[[], Iterator[object]], tokens: int) -> Taken:
-    """What an iterator of tokens takes."""
+    """Return the seconds until an iterator's first token and those of the others."""
     start_s, times = time.perf_counter(), list[float]()
     for _ in start():
         times.append(time.perf_counter())

@@ -320,16 +320,14 @@ def decode_chunks(op: ops.DecodeChunks, channels: Array) -> tuple[Program, int]:
                 )
             else:
                 codes, scale = _codes(op, part, bits)
-                same = (
-                    np.array_equal(caches[0].channels, by_channel[:, 0]) if op.kv.coded else False
-                )
-                if bits == 8 and same:
+                own = by_channel[:, 0]
+                if bits == 8 and op.kv.coded and np.array_equal(caches[0].channels, own):
                     for rows, values, steps in zip(caches, codes, scale, strict=True):
                         rows.codes[:, first : first + op.tokens] = values.astype(np.int16) - 128
                         rows.steps[:, first : first + op.tokens] = steps[..., :1]
                     continue
                 scale[0] *= by_channel
-                centre = np.array([0.5 - 2.0 ** (own - 1) for own in _each(bits)], np.float32)
+                centre = np.array([0.5 - 2.0 ** (x - 1) for x in _each(bits)], np.float32)
                 values_of = (codes + centre.reshape(2, 1, 1, 1)) * scale
             for rows, values in zip(caches, values_of, strict=True):
                 rows.write(first, values)

@@ -158,7 +158,7 @@ def phases(
     ] = None,
     quick: Annotated[bool, typer.Option(help="demo, 32 and 8 tokens, one round: a try")] = False,
 ) -> None:
-    """What `auto` reaches of the best device set of each phase, with each profile."""
+    """Compare `auto` with the best device set of each phase, by each profile."""
     lengths, answers, named = integers(p), integers(n), models or list(PER_PHASE)
     if quick:
         lengths, answers, r, named = [32], [8], 1, models or ["demo"]

@@ -23,6 +23,7 @@ from hetero.contexts.slot_pool import Slot
 from hetero.contexts.working_set import CachedText, Switch
 from hetero.errors import UserError
 from hetero.generation.loop import Delta, GenerationResult, Pending
+from hetero.runtime.kv.context import common_prefix
 
 
 @dataclass(eq=False)
@@ -52,7 +53,7 @@ class RecentTexts:
         """
         root, texts = self._root(salt), self.texts
         shares = {
-            i: _shared(x.cached.tokens, tokens) if x.cached.origin == root else 0
+            i: common_prefix(x.cached.tokens, tokens) if x.cached.origin == root else 0
             for i, x in enumerate(texts)
             if i not in self.busy
         }
@@ -189,8 +190,3 @@ class RecentTexts:
     def _root(self, salt: str) -> bytes:
         data = salt.encode("utf-8", "surrogatepass")
         return hashlib.blake2b(data, key=self.app.root, person=b"recent", digest_size=32).digest()
-
-
-def _shared(one: Sequence[int], other: Sequence[int]) -> int:
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))

@@ -24,6 +24,7 @@ from hetero.backends.host.files import atomic_write, sync_directory
 from hetero.contexts.budget import ByteBudget
 from hetero.contexts.encryption import SALT_BYTES, Box, SealError, Vault
 from hetero.errors import DiskFullError, UserError
+from hetero.runtime.kv.context import common_prefix
 
 VERSION: Final = 1
 _U32: Final = struct.Struct("<I")
@@ -132,8 +133,8 @@ class TextLog:
         root: bytes = b"",
     ) -> None:
         """Set the text; it is on the disk when this returns."""
-        keep = _common(self.text.tokens, tokens)
-        same = _common(self.text.messages, messages)
+        keep = common_prefix(self.text.tokens, tokens)
+        same = common_prefix(self.text.messages, messages)
         record = self._records.packed(
             {
                 "keep": keep,
@@ -292,11 +293,6 @@ def _continued(text: Text, record: dict[str, Any]) -> Text:
     messages = [*text.messages[: record["told"]], *record["messages"]]
     used, root = int(record.get("used", 0)), bytes.fromhex(record.get("root", ""))
     return replace(text, tokens=tokens, messages=messages, used=used, root=root)
-
-
-def _common(before: Sequence[Any], after: Sequence[Any]) -> int:
-    pairs = enumerate(zip(before, after, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(before), len(after)))
 
 
 def _unwritable(path: Path, error: OSError) -> UserError:

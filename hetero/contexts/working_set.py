@@ -31,6 +31,7 @@ from hetero.contexts.load_plan import LoadItem, LoadPlan, Rates, plan_load
 from hetero.contexts.swap_out import STALLED_S, SwapJob, SwapOut, stalled
 from hetero.errors import UserError
 from hetero.runtime.kv.attention_stats import ScoreStats
+from hetero.runtime.kv.context import common_prefix
 from hetero.runtime.kv.kv_cache import KvCache
 from hetero.runtime.kv.layer_gate import LayerGate, LoadError
 
@@ -242,8 +243,7 @@ class WorkingSet:
         active = self._active
         if self._root != root or active.forgotten:
             return 0
-        differing = _shared(active.tokens[: active.cached], tokens)
-        return min(active.cached, len(tokens) - 1) if differing is None else differing
+        return min(common_prefix(active.tokens[: active.cached], tokens), len(tokens) - 1)
 
     def wait_until_free(self) -> None:
         """Wait until no other thread uses the cache, whose rows may then move."""
@@ -467,9 +467,3 @@ def _items(wanted: Sequence[Chunk], claimed: dict[Chunk, Codes], rates: Rates) -
             read = codes.nbytes if chunk in claimed else 0
             items.append(rates.load_item(len(chunk.tokens), codes.bits, read))
     return items
-
-
-def _shared(one: Sequence[int], other: Sequence[int]) -> int | None:
-    """Return where two texts first differ, None where one begins the other."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), None)

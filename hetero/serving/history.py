@@ -188,12 +188,13 @@ def tokens_of(
     system = [{"role": "system", "content": instructions}] if instructions else []
     messages = [*system, *messages_of(items)]
     whole, slides = rendered(state, messages, use, variables), drops and state.shifts
-    keep = _kept(state, system, use, variables) if slides else 0
-    if before and (going_on := _with_turn(state, messages, before, use, variables)):
-        whole = going_on
-        text = WholeText(whole, slides, keep, len(before))
-        if slides and len(whole) + answer > state.max_seq_len > len(text.least):
-            return text
+    continued = _with_turn(state, messages, before, use, variables) if before else []
+    whole = continued or whole
+    full = slides and len(whole) + answer > state.max_seq_len
+    keep = _kept(state, system, use, variables) if full else 0
+    text = WholeText(whole, full, keep, len(before) if continued else 0)
+    if full and continued and len(text.least) < state.max_seq_len:
+        return text
     room = state.max_seq_len - max(1, min(answer, state.max_seq_len // 2))
     turns = messages[len(system) :]
     while drops and len(whole) > room:

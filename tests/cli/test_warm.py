@@ -17,7 +17,7 @@ pytest.importorskip("pyopencl")
 
 
 def hetero(cache: Path, *words: str) -> str:
-    """What a process of its own prints, which must end well, with that cache."""
+    """Return the output of a command in a process of its own, with that cache."""
     env = {**os.environ, "XDG_CACHE_HOME": str(cache), "HETERO_NOTICES": "off"}
     env.pop("HETERO_WAIT_FOR_PLAN", None)
     done = subprocess.run(

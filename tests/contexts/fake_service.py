@@ -68,7 +68,7 @@ class FakeActive:
         self._tokens, self.gate, self.forgotten = list(tokens), None, 0
 
     def check(self, layer: int, wanted: Any) -> None:
-        """Whether a layer holds what it should of the text."""
+        """Return whether a layer has the keys and values of the text."""
         moved, count = self.moved[layer], self.moved.shape[3]
         for kind, cache in enumerate(self.cache.layer(layer)):
             found = cache[:, : self.cached]

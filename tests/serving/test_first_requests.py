@@ -1,4 +1,4 @@
-"""What people send first, by hand, and what programs look at before they ask."""
+"""The first requests of people, by hand, and of programs before they ask."""
 
 from __future__ import annotations
 

@@ -327,9 +327,7 @@ class Context(Closing):
 
     def shared(self, tokens: Sequence[int]) -> int:
         """Return how many of the first `tokens` are cached."""
-        pairs = zip(self._tokens[: self._cached], tokens, strict=False)
-        differing = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
-        return min(self._cached, len(tokens)) if differing is None else differing
+        return common_prefix(self._tokens[: self._cached], tokens)
 
     def move(self, cache: KvCache) -> list[int]:
         """Continue in another cache: the devices have changed.
@@ -353,6 +351,12 @@ class Context(Closing):
         user = self.user
         self._choosing = threading.RLock()
         self._lost = user is not None and user.thread != threading.get_ident()
+
+
+def common_prefix(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Return how many items two sequences begin with in common."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def check_shift(home: Home) -> Ropes:

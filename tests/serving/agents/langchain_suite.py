@@ -16,7 +16,7 @@ COUNTED = ["reasoning_output", "cache_read_input"]
 
 
 class OpenAI(ChatModelIntegrationTests):
-    """What both APIs do; pictures, sound and other files are not read."""
+    """The abilities of both APIs; pictures, sound and other files are not read."""
 
     own: ClassVar[dict[str, Any]] = {}
 

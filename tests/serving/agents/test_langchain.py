@@ -1,6 +1,6 @@
 """LangChain's standard suite of chat models over both of OpenAI's APIs: all of it passes.
 
-It brings plugins that every pytest beside it would load, so it is installed in a folder of the
+It brings plugins that every pytest next to it would load, so it is installed in a folder of the
 cache, and run by a pytest of its own: `langchain_suite`.
 """
 
