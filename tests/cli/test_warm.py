@@ -35,7 +35,7 @@ def warm(cache: Path, *words: str) -> dict[str, Any]:
 
 @pytest.mark.full
 def test_a_second_warm_says_that_all_is_ready(tmp_path: Path) -> None:
-    cache = own_cache(tmp_path)
+    cache = own_cache(tmp_path, alone=True)
     first = warm(cache, "demo", "--device", "npu")
     assert not first["ready"]
     assert {x["kind"]: x["files"] for x in first["made"]}["decisions"] == 1
@@ -51,7 +51,7 @@ def test_a_second_warm_says_that_all_is_ready(tmp_path: Path) -> None:
 @pytest.mark.parametrize("device", ["auto", "hetero"])
 def test_a_start_after_it_prepares_nothing(tmp_path: Path, device: str) -> None:
     """Neither another process, nor a kernel, nor the modules that plan where the choice is kept."""
-    cache = own_cache(tmp_path)
+    cache = own_cache(tmp_path, alone=True)
     made = {x["kind"] for x in warm(cache, "demo", "--device", device)["made"]}
     assert {"decisions", "first-starts"} <= made
     kernels = set((cache / "hetero" / "opencl").rglob("*.bc"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -14,12 +15,19 @@ import platformdirs
 Command: TypeAlias = Callable[..., subprocess.CompletedProcess[str]]  # `hetero ARGUMENTS`
 
 
-def own_cache(folder: Path) -> Path:
-    """A user's cache in `folder` without anything but the OpenCL kernels that all tests share."""
+def own_cache(folder: Path, *, alone: bool = False) -> Path:
+    """A user's cache in `folder` without anything but the OpenCL kernels that all tests share.
+
+    `alone`: a copy of them, to which no other test adds any.
+    """
     kernels = Path(platformdirs.user_cache_dir("hetero", appauthor=False)) / "opencl"
     kernels.mkdir(parents=True, exist_ok=True)
     (folder / "hetero").mkdir()
-    (folder / "hetero" / "opencl").symlink_to(kernels)
+    own = folder / "hetero" / "opencl"
+    if alone:
+        shutil.copytree(kernels, own, ignore=shutil.ignore_patterns("runs", "*.lock", "*.partial*"))
+    else:
+        own.symlink_to(kernels)
     return folder
 
 
