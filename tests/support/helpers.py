@@ -25,7 +25,7 @@ def own_cache(folder: Path, *, alone: bool = False) -> Path:
     (folder / "hetero").mkdir()
     own = folder / "hetero" / "opencl"
     if alone:
-        shutil.copytree(kernels, own, ignore=shutil.ignore_patterns("runs", "*.lock", "*.partial*"))
+        shutil.copytree(kernels, own, ignore=shutil.ignore_patterns("runs", "*.lock", ".writing-*"))
     else:
         own.symlink_to(kernels)
     return folder
