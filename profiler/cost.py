@@ -397,7 +397,7 @@ def _experts_s(
     cost: CostModel, device: DeviceKind, op: Experts, distinct: float, tokens_each: float
 ) -> Cost:
     """Return the seconds by measured experts in this format, else by those of their matmuls."""
-    if (measured := cost._others.get((device, predict.op_name(op)))) is not None:
+    if (measured := measured_experts(cost, device, op)) is not None:
         seconds = predict.experts_s(measured, op, distinct, tokens_each)
         outside = distinct * tokens_each > measured.max_m * op.chosen
         return Cost(np.asarray(seconds), np.asarray(outside))
@@ -407,6 +407,11 @@ def _experts_s(
         calls, matmuls = distinct, [(matmuls[0][0], x) for x in op.matmuls.values()]
     whole = _matmuls_s(cost, device, matmuls)
     return Cost(calls * whole.seconds, whole.extrapolated)
+
+
+def measured_experts(cost: CostModel, device: DeviceKind, op: Experts) -> NonMatmulPredictor | None:
+    """Return the predictor of routed experts in this format; None where none was measured."""
+    return cost._others.get((device, predict.op_name(op)))
 
 
 def _matmuls_s(cost: CostModel, device: DeviceKind, matmuls: Sequence[tuple[int, MatMul]]) -> Cost:

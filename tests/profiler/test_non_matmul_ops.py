@@ -226,7 +226,7 @@ def test_measured_experts_are_predicted_by_what_they_take() -> None:
         assert float(cost.other_s("npu", op, m).seconds) == pytest.approx(wanted, rel=0.02)
     assert experts_s(cost, "npu", op, 3, 1) == pytest.approx(seconds(3, 3, op), rel=0.02)
     other = replace(op, weight_format=WeightFormat.W8A8)  # as before, by its matmuls
-    assert measured_experts(cost.profile, "npu", other) is None
+    assert measured_experts(cost, "npu", other) is None
     assert cost.other_s("npu", other, 1).seconds > 0
 
 
