@@ -86,11 +86,11 @@ def devices_share_programs() -> Iterator[None]:
 def quick_compiler(request: pytest.FixtureRequest) -> Iterator[None]:
     """Compile OpenCL's kernels without optimisation, which is most of what a test of them takes.
 
-    The gate compiles for the remaining tests as users do, but for modules with `random_models`.
+    `--full` compiles as users do for tests of backends and for modules marked `optimised`.
     """
     room = request.node.path.relative_to(Path(__file__).parent).parts[0]
-    random_models = request.node.get_closest_marker("random_models") is not None
-    quick = room in OF_KERNELS and (random_models or not selection.full())
+    optimised = room == "backends" or request.node.get_closest_marker("optimised") is not None
+    quick = room in OF_KERNELS and not (optimised and selection.full())
     if not quick or importlib.util.find_spec("pyopencl") is None:
         yield
         return

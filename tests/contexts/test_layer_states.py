@@ -21,8 +21,6 @@ from tests.runtime.test_faults import make_engine
 from tests.runtime.test_rows import engine_of, joins_and_leaves
 from tests.support.checkpoints import CASES, make_checkpoint, relative_error
 
-pytestmark = pytest.mark.random_models
-
 CASE_OF = {case.name: case for case in CASES}
 PROMPT = [9, 8, 7, 6] * 8
 

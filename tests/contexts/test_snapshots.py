@@ -26,8 +26,6 @@ from tests.contexts.test_layer_states import CASE_OF, ids
 from tests.support.checkpoints import make_checkpoint
 from tests.support.selection import examples
 
-pytestmark = pytest.mark.random_models
-
 PROMPTS = (ids(1, 37), ids(2, 9), ids(3, 20), ids(4, 1))
 OPTIONS: dict[str, Any] = {"max_tokens": 6, "logprobs": 2}
 LONGEST = 120

@@ -21,8 +21,6 @@ from tests.runtime.test_faults import make_engine
 from tests.support.checkpoints import CASES, GEMMA4, make_checkpoint, relative_error
 from tests.support.selection import examples
 
-pytestmark = pytest.mark.random_models
-
 ROOM = 5  # contexts within the budget, with the twin's
 LONGEST = 80  # of `make_engine`
 TOKENS = st.lists(st.integers(3, 262), min_size=1, max_size=12)  # those before may be padding

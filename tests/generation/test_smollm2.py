@@ -18,6 +18,7 @@ from hetero.generation.sampling import log_softmax
 from tests.support.real_models import SMOLLM2, find_model, float32_llama, write_float32
 
 torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.optimised
 TOKENS: Final = 16
 LIKELIEST: Final = 5
 CHATS: Final = (

@@ -23,7 +23,7 @@ from hetero.solver.handmade import single_device
 from tests.runtime.plans import random_plan
 from tests.support.helpers import assert_close
 
-pytestmark = [pytest.mark.usefixtures("no_chains"), pytest.mark.random_models]
+pytestmark = pytest.mark.usefixtures("no_chains")
 
 NAMES = {config.architecture: name for name, config in KNOWN_MODELS.items()}
 GRAPHS = (1, 8, 32, 64)

@@ -27,8 +27,6 @@ from tests.support.checkpoints import Case, make_checkpoint, reference_logits, r
 from tests.support.families import FAMILIES, in_files
 from tests.support.selection import examples
 
-pytestmark = pytest.mark.random_models
-
 TOLERANCE = 2e-5
 DECODED = 4
 LENGTHS = st.sampled_from([1, 2, 31, 33, 70])

@@ -19,8 +19,6 @@ from hetero.profiler.substitutes import file_substitution
 from tests.models.gguf_files import write_mixed
 from tests.support.checkpoints import relative_error
 
-pytestmark = pytest.mark.random_models
-
 Array = npt.NDArray[np.float64]
 # Types of the Q4_K_M mix, and all that are stored, in turn.
 FILES: dict[str, tuple[Kind, ...]] = {

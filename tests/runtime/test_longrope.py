@@ -15,8 +15,6 @@ from hetero.models.gguf import GgufFile
 from tests.models.gguf_files import convert, write
 from tests.support.checkpoints import Case, make_checkpoint, reference_logits, relative_error
 
-pytestmark = pytest.mark.random_models
-
 ORIGINAL = 64
 SHORT, LONG = [1.0, 1.5, 2.0, 1.25], [2.0, 3.0, 8.0, 16.0]
 SCALING = {"rope_type": "longrope", "short_factor": SHORT, "long_factor": LONG}

@@ -32,8 +32,6 @@ from tests.models.gguf_files import convert, write
 from tests.support.checkpoints import Case, make_checkpoint, relative_error
 from tests.support.selection import examples
 
-pytestmark = pytest.mark.random_models
-
 torch = pytest.importorskip("torch")
 DEVICES = ("gpu", "npu", "hetero")
 DRAWN = settings(

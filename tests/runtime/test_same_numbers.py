@@ -23,6 +23,8 @@ from tests.support.checkpoints import (
 )
 from tests.support.selection import exhaustive
 
+pytestmark = pytest.mark.optimised
+
 LENGTHS = (1, 2, 31, 32, 33, 300)
 FEWER = (1, 31, 300)  # of architectures that are not checked in every format
 DECODED = 6

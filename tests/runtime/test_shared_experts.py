@@ -28,8 +28,6 @@ from hetero.solver.request import PlanRequest
 from tests.runtime.test_routed_logits import GEMMA4_GGUF, GPT_OSS_GGUF, QWEN3_GGUF, check, drawn
 from tests.solver.test_expert_choice import able_at
 
-pytestmark = pytest.mark.random_models
-
 SHARED = (LayerExperts(layer=0, npu=(1, 4, 7)), LayerExperts(layer=1, npu=(0, 2)))
 
 

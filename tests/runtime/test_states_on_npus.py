@@ -21,7 +21,6 @@ from hetero.solver.non_matmul_devices import device_of_other
 from tests.backends.cases import make_tensors
 from tests.support.checkpoints import CASES, make_checkpoint, reference_logits, relative_error
 
-pytestmark = pytest.mark.random_models
 HALF_TOLERANCE = 1e-2  # the NPU computes its rows in fp16
 CONV = ops.ShortConv(d=8, taps=3)
 

@@ -29,7 +29,6 @@ from hetero.runtime.prefill_mode import padded_chunks
 from tests.runtime.models import tiny_model
 from tests.runtime.plans import random_plan
 
-pytestmark = pytest.mark.random_models
 PROMPT = np.random.default_rng(3).integers(3, 1000, 450).tolist()
 LONGER = PROMPT + PROMPT[:30]
 

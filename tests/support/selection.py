@@ -56,7 +56,7 @@ def configure(config: pytest.Config) -> None:
         f"few(n): runs n of the parameter sets by default, not {SETS}",
         "pairwise: `--full` runs every pair of values, `--exhaustive` all parameter sets",
         "sampled(n): `--full` runs one in n of the parameter sets, `--exhaustive` all",
-        "random_models: kernels are compiled without optimisation",
+        "optimised: `--full` compiles kernels as users do",
     ):
         config.addinivalue_line("markers", line)
 
