@@ -240,7 +240,7 @@ def real(
                 first_s = first_s or time.perf_counter() - start_s
             switch = context.last_switch
             if before and switch is not None:  # a prompt's own time varies by more than a switch's
-                rode = bool(switch.riding_tokens)
+                rode = bool(switch.recomputed_tokens)
                 found.append(first_s - ready_s if rode else switch.switch_s)
             answered = len(context) - before - len(prompt)
             done.append(Call(call.at_s, call.context, len(prompt), answered))
