@@ -378,11 +378,7 @@ class _Chunk:
         items, row = [], 0
         for number, (tokens, graph) in enumerate(self.pieces):
             padded = 1 if has_state(node.op) else graph
-            own = {
-                port: operand.rows(row, row + padded)
-                for port, operand in operands.items()
-                if port != "position"
-            }
+            own = {p: x.rows(row, row + padded) for p, x in operands.items() if p != "position"}
             own["position"] = self.pool[position_of(number, node.slots["position"])]
             call = self._other_call(node, kind, own, padded, number if self.rows else 0)
             items.append(PendingLaunch(kind, call, reads, writes, (row, row + tokens), None, own))

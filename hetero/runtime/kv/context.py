@@ -229,9 +229,8 @@ class Context(Closing):
         return hold
 
     def _wait_for(self, hold: Hold) -> None:
-        reference = weakref.ref(hold)
         give_up_s = time.monotonic() + self.wait_s
-        while not self._taken(reference):
+        while not self._taken(weakref.ref(hold)):
             if self._lost:
                 raise lost_error()
             user = self.user

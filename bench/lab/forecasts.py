@@ -1,0 +1,91 @@
+"""Which context comes next: orders of eviction by a forecast, and reading its chunks ahead.
+
+learned   first-order Markov: how often a context followed the last one, and where there are few
+          such calls how often one of its rank by recency did
+oracle    knows the trace (Belady): what is used last leaves, what comes next is read
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+from lab.managers import MANAGERS
+from lab.simulated import Call, SimulatedContext, SimulatedService
+
+# The chance of each context to be the next after a call, or any number that orders them so.
+Forecast: TypeAlias = Callable[[int, Sequence[int]], dict[int, float]]
+PRIOR = 4.0  # calls that the rank by recency counts as
+
+
+def learned() -> Forecast:
+    """A forecast from the calls so far."""
+    follows, ranks = Counter[tuple[int, int]](), Counter[int]()
+    from_one: Counter[int] = Counter()
+    recent: list[int] = []
+
+    def next_one(_: int, calls: Sequence[int]) -> dict[int, float]:
+        one = calls[-1]
+        if one in recent:
+            ranks[recent.index(one)] += 1
+            recent.remove(one)
+        if len(calls) > 1:
+            follows[calls[-2], one] += 1
+            from_one[calls[-2]] += 1
+        recent.insert(0, one)
+        count = sum(ranks.values()) + len(recent)
+        return {
+            x: (follows[one, x] + PRIOR * (ranks[rank] + 1) / count) / (from_one[one] + PRIOR)
+            for rank, x in enumerate(recent)
+        }
+
+    return next_one
+
+
+def oracle(trace: Sequence[Call]) -> Forecast:
+    """A forecast from the trace itself."""
+
+    def next_one(at: int, calls: Sequence[int]) -> dict[int, float]:
+        later = [call.context for call in trace[at + 1 :]]
+        ends = len(later)
+        return {x: -float(later.index(x) if x in later else ends) for x in {*calls}}
+
+    return next_one
+
+
+class ForecastService(SimulatedService):
+    """Evicts the least likely contexts first; with `ahead` reads the likely ones between calls."""
+
+    def __init__(self, *options: Any, forecast: Forecast, ahead: bool) -> None:
+        codec, machine, budget = options
+        super().__init__(codec, machine, MANAGERS["llms"].without("lctru"), budget)
+        self._forecast, self._ahead = forecast, ahead
+        self._order: list[int] = []
+        self._known: dict[int, SimulatedContext] = {}
+
+    def leave(self, context: SimulatedContext, tokens: Sequence[int], now_s: float) -> None:
+        """As the other; then the order of eviction is that of the forecast."""
+        super().leave(context, tokens, now_s)
+        number = int(context.app)
+        self._known[number] = context
+        chances = self._forecast(len(self._order), [*self._order, number])
+        self._order.append(number)
+        likely = sorted(self._known, key=lambda x: chances[x])
+        for rank, x in enumerate(likely):
+            for chunk in self._known[x].chunks:
+                chunk.used = rank
+        if self._ahead:
+            pinned = [self._known[x].chunks for x in reversed(likely)]
+            for i, chunks in enumerate(pinned):
+                with self.memory.pinned(y for x in pinned[: i + 1] for y in x):
+                    self._read_ahead(chunks)
+
+    def _read_ahead(self, chunks: Sequence[Any]) -> None:
+        for chunk in chunks:
+            codes = self._codes(chunk)
+            if chunk.codes is not None or chunk.place is None:
+                continue
+            if not self.memory.claim(codes.nbytes):
+                return
+            self.memory.keep(chunk, codes)
