@@ -101,25 +101,27 @@ def plan_load(
     forced, choices = _choices(items, rates, recompute=recompute)
     sets = _Sets(forced, choices, _orders(items, choices, rates))
     tokens, work_s, disk_bytes, _, read_s = (np.array(x, float) for x in zip(*items, strict=True))
+    starts = np.cumsum(tokens) - tokens
+    values = np.stack([tokens, tokens * starts, tokens**2, read_s, work_s, disk_bytes])
+    added, weighted, squares, *taken = sets.sums(values)
+    left = values[3:, ~forced].sum(axis=1)
+    fetch_s, work_s, disk_bytes = (x - y for x, y in zip(left, taken, strict=True))
     fixed = float(tokens[forced].sum()) + prompt_tokens
-    count = fixed + (added := sets.sums(tokens))
+    count = fixed + added
     # Sums over the computed tokens of those in front of them, without the computed ones: pairs
     # of chunks that are both computed do not count.
-    starts = np.cumsum(tokens) - tokens
     seen = float(tokens[forced] @ starts[forced]) + prompt_tokens * float(tokens.sum())
     seen -= (fixed**2 - float(tokens[forced] @ tokens[forced]) - prompt_tokens**2) / 2
-    others = seen + sets.sums(tokens * starts) - added * fixed
-    others -= (added**2 - sets.sums(tokens**2)) / 2
+    others = seen + weighted - added * fixed - (added**2 - squares) / 2
     compute_s = rates.prefill_s(count, before + others / count)
     compute_s = compute_s + sets.runs * (rates.run_s or 0.0)
-    fetch_s, work_s = sets.left(read_s), sets.left(work_s)
     if rates.decodes_overlapped:
         fetch_s = fetch_s + work_s
     else:
         compute_s = compute_s + work_s
     each, computing = fetch_s / layers, compute_s / layers
     seconds = each + np.maximum(each, computing) * (layers - 1) + computing
-    seconds = seconds + np.where(sets.left(disk_bytes) > 0, rates.read_latency_s, 0.0)
+    seconds = seconds + np.where(disk_bytes > 0.5, rates.read_latency_s, 0.0)
     best = int(np.argmin(seconds))
     return LoadPlan(tuple(map(bool, ~sets.computed(best))), float(seconds[best]))
 
@@ -156,40 +158,38 @@ class _Sets:
     """
 
     def __init__(self, forced: Array, choices: Array, orders: Sequence[Array]) -> None:
-        self._forced, self._choices, self._orders = forced, choices, orders
+        self._forced, self._choices = forced, choices
+        self._orders = np.array(orders, int)
         if not orders:
             bits = np.arange(len(choices))
             self._every = np.arange(1 << len(choices))[:, None] >> bits & 1
 
     def sums(self, values: Array) -> Array:
-        """Return the sum of the values of the computed choices of each set."""
-        if not self._orders:
-            return np.asarray(self._every @ values[self._choices], float)
-        zero = np.zeros(1)
-        parts = [np.cumsum(np.concatenate([zero, values[order]])) for order in self._orders]
-        return np.concatenate(parts)
-
-    def left(self, values: Array) -> Array:
-        """Return the sum of the values of the items that are not computed, of each set."""
-        return float(values[~self._forced].sum()) - self.sums(values)
+        """Return the sums [rows, sets] of each row of values of the choices that are computed."""
+        if not len(self._orders):
+            return np.asarray(values[:, self._choices] @ self._every.T)
+        count, length = self._orders.shape
+        sums = np.zeros((len(values), count, length + 1))
+        np.cumsum(values[:, self._orders], axis=2, out=sums[:, :, 1:])
+        return sums.reshape(len(values), -1)
 
     @property
     def runs(self) -> Array:
         """Return the runs of computed items of each set that do not reach the prompt."""
-        if not self._orders:
+        if not len(self._orders):
             computed = np.stack([self.computed(i) for i in range(len(self._every))])
             after = np.pad(computed[:, 1:], ((0, 0), (0, 1)), constant_values=True)
             return np.asarray((computed & ~after).sum(axis=1))
         parts = []
         for order in self._orders:
             ranks = self._ranks(order)
-            both = np.maximum(ranks, [*ranks[1:], -1])
+            both = np.maximum(ranks, np.append(ranks[1:], -1))
             parts.append(_below(ranks, len(order)) - _below(both, len(order)))
         return np.concatenate(parts)
 
     def computed(self, number: int) -> Array:
         """Return whether each item is computed in the set of this number."""
-        if self._orders:
+        if len(self._orders):
             order, size = divmod(number, len(self._choices) + 1)
             return np.asarray(self._ranks(self._orders[order]) < size)
         found = self._forced.copy()

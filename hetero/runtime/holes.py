@@ -78,7 +78,9 @@ def scatters(engine: Engine) -> bool:
     """
     placement, sizes = engine.placement, _piece_sizes(engine)
     graph = placement.graph
-    inside = any(group.fixed for group in placement.groups.values())
+    inside = placement.non_matmul("prefill") == "npu" and any(
+        group.fixed for group in placement.groups.values()
+    )
     whole = not graph.stateful and graph.prompt_layers == graph.layers
     return whole and not inside and not placement.online and (not sizes or sizes[0] == 1)
 

@@ -151,7 +151,7 @@ def test_pieces_are_the_first_tokens_in_their_order(
 
 def test_chunks_lost_in_the_middle_are_computed_in_the_prompts_call(tmp_path: Path) -> None:
     """Wherever they are; the answer is that of a context that stayed."""
-    prompt, more = "Once upon a time there was a fox " * 8, " The fox saw"
+    prompt, more = "Once upon a time there was a fox " * 16, " The fox saw"
     with (
         LLM("demo", device="npu") as llm,
         Service(llm, directory=tmp_path, kv_bits="raw", context_memory="8MiB") as service,

@@ -74,7 +74,7 @@ def allowed(pieces: list[LoadItem], rates: Rates, *, recompute: bool) -> Iterato
             if any(p.disk_bytes == 0 for p in pieces[len(load) - len(end) : first]):
                 continue
         elif any(
-            x == p.missing or not (x or p.missing or (p.disk_bytes and recompute))
+            (x and p.missing) or not (x or p.missing or (p.disk_bytes and recompute))
             for x, p in zip(load, pieces, strict=True)
         ):
             continue
