@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any, TypeAlias
 
+from hetero.contexts.chunks import Chunk
 from lab.managers import MANAGERS
 from lab.simulated import Call, SimulatedContext, SimulatedService
 
@@ -76,16 +78,19 @@ class ForecastService(SimulatedService):
             for chunk in self._known[x].chunks:
                 chunk.used = rank
         if self._ahead:
-            pinned = [self._known[x].chunks for x in reversed(likely)]
-            for i, chunks in enumerate(pinned):
-                with self.memory.pinned(y for x in pinned[: i + 1] for y in x):
-                    self._read_ahead(chunks)
+            wanted = [chunk for x in reversed(likely) for chunk in self._known[x].chunks]
+            self._read_ahead(wanted)
 
-    def _read_ahead(self, chunks: Sequence[Any]) -> None:
-        for chunk in chunks:
-            codes = self._codes(chunk)
-            if chunk.codes is not None or chunk.place is None:
-                continue
-            if not self.memory.claim(codes.nbytes):
-                return
-            self.memory.keep(chunk, codes)
+    def _read_ahead(self, wanted: Sequence[Chunk]) -> None:
+        """Read chunks, the first ones first, as many as the budget has room for."""
+        sizes = [self._codes(chunk).nbytes for chunk in wanted]
+        first = [x for x, end in zip(wanted, accumulate(sizes), strict=True)
+                 if end <= self.memory.budget.limit]  # fmt: skip
+        away = [x for x in first if x.codes is None and x.place is not None]
+        with self.memory.pinned(first):
+            self.memory.free(sum(self._codes(x).nbytes for x in away))
+            for chunk in away:
+                codes = self._codes(chunk)
+                if not self.memory.claim(codes.nbytes):
+                    return
+                self.memory.keep(chunk, codes)

@@ -58,7 +58,7 @@ from hetero.errors import QuotaError, UserError
 from hetero.generation.conversation import Conversation
 from hetero.generation.llm import LLM
 from hetero.generation.loop import Delta, Generation, GenerationResult, Pending, decode_together
-from hetero.runtime.holes import recover, scatters
+from hetero.runtime.filling import recover, scatters
 from hetero.runtime.kv.attention_stats import ScoreStats
 from hetero.runtime.kv.constants import SINKS
 from hetero.runtime.kv.context import Context
@@ -333,7 +333,7 @@ class Service(Closing):
                 measured_on=measured_on,
                 prompts=measure_prompts(self._active, vocabulary, self._prefill),
                 run_s=measure_run(self._active, vocabulary, self._prefill)
-                if scatters(engine)
+                if scatters(engine.deployment)
                 else None,
                 predicted=predict_prompts(
                     engine.deployment.prefill_modes.prompt_s, engine.max_seq_len

@@ -20,8 +20,8 @@ from hetero.runtime.adaptive import Solver
 from hetero.runtime.control import ControlThread
 from hetero.runtime.deployment import Deployment, DeploymentOptions
 from hetero.runtime.executor import OnDeviceBusy, nothing
+from hetero.runtime.filling import filled, recover
 from hetero.runtime.gpu_share import GpuShare
-from hetero.runtime.holes import filled, recover
 from hetero.runtime.kernels import Devices, Progress
 from hetero.runtime.kv.context import Context
 from hetero.runtime.kv.context_store import ContextStore

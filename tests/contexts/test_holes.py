@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from hetero import LLM
 from hetero.contexts.service import Service
-from hetero.runtime.holes import MOST_PIECES, cut, filled, scatters, without
+from hetero.runtime.filling import filled, scatters
+from hetero.runtime.holes import MOST_PIECES, cut, without
 from hetero.runtime.kv.layer_gate import LayerGate
 from tests.contexts.models import VOCABULARY, WAYS, open_llm
 from tests.contexts.test_service import evicted
@@ -43,7 +44,7 @@ def test_one_call_fills_holes_and_reads_the_prompt(way: str, tmp_path: Path) -> 
         pytest.importorskip("pyopencl")
     with open_llm(tiny_model(tmp_path), way) as llm:
         engine = llm.engine
-        assert scatters(engine)
+        assert scatters(engine.deployment)
         whole = llm.new_context()
         wanted = engine.prefill(whole, TEXT).copy()
         values = whole.cache.read(0, len(TEXT))
@@ -113,7 +114,7 @@ def test_a_plan_without_such_calls_computes_all_from_the_first_hole_on(
         engine, whole = llm.engine, llm.new_context()
         wanted = engine.prefill(whole, TEXT).copy()
         context = holed(llm, whole.cache.read(0, STOP))
-        monkeypatch.setattr("hetero.runtime.holes.scatters", lambda _: False)
+        monkeypatch.setattr("hetero.runtime.filling.scatters", lambda _: False)
         assert np.allclose(engine.prefill(context, TEXT[STOP:]), wanted, atol=1e-4)
         assert context.tokens == tuple(TEXT)
         context.holes = ((3, 200),)  # of a text that is gone
