@@ -25,7 +25,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 from common import finish, integers, new_app, table
-from lab.forecasts import ForecastService, learned, oracle
+from lab.forecasts import ForecastService, learned, oracle, recency
 from lab.managers import MANAGERS, Manager, contenders
 from lab.simulated import Call, Machine, SimulatedService, most_tokens
 from parts import context_figures
@@ -165,9 +165,9 @@ def simulate(
 
 @app.command("next")
 def next_context(
-    contexts: Annotated[str, typer.Option("-c")] = "8,16",
+    contexts: Annotated[str, typer.Option("-c")] = "8",
     part: Annotated[float, typer.Option(help="budget, of all contexts' bytes at 16 bits")] = 0.125,
-    hours: float = HOURS,
+    hours: float = 10,
     tokens_per_s: float = 600.0,
 ) -> None:
     """Whether it pays to learn which context comes next: mean latencies of a call, ms."""
@@ -182,15 +182,15 @@ def next_context(
             llms = MANAGERS["llms"]
             cells = [SimulatedService(codec, machine, x, budget).run(calls, WINDOW)
                      for x in (llms, llms.without("lctru"))]  # fmt: skip
-            for forecast, ahead in ((learned, False), (learned, True),
-                                    (partial(oracle, calls), False),
-                                    (partial(oracle, calls), True)):  # fmt: skip
+            knows = partial(oracle, calls)
+            for forecast, ahead in ((recency, True), (learned, False), (learned, True),
+                                    (knows, False), (knows, True)):  # fmt: skip
                 service = ForecastService(codec, machine, budget, forecast=forecast(), ahead=ahead)
                 cells.append(service.run(calls, WINDOW))
             rows.append([disk, count, pattern, *map(shown, cells)])
     print("simulated, Llama-3.2-1B; mean latency of a call, ms\n")
-    table("disk|contexts|pattern|lctru|lru|learned|learned, read ahead|oracle|oracle, read ahead",
-          rows)  # fmt: skip
+    names = "lctru|lru|recency, read ahead|learned|learned, read ahead|oracle|oracle, read ahead"
+    table(f"disk|contexts|pattern|{names}", rows)
     finish()
 
 

@@ -1,5 +1,6 @@
 """Which context comes next: orders of eviction by a forecast, and reading its chunks ahead.
 
+recency   what was called last
 learned   first-order Markov: how often a context followed the last one, and where there are few
           such calls how often one of its rank by recency did
 oracle    knows the trace (Belady): what is used last leaves, what comes next is read
@@ -19,6 +20,11 @@ from lab.simulated import Call, SimulatedContext, SimulatedService
 # The chance of each context to be the next after a call, or any number that orders them so.
 Forecast: TypeAlias = Callable[[int, Sequence[int]], dict[int, float]]
 PRIOR = 4.0  # calls that the rank by recency counts as
+
+
+def recency() -> Forecast:
+    """Forecast what was called last."""
+    return lambda _, calls: {x: float(i) for i, x in enumerate(calls)}
 
 
 def learned() -> Forecast:
@@ -72,6 +78,8 @@ class ForecastService(SimulatedService):
         number = int(context.app)
         self._known[number] = context
         chances = self._forecast(len(self._order), [*self._order, number])
+        if self._ahead:  # what is in the cache need not be in memory until another call
+            chances[number] = -float("inf")
         self._order.append(number)
         likely = sorted(self._known, key=lambda x: chances[x])
         for rank, x in enumerate(likely):
