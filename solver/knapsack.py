@@ -20,7 +20,6 @@ import numpy as np
 import numpy.typing as npt
 
 MAX_STATES: Final = 20_000
-_ROUNDING: Final = 1e-9  # of the budget: sums of losses in another order
 Float64Array = npt.NDArray[np.float64]
 
 
@@ -135,13 +134,12 @@ def _dynamic(
     left = np.concatenate([np.cumsum(least[::-1])[::-1][1:], [0.0]])
     costs, losses = np.zeros(1), np.zeros(1)
     trail: list[tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]] = []
-    room = budget * (1 + _ROUNDING)
     for item, options in enumerate(items):
         kept = _efficient(options)
         cost = (costs[:, None] + [options[i].cost for i in kept]).ravel()
         loss = (losses[:, None] + [options[i].loss for i in kept]).ravel()
         lowest = cost + price * loss + after[item] - price * budget
-        hopeful = np.flatnonzero((loss + left[item] <= room) & (lowest < best))
+        hopeful = np.flatnonzero((loss + left[item] <= budget) & (lowest < best))
         order = hopeful[np.lexsort((loss[hopeful], cost[hopeful]))]
         before = np.concatenate([[np.inf], np.minimum.accumulate(loss[order])[:-1]])
         order = order[loss[order] < before] if len(order) else order
@@ -156,7 +154,7 @@ def _dynamic(
         parents, taken = trail[item]
         chosen[item], state = int(taken[state]), int(parents[state])
     within = math.fsum(x[i].loss for x, i in zip(items, chosen, strict=True)) <= budget
-    return exact, chosen if within else list(greedy)
+    return exact, chosen if within else list(greedy)  # sums are rounded in another order
 
 
 def _thinned(order: npt.NDArray[np.intp], loss: Float64Array) -> npt.NDArray[np.intp]:

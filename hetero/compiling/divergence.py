@@ -38,7 +38,7 @@ AtTensor: TypeAlias = Callable[[str, Float32Array, Sequence[Float32Array]], None
 UNSCORED: Final = 4  # the first quarter of a sequence has little before it, and is not scored
 TOKENS_AT_ONCE: Final = 2048
 HEAD_ROWS: Final = 64  # tokens whose logits are in memory
-_LARGEST: Final = 60.0  # exp of it is a float32 with room for a sum
+_NEAR: Final = 20.0  # differences of logits for which sums of exp in float32 are precise
 
 
 def divergences(
@@ -262,6 +262,7 @@ class _SideBySide:
                 for i in indices:
                     lost[i, part] = kl(exact, own(given[i][part]))
             self._advance(_flops(node) * len(indices))
+        self._advance(_flops(node))
         return lost
 
     def _scored(self, states: Sequence[Slots], node: Node) -> Float32Array:
@@ -279,7 +280,16 @@ def kl(exact: Float32Array, other: Float32Array) -> Float64Array:
     d = other - exact
     d -= ((p * d).sum(axis=1, dtype=np.float64) / total).astype(np.float32)[:, None]
     mean = (p * d).sum(axis=1, dtype=np.float64) / total  # what rounding has left
-    over = np.maximum(d.max(axis=1) - _LARGEST, 0)
-    d -= over[:, None]
-    sums = (p * np.expm1(d)).sum(axis=1, dtype=np.float64) / total
-    return np.maximum(np.log1p(sums) + over - mean, 0.0)
+    near = d.max(axis=1) < _NEAR
+    values = np.empty(len(d))
+    sums = (p[near] * np.expm1(d[near])).sum(axis=1, dtype=np.float64)
+    values[near] = np.log1p(sums / total[near]) - mean[near]
+    far = exact[~near] + d[~near]  # where p is 0, exp(d) may not be
+    values[~near] = _log_sum(far) - _log_sum(exact[~near]) - mean[~near]
+    return np.maximum(values, 0.0)
+
+
+def _log_sum(x: Float32Array) -> Float64Array:
+    top = x.max(axis=1, keepdims=True, initial=-np.inf).astype(np.float64)
+    values: Float64Array = np.log(np.exp(x - top).sum(axis=1)) + top[:, 0]
+    return values

@@ -254,30 +254,25 @@ def choose(
 
     Raises `UserError` where only the file's own types are within it.
     """
-    drafts = {
-        f"budget {part * budget:.3g}": _solved(tensors, losses, part * budget) for part in BUDGETS
-    }
-    names = {name: _kinds(tensors, x) for name, x in drafts.items()}
-    unlike = {str(sorted(x.items())): (name, x) for name, x in names.items() if x}
-    variants = dict(unlike.values()) | tensors.uniform()
-    means = divergences(
-        tensors.weights, sequences, list(variants.values()), progress=progress
-    ).mean(axis=1)
-    measured = dict(zip(variants, map(float, means), strict=True))
-    points = sorted((_total(losses, variants[x]), measured[x]) for x in names if x in measured)
+    drafts = [_kinds(tensors, _solved(tensors, losses, part * budget)) for part in BUDGETS]
+    mixed = list({tuple(x.items()): x for x in drafts if x}.values())
+    uniform = tensors.uniform()
+    variants = [*mixed, *uniform.values()]
+    means = divergences(tensors.weights, sequences, variants, progress=progress).mean(axis=1)
+    points = sorted((_total(losses, x), float(y)) for x, y in zip(mixed, means, strict=False))
     relation = Together([0.0, *(x for x, _ in points)], [0.0, *(y for _, y in points)])
     selection = _solved(tensors, losses, relation.allowed(budget))
     kinds = _kinds(tensors, selection)
     if not kinds:
         raise UserError(_unreachable(tensors, losses, relation, budget))
-    frontier = [
-        Choice(name, variants[name], tensors.nbytes(variants[name]), measured[name])
-        for name in variants
+    kl = relation.predicted(_total(losses, kinds))
+    choice = Choice("mixed (written)", kinds, tensors.nbytes(kinds), kl, selection.gap)
+    names = ["mixed"] * len(mixed) + list(uniform)
+    measured = [
+        Choice(name, variant, tensors.nbytes(variant), float(mean))
+        for name, variant, mean in zip(names, variants, means, strict=True)
     ]
-    nbytes, kl = tensors.nbytes(kinds), relation.predicted(_total(losses, kinds))
-    return Precision(
-        Choice(f"budget {budget:.3g}, chosen", kinds, nbytes, kl, selection.gap), frontier
-    )
+    return Precision(choice, [x for x in measured if x.kinds != kinds])
 
 
 def _solved(tensors: Tensors, losses: Losses, budget: float) -> Selection:
