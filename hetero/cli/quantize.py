@@ -127,7 +127,7 @@ def write_within(
     loaded, tensors = open_tensors(model)
     file, target = tensors.weights.file, expand_user(out).resolve()
     check_copy(file, target, overwrite=overwrite)
-    text = Text.of(loaded, calibrate, limit)
+    text = Text.of(loaded, calibrate, limit, tensors.alone_count)
     if stored := tensors.quantised():
         notify(
             f"{file.path} is quantised ({', '.join(stored)}): --quality counts from what it holds, "

@@ -69,6 +69,16 @@ def end_tensors(weights: GgufRows) -> set[str]:
     return {x.name for node in ends for x in _sources(weights, node)}
 
 
+def operations(weights: GgufRows, variants: Sequence[Variant]) -> int:
+    """Return the floating-point operations of `divergences` for each token of a text."""
+    total, forked = 0, set[int]()
+    for node in _nodes(weights, 1):
+        names = {x.name for x in _sources(weights, node)}
+        forked |= {i for i, x in enumerate(variants) if not names.isdisjoint(x)}
+        total += _flops(node) * (1 + len(forked))
+    return max(total, 1)
+
+
 def _tied(weights: GgufRows) -> bool:
     return weights.config.tie_word_embeddings
 
@@ -120,7 +130,7 @@ class _SideBySide:
         self.nodes = _nodes(weights, max(len(x) for x in sequences))
         self.base = [fresh_slots(x) for x in sequences]
         self.forks: dict[int, list[Slots]] = {}
-        self.progress, self.done, self.total = progress, 0, self._total()
+        self.progress, self.done, self.total = progress, 0, operations(weights, variants)
 
     def run(self) -> Float64Array:
         """Return the divergences [variants, scored tokens]."""
@@ -133,15 +143,6 @@ class _SideBySide:
                 self.weights.release(node.layer)
             self._advance(_flops(node) * (1 + len(self.forks)))
         return self._head(self.nodes[-1])
-
-    def _total(self) -> int:
-        """Return the operations for each token of all nodes and variants."""
-        total, forked = 0, set[int]()
-        for node in self.nodes:
-            names = {x.name for x in _sources(self.weights, node)}
-            forked |= {i for i, x in enumerate(self.variants) if not names.isdisjoint(x)}
-            total += _flops(node) * (1 + len(forked))
-        return max(total, 1)
 
     def _advance(self, flops: int) -> None:
         self.done += flops

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Final, TypeAlias
 
@@ -22,7 +23,13 @@ import numpy as np
 
 from hetero.backends.host.files import LONGEST_TEXT_BYTES
 from hetero.backends.weights import Float32Array
-from hetero.compiling.divergence import Variant, divergences, end_tensors, matmul_tensors
+from hetero.compiling.divergence import (
+    Variant,
+    divergences,
+    end_tensors,
+    matmul_tensors,
+    operations,
+)
 from hetero.compiling.walk import Progress
 from hetero.errors import UserError
 from hetero.models import LoadedModel, open_model
@@ -38,8 +45,10 @@ Tokens: TypeAlias = Sequence[int]
 Losses: TypeAlias = Mapping[str, Mapping[Kind, float]]
 MIN_TOKENS: Final = 256
 HELD_OUT: Final = 4  # the last quarter of the text is not used to choose
-ALONE: Final = (2, 128)  # sequences and their tokens, on which tensors are quantised alone
-TOGETHER: Final = (4, 256)
+ALONE_TOKENS: Final = 128  # of a sequence on which tensors are quantised alone
+ALONE_COUNTS: Final = (1, 16)  # the least and the most of these sequences
+ALONE_FLOPS: Final = 1e13  # what they may cost: a minute or two of two cores
+TOGETHER: Final = (4, 256)  # sequences and their tokens
 BUDGETS: Final = (0.25, 0.5, 1.0, 2.0, 4.0)  # of the one that is asked for
 
 
@@ -52,10 +61,10 @@ class Text:
     held_out: list[Tokens]
 
     @classmethod
-    def of(cls, model: LoadedModel, path: Path, limit: int) -> Text:
+    def of(cls, model: LoadedModel, path: Path, limit: int, alone: int) -> Text:
         """Read at most `limit` tokens; sequences are spread over their part, and fit the context.
 
-        Raises `UserError`.
+        `alone` is the number of those for tensors alone. Raises `UserError`.
         """
         words = read_text(path, LONGEST_TEXT_BYTES)
         tokens = model.encode(words)[:limit] if words.strip() else []
@@ -68,7 +77,7 @@ class Text:
         first = len(tokens) - len(tokens) // HELD_OUT
         held_out = tokens[first:]
         return cls(
-            _spread(tokens[:first], *ALONE, longest),
+            _spread(tokens[:first], alone, ALONE_TOKENS, longest),
             _spread(tokens[:first], *TOGETHER, longest),
             _spread(held_out, *TOGETHER, longest),
         )
@@ -153,20 +162,31 @@ class Tensors:
         types = {x: {name: x for name, y in self.smaller.items() if x in y} for x in WRITTEN}
         return {kind.name: variant for kind, variant in types.items() if variant}
 
-    def losses(self, sequences: Sequence[Tokens], progress: Progress | None = None) -> Losses:
-        """Return the loss of each tensor alone in each type, measured and scaled."""
+    @cached_property
+    def alone(self) -> list[Variant]:
+        """Return what is measured of tensors alone: the smallest types, and all of the ends."""
         ends = end_tensors(self.weights)
-        alone = [
+        return [
             {name: kind}
             for name, kinds in self.smaller.items()
             for kind in (kinds if name in ends else kinds[:1])
         ]
+
+    @property
+    def alone_count(self) -> int:
+        """Return the number of sequences on which that is affordable."""
+        least, most = ALONE_COUNTS
+        each = ALONE_TOKENS * operations(self.weights, self.alone)
+        return int(min(max(ALONE_FLOPS // each, least), most))
+
+    def losses(self, sequences: Sequence[Tokens], progress: Progress | None = None) -> Losses:
+        """Return the loss of each tensor alone in each type, measured and scaled."""
         errors = _OutputErrors(self.smaller)
         means = divergences(
-            self.weights, sequences, alone, at_tensor=errors.add, progress=progress
+            self.weights, sequences, self.alone, at_tensor=errors.add, progress=progress
         ).mean(axis=1)
         losses: dict[str, dict[Kind, float]] = {name: {} for name in self.smaller}
-        for variant, mean in zip(alone, means, strict=True):
+        for variant, mean in zip(self.alone, means, strict=True):
             ((name, kind),) = variant.items()
             losses[name][kind] = float(mean)
         for name, kinds in self.smaller.items():
