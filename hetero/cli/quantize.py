@@ -16,7 +16,6 @@ from hetero.errors import UserError
 from hetero.terminal import printable
 
 if TYPE_CHECKING:
-    from hetero.compiling.precision import Precision, Tensors
     from hetero.models.calibration_record import Calibration
 
 QualityOption = Annotated[
@@ -115,6 +114,7 @@ def write_within(
     Raises `UserError` and `ModelError`.
     """
     from hetero.backends.host.folders import expand_user
+    from hetero.cli.tables import show_or_print
     from hetero.compiling.precision import Text, choose, measured_kl, open_tensors
     from hetero.models.gguf import GgufFile
     from hetero.models.gguf.requantising import PREDICTED, check_copy, write_copy
@@ -140,31 +140,17 @@ def write_within(
     choice = precision.choice
     with progress_bar("quantising") as advance:
         write_copy(file, target, choice.kinds, {PREDICTED: choice.kl}, advance)
-    measured, count = measured_kl(tensors.weights, choice.kinds, GgufFile(target), text.held_out)
-    print_precision(out, tensors, precision)
-    print(
-        f"predicted KL {choice.kl:.3g}, measured {measured:.3g} nats a token over {count} tokens "
-        "that were not used to choose"
-    )
-
-
-def print_precision(out: Path, tensors: Tensors, precision: Precision) -> None:
-    """Print what was written, and the bytes and divergences of other choices."""
-    from hetero.cli.tables import show_or_print
-    from hetero.profiler.table_data import TableData
-
-    choice, weights = precision.choice, tensors.weight_count
+    measured, tokens = measured_kl(tensors.weights, choice.kinds, GgufFile(target), text.held_out)
     counts = Counter(x.name for x in tensors.kinds(choice.kinds).values())
     types = ", ".join(f"{count} {name}" for name, count in counts.most_common())
     print(f"{out}: {choice.nbytes / 2**20:.1f} MiB ({types})")
     if choice.gap > WORTH_SAYING:
         print(f"its bytes are at most {choice.gap:.2%} above the fewest")
-    rows = [
-        (x.name, f"{x.nbytes / 2**20:.1f}", f"{8 * x.nbytes / weights:.2f}", f"{x.kl:.3g}")
-        for x in sorted((choice, *precision.frontier), key=lambda x: x.nbytes)
-    ]
-    head = ("types", "MiB", "bits a weight", "KL (nats)")
-    show_or_print(TableData("", head, tuple(rows), numbers=head[1:]))
+    show_or_print(precision.table(tensors.weight_count))
+    print(
+        f"predicted KL {choice.kl:.3g}, measured {measured:.3g} nats a token over {tokens} tokens "
+        "that were not used to choose"
+    )
 
 
 def stored_formats(given: str) -> list[WeightFormat]:

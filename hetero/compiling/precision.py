@@ -39,6 +39,7 @@ from hetero.models.gguf.float_rows import GgufRows
 from hetero.models.gguf.kinds import Kind
 from hetero.models.gguf.requantising import WRITTEN, fits, rounded, tensor_bytes
 from hetero.models.gguf.tensors import FLOATS, GgufTensor
+from hetero.profiler.table_data import TableData
 from hetero.solver.knapsack import Option, Selection, cheapest
 
 Tokens: TypeAlias = Sequence[int]
@@ -246,10 +247,19 @@ class Together:
 
 @dataclass(frozen=True, eq=False)
 class Precision:
-    """A model's types under a budget; `frontier` are other choices, measured, by bytes."""
+    """A model's types under a budget; `frontier` are other choices, measured."""
 
     choice: Choice
     frontier: list[Choice] = field(default_factory=list)
+
+    def table(self, weights: int) -> TableData:
+        """Return bytes against divergence, for a model of so many weights."""
+        head = ("types", "MiB", "bits a weight", "KL (nats)")
+        rows = (
+            (x.name, f"{x.nbytes / 2**20:.1f}", f"{8 * x.nbytes / weights:.2f}", f"{x.kl:.3g}")
+            for x in sorted((self.choice, *self.frontier), key=lambda x: x.nbytes)
+        )
+        return TableData("", head, tuple(rows), numbers=head[1:])
 
 
 def open_tensors(model: str) -> tuple[LoadedModel, Tensors]:
