@@ -215,7 +215,6 @@ COMMANDS: tuple[tuple[str, tuple[str, ...], str], ...] = (
      "is the model that is quantised"),
     ("quantize: quality by too little",
      (*WITHIN[:-1], "{work}/few", "--quality", "1"), "needs at least 256"),
-    ("quantize: quality that no type has", (*WITHIN, "--quality", "1e-30"), "or more"),
     ("chat: a context of nothing", ("chat", "{dir}", "--max-seq-len", "0"), "'--max-seq-len'"),
 )  # fmt: skip
 
