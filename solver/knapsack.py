@@ -24,7 +24,7 @@ Float64Array = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Option:
+class Alternative:
     """A way to take an item."""
 
     cost: float
@@ -46,12 +46,12 @@ class Selection:
         return max(self.cost - self.bound, 0.0) / max(self.cost, 1e-300)
 
 
-def least_loss(items: Sequence[Sequence[Option]]) -> float:
+def least_loss(items: Sequence[Sequence[Alternative]]) -> float:
     """Return the smallest total loss."""
     return math.fsum(min(x.loss for x in options) for options in items)
 
 
-def cheapest(items: Sequence[Sequence[Option]], budget: float) -> Selection:
+def cheapest(items: Sequence[Sequence[Alternative]], budget: float) -> Selection:
     """Return the selection of least cost whose losses sum up to at most `budget`.
 
     Raises `ValueError` where none does.
@@ -69,11 +69,11 @@ def cheapest(items: Sequence[Sequence[Option]], budget: float) -> Selection:
     return Selection(tuple(chosen), cost, loss, cost if exact else min(bound, cost))
 
 
-def _cost(items: Sequence[Sequence[Option]], chosen: Sequence[int]) -> float:
+def _cost(items: Sequence[Sequence[Alternative]], chosen: Sequence[int]) -> float:
     return math.fsum(x[i].cost for x, i in zip(items, chosen, strict=True))
 
 
-def _efficient(options: Sequence[Option]) -> list[int]:
+def _efficient(options: Sequence[Alternative]) -> list[int]:
     """Return the options that no other one beats, from the cheapest to that of least loss."""
     order = sorted(range(len(options)), key=lambda i: (options[i].cost, options[i].loss))
     kept: list[int] = []
@@ -83,7 +83,7 @@ def _efficient(options: Sequence[Option]) -> list[int]:
     return kept
 
 
-def _hull(options: Sequence[Option]) -> list[int]:
+def _hull(options: Sequence[Alternative]) -> list[int]:
     """Return those of the efficient options that are the best ones for some price of loss."""
     hull: list[int] = []
     for i in _efficient(options):
@@ -93,12 +93,12 @@ def _hull(options: Sequence[Option]) -> list[int]:
     return hull
 
 
-def _price(options: Sequence[Option], a: int, b: int) -> float:
+def _price(options: Sequence[Alternative], a: int, b: int) -> float:
     """Return the cost of each unit of loss that is saved by b instead of a."""
     return (options[b].cost - options[a].cost) / (options[a].loss - options[b].loss)
 
 
-def _lagrangian(items: Sequence[Sequence[Option]], budget: float) -> tuple[float, list[int]]:
+def _lagrangian(items: Sequence[Sequence[Alternative]], budget: float) -> tuple[float, list[int]]:
     """Return the price of loss at which the bound is highest, and a selection within the budget.
 
     Items start at their cheapest options, and take the steps that save loss most cheaply.
@@ -118,7 +118,7 @@ def _lagrangian(items: Sequence[Sequence[Option]], budget: float) -> tuple[float
 
 
 def _dynamic(
-    items: Sequence[Sequence[Option]],
+    items: Sequence[Sequence[Alternative]],
     budget: float,
     price: float,
     reduced: Sequence[float],

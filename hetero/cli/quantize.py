@@ -115,7 +115,7 @@ def write_within(
     """
     from hetero.backends.host.folders import expand_user
     from hetero.cli.tables import show_or_print
-    from hetero.compiling.precision import Text, choose, measured_kl, open_tensors
+    from hetero.compiling.precision import SplitText, choose, measured_kl, open_tensors
     from hetero.models.gguf import GgufFile
     from hetero.models.gguf.requantising import PREDICTED, check_copy, write_copy
     from hetero.terminal.notices import notify
@@ -127,7 +127,7 @@ def write_within(
     loaded, tensors = open_tensors(model)
     file, target = tensors.weights.file, expand_user(out).resolve()
     check_copy(file, target, overwrite=overwrite)
-    text = Text.of(loaded, calibrate, limit, tensors.alone_count)
+    text = SplitText.of(loaded, calibrate, limit, tensors.alone_count)
     if stored := tensors.quantised():
         notify(
             f"{file.path} is quantised ({', '.join(stored)}): --quality counts from what it holds, "
@@ -140,7 +140,7 @@ def write_within(
     choice = precision.choice
     with progress_bar("quantising") as advance:
         write_copy(file, target, choice.kinds, {PREDICTED: choice.kl}, advance)
-    measured, tokens = measured_kl(tensors.weights, choice.kinds, GgufFile(target), text.held_out)
+    measured, tokens = measured_kl(tensors.weights, choice.kinds, GgufFile(target), text.unseen)
     counts = Counter(x.name for x in tensors.kinds(choice.kinds).values())
     types = ", ".join(f"{count} {name}" for name, count in counts.most_common())
     print(f"{out}: {choice.nbytes / 2**20:.1f} MiB ({types})")

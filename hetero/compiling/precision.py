@@ -4,7 +4,7 @@
    type, and the divergence of the model's predictions is measured. Other types are scaled by the
    squared error of the matmul's output, ‖X·(W - W')ᵀ‖², on the same tokens; to second order
    divergence is proportional to it. Embeddings and the output head are measured in every type.
-2. *Choice.* `hetero.solver.knapsack` minimises bytes subject to the sum of losses.
+2. *TypeChoice.* `hetero.solver.knapsack` minimises bytes subject to the sum of losses.
 3. *Together.* Errors of tensors add up only roughly, so the choices for several budgets, and the
    uniform types, are measured whole on more tokens; what the sum of losses becomes is interpolated
    between them, and the choice for the asked budget is made with that.
@@ -40,12 +40,12 @@ from hetero.models.gguf.kinds import Kind
 from hetero.models.gguf.requantising import WRITTEN, fits, rounded, tensor_bytes
 from hetero.models.gguf.tensors import FLOATS, GgufTensor
 from hetero.profiler.table_data import TableData
-from hetero.solver.knapsack import Option, Selection, cheapest
+from hetero.solver.knapsack import Alternative, Selection, cheapest
 
 Tokens: TypeAlias = Sequence[int]
 Losses: TypeAlias = Mapping[str, Mapping[Kind, float]]
 MIN_TOKENS: Final = 256
-HELD_OUT: Final = 4  # the last quarter of the text is not used to choose
+UNSEEN: Final = 4  # the last quarter of the text is not used to choose
 ALONE_TOKENS: Final = 128  # of a sequence on which tensors are quantised alone
 ALONE_COUNTS: Final = (1, 16)  # the least and the most of these sequences
 ALONE_FLOPS: Final = 1e13  # what they may cost: a minute or two of two cores
@@ -54,15 +54,15 @@ BUDGETS: Final = (0.25, 0.5, 1.0, 2.0, 4.0)  # of the one that is asked for
 
 
 @dataclass(frozen=True, eq=False)
-class Text:
-    """Parts of a text: for tensors alone, for choices together, and held out."""
+class SplitText:
+    """Parts of a text: for tensors alone, for choices together, and to measure what was chosen."""
 
     alone: list[Tokens]
     together: list[Tokens]
-    held_out: list[Tokens]
+    unseen: list[Tokens]
 
     @classmethod
-    def of(cls, model: LoadedModel, path: Path, limit: int, alone: int) -> Text:
+    def of(cls, model: LoadedModel, path: Path, limit: int, alone: int) -> SplitText:
         """Read at most `limit` tokens; sequences are spread over their part, and fit the context.
 
         `alone` is the number of those for tensors alone. Raises `UserError`.
@@ -75,12 +75,12 @@ class Text:
                 "choose by and to measure on; give more text"
             )
         longest = model.config.max_position
-        first = len(tokens) - len(tokens) // HELD_OUT
-        held_out = tokens[first:]
+        first = len(tokens) - len(tokens) // UNSEEN
+        unseen = tokens[first:]
         return cls(
             _spread(tokens[:first], alone, ALONE_TOKENS, longest),
             _spread(tokens[:first], *TOGETHER, longest),
-            _spread(held_out, *TOGETHER, longest),
+            _spread(unseen, *TOGETHER, longest),
         )
 
 
@@ -93,7 +93,7 @@ def _spread(tokens: Tokens, count: int, length: int, longest: int) -> list[Token
 
 
 @dataclass(frozen=True, eq=False)
-class Choice:
+class TypeChoice:
     """Types of tensors that are not as the file has them.
 
     `nbytes` are those of all tensors, `kl` is the measured or predicted divergence in nats a token;
@@ -249,8 +249,8 @@ class Together:
 class Precision:
     """A model's types under a budget; `frontier` are other choices, measured."""
 
-    choice: Choice
-    frontier: list[Choice] = field(default_factory=list)
+    choice: TypeChoice
+    frontier: list[TypeChoice] = field(default_factory=list)
 
     def table(self, weights: int) -> TableData:
         """Return bytes against divergence, for a model of so many weights."""
@@ -296,10 +296,10 @@ def choose(
     if not kinds:
         raise UserError(_unreachable(tensors, losses, relation, budget))
     kl = relation.predicted(_total(losses, kinds))
-    choice = Choice("mixed (written)", kinds, tensors.nbytes(kinds), kl, selection.gap)
+    choice = TypeChoice("mixed (written)", kinds, tensors.nbytes(kinds), kl, selection.gap)
     names = ["mixed"] * len(mixed) + list(uniform)
     measured = [
-        Choice(name, variant, tensors.nbytes(variant), float(mean))
+        TypeChoice(name, variant, tensors.nbytes(variant), float(mean))
         for name, variant, mean in zip(names, variants, means, strict=True)
     ]
     return Precision(choice, [x for x in measured if x.kinds != kinds])
@@ -311,8 +311,8 @@ def _solved(tensors: Tensors, losses: Losses, budget: float) -> Selection:
     items = []
     for name, kinds in tensors.smaller.items():
         info = infos[name]
-        options = [Option(tensor_bytes(info.shape, x), losses[name][x]) for x in kinds]
-        items.append([Option(info.stop - info.start, 0.0), *options])
+        options = [Alternative(tensor_bytes(info.shape, x), losses[name][x]) for x in kinds]
+        items.append([Alternative(info.stop - info.start, 0.0), *options])
     return cheapest(items, budget)
 
 

@@ -45,7 +45,7 @@ CHILD = """
 import fcntl, json, struct, sys, termios
 from hetero.cli import app, tables
 from hetero.cli import doctor, evaluate, profile
-from hetero.compiling.precision import Choice, Precision
+from hetero.compiling.precision import Precision, TypeChoice
 from hetero.measuring.device_checks import Finding
 from hetero.measuring.benchmark import BenchProcess, BenchReport, BenchRow
 from hetero.measuring.evaluation import Evaluation
@@ -70,7 +70,8 @@ claim = Claim("e54-fs-decode InternLM-1.8B", "InternLM-1.8B, decode", "x", 2.2, 
               3.1)
 paper = Reproduction("snapdragon-8-gen-3", (claim,), (NAME * 3,), (NAME * 4,))
 finding = Finding("opencl:pocl", "gpu", False, NAME, "install another driver, " + NAME)
-types = Precision(Choice("mixed (written)", {}, 123456789, 0.0123), [Choice("Q4_0", {}, 1, 1e-9)])
+written = TypeChoice("mixed (written)", {}, 123456789, 0.0123)
+types = Precision(written, [TypeChoice("Q4_0", {}, 1, 1e-9)])
 printed = {
     "quantize": lambda: tables.show_or_print(types.table(123456789)),
     "reproduce": lambda: tables.show_or_print(paper.table(), after=paper.remarks()),

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hetero import LLM
 from hetero.cli import app as cli
 from hetero.compiling.divergence import divergences
-from hetero.compiling.precision import Tensors, Text, Together, choose
+from hetero.compiling.precision import SplitText, Tensors, Together, choose
 from hetero.errors import UserError
 from hetero.models import open_model
 from hetero.models.gguf import GgufFile
@@ -54,15 +54,15 @@ def test_parts_of_a_text_do_not_overlap(tmp_path: Path) -> None:
     model = open_model(write_tiny(tmp_path / "m.gguf"), weights="f32")
     (tmp_path / "text").write_text("abcdefgh" * 100)
     for limit in (256, 700):
-        text = Text.of(model, tmp_path / "text", limit, 2)
+        text = SplitText.of(model, tmp_path / "text", limit, 2)
         everything = model.encode("abcdefgh" * 100)[:limit]
-        assert sum(map(len, text.held_out)) <= limit // 4
+        assert sum(map(len, text.unseen)) <= limit // 4
         chosen_by = everything[: limit - limit // 4]
         for part in (*text.alone, *text.together):
             assert 1 < len(part) <= 64  # the model's context
             assert any(chosen_by[i : i + len(part)] == part for i in range(len(chosen_by)))
     with pytest.raises(UserError, match="has 100 tokens, --quality needs at least 256"):
-        Text.of(model, tmp_path / "text", 100, 2)
+        SplitText.of(model, tmp_path / "text", 100, 2)
 
 
 def test_losses_that_were_not_measured_are_near(tmp_path: Path) -> None:

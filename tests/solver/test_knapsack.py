@@ -12,11 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero.solver import knapsack
-from hetero.solver.knapsack import Option, cheapest, least_loss
+from hetero.solver.knapsack import Alternative, cheapest, least_loss
 
 ITEMS = st.lists(
     st.lists(
-        st.builds(Option, st.integers(0, 9), st.sampled_from([0, 1, 2, 3, 5, 0.125, 0.25, 2**-20])),
+        st.builds(
+            Alternative, st.integers(0, 9), st.sampled_from([0, 1, 2, 3, 5, 0.125, 0.25, 2**-20])
+        ),
         min_size=1,
         max_size=4,
     ),
@@ -24,7 +26,7 @@ ITEMS = st.lists(
 )
 
 
-def large(seed: int) -> list[list[Option]]:
+def large(seed: int) -> list[list[Alternative]]:
     """Return tensors of some layers in some types: smaller ones lose more."""
     rng = np.random.default_rng(seed)
     items = []
@@ -34,7 +36,7 @@ def large(seed: int) -> list[list[Option]]:
         scale = rng.uniform(0.9, 1.1, len(bits))
         items.append(
             [
-                Option(float(size * b), float(loss * x * y))
+                Alternative(float(size * b), float(loss * x * y))
                 for (b, x), y in zip(bits, scale, strict=True)
             ]
         )
@@ -43,7 +45,9 @@ def large(seed: int) -> list[list[Option]]:
 
 @settings(deadline=None)
 @given(items=ITEMS, budget=st.floats(0, 25))
-def test_nothing_within_the_budget_is_cheaper(items: list[list[Option]], budget: float) -> None:
+def test_nothing_within_the_budget_is_cheaper(
+    items: list[list[Alternative]], budget: float
+) -> None:
     ways = [x for x in itertools.product(*items) if math.fsum(y.loss for y in x) <= budget]
     if not ways:
         with pytest.raises(ValueError, match="above the budget"):
