@@ -52,6 +52,7 @@ hetero compile ./my-model --soc sm8650 --out bundle
     "quantize": """
 hetero quantize ./my-model --out small
 hetero quantize ./my-model --out small --calibrate text.txt    # 4 bits, chosen on a text
+hetero quantize f16.gguf --out small.gguf --calibrate text.txt --quality 0.02    # types by tensor
 """,
     "warm": """
 hetero warm demo    # kernels, times and decision, before the first start

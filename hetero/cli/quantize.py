@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,17 +18,35 @@ from hetero.terminal import printable
 if TYPE_CHECKING:
     from hetero.models.calibration_record import Calibration
 
+QualityOption = Annotated[
+    float | None,
+    typer.Option(
+        metavar="KL", help="Nats a token that may be lost: a type for each tensor of a GGUF file."
+    ),
+]
+
+
+WORTH_SAYING = 1e-4
+
 
 def quantize_command(
     model: ModelArgument,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Directory to write.")],
+    out: Annotated[
+        Path, typer.Option(metavar="DIR", help="Directory to write; of --quality a .gguf file.")
+    ],
     weights: Annotated[
-        str, typer.Option(metavar="NAMES", help="What to store; several: w8a8,w4a16.")
-    ] = WeightFormat.W4A16.value,
+        str | None,
+        typer.Option(
+            metavar="NAMES",
+            help="What to store; several: w8a8,w4a16.",
+            show_default=WeightFormat.W4A16.value,
+        ),
+    ] = None,
     calibrate: Annotated[
         Path | None, typer.Option(help="A text like those of the model's use: 4 bits, w8a8.")
     ] = None,
     calibration_tokens: Annotated[int, typer.Option(min=32, help="Read this much of it.")] = 4096,
+    quality: QualityOption = None,
     outliers: Annotated[
         str | None,
         typer.Option(
@@ -39,7 +59,10 @@ def quantize_command(
         bool, typer.Option("--overwrite", help="Replace an earlier output of this command.")
     ] = False,
 ) -> None:
-    """Quantise MODEL once, into a directory that loads by memory mapping."""
+    """Quantise MODEL once, into a directory that loads by memory mapping.
+
+    With --quality into a GGUF file: the fewest bytes whose KL divergence from MODEL stays below it.
+    """
     from hetero.backends.formats import WeightFormat
     from hetero.backends.host.folders import expand_user
     from hetero.compiling.calibration import calibrated_together
@@ -47,7 +70,12 @@ def quantize_command(
     from hetero.models.calibration_record import OutlierChoice
     from hetero.models.quantized import check_destination, save
 
-    first, *others = stored_formats(weights)
+    if quality is not None:
+        if weights is not None or outliers is not None:
+            raise UserError("--quality chooses types itself: leave out --weights and --outliers")
+        write_within(quality, model, out, calibrate, calibration_tokens, overwrite)
+        return
+    first, *others = stored_formats(weights or WeightFormat.W4A16)
     if outliers is not None:
         OutlierChoice.parse(outliers)
         if calibrate is None or first is not WeightFormat.W8A8:
@@ -76,6 +104,53 @@ def quantize_command(
         print("the model's head for multi-token prediction is left out of the copy")
     for kind, error in loaded.weights.requantised().items():
         print(f"{printable(kind)} was quantised again: relative error {error:.3f} (measured)")
+
+
+def write_within(
+    budget: float, model: str, out: Path, calibrate: Path | None, limit: int, overwrite: bool
+) -> None:
+    """Write a GGUF file whose divergence from MODEL on a text is within a budget.
+
+    Raises `UserError` and `ModelError`.
+    """
+    from hetero.backends.host.folders import expand_user
+    from hetero.cli.tables import show_or_print
+    from hetero.compiling.precision import SplitText, choose, measured_kl, open_tensors
+    from hetero.models.gguf import GgufFile
+    from hetero.models.gguf.requantising import PREDICTED, check_copy, write_copy
+    from hetero.terminal.notices import notify
+
+    if not 0 < budget < math.inf:
+        raise UserError(f"--quality must be a number of nats above 0, such as 0.01, got {budget:g}")
+    if calibrate is None:
+        raise UserError("--quality is measured on a text: give --calibrate TEXT too")
+    loaded, tensors = open_tensors(model)
+    file, target = tensors.weights.file, expand_user(out).resolve()
+    check_copy(file, target, overwrite=overwrite)
+    text = SplitText.of(loaded, calibrate, limit, tensors.alone_count)
+    if stored := tensors.quantised():
+        notify(
+            f"{file.path} is quantised ({', '.join(stored)}): --quality counts from what it holds, "
+            "and not from the floats that it was made of"
+        )
+    with progress_bar("tensors alone") as alone:
+        losses = tensors.losses(text.alone, alone)
+    with progress_bar("together") as together:
+        precision = choose(tensors, losses, text.together, budget, together)
+    choice = precision.choice
+    with progress_bar("quantising") as advance:
+        write_copy(file, target, choice.kinds, {PREDICTED: choice.kl}, advance)
+    measured, tokens = measured_kl(tensors.weights, choice.kinds, GgufFile(target), text.unseen)
+    counts = Counter(x.name for x in tensors.kinds(choice.kinds).values())
+    types = ", ".join(f"{count} {name}" for name, count in counts.most_common())
+    print(f"{out}: {choice.nbytes / 2**20:.1f} MiB ({types})")
+    if choice.gap > WORTH_SAYING:
+        print(f"its bytes are at most {choice.gap:.2%} above the fewest")
+    show_or_print(precision.table(tensors.weight_count))
+    print(
+        f"predicted KL {choice.kl:.3g}, measured {measured:.3g} nats a token over {tokens} tokens "
+        "that were not used to choose"
+    )
 
 
 def stored_formats(given: str) -> list[WeightFormat]:

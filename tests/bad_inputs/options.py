@@ -11,6 +11,7 @@ from tests.bad_inputs.case import GENERATE, BadInput, Change, replaced
 LONG = "word " * 500
 HOST = ("--profile", "host", "--seq-lens", "64")
 MANY = ",".join(map(str, range(1, 3001)))  # its beginning has one more than is solved
+WITHIN = ("quantize", "{gguf}", "--out", "{work}/o.gguf", "--calibrate", "{work}/words")
 OPTIONS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("--max-tokens", "0"), "'--max-tokens'"),
     (("--max-tokens", "many"), "'--max-tokens'"),
@@ -198,6 +199,22 @@ COMMANDS: tuple[tuple[str, tuple[str, ...], str], ...] = (
                                      "--calibrate", "{work}/words", "--outliers", x),
        "outliers are 15% (of the matmuls), none, all or paper")
       for x in ("", "%", "15", "101%", "-1%", "1.5%", "15 %", "٣%", "PAPER", "9" * 100 + "%")),
+    *((f"quantize: quality {x}", (*WITHIN, "--quality", x), "a number of nats above 0")
+      for x in ("0", "-1", "nan", "inf")),
+    ("quantize: quality without text",
+     ("quantize", "{gguf}", "--out", "{work}/o.gguf", "--quality", "1"), "--calibrate TEXT too"),
+    ("quantize: quality of no GGUF", (*WITHIN[:1], "{dir}", *WITHIN[2:], "--quality", "1"),
+     "give a .gguf file of the model"),
+    ("quantize: quality of a format", (*WITHIN, "--quality", "1", "--weights", "w8a16"),
+     "leave out --weights and --outliers"),
+    ("quantize: quality into a folder",
+     ("quantize", "{gguf}", "--out", "{work}", "--quality", "1", "--calibrate", "{work}/words"),
+     "a name that ends in .gguf"),
+    ("quantize: quality onto the model",
+     ("quantize", "{gguf}", "--out", "{gguf}", "--quality", "1", "--calibrate", "{work}/words"),
+     "is the model that is quantised"),
+    ("quantize: quality by too little",
+     (*WITHIN[:-1], "{work}/few", "--quality", "1"), "needs at least 256"),
     ("chat: a context of nothing", ("chat", "{dir}", "--max-seq-len", "0"), "'--max-seq-len'"),
 )  # fmt: skip
 

@@ -37,13 +37,15 @@ RECORDS = {
     "eval",
     "doctor",
     "devices",
+    "quantize",
 }  # print what was measured
-ELSEWHERE = {"chat", "serve", "serve-key", "compile", "quantize", "warm"}  # print lines, no tables
+ELSEWHERE = {"chat", "serve", "serve-key", "compile", "warm"}  # print lines, no tables
 # All commands in one process, whose terminal changes its width; those that measure print records.
 CHILD = """
 import fcntl, json, struct, sys, termios
 from hetero.cli import app, tables
 from hetero.cli import doctor, evaluate, profile
+from hetero.compiling.precision import Precision, TypeChoice
 from hetero.measuring.device_checks import Finding
 from hetero.measuring.benchmark import BenchProcess, BenchReport, BenchRow
 from hetero.measuring.evaluation import Evaluation
@@ -68,7 +70,10 @@ claim = Claim("e54-fs-decode InternLM-1.8B", "InternLM-1.8B, decode", "x", 2.2, 
               3.1)
 paper = Reproduction("snapdragon-8-gen-3", (claim,), (NAME * 3,), (NAME * 4,))
 finding = Finding("opencl:pocl", "gpu", False, NAME, "install another driver, " + NAME)
+written = TypeChoice("mixed (written)", {}, 123456789, 0.0123)
+types = Precision(written, [TypeChoice("Q4_0", {}, 1, 1e-9)])
 printed = {
+    "quantize": lambda: tables.show_or_print(types.table(123456789)),
     "reproduce": lambda: tables.show_or_print(paper.table(), after=paper.remarks()),
     "profile": lambda: profile.print_summary(DeviceProfile.load("host")),
     "sync-bench": lambda: tables.show_or_print(waits.table(), waits.remarks()),
