@@ -17,13 +17,15 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from itertools import chain
+from functools import partial
+from itertools import chain, product
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import typer
 from common import finish, integers, new_app, table
+from lab.forecasts import ForecastService, learned, oracle, recency
 from lab.managers import MANAGERS, Manager, contenders
 from lab.simulated import Call, Machine, SimulatedService, most_tokens
 from parts import context_figures
@@ -101,6 +103,21 @@ def shown(latencies: Sequence[float]) -> str:
     return f"{1e3 * statistics.fmean(latencies):.2f}"
 
 
+def simulated_rates(
+    codec: ChunkCodec, disk_bytes_per_s: float, tokens_per_s: float, decode: float = 5e9
+) -> Rates:
+    """Rates of a machine by four numbers; `decode` is floats into the cache, bytes a second."""
+    chunk_s = codec.nbytes(CHUNK_TOKENS, RAW) / decode
+    return Rates(
+        prefill_s=lambda m, _: 0.02 + m / tokens_per_s,
+        read_bytes_per_s=disk_bytes_per_s,
+        read_latency_s=0.01 if disk_bytes_per_s < 2e8 else 1e-4,
+        read_chunk_s=1e-4,
+        chunk_s=dict.fromkeys((*NESTED, HALF, RAW), chunk_s),
+        run_s=1e-3,
+    )
+
+
 @app.command("trace")
 def show_trace(
     contexts: Annotated[int, typer.Option("-c")] = 8, pattern: str = "markov", seed: int = 0
@@ -125,12 +142,9 @@ def simulate(
     what its bytes take; writing is half as fast.
     """
     codec, rows, everything = ChunkCodec(LLAMA), [], chain.from_iterable
-    raw = codec.nbytes(CHUNK_TOKENS, RAW)
     removed = [x for x in without.split(",") if x]
     for disk, speed in DISKS.items():
-        rates = Rates(prefill_s=lambda m, _: 0.02 + m / tokens_per_s, read_bytes_per_s=speed,
-                      read_latency_s=0.01 if speed < 2e8 else 1e-4, read_chunk_s=1e-4,
-                      chunk_s=dict.fromkeys((*NESTED, HALF, RAW), raw / decode))  # fmt: skip
+        rates = simulated_rates(codec, speed, tokens_per_s, decode)
         machine = Machine(rates=rates, write_bytes_per_s=speed / 2, encode_bytes_per_s=0.2e9)
         for count in integers(contexts):
             for name, manager in contenders(removed).items():
@@ -146,6 +160,37 @@ def simulate(
                              f"{even / 1e6:.0f}"])  # fmt: skip
     print("simulated, Llama-3.2-1B; mean latency of a call, ms\n")
     table(f"disk|contexts|manager|{'|'.join(PATTERNS)}|mean|break-even at 16 bits, MB/s", rows)
+    finish()
+
+
+@app.command("next")
+def next_context(
+    contexts: Annotated[str, typer.Option("-c")] = "8",
+    part: Annotated[float, typer.Option(help="budget, of all contexts' bytes at 16 bits")] = 0.125,
+    hours: float = 10,
+    tokens_per_s: float = 600.0,
+) -> None:
+    """Whether it pays to learn which context comes next: mean latencies of a call, ms."""
+    codec, rows = ChunkCodec(LLAMA), []
+    for disk, speed in DISKS.items():
+        rates = simulated_rates(codec, speed, tokens_per_s)
+        machine = Machine(rates=rates, write_bytes_per_s=speed / 2, encode_bytes_per_s=0.2e9)
+        for count, pattern in product(integers(contexts), PATTERNS):
+            about = header(pattern, count, WINDOW, 0)
+            calls = [x for x in trace(about) if x.at_s < 3600 * hours]
+            budget = int(part * bytes_of_all(calls, WINDOW, codec))
+            llms = MANAGERS["llms"]
+            cells = [SimulatedService(codec, machine, x, budget).run(calls, WINDOW)
+                     for x in (llms, llms.without("lctru"))]  # fmt: skip
+            knows = partial(oracle, calls)
+            for forecast, ahead in ((recency, True), (learned, False), (learned, True),
+                                    (knows, False), (knows, True)):  # fmt: skip
+                service = ForecastService(codec, machine, budget, forecast=forecast(), ahead=ahead)
+                cells.append(service.run(calls, WINDOW))
+            rows.append([disk, count, pattern, *map(shown, cells)])
+    print("simulated, Llama-3.2-1B; mean latency of a call, ms\n")
+    names = "lctru|lru|recency, read ahead|learned|learned, read ahead|oracle|oracle, read ahead"
+    table(f"disk|contexts|pattern|{names}", rows)
     finish()
 
 
@@ -240,7 +285,7 @@ def real(
                 first_s = first_s or time.perf_counter() - start_s
             switch = context.last_switch
             if before and switch is not None:  # a prompt's own time varies by more than a switch's
-                rode = bool(switch.riding_tokens)
+                rode = bool(switch.recomputed_tokens)
                 found.append(first_s - ready_s if rode else switch.switch_s)
             answered = len(context) - before - len(prompt)
             done.append(Call(call.at_s, call.context, len(prompt), answered))

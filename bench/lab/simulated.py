@@ -116,8 +116,8 @@ class SimulatedService:
             plan = plan_load(
                 pieces, prompt, rates, self.codec.layers, recompute=self.manager.recompute
             )
-            for i, (chunk, piece) in enumerate(zip(context.chunks, pieces, strict=True)):
-                if piece.disk_bytes and i < plan.stop:
+            for chunk, piece, load in zip(context.chunks, pieces, plan.load, strict=True):
+                if piece.disk_bytes and load:
                     self.memory.keep(chunk, self._codes(chunk))
                 elif piece.disk_bytes:  # claimed, and not read
                     self.memory.budget.give(piece.disk_bytes)

@@ -53,6 +53,7 @@ def machine(read_bytes_per_s: float = DISK_BYTES_PER_S) -> Machine:
         read_latency_s=1e-4,
         read_chunk_s=1e-4,
         chunk_s=dict.fromkeys((*NESTED, HALF, RAW), raw / 5e9),
+        run_s=1e-3,
     )
     return Machine(rates=rates, write_bytes_per_s=read_bytes_per_s / 2, encode_bytes_per_s=0.2e9)
 

@@ -29,7 +29,7 @@ from hetero.contexts.prompt_times import CalibratedTimes, Point, PredictedTimes,
 from hetero.errors import UserError
 from hetero.runtime.kv.context import Context
 
-MEASURES: Final = 5  # version of what is measured: a folder of another one measures again
+MEASURES: Final = 6  # version of what is measured: a folder of another one measures again
 SAMPLE_TOKENS: Final = 512
 # Prose and code, for scales of channels that fit what people write.
 SAMPLE_TEXT: Final = """The harbour lay quiet under a thin rain when the last ferry came in. \
@@ -115,6 +115,31 @@ def measure_prompts(context: Context, vocabulary: int, prefill: Prefill) -> list
             points.append([tokens, before, min(times)])
     context.adopt(())
     return points
+
+
+def measure_run(context: Context, vocabulary: int, prefill: Prefill) -> float | None:
+    """Return the seconds that another run of tokens to compute adds to a call.
+
+    A call of one run is compared with one of as many tokens in four. None where the context is too
+    short for that.
+    """
+    length = min(CHUNK_TOKENS, (context.home.max_tokens - 1) // 8)
+    if not length:
+        return None
+    text = sample(vocabulary, 8 * length)
+    places = range(length, 7 * length, 2 * length)
+    times = []
+    for holes in ((), tuple((at, at + length) for at in places)):
+        stop = (7 if holes else 4) * length
+
+        def run(holes: Any = holes, stop: int = stop) -> None:
+            context.adopt(text[:stop])
+            context.holes = holes
+            prefill(text[stop:])
+
+        times.append(_min_s(run))
+    context.adopt(())
+    return max((times[1] - times[0]) / 3, 1e-9)
 
 
 def measure_disk(folder: Path) -> dict[str, float]:
@@ -229,6 +254,7 @@ def _min_s(run: Callable[[], object]) -> float:
 
 def rates_of(facts: dict[str, Any]) -> Rates:
     """Return the rates in the stored facts. Damaged facts raise the errors of parsing them."""
+    run_s = facts["run_s"]
     prompts, priced = _points(facts["prompts"]), _points(facts["predicted"])
     if not prompts:
         raise ValueError("no times of prompts")
@@ -242,6 +268,7 @@ def rates_of(facts: dict[str, Any]) -> Rates:
         read_chunk_s=_number(facts["read_chunk_s"]),
         chunk_s={int(bits): _number(x) for bits, x in facts["chunk_s"].items()},
         decodes_overlapped=facts["decodes"] == HostDecoder.name,
+        run_s=None if run_s is None else _number(run_s),
     )
 
 

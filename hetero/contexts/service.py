@@ -42,6 +42,7 @@ from hetero.contexts.measured import (
     measure_chunks,
     measure_disk,
     measure_prompts,
+    measure_run,
     rates_of,
 )
 from hetero.contexts.prompt_times import predict_prompts
@@ -57,6 +58,7 @@ from hetero.errors import QuotaError, UserError
 from hetero.generation.conversation import Conversation
 from hetero.generation.llm import LLM
 from hetero.generation.loop import Delta, Generation, GenerationResult, Pending, decode_together
+from hetero.runtime.filling import recover, scatters
 from hetero.runtime.kv.attention_stats import ScoreStats
 from hetero.runtime.kv.constants import SINKS
 from hetero.runtime.kv.context import Context
@@ -161,7 +163,6 @@ class Service(Closing):
             self._codec,
             self.swap,
             files=self._files,
-            prefill=partial(self._prefill, active=active),
             **options,
         )
         return Slot(active, working)
@@ -246,9 +247,9 @@ class Service(Closing):
         disk, unbound = self.disk, self._unbound
         return make_room(nbytes, self.memory, self._files, lambda: disk.free, set(), unbound)
 
-    def _prefill(self, tokens: Sequence[int], active: Context | None = None) -> None:
+    def _prefill(self, tokens: Sequence[int]) -> None:
         with self.llm.engine.lock:
-            self.llm.engine.prefill(active or self._active, tokens)
+            self.llm.engine.prefill(self._active, tokens)
 
     def _steps(
         self,
@@ -295,6 +296,7 @@ class Service(Closing):
         drop = max(over, room // 2)
         self.llm.engine.lock.check()
         with self.llm.engine.lock:
+            recover(self.llm.engine, slot.active)  # what moves must be there
             slot.active.forget(keep, drop)
         return [*tokens[:keep], *tokens[keep + drop :]]
 
@@ -330,6 +332,9 @@ class Service(Closing):
             directory.save(
                 measured_on=measured_on,
                 prompts=measure_prompts(self._active, vocabulary, self._prefill),
+                run_s=measure_run(self._active, vocabulary, self._prefill)
+                if scatters(engine.deployment)
+                else None,
                 predicted=predict_prompts(
                     engine.deployment.prefill_modes.prompt_s, engine.max_seq_len
                 )

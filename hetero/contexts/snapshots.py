@@ -102,8 +102,8 @@ class StatefulWorkingSet(WorkingSet):
         known = max(
             (c.stop for c in chunks if c.tokens == tuple(tokens[c.start : c.stop])), default=0
         )
-        switch.riding_tokens = max(min(known, len(tokens) - 1) - active.cached, 0)
-        switch.recomputed_tokens = switch.riding_tokens
+        switch.tail_tokens = max(min(known, len(tokens) - 1) - active.cached, 0)
+        switch.recomputed_tokens = switch.tail_tokens
 
     def _parts(
         self, snapshot: Snapshot, tokens: Sequence[int], chunks: Sequence[Chunk]

@@ -2,7 +2,7 @@
 
     enter   Load: the common prefix stays in the cache; chunks in memory are decoded, chunks on the
             disk read, layer by layer by a thread while the prompt's call runs; missing chunks, and
-            those slower to read than to compute, join the prompt's own call.
+            those slower to read than to compute, are computed in that call.
     leave   the text becomes what the cache holds now; new chunks are swapped out ahead of time.
 
 Only chunks of the text itself, or of another text of the same app with the same prefix, are used.
@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
-from itertools import groupby, takewhile
-from typing import Any, Final, Protocol, TypeVar
+from itertools import takewhile
+from typing import Final, Protocol, TypeVar
 
 import numpy as np
 
@@ -43,6 +43,7 @@ class LiveContext(Protocol):
     """The context that the devices compute on (`hetero.runtime.kv.context.Context`)."""
 
     gate: LayerGate | None
+    holes: tuple[tuple[int, int], ...]
     score_stats: ScoreStats | None
     forgotten: int
 
@@ -99,8 +100,8 @@ class Switch:
     """The cost of loading a context.
 
     `ready_s` is the time until the prompt's call could begin, `waited_s` what that call then waited
-    for layers; `recomputed_tokens` had no keys and values to load, `riding_tokens` of them were
-    computed in the prompt's own call. `bits` counts its chunks by where they were before. Above the
+    for layers; `recomputed_tokens` had no keys and values to load, or it was faster, `tail_tokens`
+    of them at the end of the text. `bits` counts its chunks by where they were before. Above the
     break-even speed of a disk reading is faster than computing.
     """
 
@@ -110,7 +111,7 @@ class Switch:
     loaded_tokens: int = 0
     loaded_bytes: int = 0
     recomputed_tokens: int = 0
-    riding_tokens: int = 0
+    tail_tokens: int = 0
     faults: int = 0
     bits: dict[str, int] = field(default_factory=dict)
     predicted_s: float = 0.0
@@ -121,8 +122,8 @@ class Switch:
     def switch_s(self) -> float:
         """Return the part of the time to the first token that the switch took, at most.
 
-        A device with a queue may have computed while it waited for layers. Tokens computed in the
-        prompt's own call are not counted.
+        A device with a queue may have computed while it waited for layers. Tokens that are computed
+        again are not counted: that is part of the prompt's call.
         """
         return self.ready_s + self.waited_s
 
@@ -155,8 +156,8 @@ class _Load:
 class WorkingSet:
     """Used by the thread that has the `ServiceLock`.
 
-    `prefill` computes tokens on the active context; `files` returns an app's chunks on the disk;
-    `decoder` (default: the host's) works on the loading thread.
+    `files` returns an app's chunks on the disk; `decoder` (default: the host's) works on the
+    loading thread.
     """
 
     def __init__(
@@ -167,7 +168,6 @@ class WorkingSet:
         swap: SwapOut,
         *,
         files: Callable[[str], ChunkFiles],
-        prefill: Callable[[Sequence[int]], Any],
         rates: Rates,
         recompute: bool = True,
         decoder: ChunkDecoder | None = None,
@@ -177,7 +177,7 @@ class WorkingSet:
         self._decoder = decoder or HostDecoder(codec)
         self.rates, self.recompute, self.wait_s = rates, recompute, wait_s
         self._active, self._memory, self._codec, self._swap = active, memory, codec, swap
-        self._files, self._prefill = files, prefill
+        self._files = files
         self._root = b""  # of the text that is in the cache
         # Tokens whose keys and values there came from codes: encoded again they would drift.
         self._lossy = np.zeros(active.cache.layout.capacity, np.bool_)
@@ -202,8 +202,7 @@ class WorkingSet:
         """Yield from `run` while the active context holds the prefix of a text to continue from.
 
         The text's chunks stay in memory meanwhile. Where a chunk cannot be read `run` starts again
-        without it; its first step fails before anything is yielded. Raises what `run` and `prefill`
-        do.
+        without it; its first step fails before anything is yielded. Raises what `run` does.
         """
         for attempt in range(TRIES):
             last = attempt == TRIES - 1  # a disk that keeps failing: the text alone
@@ -243,7 +242,7 @@ class WorkingSet:
         active = self._active
         if self._root != root or active.forgotten:
             return 0
-        return min(common_prefix(active.tokens[: active.cached], tokens), len(tokens) - 1)
+        return min(common_prefix(active.tokens[: _whole(active)], tokens), len(tokens) - 1)
 
     def wait_until_free(self) -> None:
         """Wait until no other thread uses the cache, whose rows may then move."""
@@ -265,7 +264,7 @@ class WorkingSet:
             text.root = self._root = self.root_after(text) if root is None else root
             if shifted:  # its keys and values are whatever the cache holds, rounded or not
                 active.forgotten, self._lossy[:] = 0, False
-            before, cached = text.chunks, active.tokens[: active.cached]
+            before, cached = text.chunks, active.tokens[: _whole(active)]
             text.chunks = self._memory.table.refer(text.app, text.root, cached, bits)
             for chunk in text.chunks:
                 chunk.used = self._times.last
@@ -316,38 +315,38 @@ class WorkingSet:
         return list(takewhile(lambda c: tuple(tokens[c.start : c.stop]) == c.tokens, text.chunks))
 
     def _load(self, tokens: Sequence[int], chunks: Sequence[Chunk], switch: Switch) -> None:
-        """Load the chunks after the tokens in the cache, or plan to compute them."""
+        """Load chunks after the tokens in the cache, and leave holes for those to compute."""
         active = self._active
         wanted = [c for c in chunks if c.stop > active.cached and c.stop < len(tokens)]
         if not wanted:
             return
         claimed = self._claimed(wanted)
-        plan = self._planned(wanted, claimed, len(tokens), switch)
-        for chunk in wanted[plan.stop :]:
-            self._unclaim(claimed.pop(chunk, None))
-        gate: LayerGate | None = None
         try:
-            loaded = wanted[: plan.stop]
-            for missing, run in groupby(loaded, lambda c: not in_memory(c, claimed)):
-                part = list(run)
-                start, stop = part[0].start, part[-1].stop
-                active.adopt(tokens[: max(start, active.cached) if missing else start])
-                if missing:
-                    active.gate = gate
-                    self._prefill(tokens[active.cached : stop])
-                    switch.recomputed_tokens += stop - start
-                else:
-                    self._join_reader()
-                    gate = self._start(part, claimed, switch)
-                    active.adopt(tokens[:stop])
-        except BaseException:
+            load = self._planned(wanted, claimed, len(tokens), switch).load
+            loaded = [chunk for chunk, is_loaded in zip(wanted, load, strict=True) if is_loaded]
+            if loaded:
+                self._place(tokens, loaded, claimed, switch)
+        finally:  # of those that are not read
             for codes in claimed.values():
                 self._unclaim(codes)
-            raise
-        active.gate = gate
-        if plan.stop < len(wanted):
-            switch.riding_tokens = wanted[-1].stop - wanted[plan.stop].start
-            switch.recomputed_tokens += switch.riding_tokens
+        switch.tail_tokens = wanted[-1].stop - active.cached
+        switch.recomputed_tokens = switch.tail_tokens + sum(b - a for a, b in active.holes)
+
+    def _place(
+        self,
+        tokens: Sequence[int],
+        loaded: Sequence[Chunk],
+        claimed: dict[Chunk, Codes],
+        switch: Switch,
+    ) -> None:
+        """Start to load chunks; the text reaches to the last of them, with holes in between."""
+        active, first, stop = self._active, self._active.cached, loaded[-1].stop
+        stops = [first, *(chunk.stop for chunk in loaded)]
+        holes = [(at, chunk.start) for at, chunk in zip(stops, loaded, strict=False)]
+        active.adopt(tokens[: min(first, loaded[0].start)])
+        gate = self._start(loaded, claimed, switch)
+        active.adopt(tokens[:stop])
+        active.gate, active.holes = gate, tuple((a, b) for a, b in holes if a < b)
 
     def _claimed(self, chunks: Sequence[Chunk]) -> dict[Chunk, Codes]:
         """Claim memory for the chunks that are only on the disk, as far as it goes."""
@@ -449,6 +448,11 @@ class WorkingSet:
             place, chunk.place = chunk.place, None
         if place is not None:
             self._files(chunk.app).drop(place)
+
+
+def _whole(active: LiveContext) -> int:
+    """Return how many tokens of a context have keys and values, without a hole before them."""
+    return min([active.cached, *(start for start, _ in active.holes)])
 
 
 def in_memory(chunk: Chunk, claimed: dict[Chunk, Codes]) -> bool:

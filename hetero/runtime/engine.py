@@ -20,6 +20,7 @@ from hetero.runtime.adaptive import Solver
 from hetero.runtime.control import ControlThread
 from hetero.runtime.deployment import Deployment, DeploymentOptions
 from hetero.runtime.executor import OnDeviceBusy, nothing
+from hetero.runtime.filling import filled, recover
 from hetero.runtime.gpu_share import GpuShare
 from hetero.runtime.kernels import Devices, Progress
 from hetero.runtime.kv.context import Context
@@ -162,7 +163,7 @@ class Engine(Closing):
         contexts, tokens = [context for context, _ in rows], [token for _, token in rows]
         for context, token in rows:
             self.check(context, (token,))
-            self._recover(context)
+            recover(self, context)
             context.slide()
         if not 2 <= len({*map(id, contexts)}) == len(rows) <= self.max_rows:
             raise ValueError(f"one step decodes 2 to {self.max_rows} contexts, each once")
@@ -173,11 +174,11 @@ class Engine(Closing):
         try:
             step = self.runner.run_contexts(contexts, tokens, on_device_busy)
         except DeviceError as error:
-            self._drop(error)
+            self.drop(error)
             if len(rows) > self.max_rows:
                 return [None] * len(rows)
             for context in contexts:
-                self._recover(context)
+                recover(self, context)
             step = self.runner.run_contexts(contexts, tokens, on_device_busy)
         logits = self.deployment.logits.of_contexts(step, len(rows))
         for (context, token), row in zip(rows, logits, strict=True):
@@ -259,6 +260,8 @@ class Engine(Closing):
         steps: list[tuple[int, ...]] = []
         mode: PrefillMode = "cut"
         start = 0
+        for step, start in filled(self, context, tokens, head=head):
+            yield step, start == len(tokens)
         while start < len(tokens):
             if self.plan is not plan:
                 plan, modes = self.plan, self.deployment.prefill_modes
@@ -291,15 +294,15 @@ class Engine(Closing):
         again = self._in_shorter_calls(context, tokens, logit_rows, chunks) if moved else None
         if again is not None:
             return again
-        self._recover(context)
+        recover(self, context)
         context.slide()
         try:
             step = self.runner.run(context, phase, tokens, logit_rows, chunks, mode, on_device_busy)
         except DeviceError as error:
-            self._drop(error)
+            self.drop(error)
             if (again := self._in_shorter_calls(context, tokens, logit_rows, chunks)) is not None:
                 return again
-            self._recover(context)
+            recover(self, context)
             step = self.runner.run(
                 context, phase, tokens, logit_rows, chunks, on_device_busy=on_device_busy
             )
@@ -320,12 +323,8 @@ class Engine(Closing):
         *_, (step, _) = self.prompt_calls(context, tokens)
         return step
 
-    def _recover(self, context: Context) -> None:
-        """Compute again what a step that did not end has left without states."""
-        if lost := context.recover():
-            list(self.prompt_calls(context, lost))
-
-    def _drop(self, error: DeviceError) -> None:
+    def drop(self, error: DeviceError) -> None:
+        """Continue without the device that failed; raise the error where no other is left."""
         self.deployment.drop(error)
         for context, tokens in self.deployment.lost:
             list(self.prompt_calls(context, tokens))

@@ -16,9 +16,10 @@ meet in the context's caches, where a chunk's attention reads what those before 
 Sampled rows. Nodes that a prompt runs for the rows that are sampled from alone
 (`ModelGraph.sampled_nodes`) work on these rows of the same slots, with a position of their own.
 
-Rows. Tokens of several contexts can be one step that decodes: all of it is computed for all rows
+Pieces. Tokens of several contexts can be one step that decodes: all of it is computed for all rows
 together, as when guesses are verified, but what knows a position (the rotary embedding, learned
 positions, attention): that is a launch for each row, at its position and on its context's caches.
+A prompt's call can have pieces of several places of one context in the same way.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ from hetero.runtime.attention_scores import EVERY, HostScores, RowScores, ScoreR
 from hetero.runtime.cache_calls import CacheCall
 from hetero.runtime.chunk_slots import ChunkSlots
 from hetero.runtime.handover import SHARED_PORTS, Handover
+from hetero.runtime.holes import Shape
 from hetero.runtime.kernels import Devices, KernelSet
 from hetero.runtime.pool import ActivationPool
 from hetero.runtime.route_counts import RouteCounts
@@ -106,6 +108,7 @@ class StepKey(NamedTuple):
 
     `position` of a window: about where its context is. `sums_scores`: it sums the attention of its
     sampled rows. `rows`: each belongs to a context of its own. `band`: of decode's (`band_at`).
+    `pieces`: of one context, where they have positions of their own (`hetero.runtime.holes`).
     """
 
     phase: Phase
@@ -117,6 +120,7 @@ class StepKey(NamedTuple):
     rows: bool = False
     mode: PrefillMode = "cut"
     band: int = 0
+    pieces: Shape = ()
 
 
 class Lowering:
@@ -165,13 +169,17 @@ class Lowering:
         sums_scores: bool = False,
         rows: bool = False,
         band: int = 0,
+        pieces: Shape = (),
     ) -> Step:
         """Return the step of m tokens whose last `logit_rows` rows get logits.
 
         It has `wait_values` where they gain; with `rows` each token is of a context of its own.
-        `band` is that of the plan's decode steps by the context's depth (`Placement.band_at`).
+        `band` is that of the plan's decode steps by the context's depth (`Placement.band_at`);
+        with `pieces` the tokens are from several places of a context.
         """
-        placed = self.place(phase, (m,), logit_rows, sums_scores=sums_scores, rows=rows, band=band)
+        placed = self.place(
+            phase, (m,), logit_rows, sums_scores=sums_scores, rows=rows, band=band, pieces=pieces
+        )
         schedule = in_order(placed.graph(), eager=self.synchroniser.eager)
         return placed.bound(schedule, self.synchroniser.signals if wait_values else {})
 
@@ -218,6 +226,7 @@ class Lowering:
         rows: bool = False,
         mode: PrefillMode = "cut",
         band: int = 0,
+        pieces: Shape = (),
     ) -> BoundLaunches:
         """Return the launches of a step's chunks.
 
@@ -228,7 +237,7 @@ class Lowering:
         )
         for i, m in enumerate(chunks):
             ends = logit_rows if i == len(chunks) - 1 else 0
-            key = _ChunkKey(phase, m, ends, i, sums_scores, rows, mode, band)
+            key = _ChunkKey(phase, m, ends, i, sums_scores, rows, mode, band, pieces)
             self._chunk(key, placed.handover).place(placed)
         return placed
 
@@ -259,6 +268,7 @@ class _ChunkKey(NamedTuple):
     rows: bool
     mode: PrefillMode
     band: int
+    pieces: Shape
 
 
 class _Chunk:
@@ -272,6 +282,8 @@ class _Chunk:
         self.in_place = handover is not None and handover.in_place
         self.phase, self.m, self.logit_rows, self.chunk, self.sums_scores = key[:5]
         self.rows, self.mode, self.counts = key.rows, key.mode, lowering.route_counts
+        rows = ((1, self.placement.row_graph),) * self.m if self.rows else ()
+        self.pieces: Shape = key.pieces or rows
         self.devices, self.pool = lowering.devices, lowering.pool
         self.slots = ChunkSlots(self.pool, self.chunk, self.m)
         self.stages: list[tuple[str, int, Sequence[PendingLaunch]]] = []
@@ -301,11 +313,11 @@ class _Chunk:
             if group is not None:
                 self._place(group.name, [self._group_item(group, graph)])
             elif kind is not None:
-                apart = self.rows and "position" in node.slots
-                if heads and not (self.mirrors or self.in_place):
+                apart = self.pieces and "position" in node.slots
+                if heads and not (apart or self.mirrors or self.in_place):
                     self._place(node.name, self._head_items(node, kind, heads))
                 else:
-                    items = self._row_items if apart else self._other_items
+                    items = self._piece_items if apart else self._other_items
                     self._place(node.name, items(node, kind, graph))
                 if self.counts is not None and isinstance(node.op, Router):
                     self._place(*self.counts.launch(node, self.slots))
@@ -356,23 +368,21 @@ class _Chunk:
             )
         return items
 
-    def _row_items(self, node: Node, kind: DeviceKind, _graph: int) -> list[PendingLaunch]:
-        """Return a launch for each row.
+    def _piece_items(self, node: Node, kind: DeviceKind, _graph: int) -> list[PendingLaunch]:
+        """Return a launch for each row, or piece of a context.
 
         On a device with static shapes one writes rows behind its own, which those after it write
         again.
         """
         operands, reads, writes = self._operands(node, kind)
-        graph, items = 1 if has_state(node.op) else self.placement.row_graph, []
-        for row in range(self.m):
-            own = {
-                port: operand.rows(row, row + graph)
-                for port, operand in operands.items()
-                if port != "position"
-            }
-            own["position"] = self.pool[position_of(row, node.slots["position"])]
-            call = self._other_call(node, kind, own, graph, row)
-            items.append(PendingLaunch(kind, call, reads, writes, (row, row + 1), None, own))
+        items, row = [], 0
+        for number, (tokens, graph) in enumerate(self.pieces):
+            padded = 1 if has_state(node.op) else graph
+            own = {p: x.rows(row, row + padded) for p, x in operands.items() if p != "position"}
+            own["position"] = self.pool[position_of(number, node.slots["position"])]
+            call = self._other_call(node, kind, own, padded, number if self.rows else 0)
+            items.append(PendingLaunch(kind, call, reads, writes, (row, row + tokens), None, own))
+            row += tokens
         return items
 
     def _other_call(
@@ -514,8 +524,8 @@ class _Chunk:
         if node.layer is not None:  # a padded graph reads rows after the last token, too
             counts = {self.m - first} if self._pads else {self.m - first, self.logit_rows} - {0}
             tokens = max(tokens, *map(self._reach, counts))
-            if self.rows:
-                tokens = max(tokens, self.m - 1 + self.placement.row_graph)
+            if self.pieces:
+                tokens = max(tokens, self.m - self.pieces[-1][0] + self.pieces[-1][1])
         panels = {
             (a, b): Tensor(
                 tensor.buffer, (tokens, b - a), offset_bytes=tensor.offset_bytes + 4 * tokens * a

@@ -14,9 +14,10 @@ from hetero.errors import UserError
 from hetero.models.config import ModelConfig
 from hetero.models.graph import Shadows
 from hetero.profiler.model_graph import ModelGraph
+from hetero.runtime.holes import MOST_PIECES
 from hetero.runtime.kv.kv_cache import CacheLayout
 from hetero.runtime.pool import Shape, nbytes_of, slot_shapes
-from hetero.runtime.sizes import LONGEST_VERIFIED, SCORING_PIECE
+from hetero.runtime.sizes import SCORING_PIECE
 from hetero.runtime.slot_refs import SlotRef
 from hetero.solver.placement import Placement
 from hetero.solver.planned_kernels import all_experts
@@ -98,7 +99,7 @@ def fitting_window(
             gathered=gathered,
             chunks=window,
             shadows=shadows,
-            rows=LONGEST_VERIFIED,
+            rows=MOST_PIECES,
             slides=layout.slides,
             parts=part_widths(placement.graph),
         )

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from hetero.errors import memory_for
+from hetero.runtime.holes import Shape
 from hetero.runtime.kernels import OnlineCall
 from hetero.runtime.kv.context import Context
 from hetero.runtime.launch_costs import LaunchCosts
@@ -91,6 +92,12 @@ class StepCache:
         key = StepKey("prefill", tuple(chunks), logit_rows, False, at, sums_scores, mode=mode)
         return self._bound(self._cached(key), context)
 
+    def of_pieces(self, context: Context, pieces: Shape, logit_rows: int) -> Step:
+        """Return a prompt's step whose tokens are pieces of a context."""
+        count = sum(tokens for tokens, _ in pieces)
+        key = StepKey("prefill", (count,), logit_rows, False, pieces=pieces)
+        return self._bound(self._cached(key), context)
+
     def of_contexts(
         self,
         contexts: Sequence[Context],
@@ -162,6 +169,7 @@ class StepCache:
                 sums_scores=key.sums_scores,
                 rows=key.rows,
                 band=key.band,
+                pieces=key.pieces,
             )
         assert self._costs is not None
         return self.lowering.lower_chunks(

@@ -15,6 +15,7 @@ from hetero.runtime.control import ControlThread
 from hetero.runtime.executor import Executor, OnDeviceBusy, nothing
 from hetero.runtime.fused_check import fused, fused_results_match
 from hetero.runtime.gpu_share import GpuShare, gpu_busy_s
+from hetero.runtime.holes import Piece, shape_of
 from hetero.runtime.kernels import Devices
 from hetero.runtime.kv.cache_sync import Side
 from hetero.runtime.kv.context import Context
@@ -113,6 +114,22 @@ class StepRunner:
             if sums is not None:
                 context.score_stats.add(sums, rows)
         context.work.add(run, len(tokens), phase, self._open)
+        self._share((context,), step, run)
+        return step
+
+    def run_pieces(
+        self, context: Context, pieces: Sequence[Piece], tokens: Sequence[int], logit_rows: int
+    ) -> Step:
+        """Run a prompt's step on pieces of a context, of these tokens. Raises `DeviceError`."""
+        step = self._loading(context, self.steps.of_pieces(context, shape_of(pieces), logit_rows))
+        positions = [piece.position for piece in pieces]
+        self._pool.feed_rows(tokens, positions, [context.cache.base] * len(pieces))
+        self.set_timing(False)
+        sides = self._enter((context,), step)
+        run = self._execute(step, nothing)
+        for piece in pieces:
+            context.cache.leave(sides, piece.position, piece.position + piece.tokens)
+        context.work.add(run, len(tokens), "prefill", self._open)
         self._share((context,), step, run)
         return step
 

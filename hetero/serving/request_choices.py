@@ -54,7 +54,7 @@ class RequestChoices:
 
     def _done(self, results: list[GenerationResult]) -> Done:
         request, switch, stats = self.request, self.switch, results[0].stats
-        apart = switch.recomputed_tokens - switch.riding_tokens
+        apart = switch.recomputed_tokens - switch.tail_tokens
         usage = {
             "prompt_tokens": len(request.tokens),
             "completion_tokens": sum(len(result.tokens) for result in results),

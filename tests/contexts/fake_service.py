@@ -28,6 +28,7 @@ from hetero.runtime.kv.layer_gate import LayerGate
 
 LAYOUT = CacheLayout(layers=3, kv_heads=2, capacity=160, head_dim=4)
 LONGEST = 128
+FAST = Rates(prefill_s=lambda m, _: 1.0 + m, read_bytes_per_s=1e9, run_s=1.0)
 KEEP = 4  # first tokens that a shift leaves
 TOLERANCE = {RAW: 0.0, 8: 1 / 128, 4: 1 / 8, 2: 1 / 2}  # of values in [-1, 1]
 
@@ -50,6 +51,7 @@ class FakeActive:
     def __init__(self, tolerance: float) -> None:
         self.cache = KvCache(LAYOUT, HostBuffer)
         self.gate: LayerGate | None = None
+        self.holes: tuple[tuple[int, int], ...] = ()
         self.score_stats = None
         self.tolerance = tolerance
         self.computed = self.forgotten = 0
@@ -65,7 +67,7 @@ class FakeActive:
         return len(self._tokens)
 
     def adopt(self, tokens: Sequence[int]) -> None:
-        self._tokens, self.gate, self.forgotten = list(tokens), None, 0
+        self._tokens, self.gate, self.forgotten, self.holes = list(tokens), None, 0, ()
 
     def check(self, layer: int, wanted: Any) -> None:
         """Return whether a layer has the keys and values of the text."""
@@ -79,7 +81,8 @@ class FakeActive:
             assert worst <= self.tolerance, f"layer {layer} of {self.cached} tokens: {worst}"
 
     def forget(self, keep: int, drop: int) -> None:
-        """Shift; rows do not turn here."""
+        """Shift, when nothing is missing; rows do not turn here."""
+        self.compute(())
         for layer in range(LAYOUT.layers):
             self.check(layer, truth(self._tokens))
             for cache in self.cache.layer(layer):
@@ -91,18 +94,21 @@ class FakeActive:
         self.moved = self.cache.read(0, self.cached)
 
     def compute(self, tokens: Sequence[int]) -> None:
-        """Append tokens; rows behind them are spoilt, as padded calls do."""
+        """Fill the holes and append tokens; rows behind them are spoilt, as padded calls do."""
         before, whole = self.cached, [*self._tokens, *tokens]
         wanted = truth(whole)
         for layer in range(LAYOUT.layers):
             if self.gate is not None:
                 self.gate.wait(layer)
+            for start, stop in self.holes:
+                for kind, cache in enumerate(self.cache.layer(layer)):
+                    cache[:, start:stop] = wanted[layer, kind, :, start:stop]
             self.check(layer, wanted)
             for kind, cache in enumerate(self.cache.layer(layer)):
                 cache[:, before : len(whole)] = wanted[layer, kind, :, before:]
                 cache[:, len(whole) : len(whole) + 8] = np.nan
-        self._tokens, self.gate = whole, None
-        self.computed += len(tokens)
+        self.computed += len(tokens) + sum(stop - start for start, stop in self.holes)
+        self._tokens, self.gate, self.holes = whole, None, ()
 
 
 class FakeService:
@@ -133,8 +139,7 @@ class FakeService:
             self.codec,
             self.swap,
             files=self.files,
-            prefill=self.active.compute,
-            rates=rates or Rates(prefill_s=lambda m, _: 1.0 + m, read_bytes_per_s=1e9),
+            rates=rates or FAST,
             recompute=recompute,
         )
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from hetero.contexts.chunks import spans
 from hetero.contexts.codec import CHUNK_TOKENS
 from hetero.contexts.working_set import CachedText
-from tests.contexts.fake_service import KEEP, LONGEST, FakeService
+from tests.contexts.fake_service import FAST, KEEP, LONGEST, FakeService
 from tests.support.selection import examples
 
 APPS = st.sampled_from(["a", "b"])
@@ -35,10 +36,23 @@ class Machine(RuleBasedStateMachine):
         disk=st.sampled_from([0, 6, 30, 400]),
         policy=st.sampled_from(["lctru", "lctru-paper", "lru"]),
         recompute=st.booleans(),
+        disk_s=st.sampled_from([150.0, 1e9]),
+        run_s=st.sampled_from([None, 0.0, 1.0]),
     )
-    def begin(self, bits: int, memory: int, disk: int, policy: Any, recompute: bool) -> None:
+    def begin(
+        self,
+        bits: int,
+        memory: int,
+        disk: int,
+        policy: Any,
+        recompute: bool,
+        disk_s: float,
+        run_s: float | None,
+    ) -> None:
+        """Where the disk reads as fast as tokens are computed, plans have some of each."""
         self.folder = tempfile.TemporaryDirectory()
         self.options: dict[str, Any] = {"bits": bits, "policy": policy, "recompute": recompute}
+        self.options["rates"] = replace(FAST, read_bytes_per_s=disk_s, run_s=run_s)
         chunk = 3 * 2 * 2 * CHUNK_TOKENS * 4 * 4  # a raw one
         self.options |= {"memory": memory * chunk, "disk": disk * chunk}
         self.open()

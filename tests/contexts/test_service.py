@@ -170,7 +170,7 @@ def test_from_the_text_alone_to_the_same_text(llm: LLM, tmp_path: Path) -> None:
         switch = context.last_switch
         assert switch is not None
         assert switch.loaded_tokens == 0
-        assert switch.recomputed_tokens == switch.riding_tokens > 0
+        assert switch.recomputed_tokens == switch.tail_tokens > 0
 
 
 @pytest.mark.parametrize("bits", ["8", "mixed", "4"])

@@ -74,6 +74,7 @@ class Context(Closing):
         self._cache: KvCache | None = cache
         self._tokens: list[int] = []
         self._cached = self.forgotten = 0  # the latter by shifts, since the text was adopted
+        self.holes: tuple[tuple[int, int], ...] = ()  # of the cached: without keys and values yet
         self._waits, self.wait_s = waits, WAIT_S
         self._choosing = threading.RLock()  # also a signal handler may want the context
         self._hold: weakref.ref[Hold] | None = None
@@ -228,9 +229,8 @@ class Context(Closing):
         return hold
 
     def _wait_for(self, hold: Hold) -> None:
-        reference = weakref.ref(hold)
         give_up_s = time.monotonic() + self.wait_s
-        while not self._taken(reference):
+        while not self._taken(weakref.ref(hold)):
             if self._lost:
                 raise lost_error()
             user = self.user
@@ -271,6 +271,7 @@ class Context(Closing):
     def rewind(self, tokens: int) -> None:
         """Truncate, for the holder; what no step can continue from is computed again."""
         self._cached = self._reached(min(self._cached, tokens))
+        self.holes = tuple((a, min(b, tokens)) for a, b in self.holes if a < tokens)
         del self._tokens[tokens:]
 
     def _reached(self, cached: int) -> int:
@@ -323,7 +324,8 @@ class Context(Closing):
         """Set the tokens, whose keys and values are in the cache, or will be when `gate` opens."""
         if self._cache is not None:
             self._cache.states.forget(self.shared(tokens))
-        self._tokens, self._cached, self.gate, self.forgotten = list(tokens), len(tokens), None, 0
+        self._tokens, self._cached, self.gate = list(tokens), len(tokens), None
+        self.forgotten, self.holes = 0, ()
 
     def shared(self, tokens: Sequence[int]) -> int:
         """Return how many of the first `tokens` are cached."""
