@@ -16,9 +16,11 @@ meet in the context's caches, where a chunk's attention reads what those before 
 Sampled rows. Nodes that a prompt runs for the rows that are sampled from alone
 (`ModelGraph.sampled_nodes`) work on these rows of the same slots, with a position of their own.
 
-Rows. Tokens of several contexts can be one step that decodes: all of it is computed for all rows
-together, as when guesses are verified, but what knows a position (the rotary embedding, learned
-positions, attention): that is a launch for each row, at its position and on its context's caches.
+Segments. A step's rows can be segments of equal length, runs of tokens of several texts: all of it
+is computed for all rows together, but what knows a position (the rotary embedding, learned
+positions, attention): that is a launch for each segment, at its position and on its context's
+caches. In a step that decodes each row is one. Prompts that start at position 0 may share a
+context: a queue runs its launches in order, and each overwrites what it reads of the caches.
 """
 
 from __future__ import annotations
@@ -105,7 +107,8 @@ class StepKey(NamedTuple):
     """The key of a lowered step.
 
     `position` of a window: about where its context is. `sums_scores`: it sums the attention of its
-    sampled rows. `rows`: each belongs to a context of its own. `band`: of decode's (`band_at`).
+    sampled rows. `segment`: the tokens of each segment; 0: all are of one text. `band`: of decode's
+    (`band_at`).
     """
 
     phase: Phase
@@ -114,7 +117,7 @@ class StepKey(NamedTuple):
     wait_values: bool
     position: int = 0
     sums_scores: bool = False
-    rows: bool = False
+    segment: int = 0
     mode: PrefillMode = "cut"
     band: int = 0
 
@@ -163,15 +166,17 @@ class Lowering:
         *,
         wait_values: bool,
         sums_scores: bool = False,
-        rows: bool = False,
+        segment: int = 0,
         band: int = 0,
     ) -> Step:
         """Return the step of m tokens whose last `logit_rows` rows get logits.
 
-        It has `wait_values` where they gain; with `rows` each token is of a context of its own.
-        `band` is that of the plan's decode steps by the context's depth (`Placement.band_at`).
+        It has `wait_values` where they gain; `segment` is as in `StepKey`. `band` is that of the
+        plan's decode steps by the context's depth (`Placement.band_at`).
         """
-        placed = self.place(phase, (m,), logit_rows, sums_scores=sums_scores, rows=rows, band=band)
+        placed = self.place(
+            phase, (m,), logit_rows, sums_scores=sums_scores, segment=segment, band=band
+        )
         schedule = in_order(placed.graph(), eager=self.synchroniser.eager)
         return placed.bound(schedule, self.synchroniser.signals if wait_values else {})
 
@@ -215,7 +220,7 @@ class Lowering:
         logit_rows: int,
         *,
         sums_scores: bool = False,
-        rows: bool = False,
+        segment: int = 0,
         mode: PrefillMode = "cut",
         band: int = 0,
     ) -> BoundLaunches:
@@ -224,11 +229,17 @@ class Lowering:
         With `sums_scores` those that add up attention scores are among them.
         """
         placed = BoundLaunches(
-            phase, chunks, self.pool, self.devices, self.synchroniser, self.handover(), rows=rows
+            phase,
+            chunks,
+            self.pool,
+            self.devices,
+            self.synchroniser,
+            self.handover(),
+            segment=segment,
         )
         for i, m in enumerate(chunks):
             ends = logit_rows if i == len(chunks) - 1 else 0
-            key = _ChunkKey(phase, m, ends, i, sums_scores, rows, mode, band)
+            key = _ChunkKey(phase, m, ends, i, sums_scores, segment, mode, band)
             self._chunk(key, placed.handover).place(placed)
         return placed
 
@@ -248,7 +259,7 @@ class Lowering:
 class _ChunkKey(NamedTuple):
     """The key of a chunk's bound launches.
 
-    `chunk`: in which set of slots; `rows`: of several contexts; `band`: of decode's.
+    `chunk`: in which set of slots; `segment`: as in `StepKey`; `band`: of decode's.
     """
 
     phase: Phase
@@ -256,7 +267,7 @@ class _ChunkKey(NamedTuple):
     logit_rows: int
     chunk: int
     sums_scores: bool
-    rows: bool
+    segment: int
     mode: PrefillMode
     band: int
 
@@ -271,7 +282,7 @@ class _Chunk:
         self.mirrors = handover if handover is not None and not handover.in_place else None
         self.in_place = handover is not None and handover.in_place
         self.phase, self.m, self.logit_rows, self.chunk, self.sums_scores = key[:5]
-        self.rows, self.mode, self.counts = key.rows, key.mode, lowering.route_counts
+        self.segment, self.mode, self.counts = key.segment, key.mode, lowering.route_counts
         self.devices, self.pool = lowering.devices, lowering.pool
         self.slots = ChunkSlots(self.pool, self.chunk, self.m)
         self.stages: list[tuple[str, int, Sequence[PendingLaunch]]] = []
@@ -301,12 +312,12 @@ class _Chunk:
             if group is not None:
                 self._place(group.name, [self._group_item(group, graph)])
             elif kind is not None:
-                apart = self.rows and "position" in node.slots
-                if heads and not (self.mirrors or self.in_place):
+                if self.segment and "position" in node.slots:
+                    self._place(node.name, self._segment_items(node, kind))
+                elif heads and not (self.mirrors or self.in_place):
                     self._place(node.name, self._head_items(node, kind, heads))
                 else:
-                    items = self._row_items if apart else self._other_items
-                    self._place(node.name, items(node, kind, graph))
+                    self._place(node.name, self._other_items(node, kind, graph))
                 if self.counts is not None and isinstance(node.op, Router):
                     self._place(*self.counts.launch(node, self.slots))
                 if self.sums_scores and isinstance(node.op, Attention) and not node.op.reads:
@@ -356,24 +367,30 @@ class _Chunk:
             )
         return items
 
-    def _row_items(self, node: Node, kind: DeviceKind, _graph: int) -> list[PendingLaunch]:
-        """Return a launch for each row.
+    def _segment_items(self, node: Node, kind: DeviceKind) -> list[PendingLaunch]:
+        """Return a launch for each segment, whose heads are all of one device.
 
         On a device with static shapes one writes rows behind its own, which those after it write
         again.
         """
         operands, reads, writes = self._operands(node, kind)
-        graph, items = 1 if has_state(node.op) else self.placement.row_graph, []
-        for row in range(self.m):
+        graph, items = self.segment if has_state(node.op) else self._segment_graph, []
+        for row, first in enumerate(range(0, self.m, self.segment)):
             own = {
-                port: operand.rows(row, row + graph)
+                port: operand.rows(first, first + graph)
                 for port, operand in operands.items()
                 if port != "position"
             }
             own["position"] = self.pool[position_of(row, node.slots["position"])]
             call = self._other_call(node, kind, own, graph, row)
-            items.append(PendingLaunch(kind, call, reads, writes, (row, row + 1), None, own))
+            span = first, first + self.segment
+            items.append(PendingLaunch(kind, call, reads, writes, span, None, own))
         return items
+
+    @property
+    def _segment_graph(self) -> int:
+        """Return the tokens that a launch for one segment is bound with, padding included."""
+        return self.placement.padded(self.phase, self.segment)
 
     def _other_call(
         self,
@@ -422,15 +439,15 @@ class _Chunk:
         op = replace(op, sinks=False)
         added = SumScores(attention=op, every=EVERY[self.phase])
         # Rows' scores are the host's, but where it would have to fetch all keys for them.
-        own = None if self.rows and not self.in_place else self.row_scores.kernel(kind, added)
+        own = None if self.segment and not self.in_place else self.row_scores.kernel(kind, added)
         if own is None and self.in_place and kind == "gpu":
             return
-        count = self.m if self.rows else 1
+        count = self.m if self.segment else 1
         name, m, items = f"{node.name} score sums", self.m // count, []
         for row in range(count):
             scores = self.row_scores.of(row)
             operands: dict[str, Operand] = {"qkv": qkv.rows(row, row + m), "position": position}
-            if self.rows:
+            if self.segment:
                 operands["position"] = self.pool[position_of(row, at)]
             if own is not None:
                 tensor = scores.on(kind, self.devices[kind], op.kv_heads)
@@ -514,8 +531,8 @@ class _Chunk:
         if node.layer is not None:  # a padded graph reads rows after the last token, too
             counts = {self.m - first} if self._pads else {self.m - first, self.logit_rows} - {0}
             tokens = max(tokens, *map(self._reach, counts))
-            if self.rows:
-                tokens = max(tokens, self.m - 1 + self.placement.row_graph)
+            if self.segment:
+                tokens = max(tokens, self.m - self.segment + self._segment_graph)
         panels = {
             (a, b): Tensor(
                 tensor.buffer, (tokens, b - a), offset_bytes=tensor.offset_bytes + 4 * tokens * a
