@@ -64,7 +64,7 @@ def test_texts_are_what_each_is_alone(folder: Path, way: str) -> None:
         check(llm.engine, random.Random())
 
 
-@pytest.mark.parametrize("name", ["opt", "gemma2", "phi2", "lfm2", "qwen3_5"])
+@pytest.mark.parametrize("name", ["opt", "gemma2", "phi2", "lfm2", "qwen3.5"])
 @pytest.mark.parametrize("non_matmul", ["gpu", "npu"])
 def test_texts_of_every_architecture(tmp_path: Path, name: str, non_matmul: str) -> None:
     """Learned positions, windows, caps, partial rotary embeddings, states."""
