@@ -23,8 +23,8 @@ from hetero.runtime.engine import Engine
 from hetero.runtime.hidden_states import hidden_states, max_together, states_together
 from hetero.runtime.kv.context import Context
 
-PADDED: Final = 8  # tokens: of texts that are read together, to a multiple of it
-SPREAD: Final = 16  # tokens by which such texts are padded, at most
+PADDED: Final = 4  # tokens: of texts that are read together, to a multiple of it
+FEW: Final = 8  # tokens that cost a step of several texts next to nothing
 Floats: TypeAlias = npt.NDArray[np.floating]
 Embedding: TypeAlias = npt.NDArray[np.float32]
 Texts: TypeAlias = Sequence[str | Sequence[int]]
@@ -50,12 +50,17 @@ class Batch(NamedTuple):
 
 
 def batches(engine: Engine, texts: Sequence[Sequence[int]]) -> Iterator[Batch]:
-    """Yield the batches of texts, the longest first."""
+    """Yield the batches of texts, the longest first.
+
+    A text is padded by a quarter of its batch's length at most, or by a few tokens. Lengths are
+    rounded, since a step is lowered for each, which takes as long as running it.
+    """
     left = sorted(range(len(texts)), key=lambda place: -len(texts[place]))
     while left:
         length = -(-len(texts[left[0]]) // PADDED) * PADDED
         most = max_together(engine, length) if length else 1
-        near = [place for place in left[:most] if len(texts[place]) >= length - SPREAD]
+        least = length - max(FEW, length // 4)
+        near = [place for place in left[:most] if len(texts[place]) >= least]
         yield Batch(tuple(near), length)
         left = left[len(near) :]
 

@@ -96,7 +96,7 @@ def test_short_texts_are_read_together(llm: LLM, monkeypatch: pytest.MonkeyPatch
         np.testing.assert_allclose(
             llm.embed(texts, pooling=pooling), alone[pooling], atol=2e-5, rtol=0
         )
-    assert sizes == [4, 4]  # those of 9 to 20 tokens
+    assert sizes == [3, 3]  # those of 12 to 20 tokens
     assert [len(b.places) for b in embedding.batches(llm.engine, [[5] * 3] * 20)] == [8, 8, 4]
     monkeypatch.setattr(embedding, "states_together", lambda *_: None)
     assert (llm.embed(texts) == np.array(alone["last"])).all()
