@@ -120,7 +120,7 @@ def test_short_texts_do_not_wait_for_long_ones() -> None:
 
 def test_the_characters_of_a_request_are_counted() -> None:
     call = {"function": {"name": "go", "arguments": {"a": ["bc", 5, None]}}}
-    assert characters_of([{"role": "user", "content": "x" * 10, "tool_calls": [call]}, ()]) == 19
+    assert characters_of([{"role": "user", "content": "x" * 10, "tool_calls": [call]}, ()]) == 18
     assert characters_of(None) == 0
 
 
