@@ -64,7 +64,7 @@ def states_together(
     if len(texts) > max_together(engine, length):
         return None
     context.slide()
-    tokens = [token for text in texts for token in [*text, *text[-1:] * (length - len(text))]]
+    tokens = [token for x in texts for token in [*x, *[x[-1]] * (length - len(x))]]
     try:
         step = engine.runner.run_contexts([context] * len(texts), tokens, segment=length)
     except DeviceError as error:

@@ -133,7 +133,7 @@ def test_the_characters_of_a_request_are_counted() -> None:
         ("/apply-template", {"messages": [{"role": "user", "content": "{}"}]}),
     ],
 )
-@pytest.mark.few(2)
+@pytest.mark.full
 def test_counting_megabytes_delays_no_small_request(
     server: Server, path: str, body: dict[str, Any]
 ) -> None:
@@ -145,11 +145,11 @@ def test_counting_megabytes_delays_no_small_request(
         with server.client() as client:
             return client.post(path, content=text, headers=headers)
 
-    with ThreadPoolExecutor(3) as pool, server.client() as client:
-        long = [pool.submit(sent) for _ in range(3)]
+    with ThreadPoolExecutor(2) as pool, server.client() as client:
+        long = [pool.submit(sent) for _ in range(2)]
         while not all(x.done() for x in long):
             start_s = time.monotonic()
             assert client.post("/tokenize", json=small).json()["count"] > 80
             longest_s = max(longest_s, time.monotonic() - start_s)
-        assert [x.result().status_code for x in long] == [200] * 3
-    assert longest_s < 0.5
+        assert [x.result().status_code for x in long] == [200] * 2
+    assert longest_s < 1
