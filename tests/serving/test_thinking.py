@@ -74,7 +74,7 @@ def test_thinking_is_off(client: httpx.Client) -> None:
     said = sent(client, "/v1/messages", ASKED | {"thinking": {"type": "disabled"}})
     assert [block["type"] for block in said["content"]] == ["text"]
     shown = sent(client, "/apply-template", {**ASKED, "chat_template_kwargs": off})
-    assert shown["prompt"].endswith("<think>\n</think>\n\n")
+    assert shown["prompt"].endswith("</think>\n\n")
     refused = client.post(
         "/v1/chat/completions", json=ASKED | {"chat_template_kwargs": {"messages": []}}
     )
