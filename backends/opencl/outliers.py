@@ -43,7 +43,7 @@ def prepare_outliers(
         listed = absent
         if op.excess:
             listed = device.shared_scratch(4 * m * (1 + 2 * op.k))
-            args = (m, whole(operands["x"]), listed, x_scale)
+            args = (m, whole(operands["x"]), listed, x_scale, hot)
             made.append(KernelLaunch(program, "list_excess", (lanes, m), (lanes, 1), args))
         rows = 1 if lanes == 1 else -(-op.n // lanes) * lanes
         ports = (whole(operands["x"]), InPanels(operands["residual"]), whole(operands["y"]))

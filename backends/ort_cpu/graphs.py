@@ -636,9 +636,11 @@ def outliers(op: ops.Outliers) -> bytes:
     """Return residual + x[:, hot] · slab + excess(x) · (codes · scales).
 
     Inputs besides the ports: `hot` int32 [hot] and `slab` [hot, n]; `codes` int8 [k, n], `scales`
-    [n] and `x_scale` [1]. Of the excess only features are multiplied that have any, in any token.
+    [n] and `x_scale` [1]. Of the excess only features are multiplied that have any, in any token,
+    and are not hot: codes of these are zero.
     """
     graph = GraphBuilder()
+    hot = ""
     x = graph.input("x", F32, ("m", op.k))
     total = graph.input("residual", F32, ("m", op.n))
     graph.output("y", F32, ("m", op.n))
@@ -648,14 +650,14 @@ def outliers(op: ops.Outliers) -> bytes:
         slab = graph.input("slab", F32, (op.hot, op.n))
         parts.append(graph.node("MatMul", graph.node("Gather", x, hot, axis=1), slab))
     if op.excess:
-        parts.append(_excess_product(graph, op, x))
+        parts.append(_excess_product(graph, op, x, hot))
     for part in parts[:-1]:
         total = graph.node("Add", total, part)
     graph.node("Add", total, parts[-1], out="y")
     return graph.model()
 
 
-def _excess_product(graph: GraphBuilder, op: ops.Outliers, x: str) -> str:
+def _excess_product(graph: GraphBuilder, op: ops.Outliers, x: str, hot: str) -> str:
     codes = graph.input("codes", np.int8, (op.k, op.n))
     scales = graph.input("scales", F32, (op.n,))
     x_scale = graph.input("x_scale", F32, (1,))
@@ -663,6 +665,9 @@ def _excess_product(graph: GraphBuilder, op: ops.Outliers, x: str) -> str:
     clipped = graph.node("Clip", whole, graph.scalar(-128.0), graph.scalar(127.0))
     beyond = graph.node("Sub", whole, clipped)
     most = graph.node("ReduceMax", graph.node("Abs", beyond), graph.ints(0), keepdims=0)
+    if op.hot:
+        none = graph.node("Mul", graph.node("Gather", most, hot), graph.scalar(0.0))
+        most = graph.node("ScatterElements", most, hot, none)
     features = graph.node("Squeeze", graph.node("NonZero", most), graph.ints(0))
     some = graph.node("Mul", graph.node("Gather", beyond, features, axis=1), x_scale)
     rows = graph.cast(graph.node("Gather", codes, features, axis=0), F32)

@@ -489,6 +489,8 @@ def outliers(op: ops.Outliers, weights: Weights) -> tuple[Program, int]:
         parts.append(lambda x: x[:, hot].astype(np.float64) @ slab)
     if op.excess:
         dense = packed(weights).dequantize().astype(np.float64).T
+        if op.hot:
+            dense[hot] = 0
         scale = vector(weights, "x_scale")[0]
         nbytes += dense.nbytes
         parts.append(lambda x: excess(x, scale) @ dense)

@@ -2,7 +2,8 @@
 
     naive         one static scale, the maximum on the calibration text
     none          one static scale of least error; what is beyond it is cut off
-    15%, all, …   hot channels of this part of the matmuls in floating point (`--outliers`)
+    15%, all, …   hot channels of this part of the matmuls in floating point (`--outliers`), with
+                  what the codes of their other channels cut off; not with 15%-clipped
     paper         the rule of mllm-NPU's code, with all that is cut off added exactly
     smooth        SmoothQuant (Xiao et al., arXiv 2211.10438), α = 0.5 at every matmul, static scale
     per-token     a scale of each token, from its own maximum
@@ -48,6 +49,7 @@ from hetero.profiler.model_graph import Node
 from hetero.runtime.kernels import node_weights
 
 ALPHA: Final = 0.5
+CLIPPED: Final = "-clipped"
 OWN_SCHEMES: Final = ("naive", "smooth", "per-token", "activations")
 MakeProgram = Callable[[Node, Mapping[str, WeightValue]], Program]
 
@@ -94,15 +96,16 @@ class Schemes:
     ) -> None:
         self.model, self.context = model, context
         self._exact, self._sequences, self._progress = model.weights, sequences, progress
-        self._scales: dict[bool, dict[str, Scales]] = {}
+        self._scales: dict[tuple[bool, bool], dict[str, Scales]] = {}
 
-    def scales(self, *, excess: bool = False) -> dict[str, Scales]:
-        """Return the scales of every matmul; `excess` as the paper's."""
-        if excess not in self._scales:
-            self._scales[excess] = collect_scales(
-                self._exact, self._sequences, excess=excess, progress=self._progress
+    def scales(self, *, paper: bool = False, excess: bool = True) -> dict[str, Scales]:
+        """Return the scales of every matmul; `paper`, `excess`: see `choose_scales`."""
+        key = paper, excess
+        if key not in self._scales:
+            self._scales[key] = collect_scales(
+                self._exact, self._sequences, paper=paper, excess=excess, progress=self._progress
             )
-        return self._scales[excess]
+        return self._scales[key]
 
     def model_of(self, scheme: str) -> SimulatedModel:
         """Return a scheme by name. Raises `UserError` for an unknown one."""
@@ -115,8 +118,9 @@ class Schemes:
                 return self._rebuilt(_per_token, WeightFormat.W8A8)
             case "activations":
                 return self._rebuilt(self._floats_by_codes, WeightFormat.F32)
+        name = scheme.removesuffix(CLIPPED)
         try:
-            choice = OutlierChoice.parse(scheme)
+            choice = OutlierChoice.parse(name)
         except UserError:
             raise UserError(
                 f"unknown scheme {scheme!r}: choose one of {', '.join(OWN_SCHEMES)}, or what "
@@ -124,7 +128,7 @@ class Schemes:
             ) from None
         if choice.kept:
             check_shadows(self._exact)
-        scales = self.scales(excess=choice.excess)
+        scales = self.scales(paper=choice.paper, excess=name == scheme)
         return self.chosen(choose(scales, most_important(scales, choice.kept)))
 
     def chosen(self, chosen: Mapping[str, Scale]) -> SimulatedModel:
@@ -136,7 +140,7 @@ class Schemes:
             scale = chosen[name]
             run, _ = program(node.op, values)
             if scale.excess:
-                return _with_excess(run, _dense(values), scale)
+                run = _with_excess(run, _dense(values), scale)
             if node.layer is None:
                 return run
             shadow = weights.block(node.layer).shadows.get(role_of(node))

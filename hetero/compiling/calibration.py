@@ -204,11 +204,13 @@ def calibrated(
     progress: Progress | None = None,
     *,
     outliers: str = DEFAULT_OUTLIERS,
+    excess: bool = True,
 ) -> CalibratedWeights | StaticWeights:
     """Return weights of a MODEL, chosen on at most `limit` tokens of a text file.
 
-    They are of 4 bits by GPTQ, or of w8a8 with static scales of activations and `outliers`. Raises
-    `UserError` for a text that cannot be read or is too short.
+    They are of 4 bits by GPTQ, or of w8a8 with static scales of activations and `outliers`, with
+    `excess` of channels that the text did not have, too. Raises `UserError` for a text that cannot
+    be read or is too short.
     """
     weight_format = WeightFormat(weights)
     if not (weight_format.activations.static or weight_format.storage is StorageFormat.Q4):
@@ -221,7 +223,12 @@ def calibrated(
         )
     if weight_format.activations.static:
         return static_weights(
-            loaded.weights, sequences, outliers=outliers, text=words, progress=progress
+            loaded.weights,
+            sequences,
+            outliers=outliers,
+            excess=excess,
+            text=words,
+            progress=progress,
         )
     return CalibratedWeights(loaded.weights, weight_format, sequences, progress)
 
@@ -241,7 +248,9 @@ def calibrated_together(
     calibrate.
     """
     first, *others = formats
-    source = calibrated(model, first.value, text, limit, progress, outliers=outliers)
+    # Shadows belong to all formats, of which the others cut nothing off.
+    options: dict[str, Any] = {"outliers": outliers, "excess": not others}
+    source = calibrated(model, first.value, text, limit, progress, **options)
     if not isinstance(source, StaticWeights):
         return source, [calibrated(model, x.value, text, limit, progress) for x in others]
     return source, [besides(source, x, model, text, limit, progress) for x in others]
@@ -267,7 +276,7 @@ def besides(
             "not: store one format, or choose other --outliers"
         )
     loaded, _, sequences = calibration_sequences(model, text, limit)
-    hot = {name: scale.hot for name, scale in first.chosen.items() if not scale.excess}
+    hot = {name: scale.hot for name, scale in first.chosen.items()}
     if weight_format.storage is StorageFormat.Q4:
         return CalibratedWeights(loaded.weights, weight_format, sequences, progress, hot)
     return RoundedWeights(loaded.weights, weight_format, hot)

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import numpy as np
@@ -64,7 +64,8 @@ NO_CHANNELS: Final[Channels] = np.zeros(0, dtype=np.int32)
 class Scale:
     """A scale of a matmul's input: float32 `step`, its percentile, and its cost.
 
-    `hot` channels [h] are outside of it; with `excess` what the codes cut off is added exactly.
+    `hot` channels [h] are outside of it; with `excess` what the codes of the others cut off is
+    added exactly.
     `error` is ‖y - exact‖² / ‖exact‖².
     """
 
@@ -176,9 +177,8 @@ class Trial:
 
     def error(self, step: float, hot: Channels = NO_CHANNELS, *, excess: bool = False) -> float:
         """Return the error of int8 codes of a step, with hot channels or an excess as floats."""
-        packed = self._rows_without(NO_CHANNELS if excess else hot)
-        y = static_product(self.x, packed, step, unclipped=excess)
-        if len(hot) and not excess:
+        y = static_product(self.x, self._rows_without(hot), step, unclipped=excess)
+        if len(hot):
             slab: Float32Array = self.weight[:, hot].astype(np.float16).astype(np.float32)
             y = np.add(y, self.x[:, hot] @ slab.T, dtype=np.float32)
         return float(np.square(y - self.exact, dtype=np.float64).sum()) / self._norm
@@ -219,30 +219,42 @@ def static_product(
 
 
 def choose_scales(
-    weight: Float32Array, inputs: Sequence[Float32Array], *, excess: bool, shadow: bool = True
+    weight: Float32Array,
+    inputs: Sequence[Float32Array],
+    *,
+    paper: bool = False,
+    shadow: bool = True,
+    excess: bool = True,
 ) -> Scales:
-    """Scales for the inputs [m, k] of a weight [n, k]; without `shadow` the pruned forms alone."""
+    """Return scales for the inputs [m, k] of a weight [n, k], the pruned forms without `shadow`.
+
+    `paper`: by the rule of mllm-NPU. `excess`: a shadow also adds what the codes cut off, so that
+    an outlier of a channel that the text did not have is not lost.
+    """
     statistics, trial = InputStatistics(inputs), Trial(weight, inputs)
     flat = [Scale(s, p, trial.error(s)) for p, s in statistics.steps(NO_CHANNELS)]
     pruned = widest = flat[0]
-    if not excess:
+    if not paper:
         pruned = min(flat, key=lambda scale: scale.error)
     shadowed = pruned
-    if shadow and excess:
-        shadowed = _paper_scale(statistics, trial, widest)
-    elif shadow:
-        shadowed = _slab_scale(statistics, trial, pruned)
+    if shadow:
+        if paper:
+            shadowed = _paper_scale(statistics, widest)
+        else:
+            shadowed = _slab_scale(statistics, trial, pruned)
+        if paper or excess:
+            error = trial.error(shadowed.step, shadowed.hot, excess=True)
+            shadowed = replace(shadowed, excess=True, error=error)
     outliers = statistics.outliers((LARGEST_CODE + 0.5) * shadowed.step)
     return Scales(shadowed, pruned, widest, statistics.channel_max, outliers)
 
 
-def _paper_scale(statistics: InputStatistics, trial: Trial, widest: Scale) -> Scale:
-    """Return the scale of the paper's public code, and the channels with most of the excess."""
+def _paper_scale(statistics: InputStatistics, widest: Scale) -> Scale:
+    """Return the scale of the paper's public code, its error not known yet."""
     threshold = statistics.sketch.percentile(PAPER_PERCENTILE)
     if threshold <= 0 or statistics.largest <= PAPER_RATIO * threshold:
-        return Scale(widest.step, 100.0, trial.error(widest.step, excess=True), excess=True)
-    step, hot = step_of(threshold), statistics.hot(threshold)
-    return Scale(step, PAPER_PERCENTILE, trial.error(step, excess=True), hot, excess=True)
+        return widest
+    return Scale(step_of(threshold), PAPER_PERCENTILE, widest.error)
 
 
 def _slab_scale(statistics: InputStatistics, trial: Trial, pruned: Scale) -> Scale:
@@ -292,7 +304,7 @@ class StaticWeights(DerivedWeights):
             dense = exact.matrix(matrix.name).dequantize()
             packed[matrix.name] = self._pack(dense, scale)
             steps[f"{matrix.name}_x_scale"] = np.array([scale.step], dtype=np.float32)
-            if len(scale.hot) and not scale.excess:
+            if len(scale.hot):
                 columns = np.ascontiguousarray(dense[:, scale.hot], dtype=np.float16)
                 shadows[matrix.name] = Shadow(scale.hot, columns)
         names = (x.name for x in self.vectors(index))
@@ -306,7 +318,7 @@ class StaticWeights(DerivedWeights):
 
     @staticmethod
     def _pack(dense: Float32Array, scale: Scale) -> PackedWeight:
-        return pack_without(dense, NO_CHANNELS if scale.excess else scale.hot)
+        return pack_without(dense, scale.hot)
 
 
 def static_weights(
@@ -314,13 +326,15 @@ def static_weights(
     sequences: Sequence[Sequence[int]],
     *,
     outliers: str = DEFAULT_OUTLIERS,
+    excess: bool = True,
     text: str = "",
     progress: Progress | None = None,
 ) -> StaticWeights:
     """w8a8 weights of `exact` (f32) with static scales from calibration tokens.
 
     `sequences` are token ids, each of which fits the model's context; the float model is walked
-    once. Raises `UserError` for shadows that the architecture cannot have.
+    once. `excess`: see `choose_scales`. Raises `UserError` for shadows that the architecture cannot
+    have.
     """
     choice = OutlierChoice.parse(outliers)
     if exact.weight_format != "f32":
@@ -329,7 +343,7 @@ def static_weights(
         check_shadows(exact)
     shadows = choice.kept > 0
     scales = collect_scales(
-        exact, sequences, excess=choice.excess, shadows=shadows, progress=progress
+        exact, sequences, paper=choice.paper, shadows=shadows, excess=excess, progress=progress
     )
     kept = most_important(scales, choice.kept)
     chosen = choose(scales, kept)
@@ -338,6 +352,7 @@ def static_weights(
         text_sha256=hashlib.sha256(text.encode()).hexdigest(),
         tokens=sum(len(x) for x in sequences),
         outliers=outliers,
+        excess=shadows and (choice.paper or excess),
         matmuls=records,
     )
     return StaticWeights(exact, chosen, calibration)
@@ -372,7 +387,7 @@ def _record(scales: Scales, chosen: Scale, pruned: bool) -> MatMulCalibration:
         x_scale=chosen.step,
         percentile=chosen.percentile,
         importance=scales.importance,
-        hot=0 if chosen.excess else len(chosen.hot),
+        hot=len(chosen.hot),
         pruned=pruned,
         error=chosen.error,
     )
@@ -382,8 +397,9 @@ def collect_scales(
     exact: ModelWeights,
     sequences: Sequence[Sequence[int]],
     *,
-    excess: bool = False,
+    paper: bool = False,
     shadows: bool = True,
+    excess: bool = True,
     progress: Progress | None = None,
 ) -> dict[str, Scales]:
     """Return the scales of every matmul by name, in the order of `matmul_shapes`."""
@@ -398,7 +414,7 @@ def collect_scales(
             )
         shadow = shadows and site.role != "lm_head"
         scales_by_name[prefix + site.role] = choose_scales(
-            site.dense(), site.inputs, excess=excess, shadow=shadow
+            site.dense(), site.inputs, paper=paper, shadow=shadow, excess=excess
         )
         return site.values
 

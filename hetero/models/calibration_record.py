@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, NamedTuple, Self
+from typing import Annotated, Any, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -17,12 +17,12 @@ Finite = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 class OutlierChoice(NamedTuple):
     """The choice of `--outliers`: the part of the matmuls that keep a shadow, 0 to 1, and its kind.
 
-    `excess`: what the int8 codes cut off is added exactly, as mllm-NPU does (section 3.3);
-    otherwise hot channels leave the integers and are multiplied in floating point.
+    `paper`: no channel leaves the integers, as in mllm-NPU (section 3.3); otherwise hot channels do
+    and are multiplied in floating point.
     """
 
     kept: float
-    excess: bool = False
+    paper: bool = False
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -33,7 +33,7 @@ class OutlierChoice(NamedTuple):
             case "all":
                 return cls(1.0)
             case "paper":
-                return cls(0.15, excess=True)
+                return cls(0.15, paper=True)
         match = re.fullmatch(r"([0-9]{1,3})%", text)
         percent = -1 if match is None else int(match[1])
         if not 0 <= percent <= 100:
@@ -73,7 +73,8 @@ class MatMulCalibration(BaseModel):
 class Calibration(BaseModel):
     """Scales of every matmul by name (`blocks.3.down`, `lm_head`), and the text they come from.
 
-    `outliers` is the option that chose the shadows, `tokens` how much of the text was read.
+    `outliers` is the option that chose the shadows, `tokens` how much of the text was read;
+    `excess`: shadows also add what the codes cut off.
     """
 
     model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid")
@@ -81,7 +82,16 @@ class Calibration(BaseModel):
     text_sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
     tokens: Annotated[int, Field(ge=1)]
     outliers: str
+    excess: bool = False
     matmuls: dict[str, MatMulCalibration]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _excess_of_the_paper(cls, fields: Any) -> Any:
+        """Read what was written before `excess` was stored."""
+        if isinstance(fields, dict) and fields.get("outliers") == "paper":
+            return {"excess": True, **fields}
+        return fields
 
     @model_validator(mode="after")
     def _known_choice(self) -> Self:
@@ -94,13 +104,7 @@ class Calibration(BaseModel):
     @property
     def shadowed(self) -> list[str]:
         """Return the names of the matmuls whose shadow adds something."""
-        all_of_them = self.excess
-        return [name for name, x in self.matmuls.items() if x.hot or (all_of_them and not x.pruned)]
-
-    @property
-    def excess(self) -> bool:
-        """Return whether shadows add what the codes cut off; hot channels then stay integers."""
-        return OutlierChoice.parse(self.outliers).excess
+        return [name for name, x in self.matmuls.items() if x.hot or (self.excess and not x.pruned)]
 
     def hot(self, name: str) -> int:
         """Return the number of a matmul's hot channels."""

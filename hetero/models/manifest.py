@@ -17,8 +17,8 @@ from hetero.models.fields import read_json_object
 
 MANIFEST_FILE = "hetero.json"
 WEIGHTS_FILE = "weights.safetensors"
-SCHEMA_VERSION: Final = 3  # 1: without `calibration`; 2: without `also`
-READS: Final = (1, 2, 3)
+SCHEMA_VERSION: Final = 4  # 1: without `calibration`; 2: `also`; 3: `calibration.excess`
+READS: Final = (1, 2, 3, 4)
 KIND: Final = "hetero-quantized"
 
 _HASH_READ_BYTES = 1 << 22
@@ -60,7 +60,7 @@ class Manifest(BaseModel):
     model_config = ConfigDict(defer_build=True, frozen=True, extra="forbid")
 
     kind: Literal["hetero-quantized"] = KIND
-    schema_version: Literal[1, 2, 3] = SCHEMA_VERSION
+    schema_version: Literal[1, 2, 3, 4] = SCHEMA_VERSION
     name: str
     weight_format: WeightFormat
     storage: StorageFormat

@@ -11,7 +11,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias
+from typing import Any, BinaryIO, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -185,7 +185,7 @@ def _write_directory(
     files = {x.relative_to(directory).as_posix(): _record(x) for x in sorted(others)}
     manifest = Manifest(
         name=name,
-        schema_version=3 if besides else 1 if weights.calibration is None else 2,
+        schema_version=_schema_version(weights, besides),
         weight_format=weights.weight_format,
         storage=weights.weight_format.storage,
         tokenizer="bytes" if _has_byte_tokenizer(weights) else "files",
@@ -196,10 +196,21 @@ def _write_directory(
         calibration=weights.calibration,
         also=tuple(besides),
     )
-    left_out = {x for x in ("calibration", "also") if not getattr(manifest, x)}
+    left_out: dict[str, Any] = {
+        x: True for x in ("calibration", "also") if not getattr(manifest, x)
+    }
+    if manifest.calibration is not None and not manifest.calibration.excess:
+        left_out["calibration"] = {"excess"}
     text = manifest.model_dump_json(indent=2, exclude=left_out)
     _write_text(directory / MANIFEST_FILE, text + "\n")
     sync_directory(directory)
+
+
+def _schema_version(weights: ModelWeights, also: Sequence[AlsoStored]) -> Literal[1, 2, 3, 4]:
+    """Return the oldest version that can say what is stored."""
+    if weights.calibration is not None and weights.calibration.excess:
+        return 4
+    return 3 if also else 1 if weights.calibration is None else 2
 
 
 def _write_also(

@@ -89,7 +89,7 @@ def test_channels_that_hold_the_outliers_are_found_and_leave_the_integers() -> N
     rng = np.random.default_rng(2)
     hot = [5, 130, 199]
     weight, x = rng.standard_normal((64, 200), dtype=np.float32), outlying(rng, 300, 200, hot)
-    found = choose_scales(weight, [x[:100], x[100:]], excess=False)
+    found = choose_scales(weight, [x[:100], x[100:]])
     assert set(hot) <= set(found.shadowed.hot.tolist())
     assert len(found.shadowed.hot) <= MAX_HOT * 200
     cold = np.abs(np.delete(x, found.shadowed.hot, axis=1)).max()
@@ -101,24 +101,37 @@ def test_channels_that_hold_the_outliers_are_found_and_leave_the_integers() -> N
     assert not packed.codes()[:, hot].any()
 
 
-@pytest.mark.parametrize("excess", [False, True])
-def test_every_choice_is_the_least_of_all(excess: bool) -> None:
+@pytest.mark.parametrize("paper", [False, True])
+def test_every_choice_is_the_least_of_all(paper: bool) -> None:
     rng = np.random.default_rng(3)
-    k = 2000 if excess else 100
+    k = 2000 if paper else 100
     weight, x = rng.standard_normal((20, k), dtype=np.float32), outlying(rng, 200, k, [7])
-    found, trial = choose_scales(weight, [x], excess=excess), Trial(weight, [x])
+    found, trial = choose_scales(weight, [x], paper=paper), Trial(weight, [x])
     flat = [trial.error(step) for _, step in InputStatistics([x]).steps(np.zeros(0, np.int32))]
     assert found.widest.step == step_of(float(np.abs(x).max()))
-    assert found.pruned.error == (found.widest.error if excess else min(flat))
-    if excess:  # nothing is cut off: only rounding is left
-        assert found.shadowed.error < trial.error(found.shadowed.step) / 10
-    assert 1 <= len(found.shadowed.hot) <= max(1, MAX_HOT * k)
+    assert found.pruned.error == (found.widest.error if paper else min(flat))
+    # Nothing is cut off: only rounding is left.
+    assert found.shadowed.error < trial.error(found.shadowed.step) / 10
+    if paper:
+        assert not len(found.shadowed.hot)
+    else:
+        assert 1 <= len(found.shadowed.hot) <= max(1, MAX_HOT * k)
+
+
+@pytest.mark.parametrize("excess", [False, True])
+def test_a_shadow_adds_an_outlier_that_the_text_did_not_have(excess: bool) -> None:
+    rng = np.random.default_rng(4)
+    weight, x = rng.standard_normal((20, 100), dtype=np.float32), outlying(rng, 200, 100, [7])
+    found = choose_scales(weight, [x], excess=excess).shadowed
+    unseen = outlying(rng, 50, 100, [7, 60])
+    error = Trial(weight, [unseen]).error(found.step, found.hot, excess=found.excess)
+    assert (error < 1e-3) == excess
 
 
 def test_inputs_of_zeros_have_a_scale() -> None:
     x, weight = np.zeros((40, 64), np.float32), np.ones((3, 64), np.float32)
-    for excess in (False, True):
-        found = choose_scales(weight, [x], excess=excess)
+    for paper in (False, True):
+        found = choose_scales(weight, [x], paper=paper)
         assert (found.shadowed.step, found.pruned.step) == (1.0, 1.0)
         assert found.shadowed.error == 0
 
@@ -202,7 +215,7 @@ def test_the_command_and_what_it_writes_generates(
     assert done.returncode == 0, done.stderr
     assert "0 of 17 matmuls keep a shadow" in done.stdout
     manifest = json.loads((tmp_path / "out" / "hetero.json").read_text())
-    assert (manifest["schema_version"], manifest["calibration"]["tokens"]) == (2, 96)
+    assert (manifest["schema_version"], manifest["calibration"]["tokens"]) == (2, 96)  # no shadows
     with LLM(out, device="gpu", gpu="reference") as llm, LLM("demo", device="npu") as exact:
         said = llm.generate("Once upon a time", max_tokens=3, temperature=0).tokens
         assert said == exact.generate("Once upon a time", max_tokens=3, temperature=0).tokens

@@ -116,7 +116,7 @@ def test_the_command_lines_way_needs_nothing_else(name: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.sampled(3)  # tests/solver/test_known_models.py plans every model on every profile
+@pytest.mark.sampled(12)  # tests/solver/test_known_models.py plans every model on every profile
 @pytest.mark.parametrize("profile", shipped_names())
 def test_a_plan_is_found_on_every_shipped_profile(name: str, profile: str) -> None:
     """Both devices work in every prompt, were it in attention's heads alone."""

@@ -50,7 +50,7 @@ def case(request: pytest.FixtureRequest) -> Case:
     tokens = exact.encode(TEXT)
     weights = static_weights(outlying, [tokens[COUNT:]], outliers=request.param)
     schemes = Schemes(LoadedModel("demo", exact.config, outlying, "0" * 64), [tokens[COUNT:]], 160)
-    scales = schemes.scales(excess=request.param == "paper")
+    scales = schemes.scales(paper=request.param == "paper")
     kept = most_important(scales, {"all": 1.0, "50%": 0.5, "paper": 0.15}[request.param])
     bare = choose(scales, kept)
     wanted = schemes.chosen(bare).logits(tokens[:COUNT])[-1]

@@ -65,7 +65,7 @@ def without_shared_heads(found: DeviceProfile) -> DeviceProfile:
 
 
 @pytest.mark.few(8)
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("profile", PROFILES)
 @pytest.mark.parametrize("name", KNOWN_MODELS)
 def test_every_known_model_is_planned_on_every_shipped_profile(name: str, profile: str) -> None:

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Generator
 from typing import Final
@@ -58,8 +59,11 @@ class Recorder:
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Keep the outcome of each phase."""
+        """Keep the outcome of each phase; CI, which may end the run, prints failures at once."""
         self._outcomes[report.nodeid].add(report.outcome)
+        terminal = self._config.pluginmanager.get_plugin("terminalreporter")
+        if report.failed and terminal is not None and "CI" in os.environ:
+            terminal.write_line(f"\n{report.nodeid} ({report.when})\n{report.longreprtext}")
 
     def pytest_sessionfinish(self) -> None:
         """Write the tests without a failure."""

@@ -10,14 +10,19 @@
 #define LIST (1 + 2 * K)
 
 #if EXCESS
-INLINE float excess_of(const float x, const float scale) {
+// 0 for hot columns, whose codes are zero.
+INLINE float excess_of(const float x, const float scale, const int column,
+                       __global const int *restrict hot) {
+  for (int i = 0; i < HOT; i++)
+    if (hot[i] == column) return 0;
   const float code = rint(x / scale);
   return (code - clamp(code, -128.0f, 127.0f)) * scale;
 }
 
 // One group of LANES items a token, each for a run of columns.
 __kernel void list_excess(const int count, ARRAY(const float, x), __global int *restrict listed,
-                          __global const float *restrict x_scale) {
+                          __global const float *restrict x_scale,
+                          __global const int *restrict hot) {
   const int token = get_global_id(1);
   if (token >= count) return;
   x += x_at + (size_t)token * K;
@@ -26,7 +31,7 @@ __kernel void list_excess(const int count, ARRAY(const float, x), __global int *
   const int lane = get_local_id(0), run = (K + LANES - 1) / LANES;
   const int start = lane * run, stop = min(K, start + run);
   int own = 0;
-  for (int i = start; i < stop; i++) own += !(fabs(x[i]) < most) && excess_of(x[i], scale) != 0;
+  for (int i = start; i < stop; i++) own += !(fabs(x[i]) < most) && excess_of(x[i], scale, i, hot) != 0;
 #if LANES > 1
   __local int found[LANES];
   found[lane] = own;
@@ -38,7 +43,7 @@ __kernel void list_excess(const int count, ARRAY(const float, x), __global int *
 #endif
   if (lane == LANES - 1) listed[0] = at + own;
   for (int i = start; i < stop && own; i++) {
-    const float excess = fabs(x[i]) < most ? 0.0f : excess_of(x[i], scale);
+    const float excess = fabs(x[i]) < most ? 0.0f : excess_of(x[i], scale, i, hot);
     if (excess == 0) continue;
     listed[1 + 2 * at] = i;
     listed[2 + 2 * at] = as_int(excess);
