@@ -101,9 +101,19 @@ class WorkerDevice(Device, SupportsCompaction):
         self.health.check(name)
         if not self._threads:
             self._start()
-        completion = WorkerCompletion(self, name, len(pieces))
-        for piece in pieces:
-            self._queue.put(partial(completion.compute, piece.run))
+        completion, left, begun = None, len(pieces), self.order.submitted
+        try:
+            completion = WorkerCompletion(self, name, left)
+            for piece in pieces:
+                self._queue.put(partial(completion.compute, piece.run))
+                left -= 1
+        except BaseException:  # Ctrl-C: calls after this one do not wait for what is not queued
+            if completion is not None:
+                for _ in range(left):
+                    completion.compute(_nothing)
+            elif self.order.submitted > begun:
+                self.order.end(begun)
+            raise
         return completion
 
     def close(self) -> None:
@@ -250,6 +260,10 @@ def pieces_of(m: int, threads: int) -> list[tuple[int, int]]:
     """Return the tokens of each piece of a call: one for a single thread, or for few tokens."""
     count = 1 if threads == 1 else max(1, min(m // LEAST_TOKENS, PIECES * threads))
     return [(m * i // count, m * (i + 1) // count) for i in range(count)]
+
+
+def _nothing() -> None:
+    """Stand for a piece that was not queued."""
 
 
 def _size(piece: tuple[int, int]) -> int:

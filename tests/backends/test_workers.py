@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -117,6 +118,30 @@ def test_a_call_that_fails_loses_the_device() -> None:
         with pytest.raises(DeviceLostError, match="no"):
             after.submit()
         assert "lost" in device.state()
+
+
+@pytest.mark.parametrize("at", [0, 1, 3])
+def test_an_interrupted_submission_does_not_hold_up_the_next_call(
+    at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened() as device:
+        call = bound(device, m=400)
+        assert len(call._pieces) > 3
+        call.run()
+        put, count = device._queue.put, iter(range(100))
+
+        def interrupted(piece: Any) -> None:
+            if next(count) == at:
+                raise KeyboardInterrupt
+            put(piece)
+
+        stopped = SimpleNamespace(put=interrupted)
+        with monkeypatch.context() as patch:
+            patch.setattr(device, "_queue", stopped)
+            with pytest.raises(KeyboardInterrupt):
+                call.submit()
+        call.submit().wait(10.0)
+        device.drain(10.0)
 
 
 def test_a_call_that_hangs_is_given_up() -> None:
