@@ -13,6 +13,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final, Generic, TypeVar
 
+from hetero.backends.errors import DeviceLostError
+from hetero.backends.host import forks
+
 T = TypeVar("T")
 _POLL_S: Final = 0.1
 
@@ -45,13 +48,23 @@ class Latch:
 
 
 class Background(Generic[T]):
-    """A call that a thread makes. `result` returns what it returned, or raises what it raised."""
+    """A call that a thread makes. `result` returns what it returned, or raises what it raised.
+
+    In a child that is forked before its end, it has ended with `DeviceLostError`.
+    """
 
     def __init__(self, call: Callable[[], T]) -> None:
         self._call: Callable[[], T] | None = call
         self._done = Latch()
         self._value: list[T] = []
         self._error: BaseException | None = None
+        forks.in_child(self._lose)
+
+    def _lose(self) -> None:
+        if not self._done.wait(0):
+            self._call = None
+            self._error = DeviceLostError("host", "a call on a thread", forks.REASON, forks.REMEDY)
+            self._done.open()
 
     def run(self) -> None:
         """Make the call, unless it was cancelled; for the thread."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 import time
 from functools import partial
@@ -73,3 +75,30 @@ def test_an_interrupted_wait_blocks_no_other_thread(limit_s: float) -> None:
                 job = slow()
                 interrupted(partial(ask, job), place)
                 assert in_thread(job.result, LIMIT_S) == job.result() == "done", place
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_does_not_wait_for_a_thread_of_its_parent() -> None:
+    code = f"""
+import os, threading, warnings
+from hetero.backends.errors import DeviceLostError
+from hetero.backends.host.background import in_background
+warnings.simplefilter("ignore")
+let_go = threading.Event()
+running, waiting = in_background("test", [lambda: let_go.wait({LIMIT_S}), lambda: 1])
+pid = os.fork()
+if pid == 0:
+    for job in (running, waiting):
+        assert job.wait(0)
+        try:
+            job.result()
+        except DeviceLostError as error:
+            assert "before this process was forked" in str(error)
+        else:
+            os._exit(1)
+    os._exit(0)
+assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+let_go.set()
+assert running.result() and waiting.result() == 1
+"""
+    subprocess.run([sys.executable, "-P", "-c", code], check=True, timeout=LIMIT_S)
