@@ -259,7 +259,7 @@ class Placement:
         return tuple(entry for entry in self.entries(phase, m) if entry.op not in sampled)
 
     def is_prepared(self, phase: Phase, m: int) -> bool:
-        """Return whether the kernels have all that a call of m tokens asks of static devices.
+        """Return whether the rows that a call of m tokens asks for are prepared.
 
         A plan for other speeds may want other formats or operand orders than were prepared.
         """
@@ -273,7 +273,7 @@ class Placement:
         return all(
             part.segment in self.kernels.segments(node, part.kind)
             for node, part in parts
-            if self._capabilities[part.kind].static_shapes
+            if self._capabilities[part.kind].prepares_rows
         )
 
     def working(self, m: int) -> frozenset[DeviceKind]:
