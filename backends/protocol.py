@@ -115,6 +115,14 @@ class Capabilities:
     reads_panels: bool = False
     experts: bool = False
 
+    @property
+    def prepares_rows(self) -> bool:
+        """Return whether rows of matmuls are prepared ahead, for they are in its own layout.
+
+        Elsewhere kernels of any rows are made when asked for, on the weights as they are stored.
+        """
+        return self.static_shapes or bool(self.weight_bytes)
+
 
 class Graphs(Protocol):
     """Arguments of `prepared_sizes`: capabilities of an open device, or of one in a profile."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.util
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from hetero.backends.errors import DeviceUnavailableError
@@ -22,6 +22,7 @@ class Backend:
     """One entry of the table, from which lists of backends are derived.
 
     kind          which device of a plan it plays
+    also          and which others
     requires      vendor packages, and
     install_hint  how to install them
     submodule     what has `open(**options) -> Device`; the package itself if empty
@@ -33,6 +34,7 @@ class Backend:
 
     name: str
     kind: DeviceKind
+    also: tuple[DeviceKind, ...] = field(default=(), kw_only=True)
     requires: tuple[str, ...] = ()
     install_hint: str = ""
     submodule: str = ""
@@ -46,6 +48,10 @@ class Backend:
         """Return the import path of the module that opens it."""
         package = f"hetero.backends.{self.name.replace('-', '_')}"
         return f"{package}.{self.submodule}" if self.submodule else package
+
+    def plays(self, kind: DeviceKind) -> bool:
+        """Return whether it may be opened as this device of a plan."""
+        return kind in (self.kind, *self.also)
 
     def missing_packages(self) -> tuple[str, ...]:
         """Return the vendor packages that are not installed, without importing them."""
@@ -62,11 +68,11 @@ BACKENDS: dict[str, Backend] = {
         Backend(EVERY_CORE, "gpu", ("pyopencl",), PYOPENCL, drivers=True,
                 note="every core; with --device gpu"),
         Backend("ort-cpu", "npu", ("onnxruntime", "onnx"), "pip install onnxruntime onnx",
-                real=True, automatic=True),
+                also=("cpu",), real=True, automatic=True),
         Backend("qnn", "npu", ("onnxruntime_qnn", "onnx"), "pip install 'hetero[qnn]'", "opening",
                 real=True, note="Hexagon, or its emulator"),
-        Backend("reference", "npu"),
-        Backend("null", "npu"),
+        Backend("reference", "npu", also=("gpu", "cpu")),
+        Backend("null", "npu", also=("gpu", "cpu")),
         Backend("simulated", "npu"),
     )
 }  # fmt: skip
@@ -79,7 +85,7 @@ def real_backends() -> tuple[str, ...]:
 
 def automatic_backend(kind: DeviceKind) -> str:
     """Return the name of the backend that `auto` opens for a kind of device."""
-    return next(b.name for b in BACKENDS.values() if b.kind == kind and b.automatic)
+    return next(b.name for b in BACKENDS.values() if b.plays(kind) and b.automatic)
 
 
 def choices_text(kind: DeviceKind) -> str:

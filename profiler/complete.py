@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 
 from hetero.backends.host.clock import Clock, ManualClock, SystemClock
 from hetero.backends.ops import Op
-from hetero.backends.protocol import Device, DeviceKind
+from hetero.backends.protocol import KINDS, Device, DeviceKind
 from hetero.profiler.device_overheads import DeviceOverheads
 from hetero.profiler.errors import ProfileError
 from hetero.profiler.non_matmul_ops import fit_non_matmul, reference_ops
@@ -51,7 +51,7 @@ def lacking(profile: DeviceProfile, devices: Mapping[DeviceKind, Device]) -> lis
     known = measured | {(x.device, x.op) for x in profile.quarantined}
     lacks: dict[Lack, None] = {}
     for kind, device in devices.items():
-        for block in Options().blocks:
+        for block in Options().blocks if kind in KINDS else ():
             for op in reference_ops(block, device.capabilities.weight_formats[0]):
                 name = op_name(op)
                 sources = (x for x in SUBSTITUTES.get(name, ()) if (kind, x) in measured)

@@ -12,7 +12,7 @@ from hetero.backends.host.clock import Clock
 from hetero.backends.host.folders import cache_folder
 from hetero.backends.ops import Op
 from hetero.backends.optional import flag_of
-from hetero.backends.protocol import Device, DeviceKind
+from hetero.backends.protocol import KINDS, Device, DeviceKind
 from hetero.profiler import bandwidth, energy, non_matmul_ops, preparation
 from hetero.profiler import sync as sync_costs
 from hetero.profiler.environment import read_environment
@@ -102,6 +102,11 @@ class DeviceOverheads:
     checkpoint: Callable[[], None] = lambda: None
 
     @property
+    def alone(self) -> dict[DeviceKind, Device]:
+        """Return the devices that compute whole models: of a third one only matmuls count."""
+        return {kind: device for kind, device in self.devices.items() if kind in KINDS}
+
+    @property
     def clock(self) -> Clock:
         """Return the workload's."""
         return self.workload.clock
@@ -162,7 +167,7 @@ class DeviceOverheads:
     def preparation(self) -> list[PreparationRow]:
         """Return preparing graphs and kernels."""
         return preparation.measure_preparation(
-            self.devices,
+            self.alone,
             self.workload.pool,
             self.clock,
             self.options.grid_pairs(),
@@ -185,7 +190,7 @@ class DeviceOverheads:
         """Return the power of each device and both."""
         if not self.options.power or energy.find_meter() is None:
             return [MaybePower(power=None, note=energy.ABSENT)]
-        names = [*self.devices, *(["both"] if len(self.devices) == 2 else [])]
+        names = [*self.alone, *(["both"] if len(self.alone) == 2 else [])]
         loads = {n: bandwidth.load(self.workload, self.weight_format, n) for n in names}
         return [MaybePower(power=energy.measure_power(self.clock, loads), note="")]
 
@@ -210,7 +215,7 @@ class DeviceOverheads:
         """Return the wanted kernels, checked and timed, and the wrong ones."""
         timed: list[tuple[NonMatmulRow, Op]] = []
         quarantined: list[Quarantine] = []
-        for kind in self.devices:
+        for kind in self.alone:
             meter = non_matmul_ops.NonMatmulMeter(
                 kind,
                 self.devices[kind],

@@ -12,7 +12,7 @@ from typing import TypeAlias
 from hetero.backends.errors import DeviceError
 from hetero.backends.formats import WeightFormat
 from hetero.backends.host.clock import Clock, ManualClock, SystemClock
-from hetero.backends.protocol import Device, DeviceKind
+from hetero.backends.protocol import KINDS, Device, DeviceKind
 from hetero.profiler import fit, preparation
 from hetero.profiler.device_overheads import (
     BANDWIDTH_REPEATS,
@@ -190,9 +190,10 @@ class ProfilingSession:
                 partial(around.device, kind),
                 fits=partial(_is_of, self.devices[kind]),
             )
-            self.parts.take(
-                f"{kind} synchronisation", DeviceSync, partial(around.synchronisation, kind)
-            )
+            if kind in KINDS:
+                self.parts.take(
+                    f"{kind} synchronisation", DeviceSync, partial(around.synchronisation, kind)
+                )
         self.parts.take("sleep", HostSync, self._host_sync)
         self.parts.take("every core", EveryCore, self._every_core, several=True)
         self.parts.take("storage", MaybeStorage, around.storage)
@@ -352,7 +353,11 @@ class ProfilingSession:
             quarantined=(*self.grid.quarantined, *others[0].quarantined),
             bandwidth=concurrent.bandwidth,
             contention=concurrent.contention,
-            sync={kind: self.parts[f"{kind} synchronisation"][0] for kind in self.devices},
+            sync={
+                kind: self.parts[f"{kind} synchronisation"][0]
+                for kind in self.devices
+                if kind in KINDS
+            },
             host_sync=self.parts["sleep"][0],
             every_core=tuple(self.parts["every core"]),
             storage=storage.storage,

@@ -61,12 +61,3 @@ def report_ending(path: str | os.PathLike[str]) -> str:
     if ending not in ("", ".html", ".htm", ".md", ".json"):
         raise PlanError(f"a report is not written as {ending} ({path}): choose .html, .md or .json")
     return ending if ending in (".md", ".json") else ".html"
-
-
-def check_two_devices(plan: ExecutionPlan) -> None:
-    """Raise `PlanError` for rows of matmuls on a CPU, which no backend computes yet."""
-    if "cpu" in plan.devices():
-        raise PlanError(
-            f"plan {plan.plan_id} has rows of matmuls on a CPU besides GPU and NPU, which only "
-            "simulated chips run: leave out the plan, and the model is planned for two devices"
-        )

@@ -44,9 +44,9 @@ class MatmulLaunches:
     ) -> tuple[Part, ...]:
         """Return launches of a matmul node at m tokens, in the plan's order.
 
-        They cover its output, with the same rows wherever they share one. On a device with static
-        shapes the rows of each are one of `PlannedKernels.segments`, unless it is prepared while a
-        prompt waits.
+        They cover its output, with the same rows wherever they share one. On a device that
+        prepares rows those of each are one of `PlannedKernels.segments`, unless it is prepared
+        while a prompt waits.
         """
         assert node.plan_op is not None
         key = (node.plan_op, phase, m, mode)
@@ -97,7 +97,7 @@ class MatmulLaunches:
         edges: set[int] = set()
         for part in parts:
             edges.update(part.rows)
-            if self._is_static(part.kind) and not part.online:
+            if self._prepares(part.kind) and not part.online:
                 start, stop = part.rows
                 known = self._kernels.edges(node, part.kind, storage_of(node, part.precision))
                 edges.update(e for e in known if start < e < stop)
@@ -112,14 +112,14 @@ class MatmulLaunches:
         """Append a part, or lengthen the one that ends where it begins."""
         for i, other in enumerate(joined):
             same = (other.kind, other.segment) == (part.kind, part.segment)
-            if same and not self._is_static(part.kind) and other.tokens[1] == part.tokens[0]:
+            if same and not self._prepares(part.kind) and other.tokens[1] == part.tokens[0]:
                 tokens = (other.tokens[0], part.tokens[1])
                 joined[i] = dataclasses.replace(other, tokens=tokens, graph=tokens[1] - tokens[0])
                 return
         joined.append(part)
 
-    def _is_static(self, kind: DeviceKind) -> bool:
-        return self._capabilities[kind].static_shapes
+    def _prepares(self, kind: DeviceKind) -> bool:
+        return self._capabilities[kind].prepares_rows
 
     def _graph_of(self, node: Node, tile: Tile, tokens: int) -> int:
         """Return the token count of the call that computes a tile."""

@@ -143,8 +143,8 @@ class Placement:
         """Yield what computes a call of m tokens, in the model's order.
 
         Tables that are mapped are the control thread's. What sees sampled rows alone sees the last
-        `logit_rows` tokens, and is left out where that is none. Rows of several contexts decode so,
-        too; but what knows a position runs for each of them, on the same device (`row_graph`).
+        `logit_rows` tokens, and is left out where that is none. Tokens of several texts are such a
+        call, too; but what knows a position runs for each text, on the same device.
         `mode`: of calls in flight.
         """
         inside: set[str] = set()  # nodes of groups that were yielded
@@ -225,22 +225,18 @@ class Placement:
         except ValueError as error:
             raise PlanError(f"{phase} on the {kind}: {error}") from None
 
-    @property
-    def row_graph(self) -> int:
-        """Return the tokens that a launch for one row of a decode step is bound with.
-
-        Padding included.
-        """
-        return self.padded("decode", 1)
-
     @cached_property
     def joins(self) -> bool:
-        """Return whether rows of several contexts can decode in one step.
+        """Return whether rows of several contexts can decode in one step (`joins_at`)."""
+        return self.joins_at("decode", 1)
+
+    def joins_at(self, phase: Phase, m: int) -> bool:
+        """Return whether m tokens of one step can be of several texts.
 
         Not where attention is inside the graph of a whole block, which knows one position.
         """
         return not any(
-            group.fixed and self.fused(group, "decode", 1) is not None
+            group.fixed and self.fused(group, phase, m) is not None
             for group in self.groups.values()
         )
 
@@ -263,7 +259,7 @@ class Placement:
         return tuple(entry for entry in self.entries(phase, m) if entry.op not in sampled)
 
     def is_prepared(self, phase: Phase, m: int) -> bool:
-        """Return whether the kernels have all that a call of m tokens asks of static devices.
+        """Return whether the rows that a call of m tokens asks for are prepared.
 
         A plan for other speeds may want other formats or operand orders than were prepared.
         """
@@ -277,7 +273,7 @@ class Placement:
         return all(
             part.segment in self.kernels.segments(node, part.kind)
             for node, part in parts
-            if self._capabilities[part.kind].static_shapes
+            if self._capabilities[part.kind].prepares_rows
         )
 
     def working(self, m: int) -> frozenset[DeviceKind]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,6 +76,18 @@ def assign_cores() -> CoreAssignment:
     own = _hardware_threads(gpu)
     others = [core for size in sizes for core in size if core not in own]
     return CoreAssignment(gpu, (others or [core for core in sizes[-1] if core != gpu])[-1])
+
+
+def spare_cores(taken: Collection[int]) -> tuple[int, ...]:
+    """Return the cores of a third device that computes on this processor, besides those taken.
+
+    With none left it shares the first of the taken ones, which works for a GPU. Empty pins nothing.
+    """
+    if not hasattr(os, "sched_getaffinity") or core_count() < 2:
+        return ()
+    cores = allowed_cores()
+    spare = tuple(core for core in cores if core not in taken)
+    return spare[: max(core_count() - len(taken), 1)] or (cores[0],)
 
 
 def polling_core() -> int | None:

@@ -14,15 +14,18 @@
                   (packs for int8 are 0.125 bytes a weight larger on Arm)
                   "auto"   (default) "both" on x86 without AVX-512, where fp32 would leave decoding
                            five times slower than int8 activations; else "fp32"
+    kind          "npu", or "cpu": rows of matmuls besides GPU and NPU, of any token count
+    cores         of the CPU's threads; empty: one thread, wherever the system puts it
 
 Sessions have a symbolic token count, so one session serves every graph size: ONNX Runtime packs
-weights into a private copy for each session. The caller pins the thread; nothing here does.
+weights into a private copy for each session. The caller pins the NPU's thread; nothing here does.
 """
 
 from __future__ import annotations
 
 import os
-from typing import Literal
+from collections.abc import Sequence
+from typing import Final, Literal
 
 # Read once, when the library is loaded (that is, when a device is opened): without it a home that
 # cannot be written gets a warning about a telemetry identifier.
@@ -31,16 +34,23 @@ os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 from hetero.backends.host.processor import cpu_flags
 from hetero.backends.ort_cpu.device import DEFAULT_GRAPH_SIZES, OrtCpuDevice
 from hetero.backends.ort_cpu.graphs import ActivationPath
+from hetero.backends.ort_cpu.workers import WorkerDevice
 from hetero.backends.protocol import Device
+
+ANY_TOKENS: Final = (1, 1 << 20)
 
 
 def open(
     *,
     graph_sizes: tuple[int, ...] = DEFAULT_GRAPH_SIZES,
     w4a16: ActivationPath | Literal["auto"] = "auto",
+    kind: Literal["npu", "cpu"] = "npu",
+    cores: Sequence[int] = (),
 ) -> Device:
     """Open ONNX Runtime on the host's CPU; see the module's docstring for the options."""
     path = default_path(cpu_flags()) if w4a16 == "auto" else w4a16
+    if kind == "cpu":
+        return WorkerDevice(OrtCpuDevice(graph_sizes=ANY_TOKENS, w4a16=path, kind=kind), cores)
     return OrtCpuDevice(graph_sizes=graph_sizes, w4a16=path)
 
 
@@ -52,4 +62,4 @@ def default_path(flags: frozenset[str]) -> ActivationPath:
     return "both" if "avx2" in flags and "avx512f" not in flags else "fp32"
 
 
-__all__ = ["DEFAULT_GRAPH_SIZES", "OrtCpuDevice", "default_path", "open"]
+__all__ = ["DEFAULT_GRAPH_SIZES", "OrtCpuDevice", "WorkerDevice", "default_path", "open"]

@@ -29,6 +29,7 @@ from hetero.backends.protocol import (
     Capabilities,
     Device,
     DeviceInfo,
+    DeviceKind,
     Kernel,
     WeightValue,
 )
@@ -52,9 +53,18 @@ _PLAIN: Final[Mapping[type[Op], Callable[[Any], bytes]]] = {
 
 
 class OrtCpuDevice(Device, SupportsCompaction):
-    """Sessions run on whatever thread calls them."""
+    """Sessions run on whatever thread calls them.
 
-    def __init__(self, *, graph_sizes: tuple[int, ...], w4a16: graphs.ActivationPath) -> None:
+    As `cpu` it takes any token count up to the last of its sizes.
+    """
+
+    def __init__(
+        self,
+        *,
+        graph_sizes: tuple[int, ...],
+        w4a16: graphs.ActivationPath,
+        kind: DeviceKind = "npu",
+    ) -> None:
         if not graph_sizes or min(graph_sizes) < 1:
             raise ValueError(f"graph sizes are token counts of at least 1, got {graph_sizes}")
         if w4a16 not in get_args(graphs.ActivationPath):
@@ -71,9 +81,9 @@ class OrtCpuDevice(Device, SupportsCompaction):
             details={"w4a16": w4a16, "graphs": REVISION},
         )
         self.capabilities = Capabilities(
-            kind="npu",
-            static_shapes=True,
-            graph_sizes=self._sizes,
+            kind=kind,
+            static_shapes=kind == "npu",
+            graph_sizes=self._sizes if kind == "npu" else (),
             weight_formats=formats,
             row_alignment=ROW_ALIGNMENT,
             early_visibility=False,

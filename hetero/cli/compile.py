@@ -148,6 +148,7 @@ def estimated(compilation: Compilation, shared: Sharing | None) -> dict[str, obj
         "share_weights": compilation.share_weights,
         "domains": [asdict(domain) for domain in compilation.domains],
         "gpu_bytes": compilation.gpu_bytes,
+        "cpu_bytes": compilation.cpu_bytes,
         "prompt": None if shared is None else shared.document(),
     }
 

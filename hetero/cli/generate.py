@@ -260,6 +260,7 @@ def document(llm: LLM, result: GenerationResult, options: GenerateOptions) -> di
         "shifted_tokens": stats.shifted_tokens,
         "gpu": llm.devices.name("gpu"),
         "npu": llm.devices.name("npu"),
+        "cpu": llm.devices.name("cpu"),
         "kv": llm.kv.value,
         "weights": ",".join((llm.model.weights.weight_format, *llm.model.weights.also)),
         "plan_id": llm.plan.plan_id,

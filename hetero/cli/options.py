@@ -98,6 +98,14 @@ GpuOption = Annotated[
 NpuOption = Annotated[
     str, typer.Option(metavar="BACKEND", help=f"{choices_text('npu')}.", rich_help_panel=DEVICES)
 ]
+CpuOption = Annotated[
+    str,
+    typer.Option(
+        metavar="BACKEND",
+        help="Takes rows of matmuls besides both, where planned: auto, none or ort-cpu.",
+        rich_help_panel=DEVICES,
+    ),
+]
 WeightsOption = Annotated[
     WeightsChoice | None,
     typer.Option(
@@ -237,6 +245,7 @@ class EngineFlags:
     device: DeviceOption = DeviceChoice.AUTO
     gpu: GpuOption = "auto"
     npu: NpuOption = "auto"
+    cpu: CpuOption = "auto"
     weights: WeightsOption = None
     plan: PlanOption = None
     experts: ExpertsOption = None

@@ -66,6 +66,16 @@ CheckOption = Annotated[
 ]
 
 
+CpuMeasuredOption = Annotated[
+    str,
+    typer.Option(
+        "--cpu",
+        metavar="BACKEND",
+        help="Measure a third device, too: ort-cpu, on the cores that the others leave.",
+    ),
+]
+
+
 def profile_command(
     out: Annotated[
         Path | None, typer.Option(help="File to write.", show_default="this machine's")
@@ -87,6 +97,7 @@ def profile_command(
     check: CheckOption = None,
     gpu: GpuOption = "auto",
     npu: NpuOption = "auto",
+    cpu: CpuMeasuredOption = "none",
     as_json: JsonOption = False,
 ) -> None:
     """Measure this device once; the solver and the runtime predict from it."""
@@ -99,7 +110,8 @@ def profile_command(
     from hetero.terminal.notices import notify
 
     kept = {"quick": quick, "budget": budget, "resume": resume, "model": model}
-    measuring: dict[str, object] = {**kept, "weights": weights}
+    third = None if cpu == "none" else cpu
+    measuring: dict[str, object] = {**kept, "weights": weights, "cpu": third}
     if check is not None:
         _refuse_to_measure("check", measuring | {"add": add, "from": rates, "out": out, "soc": soc})
         _check(check, as_json=as_json)
@@ -116,7 +128,7 @@ def profile_command(
     budget_s = parse_budget(budget) if budget is not None else None
     limit_s = budget_s or (QUICK_BUDGET_S if quick else DEFAULT_BUDGET_S)
     if soc is not None and is_compiled_for(soc):
-        _refuse_with_compiler({"resume": resume, "weights": weights})
+        _refuse_with_compiler({"resume": resume, "weights": weights, "cpu": third})
         with progress(limit_s) as show:
             taken = compiled_profile(soc, out, model=model, budget_s=limit_s, progress=show)
         report(taken, out or Path(f"{soc}.json"), as_json)
@@ -138,6 +150,7 @@ def profile_command(
                 resume=resume,
                 gpu=gpu,
                 npu=npu,
+                cpu=cpu,
                 model=model,
                 weights=weights or ["w4a16"],
                 name=soc or "host",
@@ -321,6 +334,7 @@ LABELS: Final = {
     "environment": "looking at this machine",
     "gpu stages": "sizes that the GPU pads to",
     "npu stages": "sizes that the NPU pads to",
+    "cpu stages": "sizes that the CPU pads to",
     "gpu synchronisation": "what waiting for the GPU costs",
     "npu synchronisation": "what waiting for the NPU costs",
     "sleep": "how late a sleeping thread wakes",

@@ -15,9 +15,9 @@ from hetero.backends.host.files import LONGEST_DOCUMENT_BYTES, atomic_write, rea
 from hetero.backends.host.folders import expand_user
 from hetero.backends.opencl import gpu_capabilities
 from hetero.backends.ops import MatMul
-from hetero.backends.protocol import Capabilities, WeightValue
+from hetero.backends.protocol import Capabilities, DeviceKind, WeightValue
 from hetero.backends.qnn import npu_capabilities
-from hetero.backends.registry import find
+from hetero.backends.registry import automatic_backend, find, open_device
 from hetero.backends.snapdragon import DOMAIN_BYTES, Chip, find_chip
 from hetero.compiling.jobs import Job, Sharing, all_jobs, mib, sharing
 from hetero.compiling.limits import (
@@ -52,7 +52,7 @@ from hetero.profiler.records import DeviceProfile
 from hetero.runtime.kernels import cut_weights, node_weights, stored_for
 from hetero.runtime.launch_costs import check_priced
 from hetero.runtime.sizes import place
-from hetero.solver.execution_plan import ExecutionPlan, check_two_devices
+from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.handmade import layer_level
 from hetero.solver.placement import Placement
 
@@ -124,6 +124,11 @@ class Compilation:
         """Return the bytes of weights that the GPU maps from the model's file."""
         return self.placement.kernels.weight_bytes["gpu"]
 
+    @property
+    def cpu_bytes(self) -> int:
+        """Return the bytes of weights that a third device packs when the model is opened."""
+        return self.placement.kernels.weight_bytes.get("cpu", 0)
+
     def describe_memory(self) -> str:
         """Return what is in which memory, for people."""
         chip, count = find_chip(self.request.soc), len(self.domains)
@@ -133,6 +138,7 @@ class Compilation:
             f"{chip.domains} process domains of {mib(DOMAIN_BYTES)}, a context is {each}: "
             f"{'; '.join(x.describe() for x in self.domains)}. GPU: {mib(self.gpu_bytes)} of "
             f"weights, mapped from the model's file."
+            + (f" CPU: {mib(self.cpu_bytes)}, packed on opening." if self.cpu_bytes else "")
         )
 
 
@@ -156,16 +162,14 @@ def prepare(request: CompileRequest) -> Compilation:
     if plan is None:
         plan = layer_level(spec, graph_sizes=sizes)
     plan.check_fits(spec)
-    check_two_devices(plan)
     if request.profile is not None and solved is None:
         check_priced(CostModel(request.profile), spec, plan)
     npu = npu_capabilities.capabilities_of(chip, sizes)
-    gpu = gpu_capabilities.capabilities_of()
     placement = place(
         plan,
         loaded.config,
         loaded.weights.weight_format,
-        {"npu": npu, "gpu": gpu},
+        _abilities(plan, npu),
         max_seq_len=length,
         source=None if solved is None else solved.solver,
         shadows=loaded.weights.outliers(),
@@ -194,6 +198,15 @@ def prepare(request: CompileRequest) -> Compilation:
         solved,
         () if solved is None else solved.notes,
     )
+
+
+def _abilities(plan: ExecutionPlan, npu: Capabilities) -> dict[DeviceKind, Capabilities]:
+    """Return the capabilities of the plan's devices; a CPU's as the runtime opens it."""
+    able: dict[DeviceKind, Capabilities] = {"npu": npu, "gpu": gpu_capabilities.capabilities_of()}
+    if "cpu" in plan.devices():
+        with open_device(automatic_backend("cpu"), kind="cpu") as device:
+            able["cpu"] = device.capabilities
+    return able
 
 
 def prepare_by_default(request: CompileRequest) -> Compilation:

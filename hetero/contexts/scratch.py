@@ -14,7 +14,7 @@ from typing import Any, cast
 from hetero.backends.host.signals import WholeSteps
 from hetero.contexts.service import Service
 from hetero.contexts.slot_pool import Slot
-from hetero.generation.embedding import Embedding, embedding_steps
+from hetero.generation.embedding import Embedding, batches, embedding_steps
 from hetero.generation.loop import Delta, Generation, GenerationResult, Pending
 from hetero.generation.options import GenerateOptions, read_options
 from hetero.models.pooling import Pooling
@@ -22,17 +22,20 @@ from hetero.models.pooling import Pooling
 
 def embeddings(
     service: Service, texts: Sequence[Sequence[int]], pooling: Pooling
-) -> WholeSteps[Embedding | None]:
-    """Return the steps of the embeddings of texts: a step is an embedding, or None."""
+) -> WholeSteps[tuple[int, Embedding] | None]:
+    """Return the steps of the embeddings of texts: a step is one with its text's place, or None."""
     return WholeSteps(_embeddings(service, texts, pooling))
 
 
 def _embeddings(
     service: Service, texts: Sequence[Sequence[int]], pooling: Pooling
-) -> Iterator[Embedding | None]:
+) -> Iterator[tuple[int, Embedding] | None]:
+    engine = service.llm.engine
     with _scratch(service) as slot:
-        for tokens in texts:
-            yield (yield from embedding_steps(service.llm.engine, slot.active, tokens, pooling))
+        for places, length in batches(engine, texts):
+            part = [texts[place] for place in places]
+            found = yield from embedding_steps(engine, slot.active, part, length, pooling)
+            yield from zip(places, found, strict=True)
 
 
 @dataclass

@@ -62,7 +62,8 @@ class EarlyLoader(ModelLoader):
     def _prepared_key(self) -> str:
         """Return the key of starts that need the same kernels (`decisions.is_prepared`)."""
         options = self._options
-        named = (options.device, options.gpu, options.npu, options.sync, options.strategy)
+        backends = (options.gpu, options.npu, options.cpu)
+        named = (options.device, *backends, options.sync, options.strategy)
         how = (self.kv, self.model.weights.weight_format, self._kept_whole, options.max_gpu_share)
         return decisions.prepared_key(self.model.fingerprint, [str(x) for x in (*named, *how)])
 

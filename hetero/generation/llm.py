@@ -55,9 +55,10 @@ class LLM(Closing):
 
     `model` is a Hugging Face directory, a `.gguf` file, a directory written by `hetero quantize`,
     `demo` or `random:NAME`. `device` is `auto` (what is predicted to be fastest here, the
-    default), `hetero` (both), `gpu` or `npu`; `gpu` and `npu` name backends. `plan` is an
-    `ExecutionPlan` or a path to one; the devices are then those of the plan, and naming others is
-    an error. `profile` is a `DeviceProfile`, a file or a shipped name that the plan is made from
+    default), `hetero` (both), `gpu` or `npu`; `gpu` and `npu` name backends, and `cpu` one that
+    takes rows of matmuls besides both where a plan has some for it (`none`: none does). `plan` is
+    an `ExecutionPlan` or a path to one; the devices are then those of the plan, and naming others
+    is an error. `profile` is a `DeviceProfile`, a file or a shipped name that the plan is made from
     (default: this machine's); `strategy` forces one, and `choice` says what was chosen and why.
     `experts` is a file of `hetero eval --count-experts`, by which plans share routed experts.
     `prompt_lengths` are those to plan for, and to compare devices by; where they are not known
@@ -95,6 +96,7 @@ class LLM(Closing):
         device: DeviceMode = "auto",
         gpu: str = "auto",
         npu: str = "auto",
+        cpu: str = "auto",
         profile: ProfileLike = None,
         plan: ExecutionPlan | str | os.PathLike[str] | None = None,
         experts: str | os.PathLike[str] | None = None,
@@ -116,7 +118,7 @@ class LLM(Closing):
         progress: Progress | None = None,
     ) -> None:
         options = LoadOptions(
-            device=device, gpu=gpu, npu=npu, profile=profile, plan=plan, experts=experts,
+            device=device, gpu=gpu, npu=npu, cpu=cpu, profile=profile, plan=plan, experts=experts,
             weights=weights, max_seq_len=max_seq_len, sync=sync, strategy=strategy,
             prompt_lengths=prompt_lengths, first_prompt=first_prompt, max_gpu_share=max_gpu_share,
             memory_budget=memory_budget, adapt=adapt, order=order, kv=kv, whole_caches=whole_caches,

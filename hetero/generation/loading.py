@@ -12,12 +12,12 @@ from hetero.arguments import check_count, check_one_of, parse_size
 from hetero.backends.errors import KernelBuildError
 from hetero.backends.formats import DEFAULT_CACHE, CacheFormat
 from hetero.backends.ops import Attention
-from hetero.backends.protocol import KINDS, DeviceKind
+from hetero.backends.protocol import EVERY_KIND, KINDS
 from hetero.errors import ModelError, UserError
 from hetero.generation.own_contexts import OwnContexts
 from hetero.models import LoadedModel, open_model
 from hetero.models.bundle import find_bundle
-from hetero.placement.choice import Choice, PlacementRequest
+from hetero.placement.choice import Choice, PlacementRequest, mode_of
 from hetero.placement.choosing import choose, plan_on
 from hetero.placement.device_set import DeviceMode, DeviceSet, open_devices
 from hetero.runtime.deployment import MoveTarget
@@ -27,7 +27,7 @@ from hetero.runtime.memory_estimate import file_note
 from hetero.runtime.schedule import Order
 from hetero.runtime.sizes import pool_bytes
 from hetero.runtime.waits import SyncMethod
-from hetero.solver.execution_plan import ExecutionPlan, check_two_devices
+from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.names import NamedStrategy
 from hetero.solver.non_matmul_devices import device_of_other
 from hetero.solver.plan import STEP_TOKENS
@@ -52,6 +52,7 @@ class LoadOptions:
     device: DeviceMode
     gpu: str
     npu: str
+    cpu: str
     profile: ProfileLike
     plan: ExecutionPlan | str | os.PathLike[str] | None
     experts: str | os.PathLike[str] | None
@@ -131,6 +132,7 @@ class ModelLoader:
             self.choice.mode,
             gpu=self.choice.gpu or options.gpu,
             npu=options.npu,
+            cpu=self.choice.cpu,
             compiled=compiled,
             graph_sizes=self.choice.graph_sizes,
             apart=self.choice.plan is not None and self.choice.plan.apart,
@@ -162,6 +164,7 @@ class ModelLoader:
             mode=device,
             gpu=options.gpu,
             npu=options.npu,
+            cpu=options.cpu,
             profile=options.profile or profile,
             plan=plan,
             solver=solver,
@@ -243,9 +246,9 @@ class ModelLoader:
         It has all that decides which kernels are needed, and how they are fused, for a prewarmed
         kernel is not self-tested again. No length of context, and nothing that `auto` compared.
         """
-        names = [self.devices.name(kind) for kind in KINDS]
+        names = [self.devices.name(x) for x in EVERY_KIND if x in (*KINDS, *self.devices.devices)]
         model = (self.model.fingerprint, str(self.model.weights.weight_format))
-        plan = self.choice.plan
+        plan = self.choice.plan_on(self.devices.devices)
         how = "by rule" if plan is None else f"{plan.strategy} of {plan.profile}"
         alone = {} if self.choice.solver is None else self.choice.solver.alone
         how += "".join(f", {phase} on the {alone[phase]} alone" for phase in sorted(alone))
@@ -344,11 +347,7 @@ class ModelLoader:
 
 def _device_of(plan: ExecutionPlan, device: DeviceMode) -> DeviceMode:
     """Return devices that a plan needs. Raises `UserError` if others were asked for."""
-    check_two_devices(plan)
-    kinds: frozenset[DeviceKind] = plan.devices()
-    needed: DeviceMode = (
-        "hetero" if len(kinds) == 2 else next(kind for kind in KINDS if kind in kinds)
-    )
+    needed = mode_of(plan)
     if device not in ("auto", needed):
         raise UserError(
             f"plan {plan.plan_id} runs on {needed}, not on {device}: leave out the device, or make "

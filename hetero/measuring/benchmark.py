@@ -158,6 +158,7 @@ class BenchOptions:
     profile: str | None = None
     gpu: str = "auto"
     npu: str = "auto"
+    cpu: str = "auto"
     weights: str | None = None
     kv: str | None = None
     plan: str | None = None
@@ -259,8 +260,8 @@ def environment() -> dict[str, Any]:
 
 def _llm_options(who: Contender, options: BenchOptions) -> dict[str, Any]:
     """Return the contender's options of `LLM`."""
-    names = ("gpu", "npu", "weights", "profile", "kv", "plan", "max_gpu_share", "memory_budget",
-             "adapt", "order", "whole_caches")  # fmt: skip
+    names = ("gpu", "npu", "cpu", "weights", "profile", "kv", "plan", "max_gpu_share",
+             "memory_budget", "adapt", "order", "whole_caches")  # fmt: skip
     own = {"device": who.device, "strategy": who.strategy, "sync": who.sync}
     shared = {name: getattr(options, name) for name in names}
     return {**own, **shared, "prompt_lengths": [options.prompt_tokens]}

@@ -227,7 +227,7 @@ class _Bench:
             choice=llm.choice.reason,
             strategy=_planned(llm),
             cores={phase: processor_cores(llm, phase) for phase in PHASES},
-            device_sets={x.phase: x.device_set for x in llm.phases if not x.depth_from},
+            device_sets={x.phase: x.devices for x in llm.phases if not x.depth_from},
             max_seq_len=llm.max_seq_len,
             weights=",".join((stored.weight_format, *stored.also)),
             numbers=llm.devices.numbers,

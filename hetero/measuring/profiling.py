@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from filelock import FileLock, Timeout
 
@@ -22,7 +22,8 @@ from hetero.errors import UserError
 from hetero.measuring.every_core import ROUNDS, can_use_every_core, measure_every_core
 from hetero.measuring.step_cost import measure_step_s
 from hetero.models import model_spec
-from hetero.placement.device_set import DeviceMode, open_devices
+from hetero.placement.choice import NO_CPU
+from hetero.placement.device_set import DeviceMode, DeviceSet, open_devices
 from hetero.profiler.complete import completed
 from hetero.profiler.errors import ProfileError
 from hetero.profiler.grid import Shape
@@ -54,6 +55,7 @@ def profile_device(
     device: DeviceMode = "hetero",
     gpu: str = "auto",
     npu: str = "auto",
+    cpu: str = NO_CPU,
     model: str | None = None,
     weights: Iterable[str] = ("w4a16",),
     name: str = "host",
@@ -63,8 +65,9 @@ def profile_device(
 
     `budget_s` defaults to ten minutes, 50 s if `quick`; one too short for anything is refused,
     before or, on a slow machine, as soon as that shows. `model` measures exactly the shapes of a
-    model instead of the default grid, with its weights cached as much as they would be. Raises
-    `ProfileError` and `UserError`.
+    model instead of the default grid, with its weights cached as much as they would be. `cpu` is
+    the backend of a third device, whose matmuls are measured besides. Raises `ProfileError` and
+    `UserError`.
     """
     if budget_s is not None and not SHORTEST_BUDGET_S <= budget_s <= LONGEST_BUDGET_S:
         raise UserError(
@@ -88,7 +91,12 @@ def profile_device(
     )
     with _alone(out):
         return _measure(
-            options, device, gpu, npu, out=out, resume=resume, progress=progress, quick=quick
+            options,
+            Backends(device, gpu, npu, None if cpu == NO_CPU else cpu),
+            out=out,
+            resume=resume,
+            progress=progress,
+            quick=quick,
         )
 
 
@@ -103,7 +111,8 @@ def complete_profile(
         profile = DeviceProfile.load(path)
         kinds = [kind for kind in KINDS if kind in profile.devices]
         device: DeviceMode = "hetero" if len(kinds) > 1 else kinds[0]
-        opened = open_devices(device, gpu=gpu, npu=npu)
+        third = profile.devices.get("cpu")
+        opened = Backends(device, gpu, npu, None if third is None else third.backend).open()
         options = Options(
             weight_formats=tuple(dict.fromkeys(x.weight_format for x in profile.predictors)),
             gpu_core=assign_cores().gpu,
@@ -118,11 +127,27 @@ def complete_profile(
     return finished, list(finished.notes[len(profile.notes) :])
 
 
+class Backends(NamedTuple):
+    """The devices to measure, by the names of their backends."""
+
+    device: DeviceMode
+    gpu: str
+    npu: str
+    cpu: str | None
+
+    def open(self) -> DeviceSet:
+        """Open them. Raises `UserError` where a third device was named and is missing."""
+        opened = open_devices(self.device, gpu=self.gpu, npu=self.npu, cpu=self.cpu)
+        if self.cpu is None or "cpu" in opened.devices:
+            return opened
+        opened.close()
+        why = opened.fallback.partition(" because ")[2] or "a third device is besides both others"
+        raise UserError(f"--cpu {self.cpu}: {why}")
+
+
 def _measure(
     options: Options,
-    device: DeviceMode,
-    gpu: str,
-    npu: str,
+    backends: Backends,
     *,
     out: str | Path | None,
     resume: bool,
@@ -130,7 +155,7 @@ def _measure(
     quick: bool,
 ) -> DeviceProfile:
     formats = options.weight_formats
-    opened = open_devices(device, gpu=gpu, npu=npu)
+    opened = backends.open()
     options = replace(options, control_core=opened.control_core)
     if opened.numbers == "emulated":
         notify(EMULATED)
@@ -138,7 +163,7 @@ def _measure(
         step_s = None
         if "gpu" in opened.devices:
             with suppress(DeviceError):  # some kernel of it fails, which the profile will say
-                step_s = measure_step_s(gpu, model_bytes=options.cold_bytes)
+                step_s = measure_step_s(backends.gpu, model_bytes=options.cold_bytes)
         every_core = None
         if "gpu" in opened.devices and can_use_every_core(opened.devices["gpu"]):
             every_core = partial(_every_core, formats, 1 if quick else ROUNDS)

@@ -38,6 +38,7 @@ SPECIAL_TOKEN_NAMES = (
     "mask_token",
 )
 _CONTEXT_TOKENS = 16
+_LONG = 8192  # characters or ids from which on other threads go on meanwhile
 _MAX_UNRESOLVED = 64
 _panics = threading.Lock()  # stderr is the process's
 
@@ -221,7 +222,13 @@ class HfTokenizer(Tokenizer):
                 f"of this text of {len(clean)}; give less"
             )
         with _library(f"{self._where}: the tokenizer fails on this text"):
-            ids: list[int] = self._backend.encode(clean, add_special_tokens=add_special_tokens).ids
+            if len(clean) < _LONG:
+                encoding = self._backend.encode(clean, add_special_tokens=add_special_tokens)
+            else:  # without Python's lock, which the other call keeps
+                (encoding,) = self._backend.encode_batch_fast(
+                    [clean], add_special_tokens=add_special_tokens
+                )
+            ids: list[int] = encoding.ids
         if add_special_tokens and self._force_bos and self.bos_id is not None:
             return ids if ids[:1] == [self.bos_id] else [self.bos_id, *ids]
         return ids
@@ -229,8 +236,12 @@ class HfTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of ids, as the tokenizer's decoder writes it."""
         with _library(f"{self._where}: the tokenizer fails on these ids"):
-            text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
-        return text
+            if len(ids) < _LONG:
+                return str(self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
+            (text,) = self._backend.decode_batch(
+                [list(ids)], skip_special_tokens=skip_special_tokens
+            )
+        return str(text)
 
     def decoder(
         self,

@@ -19,8 +19,11 @@ from hetero.placement.choice import (
     shares_one_core,
 )
 from hetero.placement.comparing import (
+    ANSWER_TOKENS,
+    MARGIN,
     OPENING_S,
     DeviceSets,
+    PhaseSeconds,
     Price,
     PromptMix,
     compare,
@@ -38,6 +41,7 @@ from hetero.profiler.records import DeviceProfile
 from hetero.profiler.substitutes import file_substitution
 from hetero.runtime.launch_costs import check_priced
 from hetero.runtime.prefill_mode import capabilities_of, with_modes
+from hetero.solver.build import make_plan
 from hetero.solver.copies import least_gain
 from hetero.solver.decode_bands import LONGEST, cache_bytes
 from hetero.solver.execution_plan import ExecutionPlan
@@ -99,7 +103,8 @@ def by_profile(spec: ModelGraph, profile: DeviceProfile, request: PlacementReque
     lengths = tuple(request.seq_lens) or tuple(request.expected) or fallback
     solver.plan = with_modes(solver.plan, spec, CostModel(profile), solver, lengths=lengths)
     if request.mode == "auto":
-        return _fastest(Planner(spec, profile), solver, request)
+        choice = _fastest(Planner(spec, profile), solver, request)
+        return _with_third(choice, spec, profile, request, plan_request)
     solver = solver.with_bands(_longest_context(spec, request))
     if request.promises_both and not _shares_every_prompt(solver, spec, profile):
         why = f"by profile {profile.name} no plan has both devices in every prompt"
@@ -107,7 +112,43 @@ def by_profile(spec: ModelGraph, profile: DeviceProfile, request: PlacementReque
     prompts, answers = solver.formats
     formats = f", prompts in {prompts}, answers in {answers}" if spec.also else ""
     reason = f"hetero: {TENSOR_LEVEL}{formats} (profile {profile.name}){_moving(solver.plan)}"
-    return Choice("hetero", solver.plan, solver=solver, reason=reason)
+    choice = Choice("hetero", solver.plan, solver=solver, reason=reason)
+    return _with_third(choice, spec, profile, request, plan_request)
+
+
+def _with_third(
+    choice: Choice,
+    spec: ModelGraph,
+    profile: DeviceProfile,
+    request: PlacementRequest,
+    plan_request: PlanRequest,
+) -> Choice:
+    """Return the choice with a plan for three devices, where that gains.
+
+    Where both devices compute each phase together, and a CPU was measured that can be opened here,
+    prompts are planned for all three at the lengths that the plan for two lists.
+    """
+    two, name, record = choice.plan, request.third_backend, profile.devices.get("cpu")
+    named = name is not None and record is not None and record.backend == name
+    if two is None or not named or two.apart or spec.also:
+        return choice
+    third_request = replace(plan_request, third=True, graph_sizes=two.graph_sizes or None)
+    three = make_plan(spec, profile, third_request)
+    both_s, all_s = seconds_of(two), seconds_of(three)
+    gains = all_s.prompts_s < (1 - MARGIN) * both_s.prompts_s and all_s.total_s <= both_s.total_s
+    if "cpu" not in three.devices() or not gains:
+        return choice
+    gain = both_s.prompts_s / all_s.prompts_s
+    reason = f"{choice.reason}; prompts with rows on the cpu, {gain:.2f} x both devices"
+    return replace(choice, third=three, cpu=name, reason=reason)
+
+
+def seconds_of(plan: ExecutionPlan) -> PhaseSeconds:
+    """Return the predicted seconds of a plan's prompts, and of an answer to each."""
+    decode_s = min(x.predicted_s for x in plan.totals if x.phase == "decode")
+    prompts = [x for x in plan.totals if x.phase == "prefill"]
+    prompts_s = sum(min([x.predicted_s, *x.modes.values()]) for x in prompts)
+    return PhaseSeconds(prompts_s, len(prompts) * ANSWER_TOKENS * decode_s)
 
 
 def _without_npu_experts(profile: DeviceProfile) -> DeviceProfile:

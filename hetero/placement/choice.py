@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # half of what a start would import, for answers that are cac
     from hetero.solver.expert_shares import Routing
     from hetero.solver.prepared import PreparedSolver
 
+NO_CPU: Final = "none"  # no third device
 ONE_CORE: Final = "two devices need two cores"
 
 
@@ -35,8 +36,9 @@ class Choice:
     what was chosen and why, also where that is layer level for want of a plan; `notes` are for
     people to see once; `profile` is the one that was asked for; `solver` answers for prompt lengths
     that the plan does not have; `seconds` are what `auto` compared, by name; `cost` is by which.
-    `phases` are what `auto` compared of each phase. The NPU is opened with graphs of `graph_sizes`
-    (empty: with those of its own).
+    `phases` are what `auto` compared of each phase. `third` is a plan for three devices, which is
+    taken instead of `plan` where `cpu`, the backend of the third, can be opened. The NPU is opened
+    with graphs of `graph_sizes` (empty: with those of its own).
     """
 
     mode: DeviceMode
@@ -50,6 +52,8 @@ class Choice:
     cost: CostModel | None = None
     graph_sizes: tuple[int, ...] = ()
     phases: tuple[PhaseChoice, ...] = ()
+    third: ExecutionPlan | None = None
+    cpu: str | None = None
 
     def opened(self, devices: DeviceSet) -> Choice:
         """Return the choice after its devices were opened.
@@ -65,12 +69,13 @@ class Choice:
 
     def plan_on(self, kinds: Collection[DeviceKind]) -> ExecutionPlan | None:
         """Return the plan, if there is one and these devices are all that it needs."""
-        fits = self.plan is not None and self.plan.devices() <= set(kinds)
-        return self.plan if fits else None
+        plans = (x for x in (self.third, self.plan) if x is not None)
+        return next((x for x in plans if x.devices() <= set(kinds)), None)
 
     def solver_on(self, kinds: Collection[DeviceKind]) -> PreparedSolver | None:
-        """Return the solver of the plan that runs on these devices."""
-        return self.solver if self.plan_on(kinds) is not None else None
+        """Return the solver of the plan that runs on these devices; none plans for three."""
+        planned = self.plan_on(kinds)
+        return self.solver if planned is not None and planned is self.plan else None
 
 
 @dataclass(frozen=True)
@@ -87,6 +92,7 @@ class PlacementRequest:
     mode: DeviceMode = "hetero"
     gpu: str = "auto"
     npu: str = "auto"
+    cpu: str = "auto"
     profile: ProfileLike = None
     plan: ExecutionPlan | None = None
     solver: PreparedSolver | None = None
@@ -110,6 +116,11 @@ class PlacementRequest:
     def compiles_graphs(self) -> bool:
         """Return whether the NPU compiles graphs of any size when it is opened with it."""
         return self.backend("npu") == "qnn"
+
+    @property
+    def third_backend(self) -> str | None:
+        """Return the backend that plays a CPU besides both devices; None where none may."""
+        return None if self.cpu == NO_CPU else backend_name("cpu", self.cpu)
 
     @property
     def promises_both(self) -> bool:
@@ -145,7 +156,7 @@ def shares_one_core(request: PlacementRequest) -> bool:
 def mode_of(plan: ExecutionPlan) -> DeviceMode:
     """Return the devices that a plan needs."""
     kinds = plan.devices()
-    if len(kinds) == 2:
+    if kinds >= set(KINDS):
         return "hetero"
     (only,) = (kind for kind in KINDS if kind in kinds)
     return only

@@ -11,7 +11,7 @@ from hetero.backends.protocol import KINDS, Device, DeviceKind
 from hetero.backends.registry import EVERY_CORE, split_driver
 from hetero.errors import UserError
 from hetero.placement import decisions
-from hetero.placement.choice import Choice, PlacementRequest, by_rule, mode_of
+from hetero.placement.choice import NO_CPU, Choice, PlacementRequest, by_rule, mode_of
 from hetero.placement.decisions import Decision
 from hetero.placement.device_set import DRIVEN
 from hetero.placement.first_start import forget_if_other, profile_facts
@@ -33,6 +33,7 @@ def choose(spec: ModelGraph, request: PlacementRequest) -> Choice:
     """
     _check_share(request)
     _check_routing(request)
+    _ = request.third_backend  # a wrong name is an error, even if no plan has rows for it
     choice = _as_named(spec, request)
     if choice is not None:
         return choice
@@ -86,6 +87,8 @@ def _given(spec: ModelGraph, plan: ExecutionPlan, request: PlacementRequest) -> 
     sizes = plan.graph_sizes if request.compiles_graphs else ()
     reason = f"plan {plan.plan_id}, as given"
     choice = Choice(mode_of(plan), plan, reason=reason, solver=request.solver, graph_sizes=sizes)
+    if "cpu" in plan.devices():
+        choice = replace(choice, third=plan, plan=None, cpu=_third_backend(plan, request))
     if request.profile is None:
         return choice
     from hetero.placement import by_profile
@@ -93,27 +96,45 @@ def _given(spec: ModelGraph, plan: ExecutionPlan, request: PlacementRequest) -> 
     return replace(choice, cost=by_profile.cost_of(spec, plan, request.profile))
 
 
+def _third_backend(plan: ExecutionPlan, request: PlacementRequest) -> str:
+    """Return the backend of a plan's third device. Raises `UserError` where there may be none."""
+    if (name := request.third_backend) is None:
+        raise UserError(
+            f"the plan {plan.plan_id} has rows of matmuls on a CPU, which --cpu {NO_CPU} leaves "
+            "out: leave one of them out, or make a plan for two devices"
+        )
+    return name
+
+
 def plan_on(
     choice: Choice, spec: ModelGraph, devices: Mapping[DeviceKind, Device]
 ) -> ExecutionPlan:
     """Return the choice's plan on the opened devices, in calls that they can run.
 
-    A plan that needs another device is replaced by one by rule. Warns (`ProfileWarning`) if the
+    A plan that needs another device is replaced by one for those that are open: where it was for
+    three that for two, else one by rule. Warns (`ProfileWarning`) if the
     requested profile was measured elsewhere. Raises `PlanError` for a plan with graphs that the NPU
-    does not have.
+    does not have, `UserError` for a given one whose third device is missing.
     """
     kinds = frozenset(devices)
+    if choice.third is not None and choice.plan is None and "cpu" not in kinds:
+        raise UserError(
+            f"the plan {choice.third.plan_id} has rows of matmuls on a CPU besides both devices, "
+            f"and {choice.cpu} is not open (`hetero doctor` says why): make a plan for those that "
+            "are"
+        )
     if choice.profile is not None:
         choice.profile.warn_if_foreign(devices.values())
     else:
         forget_if_other(devices.values())
     able = {kind: device.capabilities for kind, device in devices.items()}
     if (planned := choice.plan_on(kinds)) is not None:
+        solver = choice.solver_on(kinds)
         if choice.solver is not None and not share_heads(able):
             # Its profile may be another machine's, on which both devices see the same caches.
             planned = planned.model_copy(update={"attention": ()})
-        return Placement(planned, spec, able, source=choice.solver).plan
-    plan = layer_level(spec) if kinds == set(KINDS) else single_device(spec, next(iter(kinds)))
+        return Placement(planned, spec, able, source=solver).plan
+    plan = layer_level(spec) if kinds >= set(KINDS) else single_device(spec, next(iter(kinds)))
     return Placement(plan, spec, able).plan
 
 

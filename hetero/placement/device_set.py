@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, get_args
 
 from hetero.backends.errors import DeviceError, DeviceUnavailableError
-from hetero.backends.host.affinity import assign_cores, polling_core
+from hetero.backends.host.affinity import assign_cores, polling_core, spare_cores
 from hetero.backends.optional import SupportsPrewarm
 from hetero.backends.protocol import KINDS, Device, DeviceKind, other_kind
 from hetero.backends.qnn import hexagon
@@ -65,6 +65,8 @@ class DeviceSet:
         opened either.
         """
         self.devices.pop("gpu").close()
+        if "cpu" in self.devices:  # it only takes rows besides both
+            self.devices.pop("cpu").close()
         if "npu" not in self.devices:
             self.devices["npu"] = open_device(backend_name("npu", npu))
         self.mode, self.control_core = "npu", control_core(self.devices)
@@ -90,6 +92,7 @@ def open_devices(
     *,
     gpu: str = "auto",
     npu: str = "auto",
+    cpu: str | None = None,
     compiled: Mapping[str, Any] | None = None,
     graph_sizes: tuple[int, ...] = (),
     apart: bool = False,
@@ -98,7 +101,8 @@ def open_devices(
 
     `compiled` are the options of `qnn` for a compiled model, which is then the automatic NPU. Else
     the NPU is opened with graphs of `graph_sizes`, where some are given. Devices that work `apart`,
-    never both at once, may share cores.
+    never both at once, may share cores. `cpu` is a third device besides both (None: none), which
+    may be missing, with a warning.
     Raises `ModelError` for an unknown name and `DeviceUnavailableError` if nothing can be opened.
     """
     if mode not in get_args(DeviceMode):
@@ -106,6 +110,7 @@ def open_devices(
     if compiled and npu == "auto":
         npu = "qnn"
     names = {"gpu": backend_name("gpu", gpu), "npu": backend_name("npu", npu)}
+    third = None if cpu is None else backend_name("cpu", cpu)
     if split_driver(names["gpu"])[0] == EVERY_CORE and mode != "gpu" and not apart:
         raise ModelError(f"{EVERY_CORE} leaves the NPU no core: use --device gpu")
     cores = assign_cores()
@@ -136,7 +141,21 @@ def open_devices(
     result.notes = [device.note for device in opened.values() if device.note]
     if failures:
         _note_fallback(result, failures)
+    elif third is not None and len(opened) == len(KINDS):
+        _open_cpu(result, third)
     return result
+
+
+def _open_cpu(result: DeviceSet, name: str) -> None:
+    """Open the third device on the cores that the others leave it; warn where it is missing."""
+    devices, gpu = result.devices, assign_cores().gpu if result.devices["gpu"].on_host else None
+    cores = spare_cores({core for core in (gpu, result.control_core) if core is not None})
+    options = {"kind": "cpu"} | ({"cores": cores} if name == automatic_backend("cpu") else {})
+    failures: dict[DeviceKind, DeviceError] = {}
+    _try_open("cpu", name, options, devices, failures)
+    for error in failures.values():
+        result.fallback = f"running on gpu and npu without the cpu because {error}"
+        warnings.warn(result.fallback, FallbackWarning, stacklevel=4)
 
 
 def control_core(devices: Mapping[DeviceKind, Device]) -> int | None:
@@ -210,7 +229,8 @@ def backend_name(kind: DeviceKind, name: str) -> str:
         backend = find(base)
     except ValueError as error:
         raise ModelError(str(error)) from None
-    if backend.kind != kind and name not in ("reference", "null"):
-        fitting = [b.name for b in BACKENDS.values() if b.kind == kind]
+    if not backend.plays(kind):
+        own = kind != "cpu"
+        fitting = [b.name for b in BACKENDS.values() if (b.kind == kind if own else b.plays(kind))]
         raise ModelError(f"{name} is not a {kind} backend: choose {', '.join(fitting)}")
     return name

@@ -20,6 +20,7 @@ class PhaseChoice:
     `device_set` is `gpu`, `npu`, `EVERY_CORE`, `TENSOR_LEVEL` or `LAYER_LEVEL`. Without a
     comparison, seconds are None, and `other` is empty. From `depth_from` tokens of context on
     (above 0: of a plan's bands), `attends` computes attention, and `other` decodes before it.
+    `third`: a CPU has rows of matmuls, too.
     """
 
     phase: Phase
@@ -29,6 +30,12 @@ class PhaseChoice:
     other_s: float | None = None
     depth_from: int = 0
     attends: str = ""
+    third: bool = False
+
+    @property
+    def devices(self) -> str:
+        """Return the device set, with the third device."""
+        return f"{self.device_set} with the cpu" if self.third else self.device_set
 
     @property
     def gain(self) -> float | None:
@@ -39,11 +46,13 @@ class PhaseChoice:
 
     def document(self) -> dict[str, Any]:
         """Return the JSON document."""
-        kinds = ["gpu", "npu"] if self.device_set in (TENSOR_LEVEL, LAYER_LEVEL) else None
+        kinds = ["npu" if self.device_set == "npu" else "gpu"]
+        if self.device_set in (TENSOR_LEVEL, LAYER_LEVEL):
+            kinds = ["gpu", "npu"]
         return {
             "phase": self.phase,
             "depth_from": self.depth_from,
-            "devices": kinds or ["npu" if self.device_set == "npu" else "gpu"],
+            "devices": [*kinds, *["cpu"] * self.third],
             "device_set": self.device_set,
             "predicted_s": self.predicted_s,
             "over": self.other or None,
@@ -55,6 +64,7 @@ class PhaseChoice:
         text = f"{'' if self.depth_from else what}{_named(self.device_set)}"
         if self.attends and self.device_set in (TENSOR_LEVEL, LAYER_LEVEL):
             text += f" with attention on the {self.attends}"
+        text += " with the cpu" if self.third else ""
         times = self.gain
         if times is None or abs(times - 1) < ALIKE:
             return text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from hetero.backends.protocol import Device, DeviceKind
 from hetero.backends.registry import EVERY_CORE
@@ -25,7 +26,8 @@ def phases_of(
         name, known = _set_of(plan, phase, devices), compared.get(phase)
         shared = name in (TENSOR_LEVEL, LAYER_LEVEL)
         chosen = known is not None and known.device_set == (TENSOR_LEVEL if shared else name)
-        phases.append(known if known and chosen else PhaseChoice(phase, name))
+        found = known if known and chosen else PhaseChoice(phase, name)
+        phases.append(replace(found, third="cpu" in plan.devices_of(phase) & set(devices)))
     for band in plan.bands:
         name = _set_of(plan.in_band(band), "decode", devices)
         seconds = band.predicted_s, phases[-1].device_set, band.before_s

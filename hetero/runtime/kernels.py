@@ -87,8 +87,8 @@ class OnlineCall(BoundCall):
 class KernelSet:
     """Kernels of one model on its devices. Owned by the control thread.
 
-    A device with static shapes has a kernel for each segment of rows between the plan's cut points,
-    prepared ahead of time, in its own layout. A device that maps the packed weights in place gets
+    A device that prepares rows has a kernel for each segment of them between the plan's cut points,
+    ahead of time, in its own layout. A device that maps the packed weights in place gets
     kernels for any run of rows when they are asked for, since they share the memory; they live as
     long as a step that uses them, because every length of prompt may be cut elsewhere. Graphs that
     are prepared while a prompt waits (`Placement.online`) are `OnlineKernel`s.
@@ -141,7 +141,7 @@ class KernelSet:
     def matmul(self, node: Node, part: Part) -> Kernel:
         """Return the kernel of a part's rows.
 
-        Raises `PlanError` for rows that were not prepared on a device with static shapes.
+        Raises `PlanError` for rows that were not prepared on a device that prepares them.
         """
         if self.maps(part.kind):
             return self._in_place(node, part)
@@ -215,8 +215,7 @@ class KernelSet:
 
     def maps(self, kind: DeviceKind) -> bool:
         """Return whether a device computes with the packed weights in place."""
-        capabilities = self._devices[kind].capabilities
-        return not capabilities.static_shapes
+        return not self._devices[kind].capabilities.prepares_rows
 
     def _check(self, kind: DeviceKind, node: Node) -> None:
         accepted = self._devices[kind].accepts(node.op)

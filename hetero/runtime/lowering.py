@@ -16,9 +16,11 @@ meet in the context's caches, where a chunk's attention reads what those before 
 Sampled rows. Nodes that a prompt runs for the rows that are sampled from alone
 (`ModelGraph.sampled_nodes`) work on these rows of the same slots, with a position of their own.
 
-Pieces. Tokens of several contexts can be one step that decodes: all of it is computed for all rows
-together, as when guesses are verified, but what knows a position (the rotary embedding, learned
-positions, attention): that is a launch for each row, at its position and on its context's caches.
+Segments. A step's rows can be segments of equal length, runs of tokens of several texts: all of it
+is computed for all rows together, but what knows a position (the rotary embedding, learned
+positions, attention): that is a launch for each segment, at its position and on its context's
+caches. In a step that decodes each row is one. Prompts that start at position 0 may share a
+context: a queue runs its launches in order, and each overwrites what it reads of the caches.
 A prompt's call can have pieces of several places of one context in the same way.
 """
 
@@ -107,8 +109,9 @@ class StepKey(NamedTuple):
     """The key of a lowered step.
 
     `position` of a window: about where its context is. `sums_scores`: it sums the attention of its
-    sampled rows. `rows`: each belongs to a context of its own. `band`: of decode's (`band_at`).
-    `pieces`: of one context, where they have positions of their own (`hetero.runtime.holes`).
+    sampled rows. `segment`: the tokens of each segment; 0: all are of one text. `band`: of decode's
+    (`band_at`). `pieces`: of one context, where they have positions of their own
+    (`hetero.runtime.holes`).
     """
 
     phase: Phase
@@ -117,7 +120,7 @@ class StepKey(NamedTuple):
     wait_values: bool
     position: int = 0
     sums_scores: bool = False
-    rows: bool = False
+    segment: int = 0
     mode: PrefillMode = "cut"
     band: int = 0
     pieces: Shape = ()
@@ -167,18 +170,23 @@ class Lowering:
         *,
         wait_values: bool,
         sums_scores: bool = False,
-        rows: bool = False,
+        segment: int = 0,
         band: int = 0,
         pieces: Shape = (),
     ) -> Step:
         """Return the step of m tokens whose last `logit_rows` rows get logits.
 
-        It has `wait_values` where they gain; with `rows` each token is of a context of its own.
-        `band` is that of the plan's decode steps by the context's depth (`Placement.band_at`);
-        with `pieces` the tokens are from several places of a context.
+        It has `wait_values` where they gain; `segment` and `pieces` are as in `StepKey`. `band` is
+        that of the plan's decode steps by the context's depth (`Placement.band_at`).
         """
         placed = self.place(
-            phase, (m,), logit_rows, sums_scores=sums_scores, rows=rows, band=band, pieces=pieces
+            phase,
+            (m,),
+            logit_rows,
+            sums_scores=sums_scores,
+            segment=segment,
+            band=band,
+            pieces=pieces,
         )
         schedule = in_order(placed.graph(), eager=self.synchroniser.eager)
         return placed.bound(schedule, self.synchroniser.signals if wait_values else {})
@@ -223,7 +231,7 @@ class Lowering:
         logit_rows: int,
         *,
         sums_scores: bool = False,
-        rows: bool = False,
+        segment: int = 0,
         mode: PrefillMode = "cut",
         band: int = 0,
         pieces: Shape = (),
@@ -233,11 +241,17 @@ class Lowering:
         With `sums_scores` those that add up attention scores are among them.
         """
         placed = BoundLaunches(
-            phase, chunks, self.pool, self.devices, self.synchroniser, self.handover(), rows=rows
+            phase,
+            chunks,
+            self.pool,
+            self.devices,
+            self.synchroniser,
+            self.handover(),
+            segment=segment,
         )
         for i, m in enumerate(chunks):
             ends = logit_rows if i == len(chunks) - 1 else 0
-            key = _ChunkKey(phase, m, ends, i, sums_scores, rows, mode, band, pieces)
+            key = _ChunkKey(phase, m, ends, i, sums_scores, segment, mode, band, pieces)
             self._chunk(key, placed.handover).place(placed)
         return placed
 
@@ -257,7 +271,7 @@ class Lowering:
 class _ChunkKey(NamedTuple):
     """The key of a chunk's bound launches.
 
-    `chunk`: in which set of slots; `rows`: of several contexts; `band`: of decode's.
+    `chunk`: in which set of slots; `segment`: as in `StepKey`; `band`: of decode's.
     """
 
     phase: Phase
@@ -265,7 +279,7 @@ class _ChunkKey(NamedTuple):
     logit_rows: int
     chunk: int
     sums_scores: bool
-    rows: bool
+    segment: int
     mode: PrefillMode
     band: int
     pieces: Shape
@@ -281,9 +295,11 @@ class _Chunk:
         self.mirrors = handover if handover is not None and not handover.in_place else None
         self.in_place = handover is not None and handover.in_place
         self.phase, self.m, self.logit_rows, self.chunk, self.sums_scores = key[:5]
-        self.rows, self.mode, self.counts = key.rows, key.mode, lowering.route_counts
-        rows = ((1, self.placement.row_graph),) * self.m if self.rows else ()
-        self.pieces: Shape = key.pieces or rows
+        self.segment, self.mode, self.counts = key.segment, key.mode, lowering.route_counts
+        self.pieces: Shape = key.pieces
+        if self.segment:
+            one = self.segment, self.placement.padded(self.phase, self.segment)
+            self.pieces = (one,) * (self.m // self.segment)
         self.devices, self.pool = lowering.devices, lowering.pool
         self.slots = ChunkSlots(self.pool, self.chunk, self.m)
         self.stages: list[tuple[str, int, Sequence[PendingLaunch]]] = []
@@ -313,12 +329,12 @@ class _Chunk:
             if group is not None:
                 self._place(group.name, [self._group_item(group, graph)])
             elif kind is not None:
-                apart = self.pieces and "position" in node.slots
-                if heads and not (apart or self.mirrors or self.in_place):
+                if self.pieces and "position" in node.slots:
+                    self._place(node.name, self._piece_items(node, kind))
+                elif heads and not (self.mirrors or self.in_place):
                     self._place(node.name, self._head_items(node, kind, heads))
                 else:
-                    items = self._piece_items if apart else self._other_items
-                    self._place(node.name, items(node, kind, graph))
+                    self._place(node.name, self._other_items(node, kind, graph))
                 if self.counts is not None and isinstance(node.op, Router):
                     self._place(*self.counts.launch(node, self.slots))
                 if self.sums_scores and isinstance(node.op, Attention) and not node.op.reads:
@@ -368,8 +384,8 @@ class _Chunk:
             )
         return items
 
-    def _piece_items(self, node: Node, kind: DeviceKind, _graph: int) -> list[PendingLaunch]:
-        """Return a launch for each row, or piece of a context.
+    def _piece_items(self, node: Node, kind: DeviceKind) -> list[PendingLaunch]:
+        """Return a launch for each segment or piece, whose heads are all of one device.
 
         On a device with static shapes one writes rows behind its own, which those after it write
         again.
@@ -377,10 +393,10 @@ class _Chunk:
         operands, reads, writes = self._operands(node, kind)
         items, row = [], 0
         for number, (tokens, graph) in enumerate(self.pieces):
-            padded = 1 if has_state(node.op) else graph
+            padded = tokens if has_state(node.op) else graph
             own = {p: x.rows(row, row + padded) for p, x in operands.items() if p != "position"}
             own["position"] = self.pool[position_of(number, node.slots["position"])]
-            call = self._other_call(node, kind, own, padded, number if self.rows else 0)
+            call = self._other_call(node, kind, own, padded, number if self.segment else 0)
             items.append(PendingLaunch(kind, call, reads, writes, (row, row + tokens), None, own))
             row += tokens
         return items
@@ -432,15 +448,15 @@ class _Chunk:
         op = replace(op, sinks=False)
         added = SumScores(attention=op, every=EVERY[self.phase])
         # Rows' scores are the host's, but where it would have to fetch all keys for them.
-        own = None if self.rows and not self.in_place else self.row_scores.kernel(kind, added)
+        own = None if self.segment and not self.in_place else self.row_scores.kernel(kind, added)
         if own is None and self.in_place and kind == "gpu":
             return
-        count = self.m if self.rows else 1
+        count = self.m if self.segment else 1
         name, m, items = f"{node.name} score sums", self.m // count, []
         for row in range(count):
             scores = self.row_scores.of(row)
             operands: dict[str, Operand] = {"qkv": qkv.rows(row, row + m), "position": position}
-            if self.rows:
+            if self.segment:
                 operands["position"] = self.pool[position_of(row, at)]
             if own is not None:
                 tensor = scores.on(kind, self.devices[kind], op.kv_heads)

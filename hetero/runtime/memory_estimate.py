@@ -139,7 +139,7 @@ def experts_in_place(placement: Placement, devices: Mapping[DeviceKind, Device])
 def _in_place(devices: Mapping[DeviceKind, Device]) -> frozenset[DeviceKind]:
     """Return the devices that compute with the packed weights where they are."""
     able = {kind: device.capabilities for kind, device in devices.items()}
-    return frozenset(k for k, x in able.items() if x.unified_memory and not x.static_shapes)
+    return frozenset(k for k, x in able.items() if x.unified_memory and not x.prepares_rows)
 
 
 def file_note(

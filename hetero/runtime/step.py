@@ -37,7 +37,7 @@ from hetero.runtime.waits import Synchroniser, WaitPoint
 from hetero.solver.errors import PlanError
 from hetero.solver.plan import Phase
 
-MAX_CACHED_ROWS: Final = 8  # sets of contexts that a step's rows were
+MAX_CACHED_SETS: Final = 8  # of contexts that a step's segments were of
 _Caches: TypeAlias = tuple["weakref.ref[KvCache]", ...]
 
 
@@ -47,8 +47,8 @@ class Step:
 
     Calls that read and write keys and values are `CacheCall`s, and `on` gives the step that works
     on one cache, made on first use. All other calls are shared. A cache's step lives as long as
-    both. `on_rows` is for steps whose rows are tokens of several contexts: those of the last few
-    sets of caches are cached.
+    both. `on_segments` is for steps of several texts: those of the last few sets of caches are
+    cached.
 
     `chunks` are its tokens, chunk by chunk.
 
@@ -75,7 +75,7 @@ class Step:
     bound: weakref.WeakKeyDictionary[KvCache, Step] = field(
         default_factory=weakref.WeakKeyDictionary
     )
-    _on_rows: OrderedDict[_Caches, Step] = field(
+    _on_segments: OrderedDict[_Caches, Step] = field(
         default_factory=OrderedDict, init=False, repr=False
     )
     _fused: Step | None = field(default=None, init=False, repr=False)
@@ -88,19 +88,19 @@ class Step:
             step = self.bound[cache] = self._bound((cache,))
         return step
 
-    def on_rows(self, caches: Sequence[KvCache]) -> Step:
-        """Return the step on the keys and values of a context for each row.
+    def on_segments(self, caches: Sequence[KvCache]) -> Step:
+        """Return the step on the keys and values of a context for each segment.
 
         Raises what binding does.
         """
-        cached = self._on_rows
+        cached = self._on_segments
         key = tuple(map(weakref.ref, caches))
         if (bound := cached.get(key)) is None:
             bound = self._bound(caches)
             forget = partial(_forget, weakref.ref(self))
             key = tuple(weakref.ref(cache, forget) for cache in caches)
             cached[key] = bound
-            if len(cached) > MAX_CACHED_ROWS:
+            if len(cached) > MAX_CACHED_SETS:
                 cached.popitem(last=False)
         cached.move_to_end(key)
         return bound
@@ -165,7 +165,7 @@ def _forget(step: weakref.ref[Step], gone: weakref.ref[KvCache]) -> None:
     """Drop what was bound to a cache that no longer exists."""
     owner = step()
     if owner is not None:
-        cached = owner._on_rows
+        cached = owner._on_segments
         for key in [key for key in cached if any(ref is gone for ref in key)]:
             del cached[key]
 
@@ -195,9 +195,9 @@ class BoundLaunches:
         synchroniser: Synchroniser,
         handover: Handover | None,
         *,
-        rows: bool = False,
+        segment: int = 0,
     ) -> None:
-        self.phase, self.chunks, self.handover, self.rows = phase, chunks, handover, rows
+        self.phase, self.chunks, self.handover, self.segment = phase, chunks, handover, segment
         self.logits: Operand | None = None
         self.copied_bytes = 0
         self._asynchronous = {
@@ -323,7 +323,8 @@ class BoundLaunches:
     def _wait_point(self, awaited: int, before: int | None) -> WaitPoint:
         where = "end" if before is None else self._specs[before].node
         spec, call = self._specs[awaited], self._items[awaited].call
-        chunks = (1,) * sum(self.chunks) if self.rows else self.chunks
+        parts = sum(self.chunks) // self.segment if self.segment else 0
+        chunks = (self.segment,) * parts or self.chunks
         key = (self.phase, chunks, _role(where), _role(spec.name))
         return self._synchroniser.wait_point(key, self._account(spec), call.name)
 

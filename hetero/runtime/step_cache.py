@@ -102,23 +102,30 @@ class StepCache:
         self,
         contexts: Sequence[Context],
         *,
+        segment: int = 1,
         wait_values: bool = True,
         sums_scores: bool = False,
         band: int | None = None,
     ) -> Step:
-        """Return the step that decodes one token of each context, in a band as `step` does."""
+        """Return the step that decodes one token of each context, in a band as `step` does.
+
+        With a longer `segment` it reads so many tokens of a prompt on each, without logits.
+        """
         count = len(contexts)
+        decodes = segment == 1
+        if band is None:
+            band = self.band_of(contexts) if decodes else 0
         step = self.lowered(
-            "decode",
-            count,
-            count,
+            "decode" if decodes else "prefill",
+            count * segment,
+            count if decodes else 0,
             wait_values=wait_values,
             sums_scores=sums_scores,
-            rows=True,
-            band=self.band_of(contexts) if band is None else band,
+            segment=segment,
+            band=band,
         )
         with memory_for(f"the step of {count} contexts"):
-            return step.on_rows([context.cache for context in contexts])
+            return step.on_segments([context.cache for context in contexts])
 
     def lowered(
         self,
@@ -128,10 +135,10 @@ class StepCache:
         *,
         wait_values: bool = True,
         sums_scores: bool = False,
-        rows: bool = False,
+        segment: int = 0,
         band: int = 0,
     ) -> Step:
-        """Return a step that is not bound to any context; see `step`, and `StepKey` for `rows`."""
+        """Return a step that is not bound to any context; see `step`, and `StepKey`."""
         signals = self.lowering.synchroniser.signals
         wait_values = wait_values and not sums_scores and phase == "decode" and bool(signals)
         step = self._cached(
@@ -141,7 +148,7 @@ class StepCache:
                 logit_rows,
                 wait_values,
                 sums_scores=sums_scores,
-                rows=rows,
+                segment=segment,
                 band=band,
             )
         )
@@ -167,7 +174,7 @@ class StepCache:
                 key.logit_rows,
                 wait_values=key.wait_values,
                 sums_scores=key.sums_scores,
-                rows=key.rows,
+                segment=key.segment,
                 band=key.band,
                 pieces=key.pieces,
             )

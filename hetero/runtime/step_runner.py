@@ -134,15 +134,29 @@ class StepRunner:
         return step
 
     def run_contexts(
-        self, contexts: Sequence[Context], tokens: Sequence[int], on_device_busy: OnDeviceBusy
+        self,
+        contexts: Sequence[Context],
+        tokens: Sequence[int],
+        on_device_busy: OnDeviceBusy = nothing,
+        *,
+        segment: int = 1,
     ) -> Step:
-        """Decode one token of each context in one step. Raises `DeviceError`."""
+        """Decode one token of each context in one step. Raises `DeviceError`.
+
+        With a longer `segment` it reads so many tokens of a prompt on each, whose attention scores
+        are not summed (`StepCache.of_contexts`).
+        """
+        phase: Phase = "decode" if segment == 1 else "prefill"
         sampled = [
-            context.score_stats is not None and bool(rows_of("decode", context.cached, 1))
+            phase == "decode"
+            and context.score_stats is not None
+            and bool(rows_of(phase, context.cached, 1))
             for context in contexts
         ]
         wait_values = self.steps.lowering.synchroniser.wait_values_now()
-        step = self.steps.of_contexts(contexts, wait_values=wait_values, sums_scores=any(sampled))
+        step = self.steps.of_contexts(
+            contexts, segment=segment, wait_values=wait_values, sums_scores=any(sampled)
+        )
         positions = [context.cached for context in contexts]
         self._pool.feed_rows(tokens, positions, [context.cache.base for context in contexts])
         self.set_timing(False)
@@ -151,8 +165,8 @@ class StepRunner:
             context.cache.states.at = UNKNOWN
         run = self._execute(step, on_device_busy)
         for row, context in enumerate(contexts):
-            context.cache.leave(sides, context.cached, context.cached + 1)
-            context.work.add(run.of_row(row, len(contexts)), 1, "decode", self._open)
+            context.cache.leave(sides, context.cached, context.cached + segment)
+            context.work.add(run.of_row(row, len(contexts)), segment, phase, self._open)
             sums = self.steps.lowering.row_scores.of(row).end(1) if sampled[row] else None
             if sums is not None and context.score_stats is not None:
                 context.score_stats.add(sums, [context.cached])

@@ -28,6 +28,7 @@ from hetero.serving.grammars import json_grammar
 from hetero.serving.messages import Done, Run, TokenEvent
 from hetero.serving.requests import NotDone, Request, Sampling, checked_grammar, stop_texts
 from hetero.serving.served_models import acquire
+from hetero.serving.state import characters_of
 from hetero.serving.template_chat import Message as PlainMessage
 from hetero.serving.template_chat import (
     answer_message,
@@ -87,7 +88,7 @@ class CountRequest(Request):
         if self.system:
             messages.append({"role": "system", "content": plain_text(self.system, "system")})
         for i, message in enumerate(self.messages):
-            messages += _plain(message, f"messages.{i}")
+            messages += _plain(message, f"messages.{i}", last=i == len(self.messages) - 1)
         return messages
 
 
@@ -168,7 +169,15 @@ async def messages(body: MessagesRequest, request: HttpRequest) -> Response:
     model = state.named(body.model)
     plain = body.plain()
     await state.check_length(texts_of(plain), "messages")
-    tokens = await state.texts(rendered, state, plain, use, body.variables(), continues=True)
+    tokens = await state.texts(
+        rendered,
+        state,
+        plain,
+        use,
+        body.variables(),
+        continues=True,
+        characters=characters_of([plain, use.functions]),
+    )
     answers.check_room(state, tokens, "messages")
     wanted = AnswerOptions(
         tokens=tokens,
@@ -209,11 +218,13 @@ async def messages(body: MessagesRequest, request: HttpRequest) -> Response:
 async def count_tokens(body: CountRequest, request: HttpRequest) -> Response:
     """Return the number of tokens of a request's prompt."""
     state = await acquire(request, body.model)
-    tokens = await state.texts(rendered, state, body.plain(), body.use(), continues=True)
+    plain, use = body.plain(), body.use()
+    size = characters_of([plain, use.functions])
+    tokens = await state.texts(rendered, state, plain, use, continues=True, characters=size)
     return answers.answer_json({"input_tokens": len(tokens)})
 
 
-def _plain(message: Message, where: str) -> list[PlainMessage]:
+def _plain(message: Message, where: str, *, last: bool) -> list[PlainMessage]:
     """Return a message's blocks as messages: results of tools, then the rest as one."""
     blocks = message.content
     if isinstance(blocks, str):
@@ -233,7 +244,7 @@ def _plain(message: Message, where: str) -> list[PlainMessage]:
         elif kind != "redacted_thinking":
             text.append(block)
     if message.role == "assistant":
-        words = plain_text(text, f"{where}.content")
+        words = plain_text(text, f"{where}.content", begun=last)
         plain.append(answer_message(words, calls, "\n".join(filter(None, thoughts))))
     elif text or not plain:
         plain.append({"role": message.role, "content": plain_text(text, f"{where}.content")})

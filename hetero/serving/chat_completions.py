@@ -42,7 +42,7 @@ from hetero.serving.requests import (
     seconds,
 )
 from hetero.serving.served_models import acquire
-from hetero.serving.state import State
+from hetero.serving.state import State, characters_of
 from hetero.serving.template_chat import (
     checked_variables,
     plain_messages,
@@ -156,7 +156,13 @@ async def _wanted(state: State, body: ChatRequest, use: ToolUse) -> AnswerOption
     messages = plain_messages(body.messages)
     await state.check_length(texts_of(messages), "messages")
     tokens = await state.texts(
-        rendered, state, messages, use, body.variables(), continues=body.continues
+        rendered,
+        state,
+        messages,
+        use,
+        body.variables(),
+        continues=body.continues,
+        characters=characters_of([messages, use.functions]),
     )
     answers.check_room(state, tokens, "messages")
     options = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -44,7 +45,7 @@ async def embed(body: EmbeddingRequest, request: HttpRequest) -> Response:
             param="dimensions",
         )
     pooling = await state.texts(pooling_of, state.model.source, state.pooling)
-    texts = [await _tokens(state, x) for x in inputs(body.input, MAX_INPUTS, "input")]
+    texts = await _tokens(state, inputs(body.input, MAX_INPUTS, "input"))
     answer = await answers.unless_disconnected(
         request,
         state.engine.embed(
@@ -62,24 +63,25 @@ async def embed(body: EmbeddingRequest, request: HttpRequest) -> Response:
     return answers.answer_json({"object": "list", "data": data, "model": model, "usage": usage})
 
 
-async def _tokens(state: State, text: str | list[int]) -> list[int]:
-    """Return the token ids of an input. Raises `ApiError`."""
-    if not text:
+async def _tokens(state: State, given: Sequence[str | list[int]]) -> list[list[int]]:
+    """Return the token ids of inputs. Raises `ApiError`."""
+    if not all(given):
         raise ApiError(400, "an input is empty: give some text", param="input")
-    tokens = text
-    if isinstance(tokens, str):
-        await state.check_length([tokens], "input")
-        tokens = await state.encoded(tokens)
-    if len(tokens) > state.max_seq_len:
-        raise ApiError(
-            400,
-            f"this model's context has {state.max_seq_len} tokens, and an input has "
-            f"{len(tokens)}: shorten it",
-            param="input",
-            code="context_length_exceeded",
-        )
-    answers.check_ids(state, tokens, "input")
-    return tokens
+    for text in given:
+        if isinstance(text, str):
+            await state.check_length([text], "input")
+    texts = await state.all_encoded(given)
+    for tokens in texts:
+        if len(tokens) > state.max_seq_len:
+            raise ApiError(
+                400,
+                f"this model's context has {state.max_seq_len} tokens, and an input has "
+                f"{len(tokens)}: shorten it",
+                param="input",
+                code="context_length_exceeded",
+            )
+        answers.check_ids(state, tokens, "input")
+    return texts
 
 
 def _floats(data: str) -> list[Any]:

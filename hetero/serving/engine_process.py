@@ -261,14 +261,16 @@ class ServingEngine:
     def _embed(
         self, request: EmbedRequest, queued_s: float
     ) -> Generator[FromEngine | Pending | None]:
-        coded = list[str]()
+        coded = [""] * len(request.texts)
         pooling = pooling_of(None, request.pooling)
         with closing(embeddings(self.service, request.texts, pooling)) as steps:
-            for embedding in steps:
-                if embedding is not None:
-                    part = shortened(embedding, request.dimensions or None)
-                    coded.append(base64.b64encode(part.astype("<f4").tobytes()).decode())
-                yield None
+            for step in steps:
+                if step is None:
+                    yield None
+                    continue
+                place, embedding = step
+                part = shortened(embedding, request.dimensions or None)
+                coded[place] = base64.b64encode(part.astype("<f4").tobytes()).decode()
         yield Embedded(id=request.id, embeddings=coded, queued_s=queued_s)
 
     def _messages(self, choices: RequestChoices) -> Generator[FromEngine | Pending | None]:

@@ -43,7 +43,7 @@ from hetero.serving.requests import (
     seconds,
 )
 from hetero.serving.served_models import acquire, store_of
-from hetero.serving.state import State
+from hetero.serving.state import State, characters_of
 from hetero.serving.template_chat import checked_variables, texts_of, thinking_variables
 from hetero.serving.tools import ToolUse, tool_use
 
@@ -263,6 +263,7 @@ async def _turn(state: State, app: str, body: ResponseRequest) -> _Turn:
         body.variables(),
         drops=body.truncation == "auto",
         answer=most_tokens(body.max_output_tokens, default=1),
+        characters=characters_of([body.instructions, before, given, use.functions]),
     )
     answers.check_room(state, whole.least if whole.full else whole.tokens, "input")
     wanted = AnswerOptions(

@@ -25,8 +25,18 @@ from hetero.serving.template_facts import TemplateFacts
 
 T = TypeVar("T")
 SHORT: Final = 1000  # characters
+LONG: Final = 50_000  # characters, which take a tenth of a second
 TOKEN_CHARACTERS: Final = 16  # which few tokens have
 CUT_TOKENS: Final = 16  # at most so many more has a text because it is cut off
+
+
+def characters_of(value: Any) -> int:
+    """Return how many characters the texts in messages, items or tools have."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(map(characters_of, value.values()))
+    return sum(map(characters_of, value)) if isinstance(value, list | tuple) else 0
 
 
 @dataclass(kw_only=True)
@@ -50,7 +60,7 @@ class State:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
-        self._texts = anyio.CapacityLimiter(2)
+        self._texts, self._long_texts = anyio.CapacityLimiter(2), anyio.CapacityLimiter(1)
 
     @property
     def max_seq_len(self) -> int:
@@ -115,25 +125,37 @@ class State:
                 code="context_length_exceeded",
             )
 
-    async def texts(self, work: Callable[..., T], *arguments: Any, **options: Any) -> T:
-        """Run work of tokenizer, template or grammar in a thread.
+    async def texts(
+        self, work: Callable[..., T], *arguments: Any, characters: int = 0, **options: Any
+    ) -> T:
+        """Run work of tokenizer, template or grammar on about so many `characters` in a thread.
 
-        Raises `UserError` as `ApiError`.
+        Long texts wait for each other, in a thread of their own, so that short ones do not wait for
+        them. Raises `UserError` as `ApiError`.
         """
         call = partial(work, *arguments, **options)
+        limiter = self._long_texts if characters > LONG else self._texts
         try:
-            return await anyio.to_thread.run_sync(call, limiter=self._texts)
+            return await anyio.to_thread.run_sync(call, limiter=limiter)
         except UserError as error:
             raise ApiError(400, str(error)) from error
 
     async def encoded(self, text: str) -> list[int]:
-        """Return the tokens of a text; short ones without the cost of waking a thread."""
-        if len(text) > SHORT:
-            return await self.texts(self.model.encode, text)
+        """Return the tokens of a text."""
+        (tokens,) = await self.all_encoded([text])
+        return tokens
+
+    async def all_encoded(self, texts: Sequence[str | list[int]]) -> list[list[int]]:
+        """Return the tokens of texts; of short ones without the cost of waking a thread."""
+        if (characters := sum(len(x) for x in texts if isinstance(x, str))) > SHORT:
+            return await self.texts(self._encode_all, texts, characters=characters)
         try:
-            return self.model.encode(text)
+            return self._encode_all(texts)
         except UserError as error:
             raise ApiError(400, str(error)) from error
+
+    def _encode_all(self, texts: Sequence[str | list[int]]) -> list[list[int]]:
+        return [self.model.encode(x) if isinstance(x, str) else x for x in texts]
 
     def token_text(self, token: int) -> str:
         """Return a token's text for clients: bytes that are no character are U+FFFD."""

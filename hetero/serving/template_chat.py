@@ -214,7 +214,8 @@ def plain_messages(messages: Sequence[dict[str, Any]], param: str = "messages") 
                 "a message's role is system, developer, user, assistant or tool",
                 param=f"{where}.role",
             )
-        text = plain_text(message.get("content"), f"{where}.content")
+        begun = role == "assistant" and i == len(messages) - 1
+        text = plain_text(message.get("content"), f"{where}.content", begun=begun)
         if role == "assistant":
             given = message.get("tool_calls") or ()
             calls = [plain_call(call, f"{where}.tool_calls") for call in given]
@@ -249,17 +250,18 @@ def result_message(text: str, call_id: str) -> Message:
     return {"role": "tool", "content": text, "tool_call_id": call_id}
 
 
-def plain_text(content: Any, param: str) -> str:
+def plain_text(content: Any, param: str, *, begun: bool = False) -> str:
     """Return the text of a message's content: a text, or parts that are texts, a line each.
 
-    Raises `ApiError`.
+    Those of an answer that was `begun`, to be continued, follow each other as they are. Raises
+    `ApiError`.
     """
     if content is None or isinstance(content, str):
         return content or ""
     if isinstance(content, list):
         texts = [_part_text(part) for part in content]
         if None not in texts:
-            return "\n".join(text for text in texts if text is not None)
+            return ("" if begun else "\n").join(text for text in texts if text is not None)
     raise ApiError(400, "content is text here; pictures, sound and files are not read", param=param)
 
 

@@ -14,6 +14,7 @@ from hetero.serving.errors import ApiError
 from hetero.serving.metrics import EngineTotals
 from hetero.serving.requests import Request, Token
 from hetero.serving.served_models import ServedModel, acquire, models_of
+from hetero.serving.state import State, characters_of
 from hetero.serving.template_chat import checked_variables, plain_messages, rendered
 from hetero.serving.tools import tool_use
 
@@ -101,15 +102,18 @@ async def tokenize(body: TokenizeRequest, request: HttpRequest) -> Response:
     given = [x for x in (body.prompt, body.content, body.messages) if x is not None]
     if len(given) != 1:
         raise ApiError(400, "give one of prompt, content and messages", param="prompt")
+    return await state.texts(
+        _tokenized, state, body, characters=characters_of([*given, body.tools])
+    )
+
+
+def _tokenized(state: State, body: TokenizeRequest) -> Response:
     if body.messages is not None:
-        use = tool_use(body.tools, None)
-        tokens = await state.texts(rendered, state, plain_messages(body.messages), use)
+        tokens = rendered(state, plain_messages(body.messages), tool_use(body.tools, None))
     else:
         special = bool(body.add_special) if body.prompt is None else body.add_special_tokens
         text = body.content if body.prompt is None else body.prompt
-        tokens = await state.texts(
-            state.model.tokenizer.encode, text or "", add_special_tokens=special is not False
-        )
+        tokens = state.model.tokenizer.encode(text or "", add_special_tokens=special is not False)
     record: dict[str, Any] = {
         "count": len(tokens),
         "max_model_len": state.max_seq_len,
@@ -137,8 +141,14 @@ async def detokenize(body: DetokenizeRequest, request: HttpRequest) -> Response:
     most = state.model.config.vocab_size
     if any(token >= most for token in body.tokens):
         raise ApiError(400, f"a token id is below {most}", param="tokens")
-    text = await state.texts(state.model.tokenizer.decode, body.tokens, skip_special_tokens=False)
+    text = await _decoded(state, body.tokens)
     return JSONResponse({"prompt": text, "content": text})
+
+
+async def _decoded(state: State, tokens: list[int]) -> str:
+    return await state.texts(
+        state.model.tokenizer.decode, tokens, skip_special_tokens=False, characters=len(tokens)
+    )
 
 
 @router.post("/apply-template")
@@ -149,9 +159,15 @@ async def apply_template(body: TemplateRequest, request: HttpRequest) -> Respons
     variables = checked_variables(body.chat_template_kwargs)
     if body.add_generation_prompt is not None:
         variables["add_generation_prompt"] = body.add_generation_prompt
-    tokens = await state.texts(rendered, state, plain_messages(body.messages), use, variables)
-    text = await state.texts(state.model.tokenizer.decode, tokens, skip_special_tokens=False)
-    return JSONResponse({"prompt": text})
+    tokens = await state.texts(
+        rendered,
+        state,
+        plain_messages(body.messages),
+        use,
+        variables,
+        characters=characters_of([body.messages, body.tools]),
+    )
+    return JSONResponse({"prompt": await _decoded(state, tokens)})
 
 
 @router.get("/tokenizer_info")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's palette, safe for the colour-blind; a device has its colour everywhere.
 COLORS: Final[dict[str, str]] = {
-    "gpu": "#0072B2", "npu": "#D55E00", "both": "#009E73", "rest": "#9AA1A9",
+    "gpu": "#0072B2", "npu": "#D55E00", "cpu": "#CC79A7", "both": "#009E73", "rest": "#9AA1A9",
 }  # fmt: skip
 LINES: Final = (
     "#56B4E9", "#CC79A7", "#8C6D00", "#7A5195", "#5C5C5C", "#3B8686", "#B0A8D0", "#A5682A",

@@ -81,7 +81,7 @@ def test_python_m_hetero() -> None:
 
 
 OPENING = (
-    "device", "gpu", "npu", "profile", "plan", "weights", "max_seq_len", "sync", "strategy",
+    "device", "gpu", "npu", "cpu", "profile", "plan", "weights", "max_seq_len", "sync", "strategy",
     "max_gpu_share", "memory_budget", "adapt", "order", "kv", "whole_caches",
 )  # fmt: skip
 

@@ -21,6 +21,7 @@ from tests.models.gguf_files import write_tiny
 from tests.support.checkpoints import CASES, GEMMA4, Case, make_checkpoint, torch
 
 QWEN3 = Case("qwen3", "Qwen3", {"head_dim": 16, "tie_word_embeddings": True})
+POOLINGS = ("last", "mean")
 TEXTS = ["a", "two words", "a longer text, which is more than one call of eight tokens, is it not?"]
 
 
@@ -77,6 +78,30 @@ def test_embeddings_are_the_pooled_hidden_states(
         )
 
 
+def test_short_texts_are_read_together(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In any order, beside long ones; each as if it were alone."""
+    texts = [
+        [3 + (7 * i + j) % 200 for j in range(n)] for i, n in enumerate((9, 60, 20, 12, 1, 16))
+    ]
+    alone = {pooling: [llm.embed([x], pooling=pooling)[0] for x in texts] for pooling in POOLINGS}
+    together = embedding.states_together
+    sizes = list[int]()
+
+    def noted(engine: Any, context: Any, part: Any, length: int) -> Any:
+        sizes.append(len(part))
+        return together(engine, context, part, length)
+
+    monkeypatch.setattr(embedding, "states_together", noted)
+    for pooling in POOLINGS:
+        np.testing.assert_allclose(
+            llm.embed(texts, pooling=pooling), alone[pooling], atol=2e-5, rtol=0
+        )
+    assert sizes == [3, 3]  # those of 12 to 20 tokens
+    assert [len(b.places) for b in embedding.batches(llm.engine, [[5] * 3] * 20)] == [8, 8, 4]
+    monkeypatch.setattr(embedding, "states_together", lambda *_: None)
+    assert (llm.embed(texts) == np.array(alone["last"])).all()
+
+
 def test_token_ids_are_taken_as_they_are_and_answers_do_not_change(llm: LLM) -> None:
     before = llm.generate(TEXTS[1], max_tokens=4)
     tokens = llm.encode(TEXTS[0])
@@ -102,18 +127,22 @@ def test_layers_for_the_last_token_alone(tmp_path: Path) -> None:
         found = llm.embed([tokens])[0]
         with pytest.raises(UserError, match="use the pooling `last`"):
             llm.embed([tokens], pooling="mean")
+        several = llm.embed([tokens[:9], tokens[:12]])
     np.testing.assert_allclose(found, expected(reference, tokens, "last"), atol=1e-4, rtol=0)
+    for count, row in zip((9, 12), several, strict=True):
+        wanted = expected(reference, tokens[:count], "last")
+        np.testing.assert_allclose(row, wanted, atol=1e-4, rtol=0)
 
 
 def test_a_model_with_states(tmp_path: Path) -> None:
     reference = make_checkpoint(next(x for x in CASES if x.name == "lfm2"), tmp_path)
     tokens = list(range(3, 60))
     with LLM(str(tmp_path), device="npu", weights="f32", kv="f32") as llm:
-        for pooling in ("last", "mean"):
-            found = llm.embed([tokens[:9], tokens], pooling=pooling)[1]
-            np.testing.assert_allclose(
-                found, expected(reference, tokens, pooling), atol=1e-4, rtol=0
-            )
+        for pooling in POOLINGS:
+            found = llm.embed([tokens[:9], tokens, tokens[:12]], pooling=pooling)
+            for count, row in zip((9, 57, 12), found, strict=True):
+                wanted = expected(reference, tokens[:count], pooling)
+                np.testing.assert_allclose(row, wanted, atol=1e-4, rtol=0)
 
 
 def test_what_cannot_be_embedded_is_refused(llm: LLM) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero.errors import ModelError
-from hetero.models.tokenizer import REPLACEMENT, ByteTokenizer, HfTokenizer, Tokenizer
+from hetero.models.tokenizer import _LONG, REPLACEMENT, ByteTokenizer, HfTokenizer, Tokenizer
 from tests.models.model_helpers import byte_fallback_tokenizer, byte_level_tokenizer
 
 RELAXED = settings(deadline=None, max_examples=150)
@@ -209,3 +212,28 @@ def test_the_real_tokenizer_streams(stories: Path) -> None:
 )
 def test_undecoded_bytes_are_read_as_utf8(family: str, text: str, read_as: str) -> None:
     assert FAMILIES[family].encode(text) == FAMILIES[family].encode(read_as)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(deadline=None, max_examples=20)
+@given(text=TEXT.filter(str.strip))
+def test_a_long_text_has_the_same_ids_as_a_short_one(family: str, text: str) -> None:
+    tokenizer, long = FAMILIES[family], text * (2 * _LONG // len(text))
+    with mock.patch("hetero.models.tokenizer._LONG", len(long) + 1):
+        expected = [tokenizer.encode(long, add_special_tokens=x) for x in (True, False)]
+        shown = [tokenizer.decode(expected[0], skip_special_tokens=x) for x in (True, False)]
+    found = [tokenizer.encode(long, add_special_tokens=x) for x in (True, False)]
+    assert found == expected
+    assert [tokenizer.decode(found[0], skip_special_tokens=x) for x in (True, False)] == shown
+
+
+def test_other_threads_go_on_while_a_long_text_is_encoded() -> None:
+    text, tokens = "Once upon a time there was a naïve fox. " * 10_000, list[int]()
+    thread = threading.Thread(target=lambda: tokens.extend(FAMILIES["byte-level"].encode(text)))
+    naps = 0
+    thread.start()
+    while thread.is_alive():
+        time.sleep(0.001)
+        naps += 1
+    assert len(tokens) > 100_000
+    assert naps > 20  # two or three where the lock is kept until the end

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hetero.backends import null
 from hetero.backends.errors import DeviceError
 from hetero.backends.formats import WeightFormat
 from hetero.backends.host.clock import ManualClock
@@ -24,6 +25,7 @@ from hetero.profiler.journal import Journal, journal_path, read_entries, to_line
 from hetero.profiler.non_matmul_ops import BLOCKS
 from hetero.profiler.options import Event, Options
 from hetero.profiler.records import DeviceProfile, EveryCore
+from hetero.profiler.report import write_report
 from hetero.profiler.session import MeasureEveryCore, profile_devices
 from tests.profiler.fakes import GRAPHS, TOKENS, W4, devices, gpu_cost, npu_cost, options
 
@@ -339,6 +341,26 @@ def test_one_device_alone_is_a_profile_too() -> None:
     assert set(found.devices) == {"gpu"}
     assert found.contention == ()
     assert found.bandwidth.npu_alone_bytes_per_s is None
+
+
+@FULL
+def test_of_a_third_device_the_matmuls_are_measured(tmp_path: Path) -> None:
+    clock = ManualClock()
+    cpu = null.open(kind="cpu", asynchronous=True, cost=gpu_cost, clock=clock)
+    found = profile_devices({**devices(clock), "cpu": cpu}, matmuls_only(), clock=clock)
+    two = take()
+    assert set(found.devices) == {"gpu", "npu", "cpu"}
+    assert set(found.sync) == {"gpu", "npu"}
+    assert {row.device for row in found.preparation} == {"gpu", "npu"}
+    cost = CostModel(found)
+    for m in TOKENS:
+        times = [float(cost.matmul_s(x, W4, m, 2048, 2048).seconds) for x in ("gpu", "cpu")]
+        assert times[1] == pytest.approx(times[0], rel=0.02)
+    assert found.contention == two.contention
+    assert found.sync == two.sync
+    assert DeviceProfile.model_validate(json.loads(found.to_json())) == found
+    write_report(found, tmp_path / "p.html")
+    assert "cpu" in (tmp_path / "p.html").read_text("utf-8")
 
 
 def test_a_foreign_line_ends_a_journal(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from hetero.profiler.model_graph import ModelGraph
 from hetero.runtime.launch_graph import LaunchGraph
 from hetero.solver.execution_plan import ExecutionPlan
+from hetero.solver.handmade import single_device
 from hetero.solver.plan import AttentionShare, HeadCounts, NonMatmulDevices, OpPlan, Tile
 
 STRATEGIES = (
@@ -131,3 +132,22 @@ def tile(
     return Tile.model_validate(
         {"device": device, "tokens": tokens, "rows": rows, "graph_size": graph}
     )
+
+
+def plan_for_three(spec: ModelGraph, *, third: bool = True) -> ExecutionPlan:
+    """Matmuls of blocks with enough rows cut for GPU, NPU and CPU; without `third` for both."""
+    base, ops = single_device(spec, "gpu"), []
+    for op in base.ops:
+        a, b = ROWS, 2 * ROWS
+        if op.n < 3 * ROWS or op.op in spec.sampled:
+            ops.append(op)
+            continue
+        parts = [("npu", (0, a)), ("cpu", (a, b)), ("gpu", (b, op.n))]
+        if not third:
+            parts = [("npu", (0, a)), ("gpu", (a, op.n))]
+        tiles = [
+            Tile.model_validate({"device": kind, "tokens": (0, None), "rows": rows})
+            for kind, rows in parts
+        ]
+        ops.append(op.model_copy(update={"tiles": tuple(tiles), "strategy": "row-cut"}))
+    return base.model_copy(update={"ops": tuple(ops)})

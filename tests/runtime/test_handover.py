@@ -32,6 +32,7 @@ from hetero.backends.registry import open_device
 from hetero.errors import FallbackWarning
 from hetero.models import open_model
 from hetero.runtime.engine import Engine
+from hetero.runtime.hidden_states import states_together
 from hetero.runtime.kv.attention_stats import ScoreStats
 from hetero.runtime.kv.cache_sync import joined
 from hetero.runtime.kv.context import Context
@@ -146,6 +147,27 @@ def test_cut_models_have_the_numbers_of_coherent_memory(
         got.append(engine.prefill(context, tokens[:20]).copy())  # the other side goes on
         for logits, text in zip(got, [*texts, tokens + tokens[:20]], strict=True):
             assert relative_error(logits, logits_of(whole, text)) < TOLERANCE
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("name", ["gpu", "npu first", "gpu first"])
+@pytest.mark.parametrize("memory", ["mapped", "copied"])
+def test_texts_of_one_step_have_the_numbers_of_coherent_memory(
+    opened: Open, memory: str, name: str
+) -> None:
+    engine, whole, tokens = opened(memory, name), opened("coherent"), tokens_of(3, 48)
+    texts = [tokens[:11], tokens[11:23], tokens[30:31]]
+    found = []
+    for one in (engine, whole):
+        with one.new_context() as context:
+            one.prefill(context, tokens)
+            context.rewind(0)
+            states = states_together(one, context, texts, 12)
+            assert states is not None
+            found.append([x[: len(text)] for x, text in zip(states, texts, strict=True)])
+            found[-1].append(one.prefill(context, tokens).copy())
+    for got, expected in zip(*found, strict=True):
+        assert relative_error(got, expected) < TOLERANCE
 
 
 @settings(max_examples=examples(12), deadline=None, suppress_health_check=[*HealthCheck])

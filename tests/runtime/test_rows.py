@@ -137,7 +137,7 @@ def engine_of(
 
 def test_padded_graphs_of_a_row_leave_the_others_alone(folder: Path) -> None:
     with engine_of(folder, (4, 16, 64)) as engine:
-        assert engine.placement.row_graph == 4
+        assert engine.placement.padded("decode", 1) == 4
         joins_and_leaves(engine, random.Random())
 
 

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 from collections.abc import AsyncIterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 
 from hetero.serving.guard import Guard, Message, Receive, Scope, Send
+from hetero.serving.http_app import make_app
+from hetero.serving.keys import Keys
+from hetero.serving.metrics import Metrics
 
 
 async def _inner(scope: Scope, receive: Receive, send: Send) -> None:
@@ -110,3 +116,34 @@ def test_pages_elsewhere_change_nothing(headers: dict[str, str], status: int) ->
 def test_half_a_character_does_not_come_in() -> None:
     _, body = asked(guard(), [rb'"cut \ud8', rb'3d"'], HERE | {"content-length": "12"})
     assert body == rb'"cut \ufffd"'
+
+
+@pytest.mark.parametrize("origins", [["https://good.example"], ["*"], []])
+@pytest.mark.few(3)
+def test_a_browser_may_ask_before_it_sends_a_key(origins: list[str]) -> None:
+    keys = Keys({hashlib.sha256(b"key").digest(): "notes"})
+    models: Any = SimpleNamespace(metrics=Metrics(["m"]), ending=False)
+    app: Any = make_app(models, keys, None, lambda: None, origins)
+
+    async def answers() -> list[httpx.Response]:
+        transport, found = httpx.ASGITransport(app), list[httpx.Response]()
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            for origin in ("https://good.example", "https://evil.example"):
+                wanted = {"Access-Control-Request-Method": "POST", "Origin": origin}
+                wanted["Access-Control-Request-Headers"] = "authorization, content-type"
+                found.append(await client.options("/v1/chat/completions", headers=wanted))
+                found.append(await client.get("/health", headers={"Origin": origin}))
+        return found
+
+    good, health, evil, other = asyncio.run(answers())
+    allow = "access-control-allow-origin"
+    if not origins:
+        assert good.status_code == evil.status_code == 401
+        assert allow not in health.headers
+        return
+    assert good.status_code == 200
+    assert good.headers[allow] == health.headers[allow] == origins[0]
+    assert "POST" in good.headers["access-control-allow-methods"]
+    assert "authorization" in good.headers["access-control-allow-headers"].lower()
+    assert (evil.status_code == 200) is (origins == ["*"])
+    assert (allow in other.headers) is (origins == ["*"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from hetero.errors import ModelError
 from hetero.models.tokenizer import HfTokenizer
+from hetero.serving.answer_parser import AnswerForm
 from hetero.serving.anthropic import CountRequest
 from hetero.serving.errors import ApiError
 from hetero.serving.history import messages_of, read_items
@@ -23,6 +25,7 @@ from hetero.serving.tools import ToolUse, tool_use
 from tests.models.model_helpers import byte_level_tokenizer
 from tests.support.selection import examples
 
+QWEN3 = (Path(__file__).parent / "agents" / "qwen3.jinja").read_text()
 PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
 ASKS = "{% if add_generation_prompt %}<assistant>{% endif %}"
 NO_SYSTEM = (
@@ -42,7 +45,9 @@ def text_of(template: str, messages: list[dict[str, Any]], use: Any = None, **op
     """The text that a model with this template is given."""
     tokenizer = HfTokenizer(byte_level_tokenizer(), {}, {"default": template}, where="/a/path")
     state: Any = SimpleNamespace(
-        model=SimpleNamespace(tokenizer=tokenizer), template_facts=TemplateFacts.of(tokenizer)
+        model=SimpleNamespace(tokenizer=tokenizer),
+        template_facts=TemplateFacts.of(tokenizer),
+        answer_form=AnswerForm.of(tokenizer),
     )
     return tokenizer.decode(rendered(state, messages, use or ToolUse(), **options))
 
@@ -189,6 +194,29 @@ def test_tools_are_described_in_the_users_own_system_message() -> None:
     text = text_of(PLAIN, [{"role": "system", "content": "Be brief."}, *LOOP], ToolUse(({},)))
     assert text.startswith("<system>Be brief.\n\nYou may call")
     assert text.count("<system>") == 1
+
+
+def test_qwen3_does_not_think_and_sees_its_earlier_thoughts() -> None:
+    """As llama-server gives them to its template, with tools and without."""
+    called = {"role": "assistant", "content": "", "reasoning_content": "Hm."}
+    called["tool_calls"] = [call("go")]
+    result = {"role": "tool", "tool_call_id": "call_go", "content": "gone"}
+    messages = plain_messages([USER, called, result])
+    for use in (ToolUse(), ToolUse(({"name": "go"},))):
+        text = text_of(QWEN3, messages, use, variables={"enable_thinking": False})
+        assert "<|im_start|>assistant\n<think>\nHm.\n</think>\n\n" in text
+        assert text.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+        assert text_of(QWEN3, messages, use).endswith("<|im_start|>assistant\n")
+
+
+def test_parts_of_an_answer_that_was_begun_follow_each_other() -> None:
+    """Other parts are a line each, as in llama-server."""
+    parts = [{"type": "text", "text": x} for x in ("Wh", "ill")]
+    chat = [{"role": "assistant", "content": parts}, USER, {"role": "assistant", "content": parts}]
+    expected = ["Wh\nill", "x", "Whill"]
+    assert [message["content"] for message in plain_messages(chat)] == expected
+    own = CountRequest.model_validate({"messages": chat})
+    assert [message["content"] for message in own.plain()] == expected
 
 
 @pytest.mark.parametrize("begun", ["One, two,", "  One two \n", "", " "])

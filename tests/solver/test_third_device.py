@@ -12,19 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import hetero
-from hetero.compiling.npu_graphs import CompileRequest, prepare_by_default
-from hetero.errors import UserError
-from hetero.models import model_spec, open_model
+from hetero.models import model_spec
 from hetero.profiler.records import DeviceProfile
 from hetero.solver.build import make_plan
 from hetero.solver.chooser import Chooser, Rules
 from hetero.solver.errors import PlanError
 from hetero.solver.execution_plan import ExecutionPlan
-from hetero.solver.handmade import single_device
 from hetero.solver.options import GPU, HOST, INF, Objective
 from hetero.solver.place import tiles_of
-from hetero.solver.plan import OpPlan, Tile
+from hetero.solver.plan import OpPlan
 from hetero.solver.planner import Planner
 from hetero.solver.report import brief, conclusion
 from hetero.solver.request import PlanRequest
@@ -222,21 +218,6 @@ def test_a_cpu_computes_nothing_but_matmuls(plan: ExecutionPlan) -> None:
     document["non_matmul"]["prefill"] = "cpu"
     with pytest.raises(PlanError, match="a CPU takes rows of matmuls"):
         ExecutionPlan.parse(json.dumps(document), "here")
-
-
-def test_a_plan_for_three_is_refused_where_no_backend_plays_the_cpu() -> None:
-    spec = open_model("demo").spec()
-    ops = []
-    for op in single_device(spec, "gpu").ops:
-        tiles = [("npu", (0, 16)), ("cpu", (16, 32)), ("gpu", (32, op.n))]
-        document = {"device": "", "tokens": (0, None), "rows": ()}
-        cut = [Tile.model_validate(document | {"device": x, "rows": rows}) for x, rows in tiles]
-        ops.append(op.model_copy(update={"tiles": tuple(cut), "strategy": "row-cut"}))
-    own = single_device(spec, "gpu").model_copy(update={"ops": tuple(ops)})
-    with pytest.raises(UserError, match="which only simulated chips run: leave out the plan"):
-        hetero.LLM("demo", plan=own)
-    with pytest.raises(UserError, match="which only simulated chips run: leave out the plan"):
-        prepare_by_default(CompileRequest("demo", "sm8650", plan=own))
 
 
 @pytest.mark.full
