@@ -98,9 +98,9 @@ def plan_load(
     those to compute are the first ones of several orders. `before`: tokens already in place; with
     `recompute` false everything that can be read is read.
     """
-    forced, choices = _choices(items, rates, recompute=recompute)
-    sets = _Sets(forced, choices, _orders(items, choices, rates))
-    tokens, work_s, disk_bytes, _, read_s = (np.array(x, float) for x in zip(*items, strict=True))
+    tokens, work_s, disk_bytes, missing, read_s = np.array(items, float).T
+    forced, choices = _choices(missing > 0, disk_bytes > 0, rates, recompute=recompute)
+    sets = _Sets(forced, choices, _orders((read_s + work_s) / tokens, choices, rates))
     starts = np.cumsum(tokens) - tokens
     values = np.stack([tokens, tokens * starts, tokens**2, read_s, work_s, disk_bytes])
     added, weighted, squares, *taken = sets.sums(values)
@@ -126,27 +126,29 @@ def plan_load(
     return LoadPlan(tuple(map(bool, ~sets.computed(best))), float(seconds[best]))
 
 
-def _choices(items: Sequence[LoadItem], rates: Rates, *, recompute: bool) -> tuple[Array, Array]:
-    """Return which items must be computed, and the indices of those that may be."""
-    forced = np.array([item.missing for item in items], bool)
-    on_disk = np.array([item.disk_bytes > 0 for item in items], bool)
+def _choices(
+    forced: Array, on_disk: Array, rates: Rates, *, recompute: bool
+) -> tuple[Array, Array]:
+    """Return which items must be computed, missing or not, and the indices of those that may be."""
     if rates.run_s is None:
         forced = np.cumsum(forced) > 0
         on_disk &= np.cumsum((~on_disk & ~forced)[::-1])[::-1] == 0
     return forced, np.flatnonzero(on_disk & ~forced) if recompute else np.empty(0, int)
 
 
-def _orders(items: Sequence[LoadItem], choices: Array, rates: Rates) -> list[Array]:
+def _orders(token_s: Array, choices: Array, rates: Rates) -> list[Array]:
     """Return orders in which items are added to those to compute; none to try every set.
 
     The end of the text joins the prompt's run; its beginning sees the fewest others; or those come
-    first whose reading takes longest, for each token.
+    first whose reading takes longest, for each token (`token_s`).
     """
     if rates.run_s is None:
         return [choices[::-1]]
     if len(choices) <= TRIED:
         return []
-    cost_s = np.array([(items[i].read_s + items[i].work_s) / items[i].tokens for i in choices])
+    cost_s = token_s[choices]
+    if np.ptp(cost_s) == 0:
+        return [choices[::-1], choices]
     dear, late = (np.argsort(-x, kind="stable") for x in (cost_s, cost_s[::-1]))
     return [choices[::-1], choices, choices[dear], choices[::-1][late]]
 
