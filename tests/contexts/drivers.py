@@ -39,6 +39,8 @@ def random_operations(count: int, seed: int) -> int:
             disk=chance.choice([0, 6, 30, 400]),
             policy=chance.choice(["lctru", "lctru-paper", "lru"]),
             recompute=chance.random() < 0.5,
+            disk_s=chance.choice([150.0, 1e9]),
+            run_s=chance.choice([None, 0.0, 1.0]),
         )
         for _ in range(min(500, count - done)):
             operation(machine, chance)

@@ -14,13 +14,13 @@ from hetero.backends.memory import Tensor
 from hetero.backends.registry import open_device
 from hetero.models import open_model
 from hetero.runtime.engine import Engine
+from hetero.runtime.holes import MOST_PIECES
 from hetero.runtime.launch_graph import LaunchSpec
 from hetero.runtime.lowering import Lowering
 from hetero.runtime.memory_estimate import gathered_slots
 from hetero.runtime.pool import ActivationPool, slot_shapes
 from hetero.runtime.program import RUN, SUBMIT
 from hetero.runtime.schedule import ordered
-from hetero.runtime.sizes import LONGEST_VERIFIED
 from hetero.runtime.slot_refs import SlotRef, position_of
 from hetero.runtime.step import Step
 from tests.runtime.models import context_of, tiny_model
@@ -68,7 +68,7 @@ def chunked(engine: Engine, chunks: int) -> tuple[ActivationPool, Lowering]:
         logit_rows=32,
         gathered=gathered_slots(engine.placement, engine.devices),
         chunks=chunks,
-        rows=LONGEST_VERIFIED,
+        rows=MOST_PIECES,
     )
     owner = engine.devices.get("npu") or engine.devices["gpu"]
     pool = ActivationPool(shapes, owner, engine.deployment.pool.tables)
@@ -195,7 +195,7 @@ def test_one_set_of_slots_is_the_pool_as_it_was(folder: Path) -> None:
         assert one.slots() == engine.deployment.pool.slots()
         assert one.nbytes == engine.deployment.pool.nbytes
         shared = {slot for slot in one.slots() if slot.name == "logits"}
-        shared |= {position_of(row) for row in range(1, LONGEST_VERIFIED)}
+        shared |= {position_of(row) for row in range(1, MOST_PIECES)}
         again = {s._replace(chunk=1) for s in one.slots() if s not in shared}
         assert set(two.slots()) == set(one.slots()) | again
         assert SlotRef("qkv", chunk=1) in two.slots()

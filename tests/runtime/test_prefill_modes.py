@@ -44,7 +44,8 @@ def solved(request: pytest.FixtureRequest) -> tuple[ModelGraph, CostModel, Prepa
 
 
 def modes_of(spec: ModelGraph, cost: CostModel, solver: PreparedSolver, order: Any) -> PrefillModes:
-    able: Any = {kind: device.capabilities for kind, device in cost.profile.devices.items()}
+    devices = cost.profile.devices
+    able = {kind: device.capabilities.on(kind) for kind, device in devices.items()}
     placement = Placement(solver.plan, spec, able, source=solver)
     return PrefillModes(placement, LaunchCosts(cost, placement), order, able, window=4)
 
