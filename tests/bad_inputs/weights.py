@@ -155,7 +155,7 @@ SCALES = {"text_sha256": "0" * 64, "tokens": 40, "outliers": "none", "matmuls": 
 QUANTISED: tuple[tuple[str, Change, str], ...] = (
     ("manifest not JSON", replaced(MANIFEST, "{"), "hetero.json: is not valid JSON"),
     ("another kind", json_set(MANIFEST, {"kind": "x"}), "kind must be 'hetero-quantized'"),
-    ("a later version", json_set(MANIFEST, {"schema_version": 99}), "must be 1, 2 or 3, got 99"),
+    ("a later version", json_set(MANIFEST, {"schema_version": 99}), "must be 1, 2, 3 or 4, got 99"),
     ("calibration of 4 bits", json_set(MANIFEST, {"schema_version": 2, "calibration": SCALES}),
      "calibration does not belong to w4a16 in a manifest of version 2"),
     ("calibration of a choice that is none",

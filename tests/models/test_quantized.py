@@ -356,8 +356,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
         "config.json: does not have the SHA-256 that hetero.json names; " + AGAIN,
     ),
     "newer": (
-        lambda path: change_manifest(path, schema_version=4),
-        f"hetero.json: schema_version must be 1, 2 or 3, got 4; upgrade hetero, or {AGAIN}",
+        lambda path: change_manifest(path, schema_version=5),
+        f"hetero.json: schema_version must be 1, 2, 3 or 4, got 5; upgrade hetero, or {AGAIN}",
     ),
     "other kind": (
         lambda path: change_manifest(path, kind="plan"),
