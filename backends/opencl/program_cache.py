@@ -11,6 +11,7 @@ from typing import Final
 
 import pyopencl as cl
 
+from hetero.backends.host import forks
 from hetero.backends.host.background import Background, in_background
 from hetero.backends.host.versions import installed_version
 from hetero.backends.opencl.program_source import (
@@ -84,8 +85,7 @@ class ProgramCache:
         self._entry = hashlib.sha256(name.encode()).hexdigest()
         self._noted = _sources(self._compiler.recall(self._entry))
         sources = [x for x in self._noted or () if x.digest not in self._programs]
-        known = partial(self._compiler.known, self._context, self._device)
-        builds = in_background("hetero-programs", [partial(known, x) for x in sources])
+        builds = in_background("hetero-programs", [partial(self._known, x) for x in sources])
         self._coming |= {x.digest: build for x, build in zip(sources, builds, strict=True)}
         try:
             yield self._noted is not None
@@ -94,6 +94,10 @@ class ProgramCache:
             self._forget_coming()
             raise
         self._note()
+
+    def _known(self, source: ProgramSource) -> cl.Program | None:
+        with forks.forbidden():
+            return self._compiler.known(self._context, self._device, source)
 
     def discard_prewarm(self) -> None:
         """Record no prewarm list this time."""

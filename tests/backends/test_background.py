@@ -102,3 +102,28 @@ let_go.set()
 assert running.result() and waiting.result() == 1
 """
     subprocess.run([sys.executable, "-P", "-c", code], check=True, timeout=LIMIT_S)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_fork_waits_for_a_thread_that_calls_a_driver() -> None:
+    code = f"""
+import os, threading, time, warnings
+from hetero.backends.host import forks
+warnings.simplefilter("ignore")
+begun, left = threading.Event(), []
+def call():
+    with forks.forbidden():
+        begun.set()
+        time.sleep(0.3)
+        left.append(1)
+threading.Thread(target=call).start()
+begun.wait({LIMIT_S})
+pid = os.fork()
+if pid == 0:
+    with forks.forbidden():
+        os._exit(0 if left else 1)
+assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+with forks.forbidden():
+    pass
+"""
+    subprocess.run([sys.executable, "-P", "-c", code], check=True, timeout=LIMIT_S)
