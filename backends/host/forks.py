@@ -4,8 +4,8 @@ A driver with threads of its own (OpenCL) waits for ever in such a child. What w
 lost there, and the driver cannot be used again: both are errors that say so. What has no threads
 works on, on its own copy of the memory.
 
-A driver's lock that a thread of ours holds in the parent would be held in the child for ever, whose
-end waits for it. So a fork waits for what such threads do (`forbidden`).
+A driver's lock that a thread of the parent has would stay locked in the child, whose end waits for
+it. So a fork waits for what such threads do (`forbidden`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _watching: dict[int, weakref.WeakMethod[Callable[[], None]]] = {}
 
 
 class _ForkLock:
-    """Held by threads that call a driver, and by a fork; a child has a new lock."""
+    """A lock that threads that call a driver take, and a fork; a child has a new one."""
 
     def __init__(self) -> None:
         self._lock, self._forks = threading.Lock(), False

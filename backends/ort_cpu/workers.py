@@ -139,7 +139,7 @@ class WorkerDevice(Device, SupportsCompaction):
 
 
 class Order:
-    """Which of the submitted calls are complete: all up to some number."""
+    """Numbers the submitted calls, and knows up to which all are complete."""
 
     def __init__(self) -> None:
         self.submitted = self._complete = 0

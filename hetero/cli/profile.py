@@ -109,9 +109,8 @@ def profile_command(
     from hetero.profiler.records import DeviceProfile
     from hetero.terminal.notices import notify
 
-    kept = {"quick": quick, "budget": budget, "resume": resume, "model": model}
-    third = None if cpu == "none" else cpu
-    measuring: dict[str, object] = {**kept, "weights": weights, "cpu": third}
+    own: dict[str, object] = {"weights": weights, "cpu": None if cpu == "none" else cpu}
+    measuring = {"quick": quick, "budget": budget, "resume": resume, "model": model, **own}
     if check is not None:
         _refuse_to_measure("check", measuring | {"add": add, "from": rates, "out": out, "soc": soc})
         _check(check, as_json=as_json)
@@ -125,10 +124,10 @@ def profile_command(
         _refuse_with_add(measuring | {"soc": soc})
         _complete(path, gpu, npu, as_json=as_json)
         return
-    budget_s = parse_budget(budget) if budget is not None else None
+    budget_s = None if budget is None else parse_budget(budget)
     limit_s = budget_s or (QUICK_BUDGET_S if quick else DEFAULT_BUDGET_S)
     if soc is not None and is_compiled_for(soc):
-        _refuse_with_compiler({"resume": resume, "weights": weights, "cpu": third})
+        _refuse_with_compiler({"resume": resume, **own})
         with progress(limit_s) as show:
             taken = compiled_profile(soc, out, model=model, budget_s=limit_s, progress=show)
         report(taken, out or Path(f"{soc}.json"), as_json)

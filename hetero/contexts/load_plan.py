@@ -194,9 +194,9 @@ class _Sets:
         if len(self._orders):
             order, size = divmod(number, len(self._choices) + 1)
             return np.asarray(self._ranks(self._orders[order]) < size)
-        found = self._forced.copy()
-        found[self._choices] = self._every[number]
-        return found
+        computed = self._forced.copy()
+        computed[self._choices] = self._every[number]
+        return computed
 
     def _ranks(self, order: Array) -> Array:
         """Return the size of the largest set of an order that is without an item; -1: none is."""

@@ -34,8 +34,8 @@ def _embeddings(
     with _scratch(service) as slot:
         for places, length in batches(engine, texts):
             part = [texts[place] for place in places]
-            found = yield from embedding_steps(engine, slot.active, part, length, pooling)
-            yield from zip(places, found, strict=True)
+            embeddings = yield from embedding_steps(engine, slot.active, part, length, pooling)
+            yield from zip(places, embeddings, strict=True)
 
 
 @dataclass

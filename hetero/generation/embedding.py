@@ -149,8 +149,8 @@ def embed(
     for places, length in batches(engine, ids):
         part = [ids[place] for place in places]
         with emptied() as context:
-            found = _result(embedding_steps(engine, context, part, length, pooling))
-        for place, embedding in zip(places, found, strict=True):
+            vectors = _result(embedding_steps(engine, context, part, length, pooling))
+        for place, embedding in zip(places, vectors, strict=True):
             embeddings[place] = shortened(embedding, width)
     return embeddings
 

@@ -54,38 +54,36 @@ class LLM(Closing):
     """A language model, ready to answer. A context manager that frees its devices.
 
     `model` is a Hugging Face directory, a `.gguf` file, a directory written by `hetero quantize`,
-    `demo` or `random:NAME`. `device` is `auto` (what is predicted to be fastest here, the
-    default), `hetero` (both), `gpu` or `npu`; `gpu` and `npu` name backends, and `cpu` one that
-    takes rows of matmuls besides both where a plan has some for it (`none`: none does). `plan` is
-    an `ExecutionPlan` or a path to one; the devices are then those of the plan, and naming others
-    is an error. `profile` is a `DeviceProfile`, a file or a shipped name that the plan is made from
-    (default: this machine's); `strategy` forces one, and `choice` says what was chosen and why.
-    `experts` is a file of `hetero eval --count-experts`, by which plans share routed experts.
-    `prompt_lengths` are those to plan for, and to compare devices by; where they are not known
-    `first_prompt` (a text or token ids) shows `auto` what will be asked first. `weights` is one of
-    w4a16, w4a8, w8a16, f16, f32 (default: what a quantised directory holds, else w4a16).
-    `max_seq_len` bounds prompt and answer together (default: the model's, at most 4096).
-    `max_gpu_share` (0 to 1) leaves the rest of the GPU's time to others, in the plan and in every
-    step; `memory_budget` (`4GiB`, or bytes) bounds weights, activations and caches. Where a solver
-    made the plan its cuts follow the devices' measured speeds, unless `adapt` is off: answers may
-    then differ in the last bits of their logits. Calls of a long prompt are in flight together, in
-    an `order` that a profile predicts to be shorter (`best`), by mllm-NPU's greedy rule (`paper`),
-    or one after another (`fifo`); the order changes no bit of an answer, cuts of long prompts that
-    go with it the last ones. `kv` is how keys and values are cached: f16 (the default), half of
-    what f32 takes and decoding reads; q8, codes of 8 bits, half of that again; or f32, the default
-    of an NPU alone that reads no others. Layers with a sliding window keep the keys and values that
-    it reaches and a few before; with `whole_caches` all, so that a context can be cut anywhere
-    without being computed again. `draft_model`, a smaller model of the same vocabulary on a
-    `draft_device`, guesses tokens ahead (`speculative`). A first start compiles kernels for
-    seconds: `wait_for_plan` off answers on the NPU alone meanwhile, and moves to the plan's devices
-    (`choice`, `devices` and `plan` then change) between two steps. Programs that measure wait.
+    `demo` or `random:NAME`. `device` is `auto` (what is predicted to be fastest here, the default),
+    `hetero` (both), `gpu` or `npu`; `gpu` and `npu` name backends, and `cpu` one for rows of
+    matmuls that a plan may have for a third (`none`: for none). `plan` is an `ExecutionPlan` or a
+    path to one; naming other devices than its own is an error. `profile` is a `DeviceProfile`, a
+    file or a shipped name that the plan is made from (default: this machine's); `strategy` forces
+    one, and `choice` says what was chosen and why. `experts` is a file of `hetero eval
+    --count-experts`, by which plans share routed experts. `prompt_lengths` are those to plan for,
+    and to compare devices by; where they are not known `first_prompt` (a text or token ids) shows
+    `auto` what will be asked first. `weights` is one of w4a16, w4a8, w8a16, f16, f32 (default: what
+    a quantised directory holds, else w4a16). `max_seq_len` bounds prompt and answer together
+    (default: the model's, at most 4096). `max_gpu_share` (0 to 1) leaves the rest of the GPU's time
+    to others, in the plan and in every step; `memory_budget` (`4GiB`, or bytes) bounds weights,
+    activations and caches. Where a solver made the plan its cuts follow the devices' measured
+    speeds, unless `adapt` is off: answers may then differ in the last bits of their logits. Calls
+    of a long prompt are in flight together, in an `order` that a profile predicts to be shorter
+    (`best`), by mllm-NPU's greedy rule (`paper`), or one after another (`fifo`); the order changes
+    no bit of an answer, the cuts that go with it the last ones. `kv` is how keys and values are
+    cached: f16 (the default), half the bytes of f32; q8, codes of 8 bits, half of that; or f32, the
+    default of an NPU alone that reads no others. Layers with a sliding window keep the keys and
+    values that it reaches; with `whole_caches` all, so that a context can be cut anywhere and is
+    not computed again. `draft_model`, a smaller model of the same vocabulary on a `draft_device`,
+    guesses tokens ahead (`speculative`). A first start compiles kernels for seconds:
+    `wait_for_plan` off answers on the NPU alone meanwhile, and moves to the plan's devices between
+    two steps.
 
     A prompt is answered on a context: one of `new_context`, which the prompt goes on from, or the
     model's own (`context`), from the start unless `reuse`. While a stream uses that, further calls
     without a context have one of their own each; where the memory has no room for one they wait for
-    other threads' calls. Answers on different contexts take turns step by step, whichever threads
-    they are read from; an unread stream blocks no other. Raises `UserError` (`ModelError`) for what
-    the user can mend, `DeviceError` for what a device could not do.
+    other threads' calls. Answers on different contexts take turns step by step. Raises `UserError`
+    (`ModelError`) for what the user can mend, `DeviceError` for what a device could not do.
     """
 
     @gc_paused()

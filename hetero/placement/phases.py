@@ -26,8 +26,8 @@ def phases_of(
         name, known = _set_of(plan, phase, devices), compared.get(phase)
         shared = name in (TENSOR_LEVEL, LAYER_LEVEL)
         chosen = known is not None and known.device_set == (TENSOR_LEVEL if shared else name)
-        found = known if known and chosen else PhaseChoice(phase, name)
-        phases.append(replace(found, third="cpu" in plan.devices_of(phase) & set(devices)))
+        of_phase = known if known and chosen else PhaseChoice(phase, name)
+        phases.append(replace(of_phase, third="cpu" in plan.devices_of(phase) & set(devices)))
     for band in plan.bands:
         name = _set_of(plan.in_band(band), "decode", devices)
         seconds = band.predicted_s, phases[-1].device_set, band.before_s

@@ -8,14 +8,14 @@ from typing import Protocol
 from hetero.backends.errors import DeviceError
 from hetero.backends.protocol import prepared_sizes
 from hetero.runtime.deployment import Deployment
-from hetero.runtime.holes import Piece, cut, without
+from hetero.runtime.holes import TextPiece, cut, without
 from hetero.runtime.kv.context import Context
 from hetero.runtime.step import Step
 from hetero.runtime.step_runner import StepRunner
 
 
 class Fills(Protocol):
-    """What an engine has for it."""
+    """An engine, as far as it is needed here."""
 
     deployment: Deployment
     runner: StepRunner
@@ -95,7 +95,7 @@ def filled(
             yield step, taken
 
 
-def _next(engine: Fills, context: Context, more: int) -> list[Piece]:
+def _next(engine: Fills, context: Context, more: int) -> list[TextPiece]:
     """Return the next call, of as many tokens as the plan has a call for."""
     deployment = engine.deployment
     steps, sizes = deployment.placement.plan.steps, _piece_sizes(deployment)
@@ -104,10 +104,10 @@ def _next(engine: Fills, context: Context, more: int) -> list[Piece]:
     while True:
         count = steps(count)[0]
         pieces = cut(context.holes, prompt, count, sizes, deployment.pool.tokens)
-        found = sum(piece.tokens for piece in pieces)
-        if found == count == steps(count)[0]:
+        tokens = sum(piece.tokens for piece in pieces)
+        if tokens == count == steps(count)[0]:
             return pieces
-        count = found
+        count = tokens
 
 
 def _again(engine: Fills, context: Context) -> None:

@@ -17,7 +17,7 @@ from hetero.solver.assignments import Span
 MOST_PIECES: Final = 16  # of a call
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     """Tokens of a call that follow each other from a position on, in a graph of so many."""
 
     position: int
@@ -28,20 +28,20 @@ class Piece(NamedTuple):
 Shape: TypeAlias = tuple[tuple[int, int], ...]  # tokens and graph of each piece of a call
 
 
-def shape_of(pieces: Sequence[Piece]) -> Shape:
+def shape_of(pieces: Sequence[TextPiece]) -> Shape:
     """Return what a step of these pieces is lowered for."""
     return tuple((piece.tokens, piece.graph) for piece in pieces)
 
 
 def cut(
     spans: Sequence[Span], prompt: Span, count: int, sizes: Sequence[int], room: int
-) -> list[Piece]:
+) -> list[TextPiece]:
     """Return the pieces of the first `count` tokens of spans and then a prompt, or of fewer.
 
     They are `MOST_PIECES` at most. Behind the prompt nothing is stored, so its last piece may be
     padded, up to `room` rows of the call. `sizes` are those of static graphs, which begin with 1.
     """
-    pieces: list[Piece] = []
+    pieces: list[TextPiece] = []
     row = 0
     for start, stop in (*spans, prompt):
         at = start
@@ -52,12 +52,12 @@ def cut(
                 graph = above[0] if above and start == prompt[0] else 0
                 graph = graph or max(x for x in sizes if x < tokens)
                 tokens = min(tokens, graph)
-            pieces.append(Piece(at, tokens, graph))
+            pieces.append(TextPiece(at, tokens, graph))
             at, row = at + tokens, row + tokens
     return pieces
 
 
-def without(spans: Sequence[Span], pieces: Sequence[Piece]) -> tuple[Span, ...]:
+def without(spans: Sequence[Span], pieces: Sequence[TextPiece]) -> tuple[Span, ...]:
     """Return what is left of spans after the pieces of a call, which took the first tokens."""
     last = pieces[-1]
     done = last.position + last.tokens

@@ -15,7 +15,7 @@ from hetero.runtime.control import ControlThread
 from hetero.runtime.executor import Executor, OnDeviceBusy, nothing
 from hetero.runtime.fused_check import fused, fused_results_match
 from hetero.runtime.gpu_share import GpuShare, gpu_busy_s
-from hetero.runtime.holes import Piece, shape_of
+from hetero.runtime.holes import TextPiece, shape_of
 from hetero.runtime.kernels import Devices
 from hetero.runtime.kv.cache_sync import Side
 from hetero.runtime.kv.context import Context
@@ -118,7 +118,7 @@ class StepRunner:
         return step
 
     def run_pieces(
-        self, context: Context, pieces: Sequence[Piece], tokens: Sequence[int], logit_rows: int
+        self, context: Context, pieces: Sequence[TextPiece], tokens: Sequence[int], logit_rows: int
     ) -> Step:
         """Run a prompt's step on pieces of a context, of these tokens. Raises `DeviceError`."""
         step = self._loading(context, self.steps.of_pieces(context, shape_of(pieces), logit_rows))
