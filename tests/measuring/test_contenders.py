@@ -78,7 +78,7 @@ def test_a_contender_whose_turn_it_is_not_takes_no_processor(device: str) -> Non
         time.sleep(0.2)  # threads that spin a little before they sleep
         before_s = cpu_s(entry.child.pid)
         time.sleep(0.5)
-        assert cpu_s(entry.child.pid) - before_s <= 0.02
+        assert cpu_s(entry.child.pid) - before_s < 0.025  # two ticks
 
 
 def children(parent: int) -> list[int]:

