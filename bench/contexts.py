@@ -170,7 +170,7 @@ def next_context(
     hours: float = 10,
     tokens_per_s: float = 600.0,
 ) -> None:
-    """Whether it pays to learn which context comes next: mean latencies of a call, ms."""
+    """Compare rules that forecast the next context: mean latencies of a call, ms."""
     codec, rows = ChunkCodec(LLAMA), []
     for disk, speed in DISKS.items():
         rates = simulated_rates(codec, speed, tokens_per_s)

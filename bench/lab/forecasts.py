@@ -73,7 +73,7 @@ class ForecastService(SimulatedService):
         self._known: dict[int, SimulatedContext] = {}
 
     def leave(self, context: SimulatedContext, tokens: Sequence[int], now_s: float) -> None:
-        """As the other; then the order of eviction is that of the forecast."""
+        """Leave a context, then order eviction by the forecast."""
         super().leave(context, tokens, now_s)
         number = int(context.app)
         self._known[number] = context

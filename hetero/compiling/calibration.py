@@ -282,6 +282,15 @@ def besides(
     return RoundedWeights(loaded.weights, weight_format, hot)
 
 
+def first_tokens(model: LoadedModel, text: Path, limit: int) -> tuple[str, list[int]]:
+    """Return a text file's words, and their first tokens, at most `limit`; none of blanks alone.
+
+    Raises `UserError` for a text that cannot be read.
+    """
+    words = read_text(text, LONGEST_TEXT_BYTES)
+    return words, model.encode(words)[:limit] if words.strip() else []
+
+
 def calibration_sequences(
     model: str, text: Path, limit: int
 ) -> tuple[LoadedModel, str, list[list[int]]]:
@@ -296,8 +305,7 @@ def calibration_sequences(
             "model that it was made from"
         )
     loaded = open_model(model, weights="f32")
-    words = read_text(text, LONGEST_TEXT_BYTES)
-    tokens = loaded.encode(words)[:limit] if words.strip() else []
+    words, tokens = first_tokens(loaded, text, limit)
     if len(tokens) < GROUP_SIZE:
         raise UserError(
             f"{text}: has {len(tokens)} tokens, calibration needs at least {GROUP_SIZE}; give more "

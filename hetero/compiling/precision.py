@@ -21,8 +21,8 @@ from typing import Final, TypeAlias
 
 import numpy as np
 
-from hetero.backends.host.files import LONGEST_TEXT_BYTES
 from hetero.backends.weights import Float32Array
+from hetero.compiling.calibration import first_tokens
 from hetero.compiling.divergence import (
     Variant,
     divergences,
@@ -33,7 +33,6 @@ from hetero.compiling.divergence import (
 from hetero.compiling.walk import Progress
 from hetero.errors import UserError
 from hetero.models import LoadedModel, open_model
-from hetero.models.fields import read_text
 from hetero.models.gguf.file import GgufFile
 from hetero.models.gguf.float_rows import GgufRows
 from hetero.models.gguf.kinds import Kind
@@ -67,8 +66,7 @@ class SplitText:
 
         `alone` is the number of those for tensors alone. Raises `UserError`.
         """
-        words = read_text(path, LONGEST_TEXT_BYTES)
-        tokens = model.encode(words)[:limit] if words.strip() else []
+        _, tokens = first_tokens(model, path, limit)
         if len(tokens) < MIN_TOKENS:
             raise UserError(
                 f"{path}: has {len(tokens)} tokens, --quality needs at least {MIN_TOKENS} to "

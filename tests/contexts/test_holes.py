@@ -109,7 +109,7 @@ def test_a_call_waits_for_the_layers_between_the_holes(tmp_path: Path) -> None:
 def test_a_plan_without_such_calls_computes_all_from_the_first_hole_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As after a device has failed between loading and the prompt."""
+    """A device may fail between loading and the prompt."""
     with open_llm(tiny_model(tmp_path), "npu") as llm:
         engine, whole = llm.engine, llm.new_context()
         wanted = engine.prefill(whole, TEXT).copy()

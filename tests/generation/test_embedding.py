@@ -79,7 +79,7 @@ def test_embeddings_are_the_pooled_hidden_states(
 
 
 def test_short_texts_are_read_together(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In any order, beside long ones; each as if it were alone."""
+    """Texts in any order, among long ones, are each as if they were alone."""
     texts = [
         [3 + (7 * i + j) % 200 for j in range(n)] for i, n in enumerate((9, 60, 20, 12, 1, 16))
     ]
