@@ -19,7 +19,7 @@ from hetero.backends.formats import WeightFormat
 from hetero.backends.protocol import CONTEXT_PORTS, port_dtype, port_shape
 from hetero.backends.reference.compute import program
 from hetero.backends.weights import Float32Array
-from hetero.compiling.walk import Progress, Slots, fresh_slots, role_of
+from hetero.compiling.walk import Progress, Slots, drop_slots, fresh_slots, live_slots, role_of
 from hetero.models.gguf.float_rows import GgufRows
 from hetero.models.gguf.kinds import Kind
 from hetero.models.gguf.requantising import rounded
@@ -97,16 +97,6 @@ def _sources(weights: GgufRows, node: Node) -> list[GgufTensor]:
     return weights.sources(role if node.layer is None else f"blk.{node.layer}.{role}")
 
 
-def _live(nodes: Sequence[Node]) -> list[set[str]]:
-    """Return the slots that are read behind each node before they are written."""
-    live: set[str] = set()
-    behind = []
-    for node in reversed(nodes):
-        behind.append(live)
-        live = (live - node.writes) | (set(node.slots.values()) - node.writes)
-    return behind[::-1]
-
-
 def _flops(node: Node) -> int:
     return node.op.flops(1) if isinstance(node.op, ops.MatMul) else 0
 
@@ -134,12 +124,12 @@ class _SideBySide:
 
     def run(self) -> Float64Array:
         """Return the divergences [variants, scored tokens]."""
-        for node, live in zip(self.nodes[:-1], _live(self.nodes), strict=False):
+        last = {node.layer: node for node in self.nodes}
+        for node, live in zip(self.nodes[:-1], live_slots(self.nodes), strict=False):
             self._step(node)
             for state in (*self.base, *(x for fork in self.forks.values() for x in fork)):
-                for slot in state.keys() - live - {"tokens"}:
-                    del state[slot]
-            if node.layer is not None and role_of(node) == "down":
+                drop_slots(state, live)
+            if node.layer is not None and node is last[node.layer]:
                 self.weights.release(node.layer)
             self._advance(_flops(node) * (1 + len(self.forks)))
         return self._head(self.nodes[-1])

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from hetero.backends.formats import WeightFormat
 from hetero.backends.ops import MatMul
-from hetero.backends.protocol import CONTEXT_PORTS, WeightValue, port_dtype, port_shape
+from hetero.backends.protocol import WeightValue, port_dtype, port_shape
 from hetero.backends.reference.compute import Program, program
 from hetero.backends.weights import Float32Array, PackedWeight
 from hetero.models.graph import model_graph
@@ -59,13 +59,14 @@ def walk(
     """Run the decoder of f32 `weights` on token sequences, each from position 0.
 
     `at_matmul` gives the (f32) weights that the matmul runs with; it is called for the output head
-    too, which then does not run. A block is released after its last matmul and `after_block`.
+    too, which then does not run. A block is released after its last node and `after_block`.
     """
     nodes = model_graph(
         weights.config, WeightFormat.F32, capacity=max(len(x) for x in sequences)
     ).nodes
     states = [fresh_slots(x) for x in sequences]
-    for done, node in enumerate(nodes):
+    last = {node.layer: node for node in nodes}
+    for done, (node, live) in enumerate(zip(nodes, live_slots(nodes), strict=True)):
         block = None if node.layer is None else weights.block(node.layer)
         values: Mapping[str, WeightValue] = node_weights(node, block, weights)
         if isinstance(node.op, MatMul):
@@ -74,7 +75,8 @@ def walk(
             run, _ = program(node.op, values)
             for state in states:
                 run_node(node, run, state)
-        if role_of(node) == "down" and node.layer is not None and block is not None:
+                drop_slots(state, live)
+        if node is last[node.layer] and node.layer is not None and block is not None:
             after_block(block)
             weights.release(node.layer)
         if progress is not None:
@@ -101,6 +103,22 @@ def run_node(node: Node, run: Program, state: Slots) -> None:
             state[slot] = np.zeros(shape, dtype=port_dtype(node.op, port))
         arrays[port] = state[slot]
     run(arrays)
-    for port, slot in node.slots.items():
-        if port in CONTEXT_PORTS:
-            del state[slot]  # of this layer only
+
+
+def live_slots(nodes: Sequence[Node]) -> list[set[str]]:
+    """Return the slots that are read behind each node before they are written.
+
+    Caches are among them until the last layer that reads them.
+    """
+    live: set[str] = set()
+    behind = []
+    for node in reversed(nodes):
+        behind.append(live)
+        live = (live - node.writes) | (set(node.slots.values()) - node.writes)
+    return behind[::-1]
+
+
+def drop_slots(state: Slots, live: set[str]) -> None:
+    """Drop what no later node reads; how many tokens there are is known from `tokens`."""
+    for slot in state.keys() - live - {"tokens"}:
+        del state[slot]
