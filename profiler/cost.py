@@ -402,9 +402,13 @@ def _experts_s(
         outside = distinct * tokens_each > measured.max_m * op.chosen
         return Cost(np.asarray(seconds), np.asarray(outside))
     matmuls, calls = predict.expert_matmuls(op, distinct, tokens_each), 1.0
-    if cost.device(device).capabilities.static_shapes:
+    able = cost.device(device).capabilities
+    if able.static_shapes:
         # Each expert is a call of its own there, elsewhere all are one launch.
-        calls, matmuls = distinct, [(matmuls[0][0], x) for x in op.matmuls.values()]
+        tokens = matmuls[0][0]
+        if able.per_graph_size != "nothing":  # in the smallest graph that holds them
+            tokens = min((x for x in able.graph_sizes if x >= tokens), default=tokens)
+        calls, matmuls = distinct, [(tokens, x) for x in op.matmuls.values()]
     whole = _matmuls_s(cost, device, matmuls)
     return Cost(calls * whole.seconds, whole.extrapolated)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 from hetero.backends.formats import WeightFormat
@@ -85,7 +84,6 @@ def _device(about: About, chip: Chip, kind: DeviceKind) -> dict[str, Any]:
         case "npu":
             sizes = npu_capabilities.STANDARD_GRAPH_SIZES
             able = npu_capabilities.capabilities_of(chip, sizes, shared_weights=True)
-            able = replace(able, experts=True)  # as `EXPERTS_NOTE` says
         case "cpu":  # on cores of its own, so that launches are submitted
             formats = (WeightFormat.W4A16,)
             able = Capabilities(kind="cpu", asynchronous=True, weight_formats=formats)

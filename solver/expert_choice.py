@@ -215,10 +215,11 @@ def knapsack(
 
 
 def expert_bytes(op: Experts, profile: DeviceProfile, kind: DeviceKind) -> float:
-    """Return the bytes of one expert in a device's own layout."""
-    own = profile.devices[kind].capabilities.weight_bytes
-    once = own.get(op.weight_format)
-    return sum(
+    """Return the bytes of one expert in a device's own layout, in all graphs that have its own."""
+    able = profile.devices[kind].capabilities
+    once = able.weight_bytes.get(op.weight_format)
+    copies = max(len(able.graph_sizes), 1) if able.per_graph_size == "weights" else 1
+    return copies * sum(
         weight_bytes(x.weight_format, x.n, x.k) if once is None else once * x.n * x.k
         for x in op.matmuls.values()
     )
@@ -306,7 +307,7 @@ def _note(
     if routing is not None:
         by = f"by their shares of {routing.tokens} tokens"
     if npu and times.cost.profile.devices["npu"].numbers == "fitted":
-        by += "; fitted, with a graph for each expert, which `hetero compile` does not make yet"
+        by += "; fitted, with a graph for each expert"
     return f"routed experts: {describe(times, npu)} ({spans}; {by})"
 
 

@@ -9,14 +9,17 @@ from hetero.backends.ops import (
     Attention,
     Experts,
     GatedAdd,
+    GatedDelta,
     Op,
     Outliers,
     Rope,
     Router,
+    ShortConv,
     has_sinks,
     has_state,
 )
 from hetero.backends.protocol import DeviceKind
+from hetero.profiler.model_graph import ModelGraph
 
 ON_THE_GPU: Final = (Outliers, Router, Experts, GatedAdd)
 
@@ -44,3 +47,35 @@ def of_the_gpu(op: Op) -> bool:
     reads = isinstance(op, Attention) and op.reads
     queries_alone = reads or (isinstance(op, Rope) and not op.kv_heads)
     return isinstance(op, ON_THE_GPU) or has_state(op) or has_sinks(op) or queries_alone
+
+
+def what_npus_lack(graph: ModelGraph) -> str:
+    """Return a sentence about the layers whose operations a plan for both devices gives to the GPU.
+
+    "" where there are none. Matmuls of these layers, and experts, are planned.
+    """
+    layers: dict[str, set[int | None]] = {}
+    for node in graph.nodes:
+        if words := _lacking(node.op):
+            layers.setdefault(words, set()).add(node.layer)
+    if not layers:
+        return ""
+    parts = [f"{words} ({len(x)} layer{'s' * (len(x) > 1)})" for words, x in layers.items()]
+    return f"on the GPU, because graphs of NPUs do not have them: {', '.join(parts)}"
+
+
+def _lacking(op: Op) -> str:
+    """Return what an operation is called that NPUs have no graphs of; "" for others."""
+    match op:
+        case GatedDelta():
+            return "gated delta rules"
+        case ShortConv():
+            return "the states of convolutions"
+        case Attention(reads=True):
+            return "attention to another layer's keys and values"
+        case Attention(sinks=True):
+            return "attention with sinks"
+        case Router():
+            return "routing to experts"
+        case _:
+            return ""

@@ -109,6 +109,10 @@ class Placement:
                     "make a plan with a profile of this device"
                 )
 
+    def graph_sizes(self, kind: DeviceKind) -> tuple[int, ...]:
+        """Return the token counts of a device's graphs, rising; none where it takes any."""
+        return prepared_sizes(self._capabilities[kind])
+
     @property
     def online(self) -> bool:
         """Return whether graphs are prepared while a prompt waits."""

@@ -120,7 +120,8 @@ class PlannedKernels:
             if isinstance(node.op, Experts):
                 matmuls = all_experts(node.op)
                 for kind in self._devices(node):
-                    nbytes[kind] += sum(self._matmul_bytes(matmul, kind) for matmul in matmuls)
+                    whole = sum(self._matmul_bytes(matmul, kind) for matmul in matmuls)
+                    nbytes[kind] += whole * self._copies(node, kind)
         return nbytes
 
     def _devices(self, node: Node) -> set[DeviceKind]:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from hetero.backends.ops import PASS_TOKENS
+from hetero.backends.protocol import KINDS
 from hetero.profiler.cost import CostModel
 from hetero.profiler.model_graph import ModelGraph
 from hetero.profiler.records import DeviceProfile
@@ -16,6 +17,7 @@ from hetero.solver.errors import PlanError
 from hetero.solver.expert_choice import choose_experts
 from hetero.solver.host_queue import HostQueue
 from hetero.solver.joint_plan import solve_jointly
+from hetero.solver.non_matmul_devices import what_npus_lack
 from hetero.solver.options import INF
 from hetero.solver.planner import Planner, PlannerSettings, with_graph_sizes
 from hetero.solver.request import PlanRequest, scenarios_of
@@ -38,6 +40,8 @@ def planner_for(
     settings = PlannerSettings(request.precision, rules, request.context, unfused, step_tokens=step)
     substitution = file_substitution(profile, spec.weight_format)
     notes = [] if substitution is None else [substitution.note]
+    if set(KINDS) <= set(profile.devices) and (lacks := what_npus_lack(spec)):
+        notes.append(lacks)
     if experts:
         cost = CostModel(profile)
         choice = choose_experts(

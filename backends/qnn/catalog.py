@@ -64,9 +64,20 @@ def chunk_rows(op: Op) -> int:
     """Return most tokens of one graph."""
     if is_static(op):
         return SIZES.scaled_rows
-    if isinstance(op, ops.MatMul) and op.k >= SIZES.large_k:
-        return SIZES.rows // 2
-    return SIZES.rows
+    widest = op.k if isinstance(op, ops.MatMul) else 0
+    if isinstance(op, ops.Experts):
+        widest = max(op.d, op.f)
+    return SIZES.rows // 2 if widest >= SIZES.large_k else SIZES.rows
+
+
+def expert_sizes(op: ops.Experts, sizes: Sequence[int], m: int) -> tuple[int, ...]:
+    """Return the token counts of an expert's graphs in calls of m tokens, rising.
+
+    Any number of the call's tokens may choose it: they run in the smallest graph that holds them,
+    more than the largest in several. `sizes` are the device's graph sizes.
+    """
+    own = sorted({min(size, chunk_rows(op)) for size in sizes})
+    return tuple(size for i, size in enumerate(own) if i == 0 or own[i - 1] < m)
 
 
 def launch_tokens(weight_format: WeightFormat) -> tuple[tuple[int, int], ...]:
@@ -106,10 +117,35 @@ def graph(op: Op, m: int, weights: Mapping[str, WeightValue], digest: str) -> Gr
     """
     if isinstance(op, ops.MatMul) and is_static(op):
         return integer_graph(op, m, weights, digest, "int8")
+    if isinstance(op, ops.Experts):
+        one = alone(op)
+        return Graph(
+            GraphIdentity(repr(one), m, weights=digest), lambda: graphs.expert(one, m, weights)
+        )
     plain = replace(op, order="plain") if isinstance(op, ops.MatMul) else op
     return Graph(
         GraphIdentity(repr(plain), m, weights=digest), lambda: graphs.single(plain, m, weights)
     )
+
+
+def alone(op: ops.Experts) -> ops.Experts:
+    """Return one expert, whichever it is, whose weights `each_expert` gives."""
+    return replace(op, experts=1, chosen=1, subset=())
+
+
+def each_expert(
+    op: ops.Experts, weights: Mapping[str, WeightValue]
+) -> list[Mapping[str, WeightValue]]:
+    """Return the weights of each own expert, as views, by the names of all experts' weights."""
+    by_name = {name: checks.expert_weights(op, name, weights) for name in op.matmuls}
+    return [
+        {
+            name if key == "weight" else f"{name}_{key}": value
+            for name, of_experts in by_name.items()
+            for key, value in of_experts[i].items()
+        }
+        for i in range(len(op.own))
+    ]
 
 
 def integer_graph(
@@ -169,13 +205,18 @@ def has_constants(op: Op) -> bool:
 
     Each set of weights has graphs of its own then.
     """
-    return isinstance(op, ops.MatMul | ops.Embed)
+    return isinstance(op, ops.MatMul | ops.Embed | ops.Experts)
 
 
 def constants_digest(op: Op, weights: Mapping[str, WeightValue]) -> str:
-    """Return the digest of the weights that are constants of the graph; "" if none are."""
+    """Return the digest of the weights that are constants of the graph; "" if none are.
+
+    Of experts they are one's.
+    """
     if not has_constants(op):
         return ""
+    if isinstance(op, ops.Experts):
+        return weight_digest(*(weights[name] for name in ops.weight_names(op)))
     return weight_digest(*(weights.get(name) for name in ("weight", "bias")))
 
 

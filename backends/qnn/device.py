@@ -24,7 +24,7 @@ from hetero.backends.protocol import (
     Kernel,
     WeightValue,
 )
-from hetero.backends.qnn import catalog, graphs, kernels
+from hetero.backends.qnn import catalog, expert_kernel, graphs, kernels
 from hetero.backends.qnn.graph_store import GraphStore
 from hetero.backends.qnn.group_kernel import GroupKernel
 from hetero.backends.qnn.integer import ACTIVATIONS, Activations, has_row_scales
@@ -81,6 +81,7 @@ class QnnDevice(Device, SupportsGroups):
         self._host = kernels.QnnHost(self._health, self.capabilities, self.store)
         self._masks = kernels.Masks()
         self._rooms = Rooms()
+        self._expert_rooms: expert_kernel.Rooms = {}
         self._kernels: weakref.WeakSet[kernels.QnnKernel] = weakref.WeakSet()
 
     def allocate(self, nbytes: int, *, huge: bool = False) -> HostBuffer:
@@ -107,9 +108,10 @@ class QnnDevice(Device, SupportsGroups):
         return buffer.address
 
     def accepts(self, op: Op) -> Acceptance:
-        """Accept every operation but outliers and experts, and matmuls of the declared formats.
+        """Accept every operation but outliers and routing, and matmuls of the declared formats.
 
-        Outliers are there to be computed elsewhere meanwhile; attention on caches in f32.
+        Outliers are there to be computed elsewhere meanwhile; attention on caches in f32; experts
+        with float16 activations.
         """
         if isinstance(op, ops.Outliers):
             return Acceptance(
@@ -117,14 +119,15 @@ class QnnDevice(Device, SupportsGroups):
                 "outliers are floating-point sums for a GPU",
                 "use --device hetero, or quantise with --outliers none",
             )
-        if isinstance(op, ops.Router | ops.Experts | ops.GatedAdd):
+        if isinstance(op, ops.Experts) and not self.capabilities.experts:
             return Acceptance(
                 False,
-                "its graphs have fixed shapes, but not every expert has as many tokens",
+                f"its graphs of experts have float16 activations, not {self._activations}",
                 "use --device hetero, where the GPU computes routed experts",
             )
         if lacks := _lacks(op):
-            return Acceptance(False, lacks, "use --device hetero" if ops.has_state(op) else "")
+            elsewhere = ops.has_state(op) or isinstance(op, ops.Router | ops.GatedAdd)
+            return Acceptance(False, lacks, "use --device hetero" if elsewhere else "")
         if ops.has_sinks(op):
             return Acceptance(
                 False,
@@ -181,7 +184,7 @@ class QnnDevice(Device, SupportsGroups):
             kernel.release()
         self.store.close()
 
-    def _prepare(self, op: Op, weights: Mapping[str, WeightValue]) -> kernels.QnnKernel:
+    def _prepare(self, op: Op, weights: Mapping[str, WeightValue]) -> kernels.QnnKernel:  # noqa: PLR0911
         match op:
             case ops.MatMul() if self._activations != "float16" or graphs.is_static(op):
                 return self._prepare_integer(op, weights)
@@ -212,6 +215,8 @@ class QnnDevice(Device, SupportsGroups):
                 )
             case ops.Attention() | ops.AttentionHeads():
                 return self._prepare_attention(op)
+            case ops.Experts():
+                return self._prepare_experts(op, weights)
             case _:
                 vectors = graphs.vectors_of(op, weights)
                 conv = isinstance(op, ops.ShortConv)
@@ -225,6 +230,19 @@ class QnnDevice(Device, SupportsGroups):
         if isinstance(op, ops.AttentionHeads):
             return kernels.QnnHeadsKernel(self._host, op, kernel, self._rooms)
         return kernel
+
+    def _prepare_experts(
+        self, op: ops.Experts, weights: Mapping[str, WeightValue]
+    ) -> kernels.QnnKernel:
+        each = catalog.each_expert(op, weights)
+        of_experts = [self._sessions(catalog.alone(op), own) for own in each]
+        return expert_kernel.ExpertsKernel(
+            self._host,
+            op,
+            lambda i, m: of_experts[i](m),
+            self._expert_rooms,
+            nbytes=sum(value.nbytes for own in each for value in own.values()),
+        )
 
     def _prepare_integer(
         self, op: ops.MatMul, weights: Mapping[str, WeightValue]
@@ -271,6 +289,10 @@ def _lacks(op: Op) -> str:
             return "what contexts as a service need is computed on the host"
         case ops.GatedDelta():
             return "its graphs have no recurrence from token to token"
+        case ops.Router():
+            return "its graphs round to float16, which would choose other experts"
+        case ops.GatedAdd():
+            return "its graphs have no gate of a shared expert"
         case ops.Attention(reads=True) | ops.Rope(kv_heads=0):
             return "its attention reads the caches that it appends to"
         case _:

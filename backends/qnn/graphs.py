@@ -27,6 +27,7 @@ from hetero.backends.qnn.nodes import NodeRef
 
 OPSET = 23  # the first with RMSNormalization
 F32 = np.float32
+EXPERT_PEAK = "peak"  # the second output of an expert's graph
 
 
 def single(op: Op, m: int, weights: Mapping[str, WeightValue], context: int = 0) -> bytes:
@@ -48,6 +49,32 @@ def single(op: Op, m: int, weights: Mapping[str, WeightValue], context: int = 0)
         if port in OUTPUT_PORTS
     }
     nodes.emit(op, weights, Inputs(graph, m, inputs, outputs, context))
+    return graph.model(OPSET)
+
+
+def expert(op: ops.Experts, m: int, weights: Mapping[str, WeightValue]) -> bytes:
+    """Return the graph of one expert, whose weights are constants, for m tokens that chose it.
+
+    Input `x` and output `y` are [m, d]. Nothing is scaled inside, so a second output has the
+    largest magnitude between its matmuls (`peak`), which shows where fp16 was left.
+    """
+    graph = GraphBuilder()
+    x = graph.input("x", F32, (m, op.d))
+    graph.output("y", F32, (m, op.d))
+    graph.output(EXPERT_PEAK, F32, (1, 1))
+
+    def product(name: str, x: str, out: str = "") -> str:
+        own = {"weight": weights[name]}
+        if op.bias:
+            own["bias"] = weights[f"{name}_bias"]
+        site = Inside(graph, m, {"x": x}, {"y": out}, scaled=False)
+        return nodes.emit(op.matmuls[name], own, site)["y"]
+
+    gate, up = product("experts_gate", x), product("experts_up", x)
+    hidden = nodes.expert_activation(graph, op.activation, gate, up)
+    values = graph.node("Abs", graph.node("Concat", gate, up, hidden, axis=1))
+    graph.node("ReduceMax", values, graph.ints(0, 1), keepdims=1, out=EXPERT_PEAK)
+    product("experts_down", hidden, "y")
     return graph.model(OPSET)
 
 

@@ -384,6 +384,19 @@ def _gated_act(op: ops.GatedAct, site: NodeRef) -> str:
     return graph.node("Mul", active, up, out=site.outputs["y"])
 
 
+def expert_activation(
+    graph: GraphBuilder, activation: ops.ExpertActivation, gate: str, up: str
+) -> str:
+    """Return act(gate) · up."""
+    if activation != "swiglu_oai":
+        return graph.node("Mul", _active(graph, activation, gate), up)
+    least, most = (graph.scalar(x) for x in (-ops.SWIGLU_LIMIT, ops.SWIGLU_LIMIT))
+    gate = graph.node("Min", gate, most)
+    up = graph.node("Add", graph.node("Clip", up, least, most), graph.scalar(1.0))
+    share = graph.node("Sigmoid", graph.node("Mul", gate, graph.scalar(ops.SWIGLU_ALPHA)))
+    return graph.node("Mul", graph.node("Mul", gate, share), up)
+
+
 def _active(graph: GraphBuilder, activation: Activation, x: str, out: str = "") -> str:
     match activation:
         case "silu":

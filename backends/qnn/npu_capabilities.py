@@ -48,6 +48,7 @@ def capabilities_of(
         token_alignment=TOKEN_ALIGNMENT,
         early_visibility=False,
         attention_heads=True,
+        experts=activations == "float16",
         fused_groups=FUSED_GROUPS,
         memory_limit_bytes=chip.npu_limit_bytes,
         weight_bytes={x: x.storage.bytes_per_weight * LAYOUT_OVERHEAD for x in formats},

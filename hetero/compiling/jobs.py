@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from hetero.backends.groups import Group
-from hetero.backends.ops import Attention, Embed, MatMul, Op
+from hetero.backends.ops import Attention, Embed, Experts, MatMul, Op
 from hetero.backends.qnn.npu_capabilities import LAYOUT_OVERHEAD
 from hetero.backends.weights import packed_bytes
 from hetero.models.sliding import Sliding
@@ -32,7 +32,8 @@ class Job:
     """Graphs of `op` for calls of these token counts, which serve all `nodes`.
 
     They serve one node where weights are constants of a graph, else all that compute the same.
-    `segment` are the rows of a matmul. With `group`, graphs of all its nodes.
+    `segment` are the rows of a matmul; of routed experts `op` has one. With `group`, graphs of all
+    its nodes.
     """
 
     nodes: tuple[Node, ...]
@@ -55,14 +56,22 @@ class Job:
 
     @property
     def name(self) -> str:
-        """Return a name for people: `layer3.qkv` or `layer3.qkv[0:256]`."""
-        return _name(self.node, self.segment, self.group)
+        """Return a name for people: `layer3.qkv`, `layer3.qkv[0:256]`, `layer3.experts[7]`."""
+        return self._name(self.node)
 
     @property
     def names(self) -> tuple[str, ...]:
         """Return the names of all its nodes, each once."""
-        names = (_name(node, self.segment, self.group) for node in self.nodes)
-        return tuple(dict.fromkeys(names))
+        return tuple(dict.fromkeys(map(self._name, self.nodes)))
+
+    def _name(self, node: Node) -> str:
+        if self.group is not None:
+            return self.group.name
+        if isinstance(self.op, Experts):
+            return f"{node.name}[{self.op.own[0]}]"
+        if self.segment is None or self.segment.rows == (0, getattr(node.op, "n", None)):
+            return node.name
+        return f"{node.name}[{self.segment.rows[0]}:{self.segment.rows[1]}]"
 
     @property
     def shareable(self) -> bool:
@@ -147,7 +156,7 @@ def all_jobs(placement: Placement, max_seq_len: int, every_size: Sequence[int] =
                 raise
             continue  # the engine refuses to score or verify on such a plan
         for use in called:
-            jobs_by_key.setdefault(use.key, (use, set()))[1].add(use.graph)
+            jobs_by_key.setdefault(use.key, (use, set()))[1].update(_sizes(placement, use))
     for use in (*_segments(placement), *_heads(placement)) if every_size else ():
         own = every_size
         if use.node.name in placement.graph.sampled_nodes:  # as many tokens as are verified
@@ -155,7 +164,19 @@ def all_jobs(placement: Placement, max_seq_len: int, every_size: Sequence[int] =
         jobs_by_key.setdefault(use.key, (use, set()))[1].update(own)
     order = {node.name: i for i, node in enumerate(placement.graph.nodes)}
     uses = sorted(jobs_by_key.values(), key=lambda x: (order[x[0].node.name], str(x[0].segment)))
-    return _merged(_job(use, counts) for use, counts in uses)
+    return _merged(job for use, counts in uses for job in _jobs(use, counts))
+
+
+def _sizes(placement: Placement, use: _Use) -> set[int]:
+    """Return the token counts of the calls that graphs are prepared for.
+
+    An expert's are of its own tokens, of which there may be fewer than the call has.
+    """
+    from hetero.backends.qnn import catalog
+
+    if not isinstance(use.op, Experts):
+        return {use.graph}
+    return {*catalog.expert_sizes(use.op, placement.graph_sizes("npu"), use.graph)}
 
 
 def _calls(
@@ -185,11 +206,13 @@ def _heads(placement: Placement) -> Iterator[_Use]:
                 yield _Use(node, None, None, 0, Heads("npu", 0, count, 0))
 
 
-def _job(use: _Use, sizes: set[int]) -> Job:
+def _jobs(use: _Use, sizes: set[int]) -> list[Job]:
+    """Return the graphs of a use; each routed expert has its own."""
     counts = tuple(sorted(sizes))
-    return _with_shapes(
-        Job((use.node,), use.op, use.segment, counts, _weight_bytes(use), use.group)
-    )
+    job = _with_shapes(Job((use.node,), use.op, use.segment, counts, _weight_bytes(use), use.group))
+    if not isinstance(use.op, Experts):
+        return [job]
+    return [replace(job, op=replace(use.op, subset=(expert,))) for expert in use.op.own]
 
 
 def _with_shapes(job: Job) -> Job:
@@ -198,7 +221,7 @@ def _with_shapes(job: Job) -> Job:
     return replace(job, shapes=tuple(catalog.shapes(_subject(job), job.sizes)))
 
 
-def _merged(jobs: Iterator[Job]) -> list[Job]:
+def _merged(jobs: Iterable[Job]) -> list[Job]:
     """Return one job for all nodes whose graphs are the same, and for all their token counts."""
     merged: dict[object, Job] = {}
     for job in jobs:
@@ -260,16 +283,10 @@ def _constant_bytes(op: Op) -> int:
             return packed_bytes(op.weight_format.storage, op.n, op.k)
         case Embed():
             return 2 * op.vocab * op.d  # rows are gathered in fp16
+        case Experts():
+            return sum(map(_constant_bytes, op.matmuls.values()))  # of one
         case _:
             return 0
-
-
-def _name(node: Node, segment: Segment | None, group: NodeGroup | None) -> str:
-    if group is not None:
-        return group.name
-    if segment is None or segment.rows == (0, getattr(node.op, "n", None)):
-        return node.name
-    return f"{node.name}[{segment.rows[0]}:{segment.rows[1]}]"
 
 
 # --- what calls share -----------------------------------------------------------------------
@@ -349,9 +366,10 @@ def _graphs_of_call(
     graphs: dict[_Graph, int] = {}
     for assignment in placement.at("prefill", m, int(last)):
         for use in _uses(assignment):
-            job = _job(use, {use.graph})
-            for shape in catalog.shapes_at(_subject(job), use.graph, _row(use, start)):
-                graphs[_Graph(job.name, _file(job), shape)] = job.file_bytes
+            for job in _jobs(use, _sizes(placement, use)):
+                shapes = catalog.shapes_at(_subject(job), use.graph, _row(use, start))
+                for shape in job.shapes if isinstance(job.op, Experts) else shapes:
+                    graphs[_Graph(job.name, _file(job), shape)] = job.file_bytes
     return graphs
 
 

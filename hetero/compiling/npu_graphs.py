@@ -14,7 +14,7 @@ from hetero.backends.formats import CacheFormat
 from hetero.backends.host.files import LONGEST_DOCUMENT_BYTES, atomic_write, read_file
 from hetero.backends.host.folders import expand_user
 from hetero.backends.opencl import gpu_capabilities
-from hetero.backends.ops import MatMul
+from hetero.backends.ops import Experts, MatMul
 from hetero.backends.protocol import Capabilities, DeviceKind, WeightValue
 from hetero.backends.qnn import npu_capabilities
 from hetero.backends.registry import automatic_backend, find, open_device
@@ -54,6 +54,7 @@ from hetero.runtime.launch_costs import check_priced
 from hetero.runtime.sizes import place
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.handmade import layer_level
+from hetero.solver.non_matmul_devices import what_npus_lack
 from hetero.solver.placement import Placement
 
 if TYPE_CHECKING:
@@ -196,8 +197,17 @@ def prepare(request: CompileRequest) -> Compilation:
         shared,
         domains_of(jobs, shared=shared),
         solved,
-        () if solved is None else solved.notes,
+        _where(placement) if solved is None else solved.notes,
     )
+
+
+def _where(placement: Placement) -> tuple[str, ...]:
+    """Return what a plan that was given says of routed experts and of what NPUs lack."""
+    routed = [x for x in placement.graph.nodes if isinstance(x.op, Experts)]
+    npu = sum(len(x.op.own) for x in routed if placement.devices(x) == {"npu"})
+    total = sum(len(x.op.own) for x in routed)
+    notes = [f"routed experts: {npu} of {total} on the NPU, the rest on the GPU"] if total else []
+    return (*notes, *filter(None, (what_npus_lack(placement.graph),)))
 
 
 def _abilities(plan: ExecutionPlan, npu: Capabilities) -> dict[DeviceKind, Capabilities]:
@@ -231,7 +241,8 @@ def prepare_by_default(request: CompileRequest) -> Compilation:
         else:
             why = f"profile {name} has no times of {request.weights}: {remedy}"
     note = f"layer level, matmuls of prompts on the NPU, because {why}"
-    return replace(prepare(request), notes=(note,))
+    made = prepare(request)
+    return replace(made, notes=(note, *made.notes))
 
 
 def _solved(
@@ -297,7 +308,8 @@ def _check_formats(chip: Chip, npu: Capabilities, jobs: Sequence[Job]) -> None:
     for job in jobs:
         ops = [job.op] if job.group is None else [node.op for node in job.group.nodes]
         for op in ops:
-            if isinstance(op, MatMul) and op.weight_format not in npu.weight_formats:
+            known = not isinstance(op, MatMul | Experts) or op.weight_format in npu.weight_formats
+            if not known:
                 raise UserError(
                     f"{job.name}: {chip.name} computes no {op.weight_format} matmuls: choose "
                     f"--weights {' or '.join(npu.weight_formats)}"
@@ -433,6 +445,8 @@ def _graphs(
         assert isinstance(job.node.op, MatMul)
         own = stored_for(job.op, job.node.op, values)
         values = cut_weights(own, *job.segment.rows)
+    if isinstance(job.op, Experts):
+        (values,) = catalog.each_expert(job.op, values)
     digest = catalog.constants_digest(job.op, values)
     return catalog.all_graphs(job.op, job.sizes, values, digest), bool(digest)
 

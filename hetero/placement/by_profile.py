@@ -80,8 +80,6 @@ def cost_of(spec: ModelGraph, plan: ExecutionPlan, profile: ProfileLike) -> Cost
 
 def by_profile(spec: ModelGraph, profile: DeviceProfile, request: PlacementRequest) -> Choice:
     """Return the choice that the times of a profile lead to."""
-    if request.compiles_graphs:
-        profile = _without_npu_experts(profile)
     plan_request = PlanRequest(
         seq_lens=_lengths(profile, request),
         graph_sizes="auto" if _chooses_sizes(profile, request) else None,
@@ -149,16 +147,6 @@ def seconds_of(plan: ExecutionPlan) -> PhaseSeconds:
     prompts = [x for x in plan.totals if x.phase == "prefill"]
     prompts_s = sum(min([x.predicted_s, *x.modes.values()]) for x in prompts)
     return PhaseSeconds(prompts_s, len(prompts) * ANSWER_TOKENS * decode_s)
-
-
-def _without_npu_experts(profile: DeviceProfile) -> DeviceProfile:
-    """Return the profile for an NPU without graphs of routed experts, which fitted ones predict."""
-    record = profile.devices.get("npu")
-    if record is None or not record.capabilities.experts:
-        return profile
-    able = record.capabilities.model_copy(update={"experts": False})
-    devices = {**profile.devices, "npu": record.model_copy(update={"capabilities": able})}
-    return profile.model_copy(update={"devices": devices})
 
 
 def _chooses_sizes(profile: DeviceProfile, request: PlacementRequest) -> bool:

@@ -17,9 +17,14 @@ from hetero.backends import ops
 from hetero.backends.errors import DeviceError
 from hetero.backends.formats import WeightFormat
 from hetero.backends.registry import open_device
-from hetero.solver.non_matmul_devices import device_of_other
+from hetero.models import model_spec
+from hetero.profiler.records import DeviceProfile
+from hetero.solver.build import make_plan
+from hetero.solver.non_matmul_devices import device_of_other, what_npus_lack
+from hetero.solver.request import PlanRequest
 from tests.backends.cases import make_tensors
 from tests.support.checkpoints import CASES, make_checkpoint, reference_logits, relative_error
+from tests.support.helpers import Command
 
 HALF_TOLERANCE = 1e-2  # the NPU computes its rows in fp16
 CONV = ops.ShortConv(d=8, taps=3)
@@ -92,6 +97,36 @@ def test_what_the_graphs_lack_is_planned_on_the_gpu_and_said(op: ops.Op, sentenc
         refused = device.accepts(op)
     assert not refused
     assert refused.reason == sentence
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ("qwen3.5-0.8b", "the states of convolutions (18 layers), gated delta rules (18 layers)"),
+        ("gemma-4-e2b", "attention to another layer's keys and values (20 layers)"),
+        ("gpt-oss-20b", "attention with sinks (24 layers), routing to experts (24 layers)"),
+        ("qwen3-4b", ""),
+    ],
+)
+def test_a_plan_says_what_npus_lack(model: str, said: str) -> None:
+    sentence = f"on the GPU, because graphs of NPUs do not have them: {said}"
+    assert what_npus_lack(model_spec(model)) == (sentence if said else "")
+    plan = make_plan(
+        model_spec(model), DeviceProfile.load("snapdragon-8-gen-3"), PlanRequest(seq_lens=(64,))
+    )
+    assert [x for x in plan.notes if "do not have them" in x] == ([sentence] if said else [])
+
+
+def test_the_commands_say_what_npus_lack(command: Command, checkpoint: tuple[Path, object]) -> None:
+    folder, _ = checkpoint
+    for arguments in (
+        ("plan", str(folder), "--profile", "snapdragon-8-gen-3", "--seq-lens", "64"),
+        ("compile", str(folder), "--soc", "sm8650", "--strategy", "layer", "--dry-run"),
+    ):
+        done = command(*arguments)
+        assert done.returncode == 0, done.stderr
+        said = " ".join((done.stdout + done.stderr).split())
+        assert "on the GPU, because graphs of NPUs do not have them: the states" in said
 
 
 def test_sums_beyond_half_precision_are_an_error() -> None:
