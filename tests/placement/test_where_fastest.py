@@ -202,11 +202,19 @@ def test_the_command_prints_answers_and_arguments() -> None:
 
 
 @pytest.mark.full
-def test_an_npu_without_graphs_of_experts_is_given_none() -> None:
-    """Though the fitted profile of its chip predicts a gain."""
+def test_an_npu_that_compiles_graphs_is_given_experts() -> None:
+    """Where the fitted profile of its chip predicts a gain."""
     spec, request = model_spec("gpt-oss-20b"), PlacementRequest(profile=X2, seq_lens=(64,))
     planned, for_qnn = (choose(spec, replace(request, npu=x)).plan for x in ("auto", "qnn"))
     assert planned is not None
     assert planned.npu_experts
     assert for_qnn is not None
-    assert for_qnn.npu_experts == ()
+    assert for_qnn.npu_experts == planned.npu_experts
+
+
+def test_both_devices_may_stop_to_gain_at_a_depth() -> None:
+    """Then one has the later tokens, without a gain over what is not compared any more."""
+    spec, profile = model_spec("qwen3-moe-3b"), DeviceProfile.load("snapdragon-8-gen-3")
+    first, *later = fastest_answers(spec, profile, PlanRequest(seq_lens=(64,)))
+    assert first.devices == ("gpu", "npu")
+    assert later[0].gain is None
