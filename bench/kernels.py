@@ -9,6 +9,7 @@ python bench/kernels.py growth                   # what a longer context costs
 python bench/kernels.py chains                   # a step in one launch and in many
 python bench/kernels.py rows                     # a step for several contexts
 python bench/kernels.py memory-models            # hand-overs where memory is not coherent
+python bench/kernels.py experts-times            # of routed experts, into a shipped profile
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from common import (
 )
 from parts.attention import attention
 from parts.chains import chains
+from parts.experts_times import experts_times
 from parts.growth import growth
 from parts.matmul import matmul
 from parts.memory_models import memory_models
@@ -58,6 +60,7 @@ app = new_app(__doc__)
 app.command("matmul")(matmul)
 app.command("attention")(attention)
 app.command("unused-device")(unused_device)
+app.command("experts-times")(experts_times)
 app.command("growth")(growth)
 app.command("chains")(chains)
 app.command("rows")(rows)

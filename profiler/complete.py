@@ -7,13 +7,13 @@ says: a machine is not equally fast on two days, and its predictions are to fit 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC, datetime
 from statistics import median
 from typing import Any, Final, NamedTuple
 
 from hetero.backends.host.clock import Clock, ManualClock, SystemClock
-from hetero.backends.ops import Op
+from hetero.backends.ops import Experts, Op
 from hetero.backends.protocol import KINDS, Device, DeviceKind
 from hetero.profiler.device_overheads import DeviceOverheads
 from hetero.profiler.errors import ProfileError
@@ -23,6 +23,7 @@ from hetero.profiler.predict import op_name, other_s
 from hetero.profiler.records import (
     DECODE_TOKENS,
     DeviceProfile,
+    DeviceRecord,
     NonMatmulPredictor,
     NonMatmulRow,
     Quarantine,
@@ -31,10 +32,12 @@ from hetero.profiler.substitutes import SUBSTITUTES
 from hetero.profiler.workload import Workload
 
 ROUNDS: Final = 3
+# Kernels that resemble none, and whose times are scaled by what these take now.
+ALONE: Final = {"Experts": ("Attention", "Attention+f16", "Attention+q8")}
 
 
 class Lack(NamedTuple):
-    """A kernel that a device has, and the profile does not; and what it was predicted from."""
+    """A kernel that a device has, and the profile does not; and which one scales its times."""
 
     device: DeviceKind
     op: str
@@ -51,11 +54,13 @@ def lacking(profile: DeviceProfile, devices: Mapping[DeviceKind, Device]) -> lis
     known = measured | {(x.device, x.op) for x in profile.quarantined}
     lacks: dict[Lack, None] = {}
     for kind, device in devices.items():
+        formats = (x.weight_format for x in profile.predictors)
+        first = next(formats, device.capabilities.weight_formats[0])
         for block in Options().blocks if kind in KINDS else ():
-            for op in reference_ops(block, device.capabilities.weight_formats[0]):
+            for op in reference_ops(block, first):
                 name = op_name(op)
-                sources = (x for x in SUBSTITUTES.get(name, ()) if (kind, x) in measured)
-                source = next(sources, None)
+                known_ones = SUBSTITUTES.get(name) or ALONE.get(type(op).__name__, ())
+                source = next((x for x in known_ones if (kind, x) in measured), None)
                 if (kind, name) not in known and source is not None and device.accepts(op):
                     lacks[Lack(kind, name, source)] = None
     return list(lacks)
@@ -67,12 +72,13 @@ def completed(
     options: Options,
     *,
     clock: Clock | None = None,
+    only: str = "",
 ) -> DeviceProfile:
-    """Return the profile with what it was `lacking`.
+    """Return the profile with what it was `lacking`: kernels whose names begin with `only`.
 
     The caller pins the thread. Raises `ProfileError`.
     """
-    wanted = lacking(profile, devices)
+    wanted = [lack for lack in lacking(profile, devices) if lack.op.startswith(only)]
     if not wanted:
         return profile
     names = {(x.device, name) for x in wanted for name in (x.op, x.source)}
@@ -112,8 +118,24 @@ def completed(
             "others": (*profile.others, *rows),
             "quarantined": (*profile.quarantined, *quarantined),
             "notes": (*profile.notes, *notes),
+            "devices": _with_experts(profile, {row.device for row, op in new if _routed(op)}),
         }
     )
+
+
+def _routed(op: Op) -> bool:
+    return isinstance(op, Experts)
+
+
+def _with_experts(
+    profile: DeviceProfile, kinds: Collection[DeviceKind]
+) -> dict[DeviceKind, DeviceRecord]:
+    """Return the devices, of which some are now known to compute routed experts."""
+    devices = dict(profile.devices)
+    for kind in kinds:
+        able = devices[kind].capabilities.model_copy(update={"experts": True})
+        devices[kind] = devices[kind].model_copy(update={"capabilities": able})
+    return devices
 
 
 def _wrong(

@@ -65,6 +65,30 @@ def test_what_is_added_is_as_it_would_have_been_then(whole: DeviceProfile) -> No
     assert completed(found, slow, options(), clock=clock) is found
 
 
+@pytest.mark.full
+def test_routed_experts_are_added_to_a_profile_of_before(whole: DeviceProfile) -> None:
+    """They resemble nothing; attention says how fast the machine is."""
+    clock = ManualClock()
+    slow = devices(clock, gpu=lambda op, m: 2 * by_cache(op, m))
+    experts = {x.op for x in whole.other_predictors if x.op.startswith("Experts")}
+    assert experts
+    before = {
+        kind: x.model_copy(
+            update={"capabilities": x.capabilities.model_copy(update={"experts": False})}
+        )
+        for kind, x in whole.devices.items()
+    }
+    old = without(whole, experts | {"Add"}, devices=before)
+    found = completed(old, slow, options(), clock=clock, only="Experts")
+    new = found.other_predictors[len(old.other_predictors) :]
+    assert {(x.device, x.op) for x in new} == {(x, op) for x in ("gpu", "npu") for op in experts}
+    assert all(x.capabilities.experts for x in found.devices.values())
+    own = next(x for x in new if x.device == "gpu")
+    op = next(x for x in reference_ops(BLOCKS[0], W4) if op_name(x) in experts)
+    assert other_s(own, op, 64, 0) == pytest.approx(by_cache(op, 64), rel=0.05)
+    assert "so that Attention takes what it took" in found.notes[-1]
+
+
 def test_only_what_was_measured_here_is_completed(whole: DeviceProfile) -> None:
     here = devices(ManualClock())
     chip = DeviceProfile.load("snapdragon-8-gen-3")
