@@ -59,6 +59,12 @@ def _gemma4(
     return _model(kind, (*sizes, 256, 262144), position, 1e-6, **common, **fields)
 
 
+# Widths of Gemma 4 and Qwen3.5 are those that others quote of `config.json` or GGUF metadata (read
+# in 2026-11). Gemma 4: issues canonical/inference-snaps#275 and ollama#18123 (E4B); iamulya.one
+# "decoder-forward-pass-dimensions" (12B); THUDM/slime scripts/models (26B-A4B, 31B); the global
+# heads go-inference-lab-bench gemma4.arch.toml (26B-A4B) and huggingface/transformers#46467 (31B).
+# Qwen3.5: slime again (0.8B, 27B, 35B-A3B), apxml.com (4B), `Qwen3_5TextConfig` of transformers
+# (9B); nothing was found of the feed-forward and heads of 2B.
 _KEYS_ONLY: Final[dict[str, Any]] = {"attention_k_eq_v": True, "hidden_size_per_layer_input": 0}
 PUBLISHED: Final[dict[str, dict[str, Any]]] = {
     "qwen3-1.7b": _model("qwen3", (2048, 6144, 28, 16, 8, 128, 151936), 40960, 1e-6, **_QWEN3),
