@@ -22,6 +22,12 @@ from hetero.backends.protocol import DeviceKind
 from hetero.profiler.model_graph import ModelGraph
 
 ON_THE_GPU: Final = (Outliers, Router, Experts, GatedAdd)
+LACKING: Final[dict[type[Op], str]] = {  # in NPUs' graphs, in words
+    GatedDelta: "gated delta rules",
+    ShortConv: "the states of convolutions",
+    Router: "routing to experts",
+    GatedAdd: "gates of shared experts",
+}
 
 
 def device_of_other(
@@ -66,16 +72,6 @@ def what_npus_lack(graph: ModelGraph) -> str:
 
 def _lacking(op: Op) -> str:
     """Return what an operation is called that NPUs have no graphs of; "" for others."""
-    match op:
-        case GatedDelta():
-            return "gated delta rules"
-        case ShortConv():
-            return "the states of convolutions"
-        case Attention(reads=True):
-            return "attention to another layer's keys and values"
-        case Attention(sinks=True):
-            return "attention with sinks"
-        case Router():
-            return "routing to experts"
-        case _:
-            return ""
+    if isinstance(op, Attention) and op.reads:
+        return "attention to another layer's keys and values"
+    return "attention with sinks" if has_sinks(op) else LACKING.get(type(op), "")

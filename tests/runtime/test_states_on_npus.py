@@ -105,6 +105,11 @@ def test_what_the_graphs_lack_is_planned_on_the_gpu_and_said(op: ops.Op, sentenc
         ("qwen3.5-0.8b", "the states of convolutions (18 layers), gated delta rules (18 layers)"),
         ("gemma-4-e2b", "attention to another layer's keys and values (20 layers)"),
         ("gpt-oss-20b", "attention with sinks (24 layers), routing to experts (24 layers)"),
+        (
+            "qwen3.5-35b-a3b",
+            "the states of convolutions (30 layers), gated delta rules (30 layers), "
+            "routing to experts (40 layers), gates of shared experts (40 layers)",
+        ),
         ("qwen3-4b", ""),
     ],
 )
