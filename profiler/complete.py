@@ -59,8 +59,8 @@ def lacking(profile: DeviceProfile, devices: Mapping[DeviceKind, Device]) -> lis
         for block in Options().blocks if kind in KINDS else ():
             for op in reference_ops(block, first):
                 name = op_name(op)
-                known_ones = SUBSTITUTES.get(name) or ALONE.get(type(op).__name__, ())
-                source = next((x for x in known_ones if (kind, x) in measured), None)
+                alike = SUBSTITUTES.get(name, ALONE.get(type(op).__name__, ()))
+                source = next((x for x in alike if (kind, x) in measured), None)
                 if (kind, name) not in known and source is not None and device.accepts(op):
                     lacks[Lack(kind, name, source)] = None
     return list(lacks)

@@ -203,9 +203,10 @@ def prepare(request: CompileRequest) -> Compilation:
 
 def _where(placement: Placement) -> tuple[str, ...]:
     """Return what a plan that was given says of routed experts and of what NPUs lack."""
-    routed = [x for x in placement.graph.nodes if isinstance(x.op, Experts)]
-    npu = sum(len(x.op.own) for x in routed if placement.devices(x) == {"npu"})
-    total = sum(len(x.op.own) for x in routed)
+    nodes = placement.graph.nodes
+    routed = [(x, len(x.op.own)) for x in nodes if isinstance(x.op, Experts)]
+    npu = sum(count for x, count in routed if placement.devices(x) == {"npu"})
+    total = sum(count for _, count in routed)
     notes = [f"routed experts: {npu} of {total} on the NPU, the rest on the GPU"] if total else []
     return (*notes, *filter(None, (what_npus_lack(placement.graph),)))
 
@@ -308,8 +309,7 @@ def _check_formats(chip: Chip, npu: Capabilities, jobs: Sequence[Job]) -> None:
     for job in jobs:
         ops = [job.op] if job.group is None else [node.op for node in job.group.nodes]
         for op in ops:
-            known = not isinstance(op, MatMul | Experts) or op.weight_format in npu.weight_formats
-            if not known:
+            if isinstance(op, MatMul | Experts) and op.weight_format not in npu.weight_formats:
                 raise UserError(
                     f"{job.name}: {chip.name} computes no {op.weight_format} matmuls: choose "
                     f"--weights {' or '.join(npu.weight_formats)}"
