@@ -12,7 +12,6 @@ from hetero.backends.formats import StorageFormat, WeightFormat
 from hetero.compiling.calibration import CalibratedWeights
 from hetero.compiling.walk import CalibrationPoint, walk
 from hetero.models import open_model
-from tests.runtime.test_families import FILED
 from tests.support.checkpoints import Case, make_checkpoint
 
 torch = pytest.importorskip("torch")
@@ -27,7 +26,12 @@ STATES = {
     "linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
 }  # fmt: skip
-CHANGES = {"Gemma4": FILED["Gemma4"], "Qwen3_5": STATES}
+SHARED = {
+    "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2, "sliding_window": 8, "head_dim": 16, "global_head_dim": 16,
+    "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 263,
+}  # fmt: skip
+CHANGES = {"Gemma4": SHARED, "Qwen3_5": STATES}
 
 
 def seen_by(model: Any, sequences: list[list[int]]) -> dict[str, float]:
