@@ -127,7 +127,7 @@ class LLM(Closing):
         self._loaded: LoadedModel = loader.model
         self.kv, self.max_seq_len = loader.kv, loader.max_seq_len
         self.choice, self.devices, self.plan = loader.choice, loader.devices, loader.plan
-        if loader.late is not None:  # else nothing of a closed model waits for the collector
+        if loader.moves:  # else nothing of a closed model waits for the collector
             loader.moved = partial(note_opened, loader, self)
         self.draft = open_draft(draft_model, draft_device, loader, options, self._engine)
         self._answers = AnswerContexts(self._engine, self._loaded, self._own, loader, self.draft)
@@ -329,8 +329,7 @@ class LLM(Closing):
 
         Later calls, and streams that are unfinished, raise `DeviceLostError`.
         """
-        if self._opened.late is not None:
-            self._opened.late.close()
+        self._opened.close()
         with self._engine.lock:
             self._engine.close()
         self._loaded.weights.close()

@@ -12,6 +12,7 @@ from hetero.backends.protocol import KINDS, DeviceKind
 from hetero.backends.qnn import hexagon
 from hetero.backends.registry import split_driver
 from hetero.placement.device_set import DRIVEN, DeviceMode, DeviceSet, backend_name
+from hetero.placement.device_times import DeviceTimes
 from hetero.placement.phase_choice import PhaseChoice
 from hetero.solver.execution_plan import ExecutionPlan
 from hetero.solver.names import NamedStrategy
@@ -54,6 +55,7 @@ class Choice:
     phases: tuple[PhaseChoice, ...] = ()
     third: ExecutionPlan | None = None
     cpu: str | None = None
+    alone: tuple[DeviceTimes, ...] = ()
 
     def opened(self, devices: DeviceSet) -> Choice:
         """Return the choice after its devices were opened.
